@@ -1,5 +1,5 @@
-//! What the bare hyper programs share: one core, one thread, a connection a task, no timer and no limit. What a gate adds
-//! to this is what it costs.
+//! The common parts of the bare hyper programs: one core, one thread, a task per connection, no timer and no limit. The
+//! cost of a gate is the excess over this.
 
 use hyper::body::{Body, Incoming};
 use hyper::service::service_fn;
@@ -11,17 +11,17 @@ use std::future::Future;
 use std::net::{Ipv4Addr, SocketAddr};
 use tokio::net::TcpListener;
 
-/// The loopback address with the port that argument number `place` names.
+/// Returns the loopback address with the port in argument number `place`.
 ///
 /// # Errors
 ///
-/// If there is no such argument, or it is no port.
+/// If there is no such argument, or it isn't a port.
 pub fn address_argument(place: usize) -> Result<SocketAddr, Box<dyn Error>> {
     let port = std::env::args().nth(place).ok_or("a port is missing")?;
     Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, port.parse()?)))
 }
 
-/// Answers every request of every connection with `answer`, for ever, on this thread.
+/// Replies to every request of every connection with `answer`, without end, on this thread.
 ///
 /// # Errors
 ///
@@ -46,7 +46,7 @@ where
                     let answered = answer(request);
                     async move { Ok::<_, Infallible>(answered.await) }
                 });
-                // A client that goes away mid-request is no matter here.
+                // A client that goes away during a request doesn't matter here.
                 let _ =
                     hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await;
             });

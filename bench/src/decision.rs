@@ -1,4 +1,4 @@
-//! Decisions in process, timed.
+//! Measures decisions in process.
 
 use crate::keys::KeyDistribution;
 use crate::options::Options;
@@ -7,7 +7,7 @@ use crate::subjects::tidegate::StateFill;
 use crate::subjects::{LimitTerms, backon, governor, limitador, throttlecrab, tidegate};
 use crate::work::{ExpectedAnswer, TimedWork};
 
-/// Measures every timed row that the options ask for, and hands each over as it is done.
+/// Measures every timed row that the options select, and passes each to `on_row` when it is done.
 pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     let mut offer = |name: String, work: &dyn Fn(String) -> TimedWork| {
         if options.wants(&name) {
@@ -71,11 +71,11 @@ fn many_keys(name: String, keys: u32, draw: KeyDistribution, threads: usize, ans
         ExpectedAnswer::Deny => LimitTerms::TIGHT,
     };
     let mut subjects = vec![tidegate::keyed(terms), governor::keyed(terms), throttlecrab::keyed(terms)];
-    // A window is never rested among a thousand keys.
+    // A window among a thousand keys is never unused before a call.
     if answer != ExpectedAnswer::AllowAtFullBurst {
         subjects.insert(1, tidegate::windowed(terms));
     }
-    // A million counters built beforehand are a gigabyte for each thread, and would time the fetching of them.
+    // A million prebuilt counters take a gigabyte per thread, and their cache misses would dominate the figure.
     if answer != ExpectedAnswer::AllowAtFullBurst && keys <= 10_000 {
         subjects.push(limitador::prebuilt(terms));
     }

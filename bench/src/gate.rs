@@ -1,4 +1,4 @@
-//! Requests through the gate: proxies on core 0, the client and the upstream on core 1.
+//! Measures requests through the gate, with proxies on core 0, and the client and the upstream on core 1.
 
 mod server;
 mod wrk;
@@ -13,7 +13,7 @@ use crate::subjects::OURS;
 use server::{BenchServer, TempFolder, free_port};
 use wrk::{WrkClient, WrkRequest};
 
-/// One row's work.
+/// The work of one row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum GateWork {
     Admitted,
@@ -44,19 +44,19 @@ impl GateWork {
     }
 }
 
-/// Starts a subject in front of the upstream's port.
+/// A function that starts a subject in front of the upstream's port.
 type StartServer = fn(&TempFolder, GateWork, u16) -> Result<BenchServer, ProgramError>;
 
 /// The core of every proxy.
 const PROXY_CORE: &str = "0";
 /// The core of the client and the upstream.
 const CLIENT_CORE: &str = "1";
-/// The port of an upstream that isn't asked: discard's.
+/// The port of an upstream that isn't called: that of the discard service.
 const UNUSED_PORT: u16 = 9;
-/// Connections at a time.
+/// The number of simultaneous connections.
 const CONNECTIONS: u32 = 50;
 
-/// Measures the rows of the gate that the options ask for.
+/// Measures the rows of the gate that the options select.
 pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     for work in GateWork::ALL {
         let names = ["cpu", "requests"].map(|figure| format!("{}/{figure}", work.name()));
@@ -82,7 +82,7 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     }
 }
 
-/// A decision that one client asks for at a time: its length over Redis less its length in memory.
+/// Measures decisions that one client requests one at a time: their time with Redis less their time in memory.
 fn measure_one_client(options: &Options, row: &mut BenchRow) -> Result<(), ProgramError> {
     let folder = TempFolder::new()?;
     let client = WrkClient::new(&folder, CLIENT_CORE, 1, GateWork::DecisionApi.load())?;

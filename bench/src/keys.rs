@@ -1,27 +1,28 @@
-//! Keys and the order in which they are asked for: the same for every subject, made before anything is timed.
+//! Keys and the order in which they are asked for. They are the same for every subject, and made before anything is
+//! timed.
 
-/// How often each key of a set is asked for.
+/// The frequency of each key of a set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyDistribution {
-    /// Every key alike.
+    /// Every key equally often.
     Uniform,
     /// Key number n in proportion to 1 / n.
     Zipf,
-    /// One key only; the others lie in the store.
+    /// One key only; the others remain unused in the store.
     SingleKey,
 }
 
-/// The 16-byte text of key number `index`.
+/// Returns the 16-byte text of key number `index`.
 pub fn key_text(index: u32) -> String {
     format!("{:016x}", mix(u64::from(index)))
 }
 
 /// A long list of keys in the order in which one thread asks for them.
 pub struct KeySequence {
-    /// Numbers of the keys.
+    /// The numbers of the keys.
     pub indexes: Vec<u32>,
-    /// Texts of the keys, one for each step and not one for each key: a caller's key is in its cache, as it was just
-    /// read from a request, so what a step may miss is the limiter's memory and not the benchmark's.
+    /// The texts of the keys, one per step and not one per key. A real caller's key is in its cache, because it was
+    /// just read from a request. So a step may miss the cache for the limiter's memory, but not for the benchmark's.
     pub keys: Vec<String>,
 }
 
@@ -59,7 +60,7 @@ impl KeySequence {
     }
 }
 
-/// SplitMix64's finalizer: a bijection, so distinct numbers give distinct keys.
+/// Returns SplitMix64's finalizer of a value. It is a bijection, so distinct numbers give distinct keys.
 fn mix(value: u64) -> u64 {
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -87,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn uniform_meets_every_key_about_equally() {
+    fn uniform_keys_are_drawn_about_equally() {
         let sequence = KeySequence::new(KeyDistribution::Uniform, 10, 1);
         let share = |wanted| {
             let met = sequence.indexes.iter().filter(|index| **index == wanted).count();
@@ -97,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn zipf_halves_from_the_first_key_to_the_second() {
+    fn zipf_draws_the_second_key_half_as_often() {
         let sequence = KeySequence::new(KeyDistribution::Zipf, 1_000, 1);
         let met = |wanted| sequence.indexes.iter().filter(|index| **index == wanted).count() as f64;
         assert!((1.7..2.3).contains(&(met(0) / met(1))));
@@ -105,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn two_seeds_give_two_orders() {
+    fn different_seeds_give_different_orders() {
         let (one, other) = (
             KeySequence::new(KeyDistribution::Uniform, 1_000, 1),
             KeySequence::new(KeyDistribution::Uniform, 1_000, 2),

@@ -1,4 +1,4 @@
-//! The lanes in which calls wait, while many do.
+//! Measures the lanes in which calls wait, with many waiting calls.
 
 use crate::measure::{MedianRange, preemptions, run_on_core};
 use crate::options::Options;
@@ -9,26 +9,27 @@ use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use std::hint::black_box;
 use std::time::Instant;
-use tidegate::core::lanes::MAX_WAITING;
-use tidegate::core::{Lane, LaneSpec, Lanes, LanesSpec, QueueStep, Ticket};
 use tidegate::{Span, Time};
+use tidegate_core::lanes::MAX_WAITING;
+use tidegate_core::{Lane, LaneSpec, Lanes, LanesSpec, QueueStep, Ticket};
 
-/// Calls that wait.
+/// The number of waiting calls.
 const MANY: usize = 100_000;
-/// Calls that wait where the growth of the cost begins.
+/// The number of waiting calls with which the growth of the cost is compared.
 const FEW: usize = 1_000;
 
-/// What is done to calls that wait, as the rows name it.
+/// The measured operations, as the rows name them.
 const NAMES: [&str; 3] = ["enqueue", "cancel", "wake"];
 
-/// Chunks of a round; its figure is their median.
+/// The number of chunks of a round; the round's figure is their median.
 const CHUNKS: usize = 7;
-/// How often a chunk is measured again when its thread lost its core meanwhile.
+/// The largest number of repeats of a chunk whose thread lost its core meanwhile.
 const REPEATS: usize = 4;
 
 const NOW: Time = Time::from_secs(1_767_225_600);
 
-/// Measures the rows of the lanes that the options ask for. All are measured together, so one of them brings the others.
+/// Measures the rows of the lanes that the options select. All are measured together, so selecting one of them brings
+/// the others.
 pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     let growth = "outbound/lanes/growth".to_owned();
     let names = NAMES.map(|name| format!("outbound/lanes/{name}"));
@@ -49,7 +50,7 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     on_row(row);
 }
 
-/// Nanoseconds an operation, in the order of [`NAMES`].
+/// Nanoseconds per operation, in the order of [`NAMES`].
 struct LaneRound {
     many: [f64; NAMES.len()],
     few: [f64; NAMES.len()],
@@ -60,11 +61,11 @@ fn measure_rounds(count: usize) -> Vec<LaneRound> {
     (0..count).map(|_| LaneRound { many: many.measure_round(), few: few.measure_round() }).collect()
 }
 
-/// Lanes with calls in them, and what is done to them next.
+/// Lanes with waiting calls, and the calls to add next.
 struct LanesUnderLoad {
     lanes: Lanes,
     waiting: Vec<Ticket>,
-    /// Lanes and deadlines of the calls that come next, drawn beforehand.
+    /// The lanes and deadlines of the next calls, drawn beforehand.
     next_calls: Vec<(Lane, Time)>,
     rng: SmallRng,
 }
@@ -79,7 +80,7 @@ impl LanesUnderLoad {
         queue
     }
 
-    /// A tenth of what waits, at a time: it waits again when the round is over.
+    /// Measures one round, on a tenth of the waiting calls at a time. As many wait again when the round is over.
     fn measure_round(&mut self) -> [f64; NAMES.len()] {
         let batch = self.waiting.len() / 10;
         let mut chunks = [const { Vec::new() }; NAMES.len()];
@@ -98,7 +99,7 @@ impl LanesUnderLoad {
         chunks.map(|chunks| MedianRange::of_figures(&chunks).expect("a round has chunks").median)
     }
 
-    /// The figures, and how often the core was lost meanwhile.
+    /// Returns the figures, and the number of times that the core was lost meanwhile.
     fn measure_chunk(&mut self, batch: usize) -> ([f64; NAMES.len()], u64) {
         let lost = preemptions();
         self.draw_calls(batch);
@@ -154,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_round_leaves_as_many_waiting_as_it_found() {
+    fn a_round_keeps_the_number_of_waiting_calls() {
         let mut queue = LanesUnderLoad::new(1_000);
         let figures = queue.measure_round();
         assert!(figures.iter().all(|ns| *ns > 0.0), "{figures:?}");

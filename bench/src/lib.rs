@@ -1,4 +1,4 @@
-//! Tidegate's benchmark: what each module measures, and how it stays fair, is in README.md beside it.
+//! Tidegate's benchmark. `README.md` beside it says what each module measures, and how the comparison stays fair.
 
 pub mod bare;
 pub mod decision;

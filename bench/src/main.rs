@@ -1,4 +1,4 @@
-//! Runs the rows asked for, prints the table, and with `--check` fails where a target is missed.
+//! Runs the selected rows and prints the table. With `--check` it fails if a target is missed.
 
 use bench::options::{Options, USAGE};
 use bench::rows::{BenchRow, BenchTable, TargetResult};

@@ -1,4 +1,4 @@
-//! Clocks, cores and medians.
+//! Clocks, processor cores and medians.
 
 use std::hint;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,28 +8,28 @@ use std::time::{Duration, Instant};
 /// The cost of `Instant::now`, in nanoseconds, on the machine on which the absolute targets were set.
 const REFERENCE_CLOCK_NS: f64 = 24.0;
 
-/// How often a chunk is measured again when its thread lost its core meanwhile.
+/// The largest number of repeats of a chunk whose thread lost its core meanwhile.
 const MAX_REPEATS: usize = 4;
 
-/// A loop that can be timed: it asks one subject, and counts what was admitted.
+/// A loop that can be timed. It asks one subject, and counts the admitted decisions.
 pub trait Worker: Send {
-    /// Makes `steps` decisions and tells how many admitted.
+    /// Makes `steps` decisions and returns the number of admitted ones.
     fn run(&mut self, steps: usize) -> usize;
 }
 
-/// The middle and the ends of some figures.
+/// The median and the range of some figures.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MedianRange {
-    /// The middle one; of an even number, the mean of the two in the middle.
+    /// The median; of an even number of figures, the mean of the two in the middle.
     pub median: f64,
-    /// The least.
+    /// The smallest figure.
     pub min: f64,
-    /// The greatest.
+    /// The largest figure.
     pub max: f64,
 }
 
 impl MedianRange {
-    /// `None` of no figures at all.
+    /// Returns the median and the range of these figures; `None` if there are none.
     pub fn of_figures(figures: &[f64]) -> Option<Self> {
         let mut sorted = figures.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -40,11 +40,11 @@ impl MedianRange {
     }
 }
 
-/// Binds the calling thread to the core numbered `core` of those it may use. Where there are fewer, to the last.
+/// Binds the calling thread to the core at index `core` of those that it may use, or to the last if there are fewer.
 ///
 /// # Panics
 ///
-/// If the system refuses: figures of unbound threads are not comparable.
+/// If the system refuses, because figures of unbound threads aren't comparable.
 pub fn pin_to_core(core: usize) {
     let cores = core_affinity::get_core_ids().unwrap_or_default();
     let chosen = cores.get(core).or(cores.last()).copied();
@@ -52,12 +52,12 @@ pub fn pin_to_core(core: usize) {
     assert!(bound, "cannot bind a thread to core {core}");
 }
 
-/// Does it in a thread of its own, which is bound to that core, and with it whatever programs it starts; whoever follows
-/// isn't.
+/// Runs the work in a new thread that is bound to that core, along with all programs that the work starts. The calling
+/// thread isn't bound.
 ///
 /// # Panics
 ///
-/// If the work does, or the system refuses.
+/// If the work panics, or the system refuses.
 pub fn run_on_core<T: Send>(core: usize, work: impl FnOnce() -> T + Send) -> T {
     let bound = move || {
         pin_to_core(core);
@@ -66,13 +66,13 @@ pub fn run_on_core<T: Send>(core: usize, work: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| scope.spawn(bound).join()).expect("the work does not panic")
 }
 
-/// How often the calling thread lost its core to another one, since it began.
+/// Returns the number of times that the calling thread lost its core to another thread, since it began.
 pub fn preemptions() -> u64 {
     let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     read_field(&status, "nonvoluntary_ctxt_switches:")
 }
 
-/// The number behind `name` in one of /proc's listings; 0 if it is not there.
+/// Returns the number after `name` in a file of /proc; 0 if it is missing.
 pub fn read_field(listing: &str, name: &str) -> u64 {
     listing
         .lines()
@@ -82,13 +82,14 @@ pub fn read_field(listing: &str, name: &str) -> u64 {
         .unwrap_or(0)
 }
 
-/// Resident memory of this process in bytes.
+/// Returns the resident memory of this process in bytes.
 pub fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     read_field(&status, "VmRSS:") * 1024
 }
 
-/// By how much a clock read costs more here than on the machine of the targets; absolute targets are multiplied by it.
+/// Returns the cost of a clock read here, divided by its cost on the reference machine of the targets. Absolute targets
+/// are multiplied by it.
 pub fn clock_scale() -> f64 {
     const READS: u32 = 20_000;
     let costs: Vec<f64> = (0..21)
@@ -103,18 +104,18 @@ pub fn clock_scale() -> f64 {
     MedianRange::of_figures(&costs).map_or(1.0, |costs| costs.median / REFERENCE_CLOCK_NS)
 }
 
-/// What one chunk showed.
+/// The result of one chunk.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkResult {
-    /// Nanoseconds a decision, the mean over the threads.
+    /// Nanoseconds per decision, the mean over the threads.
     pub ns_per_decision: f64,
-    /// Decisions that admitted, of all threads.
+    /// The number of admitted decisions of all threads.
     pub admitted: usize,
-    /// Decisions made while the clock ran, of all threads.
+    /// The number of timed decisions of all threads.
     pub steps: usize,
 }
 
-/// Times `steps` decisions on each of the workers, one worker a core, all from the same start.
+/// Times `steps` decisions on each of the workers. Each worker has its own core, and all start together.
 pub fn measure_chunk(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> ChunkResult {
     let mut measured = measure_chunk_once(workers, steps);
     for _ in 0..MAX_REPEATS {
@@ -137,7 +138,7 @@ fn measure_chunk_once(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> (Ch
             .map(|(place, worker)| {
                 let (ready, done) = (&ready, &done);
                 scope.spawn(move || {
-                    // A lone thread takes the last core: the first one serves most of a machine's interrupts.
+                    // A single thread uses the last core, because the first one serves most of a machine's interrupts.
                     pin_to_core(if threads == 1 { usize::MAX } else { place });
                     worker.run(steps / 8);
                     let before = preemptions();
@@ -149,7 +150,7 @@ fn measure_chunk_once(workers: &mut [Box<dyn Worker + '_>], steps: usize) -> (Ch
                     let admitted = worker.run(steps);
                     let taken = begin.elapsed();
                     done.fetch_add(1, Ordering::SeqCst);
-                    // The slower one is to finish among the same neighbours it began with.
+                    // The slower thread must finish under the same load from its neighbours as at its start.
                     while done.load(Ordering::SeqCst) < threads {
                         worker.run(64);
                     }
@@ -173,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spread_of_odd_even_and_none() {
+    fn the_median_handles_odd_even_and_none() {
         let spread = |figures: &[f64]| MedianRange::of_figures(figures).map(|s| (s.min, s.median, s.max));
         assert_eq!(spread(&[3.0, 1.0, 2.0]), Some((1.0, 2.0, 3.0)));
         assert_eq!(spread(&[4.0, 1.0, 2.0, 3.0]), Some((1.0, 2.5, 4.0)));
@@ -181,14 +182,14 @@ mod tests {
     }
 
     #[test]
-    fn fields_of_proc_are_read() {
+    fn proc_fields_are_parsed() {
         assert_eq!(read_field("VmPeak:\t 1 kB\nVmRSS:\t  42 kB\n", "VmRSS:"), 42);
         assert_eq!(read_field("", "VmRSS:"), 0);
         assert!(resident_bytes() > 0);
     }
 
     #[test]
-    fn a_chunk_counts_what_was_admitted() {
+    fn a_chunk_counts_the_admitted_steps() {
         struct EverySecond(usize);
         impl Worker for EverySecond {
             fn run(&mut self, steps: usize) -> usize {

@@ -1,4 +1,5 @@
-//! Memory, and what growing it costs: each subject in a fresh process, so that none inherits another's heap.
+//! Measures memory, and the cost of its growth. Each subject runs in a new process, so that none inherits another's
+//! heap.
 
 use crate::measure::read_field;
 use crate::options::Options;
@@ -7,7 +8,7 @@ use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 use std::process::Command;
 
-/// Names of the child process's subjects, and the table's.
+/// The child process's names of the subjects, and the table's.
 const SUBJECTS: [(&str, &str); 6] = [
     (OURS, OURS),
     ("tidegate-window", "tidegate (strict window)"),
@@ -19,7 +20,7 @@ const SUBJECTS: [(&str, &str); 6] = [
 
 const KEYS: u32 = 1_000_000;
 
-/// Measures the rows of memory that the options ask for.
+/// Measures the rows of memory that the options select.
 pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     let rounds = if options.quick { 1 } else { 5 };
     if options.wants("decision/bytes-per-key") {
@@ -90,7 +91,7 @@ fn measure_each(options: &Options, rounds: usize, what: &str, row: &mut BenchRow
     }
 }
 
-/// What the child process prints that does `what` to this subject `count` times.
+/// Returns the output of the child process that does `what` to this subject `count` times.
 pub(crate) fn run_weigh(what: &str, subject: &str, count: u32) -> Result<String, ProgramError> {
     let output = Command::new(bench_program("weigh")?)
         .args([what, subject, &count.to_string()])

@@ -1,38 +1,39 @@
-//! What the command line asks for.
+//! The command line.
 
-/// Which part of the benchmark.
+/// A part of the benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BenchSuite {
     /// Decisions in process.
     Decision,
-    /// Calls to others, in process.
+    /// Outbound calls in process.
     Outbound,
     /// Requests through the gate.
     Gate,
-    /// Stores whose state outlives the process.
+    /// Stores with state that outlives the process.
     Stores,
-    /// Worlds on a virtual clock.
+    /// Simulations on a virtual clock, and replays of access logs.
     Simulate,
-    /// Everything.
+    /// All parts.
     All,
 }
 
 /// A parsed command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Which rows.
+    /// The part to run. Default all.
     pub suite: BenchSuite,
-    /// Fail where a target is missed.
+    /// True to fail if a target is missed. Default false.
     pub check: bool,
-    /// Fewer and shorter rounds: to see that it runs, not to quote.
+    /// True for fewer and shorter rounds, which only show that the benchmark runs. Default false.
     pub quick: bool,
-    /// Only rows whose name holds one of these; all if empty.
+    /// Texts of which a row's name must contain one; all rows if empty.
     pub filters: Vec<String>,
-    /// Only subjects whose name holds one of these; all if empty. For profiling: a row of one subject has no ratio.
+    /// Texts of which a subject's name must contain one; all subjects if empty. For profiling: a row with one subject
+    /// has no ratio.
     pub subjects: Vec<String>,
 }
 
-/// Printed by `--help`, and after a mistake.
+/// The text of `--help`, also printed after a mistake.
 pub const USAGE: &str = "\
 usage: bench [decision|outbound|gate|stores|simulate|all] [--check] [--quick] [--filter TEXT]... [--subject TEXT]...
 
@@ -52,7 +53,7 @@ impl Options {
     ///
     /// # Errors
     ///
-    /// What is wrong, for a person; the empty text when help is asked for.
+    /// A message for the user; the empty text if help is asked for.
     pub fn parse(arguments: impl IntoIterator<Item = String>) -> Result<Self, String> {
         let mut options =
             Self { suite: BenchSuite::All, check: false, quick: false, filters: Vec::new(), subjects: Vec::new() };
@@ -76,7 +77,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether a row of this name is asked for.
+    /// Returns true if a row of this name is selected.
     pub fn wants(&self, row: &str) -> bool {
         let part = match self.suite {
             BenchSuite::Decision => row.starts_with("decision/"),
@@ -89,13 +90,13 @@ impl Options {
         part && (self.filters.is_empty() || self.filters.iter().any(|filter| row.contains(filter.as_str())))
     }
 
-    /// Whether a subject of this name is asked for.
+    /// Returns true if a subject of this name is selected.
     pub fn wants_subject(&self, subject: &str) -> bool {
         let mut texts = self.subjects.iter();
         self.subjects.is_empty() || texts.any(|text| subject.contains(text.as_str()))
     }
 
-    /// Rounds of a timed row.
+    /// Returns the number of rounds of a timed row: 11, or 3 if `quick` is set.
     pub fn rounds(&self) -> usize {
         if self.quick { 3 } else { 11 }
     }
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_in_any_order() {
+    fn arguments_are_accepted_in_any_order() {
         let options = parse("--check decision --filter T1 --filter hot").expect("it is valid");
         assert!(options.check && !options.quick && options.suite == BenchSuite::Decision);
         assert!(options.wants("decision/one/allow/T1") && options.wants("decision/10k/hot/allow/T2"));
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn invalid_arguments_are_reported() {
         assert_eq!(parse("--chekc"), Err("unknown argument '--chekc'".to_owned()));
         assert_eq!(parse("--filter"), Err("--filter needs a text".to_owned()));
     }

@@ -1,4 +1,4 @@
-//! Calls to others: the breaker, the whole machine, and the lanes in which calls wait.
+//! Measures outbound calls: the breaker, the whole code path, and the lanes in which calls wait.
 
 use crate::keys::KeyDistribution;
 use crate::lanes;
@@ -10,14 +10,14 @@ use crate::subjects::outbound::{ClockUse, LimitChoice, breaker, breaker_layer, c
 use crate::subjects::{OURS, Subject, failsafe, recloser, tower_resilience};
 use crate::work::{ExpectedAnswer, TimedWork};
 
-/// Names of the child process's subjects that make calls, and the table's.
+/// The child process's names of the subjects that make calls, and the table's.
 const CALLERS: [(&str, &str); 3] =
     [(OURS, OURS), ("tidegate-rate", "tidegate (rate)"), ("tower-resilience", "tower-resilience")];
 
-/// Calls whose allocations are counted.
+/// The number of calls whose allocations are counted.
 const COUNTED_CALLS: u32 = 100_000;
 
-/// Measures every row that the options ask for, and hands each over as it is done.
+/// Measures every row that the options select, and passes each to `on_row` when it is done.
 pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     for threads in [1, 2] {
         let mut offer = |name: &str, steps: usize, subjects: &dyn Fn() -> Vec<Box<dyn Subject>>| {

@@ -1,11 +1,11 @@
-//! Programs that the benchmark runs beside itself: where they are, and how they are built.
+//! Programs that the benchmark starts: their places, and the way to build them.
 
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
-/// Why a program could not be run.
+/// The error of a program that could not be run.
 #[derive(Clone, Debug)]
 pub struct ProgramError {
     program: String,
@@ -13,7 +13,7 @@ pub struct ProgramError {
 }
 
 impl ProgramError {
-    /// A failure of `program` for the reason shown.
+    /// Creates the error of `program` for this reason.
     pub fn new(program: impl Into<String>, reason: impl Display) -> Self {
         Self { program: program.into(), reason: reason.to_string() }
     }
@@ -27,12 +27,13 @@ impl Display for ProgramError {
 
 impl std::error::Error for ProgramError {}
 
-/// The folder of this benchmark's manifest.
+/// Returns the folder of this benchmark's manifest.
 fn manifest_folder() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// A program of this package, built first: `cargo run` builds only the one that it runs.
+/// Returns the path of a program of this package, and builds it first, because `cargo run` builds only the program that
+/// it runs.
 ///
 /// # Errors
 ///
@@ -43,7 +44,7 @@ pub fn bench_program(name: &'static str) -> Result<PathBuf, ProgramError> {
     find_program(name, built.as_ref().map_err(Clone::clone)?)
 }
 
-/// The product's own program, built as a release first.
+/// Returns the path of the program `tidegate`, and builds it as a release first.
 ///
 /// # Errors
 ///
@@ -57,11 +58,11 @@ pub fn tidegate_program() -> Result<PathBuf, ProgramError> {
     find_program("tidegate", built.as_ref().map_err(Clone::clone)?)
 }
 
-/// A program of the system, by its name: on the path, or where Debian keeps servers.
+/// Returns the path of a program of the system by its name, in `PATH` or in Debian's directory for servers.
 ///
 /// # Errors
 ///
-/// If there is none.
+/// If it isn't installed.
 pub fn system_program(name: &'static str) -> Result<PathBuf, ProgramError> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

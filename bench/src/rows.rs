@@ -1,11 +1,11 @@
-//! Rows of the table: figures of one piece of work, ours beside the rivals'.
+//! The rows of the table: the figures of one piece of work, Tidegate's beside those of the rivals.
 
 use crate::measure::MedianRange;
 use crate::subjects::OURS;
 use crate::targets::{self, TargetBound};
 use std::fmt::{self, Display, Formatter};
 
-/// What a row's figures count.
+/// The unit of a row's figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FigureUnit {
     /// Nanoseconds.
@@ -16,15 +16,15 @@ pub enum FigureUnit {
     Mebibytes,
     /// CPU seconds per 100,000 requests.
     CpuSeconds,
-    /// Requests a second.
+    /// Requests per second.
     Requests,
-    /// Things counted.
+    /// A plain count.
     Count,
-    /// Allocations a call.
+    /// Allocations per call.
     Allocations,
-    /// One figure over another.
+    /// One figure divided by another.
     Ratio,
-    /// Parts of a hundred.
+    /// Per cent.
     Percent,
 }
 
@@ -46,41 +46,41 @@ impl FigureUnit {
     }
 }
 
-/// The figures of one subject, one a round.
+/// The figures of one subject, one per round.
 #[derive(Clone, Debug)]
 pub struct SubjectFigures {
-    /// Whose they are.
+    /// The subject's name.
     pub subject: String,
-    /// One a round, in the row's unit; all subjects of a row have the same rounds.
+    /// One figure per round, in the row's unit. All subjects of a row have the same rounds.
     pub rounds: Vec<f64>,
 }
 
-/// One piece of work.
+/// One piece of work, with its figures.
 #[derive(Clone, Debug)]
 pub struct BenchRow {
-    /// `part/work/…`, as `--filter` and the targets name it.
+    /// The name, `part/work/…`, as `--filter` and the targets use it.
     pub name: String,
-    /// What the figures count.
+    /// The unit of the figures.
     pub unit: FigureUnit,
-    /// Of every subject that was measured.
+    /// The figures of every measured subject.
     pub figures: Vec<SubjectFigures>,
-    /// Why figures are missing, if any are.
+    /// The reasons for which figures are missing, if any are.
     pub skipped: Vec<String>,
 }
 
-/// How a row stands to its target.
+/// The result of comparing a row with its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetResult {
     /// The row has no target.
     NoTarget,
     /// The target is reached.
     Reached,
-    /// It isn't, or it could not be told.
+    /// The target is missed, or could not be determined.
     Missed,
 }
 
 impl BenchRow {
-    /// A row with no figures yet.
+    /// Creates a row without figures.
     pub fn new(name: impl Into<String>, unit: FigureUnit) -> Self {
         Self { name: name.into(), unit, figures: Vec::new(), skipped: Vec::new() }
     }
@@ -95,14 +95,15 @@ impl BenchRow {
         Some(&of.rounds)
     }
 
-    /// Our figures over a rival's, round by round.
+    /// Returns Tidegate's figures divided by a rival's, round by round; `None` if either was not measured.
     pub fn ratio(&self, rival: &str) -> Option<MedianRange> {
         let (ours, rivals) = (self.rounds_of(OURS)?, self.rounds_of(rival)?);
         let ratios: Vec<f64> = ours.iter().zip(rivals).map(|(ours, rival)| ours / rival).collect();
         MedianRange::of_figures(&ratios)
     }
 
-    /// Whether the row's target is reached. `scale` is what this machine's clock costs over the reference's.
+    /// Returns the result of the row's target. `scale` is the cost of a clock read here, divided by that on the
+    /// reference machine.
     pub fn target_result(&self, scale: f64) -> TargetResult {
         let Some(bound) = targets::bound_of(&self.name) else {
             return TargetResult::NoTarget;
@@ -134,11 +135,11 @@ impl BenchRow {
     }
 }
 
-/// Rows as a table of text, which is a table of Markdown as well.
+/// Rows as a table of text, which is valid Markdown as well.
 pub struct BenchTable<'a> {
-    /// What to show.
+    /// The rows to show.
     pub rows: &'a [BenchRow],
-    /// See [`BenchRow::verdict`].
+    /// The `scale` of [`BenchRow::target_result`].
     pub clock_scale: f64,
 }
 
@@ -166,7 +167,7 @@ impl BenchTable<'_> {
                     row.unit.format(spread.max)
                 );
                 let ratio = row.ratio(&figures.subject).filter(|_| figures.subject != OURS);
-                // Nothing over nothing, as of allocations that there are none of.
+                // 0 divided by 0, such as no allocations, has no ratio.
                 let ratio = ratio.filter(|ratio| ratio.median.is_finite());
                 let ratio = ratio.map_or_else(String::new, |ratio| {
                     format!("{:.2} ({:.2}–{:.2})", ratio.median, ratio.min, ratio.max)
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_taken_round_by_round() {
+    fn ratios_are_computed_per_round() {
         let row = row("x", &[1.0, 20.0, 3.0], &[2.0, 10.0, 3.0]);
         let ratio = row.ratio("governor").expect("both were measured");
         assert_eq!((ratio.min, ratio.median, ratio.max), (0.5, 1.0, 2.0));
@@ -247,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_is_missed() {
+    fn an_unmeasured_target_is_missed() {
         let mut row = BenchRow::new("decision/1k/uniform/allow/T1", FigureUnit::Nanoseconds);
         row.push("governor", vec![1.0]);
         assert_eq!(row.target_result(1.0), TargetResult::Missed);

@@ -1,4 +1,4 @@
-//! The laboratory: how long an hour takes on a virtual clock, and how fast an access log is replayed.
+//! Measures the simulation of an hour on a virtual clock, and the replay of an access log.
 
 use crate::options::Options;
 use crate::rows::{BenchRow, FigureUnit};
@@ -11,7 +11,7 @@ use std::time::Instant;
 use tidegate_replay::{FieldNames, LogReplay};
 use tidegate_sim::Scenario;
 
-/// A thousand clients that call every two seconds a service which fails now and then, for an hour.
+/// An hour with a thousand clients that call a service every two seconds. The service fails now and then.
 const HOUR_SCENARIO: &str = r#"
 duration = "1h"
 
@@ -35,7 +35,7 @@ limit = "5/s burst 10"
 breaker = { open = "10s" }
 "#;
 
-/// What `tidegate` does by default: all calls of a client, and a log-in that is guarded by a penalty.
+/// The default policy of `tidegate`: a limit for all calls of a client, and a log-in with a penalty.
 const POLICY: &str = r#"
 [inbound.global]
 limit = "1000 per 1h"
@@ -45,10 +45,10 @@ match = { method = "POST", path = "/login" }
 limit = "5 per 60s"
 penalty = { base = "2s", cap = "1h" }
 "#;
-/// Enough that the tables outgrow the processor's cache.
+/// Enough lines that the tables outgrow the processor's cache.
 const LINES: u32 = 2_000_000;
 
-/// Measures every row that the options ask for, and hands each over as it is done.
+/// Measures every row that the options select, and passes each to `on_row` when it is done.
 pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     measure_hour(options, on_row);
     measure_replay(options, on_row);
@@ -74,8 +74,8 @@ fn measure_replay(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     on_row(row);
 }
 
-/// An access log in the combined format: a hundred thousand clients, of whom a few come often, a thousand times a second;
-/// one call in fifty is a log-in.
+/// Returns an access log in the combined format, with a thousand requests per second by a hundred thousand clients. A
+/// few of them call often, and one call in fifty is a log-in.
 fn access_log(lines: u32) -> String {
     const PATHS: [&str; 4] = ["/", "/search/shoes?q=red+boots", "/img/logo.png", "/product/4711"];
     let mut random = SmallRng::seed_from_u64(1);

@@ -1,4 +1,4 @@
-//! Who is measured: one file a library, each used the way its own documentation uses it.
+//! The measured subjects: one file per library, each used as its own documentation recommends.
 
 pub mod backon;
 pub mod failsafe;
@@ -19,20 +19,20 @@ use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-/// The name of our own subject in every row.
+/// The name of Tidegate's own subject in every row.
 pub const OURS: &str = "tidegate";
 
-/// A limit in words that every library understands: `burst` at once, then one each `every`.
+/// A limit that every library can express: `burst` calls at once, then one per `interval`.
 #[derive(Clone, Copy, Debug)]
 pub struct LimitTerms {
     /// The time after which one more call is admitted.
     pub interval: Duration,
-    /// Calls admitted at once.
+    /// The number of calls admitted at once.
     pub burst: u32,
 }
 
 impl LimitTerms {
-    /// The same rate as a count and the whole seconds that it is given for.
+    /// Returns the same rate as a count per whole number of seconds.
     fn count_and_seconds(self) -> (u32, u32) {
         let nanos = u32::try_from(self.interval.as_nanos());
         match nanos {
@@ -41,21 +41,21 @@ impl LimitTerms {
         }
     }
 
-    /// One limit for all calls, which no run of this benchmark uses up.
+    /// A limit for all calls, which no run of this benchmark uses up.
     pub const LARGE: Self = Self { interval: Duration::from_secs(1), burst: 1_000_000_000 };
-    /// A limit a key, which no run uses up, and slow enough that no key's state lapses during a run: a limiter that may
-    /// forget a key between two calls would be timed on an empty store.
+    /// A limit per key, which no run uses up. It is slow enough that no key's state lapses during a run: a limiter that
+    /// may drop a key between two calls would be timed on an empty store.
     pub const LARGE_KEYED: Self = Self { interval: Duration::from_secs(10), burst: 100_000_000 };
-    /// A limit that is whole again before the next call comes, as of a client that calls seldom.
+    /// A limit that is fully restored before the next call, as for a client that calls seldom.
     pub const FAST_REFILL: Self = Self { interval: Duration::from_nanos(1), burst: 1_000_000 };
     /// The same for each of a thousand keys.
     pub const FAST_REFILL_KEYED: Self = Self { interval: Duration::from_micros(1), burst: 1_000_000 };
-    /// Two calls, and then refusals for longer than any run. Not one: throttlecrab forgets a key of burst 1 at once, and
-    /// admits every call.
+    /// A limit of two calls, then refusals for longer than any run. The burst isn't 1, because throttlecrab drops a key
+    /// of burst 1 at once, and admits every call.
     pub const TIGHT: Self = Self { interval: Duration::from_secs(3600), burst: 2 };
 }
 
-/// The keyed limiter of each library by the name that [`crate::weight`] gives its child process.
+/// Returns the keyed limiter of a library, by the name that [`crate::memory_use`] gives its child process.
 pub fn keyed_by_name(name: &str, terms: LimitTerms) -> Option<Box<dyn Subject>> {
     match name {
         OURS => Some(tidegate::keyed(terms)),
@@ -68,7 +68,7 @@ pub fn keyed_by_name(name: &str, terms: LimitTerms) -> Option<Box<dyn Subject>> 
     }
 }
 
-/// Who makes whole calls to others, by the name that [`crate::outbound`] gives its child process.
+/// Returns the subject that makes whole outbound calls, by the name that [`crate::outbound`] gives its child process.
 pub fn caller_by_name(name: &str) -> Option<Box<dyn Subject>> {
     match name {
         OURS => Some(outbound::calls(outbound::LimitChoice::Window)),
@@ -78,7 +78,7 @@ pub fn caller_by_name(name: &str) -> Option<Box<dyn Subject>> {
     }
 }
 
-/// What a future gives that needs nobody to wake it: it is at hand, or another thread is about to let go of a lock.
+/// Returns the value of a future that needs no wake-up: it is ready, or another thread is about to release a lock.
 pub fn spin_until_ready<T>(future: impl Future<Output = T>) -> T {
     let mut future = pin!(future);
     let mut context = Context::from_waker(Waker::noop());
@@ -90,7 +90,8 @@ pub fn spin_until_ready<T>(future: impl Future<Output = T>) -> T {
     }
 }
 
-/// Calls a service of tower that is ready, or will be as soon as another thread lets go of a lock.
+/// Calls a tower service that is ready, or will be as soon as another thread releases a lock. Returns true if the call
+/// succeeds.
 pub fn call_once<S: tower::Service<()>>(service: &mut S) -> bool {
     let ready = spin_until_ready(poll_fn(|context| service.poll_ready(context)));
     ready.is_ok() && spin_until_ready(service.call(())).is_ok()
@@ -98,18 +99,18 @@ pub fn call_once<S: tower::Service<()>>(service: &mut S) -> bool {
 
 /// A limiter under measurement.
 pub trait Subject: Sync {
-    /// As the table calls it.
+    /// Returns its name in the table.
     fn name(&self) -> &'static str;
 
-    /// One decision outside every timed loop: fills the store.
+    /// Makes one decision outside every timed loop, to fill the store. Returns true if it admits.
     #[expect(clippy::ptr_arg, reason = "governor, keyed by `String`, asks for one")]
     fn decide_once(&self, key: &String) -> bool;
 
-    /// A loop over the sequence for one of `threads` threads.
+    /// Returns a loop over the sequence for one of `threads` threads.
     fn worker<'a>(&'a self, sequence: &'a KeySequence, threads: usize) -> Box<dyn Worker + 'a>;
 }
 
-/// A loop that asks with the sequence's keys, one after the other, round and round.
+/// Returns a loop that asks with the sequence's keys in order, again and again.
 pub fn keyed_worker<'a>(
     sequence: &'a KeySequence,
     decide: impl FnMut(&String) -> bool + Send + 'a,
@@ -117,7 +118,7 @@ pub fn keyed_worker<'a>(
     Box::new(KeyedWorker { keys: &sequence.keys, position: 0, decide })
 }
 
-/// A loop that asks without a key.
+/// Returns a loop that asks without a key.
 pub fn unkeyed_worker<'a>(decide: impl FnMut() -> bool + Send + 'a) -> Box<dyn Worker + 'a> {
     Box::new(UnkeyedWorker(decide))
 }
@@ -148,7 +149,7 @@ impl<F: FnMut() -> bool + Send> Worker for UnkeyedWorker<F> {
     }
 }
 
-/// The next `steps` places of a ring, as ranges that do not wrap: the timed loop has no wrap to test for.
+/// The next `steps` places of a ring, as ranges that don't wrap, so that the timed loop has no wrap to test for.
 struct RingRanges<'a> {
     at: &'a mut usize,
     len: usize,
@@ -183,7 +184,7 @@ mod tests {
     use crate::subjects::tidegate::StateFill;
 
     #[test]
-    fn parts_go_round_a_ring() {
+    fn ring_ranges_wrap_around() {
         let mut at = 3;
         let parts: Vec<_> = RingRanges::new(&mut at, 5, 9).collect();
         assert_eq!(parts, [3..5, 0..5, 0..2]);
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn every_breaker_and_every_whole_call_lets_calls_through() {
+    fn breakers_and_whole_calls_admit_calls() {
         let sequence = KeySequence::new(KeyDistribution::SingleKey, 1, 1);
         let subjects = [
             outbound::breaker(outbound::ClockUse::GivenTime),
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn every_subject_admits_under_roomy_terms_and_refuses_under_tight_ones() {
+    fn subjects_admit_under_wide_limits_refuse_under_tight() {
         let sequence = KeySequence::new(KeyDistribution::Uniform, 100, 1);
         let subjects = |terms| -> Vec<Box<dyn Subject>> {
             vec![

@@ -1,14 +1,14 @@
-//! What must be reached, as PERFORMANCE.md has it. Absolute times are for a machine on
-//! which reading the clock costs 24 ns, and are scaled by what it costs here.
+//! The targets that must be reached. Absolute times are for a machine on which a clock read costs 24 ns, and are scaled
+//! by its cost here.
 
-/// What a figure is held against.
+/// The bound of a figure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum TargetBound {
-    /// At most so many times the figure of the rival named.
+    /// At most this many times the figure of the named rival.
     Ratio(&'static str, f64),
-    /// At least so many times the figure of the rival named.
+    /// At least this many times the figure of the named rival.
     RatioAtLeast(&'static str, f64),
-    /// At most so many nanoseconds on the reference machine.
+    /// At most this many nanoseconds on the reference machine.
     Nanoseconds(f64),
     /// At most this, in the row's own unit, on any machine.
     AtMost(f64),
@@ -16,12 +16,12 @@ pub enum TargetBound {
     AtLeast(f64),
 }
 
-/// One row's bound.
+/// The target of one row.
 #[derive(Clone, Copy, Debug)]
 pub struct RowTarget {
     /// The row's name.
     pub row: &'static str,
-    /// What `--check` demands.
+    /// The bound that `--check` requires.
     pub bound: TargetBound,
 }
 
@@ -29,7 +29,7 @@ const fn target(row: &'static str, bound: TargetBound) -> RowTarget {
     RowTarget { row, bound }
 }
 
-/// Every bound that `--check` asserts. A row that is not listed informs only.
+/// All bounds that `--check` requires. A row that isn't listed is for information only.
 pub const TARGETS: &[RowTarget] = &[
     target("decision/one/allow/T1", TargetBound::Ratio("governor", 0.9)),
     target("decision/one/allow/T2", TargetBound::Ratio("governor", 0.6)),
@@ -78,16 +78,16 @@ pub const TARGETS: &[RowTarget] = &[
     target("simulate/replay", TargetBound::AtLeast(2.5e6)),
 ];
 
-/// What a store capped at 64 MiB may add to the process's resident memory: the cap, and a constant for the policy, the
-/// allocator's slack and the threads.
+/// The memory in MiB that a store capped at 64 MiB may add to the process's resident memory. It is the cap, and a
+/// constant for the policy, the allocator's overhead and the threads.
 pub const FLOOD_RESIDENT_MIB: f64 = 64.0 + 8.0;
 
-/// What an operation on 100,000 waiting calls may cost over one on 1,000, to tell a logarithm from a line. The logarithm
-/// grows 1.7 times, and leaving the cache costs up to twenty times as much; a line grows 100 times before it leaves the
-/// cache.
+/// The largest cost of an operation on 100,000 waiting calls over one on 1,000, which distinguishes logarithmic growth
+/// from linear. Logarithmic growth is 1.7 times, and leaving the cache costs up to twenty times as much. Linear growth
+/// is 100 times, even within the cache.
 pub const LANES_GROWTH: f64 = 33.0;
 
-/// The bound of a row, if it has one.
+/// Returns the bound of a row, if it has one.
 pub fn bound_of(row: &str) -> Option<TargetBound> {
     TARGETS.iter().find(|reach| reach.row == row).map(|reach| reach.bound)
 }

@@ -6,36 +6,36 @@ use crate::options::Options;
 use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::{LimitTerms, Subject};
 
-/// What every decision of a row must answer. A row that measured something else is no row.
+/// The answer that every decision of a row must give. Other answers invalidate the row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpectedAnswer {
-    /// Admitted out of a burst that is partly used.
+    /// Admitted from a burst that is partly used.
     Allow,
-    /// Admitted with the whole burst at hand.
+    /// Admitted from a full burst.
     AllowAtFullBurst,
     /// Refused.
     Deny,
 }
 
-/// One row's work.
+/// The work of one row.
 pub struct TimedWork {
     /// The row's name.
     pub name: String,
-    /// Who is measured.
+    /// The measured subjects.
     pub subjects: Vec<Box<dyn Subject>>,
-    /// How many keys are in the stores.
+    /// The number of keys in the stores.
     pub keys: u32,
-    /// How they are drawn.
+    /// The distribution by which keys are drawn.
     pub key_distribution: KeyDistribution,
-    /// On how many threads.
+    /// The number of threads.
     pub threads: usize,
-    /// What every decision must answer.
+    /// The required answer of every decision.
     pub answer: ExpectedAnswer,
-    /// Decisions of a chunk, on each thread: about two milliseconds' worth, so that subjects take turns often.
+    /// The number of decisions of a chunk on each thread. A chunk takes about 2 ms, so that subjects take turns often.
     pub steps_per_chunk: usize,
 }
 
-/// Chunks of each subject in a round, taken in turns; the round's figure is their median.
+/// The number of chunks of each subject in a round, taken in turns. The round's figure is their median.
 const CHUNKS: usize = 7;
 
 impl TimedWork {
@@ -91,14 +91,14 @@ impl TimedWork {
     }
 }
 
-/// A subject at work: one worker a thread.
+/// A subject during the measurement, with one worker per thread.
 struct SubjectRun<'a> {
     name: &'static str,
     workers: Vec<Box<dyn Worker + 'a>>,
-    /// Of the round that is played.
+    /// The figures of the present round's chunks.
     chunks: Vec<f64>,
     rounds: Vec<f64>,
-    /// Answers that were not the row's.
+    /// The number of answers other than the required one.
     wrong_answers: usize,
 }
 

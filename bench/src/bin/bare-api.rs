@@ -1,5 +1,5 @@
-//! The least that a question by POST on hyper costs: reads the body to its end and answers a constant:
-//! `bare-api LISTEN-PORT`.
+//! The cheapest reply to a POST on hyper: reads the body to its end and replies with a constant. `bare-api
+//! LISTEN-PORT`.
 
 use bench::bare;
 use http_body_util::{BodyExt, Full};

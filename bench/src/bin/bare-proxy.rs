@@ -1,4 +1,4 @@
-//! The least that a reverse proxy on hyper does: `bare-proxy LISTEN-PORT UPSTREAM-PORT`.
+//! The cheapest reverse proxy on hyper: `bare-proxy LISTEN-PORT UPSTREAM-PORT`.
 
 use bench::bare;
 use http_body_util::{BodyExt, Empty, combinators::UnsyncBoxBody};

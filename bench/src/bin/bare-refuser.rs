@@ -1,4 +1,4 @@
-//! The least that a refusal on hyper costs: `bare-refuser LISTEN-PORT`.
+//! The cheapest refusal on hyper: `bare-refuser LISTEN-PORT`.
 
 use bench::bare;
 use http_body_util::Full;

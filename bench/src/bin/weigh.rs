@@ -1,7 +1,7 @@
-//! Fills one limiter with keys, in a process of its own, and prints what that took: `weigh bytes|growth SUBJECT KEYS`,
-//! or `weigh junk|blocked tidegate KEYS` for a gate that strangers flood, or `weigh calls SUBJECT CALLS` for the
-//! allocations of calls to others.
-//! It is a program beside the benchmark because it counts every allocation, which must not slow what the benchmark times.
+//! Fills one limiter with keys, in a process of its own, and prints the cost: `weigh bytes|growth SUBJECT KEYS`. `weigh
+//! junk|blocked tidegate KEYS` is for a gate under a flood of unknown clients, and `weigh calls SUBJECT CALLS` for the
+//! allocations of outbound calls. It is a separate program because it counts every allocation, which must not slow the
+//! timed code of the benchmark.
 
 use bench::keys::key_text;
 use bench::measure::{pin_to_core, preemptions, resident_bytes};
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tidegate::Gate;
 
-/// The system's allocator, how many bytes are out, and how often it was asked for some.
+/// The system's allocator, which also counts the allocated bytes and the allocations.
 struct CountingAllocator;
 
 static ALLOCATED_BYTES: AtomicU64 = AtomicU64::new(0);
@@ -75,7 +75,7 @@ fn main() -> ExitCode {
         println!("allocations {}", count_allocations(caller.as_ref(), keys));
         return ExitCode::SUCCESS;
     }
-    // Before the limiter is made: one that takes all its memory at once is to be weighed with it.
+    // Read before the limiter is made, because a limiter may take all its memory at once.
     let (counted, held) = (ALLOCATED_BYTES.load(Ordering::Relaxed), resident_bytes());
     let Some(limiter) = keyed_by_name(subject, LimitTerms::LARGE_KEYED) else {
         return usage();
@@ -85,7 +85,7 @@ fn main() -> ExitCode {
             for index in 0..keys {
                 assert!(limiter.decide_once(&key_text(index)), "a first call is admitted");
             }
-            // Some of them tidy up behind the calls; what they have not returned by then is theirs.
+            // Some limiters clean up in the background. Memory that they haven't returned by then is theirs.
             std::thread::sleep(Duration::from_millis(200));
             println!("counted {}", ALLOCATED_BYTES.load(Ordering::Relaxed) - counted);
             println!("resident {}", resident_bytes() - held);
@@ -101,7 +101,7 @@ fn usage() -> ExitCode {
     ExitCode::from(2)
 }
 
-/// How often memory was asked for in so many calls, once the first ones have made room.
+/// Returns the number of allocations of this many calls, after a warm-up of as many.
 fn count_allocations(caller: &dyn Subject, calls: u32) -> u64 {
     let key = key_text(0);
     let call = || assert!(caller.decide_once(&key), "a call is let through");
@@ -111,7 +111,8 @@ fn count_allocations(caller: &dyn Subject, calls: u32) -> u64 {
     ALLOCATIONS.load(Ordering::Relaxed) - before
 }
 
-/// The longest single insert. One during which the thread lost its core is left out: that time is another program's.
+/// Returns the time of the longest single insert. An insert during which the thread lost its core is left out, because
+/// that time is another program's.
 fn longest_insert(limiter: &dyn Subject, keys: u32) -> Duration {
     const SUSPECT: Duration = Duration::from_micros(20);
     let mut longest = Duration::ZERO;
@@ -133,16 +134,16 @@ fn longest_insert(limiter: &dyn Subject, keys: u32) -> Duration {
     longest
 }
 
-/// What a million strangers do to a gate.
+/// The flood of a million unknown clients.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Flood {
-    /// Two calls each, within their limit: entries that a store may drop.
+    /// Two calls each, within their limit. A store may drop these entries.
     Junk,
-    /// Calls until they are blocked: entries that it must keep as long as it can.
+    /// Calls until they are blocked. A store must keep these entries as long as it can.
     Blocked,
 }
 
-/// Clients that are blocked before the flood.
+/// The number of clients that are blocked before the flood.
 const BLOCKED_CLIENTS: u32 = 100;
 
 const POLICY: &str = r#"

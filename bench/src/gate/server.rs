@@ -1,4 +1,4 @@
-//! Servers that run for a row: started on one core, awaited, read for the CPU they spend, and ended.
+//! Servers for one row: started on one core, awaited, read for their CPU time, and ended.
 
 use crate::programs::{ProgramError, system_program};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Ticks a second of the times in /proc: 100 on every Linux, whatever the kernel's own tick.
+/// The ticks per second of times in /proc: 100 on every Linux, whatever the kernel's own tick.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// How long a server may take to listen.
+/// The longest time until a server listens.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A folder of this run's own, removed at the end.
+/// A temporary folder of this run, removed at the end.
 pub(super) struct TempFolder(PathBuf);
 
 impl TempFolder {
@@ -35,12 +35,12 @@ impl TempFolder {
 
 impl Drop for TempFolder {
     fn drop(&mut self) {
-        // What can't be removed is left to the system, which clears its temporary files.
+        // The system clears its temporary files if this fails.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
-/// A loopback port that nobody listens on.
+/// Returns a loopback port on which no process listens.
 pub(super) fn free_port() -> Result<u16, ProgramError> {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .and_then(|listener| listener.local_addr())
@@ -77,7 +77,7 @@ impl BenchServer {
         Ok(server)
     }
 
-    /// Starts nginx as a single process with one server, into which `inside` is put.
+    /// Starts nginx as a single process with one server of this content.
     pub(super) fn nginx(folder: &TempFolder, core: &str, name: &str, server_block: &str) -> Result<Self, ProgramError> {
         let port = free_port()?;
         let home = folder.0.display().to_string();
@@ -120,7 +120,7 @@ http {{
         Err(ProgramError::new(&self.name, "does not listen"))
     }
 
-    /// CPU time spent so far by all threads, in the kernel and out of it.
+    /// Returns the CPU time so far of all its threads in seconds, in the kernel and outside.
     pub(super) fn cpu_seconds(&self) -> Result<f64, ProgramError> {
         let listing = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))
             .map_err(|error| ProgramError::new(&self.name, error))?;
@@ -138,7 +138,7 @@ impl Drop for BenchServer {
     }
 }
 
-/// `utime` + `stime` of /proc/PID/stat. The program's name, in brackets, may hold anything.
+/// Returns `utime` + `stime` of /proc/PID/stat, in ticks. The program's name, in brackets, may hold any text.
 fn cpu_ticks(listing: &str) -> Option<u64> {
     let (_, rest) = listing.rsplit_once(") ")?;
     let mut fields = rest.split(' ').skip(11);
@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticks_of_a_program_with_an_odd_name() {
+    fn cpu_ticks_are_read_despite_odd_names() {
         let listing = "42 (a) b (c) S 1 42 42 0 -1 4194560 100 0 0 0 250 50 0 0 20 0 1 0 1 1 1";
         assert_eq!(cpu_ticks(listing), Some(300));
         assert_eq!(cpu_ticks("42 (a"), None);

@@ -1,20 +1,20 @@
-//! wrk: one thread, and a script that tells the counts.
+//! wrk: one thread, and a script that prints the counts.
 
 use super::server::TempFolder;
 use crate::programs::{ProgramError, system_program};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What the client asks, and what it must be answered.
+/// The client's requests, and the expected responses.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum WrkRequest {
-    /// A page, that is refused or not.
+    /// A page, which is refused or not.
     Get { path: &'static str, refused: bool },
-    /// A question with a JSON body.
+    /// A request with a JSON body.
     Post { path: &'static str, body: &'static str },
 }
 
-/// What the client counted.
+/// The counts of the client.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct WrkCounts {
     pub(super) requests: f64,
@@ -42,7 +42,7 @@ pub(super) struct WrkClient {
 }
 
 impl WrkClient {
-    /// A client of so many connections, each of which asks again once it is answered.
+    /// Creates a client of this many connections, each of which sends its next request after a response.
     pub(super) fn new(
         folder: &TempFolder,
         core: &'static str,
@@ -65,11 +65,11 @@ impl WrkClient {
         })
     }
 
-    /// Loads the server for some seconds.
+    /// Sends load to the server for some seconds.
     ///
     /// # Errors
     ///
-    /// If a request was lost, or answered otherwise than the load expects: nothing was measured then.
+    /// If a request was lost, or got an unexpected response, because the figures are invalid then.
     pub(super) fn run(&self, port: u16, seconds: u32) -> Result<WrkCounts, ProgramError> {
         let (WrkRequest::Get { path, .. } | WrkRequest::Post { path, .. }) = self.load;
         let output = Command::new(&self.taskset)
@@ -97,7 +97,7 @@ fn parse_listing(listing: &str, refused: bool) -> Result<WrkCounts, ProgramError
     if lost > 0.0 {
         return Err(ProgramError::new("wrk", format!("{lost} requests were lost")));
     }
-    // The first request of an hour is admitted even where the rest are not.
+    // The first request of an hour is admitted even if the rest is refused.
     let (met, wanted) = (read("refused "), if refused { requests } else { 0.0 });
     if (met - wanted).abs() > 1.0 {
         return Err(ProgramError::new("wrk", format!("{met} of {requests} were refused, not {wanted}")));
@@ -114,13 +114,13 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_read() {
+    fn wrk_counts_are_parsed() {
         let answered = parse_listing(&listing(0, 0), false).expect("all were admitted");
         assert_eq!((answered.requests, answered.seconds), (1000.0, 0.5));
     }
 
     #[test]
-    fn other_answers_than_expected_are_an_error() {
+    fn unexpected_response_counts_are_errors() {
         assert!(parse_listing(&listing(2, 0), false).is_err());
         assert!(parse_listing(&listing(999, 0), true).is_ok());
         assert!(parse_listing(&listing(998, 0), true).is_err());

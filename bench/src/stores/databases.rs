@@ -1,4 +1,5 @@
-//! Databases: a decision of ours, and one bare upsert by the same driver, over as many connections.
+//! Measures databases: a decision of Tidegate, and one bare upsert by the same driver, over the same number of
+//! connections.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,17 +19,17 @@ use crate::options::Options;
 use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 
-/// The ceiling's name.
+/// The name of the baseline, which bounds the rate from above.
 const BASELINE: &str = "bare upsert";
-/// Keys in the server.
+/// The number of keys in the server.
 const KEYS: u64 = 10_000;
-/// Connections of each subject: the store's default.
+/// The number of connections of each subject: the store's default.
 const CONNECTIONS: u32 = 8;
 
-/// What asks for one key: true if it was counted.
+/// A function that asks for one key. Its result is true if the call was counted.
 type DecideFn = Arc<dyn Fn(u64) -> Pin<Box<dyn Future<Output = bool> + Send>> + Send + Sync>;
 
-/// Measures every row that the options ask for.
+/// Measures every row that the options select.
 pub(super) fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     type ConnectSubjects = fn(&Runtime, &DatabaseServer) -> Result<[(&'static str, DecideFn); 2], String>;
     type StartDatabase = fn() -> Option<DatabaseServer>;
@@ -66,7 +67,7 @@ fn run(
     let subjects: Vec<_> = subjects.into_iter().filter(|(name, _)| options.wants_subject(name)).collect();
     let (rounds, time) = if options.quick { (3, Duration::from_secs(1)) } else { (9, Duration::from_secs(2)) };
     let mut figures = vec![Vec::new(); subjects.len()];
-    // The first round makes the rows, and isn't counted.
+    // The first round creates the rows, and isn't counted.
     for round in 0..=rounds {
         for place in 0..subjects.len() {
             let place = (place + round) % subjects.len();
@@ -82,7 +83,7 @@ fn run(
     Ok(())
 }
 
-/// Decisions a second of all tasks.
+/// Returns the decisions per second of all tasks.
 async fn measure_rate(ask: &DecideFn, time: Duration, round: u64) -> Result<f64, String> {
     let start = Instant::now();
     let tasks: Vec<_> = (0..TASKS)
@@ -109,7 +110,7 @@ async fn measure_rate(ask: &DecideFn, time: Duration, round: u64) -> Result<f64,
     Ok(counted as f64 / start.elapsed().as_secs_f64())
 }
 
-/// A rate that is never met: every decision changes its row.
+/// Returns a rate that is never reached. Every decision changes its row.
 fn limits() -> Result<Arc<Limits>, String> {
     let rate = Rate::new(1_000_000, Span::from_secs(1), 1_000_000_000).map_err(|error| error.to_string())?;
     Ok(Arc::new(Limits::with_limit(Limit::new(LimitKind::Rate(rate)))))

@@ -1,4 +1,4 @@
-//! The file store against memory alone.
+//! Measures the file store against memory alone.
 
 use crate::keys::KeyDistribution;
 use crate::options::Options;
@@ -6,13 +6,13 @@ use crate::rows::BenchRow;
 use crate::subjects::{LimitTerms, stores};
 use crate::work::{ExpectedAnswer, TimedWork};
 
-/// Measures every row that the options ask for, and hands each over as it is done.
+/// Measures every row that the options select, and passes each to `on_row` when it is done.
 pub(super) fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     for threads in [1, 2] {
         let name = format!("stores/file/T{threads}");
         if options.wants(&name) {
             let subjects = vec![stores::file(LimitTerms::LARGE_KEYED), stores::memory(LimitTerms::LARGE_KEYED)];
-            // Long enough for the file to be written meanwhile.
+            // Enough decisions that the file is written meanwhile.
             let steps = 500_000;
             let (keys, draw, answer) = (10_000, KeyDistribution::Uniform, ExpectedAnswer::Allow);
             on_row(

@@ -1,5 +1,5 @@
-//! Redis: a decision of ours, exactly or of slices that were taken in one trip, and the smallest script that does one
-//! GCRA.
+//! Measures Redis: a decision of Tidegate, exact or from slices that are taken in one trip, and the smallest script
+//! that does one GCRA.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -21,21 +21,22 @@ use crate::options::Options;
 use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 
-/// The ceiling's name.
+/// The name of the baseline, which bounds the rate from above.
 pub(crate) const BASELINE: &str = "smallest GCRA script";
 
-/// Keys in the server.
+/// The number of keys in the server.
 const KEYS: u32 = 10_000;
-/// Decisions of a task in a chunk: about a tenth of a second's worth for all.
+/// The number of decisions of a task in a chunk: about a tenth of a second for all tasks.
 const CALLS_PER_CHUNK: usize = 150;
-/// The limit that slices are taken of, and over how many keys a chunk spends it: 96 % of it.
+/// The limit from which slices are taken, the number of keys of a chunk, and the calls of a task. A chunk spends 96 %
+/// of the limit.
 const LEASED_LIMIT: u64 = 10_000;
 const LEASED_KEYS: usize = 8;
 const LEASED_CALLS: usize = 1_200;
-/// Chunks of each subject in a round, taken in turns; the round's figure is their median.
+/// The number of chunks of each subject in a round, taken in turns. The round's figure is their median.
 const CHUNKS: usize = 5;
 
-/// One take of a cost of 1, in whole microseconds: step and burst are the arguments.
+/// A script that takes a cost of 1, in whole microseconds. Its arguments are the step and the burst.
 const SMALLEST_SCRIPT: &str = "\
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -46,7 +47,7 @@ if wait > 0 then return wait end
 redis.call('SET', KEYS[1], tat + ARGV[1], 'PX', math.ceil((tat + ARGV[1] - now) / 1000))
 return 0";
 
-/// Whoever can be asked for a key.
+/// A subject that can be asked for a key.
 trait AsyncSubject: Clone + Send + Sync + 'static {
     fn decide(&mut self, key: u32) -> impl Future<Output = bool> + Send;
 }
@@ -69,7 +70,7 @@ impl AsyncSubject for SmallestScript {
 struct TidegateRedis {
     store: Arc<Redis>,
     ids: Arc<[LimitId]>,
-    /// Of how many costs, from 1 on, each call has one.
+    /// The largest cost. Each call has a cost from 1 to this, by its key.
     max_cost: u32,
 }
 
@@ -144,7 +145,7 @@ fn window() -> Limit {
         .with_penalty(Penalty::new(PenaltySpec::default(), length).expect("the default penalty"))
 }
 
-/// Measures every row that the options ask for, and hands each over as it is done.
+/// Measures every row that the options select, and passes each to `on_row` when it is done.
 pub(super) fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     for (name, limits, costs) in [
         ("stores/redis/rate", vec![rate()], 1),
@@ -163,18 +164,18 @@ pub(super) fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     }
 }
 
-/// Any of the keys, again and again.
+/// Returns randomly drawn keys, which repeat.
 fn random_keys(task: usize, chunk: usize) -> Vec<u32> {
     let drawn = KeySequence::new(KeyDistribution::Uniform, KEYS, task as u64).indexes;
     drawn.iter().copied().cycle().skip(chunk * CALLS_PER_CHUNK).take(CALLS_PER_CHUNK).collect()
 }
 
-/// New keys in every chunk, all tasks around each.
+/// Returns new keys in every chunk. All tasks cycle over the same ones.
 fn rotating_keys(task: usize, chunk: usize) -> Vec<u32> {
     (0..LEASED_CALLS).map(|call| (chunk * LEASED_KEYS + (task + call) % LEASED_KEYS) as u32).collect()
 }
 
-/// Decisions a second, and how many of a hundred asked the server.
+/// Returns the row of decisions per second, and that of requests to the server per hundred decisions.
 fn measure_rows<A: AsyncSubject>(
     name: &str,
     calls: usize,
@@ -201,7 +202,7 @@ fn measure_rows<A: AsyncSubject>(
                         chunks_of_ours.push(measure_rate(&ours, keys.clone()).await?);
                         asked += server.script_count() - before;
                     } else if !is_ours && options.wants_subject(BASELINE) {
-                        // As many of them as usual: it would take twenty times as long.
+                        // The usual number of calls, because more would take twenty times as long.
                         let keys = keys.iter().map(|keys| keys[..CALLS_PER_CHUNK].to_vec()).collect();
                         chunks_of_smallest.push(measure_rate(&smallest, keys).await?);
                     }
@@ -242,7 +243,7 @@ async fn load_smallest_script(url: &str) -> Result<SmallestScript, String> {
     connect.await.map_err(|error| error.to_string())
 }
 
-/// Decisions a second of all tasks together, each with its keys.
+/// Returns the decisions per second of all tasks together, each with its keys.
 async fn measure_rate(subject: &impl AsyncSubject, keys: Vec<Vec<u32>>) -> Result<f64, String> {
     let count: usize = keys.iter().map(Vec::len).sum();
     let begin = Instant::now();

@@ -6,10 +6,10 @@ use crate::measure::Worker;
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use std::time::Duration;
 
-/// Delays asked for until a call is over and the next begins with the shortest one.
+/// The number of delays of one call, after which the next call begins with the shortest one.
 pub const TRIES_PER_CALL: u32 = 10;
 
-/// Base 1 s, factor 2, cap one hour: ten delays do not meet the cap.
+/// Returns a back-off of base 1 s, factor 2 and cap one hour. Ten delays don't reach the cap.
 pub fn backoff() -> Box<dyn Subject> {
     Box::new(BackonSubject(
         ExponentialBuilder::new()

@@ -1,4 +1,4 @@
-//! failsafe with its policy of consecutive failures: the one that costs least.
+//! failsafe with its policy of consecutive failures, the cheapest one.
 
 use super::{Subject, unkeyed_worker};
 use crate::keys::KeySequence;
@@ -8,7 +8,7 @@ use failsafe::failure_policy::{ConsecutiveFailures, consecutive_failures};
 use failsafe::{CircuitBreaker, Config, StateMachine};
 use std::time::Duration;
 
-/// A closed breaker around a call that succeeds at once.
+/// Returns a closed breaker around a call that succeeds at once.
 pub fn breaker() -> Box<dyn Subject> {
     let policy = consecutive_failures(5, constant(Duration::from_secs(300)));
     Box::new(FailsafeBreaker(Config::new().failure_policy(policy).build()))

@@ -1,4 +1,4 @@
-//! governor, by its default constructors: DashMap, its quanta clock.
+//! governor, by its default constructors: with DashMap and its quanta clock.
 
 use super::{LimitTerms, Subject, keyed_worker as keyed_loop, unkeyed_worker};
 use crate::keys::KeySequence;
@@ -9,17 +9,17 @@ use governor::state::{InMemoryState, NotKeyed};
 use governor::{Quota, RateLimiter};
 use std::num::NonZeroU32;
 
-/// One limit, no key.
+/// Returns one limit without a key.
 pub fn direct(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(GovernorDirect(RateLimiter::direct(quota(terms))))
 }
 
-/// A limit for each `String`.
+/// Returns a limit per `String`.
 pub fn keyed(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(GovernorKeyed(RateLimiter::keyed(quota(terms))))
 }
 
-/// A limit for each `u64`: what it weighs when its user hashes.
+/// Returns a limit per `u64`, which shows its memory if its user hashes keys.
 pub fn keyed_by_number(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(GovernorKeyedByNumber(RateLimiter::keyed(quota(terms))))
 }

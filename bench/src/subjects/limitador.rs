@@ -1,5 +1,5 @@
-//! limitador, in memory: at its best, with every counter built beforehand, and as its users meet it, with a context made
-//! from each request.
+//! limitador, in memory. It is measured at its best, with every counter built beforehand, and in ordinary use, with a
+//! context made from each request.
 
 use super::{LimitTerms, RingRanges, Subject};
 use crate::keys::{KeySequence, key_text};
@@ -13,16 +13,16 @@ use std::collections::HashMap;
 use std::hint::black_box;
 use std::sync::Arc;
 
-/// Counters that it keeps at most: more than any row has.
+/// The largest number of counters that it keeps: more than any row has.
 const MAX_COUNTERS: u64 = 2_000_000;
 
-/// A limit for each text, asked with counters that were built before the clock ran. `touch` builds its own.
+/// Returns a limit per text, asked with counters that are built before timing. `decide_once` builds its counter itself.
 pub fn prebuilt(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(LimitadorPrebuilt { storage: InMemoryStorage::new(MAX_COUNTERS), limit: Arc::new(limit(terms)) })
 }
 
-/// A limit for each text, asked as a server does: a context of the request's method, path and key, the limit's
-/// conditions evaluated over it, the counter resolved from it.
+/// Returns a limit per text, asked as by a server: with a context of the request's method, path and key, over which the
+/// limit's conditions are evaluated, and the counter resolved from it.
 pub fn whole(terms: LimitTerms) -> Box<dyn Subject> {
     let limiter = RateLimiter::new(MAX_COUNTERS);
     limiter.add_limit(limit(terms));

@@ -1,4 +1,4 @@
-//! Ours around calls to others: the breaker alone, as a layer, and the whole machine.
+//! Tidegate around outbound calls: the breaker alone, as a layer, and the whole code path.
 
 use super::tidegate::load_policy;
 use super::tower_resilience::immediate;
@@ -10,26 +10,26 @@ use rand::rngs::SmallRng;
 use std::convert::Infallible;
 use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
-use tidegate::core::breaker::ExclusiveAccess;
-use tidegate::core::call::AttemptReport;
-use tidegate::core::retry::Delivery;
-use tidegate::core::{Breaker, BreakerSpec, Class, SharedBreaker};
 use tidegate::outbound::layers::BreakerLayer;
 use tidegate::outbound::{Attempt, AttemptOutcome, CallOptions, Outbound, Provider, Upstream};
 use tidegate::{Clock, SystemClock, Time};
+use tidegate_core::breaker::ExclusiveAccess;
+use tidegate_core::call::AttemptReport;
+use tidegate_core::retry::Delivery;
+use tidegate_core::{Breaker, BreakerSpec, Class, SharedBreaker};
 use tokio::runtime::{Builder, Runtime};
 use tower::Layer;
 
-/// How a breaker learns what time it is.
+/// The source of a breaker's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClockUse {
-    /// By its driver, who has read the clock for other reasons: what the breaker itself costs.
+    /// The driver passes the time, which it has read for other reasons. This shows the cost of the breaker itself.
     GivenTime,
-    /// By a clock that is read for it, before the call and after.
+    /// A clock is read for the breaker, before the call and after.
     ReadsClock,
 }
 
-/// A closed breaker around a call that succeeds at once.
+/// Returns a closed breaker around a call that succeeds at once.
 pub fn breaker(told: ClockUse) -> Box<dyn Subject> {
     let breaker = Breaker::new(BreakerSpec::default()).expect("the defaults are valid");
     Box::new(BreakerSubject {
@@ -39,23 +39,23 @@ pub fn breaker(told: ClockUse) -> Box<dyn Subject> {
     })
 }
 
-/// The same as a layer around a service of tower that replies at once.
+/// Returns the same breaker as a layer around a tower service that replies at once.
 pub fn breaker_layer() -> Box<dyn Subject> {
     let judge = |outcome: Result<&(), &Infallible>| outcome.map_or(Class::Transient, |()| Class::Success);
     let layer = BreakerLayer::new(BreakerSpec::default(), judge).expect("the defaults are valid");
     Box::new(BreakerLayerSubject(layer.layer(immediate())))
 }
 
-/// Which limit a provider has, of those that no run reaches.
+/// The limit of a provider, which no run reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitChoice {
-    /// A strict window of more calls than it keeps one by one, which are counted ahead of their replies.
+    /// A strict window of more calls than it keeps individually. Calls are counted ahead of their replies.
     Window,
     /// A rate.
     Rate,
 }
 
-/// Whole calls to a provider with a limit, two credentials and everything else by default, around an upstream that
+/// Returns whole calls to a provider with a limit, two credentials and defaults for the rest, around an upstream that
 /// replies at once.
 pub fn calls(limit: LimitChoice) -> Box<dyn Subject> {
     let (name, limit) = match limit {
@@ -172,7 +172,7 @@ impl Subject for TidegateCalls {
     }
 }
 
-/// Calls within the runtime, which is entered once and not for each.
+/// A worker within the runtime, which is entered once and not per call.
 struct TidegateCallsWorker<'a>(&'a TidegateCalls);
 
 impl Worker for TidegateCallsWorker<'_> {

@@ -5,7 +5,7 @@ use crate::keys::KeySequence;
 use crate::measure::Worker;
 use recloser::Recloser;
 
-/// A closed breaker around a call that succeeds at once.
+/// Returns a closed breaker around a call that succeeds at once.
 pub fn breaker() -> Box<dyn Subject> {
     Box::new(RecloserBreaker(Recloser::default()))
 }

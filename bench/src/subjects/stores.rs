@@ -1,4 +1,4 @@
-//! Our stores, asked by batches of one operation.
+//! Tidegate's stores, asked by batches of one operation.
 
 use super::{LimitTerms, OURS, Subject, unkeyed_worker};
 use crate::keys::KeySequence;
@@ -6,17 +6,17 @@ use crate::measure::Worker;
 use std::hint::black_box;
 use std::sync::Arc;
 use tempfile::TempDir;
-use tidegate::core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Rate, Verb};
 use tidegate::{Clock, Memory, Span, Store, SystemClock};
+use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Rate, Verb};
 use tidegate_store::{Answer, FileStore, Flush, Journal};
 
-/// In memory.
+/// Returns the store in memory.
 pub fn memory(terms: LimitTerms) -> Box<dyn Subject> {
     let store = Memory::new(limits(terms), Memory::MAX_BYTES);
     Box::new(StoreSubject { name: "memory store", store, clock: SystemClock::new(), _folder: None })
 }
 
-/// In memory, with a file that is written every 100 ms.
+/// Returns the store in memory with a file that is written every 100 ms.
 pub fn file(terms: LimitTerms) -> Box<dyn Subject> {
     let folder = tempfile::tempdir().expect("there is room for a file");
     let journal = Journal::open(&folder.path().join("state"), Flush::default()).expect("the file is new");
@@ -69,7 +69,7 @@ impl<S: Store> Subject for StoreSubject<S> {
     }
 }
 
-/// The benchmark's texts are hashes already.
+/// Returns the key of a text. The benchmark's texts are hashes already.
 fn key_from_text(key: &str) -> Key {
     Key::new(0, u64::from_str_radix(key, 16).expect("keys are hexadecimal"))
 }

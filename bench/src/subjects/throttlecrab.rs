@@ -1,4 +1,4 @@
-//! throttlecrab, with the store that it calls its default. It wants `&mut self`: two threads need a mutex, one does not.
+//! throttlecrab, with its default store. It requires `&mut self`, so two threads need a mutex; one thread doesn't.
 
 use super::{LimitTerms, RingRanges, Subject};
 use crate::keys::KeySequence;
@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::time::SystemTime;
 use throttlecrab::{PeriodicStore, RateLimiter};
 
-/// One limit for all calls: it has no limiter without keys, so every call has the same one.
+/// Returns one limit for all calls. throttlecrab has no limiter without keys, so every call has the same key.
 pub fn direct(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(ThrottlecrabSubject {
         single_key: vec![crate::keys::key_text(0); 4096],
@@ -16,7 +16,7 @@ pub fn direct(terms: LimitTerms) -> Box<dyn Subject> {
     })
 }
 
-/// A limit for each text.
+/// Returns a limit per text.
 pub fn keyed(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(ThrottlecrabSubject::new(terms))
 }
@@ -24,7 +24,7 @@ pub fn keyed(terms: LimitTerms) -> Box<dyn Subject> {
 struct ThrottlecrabSubject {
     limiter: Mutex<RateLimiter<PeriodicStore>>,
     terms: LimitTerms,
-    /// Keys to ask with instead of the sequence's.
+    /// The keys to use instead of the sequence's.
     single_key: Vec<String>,
 }
 

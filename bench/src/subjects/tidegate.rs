@@ -1,4 +1,4 @@
-//! Ours, by its public API: what a Rust program would write.
+//! Tidegate by its public API, as a Rust program uses it.
 
 use super::backon::TRIES_PER_CALL;
 use super::{LimitTerms, OURS, Subject, keyed_worker as keyed_loop, unkeyed_worker};
@@ -9,22 +9,22 @@ use rand::rngs::SmallRng;
 use std::hint::black_box;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU64, Ordering};
-use tidegate::core::backoff::BackoffState;
 use tidegate::policy::PolicySources;
 use tidegate::{Backoff, Clock, Gate, KeyedLimiter, Limiter, Memory, Policy, Query, Span, SystemClock, Time};
+use tidegate_core::backoff::BackoffState;
 
-/// One rate, no key.
+/// Returns one rate without a key.
 pub fn direct(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(TidegateDirect(Limiter::new(&rate(terms)).expect("the terms are a rate")))
 }
 
-/// A rate for each text, in a store of the default size.
+/// Returns a rate per text, in a store of the default size.
 pub fn keyed(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(TidegateKeyed { name: OURS, limiter: KeyedLimiter::new(&rate(terms)).expect("the terms are a rate") })
 }
 
-/// A strict window for each text, which none of the rivals has: to see what strictness costs. Its store is larger than
-/// the default one, which does not hold the windows of a million keys.
+/// Returns a strict window per text, which none of the rivals has, to show the cost of strictness. Its store is larger
+/// than the default one, which doesn't hold the windows of a million keys.
 pub fn windowed(terms: LimitTerms) -> Box<dyn Subject> {
     const MAX_BYTES: usize = 2 << 30;
     let window = format!("{} per 1h", terms.burst);
@@ -32,15 +32,15 @@ pub fn windowed(terms: LimitTerms) -> Box<dyn Subject> {
     Box::new(TidegateKeyed { name: "tidegate (strict window)", limiter: limiter.expect("the terms are a window") })
 }
 
-/// How full the state is that an inbound decision meets.
+/// The state of an inbound decision's limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateFill {
-    /// Of clients that call four times a minute on average, none above six times as often: short logs for the action,
-    /// long ones for the hour that the global limit counts. Time passes quickly, so that this state lasts however fast
-    /// the calls come.
+    /// Clients that call four times a minute on average, and none above six times as often. The action's logs are
+    /// short, and those of the global limit's hour are long. Time passes quickly, so that this state lasts at any rate
+    /// of calls.
     Typical,
-    /// Of clients that call as fast as they can under limits that none of them reaches: every window's log is full and
-    /// merges its neighbours. The worst case.
+    /// Clients that call as fast as they can under limits that none of them reaches. Every window's log is full and
+    /// merges neighbouring entries. This is the worst case.
     FullLogs,
     /// No logs: both limits are rates.
     Rates,
@@ -48,8 +48,8 @@ pub enum StateFill {
     Blocked,
 }
 
-/// The whole inbound decision: three actions to match, a penalty, the action's limit and the global one; for `clients`
-/// that call in no particular order.
+/// Returns the whole inbound decision, for `clients` that call in no particular order. It has three actions to match, a
+/// penalty, the action's limit and the global one.
 pub fn inbound(filling: StateFill, clients: u32) -> Box<dyn Subject> {
     let (name, login, global) = match filling {
         StateFill::Typical => (OURS, "100 per 60s", "5000 per 1h"),
@@ -92,7 +92,7 @@ penalty = {{ base = "1h", cap = "1h" }}
     };
     let gate = Gate::in_memory(&policy, clock);
     let inbound = InboundSubject { name, gate };
-    // An hour and more of them, until as many calls leave the global windows as enter.
+    // More than an hour of calls, until as many calls leave the global windows as enter.
     for call in 0..260 * clients {
         let number = call.wrapping_mul(0x9e37_79b1) % clients;
         inbound.decide_once(&key_name(number));
@@ -100,22 +100,22 @@ penalty = {{ base = "1h", cap = "1h" }}
     Box::new(inbound)
 }
 
-/// Base 1 s, factor 2, cap one hour, full jitter.
+/// Returns a back-off of base 1 s, factor 2, cap one hour and full jitter.
 pub fn backoff() -> Box<dyn Subject> {
     Box::new(TidegateBackoff(Backoff::exponential(Span::from_secs(1), Span::from_secs(3600))))
 }
 
-/// A policy of this text alone.
+/// Returns a policy of this text alone.
 ///
 /// # Panics
 ///
-/// If it isn't valid: the benchmark's own texts are.
+/// If it isn't valid; the benchmark's own texts are.
 pub fn load_policy(text: &str) -> Policy {
     let sources = PolicySources::new().file("bench.toml", text);
     Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"))
 }
 
-/// A login from this address.
+/// Returns the query of a log-in from this address.
 pub fn login_query(ip: IpAddr) -> Query<'static> {
     Query { ip: Some(ip), method: Some("POST"), path: Some("/login"), host: Some("example.com"), ..Query::default() }
 }
@@ -160,7 +160,7 @@ impl Subject for TidegateKeyed {
     }
 }
 
-/// The machine's clock, read every time, and ahead of it by a step for every call that was made; for one thread.
+/// The machine's clock, which is read on every call, plus a step for every call so far. It is for one thread.
 struct FastClock {
     real: SystemClock,
     ahead: AtomicU64,
@@ -169,7 +169,7 @@ struct FastClock {
 
 impl Clock for FastClock {
     fn now(&self) -> Time {
-        // Not one atomic operation, which would cost as much as some of what is measured.
+        // A load and a store, because one atomic operation would cost as much as some measured subjects.
         let ahead = self.ahead.load(Ordering::Relaxed) + self.step.as_micros();
         self.ahead.store(ahead, Ordering::Relaxed);
         self.real.now() + Span::from_micros(ahead)

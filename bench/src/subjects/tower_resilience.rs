@@ -1,4 +1,4 @@
-//! tower-resilience: its circuit breaker, with consecutive failures as ours, and its rate limiter.
+//! tower-resilience: its circuit breaker, with consecutive failures as in Tidegate's, and its rate limiter.
 
 use super::{Subject, call_once, unkeyed_worker};
 use crate::keys::KeySequence;
@@ -10,7 +10,7 @@ use tower::{Layer, Service, ServiceBuilder};
 use tower_resilience_circuitbreaker::{CircuitBreakerLayer, DefaultClassifier};
 use tower_resilience_ratelimiter::RateLimiterLayer;
 
-/// What is called: it succeeds at once.
+/// Returns a service that succeeds at once.
 pub fn immediate() -> impl Service<(), Response = (), Error = Infallible, Future = ImmediateReply> + Clone + Send + Sync
 {
     tower::service_fn(|()| ready(Ok(())))
@@ -19,12 +19,12 @@ pub fn immediate() -> impl Service<(), Response = (), Error = Infallible, Future
 /// The reply to a call that succeeds at once.
 pub type ImmediateReply = Ready<Result<(), Infallible>>;
 
-/// A closed breaker around a service that replies at once.
+/// Returns a closed breaker around a service that replies at once.
 pub fn breaker() -> Box<dyn Subject> {
     Box::new(TowerResilienceCalls(circuit_breaker().layer(immediate())))
 }
 
-/// The breaker, and inside of it a limit that no run reaches.
+/// Returns the breaker, and inside it a limit that no run reaches.
 pub fn breaker_and_limiter() -> Box<dyn Subject> {
     let limiter = RateLimiterLayer::builder().limit_for_period(1_000_000_000).refresh_period(Duration::from_secs(1));
     let limiter = limiter.build().expect("the limit is valid");

@@ -183,7 +183,7 @@ fn describe_matcher(action: &Action, forward_auth: bool) -> String {
     text
 }
 
-fn describe_limits(text: &mut String, plan: &Plan, ids: &[tidegate::core::LimitId]) {
+fn describe_limits(text: &mut String, plan: &Plan, ids: &[tidegate_core::LimitId]) {
     for id in ids {
         let parts: Vec<String> = plan.key_parts(*id).iter().map(ToString::to_string).collect();
         let by = if parts.is_empty() { "all together".to_owned() } else { format!("by {}", parts.join(" + ")) };

@@ -14,8 +14,8 @@ use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
 use regex::bytes::Regex;
 use tidegate::SystemClock;
-use tidegate::core::retry::RetryTracker;
-use tidegate::core::{Backoff, Class, Clock as _, FailedAttempt, Jitter, NoRetryReason, Retry, Span, Time};
+use tidegate_core::retry::RetryTracker;
+use tidegate_core::{Backoff, Class, Clock as _, FailedAttempt, Jitter, NoRetryReason, Retry, Span, Time};
 use tidegate_policy::parse_duration;
 
 use crate::policy::{print_error, print_usage};

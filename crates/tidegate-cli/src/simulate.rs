@@ -5,7 +5,7 @@ use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tidegate::SystemClock;
-use tidegate::core::{Clock as _, Span};
+use tidegate_core::{Clock as _, Span};
 use tidegate_sim::{Report, Scenario, shipped};
 
 use crate::CliOutcome;

@@ -39,7 +39,7 @@ fn run(arguments: &[&str]) -> (i32, String, String) {
 }
 
 #[test]
-fn check_says_in_words_what_is_limited() {
+fn check_describes_the_inbound_limits() {
     let scratch = ScratchDir::new();
     let file = scratch.write("good.toml", POLICY);
     let (status, out, err) = run(&["check", file.to_str().unwrap()]);
@@ -52,7 +52,7 @@ fn check_says_in_words_what_is_limited() {
 }
 
 #[test]
-fn check_says_what_becomes_of_requests_without_a_part_of_the_key() {
+fn check_describes_requests_without_a_key_part() {
     let scratch = ScratchDir::new();
     for (missing, words) in [
         ("", "are counted by their address"),
@@ -71,7 +71,7 @@ fn check_says_what_becomes_of_requests_without_a_part_of_the_key() {
 }
 
 #[test]
-fn a_variable_that_is_no_text_is_told_where_it_is_ours_and_no_matter_elsewhere() {
+fn only_own_non_utf8_variables_are_check_errors() {
     let scratch = ScratchDir::new();
     let file = scratch.write("tidegate.toml", POLICY);
     let check = |name: &str| {
@@ -86,7 +86,7 @@ fn a_variable_that_is_no_text_is_told_where_it_is_ours_and_no_matter_elsewhere()
 }
 
 #[test]
-fn check_and_serve_say_that_forward_auth_is_off() {
+fn check_and_serve_report_disabled_forward_auth() {
     let scratch = ScratchDir::new();
     let in_flight = "[inbound.action.export]\nmatch = { path = \"/export\" }\nlimit = \"2 in flight\"\n";
     let file = scratch.write("tidegate.toml", &format!("{POLICY}{in_flight}"));
@@ -108,7 +108,7 @@ fn check_and_serve_say_that_forward_auth_is_off() {
 }
 
 #[test]
-fn check_says_in_words_what_is_called() {
+fn check_describes_the_outbound_providers() {
     let scratch = ScratchDir::new();
     let file = scratch.write(
         "calls.toml",
@@ -136,7 +136,7 @@ fn check_says_in_words_what_is_called() {
 }
 
 #[test]
-fn check_points_at_what_is_wrong() {
+fn check_shows_the_position_of_mistakes() {
     let scratch = ScratchDir::new();
     let file = scratch.write("bad.toml", "[inbound.action.login]\nlimt = \"5 per 60s\"\n");
     let (status, out, err) = run(&["check", file.to_str().unwrap()]);
@@ -151,14 +151,14 @@ fn check_points_at_what_is_wrong() {
 }
 
 #[test]
-fn env_is_an_env_file() {
+fn env_prints_an_env_file() {
     let (status, out, _) = run(&["env"]);
     assert_eq!(status, 0);
     assert!(out.contains("TIDEGATE__INBOUND__LISTEN=127.0.0.1:8080\n"), "{out}");
 }
 
 #[test]
-fn wrong_words_end_with_two() {
+fn wrong_arguments_exit_with_status_two() {
     for arguments in [&["surf"][..], &["status"], &["serve", "--port", "1"]] {
         assert_eq!(run(arguments).0, 2, "{arguments:?}");
     }
@@ -171,7 +171,7 @@ fn wrong_words_end_with_two() {
 }
 
 #[test]
-fn nobody_answers() {
+fn an_unreachable_gate_is_reported() {
     let url = format!("http://127.0.0.1:{}", free_port());
     let (status, _, err) = run(&["status", "login", "--url", &url]);
     assert_eq!(status, 1);
@@ -179,7 +179,7 @@ fn nobody_answers() {
 }
 
 #[test]
-fn questions_to_a_running_gate() {
+fn commands_query_a_running_gate() {
     let scratch = ScratchDir::new();
     let by_header = "[inbound.action.byip]\nkey = [\"header:x-api-key\"]\nlimit = \"5 per 60s\"\n";
     let file = scratch.write("tidegate.toml", &format!("{POLICY}\n{by_header}"));
@@ -241,7 +241,7 @@ fn questions_to_a_running_gate() {
 }
 
 #[test]
-fn the_policy_says_where_the_gate_is_and_its_token() {
+fn commands_find_gate_and_token_in_the_policy() {
     let scratch = ScratchDir::new();
     let (api, admin) = (free_port(), free_port());
     let listeners = format!(
@@ -283,7 +283,7 @@ fn the_policy_says_where_the_gate_is_and_its_token() {
 }
 
 #[test]
-fn a_policy_that_is_not_text_is_told_with_its_place() {
+fn a_non_utf8_policy_is_reported_with_position() {
     let scratch = ScratchDir::new();
     let file = scratch.path().join("latin1.toml");
     std::fs::write(&file, b"# Gr\xfc\xdfe\n").unwrap();
@@ -293,7 +293,7 @@ fn a_policy_that_is_not_text_is_told_with_its_place() {
 }
 
 #[test]
-fn variables_that_are_not_text_matter_only_where_they_are_ours() {
+fn foreign_non_utf8_variables_are_ignored() {
     use std::ffi::OsStr;
     use std::os::unix::ffi::OsStrExt as _;
 
@@ -328,7 +328,7 @@ fn run_safely(arguments: &[&str]) -> (i32, String, String) {
 }
 
 #[test]
-fn nothing_from_outside_steers_the_terminal() {
+fn control_characters_in_input_are_escaped() {
     const HOSTILE: &str = "\u{1b}[2J\u{202e}\u{9b}31m\u{200b}";
     const ESCAPED: &str = "\\u001b[2J\\u202e\\u009b31m\\u200b";
     let scratch = ScratchDir::new();
@@ -373,7 +373,7 @@ fn nothing_from_outside_steers_the_terminal() {
 }
 
 #[test]
-fn what_a_gate_answers_does_not_steer_the_terminal() {
+fn control_characters_in_gate_replies_are_escaped() {
     for (code, body) in [
         (200, "{\"x\":\"\u{1b}[2J\u{202e}\u{9b}\"}"),
         (200, "\u{1b}[2J\u{202e}"),

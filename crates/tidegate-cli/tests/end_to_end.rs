@@ -60,7 +60,7 @@ const ONE_IN_FIVE: &str = r#"
 "#;
 
 #[test]
-fn nginx_behind_the_gate_sees_what_was_admitted_and_nothing_else() {
+fn nginx_receives_exactly_the_admitted_requests() {
     let upstream = free_port();
     let Some(server) = pages("", upstream, upstream) else { return };
     let (_gate, ports) = gate(ONE_IN_FIVE, upstream);
@@ -95,7 +95,7 @@ fn nginx_behind_the_gate_sees_what_was_admitted_and_nothing_else() {
 }
 
 #[test]
-fn wrk_finds_no_fault() {
+fn wrk_load_causes_no_errors() {
     let upstream = free_port();
     let Some(server) = pages("", upstream, upstream) else { return };
     let (gate, ports) = gate(ONE_IN_FIVE, upstream);
@@ -166,7 +166,7 @@ fn sigterm_under_load_loses_no_request() {
 }
 
 #[test]
-fn a_second_signal_ends_at_once() {
+fn a_second_signal_exits_immediately() {
     // An upstream that never answers keeps the gate running.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let (mut gate, ports) = gate("", silent.local_addr().unwrap().port());
@@ -222,7 +222,7 @@ fn expected() -> Vec<(u16, Option<String>)> {
 }
 
 #[test]
-fn the_proxy_enforces() {
+fn the_proxy_enforces_limits() {
     let upstream = free_port();
     let Some(_server) = pages("", upstream, upstream) else { return };
     // Here the client itself is the peer, and a trusted peer's headers would be believed.
@@ -232,7 +232,7 @@ fn the_proxy_enforces() {
 }
 
 #[test]
-fn nginx_with_the_snippet_enforces_alike() {
+fn nginx_with_the_snippet_enforces_limits() {
     let (front, upstream) = (free_port(), free_port());
     let (_gate, ports) = gate(&format!("{LOGIN}\n[api]\ndeny_status = 403\n"), upstream);
     let snippet = include_str!("../../../docs/snippets/nginx.conf")
@@ -248,7 +248,7 @@ fn nginx_with_the_snippet_enforces_alike() {
 }
 
 #[test]
-fn caddy_with_the_snippet_enforces_alike() {
+fn caddy_with_the_snippet_enforces_limits() {
     let (front, upstream) = (free_port(), free_port());
     let (_gate, ports) = gate(LOGIN, upstream);
     let Some(server) = pages("", upstream, upstream) else { return };
@@ -265,7 +265,7 @@ fn caddy_with_the_snippet_enforces_alike() {
 /// Traefik isn't among Debian's packages, so the test itself sends the requests of its ForwardAuth with the snippet.
 /// They have the client's headers, without those that the middleware empties and those that Traefik itself sets.
 #[test]
-fn traefik_would_enforce_alike_with_the_snippet() {
+fn simulated_traefik_with_the_snippet_enforces_limits() {
     let snippet = YamlLoader::load_from_str(include_str!("../../../docs/snippets/traefik.yml")).unwrap().remove(0);
     let (http, middlewares) = (&snippet["http"], &snippet["http"]["middlewares"]);
     let app = &http["routers"]["app"];
@@ -302,7 +302,7 @@ fn traefik_would_enforce_alike_with_the_snippet() {
 }
 
 #[test]
-fn axum_with_the_layer_enforces_alike() {
+fn axum_with_the_layer_enforces_limits() {
     use axum::Router;
     use axum::routing::any;
     use tidegate::{GateLayer, Policy};
@@ -324,7 +324,7 @@ fn axum_with_the_layer_enforces_alike() {
 }
 
 #[test]
-fn the_snippets_in_the_guide_are_those_that_are_tested() {
+fn the_guide_contains_the_tested_snippets() {
     let guide = include_str!("../../../docs/forward-auth.md");
     for snippet in [
         include_str!("../../../docs/snippets/nginx.conf"),
@@ -336,7 +336,7 @@ fn the_snippets_in_the_guide_are_those_that_are_tested() {
 }
 
 #[test]
-fn the_limit_on_descriptors_is_raised_and_held_against_the_caps() {
+fn descriptor_limit_is_raised_and_compared_with_caps() {
     let served = |limits: &str| {
         let (port, scratch) = (free_port(), ScratchDir::new());
         let mut command = Command::new("sh");

@@ -279,32 +279,32 @@ fn outlives(fate: Fate) {
 }
 
 #[test]
-fn a_killed_server() {
+fn the_gate_survives_a_killed_server() {
     outlives(Fate::Killed);
 }
 
 #[test]
-fn a_frozen_server() {
+fn the_gate_survives_a_frozen_server() {
     outlives(Fate::Frozen);
 }
 
 #[test]
-fn a_full_server() {
+fn the_gate_survives_a_full_server() {
     outlives(Fate::Full);
 }
 
 #[test]
-fn a_read_only_server() {
+fn the_gate_survives_a_read_only_server() {
     outlives(Fate::ReadOnly);
 }
 
 #[test]
-fn a_failover() {
+fn the_gate_survives_a_failover() {
     outlives(Fate::FailedOver);
 }
 
 #[test]
-fn a_gate_that_finds_no_server_says_so() {
+fn a_missing_store_server_is_reported() {
     let scratch = ScratchDir::new();
     let policy = scratch.write("tidegate.toml", POLICY);
     let port = free_port();
@@ -336,7 +336,7 @@ fn a_gate_that_finds_no_server_says_so() {
 
 /// A cluster loses one master: its keys are refused if the policy says so, and all others are decided as before.
 #[test]
-fn a_cluster_that_loses_a_master() {
+fn a_lost_cluster_master_affects_its_keys_only() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(mut cluster) = RedisCluster::start() else { return };
     let gate = Gate::start(&cluster.url());

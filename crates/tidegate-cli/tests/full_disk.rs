@@ -77,7 +77,7 @@ impl Gate {
 }
 
 #[test]
-fn a_full_disk_admits_nothing_that_a_crash_would_lose() {
+fn a_full_disk_refuses_calls_by_default() {
     let folder = ScratchDir::new();
     let store = folder.path().join("state");
     let gate = Gate::start(&store, "");
@@ -112,7 +112,7 @@ fn a_full_disk_admits_nothing_that_a_crash_would_lose() {
 }
 
 #[test]
-fn a_full_disk_stops_no_decision_where_the_policy_says_so() {
+fn a_full_disk_continues_decisions_if_configured() {
     let folder = ScratchDir::new();
     let store = folder.path().join("state");
     let gate = Gate::start(&store, "on_full = \"continue\"");

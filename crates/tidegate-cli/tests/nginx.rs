@@ -165,14 +165,14 @@ fn assert_used(log: &[(u16, f64)], seconds: u32, permitted: u32) {
 }
 
 #[test]
-fn nginx_without_a_burst_refuses_none_of_a_rate() {
+fn nginx_without_burst_accepts_a_paced_rate() {
     let seconds = random::case_count(10, 60);
     let Some(log) = through_nginx("", "10/s", seconds) else { return };
     assert_used(&log, seconds, seconds * 10);
 }
 
 #[test]
-fn nginx_with_a_burst_refuses_none_of_a_rate_with_a_burst() {
+fn nginx_with_burst_accepts_a_bursty_rate() {
     let seconds = random::case_count(10, 60);
     let Some(log) = through_nginx("burst=10 nodelay", "10/s burst 10", seconds) else { return };
     assert_used(&log, seconds, seconds * 10 + 10);
@@ -211,11 +211,11 @@ fn assert_found(rate: u32, limit_req: &str) {
 }
 
 #[test]
-fn an_adaptive_pace_finds_half_of_what_the_limit_believes() {
+fn adaptive_pace_finds_half_the_configured_limit() {
     assert_found(20, "");
 }
 
 #[test]
-fn an_adaptive_pace_finds_a_rate_with_a_burst() {
+fn adaptive_pace_finds_a_rate_with_burst() {
     assert_found(20, "burst=10 nodelay");
 }

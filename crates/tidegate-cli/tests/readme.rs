@@ -47,7 +47,7 @@ fn matches(pattern: &str, text: &str) -> bool {
 }
 
 #[test]
-fn the_set_up_is_two_commands() {
+fn the_readme_setup_is_two_commands() {
     let block = README.split("```console setup\n").nth(1).and_then(|rest| rest.split("```").next());
     assert_eq!(block, Some("$ cargo run --release -- serve\n$ ./test\n"));
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
@@ -57,7 +57,7 @@ fn the_set_up_is_two_commands() {
 }
 
 #[test]
-fn the_policy_is_one() {
+fn the_readme_policy_is_valid() {
     let toml = README.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a policy");
     let folder = servers::ScratchDir::new();
     let file = folder.write("tidegate.toml", toml);
@@ -66,14 +66,14 @@ fn the_policy_is_one() {
 }
 
 #[test]
-fn the_environment_is_listed_in_full() {
+fn env_example_equals_the_env_command() {
     let printed = Command::new(env!("CARGO_BIN_EXE_tidegate")).arg("env").output().unwrap();
     let listed = include_str!("../../../.env.example");
     assert_eq!(String::from_utf8(printed.stdout).unwrap(), listed, ".env.example is what `tidegate env` prints");
 }
 
 #[test]
-fn the_tour_prints_what_it_says() {
+fn the_readme_tour_prints_its_stated_output() {
     if ["bash", "caddy", "curl"].into_iter().any(|program| servers::require_program(program).is_none()) {
         return;
     }

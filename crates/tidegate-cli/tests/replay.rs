@@ -11,8 +11,8 @@ use std::process::{Command, Stdio};
 use http::{HeaderMap, HeaderValue};
 use serde_json::Value;
 use tidegate::clock::ManualClock;
-use tidegate::core::{Reason, Time};
 use tidegate::{Gate, Query};
+use tidegate_core::{Reason, Time};
 use tidegate_policy::{Policy, PolicySources};
 use tidegate_testkit::http_client::{HttpClient, get_request};
 use tidegate_testkit::random::RandomSource;
@@ -223,7 +223,7 @@ fn lines(file: &Path) -> Vec<String> {
 }
 
 #[test]
-fn refusals_are_those_of_a_running_gate_line_by_line() {
+fn replay_refuses_exactly_what_a_gate_refuses() {
     for seed in 0..4 {
         let folder = ScratchDir::new();
         folder.write("tidegate.toml", POLICY);
@@ -255,7 +255,7 @@ fn refusals_are_those_of_a_running_gate_line_by_line() {
 }
 
 #[test]
-fn packed_logs_standard_input_and_several_files_are_one_log() {
+fn compressed_logs_stdin_and_several_files_combine() {
     let folder = ScratchDir::new();
     folder.write("tidegate.toml", POLICY);
     let text = combined(&requests(9, 3000).into_iter().filter(|asked| !asked.too_late).collect::<Vec<_>>());
@@ -298,7 +298,7 @@ fn by_program(program: &str, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn the_tables_say_who_when_why_and_what_else_would_do() {
+fn tables_show_clients_times_reasons_and_alternatives() {
     let folder = ScratchDir::new();
     folder.write(
         "tidegate.toml",
@@ -363,7 +363,7 @@ fn the_tables_say_who_when_why_and_what_else_would_do() {
 }
 
 #[test]
-fn broken_lines_are_counted_and_the_first_ten_shown() {
+fn ten_broken_lines_are_shown_and_all_counted() {
     let folder = ScratchDir::new();
     let mut log = String::new();
     for number in 0..25 {
@@ -382,7 +382,7 @@ fn broken_lines_are_counted_and_the_first_ten_shown() {
 
 /// A truncated log loses only the part that can't be read.
 #[test]
-fn what_can_be_read_of_a_broken_log_is_told() {
+fn a_truncated_logs_readable_part_is_reported() {
     let folder = ScratchDir::new();
     let text = combined(&requests(9, 3000).into_iter().filter(|asked| !asked.too_late).collect::<Vec<_>>());
     let packed = by_program("gzip", text.as_bytes());
@@ -397,7 +397,7 @@ fn what_can_be_read_of_a_broken_log_is_told() {
 }
 
 #[test]
-fn wrong_words_and_missing_files_are_told() {
+fn wrong_arguments_and_missing_files_are_reported() {
     let folder = ScratchDir::new();
     folder.write("access.log", "");
     for (arguments, status, told) in [
@@ -419,7 +419,7 @@ fn wrong_words_and_missing_files_are_told() {
 /// nginx in front of a running gate: a replay of its log refuses the same requests as the gate. The windows are so long
 /// that the log's resolution of seconds doesn't matter.
 #[test]
-fn a_log_of_nginx_before_a_gate_replays_to_what_the_gate_did() {
+fn replaying_an_nginx_log_matches_the_gate() {
     let (upstream, gate_port, front) = (free_port(), free_port(), free_port());
     let Some(_pages) = nginx(&format!("server {{ listen 127.0.0.1:{upstream}; return 200 ok; }}"), upstream) else {
         return;

@@ -107,7 +107,7 @@ impl Gate {
 }
 
 #[test]
-fn a_quota_outlives_the_program_however_it_ends() {
+fn a_quota_survives_kill_and_shutdown() {
     let folder = ScratchDir::new();
     let snapshot = folder.path().join("outbound.json");
     let (upstream, asked) = api();
@@ -136,7 +136,7 @@ fn a_quota_outlives_the_program_however_it_ends() {
 }
 
 #[test]
-fn a_snapshot_that_is_broken_is_told_and_left_alone() {
+fn a_broken_snapshot_is_reported_and_left_unchanged() {
     let folder = ScratchDir::new();
     let snapshot: PathBuf = folder.write("outbound.json", "{ \"tidegate_outbound\": 1, \"records\"");
     let scratch = ScratchDir::new();

@@ -39,7 +39,7 @@ fn runs(folder: &ScratchDir) -> u32 {
 }
 
 #[test]
-fn it_runs_until_the_command_succeeds_and_says_what_it_waits_for() {
+fn retry_repeats_until_success_and_reports_waits() {
     let folder = ScratchDir::new();
     let body = counting("echo out $n; echo err $n >&2; [ $n = 3 ] || exit 7");
     let (status, out, err) = run(&folder, &["--base", "10ms", "--jitter", "none", "--", "sh", "-c", &body]);
@@ -53,7 +53,7 @@ fn it_runs_until_the_command_succeeds_and_says_what_it_waits_for() {
 }
 
 #[test]
-fn it_ends_with_the_commands_own_status() {
+fn retry_exits_with_the_commands_status() {
     let folder = ScratchDir::new();
     let (status, _, err) =
         run(&folder, &["--attempts", "3", "--base", "1ms", "--", "sh", "-c", &counting("exit $((40 + n))")]);
@@ -82,7 +82,7 @@ fn it_ends_with_the_commands_own_status() {
 }
 
 #[test]
-fn statuses_and_output_say_what_is_permanent_and_what_throttled() {
+fn exit_statuses_and_output_decide_the_class() {
     let flags = ["--base", "1ms", "--cap", "2ms", "--attempts", "3"];
     let outputs = ["--throttled-output", "slow down", "--permanent-output", "^no such"];
     for (more, body, expected_runs, told) in [
@@ -108,7 +108,7 @@ fn statuses_and_output_say_what_is_permanent_and_what_throttled() {
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program waits is measured")]
-fn waits_grow_and_what_the_command_asks_for_is_a_floor() {
+fn waits_grow_and_requested_waits_are_minimums() {
     let folder = ScratchDir::new();
     let began = Instant::now();
     let words = ["--base", "100ms", "--cap", "250ms", "--jitter", "none", "--attempts", "4", "--", "false"];
@@ -139,7 +139,7 @@ fn waits_grow_and_what_the_command_asks_for_is_a_floor() {
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
-fn an_attempt_that_takes_too_long_is_ended() {
+fn an_attempt_beyond_its_timeout_is_ended() {
     let folder = ScratchDir::new();
     let began = Instant::now();
     let body = counting("exec sleep 30");
@@ -156,7 +156,7 @@ fn an_attempt_that_takes_too_long_is_ended() {
 
 /// A pipeline that isn't ended would run beside the next attempt.
 #[test]
-fn an_attempt_that_takes_too_long_is_ended_with_all_whom_it_started() {
+fn a_timed_out_attempts_child_processes_are_ended() {
     let folder = ScratchDir::new();
     let inner = "trap 'touch told; exit' TERM; touch ready; while :; do sleep 0.05; done";
     let body = format!("bash -c \"{inner}\" | cat");
@@ -173,7 +173,7 @@ fn an_attempt_that_takes_too_long_is_ended_with_all_whom_it_started() {
 }
 
 #[test]
-fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
+fn output_is_streamed_while_patterns_are_searched() {
     let folder = ScratchDir::new();
     let body = "printf 'half a line'; read _";
     let mut child = retry(&folder, &["--throttled-output", "x", "--", "sh", "-c", body])
@@ -192,7 +192,7 @@ fn output_is_passed_on_as_it_comes_while_patterns_are_looked_for() {
 }
 
 #[test]
-fn a_reader_that_is_slow_gets_everything() {
+fn a_slow_reader_receives_the_whole_output() {
     const LENGTH: usize = 300_000;
     let folder = ScratchDir::new();
     folder.write("long", &"x".repeat(LENGTH));
@@ -213,7 +213,7 @@ fn a_reader_that_is_slow_gets_everything() {
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
-fn what_was_printed_counts_while_somebody_keeps_the_output_open() {
+fn printed_output_counts_despite_an_open_pipe() {
     let began = Instant::now();
     let patterns = ["--permanent-output", "^no such", "--retry-after-output", "^after (.*)", "--base", "1ms"];
     for (print, told) in [
@@ -231,7 +231,7 @@ fn what_was_printed_counts_while_somebody_keeps_the_output_open() {
 }
 
 #[test]
-fn standard_input_goes_to_the_first_attempt_or_to_all() {
+fn stdin_goes_to_the_first_or_all_attempts() {
     let body = counting("cat > in$n; [ $n = 2 ]");
     let read =
         |folder: &ScratchDir| [1, 2].map(|n| std::fs::read_to_string(folder.path().join(format!("in{n}"))).unwrap());
@@ -272,7 +272,7 @@ fn appears(folder: &ScratchDir, name: &str) {
 }
 
 #[test]
-fn signals_are_passed_on_and_after_one_that_ends_there_is_no_retry() {
+fn signals_are_forwarded_and_end_the_retries() {
     for (name, number) in [("INT", 2), ("TERM", 15), ("HUP", 1), ("QUIT", 3)] {
         let folder = ScratchDir::new();
         let body =
@@ -310,7 +310,7 @@ fn signals_are_passed_on_and_after_one_that_ends_there_is_no_retry() {
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
-fn a_wait_is_ended_by_a_signal() {
+fn a_signal_ends_a_wait() {
     let folder = ScratchDir::new();
     let body = counting("touch ready; exit 3");
     let mut command = retry(&folder, &["--base", "60s", "--cap", "60s", "--jitter", "none", "--", "sh", "-c", &body]);
@@ -325,7 +325,7 @@ fn a_wait_is_ended_by_a_signal() {
 }
 
 #[test]
-fn reading_standard_input_is_ended_by_a_signal() {
+fn a_signal_ends_reading_stdin() {
     let folder = ScratchDir::new();
     let mut command = retry(&folder, &["--keep-stdin", "--", "cat"]);
     let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
@@ -342,7 +342,7 @@ fn reading_standard_input_is_ended_by_a_signal() {
 
 /// A shell that ignores a signal makes its commands ignore it.
 #[test]
-fn a_signal_that_is_ignored_stays_ignored() {
+fn an_ignored_signal_stays_ignored() {
     let folder = ScratchDir::new();
     let tidegate = env!("CARGO_BIN_EXE_tidegate");
     let script = format!("trap '' HUP; exec {tidegate} retry -- sh -c 'touch ready; sleep 1; exit 0'");

@@ -19,7 +19,7 @@ fn err(output: &Output) -> String {
 }
 
 #[test]
-fn a_shipped_scenario_gives_a_table_and_every_form_of_report() {
+fn shipped_scenarios_produce_every_report_format() {
     let directory = tempfile::tempdir().unwrap();
     let run = |seed: &str, page: &str, forms: &[&str]| {
         simulate(directory.path(), &[&["retries", "--seed", seed, "--out", page], forms].concat())
@@ -39,7 +39,7 @@ fn a_shipped_scenario_gives_a_table_and_every_form_of_report() {
 }
 
 #[test]
-fn check_fails_where_goodput_stays_down() {
+fn check_fails_if_goodput_stays_low() {
     let directory = tempfile::tempdir().unwrap();
     let good = simulate(directory.path(), &["partition", "--check"]);
     assert_eq!(good.status.code(), Some(0), "{}", err(&good));
@@ -72,7 +72,7 @@ fn check_fails_where_goodput_stays_down() {
 }
 
 #[test]
-fn wrong_words_are_told() {
+fn wrong_arguments_are_reported() {
     let directory = tempfile::tempdir().unwrap();
     let unknown = simulate(directory.path(), &["colapse"]);
     assert_eq!(unknown.status.code(), Some(2));

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn growths() {
+    fn each_growth_gives_its_sequence() {
         let base = Backoff {
             growth: Growth::Constant,
             base: Span::from_secs(1),
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn jitter_keeps_its_range() {
+    fn jitter_stays_in_its_range() {
         let mut rng = SmallRng::seed_from_u64(7);
         let base = Backoff::exponential(Span::from_secs(1), Span::from_secs(32));
         for n in 1..=200 {

@@ -257,7 +257,7 @@ impl Batch {
 
     /// What gives back the permits that it may have been granted, if it asks for any.
     pub fn to_release(&self, limits: &Limits) -> Option<Self> {
-        let in_flight = |op: &&Op| matches!(limits.get(op.limit).map(Limit::kind), Some(LimitKind::Concurrency(_)));
+        let in_flight = |op: &&Op| limits.get(op.limit).is_some_and(|limit| limit.kind().has_permits());
         let takes = self.ops.iter().filter(|op| op.verb == Verb::Take).filter(in_flight);
         let release = self.with_ops(takes.map(|op| Op { verb: Verb::Release, ..*op }));
         (!release.ops.is_empty()).then_some(release)

@@ -86,7 +86,7 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn the_minimum_comes_first_and_the_share_after() {
+    fn the_minimum_is_spent_before_the_share() {
         let budget = Budget::new(BudgetSpec::default());
         assert_eq!((0..5).filter(|_| budget.take()).count(), 3);
         for _ in 0..4 {
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_quiet_stores_no_more_than_the_reserve() {
+    fn savings_never_exceed_the_reserve() {
         let budget = Budget::new(BudgetSpec::default());
         for _ in 0..1_000_000 {
             budget.record_first_try();
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_back_can_be_taken_again_once() {
+    fn a_returned_retry_can_be_taken_once() {
         let budget = Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 0 });
         assert!(budget.take() && !budget.take());
         budget.give_back();
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_together_stay_within_it() {
+    fn concurrent_threads_stay_within_the_budget() {
         let budget = Budget::new(BudgetSpec { ratio: 300, min: 3, reserve: 7 });
         let spent: u64 = thread::scope(|scope| {
             let works = [(); 4].map(|()| {

@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn permits_return_by_release_or_by_the_lease() {
+    fn permits_end_by_release_or_lease_expiry() {
         let limit = Concurrency::new(2, Concurrency::DEFAULT_LEASE).unwrap();
         let at = |secs: u64| Time::from_secs(1000 + secs);
         let mut permits = Permits::default();
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_debit_holds_what_there_was_no_room_for() {
+    fn a_debit_may_exceed_the_limit() {
         let limit = Concurrency::new(2, Concurrency::DEFAULT_LEASE).unwrap();
         let at = |secs: u64| Time::from_secs(1000 + secs);
         let mut permits = Permits::default();

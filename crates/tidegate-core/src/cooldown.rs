@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn five_failures_cool_down_ever_longer_up_to_the_cap() {
+    fn cool_downs_double_up_to_the_cap() {
         let (mut gate, mut now, mut waits) = (CooldownGate::default(), at(0), Vec::new());
         for _ in 0..5 {
             let generation = COOLDOWN.charge(&mut gate, now);
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn out_until_its_exact_moment() {
+    fn a_cool_down_ends_at_its_exact_time() {
         let gate = throttled(at(0));
         assert_eq!(COOLDOWN.free_at(gate, at(0)), at(1_000));
         assert_eq!(COOLDOWN.free_at(gate, at(900)), at(1_000));
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_credential_is_nothing_to_remember() {
+    fn a_good_credential_keeps_the_default_state() {
         let mut gate = CooldownGate::default();
         for _ in 0..3 {
             assert_eq!(COOLDOWN.free_at(gate, at(0)), at(0));
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_base_of_zero_closes_only_as_asked() {
+    fn a_zero_base_cools_down_only_as_requested() {
         let cooldown = Cooldown { base: Span::ZERO, ..COOLDOWN };
         let mut gate = CooldownGate::default();
         cooldown.record_throttle(&mut gate, 0, None, at(0));
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_success_no_slot_is_told_beyond_the_end_of_the_release() {
+    fn after_success_slots_end_with_the_release() {
         let (until, end) = (at(1_000), at(21_000));
         for since in [0, 100, 150] {
             let gate = CooldownGate {
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn ten_throttled_together_are_one_step() {
+    fn concurrent_throttles_count_as_one_step() {
         let mut gate = CooldownGate::default();
         let leases: Vec<u32> = (0..10).map(|_| COOLDOWN.charge(&mut gate, at(0))).collect();
         for (late, lease) in leases.into_iter().enumerate() {
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_generation_may_lengthen_and_nothing_else() {
+    fn older_generations_can_only_lengthen_cool_downs() {
         let mut gate = CooldownGate::default();
         let old = COOLDOWN.charge(&mut gate, at(0));
         COOLDOWN.record_throttle(&mut gate, old, None, at(0));
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_provider_asks_for_may_exceed_the_cap() {
+    fn a_requested_wait_may_exceed_the_cap() {
         let mut gate = CooldownGate::default();
         COOLDOWN.record_throttle(&mut gate, 0, Some(Span::from_secs(60)), at(0));
         assert_eq!(COOLDOWN.free_at(gate, at(0)), at(60_000));
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn disabled_for_good_is_never_free_nor_forgotten() {
+    fn a_permanently_disabled_credential_stays_disabled() {
         let mut gate = throttled(at(0));
         let generation = gate.generation;
         COOLDOWN.disable(&mut gate, Time::NEVER, at(10));
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn disabled_for_a_while_is_a_closing_without_a_step() {
+    fn a_temporary_disable_adds_no_step() {
         let mut gate = CooldownGate::default();
         let old = COOLDOWN.charge(&mut gate, at(0));
         COOLDOWN.disable(&mut gate, at(3_000), at(0));
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn forgotten_when_it_has_been_idle_and_not_before() {
+    fn a_cool_down_is_forgotten_only_after_idling() {
         let mut gate = throttled(at(0));
         let lease = COOLDOWN.charge(&mut gate, at(1_000));
         let idle_at = COOLDOWN.idle_at(&gate);
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_back_neither_locks_out_nor_opens_early() {
+    fn clock_steps_back_keep_the_cool_downs_length() {
         for ahead in [Span::from_millis(101), Span::from_secs(10), YEAR] {
             let mut gate = CooldownGate::default();
             COOLDOWN.record_throttle(&mut gate, 0, Some(Span::from_secs(600)), at(0) + ahead);

@@ -1,7 +1,7 @@
 //! One inbound query: what a store's answers, or an allow or deny list, mean for it.
 
 use crate::batch::{Outcome, Outcomes, ShareLevel, Verdict};
-use crate::{Batch, Key, LimitId, LimitKind, Limits, Span, Time, Verb};
+use crate::{Batch, Key, LimitId, Limits, Span, Time, Verb};
 
 /// Why a decision came out as it did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -121,7 +121,7 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
             }
         } else {
             paroled |= outcome.verdict == Verdict::Parole;
-            if op.verb == Verb::Take && matches!(limit.kind(), LimitKind::Concurrency(_)) {
+            if op.verb == Verb::Take && limit.kind().has_permits() {
                 decision.permit = Some(batch.holder());
                 decision.share_level = decision.share_level.max(op.share_level);
             }

@@ -111,7 +111,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[test]
-    fn agrees_with_a_sorted_map() {
+    fn the_heap_agrees_with_a_sorted_map() {
         let mut rng = SmallRng::seed_from_u64(3);
         let (mut heap, mut keys) = (IndexHeap::default(), BTreeMap::new());
         for step in 0..60_000 {

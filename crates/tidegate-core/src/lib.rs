@@ -70,5 +70,5 @@ pub use rate::Rate;
 pub use remaining::{Remaining, RemainingAmount};
 pub use retry::{Class, FailedAttempt, NoRetryReason, Retry, RetryTracker, TransportFault, UnreplayableReason};
 pub use state::KeyState;
-pub use time::{Clock, MAX_NOW_SPREAD, Span, Time};
+pub use time::{Clock, MAX_NOW_SPREAD, Span, SpanTooLongError, Time};
 pub use window::Window;

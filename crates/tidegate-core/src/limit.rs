@@ -81,6 +81,47 @@ impl LimitKind {
             Self::Cooldown(_) | Self::Pace(_) => u64::MAX,
         }
     }
+
+    /// The kind's number, from 1 to 6. It never changes: names and states that outlive a program hold it.
+    pub fn id(&self) -> u8 {
+        match self {
+            Self::Window(_) => 1,
+            Self::Rate(_) => 2,
+            Self::Quota(_) => 3,
+            Self::Concurrency(_) => 4,
+            Self::Cooldown(_) => 5,
+            Self::Pace(_) => 6,
+        }
+    }
+
+    /// True if calls are counted by calendar periods, which end at a moment that is known.
+    pub fn has_periods(&self) -> bool {
+        matches!(self, Self::Quota(_))
+    }
+
+    /// True if an admitted call holds a permit until it ends.
+    pub fn has_permits(&self) -> bool {
+        matches!(self, Self::Concurrency(_))
+    }
+
+    /// One of `nodes` equal shares: at least 1 unless the whole is 0. A pace stays whole, as each node is told of its own
+    /// calls only; so does a rate that can't be made slower.
+    #[must_use]
+    pub fn share(&self, nodes: u64) -> Self {
+        let part = |whole: u64| if whole == 0 { 0 } else { (whole / nodes).max(1) };
+        let share = match self {
+            Self::Window(window) => Window::new(part(window.limit()), window.window(), window.entries())
+                .map(|share| Self::Window(share.with_lead(window.lead()))),
+            // The same calls over a period that is longer by `nodes`, so that a slow rate isn't rounded away.
+            Self::Rate(rate) => Rate::new(rate.count(), rate.per().times(nodes), part(rate.burst())).map(Self::Rate),
+            Self::Quota(quota) => quota.with_limit(part(quota.limit())).map(Self::Quota),
+            Self::Concurrency(concurrency) => {
+                Concurrency::new(part(concurrency.limit()), concurrency.lease()).map(Self::Concurrency)
+            }
+            Self::Cooldown(_) | Self::Pace(_) => return self.clone(),
+        };
+        share.unwrap_or_else(|_| self.clone())
+    }
 }
 
 /// Which calls a limit counts.
@@ -224,9 +265,18 @@ impl Limit {
         }
     }
 
+    /// How long a slice of it may be spent that a node takes for `max_age`; `None` if it can't be sliced.
+    pub fn lease_age(&self, max_age: Span) -> Option<Span> {
+        match &self.kind {
+            LimitKind::Window(_) | LimitKind::Rate(_) => Some(self.lead(max_age)),
+            LimitKind::Quota(_) => Some(max_age),
+            LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => None,
+        }
+    }
+
     /// Whether calls that another limit refuses count too.
     pub fn counts_refused(&self) -> bool {
-        self.count_mode == CountMode::All && !matches!(self.kind, LimitKind::Concurrency(_))
+        self.count_mode == CountMode::All && !self.kind.has_permits()
     }
 
     /// Whether the limit is only watched.

@@ -221,14 +221,14 @@ mod tests {
     }
 
     #[test]
-    fn a_base_of_the_power() {
+    fn block_lengths_grow_by_the_factor() {
         let penalty = penalty(PenaltySpec { base: Span::from_secs(3), factor: 3, ..PenaltySpec::default() });
         let blocks: Vec<u64> = (1..=3).map(|n| penalty.block_length(n).as_secs_ceil()).collect();
         assert_eq!(blocks, [3, 9, 27]);
     }
 
     #[test]
-    fn strikes_stop_and_never_overflow() {
+    fn strikes_are_capped_and_never_overflow() {
         let penalty = penalty(PenaltySpec::default());
         let mut record = PenaltyRecord::default();
         let mut now = Time::from_secs(1000);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn forgiveness_counts_from_the_blocks_end() {
+    fn forgiveness_starts_at_the_blocks_end() {
         let penalty = penalty(PenaltySpec { forgive_after: Some(Span::from_secs(100)), ..PenaltySpec::default() });
         let mut record = PenaltyRecord::default();
         let start = Time::from_secs(1000);
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_brought_back_adds_to_what_is_known() {
+    fn restoring_merges_with_the_known_penalty() {
         let penalty = penalty(PenaltySpec::default());
         let (start, secs) = (Time::from_secs(10_000), Span::from_secs);
         let mut lost = PenaltyRecord::default();
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_back_never_lengthens_a_block() {
+    fn a_clock_step_back_never_lengthens_blocks() {
         let penalty = penalty(PenaltySpec::default());
         let mut record = PenaltyRecord::default();
         penalty.strike(&mut record, 1, Time::from_secs(50_000_000));

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn resets_at_the_boundary_and_not_twice() {
+    fn a_quota_resets_once_per_boundary() {
         let quota = Quota::new(2, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
         let mut ledger = QuotaUsage::default();
         let day = |day: u64, secs: u64| Time::from_secs((20_000 + day) * DAY + secs);
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_period_was_charged_is_not_given_back_to_the_next() {
+    fn refunds_never_move_to_a_later_period() {
         let quota = Quota::new(3, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
         let mut ledger = QuotaUsage::default();
         let at = |secs: u64| Time::from_secs(20_000 * DAY + secs);
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_jump_of_a_year_and_back_locks_nobody_out() {
+    fn a_temporary_clock_jump_locks_out_no_caller() {
         let quota = Quota::new(2, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
         let mut ledger = QuotaUsage::default();
         let day = |day: u64| Time::from_secs((20_000 + day) * DAY);

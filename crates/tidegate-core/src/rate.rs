@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn ten_a_second_burst_twenty() {
+    fn a_rate_admits_its_burst_then_paces() {
         let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
         let mut arrival = ArrivalTime::default();
         for left in (0..20).rev() {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn extremes_saturate() {
+    fn extreme_values_saturate() {
         let huge = Rate::new(1 << 40, Span::from_micros(1), 1 << 40).unwrap();
         let arrival = huge.charge(ArrivalTime::from_bits(u64::MAX), 1 << 40, Time::NEVER);
         let _ = huge.status(arrival, u64::MAX, Time::NEVER);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_steps_back_locks_nobody_out() {
+    fn a_clock_step_back_locks_out_no_caller() {
         let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
         let year = 365 * 86_400_000;
         let arrival = rate.charge(ArrivalTime::default(), 20, at(year));

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_goes_alone_and_what_is_under_way_counts() {
+    fn the_first_call_probes_and_unanswered_calls_count() {
         let mut known = RemainingTracker::default();
         assert_eq!(known.free_at(1, at(0)), at(0));
         known.record_sent(1);
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_reply_only_tells_of_less() {
+    fn an_older_reply_can_only_lower_allowances() {
         let mut known = RemainingTracker::default();
         for sent in 0..3 {
             known.record_sent(sent);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn costs_are_held_until_their_replies() {
+    fn costs_are_reserved_until_their_replies() {
         let cost = |left| Remaining {
             calls: None,
             cost: Some(RemainingAmount { amount: left, limit: Some(100), resets_at: at(60) }),
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_provider_that_tells_nothing_is_not_held_up() {
+    fn replies_without_allowances_delay_no_call() {
         let mut known = RemainingTracker::default();
         known.record_sent(1);
         known.record_end(1, at(0), true, Remaining::default());
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_may_fail() {
+    fn a_failed_first_call_is_repeated_alone() {
         let mut known = RemainingTracker::default();
         known.record_sent(1);
         known.record_end(1, at(0), false, Remaining::default());

@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn throttles_back_off_up_to_the_cap() {
+    fn throttled_calls_back_off_up_to_the_cap() {
         for retry_after in [None, Some(Span::ZERO)] {
             let (waits, why) =
                 waits(policy(7, 1_000, 30), FailedAttempt { retry_after, ..THROTTLED }, Time::NEVER, &mut Highest);
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn retry_after_is_a_floor() {
+    fn retry_after_is_a_minimum_wait() {
         let attempt = FailedAttempt { retry_after: Some(Span::from_secs(7)), ..THROTTLED };
         let (waited, _) = waits(policy(7, 1_000, 30), attempt, Time::NEVER, &mut Highest);
         assert_eq!(waited, [7_000, 7_000, 7_000, 8_000, 16_000, 30_000]);
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_day_of_retry_after_fails_at_once_with_the_value() {
+    fn too_long_retry_after_fails_with_the_value() {
         let day = Span::from_secs(86_400);
         let attempt = FailedAttempt { retry_after: Some(day), ..THROTTLED };
         let deadline = NOW + Span::from_secs(60);
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn three_attempts_sleep_twice() {
+    fn three_attempts_wait_twice() {
         let (waited, why) = waits(policy(3, 500, 8), FAILED, Time::NEVER, &mut Highest);
         assert_eq!((waited, why), ([500, 1_000].to_vec(), NoRetryReason::Exhausted { attempts: 3 }));
         for max_attempts in [0, 1] {
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn no_attempt_starts_at_the_deadline_or_later() {
+    fn no_attempt_starts_at_or_after_the_deadline() {
         let half = Span::from_millis(500);
         let (waited, why) = waits(policy(3, 500, 8), FAILED, NOW + half, &mut Highest);
         assert_eq!((waited.len(), why), (0, NoRetryReason::Deadline { earliest: NOW + half }));
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_may_be_repeated_is() {
+    fn only_repeatable_requests_are_retried() {
         let sends = |method, has_key, was_sent| {
             let attempt = FailedAttempt { is_repeatable: is_repeatable(method, has_key, was_sent), ..FAILED };
             let (waits, why) = waits(Retry::default(), attempt, Time::NEVER, &mut Highest);
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_final_or_unreplayable_says_so() {
+    fn final_and_unreplayable_attempts_state_their_reason() {
         for class in [Class::Success, Class::Permanent, Class::Auth, Class::Cancelled] {
             let (waited, why) = waits(Retry::default(), FailedAttempt { class, ..FAILED }, Time::NEVER, &mut Highest);
             assert_eq!((waited.len(), why), (0, NoRetryReason::Final), "{class:?}");
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thousand_clients_at_the_cap_spread_out() {
+    fn full_jitter_spreads_clients_at_the_cap() {
         let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(32));
         let retry = Retry { max_attempts: 8, backoff, ..Retry::default() };
         let mut rng = SmallRng::seed_from_u64(32);
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn the_additive_form_is_clamped_last() {
+    fn additive_jitter_is_capped_after_adding() {
         let backoff = Backoff::exponential(Span::from_secs(1), Span::from_secs(32));
         let backoff = backoff.with_jitter(Jitter::Additive(Span::from_secs(1)));
         let retry = Retry { max_attempts: 8, backoff, ..Retry::default() };
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn another_credential_goes_at_once_and_is_no_attempt() {
+    fn switching_credentials_is_immediate_and_no_attempt() {
         let free = FailedAttempt { has_other_credential: true, retry_after: Some(Span::from_secs(7)), ..THROTTLED };
         let (waited, why) = waits(policy(3, 500, 8), free, Time::NEVER, &mut Highest);
         assert_eq!(waited, [0, 0, 0, 0, 0, 7_000, 7_000]);
@@ -515,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn only_transient_retries_that_will_be_sent_spend_the_budget() {
+    fn only_sent_transient_retries_spend_budget() {
         let budget = Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 1 });
         let after = |attempt: FailedAttempt, deadline| {
             RetryTracker::new(deadline)

@@ -45,6 +45,21 @@ pub enum Usage {
     Pace(PacerState),
 }
 
+impl Usage {
+    /// The number of the kind that it is a usage of ([`LimitKind::id`]); `None` if nothing is used.
+    pub fn kind_id(&self) -> Option<u8> {
+        match self {
+            Self::None => None,
+            Self::Window(_) => Some(1),
+            Self::Rate(_) => Some(2),
+            Self::Quota(_) => Some(3),
+            Self::Concurrency(_) => Some(4),
+            Self::Cooldown(_) => Some(5),
+            Self::Pace(_) => Some(6),
+        }
+    }
+}
+
 /// All that is remembered of one key under one limit. The default is a key never seen.
 #[derive(Clone, Debug, Default)]
 pub struct KeyState {

@@ -17,7 +17,7 @@ pub const MAX_CLOCK_LAG: Span = Span::from_millis(100);
 pub struct Time(u64);
 
 /// A length of time in microseconds, from 0 to 2^52 − 1 (about 142 years). Arithmetic saturates at both ends.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Span(u64);
 
 impl Time {
@@ -151,6 +151,34 @@ impl Span {
     }
 }
 
+impl From<Span> for Duration {
+    fn from(span: Span) -> Self {
+        span.as_duration()
+    }
+}
+
+impl TryFrom<Duration> for Span {
+    type Error = SpanTooLongError;
+
+    /// Rounds up to the next microsecond. An error if that is beyond [`Span::MAX`].
+    fn try_from(duration: Duration) -> Result<Self, SpanTooLongError> {
+        let micros = u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
+        if micros > MAX_MICROS { Err(SpanTooLongError) } else { Ok(Self(micros)) }
+    }
+}
+
+/// A duration beyond [`Span::MAX`], some 142 years.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SpanTooLongError;
+
+impl fmt::Display for SpanTooLongError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the duration is longer than {}", Span::MAX)
+    }
+}
+
+impl core::error::Error for SpanTooLongError {}
+
 impl Add for Span {
     type Output = Self;
     fn add(self, other: Self) -> Self {
@@ -162,6 +190,12 @@ impl Sub for Span {
     type Output = Self;
     fn sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
+    }
+}
+
+impl fmt::Debug for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
@@ -208,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_is_up() {
+    fn conversions_round_up() {
         assert_eq!(Span::from_duration(Duration::from_nanos(1)).as_micros(), 1);
         assert_eq!(Span::from_micros(1).as_secs_ceil(), 1);
         assert_eq!(Span::from_secs(2).as_secs_ceil(), 2);
@@ -216,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn spans_print_as_people_write_them() {
+    fn spans_print_in_readable_units() {
         for (micros, text) in [
             (0, "0s"),
             (1, "1us"),

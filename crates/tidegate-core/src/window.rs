@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn five_in_any_minute() {
+    fn a_window_admits_five_in_any_minute() {
         let window = Window::new(5, Span::from_secs(60), 64).unwrap();
         let mut log = WindowLog::default();
         for second in [0, 10, 20, 30, 40] {
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn merging_is_late_by_at_most_a_cell_and_never_early() {
+    fn merged_entries_expire_at_most_one_cell_late() {
         let window = Window::new(1000, Span::from_secs(64), 64).unwrap();
         let mut log = WindowLog::default();
         for step in 0..1000 {
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn five_calls_take_no_memory_of_their_own() {
+    fn five_calls_need_no_heap_memory() {
         let window = Window::new(5, Span::from_secs(60), 64).unwrap();
         let mut log = WindowLog::default();
         for second in 0..200 {
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn refunds_give_back_the_oldest_first() {
+    fn refunds_remove_the_oldest_calls_first() {
         let window = Window::new(5, Span::from_secs(60), 64).unwrap();
         let mut log = WindowLog::default();
         take(&window, &mut log, 3, at(0));
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_back_locks_out_for_at_most_the_window() {
+    fn clock_steps_back_block_at_most_one_window() {
         let window = Window::new(2, Span::from_secs(60), 64).unwrap();
         let mut log = WindowLog::default();
         take(&window, &mut log, 2, at(31_536_000));
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overtaken_call_is_judged_at_the_newest_entry() {
+    fn an_overtaken_call_uses_the_newest_entrys_time() {
         let window = Window::new(2, Span::from_secs(60), 64).unwrap();
         let mut log = WindowLog::default();
         take(&window, &mut log, 1, at(1));

@@ -40,7 +40,7 @@ fn used(limiter: &TestLimiter, now: Time) -> u64 {
 }
 
 #[test]
-fn a_call_counts_from_its_reply_or_from_the_lead_on() {
+fn calls_count_from_their_reply_or_lead() {
     let limiter = limiter(1, Span::from_secs(10));
     assert_eq!(take(&limiter, at(0)), None);
     assert_eq!(take(&limiter, at(1)), Some(at(10) + LEAD));
@@ -52,7 +52,7 @@ fn a_call_counts_from_its_reply_or_from_the_lead_on() {
 }
 
 #[test]
-fn a_call_that_was_never_sent_gives_its_own_entry_back() {
+fn an_unsent_call_refunds_its_own_entry() {
     let limiter = limiter(2, Span::from_secs(10));
     assert_eq!((take(&limiter, at(0)), take(&limiter, at(4))), (None, None));
     tell(&limiter, Verb::Refund, 1, at(4), at(4));
@@ -66,7 +66,7 @@ fn a_call_that_was_never_sent_gives_its_own_entry_back() {
 
 /// What has left the window can't be given back a second time out of another's.
 #[test]
-fn a_call_that_has_left_the_window_gives_nothing_back() {
+fn an_expired_call_refunds_nothing() {
     let limiter = limiter(1, Span::from_secs(10));
     assert_eq!((take(&limiter, at(0)), take(&limiter, at(11))), (None, None));
     tell(&limiter, Verb::Refund, 1, at(0), at(12));
@@ -75,7 +75,7 @@ fn a_call_that_has_left_the_window_gives_nothing_back() {
 
 /// An end that is told of nothing, or at the extremes, neither counts nor breaks.
 #[test]
-fn costs_of_nothing_and_of_everything() {
+fn zero_and_maximal_costs_are_handled() {
     let limiter = limiter(2, Span::from_secs(10));
     assert_eq!(take(&limiter, at(0)), None);
     tell(&limiter, Verb::Settle, 0, at(0), at(0));
@@ -91,7 +91,7 @@ fn costs_of_nothing_and_of_everything() {
 
 /// A debit during a block fills a window that had room: who comes back when it was told passes all the same.
 #[test]
-fn a_debit_during_a_block_leaves_the_promise_of_a_parole() {
+fn a_debit_during_a_block_keeps_the_parole() {
     for (debit_at, passes) in [(1, true), (2, false)] {
         let penalty = fixtures::doubling_penalty(2, 8, PenaltyMode::Parole, Span::from_secs(60));
         let limiter = TestLimiter::new([fixtures::window_limit(1, 60).with_penalty(penalty)]);
@@ -104,7 +104,7 @@ fn a_debit_during_a_block_leaves_the_promise_of_a_parole() {
 }
 
 #[test]
-fn what_a_call_turned_out_to_cost_is_charged_without_asking() {
+fn debits_charge_beyond_the_limit() {
     let limiter = limiter(10, Span::from_secs(10));
     assert_eq!(take(&limiter, at(0)), None);
     tell(&limiter, Verb::Debit, 14, at(0), at(1));
@@ -115,7 +115,7 @@ fn what_a_call_turned_out_to_cost_is_charged_without_asking() {
 /// However long calls take to arrive, within the lead, somebody who counts arrivals exactly never counts too many; and
 /// at saturation little of what is allowed is left unused.
 #[test]
-fn a_provider_that_counts_arrivals_never_counts_too_many() {
+fn arrivals_within_the_lead_never_exceed_limits() {
     property::check(case_count(300, 5_000), 300, |mut random| {
         let limit = random.between(1, 50);
         let window = Span::from_millis(random.between(600, 20_000));

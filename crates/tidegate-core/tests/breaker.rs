@@ -45,7 +45,7 @@ fn everything(breaker: &Breaker) -> String {
 }
 
 #[test]
-fn five_failures_open_it_for_five_minutes() {
+fn five_failures_open_the_breaker_five_minutes() {
     let mut breaker = new(BreakerSpec::default());
     for failures in 0..5 {
         assert_eq!((breaker.state(test_time(0)), breaker.failures()), (BreakerState::Closed, failures));
@@ -73,7 +73,7 @@ fn five_failures_open_it_for_five_minutes() {
 }
 
 #[test]
-fn one_failure_of_a_probe_opens_it_again() {
+fn one_failed_probe_reopens_the_breaker() {
     for successes_before in [0, 1] {
         let mut breaker = opened(BreakerSpec::default());
         for _ in 0..successes_before {
@@ -89,7 +89,7 @@ fn one_failure_of_a_probe_opens_it_again() {
 }
 
 #[test]
-fn what_shows_a_working_provider_resets_the_count() {
+fn replies_of_a_working_provider_reset_failures() {
     for class in [Class::Success, Class::Permanent, Class::Auth] {
         let mut breaker = new(BreakerSpec::default());
         for _ in 0..50 {
@@ -111,7 +111,7 @@ fn what_shows_a_working_provider_resets_the_count() {
 }
 
 #[test]
-fn what_says_nothing_changes_nothing() {
+fn throttled_and_cancelled_calls_change_nothing() {
     for class in [Class::Throttled, Class::Cancelled] {
         let mut breaker = new(BreakerSpec::default());
         for _ in 0..4 {
@@ -163,7 +163,7 @@ fn replies_of_an_older_generation_change_nothing() {
 }
 
 #[test]
-fn a_late_probe_of_the_last_opening_is_of_an_older_generation() {
+fn late_probes_of_earlier_openings_are_ignored() {
     let mut breaker = opened(BreakerSpec { probes: 2, ..BreakerSpec::default() });
     let slow = breaker.take(test_time(300_000)).unwrap();
     call(&mut breaker, Class::Transient, test_time(300_000));
@@ -173,7 +173,7 @@ fn a_late_probe_of_the_last_opening_is_of_an_older_generation() {
 }
 
 #[test]
-fn a_cancelled_a_hung_and_a_dropped_probe_come_back() {
+fn cancelled_hung_and_dropped_probes_are_released() {
     let mut breaker = opened(BreakerSpec::default());
     call(&mut breaker, Class::Cancelled, test_time(300_000));
     let unsent = breaker.take(test_time(300_000)).unwrap();
@@ -201,7 +201,7 @@ fn a_cancelled_a_hung_and_a_dropped_probe_come_back() {
 }
 
 #[test]
-fn several_probes_at_a_time() {
+fn several_probes_may_run_concurrently() {
     let mut breaker = opened(BreakerSpec { probes: 3, successes: 3, ..BreakerSpec::default() });
     let probes = [0, 1_000, 2_000].map(|after| breaker.take(test_time(300_000 + after)).unwrap());
     assert_eq!(breaker.take(test_time(303_000)).unwrap_err().reset_in, secs(27), "the first lease's end");
@@ -214,7 +214,7 @@ fn several_probes_at_a_time() {
 }
 
 #[test]
-fn open_times_grow_until_it_is_fully_closed() {
+fn open_times_grow_until_fully_closed() {
     let grown = Backoff::exponential(secs(300), secs(1_000)).with_jitter(Jitter::None);
     for ramp in [Vec::new(), Breaker::DEFAULT_RAMP.to_vec()] {
         let mut breaker = opened(BreakerSpec { open: grown, ramp: ramp.clone(), ..BreakerSpec::default() });
@@ -263,7 +263,7 @@ fn open_times_may_be_jittered() {
 }
 
 #[test]
-fn a_ramp_admits_its_shares() {
+fn each_ramp_step_admits_its_share() {
     let mut breaker = opened(BreakerSpec { ramp: Breaker::DEFAULT_RAMP.to_vec(), ..BreakerSpec::default() });
     call(&mut breaker, Class::Success, test_time(300_000));
     call(&mut breaker, Class::Success, test_time(300_000));
@@ -296,7 +296,7 @@ fn a_ramp_admits_its_shares() {
 }
 
 #[test]
-fn a_ramps_first_call_passes_and_its_failures_open_as_usual() {
+fn a_ramp_admits_first_calls_and_counts_failures() {
     let mut breaker = opened(BreakerSpec { ramp: Breaker::DEFAULT_RAMP.to_vec(), ..BreakerSpec::default() });
     call(&mut breaker, Class::Success, test_time(300_000));
     call(&mut breaker, Class::Success, test_time(300_000));
@@ -318,7 +318,7 @@ fn by_rate(rate: u16) -> BreakerSpec {
 }
 
 #[test]
-fn a_failure_rate_opens_it_from_the_least_number_of_calls_on() {
+fn a_failure_rate_requires_the_minimum_calls() {
     let mut breaker = new(by_rate(500));
     for turn in 0..9 {
         call(&mut breaker, if turn < 5 { Class::Transient } else { Class::Success }, test_time(turn * 1_000));
@@ -340,7 +340,7 @@ fn a_failure_rate_opens_it_from_the_least_number_of_calls_on() {
 }
 
 #[test]
-fn the_window_evicts_exactly_by_tenths() {
+fn the_window_expires_calls_by_exact_tenths() {
     let full = || {
         let mut breaker = new(by_rate(500));
         for _ in 0..6 {
@@ -361,7 +361,7 @@ fn the_window_evicts_exactly_by_tenths() {
 }
 
 #[test]
-fn slow_calls_open_it_and_fail_as_probes() {
+fn slow_calls_open_the_breaker_and_fail_probes() {
     let slow = SlowCalls { threshold: secs(2), rate: 500 };
     let spec = BreakerSpec { failures: None, slow_calls: Some(slow), ..BreakerSpec::default() };
     let mut breaker = new(spec);
@@ -389,7 +389,7 @@ fn slow_calls_open_it_and_fail_as_probes() {
 }
 
 #[test]
-fn a_reset_closes_it_fully() {
+fn a_reset_closes_the_breaker_fully() {
     let open = Backoff::exponential(secs(300), secs(1_000)).with_jitter(Jitter::None);
     let mut breaker = opened(BreakerSpec { open, ramp: Breaker::DEFAULT_RAMP.to_vec(), ..BreakerSpec::default() });
     let generation = breaker.generation();
@@ -403,7 +403,7 @@ fn a_reset_closes_it_fully() {
 }
 
 #[test]
-fn a_step_back_neither_locks_out_nor_mints() {
+fn clock_steps_back_neither_block_nor_admit_extra() {
     for back in [1, 10, 299, 300, 301, 100_000_000] {
         let mut breaker = new(BreakerSpec::default());
         let ahead = test_time(0) + secs(back);
@@ -428,7 +428,7 @@ fn a_step_back_neither_locks_out_nor_mints() {
 
 /// Of two probes a step back leaves one within what a call may be overtaken by, and not the other.
 #[test]
-fn a_peek_never_tells_a_longer_wait_than_the_take_that_follows() {
+fn a_peeks_wait_never_exceeds_the_takes() {
     let mut breaker = opened(BreakerSpec { probes: 2, ..BreakerSpec::default() });
     let probes = [breaker.take(test_time(300_000)).unwrap(), breaker.take(test_time(300_080)).unwrap()];
     let overtaken =
@@ -441,7 +441,7 @@ fn a_peek_never_tells_a_longer_wait_than_the_take_that_follows() {
 }
 
 #[test]
-fn a_step_back_lengthens_no_ramp() {
+fn a_clock_step_back_lengthens_no_ramp() {
     let mut breaker = opened(BreakerSpec { ramp: Breaker::DEFAULT_RAMP.to_vec(), ..BreakerSpec::default() });
     call(&mut breaker, Class::Success, test_time(100_000_000));
     call(&mut breaker, Class::Success, test_time(100_000_000));
@@ -452,7 +452,7 @@ fn a_step_back_lengthens_no_ramp() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_specs_are_rejected() {
     let default = BreakerSpec::default;
     let zero = |setting| Some(BreakerError::Zero { setting });
     let constant = |base, cap| Backoff { growth: Growth::Constant, base, cap, jitter: Jitter::None };
@@ -496,7 +496,7 @@ fn what_makes_no_sense_is_refused() {
 
 /// Every collection at its bound: sixteen probes out at a time, and the seventeenth refused.
 #[test]
-fn the_most_probes() {
+fn probes_are_bounded_at_sixteen() {
     let mut breaker = opened(BreakerSpec { probes: 16, ..BreakerSpec::default() });
     for _ in 0..breaker::MAX_PROBES {
         drop(breaker.take(test_time(300_000)).unwrap());

@@ -278,7 +278,7 @@ fn pass_time(random: &mut RandomSource, now: Time, told: &mut Option<Time>) -> T
 }
 
 #[test]
-fn it_does_as_the_model_does() {
+fn the_breaker_agrees_with_the_model() {
     property::check(case_count(3_000, 60_000), 600, |mut random| {
         let spec = any_spec(&mut random);
         let mut breaker = Breaker::new(spec.clone()).map_err(|error| error.to_string())?;
@@ -412,7 +412,7 @@ fn a_clean_breaker_takes_no_lock() {
 
 /// Whoever was told that it opened finds it open, and one of many threads gets the probe.
 #[test]
-fn threads_agree() {
+fn threads_agree_on_opening_and_single_probe() {
     const THREADS: usize = 4;
     for _ in 0..case_count(300, 10_000) {
         let spec = BreakerSpec { failures: Some(THREADS as u32), ..BreakerSpec::default() };

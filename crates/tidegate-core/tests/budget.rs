@@ -7,7 +7,7 @@ use tidegate_testkit::random::case_count;
 /// Naively: every prefix holds at most `min + ratio · first tries` retries, every stretch `reserve + ratio · first
 /// tries`; and a retry is refused only where nothing was left.
 #[test]
-fn retries_stay_within_their_share() {
+fn retries_stay_within_the_budget() {
     property::check(case_count(500, 20_000), 500, |mut random| {
         let spec = BudgetSpec {
             ratio: random.pick(&[0, 1, 200, 333, 999, 1_000]),

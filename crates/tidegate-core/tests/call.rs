@@ -284,7 +284,7 @@ fn exact(limit: usize, window: Span) -> Service {
 }
 
 #[test]
-fn ten_start_in_the_first_second_and_never_more_in_any() {
+fn at_most_ten_calls_start_per_second() {
     let mut world = World::new(window(10, 1), LanesSpec::default(), 1);
     for _ in 0..200 {
         world.call(Lane::User);
@@ -298,7 +298,7 @@ fn ten_start_in_the_first_second_and_never_more_in_any() {
 }
 
 #[test]
-fn a_webhook_goes_before_what_waits_in_the_background() {
+fn a_webhook_overtakes_waiting_background_calls() {
     let mut world = World::new(window(1, 1), LanesSpec::default(), 1);
     for _ in 0..6 {
         world.call(Lane::Background);
@@ -336,7 +336,7 @@ fn saturate(limit: usize, secs: u64, minutes: u64, leavers: Option<usize>) -> (u
 }
 
 #[test]
-fn a_provider_that_counts_exactly_throttles_nobody_and_is_used() {
+fn an_exact_provider_is_used_fully_without_throttling() {
     let minutes = case_count(2, 10) as u64;
     let (throttled, sent) = saturate(40, 10, minutes, None);
     let ceiling = 40 * 6 * minutes as usize;
@@ -349,7 +349,7 @@ fn a_provider_that_counts_exactly_throttles_nobody_and_is_used() {
 }
 
 #[test]
-fn one_at_a_time_and_a_second_apart() {
+fn sequential_calls_respect_the_rate() {
     let mut lanes = LanesSpec { max_in_flight: 1, ..LanesSpec::default() };
     lanes.lanes = [LaneSpec::default(); 3];
     let rate = LimitKind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
@@ -372,7 +372,7 @@ fn one_at_a_time_and_a_second_apart() {
 }
 
 #[test]
-fn one_long_retry_after_holds_everybody_and_releases_them_one_by_one() {
+fn one_retry_after_holds_all_with_staggered_release() {
     let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
     world.service = Box::new(|now| {
         if now < ms(10_000) { (Class::Throttled, Some(Span::from_secs(600))) } else { (Class::Success, None) }
@@ -392,7 +392,7 @@ fn one_long_retry_after_holds_everybody_and_releases_them_one_by_one() {
 }
 
 #[test]
-fn six_throttled_replies_are_waited_out_with_back_off() {
+fn six_throttled_replies_back_off_and_succeed() {
     let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
     let mut refusals = 6;
     world.service = Box::new(move |_| {
@@ -412,7 +412,7 @@ fn six_throttled_replies_are_waited_out_with_back_off() {
 }
 
 #[test]
-fn what_cannot_succeed_in_time_fails_at_once() {
+fn calls_that_cannot_finish_fail_immediately() {
     let mut world = World::new(window(1, 60), LanesSpec::default(), 1);
     world.service = Box::new(|_| (Class::Throttled, Some(Span::from_secs(86_400))));
     world.call(Lane::User);
@@ -432,7 +432,7 @@ fn what_cannot_succeed_in_time_fails_at_once() {
 }
 
 #[test]
-fn another_credential_goes_at_once() {
+fn another_credential_is_used_immediately() {
     let mut world = World::new(window(1_000, 1), LanesSpec::default(), 3);
     let mut refusals = 2;
     world.service = Box::new(move |_| {
@@ -447,7 +447,7 @@ fn another_credential_goes_at_once() {
 }
 
 #[test]
-fn an_outage_opens_the_breaker_for_those_who_wait() {
+fn an_outage_opens_the_breaker_for_waiters() {
     let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
     world.service = Box::new(|_| (Class::Transient, None));
     for _ in 0..20 {
@@ -462,7 +462,7 @@ fn an_outage_opens_the_breaker_for_those_who_wait() {
 }
 
 #[test]
-fn who_goes_away_leaves_nothing_behind() {
+fn cancelled_calls_leave_no_state_behind() {
     let mut world = World::new(window(2, 1), LanesSpec::default(), 1);
     for _ in 0..20 {
         world.call(Lane::User);
@@ -481,7 +481,7 @@ fn who_goes_away_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_provider_that_counts_exactly_counts_those_too_who_went_away() {
+fn cancelled_calls_cause_no_throttling() {
     let (throttled, sent) = saturate(40, 10, case_count(2, 10) as u64, Some(3));
     assert_eq!(throttled, 0);
     assert!(sent > 400, "{sent}");
@@ -489,7 +489,7 @@ fn a_provider_that_counts_exactly_counts_those_too_who_went_away() {
 
 /// A request that is cancelled at once tells nothing of how quick the way is.
 #[test]
-fn who_goes_away_slows_nobody_down() {
+fn cancelled_calls_do_not_delay_others() {
     let mut world = World::new(LimitKind::Rate(Rate::new(10, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
     world.rules.jitter = Span::from_micros(1_500);
     world.transit = Box::new(|_| (Span::from_millis(50), Span::from_millis(50)));
@@ -503,7 +503,7 @@ fn who_goes_away_slows_nobody_down() {
 }
 
 #[test]
-fn what_was_not_sent_is_not_counted() {
+fn unsent_calls_are_not_counted() {
     let mut world =
         World::new(LimitKind::Rate(Rate::new(1, Span::from_secs(3600), 1).unwrap()), LanesSpec::default(), 1);
     let first = world.call(Lane::User);
@@ -519,7 +519,7 @@ fn what_was_not_sent_is_not_counted() {
 
 /// A window that merges its moments has none that a reply could move.
 #[test]
-fn only_an_exact_window_is_told_of_a_reply() {
+fn only_exact_windows_are_settled_by_replies() {
     for (entries, told) in [(10, true), (9, false)] {
         let window = Window::new(10, Span::from_secs(1), entries).unwrap().with_lead(tidegate_core::call::MAX_LEAD);
         let mut world = World::new(LimitKind::Window(window), LanesSpec::default(), 1);
@@ -534,7 +534,7 @@ fn only_an_exact_window_is_told_of_a_reply() {
 
 /// A call that moves up while the store decides about it was charged as one of its old lane.
 #[test]
-fn who_moves_up_while_it_asks_gives_back_what_it_was_charged() {
+fn a_call_raised_while_asking_refunds_its_charge() {
     let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
     let ceiling = ProviderLimit { limit: LimitId::FIRST, measure: Measure::Calls, settles: true };
     world.rules.provider_limits = Box::default();
@@ -553,7 +553,7 @@ fn who_moves_up_while_it_asks_gives_back_what_it_was_charged() {
 }
 
 #[test]
-fn a_request_that_nobody_waits_for_counts_as_late_as_it_may_arrive() {
+fn cancelled_requests_count_at_their_latest_arrival() {
     let mut world = World::new(window(1, 1), LanesSpec::default(), 1);
     world.transit = Box::new(|_| (Span::from_secs(1_000), Span::ZERO));
     world.call(Lane::User);
@@ -569,7 +569,7 @@ fn a_request_that_nobody_waits_for_counts_as_late_as_it_may_arrive() {
 
 /// A provider that takes 100 calls a second goes down for a minute under a thousand workers, and comes back.
 #[test]
-fn a_rate_is_used_again_when_its_provider_comes_back() {
+fn a_recovered_providers_rate_is_used_again() {
     let mut world =
         World::new(LimitKind::Rate(Rate::new(100, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
     world.rules.jitter = Span::from_micros(150);

@@ -40,7 +40,7 @@ fn take(desk: &TestLimiter, holder: u64, now: Time) -> bool {
 /// The clock was wrong by 10 s, a minute or a year, a client used what it had, and the clock was put right: it is
 /// refused at first, and free again once the limit's own length has passed.
 #[test]
-fn a_step_back_neither_mints_nor_locks_out() {
+fn clock_steps_back_neither_block_nor_admit_extra() {
     for ahead in [Span::from_secs(10), MINUTE, YEAR, YEAR.times(50)] {
         for limit in [1, 2, 5] {
             for (kind, (plan, longest)) in every_kind(limit).into_iter().enumerate() {
@@ -66,7 +66,7 @@ fn a_step_back_neither_mints_nor_locks_out() {
 }
 
 #[test]
-fn a_step_back_never_lengthens_a_block() {
+fn a_clock_step_back_never_lengthens_blocks() {
     for ahead in [Span::from_secs(10), YEAR] {
         for mode in [PenaltyMode::Parole, PenaltyMode::Strict] {
             let desk = TestLimiter::new([window_limit(1, 60).with_penalty(doubling_penalty(2, 64, mode, MINUTE))]);
@@ -83,7 +83,7 @@ fn a_step_back_never_lengthens_a_block() {
 
 /// A look leaves a state as it is to the last bit, though the clock it is asked by has jumped or stepped back.
 #[test]
-fn a_look_by_a_wrong_clock_changes_nothing() {
+fn a_peek_by_a_wrong_clock_changes_nothing() {
     for (plan, _) in every_kind(2) {
         let plan = plan.with_penalty(doubling_penalty(2, 64, PenaltyMode::Parole, MINUTE));
         let limits = Limits::new(vec![plan]).unwrap();
@@ -113,7 +113,7 @@ fn a_look_by_a_wrong_clock_changes_nothing() {
 
 /// Two threads read the clock and reach the state in the other order: the later reading's block stands as it is.
 #[test]
-fn an_overtaken_call_shortens_no_block_and_no_lease() {
+fn an_overtaken_call_shortens_no_block_or_lease() {
     let desk =
         TestLimiter::new([window_limit(1, 60).with_penalty(doubling_penalty(2, 64, PenaltyMode::Parole, MINUTE))]);
     assert!(desk.call(1, test_time(50)).allowed);
@@ -147,7 +147,7 @@ fn most_within(moments: &[Time], length: Span) -> u64 {
 /// A clock that only ever goes back or stands still mints nothing: true time is never behind it, so no true window
 /// of a strict limit holds more than the limit.
 #[test]
-fn clocks_that_lose_time_mint_nothing() {
+fn clocks_losing_time_never_exceed_strict_limits() {
     property::check(case_count(600, 10_000), 3, |mut random| {
         let trouble = random.pick(&[ClockFault::None, ClockFault::StepsBack]);
         let limit = random.between(1, 8);
@@ -165,7 +165,7 @@ fn clocks_that_lose_time_mint_nothing() {
 /// Whatever the clock does, a client that goes on calling is admitted again within the limit's length and what the
 /// clock itself lost.
 #[test]
-fn no_trouble_locks_out() {
+fn no_clock_fault_locks_out_a_client() {
     property::check(case_count(300, 5_000), 3, |mut random| {
         let trouble = random.pick(&ClockFault::ALL);
         let kinds = every_kind(3);
@@ -199,7 +199,7 @@ fn no_trouble_locks_out() {
 
 /// A quota's period is granted once, though the clock crosses its boundary back and forth.
 #[test]
-fn no_period_is_granted_twice() {
+fn no_quota_period_is_granted_twice() {
     property::check(case_count(400, 5_000), 200, |mut random| {
         let quota = Quota::new(5, Arc::new(FixedPeriods(Span::from_secs(3600)))).map_err(|error| error.to_string())?;
         let desk = TestLimiter::new([Limit::new(LimitKind::Quota(quota))]);
@@ -219,7 +219,7 @@ fn no_period_is_granted_twice() {
 /// What doesn't charge a quota leaves it as full as it was, though the clock that it was asked by had jumped into a
 /// later period: back in its own it grants nothing more, and the next period is free.
 #[test]
-fn a_jump_ahead_and_back_empties_no_quota() {
+fn a_temporary_clock_jump_clears_no_quota() {
     let quota = Limit::new(LimitKind::Quota(Quota::new(2, Arc::new(FixedPeriods(MINUTE))).unwrap()));
     let limits = Limits::new(vec![quota, window_limit(0, 60)]).unwrap();
     let ask = |cells: &mut [KeyState; 2], verb, cost, limits_asked: usize, now| {

@@ -91,7 +91,7 @@ impl Naive {
 }
 
 #[test]
-fn histories_agree_with_the_model() {
+fn random_histories_agree_with_the_model() {
     property::check(case_count(2_000, 40_000), 400, |mut random| {
         let cooldown = any_cooldown(&mut random);
         let (mut gate, mut naive, mut now) = (CooldownGate::default(), Naive::default(), test_time(0));
@@ -138,7 +138,7 @@ fn histories_agree_with_the_model() {
 /// Whatever the clock does, nobody is told to wait longer than the longest closing. And one that only ever loses time
 /// lets nobody through before the closing's true length has passed.
 #[test]
-fn bad_clocks_neither_lock_out_nor_open_early() {
+fn faulty_clocks_neither_block_nor_open_early() {
     const OVERTAKEN: Span = Span::from_millis(100);
     property::check(case_count(2_000, 40_000), 8, |mut random| {
         let cooldown = any_cooldown(&mut random);

@@ -13,7 +13,7 @@ use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
 const HOUR: Span = Span::from_secs(3600);
 
 #[test]
-fn two_of_three_are_untouched() {
+fn one_refusing_limit_leaves_others_unchanged() {
     let kinds = || {
         [
             LimitKind::Quota(Quota::new(100, Arc::new(FixedPeriods(HOUR))).unwrap()),
@@ -42,7 +42,7 @@ fn two_of_three_are_untouched() {
 
 /// Whatever the plan: when a limit refuses, those that don't are as they were, bit for bit.
 #[test]
-fn denied_means_untouched() {
+fn refused_calls_leave_admitting_limits_unchanged() {
     property::check(case_count(400, 8_000), 1_500, |random| {
         let mut world = TrafficGenerator::new(random, PlanContents::Simple);
         let desk = TestLimiter::with_shared_limits(Arc::clone(world.limits()));
@@ -73,7 +73,7 @@ fn denied_means_untouched() {
 /// Whatever the plan: who is told to wait and does is admitted, if nobody else came, and a microsecond sooner is not.
 /// A limit that counts refused calls too may have been filled by the refused call itself.
 #[test]
-fn every_advertised_wait_is_true() {
+fn every_stated_wait_is_exact() {
     for wanted in [PlanContents::Simple, PlanContents::All] {
         property::check(case_count(600, 12_000), 1_500, |random| {
             let mut world = TrafficGenerator::new(random, wanted);
@@ -118,7 +118,7 @@ fn every_advertised_wait_is_true() {
 
 /// What a peek tells is what a take then meets.
 #[test]
-fn a_peek_tells_what_a_take_meets() {
+fn a_peek_predicts_the_following_take() {
     property::check(case_count(200, 4_000), 1_000, |random| {
         let mut world = TrafficGenerator::new(random, PlanContents::All);
         let desk = TestLimiter::with_shared_limits(Arc::clone(world.limits()));
@@ -154,7 +154,7 @@ fn house(count: CountMode) -> TestLimiter {
 }
 
 #[test]
-fn the_thousand_and_first_is_refused_by_global() {
+fn the_global_limit_refuses_the_1001st_call() {
     let desk = house(CountMode::Admitted);
     let ask = |action: usize, now| desk.apply(Verb::Take, &[(limit_id(action), 1), (limit_id(2), 1)], 1, now);
     for call in 0..1000_u64 {
@@ -168,7 +168,7 @@ fn the_thousand_and_first_is_refused_by_global() {
 }
 
 #[test]
-fn what_an_action_refuses_counts_against_global_only_if_all_count() {
+fn refused_calls_count_globally_only_if_configured() {
     for (count, left) in [(CountMode::Admitted, 300), (CountMode::All, 250)] {
         let desk = house(count);
         let ask = |now| desk.apply(Verb::Take, &[(limit_id(0), 1), (limit_id(2), 1)], 1, now);
@@ -184,7 +184,7 @@ fn what_an_action_refuses_counts_against_global_only_if_all_count() {
 }
 
 #[test]
-fn shadow_decides_and_lets_pass() {
+fn shadow_limits_decide_and_admit() {
     let watched = window_limit(1, 60).with_penalty(doubling_penalty(2, 8, PenaltyMode::Parole, HOUR)).with_shadow(true);
     let desk = TestLimiter::new([watched, window_limit(3, 60)]);
     let first = desk.call(1, test_time(0));
@@ -202,7 +202,7 @@ fn shadow_decides_and_lets_pass() {
 
 /// A decision names the limit with the longest wait, or on admission the one with the least left.
 #[test]
-fn the_binding_limit() {
+fn the_binding_limit_is_named() {
     let desk = TestLimiter::new([window_limit(5, 10), window_limit(3, 60), window_limit(3, 20)]);
     let decision = desk.call(1, test_time(0));
     assert_eq!((decision.bound_by, decision.remaining, decision.limit), (Some(limit_id(1)), Some(2), Some(3)));
@@ -218,7 +218,7 @@ fn the_binding_limit() {
 
 /// A thousand blocked clients, each with blocks of its own and a global limit above them all.
 #[test]
-fn a_thousand_clients_return_when_they_were_told() {
+fn blocked_clients_are_admitted_at_the_stated_time() {
     let penalty = doubling_penalty(2, 3600, PenaltyMode::Parole, HOUR);
     let desk = TestLimiter::new([window_limit(1, 3600).with_penalty(penalty), window_limit(100_000, 3600)]);
     let ask = |client: u64, now| desk.apply(Verb::Take, &[(limit_id(0), client), (limit_id(1), 0)], 1, now);

@@ -90,7 +90,7 @@ fn any_limit(random: &mut RandomSource) -> Result<Limit, LimitError> {
 /// Operations of any number at any moment, the clock running wild: nothing panics, and a call above its capacity, or
 /// any call under a limit of 0, never passes.
 #[test]
-fn any_numbers_at_any_time() {
+fn extreme_operations_never_panic_or_exceed_capacity() {
     property::check(case_count(6_000, 200_000), 200, |mut random| {
         let mut limits = Vec::new();
         while limits.len() < 3 && !random.is_exhausted() {
@@ -143,7 +143,7 @@ fn any_numbers_at_any_time() {
 
 /// States as a store could read them back from damaged memory are judged, charged and given back without a panic.
 #[test]
-fn any_state_is_survived() {
+fn damaged_states_never_panic() {
     property::check(case_count(6_000, 200_000), 40, |mut random| {
         let Ok(limit) = any_limit(&mut random) else { return Ok(()) };
         let time = |random: &mut RandomSource| Time::from_micros(any_number(random));
@@ -211,7 +211,7 @@ fn any_state_is_survived() {
 }
 
 #[test]
-fn a_limit_of_nothing_refuses_for_good() {
+fn a_zero_limit_refuses_permanently() {
     let none = [
         LimitKind::Window(Window::new(0, Span::from_secs(60), 64).unwrap()),
         LimitKind::Quota(Quota::new(0, Arc::new(FixedPeriods(Span::from_secs(60)))).unwrap()),
@@ -232,7 +232,7 @@ fn a_limit_of_nothing_refuses_for_good() {
 }
 
 #[test]
-fn a_cost_above_capacity_is_refused_for_good_and_earns_no_strike() {
+fn a_cost_above_capacity_earns_no_strike() {
     let desk = TestLimiter::new([window_limit(5, 60).with_penalty(doubling_penalty(
         2,
         8,
@@ -247,7 +247,7 @@ fn a_cost_above_capacity_is_refused_for_good_and_earns_no_strike() {
 }
 
 #[test]
-fn the_largest_limits_count() {
+fn the_largest_limits_count_exactly() {
     let most = LimitKind::Window(Window::new(MAX_LIMIT, Span::from_secs(60), 64).unwrap());
     let desk = TestLimiter::new([Limit::new(most)]);
     assert_eq!(desk.take(1, MAX_COST - 1, test_time(0)).remaining, Some(1));
@@ -282,7 +282,7 @@ fn refunds_stop_at_the_capacity() {
 }
 
 #[test]
-fn what_cannot_be_is_an_error() {
+fn invalid_limits_are_errors() {
     let second = Span::from_secs(1);
     for found in [MAX_LIMIT + 1, i64::MAX as u64, u64::MAX] {
         assert_eq!(Window::new(found, second, 64).err(), Some(LimitError::LimitTooLarge { found }));
@@ -310,7 +310,7 @@ fn what_cannot_be_is_an_error() {
 }
 
 #[test]
-fn a_batch_holds_eight() {
+fn a_batch_holds_eight_operations() {
     let mut batch = Batch::new(0);
     let op = Op::new(limit_id(0), Verb::Take, client_key(0), 1);
     for _ in 0..8 {

@@ -31,6 +31,6 @@ fn agrees_with_the_model(random: RandomSource) -> Result<(), String> {
 }
 
 #[test]
-fn operations_agree_with_the_model() {
+fn random_operations_agree_with_the_model() {
     property::fuzz(3_000, agrees_with_the_model);
 }

@@ -141,7 +141,7 @@ fn midnight(now: Time) -> Time {
 }
 
 #[test]
-fn a_spent_quota_is_told_to_who_arrives_and_not_after_its_period() {
+fn new_calls_meet_a_quota_spent_this_period() {
     let mut provider = Provider::new(quota(2), Of::All, Measure::Calls, 1);
     for _ in 0..2 {
         provider.call(1, Class::Success, None, test_time(0));
@@ -162,7 +162,7 @@ fn a_spent_quota_is_told_to_who_arrives_and_not_after_its_period() {
 
 /// A hold that has ended makes nobody fail who would succeed.
 #[test]
-fn what_is_given_back_lets_calls_in_again() {
+fn a_reset_admits_calls_again() {
     let mut provider = Provider::new(quota(2), Of::All, Measure::Calls, 1);
     for _ in 0..2 {
         provider.call(1, Class::Success, None, test_time(0));
@@ -180,7 +180,7 @@ fn what_is_given_back_lets_calls_in_again() {
 }
 
 #[test]
-fn a_lanes_own_quota_holds_that_lane_alone() {
+fn a_lanes_quota_holds_only_that_lane() {
     let mut provider = Provider::new(quota(0), Of::Background, Measure::Calls, 1);
     // For good, so its turn tells it, and nobody is held.
     let (mut call, _) = provider.arrive(Lane::Background, 1, DAY, test_time(0));
@@ -197,7 +197,7 @@ fn a_lanes_own_quota_holds_that_lane_alone() {
 /// A reply may bring a window's slot forward, and a call may turn out to cost less than was reserved: who waits for
 /// these may be granted earlier than was told.
 #[test]
-fn what_may_come_earlier_holds_nobody_off() {
+fn uncertain_waits_fail_no_new_call() {
     let window = Window::new(1, Span::from_secs(60), 1).unwrap().with_lead(MAX_LEAD);
     for (kind, measure) in [(LimitKind::Window(window), Measure::Calls), (quota(5), Measure::Cost)] {
         let mut provider = Provider::new(kind, Of::All, measure, 1);
@@ -209,7 +209,7 @@ fn what_may_come_earlier_holds_nobody_off() {
 }
 
 #[test]
-fn a_closing_that_was_asked_for_is_told_to_who_arrives() {
+fn new_calls_fail_during_a_requested_pause() {
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
     let asked = Some(Span::from_secs(600));
     provider.call(1, Class::Throttled, asked, test_time(0));
@@ -231,7 +231,7 @@ fn a_closing_that_was_asked_for_is_told_to_who_arrives() {
 
 /// Another process closed the gate: the store tells the first who asks.
 #[test]
-fn a_closing_that_the_store_knows_of_is_told_to_who_arrives() {
+fn new_calls_fail_during_a_shared_pause() {
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
     let throttle = |provider: &Provider, generation, wait: Span, now| {
         let mut batch = Batch::new(0);
@@ -256,7 +256,7 @@ fn a_closing_that_the_store_knows_of_is_told_to_who_arrives() {
 }
 
 #[test]
-fn a_spent_quota_of_each_credential_is_told_with_its_reset() {
+fn spent_credential_quotas_are_reported_with_reset() {
     let mut provider = Provider::new(quota(1), Of::Credential, Measure::Calls, 2);
     for _ in 0..2 {
         provider.call(1, Class::Success, None, test_time(0));
@@ -268,7 +268,7 @@ fn a_spent_quota_of_each_credential_is_told_with_its_reset() {
 
 /// Where a shared limit and the credential refuse, the wait is the shared limit's: another credential may be good then.
 #[test]
-fn a_credentials_closing_lengthens_no_wait_for_a_shared_limit() {
+fn a_cooling_credential_never_lengthens_shared_limit_waits() {
     let window = Window::new(1, Span::from_secs(1), 1).unwrap();
     let mut provider = Provider::new(LimitKind::Window(window), Of::All, Measure::Calls, 2);
     let mut elsewhere = Batch::new(0);
@@ -305,7 +305,7 @@ impl Provider {
 
 /// Nobody knows when a call ends, so nobody is told that it's in vain to wait for that.
 #[test]
-fn where_all_credentials_are_busy_the_first_call_that_ends_lets_the_next_go() {
+fn the_first_ending_call_admits_the_next() {
     let (mut provider, [mut first, _second]) = busy();
     let (mut short, failure) = provider.arrive(Lane::User, 1, Span::from_secs(1), test_time(1));
     assert_eq!(failure, None);
@@ -323,7 +323,7 @@ fn where_all_credentials_are_busy_the_first_call_that_ends_lets_the_next_go() {
 }
 
 #[test]
-fn a_second_request_goes_with_a_credential_that_is_free_or_not_at_all() {
+fn hedges_use_only_a_free_credential() {
     let (mut provider, [mut first, second]) = busy();
     let mut hedge = second.new_hedge(&provider.desk).unwrap();
     assert_eq!(hedge.start(&mut provider.desk, test_time(1)), Ok(()));
@@ -337,7 +337,7 @@ fn a_second_request_goes_with_a_credential_that_is_free_or_not_at_all() {
 
 /// One credential cools down and the other is busy: whichever is good first is taken.
 #[test]
-fn who_waits_for_a_closing_and_for_a_call_to_end_goes_with_what_comes_first() {
+fn waiting_calls_take_the_first_available_credential() {
     for (timeout, ends_at) in [(DAY, 9_000), (DAY, 2_000), (Span::from_secs(5), 2_000)] {
         let (mut provider, [mut first, mut second]) = busy();
         provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), test_time(0));

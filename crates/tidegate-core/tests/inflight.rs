@@ -108,7 +108,7 @@ impl World {
 const FIFTY: Span = Span::from_millis(50);
 
 #[test]
-fn it_finds_twenty_workers_of_fifty_milliseconds() {
+fn the_limit_finds_twenty_workers() {
     for initial in [4, 20, 100, 1_000] {
         let spec = AdaptiveLimitSpec { initial, ..AdaptiveLimitSpec::default() };
         let mut world = World::new(spec, 20, Service::Always(FIFTY), u32::MAX);
@@ -124,7 +124,7 @@ fn it_finds_twenty_workers_of_fifty_milliseconds() {
 }
 
 #[test]
-fn it_finds_any_number_of_workers_though_service_times_are_random() {
+fn the_limit_finds_workers_despite_random_latencies() {
     for (workers, millis) in [(1, 50), (5, 50), (20, 2), (20, 50), (20, 500), (200, 100)] {
         for seed in 0..case_count(1, 20) {
             let service = Service::Random(Span::from_millis(millis), RandomSource::from_seed(u64::from(seed)));
@@ -147,7 +147,7 @@ fn it_finds_any_number_of_workers_though_service_times_are_random() {
 /// Where each call slows all others down, more calls still bring more, up to a point: 1 s and 10 ms for each in flight
 /// give 40 a second with 67, 50 with 100, 60 with 150, and 67 with 200, when a reply takes three times as long.
 #[test]
-fn a_provider_that_slows_with_each_call_is_used_well_all_the_same() {
+fn a_provider_slowing_under_load_is_used_well() {
     let service = Service::Slower(Span::from_secs(1), Span::from_millis(10));
     for initial in [4, 20, 400] {
         let spec = AdaptiveLimitSpec { initial, ..AdaptiveLimitSpec::default() };
@@ -165,7 +165,7 @@ fn a_provider_that_slows_with_each_call_is_used_well_all_the_same() {
 
 /// Half as slow again is late for any cap, so lowering it mends nothing, and must end before the smallest.
 #[test]
-fn a_slightly_slower_provider_does_not_shrink_it_to_the_smallest() {
+fn slight_slowness_never_shrinks_to_the_minimum() {
     let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
     world.run(120);
     world.service = Service::Always(Span::from_millis(75));
@@ -175,7 +175,7 @@ fn a_slightly_slower_provider_does_not_shrink_it_to_the_smallest() {
 }
 
 #[test]
-fn a_slower_provider_shrinks_it_until_the_slowness_is_known() {
+fn slowness_shrinks_the_limit_until_learned() {
     let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
     world.run(120);
     let before = world.inflight.limit();
@@ -195,7 +195,7 @@ fn a_slower_provider_shrinks_it_until_the_slowness_is_known() {
 }
 
 #[test]
-fn a_provider_without_a_queue_raises_it_until_it_no_longer_binds() {
+fn without_queueing_the_limit_grows_until_unused() {
     let mut world = World::new(AdaptiveLimitSpec::default(), 2_000, Service::Always(FIFTY), 300);
     world.run(20);
     assert!((300..=700).contains(&world.inflight.limit()), "{}", world.inflight.limit());
@@ -207,7 +207,7 @@ fn a_provider_without_a_queue_raises_it_until_it_no_longer_binds() {
 }
 
 #[test]
-fn one_slow_reply_moves_nothing() {
+fn one_slow_reply_changes_nothing() {
     let mut calm = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), 15);
     calm.run(120);
     let mut inflight = calm.inflight.clone();
@@ -226,7 +226,7 @@ fn one_slow_reply_moves_nothing() {
 }
 
 #[test]
-fn a_share_of_failures_lowers_it_and_few_do_not() {
+fn only_frequent_failures_lower_the_limit() {
     for class in [Class::Throttled, Class::Transient] {
         for (every, lowers) in [(1, true), (2, true), (4, false), (12, false), (33, false)] {
             let spec = AdaptiveLimitSpec { max: 10_000, ..AdaptiveLimitSpec::default() };
@@ -258,7 +258,7 @@ fn a_share_of_failures_lowers_it_and_few_do_not() {
 
 /// Late replies to calls that were sent under another cap say nothing about this one.
 #[test]
-fn replies_right_after_a_judgement_are_left_out() {
+fn replies_right_after_an_adjustment_are_ignored() {
     let mut inflight = AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap();
     for _ in 0..32 {
         inflight.sample(FIFTY, 1, Class::Success, test_time(1_000));
@@ -277,7 +277,7 @@ fn replies_right_after_a_judgement_are_left_out() {
 
 /// Were only calls counted that were sent since the last judgement, those that take long would never be.
 #[test]
-fn calls_that_time_out_count_however_long_they_took() {
+fn timed_out_calls_count_regardless_of_duration() {
     let mut inflight = AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap();
     for turn in 0..3_000 {
         let (round_trip, class) =
@@ -288,7 +288,7 @@ fn calls_that_time_out_count_however_long_they_took() {
 }
 
 #[test]
-fn a_queue_too_short_to_matter_holds_nobody_back() {
+fn very_short_queues_do_not_lower_the_limit() {
     for (workers, micros, demand) in [(20, 1_000, 80), (2, 50, 100), (1, 20, 200)] {
         let mut world =
             World::new(AdaptiveLimitSpec::default(), workers, Service::Always(Span::from_micros(micros)), demand);
@@ -312,7 +312,7 @@ fn a_queue_too_short_to_matter_holds_nobody_back() {
 }
 
 #[test]
-fn a_step_back_ends_neither_judgements_nor_lessons() {
+fn adjustments_continue_after_a_clock_step_back() {
     let spec = AdaptiveLimitSpec { min: 4, max: 40, initial: 40 };
     let mut inflight = AdaptiveLimit::new(spec).unwrap();
     let mut lessons = |start: Time| {
@@ -330,7 +330,7 @@ fn a_step_back_ends_neither_judgements_nor_lessons() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_specs_are_rejected() {
     let spec = |min, initial, max| AdaptiveLimit::new(AdaptiveLimitSpec { min, initial, max }).err();
     assert_eq!(spec(0, 1, 2), Some(AdaptiveLimitError::ZeroMin));
     assert_eq!(spec(2, 1, 3), Some(AdaptiveLimitError::OutOfOrder));
@@ -341,7 +341,7 @@ fn what_makes_no_sense_is_refused() {
 
 /// Whatever comes in, on whatever clock, the cap keeps its bounds, and a provider that is well again gets it back.
 #[test]
-fn it_keeps_its_bounds_and_recovers() {
+fn the_limit_keeps_its_bounds_and_recovers() {
     property::check(case_count(100, 4_000), 2_000, |mut random| {
         let min = random.between(1, 8) as u32;
         let max = min + random.pick(&[0, 1, 5, 100, 10_000]);

@@ -41,7 +41,7 @@ fn random(seed: u64) -> SmallRng {
 }
 
 #[test]
-fn worked_examples() {
+fn worked_examples_give_their_metrics() {
     let long = format!("{}{}", "F".repeat(5), "S".repeat(30));
     let metrics = |invocations, up, down, slept, total| PacerMetrics {
         calls: invocations,
@@ -63,7 +63,7 @@ fn worked_examples() {
 }
 
 #[test]
-fn it_rises_to_where_the_service_bears_it_and_saws_down() {
+fn the_published_example_rises_and_steps_down() {
     let spec = PacerSpec { mode: PacerMode::Classic, ..plain(1_000, 1_500, 600, 5) };
     let (mut pacer, waits) = run(spec, &"F".repeat(15), &mut random(1));
     let near = |wait: Duration, micros: u64| wait.as_nanos().abs_diff(u128::from(micros) * 1_000) < 1_000;
@@ -82,14 +82,14 @@ fn linear_growth_adds_the_initial_wait() {
 }
 
 #[test]
-fn modes_differ_in_what_a_failure_does_to_the_count() {
+fn only_steady_mode_restarts_counting_on_failure() {
     let down =
         |mode| run(PacerSpec { mode, ..plain(100, 2_000, 500, 3) }, "FSSFS", &mut random(1)).0.metrics().steps_down;
     assert_eq!((down(PacerMode::Classic), down(PacerMode::Steady)), (1, 0));
 }
 
 #[test]
-fn randomization_is_uniform_within_its_share_and_its_bound() {
+fn randomization_is_uniform_within_its_bounds() {
     let second = |max_randomization| PacerSpec {
         initial: Duration::from_secs(1),
         randomization: 200,
@@ -128,7 +128,7 @@ fn steady_pacers_at_the_longest_wait_still_differ() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_specs_are_rejected() {
     let spec = PacerSpec::default();
     let growth = |up, down| PacerSpec { growth: PacerGrowth::Exponential { up, down }, ..spec };
     let rows = [
@@ -152,7 +152,7 @@ fn what_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn a_shared_pacer_stays_within_what_stores_count() {
+fn shared_pacers_must_fit_the_stores_range() {
     let spec = PacerSpec { max: MAX_SHARED_STEP, growth: PacerGrowth::Linear, ..PacerSpec::default() };
     let beyond = SharedPacerRules::new(spec).unwrap_err();
     assert_eq!(
@@ -168,7 +168,7 @@ fn a_shared_pacer_stays_within_what_stores_count() {
 }
 
 #[test]
-fn a_shared_pace_is_forgotten_once_nobody_tells_it_of_calls() {
+fn an_idle_shared_pace_is_forgotten() {
     let pacer = SharedPacerRules::new(PacerSpec::default()).unwrap();
     let (start, longest) = (Time::from_secs(1_700_000_000), Span::from_secs(3_600 + 900));
     let mut tempo = PacerState::default();
@@ -187,7 +187,7 @@ fn a_shared_pace_is_forgotten_once_nobody_tells_it_of_calls() {
 }
 
 #[test]
-fn a_pace_that_was_come_to_elsewhere_is_kept_at_the_least() {
+fn a_remote_pace_raises_the_shared_interval() {
     let pacer = SharedPacerRules::new(PacerSpec { max: Duration::from_secs(8), ..PacerSpec::default() }).unwrap();
     let (now, mut tempo) = (Time::from_secs(1_700_000_000), PacerState::default());
     let mut at_least = |nanos| {
@@ -247,7 +247,7 @@ impl rand::TryRng for Word {
 
 proptest! {
     #[test]
-    fn a_shared_pacer_steps_as_one_of_ones_own(spec in any_spec(), classic: bool, seed: u64, outcomes in "[FS]{1,200}") {
+    fn a_shared_pacer_steps_like_a_local_pacer(spec in any_spec(), classic: bool, seed: u64, outcomes in "[FS]{1,200}") {
         let spec = PacerSpec { mode: if classic { PacerMode::Classic } else { PacerMode::Steady }, ..spec };
         let Ok(shared) = SharedPacerRules::new(spec) else { return Ok(()) };
         let (mut own, mut rng) = (LocalPacer::new(spec).unwrap(), random(seed));
@@ -267,7 +267,7 @@ proptest! {
     }
 
     #[test]
-    fn steady_never_steps_the_wrong_way(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
+    fn steady_mode_never_steps_in_wrong_direction(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
         let (mut pacer, mut rng) = (LocalPacer::new(spec).unwrap(), random(seed));
         // From here on, jitter has no room below the longest.
         let (max, share) = (spec.max.as_nanos(), u128::from(spec.randomization));
@@ -291,7 +291,7 @@ proptest! {
     }
 
     #[test]
-    fn classic_keeps_its_bounds_and_its_sums(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
+    fn classic_mode_keeps_bounds_and_totals(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
         let (pacer, waits) = run(PacerSpec { mode: PacerMode::Classic, ..spec }, &outcomes, &mut random(seed));
         for wait in &waits {
             prop_assert!(wait.is_zero() || (spec.initial..=spec.max).contains(wait));

@@ -23,7 +23,7 @@ fn secs(span: Option<Span>) -> Option<f64> {
 }
 
 #[test]
-fn the_ladder() {
+fn each_strike_doubles_the_block_up_to_cap() {
     let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
     for left in (0..5).rev() {
         let decision = desk.call(1, test_time(0));
@@ -68,7 +68,7 @@ fn the_ladder() {
 }
 
 #[test]
-fn the_first_refusals_to_the_millisecond() {
+fn first_blocks_are_exact_to_the_millisecond() {
     let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
     for _ in 0..5 {
         desk.call(1, test_time(0));
@@ -84,7 +84,7 @@ fn the_first_refusals_to_the_millisecond() {
 }
 
 #[test]
-fn the_window_is_kept_through_blocks() {
+fn window_counts_persist_through_blocks() {
     let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
     for second in 0..5 {
         desk.call(1, test_time(second * 1000));
@@ -97,7 +97,7 @@ fn the_window_is_kept_through_blocks() {
 }
 
 #[test]
-fn a_smaller_call_uses_the_parole_and_a_larger_one_does_not() {
+fn a_parole_admits_no_larger_call() {
     let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
     assert!(desk.take(1, 4, test_time(0)).allowed);
     assert_eq!(secs(desk.take(1, 3, test_time(0)).retry_after), Some(2.0));
@@ -133,7 +133,7 @@ fn a_parole_is_kept_while_another_limit_refuses() {
 }
 
 #[test]
-fn a_parole_outlives_its_strike() {
+fn a_parole_remains_after_its_strikes_forgiveness() {
     let spec = PenaltySpec { forgive_after: Some(Span::from_secs(1)), ..PenaltySpec::default() };
     let desk = TestLimiter::new([window_limit(1, 60).with_penalty(Penalty::new(spec, MINUTE).unwrap())]);
     assert!(desk.call(1, test_time(0)).allowed);
@@ -144,7 +144,7 @@ fn a_parole_outlives_its_strike() {
 }
 
 #[test]
-fn the_smallest_log_takes_a_parole() {
+fn a_log_of_one_entry_supports_parole() {
     let window = Window::new(1, MINUTE, 1).unwrap();
     let desk = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(doubling_penalty(
         2,
@@ -161,7 +161,7 @@ fn the_smallest_log_takes_a_parole() {
 }
 
 #[test]
-fn forgiveness() {
+fn each_quiet_hour_removes_one_strike() {
     // Three strikes: 2, 4 and 8 s. Each hour without a refusal since the last block's end takes one off.
     for (after_ms, next) in [
         (0, 16),
@@ -191,7 +191,7 @@ fn forgiveness() {
 }
 
 #[test]
-fn a_refusal_in_a_block_does_not_delay_forgiveness() {
+fn refusals_during_a_block_never_delay_forgiveness() {
     let quiet = TestLimiter::new([login(PenaltyMode::Parole)]);
     for _ in 0..6 {
         quiet.call(1, test_time(0));
@@ -211,7 +211,7 @@ fn a_refusal_in_a_block_does_not_delay_forgiveness() {
 }
 
 #[test]
-fn strict_tells_the_longer_of_block_and_window() {
+fn strict_mode_states_the_longer_wait() {
     let desk = TestLimiter::new([login(PenaltyMode::Strict)]);
     for second in 0..5 {
         assert!(desk.call(1, test_time(second * 1000)).allowed);
@@ -242,7 +242,7 @@ fn strict_tells_the_longer_of_block_and_window() {
 }
 
 #[test]
-fn a_ban_is_flat() {
+fn a_ban_has_a_constant_length() {
     let ban = Penalty::ban(Span::from_secs(600), MINUTE).unwrap();
     let desk = TestLimiter::new([window_limit(5, 60).with_penalty(ban)]);
     let mut now = test_time(0);
@@ -258,7 +258,7 @@ fn a_ban_is_flat() {
 
 /// The billionth strike: strikes stop at the twelfth, from where on a strike leaves the record that it found.
 #[test]
-fn the_billionth_strike() {
+fn strikes_beyond_the_cap_change_nothing() {
     let limit = login(PenaltyMode::Parole);
     let penalty = *limit.penalty().unwrap();
     let mut record = PenaltyRecord::default();
@@ -289,7 +289,7 @@ fn the_billionth_strike() {
 
 /// However a client abuses its paroles, no window holds more than log2(cap ÷ base) + ⌈W ÷ cap⌉ calls too many.
 #[test]
-fn what_abuse_gains_is_bounded() {
+fn parole_abuse_gains_a_bounded_excess() {
     property::check(case_count(1_000, 20_000), 400, |mut random| {
         let span = Span::from_millis(random.between(1_000, 100_000));
         let base = Span::from_millis(random.between(1, 4_000));
@@ -331,7 +331,7 @@ fn abuse(random: &mut RandomSource, now: Time, told: Option<Time>, span: Span) -
 }
 
 #[test]
-fn calls_during_a_block_change_nothing_under_any_plan() {
+fn calls_during_a_block_change_no_state() {
     property::check(case_count(400, 8_000), 1_500, |random| {
         let mut world =
             tidegate_testkit::traffic::TrafficGenerator::new(random, tidegate_testkit::traffic::PlanContents::Simple);

@@ -32,7 +32,7 @@ fn choices(balance: Balance, most: u32, credentials: &[Credential], last: Option
 }
 
 #[test]
-fn notes_agree_with_the_model() {
+fn the_pool_agrees_with_the_model() {
     property::check(case_count(2_000, 40_000), 600, |mut random| {
         let balance = random.pick(&[Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed]);
         let size = random.between(1, 9) as usize;

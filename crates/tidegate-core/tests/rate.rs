@@ -33,7 +33,7 @@ fn check_bound(rate: &Rate, admitted: &[(Time, u64)]) -> Result<(), String> {
 }
 
 #[test]
-fn never_above_the_printed_bound() {
+fn admissions_never_exceed_the_stated_bound() {
     property::check(case_count(600, 10_000), 600, |mut random| {
         let Some(rate) = any_rate(&mut random) else { return Ok(()) };
         let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
@@ -64,7 +64,7 @@ fn never_above_the_printed_bound() {
 
 /// Threads read the clock and reach the state in another order, up to a tenth of a second apart.
 #[test]
-fn overtaken_calls_lift_no_bound() {
+fn overtaken_calls_never_exceed_the_bound() {
     property::check(case_count(600, 10_000), 600, |mut random| {
         let Some(rate) = any_rate(&mut random) else { return Ok(()) };
         let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
@@ -90,7 +90,7 @@ fn overtaken_calls_lift_no_bound() {
 }
 
 #[test]
-fn a_key_idle_for_a_year_gets_its_burst_and_no_more() {
+fn an_idle_key_gets_only_its_burst() {
     let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
     let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
     for start in [test_time(0), test_time(0) + Span::from_secs(86_400 * 365)] {
@@ -120,7 +120,7 @@ fn spacing_is_even_and_waits_are_exact() {
 }
 
 #[test]
-fn refunds_never_lift_the_bound() {
+fn refunds_never_exceed_the_bound() {
     property::check(case_count(300, 5_000), 400, |mut random| {
         let Some(rate) = any_rate(&mut random) else { return Ok(()) };
         let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
@@ -145,7 +145,7 @@ fn refunds_never_lift_the_bound() {
 
 /// What is admitted on two moments that the present lies between is what any moment between them would have admitted.
 #[test]
-fn a_rough_moment_admits_what_an_exact_one_does() {
+fn approximate_time_admits_what_exact_time_does() {
     property::check(case_count(20_000, 400_000), 12, |mut random| {
         let Some(rate) = any_rate(&mut random) else { return Ok(()) };
         let refill = rate.per().as_micros().saturating_mul(rate.burst()) / rate.count();

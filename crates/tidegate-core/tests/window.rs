@@ -57,7 +57,7 @@ fn step(random: &mut RandomSource, window: &Window) -> Span {
 }
 
 #[test]
-fn no_trailing_window_holds_more() {
+fn no_trailing_window_exceeds_the_limit() {
     property::check(case_count(800, 20_000), 1_200, |mut random| {
         let window = any_window(&mut random)?;
         let desk = TestLimiter::new([Limit::new(LimitKind::Window(window))]);
@@ -85,7 +85,7 @@ fn no_trailing_window_holds_more() {
 
 /// One call after another at a limit far above the entries kept: tens of thousands of single calls.
 #[test]
-fn single_calls_far_above_the_entries() {
+fn limits_above_the_entry_count_hold() {
     property::check(case_count(6, 60), 4, |mut random| {
         let limit = random.between(65, 3_000);
         let window = Window::new(limit, Span::from_secs(60), 64).map_err(|error| error.to_string())?;
@@ -112,7 +112,7 @@ fn single_calls_far_above_the_entries() {
 
 /// Calls that were overtaken between reading the clock and reaching the state count as made when the last one was.
 #[test]
-fn overtaken_calls_overfill_nothing() {
+fn overtaken_calls_never_exceed_the_limit() {
     property::check(case_count(400, 10_000), 600, |mut random| {
         let limit = random.between(1, 12);
         let window =
@@ -136,7 +136,7 @@ fn overtaken_calls_overfill_nothing() {
 
 /// Paroles overfill a log of exact entries; they alone may exceed the limit, and what frees afterwards is exact.
 #[test]
-fn an_overfilled_log_stays_exact() {
+fn a_log_overfilled_by_paroles_stays_exact() {
     property::check(case_count(400, 10_000), 500, |mut random| {
         let limit = random.between(1, 8);
         let window = Window::new(limit, Span::from_secs(60), limit as u32).map_err(|error| error.to_string())?;
@@ -166,7 +166,7 @@ fn an_overfilled_log_stays_exact() {
 
 /// Refunds, which take the oldest calls, never let more through than the calls that were kept and those given back.
 #[test]
-fn refunds_within_the_window_mint_nothing() {
+fn refunds_never_admit_extra_calls() {
     property::check(case_count(300, 5_000), 600, |mut random| {
         let window = any_window(&mut random)?;
         let limit = Limit::new(LimitKind::Window(window));
@@ -196,7 +196,7 @@ fn refunds_within_the_window_mint_nothing() {
 
 /// A log in which there was a count too large for its short form goes on in the long one.
 #[test]
-fn how_a_log_is_kept_makes_no_difference() {
+fn short_and_long_log_forms_decide_alike() {
     property::check(case_count(600, 20_000), 1_200, |mut random| {
         let window = any_window(&mut random)?;
         let mut logs = [WindowLog::default(), WindowLog::with_call(test_time(0) - window.window(), 5_000)];

@@ -1,4 +1,4 @@
-//! Addresses as the gate counts them, and sets of networks.
+//! Client addresses in the form that limits count, and sets of networks.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::RangeInclusive;
@@ -6,30 +6,30 @@ use std::ops::RangeInclusive;
 use ipnet::IpNet;
 use tidegate_core::ShareLevel;
 
-/// The address itself, an IPv4-mapped one (`::ffff:1.2.3.4`) as the IPv4 address that it is.
+/// Converts an IPv4-mapped address (`::ffff:1.2.3.4`) to IPv4; returns any other address unchanged.
 #[inline]
 pub fn canonical_ip(ip: IpAddr) -> IpAddr {
     ip.to_canonical()
 }
 
-/// The bytes of an address that are counted.
+/// The counted bytes of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PrefixBytes {
     V4([u8; 4]),
     V6([u8; 8]),
 }
 
-/// The number of bits of an IPv6 address that are counted.
+/// The length of the counted prefix of an IPv6 address, in bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ipv6Prefix(u8);
 
 impl Ipv6Prefix {
-    /// The lengths that can be asked for. A customer has a /64 at least, so a longer prefix would bound nothing.
+    /// The permitted lengths, in bits. A customer has at least a /64, so a longer prefix would limit nothing.
     pub(crate) const LENGTHS: RangeInclusive<u8> = 32..=64;
-    /// The network that one customer usually has at the least.
+    /// The default: a /64, usually the smallest network of one customer.
     pub(crate) const DEFAULT: Self = Self(64);
 
-    /// A prefix of this length; `None` beyond [`LENGTHS`](Self::LENGTHS).
+    /// Creates a prefix of this length; `None` if it is outside [`LENGTHS`](Self::LENGTHS).
     pub(crate) fn new(length: u8) -> Option<Self> {
         Self::LENGTHS.contains(&length).then_some(Self(length))
     }
@@ -38,7 +38,7 @@ impl Ipv6Prefix {
         self.0
     }
 
-    /// The prefix of a neighbourhood, which is always larger than what is counted.
+    /// The prefix of the surrounding network, which is always larger than the counted one.
     fn parent(self) -> Self {
         Self(if self.0 > 48 { 48 } else { self.0.saturating_sub(16).max(8) })
     }
@@ -49,7 +49,7 @@ impl Ipv6Prefix {
     }
 }
 
-/// The bytes that an address is counted by: IPv4 by itself, IPv6 by its prefix.
+/// The counted bytes of an address: all of an IPv4 address, the prefix of an IPv6 address.
 #[inline]
 pub(crate) fn counted_network(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
     match canonical_ip(ip) {
@@ -58,8 +58,8 @@ pub(crate) fn counted_network(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
     }
 }
 
-/// The network around an address whose clients share a key: the /24 or the /16 of IPv4, the /48 or the /32 of IPv6; where /48
-/// or less is counted, networks of 16 and 32 bits less.
+/// The network around an address in which clients share a key: the /24 or the /16 of IPv4, the /48 or the /32 of IPv6.
+/// If 48 bits or fewer are counted, the IPv6 prefixes are 16 and 32 bits shorter than that, but at least 8 bits long.
 pub(crate) fn shared_network(ip: IpAddr, prefix: Ipv6Prefix, share: ShareLevel) -> PrefixBytes {
     let is_wide = share > ShareLevel::SmallNetwork;
     match counted_network(ip, if is_wide { prefix.parent().parent() } else { prefix.parent() }) {
@@ -68,7 +68,7 @@ pub(crate) fn shared_network(ip: IpAddr, prefix: Ipv6Prefix, share: ShareLevel) 
     }
 }
 
-/// A network with IPv4-mapped ones turned into IPv4.
+/// Converts an IPv4-mapped network to IPv4; returns any other network unchanged.
 pub(crate) fn canonical_network(network: IpNet) -> IpNet {
     if let IpNet::V6(v6) = network
         && v6.prefix_len() >= 96
@@ -80,18 +80,18 @@ pub(crate) fn canonical_network(network: IpNet) -> IpNet {
     network
 }
 
-/// A map from addresses to labels, as sorted ranges without overlap: each lookup is one binary search.
+/// A map from addresses to labels, as sorted ranges without overlap. Each lookup is one binary search.
 #[derive(Clone, Debug)]
 struct RangeMap<A, L> {
-    /// Where a label begins; it holds until the next entry. Before the first entry there is none.
+    /// The start and the label of each range. A range ends at the next entry; before the first there is no label.
     starts: Vec<(A, Option<L>)>,
 }
 
 impl<A: Ord + Copy, L: Copy + PartialEq> RangeMap<A, L> {
-    /// From networks as (first address, last address, label); networks are nested or apart, never half over each other.
-    /// `next` gives the address after one, `None` after the last.
+    /// Builds the map from (first address, last address, label). Two networks are nested or disjoint.
+    /// `next` returns the address after another, `None` after the last.
     fn new(mut networks: Vec<(A, A, L)>, next: impl Fn(A) -> Option<A>) -> Self {
-        // Outer networks come before the inner ones that begin at the same address.
+        // An outer network must come before the inner ones that begin at the same address.
         networks.sort_by(|left, right| left.0.cmp(&right.0).then(right.1.cmp(&left.1)));
         let mut starts: Vec<(A, Option<L>)> = Vec::new();
         let mut open: Vec<(A, L)> = Vec::new();
@@ -126,7 +126,7 @@ impl<A: Ord + Copy, L: Copy + PartialEq> RangeMap<A, L> {
     }
 }
 
-/// Networks with labels, IPv4 and IPv6; of several that hold an address the smallest decides.
+/// Networks with labels, IPv4 and IPv6. If several contain an address, the smallest decides.
 #[derive(Clone, Debug)]
 struct NetworkMap<L> {
     v4: RangeMap<u32, L>,
@@ -162,7 +162,7 @@ fn v6_bits(ip: Ipv6Addr) -> u128 {
     u128::from(ip)
 }
 
-/// A set of networks; membership is one binary search, however many there are.
+/// A set of networks. A lookup is one binary search, for any number of networks.
 #[derive(Clone, Debug)]
 pub struct Networks {
     map: NetworkMap<()>,
@@ -186,30 +186,30 @@ impl Networks {
         Self { map: labelled, count }
     }
 
-    /// Whether one of the networks holds the address.
+    /// True if one of the networks contains the address.
     #[inline]
     pub fn contains(&self, ip: IpAddr) -> bool {
         self.count > 0 && self.map.find(ip).is_some()
     }
 
-    /// Whether there are no networks.
+    /// True if there are no networks.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 }
 
-/// What the lists say of an address.
+/// The result of looking an address up in the lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ListStatus {
-    /// It is never limited.
+    /// The address is never limited.
     Allow,
-    /// It is always refused.
+    /// The address is always refused.
     Deny,
-    /// It is counted like everybody.
+    /// The address is on neither list; its calls are counted.
     Neither,
 }
 
-/// The allow and the deny list. Of several networks that hold an address, the smallest decides: with
+/// The allow list and the deny list. If several networks contain an address, the smallest decides: with
 /// `deny = ["10.0.0.0/8"]` and `allow = ["10.1.0.0/16"]`, 10.1.2.3 is allowed.
 #[derive(Clone, Debug)]
 pub struct AddressLists {
@@ -224,14 +224,14 @@ impl Default for AddressLists {
 }
 
 impl AddressLists {
-    /// Both lists. A network that is on both is denied.
+    /// Combines both lists. A network on both is denied.
     pub fn new(allow: impl IntoIterator<Item = IpNet>, deny: impl IntoIterator<Item = IpNet>) -> Self {
         let mut all: Vec<(IpNet, ListStatus)> = allow.into_iter().map(|network| (network, ListStatus::Allow)).collect();
         all.extend(deny.into_iter().map(|network| (network, ListStatus::Deny)));
         Self { empty: all.is_empty(), map: NetworkMap::new(all) }
     }
 
-    /// What the lists say of the address.
+    /// Looks the address up in the lists.
     #[inline]
     pub fn find(&self, ip: IpAddr) -> ListStatus {
         if self.empty { ListStatus::Neither } else { self.map.find(ip).unwrap_or(ListStatus::Neither) }
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn mapped_addresses_are_ipv4() {
+    fn ipv4_mapped_addresses_are_treated_as_ipv4() {
         assert_eq!(canonical_ip(ip("::ffff:1.2.3.4")), ip("1.2.3.4"));
         assert_eq!(canonical_ip(ip("::1.2.3.4")), ip("::1.2.3.4"));
         let networks = Networks::new([net("::ffff:10.0.0.0/104")]);
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_network_decides() {
+    fn the_most_specific_network_decides() {
         let lists = AddressLists::new(
             [net("10.1.0.0/16"), net("0.0.0.0/0"), net("2001:db8::/32")],
             [net("10.0.0.0/8"), net("10.1.2.0/24"), net("255.255.255.255/32"), net("2001:db8:1::/48")],
@@ -286,7 +286,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ranges_agree_with_asking_every_network(
+        fn ranges_agree_with_checking_every_network(
             networks in prop::collection::vec((any::<u32>(), 0_u8..=32, any::<bool>()), 0..40),
             probes in prop::collection::vec(any::<u32>(), 20),
         ) {

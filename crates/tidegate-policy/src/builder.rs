@@ -1,5 +1,5 @@
-//! A policy made in Rust. It is written down as a policy file and read like one, so both mean the same and are
-//! checked alike; errors show the line that was written.
+//! Policies made in Rust. A builder writes a policy file and reads that, so both mean the same and go through the same
+//! checks. Errors show the generated line.
 
 mod provider;
 
@@ -12,10 +12,10 @@ use crate::error::Errors;
 use crate::policy::Policy;
 use crate::settings::{self, SettingType};
 
-/// What errors call the text that a builder writes.
+/// The name of the generated text in errors.
 const SOURCE_NAME: &str = "policy builder";
 
-/// Makes a [`Policy`] in Rust, in the same words as a policy file:
+/// Makes a [`Policy`] in Rust, with the same words as a policy file:
 ///
 /// ```
 /// use tidegate_policy::{ActionSpec, Policy};
@@ -30,7 +30,7 @@ const SOURCE_NAME: &str = "policy builder";
 /// # Ok::<(), tidegate_policy::Errors>(())
 /// ```
 ///
-/// Nothing is checked before [`build`](Self::build), which tells everything that is wrong at once.
+/// Nothing is checked before [`build`](Self::build), which reports all errors at once.
 #[derive(Clone, Debug, Default)]
 #[must_use]
 pub struct PolicyBuilder {
@@ -60,7 +60,7 @@ impl PolicyBuilder {
         self
     }
 
-    /// An action. Of those that match a request, the one that was added first wins.
+    /// Adds an action. If several match a request, the one that was added first wins.
     pub fn action(mut self, name: &str, action: ActionSpec) -> Self {
         // Writing to a string can't fail.
         let _ = writeln!(self.tables, "[inbound.action.{}]", toml_string(name));
@@ -78,7 +78,7 @@ impl PolicyBuilder {
         self
     }
 
-    /// Somebody's API that is called.
+    /// Adds a provider: an API that is called.
     pub fn provider(mut self, name: &str, provider: ProviderSpec) -> Self {
         // Writing to a string can't fail.
         let _ = writeln!(self.tables, "[outbound.provider.{}]", toml_string(name));
@@ -98,27 +98,27 @@ impl PolicyBuilder {
         self.string_list("inbound.deny", networks)
     }
 
-    /// Networks and addresses of proxies whose forwarding headers are believed.
+    /// Networks and addresses of the proxies that are trusted to send forwarding headers.
     pub fn trusted_proxies(self, networks: impl IntoStrings) -> Self {
         self.string_list("inbound.trusted_proxies", networks)
     }
 
-    /// Lets environment variables override what was built, as they override a file; see
+    /// Lets environment variables override the built settings, as they override a file; see
     /// [`PolicySources::env`](crate::PolicySources::env).
     pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
         self.variables.variables.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
         self
     }
 
-    /// The policy.
+    /// Checks the settings and makes the policy.
     ///
     /// # Errors
-    /// Everything that is wrong with it, as [`Policy::load`] would tell.
+    /// All errors of the policy, as [`Policy::load`] reports them.
     pub fn build(self) -> Result<Policy, Errors> {
         crate::read::policy(SOURCE_NAME, self.to_toml().as_bytes(), self.variables)
     }
 
-    /// The policy file that says the same.
+    /// The equivalent policy file.
     pub fn to_toml(&self) -> String {
         format!("{}{}", self.settings, self.tables)
     }
@@ -165,37 +165,37 @@ impl IntoStrings for &[&str] {
     }
 }
 
-/// How a refused call is paid for.
+/// The options of a penalty for refused calls.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct PenaltyOptions(Vec<(&'static str, String)>);
 
 impl PenaltyOptions {
-    /// Blocks that begin with `base` and double up to `cap`: `("2s", "1h")`.
+    /// Creates a penalty with blocks that begin at `base` and double up to `cap`: `("2s", "1h")`.
     pub fn new(base: &str, cap: &str) -> Self {
         Self(vec![("base", toml_string(base)), ("cap", toml_string(cap))])
     }
 
-    /// What each further block is multiplied by, instead of 2.
+    /// The factor between one block and the next. Default 2.
     pub fn factor(mut self, factor: u32) -> Self {
         self.0.push(("factor", factor.to_string()));
         self
     }
 
-    /// How long without a refusal takes one strike off, instead of the longer of cap and window.
+    /// The time without a refusal that removes one strike. Default: the longer of the cap and the limit's window.
     pub fn forgive_after(mut self, span: &str) -> Self {
         self.0.push(("forgive_after", toml_string(span)));
         self
     }
 
-    /// Tells the longer of block and window, and leaves no parole.
+    /// Reports the longer of block and window as the wait, and grants no parole.
     pub fn strict(mut self) -> Self {
         self.0.push(("mode", toml_string("strict")));
         self
     }
 }
 
-/// One limit: of [`PolicyBuilder::global`], or of an action with several that have keys of their own.
+/// One limit: of [`PolicyBuilder::global`], or of an action that has several limits with keys of their own.
 #[derive(Clone, Debug, Default)]
 #[must_use]
 pub struct LimitSpec {
@@ -209,7 +209,7 @@ impl From<&str> for LimitSpec {
 }
 
 impl LimitSpec {
-    /// How much is allowed: `"5 per 60s"`, or several quantities that must all agree. See
+    /// Creates a limit: `"5 per 60s"`, or several quantities that must all allow a call. See
     /// [`Quantity`](crate::Quantity).
     pub fn new(limit: impl IntoStrings) -> Self {
         Self { entries: vec![("limit", toml_strings(limit))] }
@@ -220,28 +220,28 @@ impl LimitSpec {
         self.with_entry("name", toml_string(name))
     }
 
-    /// What its calls are counted by, such as `["client_ip"]`; see [`KeyPart`](crate::KeyPart).
+    /// The parts of the key that calls are counted by, such as `["client_ip"]`; see [`KeyPart`](crate::KeyPart).
     pub fn key(self, parts: impl IntoStrings) -> Self {
         self.with_entry("key", toml_strings(parts))
     }
 
-    /// The fate of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
+    /// The handling of requests that lack a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
     /// [`OnMissing`](crate::OnMissing).
     pub fn missing(self, word: &str) -> Self {
         self.with_entry("missing", toml_string(word))
     }
 
-    /// Blocks that begin with `base` and double up to `cap`: `("2s", "1h")`.
+    /// Sets a penalty with blocks that begin at `base` and double up to `cap`: `("2s", "1h")`.
     pub fn penalty(self, base: &str, cap: &str) -> Self {
         self.penalty_options(PenaltyOptions::new(base, cap))
     }
 
-    /// A penalty with more to say.
+    /// Sets a penalty with further options.
     pub fn penalty_options(self, penalty: PenaltyOptions) -> Self {
         self.with_entry("penalty", toml_table(&penalty.0))
     }
 
-    /// Blocks that are all this long.
+    /// Sets a penalty with blocks of this fixed length.
     pub fn ban(self, length: &str) -> Self {
         self.with_entry("ban", toml_string(length))
     }
@@ -257,7 +257,7 @@ impl LimitSpec {
     }
 }
 
-/// One action: its limits, what they count by and cost, and which requests it matches.
+/// One action: its limits with their keys and cost, and the requests that it matches.
 #[derive(Clone, Debug, Default)]
 #[must_use]
 pub struct ActionSpec {
@@ -267,7 +267,7 @@ pub struct ActionSpec {
 }
 
 impl ActionSpec {
-    /// An action with one key: `"5 per 60s"`, or several quantities that must all agree.
+    /// An action with one key: `"5 per 60s"`, or several quantities that must all allow a call.
     pub fn new(limit: impl IntoStrings) -> Self {
         Self { limit: LimitSpec::new(limit), ..Self::default() }
     }
@@ -282,34 +282,34 @@ impl ActionSpec {
         Self { limits: limits.into_iter().collect(), ..Self::default() }
     }
 
-    /// What its calls are counted by, such as `["client_ip"]`, which is the default; see
+    /// The parts of the key that calls are counted by; default `["client_ip"]`. See
     /// [`KeyPart`](crate::KeyPart).
     pub fn key(self, parts: impl IntoStrings) -> Self {
         self.map_limit(|limit| limit.key(parts))
     }
 
-    /// The fate of requests without a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
+    /// The handling of requests that lack a part of the key: `"share"`, `"by_ip"`, `"refuse"` or `"skip"`; see
     /// [`OnMissing`](crate::OnMissing).
     pub fn missing(self, word: &str) -> Self {
         self.map_limit(|limit| limit.missing(word))
     }
 
-    /// A second limit, on each IPv6 /48: `"50 per 60s"`, or `"preset"` for ten times the preset's.
+    /// A second limit, on each IPv6 /48: `"50 per 60s"`, or `"preset"` for ten times the limit of the preset.
     pub fn ipv6_network(self, limit: impl IntoStrings) -> Self {
         self.map_limit(|own| own.with_entry("ipv6_network", toml_strings(limit)))
     }
 
-    /// Blocks that begin with `base` and double up to `cap`: `("2s", "1h")`.
+    /// Sets a penalty with blocks that begin at `base` and double up to `cap`: `("2s", "1h")`.
     pub fn penalty(self, base: &str, cap: &str) -> Self {
         self.map_limit(|limit| limit.penalty(base, cap))
     }
 
-    /// A penalty with more to say.
+    /// Sets a penalty with further options.
     pub fn penalty_options(self, penalty: PenaltyOptions) -> Self {
         self.map_limit(|limit| limit.penalty_options(penalty))
     }
 
-    /// Blocks that are all this long.
+    /// Sets a penalty with blocks of this fixed length.
     pub fn ban(self, length: &str) -> Self {
         self.map_limit(|limit| limit.ban(length))
     }
@@ -319,12 +319,12 @@ impl ActionSpec {
         self.map_limit(LimitSpec::count_all)
     }
 
-    /// How much a call weighs, instead of 1.
+    /// The cost of a call. Default 1.
     pub fn cost(self, cost: u64) -> Self {
         self.map_limit(|limit| limit.with_entry("cost", cost.to_string()))
     }
 
-    /// Decides and logs, and lets everything pass.
+    /// Sets shadow mode: the action decides and logs, and refuses nothing.
     pub fn shadow(self) -> Self {
         self.map_limit(|limit| limit.with_entry("mode", toml_string("shadow")))
     }
@@ -355,7 +355,7 @@ impl ActionSpec {
     }
 }
 
-/// A setting's value as TOML: in quotes unless it is a number or a flag that the setting takes as such.
+/// The value of a setting as TOML: in quotes unless the setting takes it as a bare number or flag.
 fn toml_value(path: &str, value: impl ToString) -> String {
     let value = value.to_string();
     let is_bare = match settings::find(path).map(|setting| setting.value_type) {
@@ -376,7 +376,7 @@ fn toml_table(entries: &[(&'static str, String)]) -> String {
     format!("{{ {} }}", entries.join(", "))
 }
 
-/// A path with each piece that isn't a bare key in quotes.
+/// A path, with quotes around each part that isn't a bare key.
 fn toml_key(path: &str) -> String {
     let is_bare = |piece: &str| {
         !piece.is_empty() && piece.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte))
@@ -386,7 +386,7 @@ fn toml_key(path: &str) -> String {
     pieces.join(".")
 }
 
-/// One string as it is, several as a list.
+/// One string as a string, several as a list.
 fn toml_strings(words: impl IntoStrings) -> String {
     let words: Vec<String> = words.into_strings().iter().map(|word| toml_string(word)).collect();
     match words.as_slice() {
@@ -418,7 +418,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn says_what_a_file_says() {
+    fn the_builder_equals_the_same_file() {
         let built = Policy::builder()
             .setting("inbound.timeouts.connect", "2s")
             .setting("inbound.x_ratelimit", true)
@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_show_what_was_written() {
+    fn errors_show_the_written_text() {
         let errors = Policy::builder().action("login", ActionSpec::new("5 pr 60s")).build().unwrap_err();
         let shown = errors.to_string();
         assert!(shown.contains("policy builder:2:12") && shown.contains("did you mean `per`?"), "{shown}");
@@ -456,14 +456,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_string_is_quoted(text in any::<String>()) {
+        fn any_string_is_quoted_as_valid_toml(text in any::<String>()) {
             let document = format!("x = {}", toml_string(&text));
             let table: toml::Table = document.parse().unwrap();
             prop_assert_eq!(table["x"].as_str(), Some(&*text));
         }
 
         #[test]
-        fn nothing_panics(name in any::<String>(), limit in any::<String>(), path in "[a-z.]{0,20}") {
+        fn arbitrary_builder_input_never_panics(name in any::<String>(), limit in any::<String>(), path in "[a-z.]{0,20}") {
             let _ = Policy::builder().setting(&path, &name).global(&*limit).action(&name, ActionSpec::new(limit.clone())).build();
         }
     }

@@ -1,4 +1,4 @@
-//! Calendar periods in any time zone: where the hours, days, weeks, months and years of a quota begin and end.
+//! Calendar periods in any time zone: the start and end of the hours, days, weeks, months and years of quotas.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,13 +15,13 @@ use crate::nearest::nearest;
 pub enum PeriodUnit {
     /// From one full hour on the zone's clocks to the next.
     Hour,
-    /// From midnight to midnight: 23 or 25 hours where clocks change.
+    /// From midnight to midnight: 23 or 25 hours if the clocks change.
     Day,
     /// From Monday to Monday.
     Week,
-    /// From the first to the first.
+    /// From the first day of one month to that of the next.
     Month,
-    /// From New Year to New Year.
+    /// From 1 January to 1 January.
     Year,
 }
 
@@ -51,8 +51,8 @@ impl PeriodUnit {
     }
 }
 
-/// The time zone of this IANA name in any case, from the system's database, else from the one that is built in. Its
-/// name in the usual spelling comes with it.
+/// Finds the time zone of this IANA name, in any case: in the system's database, then in the built-in one. Returns the
+/// zone and the usual spelling of its name. The error is the nearest name, if any.
 pub(crate) fn find_zone(name: &str) -> Result<(TimeZone, String), Option<String>> {
     let zone = TimeZone::get(name).or_else(|_| TimeZoneDatabase::bundled().get(name));
     match zone {
@@ -63,7 +63,7 @@ pub(crate) fn find_zone(name: &str) -> Result<(TimeZone, String), Option<String>
         Err(_) => {
             let names: Vec<String> =
                 TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
-            // "Los_Angeles" and "los angeles" are near no whole name, but near the last piece of one.
+            // "Los_Angeles" and "los angeles" resemble no whole name, but the last part of one.
             let wanted = name.replace(' ', "_");
             let whole = nearest(&wanted, names.iter().map(String::as_str));
             let by_city = || {
@@ -78,11 +78,11 @@ pub(crate) fn find_zone(name: &str) -> Result<(TimeZone, String), Option<String>
 
 /// The periods of one unit in one zone.
 ///
-/// The period last asked for is kept in one atomic word, so asking again within it costs a load and two comparisons.
+/// The last period is cached in one atomic word, so a further lookup in it costs one load and two comparisons.
 pub struct CivilCalendar {
     unit: PeriodUnit,
     zone: TimeZone,
-    /// The last period: its start in seconds above `LENGTH_BITS`, and below them its length in seconds.
+    /// The cached period: its start in seconds above `LENGTH_BITS`, its length in seconds below.
     cached_period: AtomicU64,
 }
 
@@ -105,13 +105,13 @@ impl CivilCalendar {
             PeriodUnit::Month => period_from(&local, local.date().first_day(self.unit)?, 1.month())?,
             PeriodUnit::Year => period_from(&local, local.date().first_day(self.unit)?, 1.year())?,
         };
-        // Periods that began before the epoch, in zones east of it, are cut at the epoch: time begins there.
+        // Time begins at the epoch, so a period that began before it is cut there.
         let (start, end) = (start.max(0), end.max(start + 1));
         Some((u64::try_from(start).ok()?, u64::try_from(end).ok()?))
     }
 
-    /// The hour on the zone's clocks, cut where they are changed, so that hours follow each other without gap and
-    /// overlap even where the change isn't by a whole hour.
+    /// The hour on the zone's clocks, cut where the clocks change. So hours follow each other without gap or
+    /// overlap, even if the change isn't a whole hour.
     fn hour(&self, local: &Zoned) -> Option<(i64, i64)> {
         let at = local.timestamp();
         let into = i64::from(local.minute()) * 60 + i64::from(local.second());
@@ -144,7 +144,7 @@ impl FirstDay for jiff::civil::Date {
     }
 }
 
-/// The moments at which `first` and the day `length` after it begin.
+/// The moments at which the day `first` and the day `length` after it begin, in seconds since the epoch.
 fn period_from(local: &Zoned, first: jiff::civil::Date, length: Calendrical) -> Option<(i64, i64)> {
     let begins = |date: jiff::civil::Date| {
         let midnight = date.to_zoned(local.time_zone().clone()).ok()?;
@@ -163,7 +163,7 @@ impl Calendar for CivilCalendar {
             return Period { start: Time::from_secs(start), end: Time::from_secs(end) };
         }
         let (start, end) = self.compute(now).unwrap_or_else(|| {
-            // No civil date: beyond jiff's range of years, which no `Time` reaches.
+            // jiff has no civil date beyond its range of years, which no `Time` reaches.
             let day = now.as_micros() / 86_400_000_000;
             (day * 86_400, (day + 1) * 86_400)
         });
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn days_of_23_and_25_hours() {
+    fn days_may_have_23_or_25_hours() {
         let zone = "America/Los_Angeles";
         check(PeriodUnit::Day, zone, "2026-03-08T12:00:00Z", "2026-03-08T08:00:00Z", "2026-03-09T07:00:00Z");
         check(PeriodUnit::Day, zone, "2026-11-01T12:00:00Z", "2026-11-01T07:00:00Z", "2026-11-02T08:00:00Z");
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_zones() {
+    fn periods_are_right_in_unusual_zones() {
         // Samoa skipped 30 December 2011; Lord Howe moves its clocks by half an hour.
         check(PeriodUnit::Day, "Pacific/Apia", "2011-12-30T09:59:59Z", "2011-12-29T10:00:00Z", "2011-12-30T10:00:00Z");
         check(PeriodUnit::Day, "Pacific/Apia", "2011-12-30T10:00:00Z", "2011-12-30T10:00:00Z", "2011-12-31T10:00:00Z");
@@ -225,14 +225,14 @@ mod tests {
     }
 
     #[test]
-    fn weeks_months_and_years() {
+    fn weeks_months_and_years_have_exact_bounds() {
         check(PeriodUnit::Week, "UTC", "2026-11-21T08:00:00Z", "2026-11-16T00:00:00Z", "2026-11-23T00:00:00Z");
         check(PeriodUnit::Month, "UTC", "2028-02-29T23:59:59Z", "2028-02-01T00:00:00Z", "2028-03-01T00:00:00Z");
         check(PeriodUnit::Year, "Europe/Paris", "2026-12-31T23:30:00Z", "2026-12-31T23:00:00Z", "2027-12-31T23:00:00Z");
     }
 
     #[test]
-    fn the_first_and_last_moments() {
+    fn the_first_and_last_times_have_periods() {
         for unit in PeriodUnit::ALL {
             for name in ["UTC", "Pacific/Kiritimati", "Pacific/Pago_Pago"] {
                 let calendar = calendar(unit, name);
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_zones_have_a_nearest_name() {
+    fn unknown_zones_suggest_the_nearest_name() {
         assert_eq!(find_zone("america/los_angeles").unwrap().1, "America/Los_Angeles");
         assert_eq!(find_zone("America/Los_Angles").unwrap_err().as_deref(), Some("America/Los_Angeles"));
         assert_eq!(find_zone("Los Angeles").unwrap_err().as_deref(), Some("America/Los_Angeles"));
@@ -254,7 +254,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn periods_follow_each_other(
+        fn periods_are_contiguous(
             secs in 1_u64..4_000_000_000,
             unit in prop::sample::select(&PeriodUnit::ALL[..]),
             name in prop::sample::select(vec![

@@ -1,4 +1,4 @@
-//! A plan in words, with the true bound of every limit.
+//! The description of a plan in words, with the true bound of every limit.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use crate::plan::{Plan, RateLimitPolicyItem};
 use crate::quantity::Quantity;
 use crate::units::describe_duration;
 
-/// A limit and its penalty: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
+/// Describes a limit and its penalty: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
 pub(crate) fn describe_limit(quantity: &Quantity, penalty: Option<&Penalty>, is_ban: bool, count: CountMode) -> String {
     let mut words = describe_bound(quantity);
     if count == CountMode::All {
@@ -24,7 +24,7 @@ pub(crate) fn describe_limit(quantity: &Quantity, penalty: Option<&Penalty>, is_
     words
 }
 
-/// What a quantity allows at most.
+/// Describes the most that a quantity allows.
 pub(crate) fn describe_bound(quantity: &Quantity) -> String {
     match quantity {
         Quantity::Window { limit: 0, .. } | Quantity::Quota { limit: 0, .. } | Quantity::InFlight { limit: 0 } => {
@@ -62,12 +62,12 @@ pub(crate) fn describe_bound(quantity: &Quantity) -> String {
     }
 }
 
-/// How long a throttled credential rests.
+/// Describes the cool-down of a throttled credential.
 pub(crate) fn describe_cooldown(base: Span, cap: Span) -> String {
     format!("rests for {} when it is throttled", describe_waits(base, 2, cap))
 }
 
-/// Waits that grow: "1 s, 2 s … 30 s".
+/// Describes growing waits: "1 s, 2 s … 30 s".
 pub(crate) fn describe_waits(base: Span, factor: u32, cap: Span) -> String {
     let second = base.times(factor.into());
     let (first, last) = (describe_duration(base.min(cap)), describe_duration(cap));
@@ -105,12 +105,12 @@ fn describe_penalty(penalty: &Penalty, is_ban: bool) -> String {
     words
 }
 
-/// What a `RateLimit-Policy` item says of a quantity; `None` for `unlimited`.
+/// The `RateLimit-Policy` item of a quantity; `None` for `unlimited`.
 pub(crate) fn rate_limit_policy(name: &str, quantity: &Quantity) -> Option<RateLimitPolicyItem> {
     let (quota, window, unit) = match quantity {
         Quantity::Window { limit, window } => (*limit, Some(window.as_secs_ceil()), None),
-        // The number that refills in the window: whoever keeps to it is never refused, and what remains of a burst is
-        // never above it.
+        // The number that refills in the window. A client that keeps to it is never refused, and the rest of a burst
+        // never exceeds it.
         Quantity::Rate { count, per, burst } => {
             let per = u128::from(per.as_micros());
             let refill = u128::from(*burst) * per;
@@ -126,14 +126,14 @@ pub(crate) fn rate_limit_policy(name: &str, quantity: &Quantity) -> Option<RateL
     Some(RateLimitPolicyItem { name: name.to_owned(), quota, window, unit })
 }
 
-/// "client_ip", "client_ip and header:x-tenant".
+/// Joins the parts of a key: "client_ip and header:x-tenant".
 fn describe_parts(parts: &[KeyPart]) -> String {
     let words: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
     words.join(" and ")
 }
 
 impl Plan {
-    /// The whole plan in words: each action with its match, what it counts by, and every limit with its true bound.
+    /// Describes the whole plan: each action with its match, its keys, and every limit with its true bound.
     pub fn describe(&self) -> String {
         let mut text = String::new();
         // Writing to a string can't fail.
@@ -170,11 +170,11 @@ impl Plan {
         text
     }
 
-    /// The fate of requests that lack a part of a limit's key: "requests without header:x-api-key are counted by
-    /// their address". `None` if none can.
+    /// Describes the handling of requests that lack a part of a limit's key: "requests without header:x-api-key are
+    /// counted by their address". `None` if no part can be missing.
     ///
     /// # Panics
-    /// If the id is another plan's and this one has fewer limits.
+    /// If the id is of another plan, and this plan has fewer limits.
     pub fn describe_on_missing(&self, limit: LimitId) -> Option<String> {
         let missing = self.on_missing(limit)?;
         let (lackable, rest): (Vec<_>, Vec<_>) = self.key_parts(limit).iter().partition(|part| part.may_be_missing());
@@ -217,7 +217,7 @@ mod tests {
     use tidegate_core::PenaltySpec;
 
     #[test]
-    fn bounds_are_true() {
+    fn descriptions_state_true_bounds() {
         for (quantity, words) in [
             ("5 per 60s", "at most 5 in any 60 s"),
             ("1000 per 1h", "at most 1000 in any 1 h"),
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn penalties() {
+    fn penalties_are_described_in_words() {
         let window = Span::from_secs(60);
         let words = |spec: PenaltySpec| describe_penalty(&Penalty::new(spec, window).unwrap(), false);
         let spec = PenaltySpec::default();
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn policy_items() {
+    fn ratelimit_policy_items_state_quota_and_window() {
         for (quantity, quota, window) in [
             ("5 per 60s", 5, Some(60)),
             ("10/s", 10, Some(1)),

@@ -1,7 +1,7 @@
-//! TOML as written, with the place of everything in it, before anything is judged; and the [`DocumentReader`] that judges it.
+//! TOML as written, with the location of each value, before any check; and the [`DocumentReader`] that checks it.
 //!
-//! Policies are read by it, and so is whatever else wants to tell its mistakes as policies do: with file, line, column
-//! and the nearest valid name. Such a document may hold the sections of a policy beside its own
+//! Policies are read with it. Other documents can use it to report errors as policies do: with file, line, column
+//! and the nearest valid name. Such a document may have the sections of a policy beside its own
 //! ([`DocumentReader::policy`]).
 
 use std::ops::Range;
@@ -13,10 +13,10 @@ use crate::error::{Error, Errors, quoted};
 pub use crate::nearest::nearest;
 pub use crate::read::DocumentReader;
 
-/// The largest policy file.
+/// The largest policy file, in bytes: 4 MiB.
 const MAX_FILE: usize = 4 << 20;
 
-/// What kind of text a place is in.
+/// The kind of a source text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SourceKind {
     File,
@@ -29,9 +29,9 @@ pub(crate) struct SourceText {
     pub(crate) kind: SourceKind,
     pub(crate) name: String,
     pub(crate) body: String,
-    /// Whether the text itself may be a secret, and is never shown.
+    /// True if the text itself may be a secret; it is then never shown.
     pub(crate) secret: bool,
-    /// Where each line begins.
+    /// The offset of each line's first byte.
     line_starts: Vec<u32>,
 }
 
@@ -42,18 +42,18 @@ impl SourceText {
         Self { kind, name: name.to_owned(), body: body.to_owned(), secret, line_starts: lines }
     }
 
-    /// The number of the line that holds this byte, from 1.
+    /// The number of the line that contains this byte, from 1.
     pub(crate) fn line(&self, at: usize) -> usize {
         self.line_starts.partition_point(|begin| *begin as usize <= at)
     }
 
-    /// Where the line that holds this byte begins.
+    /// The offset of the first byte of the line that contains this byte.
     pub(crate) fn line_start(&self, at: usize) -> usize {
         self.line_starts[self.line(at) - 1] as usize
     }
 }
 
-/// A stretch of a text.
+/// A range of bytes in one of the source texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextRange {
     source: u32,
@@ -76,7 +76,7 @@ impl TextRange {
 pub(crate) struct SourceTexts(Vec<SourceText>);
 
 impl SourceTexts {
-    /// Adds a text; its place in full.
+    /// Adds a text, and returns its whole range.
     pub(crate) fn add(&mut self, text: SourceText) -> TextRange {
         let end = u32::try_from(text.body.len()).unwrap_or(u32::MAX);
         let number = u32::try_from(self.0.len()).unwrap_or(u32::MAX);
@@ -92,7 +92,7 @@ impl SourceTexts {
         self.get(at).body.get(at.start()..at.end()).unwrap_or("")
     }
 
-    /// A stretch of the text that `at` is in, moved outwards to whole characters.
+    /// A range in the text that contains `at`, extended to whole characters.
     pub(crate) fn subrange(&self, at: TextRange, range: Range<usize>) -> TextRange {
         let body = &self.get(at).body;
         let mut start = range.start.min(body.len());
@@ -107,7 +107,7 @@ impl SourceTexts {
         TextRange { source: at.source, start: small(start), end: small(end) }
     }
 
-    /// The stretch of a string's inside, where the source has it letter by letter; the whole string otherwise.
+    /// The range within the contents of a string, if the source has them without escapes; the whole string otherwise.
     pub(crate) fn range_in_string(&self, node: &TomlNode, text: &str, range: Range<usize>) -> TextRange {
         let raw = self.text_at(node.at);
         let offset = if raw == text {
@@ -118,16 +118,16 @@ impl SourceTexts {
             return node.at;
         };
         let start = node.at.start() + offset;
-        // An empty stretch at the end is shown at the closing quote.
+        // An empty range at the end is shown at the closing quote.
         self.subrange(node.at, start + range.start..start + range.end)
     }
 
-    /// The line that a place is on.
+    /// The number of the line on which the range begins.
     pub(crate) fn line(&self, at: TextRange) -> usize {
         self.get(at).line(at.start())
     }
 
-    /// "on line 12" or "in the variable NAME", for pointing at a second place.
+    /// Describes a second location in a message: "on line 12" or "in the variable NAME".
     pub(crate) fn describe_location(&self, at: TextRange) -> String {
         match self.get(at).kind {
             SourceKind::File => format!("on line {}", self.line(at)),
@@ -136,22 +136,22 @@ impl SourceTexts {
     }
 }
 
-/// A document and what stands in it.
+/// A parsed document.
 #[derive(Debug)]
 pub struct TomlDocument {
     pub(crate) texts: SourceTexts,
     root: TomlTable,
-    /// The ready-made providers, by name.
+    /// The provider presets, by name.
     pub(crate) presets: TomlTable,
-    /// A place for what is missing.
+    /// The location of errors about something that is missing.
     pub(crate) full_range: TextRange,
 }
 
 impl TomlDocument {
-    /// Takes a file's text apart. Errors call it `name`.
+    /// Parses the text of a file. Errors call it `name`.
     ///
     /// # Errors
-    /// It isn't TOML, isn't UTF-8, or is larger than 4 MiB.
+    /// If the text isn't TOML, isn't UTF-8, or is larger than 4 MiB.
     pub fn parse(name: &str, body: &[u8]) -> Result<Self, Errors> {
         let mut texts = SourceTexts::default();
         let root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
@@ -160,29 +160,29 @@ impl TomlDocument {
         Ok(Self { texts, root, presets, full_range: whole })
     }
 
-    /// What stands in it.
+    /// The table at the root.
     pub fn root(&self) -> &TomlTable {
         &self.root
     }
 }
 
-/// A value and where it stands.
+/// A value and its location.
 #[derive(Clone, Debug)]
 pub struct TomlNode {
-    /// Where.
+    /// The location.
     pub at: TextRange,
-    /// What.
+    /// The value.
     pub value: TomlValue,
 }
 
-/// What stands at a place.
+/// A TOML value.
 #[derive(Clone, Debug)]
 pub enum TomlValue {
     /// A string.
     String(String),
-    /// As written, without `_`; `None` if it doesn't fit.
+    /// An integer; `None` if it doesn't fit in 64 bits.
     Integer(Option<i64>),
-    /// A number with a point or an exponent, `inf` or `nan`.
+    /// A number with a decimal point or an exponent, `inf` or `nan`.
     Float,
     /// `true` or `false`.
     Boolean(bool),
@@ -194,21 +194,21 @@ pub enum TomlValue {
     Table(TomlTable),
 }
 
-/// A table's entries in the order of the file.
+/// A table, with its entries in the order of the file.
 #[derive(Clone, Debug, Default)]
 pub struct TomlTable {
-    /// Each name once.
+    /// The entries; each name occurs once.
     pub entries: Vec<TomlEntry>,
 }
 
-/// A name and what stands behind it.
+/// A name and its value.
 #[derive(Clone, Debug)]
 pub struct TomlEntry {
     /// The name.
     pub key: String,
-    /// Where it stands.
+    /// The location of the name.
     pub key_at: TextRange,
-    /// What stands behind it.
+    /// The value.
     pub node: TomlNode,
 }
 
@@ -222,7 +222,7 @@ impl TomlTable {
         self.entries.iter_mut().find(|entry| entry.key == key)
     }
 
-    /// What stands behind this name.
+    /// The value of this name.
     pub fn node(&self, key: &str) -> Option<&TomlNode> {
         self.get(key).map(|entry| &entry.node)
     }
@@ -235,7 +235,7 @@ impl TomlTable {
         self.entries.retain(|entry| entry.key != key);
     }
 
-    /// Puts a value in, in place of the one there.
+    /// Sets a value, replacing the one of the same name.
     pub(crate) fn insert(&mut self, key: &str, at: TextRange, value: TomlValue) {
         let node = TomlNode { at, value };
         match self.get_mut(key) {
@@ -244,8 +244,8 @@ impl TomlTable {
         }
     }
 
-    /// This table with another laid over it: what both have is the other's, but tables in tables are laid over each other
-    /// in turn.
+    /// This table with `other` merged over it. For a name in both, the other's value is taken; two tables under one
+    /// name are merged in the same way.
     #[must_use]
     pub fn merged_with(&self, other: &Self) -> Self {
         let mut merged = self.clone();
@@ -262,7 +262,7 @@ impl TomlTable {
         merged
     }
 
-    /// The table under this key, made if there is none; `None` if something else is there.
+    /// The table under this key, created if it is missing; `None` if there is a value of another type.
     pub(crate) fn table_or_insert(&mut self, key: &str, at: TextRange) -> Option<&mut TomlTable> {
         if self.get(key).is_none() {
             self.insert(key, at, TomlValue::Table(TomlTable::default()));
@@ -272,7 +272,7 @@ impl TomlTable {
 }
 
 impl TomlNode {
-    /// The table that it is.
+    /// The table, if the value is one.
     pub fn as_table(&self) -> Option<&TomlTable> {
         match &self.value {
             TomlValue::Table(table) => Some(table),
@@ -287,7 +287,7 @@ impl TomlNode {
         }
     }
 
-    /// What it is, for telling: "the number 5", "a list".
+    /// Describes the value in a message: "the number 5", "a list".
     pub(crate) fn describe(&self, texts: &SourceTexts) -> String {
         match &self.value {
             TomlValue::String(text) => format!("the string {}", quoted(text)),
@@ -303,10 +303,10 @@ impl TomlNode {
     }
 }
 
-/// Reads what a file holds. Broken TOML gives errors; what could be read all the same is not judged then, since it may
-/// not be what was meant.
+/// Parses a file. Invalid TOML gives errors; its readable parts are then not checked, since they may not be what
+/// was meant.
 pub(crate) fn parse_file(texts: &mut SourceTexts, name: &str, body: &[u8]) -> Result<TomlTable, Vec<Error>> {
-    // A byte order mark is no mistake of the person who wrote the file.
+    // A byte order mark isn't a mistake of the author.
     let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
     let too_large = body.len() > MAX_FILE;
     let body = if too_large { &[] } else { body };
@@ -329,7 +329,7 @@ pub(crate) fn parse_file(texts: &mut SourceTexts, name: &str, body: &[u8]) -> Re
     }
 }
 
-/// Reads one TOML value from the part of a text that `at` names.
+/// Parses one TOML value from the range `at` of a text.
 pub(crate) fn parse_value(texts: &SourceTexts, at: TextRange) -> Result<TomlNode, Error> {
     let raw = texts.text_at(at);
     match DeValue::parse(raw) {
@@ -373,12 +373,12 @@ fn convert_table(texts: &SourceTexts, text: TextRange, offset: usize, table: DeT
             }
         })
         .collect();
-    // The parser sorts by name; what stands first in the file matches first.
+    // The parser sorts by name, but the first match in the file has to win.
     entries.sort_by_key(|entry| entry.key_at.start());
     TomlTable { entries }
 }
 
-/// A parser's complaints in words for people who don't know TOML by heart.
+/// Converts the parser's errors to messages for users who don't know TOML well.
 fn convert_errors(texts: &SourceTexts, text: TextRange, offset: usize, parse_errors: &[toml::de::Error]) -> Vec<Error> {
     let body = &texts.get(text).body;
     let place = |complaint: &toml::de::Error| {
@@ -392,7 +392,7 @@ fn convert_errors(texts: &SourceTexts, text: TextRange, offset: usize, parse_err
     for complaint in parse_errors {
         let at = place(complaint);
         let is_twice = complaint.message().contains("duplicate key");
-        // A section that stands twice makes each of its keys stand twice, which needs no telling.
+        // Each key of a duplicate section is a duplicate too, which need not be reported.
         if let Some(header) = duplicate_header.filter(|_| is_twice && !is_header(at)) {
             let between = &body[header.end()..at.start()];
             if !between.lines().skip(1).any(|line| line.trim_start().starts_with('[')) {
@@ -410,7 +410,7 @@ fn convert_errors(texts: &SourceTexts, text: TextRange, offset: usize, parse_err
                 ),
             ];
         }
-        // What follows on the same line is confusion about the first.
+        // A further error on the same line usually follows from the first.
         if last_line != Some(texts.line(at)) {
             errors.push(convert_error(texts, at, complaint.message()));
         }
@@ -459,7 +459,7 @@ fn convert_error(texts: &SourceTexts, at: TextRange, message: &str) -> Error {
         let name = key.trim().to_owned();
         let error =
             Error::new(texts, whole, format!("the value of {} isn't in quotes", quoted(&name)), "a string in quotes");
-        // What may be a secret isn't said again.
+        // A value that may be a secret isn't repeated.
         return match crate::error::may_be_secret(line) {
             true => error.help("a secret doesn't belong in a policy; write where it is, such as \"env:NAME\""),
             false => error.help(format!("write {name} = \"{value}\"")),

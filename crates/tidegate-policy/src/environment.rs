@@ -1,4 +1,4 @@
-//! Environment variables, laid over the file before anything is judged, so that both go through the same checks.
+//! Environment variables. They are merged over the file before any check, so both go through the same checks.
 
 mod prefixed;
 
@@ -13,17 +13,17 @@ use crate::nearest::{fold_name, nearest};
 use crate::quantity::Quantity;
 use crate::settings::{self, PLAIN_VARIABLES, SettingType, VARIABLE_PREFIX};
 
-/// The window of `GLOBAL_RATE_LIMIT` when nobody says one, in seconds.
+/// The window of `GLOBAL_RATE_LIMIT` if none is set, in seconds.
 const DEFAULT_WINDOW_SECS: u64 = 3600;
-/// The longest window or block that a plain name gives: ten years in seconds.
+/// The longest window or block that a plain variable can set, in seconds: ten years.
 const MAX_SECS: u64 = 315_360_000;
 
-/// What the names that belong to Tidegate begin with, in any case: one that isn't a setting's is a mistake.
+/// The prefix of Tidegate's own variables, in any case. A variable with it that sets no setting is an error.
 const RESERVED_PREFIX: &str = "TIDEGATE_";
-/// Names of the family that the test suite reads, and no policy.
+/// Variables with this prefix that the test suite reads; a policy ignores them.
 const TEST_VARIABLES: [&str; 4] = ["TIDEGATE_REQUIRE_ALL", "TIDEGATE_FULL", "TIDEGATE_SEED", "TIDEGATE_FUZZ_SECONDS"];
 
-/// Whether a variable is looked at at all.
+/// True if a policy looks at the variable.
 pub(crate) fn is_policy_variable(name: &str) -> bool {
     has_reserved_prefix(name) && !TEST_VARIABLES.contains(&name)
         || PLAIN_VARIABLES.iter().any(|(plain, _, _)| *plain == name)
@@ -33,11 +33,11 @@ fn has_reserved_prefix(name: &str) -> bool {
     name.get(..RESERVED_PREFIX.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(RESERVED_PREFIX))
 }
 
-/// Members of the policy that have names of their own.
+/// A section of the policy with members that have names.
 #[derive(Clone, Copy)]
 struct NamedSection {
     section: &'static str,
-    /// The key in the section, which is also what a member is called.
+    /// The key in the section, which is also the word for a member in messages.
     key: &'static str,
 }
 
@@ -55,7 +55,7 @@ impl NamedSection {
     }
 }
 
-/// The variables that a secret is taken from, which may have any name.
+/// The variables that secrets are read from; they may have any name.
 fn secret_variables(root: &TomlTable, env: &[(String, String)]) -> Vec<String> {
     fn texts<'t>(node: &'t TomlNode, found: &mut Vec<&'t str>) {
         match &node.value {
@@ -80,22 +80,22 @@ fn secret_variables(root: &TomlTable, env: &[(String, String)]) -> Vec<String> {
         name.rsplit("__").next().is_some_and(|last| SECRET_SETTINGS.contains(&&*last.to_ascii_lowercase()))
     };
     let in_env = env.iter().filter(|(name, _)| holds(name)).map(|(_, value)| value);
-    // Also inside of a table or a list, as in `{ pin = "env:PIN" }`.
+    // A source may also be inside a table or a list, as in `{ pin = "env:PIN" }`.
     sources.extend(in_env.flat_map(|value| value.split([',', '"', '\'', '[', ']', ' ']).map(str::trim)));
     let names = sources.into_iter().filter_map(|source| source.strip_prefix("env:"));
     names.map(|name| name.split('[').next().unwrap_or(name).to_owned()).collect()
 }
 
-/// An action's or a provider's name as a variable's name holds it, in lower case.
+/// The name of an action or a provider in the form that a variable's name contains, in lower case.
 pub(crate) fn fold_member_name(name: &str) -> String {
     fold_name(name).replace('.', "_")
 }
 
-/// The environment, as far as it may concern the policy.
+/// The environment variables that a policy is read with.
 #[derive(Clone, Default)]
 pub(crate) struct EnvVars {
     pub(crate) variables: Vec<(String, String)>,
-    /// What further names begin with.
+    /// The custom prefix of further variables.
     pub(crate) prefix: Option<String>,
 }
 
@@ -105,7 +105,7 @@ impl EnvVars {
     }
 }
 
-/// The names alone: nobody knows which of the values is a secret.
+/// Shows only the names, because any value may be a secret.
 impl fmt::Debug for EnvVars {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.variables.iter().map(|(name, _)| name.as_str()).collect();
@@ -113,7 +113,7 @@ impl fmt::Debug for EnvVars {
     }
 }
 
-/// Lays the variables over the file's table.
+/// Merges the variables over the table of the file.
 pub(crate) fn apply_variables(texts: &mut SourceTexts, errors: &mut Vec<Error>, root: &mut TomlTable, env: EnvVars) {
     let is_said = |value: &str| !value.trim().is_empty();
     let prefixed: Vec<(String, String)> =
@@ -157,7 +157,7 @@ fn add_source(texts: &mut SourceTexts, name: &str, value: &str, secret: bool) ->
     texts.add(SourceText::new(SourceKind::Variable, name, value, secret))
 }
 
-/// Sets what one variable names.
+/// Sets the setting that one variable names.
 fn set_variable(
     texts: &mut SourceTexts,
     root: &mut TomlTable,
@@ -165,7 +165,7 @@ fn set_variable(
     value: &str,
     path: &[String],
 ) -> Result<(), Error> {
-    // The member's own spelling takes the place of the variable's, and `*` its place in the table of settings.
+    // In `here` the member's own spelling replaces the variable's; in `setting_path` a `*` does.
     let (mut here, mut setting_path) = (path.to_vec(), path.join("."));
     if let [section, key, member, rest @ ..] = path
         && let Some(named) = NAMED_SECTIONS.into_iter().find(|named| named.section == section && named.key == key)
@@ -176,7 +176,7 @@ fn set_variable(
         match members.iter().find(|known| fold_member_name(known) == fold_member_name(member)) {
             Some(known) => here[2].clone_from(known),
             None => {
-                // What an unknown name holds may be anything, a secret too, and isn't shown.
+                // The value of an unknown name may be anything, even a secret, so it isn't shown.
                 let at = add_source(texts, name, value, true);
                 let meant = nearest(member, members.iter().map(String::as_str));
                 let message = format!("{name} names no {key} of the policy");
@@ -205,7 +205,7 @@ fn set_variable(
             Error::new(texts, value_at, format!("{name} can't be set: `{section}` is no table in the file"), "a table")
         })?;
     }
-    // Of two ways to say a thing, the environment's takes the place of the file's.
+    // If two settings exclude each other, the environment's replaces the file's.
     match last.as_str() {
         "ban" => table.remove("penalty"),
         "penalty" => table.remove("ban"),
@@ -222,7 +222,7 @@ fn set_variable(
     Ok(())
 }
 
-/// A value that may be a list without brackets.
+/// A value with the brackets that a list may lack.
 fn in_brackets(value: &str) -> String {
     let value = value.trim();
     if value.starts_with('[') { value.to_owned() } else { format!("[{value}]") }
@@ -238,7 +238,7 @@ fn describe_members(what: &str, members: &[String]) -> String {
 }
 
 fn unknown_variable_error(texts: &SourceTexts, at: TextRange, name: &str, root: &TomlTable) -> Error {
-    // With the right prefix, whatever the case and the number of underscores.
+    // Correct the prefix, whatever its case and its number of underscores.
     let rest = name.get(RESERVED_PREFIX.len()..).unwrap_or_default().trim_start_matches('_');
     let upper = format!("{VARIABLE_PREFIX}{}", rest.to_ascii_uppercase());
     let members = NAMED_SECTIONS.map(|named| (format!("{}.{}.", named.section, named.key), named.members(root)));
@@ -249,12 +249,12 @@ fn unknown_variable_error(texts: &SourceTexts, at: TextRange, name: &str, root: 
             None => vec![variable],
         })
         .collect();
-    // A name that only has other underscores is meant before any that is merely like it.
+    // A name that differs only in underscores is preferred to any that is merely similar.
     let bare = |name: &str| name.replace('_', "");
     let plain =
         PLAIN_VARIABLES.iter().map(|(plain, _, _)| *plain).find(|plain| bare(plain) == bare(rest).to_ascii_uppercase());
     let same = names.iter().map(String::as_str).find(|known| bare(known) == bare(&upper)).or(plain);
-    // Two names in one section differ by their last word, so that is what is compared, within the section first.
+    // Two names in one section differ in their last word, so last words are compared, within the section first.
     let (section, word) = upper.rsplit_once("__").unwrap_or(("", &upper));
     let siblings: Vec<&str> = names
         .iter()
@@ -267,14 +267,14 @@ fn unknown_variable_error(texts: &SourceTexts, at: TextRange, name: &str, root: 
         .did_you_mean(meant.as_deref())
 }
 
-/// The place of a value without the white space around it.
+/// The range of a value without the white space around it.
 fn trimmed_range(texts: &SourceTexts, at: TextRange) -> TextRange {
     let body = texts.text_at(at);
     let start = body.len() - body.trim_start().len();
     texts.subrange(at, start..start + body.trim().len())
 }
 
-/// Reads a variable's value in the form that its setting has. What doesn't fit stays text, for the reader to refuse.
+/// Parses a variable's value in the form of its setting. A value that doesn't fit stays text; the reader refuses it.
 fn parse_as(texts: &SourceTexts, at: TextRange, form: SettingType) -> Result<TomlNode, Error> {
     let raw = texts.text_at(at);
     let first = raw.chars().next();
@@ -323,7 +323,7 @@ fn trimmed_item_range(piece: &str, begin: usize) -> Range<usize> {
     start..start + piece.trim().len()
 }
 
-/// `GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE` and `BACKOFF_MAX`.
+/// Applies `GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE` and `BACKOFF_MAX`.
 fn apply_plain_variables(
     texts: &mut SourceTexts,
     errors: &mut Vec<Error>,
@@ -402,7 +402,7 @@ fn apply_global_limit(
         (None, None) => format!("{DEFAULT_WINDOW_SECS}s"),
     };
     let is_new = written.is_none();
-    // A file that has something else there is refused for that.
+    // If the file has something else there, the reader reports that.
     let Some(global) = root.table_or_insert("inbound", at).and_then(|inbound| inbound.table_or_insert("global", at))
     else {
         return;
@@ -413,7 +413,7 @@ fn apply_global_limit(
     }
 }
 
-/// Every penalty table of the file.
+/// Every penalty table in the file.
 fn growing_penalties(root: &mut TomlTable) -> Vec<&mut TomlTable> {
     fn tables<'t>(table: &'t mut TomlTable, found: &mut Vec<&'t mut TomlTable>) {
         for entry in &mut table.entries {

@@ -1,4 +1,4 @@
-//! What is wrong with a policy, told so that a newcomer can put it right.
+//! The errors of a policy, shown so that a newcomer can correct them.
 
 use std::fmt;
 
@@ -7,15 +7,15 @@ use crate::nearest::similar;
 use crate::printable::{printable, printable_lines};
 use crate::settings;
 
-/// How many errors are told at once.
+/// The most errors that are shown at once.
 const MAX_ERRORS: usize = 50;
-/// How much of a line is shown before and after the place in question, in characters.
+/// The most characters of a line that are shown before and after the place of an error.
 const MAX_CHARS_BEFORE: usize = 60;
 const MAX_CHARS_AFTER: usize = 60;
-/// What hides a secret.
+/// The replacement for a secret.
 const MASK: &str = "…";
 
-/// Where something is wrong.
+/// The location of an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ErrorLocation {
     /// In the policy file.
@@ -87,9 +87,9 @@ impl fmt::Display for Note {
     }
 }
 
-/// One thing that is wrong. `Display` shows it with its place, the line in question and a caret under it; secrets in
+/// One error in a policy. `Display` shows it with its location, the line and a caret under the place; secrets in
 /// that line are hidden.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Error(Box<ErrorDetails>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,7 +103,7 @@ struct ErrorDetails {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Excerpt {
-    /// The line number, which a variable has none of.
+    /// The line number; empty for a variable.
     number: String,
     line: String,
     indent: String,
@@ -120,7 +120,7 @@ impl Error {
         Self::with_details(texts, at, message.into(), expected.into(), None)
     }
 
-    /// An error whose place may hold a secret: from there on, the line isn't shown.
+    /// Creates an error at a place that may hold a secret: the line isn't shown from there on.
     pub(crate) fn hiding_secret(
         texts: &SourceTexts,
         at: TextRange,
@@ -170,7 +170,7 @@ impl Error {
         self
     }
 
-    /// Adds "did you mean" if there is something to offer.
+    /// Adds "did you mean" if there is a suggestion.
     pub(crate) fn did_you_mean(self, meant: Option<&str>) -> Self {
         match meant {
             Some(meant) => self.help(format!("did you mean `{meant}`?")),
@@ -178,22 +178,22 @@ impl Error {
         }
     }
 
-    /// Where it is wrong.
+    /// The location of the error.
     pub fn location(&self) -> &ErrorLocation {
         &self.0.location
     }
 
-    /// What was found.
+    /// The message: what was found.
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
-    /// What was expected.
+    /// The expected text or value; it may be empty.
     pub fn expected(&self) -> &str {
         &self.0.expected
     }
 
-    /// What may help: the nearest valid name, another way to write it.
+    /// Suggestions: the nearest valid name, or another way to write the value.
     pub fn help_texts(&self) -> &[String] {
         &self.0.help
     }
@@ -201,7 +201,7 @@ impl Error {
 
 impl Excerpt {
     fn new(number: String, prefix: &str, line: &str, start: usize, end: usize, hidden: Option<usize>) -> Self {
-        // What follows a hidden value stays hidden too: where it ends is guesswork.
+        // The end of a hidden value is uncertain, so all that follows stays hidden too.
         let (line, start, end) = match hidden {
             Some(at) => (format!("{}{MASK}", &line[..at]), start.min(at), end.min(at + MASK.len())),
             None => hide_passwords(line, start, end),
@@ -232,15 +232,15 @@ impl Excerpt {
     }
 }
 
-/// Whether something in a line may be a secret.
+/// True if something in a line may be a secret.
 pub(crate) fn may_be_secret(line: &str) -> bool {
     secret_start(line).is_some() || line.contains("://") && line.contains('@')
 }
 
-/// Settings that say where a secret is; what stands in its place may be the secret itself.
+/// Settings whose value is the source of a secret; an author may write the secret itself there.
 pub(crate) const SECRET_SETTINGS: [&str; 3] = ["token", "credentials", "secrets"];
 
-/// Where a value begins that may be a secret: after the `=` of a key that reads like one, unless the value only says
+/// The offset of a value that may be a secret: after the `=` of a key that reads like one, unless the value only says
 /// where the secret is.
 fn secret_start(line: &str) -> Option<usize> {
     line.match_indices('=').find_map(|(equals, _)| {
@@ -255,7 +255,8 @@ fn secret_start(line: &str) -> Option<usize> {
     })
 }
 
-/// Where a line may hold a secret that what stands above it says: an item of a list, or a key of a table of secrets.
+/// The offset of a secret that the lines above announce: an item of a list, or the value of a key in a table of
+/// secrets.
 fn secret_start_in_section(above: &str, line: &str) -> Option<usize> {
     const FAR: usize = 1100;
     let begin = line.trim_start();
@@ -273,7 +274,7 @@ fn secret_start_in_section(above: &str, line: &str) -> Option<usize> {
     of_secrets.then_some(value)
 }
 
-/// Whether the key before an equals sign is such a one.
+/// True if `is` accepts the key before an equals sign.
 fn key_matches(line: &str, equals: usize, is: impl FnOnce(&str) -> bool) -> bool {
     let before = line[..equals].trim_end().trim_end_matches(['"', '\'']);
     let is_part = |letter: char| letter.is_alphanumeric() || "_-".contains(letter);
@@ -285,13 +286,13 @@ fn is_secret_name(key: &str) -> bool {
     if SECRET_SETTINGS.contains(&key) {
         return true;
     }
-    // A setting's own name is no misspelling: `header` isn't `bearer`.
+    // The name of a setting isn't a misspelling: `header` isn't `bearer`.
     let is_setting = || settings::all().any(|setting| setting.path().split('.').any(|name| name == key));
     let alike = SECRETS.iter().any(|word| key.contains(word)) || similar(key, SECRETS).is_some();
     alike && !is_setting()
 }
 
-/// Whether a value only says where secrets are.
+/// True if a value only says where secrets are.
 pub(crate) fn is_secret_source(value: &str) -> bool {
     let value = value.trim_start();
     let (items, is_list) = match value.strip_prefix('[') {
@@ -303,7 +304,7 @@ pub(crate) fn is_secret_source(value: &str) -> bool {
     if is_list { items.all(|item| item.is_empty() || is_place(item)) } else { items.next().is_some_and(is_place) }
 }
 
-/// Hides what stands between `://` and `@`, and moves the marked range along.
+/// Hides the text between `://` and `@`, and moves the marked range accordingly.
 fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize) {
     let mut shown = String::with_capacity(line.len());
     let mut rest = 0;
@@ -339,7 +340,7 @@ fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize
     (shown, new_start, new_end.max(new_start))
 }
 
-/// Something that was found, for quoting in a message: [`printable`], and cut to 60 characters.
+/// A found text for a message: [`printable`], in quotes, and cut to 60 characters.
 pub(crate) fn quoted(text: &str) -> String {
     let shown = hide_passwords(text, 0, 0).0;
     let mut cut: String = printable(&shown).chars().take(60).collect();
@@ -347,6 +348,12 @@ pub(crate) fn quoted(text: &str) -> String {
         cut.push('…');
     }
     format!("`{cut}`")
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl fmt::Display for Error {
@@ -370,15 +377,15 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Everything that is wrong with a policy, in the order of the file. `Display` shows each, and how many there are.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// All errors of a policy, in the order of the file. `Display` shows at most 50 of them, and their number.
+#[derive(Clone, PartialEq, Eq)]
 pub struct Errors {
     errors: Vec<Error>,
     omitted: usize,
 }
 
 impl Errors {
-    /// In the order of the file, then of the variables' names.
+    /// Sorts the errors by their place in the file, then by the variables' names.
     pub(crate) fn new(mut list: Vec<Error>) -> Self {
         list.sort_by(|left, right| left.0.location.sort_key().cmp(&right.0.location.sort_key()));
         list.dedup();
@@ -387,12 +394,12 @@ impl Errors {
         Self { errors: list, omitted: more }
     }
 
-    /// Each error; at most 50 of them.
+    /// The errors, at most 50.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Error> {
         self.errors.iter()
     }
 
-    /// How many there are, those that [`Errors::iter`] leaves out included.
+    /// The number of errors, including those that [`Errors::iter`] leaves out.
     pub fn count(&self) -> usize {
         self.errors.len() + self.omitted
     }
@@ -404,6 +411,13 @@ impl ErrorLocation {
             Self::File { line, column, .. } => (*line, "", *column),
             Self::Variable { name, column } => (usize::MAX, name, *column),
         }
+    }
+}
+
+impl fmt::Debug for Errors {
+    /// The text of `Display`: it is what a `main` prints that returns the error.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
@@ -428,7 +442,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn secrets_are_hidden() {
+    fn excerpts_hide_secrets() {
         for line in [
             "token = \"hunter2\"",
             "api = { token=\"hunter2\", x = 1 }",
@@ -464,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn the_caret_follows_the_text() {
+    fn the_caret_stays_below_its_text() {
         let line = "url = \"redis://user:hunter2@host/0\" # x";
         let at = line.find("# x").unwrap();
         let excerpt = Excerpt::new(String::new(), "", line, at, at + 3, None);
@@ -473,13 +487,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_place_is_searched_for_secrets(above in "[a-z.=\"\\[\\]\n é]{0,80}", line in "[a-z=\"\\[\\] é]{0,40}") {
+        fn secret_positions_are_character_boundaries(above in "[a-z.=\"\\[\\]\n é]{0,80}", line in "[a-z=\"\\[\\] é]{0,40}") {
             let begins = secret_start_in_section(&above, &line).or_else(|| secret_start(&line));
             prop_assert!(begins.is_none_or(|begins| line.is_char_boundary(begins)));
         }
 
         #[test]
-        fn any_line_is_shown_without_panic(line in "\\PC*", prefix in "[A-Z_=]{0,100}", start: prop::sample::Index, end: prop::sample::Index) {
+        fn any_excerpt_is_bounded_and_never_panics(line in "\\PC*", prefix in "[A-Z_=]{0,100}", start: prop::sample::Index, end: prop::sample::Index) {
             let boundaries: Vec<usize> = line.char_indices().map(|(at, _)| at).chain([line.len()]).collect();
             let (start, end) = (*start.get(&boundaries), *end.get(&boundaries));
             let excerpt = Excerpt::new(String::new(), &prefix, &line, start.min(end), start.max(end), secret_start(&line));

@@ -1,4 +1,4 @@
-//! Whose address a request comes from.
+//! The address of the client that sent a request.
 
 use std::net::IpAddr;
 
@@ -7,14 +7,14 @@ use http::header::{FORWARDED, HeaderName};
 
 use crate::address::{Networks, canonical_ip};
 
-/// How many hops of a forwarding header are looked at, from the right. Real chains have fewer than ten; a header that
-/// claims more proxies than this is read no further, and the last trusted hop counts as the client.
+/// The most hops of a forwarding header that are read, from the right. Real chains have fewer than ten. If a header
+/// claims more, reading stops, and the last trusted hop counts as the client.
 pub const MAX_HOPS: usize = 1024;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
-/// Which header names the hops before a trusted proxy. Only this one is read: a proxy that appends to the one passes
-/// the other on as the client sent it, so believing both would let clients choose their address.
+/// The header that lists the hops before a trusted proxy. Only this one is read. A proxy that appends to one header
+/// passes the other on as the client sent it, so trusting both would let clients choose their address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ForwardingHeader {
     /// `X-Forwarded-For`, as most proxies send.
@@ -34,22 +34,23 @@ impl ForwardingHeader {
     }
 }
 
-/// Whose forwarding headers are believed: `inbound.trusted_proxies` and `inbound.forwarded`.
+/// The trusted proxies and their header: `inbound.trusted_proxies` and `inbound.forwarded`.
 #[derive(Clone, Debug, Default)]
 pub struct Forwarding {
-    /// The proxies that are believed; none by default.
+    /// The trusted proxies; none by default.
     pub trusted: Networks,
-    /// Which header they write.
+    /// The header that they write. Default `X-Forwarded-For`.
     pub header: ForwardingHeader,
 }
 
 impl Forwarding {
-    /// The client's address: the socket's peer, unless that is a trusted proxy; then the first untrusted address from
-    /// the right of the forwarding header, whose lines count as one list. If all are trusted it is the leftmost one.
+    /// Returns the client's address: the socket's peer, unless that is a trusted proxy. Then it is the first untrusted
+    /// address from the right of the forwarding header, all lines of which form one list. If all are trusted, it is the
+    /// leftmost one.
     ///
-    /// Where an entry is no address (garbage, `unknown`, `_hidden`) or more than [`MAX_HOPS`] were read, reading stops
-    /// and the last good trusted hop counts. Entries may have ports and brackets: `1.2.3.4:56`, `[::1]:80`. The
-    /// answer is canonical: an IPv4-mapped address is IPv4.
+    /// Reading stops at an entry that is no address (garbage, `unknown`, `_hidden`) and after [`MAX_HOPS`] entries; the
+    /// last good trusted hop then counts. Entries may have ports and brackets: `1.2.3.4:56`, `[::1]:80`. The result is
+    /// canonical: an IPv4-mapped address is IPv4.
     pub fn client_ip(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = canonical_ip(peer);
         if self.trusted.is_empty() || !self.trusted.contains(client) {
@@ -73,7 +74,7 @@ impl Forwarding {
                 };
                 rest = before;
                 let entry = entry.trim_ascii();
-                // RFC 9110 5.6.1 has recipients skip empty list elements.
+                // RFC 9110 5.6.1 requires recipients to skip empty list elements.
                 if entry.is_empty() {
                     continue;
                 }
@@ -100,8 +101,8 @@ fn last_entry(list: &[u8]) -> (Option<&[u8]>, &[u8]) {
     }
 }
 
-/// Splits the last element off a list at its last comma outside quotes. A backslash is in no address or port, so an
-/// escaped quote needs no care: the element that it spoils isn't an address either way.
+/// Splits the last element off a list at its last comma outside quotes. Escaped quotes need no handling: an address or
+/// port has no backslash, so an element with an escaped quote isn't an address either way.
 fn last_element(list: &[u8]) -> (Option<&[u8]>, &[u8]) {
     let mut quoted = false;
     for (at, byte) in list.iter().enumerate().rev() {
@@ -114,7 +115,7 @@ fn last_element(list: &[u8]) -> (Option<&[u8]>, &[u8]) {
     (None, list)
 }
 
-/// The node of the one `for` parameter of a `Forwarded` element.
+/// The value of the only `for` parameter of a `Forwarded` element.
 fn forwarded_for(element: &[u8]) -> Option<&[u8]> {
     let mut found = None;
     for pair in element.split(|byte| *byte == b';') {
@@ -131,7 +132,7 @@ fn unquoted(bytes: &[u8]) -> &[u8] {
     bytes.strip_prefix(b"\"").and_then(|rest| rest.strip_suffix(b"\"")).unwrap_or(bytes).trim_ascii()
 }
 
-/// An address with or without brackets and port.
+/// Parses an address with or without brackets and port.
 fn parse_address(bytes: &[u8]) -> Option<IpAddr> {
     let text = std::str::from_utf8(bytes).ok()?;
     if let Some(inside) = text.strip_prefix('[') {
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn x_forwarded_for() {
+    fn x_forwarded_for_gives_the_client_address() {
         let xff = |peer, lines: &[&str], expected| check(ForwardingHeader::XForwardedFor, peer, lines, expected);
         xff("127.0.0.1", &[], "127.0.0.1");
         xff("127.0.0.1", &["1.2.3.4"], "1.2.3.4");
@@ -209,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn forwarded() {
+    fn the_forwarded_header_gives_the_client_address() {
         let forwarded = |lines: &[&str], expected| check(ForwardingHeader::Forwarded, "127.0.0.1", lines, expected);
         forwarded(&["for=192.0.2.60;proto=http;by=203.0.113.43"], "192.0.2.60");
         forwarded(&["For=\"[2001:db8:cafe::17]:4711\""], "2001:db8:cafe::17");
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn long_lists() {
+    fn forwarding_lists_are_bounded() {
         let trusted = vec!["10.0.0.1"; 999].join(", ");
         check(ForwardingHeader::XForwardedFor, "127.0.0.1", &[&format!("1.2.3.4, {trusted}")], "1.2.3.4");
         let elements = vec!["for=10.0.0.1"; 999].join(",");
@@ -248,7 +249,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_untrusted_peer_is_itself(line in "[ -~]{0,80}") {
+        fn an_untrusted_peers_headers_are_ignored(line in "[ -~]{0,80}") {
             let peer: IpAddr = "203.0.113.9".parse().unwrap();
             for header in [ForwardingHeader::XForwardedFor, ForwardingHeader::Forwarded] {
                 prop_assert_eq!(forwarding(header).client_ip(peer, &headers(header.as_str(), &[&line])), peer);
@@ -256,7 +257,7 @@ mod tests {
         }
 
         #[test]
-        fn any_header_is_read_without_panic(line in prop::collection::vec(32_u8..=255, 0..200)) {
+        fn any_forwarding_header_is_read_without_panic(line in prop::collection::vec(32_u8..=255, 0..200)) {
             let Ok(value) = http::HeaderValue::from_bytes(&line) else { return Ok(()) };
             for header in [ForwardingHeader::XForwardedFor, ForwardingHeader::Forwarded] {
                 let mut map = HeaderMap::new();

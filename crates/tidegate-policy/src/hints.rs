@@ -1,4 +1,4 @@
-//! What a provider's reply says about when to call again.
+//! The hints of a provider's reply about the time for the next call.
 
 use std::cmp::Reverse;
 use std::time::UNIX_EPOCH;
@@ -10,17 +10,17 @@ use tidegate_core::{Remaining, RemainingAmount, Span, Time};
 
 use crate::units::parse_duration;
 
-/// gRPC's own wait; negative, or nothing that can be read, asks not to retry at all (gRFC A6).
+/// gRPC's header for the wait. A negative or unreadable value asks for no retry at all (gRFC A6).
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
-/// Waits in milliseconds: Azure's, and that of LLM providers.
+/// Headers with waits in milliseconds: Azure's, and that of LLM providers.
 const MILLISECOND_HEADERS: [HeaderName; 2] =
     [HeaderName::from_static("x-ms-retry-after-ms"), HeaderName::from_static("retry-after-ms")];
-/// draft-ietf-httpapi-ratelimit-headers.
+/// The header of draft-ietf-httpapi-ratelimit-headers.
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
-/// Lines of `RateLimit` that are read; a provider has a handful of limits.
+/// The most lines of `RateLimit` that are read; a provider has only a few limits.
 const MAX_LINES: usize = 16;
 
-/// Headers that belong together: how much is left, when there is more, and how much there is then.
+/// Headers that belong together: the amount that is left, the time of the reset, and the amount after it.
 struct HeaderFamily {
     remaining: HeaderName,
     reset: HeaderName,
@@ -74,41 +74,42 @@ const fn cost(remaining: &'static str, reset: &'static str, limit: &'static str)
     family(Measure::Cost, remaining, reset, limit)
 }
 
-/// A number from here on is Unix time in milliseconds: as seconds it would be the year 5138.
+/// The least number that is read as Unix time in milliseconds: in seconds it would be the year 5138.
 const EPOCH_MILLIS: u128 = 100_000_000_000;
-/// A number from here on is Unix time in seconds: as a wait it would be three years.
+/// The least number that is read as Unix time in seconds: as a wait it would be three years.
 const EPOCH_SECS: u128 = 100_000_000;
 
-/// What the headers of a reply say about when to call again.
+/// The hints in a reply's headers about the time for the next call.
 ///
-/// Zero, a negative number, something that can't be read, a moment in the past and a header that is there twice say
-/// nothing; a time beyond [`Span::MAX`] is that. Moments are taken as the server's clock has them, if the reply has a
-/// `Date`, so that it doesn't matter how far that clock is from ours.
+/// In a wait or a reset, these are ignored: zero, negative numbers, unreadable values and moments in the past. A header
+/// that occurs twice is ignored, except `RateLimit`. A time beyond [`Span::MAX`] becomes that. If the reply has a
+/// `Date`, moments are compared with it, so a difference between the server's clock and ours doesn't matter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Hints {
-    /// The wait that is asked for outright. The first of these that can be read, the most exact first:
+    /// The wait that the server asks for. The first readable of these counts, the most exact first:
     /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `Retry-After` (seconds or HTTP date).
     pub retry_after: Option<Span>,
-    /// Until when nothing is left, of the latest of all allowances that are at zero: `RateLimit` (`r=0;t=…`, and the
-    /// earlier drafts' `remaining=0, reset=…`), `RateLimit-Remaining`, `X-RateLimit-Remaining`, and those that OpenAI
-    /// and Anthropic count requests and tokens by, each with its reset. A reset is a number (Unix time in
-    /// seconds or milliseconds, or seconds from now: whichever its size makes likely), a duration such as `6m0s`,
-    /// RFC 3339 or an HTTP date.
+    /// The time until which nothing is left: the latest reset of all allowances at zero. The allowances are `RateLimit`
+    /// (`r=0;t=…`, and `remaining=0, reset=…` of earlier drafts), `RateLimit-Remaining`, `X-RateLimit-Remaining`, and
+    /// those with which OpenAI and Anthropic count requests and tokens, each with its reset. A reset is a number, a
+    /// duration such as `6m0s`, an RFC 3339 time or an HTTP date. A number is Unix time in seconds or milliseconds, or
+    /// seconds from now, depending on its size.
     pub spent_until: Option<Time>,
-    /// When allowances whose rest isn't told begin anew: on a refusal, the best guess there is.
+    /// The latest reset of allowances without a remaining amount. After a refusal it is the best available guess.
     pub resets_at: Option<Time>,
-    /// Whether an allowance is at zero, be it told until when or not.
+    /// True if an allowance is at zero, with or without a known reset.
     pub exhausted: bool,
-    /// What is left, of the allowance of calls and of that of cost that has least left: `RateLimit`, `X-RateLimit-Remaining` and those
-    /// that OpenAI and Anthropic count requests and tokens by, where they tell their resets.
+    /// The amount left of the allowance of calls that has least left, and of that of cost. The allowances are
+    /// `RateLimit`, `X-RateLimit-Remaining` and those with which OpenAI and Anthropic count requests and tokens, if
+    /// they have resets.
     pub remaining: Remaining,
-    /// Whether the server asks not to be tried again: `grpc-retry-pushback-ms` is no whole number from 0 up.
+    /// True if the server asks for no retry: `grpc-retry-pushback-ms` is no whole number from 0 up.
     pub asks_not_to_retry: bool,
 }
 
 impl Hints {
-    /// Reads the headers of a reply that arrived `now`.
+    /// Reads the headers of a reply that arrived at `now`.
     pub fn read(headers: &HeaderMap, now: Time) -> Self {
         if !headers.keys().any(is_hint_header) {
             return Self::default();
@@ -143,8 +144,8 @@ impl Hints {
         hints
     }
 
-    /// How long the server is left alone if it refused the request: the wait that it asks for, else until there is
-    /// something left again.
+    /// The time without calls after a refusal: the wait that the server asks for, otherwise the time until something is
+    /// left again. `None` without a hint.
     pub fn wait(&self, now: Time) -> Option<Span> {
         let until = |at: Option<Time>| at.map(|at| at.since(now)).filter(|wait| !wait.is_zero());
         self.retry_after.or_else(|| until(self.spent_until)).or_else(|| until(self.resets_at))
@@ -179,14 +180,14 @@ impl Hints {
     }
 }
 
-/// What time it is here and, to the second, there.
+/// The local time, and the server's in whole seconds.
 struct ReplyClock {
     now: Time,
     server: Option<u64>,
 }
 
 impl ReplyClock {
-    /// How long it is until this moment of the server's, in microseconds since the Unix epoch.
+    /// The time until a moment of the server's clock, given in microseconds since the Unix epoch.
     fn until(&self, micros: u128) -> Span {
         let present = self.server.map_or(u128::from(self.now.as_micros()), |secs| u128::from(secs) * 1_000_000);
         span(micros.saturating_sub(present), 1)
@@ -214,7 +215,7 @@ impl ReplyClock {
     }
 }
 
-/// What one line of `RateLimit` says of each limit: how much is left, and when it begins anew.
+/// Parses one line of `RateLimit`: for each limit, the amount that is left and the time until its reset.
 fn parse_rate_limit(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
     let number = |item: Option<&BareItem>| item.and_then(BareItem::as_integer).map(i64::from);
     let left = |left: Option<i64>| left.and_then(|left| u128::try_from(left).ok());
@@ -226,7 +227,7 @@ fn parse_rate_limit(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
         });
         return items.map(|params| (left(number(params.get("r"))), wait(number(params.get("t"))))).collect();
     }
-    // Up to the seventh draft it was a dictionary.
+    // Drafts up to the seventh define a dictionary.
     let Ok(dictionary) = Parser::new(line).parse::<Dictionary>() else { return Vec::new() };
     let member = |name: &str| match dictionary.get(name) {
         Some(ListEntry::Item(item)) => number(Some(&item.bare_item)),
@@ -235,27 +236,27 @@ fn parse_rate_limit(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
     vec![(left(member("remaining")), wait(member("reset")))]
 }
 
-/// Whether a header may be one of those that say something: most replies have none, and looking for each of them takes
-/// longer than looking once at what is there.
+/// True if a header may hold a hint. Most replies have none, and one look at the headers that exist is faster than
+/// a search for each known name.
 fn is_hint_header(name: &HeaderName) -> bool {
     const BEGINNINGS: [&str; 6] = ["rate", "retry-", "x-rate", "x-ms-retry-", "grpc-retry-", "anthropic-ratelimit-"];
     BEGINNINGS.iter().any(|beginning| name.as_str().starts_with(beginning))
 }
 
-/// The value of a header that is there exactly once.
+/// The value of a header that occurs exactly once.
 fn single_value<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
     let mut values = headers.get_all(name).iter();
     let value = values.next()?.to_str().ok()?.trim();
     values.next().is_none().then_some(value)
 }
 
-/// Seconds since the Unix epoch of an HTTP date (RFC 9110 §5.6.7).
+/// Converts an HTTP date (RFC 9110 §5.6.7) to seconds since the Unix epoch.
 fn http_date(text: &str) -> Option<u64> {
     let date = httpdate::parse_http_date(text).ok()?;
     date.duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs())
 }
 
-/// A whole number, saturating.
+/// Parses a whole number, saturating.
 fn parse_digits(text: &str) -> Option<u128> {
     let all = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     all.then(|| {
@@ -263,9 +264,9 @@ fn parse_digits(text: &str) -> Option<u128> {
     })
 }
 
-/// A decimal number without sign and exponent, `scale` times over, rounded up and saturating.
+/// Parses a decimal number without sign or exponent and multiplies it by `scale`, rounded up and saturating.
 fn parse_scaled(text: &str, scale: u32) -> Option<u128> {
-    /// Digits behind the point that can matter.
+    /// The number of digits after the point that matter.
     const PLACES: usize = 9;
     let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
     parse_digits(fraction)?;
@@ -275,7 +276,7 @@ fn parse_scaled(text: &str, scale: u32) -> Option<u128> {
     Some(parse_digits(whole)?.saturating_mul(u128::from(scale)).saturating_add(part))
 }
 
-/// A decimal number of units of `micros` microseconds.
+/// Parses a decimal number of units; a unit is `micros` microseconds.
 fn parse_wait(text: &str, micros: u32) -> Option<Span> {
     parse_scaled(text, micros).map(|micros| span(micros, 1))
 }
@@ -309,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn every_header_that_is_read_is_looked_for() {
+    fn every_used_header_is_a_hint_header() {
         let families = HEADER_FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset]);
         for name in families.chain(MILLISECOND_HEADERS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER]) {
             assert!(is_hint_header(&name), "{name}");
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn retry_after_is_seconds_or_a_date() {
+    fn retry_after_may_be_seconds_or_date() {
         for (text, millis) in [
             ("7", Some(7_000)),
             ("86400", Some(86_400_000)),
@@ -355,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_date_is_taken_by_the_servers_clock() {
+    fn dates_are_relative_to_the_servers_clock() {
         let (date, ahead) = ("Thu, 01 Jan 2026 01:00:00 GMT", "Thu, 01 Jan 2026 01:00:20 GMT");
         assert_eq!(waits(&[("date", date), ("retry-after", ahead)]), Some(20_000));
         assert_eq!(waits(&[("date", ahead), ("retry-after", date)]), None);
@@ -366,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_exact_wait_wins() {
+    fn the_most_precise_wait_is_used() {
         let all = [
             ("retry-after", "7"),
             ("retry-after-ms", "6500"),
@@ -382,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn pushback_may_ask_to_stop() {
+    fn pushback_may_forbid_retries() {
         for (text, stop) in [("0", false), ("150", false), ("-1", true), ("-9999999999999", true), ("never", true)] {
             let hints = read(&[("grpc-retry-pushback-ms", text)]);
             assert_eq!(hints.asks_not_to_retry, stop, "{text}");
@@ -392,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_left_until_the_reset() {
+    fn spent_allowances_last_until_their_reset() {
         let secs = |secs| Some(NOW + Span::from_secs(secs));
         type Row<'a> = (&'static str, &'a str, &'static str, &'a str, Option<Time>);
         let rows: [Row<'_>; 21] = [
@@ -451,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn the_drafts_of_ratelimit() {
+    fn ratelimit_header_drafts_are_read() {
         let secs = |secs| Some(NOW + Span::from_secs(secs));
         let rest =
             |left, secs| Some(RemainingAmount { amount: left, limit: None, resets_at: NOW + Span::from_secs(secs) });
@@ -481,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_waits_for_what_is_told_best() {
+    fn a_refusals_wait_prefers_retry_after() {
         let spent = [("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "3600"), ("retry-after", "7")];
         assert_eq!(read(&spent).wait(NOW), Some(Span::from_secs(7)));
         assert_eq!(read(&spent[..2]).wait(NOW), Some(Span::from_secs(3600)));
@@ -490,7 +491,7 @@ mod tests {
         assert_eq!(read(&spent[..2]).wait(NOW + Span::from_secs(3600)), None);
     }
 
-    /// What values are made of: numbers and units, lists, dates, and what isn't text.
+    /// Parts of header values: numbers and units, lists, dates, and bytes that aren't text.
     const PIECES: [&[u8]; 24] = [
         b"0",
         b"1",
@@ -519,7 +520,7 @@ mod tests {
     ];
 
     #[test]
-    fn nothing_panics_and_waits_are_ahead() {
+    fn arbitrary_headers_give_future_waits_without_panic() {
         let pairs = HEADER_FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset, family.limit]);
         let names: Vec<_> = pairs.chain(MILLISECOND_HEADERS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER, DATE]).collect();
         property::fuzz(120, |mut random| {

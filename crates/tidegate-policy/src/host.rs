@@ -1,9 +1,9 @@
-//! Hosts as they are compared, and which there are.
+//! Hosts in the form that is compared, and their syntax.
 
 use std::net::Ipv6Addr;
 
-/// A host without its port and without the dot that may end it. What no host should have behind it is left out as well:
-/// servers end a host at its first colon.
+/// The host without its port and without a dot at its end. Text that doesn't belong behind a host is left out as well,
+/// because servers end a host at its first colon.
 pub(crate) fn bare_host(host: &str) -> &str {
     let host = match host.find(if host.starts_with('[') { ']' } else { ':' }) {
         Some(bracket) if host.starts_with('[') => &host[..=bracket],
@@ -14,10 +14,10 @@ pub(crate) fn bare_host(host: &str) -> &str {
     host.strip_suffix('.').unwrap_or(host)
 }
 
-/// True if this is a host and perhaps a port, as `Host` and `:authority` have it (RFC 3986 §3.2.2): letters, digits, `-`,
-/// `.`, `_` and `~`, or an IPv6 address in brackets; then perhaps a colon and any number of digits. Empty is one: it says
-/// that the client has no name for the server. What else the RFC allows, percent signs above all, no host on the Internet
-/// has, and servers read it in different ways.
+/// True if this is a host with an optional port, as `Host` and `:authority` have it (RFC 3986 §3.2.2): letters, digits,
+/// `-`, `.`, `_` and `~`, or an IPv6 address in brackets; then optionally a colon and any number of digits. An empty
+/// host is valid: the client has no name for the server. The RFC allows further characters, above all percent signs. No
+/// host on the Internet has them, and servers read them in different ways.
 #[inline]
 pub fn is_host(host: &[u8]) -> bool {
     let end = match host {
@@ -38,7 +38,7 @@ pub fn is_host(host: &[u8]) -> bool {
     }
 }
 
-/// True if both name one server over HTTP: `host:80`, `host:` and `host` do, in any case.
+/// True if both name the same server over HTTP: `host:80`, `host:` and `host` do, in any case.
 pub fn is_same_host(left: &[u8], right: &[u8]) -> bool {
     without_port(left).eq_ignore_ascii_case(without_port(right))
 }
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_ends_at_its_port() {
+    fn the_port_is_removed_from_hosts() {
         for (host, bare) in [
             ("example.org", "example.org"),
             ("example.org.", "example.org"),
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_are_names_or_addresses_with_a_port_at_most() {
+    fn valid_hosts_have_at_most_a_port() {
         for host in [
             "",
             "a",

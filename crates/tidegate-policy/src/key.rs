@@ -1,4 +1,4 @@
-//! What is counted together: key parts, and how they become 128 bits.
+//! Keys: the parts that calls are counted by, and their hashes of 128 bits.
 
 mod cookies;
 mod error;
@@ -27,26 +27,26 @@ pub const PLATFORMS: [&str; 4] = ["web", "mobile", "api", "admin"];
 /// The most parts in one key.
 pub(crate) const MAX_PARTS: usize = 8;
 
-/// One thing that calls are counted by. A key is a list of them: `key = ["client_ip", "header:x-tenant"]`.
+/// One property that calls are counted by. A key is a list of them: `key = ["client_ip", "header:x-tenant"]`.
 ///
-/// Parts that a client chooses freely (`header:`, `cookie:`, `query:`) give each invented value a count of its own;
-/// [`inbound.global`](crate::settings) is there to bound a client that invents many. Spellings of one value (quotes,
-/// backslashes, escapes) count as one. Where a request has such a part several times, or spelt so that servers differ in
-/// what they read, each limit that counts by it counts the request under each of the values, all or nothing; with more
-/// than four distinct ones the request is [`UncountableError`]. What becomes of requests without the part says [`OnMissing`].
+/// Clients choose the values of some parts freely (`header:`, `cookie:`, `query:`), and each value has a count of its
+/// own. [`inbound.global`](crate::settings) bounds a client that invents many values. Spellings of one value (quotes,
+/// backslashes, escapes) count as one. If a request has a part several times, or spelt so that servers read different
+/// values, each limit on that part counts the request under each value, all or nothing. With more than four distinct
+/// values the result is an [`UncountableError`]. [`OnMissing`] is the rule for requests without the part.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum KeyPart {
-    /// `client_ip`: the client's IPv4 address, or the /64 that its IPv6 address is in; `inbound.ipv6_prefix` says another
+    /// `client_ip`: the client's IPv4 address, or the /64 of its IPv6 address; `inbound.ipv6_prefix` sets another
     /// length.
     ClientIp,
-    /// `ipv6/LENGTH`: the network of this length that the client's IPv6 address is in, such as `ipv6/48`. Clients with
+    /// `ipv6/LENGTH`: the network of this length around the client's IPv6 address, such as `ipv6/48`. Clients with
     /// IPv4 addresses lack it.
     Ipv6Network(u8),
     /// `key`: the `key` of a decision-API query.
     Key,
-    /// `platform`: web, mobile, api or admin, as a decision-API query says.
+    /// `platform`: web, mobile, api or admin, as given by a decision-API query.
     Platform,
-    /// `header:NAME`: the header of this name; of several lines, each, and all of them joined.
+    /// `header:NAME`: the header of this name; if it has several lines, each of them and all of them joined.
     Header(HeaderName),
     /// `cookie:NAME`: the cookie of this name, without quotes and escapes.
     Cookie(String),
@@ -56,13 +56,13 @@ pub enum KeyPart {
     Method,
     /// `host`: the request's host, in lower case and without its port.
     Host,
-    /// `path`: the request's path without its query string. Spellings that any server reads alike share a count; a path
-    /// that can be read as several counts as each of them.
+    /// `path`: the request's path without its query string. Spellings that at least one server reads alike share a
+    /// count; a path with several readings counts as each of them.
     Path,
 }
 
 impl KeyPart {
-    /// The plain part names; those with a colon want a name behind it.
+    /// The names of the parts; capitals stand for a value.
     pub(crate) const NAMES: [&'static str; 10] = [
         "client_ip",
         "ipv6/LENGTH",
@@ -76,7 +76,7 @@ impl KeyPart {
         "path",
     ];
 
-    /// What an API query calls the part: `ip` for `client_ip`, otherwise its own word.
+    /// The part's field in an API query: `ip` for addresses and their networks, otherwise the part's own name.
     pub fn query_field(&self) -> String {
         match self {
             Self::ClientIp | Self::Ipv6Network(_) => "ip".to_owned(),
@@ -84,13 +84,13 @@ impl KeyPart {
         }
     }
 
-    /// Whether a plain HTTP request carries the part, so that a proxy or forward-auth can fill it. `key` and
+    /// True if a plain HTTP request carries the part, so that a proxy or forward-auth can fill it. `key` and
     /// `platform` come only from the decision API or from a Rust program.
     pub fn is_in_requests(&self) -> bool {
         !matches!(self, Self::Key | Self::Platform)
     }
 
-    /// True if a log that doesn't tell the part says that the request lacks it.
+    /// True if a request lacks the part when its log entry doesn't record it.
     fn is_absent_if_not_logged(&self) -> bool {
         matches!(self, Self::QueryParameter(_) | Self::Ipv6Network(_))
     }
@@ -102,18 +102,18 @@ impl KeyPart {
     }
 }
 
-/// The fate of requests without a part that a limit counts by: `missing`.
+/// The handling of requests that lack a part of a limit's key: `missing`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum OnMissing {
     /// `share`: all of them share one count.
     Share,
-    /// `by_ip`, the default: each client's address has a count of its own, apart from the counts of those that have the
-    /// part. Where there is no address they share one, and so do headers, cookies and hosts that a log doesn't tell.
+    /// `by_ip`, the default: each client address has a count of its own, apart from the counts of requests with the
+    /// part. Requests without an address share one. So do logged requests without a recorded header, cookie or host.
     #[default]
     ByIp,
-    /// `refuse`: they are [`UncountableError`].
+    /// `refuse`: they are refused with [`UncountableError`].
     Refuse,
-    /// `skip`: the limit doesn't take part.
+    /// `skip`: the limit doesn't count them.
     Skip,
 }
 
@@ -134,34 +134,34 @@ impl fmt::Display for KeyPart {
     }
 }
 
-/// The secret that key parts are hashed under (SipHash-1-3 with 128 bits of output, by Aumasson and Bernstein), so
-/// that nobody outside can choose keys that collide. Random for each process when state is its own; shared and kept
-/// when state is shared. `Debug` doesn't print it.
+/// The secret under which key parts are hashed (SipHash-1-3 with 128 bits of output, by Aumasson and Bernstein), so
+/// that no outsider can choose keys that collide. It is random for each process if the state is the process's own;
+/// it is shared and kept if the state is shared. `Debug` doesn't print it.
 #[derive(Clone)]
 pub struct KeySeed(SipHasher13);
 
 impl KeySeed {
-    /// A seed from 16 bytes, which should be random: `KeySeed::new(rand::random())`.
+    /// Creates a seed from 16 bytes, which should be random: `KeySeed::new(rand::random())`.
     pub fn new(bytes: [u8; 16]) -> Self {
         Self(SipHasher13::new_with_key(&bytes))
     }
 
-    /// The seed that a secret of any length means.
+    /// Derives the seed from a secret of any length.
     pub fn from_secret(secret: &[u8]) -> Self {
         let mut hasher = SipHasher13::new();
         hasher.write(secret);
         Self::new(hasher.finish128().as_bytes())
     }
 
-    /// What a provider's limits count by.
+    /// The key of a provider's limits.
     pub(crate) fn provider_key(&self, provider: &str) -> Key {
         self.outbound_encoder(provider).finish()
     }
 
-    /// What the limits of the provider's credential at this place count by. It begins as the provider's key does, so that
-    /// a store that is divided by keys' first bits finds what a call changes in one place.
+    /// The key of the limits on the provider's credential at this index. It begins like the provider's key. So a store
+    /// that is divided by the keys' first bits has all that one call changes in one place.
     pub(crate) fn credential_key(&self, provider: &str, credential: usize) -> Key {
-        /// The bits in common; more would crowd a thousand credentials together.
+        /// The bits in common. With more of them, the keys of a thousand credentials would be too close together.
         const COMMON: u64 = 0xff << 56;
         let mut encoder = self.outbound_encoder(provider);
         encoder.part(31, &(credential as u64).to_le_bytes());
@@ -169,7 +169,7 @@ impl KeySeed {
         Key::new(own.hi(), whole.lo() & COMMON | own.lo() & !COMMON)
     }
 
-    /// What a shared pacer's state is kept under.
+    /// The key of a shared pacer's state.
     pub fn pacer_key(&self, name: &str) -> Key {
         let mut encoder = KeyEncoder::new(self, DOMAIN_PACER);
         encoder.part(32, name.as_bytes());
@@ -183,21 +183,13 @@ impl KeySeed {
     }
 }
 
-/// What a limit is called in a store that outlives the plan ([`Limit::with_tag`](tidegate_core::Limit::with_tag)), of what
-/// it is part of and its name there. A limit of another kind is another limit: nothing of what the first remembered would
-/// mean anything to it.
+/// The tag of a limit in a store that outlives the plan ([`Limit::with_tag`](tidegate_core::Limit::with_tag)), from the
+/// direction that it is part of, its name there and its kind. A limit of another kind has another tag, because it can't
+/// read the first one's state.
 pub fn limit_tag(direction: &str, name: &str, kind: &LimitKind) -> u64 {
-    let kind = match kind {
-        LimitKind::Window(_) => 1,
-        LimitKind::Rate(_) => 2,
-        LimitKind::Quota(_) => 3,
-        LimitKind::Concurrency(_) => 4,
-        LimitKind::Cooldown(_) => 5,
-        LimitKind::Pace(_) => 6,
-    };
     let mut encoder = KeyEncoder::new(&KeySeed::new([0; 16]), DOMAIN_TAG);
-    encoder.part(kind, direction.as_bytes());
-    encoder.part(kind, name.as_bytes());
+    encoder.part(kind.id(), direction.as_bytes());
+    encoder.part(kind.id(), name.as_bytes());
     encoder.finish().lo()
 }
 
@@ -207,21 +199,21 @@ impl fmt::Debug for KeySeed {
     }
 }
 
-/// The parts of one key, in order, and what becomes of calls that lack one.
+/// The parts of one key, in order, and the handling of calls that lack one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct KeyTemplate {
     parts: Box<[KeyPart]>,
     on_missing: OnMissing,
 }
 
-/// The rules by which addresses and paths are read.
+/// The rules for reading addresses and paths.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeyOptions {
     pub(crate) quirks: PathQuirks,
     pub(crate) ipv6: Ipv6Prefix,
 }
 
-/// Why a recipe can't be followed.
+/// The reason why a template gives no key.
 pub(crate) enum KeyTemplateError<'r> {
     Part(&'r KeyPart),
     Platform(String),
@@ -233,14 +225,14 @@ const DOMAIN_PARENT: u8 = 1;
 const DOMAIN_OUTBOUND: u8 = 2;
 const DOMAIN_TAG: u8 = 3;
 const DOMAIN_PACER: u8 = 4;
-/// Marks a part that is missing.
+/// Marks a missing part.
 const MISSING_FLAG: u8 = 0x80;
-/// Marks a part that is missing, and before what the call is counted by instead.
+/// Marks a missing part; the client's address follows in its place.
 const MISSING_BY_IP_FLAG: u8 = 0xc0;
 
 impl KeyTemplate {
     pub(crate) fn new(parts: Vec<KeyPart>, missing: OnMissing) -> Self {
-        // Where nothing can be missing the word says nothing, and equal recipes are hashed once.
+        // If no part can be missing, the word has no effect; the default lets equal templates be hashed once.
         let missing = if parts.iter().any(KeyPart::may_be_missing) { missing } else { OnMissing::default() };
         Self { parts: parts.into(), on_missing: missing }
     }
@@ -253,11 +245,11 @@ impl KeyTemplate {
         self.on_missing
     }
 
-    /// The key of a call. Each part goes in with a tag and its length before it, so no two lists of parts read the
-    /// same. `None` if a part is missing, or has several values, or is spelt unusually: [`KeyTemplate::keys`] then tells.
+    /// The key of a call. Each part follows its tag and its length, so no two lists of parts give the same bytes.
+    /// `None` if a part is missing, has several values or is spelt unusually; [`KeyTemplate::keys`] then decides.
     #[inline]
     pub(crate) fn key(&self, query: &Query<'_>, rules: KeyOptions, seed: &KeySeed) -> Option<Key> {
-        // What most limits count by, without the detour over a buffer.
+        // Most limits count by address alone, which needs no buffer.
         if let [KeyPart::ClientIp] = &*self.parts
             && let Some(ip) = query.ip
         {
@@ -270,7 +262,7 @@ impl KeyTemplate {
         Some(encoder.finish())
     }
 
-    /// All keys of a call: one for each combination of its parts' values, none if the limit doesn't take part.
+    /// All keys of a call: one for each combination of its parts' values; none if the limit doesn't count the call.
     #[cold]
     pub(crate) fn keys(
         &self,
@@ -313,8 +305,8 @@ impl KeyTemplate {
         Ok(encoders.into_iter().map(KeyEncoder::finish).collect())
     }
 
-    /// The key that a call shares at least so widely, and how widely: with a network around its address if the recipe has
-    /// one, otherwise with everybody.
+    /// The key that a call shares at this level or a wider one, and the actual level. If the template has an address
+    /// part, the key is that of a network around the address; otherwise all calls share it.
     pub(crate) fn shared_key(
         &self,
         share: ShareLevel,
@@ -337,7 +329,7 @@ impl KeyTemplate {
     }
 }
 
-/// Why [`encode_part`] has no part to encode_part that requests never lack.
+/// The error for a part that [`encode_part`] can't encode, and that is never treated as missing.
 fn missing_part_error<'r>(part: &'r KeyPart, query: &Query<'_>) -> KeyTemplateError<'r> {
     match (part, query.platform) {
         (KeyPart::Platform, Some(found)) => KeyTemplateError::Platform(found.chars().take(64).collect()),
@@ -345,10 +337,10 @@ fn missing_part_error<'r>(part: &'r KeyPart, query: &Query<'_>) -> KeyTemplateEr
     }
 }
 
-/// The values that a call has for a part that it may lack, or may have several of; `None` for other parts.
+/// The values of a part that a call may lack or have several times; `None` for other parts.
 fn part_values<'q, 'r>(part: &'r KeyPart, query: &Query<'q>) -> Result<Option<PartValues<'q>>, KeyTemplateError<'r>> {
-    // A request that lacks a part is nothing unusual; a query without request headers comes from a caller that forgot
-    // the field and is told so.
+    // Requests often lack a part. But a query without request headers comes from a caller that forgot the field, and
+    // is an error.
     let headers = query.headers.ok_or(KeyTemplateError::Part(part));
     let too_many =
         |TooManyValuesError| KeyTemplateError::Uncountable(UncountableError::TooManyValues(part.to_string()));
@@ -383,7 +375,7 @@ fn part_tag(part: &KeyPart) -> u8 {
     }
 }
 
-/// Encodes a part that a call has in one usual spelling; `None` if it hasn't.
+/// Encodes a part that a call has in one usual spelling; `None` otherwise.
 #[inline]
 fn encode_part(part: &KeyPart, query: &Query<'_>, rules: KeyOptions, encoder: &mut KeyEncoder) -> Option<()> {
     match part {
@@ -407,10 +399,10 @@ fn encode_part(part: &KeyPart, query: &Query<'_>, rules: KeyOptions, encoder: &m
     Some(())
 }
 
-/// The key of an address alone; the same that an [`KeyEncoder`] gives.
+/// The key of an address alone, equal to that of a [`KeyEncoder`].
 #[inline]
 fn address_key(prefix: PrefixBytes, seed: &KeySeed) -> Key {
-    // Eight bytes, the rest, and in the last word's top byte the length, as SipHash pads.
+    // SipHash's padding: the first eight bytes, then the rest with the length in the last word's top byte.
     let (first, last) = match prefix {
         PrefixBytes::V4([a, b, c, d]) => ([DOMAIN_KEY, 4, 4, 0, 0, 0, a, b], [c, d, 0, 0, 0, 0, 0, 10]),
         PrefixBytes::V6([a, b, c, d, e, f, g, h]) => ([DOMAIN_KEY, 6, 8, 0, 0, 0, a, b], [c, d, e, f, g, h, 0, 14]),
@@ -419,8 +411,8 @@ fn address_key(prefix: PrefixBytes, seed: &KeySeed) -> Key {
     siphash_two_words(k0, k1, u64::from_le_bytes(first), u64::from_le_bytes(last))
 }
 
-/// SipHash-1-3 with 128 bits of output for a message of two padded words, written out so that it can be inlined: half
-/// of the time of the general way.
+/// SipHash-1-3 with 128 bits of output for a message of two padded words. It is written out so that it can be inlined,
+/// and takes half the time of the general function.
 #[inline]
 fn siphash_two_words(k0: u64, k1: u64, first: u64, last: u64) -> Key {
     #[inline(always)]
@@ -436,7 +428,7 @@ fn siphash_two_words(k0: u64, k1: u64, first: u64, last: u64) -> Key {
         *d = d.rotate_left(21) ^ *a;
         *c = c.rotate_left(32);
     }
-    // "somepseudorandomlygeneratedbytes", and 0xee for the long output.
+    // SipHash's constant "somepseudorandomlygeneratedbytes", and 0xee for the long output.
     let mut state = [
         k0 ^ 0x736f_6d65_7073_6575,
         k1 ^ 0x646f_7261_6e64_6f6d ^ 0xee,
@@ -468,7 +460,7 @@ fn encode_prefix(prefix: PrefixBytes, encoder: &mut KeyEncoder) {
     }
 }
 
-/// Collects a key's bytes on the stack and hashes them in one go; longer ones are streamed.
+/// Collects a key's bytes on the stack and hashes them at once; longer keys are streamed.
 #[derive(Clone)]
 struct KeyEncoder {
     hasher: SipHasher13,
@@ -548,7 +540,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_short_way_gives_the_same_key() {
+    fn the_fast_address_key_equals_the_encoded() {
         for number in 0..1000_u128 {
             let bits = number.wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
             let seed = KeySeed::new(bits.swap_bytes().to_le_bytes());
@@ -562,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn long_keys_are_streamed_to_the_same_hash() {
+    fn streamed_long_keys_hash_the_same() {
         let seed = KeySeed::new([3; 16]);
         let text = "x".repeat(1000);
         let mut whole = vec![DOMAIN_KEY, 16];

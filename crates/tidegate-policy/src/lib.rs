@@ -1,9 +1,9 @@
-//! The words of Tidegate: policy files, environment, presets and keys, read into a plan.
+//! The policy language of Tidegate: policy files, environment variables, presets and keys, read into a plan.
 //!
-//! A person writes limits in TOML, in environment variables or with [`Policy::builder`]; this crate checks every
-//! word and turns them into a [`Plan`] of [`tidegate_core`] limits that a machine runs. Nothing is half-configured:
-//! [`Policy::load`] gives a whole [`Policy`] or [`Errors`], each of which names the file, line and column, what was
-//! found, what was expected and the nearest valid name.
+//! Limits are written in TOML, in environment variables or with [`Policy::builder`]. This crate checks every word and
+//! turns them into a [`Plan`] of [`tidegate_core`] limits that the engine runs. Nothing is half-configured:
+//! [`Policy::load`] returns a whole [`Policy`] or [`Errors`]. Each error has the file, line and column, the text that
+//! was found, what was expected and the nearest valid name.
 //!
 //! ```
 //! use tidegate_policy::{Policy, Query, PolicySources};
@@ -21,14 +21,14 @@
 //!
 //! | to find | look in |
 //! | --- | --- |
-//! | what a quantity string means | [`Quantity`] |
+//! | the meaning of a quantity string | [`Quantity`] |
 //! | every setting, its default and its environment name | [`settings::all`] |
-//! | which requests an action matches | [`Matcher`] |
-//! | which address a client has | [`Forwarding`] |
-//! | what is counted together | [`KeyPart`] |
-//! | which period a quota counts in | [`calendar`] |
-//! | what is known of other people's APIs | [`outbound`] |
-//! | how a document of one's own is read as strictly | [`document`] |
+//! | the requests that an action matches | [`Matcher`] |
+//! | the address of a client | [`Forwarding`] |
+//! | the keys that calls are counted by | [`KeyPart`] |
+//! | the periods of quotas | [`calendar`] |
+//! | the settings of providers, the APIs that are called | [`outbound`] |
+//! | a reader for other documents, as strict as for policies | [`document`] |
 #![forbid(unsafe_code)]
 
 mod address;

@@ -1,4 +1,4 @@
-//! The actions that one call meets.
+//! The actions that apply to one call.
 
 use std::fmt;
 
@@ -10,18 +10,18 @@ use crate::plan::{ActionId, Plan};
 use crate::query::Query;
 use crate::readings;
 
-/// The most actions that one call meets.
+/// The most actions that apply to one call.
 pub const MAX_ACTIONS: usize = MAX_OPS;
 
-/// No action.
+/// The mark of an empty place.
 const NO_ACTION: u16 = u16::MAX;
 
-/// The actions that a call meets: none, one, or several where its path can be read in several ways. All of them are
-/// charged, or none. An [`ActionId`] and an `Option` of one turn into it.
+/// The actions that apply to a call: none, one, or several if its path has several readings. All of them are
+/// charged, or none. An [`ActionId`] and an `Option` of one convert into it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MatchedActions([u16; MAX_ACTIONS]);
 
-/// A path of which it can't be said what a call with it meets.
+/// A path whose actions can't be determined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
     /// Its readings match different actions, and `inbound.ambiguous_paths` is `refuse`.
@@ -29,22 +29,22 @@ pub enum PathError {
         "servers may read the path in ways that match different actions, which the policy refuses; send its plain form"
     )]
     Ambiguous,
-    /// Its readings are more, or match more actions or keys, than one decision holds.
+    /// It has more readings, or they match more actions or keys, than one decision holds.
     #[error("servers may read the path in more ways than one decision can be about; send its plain form")]
     TooMany,
 }
 
 impl MatchedActions {
-    /// No action: the call meets only `inbound.global`.
+    /// No action: only `inbound.global` applies to the call.
     pub const NONE: Self = Self([NO_ACTION; MAX_ACTIONS]);
 
-    /// The action of the path's normal form, if it has one, otherwise the first that another reading matches.
+    /// The action of the path's normal form, if there is one, otherwise the first that another reading matches.
     #[inline]
     pub fn first(self) -> Option<ActionId> {
         (self.0[0] != NO_ACTION).then_some(ActionId(self.0[0]))
     }
 
-    /// All of them, the first one first.
+    /// All of them, beginning with [`first`](Self::first).
     pub fn iter(self) -> impl Iterator<Item = ActionId> {
         self.0.into_iter().filter(|action| *action != NO_ACTION).map(ActionId)
     }
@@ -60,7 +60,7 @@ impl MatchedActions {
         self.0.contains(&action.0)
     }
 
-    /// Adds one, if it isn't there already.
+    /// Adds an action, unless it is there already.
     pub(crate) fn insert(&mut self, action: ActionId) -> Result<(), PathError> {
         if !self.contains(action) {
             *self.0.iter_mut().find(|place| **place == NO_ACTION).ok_or(PathError::TooMany)? = action.0;
@@ -92,19 +92,20 @@ impl fmt::Debug for MatchedActions {
 }
 
 impl Plan {
-    /// The names of these actions for a line of text, as `login+static`; `None` if there is no action.
+    /// The names of these actions on one line, such as `login+static`; `None` if there is no action.
     pub fn action_names(&self, actions: MatchedActions) -> Option<String> {
         let names: Vec<&str> = actions.iter().map(|id| self.action(id).name()).collect();
         (!names.is_empty()).then(|| names.join("+"))
     }
 
-    /// True if a limit counts by path, and this one isn't in its plain form.
+    /// True if a limit counts by path, and this path isn't in its plain form.
     #[inline]
     pub(crate) fn needs_path_readings(&self, query: &Query<'_>) -> bool {
         self.counts_by_path && query.path.is_some_and(|path| !NormalisedPath::new(path, self.path_quirks).is_borrowed())
     }
 
-    /// The operations of several actions, or under several paths: each once, and the global ones at the largest cost.
+    /// Adds the operations of several actions, or under several paths: each once, and the global ones at the largest
+    /// cost.
     #[cold]
     pub(crate) fn fill_actions(
         &self,
@@ -148,7 +149,7 @@ impl Plan {
         for &op in own.ops() {
             match batch.ops_mut().iter_mut().find(|known| known.limit == op.limit && known.key == op.key) {
                 Some(known) => known.cost = known.cost.max(op.cost),
-                // A cluster keeps them on different servers.
+                // Their affinities differ, so a cluster keeps them on different servers.
                 None if is_apart => self.is_shadow(op.limit).then_some(()).ok_or(PathError::TooMany)?,
                 None => batch.push(op).or_else(|_| self.replace_shadow_op(batch, op).ok_or(PathError::TooMany))?,
             }
@@ -156,7 +157,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Finds a place in a full batch: shadow only watches, and what doesn't fit isn't counted there.
+    /// Makes room in a full batch by replacing a shadow operation. Shadow limits only observe, and may miss an
+    /// operation. `None` if there is no room.
     #[cold]
     pub(crate) fn replace_shadow_op(&self, batch: &mut Batch, op: Op) -> Option<()> {
         if !self.is_shadow(op.limit) {

@@ -1,4 +1,4 @@
-//! Which requests an action matches.
+//! Matchers: the methods, paths and hosts of an action's requests.
 
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -14,22 +14,26 @@ const MAX_SEGMENTS: usize = 32;
 /// The longest path pattern, in bytes.
 const MAX_PATTERN: usize = 1024;
 
-/// Which requests an action matches: by method, path and host; what isn't said matches anything.
+/// The requests that an action matches, by method, path and host. A property that isn't set matches anything.
 ///
-/// A path pattern is exact (`/login`), ends in `/*` for everything from there down (`/api/*` matches `/api`, `/api/`
-/// and `/api/v1/users`, not `/apis`), ends in `*` for everything that begins so (`/login*` matches `/login`, `/loginx` and
-/// `/login/x`, as prefix routers do), or has `*` within a segment for any run of characters there (`/users/*/avatar`).
+/// A path pattern has one of these forms:
+/// - `/login` is exact.
+/// - `/api/*` matches everything from there down: `/api`, `/api/` and `/api/v1/users`, not `/apis`.
+/// - `/login*` matches all that begins so, as prefix routers do: `/login`, `/loginx` and `/login/x`.
+/// - `/users/*/avatar` has a `*` within a segment for any run of characters there.
 ///
-/// Other spellings of a path match too, so that no limit is evaded by them. Servers differ in how they read those, so every
-/// reading is looked at: escapes undone never, once or twice (`/%6Cogin`); `.` and `..` resolved or kept
-/// (`/x/../login`); empty segments merged or kept (`//login`); what follows `;` in a segment dropped or kept. `%2F`,
-/// `%5C` and `\` separate segments or are data; for an upstream to which they are always data, as RFC 3986 has it, write
+/// Other spellings of a path match too, so that they can't evade a limit. Servers read them in different ways, so every
+/// reading is checked: escapes decoded never, once or twice (`/%6Cogin`); `.` and `..` resolved or kept
+/// (`/x/../login`); empty segments merged or kept (`//login`); text after `;` in a segment dropped or kept. `%2F`,
+/// `%5C` and `\` separate segments or are data. If they are always data for the upstream, as in RFC 3986, write
 /// `inbound.path_quirks = []`. A slash at the end makes no difference. A call whose readings match different actions is
-/// charged to all of them; `inbound.ambiguous_paths` says what else may be done. Letters of different case differ unless
-/// `inbound.path_quirks` has `case`; it lists every quirk, so one that keeps `encoded_slash` names it too. Hosts match in
-/// any case and whatever the port. The request itself is passed on as it came, unless `ambiguous_paths` is `normalise`.
+/// charged to all of them; `inbound.ambiguous_paths` has other choices. Letters of different case differ unless
+/// `inbound.path_quirks` has `case`. That setting lists every quirk, so it must also name `encoded_slash` to keep it.
+/// Hosts match in any case and with any port. The request is forwarded as it came, unless `ambiguous_paths` is
+/// `normalise`.
 ///
-/// `GET` covers `HEAD` as well, for which an upstream runs the same handler. An action for `HEAD` alone goes above it.
+/// `GET` matches `HEAD` as well, for which an upstream runs the same handler. An action for `HEAD` alone must come
+/// first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Matcher {
     pub(crate) methods: Vec<Method>,
@@ -38,17 +42,17 @@ pub struct Matcher {
 }
 
 impl Matcher {
-    /// The methods that match, as written; empty for any. With GET, HEAD matches too.
+    /// The methods that match, as written; empty if any does. With GET, HEAD matches too.
     pub fn methods(&self) -> &[Method] {
         &self.methods
     }
 
-    /// The path patterns as written; empty for any path.
+    /// The path patterns as written; empty if any path matches.
     pub fn paths(&self) -> impl ExactSizeIterator<Item = &str> {
         self.paths.iter().map(|pattern| pattern.text.as_str())
     }
 
-    /// The hosts that match, in lower case; empty for any.
+    /// The hosts that match, in lower case; empty if any does.
     pub fn hosts(&self) -> &[String] {
         &self.hosts
     }
@@ -68,7 +72,7 @@ impl Matcher {
             })
     }
 
-    /// Whether every request that `later` matches is matched by this too.
+    /// True if this matches every request that `later` matches.
     pub(crate) fn covers(&self, later: &Self) -> bool {
         let methods = self.methods.is_empty()
             || !later.methods.is_empty()
@@ -82,14 +86,14 @@ impl Matcher {
     }
 }
 
-/// Whether a method of a match takes the method of a request.
+/// True if a method of a matcher matches the method of a request.
 #[inline]
 fn is_method_match(own: &Method, method: &str) -> bool {
     own.as_str() == method || *own == Method::GET && method == "HEAD"
 }
 
-/// Methods as bits, so that asking is one instruction; methods beyond the registered ones share a bit, and where that
-/// decides they have to be compared.
+/// Methods as bits, so that a test is one instruction. All methods beyond the registered ones share a bit; if that
+/// bit decides, the methods must be compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MethodSet(u16);
 
@@ -98,7 +102,7 @@ impl MethodSet {
     const OTHER: Self = Self(1 << 9);
     const NONE: Self = Self(1 << 10);
 
-    /// The methods that a match takes.
+    /// The methods that a matcher with this list matches.
     pub(crate) fn new(methods: &[Method]) -> Self {
         if methods.is_empty() {
             return Self::ANY;
@@ -128,7 +132,7 @@ impl MethodSet {
         Self(1 << place)
     }
 
-    /// Whether a request's method is among these; `None` if the bits can't tell.
+    /// True if a request's method is among these; `None` if the bits can't decide.
     #[inline]
     pub(crate) fn contains(self, method: Self) -> Option<bool> {
         let unclear = method == Self::OTHER && self != Self::ANY && self.0 & method.0 != 0;
@@ -137,7 +141,8 @@ impl MethodSet {
 }
 
 impl fmt::Display for Matcher {
-    /// `POST /login`, `GET or HEAD /api/* on example.org`, `any method /`: HEAD is named wherever GET takes it along.
+    /// Writes `POST /login`, `GET or HEAD /api/* on example.org` or `any method /`. HEAD is listed wherever GET implies
+    /// it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut methods: Vec<&str> = self.methods.iter().map(Method::as_str).collect();
         if let Some(get) = methods.iter().position(|method| *method == "GET")
@@ -152,29 +157,29 @@ impl fmt::Display for Matcher {
     }
 }
 
-/// A path pattern, taken apart.
+/// A parsed path pattern.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PathPattern {
     text: String,
     pub(crate) segments: Vec<PatternSegment>,
-    /// True if it ends in `*`, and so matches everything below, too.
+    /// True if it ends in `*`, and so also matches everything below.
     pub(crate) matches_below: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PatternSegment {
     Literal(Vec<u8>),
-    /// With at least one `*`.
+    /// A segment with at least one `*`.
     Glob(Vec<u8>),
 }
 
-/// Why a pattern can't be used: what is wrong, and how to write it instead.
+/// The error of an invalid pattern, and a valid way to write it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PatternError {
     pub(crate) message: &'static str,
     pub(crate) expected: &'static str,
     pub(crate) suggestion: Option<String>,
-    /// Where in the pattern, in bytes, if it is one place.
+    /// The range of the error in the pattern, in bytes; `None` if it is about the whole pattern.
     pub(crate) range: Option<Range<usize>>,
 }
 
@@ -244,7 +249,7 @@ impl PathPattern {
         Ok(Self { text: text.to_owned(), segments, matches_below: open })
     }
 
-    /// The path in full, if it is exact.
+    /// The whole path, if the pattern is exact.
     pub(crate) fn exact_path(&self) -> Option<Vec<u8>> {
         if self.matches_below {
             return None;
@@ -290,8 +295,8 @@ pub(crate) fn segments(path: &[u8]) -> impl Iterator<Item = &[u8]> {
     path.get(1..).unwrap_or_default().split(|byte| *byte == b'/').filter(|segment| !segment.is_empty())
 }
 
-/// Whether `text` fits the pattern, in which each `*` stands for any run of bytes. Going back to the last `*` alone is
-/// enough, so the work is bounded by the product of the lengths.
+/// True if `text` matches the pattern, in which each `*` stands for any run of bytes. It is enough to go back to the
+/// last `*`, so the work is bounded by the product of the lengths.
 pub(crate) fn glob_matches(pattern: &[u8], text: &[u8]) -> bool {
     let (mut p, mut t) = (0, 0);
     let mut retry: Option<(usize, usize)> = None;
@@ -312,7 +317,7 @@ pub(crate) fn glob_matches(pattern: &[u8], text: &[u8]) -> bool {
     pattern[p..].iter().all(|byte| *byte == b'*')
 }
 
-/// A host of a match in the form that is compared, or why it can't be one.
+/// Converts the host of a matcher to the form that is compared, or says why it is invalid.
 pub(crate) fn parse_host(text: &str) -> Result<String, &'static str> {
     let bare = bare_host(text).to_ascii_lowercase();
     if bare.is_empty() {
@@ -338,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn globs() {
+    fn globs_match_the_expected_texts() {
         for (pattern, text, fits) in [
             ("*", "", true),
             ("*", "abc", true),
@@ -356,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn get_takes_head_along() {
+    fn get_rules_also_match_head() {
         let of = |methods: &[Method]| Matcher { methods: methods.to_vec(), paths: Vec::new(), hosts: Vec::new() };
         let (get, head, post) = (of(&[Method::GET]), of(&[Method::HEAD]), of(&[Method::POST]));
         assert!(get.matches_method(Some("GET")) && get.matches_method(Some("HEAD")));
@@ -369,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn which_patterns_cover_which() {
+    fn pattern_coverage_is_computed_correctly() {
         for (own, theirs, covers) in [
             ("/*", "/login", true),
             ("/*", "/", true),
@@ -392,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_are_written_plainly() {
+    fn non_normal_patterns_are_rejected_with_suggestion() {
         for (text, instead) in [
             ("login", Some("/login")),
             ("/login/", Some("/login")),
@@ -428,7 +433,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn globs_agree_with_trying_everything(pattern in "[ab*]{0,6}", text in "[ab]{0,8}") {
+        fn globs_agree_with_exhaustive_matching(pattern in "[ab*]{0,6}", text in "[ab]{0,8}") {
             fn slow(pattern: &[u8], text: &[u8]) -> bool {
                 match pattern.split_first() {
                     None => text.is_empty(),

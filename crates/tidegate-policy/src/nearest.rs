@@ -1,14 +1,14 @@
-//! The valid name that somebody probably meant.
+//! The search for the valid name that a misspelt one probably means.
 
-/// Names longer than this aren't compared: they are no slips of a finger.
+/// The longest name that is compared, in bytes. Longer ones aren't typing errors.
 const MAX_LENGTH: usize = 64;
-/// How many names are compared at most.
+/// The most names that are compared.
 const MAX_NAMES: usize = 4096;
 
-/// The name that is similar, or failing that the first that begins like what was found; `None` if none does.
+/// Returns the similar name, otherwise the first that shares its beginning with `found`; `None` if there is neither.
 pub fn nearest<'n>(found: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let names: Vec<&str> = names.into_iter().take(MAX_NAMES).collect();
-    // "warning" is no slip of a finger, but it begins with "warn".
+    // "warning" isn't a typing error, but it begins with "warn".
     let begins_alike = |name: &&str| {
         let (found, name) = (fold_name(found), fold_name(name));
         name.len().min(found.len()) >= 3 && (name.starts_with(&found) || found.starts_with(&name))
@@ -17,8 +17,8 @@ pub fn nearest<'n>(found: &str, names: impl IntoIterator<Item = &'n str>) -> Opt
     similar.or_else(|| names.iter().copied().find(begins_alike).filter(|_| found.len() <= MAX_LENGTH))
 }
 
-/// The most similar of `names`, if one is similar enough to be meant: at most a third of its letters differ (by
-/// optimal string alignment: a letter added, dropped, changed, or two neighbours swapped). Case and `-` for `_` are
+/// Returns the most similar of `names`, if it is similar enough: at most a third of its letters, or one, differ (by
+/// optimal string alignment: a letter added, dropped, changed, or two neighbours swapped). Case and `-` for `_` make
 /// no difference.
 pub(crate) fn similar<'n>(found: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     if found.len() > MAX_LENGTH {
@@ -40,7 +40,7 @@ pub(crate) fn similar<'n>(found: &str, names: impl IntoIterator<Item = &'n str>)
     best.map(|(_, name)| name)
 }
 
-/// Lower case with one kind of dash.
+/// Converts a name to lower case, with `_` for `-`.
 pub(crate) fn fold_name(name: &str) -> String {
     name.chars().map(|letter| if letter == '-' { '_' } else { letter.to_ascii_lowercase() }).collect()
 }
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn finds_what_was_meant_and_nothing_else() {
+    fn nearest_suggests_only_similar_names() {
         let names = ["limit", "limits", "key", "penalty", "trusted_proxies", "ban"];
         for (found, meant) in [
             ("limt", Some("limit")),

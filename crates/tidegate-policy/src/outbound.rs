@@ -1,4 +1,4 @@
-//! `[outbound]`: other people's APIs, and the rules for calling them.
+//! `[outbound]`: the providers, and the rules for calling them.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -25,29 +25,30 @@ pub(crate) mod preset;
 pub use hours::HoursOfDay;
 pub use preset::preset_names;
 
-/// `[outbound]`: the gateway to other people's APIs, and what is known of each.
+/// `[outbound]`: the gateway to the APIs of other services, and the settings of each.
 ///
-/// Its limits are a table of their own, apart from the [`Plan`](crate::Plan)'s: they are counted in a store of their
-/// own, so that a flood of strangers can't push a credential's cool-down out.
+/// Its limits are apart from those of the [`Plan`](crate::Plan). They are counted in a store of their own, so that a
+/// flood of unknown clients can't evict the cool-down of a credential.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct OutboundConfig {
-    /// Where the gateway listens; `None` for `listen = "off"`. Default 127.0.0.1:8081.
+    /// The address on which the gateway listens; `None` for `listen = "off"`. Default 127.0.0.1:8081.
     pub listen: Option<SocketAddr>,
-    /// The bearer token callers must show, in `Proxy-Authorization` or `Tidegate-Token`. Required beyond loopback.
+    /// The bearer token that callers must send, in `Proxy-Authorization` or `Tidegate-Token`. Required if the
+    /// gateway listens beyond loopback.
     pub token: Option<SecretSource>,
-    /// Names that a request's `Host` may have besides loopback's and the listener's own address. A name that isn't
-    /// among them is refused, so that a web page can't reach the gateway by a name that it makes resolve to loopback.
+    /// Names that a request's `Host` may have besides those of loopback and the listener's own address. Any other name
+    /// is refused, so that a web page can't reach the gateway by a name that it makes resolve to loopback.
     pub hosts: Vec<String>,
-    /// The number of callers' connections that the gateway takes at once. At the bound a new one displaces an idle one, or
-    /// waits. Default 1024.
+    /// The most connections of callers that the gateway holds at once. At the bound, a new one displaces an idle one,
+    /// or waits. Default 1024.
     pub connections: usize,
-    /// The number of them that one address may have (IPv6: one network of `inbound.ipv6_prefix`); `None` for `"off"`. Default a quarter. Loopback and the
-    /// proxies that `inbound.trusted_proxies` names are not counted.
+    /// The most of them that one address may have (IPv6: one network of `inbound.ipv6_prefix`); `None` for `"off"`.
+    /// Default: a quarter. Loopback and the proxies in `inbound.trusted_proxies` aren't counted.
     pub connections_per_client: Option<usize>,
     /// The most bytes that cached replies of all providers may take. Default 64 MiB.
     pub cache_bytes: u64,
-    /// The file that spent quotas and cool-downs outlive the process in; `None` for `snapshot = "off"`, the default.
+    /// The file that keeps spent quotas and cool-downs over a restart; `None` for `snapshot = "off"`, the default.
     pub snapshot: Option<PathBuf>,
     pub(crate) providers: Vec<ProviderConfig>,
     pub(crate) limits: Arc<Limits>,
@@ -63,7 +64,7 @@ impl OutboundConfig {
     /// The provider of this name.
     ///
     /// # Errors
-    /// There is none; the nearest name is told.
+    /// If there is none; the error has the nearest name.
     pub fn find(&self, name: &str) -> Result<&ProviderConfig, UnknownProviderError> {
         self.providers.iter().find(|provider| provider.name == name).ok_or_else(|| UnknownProviderError {
             found: name.chars().take(128).collect(),
@@ -76,10 +77,10 @@ impl OutboundConfig {
         &self.limits
     }
 
-    /// What is known of a limit.
+    /// The name, quantity and description of a limit.
     ///
     /// # Panics
-    /// If the id is another plan's and this one has fewer limits.
+    /// If the id is of another plan, and this one has fewer limits.
     pub fn limit_info(&self, limit: LimitId) -> &OutboundLimitInfo {
         &self.limit_infos[limit.index()]
     }
@@ -89,85 +90,86 @@ impl OutboundConfig {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown provider {found:?}{}", nearest.as_ref().map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
 pub struct UnknownProviderError {
-    /// What was asked for, cut to 128 characters.
+    /// The unknown name, cut to 128 characters.
     pub found: String,
     /// The most similar name that exists, if any is similar.
     pub nearest: Option<String>,
 }
 
-/// What is known of a provider's limit besides its arithmetic.
+/// The name, quantity and description of a provider's limit.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct OutboundLimitInfo {
-    /// What errors and `explain` call it: `tmdb`, `tmdb.cost`, `tmdb.credential`, `tmdb.credential.cost`,
-    /// `tmdb.background`, `tmdb.cooldown`; where one of them has several limits, each with its number: `tmdb.2`.
+    /// The name in errors and in `explain`: `tmdb`, `tmdb.cost`, `tmdb.credential`, `tmdb.credential.cost`,
+    /// `tmdb.background`, `tmdb.cooldown`. If one of them has several limits, each has its number: `tmdb.2`.
     pub name: String,
     /// The quantity as written; `None` for a cool-down.
     pub quantity: Option<Quantity>,
     /// The limit in words with its true bound.
     pub description: String,
-    /// Whether each credential has its own, even where only one is there to have it.
+    /// True if each credential has a limit of its own, even if there is only one credential.
     pub per_credential: bool,
 }
 
-/// Somebody else's API.
+/// A provider: an API that is called.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ProviderConfig {
-    /// Its name in the file: the first segment of paths that mean it.
+    /// Its name in the file, which is also the first segment of paths that lead to it.
     pub name: String,
-    /// The preset it was made from.
+    /// The preset that it is made from, if any.
     pub preset: Option<String>,
-    /// Where it is; `None` if only Rust programs call it, with URLs of their own.
+    /// Its root URL; `None` if only Rust programs call it, with URLs of their own.
     pub base_url: Option<BaseUrl>,
-    /// Where a credential goes in a request.
+    /// The place of the credential in a request.
     pub auth: Auth,
-    /// Its credentials; none means one that is anonymous. A limit of a credential that is alone is among the limits of all
-    /// calls in its [`rules`](Self::rules).
+    /// Its credentials; if there are none, one anonymous credential is assumed. The limits of an only credential are
+    /// among the limits of all calls in the [`rules`](Self::rules).
     pub credentials: Vec<SecretSource>,
-    /// How calls are spread over them.
+    /// The way in which calls are spread over the credentials.
     pub balance: Balance,
-    /// How a credential becomes a token that the provider takes.
+    /// The login that turns a credential into a token, if the provider needs one.
     pub login: Option<Login>,
-    /// What `User-Agent` says, whatever the caller's says.
+    /// The `User-Agent` of every request, instead of the caller's.
     pub user_agent: Option<HeaderValue>,
-    /// When the provider isn't called any more; `None` for `breaker = "off"`.
+    /// The settings of the breaker; `None` for `breaker = "off"`.
     pub breaker: Option<BreakerSpec>,
-    /// How the number of calls that it bears at a time is found out; `None` for `adaptive = "off"`.
+    /// The settings of the adaptive limit on calls in flight; `None` for `adaptive = "off"`.
     pub adaptive_limit: Option<AdaptiveLimitSpec>,
-    /// How long connecting to it may take. Default 5 s.
+    /// The longest time for connecting. Default 5 s.
     pub connect_timeout: Duration,
-    /// How long one attempt may take until the head of its reply, counted from when the last of the request's body moved;
-    /// and how long nothing of it may come from the caller. The gateway passes on no reply that pauses for longer. Default
-    /// 30 s.
+    /// The longest time of one attempt until the head of its reply, counted from the last movement of the request's
+    /// body. It is also the longest time without any of that body from the caller, and the longest pause in a reply
+    /// that the gateway passes on. Default 30 s.
     pub attempt_timeout: Duration,
     /// The longest request body that is kept for another attempt, in bytes. Default 64 KiB.
     pub replay_bytes: usize,
-    /// What is kept of its replies; nothing by default.
+    /// The rules for caching its replies; nothing is cached by default.
     pub cache: Option<CacheRules>,
-    /// Replies whose body says that there were too many calls, although their status doesn't.
+    /// The rule for replies whose body reports too many calls although their status doesn't.
     pub throttled_when: Option<BodyRule>,
-    /// After how long without the head of a reply a second request is sent beside the first, shorter than
-    /// [`attempt_timeout`](Self::attempt_timeout); the first good reply of both is the call's. Only where twice does no harm,
-    /// at most once an attempt, and only if limits, breaker and the retry budget grant it at once. Never by default.
+    /// The time without the head of a reply after which a second request is sent beside the first, shorter than
+    /// [`attempt_timeout`](Self::attempt_timeout). The first good reply of both is taken. It is sent only if that does
+    /// no harm, at most once an attempt, and only if limits, breaker and the retry budget grant it at once. Never by
+    /// default.
     pub hedge_after: Option<Duration>,
-    /// Whether it takes one call at a time, first come, first served: every call goes into the same lane.
+    /// True if it takes one call at a time, first come, first served; every call is then in the same lane.
     pub sequential: bool,
-    /// Whether its limits, credentials and breaker are kept in the store that several nodes share. Default false: each
+    /// True if its limits, credentials and breaker are kept in the store that several nodes share. Default false: each
     /// node counts for itself.
     pub shared: bool,
-    /// When background calls run; always if `None`.
+    /// The hours in which background calls run; `None` for always.
     pub hours: Option<HoursOfDay>,
-    /// What a call costs where a limit counts more than calls.
+    /// The cost of a call, for limits that count more than calls.
     pub cost: Option<CostRules>,
-    /// How the pace is found. Default as the limits say.
+    /// The way in which the pace is found. Default: as the limits say.
     pub pace: PaceConfig,
-    /// Everything that the machine needs, but for the keys, which depend on the seed: [`ProviderConfig::rules`] fills them in.
+    /// The complete rules except the keys, which depend on the seed; [`ProviderConfig::rules`] adds them.
     pub(crate) rules_without_keys: CallRules,
 }
 
 impl ProviderConfig {
-    /// The rules that the machine runs, with the keys that this seed makes.
+    /// The rules that the engine runs, with the keys of this seed.
     pub fn rules(&self, seed: &KeySeed) -> CallRules {
         let mut rules = self.rules_without_keys.clone();
         rules.key = seed.provider_key(&self.name);
@@ -176,10 +178,10 @@ impl ProviderConfig {
         rules
     }
 
-    /// The desk that calls by these [`rules`](Self::rules) share, in production and in simulations alike.
+    /// Creates the state that calls under these [`rules`](Self::rules) share, in production and in simulations alike.
     ///
     /// # Panics
-    /// If the rules are another provider's, or something was written by hand that reading a policy refuses.
+    /// If the rules are of another provider, or a field was set to something that reading a policy refuses.
     pub fn new_state(&self, rules: &CallRules) -> ProviderState {
         let pool = CredentialPool::new(self.balance, rules.credential_keys.len());
         let pool = pool.expect("invariant: reading the policy bounds the credentials");
@@ -194,16 +196,16 @@ impl ProviderConfig {
         desk
     }
 
-    /// The most that one call may cost for all of its limits to have room for it at some time. `limits` are the
-    /// [`OutboundConfig::limits`] that it is of.
+    /// The most that one call may cost so that each of its limits can have room for it. `limits` are those of the
+    /// [`OutboundConfig::limits`] that it belongs to.
     pub fn max_cost(&self, limits: &Limits) -> u64 {
         let ceilings = self.ceilings().filter(|ceiling| ceiling.measure == Measure::Cost);
         let capacities = ceilings.filter_map(|ceiling| Some(limits.get(ceiling.limit)?.kind().capacity()));
         capacities.min().unwrap_or(MAX_COST)
     }
 
-    /// When the first of its calendar quotas begins anew; `None` if it has none. `limits` are the
-    /// [`OutboundConfig::limits`] that it is of.
+    /// The time at which the first of its calendar quotas starts again; `None` if it has none. `limits` are those of
+    /// the [`OutboundConfig::limits`] that it belongs to.
     pub fn next_quota_end(&self, limits: &Limits, now: Time) -> Option<Time> {
         let ends = self.ceilings().filter_map(|ceiling| match limits.get(ceiling.limit)?.kind() {
             LimitKind::Quota(quota) => Some(quota.period(now).end),
@@ -218,7 +220,7 @@ impl ProviderConfig {
     }
 }
 
-/// The root of an API: scheme, authority, and a path that every request's path is put behind.
+/// The root of an API: scheme, authority, and a path that precedes every request's path.
 #[derive(Clone, PartialEq, Eq)]
 pub struct BaseUrl {
     pub(crate) https: bool,
@@ -227,25 +229,25 @@ pub struct BaseUrl {
 }
 
 impl BaseUrl {
-    /// The root at this host and path; slashes at the path's end don't count.
+    /// Creates the root at this host and path; slashes at the path's ends are ignored.
     pub fn new(https: bool, authority: http::uri::Authority, path: &str) -> Self {
         let path = path.trim_matches('/');
         let path = if path.is_empty() { String::new() } else { format!("/{path}") };
         Self { https, authority, path }
     }
 
-    /// Whether requests go through TLS.
+    /// True if requests use TLS.
     pub fn is_https(&self) -> bool {
         self.https
     }
 
-    /// Host and port, as `Host` has them.
+    /// Host and port, in the form of `Host`.
     pub fn authority(&self) -> &http::uri::Authority {
         &self.authority
     }
 
-    /// Whether requests to it cross a network unencrypted: neither to this machine nor, as far as an address can tell, to a
-    /// private network.
+    /// True if requests to it cross a network unencrypted: they go neither to this machine nor, as far as an address
+    /// can tell, to a private network.
     pub fn is_unencrypted_remote(&self) -> bool {
         let host = self.authority.host();
         let is_near = match host.trim_matches(['[', ']']).parse::<IpAddr>().map(|ip| ip.to_canonical()) {
@@ -256,15 +258,15 @@ impl BaseUrl {
         !self.https && !is_near
     }
 
-    /// Whether it is on this machine, by name or address.
+    /// True if it is on this machine, by name or address.
     pub fn is_loopback(&self) -> bool {
         let host = self.authority.host();
         let ip = host.trim_matches(['[', ']']).parse::<IpAddr>();
         host == "localhost" || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
     }
 
-    /// The path before every request's, without a slash at its end; it may be empty. Where [`Auth::Path`] puts a
-    /// credential in, `{key}` stands in its place.
+    /// The path that precedes every request's, without a slash at its end; it may be empty. With [`Auth::Path`] it has
+    /// `{key}` in place of the credential.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -282,10 +284,10 @@ impl fmt::Debug for BaseUrl {
     }
 }
 
-/// Where a credential goes in a request.
+/// The place of the credential in a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Auth {
-    /// Nowhere.
+    /// No credential is sent.
     None,
     /// `Authorization: Bearer …`.
     Bearer,
@@ -293,7 +295,7 @@ pub enum Auth {
     Header {
         /// The header.
         name: HeaderName,
-        /// What comes before the credential, such as `Token `.
+        /// The text before the credential, such as `Token `.
         prefix: String,
     },
     /// A query parameter of this name. A parameter of the same name that the caller sent is dropped.
@@ -305,27 +307,27 @@ pub enum Auth {
     Path,
 }
 
-/// How a credential becomes a token: `POST` of a JSON body, whose reply holds the token.
+/// The exchange of a credential for a token: a `POST` of a JSON body, whose reply has the token.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Login {
-    /// The path behind the base URL; with [`Auth::Path`], behind what of it comes before the credential's segment.
+    /// The path below the base URL; with [`Auth::Path`], below the part of it that precedes the credential's segment.
     pub path: String,
     /// The JSON body; each string `{credential}` in it is replaced by the credential, and `{NAME}` by the secret of
     /// that name in `secrets`.
     pub body: String,
     /// Further secrets of the body, by name.
     pub secrets: Vec<(String, SecretSource)>,
-    /// Where the token is in the reply (RFC 6901). Default `/token`.
+    /// The place of the token in the reply, as a JSON pointer (RFC 6901). Default `/token`.
     pub pointer: String,
-    /// How long a token is good.
+    /// The lifetime of a token.
     pub lifetime: Duration,
-    /// How long before its end it is renewed.
+    /// The time before its end at which it is renewed.
     pub refresh_before: Duration,
 }
 
 impl Login {
-    /// A login by this body, with the token at `/token`. It is renewed a tenth of its lifetime before its end.
+    /// Creates a login by this body, with the token at `/token`. It is renewed a tenth of its lifetime before its end.
     pub fn new(path: impl Into<String>, body: impl Into<String>, lifetime: Duration) -> Self {
         Self {
             path: path.into(),
@@ -337,7 +339,7 @@ impl Login {
         }
     }
 
-    /// The body with its secrets filled in, each as the inside of a JSON string.
+    /// The body with its secrets filled in, each escaped for a JSON string.
     pub fn fill_body(&self, credential: &Secret, named: &[(String, Secret)]) -> Secret {
         let escape = |secret: &Secret| {
             secret.expose().chars().fold(String::new(), |mut text, char| {
@@ -350,7 +352,7 @@ impl Login {
                 text
             })
         };
-        // One pass, so that a secret that looks like a placeholder stays what it is.
+        // One pass, so that a secret that looks like a placeholder isn't replaced.
         let (mut text, mut rest) = (String::new(), self.body.as_str());
         while let Some(start) = rest.find('{') {
             let (before, from) = rest.split_at(start);
@@ -376,100 +378,101 @@ impl Login {
     }
 }
 
-/// What is kept of a provider's replies.
+/// The rules for caching a provider's replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheRules {
-    /// How long successful replies are fresh, whatever their headers say but `no-store`, and `private` if `shared`;
-    /// [`Duration::MAX`] for ever. As HTTP says if `None`.
+    /// The time for which successful replies are fresh, regardless of their headers except `no-store`, and `private` if
+    /// `shared`; [`Duration::MAX`] for ever. `None`: as HTTP defines.
     pub ttl: Option<Duration>,
-    /// Whether replies are shared between credentials. Default false.
+    /// True if replies are shared between credentials. Default false.
     pub shared: bool,
-    /// For how long after its freshness a reply may stand in while the provider is unavailable. Default zero: never.
+    /// The time after its freshness in which a reply may be used while the provider is unavailable. Default zero:
+    /// never.
     pub stale: Duration,
-    /// The longest body that is kept, in bytes. Default 1 MiB.
+    /// The longest body that is cached, in bytes. Default 1 MiB.
     pub max_body: usize,
 }
 
 impl Default for CacheRules {
-    /// What HTTP says, for each credential apart, up to 1 MiB, and never longer than fresh.
+    /// As HTTP defines, separately for each credential, up to 1 MiB, and only while fresh.
     fn default() -> Self {
         Self { ttl: None, shared: false, stale: Duration::ZERO, max_body: 1 << 20 }
     }
 }
 
-/// Replies whose JSON body says that there were too many calls.
+/// A rule for replies whose JSON body reports too many calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BodyRule {
-    /// The statuses that they may have.
+    /// The statuses of replies that the rule is for.
     pub statuses: Vec<u16>,
-    /// JSON pointers (RFC 6901) and what the strings there must contain, in any case; all must.
+    /// JSON pointers (RFC 6901) and the texts that the strings there must contain, in any case; all must match.
     pub contains: Vec<(String, String)>,
-    /// Whether the credential then has nothing left until the quota's period ends.
+    /// True if the credential then has nothing left until the quota's period ends.
     pub spends_quota: bool,
 }
 
 impl BodyRule {
-    /// Replies of this status whose body contains all of this.
+    /// Creates a rule for replies of this status whose body contains all of these texts.
     pub fn new(status: u16, contains: Vec<(String, String)>) -> Self {
         Self { statuses: vec![status], contains, spends_quota: false }
     }
 
-    /// Whether replies of this status have such a body.
+    /// True if the rule is for replies of this status.
     pub fn matches_status(&self, status: StatusCode) -> bool {
         self.statuses.contains(&status.as_u16())
     }
 }
 
-/// JSON pointers (RFC 6901) to one number that may be in several places; the first that is there counts.
+/// JSON pointers (RFC 6901) to one number that may be in several places; the first that exists counts.
 pub type PointerAlternatives = Vec<String>;
 
-/// What a call costs where a limit counts tokens or points.
+/// The cost of a call, for limits that count tokens or points.
 ///
-/// What is reserved is never more than the limits ever have room for: it is an estimate, and must not keep a call from
-/// being sent that may turn out to fit.
+/// A reservation is never more than the limits can ever have room for. It is only an estimate, and must not prevent a
+/// call that may turn out to fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CostRules {
-    /// What is reserved before the reply for a call that doesn't say: a fixed number.
+    /// The fixed number that is reserved before the reply for a call that doesn't state its cost.
     pub reserve: u64,
-    /// Where a JSON request body has the number that is reserved besides, such as `/max_tokens`. Only bodies that are
-    /// kept for another attempt are looked into.
+    /// The place of a further number to reserve, in a JSON request body, such as `/max_tokens`. Only bodies that are
+    /// kept for another attempt are read.
     pub request: PointerAlternatives,
-    /// Bytes of the request body for one unit besides; 0 for none. A token of a language model is about 4 bytes.
+    /// The bytes of the request body for each further unit; 0 for none. A token of a language model is about 4 bytes.
     pub bytes_per_unit: u64,
-    /// Where the reply has the numbers that, added up, are what it cost, such as `/usage/total_tokens`. Of a stream of
-    /// events, the last that is found of each counts.
+    /// The places of the numbers in the reply whose sum is the actual cost, such as `/usage/total_tokens`. In a stream
+    /// of events, the last value of each counts.
     pub reply: Vec<PointerAlternatives>,
 }
 
 impl CostRules {
-    /// A fixed number for every call, up to 2^40.
+    /// Reserves a fixed number for every call, up to 2^40.
     pub fn new(reserve: u64) -> Self {
         Self { reserve, request: Vec::new(), bytes_per_unit: 0, reply: Vec::new() }
     }
 }
 
-/// How the pace of calls is found. Below the limits always: they hold besides.
+/// The way in which the pace of calls is found. The limits always apply as well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PaceConfig {
-    /// As the limits say.
+    /// By the limits alone.
     #[default]
     Limits,
-    /// By a wait between calls that grows when one is throttled and shrinks when they succeed.
+    /// By a wait between calls that grows when a call is throttled and shrinks when calls succeed.
     Responsive(PacerSpec),
-    /// By a rate that is looked for, with about one call in a hundred throttled in the long run, and up to two where replies
+    /// By a search for the rate. In the long run about one call in a hundred is throttled, and up to two if replies
     /// take two seconds.
     Adaptive(AdaptiveRateSpec),
 }
 
 impl PaceConfig {
-    /// What finds it, fresh; `None` where the limits alone say it.
+    /// Creates its state; `None` if the limits alone decide.
     ///
     /// # Panics
-    /// If a spec was made by hand that no machine runs by.
+    /// If a spec was made by hand and is invalid.
     pub fn build(&self) -> Option<tidegate_core::Pace> {
         match self {
             Self::Limits => None,

@@ -1,44 +1,45 @@
-//! Paths as they are matched, so that no other spelling of the same path slips by.
+//! Paths in the form that is matched, so that no other spelling of a path evades a limit.
 
 use arrayvec::ArrayVec;
 
 /// Paths up to this length are normalised without allocating.
 const INLINE: usize = 256;
 
-/// What the upstream takes for the same path beyond RFC 3986: `inbound.path_quirks`. By default `encoded_slash` alone,
-/// since a limit in front of nginx is evaded without it.
+/// The upstream's differences from RFC 3986 in the reading of paths: `inbound.path_quirks`. The default is
+/// `encoded_slash` alone, because a limit in front of nginx can be evaded without it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PathQuirks {
     /// `encoded_slash`: `%2F`, `%5C` and `\` separate segments like `/`, as nginx and IIS read them. On by default.
     pub encoded_slash: bool,
-    /// `parameters`: what follows `;` in a segment is dropped, as Java servers do.
+    /// `parameters`: text after `;` in a segment is dropped, as Java servers do.
     pub parameters: bool,
-    /// `case`: letters of either case are the same, as for Express.
+    /// `case`: upper and lower case are the same, as for Express.
     pub case: bool,
-    /// `caddy`: dots and spaces that end a path are dropped, as Caddy's path matchers do before 2.7, and on Windows.
-    /// The word brings `case` and `encoded_slash` along, which Caddy's matchers have too.
+    /// `caddy`: dots and spaces at the end of a path are dropped, as Caddy's path matchers do before 2.7, and on
+    /// Windows. The word also sets `case` and `encoded_slash`, which Caddy's matchers have too.
     pub caddy: bool,
-    /// `windows`: dots and spaces that end a segment are dropped, as Windows does for files. The word brings `case` and
-    /// `encoded_slash` along.
+    /// `windows`: dots and spaces at the end of a segment are dropped, as Windows does for files. The word also sets
+    /// `case` and `encoded_slash`.
     pub windows: bool,
 }
 
-/// The way to judge a path that servers may read in several ways: `inbound.ambiguous_paths`.
+/// The handling of paths that servers may read in several ways: `inbound.ambiguous_paths`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AmbiguousPaths {
-    /// `union`: the call meets every action that any reading of its path matches.
+    /// `union`: every action that any reading of the path matches applies to the call.
     #[default]
     Union,
     /// `refuse`: a path whose readings match different actions is refused with 400.
     Refuse,
     /// `normalise`: the proxy and the tower layer forward the path in its normal form
-    /// ([`Plan::forwarded_path`](crate::Plan::forwarded_path)), which has fewer readings; they are judged as by `union`.
+    /// ([`Plan::forwarded_path`](crate::Plan::forwarded_path)), which has fewer readings. Those are handled as by
+    /// `union`.
     Normalise,
 }
 
 impl PathQuirks {
-    /// None of them: paths as RFC 3986 has them. A policy says so with `path_quirks = []`.
+    /// No quirks: paths as in RFC 3986. A policy writes `path_quirks = []`.
     pub const NONE: Self = Self { encoded_slash: false, parameters: false, case: false, caddy: false, windows: false };
 }
 
@@ -48,8 +49,9 @@ impl Default for PathQuirks {
     }
 }
 
-/// A path in the one spelling that matches and keys use: without query string and fragment; escapes decoded, but for
-/// `%25` (and `%2F` where that is no slash); empty and `.` segments dropped, `..` resolved; no slash at the end (but `/` alone).
+/// A path in the one spelling that matchers and keys use. It has no query string or fragment. Escapes are decoded,
+/// except `%25` (and `%2F` if that is no separator). Empty and `.` segments are dropped, and `..` is resolved. There is
+/// no slash at the end, except in `/`.
 #[expect(clippy::large_enum_variant, reason = "the large variant is there to spare an allocation")]
 pub(crate) enum NormalisedPath<'a> {
     Borrowed(&'a [u8]),
@@ -88,7 +90,7 @@ impl<'a> NormalisedPath<'a> {
         Self::rewrite_path(bytes, quirks)
     }
 
-    /// Whether it was plain already, so that every reading is the same.
+    /// True if the path is plain already, so that every reading is the same.
     pub(crate) fn is_borrowed(&self) -> bool {
         matches!(self, Self::Borrowed(_))
     }
@@ -121,14 +123,15 @@ impl<'a> NormalisedPath<'a> {
     }
 }
 
-// What a byte means for whether a path is plain.
+// The classes of bytes that decide if a path is plain.
 const SLASH: u8 = 1;
 const REWRITES: u8 = 1 << 1;
 const UPPER: u8 = 1 << 2;
 const ENDS_PATH: u8 = 1 << 3;
-/// Behind a slash it may be something to drop. Three bits above what that means, so that it takes no branch to see.
+/// A byte that may begin something to drop after a slash. Three bits above `REWRITES`, so that the test needs no
+/// branch.
 const MAY_DROP_AFTER_SLASH: u8 = REWRITES << 3;
-/// At the end of a segment it may be something to drop.
+/// A byte that may be dropped at the end of a segment.
 const MAY_TRIM_AT_END: u8 = 1 << 5;
 
 const CLASSES: [u8; 256] = {
@@ -142,7 +145,7 @@ const CLASSES: [u8; 256] = {
             b'%' | b'\\' | b';' => REWRITES,
             b'A'..=b'Z' | 0x80.. => UPPER,
             b'?' => ENDS_PATH,
-            // A fragment never comes over the wire, and servers that meet one differ in what they make of it.
+            // A fragment never comes over the wire, and servers that receive one handle it in different ways.
             b'#' => ENDS_PATH | REWRITES,
             _ => 0,
         };
@@ -151,15 +154,15 @@ const CLASSES: [u8; 256] = {
     classes
 };
 
-/// A byte of a path, and how many layers of escapes it came out of.
+/// A byte of a path, and the number of layers of escapes that it came out of.
 pub(crate) type PathByte = (u8, u8);
 
-/// The bytes of a path as they are.
+/// The bytes of a path without decoding.
 pub(crate) fn raw_bytes(bytes: &[u8]) -> impl Fn(usize) -> Option<PathByte> {
     |at| bytes.get(at).map(|byte| (*byte, 0))
 }
 
-/// Undoes one layer of escapes, of those bytes that `which` says.
+/// Decodes one layer of escapes, of those bytes that `which` accepts.
 pub(crate) fn decode_layer(
     get: impl Fn(usize) -> Option<PathByte>,
     which: impl Fn(u8) -> bool,
@@ -181,25 +184,25 @@ pub(crate) fn decode_layer(
     })
 }
 
-/// When empty segments are dropped.
+/// The handling of empty segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlashMode {
     Kept,
-    /// Before dot segments are resolved: `/a//..` is `/`.
+    /// They are dropped before dot segments are resolved: `/a//..` is `/`.
     Merged,
-    /// After it: `/a//..` is `/a`.
+    /// They are dropped after that: `/a//..` is `/a`.
     MergedLast,
 }
 
-/// When what follows `;` in a segment is dropped.
+/// The handling of text after `;` in a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ParameterMode {
     Kept,
-    /// Before dot segments are resolved: `/a/..;` is `/`.
+    /// It is dropped before dot segments are resolved: `/a/..;` is `/`.
     Stripped,
-    /// After it: `/a/..;` is `/a/..`.
+    /// It is dropped after that: `/a/..;` is `/a/..`.
     StrippedLast,
-    /// With all that follows, as for Fastify 4: `/a;/b` is `/a`.
+    /// It is dropped with all that follows, as in Fastify 4: `/a;/b` is `/a`.
     EndPath,
 }
 
@@ -211,22 +214,23 @@ pub(crate) mod separators {
     pub(crate) const ALL: u8 = ESCAPED_SLASH | BACKSLASH | ESCAPED_BACKSLASH;
 }
 
-/// One way in which a server may read a path whose escapes are undone.
+/// One way in which a server may read a path after its escapes are decoded.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading {
-    /// Dot segments are resolved whose dots came out of at most so many layers of escapes; `None` keeps all.
+    /// The most layers of escapes from which the dots of a resolved dot segment may come; `None` keeps all dot
+    /// segments.
     pub(crate) max_dot_layers: Option<u8>,
     pub(crate) slashes: SlashMode,
     pub(crate) parameters: ParameterMode,
-    /// A `;` out of at most so many layers begins parameters.
+    /// The most layers of escapes from which a `;` that begins parameters may come.
     pub(crate) max_semicolon_layers: u8,
     pub(crate) separators: u8,
-    /// The path is parsed as a URL again after decoding: escaped `?` and `#` end it; escaped tabs and ends of lines are left
-    /// out, and so are control characters and spaces at its end.
+    /// True if the path is parsed as a URL again after decoding. Escaped `?` and `#` then end it; escaped tabs and line
+    /// ends are left out, and so are control characters and spaces at its end.
     pub(crate) is_reparsed: bool,
-    /// Dots and spaces at the end of the path are dropped.
+    /// True if dots and spaces at the end of the path are dropped.
     pub(crate) trims_end: bool,
-    /// Dots and spaces at the end of each segment are dropped.
+    /// True if dots and spaces at the end of each segment are dropped.
     pub(crate) trims_segments: bool,
     pub(crate) folds_case: bool,
 }
@@ -269,7 +273,7 @@ impl Reading {
     }
 }
 
-/// What the rewriting needs of a buffer.
+/// The operations on a buffer that rewriting needs.
 pub(crate) trait ByteBuffer {
     fn push_byte(&mut self, byte: u8);
     fn truncate_to(&mut self, length: usize);
@@ -300,18 +304,18 @@ impl ByteBuffer for ArrayVec<u8, INLINE> {
     }
 }
 
-/// A segment while it is written.
+/// The segment that is being written.
 #[derive(Default)]
 struct OpenSegment {
     begin: usize,
-    /// The most layers that any of its bytes came out of.
+    /// The most layers of escapes that any of its bytes came out of.
     layers: u8,
-    /// Where its parameters begin, if they are dropped at its end.
+    /// The start of its parameters, if they are dropped at its end.
     parameters: Option<usize>,
 }
 
-/// Writes a path as this reading has it: data that is an escaped slash or percent sign as `%2F` or `%25`; no slash at the
-/// end (but `/` alone).
+/// Writes a path in this reading. An escaped slash or percent sign that is data becomes `%2F` or `%25`. There is no
+/// slash at the end, except in `/`.
 pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Reading, out: &mut impl ByteBuffer) {
     out.push_byte(b'/');
     let mut segment = OpenSegment { begin: 1, ..OpenSegment::default() };
@@ -320,7 +324,7 @@ pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Re
     for (byte, layers) in tokens {
         let was_first = std::mem::replace(&mut is_first, false);
         if reading.is_separator((byte, layers)) {
-            // The slash that every path begins with is there already.
+            // The output already has the first slash.
             if !was_first {
                 end_segment(out, &segment, reading, false);
                 segment = OpenSegment { begin: out.bytes().len(), ..OpenSegment::default() };
@@ -364,7 +368,7 @@ pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Re
     }
 }
 
-/// Ends the segment at the end of `out` with a slash, or takes it back if it stands for nothing.
+/// Ends the segment at the end of `out` with a slash, or removes a segment that is dropped.
 fn end_segment(out: &mut impl ByteBuffer, segment: &OpenSegment, reading: &Reading, is_last: bool) {
     let begin = segment.begin;
     if is_last && reading.trims_end {
@@ -403,7 +407,7 @@ fn trim(out: &mut impl ByteBuffer, begin: usize) {
     }
 }
 
-/// The path with its letters beyond ASCII folded, if it has any and case makes no difference.
+/// Folds the letters beyond ASCII; `None` if the path has none or case makes a difference.
 pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
     if !quirks.case || path.is_ascii() {
         return None;
@@ -412,7 +416,7 @@ pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
     for chunk in path.utf8_chunks() {
         for letter in chunk.valid().chars() {
             match letter {
-                // Some servers take these for the ASCII letter, in one direction or the other.
+                // Some servers treat these as the ASCII letter, in one direction or the other.
                 'İ' | 'ı' => folded.push(b'i'),
                 'ſ' => folded.push(b's'),
                 _ => folded.extend(letter.to_lowercase().collect::<String>().bytes()),
@@ -427,7 +431,7 @@ fn last_slash(bytes: &[u8]) -> usize {
     bytes.iter().rposition(|byte| *byte == b'/').unwrap_or(0)
 }
 
-/// The byte that the escape `%XX` at this place stands for.
+/// The byte that the escape `%XX` at this index stands for.
 pub(crate) fn decode_escape(bytes: &[u8], at: usize) -> Option<u8> {
     let digit = |index: usize| char::from(*bytes.get(index)?).to_digit(16);
     if bytes.get(at) != Some(&b'%') {
@@ -448,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn other_spellings_of_a_path_are_the_same() {
+    fn equivalent_paths_have_one_normal_form() {
         for spelling in [
             "/login",
             "/login/",
@@ -474,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_stays_different() {
+    fn different_paths_stay_different() {
         for (path, expected) in [
             ("/", "/"),
             ("", "/"),
@@ -508,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn quirks_join_more_spellings() {
+    fn quirks_normalise_further_spellings() {
         let slashes = PathQuirks { encoded_slash: true, ..PLAIN };
         assert_eq!(normal("/x%2F..%2flogin", slashes), "/login");
         assert_eq!(normal("/x\\..%5Clogin", slashes), "/login");
@@ -528,7 +532,7 @@ mod tests {
             let quirks = PathQuirks { encoded_slash: slash, parameters, case, ..PLAIN };
             let once = NormalisedPath::new(&path, quirks).as_bytes().to_vec();
             prop_assert!(once == b"*" || once[0] == b'/');
-            // A decoded `;`, `?`, `#` or `\` is data, and would be read anew.
+            // A decoded `;`, `?`, `#` or `\` is data, and would be read differently the second time.
             if let Ok(text) = String::from_utf8(once.clone())
                 && !text.contains([';', '?', '#', '\\', '%'])
             {
@@ -538,7 +542,7 @@ mod tests {
         }
 
         #[test]
-        fn never_panics(path in "\\PC*") {
+        fn normalising_any_path_never_panics(path in "\\PC*") {
             NormalisedPath::new(&path, PathQuirks { encoded_slash: true, parameters: true, case: true, caddy: true, windows: true });
         }
     }

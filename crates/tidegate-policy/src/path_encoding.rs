@@ -1,10 +1,10 @@
-//! Paths as they are written in a URL.
+//! The encoding of paths in URLs.
 
 use crate::path::{PathByte, decode_layer, raw_bytes};
 
-/// The form in which a path is forwarded so that servers read it alike: dot segments resolved, empty segments dropped,
-/// escapes undone that need not be there, everything else escaped in capitals. `%2F` stays, and what follows `?`; `None`
-/// if it is in that form already.
+/// The form in which a path is forwarded, so that servers read it alike: dot segments resolved, empty segments dropped,
+/// unnecessary escapes decoded, and everything else escaped in capitals. `%2F` and the query stay. `None` if the path
+/// already has that form, or doesn't begin with a slash.
 pub(crate) fn forwarded_path(path_and_query: &str) -> Option<String> {
     let end = path_and_query.find(['?', '#']).unwrap_or(path_and_query.len());
     let (path, rest) = path_and_query.split_at(end);
@@ -34,7 +34,7 @@ pub(crate) fn forwarded_path(path_and_query: &str) -> Option<String> {
     (form != path_and_query).then_some(form)
 }
 
-/// Tokens as a URL has them: escapes in capitals, and what isn't allowed escaped.
+/// Writes tokens as in a URL: escapes in capitals, and bytes that aren't allowed escaped.
 pub(crate) fn percent_encode(tokens: &[PathByte]) -> String {
     let mut text = String::new();
     let put = |text: &mut String, byte: u8| text.push_str(&format!("%{byte:02X}"));

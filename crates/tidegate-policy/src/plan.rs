@@ -1,4 +1,4 @@
-//! What the machine runs: limits with their names, actions with their matches, and the batch that a call asks.
+//! The plan that the engine runs: limits with their names, actions with their matchers, and the batch of a call.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -22,7 +22,7 @@ use crate::quantity::Quantity;
 use crate::query::Query;
 use crate::router::Router;
 
-/// Names an action within its plan.
+/// The id of an action within its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ActionId(pub(crate) u16);
 
@@ -31,18 +31,18 @@ impl ActionId {
         Self(u16::try_from(index).expect("invariant: reading the policy bounds the number of actions"))
     }
 
-    /// Where the action stands in the file, from 0.
+    /// The index of the action in the file, from 0.
     pub fn index(self) -> usize {
         usize::from(self.0)
     }
 }
 
-/// Whose limit it is.
+/// The scope of a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitScope {
-    /// An action's own.
+    /// The calls of one action.
     Action,
-    /// `inbound.global`, which counts over all actions.
+    /// `inbound.global`: the calls of all actions.
     Global,
 }
 
@@ -56,12 +56,12 @@ impl LimitScope {
     }
 }
 
-/// What a `RateLimit-Policy` item says of a limit (draft-ietf-httpapi-ratelimit-headers-10).
+/// The `RateLimit-Policy` item of a limit (draft-ietf-httpapi-ratelimit-headers-10).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimitPolicyItem {
     /// The item's name: the limit's, printable ASCII without quotes or backslashes.
     pub name: String,
-    /// `q`: how many in each window.
+    /// `q`: the number in each window.
     pub quota: u64,
     /// `w`: the window in whole seconds, rounded up; `None` for months, years and calls in flight.
     pub window: Option<u64>,
@@ -69,7 +69,7 @@ pub struct RateLimitPolicyItem {
     pub unit: Option<&'static str>,
 }
 
-/// What is known of a limit besides its arithmetic.
+/// The name, quantity and description of a limit.
 #[derive(Clone, Debug)]
 pub struct LimitInfo {
     pub(crate) name: String,
@@ -83,13 +83,13 @@ pub struct LimitInfo {
 }
 
 impl LimitInfo {
-    /// The name that decisions and headers use: the action's (`login`) or `global`; where there are several,
+    /// The name in decisions and headers: the action's (`login`) or `global`. If there are several limits,
     /// `login.NAME` for named ones and `login.1`, `login.2` … for the others.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whose limit it is.
+    /// The scope: one action or all.
     pub fn scope(&self) -> LimitScope {
         self.scope
     }
@@ -109,7 +109,7 @@ impl LimitInfo {
         &self.description
     }
 
-    /// What a `RateLimit-Policy` header says of it.
+    /// The item for a `RateLimit-Policy` header.
     pub fn rate_limit_policy(&self) -> &RateLimitPolicyItem {
         &self.rate_limit_policy
     }
@@ -135,22 +135,22 @@ impl Action {
         &self.name
     }
 
-    /// Which requests it matches; `None` when only the decision API reaches it.
+    /// The requests that it matches; `None` if only the decision API reaches it.
     pub fn matcher(&self) -> Option<&Matcher> {
         self.matcher.as_ref()
     }
 
-    /// The preset it was made from.
+    /// The preset that it is made from, if any.
     pub fn preset(&self) -> Option<Preset> {
         self.preset
     }
 
-    /// How much a call weighs that doesn't say so itself.
+    /// The cost of a call that doesn't state its own.
     pub fn cost(&self) -> u64 {
         self.cost
     }
 
-    /// Whether it only watches: `mode = "shadow"`.
+    /// True if it only observes: `mode = "shadow"`.
     pub fn is_shadow(&self) -> bool {
         self.shadow
     }
@@ -160,32 +160,32 @@ impl Action {
         &self.limits
     }
 
-    /// Whether it says `unlimited` and has no limit of its own.
+    /// True if it is `unlimited`, without a limit of its own.
     pub fn is_unlimited(&self) -> bool {
         self.unlimited
     }
 
-    /// Whether one of its own limits counts calls in flight. Forward-auth can't give permits back, so it must not
+    /// True if one of its own limits counts calls in flight. Forward-auth can't give permits back, so it must not
     /// serve such an action; see also [`Plan::requests_meet_concurrency`].
     pub fn has_concurrency(&self) -> bool {
         self.has_concurrency
     }
 }
 
-/// The operations of a call, ready but for the keys: which limits, and which recipe each one's key follows.
+/// The operations of a call without the keys: the limits, and the template of each one's key.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OpTemplate {
     pub(crate) steps: Vec<OpStep>,
-    /// The recipes in use, each of which is hashed once.
+    /// The key templates in use, each of which is hashed once.
     pub(crate) key_templates: Vec<u16>,
-    /// The recipe of what all the keys have in common, where a store asks for that.
+    /// The template of the part that all keys have in common, if a store needs that.
     pub(crate) affinity: Option<u16>,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpStep {
     pub(crate) limit: LimitId,
-    /// Index into the program's recipes.
+    /// An index into [`OpTemplate::key_templates`].
     pub(crate) key_template_index: u8,
     pub(crate) is_concurrency: bool,
     pub(crate) is_global: bool,
@@ -195,7 +195,7 @@ pub(crate) struct OpStep {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown action {found:?}{}", nearest.as_ref().map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
 pub struct UnknownActionError {
-    /// What was asked for, cut to 128 characters.
+    /// The unknown name, cut to 128 characters.
     pub found: String,
     /// The most similar name that exists, if any is similar.
     pub nearest: Option<String>,
@@ -212,7 +212,7 @@ pub enum QueryError {
     Key(#[from] KeyError),
 }
 
-/// A validated policy as the machine runs it: immutable, cheap to share, and free of clocks and state.
+/// A checked policy in the form that the engine runs: immutable, cheap to share, and without clock or state.
 pub struct Plan {
     pub(crate) limits: Limits,
     pub(crate) limit_infos: Vec<LimitInfo>,
@@ -222,7 +222,7 @@ pub struct Plan {
     pub(crate) fallback: Option<ActionId>,
     pub(crate) router: Router,
     pub(crate) lists: AddressLists,
-    /// The lists as written, for telling.
+    /// The lists as written, for descriptions.
     pub(crate) listed_networks: Vec<(String, ListStatus)>,
     pub(crate) global: Vec<LimitId>,
     pub(crate) global_has_concurrency: bool,
@@ -237,7 +237,7 @@ pub struct Plan {
 }
 
 impl fmt::Debug for Plan {
-    /// What the policy says, without the tables that are built from it.
+    /// Shows the content of the policy, without the tables that are built from it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Plan")
             .field("limits", &self.limits)
@@ -259,32 +259,32 @@ impl Plan {
         &self.limits
     }
 
-    /// What is known of a limit.
+    /// The name, quantity and description of a limit.
     ///
     /// # Panics
-    /// If the id is another plan's and this one has fewer limits.
+    /// If the id is of another plan, and this one has fewer limits.
     pub fn limit_info(&self, limit: LimitId) -> &LimitInfo {
         &self.limit_infos[limit.index()]
     }
 
-    /// What a limit counts by.
+    /// The parts of the key that a limit counts by.
     ///
     /// # Panics
-    /// If the id is another plan's and this one has fewer limits.
+    /// If the id is of another plan, and this one has fewer limits.
     pub fn key_parts(&self, limit: LimitId) -> &[KeyPart] {
         self.key_template(limit).parts()
     }
 
-    /// The fate of requests without one of the parts that a limit counts by; `None` if none can be missing.
+    /// The handling of requests that lack a part of a limit's key; `None` if no part can be missing.
     ///
     /// # Panics
-    /// If the id is another plan's and this one has fewer limits.
+    /// If the id is of another plan, and this one has fewer limits.
     pub fn on_missing(&self, limit: LimitId) -> Option<OnMissing> {
         let recipe = self.key_template(limit);
         recipe.parts().iter().any(KeyPart::may_be_missing).then(|| recipe.on_missing())
     }
 
-    /// The headers that limits count by, `Cookie` included; not those of limits that only watch.
+    /// The headers that limits count by, `Cookie` included; without those of shadow limits.
     pub fn keyed_headers(&self) -> &[HeaderName] {
         &self.keyed_headers
     }
@@ -302,32 +302,32 @@ impl Plan {
     /// One action.
     ///
     /// # Panics
-    /// If the id is another plan's and this one has fewer actions.
+    /// If the id is of another plan, and this one has fewer actions.
     pub fn action(&self, id: ActionId) -> &Action {
         &self.actions[id.index()]
     }
 
-    /// The limits of `inbound.global`, which every call meets.
+    /// The limits of `inbound.global`, which apply to every call.
     pub fn global(&self) -> &[LimitId] {
         &self.global
     }
 
-    /// Whether `inbound.global` counts calls in flight.
+    /// True if `inbound.global` counts calls in flight.
     pub fn global_has_concurrency(&self) -> bool {
         self.global_has_concurrency
     }
 
-    /// Whether a request that names no action can meet a limit on calls in flight: that of `inbound.global`, or of an
-    /// action that has a match.
+    /// True if a limit on calls in flight can apply to a request that names no action: that of `inbound.global`, or of
+    /// an action with a matcher.
     pub fn requests_meet_concurrency(&self) -> bool {
         let matched = |action: &Action| action.has_concurrency && action.matcher.is_some();
         self.global_has_concurrency || self.actions.iter().any(matched)
     }
 
-    /// The action of this name, or the one named `default` if there is one.
+    /// The action of this name, otherwise the action `default` if there is one.
     ///
     /// # Errors
-    /// Neither exists; the nearest name is told.
+    /// If neither exists; the error has the nearest name.
     pub fn find_action(&self, name: &str) -> Result<ActionId, UnknownActionError> {
         self.names.get(name).copied().or(self.fallback).ok_or_else(|| UnknownActionError {
             found: name.chars().take(128).collect(),
@@ -335,32 +335,32 @@ impl Plan {
         })
     }
 
-    /// The first action in file order whose match fits the query's method, host and path, in each way in which the path
-    /// can be read; a path in its plain form has one. The query's `action` isn't looked at. No action means that the call
-    /// meets only `inbound.global`.
+    /// Finds the first action in file order that matches the query's method, host and path, for each reading of the
+    /// path; a plain path has one. The query's `action` is ignored. If there is no action, only `inbound.global`
+    /// applies to the call.
     ///
     /// # Errors
-    /// The path can be read in too many ways, or `inbound.ambiguous_paths` refuses it.
+    /// If the path has too many readings, or `inbound.ambiguous_paths` refuses it.
     #[inline]
     pub fn matching_actions(&self, query: &Query<'_>) -> Result<MatchedActions, PathError> {
         self.router.find(query)
     }
 
-    /// The path and query with which a request is to be forwarded, if that isn't as it came: where `ambiguous_paths` is
-    /// `normalise`, dot segments are resolved, empty segments dropped, escapes that need not be there undone and all others
-    /// written in capitals. `%2F` and what follows `;` or `?` stay.
+    /// The path and query with which a request is forwarded; `None` if they stay as they came. If `ambiguous_paths` is
+    /// `normalise`, dot segments are resolved, empty segments dropped, unnecessary escapes decoded and all others
+    /// written in capitals. `%2F` and the text after `;` or `?` stay.
     #[inline]
     pub fn forwarded_path(&self, path_and_query: &str) -> Option<String> {
         if self.ambiguous_paths == AmbiguousPaths::Normalise { forwarded_path(path_and_query) } else { None }
     }
 
-    /// Whether the address is on the allow list (never limited) or the deny list (always refused). Of several
-    /// networks that hold it, the smallest decides.
+    /// The status of an address: on the allow list (never limited), on the deny list (always refused), or on neither.
+    /// If several networks contain it, the smallest decides.
     pub fn list_status(&self, ip: IpAddr) -> ListStatus {
         self.lists.find(ip)
     }
 
-    /// The decision about a call from an address that is on a list; `None` if limits have to be asked.
+    /// The decision about a call from an address on a list; `None` if the limits decide.
     #[inline]
     pub fn decide_by_list(&self, ip: Option<IpAddr>, now: impl FnOnce() -> Time) -> Option<Decision> {
         match self.list_status(ip?) {
@@ -370,26 +370,27 @@ impl Plan {
         }
     }
 
-    /// What a call weighs: as much as it says, else as its action says, else 1.
+    /// The cost of a call: its own if it states one, otherwise its action's, otherwise 1.
     pub fn cost(&self, action: Option<ActionId>, query: &Query<'_>) -> u64 {
         query.cost.unwrap_or_else(|| action.map_or(1, |id| self.action(id).cost))
     }
 
-    /// The operations that a call asks of the store: its action's limits, then `inbound.global`. Of several actions each
+    /// The operations of a call on the store: the limits of its action, then `inbound.global`. Each of several actions
     /// is charged at its own cost, and `inbound.global` once, at the largest.
     ///
-    /// `verb` decides which limits take part: `Take` and `Peek` all of them; `Refund` all but calls in flight;
-    /// `Release` and `Renew` only calls in flight; `Reset` only the action's own (with no action, the global ones).
-    /// A call in flight is one call, whatever it weighs. `holder` is the batch's id, under which permits are held.
+    /// `verb` decides which limits take part. `Take` and `Peek`: all. `Refund`, `Debit` and `Settle`: all but calls in
+    /// flight. `Release` and `Renew`: only calls in flight. `Reset`: only the action's own (with no action, the global
+    /// ones). A call in flight counts 1, regardless of its cost. `holder` is the batch's id, under which permits are
+    /// held.
     ///
-    /// Where a part of a key has several values, its limits have an operation for each.
+    /// If a part of a key has several values, its limits have an operation for each.
     ///
-    /// Allocates nothing, but for the error, for several actions, for paths that limits count by and that aren't plain, and for
-    /// values of key parts that are encoded or joined.
+    /// It allocates nothing, except for errors, for several actions, for paths that aren't plain if a limit counts by
+    /// them, and for values of key parts that are encoded or joined.
     ///
     /// # Errors
-    /// [`KeyError`] if the query lacks a part that one of those limits counts by, can't be counted by it, or meets more limits
-    /// than a batch holds.
+    /// [`KeyError`] if the query lacks a part that one of those limits counts by, can't be counted by it, or has more
+    /// operations than a batch holds.
     #[inline]
     pub fn ops(
         &self,
@@ -404,10 +405,10 @@ impl Plan {
         Ok(batch)
     }
 
-    /// Does what [`Plan::ops`] does, into an empty batch that is already there, which spares copying it.
+    /// Does the same as [`Plan::ops`] in an existing empty batch, which saves a copy.
     ///
     /// # Errors
-    /// As [`Plan::ops`]; the batch then holds some of the operations, and must not be asked.
+    /// As [`Plan::ops`]; the batch then has some of the operations, and must not be used.
     #[inline]
     pub fn fill(
         &self,
@@ -480,12 +481,12 @@ impl Plan {
         Ok(())
     }
 
-    /// The key under which a call from this address is counted for this limit when the store has no room for one that is
-    /// shared less: that of the network around the address, or, if the limit doesn't count by address, the one that
-    /// everybody shares. With it comes how widely it is shared. Shared keys never equal other keys.
+    /// The key under which a call from this address is counted for this limit if the store has no room for a less
+    /// shared key. It is the key of the network around the address or, if the limit doesn't count by address, one key
+    /// of all calls. It comes with the level at which it is shared. Shared keys never equal other keys.
     ///
     /// # Panics
-    /// If the id is another plan's and this one has fewer limits.
+    /// If the id is of another plan, and this one has fewer limits.
     pub fn shared_key(
         &self,
         limit: LimitId,
@@ -496,8 +497,8 @@ impl Plan {
         self.key_template(limit).shared_key(share, ip, self.key_options(), seed)
     }
 
-    /// The first part that the action (or `inbound.global`) counts by and that no plain HTTP request carries, with
-    /// the limit that wants it; such an action can't be served by a proxy or by forward-auth.
+    /// The first part of the keys of the action (or `inbound.global`) that no plain HTTP request carries, with its
+    /// limit. A proxy or forward-auth can't serve such an action.
     pub fn part_not_in_requests(&self, action: Option<ActionId>) -> Option<(LimitId, &KeyPart)> {
         let program = self.op_template(action);
         program.steps.iter().find_map(|step| {
@@ -519,8 +520,8 @@ impl Plan {
         KeyOptions { quirks: self.path_quirks, ipv6: self.ipv6_prefix }
     }
 
-    /// Adds an operation like `op` for each key that the call has under its limit. Shadow only watches: what can't be
-    /// counted there isn't.
+    /// Adds an operation like `op` for each key that the call has under its limit. A shadow limit only observes: it
+    /// skips calls that can't be counted.
     #[cold]
     fn fill_each_key(
         &self,
@@ -545,7 +546,7 @@ impl Plan {
         self.limits.get(limit).is_some_and(Limit::is_shadow)
     }
 
-    /// The one key of what all keys of a call have in common: several can't be kept together.
+    /// The only key of the part that all keys of a call have in common; several can't be kept on one server.
     #[cold]
     fn affinity_key(
         &self,

@@ -1,4 +1,4 @@
-//! A whole policy, and what it is read from.
+//! A whole policy and its sources.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use crate::plan::Plan;
 use crate::sections::{AdminConfig, ApiConfig, InboundConfig, LogConfig};
 use crate::store::StoreConfig;
 
-/// The policy that runs when there is no file.
+/// The policy that is used if there is no file.
 const DEFAULT_POLICY: &str = include_str!("default.toml");
 
-/// What a policy is read from: at most one file's text, and environment variables. Reading them is the caller's part,
-/// so that a policy can be read from anywhere.
+/// The sources of a policy: at most one file's text, and environment variables. The caller reads them, so a policy
+/// can come from anywhere.
 #[derive(Clone, Debug, Default)]
 pub struct PolicySources {
     pub(crate) file: Option<(String, Vec<u8>)>,
@@ -23,19 +23,19 @@ pub struct PolicySources {
 }
 
 impl PolicySources {
-    /// Nothing yet; as it is, it reads as the embedded default policy ([`Policy::default_text`]).
+    /// Creates empty sources, which read as the embedded default policy ([`Policy::default_text`]).
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Reads this text, which errors call `name` (its path, usually), instead of the embedded default policy.
+    /// Reads this text instead of the embedded default policy. Errors call it `name`, which is usually its path.
     #[must_use]
     pub fn file(self, name: impl Into<String>, text: impl Into<String>) -> Self {
         self.file_bytes(name, text.into())
     }
 
-    /// [`PolicySources::file`] for what a file holds before anybody knows that it is text: a byte that isn't UTF-8 is told
-    /// like any other mistake in it.
+    /// [`PolicySources::file`] for bytes that may not be text: a byte that isn't UTF-8 is reported like any other
+    /// mistake.
     #[must_use]
     pub fn file_bytes(mut self, name: impl Into<String>, bytes: impl Into<Vec<u8>>) -> Self {
         self.file = Some((name.into(), bytes.into()));
@@ -43,16 +43,16 @@ impl PolicySources {
     }
 
     /// Lets environment variables override the file. Only names that begin with `TIDEGATE_` and the plain names
-    /// (`GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE`, `BACKOFF_MAX`) are looked at, so the whole
-    /// environment may be given: `std::env::vars()`. One of the former that is no setting's name is an error.
+    /// (`GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE`, `BACKOFF_MAX`) are read, so the whole environment
+    /// may be given: `std::env::vars()`. A name that begins with `TIDEGATE_` and is no setting's is an error.
     #[must_use]
     pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
         self.variables.variables.extend(variables.into_iter().map(|(name, value)| (name.into(), value.into())));
         self
     }
 
-    /// Also looks at names that begin with a prefix of one's own, such as `PIXIVFE`: `PIXIVFE_TOKEN` and the others that
-    /// [`settings`](crate::settings) lists set something of every provider of `[outbound]`.
+    /// Also reads names that begin with a custom prefix, such as `PIXIVFE`. `PIXIVFE_TOKEN` and the others that
+    /// [`settings`](crate::settings) lists apply to every provider of `[outbound]`.
     #[must_use]
     pub fn env_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.variables.prefix = Some(prefix.into());
@@ -60,7 +60,7 @@ impl PolicySources {
     }
 }
 
-/// A whole policy: every section checked, and the plan that the machine runs.
+/// A whole policy: all of its sections, checked, and the plan that the engine runs.
 #[derive(Clone, Debug)]
 pub struct Policy {
     pub(crate) store: StoreConfig,
@@ -74,11 +74,11 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// Reads a policy. The environment beats the file, and the file beats the defaults; with no file, the embedded
-    /// default policy takes its place.
+    /// Reads a policy. The environment overrides the file, and the file overrides the defaults. Without a file, the
+    /// embedded default policy is read.
     ///
     /// # Errors
-    /// Everything that is wrong, not only the first thing; see [`Errors`].
+    /// All errors, not only the first; see [`Errors`].
     pub fn load(sources: PolicySources) -> Result<Self, Errors> {
         let (name, body) =
             sources.file.unwrap_or_else(|| ("the built-in default policy".to_owned(), DEFAULT_POLICY.into()));
@@ -100,7 +100,7 @@ impl Policy {
         &self.store
     }
 
-    /// `[inbound]`, but for its limits, which are the [`plan`](Self::plan)'s. A proxy runs only if it has an upstream.
+    /// `[inbound]` except its limits, which are in the [`plan`](Self::plan). A proxy runs only if it has an upstream.
     pub fn inbound(&self) -> &InboundConfig {
         &self.inbound
     }
@@ -131,7 +131,7 @@ impl Policy {
         &self.notes
     }
 
-    /// What the machine runs for calls that come in.
+    /// The plan that the engine runs for incoming calls.
     pub fn plan(&self) -> &Arc<Plan> {
         &self.plan
     }

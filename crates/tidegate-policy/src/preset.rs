@@ -1,10 +1,10 @@
-//! Ready-made limits for actions that most services have.
+//! Presets: ready-made limits for actions that most services have.
 
 use std::fmt;
 
-/// A ready-made limit and ban, chosen with `preset = "login"`; what stands beside it in the file overrides it, and
-/// `ban = "none"` takes the ban away. An owner of an IPv6 /48 has 65,536 clients' worth of addresses;
-/// `ipv6_network = "preset"` bounds all of them together.
+/// A ready-made limit and ban, chosen with `preset = "login"`. Settings beside it in the file override it, and
+/// `ban = "none"` removes the ban. An owner of an IPv6 /48 has the addresses of 65,536 clients;
+/// `ipv6_network = "preset"` limits all of them together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preset {
     /// `login`: 5 per 60 s, then banned for 600 s.
@@ -34,7 +34,7 @@ impl Preset {
         }
     }
 
-    /// Its limit, as a policy writes it.
+    /// Its limit in the words of a policy.
     pub fn limit(self) -> &'static str {
         match self {
             Self::Login | Self::Register | Self::ApiCall => "5 per 60s",
@@ -43,7 +43,7 @@ impl Preset {
         }
     }
 
-    /// Ten times its limit: what `ipv6_network = "preset"` allows each IPv6 /48, without a ban.
+    /// Ten times its limit: the limit of each IPv6 /48 with `ipv6_network = "preset"`, without a ban.
     pub fn network_limit(self) -> &'static str {
         match self {
             Self::Login | Self::Register | Self::ApiCall => "50 per 60s",
@@ -52,7 +52,7 @@ impl Preset {
         }
     }
 
-    /// Its ban, as a policy writes it.
+    /// Its ban in the words of a policy.
     pub fn ban(self) -> &'static str {
         match self {
             Self::Login => "600s",

@@ -1,17 +1,17 @@
 //! Text from outside, made safe to print.
 //!
-//! A terminal obeys control characters, and some formatting characters make a line read otherwise than it is: those that
-//! set a direction, and those that take no room. In all of these functions each such character is shown in its place.
-//! Variation selectors (U+FE00 to U+FE0F) are left: they choose between two looks of the character before them.
+//! A terminal obeys control characters. Some formatting characters make a line look different from what it is: those
+//! that set a direction, and those without width. All of these functions show each such character in its place.
+//! Variation selectors (U+FE00 to U+FE0F) are kept: they choose between two looks of the character before them.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// The character in place of one that isn't printed.
+/// The replacement for an unprintable character.
 const REPLACEMENT: char = '\u{fffd}';
 
-/// A text for one line, such as a name or a value: U+FFFD stands for each character that would steer a terminal or
-/// mislead a reader, line ends included.
+/// Makes a text for one line printable, such as a name or a value. U+FFFD replaces each character that would control a
+/// terminal or mislead a reader, line ends included.
 pub fn printable(text: &str) -> Cow<'_, str> {
     replace_unprintable(text, is_unprintable, |out, _| out.push(REPLACEMENT))
 }
@@ -25,7 +25,7 @@ pub fn printable_lines(text: &str) -> Cow<'_, str> {
     )
 }
 
-/// [`printable_lines`] for JSON: the escape `\uXXXX` stands for each such character, so that the same value is read back.
+/// [`printable_lines`] for JSON: each such character becomes the escape `\uXXXX`, so that the same value is read back.
 pub fn printable_json(text: &str) -> Cow<'_, str> {
     replace_unprintable(
         text,
@@ -53,7 +53,7 @@ fn replace_unprintable(
     Cow::Owned(out)
 }
 
-/// True if a character is a control character, sets a direction, ends a line or takes no room (Unicode's categories Cc,
+/// True if a character is a control character, sets a direction, ends a line or has no width (Unicode's categories Cc,
 /// Zl and Zp, its property `Default_Ignorable_Code_Point` without the variation selectors, and the marks of U+FFF9 to
 /// U+FFFB).
 fn is_unprintable(letter: char) -> bool {
@@ -70,7 +70,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_steers_or_misleads_is_shown_in_its_place() {
+    fn unprintable_characters_are_replaced_visibly() {
         for (text, shown) in [
             ("login", "login"),
             ("ünïcode 漢 ⚠\u{fe0f} 100 %", "ünïcode 漢 ⚠\u{fe0f} 100 %"),
@@ -93,7 +93,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_character_stands_for_each_and_nothing_is_replaced_twice(text in "\\PC*|(?s).*") {
+        fn replacement_keeps_length_and_is_idempotent(text in "\\PC*|(?s).*") {
             let once = printable(&text).into_owned();
             prop_assert_eq!(once.chars().count(), text.chars().count());
             prop_assert!(!once.contains(is_unprintable));

@@ -474,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn what_people_write() {
+    fn common_quantity_forms_are_parsed() {
         let window = |limit, window| Quantity::Window { limit, window: secs(window) };
         let rate = |count, per, burst| Quantity::Rate { count, per: secs(per), burst };
         let quota = |limit, unit, zone: Option<&str>| Quantity::Quota { limit, unit, zone: zone.map(str::to_owned) };
@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_and_where() {
+    fn quantity_errors_state_position_and_help() {
         for (text, at, message, help) in [
             ("", 0..0, "the quantity is empty", ""),
             ("five per minute", 0..4, "found `five` where a number should be", ""),
@@ -635,7 +635,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn prints_what_it_reads(quantity in quantities()) {
+        fn printed_quantities_parse_back(quantity in quantities()) {
             let reads = quantity.to_string().parse::<Quantity>();
             if quantity.to_limit_kind().is_ok() {
                 prop_assert_eq!(reads, Ok(quantity));
@@ -645,7 +645,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_read_without_panic(text in "\\PC*|[0-9]{1,3}[ /](per|in|burst|day|s|[0-9a-z ./_,]){0,6}") {
+        fn any_quantity_text_is_read_without_panic(text in "\\PC*|[0-9]{1,3}[ /](per|in|burst|day|s|[0-9a-z ./_,]){0,6}") {
             if let Err(error) = text.parse::<Quantity>() {
                 prop_assert!(text.get(error.range()).is_some(), "{:?} splits a character or lies outside", error.range());
             }

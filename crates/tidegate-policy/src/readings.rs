@@ -331,13 +331,13 @@ mod tests {
     }
 
     #[test]
-    fn an_escaped_slash_is_data_where_the_quirk_is_off() {
+    fn without_the_quirk_encoded_slashes_are_data() {
         assert_eq!(readings("/a%2Fb", PathQuirks::NONE), ["/a%2Fb"]);
         assert!(!readings("/x%2f..%2flogin", PathQuirks::NONE).contains(&"/login".to_owned()));
     }
 
     #[test]
-    fn what_caddy_and_windows_drop_at_the_end_is_read_with_it_and_without() {
+    fn caddy_and_windows_suffixes_give_two_readings() {
         let caddy = PathQuirks { caddy: true, case: true, ..PathQuirks::default() };
         let windows = PathQuirks { windows: true, case: true, ..PathQuirks::default() };
         for path in ["/LOGIN", "/login.", "/login%20", "/Login%2e", "/login.%20.", "/lOg%C4%B0n", "/x/../login. ."] {
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_of_endless_readings_is_bounded() {
+    fn the_readings_of_a_path_are_bounded() {
         let path = "/a%2f..;x//%252e%5c\\".repeat(3000);
         assert_eq!(each_reading(&path, PathQuirks::default(), &mut |_| Ok(())), Err(PathError::TooMany));
         assert_eq!(each_reading(&"/a%20b".repeat(5000), PathQuirks::default(), &mut |_| Ok(())), Ok(()));
@@ -422,7 +422,7 @@ mod tests {
 
         /// Of every two spellings one of which is a reading of the other, the keys meet.
         #[test]
-        fn a_reading_of_a_path_shares_a_key_with_it(
+        fn a_path_shares_keys_with_its_readings(
             pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7), slash: bool,
         ) {
             let path = format!("/{}", pieces.concat());
@@ -442,7 +442,7 @@ mod tests {
         }
 
         #[test]
-        fn a_forwarded_path_is_in_its_form(pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..9)) {
+        fn forwarded_paths_are_in_canonical_form(pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..9)) {
             let path = format!("/{}?a=%2e%2f//..", pieces.concat());
             let form = crate::path_encoding::forwarded_path(&path).unwrap_or(path);
             prop_assert!(form.ends_with("?a=%2e%2f//..") || form.ends_with('/') || !form.contains('?'), "{}", form);

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_in_file_order_wins() {
+    fn the_first_matching_action_wins() {
         let router = router(&[
             ("POST", "/login", ""),
             ("", "/api/v1/*", ""),
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn ambiguous_paths_are_refused_where_the_policy_says_so() {
+    fn ambiguous_paths_are_refused_if_configured() {
         let mut router =
             router(&[("", "/static/*", ""), ("", "/login", ""), ("", "/a", ""), ("", "/b", ""), ("", "/c", "")]);
         let find = |router: &Router, path| router.find(&Query { path: Some(path), ..Query::default() });
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_meets_as_many_actions_as_a_decision_can_be_about() {
+    fn matched_actions_are_bounded_by_the_decision() {
         let router =
             router(&[("", "/a/*", ""), ("", "/b/*", ""), ("", "/c/*", ""), ("", "/d/*", ""), ("", "/e/*", "")]);
         let query = Query { path: Some("/a/../b/x%2f../../c/x\\../../d/x%5c../../e"), ..Query::default() };
@@ -394,7 +394,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_asking_every_rule(
+        fn the_router_agrees_with_checking_every_rule(
             rules in prop::collection::vec(
                 ("(GET|POST|PURGE|GET PURGE|)", prop::collection::vec("(/(a|b|\\*|a\\*)){0,3}", 0..3), "(h|)"), 0..12),
             requests in prop::collection::vec(("(GET|HEAD|POST|PURGE)", "((/|%2F)(a|b|ab|\\.\\.|)){0,4}", "(h|i)"), 1..20),

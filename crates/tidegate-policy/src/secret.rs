@@ -143,13 +143,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn never_printed() {
+    fn secrets_are_never_printed() {
         let secret = Secret::new("hunter2");
         assert_eq!(format!("{secret} {secret:?}"), "… Secret(…)");
     }
 
     #[test]
-    fn matches_only_itself() {
+    fn a_secret_matches_only_itself() {
         let secret = Secret::new("hunter2");
         assert!(secret.matches(b"hunter2"));
         for other in [&b"hunter"[..], b"hunter22", b"", b"hunter3", b"hunter2hunter2"] {
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn from_the_environment_or_a_file() {
+    fn secrets_come_from_environment_or_file() {
         let source = SecretSource::Env("TOKEN".into());
         assert_eq!(source.resolve(|name| Some(format!(" {name}\n"))).unwrap().expose(), "TOKEN");
         assert_eq!(source.resolve(|_| None), Err(SecretError::NotSet { name: "TOKEN".into() }));

@@ -442,14 +442,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_come_from_the_table() {
+    fn table_keys_come_from_the_settings_list() {
         assert_eq!(table_keys(""), ["store", "inbound", "api", "admin", "log", "outbound"]);
         assert_eq!(table_keys("api"), ["listen", "token", "hosts", "forward_auth", "deny_status"]);
         assert_eq!(table_keys("inbound.action.*.match"), ["method", "path", "host"]);
     }
 
     #[test]
-    fn variables() {
+    fn settings_have_environment_variable_names() {
         let setting = find("inbound.action.*.match.path").unwrap();
         assert_eq!(setting.variable().as_deref(), Some("TIDEGATE__INBOUND__ACTION__NAME__MATCH__PATH"));
         assert_eq!(variable_name(setting.path, "otp-request"), "TIDEGATE__INBOUND__ACTION__OTP_REQUEST__MATCH__PATH");

@@ -339,7 +339,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn durations() {
+    fn durations_are_parsed() {
         for (text, micros) in [
             ("500ms", 500_000),
             ("30s", 30_000_000),
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_durations_say_where() {
+    fn duration_errors_state_their_position() {
         for (text, at, message) in [
             ("60", 0..2, "the number 60 has no unit"),
             ("", 0..0, "found nothing where a number should be"),
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes() {
+    fn byte_sizes_are_parsed() {
         for (text, bytes) in [
             ("512", 512),
             ("64KiB", 65_536),
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn words_for_people() {
+    fn durations_are_described_in_words() {
         for (secs, words) in [(2, "2 s"), (60, "60 s"), (600, "10 min"), (3600, "1 h"), (5400, "1 h 30 min")] {
             assert_eq!(describe_duration(Span::from_secs(secs)), words);
         }
@@ -408,13 +408,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn canonical_durations_read_back(micros in 0_u64..1 << 52) {
+        fn formatted_durations_parse_back(micros in 0_u64..1 << 52) {
             let span = Span::from_micros(micros);
             prop_assert_eq!(parse_duration(&format_duration(span)), Ok(span));
         }
 
         #[test]
-        fn any_text_is_read_without_panic(text in "\\PC*|[0-9._a-z ,µ-]*") {
+        fn any_unit_text_is_read_without_panic(text in "\\PC*|[0-9._a-z ,µ-]*") {
             let _ = (parse_duration(&text), parse_bytes(&text));
         }
     }

@@ -27,7 +27,7 @@ fn told(path: &Path) -> String {
 }
 
 #[test]
-fn broken_policies_are_told_so_that_a_newcomer_can_act() {
+fn broken_policies_give_the_expected_messages() {
     let mut differ = Vec::new();
     let files = broken_files();
     assert!(files.len() >= 20, "only {} files", files.len());
@@ -46,7 +46,7 @@ fn broken_policies_are_told_so_that_a_newcomer_can_act() {
 }
 
 #[test]
-fn every_expectation_has_its_file() {
+fn every_expected_message_has_its_policy() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/broken");
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -55,7 +55,7 @@ fn every_expectation_has_its_file() {
 }
 
 #[test]
-fn no_secret_is_ever_told() {
+fn error_messages_contain_no_secret() {
     for path in broken_files() {
         assert!(!told(&path).contains("hunter2"), "{}", path.display());
     }
@@ -68,7 +68,7 @@ fn steers(letter: char) -> bool {
 }
 
 #[test]
-fn nothing_that_a_policy_says_steers_the_terminal_that_its_errors_are_printed_on() {
+fn error_messages_contain_no_control_characters() {
     let mut helped = 0;
     for path in broken_files() {
         let name = format!("{}\u{1b}[2J\u{202e}", path.file_name().unwrap().to_str().unwrap());

@@ -6,7 +6,7 @@ use tidegate_policy::{Policy, PolicySources};
 const TEXT: &str = include_str!("../../../docs/outbound.md");
 
 #[test]
-fn every_snippet_is_a_policy() {
+fn every_documented_snippet_is_a_valid_policy() {
     let snippets: Vec<&str> = TEXT.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
     assert!(snippets.len() >= 6, "{}", snippets.len());
     for snippet in snippets {
@@ -23,13 +23,13 @@ fn table() -> impl Iterator<Item = &'static str> {
 }
 
 #[test]
-fn the_table_has_every_preset_in_order() {
+fn the_documented_table_lists_presets_in_order() {
     let rows: Vec<&str> = table().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
     assert_eq!(rows, preset_names());
 }
 
 #[test]
-fn the_table_has_each_presets_address() {
+fn the_documented_table_states_preset_addresses() {
     for row in table().filter(|line| !line.starts_with("| `local`")) {
         let cells: Vec<&str> = row.split('|').map(str::trim).collect();
         let preset = cells[1].trim_matches('`');

@@ -51,7 +51,7 @@ fn words(file: Option<&str>, env: &[(&str, &str)]) -> String {
 }
 
 #[test]
-fn the_embedded_default_runs_without_a_file() {
+fn the_embedded_default_policy_needs_no_file() {
     let policy = load(None, &[]).unwrap();
     assert_eq!(policy.inbound().listen.to_string(), "127.0.0.1:8080");
     assert_eq!(policy.inbound().upstream.as_ref().unwrap().to_string(), "http://127.0.0.1:3000");
@@ -117,7 +117,7 @@ fn every_kind_of_setting_can_be_overridden() {
 }
 
 #[test]
-fn plain_names() {
+fn short_variable_names_set_common_limits() {
     let all =
         [("GLOBAL_RATE_LIMIT", "50"), ("GLOBAL_RATE_WINDOW", "120"), ("BACKOFF_BASE", "3"), ("BACKOFF_MAX", "100")];
     let found = words(None, &all);
@@ -154,7 +154,7 @@ fn plain_names() {
 }
 
 #[test]
-fn wrong_variables_are_named() {
+fn errors_name_the_wrong_variable() {
     for (name, value, expected) in [
         (
             "GLOBAL_RATE_LIMIT",
@@ -214,7 +214,7 @@ fn wrong_variables_are_named() {
 }
 
 #[test]
-fn secrets_in_variables_are_not_told() {
+fn errors_hide_secrets_in_variables() {
     for (name, value) in [
         ("TIDEGATE__API__TOKEN", "hunter2"),
         ("TIDEGATE__API__TOKN", "hunter2"),
@@ -248,7 +248,7 @@ fn every_setting_is_read() {
 
 /// What the table calls the default must be the default.
 #[test]
-fn every_default_is_the_default() {
+fn every_documented_default_is_the_default() {
     let file = "[inbound.action.login]\nlimit = \"5 per 60s\"\npenalty = {}\n\
                 [inbound.global]\nlimit = \"1000 per 1h\"\npenalty = {}\n\
                 [inbound]\nupstream = \"http://127.0.0.1:3000\"\n";
@@ -281,7 +281,7 @@ fn every_default_is_the_default() {
 }
 
 #[test]
-fn a_variable_changes_what_is_matched() {
+fn a_variable_can_change_an_actions_paths() {
     let policy = load(Some(FILE), &[("TIDEGATE__INBOUND__ACTION__LOGIN__MATCH__PATH", "/signin,/sign-in")]).unwrap();
     let matches = |path| {
         policy
@@ -295,7 +295,7 @@ fn a_variable_changes_what_is_matched() {
 }
 
 #[test]
-fn a_name_of_ours_that_sets_nothing_is_an_error() {
+fn unknown_variables_with_our_prefix_are_errors() {
     for (name, meant) in [
         ("TIDEGATE_INBOUND__LISTEN", Some("TIDEGATE__INBOUND__LISTEN")),
         ("TIDEGATE_INBOUND_LISTEN", Some("TIDEGATE__INBOUND__LISTEN")),
@@ -319,7 +319,7 @@ fn a_name_of_ours_that_sets_nothing_is_an_error() {
 }
 
 #[test]
-fn names_of_the_test_suite_and_of_tokens_are_let_be() {
+fn test_suite_and_token_variables_are_accepted() {
     for name in
         ["TIDEGATE_REQUIRE_ALL", "TIDEGATE_FULL", "TIDEGATE_SEED", "TIDEGATE_FUZZ_SECONDS", "TIDEGATE_", "tidegates"]
     {
@@ -334,7 +334,7 @@ fn names_of_the_test_suite_and_of_tokens_are_let_be() {
 }
 
 #[test]
-fn the_caps_on_clients_follow_the_cap_on_connections_unless_said() {
+fn client_caps_default_from_the_connection_cap() {
     let caps = |env: &[(&str, &str)]| {
         let env = env.iter().map(|(name, value)| (format!("TIDEGATE__INBOUND__CAPS__{name}"), (*value).to_owned()));
         Policy::load(PolicySources::new().env(env)).unwrap_or_else(|errors| panic!("{errors}")).inbound().caps
@@ -348,7 +348,7 @@ fn the_caps_on_clients_follow_the_cap_on_connections_unless_said() {
 }
 
 #[test]
-fn one_limit_never_takes_the_place_of_a_list_that_says_more() {
+fn a_variable_never_replaces_a_detailed_list() {
     let set = |limits: &str| {
         let file = format!("[inbound]\nupstream = \"http://127.0.0.1:3000\"\n[inbound.action.login]\n{limits}\n");
         load(Some(&file), &[("TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT", "10 per 60s")])

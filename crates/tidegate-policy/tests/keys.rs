@@ -41,7 +41,7 @@ fn request(plan: &Plan, lines: &[(&str, &str)], path: &str) -> Result<Vec<Key>, 
 }
 
 #[test]
-fn a_cookie_is_counted_however_it_is_spelt() {
+fn every_spelling_of_a_cookie_is_counted() {
     let plan = by("cookie:sid", "");
     let real = request(&plan, &[("cookie", "sid=REAL")], "/").unwrap()[0];
     for lines in [
@@ -67,7 +67,7 @@ fn a_cookie_is_counted_however_it_is_spelt() {
 }
 
 #[test]
-fn a_header_counts_under_each_of_its_lines_and_under_all_of_them_joined() {
+fn header_lines_count_separately_and_joined() {
     let plan = by("header:x-api-key", "");
     let one = |value| request(&plan, &[("x-api-key", value)], "/").unwrap()[0];
     let keys = request(&plan, &[("x-api-key", "fresh"), ("x-api-key", "REAL")], "/").unwrap();
@@ -76,7 +76,7 @@ fn a_header_counts_under_each_of_its_lines_and_under_all_of_them_joined() {
 }
 
 #[test]
-fn a_parameter_is_counted_however_it_is_spelt() {
+fn every_spelling_of_a_parameter_is_counted() {
     let plan = by("query:token", "");
     let real = request(&plan, &[], "/?token=REAL").unwrap()[0];
     for path in [
@@ -94,7 +94,7 @@ fn a_parameter_is_counted_however_it_is_spelt() {
 }
 
 #[test]
-fn more_values_than_can_be_counted_are_refused_by_name() {
+fn too_many_key_values_are_refused_by_name() {
     let cookies = by("cookie:sid", "");
     let four = "sid=1; sid=2; sid=3; sid=4";
     assert_eq!(request(&cookies, &[("cookie", four)], "/").unwrap().len(), 4);
@@ -116,7 +116,7 @@ fn more_values_than_can_be_counted_are_refused_by_name() {
 }
 
 #[test]
-fn requests_without_the_part_are_counted_as_the_policy_says() {
+fn missing_key_parts_follow_the_configured_rule() {
     for part in ["header:x-api-key", "cookie:sid", "query:token", "host", "ipv6/48"] {
         let keys = |more: &str, ip: Option<&str>, from_log| {
             let headers = HeaderMap::new();
@@ -143,7 +143,7 @@ fn requests_without_the_part_are_counted_as_the_policy_says() {
 }
 
 #[test]
-fn an_address_in_place_of_a_part_equals_no_value() {
+fn a_substituted_address_never_equals_a_value() {
     let plan = by("header:x-api-key", "");
     let missing = request(&plan, &[], "/").unwrap()[0];
     for value in ["", "192.0.2.1", "\u{c0}\u{0}\u{2}"] {
@@ -167,7 +167,7 @@ fn plan_of_both() -> std::sync::Arc<Plan> {
 }
 
 #[test]
-fn a_limit_may_say_for_itself_what_is_missing() {
+fn a_limit_may_override_the_missing_rule() {
     let plan = plan(
         r#"
         [inbound.action.a]
@@ -188,7 +188,7 @@ fn a_limit_may_say_for_itself_what_is_missing() {
 }
 
 #[test]
-fn a_cluster_that_keeps_keys_together_takes_one_value() {
+fn a_single_slot_cluster_accepts_one_value() {
     let file = "[store]\nurl = \"redis-cluster://127.0.0.1\"\n[inbound.action.a]\nkey = \"cookie:sid\"\nlimit = \"5 per 60s\"\n";
     let plan = plan(file);
     assert_eq!(request(&plan, &[("cookie", "sid=1")], "/").unwrap().len(), 1);
@@ -197,7 +197,7 @@ fn a_cluster_that_keeps_keys_together_takes_one_value() {
 }
 
 #[test]
-fn the_policy_in_the_docs_is_one() {
+fn the_documented_policy_is_valid() {
     let text = include_str!("../../../docs/keys.md");
     let snippets: Vec<&str> = text.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
     assert_eq!(snippets.len(), 1);
@@ -209,7 +209,7 @@ fn address(plan: &Plan, ip: &str) -> Vec<Key> {
 }
 
 #[test]
-fn the_prefix_of_ipv6_clients_is_the_policys() {
+fn ipv6_clients_count_by_the_configured_prefix() {
     let plan = |prefix: &str| plan(&format!("[inbound]\n{prefix}\n[inbound.action.a]\nlimit = \"5 per 60s\"\n"));
     for (prefix, within, beyond) in [
         ("", "2001:db8:1:2::9", "2001:db8:1:3::1"),
@@ -234,7 +234,7 @@ fn the_prefix_of_ipv6_clients_is_the_policys() {
 }
 
 #[test]
-fn an_owner_of_a_48_meets_a_limit_of_its_own() {
+fn ipv6_network_adds_a_limit_per_prefix() {
     let of = |more: &str| plan(&format!("[inbound.action.a]\npreset = \"login\"\n{more}"));
     assert_eq!(address(&of(""), "2001:db8::1").len(), 1);
     for (more, words) in [
@@ -262,7 +262,7 @@ fn met(plan: &Plan, path: &str) -> Result<Vec<String>, String> {
 }
 
 #[test]
-fn what_only_watches_refuses_no_path() {
+fn shadow_limits_refuse_no_path() {
     let limits = |name: &str, mode: &str, count: u32, path: &str| {
         let list: Vec<String> = (1..=count).map(|n| format!("{{ limit = \"{n} per 60s\" }}")).collect();
         format!(
@@ -282,7 +282,7 @@ fn what_only_watches_refuses_no_path() {
 }
 
 #[test]
-fn a_limit_that_counts_by_path_refuses_no_other_paths() {
+fn path_limits_refuse_no_paths_of_other_actions() {
     let plan = plan(
         "[inbound.action.pages]\nmatch = { path = \"/pages/*\" }\nkey = [\"path\"]\nlimit = \"5 per 60s\"\n\
          [inbound.action.other]\nmatch = { path = \"/other/*\" }\nlimit = \"5 per 60s\"",

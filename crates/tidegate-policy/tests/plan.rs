@@ -49,7 +49,7 @@ fn addresses_count_by_their_network() {
 }
 
 #[test]
-fn ten_thousand_forged_headers_are_one_key() {
+fn forged_forwarding_headers_share_one_key() {
     let policy =
         Policy::builder().trusted_proxies(["10.0.0.0/8"]).action("a", ActionSpec::new("5 per 60s")).build().unwrap();
     let peer = "203.0.113.9".parse().unwrap();
@@ -67,7 +67,7 @@ fn ten_thousand_forged_headers_are_one_key() {
 }
 
 #[test]
-fn parts_do_not_run_into_each_other() {
+fn key_parts_are_separated_unambiguously() {
     let mut headers = HeaderMap::new();
     let mut key = |one: &str, other: &str| {
         headers.insert("x-one", one.parse().unwrap());
@@ -81,7 +81,7 @@ fn parts_do_not_run_into_each_other() {
 }
 
 #[test]
-fn every_part_counts() {
+fn every_key_part_changes_the_key() {
     let mut headers = HeaderMap::new();
     headers.insert("x-tenant", "t1".parse().unwrap());
     headers.insert("cookie", "a=1; session=s1; session=s2".parse().unwrap());
@@ -126,7 +126,7 @@ fn every_part_counts() {
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn a_missing_key_part_is_named() {
     let plan = plan(
         r#"
         [inbound.global]
@@ -161,7 +161,7 @@ fn what_is_missing_is_named() {
 }
 
 #[test]
-fn which_limits_take_part() {
+fn each_verb_asks_its_limits() {
     let plan = plan(
         r#"
         [inbound.global]
@@ -196,7 +196,7 @@ fn which_limits_take_part() {
 }
 
 #[test]
-fn several_actions_are_asked_together_and_each_limit_once() {
+fn several_actions_ask_each_limit_once() {
     let plan = plan(
         r#"
         [inbound.global]
@@ -228,7 +228,7 @@ fn several_actions_are_asked_together_and_each_limit_once() {
 }
 
 #[test]
-fn more_limits_than_a_decision_holds_are_an_error() {
+fn too_many_limits_for_a_decision_are_errors() {
     let limits = |name: &str, path: &str| {
         let limits: String = (2..7).map(|n| format!("\"{n} per 60s\", ")).collect();
         format!("[inbound.action.{name}]\nmatch = {{ path = \"{path}\" }}\nlimit = [{limits}]\n")
@@ -244,7 +244,7 @@ fn more_limits_than_a_decision_holds_are_an_error() {
 }
 
 #[test]
-fn a_cluster_is_asked_for_several_actions_only_where_their_keys_are_together() {
+fn clusters_decide_several_actions_only_within_slots() {
     let plan = |global: &str| {
         plan(&format!(
             "[store]\nurl = \"redis-cluster://127.0.0.1\"\n{global}\
@@ -261,7 +261,7 @@ fn a_cluster_is_asked_for_several_actions_only_where_their_keys_are_together() {
 }
 
 #[test]
-fn overflow_is_by_neighbourhood() {
+fn overflow_keys_are_shared_by_network() {
     let plan = plan(
         r#"
         [inbound.action.a]
@@ -293,7 +293,7 @@ fn overflow_is_by_neighbourhood() {
 }
 
 #[test]
-fn seeds_make_other_keys() {
+fn different_seeds_give_different_keys() {
     let plan = plan("[inbound.action.a]\nlimit = \"5 per 60s\"\n");
     let query = Query { ip: ip("1.2.3.4"), ..Query::default() };
     let key =
@@ -303,7 +303,7 @@ fn seeds_make_other_keys() {
 }
 
 #[test]
-fn names_and_fallback() {
+fn unknown_actions_suggest_names_or_use_default() {
     let policy = Policy::builder()
         .action("login", ActionSpec::preset("login"))
         .action(
@@ -326,7 +326,7 @@ fn names_and_fallback() {
 }
 
 #[test]
-fn presets_are_what_they_say() {
+fn action_presets_have_their_documented_limits() {
     for (name, limit, ban) in [
         ("login", "5 per 60s", 600),
         ("otp_request", "3 per 120s", 900),
@@ -343,7 +343,7 @@ fn presets_are_what_they_say() {
 }
 
 #[test]
-fn lists() {
+fn allow_and_deny_lists_are_applied() {
     let policy = Policy::builder().allow("10.1.0.0/16").deny(["10.0.0.0/8", "2001:db8::1"]).build().unwrap();
     let listed = |text: &str| policy.plan().list_status(text.parse().unwrap());
     assert_eq!(listed("10.1.2.3"), ListStatus::Allow);
@@ -353,7 +353,7 @@ fn lists() {
 }
 
 #[test]
-fn the_design_file_reads() {
+fn the_design_documents_policy_is_valid() {
     let text = r#"
 [store]
 url = "memory"
@@ -388,12 +388,12 @@ listen = "127.0.0.1:8083"
 
 proptest! {
     #[test]
-    fn any_file_is_read_without_panic(text in "\\PC{0,200}") {
+    fn any_policy_file_is_read_without_panic(text in "\\PC{0,200}") {
         let _ = Policy::load(PolicySources::new().file("x", text));
     }
 
     #[test]
-    fn files_that_are_almost_right_are_read_without_panic(
+    fn nearly_valid_files_are_read_without_panic(
         pieces in prop::collection::vec(prop::sample::select(vec![
             "[inbound]\n", "[inbound.global]\n", "[inbound.action.a]\n", "[inbound.action.b]\n", "[api]\n", "limit = ",
             "\"5 per 60s\"", "\"", "\n", " = ", "match = ", "{", "}", "[", "]", ",", "path = ", "\"/a/*\"", "key = ",
@@ -430,7 +430,7 @@ proptest! {
 }
 
 #[test]
-fn huge_and_deep_files_are_read_in_bounded_time_and_depth() {
+fn huge_files_are_read_in_bounded_time() {
     let deep = format!("[{}]\n", vec!["a"; 100_000].join("."));
     let dotted = format!("{} = 1\n", vec!["a"; 100_000].join("."));
     let lists = format!("a = {}", "[".repeat(20_000));
@@ -443,7 +443,7 @@ fn huge_and_deep_files_are_read_in_bounded_time_and_depth() {
 }
 
 #[test]
-fn the_most_actions_are_read() {
+fn thousands_of_actions_are_read() {
     let many: String = (0..4_000)
         .map(|n| format!("[inbound.action.a{n}]\nlimit = \"5 per 60s\"\nmatch = {{ path = \"/x{n}/*\" }}\nkey = \"header:x{n}\"\n"))
         .collect();
@@ -453,7 +453,7 @@ fn the_most_actions_are_read() {
 }
 
 #[test]
-fn what_stands_beside_a_preset_overrides_it() {
+fn settings_beside_a_preset_override_it() {
     let words = |beside: &str| {
         let plan = plan(&format!("[inbound.action.a]\npreset = \"login\"\n{beside}\n"));
         plan.limit_info(plan.action(plan.find_action("a").unwrap()).limits()[0]).description().to_owned()
@@ -466,7 +466,7 @@ fn what_stands_beside_a_preset_overrides_it() {
 }
 
 #[test]
-fn an_encoded_slash_evades_no_match_unless_switched_off() {
+fn encoded_slashes_evade_no_match_by_default() {
     let policy = |quirks: &str| {
         plan(&format!(
             "[inbound]\n{quirks}\n[inbound.action.login]\nlimit = \"5 per 60s\"\n\
@@ -483,7 +483,7 @@ fn an_encoded_slash_evades_no_match_unless_switched_off() {
 }
 
 #[test]
-fn caddy_and_windows_bring_what_belongs_to_them_along() {
+fn caddy_and_windows_quirks_include_related_quirks() {
     for quirk in ["caddy", "windows"] {
         let plan = plan(&format!(
             "[inbound]\npath_quirks = [\"{quirk}\"]\n[inbound.action.login]\nlimit = \"5 per 60s\"\n\
@@ -504,7 +504,7 @@ fn refused_calls_are_never_counted_in_flight() {
 }
 
 #[test]
-fn parts_that_no_request_has_are_fine_without_a_proxy() {
+fn unavailable_key_parts_are_allowed_without_proxy() {
     let action = "[inbound.action.a]\nmatch = { path = \"/a\" }\nkey = \"key\"\nlimit = \"5 per 60s\"\n";
     assert_eq!(plan(action).actions().len(), 1);
     let told = |sources: PolicySources| Policy::load(sources).map(|_| ()).unwrap_err().to_string();
@@ -516,7 +516,7 @@ fn parts_that_no_request_has_are_fine_without_a_proxy() {
 }
 
 #[test]
-fn forward_auth_is_off_beside_a_limit_that_it_cannot_keep() {
+fn in_flight_limits_disable_forward_auth() {
     for (toml, answered) in [
         ("", true),
         ("[api]\nforward_auth = false\n", false),

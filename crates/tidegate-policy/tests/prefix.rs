@@ -18,7 +18,7 @@ fn sources(provider: &ProviderConfig) -> Vec<String> {
 }
 
 #[test]
-fn every_name_sets_something() {
+fn every_prefixed_variable_sets_its_value() {
     let env = [
         ("PIXIVFE_API_MAX_RETRIES", "4"),
         ("PIXIVFE_API_BASE_TIMEOUT", "1.5s"),
@@ -51,7 +51,7 @@ fn every_name_sets_something() {
 }
 
 #[test]
-fn what_is_not_set_stays_as_it_is() {
+fn unset_variables_change_nothing() {
     let file = format!("{ONE}credentials = \"env:A\"\n");
     let plain = load(&file, "PIXIVFE", &[("PIXIVFE_API_MAX_RETRIES", "")]).unwrap();
     let with_defaults = load(
@@ -71,7 +71,7 @@ fn what_is_not_set_stays_as_it_is() {
 }
 
 #[test]
-fn names_of_a_provider_beat_names_of_all() {
+fn provider_variables_override_general_variables() {
     let env = [
         ("PIXIVFE_TOKEN", "hunter2"),
         ("PIXIVFE_API_BASE_TIMEOUT", "3s"),
@@ -85,7 +85,7 @@ fn names_of_a_provider_beat_names_of_all() {
 }
 
 #[test]
-fn tokens_go_to_the_provider_that_lacks_them() {
+fn tokens_go_to_providers_without_credentials() {
     let tokens = [("APP_TOKEN", "hunter2")];
     let open = "[outbound.provider.open]\nlimit = \"1/s\"\n";
     let tmdb = "[outbound.provider.tmdb]\npreset = \"tmdb\"\n";
@@ -101,13 +101,13 @@ fn tokens_go_to_the_provider_that_lacks_them() {
 }
 
 #[test]
-fn a_prefix_of_the_family_is_a_prefix_too() {
+fn tidegate_itself_may_be_the_prefix() {
     let outbound = load(ONE, "TIDEGATE", &[("TIDEGATE_TOKEN", "hunter2")]).unwrap();
     assert_eq!(sources(&outbound.providers()[0]), ["env:TIDEGATE_TOKEN"]);
 }
 
 #[test]
-fn wrong_values_name_their_variable_and_no_secret() {
+fn errors_name_the_variable_without_secrets() {
     for (prefix, name, value, expected) in [
         ("APP", "APP_API_MAX_RETRIES", "-1", "`-1` is no number of retries"),
         ("APP", "APP_API_MAX_RETRIES", "100", "expected a whole number from 0 to 99"),

@@ -78,7 +78,7 @@ fn most(sent: &[Time], window: Span) -> usize {
 }
 
 #[test]
-fn every_preset_is_tried_here() {
+fn every_preset_is_tested() {
     let text = include_str!("presets.rs");
     for preset in preset_names() {
         let preset = preset.as_str();
@@ -88,7 +88,7 @@ fn every_preset_is_tried_here() {
 }
 
 #[test]
-fn official_windows_bind() {
+fn official_windows_are_enforced() {
     for (preset, official, window, length) in [
         ("tmdb", 40, 10, 40),
         ("tvdb", 100, 10, 40),
@@ -108,7 +108,7 @@ fn official_windows_bind() {
 }
 
 #[test]
-fn official_quotas_bind_until_midnight() {
+fn official_quotas_are_enforced_until_midnight() {
     for (preset, official) in [("omdb-free", 1_000), ("omdb-paid", 100_000)] {
         let counter = Counter::new(preset, "");
         for _ in 0..official {
@@ -120,7 +120,7 @@ fn official_quotas_bind_until_midnight() {
 }
 
 #[test]
-fn a_quota_ends_at_the_midnight_of_its_zone() {
+fn a_quota_ends_at_its_zones_midnight() {
     // The days on which Berlin puts its clocks forward and back in 2026.
     for (midnight, hours) in [(1_774_738_800, 23), (1_792_879_200, 25)] {
         let counter = Counter::new("omdb-free", "credential_limit = \"1000 per day in Europe/Berlin\"");
@@ -133,7 +133,7 @@ fn a_quota_ends_at_the_midnight_of_its_zone() {
 }
 
 #[test]
-fn the_local_rate_and_its_burst_bind() {
+fn the_local_rate_and_burst_are_enforced() {
     let (preset, more) = ("local", "base_url = \"http://127.0.0.1:9000\"");
     let sent = Counter::new(preset, more).saturate(&[Lane::User], 1, Span::from_secs(2));
     assert_eq!(sent.iter().filter(|at| **at == MIDNIGHT).count(), 10_000);
@@ -142,7 +142,7 @@ fn the_local_rate_and_its_burst_bind() {
 }
 
 #[test]
-fn limits_of_language_models_are_what_their_replies_say() {
+fn language_model_presets_learn_limits_from_replies() {
     for preset in ["openai", "anthropic"] {
         let counter = Counter::new(preset, "");
         assert!(counter.rules.tracks_remaining && counter.rules.provider_limits.is_empty(), "{preset}");
@@ -150,7 +150,7 @@ fn limits_of_language_models_are_what_their_replies_say() {
 }
 
 #[test]
-fn our_own_defaults_leave_room_for_higher_lanes() {
+fn default_background_limits_reserve_higher_lanes_room() {
     for (preset, background, window, burst) in
         [("tmdb", 32, 10, 40), ("tvdb", 10, 1, 50), ("fanart", 1, 1, 5), ("fanart-personal", 2, 1, 10)]
     {
@@ -164,7 +164,7 @@ fn our_own_defaults_leave_room_for_higher_lanes() {
 }
 
 #[test]
-fn calls_at_the_same_time() {
+fn presets_set_their_calls_in_flight() {
     for (preset, most) in [("musicbrainz", 1), ("github", 100), ("tmdb", u32::MAX)] {
         assert_eq!(Counter::new(preset, "").rules.lanes.max_in_flight, most, "{preset}");
     }
@@ -174,7 +174,7 @@ fn calls_at_the_same_time() {
 }
 
 #[test]
-fn what_presets_say_besides() {
+fn presets_set_hosts_and_cache_times() {
     for (preset, host, cached) in [
         ("tmdb", "api.themoviedb.org", Some(86_400)),
         ("tvdb", "api4.thetvdb.com", Some(86_400)),
@@ -209,7 +209,7 @@ fn what_presets_say_besides() {
 }
 
 #[test]
-fn musicbrainz_wants_to_know_who_calls() {
+fn musicbrainz_requires_a_user_agent_with_contact() {
     for (agent, fine) in [
         ("Tagger/1.2 ( me@example.org )", true),
         ("Tagger/1.2 (https://example.org/tagger)", true),

@@ -18,7 +18,7 @@ fn affinity(plan: &Plan, action: Option<&str>, query: &Query<'_>) -> u64 {
 }
 
 #[test]
-fn urls_name_engines() {
+fn store_urls_select_the_engine() {
     for (url, engine) in [
         ("redis://127.0.0.1", StoreEngine::Redis),
         ("rediss://gate:word@redis.example:6380/2", StoreEngine::Redis),
@@ -42,7 +42,7 @@ fn urls_name_engines() {
 }
 
 #[test]
-fn settings_have_their_say() {
+fn store_settings_are_applied() {
     let policy = load(
         "[store]\nurl = \"redis://127.0.0.1\"\non_outage = \"deny\"\ntimeout = \"20ms\"\nprefix = \"shop\"\nnodes = 3\n\
          sync = \"always\"\non_full = \"continue\"\ncluster = \"reserve\"\n\
@@ -62,7 +62,7 @@ fn settings_have_their_say() {
 }
 
 #[test]
-fn a_file_that_nothing_may_be_lost_of_denies_while_it_cannot_be_written() {
+fn sync_always_denies_when_full_by_default() {
     let on_full = |text: &str| load(&format!("[store]\nurl = \"file:state\"\n{text}")).store().on_full;
     for (text, expected) in [
         ("", OnFull::Continue),
@@ -77,7 +77,7 @@ fn a_file_that_nothing_may_be_lost_of_denies_while_it_cannot_be_written() {
 
 /// All keys of a decision lie on one server of a cluster: those of the global limit wherever it is asked, too.
 #[test]
-fn what_a_decision_asks_is_kept_together() {
+fn a_decisions_keys_share_a_cluster_slot() {
     let cluster = "[store]\nurl = \"redis-cluster://127.0.0.1:7000\"\n";
     let global = "[inbound.global]\nlimit = \"1000 per 1h\"\n";
     let actions = "[inbound.action.login]\nkey = [\"key\", \"client_ip\"]\nlimit = \"5 per 60s\"\n\
@@ -100,7 +100,7 @@ fn what_a_decision_asks_is_kept_together() {
 
 /// Nodes whose files differ in their other limits, and in the order of them, share those that are the same.
 #[test]
-fn limits_are_called_the_same_in_every_plan() {
+fn equal_limits_have_equal_tags_across_plans() {
     let one = load("[inbound.action.a]\nlimit = \"5 per 60s\"\n[inbound.action.b]\nlimit = \"1/s\"\n");
     let two = load(
         "[inbound.global]\nlimit = \"9 per 60s\"\n[inbound.action.b]\nlimit = \"2/s\"\n[inbound.action.a]\nlimit = \"7 per 1h\"\n",

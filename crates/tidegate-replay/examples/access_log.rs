@@ -1,8 +1,8 @@
-//! Writes an access log in the combined format, for measuring `tidegate replay`: `access_log [LINES [SEED]]`. The same seed
-//! gives the same bytes.
+//! Writes an access log in the combined format, to measure `tidegate replay`: `access_log [LINES [SEED]]`. The same
+//! seed gives the same bytes.
 //!
-//! A hundred thousand clients come a thousand times a second; a few of them come often, as in real logs, and one in five
-//! hundred hammers at the log-in.
+//! A hundred thousand clients make a thousand requests per second in total. A few of them call often, as in real logs.
+//! One in five hundred floods the log-in.
 
 use std::io::{self, BufWriter, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

@@ -1,4 +1,4 @@
-//! Who a call comes from, and what came of the calls of each.
+//! The clients of a log, and the statistics of each.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -8,12 +8,12 @@ use tidegate_policy::{KeyPart, Plan, Query, canonical_ip, printable};
 
 use super::top_k::Weight;
 
-/// The longest description of a key, in characters.
+/// The longest label of a key, in characters.
 const MAX_LABEL: usize = 120;
 
-/// A client as the gate usually counts it: an IPv4 address, or the /64 that an IPv6 address is in.
+/// A client as the gate usually counts it: an IPv4 address, or the /64 network of an IPv6 address.
 ///
-/// An IPv4 address takes the place of ffff:ffff:0:0::/64 and those after it, which are multicast and nobody's.
+/// IPv4 addresses use the values from ffff:ffff:0:0::/64 on, which are multicast and belong to no client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientNetwork(u64);
 
@@ -37,18 +37,18 @@ impl fmt::Display for ClientNetwork {
     }
 }
 
-/// What came of one client's calls.
+/// The counts of one client's calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClientStats {
-    /// Calls that were let through. Saturates at 2^32 − 1, as the others do.
+    /// Calls that were admitted. This and the next count saturate at 2^32 − 1.
     pub admitted: u32,
     /// Calls that were refused.
     pub refused: u32,
-    /// When the first was refused.
+    /// The time of the first refusal.
     pub first_refused_at: Time,
-    /// When the last was.
+    /// The time of the last refusal.
     pub last_refused_at: Time,
-    /// The limit that refused the last one; `None` if it was the deny list.
+    /// The limit of the last refusal; `None` if it was the deny list.
     pub last_limit: Option<LimitId>,
 }
 
@@ -81,8 +81,8 @@ impl Weight for KeyRefusals {
     }
 }
 
-/// A key in words. What may be a secret (a header, a cookie, a parameter) is told by a hash only: equal hashes, equal
-/// secrets.
+/// Returns a key as text. A part that may be a secret (a header, a cookie, a parameter) is shown only as a hash. Equal
+/// hashes mean equal secrets.
 pub(super) fn key_label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
     let mut words: Vec<String> = Vec::with_capacity(parts.len());
     let mut hidden = false;
@@ -110,7 +110,7 @@ pub(super) fn key_label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash:
     if label.is_empty() { "everybody".to_owned() } else { label }
 }
 
-/// An IPv4 address, or the network of this length that an IPv6 address is in.
+/// Returns an IPv4 address, or the network of this length of an IPv6 address.
 fn network(ip: IpAddr, length: u8) -> String {
     match canonical_ip(ip) {
         IpAddr::V4(ip) => ip.to_string(),
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_is_what_the_gate_counts() {
+    fn clients_are_grouped_as_the_gate_counts() {
         for (ip, shown) in [
             ("203.0.113.7", "203.0.113.7"),
             ("::ffff:203.0.113.7", "203.0.113.7"),
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn secrets_are_told_by_their_hash() {
+    fn secret_key_parts_are_shown_hashed() {
         use tidegate_policy::Policy;
         let header = KeyPart::Header(http::HeaderName::from_static("x-api-key"));
         let query = Query { ip: "203.0.113.7".parse().ok(), path: Some("/a?token=1"), ..Query::default() };

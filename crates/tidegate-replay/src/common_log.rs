@@ -1,8 +1,8 @@
 //! The common and the combined log format, as nginx and Apache write them.
 //!
-//! `203.0.113.7 - ann [10/Oct/2000:13:55:36 -0700] "GET /a HTTP/1.1" 200 2326 "referer" "user agent"`. A virtual host may
-//! come first, as in Apache's `vhost_combined`, and `X-Forwarded-For` last, as in nginx' `main`. Nothing is allocated,
-//! except for a line in which something is escaped.
+//! `203.0.113.7 - ann [10/Oct/2000:13:55:36 -0700] "GET /a HTTP/1.1" 200 2326 "referer" "user agent"`. A virtual host
+//! may come first, as in Apache's `vhost_combined`, and `X-Forwarded-For` last, as in nginx's `main`. Only a line with
+//! escapes allocates.
 
 use std::borrow::Cow;
 
@@ -13,7 +13,7 @@ use super::request::{
 };
 use super::timestamp::ClfTimeParser;
 
-/// The quoted fields behind the request and its numbers.
+/// The quoted fields after the request, the status and the size.
 const TRAILING_HEADERS: [&str; 3] = ["referer", "user-agent", "x-forwarded-for"];
 
 pub(super) fn parse_line<'l>(
@@ -26,7 +26,7 @@ pub(super) fn parse_line<'l>(
     let (head, time) = (&before[..bracket], &before[bracket + 1..]);
     let at = clf.parse(time).ok_or(LineError::InvalidTime)?;
     let (request, rest) = split_quoted(rest).ok_or(LineError::UnknownFormat)?;
-    // What is cut off before the status may be cut within the path too.
+    // A line that is cut off before the status may be cut within the path too.
     let [b' ', status @ .., b' '] = rest.get(..5).ok_or(LineError::UnknownFormat)? else {
         return Err(LineError::UnknownFormat);
     };
@@ -58,8 +58,8 @@ pub(super) fn parse_line<'l>(
     }))
 }
 
-/// What stands before the end of the time, and what behind the quote that follows it: of a user's name, which anybody may
-/// choose, quotes are escaped and brackets aren't.
+/// Splits a line into the part before the end of the time, and the part after the next quote. Any client may choose a
+/// user's name, in which quotes are escaped but brackets aren't.
 fn split_at_time(line: &[u8]) -> Option<(&[u8], &[u8])> {
     let mut at = 0;
     loop {
@@ -71,14 +71,14 @@ fn split_at_time(line: &[u8]) -> Option<(&[u8], &[u8])> {
     }
 }
 
-/// The first word, and what is behind it and a space.
+/// Returns the first word, and the text after it and a space.
 fn split_word(text: &[u8]) -> Option<(&str, &[u8])> {
     let space = memchr(b' ', text)?;
     let word = str::from_utf8(&text[..space]).ok().filter(|word| !word.is_empty())?;
     Some((word, &text[space + 1..]))
 }
 
-/// What stands before the next quote that isn't escaped, and what behind it.
+/// Returns the text before the next quote that isn't escaped, and the text after it.
 fn split_quoted(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let mut at = 0;
     loop {
@@ -109,7 +109,8 @@ fn unescape_str(text: &[u8]) -> Result<Cow<'_, str>, std::str::Utf8Error> {
     }
 }
 
-/// Undoes `\x22`, which both servers write, and Apache's `\"`, `\\`, `\n`, `\r` and `\t`.
+/// Undoes `\x22`, which both servers write, and Apache's `\"`, `\\`, `
+/// `, `\r` and `\t`.
 fn unescape_bytes(text: &[u8]) -> Cow<'_, [u8]> {
     let Some(first) = memchr(b'\\', text) else { return Cow::Borrowed(text) };
     let mut plain = text[..first].to_vec();
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_servers() {
+    fn common_log_lines_of_servers_are_parsed() {
         let plain = |method: &'static str, path: &'static str| LoggedRequest {
             time: Time::from_secs(971_211_336),
             peer: Some("203.0.113.7".parse().unwrap()),
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_and_what_is_broken() {
+    fn non_requests_and_broken_lines_are_distinguished() {
         let with = |request: &str| format!(r#"203.0.113.7 - - [10/Oct/2000:13:55:36 -0700] "{request}" 400 0"#);
         for other in ["-", "", r"\x16\x03\x01", r"\xff\xfe HTTP/1.1", "GET", "GET /", "GET / FTP/1", "G(T / HTTP/1.1"] {
             assert_eq!(request(&with(other)), Ok(ParsedLine::NotARequest), "{other}");
@@ -222,14 +223,14 @@ mod tests {
         ] {
             match request(&line) {
                 Err(found) => assert_eq!(found, broken, "{line}"),
-                // Without names between them, the address is taken for what it is.
+                // Without names in between, the address is read as usual.
                 Ok(_) => assert!(line.starts_with("203.0.113.7 ["), "{line}"),
             }
         }
     }
 
     #[test]
-    fn headers_that_are_wanted_are_found() {
+    fn wanted_headers_are_found() {
         let line = r#"10.0.0.1 - - [10/Oct/2000:13:55:36 -0700] "GET / HTTP/1.1" 200 5 "-" "a \"b\"" "198.51.100.1, 10.0.0.2""#;
         let mut headers = HeaderCollector::for_names(vec![http::header::USER_AGENT, http::header::REFERER]);
         parse_line(line.as_bytes(), &mut ClfTimeParser::default(), &mut headers).unwrap();
@@ -249,7 +250,7 @@ mod tests {
 
         /// Lines that are nearly right reach further into the reader.
         #[test]
-        fn any_change_of_a_line_is_read_without_panic(
+        fn any_changed_line_is_read_without_panic(
             changes in prop::collection::vec((0_usize..110, any::<u8>()), 0..4), cut in 0_usize..130,
         ) {
             let line = br#"203.0.113.7 - - [10/Oct/2000:13:55:36 -0700] "GET /a\x22 HTTP/1.1" 200 2326 "-" "curl \"x\"""#;

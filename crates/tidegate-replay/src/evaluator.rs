@@ -17,30 +17,30 @@ use super::request::LoggedRequest;
 use super::timeline::Timeline;
 use super::top_k::TopK;
 
-/// The most clients that are told apart: 35 MB in a table of 2^20 slots.
+/// The largest number of tracked clients: 35 MB in a hash table of 2^20 slots.
 const MAX_CLIENTS: usize = (1 << 20) / 8 * 7;
-/// How many calls are counted together.
+/// The number of calls that are counted together.
 const MAX_PENDING_UPDATES: usize = 128;
-/// The most refused keys that are told apart, for limits that don't count by the client alone: a MB, their words included.
+/// The largest number of tracked refused keys, for limits that don't count by the client alone: 1 MB, labels included.
 const MAX_REFUSED_KEYS: usize = 4096;
 
-/// Requests and refusals of an action, or of none.
+/// The requests and refusals of an action, or of requests without an action.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RequestCounts {
     /// Requests that were decided about.
     pub requests: u64,
-    /// Those that were refused.
+    /// Requests that were refused.
     pub refused: u64,
 }
 
-/// What a limit refused.
+/// The refusals of a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LimitRefusals {
-    /// Because it was full.
+    /// Refusals because it was full.
     pub by_limit: u64,
-    /// Because its block lived.
+    /// Refusals by its block.
     pub by_block: u64,
-    /// What it would have refused in shadow.
+    /// Requests that it would have refused if it weren't in shadow.
     pub in_shadow: u64,
 }
 
@@ -51,9 +51,9 @@ pub(super) struct PolicyEvaluator {
     store: Memory,
     seed: KeySeed,
     holder: u64,
-    /// Room for the requests that are decided about together; it is written in place, since it is too large to move about.
+    /// The requests that are decided about together. They are written in place, because they are too large to move.
     requests: Box<[PreparedRequest]>,
-    /// How many of them are prepared.
+    /// The number of prepared requests.
     prepared: usize,
     pub(super) meter: Meter,
     pub(super) total: RequestCounts,
@@ -61,19 +61,19 @@ pub(super) struct PolicyEvaluator {
     pub(super) shadow_refusals: u64,
     pub(super) undecided: u64,
     pub(super) first_undecided: Option<QueryError>,
-    /// By action, and last those that match none.
+    /// The counts of each action, and last those of requests that match none.
     pub(super) actions: Vec<RequestCounts>,
     pub(super) limits: Vec<LimitRefusals>,
     pub(super) clients: TopK<ClientNetwork, ClientStats>,
-    /// What the clients met of late, and isn't counted yet.
+    /// The updates of clients that aren't counted yet.
     pending_updates: Vec<ClientUpdate>,
     pub(super) refused_keys: TopK<(LimitId, u64), KeyRefusals>,
     pub(super) timeline: Timeline,
-    /// Whether any request told its host.
+    /// True if any request had a host.
     pub(super) has_seen_host: bool,
 }
 
-/// What a client met.
+/// The result of one call of a client.
 #[derive(Clone, Copy, Debug)]
 struct ClientUpdate {
     client: ClientNetwork,
@@ -82,18 +82,18 @@ struct ClientUpdate {
     at: Time,
 }
 
-/// A request on its way to be decided about.
+/// A request that is prepared for a decision.
 #[derive(Debug)]
 struct PreparedRequest {
     actions: MatchedActions,
     client: Option<IpAddr>,
-    /// What a list has decided already.
+    /// The decision of an allow or deny list, if there is one.
     list_decision: Result<Option<Decision>, QueryError>,
-    /// What the store is asked otherwise.
+    /// The operations for the store, if no list decides.
     batch: Batch,
 }
 
-/// What was decided about a request.
+/// The decision about a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RequestDecision {
     pub(super) actions: MatchedActions,
@@ -110,7 +110,7 @@ impl PolicyEvaluator {
             name,
             forwarding: policy.inbound().forwarding.clone(),
             store: Memory::reproducible(Arc::new(plan.limits().clone()), max_bytes),
-            // The same log gives the same report.
+            // A fixed seed, so that the same log gives the same report.
             seed: KeySeed::new([0x7d; 16]),
             holder: 0,
             requests: (0..super::BATCH_LINES).map(|_| PreparedRequest::default()).collect(),
@@ -132,7 +132,7 @@ impl PolicyEvaluator {
         }
     }
 
-    /// The headers that it looks at.
+    /// Returns the headers that the policy reads.
     pub(super) fn headers(&self) -> impl Iterator<Item = http::HeaderName> + '_ {
         let parts = self.plan.limits().iter().flat_map(|(id, _)| self.plan.key_parts(id));
         let counted = parts.filter_map(|part| match part {
@@ -145,12 +145,13 @@ impl PolicyEvaluator {
         counted.chain(hops)
     }
 
-    /// Forgets the requests that were decided about, before others are prepared.
+    /// Drops the decided requests, before others are prepared.
     pub(super) fn clear_batch(&mut self) {
         self.prepared = 0;
     }
 
-    /// Prepares the decision about a request at `now`, one of at most [`BATCH_LINES`](super::BATCH_LINES), and has what it needs of memory on its way.
+    /// Prepares the decision about a request at `now`, and prefetches its slots in the store. At most
+    /// [`BATCH_LINES`](super::BATCH_LINES) requests may be prepared at once.
     #[inline]
     pub(super) fn prepare(&mut self, request: &LoggedRequest<'_>, headers: &HeaderMap, now: Time) {
         self.holder += 1;
@@ -167,15 +168,15 @@ impl PolicyEvaluator {
         }
     }
 
-    /// Once all are prepared: has what those need that has come to many calls.
+    /// Prefetches the states of keys with many calls, once all requests are prepared.
     pub(super) fn prefetch_states(&self) {
         for turn in &self.requests[..self.prepared] {
             self.store.fetch_states(&turn.batch);
         }
     }
 
-    /// Decides about a request as a gate does whose clock shows `now`, and counts what comes of it. `None` if the policy
-    /// can't decide. It is the one that was prepared at this place.
+    /// Decides about the request that was prepared at `index`, as a gate does with a clock at `now`, and counts the
+    /// decision. `None` if the policy can't decide.
     #[inline]
     pub(super) fn evaluate(
         &mut self,
@@ -219,7 +220,7 @@ impl PolicyEvaluator {
         self.meter.record(batch, plan.limits(), &outcomes, &self.store);
         let decision = decide(batch, plan.limits(), &outcomes);
         if decision.permit.is_some() {
-            // How long the call took isn't known, so it takes no time.
+            // The duration of the call isn't known, so it counts as zero.
             for op in batch.ops_mut() {
                 op.verb = Verb::Release;
             }
@@ -256,7 +257,7 @@ impl PolicyEvaluator {
                 at: now,
             });
         }
-        // A request that meets several counts for each.
+        // A request that matches several actions counts for each.
         let unnamed = actions.first().is_none().then_some(unmatched);
         for action in unnamed.into_iter().chain(actions.iter().map(ActionId::index)) {
             self.actions[action].requests += 1;
@@ -293,14 +294,14 @@ impl PolicyEvaluator {
         }
     }
 
-    /// Counts what is only noted.
+    /// Counts the pending updates of clients and of the meter.
     pub(super) fn flush(&mut self) {
         flush_updates(&mut self.clients, &mut self.pending_updates);
         self.meter.flush();
     }
 
-    /// What the store had to let go although it still counted: decisions that a gate with more memory might have made
-    /// otherwise.
+    /// Returns the losses of the full store: entries that it dropped while they still counted, and outcomes that moved
+    /// a new key to a shared limit. A gate with more memory might have decided differently.
     pub(super) fn losses(&self) -> u64 {
         let losses = self.store.stats().losses;
         losses.evicted() + losses.shared
@@ -314,7 +315,7 @@ impl Default for PreparedRequest {
 }
 
 impl PreparedRequest {
-    /// Finds the actions, and what a list says or the store is to be asked.
+    /// Finds the actions, and the decision of a list or the operations for the store.
     #[inline]
     fn resolve(
         &mut self,
@@ -335,7 +336,7 @@ impl PreparedRequest {
     }
 }
 
-/// What a request asks of the policy.
+/// Returns the query of a request.
 fn request_query<'q>(request: &'q LoggedRequest<'_>, client: Option<IpAddr>, headers: &'q HeaderMap) -> Query<'q> {
     Query {
         action: request.action.as_deref(),
@@ -350,7 +351,7 @@ fn request_query<'q>(request: &'q LoggedRequest<'_>, client: Option<IpAddr>, hea
     }
 }
 
-/// Counts what clients met, one after the other: what is far off in memory is then waited for together.
+/// Counts the updates of clients one after the other, so that their cache misses overlap.
 fn flush_updates(clients: &mut TopK<ClientNetwork, ClientStats>, met: &mut Vec<ClientUpdate>) {
     for ClientUpdate { client, allowed, limit, at } in met.drain(..) {
         let fate = clients.entry(client, ClientStats::default);

@@ -1,4 +1,4 @@
-//! What a replay has found.
+//! The findings of a replay.
 
 use tidegate_core::{LimitId, LimitKind, Reason};
 use tidegate_policy::KeyPart;
@@ -10,128 +10,128 @@ use super::request::HeaderCollector;
 use super::timeline::Timeline;
 use super::{ChangeCollector, ClientStats, InputStats};
 
-/// How many clients and keys each list shows.
+/// The number of clients and keys in each list.
 const TOP_COUNT: usize = 10;
 
-/// What a replay has found.
+/// The findings of a replay.
 #[derive(Clone, Debug)]
 pub struct Findings {
-    /// What was read.
+    /// The statistics of the input.
     pub input: InputStats,
-    /// What each policy would have done: one, or two that are compared.
+    /// The findings of each policy: one, or two that are compared.
     pub policies: Vec<PolicyFindings>,
-    /// Where two policies decide differently.
+    /// The differences between two policies; `None` if there is only one.
     pub changes: Option<PolicyChanges>,
 }
 
-/// What a policy would have done.
+/// The findings of one policy.
 #[derive(Clone, Debug)]
 pub struct PolicyFindings {
-    /// What it was read from.
+    /// The name of the policy, as given to the replay.
     pub name: String,
-    /// All requests that it decides about.
+    /// The counts of all requests that it decides about.
     pub total: RequestCounts,
-    /// Refused because the client is on the deny list.
+    /// Requests that were refused because the client is on the deny list.
     pub refused_by_deny_list: u64,
-    /// Let through, although a limit in shadow would have refused them.
+    /// Requests that were admitted, although a limit in shadow would have refused them.
     pub shadow_refusals: u64,
     /// Requests that it can't decide about; a gate answers them with 503.
     pub undecided: u64,
-    /// By action, in file order; last those that match none, if there are any.
+    /// The actions in file order; last the requests that match none, if there are any.
     pub actions: Vec<ActionFindings>,
-    /// By limit, in the plan's order.
+    /// The limits in the plan's order.
     pub limits: Vec<LimitFindings>,
-    /// How many clients there were, as far as they are remembered.
+    /// The number of clients that are remembered.
     pub clients: u64,
-    /// How many of them were refused at least once.
+    /// The number of those that were refused at least once.
     pub refused_clients: u64,
     /// The clients with the most refusals.
     pub most_refused: Vec<ClientFindings>,
     /// The clients with the most calls of which none was refused.
     pub largest_never_refused: Vec<ClientFindings>,
-    /// What happened when.
+    /// The counts over time.
     pub timeline: Timeline,
-    /// What the log doesn't tell or the bounds leave out, in words.
+    /// Notes, in words, on what the log doesn't tell or the bounds leave out.
     pub notes: Vec<String>,
 }
 
-/// What came of an action's requests.
+/// The findings of one action.
 #[derive(Clone, Debug)]
 pub struct ActionFindings {
     /// Its name; `None` for requests that match none.
     pub name: Option<String>,
-    /// Whether it only watches.
+    /// True if it is in shadow.
     pub shadow: bool,
-    /// Its requests.
+    /// The counts of its requests.
     pub counts: RequestCounts,
 }
 
-/// What is found of a limit.
+/// The findings of one limit.
 #[derive(Clone, Debug)]
 pub struct LimitFindings {
-    /// Its name: the action's, or `global`.
+    /// The name of the limit: its action's name, or `global`.
     pub name: String,
-    /// The quantity as written.
+    /// The quantity as written in the policy.
     pub quantity: String,
-    /// What it counts by, in words.
+    /// The key that it counts by, in words.
     pub counted_by: String,
-    /// What it refused.
+    /// Its refusals.
     pub refusals: LimitRefusals,
-    /// The keys with the most refusals; none if it counts by the client alone.
+    /// The keys with the most refusals; empty if it counts by the client alone.
     pub keys: Vec<KeyFindings>,
-    /// Its value: the most that is ever free at once.
+    /// Its value: the largest number of units that are ever free at once.
     pub capacity: u64,
-    /// The highest use that each key made of it; `None` of calls in flight.
+    /// The highest use of it by each key; `None` for calls in flight.
     pub peaks: Option<Peaks>,
-    /// What other values would have done, for each of [`REFUSED_SHARES`].
+    /// The values for each of [`REFUSED_SHARES`].
     pub values: Vec<AlternativeValue>,
 }
 
-/// A value of a limit, and whom it would have refused.
+/// A value of a limit, and the share of keys that it would have refused.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AlternativeValue {
-    /// The share of keys that it was to refuse at the most, 0 to 1.
+    /// The largest share of keys that it may refuse, from 0 to 1.
     pub share: f64,
     /// The value.
     pub value: u64,
     /// The quantity with this value.
     pub quantity: String,
-    /// The share that it would have refused.
+    /// The share that it would have refused, from 0 to 1.
     pub refused: f64,
 }
 
-/// A client of a list.
+/// A client in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientFindings {
-    /// Who.
+    /// The client.
     pub client: ClientNetwork,
-    /// What came of its calls.
+    /// The counts of its calls.
     pub stats: ClientStats,
 }
 
-/// A key of a list.
+/// A key in a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyFindings {
-    /// Its parts, in words.
+    /// The parts of the key, in words.
     pub key: String,
-    /// How often it was refused.
+    /// The number of its refusals.
     pub refused: u64,
 }
 
-/// Where two policies decide differently.
+/// The differences between two policies.
 #[derive(Clone, Debug)]
 pub struct PolicyChanges {
     /// Requests that both refuse.
     pub refused_by_both: u64,
-    /// Requests that only the first refuses: let through from now on.
+    /// Requests that only the first refuses.
     pub only_first: u64,
-    /// Requests that only the second refuses: refused from now on.
+    /// Requests that only the second refuses.
     pub only_second: u64,
-    /// Refusals by action, of those that either policy has.
+    /// The refusals of each action that either policy has.
     pub actions: Vec<ActionChange>,
-    /// The clients that are let through more often, with the number of requests.
+    /// The clients that the second admits more often, with the number of requests.
     pub newly_admitted: Vec<(ClientNetwork, u64)>,
-    /// The clients that are refused more often.
+    /// The clients that the second refuses more often, with the number of requests.
     pub newly_refused: Vec<(ClientNetwork, u64)>,
 }
 
@@ -140,14 +140,14 @@ pub struct PolicyChanges {
 pub struct ActionChange {
     /// Its name; `None` for requests that match none.
     pub name: Option<String>,
-    /// Under the first; `None` if it has no such action.
+    /// The counts under the first; `None` if it has no such action.
     pub first: Option<RequestCounts>,
-    /// Under the second.
+    /// The counts under the second; `None` if it has no such action.
     pub second: Option<RequestCounts>,
 }
 
 impl LimitFindings {
-    /// The share of keys that it refuses as it is, by itself and without its penalty; `None` of calls in flight.
+    /// Returns the share of keys that it refuses at its present value, without its penalty; `None` for calls in flight.
     pub fn current_refused_share(&self) -> Option<f64> {
         Some(self.peaks.as_ref()?.refused_share(self.capacity))
     }
@@ -233,7 +233,7 @@ fn key_description(parts: &[KeyPart]) -> String {
     if words.is_empty() { "all together".to_owned() } else { words.join(" + ") }
 }
 
-/// What the reader of the findings has to know to believe them.
+/// Returns the notes that a reader needs in order to judge the findings.
 fn collect_notes(judge: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<String> {
     let plan = &judge.plan;
     let mut notes = Vec::new();
@@ -242,7 +242,7 @@ fn collect_notes(judge: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<Stri
     }
     for (id, limit) in plan.limits().iter() {
         let name = plan.limit_info(id).name();
-        if matches!(limit.kind(), LimitKind::Concurrency(_)) {
+        if limit.kind().has_permits() {
             notes.push(format!("{name}: not judged, since a log doesn't tell which calls are in flight"));
         }
         for part in plan.key_parts(id) {
@@ -303,7 +303,7 @@ fn policy_changes(first: &PolicyFindings, second: &PolicyFindings, changed: &Cha
 }
 
 impl PolicyFindings {
-    /// The name of a limit of this policy.
+    /// Returns the name of a limit of this policy; `deny list` for `None`.
     pub fn limit_name(&self, limit: Option<LimitId>) -> &str {
         limit.and_then(|limit| self.limits.get(limit.index())).map_or("deny list", |limit| limit.name.as_str())
     }

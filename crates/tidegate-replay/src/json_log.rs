@@ -1,4 +1,5 @@
-//! Logs of one JSON object a line: Caddy's, nginx' with `escape=json`, Envoy's, and others by the names of their fields.
+//! Logs of one JSON object per line: Caddy's, nginx's with `escape=json`, Envoy's, and others by the names of their
+//! fields.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -11,41 +12,41 @@ use super::request::{
 };
 use super::timestamp;
 
-/// How deep fields are looked for: `request.headers.Host` is three deep.
+/// The depth to which fields are searched: `request.headers.Host` is three deep.
 const MAX_DEPTH: usize = 8;
-/// The longest name of a field, with those around it, that can be one of ours.
+/// The longest name of a field, with the names of its parents, that is searched.
 const MAX_NAME: usize = 256;
 
-/// What a field tells.
+/// The meaning of a field.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum FieldRole {
-    /// When the request was.
+    /// The time of the request.
     Time,
-    /// The address that it came from.
+    /// The address of the request's peer.
     Ip,
-    /// Its method.
+    /// The method.
     Method,
-    /// Its path, with or without the query string.
+    /// The path, with or without the query string.
     Path,
-    /// Its query string, where the path comes without.
+    /// The query string, if the path comes without.
     Query,
     /// Method, path and version as one: `GET / HTTP/1.1`.
     RequestLine,
-    /// Its host.
+    /// The host.
     Host,
-    /// Who the server takes the caller for: the key part `key`.
+    /// The user as the server identified it: the key part `key`.
     User,
     /// The action's name, for a service that asks the decision API.
     Action,
-    /// A header.
+    /// The header of this name.
     Header(String),
     /// An object with a header in each field.
     Headers,
 }
 
-/// The usual names, the likeliest first: of two that a line has, the first one counts. `a.b` is `b` within `a`. Where
-/// a server tells both the peer and the client that it took it for, the peer comes first, because the policy says
-/// itself whose word counts.
+/// The default names, the likeliest first. If a line has two of them, the first one counts. `a.b` is `b` within `a`. If
+/// a server logs both the peer and the client that it derived, the peer comes first, because the policy itself says
+/// which proxies it trusts.
 const DEFAULT_NAMES: &[(FieldRole, &[&str])] = &[
     (
         FieldRole::Time,
@@ -91,7 +92,7 @@ const DEFAULT_NAMES: &[(FieldRole, &[&str])] = &[
     (FieldRole::Action, &["action"]),
     (FieldRole::Headers, &["request.headers", "request_headers", "headers"]),
 ];
-/// Names of headers that aren't told as `http_NAME`.
+/// The names of header fields other than `http_NAME`.
 const DEFAULT_HEADER_NAMES: &[(&str, &str)] = &[
     ("user_agent", "user-agent"),
     ("user-agent", "user-agent"),
@@ -101,18 +102,18 @@ const DEFAULT_HEADER_NAMES: &[(&str, &str)] = &[
     ("xff", "x-forwarded-for"),
     ("cookie", "cookie"),
 ];
-/// How nginx' variables of headers begin.
+/// The prefix of nginx's variables of headers.
 const HEADER_VARIABLE_PREFIX: &str = "http_";
 
-/// Which field tells what.
+/// The names of fields and their meanings.
 #[derive(Clone, Debug)]
 pub struct FieldNames {
     by_name: HashMap<String, (FieldRole, usize)>,
-    /// Names of objects that hold fields of ours.
+    /// The names of objects that hold such fields.
     parents: HashMap<String, ()>,
 }
 
-/// A field's name that can't be understood.
+/// The error of a field's name in a wrong form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} names no field: expected ROLE=NAME, where ROLE is time, ip, method, path, query, request, host, user, action, \
@@ -125,7 +126,7 @@ impl Default for FieldNames {
         let mut names = Self { by_name: HashMap::new(), parents: HashMap::new() };
         for (role, usual) in DEFAULT_NAMES {
             for (rank, name) in usual.iter().enumerate() {
-                // A name of one's own ranks before all the usual ones.
+                // A name that the caller adds has rank 0, before all defaults.
                 names.insert(name, role.clone(), rank + 1);
             }
         }
@@ -137,10 +138,10 @@ impl Default for FieldNames {
 }
 
 impl FieldNames {
-    /// Adds a name as `ROLE=NAME`, which counts before the usual ones.
+    /// Adds a name as `ROLE=NAME`, which takes precedence over the defaults.
     ///
     /// # Errors
-    /// It has another form.
+    /// The text has another form, or an unknown role.
     pub fn add(&mut self, text: &str) -> Result<(), FieldNameError> {
         let wrong = || FieldNameError(text.chars().take(128).collect());
         let (role, name) = text.split_once('=').filter(|(_, name)| !name.is_empty()).ok_or_else(wrong)?;
@@ -172,7 +173,7 @@ impl FieldNames {
     }
 }
 
-/// What a line's fields tell, each with the rank of the name that told it.
+/// The values of a line's fields, each with the rank of its name.
 #[derive(Default)]
 struct FieldValues<'l> {
     slots: [Option<(usize, FieldValue<'l>)>; 9],
@@ -186,7 +187,7 @@ enum FieldValue<'l> {
 
 impl<'l> FieldValues<'l> {
     fn set(&mut self, slot: usize, rank: usize, value: FieldValue<'l>) {
-        // `-` is what servers write for nothing.
+        // Servers write `-` for a missing value.
         let is_nothing = matches!(&value, FieldValue::Text(text) if matches!(&**text, "" | "-"));
         let slot = &mut self.slots[slot];
         if !is_nothing && slot.as_ref().is_none_or(|(other, _)| rank < *other) {
@@ -203,7 +204,7 @@ impl<'l> FieldValues<'l> {
     }
 }
 
-/// Where a role's value is kept.
+/// Returns the slot of a role's value.
 fn slot_index(role: &FieldRole) -> Option<usize> {
     match role {
         FieldRole::Time => Some(0),
@@ -271,15 +272,15 @@ fn build_request<'l>(mut found: FieldValues<'l>) -> Result<ParsedLine<'l>, LineE
     }))
 }
 
-/// Goes through a value and takes out what is looked for.
+/// Visits a value and collects the fields of interest.
 struct FieldVisitor<'w, 'l> {
     names: &'w FieldNames,
-    /// The name of the value, with those around it.
+    /// The name of the value, with the names of its parents.
     path: &'w mut String,
     depth: usize,
     values: &'w mut FieldValues<'l>,
     headers: &'w mut HeaderCollector,
-    /// Where in the path the name of a header begins, if it is one.
+    /// The start of the header's name in the path, if it is a header.
     header_name_start: Option<usize>,
 }
 
@@ -418,7 +419,7 @@ impl<'l> Visitor<'l> for FieldVisitor<'_, 'l> {
     }
 }
 
-/// Adds a field's name to those around it.
+/// Appends a field's name to the path.
 struct FieldPathSeed<'n>(&'n mut String);
 
 impl<'l> DeserializeSeed<'l> for FieldPathSeed<'_> {
@@ -473,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_fields_are_found_by_themselves() {
+    fn fields_of_common_servers_are_detected() {
         let caddy = LoggedRequest {
             path: "/login?x=\"1\"".into(),
             user: Some("ann".into()),
@@ -481,7 +482,7 @@ mod tests {
         };
         for (line, request, found) in [
             (CADDY, caddy, vec![("user-agent", "curl/8.5"), ("x-api-key", "k1"), ("x-api-key", "k2")]),
-            // `time_iso8601` comes before `msec`, which is the same to the millisecond.
+            // `time_iso8601` comes before `msec`, which is the same time to the millisecond.
             (NGINX, expected(1_700_000_000_000_000), vec![("x-api-key", "k1")]),
             (ENVOY, expected(1_700_000_000_250_000), vec![("user-agent", "curl/8.5")]),
         ] {
@@ -498,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_ones_own_come_first() {
+    fn configured_field_names_take_precedence() {
         let mut names = FieldNames::default();
         for name in ["time=msec", "ip=who.where", "user=who.name", "action=call", "header:X-Api-Key=key"] {
             names.add(name).unwrap();
@@ -519,9 +520,9 @@ mod tests {
         }
     }
 
-    /// A header's name may hold dots, and ids more digits than a double has.
+    /// A header's name may hold dots, and an id may have more digits than a double.
     #[test]
-    fn nobody_becomes_another_by_what_a_line_holds() {
+    fn clients_are_never_confused_with_each_other() {
         let line = CADDY.replace("\"X-Api-Key\":[\"k1\"", "\"a.X-Api-Key\":[\"k1\"");
         let mut headers = wanted();
         parse_line(line.as_bytes(), &FieldNames::default(), &mut headers).unwrap();
@@ -537,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_and_what_is_broken() {
+    fn non_requests_and_broken_lines_are_distinguished() {
         let read = |line: &str| {
             parse_line(line.as_bytes(), &FieldNames::default(), &mut HeaderCollector::default())
                 .map(|said| said == ParsedLine::NotARequest)
@@ -561,7 +562,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_cut_and_change_is_read_without_panic(
+        fn any_damaged_line_is_read_without_panic(
             which in 0_usize..3, cut in 0_usize..900, place in 0_usize..900, byte in any::<u8>(),
         ) {
             let mut line = [CADDY, NGINX, ENVOY][which].as_bytes().to_vec();

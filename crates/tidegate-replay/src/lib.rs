@@ -1,9 +1,9 @@
-//! What a policy would have done to the requests of an access log.
+//! Finds out what a policy would have done to the requests of an access log.
 //!
-//! A [`LogReplay`] reads logs line by line and has each request decided about by the policy's own plan, matchers, keys and
-//! memory store, with the log's times for a clock. What would have been refused is what a gate with that policy refuses
-//! to the same requests at the same times. [`Findings`] say whom, when and why, who was spared, and what other values of
-//! the limits would have done.
+//! A [`LogReplay`] reads logs line by line. It decides about each request with the policy's own plan, matchers, keys
+//! and memory store, on a clock of the log's times. It refuses what a gate with that policy refuses of the same
+//! requests at the same times. [`Findings`] hold the refused clients, the times and reasons, the clients that were
+//! never refused, and the effect of other values of the limits.
 //!
 //! # Bounds
 //! A log of any length is read in the same memory, apart from the policy's own store (`store.max_bytes`):
@@ -11,13 +11,13 @@
 //! | what | bound | beyond it |
 //! | --- | --- | --- |
 //! | a line | 64 KiB | it is broken |
-//! | clients | 917,504 | the half with the fewest calls are forgotten |
-//! | refused keys other than clients | 4096 | the half with the fewest refusals are forgotten |
+//! | clients | 917,504 | the half with the fewest calls is dropped |
+//! | refused keys other than clients | 4096 | the half with the fewest refusals is dropped |
 //! | highest uses of limits | 917,504 | a fair sample of the keys is measured |
-//! | refused keys that are measured on | 16,384 | it is known only that they went above their limit |
-//! | intervals | 600 | they are put together |
+//! | refused keys that are measured on | 16,384 | it is only known that they exceeded their limit |
+//! | intervals | 600 | they are merged |
 //!
-//! A second policy to compare with has tables of its own.
+//! A second policy, for comparison, has tables of its own.
 #![forbid(unsafe_code)]
 
 mod client;
@@ -57,46 +57,47 @@ use timestamp::ClfTimeParser;
 pub(crate) use timestamp::format_time;
 use top_k::{TopK, Weight};
 
-/// How far a line may be behind the newest one and still count, at the newest one's time: servers that log when a request
-/// began write it when it has ended, and a download may take long.
+/// The longest time by which a line may be older than the newest one and still count, at the newest one's time. Servers
+/// that log the start of a request write the line at its end, and a download may take long.
 pub const MAX_LATENESS: Span = Span::from_secs(3600);
-/// So many lines in a row that are further behind than [`MAX_LATENESS`] mean that the log's clock was set back, or that the
-/// logs were given in another order than they were written. Time goes on from there.
+/// The number of consecutive lines, each later than [`MAX_LATENESS`], after which time continues from them. The log's
+/// clock was set back then, or the logs were given out of order.
 pub const CLOCK_RESET_AFTER: u32 = 1000;
-/// A line that is further ahead of the newest one than this is believed only until one comes that isn't: a server whose
-/// clock isn't set yet, or a wrong unit.
+/// The largest forward jump that is trusted at once. A line beyond it counts only until a line comes that isn't beyond
+/// it. Its cause may be a server whose clock isn't set yet, or a wrong unit.
 pub const MAX_FORWARD_JUMP: Span = Span::from_secs(86_400);
-/// How many broken lines are shown.
+/// The number of broken lines that are shown.
 pub const MAX_SHOWN_BROKEN: usize = 10;
-/// How many lines are judged together: memory is slow, and while it brings what one needs, others are read.
+/// The number of lines that are judged together. While memory is fetched for one line, others are read.
 const BATCH_LINES: usize = 32;
-/// The most clients that two policies treat differently and that are told apart.
+/// The largest number of tracked clients that two policies treat differently.
 const MAX_CHANGED_CLIENTS: usize = 1 << 16;
 
-/// What was read.
+/// The statistics of the input.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct InputStats {
-    /// Lines, blank ones not counted.
+    /// All lines but blank ones.
     pub lines: u64,
-    /// Lines that say a request.
+    /// Lines with a request.
     pub requests: u64,
-    /// Lines that say that something else came: a handshake at the wrong port, a server's other news.
+    /// Lines with something else, such as a handshake at the wrong port or other messages of a server.
     pub non_requests: u64,
     /// Lines that can't be read.
     pub broken: u64,
-    /// The first of them: file, line and why.
+    /// The first of them: file, line number and error, at most [`MAX_SHOWN_BROKEN`].
     pub first_broken: Vec<(String, u64, LineError)>,
-    /// Requests that were behind the newest by up to [`MAX_LATENESS`], and were judged at its time.
+    /// Requests that were late by up to [`MAX_LATENESS`]. They were judged at the newest time.
     pub late: u64,
-    /// How far the latest of them was behind.
+    /// The largest lateness of those.
     pub max_lateness: Span,
-    /// Requests that were further behind, and were not judged.
+    /// Requests that were later than that, and were not judged.
     pub too_late: u64,
-    /// How often time went back after all: after [`CLOCK_RESET_AFTER`] such lines in a row, or after a jump ahead.
+    /// The number of times that time went back: after [`CLOCK_RESET_AFTER`] late lines in a row, or after a jump
+    /// forward.
     pub clock_resets: u64,
     /// The time of the first request that was judged.
     pub first_time: Option<Time>,
-    /// The newest.
+    /// The newest time of a request.
     pub newest_time: Option<Time>,
 }
 
@@ -104,7 +105,7 @@ pub struct InputStats {
 pub struct LogReplay {
     field_names: FieldNames,
     headers: HeaderCollector,
-    /// Those of each line of a group.
+    /// The headers of each line of a batch.
     headers_by_line: Vec<HeaderMap>,
     clf_times: ClfTimeParser,
     first: PolicyEvaluator,
@@ -114,16 +115,16 @@ pub struct LogReplay {
     clock: LogClock,
 }
 
-/// How the log's time runs.
+/// The clock of the log.
 #[derive(Default)]
 struct LogClock {
-    /// Lines in a row that are too late.
+    /// The number of lines in a row that are too late.
     late_lines_in_row: u32,
-    /// The newest time before the last jump ahead.
+    /// The newest time before the last jump forward.
     newest_before_jump: Option<Time>,
 }
 
-/// Where two policies decide differently.
+/// The requests about which two policies decide differently.
 struct ChangeCollector {
     refused_by_both: u64,
     only_first: u64,
@@ -131,7 +132,7 @@ struct ChangeCollector {
     clients: TopK<ClientNetwork, ClientChangeCounts>,
 }
 
-/// How often two policies decided differently about a client.
+/// The number of different decisions of two policies about a client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ClientChangeCounts {
     pub(crate) only_first: u32,
@@ -145,7 +146,7 @@ impl Weight for ClientChangeCounts {
 }
 
 impl LogReplay {
-    /// A replay by the policy of this name. Fields of JSON lines are found by `names`.
+    /// Creates a replay by the policy of this name. Fields of JSON lines are found by `names`.
     pub fn new(name: impl Into<String>, policy: &Policy, names: FieldNames) -> Self {
         let changed = ChangeCollector {
             refused_by_both: 0,
@@ -168,7 +169,7 @@ impl LogReplay {
         replay
     }
 
-    /// Compares it with another policy.
+    /// Adds a second policy to compare with.
     #[must_use]
     pub fn compare_with(mut self, name: impl Into<String>, policy: &Policy) -> Self {
         self.second = Some(PolicyEvaluator::new(name.into(), policy));
@@ -184,12 +185,13 @@ impl LogReplay {
         self.headers = HeaderCollector::for_names(wanted);
     }
 
-    /// Reads a log to its end: plain, or packed by gzip or Zstandard. `name` is what findings call it. Of each request
-    /// that the first policy refuses, a line goes to `refusals`: log, line, action, limit, seconds to stay away (rounded
-    /// up, as on the wire; `-` for good) and why, with tabs between them.
+    /// Reads a log to its end. The log is plain, or compressed by gzip or Zstandard. Findings call it `name`. For each
+    /// request that the first policy refuses, a line is written to `refusals`. Its fields are the log, line, action,
+    /// limit, seconds to wait and reason, separated by tabs. The seconds are rounded up, as in a reply, or `-` if the
+    /// refusal has no end.
     ///
     /// # Errors
-    /// The log can't be read, or is packed and broken; or the refusals can't be written.
+    /// The log can't be read, its compression is broken, or the refusals can't be written.
     pub fn read(&mut self, name: &str, log: impl Read, refusals: Option<&mut dyn Write>) -> io::Result<()> {
         let read = self.process_log(name, log, refusals);
         self.first.flush();
@@ -215,7 +217,7 @@ impl LogReplay {
                 number += 1;
                 let Some((request, now)) = self.parse_line((name, number), lines.line(*place)) else { continue };
                 let headers = &mut self.headers_by_line[requests.len()];
-                // Whose place it takes is emptied before the next line.
+                // The swapped-in map is cleared before the next line.
                 std::mem::swap(headers, &mut self.headers.values);
                 self.first.prepare(&request, headers, now);
                 if let Some(second) = &mut self.second {
@@ -239,7 +241,7 @@ impl LogReplay {
         }
     }
 
-    /// The request that a line says, and the time at which it is judged. `None` if there is nothing to judge.
+    /// Returns the request of a line, and the time at which it is judged. `None` if there is nothing to judge.
     #[inline]
     fn parse_line<'l>(&mut self, (name, number): (&str, u64), line: LogLine<'l>) -> Option<(LoggedRequest<'l>, Time)> {
         let read = match line {
@@ -274,14 +276,14 @@ impl LogReplay {
         }
     }
 
-    /// What has been found so far.
+    /// Returns the findings so far.
     pub fn findings(&self) -> Findings {
         findings::collect_findings(&self.input, &self.headers, &self.first, self.second.as_ref(), &self.changes)
     }
 }
 
 impl LogClock {
-    /// The time at which a request is judged: its own, or that of the newest before it. `None` if it is too late.
+    /// Returns the time at which a request is judged: its own, or the newest before it. `None` if it is too late.
     #[inline]
     fn decision_time(&mut self, input: &mut InputStats, at: Time) -> Option<Time> {
         let newest = *input.newest_time.get_or_insert(at);
@@ -295,7 +297,7 @@ impl LogClock {
             input.late += 1;
             input.max_lateness = input.max_lateness.max(newest.since(at));
         } else {
-            // It may go on where it was before the jump.
+            // Time may continue from before the jump.
             let near = |before: Time| before.since(at) <= MAX_LATENESS && at.since(before) <= MAX_FORWARD_JUMP;
             let goes_on = self.newest_before_jump.is_some_and(near);
             self.late_lines_in_row += 1;
@@ -326,7 +328,7 @@ impl ChangeCollector {
         };
         self.only_first += u64::from(change.only_first);
         self.only_second += u64::from(change.only_second);
-        // Whose call it was may depend on the policy too, by the proxies that it trusts; the second is the one to come.
+        // The client may depend on the policy too, by the proxies that it trusts. The second policy is the future one.
         if let Some(client) = second.client {
             let known = self.clients.entry(client, ClientChangeCounts::default);
             known.only_first = known.only_first.saturating_add(change.only_first);
@@ -354,7 +356,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_from_the_future_is_believed_until_one_comes_that_is_not() {
+    fn implausible_future_times_are_corrected_by_later_lines() {
         let (mut course, mut input) = (LogClock::default(), InputStats::default());
         let at = |secs: u64| Time::from_secs(1_700_000_000 + secs);
         let mut judged = |secs: u64| course.decision_time(&mut input, at(secs));
@@ -362,7 +364,7 @@ mod tests {
         assert_eq!(judged(300_000_000), Some(at(300_000_000)));
         assert_eq!(judged(10), Some(at(10)));
         assert_eq!(judged(5), Some(at(10)), "late as ever");
-        // Nobody was there for three days; a line of before is too late then.
+        // No requests for three days; a line from before is too late then.
         assert_eq!(judged(300_000), Some(at(300_000)));
         assert_eq!(judged(300_001), Some(at(300_001)));
         assert_eq!(judged(150_000), None);
@@ -370,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_whose_log_does_not_tell_the_keyed_header_share_a_count() {
+    fn unlogged_key_headers_share_one_count() {
         let text = "[inbound.action.a]\nmatch = { path = \"/\" }\nkey = \"header:x-api-key\"\nlimit = \"5 per 60s\"\n";
         let policy = Policy::load(tidegate_policy::PolicySources::new().file("x", text)).unwrap();
         let mut replay = LogReplay::new("x", &policy, FieldNames::default());

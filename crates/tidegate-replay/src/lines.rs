@@ -1,25 +1,27 @@
-//! A log as lines, whatever it is packed in.
+//! Reads a log as lines, compressed or not.
 
 use std::io::{self, Read};
 
 use flate2::read::MultiGzDecoder;
 use memchr::memchr;
 
-/// The longest line that is read; a longer one is passed over and counted as broken. Web servers cap a request's head at 8
-/// to 32 KiB, and JSON may say it twice.
+/// The longest line that is read. A longer one is skipped and counted as broken. Web servers cap a request's head at 8
+/// to 32 KiB, and JSON may hold it twice.
 pub const MAX_LINE: usize = 1 << 16;
-/// How much is read at a time: what fits a second-level cache beside everything else.
+/// The number of bytes that are read at a time, which fits a second-level cache beside everything else.
 const BUFFER_BYTES: usize = 4 * MAX_LINE;
 
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
-/// Zstandard's skippable frames, with which a file may begin (RFC 8878 §3.1.2); the low half of the first byte is free.
+/// The magic bytes of Zstandard's skippable frames, with which a file may begin (RFC 8878 §3.1.2). They follow a first
+/// byte with a free low half.
 const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 
-/// What a packed log holds, and a plain one as it is; told by its first bytes (RFC 1952 §2.3.1, RFC 8878 §3.1).
+/// Returns the content of a compressed log, and of a plain one as it is. The first bytes tell the format (RFC 1952
+/// §2.3.1, RFC 8878 §3.1).
 ///
 /// # Errors
-/// It can't be read.
+/// The log can't be read.
 pub(super) fn decompressed<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
     let mut start = [0; 4];
     let mut known = 0;
@@ -42,19 +44,19 @@ pub(super) fn decompressed<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn
     })
 }
 
-/// A line, without what ends it.
+/// A line, without its line break.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LogLine<'l> {
     Complete(&'l [u8]),
-    /// It is longer than [`MAX_LINE`].
+    /// The line is longer than [`MAX_LINE`].
     TooLong,
 }
 
-/// Where a line is, until more is read.
+/// The position of a line, valid until more is read.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum LineSpan {
     InBuffer(usize, usize),
-    /// It was too long for the buffer.
+    /// The line was too long for the buffer.
     Skipped,
 }
 
@@ -71,11 +73,11 @@ impl<R: Read> LineReader<R> {
         Self { source: from, buffer: vec![0; BUFFER_BYTES].into(), begin: 0, end: 0 }
     }
 
-    /// Finds the next lines, up to `most` of them and as many as have been read, in place of what `places` held. None is the
-    /// end. The last line needn't end with a line break.
+    /// Replaces `places` by the next lines, up to `most` of them, as far as they are read already. None means the end.
+    /// The last line needn't end with a line break.
     ///
     /// # Errors
-    /// What is next can't be read, or what it is packed in is broken.
+    /// The log can't be read, or its compression is broken.
     pub(super) fn read_spans(&mut self, most: usize, places: &mut Vec<LineSpan>) -> io::Result<()> {
         places.clear();
         places.extend(self.next_span()?);
@@ -87,7 +89,7 @@ impl<R: Read> LineReader<R> {
         Ok(())
     }
 
-    /// A line that was found last.
+    /// Returns a line that the last [`LineReader::read_spans`] found.
     pub(super) fn line(&self, place: LineSpan) -> LogLine<'_> {
         match place {
             LineSpan::InBuffer(begin, end) if end - begin <= MAX_LINE => {
@@ -121,7 +123,7 @@ impl<R: Read> LineReader<R> {
         }
     }
 
-    /// Forgets what there is of a line and reads up to its end.
+    /// Drops the part of a line in the buffer and reads up to the line's end.
     fn skip_line(&mut self) -> io::Result<()> {
         loop {
             (self.begin, self.end) = (0, 0);
@@ -155,7 +157,7 @@ mod tests {
 
     use super::*;
 
-    /// Gives a few bytes at a time.
+    /// A reader that gives a few bytes at a time.
     struct Trickle<'t>(&'t [u8], usize);
 
     impl Read for Trickle<'_> {
@@ -168,7 +170,7 @@ mod tests {
         }
     }
 
-    /// Every line; one that is too long is `None`.
+    /// Returns every line; `None` for one that is too long.
     fn lines(text: &[u8], at_a_time: usize) -> Vec<Option<Vec<u8>>> {
         let mut lines = LineReader::new(decompressed(Trickle(text, at_a_time)).unwrap());
         let mut all = Vec::new();
@@ -187,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_end_with_a_break_or_the_file() {
+    fn lines_end_at_a_newline_or_eof() {
         for (text, expected) in
             [("", vec![]), ("\n", vec![""]), ("a", vec!["a"]), ("a\r\n\nbc\nd", vec!["a", "", "bc", "d"])]
         {
@@ -199,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_too_long_is_passed_over_and_the_next_is_read() {
+    fn too_long_lines_are_skipped() {
         for length in [MAX_LINE, MAX_LINE + 1, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 5 * BUFFER_BYTES + 7] {
             let long = vec![b'x'; length];
             let text = [b"first\n", &*long, b"\nlast\n"].concat();
@@ -213,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_packed_is_told_by_its_first_bytes() {
+    fn compression_is_detected_by_the_first_bytes() {
         let text: Vec<u8> = (0..50_000).flat_map(|number| format!("line {number}\n").into_bytes()).collect();
         let plain = lines(&text, usize::MAX);
         let (first, second) = text.split_at(text.len() / 2);

@@ -1,10 +1,10 @@
-//! How much of each limit each client would have used had nothing been refused, and so which value would have refused
-//! whom.
+//! Measures the use that each client would have made of each limit without refusals, and so the clients that each value
+//! of the limit would have refused.
 //!
-//! A client is refused by a limit if and only if its use of it, counted without refusals, goes above the limit's value at
-//! some time. So its highest use is all that has to be known of it. Until something is refused to a client, the gate's own
-//! store counts that use. From then on a twin does: what the store remembers of the client, carried on by the limit's own
-//! machine with its value out of reach.
+//! A limit refuses a client if and only if the client's use of it, counted without refusals, exceeds the limit's value
+//! at some time. So the highest use of each client is enough. Until a request of a client is refused, the gate's own
+//! store counts that use. From then on a copy of the client's state counts it, under the same kind of limit with a
+//! value out of reach.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -17,32 +17,32 @@ use tidegate_core::{
 use tidegate_policy::{Plan, Quantity};
 use tidegate_store::Memory;
 
-/// The most keys under limits that are measured: 28 MB in a table of 2^20 slots. Beyond it, half of them are let go by
-/// chance, and so is half of all that come later: what stays is a fair sample, each of whose peaks is whole (M. Wegman's
-/// adaptive sampling; P. Flajolet, "On Adaptive Sampling", Computing 43, 1990).
+/// The largest number of measured keys under limits: 28 MB in a hash table of 2^20 slots. Beyond it, a random half of
+/// them is dropped, and so is half of all later ones. The rest is a fair sample, and each of its peaks is complete (M.
+/// Wegman's adaptive sampling; P. Flajolet, "On Adaptive Sampling", Computing 43, 1990).
 const MAX_PEAKS: usize = (1 << 20) / 8 * 7;
-/// The most keys that are counted on after a refusal, each under each limit: up to 1.7 KB each, so 27 MB. Of further ones
-/// it is known only that they went above their limit.
+/// The largest number of states that are counted on after a refusal, one per key and limit. Each has up to 1.7 KB, so
+/// all have 27 MB. Of further keys it is only known that they exceeded their limit.
 const MAX_UNLIMITED_STATES: usize = 1 << 14;
-/// How many moments within a window are told apart at the least; beyond, they are counted up to a 64th of the window
+/// The least number of distinct moments within a window. Beyond it, calls are counted up to a 64th of the window
 /// longer. See [`Window`].
 const MIN_WINDOW_ENTRIES: u32 = 64;
-/// How many uses are looked at together.
+/// The number of uses that are processed together.
 const MAX_PENDING_USES: usize = 128;
-/// The shares of clients that are asked about: the value of a limit is told that refuses no more than this.
+/// The shares of clients for which findings tell the least value of a limit that refuses no more than this share.
 pub const REFUSED_SHARES: [f64; 3] = [0.01, 0.001, 0.0001];
-/// The most points of a limit's curve.
+/// The largest number of points of a limit's curve.
 const MAX_CURVE_POINTS: usize = 256;
 
 /// A key's highest use of a limit.
 #[derive(Clone, Copy, Debug)]
 struct Peak {
-    /// Saturating: beyond four thousand million nobody asks.
+    /// The highest use; saturates at 2^32 − 1.
     max_used: u32,
     limit: LimitId,
 }
 
-/// Passes on what is a hash already.
+/// A hasher that passes on a key that is a hash already.
 #[derive(Clone, Copy, Debug, Default)]
 struct IdentityHasher(u64);
 
@@ -56,7 +56,7 @@ impl Hasher for IdentityHasher {
     }
 }
 
-/// A use that isn't looked at yet.
+/// A use that isn't processed yet.
 #[derive(Clone, Copy, Debug)]
 struct PendingUse {
     fingerprint: u64,
@@ -66,11 +66,11 @@ struct PendingUse {
 
 /// Measures every key under every limit.
 pub(super) struct Meter {
-    /// By the plan's limits, each with its value out of reach. Calls in flight have none, since logs don't tell how long
-    /// they are.
+    /// The plan's limits, each with its value out of reach. `None` for a kind that can't be measured, such as calls in
+    /// flight, because logs don't tell their duration.
     unlimited_limits: Vec<Option<Limit>>,
     unlimited_states: HashMap<u64, KeyState, BuildHasherDefault<IdentityHasher>>,
-    /// Keys that there was no room for a twin for.
+    /// Calls of keys without room for an unlimited state.
     unmeasured_calls: u64,
     peaks: HashMap<u64, Peak, BuildHasherDefault<IdentityHasher>>,
     max_peaks: usize,
@@ -96,7 +96,7 @@ impl Meter {
         }
     }
 
-    /// Takes note of a call that a store has just decided about. It counts after [`Meter::flush`].
+    /// Records a call that a store has just decided about. It counts after [`Meter::flush`].
     #[inline]
     pub(super) fn record(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes, store: &Memory) {
         if self.pending.len() + batch.ops().len() > MAX_PENDING_USES {
@@ -111,7 +111,7 @@ impl Meter {
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
             let Some(Some(boundless)) = self.unlimited_limits.get(op.limit.index()) else { continue };
             let fingerprint = fingerprint(op);
-            // Under a key that is shared nobody's own use is counted.
+            // A shared key counts no client's own use.
             if op.share_level != ShareLevel::Own || !is_sampled(fingerprint, self.sample_level) {
                 continue;
             }
@@ -148,7 +148,7 @@ impl Meter {
         }
     }
 
-    /// Looks at what was used, all at once: what is far off in memory is then waited for together.
+    /// Processes the recorded uses together, so that their cache misses overlap.
     pub(super) fn flush(&mut self) {
         let mut pending = std::mem::take(&mut self.pending);
         for PendingUse { fingerprint, limit, used } in pending.drain(..) {
@@ -171,7 +171,7 @@ impl Meter {
         }
     }
 
-    /// What is known of one limit's keys; `None` if it can't be measured.
+    /// Returns the peaks of one limit's keys; `None` if the limit can't be measured.
     pub(super) fn peaks(&self, limit: LimitId) -> Option<Peaks> {
         self.unlimited_limits.get(limit.index())?.as_ref()?;
         let of = self.peaks.values().filter(|peak| peak.limit == limit);
@@ -180,30 +180,30 @@ impl Meter {
         Some(Peaks { descending: falling, sample_level: self.sample_level })
     }
 
-    /// Calls of which it is known only that they went above a limit.
+    /// Returns the number of calls of which it is only known that they exceeded a limit.
     pub(super) fn unmeasured_calls(&self) -> u64 {
         self.unmeasured_calls
     }
 }
 
-/// Counts a call, and says what is used with it.
+/// Counts a call and returns the use with it.
 fn charge_and_measure(twin: &mut KeyState, ask: &OpContext<'_>) -> u64 {
     let mut outcome = twin.evaluate(ask);
     twin.charge(ask, &mut outcome);
     outcome.used
 }
 
-/// Keys are hashes; the limit's number makes each key's limits differ.
+/// Returns a hash of an operation's key and limit. Keys are hashes already.
 fn fingerprint(op: &Op) -> u64 {
     op.key.lo() ^ u64::from(op.limit.get()).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// By bits that the table doesn't place its entries by.
+/// Returns true if a key is in the sample of this level. It uses bits that the hash table doesn't place its entries by.
 fn is_sampled(fingerprint: u64, level: u32) -> bool {
     (fingerprint >> 28) & ((1 << level.min(28)) - 1) == 0
 }
 
-/// The same limit with its value out of reach.
+/// Returns the same limit with its value out of reach; `None` if it can't be measured.
 fn unlimited_kind(kind: &LimitKind) -> Option<LimitKind> {
     Some(match kind {
         LimitKind::Window(window) => {
@@ -218,43 +218,43 @@ fn unlimited_kind(kind: &LimitKind) -> Option<LimitKind> {
     })
 }
 
-/// The highest use that each key, or each of a sample of them, made of one limit.
+/// The highest use of one limit by each key, or by each of a sample of the keys.
 #[derive(Clone, Debug)]
 pub struct Peaks {
-    /// The highest first.
+    /// The highest uses in descending order.
     descending: Vec<u32>,
     sample_level: u32,
 }
 
 impl Peaks {
-    /// How many keys there were; estimated if only a sample was measured.
+    /// Returns the number of keys; an estimate if only a sample was measured.
     pub fn key_count(&self) -> u64 {
         (self.descending.len() as u64) << self.sample_level
     }
 
-    /// Whether these are all of them.
+    /// Returns true if all keys were measured.
     pub fn is_complete(&self) -> bool {
         self.sample_level == 0
     }
 
-    /// The highest of all; 0 if there is no key.
+    /// Returns the highest use of all keys; 0 without keys.
     pub fn highest(&self) -> u64 {
         self.descending.first().copied().map_or(0, u64::from)
     }
 
-    /// The share of keys that a value would have refused.
+    /// Returns the share of keys that a value would have refused, from 0 to 1.
     pub fn refused_share(&self, value: u64) -> f64 {
         let above = self.descending.partition_point(|peak| u64::from(*peak) > value);
         above as f64 / self.descending.len().max(1) as f64
     }
 
-    /// The least value that would have refused no more than this share of the keys, 0 to 1.
+    /// Returns the least value that would have refused no more than this share of the keys, from 0 to 1.
     pub fn smallest_value_for_share(&self, share: f64) -> u64 {
         let refused_count = (self.descending.len() as f64 * share) as usize;
         self.descending.get(refused_count).copied().map_or(0, u64::from)
     }
 
-    /// Values with the share of keys that each would have refused, from `most` of them down to none.
+    /// Returns values with the share of keys that each would have refused, from a share of `most` down to none.
     pub fn curve(&self, most: f64) -> Vec<(u64, f64)> {
         let mut points: Vec<(u64, f64)> = Vec::new();
         let mut values = self.descending.iter().map(|peak| u64::from(*peak)).collect::<Vec<_>>();
@@ -275,9 +275,9 @@ impl Peaks {
     }
 }
 
-/// The quantity with another value: the window's or quota's limit, the rate's burst.
+/// Returns the quantity with another value: the limit of a window or quota, or the burst of a rate.
 pub(crate) fn with_value(quantity: &Quantity, value: u64) -> Quantity {
-    // A rate of no burst would be none.
+    // A rate without a burst would admit nothing.
     let value = value.max(1);
     match quantity.clone() {
         Quantity::Window { window, .. } => Quantity::Window { limit: value, window },
@@ -297,7 +297,7 @@ mod tests {
 
     use super::*;
 
-    /// Asks for every key in turn at its moments, in seconds; gives the meter and the exact peaks.
+    /// Takes each call of a key at its second from a store, and returns the meter.
     fn measured(kind: LimitKind, calls: &[(u64, u64)], most: usize) -> Meter {
         let limits = Limits::with_limit(Limit::new(kind));
         let mut meter = Meter::with_max_peaks(&limits, most);
@@ -316,7 +316,7 @@ mod tests {
         meter
     }
 
-    /// The most calls of each key in any trailing window.
+    /// Returns the largest number of calls of each key in any trailing window.
     fn exact(calls: &[(u64, u64)], window: u64) -> Vec<u64> {
         let mut by_key: HashMap<u64, Vec<u64>> = HashMap::new();
         for (key, second) in calls {
@@ -348,10 +348,10 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
-        /// Calls of one moment are kept as one, so peaks are exact where a window holds up to 64 moments: of a log that
-        /// tells seconds, a minute.
+        /// Calls at one moment are kept as one entry. So peaks are exact if a window holds up to 64 moments: a minute
+        /// of a log with times in seconds.
         #[test]
-        fn peaks_and_values_are_those_of_an_exact_count(seed in any::<u64>(), keys in 20_u64..300) {
+        fn peaks_and_values_equal_an_exact_count(seed in any::<u64>(), keys in 20_u64..300) {
             let calls = calls(seed, keys, 3000);
             let window = Window::new(5, Span::from_secs(30), MIN_WINDOW_ENTRIES).unwrap();
             let found = measured(LimitKind::Window(window), &calls, MAX_PEAKS).peaks(LimitId::FIRST).unwrap();
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_within_its_bound_is_fair() {
+    fn a_bounded_sample_is_representative() {
         let calls = calls(7, 20_000, 60_000);
         let window = Window::new(5, Span::from_secs(3600), MIN_WINDOW_ENTRIES).unwrap();
         let meter = measured(LimitKind::Window(window), &calls, 2000);
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_is_measured_by_its_burst_and_a_quota_by_its_period() {
+    fn rates_measure_bursts_and_quotas_measure_periods() {
         let rate = Rate::new(1, Span::from_secs(1), 1).unwrap();
         let calls: Vec<(u64, u64)> = [0, 0, 0, 1, 2, 10, 10].into_iter().map(|second| (1, second)).collect();
         let peaks = measured(LimitKind::Rate(rate), &calls, 10).peaks(LimitId::FIRST).unwrap();
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn a_curve_falls_from_many_to_none() {
+    fn the_refusal_curve_falls_to_zero() {
         let peaks = Peaks { descending: (0..10_000_u32).rev().map(|peak| peak / 10).collect(), sample_level: 0 };
         let curve = peaks.curve(0.1);
         assert!(curve.len() <= MAX_CURVE_POINTS + 1);

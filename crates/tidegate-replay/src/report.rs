@@ -1,4 +1,4 @@
-//! What a replay has found, as words, numbers and pictures.
+//! The findings of a replay, as text, numbers and pictures.
 
 mod json;
 mod picture;
@@ -9,7 +9,7 @@ use tidegate_report::page::html_page;
 use tidegate_report::svg::{PictureError, escape_xml};
 
 impl Findings {
-    /// Tables for a terminal.
+    /// Returns tables for a terminal.
     pub fn table(&self) -> String {
         let grids = tables::all_tables(self);
         let mut text = format!("{}\n", tables::summary_lines(self).join("\n"));
@@ -20,20 +20,20 @@ impl Findings {
         text
     }
 
-    /// All that was found, as JSON.
+    /// Returns all findings as JSON.
     pub fn json(&self) -> String {
         json::findings_json(self)
     }
 
-    /// The pictures, light or dark as their reader prefers.
+    /// Returns the pictures as SVG, light or dark as their reader prefers.
     ///
     /// # Errors
-    /// They couldn't be drawn.
+    /// The pictures couldn't be drawn.
     pub fn svg(&self) -> Result<String, PictureError> {
         picture::findings_svg(self)
     }
 
-    /// A page of pictures and tables that needs no network, light or dark as its reader prefers.
+    /// Returns an HTML page with pictures and tables. It needs no network, and is light or dark as its reader prefers.
     ///
     /// # Errors
     /// The pictures couldn't be drawn.

@@ -1,4 +1,4 @@
-//! One request, as a line of a log tells it.
+//! One request of a line of a log.
 
 use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
@@ -6,56 +6,56 @@ use std::net::{IpAddr, SocketAddr};
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use tidegate_core::Time;
 
-/// What a line says.
+/// The content of a line.
 #[derive(Debug, PartialEq)]
 pub(super) enum ParsedLine<'l> {
     Request(LoggedRequest<'l>),
-    /// That something came which was no request: a handshake at the wrong port, a line without path.
+    /// The line holds something other than a request, such as a handshake at the wrong port, or a line without a path.
     NotARequest,
 }
 
-/// A request.
+/// A request of a log.
 #[derive(Debug, PartialEq)]
 pub(super) struct LoggedRequest<'l> {
     pub(super) time: Time,
     pub(super) peer: Option<IpAddr>,
     pub(super) method: Cow<'l, str>,
-    /// With its query string, without scheme and host.
+    /// The path with its query string, without scheme and host.
     pub(super) path: Cow<'l, str>,
     pub(super) host: Option<Cow<'l, str>>,
     pub(super) user: Option<Cow<'l, str>>,
     pub(super) action: Option<Cow<'l, str>>,
 }
 
-/// Why a line can't be read.
+/// The reason for which a line can't be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LineError {
-    /// It is neither JSON nor in the common or combined log format.
+    /// The line is neither JSON nor in the common or combined log format.
     #[error("neither JSON nor the common or combined log format")]
     UnknownFormat,
-    /// It begins like JSON and isn't.
+    /// The line begins like JSON but isn't.
     #[error("not JSON")]
     InvalidJson,
-    /// It says no time, or none that can be read.
+    /// The line has no time, or none that can be read.
     #[error("no time that can be read")]
     InvalidTime,
-    /// Its client is no address: a name, for one.
+    /// The client isn't an IP address; it may be a name.
     #[error("the client isn't an IP address")]
     InvalidAddress,
-    /// Its path isn't UTF-8.
+    /// The path isn't UTF-8.
     #[error("not UTF-8")]
     InvalidUtf8,
-    /// It is longer than [`MAX_LINE`](super::MAX_LINE).
+    /// The line is longer than [`MAX_LINE`](super::MAX_LINE).
     #[error("longer than 64 KiB")]
     TooLong,
 }
 
-/// The headers that a policy looks at, in which those of one line are gathered.
+/// The headers that a policy reads, with their values of one line.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HeaderCollector {
     wanted: Vec<HeaderName>,
     pub(super) values: HeaderMap,
-    /// Which of the wanted ones any line had.
+    /// True for each wanted header that any line had.
     seen: Vec<bool>,
 }
 
@@ -75,7 +75,7 @@ impl HeaderCollector {
         }
     }
 
-    /// Takes note of a header if it is wanted. `-` and nothing are what logs write for one that isn't there.
+    /// Adds a header if it is wanted. Logs write `-` or an empty value for a missing header.
     pub(super) fn add_if_wanted(&mut self, name: &str, value: &[u8]) {
         let place = self.wanted.iter().position(|wanted| wanted.as_str().eq_ignore_ascii_case(name));
         if let Some(place) = place
@@ -87,19 +87,19 @@ impl HeaderCollector {
         }
     }
 
-    /// The wanted headers that no line had.
+    /// Returns the wanted headers that no line had.
     pub(super) fn never_seen(&self) -> impl Iterator<Item = &HeaderName> {
         self.wanted.iter().zip(&self.seen).filter(|(_, seen)| !**seen).map(|(name, _)| name)
     }
 }
 
-/// An address, with a port or without.
+/// Reads an address, with or without a port.
 pub(super) fn parse_address(text: &str) -> Option<IpAddr> {
     let bare = || text.strip_prefix('[')?.strip_suffix(']')?.parse().ok();
     text.parse().ok().or_else(|| text.parse::<SocketAddr>().ok().map(|found| found.ip())).or_else(bare)
 }
 
-/// Method and target of a request line, if it is one (RFC 9112 §3).
+/// Returns the method and target of a request line; `None` if it is none (RFC 9112 §3).
 pub(super) fn parse_request_line<'l>(line: &Cow<'l, str>) -> Option<(Cow<'l, str>, Cow<'l, str>)> {
     let (method, rest) = line.split_once(' ')?;
     let (target, version) = rest.rsplit_once(' ')?;
@@ -115,12 +115,12 @@ pub(super) fn parse_request_line<'l>(line: &Cow<'l, str>) -> Option<(Cow<'l, str
     })
 }
 
-/// Whether it can be a method: a token (RFC 9110 §5.6.2).
+/// Returns true if the text can be a method: a token (RFC 9110 §5.6.2).
 pub(super) fn is_method(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
 }
 
-/// What stands for a request's path, and its host if the target names one: `/x?y`, `*`, `http://host/x?y` or, of a
+/// Returns a request's path, and its host if the target names one. Targets are `/x?y`, `*`, `http://host/x?y` or, for
 /// `CONNECT`, `host:port` (RFC 9112 §3.2).
 pub(super) fn split_target(target: Cow<'_, str>) -> (Cow<'_, str>, Option<String>) {
     if target.starts_with('/') || target == "*" {
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_with_and_without_ports() {
+    fn addresses_are_parsed_with_or_without_port() {
         for (text, expected) in [
             ("1.2.3.4", Some("1.2.3.4")),
             ("1.2.3.4:5678", Some("1.2.3.4")),
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn targets() {
+    fn request_targets_split_into_path_and_host() {
         for (target, path, host) in [
             ("/a?b", "/a?b", None),
             ("*", "*", None),

@@ -1,32 +1,32 @@
-//! What happened when, in as many intervals as a picture shows.
+//! The counts of requests over time, in as many intervals as a picture shows.
 
 use tidegate_core::{Span, Time};
 
-/// The most intervals; when time goes beyond them, some are put together.
+/// The largest number of intervals. Beyond it, neighbours are merged.
 const MAX_INTERVALS: usize = 600;
 /// The lengths of an interval in seconds, each a multiple of the one before. Longer ones grow tenfold.
 const WIDTHS: [u64; 10] = [1, 5, 15, 60, 300, 900, 3600, 21_600, 86_400, 604_800];
 
-/// Requests of an interval.
+/// The requests of an interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IntervalCounts {
-    /// Let through.
+    /// Admitted requests.
     pub admitted: u64,
-    /// Refused because a limit was full.
+    /// Requests that were refused because a limit was full.
     pub refused_by_limit: u64,
-    /// Refused because a block lived.
+    /// Requests that were refused by a block.
     pub refused_by_block: u64,
-    /// Refused because the client is on the deny list.
+    /// Requests that were refused because the client is on the deny list.
     pub refused_by_deny_list: u64,
 }
 
 impl IntervalCounts {
-    /// All requests.
+    /// Returns the number of all requests.
     pub fn requests(&self) -> u64 {
         self.admitted + self.refused()
     }
 
-    /// Those that were refused.
+    /// Returns the number of refused requests.
     pub fn refused(&self) -> u64 {
         self.refused_by_limit + self.refused_by_block + self.refused_by_deny_list
     }
@@ -39,12 +39,12 @@ impl IntervalCounts {
     }
 }
 
-/// Intervals of one length, one after the other.
+/// Consecutive intervals of one length.
 #[derive(Clone, Debug)]
 pub struct Timeline {
-    /// Seconds.
+    /// The width of an interval in seconds.
     width_seconds: u64,
-    /// When the first begins, in widths.
+    /// The start of the first interval, in widths since the Unix epoch.
     first_index: u64,
     intervals: Vec<IntervalCounts>,
 }
@@ -56,22 +56,22 @@ impl Default for Timeline {
 }
 
 impl Timeline {
-    /// How long an interval is.
+    /// Returns the length of an interval.
     pub fn width(&self) -> Span {
         Span::from_secs(self.width_seconds)
     }
 
-    /// When the first begins: a whole multiple of the width.
+    /// Returns the start of the first interval: a whole multiple of the width.
     pub fn start(&self) -> Time {
         Time::from_secs(self.first_index.saturating_mul(self.width_seconds))
     }
 
-    /// The intervals, none left out.
+    /// Returns all intervals, empty ones included.
     pub fn intervals(&self) -> &[IntervalCounts] {
         &self.intervals
     }
 
-    /// The interval that a moment is in. What is before the first counts in the first.
+    /// Returns the interval of a moment. A moment before the first interval counts in the first.
     pub(super) fn interval_at(&mut self, now: Time) -> &mut IntervalCounts {
         let second = now.as_micros() / 1_000_000;
         if self.intervals.is_empty() {
@@ -114,7 +114,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn intervals_hold_what_happened_in_them(
+        fn intervals_count_the_events_within_them(
             start in 0_u64..2_000_000_000, steps in prop::collection::vec((0_u32..24).prop_flat_map(|bits| 0_u64..1 << bits), 1..200),
         ) {
             let (mut timeline, mut second, mut seconds) = (Timeline::default(), start, Vec::new());
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_before_the_first_counts_in_it() {
+    fn earlier_events_count_in_the_first_interval() {
         let mut timeline = Timeline::default();
         timeline.interval_at(Time::from_secs(100)).admitted += 1;
         timeline.interval_at(Time::from_secs(50)).refused_by_deny_list += 1;

@@ -1,4 +1,4 @@
-//! When a request was, in the ways in which logs write it.
+//! The times of requests, in the formats of logs.
 
 use jiff::Timestamp;
 use jiff::civil::DateTime;
@@ -10,7 +10,7 @@ const CLF_LENGTH: usize = 26;
 const MONTHS: [&[u8; 3]; 12] =
     [b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec"];
 
-/// Reads the common log format's times. Lines of one second are alike, so the last one is remembered.
+/// Reads the common log format's times. Lines of the same second have the same text, so the last one is cached.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ClfTimeParser {
     text: [u8; CLF_LENGTH],
@@ -18,7 +18,7 @@ pub(super) struct ClfTimeParser {
 }
 
 impl ClfTimeParser {
-    /// `10/Oct/2000:13:55:36 -0700`.
+    /// Reads a time such as `10/Oct/2000:13:55:36 -0700`.
     #[inline]
     pub(super) fn parse(&mut self, text: &[u8]) -> Option<Time> {
         let text = <&[u8; CLF_LENGTH]>::try_from(text).ok()?;
@@ -46,7 +46,7 @@ fn parse_clf(text: &[u8; CLF_LENGTH]) -> Option<Time> {
     };
     let [z1, z2, z3, z4] = *z;
     let offset = sign * (i32::from(two_digits(z1, z2)?) * 3600 + i32::from(two_digits(z3, z4)?) * 60);
-    // A leap second is the last one of its minute once more.
+    // A leap second counts as the last second of its minute.
     let second = two_digits(*s1, *s2)?.min(59);
     let civil =
         DateTime::new(year, month, two_digits(*d1, *d2)?, two_digits(*h1, *h2)?, two_digits(*n1, *n2)?, second, 0)
@@ -58,8 +58,8 @@ fn two_digits(tens: u8, ones: u8) -> Option<i8> {
     (tens.is_ascii_digit() && ones.is_ascii_digit()).then(|| ((tens - b'0') * 10 + (ones - b'0')) as i8)
 }
 
-/// A moment as text: ISO 8601 with or without a zone (then UTC), with `/` for `-` as Go's log writes it, a number, or the
-/// common log format.
+/// Reads a time as text: ISO 8601 with or without a zone (then UTC), with `/` for `-` as Go's log writes it, a number,
+/// or the common log format.
 pub(super) fn parse_text(text: &str) -> Option<Time> {
     let text = text.trim_ascii();
     let text = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
@@ -82,8 +82,8 @@ pub(super) fn parse_text(text: &str) -> Option<Time> {
     )
 }
 
-/// Seconds since the Unix epoch, or milli-, micro- or nanoseconds, as its size says: seconds reach the year 5138 before
-/// they are taken for milliseconds, which are from March 1973 on.
+/// Returns the time of a number since the Unix epoch. Its size tells if it is in seconds, milli-, micro- or
+/// nanoseconds. Numbers are seconds up to the year 5138, and milliseconds from March 1973 on.
 pub(super) fn from_epoch_number(number: f64) -> Option<Time> {
     let micros = match number {
         number if !(0.0..1e20).contains(&number) => return None,
@@ -99,7 +99,7 @@ fn to_time(stamp: Timestamp) -> Option<Time> {
     u64::try_from(stamp.as_microsecond()).ok().map(Time::from_micros)
 }
 
-/// A moment as people read it, in UTC to the second.
+/// Formats a time for a reader, in UTC to the second.
 pub(crate) fn format_time(time: Time) -> String {
     let stamp = Timestamp::from_microsecond(time.as_micros().cast_signed()).unwrap_or_default();
     stamp.strftime("%Y-%m-%d %H:%M:%SZ").to_string()
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_common_log_formats_times() {
+    fn common_log_times_are_parsed() {
         let mut clf = ClfTimeParser::default();
         for (text, secs) in [
             ("10/Oct/2000:13:55:36 -0700", Some(971_211_336)),
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn other_forms() {
+    fn other_time_formats_are_parsed() {
         let micros = 1_700_000_000_250_000;
         for text in [
             "2023-11-14T22:13:20.25Z",
@@ -159,7 +159,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_second_reads_back(secs in 0_u64..4_000_000_000, offset in -14 * 60_i32..=14 * 60) {
+        fn formatted_times_parse_back(secs in 0_u64..4_000_000_000, offset in -14 * 60_i32..=14 * 60) {
             let stamp = Timestamp::from_second(secs.cast_signed()).unwrap();
             let zoned = stamp.to_zoned(TimeZone::fixed(Offset::from_seconds(offset * 60).unwrap()));
             let text = zoned.strftime("%d/%b/%Y:%H:%M:%S %z").to_string();
@@ -167,7 +167,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_read_without_panic(text in ".{0,40}") {
+        fn any_time_text_is_read_without_panic(text in ".{0,40}") {
             let _ = parse_text(&text);
         }
     }

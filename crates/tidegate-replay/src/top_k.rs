@@ -1,18 +1,18 @@
-//! The heaviest of more keys than there is room for.
+//! The heaviest keys of a stream, in bounded memory.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 
 use foldhash::fast::RandomState;
 
-/// What an entry weighs, by which the light ones are let go.
+/// The weight of an entry; the light entries are dropped first.
 pub(super) trait Weight {
     fn weight(&self) -> u64;
 }
 
-/// A table of at most so many entries. A newcomer to a full one has the lighter half let go first, so no key that weighs
-/// much is lost, and none weighs more than [`TopK::max_undercount`] too little (the bound of lossy counting: G. Manku and
-/// R. Motwani, "Approximate Frequency Counts over Data Streams", VLDB 2002).
+/// A table of bounded size. A new key in a full table drops the lighter half first. So no heavy key is lost, and no
+/// weight is more than [`TopK::max_undercount`] too small (the bound of lossy counting: G. Manku and R. Motwani,
+/// "Approximate Frequency Counts over Data Streams", VLDB 2002).
 #[derive(Clone, Debug)]
 pub(super) struct TopK<K, V> {
     entries: HashMap<K, V, RandomState>,
@@ -26,7 +26,7 @@ impl<K: Eq + Hash + Copy + Ord, V: Weight> TopK<K, V> {
         Self { entries: HashMap::default(), capacity: most.max(2), evicted: 0, max_undercount: 0 }
     }
 
-    /// The entry of a key, new if there is none.
+    /// Returns the entry of a key, a new one if there is none.
     #[inline]
     pub(super) fn entry(&mut self, key: K, new: impl FnOnce() -> V) -> &mut V {
         if self.entries.len() >= self.capacity && !self.entries.contains_key(&key) {
@@ -47,12 +47,13 @@ impl<K: Eq + Hash + Copy + Ord, V: Weight> TopK<K, V> {
         self.max_undercount += median;
     }
 
-    /// The first `count` of those that have a rank, the highest first; equal ones in the order of their keys.
+    /// Returns the `count` entries of the highest rank, the highest first, and equal ones in the order of their keys.
+    /// Entries without a rank are left out.
     pub(super) fn top<R: Ord>(&self, count: usize, rank: impl Fn(&V) -> Option<R>) -> Vec<(K, &V)> {
         self.top_by_key(count, |_, value| rank(value))
     }
 
-    /// [`TopK::top`] by the keys, too.
+    /// Returns the same as [`TopK::top`], ranked by keys and values.
     pub(super) fn top_by_key<R: Ord>(&self, count: usize, rank: impl Fn(&K, &V) -> Option<R>) -> Vec<(K, &V)> {
         let mut ranked: Vec<(R, K, &V)> =
             self.entries.iter().filter_map(|(key, value)| Some((rank(key, value)?, *key, value))).collect();
@@ -73,12 +74,12 @@ impl<K: Eq + Hash + Copy + Ord, V: Weight> TopK<K, V> {
         self.entries.values()
     }
 
-    /// How often an entry was let go.
+    /// Returns the number of dropped entries.
     pub(super) fn evicted(&self) -> u64 {
         self.evicted
     }
 
-    /// The most by which an entry weighs too little, because it was let go before.
+    /// Returns the largest weight that an entry may lack because it was dropped before.
     pub(super) fn max_undercount(&self) -> u64 {
         self.max_undercount
     }
@@ -98,7 +99,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_stays_within_its_bound_and_knows_how_wrong_it_is(
+        fn the_table_is_bounded_with_known_error(
             keys in prop::collection::vec((0_u32..6).prop_flat_map(|bits| 0_u32..1 << bits), 0..2000), most in 2_usize..20,
         ) {
             let (mut table, mut exact) = (TopK::new(most), HashMap::<u32, u64>::new());
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn the_top_is_sorted_and_ties_go_by_key() {
+    fn the_top_is_sorted_with_ties_by_key() {
         let mut table = TopK::new(100);
         for (key, weight) in [(5, 1), (4, 7), (3, 7), (2, 9), (1, 0)] {
             *table.entry(key, || 0) += weight;

@@ -1,4 +1,4 @@
-//! One chart: axes with units, a title, a legend, and what is drawn between them.
+//! One chart: axes with units, a title, a legend, and the series.
 
 use plotters::backend::SVGBackend;
 use plotters::chart::{ChartBuilder, ChartContext};
@@ -20,7 +20,7 @@ pub type DrawError = DrawingAreaErrorKind<<SVGBackend<'static> as plotters::back
 type DrawResult = Result<(), DrawError>;
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// A unit of an axis: its name, and how much of what is drawn it is.
+/// The unit of a time axis: its name and its length in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AxisUnit {
     /// The name on the axis.
@@ -30,7 +30,7 @@ pub struct AxisUnit {
 }
 
 impl AxisUnit {
-    /// The unit in which the longest of some times, in seconds, is a number that people like to read.
+    /// Returns the unit that makes the longest of some times, in seconds, easy to read.
     pub fn for_seconds(longest: f64) -> Self {
         let units = [(7200.0 * 24.0, "d", 86_400.0), (7200.0, "h", 3600.0), (300.0, "min", 60.0), (1.0, "s", 1.0)];
         let found = units.into_iter().find(|(least, ..)| longest >= *least);
@@ -38,7 +38,7 @@ impl AxisUnit {
     }
 }
 
-/// What stands around a chart.
+/// The title, axes and legend of a chart. An axis is its largest value and its label.
 #[derive(Clone, Debug)]
 pub struct ChartConfig<'a> {
     /// The line above.
@@ -51,7 +51,7 @@ pub struct ChartConfig<'a> {
     pub legend: &'a [(&'a str, Colour, SeriesMark)],
 }
 
-/// How a legend shows a series.
+/// The mark of a series in a legend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SeriesMark {
     /// A stroke.
@@ -69,13 +69,13 @@ pub struct ChartLine {
     pub colour: Colour,
     /// The points that it connects, in units of the axes.
     pub points: Vec<(f64, f64)>,
-    /// In pixels.
+    /// The width in pixels.
     pub width: u32,
 }
 
-/// How wide most lines are.
+/// The width of most lines, in pixels.
 pub const THIN_LINE: u32 = 2;
-/// How wide one is that is to be seen on both sides of another on top of it.
+/// The width of a line that stays visible on both sides of another on top of it, in pixels.
 pub const WIDE_LINE: u32 = 6;
 
 /// Text of this size in pixels.
@@ -83,7 +83,7 @@ pub fn text_style(size: i32, colour: Colour) -> TextStyle<'static> {
     FontDesc::new(FontFamily::SansSerif, f64::from(size), FontStyle::Normal).color(&colour.light)
 }
 
-/// Lines over each other.
+/// Draws lines over each other.
 ///
 /// # Errors
 /// The chart cannot be laid out.
@@ -141,7 +141,7 @@ fn build_chart<'a, 'b>(area: &'a Area<'b>, frame: &ChartConfig<'_>) -> Result<Ch
     Ok(chart)
 }
 
-/// Names of series beside their marks, in one line.
+/// Draws the names of series beside their marks, in one line.
 ///
 /// # Errors
 /// The chart cannot be laid out.
@@ -163,7 +163,7 @@ pub fn draw_legend(area: &Area<'_>, (mut x, y): (i32, i32), entries: &[(&str, Co
     Ok(())
 }
 
-/// A rule across the page.
+/// Draws a line across the page.
 ///
 /// # Errors
 /// The chart cannot be laid out.
@@ -171,7 +171,7 @@ pub fn draw_rule(area: &Area<'_>, y: i32, width: i32) -> DrawResult {
     area.draw(&Rectangle::new([(12, y), (width - 12, y + 1)], GRID.light.filled()))
 }
 
-/// A number of an axis that goes up to `most`.
+/// Formats a number of an axis that ends at `most`.
 fn format_axis_value(value: f64, most: f64) -> String {
     let value = if value.abs() < most * 1e-9 { 0.0 } else { value };
     match most {
@@ -182,7 +182,8 @@ fn format_axis_value(value: f64, most: f64) -> String {
     }
 }
 
-/// A little above the largest of some numbers, so that lines keep off the frame; `least` at the least.
+/// Returns a little more than the largest of some numbers, so that lines don't touch the frame. The numbers count as at
+/// least `least`.
 pub fn axis_max(numbers: impl IntoIterator<Item = f64>, least: f64) -> f64 {
     numbers.into_iter().fold(least, f64::max) * 1.08
 }

@@ -11,7 +11,7 @@ th,td{padding:4px 10px;border-bottom:1px solid var(--line);text-align:right;whit
 th{color:var(--muted);font-weight:500}th:first-child,td:first-child{text-align:left}\
 svg{display:block;width:100%;height:auto}";
 
-/// A page of this title, which is escaped already, as its body is.
+/// Returns a page of this title and body, both of which are escaped already.
 pub fn html_page(title: &str, body: &str) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" \

@@ -11,20 +11,20 @@ use resvg::usvg;
 use crate::chart::{Area, DrawError};
 use crate::theme::{BACKGROUND, style_sheet};
 
-/// A free font, by which text is measured and, in a PNG, drawn; see `fonts/README.md`.
+/// A free font that measures text and, in a PNG, draws it; see `fonts/README.md`.
 const FONT: &[u8] = include_bytes!("../fonts/Roboto-subset.ttf");
 /// The width of every picture, in pixels.
 pub const WIDTH: i32 = 1200;
-/// The most pixels of a PNG, some 256 MB.
+/// The largest number of pixels of a PNG, about 256 MB.
 const MAX_PIXELS: u64 = 1 << 26;
 
-/// Why a picture couldn't be drawn.
+/// The error of a picture that couldn't be drawn.
 #[derive(Debug, thiserror::Error)]
 pub enum PictureError {
-    /// The chart couldn't be laid out.
+    /// The chart couldn't be drawn.
     #[error("the picture couldn't be drawn: {0}")]
     Drawing(String),
-    /// It has too many cases and strategies for one PNG.
+    /// The report has too many cases and strategies for one PNG.
     #[error("the picture is too large for a PNG; write it as .svg or .html")]
     TooLarge,
 }
@@ -35,10 +35,10 @@ impl From<DrawError> for PictureError {
     }
 }
 
-/// Whether the font is there for measuring text. It always is: a test draws with it.
+/// True if the font is registered for measuring text. A test draws with it, so it always is.
 static FONT_REGISTERED: LazyLock<bool> = LazyLock::new(|| register_font("sans-serif", FontStyle::Normal, FONT).is_ok());
 
-/// An SVG of this title and height that follows the reader's preference for light or dark.
+/// Returns an SVG of this title and height that follows the reader's preference for light or dark.
 ///
 /// # Errors
 /// The picture can't be drawn.

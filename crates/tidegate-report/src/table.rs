@@ -18,7 +18,7 @@ pub fn align_rows(rows: &[Vec<String>], text_columns: usize) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// A whole number, in groups of three; of a mean, the nearest.
+/// Formats a number, rounded to a whole one, in groups of three digits.
 pub fn format_count(number: f64) -> String {
     let digits = format!("{number:.0}");
     let mut grouped = String::with_capacity(digits.len() * 2);

@@ -1,13 +1,13 @@
-//! Colours, in light and dark.
+//! The colours of pictures, in light and dark.
 //!
-//! Series have the colours of M. Okabe and K. Ito, "Color Universal Design", 2008, which people with any of the usual kinds
-//! of colour vision tell apart. On a dark ground the darkest of them are lightened. A picture is drawn in light colours, and
-//! carries a style sheet that replaces each by its dark counterpart where the reader prefers that; so no two roles may
-//! share a light colour.
+//! Series have the colours of M. Okabe and K. Ito, "Color Universal Design", 2008, which people with any of the usual
+//! kinds of colour vision can distinguish. On a dark background the darkest of them are lightened. A picture is drawn
+//! in light colours. Its style sheet replaces each by its dark counterpart if the reader prefers that, so no two roles
+//! may share a light colour.
 
 use plotters::style::RGBColor;
 
-/// A colour, on white and on a dark ground.
+/// A colour, on a white and on a dark background.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Colour {
     /// On white.
@@ -53,10 +53,10 @@ pub const INK: Colour = colour(0x33_3b45, 0xf4_f6f8);
 const ALL: [Colour; 13] =
     [BACKGROUND, TEXT, MUTED, GRID, AXIS, BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, INK];
 
-/// Colours for strategies that are drawn over each other, in order; further ones begin anew.
+/// The colours of strategies in one chart, in order. Further strategies start again from the first.
 pub const SERIES: [Colour; 8] = [VERMILLION, BLUE, ORANGE, GREEN, PURPLE, SKY, GREY, INK];
 
-/// The style sheet that makes a picture dark where the reader prefers that.
+/// Returns the style sheet that makes a picture dark if the reader prefers that.
 pub fn style_sheet() -> String {
     let hex = |colour: RGBColor| format!("#{:02X}{:02X}{:02X}", colour.0, colour.1, colour.2);
     let rules: String = ALL

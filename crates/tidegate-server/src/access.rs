@@ -16,7 +16,7 @@ use http::header::{HeaderValue, WWW_AUTHENTICATE};
 use http::uri::Authority;
 use http::{Request, Response, StatusCode};
 use tidegate::Query;
-use tidegate::core::Time;
+use tidegate_core::Time;
 use tidegate_policy::Secret;
 
 use crate::body::ResponseBody;
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn only_names_of_the_listeners_own_are_answered() {
+    fn only_the_listeners_own_host_names_pass() {
         let access = open("127.0.0.1:8082", &["gate.internal", "10.1.2.3"]);
         for host in [
             "127.0.0.1:8082",
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_other_origins_are_turned_away() {
+    fn requests_of_other_origins_are_rejected() {
         let access = open("127.0.0.1:8082", &["app.internal"]);
         let check = |lines: &[(&'static str, &'static str)]| {
             access.check_headers(&headers(&[&[("host", "127.0.0.1:8082")], lines].concat()), None)
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_stands_in_two_headers_and_is_all_that_is_asked_for() {
+    fn a_valid_token_suffices_in_either_header() {
         let with = |listener| {
             let token = Some(Secret::new("s3cret"));
             Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, Arc::new(RefusalLog::new(1)))

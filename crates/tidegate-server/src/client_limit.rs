@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_has_so_many_connections_and_a_network_of_ipv6_is_one() {
+    fn connections_are_limited_per_address_or_ipv6_network() {
         for (prefix, one, same, other) in [
             (64, "192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"),
             (32, "192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2"),
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_too_many_is_told_so() {
+    async fn an_excess_connection_is_answered_and_closed() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();

@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_that_are_passed_on_count_twice() {
+    fn proxied_connections_need_two_descriptors() {
         let of = |file: &str| needed(&Policy::load(PolicySources::new().file("t", file)).unwrap());
         let none = of("[admin]\nlisten = \"off\"\n[api]\nlisten = \"off\"\n");
         assert_eq!(none, OTHER_DESCRIPTORS);

@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn the_quiet_go_first_then_unfinished_heads_then_the_answered_each_by_age_and_never_a_busy_one() {
+    fn idle_connections_are_displaced_first_busy_never() {
         let sweep = sweep();
         let (answered, _a) = sweep.add_connection();
         answered.start_linger(true);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_candidate_that_got_a_request_is_passed_over() {
+    fn a_candidate_with_a_new_request_is_skipped() {
         let sweep = sweep();
         let entered: Vec<_> = (0..3).map(|_| sweep.add_connection()).collect();
         entered.iter().for_each(|(watch, _)| watch.enter(ConnectionPhase::Idle));

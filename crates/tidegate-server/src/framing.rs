@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn both_lengths_in_either_order() {
+    fn both_length_headers_are_ambiguous_in_any_order() {
         assert_eq!(
             ambiguous(b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
             1
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_head_that_has_both_is_named() {
+    fn only_the_ambiguous_head_is_reported() {
         let first = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5;x=y\r\nhello\r\n0\r\nTrailer: x\r\n\r\n";
         let second = b"POST / HTTP/1.1\r\nContent-Length: 40\r\n\r\nTransfer-Encoding: chunked\r\nAAAAAAAAAA\r\n";
         let third = b"\r\nPOST / HTTP/1.1\nContent-Length: 1\nTransfer-Encoding: chunked\n\n0\n\n";
@@ -221,14 +221,14 @@ mod tests {
     }
 
     #[test]
-    fn bodies_that_look_like_heads_are_not_read() {
+    fn bodies_resembling_heads_are_ignored() {
         let body = b"\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n";
         let head = format!("POST / HTTP/1.1\r\nContent-Length: {}\r\n\r\n", body.len());
         assert_eq!(ambiguous(&[head.as_bytes(), body, b"GET / HTTP/1.1\r\n\r\n"].concat()), 0);
     }
 
     #[test]
-    fn nonsense_never_panics() {
+    fn malformed_requests_never_panic() {
         for bytes in
             [&b"\r\n\r\n\r\n"[..], b"\xff\xff\n\xff", b"x\r\ncontent-length: 99999999999999999999999\r\n\r\nabc"]
         {

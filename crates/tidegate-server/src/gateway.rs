@@ -21,13 +21,13 @@ use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use tidegate::core::{Clock, Time};
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
     self, CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundLayer,
     OutboundService, Provider, ReplayBody, take_call_options,
 };
 use tidegate::store::Store;
+use tidegate_core::{Clock, Time};
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
 use tower_layer::Layer as _;

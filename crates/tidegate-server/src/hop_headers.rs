@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn towards_the_upstream() {
+    fn hop_headers_are_removed_from_requests() {
         assert_eq!(forwarded(&[("host", "a"), ("accept", "*/*")]), ["accept: */*", "host: a"]);
         assert_eq!(
             forwarded(&[
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn framing_and_host_survive_being_named() {
+    fn connection_cannot_remove_host_or_content_length() {
         assert_eq!(
             forwarded(&[("host", "a"), ("content-length", "3"), ("connection", "host, content-length, , \"")]),
             ["content-length: 3", "host: a"]
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn what_limits_count_by_arrives_as_it_was_counted() {
+    fn key_headers_are_forwarded_without_lookalikes() {
         let keyed = [HeaderName::from_static("x-api-key"), HeaderName::from_static("user_id")];
         let mut map = headers(&[
             ("connection", "X-Api-Key, x-other"),
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn trailers_and_upgrades() {
+    fn only_te_trailers_and_upgrades_are_forwarded() {
         assert_eq!(
             forwarded(&[("te", "gzip, trailers;q=0.5"), ("connection", "TE")]),
             ["connection: te", "te: trailers"]
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn towards_the_client() {
+    fn hop_headers_are_removed_from_responses() {
         let mut map = headers(&[
             ("connection", "x-hop"),
             ("x-hop", "1"),
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn who_called() {
+    fn forwarded_headers_state_the_caller() {
         let peer = HeaderValue::from_static("192.0.2.7");
         let lies = [
             ("host", "a"),

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use tidegate::SystemClock;
-use tidegate::core::Clock;
 use tidegate::outbound::Outbound;
 use tidegate::store::{Losses, Store};
+use tidegate_core::Clock;
 
 /// The interval of store maintenance.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);

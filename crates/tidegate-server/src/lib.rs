@@ -71,6 +71,7 @@ mod local_response;
 pub mod log;
 mod permit_renewer;
 mod proxy;
+mod refusal_cache;
 mod refusal_log;
 mod rejections;
 pub mod signals;
@@ -87,11 +88,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use http::StatusCode;
-use tidegate::core::Clock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{AnyStore, Gate, Memory, OpenError, Stores, SystemClock};
+use tidegate_core::Clock;
 use tidegate_policy::{KeyPart, Policy, Secret, SecretError, SecretSource};
 
 use crate::access::Access;

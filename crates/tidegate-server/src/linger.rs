@@ -80,7 +80,7 @@ mod tests {
     use crate::watchdog::{PhaseTimeouts, Watchdog};
 
     #[test]
-    fn lingering_ends_after_its_longest_time_and_while_the_server_drains() {
+    fn lingering_ends_by_time_or_server_drain() {
         let patience = PhaseTimeouts::uniform(Duration::from_secs(1));
         let sweep = Watchdog::new(patience, 8);
         let (watch, _entry) = sweep.add_connection();

@@ -8,8 +8,8 @@ use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate::Span;
-use tidegate::core::batch::execute_take;
-use tidegate::core::{Key, KeyState, Limit, LimitId, LimitKind, Op, Time, Verb, Verdict, Window};
+use tidegate_core::batch::execute_take;
+use tidegate_core::{Key, KeyState, Limit, LimitId, LimitKind, Op, Time, Verb, Verdict, Window};
 use tidegate_policy::sections;
 use tidegate_policy::{LogFormat, LogLevel, printable_json, printable_lines};
 use tracing_subscriber::EnvFilter;
@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hostile_text_stays_on_its_line() {
+    fn hostile_text_is_escaped_and_shortened() {
         for (text, shown) in [
             ("user-42 ünïcode 漢", "user-42 ünïcode 漢"),
             ("a\r\nFAKE LINE", "a\\u{d}\\u{a}FAKE LINE"),
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn no_line_steers_the_terminal_that_it_is_printed_on_whatever_it_tells() {
+    fn log_lines_contain_no_control_characters() {
         for (format, shown) in [(LogFormat::Text, "a store\u{fffd} is"), (LogFormat::Json, "a store\\u2066 is")] {
             let lines = Arc::new(Mutex::new(Vec::new()));
             let mut settings = sections::LogConfig::default();
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn so_many_lines_a_second() {
+    fn log_lines_per_second_are_limited() {
         let throttle = LogThrottle::new(10);
         let at = |millis: u64| Time::from_secs(1_800_000_000) + Span::from_millis(millis);
         let written = (0..1000).filter(|millis| throttle.admit(at(*millis)).is_some()).count();

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use slab::Slab;
 use tidegate::PermitGuard;
-use tidegate::core::Clock;
 use tidegate::store::Store;
+use tidegate_core::Clock;
 use tokio::sync::Notify;
 
 /// A held object that must be renewed in time.

@@ -15,10 +15,10 @@ use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use tidegate::core::{Clock, Reason};
-use tidegate::reply::{RefusalCache, Replies};
+use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{Check, CheckError, Decision, Gate, MatchedActions, Query};
+use tidegate_core::{Clock, Reason};
 use tidegate_policy::{Forwarding, InboundConfig, UpstreamAddress, canonical_ip, is_host, is_same_host};
 
 use crate::body::{ContinueExpectation, ContinueState, Download, ResponseBody, Upload};
@@ -27,6 +27,7 @@ use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::{self, HttpError};
 use crate::permit_renewer::{PermitHandle, PermitRenewer};
+use crate::refusal_cache::RefusalCache;
 use crate::refusal_log::{RefusalLog, RefusalRecord};
 use crate::rejections::RejectionReason;
 use crate::upgrade;
@@ -251,7 +252,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         if !decision.allowed {
             self.watch.set_blocked(decision.blocked || decision.reason == Reason::DenyList);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
-            return Err(proxy.replies.refusal_cached(last, actions, &decision, headers).map(ResponseBody::full));
+            return Err(last.refusal(&proxy.replies, actions, &decision, headers).map(ResponseBody::full));
         }
         let hold = match decision.permit {
             None => None,

@@ -3,9 +3,9 @@
 use std::fmt;
 use std::time::Duration;
 
-use tidegate::core::Time;
 use tidegate::outbound::CallStats;
 use tidegate::{Decision, MatchedActions, Plan, Query};
+use tidegate_core::Time;
 
 use crate::log::{EscapedError, EscapedText, LogThrottle, MaskedKey};
 use crate::rejections::{RejectionCounts, RejectionReason};

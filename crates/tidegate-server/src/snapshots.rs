@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate::core::Clock;
 use tidegate::outbound::Snapshot;
 use tidegate::store::Store;
+use tidegate_core::Clock;
 
 /// The interval of saves. A killed process loses at most the changes of this time.
 const SAVE_INTERVAL: Duration = Duration::from_secs(1);

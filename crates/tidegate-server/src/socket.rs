@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn small_pieces_are_gathered() {
+    fn small_write_pieces_are_gathered() {
         let mut sheet = [0; MAX_GATHERED_BYTES];
         let (large, small) = (vec![b'x'; MAX_GATHERED_BYTES], b"abc");
         let pieces = |list: &[&'static [u8]]| list.iter().map(|piece| io::IoSlice::new(piece)).collect::<Vec<_>>();

@@ -304,7 +304,7 @@ mod tests {
     use crate::body::Upload;
 
     #[test]
-    fn the_host_is_named_as_most_clients_do() {
+    fn the_host_header_omits_the_default_port() {
         let rules =
             PoolConfig { connect_timeout: Duration::from_secs(1), idle_timeout: Duration::from_secs(4), max_idle: 1 };
         for (authority, host) in [

@@ -1,14 +1,14 @@
-//! Clocks that go wrong.
+//! Clocks with errors.
 
 use tidegate_core::{Span, Time};
 
 use crate::setup::ClockStep;
 
-/// A node's own clock: it begins right, drifts, and is set.
+/// A node's own clock. It is right at first, then drifts and is set.
 #[derive(Clone, Debug)]
 pub(crate) struct NodeClock {
     started_at: Time,
-    /// How much faster than time itself it runs, as a share.
+    /// The share by which it runs faster than time.
     drift: f64,
     steps: Vec<ClockStep>,
 }
@@ -18,7 +18,7 @@ impl NodeClock {
         Self { started_at: began, drift, steps: steps.to_vec() }
     }
 
-    /// What it shows at a moment.
+    /// Returns its reading at a moment.
     pub(crate) fn reading_at(&self, now: Time) -> Time {
         if self.drift == 0.0 && self.steps.is_empty() {
             return now;
@@ -32,8 +32,8 @@ impl NodeClock {
             .fold(drifted, |shown, step| if step.is_backward { shown - step.amount } else { shown + step.amount })
     }
 
-    /// When a timer rings that is set at `now` for when the clock shows `until`. Timers count time and not the clock's
-    /// steps, as the system's do.
+    /// Returns the moment at which a timer fires that is set at `now` for a reading of `until`. Timers follow the
+    /// clock's drift but not its steps, as the system's timers do.
     pub(crate) fn timer_fires_at(&self, until: Time, now: Time) -> Time {
         if until.is_never() {
             return until;
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_drifts_and_is_set_and_timers_ring_by_its_pace() {
+    fn a_node_clock_drifts_steps_and_fires_timers() {
         let began = Time::from_secs(1_000);
         let at = |secs| began + Span::from_secs(secs);
         let step = ClockStep { at: Span::from_secs(100), amount: Span::from_secs(30), is_backward: true };

@@ -1,4 +1,4 @@
-//! How long something takes.
+//! The distributions of delays.
 
 use rand::RngExt;
 use rand_distr::{Exp1, StandardNormal};
@@ -9,38 +9,38 @@ use crate::random::SimRng;
 /// A distribution of times.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Delay {
-    /// Always the same.
+    /// Always the same time.
     Constant(Span),
-    /// Exponential with this mean: memoryless, as the sum of many causes is.
+    /// An exponential distribution with this mean.
     Exponential(Span),
     /// The absolute value of a normal variable, so that no time is negative.
     Normal {
-        /// Its mean.
+        /// The mean of the normal variable.
         mean: Span,
-        /// Its standard deviation.
+        /// The standard deviation of the normal variable.
         deviation: Span,
     },
-    /// Log-normal: a long tail of slow ones.
+    /// A log-normal distribution, which has a long tail of slow times.
     LogNormal {
-        /// Half of all take longer.
+        /// The median: half of all times are longer.
         median: Span,
-        /// The standard deviation of its logarithm.
+        /// The standard deviation of the time's logarithm.
         sigma: f64,
     },
-    /// Anywhere between two times.
+    /// Uniform between two times.
     Uniform {
-        /// The shortest.
+        /// The shortest time.
         low: Span,
-        /// The longest.
+        /// The longest time.
         high: Span,
     },
 }
 
 impl Delay {
-    /// Takes no time.
+    /// No delay.
     pub const NONE: Self = Self::Constant(Span::ZERO);
 
-    /// Whether it is ever more than nothing, so that what waits for it again and again gets on.
+    /// Returns true if a sample can be above zero, so that a loop that waits for it makes progress.
     pub(crate) fn can_be_nonzero(&self) -> bool {
         let longest = match *self {
             Self::Constant(span) | Self::Exponential(span) | Self::LogNormal { median: span, .. } => span,
@@ -61,7 +61,7 @@ impl Delay {
             Self::LogNormal { median, sigma } => micros(median) * (sigma * rng.sample::<f64, _>(StandardNormal)).exp(),
             Self::Uniform { low, high } => micros(low) + (micros(high) - micros(low)) * rng.random::<f64>(),
         };
-        // A float becomes the nearest whole number within the integer's bounds, and a span keeps its own.
+        // The cast saturates at the integer's bounds, and a span saturates at its own.
         Span::from_micros(drawn.round() as u64)
     }
 }
@@ -72,7 +72,7 @@ mod tests {
     use crate::random::RngStreams;
 
     #[test]
-    fn means_and_medians_are_as_told() {
+    fn delays_have_the_configured_mean_and_median() {
         const DRAWS: usize = 100_000;
         let mut rng = RngStreams::new(1, 0).next_rng();
         let (ten, two) = (Span::from_millis(10), Span::from_millis(2));

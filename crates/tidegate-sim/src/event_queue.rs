@@ -1,15 +1,15 @@
-//! What is still to happen, in the order of time.
+//! The future events, in the order of time.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
 use tidegate_core::Time;
 
-/// What is still to happen. Of two things at the same moment, the one that was entered first happens first, so that a
-/// run never depends on how a heap breaks ties.
+/// The future events. Of two events at the same moment, the one scheduled first happens first, so that a run never
+/// depends on the tie-breaking of a heap.
 ///
-/// What makes entries bounds them: each load has one arrival to come, each attempt at most three moments, each node one
-/// moment to wake at.
+/// The number of events is bounded by their sources: one arrival per load client, at most three events per attempt, one
+/// wake-up per node.
 #[derive(Debug)]
 pub(crate) struct EventQueue<E> {
     entries: BinaryHeap<ScheduledEvent<E>>,
@@ -29,18 +29,18 @@ impl<E> EventQueue<E> {
         Self { entries: BinaryHeap::new(), next_sequence: 0, now }
     }
 
-    /// The present moment: that of what happened last.
+    /// Returns the present moment: that of the last event.
     pub(crate) fn now(&self) -> Time {
         self.now
     }
 
-    /// Enters what is to happen at this moment; what is past happens now.
+    /// Schedules an event at this moment, or now if the moment is past.
     pub(crate) fn schedule(&mut self, at: Time, event: E) {
         self.entries.push(ScheduledEvent { at: at.max(self.now), sequence: self.next_sequence, event });
         self.next_sequence += 1;
     }
 
-    /// What happens next, unless that is after `end`; then it becomes `end`.
+    /// Removes and returns the next event. `None` if there is none until `end`.
     pub(crate) fn pop_until(&mut self, end: Time) -> Option<E> {
         if self.entries.peek().is_none_or(|entry| entry.at > end) {
             return None;
@@ -52,7 +52,7 @@ impl<E> EventQueue<E> {
 }
 
 impl<E> Ord for ScheduledEvent<E> {
-    /// The earliest is the greatest, as the heap gives the greatest.
+    /// The earliest event is the greatest, because a heap returns its greatest entry first.
     fn cmp(&self, other: &Self) -> Ordering {
         (other.at, other.sequence).cmp(&(self.at, self.sequence))
     }
@@ -78,7 +78,7 @@ mod tests {
     use tidegate_core::Span;
 
     #[test]
-    fn the_earliest_is_first_and_of_two_the_first_entered() {
+    fn events_pop_by_time_then_insertion_order() {
         let at = |millis| Time::ZERO + Span::from_millis(millis);
         let mut agenda = EventQueue::new(at(1));
         for (millis, name) in [(5, "d"), (2, "b"), (5, "e"), (0, "a"), (2, "c"), (9, "f")] {

@@ -1,13 +1,13 @@
-//! Tidegate's own machines on a virtual clock: what would happen if.
+//! Simulates Tidegate's production code on a virtual clock.
 //!
-//! A [`Scenario`] is a world in words: a service and how it fails, a network, clients and when they call, and the
-//! strategies that are compared in it. [`Scenario::run`] lets it happen, event by event and without waiting, and gives a
-//! [`Report`] of numbers and pictures. Clients of the strategy `tidegate` are driven by
-//! [`tidegate_core::call`] and the gate before a service by [`tidegate_core::decision`], the code that runs in production;
-//! only the clock, the wire and the other side are made up.
+//! A [`Scenario`] describes a service and its failures, a network, the clients and their calls, and the strategies that
+//! are compared. [`Scenario::run`] plays it event by event without waiting, and returns a [`Report`] of numbers and
+//! pictures. Clients of the strategy `tidegate` run [`tidegate_core::call`], and the gate before a service runs
+//! [`tidegate_core::decision`]. Both are the code that runs in production. Only the clock, the network and the service
+//! are simulated.
 //!
-//! The same scenario and the same seed give the same bytes, on every machine of one platform: logarithms and exponentials are
-//! the platform's, and may differ in their last digit.
+//! The same scenario and the same seed give the same bytes on every machine of one platform. Logarithms and
+//! exponentials are the platform's, and may differ in their last digit between platforms.
 #![forbid(unsafe_code)]
 
 mod clock;

@@ -1,4 +1,4 @@
-//! A service's own limits, counted exactly. Only the calendar is shared with the limits that they are there to judge.
+//! A service's own limits, counted exactly. They share only the calendar code with the limits that they test.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -7,21 +7,22 @@ use tidegate_core::quota::QuotaUsage;
 use tidegate_core::{LimitKind, Quota, Span, Time};
 use tidegate_policy::Quantity;
 
-/// The largest window, in requests.
+/// The largest limit of a window, in requests.
 pub(crate) const MAX_WINDOW_REQUESTS: u64 = 1 << 20;
 
-/// A limit as a service keeps it.
+/// A limit of a service, with its count.
 #[derive(Clone, Debug)]
 pub(crate) enum ServiceLimiter {
-    /// The moments of all requests in the trailing window, of which there are at most `limit`.
+    /// The times of all requests in the trailing window, of which there are at most `limit`.
     Window { limit: usize, window: Span, request_times: VecDeque<Time> },
     /// A token bucket.
     Bucket(TokenBucket),
-    /// A calendar's periods.
+    /// A quota per calendar period.
     Quota { quota: Arc<Quota>, usage: QuotaUsage },
 }
 
-/// A token bucket that begins full. A token is as many parts as a period has microseconds, so that all is whole.
+/// A token bucket that is full at first. A token has as many parts as its period has microseconds, so that all
+/// arithmetic is in integers.
 #[derive(Clone, Debug)]
 pub(crate) struct TokenBucket {
     refill_parts_per_micro: u64,
@@ -32,8 +33,8 @@ pub(crate) struct TokenBucket {
 }
 
 impl ServiceLimiter {
-    /// The limit that a quantity says; `None` for none. Of calls in flight, which a service's workers bound, and larger windows
-    /// than [`MAX_WINDOW_REQUESTS`] reading lets none through.
+    /// Returns the limit of a quantity; `None` if it is unlimited or of calls in flight. A service's workers bound
+    /// those. The reader of a scenario refuses windows larger than [`MAX_WINDOW_REQUESTS`].
     pub(crate) fn new(quantity: &Quantity, now: Time) -> Option<Self> {
         match quantity {
             Quantity::Window { limit, window } => {
@@ -61,7 +62,7 @@ impl ServiceLimiter {
         }
     }
 
-    /// How long a request that comes now is too early.
+    /// Returns the time until a request is allowed; zero if it is allowed now.
     pub(crate) fn time_until_allowed(&mut self, now: Time) -> Span {
         match self {
             Self::Window { limit, window, request_times: taken } => {
@@ -89,7 +90,7 @@ impl ServiceLimiter {
         }
     }
 
-    /// Counts a request that doesn't come too early.
+    /// Counts a request that is allowed.
     pub(crate) fn take(&mut self, now: Time) {
         match self {
             Self::Window { request_times: taken, .. } => taken.push_back(now),
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_never_holds_more() {
+    fn a_window_never_exceeds_its_limit() {
         assert_eq!(
             admitted("3 per 1s", (0..25).map(|tick| tick * 100)),
             [0, 100, 200, 1000, 1100, 1200, 2000, 2100, 2200]
@@ -127,13 +128,13 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_begins_full_and_fills_evenly() {
+    fn a_bucket_starts_full_and_refills_evenly() {
         assert_eq!(admitted("10/s burst 2", [0, 0, 0, 50, 99, 100, 150, 200]), [0, 0, 100, 200]);
         assert_eq!(admitted("3/s", [0, 333, 334, 667, 668]), [0, 334, 668]);
     }
 
     #[test]
-    fn a_quota_ends_with_its_period() {
+    fn a_quota_resets_with_its_period() {
         let hour = 3_600_000;
         assert_eq!(
             admitted("2 per calendar day", [0, hour, 2 * hour, 24 * hour, 25 * hour, 26 * hour]),

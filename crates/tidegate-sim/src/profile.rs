@@ -1,35 +1,36 @@
-//! A number that changes with time: a rate, a share that fails.
+//! Numbers that change with time, such as a rate or a share of failures.
 
 use tidegate_core::Span;
 
-/// A number over time, in pieces between which it jumps and in which it keeps or changes evenly. Time counts from the
-/// run's start; the last piece goes on for ever.
+/// A number over time, in segments. It can jump between segments. Within a segment it is constant or changes linearly.
+/// Time counts from the run's start; the last segment has no end.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Profile(Vec<ProfileSegment>);
 
-/// A stretch of a profile.
+/// One segment of a profile.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProfileSegment {
-    /// Its value at its start.
+    /// The value at its start.
     pub start_value: f64,
-    /// Its value at its end.
+    /// The value at its end.
     pub end_value: f64,
-    /// Its end; [`Span::MAX`] for the last.
+    /// The end; [`Span::MAX`] for the last segment.
     pub end: Span,
 }
 
 impl Profile {
-    /// Always the same.
+    /// Returns a profile that is always `value`.
     pub fn constant(value: f64) -> Self {
         Self(vec![ProfileSegment { start_value: value, end_value: value, end: Span::MAX }])
     }
 
-    /// These pieces, each of which ends after the one before. What is after the last has its last value.
+    /// Returns a profile of these segments, each of which ends after the one before. After the last, its end value
+    /// stays.
     pub(crate) fn from_segments(pieces: Vec<ProfileSegment>) -> Self {
         Self(pieces)
     }
 
-    /// The value at a time.
+    /// Returns the value at a time.
     pub fn value_at(&self, time: Span) -> f64 {
         let mut begins = Span::ZERO;
         for piece in &self.0 {
@@ -45,7 +46,8 @@ impl Profile {
         self.0.last().map_or(0.0, |piece| piece.end_value)
     }
 
-    /// When the area under it from a time on comes to so much: with a rate, when so many have come. `None` if never.
+    /// Returns the time at which the integral from `from` on reaches `amount`; `None` if it never does. For a rate,
+    /// that is the time at which `amount` events have arrived.
     pub(crate) fn integral_reaches_at(&self, amount: f64, from: Span) -> Option<Span> {
         let last = self.0.last().map(|last| ProfileSegment {
             start_value: last.end_value,
@@ -62,7 +64,7 @@ impl Profile {
             let (first, micros) = (self.value_at(start), (piece.end - start).as_micros() as f64);
             let area = (first + piece.end_value) / 2.0 * (micros / 1e6);
             if area >= left {
-                // Of first · t + slope / 2 · t² = left the nearer solution, by the formula that loses no digits.
+                // The smaller solution of first · t + slope / 2 · t² = left, by the formula that loses no digits.
                 let slope = (piece.end_value - first) / (micros / 1e6);
                 let after = 2e6 * left / (first + (first * first + 2.0 * slope * left).max(0.0).sqrt());
                 return Some(start + Span::from_micros(after.round() as u64));
@@ -72,12 +74,12 @@ impl Profile {
         None
     }
 
-    /// Its largest value.
+    /// Returns its largest value.
     pub fn max(&self) -> f64 {
         self.0.iter().fold(0.0, |most, piece| most.max(piece.start_value).max(piece.end_value))
     }
 
-    /// When it first leaves the value that it has at the start; `None` if it never does.
+    /// Returns the time at which it first leaves its start value; `None` if it never does.
     pub(crate) fn first_change_at(&self) -> Option<Span> {
         let first = self.0.first()?.start_value;
         let mut begins = Span::ZERO;
@@ -90,7 +92,7 @@ impl Profile {
         None
     }
 
-    /// When it last comes to its last value.
+    /// Returns the time at which it reaches its last value for good.
     pub(crate) fn last_change_at(&self) -> Span {
         let last = self.0.last().map_or(0.0, |piece| piece.end_value);
         let unsettled = |piece: &&ProfileSegment| piece.start_value != last || piece.end_value != last;
@@ -103,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_jump_between_pieces_and_glide_within() {
+    fn values_jump_between_segments_and_interpolate_within() {
         let secs = Span::from_secs;
         let profile = Profile::from_segments(vec![
             ProfileSegment { start_value: 40.0, end_value: 40.0, end: secs(10) },
@@ -122,7 +124,7 @@ mod tests {
         let comes_to = |amount, millis| profile.integral_reaches_at(amount, Span::from_millis(millis));
         assert_eq!(comes_to(1.0, 0), Some(Span::from_millis(25)));
         assert_eq!(comes_to(400.0, 0), Some(secs(10)));
-        // 0.1 s at 79.8 a second on the mean, and the rest at 10.
+        // 0.1 s at 79.8 a second on average, and the rest at 10.
         assert_eq!(comes_to(7.98 + 6.0, 19_900), Some(Span::from_millis(20_600)));
         assert_eq!(comes_to(600.0 + 10.0, 10_000), Some(secs(21)));
         let up = Profile::from_segments(vec![ProfileSegment { start_value: 0.0, end_value: 10.0, end: secs(10) }]);

@@ -1,4 +1,4 @@
-//! A scenario's words: TOML, read as strictly as a policy, with the policy's own sections beside the scenario's.
+//! The reader of scenarios: TOML, read as strictly as a policy. The policy's own sections stand beside the scenario's.
 
 mod clients;
 mod environment;
@@ -12,18 +12,18 @@ use crate::scenario::Scenario;
 use crate::setup::{Arrivals, ClientSpec, LoadSpec, RecoveryCheckSpec, Setup, TimeRange};
 use crate::simulation::{key_seed, load_action};
 
-/// The most cases, and the most strategies.
+/// The largest number of cases, and of strategies.
 const MAX_SECTIONS: usize = 100;
-/// The longest run.
+/// The longest duration of a run, and of `within`.
 const MAX_DURATION: Span = Span::from_secs(366 * 86_400);
-/// The most repetitions.
+/// The largest number of repetitions.
 const MAX_TRIALS: u64 = 10_000;
 /// 2026-01-01T00:00:00Z.
 const DEFAULT_START: Time = Time::from_secs(1_767_225_600);
 
-/// The sections that are the policy's.
+/// The sections of the policy.
 const POLICY_SECTIONS: [&str; 2] = ["inbound", "outbound"];
-/// What a case may change.
+/// The keys that a case may change.
 const CASE_KEYS: [&str; 11] = [
     "duration",
     "measure",
@@ -46,7 +46,7 @@ pub(crate) fn read_scenario(name: &str, body: &[u8]) -> Result<Scenario, Errors>
     Ok(read.expect("invariant: what couldn't be read was told to be wrong"))
 }
 
-/// Reads a scenario. What returns `None` has told why.
+/// Reads a scenario. A method that returns `None` has reported the error.
 struct ScenarioReader<'r, 't> {
     reader: &'r mut DocumentReader<'t>,
 }
@@ -77,7 +77,7 @@ impl ScenarioReader<'_, '_> {
         self.reader.string(node, key, expected).map(str::to_owned)
     }
 
-    /// The tables of a table of tables; one that is empty and has no name if there are none.
+    /// Returns the tables within a table. Without any, returns one that is empty and has no name.
     fn titled_sections(&mut self, root: &TomlTable, key: &str, known: &[&str]) -> Option<Vec<TitledSection>> {
         let Some(entry) = root.get(key) else { return Some(vec![TitledSection::default()]) };
         let expected = format!("sections of their own, [{key}.NAME]");
@@ -165,7 +165,7 @@ impl ScenarioReader<'_, '_> {
         self.reader.policy(&policy).map(Some)
     }
 
-    /// Whether tries without end take time, so that a run doesn't stand still.
+    /// Checks that unlimited attempts take time, so that the virtual clock advances.
     fn check_retries_take_time(&mut self, setup: &Setup) -> Option<()> {
         let ClientSpec::Plain(plain) = &setup.client else { return Some(()) };
         let takes_time =
@@ -179,7 +179,7 @@ impl ScenarioReader<'_, '_> {
         Some(())
     }
 
-    /// Whether the gate could decide about all calls.
+    /// Checks that the gate can decide about all calls.
     fn check_gate_decides(&mut self, root: &TomlTable, setup: &Setup) -> Option<()> {
         let Some(policy) = setup.policy.as_ref().filter(|_| setup.gate) else { return Some(()) };
         let mut result = Some(());
@@ -198,7 +198,7 @@ impl ScenarioReader<'_, '_> {
         result
     }
 
-    /// Whether each client's calls wait for its pace one after the other.
+    /// Checks that clients with a pace make one call after the other.
     fn check_paced_loads(&mut self, root: &TomlTable, setup: &Setup) -> Option<()> {
         let paced = matches!(&setup.client, ClientSpec::Plain(plain) if plain.pacer.is_some());
         let open = setup.loads.iter().find(|load| !matches!(load.arrivals, Arrivals::Serial { .. }));
@@ -220,7 +220,7 @@ impl ScenarioReader<'_, '_> {
         Some(span)
     }
 
-    /// One stretch within the run.
+    /// Reads one time range within the run.
     fn measured_range(&mut self, node: &TomlNode, duration: Span) -> Option<TimeRange> {
         const EXPECTED: &str = "the stretch of the run that goodput is taken over, such as \"20s to 60s\"";
         match *values::time_ranges(self.reader, node, "measure")? {
@@ -258,7 +258,7 @@ impl ScenarioReader<'_, '_> {
         Some(RecoveryCheckSpec { within: within?, share: share? })
     }
 
-    /// A section, if it is there.
+    /// Reads a section; `Some(None)` if it is missing.
     fn section(&mut self, table: &TomlTable, key: &str, known: &[&str]) -> Option<Option<TomlTable>> {
         let Some(entry) = table.get(key) else { return Some(None) };
         let TomlValue::Table(section) = &entry.node.value else {
@@ -270,7 +270,7 @@ impl ScenarioReader<'_, '_> {
     }
 }
 
-/// Where a load stands.
+/// Returns the place of a load in the document.
 fn load_entry<'t>(root: &'t TomlTable, load: &LoadSpec) -> Option<&'t TomlEntry> {
     root.node("load").and_then(TomlNode::as_table).and_then(|loads| loads.get(&load.name))
 }

@@ -1,4 +1,4 @@
-//! What came of a scenario, in numbers, words and pictures.
+//! The results of a scenario, as numbers, text and pictures.
 
 mod html;
 mod json;
@@ -13,41 +13,41 @@ use tidegate_report::svg::svg_to_png;
 use crate::setup::Setup;
 use crate::stats::RunStats;
 
-/// What came of a scenario.
+/// The results of a scenario.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// The scenario's title.
     pub title: String,
-    /// What it shows.
+    /// The description of what it shows.
     pub about: String,
     /// The seed of its random numbers.
     pub seed: u64,
-    /// Every case under every strategy, case by case.
+    /// Every case under every strategy, in the order of the cases.
     pub runs: Vec<Run>,
 }
 
-/// What came of one case under one strategy.
+/// The results of one case under one strategy.
 #[derive(Clone, Debug)]
 pub struct Run {
-    /// The case; empty if there is but one.
+    /// The name of the case; empty if there is only one.
     pub case: String,
-    /// The strategy.
+    /// The name of the strategy.
     pub strategy: String,
-    /// The loads' names, in the order of the tally's.
+    /// The names of the loads, in the order of [`RunStats::loads`].
     pub loads: Vec<String>,
-    /// How often it was repeated.
+    /// The number of repetitions.
     pub trials: u32,
-    /// Whether its clients are the production machine.
+    /// True if its clients run Tidegate's production code.
     pub uses_tidegate: bool,
-    /// The share of what succeeded before a disturbance that must succeed again.
+    /// The least ratio of the share of calls that succeed after a disturbance to the share before it, from 0 to 1.
     pub required_share: f64,
-    /// Which shares of calls succeeded before the first disturbance and after the last, and the time for recovering from it,
-    /// in the repetition in which the second is the worst compared with the first; `None` where nothing disturbs, or too
-    /// little time is left to tell. A mean would hide a repetition that collapses behind those that don't.
+    /// The shares of calls that succeeded before the first disturbance, and after the last plus the recovery time. They
+    /// are of the repetition with the worst ratio: a mean would hide a collapsed repetition behind the others. `None`
+    /// if nothing disturbs, or too little time is left.
     pub worst_trial: Option<(f64, f64)>,
     /// The means over all repetitions.
     pub summary: RunSummary,
-    /// What was seen of the first.
+    /// The statistics of the first repetition.
     pub first_trial: RunStats,
 }
 
@@ -68,16 +68,16 @@ impl Run {
 }
 
 impl Run {
-    /// Whether its goodput recovered after the last disturbance in every repetition; `None` where nothing disturbs, too little
-    /// time is left to tell, or nothing succeeded before.
+    /// Returns true if its goodput recovered after the last disturbance in every repetition. `None` if nothing
+    /// disturbs, too little time is left, or nothing succeeded before.
     pub fn recovered(&self) -> Option<bool> {
         let (before, after) = self.worst_trial.filter(|(before, _)| *before > 0.0)?;
         Some(after >= self.required_share * before.min(1.0))
     }
 }
 
-/// The repetition that says most against a recovery. One in which nothing ever worked says nothing, and comes between those
-/// that failed and those that didn't.
+/// Returns the success shares of the worst repetition. One without any success before the disturbance ranks between
+/// those that failed to recover and those that recovered.
 fn worst_trial(results: &[RunSummary], wanted: f64) -> Option<(f64, f64)> {
     let known =
         results.iter().filter_map(|numbers| Some((numbers.success_share_before?, numbers.success_share_after?)));
@@ -86,23 +86,23 @@ fn worst_trial(results: &[RunSummary], wanted: f64) -> Option<(f64, f64)> {
 }
 
 impl Report {
-    /// The runs that `--check` is about: those of production's machine, or all if there is none.
+    /// Returns the runs that `--check` looks at: those of `tidegate` clients, or all if there are none.
     pub fn checked_runs(&self) -> impl Iterator<Item = &Run> {
         let any = self.runs.iter().any(|run| run.uses_tidegate);
         self.runs.iter().filter(move |run| run.uses_tidegate || !any)
     }
 
-    /// A table for a terminal.
+    /// Returns a table for a terminal.
     pub fn table(&self) -> String {
         table::text_table(self)
     }
 
-    /// All numbers, as JSON.
+    /// Returns all numbers as JSON.
     pub fn json(&self) -> String {
         json::to_json(self)
     }
 
-    /// A page of table and pictures that needs no network, light or dark as its reader prefers.
+    /// Returns an HTML page with a table and pictures. It needs no network, and is light or dark as its reader prefers.
     ///
     /// # Errors
     /// The pictures couldn't be drawn.
@@ -110,29 +110,29 @@ impl Report {
         html::to_html(self)
     }
 
-    /// The pictures, light or dark as their reader prefers.
+    /// Returns the pictures as SVG, light or dark as their reader prefers.
     ///
     /// # Errors
-    /// They couldn't be drawn.
+    /// The pictures couldn't be drawn.
     pub fn svg(&self) -> Result<String, PictureError> {
         picture::report_svg(self, picture::Heading::Included)
     }
 
-    /// The pictures in light colours.
+    /// Returns the pictures as PNG, in light colours.
     ///
     /// # Errors
-    /// They couldn't be drawn, or are too large.
+    /// The pictures couldn't be drawn, or are too large.
     pub fn png(&self) -> Result<Vec<u8>, PictureError> {
         svg_to_png(&self.svg()?)
     }
 
-    /// The run of this case under this strategy, by their titles.
+    /// Returns the run of this case under this strategy, by their titles.
     pub fn run(&self, case: &str, strategy: &str) -> Option<&Run> {
         self.runs.iter().find(|run| run.case == case && run.strategy == strategy)
     }
 }
 
-/// The runs of each case.
+/// Returns the runs of each case.
 fn runs_by_case(report: &Report) -> Vec<&[Run]> {
     report.runs.chunk_by(|one, other| one.case == other.case).collect()
 }
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_worst_repetition_is_told_and_one_that_says_nothing_hides_none() {
+    fn failed_trials_rank_before_inconclusive_ones() {
         let of = |(before, after)| RunSummary {
             success_share_before: Some(before),
             success_share_after: Some(after),

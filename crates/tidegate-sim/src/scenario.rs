@@ -1,4 +1,4 @@
-//! A scenario, and what comes of it.
+//! A scenario, and the run that makes a report of it.
 
 use tidegate_policy::Errors;
 
@@ -7,19 +7,19 @@ use crate::setup::Setup;
 use crate::simulation::Simulation;
 use crate::stats::RunStats;
 
-/// How many events pass between two looks at how far a run has come.
+/// The number of events between two progress updates.
 const EVENTS_PER_PROGRESS_UPDATE: u64 = 100_000;
 
-/// A world with its load, in each of its cases under each of its strategies.
+/// A simulated world with its load, in each of its cases under each of its strategies.
 #[derive(Clone, Debug)]
 pub struct Scenario {
-    /// Its title; empty if it has none.
+    /// The title; empty if it has none.
     pub title: String,
-    /// What it shows; empty if it doesn't say.
+    /// The description of what it shows; empty if it has none.
     pub about: String,
-    /// What its random numbers grow from, unless another is given. Default 1.
+    /// The seed of its random numbers, unless the caller of [`Scenario::run`] gives another. Default 1.
     pub seed: u64,
-    /// Every case under every strategy, case by case.
+    /// Every case under every strategy, in the order of the cases.
     pub setups: Vec<Setup>,
 }
 
@@ -27,13 +27,13 @@ impl Scenario {
     /// Reads a scenario; see `docs/simulate.md` for its words. Errors call the text `name`.
     ///
     /// # Errors
-    /// Everything that is wrong, each with its place and, where there is one, the nearest name that would do.
+    /// All errors of the text, each with its place and, if there is one, the nearest name that is valid.
     pub fn read(name: &str, body: &[u8]) -> Result<Self, Errors> {
         crate::read::read_scenario(name, body)
     }
 
-    /// Runs it. The same seed gives the same report, to the byte. `progress` is told now and then which share of all is
-    /// done, from 0 to 1.
+    /// Runs the scenario. The same seed gives the same report, to the byte. `progress` is called from time to time with
+    /// the share of all work that is done, from 0 to 1.
     pub fn run(&self, seed: u64, progress: &mut dyn FnMut(f64)) -> Report {
         let count: u32 = self.setups.iter().map(|setup| setup.trials).sum();
         let mut done = 0_u32;

@@ -1,4 +1,4 @@
-//! What is called: workers, a queue, limits, and the ways in which it fails.
+//! The simulated service: workers, a queue, limits, and the ways in which it fails.
 
 use std::collections::VecDeque;
 
@@ -10,18 +10,18 @@ use crate::limiter::ServiceLimiter;
 use crate::random::SimRng;
 use crate::setup::{RetryAfterMode, ServiceSpec, TimeRange};
 
-/// What a request asks.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RequestKind {
-    /// Some work.
+    /// Work without a result.
     Work,
-    /// The row, and its version.
+    /// A read of the row and its version.
     Read,
-    /// To write the row, if it still has this version.
+    /// A write of the row, which succeeds if the row still has this version.
     Write { version: u64 },
 }
 
-/// What a service says.
+/// The reply of a service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ServiceReply {
     Done,
@@ -29,7 +29,7 @@ pub(crate) enum ServiceReply {
     Row {
         version: u64,
     },
-    /// Another has written the row since.
+    /// Another call has written the row since.
     Conflict,
     /// A server error.
     Failed,
@@ -41,7 +41,7 @@ pub(crate) enum ServiceReply {
     ConnectionRefused,
 }
 
-/// A request that the service has in hand.
+/// The identity of a request that the service holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct JobId {
     index: usize,
@@ -55,30 +55,30 @@ struct Job<R> {
     kind: RequestKind,
 }
 
-/// What became of a request that has arrived.
+/// The result of a request's arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ArrivalOutcome {
-    /// Nothing: this is its answer.
+    /// The request is not accepted; this is its reply.
     Replied(ServiceReply),
-    /// A worker has it, for so long.
+    /// A worker has it, for this time.
     Started(JobId, Span),
     /// It waits for a worker.
     Queued(JobId),
 }
 
-/// What a worker has finished.
+/// A job that a worker has finished.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FinishedJob<R> {
     pub(crate) request: R,
     pub(crate) reply: ServiceReply,
-    /// The request that the worker takes on next, and how long that will take.
+    /// The request that the worker starts next, and the time it takes.
     pub(crate) next_job: Option<(JobId, Span)>,
 }
 
-/// A service. `R` is what it keeps of a request until its answer.
+/// A service. `R` is the data that it keeps of a request until its reply.
 ///
-/// What waits is bounded by the spec's queue, what is worked on by its workers or, where it takes all that come, by
-/// what clients have under way.
+/// The queue is bounded by the spec's `queue`. The jobs are bounded by its `workers` or, without those, by the calls
+/// that clients have in flight.
 #[derive(Debug)]
 pub(crate) struct SimService<'s, R> {
     spec: &'s ServiceSpec,
@@ -111,17 +111,17 @@ impl<'s, R: Copy> SimService<'s, R> {
         }
     }
 
-    /// How many requests wait for a worker.
+    /// Returns the number of requests that wait for a worker.
     pub(crate) fn queued_requests(&self) -> u32 {
         self.queue.len() as u32
     }
 
-    /// How many requests workers have.
+    /// Returns the number of requests that workers have.
     pub(crate) fn busy_workers(&self) -> u32 {
         self.busy_workers
     }
 
-    /// A request has arrived.
+    /// Handles the arrival of a request.
     pub(crate) fn submit(&mut self, request: R, asks: RequestKind, now: Time) -> ArrivalOutcome {
         if TimeRange::any_contains(&self.spec.outages, now.since(self.started_at)) {
             return ArrivalOutcome::Replied(ServiceReply::ConnectionRefused);
@@ -155,19 +155,19 @@ impl<'s, R: Copy> SimService<'s, R> {
         ArrivalOutcome::Started(id, self.start_job())
     }
 
-    /// A worker begins; how long it will take.
+    /// Starts a job at a worker and returns its duration.
     fn start_job(&mut self) -> Span {
         self.busy_workers += 1;
         let load = u64::from(self.busy_workers) + self.queue.len() as u64;
         self.spec.latency.sample(&mut self.rng) + self.spec.latency_per_request.times(load)
     }
 
-    /// A worker has finished. `None` if its client went away and the service noticed.
+    /// Handles the end of a job. Returns `None` if its client went away and the service noticed.
     pub(crate) fn finish(&mut self, id: JobId, now: Time) -> Option<FinishedJob<R>> {
         let job = self.remove(id)?;
         self.busy_workers -= 1;
         let failures = self.spec.failures.value_at(now.since(self.started_at));
-        // Drawn whatever the share, so that the numbers that follow don't depend on it.
+        // Drawn even if the share is 0 or 1, so that later random numbers don't depend on the share.
         let fails = self.rng.random::<f64>() < failures;
         let answer = match job.kind {
             _ if fails => ServiceReply::Failed,
@@ -182,7 +182,8 @@ impl<'s, R: Copy> SimService<'s, R> {
         Some(FinishedJob { request: job.request, reply: answer, next_job: self.start_next() })
     }
 
-    /// A request's client has gone away: if the service notices, the next request with how long that will take.
+    /// Drops a request of a client that has gone away, if the service notices. Returns the job that the free worker
+    /// starts next, with its duration.
     pub(crate) fn cancel(&mut self, id: JobId) -> Option<(JobId, Span)> {
         if !self.spec.notices_timeouts {
             return None;

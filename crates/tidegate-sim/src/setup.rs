@@ -1,4 +1,4 @@
-//! What one run is made of: a world, its load, and how its clients behave.
+//! The parts of one run: a world, its load, and the behaviour of its clients.
 
 use tidegate_core::{Backoff, BudgetSpec, Lane, PacerSpec, Span, Time};
 use tidegate_policy::{Policy, Quantity};
@@ -6,46 +6,46 @@ use tidegate_policy::{Policy, Quantity};
 use crate::delay::Delay;
 use crate::profile::Profile;
 
-/// The most clients of one load.
+/// The largest number of clients of one load.
 pub const MAX_CLIENTS: u64 = 100_000;
-/// The most loads.
+/// The largest number of loads.
 pub const MAX_LOADS: usize = 16;
 
 /// One case of a scenario under one strategy.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// What the case is called; empty if there is but one.
+    /// The name of the case; empty if there is only one.
     pub case: String,
-    /// What the strategy is called.
+    /// The name of the strategy.
     pub strategy: String,
-    /// The calendar's moment at which it begins.
+    /// The calendar time of the run's start.
     pub starts_at: Time,
-    /// When it ends at the latest.
+    /// The longest duration of the run. It ends earlier if all clients are done.
     pub duration: Span,
-    /// Over which stretch goodput is taken; all of it if `None`.
+    /// The time range of the goodput; the whole run if `None`.
     pub measured_range: Option<TimeRange>,
-    /// How often it is repeated, each time with other random numbers.
+    /// The number of repetitions, each with other random numbers.
     pub trials: u32,
-    /// What is called.
+    /// The service that clients call.
     pub service: ServiceSpec,
-    /// What lies between.
+    /// The network between clients and service.
     pub network: NetworkSpec,
-    /// Who calls.
+    /// The groups of clients that call.
     pub loads: Vec<LoadSpec>,
-    /// How they go about it.
+    /// The behaviour of the clients.
     pub client: ClientSpec,
-    /// Where the machine's state lives.
+    /// The store of the state of `tidegate` clients.
     pub store: StoreSpec,
-    /// By what the production machines run.
+    /// The policy of `tidegate` clients and of the gate.
     pub policy: Option<Policy>,
-    /// Whether the policy's inbound limits stand before the service.
+    /// True if the policy's inbound limits apply before the service.
     pub gate: bool,
-    /// When its goodput has recovered.
+    /// The condition under which goodput counts as recovered.
     pub recovery_check: RecoveryCheckSpec,
 }
 
 impl Setup {
-    /// When the world first changes, and when it has changed for the last time; `None` if it never does.
+    /// Returns the times of the first and the last change of the world; `None` if it never changes.
     pub fn disturbance_range(&self) -> Option<(Span, Span)> {
         let loads = self.loads.iter().filter_map(|load| match &load.arrivals {
             Arrivals::Poisson(rate) | Arrivals::Even(rate) => Some(rate),
@@ -59,12 +59,12 @@ impl Setup {
     }
 }
 
-/// A stretch of time, counted from the run's start.
+/// A range of time, counted from the run's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TimeRange {
-    /// Its first moment.
+    /// The first moment of the range.
     pub from: Span,
-    /// The moment after its last.
+    /// The end of the range, which is not part of it.
     pub until: Span,
 }
 
@@ -74,123 +74,125 @@ impl TimeRange {
     }
 }
 
-/// What is called.
+/// The service that clients call.
 #[derive(Clone, Debug)]
 pub struct ServiceSpec {
-    /// How long it takes for a request.
+    /// The time that it works on a request.
     pub latency: Delay,
-    /// How much longer for each request that it has in hand, the new one included.
+    /// The extra time for each request that it works on or has queued, the new one included.
     pub latency_per_request: Span,
-    /// How many requests it works on at a time; `None` for all that come.
+    /// The number of requests that it works on at a time; unbounded if `None`.
     pub workers: Option<u32>,
-    /// How many wait for a worker; more are refused as a server error. Default 1000.
+    /// The largest number of requests that wait for a worker. Further ones get a server error. Default 1000.
     pub queue: u32,
-    /// What it limits all clients to together, exactly.
+    /// The limits of all clients together, counted exactly.
     pub limits: Vec<Quantity>,
-    /// How many seconds after the request before it, taken or not, a request must come; others are refused as for a limit.
+    /// The least time in seconds between a request and the one before it, accepted or not. A request that comes earlier
+    /// is refused as for a limit.
     pub spacing: Profile,
-    /// What it says of when to come back in a reply that refuses for a limit.
+    /// The `Retry-After` of replies that refuse a request for a limit.
     pub retry_after: RetryAfterMode,
-    /// Which share of requests fails, from 0 to 1.
+    /// The share of requests that get a server error, from 0 to 1.
     pub failures: Profile,
-    /// When nobody takes its connections.
+    /// The times in which it refuses connections.
     pub outages: Vec<TimeRange>,
-    /// Whether it stops working on a request whose client has gone away. Default false.
+    /// True if it stops the work on a request when its client has timed out. Default false.
     pub notices_timeouts: bool,
-    /// Whether each call reads a row and writes it back, which fails where another has written it since.
+    /// True if each call reads a row and writes it back. The write fails if another call has written the row since.
     pub versioned: bool,
 }
 
-/// What a service says of when to come back.
+/// The `Retry-After` of a service's replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RetryAfterMode {
-    /// Nothing.
+    /// No `Retry-After`.
     None,
-    /// The truth, in whole seconds, rounded up.
+    /// The true time until the request is allowed, in whole seconds, rounded up.
     Accurate,
-    /// Always this, true or not.
+    /// Always this time, true or not.
     Fixed(Span),
 }
 
-/// What lies between clients and service.
+/// The network between clients and service.
 #[derive(Clone, Debug)]
 pub struct NetworkSpec {
-    /// How long each way takes.
+    /// The delay of one message, in either direction.
     pub delay: Delay,
-    /// Which share of messages is lost, from 0 to 1, requests and replies alike.
+    /// The share of messages that are lost, from 0 to 1. It applies to requests and replies alike.
     pub loss: Profile,
-    /// When every message is lost.
+    /// The times in which every message is lost.
     pub partitions: Vec<TimeRange>,
 }
 
-/// Clients that call alike. Each is a process of its own, with its own budget, queue and breaker.
+/// A group of clients that call alike. Each is a process with its own budget, queue and breaker.
 #[derive(Clone, Debug)]
 pub struct LoadSpec {
-    /// What it is called; the inbound policy's `key` of its calls is this and the client's number.
+    /// The name of the load. The inbound policy's `key` of a call is `NAME-N`, with the client's number N from 0 on.
     pub name: String,
-    /// How many clients.
+    /// The number of clients, up to [`MAX_CLIENTS`].
     pub clients: u32,
-    /// When each calls.
+    /// The times at which each client calls.
     pub arrivals: Arrivals,
-    /// How urgent its calls are.
+    /// The priority of its calls.
     pub lane: Lane,
-    /// The inbound action of its calls; the policy's `default` if `None`, or none if it has no such.
+    /// The inbound action of its calls. If `None`, it is the policy's `default`, or no action if the policy has none of
+    /// that name.
     pub action: Option<String>,
-    /// How much faster its clients' clocks run than time itself, as a share; each client has a part of it between nothing
-    /// and all.
+    /// The largest clock drift of its clients: the share by which their clocks run faster than time, from -0.5 to 0.5.
+    /// Each client draws its own drift between 0 and this. Default 0.
     pub drift: f64,
-    /// When its clients' clocks are set.
+    /// The steps by which its clients' clocks are set.
     pub clock_steps: Vec<ClockStep>,
 }
 
-/// A clock that is set.
+/// A change that sets a clock forward or back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClockStep {
-    /// When.
+    /// The time of the change, from the run's start.
     pub at: Span,
-    /// By how much.
+    /// The size of the change.
     pub amount: Span,
-    /// Whether it is set back.
+    /// True if the clock is set back.
     pub is_backward: bool,
 }
 
-/// When a client calls.
+/// The times at which a client calls.
 #[derive(Clone, Debug)]
 pub enum Arrivals {
-    /// At random, so many a second, whatever became of earlier calls.
+    /// At random, at this rate of calls per second, independent of the end of earlier calls.
     Poisson(Profile),
-    /// Evenly, so many a second, whatever became of earlier calls.
+    /// Evenly spaced, at this rate of calls per second, independent of the end of earlier calls.
     Even(Profile),
-    /// At these times.
+    /// At the given times.
     Trace {
-        /// When, in order.
+        /// The times in ascending order, from the run's start.
         times: Vec<Span>,
-        /// How many calls at each.
+        /// The number of calls at each time.
         each: u32,
     },
     /// One call after the other.
     Serial {
-        /// How many; `None` for as many as there is time for.
+        /// The number of calls; `None` for calls until the run ends.
         calls: Option<u32>,
-        /// How long it pauses before each, the first included.
+        /// The pause before each call, the first included.
         think: Delay,
     },
 }
 
-/// How clients go about their calls.
+/// The behaviour of clients.
 #[derive(Clone, Debug)]
 pub enum ClientSpec {
-    /// A plain client.
+    /// A plain client, without Tidegate.
     Plain(PlainClientSpec),
-    /// The production machine, by the rules of this provider of the policy.
+    /// A client that runs the production code, by the rules of this provider of the policy.
     Tidegate {
-        /// Its place in the policy.
+        /// The provider's index in the policy.
         provider: usize,
     },
 }
 
 impl ClientSpec {
-    /// As a strategy's `client` says it.
+    /// Returns the value of `client` in a strategy: `plain` or `tidegate`.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Plain(_) => "plain",
@@ -199,42 +201,43 @@ impl ClientSpec {
     }
 }
 
-/// A client that tries again without knowing more than its own replies.
+/// A client that retries by its own replies alone.
 #[derive(Clone, Debug)]
 pub struct PlainClientSpec {
-    /// The tries a call, the first included; `None` until it succeeds.
+    /// The largest number of attempts of a call, the first included; `None` for attempts until one succeeds.
     pub attempts: Option<u32>,
-    /// How long it waits between them.
+    /// The back-off between attempts.
     pub backoff: Option<Backoff>,
-    /// What it waits for before each try instead, told of how each has ended; one pacer a client, whose clients call one
-    /// call after the other.
+    /// The pacer that sets the wait before each attempt instead of a back-off. It learns the result of each attempt.
+    /// Each client has one pacer and makes one call after the other.
     pub pacer: Option<PacerSpec>,
-    /// What bounds its retries, one budget a client.
+    /// The retry budget. Each client has its own.
     pub budget: Option<BudgetSpec>,
-    /// How many calls a client has in flight; further ones fail at once.
+    /// The largest number of attempts that a client has in flight. Further ones fail at once.
     pub in_flight: Option<u32>,
-    /// How long it waits for a reply.
+    /// The timeout of an attempt; `None` if it waits without end.
     pub timeout: Option<Span>,
-    /// Whether it waits at least as long as a reply says.
+    /// True if it waits at least for the `Retry-After` of a reply.
     pub honours_retry_after: bool,
 }
 
-/// Where the machine's state lives.
+/// The store of the state of `tidegate` clients.
 #[derive(Clone, Debug, Default)]
 pub struct StoreSpec {
-    /// Whether all clients share one; each has its own by default.
+    /// True if all clients share one store. By default each has its own.
     pub shared: bool,
-    /// How long the way to a shared store takes, one way.
+    /// The delay of one message to or from a shared store.
     pub latency: Option<Delay>,
-    /// When a shared store can't be reached.
+    /// The times in which a shared store can't be reached.
     pub outages: Vec<TimeRange>,
 }
 
-/// When goodput counts as recovered.
+/// The condition under which goodput counts as recovered.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RecoveryCheckSpec {
-    /// How long after the last disturbance. Default 10 s.
+    /// The time after the last disturbance from which calls must succeed again. Default 10 s.
     pub within: Span,
-    /// Which share of what succeeded before must succeed again. Default 0.9.
+    /// The ratio of the share of calls that succeed after the disturbance to the share before it. At least this is
+    /// required. Default 0.9.
     pub share: f64,
 }

@@ -5,13 +5,13 @@ use tidegate_policy::document::nearest;
 /// A scenario that comes with Tidegate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShippedScenario {
-    /// What it is called.
+    /// The name of the scenario.
     pub name: &'static str,
-    /// Its text.
+    /// The text of the scenario, in TOML.
     pub text: &'static str,
 }
 
-/// All of them, by name.
+/// All shipped scenarios, ordered by name.
 pub const ALL: [ShippedScenario; 8] = [
     ShippedScenario { name: "collapse", text: include_str!("../scenarios/collapse.toml") },
     ShippedScenario { name: "contention", text: include_str!("../scenarios/contention.toml") },
@@ -23,10 +23,10 @@ pub const ALL: [ShippedScenario; 8] = [
     ShippedScenario { name: "retries", text: include_str!("../scenarios/retries.toml") },
 ];
 
-/// The one of this name.
+/// Returns the shipped scenario of this name.
 ///
 /// # Errors
-/// There is none; the nearest name is told.
+/// No scenario has this name. The error holds the nearest name.
 pub fn find(name: &str) -> Result<&'static ShippedScenario, UnknownScenarioError> {
     ALL.iter().find(|shipped| shipped.name == name).ok_or_else(|| UnknownScenarioError {
         requested: name.chars().take(128).collect(),
@@ -34,11 +34,11 @@ pub fn find(name: &str) -> Result<&'static ShippedScenario, UnknownScenarioError
     })
 }
 
-/// A scenario that doesn't come with Tidegate.
+/// The error of a name that no shipped scenario has.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("there is neither a file nor a shipped scenario {requested:?}{}", nearest.map(|name| format!("; did you mean {name:?}?")).unwrap_or_default())]
 pub struct UnknownScenarioError {
-    /// What was asked for, cut to 128 characters.
+    /// The requested name, cut to 128 characters.
     pub requested: String,
     /// The most similar name that exists, if any is similar.
     pub nearest: Option<&'static str>,

@@ -1,4 +1,4 @@
-//! A run: one world, from its start to its end, by events on a virtual clock.
+//! One run of a simulated world, from start to end, by events on a virtual clock.
 
 mod event;
 mod gate;
@@ -30,20 +30,21 @@ use node::{ClientState, SimNode};
 use plain_client::{PlainClient, RetryState};
 use tidegate_client::{Effect, TidegateClient};
 
-/// Hashes keys alike in every run: what is simulated has no strangers who could choose keys that collide.
+/// Returns a fixed seed, so that keys hash alike in every run. A simulation has no attacker that chooses colliding
+/// keys.
 pub(crate) fn key_seed() -> KeySeed {
     KeySeed::new([0; 16])
 }
 
-/// The bytes of each store of limits.
+/// The size of each client's own store of limits, in bytes.
 const STORE_BYTES: usize = 1 << 20;
-/// How long a store that can't be reached is waited for.
+/// The timeout of a request to a store that can't be reached.
 const STORE_TIMEOUT: Span = Span::from_secs(1);
 
-/// Less than this isn't waited for, as in production.
+/// The shortest timer, as in production.
 const MIN_TIMER_DELAY: Span = Span::from_micros(100);
 
-/// A world under way.
+/// A simulated world during its run.
 pub(crate) struct Simulation<'s> {
     setup: &'s Setup,
     events: EventQueue<SimEvent>,
@@ -112,7 +113,7 @@ impl<'s> Simulation<'s> {
         world
     }
 
-    /// Lets the world go on until this many more events have happened; whether there is more to come.
+    /// Handles up to this many further events. Returns true if more may follow.
     pub(crate) fn run(&mut self, events: u64) -> bool {
         for _ in 0..events {
             let Some(event) = self.events.pop_until(self.end) else { return false };
@@ -121,7 +122,7 @@ impl<'s> Simulation<'s> {
         true
     }
 
-    /// How much of its time is over, as a share.
+    /// Returns the share of its duration that has passed.
     pub(crate) fn progress(&self) -> f64 {
         let elapsed = self.events.now().since(self.setup.starts_at);
         elapsed.as_micros() as f64 / self.setup.duration.as_micros().max(1) as f64
@@ -203,7 +204,7 @@ impl<'s> Simulation<'s> {
         }
     }
 
-    /// Enters when a client calls next, if it does.
+    /// Schedules a client's next call, if there is one.
     fn schedule_next_call(&mut self, node: usize) {
         let now = self.events.now();
         if let Some(at) = self.nodes[node].next_call_at(self.setup, now, self.end) {
@@ -248,7 +249,7 @@ impl<'s> Simulation<'s> {
         self.apply_effects(node);
     }
 
-    /// Lets a client's machine make its step, and does what comes of it.
+    /// Runs one step of a client's state machine and applies its effects.
     fn with_tidegate_client(
         &mut self,
         node: usize,
@@ -301,18 +302,18 @@ impl<'s> Simulation<'s> {
                 }
             }
         }
-        // What was allocated serves the next.
+        // Kept to reuse its allocation.
         self.effects = effects;
     }
 
-    /// How long a message to or from the shared store takes; `None` if it is lost.
+    /// Returns the delay of a message to or from the shared store; `None` if it is lost.
     fn store_delay(&mut self, now: Time) -> Option<Span> {
         let (_, latency, rng) = self.shared_store.as_mut()?;
         let is_unreachable = TimeRange::any_contains(&self.setup.store.outages, now.since(self.setup.starts_at));
         (!is_unreachable).then(|| latency.sample(rng))
     }
 
-    /// By its own clock, which is right.
+    /// Answers a store request by the store's own clock, which is right.
     fn handle_store_request(&mut self, question: Box<SharedStoreRequest>) {
         let now = self.events.now();
         let Some((store, ..)) = &self.shared_store else { return };
@@ -338,7 +339,7 @@ impl<'s> Simulation<'s> {
         }
     }
 
-    /// Sends a request: another attempt of a call.
+    /// Sends a request for the next attempt of a call.
     fn send_attempt(&mut self, id: CallId, patience: Span, enough: Span) {
         let now = self.events.now();
         let live = &mut self.calls[id.index];
@@ -364,7 +365,7 @@ impl<'s> Simulation<'s> {
         }
     }
 
-    /// How long a message takes between a client and the service; `None` if it is lost.
+    /// Returns the delay of a message between a client and the service; `None` if it is lost.
     fn network_delay(&mut self, node: usize) -> Option<Span> {
         let elapsed = self.events.now().since(self.setup.starts_at);
         let network = &self.setup.network;
@@ -421,14 +422,14 @@ impl<'s> Simulation<'s> {
         }
     }
 
-    /// Gives back what a request holds at the gate, if it still does.
+    /// Releases the permit of a request at the gate, if it still holds one.
     fn release_permit(&mut self, request: SimRequest) {
         if let Some(gate) = &mut self.gate {
             gate.release(call_identity(&self.nodes, request), self.events.now());
         }
     }
 
-    /// Sees to it that permits outlive their lease for as long as they are held.
+    /// Schedules the next renewal, so that permits outlive their lease while they are held.
     fn schedule_renewal(&mut self) {
         if let Some(gate) = self.gate.as_mut().filter(|gate| gate.has_permits() && !gate.is_renewal_scheduled) {
             gate.is_renewal_scheduled = true;
@@ -436,14 +437,14 @@ impl<'s> Simulation<'s> {
         }
     }
 
-    /// Whether a reply to it would still be taken.
+    /// Returns true if the client still waits for a reply to this request.
     fn is_reply_awaited(&self, request: SimRequest) -> bool {
         let live = self.calls.get(request.call.index).filter(|live| live.sequence == request.call.sequence);
         live.is_some_and(|live| live.attempt == request.attempt && live.reply_timeout > Span::ZERO)
     }
 
     fn handle_timeout(&mut self, request: SimRequest) {
-        // The gate learns that its client is gone, whether or not the service behind it does.
+        // The gate sees that its client is gone, even if the service behind it doesn't.
         self.release_permit(request);
         let live = &self.calls[request.call.index];
         let (job, patience, enough) = (live.job, live.reply_timeout, live.conclusive_after);
@@ -455,10 +456,10 @@ impl<'s> Simulation<'s> {
         self.handle_attempt_end(request.call, AttemptResult { class, reach: Delivery::Unknown, retry_after: None });
     }
 
-    /// An attempt has ended.
+    /// Handles the end of an attempt.
     fn handle_attempt_end(&mut self, id: CallId, ended: AttemptResult) {
         let live = &mut self.calls[id.index];
-        // Nothing that belongs to it is awaited any more.
+        // Later replies and timeouts of this attempt are ignored.
         live.reply_timeout = Span::ZERO;
         let node = live.node;
         match &mut live.client_call {
@@ -502,7 +503,7 @@ impl<'s> Simulation<'s> {
 
 fn call_identity<'c>(nodes: &'c [SimNode<'_>], request: SimRequest) -> CallIdentity<'c> {
     let node = &nodes[request.node];
-    // Distinct for each attempt of each call for longer than any run lasts.
+    // Unique for each attempt of each call, for longer than any run lasts.
     let holder = (request.call.sequence << 20) | u64::from(request.attempt);
     CallIdentity { load: node.load, name: &node.name, node: request.node, holder }
 }

@@ -1,40 +1,40 @@
-//! What was seen of a run.
+//! The statistics of a run.
 
 use hdrhistogram::Histogram;
 use tidegate_core::{Span, Time};
 
 use crate::setup::{Setup, TimeRange};
 
-/// The most buckets that a run is divided into; at this bound two become one.
+/// The largest number of buckets of a run. Beyond it, pairs of buckets are merged.
 pub const MAX_BUCKETS: usize = 240;
-/// The most calls whose delay is kept for the picture; at this bound every other is let go.
+/// The largest number of calls that keep their delay for the picture. Beyond it, every other one is dropped.
 pub const MAX_SAMPLES: usize = 4096;
-/// How long the stretches are of which the busiest is told.
+/// The length of the windows of which [`RunStats::busiest`] finds the busiest.
 pub const BUSIEST_WINDOW: Span = Span::from_millis(100);
-/// The width of a bucket at first.
+/// The width of a bucket at the run's start.
 const MIN_BUCKET_WIDTH: Span = Span::from_millis(1);
 
-/// How a call ended.
+/// The outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallOutcome {
-    /// It has its reply.
+    /// It has a good reply.
     Succeeded,
-    /// It has none, or one that says so.
+    /// It has no reply, or a reply with an error.
     Failed,
     /// Its last request was refused for a limit.
     Refused,
-    /// Its own side declined to send it: for a limit, a full queue or an open breaker.
+    /// Its own client declined to send it: for a limit, a full queue or an open breaker.
     Declined,
 }
 
-/// What happened in a stretch of time.
+/// The counts of a range of time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TimeBucket {
     /// Calls that began.
     pub offered: u64,
     /// Attempts that were sent.
     pub attempts: u64,
-    /// Requests that the service took on.
+    /// Requests that the service accepted.
     pub admitted: u64,
     /// Requests that were refused for a limit or a full queue.
     pub throttled: u64,
@@ -44,13 +44,13 @@ pub struct TimeBucket {
     pub failed: u64,
     /// Calls whose last request was refused.
     pub refused: u64,
-    /// Calls that their own side declined to send.
+    /// Calls that their own client declined to send.
     pub declined: u64,
-    /// The most requests that waited for a worker.
+    /// The largest number of requests that waited for a worker.
     pub queue: u32,
-    /// The most requests that workers had.
+    /// The largest number of requests that workers had.
     pub working: u32,
-    /// The most calls that waited at clients for their turn.
+    /// The largest number of calls that waited in a client for their turn.
     pub waiting: u32,
 }
 
@@ -73,15 +73,15 @@ impl TimeBucket {
 /// A call in the picture of delays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallSample {
-    /// When it ended, from the run's start.
+    /// The time of its end, from the run's start.
     pub ended_at: Span,
-    /// How long it took.
+    /// The time from its start to its end.
     pub delay: Span,
-    /// How it ended.
+    /// The outcome.
     pub outcome: CallOutcome,
 }
 
-/// What was seen of one load's calls.
+/// The counts of one load's calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoadCounts {
     /// Calls that began.
@@ -90,7 +90,7 @@ pub struct LoadCounts {
     pub succeeded: u64,
 }
 
-/// Calls in a stretch that is compared with another.
+/// The counts of a range of time that is compared with another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct RangeCounts {
     from: Span,
@@ -105,7 +105,7 @@ impl RangeCounts {
     }
 }
 
-/// What was seen of a run. Its size doesn't grow with the number of calls.
+/// The statistics of a run. Their size doesn't grow with the number of calls.
 #[derive(Clone, Debug)]
 pub struct RunStats {
     started_at: Time,
@@ -116,10 +116,10 @@ pub struct RunStats {
     delays: Histogram<u64>,
     delay_sum: u128,
     samples: Vec<CallSample>,
-    /// Of how many calls one is kept.
+    /// One of this many calls is kept.
     sample_stride: u64,
     ended_calls: u64,
-    /// The stretch that goodput is taken over, then those before and after what disturbs.
+    /// The range of the goodput, then those before and after the disturbances.
     ranges: [Option<RangeCounts>; 3],
     last_ended_at: Span,
     current_window: u64,
@@ -137,7 +137,7 @@ impl RunStats {
         let disturbed = setup.disturbance_range();
         let before = disturbed.and_then(|(from, _)| watch(Span::ZERO, from));
         let after = disturbed.and_then(|(_, until)| watch(until + setup.recovery_check.within, end));
-        // To a thousandth; nothing takes longer than the run, and a histogram holds 2 at the least.
+        // Three significant digits. Nothing takes longer than the run, and a histogram's maximum is at least 2.
         let delays = Histogram::new_with_max(end.as_micros().max(2), 3).expect("invariant: these bounds make sense");
         Self {
             started_at: setup.starts_at,
@@ -158,7 +158,7 @@ impl RunStats {
         }
     }
 
-    /// Notes something of the present moment.
+    /// Records something at the present moment, in its bucket and in the total.
     pub(crate) fn record(&mut self, now: Time, note: impl Fn(&mut TimeBucket)) {
         let at = now.since(self.started_at);
         let mut index = (at.as_micros() / self.bucket_width.as_micros()) as usize;
@@ -229,7 +229,7 @@ impl RunStats {
         self.ended_calls += 1;
     }
 
-    /// A request has come to the service.
+    /// Counts a request that has arrived at the service.
     pub(crate) fn record_arrival(&mut self, now: Time) {
         let slot = now.since(self.started_at).as_micros() / BUSIEST_WINDOW.as_micros();
         if slot != self.current_window {
@@ -239,12 +239,12 @@ impl RunStats {
         self.busiest = self.busiest.max(self.current_window_requests);
     }
 
-    /// What happened in each stretch of [`RunStats::bucket_width`].
+    /// Returns the counts of each range of [`RunStats::bucket_width`].
     pub fn buckets(&self) -> &[TimeBucket] {
         &self.buckets
     }
 
-    /// The same with so many buckets put together that at most `most` are left, and how long each is.
+    /// Returns at most `max_buckets` buckets, merged from neighbours, and the width of each.
     pub(crate) fn merged_buckets(&self, max_buckets: usize) -> (Vec<TimeBucket>, Span) {
         let group_size = self.buckets.len().div_ceil(max_buckets).max(1);
         let merged = self.buckets.chunks(group_size).map(|chunk| {
@@ -256,59 +256,59 @@ impl RunStats {
         (merged.collect(), self.bucket_width.times(group_size as u64))
     }
 
-    /// How long the buckets are.
+    /// Returns the width of the buckets.
     pub fn bucket_width(&self) -> Span {
         self.bucket_width
     }
 
-    /// What happened in all.
+    /// Returns the counts of the whole run.
     pub fn total(&self) -> &TimeBucket {
         &self.total
     }
 
-    /// What was seen of each load, in the order of the setup.
+    /// Returns the counts of each load, in the order of the setup.
     pub fn loads(&self) -> &[LoadCounts] {
         &self.loads
     }
 
-    /// Calls for the picture of delays, evenly thinned out.
+    /// Returns the calls for the picture of delays, evenly thinned out.
     pub fn samples(&self) -> &[CallSample] {
         &self.samples
     }
 
-    /// When the last call ended, from the run's start.
+    /// Returns the time of the last call's end, from the run's start.
     pub fn last_ended_at(&self) -> Span {
         self.last_ended_at
     }
 
-    /// The most requests that came to the service within [`BUSIEST_WINDOW`].
+    /// Returns the largest number of requests that arrived at the service within one [`BUSIEST_WINDOW`].
     pub fn busiest(&self) -> u64 {
         self.busiest
     }
 
-    /// Calls that succeeded each second, over the stretch that is measured.
+    /// Returns the number of calls that succeeded per second, over the measured range.
     pub fn goodput(&self) -> f64 {
         self.ranges[0].map_or(0.0, |watched| {
-            // A run may end before its time.
+            // A run may end before its duration.
             let until = watched.until.min(self.last_ended_at.max(watched.from + Span::from_micros(1)));
             let secs = if watched.from.is_zero() { until } else { watched.until - watched.from };
             watched.succeeded as f64 / (secs.as_micros() as f64 / 1e6)
         })
     }
 
-    /// Which shares of calls succeeded before the first disturbance and after the last; `None` without one, or without
-    /// calls before or after it.
+    /// Returns the shares of calls that succeeded before the first disturbance and after the last. `None` without a
+    /// disturbance, or without calls before or after it.
     pub fn recovery_shares(&self) -> Option<(f64, f64)> {
         Some((self.ranges[1]?.success_share()?, self.ranges[2]?.success_share()?))
     }
 
-    /// The mean delay of calls that succeeded, if any did.
+    /// Returns the mean delay of successful calls; `None` if there are none.
     pub fn mean_delay(&self) -> Option<Span> {
         let mean = self.delay_sum.checked_div(u128::from(self.total.succeeded))?;
         Some(Span::from_micros(u64::try_from(mean).unwrap_or(u64::MAX)))
     }
 
-    /// The delay that this share of successful calls didn't exceed, if there are any.
+    /// Returns the delay that this share of successful calls didn't exceed; `None` if there are none.
     pub fn delay_quantile(&self, share: f64) -> Option<Span> {
         (self.total.succeeded > 0).then(|| Span::from_micros(self.delays.value_at_quantile(share)))
     }

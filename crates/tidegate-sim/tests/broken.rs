@@ -1,10 +1,10 @@
-//! Broken scenarios say what is wrong, where, and what was probably meant.
+//! Errors of broken scenarios tell the mistake, its place and the likely intent.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use tidegate_policy::ErrorLocation;
 use tidegate_sim::Scenario;
 
-/// A scenario with nothing wrong in it.
+/// A valid scenario.
 const GOOD: &str = "\
 title = \"good\"
 [service]
@@ -13,7 +13,7 @@ latency = \"10ms\"
 rate = \"5/s\"
 ";
 
-/// What is told about the first mistake: line, column, and all of it as a person sees it.
+/// Returns the line and column of the first mistake, and the whole text as a reader sees it.
 #[track_caller]
 fn told(text: &str) -> (usize, usize, String) {
     let errors = Scenario::read("s.toml", text.as_bytes()).unwrap_err();
@@ -24,7 +24,7 @@ fn told(text: &str) -> (usize, usize, String) {
 }
 
 #[test]
-fn mistakes_are_told_with_place_and_nearest_name() {
+fn mistakes_are_reported_with_position_and_suggestion() {
     assert!(Scenario::read("s.toml", GOOD.as_bytes()).is_ok());
     let cases = [
         ("[servise]\n", (6, 2), "did you mean `service`?"),
@@ -78,7 +78,7 @@ fn mistakes_are_told_with_place_and_nearest_name() {
 }
 
 #[test]
-fn what_stands_first_is_read_as_strictly() {
+fn top_level_settings_are_validated_strictly() {
     let cases = [
         ("titel = \"x\"\n", (1, 1), "did you mean `title`?"),
         ("measure = \"last 10s\"\n", (1, 11), "10s to 20s"),
@@ -98,7 +98,7 @@ fn what_stands_first_is_read_as_strictly() {
 }
 
 #[test]
-fn what_is_missing_is_told() {
+fn missing_settings_are_reported() {
     assert!(told("title = \"x\"\n").2.contains("nobody calls"));
     let unlimited = format!("{GOOD}[strategy.x]\nattempts = \"unlimited\"\n");
     assert!(told(&unlimited).2.contains("may take no time"));
@@ -117,14 +117,14 @@ fn what_is_missing_is_told() {
 }
 
 #[test]
-fn what_is_no_text_or_no_toml_is_told() {
+fn invalid_utf8_and_toml_are_reported() {
     assert!(told("title = \"x\n").2.contains("isn't closed"));
     let errors = Scenario::read("s.toml", b"title = \"\xff\"").unwrap_err();
     assert!(errors.to_string().contains("isn't UTF-8"), "{errors}");
 }
 
 #[test]
-fn several_mistakes_are_told_at_once_and_each_once() {
+fn several_mistakes_are_each_reported_once() {
     let text = format!("{GOOD}lane = \"usr\"\nclients = 0\n[strategy.a]\n[strategy.b]\n[case.c]\n[case.d]\n");
     let errors = Scenario::read("s.toml", text.as_bytes()).unwrap_err();
     assert_eq!(errors.count(), 2, "{errors}");

@@ -1,4 +1,4 @@
-//! The same seed gives the same bytes; another gives others.
+//! Tests that the same seed gives the same bytes, and another seed gives others.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use tidegate_sim::{Report, Scenario, shipped};
@@ -80,7 +80,7 @@ fn all(report: &Report) -> [Vec<u8>; 5] {
 }
 
 #[test]
-fn one_seed_gives_the_same_bytes_twice() {
+fn one_seed_gives_identical_reports() {
     let scenario = Scenario::read("busy", BUSY.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"));
     let run = |seed| scenario.run(seed, &mut |_| {});
     let report = run(7);
@@ -93,10 +93,10 @@ fn one_seed_gives_the_same_bytes_twice() {
 }
 
 #[test]
-fn shipped_scenarios_give_the_same_bytes_twice() {
+fn shipped_scenarios_give_identical_reports() {
     for shipped::ShippedScenario { name, text } in shipped::ALL {
         let mut scenario = Scenario::read(name, text.as_bytes()).unwrap();
-        // Some have a hundred.
+        // Some have a hundred trials.
         scenario.setups.iter_mut().for_each(|setup| setup.trials = setup.trials.min(2));
         let run = || scenario.run(scenario.seed, &mut |_| {}).json();
         assert_eq!(run(), run(), "{name}");
@@ -104,7 +104,7 @@ fn shipped_scenarios_give_the_same_bytes_twice() {
 }
 
 #[test]
-fn progress_goes_from_nothing_to_all_and_never_back() {
+fn progress_rises_to_one_and_never_falls() {
     let scenario = Scenario::read("busy", BUSY.as_bytes()).unwrap();
     let mut told = Vec::new();
     scenario.run(1, &mut |share| told.push(share));
@@ -112,7 +112,7 @@ fn progress_goes_from_nothing_to_all_and_never_back() {
 }
 
 #[test]
-fn a_page_needs_no_network_and_its_text_is_text() {
+fn html_reports_are_self_contained_with_text_elements() {
     let scenario = Scenario::read("busy", BUSY.as_bytes()).unwrap();
     let page = scenario.run(1, &mut |_| {}).html().unwrap();
     for word in ["<script", "<link", "@import", "url(", "src="] {

@@ -20,9 +20,9 @@ fn about(what: &str, found: f64, told: f64, tolerance: f64) {
     assert!(off <= tolerance, "{what}: {found:.2}, told {told}, off by {:.1} %", off * 100.0);
 }
 
-/// Brooker 2015, figures by his program over 100 trials: milliseconds until the last has written, and tries.
+/// Brooker 2015, by his program over 100 trials: milliseconds until the last client has written, and attempts.
 #[test]
-fn contention_takes_as_long_as_published() {
+fn contention_matches_the_published_figures() {
     let report = report("contention");
     let published = [
         ("10 clients", "exponential", 3456.0, 51.0),
@@ -44,9 +44,9 @@ fn contention_takes_as_long_as_published() {
     }
 }
 
-/// Brooker 2022: per cent of calls that succeed, and requests for each.
+/// Brooker 2022: percentage of calls that succeed, and requests per call.
 #[test]
-fn retries_cost_what_is_published() {
+fn retries_match_the_published_figures() {
     let report = report("retries");
     let published = [
         ("p = 0.5", "no retries", 49.8, 1.0),
@@ -67,13 +67,14 @@ fn retries_cost_what_is_published() {
     }
 }
 
-/// Brooker 2022: calls that succeed each second, by his program with its own numbers.
+/// Brooker 2022: calls that succeed per second, by his program with its own numbers.
 #[test]
-fn collapse_is_outlived_by_the_right_means_and_by_ours() {
+fn tidegate_matches_the_best_methods_against_collapse() {
     let report = report("collapse");
     let goodput = |case, strategy| run(&report, case, strategy).summary.goodput;
     let plain = ["no backoff", "backoff, full jitter", "10 % retry budget", "120 in flight"];
-    // Each run stays at none or comes back to forty, about one in four: ten runs of his give anything around this.
+    // Each run stays at 0 or, in about one of four cases, comes back to 40. So ten runs of his program give about this
+    // value, with a large spread.
     let down = goodput("spike", plain[0]);
     assert!((4.0..16.0).contains(&down), "spike, no backoff: {down:.1}");
     about("spike, backoff", goodput("spike", plain[1]), 45.0, 0.05);
@@ -89,9 +90,9 @@ fn collapse_is_outlived_by_the_right_means_and_by_ours() {
     assert_eq!((recovered("no backoff"), recovered("tidegate")), (Some(false), Some(true)));
 }
 
-/// 1 ms·1.5^14, and six tenths of it after five successes: worked out by hand.
+/// 1 ms·1.5^14, and 0.6 of it after five successes, computed by hand.
 #[test]
-fn a_pacer_rises_to_what_the_service_bears_and_saws_down() {
+fn the_pacer_finds_and_follows_the_services_capacity() {
     let report = report("responsive");
     let run = run(&report, "", "pacer");
     let waits: Vec<(f64, bool)> = (run.first_trial.samples().iter())
@@ -108,7 +109,7 @@ fn a_pacer_rises_to_what_the_service_bears_and_saws_down() {
     let peak = waits.iter().map(|(wait, _)| *wait).fold(0.0, f64::max);
     assert_eq!((steps[14], steps[15]), ((peak, true, 5), (steps[15].0, true, 5)));
     assert!((peak - 291.929).abs() < 0.002 && (steps[15].0 - 175.157).abs() < 0.002, "{:?}", &steps[14..16]);
-    // From then on it goes up and down around 60 ms: five that succeed, then one or two that come too early.
+    // From then on it goes up and down around 60 ms: five successes, then one or two that come too early.
     let saw = steps.iter().skip_while(|(_, succeeded, _)| !succeeded).skip_while(|(_, succeeded, _)| *succeeded);
     let saw: Vec<&(f64, bool, usize)> = saw.collect();
     assert!(saw.len() > 30, "{steps:?}");
@@ -123,7 +124,7 @@ fn a_pacer_rises_to_what_the_service_bears_and_saws_down() {
 }
 
 #[test]
-fn a_herd_comes_back_where_waits_are_equal_and_never_forms_in_our_lanes() {
+fn tidegate_lanes_prevent_a_thundering_herd() {
     let report = report("herd");
     let numbers = |strategy| run(&report, "", strategy).summary;
     assert!(numbers("no backoff").success_share < 0.2);
@@ -139,7 +140,7 @@ fn a_herd_comes_back_where_waits_are_equal_and_never_forms_in_our_lanes() {
 }
 
 #[test]
-fn after_a_partition_retries_keep_a_service_down_and_ours_let_it_up() {
+fn only_tidegate_recovers_after_a_partition() {
     let report = report("partition");
     let of = |strategy| run(&report, "", strategy);
     for strategy in ["no backoff", "full jitter"] {
@@ -152,7 +153,7 @@ fn after_a_partition_retries_keep_a_service_down_and_ours_let_it_up() {
 }
 
 #[test]
-fn a_noisy_neighbour_is_held_to_its_own_limit() {
+fn a_noisy_client_is_held_to_its_limit() {
     let report = report("noisy-neighbour");
     let quiet = |strategy| {
         let seen = run(&report, "", strategy).first_trial.loads()[0];
@@ -166,7 +167,7 @@ fn a_noisy_neighbour_is_held_to_its_own_limit() {
 }
 
 #[test]
-fn a_spent_quota_is_left_alone_until_midnight() {
+fn a_spent_quota_is_not_called_until_midnight() {
     let report = report("quota-midnight");
     let numbers = |strategy| run(&report, "", strategy).summary;
     assert!(numbers("full jitter").throttled > 13_000.0, "three for each call that comes too late");
@@ -178,7 +179,7 @@ fn a_spent_quota_is_left_alone_until_midnight() {
 }
 
 #[test]
-fn the_documentation_is_true() {
+fn the_documented_scenario_behaves_as_described() {
     let text = include_str!("../../../docs/simulate.md");
     let example = text.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
     let scenario = Scenario::read("docs/simulate.md", example.as_bytes()).unwrap_or_else(|errors| panic!("{errors}"));
@@ -190,7 +191,7 @@ fn the_documentation_is_true() {
 }
 
 #[test]
-fn every_scenario_that_is_shipped_says_what_it_shows_and_where_it_is_from() {
+fn shipped_scenarios_state_their_purpose_and_source() {
     for shipped in &shipped::ALL {
         let scenario = Scenario::read(shipped.name, shipped.text.as_bytes()).unwrap();
         assert!(!scenario.title.is_empty() && !scenario.about.is_empty(), "{}", shipped.name);

@@ -1,4 +1,4 @@
-//! Worlds in which it is known what must come of them.
+//! Scenarios with known results.
 
 use tidegate_sim::{Report, RunSummary, Scenario};
 
@@ -11,10 +11,10 @@ fn numbers(text: &str) -> RunSummary {
     report(text).runs[0].summary
 }
 
-/// A provider's window that the policy knows is never overrun, by a fleet over a shared store and a network that delays
-/// some requests more than others, and hardly anything of it goes unused.
+/// A fleet over a shared store never exceeds a provider's window that the policy knows, although the network delays
+/// some requests more than others. Hardly any of the window stays unused.
 #[test]
-fn a_fleet_keeps_a_window_that_the_provider_counts_exactly() {
+fn a_fleet_never_exceeds_an_exact_providers_window() {
     let text = r#"
         duration = "5m"
         [service]
@@ -36,7 +36,7 @@ fn a_fleet_keeps_a_window_that_the_provider_counts_exactly() {
     "#;
     let found = numbers(text);
     assert_eq!((found.throttled, found.attempts_per_call <= 1.0), (0.0, true), "{found:?}");
-    // 40 in 10 s, and up to 0.2 s more that a slot may come free late.
+    // 40 in 10 s, and up to 0.2 s more by which a slot may come free late.
     assert!(found.succeeded > 0.95 * 1200.0 && found.succeeded <= 1240.0, "{found:?}");
     let unlimited = numbers(&text.replace(
         "[outbound.provider.api]\n        limit = \"40 per 10s\"",
@@ -47,7 +47,7 @@ fn a_fleet_keeps_a_window_that_the_provider_counts_exactly() {
 
 /// M/M/1: the mean time in the system is 1 ÷ (μ − λ).
 #[test]
-fn a_queue_is_as_long_as_theory_says() {
+fn queue_delays_match_the_mm1_theory() {
     let found = numbers(
         r#"
         duration = "2h"
@@ -67,7 +67,7 @@ fn a_queue_is_as_long_as_theory_says() {
 }
 
 #[test]
-fn half_of_the_messages_lost_is_a_quarter_of_the_replies_had() {
+fn losing_half_the_messages_quarters_the_replies() {
     let found = numbers(
         "duration = \"10m\"\n[network]\nloss = \"50%\"\n[load.all]\nrate = \"20/s\"\n[client]\ntimeout = \"1s\"\n",
     );
@@ -75,7 +75,7 @@ fn half_of_the_messages_lost_is_a_quarter_of_the_replies_had() {
 }
 
 #[test]
-fn what_is_refused_by_an_outage_was_never_served() {
+fn outage_failures_are_never_counted_as_served() {
     let text = "duration = \"1m\"\n[service]\nlatency = \"1ms\"\noutages = \"20s to 40s\"\n[load.all]\nrate = \"10/s\"\narrivals = \"even\"\n";
     let report = report(text);
     let run = &report.runs[0];
@@ -84,9 +84,9 @@ fn what_is_refused_by_an_outage_was_never_served() {
     assert_eq!(run.recovered(), Some(true));
 }
 
-/// Who calls serially is never ahead of itself, and pauses as told.
+/// A serial client has one call at a time, and pauses as configured.
 #[test]
-fn serial_clients_call_one_after_the_other() {
+fn serial_clients_never_overlap_their_calls() {
     let found = numbers(
         "duration = \"100s\"\n[service]\nlatency = \"300ms\"\n[load.all]\nclients = 5\nthink = \"200ms\"\ncalls = 50\n",
     );
@@ -94,10 +94,11 @@ fn serial_clients_call_one_after_the_other() {
     assert!((found.elapsed - 25.0).abs() < 1e-6, "{found:?}");
 }
 
-/// A clock that is set back holds calls for no longer than the longest lead, a minute: a window can't tell what it counted
-/// ahead from what a clock that has since been set back wrote down. Set ahead, it lets through one window too many.
+/// A clock that is set back holds calls for at most the longest lead, a minute. A window can't distinguish its own
+/// early counts from those of a clock that has since been set back. A clock that is set forward admits one window too
+/// many.
 #[test]
-fn a_clock_that_is_set_is_outlived() {
+fn clock_steps_have_a_bounded_effect() {
     let text = r#"
         duration = "10m"
         [service]
@@ -122,9 +123,9 @@ fn a_clock_that_is_set_is_outlived() {
     assert!(found.throttled <= 20.0, "one window for the step ahead: {found:?}");
 }
 
-/// What a shared store doesn't answer fails, and only that.
+/// Only the calls fail that the shared store doesn't answer.
 #[test]
-fn a_store_that_is_away_fails_calls_and_comes_back() {
+fn a_store_outage_fails_calls_then_recovers() {
     let text = r#"
         duration = "1m"
         [service]
@@ -148,9 +149,9 @@ fn a_store_that_is_away_fails_calls_and_comes_back() {
     assert_eq!(run.recovered(), Some(true));
 }
 
-/// The gate's refusals are the policy's: so many in each window, and a true wait.
+/// The gate refuses what the policy refuses: so many in each window, with a true wait.
 #[test]
-fn a_gate_before_a_service_admits_what_its_policy_says() {
+fn a_gate_admits_what_its_policy_allows() {
     let text = r#"
         duration = "10m"
         [service]
@@ -168,9 +169,9 @@ fn a_gate_before_a_service_admits_what_its_policy_says() {
     assert!((found.succeeded - 300.0).abs() <= 3.0, "ten a minute of each: {found:?}");
 }
 
-/// A pace that is looked for is looked for here too.
+/// The adaptive pace works in a simulation too.
 #[test]
-fn a_provider_is_called_at_its_pace() {
+fn adaptive_pace_finds_the_providers_rate() {
     let text = r#"
         duration = "5m"
         [service]
@@ -194,9 +195,9 @@ fn a_provider_is_called_at_its_pace() {
     assert!(found.succeeded > 0.9 * 50.0 * 300.0, "{found:?}");
 }
 
-/// A provider that has room for three calls with each token fails none, and has hardly ever room left.
+/// A provider with room for three calls per token fails none, and its room is nearly always in use.
 #[test]
-fn each_credential_has_as_many_calls_in_flight_as_it_may() {
+fn credentials_use_all_their_in_flight_slots() {
     let text = r#"
         duration = "5m"
         [service]
@@ -222,9 +223,9 @@ fn each_credential_has_as_many_calls_in_flight_as_it_may() {
     assert!(overrun.attempts - overrun.succeeded > 100.0, "the service does fail one more: {overrun:?}");
 }
 
-/// As production gives permits back when a client goes away, and renews those of long calls.
+/// Permits are released when a client goes away, and renewed for long calls, as in production.
 #[test]
-fn permits_are_held_as_long_as_their_calls() {
+fn permits_are_held_for_the_calls_duration() {
     let text = r#"
         duration = "10m"
         [service]
@@ -246,7 +247,7 @@ fn permits_are_held_as_long_as_their_calls() {
     }
 }
 
-/// A change of rate is met when it comes, and not with the call after it.
+/// A change of rate takes effect at its time, and not only after the next call.
 #[test]
 fn even_arrivals_follow_their_rate() {
     for (rate, calls) in [
@@ -260,7 +261,7 @@ fn even_arrivals_follow_their_rate() {
 }
 
 #[test]
-fn long_delays_are_told_as_they_are() {
+fn long_delays_are_reported_accurately() {
     let text = "duration = \"2d\"\n[service]\nlatency = \"3h\"\n[load.all]\nclients = 3\ncalls = 5\n";
     let found = numbers(text);
     assert!(

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_regular_file_or_nothing_is_taken() {
+    fn only_regular_or_missing_files_are_accepted() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir(at("directory")).unwrap();
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn links_lead_to_their_end_whether_a_file_is_there_or_not() {
+    fn links_are_resolved_to_existing_or_missing_targets() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir(at("far")).unwrap();
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_made_is_its_owners_alone_and_what_was_wider_becomes_so() {
+    fn written_files_are_private_to_their_owner() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::write(at("file"), "old").unwrap();
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replacement_that_fails_leaves_the_old_and_nothing_else() {
+    fn a_failed_replacement_keeps_only_the_old_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         write(&path, "old").unwrap();
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_process_left_is_removed_and_nothing_else() {
+    fn only_unfinished_replacement_files_are_removed() {
         let folder = tempfile::tempdir().unwrap();
         let others = ["file", "file.0123456789a.new", "file.0123456789-b.new", "file.new", "other.0123456789ab.new"];
         for name in others.iter().chain(&["file.0123456789ab.new"]) {

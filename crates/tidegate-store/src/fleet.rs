@@ -299,7 +299,7 @@ impl Node {
         }
         let mut against = RefusalSummary::default();
         against.add_part(batch, limits, &outcomes);
-        let counts = |limit: &Limit| !matches!(limit.kind(), LimitKind::Concurrency(_));
+        let counts = |limit: &Limit| !limit.kind().has_permits();
         let charged = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
             op.verb == Verb::Take
                 && limits

@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn excludes() {
+    fn the_lock_is_mutually_exclusive() {
         let lock = Lock::new(0_u64);
         std::thread::scope(|scope| {
             for _ in 0..4 {

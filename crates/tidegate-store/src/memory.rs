@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reproducible_store_has_a_shard_for_each_mib() {
+    fn a_reproducible_store_has_one_shard_per_mib() {
         let shards = |mib: usize| Memory::reproducible(Arc::new(Limits::default()), mib << 20).0.len();
         assert_eq!([0, 1, 3, 64, 1 << 20].map(shards), [1, 1, 2, 64, 4096]);
     }

@@ -142,7 +142,7 @@ fn blocking() -> Limit {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_is_told_without_asking_and_ends_when_it_was_told_to() {
+async fn a_known_block_needs_no_store_request() {
     let clock = Virtual::new();
     // The node's clock is far from the store's: only lengths of time are believed.
     let store = remote([blocking(), window(100, 60)], clock.ahead(Span::from_secs(3_000)), true);
@@ -167,7 +167,7 @@ async fn a_block_is_told_without_asking_and_ends_when_it_was_told_to() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reset_is_heard_by_all_nodes() {
+async fn a_reset_reaches_all_nodes() {
     let clock = Virtual::new();
     for tells_resets in [true, false] {
         let store = remote([blocking()], clock, tells_resets);
@@ -182,7 +182,7 @@ async fn a_reset_is_heard_by_all_nodes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_that_counts_refused_calls_hears_of_them() {
+async fn locally_refused_calls_reach_limits_counting_all() {
     let clock = Virtual::new();
     let store = remote([blocking(), window(100, 60).with_count_mode(CountMode::All)], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -194,7 +194,7 @@ async fn a_limit_that_counts_refused_calls_hears_of_them() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_node_goes_on_with_its_share_and_tells_it_afterwards() {
+async fn outage_shares_are_spent_and_reported_afterwards() {
     let clock = Virtual::new();
     for mood in [RemoteBehaviour::Unresponsive, RemoteBehaviour::Failing, RemoteBehaviour::LostReply] {
         let day = Arc::new(FixedPeriods(Span::from_secs(86_400)));
@@ -241,7 +241,7 @@ async fn each_node_goes_on_with_its_share_and_tells_it_afterwards() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_holds_without_the_store_is_each_limits_own() {
+async fn each_limit_has_its_own_outage_rule() {
     let clock = Virtual::new();
     let limits = [
         window(1, 60).with_sharing(on_outage(OnOutage::Allow)),
@@ -262,7 +262,7 @@ async fn what_holds_without_the_store_is_each_limits_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_single_slow_answer_is_no_outage() {
+async fn a_single_slow_reply_is_no_outage() {
     let clock = Virtual::new();
     let store = remote([window(100, 60)], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -281,7 +281,7 @@ async fn a_single_slow_answer_is_no_outage() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn resets_while_the_store_is_gone_reach_it_later() {
+async fn resets_during_an_outage_are_delivered_later() {
     let clock = Virtual::new();
     let store = remote([blocking()], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -296,7 +296,7 @@ async fn resets_while_the_store_is_gone_reach_it_later() {
 }
 /// What is slower than a decision waits for is down, and not up for every look at it.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_is_always_too_slow_grants_one_share() {
+async fn a_permanently_slow_store_grants_one_share() {
     let clock = Virtual::new();
     let store = remote([window(5, 60)], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -317,7 +317,7 @@ async fn a_store_that_is_always_too_slow_grants_one_share() {
 
 /// A store that stalls again and again within a window: a node's share is granted once, and told once.
 #[tokio::test(start_paused = true)]
-async fn stalls_grant_no_share_twice() {
+async fn repeated_stalls_grant_no_share_twice() {
     let clock = Virtual::new();
     let store = remote([window(50, 60)], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -340,7 +340,7 @@ async fn stalls_grant_no_share_twice() {
 
 /// A gate that was closed and a credential that was disabled during an outage stay so for all afterwards.
 #[tokio::test(start_paused = true)]
-async fn cooldowns_of_an_outage_are_told() {
+async fn outage_cool_downs_are_reported_afterwards() {
     let clock = Virtual::new();
     let cooldown = || Limit::new(LimitKind::Cooldown(Cooldown::default()));
     let store = remote([cooldown(), cooldown()], clock, true);
@@ -364,7 +364,7 @@ async fn cooldowns_of_an_outage_are_told() {
 
 /// What calls that failed during an outage have led a pace to holds for all afterwards; that calls succeeded doesn't.
 #[tokio::test(start_paused = true)]
-async fn paces_of_an_outage_are_told() {
+async fn outage_paces_are_reported_afterwards() {
     let clock = Virtual::new();
     let spec = PacerSpec { growth: PacerGrowth::Linear, randomization: 0, successes: 1, ..PacerSpec::default() };
     let store = remote([Limit::new(LimitKind::Pace(SharedPacerRules::new(spec).unwrap()))], clock, true);
@@ -392,7 +392,7 @@ async fn paces_of_an_outage_are_told() {
 /// Permits that were taken or given back during an outage are known afterwards, and those that the store has lost are
 /// held again when they are renewed.
 #[tokio::test(start_paused = true)]
-async fn calls_in_flight_outlive_an_outage() {
+async fn permits_persist_through_an_outage() {
     let clock = Virtual::new();
     let in_flight = Concurrency::new(4, Concurrency::DEFAULT_LEASE).unwrap();
     let store = remote([Limit::new(LimitKind::Concurrency(in_flight))], clock, true);
@@ -421,7 +421,7 @@ async fn calls_in_flight_outlive_an_outage() {
 
 /// Right after an outage the roll leaves out who hasn't answered it yet.
 #[tokio::test(start_paused = true)]
-async fn nodes_are_counted_as_before_after_an_outage() {
+async fn the_node_count_persists_after_an_outage() {
     let clock = Virtual::new();
     let store = remote([window(30, 60)], clock, true);
     let nodes = [1, 2, 3].map(|node| Caller::new(&store, clock, node));
@@ -444,7 +444,7 @@ async fn nodes_are_counted_as_before_after_an_outage() {
 
 /// A store that has lost its memory without anybody's notice is told the secret again before a new node finds none.
 #[tokio::test(start_paused = true)]
-async fn the_secret_is_put_back() {
+async fn a_lost_hash_seed_is_restored() {
     let clock = Virtual::new();
     let store = remote([window(5, 60)], clock, true);
     let mut options = FleetOptions::new(1);
@@ -458,7 +458,7 @@ async fn the_secret_is_put_back() {
 
 /// What an earlier period was charged is over with it, also for what the store is told after an outage.
 #[tokio::test(start_paused = true)]
-async fn a_refund_of_another_period_makes_nothing_of_an_outage_untold() {
+async fn earlier_periods_refunds_keep_outage_charges() {
     let clock = Virtual::new();
     let quota = Quota::new(10, Arc::new(FixedPeriods(Span::from_secs(60)))).unwrap();
     let store = remote([Limit::new(LimitKind::Quota(quota.clone()))], clock, true);

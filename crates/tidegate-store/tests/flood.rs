@@ -77,7 +77,7 @@ fn check_bytes(store: &Memory, before: Option<usize>) {
 }
 
 #[test]
-fn a_million_junk_keys() {
+fn a_million_junk_keys_evict_no_block() {
     let _alone = alone();
     let before = resident();
     let store = store(5, 64 * MIB);
@@ -107,7 +107,7 @@ fn a_million_junk_keys() {
 }
 
 #[test]
-fn a_million_blocked_keys() {
+fn a_million_blocked_keys_stay_within_memory() {
     let _alone = alone();
     let before = resident();
     let store = store(1, 64 * MIB);
@@ -141,7 +141,7 @@ fn a_million_blocked_keys() {
 
 /// Logs of calls at different moments take memory of their own, which counts towards the half that blocks may fill.
 #[test]
-fn blocks_with_long_logs_are_kept_too() {
+fn blocks_with_long_logs_are_kept() {
     let _alone = alone();
     for limit in [6, 60] {
         let store = store(limit, 8 * MIB);
@@ -162,7 +162,7 @@ fn blocks_with_long_logs_are_kept_too() {
 }
 
 #[test]
-fn what_must_fit_is_counted_though_blocks_fill_their_half_and_pushes_none_out() {
+fn must_fit_calls_count_without_evicting_blocks() {
     let _alone = alone();
     let store = store(1, MIB);
     let mut blocked = Vec::new();
@@ -206,7 +206,7 @@ fn call(store: &Memory, client: u64, now: Time) -> (ShareLevel, Outcome) {
 
 /// Networks of which one client each makes six calls of five that are allowed. No block goes for another's.
 #[test]
-fn blocks_outlive_a_flood_of_networks() {
+fn blocks_survive_a_flood_of_networks() {
     let _alone = alone();
     for (bytes, networks, per_network) in [(MIB, 8_000, 256), (MIB, 20_000, 65_536), (4 * MIB, 33_000, 256)] {
         let store = store(5, bytes);
@@ -229,7 +229,7 @@ fn blocks_outlive_a_flood_of_networks() {
 /// Beside each other: clients of few calls, whose states are small, and of many, whose logs take memory of their own. The
 /// small ones fill the store first, up to its bound or nearly so, and then give way to logs, a few at a time.
 #[test]
-fn blocks_and_most_others_outlive_states_of_another_size() {
+fn blocks_survive_states_of_other_sizes() {
     let _alone = alone();
     let hour = Span::from_secs(3600);
     let ban = Penalty::ban(hour + hour, hour).unwrap();
@@ -262,7 +262,7 @@ fn blocks_and_most_others_outlive_states_of_another_size() {
 /// Floods of any kind, also by known clients: a block that was told is told until it ends, while its kind had room it
 /// was imposed, and a key that many networks share never blocks.
 #[test]
-fn blocks_outlive_any_flood() {
+fn blocks_survive_any_flood() {
     let _alone = alone();
     let seed = random::run_seed();
     for round in 0..random::case_count(6, 60) {
@@ -318,7 +318,7 @@ fn blocks_outlive_any_flood() {
 }
 
 #[test]
-fn no_room_changes_nothing() {
+fn refusal_by_a_full_store_changes_nothing() {
     let _alone = alone();
     let hour = Span::from_secs(3600);
     let ban = Penalty::ban(hour, hour).unwrap();
@@ -347,7 +347,7 @@ fn no_room_changes_nothing() {
 
 /// The idle go first, then the least used, then the full; blocks last.
 #[test]
-fn eviction_in_order() {
+fn idle_states_are_evicted_first_blocks_last() {
     let _alone = alone();
     let store = store(5, MIB);
     let (idle, used, full, banned) = (0..2_000, 10_000..11_000, 20_000..20_500, 30_000..30_300);
@@ -384,7 +384,7 @@ fn eviction_in_order() {
 }
 
 #[test]
-fn what_is_idle_is_given_back() {
+fn idle_memory_is_released() {
     let _alone = alone();
     let store = store(5, 8 * MIB);
     for client in 0..50_000 {
@@ -404,7 +404,7 @@ fn what_is_idle_is_given_back() {
 
 /// Operations of every kind on more keys than fit, all at the bound: nothing breaks, and the bound holds.
 #[test]
-fn any_traffic_at_the_bound() {
+fn random_traffic_stays_within_the_memory_bound() {
     let _alone = alone();
     let hour = Span::from_secs(3600);
     let penalty = Penalty::new(PenaltySpec::default(), hour).unwrap();

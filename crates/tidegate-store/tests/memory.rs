@@ -26,19 +26,19 @@ fn memory(limits: Arc<Limits>) -> Memory {
 }
 
 #[test]
-fn memory_conforms() {
+fn the_memory_store_conforms() {
     check_conformance(&memory, &ConformanceOptions::default()).unwrap();
 }
 
 /// In a single shard too.
 #[test]
-fn reproducible_memory_conforms() {
+fn the_reproducible_memory_store_conforms() {
     check_conformance(&|limits| Memory::reproducible(limits, 1 << 20), &ConformanceOptions::default()).unwrap();
 }
 
 /// The shorter ways in answer as a batch of one does.
 #[test]
-fn short_cuts_agree_with_batches() {
+fn fast_paths_agree_with_batches() {
     property::check(random::case_count(400, 8_000), 800, |random| {
         let mut world = TrafficGenerator::new(random, PlanContents::Simple);
         let (whole, short) = (memory(Arc::clone(world.limits())), memory(Arc::clone(world.limits())));
@@ -66,7 +66,7 @@ fn short_cuts_agree_with_batches() {
 }
 
 #[test]
-fn a_turn_is_not_locked_out_by_a_clock_that_jumped() {
+fn a_clock_jump_locks_out_no_caller() {
     let rate = Rate::new(1, Span::from_secs(60), 1).unwrap();
     let limits = Limits::new(vec![Limit::new(LimitKind::Rate(rate))]).unwrap();
     let store = memory(Arc::new(limits));
@@ -80,7 +80,7 @@ fn a_turn_is_not_locked_out_by_a_clock_that_jumped() {
 
 /// Giving back under a plain rate costs no other client what it had used.
 #[test]
-fn a_refund_forgets_nobody_else() {
+fn a_refund_affects_no_other_client() {
     let rate = Rate::new(5, Span::from_secs(3600), 5).unwrap();
     let store = memory(Arc::new(Limits::new(vec![Limit::new(LimitKind::Rate(rate))]).unwrap()));
     let one = |verb, client| {
@@ -101,7 +101,7 @@ fn a_refund_forgets_nobody_else() {
 
 /// Nor does what is told of a limit of another kind.
 #[test]
-fn what_makes_no_sense_of_a_rate_forgets_nobody() {
+fn inapplicable_operations_on_rates_change_nothing() {
     let rate = Rate::new(5, Span::from_secs(3600), 5).unwrap();
     let store = Memory::reproducible(Arc::new(Limits::new(vec![Limit::new(LimitKind::Rate(rate))]).unwrap()), 1 << 20);
     let one = |verb, client| {
@@ -123,7 +123,7 @@ fn what_makes_no_sense_of_a_rate_forgets_nobody() {
 
 /// Of keys in one shard of a store for plain rates alone, which keeps no room for other states.
 #[test]
-fn what_calls_cost_beyond_what_was_reserved_is_remembered_of_each() {
+fn costs_beyond_the_reservation_count_per_key() {
     let rate = Rate::new(10, Span::from_secs(60), 10).unwrap();
     let store = memory(Arc::new(Limits::new(vec![Limit::new(LimitKind::Rate(rate))]).unwrap()));
     let limit = store.limits().iter().next().unwrap().0;

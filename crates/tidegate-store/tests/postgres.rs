@@ -53,7 +53,7 @@ suite!(Pg);
 
 /// The plans of a connection outlive the moment when they are made, while the table may be empty.
 #[tokio::test]
-async fn rows_are_found_by_their_index() {
+async fn rows_are_found_by_index() {
     let Some(server) = postgres() else { return };
     let rate = Rate::new(1_000, Span::from_secs(1), 1_000).unwrap();
     let limits = Arc::new(Limits::with_limit(Limit::new(LimitKind::Rate(rate))));

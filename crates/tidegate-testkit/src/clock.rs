@@ -1,10 +1,10 @@
-//! Bad clocks: what a machine shows while true time goes on evenly.
+//! Faulty clocks: the readings of a machine while true time passes evenly.
 
 use tidegate_core::{Span, Time};
 
 use crate::random::RandomSource;
 
-/// A clock that can be made to step, jump, drift, run ahead or stand still.
+/// A clock that can be made to step back, jump forward, drift or stand still.
 #[derive(Clone, Copy, Debug)]
 pub struct FaultyClock {
     true_time: Time,
@@ -14,17 +14,17 @@ pub struct FaultyClock {
 }
 
 impl FaultyClock {
-    /// A clock that is right, for now.
+    /// Creates a clock that shows the true time.
     pub fn new(start: Time) -> Self {
         Self { true_time: start, shown_time: start, drift: 0, frozen: false }
     }
 
-    /// What the clock shows.
+    /// Returns the time that the clock shows.
     pub fn now(&self) -> Time {
         self.shown_time
     }
 
-    /// What it should show.
+    /// Returns the true time.
     pub fn true_time(&self) -> Time {
         self.true_time
     }
@@ -44,37 +44,37 @@ impl FaultyClock {
         self.shown_time = self.shown_time - by;
     }
 
-    /// Sets the clock ahead.
+    /// Sets the clock forward.
     pub fn jump_ahead(&mut self, by: Span) {
         self.shown_time = self.shown_time + by;
     }
 
-    /// Lets the clock gain this many parts in a million from now on; a negative number loses.
+    /// Makes the clock gain this many parts per million from now on; a negative number loses.
     pub fn drift(&mut self, parts_per_million: i64) {
         self.drift = parts_per_million;
     }
 
-    /// Stops the clock, or lets it go on from where it stopped.
+    /// Stops the clock, or lets it continue from the time at which it stopped.
     pub fn freeze(&mut self, frozen: bool) {
         self.frozen = frozen;
     }
 
-    /// Puts the clock right.
+    /// Sets the clock to the true time and removes its faults.
     pub fn reset(&mut self) {
         *self = Self::new(self.true_time);
     }
 }
 
-/// What can go wrong with a clock.
+/// A fault of a clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClockFault {
-    /// Nothing.
+    /// No fault.
     None,
     /// It is set back by up to 10 s, now and then.
     StepsBack,
-    /// It jumps a year ahead and, some readings later, back.
+    /// It jumps a year forward and, some readings later, back.
     JumpsAYear,
-    /// It is ahead by up to a minute, for good.
+    /// It is always ahead, by up to a minute.
     Skewed,
     /// It gains or loses up to 5 %.
     Drifts,
@@ -83,21 +83,21 @@ pub enum ClockFault {
 }
 
 impl ClockFault {
-    /// Every trouble there is, none included.
+    /// All faults, [`ClockFault::None`] included.
     pub const ALL: [Self; 6] =
         [Self::None, Self::StepsBack, Self::JumpsAYear, Self::Skewed, Self::Drifts, Self::Freezes];
 }
 
-/// A reading of a bad clock.
+/// A reading of a faulty clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClockReading {
-    /// True time.
+    /// The true time.
     pub true_time: Time,
-    /// What the clock showed.
+    /// The time that the clock showed.
     pub shown_time: Time,
 }
 
-/// `len` readings, up to `pace` of true time apart, of a clock in this trouble.
+/// Returns `len` readings of a clock with this fault, up to `max_gap` of true time apart.
 pub fn readings(
     trouble: ClockFault,
     start: Time,
@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_shows_what_was_done_to_it() {
+    fn a_faulty_clock_shows_its_faults() {
         let mut clock = FaultyClock::new(Time::from_secs(1000));
         clock.drift(-500_000);
         clock.advance(Span::from_secs(10));
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn every_trouble_shows() {
+    fn every_clock_fault_changes_the_readings() {
         for trouble in ClockFault::ALL {
             let mut random = RandomSource::from_seed(3);
             let readings = readings(trouble, Time::from_secs(1_000_000), Span::from_secs(1), 300, &mut random);

@@ -1,7 +1,7 @@
-//! What every store must pass, whatever it keeps its state in.
+//! The conformance suite that every store must pass, wherever it keeps its state.
 //!
-//! A store comes with a [`Backend`], which opens it empty and, where that can be done, tells it the time. A closure
-//! that makes a store from its limits is one already:
+//! A store comes with a [`Backend`], which opens it empty and, if possible, sets its time. A closure that makes a store
+//! from its limits is a backend already:
 //!
 //! ```
 //! use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
@@ -26,23 +26,22 @@ use tidegate_store::{Answer, Store};
 
 use crate::random::{case_count, run_seed};
 
-/// How to get a store of this kind.
+/// A way to open stores of one kind.
 pub trait Backend: Sync {
-    /// The store.
+    /// The kind of store.
     type Store: Store;
 
-    /// An empty store of its own: two stores that were opened share nothing.
+    /// Opens an empty store. Two opened stores share nothing.
     fn open(&self, limits: Arc<Limits>) -> Self::Store;
 
-    /// Tells the store the time. False, if it goes by a clock that can't be told; the suite then takes the time from
-    /// its answers and leaves out what needs time to pass. By default the store goes by the `now` of each batch.
+    /// Sets the store's time. Returns false if the store's clock can't be set. The suite then takes the time from the
+    /// store's outcomes and skips the checks that need time to pass. By default the store uses the `now` of each batch.
     fn set_now(&self, store: &Self::Store, now: Time) -> bool {
         let _ = (store, now);
         true
     }
 
-    /// Waits for an answer. By default the thread sleeps until it is there; a store that needs a runtime waits on
-    /// that.
+    /// Waits for a future. By default the thread sleeps until it is ready. A store that needs a runtime waits on that.
     fn wait<F: Future>(&self, answer: F) -> F::Output {
         block_on(answer)
     }
@@ -56,27 +55,28 @@ impl<S: Store, F: Fn(Arc<Limits>) -> S + Sync> Backend for F {
     }
 }
 
-/// How much to try.
+/// The extent of the suite.
 #[derive(Clone, Copy, Debug)]
 pub struct ConformanceOptions {
-    /// Random batches in all.
+    /// The total number of random batches.
     pub batches: u32,
-    /// Threads that call at once.
+    /// The number of threads that call at once.
     pub tasks: u32,
-    /// Calls of each.
+    /// The number of calls of each thread.
     pub calls_per_task: u32,
-    /// Where random choices start.
+    /// The seed of random choices.
     pub seed: u64,
 }
 
 impl Default for ConformanceOptions {
-    /// For a store in memory: 100,000 random batches (a million where `TIDEGATE_FULL=1`), and 64 × 5,000 calls.
+    /// Returns the options for a store in memory: 100,000 random batches (a million if `TIDEGATE_FULL=1`), and 64 ×
+    /// 5,000 calls.
     fn default() -> Self {
         Self { batches: case_count(100_000, 1_000_000), tasks: 64, calls_per_task: 5_000, seed: run_seed() }
     }
 }
 
-/// What a store got wrong.
+/// The error of a store that fails a check.
 #[derive(Clone)]
 pub struct ConformanceError {
     check: &'static str,
@@ -123,7 +123,7 @@ pub fn check_conformance<B: Backend>(backend: &B, effort: &ConformanceOptions) -
     Ok(())
 }
 
-/// A store under test, to be asked plainly.
+/// A store under test, with simple ways to call it.
 struct StoreUnderTest<'a, B: Backend> {
     backend: &'a B,
     store: B::Store,
@@ -145,7 +145,7 @@ impl<'a, B: Backend> StoreUnderTest<'a, B> {
         }
     }
 
-    /// One operation of cost 1 for each key.
+    /// Applies one operation of cost 1 to each key.
     fn apply_to_keys(&self, verb: Verb, holder: u64, keys: &[(LimitId, Key)], now: Time) -> Result<Outcomes, String> {
         let mut batch = Batch::new(holder);
         for &(limit, key) in keys {
@@ -163,7 +163,7 @@ fn expect_equal<T: PartialEq + fmt::Debug>(what: &str, found: T, expected: T) ->
     if found == expected { Ok(()) } else { Err(format!("{what}: {found:?}, expected {expected:?}")) }
 }
 
-/// The moment at which the checks start, for stores that can be told.
+/// Returns the moment at which the checks start, for stores whose time can be set.
 fn start_time() -> Time {
     Time::from_secs(1_700_000_000)
 }

@@ -1,31 +1,31 @@
-//! An HTTP client of one connection that speaks in exact bytes.
+//! An HTTP client of one connection that sends exact bytes.
 
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// How long an answer may take.
+/// The longest wait for a response.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A keep-alive client of one connection.
 #[derive(Debug)]
 pub struct HttpClient(TcpStream);
 
-/// What came back.
+/// A response.
 #[derive(Clone, Debug)]
 pub struct HttpResponse {
-    /// Its status.
+    /// The status.
     pub status: u16,
-    /// Whether it is the connection's last.
+    /// True if it is the connection's last response.
     pub closes_connection: bool,
-    /// Its head in small letters.
+    /// The head in lower case.
     pub head: String,
-    /// Its body as it is on the wire.
+    /// The body as it is on the wire.
     pub body: String,
 }
 
 impl HttpResponse {
-    /// A header's value, in small letters; the first if there are several.
+    /// Returns a header's value in lower case, the first if there are several. `name` must be in lower case.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.head
             .lines()
@@ -35,10 +35,10 @@ impl HttpResponse {
 }
 
 impl HttpClient {
-    /// Connects on loopback; `None` if nobody listens.
+    /// Connects on loopback; `None` if no process listens.
     ///
     /// # Panics
-    /// If the connection can't be set up for waiting.
+    /// If the connection's options can't be set.
     pub fn connect(port: u16) -> Option<Self> {
         let stream = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).ok()?;
         stream.set_nodelay(true).expect("a connection without delay");
@@ -49,25 +49,26 @@ impl HttpClient {
     /// Sends these bytes.
     ///
     /// # Panics
-    /// If the connection is over.
+    /// If the connection has ended.
     pub fn send(&mut self, bytes: impl AsRef<[u8]>) {
         self.0.write_all(bytes.as_ref()).expect("a connection that wasn't said to be over takes a request");
     }
 
-    /// Sends a request and reads its answer.
+    /// Sends a request and reads its response.
     ///
     /// # Panics
-    /// If there is none in time.
+    /// If there is no response in time.
     pub fn request(&mut self, request: impl AsRef<[u8]>) -> HttpResponse {
         self.send(request);
         self.read_response()
     }
 
-    /// The first question on a connection. `None` if nobody had taken the connection yet: the system makes connections
-    /// on a listener's behalf up to the moment when it closes, and resets those that it hadn't handed over.
+    /// Sends the first request on a connection and reads its response. `None` if the server hadn't accepted the
+    /// connection yet. The system makes connections for a listener until it closes, and resets those that the listener
+    /// hadn't accepted.
     ///
     /// # Panics
-    /// If there is no answer in time.
+    /// If there is no response in time.
     pub fn try_first_request(&mut self, request: &str) -> Option<HttpResponse> {
         let reset = |error: io::Error| matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe);
         if self.0.write_all(request.as_bytes()).is_err_and(reset) || self.0.peek(&mut [0]).is_err_and(reset) {
@@ -76,10 +77,10 @@ impl HttpClient {
         Some(self.read_response())
     }
 
-    /// The next answer.
+    /// Reads the next response.
     ///
     /// # Panics
-    /// If there is none in time.
+    /// If there is no response in time.
     pub fn read_response(&mut self) -> HttpResponse {
         let mut bytes = Vec::new();
         let mut buffer = [0; 16 << 10];
@@ -106,7 +107,7 @@ impl HttpClient {
     }
 }
 
-/// A GET without anything.
+/// Returns a GET request with a `Host` header only.
 pub fn get_request(path: &str) -> String {
     format!("GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
 }

@@ -1,7 +1,7 @@
-//! What Tidegate's tests share: a naive model of its semantics, a conformance suite that every store passes, a
-//! reference store, bad clocks, and real servers with a client for them.
+//! Test support of Tidegate: a naive model of its semantics, a conformance suite for every store, a reference store,
+//! faulty clocks, and real servers with a client for them.
 //!
-//! A new store is held to the others by three lines: see [`conformance`].
+//! A new store is tested against the others in three lines: see [`conformance`].
 
 pub mod clock;
 pub mod conformance;

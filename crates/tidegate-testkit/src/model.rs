@@ -1,17 +1,17 @@
-//! The semantics once more, the slow and obvious way.
+//! A model of the semantics, in the slow and obvious way.
 //!
-//! Per limit and key the model keeps all that ever happened and works every answer out from that history: a window
-//! counts the events of the last W, a rate replays every arrival, a quota adds up a period. It shares no arithmetic
-//! with the core. A window counts a call that is taken ahead from the moment ahead until its end is told, and a gate is
-//! closed as the list of its closings, releases and proofs says; a pace follows every call that it was told of. A store's
-//! answers are handed to [`Model::check`], which says where they contradict it.
+//! Per limit and key the model keeps all past events and computes every outcome from them. A window counts the events
+//! of the last W, a rate replays every arrival, a quota adds up a period. The model shares no arithmetic with the core.
+//! A window counts a call that is taken ahead from its future moment until its end is settled. A cool-down follows its
+//! list of closings, releases and proofs. A pace follows every call that was reported to it. [`Model::check`] takes a
+//! store's outcomes and returns an error for those that contradict the model.
 //!
-//! Where the semantics leave a store some room the model gives a bracket: a window above the entries that are kept
-//! exactly may free a slot up to [`tidegate_core::Window::max_lateness`] late, and never early. The model then goes on
-//! from what the store chose.
+//! The model gives a range if the semantics give a store some freedom. A window with more entries than it keeps exactly
+//! may free a slot up to [`tidegate_core::Window::max_lateness`] late, and never early. The model then continues from
+//! the store's choice.
 //!
-//! It expects a clock that never goes back, and no debit of a window that has both merged entries and a penalty: whether
-//! that had room for a parole is the store's secret.
+//! The model expects a clock that never goes back. It expects no debit of a window with both merged entries and a
+//! penalty: only the store knows if such a window had room for a parole.
 
 mod cooldown;
 mod history;
@@ -33,14 +33,14 @@ use history::{History, HistoryEvent};
 use pace::PaceHistory;
 use penalty::PenaltyHistory;
 
-/// All that ever happened, per limit and key.
+/// All past events, per limit and key.
 #[derive(Clone, Debug)]
 pub struct Model {
     limits: Arc<Limits>,
     key_models: BTreeMap<(LimitId, Key), KeyModel>,
 }
 
-/// Where a store's answer contradicts the model.
+/// The error of a store's outcome that contradicts the model.
 #[derive(Clone, Debug)]
 pub struct MismatchError {
     message: String,
@@ -54,7 +54,7 @@ impl fmt::Display for MismatchError {
 
 impl std::error::Error for MismatchError {}
 
-/// One key under one limit.
+/// The history of one key under one limit.
 #[derive(Clone, Debug, Default)]
 struct KeyModel {
     history: History,
@@ -63,7 +63,7 @@ struct KeyModel {
     penalties: PenaltyHistory,
 }
 
-/// What the model expects of one operation before it knows what the others say.
+/// The expected outcome of one operation, without regard to the others of its batch.
 #[derive(Clone, Debug)]
 struct ExpectedOutcome {
     earliest: ModelStatus,
@@ -74,7 +74,7 @@ struct ExpectedOutcome {
     generation: u32,
 }
 
-/// What a call would meet, if everything that counts counts for a given time.
+/// The status for a call, if every counted event counts for a given time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ModelStatus {
     fits: bool,
@@ -94,7 +94,7 @@ impl ExpectedOutcome {
     }
 }
 
-/// The least and the most that a store may answer.
+/// The least and the largest values that a store may return.
 #[derive(Clone, Copy, Debug)]
 struct OutcomeBounds {
     used: (u64, u64),
@@ -121,7 +121,7 @@ impl OutcomeBounds {
             kind => kind.capacity(),
         };
         within("limit", found.limit, (capacity, capacity))?;
-        // An overdrawn limit may count what overdrew it as one: it is full either way.
+        // An overdrawn limit may count the cost that overdrew it as one, because it is full either way.
         let most = if self.used.1 >= capacity { u64::MAX } else { self.used.1 };
         within("used", found.used, (self.used.0, most))?;
         within("remaining", found.remaining, self.remaining)?;
@@ -135,23 +135,23 @@ impl OutcomeBounds {
 }
 
 impl Model {
-    /// A model in which nothing has happened yet.
+    /// Creates a model without events.
     pub fn new(limits: Arc<Limits>) -> Self {
         Self { limits, key_models: BTreeMap::new() }
     }
 
-    /// How many calls of `cost` 1 the model holds admitted under a limit's key in the trailing `span` before `now`,
-    /// parole included and refunds left out of account.
+    /// Returns the number of admitted calls of `cost` 1 under a limit's key in the trailing `span` before `now`. It
+    /// includes paroles and ignores refunds.
     pub fn admitted(&self, limit: LimitId, key: Key, span: Span, now: Time) -> u64 {
         self.key_models.get(&(limit, key)).map_or(0, |cell| cell.history.taken_within(span, now))
     }
 
-    /// Compares a store's answers with what the history allows, and goes on from them.
+    /// Compares a store's outcomes with those that the history allows, and continues from them.
     ///
     /// A batch must not name the same limit and key twice, and the store's time must not go back.
     ///
     /// # Errors
-    /// [`MismatchError`] where an answer isn't allowed; the model is of no further use then.
+    /// [`MismatchError`] if an outcome isn't allowed. The model is unusable then.
     pub fn check(&mut self, batch: &Batch, outcomes: &Outcomes) -> Result<(), MismatchError> {
         let now = outcomes.now();
         if batch.ops().len() != outcomes.list().len() {
@@ -208,7 +208,7 @@ impl Model {
     }
 }
 
-/// What the limits that an operation listens to say together.
+/// The combined refusals of the limits that take part in an operation's decision.
 #[derive(Clone, Copy)]
 struct BatchRefusals {
     refused: bool,
@@ -297,10 +297,10 @@ impl KeyModel {
                 OutcomeBounds { remaining: (0, 0), retry_at, reset_at, block: (block, until), ..current_bounds };
             return expected.check(limit, outcome);
         }
-        let in_flight = matches!(limit.kind(), LimitKind::Concurrency(_));
+        let in_flight = limit.kind().has_permits();
         let counts_anyway = outcome.verdict == Verdict::Admitted && limit.count_mode() == CountMode::All && !in_flight;
         if op.verb == Verb::Take && !refuses && (!sides.refused || counts_anyway) {
-            // What the store has left decides whether the parole has lapsed: a bracket can't.
+            // The store's own remaining units decide if the parole has lapsed; a range can't.
             let room = if self.max_lateness(limit.kind(), now).is_zero() {
                 judged.earliest.remaining
             } else {
@@ -309,7 +309,7 @@ impl KeyModel {
             self.penalties.record_admitted(outcome.verdict == Verdict::Parole, room);
             let after = match limit.kind() {
                 LimitKind::Cooldown(cooldown) => {
-                    // Who was let through is told what it met.
+                    // An admitted caller gets the status from before its own call.
                     self.cooldown.record_let_through(cooldown, now);
                     judged.clone()
                 }
@@ -350,7 +350,7 @@ impl KeyModel {
         now: Time,
     ) -> Result<(), String> {
         let BatchContext { holder, counted_at, charged_at, .. } = terms;
-        let held = matches!(limit.kind(), LimitKind::Concurrency(_)) && self.history.holds(limit.kind(), holder, now);
+        let held = limit.kind().has_permits() && self.history.holds(limit.kind(), holder, now);
         match (op.verb, limit.kind()) {
             (Verb::Refund, _) => {
                 let counted_at = (counted_at > Time::ZERO).then_some(counted_at);
@@ -370,7 +370,7 @@ impl KeyModel {
                 self.history.push(HistoryEvent::Renewed { at: now, holder })
             }
             (Verb::Debit, kind @ LimitKind::Concurrency(_)) => {
-                // No more than can be looked over.
+                // A debit may not take a permit list beyond 4096 units.
                 let used = self.history.status(kind, 0, holder, now, Span::ZERO).used;
                 if op.cost <= 4096_u64.saturating_sub(used) {
                     self.take(kind, op.cost, terms, now);
@@ -426,7 +426,7 @@ fn outcome_bounds(judged: &ExpectedOutcome) -> OutcomeBounds {
     }
 }
 
-/// Parole never applies to a quota or to permits.
+/// Returns true if parole applies to this kind of limit: not to a quota or to permits.
 fn allows_parole(kind: &LimitKind) -> bool {
     matches!(kind, LimitKind::Window(_) | LimitKind::Rate(_))
 }

@@ -1,4 +1,4 @@
-//! Properties that hold whatever is drawn.
+//! Property tests on random tapes.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -12,18 +12,18 @@ use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, Test
 
 use crate::random::{self, RandomSource};
 
-/// Tries a property on `cases` tapes of up to `words` draws, and shortens the first that fails.
+/// Tests a property on `cases` tapes of up to `words` draws, and shrinks the first that fails.
 ///
 /// # Panics
-/// If the property fails or panics: with the reason, the shortest tape that fails, and the seed of the run.
+/// If the property fails or panics. The message has the reason, the shortest tape that fails, and the seed of the run.
 pub fn check(cases: u32, words: usize, property: impl Fn(RandomSource) -> Result<(), String>) {
     check_with_seed(random::run_seed(), cases, words, property);
 }
 
-/// [`check`] from a seed of the caller's.
+/// Does the same as [`check`] with a given seed.
 ///
 /// # Panics
-/// As [`check`] does.
+/// The same as [`check`].
 pub fn check_with_seed(seed: u64, cases: u32, words: usize, property: impl Fn(RandomSource) -> Result<(), String>) {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
@@ -41,14 +41,13 @@ pub fn check_with_seed(seed: u64, cases: u32, words: usize, property: impl Fn(Ra
     }
 }
 
-/// How many tapes a property is tried on before the time is looked at.
+/// The number of tapes between two looks at the time.
 const CASES_PER_SEED: u32 = 20;
 
-/// Tries a property on new tapes of up to `words` draws, for as many seconds as `TIDEGATE_FUZZ_SECONDS` says: 5 by
-/// default.
+/// Tests a property on new tapes of up to `words` draws, for `TIDEGATE_FUZZ_SECONDS` seconds; 5 by default.
 ///
 /// # Panics
-/// As [`check`] does.
+/// The same as [`check`].
 #[expect(clippy::disallowed_methods, reason = "the bound is one of real time")]
 pub fn fuzz(words: usize, property: impl Fn(RandomSource) -> Result<(), String>) {
     let seconds = std::env::var("TIDEGATE_FUZZ_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5);
@@ -64,7 +63,8 @@ thread_local! {
     static PANIC_OUTPUT_OFF: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Turns a panic into an error: a tape is tried thousands of times while it is shortened, and only the last counts.
+/// Turns a panic into an error without output, because shrinking runs a property thousands of times and only the last
+/// run matters.
 fn catch_panic(property: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_false_property_is_found_shortened_and_told() {
+    fn a_false_property_is_shrunk_and_reported() {
         let reason = reason_of(|mut random| if random.next_u64() > 1_000 { Err("too large".into()) } else { Ok(()) });
         assert!(reason.contains("too large") && reason.contains("vec![1001]"), "{reason}");
         assert!(reason.contains("TIDEGATE_SEED=9"), "{reason}");

@@ -1,4 +1,4 @@
-//! A store to hold others against: one map behind one lock, whole states, and core's own [`batch::execute`].
+//! A store to compare others with: one map behind one lock, whole states, and core's own [`batch::execute`].
 
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
@@ -8,8 +8,8 @@ use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb, batch};
 use tidegate_store::{Answer, Immediate as _, Never, Store};
 
-/// States in a sorted map, one batch at a time. It grows with the keys it sees, and forgets a state that is idle when
-/// a batch touches it.
+/// A store with a sorted map that handles one batch at a time. It grows with the number of keys. It drops an idle state
+/// only when a batch touches it.
 #[derive(Debug)]
 pub struct ReferenceStore {
     limits: Arc<Limits>,
@@ -18,17 +18,17 @@ pub struct ReferenceStore {
 }
 
 impl ReferenceStore {
-    /// An empty store.
+    /// Creates an empty store.
     pub fn new(limits: Arc<Limits>) -> Self {
         Self { limits, states: Mutex::new(BTreeMap::new()), round_trips_states: false }
     }
 
-    /// An empty store that turns each state into bytes and back whenever it has changed, as stores with rows do.
+    /// Creates an empty store that encodes and decodes each state after a change, as stores with rows do.
     pub fn with_encoding(limits: Arc<Limits>) -> Self {
         Self { round_trips_states: true, ..Self::new(limits) }
     }
 
-    /// Another store that holds the same: to ask what would have happened.
+    /// Returns another store with the same states, to find out what would have happened.
     #[must_use]
     pub fn fork(&self) -> Self {
         Self {
@@ -38,18 +38,18 @@ impl ReferenceStore {
         }
     }
 
-    /// How many states it holds.
+    /// Returns the number of states.
     pub fn len(&self) -> usize {
         self.states().len()
     }
 
-    /// Whether it holds none.
+    /// Returns true if it has no states.
     pub fn is_empty(&self) -> bool {
         self.states().is_empty()
     }
 
-    /// Every state that matters at `now`, written out without what has expired: equal before and after means that
-    /// nothing changed.
+    /// Returns every state that isn't idle at `now` as text, without expired parts. Equal snapshots mean that nothing
+    /// changed.
     pub fn snapshot(&self, now: Time) -> BTreeMap<(LimitId, Key), String> {
         let states = self.states();
         let kept = states.iter().filter_map(|(&(limit, key), state)| {

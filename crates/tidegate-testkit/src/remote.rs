@@ -1,4 +1,4 @@
-//! A remote store that misbehaves when told to, for what stands in front of stores.
+//! A remote store that misbehaves on demand, to test the code in front of stores.
 
 use parking_lot::Mutex;
 use std::future::pending;
@@ -12,27 +12,27 @@ use tokio::sync::broadcast;
 
 use crate::reference::ReferenceStore;
 
-/// How a remote store behaves.
+/// The behaviour of a remote store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RemoteBehaviour {
-    /// It answers.
+    /// It replies.
     #[default]
     Normal,
-    /// It answers after this time.
+    /// It carries out a batch and replies after this time.
     SlowExecution(Duration),
-    /// It carries out what it is asked at once, and answers after this time.
+    /// It carries out a batch at once, and replies after this time.
     SlowReply(Duration),
-    /// It carries out what it is asked, and its answer is lost.
+    /// It carries out a batch, and its reply is lost.
     LostReply,
-    /// It answers, but to penalties that come back: those it carries out, and its answer is lost.
+    /// It replies, but not to batches that restore a penalty. Those it carries out, and its reply is lost.
     LostPenaltyReply,
-    /// It never answers, and carries out nothing.
+    /// It never replies, and carries out nothing.
     Unresponsive,
-    /// It answers with an error, as one that is full does.
+    /// It replies with an error, as a full store does.
     Failing,
 }
 
-/// A store behind a network of its own; clones are connections to the same one.
+/// A store behind its own network. Clones are connections to the same store.
 #[derive(Clone)]
 pub struct FlakyRemote(Arc<FlakyRemoteInner>);
 
@@ -46,7 +46,7 @@ struct FlakyRemoteInner {
 }
 
 impl FlakyRemote {
-    /// A store that goes by this clock, and tells of resets or doesn't.
+    /// Creates a store with this clock. It sends notifications of resets if `tells_resets` is true.
     pub fn new(limits: Arc<Limits>, clock: impl Clock, tells_resets: bool) -> Self {
         let resets = tells_resets.then(|| broadcast::Sender::new(1024));
         let near = ReferenceStore::new(limits);
@@ -61,22 +61,22 @@ impl FlakyRemote {
         }))
     }
 
-    /// What it holds.
+    /// Returns the store behind the network.
     pub fn store(&self) -> &ReferenceStore {
         &self.0.store
     }
 
-    /// How often it was asked.
+    /// Returns the number of requests.
     pub fn request_count(&self) -> u64 {
         self.0.request_count.load(Ordering::SeqCst)
     }
 
-    /// Behaves like this from now on.
+    /// Sets the behaviour from now on.
     pub fn set_behaviour(&self, mood: RemoteBehaviour) {
         *self.0.behaviour.lock() = mood;
     }
 
-    /// Loses the secret that keys are hashed under.
+    /// Loses the secret under which keys are hashed.
     pub fn forget_seed(&self) {
         *self.0.seed.lock() = None;
     }
@@ -89,7 +89,7 @@ impl FlakyRemote {
         let outcomes = self.0.store.apply_now(batch, self.0.clock.now());
         if let Some(resets) = &self.0.resets {
             for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
-                // Nobody has to be listening.
+                // There may be no listener.
                 let _ = resets.send(Some(Reset { tag: self.limits().tag(op.limit), key: op.key }));
             }
         }

@@ -1,8 +1,8 @@
-//! Real servers for end-to-end tests: nginx, Caddy, wrk, databases and a browser, each on free ports and in a directory
-//! of its own.
+//! Real servers for end-to-end tests: nginx, Caddy, wrk, databases and a browser, each on free ports and in its own
+//! directory.
 //!
-//! A program that isn't installed is told by name on standard error and its test is skipped; where `CI=true` or
-//! `TIDEGATE_REQUIRE_ALL=1`, it fails instead.
+//! If a program isn't installed, its name is written to standard error and its test is skipped. With `CI=true` or
+//! `TIDEGATE_REQUIRE_ALL=1` the test fails instead.
 
 pub mod database;
 pub mod mariadb;
@@ -23,11 +23,11 @@ use crate::random;
 
 pub use redis::{RedisCluster, RedisSentinelGroup, RedisServer, RedisServerOptions};
 
-/// How often and how many times to look whether something has started.
+/// The interval between two checks that a program has started or ended, and their largest number.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 const MAX_POLLS: u32 = 500;
 
-/// The path of a program, or `None` (told on standard error) if it isn't installed.
+/// Returns the path of a program. `None`, with a line on standard error, if it isn't installed.
 ///
 /// # Panics
 /// If it isn't installed and the environment requires everything.
@@ -39,7 +39,7 @@ pub fn require_program(name: &str) -> Option<PathBuf> {
     found
 }
 
-/// [`require_program`] for a program that only the full run demands.
+/// Does the same as [`require_program`] for a program that is required only in a full run.
 ///
 /// # Panics
 /// If it isn't installed, in a full run whose environment requires everything.
@@ -51,10 +51,10 @@ pub fn require_program_in_full_run(name: &str) -> Option<PathBuf> {
     found
 }
 
-/// Python, if it has this module: [`require_program_in_full_run`] for what is no program.
+/// Returns the path of Python if it has this module. It is [`require_program_in_full_run`] for a module.
 ///
 /// # Panics
-/// As [`require_program_in_full_run`].
+/// The same as [`require_program_in_full_run`].
 pub fn require_python_module_in_full_run(name: &str) -> Option<PathBuf> {
     let python = require_program_in_full_run("python3")?;
     let found = Command::new(&python).args(["-c", &format!("import {name}")]).stderr(Stdio::null()).status();
@@ -69,14 +69,14 @@ fn skip_unless_full_run(why: &str) {
     if random::is_full_run() { skip_test(why) } else { print_line(&format!("skipped: {why}")) }
 }
 
-/// The path of a program, in one of these directories or where programs are.
+/// Returns the path of a program, in one of these directories or in the usual ones.
 fn find_program(name: &str, directories: &[PathBuf]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let usual = std::env::split_paths(&path).chain(["/usr/sbin", "/usr/local/sbin"].map(PathBuf::from));
     directories.iter().cloned().chain(usual).map(|place| place.join(name)).find(|file| file.is_file())
 }
 
-/// Tells that a test is skipped.
+/// Reports that a test is skipped.
 ///
 /// # Panics
 /// If the environment requires everything.
@@ -86,29 +86,29 @@ fn skip_test(why: &str) {
     print_line(&format!("skipped: {why}"));
 }
 
-/// Writes a line past the test harness, which would keep it to itself.
+/// Writes a line to standard error directly, because the test harness captures `eprintln!`.
 fn print_line(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// A port on loopback that nobody listens on at the moment.
+/// Returns a port on loopback on which no process listens now.
 ///
 /// # Panics
-/// If the system has none.
+/// If the system has no free port.
 pub fn free_port() -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port on loopback");
     listener.local_addr().expect("the address of a listener").port()
 }
 
-/// A directory that goes away with this value.
+/// A directory that is removed with this value.
 #[derive(Debug)]
 pub struct ScratchDir(PathBuf);
 
 impl ScratchDir {
-    /// A new one.
+    /// Creates a new directory.
     ///
     /// # Panics
-    /// If the system lets none be made.
+    /// If it can't be made.
     pub fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("tidegate-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -117,15 +117,15 @@ impl ScratchDir {
         Self(path)
     }
 
-    /// Where it is.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Writes a file in it.
+    /// Writes a file in it and returns the file's path.
     ///
     /// # Panics
-    /// If it can't be written.
+    /// If the file can't be written.
     pub fn write(&self, name: &str, text: &str) -> PathBuf {
         let file = self.0.join(name);
         fs::write(&file, text).expect("a file in a directory of our own");
@@ -153,11 +153,11 @@ pub struct ChildProcess {
 }
 
 impl ChildProcess {
-    /// Starts a program in a directory of its own, with its output in the files `stdout` and `stderr` there, and waits
-    /// until it listens on `port`.
+    /// Starts a program in its own directory, with its output in the files `stdout` and `stderr` there, and waits until
+    /// it listens on `port`.
     ///
     /// # Panics
-    /// If it doesn't start; what it wrote is told.
+    /// If it doesn't start. The message has the program's output.
     pub fn start(mut command: Command, scratch: ScratchDir, port: u16) -> Self {
         let mut running = Self::spawn(&mut command, scratch);
         for _ in 0..MAX_POLLS {
@@ -189,17 +189,17 @@ impl ChildProcess {
         Self { child, scratch }
     }
 
-    /// Its process id.
+    /// Returns its process id.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// What is in a file of its directory; nothing if there is no such file.
+    /// Returns the content of a file of its directory; empty if there is no such file.
     pub fn read_file(&self, name: &str) -> String {
         fs::read_to_string(self.scratch.path().join(name)).unwrap_or_default()
     }
 
-    /// Sends a signal by name: `TERM`, `QUIT`.
+    /// Sends a signal by name, such as `TERM` or `QUIT`.
     ///
     /// # Panics
     /// If it can't be sent.
@@ -225,7 +225,7 @@ impl Drop for ChildProcess {
         if self.child.try_wait().is_ok_and(|ended| ended.is_some()) {
             return;
         }
-        // Asked nicely first: a master that is killed leaves its workers behind.
+        // SIGTERM first, because a killed master leaves its workers behind.
         let _ = Command::new("kill").args(["-TERM", &self.id().to_string()]).status();
         for _ in 0..100 {
             if self.child.try_wait().is_ok_and(|ended| ended.is_some()) {
@@ -250,7 +250,7 @@ pub fn nginx(http: &str, port: u16) -> Option<ChildProcess> {
         .iter()
         .map(|kind| format!("    {kind}_temp_path {kind};\n"))
         .collect();
-    // As root, nginx would change to a user who can't read our directory.
+    // As root, nginx would change to a user that can't read this directory.
     let user = if is_root() { "user root;\n" } else { "" };
     let config = format!(
         "{user}worker_processes 1;\nerror_log error.log warn;\npid nginx.pid;\nevents {{ worker_connections 4096; }}\n\
@@ -279,17 +279,17 @@ pub fn caddy(caddyfile: &str, port: u16) -> Option<ChildProcess> {
     Some(ChildProcess::start(command, scratch, port))
 }
 
-/// Opens a page in a headless Chromium, for which `name` resolves to 127.0.0.1, and gives the document that there is
-/// when all of the page has been loaded. `None` if Chromium isn't installed.
+/// Opens a page in a headless Chromium, in which `name` resolves to 127.0.0.1, and returns the document after the whole
+/// page has loaded. `None` if Chromium isn't installed.
 ///
 /// # Panics
-/// If it doesn't end well in time.
+/// If it doesn't end successfully in time.
 pub fn chromium_dom(url: &str, name: &str) -> Option<String> {
     let program = require_program("chromium")?;
     let scratch = ScratchDir::new();
     let mut command = Command::new(program);
     command
-        // Its sandbox can't be made by root, and the pages are our own.
+        // Root can't create its sandbox, and the pages are trusted.
         .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"])
         .args(["--disable-background-networking", "--disable-component-update", "--disable-sync"])
         .arg(format!("--user-data-dir={}", scratch.path().join("profile").display()))
@@ -308,38 +308,38 @@ fn is_root() -> bool {
     Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout.trim_ascii() == b"0")
 }
 
-/// What wrk counted.
+/// The counts of wrk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WrkSummary {
-    /// Answers that came.
+    /// Responses that arrived.
     pub answers: u64,
-    /// Of these, those whose status was neither 2xx nor 3xx.
+    /// Responses with a status other than 2xx and 3xx.
     pub not_ok: u64,
-    /// Connections that could not be made.
+    /// Connections that couldn't be made.
     pub connect_errors: u64,
     /// Reads and writes that failed.
     pub read_write_errors: u64,
-    /// Answers that took longer than wrk waits.
+    /// Responses that took longer than wrk's timeout.
     pub timeouts: u64,
-    /// Of the answers that were not OK, those of 500 and above.
+    /// Responses with a status of 500 or above. They are part of `not_ok`.
     pub server_errors: u64,
 }
 
-/// A load that wrk makes in the background.
+/// A run of wrk in the background.
 #[derive(Debug)]
 pub struct WrkProcess {
     child: Child,
     _scratch: ScratchDir,
 }
 
-/// Loads `url` from `connections` for `seconds`. `None` if wrk isn't installed.
+/// Sends load to `url` over `connections` for `seconds`. `None` if wrk isn't installed.
 ///
 /// # Panics
 /// If it doesn't start.
 pub fn wrk(url: &str, connections: u32, seconds: u32) -> Option<WrkProcess> {
     let program = require_program("wrk")?;
     let scratch = ScratchDir::new();
-    // Each thread counts its own server errors; the end sums them up.
+    // Each thread counts its own server errors; the end adds them up.
     let script = "local threads = {}\n\
         function setup(thread) table.insert(threads, thread) end\n\
         function init() server_errors = 0 end\n\
@@ -364,10 +364,10 @@ pub fn wrk(url: &str, connections: u32, seconds: u32) -> Option<WrkProcess> {
 }
 
 impl WrkProcess {
-    /// Waits for its end.
+    /// Waits for its end and returns its counts.
     ///
     /// # Panics
-    /// If it doesn't tell what it counted.
+    /// If its output has no counts.
     pub fn finish(mut self) -> WrkSummary {
         let mut text = String::new();
         if let Some(out) = &mut self.child.stdout {

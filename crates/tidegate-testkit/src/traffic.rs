@@ -1,4 +1,4 @@
-//! Random plans and random traffic on them.
+//! Random plans, and random traffic for them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,11 +12,11 @@ use tidegate_core::{
 
 use crate::random::RandomSource;
 
-/// How many calls are remembered that may still be heard of.
+/// The number of remembered calls that may have follow-ups.
 const MAX_TRACKED_CALLS: usize = 8;
 
-/// A random plan, a few keys, and a clock that goes on by steps that find the edges: to the very moment a wait was
-/// told for and the microsecond before it, past windows, leases and forgiveness.
+/// A generator of random traffic: a random plan, a few keys, and a clock with steps to the edges. It steps to the exact
+/// moment of a reported wait and the microsecond before it, and past windows, leases and forgiveness.
 #[derive(Clone, Debug)]
 pub struct TrafficGenerator {
     random: RandomSource,
@@ -25,9 +25,9 @@ pub struct TrafficGenerator {
     now: Time,
     reported_times: Vec<Time>,
     contents: PlanContents,
-    /// How far ahead calls are counted, if they are.
+    /// The lead by which calls are counted ahead; zero if they aren't.
     lead: Span,
-    /// What was asked last.
+    /// The last batch.
     last_batch: Batch,
     tracked_calls: Vec<TrackedCall>,
 }
@@ -43,20 +43,20 @@ struct TrackedCall {
     generations: Vec<u32>,
 }
 
-/// What a random plan may hold.
+/// The possible contents of a random plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PlanContents {
     /// Everything.
     #[default]
     All,
-    /// Nothing in shadow and nothing that counts refused calls.
+    /// No limit in shadow and none that counts refused calls.
     Simple,
-    /// No time but the store's own: limits that last long enough for a few hundred batches.
+    /// For a store with a real clock: limits that last long enough for a few hundred batches.
     RealTime,
 }
 
 impl TrafficGenerator {
-    /// A plan of 1 to 5 limits and 1 to 4 keys.
+    /// Creates a generator with a plan of 1 to 5 limits and with 1 to 4 keys.
     pub fn new(mut random: RandomSource, wanted: PlanContents) -> Self {
         let count = random.between(1, 5);
         let lead = match random.below(4) {
@@ -65,7 +65,7 @@ impl TrafficGenerator {
             _ => Span::from_millis(random.pick(&[500, 60_000])),
         };
         let limits = (0..count).map(|_| random_limit(&mut random, wanted, lead)).collect();
-        // Different ones, also where a tape gives nothing but zeros.
+        // Distinct keys, even if a tape gives only zeros.
         let keys =
             (0..random.between(1, 4)).map(|key| Key::new(key, random.next_u64() ^ ((key << 61) | key))).collect();
         let now = Time::from_micros(1_700_000_000_000_000 + random.below(86_400_000_000));
@@ -84,22 +84,22 @@ impl TrafficGenerator {
         }
     }
 
-    /// The plan.
+    /// Returns the limits of the plan.
     pub fn limits(&self) -> &Arc<Limits> {
         &self.limits
     }
 
-    /// The clock.
+    /// Returns the present time.
     pub fn now(&self) -> Time {
         self.now
     }
 
-    /// The choices that are still to come.
+    /// Returns the source of further random choices.
     pub fn random(&mut self) -> &mut RandomSource {
         &mut self.random
     }
 
-    /// Moves the clock on, or leaves it where it is.
+    /// Advances the clock, or leaves it as it is, and returns the time.
     pub fn advance_clock(&mut self) -> Time {
         let span = |random: &mut RandomSource, most: u64| Span::from_micros(random.below(most));
         let to = match self.random.below(20) {
@@ -117,7 +117,7 @@ impl TrafficGenerator {
         self.now
     }
 
-    /// A `Take` of 1 to 4 limits, news of a call that was admitted, or now and then something else.
+    /// Returns a `Take` of 1 to 4 limits, a follow-up of an admitted call, or now and then something else.
     pub fn next_batch(&mut self) -> Batch {
         self.last_batch = if !self.tracked_calls.is_empty() && self.random.chance(25) {
             self.follow_up_batch()
@@ -164,9 +164,9 @@ impl TrafficGenerator {
         batch
     }
 
-    /// What becomes of a call: how it ended, what it cost, or that it was never sent. It may be heard of again.
+    /// Returns a follow-up of a call: its end, its true cost, or that it was never sent. Further follow-ups may come.
     fn follow_up_batch(&mut self) -> Batch {
-        // Mostly of the latest, while it still counts ahead.
+        // Mostly the latest call, while it still counts ahead.
         let last = self.tracked_calls.len() - 1;
         let place = if self.random.chance(60) { last } else { self.random.below(last as u64) as usize };
         let call = if self.random.chance(70) {
@@ -196,7 +196,7 @@ impl TrafficGenerator {
         batch
     }
 
-    /// The verb, unless the model couldn't know what came of it.
+    /// Returns the verb, or another one if the model couldn't know its result.
     fn predictable_verb(&self, limit: LimitId, verb: Verb) -> Verb {
         let merges =
             |limit: &Limit| matches!(limit.kind(), LimitKind::Window(window) if !window.max_lateness().is_zero());
@@ -225,7 +225,7 @@ impl TrafficGenerator {
         ])
     }
 
-    /// News of a call for a pace, whose jitter finds the ends of its range.
+    /// Returns a report of a call for a pace. Its jitter reaches the ends of its range.
     fn random_pace_verb(&mut self) -> (Verb, u64) {
         let draw = match self.random.below(8) {
             0 => self.random.pick(&[0, 1, 1 << 31, u32::MAX - 1, u32::MAX]),
@@ -238,7 +238,7 @@ impl TrafficGenerator {
         }
     }
 
-    /// Mostly as all calls have it.
+    /// Returns the lead of a call, mostly that of all calls.
     fn random_lead(&mut self) -> Span {
         match self.random.below(20) {
             0..=16 => self.lead,
@@ -248,7 +248,7 @@ impl TrafficGenerator {
         }
     }
 
-    /// How long a provider asks to be left alone; seldom for good.
+    /// Returns the wait that a provider asks for, in microseconds; seldom endless.
     fn random_wait_micros(&mut self) -> u64 {
         match self.random.below(40) {
             0..=15 => 0,
@@ -266,7 +266,7 @@ impl TrafficGenerator {
         self.limits.get(limit).is_some_and(|limit| matches!(limit.kind(), LimitKind::Pace(_)))
     }
 
-    /// A `Take` of one to four limits, each with the cost of an ordinary call.
+    /// Returns a `Take` of 1 to 4 limits, each with the cost of an ordinary call.
     pub fn take_batch(&mut self) -> Batch {
         let mut pairs = self.limit_key_pairs();
         let mut batch = Batch::new(self.random.next_u64());
@@ -282,7 +282,7 @@ impl TrafficGenerator {
         batch
     }
 
-    /// Remembers what was told, so that time can go there, and who was let through, so that there may be news of them.
+    /// Remembers the reported moments, so that the clock can step to them, and the admitted calls, for follow-ups.
     pub fn record_outcomes(&mut self, outcomes: &Outcomes) {
         if self.reported_times.len() > 8 {
             self.reported_times.clear();
@@ -378,7 +378,7 @@ fn random_limit(random: &mut RandomSource, wanted: PlanContents, lead: Span) -> 
     limit
 }
 
-/// Steps that come to the longest wait within a few, and to none again.
+/// Returns a pacer that reaches its longest wait within a few steps, and zero again.
 fn random_pacer(random: &mut RandomSource, period: Span) -> SharedPacerRules {
     let initial = Duration::from_nanos({
         let most = random.pick(&[1, 1_000, period.as_micros() * 1_000]);
@@ -402,8 +402,9 @@ fn random_pacer(random: &mut RandomSource, period: Span) -> SharedPacerRules {
     SharedPacerRules::new(spec).expect("invariant: within every range")
 }
 
-/// A window, in a plan whose calls are counted ahead one that expects it. Those that keep every moment keep them then
-/// even where calls cost more than they were taken for: merged, they couldn't be told apart.
+/// Returns a window. In a plan with calls counted ahead, it mostly has such a lead. A window that keeps every call then
+/// has more entries. It keeps them even if calls cost more than they were taken for, because merged calls can't be
+/// distinguished.
 fn random_window(
     random: &mut RandomSource,
     limit: u64,

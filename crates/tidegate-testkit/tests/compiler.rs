@@ -1,5 +1,6 @@
-//! A fault of rustc before 1.96.1 (rust-lang/rust#158206): in optimised code, a comparison with a constant whose result is
-//! both used as a number and branched on may lose the number. Delete this file when `rust-version` is 1.96.1 or later.
+//! Guards against a bug of rustc before 1.96.1 (rust-lang/rust#158206). In optimised code, a comparison with a constant
+//! whose result is both used as a number and branched on may lose the number. Delete this file when `rust-version` is
+//! 1.96.1 or later.
 
 use std::collections::HashSet;
 use std::hint::black_box;
@@ -31,7 +32,7 @@ fn branch(counter: &mut Counter) -> u32 {
 }
 
 #[test]
-fn a_compiler_that_is_mended_loses_no_count() {
+fn fixed_compilers_lose_no_count() {
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let told = Command::new(rustc).arg("--version").output().expect("rustc can be run");
     let told = String::from_utf8_lossy(&told.stdout).trim().to_owned();
@@ -44,7 +45,7 @@ fn a_compiler_that_is_mended_loses_no_count() {
 }
 
 #[test]
-fn no_comparison_is_both_a_number_and_a_branch() {
+fn no_comparison_is_both_number_and_branch() {
     assert!(version(env!("CARGO_PKG_RUST_VERSION")) < MENDED, "no supported compiler has the fault: delete this file");
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut files = Vec::new();
@@ -63,7 +64,7 @@ fn no_comparison_is_both_a_number_and_a_branch() {
         .iter()
         .flat_map(|file| {
             let text = fs::read_to_string(file).unwrap();
-            // In a test such a sum is harmless unless something branches on the truth value.
+            // In a test such a sum is harmless unless a branch depends on the truth value.
             let sums = !file.components().any(|part| part.as_os_str() == "tests");
             suspicious(&text, sums).into_iter().map(|line| format!("{}:{line}", file.display())).collect::<Vec<_>>()
         })
@@ -76,7 +77,7 @@ fn no_comparison_is_both_a_number_and_a_branch() {
 }
 
 #[test]
-fn the_pattern_is_found() {
+fn the_suspicious_pattern_is_detected() {
     for text in [
         "let b = self.n == 0;\nself.n += usize::from(b);",
         "fn told(failed: bool) {\nself.up += u64::from(failed);",
@@ -124,8 +125,8 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
 const NUMBERS: [&str; 13] =
     ["u8", "u16", "u32", "u64", "u128", "usize", "i8", "i16", "i32", "i64", "i128", "isize", "f64"];
 
-/// The lines that make a number of a named comparison or of a truth value that the function branches on, and with `sums` also
-/// those that add any truth value to a number.
+/// Returns the lines that convert a named comparison, or a truth value that the function branches on, to a number. With
+/// `sums`, also returns those that add any truth value to a number.
 fn suspicious(text: &str, sums: bool) -> Vec<String> {
     let mut found = Vec::new();
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
@@ -160,7 +161,7 @@ fn suspicious(text: &str, sums: bool) -> Vec<String> {
     found
 }
 
-/// The names that a line branches on as they are.
+/// Returns the names that a line branches on directly.
 fn branched_on(line: &str) -> impl Iterator<Item = &str> {
     line.match_indices("if ").filter_map(|(at, word)| {
         let condition = line[at + word.len()..].trim_start_matches('!');
@@ -174,7 +175,7 @@ fn is_name(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// True if it is a comparison as a whole, not only somewhere within parentheses or a block.
+/// Returns true if the whole value is a comparison, not only a part within parentheses or a block.
 fn compares(value: &str) -> bool {
     let operators = [" == ", " != ", " < ", " > ", " <= ", " >= "];
     let is_outside = |at: usize| {
@@ -186,7 +187,8 @@ fn compares(value: &str) -> bool {
     !is_block && (value.starts_with('!') || value.starts_with("matches!(") || signs.any(|(at, _)| is_outside(at)))
 }
 
-/// The parts of the line that are made into numbers: the insides of `u64::from(…)`, and what stands before `as u64`.
+/// Returns the parts of the line that are converted to numbers: the arguments of `u64::from(…)`, and the text before
+/// `as u64`.
 fn numbers_from(line: &str) -> impl Iterator<Item = &str> {
     NUMBERS.iter().flat_map(move |number| {
         let from = line
@@ -198,7 +200,7 @@ fn numbers_from(line: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Up to the parenthesis that closes.
+/// Returns the text up to the closing parenthesis.
 fn inside(text: &str) -> &str {
     let mut depth = 1;
     for (at, c) in text.char_indices() {
@@ -214,7 +216,7 @@ fn inside(text: &str) -> &str {
     text
 }
 
-/// The name, or what the parentheses hold, at the end.
+/// Returns the name at the end, or the content of the parentheses there.
 fn before(text: &str) -> &str {
     if !text.ends_with(')') {
         return text.rsplit(|c: char| !is_name(c)).next().unwrap_or(text);

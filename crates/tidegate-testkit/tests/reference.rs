@@ -1,4 +1,4 @@
-//! The reference store passes the suite it is the reference for, near and far, and a store that is wrong doesn't.
+//! Tests that the reference store passes the conformance suite, near and far, and that faulty stores don't.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -22,12 +22,12 @@ fn the_reference_store_conforms() {
 }
 
 #[test]
-fn a_state_is_the_same_after_it_was_bytes() {
+fn encoded_states_behave_the_same() {
     check_conformance(&ReferenceStore::with_encoding, &FEW).unwrap();
 }
 
 #[test]
-fn bytes_that_are_no_state_are_told() {
+fn decoding_arbitrary_bytes_is_stable() {
     property::check(2_000, 40, |mut random| {
         let junk: Vec<u8> = (0..random.below(60)).map(|_| random.next_u64() as u8).collect();
         for first in [junk.as_slice(), &[&[0x10 | random.below(7) as u8], junk.as_slice()].concat()] {
@@ -51,7 +51,7 @@ fn bytes_that_are_no_state_are_told() {
     assert!(KeyState::decode(&bytes).is_none(), "a later version");
 }
 
-/// A store that answers later and goes by a clock of its own, as one behind a network does.
+/// A store that replies later and has its own clock, as one behind a network does.
 struct Remote {
     near: ReferenceStore,
     clock: AtomicU64,
@@ -79,7 +79,7 @@ impl Store for Remote {
     }
 }
 
-/// Ready the second time it is asked.
+/// A reply that is ready at the second poll.
 struct Reply {
     outcomes: Option<Outcomes>,
     asked: bool,
@@ -126,12 +126,12 @@ fn a_store_behind_a_network_conforms() {
     .unwrap();
 }
 
-/// A way to answer wrongly.
+/// A fault of a store.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
-    /// A `Take` that is refused is tried again one operation at a time.
+    /// A refused `Take` is tried again one operation at a time.
     Halves,
-    /// Looking counts.
+    /// A peek counts.
     Looks,
     /// A reset resets the next limit as well.
     Resets,
@@ -139,21 +139,21 @@ enum Fault {
     Doubles,
     /// Calls are never counted ahead.
     Leads,
-    /// That a call has ended is lost.
+    /// The end of a call is lost.
     Settles,
-    /// What a call turned out to cost is lost.
+    /// The true cost of a call is lost.
     Debits,
-    /// What is given back is anybody's.
+    /// A refund takes any call.
     Refunds,
-    /// What is given back was just charged.
+    /// A refund is of a call that was just charged.
     Belated,
     /// Every throttled reply is of the latest generation.
     Throttles,
     /// Every success is of the first generation.
     Succeeds,
-    /// What isn't accepted isn't left out.
+    /// A credential that isn't accepted isn't disabled.
     Disables,
-    /// A penalty that is brought back is lost.
+    /// A restored penalty is lost.
     Penalises,
 }
 
@@ -174,7 +174,7 @@ impl Fault {
         Self::Penalises,
     ];
 
-    /// The batch that is carried out in place of one.
+    /// Returns the batch that is carried out in place of another.
     fn bend(self, batch: &Batch) -> Batch {
         let terms = batch.context();
         let lead = if let Self::Leads = self { Span::ZERO } else { terms.lead };
@@ -189,7 +189,7 @@ impl Fault {
                 | (Self::Debits, Verb::Debit)
                 | (Self::Disables, Verb::Disable)
                 | (Self::Penalises, Verb::RestorePenalty { .. }) => {
-                    // Something that is always done and changes nothing.
+                    // An operation that always succeeds and changes nothing.
                     Op { verb: Verb::Refund, cost: 0, ..op }
                 }
                 (Self::Throttles, Verb::Throttle { .. }) => Op { verb: Verb::Throttle { generation: u32::MAX }, ..op },
@@ -251,7 +251,7 @@ impl Store for Wrong {
 }
 
 #[test]
-fn a_store_that_is_wrong_does_not_conform() {
+fn every_faulty_store_fails_conformance() {
     for fault in Fault::ALL {
         let open = |limits| Wrong { near: ReferenceStore::new(limits), fault, batches: AtomicU64::new(0) };
         let failure = check_conformance(&open, &FEW).expect_err("the fault must be found");
@@ -260,7 +260,7 @@ fn a_store_that_is_wrong_does_not_conform() {
 }
 
 #[test]
-fn a_snapshot_shows_what_matters_and_no_more() {
+fn snapshots_show_only_significant_state() {
     let window = Window::new(2, Span::from_secs(60), 64).unwrap();
     let limit = Limit::new(LimitKind::Window(window)).with_count_mode(CountMode::Admitted);
     let store = ReferenceStore::new(Arc::new(Limits::new(vec![limit]).unwrap()));

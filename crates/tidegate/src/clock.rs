@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_system_clock_tells_the_wall_time_and_never_goes_back() {
+    fn system_clock_follows_wall_time_and_is_monotonic() {
         let clock = SystemClock::new();
         assert!(clock.now().as_micros().abs_diff(wall_micros()) < 1_000_000);
         let mut last = clock.now();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn the_present_lies_between_its_bounds() {
+    fn now_lies_between_its_bounds() {
         let clock = SystemClock::new();
         for _ in 0..100_000 {
             let before = clock.now();
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn it_runs_as_fast_as_the_kernels() {
+    fn the_clock_runs_at_the_kernel_clocks_rate() {
         let clock = SystemClock::new();
         let (ours, kernel) = (clock.now(), clock_micros(ClockId::Monotonic));
         std::thread::sleep(std::time::Duration::from_millis(200));
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wall_clock_that_was_set_is_followed_slowly() {
+    fn an_adjusted_wall_clock_is_followed_gradually() {
         let hour = Span::from_secs(3600);
         let present = Time::from_micros(wall_micros());
         for (clock, drift) in

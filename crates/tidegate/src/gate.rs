@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::decision::{decide, move_to_shared_keys};
-use tidegate_core::{
-    Batch, Clock, Decision, Limit, LimitKind, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict,
-};
+use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
 use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
@@ -329,8 +327,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// no room for the caller's own.
     #[cold]
     fn shared_batches(&self, own_batch: &Batch, ip: Option<IpAddr>) -> Vec<Batch> {
-        let in_flight =
-            |limit| matches!(self.0.plan.limits().get(limit).map(Limit::kind), Some(LimitKind::Concurrency(_)));
+        let in_flight = |limit| self.0.plan.limits().get(limit).is_some_and(|limit| limit.kind().has_permits());
         let batch_for_level = |share| {
             let mut batch =
                 own_batch.with_ops(own_batch.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
@@ -401,7 +398,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn holders_never_repeat() {
+    fn holder_ids_are_unique() {
         let holders = HolderIds::new();
         let ids: std::collections::HashSet<u64> = (0..100_000).map(|_| holders.next()).collect();
         assert_eq!(ids.len(), 100_000);

@@ -71,8 +71,12 @@ pub use permit_guard::PermitGuard;
 pub use report::{DecisionReport, PermitId};
 pub use stores::{OpenError, Stores};
 
-pub use tidegate_core as core;
 pub use tidegate_core::{Backoff, Clock, Decision, Growth, Jitter, Reason, Span, Time};
+#[cfg(feature = "outbound")]
+pub use tidegate_core::{
+    PacerSpec,
+    pacer::{PacerGrowth, PacerMode},
+};
 pub use tidegate_policy as policy;
 pub use tidegate_policy::{ActionId, MatchedActions, Plan, Policy, Query};
 pub use tidegate_store as store;

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_are_true() {
+    fn a_call_is_admitted_exactly_after_its_wait() {
         let clock = ManualClock::default();
         let limiter = Limiter::with_clock("10/s burst 2", clock.clone()).unwrap();
         assert!(limiter.check_cost(2).is_admitted());
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_steps_back_locks_nobody_out() {
+    fn a_clock_step_back_locks_out_no_caller() {
         let clock = ManualClock::default();
         let start = clock.now();
         let limiter = Limiter::with_clock("10/s burst 1", clock.clone()).unwrap();
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_apart() {
+    fn keys_are_counted_separately() {
         let limiter = KeyedLimiter::with_clock("2 per 60s", 1 << 20, ManualClock::default()).unwrap();
         for key in ["a", "b"] {
             assert!(limiter.check(key).is_admitted() && limiter.check(key).is_admitted());
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peek_tells_the_turn_and_takes_nothing() {
+    fn a_peek_predicts_the_decision_and_charges_nothing() {
         let clock = ManualClock::default();
         for (quantity, second) in [("2 per 60s", 60), ("1 per 30s burst 2", 30)] {
             let limiter = KeyedLimiter::with_clock(quantity, 1 << 20, clock.clone()).unwrap();
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_limit_is_refused() {
+    fn unusable_limits_are_rejected() {
         assert!(matches!(Limiter::new("5 per 60s"), Err(LimiterError::NotARate { .. })));
         assert!(matches!(KeyedLimiter::<str>::new("unlimited"), Err(LimiterError::Unlimited)));
         assert!(matches!(KeyedLimiter::<str>::new("2 in flight"), Err(LimiterError::InFlight)));

@@ -31,7 +31,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 ///
 /// ```
 /// use tidegate::Pacer;
-/// use tidegate::core::PacerSpec;
+/// use tidegate::PacerSpec;
 ///
 /// # async fn call() -> Result<(), ()> { Ok(()) }
 /// # async fn work() -> Result<(), Box<dyn std::error::Error>> {
@@ -64,7 +64,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// more until it tells of its next. How long a wait is, is decided when it begins. Up to 4096 workers are counted.
 ///
 /// ```
-/// use tidegate::core::PacerSpec;
+/// use tidegate::PacerSpec;
 /// use tidegate::policy::{Policy, PolicySources};
 /// use tidegate::{Pacer, Stores};
 ///
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn totals_of_64_tasks_are_exact_whoever_is_cancelled() {
+    async fn totals_stay_exact_when_tasks_are_cancelled() {
         const EACH: u64 = 50;
         let pacer = Pacer::new(constant()).unwrap();
         pacer.on_failure().await;
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn waits_last_as_long_as_they_should() {
+    async fn waits_last_exactly_the_pacers_interval() {
         let growth = PacerGrowth::Exponential { up: 2_000, down: 500 };
         let spec =
             PacerSpec { growth, randomization: 0, successes: 1, mode: PacerMode::Classic, ..PacerSpec::default() };
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_clock_that_is_set_by_hand_ends_the_wait() {
+    async fn advancing_a_manual_clock_ends_the_wait() {
         let clock = ManualClock::default();
         let pacer = Pacer::with_clock(PacerSpec::default(), clock.clone()).unwrap();
         let waits = tokio::spawn({
@@ -364,7 +364,7 @@ mod tests {
 
     #[test]
     #[expect(clippy::disallowed_methods, reason = "it is the real wait that is measured")]
-    fn a_thread_waits_as_a_task_does() {
+    fn blocking_calls_wait_like_async_calls() {
         let pacer = Pacer::new(PacerSpec { initial: MS(20), ..PacerSpec::default() }).unwrap();
         let began = std::time::Instant::now();
         pacer.on_success_blocking();
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_draw_the_same_waits() {
+    fn each_pacer_draws_different_random_waits() {
         let waits = || {
             let pacer = Pacer::with_clock(PacerSpec::default(), ManualClock::default()).unwrap();
             let PaceBackend::Local(state) = &pacer.backend else { unreachable!("made for this process") };

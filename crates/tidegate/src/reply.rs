@@ -257,33 +257,6 @@ impl Replies {
         response
     }
 
-    /// [`refusal`](Self::refusal) for a caller that may just have been told the same: who hammers is told the same for
-    /// a whole second, and copying the last answer costs less than forming it.
-    pub fn refusal_cached(
-        &self,
-        last: &mut RefusalCache,
-        actions: impl Into<MatchedActions>,
-        decision: &Decision,
-        request: &HeaderMap,
-    ) -> Response<Bytes> {
-        let actions = actions.into();
-        if wants_problem(request) {
-            return self.refusal(actions, decision, request);
-        }
-        let key = RefusalKey::new(actions, decision);
-        if let Some((cached_key, response)) = &last.0
-            && *cached_key == key
-        {
-            let mut copy = Response::new(response.body().clone());
-            *copy.status_mut() = response.status();
-            *copy.headers_mut() = response.headers().clone();
-            return copy;
-        }
-        let response = self.refusal(actions, decision, request);
-        last.0 = Some((key, response.clone()));
-        response
-    }
-
     /// A decision as the JSON that its [`DecisionReport`](crate::DecisionReport) serialises to, written in one go.
     pub fn report(&self, decision: &Decision) -> Bytes {
         let seconds = |span: Span| span.as_secs_ceil();
@@ -424,36 +397,6 @@ fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
             text.put("\"}");
         }
         None => text.put(r#","next_allowed_at":null}"#),
-    }
-}
-
-/// The refusal that a connection was told last; see [`Replies::refusal_cached`].
-#[derive(Debug, Default)]
-pub struct RefusalCache(Option<(RefusalKey, Response<Bytes>)>);
-
-/// All that a refusal says, and so all that it depends on.
-#[derive(Debug, PartialEq, Eq)]
-struct RefusalKey {
-    actions: MatchedActions,
-    bound_by: Option<LimitId>,
-    limit: Option<u64>,
-    remaining: Option<u64>,
-    wait: Option<u64>,
-    until: Option<u64>,
-    denied: bool,
-}
-
-impl RefusalKey {
-    fn new(actions: MatchedActions, decision: &Decision) -> Self {
-        Self {
-            actions,
-            bound_by: decision.bound_by,
-            limit: decision.limit,
-            remaining: decision.remaining,
-            wait: decision.retry_after.map(|wait| wait.as_secs_ceil()),
-            until: decision.next_allowed_at.map(Time::as_secs_ceil),
-            denied: decision.reason == Reason::DenyList,
-        }
     }
 }
 

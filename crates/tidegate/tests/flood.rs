@@ -5,9 +5,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use tidegate::clock::ManualClock;
-use tidegate::core::ShareLevel;
 use tidegate::policy::{KeySeed, Policy, PolicySources};
 use tidegate::{Decision, Gate, Memory, Query, Span};
+use tidegate_core::ShareLevel;
 
 const LOGIN: &str = r#"
 [inbound.action.login]
@@ -50,7 +50,7 @@ fn blocked(gate: &Gate<Memory, ManualClock>) -> usize {
 }
 
 #[test]
-fn two_hundred_blocked_clients_stay_blocked_whatever_networks_call() {
+fn blocked_clients_stay_blocked_during_a_flood() {
     let floods = [(MIB, 8_000, v4 as fn(u32) -> IpAddr), (MIB, 20_000, v6), (4 * MIB, 33_000, v4)];
     for (bytes, networks, address) in floods {
         let (gate, clock) = gate(LOGIN, bytes);
@@ -71,7 +71,7 @@ fn two_hundred_blocked_clients_stay_blocked_whatever_networks_call() {
 
 /// Clients whose limit a network larger than a /24 or /48 shares are refused by that limit, and never blocked.
 #[test]
-fn a_crowd_is_never_blocked() {
+fn clients_sharing_a_limit_are_never_blocked() {
     for address in [v4, v6] {
         let (gate, _) = gate(LOGIN, MIB);
         let (mut alone, mut refused) = (0, 0);
@@ -91,7 +91,7 @@ fn a_crowd_is_never_blocked() {
 
 /// A call under a limit on calls in flight gives back what it took, under whatever key that was.
 #[test]
-fn permits_that_a_network_shares_come_back() {
+fn permits_shared_by_a_network_are_returned() {
     let policy = "[inbound.action.login]\nlimit = \"5 per 60s\"\nban = \"600s\"\n\
                   [inbound.action.export]\nlimit = \"3 in flight\"\n";
     let (gate, _) = gate(policy, MIB);

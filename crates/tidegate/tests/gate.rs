@@ -6,11 +6,11 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 
 use tidegate::clock::ManualClock;
-use tidegate::core::batch::{BatchStates, OpContext, execute};
-use tidegate::core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
 use tidegate::policy::{KeySeed, Policy, PolicySources};
 use tidegate::store::{Answer, Never, StoreError};
 use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Memory, Query, Reason, Span, Store, Time};
+use tidegate_core::batch::{BatchStates, OpContext, execute};
+use tidegate_core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
 
 fn policy(toml: &str) -> Policy {
     Policy::load(PolicySources::new().file("test.toml", toml)).unwrap_or_else(|errors| panic!("{errors}"))
@@ -32,7 +32,7 @@ penalty = { base = "2s", cap = "1h" }
 "#;
 
 #[test]
-fn the_ladder() {
+fn each_strike_doubles_the_block_up_to_cap() {
     let (gate, clock) = gate(LOGIN);
     let login = call("login", "203.0.113.7");
     for left in (0..5).rev() {
@@ -94,7 +94,7 @@ fn the_global_limit_counts_over_all_actions() {
 }
 
 #[test]
-fn a_call_that_its_action_refuses_counts_against_global_only_if_told_so() {
+fn refused_calls_count_globally_only_if_configured() {
     for (count, counted) in [("admitted", 2), ("all", 10)] {
         let (gate, _) = gate(&format!(
             r#"
@@ -115,7 +115,7 @@ fn a_call_that_its_action_refuses_counts_against_global_only_if_told_so() {
 }
 
 #[test]
-fn a_thousand_blocked_clients_return_when_told() {
+fn blocked_clients_are_admitted_at_the_stated_time() {
     let (gate, clock) = gate(LOGIN);
     let clients: Vec<IpAddr> = (0..1000_u32).map(|n| IpAddr::from((0x0a00_0000 + n * 256).to_be_bytes())).collect();
     let ask = |ip: IpAddr| gate.check_now(&Query { action: Some("login"), ip: Some(ip), ..Query::default() }).unwrap();
@@ -143,7 +143,7 @@ fn a_thousand_blocked_clients_return_when_told() {
 }
 
 #[test]
-fn addresses_of_one_network_are_one_key() {
+fn addresses_of_one_network_share_a_key() {
     let (gate, _) = gate("[inbound.action.login]\nlimit = \"10000 per 1h\"\n");
     for n in 0..10_000_u64 {
         let ip = IpAddr::from(std::net::Ipv6Addr::from(0x2001_0db8_0000_0001_u128 << 64 | u128::from(n * 7919)));
@@ -157,7 +157,7 @@ fn addresses_of_one_network_are_one_key() {
 }
 
 #[test]
-fn status_and_explain_change_nothing_and_reset_forgets_one_action() {
+fn status_changes_nothing_and_reset_clears_one_action() {
     let (gate, clock) = gate(&format!(
         "[inbound.global]\nlimit = \"100 per 1h\"\n{LOGIN}\n[inbound.action.otp]\nlimit = \"3 per 60s\"\n"
     ));
@@ -185,7 +185,7 @@ fn status_and_explain_change_nothing_and_reset_forgets_one_action() {
 }
 
 #[test]
-fn lists_come_first_and_shadow_lets_pass() {
+fn lists_are_checked_first_and_shadow_admits() {
     let (gate, _) = gate(
         r#"
         [inbound]
@@ -220,7 +220,7 @@ fn lists_come_first_and_shadow_lets_pass() {
 }
 
 #[test]
-fn permits_are_held_and_given_back() {
+fn permits_are_held_and_returned() {
     let (gate, clock) = gate("[inbound.action.export]\nlimit = \"2 in flight\"\n");
     let export = call("export", "203.0.113.7");
     let first = gate.check_now(&export).unwrap();
@@ -238,7 +238,7 @@ fn permits_are_held_and_given_back() {
 }
 
 #[test]
-fn asking_about_a_permit_gives_none() {
+fn status_and_explain_take_no_permit() {
     let (gate, _) = gate("[inbound.action.export]\nlimit = \"2 in flight\"\n");
     let export = call("export", "203.0.113.7");
     assert_eq!(block_on(gate.status(&export)).unwrap().permit, None);
@@ -246,7 +246,7 @@ fn asking_about_a_permit_gives_none() {
 }
 
 #[test]
-fn a_reset_is_of_what_it_names() {
+fn a_reset_clears_only_the_named_limit() {
     let (gate, _) = gate(
         r#"
         [inbound.global]
@@ -266,7 +266,7 @@ fn a_reset_is_of_what_it_names() {
 }
 
 #[test]
-fn what_cannot_be_decided_is_an_error() {
+fn undecidable_queries_are_errors() {
     let (gate, _) =
         gate(&format!("{LOGIN}\n[inbound.action.api]\nkey = [\"key\", \"platform\"]\nlimit = \"5 per 60s\"\n"));
     let unknown = gate.check_now(&call("logn", "203.0.113.7")).unwrap_err();
@@ -296,7 +296,7 @@ fn a_report_parses_back() {
 }
 
 #[test]
-fn exactly_ten_of_a_hundred_at_once() {
+fn exactly_ten_of_hundred_concurrent_calls_pass() {
     let (gate, _) = gate("[inbound.action.login]\nlimit = \"10 per 60s\"\n");
     let admitted: usize = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..100)
@@ -373,7 +373,7 @@ impl BatchStates for Full {
 }
 
 #[test]
-fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
+fn a_full_store_shares_keys_over_wider_networks() {
     let policy = policy(
         "[inbound.global]\nlimit = \"9 per 60s\"\n[inbound.action.a]\nlimit = [\"5 per 60s\", \"6 per 60s\", \"7/s\"]\n",
     );
@@ -410,7 +410,7 @@ fn where_the_store_has_no_room_each_key_is_shared_more_and_more_widely() {
 }
 
 #[test]
-fn values_that_come_to_share_a_key_are_charged_to_it_once() {
+fn values_sharing_a_key_are_charged_once() {
     let policy = policy("[inbound.action.a]\nkey = \"cookie:sid\"\nlimit = \"5 per 60s\"\n");
     let plan = policy.plan();
     let store = Arc::new(Cramped {

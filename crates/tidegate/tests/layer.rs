@@ -61,7 +61,7 @@ async fn serve_axum(layer: GateLayer<Memory, ManualClock>, reached: Arc<AtomicUs
 }
 
 #[tokio::test]
-async fn axum_is_limited() {
+async fn axum_requests_are_limited() {
     let (layer, clock) = layer();
     let reached = Arc::new(AtomicUsize::new(0));
     let address = serve_axum(layer, Arc::clone(&reached)).await;
@@ -85,7 +85,7 @@ async fn axum_is_limited() {
 }
 
 #[tokio::test]
-async fn paths_that_servers_read_differently_are_counted_refused_or_given_one_form() {
+async fn ambiguous_paths_are_counted_refused_or_normalised() {
     for (word, refused) in [("union", None), ("refuse", Some(StatusCode::BAD_REQUEST)), ("normalise", None)] {
         let policy = Policy::builder()
             .setting("inbound.ambiguous_paths", word)
@@ -116,7 +116,7 @@ async fn paths_that_servers_read_differently_are_counted_refused_or_given_one_fo
 }
 
 #[tokio::test]
-async fn a_stranger_cannot_choose_an_address() {
+async fn an_untrusted_client_cannot_choose_its_address() {
     let (layer, _) = layer();
     let address = serve_axum(layer, Arc::default()).await;
     for (n, forged) in ["198.51.100.1", "198.51.100.2", "198.51.100.3"].iter().enumerate() {
@@ -144,7 +144,7 @@ async fn a_permit_is_held_until_the_body_ends() {
 }
 
 #[tokio::test]
-async fn the_service_that_was_made_ready_is_the_one_that_is_called() {
+async fn the_ready_service_is_the_one_called() {
     let (layer, _) = layer();
     let service = tower::service_fn(|_: Request<()>| async { Ok::<_, Infallible>(Response::new(String::new())) });
     // A clone of this one panics when it is called without having been made ready itself.
@@ -156,7 +156,7 @@ async fn the_service_that_was_made_ready_is_the_one_that_is_called() {
 }
 
 #[tokio::test]
-async fn a_failing_service_gives_the_permit_back() {
+async fn a_failing_service_returns_the_permit() {
     let (layer, _) = layer();
     let layer = layer.peer(|_| Some([203, 0, 113, 7].into()));
     let service = tower::service_fn(|_: Request<()>| async { Err::<Response<String>, _>("broken") });
@@ -168,7 +168,7 @@ async fn a_failing_service_gives_the_permit_back() {
 }
 
 #[tokio::test]
-async fn a_layer_without_a_peer_says_nothing_false() {
+async fn a_layer_without_peer_address_answers_500() {
     let (layer, _) = layer();
     let service = tower::service_fn(|_: Request<()>| async { Ok::<_, Infallible>(Response::new(String::new())) });
     let mut limited = tower::Layer::layer(&layer, service);
@@ -199,7 +199,7 @@ impl Service<Request<tonic::body::Body>> for Echo {
 }
 
 #[tokio::test]
-async fn tonic_is_limited() {
+async fn tonic_requests_are_limited() {
     let (layer, _) = layer();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -221,7 +221,7 @@ async fn tonic_is_limited() {
 }
 
 #[tokio::test]
-async fn a_host_is_one_and_the_same_wherever_it_is_named() {
+async fn uri_and_host_header_name_the_same_host() {
     let policy = Policy::builder()
         .action("shop", ActionSpec::new("1 per 60s").path("/page").host("shop.example"))
         .build()

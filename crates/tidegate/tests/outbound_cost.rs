@@ -115,7 +115,7 @@ async fn assert_left(service: &Through, left: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_request_asks_for_is_reserved() {
+async fn the_requested_cost_is_reserved() {
     let ask = "{\"max_tokens\":300}    ";
     // 10 for each call, and 5 for a body of 22 bytes.
     for (rules, headers, body, cut, reserved) in [
@@ -149,7 +149,7 @@ async fn what_a_request_asks_for_is_reserved() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_breaks_off_before_its_turn_costs_nothing() {
+async fn a_body_broken_before_sending_costs_nothing() {
     let api = Api::default();
     let service = api.behind(RULES, &[], || whole(""));
     let broken = iter([Ok(Frame::data(Bytes::from_static(b"{"))), Err(io::Error::other("the caller is gone"))]);
@@ -161,7 +161,7 @@ async fn a_body_that_breaks_off_before_its_turn_costs_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_does_not_come_takes_no_longer_than_its_call() {
+async fn a_missing_body_ends_at_the_calls_timeout() {
     let api = Api::default();
     let service = api.behind(&format!("{RULES}timeout = \"7s\""), &[], || whole(""));
     let clock = TokioClock::default();
@@ -174,7 +174,7 @@ async fn a_body_that_does_not_come_takes_no_longer_than_its_call() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_events_of_a_stream_settle_it_however_they_are_cut() {
+async fn stream_events_settle_the_cost_despite_chunking() {
     for split in 0..=STREAM.len() {
         let api = Api::default();
         let (first, second) = STREAM.as_bytes().split_at(split);
@@ -194,7 +194,7 @@ async fn the_events_of_a_stream_settle_it_however_they_are_cut() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_the_reply_tells_nothing_the_reservation_stands() {
+async fn without_a_stated_cost_the_reservation_stands() {
     const SAYS: &str = "{\"usage\":{\"in\":25,\"out\":15}}";
     for (headers, body, left) in [
         (&[JSON][..], SAYS, 960),
@@ -218,7 +218,7 @@ async fn where_the_reply_tells_nothing_the_reservation_stands() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_of_events_is_not_held_up_to_be_judged() {
+async fn event_streams_are_not_buffered_for_body_rules() {
     let rule = "throttled_when = { contains = { \"/error\" = \"slow down\" } }\n";
     let service = Api::default().behind(rule, &[EVENTS], || unending("data: {}\n\n"));
     let mut reply = service.oneshot(post(&[], whole(""))).await.unwrap();

@@ -133,7 +133,7 @@ const SAID: [(&str, &str, &str); 6] = [
 ];
 
 #[tokio::test(start_paused = true)]
-async fn language_models_tell_what_calls_cost() {
+async fn language_model_replies_settle_the_calls_cost() {
     for (preset, kind, body) in SAID {
         let settings = format!("preset = \"{preset}\"\n{KEY}\ncost_limit = \"30000 per 60s\"");
         let api = Ready::made(&settings, move |_| (200, kind, body));
@@ -146,7 +146,7 @@ async fn language_models_tell_what_calls_cost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn omdb_spends_the_day_whatever_status_says_so() {
+async fn omdbs_limit_message_spends_the_daily_quota() {
     for status in [200, 401] {
         let reached = (status, "application/json", r#"{"Response":"False","Error":"Request limit reached!"}"#);
         let api = Ready::made(&format!("preset = \"omdb-free\"\n{KEY}"), move |_| reached);
@@ -168,7 +168,7 @@ async fn omdb_spends_the_day_whatever_status_says_so() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn musicbrainz_throttles_with_a_503_that_is_no_outage() {
+async fn musicbrainz_503_throttle_is_no_outage() {
     const MANY: &str = r#"{"error":"Your requests are exceeding the allowable rate limit. Please see …","help":"…"}"#;
     let settings = "preset = \"musicbrainz\"\nuser_agent = \"Tagger/1.2 ( me@example.org )\"\ntimeout = \"1h\"\n\
                     retry = { max_attempts = 20 }\nbudget = { min = 20, reserve = 20 }";

@@ -18,13 +18,13 @@ use http_body_util::{BodyExt, StreamBody};
 use reqwest::redirect::Policy as Redirects;
 use reqwest_middleware::{ClientBuilder, ClientWithMiddleware, Error, Middleware, Next};
 use tidegate::clock::SystemClock;
-use tidegate::core::retry::UnreplayableReason;
-use tidegate::core::{Clock as _, Lane};
 use tidegate::outbound::{
     CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundMiddleware, SendError,
 };
 use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Span, Time};
+use tidegate_core::retry::UnreplayableReason;
+use tidegate_core::{Clock as _, Lane};
 use tokio::net::TcpListener;
 
 const PLANTED: &str = "pl4nted-s3cr3t";
@@ -134,7 +134,7 @@ const HEADER: &str = "auth = \"header:x-api-key\"\ncredentials = [\"env:A\"]\nli
 const QUERY: &str = "auth = \"query:k\"\ncredentials = [\"env:A\"]\nlimit = \"1000/s burst 1000\"\n";
 
 #[tokio::test]
-async fn requests_below_a_base_url_are_calls_and_others_pass() {
+async fn only_requests_below_a_base_url_are_governed() {
     let server = Server::new(|_, arrived| arrived.uri.clone().into_response()).await;
     let more = [("twin", "/v1"), ("deep", "/v1/deep")]
         .map(|(name, path)| format!("[outbound.provider.{name}]\nbase_url = \"{}\"\n{HEADER}", server.url(path)));
@@ -163,14 +163,14 @@ async fn requests_below_a_base_url_are_calls_and_others_pass() {
 }
 
 #[test]
-fn a_credential_that_is_missing_is_told_at_the_start() {
+fn a_missing_credential_is_reported_at_startup() {
     let outbound = outbound(&format!("[outbound.provider.api]\nbase_url = \"http://127.0.0.1:1\"\n{BEARER}"));
     let missing = OutboundMiddleware::with_env(outbound.providers().iter().cloned(), |_| None).unwrap_err();
     assert!(matches!(missing, CredentialError::Missing(_)), "{missing}");
 }
 
 #[tokio::test]
-async fn calls_keep_to_the_limit() {
+async fn calls_are_spaced_by_the_limit() {
     let server = Server::new(|_, _| "".into_response()).await;
     let outbound = server.outbound("limit = \"20/s\"");
     let client = client(&outbound);
@@ -187,7 +187,7 @@ async fn calls_keep_to_the_limit() {
 }
 
 #[tokio::test]
-async fn a_throttled_call_waits_as_long_as_the_server_asks() {
+async fn a_throttled_call_waits_for_retry_after() {
     let server = Server::new(|number, _| match number {
         0 => (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "1")]).into_response(),
         _ => "".into_response(),
@@ -202,7 +202,7 @@ async fn a_throttled_call_waits_as_long_as_the_server_asks() {
 }
 
 #[tokio::test]
-async fn a_failure_is_tried_again_with_the_same_body_where_that_is_harmless() {
+async fn idempotent_failures_are_retried_with_the_same_body() {
     for (method, key, sends) in [("GET", None, 3), ("PUT", None, 3), ("POST", Some("k1"), 3), ("POST", None, 1)] {
         let server = Server::new(|number, _| match number {
             0 | 1 => (StatusCode::SERVICE_UNAVAILABLE, "down").into_response(),
@@ -241,7 +241,7 @@ fn upload(chunks: usize) -> reqwest::Body {
 }
 
 #[tokio::test]
-async fn an_upload_is_sent_whole_or_not_again() {
+async fn oversized_uploads_are_sent_once_and_whole() {
     let server = Server::new(|_, _| StatusCode::SERVICE_UNAVAILABLE.into_response()).await;
     let outbound = server.outbound(&format!("replay = \"8KiB\"\nbreaker = \"off\"\n{BEARER}"));
     let client = client(&outbound);
@@ -264,7 +264,7 @@ fn in_full(error: &Error) -> String {
 }
 
 #[tokio::test]
-async fn no_error_tells_the_credential() {
+async fn errors_contain_no_credential() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let nobody = listener.local_addr().unwrap();
     drop(listener);
@@ -298,7 +298,7 @@ async fn no_error_tells_the_credential() {
 }
 
 #[tokio::test]
-async fn no_reply_tells_the_credential() {
+async fn replies_contain_no_credential() {
     let server = Server::new(|_, arrived| match arrived.uri.split('?').next().unwrap() {
         "/v1/broken" => {
             let half = stream::once(async { Ok(Bytes::from_static(b"half")) });
@@ -326,7 +326,7 @@ async fn no_reply_tells_the_credential() {
 }
 
 #[tokio::test]
-async fn a_client_that_follows_redirects_is_refused() {
+async fn clients_that_follow_redirects_are_rejected() {
     let elsewhere = Server::new(|_, _| "".into_response()).await;
     let to = elsewhere.url("/");
     let server = Server::new(move |_, _| (StatusCode::FOUND, [("location", to.clone())]).into_response()).await;
@@ -355,7 +355,7 @@ async fn a_client_that_follows_redirects_is_refused() {
 }
 
 #[tokio::test]
-async fn a_call_is_in_flight_until_its_body_has_been_read() {
+async fn a_call_is_in_flight_until_body_read() {
     let server = Server::new(|_, _| "body".into_response()).await;
     let outbound = server.outbound(BEARER);
     let client = client(&outbound);
@@ -372,7 +372,7 @@ async fn a_call_is_in_flight_until_its_body_has_been_read() {
 }
 
 #[tokio::test]
-async fn a_requests_own_time_out_is_the_calls() {
+async fn the_requests_timeout_becomes_the_calls_timeout() {
     let server = Server::new(|_, _| StatusCode::SERVICE_UNAVAILABLE.into_response()).await;
     let text = format!(
         "[outbound.provider.api]\nbase_url = \"{}\"\nretry = {{ base = \"5s\", jitter = \"none\" }}\n{BEARER}",
@@ -385,7 +385,7 @@ async fn a_requests_own_time_out_is_the_calls() {
 }
 
 #[tokio::test]
-async fn a_login_is_sent_by_the_same_client() {
+async fn logins_are_sent_by_the_same_client() {
     let server = Server::new(|_, arrived| match arrived.uri.as_str() {
         "/v1/login" => "{\"token\":\"t1\"}".into_response(),
         _ => "".into_response(),
@@ -425,7 +425,7 @@ impl Middleware for Counting {
 }
 
 #[tokio::test]
-async fn middleware_behind_it_sees_every_attempt_of_one_request() {
+async fn inner_middleware_sees_every_attempt() {
     let server = Server::new(|_, _| StatusCode::SERVICE_UNAVAILABLE.into_response()).await;
     let counting = Counting::default();
     let client = builder(&server.outbound(BEARER)).with(counting.clone()).build();

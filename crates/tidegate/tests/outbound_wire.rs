@@ -18,9 +18,9 @@ use http_body_util::{BodyExt, Full, StreamBody};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use tidegate::clock::SystemClock;
-use tidegate::core::retry::UnreplayableReason;
 use tidegate::outbound::{CallErrorKind, CallStats, Outbound, OutboundError, OutboundLayer, ReplayBody, SendError};
 use tidegate::policy::{Policy, PolicySources};
+use tidegate_core::retry::UnreplayableReason;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tower::{Layer as _, ServiceExt as _};
@@ -71,7 +71,7 @@ where
 }
 
 #[tokio::test]
-async fn what_is_sent_again_is_the_same_request() {
+async fn retries_send_the_same_request() {
     let seen = Seen::default();
     let address = provider(Arc::clone(&seen)).await;
     let service = layer(address).layer(client());
@@ -90,7 +90,7 @@ async fn what_is_sent_again_is_the_same_request() {
 }
 
 #[tokio::test]
-async fn nobody_listens() {
+async fn refused_connections_are_retried_even_for_post() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     drop(listener);
@@ -106,7 +106,7 @@ async fn nobody_listens() {
 }
 
 #[tokio::test]
-async fn a_callers_body_that_breaks_off_is_no_failure_of_the_provider() {
+async fn a_broken_request_body_is_no_provider_failure() {
     let seen = Seen::default();
     let service = layer(provider(Arc::clone(&seen)).await).layer(client());
     let upload = |breaks: bool| {
@@ -152,7 +152,7 @@ impl Drop for Counted {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_upload_of_a_gibibyte_is_sent_once_in_bounded_memory() {
+async fn a_gibibyte_upload_uses_bounded_memory() {
     static ZEROES: [u8; 65_536] = [0; 65_536];
     static MADE: AtomicU64 = AtomicU64::new(0);
     let seen = Seen::default();
@@ -217,7 +217,7 @@ async fn answering_first(refusal: impl Fn(u32) -> Vec<u8> + Send + Sync + 'stati
 }
 
 #[tokio::test]
-async fn what_an_http_2_provider_refuses_unprocessed_is_sent_again_whatever_the_method() {
+async fn unprocessed_http2_requests_are_retried_for_any_method() {
     const RESET: u8 = 3;
     const GOAWAY: u8 = 7;
     let reset = |reason: u32| move |number| frame(RESET, 0, number, &reason.to_be_bytes());

@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::pacer::{PacerGrowth, PacerMetrics};
-use tidegate::core::{Clock as _, PacerSpec, Time};
 use tidegate::policy::{KeySeed, Policy, PolicySources};
 use tidegate::store::{Fleet, FleetOptions, fleet_limits};
 use tidegate::{AnyStore, OpenError, Pacer, Stores};
+use tidegate_core::pacer::{PacerGrowth, PacerMetrics};
+use tidegate_core::{Clock as _, PacerSpec, Time};
 use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
@@ -89,7 +89,7 @@ fn work(pacer: Pacer<TokioClock>, calls: &Arc<AtomicU64>) -> AbortHandle {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failure_of_one_slows_the_other_down() {
+async fn one_nodes_failure_slows_the_other() {
     let world = World::new(doubling(MS(500), 2));
     let (one, two) = (world.node(), world.node());
     near(world.took(one.on_success()).await, MS(0));
@@ -113,7 +113,7 @@ async fn a_failure_of_one_slows_the_other_down() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_rate_of_all_stays_the_same_as_workers_come_and_go() {
+async fn the_total_rate_is_independent_of_workers() {
     const EXPECTED: std::ops::RangeInclusive<u64> = 95..=103;
     let world = World::new(constant(MS(100)));
     let calls = Arc::new(AtomicU64::new(0));
@@ -152,7 +152,7 @@ async fn the_rate_of_all_stays_the_same_as_workers_come_and_go() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_for_longer_than_a_lease_is_counted_all_the_same() {
+async fn a_worker_waiting_beyond_its_lease_still_counts() {
     let world = World::new(constant(SECS(45)));
     let (one, two) = (world.node(), world.node());
     near(world.took(one.on_failure()).await, SECS(45));
@@ -167,7 +167,7 @@ async fn who_waits_for_longer_than_a_lease_is_counted_all_the_same() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cancelled_task_has_told_everything_and_holds_nothing() {
+async fn a_cancelled_task_has_reported_and_holds_nothing() {
     let world = World::new(doubling(MS(500), 1));
     let (one, two) = (world.node(), world.node());
     one.on_success().await;
@@ -191,7 +191,7 @@ async fn a_cancelled_task_has_told_everything_and_holds_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_its_store_a_process_goes_on_with_what_it_last_knew() {
+async fn without_its_store_the_last_pace_continues() {
     for mood in [RemoteBehaviour::Unresponsive, RemoteBehaviour::Failing, RemoteBehaviour::LostReply] {
         let world = World::new(doubling(MS(500), 9));
         let (one, two) = (world.node(), world.node());
@@ -215,7 +215,7 @@ async fn without_its_store_a_process_goes_on_with_what_it_last_knew() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_process_knew_for_long_holds_for_nobody_else() {
+async fn an_outdated_local_pace_affects_no_other_node() {
     let world = World::new(doubling(MS(500), 1));
     let (one, two) = (world.node(), world.node());
     one.on_failure().await;
@@ -233,7 +233,7 @@ async fn what_a_process_knew_for_long_holds_for_nobody_else() {
 
 /// A thread that holds up the runtime which looks after the store gets no answer, and goes on without.
 #[tokio::test]
-async fn a_thread_waits_for_a_store_within_bounds() {
+async fn blocking_calls_wait_boundedly_for_the_store() {
     let world = World::new(doubling(MS(20), 1));
     let pacer = world.node();
     pacer.on_failure_blocking();
@@ -252,7 +252,7 @@ async fn stores(store: &str) -> Stores {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_opens_a_pacer_by_its_name_shares_it() {
+async fn pacers_of_one_name_are_shared() {
     let scratch = tempfile::tempdir().unwrap();
     let file = format!("file:{}", scratch.path().join("state").display());
     let (spec, clock) = (doubling(MS(500), 3), TokioClock::default());
@@ -286,7 +286,7 @@ async fn who_opens_a_pacer_by_its_name_shares_it() {
 /// The clocks here are the machine's and the server's.
 #[cfg(feature = "redis")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_processes_hold_one_pace_over_a_real_server() {
+async fn two_nodes_share_a_pace_over_redis() {
     let Some(server) = tidegate_testkit::servers::RedisServer::start() else { return };
     let (one, two) = (stores(&server.url()).await, stores(&server.url()).await);
     let spec = constant(MS(20));

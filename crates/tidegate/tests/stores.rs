@@ -59,7 +59,7 @@ fn nodes() -> (FlakyRemote, [Node; 2]) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nodes_count_together() {
+async fn nodes_share_counts() {
     let (store, [one, two]) = nodes();
     sleep(Duration::from_millis(1)).await;
     for gate in [&one, &two, &one] {
@@ -87,7 +87,7 @@ async fn nodes_count_together() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn permits_are_held_for_all_and_come_back() {
+async fn permits_are_shared_between_nodes_and_returned() {
     let (_, [one, two]) = nodes();
     sleep(Duration::from_millis(1)).await;
     let query = ask("slots", "k");
@@ -100,7 +100,7 @@ async fn permits_are_held_for_all_and_come_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_waits_is_begun_and_what_does_not_is_decided() {
+async fn checks_are_pending_only_while_they_wait() {
     let (store, [one, _]) = nodes();
     sleep(Duration::from_millis(1)).await;
     let begin = |key| {
@@ -119,7 +119,7 @@ async fn what_waits_is_begun_and_what_does_not_is_decided() {
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_be_is_told() {
+async fn store_opening_errors_are_reported() {
     let open = async |url: &str, more: &str| {
         let policy = policy(&format!("[store]\nurl = \"{url}\"\n{more}\n{POLICY}"));
         Stores::open(&policy, |name| (name == "SHORT").then(|| "short".to_owned())).await
@@ -134,7 +134,7 @@ async fn a_store_that_cannot_be_is_told() {
 
 /// A provider that is shared has nobody to share a file with: it is kept there like the others.
 #[tokio::test(start_paused = true)]
-async fn providers_keep_their_counts_in_the_file_whether_they_are_shared_or_not() {
+async fn all_providers_keep_their_counts_in_files() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("state");
     let provider = "base_url = \"https://api.test\"\nlimit = \"1 per 1h\"\n";
@@ -151,7 +151,7 @@ async fn providers_keep_their_counts_in_the_file_whether_they_are_shared_or_not(
 
 /// What a file keeps is there again for the gate and for providers, without a word on either.
 #[tokio::test(start_paused = true)]
-async fn a_file_outlives_the_process() {
+async fn file_state_survives_a_restart() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("state");
     let text = format!("[store]\nurl = \"file:{}\"\n{POLICY}", path.display());
@@ -169,7 +169,7 @@ async fn a_file_outlives_the_process() {
 
 /// A clock that is a day ahead for one run of the program loses neither a day's quota nor a block.
 #[tokio::test(start_paused = true)]
-async fn a_file_forgets_nothing_for_a_clock_that_is_wrong_once() {
+async fn a_temporarily_wrong_clock_loses_no_file_state() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("state");
     let text = format!(
@@ -196,7 +196,7 @@ async fn a_file_forgets_nothing_for_a_clock_that_is_wrong_once() {
 
 /// Who asks and goes away before the answer is there holds nothing.
 #[tokio::test(start_paused = true)]
-async fn permits_that_nobody_hears_of_come_back() {
+async fn permits_of_cancelled_checks_are_returned() {
     let (store, [one, two]) = nodes();
     sleep(Duration::from_millis(1)).await;
     let query = ask("slots", "k");
@@ -215,7 +215,7 @@ async fn permits_that_nobody_hears_of_come_back() {
 
 /// The store may have granted what a node refused by itself, or let through by itself, because the answer didn't come.
 #[tokio::test(start_paused = true)]
-async fn permits_whose_answer_was_lost_come_back() {
+async fn permits_with_lost_replies_are_returned() {
     let (store, [one, two]) = nodes();
     sleep(Duration::from_secs(3)).await;
     let query = ask("pairs", "k");

@@ -10,7 +10,7 @@ use std::thread;
 
 use rustix::process::{Pid, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
 use tidegate::SystemClock;
-use tidegate::core::{Clock as _, Span, Time};
+use tidegate_core::{Clock as _, Span, Time};
 
 use super::TIMED_OUT_STATUS;
 use super::input::StdinSource;

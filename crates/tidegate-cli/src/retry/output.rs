@@ -4,7 +4,7 @@ use parking_lot::{Mutex, MutexGuard};
 use std::io::{Read, Write};
 
 use regex::bytes::Regex;
-use tidegate::core::{Clock, Span, Time};
+use tidegate_core::{Clock, Span, Time};
 use tidegate_policy::parse_duration;
 
 /// The maximum bytes that are forwarded at a time.
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_are_found_in_lines_wherever_they_are_cut() {
+    fn patterns_match_lines_regardless_of_chunking() {
         let throttled = OutputMatches { throttled: true, ..OutputMatches::default() };
         assert_eq!(seen(b"all is well\nreally"), OutputMatches::default());
         assert_eq!(seen(b"please slow down"), throttled);
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_are_seconds_times_and_dates() {
+    fn waits_may_be_seconds_durations_or_dates() {
         let wait = |output: &str| seen(output.as_bytes()).retry_after;
         assert_eq!(wait("Retry-After: 7\r\n"), Some(Span::from_secs(7)));
         assert_eq!(wait("retry after 0.25"), Some(Span::from_millis(250)));

@@ -17,7 +17,7 @@ use tidegate_testkit::servers::ScratchDir;
 use crate::common::provider;
 
 #[test]
-fn beyond_loopback_it_wants_a_token() {
+fn listening_beyond_loopback_requires_a_token() {
     let scratch = ScratchDir::new();
     let settings = "limit = \"1/s\"\n[outbound]\nlisten = \"0.0.0.0:0\"\n";
     let file = scratch.write("tidegate.toml", &provider(1, settings));

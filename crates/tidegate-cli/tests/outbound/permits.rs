@@ -37,7 +37,7 @@ fn counting(tokens: &Tokens, held: &Arc<AtomicBool>) -> Upstream {
 }
 
 #[test]
-fn no_token_has_more_calls_in_flight_than_it_may_and_all_have_as_many() {
+fn tokens_share_calls_evenly_within_in_flight_limits() {
     let (tokens, held) = (Tokens::default(), Arc::new(AtomicBool::new(false)));
     let upstream = counting(&tokens, &held);
     let settings = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\", \"env:C\"]\nadaptive = \"off\"\n\

@@ -89,7 +89,7 @@ fn telltale(request: &str) -> String {
 }
 
 #[test]
-fn no_token_is_ever_told() {
+fn logs_and_replies_contain_no_token() {
     for format in ["text", "json"] {
         let upstream = Upstream::start(telltale);
         let policy = EVERY_WAY.replace("PORT", &upstream.port.to_string());

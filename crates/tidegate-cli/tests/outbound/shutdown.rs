@@ -9,7 +9,7 @@ use crate::common::{gateway, provider};
 use crate::upstream::{Upstream, reply};
 
 #[test]
-fn sigterm_loses_no_call() {
+fn sigterm_completes_running_and_queued_calls() {
     let upstream = Upstream::start(|_| {
         thread::sleep(Duration::from_millis(300));
         reply("200 OK", "", "done")
@@ -37,7 +37,7 @@ fn sigterm_loses_no_call() {
 }
 
 #[test]
-fn what_cannot_wait_for_a_shutdown_is_cut_off() {
+fn calls_exceeding_the_shutdown_timeout_are_aborted() {
     let upstream = Upstream::start(|_| reply("200 OK", "", "done"));
     let settings = "limit = \"1 per 1m\"\ntimeout = \"2m\"\n[inbound.timeouts]\nshutdown = \"500ms\"";
     let (mut gateway, port) = gateway(&provider(upstream.port, settings), &[]);

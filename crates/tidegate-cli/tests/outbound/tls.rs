@@ -109,7 +109,7 @@ fn asked(api: &Api, authority: &str, request: &str) -> (tidegate_testkit::http_c
 }
 
 #[test]
-fn http_2_is_spoken_where_it_is_offered() {
+fn http2_is_used_where_offered() {
     for (offered, version) in [(&["h2", "http/1.1"][..], "HTTP/2.0"), (&["http/1.1"], "HTTP/1.1"), (&[], "HTTP/1.1")] {
         let api = Api::start(offered);
         let takes_trailers = "GET /api/x HTTP/1.1\r\nHost: 127.0.0.1\r\nTE: trailers\r\nConnection: TE\r\n\r\n";
@@ -123,7 +123,7 @@ fn http_2_is_spoken_where_it_is_offered() {
 }
 
 #[test]
-fn whom_nobody_vouches_for_gets_no_request() {
+fn untrusted_certificates_receive_no_request() {
     let (api, other) = (Api::start(&["h2", "http/1.1"]), Api::start(&[]));
     let post = "POST /api/x HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\norder";
     let (answer, _) = asked(&api, &other.authority, post);

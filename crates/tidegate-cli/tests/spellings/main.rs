@@ -240,19 +240,19 @@ fn assert_counted_before<S>(what: &str, (quirks, paths): (&str, &str), start: im
 }
 
 #[test]
-fn what_nginx_routes_is_counted() {
+fn paths_routed_by_nginx_are_counted() {
     assert_counted_before("nginx", (QUIRKS, PATHS), |port| nginx(&nginx_routes(port, ""), port));
 }
 
 #[test]
-fn what_nginx_routes_without_merging_slashes_is_counted() {
+fn paths_of_nginx_without_slash_merging_are_counted() {
     let routes = |port| nginx_routes(port, "merge_slashes off;");
     assert_counted_before("nginx, merge_slashes off", (QUIRKS, PATHS), |port| nginx(&routes(port), port));
 }
 
 /// PCRE's `$` matches before a line feed at the end.
 #[test]
-fn what_nginx_routes_by_regular_expressions_is_counted() {
+fn paths_routed_by_nginx_regexes_are_counted() {
     let routes = |port| {
         nginx_routes(port, "").replace("= /login {", "~ ^/login$ {").replace("location /api/", "location ~ ^/api/")
     };
@@ -261,7 +261,7 @@ fn what_nginx_routes_by_regular_expressions_is_counted() {
 
 /// A `proxy_pass` with a URI forwards the path that nginx has decoded, with `%3b` as `;`.
 #[test]
-fn what_is_routed_without_parameters_behind_nginx_is_counted() {
+fn parameter_stripped_paths_behind_nginx_are_counted() {
     assert_counted_before("nginx with a URI before a server that cuts parameters", (JAVA, PATHS), |port| {
         let behind = free_port();
         let upstream = node(upstreams::CUT_AND_DECODED, behind)?;
@@ -274,58 +274,58 @@ fn what_is_routed_without_parameters_behind_nginx_is_counted() {
 }
 
 #[test]
-fn what_caddy_routes_is_counted() {
+fn paths_routed_by_caddy_are_counted() {
     let site = |port| format!("http://:{port} {{\n\tbind 127.0.0.1\n{}\n}}\n", caddy_routes(LIMITED));
     assert_counted_before("Caddy", ("[\"caddy\"]", PATHS), |port| caddy(&site(port), port));
 }
 
 #[test]
-fn what_node_routes_by_the_raw_prefix_is_counted() {
+fn paths_routed_by_raw_prefix_are_counted() {
     assert_counted_before("Node, req.url", (QUIRKS, PATHS), |port| node(upstreams::RAW_PREFIX, port));
 }
 
 #[test]
-fn what_node_routes_by_new_url_is_counted() {
+fn paths_routed_by_node_url_are_counted() {
     assert_counted_before("Node, new URL()", (QUIRKS, PATHS), |port| node(upstreams::NEW_URL, port));
 }
 
 /// Jetty and Tomcat do the same.
 #[test]
-fn what_is_routed_without_parameters_before_it_is_decoded_is_counted() {
+fn paths_stripped_of_parameters_before_decoding_are_counted() {
     assert_counted_before("Node, parameters cut", (JAVA, PATHS), |port| node(upstreams::CUT_AND_DECODED, port));
 }
 
 #[test]
-fn what_is_routed_by_what_is_before_a_semicolon_is_counted() {
+fn paths_cut_at_a_semicolon_are_counted() {
     assert_counted_before("Node, as Fastify 4 ends paths", (QUIRKS, PATHS), |port| {
         node(upstreams::UP_TO_SEMICOLON, port)
     });
 }
 
 #[test]
-fn what_python_routes_by_urlparse_and_unquote_is_counted() {
+fn paths_routed_by_python_urlparse_are_counted() {
     assert_counted_before("Python, unquote(urlparse())", (JAVA, PATHS), python);
 }
 
 #[test]
-fn what_flask_routes_is_counted() {
+fn paths_routed_by_flask_are_counted() {
     assert_counted_before("Flask", (QUIRKS, PATHS), flask);
 }
 
 /// A prefix router: `/login` also matches `/loginx` and `/login/x`.
 #[test]
-fn what_javas_http_server_routes_is_counted() {
+fn paths_routed_by_javas_httpserver_are_counted() {
     assert_counted_before("com.sun.net.httpserver", (QUIRKS, "[\"/login*\", \"/api/*\"]"), java);
 }
 
 #[test]
-fn what_gos_mux_routes_is_counted() {
+fn paths_routed_by_go_mux_are_counted() {
     assert_counted_before("Go, net/http", (QUIRKS, PATHS), go_mux);
 }
 
 /// Caddy with the guide's snippet and policy. Caddy itself routes the requests.
 #[test]
-fn what_caddy_routes_is_counted_where_it_asks_by_forward_auth() {
+fn paths_routed_by_caddy_forward_auth_are_counted() {
     let front = free_port();
     let (_gate, _, api) = gate("[\"caddy\"]", PATHS, free_port());
     // The name of the counted limit goes to the backend, which puts it into its body.
@@ -341,7 +341,7 @@ fn what_caddy_routes_is_counted_where_it_asks_by_forward_auth() {
 
 /// nginx with the guide's snippet and policy. nginx itself routes the requests.
 #[test]
-fn what_nginx_routes_is_counted_where_it_asks_by_forward_auth() {
+fn paths_routed_by_nginx_forward_auth_are_counted() {
     let (front, backend) = (free_port(), free_port());
     let (_gate, _, api) = gate(QUIRKS, PATHS, free_port());
     let snippet = include_str!("../../../../docs/snippets/nginx.conf")

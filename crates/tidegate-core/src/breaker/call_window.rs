@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn each_tenth_leaves_whole_and_on_time() {
+    fn each_tenth_expires_whole_and_on_time() {
         let mut calls = CallWindow::new(Span::from_secs(100));
         for tenth in 0..10 {
             for _ in 0..=tenth {
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_back_neither_forgets_nor_keeps_for_longer() {
+    fn clock_steps_back_keep_calls_one_window() {
         let mut calls = CallWindow::new(Span::from_secs(10));
         calls.record(true, false, at(5_000));
         calls.record(true, false, at(4));

@@ -37,14 +37,14 @@ impl Caller {
 }
 
 #[test]
-fn round_robin_goes_round() {
+fn round_robin_uses_credentials_in_order() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     assert_eq!(caller.calls(0..6), "ABCABC");
     assert_eq!(caller.next(6), caller.next(6), "naming one takes no turn");
 }
 
 #[test]
-fn round_robin_skips_who_cools_down_until_its_exact_moment() {
+fn round_robin_skips_cooling_credentials_exactly() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     caller.pool.set_cooling_until(1, at(5), at(0));
     assert_eq!(caller.calls(0..4), "ACAC");
@@ -62,7 +62,7 @@ fn round_robin_skips_who_cools_down_until_its_exact_moment() {
 }
 
 #[test]
-fn a_refused_candidate_makes_room_for_the_next() {
+fn a_refused_candidate_is_replaced_by_the_next() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     assert_eq!(caller.next(0), Some(0));
     caller.pool.set_cooling_until(0, at(100), at(0));
@@ -82,7 +82,7 @@ fn a_refused_candidate_makes_room_for_the_next() {
 }
 
 #[test]
-fn a_turn_that_was_not_taken_is_not_lost() {
+fn an_unused_turn_is_not_lost() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     caller.pool.record_use(1);
     assert_eq!(caller.calls(0..7), "ACABCAB");
@@ -99,7 +99,7 @@ fn a_turn_that_was_not_taken_is_not_lost() {
 }
 
 #[test]
-fn least_recently_used_picks_who_was_unused_longest() {
+fn least_recently_used_picks_the_longest_unused() {
     let mut caller = Caller::new(Balance::LeastRecentlyUsed, 4);
     for credential in [3, 1, 0, 2, 0, 3] {
         caller.pool.record_use(credential);
@@ -113,7 +113,7 @@ fn least_recently_used_picks_who_was_unused_longest() {
 
 /// χ² with 9 degrees of freedom is above 27.88 once in a thousand draws of a fair die.
 #[test]
-fn random_is_uniform_over_the_good_ones() {
+fn random_choice_is_uniform_over_good_credentials() {
     let mut caller = Caller::new(Balance::Random, 12);
     caller.pool.set_cooling_until(3, Time::NEVER, at(0));
     caller.pool.set_cooling_until(7, at(1), at(0));
@@ -145,7 +145,7 @@ fn random_is_uniform_over_the_good_ones() {
 }
 
 #[test]
-fn all_cooling_tells_the_earliest() {
+fn a_cooling_pool_states_the_earliest_end() {
     for balance in [Balance::RoundRobin, Balance::Random, Balance::LeastRecentlyUsed] {
         let mut caller = Caller::new(balance, 3);
         caller.pool.set_cooling_until(2, Time::NEVER, at(0));
@@ -162,7 +162,7 @@ fn all_cooling_tells_the_earliest() {
 }
 
 #[test]
-fn only_what_cannot_come_earlier_is_said_to_be_closed() {
+fn only_certain_ends_count_as_closed() {
     let mut caller = Caller::new(Balance::RoundRobin, 2);
     caller.pool.set_closed_until(0, at(5_000), at(0));
     assert_eq!(caller.pool.all_closed_until(at(0)), None, "one is good");
@@ -184,7 +184,7 @@ fn only_what_cannot_come_earlier_is_said_to_be_closed() {
 }
 
 #[test]
-fn the_quota_is_told_that_keeps_the_first_from_rejoining() {
+fn the_quota_delaying_the_first_credential_is_named() {
     let mut caller = Caller::new(Balance::RoundRobin, 2);
     let quota = LimitId::from_index(3).unwrap();
     for (credential, until) in [(0, at(5_000)), (1, at(3_000))] {
@@ -201,7 +201,7 @@ fn the_quota_is_told_that_keeps_the_first_from_rejoining() {
 }
 
 #[test]
-fn a_busy_credential_is_passed_over_until_a_call_of_its_ends() {
+fn a_busy_credential_is_skipped_until_freed() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     caller.pool = caller.pool.with_max_in_flight(2);
     assert_eq!(caller.calls(0..4), "ABCA");
@@ -216,7 +216,7 @@ fn a_busy_credential_is_passed_over_until_a_call_of_its_ends() {
 }
 
 #[test]
-fn a_busy_credential_cools_down_like_every_other() {
+fn a_busy_credential_can_cool_down() {
     let mut caller = Caller::new(Balance::LeastRecentlyUsed, 2);
     caller.pool = caller.pool.with_max_in_flight(1);
     assert_eq!(caller.calls(0..2), "AB");
@@ -236,7 +236,7 @@ fn a_busy_credential_cools_down_like_every_other() {
 }
 
 #[test]
-fn a_step_back_locks_nobody_out() {
+fn a_clock_step_back_excludes_no_credential() {
     let mut caller = Caller::new(Balance::RoundRobin, 2);
     let year = 365 * 86_400_000;
     caller.pool.set_cooling_until(0, at(year + 10), at(year));
@@ -253,7 +253,7 @@ fn a_step_back_locks_nobody_out() {
 }
 
 #[test]
-fn bounds() {
+fn pool_size_and_indexes_are_bounded() {
     for found in [0, MAX_CREDENTIALS + 1] {
         assert_eq!(CredentialPool::new(Balance::RoundRobin, found).unwrap_err(), PoolSizeError { found });
     }

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn one_asks_until_it_is_answered_or_gone() {
+fn only_one_call_asks_at_a_time() {
     let mut lanes = Lanes::new(LanesSpec::default());
     let tickets: Vec<Ticket> = (0..3).map(|_| enqueue(&mut lanes, Lane::User, test_time(0))).collect();
     assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
@@ -21,7 +21,7 @@ fn one_asks_until_it_is_answered_or_gone() {
 }
 
 #[test]
-fn a_refusal_holds_for_all_that_would_meet_it_and_no_longer() {
+fn a_refusal_holds_equal_or_costlier_calls_only() {
     let mut lanes = Lanes::new(LanesSpec::default());
     let costs = [10, 10, 50, 9];
     let tickets = costs.map(|cost| lanes.enqueue(Lane::User, cost, Time::NEVER, test_time(0)).unwrap());
@@ -40,7 +40,7 @@ fn a_refusal_holds_for_all_that_would_meet_it_and_no_longer() {
 }
 
 #[test]
-fn a_poke_asks_again() {
+fn a_poke_makes_calls_ask_again() {
     let mut lanes = Lanes::new(LanesSpec::default());
     let user = enqueue(&mut lanes, Lane::User, test_time(0));
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
@@ -61,7 +61,7 @@ fn a_poke_asks_again() {
 }
 
 #[test]
-fn a_lanes_own_ceiling_holds_nobody_else_back() {
+fn a_lanes_ceiling_blocks_only_that_lane() {
     let mut lanes = Lanes::new(LanesSpec { floor: MAX_FLOOR, ..LanesSpec::default() });
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), background);
@@ -74,7 +74,7 @@ fn a_lanes_own_ceiling_holds_nobody_else_back() {
 }
 
 #[test]
-fn a_raised_calls_refusal_was_its_old_lanes() {
+fn a_raised_call_ignores_its_old_lanes_refusal() {
     let mut lanes = Lanes::new(LanesSpec::default());
     let raised = enqueue(&mut lanes, Lane::Background, test_time(0));
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
@@ -87,7 +87,7 @@ fn a_raised_calls_refusal_was_its_old_lanes() {
 }
 
 #[test]
-fn a_clock_that_steps_back_holds_nobody_back() {
+fn a_clock_step_back_delays_no_call() {
     let year = Span::from_secs(365 * 86_400);
     for scope in [RefusalScope::Provider, RefusalScope::Lane] {
         let mut lanes = Lanes::new(LanesSpec::default());

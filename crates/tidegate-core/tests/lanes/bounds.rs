@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_full_lane_refuses_and_the_others_take() {
+fn only_the_full_lane_refuses_calls() {
     let mut lanes = Lanes::new(waiting(2));
     for lane in Lane::ALL {
         let first = enqueue(&mut lanes, lane, test_time(0));
@@ -17,14 +17,14 @@ fn a_full_lane_refuses_and_the_others_take() {
 }
 
 #[test]
-fn no_lane_is_longer_than_the_longest() {
+fn no_lane_exceeds_the_maximum_length() {
     let mut lanes = Lanes::new(waiting(u32::MAX));
     let room = (0..).take_while(|_| lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)).is_ok()).count();
     assert_eq!(room, MAX_WAITING as usize);
 }
 
 #[test]
-fn a_call_leaves_at_its_deadline() {
+fn a_waiting_call_expires_at_its_deadline() {
     let mut lanes = Lanes::new(LanesSpec { max_in_flight: 1, ..LanesSpec::default() });
     let in_flight = enqueue(&mut lanes, Lane::User, test_time(0));
     assert_eq!(drain(&mut lanes, test_time(0)), [in_flight]);
@@ -50,7 +50,7 @@ fn a_call_leaves_at_its_deadline() {
 }
 
 #[test]
-fn calls_in_flight_are_capped_by_lane_and_in_all() {
+fn lanes_and_total_cap_calls_in_flight() {
     let mut spec = LanesSpec { max_in_flight: 3, ..LanesSpec::default() };
     spec.lanes[BACKGROUND].max_in_flight = 2;
     let mut lanes = Lanes::new(spec);
@@ -88,7 +88,7 @@ fn calls_in_flight_are_capped_by_lane_and_in_all() {
 }
 
 #[test]
-fn a_paused_lane_waits_alone() {
+fn a_paused_lane_delays_no_other_lane() {
     let mut lanes = Lanes::new(LanesSpec::default());
     lanes.pause(Lane::Background, test_time(5_000));
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));

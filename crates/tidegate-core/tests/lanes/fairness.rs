@@ -98,7 +98,7 @@ const FLOOR_ALONE: LanesSpec = LanesSpec {
 };
 
 #[test]
-fn users_at_twice_the_limit_leave_the_background_its_floor() {
+fn background_keeps_its_floor_under_user_overload() {
     let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
     for slot in 0..20_000 {
         provider.call(Lane::User, 1);
@@ -111,7 +111,7 @@ fn users_at_twice_the_limit_leave_the_background_its_floor() {
 }
 
 #[test]
-fn both_lower_lanes_have_their_floor_under_webhooks() {
+fn both_lower_lanes_keep_floors_under_webhooks() {
     for floor in [50, 100, MAX_FLOOR, u16::MAX] {
         let mut provider = Provider::new(rate(10, 1), LanesSpec { floor, ..FLOOR_ALONE });
         for slot in 0..20_000 {
@@ -149,7 +149,7 @@ fn floors_count_cost_and_not_calls() {
 }
 
 #[test]
-fn a_window_of_a_few_reaches_every_lane() {
+fn a_small_window_serves_every_lane() {
     const MINUTE: Span = Span::from_secs(60);
     for (limit, lanes) in [(5, &Lane::ALL[..]), (3, &Lane::ALL[..]), (2, &Lane::ALL[1..])] {
         let spec = LanesSpec { window: MINUTE, ..FLOOR_ALONE };
@@ -171,7 +171,7 @@ fn a_window_of_a_few_reaches_every_lane() {
 
 /// With less than a call a window for each lane, they take turns: three windows and no more.
 #[test]
-fn a_window_of_one_goes_round() {
+fn a_window_of_one_rotates_between_lanes() {
     let spec = LanesSpec { window: Span::from_secs(60), floor: 0, ..FLOOR_ALONE };
     let mut provider = Provider::new(window_limit(1, 60), spec);
     for second in 0..3_600 {
@@ -187,7 +187,7 @@ fn a_window_of_one_goes_round() {
 }
 
 #[test]
-fn the_background_takes_everything_when_the_others_idle() {
+fn background_uses_everything_when_others_idle() {
     let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
     for slot in 0..1_000 {
         provider.call(Lane::Background, 1);
@@ -202,7 +202,7 @@ fn the_background_takes_everything_when_the_others_idle() {
 }
 
 #[test]
-fn a_floor_is_not_saved_while_nobody_waits() {
+fn an_unused_floor_is_not_saved() {
     let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
     for round in 0..100 {
         // Nine users' calls earn a background call nine tenths; then it is withdrawn.

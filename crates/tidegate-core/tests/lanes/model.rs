@@ -370,7 +370,7 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, expected: T) -> Re
 }
 
 #[test]
-fn operations_agree_with_the_model() {
+fn random_operations_agree_with_the_model() {
     property::check(case_count(400, 6_000), 2_000, |mut random| {
         let mut pair = Pair::new(&mut random);
         while !random.is_exhausted() {

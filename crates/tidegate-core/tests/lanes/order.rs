@@ -15,7 +15,7 @@ fn first_come_first_served_within_a_lane() {
 }
 
 #[test]
-fn a_webhook_goes_before_five_background_calls() {
+fn a_webhook_overtakes_five_background_calls() {
     let mut lanes = Lanes::new(LanesSpec::default());
     let background: Vec<Ticket> = (0..5).map(|_| enqueue(&mut lanes, Lane::Background, test_time(0))).collect();
     // Even while the background's first waits for the provider.
@@ -35,7 +35,7 @@ fn a_webhook_goes_before_five_background_calls() {
 }
 
 #[test]
-fn a_raised_call_stands_by_its_arrival() {
+fn a_raised_call_is_ordered_by_arrival() {
     let mut lanes = Lanes::new(waiting(3));
     let raised = enqueue(&mut lanes, Lane::Background, test_time(0));
     let early = enqueue(&mut lanes, Lane::User, test_time(0));
@@ -51,7 +51,7 @@ fn a_raised_call_stands_by_its_arrival() {
 }
 
 #[test]
-fn one_call_at_a_time_is_one_of_one_lane() {
+fn sequential_calls_are_granted_in_order() {
     let mut lanes = Lanes::new(LanesSpec { max_in_flight: 1, ..LanesSpec::default() });
     let tickets: Vec<Ticket> = (0..10).map(|_| enqueue(&mut lanes, Lane::default(), test_time(0))).collect();
     for ticket in tickets {
@@ -63,7 +63,7 @@ fn one_call_at_a_time_is_one_of_one_lane() {
 }
 
 #[test]
-fn half_of_twenty_thousand_cancelled() {
+fn cancelling_half_of_many_keeps_the_order() {
     let mut lanes = Lanes::new(waiting(20_000));
     let tickets: Vec<Ticket> = (0..20_000).map(|_| enqueue(&mut lanes, Lane::User, test_time(0))).collect();
     assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)), Err(QueueFullError { lane: Lane::User }));

@@ -12,7 +12,7 @@ fn told(scope: RefusalScope) -> Lanes {
 }
 
 #[test]
-fn it_holds_who_is_as_costly_and_no_more_urgent_until_its_moment() {
+fn spent_quotas_hold_equal_or_lower_calls() {
     let spent = Some((limit_id(0), test_time(60_000)));
     let lanes = told(RefusalScope::Provider);
     let all = |lanes: &Lanes, cost, now| Lane::ALL.map(|lane| lanes.spent_limit(lane, cost, now));
@@ -25,7 +25,7 @@ fn it_holds_who_is_as_costly_and_no_more_urgent_until_its_moment() {
 }
 
 #[test]
-fn whatever_may_come_earlier_is_not_said() {
+fn uncertain_waits_are_not_reported_as_spent() {
     let mut lanes = told(RefusalScope::Provider);
     lanes.clear_refusals();
     assert_eq!(lanes.spent_limit(Lane::User, 2, test_time(1)), None, "something was given back");

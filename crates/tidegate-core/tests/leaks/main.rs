@@ -17,7 +17,7 @@ fn any_world(random: &mut RandomSource) -> World {
 }
 
 #[test]
-fn nothing_leaks_whatever_happens() {
+fn random_events_leak_nothing() {
     property::check(case_count(20, 400), 3_000, |mut random| {
         let mut world = any_world(&mut random);
         while !random.is_exhausted() {
@@ -47,7 +47,7 @@ fn a_long_run_leaks_nothing() {
 
 /// Of 20,000 calls that are queued, under way or waiting for another try, 10,000 go away.
 #[test]
-fn ten_thousand_of_twenty_thousand_go_and_the_others_move_up() {
+fn cancelling_half_of_many_calls_leaks_nothing() {
     let seed = random::run_seed();
     let mut random = RandomSource::from_seed(seed);
     let mut world = World::new(1_000, 20_000, 5, false, false, 14);

@@ -53,7 +53,7 @@ fn worst(name: &str, limiter: Limiter, distance: Distance, seeds: u32) -> Score 
 }
 
 #[test]
-fn adaptive_finds_a_hidden_capacity_and_follows_it() {
+fn adaptive_pace_finds_and_follows_hidden_capacity() {
     println!("{:16} {:8} {:>10} {:>10} (worst of the seeds)", "pace", "limiter", "goodput", "throttled");
     let mut found = Vec::new();
     for name in NAMES {
@@ -71,7 +71,7 @@ fn adaptive_finds_a_hidden_capacity_and_follows_it() {
 
 /// Hundreds of calls are under way when the first of them is throttled.
 #[test]
-fn adaptive_keeps_its_share_of_throttles_at_long_round_trips() {
+fn adaptive_pace_limits_throttling_at_long_latencies() {
     for limiter in LIMITERS {
         let score = worst("adaptive", limiter, FAR, case_count(2, 8));
         assert!(score.goodput >= 940 && score.throttled < 20, "{limiter:?}: {score:?}");
@@ -100,7 +100,7 @@ fn drive(
 }
 
 #[test]
-fn a_service_that_throttles_everything_is_tried_once_in_the_longest_interval() {
+fn total_throttling_slows_to_the_longest_interval() {
     let mut adaptive = fresh();
     drive(&mut adaptive, test_time(0), test_time(600_000), |adaptive, sent_at, now| {
         adaptive.throttled(sent_at, None, now)
@@ -114,7 +114,7 @@ fn a_service_that_throttles_everything_is_tried_once_in_the_longest_interval() {
 }
 
 #[test]
-fn throttles_of_calls_that_were_under_way_together_count_as_one() {
+fn concurrent_throttles_count_as_one() {
     let mut adaptive = fresh();
     for _ in 0..10 {
         adaptive.sent(test_time(0));
@@ -129,7 +129,7 @@ fn throttles_of_calls_that_were_under_way_together_count_as_one() {
 }
 
 #[test]
-fn a_rate_that_nobody_uses_isnt_raised() {
+fn an_unused_rate_is_not_raised() {
     let mut adaptive = fresh();
     for call in 0..200 {
         adaptive.sent(test_time(call * 1_000));
@@ -139,7 +139,7 @@ fn a_rate_that_nobody_uses_isnt_raised() {
 }
 
 #[test]
-fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
+fn stated_allowances_bound_and_raise_the_rate() {
     let mut adaptive = fresh();
     let mut left = 600_u64;
     let sent = drive(&mut adaptive, test_time(0), test_time(60_000), |adaptive, sent_at, now| {
@@ -179,7 +179,7 @@ fn what_replies_say_is_left_bounds_the_rate_and_raises_it_without_a_trial() {
 }
 
 #[test]
-fn little_that_is_left_for_long_is_spent_at_the_slowest_rate() {
+fn long_scarce_allowances_use_the_slowest_rate() {
     let mut adaptive = fresh();
     adaptive.sent(test_time(0));
     let rest = RemainingAmount { amount: 999, limit: Some(1_000), resets_at: test_time(30 * 86_400_000) };
@@ -190,7 +190,7 @@ fn little_that_is_left_for_long_is_spent_at_the_slowest_rate() {
 }
 
 #[test]
-fn a_clock_that_steps_back_holds_nobody_up() {
+fn a_clock_step_back_delays_no_call() {
     let rng = &mut SmallRng::seed_from_u64(1);
     let pacer = LocalPacer::new(PacerSpec::default()).unwrap();
     for mut pace in [Pace::from(fresh()), Pace::from(pacer)] {
@@ -205,7 +205,7 @@ fn a_clock_that_steps_back_holds_nobody_up() {
 }
 
 #[test]
-fn other_ends_say_nothing_of_the_pace() {
+fn only_throttled_replies_change_the_pace() {
     let rng = &mut SmallRng::seed_from_u64(1);
     let mut pace = Pace::from(LocalPacer::new(PacerSpec::default()).unwrap());
     for class in [Class::Transient, Class::Auth, Class::Cancelled, Class::Success, Class::Permanent] {
@@ -220,7 +220,7 @@ fn other_ends_say_nothing_of_the_pace() {
 }
 
 #[test]
-fn calls_of_the_pace_before_undo_no_step() {
+fn earlier_calls_successes_undo_no_step() {
     let rng = &mut SmallRng::seed_from_u64(1);
     let mut pace = Pace::from(LocalPacer::new(PacerSpec::default()).unwrap());
     let initial = PacerSpec::default().initial;
@@ -245,7 +245,7 @@ fn calls_of_the_pace_before_undo_no_step() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn invalid_specs_are_rejected() {
     let spec = AdaptiveRateSpec::default();
     let refused = |spec| AdaptiveRate::new(spec).unwrap_err();
     assert_eq!(refused(AdaptiveRateSpec { fastest: Span::ZERO, ..spec }), AdaptiveRateError::ZeroFastest);

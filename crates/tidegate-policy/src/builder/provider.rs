@@ -1,8 +1,8 @@
-//! Providers made in Rust.
+//! Providers for [`PolicyBuilder`](super::PolicyBuilder).
 
 use super::{IntoStrings, toml_strings, toml_value};
 
-/// Somebody's API: where it is, how much it takes, and who may call it.
+/// An API that is called: its address, its limits and its credentials.
 #[derive(Clone, Debug, Default)]
 #[must_use]
 pub struct ProviderSpec {
@@ -10,7 +10,7 @@ pub struct ProviderSpec {
 }
 
 impl ProviderSpec {
-    /// An API with its root, such as `"https://api.example.com/v1"`.
+    /// An API with this root URL, such as `"https://api.example.com/v1"`.
     pub fn new(base_url: &str) -> Self {
         Self::default().set("base_url", base_url)
     }
@@ -20,28 +20,28 @@ impl ProviderSpec {
         Self::default().set("preset", name)
     }
 
-    /// How much it takes: `"40 per 10s"`, or several quantities that must all agree. See
+    /// The limit on all calls: `"40 per 10s"`, or several quantities that must all allow a call. See
     /// [`Quantity`](crate::Quantity).
     pub fn limit(self, limit: impl IntoStrings) -> Self {
         self.with_entry("limit", toml_strings(limit))
     }
 
-    /// How much it takes with each credential: `["40 per 10s", "5 in flight"]`.
+    /// The limit on the calls of each credential: `["40 per 10s", "5 in flight"]`.
     pub fn credential_limit(self, limit: impl IntoStrings) -> Self {
         self.with_entry("credential_limit", toml_strings(limit))
     }
 
-    /// Where its credentials are, such as `"env:API_TOKEN"`.
+    /// The sources of its credentials, such as `"env:API_TOKEN"`.
     pub fn credentials(self, places: impl IntoStrings) -> Self {
         self.with_entry("credentials", toml_strings(places))
     }
 
-    /// Where a credential goes, such as `"bearer"` or `"query:api_key"`; a preset says it by itself.
+    /// The place of the credential in a request, such as `"bearer"` or `"query:api_key"`. A preset sets it by itself.
     pub fn auth(self, auth: &str) -> Self {
         self.set("auth", auth)
     }
 
-    /// Sets anything else by its path below the provider, such as `("retry.max_attempts", 5)`.
+    /// Sets any other setting by its path below the provider, such as `("retry.max_attempts", 5)`.
     pub fn set(self, path: &str, value: impl ToString) -> Self {
         let value = toml_value(&format!("outbound.provider.*.{path}"), value);
         self.with_entry(path, value)
@@ -60,7 +60,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn providers_say_what_a_file_says() {
+    fn the_provider_builder_equals_the_same_file() {
         let built = Policy::builder()
             .setting("outbound.cache_bytes", "1MiB")
             .provider("tmdb", ProviderSpec::preset("tmdb").credentials(["env:A", "env:B"]))
@@ -87,7 +87,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_panics(index in any::<prop::sample::Index>(), value in "\\PC{0,40}", known in "[-0-9a-z:/{} .%]{0,40}") {
+        fn arbitrary_provider_settings_never_panic(index in any::<prop::sample::Index>(), value in "\\PC{0,40}", known in "[-0-9a-z:/{} .%]{0,40}") {
             let paths: Vec<&str> = crate::settings::all()
                 .filter_map(|setting| setting.path().strip_prefix("outbound.provider.*."))
                 .filter(|path| !path.contains('#'))

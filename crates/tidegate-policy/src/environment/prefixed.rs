@@ -1,5 +1,5 @@
-//! Variables with a prefix of one's own, for people who configure a program by them. They are laid over every provider,
-//! before the variables that name one.
+//! Variables with a custom prefix, for users who configure a program by them. They are merged over every provider,
+//! before the variables that name a provider.
 
 use tidegate_core::credential_pool::MAX_CREDENTIALS;
 
@@ -9,18 +9,18 @@ use crate::error::{Error, quoted};
 use crate::outbound::preset;
 use crate::settings::{PREFIXED_SETTINGS, PrefixedSetting};
 
-/// The longest prefix.
+/// The longest prefix, in bytes.
 const MAX_PREFIX: usize = 64;
-/// How often a call can be retried at most.
+/// The most retries of a call.
 const MAX_RETRIES: i64 = 99;
 
-/// Whether a variable is one of those with this prefix.
+/// True if a variable is one of those with this prefix.
 pub(super) fn is_prefixed(name: &str, prefix: &str) -> bool {
     let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_prefix('_'));
     rest.is_some_and(|rest| PREFIXED_SETTINGS.iter().any(|known| known.name == rest))
 }
 
-/// Lays the variables with a prefix over the providers of a document.
+/// Merges the variables with a prefix over the providers of a document.
 pub(super) fn apply_prefixed_variables(
     texts: &mut SourceTexts,
     errors: &mut Vec<Error>,
@@ -36,7 +36,7 @@ pub(super) fn apply_prefixed_variables(
         errors.push(Error::new(texts, at, message, "capitals, digits and _, such as PIXIVFE"));
         return;
     }
-    // Later ones win, and the more exact names stand last.
+    // Later ones win, and the more specific names are last.
     for known in PREFIXED_SETTINGS {
         let name = format!("{prefix}_{}", known.name);
         let Some((_, value)) = env.iter().find(|(found, _)| *found == name) else { continue };
@@ -52,7 +52,7 @@ pub(super) fn apply_prefixed_variables(
     }
 }
 
-/// Sets something of every provider.
+/// Sets one setting of every provider.
 fn set_for_all_providers(
     texts: &SourceTexts,
     root: &mut TomlTable,
@@ -72,7 +72,7 @@ fn set_for_all_providers(
         }
     }
     for (_, provider) in providers(root) {
-        // A provider that has no table here is refused for that.
+        // If a provider has something else than a table here, the reader reports that.
         match known.path.split_once('.') {
             Some((table, key)) => {
                 if let Some(table) = provider.table_or_insert(table, at) {
@@ -85,7 +85,7 @@ fn set_for_all_providers(
     Ok(())
 }
 
-/// Gives the tokens of a list to the provider that wants some.
+/// Gives the tokens of a list to the provider that needs credentials; it is an error if several do, or none.
 fn set_credentials(texts: &mut SourceTexts, root: &mut TomlTable, name: &str, at: TextRange) -> Result<(), Error> {
     let count = texts.text_at(at).split(',').count();
     if texts.text_at(at).split(',').any(|token| token.trim().is_empty()) || count > MAX_CREDENTIALS {
@@ -127,7 +127,7 @@ fn providers(root: &mut TomlTable) -> impl Iterator<Item = (&str, &mut TomlTable
     entries.filter_map(|entry| Some((entry.key.as_str(), entry.node.as_table_mut()?)))
 }
 
-/// Whether a provider says, or its preset, that a credential goes somewhere.
+/// True if the provider, or its preset, says where to put a credential.
 fn wants_credential(provider: &TomlTable, presets: &TomlTable) -> bool {
     let text = |table: &TomlTable, key: &str| match table.node(key).map(|node| &node.value) {
         Some(TomlValue::String(text)) => Some(text.clone()),

@@ -1,12 +1,13 @@
-//! The values that servers read for a cookie, from a header that may be nothing a browser sends.
+//! The values that servers read for a cookie, from a header that may differ from those of browsers.
 //!
-//! Servers divide the header in two ways, and both are followed at once:
+//! Servers split the header in two ways, and both are followed at once:
 //!
-//! - at `;` (Django, Go, Node.js, Rails, PHP): a name is what is before the first `=`, a value all that is behind it;
-//! - at spaces as well (Python's `http.cookies`, aiohttp), or at commas (Jetty, Rack 1): a name is one word before `=`, and a
-//!   value ends where a word does.
+//! - at `;` (Django, Go, Node.js, Rails, PHP): a name is the text before the first `=`, a value all the text after it;
+//! - at spaces as well (Python's `http.cookies`, aiohttp), or at commas (Jetty, Rack 1): a name is one word before `=`,
+//!   and a value ends where a word does.
 //!
-//! Both take a value that begins with a quote for what is in quotes, some to the quote that closes it, even behind a `;`.
+//! In both, a value that begins with a quote is the text in quotes. Some servers read up to the closing quote, even
+//! past a `;`.
 
 use std::borrow::Cow;
 use std::ops::{ControlFlow, Range};
@@ -15,7 +16,7 @@ use http::header::{COOKIE, HeaderMap};
 
 use super::values::may_be_read_as;
 
-/// The value of a cookie that is there once, in a header that all servers divide alike.
+/// The value of a cookie that occurs once, in a header that all servers split alike.
 #[inline]
 pub(super) fn single_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
     let mut only = None;
@@ -39,7 +40,7 @@ pub(super) fn single_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q
     only
 }
 
-/// Calls `found` with each value that some server reads for a cookie, escapes of percent signs left, until it breaks.
+/// Calls `found` with each value that some server reads for a cookie, until it breaks. Percent escapes stay.
 pub(super) fn each_value<'q>(
     headers: &'q HeaderMap,
     name: &str,
@@ -49,7 +50,7 @@ pub(super) fn each_value<'q>(
         Cow::Borrowed(value) => found(Cow::Borrowed(trimmed(value))),
         Cow::Owned(value) => found(Cow::Owned(trimmed(&value).to_vec())),
     };
-    // That it broke is known to `found`.
+    // `found` itself knows that it broke.
     let _ = lines(headers).try_for_each(|line| each_value_in_line(line, name.as_bytes(), &mut trimming));
 }
 
@@ -79,7 +80,8 @@ fn each_value_in_line<'q>(line: &'q [u8], name: &[u8], found: ValueCallback<'_, 
                 b'=' => {
                     let is_piece = !has_equals && may_be_read_as(bare_name(&line[begin..at]), name);
                     if is_piece || !word_has_equals && may_be_read_as(bare_name(&line[word.clone()]), name) {
-                        // aiohttp takes the rest for the value of a word as well, if something in it can't be one.
+                        // aiohttp also takes the rest of the piece as the value of a word, if the rest has a byte that
+                        // no value can have.
                         let is_all = is_piece || odd > Some(at);
                         each_value_at(
                             line,
@@ -108,19 +110,19 @@ fn each_value_in_line<'q>(line: &'q [u8], name: &[u8], found: ValueCallback<'_, 
     ControlFlow::Continue(())
 }
 
-/// Where a value is.
+/// The location of a value.
 struct ValueLocation {
-    /// From behind the `=` to the `;`, without the spaces and commas before that.
+    /// From after the `=` to the `;`, without the spaces and commas before the `;`.
     range: Range<usize>,
-    /// There are some before that.
+    /// True if there are spaces or commas before the `;`.
     has_spaces: bool,
-    /// Its name is what servers take for one that divide the header at `;`.
+    /// True if the text before the `=` is the name for servers that split the header at `;`.
     is_first_name: bool,
-    /// Some take the whole range for the value.
+    /// True if some servers read the whole range as the value.
     may_be_whole: bool,
 }
 
-/// Calls `found` with what servers may take for the value at this place.
+/// Calls `found` with the values that servers may read at this location.
 fn each_value_at<'q>(line: &'q [u8], place: &ValueLocation, found: ValueCallback<'_, 'q>) -> ControlFlow<()> {
     let quoted = quoted(line[place.range.start..].trim_ascii_start());
     let whole = trimmed_start(&line[place.range.clone()]);
@@ -136,12 +138,12 @@ fn each_value_at<'q>(line: &'q [u8], place: &ValueLocation, found: ValueCallback
             [b'"', inner @ .., b'"'] => each_unescaped(inner, found)?,
             [b'"', inner @ .., _] => {
                 found(Cow::Borrowed(whole))?;
-                // `cookie` of Node.js before 0.7 and Koa take whatever is last for the quote that closes it.
+                // `cookie` of Node.js before 0.7 and Koa take any last byte for the closing quote.
                 found(Cow::Borrowed(inner))?;
             }
             _ => found(Cow::Borrowed(whole))?,
         }
-        // Koa takes a space for it, and a space or a comma around leaves quotes a part of the value.
+        // Koa takes a space for the closing quote. With a space or a comma around it, a value keeps its quotes.
         if has_spaces && let [b'"', inner @ ..] = whole {
             found(Cow::Borrowed(whole))?;
             found(Cow::Borrowed(inner))?;
@@ -160,7 +162,7 @@ fn each_value_at<'q>(line: &'q [u8], place: &ValueLocation, found: ValueCallback
     ControlFlow::Continue(())
 }
 
-/// The text in the quotes that a text begins with, if they are closed.
+/// The text in the quotes at the beginning of a text, if they are closed.
 fn quoted(text: &[u8]) -> Option<&[u8]> {
     let inner = text.strip_prefix(b"\"")?;
     let mut is_escaped = false;
@@ -178,7 +180,7 @@ fn quoted(text: &[u8]) -> Option<&[u8]> {
     Some(&inner[..end])
 }
 
-/// A quoted text with `\101` for `A`, without its backslashes, and as it is.
+/// Calls `found` with a quoted text: with `\101` read as `A`, without its backslashes, and unchanged.
 fn each_unescaped<'q>(text: &'q [u8], found: ValueCallback<'_, 'q>) -> ControlFlow<()> {
     if text.contains(&b'\\') {
         found(Cow::Owned(unescaped(text, true)))?;
@@ -205,13 +207,13 @@ fn unescaped(quoted: &[u8], octal: bool) -> Vec<u8> {
     }
 }
 
-/// A name without what some take for no part of it.
+/// A name without the spaces and the quotes that some servers don't count as part of it.
 fn bare_name(name: &[u8]) -> &[u8] {
     let name = trimmed(name);
     name.strip_prefix(b"\"").and_then(|name| name.strip_suffix(b"\"")).unwrap_or(name)
 }
 
-/// A text without the spaces around it, and without commas at its end.
+/// A text without the spaces around it and the commas at its end.
 fn trimmed(text: &[u8]) -> &[u8] {
     trimmed_start(trimmed_end(text))
 }
@@ -231,7 +233,8 @@ fn trimmed_end(mut text: &[u8]) -> &[u8] {
     text
 }
 
-/// A text without one space at an end that has this byte; those included that Python's `strip` and JavaScript's `trim` know.
+/// Strips one space from the start or the end of a text, where this byte is. The spaces of Python's `strip` and
+/// JavaScript's `trim` are included.
 fn strip_space<'t>(
     text: &'t [u8],
     byte: Option<&u8>,
@@ -292,7 +295,7 @@ mod tests {
 
     type Pair<'l> = (&'l [u8], Option<&'l [u8]>, usize);
 
-    /// `\s*=\s*value` and the end of a pair whose key ends at `end`, or the end alone.
+    /// Matches `\s*=\s*value` and the end of a pair whose key ends at `end`, or only the end of the pair.
     fn value_behind<'l>(line: &'l [u8], begin: usize, end: usize, alternatives: &[usize]) -> Option<Pair<'l>> {
         let key = &line[begin..end];
         let equals = skipped(line, end);
@@ -311,12 +314,12 @@ mod tests {
         ended(line, end).map(|next| (key, None, next))
     }
 
-    /// `SimpleCookie` of Python's `http.cookies`, from its regular expression, but for dates.
+    /// A model of `SimpleCookie` in Python's `http.cookies`, from its regular expression, except for dates.
     fn http_cookies(line: &[u8]) -> Option<Vec<u8>> {
         let (mut at, mut value, mut has_pair) = (0, None, false);
         while at < line.len() {
             let begin = skipped(line, at);
-            // The shortest key that leaves a pair.
+            // The shortest key that completes a pair.
             let ends = begin + 1..=run(line, begin, b"=").max(begin);
             let Some((key, own, next)) = ends.into_iter().find_map(|end| value_behind(line, begin, end, &[0, 2]))
             else {
@@ -340,13 +343,13 @@ mod tests {
         value
     }
 
-    /// `parse_cookie_header` of aiohttp, from its regular expression, but for dates.
+    /// A model of aiohttp's `parse_cookie_header`, from its regular expression, except for dates.
     fn aiohttp(line: &[u8]) -> Option<Vec<u8>> {
         let (mut at, mut value) = (0, None);
         while at < line.len() {
             let begin = skipped(line, at);
             let end = run(line, begin, b"[]");
-            // A shorter key is followed by a character of a key.
+            // A shorter key would be followed by another character of a key.
             let pair = if end > begin { value_behind(line, begin, end, &[0, 1, 2]) } else { None };
             if let Some((key, own, next)) = pair {
                 if key == b"sid" {
@@ -366,7 +369,8 @@ mod tests {
         value
     }
 
-    /// Parsers that divide the header at `;` alone: Django, Starlette and Tornado; Go and PHP; `cookie` of Node.js, Koa.
+    /// Models of parsers that split the header only at `;`: Django, Starlette and Tornado; Go and PHP; `cookie` of
+    /// Node.js, Koa.
     fn at_semicolons(line: &[u8]) -> Vec<Vec<u8>> {
         let mut values = Vec::new();
         for piece in line.split(|byte| *byte == b';') {
@@ -388,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn the_models_read_what_their_originals_do() {
+    fn cookie_models_agree_with_the_original_parsers() {
         let text = |value: Option<Vec<u8>>| value.map(|value| String::from_utf8(value).unwrap());
         for (line, by_library, by_aiohttp) in [
             ("sid=REAL", Some("REAL"), Some("REAL")),
@@ -410,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_header_is_read_in_time_that_grows_with_its_length_alone() {
+    fn long_cookie_headers_are_read_in_linear_time() {
         for (piece, more) in
             [("=", ""), ("\u{a0}", "="), ("sid=\"", ""), ("sid= \"\\", ""), (",sid =", ";"), ("\u{a0}=", "")]
         {
@@ -427,7 +431,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(4000))]
 
         #[test]
-        fn what_a_parser_reads_is_among_the_values(
+        fn every_parsers_cookie_value_is_found(
             pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..12),
         ) {
             let line = pieces.concat();

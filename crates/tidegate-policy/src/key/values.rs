@@ -1,17 +1,17 @@
-//! The values that servers read from a header, a cookie or a query parameter, however it is spelt.
+//! The values that servers read from a header, a cookie or a query parameter, in any spelling.
 //!
-//! Servers differ in which of several values they take, in what separates them, and in what they decode. Where the
-//! difference is only one of spelling, all spellings count as one value; where servers take different values, the call
-//! counts under each of them.
+//! Servers differ in their choice among several values, in the separators, and in what they decode. If only the
+//! spelling differs, all spellings count as one value. If servers take different values, the call counts under each
+//! of them.
 //!
 //! | spelling | read as |
 //! | --- | --- |
 //! | a cookie | see [`cookies`](super::cookies) |
-//! | `%78`, `%2578`, `+` | `x`, `x`, a space: decoded until nothing is left to decode |
-//! | two cookies or parameters of a name | each of them |
+//! | `%78`, `%2578`, `+` | `x`, `x`, a space: decoded until no escape is left |
+//! | two cookies or parameters of one name | each of them |
 //! | two lines of a header | each of them, and both joined by `, ` (Node.js) and by `,` (WSGI) |
-//! | `?a=x;token=y` | `&` separates, or `;` as well (Rack 2, Python before 3.10) |
-//! | `Token`, `token[]`, `[token]`, `to.ken` for `to_ken` | the same name, as ASP.NET, Rack, Express 4 and PHP read it |
+//! | `?a=x;token=y` | `&` is a separator, and `;` as well (Rack 2, Python before 3.10) |
+//! | `Token`, `token[]`, `[token]`, `to.ken` for `to_ken` | one name, as ASP.NET, Rack, Express 4 and PHP read it |
 
 use std::borrow::Cow;
 use std::ops::ControlFlow;
@@ -24,7 +24,7 @@ use crate::path::decode_escape;
 
 /// The most distinct values that one part of a key may have in one call.
 pub(crate) const MAX_VALUES: usize = 4;
-/// The texts that servers join the lines of a header with.
+/// The separators with which servers join the lines of a header.
 const LINE_JOINERS: [&[u8]; 2] = [b", ", b","];
 
 /// The values that servers may read for one part of a key; empty if it is missing.
@@ -42,13 +42,13 @@ pub(crate) fn single_header_value<'q>(headers: &'q HeaderMap, name: &HeaderName)
     lines.next().is_none().then_some(line.as_bytes())
 }
 
-/// The value of a cookie that is there once, and that all servers read alike.
+/// The value of a cookie that occurs once, and that all servers read alike.
 #[inline]
 pub(crate) fn single_cookie_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q [u8]> {
     cookies::single_value(headers, name).filter(|value| !is_encoded(value))
 }
 
-/// The value of a query parameter that is there once, and that all servers read alike.
+/// The value of a query parameter that occurs once, and that all servers read alike.
 #[inline]
 pub(crate) fn single_parameter_value<'q>(path: &'q str, name: &str) -> Option<&'q [u8]> {
     let (mut value, mut count) = (None, 0);
@@ -135,8 +135,8 @@ fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])
     }
 }
 
-/// True if a server may take one name for another: it decodes names, or reads them in any case, or takes `token[]` for a
-/// list called `token`, reads `[token]` as `token`, or can't have spaces, dots and brackets in names.
+/// True if a server may take one name for the other. Servers may decode names, ignore their case, read `token[]` as a
+/// list `token`, read `[token]` as `token`, or replace spaces, dots and brackets in names by `_`.
 #[inline]
 pub(super) fn may_be_read_as(own: &[u8], name: &[u8]) -> bool {
     if own == name {
@@ -156,7 +156,7 @@ pub(super) fn may_be_read_as(own: &[u8], name: &[u8]) -> bool {
         }
 }
 
-/// The bytes that a piece of a query string stands for: `+` is a space, `%41` is `A`, what is no escape stays.
+/// Decodes a part of a query string: `+` is a space, `%41` is `A`, and an invalid escape stays.
 fn form_decoded(bytes: &[u8]) -> impl Iterator<Item = u8> + '_ {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -174,8 +174,8 @@ fn is_encoded(value: &[u8]) -> bool {
     value.iter().any(|byte| matches!(byte, b'%' | b'+'))
 }
 
-/// A value with its escapes decoded until none is left, and with spaces for `+`: the same for all spellings that one
-/// server reads alike, whether it decodes never, once or twice.
+/// Decodes the escapes of a value until none is left, and replaces `+` by spaces. All spellings that one server reads
+/// alike give the same, whether it decodes never, once or twice.
 pub(super) fn fully_decoded(value: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     if !is_encoded(&value) {
         return value;
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_a_header_count_alone_and_joined() {
+    fn header_lines_count_separately_and_joined() {
         let name = HeaderName::from_static("x-api-key");
         let mut headers = HeaderMap::new();
         headers.append(&name, "a, b".parse().unwrap());
@@ -290,7 +290,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_short_way_is_taken_for_what_all_servers_read_alike(
+        fn the_fast_path_equals_the_full_parse(
             text in "[ab=;&,%+\"\\\\ \\[.5s]{0,24}",
         ) {
             let mut headers = HeaderMap::new();
@@ -305,10 +305,10 @@ mod tests {
         }
 
         #[test]
-        fn nothing_is_left_to_decode(text in "[%25841+x]{0,32}") {
+        fn full_decoding_is_idempotent(text in "[%25841+x]{0,32}") {
             let once = fully_decoded(Cow::Borrowed(text.as_bytes()));
             prop_assert_eq!(&fully_decoded(once.clone()), &once);
-            // A server that decodes once before it compares takes both for the same.
+            // A server that decodes once before it compares can't tell them apart.
             let form: Vec<u8> = form_decoded(text.as_bytes()).collect();
             prop_assert_eq!(&fully_decoded(Cow::Owned(form)), &once);
         }

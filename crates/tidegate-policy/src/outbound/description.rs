@@ -1,4 +1,4 @@
-//! Providers in words, with the true bound of every limit.
+//! The description of providers in words, with the true bound of every limit.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -12,8 +12,8 @@ use crate::secret::SecretSource;
 use crate::units::describe_duration;
 
 impl OutboundConfig {
-    /// Every provider in words: where it is, each of its limits with its true bound, and what happens to calls that
-    /// wait or fail; then where their state is kept. Of credentials, only where they come from.
+    /// Describes every provider: its URL, each of its limits with its true bound, and the handling of calls that wait
+    /// or fail; then the place of their state. Of credentials, only the sources are shown.
     pub fn describe(&self) -> String {
         let mut text = String::new();
         for provider in &self.providers {
@@ -48,7 +48,7 @@ impl OutboundConfig {
         if rules.tracks_remaining {
             lines.push("what replies say is left (each credential), the first call alone".to_owned());
         }
-        // No store knows of these, whoever shares the rest.
+        // No store counts these, even if the rest is shared.
         let place = if provider.shared { ", in each node" } else { "" };
         match rules.lanes.max_in_flight {
             _ if provider.sequential => lines.push(format!("one call at a time{place}, first come, first served")),
@@ -99,7 +99,7 @@ fn pace_line(pace: &PaceConfig) -> Option<String> {
     }
 }
 
-/// Thousandths as a number: "1.5".
+/// Formats thousandths as a number: "1.5".
 fn format_factor(thousandths: u32) -> String {
     let text = format!("{}.{:03}", thousandths / 1_000, thousandths % 1_000);
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
@@ -279,7 +279,7 @@ fn format_duration(duration: Duration) -> String {
     describe_duration(Span::from_duration(duration))
 }
 
-/// "1 probe", "2 successes".
+/// Formats a count: "1 probe", "2 successes".
 fn plural(count: u32, what: &str) -> String {
     match count {
         1 => format!("1 {what}"),
@@ -288,7 +288,7 @@ fn plural(count: u32, what: &str) -> String {
     }
 }
 
-/// Thousandths as a percentage: "20 %", "12.5 %".
+/// Formats thousandths as a percentage: "20 %", "12.5 %".
 fn format_percent(thousandths: u16) -> String {
     match thousandths % 10 {
         0 => format!("{} %", thousandths / 10),

@@ -12,13 +12,13 @@ use crate::calendar;
 use crate::quantity::{QuantityError, parse_zone_name};
 use crate::units::Cursor;
 
-/// What the hours look like.
+/// The expected form, for errors.
 const FORM: &str = "hours such as \"22:00-06:00 in Europe/Berlin\"";
 
-/// Hours of the day, such as `22:00-06:00 in Europe/Berlin`: from the first moment up to, not including, the second,
-/// over midnight where the second is the earlier one; UTC if no zone is said.
+/// Hours of the day, such as `22:00-06:00 in Europe/Berlin`: from the first time up to the second, exclusive. They pass
+/// midnight if the second time is earlier. Without a zone they are in UTC.
 ///
-/// What counts is what the clocks of the zone show, so a night in which they change is an hour shorter or longer.
+/// They follow the clocks of the zone, so a night in which the clocks change is an hour shorter or longer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HoursOfDay {
     from: civil::Time,
@@ -28,13 +28,14 @@ pub struct HoursOfDay {
 }
 
 impl HoursOfDay {
-    /// From when on it is one of these hours: `now` if it is one already.
+    /// The first moment from `now` on that is within the hours; `now` itself if it is.
     pub fn next_within(&self, now: Time) -> Time {
         let Some(local) = self.local(now) else { return now };
         if self.contains(&local) {
             return now;
         }
-        // They begin where the clocks show it, once or twice on a day or never, or where the clocks jump into them.
+        // They begin when the clocks show their start (once, twice or never on a day), or when the clocks jump into
+        // them.
         let days = (-1..=2).filter_map(|days: i64| local.date().checked_add(days.days()).ok());
         let shown = days.flat_map(|day| {
             let begin = self.zone.clone().into_ambiguous_zoned(day.to_datetime(self.from));
@@ -102,7 +103,7 @@ impl FromStr for HoursOfDay {
     }
 }
 
-/// `6:30`, `22:00`; `24:00` is midnight.
+/// Parses a time such as `6:30` or `22:00`; `24:00` is midnight.
 fn time_of_day(cursor: &mut Cursor<'_>) -> Result<civil::Time, QuantityError> {
     let word = cursor.word_while(|letter| letter.is_ascii_digit() || letter == ':');
     let wrong = |message: String| QuantityError::new(word.range.clone(), message, FORM);
@@ -137,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn over_midnight_and_within_a_day() {
+    fn hours_may_cross_midnight_or_not() {
         let night = hours("22:00-06:00");
         for (now, next) in [
             ("2026-11-21T21:59:59.999999Z", "2026-11-21T22:00:00Z"),
@@ -159,8 +160,8 @@ mod tests {
     }
 
     #[test]
-    fn where_clocks_are_put_forward() {
-        // From 02:00 to 03:00 on 2026-03-29 in Berlin, at 01:00 in UTC.
+    fn hours_are_right_when_clocks_go_forward() {
+        // On 2026-03-29, the clocks in Berlin go from 02:00 to 03:00, at 01:00 UTC.
         let early = hours("02:30-06:00 in europe/berlin");
         assert_eq!(
             early.next_within(at("2026-03-29T00:10:00Z")),
@@ -172,8 +173,8 @@ mod tests {
     }
 
     #[test]
-    fn where_clocks_are_put_back() {
-        // From 03:00 to 02:00 on 2026-10-25 in Berlin, at 01:00 in UTC: the hour from 02:00 is shown twice.
+    fn hours_are_right_when_clocks_go_back() {
+        // On 2026-10-25, the clocks in Berlin go from 03:00 to 02:00, at 01:00 UTC: the hour from 02:00 is shown twice.
         let twice = hours("02:10-02:50 in Europe/Berlin");
         for (now, next) in [
             ("2026-10-24T23:00:00Z", "2026-10-25T00:10:00Z"),
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_hours() {
+    fn invalid_hours_are_errors() {
         for (text, message) in [
             ("", "found nothing where a time of day should be"),
             ("22:00", "found nothing after the first time"),
@@ -203,9 +204,9 @@ mod tests {
     }
 
     proptest! {
-        /// No moment between now and the one that is told is one of the hours, and the one that is told is.
+        /// The returned moment is within the hours, and no moment between now and it is.
         #[test]
-        fn the_next_is_the_first(now in 0_u64..4_000_000_000, from in 0_u32..1440, length in 1_u32..1440) {
+        fn next_within_returns_the_earliest_time(now in 0_u64..4_000_000_000, from in 0_u32..1440, length in 1_u32..1440) {
             let to = (from + length) % 1440;
             let text = format!("{:02}:{:02}-{:02}:{:02} in America/New_York", from / 60, from % 60, to / 60, to % 60);
             let hours = hours(&text);

@@ -1,16 +1,16 @@
-//! Ready-made providers.
+//! The presets of providers.
 
 use crate::document::{SourceTexts, TomlEntry, TomlTable, TomlValue, parse_file};
 
-/// What a policy file would say of each preset, with the source of each fact.
+/// The presets as a policy file writes them, with the source of each fact.
 const TEXT: &str = include_str!("presets.toml");
 
-/// The name of every preset, in the order of their table.
+/// The names of all presets, in the order of their table.
 pub fn preset_names() -> Vec<String> {
     load_presets(&mut SourceTexts::default()).entries.into_iter().map(|entry| entry.key).collect()
 }
 
-/// The presets as a document whose sections are their names.
+/// Parses the presets into a document whose sections are their names.
 pub(crate) fn load_presets(texts: &mut SourceTexts) -> TomlTable {
     parse_file(texts, "the built-in presets", TEXT.as_bytes()).expect("invariant: the presets are tested to parse")
 }

@@ -252,7 +252,7 @@ impl DocumentReader<'_> {
                 };
                 let kind = quantity.to_limit_kind().ok().flatten()?;
                 let (penalty, is_ban) = self.build_penalty(group.penalty, forget_time(&quantity))?;
-                let concurrency = matches!(kind, LimitKind::Concurrency(_));
+                let concurrency = kind.has_permits();
                 // A refused call is never in flight.
                 let count = if concurrency { CountMode::Admitted } else { group.count };
                 let words = description::describe_limit(&quantity, penalty.as_ref(), is_ban, count);

@@ -56,7 +56,7 @@ impl OutboundLimitCollector {
     /// Whether calls under these rules are counted by a calendar.
     pub(super) fn has_quota(&self, rules: &CallRules) -> bool {
         let ceilings = rules.provider_limits.iter().chain(&rules.credential_limits);
-        ceilings.into_iter().any(|ceiling| matches!(self.limits[ceiling.limit.index()].kind(), LimitKind::Quota(_)))
+        ceilings.into_iter().any(|ceiling| self.limits[ceiling.limit.index()].kind().has_periods())
     }
 }
 

@@ -30,7 +30,7 @@ fn names(outbound: &OutboundConfig, ceilings: &[ProviderLimit]) -> Vec<String> {
 
 /// Which of them are told when a call ends that they have counted ahead.
 #[test]
-fn only_windows_that_keep_each_call_are_told_of_replies() {
+fn only_exact_windows_are_settled_by_replies() {
     let limits = "[\"4096 per 10s\", \"4097 per 10s\", \"5 per 1s burst 5\", \"9000 per day in UTC\"]";
     let text = format!("[outbound.provider.api]\nbase_url = \"http://localhost\"\nlimit = {limits}\n");
     let outbound = outbound(&text);
@@ -74,7 +74,7 @@ fn a_preset_and_credentials_are_enough() {
 }
 
 #[test]
-fn lanes_say_what_the_provider_leaves_unsaid() {
+fn lanes_fill_in_unset_provider_settings() {
     let secs = Span::from_secs;
     let lanes = |text: &str| {
         let outbound = outbound(&format!("[outbound.provider.x]\nlimit = \"10/s\"\n{text}"));
@@ -181,7 +181,7 @@ pace = { by = "adaptive", initial = "20ms", slowest = "10s", fastest = "1ms" }
 "#;
 
 #[test]
-fn every_key_is_read() {
+fn every_outbound_key_is_read() {
     for setting in tidegate_policy::settings::all().filter(|setting| setting.path().starts_with("outbound.")) {
         let key = setting.path().rsplit('.').next().unwrap();
         let is_there = EVERY_KEY.contains(&format!("{key} = ")) || EVERY_KEY.contains(&format!(".{key}]"));
@@ -241,7 +241,7 @@ fn every_key_is_read() {
 }
 
 #[test]
-fn every_key_reaches_the_machine() {
+fn every_outbound_key_reaches_the_rules() {
     let outbound = outbound(EVERY_KEY);
     let own = outbound.find("own").unwrap();
     let rules = rules(own);
@@ -281,7 +281,7 @@ fn every_key_reaches_the_machine() {
 }
 
 #[test]
-fn a_pace_is_a_word_or_a_table() {
+fn a_pace_may_be_word_or_table() {
     let linear = PacerGrowth::Linear;
     for (written, pace, words) in [
         ("\"limits\"", PaceConfig::Limits, None),
@@ -319,7 +319,7 @@ fn a_pace_is_a_word_or_a_table() {
 }
 
 #[test]
-fn nothing_said_is_the_default() {
+fn a_minimal_provider_has_the_defaults() {
     let outbound = outbound("[outbound.provider.x]\nbase_url = \"https://example.com\"\n");
     let provider = outbound.find("x").unwrap();
     let rules = rules(provider);
@@ -338,7 +338,7 @@ fn nothing_said_is_the_default() {
 }
 
 #[test]
-fn words_turn_things_off() {
+fn off_and_unlimited_disable_settings() {
     let outbound = outbound(
         "[outbound]\nlisten = \"off\"\nsnapshot = \"off\"\n[outbound.provider.x]\nlimit = \"unlimited\"\nbreaker = \"off\"\nadaptive = \"off\"\n\
          [outbound.provider.y]\npreset = \"tmdb\"\nauth = \"none\"\ncache = \"off\"\ncredential_limit = \"unlimited\"\n\
@@ -371,7 +371,7 @@ fn a_section_overrides_its_preset_key_by_key() {
 }
 
 #[test]
-fn keys_tell_providers_and_credentials_apart() {
+fn providers_and_credentials_have_distinct_keys() {
     let outbound = outbound(
         "[outbound.provider.a]\npreset = \"tmdb\"\ncredentials = [\"env:A\", \"env:B\"]\n\
          [outbound.provider.b]\npreset = \"tmdb\"\ncredentials = [\"env:A\", \"env:B\"]\n",
@@ -388,7 +388,7 @@ fn keys_tell_providers_and_credentials_apart() {
 }
 
 #[test]
-fn a_call_meets_as_many_limits_as_a_batch_holds() {
+fn too_many_limits_per_call_are_rejected() {
     let with = |lane: &str| {
         let text = format!(
             "[outbound.provider.x]\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n\
@@ -404,7 +404,7 @@ fn a_call_meets_as_many_limits_as_a_batch_holds() {
 
 /// With one credential, what is full is the provider's limit and not one credential of many.
 #[test]
-fn the_limit_of_an_only_credential_is_the_providers() {
+fn a_single_credentials_limit_becomes_the_providers() {
     let outbound = outbound("[outbound.provider.x]\npreset = \"omdb-free\"\ncredentials = \"env:A\"\n");
     let rules = rules(outbound.find("x").unwrap());
     assert!(rules.credential_limits.is_empty());
@@ -412,7 +412,7 @@ fn the_limit_of_an_only_credential_is_the_providers() {
 }
 
 #[test]
-fn calls_in_flight_are_counted_for_all_and_for_each_credential() {
+fn in_flight_limits_apply_per_provider_and_credential() {
     let bounds = |settings: &str| {
         let text = format!("[outbound.provider.x]\nbase_url = \"https://api.test\"\nauth = \"bearer\"\n{settings}");
         let rules = rules(outbound(&text).find("x").unwrap());
@@ -436,7 +436,7 @@ fn calls_in_flight_are_counted_for_all_and_for_each_credential() {
 
 /// A credential that is alone cools down as retries wait; one of several has others to go on with.
 #[test]
-fn cool_downs_follow_what_is_said_of_retries() {
+fn cool_downs_derive_from_retry_settings() {
     let own = "[outbound.provider.x]\nbase_url = \"https://example.com\"\n";
     let preset = "[outbound.provider.x]\npreset = \"tmdb\"\n";
     let one = "auth = \"bearer\"\ncredentials = \"env:A\"\n";
@@ -464,7 +464,7 @@ fn cool_downs_follow_what_is_said_of_retries() {
 }
 
 #[test]
-fn a_list_of_statuses_may_come_from_the_environment() {
+fn status_lists_may_come_from_the_environment() {
     let file = "[outbound.provider.x]\nlimit = \"1/s\"\nthrottled_when = { contains = { \"/e\" = \"slow\" } }\n";
     for (value, expected) in [("403", &[403][..]), ("[200, 401]", &[200, 401])] {
         let variable = "TIDEGATE__OUTBOUND__PROVIDER__X__THROTTLED_WHEN__STATUS";
@@ -483,7 +483,7 @@ fn a_preset_can_be_made_sequential() {
 }
 
 #[test]
-fn the_environment_beats_section_and_preset() {
+fn the_environment_overrides_section_and_preset() {
     let file = "[outbound.provider.my-api]\npreset = \"tmdb\"\ncredentials = \"env:A\"\nretry = { cap = \"9s\" }\n";
     let sources = PolicySources::new().file("test.toml", file).env([
         ("TIDEGATE__OUTBOUND__LISTEN", "127.0.0.1:9999"),
@@ -511,7 +511,7 @@ fn the_environment_beats_section_and_preset() {
 }
 
 #[test]
-fn secrets_in_variables_and_files_are_not_told() {
+fn errors_hide_secrets_in_variables_and_files() {
     let provider = "[outbound.provider.x]\npreset = \"tvdb\"\n";
     for (key, value) in [
         ("CREDENTIALS", "hunter2"),

@@ -3,7 +3,7 @@
 use super::{EVERY_KEY, outbound};
 
 #[test]
-fn words_show_true_bounds_and_no_secret() {
+fn descriptions_state_true_bounds_without_secrets() {
     let words = outbound(EVERY_KEY).describe();
     for expected in [
         "own: http://localhost:9000/v1 (preset local)\n",
@@ -41,7 +41,7 @@ fn words_show_true_bounds_and_no_secret() {
 }
 
 #[test]
-fn words_tell_whose_calls_in_flight_are_bounded() {
+fn descriptions_state_the_scope_of_in_flight_limits() {
     let text = "[outbound.provider.x]\nbase_url = \"https://api.test\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n\
                 credential_limit = \"5 in flight\"\n";
     let words = |more: &str| outbound(&format!("{text}{more}")).describe();
@@ -54,7 +54,7 @@ fn words_tell_whose_calls_in_flight_are_bounded() {
 }
 
 #[test]
-fn words_tell_of_a_cache_that_several_credentials_keep_from_being_used() {
+fn descriptions_mention_a_cache_disabled_by_credentials() {
     let own = "[outbound.provider.x]\nbase_url = \"https://example.com\"\nauth = \"bearer\"\n";
     for (text, expected) in [
         (

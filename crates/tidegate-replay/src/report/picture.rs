@@ -1,4 +1,4 @@
-//! Findings as pictures: what happened when, and whom each limit's value refuses.
+//! Findings as pictures: requests over time, and the share of clients that each value of a limit refuses.
 
 use tidegate_core::Time;
 
@@ -12,16 +12,16 @@ use tidegate_report::theme::{BLUE, Colour, GREEN, GREY, INK, ORANGE, PURPLE, VER
 
 const TIMELINE_HEIGHT: i32 = 300;
 const LIMIT_HEIGHT: i32 = 260;
-/// The most limits that have a chart of their own: those that refuse the most.
+/// The largest number of limits with a chart of their own: those that refuse the most.
 const MAX_LIMITS: usize = 12;
-/// The most points of a line.
+/// The largest number of points of a line.
 const MAX_LINE_POINTS: usize = 200;
-/// The largest share of clients that a limit's chart begins with.
+/// The largest share of clients in a limit's chart, unless its present value refuses more.
 const CURVE_MAX_SHARE: f64 = 0.05;
-/// A limit's chart ends a few times to the right of the value that refuses this share of clients.
+/// A limit's chart ends at the value that refuses this share of clients, times `TAIL_FACTOR`.
 const TAIL_SHARE: f64 = 0.001;
 const TAIL_FACTOR: f64 = 4.0;
-/// Which counts as this much at the least.
+/// The least value for the tail.
 const MIN_TAIL_VALUE: u64 = 2;
 
 pub(super) fn findings_svg(findings: &Findings) -> Result<String, PictureError> {
@@ -50,7 +50,7 @@ pub(super) fn findings_svg(findings: &Findings) -> Result<String, PictureError> 
             )?;
             top += TIMELINE_HEIGHT;
             for pair in limits.chunks(2) {
-                // The last of an odd number has all of the width.
+                // The last of an odd number has the full width.
                 let width = WIDTH / pair.len() as i32;
                 for (column, limit) in (0..).zip(pair) {
                     draw_limit(&sub_area(root, (column * width, top), (width, LIMIT_HEIGHT)), limit, &name)?;
@@ -66,7 +66,7 @@ fn sub_area<'a>(root: &Area<'a>, at: (i32, i32), size: (i32, i32)) -> Area<'a> {
     root.clone().shrink(at, (size.0 as u32, size.1 as u32))
 }
 
-/// The limits whose charts say something, those that refuse the most first.
+/// Returns the limits with more than one key, those that refuse the most first.
 fn charted_limits(policy: &PolicyFindings) -> Vec<&LimitFindings> {
     let used = |limit: &&LimitFindings| limit.peaks.as_ref().is_some_and(|peaks| peaks.key_count() > 1);
     let mut limits: Vec<&LimitFindings> = policy.limits.iter().filter(used).collect();
@@ -75,7 +75,7 @@ fn charted_limits(policy: &PolicyFindings) -> Vec<&LimitFindings> {
     limits
 }
 
-/// The time that a chart shows, from its first interval to the newest request.
+/// The time axis of a chart, from its first interval to the newest request.
 struct TimeAxis {
     start: Time,
     seconds: f64,
@@ -89,13 +89,13 @@ impl TimeAxis {
             timeline.start().since(begins).as_secs_f64() + width_seconds(timeline) * interval_count(timeline)
         };
         let whole = timelines.map(ends).fold(1.0, f64::max);
-        // Logs tell seconds, and the last one is over with its last request.
+        // Logs have times in seconds, and the last second counts until its end.
         let told = newest.map(|newest| newest.since(begins).as_secs_f64() + 1.0);
         let longest = told.map_or(whole, |told| told.min(whole));
         Self { start: begins, seconds: longest, unit: AxisUnit::for_seconds(longest) }
     }
 
-    /// How many requests a second there were of a kind: in steps, each of which lasts as long as what it counts.
+    /// Returns the rate of one kind of requests per second, in steps as long as the time that they count.
     fn rate_steps(&self, timeline: &Timeline, of: impl Fn(&IntervalCounts) -> u64) -> Vec<(f64, f64)> {
         let each = timeline.intervals().len().div_ceil(MAX_LINE_POINTS).max(1);
         let (width, first) = (width_seconds(timeline), timeline.start().since(self.start).as_secs_f64());
@@ -109,7 +109,7 @@ impl TimeAxis {
         steps.collect()
     }
 
-    /// Some numbers of requests over time, each with its name.
+    /// Draws rates of requests over time, each with its name.
     fn draw(&self, area: &Area<'_>, title: &str, series: Vec<(&str, ChartLine)>) -> Result<(), PictureError> {
         let (names, lines): (Vec<&str>, Vec<ChartLine>) = series.into_iter().unzip();
         let legend: Vec<_> =
@@ -136,10 +136,10 @@ fn interval_count(timeline: &Timeline) -> f64 {
     timeline.intervals().len().max(1) as f64
 }
 
-/// What each policy refuses, over each other.
+/// Draws the refusals of each policy over each other.
 fn draw_comparison(area: &Area<'_>, policies: &[PolicyFindings], newest: Option<Time>) -> Result<(), PictureError> {
     let axis = TimeAxis::covering(policies.iter().map(|policy| &policy.timeline), newest);
-    // Often both refuse the same, and neither line may hide the other.
+    // Often both policies refuse the same requests, and neither line may hide the other.
     let styles = [(ORANGE, WIDE_LINE), (BLUE, THIN_LINE)];
     let series = policies.iter().zip(styles).map(|(policy, (colour, width))| {
         (&*policy.name, ChartLine { colour, width, points: axis.rate_steps(&policy.timeline, IntervalCounts::refused) })
@@ -169,14 +169,14 @@ fn draw_timeline(
     axis.draw(area, &format!("{name}requests over time"), series.collect())
 }
 
-/// The share of clients that each value of a limit refuses, down to none, and where the value is now.
+/// Draws the share of clients that each value of a limit refuses, down to none, and marks the present value.
 fn draw_limit(area: &Area<'_>, limit: &LimitFindings, name: &str) -> Result<(), PictureError> {
     let Some(peaks) = &limit.peaks else { return Ok(()) };
     let now = limit.current_refused_share().unwrap_or(0.0);
     let most = CURVE_MAX_SHARE.max(now * 1.5).min(1.0);
     let curve = peaks.curve(most);
     let capacity = limit.capacity as f64;
-    // The highest use is often a hundred times what the chart is about.
+    // The highest use is often a hundred times the values of interest.
     let tail = peaks.smallest_value_for_share(TAIL_SHARE).max(MIN_TAIL_VALUE) as f64 * TAIL_FACTOR;
     let right = axis_max([if capacity <= tail * TAIL_FACTOR { capacity.max(tail) } else { tail }], 1.0);
     let top = most * 100.0;

@@ -1,4 +1,4 @@
-//! Findings as tables, for a terminal and for a page.
+//! Findings as tables, for a terminal and for an HTML page.
 
 use tidegate_core::Time;
 use tidegate_policy::printable;
@@ -10,9 +10,9 @@ use crate::{
 use tidegate_report::svg::escape_xml;
 use tidegate_report::table::{align_rows, format_count};
 
-/// How many intervals the list of the worst shows.
+/// The number of intervals in the list of the worst.
 const MAX_WORST_INTERVALS: usize = 5;
-/// How many characters wide a line of time is in a terminal.
+/// The width of a time line in a terminal, in characters.
 const SPARKLINE_WIDTH: usize = 60;
 const SPARKLINE_LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
@@ -21,7 +21,7 @@ pub(super) struct FindingsTable {
     title: String,
     headers: Vec<String>,
     rows: Vec<Vec<String>>,
-    /// How many columns at the start are words, and not numbers.
+    /// The number of columns at the start that hold text, not numbers.
     text_columns: usize,
 }
 
@@ -31,7 +31,7 @@ impl FindingsTable {
         Self { title: printable(&title.into()).into_owned(), headers: heads, rows: Vec::new(), text_columns: words }
     }
 
-    /// Adds a row. Cells may hold what the log or a file's name says, so they are made [`printable`] here.
+    /// Adds a row. Cells may hold text of the log or of a file's name, so they are made [`printable`] here.
     fn push_row(&mut self, cells: Vec<String>) {
         self.rows.push(cells.iter().map(|cell| printable(cell).into_owned()).collect());
     }
@@ -60,7 +60,7 @@ impl FindingsTable {
     }
 }
 
-/// What was read and what would come of it, in a few lines.
+/// Returns a summary of the input and the refusals, in a few lines.
 pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
     let input = &findings.input;
     let mut lines = Vec::new();
@@ -105,7 +105,7 @@ pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
     lines
 }
 
-/// All tables, in the order in which they are read.
+/// Returns all tables, in the order in which they are shown.
 pub(super) fn all_tables(findings: &Findings) -> Vec<FindingsTable> {
     let mut grids = change_tables(findings);
     for policy in &findings.policies {
@@ -208,7 +208,7 @@ fn policy_tables(policy: &PolicyFindings, title_of: &dyn Fn(&str) -> String) -> 
     grids
 }
 
-/// What each limit refused, for which reason.
+/// Returns the refusals of each limit, by reason.
 fn refusal_reasons_table(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> FindingsTable {
     let mut grid = FindingsTable::new(of("why"), 3, &["limit", "allows", "by", "full", "blocked", "in shadow"]);
     for limit in &policy.limits {
@@ -229,7 +229,7 @@ fn refusal_reasons_table(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -
     grid
 }
 
-/// What other values of each limit would do.
+/// Returns the effect of other values of each limit.
 fn limit_values_table(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Option<FindingsTable> {
     let shares = REFUSED_SHARES.map(|share| format!("refuses {}", format_percent(share)));
     let heads: Vec<&str> = ["limit", "allows", "refuses now"]
@@ -283,7 +283,7 @@ fn worst_intervals_table(timeline: &Timeline, of: &dyn Fn(&str) -> String) -> Op
     Some(grid)
 }
 
-/// Refusals over time in one line of text.
+/// Returns the refusals over time as one line of text.
 fn sparkline(intervals: &[IntervalCounts]) -> String {
     let each = intervals.len().div_ceil(SPARKLINE_WIDTH).max(1);
     let refused: Vec<u64> = intervals.chunks(each).map(|some| some.iter().map(IntervalCounts::refused).sum()).collect();
@@ -324,7 +324,7 @@ fn format_share(part: u64, whole: u64) -> String {
     format_percent(part as f64 / whole.max(1) as f64)
 }
 
-/// A share with two digits that say something, where it is small.
+/// Formats a share in percent, with two significant digits if it is small.
 pub(super) fn format_percent(share: f64) -> String {
     let percent = share * 100.0;
     match percent {
@@ -345,7 +345,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_told_with_what_matters() {
+    fn percentages_have_suitable_precision() {
         for (share, text) in [
             (0.0, "0 %"),
             (0.00001, "under 0.01 %"),
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn sparks_show_where_refusals_are() {
+    fn sparklines_show_where_refusals_happened() {
         let refused = |by_limit| IntervalCounts { refused_by_limit: by_limit, ..IntervalCounts::default() };
         assert_eq!(sparkline(&[refused(0), refused(1), refused(8), refused(4), refused(0)]), " ▁█▄ ");
         assert_eq!(sparkline(&[refused(3); 600]), "█".repeat(60));

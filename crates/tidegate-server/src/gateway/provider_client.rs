@@ -16,8 +16,8 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use rustls::ClientConfig;
-use tidegate::core::retry::TransportFault;
 use tidegate::outbound;
+use tidegate_core::retry::TransportFault;
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig};
 use tower_service::Service;
 

@@ -22,7 +22,7 @@ fn ticks_until_overdue(sweep: &Arc<Watchdog>, watch: &ConnectionWatch) -> u32 {
 }
 
 #[test]
-fn each_phase_has_its_own_patience_and_is_never_cut_short() {
+fn each_phase_has_its_own_exact_timeout() {
     let tick = patience().tick();
     assert_eq!(tick, Duration::from_millis(10));
     for (phase, whole) in [
@@ -40,7 +40,7 @@ fn each_phase_has_its_own_patience_and_is_never_cut_short() {
 }
 
 #[test]
-fn progress_starts_the_wait_anew() {
+fn progress_restarts_the_timeout() {
     let sweep = Watchdog::new(patience(), 8);
     let (watch, _entry) = sweep.add_connection();
     watch.enter(ConnectionPhase::Upload);
@@ -52,7 +52,7 @@ fn progress_starts_the_wait_anew() {
 }
 
 #[test]
-fn a_decision_is_never_overdue_and_the_tick_count_may_wrap() {
+fn a_decision_never_expires_despite_tick_overflow() {
     let sweep = Watchdog::new(patience(), 8);
     sweep.current_tick.store(u32::MAX - 3, Ordering::Relaxed);
     let (watch, _entry) = sweep.add_connection();
@@ -67,7 +67,7 @@ fn a_decision_is_never_overdue_and_the_tick_count_may_wrap() {
 }
 
 #[test]
-fn leaving_scope_leaves_the_list() {
+fn a_dropped_entry_leaves_the_list() {
     let sweep = Watchdog::new(patience(), 8);
     let (_watch, entry) = sweep.add_connection();
     assert_eq!(sweep.len(), 1);
@@ -98,7 +98,7 @@ fn trickle(sweep: &Arc<Watchdog>, watch: &ConnectionWatch, bytes: u64) -> bool {
 }
 
 #[test]
-fn a_body_that_trickles_is_overdue_and_one_that_is_waited_for_by_nobody_is_not() {
+fn only_slow_bodies_being_waited_for_expire() {
     let sweep = Watchdog::new(patience(), 8);
     for (paced, rate, overdue) in [(true, 1, true), (true, 80, true), (true, 120, false), (false, 1, false)] {
         let (watch, _entry) = upload(&sweep, paced);
@@ -115,7 +115,7 @@ fn a_body_that_trickles_is_overdue_and_one_that_is_waited_for_by_nobody_is_not()
 }
 
 #[test]
-fn past_the_bound_on_unfinished_heads_the_oldest_is_given_up() {
+fn too_many_unfinished_heads_end_the_oldest() {
     let sweep = Watchdog::new(patience(), 8);
     let (oldest, _a) = sweep.add_connection();
     oldest.note_received(UNCOUNTED_HEAD_BYTES);
@@ -138,7 +138,7 @@ fn past_the_bound_on_unfinished_heads_the_oldest_is_given_up() {
 }
 
 #[test]
-fn a_phase_that_has_ended_is_not_hurried_and_takes_its_reason_along() {
+fn a_finished_phase_clears_its_end_reason() {
     let sweep = Watchdog::new(patience(), 8);
     let (watch, _entry) = sweep.add_connection();
     watch.note_received(1);
@@ -164,7 +164,7 @@ fn a_phase_that_has_ended_is_not_hurried_and_takes_its_reason_along() {
 }
 
 #[test]
-fn a_body_trickles_also_in_a_call_and_behind_an_answer() {
+fn slow_bodies_expire_during_decisions_and_lingering() {
     let sweep = Watchdog::new(patience(), 8);
     let (watch, _entry) = upload(&sweep, true);
     watch.enter(ConnectionPhase::Deciding);

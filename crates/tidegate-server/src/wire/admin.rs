@@ -9,8 +9,8 @@ use http::header::{ALLOW, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tidegate::Gate;
-use tidegate::core::{Batch, Clock};
 use tidegate::store::{Answer, Store};
+use tidegate_core::{Batch, Clock};
 
 use crate::access::Access;
 use crate::body::ResponseBody;

@@ -7,8 +7,8 @@ use std::net::IpAddr;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
-use tidegate::core::MAX_COST;
 use tidegate::{PermitId, Query};
+use tidegate_core::MAX_COST;
 
 /// The fields of a decision request. In a query string `header:NAME` stands for any header; in JSON headers are an
 /// object.
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_question() {
+    fn a_complete_decision_request_is_parsed() {
         let json = br#"{"action":"login","ip":"203.0.113.7","key":"a\nb","platform":null,"cost":3,
             "headers":{"X-Tenant":"t1","x-none":null},"method":"POST","path":"/login?x=1","host":"h"}"#;
         let question = DecisionRequest::from_json(json).unwrap();
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_headers_are_told_as_such_in_json_and_in_a_query() {
+    fn too_many_headers_are_reported_as_such() {
         let told = "there are more than 64 headers";
         for count in [MAX_HEADERS, MAX_HEADERS + 1, MAX_HEADERS + 2, 300] {
             let members: Vec<String> = (0..count).map(|number| format!(r#""x-{number}":"v""#)).collect();
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_field_is_named() {
+    fn errors_name_the_wrong_field() {
         for (json, field, says) in [
             (r#"{"acton":"login"}"#, Some("acton"), "did you mean `action`?"),
             (r#"{"zzzzzz":1}"#, Some("zzzzzz"), "the fields are action, ip"),

@@ -14,10 +14,10 @@ use std::sync::atomic::Ordering;
 use http::header::{HeaderMap, HeaderName};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use tidegate::core::{Clock, Reason};
 use tidegate::policy::{ListStatus, UncountableError, canonical_ip, is_host};
 use tidegate::store::Store;
 use tidegate::{CheckError, Query};
+use tidegate_core::{Clock, Reason};
 
 use crate::body::ResponseBody;
 use crate::hop_headers;
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn the_styles_of_front_servers() {
+    fn header_styles_of_front_servers_are_understood() {
         let traefik =
             [("x-forwarded-method", "POST"), ("x-forwarded-uri", "/login?x=1"), ("x-forwarded-host", "a.example")];
         assert_eq!(described(&traefik), three("POST", "/login?x=1", Some("a.example")));
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clients_own_description_is_noticed() {
+    fn contradicting_request_descriptions_are_rejected() {
         let both = [("x-forwarded-uri", "/harmless"), ("x-original-uri", "/login")];
         assert!(described(&both).is_err());
         assert!(described(&[("x-forwarded-method", "GET"), ("x-original-method", "POST")]).is_err());
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn urls() {
+    fn urls_are_split_into_host_and_path() {
         assert_eq!(split_url("http://a"), (Some("a"), "/"));
         assert_eq!(split_url("http://a?x"), (Some("a"), "/"));
         assert_eq!(split_url("/redirect?to=http://b/"), (None, "/redirect?to=http://b/"));

@@ -18,11 +18,11 @@ use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use tidegate::core::Clock;
 use tidegate::policy::{Forwarding, KeyError, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{Check, CheckError, Decision, Gate, MatchedActions, PendingCheck, Query};
+use tidegate_core::Clock;
 
 use crate::access::{Access, AccessError};
 use crate::body::ResponseBody;

@@ -47,7 +47,7 @@ fn lines() -> Vec<(String, u16)> {
 }
 
 #[tokio::test]
-async fn a_web_page_can_neither_reset_nor_read() {
+async fn web_pages_can_neither_reset_nor_read() {
     let gate = start(nobody(), FILE).await;
     for (lines, expected) in lines() {
         assert_eq!(status(&once(gate.api, post("/v1/check", ABOUT)).await), 200);
@@ -76,7 +76,7 @@ async fn a_web_page_can_neither_reset_nor_read() {
 }
 
 #[tokio::test]
-async fn a_page_that_is_turned_away_is_counted_and_logged() {
+async fn rejected_web_pages_are_counted_and_logged() {
     let (log, _guard) = capture("text");
     let gate = start(nobody(), FILE).await;
     let page = "host: localhost\r\norigin: https://evil.example\r\n";
@@ -94,7 +94,7 @@ async fn a_page_that_is_turned_away_is_counted_and_logged() {
 }
 
 #[tokio::test]
-async fn forward_auth_is_asked_with_what_browsers_tell_the_front_server() {
+async fn forward_auth_accepts_browser_headers() {
     let gate = start(nobody(), FILE).await;
     for (lines, _) in lines() {
         if lines.matches("host: ").count() > 1 {
@@ -113,7 +113,7 @@ async fn forward_auth_is_asked_with_what_browsers_tell_the_front_server() {
 }
 
 #[tokio::test]
-async fn a_token_is_proof_enough() {
+async fn a_token_makes_origin_checks_unnecessary() {
     let file = format!("[api]\ntoken = \"env:API\"\n[admin]\ntoken = \"env:ADMIN\"\n{FILE}");
     let gate = try_start(&policy(nobody(), &file), |name| Some(name.to_lowercase())).unwrap();
     for (lines, _) in lines() {

@@ -21,7 +21,7 @@ const FILE: &str = r#"
 "#;
 
 #[tokio::test]
-async fn a_check_from_the_first_to_the_refused() {
+async fn checks_are_answered_exactly_until_refused() {
     let gate = start(nobody(), FILE).await;
     let mut caller = Peer::connect(gate.api).await;
     let check = post("/v1/check", r#"{"action":"login","ip":"203.0.113.7"}"#);
@@ -64,7 +64,7 @@ async fn a_check_from_the_first_to_the_refused() {
 }
 
 #[tokio::test]
-async fn explain_tells_every_limit() {
+async fn explain_reports_every_limit() {
     let gate = start(nobody(), FILE).await;
     let check = post("/v1/check", r#"{"action":"login","ip":"203.0.113.7","cost":2}"#);
     once(gate.api, &check).await;
@@ -85,7 +85,7 @@ async fn explain_tells_every_limit() {
 }
 
 #[tokio::test]
-async fn resets_and_refunds() {
+async fn resets_and_refunds_change_the_counts() {
     let gate = start(nobody(), FILE).await;
     let about = r#"{"action":"login","ip":"203.0.113.7"}"#;
     let left =
@@ -120,7 +120,7 @@ async fn an_action_may_be_found_by_its_request() {
 }
 
 #[tokio::test]
-async fn wrong_questions() {
+async fn invalid_api_requests_give_exact_errors() {
     let gate = start(nobody(), FILE).await;
     let table: &[(String, u16, Value, &str)] = &[
         (post("/v1/check", ""), 400, Value::Null, "no JSON"),
@@ -187,7 +187,7 @@ async fn wrong_questions() {
 }
 
 #[tokio::test]
-async fn a_default_action_takes_what_has_no_name() {
+async fn a_default_action_handles_unknown_names() {
     let gate = start(nobody(), "[inbound.action.default]\nlimit = \"2 per 60s\"\n").await;
     for expected in [200, 200, 429] {
         let answer = once(gate.api, post("/v1/check", r#"{"action":"anything","ip":"::1"}"#)).await;
@@ -196,7 +196,7 @@ async fn a_default_action_takes_what_has_no_name() {
 }
 
 #[tokio::test]
-async fn questions_are_bounded() {
+async fn api_request_sizes_are_bounded() {
     let gate = start(nobody(), FILE).await;
     let long = format!(r#"{{"action":"login","ip":"::1","key":"{}"}}"#, "k".repeat(15_000));
     assert_eq!(status(&once(gate.api, post("/v1/check", &long)).await), 200);
@@ -223,7 +223,7 @@ async fn questions_are_bounded() {
 }
 
 #[tokio::test]
-async fn health() {
+async fn health_endpoints_answer() {
     let gate = start(nobody(), FILE).await;
     for (path, expected) in [("/healthz", 200), ("/readyz", 200), ("/nowhere", 404)] {
         assert_eq!(status(&once(gate.admin, get(path)).await), expected);

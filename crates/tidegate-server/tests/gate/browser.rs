@@ -101,7 +101,7 @@ fn curl(arguments: &[&str]) -> Option<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_page_in_a_browser_can_neither_reset_nor_read_and_curl_can() {
+async fn browser_pages_cannot_reset_but_curl_can() {
     let gate = start(nobody(), "[inbound.action.login]\nlimit = \"5 per 60s\"\n").await;
     for _ in 0..3 {
         assert_eq!(status(&once(gate.api, post("/v1/check", ABOUT)).await), 200);

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::clock::ManualClock;
-use tidegate::core::{Batch, Limits, Outcomes, Time};
 use tidegate::store::{Answer, Store, StoreError};
 use tidegate::{Gate, Memory};
+use tidegate_core::{Batch, Limits, Outcomes, Time};
 use tidegate_policy::KeySeed;
 
 use tokio::net::TcpListener;
@@ -15,7 +15,7 @@ use tokio::net::TcpListener;
 use crate::common::{Echo, HELLO, Peer, Running, body, get, header, nobody, policy, post, serve, start, status};
 
 #[tokio::test]
-async fn heads() {
+async fn header_size_and_count_are_capped() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.caps]\nheader_bytes = \"8KiB\"\nheaders = 10\n").await;
     let fits = format!("GET / HTTP/1.1\r\nhost: a\r\nx: {}\r\n\r\n", "y".repeat(8000));
@@ -35,7 +35,7 @@ async fn heads() {
 }
 
 #[tokio::test]
-async fn bodies() {
+async fn body_size_is_capped() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.caps]\nbody = \"1KiB\"\n").await;
     assert_eq!(status(&Peer::connect(gate.inbound).await.ask(post("/", &"x".repeat(1024))).await), 200);
@@ -66,7 +66,7 @@ async fn narrow() -> (TcpListener, Running) {
 }
 
 #[tokio::test]
-async fn connections_wait_while_all_others_are_busy() {
+async fn new_connections_wait_while_all_are_busy() {
     let (upstream, gate) = narrow().await;
     let mut first = Peer::connect(gate.inbound).await;
     let mut second = Peer::connect(gate.inbound).await;
@@ -93,7 +93,7 @@ async fn connections_wait_while_all_others_are_busy() {
 }
 
 #[tokio::test]
-async fn idle_connections_make_room() {
+async fn idle_connections_are_displaced_by_new_ones() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.caps]\nconnections = 100\n").await;
     let mut silent = Vec::new();
@@ -114,7 +114,7 @@ async fn idle_connections_make_room() {
 }
 
 #[tokio::test]
-async fn a_connection_that_becomes_idle_makes_room() {
+async fn a_connection_becoming_idle_is_displaced() {
     let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let gate = start(upstream.local_addr().unwrap(), "[inbound.caps]\nconnections = 2\n").await;
     let (answer, told) = tokio::sync::watch::channel(false);
@@ -162,7 +162,7 @@ async fn begun(address: SocketAddr, count: usize, bytes: &str) -> Vec<Peer> {
 }
 
 #[tokio::test]
-async fn unfinished_heads_make_room_and_requests_under_way_stay() {
+async fn unfinished_heads_are_displaced_running_requests_kept() {
     let (upstream, gate) = narrow().await;
     let mut busy = Peer::connect(gate.inbound).await;
     busy.send(get("/")).await;
@@ -210,7 +210,7 @@ impl Store for Slow {
 }
 
 #[tokio::test]
-async fn a_request_that_waits_for_the_store_is_under_way_and_no_unfinished_head() {
+async fn requests_waiting_for_the_store_are_kept() {
     let upstream = Echo::start(HELLO).await;
     let file = "[inbound.global]\nlimit = \"100 per 1h\"\n[inbound.caps]\nconnections = 1\n\
         [inbound.timeouts]\nheader = \"1s\"\n";
@@ -232,7 +232,7 @@ async fn a_request_that_waits_for_the_store_is_under_way_and_no_unfinished_head(
 }
 
 #[tokio::test]
-async fn connections_that_sent_a_byte_make_room() {
+async fn connections_with_one_byte_sent_are_displaced() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.caps]\nconnections = 100\n").await;
     for (address, count, path) in [(gate.inbound, 400, "/"), (gate.admin, 70, "/healthz")] {
@@ -244,7 +244,7 @@ async fn connections_that_sent_a_byte_make_room() {
 }
 
 #[tokio::test]
-async fn bodies_that_trickle_after_their_answer_make_room() {
+async fn slow_bodies_after_their_response_are_displaced() {
     let gate = start(nobody(), "").await;
     for mut client in begun(gate.admin, 70, "POST /healthz HTTP/1.1\r\nhost: a\r\ncontent-length: 50000\r\n\r\n").await
     {
@@ -274,7 +274,7 @@ async fn trickled(address: SocketAddr, path: &str, kind: &str) -> u16 {
 }
 
 #[tokio::test]
-async fn bodies_come_at_a_rate() {
+async fn bodies_must_arrive_at_a_minimum_rate() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
     let plain = "text/plain";
@@ -290,7 +290,7 @@ async fn bodies_come_at_a_rate() {
 }
 
 #[tokio::test]
-async fn the_body_of_a_refused_request_comes_at_a_rate_too() {
+async fn refused_requests_bodies_need_a_minimum_rate() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.action.no]\nmatch = { path = \"/no\" }\nlimit = \"0 per 1s\"\n").await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -305,7 +305,7 @@ async fn the_body_of_a_refused_request_comes_at_a_rate_too() {
 }
 
 #[tokio::test]
-async fn unfinished_heads() {
+async fn unfinished_heads_total_size_is_bounded() {
     let upstream = Echo::start(HELLO).await;
     let gate =
         start(upstream.address, "[inbound.caps]\nheader_bytes = \"1MiB\"\n[inbound.timeouts]\nheader = \"60s\"\n")
@@ -325,7 +325,7 @@ async fn unfinished_heads() {
 }
 
 #[tokio::test]
-async fn idle_upstream_connections() {
+async fn idle_upstream_connections_are_capped() {
     // With an empty pool, each request gets a new connection.
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.caps]\npool_idle = 0\n").await;

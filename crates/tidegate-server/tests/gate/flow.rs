@@ -5,7 +5,7 @@ use crate::common::{Echo, HELLO, Peer, get, header, once, post, start, status};
 const ONE: &str = "[inbound.action.one]\nmatch = { path = \"/one\" }\nlimit = \"1 per 60s\"\n";
 
 #[tokio::test]
-async fn addresses_behind_trusted_proxies_count_apart() {
+async fn clients_behind_trusted_proxies_count_separately() {
     let upstream = Echo::start(HELLO).await;
     let from = |address: &str| format!("GET /one HTTP/1.1\r\nhost: a\r\nx-forwarded-for: {address}\r\n\r\n");
     let gate = start(upstream.address, ONE).await;
@@ -27,7 +27,7 @@ async fn addresses_behind_trusted_proxies_count_apart() {
 }
 
 #[tokio::test]
-async fn requests_that_match_nothing_meet_only_the_global_limit() {
+async fn unmatched_requests_meet_only_the_global_limit() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, &format!("[inbound.global]\nlimit = \"3 per 1h\"\n{ONE}")).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -42,7 +42,7 @@ async fn requests_that_match_nothing_meet_only_the_global_limit() {
 }
 
 #[tokio::test]
-async fn a_refused_body_is_read_away_if_it_is_small() {
+async fn small_refused_bodies_are_read_and_discarded() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.action.no]\nmatch = { path = \"/no\" }\nlimit = \"0 per 1s\"\n").await;
 
@@ -75,7 +75,7 @@ async fn a_refused_body_is_read_away_if_it_is_small() {
 }
 
 #[tokio::test]
-async fn a_refused_expectation_gets_no_continue() {
+async fn refused_requests_receive_no_100_continue() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound.action.no]\nmatch = { path = \"/no\" }\nlimit = \"0 per 1s\"\n").await;
     let mut client = Peer::connect(gate.inbound).await;

@@ -25,7 +25,7 @@ fn ask(lines: &[&str]) -> String {
 }
 
 #[tokio::test]
-async fn each_style() {
+async fn each_front_server_style_is_answered() {
     for style in [
         &[
             "x-forwarded-method: POST",
@@ -73,7 +73,7 @@ async fn the_status_of_a_refusal_is_configurable() {
 }
 
 #[tokio::test]
-async fn an_action_by_name_and_keys_from_headers() {
+async fn the_path_names_actions_headers_give_keys() {
     let gate = start(nobody(), FILE).await;
     let ask =
         |tenant: &str| format!("GET /v1/auth/tenant?action=login HTTP/1.1\r\nhost: gate\r\nx-tenant: {tenant}\r\n\r\n");
@@ -91,7 +91,7 @@ async fn an_action_by_name_and_keys_from_headers() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_decided_says_why() {
+async fn undecidable_requests_state_the_reason() {
     let gate = start(nobody(), FILE).await;
     for (request, expected, says) in [
         (get("/v1/auth"), 400, "X-Forwarded-Method and X-Forwarded-Uri"),
@@ -112,7 +112,7 @@ async fn what_cannot_be_decided_says_why() {
 }
 
 #[tokio::test]
-async fn off_where_the_policy_says_so_or_limits_calls_in_flight() {
+async fn forward_auth_is_off_with_in_flight_limits() {
     for file in [
         "[api]\nforward_auth = false\n",
         "[inbound.action.busy]\nmatch = { path = \"/busy\" }\nlimit = \"1 in flight\"\n",

@@ -11,7 +11,7 @@ fn sorted(message: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn towards_the_upstream() {
+async fn hop_headers_are_removed_from_requests() {
     let told = ["x-forwarded-for: 127.0.0.1", "x-forwarded-host: a", "x-forwarded-proto: http"];
     let table: &[(&[&str], &[&str])] = &[
         (&["accept: */*"], &["accept: */*"]),
@@ -49,7 +49,7 @@ async fn towards_the_upstream() {
 }
 
 #[tokio::test]
-async fn a_trusted_peer_is_believed() {
+async fn a_trusted_peers_forwarding_headers_are_extended() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound]\ntrusted_proxies = [\"127.0.0.0/8\"]\n").await;
     let lines = "x-forwarded-for: 203.0.113.9\r\nx-forwarded-proto: https\r\nx-forwarded-host: b\r\nforwarded: for=203.0.113.9\r\n";
@@ -67,7 +67,7 @@ async fn a_trusted_peer_is_believed() {
 }
 
 #[tokio::test]
-async fn towards_the_client() {
+async fn hop_headers_are_removed_from_responses() {
     let upstream = Echo::start(
         "HTTP/1.1 200 OK\r\nconnection: keep-alive, x-a\r\nx-a: 1\r\nkeep-alive: timeout=5\r\nproxy-authenticate: x\r\n\
          upgrade: h2\r\nserver: other\r\nset-cookie: a=b\r\nset-cookie: c=d\r\ncontent-length: 0\r\n\r\n",
@@ -81,7 +81,7 @@ async fn towards_the_client() {
 }
 
 #[tokio::test]
-async fn an_upstream_that_closes_doesnt_close_the_client() {
+async fn upstream_close_keeps_the_client_connection() {
     let upstream = Echo::start("HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok").await;
     let gate = start(upstream.address, "").await;
     let mut client = Peer::connect(gate.inbound).await;

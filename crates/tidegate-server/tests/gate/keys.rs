@@ -64,7 +64,7 @@ const SPELLINGS: [(&str, &str); 18] = [
 ];
 
 #[tokio::test]
-async fn no_spelling_of_a_key_gives_fresh_counts() {
+async fn no_key_spelling_gives_a_fresh_count() {
     for (form, via_proxy) in [(through as Form, true), (described as Form, false)] {
         for part in ["/cookie", "/header", "/query"] {
             let (gate, _echo) = gate().await;
@@ -80,7 +80,7 @@ async fn no_spelling_of_a_key_gives_fresh_counts() {
 }
 
 #[tokio::test]
-async fn a_refusal_under_one_value_charges_none_of_the_others() {
+async fn one_refused_key_value_charges_no_other() {
     let (gate, _echo) = gate().await;
     let mut peer = Peer::connect(gate.inbound).await;
     for _ in 0..3 {
@@ -95,7 +95,7 @@ async fn a_refusal_under_one_value_charges_none_of_the_others() {
 }
 
 #[tokio::test]
-async fn clients_without_the_key_have_a_count_each() {
+async fn clients_without_the_key_count_separately() {
     let (gate, _echo) = gate().await;
     for (address, form) in [(gate.inbound, through as Form), (gate.api, described as Form)] {
         let mut peer = Peer::connect(address).await;
@@ -110,7 +110,7 @@ async fn clients_without_the_key_have_a_count_each() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_counted_is_a_bad_request() {
+async fn uncountable_requests_are_answered_with_400() {
     let (lines, _guard) = capture("text");
     let (gate, echo) = gate().await;
     let five = "cookie: sid=1; sid=2; sid=3; sid=4; sid=5\r\n";
@@ -138,7 +138,7 @@ async fn what_cannot_be_counted_is_a_bad_request() {
 }
 
 #[tokio::test]
-async fn the_status_of_what_cannot_be_counted_is_one_that_nginx_takes() {
+async fn uncountable_forward_auth_requests_use_deny_status() {
     let gate = start(nobody(), &format!("{FILE}[api]\ndeny_status = 403\n")).await;
     assert_eq!(status(&once(gate.api, described("/strict", 1, "")).await), 403);
     let lookalike = once(gate.api, described("/header", 1, "x-api-key: a\r\nx_api_key: REAL\r\n")).await;
@@ -147,7 +147,7 @@ async fn the_status_of_what_cannot_be_counted_is_one_that_nginx_takes() {
 }
 
 #[tokio::test]
-async fn a_lookalike_of_a_keyed_header_does_not_reach_the_upstream() {
+async fn lookalikes_of_key_headers_are_not_forwarded() {
     let (gate, echo) = gate().await;
     let lines = "x-api-key: a\r\nX_Api_Key: REAL\r\nX_Api-Key: REAL\r\nx_other: kept\r\n";
     assert_eq!(status(&once(gate.inbound, through("/header", 1, lines)).await), 200);
@@ -156,7 +156,7 @@ async fn a_lookalike_of_a_keyed_header_does_not_reach_the_upstream() {
 }
 
 #[tokio::test]
-async fn a_header_that_was_counted_by_reaches_the_upstream_whatever_connection_names() {
+async fn connection_cannot_remove_key_headers() {
     let (gate, echo) = gate().await;
     let lines = "connection: x-api-key, cookie\r\nx-api-key: fresh\r\ncookie: sid=1\r\n";
     assert_eq!(status(&once(gate.inbound, through("/header", 1, lines)).await), 200);

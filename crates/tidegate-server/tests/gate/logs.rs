@@ -41,7 +41,7 @@ async fn hostile_text_is_escaped_and_secrets_are_masked() {
 }
 
 #[tokio::test]
-async fn a_flood_writes_ten_lines_a_second() {
+async fn refusals_log_at_most_ten_lines_per_second() {
     let (lines, _guard) = capture("text");
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, NO).await;
@@ -59,7 +59,7 @@ async fn a_flood_writes_ten_lines_a_second() {
 }
 
 #[tokio::test]
-async fn a_clock_that_is_far_off_is_told_once() {
+async fn a_wrong_clock_is_reported_once() {
     let (lines, _guard) = capture("text");
     let run = |off: Span| {
         let clock = SystemClock::at(SystemClock::new().now() - off);

@@ -32,7 +32,7 @@ fn asked(path: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_path_is_charged_to_what_each_of_its_readings_matches() {
+async fn a_path_is_charged_under_every_reading() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, FILE).await;
     let both = "/static%2fx/../login";
@@ -57,7 +57,7 @@ async fn a_path_is_charged_to_what_each_of_its_readings_matches() {
 }
 
 #[tokio::test]
-async fn a_spelling_of_a_path_gives_no_fresh_count_where_limits_count_by_path() {
+async fn path_spellings_give_no_fresh_count() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, FILE).await;
     for spelling in ["/pages/1", "/pages/x/../%31"] {
@@ -70,7 +70,7 @@ async fn a_spelling_of_a_path_gives_no_fresh_count_where_limits_count_by_path() 
 }
 
 #[tokio::test]
-async fn ambiguous_paths_are_refused_counted_and_logged_where_the_policy_says_so() {
+async fn ambiguous_paths_are_refused_if_configured() {
     let (lines, _guard) = capture("text");
     let upstream = Echo::start(HELLO).await;
     let file = FILE.replacen("[inbound]", "[api]\ndeny_status = 403\n[inbound]\nambiguous_paths = \"refuse\"", 1);
@@ -99,7 +99,7 @@ async fn ambiguous_paths_are_refused_counted_and_logged_where_the_policy_says_so
 }
 
 #[tokio::test]
-async fn paths_are_forwarded_in_their_normal_form_where_the_policy_says_so() {
+async fn paths_are_forwarded_normalised_if_configured() {
     let upstream = Echo::start(HELLO).await;
     let file = FILE.replacen("[inbound]", "[inbound]\nambiguous_paths = \"normalise\"", 1);
     let gate = start(upstream.address, &file).await;
@@ -122,7 +122,7 @@ async fn paths_are_forwarded_in_their_normal_form_where_the_policy_says_so() {
 }
 
 #[tokio::test]
-async fn a_path_of_too_many_readings_is_refused_counted_and_logged() {
+async fn paths_with_too_many_readings_are_refused() {
     let (lines, _guard) = capture("text");
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, FILE).await;
@@ -140,7 +140,7 @@ async fn a_path_of_too_many_readings_is_refused_counted_and_logged() {
 }
 
 #[tokio::test]
-async fn a_host_with_more_than_a_port_is_refused_at_every_door() {
+async fn invalid_hosts_are_refused_by_every_listener() {
     let (lines, _guard) = capture("text");
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, FILE).await;
@@ -172,7 +172,7 @@ async fn a_host_with_more_than_a_port_is_refused_at_every_door() {
 }
 
 #[tokio::test]
-async fn a_request_without_a_host_is_counted_under_the_upstreams() {
+async fn requests_without_host_count_under_the_upstreams() {
     let upstream = Echo::start(HELLO).await;
     let file = "[inbound.action.a]\nmatch = { host = \"127.0.0.1\" }\nlimit = \"1 per 1h\"\n";
     let gate = start(upstream.address, file).await;
@@ -184,7 +184,7 @@ async fn a_request_without_a_host_is_counted_under_the_upstreams() {
 }
 
 #[tokio::test]
-async fn forward_auth_counts_what_a_front_server_takes_for_the_path() {
+async fn forward_auth_counts_the_front_servers_path_readings() {
     let gate = start(nobody(), &FILE.replacen("[inbound]", "[inbound]\npath_quirks = [\"caddy\"]", 1)).await;
     for path in ["/LOGIN", "/login.", "/login%20", "/Login%2e", "/x#/../login", "/lOg%C4%B0n", "//x/login"] {
         let answer = once(gate.api, asked(path)).await;

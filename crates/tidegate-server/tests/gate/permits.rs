@@ -30,7 +30,7 @@ async fn eventually_admitted(address: std::net::SocketAddr, listener: &TcpListen
 }
 
 #[tokio::test]
-async fn held_while_the_answer_streams() {
+async fn permits_are_held_while_the_response_streams() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let gate = start(listener.local_addr().unwrap(), ONE).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -51,7 +51,7 @@ async fn held_while_the_answer_streams() {
 }
 
 #[tokio::test]
-async fn given_back_by_a_client_that_goes_away_and_an_upstream_that_breaks() {
+async fn permits_return_when_client_or_upstream_disconnects() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let gate = start(listener.local_addr().unwrap(), ONE).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -71,7 +71,7 @@ async fn given_back_by_a_client_that_goes_away_and_an_upstream_that_breaks() {
 }
 
 #[tokio::test]
-async fn the_decision_api_hands_permits_out() {
+async fn the_decision_api_issues_and_releases_permits() {
     let upstream = crate::common::nobody();
     let gate = start(upstream, ONE).await;
     let check = crate::common::post("/v1/check", r#"{"action":"one","ip":"192.0.2.1"}"#);

@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 use crate::common::{Echo, HELLO, Peer, get, header, json, once, start, status};
 
 #[tokio::test]
-async fn a_request_in_flight_gets_its_answer() {
+async fn shutdown_waits_for_a_request_in_flight() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let mut gate = start(listener.local_addr().unwrap(), "").await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -32,7 +32,7 @@ async fn a_request_in_flight_gets_its_answer() {
 }
 
 #[tokio::test]
-async fn idle_connections_are_closed_soon_and_a_last_request_is_served() {
+async fn shutdown_closes_idle_connections_after_last_requests() {
     let upstream = Echo::start(HELLO).await;
     let mut gate = start(upstream.address, "").await;
     let mut idle = Peer::connect(gate.inbound).await;
@@ -49,7 +49,7 @@ async fn idle_connections_are_closed_soon_and_a_last_request_is_served() {
 }
 
 #[tokio::test]
-async fn what_takes_too_long_is_cut_off() {
+async fn connections_exceeding_the_shutdown_timeout_are_aborted() {
     let upstream = Echo::start("HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n").await;
     let mut gate = start(upstream.address, "[inbound.timeouts]\nshutdown = \"300ms\"\n").await;
     let mut tunnel = Peer::connect(gate.inbound).await;
@@ -61,7 +61,7 @@ async fn what_takes_too_long_is_cut_off() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn under_load_every_request_that_was_sent_is_answered() {
+async fn shutdown_under_load_answers_every_sent_request() {
     let upstream = Echo::start(HELLO).await;
     for _ in 0..5 {
         let mut gate = start(upstream.address, "").await;

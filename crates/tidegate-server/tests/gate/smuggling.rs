@@ -100,7 +100,7 @@ const REFUSED: &[(&str, &str, u16)] = &[
 const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
 
 #[tokio::test]
-async fn refused_and_then_closed() {
+async fn ambiguous_requests_are_refused_and_closed() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
     for (what, bytes, expected) in REFUSED {
@@ -119,7 +119,7 @@ async fn refused_and_then_closed() {
 }
 
 #[tokio::test]
-async fn forwarded_in_one_reading() {
+async fn unusual_requests_are_forwarded_unambiguously() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -144,7 +144,7 @@ async fn forwarded_in_one_reading() {
 }
 
 #[tokio::test]
-async fn requests_in_one_packet_stay_apart() {
+async fn pipelined_requests_are_kept_separate() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -160,7 +160,7 @@ async fn requests_in_one_packet_stay_apart() {
 }
 
 #[tokio::test]
-async fn an_upstream_cannot_split_answers() {
+async fn an_upstream_cannot_split_responses() {
     for answer in [
         "HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
         "HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
@@ -174,7 +174,7 @@ async fn an_upstream_cannot_split_answers() {
 }
 
 #[tokio::test]
-async fn an_upstream_that_says_both_is_read_by_its_chunks() {
+async fn chunked_encoding_overrides_an_upstreams_content_length() {
     let chunked = "transfer-encoding: chunked\r\n";
     for length in ["content-length: 3\r\n", "content-length: 50\r\n"] {
         for both in [format!("{length}{chunked}"), format!("{chunked}{length}")] {

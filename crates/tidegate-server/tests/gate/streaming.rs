@@ -62,7 +62,7 @@ async fn large() -> std::net::SocketAddr {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn large_bodies_both_ways_take_little_memory() {
+async fn large_bodies_use_little_memory() {
     let gate = start(large().await, "").await;
     let before = resident();
     let mut client = Peer::connect(gate.inbound).await;
@@ -123,7 +123,7 @@ async fn a_slow_reader_slows_the_upstream() {
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_takes_its_request_with_it() {
+async fn a_disconnected_client_cancels_its_upstream_request() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let upstream = listener.local_addr().unwrap();
     let gate = start(upstream, "").await;
@@ -137,7 +137,7 @@ async fn a_client_that_goes_away_takes_its_request_with_it() {
 }
 
 #[tokio::test]
-async fn chunks_arrive_as_they_are_sent() {
+async fn chunks_are_forwarded_immediately() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let upstream = listener.local_addr().unwrap();
     let gate = start(upstream, "").await;
@@ -177,7 +177,7 @@ async fn chunks_arrive_as_they_are_sent() {
 }
 
 #[tokio::test]
-async fn expectations_reach_the_upstream() {
+async fn expect_continue_is_forwarded_to_the_upstream() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let upstream = listener.local_addr().unwrap();
     let gate = start(upstream, "").await;
@@ -217,7 +217,7 @@ async fn expectations_reach_the_upstream() {
 }
 
 #[tokio::test]
-async fn answers_without_bodies() {
+async fn responses_without_bodies_are_forwarded() {
     for (answer, expected) in [
         ("HTTP/1.1 204 No Content\r\nx: y\r\n\r\n", "HTTP/1.1 204 No Content\r\nx: y\r\n\r\n"),
         ("HTTP/1.1 304 Not Modified\r\netag: \"a\"\r\n\r\n", "HTTP/1.1 304 Not Modified\r\netag: \"a\"\r\n\r\n"),
@@ -243,7 +243,7 @@ async fn answers_without_bodies() {
 }
 
 #[tokio::test]
-async fn a_kept_connection_that_has_died_is_not_noticed() {
+async fn dead_pooled_connections_are_replaced_transparently() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let upstream = listener.local_addr().unwrap();
     let gate = start(upstream, "").await;

@@ -19,7 +19,7 @@ fn timeouts(line: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_head_that_trickles() {
+async fn a_slow_head_times_out() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, &timeouts("header = \"300ms\"")).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -40,7 +40,7 @@ async fn a_head_that_trickles() {
 }
 
 #[tokio::test]
-async fn a_connection_without_requests() {
+async fn an_idle_connection_is_closed() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, &timeouts("idle = \"200ms\"\nheader = \"10s\"")).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -51,7 +51,7 @@ async fn a_connection_without_requests() {
 }
 
 #[tokio::test]
-async fn a_body_that_stops_coming() {
+async fn a_stalled_request_body_times_out() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, &timeouts("body = \"200ms\"")).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -62,7 +62,7 @@ async fn a_body_that_stops_coming() {
 }
 
 #[tokio::test]
-async fn a_slow_body_that_moves_is_fine() {
+async fn a_slow_progressing_body_is_accepted() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, &timeouts("body = \"300ms\"\nresponse = \"300ms\"")).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -75,7 +75,7 @@ async fn a_slow_body_that_moves_is_fine() {
 }
 
 #[tokio::test]
-async fn an_upstream_that_never_answers() {
+async fn an_upstream_without_response_times_out() {
     let (_listener, address) = silent().await;
     let gate = start(address, &timeouts("response = \"200ms\"")).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -90,7 +90,7 @@ async fn an_upstream_that_never_answers() {
 }
 
 #[tokio::test]
-async fn an_upstream_that_never_takes_the_body() {
+async fn an_upstream_not_reading_the_body_times_out() {
     let (_listener, address) = silent().await;
     let gate = start(address, &timeouts("body = \"300ms\"")).await;
     let client = Peer::connect(gate.inbound).await;
@@ -108,7 +108,7 @@ async fn an_upstream_that_never_takes_the_body() {
 }
 
 #[tokio::test]
-async fn an_answer_that_stops_coming() {
+async fn a_stalled_response_closes_the_connection() {
     let upstream = Echo::start("HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhello").await;
     let gate = start(upstream.address, &timeouts("body = \"200ms\"")).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -118,7 +118,7 @@ async fn an_answer_that_stops_coming() {
 }
 
 #[tokio::test]
-async fn an_upstream_that_cannot_be_reached() {
+async fn an_unreachable_upstream_gives_502_or_504() {
     // No host answers in this network (RFC 5737). If a router reports that at once, the status is 502.
     let address = std::net::SocketAddr::from(([192, 0, 2, 1], 80));
     let gate = start(address, &timeouts("connect = \"200ms\"")).await;
@@ -127,7 +127,7 @@ async fn an_upstream_that_cannot_be_reached() {
 }
 
 #[tokio::test]
-async fn a_tunnel_in_which_nothing_moves() {
+async fn an_idle_tunnel_is_closed() {
     let upstream = Echo::start("HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n").await;
     let gate = start(upstream.address, &timeouts("idle = \"300ms\"")).await;
     let mut client = Peer::connect(gate.inbound).await;

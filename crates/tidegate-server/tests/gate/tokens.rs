@@ -12,7 +12,7 @@ fn with_env(rest: &str, variables: &[(&str, &str)]) -> Result<crate::common::Run
 }
 
 #[tokio::test]
-async fn the_token_is_asked_for() {
+async fn each_listener_requires_its_token() {
     let file = "[api]\ntoken = \"env:API\"\n[admin]\ntoken = \"env:ADMIN\"\n";
     let gate = with_env(file, &[("API", "s3cret\n"), ("ADMIN", "other")]).unwrap();
     let ask = |path: &str, line: &str| format!("GET {path} HTTP/1.1\r\nhost: a\r\n{line}\r\n");
@@ -47,7 +47,7 @@ async fn the_token_is_asked_for() {
 }
 
 #[tokio::test]
-async fn beyond_loopback_a_token_is_a_must() {
+async fn listening_beyond_loopback_requires_a_token() {
     for listener in ["api", "admin"] {
         for address in ["0.0.0.0:0", "[::]:0"] {
             let file = format!("[{listener}]\n");
@@ -68,7 +68,7 @@ async fn beyond_loopback_a_token_is_a_must() {
 }
 
 #[tokio::test]
-async fn a_token_that_cannot_be_had_stops_the_start() {
+async fn an_unavailable_token_prevents_the_start() {
     let error = with_env("[api]\ntoken = \"env:NOBODY_SET_THIS\"\n", &[]).err().unwrap();
     assert!(error.to_string().contains("api.token") && error.to_string().contains("NOBODY_SET_THIS"), "{error}");
     assert!(with_env("[api]\ntoken = \"env:EMPTY\"\n", &[("EMPTY", " ")]).is_err());
@@ -76,7 +76,7 @@ async fn a_token_that_cannot_be_had_stops_the_start() {
 }
 
 #[tokio::test]
-async fn a_taken_address_is_named() {
+async fn an_address_in_use_is_reported() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
     let sources = tidegate_policy::PolicySources::new()

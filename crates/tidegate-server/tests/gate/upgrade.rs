@@ -7,7 +7,7 @@ use tokio_tungstenite::tungstenite::Message;
 use crate::common::{Echo, HELLO, Peer, start, status};
 
 #[tokio::test]
-async fn a_websocket_echoes_through() {
+async fn websocket_messages_pass_in_both_directions() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let upstream = listener.local_addr().unwrap();
     tokio::spawn(async move {
@@ -43,7 +43,7 @@ async fn a_websocket_echoes_through() {
 }
 
 #[tokio::test]
-async fn any_token_passes_and_bytes_behind_the_head_are_kept() {
+async fn any_upgrade_protocol_passes_with_early_bytes() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let upstream = listener.local_addr().unwrap();
     let gate = start(upstream, "").await;
@@ -63,7 +63,7 @@ async fn any_token_passes_and_bytes_behind_the_head_are_kept() {
 }
 
 #[tokio::test]
-async fn an_upgrade_that_is_declined_is_an_answer() {
+async fn a_declined_upgrade_is_a_normal_response() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -74,7 +74,7 @@ async fn an_upgrade_that_is_declined_is_an_answer() {
 }
 
 #[tokio::test]
-async fn a_switch_that_nobody_asked_for_is_a_fault() {
+async fn an_unrequested_protocol_switch_gives_502() {
     let upstream = Echo::start("HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n").await;
     let gate = start(upstream.address, "").await;
     let mut client = Peer::connect(gate.inbound).await;

@@ -83,7 +83,7 @@ async fn outcome(mut command: impl FnMut(&str) -> Command) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn node_reads_the_refusal_of_every_large_upload() {
+async fn node_clients_receive_every_upload_refusal() {
     let Some(node) = require_program("node") else { return };
     let scratch = ScratchDir::new();
     let script = scratch.write("upload.cjs", NODE);
@@ -99,7 +99,7 @@ async fn node_reads_the_refusal_of_every_large_upload() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn go_reads_the_refusal_of_every_large_upload() {
+async fn go_clients_receive_every_upload_refusal() {
     let Some(go) = require_program("go") else { return };
     let scratch = ScratchDir::new();
     let script = scratch.write("upload.go", GO);
@@ -130,7 +130,7 @@ async fn pushed(address: std::net::SocketAddr, path: &str, piece: usize, pause: 
 const PLENTY: usize = 48 << 20;
 
 #[tokio::test]
-async fn an_upload_that_keeps_coming_is_read_away_and_a_blocked_clients_is_not() {
+async fn only_unblocked_clients_refused_uploads_are_discarded() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, FULL).await;
     for path in ["/full", "/blocked"] {
@@ -142,14 +142,14 @@ async fn an_upload_that_keeps_coming_is_read_away_and_a_blocked_clients_is_not()
 }
 
 #[tokio::test]
-async fn the_upload_of_a_client_on_the_deny_list_is_read_away_as_a_blocked_clients() {
+async fn denied_clients_uploads_are_not_read_fully() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "[inbound]\ndeny = [\"127.0.0.0/8\"]\n").await;
     assert!(pushed(gate.inbound, "/", 256 << 10, Duration::ZERO, PLENTY).await < PLENTY);
 }
 
 #[tokio::test]
-async fn an_upload_that_trickles_is_read_away_for_two_seconds() {
+async fn slow_refused_uploads_are_read_two_seconds() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, FULL).await;
     assert_eq!(status(&Peer::connect(gate.inbound).await.ask(get("/full")).await), 200);
@@ -159,7 +159,7 @@ async fn an_upload_that_trickles_is_read_away_for_two_seconds() {
 }
 
 #[tokio::test]
-async fn few_uploads_are_read_away_at_a_time() {
+async fn concurrently_discarded_uploads_are_bounded() {
     let upstream = Echo::start(HELLO).await;
     // One in eight, of eight connections.
     let gate = start(upstream.address, &format!("{FULL}[inbound.caps]\nconnections = 8\n")).await;

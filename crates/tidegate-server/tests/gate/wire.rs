@@ -15,7 +15,7 @@ const LOGIN: &str = r#"
 const POST_LOGIN: &str = "POST /login HTTP/1.1\r\nhost: gate.test\r\ncontent-length: 0\r\n\r\n";
 
 #[tokio::test]
-async fn admissions_and_a_refusal() {
+async fn admissions_and_refusals_have_exact_bytes() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, LOGIN).await;
     let mut client = Peer::connect(gate.inbound).await;
@@ -48,7 +48,7 @@ async fn admissions_and_a_refusal() {
 }
 
 #[tokio::test]
-async fn what_the_upstream_reads() {
+async fn the_upstream_receives_exact_request_bytes() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
     once(gate.inbound, "GET /a%2Fb?c=d&e HTTP/1.1\r\nHost: Gate.Test\r\nX-Case: Kept  \r\n\r\n").await;
@@ -80,7 +80,7 @@ async fn what_the_upstream_reads() {
 }
 
 #[tokio::test]
-async fn dialects_problems_and_lists() {
+async fn header_dialects_problems_and_lists_are_exact() {
     let upstream = Echo::start(HELLO).await;
     let refuse = "[inbound.action.none]\nmatch = { path = \"/none\" }\nlimit = \"0 per 60s\"\n";
     let gate =
@@ -113,7 +113,7 @@ async fn dialects_problems_and_lists() {
 }
 
 #[tokio::test]
-async fn rate_limit_fields_are_structured() {
+async fn rate_limit_fields_are_valid_structured_fields() {
     let upstream = Echo::start("HTTP/1.1 200 OK\r\nratelimit: \"inner\";r=1;t=2\r\ncontent-length: 0\r\n\r\n").await;
     let file = "[inbound.action.\"a.b-c_d\"]\nmatch = { path = \"/\" }\nlimit = [\"5 per 60s\", \"1000 per calendar day\", \"8 in flight\"]\n";
     let gate = start(upstream.address, file).await;
@@ -139,7 +139,7 @@ async fn rate_limit_fields_are_structured() {
 }
 
 #[tokio::test]
-async fn troubles() {
+async fn upstream_errors_have_exact_responses() {
     let gate = start(crate::common::nobody(), "").await;
     assert_eq!(
         undated(&once(gate.inbound, get("/")).await),
@@ -159,7 +159,7 @@ async fn troubles() {
 }
 
 #[tokio::test]
-async fn a_head_that_cannot_be_read() {
+async fn an_unreadable_head_is_answered_with_400() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, "").await;
     let two_lengths = "POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd";
@@ -187,7 +187,7 @@ async fn a_head_that_cannot_be_read() {
 }
 
 #[tokio::test]
-async fn an_upstreams_empty_refusal_is_its_own() {
+async fn an_upstreams_empty_400_is_forwarded_unchanged() {
     let upstream = Echo::start("HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n").await;
     let gate = start(upstream.address, "").await;
     let asked = "GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";

@@ -13,7 +13,7 @@ fn told(answer: &str) -> Option<&str> {
 }
 
 #[tokio::test]
-async fn a_second_get_is_a_hit() {
+async fn a_second_get_is_a_cache_hit() {
     let api = Api::start(|number, _| Answer::new(200, format!("reply {number}"))).await;
     let gateway = standing(&api.policy(&format!("{FREE}{BEARER}cache = {{ ttl = \"1h\" }}\n")));
     let first = gateway.ask(get("/api/x")).await;
@@ -33,7 +33,7 @@ async fn a_second_get_is_a_hit() {
 }
 
 #[tokio::test]
-async fn what_one_account_was_told_is_not_told_to_the_next() {
+async fn cached_replies_are_separate_per_account() {
     let api = Api::start(|_, arrived| Answer::new(200, arrived.header("authorization").unwrap_or_default())).await;
     let token = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(&token, "account-a").unwrap();
@@ -52,7 +52,7 @@ async fn what_one_account_was_told_is_not_told_to_the_next() {
 }
 
 #[tokio::test]
-async fn twenty_calls_at_once_are_one() {
+async fn concurrent_calls_are_coalesced() {
     let api = Api::start(|_, _| Answer::new(200, "reply").taking(300)).await;
     let gateway = running(&api.policy(&format!("{FREE}cache = \"on\"\n")));
     let answers = gateway.ask_at_once(20, &get("/api/x")).await;
@@ -62,7 +62,7 @@ async fn twenty_calls_at_once_are_one() {
 }
 
 #[tokio::test]
-async fn an_old_reply_stands_in_while_the_breaker_is_open() {
+async fn a_stale_reply_is_served_during_outages() {
     let unwell = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&unwell);
     let api = Api::start(move |_, _| match seen.load(Ordering::Relaxed) {

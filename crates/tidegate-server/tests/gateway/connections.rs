@@ -8,7 +8,7 @@ use crate::common::{Answer, Api, FREE, closing, provider, request, running};
 use crate::wire::{Peer, header, status};
 
 #[tokio::test]
-async fn one_serves_the_next_call_and_the_next_attempt() {
+async fn connections_are_reused_by_calls_and_attempts() {
     let api = Api::start(|number, _| match number % 2 {
         0 => Answer::new(503, "a body that nobody reads"),
         _ => Answer::new(200, "done"),
@@ -23,7 +23,7 @@ async fn one_serves_the_next_call_and_the_next_attempt() {
 }
 
 #[tokio::test]
-async fn one_that_the_provider_has_closed_is_replaced_before_anything_is_sent() {
+async fn a_connection_closed_by_the_provider_is_replaced() {
     let gateway = running(&provider(closing("HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await, FREE));
     for _ in 0..3 {
         let answer = gateway.ask(request("POST", "/api/x", "", "order")).await;
@@ -33,7 +33,7 @@ async fn one_that_the_provider_has_closed_is_replaced_before_anything_is_sent() 
 }
 
 #[tokio::test]
-async fn one_whose_reply_goes_on_for_ever_is_closed_with_it() {
+async fn dropping_an_endless_reply_closes_its_connection() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let gateway = running(&provider(listener.local_addr().unwrap(), FREE));
     let mut client = Peer::connect(gateway.address).await;

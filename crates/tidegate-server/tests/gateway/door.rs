@@ -55,7 +55,7 @@ async fn the_path_cannot_change_the_authority() {
 }
 
 #[tokio::test]
-async fn a_path_that_any_server_could_read_as_leading_up_is_refused() {
+async fn paths_readable_as_leaving_the_base_are_refused() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(&format!("{FREE}{BEARER}")));
     for path in [
@@ -84,7 +84,7 @@ async fn a_path_that_any_server_could_read_as_leading_up_is_refused() {
 }
 
 #[tokio::test]
-async fn paths_and_queries_arrive_as_they_are() {
+async fn paths_and_queries_are_forwarded_unchanged() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(FREE));
     for (asked, target) in [
@@ -100,7 +100,7 @@ async fn paths_and_queries_arrive_as_they_are() {
 }
 
 #[tokio::test]
-async fn names_of_somebody_elses_and_web_pages_are_turned_away() {
+async fn foreign_hosts_and_web_pages_are_rejected() {
     let api = Api::start(hello).await;
     let policy = format!("[outbound]\nhosts = [\"gate.internal\"]\n{}", api.policy(FREE));
     let gateway = running(&policy);
@@ -130,7 +130,7 @@ async fn names_of_somebody_elses_and_web_pages_are_turned_away() {
 }
 
 #[tokio::test]
-async fn with_a_token_nobody_else_gets_in() {
+async fn a_configured_token_is_required() {
     let api = Api::start(hello).await;
     let policy = format!(
         "[outbound]\nlisten = \"0.0.0.0:0\"\ntoken = \"env:ENTRY\"\n{}",
@@ -162,7 +162,7 @@ async fn with_a_token_nobody_else_gets_in() {
 }
 
 #[tokio::test]
-async fn an_unknown_provider_is_told_with_the_nearest() {
+async fn an_unknown_provider_suggests_the_nearest_name() {
     let api = Api::start(hello).await;
     let gateway = standing(&format!("{}\n[outbound.provider.rust-only]\npreset = \"local\"\n", api.policy(FREE)));
     for (path, message) in [
@@ -181,7 +181,7 @@ async fn an_unknown_provider_is_told_with_the_nearest() {
 }
 
 #[tokio::test]
-async fn no_more_get_in_at_once_than_the_policy_says() {
+async fn concurrent_connections_are_capped() {
     // The first two replies take longer than the test.
     let slow = |number: usize, _: &crate::common::Arrived| {
         let answer = Answer::new(200, "hello");

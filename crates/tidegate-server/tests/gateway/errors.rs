@@ -22,7 +22,7 @@ fn error(status: &str, retry_after: Option<u64>, attempts: u32, body: &str) -> S
 const BROKEN_OFF: &str = "the request got no reply: the upstream broke off: connection closed before message completed";
 
 #[tokio::test]
-async fn an_open_breaker() {
+async fn an_open_breaker_gives_503_with_state() {
     let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
     let gateway = standing(&api.policy(ONCE));
     for _ in 0..5 {
@@ -38,7 +38,7 @@ async fn an_open_breaker() {
 }
 
 #[tokio::test]
-async fn a_limit_without_room_before_the_deadline() {
+async fn a_wait_beyond_the_deadline_gives_429() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
     let gateway = standing(&api.policy("limit = \"1 per 60s\"\n"));
     assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
@@ -52,7 +52,7 @@ async fn a_limit_without_room_before_the_deadline() {
 }
 
 #[tokio::test]
-async fn all_credentials_cooling() {
+async fn cooling_credentials_give_429_with_earliest_time() {
     let api = Api::start(|number, _| Answer::new(429, "slow down").with("retry-after", ["5", "3"][number % 2])).await;
     let pair = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\ntimeout = \"1s\"\n";
     let gateway = standing(&api.policy(&format!("{ONCE}{pair}")));
@@ -67,7 +67,7 @@ async fn all_credentials_cooling() {
 }
 
 #[tokio::test]
-async fn a_spent_quota() {
+async fn a_spent_quota_gives_429_with_reset() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
     let gateway = standing(&api.policy("limit = \"1 per calendar day\"\n"));
     assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
@@ -79,7 +79,7 @@ async fn a_spent_quota() {
 }
 
 #[tokio::test]
-async fn retries_exhausted_with_the_last_reply() {
+async fn exhausted_retries_forward_the_last_reply() {
     let api = Api::start(|number, _| Answer::new(500 + number as u16, format!("unwell {number}"))).await;
     let gateway = standing(&api.policy(&format!("{FREE}user = {{ retries = 3 }}\n")));
     let answer = undated(&gateway.ask(get("/api/x")).await);
@@ -94,7 +94,7 @@ async fn retries_exhausted_with_the_last_reply() {
 }
 
 #[tokio::test]
-async fn retries_exhausted_without_a_reply() {
+async fn exhausted_retries_without_reply_give_502() {
     let gateway = standing(&provider(nobody(), FREE));
     let body = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded: \
         the request got no reply: can't connect to the upstream: Connection refused (os error 111)\",\
@@ -104,7 +104,7 @@ async fn retries_exhausted_without_a_reply() {
 }
 
 #[tokio::test]
-async fn a_pause_that_is_asked_for_is_too_long() {
+async fn too_long_retry_after_is_passed_on() {
     let api = Api::start(|_, _| Answer::new(429, "slow down").with("retry-after", "86400")).await;
     let gateway = standing(&api.policy(FREE));
     let answer = gateway.ask(get("/api/x")).await;
@@ -118,7 +118,7 @@ async fn a_pause_that_is_asked_for_is_too_long() {
 }
 
 #[tokio::test]
-async fn a_deadline_in_the_queue_and_one_under_way() {
+async fn deadlines_in_queue_or_flight_give_504() {
     let api = Api::start(|_, _| Answer::new(200, "hello").taking(3000)).await;
     let gateway = running(&api.policy("limit = [\"1000/s burst 1000\"]\nuser = { in_flight = 1 }\n"));
     let hurried = request("GET", "/api/x", "tidegate-timeout: 300ms\r\n", "");
@@ -140,7 +140,7 @@ async fn a_deadline_in_the_queue_and_one_under_way() {
 }
 
 #[tokio::test]
-async fn a_full_queue() {
+async fn a_full_queue_is_reported_by_lane() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
     let settings = "limit = \"1 per 1h\"\ntimeout = \"2h\"\nuser = { max_waiting = 1 }\n";
     let gateway = standing(&api.policy(settings));
@@ -158,7 +158,7 @@ async fn a_full_queue() {
 }
 
 #[tokio::test]
-async fn a_body_that_cannot_be_sent_again() {
+async fn unreplayable_bodies_are_reported() {
     let large = "x".repeat(100 << 10);
     let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
     let answer = running(&api.policy(FREE)).ask(request("PUT", "/api/x", "", &large)).await;
@@ -186,7 +186,7 @@ async fn a_body_that_cannot_be_sent_again() {
 }
 
 #[tokio::test]
-async fn a_request_that_must_not_be_sent_again() {
+async fn non_idempotent_requests_without_reply_give_502() {
     let gateway = standing(&provider(closing("").await, FREE));
     let why = "the request isn't idempotent and has no idempotency key, so it isn't sent again";
     let body = format!(

@@ -12,7 +12,7 @@ fn hello(_: usize, _: &Arrived) -> Answer {
 }
 
 #[tokio::test]
-async fn an_answer_says_what_happened() {
+async fn replies_state_attempts_wait_and_credential() {
     let api = Api::start(|number, _| if number == 0 { Answer::new(503, "") } else { Answer::new(200, "hello") }).await;
     let pair = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\n";
     let gateway = standing(&api.policy(&format!("{FREE}{pair}")));
@@ -23,7 +23,7 @@ async fn an_answer_says_what_happened() {
 }
 
 #[tokio::test]
-async fn the_place_of_a_credential_is_told_where_there_are_some() {
+async fn the_credential_header_requires_credentials() {
     let api = Api::start(hello).await;
     for (settings, place) in [(FREE.to_owned(), None), (format!("{FREE}{BEARER}"), Some("0"))] {
         let answer = running(&api.policy(&settings)).ask(get("/api/x")).await;
@@ -34,7 +34,7 @@ async fn the_place_of_a_credential_is_told_where_there_are_some() {
 }
 
 #[tokio::test]
-async fn a_second_request_beside_a_slow_one_is_told() {
+async fn hedged_requests_count_as_attempts() {
     let slow_at_first = |number, _: &Arrived| Answer::new(200, "hello").taking(if number == 0 { 60_000 } else { 0 });
     let api = Api::start(slow_at_first).await;
     let gateway = running(&api.policy(&format!("{FREE}hedge_after = \"50ms\"\n")));
@@ -43,7 +43,7 @@ async fn a_second_request_beside_a_slow_one_is_told() {
 }
 
 #[tokio::test]
-async fn waiting_is_told() {
+async fn replies_state_the_time_waited() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy("limit = \"5/s\"\n"));
     let answers = gateway.ask_at_once(2, &get("/api/x")).await;
@@ -58,7 +58,7 @@ async fn waiting_is_told() {
 }
 
 #[tokio::test]
-async fn wishes_are_understood() {
+async fn priority_and_timeout_headers_are_applied() {
     let api = Api::start(hello).await;
     let settings = "limit = \"1 per 1h\"\nwebhook = { timeout = \"2h\" }\n";
     let gateway = standing(&api.policy(settings));
@@ -73,7 +73,7 @@ async fn wishes_are_understood() {
 }
 
 #[tokio::test]
-async fn wishes_that_make_no_sense_are_told_by_name() {
+async fn invalid_option_headers_are_reported_by_name() {
     let api = Api::start(hello).await;
     let gateway = standing(&api.policy(FREE));
     let (priority, timeout) = (
@@ -96,7 +96,7 @@ async fn wishes_that_make_no_sense_are_told_by_name() {
 }
 
 #[tokio::test]
-async fn what_concerns_the_gateway_alone_stays_here() {
+async fn gateway_and_hop_headers_are_not_forwarded() {
     let api = Api::start(|_, _| {
         let answer = Answer::new(200, "hello").with("tidegate-attempts", "99").with("tidegate-credential", "7");
         answer.with("keep-alive", "timeout=5").with("x-kept", "yes").with("set-cookie", "a=b")
@@ -124,7 +124,7 @@ async fn what_concerns_the_gateway_alone_stays_here() {
 }
 
 #[tokio::test]
-async fn trailers_are_taken_where_the_caller_takes_them() {
+async fn te_trailers_is_forwarded_if_requested() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(FREE));
     for (te, told) in [("gzip, trailers;q=0.5", Some("trailers")), ("gzip", None)] {
@@ -137,7 +137,7 @@ async fn trailers_are_taken_where_the_caller_takes_them() {
 }
 
 #[tokio::test]
-async fn a_head_tells_the_length_and_has_no_body() {
+async fn head_replies_have_length_but_no_body() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(FREE));
     let mut client = Peer::connect(gateway.address).await;
@@ -148,7 +148,7 @@ async fn a_head_tells_the_length_and_has_no_body() {
 }
 
 #[tokio::test]
-async fn a_callers_own_credential_gives_way() {
+async fn the_providers_credential_replaces_the_callers() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(&format!("{FREE}{BEARER}")));
     gateway.ask(request("GET", "/api/x", "authorization: Basic Zm9v\r\n", "")).await;
@@ -159,7 +159,7 @@ async fn a_callers_own_credential_gives_way() {
 }
 
 #[tokio::test]
-async fn redirects_are_the_callers_and_hold_no_credential() {
+async fn redirects_are_forwarded_without_the_credential() {
     let elsewhere = Api::start(hello).await;
     let there = elsewhere.address;
     let api = Api::start(move |_, arrived| {
@@ -192,7 +192,7 @@ async fn redirects_are_the_callers_and_hold_no_credential() {
 }
 
 #[tokio::test]
-async fn a_credential_that_a_provider_repeats_before_or_behind_the_body_is_not_told() {
+async fn credentials_echoed_in_headers_or_trailers_are_removed() {
     const REPEATS: &str = "key pl4nted-s3cr3t-a is unknown\r\nconnection: close\r\nx-pl4nted-s3cr3t-a: unknown\r\n\
         x-told: Bearer pl4nted-s3cr3t-a\r\ntransfer-encoding: chunked\r\ntrailer: x-told, grpc-message, x-kept\r\n\r\n\
         5\r\nhello\r\n0\r\nx-told: pl4nted-s3cr3t-a\r\ngrpc-message: key pl4nted%2Ds3cr3t%2Da\r\nx-kept: yes\r\n\r\n";

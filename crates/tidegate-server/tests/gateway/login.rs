@@ -36,7 +36,7 @@ fn logins(api: &Api) -> usize {
 }
 
 #[tokio::test]
-async fn twenty_calls_share_a_login() {
+async fn concurrent_calls_share_one_login() {
     let api = api(1).await;
     let gateway = standing(&api.policy(&format!("{FREE}{LOGIN}")));
     for (hours, expected) in [(0, 1), (21, 1), (2, 2), (22, 3), (25, 4)] {
@@ -52,7 +52,7 @@ async fn twenty_calls_share_a_login() {
 }
 
 #[tokio::test]
-async fn a_token_that_is_not_taken_is_renewed_once() {
+async fn a_rejected_token_is_renewed_once() {
     let good = api(2).await;
     let gateway = standing(&good.policy(&format!("{FREE}{LOGIN}")));
     let answer = gateway.ask(get("/api/x")).await;
@@ -67,7 +67,7 @@ async fn a_token_that_is_not_taken_is_renewed_once() {
 }
 
 #[tokio::test]
-async fn a_login_that_fails_is_told_without_what_it_said() {
+async fn a_failed_login_hides_the_login_reply() {
     let api = Api::start(|_, _| Answer::new(403, "the key pl4nted-s3cr3t-a is not known")).await;
     let gateway = standing(&api.policy(&format!("{FREE}{LOGIN}")));
     let answers = gateway.ask_at_once(5, &get("/api/x")).await;

@@ -6,7 +6,7 @@ use crate::common::{Answer, Api, BEARER, ONCE, PLANTED, get, provider, request, 
 use crate::wire::{Peer, capture, nobody, status};
 
 #[tokio::test]
-async fn a_call_that_fails_is_a_line_without_what_was_asked_for() {
+async fn failed_calls_are_logged_without_the_request() {
     let (lines, _guard) = capture("json");
     let gateway = standing(&provider(nobody(), &format!("{ONCE}{BEARER}")));
     assert_eq!(status(&gateway.ask(get("/api/path?key=qu3ry")).await), 502);
@@ -25,7 +25,7 @@ async fn a_call_that_fails_is_a_line_without_what_was_asked_for() {
 }
 
 #[tokio::test]
-async fn a_flood_of_failures_writes_ten_lines_a_second() {
+async fn failures_log_at_most_ten_lines_per_second() {
     let (lines, _guard) = capture("text");
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
     let gateway = standing(&api.policy("limit = \"1 per 1h\"\n"));
@@ -45,7 +45,7 @@ async fn a_flood_of_failures_writes_ten_lines_a_second() {
 }
 
 #[tokio::test]
-async fn what_the_provider_answers_and_what_the_caller_does_wrong_is_no_failure() {
+async fn provider_replies_and_caller_errors_are_not_logged() {
     let (lines, _guard) = capture("text");
     let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
     let gateway = standing(&api.policy(ONCE));
@@ -57,7 +57,7 @@ async fn what_the_provider_answers_and_what_the_caller_does_wrong_is_no_failure(
 }
 
 #[tokio::test]
-async fn a_page_that_is_turned_away_is_a_line() {
+async fn rejected_web_pages_are_logged() {
     let (lines, _guard) = capture("text");
     let gateway = standing(&provider(nobody(), ONCE));
     let page = request("GET", "/api/x?key=qu3ry", "origin: https://evil.example\r\n", "");

@@ -8,7 +8,7 @@ use crate::common::{Answer, Api, FREE, get, provider, request, running};
 use crate::wire::{Peer, body, header, nobody, status};
 
 #[tokio::test]
-async fn a_post_is_sent_once_and_with_a_key_as_often_as_it_takes() {
+async fn a_post_is_retried_only_with_idempotency_key() {
     let api = Api::start(|_, _| Answer::new(503, "unwell")).await;
     let gateway = running(&api.policy(FREE));
     let answer = gateway.ask(request("POST", "/api/orders", "", "{\"order\":1}")).await;
@@ -25,7 +25,7 @@ async fn a_post_is_sent_once_and_with_a_key_as_often_as_it_takes() {
 }
 
 #[tokio::test]
-async fn a_chunked_body_is_sent_again_whole() {
+async fn a_chunked_body_is_retried_whole() {
     let api = Api::start(|number, _| if number < 2 { Answer::new(503, "") } else { Answer::new(200, "done") }).await;
     let gateway = running(&api.policy(FREE));
     let mut client = Peer::connect(gateway.address).await;
@@ -38,7 +38,7 @@ async fn a_chunked_body_is_sent_again_whole() {
 }
 
 #[tokio::test]
-async fn a_body_arrives_whatever_the_method() {
+async fn bodies_are_forwarded_for_any_method() {
     let api = Api::start(|_, _| Answer::new(200, "done")).await;
     let gateway = running(&api.policy(FREE));
     for method in ["GET", "DELETE", "POST", "QUERY"] {
@@ -51,7 +51,7 @@ async fn a_body_arrives_whatever_the_method() {
 }
 
 #[tokio::test]
-async fn a_body_that_breaks_off_is_the_callers_fault() {
+async fn a_broken_request_body_gives_400() {
     let api = Api::start(|_, _| Answer::new(200, "done")).await;
     let gateway = running(&api.policy(FREE));
     let head = "PUT /api/x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n";
@@ -68,7 +68,7 @@ async fn a_body_that_breaks_off_is_the_callers_fault() {
 }
 
 #[tokio::test]
-async fn a_caller_that_falls_silent_is_told_so_and_harms_nobody() {
+async fn a_stalled_caller_receives_408_without_breaker_effect() {
     let api = Api::start(|_, _| Answer::new(200, "done")).await;
     let gateway = running(&api.policy(&format!("{FREE}attempt_timeout = \"300ms\"\nbreaker = {{ failures = 1 }}\n")));
     for sent in ["", "hal"] {
@@ -89,7 +89,7 @@ async fn a_caller_that_falls_silent_is_told_so_and_harms_nobody() {
 }
 
 #[tokio::test]
-async fn a_refused_connection_is_tried_again_whatever_the_method() {
+async fn a_refused_connection_is_retried_for_any_method() {
     let address = nobody();
     let settings = "limit = \"1000/s burst 1000\"\nretry = { max_attempts = 5, base = \"100ms\", jitter = \"none\" }\n";
     let gateway = running(&provider(address, settings));
@@ -105,7 +105,7 @@ async fn a_refused_connection_is_tried_again_whatever_the_method() {
 }
 
 #[tokio::test]
-async fn a_throttled_reply_never_reaches_the_caller() {
+async fn a_throttled_reply_is_retried_not_forwarded() {
     let api = Api::start(|number, _| match number {
         0 => Answer::new(429, "slow down").with("retry-after", "1"),
         _ => Answer::new(200, "hello"),
@@ -120,7 +120,7 @@ async fn a_throttled_reply_never_reaches_the_caller() {
 }
 
 #[tokio::test]
-async fn a_caller_who_goes_away_takes_the_call_along() {
+async fn a_disconnected_caller_cancels_its_queued_call() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
     let gateway = running(&api.policy("limit = \"2/s\"\n"));
     assert_eq!(status(&gateway.ask(get("/api/first")).await), 200);

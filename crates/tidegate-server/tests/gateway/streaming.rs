@@ -29,7 +29,7 @@ async fn trickling(millis: u64) -> std::net::SocketAddr {
 }
 
 #[tokio::test]
-async fn a_reply_that_pauses_is_not_cut_off_by_a_shutdown() {
+async fn shutdown_waits_for_a_pausing_reply() {
     let gateway = running(&provider(trickling(1_500).await, &format!("{FREE}attempt_timeout = \"5s\"\n")));
     let mut client = Peer::connect(gateway.address).await;
     client.send(get("/api/x")).await;
@@ -44,7 +44,7 @@ async fn a_reply_that_pauses_is_not_cut_off_by_a_shutdown() {
 }
 
 #[tokio::test]
-async fn a_reply_may_pause_for_as_long_as_its_provider_is_granted() {
+async fn replies_may_pause_for_the_attempt_timeout() {
     for (granted, millis, pieces) in [("3s", 600, 4), ("200ms", 1_000, 1)] {
         let text = provider(trickling(millis).await, &format!("{FREE}attempt_timeout = \"{granted}\"\n"));
         // The timeout of the proxy's clients doesn't apply to the gateway.
@@ -58,7 +58,7 @@ async fn a_reply_may_pause_for_as_long_as_its_provider_is_granted() {
 }
 
 #[tokio::test]
-async fn the_body_of_a_call_comes_at_a_rate_but_for_grpc() {
+async fn only_grpc_bodies_may_arrive_slowly() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
     let gateway = running(&api.policy(&format!("{FREE}timeout = \"60s\"\n")));
     let address = gateway.address;

@@ -1,4 +1,4 @@
-//! How clients go about their calls.
+//! The reader of strategies and clients.
 
 use tidegate_core::PacerSpec;
 use tidegate_policy::Policy;
@@ -8,7 +8,7 @@ use tidegate_policy::outbound::PaceConfig;
 use super::{ScenarioReader, TitledSection, values};
 use crate::setup::{ClientSpec, PlainClientSpec};
 
-/// What a strategy may say besides its title.
+/// The keys of a strategy besides its title.
 pub(super) const STRATEGY_KEYS: [&str; 13] = [
     "client",
     "provider",
@@ -25,7 +25,7 @@ pub(super) const STRATEGY_KEYS: [&str; 13] = [
     "store",
 ];
 
-/// What of that is laid over the scenario's own sections.
+/// The keys of a strategy that override the scenario's own sections.
 pub(super) const OVERRIDE_KEYS: [&str; 3] = ["inbound", "outbound", "store"];
 
 #[derive(Clone, Copy)]
@@ -35,12 +35,12 @@ enum ClientKind {
 }
 
 const CLIENT_KINDS: [(&str, ClientKind); 2] = [("plain", ClientKind::Plain), ("tidegate", ClientKind::Tidegate)];
-/// What only plain clients have.
+/// The keys of plain clients only.
 const PLAIN_KEYS: [&str; 7] = ["attempts", "backoff", "pace", "budget", "in_flight", "timeout", "honours_retry_after"];
 
 impl ScenarioReader<'_, '_> {
-    /// A strategy's client, over what `[client]` says for all plain ones. Without a word on it, it is Tidegate where there
-    /// are providers.
+    /// Reads a strategy's client, over the defaults of `[client]` for all plain ones. A strategy without keys is
+    /// Tidegate if there are providers.
     pub(super) fn client(
         &mut self,
         root: &TomlTable,
@@ -131,7 +131,7 @@ impl ScenarioReader<'_, '_> {
         })
     }
 
-    /// A plain client's pace, in the words of a provider's.
+    /// Reads a plain client's pace, in the words of a provider's `pace`.
     fn pacer(&mut self, table: &TomlTable) -> Option<Option<PacerSpec>> {
         let Some(entry) = table.get("pace") else { return Some(None) };
         if let Some(backoff) = table.get("backoff") {

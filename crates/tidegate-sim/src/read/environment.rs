@@ -1,4 +1,4 @@
-//! The world: service, network, store and loads.
+//! The reader of service, network, store and loads.
 
 use tidegate_core::{Lane, Span};
 use tidegate_policy::Quantity;
@@ -28,9 +28,9 @@ const SERVICE_KEYS: [&str; 11] = [
 ];
 const LOAD_KEYS: [&str; 11] =
     ["clients", "rate", "arrivals", "trace", "each", "calls", "think", "lane", "action", "drift", "clock_steps"];
-/// The most calls of a trace.
+/// The largest number of times in a trace.
 const MAX_TRACE_TIMES: usize = 10_000;
-/// The most calls at one time of a trace.
+/// The largest number of calls at one time of a trace.
 const MAX_CALLS_PER_TRACE_TIME: u64 = 100_000;
 
 impl ScenarioReader<'_, '_> {

@@ -1,4 +1,4 @@
-//! Values that scenarios write: delays, numbers over time, stretches of time, back-offs and budgets.
+//! The readers of values: delays, profiles over time, time ranges, back-offs and budgets.
 
 use tidegate_core::{Backoff, BudgetSpec, Growth, Jitter, Span};
 use tidegate_policy::document::{DocumentReader, TomlNode, TomlTable, TomlValue};
@@ -8,13 +8,13 @@ use crate::delay::Delay;
 use crate::profile::{Profile, ProfileSegment};
 use crate::setup::TimeRange;
 
-/// The most pieces of a profile, and the most stretches in a list.
+/// The largest number of segments of a profile, and of time ranges in a list.
 const MAX_SEGMENTS: usize = 1000;
 
 const EXPECTED_DELAY: &str = "a duration such as \"10ms\", or one of { exponential = \"10ms\" }, { normal = \"10ms\", deviation = \
                      \"2ms\" }, { lognormal = \"10ms\", sigma = 0.5 }, { uniform = [\"5ms\", \"15ms\"] }";
 
-/// A duration, which may be zero.
+/// Reads a duration, which may be zero.
 pub(super) fn duration(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Span> {
     match &node.value {
         TomlValue::String(text) if parse_duration(text).is_ok_and(Span::is_zero) => Some(Span::ZERO),
@@ -78,7 +78,7 @@ pub(super) fn delay(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str)
 /// The unit of a profile's values.
 #[derive(Clone, Copy)]
 pub(super) enum ProfileUnit {
-    /// Calls a second: `40/s`.
+    /// Calls per second: `40/s`.
     PerSecond,
     /// A share: `20%`.
     Share,
@@ -160,7 +160,7 @@ fn parse_segment(text: &str, unit: ProfileUnit) -> Option<ProfileSegment> {
         None => (text, Span::MAX),
     };
     let (from, to) = match values.split_once(" to ") {
-        // What never ends has no value at its end.
+        // A segment without an end has no end value.
         Some(_) if until == Span::MAX => return None,
         Some((from, to)) => (unit.parse(from.trim())?, unit.parse(to.trim())?),
         None => (unit.parse(values.trim())?, unit.parse(values.trim())?),

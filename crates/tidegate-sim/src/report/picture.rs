@@ -1,4 +1,4 @@
-//! A report as pictures: an SVG for light and dark, and a PNG of it.
+//! A report as pictures: an SVG in light and dark, and a PNG of it.
 
 use plotters::element::Text;
 use tidegate_report::chart::{
@@ -15,19 +15,19 @@ const CASE_NAME_HEIGHT: i32 = 30;
 const CASE_LEGEND_HEIGHT: i32 = 40;
 const OVERVIEW_HEIGHT: i32 = 250;
 const STRATEGY_HEIGHT: i32 = 250;
-/// The most points of a line: buckets are put together until there are no more.
+/// The largest number of points of a line. Buckets are merged to stay within it.
 const MAX_LINE_POINTS: usize = 64;
-/// The most calls in one chart of delays.
+/// The largest number of calls in one chart of delays.
 const MAX_CALL_MARKS: usize = 1200;
 
-/// Whether a picture says itself what it shows, or stands where that is said already.
+/// The heading of a picture: included, or omitted because the page has it already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Heading {
     Included,
     Omitted,
 }
 
-/// The whole report as one SVG that follows the reader's preference for light or dark.
+/// Returns the whole report as one SVG that follows the reader's preference for light or dark.
 pub(super) fn report_svg(report: &Report, heading: Heading) -> Result<String, PictureError> {
     let cases = runs_by_case(report);
     let head = if heading == Heading::Included { HEADER_HEIGHT } else { 0 };
@@ -75,7 +75,7 @@ fn draw_case(root: &Area<'_>, runs: &[Run], top: &mut i32) -> Result<(), Picture
     Ok(())
 }
 
-/// All strategies over each other: what succeeds, what waits, what is amplified.
+/// Draws all strategies over each other: successful calls, queues and amplification.
 fn draw_overview(area: &Area<'_>, runs: &[Run]) -> Result<(), PictureError> {
     let longest = runs.iter().map(|run| run.first_trial.last_ended_at().as_secs_f64()).fold(1e-3, f64::max);
     let unit = AxisUnit::for_seconds(longest);
@@ -115,7 +115,7 @@ fn draw_overview(area: &Area<'_>, runs: &[Run]) -> Result<(), PictureError> {
     Ok(())
 }
 
-/// One strategy: what its calls and requests come to, and how long each call takes.
+/// Draws one strategy: the rates of its calls and requests, and the delay of each call.
 fn draw_strategy(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
     let longest = run.first_trial.last_ended_at().as_secs_f64().max(1e-3);
     let unit = AxisUnit::for_seconds(longest);
@@ -177,7 +177,7 @@ fn draw_strategy(area: &Area<'_>, run: &Run) -> Result<(), PictureError> {
     Ok(())
 }
 
-/// How many attempts there have been for each call that has begun.
+/// Returns the line of attempts per call so far.
 fn amplification_line(run: &Run, colour: Colour, unit: AxisUnit) -> ChartLine {
     let (mut offered, mut attempts) = (0_u64, 0_u64);
     let so_far = |bucket: &TimeBucket, _: f64| {
@@ -188,14 +188,14 @@ fn amplification_line(run: &Run, colour: Colour, unit: AxisUnit) -> ChartLine {
     ChartLine { colour, width: THIN_LINE, points: line_points(run, unit, so_far) }
 }
 
-/// A number of each bucket, at the bucket's middle; `of` is told its width in seconds.
+/// Returns a number of each bucket, at the bucket's middle. `of` gets the bucket's width in seconds.
 fn line_points(run: &Run, unit: AxisUnit, mut of: impl FnMut(&TimeBucket, f64) -> f64) -> Vec<(f64, f64)> {
     let (buckets, width) = run.first_trial.merged_buckets(MAX_LINE_POINTS);
     let (width, end) = (width.as_secs_f64(), run.first_trial.last_ended_at().as_secs_f64());
     let place = |(index, bucket): (usize, &TimeBucket)| {
         let from = index as f64 * width;
         let length = (end - from).min(width);
-        // Of the last, the run's end may leave too little for a rate.
+        // The last bucket may be cut too short for a rate by the run's end.
         (length * 2.0 >= width || index == 0)
             .then(|| ((from + length / 2.0) / unit.seconds, of(bucket, length.max(1e-6))))
     };

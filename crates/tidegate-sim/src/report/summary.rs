@@ -1,8 +1,8 @@
-//! What a run comes down to.
+//! The summary of a run.
 
 use crate::stats::RunStats;
 
-/// What a run comes down to; of several repetitions, the means.
+/// The summary of a run, or the means of several repetitions.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RunSummary {
     /// Calls that began.
@@ -13,32 +13,32 @@ pub struct RunSummary {
     pub failed: f64,
     /// Calls whose last request was refused.
     pub refused: f64,
-    /// Calls that their own side declined to send.
+    /// Calls that their own client declined to send.
     pub declined: f64,
     /// Attempts that were sent.
     pub attempts: f64,
-    /// Requests that were refused for a limit or a full queue: wasted.
+    /// Requests that were refused for a limit or a full queue.
     pub throttled: f64,
     /// The share of ended calls that succeeded, from 0 to 1.
     pub success_share: f64,
-    /// Attempts for each call: how much the load is amplified.
+    /// The number of attempts per call: the amplification of the load.
     pub attempts_per_call: f64,
-    /// Calls that succeeded each second, over the stretch that is measured.
+    /// Calls that succeeded per second, over the measured range.
     pub goodput: f64,
-    /// The mean delay of calls that succeeded, in seconds; `None` if none did. Of several repetitions, the mean of those in
-    /// which any did, and likewise the next two.
+    /// The mean delay of successful calls, in seconds; `None` if there are none. Of several repetitions, the mean over
+    /// those with successful calls. The same holds for the next two.
     pub mean_delay: Option<f64>,
-    /// The delay that half of them didn't exceed, in seconds.
+    /// The median delay of successful calls, in seconds.
     pub p50_delay: Option<f64>,
-    /// The delay that 99 % of them didn't exceed, in seconds.
+    /// The 99th percentile of successful calls' delays, in seconds.
     pub p99_delay: Option<f64>,
-    /// When the last call ended, in seconds.
+    /// The time of the last call's end, in seconds.
     pub elapsed: f64,
-    /// The most requests that came to the service within 100 ms.
+    /// The largest number of requests that arrived at the service within 100 ms.
     pub busiest: f64,
-    /// The share of calls that succeeded before the first disturbance; `None` if nothing disturbs.
+    /// The share of calls that succeeded before the first disturbance, from 0 to 1; `None` if nothing disturbs.
     pub success_share_before: Option<f64>,
-    /// The share of calls that succeeded after the last disturbance and the time for recovering from it.
+    /// The share of calls that succeeded after the last disturbance and the recovery time, from 0 to 1.
     pub success_share_after: Option<f64>,
 }
 
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn repetitions_without_a_success_have_no_delay() {
+    fn trials_without_success_have_no_delay() {
         let of = |succeeded, delay| RunSummary {
             succeeded,
             mean_delay: delay,

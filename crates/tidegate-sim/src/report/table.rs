@@ -1,4 +1,4 @@
-//! A report as a table of words and numbers.
+//! A report as a table of text and numbers.
 
 use std::borrow::Cow;
 
@@ -8,7 +8,7 @@ use tidegate_report::table::{align_rows, format_count};
 use super::{Report, Run, runs_by_case};
 use crate::stats::LoadCounts;
 
-/// One column: its head, and what stands in it.
+/// One column: its title, and the content of its cells.
 pub(super) struct Column {
     pub(super) title: &'static str,
     pub(super) meaning: &'static str,
@@ -67,7 +67,7 @@ pub(super) const COLUMNS: [Column; 10] = [
     },
 ];
 
-/// The whole report, for a terminal.
+/// Returns the whole report for a terminal.
 pub(super) fn text_table(report: &Report) -> String {
     let mut text = String::new();
     for line in [&report.title, &report.about].into_iter().filter(|line| !line.is_empty()) {
@@ -105,7 +105,7 @@ fn first_column_title(run: &Run) -> Cow<'_, str> {
     if run.case.is_empty() { Cow::Borrowed("strategy") } else { printable(&run.case) }
 }
 
-/// What became of each load's calls in the first trial, where there are several.
+/// Returns the counts of each load in the first trial, if there are several loads.
 pub(super) fn load_lines(run: &Run) -> Vec<String> {
     let several = run.loads.len() > 1;
     let seen = run.loads.iter().zip(run.first_trial.loads()).filter(|_| several);
@@ -121,7 +121,7 @@ pub(super) fn load_lines(run: &Run) -> Vec<String> {
     seen.map(line).collect()
 }
 
-/// A time in seconds, for people; a dash where there is none.
+/// Formats a time in seconds for a reader; a dash for `None`.
 fn format_seconds(secs: Option<f64>) -> String {
     let Some(secs) = secs else { return "–".to_owned() };
     match secs {

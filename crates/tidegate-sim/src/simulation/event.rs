@@ -1,4 +1,4 @@
-//! What happens in a world, and what it is about.
+//! The events of a simulation, and their subjects.
 
 use tidegate_core::retry::Delivery;
 use tidegate_core::{Batch, Class, Outcomes, Span, Ticket, Time};
@@ -6,25 +6,25 @@ use tidegate_core::{Batch, Class, Outcomes, Span, Ticket, Time};
 use super::plain_client::RetryState;
 use crate::service::{JobId, RequestKind, ServiceReply};
 
-/// Names a call. Once it is over its name means nothing any more.
+/// The identity of a call. It is invalid once the call has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CallId {
     pub(super) index: usize,
     pub(super) sequence: u64,
 }
 
-/// A call under way.
+/// The state of a call.
 #[derive(Debug)]
 pub(super) struct CallState {
     pub(super) sequence: u64,
     pub(super) node: usize,
     pub(super) started_at: Time,
     pub(super) attempt: u32,
-    /// How long the attempt's reply is waited for; nothing if none is.
+    /// The time for which the attempt's reply is awaited; zero if none is awaited.
     pub(super) reply_timeout: Span,
-    /// A time-out earlier than this says nothing of the service.
+    /// A timeout that is shorter than this says nothing about the service.
     pub(super) conclusive_after: Span,
-    /// Under which the service has the attempt.
+    /// The job under which the service holds the attempt.
     pub(super) job: Option<JobId>,
     pub(super) client_call: ClientCall,
 }
@@ -32,11 +32,11 @@ pub(super) struct CallState {
 #[derive(Debug)]
 pub(super) enum ClientCall {
     Plain(RetryState),
-    /// Where the machine holds it.
+    /// The call's slot in its client.
     Tidegate(usize),
 }
 
-/// A request on its way.
+/// A request that was sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SimRequest {
     pub(super) call: CallId,
@@ -55,14 +55,14 @@ pub(super) enum SimEvent {
     CallResumes(CallId),
     /// The gate renews the permits that are held.
     GateRenewsPermits,
-    /// A machine's timer rings, if it is still set for this moment.
+    /// A client's timer fires, if it is still set for this moment.
     ClientWakes(usize, Time),
     StoreRequestArrives(Box<SharedStoreRequest>),
     StoreReplyArrives(Box<SharedStoreRequest>, Option<Box<Outcomes>>),
     StoreNotificationArrives(Box<Batch>),
 }
 
-/// What a shared store is asked.
+/// A request to a shared store.
 #[derive(Debug)]
 pub(super) struct SharedStoreRequest {
     pub(super) node: usize,
@@ -70,7 +70,7 @@ pub(super) struct SharedStoreRequest {
     pub(super) batch: Box<Batch>,
 }
 
-/// How an attempt ended.
+/// The result of an attempt.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AttemptResult {
     pub(super) class: Class,

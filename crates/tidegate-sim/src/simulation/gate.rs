@@ -1,4 +1,4 @@
-//! The inbound gate before the service: the policy's plan, a store, and the judgement of both.
+//! The inbound gate before the service: the policy's plan, a store, and the decisions of both.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -10,21 +10,21 @@ use tidegate_store::{Immediate, Memory, Store};
 
 use crate::setup::LoadSpec;
 
-/// The action of calls that don't say one, if the policy has it.
+/// The action of calls that name none, if the policy has it.
 const DEFAULT_ACTION: &str = "default";
 
-/// The name under which the policy knows a client.
+/// Returns the name under which the policy knows a client.
 pub(crate) fn client_name(load: &LoadSpec, number: u32) -> String {
     format!("{}-{number}", load.name)
 }
 
-/// The query of a call; `name` is its client's.
+/// Returns the query of a call; `name` is its client's name.
 pub(crate) fn client_query<'q>(load: &'q LoadSpec, name: &'q str, node: usize) -> Query<'q> {
     let ip = Ipv4Addr::from_bits((10 << 24) | (node as u32 & 0x00ff_ffff));
     Query { action: load.action.as_deref(), ip: Some(ip.into()), key: Some(name), ..Query::default() }
 }
 
-/// Whether the plan can decide about a load's calls, and by which action.
+/// Returns the action of a load's calls, or an error if the plan can't decide about them.
 pub(crate) fn load_action(plan: &Plan, load: &LoadSpec, seed: &KeySeed) -> Result<Option<ActionId>, QueryError> {
     let action = match load.action.as_deref() {
         Some(name) => Some(plan.find_action(name)?),
@@ -42,19 +42,19 @@ pub(super) struct SimGate<'s> {
     loads: &'s [LoadSpec],
     /// The action of each load.
     actions: Vec<Option<ActionId>>,
-    /// Who holds permits of calls in flight, by load and node.
+    /// The load and node of each holder of a permit for a call in flight.
     permit_holders: BTreeMap<u64, (usize, usize)>,
-    /// Whether the next renewal is entered.
+    /// True if the next renewal is scheduled.
     pub(super) is_renewal_scheduled: bool,
 }
 
-/// Whose call it is.
+/// The caller of a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CallIdentity<'c> {
     pub(super) load: usize,
     pub(super) name: &'c str,
     pub(super) node: usize,
-    /// Under which its permit is held.
+    /// The identity under which its permit is held.
     pub(super) holder: u64,
 }
 
@@ -68,7 +68,7 @@ impl<'s> SimGate<'s> {
     /// Decides about a call and counts it.
     ///
     /// # Errors
-    /// It is refused, and may come back after this.
+    /// The call is refused; the value is its `Retry-After`, if there is one.
     pub(super) fn check(&mut self, caller: CallIdentity<'_>, now: Time) -> Result<(), Option<Span>> {
         let query = client_query(&self.loads[caller.load], caller.name, caller.node);
         let decision = match self.plan.decide_by_list(query.ip, || now) {
@@ -87,19 +87,19 @@ impl<'s> SimGate<'s> {
         Ok(())
     }
 
-    /// A call has ended: what it holds is given back.
+    /// Releases the permit of a call that has ended.
     pub(super) fn release(&mut self, caller: CallIdentity<'_>, now: Time) {
         if self.permit_holders.remove(&caller.holder).is_some() {
             self.apply_verb(caller, Verb::Release, now);
         }
     }
 
-    /// Whether anybody holds a permit, which has to be renewed then.
+    /// Returns true if there are permits, which need renewal.
     pub(super) fn has_permits(&self) -> bool {
         !self.permit_holders.is_empty()
     }
 
-    /// Renews all permits that are held, of nodes with these names.
+    /// Renews all permits. `name` gives the name of a node.
     pub(super) fn renew<'n>(&self, name: impl Fn(usize) -> &'n str, now: Time) {
         for (&holder, &(load, node)) in &self.permit_holders {
             self.apply_verb(CallIdentity { load, name: name(node), node, holder }, Verb::Renew, now);
@@ -112,7 +112,7 @@ impl<'s> SimGate<'s> {
         }
     }
 
-    /// `None` where the plan can't say, which reading the scenario has ruled out.
+    /// Returns the operations of a call; `None` if the plan can't decide. The reader of the scenario excludes that.
     fn build_batch(&self, caller: CallIdentity<'_>, verb: Verb) -> Option<Batch> {
         let query = client_query(&self.loads[caller.load], caller.name, caller.node);
         self.plan.ops(self.actions[caller.load], &query, &self.seed, verb, caller.holder).ok()

@@ -1,4 +1,4 @@
-//! One client: when it calls, what it remembers, and by which clock.
+//! One client: its arrivals, its state and its clock.
 
 use rand::RngExt;
 use rand_distr::Exp1;
@@ -14,22 +14,22 @@ use crate::setup::{Arrivals, LoadSpec, Setup};
 
 #[derive(Debug)]
 pub(super) struct SimNode<'s> {
-    /// Its load's place in the setup.
+    /// The index of its load in the setup.
     pub(super) load: usize,
-    /// What the inbound policy knows it by.
+    /// Its name in the inbound policy.
     pub(super) name: String,
     pub(super) clock: NodeClock,
     pub(super) client: ClientState<'s>,
     pub(super) network_rng: SimRng,
-    /// When its machine's timer rings.
+    /// The moment at which its timer fires.
     pub(super) timer_fires_at: Time,
     serial: bool,
     arrivals_rng: SimRng,
-    /// How many calls it has made.
+    /// The number of calls that it has made.
     calls_made: u32,
 }
 
-/// How it goes about its calls.
+/// The behaviour of a client, with its state.
 #[derive(Debug)]
 pub(super) enum ClientState<'s> {
     None,
@@ -54,12 +54,12 @@ impl SimNode<'_> {
         }
     }
 
-    /// Whether it calls again only when its last call has ended.
+    /// Returns true if it makes its next call only after the last has ended.
     pub(super) fn is_serial(&self) -> bool {
         self.serial
     }
 
-    /// When it makes its next call, before `end`.
+    /// Returns the time of its next call, if that is before `end`.
     pub(super) fn next_call_at(&mut self, setup: &Setup, now: Time, end: Time) -> Option<Time> {
         let rng = &mut self.arrivals_rng;
         let began = setup.starts_at;
@@ -79,13 +79,14 @@ impl SimNode<'_> {
     }
 }
 
-/// The next of random arrivals, thinned out where the rate is below its largest (Lewis and Shedler, 1979).
+/// Returns the next random arrival by thinning: candidates at the largest rate are kept by the present rate (Lewis and
+/// Shedler, 1979).
 fn next_poisson_arrival(rate: &Profile, began: Time, now: Time, end: Time, rng: &mut SimRng) -> Option<Time> {
     let most = rate.max();
     let mut at = now;
     while most > 0.0 && at < end {
         let gap = rng.sample::<f64, _>(Exp1) / most * 1e6;
-        // At least a microsecond, so that it comes to an end.
+        // At least a microsecond, so that the loop ends.
         at = at + Span::from_micros((gap.round() as u64).max(1));
         if rng.random::<f64>() * most < rate.value_at(at.since(began)) {
             return Some(at);
@@ -94,9 +95,9 @@ fn next_poisson_arrival(rate: &Profile, began: Time, now: Time, end: Time, rng: 
     None
 }
 
-/// The next of even arrivals: each comes when the rate has come to one more.
+/// Returns the next even arrival: the time at which the rate's integral has grown by one.
 fn next_even_arrival(rate: &Profile, began: Time, now: Time) -> Option<Time> {
     let at = began + rate.integral_reaches_at(1.0, now.since(began))?;
-    // At least a microsecond, so that it comes to an end.
+    // At least a microsecond, so that time advances.
     Some(at.max(now + Span::from_micros(1)))
 }

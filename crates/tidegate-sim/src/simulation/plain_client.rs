@@ -1,4 +1,4 @@
-//! A client that tries again without knowing more than its own replies.
+//! A client that retries by its own replies alone.
 
 use tidegate_core::backoff::BackoffState;
 use tidegate_core::{Budget, Class, LocalPacer, Span};
@@ -6,7 +6,7 @@ use tidegate_core::{Budget, Class, LocalPacer, Span};
 use crate::random::SimRng;
 use crate::setup::PlainClientSpec;
 
-/// What one client's calls share.
+/// The state that all calls of one client share.
 #[derive(Debug)]
 pub(super) struct PlainClient<'s> {
     spec: &'s PlainClientSpec,
@@ -16,7 +16,7 @@ pub(super) struct PlainClient<'s> {
     rng: SimRng,
 }
 
-/// How far one call has come.
+/// The progress of one call.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RetryState {
     attempts: u32,
@@ -30,17 +30,17 @@ impl<'s> PlainClient<'s> {
         Self { spec, budget: spec.budget.map(Budget::new), pacer, in_flight: 0, rng }
     }
 
-    /// How long a call that begins waits for its client's pace.
+    /// Returns the wait of a new call for its client's pace.
     pub(super) fn pace_delay(&self) -> Span {
         self.pacer.as_ref().map_or(Span::ZERO, |pacer| Span::from_duration(pacer.interval()))
     }
 
-    /// How long it waits for a reply; `None` for ever.
+    /// Returns the timeout of an attempt; `None` if it waits without end.
     pub(super) fn reply_timeout(&self) -> Option<Span> {
         self.spec.timeout
     }
 
-    /// Whether an attempt may be sent; if so, it is in flight.
+    /// Returns true if an attempt may be sent, and counts it as in flight then.
     pub(super) fn try_start_attempt(&mut self, tried: &mut RetryState) -> bool {
         let may_send = self.spec.in_flight.is_none_or(|most| self.in_flight < most);
         if may_send {
@@ -53,7 +53,7 @@ impl<'s> PlainClient<'s> {
         may_send
     }
 
-    /// An attempt is in flight no more.
+    /// Removes an attempt from those in flight and tells the pacer its result.
     pub(super) fn end_attempt(&mut self, class: Class) {
         self.in_flight -= 1;
         match &mut self.pacer {
@@ -63,8 +63,8 @@ impl<'s> PlainClient<'s> {
         }
     }
 
-    /// An attempt has failed, with a reply that asks to be left alone for so long: after how long there is another; `None`
-    /// if there is none.
+    /// Returns the wait before the next attempt after a failed one; `None` if there is no next attempt. `retry_after`
+    /// is what the failed attempt's reply asked for.
     pub(super) fn next_retry_delay(&mut self, tried: &mut RetryState, retry_after: Option<Span>) -> Option<Span> {
         if self.spec.attempts.is_some_and(|most| tried.attempts >= most) {
             return None;

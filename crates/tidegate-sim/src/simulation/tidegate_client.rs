@@ -1,5 +1,5 @@
-//! A client that is the production machine: the same calls, desk and store as in [`tidegate`'s driver], carried on by
-//! events instead of tasks.
+//! A client that runs the production code: the same calls, desk and store as in [`tidegate`'s driver], driven by events
+//! instead of tasks.
 //!
 //! [`tidegate`'s driver]: https://docs.rs/tidegate
 
@@ -16,17 +16,17 @@ use super::event::CallId;
 use crate::random::SimRng;
 use crate::stats::CallOutcome;
 
-/// All calls of one client to the provider. Its calls are bounded by what its lanes let wait and what is in flight.
+/// All calls of one client to the provider. Their number is bounded by the lanes' queues and the calls in flight.
 #[derive(Debug)]
 pub(super) struct TidegateClient<'s> {
     provider: &'s ProviderConfig,
     limits: Arc<Limits>,
     rules: CallRules,
     state: ProviderState,
-    /// Answers in place; `None` where the store is asked by messages.
+    /// The store that answers at once; `None` if the store is asked by messages.
     store: Option<Arc<Memory>>,
     calls: Slab<ActiveCall>,
-    /// Where a queued call is held, by its ticket's index.
+    /// The slot of each queued call, by its ticket's index.
     slot_by_ticket: Vec<Option<usize>>,
     pub(super) wake_at: Time,
     rng: SimRng,
@@ -38,18 +38,19 @@ struct ActiveCall {
     id: CallId,
 }
 
-/// What the world is to do for a client.
+/// An action that the simulation carries out for a client.
 #[derive(Debug)]
 pub(super) enum Effect {
-    /// Send a request, and wait for its reply for so long; to be given up earlier than that would be its caller's doing.
+    /// Send a request and wait for its reply until `reply_timeout`. A timeout below `conclusive_after` is due to the
+    /// caller's deadline, not to the service.
     Send { id: CallId, reply_timeout: Span, conclusive_after: Span },
-    /// Go on at this moment of the client's clock.
+    /// Continue the call at this moment of the client's clock.
     Resume { id: CallId, at: Time },
-    /// It is over.
+    /// End the call.
     Finish { id: CallId, outcome: CallOutcome },
-    /// Ask the shared store.
+    /// Send a request to the shared store.
     AskStore { slot: usize, ticket: Ticket, batch: Box<Batch> },
-    /// Tell the shared store.
+    /// Send a message to the shared store, without a reply.
     NotifyStore { batch: Box<Batch> },
 }
 
@@ -68,12 +69,12 @@ impl<'s> TidegateClient<'s> {
         Self { provider, limits, rules, state: desk, store, calls, slot_by_ticket: places, wake_at: Time::NEVER, rng }
     }
 
-    /// How many calls wait for their turn.
+    /// Returns the number of calls that wait for their turn.
     pub(super) fn waiting_calls(&self) -> u32 {
         Lane::ALL.iter().map(|lane| self.state.lanes.waiting(*lane) as u32).sum()
     }
 
-    /// A call begins; where it is held.
+    /// Starts a call and returns its slot.
     pub(super) fn begin(&mut self, id: CallId, lane: Lane, now: Time, effects: &mut Vec<Effect>) -> usize {
         let lane = if self.provider.sequential { Lane::User } else { lane };
         let call = Call::new(&self.rules, lane, 1, None, now);
@@ -82,7 +83,7 @@ impl<'s> TidegateClient<'s> {
         slot
     }
 
-    /// A call enters the queue, at first or again.
+    /// Puts a call into the queue, for the first or a further time.
     pub(super) fn enqueue(&mut self, slot: usize, now: Time, effects: &mut Vec<Effect>) {
         self.pause_outside_hours(now);
         let call = &mut self.calls[slot].call;
@@ -100,7 +101,7 @@ impl<'s> TidegateClient<'s> {
         self.poll_lanes(now, effects);
     }
 
-    /// An attempt has ended.
+    /// Handles the end of an attempt.
     pub(super) fn handle_reply(&mut self, slot: usize, reply: &AttemptReport, now: Time, effects: &mut Vec<Effect>) {
         self.pause_outside_hours(now);
         let next = self.calls[slot].call.handle_reply(&self.rules, &mut self.state, reply, now, &mut self.rng);
@@ -117,13 +118,13 @@ impl<'s> TidegateClient<'s> {
         self.poll_lanes(now, effects);
     }
 
-    /// It is the moment that [`TidegateClient::wake_at`] said.
+    /// Handles the timer that [`TidegateClient::wake_at`] set.
     pub(super) fn handle_timer(&mut self, now: Time, effects: &mut Vec<Effect>) {
         self.pause_outside_hours(now);
         self.poll_lanes(now, effects);
     }
 
-    /// The shared store has answered; `None` if it couldn't be reached.
+    /// Handles the reply of the shared store; `outcomes` is `None` if the store couldn't be reached.
     pub(super) fn handle_store_reply(
         &mut self,
         (slot, ticket): (usize, Ticket),
@@ -161,7 +162,7 @@ impl<'s> TidegateClient<'s> {
         }
     }
 
-    /// Carries on whom the lanes name, until they say to sleep.
+    /// Advances the calls that the lanes name, until the lanes have none left for now.
     fn poll_lanes(&mut self, now: Time, effects: &mut Vec<Effect>) {
         loop {
             let (ticket, expired) = match self.state.lanes.poll(now) {
@@ -243,7 +244,7 @@ impl<'s> TidegateClient<'s> {
     }
 }
 
-/// How a call has ended that failed for this reason, after a last reply of this class.
+/// Returns the outcome of a call that failed for this reason, after a last reply of this class.
 fn outcome_of_failure(failure: &CallFailure, last: Class) -> CallOutcome {
     match failure {
         CallFailure::DeadlineExceeded => CallOutcome::Failed,

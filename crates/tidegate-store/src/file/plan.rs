@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use tidegate_core::state::Usage;
-use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb};
+use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, Limits, Time, Verb};
 
 use super::aside::{Kept, period};
 use super::disk::{Encoded, Rows, begin_value, row, set_aside};
@@ -77,7 +77,7 @@ impl Plan {
 
     /// True of a quota.
     pub(super) fn counts_periods(&self, id: LimitId) -> bool {
-        self.shards.limits().get(id).is_some_and(|limit| matches!(limit.kind(), LimitKind::Quota(_)))
+        self.shards.limits().get(id).is_some_and(|limit| limit.kind().has_periods())
     }
 
     /// Takes in what the file keeps of a key. False if it can't be read.
@@ -249,16 +249,7 @@ fn place(id: LimitId, of_key: u64) -> (usize, u64) {
 
 /// The state as one of this limit, if it is one: another policy may have meant something else by its name.
 fn of_limit(state: KeyState, limit: &Limit) -> Option<KeyState> {
-    let same = matches!(
-        (limit.kind(), state.usage()),
-        (_, Usage::None)
-            | (LimitKind::Window(_), Usage::Window(_))
-            | (LimitKind::Rate(_), Usage::Rate(_))
-            | (LimitKind::Quota(_), Usage::Quota(_))
-            | (LimitKind::Concurrency(_), Usage::Concurrency(_))
-            | (LimitKind::Cooldown(_), Usage::Cooldown(_))
-            | (LimitKind::Pace(_), Usage::Pace(_))
-    );
+    let same = state.usage().kind_id().is_none_or(|id| id == limit.kind().id());
     let record = limit.penalty().map(|_| *state.penalty_record()).unwrap_or_default();
     same.then(|| KeyState::new(state.usage().clone(), record))
 }

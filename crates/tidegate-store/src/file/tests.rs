@@ -156,7 +156,7 @@ impl Log {
 /// Where the policy says so, decisions go on while the disk is full, the log says so once, and once when it is over; then the
 /// file has all of it.
 #[tokio::test]
-async fn a_full_disk_stops_no_decision_where_they_go_on() {
+async fn a_full_disk_continues_decisions_if_configured() {
     let log = Log::default();
     let writer = log.clone();
     tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).init();
@@ -201,7 +201,7 @@ async fn answered(answer: Answer<super::Later>) -> Result<Outcome, StoreError> {
 /// Where nothing may be lost, a full disk admits nothing; what changes nothing is answered, and what is given back is taken.
 /// What the file then has is all that was admitted. When there is room again, that is noticed without a call.
 #[tokio::test]
-async fn a_full_disk_admits_nothing_where_nothing_may_be_lost() {
+async fn a_full_disk_admits_nothing_under_deny() {
     for flush in [Flush::Always, Flush::Within(Duration::from_millis(20))] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("denies");
@@ -246,7 +246,7 @@ async fn a_full_disk_admits_nothing_where_nothing_may_be_lost() {
 
 /// A refusal that changes nothing is told while the disk is full, as is that of a live block.
 #[tokio::test]
-async fn a_full_disk_doesnt_hide_refusals() {
+async fn refusals_are_answered_despite_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
     let faults = Faults::default();
     let journal = faults.journal(&folder.path().join("refuses"), Flush::Always);
@@ -276,7 +276,7 @@ async fn a_full_disk_doesnt_hide_refusals() {
 
 /// Of two decisions that wait together none is told before the file has both; a refusal doesn't wait.
 #[tokio::test]
-async fn decisions_wait_for_the_disk_when_nothing_may_be_lost() {
+async fn durable_decisions_wait_for_the_disk() {
     let folder = tempfile::tempdir().unwrap();
     let faults = Faults::default();
     let journal = faults.journal(&folder.path().join("slow"), Flush::Always);
@@ -297,7 +297,7 @@ async fn decisions_wait_for_the_disk_when_nothing_may_be_lost() {
 
 /// A disk that falls behind by more than may be lost makes decisions wait, and lets them go when it has caught up.
 #[tokio::test]
-async fn a_slow_disk_slows_decisions() {
+async fn a_slow_disk_delays_decisions() {
     let folder = tempfile::tempdir().unwrap();
     let faults = Faults::default();
     let journal = faults.journal(&folder.path().join("behind"), Flush::Within(Duration::from_millis(100)));

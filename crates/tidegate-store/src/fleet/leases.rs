@@ -12,7 +12,7 @@ use std::sync::Arc;
 use arrayvec::ArrayVec;
 use foldhash::fast::RandomState;
 use tidegate_core::batch::{MAX_OPS, Outcome};
-use tidegate_core::{Batch, Key, LeaseSpec, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
+use tidegate_core::{Batch, Key, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 
@@ -111,11 +111,7 @@ impl Leases {
             // What is refused here isn't counted, and a slice that the store refuses isn't one call.
             let counts = limit.counts_refused() || limit.penalty().is_some();
             let fits = op.verb == Verb::Take && op.cost == cost && cost > 0 && !counts;
-            let age = match limit.kind() {
-                LimitKind::Window(_) | LimitKind::Rate(_) => limit.lead(max_age),
-                LimitKind::Quota(_) => max_age,
-                LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => return None,
-            };
+            let age = limit.lease_age(max_age)?;
             if !fits || limit.is_shadow() {
                 return None;
             }
@@ -288,7 +284,7 @@ async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, Sto
             // A quota's slice is of the period that it was taken in.
             let ends = batch.ops().iter().zip(outcomes.list()).filter_map(|(op, outcome)| {
                 let kind = node.leases.limits.get(op.limit)?.kind();
-                matches!(kind, LimitKind::Quota(_)).then(|| outcome.reset_at.since(decided))
+                kind.has_periods().then(|| outcome.reset_at.since(decided))
             });
             let until = sent + ends.min().unwrap_or(Span::MAX).min(lease);
             let affinity = batch.context().affinity;

@@ -6,10 +6,7 @@ use std::sync::Arc;
 
 use tidegate_core::batch::{OpContext, Outcome, RefusalSummary};
 use tidegate_core::state::Usage;
-use tidegate_core::{
-    Batch, Concurrency, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Quota, Rate, Time, Verb,
-    Verdict, Window,
-};
+use tidegate_core::{Batch, Key, KeyState, LimitId, LimitKind, Limits, Op, Outcomes, Quota, Time, Verb, Verdict};
 
 use super::returns::Known;
 use crate::{Immediate, Memory, Store};
@@ -78,7 +75,7 @@ impl Untold {
 impl Local {
     /// A share of one in `nodes`.
     pub(super) fn new(limits: &Limits, nodes: usize, max_bytes: usize) -> Self {
-        let shares = limits.iter().map(|(_, limit)| share(limit, nodes as u64)).collect();
+        let shares = limits.iter().map(|(_, limit)| limit.with_kind(limit.kind().share(nodes as u64))).collect();
         let shares = Limits::new(shares).expect("invariant: as many limits as there were");
         Self {
             memory: Memory::new(Arc::new(shares), max_bytes),
@@ -225,30 +222,6 @@ impl Local {
 /// A batch that holds the permits which another was to renew.
 pub(super) fn held(renew: &Batch) -> Batch {
     renew.with_ops(renew.ops().iter().filter(|op| op.verb == Verb::Renew).map(|op| Op { verb: Verb::Debit, ..*op }))
-}
-
-/// One of `nodes` equal shares of a limit, of 1 at the least unless the whole is 0.
-fn share(limit: &Limit, nodes: u64) -> Limit {
-    let of = |whole: u64| if whole == 0 { 0 } else { (whole / nodes).max(1) };
-    let kind = match limit.kind() {
-        LimitKind::Window(window) => Window::new(of(window.limit()), window.window(), window.entries())
-            .map(|share| LimitKind::Window(share.with_lead(window.lead()))),
-        LimitKind::Rate(rate) => {
-            // The same calls over so many times the period, so that a slow rate isn't rounded away.
-            let per = rate.per().times(nodes);
-            Rate::new(rate.count(), per, of(rate.burst())).map(LimitKind::Rate)
-        }
-        LimitKind::Quota(quota) => quota.with_limit(of(quota.limit())).map(LimitKind::Quota),
-        LimitKind::Concurrency(concurrency) => {
-            Concurrency::new(of(concurrency.limit()), concurrency.lease()).map(LimitKind::Concurrency)
-        }
-        LimitKind::Cooldown(cooldown) => Ok(LimitKind::Cooldown(*cooldown)),
-        // What the others are told meanwhile nobody knows: to each the pace is all of theirs.
-        LimitKind::Pace(pacer) => Ok(LimitKind::Pace(*pacer)),
-    };
-    // A share is within the bounds that the whole is; but a very slow rate can't be made slower.
-    let kind = kind.unwrap_or_else(|_| limit.kind().clone());
-    limit.with_kind(kind)
 }
 
 /// The answer for a call that is let through uncounted: that of keys never seen.

@@ -235,7 +235,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_a_map(steps in prop::collection::vec((any::<bool>(), 1..u64::MAX, 0..64_u64), 1..600)) {
+        fn the_table_agrees_with_a_map(steps in prop::collection::vec((any::<bool>(), 1..u64::MAX, 0..64_u64), 1..600)) {
             let mut table = Table::default();
             let mut map = BTreeMap::new();
             for (step, (keep, tag, few)) in steps.into_iter().enumerate() {

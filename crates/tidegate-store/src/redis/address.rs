@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls_as_people_write_them() {
+    fn common_redis_urls_are_parsed() {
         let hosts = |url: &str| Address::parse(url).map(|address| address.hosts);
         assert_eq!(hosts("redis://localhost"), Ok(vec![("localhost".into(), 6379)]));
         assert_eq!(hosts("rediss://[::1]:7000/3"), Ok(vec![("::1".into(), 7000)]));
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_without_the_password() {
+    fn url_errors_hide_the_password() {
         for (url, error) in [
             ("http://:hunter2@h", RedisUrlError::Scheme),
             ("hunter2", RedisUrlError::Scheme),

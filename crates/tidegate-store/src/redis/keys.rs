@@ -4,6 +4,9 @@ use tidegate_core::{Key, LimitKind};
 
 use crate::Reset;
 
+/// The letters of kinds, by their number.
+const KIND_LETTERS: &[u8; 6] = b"wrqcgp";
+
 /// Names under one prefix.
 ///
 /// A key is `PREFIX{PLACE}kTAGKEY`: the place that decides on its slot in a cluster, a letter for the kind of limit, the
@@ -45,14 +48,7 @@ impl Keys {
     /// Writes the name of a key's state behind what `name` holds. Another kind under the same tag is another plan's, and
     /// has a state of its own.
     pub(super) fn write(&self, affinity: u64, tag: u64, kind: &LimitKind, key: Key, name: &mut Vec<u8>) {
-        let letter = match kind {
-            LimitKind::Window(_) => b'w',
-            LimitKind::Rate(_) => b'r',
-            LimitKind::Quota(_) => b'q',
-            LimitKind::Concurrency(_) => b'c',
-            LimitKind::Cooldown(_) => b'g',
-            LimitKind::Pace(_) => b'p',
-        };
+        let letter = KIND_LETTERS[usize::from(kind.id() - 1)];
         name.extend_from_slice(&self.prefix);
         name.push(b'{');
         name.extend_from_slice(&Self::tag(affinity, key));
@@ -89,7 +85,7 @@ mod tests {
     use tidegate_core::{Rate, Span};
 
     #[test]
-    fn names_say_where_what_and_whose() {
+    fn key_names_encode_slot_limit_and_key() {
         let keys = Keys::new("gate:");
         let kind = LimitKind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
         let name = |affinity| {
@@ -102,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn resets_are_read_and_nothing_else() {
+    fn only_valid_reset_messages_are_parsed() {
         let message = [7_u64, 1, u64::MAX].map(u64::to_le_bytes).concat();
         assert_eq!(Keys::reset(&message), Some(Reset { tag: 7, key: Key::new(1, u64::MAX) }));
         assert_eq!(Keys::reset(&message[1..]), None);

@@ -77,7 +77,7 @@ mod tests {
 
     /// The example of the specification, and what `CLUSTER KEYSLOT` says.
     #[test]
-    fn slots_are_those_of_the_cluster() {
+    fn slots_match_cluster_keyslot() {
         assert_eq!(slot(b"123456789"), 0x31c3);
         assert_eq!(slot(b"foo"), 12_182);
     }
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn more_masters_than_numbers_share_them() {
+    fn excess_masters_share_numbers() {
         let masters = Masters::default();
         let ranges = (0..40).map(|at| range(at * 400, at * 400 + 399, &at.to_string())).collect();
         masters.learn(&Value::Array(ranges));

@@ -312,7 +312,7 @@ impl Question<'_> {
     pub(super) fn read(&self, bytes: &[u8]) -> Option<Result<Outcomes, Elsewhen>> {
         let mut input = Input(bytes);
         let now = input.time()?;
-        if input.0.is_empty() && self.asked().any(|(_, limit)| matches!(limit.kind(), LimitKind::Quota(_))) {
+        if input.0.is_empty() && self.asked().any(|(_, limit)| limit.kind().has_periods()) {
             return Some(Err(Elsewhen(now)));
         }
         let mut states = ArrayVec::<KeyState, MAX_OPS>::new();

@@ -27,14 +27,7 @@ const VERBS: [&str; 13] = [
 
 /// A kind's place in [`KINDS`].
 pub(super) fn kind_number(kind: &LimitKind) -> u8 {
-    match kind {
-        LimitKind::Window(_) => 0,
-        LimitKind::Rate(_) => 1,
-        LimitKind::Quota(_) => 2,
-        LimitKind::Concurrency(_) => 3,
-        LimitKind::Cooldown(_) => 4,
-        LimitKind::Pace(_) => 5,
-    }
+    kind.id() - 1
 }
 
 /// A verb's place in [`VERBS`].
@@ -298,7 +291,7 @@ mod tests {
     use tidegate_testkit::servers::RedisServer;
 
     #[test]
-    fn a_server_takes_every_text() {
+    fn redis_accepts_every_script() {
         let Some(server) = RedisServer::start() else { return };
         let scripts = Scripts::default();
         let codes = (1..=QUICK as u32).flat_map(|count| 1_u16 << (2 * count)..2 << (2 * count));

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use arrayvec::ArrayVec;
 use futures_util::future::try_join_all;
 use tidegate_core::batch::{MAX_OPS, Outcome, RefusalSummary};
-use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Outcomes, Time, Verb};
+use tidegate_core::{Batch, Limit, Limits, Op, Outcomes, Time, Verb};
 
 use super::Shared;
 use super::keys::Keys;
@@ -144,8 +144,7 @@ impl Shared {
         }
         let back = given.iter().map(|&index| {
             let op = part.batch.ops()[index];
-            let holds =
-                self.limits.get(op.limit).is_some_and(|limit| matches!(limit.kind(), LimitKind::Concurrency(_)));
+            let holds = self.limits.get(op.limit).is_some_and(|limit| limit.kind().has_permits());
             Op { verb: if holds { Verb::Release } else { Verb::Refund }, ..op }
         });
         let charged_at = part.known().now();

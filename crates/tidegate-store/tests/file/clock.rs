@@ -95,7 +95,7 @@ const FULL: [Verdict; 4] = [Verdict::Refused, Verdict::Blocked, Verdict::Refused
 const ROOM: [Verdict; 4] = [Verdict::Admitted; 4];
 
 #[test]
-fn a_clock_that_ran_ahead_and_is_set_right_forgets_nothing() {
+fn a_corrected_fast_clock_loses_no_state() {
     // Not at all, a little, and until it is refused; in one process that is a day ahead, and in several, one after the other.
     for (calls, ahead) in [(0, 1), (1, 1), (8, 1), (0, 3), (1, 3), (8, 3)] {
         let host = Host::new();
@@ -121,7 +121,7 @@ fn a_clock_that_ran_ahead_and_is_set_right_forgets_nothing() {
 }
 
 #[test]
-fn a_quota_is_granted_twice_to_no_day() {
+fn no_day_is_granted_its_quota_twice() {
     let host = Host::new();
     let (key, start) = (fixtures::client_key(1), noon());
     let used = |now| host.peek(QUOTA, key, now).used;
@@ -151,7 +151,7 @@ fn a_quota_is_granted_twice_to_no_day() {
 
 /// A block on a quota outlives its period, and is no reason to forget the next one.
 #[test]
-fn a_quota_with_a_penalty_goes_on_in_its_period() {
+fn a_penalised_quota_continues_in_its_period() {
     let quota = Quota::new(5, Arc::new(FixedPeriods(DAY))).unwrap();
     let penalty = Penalty::new(PenaltySpec::default(), DAY).unwrap();
     let host = Host {
@@ -168,7 +168,7 @@ fn a_quota_with_a_penalty_goes_on_in_its_period() {
 
 /// The end of a period in a process doesn't make it forgotten either, whether the key is used again or not.
 #[test]
-fn a_period_that_ended_in_a_process_is_there_for_a_clock_that_is_set_back() {
+fn a_finished_period_remains_for_clocks_set_back() {
     for calls in [0, 1] {
         let host = Host::new();
         let (key, start) = (fixtures::client_key(1), noon());
@@ -186,7 +186,7 @@ fn a_period_that_ended_in_a_process_is_there_for_a_clock_that_is_set_back() {
 }
 
 #[test]
-fn what_was_reset_does_not_come_back_with_the_clock() {
+fn a_reset_persists_despite_clock_changes() {
     let (key, start) = (fixtures::client_key(1), noon());
     for (ahead, reset_at) in [(false, HOUR), (true, DAY), (true, HOUR)] {
         let host = Host::new();
@@ -207,7 +207,7 @@ fn what_was_reset_does_not_come_back_with_the_clock() {
 }
 
 #[test]
-fn rows_stay_seven_days_past_their_end() {
+fn rows_are_kept_seven_days_after_expiry() {
     let host = Host::new();
     let start = noon();
     let store = host.start(start);

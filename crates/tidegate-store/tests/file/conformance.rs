@@ -41,12 +41,12 @@ impl Store for Own {
 }
 
 #[test]
-fn file_conforms() {
+fn the_file_store_conforms() {
     check_conformance(&|limits| Own::new(limits, Flush::default()), &ConformanceOptions::default()).unwrap();
 }
 
 #[test]
-fn file_conforms_when_nothing_may_be_lost() {
+fn the_durable_file_store_conforms() {
     let effort = ConformanceOptions {
         batches: random::case_count(2_000, 20_000),
         calls_per_task: 1_000,

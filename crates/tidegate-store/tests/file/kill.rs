@@ -33,7 +33,7 @@ fn say(line: &str) {
 /// Takes one key until it is full, and tells each admission once it has the answer; then says so and waits.
 #[test]
 #[ignore = "the process that the other tests start and kill"]
-fn hammer() {
+fn killed_process_entry_point() {
     let of = |name: &str| std::env::var(name).unwrap();
     let (limit, threads) = (of("HAMMER_LIMIT").parse().unwrap(), of("HAMMER_THREADS").parse().unwrap());
     let flush = if of("HAMMER_FLUSH") == "always" { Flush::Always } else { Flush::Within(INTERVAL) };
@@ -91,7 +91,7 @@ impl Hammer {
 
     fn start(&self) -> Child {
         Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", "kill::hammer", "--nocapture", "--test-threads=1"])
+            .args(["--ignored", "--exact", "kill::killed_process_entry_point", "--nocapture", "--test-threads=1"])
             .env("HAMMER_PATH", self.place.path())
             .env("HAMMER_LIMIT", self.limit.to_string())
             .env("HAMMER_THREADS", self.threads.to_string())
@@ -163,7 +163,7 @@ fn rounds(hammer: &mut Hammer, mut check: impl FnMut(u64, &Told, u64)) -> (u64, 
 
 /// A crash loses what was admitted within one interval, of its own process, and nothing else.
 #[test]
-fn a_kill_loses_no_more_than_the_interval() {
+fn a_kill_loses_at_most_one_interval() {
     let mut lost_in_all = 0;
     let (admitted, limit) = rounds(&mut Hammer::new(1, "interval"), |before, told, after| {
         // One may be counted that was killed before it could be told.
@@ -183,7 +183,7 @@ fn a_kill_loses_no_more_than_the_interval() {
 
 /// With nothing to lose, never more than the limit pass, however many processes it takes.
 #[test]
-fn a_kill_loses_nothing_when_decisions_wait() {
+fn a_kill_loses_no_durable_decision() {
     let (admitted, limit) = rounds(&mut Hammer::new(4, "always"), |before, told, after| {
         let told = told.admitted.len() as u64;
         assert!(after >= before + told, "{told} admitted after {before}, and then {after}");
@@ -194,7 +194,7 @@ fn a_kill_loses_nothing_when_decisions_wait() {
 
 /// One process at a time, and the other is told so.
 #[test]
-fn a_file_is_in_use_once() {
+fn only_one_process_can_use_a_file() {
     let hammer = Hammer::new(0, "always");
     let journal = hammer.place.journal(Flush::default());
     assert!(matches!(Journal::open(hammer.place.path(), Flush::default()), Err(FileError::InUse { .. })));
@@ -207,7 +207,7 @@ fn a_file_is_in_use_once() {
 
 /// Processes that start at the same moment, where there is no file yet: one has it, and it is whole.
 #[test]
-fn a_file_is_made_once() {
+fn concurrent_starts_create_one_file() {
     for _ in 0..10 {
         let hammer = Hammer { limit: 5, ..Hammer::new(1, "always") };
         let mut children: Vec<_> = (0..4).map(|_| hammer.start()).collect();

@@ -48,7 +48,7 @@ fn every_kind() -> Arc<Limits> {
 
 /// Closed and opened again in the middle, it gives the answers of one that never was.
 #[test]
-fn a_restart_changes_no_answer() {
+fn a_restart_changes_no_outcome() {
     let mut seeds = RandomSource::from_seed(random::run_seed());
     for _ in 0..random::case_count(30, 1_000) {
         let seed = seeds.next_u64();
@@ -76,7 +76,7 @@ fn a_restart_changes_no_answer() {
 /// Strikes of a quota's earlier period are gone with a reset, whether they were written before or not, and whether the key is
 /// used again before the next writing or not.
 #[test]
-fn a_reset_outlives_restarts_in_a_later_period_of_a_quota() {
+fn a_reset_survives_restarts_into_later_periods() {
     let spec = PenaltySpec { base: MINUTE, forgive_after: Some(DAY.times(3)), ..PenaltySpec::default() };
     let quota = LimitKind::Quota(Quota::new(1, Arc::new(FixedPeriods(DAY))).unwrap());
     let limits = Arc::new(Limits::with_limit(Limit::new(quota).with_penalty(Penalty::new(spec, DAY).unwrap())));
@@ -114,7 +114,7 @@ fn a_reset_outlives_restarts_in_a_later_period_of_a_quota() {
 
 /// A refund is kept over a restart, too, where nothing of its quota is used then.
 #[test]
-fn a_refund_outlives_restarts() {
+fn a_refund_survives_restarts() {
     let penalty = Penalty::new(PenaltySpec::default(), DAY).unwrap();
     let quota = || Limit::new(LimitKind::Quota(Quota::new(5, Arc::new(FixedPeriods(DAY))).unwrap()));
     let limits = Arc::new(Limits::new(vec![quota(), quota().with_penalty(penalty)]).unwrap());
@@ -140,7 +140,7 @@ fn a_refund_outlives_restarts() {
 
 /// The ladder of penalties, step by step as memory climbs it, with a restart before each step.
 #[test]
-fn the_ladder_of_penalties_outlives_restarts() {
+fn penalties_survive_restarts_at_every_step() {
     let penalty = Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
     let limits = Arc::new(Limits::with_limit(Limit::new(window(5)).with_penalty(penalty)));
     let memory = Memory::new(Arc::clone(&limits), Memory::MAX_BYTES);
@@ -159,7 +159,7 @@ fn the_ladder_of_penalties_outlives_restarts() {
 }
 
 #[test]
-fn every_kind_of_state_comes_back() {
+fn every_kind_of_state_survives_restarts() {
     let limits = every_kind();
     let place = Place::quick();
     let at = fixtures::test_time(0);
@@ -183,7 +183,7 @@ fn every_kind_of_state_comes_back() {
 
 /// Limits are found by their tags, wherever they stand in the plan; another plan's are left alone.
 #[test]
-fn plans_share_a_file_by_tag() {
+fn plans_sharing_a_file_use_limit_tags() {
     let tagged = |tags: &[u64]| {
         let limits = tags.iter().map(|tag| Limit::new(window(5)).with_tag(*tag)).collect();
         Arc::new(Limits::new(limits).unwrap())
@@ -216,7 +216,7 @@ fn plans_share_a_file_by_tag() {
 
 /// A policy that means another kind of limit by a name finds nothing under it.
 #[test]
-fn a_limit_of_another_kind_starts_anew() {
+fn a_limit_of_changed_kind_starts_empty() {
     let place = Place::quick();
     let at = fixtures::test_time(0);
     let penalty = Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
@@ -237,7 +237,7 @@ fn a_limit_of_another_kind_starts_anew() {
 /// Once everything has expired, nothing is left: of limits in the plan, but for a quota's last period, which stays for a
 /// week, and of those that no plan has any more.
 #[test]
-fn nothing_is_left_of_what_has_expired() {
+fn expired_state_is_removed_from_the_file() {
     let limits = every_kind();
     let place = Place::new();
     let at = fixtures::test_time(0);
@@ -272,7 +272,7 @@ fn nothing_is_left_of_what_has_expired() {
 
 /// The writer does that by itself, when nobody calls any more.
 #[test]
-fn the_file_empties_by_itself() {
+fn the_writer_removes_expired_rows_by_itself() {
     let limits = every_kind();
     let place = Place::new();
     let store = place.store(&limits, Flush::default(), fixtures::test_time(0));
@@ -290,7 +290,7 @@ fn the_file_empties_by_itself() {
 
 /// What was reset stays so, and what the memory had no room for is forgotten in the file too.
 #[test]
-fn the_file_follows_the_memory() {
+fn resets_and_evictions_reach_the_file() {
     let limits = Arc::new(Limits::with_limit(Limit::new(window(5))));
     let place = Place::new();
     let at = fixtures::test_time(0);
@@ -315,7 +315,7 @@ fn the_file_follows_the_memory() {
 
 /// Keys lie where another machine, or another bound, finds them; what doesn't fit goes, and is counted.
 #[test]
-fn the_bound_may_change() {
+fn the_memory_bound_may_change() {
     let limits = Arc::new(Limits::with_limit(Limit::new(window(5))));
     let place = Place::quick();
     let at = fixtures::test_time(0);
@@ -337,7 +337,7 @@ fn the_bound_may_change() {
 
 /// A file that was large once is small again when it is opened.
 #[test]
-fn an_empty_file_is_small() {
+fn an_emptied_file_is_compacted_when_opened() {
     let limits = Arc::new(Limits::with_limit(Limit::new(window(5))));
     let place = Place::quick();
     let mut random = RandomSource::from_seed(random::run_seed());
@@ -358,7 +358,7 @@ fn an_empty_file_is_small() {
 
 /// A clock that is behind after a restart neither locks out nor mints.
 #[test]
-fn a_clock_that_is_behind_locks_nobody_out() {
+fn a_slow_clock_locks_out_no_client() {
     let limits = Arc::new(Limits::with_limit(Limit::new(window(3))));
     let place = Place::quick();
     let late = fixtures::test_time(0) + DAY.times(365);
@@ -373,7 +373,7 @@ fn a_clock_that_is_behind_locks_nobody_out() {
 
 /// Keys of any bytes are hashes before they come here: those that differ in a bit that is kept are others.
 #[test]
-fn keys_at_the_edges_stay_apart() {
+fn extreme_keys_are_kept_separate() {
     let limits = every_kind();
     let place = Place::quick();
     let at = fixtures::test_time(0);
@@ -392,7 +392,7 @@ fn keys_at_the_edges_stay_apart() {
 
 /// The file keeps what its keys are hashed under.
 #[test]
-fn the_seed_stays() {
+fn the_hash_seed_is_kept() {
     let place = Place::quick();
     assert_eq!(place.journal(SELDOM).seed([1; 16]).unwrap(), [1; 16]);
     assert_eq!(place.journal(SELDOM).seed([2; 16]).unwrap(), [1; 16]);
@@ -400,7 +400,7 @@ fn the_seed_stays() {
 
 /// Whatever came of the plan, every flush leaves the file as the memory is: random traffic, looked at after each.
 #[test]
-fn a_flush_keeps_everything() {
+fn a_flush_writes_the_whole_memory_state() {
     property::check(random::case_count(20, 400), 300, |random| {
         let mut world = TrafficGenerator::new(random, PlanContents::All);
         let place = Place::quick();

@@ -63,7 +63,7 @@ fn tear(bytes: &mut Vec<u8>, random: &mut RandomSource) {
 
 /// Whatever became of the file, it opens or there is an error that says what to do; it never ends the process.
 #[test]
-fn a_torn_file_opens_or_says_why_not() {
+fn damaged_files_open_or_give_an_error() {
     let files = files();
     let mut random = RandomSource::from_seed(random::run_seed());
     let (mut opened, mut refused) = (0, 0);
@@ -92,7 +92,7 @@ fn a_torn_file_opens_or_says_why_not() {
 }
 
 #[test]
-fn what_is_no_store_is_left_alone() {
+fn foreign_files_are_left_unchanged() {
     let place = Place::quick();
     for text in ["something else, and long enough to be anything", "x"] {
         fs::write(place.path(), text).unwrap();
@@ -110,7 +110,7 @@ fn what_is_no_store_is_left_alone() {
 }
 
 #[test]
-fn a_later_format_is_refused() {
+fn a_newer_format_is_rejected() {
     let place = Place::quick();
     drop(place.journal(Flush::default()));
     let database = redb::Database::open(place.path()).unwrap();
@@ -125,7 +125,7 @@ fn a_later_format_is_refused() {
 
 /// Half of a file that was never finished is in nobody's way.
 #[test]
-fn a_making_that_was_interrupted_begins_anew() {
+fn interrupted_creation_starts_again() {
     let place = Place::quick();
     fs::write(place.path().with_extension("redb.new"), [0; 5_000]).unwrap();
     fs::write(place.path(), "").unwrap();
@@ -139,7 +139,7 @@ fn a_making_that_was_interrupted_begins_anew() {
 /// The seed is a secret.
 #[cfg(unix)]
 #[test]
-fn a_file_is_its_owners_alone() {
+fn store_files_are_private_to_their_owner() {
     use std::os::unix::fs::PermissionsExt;
     let place = Place::new();
     drop(place.journal(Flush::default()));
@@ -154,7 +154,7 @@ fn a_file_is_its_owners_alone() {
 /// Nothing but a regular file is taken, and the error says what is there.
 #[cfg(unix)]
 #[test]
-fn what_is_no_file_is_left_as_it_is() {
+fn non_regular_files_are_left_unchanged() {
     use std::os::unix::fs::FileTypeExt;
     use std::os::unix::net::UnixListener;
     let place = Place::new();
@@ -177,7 +177,7 @@ fn what_is_no_file_is_left_as_it_is() {
 /// A link that a stranger put beside the store's name leads nowhere; one at its name leads to the store.
 #[cfg(unix)]
 #[test]
-fn only_a_link_at_the_name_itself_is_followed() {
+fn only_links_at_the_store_path_are_followed() {
     use std::os::unix::fs::{PermissionsExt, symlink};
     let place = Place::new();
     let beside = |name: &str| place.path().with_file_name(name);

@@ -12,7 +12,7 @@ fn penalised(limit: u64, secs: u64) -> Limit {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_is_told_to_calls_whose_wait_is_known() {
+async fn known_waits_are_answered_without_the_store() {
     let clock = Virtual::new();
     let store = remote([penalised(10, 5)], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -36,7 +36,7 @@ async fn a_block_is_told_to_calls_whose_wait_is_known() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_lasts_through_an_outage() {
+async fn a_block_persists_through_an_outage() {
     let clock = Virtual::new();
     for tells_resets in [true, false] {
         let limits = [penalised(1, 90), window(100, 60).with_count_mode(CountMode::All)];
@@ -57,7 +57,7 @@ async fn a_block_lasts_through_an_outage() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_the_store_has_lifted_does_not_come_back() {
+async fn a_block_lifted_by_the_store_stays_lifted() {
     let clock = Virtual::new();
     let store = remote([penalised(2, 90)], clock, false);
     let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
@@ -73,7 +73,7 @@ async fn a_block_that_the_store_has_lifted_does_not_come_back() {
 /// However long the store takes to answer when it is asked again, and however its clock was set since the strike or the
 /// reset, a reset that may be later than the strike ends the block: here it came one millisecond later.
 #[tokio::test(start_paused = true)]
-async fn a_block_that_was_reset_stays_so_however_late_the_store_answers() {
+async fn a_reset_block_stays_reset_despite_late_replies() {
     for (after_strike, after_reset) in [(0, 0), (-5, 0), (5, 0), (0, -5), (0, 5)] {
         for late in [0, 2, 8, 40] {
             let clock = Virtual::new();
@@ -101,7 +101,7 @@ async fn a_block_that_was_reset_stays_so_however_late_the_store_answers() {
 
 /// The time that a question and its answer take is all that is given to the reset: a later block is brought back.
 #[tokio::test(start_paused = true)]
-async fn a_block_that_is_newer_than_the_reset_comes_back_however_late_the_store_answers() {
+async fn a_block_newer_than_the_reset_is_restored() {
     for late in [0, 2, 8, 40] {
         let clock = Virtual::new();
         let store = remote([penalised(1, 90)], clock, false);
@@ -123,7 +123,7 @@ fn lose(store: &FlakyRemote, key: Key) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_the_store_lost_in_an_outage_comes_back() {
+async fn a_block_lost_in_an_outage_is_restored() {
     let clock = Virtual::new();
     for tells_resets in [true, false] {
         for answer in [OnOutage::Local, OnOutage::Allow, OnOutage::Deny] {
@@ -158,7 +158,7 @@ async fn a_block_that_the_store_lost_in_an_outage_comes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_block_that_the_store_loses_unnoticed_comes_back_with_the_first_question() {
+async fn a_silently_lost_block_is_restored_on_request() {
     let clock = Virtual::new();
     for tells_resets in [true, false] {
         let limits = [penalised(1, 600), window(100, 600), window(100, 600).with_count_mode(CountMode::All)];
@@ -177,7 +177,7 @@ async fn a_block_that_the_store_loses_unnoticed_comes_back_with_the_first_questi
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reset_during_an_outage_ends_what_was_known_before() {
+async fn a_missed_reset_clears_only_older_blocks() {
     let clock = Virtual::new();
     let store = remote([penalised(1, 600).with_sharing(on_outage(OnOutage::Allow))], clock, false);
     let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
@@ -200,7 +200,7 @@ async fn a_reset_during_an_outage_ends_what_was_known_before() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reset_is_told_later_where_everything_passes_meanwhile() {
+async fn a_reset_during_an_outage_reaches_others_later() {
     let clock = Virtual::new();
     let store = remote([penalised(1, 600).with_sharing(on_outage(OnOutage::Allow))], clock, true);
     let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
@@ -216,7 +216,7 @@ async fn a_reset_is_told_later_where_everything_passes_meanwhile() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn strikes_of_an_outage_come_back() {
+async fn outage_strikes_are_restored_afterwards() {
     let clock = Virtual::new();
     let store = remote([penalised(1, 2)], clock, true);
     let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
@@ -245,7 +245,7 @@ async fn strikes_of_an_outage_come_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reset_that_is_heard_before_the_answer_to_an_older_question_counts() {
+async fn a_reset_overrides_an_older_pending_reply() {
     let clock = Virtual::new();
     let store = remote([penalised(1, 600)], clock, true);
     let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));

@@ -25,7 +25,7 @@ fn densest(calls: &[Time], window: Span) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn slices_never_admit_more_than_the_limit() {
+async fn leases_never_admit_beyond_the_limit() {
     for round in 0..case_count(20, 200) {
         let mut random = RandomSource::from_seed(u64::from(round));
         let clock = Virtual::new();
@@ -52,7 +52,7 @@ async fn slices_never_admit_more_than_the_limit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn slices_spare_round_trips_and_what_is_left_goes_back() {
+async fn leases_save_round_trips_and_return_remainders() {
     let clock = Virtual::new();
     let store = remote([leased(10_000, 60, 100, Span::from_millis(250))], clock, true);
     let nodes = [1, 2].map(|node| Caller::new(&store, clock, node));
@@ -78,7 +78,7 @@ async fn slices_spare_round_trips_and_what_is_left_goes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn slices_of_a_rate_keep_its_bound() {
+async fn leases_of_a_rate_keep_its_bound() {
     let clock = Virtual::new();
     let rate = Rate::new(1_000, Span::from_secs(1), 500).unwrap();
     let lease = Some(LeaseSpec { permille: 200, max_age: Span::from_millis(250) });
@@ -104,7 +104,7 @@ async fn slices_of_a_rate_keep_its_bound() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn callers_who_go_away_leave_no_slice_unasked() {
+async fn a_cancelled_caller_leaves_no_lease_unrequested() {
     let clock = Virtual::new();
     let store = remote([leased(1_000, 60, 100, Span::from_millis(250))], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -123,7 +123,7 @@ async fn given_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_left_of_a_period_mints_nothing_in_the_next() {
+async fn lease_remainders_admit_nothing_in_later_periods() {
     let clock = Virtual::new();
     let quota = Quota::new(100, Arc::new(FixedPeriods(Span::from_millis(60_013)))).unwrap();
     let lease = Some(LeaseSpec { permille: 500, max_age: LEASE });
@@ -148,7 +148,7 @@ async fn what_is_left_of_a_period_mints_nothing_in_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limit_that_counts_refused_calls_counts_each_once() {
+async fn refused_calls_are_counted_once() {
     let clock = Virtual::new();
     let limits = [leased(1_000, 60, 100, LEASE).with_count_mode(CountMode::All), leased(100, 60, 500, LEASE)];
     let store = remote(limits, clock, true);
@@ -163,7 +163,7 @@ async fn a_limit_that_counts_refused_calls_counts_each_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_errand_that_is_never_run_keeps_nobody_waiting() {
+async fn an_unpolled_request_delays_no_other_call() {
     let clock = Virtual::new();
     let store = remote([leased(1_000, 60, 100, LEASE)], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -185,7 +185,7 @@ fn poll<T>(call: &mut Pin<Box<impl Future<Output = T>>>) -> Poll<T> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_found_after_the_last_wait_is_spent() {
+async fn a_lease_found_after_waiting_is_spent() {
     let clock = Virtual::new();
     let store = remote([leased(1_000, 60, 100, LEASE)], clock, true);
     let node = Caller::new(&store, clock, 1);
@@ -209,7 +209,7 @@ async fn what_is_found_after_the_last_wait_is_spent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_is_told_to_calls_of_its_cost() {
+async fn a_known_refusal_applies_per_cost() {
     let clock = Virtual::new();
     let store = remote([leased(100, 60, 500, LEASE)], clock, true);
     let node = Caller::new(&store, clock, 1);

@@ -56,7 +56,7 @@ impl Backend for Gathered {
 }
 
 #[test]
-fn a_cluster_conforms_where_keys_have_something_in_common() {
+fn a_cluster_conforms_with_keys_sharing_slots() {
     let Some(cluster) = RedisCluster::start() else { return };
     let effort = ConformanceOptions {
         batches: random::case_count(2_000, 50_000),
@@ -69,7 +69,7 @@ fn a_cluster_conforms_where_keys_have_something_in_common() {
 
 /// Carried out in parts, batches answer a lone caller as everywhere, and many at once never get more than there is.
 #[test]
-fn a_cluster_conforms_in_parts() {
+fn a_cluster_conforms_with_split_batches() {
     let Some(cluster) = RedisCluster::start() else { return };
     let mut stores = Stores::new(cluster.url(), TimeSource::Caller);
     stores.options.reserve = true;
@@ -110,7 +110,7 @@ async fn used(store: &Redis, limit: LimitId, key: Key) -> u64 {
 
 /// Without leave, a batch over several slots is an error; and keys spread over all masters.
 #[test]
-fn keys_spread_and_batches_dont() {
+fn keys_spread_but_batches_need_one_slot() {
     let Some(cluster) = RedisCluster::start() else { return };
     let stores = Stores::new(cluster.url(), TimeSource::Store);
     let (limits, ids) = plan(&[10, 10]);
@@ -129,7 +129,7 @@ fn keys_spread_and_batches_dont() {
 
 /// In parts: never more admitted than the narrowest limit holds, and what isn't admitted isn't charged in the end.
 #[test]
-fn parts_never_admit_too_much_and_give_back() {
+fn split_batches_never_exceed_limits_and_refund() {
     let Some(cluster) = RedisCluster::start() else { return };
     let mut stores = Stores::new(cluster.url(), TimeSource::Store);
     stores.options.reserve = true;
@@ -162,7 +162,7 @@ fn parts_never_admit_too_much_and_give_back() {
 
 /// A client that dies between the parts leaves charges, and never a call that was admitted without them.
 #[test]
-fn a_client_that_dies_between_parts_admits_nothing() {
+fn a_client_killed_between_parts_admits_nothing() {
     let Some(cluster) = RedisCluster::start() else { return };
     let mut stores = Stores::new(cluster.url(), TimeSource::Store);
     stores.options.reserve = true;
@@ -201,7 +201,7 @@ fn a_client_that_dies_between_parts_admits_nothing() {
 
 /// One master is lost: only its keys are, and at once.
 #[test]
-fn the_loss_of_a_master_costs_errors_only_for_its_slots() {
+fn a_lost_master_affects_only_its_slots() {
     let Some(mut cluster) = RedisCluster::start() else { return };
     let mut stores = Stores::new(cluster.url(), TimeSource::Store);
     stores.options.answer_timeout = Duration::from_millis(500);
@@ -247,7 +247,7 @@ async fn futures_all(answers: impl Iterator<Item = Waiting<Outcomes>>) -> bool {
 
 /// A slot moves to another master while it is asked: nobody is refused that isn't, and nothing is counted twice or lost.
 #[test]
-fn a_slot_that_moves_under_load_is_counted_exactly() {
+fn a_slot_moving_under_load_counts_exactly() {
     let Some(cluster) = RedisCluster::start() else { return };
     let stores = Stores::new(cluster.url(), TimeSource::Store);
     let (limits, ids) = plan(&[100_000, 100_000]);

@@ -8,14 +8,14 @@ use tidegate_testkit::servers::RedisServer;
 use crate::common::Stores;
 
 #[test]
-fn redis_conforms() {
+fn the_redis_store_conforms() {
     let Some(server) = RedisServer::start() else { return };
     let effort = ConformanceOptions { batches: random::case_count(20_000, 100_000), ..ConformanceOptions::default() };
     check_conformance(&Stores::new(server.url(), TimeSource::Caller), &effort).unwrap();
 }
 
 #[test]
-fn redis_conforms_by_its_own_time() {
+fn the_redis_store_conforms_with_server_time() {
     let Some(server) = RedisServer::start() else { return };
     let effort = ConformanceOptions {
         batches: random::case_count(5_000, 50_000),

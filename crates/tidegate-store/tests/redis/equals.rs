@@ -80,7 +80,7 @@ fn worlds(wanted: PlanContents, mut clock: impl FnMut(&mut TrafficGenerator, &mu
 }
 
 #[test]
-fn redis_answers_as_whole_states_do() {
+fn redis_agrees_with_the_reference_store() {
     worlds(PlanContents::All, |world, _| world.advance_clock());
 }
 
@@ -88,7 +88,7 @@ fn redis_answers_as_whole_states_do() {
 /// last for hours: when a state that is idle is forgotten, and comes to life again with the past, is each store's own
 /// affair.
 #[test]
-fn redis_takes_steps_back_as_whole_states_do() {
+fn redis_agrees_when_clocks_step_back() {
     const MINUTE: u64 = 60_000_000;
     let (mut start, mut now) = (Time::ZERO, Time::ZERO);
     worlds(PlanContents::RealTime, |world, random| {
@@ -112,7 +112,7 @@ fn redis_takes_steps_back_as_whole_states_do() {
 /// A penalty that is brought back by a clock that was set back changes the state as a whole, of whatever kind: it answers
 /// alike afterwards.
 #[test]
-fn a_penalty_comes_back_to_a_state_as_it_does_to_a_whole_one() {
+fn restored_penalties_agree_with_the_reference_store() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Caller);
     let hour = Span::from_secs(3_600);
@@ -151,7 +151,7 @@ fn a_penalty_comes_back_to_a_state_as_it_does_to_a_whole_one() {
 /// Logs of thousands of slots, which are neither read nor written as a whole: charged ahead, settled, refunded, overdrawn,
 /// merged, and left to expire.
 #[test]
-fn long_logs_answer_as_whole_ones_do() {
+fn long_logs_agree_with_the_reference_store() {
     const LEAD: Span = Span::from_millis(500);
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Caller);
@@ -199,7 +199,7 @@ fn long_logs_answer_as_whole_ones_do() {
 
 /// Intervals up to the longest that can be shared, by factors and shares that leave something to be rounded.
 #[test]
-fn a_pace_steps_as_whole_states_do() {
+fn shared_paces_agree_with_the_reference_store() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Caller);
     let mut random = RandomSource::from_seed(random::run_seed());

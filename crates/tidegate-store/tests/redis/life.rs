@@ -53,7 +53,7 @@ async fn until_answered(store: &Redis) {
 }
 
 #[test]
-fn counts_and_blocks_survive_a_restart_where_the_server_keeps_them() {
+fn state_survives_a_durable_servers_restart() {
     let Some(mut server) =
         RedisServer::start_with(RedisServerOptions { durable: true, ..RedisServerOptions::default() })
     else {
@@ -87,7 +87,7 @@ fn counts_and_blocks_survive_a_restart_where_the_server_keeps_them() {
 }
 
 #[test]
-fn a_server_that_is_down_is_told_at_once_and_found_when_it_is_back() {
+fn a_stopped_server_fails_fast_and_recovers() {
     let Some(mut server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let (limits, [wide, ..]) = plan();
@@ -112,7 +112,7 @@ fn a_server_that_is_down_is_told_at_once_and_found_when_it_is_back() {
 }
 
 #[test]
-fn a_store_can_be_made_before_its_server() {
+fn a_store_may_be_created_before_its_server() {
     let Some(mut server) = RedisServer::start() else { return };
     server.kill();
     let stores = Stores::new(server.url(), TimeSource::Store);
@@ -129,7 +129,7 @@ fn a_store_can_be_made_before_its_server() {
 
 /// Callers that give up after 50 ms never learn that a server is frozen; the store does, and lets nobody wait for it.
 #[test]
-fn a_frozen_server_is_given_up_and_found_again() {
+fn a_frozen_server_fails_fast_and_recovers() {
     let Some(server) = RedisServer::start() else { return };
     let mut stores = Stores::new(server.url(), TimeSource::Store);
     stores.options.answer_timeout = Duration::from_millis(300);
@@ -152,7 +152,7 @@ fn a_frozen_server_is_given_up_and_found_again() {
 
 /// A server that has become a replica refuses to write. The store leaves it, and is back when it is a master again.
 #[test]
-fn a_read_only_server_is_an_error_until_it_is_a_master_again() {
+fn a_read_only_server_fails_until_promoted() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let (limits, [wide, ..]) = plan();
@@ -169,7 +169,7 @@ fn a_read_only_server_is_an_error_until_it_is_a_master_again() {
 }
 
 #[test]
-fn a_full_server_is_an_error_and_changes_nothing() {
+fn a_full_server_fails_without_changes() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let (limits, [wide, narrow, _]) = plan();
@@ -188,7 +188,7 @@ fn a_full_server_is_an_error_and_changes_nothing() {
 
 /// Scripts that a server has forgotten are told to it again, without anybody noticing.
 #[test]
-fn forgotten_scripts_are_told_again() {
+fn forgotten_scripts_are_loaded_again() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let (limits, [wide, ..]) = plan();
@@ -202,7 +202,7 @@ fn forgotten_scripts_are_told_again() {
 
 /// A password is needed, and told by nobody.
 #[test]
-fn a_password_is_used_and_never_told() {
+fn the_password_is_used_and_never_printed() {
     const SECRET: &str = "hunter2-%7Bx%7D";
     let words = ["--requirepass", "hunter2-{x}"].map(str::to_owned).to_vec();
     let Some(server) =
@@ -225,7 +225,7 @@ fn a_password_is_used_and_never_told() {
 
 /// A runtime that ends takes the connection with it. Another one makes its own.
 #[test]
-fn a_store_outlives_a_runtime() {
+fn a_store_survives_its_runtime() {
     let Some(server) = RedisServer::start() else { return };
     let (limits, [wide, ..]) = plan();
     let store = Redis::new(RedisOptions::new(server.url()), limits).unwrap();
@@ -269,7 +269,7 @@ fn a_failover_is_followed() {
 
 /// Over TLS, whose certificate must be signed by somebody who is trusted.
 #[test]
-fn an_encrypted_server_is_asked_where_it_is_trusted() {
+fn tls_requires_a_trusted_server_certificate() {
     let issued = rcgen::generate_simple_self_signed(vec!["localhost".into()]).unwrap();
     let scratch = ScratchDir::new();
     let certificate = scratch.write("certificate.pem", &issued.cert.pem());

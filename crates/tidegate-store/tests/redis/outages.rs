@@ -91,7 +91,7 @@ impl Node {
 }
 
 #[test]
-fn a_known_block_outlives_a_server_that_is_a_replica_for_a_while() {
+fn a_known_block_survives_a_temporary_replica_role() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     stores.runtime.block_on(async {
@@ -107,7 +107,7 @@ fn a_known_block_outlives_a_server_that_is_a_replica_for_a_while() {
 }
 
 #[test]
-fn a_known_block_outlives_a_server_that_freezes_and_is_killed() {
+fn a_known_block_survives_freeze_and_kill() {
     let Some(mut server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     stores.runtime.block_on(async {
@@ -124,7 +124,7 @@ fn a_known_block_outlives_a_server_that_freezes_and_is_killed() {
 }
 
 #[test]
-fn a_known_block_comes_back_to_a_server_that_has_lost_it() {
+fn a_known_block_is_restored_to_the_server() {
     let Some(mut server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     stores.runtime.block_on(async {
@@ -150,7 +150,7 @@ fn a_known_block_comes_back_to_a_server_that_has_lost_it() {
 }
 
 #[test]
-fn a_block_that_was_reset_does_not_come_back() {
+fn a_reset_block_does_not_return() {
     let Some(mut server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     stores.runtime.block_on(async {

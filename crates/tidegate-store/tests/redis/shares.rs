@@ -61,10 +61,10 @@ async fn hammer(store: &Arc<Redis>, tasks: u64, calls: u64, ask: &Batch, now: im
 
 /// Of this process and another one, with their own connections.
 #[test]
-fn two_processes_share_a_hundred() {
+fn two_processes_share_one_limit() {
     let Some(server) = RedisServer::start() else { return };
     let mut other = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "shares::the_other_process", "--nocapture", "--include-ignored"])
+        .args(["--exact", "shares::other_process_entry_point", "--nocapture", "--include-ignored"])
         .env(SERVER, server.url())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -82,8 +82,8 @@ fn two_processes_share_a_hundred() {
 }
 
 #[test]
-#[ignore = "the other half of two_processes_share_a_hundred"]
-fn the_other_process() {
+#[ignore = "the other half of two_processes_share_one_limit"]
+fn other_process_entry_point() {
     let Ok(url) = std::env::var(SERVER) else { return };
     let passed = hundred(&url, || {
         println!("here");
@@ -104,7 +104,7 @@ fn hundred(url: &str, begin: impl FnOnce()) -> u64 {
 
 /// A client that goes away in the middle of its calls, again and again, leaves no limit charged without the others.
 #[test]
-fn a_client_that_dies_charges_all_or_nothing() {
+fn a_killed_client_charges_all_or_nothing() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let hour = Span::from_secs(3600);
@@ -140,7 +140,7 @@ fn a_client_that_dies_charges_all_or_nothing() {
 /// Nodes whose clocks are half a minute apart, and one that steps back by ten seconds, count as one; and every wait that
 /// is told lies within the window.
 #[test]
-fn clocks_of_nodes_make_no_difference() {
+fn node_clocks_do_not_affect_counts() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let day = Span::from_secs(86_400);
@@ -179,7 +179,7 @@ fn clocks_of_nodes_make_no_difference() {
 
 /// When all windows, blocks and what is remembered of them have passed, the server holds nothing; and nothing before.
 #[test]
-fn nothing_is_left_in_the_end() {
+fn expired_keys_are_removed_from_the_server() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let second = Span::from_secs(1);
@@ -229,7 +229,7 @@ fn nothing_is_left_in_the_end() {
 
 /// A prefix may hold anything, and a limit's tag any number: no name becomes another's.
 #[test]
-fn hostile_prefixes_stay_apart() {
+fn hostile_prefixes_never_collide() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let (limits, ids) = plan(vec![
@@ -266,7 +266,7 @@ fn hostile_prefixes_stay_apart() {
 
 /// All nodes hash their keys under the same bytes: those of the first who asked.
 #[test]
-fn one_seed_for_all() {
+fn all_nodes_use_the_same_hash_seed() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let (limits, _) = plan(vec![window(1, Span::from_secs(60))]);
@@ -282,7 +282,7 @@ fn one_seed_for_all() {
 
 /// A reset by one node is told to all.
 #[test]
-fn resets_are_told_to_all_nodes() {
+fn resets_are_published_to_all_nodes() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Store);
     let (limits, ids) = plan(vec![window(1, Span::from_secs(60)).with_tag(77)]);

@@ -66,7 +66,7 @@ fn ask_all(
 
 /// Also while the server forgets the scripts again and again.
 #[test]
-fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
+fn many_decisions_share_few_script_calls() {
     let Some((server, stores, store, [window, strict, rate])) = start("together:") else { return };
     const CALLS: usize = 9_600;
     // Three kinds of scripts at a time, and keys that many of a group share.
@@ -91,7 +91,7 @@ fn many_decisions_take_few_scripts_and_each_is_as_by_itself() {
 }
 
 #[test]
-fn what_is_wrong_with_one_is_no_others_trouble() {
+fn an_error_affects_only_its_own_decision() {
     let Some((server, stores, store, [window, _, rate])) = start("trouble:") else { return };
     stores.runtime.block_on(store.ask(&take(&[window, rate], 0), NOW)).unwrap();
     // Somebody else's value, under our name.
@@ -114,7 +114,7 @@ fn what_is_wrong_with_one_is_no_others_trouble() {
 }
 
 #[test]
-fn who_goes_away_while_waiting_is_not_asked_for() {
+fn cancelled_waiting_requests_are_not_sent() {
     let Some((server, _stores, store, [window, _, rate])) = start("gone:") else { return };
     let ask = take(&[window, rate], 7);
     one_thread().block_on(async {
@@ -157,7 +157,7 @@ async fn is_pending(ask: &mut Waiting<Outcomes>) -> bool {
 
 /// The server's answers are there, and the runtime of those who asked, and of who waits first, stands still.
 #[test]
-fn who_does_not_go_on_holds_nobody_up() {
+fn an_unpolled_caller_delays_no_other_caller() {
     let Some((server, stores, store, [window, _, rate])) = start("held:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
@@ -213,7 +213,7 @@ fn slow_way(to: String, delay: Duration) -> SocketAddr {
 
 /// A hundred trips one behind the other would take ten seconds.
 #[test]
-fn where_the_way_is_long_nobody_waits_for_others_to_return() {
+fn requests_are_pipelined_at_high_latency() {
     let Some(server) = RedisServer::start() else { return };
     let address = slow_way(server.url().trim_start_matches("redis://").to_owned(), Duration::from_millis(100));
     let stores = Stores::new(format!("redis://{address}"), TimeSource::Store);
@@ -229,7 +229,7 @@ fn where_the_way_is_long_nobody_waits_for_others_to_return() {
 
 /// The others' convoy leaves when one is done, whose runtime does nothing more.
 #[test]
-fn who_is_done_takes_nobody_along() {
+fn waiters_proceed_after_the_first_caller_finishes() {
     let Some((server, stores, store, [window, _, rate])) = start("done:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
@@ -253,7 +253,7 @@ fn who_is_done_takes_nobody_along() {
 
 /// Their convoy leaves in the last moment of a runtime that ends.
 #[test]
-fn who_waits_beside_a_runtime_that_ends_is_asked_all_the_same() {
+fn waiters_are_served_when_another_runtime_ends() {
     let Some((server, stores, store, [window, _, rate])) = start("ended:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
@@ -281,7 +281,7 @@ fn who_waits_beside_a_runtime_that_ends_is_asked_all_the_same() {
 
 /// One store is asked call by call, another by many at once: by their callers' time each answer is the same.
 #[test]
-fn answers_in_a_group_are_those_of_single_calls() {
+fn batched_replies_equal_single_replies() {
     let Some(server) = RedisServer::start() else { return };
     let stores = Stores::new(server.url(), TimeSource::Caller);
     let mut random = RandomSource::from_seed(run_seed());
@@ -342,7 +342,7 @@ fn answers_in_a_group_are_those_of_single_calls() {
 }
 
 #[test]
-fn a_runtime_that_ends_leaves_nobody_waiting() {
+fn an_ended_runtime_leaves_no_caller_waiting() {
     let Some((server, stores, store, [window, _, rate])) = start("runtime:") else { return };
     let ask = take(&[window, rate], 7);
     stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();

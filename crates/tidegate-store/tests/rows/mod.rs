@@ -69,27 +69,27 @@ pub(crate) fn kill_and_start(server: &DatabaseServer) {
 macro_rules! suite {
     ($kind:ty) => {
         #[test]
-        fn conforms_by_its_callers_time() {
+        fn conforms_with_caller_time() {
             rows::conforms::<$kind>(tidegate_store::TimeSource::Caller);
         }
 
         #[test]
-        fn conforms_by_its_own_time() {
+        fn conforms_with_server_time() {
             rows::conforms::<$kind>(tidegate_store::TimeSource::Store);
         }
 
         #[test]
-        fn callers_with_wrong_clocks_change_nothing() {
+        fn wrong_caller_clocks_have_no_effect() {
             rows::ignores_clocks::<$kind>();
         }
 
         #[test]
-        fn limits_that_nobody_knows_are_no_rows() {
+        fn unknown_limits_create_no_rows() {
             rows::knows_no_such_limit::<$kind>();
         }
 
         #[test]
-        fn rows_in_every_order() {
+        fn concurrent_batches_succeed_in_any_row_order() {
             rows::orders::<$kind>();
         }
 
@@ -109,32 +109,32 @@ macro_rules! suite {
         }
 
         #[test]
-        fn nothing_is_left_of_what_expired() {
+        fn expired_rows_are_removed() {
             rows::expires::<$kind>();
         }
 
         #[test]
-        fn keys_are_told_apart_by_every_bit() {
+        fn every_bit_distinguishes_keys() {
             rows::keys_apart::<$kind>();
         }
 
         #[test]
-        fn comes_back_without_its_tables() {
+        fn dropped_tables_are_created_again() {
             rows::comes_back_empty::<$kind>();
         }
 
         #[test]
-        fn learns_again_of_blocks_that_it_has_lost() {
+        fn lost_blocks_are_restored() {
             rows::learns_lost_blocks_again::<$kind>();
         }
 
         #[test]
-        fn what_a_later_version_made_is_left_alone() {
+        fn tables_of_newer_versions_are_unchanged() {
             rows::leaves_later_versions_alone::<$kind>();
         }
 
         #[test]
-        fn an_outage_is_an_error_at_once() {
+        fn an_outage_fails_immediately() {
             rows::tells_of_outages::<$kind>();
         }
 

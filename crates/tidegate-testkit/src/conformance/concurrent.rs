@@ -1,4 +1,4 @@
-//! What many callers at once can find out.
+//! The checks with many callers at once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -29,7 +29,7 @@ fn minute_window(limit: u64) -> Result<LimitKind, LimitError> {
     Window::new(limit, Span::from_secs(60), 64).map(LimitKind::Window)
 }
 
-/// Calls `ask` from `tasks` threads, `calls` times each, and counts how often it said yes.
+/// Calls `ask` from `tasks` threads, `calls` times each, and counts how often it returns true.
 fn count_admitted(
     tasks: u32,
     calls: u32,
@@ -58,8 +58,8 @@ fn count_admitted(
     Ok(admitted.into_inner())
 }
 
-/// One key, 100 per 60 s, everything within one window: exactly 100 pass. The callers' clocks differ by less than
-/// the time a call may be overtaken by.
+/// Checks that exactly 100 calls pass with one key and 100 per 60 s, all within one window. The callers' clocks differ
+/// by less than the time by which one call may overtake another.
 pub(super) fn hundred_a_minute<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), String> {
     let (limits, ids) = build_limits([minute_window(100)])?;
     let subject = StoreUnderTest::open(backend, &limits);
@@ -85,7 +85,8 @@ pub(super) fn ten_of_a_hundred<B: Backend>(backend: &B, _: &ConformanceOptions) 
     Ok(())
 }
 
-/// Three limits of 1000, 40 and 1000, asked in every order: 40 calls pass, and each limit was charged for just those.
+/// Checks three limits of 1000, 40 and 1000, asked in every order: 40 calls pass, and each limit is charged for just
+/// those.
 pub(super) fn all_or_nothing<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), String> {
     const ORDERS: [[usize; 3]; 6] = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
     let (limits, ids) = build_limits([minute_window(1000), minute_window(40), minute_window(1000)])?;
@@ -106,7 +107,7 @@ pub(super) fn all_or_nothing<B: Backend>(backend: &B, effort: &ConformanceOption
     Ok(())
 }
 
-/// At most three permits are ever held, and all come back.
+/// Checks that at most three permits are ever held, and that all are released.
 pub(super) fn permits<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), String> {
     let (limits, ids) = build_limits([Concurrency::new(3, Concurrency::DEFAULT_LEASE).map(LimitKind::Concurrency)])?;
     let subject = StoreUnderTest::open(backend, &limits);
@@ -135,9 +136,9 @@ pub(super) fn permits<B: Backend>(backend: &B, effort: &ConformanceOptions) -> R
     expect_equal("left in the end", subject.apply_to_keys(Verb::Peek, 0, &place, start_time())?.list()[0].remaining, 3)
 }
 
-/// Calls that are counted ahead: each that is admitted ends, is never sent, or turns out to cost more, while others are
-/// admitted in its place. No more are under way than the window holds, and in the end it holds what was sent, each from
-/// its own end on.
+/// Checks calls that are counted ahead. Each admitted call ends, is never sent, or costs more, while others are
+/// admitted in its place. No more are in flight than the window holds. In the end it holds the calls that were sent,
+/// each from its own end on.
 pub(super) fn counted_ahead<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), String> {
     const LEAD: Span = Span::from_millis(500);
     let window = || Window::new(50, Span::from_secs(60), 4096).map(|window| LimitKind::Window(window.with_lead(LEAD)));
@@ -184,7 +185,8 @@ pub(super) fn counted_ahead<B: Backend>(backend: &B, effort: &ConformanceOptions
     Ok(())
 }
 
-/// However many calls are throttled together, it is one step; and after it one caller at a time is let through.
+/// Checks that any number of calls that are throttled together make one step, and that one caller at a time is admitted
+/// after it.
 pub(super) fn concurrent_throttles<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), String> {
     let base = Span::from_secs(3_600);
     let (limits, ids) = build_limits([Ok(LimitKind::Cooldown(Cooldown { base, cap: base.times(8), stagger: base }))])?;
@@ -228,7 +230,7 @@ pub(super) fn concurrent_throttles<B: Backend>(backend: &B, effort: &Conformance
     expect_equal("let through after a success, when nobody waits", through, 3 * u64::from(effort.tasks))
 }
 
-/// Whoever tells it, each failure is one step up, and every third success one step down.
+/// Checks that each failure is one step up and every third success one step down, from any caller.
 pub(super) fn shared_pace<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), String> {
     const THIRD: u32 = 3;
     let spec = PacerSpec {

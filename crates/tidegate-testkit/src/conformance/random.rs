@@ -1,4 +1,4 @@
-//! What one caller can find out.
+//! The checks with one caller.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::model::Model;
 use crate::random::RandomSource;
 use crate::traffic::{PlanContents, TrafficGenerator};
 
-/// Batches of one world, before the next.
+/// The number of batches for one random plan.
 const BATCHES_PER_PLAN: u32 = 250;
 
 pub(super) fn random_batches<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), String> {
@@ -53,7 +53,7 @@ fn run_random_traffic<B: Backend>(backend: &B, seed: u64, batches: u32) -> Resul
     Ok(())
 }
 
-/// A limit of every kind, each of `most`.
+/// Returns a limit of every kind, each of `most`.
 fn limits_of_every_kind(most: u64, penalised: bool) -> Result<Arc<Limits>, LimitError> {
     let minute = Span::from_secs(60);
     let kinds = [
@@ -70,7 +70,7 @@ fn limits_of_every_kind(most: u64, penalised: bool) -> Result<Arc<Limits>, Limit
     Ok(Arc::new(Limits::new(limits.collect::<Result<_, LimitError>>()?)?))
 }
 
-/// A plan, and its limits each on one key.
+/// The limits of a plan, and each limit with one key.
 type LimitsAndKeys = (Arc<Limits>, Vec<(LimitId, Key)>);
 
 fn limits_and_keys_of_every_kind(key: Key, most: u64, penalised: bool) -> Result<LimitsAndKeys, String> {
@@ -79,7 +79,7 @@ fn limits_and_keys_of_every_kind(key: Key, most: u64, penalised: bool) -> Result
     Ok((limits, places))
 }
 
-/// Peeks, at any moment and by any clock, leave every later answer as it would have been.
+/// Checks that peeks, at any moment and by any clock, change no later outcome.
 pub(super) fn peek<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(), String> {
     const YEAR: Span = Span::from_secs(365 * 86_400);
     let (limits, places) = limits_and_keys_of_every_kind(Key::new(1, 0x9e37_79b9_7f4a_7c15), 3, true)?;
@@ -111,7 +111,7 @@ pub(super) fn peek<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<()
     Ok(())
 }
 
-/// A reset forgets one key under one limit, block and all, however often it is asked.
+/// Checks that a reset removes one key under one limit, its block included, even if it is repeated.
 pub(super) fn reset<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(), String> {
     let (limits, places) = limits_and_keys_of_every_kind(Key::new(2, 0x51f1_5ea5_ed0d_d00d), 3, true)?;
     let other_key: Vec<_> = places.iter().map(|&(limit, key)| (limit, Key::new(key.hi(), !key.lo()))).collect();
@@ -143,7 +143,8 @@ pub(super) fn reset<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(
     Ok(())
 }
 
-/// A clock that jumps a year ahead and back mints nothing, and locks nobody out for longer than the limit's own length.
+/// Checks that a clock that jumps a year forward and back admits nothing extra, and refuses no caller for longer than
+/// the limit's own length.
 pub(super) fn clock_jump<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<(), String> {
     for (most, penalised) in [(3, true), (3, false), (1, false), (1, true)] {
         let (limits, places) = limits_and_keys_of_every_kind(Key::new(3, 0x0123_4567_89ab_cdef), most, penalised)?;

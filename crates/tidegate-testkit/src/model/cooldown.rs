@@ -1,35 +1,35 @@
-//! When a credential's gate is closed, from the list of all that ever happened to it.
+//! The cool-down of a credential, computed from the list of all its events.
 
 use tidegate_core::{Cooldown, Span, Time};
 
 use super::ModelStatus;
 
-/// For how long a gate is remembered after the last moment that counts, unless its cap is longer.
+/// The time for which a cool-down is kept after its last relevant moment, unless its cap is longer.
 const RETENTION: Span = Span::from_secs(3600);
 
-/// All that happened since the gate was forgotten last, in order.
+/// All events since the cool-down was last dropped, in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct CooldownHistory(Vec<CooldownEvent>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CooldownEvent {
-    /// A caller was let through that may have waited for the gate to open.
+    /// A caller was admitted that may have waited for the end of a closing.
     LetThrough(Time),
-    /// The gate closed, or closed for longer.
+    /// The cool-down closed, or closed for longer.
     Closed { at: Time, until: Time },
-    /// A generation began, and whether that was a step.
+    /// A generation began; `step` is true if that was a back-off step.
     Generation { number: u32, step: bool },
     /// A call of the latest generation succeeded.
     Success,
-    /// Nobody waited any more for the gate to open, and the last who had done so found it good.
+    /// No caller waits for the end of a closing, and the last one that waited succeeded.
     NobodyWaits,
 }
 
 impl CooldownHistory {
-    /// What a caller meets: one of one is used while it is closed.
+    /// Returns the status for a caller: one of one is used while it is closed.
     pub(super) fn status(&self, cooldown: &Cooldown, now: Time) -> ModelStatus {
         let left = self.as_of(cooldown, now);
-        // After a success everybody comes at once in the end.
+        // After a success, all callers are admitted at once from 100 staggers after the closing's end.
         let latest =
             left.closed_until().filter(|_| left.backoff_steps() == 0).map(|until| until + cooldown.stagger.times(100));
         let deciding = left.events_since_nobody_waited().iter().rev().find_map(|event| match *event {
@@ -84,26 +84,26 @@ impl CooldownHistory {
         self.extend_closing(until, now);
     }
 
-    /// A closing is never shortened.
+    /// Extends a closing, which is never shortened.
     fn extend_closing(&mut self, until: Time, now: Time) {
         if until > now && self.closed_until().is_none_or(|before| until > before) {
             self.0.push(CooldownEvent::Closed { at: now, until });
         }
     }
 
-    /// How many closings there were since the last success.
+    /// Returns the number of back-off steps since the last success.
     fn backoff_steps(&self) -> usize {
         let since = self.0.iter().rev().take_while(|event| !matches!(event, CooldownEvent::Success));
         since.filter(|event| matches!(event, CooldownEvent::Generation { step: true, .. })).count()
     }
 
-    /// What happened since nobody waited.
+    /// Returns the events since no caller waited.
     fn events_since_nobody_waited(&self) -> &[CooldownEvent] {
         let deserted = self.0.iter().rposition(|event| matches!(event, CooldownEvent::NobodyWaits));
         &self.0[deserted.map_or(0, |deserted| deserted + 1)..]
     }
 
-    /// When the last closing ends or ended, unless nobody waits any more.
+    /// Returns the end of the latest closing; `None` if no caller waits.
     fn closed_until(&self) -> Option<Time> {
         let ends = self.events_since_nobody_waited().iter().filter_map(|event| match *event {
             CooldownEvent::Closed { until, .. } => Some(until),
@@ -112,7 +112,7 @@ impl CooldownHistory {
         ends.max()
     }
 
-    /// What is left of it at `now`: all or nothing, and whether anybody waits.
+    /// Returns its state at `now`: empty if it is idle, else with a note if no caller waits.
     fn as_of(&self, cooldown: &Cooldown, now: Time) -> Self {
         let moments = self.0.iter().filter_map(|event| match *event {
             CooldownEvent::Closed { at, .. } | CooldownEvent::LetThrough(at) => Some(at),

@@ -1,25 +1,25 @@
-//! What happened to one key under one limit, and what follows from it.
+//! The events of one key under one limit, and the status that follows from them.
 
 use tidegate_core::{Concurrency, LimitKind, Quota, Rate, Span, Time, Window};
 
 use super::ModelStatus;
 
-/// Something that happened.
+/// An event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HistoryEvent {
-    /// A call was admitted, or cost more than it was admitted for, and counts as made at this moment.
+    /// A call was admitted, or cost more than it was admitted for. It counts from `at`.
     Taken { at: Time, cost: u64, holder: u64 },
-    /// A cost was given back, of a call that was counted at a moment, if that is known, and charged at another.
+    /// A cost was refunded. The call was counted at `counted_at`, if that is known, and charged at `charged_at`.
     Refunded { at: Time, cost: u64, counted_at: Option<Time>, charged_at: Time },
-    /// A call ended that was counted at a moment ahead.
+    /// A call ended that was counted at a future moment.
     Settled { at: Time, cost: u64, counted_at: Time },
-    /// A permit was given back.
+    /// A permit was released.
     Released { at: Time, holder: u64 },
-    /// A lease was lengthened.
+    /// A lease was renewed.
     Renewed { at: Time, holder: u64 },
 }
 
-/// All that happened, in order.
+/// All events in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct History(Vec<HistoryEvent>);
 
@@ -28,7 +28,7 @@ impl History {
         self.0.push(event);
     }
 
-    /// What was taken in the trailing `span`, whatever was given back.
+    /// Returns the cost taken in the trailing `span`, without regard to refunds.
     pub(super) fn taken_within(&self, span: Span, now: Time) -> u64 {
         let events = self.0.iter().filter_map(|event| match *event {
             HistoryEvent::Taken { at, cost, .. } if at + span > now => Some(cost),
@@ -37,7 +37,7 @@ impl History {
         events.sum()
     }
 
-    /// What a call would meet if each event of a window counted `late` longer than it must.
+    /// Returns the status for a call if each event of a window counted `late` longer than it must.
     pub(super) fn status(&self, kind: &LimitKind, cost: u64, holder: u64, now: Time, late: Span) -> ModelStatus {
         match kind {
             LimitKind::Window(window) => self.window_status(window, cost, now, window.window() + late),
@@ -48,22 +48,23 @@ impl History {
         }
     }
 
-    /// Whether `holder` has a permit.
+    /// Returns true if `holder` has a permit.
     pub(super) fn holds(&self, kind: &LimitKind, holder: u64, now: Time) -> bool {
         let LimitKind::Concurrency(concurrency) = kind else { return false };
         self.permits(concurrency, now).iter().any(|permit| permit.holder == holder)
     }
 
-    /// From when on a call counts in a window that is admitted at `now` with this lead: never before one that was
-    /// admitted earlier.
+    /// Returns the moment from which a call counts in a window, if it is admitted at `now` with this lead. It is never
+    /// before that of an earlier admitted call.
     pub(super) fn counts_from(&self, window: &Window, lead: Span, now: Time) -> Time {
         let newest = self.counted_calls(window, window.window(), now).into_iter().map(|(made, _)| made).max();
         newest.unwrap_or(now).max(now + lead.min(window.lead()))
     }
 
-    /// The calls that count in a window, the oldest first: until `life` after they were made, which one that was counted
-    /// ahead is when it ends, and unless a refund took them. A refund takes the call that was counted when it says, if
-    /// calls are told apart; nothing if that one has left; and otherwise the oldest that count.
+    /// Returns the calls that count in a window, the oldest first. A call counts for `lifetime` after it was made; one
+    /// that was counted ahead, after its end. A refund removes calls. If the window keeps each call, it removes the
+    /// call that was counted at its moment, or nothing if that call has left. Otherwise it removes the oldest that
+    /// count.
     fn counted_calls(&self, window: &Window, lifetime: Span, now: Time) -> Vec<(Time, u128)> {
         let keeps_each_call = window.is_exact();
         let mut calls: Vec<(Time, u128)> = Vec::new();
@@ -97,9 +98,9 @@ impl History {
         calls
     }
 
-    /// Whether a window that keeps each call has held more than its limit within the last two of its lengths, and something
-    /// was given back. Of a log that is overfull the oldest calls are merged, so that what is given back may be one that
-    /// has left the window: a slot then comes free later than it might, up to when the youngest of the merged leaves.
+    /// Returns true if a window that keeps each call exceeded its limit within the last two of its lengths, and
+    /// something was refunded. An overfull log merges its oldest calls, so that a refund may be of a call that has left
+    /// the window. A slot then comes free later than it might, but not after the youngest of the merged calls leaves.
     pub(super) fn may_free_late(&self, window: &Window, now: Time) -> bool {
         let overfull = |(index, event): (usize, &HistoryEvent)| {
             let HistoryEvent::Taken { at, .. } = *event else { return false };
@@ -134,8 +135,8 @@ impl History {
         }
     }
 
-    /// The virtual-scheduling form of GCRA in units of 1/1024 µs, to which the spacing is rounded up. What paroles
-    /// overdraw counts up to one more burst.
+    /// Computes the virtual-scheduling form of GCRA in units of 1/1024 µs, to which the spacing is rounded up. The
+    /// overdraft of paroles counts up to one more burst.
     fn rate_status(&self, rate: &Rate, cost: u64, now: Time) -> ModelStatus {
         let units = |time: Time| u128::from(time.as_micros()) * 1024;
         let micros = |units: u128| Time::from_micros(units.div_ceil(1024) as u64);
@@ -246,7 +247,7 @@ impl History {
     }
 }
 
-/// Takes a cost from the calls that were made when `own` says, if they hold it.
+/// Removes a cost from the calls whose moment satisfies `own`. Returns false, and changes nothing, if they have less.
 fn take_from_calls(calls: &mut [(Time, u128)], cost: u64, own: impl Fn(Time) -> bool) -> bool {
     let mut rest = u128::from(cost);
     let mut left = calls.to_vec();

@@ -1,4 +1,4 @@
-//! How long those who share a pace wait, from the list of all that was ever told of their calls.
+//! The wait of callers that share a pace, computed from the list of all reported calls.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use tidegate_core::{PacerSpec, SharedPacerRules, Span, Time};
 
 use super::ModelStatus;
 
-/// For how long a pace that nobody tells of calls is remembered, beyond its longest wait.
+/// The time after the last report for which a pace is kept, beyond its longest wait.
 const RETENTION: Duration = Duration::from_secs(3600);
 
-/// All that was told, in order.
+/// All reports in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PaceHistory(Vec<(Time, PaceEvent)>);
 
@@ -20,7 +20,7 @@ enum PaceEvent {
     RaiseTo(u64),
 }
 
-/// Where a pace stands after some of it.
+/// The state of a pace after some of its events.
 #[derive(Clone, Copy, Default)]
 struct PaceModelState {
     interval: u128,
@@ -29,13 +29,14 @@ struct PaceModelState {
 }
 
 impl PaceHistory {
-    /// What somebody meets who looks.
+    /// Returns the status of a look at the pace.
     pub(super) fn status(&self, pacer: &SharedPacerRules, now: Time) -> ModelStatus {
         let (interval, max) = (self.interval(pacer, now), max_interval_nanos(pacer));
         ModelStatus { fits: true, used: interval, remaining: max - interval, retry_at: now, reset_at: now }
     }
 
-    /// A call that failed or succeeded: the wait before, the wait after, and the successes that are left until it shrinks.
+    /// Records a call that failed or succeeded. Returns the wait before, the wait after, and the number of successes
+    /// left until it shrinks.
     pub(super) fn record_call(
         &mut self,
         pacer: &SharedPacerRules,
@@ -125,19 +126,19 @@ impl PaceModelState {
     }
 }
 
-/// Thousandths to whole ones.
+/// Divides thousandths by a thousand, rounded to the nearest.
 fn divide_by_thousand(thousandths: u128) -> u128 {
     (2 * thousandths + 1_000) / 2_000
 }
 
-/// A wait that is up to its share, and up to `most`, longer or shorter than the goal.
+/// Returns a wait that is longer or shorter than the goal by up to its random share, and by at most `most`.
 fn jittered(spec: &PacerSpec, goal: u128, most: u128, draw: u32) -> u128 {
     let share = divide_by_thousand(goal * u128::from(spec.randomization));
     let reach = share.min(spec.max_randomization.as_nanos()).min(most);
     goal - reach + u128::from(draw) * (2 * reach + 1) / (1 << 32)
 }
 
-/// The longest wait in nanoseconds.
+/// Returns the longest wait in nanoseconds.
 pub(super) fn max_interval_nanos(pacer: &SharedPacerRules) -> u64 {
     pacer.spec().max.as_nanos() as u64
 }

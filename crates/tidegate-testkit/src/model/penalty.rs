@@ -1,8 +1,8 @@
-//! Strikes, blocks and parole from the list of all strikes ever taken.
+//! Strikes, blocks and parole, computed from the list of all strikes.
 
 use tidegate_core::{Penalty, Span, Time};
 
-/// Every strike ever taken, and the parole that the last one left.
+/// All strikes, and the parole that the last one left.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PenaltyHistory {
     strikes: Vec<Strike>,
@@ -16,7 +16,8 @@ struct Strike {
 }
 
 impl PenaltyHistory {
-    /// How many strikes count: the last one's number less one for each whole `forgive_after` since its block ended.
+    /// Returns the number of strikes that count: the last one's number, less one for each whole `forgive_after` since
+    /// its block ended.
     pub(super) fn strikes(&self, penalty: &Penalty, now: Time) -> u8 {
         let Some(last) = self.strikes.last() else { return 0 };
         let mut left = last.number;
@@ -31,13 +32,13 @@ impl PenaltyHistory {
         left
     }
 
-    /// The block that lives: its length and its end.
+    /// Returns the length and the end of the active block.
     pub(super) fn block(&self, penalty: &Penalty, now: Time) -> Option<(Span, Time)> {
         let last = self.strikes.last().filter(|last| last.until > now)?;
         Some((block_length(penalty, last.number), last.until))
     }
 
-    /// Takes a strike: its number, its block, and when that ends.
+    /// Adds a strike, and returns its number, its block and the block's end.
     pub(super) fn strike(&mut self, penalty: &Penalty, parole: Option<u64>, now: Time) -> (u8, Span, Time) {
         let number = (self.strikes(penalty, now) + 1).min(max_strikes(penalty));
         let block = block_length(penalty, number);
@@ -47,7 +48,7 @@ impl PenaltyHistory {
         (number, block, until)
     }
 
-    /// Brings back so many strikes at the least, and a block that lasts so long.
+    /// Restores at least this many strikes, and a block of this length.
     pub(super) fn restore(&mut self, penalty: &Penalty, (number, lasts): (u8, Span), parole: Option<u64>, now: Time) {
         let number = number.min(max_strikes(penalty));
         if number == 0 {
@@ -59,12 +60,13 @@ impl PenaltyHistory {
         self.max_parole_cost = self.max_parole_cost.max(parole);
     }
 
-    /// Whether a call of this cost may pass a full limit once the block is served.
+    /// Returns true if a call of this cost may pass a full limit once the block is served.
     pub(super) fn allows_parole(&self, cost: u64) -> bool {
         self.max_parole_cost.is_some_and(|most| cost <= most)
     }
 
-    /// A call was admitted: on parole, or with so much room that the parole, if there is one, wasn't needed any more.
+    /// Records an admitted call. It ends a parole if the call used it, or if there was enough room that it wasn't
+    /// needed.
     pub(super) fn record_admitted(&mut self, on_parole: bool, room: u64) {
         if on_parole || self.max_parole_cost.is_some_and(|cost| cost <= room) {
             self.max_parole_cost = None;
@@ -72,7 +74,7 @@ impl PenaltyHistory {
     }
 }
 
-/// min(base · factor^(n−1), cap), multiplied out.
+/// Returns min(base · factor^(n−1), cap), by repeated multiplication.
 fn block_length(penalty: &Penalty, number: u8) -> Span {
     let cap = u128::from(penalty.cap().as_micros());
     let mut length = u128::from(penalty.base().as_micros());
@@ -82,7 +84,7 @@ fn block_length(penalty: &Penalty, number: u8) -> Span {
     Span::from_micros(length.min(cap) as u64)
 }
 
-/// The first strike whose block is the cap; with a factor of 1 blocks don't grow, and one strike is all there is.
+/// Returns the first strike whose block is the cap. With a factor of 1 blocks don't grow, so the largest number is 1.
 fn max_strikes(penalty: &Penalty) -> u8 {
     if penalty.factor() == 1 {
         return 1;

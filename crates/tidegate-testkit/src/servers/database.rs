@@ -1,4 +1,4 @@
-//! A database whose data outlive its process: it can be stopped, killed, frozen, and started again.
+//! A database with data that outlive its process. It can be stopped, killed, frozen and started again.
 
 use parking_lot::Mutex;
 use std::fs;
@@ -8,7 +8,7 @@ use std::thread::sleep;
 
 use super::{ChildProcess, MAX_POLLS, POLL_INTERVAL, ScratchDir, free_port};
 
-/// A database on a port of its own, with data in a directory of its own.
+/// A database on its own port, with data in its own directory.
 pub struct DatabaseServer {
     process: Mutex<Option<ChildProcess>>,
     command: Box<dyn Fn() -> Command + Send + Sync>,
@@ -19,8 +19,8 @@ pub struct DatabaseServer {
 }
 
 impl DatabaseServer {
-    /// Starts the program that `command` makes for a directory with data and a port; `url` makes the address for the
-    /// port, and `ready` is what the program writes to its output when it can be used.
+    /// Starts the program that `command` makes for a data directory and a port. `url` makes the address for the port.
+    /// `ready` is the text that the program writes to its output when it is ready.
     ///
     /// # Panics
     /// If it doesn't start.
@@ -38,17 +38,17 @@ impl DatabaseServer {
         database
     }
 
-    /// Where it is.
+    /// Returns its address.
     pub fn url(&self) -> &str {
         &self.url
     }
 
-    /// Its port on loopback.
+    /// Returns its port on loopback.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Starts it again on its data and port, after it was stopped or killed.
+    /// Starts it again with its data and port, after it was stopped or killed.
     ///
     /// # Panics
     /// If it doesn't start.
@@ -65,7 +65,7 @@ impl DatabaseServer {
         *self.process.lock() = Some(running);
     }
 
-    /// Asks it to end, and waits for that.
+    /// Asks it to end, and waits for the end.
     pub fn stop(&self) {
         drop(self.process.lock().take());
     }
@@ -73,7 +73,7 @@ impl DatabaseServer {
     /// Ends it and its children with SIGKILL.
     ///
     /// # Panics
-    /// If it doesn't run.
+    /// If it isn't running.
     pub fn kill(&self) {
         let family = self.send_signal("KILL");
         self.stop();
@@ -82,18 +82,18 @@ impl DatabaseServer {
         }
     }
 
-    /// Stops it and its children where they are, until [`DatabaseServer::thaw`].
+    /// Suspends it and its children until [`DatabaseServer::thaw`].
     ///
     /// # Panics
-    /// If it doesn't run.
+    /// If it isn't running.
     pub fn freeze(&self) {
         self.send_signal("STOP");
     }
 
-    /// Lets it go on.
+    /// Resumes it.
     ///
     /// # Panics
-    /// If it doesn't run.
+    /// If it isn't running.
     pub fn thaw(&self) {
         self.send_signal("CONT");
     }
@@ -102,7 +102,7 @@ impl DatabaseServer {
         let running = self.process.lock();
         let id = running.as_ref().expect("a database that runs").id();
         let mut process_ids = vec![id];
-        // A parent that is gone takes its list of children with it.
+        // The list of children is gone once the parent has ended.
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
         process_ids.extend(children.split_whitespace().filter_map(|id| id.parse::<u32>().ok()));
         let ids: Vec<String> = process_ids.iter().map(u32::to_string).collect();
@@ -112,7 +112,7 @@ impl DatabaseServer {
     }
 }
 
-/// Whether a process runs: one that has ended and that nobody has asked after doesn't.
+/// Returns true if a process runs. A zombie, which has ended but wasn't waited for, doesn't.
 fn is_alive(id: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))

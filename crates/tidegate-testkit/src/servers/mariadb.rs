@@ -7,7 +7,7 @@ use super::{ScratchDir, find_program, is_root, skip_test};
 
 const READY_TEXT: &str = "ready for connections";
 
-/// Starts a server with a database and a user that may do everything in it. `None` if it isn't installed.
+/// Starts a server with a database and a user with all rights to it. `None` if MariaDB isn't installed.
 ///
 /// # Panics
 /// If it doesn't start.
@@ -18,7 +18,7 @@ pub fn mariadb() -> Option<DatabaseServer> {
     };
     let user = is_root().then_some("--user=root");
     let data = ScratchDir::new();
-    // A server that starts removes what others left in a directory for temporary files, were they even running.
+    // A starting server deletes the temporary files of other servers in a shared directory, even if they are running.
     let temporary = format!("--tmpdir={}", data.path().display());
     let output = Command::new(install)
         .args(["--no-defaults", "--skip-test-db", "--auth-root-authentication-method=normal", &temporary])

@@ -1,8 +1,8 @@
-//! MongoDB, or what stands in for it.
+//! MongoDB, or a stand-in for it.
 //!
-//! Where there is no `mongod`, mongo-java-server runs instead, with its data in a file: fetched by Maven in one fixed
-//! version, once, and kept under the build's own directory. It speaks the protocol but has no transactions, no replica
-//! sets and no journal, so it is asked for what a lone server does, and may lose its last second when it is killed.
+//! Without `mongod`, mongo-java-server runs instead, with its data in a file. Maven fetches one fixed version of it
+//! once into the build's own directory. It speaks the protocol but has no transactions, no replica sets and no journal.
+//! So tests use it as a single server, and it may lose its last second of writes when it is killed.
 
 use parking_lot::Mutex;
 use std::fs;
@@ -15,7 +15,7 @@ use super::{ScratchDir, find_program, print_line, skip_test};
 const STAND_IN_VERSION: &str = "1.47.0";
 const STAND_IN_SOURCE: &str = include_str!("mongo/StandIn.java");
 
-/// Starts a server, and tells which. `None` if there is none and none can be had.
+/// Starts a server, and reports which one. `None` if there is none and none can be fetched.
 ///
 /// # Panics
 /// If it doesn't start.
@@ -58,7 +58,7 @@ fn url(port: u16) -> String {
     format!("mongodb://127.0.0.1:{port}/?directConnection=true")
 }
 
-/// The directory with the stand-in's libraries.
+/// Returns the directory with the stand-in's libraries.
 fn fetch_stand_in() -> Result<PathBuf, String> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock();
@@ -83,7 +83,7 @@ fn fetch_stand_in() -> Result<PathBuf, String> {
         dependency("org.slf4j", "slf4j-nop", "2.0.17"),
     );
     scratch.write("pom.xml", &pom);
-    // Moved to its place when it is whole, so that whoever finds it finds all of it.
+    // Renamed once it is complete, so that every process that finds it finds all of it.
     let part = target.join(format!("part-{}", std::process::id()));
     let output = Command::new(maven)
         .args(["-q", "-B", "dependency:copy-dependencies"])

@@ -10,7 +10,7 @@ use super::{ScratchDir, find_program, is_root, skip_test};
 
 const READY_TEXT: &str = "database system is ready to accept connections";
 
-/// Starts a server without a password. `None` if it isn't installed.
+/// Starts a server without a password. `None` if PostgreSQL isn't installed.
 ///
 /// # Panics
 /// If it doesn't start.
@@ -38,7 +38,7 @@ pub fn postgres() -> Option<DatabaseServer> {
     }))
 }
 
-/// A program of the newest version that is installed: Debian keeps them apart from others.
+/// Returns a program of the newest installed version. Debian keeps these programs in a directory of their own.
 fn find_newest_program(name: &str) -> Option<PathBuf> {
     let mut versions: Vec<(u32, PathBuf)> = fs::read_dir("/usr/lib/postgresql")
         .into_iter()
@@ -51,7 +51,7 @@ fn find_newest_program(name: &str) -> Option<PathBuf> {
     find_program(name, &directories)
 }
 
-/// The server refuses to run as root.
+/// Returns a command that runs as an unprivileged user, because the server refuses to run as root.
 fn unprivileged_command(program: &Path, directory: &Path) -> Command {
     let mut command = Command::new(program);
     command.current_dir(directory);
@@ -67,7 +67,7 @@ fn give_to_unprivileged_user(path: &Path) {
     }
 }
 
-/// Whom to run as instead of root.
+/// Returns the user and group to use instead of root; `None` if this process isn't root's.
 fn unprivileged_user() -> Option<(u32, u32)> {
     if !is_root() {
         return None;

@@ -1,4 +1,4 @@
-//! Redis servers of a test's own: one, or a cluster of three masters.
+//! Redis servers for one test: one server, a cluster of three masters, or a master and replica with a sentinel.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpStream};
@@ -9,21 +9,22 @@ use std::time::Duration;
 
 use super::{ChildProcess, MAX_POLLS, POLL_INTERVAL, ScratchDir, free_port, require_program};
 
-/// Slots of a cluster.
+/// The number of slots of a cluster.
 const SLOT_COUNT: u16 = 16_384;
-/// How long a test waits for any answer.
+/// The longest wait for a reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How a server is set up.
+/// The options of a server.
 #[derive(Clone, Debug, Default)]
 pub struct RedisServerOptions {
-    /// Whether it writes every change to a file, so that a restart finds it again. Otherwise it forgets everything.
+    /// True if it writes every change to a file, so that its data survive a restart. Otherwise they are lost. Default
+    /// false.
     pub durable: bool,
-    /// Further words of its command line, such as `--requirepass`, `secret`.
+    /// Further arguments of its command line, such as `--requirepass`, `secret`.
     pub arguments: Vec<String>,
 }
 
-/// A server in a directory of its own, which both go away with this value.
+/// A server in its own directory. Both are removed with this value.
 #[derive(Debug)]
 pub struct RedisServer {
     program: PathBuf,
@@ -34,7 +35,7 @@ pub struct RedisServer {
 }
 
 impl RedisServer {
-    /// Starts one that keeps nothing on disk. `None` if `redis-server` isn't installed.
+    /// Starts a server that keeps nothing on disk. `None` if `redis-server` isn't installed.
     ///
     /// # Panics
     /// If it doesn't start.
@@ -42,10 +43,10 @@ impl RedisServer {
         Self::start_with(RedisServerOptions::default())
     }
 
-    /// Starts one that is set up like this. `None` if `redis-server` isn't installed.
+    /// Starts a server with these options. `None` if `redis-server` isn't installed.
     ///
     /// # Panics
-    /// If it doesn't start; what it wrote is told.
+    /// If it doesn't start. The message has the server's output.
     pub fn start_with(setup: RedisServerOptions) -> Option<Self> {
         let program = require_program("redis-server")?;
         let mut server = Self { program, options: setup, port: free_port(), child: None, scratch: ScratchDir::new() };
@@ -68,7 +69,7 @@ impl RedisServer {
             .stderr(Stdio::null());
         self.child = Some(command.spawn().expect("redis-server starts"));
         for _ in 0..MAX_POLLS {
-            // With a password, it says so: it is there, and has read what it had written.
+            // With a password the reply is an error, which also shows that the server is up and has loaded its data.
             if let Ok(answer) = self.try_command(&["PING"])
                 && !answer.starts_with("-LOADING")
             {
@@ -80,17 +81,17 @@ impl RedisServer {
         panic!("redis-server doesn't answer on {port}: {output}");
     }
 
-    /// Where it listens on loopback.
+    /// Returns its port on loopback.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// `redis://127.0.0.1:PORT`.
+    /// Returns its address, `redis://127.0.0.1:PORT`.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}", self.port)
     }
 
-    /// Its directory.
+    /// Returns its directory.
     pub fn directory(&self) -> &ScratchDir {
         &self.scratch
     }
@@ -114,34 +115,34 @@ impl RedisServer {
         Ok(first.trim_end().to_owned())
     }
 
-    /// What it answers to a command: a status with its sign, or a text.
+    /// Returns its reply to a command: a status with its sign, or a text.
     ///
     /// # Panics
-    /// If it doesn't answer.
+    /// If it doesn't reply.
     pub fn command(&self, words: &[&str]) -> String {
         self.try_command(words).expect("redis-server answers")
     }
 
-    /// How many keys it holds.
+    /// Returns the number of its keys.
     ///
     /// # Panics
-    /// If it doesn't tell.
+    /// If it doesn't reply with a number.
     pub fn key_count(&self) -> u64 {
         let answer = self.command(&["DBSIZE"]);
         answer.strip_prefix(':').and_then(|count| count.parse().ok()).expect("a number of keys")
     }
 
-    /// How many scripts it has run.
+    /// Returns the number of scripts that it has run.
     ///
     /// # Panics
-    /// If it doesn't answer.
+    /// If it doesn't reply.
     pub fn script_count(&self) -> u64 {
         let told = self.command(&["INFO", "commandstats"]);
         let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
         told.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum()
     }
 
-    /// Ends it as a power cut would.
+    /// Ends it with SIGKILL, without a clean shutdown.
     ///
     /// # Panics
     /// If it can't be ended.
@@ -152,7 +153,7 @@ impl RedisServer {
         }
     }
 
-    /// Starts it again on the same port, with what it had written if it was durable.
+    /// Starts it again on the same port, with its written data if it is durable.
     ///
     /// # Panics
     /// If it doesn't start.
@@ -161,7 +162,7 @@ impl RedisServer {
         self.launch();
     }
 
-    /// Stops it without closing anything: it takes connections and never answers.
+    /// Suspends it without closing anything: it accepts connections and never replies.
     ///
     /// # Panics
     /// If it isn't running.
@@ -169,7 +170,7 @@ impl RedisServer {
         self.send_signal("STOP");
     }
 
-    /// Lets it go on.
+    /// Resumes it.
     ///
     /// # Panics
     /// If it isn't running.
@@ -193,17 +194,17 @@ impl Drop for RedisServer {
     }
 }
 
-/// Three masters that divide the slots among them, without replicas. What is left of it serves when one is lost.
+/// Three masters that share the slots, without replicas. If one is lost, the others still serve their slots.
 #[derive(Debug)]
 pub struct RedisCluster {
     nodes: Vec<RedisServer>,
 }
 
 impl RedisCluster {
-    /// Starts one. `None` if `redis-server` isn't installed.
+    /// Starts a cluster. `None` if `redis-server` isn't installed.
     ///
     /// # Panics
-    /// If its nodes don't come to know each other.
+    /// If its nodes don't find each other.
     pub fn start() -> Option<Self> {
         let words =
             ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"];
@@ -211,7 +212,7 @@ impl RedisCluster {
             RedisServerOptions { arguments: words.map(str::to_owned).to_vec(), ..RedisServerOptions::default() };
         let nodes: Vec<_> = (0..3)
             .map(|_| {
-                // The nodes talk among themselves on a port of their own, by default 10,000 higher.
+                // The nodes communicate on a separate port, by default 10,000 higher.
                 let mut setup = setup.clone();
                 setup.arguments.extend(["--cluster-port".to_owned(), free_port().to_string()]);
                 RedisServer::start_with(setup)
@@ -244,21 +245,21 @@ impl RedisCluster {
         panic!("the nodes of the cluster don't know each other");
     }
 
-    /// `redis-cluster://…` with all nodes.
+    /// Returns its address, `redis-cluster://…` with all nodes.
     pub fn url(&self) -> String {
         let hosts: Vec<_> = self.nodes.iter().map(|node| format!("127.0.0.1:{}", node.port)).collect();
         format!("redis-cluster://{}", hosts.join(","))
     }
 
-    /// Its masters, in the order of their slots, a third each.
+    /// Returns its masters in the order of their slots, a third each.
     pub fn nodes(&self) -> &[RedisServer] {
         &self.nodes
     }
 
-    /// One of its masters.
+    /// Returns one of its masters.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// If there are fewer masters.
     pub fn node_mut(&mut self, place: usize) -> &mut RedisServer {
         &mut self.nodes[place]
     }
@@ -294,7 +295,7 @@ impl RedisCluster {
 }
 
 impl RedisServer {
-    /// Names of some keys in a slot.
+    /// Returns the names of up to 100 keys in a slot.
     fn keys_in_slot(&self, slot: &str) -> Vec<String> {
         let read = || {
             let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
@@ -309,23 +310,23 @@ impl RedisServer {
     }
 }
 
-/// A master, its replica, and a sentinel that alone decides when the one takes the other's place.
+/// A master, its replica, and a single sentinel that decides when the replica replaces the master.
 #[derive(Debug)]
 pub struct RedisSentinelGroup {
     /// The first master.
     pub master: RedisServer,
-    /// What takes its place.
+    /// The replica, which replaces the master.
     pub replica: RedisServer,
     _sentinel: ChildProcess,
     sentinel_port: u16,
 }
 
 impl RedisSentinelGroup {
-    /// Starts them; the replica takes over so long after the master's last sign of life, and what the election takes.
+    /// Starts them. The replica takes over `down_after` after the master's last reply, plus the time of the election.
     /// `None` if `redis-server` isn't installed.
     ///
     /// # Panics
-    /// If they don't come to know each other.
+    /// If they don't find each other.
     pub fn start(down_after: Duration) -> Option<Self> {
         let master = RedisServer::start()?;
         let words = vec!["--replicaof".to_owned(), "127.0.0.1".to_owned(), master.port.to_string()];
@@ -353,12 +354,12 @@ impl RedisSentinelGroup {
         panic!("the sentinel doesn't find the replica: {}", sentinel.read_file("sentinel.conf"));
     }
 
-    /// `redis-sentinel://127.0.0.1:PORT/gate`.
+    /// Returns its address, `redis-sentinel://127.0.0.1:PORT/gate`.
     pub fn url(&self) -> String {
         format!("redis-sentinel://127.0.0.1:{}/gate", self.sentinel_port)
     }
 
-    /// Whether the replica is the master by now.
+    /// Returns true if the replica is the master now.
     pub fn is_failed_over(&self) -> bool {
         self.replica.command(&["INFO", "replication"]).contains("role:master")
     }

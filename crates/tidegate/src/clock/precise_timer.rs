@@ -134,7 +134,7 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     #[expect(clippy::disallowed_methods, reason = "it is the clock that is tested")]
-    async fn nobody_is_woken_early_and_nobody_is_forgotten() {
+    async fn no_sleeper_wakes_early_or_is_missed() {
         let mut sleepers = tokio::task::JoinSet::new();
         for number in 0..200_u64 {
             sleepers.spawn(async move {

@@ -195,14 +195,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_refused_for_too_many_calls_was_not_carried_out() {
+    fn a_call_refused_with_429_is_repeatable() {
         assert!(reply(Method::POST, false, 429, &[]).is_repeatable);
         assert!(!reply(Method::POST, false, 503, &[]).is_repeatable);
         assert!(reply(Method::POST, true, 503, &[]).is_repeatable);
     }
 
     #[test]
-    fn a_forbidden_reply_is_throttled_if_it_says_so() {
+    fn a_403_with_limit_headers_counts_as_throttled() {
         let class = |lines: &[_]| reply(Method::GET, false, 403, lines).class;
         assert_eq!(class(&[]), Class::Auth);
         assert_eq!(class(&[("retry-after", "60")]), Class::Throttled);
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn grpc_says_in_the_head_how_the_call_ended() {
+    fn the_grpc_status_header_decides_the_class() {
         use Class::{Auth, Permanent, Success, Throttled, Transient};
         for (grpc, class) in [
             ("0", Success),
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn pushback_is_a_wait_or_a_stop() {
+    fn grpc_pushback_sets_a_wait_or_stops_retries() {
         let wait = |status, pushback| {
             let reply =
                 reply(Method::POST, true, 200, &[("grpc-status", status), ("grpc-retry-pushback-ms", pushback)]);
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_go_to_the_refused_and_spent_allowances_to_the_next() {
+    fn refusals_set_retry_after_and_others_spent_until() {
         let spent = [("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "60"), ("retry-after", "7")];
         let minute = Span::from_secs(60);
         for (status, lines, retry_after, spent_until) in [
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_does_no_harm_is_repeatable() {
+    fn only_unsent_or_idempotent_requests_are_repeatable() {
         assert!(!reply(Method::POST, false, 503, &[]).is_repeatable);
         assert!(reply(Method::POST, true, 503, &[]).is_repeatable);
         assert!(reply(Method::PUT, false, 503, &[]).is_repeatable);
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_by_the_systems_errors() {
+    fn io_errors_map_to_faults() {
         #[derive(Debug, thiserror::Error)]
         #[error("a client's")]
         struct Outer(#[source] io::Error);
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn omdb_says_in_its_body_that_the_limit_is_reached() {
+    fn body_rules_recognise_omdbs_limit_message() {
         let contains = [("/Response", "False"), ("/Error", "limit reached")];
         let rule = BodyRule::new(200, contains.map(|(at, text)| (at.to_owned(), text.to_owned())).to_vec());
         let says = |body: &str| says_throttled(&rule, body.as_bytes());

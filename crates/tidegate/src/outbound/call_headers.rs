@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn headers_choose_lane_and_time_out() {
+    fn headers_choose_lane_and_timeout() {
         let lines = [
             ("tidegate-priority", "Webhook"),
             ("tidegate-timeout", " 1m30s "),
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_told() {
+    fn invalid_option_headers_are_reported_by_name() {
         for (name, value) in [
             ("tidegate-priority", "urgent"),
             ("tidegate-priority", ""),
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idempotency_key_says_something() {
+    fn an_empty_idempotency_key_does_not_count() {
         let has = |lines: &[_]| has_idempotency_key(&wishes(lines).1);
         assert!(has(&[("idempotency-key", "\"8e03978e\"")]));
         assert!(!has(&[("idempotency-key", " ")]));

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_reserved_is_the_number_asked_for_and_the_bodys_length() {
+    fn reservation_adds_requested_tokens_and_body_length() {
         for (body, asked) in [
             (r#"{"max_tokens":100}"#, 100),
             (r#"{"max_tokens":100,"max_completion_tokens":20}"#, 20),
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_of_each_counts_and_they_add_up() {
+    fn the_last_value_of_each_field_is_summed() {
         let events: &[&[u8]] = &[
             b"event: message_start\ndata: {\"message\":{\"usage\":{\"input_tokens\":25,\"output_tokens\":1}}}\n\n",
             b"data: {\"delta\":{\"text\":\"usage\"}}\n\ndata: {\"usage\":null}\n\n",
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_that_is_no_stream_is_one_document() {
+    fn a_plain_reply_is_priced_as_one_document() {
         let body = br#"{"usage":{"input_tokens":30,"output_tokens":20}}"#;
         assert_eq!(cost("application/json", &[&body[..9], &body[9..]]), Some(50));
         assert_eq!(cost("application/json", &[br#"{"usage":{"input_tokens":30}}"#]), Some(30));
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_or_encoded_says_nothing() {
+    fn oversized_or_encoded_replies_have_no_price() {
         let long = vec![b' '; MAX_PARSED_BYTES];
         assert_eq!(cost("application/json", &[&long, br#"{"usage":{"input_tokens":30}}"#]), None);
         let mut encoded = headers("application/json");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn media_types() {
+    fn json_and_event_stream_types_are_recognised() {
         for (kind, json, events) in [
             ("application/json", true, false),
             ("Application/JSON; charset=utf-8", true, false),

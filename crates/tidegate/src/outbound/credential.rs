@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_is_followed() {
+    async fn changes_of_a_credential_file_are_followed() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(&file, "first\n").unwrap();
         let sources = [SecretSource::Env("TOKEN".to_owned()), SecretSource::File(file.path().to_owned())];
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_that_could_not_be_read_is_read_later_even_if_it_looks_the_same() {
+    async fn a_failed_read_is_repeated_despite_unchanged_metadata() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(&file, "first").unwrap();
         let source = [SecretSource::File(file.path().to_owned())];
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_told_at_the_start() {
+    fn unusable_credentials_are_reported_at_startup() {
         let env = [SecretSource::Env("TOKEN".to_owned())];
         let bearer = Target::new(None, Auth::Bearer, None);
         let missing = Credentials::resolve(&env, Some(&bearer), |_| None).unwrap_err();

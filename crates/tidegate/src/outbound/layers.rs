@@ -14,8 +14,8 @@
 //! ```
 //! use std::sync::Arc;
 //! use http::{Request, Response};
-//! use tidegate::core::{BreakerSpec, Budget, BudgetSpec, Retry};
-//! use tidegate::outbound::layers::{Behind, BreakerLayer, ByStatus, Idempotent, LimitLayer, RetryLayer};
+//! use tidegate::outbound::layers::{BreakerLayer, BreakerSpec, Budget, BudgetSpec, InnerClassifier, LimitLayer};
+//! use tidegate::outbound::layers::{RepeatIdempotent, Retry, RetryLayer, StatusClassifier};
 //! use tower::{Service, ServiceBuilder, ServiceExt};
 //!
 //! # #[tokio::main(flavor = "current_thread")]
@@ -23,8 +23,11 @@
 //! # let client = tower::service_fn(|_: Request<()>| async { Ok::<_, std::io::Error>(Response::new("hello")) });
 //! let budget = Arc::new(Budget::new(BudgetSpec::default()));
 //! let mut service = ServiceBuilder::new()
-//!     .layer(RetryLayer::new(Retry::default(), Some(budget), Behind(Behind(ByStatus))).repeating(Idempotent))
-//!     .layer(BreakerLayer::new(BreakerSpec::default(), Behind(ByStatus))?)
+//!     .layer(
+//!         RetryLayer::new(Retry::default(), Some(budget), InnerClassifier(InnerClassifier(StatusClassifier)))
+//!             .repeat_policy(RepeatIdempotent),
+//!     )
+//!     .layer(BreakerLayer::new(BreakerSpec::default(), InnerClassifier(StatusClassifier))?)
 //!     .layer(LimitLayer::new("10/s burst 20")?)
 //!     .service(client);
 //!
@@ -45,3 +48,4 @@ pub use classifier::{Classification, Classifier, InnerClassifier, StatusClassifi
 pub use limit::{DEFAULT_MAX_WAITING, LimitLayer, LimitService, LimitServiceError, WaitRefusal};
 pub use repeat::{RepeatAll, RepeatIdempotent, RepeatPolicy};
 pub use retry::{RetryLayer, RetryService};
+pub use tidegate_core::{BreakerSpec, Budget, BudgetSpec, Retry};

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn twenty_calls_share_one_login() {
+    async fn concurrent_calls_share_one_login() {
         let (logins, server) = (logins(), Server::default());
         // There is none, it is about to end, it has ended.
         for (round, now) in [(1, NOW), (2, NOW + hours(23)), (3, NOW + hours(72))] {
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn another_credential_has_another_token() {
+    async fn each_credential_has_its_own_token() {
         let (logins, server) = (logins(), Server::default());
         for (key, number) in [("key", 1), ("key", 1), ("other", 2), ("other", 2)] {
             let token = logins.token(0, &Secret::new(key), NOW, |_| server.answer(200)).await.unwrap();
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_token_is_renewed_ahead_of_its_end() {
+    async fn a_token_is_renewed_before_it_expires() {
         let (logins, server) = (logins(), Server::default());
         for (at, count) in [(hours(0), 1), (hours(22) - Span::from_micros(1), 1), (hours(22), 2), (hours(43), 2)] {
             token(&logins, &server, NOW + at, 200).await.unwrap();
@@ -273,7 +273,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     #[expect(clippy::disallowed_methods, reason = "tokio's paused time is this test's clock")]
-    async fn a_login_ahead_of_time_does_not_hold_its_call_up() {
+    async fn a_slow_early_renewal_delays_calls_little() {
         let (logins, server) = (logins(), Server::default());
         token(&logins, &server, NOW, 200).await.unwrap();
         let (began, late) = (tokio::time::Instant::now(), NOW + hours(23));
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn twenty_rejections_are_one_login() {
+    async fn concurrent_rejections_cause_one_login() {
         let (logins, server) = (logins(), Server::default());
         let old = token(&logins, &server, NOW, 200).await.unwrap();
         let key = Secret::new("key");
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_successor_that_is_rejected_too_stays_for_a_while() {
+    async fn a_rejected_new_token_is_not_renewed_immediately() {
         let (logins, server) = (logins(), Server::default());
         let key = Secret::new("key");
         let renew = async |rejected: &LoginToken, after| {
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn all_who_wait_share_the_failure() {
+    async fn all_waiting_calls_share_a_login_failure() {
         let (logins, server) = (logins(), Server::default());
         let calls = (0..20).map(|_| token(&logins, &server, NOW, 401));
         for failed in futures_util::future::join_all(calls).await {
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_login_whose_call_goes_away_is_taken_over() {
+    async fn another_call_replaces_a_cancelled_login() {
         let (logins, server) = (logins(), Server::default());
         let gone = tokio::time::timeout(Duration::from_millis(10), token(&logins, &server, NOW, 200)).await;
         assert!(gone.is_err());
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_request_is_as_the_policy_says() {
+    async fn the_login_request_follows_the_policy() {
         let logins = logins();
         let sent = Mutex::new(None);
         let reply = Response::new(Bytes::from(r#"{"data":{"token":"t"}}"#));
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn no_error_tells_a_secret() {
+    async fn login_errors_contain_no_secret() {
         let judge = AttemptClassifier::new(http::Method::POST, false);
         let planted = format!("{PLANTED}\\nx");
         for (status, body, class) in [

@@ -33,8 +33,8 @@ use crate::SystemClock;
 /// use reqwest::redirect::Policy as Redirects;
 /// use reqwest_middleware::ClientBuilder;
 /// use tidegate::Policy;
-/// use tidegate::core::Lane;
-/// use tidegate::outbound::{CallOptions, Happened, Outbound, OutboundError, OutboundMiddleware};
+/// use tidegate::outbound::Lane;
+/// use tidegate::outbound::{CallOptions, CallStats, Outbound, OutboundError, OutboundMiddleware};
 /// use tidegate::policy::ProviderSpec;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
@@ -48,7 +48,7 @@ use crate::SystemClock;
 /// let in_the_background = CallOptions { lane: Lane::Background, ..CallOptions::default() };
 /// let asked = client.get("https://api.themoviedb.org/3/movie/603").with_extension(in_the_background).send().await;
 /// match asked {
-///     Ok(reply) => println!("{} after {:?}", reply.status(), reply.extensions().get::<Happened>()),
+///     Ok(reply) => println!("{} after {:?}", reply.status(), reply.extensions().get::<CallStats>()),
 ///     Err(reqwest_middleware::Error::Middleware(error)) => match error.downcast_ref::<OutboundError>() {
 ///         Some(OutboundError::Call(error)) => println!("{error}; again in {:?}", error.retry_after()),
 ///         _ => println!("{error}"),

@@ -177,7 +177,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn paths_that_stay() {
+    fn paths_below_the_base_are_accepted() {
         for path in [
             "",
             "/",
@@ -213,7 +213,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn paths_that_would_climb() {
+    fn paths_leaving_the_base_are_rejected() {
         for path in [
             "/..",
             "/../x",
@@ -306,7 +306,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn what_is_no_path() {
+    fn targets_that_are_no_path_are_rejected() {
         for path in ["http://evil.example/", "@evil.example", "*", "evil", "..", "%2e"] {
             assert_eq!(check(path), Err(TargetError::NotAPath), "{path}");
         }
@@ -321,7 +321,7 @@ pub(super) mod tests {
     ];
 
     #[test]
-    fn a_path_that_passes_stays_below_the_base_however_it_is_read() {
+    fn accepted_paths_stay_below_the_base_always() {
         property::fuzz(30, |mut random| {
             let path = format!("/{}", String::from_utf8_lossy(&random.concat_random(&PIECES, 10)));
             if check(&path).is_err() {

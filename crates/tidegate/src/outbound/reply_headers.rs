@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn redirects_come_back_through_the_gateway() {
+    fn redirects_are_rewritten_to_the_gateway() {
         let tmdb = target("https://api.example/3", Auth::Bearer);
         for (location, mounted, plain) in [
             ("https://api.example/3/movie?a=b#c", "/tmdb/movie?a=b#c", "https://api.example/3/movie?a=b#c"),
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn the_credential_is_taken_out() {
+    fn credentials_are_removed_from_redirect_urls() {
         let query = target("https://api.example", Auth::Query { name: "api_key".to_owned() });
         for (location, told) in [
             ("https://api.example/x?api_key=pl4nted-s3cr3t%2Fx&a=b", "https://api.example/x?a=b"),
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn other_headers_that_repeat_it_are_dropped() {
+    fn reply_headers_repeating_the_credential_are_dropped() {
         let mut headers = HeaderMap::new();
         headers.insert("x-echo", HeaderValue::from_static("Bearer pl4nted-s3cr3t/x"));
         headers.append("link", HeaderValue::from_static("</x?page=1>"));
@@ -274,7 +274,7 @@ mod tests {
     ];
 
     #[test]
-    fn whatever_a_reply_says_it_tells_no_credential_and_leads_into_no_other_provider() {
+    fn locations_leak_no_credential_or_other_provider() {
         let query = Auth::Query { name: "k".to_owned() };
         let targets = [
             target("https://api.example/3", Auth::Bearer),

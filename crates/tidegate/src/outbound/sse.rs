@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn data_of_events() {
+    fn event_data_is_parsed_from_the_stream() {
         for (stream, expected) in [
             ("data: one\n\ndata: two\n\n", &["one", "two"][..]),
             ("data: one\r\n\r\ndata: two\r\n\r\n", &["one", "two"]),
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_comes_in_whatever_pieces_is_bounded_and_the_same() {
+    fn chunk_sizes_do_not_change_parsed_events() {
         property::fuzz(120, |mut random| {
             let (limit, size) = (random.below(40) as usize, random.between(1, 20) as usize);
             let stream = random.concat_random(PIECES, 60);

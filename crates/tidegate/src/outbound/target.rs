@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_go_behind_the_base() {
+    fn paths_are_appended_to_the_base() {
         let deep = target("https://api.example/3/", Auth::None);
         let flat = target("http://api.example:8080", Auth::None);
         for (path, below_deep, below_flat) in [
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_was_led_is_aimed_as_any_other_at_each_attempt() {
+    fn a_prepared_request_is_aimed_like_others() {
         let header = Auth::Header { name: HeaderName::from_static("x-api-key"), prefix: String::new() };
         for auth in [Auth::None, Auth::Bearer, header, Auth::Query { name: "key".to_owned() }] {
             let deep = target("https://api.example/3", auth.clone());
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_leads_elsewhere() {
+    fn requests_outside_the_base_are_rejected() {
         let deep = target("https://api.example/3", Auth::Bearer);
         for (path, error) in [
             ("/../4", TargetError::PathTraversal),
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn the_callers_credential_gives_way_to_the_providers() {
+    fn the_providers_credential_replaces_the_callers() {
         let callers = [("authorization", "Basic Zm9v"), ("x-api-key", "mine"), ("host", "127.0.0.1:8081")];
         let headers = |auth| aimed(&target("https://api.example", auth), "/x", &callers).unwrap().headers;
         let shown = |headers: &HeaderMap, name: &'static str| {
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parameter_replaces_the_callers_in_any_spelling() {
+    fn the_credential_parameter_replaces_every_spelling() {
         let query = target("https://api.example", Auth::Query { name: "api_key".to_owned() });
         for (asked, sent) in [
             ("/x", "?"),
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_holds_the_credential_escaped() {
+    fn the_credential_is_escaped_in_the_path() {
         let path = target("https://theaudiodb.example/api/v1/json/{key}", Auth::Path);
         let sent = format!("https://theaudiodb.example/api/v1/json/{ENCODED}/album.php?m=1");
         for asked in ["/album.php?m=1", "https://theaudiodb.example/api/v1/json/%7Bkey%7D/album.php?m=1"] {
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_credential_a_path_ends_before_its_place() {
+    fn anonymous_paths_end_before_the_credentials_place() {
         for (base, auth, login) in [
             ("https://api.example/v1/json/{key}", Auth::Path, "https://api.example/v1/json/login"),
             ("https://api.example/v1/bot{key}/send", Auth::Path, "https://api.example/v1/login"),
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_urls_are_written_in_several_ways() {
+    fn equivalent_absolute_urls_are_accepted() {
         let plain = target("http://api.example:80/v1", Auth::None);
         let tls = target("https://api.example/v1", Auth::None);
         for (target, asked) in [
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_that_fit() {
+    fn credentials_unfit_for_their_place_are_rejected() {
         let bearer = target("https://api.example", Auth::Bearer);
         assert_eq!(bearer.check_credential(&Secret::new("line\nbreak")), Err(TargetError::UnusableCredential));
         assert_eq!(bearer.check_credential(&Secret::new(TOKEN)), Ok(()));
@@ -479,7 +479,7 @@ mod tests {
     ];
 
     #[test]
-    fn whatever_is_asked_for_the_place_stays() {
+    fn no_request_uri_changes_the_base() {
         property::fuzz(30, |mut random| {
             let deep = target("https://api.example/v1/x", Auth::Query { name: "key".to_owned() });
             let begins = random.pick(&["/", "", "https://api.example/v1/x", "https://api.example"]);

@@ -307,7 +307,7 @@ mod tests {
     /// Ten workers at the longest wait of 15 min all wait for two hours and a half, and a pace that nobody tells of calls is
     /// forgotten after half of that.
     #[tokio::test]
-    async fn a_pace_is_remembered_for_as_long_as_anybody_waits() {
+    async fn a_pace_is_retained_while_workers_wait() {
         for (renews, remembered) in [(true, true), (false, false)] {
             let clock = ManualClock::default();
             let open = |limits: Limits| Ok::<_, OpenError>(AnyStore::Memory(Memory::new(Arc::new(limits), 1 << 20)));

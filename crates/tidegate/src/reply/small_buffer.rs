@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn moments_round_up() {
+    fn timestamps_round_up_to_seconds() {
         for (micros, text) in [
             (0, "1970-01-01 00:00:00Z"),
             (1, "1970-01-01 00:00:01Z"),
@@ -197,14 +197,14 @@ mod tests {
     }
 
     #[test]
-    fn numbers() {
+    fn decimal_digits_match_the_standard_format() {
         for number in (0..=1000).chain([9_999, 10_000, 1 << 40, u64::MAX - 1, u64::MAX]) {
             assert_eq!(DecimalDigits::from_number(number).as_bytes(), number.to_string().as_bytes());
         }
     }
 
     #[test]
-    fn a_text_too_long_for_the_stack_goes_on_elsewhere() {
+    fn long_text_moves_from_stack_to_heap() {
         for pieces in [&["", "abcd"][..], &["abc", "de"], &["abcde"], &["a", "", "bcdefgh", "", "i"]] {
             let mut sheet = SmallBuffer::<4>::new();
             for piece in pieces {

@@ -55,7 +55,7 @@ fn annotated(dialect: HeaderDialect, x: bool) -> Vec<String> {
 }
 
 #[test]
-fn each_dialect() {
+fn each_header_dialect_has_its_own_fields() {
     assert_eq!(
         annotated(HeaderDialect::Draft10, false),
         [r#"ratelimit-policy: "login";q=5;w=60, "global";q=1000;w=3600"#, r#"ratelimit: "login";r=4;t=60"#,]
@@ -71,7 +71,7 @@ fn each_dialect() {
 }
 
 #[test]
-fn calls_in_flight_name_their_unit() {
+fn in_flight_limits_name_their_unit() {
     let policy = policy();
     let id = policy.plan().find_action("feed").unwrap();
     let mut admitted = decision(true);
@@ -82,7 +82,7 @@ fn calls_in_flight_name_their_unit() {
 }
 
 #[test]
-fn a_refusal_says_when_to_come_back() {
+fn a_refusal_states_when_to_retry() {
     let policy = policy();
     let (id, _, refused) = login(&policy);
     let response =
@@ -103,7 +103,7 @@ fn a_refusal_says_when_to_come_back() {
 }
 
 #[test]
-fn a_report_is_what_it_serialises_to() {
+fn written_reports_equal_their_serialised_form() {
     let policy = policy();
     let gate = crate::Gate::new(&policy);
     let replies = Replies::new(policy.plan(), HeaderDialect::Draft10, false);
@@ -131,7 +131,7 @@ fn a_report_is_what_it_serialises_to() {
 }
 
 #[test]
-fn decisions_of_the_api() {
+fn api_decisions_carry_headers_and_report() {
     let policy = policy();
     let (id, admitted, refused) = login(&policy);
     let listed = Decision::without_limit(true, Reason::AllowList, Time::ZERO);
@@ -156,35 +156,7 @@ fn decisions_of_the_api() {
 }
 
 #[test]
-fn the_same_again_is_the_same() {
-    let policy = policy();
-    let (id, _, first) = login(&policy);
-    let replies = Replies::new(policy.plan(), HeaderDialect::Draft10, true);
-    let mut last = RefusalCache::default();
-    let mut later = first;
-    later.retry_after = Some(Span::from_secs(15));
-    let mut without = first;
-    without.next_allowed_at = None;
-    let mut more = first;
-    more.remaining = Some(1);
-    let denied = Decision::without_limit(false, Reason::DenyList, Time::ZERO);
-    for decision in [first, first, later, first, without, more, denied, denied, first] {
-        for action in [Some(id), Some(id), None] {
-            let expected = replies.refusal(action, &decision, &HeaderMap::new());
-            let found = replies.refusal_cached(&mut last, action, &decision, &HeaderMap::new());
-            assert_eq!(found.status(), expected.status());
-            assert_eq!(found.headers(), expected.headers());
-            assert_eq!(found.body(), expected.body());
-        }
-    }
-    let mut request = HeaderMap::new();
-    request.insert(ACCEPT, PROBLEM_JSON);
-    let problem = replies.refusal_cached(&mut last, Some(id), &first, &request);
-    assert_eq!(problem.headers()[CONTENT_TYPE], PROBLEM_JSON);
-}
-
-#[test]
-fn a_refusal_for_good_says_so() {
+fn a_permanent_refusal_has_no_retry_time() {
     let policy = policy();
     let (id, _, mut refused) = login(&policy);
     refused.retry_after = None;
@@ -198,7 +170,7 @@ fn a_refusal_for_good_says_so() {
 }
 
 #[test]
-fn a_problem_for_those_who_accept_one() {
+fn problem_json_is_sent_where_accepted() {
     let policy = policy();
     let (id, _, refused) = login(&policy);
     let replies = Replies::new(policy.plan(), HeaderDialect::Draft10, false);
@@ -225,7 +197,7 @@ fn a_problem_for_those_who_accept_one() {
 }
 
 #[test]
-fn the_deny_list_is_forbidden() {
+fn denied_clients_receive_403() {
     let policy = policy();
     let denied = Decision::without_limit(false, Reason::DenyList, Time::ZERO);
     let response = Replies::new(policy.plan(), HeaderDialect::Draft10, false).refusal(None, &denied, &HeaderMap::new());
@@ -237,7 +209,7 @@ fn the_deny_list_is_forbidden() {
 }
 
 #[test]
-fn names_too_long_for_the_stack() {
+fn long_limit_names_are_written_completely() {
     let name = "a".repeat(100);
     let file = format!("[inbound.action.{name}]\nmatch = {{ path = \"/\" }}\nlimit = \"5 per 60s\"\n");
     let policy = Policy::load(PolicySources::new().file("test.toml", file)).ok();

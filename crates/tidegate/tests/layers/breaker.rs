@@ -3,9 +3,9 @@ use std::task::Poll;
 use std::time::Duration;
 
 use tidegate::Span;
-use tidegate::core::breaker::{BreakerState, SlowCalls};
-use tidegate::core::{BreakerError, BreakerSpec};
 use tidegate::outbound::layers::{BreakerLayer, CircuitError, Classifier};
+use tidegate_core::breaker::{BreakerState, SlowCalls};
+use tidegate_core::{BreakerError, BreakerSpec};
 use tower::{Layer, Service, ServiceExt};
 
 use super::common::{Failed, Script, TokioClock, by_number, failed, ok, slow};
@@ -19,7 +19,7 @@ async fn advance(seconds: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn five_failures_open_it_and_two_successes_close_it() {
+async fn five_failures_open_and_two_successes_close() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(503)]);
     let layer = layer(clock);
@@ -50,7 +50,7 @@ async fn five_failures_open_it_and_two_successes_close_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failed_probe_opens_it_again_and_a_reset_closes_it() {
+async fn a_failed_probe_reopens_and_reset_closes() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(500)]);
     let layer = layer(clock);
@@ -67,7 +67,7 @@ async fn a_failed_probe_opens_it_again_and_a_reset_closes_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_isnt_the_services_fault_never_opens_it() {
+async fn client_errors_and_throttling_never_open_it() {
     let clock = TokioClock::default();
     for status in [404, 429, 401] {
         let script = Script::new(clock, [ok(status)]);
@@ -103,7 +103,7 @@ async fn half_open(clock: TokioClock) -> (BreakerLayer<impl Classifier<u16, Fail
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_nobody_waits_for_comes_back() {
+async fn a_dropped_probe_is_released() {
     let clock = TokioClock::default();
     let (layer, script) = half_open(clock).await;
     script.rewrite([slow(ok(200), 3_600)]);
@@ -126,7 +126,7 @@ async fn a_probe_that_nobody_waits_for_comes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_panics_comes_back() {
+async fn a_panicking_probe_is_released() {
     let clock = TokioClock::default();
     let (layer, _) = half_open(clock).await;
     let at_call = tower::service_fn(|_: &str| -> std::future::Ready<Result<u16, Failed>> { panic!("at the call") });
@@ -141,7 +141,7 @@ async fn a_probe_that_panics_comes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn being_ready_holds_no_probe() {
+async fn readiness_holds_no_probe() {
     let clock = TokioClock::default();
     let (layer, script) = half_open(clock).await;
     let mut idle = layer.layer(script.clone());
@@ -151,7 +151,7 @@ async fn being_ready_holds_no_probe() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_open_breaker_refuses_even_if_the_service_inside_is_not_ready() {
+async fn an_open_breaker_refuses_despite_unready_inner_service() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [slow(ok(200), 3_600)]);
     let layer = layer(clock);
@@ -193,7 +193,7 @@ async fn slow_calls_are_timed_from_call_to_reply() {
 }
 
 #[test]
-fn a_breaker_that_never_opens_is_refused() {
+fn a_breaker_that_never_opens_is_rejected() {
     let spec = BreakerSpec { failures: None, ..BreakerSpec::default() };
     let refused = BreakerLayer::new(spec, by_number);
     assert_eq!(refused.err(), Some(BreakerError::NeverOpens));

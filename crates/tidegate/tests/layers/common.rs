@@ -7,8 +7,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 pub(crate) use tidegate::clock::TokioClock;
-use tidegate::core::Class;
 use tidegate::{Clock as _, Span, Time};
+use tidegate_core::Class;
 use tower::Service;
 
 /// When the tests begin, by [`TokioClock::default`].

@@ -1,9 +1,9 @@
 use std::time::Duration;
 
 use tidegate::clock::ManualClock;
-use tidegate::core::{LimitKind, Rate};
 use tidegate::outbound::layers::{LimitLayer, LimitServiceError, WaitRefusal};
 use tidegate::{LimiterError, Span};
+use tidegate_core::{LimitKind, Rate};
 use tokio::task::JoinSet;
 use tower::{Layer, Service, ServiceExt};
 
@@ -28,7 +28,7 @@ async fn send<C: tidegate::Clock + Clone>(
 }
 
 #[tokio::test(start_paused = true)]
-async fn turns_come_at_the_rate_and_in_the_order_of_arrival() {
+async fn calls_start_at_the_rate_in_arrival_order() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("10/s", clock).unwrap();
@@ -45,7 +45,7 @@ async fn turns_come_at_the_rate_and_in_the_order_of_arrival() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_overtakes_who_waits() {
+async fn new_calls_do_not_overtake_waiting_calls() {
     let clock = ManualClock::default();
     let script = Script::new(TokioClock::default(), [ok(200)]);
     let layer = LimitLayer::with_clock("1/s", clock.clone()).unwrap();
@@ -65,7 +65,7 @@ async fn nobody_overtakes_who_waits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_window_is_strict() {
+async fn a_window_is_never_exceeded() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("100 per 10s", clock).unwrap();
@@ -84,7 +84,7 @@ async fn a_window_is_strict() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_would_wait_too_long_is_told_the_true_wait_at_once() {
+async fn too_long_waits_are_refused_with_exact_time() {
     let second = Duration::from_secs(1);
     for (quantity, wait) in [
         ("2 per 60s", [60_000, 60_000, 120_000]),
@@ -120,7 +120,7 @@ async fn who_would_wait_too_long_is_told_the_true_wait_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_returns_after_the_wait_passes() {
+async fn a_call_repeated_after_the_wait_passes() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let mut service =
@@ -137,7 +137,7 @@ async fn who_returns_after_the_wait_passes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn when_some_leave_the_others_move_up() {
+async fn cancelled_waiters_let_others_advance() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("1/s", clock).unwrap();
@@ -164,7 +164,7 @@ async fn when_some_leave_the_others_move_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_future_that_is_not_polled_takes_no_turn() {
+async fn an_unpolled_future_charges_nothing() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let mut service = LimitLayer::with_clock("1/h", clock).unwrap().max_wait(Duration::ZERO).layer(script);
@@ -174,7 +174,7 @@ async fn a_future_that_is_not_polled_takes_no_turn() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_line_is_bounded() {
+async fn the_queue_is_bounded() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("1/s", clock).unwrap().max_waiting(3);
@@ -185,7 +185,7 @@ async fn the_line_is_bounded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_services_own_error_comes_through() {
+async fn the_inner_services_error_is_returned() {
     let clock = TokioClock::default();
     let mut service = LimitLayer::with_clock("1/s", clock).unwrap().layer(Script::new(clock, [failed(500)]));
     let error = service.call("a").await.unwrap_err();
@@ -193,7 +193,7 @@ async fn the_services_own_error_comes_through() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_a_service_that_was_made_ready_is_called() {
+async fn only_a_ready_service_is_called() {
     let clock = TokioClock::default();
     let strict = tower::limit::ConcurrencyLimit::new(Script::new(clock, [ok(200)]), 1);
     let mut service = LimitLayer::from_kind(LimitKind::Rate(Rate::new(5, Span::from_secs(1), 1).unwrap()), clock)
@@ -207,7 +207,7 @@ async fn only_a_service_that_was_made_ready_is_called() {
 }
 
 #[test]
-fn what_is_no_turn_is_refused() {
+fn unusable_limits_are_rejected() {
     assert!(matches!(LimitLayer::new("2 in flight"), Err(LimiterError::InFlight)));
     assert!(matches!(LimitLayer::new("unlimited"), Err(LimiterError::Unlimited)));
     assert!(matches!(LimitLayer::new("soon"), Err(LimiterError::Quantity(_))));

@@ -1,12 +1,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate::core::breaker::BreakerState;
-use tidegate::core::{BreakerSpec, Budget, BudgetSpec, Retry};
 use tidegate::outbound::layers::{
     BreakerLayer, CircuitError, InnerClassifier, LimitLayer, LimitServiceError, RetryLayer, WaitRefusal,
 };
 use tidegate::{Backoff, Jitter, Span};
+use tidegate_core::breaker::BreakerState;
+use tidegate_core::{BreakerSpec, Budget, BudgetSpec, Retry};
 use tower::{Service, ServiceBuilder, ServiceExt};
 
 use super::common::{Failed, Passed as _, Script, TokioClock, by_number, failed, ok};
@@ -17,7 +17,7 @@ fn retry(max_attempts: u32) -> Retry {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_attempt_feeds_the_breaker_and_an_open_one_ends_the_tries() {
+async fn an_inner_breaker_counts_attempts_and_ends_retries() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503)]);
     let breaker = BreakerLayer::with_clock(BreakerSpec::default(), by_number, clock).unwrap();
@@ -33,7 +33,7 @@ async fn each_attempt_feeds_the_breaker_and_an_open_one_ends_the_tries() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_breaker_outside_of_the_retries_sees_one_failure_a_call() {
+async fn an_outer_breaker_counts_one_failure_per_call() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503)]);
     let breaker = BreakerLayer::with_clock(BreakerSpec::default(), by_number, clock).unwrap();
@@ -46,7 +46,7 @@ async fn a_breaker_outside_of_the_retries_sees_one_failure_a_call() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn all_three_in_their_order() {
+async fn retry_breaker_and_limit_layers_work_together() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), ok(200)]);
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 1 }));

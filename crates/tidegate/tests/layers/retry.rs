@@ -4,9 +4,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use http::{Request, Response};
-use tidegate::core::{Budget, BudgetSpec, Class, Retry};
 use tidegate::outbound::layers::{Classification, RepeatIdempotent, RetryLayer, StatusClassifier};
 use tidegate::{Backoff, Jitter, Span};
+use tidegate_core::{Budget, BudgetSpec, Class, Retry};
 use tower::{Layer, Service, ServiceExt};
 
 use super::common::{Failed, Passed as _, Script, TokioClock, by_number, failed, ok, slow};
@@ -17,7 +17,7 @@ fn retry(max_attempts: u32) -> Retry {
 }
 
 #[tokio::test(start_paused = true)]
-async fn three_failed_attempts_sleep_twice_and_the_last_outcome_is_returned() {
+async fn three_failed_attempts_wait_twice() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(500), ok(503), failed(502), ok(200)]);
     let mut service = RetryLayer::with_clock(retry(3), None, by_number, clock).layer(script.clone());
@@ -27,7 +27,7 @@ async fn three_failed_attempts_sleep_twice_and_the_last_outcome_is_returned() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reply_that_is_no_failure_ends_the_call() {
+async fn a_non_retryable_reply_ends_the_call() {
     let clock = TokioClock::default();
     for status in [200, 404, 401, 501] {
         let script = Script::new(clock, [ok(status), failed(418)]);
@@ -42,7 +42,7 @@ async fn a_reply_that_is_no_failure_ends_the_call() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_services_own_wait_is_a_floor() {
+async fn the_services_stated_wait_is_a_minimum() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [ok(429), ok(200)]);
     let classifier = |outcome: Result<&u16, &Failed>| Classification {
@@ -64,7 +64,7 @@ async fn the_services_own_wait_is_a_floor() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_attempt_begins_at_the_deadline_or_later() {
+async fn no_attempt_starts_at_or_after_the_deadline() {
     for (timeout, attempts) in [(500, 1), (501, 2), (1_500, 2), (1_501, 3)] {
         let clock = TokioClock::default();
         let script = Script::new(clock, [failed(503)]);
@@ -76,7 +76,7 @@ async fn no_attempt_begins_at_the_deadline_or_later() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_budget_is_shared_and_first_tries_earn() {
+async fn the_shared_budget_grows_by_first_attempts() {
     let clock = TokioClock::default();
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 500, min: 1, reserve: 10 }));
     let script = Script::new(clock, [failed(503)]);
@@ -105,7 +105,7 @@ async fn a_throttled_call_spends_no_budget() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_retry_that_was_never_sent_goes_back() {
+async fn an_unsent_retry_returns_its_budget() {
     let clock = TokioClock::default();
     let budget = Arc::new(Budget::new(BudgetSpec { ratio: 0, min: 1, reserve: 2 }));
     let script = Script::new(clock, [failed(503), slow(ok(200), 60)]);
@@ -126,7 +126,7 @@ async fn a_retry_that_was_never_sent_goes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn http_requests_are_repeated_only_where_that_does_no_harm() {
+async fn only_idempotent_http_requests_are_retried() {
     let clock = TokioClock::default();
     let sends = async |request: Request<&'static str>, was_sent: bool| {
         let sent = Arc::new(AtomicUsize::new(0));
@@ -152,7 +152,7 @@ async fn http_requests_are_repeated_only_where_that_does_no_harm() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn status_decides_for_http() {
+async fn the_http_status_decides_about_retries() {
     let clock = TokioClock::default();
     for (status, sends) in [(200, 1), (404, 1), (501, 1), (429, 3), (408, 3), (529, 3)] {
         let sent = Arc::new(AtomicUsize::new(0));
@@ -191,7 +191,7 @@ async fn answered_once(status: u16, headers: &[(&'static str, &'static str)]) ->
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_is_left_alone_for_as_long_as_its_headers_ask() {
+async fn retries_wait_as_the_reply_headers_ask() {
     for (headers, wait) in [
         (&[("retry-after", "7")][..], 7_000),
         (&[("retry-after", "Thu, 01 Jan 2026 00:00:20 GMT")], 20_000),
@@ -218,7 +218,7 @@ async fn a_server_is_left_alone_for_as_long_as_its_headers_ask() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_can_be_read_once_is_sent_once() {
+async fn non_cloneable_requests_are_sent_once() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), ok(200)]);
     let once = |_: &&'static str| None;
@@ -228,7 +228,7 @@ async fn what_can_be_read_once_is_sent_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_attempt_is_made_by_a_service_that_is_ready() {
+async fn each_attempt_uses_a_ready_service() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), failed(503), ok(200)]);
     // Called without having been made ready, it panics.

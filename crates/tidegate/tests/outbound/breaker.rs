@@ -5,10 +5,10 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::breaker::BreakerState;
-use tidegate::core::call::AttemptReport;
 use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Provider};
 use tidegate::{Clock as _, Memory, Span};
+use tidegate_core::breaker::BreakerState;
+use tidegate_core::call::AttemptReport;
 use tokio::time::sleep;
 
 use crate::common::{Answers, FAILED, GOOD, Log, MISSING, provider, spawn, within};
@@ -45,7 +45,7 @@ fn secs(secs: u64) -> Duration {
 }
 
 #[tokio::test(start_paused = true)]
-async fn when_its_time_is_over_one_probe_goes_and_the_others_are_refused() {
+async fn after_the_open_time_one_probe_passes() {
     let (api, log) = (broken(FIVE).await, Log::default());
     let opened_at = api.clock().now();
     sleep(secs(60)).await;
@@ -70,7 +70,7 @@ async fn when_its_time_is_over_one_probe_goes_and_the_others_are_refused() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_probes_that_succeed_close_it_and_one_that_fails_opens_it_again() {
+async fn two_successful_probes_close_one_failed_reopens() {
     let (api, log) = (broken(FIVE).await, Log::default());
     sleep(secs(300)).await;
     call(&api, GOOD, &log).await.unwrap();
@@ -91,7 +91,7 @@ async fn two_probes_that_succeed_close_it_and_one_that_fails_opens_it_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_does_not_exist_is_no_failure() {
+async fn not_found_replies_are_no_failures() {
     let (api, log) = (provider(FIVE), Log::default());
     for _ in 0..50 {
         call(&api, MISSING, &log).await.unwrap();
@@ -104,7 +104,7 @@ async fn what_does_not_exist_is_no_failure() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn replies_to_calls_from_before_it_opened_move_nothing() {
+async fn late_replies_from_before_opening_change_nothing() {
     let (api, log) = (provider(FIVE), Log::default());
     let late = |reply, after| {
         let upstream = Answers::of(&api, &[reply], &log, 0).after(secs(after));
@@ -131,7 +131,7 @@ async fn replies_to_calls_from_before_it_opened_move_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_is_cancelled_comes_back_at_once() {
+async fn a_cancelled_probe_is_released_immediately() {
     let (api, log) = (broken(FIVE).await, Log::default());
     sleep(secs(300)).await;
     let mut upstream = Answers::of(&api, &[GOOD], &log, 0).after(secs(5));
@@ -140,7 +140,7 @@ async fn a_probe_that_is_cancelled_comes_back_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_hangs_comes_back_when_its_lease_is_over() {
+async fn a_hanging_probe_is_released_after_its_lease() {
     let (api, log) = (broken(FIVE).await, Log::default());
     sleep(secs(300)).await;
     let hangs = spawn(&api, CallOptions::default(), Answers::of(&api, &[GOOD], &log, 0).after(secs(3600)));
@@ -158,7 +158,7 @@ async fn a_probe_that_hangs_comes_back_when_its_lease_is_over() {
 
 /// A future that is granted its turn while nobody polls it holds the probe for no longer than the lease.
 #[tokio::test(start_paused = true)]
-async fn a_probe_that_is_never_polled_comes_back_when_its_lease_is_over() {
+async fn an_unpolled_probe_is_released_after_its_lease() {
     let (api, log) = (broken(&format!("{FIVE}limit = \"5 per 301s\"")).await, Log::default());
     sleep(secs(300)).await;
     let mut upstream = Answers::of(&api, &[GOOD], &log, 1);
@@ -179,7 +179,7 @@ async fn a_probe_that_is_never_polled_comes_back_when_its_lease_is_over() {
 
 /// A queued call that the breaker refuses at its turn is told so, and has spent nothing.
 #[tokio::test(start_paused = true)]
-async fn calls_that_wait_are_refused_when_it_opens_and_spend_nothing() {
+async fn opening_refuses_queued_calls_at_no_charge() {
     let (api, log) = (provider(&format!("{FIVE}limit = \"6 per 10s\"\n")), Log::default());
     let mut failing = Vec::new();
     for _ in 0..5 {

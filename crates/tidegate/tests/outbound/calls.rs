@@ -8,25 +8,25 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::call::AttemptReport;
-use tidegate::core::{Batch, Lane, Limits, Outcomes};
 use tidegate::outbound::{Attempt, AttemptOutcome, CallErrorKind, CallOptions, Outbound, Provider, Upstream, Urgency};
 use tidegate::policy::KeySeed;
 use tidegate::store::{Answer, Store, StoreError};
 use tidegate::{Clock as _, Memory, Span, Time};
+use tidegate_core::call::AttemptReport;
+use tidegate_core::{Batch, Lane, Limits, Outcomes};
 use tokio::task::JoinSet;
 
 use crate::common::{Answers, FAILED, GOOD, Log, THROTTLED, UNSENT, options, policy, provider, spawn, starts, within};
 
 #[tokio::test(start_paused = true)]
-async fn a_call_within_its_limits_goes_at_once() {
+async fn a_call_within_its_limits_starts_immediately() {
     let (api, log) = (provider("limit = \"10 per 10s\""), Log::default());
     let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
     assert_eq!((done.value, done.stats.attempts, done.stats.waited), (1, 1, Span::ZERO));
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_hundred_at_once_start_ten_in_each_second_in_the_order_of_arrival() {
+async fn queued_calls_start_at_the_rate_in_order() {
     let (api, log) = (provider("limit = \"10 per 1s\"\nadaptive = \"off\"\ntimeout = \"60s\""), Log::default());
     let mut calls = JoinSet::new();
     for name in 0..200 {
@@ -44,7 +44,7 @@ async fn two_hundred_at_once_start_ten_in_each_second_in_the_order_of_arrival() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_most_urgent_goes_first_and_one_that_waits_can_be_lifted() {
+async fn urgent_calls_start_first_and_may_be_raised() {
     let (api, log) = (provider("limit = \"1 per 1s\"\ntimeout = \"60s\""), Log::default());
     let lifted = Urgency::default();
     let mut calls = JoinSet::new();
@@ -67,7 +67,7 @@ async fn the_most_urgent_goes_first_and_one_that_waits_can_be_lifted() {
 
 /// A future that was polled once and then left alone must not stand in anybody's way.
 #[tokio::test(start_paused = true)]
-async fn a_future_that_nobody_polls_holds_nobody_up() {
+async fn an_unpolled_call_blocks_no_other_call() {
     let (api, log) = (provider("limit = \"1 per 1s\"\nadaptive = \"off\"\ntimeout = \"60s\""), Log::default());
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
     let mut upstream = Answers::of(&api, &[GOOD], &log, 1);
@@ -81,7 +81,7 @@ async fn a_future_that_nobody_polls_holds_nobody_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_dropped_while_it_waits_gives_its_place_back() {
+async fn a_call_dropped_while_waiting_frees_its_slot() {
     let (api, log) = (provider("limit = \"1 per 1s\"\ntimeout = \"60s\""), Log::default());
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
     for name in 1..100 {
@@ -100,7 +100,7 @@ async fn what_is_dropped_while_it_waits_gives_its_place_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reply_that_streams_stays_in_flight_until_its_tail_is_dropped() {
+async fn a_streaming_reply_stays_in_flight_until_dropped() {
     let (api, log) = (provider("sequential = true\ntimeout = \"60s\""), Log::default());
     let streaming = AttemptReport { is_streaming: true, ..GOOD };
     let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[streaming], &log, 0)).await.unwrap();
@@ -118,7 +118,7 @@ async fn a_reply_that_streams_stays_in_flight_until_its_tail_is_dropped() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failures_are_tried_again_and_the_last_one_comes_with_the_error() {
+async fn failures_are_retried_and_the_last_is_returned() {
     let settings = "retry = { max_attempts = 3, base = \"500ms\", cap = \"8s\", jitter = \"none\" }\ntimeout = \"60s\"";
     let (api, log) = (provider(settings), Log::default());
     let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[FAILED], &log, 0)).await.unwrap_err();
@@ -130,7 +130,7 @@ async fn failures_are_tried_again_and_the_last_one_comes_with_the_error() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_open_breaker_says_how_many_failures_and_until_when() {
+async fn an_open_breaker_states_failures_and_reset_time() {
     let settings = "breaker = { failures = 5, open = \"5m\" }\nretry = { max_attempts = 1 }";
     let (api, log) = (provider(settings), Log::default());
     for name in 0..5 {
@@ -151,7 +151,7 @@ async fn an_open_breaker_says_how_many_failures_and_until_when() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_throttled_credential_gives_way_to_another_at_once() {
+async fn a_throttled_credential_is_replaced_immediately() {
     let (api, log) = (provider("auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]"), Log::default());
     let done = api.call(CallOptions::default(), &mut Answers::of(&api, &[THROTTLED, GOOD], &log, 0)).await.unwrap();
     assert_eq!((done.stats.attempts, done.stats.credential), (2, 1));
@@ -161,7 +161,7 @@ async fn a_throttled_credential_gives_way_to_another_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_beyond_the_deadline_fails_at_once_and_says_when() {
+async fn a_wait_beyond_the_deadline_fails_immediately() {
     let (api, log) = (provider("limit = \"1 per 1h\""), Log::default());
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
     let began = api.clock().now();
@@ -175,7 +175,7 @@ async fn a_refusal_beyond_the_deadline_fails_at_once_and_says_when() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cost_that_is_told_late_gives_back_nobody_elses() {
+async fn a_late_cost_report_refunds_no_other_call() {
     let (api, log) = (provider("cost_limit = \"100 per 60s\"\ncost = { reserve = 1 }"), Log::default());
     let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(1)) };
     let answers = || Answers::of(&api, &[GOOD], &log, 0);
@@ -193,7 +193,7 @@ async fn a_cost_that_is_told_late_gives_back_nobody_elses() {
 
 /// A call may begin in one period of a quota and end in the next.
 #[tokio::test(start_paused = true)]
-async fn what_yesterday_was_charged_is_not_given_back_today() {
+async fn an_earlier_periods_charge_is_never_refunded_later() {
     let (api, log) = (provider("cost_limit = \"100 per calendar day\"\ncost = { reserve = 1 }"), Log::default());
     let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(1)) };
     let answers = || Answers::of(&api, &[GOOD], &log, 0);
@@ -210,7 +210,7 @@ async fn what_yesterday_was_charged_is_not_given_back_today() {
 
 /// A panic of one caller's upstream must leave the others a working provider.
 #[tokio::test(start_paused = true)]
-async fn an_upstream_that_panics_ends_only_its_own_call() {
+async fn a_panicking_upstream_ends_only_its_call() {
     struct Panics;
     impl Upstream for Panics {
         type Reply = ();
@@ -268,7 +268,7 @@ fn remote(settings: &str) -> (Provider<Remote, TokioClock>, Arc<AtomicU32>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_must_be_waited_for_is() {
+async fn calls_wait_for_a_remote_store() {
     let (api, _) = remote("limit = \"10 per 1s\"\nadaptive = \"off\"\ntimeout = \"60s\"");
     let log = Log::default();
     let mut calls = JoinSet::new();
@@ -286,7 +286,7 @@ async fn a_store_that_must_be_waited_for_is() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_breaks_fails_the_call_that_asked_and_no_other() {
+async fn a_store_error_fails_only_one_call() {
     let (api, fails) = remote("limit = \"10 per 1s\"");
     let log = Log::default();
     fails.store(1, Ordering::Relaxed);
@@ -296,7 +296,7 @@ async fn a_store_that_breaks_fails_the_call_that_asked_and_no_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_granted_to_a_call_that_has_gone_is_given_back() {
+async fn grants_to_cancelled_calls_are_returned() {
     let (api, _) = remote("limit = \"1 per 1h\"");
     let log = Log::default();
     let mut upstream = Answers::of(&api, &[GOOD], &log, 0);
@@ -306,7 +306,7 @@ async fn what_is_granted_to_a_call_that_has_gone_is_given_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_never_left_costs_nothing() {
+async fn unsent_requests_cost_nothing() {
     let (api, log) =
         (provider("limit = \"1 per calendar day\"\nretry = { max_attempts = 1 }\nbreaker = \"off\""), Log::default());
     for _ in 0..10 {
@@ -319,7 +319,7 @@ async fn what_never_left_costs_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_turn_that_nobody_takes_goes_to_the_next() {
+async fn an_unused_grant_passes_to_the_next_call() {
     let (api, log) = (provider("limit = \"1 per 10s\"\ntimeout = \"60s\""), Log::default());
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
     let mut gone = Box::pin(async { api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await });
@@ -334,7 +334,7 @@ async fn a_turn_that_nobody_takes_goes_to_the_next() {
 
 /// A reply may tell that its call cost less than was reserved for it.
 #[tokio::test(start_paused = true)]
-async fn a_cost_may_yet_find_room() {
+async fn a_refunded_cost_admits_a_waiting_call() {
     let (api, log) =
         (provider("cost = { reserve = 1 }\ncost_limit = \"100 per 60s\"\nadaptive = \"off\""), Log::default());
     let costing = |cost| CallOptions { cost, ..within(Duration::from_secs(10)) };
@@ -388,7 +388,7 @@ impl Upstream for Twins {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hedge_asks_a_store_that_must_be_waited_for() {
+async fn hedges_wait_for_a_remote_store() {
     // The limit, how long both requests take, which one's reply it is after how long, and what is left of the limit.
     for (limit, takes, number, millis, left) in [
         ("3 per 1h", [5_000, 50], 2, 5 + 1_000 + 5 + 50, 1),
@@ -414,7 +414,7 @@ async fn a_hedge_asks_a_store_that_must_be_waited_for() {
 
 /// The timer of a runtime that ends must not be missed by the next.
 #[test]
-fn calls_outlive_the_runtime_of_others() {
+fn calls_continue_when_another_runtime_ends() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let (first, second) = (runtime(), runtime());
     let (api, log) = (provider("limit = \"1 per 1s\"\ntimeout = \"60s\""), Log::default());
@@ -444,7 +444,7 @@ fn calls_outlive_the_runtime_of_others() {
 }
 
 #[test]
-fn a_provider_outlives_its_runtime() {
+fn a_provider_survives_its_runtime() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     let first = runtime();
     let api = first.block_on(async {

@@ -4,13 +4,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::call::AttemptReport;
-use tidegate::core::retry::Delivery;
-use tidegate::core::{Class, Lane};
 use tidegate::outbound::{Attempt, AttemptOutcome, CallError, CallOptions, Outbound, Provider, Upstream};
 use tidegate::policy::{Policy, PolicySources};
 use tidegate::store::Store;
 use tidegate::{Clock as _, Memory, Time};
+use tidegate_core::call::AttemptReport;
+use tidegate_core::retry::Delivery;
+use tidegate_core::{Class, Lane};
 use tokio::task::JoinHandle;
 
 pub(crate) const GOOD: AttemptReport =

@@ -9,15 +9,15 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{BodyExt as _, Empty, Full};
 use tidegate::clock::TokioClock;
-use tidegate::core::call::AttemptReport;
-use tidegate::core::retry::Delivery;
-use tidegate::core::{Class, Lane};
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
     Attempt, AttemptOutcome, CallError, CallErrorKind, CallOptions, Outbound, Provider, Upstream,
 };
 use tidegate::policy::{Policy, PolicySources};
 use tidegate::{Clock as _, Memory, Span, Time};
+use tidegate_core::call::AttemptReport;
+use tidegate_core::retry::Delivery;
+use tidegate_core::{Class, Lane};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
@@ -60,7 +60,7 @@ impl Upstream for Counted {
 }
 
 #[tokio::test(start_paused = true)]
-async fn musicbrainz_is_called_once_a_second_in_order_and_one_at_a_time() {
+async fn musicbrainz_calls_are_sequential_once_per_second() {
     let text = "[outbound.provider.mb]\npreset = \"musicbrainz\"\nuser_agent = \"App/1 ( me@example.com )\"\n";
     let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap();
     let outbound = Outbound::in_memory(&policy, TokioClock::default()).unwrap();
@@ -104,7 +104,7 @@ async fn flood(api: &Api, calls: &mut JoinSet<()>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn background_keeps_its_floor_under_a_flood_and_takes_everything_without_one() {
+async fn background_keeps_its_share_during_a_flood() {
     let settings = "limit = \"10 per 1s\"\nadaptive = \"off\"\nlead = \"1ms\"\nbackground = { timeout = \"1h\" }\n\
                     user = { timeout = \"5s\" }";
     let (api, log) = (provider(settings), Log::default());
@@ -134,7 +134,7 @@ async fn background_keeps_its_floor_under_a_flood_and_takes_everything_without_o
 }
 
 #[tokio::test(start_paused = true)]
-async fn five_in_the_background_let_one_webhook_go_first() {
+async fn a_webhook_overtakes_waiting_background_calls() {
     let (api, log) = (provider("limit = \"1 per 1s\"\nadaptive = \"off\"\ntimeout = \"60s\""), Log::default());
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 9)).await.unwrap();
     let mut calls = Vec::new();
@@ -150,7 +150,7 @@ async fn five_in_the_background_let_one_webhook_go_first() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lane_has_no_more_in_flight_than_its_cap_and_holds_nobody_else_back() {
+async fn a_lanes_in_flight_cap_blocks_only_it() {
     let settings = "adaptive = \"off\"\ntimeout = \"1h\"\nbackground = { in_flight = 2 }\nwebhook = { in_flight = 3 }";
     let api = provider(settings);
     let counted = [(); 3].map(|()| Counted::taking(secs(1)));
@@ -171,7 +171,7 @@ async fn a_lane_has_no_more_in_flight_than_its_cap_and_holds_nobody_else_back() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn background_rests_outside_its_hours_and_others_do_not() {
+async fn only_background_pauses_outside_its_hours() {
     // 2026-01-01 00:00 UTC is 01:00 in Berlin.
     let settings = "adaptive = \"off\"\n\
                     background = { hours = \"22:00-06:00 in Europe/Berlin\", timeout = \"24h\" }";
@@ -199,7 +199,7 @@ async fn background_rests_outside_its_hours_and_others_do_not() {
 
 /// What waits when the hours end waits for the next.
 #[tokio::test(start_paused = true)]
-async fn background_that_waits_when_its_hours_end_goes_on_when_they_begin_again() {
+async fn waiting_background_calls_resume_in_the_next_hours() {
     let settings = "limit = \"1 per 10m\"\nadaptive = \"off\"\n\
                     background = { hours = \"22:00-06:00 in Europe/Berlin\", timeout = \"48h\" }";
     let six = Time::from_secs(1_767_225_600 + 5 * 3600);
@@ -226,7 +226,7 @@ impl Upstream for Page {
 
 /// A background call that others wait for is as urgent as the most urgent of them.
 #[tokio::test(start_paused = true)]
-async fn an_urgent_call_lifts_the_background_call_whose_reply_it_waits_for() {
+async fn an_urgent_follower_raises_the_background_leader() {
     let settings = "limit = \"1 per 1s\"\nadaptive = \"off\"\ncache = { ttl = \"1h\" }\nbackground = { timeout = \"1h\" }\n\
                     user = { timeout = \"1h\" }";
     let outbound = Outbound::in_memory(&policy(settings), TokioClock::default()).unwrap();
@@ -292,7 +292,7 @@ impl Upstream for Slow {
 
 /// What is sent in the last moment comes to nothing, and would take the turn of a call that could succeed.
 #[tokio::test(start_paused = true)]
-async fn twice_as_much_as_there_is_room_for_leaves_all_the_room_used() {
+async fn double_the_load_uses_the_full_limit() {
     let api = provider("limit = \"10/s\"\ntimeout = \"5s\"");
     let mut calls = JoinSet::new();
     for _ in 0..20 * 60 {
@@ -316,7 +316,7 @@ async fn twice_as_much_as_there_is_room_for_leaves_all_the_room_used() {
 
 /// A caller without patience says nothing of the provider.
 #[tokio::test(start_paused = true)]
-async fn no_time_is_no_failure_of_the_provider() {
+async fn short_timeouts_are_no_provider_failure() {
     let api = provider("breaker = { failures = 5, open = \"5m\" }");
     for _ in 0..20 {
         let hasty = CallOptions { timeout: Some(Duration::from_millis(1)), ..CallOptions::default() };

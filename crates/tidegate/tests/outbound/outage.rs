@@ -45,7 +45,7 @@ impl Upstream for Server {
 const PATIENCE: Duration = Duration::from_millis(100);
 
 #[tokio::test(start_paused = true)]
-async fn a_thousand_workers_neither_trample_nor_miss_a_provider_that_comes_back() {
+async fn a_recovering_provider_is_neither_overloaded_nor_idle() {
     let settings = "limit = \"100 per 1s\"\nbreaker = { failures = 5, open = \"2s\" }\ntimeout = \"30s\"\n\
                     budget = { ratio = 0.2, min = 3 }";
     let api = provider(settings);

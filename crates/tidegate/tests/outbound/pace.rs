@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::Lane;
 use tidegate::outbound::{Attempt, AttemptOutcome, CallErrorKind, CallOptions, Provider, Upstream};
 use tidegate::{Clock as _, Memory, Span, Time};
+use tidegate_core::Lane;
 use tokio::task::JoinSet;
 
 use crate::common::{Answers, GOOD, Log, THROTTLED, options, provider, spawn, starts, throttled_for, within};
@@ -64,21 +64,21 @@ async fn worked(api: &Provider<Memory, TokioClock>, capacity: usize) -> (usize, 
 }
 
 #[tokio::test(start_paused = true)]
-async fn adaptive_finds_what_the_limit_doesnt_know() {
+async fn adaptive_pace_finds_an_unknown_limit() {
     let api = provider("limit = \"100/s\"\npace = \"adaptive\"\ntimeout = \"60s\"\nretry = { max_attempts = 1 }");
     let (goodput, throttled) = worked(&api, 50).await;
     assert!(goodput >= 950 && throttled < 20, "{goodput} ‰ of what it takes, {throttled} ‰ throttled");
 }
 
 #[tokio::test(start_paused = true)]
-async fn adaptive_keeps_below_the_limit() {
+async fn adaptive_pace_stays_below_the_limit() {
     let api = provider("limit = \"20/s\"\npace = \"adaptive\"\ntimeout = \"60s\"\nretry = { max_attempts = 1 }");
     let (goodput, throttled) = worked(&api, 50).await;
     assert!((350..=400).contains(&goodput) && throttled == 0, "{goodput} ‰ of what it takes, {throttled} ‰ throttled");
 }
 
 #[tokio::test(start_paused = true)]
-async fn responsive_spaces_the_calls_of_all_once_one_is_throttled() {
+async fn one_throttled_reply_spaces_all_responsive_calls() {
     let (api, log) =
         (provider("pace = \"responsive\"\ntimeout = \"60s\"\nretry = { max_attempts = 1 }"), Log::default());
     spawn(&api, CallOptions::default(), Answers::of(&api, &[THROTTLED], &log, 0)).await.unwrap().unwrap_err();
@@ -96,7 +96,7 @@ async fn responsive_spaces_the_calls_of_all_once_one_is_throttled() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_the_pace_has_no_room_for_fails_with_the_moment() {
+async fn a_pace_wait_beyond_the_deadline_fails() {
     let settings = "pace = { by = \"responsive\", initial = \"30s\" }\nretry = { max_attempts = 1 }";
     let (api, log) = (provider(settings), Log::default());
     spawn(&api, CallOptions::default(), Answers::of(&api, &[THROTTLED], &log, 0)).await.unwrap().unwrap_err();
@@ -109,7 +109,7 @@ async fn a_call_that_the_pace_has_no_room_for_fails_with_the_moment() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_wait_that_is_asked_for_closes_the_gate_all_the_same() {
+async fn retry_after_pauses_calls_despite_the_pace() {
     let (api, log) = (provider("pace = \"adaptive\"\ntimeout = \"60s\"\nretry = { max_attempts = 1 }"), Log::default());
     spawn(&api, CallOptions::default(), Answers::of(&api, &[throttled_for(7)], &log, 0)).await.unwrap().unwrap_err();
     spawn(&api, CallOptions::default(), Answers::of(&api, &[GOOD], &log, 1)).await.unwrap().unwrap();
@@ -117,7 +117,7 @@ async fn a_wait_that_is_asked_for_closes_the_gate_all_the_same() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_throttled_credential_rests_where_there_is_another() {
+async fn a_throttled_credential_cools_down_beside_another() {
     let settings = "pace = \"adaptive\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\ntimeout = \"60s\"";
     let (api, log) = (provider(settings), Log::default());
     spawn(&api, CallOptions::default(), Answers::of(&api, &[THROTTLED, GOOD], &log, 0)).await.unwrap().unwrap();

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::Lane;
-use tidegate::core::call::AttemptReport;
 use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Provider};
 use tidegate::{Clock as _, Memory, Span};
+use tidegate_core::Lane;
+use tidegate_core::call::AttemptReport;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
@@ -42,12 +42,12 @@ async fn used(api: &Api, calls: usize) -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn credentials_take_turns() {
+async fn credentials_are_used_in_rotation() {
     assert_eq!(used(&pool("ABC"), 6).await, "ABCABC");
 }
 
 #[tokio::test(start_paused = true)]
-async fn five_throttled_replies_cool_down_ever_longer_up_to_the_cap() {
+async fn cool_downs_double_up_to_the_cap() {
     let (api, log) = (pool("A"), Log::default());
     for _ in 0..5 {
         call(&api, CallOptions::default(), THROTTLED, &log).await.unwrap_err();
@@ -62,7 +62,7 @@ async fn five_throttled_replies_cool_down_ever_longer_up_to_the_cap() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_cools_down_is_out_until_its_moment_and_then_back_among_the_good() {
+async fn a_cooling_credential_rejoins_at_its_exact_time() {
     let api = pool("ABC");
     assert_eq!(used(&api, 1).await, "A");
     call(&api, CallOptions::default(), THROTTLED, &Log::default()).await.unwrap_err();
@@ -73,7 +73,7 @@ async fn who_cools_down_is_out_until_its_moment_and_then_back_among_the_good() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_all_cool_down_beyond_the_deadline_nothing_is_sent_and_the_first_moment_is_told() {
+async fn when_all_cool_down_calls_fail_immediately() {
     let (api, log) = (pool("AB"), Log::default());
     call(&api, CallOptions::default(), throttled_for(3), &log).await.unwrap_err();
     call(&api, CallOptions::default(), throttled_for(5), &log).await.unwrap_err();
@@ -91,7 +91,7 @@ async fn where_all_cool_down_beyond_the_deadline_nothing_is_sent_and_the_first_m
 }
 
 #[tokio::test(start_paused = true)]
-async fn quotas_that_are_spent_are_told_with_their_reset() {
+async fn spent_quotas_are_reported_with_their_reset() {
     let settings = "credential_limit = \"1 per calendar day\"\nauth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]";
     let (api, log) = (provider(settings), Log::default());
     for credential in 0..2 {
@@ -119,7 +119,7 @@ async fn quotas_that_are_spent_are_told_with_their_reset() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn ten_calls_throttled_together_are_one_step() {
+async fn concurrent_throttles_count_as_one_step() {
     let (api, log) = (pool("A"), Log::default());
     let upstream = |index: u64| Answers::of(&api, &[THROTTLED], &log, 0).after(Duration::from_millis(100 + index));
     let calls: Vec<_> = (0..10).map(|index| spawn(&api, CallOptions::default(), upstream(index))).collect();
@@ -134,7 +134,7 @@ async fn ten_calls_throttled_together_are_one_step() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_success_of_a_call_from_before_lifts_nothing() {
+async fn an_earlier_calls_success_ends_no_cool_down() {
     let (api, log) = (pool("A"), Log::default());
     let slow = spawn(&api, CallOptions::default(), Answers::of(&api, &[GOOD], &log, 0).after(Duration::from_secs(2)));
     tokio::task::yield_now().await;
@@ -150,7 +150,7 @@ async fn a_success_of_a_call_from_before_lifts_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_does_not_exist_costs_a_credential_nothing() {
+async fn not_found_replies_do_not_affect_credentials() {
     let (api, log) = (pool("ABC"), Log::default());
     for expected in [0, 1, 2, 0, 1, 2] {
         assert_eq!(call(&api, CallOptions::default(), MISSING, &log).await.unwrap(), expected);
@@ -160,7 +160,7 @@ async fn what_does_not_exist_costs_a_credential_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_last_good_credential_is_not_left_out_for_one_forbidden_request() {
+async fn the_last_good_credential_is_never_excluded() {
     let (api, log) = (pool("AB"), Log::default());
     for _ in 0..4 {
         call(&api, CallOptions::default(), UNAUTHORIZED, &log).await.unwrap();
@@ -173,7 +173,7 @@ async fn the_last_good_credential_is_not_left_out_for_one_forbidden_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_credential_whose_login_fails_is_left_out() {
+async fn a_credential_with_failed_login_is_excluded() {
     let login = "login = { path = \"/login\", body = '{\"key\":\"{credential}\"}', pointer = \"/token\" }";
     let (api, log) = (provider(&format!("{POOL}credentials = [\"env:A\", \"env:B\"]\n{login}")), Log::default());
     let mut upstream = Answers::of(&api, &[UNAUTHORIZED], &log, 0);
@@ -200,7 +200,7 @@ fn slow(api: &Api, log: &Log, name: u32, millis: u64) -> tokio::task::JoinHandle
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_busy_credential_is_passed_over_and_where_all_are_busy_calls_go_in_order_as_others_end() {
+async fn busy_credentials_are_skipped_in_arrival_order() {
     let (api, log) = (busy_pool("ABC", 2), Log::default());
     let began = api.clock().now();
     let mut calls = vec![slow(&api, &log, 0, 10_000)];
@@ -230,7 +230,7 @@ async fn a_busy_credential_is_passed_over_and_where_all_are_busy_calls_go_in_ord
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_all_are_busy_beyond_the_deadline_it_passes() {
+async fn with_all_credentials_busy_the_deadline_passes() {
     let (api, log) = (busy_pool("AB", 1), Log::default());
     let calls = [slow(&api, &log, 0, 10_000), slow(&api, &log, 1, 10_000)];
     yield_now().await;
@@ -245,7 +245,7 @@ async fn where_all_are_busy_beyond_the_deadline_it_passes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_is_given_up_leaves_its_credential_to_the_next() {
+async fn a_cancelled_call_frees_its_credential() {
     let (api, log) = (busy_pool("AB", 1), Log::default());
     let streaming = AttemptReport { is_streaming: true, ..GOOD };
     let mut upstream = Answers::of(&api, &[streaming], &log, 0);
@@ -269,7 +269,7 @@ async fn a_call_that_is_given_up_leaves_its_credential_to_the_next() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn another_attempt_takes_a_permit_of_its_own() {
+async fn each_attempt_takes_its_own_permit() {
     let retries = "retry = { max_attempts = 3, max_token_retries = 5, base = \"1s\", cap = \"1s\", jitter = \"none\" }";
     let settings =
         POOL.replace("retry = { max_attempts = 1, max_token_retries = 0, max_retry_after = \"10m\" }", retries);

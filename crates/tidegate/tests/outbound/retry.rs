@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use tidegate::core::call::AttemptReport;
 use tidegate::outbound::{CallErrorKind, CallOptions};
 use tidegate::{Clock as _, Span};
+use tidegate_core::call::AttemptReport;
 
 use crate::common::{Answers, GOOD, Log, THROTTLED, provider, spawn, starts, throttled_for, within};
 
@@ -16,7 +16,7 @@ fn waits(log: &Log) -> Vec<u64> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn throttled_again_and_again_it_waits_ever_longer() {
+async fn repeated_throttling_doubles_the_wait() {
     let asks_for_nothing = AttemptReport { retry_after: Some(Span::ZERO), ..THROTTLED };
     for throttled in [THROTTLED, asks_for_nothing] {
         let (api, log) = (provider(SEVEN), Log::default());
@@ -29,7 +29,7 @@ async fn throttled_again_and_again_it_waits_ever_longer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_provider_asks_for_is_waited() {
+async fn retry_after_is_waited_for() {
     for secs in [7, 20] {
         let (api, log) = (provider(SEVEN), Log::default());
         let replies = [throttled_for(secs), GOOD];
@@ -39,7 +39,7 @@ async fn what_the_provider_asks_for_is_waited() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_day_fails_the_call_at_once_and_closes_the_gate() {
+async fn a_day_of_retry_after_fails_calls_immediately() {
     let (api, log) = (provider("adaptive = \"off\""), Log::default());
     let began = api.clock().now();
     let mut upstream = Answers::of(&api, &[throttled_for(86_400)], &log, 0);
@@ -52,7 +52,7 @@ async fn a_day_fails_the_call_at_once_and_closes_the_gate() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn thirty_workers_told_to_wait_come_back_in_thirty_slots() {
+async fn thirty_throttled_workers_return_in_thirty_slots() {
     let settings = "limit = \"10/s\"\nadaptive = \"off\"\ntimeout = \"1h\"\n\
                     retry = { max_attempts = 2, max_retry_after = \"1h\" }";
     let (api, log) = (provider(settings), Log::default());

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::core::breaker::BreakerState;
 use tidegate::outbound::{CallErrorKind, CallOptions, Outbound, Provider};
 use tidegate::policy::KeySeed;
 use tidegate::store::{Fleet, FleetOptions, fleet_limits};
 use tidegate::{AnyStore, Memory};
+use tidegate_core::breaker::BreakerState;
 use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};
 use tokio::time::sleep;
 
@@ -41,7 +41,7 @@ impl Nodes {
         self.nodes[node].provider("api").unwrap()
     }
 
-    async fn call(&self, node: usize, reply: tidegate::core::call::AttemptReport) -> Result<(), CallErrorKind> {
+    async fn call(&self, node: usize, reply: tidegate_core::call::AttemptReport) -> Result<(), CallErrorKind> {
         let mut upstream = Answers::of(self.api(node), &[reply], &self.log, node as u32);
         let options = CallOptions { timeout: Some(Duration::from_secs(5)), ..CallOptions::default() };
         self.api(node).call(options, &mut upstream).await.map(drop).map_err(|error| error.kind)
@@ -62,7 +62,7 @@ impl Nodes {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_provider_allows_is_shared() {
+async fn nodes_share_a_providers_limit() {
     let nodes = Nodes::new(3, "limit = \"6 per 1h\"\nshared = true").await;
     for call in 0..6 {
         nodes.call(call % 3, GOOD).await.unwrap();
@@ -75,11 +75,11 @@ async fn what_a_provider_allows_is_shared() {
 
 /// No store is told of calls in flight: each node's own are bounded.
 #[tokio::test(start_paused = true)]
-async fn calls_in_flight_with_a_credential_are_each_nodes_own() {
+async fn in_flight_credential_limits_apply_per_node() {
     let settings =
         "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\ncredential_limit = \"1 in flight\"\nshared = true";
     let nodes = Nodes::new(2, settings).await;
-    let streaming = tidegate::core::call::AttemptReport { is_streaming: true, ..GOOD };
+    let streaming = tidegate_core::call::AttemptReport { is_streaming: true, ..GOOD };
     let mut tails = Vec::new();
     for node in [0, 0, 1, 1] {
         let mut upstream = Answers::of(nodes.api(node), &[streaming], &nodes.log, 0);
@@ -95,7 +95,7 @@ async fn calls_in_flight_with_a_credential_are_each_nodes_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_word_each_node_counts_for_itself() {
+async fn nodes_count_separately_by_default() {
     let nodes = Nodes::new(2, "limit = \"1 per 1h\"").await;
     let asked = nodes.store.request_count();
     for node in 0..2 {
@@ -106,7 +106,7 @@ async fn without_a_word_each_node_counts_for_itself() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_nodes_throttled_reply_closes_the_gate_for_all() {
+async fn one_nodes_throttled_reply_pauses_all_nodes() {
     let nodes = Nodes::new(2, "limit = \"100 per 1s\"\nshared = true\nretry = { max_attempts = 1 }").await;
     assert!(nodes.call(0, throttled_for(600)).await.is_err());
     sleep(Duration::from_millis(10)).await;
@@ -116,7 +116,7 @@ async fn one_nodes_throttled_reply_closes_the_gate_for_all() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_breaker_opens_everywhere_when_most_nodes_have_opened_theirs() {
+async fn a_majority_of_open_breakers_opens_all() {
     let settings = "limit = \"100 per 1s\"\nshared = true\nretry = { max_attempts = 1 }\nbreaker = { failures = 2, open = \"60s\" }";
     let nodes = Nodes::new(3, settings).await;
     let fail = async |node| {
@@ -146,7 +146,7 @@ async fn a_breaker_opens_everywhere_when_most_nodes_have_opened_theirs() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_go_on_without_the_store() {
+async fn calls_continue_during_a_store_outage() {
     let nodes = Nodes::new(2, "limit = \"10 per 1h\"\nshared = true").await;
     nodes.store.set_behaviour(RemoteBehaviour::Unresponsive);
     for node in 0..2 {

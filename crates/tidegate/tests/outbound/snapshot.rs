@@ -111,7 +111,7 @@ const DAYS: [(&str, &str, &str, u64); 5] = [
 ];
 
 #[tokio::test(start_paused = true)]
-async fn a_thousand_calls_a_day_are_a_thousand_across_three_restarts() {
+async fn a_daily_quota_is_exact_across_restarts() {
     for (zone, begins, ends, hours) in DAYS {
         let (begins, midnight) = (utc(begins), utc(ends));
         assert_eq!(midnight.since(begins), HOUR.times(hours), "{zone}");
@@ -137,7 +137,7 @@ async fn a_thousand_calls_a_day_are_a_thousand_across_three_restarts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_period_that_is_over_is_not_taken_up_again() {
+async fn a_finished_period_is_not_restored() {
     let host = Host::omdb("UTC");
     let process = host.start(utc("2026-06-01T20:00:00Z"));
     assert_eq!(process.exhaust().await.0, 1_000);
@@ -146,7 +146,7 @@ async fn a_period_that_is_over_is_not_taken_up_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_process_that_is_killed_forgets_its_last_second_and_no_more() {
+async fn a_killed_process_loses_only_its_last_second() {
     let host = Host::omdb("UTC");
     let now = utc("2026-06-01T20:00:00Z");
     let process = host.start(now);
@@ -172,7 +172,7 @@ async fn a_process_that_is_killed_forgets_its_last_second_and_no_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_clock_that_is_set_back_grants_no_quota_twice() {
+async fn a_clock_set_back_grants_no_quota_twice() {
     let noon = utc("2026-06-10T12:00:00Z");
     for back in [Span::from_secs(1), HOUR, HOUR.times(13), HOUR.times(36), HOUR.times(24 * 10), HOUR.times(24 * 365)] {
         let host = Host::omdb("UTC");
@@ -191,7 +191,7 @@ async fn a_clock_that_is_set_back_grants_no_quota_twice() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_clock_that_ran_ahead_and_is_set_right_grants_no_quota_twice() {
+async fn a_corrected_fast_clock_grants_no_quota_twice() {
     let noon = utc("2026-06-10T12:00:00Z");
     for ahead in [HOUR.times(13), HOUR.times(24 * 5), HOUR.times(24 * 365)] {
         let host = Host::omdb("UTC");
@@ -219,7 +219,7 @@ async fn throttle(process: &Process) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn cool_downs_end_when_they_would_have() {
+async fn restored_cool_downs_end_at_their_time() {
     let host = Host::new(policy("limit = \"1 per 1s\"\nretry = { max_attempts = 1 }"));
     let now = utc("2026-06-10T12:00:00Z");
     let process = host.start(now);
@@ -251,7 +251,7 @@ async fn cool_downs_end_when_they_would_have() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cool_down_is_the_credentials_that_it_was() {
+async fn a_cool_down_follows_its_reordered_credential() {
     let host = Host::new(policy(TWO));
     let now = utc("2026-06-10T12:00:00Z");
     let process = host.start(now);
@@ -270,7 +270,7 @@ async fn a_cool_down_is_the_credentials_that_it_was() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cool_down_of_a_clock_that_was_ahead_lasts_as_long_as_it_had_left() {
+async fn a_fast_clocks_cool_down_keeps_its_remainder() {
     let host = Host::new(policy("retry = { max_attempts = 1 }"));
     let now = utc("2026-06-10T12:00:00Z");
     let process = host.start(now + HOUR.times(24 * 365));
@@ -283,7 +283,7 @@ async fn a_cool_down_of_a_clock_that_was_ahead_lasts_as_long_as_it_had_left() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn windows_start_anew() {
+async fn windows_are_not_restored() {
     let host = Host::new(policy("limit = \"1 per 1h\""));
     let now = utc("2026-06-10T12:00:00Z");
     let process = host.start(now);
@@ -294,7 +294,7 @@ async fn windows_start_anew() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_policy_leaves_out_for_a_while_is_still_spent_when_it_comes_back() {
+async fn a_temporarily_removed_quota_stays_spent() {
     let host = Host::omdb("UTC");
     let now = utc("2026-06-10T12:00:00Z");
     let process = host.start(now);
@@ -309,7 +309,7 @@ async fn what_a_policy_leaves_out_for_a_while_is_still_spent_when_it_comes_back(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quota_of_all_credentials_stays_spent_when_they_are_exchanged_and_one_of_each_does_not() {
+async fn only_shared_quotas_survive_exchanged_credentials() {
     let now = utc("2026-06-10T12:00:00Z");
     for (limit, left) in [("limit", 0), ("credential_limit", 1_000)] {
         let with = |names: &str| {
@@ -335,7 +335,7 @@ async fn a_quota_of_all_credentials_stays_spent_when_they_are_exchanged_and_one_
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_is_written_when_something_has_changed_and_holds_no_more_than_that() {
+async fn snapshots_are_written_only_after_changes() {
     let host = Host::omdb("UTC");
     let process = host.start(utc("2026-06-10T12:00:00Z"));
     assert!(!process.snapshot.save().unwrap(), "nothing was spent");
@@ -360,7 +360,7 @@ async fn it_is_written_when_something_has_changed_and_holds_no_more_than_that() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_file_that_is_no_snapshot_is_told_and_left_alone() {
+async fn invalid_snapshots_are_reported_and_left_unchanged() {
     let now = utc("2026-06-10T12:00:00Z");
     let good = {
         let host = Host::omdb("UTC");
@@ -394,7 +394,7 @@ async fn a_file_that_is_no_snapshot_is_told_and_left_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_cannot_be_read_or_written_is_told_at_the_start() {
+async fn unusable_snapshot_files_are_reported_at_startup() {
     let host = Host::omdb("UTC");
     let now = utc("2026-06-10T12:00:00Z");
     fs::create_dir(host.path()).unwrap();
@@ -411,7 +411,7 @@ async fn what_cannot_be_read_or_written_is_told_at_the_start() {
 
 /// A machine that fails while the file is replaced leaves the old one, and what was half written is nobody's.
 #[tokio::test(start_paused = true)]
-async fn what_was_half_written_is_not_read() {
+async fn a_partly_written_snapshot_is_not_read() {
     let host = Host::omdb("UTC");
     let now = utc("2026-06-10T12:00:00Z");
     let process = host.start(now);
@@ -427,7 +427,7 @@ async fn what_was_half_written_is_not_read() {
 /// Links that a stranger put beside the snapshot lead nowhere; one at its name leads to it.
 #[cfg(unix)]
 #[tokio::test(start_paused = true)]
-async fn only_a_link_at_the_name_itself_is_followed() {
+async fn only_links_at_the_snapshot_path_are_followed() {
     use std::os::unix::fs::{PermissionsExt, symlink};
     let host = Host::omdb("UTC");
     let at = |name: &str| host.folder.path().join(name);
@@ -456,7 +456,7 @@ async fn only_a_link_at_the_name_itself_is_followed() {
 /// A file that others could read is its owner's alone once it is written, and what is no file is left as it is.
 #[cfg(unix)]
 #[tokio::test(start_paused = true)]
-async fn only_a_regular_file_is_taken_and_made_its_owners_alone() {
+async fn only_private_regular_files_are_written() {
     use std::os::unix::fs::{FileTypeExt, PermissionsExt};
     let host = Host::omdb("UTC");
     let now = utc("2026-06-10T12:00:00Z");

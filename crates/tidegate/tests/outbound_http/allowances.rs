@@ -58,7 +58,7 @@ fn counting(calls: u64, tokens: u64) -> Api {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_keep_to_what_replies_say_is_left() {
+async fn calls_respect_the_remaining_allowance_in_replies() {
     for (calls, tokens, each) in [(7, 100_000, 7), (1_000, 1_250, 12)] {
         let text = "[outbound.provider.api]\npreset = \"openai\"\nbase_url = \"https://api.test\"\n\
                     credentials = \"env:KEY\"\ntimeout = \"1h\"\ncost = { reserve = 100 }\n";
@@ -77,7 +77,7 @@ async fn calls_keep_to_what_replies_say_is_left() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_that_tells_nothing_holds_nobody_up() {
+async fn replies_without_allowances_delay_no_call() {
     let api = Api::new(|_, _| answer(200, &[], "{}")).taking(Duration::from_millis(100));
     let text =
         "[outbound.provider.api]\npreset = \"anthropic\"\nbase_url = \"https://api.test\"\ncredentials = \"env:KEY\"\n";

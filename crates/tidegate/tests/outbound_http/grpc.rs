@@ -16,7 +16,7 @@ fn ended(grpc: &str, headers: &[(&str, &str)]) -> Answer {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_unavailable_provider_is_tried_again_where_that_does_no_harm() {
+async fn unavailable_replies_are_retried_if_idempotent() {
     for (key, sends, last) in [(None, 1, "14"), (Some("k1"), 2, "0")] {
         let api = Api::new(|number, _| if number == 0 { ended("14", &[]) } else { ended("0", &[]) });
         let layer = layer("breaker = { failures = 2 }");
@@ -28,7 +28,7 @@ async fn an_unavailable_provider_is_tried_again_where_that_does_no_harm() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failures_open_the_breaker_and_what_the_caller_did_wrong_does_not() {
+async fn only_provider_failures_open_the_breaker() {
     for (grpc, opens) in [("14", true), ("4", true), ("13", true), ("5", false), ("3", false), ("8", false)] {
         let api = Api::new(move |_, _| ended(grpc, &[]));
         let layer = layer("breaker = { failures = 1 }\nretry = { max_attempts = 1 }");
@@ -38,7 +38,7 @@ async fn failures_open_the_breaker_and_what_the_caller_did_wrong_does_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_exhausted_resource_is_another_credentials_chance() {
+async fn an_exhausted_resource_selects_another_credential() {
     let api = Api::new(|_, request| match request.bearer() {
         "pl4nted-s3cr3t-a" => ended("8", &[("grpc-retry-pushback-ms", "60000")]),
         _ => status(200),
@@ -52,7 +52,7 @@ async fn an_exhausted_resource_is_another_credentials_chance() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn pushback_is_waited_for_or_the_end() {
+async fn pushback_sets_the_wait_or_stops_retries() {
     for (pushback, sends) in [("3000", 2), ("-1", 1), ("later", 1)] {
         let api = Api::new(move |number, _| match number {
             0 => ended("14", &[("grpc-retry-pushback-ms", pushback)]),

@@ -16,8 +16,8 @@ use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
-use tidegate::core::Lane;
 use tidegate::outbound::{CallStats, OutboundLayer, ReplayBody};
+use tidegate_core::Lane;
 use tower::{Layer as _, ServiceExt as _};
 
 use crate::common::{Api, LOGIN, PAIR, answer, ask, get, layer, limited, now, post, status, text};
@@ -43,7 +43,7 @@ fn budget(layer: &OutboundLayer<Memory, TokioClock>) -> u64 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_second_request_wins_where_the_first_is_slow() {
+async fn a_hedge_wins_if_the_first_is_slow() {
     let api = answering(&[10_000, 50]);
     let layer = layer(&format!("{HEDGED}{PAIR}"));
     let began = now();
@@ -60,7 +60,7 @@ async fn the_second_request_wins_where_the_first_is_slow() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_first_request_wins_where_the_second_is_no_quicker() {
+async fn the_first_request_wins_over_slower_hedges() {
     let api = answering(&[1_500, 600]);
     let layer = layer(&format!("{HEDGED}{PAIR}"));
     let response = ask(&layer.layer(api.clone()), get("/x")).await.unwrap();
@@ -74,7 +74,7 @@ async fn the_first_request_wins_where_the_second_is_no_quicker() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_what_may_be_sent_twice_is() {
+async fn only_repeatable_requests_are_hedged() {
     for (key, sends) in [(None, 1), (Some("k1"), 2)] {
         let api = answering(&[5_000, 50]);
         let response = ask(&layer(HEDGED).layer(api.clone()), post("the body", key)).await.unwrap();
@@ -91,7 +91,7 @@ async fn only_what_may_be_sent_twice_is() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_slow_login_is_no_slow_reply() {
+async fn a_slow_login_causes_no_hedge() {
     let api = Api::new(|_, request| match request.uri.ends_with("/login") {
         true => answer(200, &[], r#"{"token":"t"}"#),
         false => status(200),
@@ -102,7 +102,7 @@ async fn a_slow_login_is_no_slow_reply() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_spent_budget_sends_none() {
+async fn a_spent_budget_sends_no_hedge() {
     let api = answering(&[5_000, 50, 5_000, 50]);
     let layer = layer(&format!("{HEDGED}budget = {{ ratio = 0.0, min = 1 }}"));
     for (attempts, sent) in [(2, 2), (1, 3)] {
@@ -112,7 +112,7 @@ async fn a_spent_budget_sends_none() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_limit_sends_none_and_costs_no_budget() {
+async fn a_full_limit_sends_no_hedge() {
     for (limit, settings) in [
         ("1 per 60s", ""),
         ("1/m", ""),
@@ -134,7 +134,7 @@ async fn a_full_limit_sends_none_and_costs_no_budget() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hedge_takes_nobodys_turn() {
+async fn a_hedge_takes_no_waiting_calls_turn() {
     let api = answering(&[5_000, 5_000, 50]);
     let layer = limited("2 per 60s", HEDGED);
     let service = layer.layer(api.clone());
@@ -150,7 +150,7 @@ async fn a_hedge_takes_nobodys_turn() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_failure_waits_for_the_other() {
+async fn a_failed_request_waits_for_the_other() {
     // Whose reply comes first in milliseconds, which of them fails, and the number of the one that counts.
     for (millis, fails, counts) in [(&[2_000, 3_000][..], 0, "1"), (&[4_000, 500], 1, "0")] {
         let api = Api::new(move |number, _| match number {
@@ -169,7 +169,7 @@ async fn a_failure_waits_for_the_other() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_failures_are_one_attempt_and_two_for_the_breaker() {
+async fn two_hedged_failures_are_one_attempt() {
     let api = Api::new(|_, _| status(503)).taking(secs(2));
     let layer = layer(&format!("{HEDGED}breaker = {{ failures = 3 }}\nretry = {{ max_attempts = 2, base = \"1ms\" }}"));
     let service = layer.layer(api.clone());
@@ -182,7 +182,7 @@ async fn two_failures_are_one_attempt_and_two_for_the_breaker() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_credential_that_is_throttled_meanwhile_rests() {
+async fn a_throttled_losers_credential_cools_down() {
     let api = Api::new(|_, request| match request.bearer() {
         "pl4nted-s3cr3t-a" => answer(429, &[("retry-after", "60")], ""),
         _ => status(200),
@@ -198,7 +198,7 @@ async fn a_credential_that_is_throttled_meanwhile_rests() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropping_the_call_drops_both() {
+async fn dropping_the_call_drops_both_requests() {
     let api = answering(&[5_000, 5_000]);
     let layer = layer(HEDGED);
     let service = layer.layer(api.clone());
@@ -208,7 +208,7 @@ async fn dropping_the_call_drops_both() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn hedges_stay_within_their_share() {
+async fn hedges_stay_within_the_budget() {
     let api = Api::new(|_, _| status(200)).taking(secs(3));
     let layer = layer(&format!("{HEDGED}budget = {{ ratio = 0.1, min = 3 }}"));
     let service = layer.layer(api.clone());
@@ -268,7 +268,7 @@ impl tower::Service<Request<ReplayBody<Full<Bytes>>>> for Exact {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_provider_that_counts_exactly_throttles_nobody() {
+async fn hedges_never_exceed_an_exact_providers_window() {
     let api = Exact(Arc::new(Counted {
         limit: 40,
         window: secs(10),

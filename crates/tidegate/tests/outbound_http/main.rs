@@ -16,9 +16,9 @@ use futures_util::future::join_all;
 use http::{Request, StatusCode};
 use http_body_util::Full;
 use tidegate::Span;
-use tidegate::core::Lane;
-use tidegate::core::retry::UnreplayableReason;
 use tidegate::outbound::{CallErrorKind, CallOptions, CallStats, OutboundError, SendError, TargetError};
+use tidegate_core::Lane;
+use tidegate_core::retry::UnreplayableReason;
 use tower::Layer as _;
 
 use crate::common::{
@@ -26,7 +26,7 @@ use crate::common::{
 };
 
 #[tokio::test(start_paused = true)]
-async fn a_request_is_sent_to_the_base_with_the_credential() {
+async fn requests_reach_the_base_with_the_credential() {
     let api = Api::new(|_, _| answer(200, &[("etag", "x"), ("x-echo", "pl4nted-s3cr3t-a")], "movie"));
     let service = layer(BEARER).layer(api.clone());
     let response = ask(&service, get("/movie/603?language=en")).await.unwrap();
@@ -42,7 +42,7 @@ async fn a_request_is_sent_to_the_base_with_the_credential() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_leads_elsewhere_is_not_counted() {
+async fn requests_outside_the_base_are_not_counted() {
     let api = Api::new(|_, _| status(200));
     let layer = layer("retry = { max_attempts = 1 }");
     let service = layer.layer(api.clone());
@@ -58,7 +58,7 @@ async fn what_leads_elsewhere_is_not_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_post_is_sent_again_only_with_a_key_and_then_alike() {
+async fn a_post_is_retried_only_with_idempotency_key() {
     for (key, sends) in [(None, 1), (Some("k1"), 3)] {
         let api = Api::new(|_, _| answer(503, &[], "down"));
         let service = layer("").layer(api.clone());
@@ -78,7 +78,7 @@ async fn a_post_is_sent_again_only_with_a_key_and_then_alike() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refused_connection_is_tried_again_for_any_method() {
+async fn a_refused_connection_is_retried_for_any_method() {
     let api = Api::new(|number, _| match number {
         0 => Err(io::ErrorKind::ConnectionRefused.into()),
         1 => status(201),
@@ -97,7 +97,7 @@ async fn a_refused_connection_is_tried_again_for_any_method() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_beyond_the_replay_window_is_sent_once_and_says_why() {
+async fn oversized_bodies_are_sent_once_and_explained() {
     let api = Api::new(|_, _| status(503));
     let service = layer("replay = \"8B\"").layer(api.clone());
     let request = |body| Request::put("/x").body(Full::new(Bytes::from_static(body))).unwrap();
@@ -111,7 +111,7 @@ async fn a_body_beyond_the_replay_window_is_sent_once_and_says_why() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn retry_after_by_the_servers_clock_is_waited_for() {
+async fn retry_after_dates_use_the_servers_clock() {
     let api = Api::new(|number, _| match number {
         0 => answer(
             429,
@@ -129,7 +129,7 @@ async fn retry_after_by_the_servers_clock_is_waited_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_secondary_limit_sends_the_call_on_with_another_credential() {
+async fn a_secondary_limit_selects_another_credential() {
     let api = Api::new(|_, request| match request.bearer() {
         "pl4nted-s3cr3t-a" => answer(403, &[("retry-after", "60")], "secondary rate limit"),
         _ => status(200),
@@ -143,7 +143,7 @@ async fn a_secondary_limit_sends_the_call_on_with_another_credential() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_good_reply_that_says_nothing_is_left_turns_to_another_credential() {
+async fn a_spent_allowance_selects_another_credential() {
     let api = Api::new(|_, request| match request.bearer() {
         "pl4nted-s3cr3t-a" => answer(200, &[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "60")], ""),
         _ => status(200),
@@ -157,7 +157,7 @@ async fn a_good_reply_that_says_nothing_is_left_turns_to_another_credential() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_says_the_limit_is_reached_closes_the_day() {
+async fn a_limit_message_spends_the_daily_quota() {
     let reached = r#"{"Response":"False","Error":"Request limit reached!"}"#;
     let api = Api::new(move |number, _| match number {
         0 => answer(200, &[], r#"{"Response":"True","Title":"Heat"}"#),
@@ -188,7 +188,7 @@ async fn a_body_that_says_the_limit_is_reached_closes_the_day() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_too_long_to_be_judged_is_passed_on() {
+async fn oversized_reply_bodies_are_forwarded_unjudged() {
     let long = format!(r#"{{"Error":"limit reached","pad":"{}"}}"#, "x".repeat(64 << 10));
     let sent = long.clone();
     let api = Api::new(move |_, _| answer(200, &[], &sent));
@@ -216,7 +216,7 @@ fn logins(api: &Api) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn twenty_calls_with_a_token_about_to_expire_log_in_once() {
+async fn concurrent_calls_with_expiring_token_login_once() {
     let api = with_login(|_, _| status(200));
     let service = layer(LOGIN).layer(api.clone());
     for (hours, count) in [(0, 1), (23, 2), (72, 3)] {
@@ -230,7 +230,7 @@ async fn twenty_calls_with_a_token_about_to_expire_log_in_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_401_is_one_login_and_one_retry() {
+async fn a_401_causes_one_login_and_retry() {
     let api = with_login(|_, request| status(if request.bearer() == "t1" { 401 } else { 200 }));
     let service = layer(LOGIN).layer(api.clone());
     let responses = join_all((0..20).map(|_| ask(&service, post("x", None)))).await;
@@ -250,7 +250,7 @@ async fn a_401_is_one_login_and_one_retry() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn logins_whose_tokens_are_never_accepted_are_not_repeated_by_every_call() {
+async fn rejected_tokens_do_not_cause_repeated_logins() {
     for code in [401, 403] {
         let api = with_login(move |_, _| answer(code, &[], "no"));
         let service = layer(LOGIN).layer(api.clone());
@@ -266,7 +266,7 @@ async fn logins_whose_tokens_are_never_accepted_are_not_repeated_by_every_call()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_credential_whose_tokens_are_not_accepted_is_left_out_where_there_is_another() {
+async fn a_credential_with_rejected_tokens_is_excluded() {
     let count = Mutex::new(0);
     let api = Api::new(move |_, request| {
         if request.uri.ends_with("/login") {
@@ -287,7 +287,7 @@ async fn a_credential_whose_tokens_are_not_accepted_is_left_out_where_there_is_a
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_login_that_is_throttled_by_a_403_is_waited_for() {
+async fn a_throttled_login_is_waited_for() {
     let api = Api::new(|number, request| match number {
         0 => answer(403, &[("retry-after", "6")], "secondary rate limit"),
         _ if request.uri.ends_with("/login") => answer(200, &[], r#"{"token":"t"}"#),
@@ -300,7 +300,7 @@ async fn a_login_that_is_throttled_by_a_403_is_waited_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_token_of_a_login_may_stand_in_the_path() {
+async fn a_login_token_may_be_in_the_path() {
     let api = with_login(|_, request| match request.uri.as_str() {
         "https://path.test/v1/t1/x" => status(401),
         _ => answer(302, &[("location", "/v1/t2/y")], ""),
@@ -317,7 +317,7 @@ async fn a_token_of_a_login_may_stand_in_the_path() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_login_that_fails_fails_the_call_without_a_secret() {
+async fn a_failed_login_reveals_no_secret() {
     let api = Api::new(|_, _| answer(403, &[], PLANTED));
     let service = layer(LOGIN).layer(api.clone());
     let error = ask(&service, get("/x")).await.unwrap_err();
@@ -328,7 +328,7 @@ async fn a_login_that_fails_fails_the_call_without_a_secret() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn redirects_are_passed_on_without_the_credential() {
+async fn redirects_are_forwarded_without_the_credential() {
     let api = Api::new(|number, _| match number {
         0 => answer(302, &[("location", "https://api.test/3/next?k=pl4nted-s3cr3t-a&page=2")], ""),
         _ => answer(302, &[("location", "https://elsewhere.test/?k=pl4nted-s3cr3t-a&page=2")], ""),
@@ -343,7 +343,7 @@ async fn redirects_are_passed_on_without_the_credential() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_is_in_flight_until_its_body_has_been_read() {
+async fn a_call_is_in_flight_until_body_read() {
     // The last reply of a call that failed is passed on, too.
     for code in [200, 404, 503, 429] {
         let layer = layer("retry = { max_attempts = 2, base = \"1ms\", cap = \"1ms\" }");
@@ -360,7 +360,7 @@ async fn a_call_is_in_flight_until_its_body_has_been_read() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_provider_that_does_not_answer_in_time() {
+async fn slow_providers_time_out_and_idempotent_requests_retry() {
     let api = Api::new(|_, _| status(200)).taking(Duration::from_secs(3_600));
     let service = layer("attempt_timeout = \"2s\"").layer(api.clone());
     let error = ask(&service, post("x", None)).await.unwrap_err();
@@ -377,7 +377,7 @@ async fn a_provider_that_does_not_answer_in_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn extensions_choose_lane_and_cost_and_replies_correct_it() {
+async fn extensions_set_costs_and_replies_correct_them() {
     let api = Api::new(|_, _| answer(200, &[], r#"{"usage":{"in":30,"out":20}}"#));
     let settings = "cost_limit = \"100 per 60s\"\n\
         cost = { reserve = 60, bytes_per_unit = 4, reply = [\"/usage/in\", \"/usage/out\"] }";
@@ -423,7 +423,7 @@ impl io::Write for Log {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_token_is_ever_told() {
+async fn logs_and_errors_contain_no_token() {
     let log = Log::default();
     let writer = log.clone();
     let subscriber =

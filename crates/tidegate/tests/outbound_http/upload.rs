@@ -13,8 +13,8 @@ use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use tidegate::Memory;
 use tidegate::clock::TokioClock;
-use tidegate::core::Lane;
 use tidegate::outbound::{CallErrorKind, OutboundError, OutboundLayer, ReplayBody, SendError};
+use tidegate_core::Lane;
 use tower::{Layer as _, ServiceExt as _};
 
 use crate::common::{Api, ask, get, layer, now, status};
@@ -54,7 +54,7 @@ fn is_stalled(error: &OutboundError) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_that_falls_silent_is_no_failure_of_the_provider() {
+async fn a_stalled_caller_is_no_provider_failure() {
     // Once by the attempt's time, and once by the call's, which is 10 s.
     for (settings, secs) in [("attempt_timeout = \"2s\"\n", 2), ("", 10)] {
         let api = Api::new(|_, _| status(200));
@@ -78,7 +78,7 @@ async fn a_caller_that_falls_silent_is_no_failure_of_the_provider() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_upload_that_moves_may_take_as_long_as_its_call() {
+async fn a_progressing_upload_may_exceed_attempt_timeout() {
     let api = Api::new(|_, request| status(if request.body.len() == 500 { 200 } else { 400 }));
     let layer = layer("attempt_timeout = \"2s\"\ntimeout = \"2m\"\nbreaker = { failures = 1 }\n");
     let began = now();
@@ -87,7 +87,7 @@ async fn an_upload_that_moves_may_take_as_long_as_its_call() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn when_all_was_handed_over_the_reply_has_the_attempts_time() {
+async fn after_the_upload_the_attempt_timeout_applies() {
     let api = Api::new(|_, _| status(200)).taking(Duration::from_secs(3_600));
     let layer = layer("attempt_timeout = \"2s\"\ntimeout = \"2m\"\nretry = { max_attempts = 1 }\n");
     let began = now();
@@ -123,7 +123,7 @@ impl tower::Service<Request<ReplayBody<Upload>>> for Sated {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_provider_that_takes_no_more_has_failed() {
+async fn a_provider_that_stops_reading_has_failed() {
     for takes in [0, 1, 2] {
         let layer = layer("attempt_timeout = \"2s\"\nbreaker = { failures = 1 }\nretry = { max_attempts = 1 }\n");
         let error = layer.layer(Sated(takes)).oneshot(put(pieces(100, 0))).await.unwrap_err();
@@ -134,7 +134,7 @@ async fn a_provider_that_takes_no_more_has_failed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_upload_that_its_call_leaves_no_time_for_says_nothing_of_the_provider() {
+async fn uploads_too_slow_are_no_provider_failure() {
     /// A provider that takes a piece a second.
     #[derive(Clone)]
     struct Slow;

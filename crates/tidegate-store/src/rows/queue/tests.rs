@@ -90,7 +90,7 @@ fn run(test: impl Future<Output = ()>) {
 }
 
 #[test]
-fn those_who_wait_for_a_row_go_together() {
+fn requests_waiting_for_a_row_are_grouped() {
     run(async {
         let engine = engine(Fake::<false>::shut(), 8);
         let mut asked = vec![ask(&engine, &batch(Verb::Take, &[1])).await];
@@ -107,7 +107,7 @@ fn those_who_wait_for_a_row_go_together() {
 }
 
 #[test]
-fn where_rows_must_be_the_same_others_wait_for_a_group_of_their_own() {
+fn different_row_sets_are_grouped_separately() {
     run(async {
         let engine = engine(Fake::<true>::shut(), 1);
         let mut asked = Vec::new();
@@ -124,7 +124,7 @@ fn where_rows_must_be_the_same_others_wait_for_a_group_of_their_own() {
 }
 
 #[test]
-fn who_left_is_not_charged_but_what_was_given_back_is_back() {
+fn cancelled_takes_are_dropped_but_refunds_kept() {
     run(async {
         let engine = engine(Fake::<false>::shut(), 1);
         let first = ask(&engine, &batch(Verb::Take, &[1])).await;
@@ -142,7 +142,7 @@ fn who_left_is_not_charged_but_what_was_given_back_is_back() {
 }
 
 #[test]
-fn a_full_queue_refuses_at_once() {
+fn a_full_queue_refuses_immediately() {
     run(async {
         let engine = engine(Fake::<false>::shut(), 1);
         let first = ask(&engine, &batch(Verb::Take, &[1])).await;
@@ -159,7 +159,7 @@ fn a_full_queue_refuses_at_once() {
 }
 
 #[test]
-fn conflicts_are_tried_again_and_failures_told() {
+fn conflicts_are_retried_and_failures_reported() {
     run(async {
         let engine = engine(Fake::<false>::default(), 1);
         let faults = [Fault::Conflict("deadlock".into()), Fault::Broken("gone".into())];
@@ -174,7 +174,7 @@ fn conflicts_are_tried_again_and_failures_told() {
 }
 
 #[test]
-fn that_nobody_is_there_is_told_to_all_who_wait() {
+fn an_unreachable_server_fails_all_waiting_requests() {
     run(async {
         let engine = engine(Fake::<false>::shut(), 1);
         let first = ask(&engine, &batch(Verb::Take, &[1])).await;
@@ -205,7 +205,7 @@ impl Driver for Foreign {
 }
 
 #[test]
-fn a_row_that_nobody_can_read_is_an_error_and_stays() {
+fn an_unreadable_row_is_an_error_and_unchanged() {
     run(async {
         let window = Window::new(10, Span::from_secs(60), 64).unwrap();
         let limits = Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(window))));
@@ -220,7 +220,7 @@ fn a_row_that_nobody_can_read_is_an_error_and_stays() {
 
 /// Many callers over few rows: everybody is answered, and no row is in two groups at a time, which the driver watches.
 #[test]
-fn everybody_is_answered() {
+fn every_request_is_answered() {
     run(async {
         let engine = engine(Fake::<false>::default(), 4);
         let mut random = RandomSource::from_seed(1);

@@ -26,7 +26,8 @@ use crate::random::SharedRng;
 /// Being ready holds no probe: leave to send is taken by `call`. A call whose future is dropped or panics gives it back.
 ///
 /// ```
-/// use tidegate::core::{BreakerSpec, Class};
+/// use tidegate::outbound::Class;
+/// use tidegate::outbound::layers::BreakerSpec;
 /// use tidegate::outbound::layers::{BreakerLayer, CircuitError};
 /// use tower::{Layer, Service};
 ///

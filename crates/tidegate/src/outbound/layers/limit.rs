@@ -40,7 +40,7 @@ const MAX_BYTES: usize = 1 << 20;
 ///
 /// ```
 /// use std::time::Duration;
-/// use tidegate::outbound::layers::{LimitLayer, NoTurn, TurnError};
+/// use tidegate::outbound::layers::{LimitLayer, WaitRefusal, LimitServiceError};
 /// use tower::{Layer, Service};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
@@ -49,7 +49,7 @@ const MAX_BYTES: usize = 1 << 20;
 /// let mut service = LimitLayer::new("2 per 1h")?.max_wait(Duration::from_secs(1)).layer(hello);
 /// assert_eq!(service.call("you").await?, "hello you");
 /// assert_eq!(service.call("and you").await?, "hello and you");
-/// let Err(TurnError::Refused(NoTurn::TooLong { wait })) = service.call("all").await else { panic!("three in an hour") };
+/// let Err(LimitServiceError::Refused(WaitRefusal::TooLong { wait })) = service.call("all").await else { panic!("three in an hour") };
 /// assert_eq!(wait.as_secs_ceil(), 3600);
 /// # Ok(())
 /// # }

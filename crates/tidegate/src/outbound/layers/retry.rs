@@ -28,7 +28,8 @@ use crate::random::SharedRng;
 /// retry back to the budget.
 ///
 /// ```
-/// use tidegate::core::{Class, Retry};
+/// use tidegate::outbound::Class;
+/// use tidegate::outbound::layers::Retry;
 /// use tidegate::outbound::layers::RetryLayer;
 /// use tower::{Layer, Service};
 ///

@@ -31,7 +31,7 @@ where
 }
 
 #[tokio::test]
-async fn every_attempt_sends_the_same() {
+async fn every_attempt_sends_the_same_body() {
     let replay = ReplayBuffer::new(chunks(&["one ", "", "two ", "three"]), 13);
     for _ in 0..3 {
         assert_eq!(read(replay.attempt_body().unwrap()).await.unwrap().0, "one two three");
@@ -40,7 +40,7 @@ async fn every_attempt_sends_the_same() {
 }
 
 #[tokio::test]
-async fn an_attempt_that_stopped_midway_is_carried_on() {
+async fn a_partly_read_body_is_replayed_whole() {
     let replay = ReplayBuffer::new(chunks(&["one ", "two ", "three"]), 64);
     for stop in [0, 1, 2, 1] {
         let mut body = replay.attempt_body().unwrap();
@@ -52,7 +52,7 @@ async fn an_attempt_that_stopped_midway_is_carried_on() {
 }
 
 #[tokio::test]
-async fn a_body_beyond_the_limit_is_sent_once_and_never_in_part() {
+async fn an_oversized_body_is_sent_once_and_whole() {
     for limit in [0, 4, 12] {
         let replay = ReplayBuffer::new(chunks(&["one ", "two ", "three"]), limit);
         drop(replay.attempt_body().unwrap());
@@ -69,7 +69,7 @@ async fn a_body_beyond_the_limit_is_sent_once_and_never_in_part() {
 }
 
 #[tokio::test]
-async fn the_earlier_attempt_cannot_take_from_the_later() {
+async fn a_superseded_attempt_reads_no_further() {
     let replay = ReplayBuffer::new(chunks(&["one ", "two"]), 64);
     let mut first = replay.attempt_body().unwrap();
     first.frame().await.unwrap().unwrap();
@@ -80,7 +80,7 @@ async fn the_earlier_attempt_cannot_take_from_the_later() {
 }
 
 #[tokio::test]
-async fn a_body_that_broke_is_not_sent_again() {
+async fn a_broken_body_is_not_sent_again() {
     let replay = ReplayBuffer::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
     assert_eq!(read(replay.attempt_body().unwrap()).await.unwrap_err(), "gone");
     assert!(replay.is_broken());
@@ -88,7 +88,7 @@ async fn a_body_that_broke_is_not_sent_again() {
 }
 
 #[tokio::test]
-async fn trailers_are_sent_again() {
+async fn trailers_are_replayed() {
     let trailers = HeaderMap::from_iter([(http::header::ETAG, http::HeaderValue::from_static("x"))]);
     let body =
         frames::<Infallible>(vec![Ok(Frame::data(Bytes::from_static(b"data"))), Ok(Frame::trailers(trailers.clone()))]);
@@ -102,7 +102,7 @@ async fn trailers_are_sent_again() {
 }
 
 #[tokio::test]
-async fn an_empty_body_is_empty_every_time() {
+async fn an_empty_body_stays_empty_when_replayed() {
     let replay = ReplayBuffer::new(Full::new(Bytes::new()), 0);
     for _ in 0..3 {
         let body = replay.attempt_body().unwrap();
@@ -113,7 +113,7 @@ async fn an_empty_body_is_empty_every_time() {
 }
 
 #[tokio::test]
-async fn what_is_read_ahead_is_sent_all_the_same() {
+async fn a_body_read_ahead_is_still_sent() {
     for (limit, whole) in [(13, true), (64, true), (12, false), (4, false), (3, false)] {
         let replay = ReplayBuffer::new(chunks(&["one ", "", "two ", "three"]), limit);
         let read_ahead = replay.read_ahead().await;
@@ -141,7 +141,7 @@ async fn what_is_read_ahead_is_sent_all_the_same() {
 }
 
 #[tokio::test]
-async fn what_says_that_it_is_too_long_is_not_read_ahead() {
+async fn declared_oversized_bodies_are_not_read_ahead() {
     let replay = ReplayBuffer::new(Full::new(Bytes::from_static(b"longer")), 5);
     assert_eq!((replay.read_ahead().await, replay.min_size()), (None, 6));
     assert!(replay.0.lock().next_frame.is_none(), "nor is any of it");
@@ -149,14 +149,14 @@ async fn what_says_that_it_is_too_long_is_not_read_ahead() {
 }
 
 #[tokio::test]
-async fn a_body_that_breaks_while_it_is_read_ahead() {
+async fn a_body_broken_during_read_ahead_is_unreplayable() {
     let replay = ReplayBuffer::new(frames(vec![Ok(Frame::data(Bytes::from_static(b"half"))), Err("gone")]), 64);
     assert_eq!(replay.read_ahead().await, None);
     assert!(replay.is_broken() && replay.attempt_body().is_err());
 }
 
 #[tokio::test]
-async fn what_is_kept_as_a_whole_is_sent_beside_itself() {
+async fn a_complete_body_serves_attempts_in_parallel() {
     let mut trailers = HeaderMap::new();
     trailers.insert("checksum", http::HeaderValue::from_static("1"));
     let replay = ReplayBuffer::new(
@@ -183,7 +183,7 @@ async fn what_is_kept_as_a_whole_is_sent_beside_itself() {
 }
 
 #[tokio::test]
-async fn a_known_length_stays_known() {
+async fn a_known_body_length_is_preserved() {
     let replay = ReplayBuffer::new(Full::new(Bytes::from_static(b"sized")), 64);
     for _ in 0..2 {
         let mut body = replay.attempt_body().unwrap();
@@ -196,7 +196,7 @@ async fn a_known_length_stays_known() {
 
 proptest! {
     #[test]
-    fn an_attempt_sends_all_or_there_is_none(
+    fn every_started_attempt_sends_the_whole_body(
         parts in collection::vec(collection::vec(any::<u8>(), 0..20), 0..8),
         limit in 0_usize..100,
         stops in collection::vec(0_usize..10, 0..6),

@@ -35,7 +35,7 @@ async fn read(cache: &Cache<Paused>, api: &Api) -> (CacheStatus, Vec<u8>, Option
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_is_kept_up_to_its_bound_and_passed_on_whole_beyond_it() {
+async fn oversized_bodies_are_forwarded_whole_without_caching() {
     let cache = cache();
     let fits = api(|| vec![piece(b'a', 600), piece(b'b', 400)]);
     let whole = [vec![b'a'; 600], vec![b'b'; 400]].concat();
@@ -52,7 +52,7 @@ async fn a_body_is_kept_up_to_its_bound_and_passed_on_whole_beyond_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_breaks_or_has_trailers_is_passed_on_as_it_is() {
+async fn broken_bodies_and_trailers_are_forwarded_uncached() {
     let cache = cache();
     let breaks = api(|| vec![piece(b'a', 10), Piece::Break]);
     let trails = api(|| vec![piece(b'a', 10), Piece::Trailers]);
@@ -64,7 +64,7 @@ async fn a_body_that_breaks_or_has_trailers_is_passed_on_as_it_is() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_is_shorter_than_it_says_is_not_kept() {
+async fn bodies_shorter_than_content_length_are_not_cached() {
     let cache = cache();
     let api = Api::new(|_, _| Ok(reply(200, &[("cache-control", "max-age=60"), ("content-length", "10")], "short")));
     for _ in 0..2 {
@@ -77,7 +77,7 @@ async fn a_body_that_is_shorter_than_it_says_is_not_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_pauses_reaches_its_caller_before_it_ends() {
+async fn a_pausing_body_is_streamed_before_its_end() {
     let clock = Paused::new();
     let cache = Cache::new(MIB, clock.clone());
     let hour = Duration::from_secs(3600);
@@ -93,7 +93,7 @@ async fn a_body_that_pauses_reaches_its_caller_before_it_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_trickles_is_passed_on_at_the_deadline() {
+async fn a_slow_body_is_forwarded_at_the_deadline() {
     let clock = Paused::new();
     let cache = Cache::new(MIB, clock.clone());
     let api = api(|| (0..40).flat_map(|_| [piece(b'a', 1), Piece::Pause(Duration::from_millis(900))]).collect());
@@ -105,7 +105,7 @@ async fn a_body_that_trickles_is_passed_on_at_the_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn events_are_never_waited_for() {
+async fn event_streams_are_forwarded_immediately() {
     let clock = Paused::new();
     let cache = Cache::new(MIB, clock.clone());
     let api = Api::new(|_, _| {
@@ -121,7 +121,7 @@ async fn events_are_never_waited_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn ten_thousand_large_replies_stay_within_the_bound() {
+async fn many_large_replies_stay_within_the_cache_size() {
     const BODY: usize = 20_000;
     let cache = Cache::new(4 * MIB, Paused::new());
     let api = Api::new(|_, _| Ok(reply(200, &[("cache-control", "max-age=60")], vec![b'x'; BODY])));
@@ -145,7 +145,7 @@ async fn ten_thousand_large_replies_stay_within_the_bound() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn bodies_that_are_being_read_stay_within_the_bound_too() {
+async fn bodies_being_read_count_towards_the_cache_size() {
     const BODY: usize = 100_000;
     let cache = Cache::new(MIB, Paused::new());
     let api = Api::new(|_, _| {

@@ -4,7 +4,7 @@ use super::CacheStatus::{Bypass, Hit, Miss, Stale};
 use super::*;
 
 #[tokio::test(start_paused = true)]
-async fn a_reply_is_told_again_until_its_freshness_ends() {
+async fn a_cached_reply_is_served_while_fresh() {
     let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60"), ("age", "10")]));
     assert_eq!(call(&cache, &api, get("/movie/603")).await.unwrap().by, Miss);
     pass(49).await;
@@ -18,7 +18,7 @@ async fn a_reply_is_told_again_until_its_freshness_ends() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_ttl_overrides_all_but_no_store_and_vary() {
+async fn a_ttl_overrides_all_but_no_store_vary() {
     for headers in [
         &[][..],
         &[("cache-control", "no-cache, max-age=0, must-revalidate"), ("pragma", "no-cache")],
@@ -42,7 +42,7 @@ async fn a_ttl_overrides_all_but_no_store_and_vary() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_ttl_may_be_for_ever_and_is_for_successes_alone() {
+async fn an_unlimited_ttl_applies_to_successes_only() {
     let cache = cache();
     let api = Api::new(|number, request| {
         let status = if request.uri.path() == "/gone" { 404 } else { 200 };
@@ -56,7 +56,7 @@ async fn a_ttl_may_be_for_ever_and_is_for_successes_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_reply_is_asked_after_and_a_304_makes_it_fresh_again() {
+async fn a_304_makes_a_stale_reply_fresh() {
     let cache = cache();
     let api = Api::new(|number, request| {
         let headers =
@@ -87,7 +87,7 @@ async fn an_old_reply_is_asked_after_and_a_304_makes_it_fresh_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_304_may_bring_another_tag_or_forbid_to_keep_what_it_confirms() {
+async fn a_contradicting_304_evicts_the_cached_reply() {
     for (header, value, calls_then) in [("etag", "\"v2\"", 3), ("cache-control", "no-store", 3), ("x-else", "1", 2)] {
         let cache = cache();
         let api = Api::new(move |number, request| {
@@ -105,7 +105,7 @@ async fn a_304_may_bring_another_tag_or_forbid_to_keep_what_it_confirms() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reply_that_changed_takes_the_place_of_the_old_one() {
+async fn a_changed_reply_replaces_the_stale_one() {
     let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60"), ("etag", "\"v\"")]));
     call(&cache, &api, get("/")).await.unwrap();
     pass(60).await;
@@ -120,7 +120,7 @@ fn falling(headers: &'static [(&'static str, &'static str)], then: fn() -> Reply
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_reply_stands_in_while_the_provider_is_unavailable() {
+async fn stale_replies_are_served_during_an_outage() {
     let looks_well = || {
         let mut reply = reply(200, &[("cache-control", "max-age=600")], "limit reached");
         reply.extensions_mut().insert(crate::outbound::CallErrorKind::Final);
@@ -144,7 +144,7 @@ async fn an_old_reply_stands_in_while_the_provider_is_unavailable() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_old_reply_does_not_stand_in_against_its_own_word_or_for_other_failures() {
+async fn forbidden_stale_replies_are_never_served() {
     let down: fn() -> Reply = || Err(Failed::Outage);
     for headers in [
         &[("cache-control", "max-age=60, must-revalidate")][..],
@@ -169,7 +169,7 @@ async fn an_old_reply_does_not_stand_in_against_its_own_word_or_for_other_failur
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_says_what_it_takes() {
+async fn request_cache_directives_are_obeyed() {
     let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60"), ("etag", "\"v\"")]));
     let asks = |directive| request("GET", "/", &[("cache-control", directive)]);
     let got = call(&cache, &api, asks("only-if-cached")).await.unwrap();
@@ -193,7 +193,7 @@ async fn a_request_says_what_it_takes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_caller_who_has_the_reply_is_told_so() {
+async fn matching_conditional_requests_are_answered_with_304() {
     let cache = cache();
     let api = Api::new(|_, request| {
         let headers = [("cache-control", "max-age=60"), ("etag", "W/\"v1\""), ("x-else", "1")];
@@ -213,7 +213,7 @@ async fn a_caller_who_has_the_reply_is_told_so() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nonsense_in_headers_breaks_nothing() {
+async fn malformed_caching_headers_never_panic() {
     for (name, value) in [
         ("age", "18446744073709551615"),
         ("age", "-1"),

@@ -9,7 +9,7 @@ fn by(token: &str) -> Request<Full<Bytes>> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn several_credentials_never_share_unless_they_may() {
+async fn credentials_share_replies_only_if_allowed() {
     let latency = Duration::from_millis(10);
     let mut api = Api::with(&[("cache-control", "max-age=60")]).slow(latency);
     api.credentials = 2;
@@ -27,7 +27,7 @@ async fn several_credentials_never_share_unless_they_may() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_private_is_kept_for_one_credential_and_not_for_several() {
+async fn private_replies_are_cached_for_one_credential_only() {
     for private in ["private, max-age=60", "max-age=60, Private=\"x-account\""] {
         for ttl in [None, Some(Duration::from_secs(3_600))] {
             for (shared, told_again) in [(false, Hit), (true, Miss)] {
@@ -44,7 +44,7 @@ async fn what_is_private_is_kept_for_one_credential_and_not_for_several() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn callers_with_credentials_of_their_own_never_share() {
+async fn callers_with_own_credentials_never_share_replies() {
     for shared in [false, true] {
         for name in ["authorization", "cookie", "x-api-key", "private-token"] {
             let (cache, api) = (cache(), Api::with(&[("cache-control", "public, max-age=60")]));
@@ -63,7 +63,7 @@ async fn callers_with_credentials_of_their_own_never_share() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_header_that_the_provider_replaces_tells_nobody_apart() {
+async fn headers_replaced_by_the_provider_never_split_entries() {
     let mut api = Api::with(&[("cache-control", "max-age=60")]);
     api.injects = Some(header::AUTHORIZATION);
     let cache = cache();
@@ -80,7 +80,7 @@ async fn a_header_that_the_provider_replaces_tells_nobody_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn providers_and_urls_and_methods_are_kept_apart() {
+async fn providers_urls_and_methods_have_separate_entries() {
     let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60")]));
     let mut other = Api::with(&[("cache-control", "max-age=60")]);
     other.name = "tvdb";
@@ -96,7 +96,7 @@ async fn providers_and_urls_and_methods_are_kept_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn only_plain_reads_are_kept() {
+async fn only_plain_get_and_head_are_cached() {
     let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60")]));
     for method in ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY"] {
         for _ in 0..2 {
@@ -118,7 +118,7 @@ async fn only_plain_reads_are_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_change_removes_what_was_kept_and_a_failed_one_does_not() {
+async fn only_successful_writes_invalidate_the_cache() {
     let cache = cache();
     let api = Api::new(|number, request| {
         let status = if request.headers.contains_key("x-fail") { 422 } else { 200 };
@@ -132,7 +132,7 @@ async fn a_change_removes_what_was_kept_and_a_failed_one_does_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_varies_is_kept_once_for_each_variant() {
+async fn each_vary_variant_is_cached_once() {
     let cache = cache();
     let api = Api::new(|number, request| {
         let program = request.headers.get("user-agent").map_or("none", |value| value.to_str().unwrap());
@@ -164,7 +164,7 @@ fn unaware() -> Api {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_asks_for_something_else_never_gets_this() {
+async fn requests_with_different_headers_never_share_replies() {
     for name in ["accept", "accept-language", "accept-encoding", "stripe-account", "x-tenant", "x-new-in-2040"] {
         let (cache, api) = (cache(), unaware());
         let wants = |what: &str| request("GET", "/", &[(name, what)]);
@@ -177,7 +177,7 @@ async fn who_asks_for_something_else_never_gets_this() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_says_nothing_of_the_reply_tells_nobody_apart() {
+async fn tracing_headers_do_not_split_cache_entries() {
     let (cache, api) = (cache(), unaware());
     call(&cache, &api, get("/")).await.unwrap();
     for name in ["traceparent", "x-b3-traceid", "date", "priority", "x-stainless-lang", "tidegate-timeout"] {
@@ -186,7 +186,7 @@ async fn what_says_nothing_of_the_reply_tells_nobody_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_change_removes_every_representation_of_its_callers() {
+async fn a_write_invalidates_its_callers_every_representation() {
     let (cache, api) = (cache(), unaware());
     let wants = |kind: &'static str, tenant| request("GET", "/", &[("accept", kind), ("x-tenant", tenant)]);
     let all = || vec![wants("xml", "1"), wants("json", "1"), wants("xml", "2")];
@@ -198,7 +198,7 @@ async fn a_change_removes_every_representation_of_its_callers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_variants_of_a_page_are_bounded() {
+async fn the_variants_of_a_url_are_bounded() {
     let (cache, api) = (cache(), unaware());
     let wants = |number: usize| request("GET", "/", &[("accept", &format!("type/{number}"))]);
     told(&cache, &api, (0..=MAX_VARIANTS).map(wants).collect()).await;
@@ -208,7 +208,7 @@ async fn the_variants_of_a_page_are_bounded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_one_credential_fetched_is_not_told_to_its_successor() {
+async fn a_replaced_credentials_replies_are_not_reused() {
     for (shared, told_again) in [(false, Miss), (true, Hit)] {
         let (cache, api) = (cache(), unaware().ruled(|rules| rules.shared = shared));
         let becomes = |secret| *api.secret.lock() = Some(secret);
@@ -222,7 +222,7 @@ async fn what_one_credential_fetched_is_not_told_to_its_successor() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_successor_may_have_fetched_is_not_kept_for_the_credential_before() {
+async fn replies_during_credential_replacement_are_not_cached() {
     let (cache, api) = (cache(), unaware());
     let becomes = |secret| *api.secret.lock() = Some(secret);
     becomes("old");
@@ -239,7 +239,7 @@ async fn what_a_successor_may_have_fetched_is_not_kept_for_the_credential_before
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cookie_goes_to_the_caller_who_caused_it_and_to_nobody_else() {
+async fn set_cookie_reaches_only_its_own_caller() {
     let api = Api::with(&[
         ("cache-control", "public, max-age=60"),
         ("set-cookie", "session=s3cret"),
@@ -256,7 +256,7 @@ async fn a_cookie_goes_to_the_caller_who_caused_it_and_to_nobody_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_that_is_printed_holds_a_secret() {
+async fn debug_output_contains_no_secret() {
     let (cache, api) =
         (cache(), Api::with(&[("cache-control", "max-age=60"), ("x-token", "s3cret"), ("vary", "authorization")]));
     let asked = request("GET", "/s3cret?api_key=s3cret", &[("authorization", "Bearer s3cret"), ("cookie", "s3cret")]);

@@ -31,7 +31,7 @@ fn count(all: &[Result<Got, Failed>], by: CacheStatus) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hundred_identical_calls_are_one() {
+async fn identical_calls_are_coalesced() {
     for headers in [&[("cache-control", "max-age=60")][..], &[("cache-control", "max-age=0, must-revalidate")], &[]] {
         let (cache, api) = (cache(), Arc::new(Api::with(headers).slow(LATENCY)));
         let all = at_once(100, &cache, &api).await;
@@ -42,7 +42,7 @@ async fn a_hundred_identical_calls_are_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_hundred_identical_calls_are_one_on_several_threads() {
+async fn identical_calls_on_several_threads_are_coalesced() {
     for _ in 0..20 {
         let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")])));
         let all = at_once(100, &cache, &api).await;
@@ -52,7 +52,7 @@ async fn a_hundred_identical_calls_are_one_on_several_threads() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_may_not_be_shared_is_called_for_by_each() {
+async fn uncacheable_replies_are_fetched_by_each_caller() {
     for headers in [&[("cache-control", "no-store")], &[("cache-control", "no-cache")], &[("vary", "*")]] {
         let (cache, api) = (cache(), Arc::new(Api::with(headers).slow(LATENCY)));
         let all = at_once(10, &cache, &api).await;
@@ -70,7 +70,7 @@ async fn what_may_not_be_shared_is_called_for_by_each() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn when_the_leader_goes_away_one_of_the_others_leads_on() {
+async fn a_follower_replaces_a_cancelled_leader() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
     let callers = (0..20).map(|index: usize| {
         let (cache, api) = (cache.clone(), Arc::clone(&api));
@@ -93,7 +93,7 @@ async fn when_the_leader_goes_away_one_of_the_others_leads_on() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_is_not_polled_holds_nobody_up() {
+async fn an_unpolled_follower_delays_no_other_caller() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
     let mut leader = start(1, &cache, &api, &CallOptions::default());
     sleep(Duration::from_millis(1)).await;
@@ -109,7 +109,7 @@ async fn who_is_not_polled_holds_nobody_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_comes_to_lead_looks_once_more() {
+async fn a_new_leader_checks_the_cache_again() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")])));
     let key = flight_to(&cache, &api, "/");
     let leader = cache.0.single_flight.join(key, None);
@@ -121,7 +121,7 @@ async fn who_comes_to_lead_looks_once_more() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_leaders_own_deadline_fails_the_leader_alone() {
+async fn the_leaders_deadline_fails_only_the_leader() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
     let hasty = CallOptions { timeout: Some(Duration::from_millis(100)), ..CallOptions::default() };
     let leader = start(1, &cache, &api, &hasty);
@@ -133,7 +133,7 @@ async fn the_leaders_own_deadline_fails_the_leader_alone() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_waits_keeps_the_own_deadline() {
+async fn a_follower_keeps_its_own_deadline() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(5 * LATENCY)));
     let leader = start(1, &cache, &api, &CallOptions::default());
     sleep(Duration::from_millis(1)).await;
@@ -146,7 +146,7 @@ async fn who_waits_keeps_the_own_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_time_that_was_waited_is_the_calls_own() {
+async fn a_followers_wait_reduces_its_own_timeout() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "no-store")]).slow(LATENCY)));
     start(2, &cache, &api, &CallOptions::default()).join_all().await;
     let seen = api.seen.lock();
@@ -155,7 +155,7 @@ async fn the_time_that_was_waited_is_the_calls_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_more_urgent_caller_lifts_the_call_that_it_waits_for() {
+async fn an_urgent_follower_raises_the_leaders_lane() {
     let (cache, api) = (cache(), Arc::new(Api::with(&[("cache-control", "max-age=60")]).slow(LATENCY)));
     let lane = |lane| CallOptions { lane, ..CallOptions::default() };
     let leader = start(1, &cache, &api, &lane(Lane::Background));
@@ -171,7 +171,7 @@ async fn a_more_urgent_caller_lifts_the_call_that_it_waits_for() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_who_wait_have_the_old_reply_too_when_the_provider_is_down() {
+async fn followers_share_a_stale_reply_during_outages() {
     let api = Api::new(|number, _| match number {
         1 => Ok(reply(200, &[("cache-control", "max-age=60")], "reply 1")),
         _ => Err(Failed::Outage),
@@ -185,7 +185,7 @@ async fn those_who_wait_have_the_old_reply_too_when_the_provider_is_down() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn those_who_wait_share_what_a_304_confirms() {
+async fn followers_share_a_reply_revalidated_by_304() {
     let api = Api::new(|_, request| {
         let headers = [("cache-control", "max-age=60"), ("etag", "\"v\"")];
         let asked_after = request.headers.contains_key(header::IF_NONE_MATCH);
@@ -210,7 +210,7 @@ async fn failures_are_not_shared() {
 }
 
 #[test]
-fn errors_say_whose_fault_they_are() {
+fn errors_distinguish_outages_from_own_refusals() {
     let error = |why| {
         let happened = CallStats { attempts: 1, waited: Span::ZERO, credential: 0 };
         CallError::<()> {
@@ -234,7 +234,7 @@ fn errors_say_whose_fault_they_are() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn flights_and_their_seats_are_bounded() {
+async fn flights_and_their_followers_are_bounded() {
     let cache = cache();
     let api = Api::with(&[]);
     let key = |path: &str| flight_to(&cache, &api, path);
