@@ -1,4 +1,4 @@
-//! Quantities: how much of what is allowed, as people write it.
+//! Quantities: limits as people write them.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,13 +11,13 @@ use crate::calendar::{self, CivilCalendar, PeriodUnit};
 use crate::nearest::nearest;
 use crate::units::{Cursor, format_duration, read_duration};
 
-/// How many calls a strict window remembers exactly; see [`Window`].
+/// The number of calls that a strict window remembers exactly; see [`Window`].
 const WINDOW_ENTRIES: u32 = 64;
 
 const NUMBER: &str = "a whole number, as in \"5 per 60s\"";
 const FORMS: &str = "\"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\", \"8 in flight\" or \"unlimited\"";
 
-/// How much of what is allowed.
+/// The amount that a limit allows.
 ///
 /// | written | means |
 /// | --- | --- |
@@ -35,23 +35,23 @@ const FORMS: &str = "\"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\"
 pub enum Quantity {
     /// A strict trailing window.
     Window {
-        /// The most in any window.
+        /// The largest count in any window.
         limit: u64,
         /// The window's length.
         window: Span,
     },
-    /// GCRA: smooth, with a burst.
+    /// GCRA: a smooth rate with a burst.
     Rate {
         /// Calls per `per`.
         count: u64,
         /// The period of the count.
         per: Span,
-        /// How many may pass at once.
+        /// The largest count that passes at once.
         burst: u64,
     },
     /// A calendar quota.
     Quota {
-        /// The most in each period.
+        /// The largest count in each period.
         limit: u64,
         /// The period.
         unit: PeriodUnit,
@@ -60,14 +60,14 @@ pub enum Quantity {
     },
     /// Calls at the same time.
     InFlight {
-        /// The most at once.
+        /// The most calls at once.
         limit: u64,
     },
     /// No limit.
     Unlimited,
 }
 
-/// What is wrong in a text, and where.
+/// An error in a text, with its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QuantityError {
     range: Range<usize>,
@@ -86,7 +86,7 @@ impl QuantityError {
         self
     }
 
-    /// Adds "did you mean" if there is something to offer.
+    /// Adds "did you mean" if there is a suggestion.
     pub(crate) fn did_you_mean(mut self, meant: Option<&str>) -> Self {
         if let Some(meant) = meant {
             self.help = Some(format!("did you mean `{meant}`?"));
@@ -94,22 +94,22 @@ impl QuantityError {
         self
     }
 
-    /// Where in the text, in bytes.
+    /// The place of the error in the text, in bytes.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
     }
 
-    /// What is wrong.
+    /// The error in words.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// What would do.
+    /// The form that is expected.
     pub fn expected(&self) -> &str {
         &self.expected
     }
 
-    /// What was probably meant.
+    /// The suggested correction; `None` if there is none.
     pub fn help_text(&self) -> Option<&str> {
         self.help.as_deref()
     }
@@ -125,7 +125,7 @@ impl fmt::Display for QuantityError {
 impl std::error::Error for QuantityError {}
 
 impl Quantity {
-    /// The most that is ever free at once; `None` for `unlimited`.
+    /// The most that is ever available at once; `None` for `unlimited`.
     pub fn capacity(&self) -> Option<u64> {
         match self {
             Self::Window { limit, .. } | Self::Quota { limit, .. } | Self::InFlight { limit } => Some(*limit),
@@ -134,16 +134,16 @@ impl Quantity {
         }
     }
 
-    /// The limit that the machine runs; `None` for `unlimited`.
+    /// Returns the limit that enforces this quantity; `None` for `unlimited`.
     ///
     /// # Errors
-    /// A quantity that no machine runs, such as a rate of 0.
+    /// No limit can enforce the quantity, as with a rate of 0.
     pub fn to_limit_kind(&self) -> Result<Option<LimitKind>, LimitError> {
         Ok(Some(match self {
             Self::Window { limit, window } => LimitKind::Window(Window::new(*limit, *window, WINDOW_ENTRIES)?),
             Self::Rate { count, per, burst } => LimitKind::Rate(Rate::new(*count, *per, *burst)?),
             Self::Quota { limit, unit, zone } => {
-                // A zone that was removed from the system since it was read is UTC rather than a failure.
+                // If the system has lost the zone since the text was parsed, UTC replaces it instead of an error.
                 let zone = zone.as_deref().and_then(|name| calendar::find_zone(name).ok());
                 let zone = zone.map_or(jiff::tz::TimeZone::UTC, |(zone, _)| zone);
                 LimitKind::Quota(Quota::new(*limit, Arc::new(CivilCalendar::new(*unit, zone)))?)
@@ -274,7 +274,7 @@ fn parse_after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Q
                 .help(format!("calls at the same time are written \"{limit} in flight\"")))
         }
         other => {
-            // "5 60s" and "5 requests per 60s" are the usual slips.
+            // Common mistakes are "5 60s" and "5 requests per 60s".
             let rest = cursor.rest().find("per").map(|at| cursor.rest()[at..].to_owned());
             let error =
                 QuantityError::new(here, format!("found {found} after the number"), "`per`, `/` or `in flight`");
@@ -288,7 +288,7 @@ fn parse_after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Q
     }
 }
 
-/// After `per` or `/`, a length of time: a window, or with `burst` a rate.
+/// Parses a length of time after `per` or `/`: a window, or a rate if `burst` follows.
 fn parse_window_or_rate(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
     let begin = cursor.position;
     let per = read_duration(cursor)?;
@@ -313,7 +313,7 @@ fn parse_window_or_rate(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity,
     Ok(Quantity::Window { limit, window: per })
 }
 
-/// After `/`, a bare unit: a rate.
+/// Parses a bare unit after `/`: a rate.
 fn parse_rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
     let word = cursor.word();
     let per = match word.text {
@@ -429,7 +429,7 @@ pub(crate) fn ambiguous_unit(quantity: &Quantity, text: &str) -> Option<PeriodUn
     PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == last)
 }
 
-/// The rest of a text as the name of a time zone; `None` for UTC.
+/// Parses the rest of a text as the name of a time zone; `None` for UTC.
 pub(crate) fn parse_zone_name(cursor: &mut Cursor<'_>) -> Result<Option<String>, QuantityError> {
     const ZONE: &str = "a time zone from the IANA database, such as Europe/Paris";
     cursor.skip_space();

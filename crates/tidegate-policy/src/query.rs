@@ -1,4 +1,4 @@
-//! What is known of one call.
+//! The properties of one call.
 
 use std::net::IpAddr;
 
@@ -6,24 +6,24 @@ use http::HeaderMap;
 
 use crate::matched_actions::MatchedActions;
 
-/// What is known of one call: the names under which it is counted, and what an action's match looks at.
+/// The properties of one call: the names under which it is counted, and the request parts that an action's match reads.
 ///
-/// A proxy fills `ip`, `method`, `path`, `host` and `headers` from the request; the decision API fills `action`, `ip`,
-/// `key`, `platform` and `cost` from its JSON. All fields are optional; a part that a limit counts by and that is
-/// missing is a [`KeyError`](crate::KeyError).
+/// A proxy fills `ip`, `method`, `path`, `host` and `headers` from the request. The decision API fills `action`, `ip`,
+/// `key`, `platform` and `cost` from its JSON. All fields are optional. If a limit counts by a part that is missing,
+/// the result is a [`KeyError`](crate::KeyError).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Query<'a> {
-    /// The action by name, when the caller says it; see [`Plan::find_action`](crate::Plan::find_action).
+    /// The action's name, if the caller gives it; see [`Plan::find_action`](crate::Plan::find_action).
     pub action: Option<&'a str>,
     /// The actions, if they are known already: `action`, `method`, `path` and `host` don't choose them then.
     pub actions: Option<MatchedActions>,
-    /// The client's address, as [`Forwarding::client_ip`](crate::Forwarding::client_ip) found it.
+    /// The client's address, as found by [`Forwarding::client_ip`](crate::Forwarding::client_ip).
     pub ip: Option<IpAddr>,
-    /// Whatever identifies the caller: an account, an API key, a tenant.
+    /// The identity of the caller: an account, an API key or a tenant.
     pub key: Option<&'a str>,
     /// One of [`PLATFORMS`](crate::PLATFORMS).
     pub platform: Option<&'a str>,
-    /// How much the call weighs; the action's own `cost` (1 if unsaid) when `None`.
+    /// The cost of the call; `None` stands for the action's own `cost` (default 1).
     pub cost: Option<u64>,
     /// The request's method.
     pub method: Option<&'a str>,
@@ -31,10 +31,10 @@ pub struct Query<'a> {
     pub path: Option<&'a str>,
     /// The request's host, with or without a port.
     pub host: Option<&'a str>,
-    /// The request's headers. When they are given, what becomes of a request without a header, cookie, query or host part
-    /// is for the limit's [`OnMissing`](crate::OnMissing) to say; without them it is a missing part.
+    /// The request's headers. If they are given, the limit's [`OnMissing`](crate::OnMissing) decides about a request
+    /// without a header, cookie, query or host part. Without them, such a part is a missing part.
     pub headers: Option<&'a HeaderMap>,
-    /// True if all this is what a log tells of a request. A header, cookie or host that it doesn't tell may have been
-    /// there, so such requests are never counted by address instead.
+    /// True if all fields come from a log. A header, cookie or host that the log lacks may have been in the request, so
+    /// such requests are never counted by address instead.
     pub from_log: bool,
 }

@@ -1,10 +1,11 @@
-//! The texts that servers take for the path of a request target, before they undo its escapes.
+//! The texts that servers read as the path of a request target, before they decode its escapes.
 
 use crate::path::{PathByte, PathQuirks};
 
-/// The texts that servers take for the path of a request target, as tokens: up to its `?`, up to a `#` before that or with
-/// it, and behind what begins with two slashes and would be a host in a URL; each also with `%u002f` for `%2f`, and without
-/// the parameters that are cut before escapes are undone.
+/// Returns the texts that servers read as the path of a request target, as tokens. Each ends at the target's `?`. With
+/// a `#` before that, one text ends at the `#` and another includes it. Text after two leading slashes would be a host
+/// in a URL, so the text after that host is included, too. Each text also comes with `%2f` for `%u002f`, and without
+/// the parameters that are cut before escapes are decoded.
 pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>> {
     let until = |end: u8, text: &[u8]| text.iter().position(|byte| *byte == end).unwrap_or(text.len());
     let whole = &target[..until(b'?', target)];
@@ -27,11 +28,11 @@ pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>>
         texts.into_iter().map(|text| text.into_iter().map(|byte| (byte, 0)).collect()).collect();
     for at in 0..texts.len() {
         let Some(parameters) = texts[at].iter().position(|(byte, _)| *byte == b';') else { continue };
-        // Without an escape or a backslash in them they may as well be cut afterwards.
+        // Without an escape or a backslash in the parameters, they can be cut after decoding with the same result.
         if texts[at][parameters..].iter().any(|(byte, _)| matches!(byte, b'%' | b'\\')) {
             texts.push(without_parameters(&texts[at], quirks));
         }
-        // Of the last segment alone, as `urlparse` of Python's does.
+        // Python's `urlparse` cuts the parameters of the last segment only.
         let last = texts[at].iter().rposition(|(byte, _)| *byte == b'/').unwrap_or(0);
         let cut = texts[at][last..].iter().position(|(byte, _)| *byte == b';');
         if let Some(cut) = cut.filter(|_| parameters < last) {
@@ -41,7 +42,7 @@ pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>>
     texts
 }
 
-/// The text without parameters: each goes from a `;` to the next slash.
+/// Returns the text without parameters: each goes from a `;` to the next slash.
 pub(crate) fn without_parameters(tokens: &[PathByte], quirks: PathQuirks) -> Vec<PathByte> {
     let mut is_in = false;
     let is_left = |&&(byte, layers): &&PathByte| {
@@ -55,8 +56,8 @@ pub(crate) fn without_parameters(tokens: &[PathByte], quirks: PathQuirks) -> Vec
     tokens.iter().filter(is_left).copied().collect()
 }
 
-/// The text with `%6c` for each `%u006c`, and `%256c` for `%25u006c`, which Jetty 9.4 and old versions of IIS take for the
-/// same; `None` if there are none.
+/// Returns the text with `%6c` for each `%u006c`, and `%256c` for each `%25u006c`. Jetty 9.4 and old versions of IIS
+/// read both forms alike. `None` if there are none.
 fn rewrite_percent_u(text: &[u8]) -> Option<Vec<u8>> {
     let mut short = Vec::with_capacity(text.len());
     let (mut rest, mut found) = (text, false);

@@ -1,9 +1,9 @@
-//! Every way in which a server may read a path.
+//! All the ways in which servers read a path.
 //!
-//! Servers undo escapes never, once or twice; resolve dot segments or take them as they are, before or after that; merge
-//! empty segments or keep them; drop parameters or keep them. A limit that looks at one of these readings is evaded by a
-//! spelling that means something else in another, so all of them are looked at. Which of them there are depends on what is
-//! in the path: most have one or two.
+//! Servers decode escapes never, once or twice. They resolve dot segments or keep them, before or after decoding. They
+//! merge empty segments or keep them, and drop parameters or keep them. A limit that checks only one of these readings
+//! is evaded by a spelling that means something else in another, so all of them are checked. Their number depends on
+//! the path: most paths have one or two.
 
 use std::collections::HashSet;
 
@@ -17,22 +17,22 @@ use crate::path::{
 use crate::path_encoding::percent_encode;
 use crate::raw_paths::{raw_paths, without_parameters};
 
-/// The most bytes that are rewritten for one path. Paths of 2 KiB may have all features at once; no more than a few
-/// milliseconds are spent on any.
+/// The most bytes that are rewritten for one path, which bounds its time to a few milliseconds. It is enough for a path
+/// of 2 KiB in which clients repeat any one feature.
 const MAX_REWRITTEN: usize = 1 << 20;
 
 /// The most keys that one path has as a key part.
 pub(crate) const MAX_KEYS: usize = 4;
 
-/// Features of a path that servers differ about.
+/// The features of a path that servers treat in different ways.
 #[derive(Default)]
 struct PathFeatures {
-    /// Out of how many layers dots come that may be dot segments, as bits.
+    /// The numbers of layers of escapes from which the dots of possible dot segments come, as bits.
     dot_layers: u8,
     has_empty_segments: bool,
-    /// Out of how many layers semicolons come, as bits.
+    /// The numbers of layers of escapes from which semicolons come, as bits.
     semicolon_layers: u8,
-    /// Something separates segments behind a semicolon.
+    /// True if a separator of segments follows a semicolon.
     continues_after_semicolon: bool,
     separators: u8,
     may_be_reparsed: bool,
@@ -78,10 +78,10 @@ impl PathFeatures {
     }
 }
 
-/// Shows `see` each reading of a path, some of them more than once.
+/// Passes each reading of a path to `see`, some of them more than once.
 ///
 /// # Errors
-/// The error of `see`, or that there are too many.
+/// The error of `see`, or [`PathError::TooMany`] if the readings exceed the budget of rewritten bytes.
 pub(crate) fn each_reading(
     path: &str,
     quirks: PathQuirks,
@@ -107,18 +107,18 @@ pub(crate) fn each_reading(
     Ok(())
 }
 
-/// Reads a path in every way, and what comes of it as the next server would.
+/// Visits a path in every reading, and each reading as the next server may read it again.
 struct ReadingVisitor<'s> {
     quirks: PathQuirks,
-    /// So many bytes may still be rewritten.
+    /// The number of bytes that may still be rewritten.
     bytes_left: usize,
-    /// The readings that were read again already.
+    /// The readings that were already read again.
     expanded: HashSet<Vec<u8>>,
     visitor: &'s mut dyn FnMut(&[u8]) -> Result<(), PathError>,
 }
 
 impl ReadingVisitor<'_> {
-    /// Shows each reading of a path whose escapes are undone as far as they will be.
+    /// Visits each reading of a path whose escapes are decoded.
     fn visit_readings(&mut self, tokens: &[PathByte]) -> Result<(), PathError> {
         PathFeatures::from_bytes(tokens, self.quirks).readings(self.quirks, &mut |reading| {
             let path = self.rewrite_path(tokens, reading)?;
@@ -126,7 +126,7 @@ impl ReadingVisitor<'_> {
         })
     }
 
-    /// The path with one more layer of escapes undone.
+    /// Returns the path with one more layer of escapes decoded, for the bytes that `which` accepts.
     fn decode_one_layer(&mut self, tokens: &[PathByte], which: fn(u8) -> bool) -> Result<Vec<PathByte>, PathError> {
         self.use_budget(tokens.len())?;
         Ok(decode_layer(|at| tokens.get(at).copied(), which).collect())
@@ -150,8 +150,8 @@ impl ReadingVisitor<'_> {
         Ok(fold_case(&out, self.quirks).unwrap_or(out))
     }
 
-    /// Shows one reading, what a regular expression takes for it that ignores the end of a line, and what the next server
-    /// makes of it: one that resolves and separates all that is left.
+    /// Visits one reading, then the reading without the line ends at its end, which regular expressions may ignore.
+    /// Then it visits the path as the next server may read it, with all remaining dot segments and separators resolved.
     fn visit(&mut self, path: Vec<u8>) -> Result<(), PathError> {
         let quirks = self.quirks;
         let mut pending = vec![path];
@@ -182,15 +182,15 @@ impl ReadingVisitor<'_> {
     }
 }
 
-/// A path without the ends of lines at its end before which `$` matches: a line feed for most regular expressions, others as
-/// well for Java's.
+/// Returns the path without the line ends at its end. `$` matches before a final line feed in most regular expressions,
+/// and before other line ends in Java's.
 fn without_line_end(path: &[u8]) -> &[u8] {
     const ENDS: [&[u8]; 5] = [b"\n", b"\r", "\u{85}".as_bytes(), "\u{2028}".as_bytes(), "\u{2029}".as_bytes()];
     let shorter = |line: &[u8]| ENDS.iter().find(|end| line.ends_with(end)).map(|end| line.len() - end.len());
     let mut end = path.len();
     while let Some(shorter) = shorter(&path[..end]) {
         end = shorter;
-        // As everywhere, no slash is left at the end, but for `/` alone.
+        // As in every reading, no slash stays at the end, except in `/` itself.
         while end > 1 && path[end - 1] == b'/' {
             end -= 1;
         }
@@ -249,14 +249,14 @@ impl PathFeatures {
     }
 }
 
-/// The paths that a call is counted under where a limit counts by path: one for all spellings that any server reads
-/// alike, or several for a path that is more than one. Each is followed by the query string.
+/// Returns the paths under which a limit by path counts a call. All spellings that any server reads alike have one
+/// path; a path that can be read as several has several. Each is followed by the query string.
 ///
-/// Two spellings with a reading in common have a key in common: each reading is brought to the coarsest form, which what
-/// is made of it by any other reading has, too.
+/// Two spellings with a reading in common have a key in common. Each reading is reduced to the coarsest form, and all
+/// further readings of it have the same form.
 ///
 /// # Errors
-/// There are more than [`MAX_KEYS`].
+/// There are more than [`MAX_KEYS`], or the readings exceed the budget.
 pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<String, MAX_KEYS>, PathError> {
     let coarsest = Reading::coarsest(quirks);
     let query = target.find('?').map_or("", |at| &target[at..]);
@@ -274,7 +274,7 @@ pub(crate) fn path_keys(target: &str, quirks: PathQuirks) -> Result<ArrayVec<Str
     })?;
     let spelled = |form: Vec<u8>| {
         let tokens: Vec<PathByte> = form.into_iter().map(|byte| (byte, 0)).collect();
-        // A `;` that is left is data.
+        // The remaining `;` are data.
         format!("{}{query}", percent_encode(&tokens).replace(';', "%3B"))
     };
     Ok(forms.into_iter().map(spelled).collect())
@@ -393,7 +393,7 @@ mod tests {
         };
         assert_eq!(each_reading(&"/%0a%2f".repeat(4000), PathQuirks::default(), count), Ok(()));
         assert!(seen < 100, "{seen}: the ends of lines are cut together");
-        // Each of what clients may send is judged at the length of a long URL.
+        // Each piece that clients may send is accepted at the length of a long URL.
         for piece in
             ["/a%2fb", "/a%252fb", "/a;v=1", "/a//b", "/a/../b", "/a%3bb", "/a%20;b", "/%u00e9", "/a\\b", "/a%0a"]
         {
@@ -402,7 +402,7 @@ mod tests {
         }
     }
 
-    /// Pieces of which spellings are made.
+    /// The pieces of the generated spellings.
     const PIECES: [&str; 25] = [
         "/", "//", "/.", "/..", "%2f", "%2e", "%252e", "%252f", "\\", "%5c", ";", ";x", "%3b", "#", "%3f", ".", " ",
         "%253b", "%0a", "%u002f", "a", "b", "%61", "A", "/b",
@@ -420,7 +420,7 @@ mod tests {
             prop_assert!(readings(&path, quirks).contains(&String::from_utf8_lossy(&normal).into_owned()), "{}", path);
         }
 
-        /// Of every two spellings one of which is a reading of the other, the keys meet.
+        /// If one spelling is a reading of another, the two share a key.
         #[test]
         fn a_path_shares_keys_with_its_readings(
             pieces in prop::collection::vec(prop::sample::select(&PIECES[..]), 0..7), slash: bool,
@@ -429,7 +429,7 @@ mod tests {
             let quirks = PathQuirks { encoded_slash: slash, ..PathQuirks::NONE };
             let Ok(own) = path_keys(&path, quirks) else { return Ok(()) };
             for reading in readings(&path, quirks) {
-                // Spelled so that it is read back as it is.
+                // Encoded so that it reads back unchanged.
                 let tokens: Vec<PathByte> = reading.bytes().map(|byte| (byte, 0)).collect();
                 let spelled = percent_encode(&tokens).replace(';', "%3B");
                 if reading.contains(['?', '#', '\\', '%']) {

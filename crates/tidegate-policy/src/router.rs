@@ -10,25 +10,25 @@ use crate::plan::ActionId;
 use crate::query::Query;
 use crate::readings;
 
-/// A map by path or by segment. Its hash isn't keyed: only the policy puts anything in, so nobody can make it collide.
+/// A map by path or by segment. Its hash isn't keyed: only the policy adds entries, so no client can cause collisions.
 type PathMap<T> = HashMap<Vec<u8>, T, BuildHasherDefault<PathHasher>>;
 
-/// Multiplies and folds eight bytes at a time.
+/// A hasher that multiplies and folds eight bytes at a time.
 #[derive(Clone, Copy, Debug, Default)]
 struct PathHasher(u64);
 
 impl PathHasher {
     #[inline]
     fn word(&mut self, word: u64) {
-        // The fraction of the golden ratio, whose bits are well spread.
+        // The fraction of the golden ratio spreads bits well.
         let product = u128::from(self.0 ^ word) * u128::from(0x9e37_79b9_7f4a_7c15_u64);
         self.0 = (product as u64) ^ ((product >> 64) as u64) ^ self.0.rotate_left(23);
     }
 }
 
 impl Hasher for PathHasher {
-    /// What doesn't fill words is read with what comes before it, which spares gathering it byte by byte; the length is
-    /// hashed too, so that this tells apart what a word of its own would.
+    /// The last word may overlap the word before it, which avoids gathering the remainder byte by byte. The length is
+    /// hashed too, so this distinguishes the same inputs as a separate word.
     #[inline]
     fn write(&mut self, bytes: &[u8]) {
         if let Some(last) = bytes.last_chunk::<8>() {
@@ -55,7 +55,7 @@ impl Hasher for PathHasher {
     }
 }
 
-/// One action's matcher; where it stands in the list is the order in which it matches.
+/// One action's matcher. The rules are in the order of the policy, in which the first match wins.
 #[derive(Clone, Debug)]
 struct RouteRule {
     action: ActionId,
@@ -63,8 +63,8 @@ struct RouteRule {
     matcher: Matcher,
 }
 
-/// Exact paths are found in a hash map; patterns in a tree of segments, in which each node is visited at most once a
-/// lookup. Nothing is ever added after it is built, so a client can't make the map collide.
+/// A hash map finds exact paths, and a tree of segments finds patterns. A lookup visits each node of the tree at most
+/// once. No entry is added after construction, so a client can't cause collisions.
 #[derive(Clone, Debug)]
 pub(crate) struct Router {
     quirks: PathQuirks,
@@ -74,15 +74,15 @@ pub(crate) struct Router {
     exact: PathMap<Vec<u16>>,
     /// The rules that name no path.
     any_path: Vec<u16>,
-    /// The tree of the other patterns; its root comes first.
+    /// The tree of the other patterns, with its root first.
     nodes: Vec<RouteNode>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct RouteNode {
-    /// The lowest rule at or below the node: nothing under it is better than that.
+    /// The lowest rule at or below the node, which bounds the best match in its subtree.
     lowest_rule: u16,
-    /// Sorted by length, then by bytes: most are told apart without looking at them.
+    /// Sorted by length, then by bytes, so that the length alone decides most comparisons.
     literals: Vec<(Box<[u8]>, usize)>,
     globs: Vec<(Vec<u8>, usize)>,
     /// The rules whose pattern ends here.
@@ -92,7 +92,7 @@ struct RouteNode {
 }
 
 impl RouteNode {
-    /// The node behind a literal segment, or where it would be inserted.
+    /// Returns the node after a literal segment, or the index at which to insert it.
     #[inline]
     fn literal(&self, segment: &[u8]) -> Result<usize, usize> {
         let order = |(text, _): &(Box<[u8]>, usize)| text.len().cmp(&segment.len()).then_with(|| (**text).cmp(segment));
@@ -100,7 +100,7 @@ impl RouteNode {
     }
 }
 
-/// What rules ask of a request.
+/// The properties of a request that rules check.
 struct MatchInput<'q> {
     method: MethodSet,
     query: &'q Query<'q>,
@@ -164,7 +164,7 @@ impl Router {
         if open { self.nodes[at].prefix_rules.push(rule) } else { self.nodes[at].exact_rules.push(rule) }
     }
 
-    /// The first rule that fits, in each reading of the path.
+    /// Returns the first matching action of each reading of the path.
     #[inline]
     pub(crate) fn find(&self, query: &Query<'_>) -> Result<MatchedActions, PathError> {
         if self.rules.is_empty() {
@@ -177,7 +177,7 @@ impl Router {
         if path.is_borrowed() { Ok(found.into()) } else { self.find_all_readings(text, &asked, found) }
     }
 
-    /// Looks at every reading of a path whose normal form has found this.
+    /// Matches every reading of a path. `found` is the action of its normal form.
     #[cold]
     fn find_all_readings(
         &self,
@@ -214,7 +214,7 @@ impl Router {
         self.rules.get(usize::from(best)).map(|rule| rule.action)
     }
 
-    /// Takes the first of these rules that fits and is better than the best so far.
+    /// Takes the first of these rules that matches and comes before the best so far.
     #[inline]
     fn try_rules(&self, rules: &[u16], asked: &MatchInput<'_>, best: &mut u16) {
         for rule in rules {
@@ -230,8 +230,8 @@ impl Router {
         }
     }
 
-    /// Looks for better rules at and below a node; `rest` is what is left of the path, without a slash before it. The
-    /// depth is bounded by the patterns'.
+    /// Searches for better rules at and below a node. `rest` is the remaining path without its leading slash. The depth
+    /// is bounded by that of the patterns.
     fn search_node(&self, at: usize, rest: Option<&[u8]>, asked: &MatchInput<'_>, best: &mut u16) {
         let node = &self.nodes[at];
         self.try_rules(&node.prefix_rules, asked, best);
@@ -254,7 +254,7 @@ impl Router {
     }
 }
 
-/// What [`Router::find`] must answer, by asking every rule in turn.
+/// Returns the expected result of [`Router::find`] by trying every rule in turn.
 #[cfg(test)]
 fn find_slowly(router: &Router, query: &Query<'_>) -> Result<MatchedActions, PathError> {
     let Some(text) = query.path else { return Ok(find_slowly_as(router, query, None).into()) };
@@ -272,7 +272,7 @@ fn find_slowly(router: &Router, query: &Query<'_>) -> Result<MatchedActions, Pat
 #[cfg(test)]
 fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Option<ActionId> {
     let fits = |segments: &[PatternSegment], open: bool, path: &[u8]| {
-        // An empty segment is one, where it isn't merged; but `/` has none.
+        // An empty segment that isn't merged counts as a segment, but `/` has none.
         let found: Vec<&[u8]> = path[1..].split(|byte| *byte == b'/').filter(|_| path.len() > 1).collect();
         path.first() == Some(&b'/')
             && (found.len() == segments.len() || open && found.len() > segments.len())

@@ -1,11 +1,11 @@
-//! Values that are never printed, and where they come from.
+//! Values that are never printed, and their sources.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use subtle::ConstantTimeEq as _;
 
-/// The longest token file that is read.
+/// The longest token file, in bytes.
 const MAX_TOKEN_BYTES: u64 = 64 << 10;
 
 /// A value that is never printed: `Debug` and `Display` show `…` in its place.
@@ -18,12 +18,13 @@ impl Secret {
         Self(value.into())
     }
 
-    /// The value itself, for comparing and sending, never for printing.
+    /// The value itself, to compare and send, but never to print.
     pub fn expose(&self) -> &str {
         &self.0
     }
 
-    /// Whether `other` is the same value, in a time that tells nothing but whether it is as long.
+    /// Returns true if `other` is the same value. The time of the comparison reveals only whether the lengths are
+    /// equal.
     pub fn matches(&self, other: &[u8]) -> bool {
         self.0.as_bytes().ct_eq(other).into()
     }
@@ -41,24 +42,24 @@ impl fmt::Display for Secret {
     }
 }
 
-/// Where a secret comes from; a policy file never holds the secret itself.
+/// The source of a secret. A policy file never holds the secret itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SecretSource {
     /// `env:NAME`: an environment variable.
     Env(String),
-    /// `env:NAME[2]`: an item of an environment variable that holds several, with commas between them.
+    /// `env:NAME[2]`: one item of an environment variable that holds several, separated by commas.
     EnvItem {
         /// The variable.
         name: String,
-        /// Which of its items, counted from 1.
+        /// The number of the item, counted from 1.
         index: usize,
     },
-    /// `file:PATH`: a file's content without surrounding white space.
+    /// `file:PATH`: the content of a file, without surrounding white space.
     File(PathBuf),
 }
 
 impl SecretSource {
-    /// What stands behind `env:`: a variable's name, perhaps with the number of an item in brackets.
+    /// Parses the text after `env:`: a variable's name, with an optional item number in brackets.
     pub(crate) fn from_variable(text: &str) -> Option<Self> {
         let (name, index) = match text.strip_suffix(']') {
             Some(inside) => {
@@ -76,10 +77,11 @@ impl SecretSource {
         Some(index.map_or_else(|| Self::Env(name.clone()), |index| Self::EnvItem { name: name.clone(), index }))
     }
 
-    /// Fetches the secret; `env` looks an environment variable up.
+    /// Fetches the secret; `env` looks up an environment variable.
     ///
     /// # Errors
-    /// The variable isn't set or has fewer items, the file can't be read or is over 64 KiB, or what was found is empty.
+    /// The variable isn't set or has fewer items, the file can't be read or is longer than 64 KiB, or the secret is
+    /// empty.
     pub fn resolve(&self, env: impl FnOnce(&str) -> Option<String>) -> Result<Secret, SecretError> {
         let text = match self {
             Self::Env(name) => env(name).ok_or_else(|| SecretError::NotSet { name: name.clone() })?,
@@ -113,7 +115,7 @@ impl fmt::Display for SecretSource {
     }
 }
 
-/// Why a secret couldn't be had.
+/// The reason that a secret is not available.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SecretError {
     /// The environment variable isn't set.
@@ -127,10 +129,10 @@ pub enum SecretError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system, or that the file is too long.
         why: String,
     },
-    /// There is nothing in it.
+    /// The secret is empty.
     #[error("the token from {origin} is empty")]
     Empty {
         /// The variable or file, as the policy writes it.

@@ -1,4 +1,4 @@
-//! What a policy file's sections say, checked and with every default filled in.
+//! The sections of a policy file, checked and with every default filled in.
 
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,27 +17,27 @@ const fn loopback(port: u16) -> SocketAddr {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct InboundConfig {
-    /// Where the gate listens. Default 127.0.0.1:8080.
+    /// The address on which the gate listens. Default 127.0.0.1:8080.
     pub listen: SocketAddr,
-    /// The server behind the gate. `None` means that no proxy runs: the policy serves the decision API, forward-auth
-    /// or a Rust program only.
+    /// The server behind the gate. `None` means that no proxy runs: the policy serves only the decision API,
+    /// forward-auth or a Rust program.
     pub upstream: Option<UpstreamAddress>,
-    /// Whose forwarding headers are believed, and which one. Nobody's by default.
+    /// The proxies that are trusted, and the forwarding header that they set. By default no proxy is trusted.
     pub forwarding: Forwarding,
-    /// What the upstream takes for the same path beyond RFC 3986. By default that `%2F` is a slash; see
+    /// The spellings that the upstream treats as the same path beyond RFC 3986. By default `%2F` is a slash; see
     /// [`Matcher`](crate::Matcher).
     pub path_quirks: PathQuirks,
     /// The treatment of paths that can be read in several ways. Default [`AmbiguousPaths::Union`].
     pub ambiguous_paths: AmbiguousPaths,
     /// The number of bits of an IPv6 address that are one client: 32 to 64. Default 64.
     pub ipv6_prefix: u8,
-    /// Which rate-limit headers answers carry. Default [`HeaderDialect::Draft10`].
+    /// The rate-limit headers of responses. Default [`HeaderDialect::Draft10`].
     pub headers: HeaderDialect,
-    /// Whether answers also carry `X-RateLimit-Limit`, `-Remaining` and `-Reset`. Default false.
+    /// True if responses also carry `X-RateLimit-Limit`, `-Remaining` and `-Reset`. Default false.
     pub x_ratelimit: bool,
-    /// How long each phase of a request may take.
+    /// The time limits of the phases of a request.
     pub timeouts: InboundTimeouts,
-    /// How much of everything is accepted.
+    /// The limits on connections and on the sizes of requests.
     pub caps: InboundCaps,
 }
 
@@ -77,7 +77,7 @@ impl UpstreamAddress {
         self.port
     }
 
-    /// `host:port` as a URL has it (IPv6 in brackets, the port only if it was written).
+    /// The `host:port` of a URL: IPv6 in brackets, the port only if it was written.
     pub fn authority(&self) -> String {
         let host = if self.host.contains(':') { format!("[{}]", self.host) } else { self.host.clone() };
         if self.explicit_port { format!("{host}:{}", self.port) } else { host }
@@ -90,32 +90,32 @@ impl fmt::Display for UpstreamAddress {
     }
 }
 
-/// Which rate-limit headers an answer carries.
+/// The rate-limit headers of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeaderDialect {
-    /// `RateLimit-Policy` and `RateLimit` as the IETF's draft-ietf-httpapi-ratelimit-headers-10 has them.
+    /// `RateLimit-Policy` and `RateLimit` of the IETF's draft-ietf-httpapi-ratelimit-headers-10.
     Draft10,
-    /// `RateLimit-Limit`, `-Remaining`, `-Reset` and `RateLimit-Policy` as its version 06 (in use as "draft-7") had them.
+    /// `RateLimit-Limit`, `-Remaining`, `-Reset` and `RateLimit-Policy` of its version 06, known as "draft-7".
     Draft7,
-    /// None.
+    /// No such headers.
     None,
 }
 
-/// `[inbound.timeouts]`: how long each phase of a request may take.
+/// `[inbound.timeouts]`: the time limits of the phases of a request. Each is above zero and at most ten years.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct InboundTimeouts {
-    /// From a request's first byte to the end of its head. Default 10 s.
+    /// The time from a request's first byte to the end of its head. Default 10 s.
     pub header: Duration,
-    /// Between two pieces of a body, either way. Default 30 s.
+    /// The time between two pieces of a body, in either direction. Default 30 s.
     pub body: Duration,
-    /// Connecting to the upstream. Default 5 s.
+    /// The time to connect to the upstream. Default 5 s.
     pub connect: Duration,
-    /// Until the head of the upstream's answer. Default 60 s.
+    /// The time until the head of the upstream's response. Default 60 s.
     pub response: Duration,
-    /// How long a connection is kept without a request. Default 75 s.
+    /// The time for which a connection without a request is kept. Default 75 s.
     pub idle: Duration,
-    /// How long a shutdown waits for requests in flight. Default 30 s.
+    /// The time for which a shutdown waits for requests in flight. Default 30 s.
     pub shutdown: Duration,
 }
 
@@ -132,25 +132,25 @@ impl Default for InboundTimeouts {
     }
 }
 
-/// `[inbound.caps]`: how much of everything is accepted.
+/// `[inbound.caps]`: the limits on connections and on the sizes of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct InboundCaps {
-    /// Connections open at once. Default 10,000.
+    /// The most connections open at once. Default 10,000; 1 to 1,000,000.
     pub connections: u32,
-    /// Connections of one client address (IPv6: of one network of `ipv6_prefix`) open at once; `None` for `"off"`. Default a quarter of
-    /// `connections`. Loopback and trusted proxies are not counted.
+    /// The most connections open at once from one client address (IPv6: from one network of `ipv6_prefix`). Default a
+    /// quarter of `connections`; `None` for `"off"`. Loopback and trusted proxies are not counted.
     pub connections_per_client: Option<usize>,
-    /// Bytes in a request's head. Default 64 KiB; 8 KiB to 1 MiB.
+    /// The most bytes in a request's head. Default 64 KiB; 8 KiB to 1 MiB.
     pub header_bytes: usize,
-    /// Header lines in a request. Default 100.
+    /// The most header lines in a request. Default 100; 1 to 10,000.
     pub headers: usize,
-    /// Bytes in a request's body; `None` is unlimited, which is the default.
+    /// The most bytes in a request's body; `None` is unlimited, which is the default.
     pub body: Option<u64>,
-    /// The least bytes a second of a request's body, over 10 s spent waiting for the client; `None` for `"off"`. Default
-    /// 100. Upgrades and gRPC may be slower.
+    /// The lowest rate of a request's body in bytes per second, over 10 s of waiting for the client. Default 100;
+    /// `None` for `"off"`. Upgrades and gRPC may be slower.
     pub body_rate: Option<u64>,
-    /// Idle connections kept to the upstream. Default 128.
+    /// The most idle connections kept to the upstream. Default 128; 0 to 100,000.
     pub pool_idle: usize,
 }
 
@@ -172,17 +172,18 @@ impl Default for InboundCaps {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ApiConfig {
-    /// Where it listens; `None` for `listen = "off"`. Default 127.0.0.1:8082.
+    /// The address on which it listens; `None` for `listen = "off"`. Default 127.0.0.1:8082.
     pub listen: Option<SocketAddr>,
-    /// The bearer token callers must show. Required beyond loopback.
+    /// The bearer token that callers must send. Required beyond loopback.
     pub token: Option<SecretSource>,
-    /// Names that a request's `Host` may have besides loopback's and the listener's own address, and whose web pages may
-    /// ask. Any other is refused, unless the request shows the token or is forward-auth's.
+    /// The names that a request's `Host` may have besides loopback's and the listener's own address. Web pages of these
+    /// names may send requests, too. Any other request is refused, unless it carries the token or is a forward-auth
+    /// request.
     pub hosts: Vec<String>,
-    /// Whether forward-auth is answered. Default true, unless a request can meet a limit on calls in flight
+    /// True if forward-auth is served. Default true, unless a request can meet a limit on calls in flight
     /// ([`Plan::requests_meet_concurrency`](crate::Plan::requests_meet_concurrency)), which forward-auth can't keep.
     pub forward_auth: bool,
-    /// The status with which forward-auth refuses: 400 to 599, default 429. nginx' `auth_request` takes 401 or 403.
+    /// The status of a refusal by forward-auth: 400 to 599, default 429. nginx' `auth_request` accepts 401 or 403.
     pub deny_status: u16,
 }
 
@@ -196,11 +197,11 @@ impl Default for ApiConfig {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AdminConfig {
-    /// Where it listens; `None` for `listen = "off"`. Default 127.0.0.1:8083.
+    /// The address on which it listens; `None` for `listen = "off"`. Default 127.0.0.1:8083.
     pub listen: Option<SocketAddr>,
-    /// The bearer token callers must show. Required beyond loopback.
+    /// The bearer token that callers must send. Required beyond loopback.
     pub token: Option<SecretSource>,
-    /// As [`ApiConfig::hosts`].
+    /// The same as [`ApiConfig::hosts`].
     pub hosts: Vec<String>,
 }
 
@@ -210,7 +211,7 @@ impl Default for AdminConfig {
     }
 }
 
-/// `[log]`: what is written to standard error.
+/// `[log]`: the log on standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogConfig {
@@ -218,7 +219,7 @@ pub struct LogConfig {
     pub format: LogFormat,
     /// The least important level that is written. Default info.
     pub level: LogLevel,
-    /// The most lines about refusals in any second, at least 1. Default 10.
+    /// The most lines about refusals in any second. Default 10; 1 to 1,000,000.
     pub refusals_per_second: u32,
 }
 
@@ -231,29 +232,29 @@ impl Default for LogConfig {
 /// The form of a log line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// How important a log line must be to be written.
+/// The lowest importance of the log lines that are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LogLevel {
-    /// Only what broke.
+    /// Only failures.
     Error,
-    /// Also what may break soon.
+    /// Also signs of possible failures.
     Warn,
-    /// Also what happened.
+    /// Also events.
     Info,
-    /// Also how.
+    /// Also the details of events.
     Debug,
     /// Everything.
     Trace,
 }
 
 impl LogLevel {
-    /// The word that the file uses: `error`, `warn`, `info`, `debug` or `trace`.
+    /// The word in the file: `error`, `warn`, `info`, `debug` or `trace`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Error => "error",

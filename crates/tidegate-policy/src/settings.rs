@@ -1,43 +1,43 @@
-//! Every setting of a policy: its name in the file, its environment variable, its default and what it is for.
+//! Every setting of a policy: its name in the file, its environment variable, its default and its purpose.
 //!
 //! The environment beats the file, and the file beats the default. A variable's name is `TIDEGATE__` and the setting's
 //! path in capitals, joined by two underscores: `TIDEGATE__INBOUND__TIMEOUTS__CONNECT=2s`,
 //! `TIDEGATE__INBOUND__ACTION__LOGIN__LIMIT=10 per 60s`. Values are written without quotes; lists with commas between
-//! their items or as in TOML. An action's or a provider's name is found in any case, with `_` for what a variable's name
-//! can't hold; the environment changes actions and providers and never adds one. An empty value counts as not set. Any other name that begins with
-//! `TIDEGATE_`, in any case, is an error rather than a setting that does nothing; only a variable that a `token` or another
-//! secret is taken from may have such a name.
+//! their items or as in TOML. The name of an action or provider matches in any case, with `_` for characters that a
+//! variable's name can't hold. The environment changes actions and providers but never adds one. An empty value counts
+//! as not set. Any other name that begins with `TIDEGATE_`, in any case, is an error, because it would have no effect.
+//! Only a variable that holds a `token` or another secret may have such a name.
 //!
-//! Four plain names are honoured too; those that begin with `TIDEGATE__` win over them:
+//! Four plain names are also read; names that begin with `TIDEGATE__` win over them:
 //!
 //! | name | means |
 //! | --- | --- |
-//! | `GLOBAL_RATE_LIMIT` | the count of `inbound.global`'s limit; turns that limit on, with a penalty, if the file has none |
+//! | `GLOBAL_RATE_LIMIT` | the count of `inbound.global`'s limit; adds it, with a penalty, if the file has no such limit |
 //! | `GLOBAL_RATE_WINDOW` | its window in seconds; 3600 if neither this nor the file says one |
 //! | `BACKOFF_BASE` | the base of the power: with 3, blocks of 3, 9, 27 s …, that is `base = "3s"` and `factor = 3` |
 //! | `BACKOFF_MAX` | the longest block in seconds |
 //!
-//! With [`PolicySources::env_prefix`](crate::PolicySources::env_prefix), names behind a prefix of one's own set something of every
-//! provider; the names that begin with `TIDEGATE__` win over these too. Durations are written as Go writes them:
+//! With [`PolicySources::env_prefix`](crate::PolicySources::env_prefix), names with a custom prefix apply to every
+//! provider. Names that begin with `TIDEGATE__` win over these too. Durations are written as in Go:
 //!
-//! | name behind `PREFIX_` | sets |
+//! | name after `PREFIX_` | sets |
 //! | --- | --- |
-//! | `API_MAX_RETRIES` | `retry.max_attempts`: one more than these retries |
+//! | `API_MAX_RETRIES` | `retry.max_attempts`: one more than this number of retries |
 //! | `API_BASE_TIMEOUT`, `API_MAX_BACKOFF_TIME` | `retry.base`, `retry.cap` |
-//! | `TOKEN` | `credentials` of the one provider that takes some: the tokens themselves, with commas between them |
+//! | `TOKEN` | `credentials` of the one provider that takes credentials: the tokens themselves, separated by commas |
 //! | `TOKEN_LOAD_BALANCING` | `balance` |
-//! | `MAX_RETRIES`, or with more weight `TOKEN_MAX_RETRIES` | `retry.max_token_retries` |
-//! | `BASE_TIMEOUT`, or with more weight `TOKEN_BASE_TIMEOUT` | `cooldown.base` |
-//! | `MAX_BACKOFF_TIME`, or with more weight `TOKEN_MAX_BACKOFF_TIME` | `cooldown.cap` |
+//! | `MAX_RETRIES`, or with priority `TOKEN_MAX_RETRIES` | `retry.max_token_retries` |
+//! | `BASE_TIMEOUT`, or with priority `TOKEN_BASE_TIMEOUT` | `cooldown.base` |
+//! | `MAX_BACKOFF_TIME`, or with priority `TOKEN_MAX_BACKOFF_TIME` | `cooldown.cap` |
 //!
-//! Being environment, `BACKOFF_BASE` and `BACKOFF_MAX` beat what the file says, for every growing penalty in it; bans
-//! and limits without a penalty stay as they are.
+//! As environment variables, `BACKOFF_BASE` and `BACKOFF_MAX` beat the file for every growing penalty in it. Bans and
+//! limits without a penalty stay as they are.
 
 use std::fmt::Write as _;
 
 mod outbound;
 
-/// How a setting's value is written.
+/// The form in which a setting's value is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SettingType {
     /// One string.
@@ -67,8 +67,8 @@ const fn setting(path: &'static str, form: SettingType, default: &'static str, m
 
 use SettingType::{Flag, Integer, Strings, TableOrTables, Text};
 
-/// The table that the reader checks names against, but for [`outbound::SETTINGS`]; `*` stands for an action's name, `#`
-/// for an item of a list.
+/// The table against which the reader checks names, together with [`outbound::SETTINGS`]. `*` stands for an action's
+/// name, `#` for an item of a list.
 static SETTINGS: &[Setting] = &[
     setting(
         "store.url",
@@ -305,10 +305,10 @@ pub(crate) const PLAIN_VARIABLES: [(&str, &str, &str); 4] = [
     ("BACKOFF_MAX", "3600", "the longest block, in seconds"),
 ];
 
-/// A name behind a prefix of one's own, and the setting of every provider that it sets.
+/// A name after a custom prefix, and the setting of every provider that it sets.
 pub(crate) struct PrefixedSetting {
     pub(crate) name: &'static str,
-    /// Below the provider.
+    /// The setting's path below the provider.
     pub(crate) path: &'static str,
     pub(crate) value_type: SettingType,
     default: &'static str,
@@ -325,7 +325,7 @@ const fn prefixed_setting(
     PrefixedSetting { name, path, value_type: form, default, description: meaning }
 }
 
-/// The names behind a prefix of one's own. Of two that set the same, the later wins.
+/// The names after a custom prefix. Of two names for the same setting, the later wins.
 pub(crate) static PREFIXED_SETTINGS: &[PrefixedSetting] = &[
     prefixed_setting(
         "API_MAX_RETRIES",
@@ -358,7 +358,7 @@ pub(crate) static PREFIXED_SETTINGS: &[PrefixedSetting] = &[
     prefixed_setting("TOKEN_MAX_BACKOFF_TIME", "cooldown.cap", Text, "32s", "the same; beats MAX_BACKOFF_TIME"),
 ];
 
-/// What every other variable's name begins with.
+/// The prefix of all other variables' names.
 pub(crate) const VARIABLE_PREFIX: &str = "TIDEGATE__";
 
 impl Setting {
@@ -367,18 +367,19 @@ impl Setting {
         self.path
     }
 
-    /// Its environment variable, with `NAME` for an action's or a provider's name; `None` inside lists, which a variable sets whole.
+    /// Its environment variable, with `NAME` for an action's or a provider's name. `None` inside lists, which a
+    /// variable sets as a whole.
     pub fn variable(&self) -> Option<String> {
         let in_list = self.path.contains('#');
         (!in_list).then(|| variable_name(self.path, "NAME"))
     }
 
-    /// Its default as a variable would say it; empty if there is none.
+    /// Its default in the form of a variable's value; empty if there is none.
     pub fn default(&self) -> &'static str {
         self.default
     }
 
-    /// What it is for, in one line.
+    /// Its purpose, in one line.
     pub fn description(&self) -> &'static str {
         self.description
     }
@@ -418,7 +419,8 @@ pub(crate) fn find(path: &str) -> Option<&'static Setting> {
     all().find(|setting| setting.path == path)
 }
 
-/// Every environment variable with its default and its meaning, as an `.env` file with all of them commented out.
+/// Returns every environment variable with its default and its meaning, as an `.env` file with all of them commented
+/// out.
 pub fn env_example() -> String {
     let mut text = String::from(
         "# Every environment variable that Tidegate reads, with its default. The environment beats the policy file.\n\

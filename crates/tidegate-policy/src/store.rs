@@ -1,4 +1,4 @@
-//! `[store]`: where counts live, and what holds while they can't be reached.
+//! `[store]`: the place of counts, and the behaviour while it can't be reached.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -12,35 +12,35 @@ use crate::secret::{Secret, SecretSource};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreConfig {
-    /// Which engine. Default `memory`.
+    /// The engine that keeps counts. Default `memory`.
     pub url: StoreUrl,
-    /// The most memory that counts may take, in bytes: all of them in memory or a file; of a shared store, those that
-    /// a node goes on with while it can't be reached. Default 64 MiB; at least 64 KiB.
+    /// The most memory for counts, in bytes: all counts in memory or a file; for a shared store, the counts that a node
+    /// keeps while the store can't be reached. Default 64 MiB; 64 KiB to 16 TiB.
     pub max_bytes: u64,
-    /// What holds while the store can't be reached, where an action doesn't say otherwise. Default
+    /// The behaviour while the store can't be reached, where an action sets none of its own. Default
     /// [`OnOutage::Local`]. Memory has no outages; for files, see `on_full`.
     pub on_outage: OnOutage,
-    /// How long a decision waits for a shared store. Default 50 ms.
+    /// The time that a decision waits for a shared store. Default 50 ms.
     pub timeout: Duration,
-    /// What the names of everything in a shared store begin with. Default `tidegate`. Small letters, digits and
-    /// underscores, at most 32.
+    /// The prefix of all names in a shared store. Default `tidegate`. 1 to 32 lowercase letters, digits and
+    /// underscores, without a digit at the start.
     pub prefix: String,
-    /// The secret that keys are hashed under in a store that outlives the process: 16 bytes or more. By default a
-    /// random one that is kept in the store itself, which then must be there when a node starts.
+    /// The secret under which keys are hashed in a store that outlives the process: 16 bytes or more. By default it is
+    /// a random one that is kept in the store itself. The store must then be available when a node starts.
     pub hash_key: Option<SecretSource>,
-    /// How many nodes share the store until it has told by itself. Default 1.
+    /// The number of nodes that share the store, until the store itself reports it. Default 1; 1 to 4096.
     pub nodes: u32,
-    /// When a file is written. Default: 100 ms after a change at the latest.
+    /// The time at which a file is written. Default: 100 ms after a change at the latest.
     pub sync: SyncMode,
     /// The behaviour while a file can't be written. Default: [`OnFull::Deny`] with [`SyncMode::Always`], else
     /// [`OnFull::Continue`].
     pub on_full: OnFull,
-    /// How decisions about several keys are made in a Redis cluster. Default [`ClusterMode::Together`].
+    /// The method for decisions about several keys in a Redis cluster. Default [`ClusterMode::Together`].
     pub cluster: ClusterMode,
 }
 
 impl StoreConfig {
-    /// Whether the keys of each decision have to be kept together.
+    /// Returns true if the keys of each decision must be kept together.
     pub(crate) fn keeps_keys_together(&self) -> bool {
         matches!(self.url, StoreUrl::Server(StoreEngine::RedisCluster, _)) && self.cluster == ClusterMode::Together
     }
@@ -67,11 +67,11 @@ impl Default for StoreConfig {
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoreUrl {
-    /// This process's memory.
+    /// The memory of this process.
     Memory,
-    /// `file:PATH`: this process's memory, and a file that outlives it.
+    /// `file:PATH`: the memory of this process, and a file that outlives it.
     File(PathBuf),
-    /// A server that several nodes share, with the whole URL, which may hold a password.
+    /// A server that several nodes share, with its whole URL, which may hold a password.
     Server(StoreEngine, Secret),
 }
 
@@ -82,7 +82,7 @@ impl fmt::Debug for StoreUrl {
 }
 
 impl fmt::Display for StoreUrl {
-    /// Without whatever could be a secret: `redis://…`.
+    /// Leaves out all that could be a secret: `redis://…`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Memory => f.write_str("memory"),
@@ -96,8 +96,8 @@ impl fmt::Display for StoreUrl {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoreEngine {
-    /// `redis://`, `redis-sentinel://`, and over TLS `rediss://`, `rediss-sentinel://`: Redis from 6.2, Valkey, and
-    /// servers like them.
+    /// `redis://`, `redis-sentinel://`, and over TLS `rediss://`, `rediss-sentinel://`: Redis from 6.2, Valkey and
+    /// compatible servers.
     Redis,
     /// `redis-cluster://`, `rediss-cluster://`.
     RedisCluster,
@@ -121,7 +121,7 @@ impl StoreEngine {
     }
 }
 
-/// The schemes of URLs, and what they mean.
+/// The schemes of URLs and their engines.
 pub(crate) const URL_SCHEMES: [(&str, StoreEngine); 11] = [
     ("redis", StoreEngine::Redis),
     ("rediss", StoreEngine::Redis),
@@ -136,30 +136,30 @@ pub(crate) const URL_SCHEMES: [(&str, StoreEngine); 11] = [
     ("mongodb", StoreEngine::MongoDb),
 ];
 
-/// When a file is written.
+/// The time at which a file is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SyncMode {
-    /// `sync = "always"`: before a decision is told. Nothing is lost in a crash.
+    /// `sync = "always"`: before a decision is returned. A crash loses nothing.
     Always,
-    /// `sync = "100ms"`: this long after a change at the latest. A crash loses what changed since.
+    /// `sync = "100ms"`: at most this long after a change. A crash loses the changes since the last write.
     Within(Duration),
 }
 
 /// The behaviour while a file can't be written, as on a full disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnFull {
-    /// `on_full = "continue"`: decisions go on in memory. A crash then loses what changed since.
+    /// `on_full = "continue"`: decisions continue in memory. A crash then loses the changes since the last write.
     Continue,
-    /// `on_full = "deny"`: what would change something is refused as by a store that can't be reached.
+    /// `on_full = "deny"`: a decision that would change a count is refused, as if the store couldn't be reached.
     Deny,
 }
 
-/// How decisions about several keys are made in a cluster.
+/// The method for decisions about several keys in a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClusterMode {
-    /// The limits of each decision have a key part in common, by which their keys are kept on one server.
+    /// The limits of each decision have a key part in common, which keeps their keys on one server.
     Together,
-    /// `cluster = "reserve"`: each key is kept anywhere. A decision takes one after the other and gives back what it
-    /// took when a later one refuses: it may let too little through, and never too much.
+    /// `cluster = "reserve"`: each key is kept on any server. A decision takes one key after the other, and gives back
+    /// the taken ones if a later one refuses. It may admit too little, but never too much.
     Reserve,
 }

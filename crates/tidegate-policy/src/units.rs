@@ -7,7 +7,7 @@ use tidegate_core::{MAX_LIMIT, Span};
 use crate::nearest::nearest;
 use crate::quantity::QuantityError;
 
-/// What a bare number is told to look like.
+/// The expected form of a duration, for errors.
 const DURATION: &str = "a duration such as \"500ms\", \"30s\", \"1m30s\", \"1.5h\" or \"2d\"";
 const BYTES: &str = "a number of bytes such as \"64KiB\", \"10MiB\" or \"1GB\"";
 
@@ -34,11 +34,12 @@ const SIZE_UNITS: [(&str, u64); 9] = [
     ("TB", 1_000_000_000_000),
 ];
 
-/// Reads a duration as humantime and Go write them: `500ms`, `30s`, `1m30s`, `1.5h`, `2d`, `1h 30min`; units from
+/// Reads a duration in the forms of humantime and Go: `500ms`, `30s`, `1m30s`, `1.5h`, `2d`, `1h 30min`. Units go from
 /// `us` to `w`. Fractions of a microsecond are rounded up.
 ///
 /// # Errors
-/// Says where in the text, what was found and what would do. Also for more than 142 years.
+/// The text is no duration, or the duration is longer than 142 years. The error names the place in the text, what was
+/// found and what is expected.
 pub fn parse_duration(text: &str) -> Result<Span, QuantityError> {
     let mut cursor = Cursor::new(text);
     cursor.skip_space();
@@ -47,10 +48,12 @@ pub fn parse_duration(text: &str) -> Result<Span, QuantityError> {
     Ok(span)
 }
 
-/// Reads a whole number of bytes: `512`, `64KiB`, `10MiB`, `1GB` (kB, MB, GB are powers of 1000; KiB, MiB, GiB of 1024).
+/// Reads a whole number of bytes: `512`, `64KiB`, `10MiB`, `1GB`. Here kB, MB, GB are powers of 1000, and KiB, MiB, GiB
+/// of 1024.
 ///
 /// # Errors
-/// Says where in the text, what was found and what would do. Also for numbers past 2^63.
+/// The text is no number of bytes, or the number is 2^63 or more. The error names the place in the text, what was found
+/// and what is expected.
 pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
     let mut cursor = Cursor::new(text);
     cursor.skip_space();
@@ -61,7 +64,8 @@ pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
         1
     } else {
         let exact = SIZE_UNITS.iter().find(|(name, _)| *name == word.text);
-        // A bare K, M or G is told to choose; letters in the wrong case are taken when they can only mean one thing.
+        // No two units differ only in case, so letters in the wrong case are accepted. A bare K, M or G is an error
+        // that suggests a unit.
         let size = exact.or_else(|| SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(word.text)));
         let Some((_, size)) = size else {
             return Err(QuantityError::new(word.range, format!("unknown unit `{}`", word.text), BYTES)
@@ -76,7 +80,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
         .ok_or_else(|| QuantityError::new(0..text.len(), "too many bytes", "fewer than 2^63"))
 }
 
-/// The unit that an unknown one stands for.
+/// The unit to suggest for an unknown one.
 fn suggest_size_unit(word: &str) -> Option<&'static str> {
     let lower = word.to_ascii_lowercase();
     let letter = match lower.as_str() {
@@ -89,7 +93,7 @@ fn suggest_size_unit(word: &str) -> Option<&'static str> {
     Some(letter)
 }
 
-/// Reads as much of a duration as there is: at least one number with its unit.
+/// Reads a duration at the start of the remaining text: at least one number with its unit.
 pub(crate) fn read_duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityError> {
     let begin = cursor.position;
     let mut total: u128 = 0;
@@ -104,7 +108,7 @@ pub(crate) fn read_duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityErr
         let number_text = cursor.slice(number.clone());
         cursor.skip_space();
         let word = cursor.word();
-        // "1h30" probably means minutes, the next smaller unit, but has to say so.
+        // "1h30" probably means minutes, the next smaller unit, but the text must say so.
         if word.text.is_empty()
             && let Some(smaller) = last_unit.and_then(next_smaller_unit)
         {
@@ -129,7 +133,7 @@ pub(crate) fn read_duration(cursor: &mut Cursor<'_>) -> Result<Span, QuantityErr
     )
 }
 
-/// The unit that a number without one has after a number of this unit.
+/// The unit to suggest for a number without one that follows a number of this unit.
 fn next_smaller_unit(unit: u64) -> Option<&'static str> {
     let at = TIME_UNITS.iter().position(|(_, micros)| *micros == unit)?;
     TIME_UNITS.get(at.checked_sub(1)?).and_then(|(spellings, _)| spellings.first().copied())
@@ -156,13 +160,13 @@ fn time_unit(word: &TextWord<'_>, number: Range<usize>, number_text: &str) -> Re
     })
 }
 
-/// Walks through a text and knows where it is.
+/// A text with a position up to which it is parsed.
 pub(crate) struct Cursor<'t> {
     text: &'t str,
     pub(crate) position: usize,
 }
 
-/// A run of letters, and where it stands.
+/// A run of letters, and its range in the text.
 pub(crate) struct TextWord<'t> {
     pub(crate) text: &'t str,
     pub(crate) range: Range<usize>,
@@ -203,7 +207,7 @@ impl<'t> Cursor<'t> {
         self.position += rest.find(|letter| !holds(letter)).unwrap_or(rest.len());
     }
 
-    /// A run of letters, perhaps empty.
+    /// Takes a run of letters, perhaps empty.
     pub(crate) fn word(&mut self) -> TextWord<'t> {
         self.word_while(char::is_alphabetic)
     }
@@ -214,7 +218,7 @@ impl<'t> Cursor<'t> {
         TextWord { text: &self.text[begin..self.position], range: begin..self.position }
     }
 
-    /// What stands here, for telling: the text up to the next space, or the end.
+    /// Describes the next text for errors: up to a space, a tab or a comma, or `nothing` at the end.
     pub(crate) fn describe_next(&self) -> (Range<usize>, String) {
         let length = self.rest().find([' ', '\t', ',']).unwrap_or(self.rest().len());
         let length = if length == 0 { self.peek().map_or(0, char::len_utf8) } else { length };
@@ -223,7 +227,7 @@ impl<'t> Cursor<'t> {
         (at, found)
     }
 
-    /// Only white space may follow.
+    /// Fails unless only white space follows.
     pub(crate) fn expect_end(&mut self, expected: &str) -> Result<(), QuantityError> {
         self.skip_space();
         if self.rest().is_empty() {
@@ -233,7 +237,7 @@ impl<'t> Cursor<'t> {
         Err(QuantityError::new(at, format!("found {found}"), expected))
     }
 
-    /// A whole number; `_` may stand between digits.
+    /// Takes a whole number up to `most`; `_` may be between digits.
     pub(crate) fn number(&mut self, most: u64, expected: &str) -> Result<u64, QuantityError> {
         let begin = self.position;
         let (whole, _, fraction_digits) = self.decimal(expected)?;
@@ -249,7 +253,7 @@ impl<'t> Cursor<'t> {
         Ok(whole)
     }
 
-    /// A number with perhaps a fraction: the whole part, the fraction's digits as a number, and how many they are.
+    /// Takes a number that may have a fraction: the whole part, the fraction's digits as a number, and their count.
     fn decimal(&mut self, expected: &str) -> Result<(u64, u64, u32), QuantityError> {
         let begin = self.position;
         let whole = self.digits();
@@ -288,7 +292,7 @@ impl<'t> Cursor<'t> {
         Ok((whole, fraction, digits))
     }
 
-    /// Digits without the `_` between them; a `_` that isn't between digits ends them.
+    /// Takes digits and drops each `_` between them. A `_` that isn't between digits ends them.
     fn digits(&mut self) -> String {
         let mut digits = String::new();
         while let Some(next) = self.peek() {
@@ -304,7 +308,8 @@ impl<'t> Cursor<'t> {
     }
 }
 
-/// A duration for people: `60 s`, `10 min`, `1 h 30 min`, `500 ms`. Up to two minutes in seconds.
+/// Formats a duration for people: `60 s`, `10 min`, `1 h 30 min`, `500 ms`. Whole seconds up to two minutes stay in
+/// seconds.
 pub(crate) fn describe_duration(span: Span) -> String {
     let micros = span.as_micros();
     if micros.is_multiple_of(1_000_000) && micros <= 120_000_000 {
@@ -323,7 +328,7 @@ pub(crate) fn describe_duration(span: Span) -> String {
     pieces.join(" ")
 }
 
-/// A duration as a policy writes it, for [`parse_duration`] to read back: `60s`, `10m`, `1h30m`.
+/// Formats a duration as a policy writes it, so that [`parse_duration`] reads it back: `60s`, `10m`, `1h30m`.
 pub(crate) fn format_duration(span: Span) -> String {
     let micros = span.as_micros();
     if micros.is_multiple_of(1_000_000) && micros <= 120_000_000 {

@@ -1,5 +1,5 @@
-//! Broken policies, each of which must be told in words that a newcomer can act on. What is told is kept next to the
-//! file; to accept a change after reading it, run the test with `UPDATE_EXPECT=1`.
+//! Broken policies, each with errors that tell a newcomer what to do. The expected errors are in a file next to the
+//! policy. To accept a change after reading it, run the test with `UPDATE_EXPECT=1`.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
@@ -61,7 +61,7 @@ fn error_messages_contain_no_secret() {
     }
 }
 
-/// Characters that a terminal obeys or that mislead a reader.
+/// Returns true for characters that control a terminal or mislead a reader.
 fn steers(letter: char) -> bool {
     letter.is_control() && letter != '\n' && letter != '\t'
         || matches!(letter, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}')

@@ -1,4 +1,4 @@
-//! What docs/outbound.md says must be so.
+//! Checks that docs/outbound.md is true.
 
 use tidegate_policy::outbound::preset_names;
 use tidegate_policy::{Policy, PolicySources};
@@ -16,7 +16,7 @@ fn every_documented_snippet_is_a_valid_policy() {
     }
 }
 
-/// The table of presets.
+/// The rows of the presets' table.
 fn table() -> impl Iterator<Item = &'static str> {
     let lines = TEXT.lines().skip_while(|line| !line.starts_with("| `tmdb`"));
     lines.take_while(|line| line.starts_with("| "))

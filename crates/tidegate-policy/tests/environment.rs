@@ -1,4 +1,4 @@
-//! Environment beats file beats default.
+//! The environment beats the file, and the file beats the default.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use tidegate_policy::{LogLevel, OnOutage, Policy, PolicySources, Query, settings};
@@ -130,13 +130,13 @@ fn short_variable_names_set_common_limits() {
         "{found}"
     );
 
-    // The environment beats the file, wherever a penalty grows; bans stay.
+    // The environment beats the file for every growing penalty; bans stay.
     let found = words(Some(FILE), &all[2..]);
     assert!(found.contains("at most 1000 in any 1 h; over that, blocks of 3 s, 9 s … 100 s"), "{found}");
     assert!(found.contains("at most 5 in any 60 s; over that, blocks of 3 s, 9 s … 100 s"), "{found}");
     assert!(found.contains("at most 3 in any 120 s; over that, blocked for 15 min"), "{found}");
 
-    // Each alone.
+    // Each variable also works alone.
     assert!(words(Some(FILE), &all[..1]).contains("at most 50 in any 1 h"));
     assert!(words(Some(FILE), &all[1..2]).contains("at most 1000 in any 120 s"));
 
@@ -230,7 +230,7 @@ fn errors_hide_secrets_in_variables() {
     }
 }
 
-/// Nothing in the table of settings may be a name that nothing reads.
+/// Every name in the settings must be read.
 #[test]
 fn every_setting_is_read() {
     let file = format!("{FILE}{PROVIDER}");
@@ -239,14 +239,14 @@ fn every_setting_is_read() {
             continue;
         };
         let variable = variable.replace("__NAME", "__LOGIN");
-        // For some settings almost any text will do; these are wrong for all.
+        // Some settings accept almost any text, but none accepts this one.
         let told = load(Some(&file), &[(&variable, "\u{1} [ /x")]).expect_err(&variable);
         assert!(told.contains(&format!("environment variable {variable}\n")), "{variable}\n{told}");
         assert!(!told.contains("unknown environment variable") && !told.contains("names no "), "{told}");
     }
 }
 
-/// What the table calls the default must be the default.
+/// The defaults in the settings must be the real defaults.
 #[test]
 fn every_documented_default_is_the_default() {
     let file = "[inbound.action.login]\nlimit = \"5 per 60s\"\npenalty = {}\n\
@@ -261,7 +261,7 @@ fn every_documented_default_is_the_default() {
         let Some(variable) = setting.variable().filter(|_| !setting.default().is_empty()) else {
             continue;
         };
-        // A word in the place of a table is the same as the table; here it would need another file.
+        // A word in place of a table is the same as the table, but it would need another file here.
         if ["auth", "cache"].iter().any(|key| setting.path() == format!("outbound.provider.*.{key}")) {
             continue;
         }

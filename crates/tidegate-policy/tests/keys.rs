@@ -1,4 +1,4 @@
-//! The keys that requests are counted under, however they are spelt and whatever they lack.
+//! The keys under which requests are counted, in all spellings and with missing parts.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::HashSet;
@@ -100,7 +100,7 @@ fn too_many_key_values_are_refused_by_name() {
     assert_eq!(request(&cookies, &[("cookie", four)], "/").unwrap().len(), 4);
     let five = request(&cookies, &[("cookie", &format!("{four}; sid=5"))], "/");
     assert_eq!(five.unwrap_err(), "`cookie:sid` has more than 4 different values");
-    // Two parts multiply, and so do limits.
+    // The values of two parts multiply, and so do limits.
     let both = plan("[inbound.action.a]\nkey = [\"cookie:sid\", \"query:token\"]\nlimit = \"5 per 60s\"\n");
     assert_eq!(request(&both, &[("cookie", four)], "/?token=1&token=2").unwrap().len(), 8);
     let nine = "there are more values to count by than one decision can ask about";
@@ -110,7 +110,7 @@ fn too_many_key_values_are_refused_by_name() {
     );
     assert_eq!(request(&limits, &[("cookie", "sid=1; sid=2; sid=3")], "/").unwrap().len(), 7);
     assert_eq!(request(&limits, &[("cookie", four)], "/").unwrap_err(), nine);
-    // What only watches refuses nothing.
+    // A shadow limit refuses nothing.
     let shadow = by("cookie:sid", "mode = \"shadow\"\n");
     assert_eq!(request(&shadow, &[("cookie", &format!("{four}; sid=5"))], "/"), Ok(Vec::new()));
 }
@@ -156,7 +156,7 @@ fn a_substituted_address_never_equals_a_value() {
     }
     let by_both = plan_of_both();
     assert_ne!(request(&by_both, &[], "/").unwrap()[0], missing);
-    // Not said at all is a mistake of the caller's, as ever.
+    // A part that the caller doesn't give at all is the caller's mistake.
     let ip = "192.0.2.1".parse().ok();
     let forgotten = told(&plan, &Query { ip, ..Query::default() }).unwrap_err();
     assert_eq!(forgotten, "`header:x-api-key` is missing: the limit `a` counts by it");
@@ -222,7 +222,7 @@ fn ipv6_clients_count_by_the_configured_prefix() {
         assert_eq!(address(&plan, within), address(&plan, "2001:db8:1:2::1"), "{prefix}");
         assert_ne!(address(&plan, beyond), address(&plan, "2001:db8:1:2::1"), "{prefix}");
         assert_ne!(address(&plan, "192.0.2.1"), address(&plan, "192.0.2.2"));
-        // What is shared when the store is full holds more than one client.
+        // The shared key for a full store covers more than one client.
         let parent = |ip: &str| {
             let limit = plan.limits().iter().next().unwrap().0;
             plan.shared_key(limit, ShareLevel::SmallNetwork, ip.parse().ok(), &KeySeed::new([9; 16]))
@@ -253,7 +253,7 @@ fn ipv6_network_adds_a_limit_per_prefix() {
     }
 }
 
-/// The limits that the calls of a path meet, by name.
+/// The names of the limits that apply to the calls of a path.
 fn met(plan: &Plan, path: &str) -> Result<Vec<String>, String> {
     let query = Query { ip: "192.0.2.1".parse().ok(), path: Some(path), ..Query::default() };
     let actions = plan.matching_actions(&query).map_err(|error| error.to_string())?;

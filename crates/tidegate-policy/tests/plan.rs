@@ -1,4 +1,4 @@
-//! What a plan asks of a store: which limits, under which keys.
+//! The operations that a plan asks of a store: the limits and their keys.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::HashSet;
@@ -114,7 +114,7 @@ fn every_key_part_changes_the_key() {
     ] {
         assert_ne!(one_key(&parts, &changed), base, "{changed:?}");
     }
-    // Other spellings of the same.
+    // Other spellings of the same request.
     for same in [
         Query { path: Some("/search?%71=a%20b!&q=z#q=y"), ..query },
         Query { host: Some("example.ORG."), ..query },
@@ -189,7 +189,7 @@ fn each_verb_asks_its_limits() {
     assert_eq!(plan.ops(None, &query, &seed(), Verb::Reset, 9).unwrap().ops().len(), 1);
     let action = plan.action(plan.find_action("a").unwrap());
     assert!(action.has_concurrency() && !plan.global_has_concurrency() && !action.is_unlimited());
-    // Limits with one recipe share the key; other limits, other entries.
+    // Limits with the same key template share the key, but each limit has entries of its own.
     let ops = ops(&plan, "a", &Query { cost: Some(5), ..query }, Verb::Take).unwrap();
     assert_eq!(ops.iter().map(|op| op.cost).collect::<Vec<_>>(), [5, 1, 5]);
     assert!(ops.iter().all(|op| op.key == ops[0].key));
@@ -222,7 +222,7 @@ fn several_actions_ask_each_limit_once() {
     assert_eq!(asked(both, Verb::Take), all(&[("login.1", 1), ("login.2", 1), ("global", 3), ("static", 3)]));
     assert_eq!(asked(both, Verb::Reset), all(&[("login.1", 1), ("login.2", 1), ("static", 3)]));
     assert_eq!(asked("/login", Verb::Take), all(&[("login.1", 1), ("login.2", 1), ("global", 1)]));
-    // A path that is two counts as each.
+    // A path that can be read as two is counted as both.
     let twice = asked("/a%2fb/../login", Verb::Take);
     assert_eq!(twice, all(&[("login.1", 1), ("login.2", 1), ("global", 1), ("login.2", 1)]));
 }

@@ -1,4 +1,4 @@
-//! Settings of providers from variables with a prefix of one's own.
+//! Settings of providers from variables with a custom prefix.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use tidegate_core::{Balance, LimitKind, Span};

@@ -1,4 +1,4 @@
-//! Ready-made providers: what each official ceiling lets through, and what our own defaults leave of it.
+//! Provider presets: the calls that each official limit admits, and the share that our own defaults leave of it.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use tidegate_core::call::{CallRules, Measure};
@@ -7,7 +7,7 @@ use tidegate_policy::outbound::{OutboundConfig, preset_names};
 use tidegate_policy::{KeySeed, Policy, PolicySources};
 use tidegate_testkit::fixtures::TestLimiter;
 
-/// A midnight in UTC: 2026-11-21.
+/// Midnight in UTC on 2026-11-21.
 const MIDNIGHT: Time = Time::from_secs(1_795_219_200);
 const DAY: Span = Span::from_secs(86_400);
 
@@ -22,7 +22,7 @@ fn load(preset: &str, more: &str) -> Result<OutboundConfig, String> {
     Ok(policy.outbound().unwrap().clone())
 }
 
-/// A provider, and a store that counts for it.
+/// A provider, with a store that counts its calls.
 struct Counter {
     rules: CallRules,
     desk: TestLimiter,
@@ -35,7 +35,7 @@ impl Counter {
         Self { rules, desk: TestLimiter::with_shared_limits(outbound.limits().clone()) }
     }
 
-    /// When a call that is refused may come again; `None` if it is admitted.
+    /// Takes a call. `None` if it is admitted, otherwise the time of the next try.
     fn take(&self, lane: Lane, cost: u64, now: Time) -> Option<Time> {
         let rules = &self.rules;
         let shared = rules.provider_limits.iter().chain(&rules.lane_limits[lane as usize]);
@@ -51,7 +51,7 @@ impl Counter {
         (!decision.allowed).then(|| retry_at.max().unwrap())
     }
 
-    /// When calls are sent if there are always some waiting in these lanes.
+    /// Returns the times of the calls if there are always calls waiting in these lanes.
     fn saturate(&self, lanes: &[Lane], cost: u64, length: Span) -> Vec<Time> {
         let (mut now, mut sent) = (MIDNIGHT, Vec::new());
         while now.since(MIDNIGHT) < length {
@@ -71,7 +71,7 @@ impl Counter {
     }
 }
 
-/// The most that any stretch of this length holds.
+/// The most calls in any span of this length.
 fn most(sent: &[Time], window: Span) -> usize {
     let within = |from: usize| sent[from..].iter().take_while(|at| at.since(sent[from]) < window).count();
     (0..sent.len()).map(within).max().unwrap_or(0)
@@ -121,7 +121,7 @@ fn official_quotas_are_enforced_until_midnight() {
 
 #[test]
 fn a_quota_ends_at_its_zones_midnight() {
-    // The days on which Berlin puts its clocks forward and back in 2026.
+    // The days on which the clocks in Berlin go forward and back in 2026.
     for (midnight, hours) in [(1_774_738_800, 23), (1_792_879_200, 25)] {
         let counter = Counter::new("omdb-free", "credential_limit = \"1000 per day in Europe/Berlin\"");
         let midnight = Time::from_secs(midnight);

@@ -26,7 +26,7 @@ fn assert_counted(quirks: &str, paths: &[&str]) {
 const DEFAULT: &str = "[\"encoded_slash\"]";
 const JAVA: &str = "[\"encoded_slash\", \"parameters\"]";
 
-/// Jetty, Tomcat, and Python's `unquote(urlparse(url).path)`.
+/// As in Jetty, Tomcat, and Python's `unquote(urlparse(url).path)`.
 #[test]
 fn parameters_cut_before_decoding_evade_no_limit() {
     let paths = [
@@ -38,9 +38,9 @@ fn parameters_cut_before_decoding_evade_no_limit() {
         "/login;\\x",
         "/login;%252fx",
         "/auth;%2fx%2fy/login",
-        // Of the last segment alone.
+        // Parameters cut from the last segment only.
         "/login/..;b/..;c",
-        // Once before and once after.
+        // Parameters cut once before decoding and once after.
         "/login%3bx;%2fy",
     ];
     for quirks in [JAVA, DEFAULT] {
@@ -48,7 +48,7 @@ fn parameters_cut_before_decoding_evade_no_limit() {
     }
 }
 
-/// nginx whose `proxy_pass` has a URI, before Tomcat.
+/// As in nginx with a URI in `proxy_pass`, before Tomcat.
 #[test]
 fn escaped_parameters_evade_no_limit() {
     for quirks in [JAVA, DEFAULT, "[]"] {
@@ -62,7 +62,7 @@ fn escaped_parameters_evade_no_limit() {
     }
 }
 
-/// Dot segments that one server resolves, and others that the next does.
+/// One server resolves some of the dot segments, and the next server the others.
 #[test]
 fn chained_servers_path_rewriting_evades_no_limit() {
     assert_counted(
@@ -71,7 +71,7 @@ fn chained_servers_path_rewriting_evades_no_limit() {
     );
 }
 
-/// Fastify 4.
+/// As in Fastify 4.
 #[test]
 fn a_semicolon_ending_paths_evades_no_limit() {
     assert_counted(
@@ -80,7 +80,8 @@ fn a_semicolon_ending_paths_evades_no_limit() {
     );
 }
 
-/// `$` of Python's and PCRE's regular expressions matches before a line feed, Java's before other ends of lines as well.
+/// In Python's and PCRE's regular expressions, `$` matches before a line feed; in Java's, before other line ends as
+/// well.
 #[test]
 fn trailing_line_ends_evade_no_limit() {
     assert_counted(
@@ -102,13 +103,13 @@ fn trailing_line_ends_evade_no_limit() {
     );
 }
 
-/// `new URL()` and `urlsplit()` of a path whose escapes are undone already.
+/// As in `new URL()` and `urlsplit()` of a path that is already decoded.
 #[test]
 fn characters_ignored_by_parsers_evade_no_limit() {
     assert_counted(DEFAULT, &["/lo%0agin", "/%09login", "/login%0d%09", "/login%20%20", "/login%01"]);
 }
 
-/// Jetty 9.4 and IIS.
+/// As in Jetty 9.4 and IIS.
 #[test]
 fn four_digit_escapes_evade_no_limit() {
     assert_counted(
@@ -135,7 +136,7 @@ fn other_paths_do_not_match_login() {
     }
 }
 
-/// The keys of a request with this `Cookie`, by a policy that counts by `sid`.
+/// The keys of a request with this `Cookie` header, in a policy that counts by `sid`.
 fn keys(cookie: &str) -> Result<Vec<Key>, String> {
     let plan = plan("[inbound.action.a]\nkey = [\"cookie:sid\"]\nmissing = \"skip\"\nlimit = \"5 per 60s\"\n");
     let mut headers = HeaderMap::new();
@@ -164,7 +165,7 @@ fn cookies_read_by_any_server_are_counted() {
         "x=1 sid =REAL",
         "x=1 sid\t= \"REAL\" y",
         "x=\"a; y\" sid=REAL",
-        // cookies of Koa
+        // The cookies of Koa.
         "sid=\"REAL ; x=1",
         "sid=\"REAL  ",
         "a=b;sid=\"REAL \t; N",
@@ -172,7 +173,7 @@ fn cookies_read_by_any_server_are_counted() {
         "x=1,sid=REAL",
         "x=1, sid = REAL, y=N",
         "sid=REAL,N",
-        // Spaces beyond ASCII's, for Python's and JavaScript's ways to trim
+        // Spaces beyond ASCII, which Python and JavaScript also trim.
         "sid=REAL\u{a0}",
         "sid=\u{2003}REAL\u{3000}; x=1",
         "\u{a0}sid\u{a0}=REAL",

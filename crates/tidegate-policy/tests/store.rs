@@ -1,4 +1,4 @@
-//! What `[store]` means.
+//! The meaning of `[store]`.
 #![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
 
 use std::path::Path;
@@ -75,7 +75,7 @@ fn sync_always_denies_when_full_by_default() {
     }
 }
 
-/// All keys of a decision lie on one server of a cluster: those of the global limit wherever it is asked, too.
+/// All keys of a decision are on one server of a cluster. The keys of the global limit are on it in every decision.
 #[test]
 fn a_decisions_keys_share_a_cluster_slot() {
     let cluster = "[store]\nurl = \"redis-cluster://127.0.0.1:7000\"\n";
@@ -98,7 +98,7 @@ fn a_decisions_keys_share_a_cluster_slot() {
     assert_eq!(affinity(elsewhere.plan(), Some("login"), &query("192.0.2.1", "a")), 0);
 }
 
-/// Nodes whose files differ in their other limits, and in the order of them, share those that are the same.
+/// Nodes whose files have other limits, or another order, share the limits that are the same.
 #[test]
 fn equal_limits_have_equal_tags_across_plans() {
     let one = load("[inbound.action.a]\nlimit = \"5 per 60s\"\n[inbound.action.b]\nlimit = \"1/s\"\n");

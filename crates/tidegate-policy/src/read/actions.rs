@@ -15,10 +15,10 @@ use crate::quantity::Quantity;
 
 /// The most actions in a policy.
 const MAX_ACTIONS: usize = 4095;
-/// The longest name of an action or a limit.
+/// The longest name of an action or a limit, in bytes.
 const MAX_NAME: usize = 64;
 
-/// What exceeding a limit costs, as read.
+/// The penalty for exceeding a limit, as read.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ParsedPenalty {
     None,
@@ -31,7 +31,7 @@ pub(super) enum ParsedPenalty {
 pub(super) struct LimitGroup {
     pub(super) name: Option<String>,
     pub(super) key: Vec<KeyPart>,
-    /// Where the key is written, if it is.
+    /// The place of the key in the policy; `None` if the key is a default.
     pub(super) key_at: Option<TextRange>,
     pub(super) missing: OnMissing,
     pub(super) quantities: Vec<(Quantity, TextRange)>,
@@ -49,7 +49,7 @@ pub(super) struct ParsedGlobal {
 #[derive(Debug)]
 pub(super) struct ParsedAction {
     pub(super) name: String,
-    /// The name as a variable's name holds it.
+    /// The name as it appears in a variable's name.
     folded_name: String,
     pub(super) name_at: TextRange,
     pub(super) matcher: Option<(Matcher, TextRange)>,
@@ -61,7 +61,7 @@ pub(super) struct ParsedAction {
 }
 
 impl ParsedAction {
-    /// How many operations its limits take in a batch.
+    /// The number of operations that its limits take in a batch.
     pub(super) fn op_count(&self) -> usize {
         self.groups.iter().map(LimitGroup::op_count).sum()
     }
@@ -193,7 +193,7 @@ impl DocumentReader<'_> {
         let matcher = self.read_or_default(table.into(), "match", None, |reader, node| {
             reader.matcher(node, quirks).map(|matcher| Some((matcher, node.at)))
         });
-        // A preset's ban is the default of what its limit costs.
+        // A preset's ban is the default penalty.
         let preset_cost = match preset {
             Some(Some(preset)) => self.preset_ban(preset, entry.key_at),
             _ => ParsedPenalty::None,
@@ -218,7 +218,7 @@ impl DocumentReader<'_> {
                 },
             ),
             _ => {
-                // Told once more only if it is a mistake of its own.
+                // `limit` is still read, so that its own errors are reported as well.
                 let _ = table.node("limit").map(|node| self.quantities(node, "limit"));
                 None
             }
@@ -233,7 +233,7 @@ impl DocumentReader<'_> {
                 key_at: None,
                 missing: OnMissing::Skip,
                 quantities,
-                // A /48 may be a whole town's.
+                // No penalty, because a /48 may belong to a whole town.
                 penalty: ParsedPenalty::None,
                 count: count.unwrap_or(CountMode::Admitted),
                 sharing: sharing.unwrap_or_default(),
@@ -256,7 +256,7 @@ impl DocumentReader<'_> {
         (name_is_fine && counts && missing_fits).then_some(action)
     }
 
-    /// A refused call is never in flight, so `count = "all"` says nothing of limits in flight.
+    /// Reports `count = "all"` if all limits are on calls in flight. A refused call is never in flight.
     fn check_count(&mut self, table: &TomlTable, groups: &[LimitGroup]) -> bool {
         let is_all = |node: &TomlNode| matches!(&node.value, TomlValue::String(text) if text == "all");
         let Some(node) = table.node("count").filter(|node| is_all(node)) else {
@@ -277,7 +277,7 @@ impl DocumentReader<'_> {
         false
     }
 
-    /// What proxied requests match must be counted by what they have.
+    /// Reports an action that matches proxied requests but counts by a part that they don't have.
     fn check_request_parts(&mut self, action: &ParsedAction) -> bool {
         if action.matcher.is_none() {
             return true;
@@ -300,7 +300,7 @@ impl DocumentReader<'_> {
         fine
     }
 
-    /// What requests meet must be kept by forward-auth, if the policy wants that, and it never learns when a call ends.
+    /// Reports limits on calls in flight if the policy asks for forward-auth, which never learns when a call ends.
     fn check_forward_auth(&mut self, wanted: Option<TextRange>, groups: &[LimitGroup]) -> bool {
         let Some(wanted) = wanted else { return true };
         let mut fine = true;
@@ -319,7 +319,7 @@ impl DocumentReader<'_> {
         fine
     }
 
-    /// Whether what stands in an action's place is a setting of an action that lacks its name.
+    /// Returns true if the entry in an action's place is a setting of an action without a name.
     fn is_misplaced_setting(&self, entry: &TomlEntry) -> bool {
         let inner = crate::settings::table_keys(&format!("inbound.action.*.{}", entry.key));
         match entry.node.as_table() {
@@ -454,7 +454,7 @@ impl DocumentReader<'_> {
         fine.then_some(groups)
     }
 
-    /// Names end up in headers, logs, variables and URLs.
+    /// Reports a name that doesn't fit into headers, logs, variables and URLs. Returns true if it fits.
     pub(super) fn check_name(&mut self, name: &str, at: TextRange, what: &str) -> bool {
         let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
         let expected = "letters, digits, and single _ - . between them";
@@ -517,7 +517,7 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// What an action must not share with the ones before it, and what must fit into one batch.
+    /// Reports an action whose name or match clashes with one before it, or whose limits don't fit into one batch.
     fn check_action(&mut self, action: &ParsedAction, before: &[ParsedAction], taken: usize) -> bool {
         let mut fine = true;
         if let Some(other) = before.iter().find(|other| other.folded_name == action.folded_name) {
@@ -578,7 +578,7 @@ impl DocumentReader<'_> {
         fine
     }
 
-    /// A call that weighs more than a limit ever holds would never pass.
+    /// Reports a cost above the limit's capacity, because such a call would never pass.
     pub(super) fn check_capacity(
         &mut self,
         cost: u64,

@@ -1,4 +1,4 @@
-//! Puts what was read together into a plan.
+//! Assembles the parsed sections into a plan.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ use crate::quantity::Quantity;
 use crate::router::Router;
 use crate::store::StoreConfig;
 
-/// Limits as they are collected, each with what is known of it.
+/// The limits collected so far, each with its information.
 #[derive(Default)]
 struct PlanCollector {
     limits: Vec<Limit>,
@@ -28,8 +28,9 @@ struct PlanCollector {
 }
 
 impl PlanCollector {
-    /// The recipe of what all keys of a program have in common, by which a cluster keeps them on one server. That of the
-    /// global limit, which every program has, is the same in all of them.
+    /// Adds the key template of the parts that all keys of a program share, by which a cluster keeps them on one
+    /// server. With a global limit, which every program contains, it must be the global limit's whole key. It is then
+    /// the same in all programs. `None` if there is no such template.
     fn affinity_template(&mut self, program: &OpTemplate) -> Option<u16> {
         let parts = |limit: LimitId| self.recipes[usize::from(self.infos[limit.index()].key_template_index)].parts();
         let reference_step = program.steps.iter().find(|step| step.is_global).or(program.steps.first())?;
@@ -39,7 +40,7 @@ impl PlanCollector {
         if common.is_empty() && program.steps.len() > 1 || !whole {
             return None;
         }
-        // The same for all keys of a call, whatever becomes of calls that lack a part.
+        // With `Share`, all keys of a call have the same affinity, even if the call lacks a part.
         u16::try_from(self.add_template(KeyTemplate::new(common, OnMissing::Share))).ok()
     }
 
@@ -225,7 +226,7 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// Adds the limits of an action or of `inbound.global`; their ids.
+    /// Adds the limits of an action or of `inbound.global`, and returns their ids.
     fn add_limits(
         &mut self,
         all: &mut PlanCollector,
@@ -290,7 +291,7 @@ impl DocumentReader<'_> {
     }
 }
 
-/// A window counts what is leased of it when the lease ends.
+/// Gives a window a lead of the lease's longest age, because it counts leased permits at the end of the lease.
 fn with_lease_lead(kind: LimitKind, lease: Option<LeaseSpec>) -> LimitKind {
     match (kind, lease) {
         (LimitKind::Window(window), Some(lease)) => LimitKind::Window(window.with_lead(lease.max_age)),
@@ -298,7 +299,7 @@ fn with_lease_lead(kind: LimitKind, lease: Option<LeaseSpec>) -> LimitKind {
     }
 }
 
-/// The operations of an action's calls: its own limits, then the global ones.
+/// Returns the operations of an action's calls: its own limits, then the global ones.
 fn op_template(all: &PlanCollector, own: &[LimitId], global: &[LimitId]) -> OpTemplate {
     let mut program = OpTemplate::default();
     let own = own.iter().map(|id| (id, false));
@@ -321,7 +322,7 @@ fn op_template(all: &PlanCollector, own: &[LimitId], global: &[LimitId]) -> OpTe
     program
 }
 
-/// How long it takes until a limit has forgotten everything.
+/// The time after which a limit has forgotten all calls.
 fn forget_time(quantity: &Quantity) -> Span {
     const DAY: u64 = 86_400;
     match quantity {
@@ -342,7 +343,7 @@ fn forget_time(quantity: &Quantity) -> Span {
     }
 }
 
-/// A network as a person writes it: one address without its prefix.
+/// Formats a network as people write it: a single address has no prefix.
 fn format_network(network: ipnet::IpNet) -> String {
     if network.prefix_len() == network.max_prefix_len() { network.addr().to_string() } else { network.to_string() }
 }

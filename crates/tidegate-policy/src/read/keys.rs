@@ -1,4 +1,4 @@
-//! What calls are counted by: `key`.
+//! The parts by which calls are counted: `key`.
 
 use http::header::HeaderName;
 
@@ -12,7 +12,7 @@ use crate::nearest::nearest;
 use crate::preset::Preset;
 use crate::quantity::Quantity;
 
-/// The longest name of a cookie or a query parameter.
+/// The longest name of a cookie or a query parameter, in bytes.
 const MAX_NAME: usize = 64;
 
 impl DocumentReader<'_> {
@@ -46,7 +46,7 @@ impl DocumentReader<'_> {
         fine.then_some(parts)
     }
 
-    /// The fate of requests that lack a part.
+    /// Reads `missing`: the treatment of requests that lack a part.
     pub(super) fn on_missing(&mut self, table: &TomlTable, default: OnMissing) -> Option<OnMissing> {
         self.read_or_default(table.into(), "missing", default, |reader, node| {
             let words = [
@@ -59,7 +59,8 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// `missing` says nothing of keys whose parts every request has.
+    /// Reports a `missing` without effect, because every request has all parts of the keys. `by_ip`, the default, is
+    /// allowed.
     pub(super) fn check_missing(&mut self, table: &TomlTable, groups: &[LimitGroup]) -> bool {
         let is_said = |node: &&TomlNode| !matches!(&node.value, TomlValue::String(text) if text == "by_ip");
         let Some(node) = table.node("missing").filter(is_said) else { return true };
@@ -76,7 +77,7 @@ impl DocumentReader<'_> {
         false
     }
 
-    /// The limit of each IPv6 /48, besides the action's own limits.
+    /// Reads the limit of each IPv6 /48, besides the action's own limits; `None` inside if there is none.
     pub(super) fn ipv6_network(
         &mut self,
         table: &TomlTable,

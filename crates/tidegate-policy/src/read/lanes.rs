@@ -1,4 +1,4 @@
-//! What each lane of a provider grants: `background`, `user`, `webhook`.
+//! The settings of a provider's lanes: `background`, `user`, `webhook`.
 
 use tidegate_core::lanes::MAX_WAITING;
 use tidegate_core::{Lane, LaneSpec, Span};
@@ -12,7 +12,7 @@ use crate::error::{Error, quoted};
 use crate::outbound::HoursOfDay;
 use tidegate_core::call::{LaneRules, Measure};
 
-/// A lane as it is written.
+/// A lane as written in the policy.
 pub(super) struct ParsedLane {
     pub(super) lane: Lane,
     pub(super) limits: Vec<ParsedLimit>,
@@ -23,7 +23,7 @@ pub(super) struct ParsedLane {
 }
 
 impl ParsedLane {
-    /// How long a call may take and how often it is retried where nothing else says it.
+    /// The default timeout of a call and the default number of its retries.
     fn default_timeout_and_retries(lane: Lane) -> (Span, u32) {
         match lane {
             Lane::Background => (Span::from_secs(60), 5),
@@ -31,7 +31,7 @@ impl ParsedLane {
         }
     }
 
-    /// What the lane says, else the provider, else what is usual in the lane.
+    /// The rules of the lane: its own values, else the provider's, else the lane's defaults.
     pub(super) fn rules(&self, timeout: Option<Span>, read: &ParsedRetry) -> LaneRules {
         let (usual_timeout, usual_retries) = Self::default_timeout_and_retries(self.lane);
         let retries = self.retries.map(|retries| retries + 1).or(read.max_attempts);
@@ -42,7 +42,7 @@ impl ParsedLane {
 }
 
 impl DocumentReader<'_> {
-    /// The lanes of a provider, in the order of [`Lane::ALL`].
+    /// Reads the lanes of a provider, in the order of [`Lane::ALL`].
     pub(super) fn lanes(&mut self, section: &ProviderSection<'_>, sequential: bool) -> Option<[ParsedLane; 3]> {
         if sequential && let Some(entry) = Lane::ALL.iter().find_map(|lane| section.table.get(lane.name())) {
             let message = format!("{} is sequential, so it has no lanes", quoted(section.name));
@@ -83,7 +83,7 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// How long a whole call may take.
+    /// Reads the timeout of a whole call.
     pub(super) fn call_timeout(&mut self, node: &TomlNode) -> Option<Span> {
         self.timeout(node, "timeout").map(Span::from_duration)
     }

@@ -1,4 +1,4 @@
-//! `login`: how a credential becomes a token.
+//! `login`: the exchange of a credential for a token.
 
 use tidegate_core::Span;
 
@@ -9,9 +9,9 @@ use crate::error::{Error, quoted};
 use crate::outbound::Login;
 use crate::secret::SecretSource;
 
-/// What stands in a login's body where the credential belongs.
+/// The placeholder of the credential in a login's body.
 pub(super) const CREDENTIAL_PLACEHOLDER: &str = "{credential}";
-/// The longest login body.
+/// The longest login body, in bytes.
 const MAX_BODY: usize = 64 << 10;
 /// The most further secrets of a login.
 const MAX_SECRETS: usize = 16;

@@ -1,4 +1,4 @@
-//! Which requests an action matches: `match`.
+//! The requests that an action matches: `match`.
 
 use http::Method;
 

@@ -1,4 +1,4 @@
-//! From a document to a policy: every value is checked, and every mistake is told.
+//! Reads a policy from a document. Every value is checked, and every error is reported.
 
 mod actions;
 mod assemble;
@@ -33,7 +33,7 @@ use crate::outbound::preset;
 use crate::policy::Policy;
 use crate::settings;
 
-/// Reads a policy from what a file holds and from the environment.
+/// Reads a policy from a file's content and from the environment.
 pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Errors> {
     let mut texts = SourceTexts::default();
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
@@ -57,19 +57,19 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Er
     }
 }
 
-/// Reads values and collects what is wrong with them. A method that returns `None` has told why.
+/// Reads values and collects the errors in them. A method that returns `None` has reported an error.
 #[derive(Debug)]
 pub struct DocumentReader<'t> {
     texts: &'t SourceTexts,
     errors: Vec<Error>,
     notes: Vec<Note>,
-    /// The action or provider that is being read, for telling.
+    /// The name of the action or provider that is being read, for errors.
     section_name: String,
-    /// The ready-made providers, by name.
+    /// The preset providers, by name.
     presets: TomlTable,
-    /// What holds while the store can't be reached, where nothing else is said.
+    /// The behaviour while the store can't be reached, where a section sets none of its own.
     on_outage: OnOutage,
-    /// A place for what is missing.
+    /// The place that is reported for missing parts.
     full_range: TextRange,
 }
 
@@ -77,7 +77,7 @@ pub struct DocumentReader<'t> {
 const NAME_PLACEHOLDER: &str = "NAME";
 
 impl<'t> DocumentReader<'t> {
-    /// A reader of this document to which nothing is wrong yet.
+    /// Creates a reader of this document, without errors.
     pub fn new(document: &'t TomlDocument) -> Self {
         Self {
             texts: &document.texts,
@@ -93,19 +93,19 @@ impl<'t> DocumentReader<'t> {
     /// Ends the reading.
     ///
     /// # Errors
-    /// All that was told to be wrong.
+    /// All errors that were reported.
     pub fn finish(self) -> Result<(), Errors> {
         if self.errors.is_empty() { Ok(()) } else { Err(Errors::new(self.errors)) }
     }
 }
 
 impl DocumentReader<'_> {
-    /// The policy that these sections are; the environment has no say in it.
+    /// Reads the policy of these sections. The environment has no effect on it.
     pub fn policy(&mut self, root: &TomlTable) -> Option<Policy> {
         self.read_policy(root, self.full_range)
     }
 
-    /// Refuses names that the table, called so in errors, doesn't have; whether there were none.
+    /// Reports keys of the table that are not `known`; errors call the table `called`. Returns true if there were none.
     pub fn check_names(&mut self, table: &TomlTable, called: &str, known: &[&str]) -> bool {
         let before = self.errors.len();
         for entry in table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
@@ -117,12 +117,12 @@ impl DocumentReader<'_> {
         self.errors.len() == before
     }
 
-    /// Tells that something is missing from the document.
+    /// Reports that something is missing from the document.
     pub fn report_missing(&mut self, what: &str, expected: &str) {
         self.report(self.full_range, what, expected);
     }
 
-    /// Tells what is wrong at a place, what would do, and the nearest of the names that would.
+    /// Reports an error at a place with all `known` names, and suggests the one nearest to `found`.
     pub fn report_unknown(&mut self, at: TextRange, message: &str, found: &str, known: &[&str]) {
         let error = Error::new(self.texts, at, message, join_names(known));
         self.push_error(error.did_you_mean(nearest(found, known.iter().copied())));
@@ -164,12 +164,12 @@ impl DocumentReader<'_> {
         self.errors.push(error);
     }
 
-    /// Tells what is wrong at a place, and what would do.
+    /// Reports an error at a place and the form that is expected.
     pub fn report(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) {
         self.errors.push(Error::new(self.texts, at, message, expected));
     }
 
-    /// Refuses keys that the table of this path doesn't have.
+    /// Reports keys that the table of this path doesn't have.
     fn check_keys(&mut self, table: &TomlTable, path: &str) {
         let known = settings::table_keys(path);
         for entry in &table.entries {
@@ -180,7 +180,8 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// Whether an unknown key of the table was probably meant to be this one, so that its absence needs no telling.
+    /// Returns true if an unknown key of the table is probably a misspelling of this one. The missing key is then not
+    /// reported.
     fn has_misspelling_of(&self, table: &TomlTable, path: &str, key: &str) -> bool {
         let known = settings::table_keys(path);
         let unknown = table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str()));
@@ -203,7 +204,7 @@ impl DocumentReader<'_> {
         if let Some(meant) = similar(key, known.iter().copied()) {
             return error.did_you_mean(Some(meant));
         }
-        // A key in the wrong section is the other usual slip.
+        // The other common mistake is a key in the wrong section.
         let sections_with_key: Vec<String> = settings::all()
             .filter_map(|setting| {
                 setting.path().rsplit_once('.').filter(|(_, last)| *last == key).map(|(home, _)| home)
@@ -227,7 +228,8 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// The table under a key, checked for unknown keys; `None` if there is none, or something else, which is told.
+    /// Returns the table under a key, checked for unknown keys. `None` if the key is absent or holds another value,
+    /// which is reported.
     fn section<'n>(&mut self, parent: &'n TomlTable, key: &str, path: &str) -> Option<&'n TomlTable> {
         let entry = parent.get(key)?;
         match entry.node.as_table() {
@@ -245,7 +247,7 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// The table under a key, which may have one of a few words in its place.
+    /// Reads the value under a key: a table, checked for unknown keys, or one of a few words.
     fn table_or_word<'n, T: Copy>(
         &mut self,
         parent: &'n TomlTable,
@@ -273,7 +275,7 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// Reads a value if it is there.
+    /// Reads a value if it is present; `None` inside if it is absent.
     fn read_optional<T>(
         &mut self,
         table: &TomlTable,
@@ -283,7 +285,7 @@ impl DocumentReader<'_> {
         self.read_or_default(Some(table), key, None, |reader, node| read(reader, node).map(Some))
     }
 
-    /// Reads a value if it is there; the default if not. `None` if it is wrong.
+    /// Reads a value if it is present, or returns the default. `None` if the value is wrong.
     fn read_or_default<T>(
         &mut self,
         table: Option<&TomlTable>,
@@ -298,20 +300,21 @@ impl DocumentReader<'_> {
     }
 }
 
-/// Whether one path is of what comes in and the other of what goes out: who writes the one doesn't mean the other.
+/// Returns true if one path is inbound and the other outbound. A key of one side is then no likely mistake for the
+/// other.
 fn are_different_directions(left: &str, right: &str) -> bool {
     let side = |path: &str| path.split('.').next().filter(|side| matches!(*side, "inbound" | "outbound")).map(str::len);
     side(left).zip(side(right)).is_some_and(|(left, right)| left != right)
 }
 
-/// What stands where a table or a word may be.
+/// The value of a key that may hold a table or a word.
 enum TableOrWord<'n, T> {
     Absent,
     Word(T),
     Table(&'n TomlTable),
 }
 
-/// "`a`, `b` or `c`".
+/// Joins names as in "`a`, `b` or `c`".
 fn join_names(names: &[&str]) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
     match quoted.split_last() {

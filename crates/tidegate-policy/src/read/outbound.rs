@@ -1,4 +1,4 @@
-//! `[outbound]`: the gateway to other people's APIs, and its providers.
+//! `[outbound]`: the gateway to external APIs, and its providers.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -17,13 +17,13 @@ use crate::outbound::{OutboundConfig, ProviderConfig};
 
 /// The most providers in a policy.
 const MAX_PROVIDERS: usize = 256;
-/// The most connections of callers, unless said.
+/// The default limit of callers' connections.
 const DEFAULT_CONNECTIONS: usize = 1024;
-/// The most bytes of cached replies, unless said.
+/// The default limit of cached replies, in bytes.
 const DEFAULT_CACHE_BYTES: u64 = 64 << 20;
 
 impl DocumentReader<'_> {
-    /// What the policy says of other people's APIs; `None` inside if it says nothing.
+    /// Reads `[outbound]`; `None` inside if the policy has no such section.
     pub(super) fn outbound(&mut self, root: &TomlTable, whole: TextRange) -> Option<Option<OutboundConfig>> {
         let Some(entry) = root.get("outbound") else { return Some(None) };
         let table = self.section(root, "outbound", "outbound")?;

@@ -1,4 +1,4 @@
-//! `pace`: how the pace of a provider's calls is found.
+//! `pace`: the method that sets the pace of a provider's calls.
 
 use std::fmt::Display;
 
@@ -10,7 +10,7 @@ use crate::document::{TomlNode, TomlTable};
 use crate::outbound::PaceConfig;
 use crate::units::describe_duration;
 
-/// The largest factor of a step up.
+/// The largest factor of an increase.
 const MAX_FACTOR: u32 = 1_000;
 
 const PACE_KINDS: [(&str, PaceKind); 3] =
@@ -19,7 +19,7 @@ const RESPONSIVE_KEYS: [&str; 9] =
     ["mode", "growth", "initial", "max", "up", "down", "randomization", "max_randomization", "successes"];
 const ADAPTIVE_KEYS: [&str; 3] = ["initial", "slowest", "fastest"];
 
-/// Who finds it.
+/// The method that sets the pace.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PaceKind {
     Limits,
@@ -38,7 +38,7 @@ impl PaceKind {
 }
 
 impl DocumentReader<'_> {
-    /// The pace that a table's `pace` says, as of a provider: a word, or a table with its settings.
+    /// Reads `pace` of a table such as a provider's: a word, or a table with settings.
     pub fn pace(&mut self, provider: &TomlTable) -> Option<PaceConfig> {
         let (by, table) = match self.table_or_word(provider, "pace", "outbound.provider.*.pace", &PACE_KINDS)? {
             TableOrWord::Absent => return Some(PaceConfig::Limits),
@@ -52,7 +52,7 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// Who finds the pace of a table, if all that stands in it is theirs.
+    /// Returns the method that `by` names, if all other keys of the table belong to that method.
     fn pace_kind(&mut self, provider: &TomlTable, table: &TomlTable) -> Option<PaceKind> {
         let Some(node) = table.node("by") else {
             if !self.has_misspelling_of(table, "outbound.provider.*.pace", "by") {
@@ -137,7 +137,7 @@ impl DocumentReader<'_> {
         Some(PaceConfig::Adaptive(spec))
     }
 
-    /// Whether no machine objects.
+    /// Reports the error of the pacer's own check, if there is one.
     fn check_pace(&mut self, provider: &TomlTable, error: Option<impl Display>, expected: &str) -> Option<()> {
         let Some(error) = error else { return Some(()) };
         self.report(provider.get("pace")?.key_at, format!("`pace`: {error}"), expected);

@@ -1,4 +1,4 @@
-//! What exceeding a limit costs: `penalty` or `ban`.
+//! The penalties for exceeding a limit: `penalty` or `ban`.
 
 use tidegate_core::{LimitError, Penalty, PenaltyMode, PenaltySpec, Span};
 
@@ -8,7 +8,7 @@ use crate::document::{TextRange, TomlEntry, TomlTable, TomlValue};
 use crate::error::Error;
 
 impl DocumentReader<'_> {
-    /// `penalty` or `ban`.
+    /// Reads `penalty` or `ban`.
     pub(super) fn penalty_or_ban(
         &mut self,
         table: &TomlTable,
@@ -91,7 +91,7 @@ impl DocumentReader<'_> {
         Some(ParsedPenalty::Growing(spec, node.at))
     }
 
-    /// What a limit costs, once its window is known.
+    /// Builds the penalty of a limit from its window. The flag is true for a ban.
     pub(super) fn build_penalty(&mut self, cost: ParsedPenalty, window: Span) -> Option<(Option<Penalty>, bool)> {
         let (made, at, is_ban): (Result<Penalty, LimitError>, TextRange, bool) = match cost {
             ParsedPenalty::None => return Some((None, false)),

@@ -1,4 +1,4 @@
-//! `[outbound.provider.*]`: where a provider is, who may call it, and how.
+//! `[outbound.provider.*]`: a provider's address, its credentials and the rules of its calls.
 
 use std::time::Duration;
 
@@ -17,10 +17,10 @@ use crate::outbound::preset::{PresetRequirement, has_alias, take_requirement};
 use crate::outbound::{Auth, BaseUrl, ProviderConfig};
 use crate::secret::SecretSource;
 
-/// Where a provider's settings are found in their table.
+/// The path of a provider's settings.
 pub(super) const PROVIDER_PATH: &str = "outbound.provider.*";
 
-/// What a provider's own section says, over what its preset says.
+/// A provider's own section, merged over its preset.
 pub(super) struct ProviderSection<'e> {
     pub(super) name: &'e str,
     pub(super) name_at: TextRange,
@@ -113,7 +113,7 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// Whether the name is one; `None` if there is nothing to be read under it.
+    /// Returns true if the name is valid; `None` if there is no table under it.
     fn check_provider_name(&mut self, entry: &TomlEntry) -> Option<bool> {
         let name = &entry.key;
         self.section_name.clone_from(name);
@@ -133,7 +133,7 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// Lays what the section says over what its preset says: what is said beats it, and in a table each key by itself.
+    /// Merges the section over its preset. A key of the section wins; nested tables are merged key by key.
     fn merge_preset<'e>(&mut self, entry: &'e TomlEntry) -> Option<ProviderSection<'e>> {
         let own = entry.node.as_table()?;
         self.check_keys(own, PROVIDER_PATH);
@@ -177,7 +177,8 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// `none`, `bearer`, `header:NAME`, `header:NAME PREFIX`, `query:NAME` or `path`, and where it stands.
+    /// Reads `none`, `bearer`, `header:NAME`, `header:NAME PREFIX`, `query:NAME` or `path`, with its place in the
+    /// policy.
     fn auth(&mut self, node: &TomlNode) -> Option<(Auth, TextRange)> {
         const FORMS: &str = "\"none\", \"bearer\", \"header:x-api-key\", \"header:Authorization Token\", \
                              \"query:api_key\" or \"path\"";
@@ -223,7 +224,7 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// Where credentials are, in order.
+    /// Reads the sources of credentials, in order, with their place in the policy.
     fn credentials(&mut self, node: &TomlNode) -> Option<(Vec<SecretSource>, TextRange)> {
         let items = match &node.value {
             TomlValue::List(items) => items.as_slice(),
@@ -277,7 +278,7 @@ impl DocumentReader<'_> {
         Some((connect, attempt, hedge))
     }
 
-    /// What is said of where the provider is, of its credentials and of where they go has to go together.
+    /// Checks that the provider's address, `auth`, `login` and credentials fit together.
     fn check_auth(
         &mut self,
         section: &ProviderSection<'_>,
@@ -350,7 +351,7 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// What some presets want that they can't say by themselves.
+    /// Checks the requirements of presets that a preset can't fulfil by itself.
     fn check_preset_requirements(
         &mut self,
         section: &ProviderSection<'_>,
@@ -391,7 +392,7 @@ const BALANCES: [(&str, Balance); 3] = [
     ("least-recently-used", Balance::LeastRecentlyUsed),
 ];
 
-/// Headers that say how a message is sent, not what it asks (RFC 9110 §7.6.1, RFC 9112).
+/// Headers about the transport of a message, not about the request (RFC 9110 §7.6.1, RFC 9112).
 const CONNECTION_HEADERS: [&str; 9] = [
     "connection",
     "content-length",
@@ -408,7 +409,7 @@ fn login_takes_credential(login: Option<&Option<crate::outbound::Login>>) -> boo
     login.and_then(Option::as_ref).is_none_or(|login| login.body.contains(super::login::CREDENTIAL_PLACEHOLDER))
 }
 
-/// `App/Version ( contact )`, the contact being an address on the web or of mail.
+/// Returns true for `App/Version ( contact )`, with a web or mail address as contact.
 fn names_app_and_contact(agent: &str) -> bool {
     let Some((product, contact)) = agent.trim().strip_suffix(')').and_then(|agent| agent.split_once('(')) else {
         return false;

@@ -1,4 +1,4 @@
-//! A provider's limits, and the rules that the machine runs by them.
+//! A provider's limits, and the rules of its calls.
 
 use tidegate_core::call::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
 use tidegate_core::{
@@ -14,29 +14,29 @@ use crate::key::limit_tag;
 use crate::outbound::{CostRules, HoursOfDay, OutboundLimitInfo};
 use crate::quantity::Quantity;
 
-/// A lane that waits goes before more urgent ones once in a window, but no more often than once in so many calls: with a
-/// limit of one a window, urgency would count for nothing otherwise.
+/// A waiting lane goes before more urgent lanes once per window, but at most once in this many calls. Otherwise urgency
+/// would have no effect with a limit of one call per window.
 const CALLS_PER_LANE_TURN: u64 = 3;
-/// How many calls a window remembers exactly. A provider counts exactly, and there are few keys.
+/// The number of calls that a window remembers exactly. Providers count exactly, and there are few keys.
 const WINDOW_ENTRIES: u64 = 4096;
-/// The closest that callers are released after a cool-down.
+/// The shortest time between two callers that are released after a cool-down.
 const MIN_STAGGER: Span = Span::from_millis(1);
-/// What a rate's calls are spaced further apart by, as a share of their spacing: in thousandths, and at most.
+/// The addition to the spacing of a rate's calls: a share of the spacing in thousandths, and its upper bound.
 ///
-/// A provider that counts by a rate counts arrivals. Of two calls that start one spacing apart, the second arrives
-/// sooner than that after the first if it is quicker on its way, and is refused by a provider that allows no burst. The
-/// share costs as much of the rate; it covers what a connection that is open already usually varies by. What the last call
-/// took longer is observed and added, as `CallRules::jitter` says.
+/// A provider with a rate counts arrivals. Of two calls that start one spacing apart, the second may travel faster. It
+/// then arrives too early, and a provider that allows no burst refuses it. The addition lowers the rate by the same
+/// share. It covers the usual variation of an open connection. The extra time that the last call took is measured and
+/// added, as described at `CallRules::jitter`.
 const TRANSIT_JITTER: (u64, Span) = (15, Span::from_millis(20));
 
-/// A limit as it is written.
+/// A limit as written in the policy.
 pub(super) struct ParsedLimit {
     quantity: Quantity,
     at: TextRange,
     measure: Measure,
 }
 
-/// The limits of all providers as they are collected, each with what is known of it.
+/// The limits of all providers collected so far, each with its information.
 #[derive(Default)]
 pub(super) struct OutboundLimitCollector {
     pub(super) limits: Vec<Limit>,
@@ -53,7 +53,7 @@ impl OutboundLimitCollector {
         Some(id)
     }
 
-    /// Whether calls under these rules are counted by a calendar.
+    /// Returns true if a calendar quota counts calls under these rules.
     pub(super) fn has_quota(&self, rules: &CallRules) -> bool {
         let ceilings = rules.provider_limits.iter().chain(&rules.credential_limits);
         ceilings.into_iter().any(|ceiling| self.limits[ceiling.limit.index()].kind().has_periods())
@@ -61,7 +61,7 @@ impl OutboundLimitCollector {
 }
 
 impl DocumentReader<'_> {
-    /// The rules of a provider, with keys that are still to be made, and background's hours.
+    /// Returns the rules of a provider, whose keys are not set yet, and the hours of the background lane.
     pub(super) fn rules(
         &mut self,
         section: &ProviderSection<'_>,
@@ -104,7 +104,7 @@ impl DocumentReader<'_> {
         });
         let longest = windows.max();
         let window = longest.unwrap_or(LanesSpec::default().window);
-        // Without a window nothing is counted ahead, and replies have nothing to put right in the store.
+        // Without a window, no call is counted ahead, so replies have nothing to correct in the store.
         let mut costs = own_cost.iter().chain(&of_credential_cost);
         let has_windows = longest.is_some() || costs.any(|cost| matches!(cost.quantity, Quantity::Window { .. }));
 
@@ -119,8 +119,8 @@ impl DocumentReader<'_> {
             true,
         )?);
         if credentials <= 1 {
-            // A limit of the only credential is the provider's: nobody is told that all credentials rest where a window
-            // is full or a quota is spent.
+            // The limit of an only credential is the provider's limit. A full window or a spent quota is then not
+            // reported as a pause of all credentials.
             ceilings.append(&mut credential_ceilings);
             max_in_flight = max_in_flight.min(std::mem::replace(&mut credential_in_flight, u32::MAX));
         }
@@ -187,13 +187,14 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// Quantities of calls or of what they cost.
+    /// Reads quantities of calls or of their cost.
     pub(super) fn parse_limits(&mut self, node: &TomlNode, key: &str, measure: Measure) -> Option<Vec<ParsedLimit>> {
         let quantities = self.quantities(node, key)?;
         Some(quantities.into_iter().map(|(quantity, at)| ParsedLimit { quantity, at, measure }).collect())
     }
 
-    /// Whether none of the limits is on calls in flight, which are counted for a whole provider, a credential or a lane.
+    /// Reports a limit on calls in flight, which count only for a whole provider, a credential or a lane. Returns true
+    /// if there is none.
     pub(super) fn check_no_in_flight(&mut self, limits: &[ParsedLimit], whose: &str, help: &str) -> bool {
         let wrong = limits.iter().find(|written| matches!(written.quantity, Quantity::InFlight { .. }));
         if let Some(ParsedLimit { quantity, at, .. }) = wrong {
@@ -204,7 +205,8 @@ impl DocumentReader<'_> {
         wrong.is_none()
     }
 
-    /// A limit on what calls cost needs to know it, and a call that reserves more than the limit would never be sent.
+    /// Reports a limit on cost without rules for the cost, or a reservation above the limit, because such a call would
+    /// never be sent.
     fn check_costs<'w>(
         &mut self,
         section: &ProviderSection<'_>,
@@ -227,7 +229,8 @@ impl DocumentReader<'_> {
         fits.into_iter().all(|fits| fits).then_some(())
     }
 
-    /// Adds a provider's limits under a name; those that the machine asks a store for.
+    /// Adds the limits that a store counts under a name, and returns them. Limits in flight and `unlimited` are left
+    /// out.
     fn ceilings(
         &mut self,
         collected: &mut OutboundLimitCollector,
@@ -288,7 +291,7 @@ impl DocumentReader<'_> {
     }
 }
 
-/// How many calls in flight the limits agree on; `u32::MAX` if none of them says it.
+/// The lowest limit on calls in flight; `u32::MAX` if there is none.
 fn min_in_flight_limit(limits: &[ParsedLimit]) -> u32 {
     let most = limits.iter().filter_map(|written| match written.quantity {
         Quantity::InFlight { limit } => u32::try_from(limit).ok(),
@@ -297,14 +300,15 @@ fn min_in_flight_limit(limits: &[ParsedLimit]) -> u32 {
     most.min().unwrap_or(u32::MAX)
 }
 
-/// The limit that the machine runs.
+/// Returns the limit that enforces a quantity; `None` for `unlimited`.
 fn limit_kind(quantity: &Quantity) -> Result<Option<LimitKind>, LimitError> {
     let Quantity::Window { limit, window } = quantity else { return quantity.to_limit_kind() };
     let entries = u32::try_from((*limit).clamp(1, WINDOW_ENTRIES)).unwrap_or(u32::MAX);
     Ok(Some(LimitKind::Window(Window::new(*limit, *window, entries)?.with_lead(MAX_LEAD))))
 }
 
-/// How far apart a limit lets calls through in the long run; `None` where a calendar or nothing sets the pace.
+/// The average time between two calls that a limit allows. `None` for calendar quotas and for quantities that set no
+/// pace.
 fn spacing(quantity: &Quantity) -> Option<Span> {
     let (per, count) = match quantity {
         Quantity::Window { limit, window } => (*window, *limit),

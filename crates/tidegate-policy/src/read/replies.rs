@@ -1,4 +1,4 @@
-//! What a provider's replies lead to: `cache`, `throttled_when`, `cost`.
+//! The settings for a provider's replies: `cache`, `throttled_when`, `cost`.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use crate::error::{Error, quoted};
 use crate::outbound::{BodyRule, CacheRules, CostRules};
 use crate::units::parse_duration;
 
-/// The longest body that is kept, unless said, in bytes.
+/// The default limit of a cached body, in bytes.
 const MAX_BODY: usize = 1 << 20;
-/// The most statuses that replies of one meaning may have.
+/// The most statuses in `status`.
 const MAX_STATUSES: usize = 8;
-/// The most places of a body that are looked at.
+/// The most conditions on a body in `contains`.
 const MAX_CONTAINS: usize = 8;
 
 impl DocumentReader<'_> {
@@ -60,7 +60,7 @@ impl DocumentReader<'_> {
         Some(Some(BodyRule { statuses: statuses?, contains: contains?, spends_quota: spends_quota? }))
     }
 
-    /// A status, or several.
+    /// Reads one status or a list.
     fn statuses(&mut self, node: &TomlNode) -> Option<Vec<u16>> {
         let items = match &node.value {
             TomlValue::List(items) => items.as_slice(),

@@ -1,4 +1,4 @@
-//! What a provider's failures lead to: `retry`, `budget`, `breaker`, `adaptive`, `cooldown`.
+//! The settings for a provider's failures: `retry`, `budget`, `breaker`, `adaptive`, `cooldown`.
 
 use tidegate_core::breaker::{MAX_PROBES, MAX_RAMP, RampStep, SlowCalls};
 use tidegate_core::{
@@ -10,26 +10,26 @@ use crate::document::{TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::{Error, quoted};
 use crate::units::describe_duration;
 
-/// The most attempts a call.
+/// The most attempts per call.
 pub(super) const MAX_ATTEMPTS: u64 = 100;
-/// The first and the longest wait between the attempts of a provider that is made from a preset.
+/// The first and the longest wait between the attempts of a provider with a preset.
 const PRESET_BACKOFF: (Span, Span) = (Span::from_secs(1), Span::from_secs(30));
-/// The first and the longest cool-down of one credential of several.
+/// The default of the first and the longest cool-down.
 const DEFAULT_COOLDOWN: (Span, Span) = (Span::from_secs(1), Span::from_secs(32));
-/// The share of slow calls that opens a breaker, unless said, in thousandths.
+/// The default share of slow calls that opens a breaker, in thousandths.
 const DEFAULT_SLOW_RATE: u16 = 500;
 
-/// The choice between nothing and the defaults.
+/// The words for no value and for the defaults.
 const OFF_OR_ON: [(&str, bool); 2] = [("off", false), ("on", true)];
 
-/// When a provider's calls are tried again.
+/// A provider's settings for retries.
 pub(super) struct ParsedRetry {
-    /// If the provider says it; the lane decides otherwise.
+    /// The provider's own value; `None` leaves it to the lane.
     pub(super) max_attempts: Option<u32>,
     pub(super) retry: Retry,
 }
 
-/// Where a value has to be.
+/// The table that must hold a key.
 pub(super) struct RequiredKey<'e> {
     pub(super) table: &'e TomlEntry,
     pub(super) path: &'static str,
@@ -92,8 +92,9 @@ impl DocumentReader<'_> {
         Some(BudgetSpec { ratio: ratio?, min: min?, reserve: reserve? })
     }
 
-    /// The first and the longest cool-down. Without a second credential, a throttled call waits for the cool-down as it
-    /// waits before a retry, so these waits are the default, unless they are themselves left at theirs.
+    /// Reads the first and the longest cool-down. Without a second credential, a throttled call waits for the cool-down
+    /// as it waits before a retry. The waits before retries are then the default, unless they are the default waits of
+    /// retries.
     pub(super) fn cooldown(
         &mut self,
         provider: &TomlTable,
@@ -107,7 +108,7 @@ impl DocumentReader<'_> {
         self.base_and_cap(table, provider.node("cooldown"), default, "cool-down")
     }
 
-    /// `None` inside for `off`.
+    /// Reads `adaptive`; `None` inside for `off`.
     pub(super) fn adaptive_limit(&mut self, provider: &TomlTable) -> Option<Option<AdaptiveLimitSpec>> {
         let default = AdaptiveLimitSpec::default();
         let table = match self.table_or_word(provider, "adaptive", "outbound.provider.*.adaptive", &OFF_OR_ON)? {
@@ -133,7 +134,7 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// `None` inside for `off`.
+    /// Reads `breaker`; `None` inside for `off`.
     pub(super) fn breaker(&mut self, provider: &TomlTable) -> Option<Option<BreakerSpec>> {
         let default = BreakerSpec::default();
         let table = match self.table_or_word(provider, "breaker", "outbound.provider.*.breaker", &OFF_OR_ON)? {
@@ -191,7 +192,7 @@ impl DocumentReader<'_> {
         Some(Some(spec))
     }
 
-    /// How long a breaker stays open: always alike, unless a factor or a cap says that it grows.
+    /// Reads the time for which a breaker stays open: constant, unless a factor or a cap makes it grow.
     fn open_backoff(&mut self, breaker: &TomlTable, default: Backoff) -> Option<Backoff> {
         const CAP: Span = Span::from_secs(3600);
         let base =
@@ -260,7 +261,7 @@ impl DocumentReader<'_> {
         steps.into_iter().collect()
     }
 
-    /// The table under a provider's key; `None` inside if there is none.
+    /// Returns the table under a provider's key; `None` inside if there is none.
     pub(super) fn provider_section<'n>(&mut self, provider: &'n TomlTable, key: &str) -> Option<Option<&'n TomlTable>> {
         if provider.get(key).is_none() {
             return Some(None);
@@ -268,7 +269,7 @@ impl DocumentReader<'_> {
         self.section(provider, key, &format!("outbound.provider.*.{key}")).map(Some)
     }
 
-    /// A value that has to be there.
+    /// Returns a value that must be present.
     pub(super) fn required_node<'n>(
         &mut self,
         table: &'n TomlTable,
@@ -283,12 +284,12 @@ impl DocumentReader<'_> {
         node
     }
 
-    /// A whole number of 32 bits.
+    /// Reads a whole number of 32 bits.
     pub(super) fn integer_u32(&mut self, node: &TomlNode, key: &str, least: u64, most: u64) -> Option<u32> {
         self.integer(node, key, least..=most).and_then(|count| u32::try_from(count).ok())
     }
 
-    /// `base` and `cap` of a table.
+    /// Reads `base` and `cap` of a table.
     fn base_and_cap(
         &mut self,
         table: Option<&TomlTable>,

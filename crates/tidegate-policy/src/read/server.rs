@@ -1,4 +1,4 @@
-//! The sections that say how the programme runs: inbound, api, admin, log.
+//! The sections about the process itself: inbound, api, admin, log.
 
 use std::net::SocketAddr;
 
@@ -15,7 +15,7 @@ use crate::sections::{
     AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, LogFormat, LogLevel,
 };
 
-/// The most names that a request's `Host` may have.
+/// The most names in `hosts`.
 const MAX_HOSTS: usize = 256;
 
 impl DocumentReader<'_> {
@@ -106,7 +106,7 @@ impl DocumentReader<'_> {
     fn path_quirks(&mut self, node: &TomlNode) -> Option<PathQuirks> {
         const WORDS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
         let expected = "`encoded_slash`, `parameters`, `case`, `caddy` or `windows`";
-        // A list says all of them: an empty one turns the default off.
+        // A list replaces the default, so an empty list turns it off.
         let mut quirks = PathQuirks::NONE;
         let mut fine = true;
         for (text, item) in self.strings(node, "path_quirks", expected)? {
@@ -161,7 +161,7 @@ impl DocumentReader<'_> {
         let headers = count("headers", default.headers, 1, 10_000);
         let pool_idle = count("pool_idle", default.pool_idle, 0, 100_000);
         let header_bytes = self.read_or_default(table, "header_bytes", default.header_bytes, |reader, node| {
-            // Eight KiB is the least that hyper reads heads with.
+            // 8 KiB is the smallest buffer with which hyper reads heads.
             reader.bytes(node, "header_bytes", 8 << 10..=1 << 20).and_then(|bytes| usize::try_from(bytes).ok())
         });
         let body = self.read_or_default(table, "body", default.body, |reader, node| {
@@ -184,7 +184,7 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// The number of a listener's connections that one client address may have.
+    /// Reads the most connections that one client address may have at a listener. The default is a quarter of all.
     pub(super) fn connections_per_client(
         &mut self,
         table: Option<&TomlTable>,
@@ -219,8 +219,8 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// Where the policy says that forward-auth is to be answered: by `forward_auth`, or by the status that only
-    /// forward-auth has.
+    /// The place where the policy asks for forward-auth: `forward_auth`, or the status that only forward-auth uses.
+    /// `None` if it doesn't ask, or if the API is off.
     pub(super) fn forward_auth_range(&self, root: &TomlTable) -> Option<TextRange> {
         let api = root.table("api")?;
         if api.node("listen").is_some_and(is_off) {
@@ -240,7 +240,7 @@ impl DocumentReader<'_> {
         Some(AdminConfig { listen: listen?, token: token?, hosts: hosts? })
     }
 
-    /// A listener that may be off, and that needs a token beyond loopback.
+    /// Reads a listener, which may be off and needs a token beyond loopback, and its token.
     pub(super) fn listen_and_token(
         &mut self,
         table: Option<&TomlTable>,
@@ -274,7 +274,7 @@ impl DocumentReader<'_> {
         (listen, token)
     }
 
-    /// Names that a request's `Host` may have.
+    /// Reads the names that a request's `Host` may have.
     pub(super) fn hosts(&mut self, node: &TomlNode) -> Option<Vec<String>> {
         const EXPECTED: &str = "a host's name, such as \"gateway.internal\"";
         let words = self.strings(node, "hosts", EXPECTED)?;
@@ -321,7 +321,8 @@ impl DocumentReader<'_> {
         Some(LogConfig { format: format?, level: level?, refusals_per_second: refusals? })
     }
 
-    /// Two listeners can't share an address, and the gate can't be its own upstream.
+    /// Reports listeners that share an address, an upstream that is the gate itself, and a provider that is the
+    /// gateway.
     pub(super) fn check_listeners(
         &mut self,
         root: &TomlTable,
@@ -378,18 +379,18 @@ impl DocumentReader<'_> {
     }
 }
 
-/// True if something is turned off.
+/// Returns true if the value is `off`.
 fn is_off(node: &TomlNode) -> bool {
     matches!(&node.value, TomlValue::String(text) if text == "off")
 }
 
-/// Whether a host and port are a listener's own, as far as can be told without looking names up.
+/// Returns true if a host and port are a listener's own address, as far as is known without a DNS lookup.
 fn is_own_address(host: &str, port: u16, listen: SocketAddr) -> bool {
     let host = if host == "localhost" { "127.0.0.1" } else { host };
     host.parse().is_ok_and(|ip| addresses_clash(SocketAddr::new(ip, port), listen))
 }
 
-/// Whether two listeners can't both have their address. Port 0 is a free one each time.
+/// Returns true if two listeners can't both use their address. Port 0 is a new free port for each.
 fn addresses_clash(left: SocketAddr, right: SocketAddr) -> bool {
     let (a, b) = (left.ip().to_canonical(), right.ip().to_canonical());
     let same = a == b || a.is_unspecified() || b.is_unspecified();

@@ -1,4 +1,4 @@
-//! `[store]`, and what actions say of how they are shared.
+//! `[store]`, and the settings of actions for sharing their limits.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ const EXPECTED_URL: &str = "\"memory\", \"file:PATH\", or a URL that begins with
                     redis-cluster://, mysql://, postgres:// or mongodb://";
 const ON_OUTAGE_WORDS: [(&str, OnOutage); 3] =
     [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("deny", OnOutage::Deny)];
-/// The longest prefix.
+/// The longest prefix, in bytes.
 const MAX_PREFIX: usize = 32;
 
 impl DocumentReader<'_> {
@@ -76,7 +76,7 @@ impl DocumentReader<'_> {
         let scheme = text.split(':').next().unwrap_or(text);
         let rest = &text[scheme.len()..];
         if scheme == "file" {
-            // file:PATH, file:///PATH, and what people make of them.
+            // Both `file:PATH` and `file:///PATH` are valid. Similar forms are accepted.
             let path = rest.trim_start_matches(':');
             let path = path.strip_prefix("//").unwrap_or(path);
             if path.is_empty() {
@@ -95,7 +95,7 @@ impl DocumentReader<'_> {
                 None
             }
             None => {
-                // What stands behind the scheme may be a secret.
+                // The text after the scheme may be a secret, so the error doesn't show it.
                 let known = URL_SCHEMES.map(|(scheme, _)| scheme).into_iter().chain(["memory", "file"]);
                 let error = Error::new(self.texts, node.at, format!("unknown store {}", quoted(scheme)), EXPECTED_URL);
                 self.push_error(error.did_you_mean(nearest(scheme, known)));
@@ -116,7 +116,7 @@ impl DocumentReader<'_> {
         Some(text.to_owned())
     }
 
-    /// How an action's limits, or the global ones, are shared: `on_outage` and `lease`.
+    /// Reads the sharing of an action's limits, or of the global ones: `on_outage` and `lease`.
     pub(super) fn sharing(&mut self, table: &TomlTable, path: &str) -> Option<Sharing> {
         let on_outage = self.read_or_default(table.into(), "on_outage", self.on_outage, |reader, node| {
             reader.choice(node, "on_outage", &ON_OUTAGE_WORDS)
@@ -153,7 +153,7 @@ impl DocumentReader<'_> {
         Some(Sharing { on_outage: on_outage?, lease: lease? })
     }
 
-    /// Whether slices can be taken of all these limits.
+    /// Reports a `lease` on limits that can't be leased. Returns true if there is no such error.
     pub(super) fn check_lease(&mut self, table: &TomlTable, groups: &[LimitGroup]) -> bool {
         let Some(node) = table.node("lease") else { return true };
         let in_flight = |group: &LimitGroup| {
@@ -177,7 +177,7 @@ impl DocumentReader<'_> {
     }
 }
 
-/// How long a slice may be spent when nothing is said.
+/// The default of the time for which a leased slice may be spent.
 const DEFAULT_LEASE_AGE: tidegate_core::Span = tidegate_core::Span::from_millis(250);
-/// The longest that one may be: so much of a limit may be idle.
+/// The longest such time. Part of a limit may stay unused for this long.
 const MAX_LEASE_AGE: tidegate_core::Span = tidegate_core::Span::from_secs(60);

@@ -1,4 +1,4 @@
-//! URLs: of the server behind the gate, and of other people's APIs.
+//! URLs of the server behind the gate and of external APIs.
 
 use http::uri::Authority;
 
@@ -8,11 +8,11 @@ use crate::error::{Error, quoted};
 use crate::outbound::BaseUrl;
 use crate::sections::UpstreamAddress;
 
-/// What a base URL's path holds where a credential belongs.
+/// The placeholder of a credential in a base URL's path.
 pub(super) const KEY_PLACEHOLDER: &str = "{key}";
 
 impl DocumentReader<'_> {
-    /// The server behind the gate.
+    /// Reads the URL of the server behind the gate.
     pub(super) fn upstream(&mut self, node: &TomlNode, key: &str) -> Option<UpstreamAddress> {
         const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\"";
         let text = self.string(node, key, EXPECTED)?;
@@ -38,14 +38,14 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// The root of somebody's API.
+    /// Reads the root of an external API.
     pub(super) fn base_url(&mut self, node: &TomlNode) -> Option<BaseUrl> {
         const KEY_NAME: &str = "base_url";
         const EXPECTED: &str = "the root of the API, such as \"https://api.example.com/v1\"";
         let text = self.string(node, KEY_NAME, EXPECTED)?;
         let error = |message: &str| Error::new(self.texts, node.at, format!("`{KEY_NAME}` {message}"), EXPECTED);
         let error = match UrlParts::parse(text) {
-            // A query may hold a key of the API, under whatever name.
+            // A query may hold an API key under any name, so the error hides it.
             _ if text.contains('?') => Error::hiding_secret(
                 self.texts,
                 node.at,
@@ -106,14 +106,14 @@ impl DocumentReader<'_> {
     }
 }
 
-/// A URL in its pieces.
+/// The parts of a URL.
 struct UrlParts<'t> {
-    /// `http` or `https`; any other as it is, and then nothing else is looked at.
+    /// `http` or `https`. Any other scheme stays as it is written, and the other parts are then empty.
     scheme: &'t str,
     /// A name, an IPv4 address, or an IPv6 address without brackets.
     host: &'t str,
     port: Option<u16>,
-    /// Everything behind the authority.
+    /// Everything after the authority.
     rest: &'t str,
 }
 
@@ -160,7 +160,7 @@ impl<'t> UrlParts<'t> {
     }
 }
 
-/// What can't stand in the beginning of every request's path (RFC 3986 §3.3), but for [`KEY_PLACEHOLDER`].
+/// Returns a part that can't be in a base URL's path (RFC 3986 §3.3); [`KEY_PLACEHOLDER`] is allowed.
 fn invalid_path_part(text: &str) -> Option<&str> {
     let fits = |letter: char| letter.is_ascii_alphanumeric() || "/-._~!$&'()*+,;=:@%".contains(letter);
     let letters = text.split(KEY_PLACEHOLDER).find_map(|piece| piece.matches(|letter| !fits(letter)).next());

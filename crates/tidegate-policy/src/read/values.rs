@@ -21,13 +21,13 @@ use crate::units::{parse_bytes, parse_duration};
 const MAX_LIST: usize = 10_000;
 /// The most JSON pointers in a list.
 const MAX_POINTERS: usize = 16;
-/// What stands between the places where one number may be.
+/// The separator of alternative pointers to one number.
 const POINTER_SEPARATOR: &str = " or ";
 /// The longest timeout: ten years.
 const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
 
 impl DocumentReader<'_> {
-    /// A string.
+    /// Reads a string.
     pub fn string<'n>(&mut self, node: &'n TomlNode, key: &str, expected: &str) -> Option<&'n str> {
         if let TomlValue::String(text) = &node.value {
             return Some(text);
@@ -37,7 +37,7 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// One of a few words.
+    /// Reads one of a few words.
     pub fn choice<T: Copy>(&mut self, node: &TomlNode, key: &str, words: &[(&'static str, T)]) -> Option<T> {
         let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
         let text = self.string(node, key, &join_names(&names))?;
@@ -50,7 +50,7 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// A value that `read` finds, or the one that a word stands for. An error names the word, too.
+    /// Reads a value with `read`, or returns the value of the word. Errors of `read` mention the word, too.
     pub(super) fn value_or_word<T>(
         &mut self,
         node: &TomlNode,
@@ -69,7 +69,7 @@ impl DocumentReader<'_> {
         found
     }
 
-    /// `true` or `false`.
+    /// Reads `true` or `false`.
     pub fn boolean(&mut self, node: &TomlNode, key: &str) -> Option<bool> {
         if let TomlValue::Boolean(flag) = node.value {
             return Some(flag);
@@ -79,7 +79,7 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// A whole number.
+    /// Reads a whole number in a range.
     pub fn integer(&mut self, node: &TomlNode, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
         let expected = format!("a whole number from {} to {}", range.start(), range.end());
         match &node.value {
@@ -105,7 +105,7 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// A number in a range, whole or not.
+    /// Reads a number in a range, with or without a fraction.
     pub fn number(&mut self, node: &TomlNode, key: &str, range: RangeInclusive<f64>) -> Option<f64> {
         let expected = format!("a number from {} to {}, without quotes", range.start(), range.end());
         let (TomlValue::Integer(_) | TomlValue::Float) = node.value else {
@@ -121,7 +121,8 @@ impl DocumentReader<'_> {
         found
     }
 
-    /// A share in thousandths, from a number such as 0.2 or a text such as "20%".
+    /// Reads a share in thousandths, from `least` to 1000. It is written as a number such as 0.2 or a text such as
+    /// "20%".
     pub fn share(&mut self, node: &TomlNode, key: &str, least: u16) -> Option<u16> {
         let expected = if least == 0 { "a share from 0 to 1" } else { "a share from 0.001 to 1" };
         let expected = format!("{expected} in thousandths, such as 0.2 or \"20%\"");
@@ -129,7 +130,8 @@ impl DocumentReader<'_> {
         u16::try_from(share).ok()
     }
 
-    /// A factor above 1 in thousandths, from a number such as 1.5 or a text such as "150%".
+    /// Reads a factor in thousandths, above 1 and up to `most`. It is written as a number such as 1.5 or a text such as
+    /// "150%".
     pub(super) fn factor(&mut self, node: &TomlNode, key: &str, most: u32) -> Option<u32> {
         let expected = format!("a factor from 1.001 to {most} in thousandths, such as 1.5 or \"150%\"");
         self.thousandths(node, key, 1_001..=most.saturating_mul(1_000), &expected)
@@ -159,7 +161,7 @@ impl DocumentReader<'_> {
         found
     }
 
-    /// Numbers by the places where each may be: JSON pointers (RFC 6901) with `or` between them.
+    /// Reads the places of numbers as JSON pointers (RFC 6901), with `or` between the alternatives for one number.
     pub(super) fn pointers(&mut self, node: &TomlNode, key: &str) -> Option<Vec<PointerAlternatives>> {
         const EXPECTED: &str = "a JSON pointer such as \"/usage/total_tokens\"";
         let words = self.strings(node, key, EXPECTED)?;
@@ -197,7 +199,7 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// Tells what is wrong inside a string.
+    /// Reports an error inside a string.
     pub(super) fn report_in_string(&mut self, node: &TomlNode, text: &str, key: &str, error: &QuantityError) {
         let at = self.texts.range_in_string(node, text, error.range());
         let made = Error::new(self.texts, at, format!("`{key}`: {}", error.message()), error.expected());
@@ -207,7 +209,7 @@ impl DocumentReader<'_> {
         });
     }
 
-    /// A duration of more than nothing.
+    /// Reads a duration above zero.
     pub fn duration(&mut self, node: &TomlNode, key: &str) -> Option<Span> {
         let expected = "a duration in quotes, such as \"500ms\", \"30s\", \"1m30s\" or \"2h\"";
         if let TomlValue::Integer(Some(number)) = node.value {
@@ -263,7 +265,7 @@ impl DocumentReader<'_> {
         Some(bytes)
     }
 
-    /// A string or a list of strings, with the node of each.
+    /// Reads a string or a list of strings, with the node of each.
     pub fn strings<'n>(
         &mut self,
         node: &'n TomlNode,
@@ -282,7 +284,7 @@ impl DocumentReader<'_> {
         texts.into_iter().collect()
     }
 
-    /// A list of quantities.
+    /// Reads one quantity or a list, with the place of each.
     pub fn quantities(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(Quantity, TextRange)>> {
         const FORMS: &str =
             "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\" or \"8 in flight\"";
@@ -322,7 +324,7 @@ impl DocumentReader<'_> {
         quantities.into_iter().collect()
     }
 
-    /// Where something listens.
+    /// Reads the address of a listener.
     pub(super) fn listen(&mut self, node: &TomlNode, key: &str) -> Option<SocketAddr> {
         const EXPECTED: &str = "an address and a port in quotes, such as \"127.0.0.1:8080\" or \"[::1]:8080\"";
         let as_port = |text: &str| text.parse::<u16>().ok().map(|port| format!("127.0.0.1:{port}"));
@@ -354,7 +356,7 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// Networks and addresses.
+    /// Reads one network or address, or a list of them.
     pub(super) fn networks(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(IpNet, TextRange)>> {
         const EXPECTED: &str = "a network such as \"10.1.0.0/16\" or an address such as \"192.0.2.7\"";
         let words = self.strings(node, key, EXPECTED)?;
@@ -396,7 +398,7 @@ impl DocumentReader<'_> {
         None
     }
 
-    /// Where a secret is. The secret itself is never told, nor is what was found in its place.
+    /// Reads the source of a secret. Errors show neither the secret nor the text in its place.
     pub(super) fn secret_source(&mut self, node: &TomlNode, key: &str) -> Option<SecretSource> {
         const EXPECTED: &str = "where the token is: \"env:NAME\" or \"file:PATH\"";
         let TomlValue::String(text) = &node.value else {
@@ -428,7 +430,7 @@ impl DocumentReader<'_> {
     }
 }
 
-/// A number of bytes in the largest unit that divides it.
+/// Formats a number of bytes in the largest unit that divides it.
 fn format_bytes(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let unit = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));

@@ -1,4 +1,4 @@
-//! What a policy says of other people's APIs.
+//! The `[outbound]` section of a policy.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 mod words;
@@ -28,7 +28,7 @@ fn names(outbound: &OutboundConfig, ceilings: &[ProviderLimit]) -> Vec<String> {
     ceilings.iter().map(|ceiling| outbound.limit_info(ceiling.limit).name.clone()).collect()
 }
 
-/// Which of them are told when a call ends that they have counted ahead.
+/// The ceilings that a reply settles, because they have counted the call ahead.
 #[test]
 fn only_exact_windows_are_settled_by_replies() {
     let limits = "[\"4096 per 10s\", \"4097 per 10s\", \"5 per 1s burst 5\", \"9000 per day in UTC\"]";
@@ -90,7 +90,7 @@ fn lanes_fill_in_unset_provider_settings() {
     assert_eq!(lanes("sequential = true"), [(secs(10), 3); 3]);
 }
 
-/// Every key that there is, none at its default.
+/// Every key, with a value other than its default.
 const EVERY_KEY: &str = r#"
 [outbound]
 listen = "0.0.0.0:9081"
@@ -402,7 +402,7 @@ fn too_many_limits_per_call_are_rejected() {
     assert!(told.contains("a call to `x` meets 8 limits") && told.contains("at most 7"), "{told}");
 }
 
-/// With one credential, what is full is the provider's limit and not one credential of many.
+/// With one credential, a full limit is the provider's and not that of one credential of many.
 #[test]
 fn a_single_credentials_limit_becomes_the_providers() {
     let outbound = outbound("[outbound.provider.x]\npreset = \"omdb-free\"\ncredentials = \"env:A\"\n");
@@ -416,7 +416,7 @@ fn in_flight_limits_apply_per_provider_and_credential() {
     let bounds = |settings: &str| {
         let text = format!("[outbound.provider.x]\nbase_url = \"https://api.test\"\nauth = \"bearer\"\n{settings}");
         let rules = rules(outbound(&text).find("x").unwrap());
-        // They are no limits of the store.
+        // The store doesn't count these limits.
         assert!(rules.provider_limits.is_empty() && rules.credential_limits.is_empty());
         (rules.lanes.max_in_flight, rules.max_in_flight_per_credential)
     };
@@ -425,7 +425,7 @@ fn in_flight_limits_apply_per_provider_and_credential() {
         (format!("{two}limit = \"8 in flight\""), (8, u32::MAX)),
         (format!("{two}credential_limit = \"5 in flight\""), (u32::MAX, 5)),
         (format!("{two}limit = \"8 in flight\"\ncredential_limit = [\"5 in flight\", \"3 in flight\"]"), (8, 3)),
-        // Nobody is passed over for another.
+        // With one credential, the limit applies to the provider, because no other credential could take over.
         (format!("{one}credential_limit = \"5 in flight\""), (5, u32::MAX)),
         (format!("{one}limit = \"4 in flight\"\ncredential_limit = \"5 in flight\""), (4, u32::MAX)),
         (format!("{one}credential_limit = \"5 in flight\"\nsequential = true"), (1, u32::MAX)),
@@ -434,7 +434,7 @@ fn in_flight_limits_apply_per_provider_and_credential() {
     }
 }
 
-/// A credential that is alone cools down as retries wait; one of several has others to go on with.
+/// An only credential cools down for the same times as retries wait. One of several leaves its calls to the others.
 #[test]
 fn cool_downs_derive_from_retry_settings() {
     let own = "[outbound.provider.x]\nbase_url = \"https://example.com\"\n";
@@ -526,7 +526,7 @@ fn errors_hide_secrets_in_variables_and_files() {
         let told = Policy::load(sources).unwrap_err().to_string();
         assert!(told.contains(&variable) && !told.contains("hunter2"), "{told}");
     }
-    // Also where the file isn't TOML at all, and where something else on the line is wrong.
+    // The secret also stays hidden if the file is no TOML, or if another part of the line is wrong.
     for rest in [
         "credentials = [\n  \"hunter2,\n]\n",
         "credentials = [\n  \"env:A\",\n  \"hunter2\"\n  \"hunter3\"\n]\n",

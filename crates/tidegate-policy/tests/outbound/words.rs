@@ -1,4 +1,4 @@
-//! A policy told in words.
+//! The description of an outbound policy in words.
 
 use super::{EVERY_KEY, outbound};
 
