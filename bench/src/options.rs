@@ -41,7 +41,7 @@ usage: bench [decision|outbound|gate|stores|simulate|all] [--check] [--quick] [-
   outbound   calls to others in process, against recloser, failsafe and tower-resilience
   gate       requests through the gate, against nginx and bare hyper programs
   stores     stores whose state outlives the process, against memory or the least that a server could be asked
-  simulate   the laboratory: worlds on a virtual clock, access logs
+  simulate   simulations on a virtual clock, and access logs
   all        all of them (default)
   --check    exit with 1 and name each row that misses its target
   --quick    fewer and shorter rounds; the figures are not for quoting

@@ -39,7 +39,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
     version,
     max_term_width = 100,
     after_help = "\
-Exit status: 0 done (explain, status: would be admitted), 1 something broke, 2 wrong words, 3 would be refused."
+Exit status: 0 done (explain, status: would be admitted), 1 failure, 2 invalid input, 3 would be refused."
 )]
 struct Cli {
     #[command(subcommand)]

@@ -26,8 +26,8 @@ use signals::{CommandEvent, ReceivedSignal};
 
 /// The end of the command's help.
 pub(crate) const HELP: &str = "\
-Exit status: the command's own, of its last attempt; 128+N if signal N ended it; 124 if it took too long, 125 for wrong
-words, 126 if it can't be run, 127 if it isn't found. INT, TERM, HUP, QUIT, USR1, USR2 and WINCH are passed on; after one
+Exit status: the command's own, of its last attempt; 128+N if signal N ended it; 124 if it took too long, 125 for invalid
+input, 126 if it can't be run, 127 if it isn't found. INT, TERM, HUP, QUIT, USR1, USR2 and WINCH are passed on; after one
 of the first four there is no retry.";
 
 /// The exit statuses of GNU's `timeout` and `env`.

@@ -102,10 +102,10 @@ impl<W: io::Write> io::Write for SanitizingWriter<W> {
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StartError {
     /// The filter is invalid.
-    #[error("the log filter makes no sense: {0}")]
+    #[error("invalid log filter: {0}")]
     Filter(String),
     /// This process logs already.
-    #[error("this process logs already")]
+    #[error("this process has a logger already")]
     AlreadyStarted,
 }
 

@@ -197,7 +197,7 @@ impl Future for ResponseFuture {
 enum ForwardError {
     #[error(transparent)]
     Upstream(UpstreamError),
-    #[error("the upstream switched protocols unasked")]
+    #[error("the upstream switched protocols, but the request asked for no upgrade")]
     UnexpectedUpgrade,
     #[error("no progress in time")]
     Timeout,

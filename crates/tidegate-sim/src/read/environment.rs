@@ -217,7 +217,7 @@ impl ScenarioReader<'_, '_> {
                 Some(Arrivals::Serial { calls, think })
             }
             _ => {
-                reader.report(place.at, "when its clients call isn't said once", EXPECTED);
+                reader.report(place.at, "its calls are described not at all, or more than once", EXPECTED);
                 None
             }
         }
