@@ -1,12 +1,13 @@
 //! Opens the stores that a policy names.
 
-use parking_lot::Mutex;
 #[cfg(feature = "outbound")]
 use std::collections::HashMap;
 use std::sync::Arc;
 #[cfg(feature = "outbound")]
 use std::sync::Weak;
 
+#[cfg(feature = "outbound")]
+use parking_lot::Mutex;
 use tidegate_core::{Clock, LimitError, Limits};
 #[cfg(feature = "outbound")]
 use tidegate_core::{PacerError, PacerSpec};
