@@ -1,37 +1,39 @@
-//! Adaptive cap on calls in flight: learns from replies how much a provider carries.
+//! An adaptive limit of calls in flight: it learns the capacity of a provider from its replies.
 //!
-//! A provider that carries n calls at once answers the n + 1st later: past that point more calls in flight are a
-//! longer queue and no more throughput (Little's law). Comparing round trips under load with those without finds the
-//! point, as in TCP Vegas (Brakmo and Peterson, 1994), Netflix's `Gradient2` and Envoy's adaptive concurrency.
+//! A provider that can process n calls at once answers call n + 1 later. Beyond that point, more calls in flight make
+//! the queue longer but don't raise the throughput (Little's law). Comparing round trips under load with round trips
+//! without load finds the point, as in TCP Vegas (Brakmo and Peterson, 1994), Netflix's `Gradient2` and Envoy's
+//! adaptive concurrency.
 //!
-//! Two things that those leave open are settled here. The round trip without load is neither the shortest ever seen,
-//! which one lucky reply would spoil, nor an average that creeps up with the queue it should reveal: it is taken while
-//! at most half of the cap is in flight, and where that doesn't happen by itself the cap is halved for a moment twice a
-//! minute, as BBR drains for its `PROBE_RTT`. And no reply, however late, counts as more than twice the usual one.
+//! This module adds two rules. The first is about the round trip without load. The shortest round trip ever seen is a
+//! bad measure, because one lucky reply spoils it. A running average is bad too, because it grows with the queue that
+//! it should reveal. So the round trip is measured while at most half of the limit is in flight. If that doesn't happen
+//! by itself, the limit is halved for a short time twice a minute, as BBR drains for its `PROBE_RTT`. The second rule:
+//! no reply, however late, counts as more than twice the round trip without load.
 
 use core::fmt;
 
 use crate::{Class, Span, Time};
 
-/// A shorter round trip counts as this long, which is what CoDel lets a queue stand for (RFC 8289): nobody notices it, and
-/// holding calls back for less costs more than it gains.
+/// A shorter round trip counts as this long. CoDel accepts a standing queue of this length (RFC 8289): a delay of 5 ms
+/// has no visible effect, and holding calls back for less costs more than it gains.
 const MIN_ROUND_TRIP: Span = Span::from_millis(5);
-/// Replies that are judged together.
+/// The number of replies that are evaluated together.
 const SAMPLES_PER_WINDOW: u32 = 32;
-/// For how many round trips without load replies aren't counted after a judgement: they belong to calls that were sent
+/// After an evaluation, replies are ignored for this many round trips without load, because their calls were sent
 /// before it.
 const SKIPPED_ROUND_TRIPS: u64 = 2;
-/// How old the round trip without load gets before the cap is halved for a window to learn it anew.
+/// The age of the round trip without load at which the limit is halved for a window to measure it again.
 const MAX_BASELINE_AGE: Span = Span::from_secs(30);
 
-/// Bounds of an adaptive cap, as they are written.
+/// The bounds of an adaptive limit, as written by the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdaptiveLimitSpec {
-    /// The cap never falls below this. Default 4.
+    /// The smallest value of the limit, in calls. Default 4.
     pub min: u32,
-    /// The cap never rises above this. Default 1000.
+    /// The largest value of the limit, in calls. Default 1000.
     pub max: u32,
-    /// The cap before anything was learnt. Default 20.
+    /// The limit before anything is learned, in calls. Default 20.
     pub initial: u32,
 }
 
@@ -41,12 +43,12 @@ impl Default for AdaptiveLimitSpec {
     }
 }
 
-/// Why an adaptive cap can't be made.
+/// The reason why an adaptive limit can't be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AdaptiveLimitError {
-    /// A smallest cap of 0: nothing would ever be sent.
+    /// `min` is 0: no call would ever be sent.
     ZeroMin,
-    /// Not `min <= initial <= max`.
+    /// `min <= initial <= max` doesn't hold.
     OutOfOrder,
 }
 
@@ -61,40 +63,41 @@ impl fmt::Display for AdaptiveLimitError {
 
 impl core::error::Error for AdaptiveLimitError {}
 
-/// A provider's cap on calls in flight.
+/// A provider's limit of calls in flight.
 ///
-/// Round trips of less than 5 ms count as 5 ms. Replies are judged 32 at a time; after each judgement those of the next
-/// two round trips are left out, for they tell of the cap that held before. A call that failed (throttled, timed out or
-/// transient otherwise) counts as one that took twice as long as usual. Where most calls were sent with more than half
-/// of the cap in flight, an average of
+/// Round trips of less than 5 ms count as 5 ms. Replies are evaluated in windows of 32. After each evaluation, the
+/// replies of the next two round trips are ignored, because they belong to the previous limit. A failed call
+/// (throttled, timed out or transient otherwise) counts as one that took twice the round trip without load. If at least
+/// half of the calls were sent with more than half of the limit in flight, the average round trip decides:
 ///
-/// - up to 5/4 of the round trip without load raises the cap by an eighth, unless more than an eighth of the calls failed;
-///   at the start less than 4/3 doubles it, until it first doesn't rise;
-/// - 4/3 of it or more lowers the cap to what would leave no queue, and a fifth above;
-/// - anything between is the queue of a well used provider, and leaves the cap.
+/// - Up to 5/4 of the round trip without load, the limit rises by an eighth, unless more than an eighth of the calls
+///   failed. At the start, an average of less than 4/3 doubles the limit, until the limit doesn't rise for the first
+///   time.
+/// - At 4/3 or more, the limit falls to the value that would leave no queue, plus a fifth.
+/// - Between these, the provider is well used and its queue is normal: the limit stays.
 ///
-/// Where fewer were in flight, the cap doesn't bind: it stays, and the round trip without load is learnt. A provider
-/// that gets slower for good is taken for a queue at first. Where lowering the cap twice doesn't help, the round trip
-/// without load is learnt anew, and the provider is used fully again.
+/// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. If a
+/// provider becomes slower permanently, this looks like a queue at first. If lowering the limit twice doesn't help, the
+/// round trip without load is measured again, and the provider is fully used again.
 ///
-/// A provider that gets slower with every call it has in hand, and still does more with more of them, has no round trip
-/// without load. There, what is learnt at half of the cap stands for it, and is learnt anew before it is held against a cap
-/// that has changed by half. 4/3 between a cap and its half is where twice the calls bring half as much again: the cap at which throughput
-/// for each unit of delay, Kleinrock's power, is largest (L. Kleinrock, "Power and deterministic rules of thumb for
-/// probabilistic problems in computer communications", 1979).
+/// Some providers become slower with every additional call but still have more throughput with more calls. They have no
+/// round trip without load. There, the round trip at half of the limit is used instead. It is measured again before it
+/// is compared with a limit that has changed by half. A ratio of 4/3 between a limit and its half means that twice the
+/// calls give 1.5 times the throughput. At this limit, throughput divided by delay (Kleinrock's power) is largest (L.
+/// Kleinrock, "Power and deterministic rules of thumb for probabilistic problems in computer communications", 1979).
 #[derive(Clone, Debug)]
 pub struct AdaptiveLimit {
     spec: AdaptiveLimitSpec,
     cap: u32,
-    /// Half of the cap holds for this window, to learn the round trip without load.
+    /// True if half of the limit holds for this window, to measure the round trip without load.
     is_draining: bool,
-    /// Whether the last window that was judged lowered the cap.
+    /// True if the last evaluated window lowered the limit.
     was_lowered: bool,
-    /// Whether every window so far let the cap rise.
+    /// True if every window until now raised the limit.
     is_starting: bool,
     unloaded_round_trip: Option<Span>,
     baseline_at: Option<Time>,
-    /// The cap when it was learnt last.
+    /// The limit at the last measurement of the round trip without load.
     baseline_cap: u32,
     evaluated_at: Time,
     window: SampleWindow,
@@ -104,16 +107,16 @@ pub struct AdaptiveLimit {
 struct SampleWindow {
     answered: u32,
     failed: u32,
-    /// Calls that were sent with more than half of the cap in flight.
+    /// Calls that were sent with more than half of the limit in flight.
     loaded: u32,
     round_trips: Span,
 }
 
 impl AdaptiveLimit {
-    /// A cap that has learnt nothing.
+    /// Creates a limit that has learned nothing.
     ///
     /// # Errors
-    /// A smallest cap of 0, or not `min <= initial <= max`.
+    /// `min` is 0, or `min <= initial <= max` doesn't hold.
     pub fn new(spec: AdaptiveLimitSpec) -> Result<Self, AdaptiveLimitError> {
         if spec.min == 0 {
             return Err(AdaptiveLimitError::ZeroMin);
@@ -135,26 +138,26 @@ impl AdaptiveLimit {
         })
     }
 
-    /// How many calls may be in flight now.
+    /// The number of calls that may be in flight now.
     #[inline]
     pub fn limit(&self) -> u32 {
         if self.is_draining { (self.cap / 2).max(self.spec.min) } else { self.cap }
     }
 
-    /// The round trip without load, as far as it is known: 5 ms where it is shorter.
+    /// The round trip without load, at least 5 ms. `None` until it is measured.
     pub fn unloaded_round_trip(&self) -> Option<Span> {
         self.unloaded_round_trip
     }
 
-    /// Learns at `now` what became of a call that took `round_trip` and was sent as the `in_flight`-th. Of a call that
-    /// was cancelled, or whose credential wasn't accepted, nothing is learnt.
+    /// Learns at `now` from the result of a call that took `round_trip` and was the `in_flight`-th call in flight when
+    /// it was sent. Cancelled calls, and calls with a rejected credential, are ignored.
     pub fn sample(&mut self, round_trip: Span, in_flight: u32, class: Class, now: Time) {
         let failed = match class {
             Class::Success | Class::Permanent => false,
             Class::Throttled | Class::Transient => true,
             Class::Auth | Class::Cancelled => return,
         };
-        // Or a clock that stepped back would let nothing count for as long.
+        // If the clock stepped back, replies would otherwise be ignored for as long as the step.
         self.evaluated_at = self.evaluated_at.min(now);
         let skip_time = self
             .unloaded_round_trip
@@ -183,13 +186,13 @@ impl AdaptiveLimit {
         let is_cap_reached = !core::mem::take(&mut self.is_draining) && loaded * 2 >= SAMPLES_PER_WINDOW;
         let lowered_before = core::mem::take(&mut self.was_lowered);
         self.evaluated_at = now;
-        // At the smallest cap there is no less load to learn from.
+        // At the smallest limit, the load can't be lowered further to measure it.
         let updates_baseline = !is_cap_reached || self.cap == self.spec.min;
         if updates_baseline {
             (self.baseline_at, self.baseline_cap) = (Some(now), self.cap);
         }
         if let Some(average) = round_trips.as_micros().checked_div(u64::from(answered)) {
-            // What is this short under load can't be longer without.
+            // An average this short under load can't be longer without load.
             let lowers_baseline = self.unloaded_round_trip.is_none_or(|unloaded| average * 2 <= unloaded.as_micros());
             if updates_baseline || lowers_baseline {
                 self.update_baseline(average);
@@ -199,7 +202,7 @@ impl AdaptiveLimit {
             return;
         }
         if answered > 0 && self.baseline_at.is_none() {
-            // Nothing to compare with yet.
+            // There is no round trip without load to compare with yet.
             self.is_draining = true;
             return;
         }
@@ -207,8 +210,8 @@ impl AdaptiveLimit {
         let average = (round_trips.as_micros() + u64::from(failed) * 2 * unloaded) / u64::from(SAMPLES_PER_WINDOW);
         let late = average * 3 >= unloaded * 4;
         let (cap, learnt) = (u64::from(self.cap), u64::from(self.baseline_cap));
-        // Learnt at a much smaller cap, the round trip without load may be too short to be late by, and at a much larger
-        // one too long to be early by.
+        // If measured at a much smaller limit, the round trip without load may be too short to prove lateness. If
+        // measured at a much larger one, it may be too long to prove the opposite.
         let needs_new_baseline = if late { cap * 2 >= learnt * 3 } else { cap * 3 <= learnt * 2 };
         if needs_new_baseline && cap > u64::from(self.spec.min) {
             self.is_draining = true;
@@ -219,21 +222,21 @@ impl AdaptiveLimit {
             let lower = u32::try_from(without_queue * 6 / 5).unwrap_or(u32::MAX);
             self.cap = lower.clamp(self.spec.min, self.cap);
         }
-        // Later a margin keeps the noise of so few replies from raising it little by little.
+        // After the start, a margin prevents that the noise of so few replies raises the limit little by little.
         let short = if self.is_starting { !late } else { average * 4 <= unloaded * 5 };
         let early = short && failed * 8 <= SAMPLES_PER_WINDOW;
         (self.was_lowered, self.is_starting) = (late, self.is_starting && early);
         if early {
             self.raise(average);
         }
-        // A queue would be gone by now: what is still late must be the provider itself.
+        // Two reductions remove a queue. If replies are still late, the provider itself is slower.
         let lowering_did_not_help = lowered_before && late;
         let stale = self.baseline_at.is_none_or(|at| at > now || now.since(at) >= MAX_BASELINE_AGE);
         self.is_draining = (lowering_did_not_help || stale) && self.cap > self.spec.min;
     }
 
-    /// By an eighth; to twice as many while nothing has held it back. Then what was seen up to now is what half of the
-    /// new cap brings, and nothing has to be drained for it.
+    /// Raises the limit by an eighth, or doubles it if it has risen in every window until now. After doubling, the
+    /// average of this window belongs to half of the new limit, so that nothing must be drained to measure it.
     fn raise(&mut self, average: u64) {
         if !self.is_starting {
             self.cap = self.cap.saturating_add((self.cap / 8).max(1)).min(self.spec.max);

@@ -1,78 +1,86 @@
-//! A rate that is found: as many calls a second as a service takes without throttling more than a few of them.
+//! An adaptive rate: as many calls per second as a service accepts while it throttles only a few of them.
 //!
-//! Controllers of this kind raise a rate until a throttle and then cut it. AIMD adds and halves; AWS's SDKs follow TCP
-//! CUBIC (RFC 9438), which cuts to seven tenths and lingers near where it was throttled; Scrapy's AutoThrottle and
-//! Netflix's `Gradient2` go by latency, which a limiter that refuses at once doesn't raise. All of them pay for what they
-//! find in throttled calls, as often as their formula comes by the ceiling. Here that is turned round: the share of calls
-//! that may be throttled is given, one in a hundred, and the ceiling is only looked for when it has been earned.
+//! Controllers of this kind raise a rate until a throttle and then cut it. AIMD adds and halves. AWS's SDKs follow TCP
+//! CUBIC (RFC 9438), which cuts to seven tenths and stays for a while near the throttled rate. Scrapy's AutoThrottle
+//! and Netflix's `Gradient2` use latency, which a limiter that refuses at once doesn't raise. All of them cause
+//! throttled calls, as often as their formula reaches the ceiling. This controller works the other way: the share of
+//! calls that may be throttled is fixed, one in a hundred. It tries a rate above the ceiling only when it has earned
+//! enough credit.
 //!
-//! Time is cut into eras of one rate each. An era is clean once so many of its calls have succeeded that an excess of the
-//! size of its last step would have shown. It ends with the first throttle of a call that was sent in it, so that many
-//! that were under way together count as one.
+//! Time is divided into monitor intervals of one rate each. An interval is clean after enough of its calls have
+//! succeeded to reveal an excess of the size of its last step. It ends with the first throttle of a call that was sent
+//! in it, so several throttled calls of one interval count as one.
 //!
-//! - As long as nothing was throttled, each clean era doubles the rate.
-//! - Later, with no ceiling in sight, each raises it by 3 %, 9 %, 27 % and then 30 %, or by as much as there is credit for:
-//!   until a throttle is heard of, a share of all calls under way is sent too much.
-//! - Below a rate that was throttled, the ceiling, each clean era goes half of the way to it, until 1.5 % are left.
-//! - There it stays, and tries the ceiling again when it has credit for that. If that is clean, there is no ceiling any more.
-//! - Both are done in two eras: in the first, only a few calls whose replies aren't known go at the higher rate, and in the
-//!   second all.
-//! - The first throttle above a clean rate leads back to that. Each further one cuts by as much as the few successes
-//!   before it suggest, at first by 3 % at most and then by twice as much each time. A throttle so soon after a cut that
-//!   hardly any call has succeeded says nothing of where the ceiling is: the service may still count what went before.
-//! - After a cut there is a pause in which the lower rate makes good what the higher one has sent too much.
+//! - Until the first throttle, each clean interval doubles the rate.
+//! - Later, if no ceiling is known, each raises the rate by 3 %, 9 %, 27 % and then 30 %, or by less if the credit
+//!   allows less. The credit matters because, until the first throttled reply arrives, a share of all calls under way
+//!   is in excess.
+//! - Below the ceiling, which is a rate that was throttled, each clean interval goes half of the way to it, until 1.5 %
+//!   are left.
+//! - There the rate stays. It tries the ceiling again when the credit allows it. If that is clean, the ceiling is
+//!   forgotten.
+//! - Both steps that need credit take two intervals. In the first, only a few unanswered calls may go at the higher
+//!   rate. In the second, all calls do.
+//! - The first throttle above a clean rate leads back to the clean rate. Each further throttle cuts by a share that
+//!   depends on the few successes before it: by at most 3 % at first, and by up to twice as much each time. A throttle
+//!   directly after a cut, after hardly any success, says nothing about the ceiling: the service may still count
+//!   earlier calls.
+//! - After a cut there is a pause, in which the lower rate compensates for the excess of the higher one.
 //!
-//! Replies that tell what is left and until when set an upper bound, and up to it the rate is raised without a trial.
+//! Replies that report a remaining amount and its reset time set an upper bound. Up to that bound, the rate rises
+//! without a trial.
 
 use core::fmt;
 
 use crate::time::MAX_CLOCK_LAG;
 use crate::{RemainingAmount, Span, Time};
 
-/// Rates are counted in millionths of a call a second.
+/// Rates are counted in millionths of a call per second.
 const PER_SECOND: u64 = 1_000_000_000_000;
 /// Shares are counted in thousandths.
 const PER_MILLE: u64 = 1_000;
-/// The first step beyond a rate that is known, and what the length of an era goes by in which the rate didn't rise.
+/// The first step above a known rate. It also sets the length of an interval in which the rate didn't rise.
 const SMALL_STEP: u64 = 30;
-/// The largest step once something was throttled, and towards what replies promise.
+/// The largest step after the first throttle, and the smallest towards an advertised rate.
 const LARGE_STEP: u64 = 300;
-/// Every step as long as nothing was throttled.
+/// The step until the first throttle.
 const STARTUP_STEP: u64 = 1_000;
-/// How close to a ceiling it stays.
+/// The distance to a ceiling at which the rate stays.
 const CEILING_MARGIN: u64 = 15;
-/// The first cut below a rate that was thought to be clean; each further one is twice as much, up to half.
+/// The first cut below a rate that was considered clean. Each further one is up to twice as large, at most half.
 const FIRST_CUT: u64 = 30;
-/// The fewest calls that show that a rate is clean.
+/// The smallest number of successes that show that a rate is clean.
 const MIN_SUCCESSES: u32 = 8;
-/// How many show it where a step is small.
+/// The number of successes that show it if the step is small.
 const MAX_SUCCESSES_TO_SHOW: u32 = (PER_MILLE / SMALL_STEP) as u32;
-/// An era lasts for this at least: limiters that count by the second show an excess no sooner.
+/// The minimum length of an interval: limiters that count per second don't show an excess earlier.
 const MIN_MONITOR_TIME: Span = Span::from_millis(500);
-/// Headers tell times in whole seconds: how much may be sent in the last few isn't known well enough to slow down for it.
+/// Headers give times in whole seconds. In the last few seconds before a reset, the rate derived from them is too
+/// inaccurate to slow down for it.
 const MIN_TIME_TO_RESET: Span = Span::from_secs(5);
-/// How many calls that aren't answered yet may have gone at a rate above the ceiling: one that refuses all that come too
-/// close would throttle every other of them.
+/// The maximum number of unanswered calls at a rate above the ceiling. A limiter that refuses every call that comes too
+/// early would throttle every second one of them.
 const MAX_PROBE_CALLS: u32 = 3;
-/// How long it keeps quiet at most to make good what it sent too much.
+/// The longest pause that compensates for an excess.
 const MAX_PAUSE: Span = Span::from_millis(250);
-/// What a success earns of a throttle, in thousandths: one call in a hundred may be throttled.
+/// The credit that a success earns, in thousandths of a throttle: one call in a hundred may be throttled.
 const CREDIT_PER_SUCCESS: i64 = 10;
-/// What a throttle costs.
+/// The cost of a throttle, in the same unit.
 const CREDIT_PER_THROTTLE: i64 = 1_000;
-/// The most credit that is kept: what a small step costs where hundreds of calls are under way.
+/// The largest credit: the cost of a small step with hundreds of calls under way.
 const MAX_CREDIT: i64 = 10 * CREDIT_PER_THROTTLE;
-/// The most debt, or a service that has fallen for long would be given up for as long.
+/// The largest debt. Without this bound, a long outage would stop trials for an equally long time afterwards.
 const MIN_CREDIT: i64 = -20 * CREDIT_PER_THROTTLE;
 
-/// An adaptive pace as it is written: bounds in terms of the time between two calls.
+/// An adaptive pace as written by the user. The bounds are times between two calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdaptiveRateSpec {
-    /// The time between calls before anything was learnt. Default 100 ms: ten a second.
+    /// The time between calls before anything is learned. Default 100 ms, ten calls per second.
     pub initial: Span,
-    /// The longest time between calls: so often a service is tried that throttles everything. Default 60 s.
+    /// The longest time between calls, used for a service that throttles everything. Default 60 s, at most
+    /// [`MAX_SLOWEST`].
     pub slowest: Span,
-    /// The shortest time between calls. Default 1 µs.
+    /// The shortest time between calls, more than 0. Default 1 µs.
     pub fastest: Span,
 }
 
@@ -82,18 +90,18 @@ impl Default for AdaptiveRateSpec {
     }
 }
 
-/// Why an adaptive pace can't be made.
+/// The reason why an adaptive pace can't be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AdaptiveRateError {
-    /// No time at all between calls.
+    /// `fastest` is 0.
     ZeroFastest,
-    /// More than an hour between calls.
+    /// `slowest` is more than [`MAX_SLOWEST`], one hour.
     TooSlow,
-    /// Not `fastest <= initial <= slowest`.
+    /// `fastest <= initial <= slowest` doesn't hold.
     OutOfOrder,
 }
 
-/// The longest [`AdaptiveRateSpec::slowest`].
+/// The largest value of [`AdaptiveRateSpec::slowest`]: one hour.
 pub const MAX_SLOWEST: Span = Span::from_secs(3_600);
 
 impl fmt::Display for AdaptiveRateError {
@@ -108,14 +116,15 @@ impl fmt::Display for AdaptiveRateError {
 
 impl core::error::Error for AdaptiveRateError {}
 
-/// Calls of one rate.
+/// A period of one rate, and the calls that were sent in it.
 #[derive(Clone, Copy, Debug)]
 struct MonitorInterval {
     started_at: Time,
     last_sent: Time,
     sent: u32,
     succeeded: u32,
-    /// How many successes show that its rate is clean: an excess of so many thousandths shows once in as many calls.
+    /// The number of successes that show that the rate is clean: an excess of n thousandths shows once in 1000 / n
+    /// calls.
     required_successes: u32,
 }
 
@@ -125,7 +134,7 @@ impl MonitorInterval {
     }
 }
 
-/// What the headers of replies say may be sent.
+/// The rate that the headers of replies allow.
 #[derive(Clone, Copy, Debug)]
 struct AdvertisedRate {
     received_at: Time,
@@ -136,8 +145,9 @@ struct AdvertisedRate {
 
 /// The pace of the calls to one service.
 ///
-/// Whoever sends asks [`next_at`](Self::next_at), says when it has [`sent`](Self::sent), and tells what became of the
-/// call. Calls that say nothing about the service's limits, as failures don't, aren't told.
+/// The sender asks [`next_at`](Self::next_at), reports each call with [`sent`](Self::sent), and then reports its result
+/// with [`succeeded`](Self::succeeded) or [`throttled`](Self::throttled). Calls that say nothing about the limits of
+/// the service, such as other failures, are not reported.
 #[derive(Clone, Debug)]
 pub struct AdaptiveRate {
     slowest: u64,
@@ -146,26 +156,26 @@ pub struct AdaptiveRate {
     sent_at: Option<Time>,
     paused_until: Time,
     monitor: MonitorInterval,
-    /// The highest rate that was clean, as far as it is still believed.
+    /// The highest rate that was clean, as far as this is still assumed.
     clean_rate: Option<u64>,
-    /// The lowest rate that was throttled, as far as it is still believed.
+    /// The lowest rate that was throttled, as far as this is still assumed.
     throttled_rate: Option<u64>,
-    /// What the next clean era raises the rate by, in thousandths.
+    /// The step by which the next clean interval raises the rate, in thousandths.
     next_step: u64,
     /// The next cut, in thousandths.
     next_cut: u64,
-    /// Whether a rate above the ceiling is tried.
+    /// True while a rate above the ceiling, or above the last clean rate, is tried.
     is_probing: bool,
-    /// How many throttles may be risked, in thousandths.
+    /// The credit for throttles, in thousandths of one.
     credit: i64,
     advertised: Option<AdvertisedRate>,
 }
 
 impl AdaptiveRate {
-    /// A pace that has learnt nothing.
+    /// Creates a pace that has learned nothing.
     ///
     /// # Errors
-    /// Not `0 < fastest <= initial <= slowest <=` [`MAX_SLOWEST`].
+    /// `0 < fastest <= initial <= slowest <=` [`MAX_SLOWEST`] doesn't hold.
     pub fn new(spec: AdaptiveRateSpec) -> Result<Self, AdaptiveRateError> {
         if spec.fastest.is_zero() {
             return Err(AdaptiveRateError::ZeroFastest);
@@ -193,12 +203,12 @@ impl AdaptiveRate {
         })
     }
 
-    /// The time between two calls now.
+    /// The current time between two calls.
     pub fn interval(&self) -> Span {
         interval_of(self.rate)
     }
 
-    /// When the next call may be sent; a moment that has passed means at once.
+    /// The time at which the next call may be sent. If it has passed, the call may be sent at once.
     pub fn next_at(&self, now: Time) -> Time {
         let told = self.advertised.filter(|told| now < told.until && told.received_at <= now + MAX_CLOCK_LAG);
         if let Some(AdvertisedRate { rate: 0, until, .. }) = told {
@@ -207,12 +217,12 @@ impl AdaptiveRate {
         let in_doubt = self.unconfirmed_calls() >= MAX_PROBE_CALLS;
         let rate = self.clean_rate.filter(|_| self.is_probing && in_doubt).unwrap_or(self.rate);
         let spacing = interval_of(told.map_or(rate, |told| rate.min(told.rate)));
-        // Further off only if the clock has stepped back.
+        // The bound is for a clock that has stepped back: otherwise the time can't be further away.
         let next = self.sent_at.map_or(now, |sent_at| (sent_at + spacing).min(now + spacing));
         next.max(self.paused_until.min(now + MAX_PAUSE))
     }
 
-    /// A call is sent.
+    /// Records that a call is sent.
     pub fn sent(&mut self, now: Time) {
         if self.sent_at.is_none_or(|sent_at| sent_at > now + MAX_CLOCK_LAG) {
             self.monitor = MonitorInterval::starting_at(now, MIN_SUCCESSES);
@@ -222,7 +232,8 @@ impl AdaptiveRate {
         self.monitor.sent = self.monitor.sent.saturating_add(1);
     }
 
-    /// A call that was sent at `sent_at` was taken by the service; `rest` is what its reply says is left.
+    /// Records that the service accepted a call that was sent at `sent_at`. `rest` is the remaining amount in its
+    /// reply.
     pub fn succeeded(&mut self, sent_at: Time, rest: Option<RemainingAmount>, now: Time) {
         self.credit = (self.credit + CREDIT_PER_SUCCESS).min(MAX_CREDIT);
         self.update_advertised(rest, now);
@@ -237,14 +248,14 @@ impl AdaptiveRate {
         }
     }
 
-    /// A call that was sent at `sent_at` was throttled; `rest` is what its reply says is left.
+    /// Records that a call that was sent at `sent_at` was throttled. `rest` is the remaining amount in its reply.
     pub fn throttled(&mut self, sent_at: Time, rest: Option<RemainingAmount>, now: Time) {
         self.credit = (self.credit - CREDIT_PER_THROTTLE).max(MIN_CREDIT);
         self.update_advertised(rest, now);
         if sent_at < self.monitor.started_at {
             return;
         }
-        // Hardly any was taken since the last cut: that may still be paid for what went before it.
+        // Hardly any call has succeeded since the last cut, so the calls before the cut may be the cause.
         let is_right_after_cut = self.next_cut > FIRST_CUT && self.monitor.succeeded < MIN_SUCCESSES;
         if !is_right_after_cut {
             self.throttled_rate = Some(self.throttled_rate.map_or(self.rate, |ceiling| ceiling.min(self.rate)));
@@ -263,7 +274,7 @@ impl AdaptiveRate {
         self.start_interval(lower, self.paused_until);
     }
 
-    /// Keeps quiet for as long as it takes a lower rate to make good what this era has sent too much.
+    /// Pauses for the time that the lower rate needs to compensate for the excess of this interval.
     fn pause_for_excess(&mut self, lower: u64, now: Time) {
         let sent = u128::from(self.monitor.sent);
         let excess = sent * u128::from(self.rate - lower) * u128::from(PER_SECOND);
@@ -275,13 +286,13 @@ impl AdaptiveRate {
     fn finish_clean_interval(&mut self, now: Time) {
         self.next_cut = FIRST_CUT;
         if self.is_probing {
-            // The few that were risked were taken: now all go at that rate.
+            // The service accepted the few trial calls: now all calls go at this rate.
             self.is_probing = false;
             self.monitor = MonitorInterval::starting_at(now, self.monitor.required_successes);
             return;
         }
         let due = u128::from(self.rate) * u128::from(self.monitor.last_sent.since(self.monitor.started_at).as_micros());
-        // Where less is sent than may be, nothing is shown.
+        // If fewer calls are sent than the rate allows, their success proves nothing.
         if u128::from(self.monitor.sent) * u128::from(PER_SECOND) * 4 < due * 3 {
             return self.start_interval(self.rate, now);
         }
@@ -310,7 +321,8 @@ impl AdaptiveRate {
                 }
                 let under_way = self.unconfirmed_calls();
                 self.start_interval(next, now);
-                // However large the step: replies to the few that are risked come among those to others.
+                // A large step needs few successes, but the replies to the few trial calls are mixed with those to
+                // earlier calls. So at least as many successes as calls under way are required.
                 self.monitor.required_successes =
                     self.monitor.required_successes.max(under_way.min(MAX_SUCCESSES_TO_SHOW));
                 self.is_probing = true;
@@ -320,17 +332,17 @@ impl AdaptiveRate {
         self.start_interval(next, now);
     }
 
-    /// How many thousandths faster the credit lets it go. All that are under way when the first is throttled may be too many
-    /// by that share.
+    /// The largest step that the credit allows, in thousandths. By that share, the calls under way when the first one
+    /// is throttled may be too many.
     fn affordable_step(&self) -> u64 {
         let credit = u64::try_from(self.credit).ok().filter(|_| self.credit >= CREDIT_PER_THROTTLE).unwrap_or(0);
         let under_way = u64::from(self.unconfirmed_calls().max(1));
-        // With all the credit there is, there is nothing more to wait for.
+        // The credit can't grow further, so waiting for more is useless.
         let least = if self.credit == MAX_CREDIT { SMALL_STEP } else { 0 };
         (credit / under_way).max(least)
     }
 
-    /// How many calls of the era aren't known to have been taken.
+    /// The number of calls of this interval without a success yet.
     fn unconfirmed_calls(&self) -> u32 {
         self.monitor.sent.saturating_sub(self.monitor.succeeded)
     }
@@ -348,13 +360,13 @@ impl AdaptiveRate {
         if rest.amount > 0 && rest.resets_at.since(now) < MIN_TIME_TO_RESET {
             return;
         }
-        // Replies that were under way when the last was told to wait know less than it does.
+        // Replies that were under way when the last one reported an amount of 0 are older than that one.
         if self.advertised.is_some_and(|told| told.rate == 0 && told.until > now && rest.amount > 0) {
             return;
         }
         let rate =
             u128::from(rest.amount) * u128::from(PER_SECOND) / u128::from(rest.resets_at.since(now).as_micros().max(1));
-        // As long as anything is left, it is tried as often as a service that throttles everything.
+        // As long as anything is left, calls are sent at least as often as to a service that throttles everything.
         let least = if rest.amount > 0 { self.slowest } else { 0 };
         let rate = u64::try_from(rate).unwrap_or(u64::MAX).clamp(least, self.fastest);
         self.advertised = Some(AdvertisedRate { received_at: now, until: rest.resets_at, rate });

@@ -1,15 +1,16 @@
-//! How long to wait before trying again.
+//! Backoff: the wait before a retry.
 //!
-//! Growth and jitter are apart: growth gives the n-th wait, jitter spreads it. Both stay inside the cap, so that a
-//! thousand clients at the cap don't wake together; only Google's additive kind, which its authors clamp last, gathers
-//! there. PolicySources: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog 2015 (full, equal,
-//! decorrelated); Google Cloud, "Truncated exponential backoff" (additive).
+//! Growth and jitter are separate: growth gives the n-th wait, jitter spreads it. Both respect the cap. Jitter is
+//! applied below it, so that a thousand clients at the cap don't wake at the same time. The exception is Google's
+//! additive jitter: its authors clamp last, so its waits accumulate at the cap. Sources: M. Brooker, "Exponential
+//! Backoff And Jitter", AWS Architecture Blog 2015 (full, equal, decorrelated); Google Cloud, "Truncated exponential
+//! backoff" (additive).
 
 use rand_core::Rng;
 
 use crate::Span;
 
-/// How waits grow with the number of failures, n counted from 1.
+/// The growth of waits with the number of failures n, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Growth {
     /// `base`, always.
@@ -18,55 +19,55 @@ pub enum Growth {
     Linear,
     /// `base · factor^(n−1)`.
     Exponential {
-        /// What each wait is multiplied by; 2 doubles, 0 counts as 1.
+        /// The factor between two waits: 2 doubles, 0 counts as 1.
         factor: u32,
     },
     /// `base · F(n)` of 1, 1, 2, 3, 5, 8 …
     Fibonacci,
 }
 
-/// How a wait is spread.
+/// The random spread of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Jitter {
-    /// Not at all.
+    /// No jitter.
     None,
-    /// Anywhere from 0 to the wait.
+    /// Random from 0 to the wait.
     Full,
-    /// Anywhere in the upper half of the wait.
+    /// Random in the upper half of the wait.
     Equal,
-    /// Anywhere from the base to three times the wait before, whatever the growth.
+    /// Random from the base to three times the previous wait, independent of the growth.
     Decorrelated,
-    /// Up to this much more, drawn anew each time and clamped to the cap last.
+    /// Adds a random span from 0 to this one, then clamps the sum to the cap.
     Additive(Span),
 }
 
-/// A growth, its base, its cap and its jitter. Truncated: no wait is ever longer than the cap.
+/// A backoff policy: growth, base, cap and jitter. No wait is longer than the cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backoff {
-    /// How waits grow.
+    /// The growth of waits.
     pub growth: Growth,
     /// The first wait.
     pub base: Span,
-    /// The longest wait; [`Span::MAX`] for none to speak of.
+    /// The longest wait. [`Span::MAX`] means practically no bound.
     pub cap: Span,
-    /// How waits are spread.
+    /// The random spread of waits.
     pub jitter: Jitter,
 }
 
 impl Backoff {
-    /// Doubling from `base` up to `cap` with full jitter.
+    /// Doubles from `base` up to `cap`, with full jitter.
     pub const fn exponential(base: Span, cap: Span) -> Self {
         Self { growth: Growth::Exponential { factor: 2 }, base, cap, jitter: Jitter::Full }
     }
 
-    /// The same growth with another jitter.
+    /// Returns the same policy with another jitter.
     #[must_use]
     pub const fn with_jitter(mut self, jitter: Jitter) -> Self {
         self.jitter = jitter;
         self
     }
 
-    /// The n-th wait before jitter; n counts from 1, and 0 counts as 1.
+    /// Returns the n-th wait before jitter. n counts from 1, and 0 counts as 1.
     pub fn base_wait(&self, n: u32) -> Span {
         let n = n.max(1);
         let times = match self.growth {
@@ -79,8 +80,8 @@ impl Backoff {
         self.base.times(times).min(self.cap)
     }
 
-    /// The n-th wait with jitter. `before` is the wait that was answered last (the base, at first); only decorrelated
-    /// jitter asks for it.
+    /// Returns the n-th wait with jitter. `before` is the previous wait (the base for the first one). Only decorrelated
+    /// jitter uses it.
     pub fn jittered_wait(&self, n: u32, before: Span, rng: &mut impl Rng) -> Span {
         match self.jitter {
             Jitter::None => self.base_wait(n),
@@ -98,7 +99,7 @@ impl Backoff {
     }
 }
 
-/// How far one call has come with its waits; the default is at their start.
+/// The progress of one call through its waits. The default is the start.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BackoffState {
     count: u32,
@@ -106,7 +107,7 @@ pub struct BackoffState {
 }
 
 impl BackoffState {
-    /// The next wait.
+    /// Returns the next wait.
     pub fn next(&mut self, backoff: &Backoff, rng: &mut impl Rng) -> Span {
         let before = if self.count == 0 { backoff.base } else { self.previous };
         self.count = self.count.saturating_add(1);
@@ -134,8 +135,8 @@ fn random_in_range(low: u64, high: u64, rng: &mut impl Rng) -> u64 {
     scale_to_range(low, high, rng.next_u64())
 }
 
-/// The number from `low` to `high`, both included, that a random word stands for. Multiplying and shifting favours no
-/// number of a range below 2^52 by more than one part in 2^11.
+/// Maps a random word to a number from `low` to `high`, both included. Multiplying and shifting favours no number of a
+/// range below 2^52 by more than one part in 2^11.
 pub(crate) fn scale_to_range(low: u64, high: u64, word: u64) -> u64 {
     let width = u128::from(high.saturating_sub(low)) + 1;
     low + ((u128::from(word) * width) >> 64) as u64

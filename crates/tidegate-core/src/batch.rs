@@ -1,4 +1,4 @@
-//! One question to a store: operations as data, decided all or nothing.
+//! A batch: one request to a store. Its operations are data, and the store admits all of them or none.
 
 use arrayvec::ArrayVec;
 use core::fmt;
@@ -6,10 +6,10 @@ use core::fmt;
 use crate::state::LimitStatus;
 use crate::{KeyState, Limit, LimitId, LimitKind, Limits, Span, Time};
 
-/// The most operations that one batch holds.
+/// The maximum number of operations in one batch.
 pub const MAX_OPS: usize = 8;
 
-/// A key: 128 bits of a keyed hash over its parts. Stores keep this, never the parts themselves.
+/// A key: 128 bits of a keyed hash of its parts. Stores keep this, never the parts themselves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
     hi: u64,
@@ -17,7 +17,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// A key of two halves; `lo` alone must already be well spread.
+    /// A key of two halves. `lo` alone must already be well distributed.
     pub const fn new(hi: u64, lo: u64) -> Self {
         Self { hi, lo }
     }
@@ -33,54 +33,57 @@ impl Key {
     }
 }
 
-/// What an operation does.
+/// The kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
-    /// Charges the cost if all limits of the batch have room; takes a strike if this one has none.
+    /// Charges the cost if all limits of the batch have room. If this limit has none, adds a strike.
     Take,
-    /// Answers what a `Take` would meet, and changes nothing.
+    /// Returns the outcome of a `Take`, and changes nothing.
     Peek,
-    /// Gives back a cost that was charged: of a call that was admitted at [`BatchContext::charged_at`], and that windows counted
-    /// at [`BatchContext::counted_at`], if that is known.
+    /// Gives back a charged cost. [`BatchContext::charged_at`] is the time at which the call was admitted.
+    /// [`BatchContext::counted_at`] is the time at which windows counted it, if that is known.
     Refund,
-    /// Gives back the permits that the batch's id holds.
+    /// Gives back the permits that the holder of the batch has.
     Release,
-    /// Lengthens the lease of the permits that the batch's id holds. The cost is how many they are, for a store that has
-    /// lost them.
+    /// Extends the lease of the permits that the holder of the batch has. The cost is their number, for a store that
+    /// has lost them.
     Renew,
-    /// Forgets the key under this limit: usage, block and strikes.
+    /// Deletes the state of the key under this limit: usage, block and strikes.
     Reset,
-    /// Charges the cost, up to 2^40, whether there is room or not: what a call turned out to cost beyond what it was
-    /// taken for, or what was let through elsewhere. Of permits, the batch's id holds as many from now on, unless it
-    /// does already; that lengthens its lease. Of a pace, callers wait for the cost, in nanoseconds, at the least.
+    /// Charges the cost, up to 2^40, even if there is no room. For calls that cost more than they were charged at
+    /// first, or that were admitted elsewhere. With permits, the holder of the batch has this many from now on, unless
+    /// it has them already; then its lease is extended. With a pace, callers wait for at least the cost, in
+    /// nanoseconds.
     Debit,
-    /// Tells a window that a call which was charged ahead ([`Batch::with_lead`]) has ended: what it was charged counts as
-    /// made now.
+    /// Tells a window that a call that was charged ahead ([`Batch::with_lead`]) has ended: its charge counts as made
+    /// now.
     Settle,
-    /// Closes a cool-down for a throttled reply to a call of this generation. The cost is the wait that was asked for,
-    /// in microseconds; 0 is none.
+    /// Closes a cool-down after a throttled reply to a call of this generation. The cost is the wait that the reply
+    /// asked for, in microseconds. 0 means that it asked for none.
     Throttle {
-        /// The generation that the call was let through with ([`Outcome::generation`]).
+        /// The generation with which the call was admitted ([`Outcome::generation`]).
         generation: u32,
     },
     /// Tells a cool-down that a call of this generation succeeded.
     Success {
-        /// The generation that the call was let through with.
+        /// The generation with which the call was admitted.
         generation: u32,
     },
-    /// Closes a cool-down for a credential that isn't accepted, for a cost of so many microseconds; 0 is for good.
+    /// Closes a cool-down because a credential was rejected. The cost is the duration in microseconds; 0 means
+    /// permanently.
     Disable,
-    /// Brings back what a store doesn't know of a penalty: a block that lasts for the cost, in microseconds, at the least, and
-    /// strikes, as many at the least. 0 is a block that is over.
+    /// Restores the parts of a penalty that a store has lost: a block that lasts for at least the cost, in
+    /// microseconds, and a minimum number of strikes. A cost of 0 means that the block is over.
     RestorePenalty {
-        /// Strikes that count.
+        /// The number of strikes.
         strikes: u8,
-        /// The largest cost that may pass a full limit once, where the block leaves a parole.
+        /// The largest cost that may pass a full limit once, if the block leaves a parole.
         parole: u32,
     },
-    /// Tells a pace of a call, and is told how long to wait ([`PaceStep::from_outcome`](crate::pacer::PaceStep::from_outcome)).
+    /// Reports a call to a pace and returns the wait
+    /// ([`PaceStep::from_outcome`](crate::pacer::PaceStep::from_outcome)).
     Pace {
-        /// Whether the call failed; else it succeeded.
+        /// True if the call failed, false if it succeeded.
         failed: bool,
         /// 32 random bits, for jitter.
         draw: u32,
@@ -88,7 +91,7 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// True if under this limit it concerns a key that nothing is remembered of, too.
+    /// True if this operation creates state for a key that has none under this limit.
     fn creates_state(self, limit: &Limit) -> bool {
         let kind = limit.kind();
         match self {
@@ -101,22 +104,22 @@ impl Verb {
     }
 }
 
-/// The clients that share a key because a full store had no room for the caller's own, from none to all.
+/// The clients that share a key because a full store had no room for the caller's own, in ascending order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ShareLevel {
-    /// None: the key is the caller's own.
+    /// No other client: the key is the caller's own.
     #[default]
     Own,
-    /// Those of one /24 of IPv4 or one /48 of IPv6.
+    /// The clients of one /24 of IPv4 or one /48 of IPv6.
     SmallNetwork,
-    /// Those of one /16 of IPv4 or one /32 of IPv6.
+    /// The clients of one /16 of IPv4 or one /32 of IPv6.
     LargeNetwork,
-    /// All.
+    /// All clients.
     All,
 }
 
 impl ShareLevel {
-    /// The next wider one.
+    /// Returns the next wider level. The widest is [`All`](Self::All).
     #[must_use]
     pub fn wider(self) -> Self {
         match self {
@@ -126,7 +129,8 @@ impl ShareLevel {
         }
     }
 
-    /// True if a refused call takes a strike. Under a key of many networks it takes none: strangers would be blocked for it.
+    /// True if a refused call adds a strike. Under a key of many networks it doesn't, because uninvolved clients would
+    /// be blocked.
     pub fn allows_strikes(self) -> bool {
         self <= Self::SmallNetwork
     }
@@ -135,64 +139,64 @@ impl ShareLevel {
 /// One operation on one key under one limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Op {
-    /// Under which limit.
+    /// The limit.
     pub limit: LimitId,
-    /// What to do.
+    /// The kind of the operation.
     pub verb: Verb,
-    /// On whose account.
+    /// The key that is charged.
     pub key: Key,
-    /// How much; 1 for an ordinary call, at most 2^40.
+    /// The cost: 1 for an ordinary call, at most 2^40.
     pub cost: u64,
-    /// Whether a store that is full must find room for this key all the same.
+    /// True if even a full store must make room for this key.
     pub must_fit: bool,
     /// The clients that share the key.
     pub share_level: ShareLevel,
 }
 
 impl Op {
-    /// A `Take`, `Peek` or other operation of `cost` on a key that may have to share when the store is full.
+    /// A `Take`, `Peek` or other operation of `cost`. Its key may be shared if the store is full.
     pub const fn new(limit: LimitId, verb: Verb, key: Key, cost: u64) -> Self {
         Self { limit, verb, key, cost, must_fit: false, share_level: ShareLevel::Own }
     }
 }
 
-/// What the operations of a batch have in common.
+/// The values that all operations of a batch share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchContext {
-    /// Who holds the permits that are taken, given back or renewed.
+    /// The id of the holder of the permits that are taken, given back or renewed.
     pub holder: u64,
-    /// How far ahead of the present a window counts what is taken.
+    /// The time between a take and the later time at which windows count it.
     pub lead: Span,
-    /// The moment that a window counted what is settled or refunded at; the epoch if nobody knows.
+    /// The time at which a window counted the charge that is settled or refunded. The epoch means unknown.
     pub counted_at: Time,
-    /// The moment at which what is refunded was charged; the epoch if nobody knows.
+    /// The time at which the refunded cost was charged. The epoch means unknown.
     pub charged_at: Time,
-    /// A hash of what all keys of the batch have in common, by which a store that is divided over several servers finds
-    /// them in one place; 0 if they have nothing in common, or nobody said.
+    /// A hash of the part that all keys of the batch share. A store that is divided over several servers uses it to
+    /// keep these keys on one server. 0 means that they share nothing, or that it is unknown.
     pub affinity: u64,
 }
 
-/// One operation, and all that it is judged by.
+/// One operation with everything that its decision depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct OpContext<'a> {
     /// The operation.
     pub op: &'a Op,
     /// The limit that it names.
     pub limit: &'a Limit,
-    /// What it has in common with the rest of its batch.
+    /// The values that it shares with the rest of its batch.
     pub batch: BatchContext,
-    /// The moment of the decision.
+    /// The time of the decision.
     pub now: Time,
 }
 
-/// Operations that a store carries out together, atomically.
+/// Operations that a store executes together, atomically.
 #[derive(Clone, Debug)]
 pub struct Batch {
     context: BatchContext,
     ops: ArrayVec<Op, MAX_OPS>,
 }
 
-/// A batch already holds [`MAX_OPS`] operations.
+/// The error for a batch that already holds [`MAX_OPS`] operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchFullError;
 
@@ -205,7 +209,7 @@ impl fmt::Display for BatchFullError {
 impl core::error::Error for BatchFullError {}
 
 impl Batch {
-    /// An empty batch. The id names the holder of any permits it takes, or gives back, or renews.
+    /// An empty batch. The id names the holder of the permits that it takes, gives back or renews.
     pub fn new(id: u64) -> Self {
         Self { context: BatchContext { holder: id, ..BatchContext::default() }, ops: ArrayVec::new() }
     }
@@ -215,47 +219,48 @@ impl Batch {
         Self::new(id).with_ops([op])
     }
 
-    /// Has windows count what is taken up to `lead` from now: for calls that somebody else counts at a moment between
-    /// their start and their end. Until [`Verb::Settle`] says when that was, the latest is assumed. Windows whose limit
-    /// doesn't expect so much ([`Window::with_lead`](crate::Window::with_lead)) take what they expect. No call is counted
-    /// before one that was taken earlier.
+    /// Makes windows count takes `lead` after now, for calls that another service counts at some time between their
+    /// start and their end. Until [`Verb::Settle`] reports the end, the latest time is assumed. Windows whose limit
+    /// expects a shorter lead ([`Window::with_lead`](crate::Window::with_lead)) use the shorter one. No call is counted
+    /// before an earlier call.
     #[must_use]
     pub fn with_lead(mut self, lead: Span) -> Self {
         self.context.lead = lead;
         self
     }
 
-    /// Says at which moment windows counted what is settled or refunded: the decision's plus the lead.
+    /// Sets the time at which windows counted the charge that is settled or refunded: the time of the decision plus the
+    /// lead.
     #[must_use]
     pub fn with_counted_at(mut self, at: Time) -> Self {
         self.context.counted_at = at;
         self
     }
 
-    /// Says when the store admitted the call that is refunded, by its own time ([`Outcomes::now`]). A quota gives nothing
-    /// back of what an earlier period was charged, nor where nobody knows: that would be one call more than the present
-    /// period allows. [`Time::NEVER`] says that it was just now, whatever the store's time is.
+    /// Sets the time at which the store admitted the refunded call, by the store's clock ([`Outcomes::now`]). A quota
+    /// refunds nothing that was charged in an earlier period or at an unknown time. Otherwise the present period would
+    /// allow one call too many. [`Time::NEVER`] means the present, whatever the store's clock says.
     #[must_use]
     pub fn with_charged_at(mut self, at: Time) -> Self {
         self.context.charged_at = at;
         self
     }
 
-    /// Says what all its keys have in common. Whoever asks for one of the keys must say the same.
+    /// Sets the hash of the part that all keys share. All callers that use one of these keys must set the same value.
     pub fn set_affinity(&mut self, affinity: u64) {
         self.context.affinity = affinity;
     }
 
-    /// A batch of some of its operations, or of others in their place, that have the same in common.
+    /// A batch with the same shared values and other operations.
     ///
     /// # Panics
-    /// Of more than [`MAX_OPS`].
+    /// If there are more than [`MAX_OPS`].
     #[must_use]
     pub fn with_ops(&self, ops: impl IntoIterator<Item = Op>) -> Self {
         Self { context: self.context, ops: ops.into_iter().collect() }
     }
 
-    /// What gives back the permits that it may have been granted, if it asks for any.
+    /// Returns the batch that gives back the permits this one may have been granted. `None` if it asks for none.
     pub fn to_release(&self, limits: &Limits) -> Option<Self> {
         let in_flight = |op: &&Op| limits.get(op.limit).is_some_and(|limit| limit.kind().has_permits());
         let takes = self.ops.iter().filter(|op| op.verb == Verb::Take).filter(in_flight);
@@ -263,8 +268,8 @@ impl Batch {
         (!release.ops.is_empty()).then_some(release)
     }
 
-    /// Drops operations that name the same limit and key as one before them, which no batch may do. A call that counts
-    /// under several keys comes to that where the store has no room for them, and they share one.
+    /// Removes operations with the same limit and key as an earlier one, because a batch must not have any. They occur
+    /// if a call counts under several keys that share one key in a full store.
     pub fn dedup(&mut self) {
         let ops = self.ops.clone();
         let is_first = |op: &Op| ops.iter().position(|other| (other.limit, other.key) == (op.limit, op.key));
@@ -275,7 +280,7 @@ impl Batch {
         });
     }
 
-    /// Empties it, for reuse by whoever has the same in common.
+    /// Empties the batch for reuse with the same affinity.
     pub(crate) fn clear(&mut self) {
         self.context = BatchContext { affinity: self.context.affinity, ..BatchContext::default() };
         self.ops.clear();
@@ -293,17 +298,17 @@ impl Batch {
     /// Adds an operation.
     ///
     /// # Errors
-    /// [`BatchFullError`] at the ninth.
+    /// [`BatchFullError`] if it already holds [`MAX_OPS`].
     pub fn push(&mut self, op: Op) -> Result<(), BatchFullError> {
         self.ops.try_push(op).map_err(|_| BatchFullError)
     }
 
-    /// Who holds the permits of this batch.
+    /// The id of the holder of this batch's permits.
     pub fn holder(&self) -> u64 {
         self.context.holder
     }
 
-    /// What the operations have in common.
+    /// The values that the operations share.
     pub fn context(&self) -> BatchContext {
         self.context
     }
@@ -313,61 +318,62 @@ impl Batch {
         &self.ops
     }
 
-    /// The operations in order, to be changed.
+    /// The operations in order, mutable.
     pub fn ops_mut(&mut self) -> &mut [Op] {
         &mut self.ops
     }
 }
 
-/// What came of an operation.
+/// The result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// There was room, or there was nothing to refuse.
+    /// There was room, or the operation can't be refused.
     Admitted,
-    /// The limit is full, but a served block's parole lets this call pass.
+    /// The limit is full, but the parole of a block that has ended lets this call pass.
     Parole,
-    /// The limit has no room, or (renewing) nothing is held.
+    /// The limit has no room, or, for a renewal, the holder has no permits.
     Refused,
-    /// A block lives.
+    /// A block is in force.
     Blocked,
-    /// The store is full of keys that it must keep; ask again under a key that is shared.
+    /// The store is full of keys that it must keep. The caller must repeat the request under a shared key.
     NoRoom,
 }
 
 impl Verdict {
-    /// Whether this operation stands against the call.
+    /// True if this operation refuses the call.
     pub fn refuses(self) -> bool {
         matches!(self, Self::Refused | Self::Blocked | Self::NoRoom)
     }
 }
 
-/// The answer to one operation.
+/// The outcome of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// What came of it.
+    /// The result.
     pub verdict: Verdict,
-    /// The limit's capacity.
+    /// The capacity of the limit.
     pub limit: u64,
-    /// What is used of it after the decision; more than the limit where a parole overdrew it.
+    /// The used amount after the decision. More than the limit if a parole exceeded it.
     pub used: u64,
-    /// What is left of it after the decision; 0 while a block lives.
+    /// The remaining amount after the decision. 0 while a block is in force.
     pub remaining: u64,
-    /// When this limit would admit the call: now if it does, [`Time::NEVER`] if it never will.
+    /// The time at which this limit would admit the call: now if it does, [`Time::NEVER`] if it never will.
     pub retry_at: Time,
-    /// When the limit is whole again.
+    /// The time at which the full limit is available again.
     pub reset_at: Time,
-    /// The whole length of the block in force; zero if none is.
+    /// The whole length of the block in force. Zero if there is none.
     pub block: Span,
-    /// When it ends.
+    /// The end of the block.
     pub block_until: Time,
-    /// Strikes that count.
+    /// The number of strikes.
     pub strikes: u8,
-    /// The generation of a cool-down, by which a reply is told from one to an older call; 0 of other limits.
+    /// The generation of a cool-down, which separates replies to current calls from those to older ones. 0 for other
+    /// limits.
     pub generation: u32,
 }
 
 impl Outcome {
-    /// The outcome of a look at `now` where no penalty has a say.
+    /// The outcome at `now` without any penalty.
     #[inline]
     pub fn from_status(status: LimitStatus, now: Time) -> Self {
         Self {
@@ -384,14 +390,14 @@ impl Outcome {
         }
     }
 
-    /// An answer that says nothing about a limit: of an operation that gave back, or renewed, or forgot. Of a pace that
-    /// isn't remembered it says that nobody has to wait.
+    /// An outcome without data of a limit, for operations that give back, renew or delete. For a pace without state it
+    /// means that no caller has to wait.
     pub fn without_limit(verdict: Verdict, now: Time) -> Self {
         Self::from_status(LimitStatus { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now }, now)
             .with_verdict(verdict)
     }
 
-    /// Counts `cost` that was just charged.
+    /// Adds a `cost` that was just charged.
     #[inline]
     pub fn record_charge(&mut self, cost: u64) {
         self.used = self.used.saturating_add(cost);
@@ -404,7 +410,7 @@ impl Outcome {
     }
 }
 
-/// The answers to a batch, in the order of its operations.
+/// The outcomes of a batch, in the order of its operations.
 #[derive(Clone, Debug)]
 pub struct Outcomes {
     now: Time,
@@ -412,28 +418,28 @@ pub struct Outcomes {
 }
 
 impl Outcomes {
-    /// The answers of a store that decided elsewhere. Past [`MAX_OPS`] they are left out.
+    /// The outcomes of a store that decided elsewhere. Those beyond [`MAX_OPS`] are dropped.
     pub fn new(now: Time, list: impl IntoIterator<Item = Outcome>) -> Self {
         Self { now, list: list.into_iter().take(MAX_OPS).collect() }
     }
 
-    /// When the store decided, by its own time.
+    /// The time of the decision, by the store's clock.
     pub fn now(&self) -> Time {
         self.now
     }
 
-    /// The answers.
+    /// The outcomes.
     pub fn list(&self) -> &[Outcome] {
         &self.list
     }
 
-    /// Whether any limit refuses, in shadow or not.
+    /// True if any limit refuses, in shadow or not.
     pub fn refuses(&self) -> bool {
         self.list.iter().any(|outcome| outcome.verdict.refuses())
     }
 }
 
-/// What stands against a call.
+/// The refusals of a call.
 #[derive(Clone, Copy, Default)]
 struct VerdictFlags {
     refused: bool,
@@ -449,21 +455,21 @@ impl VerdictFlags {
     }
 }
 
-/// What stands against a call in other parts of its batch, where a store carries it out in parts ([`execute_part`]).
+/// The refusals of a call in other parts of its batch, for a store that executes it in parts ([`execute_part`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RefusalSummary {
     /// An enforced limit refuses.
     pub enforced_refused: bool,
-    /// An enforced limit is under a block.
+    /// An enforced limit has a block in force.
     pub enforced_blocked: bool,
     /// Any limit refuses, in shadow or not.
     pub any_refused: bool,
-    /// Any limit is under a block, in shadow or not.
+    /// Any limit has a block in force, in shadow or not.
     pub any_blocked: bool,
 }
 
 impl RefusalSummary {
-    /// Adds what the takes of a part came to.
+    /// Adds the outcomes of a part's takes.
     pub fn add_part(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes) {
         for (op, outcome) in batch.ops.iter().zip(&outcomes.list).filter(|(op, _)| op.verb == Verb::Take) {
             let (refuses, blocks) = (outcome.verdict.refuses(), outcome.verdict == Verdict::Blocked);
@@ -476,59 +482,59 @@ impl RefusalSummary {
         }
     }
 
-    /// True if a take that a limit answered like this was charged to it.
+    /// True if a take with this outcome was charged to the limit.
     pub fn is_charged(&self, limit: &Limit, outcome: &Outcome) -> bool {
         is_always_charged(limit, outcome) || self.must_refund_if_refused(limit, outcome)
     }
 
-    /// True if it was charged as that of a call that is admitted: it is to be given back if the call is refused after all.
+    /// True if it was charged as part of an admitted call. It must be refunded if the call is refused after all.
     pub fn must_refund_if_refused(&self, limit: &Limit, outcome: &Outcome) -> bool {
         !outcome.verdict.refuses() && !self.has_refusal_for(limit) && !is_always_charged(limit, outcome)
     }
 
-    /// Whether a take under this limit isn't to be charged.
+    /// True if a take under this limit must not be charged.
     pub fn has_refusal_for(&self, limit: &Limit) -> bool {
         if limit.is_shadow() { self.any_refused } else { self.enforced_refused }
     }
 }
 
-/// True if a take is charged to a limit even where others refuse it.
+/// True if a take is charged to a limit even if other limits refuse it.
 #[inline]
 fn is_always_charged(limit: &Limit, outcome: &Outcome) -> bool {
     limit.counts_refused() && outcome.verdict == Verdict::Admitted
 }
 
-/// A store's cells for the operations of one batch, addressed by the operation's place in it.
+/// The states of a store for the operations of one batch, addressed by the index of the operation.
 ///
-/// The methods mirror [`KeyState`]'s; a store that keeps whole states forwards to them, and one that keeps some states
-/// in a shorter form may answer from that.
+/// The methods correspond to those of [`KeyState`]. A store that keeps whole states forwards to them. A store that
+/// keeps some states in a shorter form may answer from that form.
 pub trait BatchStates {
-    /// [`KeyState::evaluate`], or for a `Peek` [`KeyState::peek`], which changes nothing.
+    /// [`KeyState::evaluate`], or [`KeyState::peek`] for a `Peek`, which changes nothing.
     fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome;
     /// [`KeyState::charge`].
     fn charge(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome);
     /// [`KeyState::strike`].
     fn strike(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome);
-    /// Runs `change` on the whole state, if there is one, or on a new one if there has to be one.
+    /// Runs `change` on the whole state. If there is none, runs it on a new one if `create` is true.
     fn modify(&mut self, index: usize, context: &OpContext<'_>, create: bool, change: &mut dyn FnMut(&mut KeyState));
-    /// Forgets the state.
+    /// Deletes the state.
     fn reset(&mut self, index: usize, op: &Op);
 }
 
-/// Carries out a batch: first every limit is judged, then, if none refuses, all are charged; otherwise those that
-/// refuse take their strikes. An operation that names a limit the plan doesn't have admits.
+/// Executes a batch. First every limit is evaluated. If none refuses, all are charged; otherwise those that refuse add
+/// their strikes. An operation with a limit that the plan doesn't have is admitted.
 ///
-/// - While any block lives, nothing changes but the count of limits that count all calls.
-/// - A limit in shadow neither stops the others nor keeps them from striking; it takes part itself as if it were
-///   enforced.
-/// - A limit that counts all calls is charged whenever it has room itself, which a parole is not.
-/// - Where the store has no room for a key, nothing changes at all: the batch is to be asked again under another key.
+/// - While any block is in force, only limits that count all calls are charged, and nothing else changes.
+/// - A limit in shadow doesn't affect the others: it neither refuses the call nor prevents their strikes. It is itself
+///   treated as if it were enforced.
+/// - A limit that counts all calls is charged whenever it has room itself. A parole is not room.
+/// - If the store has no room for a key, nothing changes. The caller must repeat the batch under another key.
 #[inline]
 pub fn execute(batch: &Batch, limits: &Limits, states: &mut (impl BatchStates + ?Sized), now: Time) -> Outcomes {
     execute_part(batch, limits, states, now, RefusalSummary::default())
 }
 
-/// [`execute`] for a part of a batch: what stands against the call elsewhere counts as if it stood here.
+/// Executes a part of a batch like [`execute`]. Refusals in the other parts count as if they were in this one.
 #[inline]
 pub fn execute_part(
     batch: &Batch,
@@ -550,7 +556,7 @@ pub fn execute_part(
     outcomes
 }
 
-/// The first half: what stands against the call, among enforced limits and among all.
+/// The first half: evaluates the operations and collects the refusals of enforced limits and of all limits.
 #[inline]
 fn evaluate_ops(
     batch: &Batch,
@@ -579,7 +585,7 @@ fn evaluate_ops(
     (enforced, including_shadow)
 }
 
-/// The second half: charges, strikes, and what is told.
+/// The second half: charges, strikes and the other operations.
 #[inline]
 fn apply_ops(
     batch: &Batch,
@@ -607,7 +613,7 @@ fn apply_ops(
             }
             Verb::Reset => states.reset(index, op),
             _ => {
-                // What isn't remembered can be given back, but not be held.
+                // Without state, giving back succeeds, but there are no permits to release or renew.
                 let mut done = !matches!(op.verb, Verb::Release | Verb::Renew);
                 states.modify(index, &context, op.verb.creates_state(limit), &mut |state| {
                     done = state.apply(&context, outcome)
@@ -618,14 +624,14 @@ fn apply_ops(
     }
 }
 
-/// The last moment at which anything is decided lies before [`Time::NEVER`], so that even a clock gone mad never
-/// reaches the moment when a limit of 0 has room.
+/// Limits the time of a decision to before [`Time::NEVER`]. So even a broken clock never reaches the time at which a
+/// limit of 0 has room.
 #[inline]
 pub fn clamp_now(now: Time) -> Time {
     now.min(Time::NEVER - Span::from_micros(1))
 }
 
-/// [`execute`] for a batch of nothing but one `Take`, of a limit that is enforced.
+/// [`execute`] for a batch with a single `Take` under an enforced limit.
 #[inline]
 pub fn execute_take(
     op: &Op,
@@ -645,7 +651,7 @@ pub fn execute_take(
     outcome
 }
 
-/// Whole states, one for each operation, as cells: for stores that load a batch's rows and write them back.
+/// Whole states, one for each operation, for stores that load the rows of a batch and write them back.
 impl BatchStates for [KeyState] {
     fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome {
         match context.op.verb {

@@ -1,12 +1,12 @@
-//! Circuit breaker: stops calling a provider that fails, and finds out with a few calls when it is back.
+//! Circuit breaker: stops calls to a provider that fails, and uses a few calls to detect its recovery.
 //!
-//! *Closed*, calls pass, and failures are counted. Too many of them *open* it: calls are refused at once, until its
-//! time is over. *Half-open*, a few probes pass, whose replies close it or open it again. A closing breaker may let
-//! traffic back in step by step, in a *ramp*. Source: M. Nygard, "Release It!", 2007; rates over a window and slow
-//! calls as in resilience4j.
+//! While *closed*, it admits calls and counts failures. Too many failures *open* it: it refuses all calls until its
+//! open time is over. Then it is *half-open*: it admits a few probes, and their replies close it or open it again. A
+//! breaker that closes may restore the traffic in steps, in a *ramp*. Source: M. Nygard, "Release It!", 2007. Rates
+//! over a window and slow calls are as in resilience4j.
 //!
-//! Of the classes, `transient` is a failure; `success`, `permanent` and `auth` show a provider that works; `throttled`
-//! and `cancelled` say nothing about it.
+//! Of the classes, `transient` is a failure. `success`, `permanent` and `auth` prove that the provider works.
+//! `throttled` and `cancelled` prove nothing.
 
 mod call_window;
 mod shared;
@@ -24,21 +24,21 @@ pub use shared::{ExclusiveAccess, SharedBreaker};
 use spec::PER_MILLE;
 pub use spec::{BreakerError, BreakerSpec, MAX_PROBES, MAX_RAMP, RampStep, SlowCalls};
 
-/// What a breaker does with calls.
+/// The states of a breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BreakerState {
-    /// All pass.
+    /// All calls are admitted.
     Closed,
-    /// A share of them passes, on the way to closed.
+    /// A share of the calls is admitted, on the way to closed.
     Ramping,
-    /// None passes.
+    /// No call is admitted.
     Open,
-    /// A few pass, as probes.
+    /// A few calls are admitted, as probes.
     HalfOpen,
 }
 
 impl BreakerState {
-    /// The state as it stands in answers, logs and metrics.
+    /// The name of the state in replies, logs and metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Closed => "closed",
@@ -49,25 +49,26 @@ impl BreakerState {
     }
 }
 
-/// Why a call may not pass.
+/// The refusal of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BreakerRefusal {
-    /// Open, half-open with all probes out, or ramping with the share used up.
+    /// Open, half-open with all probes under way, or ramping with the share used up.
     pub state: BreakerState,
-    /// As [`Breaker::failures`] tells.
+    /// The value of [`Breaker::failures`].
     pub failures: u32,
-    /// After how long a call passes, unless another comes first: when the open time, the first probe's lease or the
-    /// ramp is over. It may pass sooner where a probe is answered, or the ramp has it next in its share.
+    /// The time until a call is admitted: until the end of the open time, of the first probe's lease or of the ramp.
+    /// Another call may come first. A call may be admitted earlier if a probe is answered, or as the next one in the
+    /// share of a ramp.
     pub reset_in: Span,
 }
 
-/// Leave to send one call, to be reported or given back. Forgotten, it holds a probe until its lease ends, and
-/// otherwise nothing.
+/// The permission to send one call. It must be reported or given back. If it is dropped instead, a probe stays taken
+/// until its lease ends; other calls hold nothing.
 #[derive(Debug)]
 #[must_use = "a permit is reported or given back"]
 pub struct BreakerPermit {
     generation: u64,
-    /// A number from 1 that no other probe has; 0 is a call that is none.
+    /// The unique number of the probe, from 1. 0 if the call is not a probe.
     probe: u64,
 }
 
@@ -76,7 +77,7 @@ impl BreakerPermit {
         Self { generation, probe: 0 }
     }
 
-    /// The breaker's generation when it was taken.
+    /// The generation of the breaker when the permit was taken.
     pub fn generation(&self) -> u64 {
         self.generation
     }
@@ -96,11 +97,11 @@ enum BreakerPhase {
     HalfOpen { successes: u32, probes: Vec<ProbeLease> },
 }
 
-/// A provider's circuit breaker.
+/// The circuit breaker of a provider.
 ///
-/// A call peeks early, so that it doesn't queue in vain, and takes its permit as late as just before it is sent, so
-/// that no probe waits in a queue. Opening and closing begin a new *generation*; the report of an older generation's
-/// permit changes nothing.
+/// A call uses [`peek`](Self::peek) early, to avoid a useless time in a queue. It takes its permit just before it is
+/// sent, so that no probe waits in a queue. Opening and closing start a new *generation*. The report of a permit of an
+/// older generation changes nothing.
 #[derive(Clone, Debug)]
 pub struct Breaker {
     spec: BreakerSpec,
@@ -113,17 +114,17 @@ pub struct Breaker {
 }
 
 impl Breaker {
-    /// A usual ramp: half a minute each of 10 %, 25 % and 50 %, then all.
+    /// A usual ramp: 10 %, 25 % and 50 % for 30 s each, then everything.
     pub const DEFAULT_RAMP: [RampStep; 3] = [
         RampStep { share: 100, length: Span::from_secs(30) },
         RampStep { share: 250, length: Span::from_secs(30) },
         RampStep { share: 500, length: Span::from_secs(30) },
     ];
 
-    /// A closed breaker.
+    /// Creates a closed breaker.
     ///
     /// # Errors
-    /// Nothing that opens it, a setting of 0, a rate or share outside 1 to 1000, too many probes or steps.
+    /// No condition that opens it, a setting of 0, a rate or share outside 1 to 1000, or too many probes or steps.
     pub fn new(spec: BreakerSpec) -> Result<Self, BreakerError> {
         spec.check()?;
         Ok(Self {
@@ -151,7 +152,7 @@ impl Breaker {
         }
     }
 
-    /// How it was written.
+    /// The settings.
     pub fn spec(&self) -> &BreakerSpec {
         &self.spec
     }
@@ -166,25 +167,25 @@ impl Breaker {
         }
     }
 
-    /// Failures without a working reply between them. Once it has opened: those that opened it, if its window held more
-    /// of them.
+    /// The number of failures since the last reply that proves that the provider works. After the breaker has opened,
+    /// at least the failures in its window.
     pub fn failures(&self) -> u32 {
         self.failures
     }
 
-    /// How often it has opened, closed or been reset.
+    /// The number of times it has opened, closed or been reset.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Whether a call would have a chance at `now`. Holds nothing and changes nothing.
+    /// Checks at `now` if a call may be admitted. Reserves nothing and changes nothing.
     ///
-    /// A ramp's share is counted by [`Breaker::take`] alone, so a peek admits. So it does where only a clock that has
-    /// since stepped back can have put any of the ends so far ahead: the take that follows brings it back and tells the
-    /// wait, which without that nobody knows.
+    /// Only [`Breaker::take`] counts the share of a ramp, so a peek admits calls during a ramp. A peek also admits if
+    /// an end is so far ahead that only a clock that has stepped back since can explain it. The real wait is then
+    /// unknown; the next take corrects the end and returns the wait.
     ///
     /// # Errors
-    /// Why it would be refused.
+    /// The reason of the refusal.
     #[inline]
     pub fn peek(&self, now: Time) -> Result<(), BreakerRefusal> {
         match self.phase {
@@ -193,17 +194,17 @@ impl Breaker {
             BreakerPhase::HalfOpen { ref probes, .. } if probes.len() < self.spec.probes as usize => Ok(()),
             BreakerPhase::HalfOpen { ref probes, .. } => {
                 let waits = probes.iter().map(|probe| self.check_end(probe.expires, self.spec.probe_lease, now).err());
-                // One that isn't to be waited for is less than any wait.
+                // `None` means no wait, and is less than any wait.
                 let first = waits.min_by_key(|refusal| refusal.map(|refusal| refusal.reset_in));
                 first.flatten().map_or(Ok(()), Err)
             }
         }
     }
 
-    /// Takes leave to send a call at `now`.
+    /// Takes the permit to send a call at `now`.
     ///
     /// # Errors
-    /// Why it is refused.
+    /// The reason of the refusal.
     #[inline]
     pub fn take(&mut self, now: Time) -> Result<BreakerPermit, BreakerRefusal> {
         self.refresh(now);
@@ -213,7 +214,7 @@ impl Breaker {
             BreakerPhase::Closed | BreakerPhase::Open { .. } => {}
             BreakerPhase::Ramping { ends, credit } => {
                 let ends = *ends;
-                // Error diffusion: of n calls, n shares pass, to within one call.
+                // Error diffusion: with share s, s · n of n calls pass, with an error of at most one call.
                 *credit += self.spec.ramp_share(ends.since(now));
                 if *credit < PER_MILLE {
                     return Err(self.refusal(ends, now));
@@ -229,8 +230,8 @@ impl Breaker {
         Ok(permit)
     }
 
-    /// Learns at `now` what became of a call that took `elapsed`. A probe whose lease has ended still counts;
-    /// randomness is drawn only where it opens.
+    /// Records at `now` the result of a call that took `elapsed`. A probe counts even after its lease has ended. `rng`
+    /// is used only if the breaker opens.
     pub fn report(&mut self, permit: BreakerPermit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
         if permit.generation != self.generation {
             return;
@@ -265,15 +266,15 @@ impl Breaker {
         }
     }
 
-    /// Takes back a permit whose call was never sent or says nothing.
+    /// Gives back a permit if its call was never sent or proves nothing.
     pub fn give_back(&mut self, permit: BreakerPermit) {
         if let BreakerPhase::HalfOpen { probes, .. } = &mut self.phase {
             probes.retain(|probe| probe.number != permit.probe);
         }
     }
 
-    /// Opens it at `now`, if it lets calls through, because others have found that the provider fails. False if it
-    /// doesn't.
+    /// Opens it at `now` because others have found that the provider fails. Returns false, and changes nothing, if it
+    /// is open or half-open already.
     pub fn trip(&mut self, now: Time, rng: &mut impl Rng) -> bool {
         self.refresh(now);
         let lets_through = matches!(self.phase, BreakerPhase::Closed | BreakerPhase::Ramping { .. });
@@ -283,15 +284,15 @@ impl Breaker {
         lets_through
     }
 
-    /// Closes it fully, whatever it has seen.
+    /// Closes it completely, without a ramp, and clears its failures.
     pub fn reset(&mut self) {
         self.enter_phase(BreakerPhase::Closed);
         self.failures = 0;
         self.open_backoff = BackoffState::default();
     }
 
-    /// The generation, if it is closed and has nothing to remember: until that changes, a take gives a plain permit of
-    /// this generation, and nothing but the report of a failure changes the breaker.
+    /// Returns the generation if the breaker is closed and has nothing recorded. Until that changes, a take returns a
+    /// plain permit of this generation, and only the report of a failure changes the breaker.
     fn clean_generation(&self) -> Option<u64> {
         let clean = matches!(self.phase, BreakerPhase::Closed) && self.failures == 0 && self.call_window.is_none();
         clean.then_some(self.generation)
@@ -320,7 +321,7 @@ impl Breaker {
 
     fn close(&mut self, now: Time) {
         if let Some(first) = self.spec.ramp.first() {
-            // What the first call lacks is granted: it passes, however small the share.
+            // The initial credit lets the first call pass, however small the share is.
             let credit = PER_MILLE - first.share;
             self.enter_phase(BreakerPhase::Ramping { ends: now + self.spec.ramp_length(), credit });
         } else {
@@ -336,8 +337,8 @@ impl Breaker {
         }
     }
 
-    /// Brings the phase to `now`: ends what is over, and brings back ends that only a clock which has since stepped
-    /// back can have put so far ahead.
+    /// Updates the phase to `now`: ends everything that is over. Also corrects ends so far ahead that only a clock that
+    /// has stepped back since can explain them.
     fn refresh(&mut self, now: Time) {
         let clamp_end = |end: &mut Time, length| {
             if is_impossible_end(*end, length, now) {
@@ -375,7 +376,7 @@ impl Breaker {
     }
 }
 
-/// Whether the end of a `length` that began by now can't be.
+/// True if a period of `length` that has begun already can't end as late as `end`.
 fn is_impossible_end(end: Time, length: Span, now: Time) -> bool {
     end > now + length + MAX_CLOCK_LAG
 }

@@ -1,22 +1,22 @@
-//! Retry budget: bounds retries as a share of first tries, so that an outage isn't amplified.
+//! Retry budget: limits retries to a share of first tries, so that retries don't amplify an outage.
 //!
-//! A token bucket filled by traffic and not by time: M. Brooker, "Fixing retries with token buckets and circuit
-//! breakers", 2022; the share and the minimum are those of Finagle's `RetryBudget`.
+//! It is a token bucket that is filled by traffic instead of time. Source: M. Brooker, "Fixing retries with token
+//! buckets and circuit breakers", 2022. The share and the minimum are those of Finagle's `RetryBudget`.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// What a retry costs: the arithmetic's unit is a thousandth of one.
+/// The units of one retry: the calculation uses thousandths of a retry.
 const RETRY_UNITS: u64 = 1_000;
 
-/// A retry budget as it is written.
+/// The settings of a retry budget, as written by the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BudgetSpec {
-    /// What a first try earns, in thousandths of a retry, 0 to 1000; more counts as 1000. Default 200: one retry for
-    /// five first tries.
+    /// The part of a retry that a first try earns, in thousandths, 0 to 1000. A larger value counts as 1000. Default
+    /// 200: one retry for five first tries.
     pub ratio: u16,
-    /// The retries there are before anything was earned. Default 3.
+    /// The number of retries available at the start. Default 3.
     pub min: u32,
-    /// The most retries that are kept for later; at least `min` are. Default 10.
+    /// The maximum number of retries that are kept for later, at least `min`. Default 10.
     pub reserve: u32,
 }
 
@@ -26,11 +26,11 @@ impl Default for BudgetSpec {
     }
 }
 
-/// The retries that a provider's calls may still spend, shared by all of them.
+/// The retry budget of a provider, shared by all its calls.
 ///
-/// From the start, never more than `min + ratio × first tries` are spent; over any later stretch, never more than
-/// `reserve + ratio × first tries` of it: what is earned beyond the reserve is lost, so that a long quiet stores no
-/// burst. While the reserve is full, a first try writes nothing, and so costs other threads nothing.
+/// From the start, at most `min + ratio × first tries` retries are spent. In any later period, at most `reserve + ratio
+/// × first tries` are spent: retries beyond the reserve are lost, so that a quiet period doesn't save a burst. While
+/// the reserve is full, a first try writes nothing and doesn't slow other threads.
 #[derive(Debug)]
 pub struct Budget {
     ratio: u64,
@@ -39,7 +39,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// A budget that holds the minimum.
+    /// Creates a budget that holds the minimum.
     pub fn new(spec: BudgetSpec) -> Self {
         Self {
             ratio: u64::from(spec.ratio).min(RETRY_UNITS),
@@ -48,13 +48,13 @@ impl Budget {
         }
     }
 
-    /// Earns the share of a first try.
+    /// Adds the share of a first try.
     #[inline]
     pub fn record_first_try(&self) {
         self.add_units(self.ratio);
     }
 
-    /// Spends a retry; false if there is none left.
+    /// Spends a retry. Returns false if none is left.
     pub fn take(&self) -> bool {
         self.units.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| held.checked_sub(RETRY_UNITS)).is_ok()
     }
@@ -64,15 +64,15 @@ impl Budget {
         self.add_units(RETRY_UNITS);
     }
 
-    /// How many retries could be spent now.
+    /// The number of retries that can be spent now.
     pub fn remaining(&self) -> u64 {
         self.units.load(Ordering::Relaxed) / RETRY_UNITS
     }
 
     #[inline]
     fn add_units(&self, earned: u64) {
-        // The count is all that threads tell each other here, so no order beyond its own is needed. Whether it could be
-        // added is no question: it can't only where nothing is to be added.
+        // Threads share only this counter, so relaxed order is enough. The result is ignored: the update fails only if
+        // there is nothing to add.
         let _ = self.units.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
             let after = (held + earned).min(self.max_units);
             (after != held).then_some(after)
@@ -150,7 +150,7 @@ mod tests {
             works.map(|work| work.join().unwrap()).iter().sum()
         });
         assert!(spent <= 3 + 12_000, "{spent}");
-        // Every turn takes as soon as there is a whole retry, so next to nothing is earned in vain.
+        // Every turn takes a retry as soon as there is a whole one, so almost nothing is lost beyond the reserve.
         assert!(spent >= 11_000, "{spent}");
     }
 }

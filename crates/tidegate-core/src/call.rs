@@ -7,10 +7,10 @@
 //!   └────────────────────────────── sleep (retry) ◄──────────────────────────────┘
 //! ```
 //!
-//! The breaker is looked at early, so that nobody queues in vain, and taken late, so that no probe is held while
-//! waiting. What changes for all calls of a provider in this process is on its [`ProviderState`]; what a store must change is a
-//! [`Batch`]. A driver does what a
-//! [`CallProgress`] and a [`NextStep`] say and reports back; it decides nothing itself.
+//! The breaker is checked early, so that no call waits in the queue without a chance. Its permit is taken late, so that
+//! no probe is held during the wait. Changes to state that all calls of a provider in this process share are made in
+//! its [`ProviderState`]. Changes to state in a store are a [`Batch`]. A driver does what [`CallProgress`] and
+//! [`NextStep`] say and reports back. It decides nothing itself.
 
 mod hedge;
 mod in_flight;
@@ -31,21 +31,21 @@ use crate::{
     Batch, Class, CredentialPool, LimitId, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, Span, Time, Verb,
 };
 
-/// How long a credential that isn't accepted is left out.
+/// The time for which a rejected credential isn't used.
 pub const DISABLE_TIME: Span = Span::from_secs(300);
 
-/// How long a credential that was refused isn't asked for at the least.
+/// The minimum time before a refused credential is tried again.
 const MIN_CREDENTIAL_WAIT: Span = Span::from_millis(1);
 
-/// Where a call stands.
+/// The stage of a call.
 #[derive(Debug)]
 enum CallStage {
     Idle,
     Queued(Ticket),
-    /// The store was asked for this credential.
+    /// The store was asked for a grant with the credential of this index.
     Asking(Ticket, usize),
     Sent(SentRequest),
-    /// Its last reply is there, to a request with this credential, and still to be read.
+    /// Its last reply has arrived, to a request with this credential, but its body is still being read.
     Streaming(Lane, usize),
 }
 
@@ -59,7 +59,7 @@ struct SentRequest {
     lane: Lane,
     permit: BreakerPermit,
     generation: u32,
-    /// How many were under way when it was sent, itself included.
+    /// The number of requests under way when it was sent, including itself.
     in_flight: u32,
 }
 
@@ -67,31 +67,32 @@ struct SentRequest {
 #[derive(Debug)]
 pub struct Call {
     lane: Lane,
-    /// The lane by whose rules it is tried again.
+    /// The lane whose retry rules it uses.
     retry_lane: Lane,
-    /// The lane whose limits it was last charged for.
+    /// The lane whose limits were charged last.
     charged_lane: Lane,
     cost: u64,
     deadline: Time,
     started_at: Time,
     queued_at: Time,
-    /// How it fails at its deadline, if it waits for what may come before although nothing says so.
+    /// The failure to report at its deadline, if it waits past the known time because room may come earlier.
     failure_at_deadline: Option<CallFailure>,
     retry_tracker: RetryTracker,
     stage: CallStage,
     requests: u32,
-    /// When its last request was charged, and when windows counted it, as far as its end has told.
+    /// The charge time of its last request, and the time at which windows counted it. Set at the end of the request.
     charged_at: Time,
     counted_at: Time,
     has_renewed_login: bool,
-    /// Whether it holds a retry of the budget that wasn't sent yet.
+    /// True if it holds a retry of the budget that wasn't sent yet.
     holds_budget_retry: bool,
-    /// Whether it is a second request beside another, which waits for nothing.
+    /// True if it is a hedge: a second request beside another one, which waits for nothing.
     is_hedge: bool,
 }
 
 impl Call {
-    /// A call of `cost` that begins `now` and must have its reply by `deadline`, or within its lane's time-out.
+    /// A call of `cost` that starts at `now` and must have its reply by `deadline`. Without one, the lane's timeout is
+    /// used.
     pub fn new(rules: &CallRules, lane: Lane, cost: u64, deadline: Option<Time>, now: Time) -> Self {
         let rules = &rules.lane_rules[lane as usize];
         let deadline = deadline.unwrap_or(now + rules.timeout);
@@ -115,27 +116,27 @@ impl Call {
         }
     }
 
-    /// By when it must have its reply.
+    /// The deadline for its reply.
     pub fn deadline(&self) -> Time {
         self.deadline
     }
 
-    /// How urgent it is.
+    /// Its lane.
     pub fn lane(&self) -> Lane {
         self.lane
     }
 
-    /// How many requests were sent, hedges not counted.
+    /// The number of requests sent, without hedges.
     pub fn requests(&self) -> u32 {
         self.requests
     }
 
-    /// Since when it is under way.
+    /// Its start time.
     pub fn started_at(&self) -> Time {
         self.started_at
     }
 
-    /// Its place in the queue, while it is queued or asks.
+    /// Its ticket in the queue, while it is queued or asks the store.
     pub fn ticket(&self) -> Option<Ticket> {
         match self.stage {
             CallStage::Queued(ticket) | CallStage::Asking(ticket, _) => Some(ticket),
@@ -143,7 +144,7 @@ impl Call {
         }
     }
 
-    /// Enters the queue, at first or for another attempt.
+    /// Enters the queue, for the first or for another attempt.
     pub fn start(&mut self, state: &mut ProviderState, now: Time) -> Result<(), CallFailure> {
         state.store_requests.clear_updates();
         if let Err(refusal) = state.breaker.peek(now) {
@@ -168,8 +169,8 @@ impl Call {
         }
     }
 
-    /// Why it would wait in vain, if that is certain: what its turn would tell it, told before it queues. Only moments
-    /// that can't come earlier count: the end of a closing, or of the period of a quota that counts calls.
+    /// The reason why waiting is certainly useless: the failure that its turn would return, returned before it queues.
+    /// Only times that can't come earlier count: the end of a closing, or of the period of a quota that counts calls.
     fn certain_failure(&self, state: &mut ProviderState, now: Time) -> Option<CallFailure> {
         let is_too_late = |until: &Time| *until >= self.deadline;
         let reopens_at = state.pool.all_closed_until(now).filter(is_too_late);
@@ -179,7 +180,8 @@ impl Call {
         })
     }
 
-    /// The lanes have named it: asks for the first credential that isn't known to be cooling or busy.
+    /// Called when the lanes have chosen the call. Asks the store with the first credential that isn't cooling or busy,
+    /// as far as known.
     pub fn handle_turn(
         &mut self,
         rules: &CallRules,
@@ -216,16 +218,16 @@ impl Call {
             None => {
                 let earliest = state.pool.next_rejoin_at();
                 let failure = no_credential_failure(&state.pool, earliest);
-                // Nobody knows when the first of its calls ends.
+                // The end of the first call under way is unknown.
                 self.failure_at_deadline = state.pool.has_busy().then_some(CallFailure::DeadlineExceeded);
                 self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now)
             }
         }
     }
 
-    /// Whether it has waited for so long that its reply would hardly come in time, while others wait whose could: where
-    /// more is asked for than a provider grants, all its capacity would go to calls that time out. Half of its time is
-    /// enough for any call.
+    /// True if it has waited so long that its reply would hardly arrive in time, while other calls wait that could
+    /// still succeed. Under overload, all capacity would otherwise be used for calls that time out. Half of its total
+    /// time is always considered enough.
     fn is_too_late(&self, state: &ProviderState, now: Time) -> bool {
         if now <= self.queued_at {
             return false;
@@ -235,14 +237,14 @@ impl Call {
         now + needed > self.deadline && Lane::ALL.iter().map(|lane| state.lanes.waiting(*lane)).sum::<usize>() > 1
     }
 
-    /// The lanes say that its deadline has passed, and it has left them.
+    /// Called when its deadline has passed and the lanes have removed it.
     pub fn handle_expiry(&mut self, state: &mut ProviderState) -> CallFailure {
         state.store_requests.clear_updates();
         self.stage = CallStage::Idle;
         self.fail(self.failure_at_deadline.unwrap_or(CallFailure::DeadlineExceeded), state)
     }
 
-    /// The store has answered what [`StoreRequests::reservation`] said after the call's last step.
+    /// Handles the outcomes of [`StoreRequests::reservation`], which the last step of the call has filled.
     pub fn handle_outcomes(
         &mut self,
         rules: &CallRules,
@@ -261,7 +263,8 @@ impl Call {
             .iter()
             .zip(outcomes.list())
             .filter(|(_, outcome)| outcome.verdict.refuses());
-        // What concerns the credential alone is another's chance; everything else concerns this call whoever it asks for.
+        // If only the credential is refused, another one may be granted. Every other refusal is independent of the
+        // credential.
         let is_shared = |op: &Op| op.key == rules.key;
         let Some((op, outcome)) = refused.max_by_key(|(op, outcome)| (is_shared(op), outcome.retry_at)) else {
             return self.handle_grant(ticket, credential, rules, state, outcomes, now);
@@ -274,7 +277,7 @@ impl Call {
         };
         let until = outcome.retry_at + state.extra_spacing(rules, kind(op));
         if !is_shared(op) {
-            // At least a little, so that a store whose clock is behind isn't asked again and again.
+            // A minimum wait, so that a store with a slow clock isn't asked again and again.
             let until = until.max(now + MIN_CREDENTIAL_WAIT);
             if is_earliest_possible(op, outcome) {
                 state.pool.set_closed_until(credential, until, now);
@@ -310,7 +313,7 @@ impl Call {
         )
     }
 
-    /// The store gave no answer: it broke.
+    /// Handles a store that failed and returned no outcomes.
     pub fn handle_store_error(&mut self, state: &mut ProviderState) {
         self.leave_queue(state);
     }
@@ -368,7 +371,7 @@ impl Call {
         CallProgress::Send { credential }
     }
 
-    /// The attempt has ended.
+    /// Handles the end of an attempt and decides the next step.
     pub fn handle_reply(
         &mut self,
         rules: &CallRules,
@@ -403,7 +406,7 @@ impl Call {
         match self.retry_tracker.next_attempt_at(retry, &attempt, Some(&state.budget), now, rng) {
             Ok(at) => {
                 self.holds_budget_retry = reply.class == Class::Transient;
-                // Nobody reads on.
+                // The reply's body is not read further.
                 self.end_streaming(state);
                 NextStep::RetryAt(at)
             }
@@ -411,7 +414,7 @@ impl Call {
         }
     }
 
-    /// Whether the reply asks for another login, and the request can be sent again after it.
+    /// True if the reply asks for a new login and the request can be sent again after it.
     fn needs_login_renewal(&self, rules: &CallRules, reply: &AttemptReport) -> bool {
         reply.class == Class::Auth
             && rules.can_renew_login
@@ -419,7 +422,7 @@ impl Call {
             && reply.unreplayable_reason.is_none()
     }
 
-    /// The login that [`NextStep::RenewLogin`] asked for has failed.
+    /// Called when the login requested by [`NextStep::RenewLogin`] has failed.
     pub fn handle_renewal_failure(
         &mut self,
         rules: &CallRules,
@@ -431,7 +434,7 @@ impl Call {
         disable_credential(rules, state, credential, now);
     }
 
-    /// Nobody reads its last reply on.
+    /// Ends its last reply, because the body isn't read further.
     fn end_streaming(&mut self, state: &mut ProviderState) {
         if let CallStage::Streaming(lane, credential) = self.stage {
             state.record_end(lane, credential);
@@ -439,7 +442,7 @@ impl Call {
         }
     }
 
-    /// Somebody more urgent waits for it too: it moves up to their lane, unless it is sent already.
+    /// A more urgent caller waits for it too: moves it to that lane, unless it was sent already.
     pub fn raise(&mut self, lane: Lane, state: &mut ProviderState, now: Time) {
         match self.stage {
             CallStage::Idle => self.lane = self.lane.max(lane),
@@ -452,8 +455,8 @@ impl Call {
         }
     }
 
-    /// Nobody waits for it any more. If its request was sent, which `reach` tells of one that may be sent, it stays
-    /// charged; otherwise all that it holds goes back.
+    /// Called when no caller waits for it. A request that was sent stays charged; `reach` says if it was. Otherwise
+    /// everything that the call holds is given back.
     pub fn cancel(
         &mut self,
         rules: &CallRules,
@@ -470,7 +473,7 @@ impl Call {
         }
     }
 
-    /// What the store must give back when an answer arrives for a call that was abandoned while it asked.
+    /// Returns the refund for outcomes that arrive after the call was abandoned. `None` if nothing was charged.
     pub fn refund_after_cancel(rules: &CallRules, batch: &Batch, outcomes: &Outcomes) -> Option<Batch> {
         if outcomes.refuses() {
             return None;
@@ -493,7 +496,7 @@ impl Call {
         }
     }
 
-    /// Tells everybody how an attempt ended.
+    /// Reports the end of an attempt to the breaker, the limits and the credentials.
     fn finish_attempt(
         &mut self,
         rules: &CallRules,
@@ -505,7 +508,7 @@ impl Call {
     ) {
         let elapsed = now.since(sent.sent_at);
         state.breaker.report(sent.permit, reply.class, elapsed, now, rng);
-        // What was told about a rate was told before this was known.
+        // Earlier refusals by a rate were computed without this round trip.
         if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();
         }
@@ -515,7 +518,7 @@ impl Call {
         }
         let is_alone = rules.credential_keys.len() == 1;
         if let Some(pace) = &mut state.pace {
-            // How long it asks to be left alone is kept by the credential's cool-down.
+            // The requested wait is handled by the credential's cool-down.
             pace.ended(sent.sent_at, reply.class, reply.remaining.calls.filter(|_| is_alone), now, rng);
             state.lanes.clear_refusals();
         }
@@ -546,7 +549,7 @@ impl Call {
         let cooldown_op = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
         let generation = sent.generation;
         match reply.class {
-            // To close at each throttle that a pace risks would cost more than the pace finds.
+            // A pace risks throttles. Closing the cool-down at each of them would cost more than the pace gains.
             Class::Throttled if state.pace.is_some() && is_alone && reply.retry_after.is_none() => {}
             Class::Throttled => {
                 state.double_lead(sent.sent_at, now);
@@ -555,7 +558,7 @@ impl Call {
                     &mut state.store_requests.updates,
                     cooldown_op(Verb::Throttle { generation }, requested_wait.as_micros()),
                 );
-                // The store knows the cool-down better; until it says so, what was asked for is known.
+                // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
                 if requested_wait.is_zero() {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
@@ -575,8 +578,8 @@ impl Call {
         }
     }
 
-    /// Keeps its place in the queue until a moment, or fails now if that is too late, as it always is for a hedge. `spent`
-    /// is the limit that can't have room before, if it is certain.
+    /// Stays in the queue until a time, or fails now if that is at or after the deadline. A hedge always fails. `spent`
+    /// is the limit that certainly has no room before that time.
     fn wait_or_fail(
         &mut self,
         until: Time,
@@ -602,7 +605,7 @@ impl Call {
         failure
     }
 
-    /// Gives back its place in the queue, and the retry that it won't be sent for.
+    /// Leaves the queue and gives back an unsent retry of the budget.
     fn leave_queue(&mut self, state: &mut ProviderState) {
         if let Some(ticket) = self.ticket() {
             state.lanes.cancel(ticket);
@@ -613,7 +616,7 @@ impl Call {
         }
     }
 
-    /// Has the store put right what it charged an attempt, and counted at a moment.
+    /// Prepares the correction of an attempt's charge and of the time at which it was counted.
     fn prepare_correction(
         &self,
         rules: &CallRules,
@@ -627,7 +630,7 @@ impl Call {
         state.store_requests.updates.set_charged(charged_at, counted_at);
     }
 
-    /// Makes a batch the operations of an attempt with this credential. The cool-down comes first.
+    /// Fills a batch with the operations of an attempt with this credential. The cool-down comes first.
     fn fill_batch(&self, batch: &mut Batch, rules: &CallRules, credential: usize, verb: Verb) {
         let cost = |ceiling: &ProviderLimit| if ceiling.measure == Measure::Calls { 1 } else { self.cost };
         let credential_key = rules.credential_keys[credential];
@@ -647,8 +650,8 @@ impl Call {
     }
 }
 
-/// Leaves out a credential that the provider doesn't accept, unless no other is good: it may be this request alone that
-/// none is accepted for.
+/// Disables a credential that the provider rejects. It stays in use if no other is good: the provider may reject this
+/// one request for all credentials.
 fn disable_credential(rules: &CallRules, state: &mut ProviderState, credential: usize, now: Time) {
     if state.pool.has_other_not_cooling(credential, now) {
         let key = rules.credential_keys[credential];
@@ -660,7 +663,7 @@ fn disable_credential(rules: &CallRules, state: &mut ProviderState, credential: 
     }
 }
 
-/// Why nobody can be sent: no credential is good before this moment.
+/// The failure of a call if no credential is good before this time.
 fn no_credential_failure(pool: &CredentialPool, earliest: Time) -> CallFailure {
     match pool.quota_spent_until(earliest) {
         Some(limit) => CallFailure::QuotaSpent { limit, resets_at: earliest },

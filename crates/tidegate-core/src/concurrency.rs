@@ -1,5 +1,5 @@
-//! `concurrency`: how many calls may be in flight. Each holds a permit with a lease, so that a holder that dies
-//! without giving it back is forgotten when the lease ends.
+//! `concurrency`: the maximum number of calls in flight. Each call holds a permit with a lease. If a holder dies
+//! without giving it back, the permit is free again when the lease ends.
 
 use alloc::vec::Vec;
 
@@ -8,10 +8,10 @@ use crate::state::LimitStatus;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
-/// The most permits that one key hands out: few enough to look them all over in microseconds.
+/// The maximum number of permits of one key: small enough to search all of them within microseconds.
 const MAX_PERMITS: u64 = 1 << 12;
 
-/// At most `limit` permits held at once, each until it is released or its lease ends.
+/// At most `limit` permits at a time, each until it is released or its lease ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Concurrency {
     limit: u64,
@@ -19,15 +19,15 @@ pub struct Concurrency {
 }
 
 impl Concurrency {
-    /// How long a permit lives unless it is renewed: 30 s.
+    /// The lifetime of a permit that isn't renewed: 30 s.
     pub const DEFAULT_LEASE: Span = Span::from_secs(30);
-    /// How often a holder renews: every 10 s.
+    /// The interval at which a holder renews: 10 s.
     pub const RENEW_INTERVAL: Span = Span::from_secs(10);
 
     /// At most `limit` in flight, with leases of `lease`.
     ///
     /// # Errors
-    /// More than 4,096 in flight, or a lease of no length.
+    /// `limit` is more than 4,096, or `lease` is zero.
     pub fn new(limit: u64, lease: Span) -> Result<Self, LimitError> {
         if limit > MAX_PERMITS {
             return Err(LimitError::TooManyPermits { found: limit });
@@ -38,18 +38,18 @@ impl Concurrency {
         Ok(Self { limit, lease })
     }
 
-    /// How many may be in flight.
+    /// The maximum number of calls in flight.
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// How long a permit lives unless it is renewed.
+    /// The lifetime of a permit that isn't renewed.
     pub fn lease(&self) -> Span {
         self.lease
     }
 
-    /// Forgets permits whose lease has ended, and shortens those that a clock which stepped back had made longer
-    /// than a lease.
+    /// Removes permits after the end of their lease. Shortens leases that are longer than a whole one because the clock
+    /// stepped back.
     pub fn refresh(&self, permits: &mut Permits, now: Time) {
         let longest = now + self.lease;
         permits.0.retain_mut(|permit| {
@@ -60,7 +60,7 @@ impl Concurrency {
         });
     }
 
-    /// What a call of `cost` permits would meet at `now`, in a list that was settled for `now`.
+    /// The status for a call of `cost` permits at `now`. The list must be refreshed for `now`.
     pub fn status(&self, permits: &Permits, cost: u64, now: Time) -> LimitStatus {
         let used = permits.used();
         let retry_at = if cost > self.limit {
@@ -85,7 +85,7 @@ impl Concurrency {
         LimitStatus { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
     }
 
-    /// Hands `cost` permits to `holder`; a holder that asks again keeps what it has.
+    /// Gives `cost` permits to `holder`. A holder that has permits keeps its number and gets a new lease.
     pub fn charge(&self, permits: &mut Permits, holder: u64, cost: u64, now: Time) {
         let expires = now + self.lease;
         match permits.0.iter_mut().find(|permit| permit.holder == holder) {
@@ -95,14 +95,15 @@ impl Concurrency {
         }
     }
 
-    /// Takes note that `holder` has `cost` permits, whether they were free or not; up to the most that are handed out.
+    /// Records that `holder` has `cost` permits, even if they weren't free. Ignored if all permits together would
+    /// exceed 4,096.
     pub fn debit(&self, permits: &mut Permits, holder: u64, cost: u64, now: Time) {
         if permits.holds(holder) || cost <= MAX_PERMITS.saturating_sub(permits.used()) {
             self.charge(permits, holder, cost, now);
         }
     }
 
-    /// Lengthens the holder's lease from `now`; false if it holds none any more.
+    /// Extends the lease of the holder from `now`. Returns false if it holds none.
     pub fn renew(&self, permits: &mut Permits, holder: u64, now: Time) -> bool {
         match permits.0.iter_mut().find(|permit| permit.holder == holder) {
             Some(permit) => {
@@ -113,7 +114,7 @@ impl Concurrency {
         }
     }
 
-    /// Takes the holder's permits back; false if it holds none any more.
+    /// Takes back the permits of the holder. Returns false if it holds none.
     pub fn release(&self, permits: &mut Permits, holder: u64) -> bool {
         let before = permits.0.len();
         permits.0.retain(|permit| permit.holder != holder);
@@ -121,28 +122,28 @@ impl Concurrency {
     }
 }
 
-/// What one holder has.
+/// The permits of one holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PermitLease {
-    /// Who holds it: the id of the batch that took it.
+    /// The holder: the id of the batch that took it.
     pub holder: u64,
-    /// How many.
+    /// The number of permits.
     pub count: u64,
-    /// When the lease ends.
+    /// The end of the lease.
     pub expires: Time,
 }
 
-/// The permits that a key has handed out.
+/// The permits of one key.
 #[derive(Clone, Debug, Default)]
 pub struct Permits(Vec<PermitLease>);
 
 impl Permits {
-    /// A list of these permits.
+    /// Creates a list of these permits.
     pub fn from_leases(permits: Vec<PermitLease>) -> Self {
         Self(permits)
     }
 
-    /// Each holder's permits.
+    /// The permits of each holder.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &PermitLease> {
         self.0.iter()
     }
@@ -152,17 +153,17 @@ impl Permits {
         self.0.iter().map(|permit| permit.count).sum()
     }
 
-    /// Whether `holder` has any.
+    /// True if `holder` has any.
     pub fn holds(&self, holder: u64) -> bool {
         self.0.iter().any(|permit| permit.holder == holder)
     }
 
-    /// When the last lease ends.
+    /// The end of the last lease.
     pub fn idle_at(&self) -> Time {
         self.0.iter().map(|permit| permit.expires).max().unwrap_or(Time::ZERO)
     }
 
-    /// Bytes held outside the list itself.
+    /// The number of bytes on the heap.
     pub fn heap_bytes(&self) -> usize {
         self.0.capacity() * size_of::<PermitLease>()
     }

@@ -1,30 +1,32 @@
-//! The throttle gate of a credential: one throttled reply closes it for every caller.
+//! The cool-down of a credential: one throttled reply closes its gate for all callers.
 //!
-//! The n-th closing in a row lasts `min(base · 2^(n−1), cap)`, or as long as the provider asked for if that is longer.
-//! Calls that were sent before a closing are of an older *generation*: ten of them throttled together close the gate
-//! once, and their successes don't open it. Who is released gets a moment of its own, one stagger after the caller
-//! before, although the first may have shown by then that the credential is good again: those who waited for it would
-//! all come at once. That ends, after a success, with the first moment that nobody wants, or after a hundred.
+//! The n-th closing in a row lasts `min(base · 2^(n−1), cap)`, or longer if the provider asked for longer. Calls that
+//! were sent before a closing belong to an older *generation*. If ten of them are throttled together, they close the
+//! gate once, and their successes don't open it.
+//!
+//! After a closing, callers are released one at a time, each one stagger after the previous one. This continues even if
+//! the first one has succeeded already, because all waiting callers would otherwise come at once. After a success, it
+//! ends with the first unused slot, or after a hundred staggers.
 
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Backoff, Span, Time};
 
-/// How long a gate that has opened is remembered at least: longer than calls are in flight, so that a late reply is
-/// still known to be of an older generation.
+/// The minimum time for which an open gate is kept. It is longer than any call is in flight, so that late replies are
+/// still recognized as older generations.
 const MIN_RETENTION: Span = Span::from_secs(3600);
 
-/// For how many staggers callers are released one by one at the most, once one of them has succeeded.
+/// After a success, callers are released one at a time for at most this many staggers.
 const MAX_RELEASE_SLOTS: u64 = 100;
 
-/// How long a credential cools down when it is throttled. Any values make sense: spans of zero don't close or don't
-/// stagger, and a cap below the base is what every closing lasts.
+/// The cool-down of a throttled credential. All values are valid. A span of zero disables closings or staggers. If the
+/// cap is below the base, every closing lasts as long as the cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cooldown {
-    /// The first closing. Default 1 s.
+    /// The length of the first closing. Default 1 s.
     pub base: Span,
-    /// The longest closing, but for one that the provider asked for. Default 60 s.
+    /// The longest closing, unless the provider asked for longer. Default 60 s.
     pub cap: Span,
-    /// How far apart callers are released. Default 100 ms.
+    /// The time between two released callers. Default 100 ms.
     pub stagger: Span,
 }
 
@@ -34,27 +36,27 @@ impl Default for Cooldown {
     }
 }
 
-/// What is remembered of a credential. The default is one that never was throttled.
+/// The state of a credential. The default is one that never was throttled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CooldownGate {
-    /// When the gate opens or opened; the epoch once it has been shown that it may stay open.
+    /// The time at which the gate opens or opened. The epoch if it may stay open.
     pub opens_at: Time,
-    /// The last moment that counts: when the gate was closed or, if that is later, when it last let a caller through.
+    /// The time of the last event: of the last closing or, if later, of the last admitted call.
     pub last_event_at: Time,
-    /// Closings so far. A call carries the number that it was let through with.
+    /// The number of closings. A call stores the number with which it was admitted.
     pub generation: u32,
-    /// Closings since the last success.
+    /// The number of closings since the last success.
     pub closings_in_row: u8,
 }
 
 impl Cooldown {
-    /// The n-th closing, n counted from 1: `min(base · 2^(n−1), cap)`.
+    /// The length of the n-th closing, n counted from 1: `min(base · 2^(n−1), cap)`.
     pub fn closing_length(&self, step: u8) -> Span {
         Backoff::exponential(self.base, self.cap).base_wait(u32::from(step))
     }
 
-    /// Brings the gate to `now`: forgets what has been idle for long, and lets a closing that was made by a clock which
-    /// has since stepped back start over, so that it lasts its own length and no longer.
+    /// Updates the gate to `now`: resets it after a long idle time. If the clock has stepped back since a closing, the
+    /// closing starts again, so that it lasts its own length and no longer.
     pub fn refresh(&self, gate: &mut CooldownGate, now: Time) {
         if gate.last_event_at > now + MAX_CLOCK_LAG {
             if gate.opens_at > Time::ZERO && !gate.opens_at.is_never() {
@@ -69,17 +71,17 @@ impl Cooldown {
         }
     }
 
-    /// How long a gate is remembered after the last moment that counts: an hour, or the cap if that is longer.
+    /// The time for which a gate is kept after its last event: one hour, or the cap if that is longer.
     pub fn retention(&self) -> Span {
         self.cap.max(MIN_RETENTION)
     }
 
-    /// For how long callers are released one by one at the most, once one of them has succeeded.
+    /// The longest time for which callers are released one at a time after a success.
     pub fn max_release_time(&self) -> Span {
         self.stagger.times(MAX_RELEASE_SLOTS)
     }
 
-    /// Whether a success has shown that the credential is good, and those who waited for it are gone.
+    /// True if a success has proven the credential and the waiting callers have been released.
     fn can_stay_open(&self, gate: &CooldownGate, now: Time) -> bool {
         let is_idle = gate.last_event_at + self.stagger.times(2) <= now;
         gate.closings_in_row == 0
@@ -87,8 +89,8 @@ impl Cooldown {
             && (is_idle || gate.opens_at + self.max_release_time() <= now)
     }
 
-    /// When the gate lets a caller through: `now` if it does, [`Time::NEVER`] if it was closed for good. Of several
-    /// callers that were told the same moment it lets one through and tells the others the next.
+    /// The time at which the gate admits a caller: `now` if it does, [`Time::NEVER`] if it was closed permanently. If
+    /// several callers got the same time, the gate admits one of them and gives the others a later time.
     pub fn free_at(&self, mut gate: CooldownGate, now: Time) -> Time {
         self.refresh(&mut gate, now);
         let free_at = if gate.opens_at == Time::ZERO {
@@ -103,15 +105,14 @@ impl Cooldown {
         free_at.max(now)
     }
 
-    /// Whether a moment that [`Cooldown::free_at`] told at `now` is the end of a closing. Nothing brings that forward, while
-    /// callers that are released after one may become free to go sooner than one by one. Of a closing that ends within
-    /// the time of a slot it says no.
+    /// True if a time that [`Cooldown::free_at`] returned at `now` is the end of a closing. Such a time never becomes
+    /// earlier. During the release after a closing, waiting callers may be admitted earlier than their slots. False for
+    /// a closing that ends within the length of a slot.
     pub fn is_closing(&self, free_at: Time, now: Time) -> bool {
         free_at > now + MAX_CLOCK_LAG + self.stagger
     }
 
-    /// Lets a caller through that [`Cooldown::free_at`] has just found free at `now`, and returns the generation to judge
-    /// its reply by.
+    /// Admits a caller that is free at `now` according to [`Cooldown::free_at`]. Returns the generation for its reply.
     pub fn charge(&self, gate: &mut CooldownGate, now: Time) -> u32 {
         self.refresh(gate, now);
         if gate.opens_at > Time::ZERO {
@@ -120,11 +121,12 @@ impl Cooldown {
         gate.generation
     }
 
-    /// Closes the gate for a throttled reply to a call of `generation`. `retry_after` is what the provider asked for.
+    /// Closes the gate after a throttled reply to a call of `generation`. `retry_after` is the wait that the provider
+    /// asked for.
     ///
-    /// A call of an older generation takes no step: it was under way when the gate closed. If its `retry_after` reaches
-    /// further, the gate stays closed until then. A generation that is ahead of the gate's tells that the gate was
-    /// forgotten meanwhile, and counts as the present one. No closing is ever shortened.
+    /// A call of an older generation doesn't count as a further closing, because it was under way when the gate closed.
+    /// If its `retry_after` ends later, the gate stays closed until then. A generation higher than the gate's means
+    /// that the state of the gate was deleted since; it counts as the present one. No closing is ever shortened.
     pub fn record_throttle(&self, gate: &mut CooldownGate, generation: u32, retry_after: Option<Span>, now: Time) {
         self.refresh(gate, now);
         let mut wait = retry_after.unwrap_or(Span::ZERO);
@@ -136,9 +138,9 @@ impl Cooldown {
         close_until(gate, now + wait, now);
     }
 
-    /// Takes note of a success of a call of `generation`: the next closing is a first one again, and an open gate stays
-    /// open once those who waited for it are gone. A call that was let through before the last closing changes nothing,
-    /// and neither does one that the gate doesn't remember.
+    /// Records a success of a call of `generation`. The next closing then counts as a first one, and an open gate stays
+    /// open after the waiting callers have been released. A call from before the last closing, or of an unknown
+    /// generation, changes nothing.
     pub fn record_success(&self, gate: &mut CooldownGate, generation: u32, now: Time) {
         self.refresh(gate, now);
         if generation == gate.generation {
@@ -146,16 +148,16 @@ impl Cooldown {
         }
     }
 
-    /// Closes the gate until `until` for a credential that the provider doesn't accept (401, 403); with
-    /// [`Time::NEVER`] for good. It takes no step. A credential that was mended starts with a new gate.
+    /// Closes the gate until `until` because the provider rejects the credential (401, 403). [`Time::NEVER`] closes it
+    /// permanently. The closing doesn't count towards the next length. A repaired credential starts with a new gate.
     pub fn disable(&self, gate: &mut CooldownGate, until: Time, now: Time) {
         self.refresh(gate, now);
         gate.generation = gate.generation.saturating_add(1);
         close_until(gate, until, now);
     }
 
-    /// When nothing of the gate is remembered any more: an hour, or the cap if that is longer, after the last moment
-    /// that counts. A credential so long unused starts from the base again.
+    /// The time at which the state of the gate can be deleted: one hour after its last event, or the cap if that is
+    /// longer. A credential that is unused for so long starts from the base again.
     pub fn idle_at(&self, gate: &CooldownGate) -> Time {
         if *gate == CooldownGate::default() {
             return Time::ZERO;
@@ -164,7 +166,7 @@ impl Cooldown {
     }
 }
 
-/// Closes the gate until a moment that lies ahead of both the present and its last closing.
+/// Closes the gate until a time, if that is later than both `now` and the present end.
 fn close_until(gate: &mut CooldownGate, until: Time, now: Time) {
     if until > gate.opens_at.max(now) {
         gate.opens_at = until;
@@ -267,7 +269,7 @@ mod tests {
         let mut waiting: Vec<Time> = (0..30).map(|worker| COOLDOWN.free_at(gate, at(worker * 1_000))).collect();
         let mut released = Vec::new();
         while let Some(now) = waiting.pop() {
-            // Who is told a moment comes back exactly then, and asks again if another was faster.
+            // A caller comes back exactly at the returned time, and asks again if another one was faster.
             let free_at = COOLDOWN.free_at(gate, now);
             if free_at == now {
                 COOLDOWN.charge(&mut gate, now);
@@ -279,7 +281,8 @@ mod tests {
         }
         let expected: Vec<Time> = (0..30).map(|slot| at(600_000 + slot * 200)).collect();
         assert_eq!(released, expected);
-        // One of them succeeds: those who wait go one by one all the same, until nobody wants a moment, or for long enough.
+        // After a success, waiting callers are still released one at a time, until a slot is unused or the maximum time
+        // is over.
         COOLDOWN.record_success(&mut gate, 1, at(605_850));
         assert_eq!(COOLDOWN.free_at(gate, at(605_850)), at(606_000));
         let mut unwanted = gate;
@@ -295,7 +298,7 @@ mod tests {
             assert_eq!(COOLDOWN.free_at(gate, at(620_000)), at(620_000));
             COOLDOWN.charge(&mut gate, at(620_000));
         }
-        // Without a success they would go on.
+        // Without a success, the release has no maximum time.
         let mut gate = CooldownGate::default();
         COOLDOWN.record_throttle(&mut gate, 0, None, at(0));
         for slot in 5..500 {
@@ -345,8 +348,8 @@ mod tests {
         assert_eq!(COOLDOWN.free_at(gate, at(20)), at(1_000), "never shortened");
         COOLDOWN.record_throttle(&mut gate, old, Some(Span::from_secs(5)), at(20));
         assert_eq!((gate.closings_in_row, gate.generation, COOLDOWN.free_at(gate, at(20))), (1, 1, at(5_020)));
-        // The present generation's success starts over; a straggler closes the gate again, without a step, and no
-        // success opens it before its time. Who is released then is staggered all the same.
+        // The success of the present generation resets the count. A late reply closes the gate again without counting,
+        // and no success opens it early. Callers released after that are still staggered.
         let generation = COOLDOWN.charge(&mut gate, at(5_020));
         COOLDOWN.record_throttle(&mut gate, old, Some(Span::from_secs(3)), at(6_000));
         COOLDOWN.record_success(&mut gate, generation, at(6_100));
@@ -393,7 +396,7 @@ mod tests {
         COOLDOWN.charge(&mut gate, at(3_000));
         COOLDOWN.record_success(&mut gate, old, at(3_000));
         assert_eq!(COOLDOWN.free_at(gate, at(3_000)), at(3_200), "an old success proves nothing");
-        // What a clock that was a year ahead closed doesn't hide it.
+        // A closing by a clock that was a year ahead doesn't hide it.
         let mut gate = throttled(at(0) + YEAR);
         COOLDOWN.disable(&mut gate, at(10_000), at(0));
         assert_eq!(COOLDOWN.free_at(gate, at(0)), at(10_000));
@@ -408,7 +411,7 @@ mod tests {
         let mut young = gate;
         COOLDOWN.record_throttle(&mut young, lease, None, idle_at - Span::from_micros(1));
         assert_eq!((young.closings_in_row, young.generation), (2, 2));
-        // A store may drop the entry now. A reply to a call that was let through before closes the gate all the same.
+        // A store may delete the entry now. A reply to a call admitted before still closes the gate.
         for gate in [gate, CooldownGate::default()] {
             let mut closed = gate;
             COOLDOWN.record_throttle(&mut closed, lease, None, idle_at);
@@ -416,7 +419,7 @@ mod tests {
             assert_eq!(COOLDOWN.free_at(closed, idle_at), idle_at + Span::from_secs(1));
             let mut used = gate;
             assert_eq!((COOLDOWN.charge(&mut used, idle_at), used), (0, CooldownGate::default()));
-            // Its success is no proof for a gate that was closed since.
+            // Its success proves nothing for a gate that was closed since.
             COOLDOWN.record_throttle(&mut used, 0, None, idle_at);
             COOLDOWN.record_success(&mut used, 7, idle_at);
             assert_eq!(used.closings_in_row, 1);
@@ -445,7 +448,7 @@ mod tests {
             let proven = CooldownGate { opens_at: Time::ZERO, ..released };
             assert_eq!(COOLDOWN.free_at(proven, at(500)), at(500), "and stays one, {ahead} ahead");
         }
-        // Overtaken between reading the clock and reaching the gate: the closing stands as it is.
+        // The call was overtaken between reading the clock and reaching the gate: the closing doesn't change.
         let gate = throttled(at(50));
         assert_eq!(COOLDOWN.free_at(gate, at(0)), at(1_050));
     }

@@ -1,16 +1,16 @@
-//! One inbound query: what a store's answers, or an allow or deny list, mean for it.
+//! The decision about one inbound request: the meaning of a store's outcomes, or of an allow or deny list.
 
 use crate::batch::{Outcome, Outcomes, ShareLevel, Verdict};
 use crate::{Batch, Key, LimitId, Limits, Span, Time, Verb};
 
-/// Why a decision came out as it did.
+/// The reason of a decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Reason {
     /// Every limit had room.
     Ok,
     /// No limit applies.
     Unlimited,
-    /// A served block's parole let the call pass a full limit.
+    /// The parole of a block that has ended let the call pass a full limit.
     Parole,
     /// The client is on the allow list.
     AllowList,
@@ -18,46 +18,46 @@ pub enum Reason {
     DenyList,
     /// A limit has no room.
     Limit,
-    /// A block lives.
+    /// A block is in force.
     Penalty,
 }
 
-/// The answer for one inbound query.
+/// The decision about one inbound request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decision {
-    /// When it was decided.
+    /// The time of the decision.
     pub now: Time,
-    /// Whether the call may pass.
+    /// True if the call may pass.
     pub allowed: bool,
-    /// Whether a limit in shadow mode would have refused it; the other fields then describe that refusal.
+    /// True if a limit in shadow mode would have refused it. The other fields then describe that refusal.
     pub shadow: bool,
-    /// The capacity of the limit that bound the decision.
+    /// The capacity of the limit that determined the decision.
     pub limit: Option<u64>,
-    /// What is left of it.
+    /// The remaining amount of that limit.
     pub remaining: Option<u64>,
-    /// Until that limit is whole again.
+    /// The time until that limit is completely available again.
     pub reset_after: Span,
-    /// On refusal, how long to stay away: who returns then is not refused for the same reason while capacity covers
-    /// it. `None` on a refusal that no wait mends, and on admission.
+    /// On refusal, the time to wait. A client that returns after it isn't refused for the same reason, as far as the
+    /// capacity is enough for all of them. `None` on admission, and on a refusal that no wait can end.
     pub retry_after: Option<Span>,
-    /// Whether a penalty lives.
+    /// True if a block is in force.
     pub blocked: bool,
     /// The whole length of the block in force.
     pub backoff: Option<Span>,
-    /// When a blocked client may call again.
+    /// The time at which a blocked client may call again.
     pub next_allowed_at: Option<Time>,
-    /// On refusal the limit with the longest wait, on admission the one with the least left.
+    /// On refusal, the limit with the longest wait. On admission, the one with the smallest remaining amount.
     pub bound_by: Option<LimitId>,
-    /// Why.
+    /// The reason of the decision.
     pub reason: Reason,
-    /// What a call that takes part in a concurrency limit gives back when it ends.
+    /// The permit that the call must give back at its end, if a concurrency limit applies to it.
     pub permit: Option<u64>,
-    /// The widest sharing of the keys that the permit was taken under.
+    /// The widest level of the shared keys under which the permit was taken.
     pub share_level: ShareLevel,
 }
 
 impl Decision {
-    /// The answer where no limit has a say: `reason` is one of the lists or [`Reason::Unlimited`].
+    /// The decision without any limit. `reason` is one of the lists or [`Reason::Unlimited`].
     pub fn without_limit(allowed: bool, reason: Reason, now: Time) -> Self {
         Self {
             now,
@@ -78,9 +78,9 @@ impl Decision {
     }
 }
 
-/// Where the store had no room for a key, moves the operation to one that more clients share: that which `parent` gives for
-/// a limit and at least so many. The one that everybody shares always fits. Of several operations that come to share a key, one
-/// is left. True if the store has to be asked again, which happens at most three times for each operation.
+/// Moves operations to a shared key if the store had no room for their own. `parent` returns the key for a limit and a
+/// minimum level. The key that all clients share always fits. Of several operations with the same key, only one is
+/// kept. Returns true if the store must be asked again, which happens at most three times for each operation.
 pub fn move_to_shared_keys(
     batch: &mut Batch,
     outcomes: &Outcomes,
@@ -100,10 +100,10 @@ pub fn move_to_shared_keys(
     moved
 }
 
-/// A limit that admits: whether it only watches and what is left of it, then which it is.
+/// A limit that admits: its rank (shadow or not, then the remaining amount), and then its id and outcome.
 type AdmittingLimit<'a> = ((bool, u64), (LimitId, &'a Outcome));
 
-/// What a store's answers to a batch of takes (or peeks) mean for the call.
+/// Combines a store's outcomes of a batch of takes (or peeks) into a decision.
 pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     let now = outcomes.now();
     let mut decision = Decision::without_limit(true, Reason::Unlimited, now);
@@ -125,7 +125,7 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
                 decision.permit = Some(batch.holder());
                 decision.share_level = decision.share_level.max(op.share_level);
             }
-            // What is only watched is told only where nothing else is.
+            // A shadow limit is reported only if no enforced one applies.
             let rank = (limit.is_shadow(), outcome.remaining);
             if least_remaining.is_none_or(|(other, _)| rank < other) {
                 least_remaining = Some((rank, candidate));

@@ -1,11 +1,11 @@
-//! The calls of a trailing window, in tenths of it.
+//! The calls of a trailing window, counted in tenths of it.
 
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
 const TENTHS: usize = 10;
 
-/// How many calls there were, and of what kind.
+/// The number of calls by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct CallCounts {
     pub(super) calls: u64,
@@ -13,11 +13,11 @@ pub(super) struct CallCounts {
     pub(super) slow: u64,
 }
 
-/// The calls of the present tenth and the nine before it. Tenths lie on a fixed grid of time, and leave whole.
+/// The calls of the present tenth and the nine before it. Tenths lie on a fixed grid of time and expire as a whole.
 #[derive(Clone, Debug)]
 pub(super) struct CallWindow {
     tenth: Span,
-    /// The number of the present tenth, whose tally is at `head`.
+    /// The number of the present tenth. Its counts are at `head`.
     current_tenth: u64,
     head: usize,
     counts: [CallCounts; TENTHS],
@@ -36,7 +36,7 @@ impl CallWindow {
         }
     }
 
-    /// What the window holds as of the call recorded last.
+    /// The counts of the window at the time of the last recorded call.
     pub(super) fn totals(&self) -> CallCounts {
         self.totals
     }
@@ -68,8 +68,8 @@ impl CallWindow {
             self.totals.failures -= expired.failures;
             self.totals.slow -= expired.slow;
         }
-        // After a clock has stepped back what was counted goes on ageing from there; a call that was merely overtaken
-        // counts in the newest tenth.
+        // After the clock has stepped back, older counts continue to age from the new time. A call that is only
+        // slightly late counts in the newest tenth.
         let is_clock_lag = Time::ZERO + self.tenth.times(self.current_tenth) <= now + MAX_CLOCK_LAG;
         if present > self.current_tenth || !is_clock_lag {
             self.current_tenth = present;

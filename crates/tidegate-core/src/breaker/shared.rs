@@ -1,4 +1,4 @@
-//! A breaker for many threads, whose lock nobody takes while all is well.
+//! A breaker for many threads. It takes no lock while the provider works.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,21 +7,21 @@ use rand_core::Rng;
 use super::{Breaker, BreakerPermit, BreakerRefusal, is_failure};
 use crate::{Class, Span, Time};
 
-/// Mutual exclusion as a driver brings it; this crate has no lock of its own.
+/// Mutual exclusion, implemented by a driver, because this crate has no lock of its own.
 pub trait ExclusiveAccess<T> {
-    /// Does `work` while nobody else can reach the value.
+    /// Runs `work` with exclusive access to the value.
     fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R;
 }
 
-/// In place of a generation: the lock must be asked.
+/// Stored instead of a generation if the lock must be taken.
 const NOT_CLEAN: u64 = u64::MAX;
 
 /// A [`Breaker`] for many threads.
 ///
-/// While it is closed, remembers no failure and takes no rates, a take and a report cost a load each and write
-/// nothing, so threads don't slow one another. Judgement is the breaker's alone: beside its lock lies a word that says
-/// that a take would succeed and a report of anything but a failure would change nothing.
-// Alone in its cache line, or a neighbour that is written to would make every load a miss.
+/// While it is closed, has recorded no failure and uses no rates, a take and a report cost one load each and write
+/// nothing. So threads don't slow each other down. All decisions are made by the breaker: the word beside its lock only
+/// says that a take would succeed and that only the report of a failure would change anything.
+// It has a cache line of its own: writes to a neighbour would otherwise make every load a miss.
 #[derive(Debug)]
 #[repr(align(64))]
 pub struct SharedBreaker<L> {
@@ -40,7 +40,7 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
     /// [`Breaker::peek`].
     ///
     /// # Errors
-    /// Why a call would be refused.
+    /// The reason for which a call would be refused.
     #[inline]
     pub fn peek(&self, now: Time) -> Result<(), BreakerRefusal> {
         match self.clean_generation() {
@@ -52,7 +52,7 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
     /// [`Breaker::take`].
     ///
     /// # Errors
-    /// Why the call is refused.
+    /// The reason of the refusal.
     #[inline]
     pub fn take(&self, now: Time) -> Result<BreakerPermit, BreakerRefusal> {
         match self.clean_generation() {
@@ -77,7 +77,7 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
         }
     }
 
-    /// Does `work` with the breaker itself, as for its state or a reset.
+    /// Runs `work` with the breaker itself, for example to read its state or to reset it.
     pub fn with<R>(&self, work: impl FnOnce(&mut Breaker) -> R) -> R {
         self.lock.with(|breaker| {
             let done = work(breaker);
@@ -86,8 +86,9 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
         })
     }
 
-    /// What [`Breaker::clean_generation`] said when the lock was last held. A thread that was told of a change sees it, for the
-    /// word is all there is to see; one that wasn't has come before it.
+    /// The value of [`Breaker::clean_generation`] at the last use of the lock. A relaxed load is enough, because this
+    /// word is the only shared data. A thread that knows of a change sees the new word. A thread that doesn't counts as
+    /// earlier.
     #[inline]
     fn clean_generation(&self) -> Option<u64> {
         let word = self.clean_generation.load(Ordering::Relaxed);

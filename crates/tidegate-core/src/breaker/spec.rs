@@ -1,4 +1,4 @@
-//! How a breaker is written, and what of that makes no sense.
+//! The settings of a breaker and their validation.
 
 use alloc::vec::Vec;
 use core::fmt;
@@ -6,56 +6,56 @@ use core::fmt;
 use crate::Span;
 use crate::backoff::{Backoff, Growth, Jitter};
 
-/// The most probes at a time.
+/// The maximum number of probes at a time.
 pub const MAX_PROBES: usize = 16;
-/// The most steps of a ramp.
+/// The maximum number of steps of a ramp.
 pub const MAX_RAMP: usize = 8;
 /// Shares and rates are counted in thousandths.
 pub(super) const PER_MILLE: u16 = 1_000;
 
-/// When the share of slow calls opens a breaker.
+/// The share of slow calls that opens a breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlowCalls {
     /// A call that takes longer is slow.
     pub threshold: Span,
-    /// Opens at this many slow ones among a thousand, 1 to 1000.
+    /// Opens if this many of a thousand calls are slow, 1 to 1000.
     pub rate: u16,
 }
 
-/// A stretch of time in which a closing breaker admits a share of all calls.
+/// A period in which a closing breaker admits a share of all calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RampStep {
-    /// How many of a thousand calls pass, 1 to 1000.
+    /// The number of admitted calls in a thousand, 1 to 1000.
     pub share: u16,
-    /// For how long.
+    /// The length of the period, more than 0.
     pub length: Span,
 }
 
-/// A breaker as it is written. At least one of `failures`, `failure_rate` and `slow_calls` must be set; any of them
-/// opens it.
+/// The settings of a breaker, as written by the user. At least one of `failures`, `failure_rate` and `slow_calls` must
+/// be set. Each of them can open it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BreakerSpec {
-    /// Opens at this many failures without a working reply between them. Default 5.
+    /// Opens at this many failures since the last reply that proves that the provider works. Default 5.
     pub failures: Option<u32>,
-    /// Opens at this many failures among a thousand calls of the window, 1 to 1000. Default none.
+    /// Opens if this many of a thousand calls in the window fail, 1 to 1000. Default none.
     pub failure_rate: Option<u16>,
-    /// Opens at a share of slow calls in the window; a probe that is slow has failed. Default none.
+    /// Opens at a share of slow calls in the window. A slow probe counts as failed. Default none.
     pub slow_calls: Option<SlowCalls>,
-    /// The trailing time over which both rates are taken, in tenths: a call counts for 90 % to 100 % of it. Default
-    /// 60 s.
+    /// The trailing time over which both rates are computed. It is divided into tenths, so a call counts for 90 % to
+    /// 100 % of it. Default 60 s.
     pub window: Span,
-    /// With fewer calls than this in the window there are no rates. Default 10.
+    /// The minimum number of calls in the window for a rate. Default 10.
     pub min_calls: u32,
-    /// For how long the n-th opening since it was fully closed lasts. Default 5 min, however many there were. Full
-    /// jitter may draw next to nothing; equal jitter keeps half.
+    /// The length of the n-th opening since the breaker was completely closed. Default 5 min for every n. Full jitter
+    /// may give almost 0; equal jitter gives at least half.
     pub open: Backoff,
-    /// How many probes may be out at a time, up to [`MAX_PROBES`]. Default 1.
+    /// The maximum number of probes at a time, up to [`MAX_PROBES`]. Default 1.
     pub probes: u32,
-    /// When a probe that hangs or was dropped no longer counts as out. Default 30 s.
+    /// The time after which an unanswered or dropped probe is ignored. Default 30 s.
     pub probe_lease: Span,
-    /// How many probes must find a working provider to close it. Default 2.
+    /// The number of successful probes that close it. Default 2.
     pub successes: u32,
-    /// What is admitted after closing until it is fully closed, up to [`MAX_RAMP`] steps. Default none; a usual one is
+    /// The steps from closing to completely closed, up to [`MAX_RAMP`]. Default none. A usual ramp is
     /// [`Breaker::DEFAULT_RAMP`](super::Breaker::DEFAULT_RAMP).
     pub ramp: Vec<RampStep>,
 }
@@ -120,7 +120,7 @@ impl BreakerSpec {
         self.ramp.iter().fold(Span::ZERO, |sum, step| sum + step.length)
     }
 
-    /// The share that is admitted while `left` of the ramp is left.
+    /// The share of calls that is admitted while `left` of the ramp remains.
     pub(super) fn ramp_share(&self, mut left: Span) -> u16 {
         for step in self.ramp.iter().rev() {
             if left <= step.length {
@@ -132,10 +132,10 @@ impl BreakerSpec {
     }
 }
 
-/// Why a breaker can't be made.
+/// The reason why a breaker can't be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BreakerError {
-    /// Nothing was chosen that opens it.
+    /// None of the conditions that open it is set.
     NeverOpens,
     /// A setting that must not be 0.
     Zero {
@@ -144,17 +144,17 @@ pub enum BreakerError {
     },
     /// A rate or share outside 1 to 1000 thousandths.
     InvalidRate {
-        /// What was asked.
+        /// The given value.
         found: u16,
     },
     /// More probes at a time than [`MAX_PROBES`].
     TooManyProbes {
-        /// What was asked.
+        /// The given value.
         found: u32,
     },
     /// A ramp of more than [`MAX_RAMP`] steps.
     TooManySteps {
-        /// How many there were.
+        /// The given number of steps.
         found: usize,
     },
 }

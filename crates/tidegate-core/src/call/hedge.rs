@@ -1,5 +1,5 @@
-//! A second request beside one that is slow: a call of its own, so that limits, breaker and credential count it as they
-//! count every other.
+//! Hedging: a second request beside a slow one. It is a separate call, so that limits, breaker and credential count it
+//! like every other.
 
 use core::mem;
 
@@ -9,9 +9,9 @@ use super::{AttemptReport, Call, CallRules, CallStage, ProviderState};
 use crate::Time;
 
 impl Call {
-    /// The call of a second request beside the one that is under way, out of the retry budget; `None` if that is spent
-    /// or nothing is under way. It is started as every call is, but goes at once or not at all: see
-    /// [`cancel_queued_hedge`](Self::cancel_queued_hedge). What it took of the budget goes back if it isn't sent.
+    /// Creates the call of a second request beside the one that is under way. It uses a retry of the budget, which is
+    /// given back if it isn't sent. `None` if the budget is spent or no request is under way. It is started like every
+    /// call, but is sent at once or not at all: see [`cancel_queued_hedge`](Self::cancel_queued_hedge).
     pub fn new_hedge(&self, state: &ProviderState) -> Option<Self> {
         let sent = matches!(self.stage, CallStage::Sent(_));
         (sent && state.budget.take()).then_some(Self {
@@ -22,7 +22,7 @@ impl Call {
         })
     }
 
-    /// Whether it is a hedge that the lanes haven't named at once: it has left them.
+    /// Removes a hedge from the lanes if they haven't chosen it at once. Returns true if it was removed.
     pub fn cancel_queued_hedge(&mut self, state: &mut ProviderState) -> bool {
         let is_passed_over = self.is_hedge && matches!(self.stage, CallStage::Queued(_));
         if is_passed_over {
@@ -31,12 +31,12 @@ impl Call {
         is_passed_over
     }
 
-    /// Goes on with the request of its hedge, which keeps the call's own.
+    /// Continues with the request of its hedge. The hedge gets the call's own request.
     pub fn swap_request(&mut self, hedge: &mut Self) {
         mem::swap(&mut self.stage, &mut hedge.stage);
     }
 
-    /// Of two requests this one has failed, and the other is still under way: everybody is told, and nothing decided.
+    /// Reports that this one of two requests has failed while the other is still under way. Decides nothing.
     pub fn hedge_lost(
         &mut self,
         rules: &CallRules,

@@ -1,16 +1,16 @@
-//! What outlives a call whose reply is there.
+//! The part of a call that remains after its reply has arrived.
 
 use super::{Call, CallRules, CallStage, Measure, ProviderLimit, ProviderState, push_required};
 use crate::{Lane, Op, Time, Verb};
 
-/// What is left to be told of a call that has its last reply: when that has been read, and what it cost. Small, since
-/// it goes with the reply.
+/// The data that is still needed after the last reply of a call: to report the end of its body and its real cost.
+/// Small, because it travels with the reply.
 #[derive(Debug)]
 #[must_use = "the call is in flight until its reply has ended"]
 pub struct InFlight {
-    /// The lane that it is in flight for, until its reply has been read.
+    /// The lane in which it is in flight until its reply has been read.
     streaming_lane: Option<Lane>,
-    /// The lane whose limits it was charged for.
+    /// The lane whose limits were charged.
     charged_lane: Lane,
     credential: usize,
     cost: u64,
@@ -19,8 +19,8 @@ pub struct InFlight {
 }
 
 impl Call {
-    /// What is left of it after [`NextStep::Done`](super::NextStep::Done) with a reply to a request with this credential.
-    /// The call itself holds nothing any more.
+    /// Takes the rest of the call after [`NextStep::Done`](super::NextStep::Done), with a reply to a request with this
+    /// credential. The call itself then holds nothing.
     pub fn take_in_flight(&mut self, credential: usize) -> InFlight {
         let in_flight = if let CallStage::Streaming(lane, streaming_credential) = self.stage {
             debug_assert_eq!(streaming_credential, credential);
@@ -35,19 +35,19 @@ impl Call {
 }
 
 impl InFlight {
-    /// Whether the call is in flight until [`InFlight::end`].
+    /// True if the call is in flight until [`InFlight::end`].
     pub fn is_in_flight(&self) -> bool {
         self.streaming_lane.is_some()
     }
 
-    /// The reply's body has ended, or nobody reads on.
+    /// Called when the body of the reply has ended or isn't read further.
     pub fn end(&mut self, state: &mut ProviderState) {
         if let Some(lane) = self.streaming_lane.take() {
             state.record_end(lane, self.credential);
         }
     }
 
-    /// It turned out to cost this much, where its measure is its cost.
+    /// Corrects the cost to the real one, in limits that measure costs.
     pub fn correct_cost(&self, rules: &CallRules, state: &mut ProviderState, cost: u64) {
         state.store_requests.clear_updates();
         state.store_requests.updates.set_charged(self.charged_at, self.counted_at);

@@ -1,4 +1,4 @@
-//! What calls to one provider share, and what their steps have the store do.
+//! The state that all calls to one provider share, and the store requests of their steps.
 
 use alloc::vec::Vec;
 
@@ -9,57 +9,57 @@ use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
 use crate::{AdaptiveLimit, Batch, Breaker, Budget, CredentialPool, Lane, Lanes, LimitKind, Pace, Span, Time};
 
-/// What all calls to one provider in one process share and change. One lock's worth: whoever drives calls holds it for
+/// The state that all calls to one provider in one process share and change. It needs one lock: a driver holds it for
 /// each step.
 #[derive(Debug)]
 pub struct ProviderState {
-    /// Who goes next.
+    /// The queue, which chooses the next call.
     pub lanes: Lanes,
-    /// Which credential goes next.
+    /// The credentials, of which it chooses the next one.
     pub pool: CredentialPool,
-    /// How many calls the provider bears at a time; `None` where that isn't to be found out.
+    /// The adaptive limit of calls in flight. `None` if it isn't used.
     pub adaptive_limit: Option<AdaptiveLimit>,
-    /// What keeps calls apart beyond the limits; `None`, as at first, where the limits alone say it.
+    /// The pace between calls, in addition to the limits. `None`, the default, if only the limits apply.
     ///
-    /// With a pace, a throttled reply that doesn't say for how long to come back slows it down and leaves everything else as
-    /// it is, unless there is another credential: that comes first.
+    /// With a pace and a single credential, a throttled reply without a retry time only slows the pace. With several
+    /// credentials, such a reply also closes the credential's cool-down, and another credential is used.
     pub pace: Option<Pace>,
-    /// What is left of each credential's limits, where that is learnt.
+    /// The remaining amounts of the limits of each credential, if they are tracked.
     pub(super) remaining_trackers: Vec<RemainingTracker>,
-    /// Whether the provider is well.
+    /// The circuit breaker of the provider.
     pub breaker: Breaker,
-    /// What bounds retries.
+    /// The budget of retries.
     pub budget: Budget,
-    /// What the last step has the store do.
+    /// The store requests of the last step.
     pub store_requests: StoreRequests,
     pub(super) lead: Span,
     lead_doubled_at: Time,
     pub(super) round_trips: RoundTripStats,
 }
 
-/// How long calls are under way, as far as their replies show.
+/// The time that calls are under way, as measured from replies.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RoundTripStats {
-    /// The shortest time from a grant to its reply; it drifts up slowly, in case the way has become longer.
+    /// The shortest time from a grant to its reply. It rises slowly, in case the network path has become longer.
     shortest: Option<Span>,
-    /// The usual time and its mean deviation, smoothed as TCP smooths round trips (RFC 6298 §2).
+    /// The smoothed time and its mean deviation, computed like TCP round trips (RFC 6298 §2).
     smoothed: Span,
     deviation: Span,
     granted_at: Time,
-    /// How much later than others the last call may have come to the provider.
+    /// The delay with which the last call may have reached the provider, compared with the fastest one.
     last_excess: Span,
 }
 
 impl RoundTripStats {
-    /// Of how many calls each may raise the shortest time to its own.
+    /// Each longer time raises the shortest one by the difference divided by this.
     const DRIFT: u64 = 256;
 
     pub(super) fn record_grant(&mut self, now: Time) {
         (self.granted_at, self.last_excess) = (now, Span::ZERO);
     }
 
-    /// Learns from a request's end: from one that got no reply only that it took at least so long, and nothing from one
-    /// that wasn't sent. Whether it may put off the next call.
+    /// Learns from the end of a request. If there was no reply, only the lower bound of its time is known. If it wasn't
+    /// sent, nothing is. Returns true if it may delay the next call.
     pub(super) fn record_end(&mut self, granted_at: Time, elapsed: Span, reach: Delivery) -> bool {
         if reach == Delivery::Unsent {
             return false;
@@ -71,7 +71,7 @@ impl RoundTripStats {
             self.shortest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
             self.update_smoothed(elapsed.as_micros(), is_first);
         }
-        // The first has nothing to be compared with, and its connection still had to be made.
+        // The first one can't be compared, and its time includes the connection setup.
         let late = if is_first { elapsed } else { Span::from_micros(excess) };
         if granted_at == self.granted_at {
             self.last_excess = late;
@@ -88,14 +88,14 @@ impl RoundTripStats {
         (self.smoothed, self.deviation) = (Span::from_micros(usual), Span::from_micros(deviation));
     }
 
-    /// How long a reply takes but rarely.
+    /// An upper bound that replies rarely exceed.
     pub(super) fn usual_max(&self) -> Span {
         self.smoothed + self.deviation.times(2)
     }
 }
 
 impl ProviderState {
-    /// The desk of a provider of which nothing is known yet.
+    /// The state of a provider without any history.
     pub fn new(rules: &CallRules, pool: CredentialPool, breaker: Breaker, inflight: Option<AdaptiveLimit>) -> Self {
         let mut state = Self {
             lanes: Lanes::new(rules.lanes),
@@ -114,12 +114,13 @@ impl ProviderState {
         state
     }
 
-    /// How far ahead calls are counted now.
+    /// The present lead: the time between the start of a call and the time at which windows count it.
     pub fn lead(&self) -> Span {
         self.lead
     }
 
-    /// How much longer than a limit says the next call waits, so that it doesn't arrive too close behind the last.
+    /// The extra wait of the next call beyond the time of the limit, so that it doesn't arrive too early after the last
+    /// one.
     pub(super) fn extra_spacing(&self, rules: &CallRules, kind: Option<&LimitKind>) -> Span {
         match kind {
             Some(LimitKind::Rate(_)) => rules.jitter + self.round_trips.last_excess.min(rules.jitter.times(9)),
@@ -127,7 +128,7 @@ impl ProviderState {
         }
     }
 
-    /// The credential to ask for next, of those that aren't known to be cooling, busy or to have too little left.
+    /// The next credential to try. Skips those that are known to be cooling, to be busy or to have too little left.
     pub(super) fn next_credential(&mut self, cost: u64, now: Time, rng: &mut impl Rng) -> Option<usize> {
         loop {
             let credential = self.pool.next(now, rng)?;
@@ -140,7 +141,7 @@ impl ProviderState {
         }
     }
 
-    /// A request with this credential is no longer in flight.
+    /// Records that a request with this credential has ended.
     pub(super) fn record_end(&mut self, lane: Lane, credential: usize) {
         self.lanes.record_end(lane);
         if self.pool.record_end(credential) {
@@ -158,7 +159,8 @@ impl ProviderState {
         }
     }
 
-    /// A throttled reply says that the longest transit was taken too short, once for all that were under way.
+    /// Doubles the lead, because a throttled reply shows that it was too short. This happens only once for all requests
+    /// that were under way.
     pub(super) fn double_lead(&mut self, sent_at: Time, now: Time) {
         if sent_at >= self.lead_doubled_at {
             self.lead = self.lead.times(2).min(MAX_LEAD);
@@ -167,7 +169,7 @@ impl ProviderState {
     }
 }
 
-/// What a step has the store do. It lies on the desk from step to step, so that no batch is ever copied.
+/// The store requests of a step. They stay in the [`ProviderState`] between steps, so that no batch is copied.
 #[derive(Clone, Debug)]
 pub struct StoreRequests {
     pub(super) updates: Batch,
@@ -181,18 +183,19 @@ impl Default for StoreRequests {
 }
 
 impl StoreRequests {
-    /// Says what the keys of all batches have in common ([`Batch::set_affinity`]).
+    /// Sets the hash of the part that the keys of all batches share ([`Batch::set_affinity`]).
     pub fn set_affinity(&mut self, affinity: u64) {
         self.updates.set_affinity(affinity);
         self.reservation.set_affinity(affinity);
     }
 
-    /// What the store is to be told, without waiting for an answer, before anything else is done.
+    /// The updates to send to the store before anything else, without waiting for their outcomes. `None` if there are
+    /// none.
     pub fn updates(&self) -> Option<&Batch> {
         (!self.updates.ops().is_empty()).then_some(&self.updates)
     }
 
-    /// What the store is to be asked, after [`CallProgress::AskStore`](super::CallProgress::AskStore).
+    /// The batch to execute after [`CallProgress::AskStore`](super::CallProgress::AskStore).
     pub fn reservation(&self) -> &Batch {
         &self.reservation
     }

@@ -1,4 +1,4 @@
-//! What is laid down for calls to one provider.
+//! The fixed rules for calls to one provider.
 
 use alloc::boxed::Box;
 
@@ -6,40 +6,40 @@ use crate::lanes::LanesSpec;
 use crate::retry::Retry;
 use crate::{BudgetSpec, Key, LimitId, Span};
 
-/// The longest that a call is counted ahead of its reply.
+/// The longest lead: the time between the start of a call and the time at which windows count it.
 pub const MAX_LEAD: Span = Span::from_secs(60);
 
-/// What a limit counts of a call.
+/// The part of a call that a limit counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Measure {
     /// The call: 1, whatever it costs.
     #[default]
     Calls,
-    /// What it costs, in the provider's units: tokens of a language model, points of a query.
+    /// Its cost in units of the provider, such as tokens of a language model or points of a query.
     Cost,
 }
 
 /// A limit of a provider.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProviderLimit {
-    /// Which.
+    /// The limit.
     pub limit: LimitId,
-    /// What it counts.
+    /// The part of a call that it counts.
     pub measure: Measure,
-    /// Whether it is told when a call ends that it has counted ahead, as its kind [`settles`](crate::LimitKind::settles).
+    /// True if it is told when a call that it counted ahead ends, as its kind [`settles`](crate::LimitKind::settles).
     pub settles: bool,
 }
 
-/// What a lane grants its calls.
+/// The rules for the calls of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneRules {
-    /// How long a call may take that doesn't say so itself.
+    /// The timeout of a call that doesn't set its own.
     pub timeout: Span,
-    /// When it is tried again.
+    /// The retry policy.
     pub retry: Retry,
 }
 
-/// The rules for calls to one provider: all that doesn't change while they run.
+/// The rules for calls to one provider: everything that doesn't change while they run.
 ///
 /// Together, the limits of a call, its lane's, its credential's and the cool-down must fit into one batch
 /// ([`MAX_OPS`](crate::MAX_OPS)).
@@ -47,40 +47,41 @@ pub struct LaneRules {
 pub struct CallRules {
     /// The limits of all its calls.
     pub provider_limits: Box<[ProviderLimit]>,
-    /// The limits of a lane's own, in the order of [`Lane::ALL`](crate::Lane::ALL).
+    /// The additional limits of each lane, in the order of [`Lane::ALL`](crate::Lane::ALL).
     pub lane_limits: [Box<[ProviderLimit]>; 3],
     /// The limits of each credential.
     pub credential_limits: Box<[ProviderLimit]>,
-    /// How many calls each credential may have in flight. Default `u32::MAX`, which is no bound.
+    /// The maximum number of calls in flight with each credential. Default `u32::MAX`, which means no limit.
     pub max_in_flight_per_credential: u32,
     /// The cool-down of each credential.
     pub cooldown: LimitId,
-    /// What the provider's limits count by.
+    /// The key of the provider's limits.
     pub key: Key,
-    /// What each credential's limits and its cool-down count by. A provider without credentials has one, anonymous.
+    /// The keys of each credential's limits and cool-down. A provider without credentials has one anonymous credential.
     pub credential_keys: Box<[Key]>,
-    /// Whether credentials are named by a login that can be repeated.
+    /// True if credentials come from a login that can be repeated.
     pub can_renew_login: bool,
-    /// Whether calls keep to what replies say is left of each credential's limits
-    /// ([`AttemptReport::remaining`](super::AttemptReport::remaining)). The first of a credential goes alone then.
+    /// True if calls respect the remaining amounts that replies report for each credential's limits
+    /// ([`AttemptReport::remaining`](super::AttemptReport::remaining)). The first call of a credential is then sent
+    /// alone.
     pub tracks_remaining: bool,
-    /// How far ahead of its start a call is counted by windows, until its reply tells better: the longest that a
-    /// request is under way to the provider. Doubled by each throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
+    /// The time between the start of a call and the time at which windows count it, until its reply tells more: the
+    /// longest time that a request needs to reach the provider. Doubled by a throttled reply, up to [`MAX_LEAD`].
+    /// Default 500 ms.
     pub lead: Span,
-    /// What is added to the wait for a rate, so that calls arrive no closer than they may although some take longer on
-    /// their way than others. What the last reply took longer than the quickest is added to it, up to nine times as much
-    /// again.
+    /// The extra wait under a rate, so that calls don't arrive too close together if their transit times differ. The
+    /// delay of the last reply compared with the fastest one is added, up to nine times this value.
     pub jitter: Span,
-    /// How calls queue.
+    /// The queue settings.
     pub lanes: LanesSpec,
-    /// What each lane grants, in the order of [`Lane::ALL`](crate::Lane::ALL).
+    /// The rules of each lane, in the order of [`Lane::ALL`](crate::Lane::ALL).
     pub lane_rules: [LaneRules; 3],
-    /// How many retries there may be.
+    /// The retry budget.
     pub budget: BudgetSpec,
 }
 
 impl CallRules {
-    /// What a limit counts, if it is one of the provider's.
+    /// The measure of a limit, if it is one of the provider's.
     pub(super) fn measure(&self, limit: LimitId) -> Option<Measure> {
         let lane_limits = self.lane_limits.iter().flatten();
         let mut all_limits = self.provider_limits.iter().chain(lane_limits).chain(&self.credential_limits);

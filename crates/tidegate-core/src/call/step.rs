@@ -1,4 +1,4 @@
-//! What a driver and a call tell each other.
+//! The types that a driver and a call exchange.
 
 use crate::breaker::BreakerRefusal;
 use crate::lanes::QueueFullError;
@@ -6,32 +6,32 @@ use crate::remaining::Remaining;
 use crate::retry::{Delivery, NoRetryReason, UnreplayableReason};
 use crate::{Class, LimitId, Span, Time};
 
-/// How an attempt ended.
+/// The end of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttemptReport {
-    /// What it means.
+    /// The class of the result.
     pub class: Class,
-    /// Whether the request may be sent again: see [`is_repeatable`](crate::retry::is_repeatable).
+    /// True if the request may be sent again: see [`is_repeatable`](crate::retry::is_repeatable).
     pub is_repeatable: bool,
-    /// Why it can't be sent again, if it can't.
+    /// The reason why the request can't be sent again, if there is one.
     pub unreplayable_reason: Option<UnreplayableReason>,
-    /// Whether the provider asks not to be sent it again, whatever it means.
+    /// True if the provider asks not to send it again, whatever its class is.
     pub asks_not_to_retry: bool,
-    /// How long the provider asks to be left alone.
+    /// The wait that the provider asks for.
     pub retry_after: Option<Span>,
-    /// Until when the provider says that the credential has nothing left.
+    /// The time until which the provider reports that the credential has nothing left.
     pub spent_until: Option<Time>,
-    /// What the provider says is left of the credential's limits.
+    /// The remaining amounts of the credential's limits, as the provider reports them.
     pub remaining: Remaining,
-    /// How far the request came.
+    /// The delivery of the request: unsent, answered or unknown.
     pub delivery: Delivery,
-    /// Whether its body is still to come: if the reply is the call's last, the call stays among those in flight until
-    /// [`InFlight::end`](super::InFlight::end).
+    /// True if the body is still to be read. If the reply is the last one of the call, the call counts as in flight
+    /// until [`InFlight::end`](super::InFlight::end).
     pub is_streaming: bool,
 }
 
 impl AttemptReport {
-    /// The end of an attempt of which nothing else is known, and which isn't to be repeated.
+    /// The end of an attempt without other data, which isn't repeatable.
     pub const fn new(class: Class, reach: Delivery) -> Self {
         Self {
             class,
@@ -47,81 +47,81 @@ impl AttemptReport {
     }
 }
 
-/// Why a call failed that got no reply, or whose last reply is not to be had in time.
+/// The reason why a call failed without a reply, or why its last reply isn't followed by another attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallFailure {
-    /// The breaker is open.
+    /// The breaker refuses the call.
     Unavailable(BreakerRefusal),
     /// A limit has no room before the deadline.
     RateLimited {
-        /// Which limit.
+        /// The limit.
         limit: LimitId,
-        /// When the call could have been sent; [`Time::NEVER`] if never.
+        /// The time at which the call could have been sent. [`Time::NEVER`] if never.
         earliest: Time,
     },
-    /// A calendar quota is spent for longer than the deadline.
+    /// A calendar quota is spent until after the deadline.
     QuotaSpent {
-        /// Which limit.
+        /// The limit.
         limit: LimitId,
-        /// When its next period begins.
+        /// The start of its next period.
         resets_at: Time,
     },
     /// No credential is good before the deadline.
     CredentialsCooling {
-        /// When the first is; [`Time::NEVER`] if none comes back by itself.
+        /// The time at which the first one is good. [`Time::NEVER`] if none becomes good by itself.
         earliest: Time,
     },
-    /// The call's lane rests, as background does outside its hours, beyond the deadline.
+    /// The call's lane is paused until after the deadline, like the background lane outside its hours.
     LanePaused {
-        /// When the lane goes on.
+        /// The time at which the lane continues.
         until: Time,
     },
     /// The provider's pace has no room before the deadline.
     Paced {
-        /// When the call could have been sent.
+        /// The time at which the call could have been sent.
         earliest: Time,
     },
-    /// The call's lane is full.
+    /// The queue of the call's lane is full.
     QueueFull(QueueFullError),
-    /// The deadline passed while the call was waiting for its turn, or for a reply that it left hardly any time for.
+    /// The deadline passed while the call was waiting for its turn, or the time left was too short for a reply.
     DeadlineExceeded,
-    /// The last reply or fault stands: there is no other attempt, for this reason.
+    /// The last reply or error is final. There is no other attempt, for this reason.
     NotRetried(NoRetryReason),
 }
 
-/// A call's progress after its turn or a store's answer, once the driver has told the store what
-/// [`StoreRequests::updates`](super::StoreRequests::updates) says.
+/// The progress of a call after its turn or after outcomes of the store. First the driver must send
+/// [`StoreRequests::updates`](super::StoreRequests::updates) to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallProgress {
-    /// It waits. The lanes name its ticket again, for [`Call::handle_turn`](super::Call::handle_turn) or
+    /// The call waits. The lanes will return its ticket again, for [`Call::handle_turn`](super::Call::handle_turn) or
     /// [`Call::handle_expiry`](super::Call::handle_expiry).
     Wait,
-    /// The store is to be asked what [`StoreRequests::reservation`](super::StoreRequests::reservation) says, for
+    /// The store must execute [`StoreRequests::reservation`](super::StoreRequests::reservation), for
     /// [`Call::handle_outcomes`](super::Call::handle_outcomes).
     AskStore,
-    /// The request is to be sent with this credential, for [`Call::handle_reply`](super::Call::handle_reply).
+    /// The request must be sent with this credential, for [`Call::handle_reply`](super::Call::handle_reply).
     Send {
-        /// Its place in the provider's list.
+        /// Its index in the provider's list.
         credential: usize,
     },
-    /// It is over without a reply.
+    /// The call has ended without a reply.
     Fail(CallFailure),
 }
 
-/// The next step of a call whose attempt has ended, once the driver has told the store what
-/// [`StoreRequests::updates`](super::StoreRequests::updates) says.
+/// The next step of a call after the end of an attempt. First the driver must send
+/// [`StoreRequests::updates`](super::StoreRequests::updates) to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextStep {
-    /// None: the reply is the call's.
+    /// None: the reply is the result of the call.
     Done,
     /// None: there is no other attempt, for this reason.
     Failed(CallFailure),
-    /// Another attempt from this moment on, by [`Call::start`](super::Call::start).
+    /// Another attempt at this time or later, with [`Call::start`](super::Call::start).
     RetryAt(Time),
     /// A new login with this credential, then [`Call::start`](super::Call::start). If the login fails, the reply that
-    /// asked for it is the call's.
+    /// caused it is the result of the call.
     RenewLogin {
-        /// Its place in the provider's list.
+        /// Its index in the provider's list.
         credential: usize,
     },
 }
