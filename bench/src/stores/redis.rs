@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use redis::aio::MultiplexedConnection;
-use tidegate::SystemClock;
+use tidegate::clock::SystemClock;
 use tidegate_core::{
     Batch, Clock as _, Key, LeaseSpec, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate,
     Sharing, Span, Time, Verb, Window,

@@ -6,7 +6,9 @@ use crate::measure::Worker;
 use std::hint::black_box;
 use std::sync::Arc;
 use tempfile::TempDir;
-use tidegate::{Clock, Memory, Span, Store, SystemClock};
+use tidegate::clock::SystemClock;
+use tidegate::store::{Memory, Store};
+use tidegate::{Clock, Span};
 use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Rate, Verb};
 use tidegate_store::{Answer, FileStore, Flush, Journal};
 

@@ -9,8 +9,10 @@ use rand::rngs::SmallRng;
 use std::hint::black_box;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicU64, Ordering};
-use tidegate::policy::PolicySources;
-use tidegate::{Backoff, Clock, Gate, KeyedLimiter, Limiter, Memory, Policy, Query, Span, SystemClock, Time};
+use tidegate::clock::SystemClock;
+use tidegate::policy::{Policy, PolicySources, Query};
+use tidegate::store::Memory;
+use tidegate::{Backoff, Clock, Gate, KeyedLimiter, Limiter, Span, Time};
 use tidegate_core::backoff::BackoffState;
 
 /// Returns one rate without a key.

@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use clap::error::ErrorKind;
 use clap::{Args, ValueEnum};
 use regex::bytes::Regex;
-use tidegate::SystemClock;
+use tidegate::clock::SystemClock;
 use tidegate_core::retry::RetryTracker;
 use tidegate_core::{Backoff, Class, Clock as _, FailedAttempt, Jitter, NoRetryReason, Retry, Span, Time};
 use tidegate_policy::parse_duration;

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use tidegate::AnyStore;
+use tidegate::store::AnyStore;
 use tidegate_policy::Policy;
 use tidegate_server::{BoundServer, Server, descriptors, log, signals};
 

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use tidegate::SystemClock;
+use tidegate::clock::SystemClock;
 use tidegate_core::{Clock as _, Span};
 use tidegate_sim::{Report, Scenario, shipped};
 

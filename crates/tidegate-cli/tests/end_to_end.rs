@@ -305,7 +305,8 @@ fn simulated_traefik_with_the_snippet_enforces_limits() {
 fn axum_with_the_layer_enforces_limits() {
     use axum::Router;
     use axum::routing::any;
-    use tidegate::{GateLayer, Policy};
+    use tidegate::GateLayer;
+    use tidegate::policy::Policy;
     use tidegate_policy::PolicySources;
 
     let policy = LOGIN.replace("trusted_proxies = [\"127.0.0.0/8\"]", "trusted_proxies = []");

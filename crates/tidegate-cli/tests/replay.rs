@@ -10,8 +10,9 @@ use std::process::{Command, Stdio};
 
 use http::{HeaderMap, HeaderValue};
 use serde_json::Value;
+use tidegate::Gate;
 use tidegate::clock::ManualClock;
-use tidegate::{Gate, Query};
+use tidegate::policy::Query;
 use tidegate_core::{Reason, Time};
 use tidegate_policy::{Policy, PolicySources};
 use tidegate_testkit::http_client::{HttpClient, get_request};

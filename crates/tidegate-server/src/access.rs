@@ -15,7 +15,7 @@ use http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN, PROXY_AUT
 use http::header::{HeaderValue, WWW_AUTHENTICATE};
 use http::uri::Authority;
 use http::{Request, Response, StatusCode};
-use tidegate::Query;
+use tidegate::policy::Query;
 use tidegate_core::Time;
 use tidegate_policy::Secret;
 

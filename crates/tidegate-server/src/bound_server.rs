@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hyper::service::service_fn;
+use tidegate::Gate;
+use tidegate::clock::SystemClock;
 use tidegate::outbound::{Outbound, Snapshot};
-use tidegate::store::Store;
-use tidegate::{Gate, Memory, SystemClock};
+use tidegate::store::{Memory, Store};
 use tidegate_core::Clock;
 use tokio::task::JoinSet;
 

@@ -1,6 +1,5 @@
 //! The limit on connections per client address.
 
-use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv6Addr};
@@ -8,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
+use parking_lot::Mutex;
 use tidegate_policy::{Networks, canonical_ip};
 use tokio::net::TcpStream;
 

@@ -23,8 +23,8 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
-    self, CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundLayer,
-    OutboundService, Provider, ReplayBody, take_call_options,
+    CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundLayer, OutboundService,
+    Provider, ReplayBody, take_call_options,
 };
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
@@ -341,7 +341,7 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
 
 /// Returns an error's text followed by its causes.
 fn error_chain(error: &(dyn std::error::Error + 'static)) -> String {
-    outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
+    tidegate_outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
         let cause = cause.to_string();
         // Some errors include the text of their cause.
         if text.ends_with(&cause) { text } else { format!("{text}: {cause}") }

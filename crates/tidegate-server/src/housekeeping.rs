@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tidegate::SystemClock;
+use tidegate::clock::SystemClock;
 use tidegate::outbound::Outbound;
 use tidegate::store::{Losses, Store};
 use tidegate_core::Clock;

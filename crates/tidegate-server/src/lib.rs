@@ -88,10 +88,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use http::StatusCode;
+use tidegate::clock::SystemClock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::reply::Replies;
-use tidegate::store::Store;
-use tidegate::{AnyStore, Gate, Memory, OpenError, Stores, SystemClock};
+use tidegate::store::{AnyStore, Memory, Store};
+use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
 use tidegate_policy::{KeyPart, Policy, Secret, SecretError, SecretSource};
 

@@ -1,12 +1,12 @@
 //! The log: its set-up, its protection against text of hostile clients, and its throttling.
 
-use parking_lot::Mutex;
 use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::slice;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use parking_lot::Mutex;
 use tidegate::Span;
 use tidegate_core::batch::execute_take;
 use tidegate_core::{Key, KeyState, Limit, LimitId, LimitKind, Op, Time, Verb, Verdict, Window};

@@ -1,9 +1,9 @@
 //! The permits of requests in flight: renewed while the requests run, returned when they end.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use slab::Slab;
 use tidegate::PermitGuard;
 use tidegate::store::Store;

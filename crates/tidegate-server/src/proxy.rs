@@ -15,9 +15,10 @@ use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
+use tidegate::policy::{MatchedActions, Query};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
-use tidegate::{Check, CheckError, Decision, Gate, MatchedActions, Query};
+use tidegate::{Check, CheckError, Decision, Gate};
 use tidegate_core::{Clock, Reason};
 use tidegate_policy::{Forwarding, InboundConfig, UpstreamAddress, canonical_ip, is_host, is_same_host};
 

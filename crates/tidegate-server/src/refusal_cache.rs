@@ -3,8 +3,9 @@
 
 use bytes::Bytes;
 use http::{HeaderMap, Response};
+use tidegate::policy::MatchedActions;
 use tidegate::reply::{Replies, wants_problem};
-use tidegate::{Decision, MatchedActions, Reason, Time};
+use tidegate::{Decision, Reason, Time};
 use tidegate_core::LimitId;
 
 /// The refusal that a connection got last.
@@ -69,8 +70,8 @@ mod tests {
     use super::*;
     use http::HeaderValue;
     use http::header::{ACCEPT, CONTENT_TYPE};
-    use tidegate::policy::{ActionSpec, HeaderDialect};
-    use tidegate::{Policy, Span};
+    use tidegate::Span;
+    use tidegate::policy::{ActionSpec, HeaderDialect, Policy};
 
     const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 

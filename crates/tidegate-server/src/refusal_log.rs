@@ -3,8 +3,9 @@
 use std::fmt;
 use std::time::Duration;
 
+use tidegate::Decision;
 use tidegate::outbound::CallStats;
-use tidegate::{Decision, MatchedActions, Plan, Query};
+use tidegate::policy::{MatchedActions, Plan, Query};
 use tidegate_core::Time;
 
 use crate::log::{EscapedError, EscapedText, LogThrottle, MaskedKey};

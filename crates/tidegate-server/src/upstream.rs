@@ -4,7 +4,6 @@
 //! new one, and passes every response through a task of its own. One server and one protocol only need a stack of idle
 //! connections under one lock. The newest is used first, and the oldest are closed before the server closes them.
 
-use parking_lot::Mutex;
 use std::error::Error;
 use std::io;
 use std::pin::Pin;
@@ -19,7 +18,8 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::client::legacy::connect::HttpConnector;
-use tidegate::outbound::causes;
+use parking_lot::Mutex;
+use tidegate_outbound::causes;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tower_service::Service as _;

@@ -5,7 +5,6 @@
 //! no timer and an idle process has nothing to do. A timeout is never early, and at most one tick late. A tick is an
 //! eighth of the shortest timeout, at most a second.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::Waker;
@@ -13,6 +12,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use hyper::body::Incoming;
+use parking_lot::Mutex;
 use slab::Slab;
 use tokio::sync::Notify;
 

@@ -1,9 +1,9 @@
 //! A store to compare others with: one map behind one lock, whole states, and core's own [`batch::execute`].
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb, batch};
 use tidegate_store::{Answer, Immediate as _, Never, Store};

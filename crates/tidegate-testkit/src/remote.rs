@@ -1,11 +1,11 @@
 //! A remote store that misbehaves on demand, to test the code in front of stores.
 
-use parking_lot::Mutex;
 use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tidegate_core::{Batch, Clock, Limits, Outcomes, Time, Verb};
 use tidegate_store::{Immediate as _, Remote, Reset, Store as _, StoreError, Waiting};
 use tokio::sync::broadcast;

@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tidegate_core::decision::{decide, move_to_shared_keys};
 use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
 use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
+use tidegate_runtime::clock::SystemClock;
+use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
 
-use crate::SystemClock;
 use crate::explain::Explanation;
 use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
-use crate::random::{random_seed, random_u64};
 use crate::report::{DecisionReport, PermitId};
 
 /// What decisions and [`Gate::reset`] call the global limit; no action has this name.
@@ -80,11 +80,11 @@ impl Gate {
 }
 
 impl<C: Clock> Gate<Memory, C> {
-    /// A gate in memory with a clock of your own: a [`ManualClock`](crate::clock::ManualClock) in tests.
+    /// A gate in memory with a clock of your own: a [`ManualClock`](tidegate_runtime::clock::ManualClock) in tests.
     pub fn in_memory(policy: &Policy, clock: C) -> Self {
         let limits = Arc::new(policy.plan().limits().clone());
         let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
-        Self::from_parts(Arc::clone(policy.plan()), Memory::new(limits, max_bytes), clock, random_seed())
+        Self::from_parts(Arc::clone(policy.plan()), Memory::new(limits, max_bytes), clock, KeySeed::new(random_bytes()))
     }
 }
 

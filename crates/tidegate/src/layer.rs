@@ -19,13 +19,14 @@ use tidegate_policy::{
     ActionId, Forwarding, HeaderDialect, KeyError, MatchedActions, Policy, Query, UncountableError, UnknownActionError,
     is_host, is_same_host,
 };
+use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store};
 use tokio::task::AbortHandle;
 use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::reply::Replies;
-use crate::{CheckError, Gate, PermitGuard, SystemClock};
+use crate::{CheckError, Gate, PermitGuard};
 
 /// Limits a service: a call that the gate refuses gets its 429 (or, for gRPC, `RESOURCE_EXHAUSTED`, and
 /// `PERMISSION_DENIED` where no wait helps) without reaching the service; one that it admits gets its rate-limit headers on the way back, and its [`Decision`] as an extension

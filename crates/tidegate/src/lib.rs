@@ -1,12 +1,12 @@
 //! A traffic governor in both directions: rate limits, quotas, growing penalties and true waits.
 //!
-//! A [`Gate`] answers for every call whether it may pass and, if not, when to come back. Its [`Policy`] is read from a
+//! A [`Gate`] answers for every call whether it may pass and, if not, when to come back. Its [`Policy`](policy::Policy) is read from a
 //! TOML file, or made in Rust with the same words:
 //!
 //! ```
 //! use tidegate::clock::ManualClock;
-//! use tidegate::policy::{ActionSpec, Policy};
-//! use tidegate::{Gate, Query, Span};
+//! use tidegate::policy::{ActionSpec, Policy, Query};
+//! use tidegate::{Gate, Span};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let policy = Policy::builder()
@@ -32,7 +32,7 @@
 //! | to | use |
 //! | --- | --- |
 //! | guard an axum or tonic service, or any other of tower's | `GateLayer`, feature `tower` (on by default) |
-//! | retry, break or limit calls of any tower service | `outbound::layers`, features `tower` and `outbound` |
+//! | retry, break or limit calls of any tower service | `layers`, feature `outbound` |
 //! | call other people's APIs with a reqwest client | `outbound::OutboundMiddleware`, feature `reqwest` |
 //! | call them with any client that is a service of tower | `outbound::OutboundLayer`, feature `outbound` |
 //! | ask in your own code | [`Gate::check`], or [`Gate::check_now`] where state is in memory |
@@ -41,11 +41,12 @@
 //! | test with a clock of your own | [`clock::ManualClock`] |
 //! | write a decision out | [`Gate::report`], [`reply::Replies`] |
 
-pub mod clock;
 mod explain;
 mod gate;
 #[cfg(feature = "tower")]
 mod layer;
+#[cfg(feature = "outbound")]
+pub mod layers;
 mod limiter;
 #[cfg(feature = "outbound")]
 pub mod outbound;
@@ -53,12 +54,10 @@ pub mod outbound;
 mod pacer;
 mod pending_check;
 mod permit_guard;
-mod random;
 pub mod reply;
 mod report;
 mod stores;
 
-pub use clock::SystemClock;
 pub use explain::{Explanation, LimitState};
 pub use gate::{CheckError, Gate};
 #[cfg(feature = "tower")]
@@ -78,9 +77,8 @@ pub use tidegate_core::{
     pacer::{PacerGrowth, PacerMode},
 };
 pub use tidegate_policy as policy;
-pub use tidegate_policy::{ActionId, MatchedActions, Plan, Policy, Query};
+pub use tidegate_runtime::clock;
 pub use tidegate_store as store;
-pub use tidegate_store::{AnyStore, Memory, Store};
 
 /// The README's examples, so that they are tested with the others. One is for reqwest.
 #[cfg(all(doctest, feature = "reqwest"))]

@@ -13,7 +13,7 @@ use tidegate_core::{
 use tidegate_policy::{Quantity, QuantityError};
 use tidegate_store::{Immediate, Memory};
 
-use crate::SystemClock;
+use tidegate_runtime::clock::SystemClock;
 
 /// Whose turn it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -266,7 +266,7 @@ pub(crate) fn parse_kind(quantity: &str) -> Result<LimitKind, LimiterError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock::ManualClock;
+    use tidegate_runtime::clock::ManualClock;
 
     #[test]
     fn a_limiter_is_exact_under_concurrency() {

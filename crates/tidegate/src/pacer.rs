@@ -2,11 +2,11 @@
 
 mod shared;
 
-use parking_lot::Mutex;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use tidegate_core::pacer::PacerMetrics;
@@ -14,11 +14,12 @@ use tidegate_core::{Clock, Limits, PacerError, PacerSpec, Span};
 use tidegate_policy::KeySeed;
 use tidegate_store::AnyStore;
 
-use crate::clock::precise_timer;
-use crate::random::random_u64;
-use crate::{OpenError, Stores, SystemClock};
+use crate::{OpenError, Stores};
 pub(crate) use shared::SharedPace;
 use shared::{PaceWorker, RENEW_INTERVAL};
+use tidegate_runtime::clock::SystemClock;
+use tidegate_runtime::precise_timer;
+use tidegate_runtime::random::random_u64;
 
 /// How often a clock is looked at that isn't the machine's: it may be set at any time, and tells nobody.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -277,9 +278,9 @@ impl<C> fmt::Debug for Pacer<C> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::clock::{ManualClock, TokioClock};
     use tidegate_core::Time;
     use tidegate_core::pacer::{PacerGrowth, PacerMode};
+    use tidegate_runtime::clock::{ManualClock, TokioClock};
     use tokio::task::JoinSet;
     use tokio::time::sleep;
 

@@ -15,15 +15,14 @@
 
 mod small_buffer;
 
-use std::fmt;
-
 use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
-use tidegate_core::{Decision, Limit, LimitId, Reason, Span, Time};
+use tidegate_core::time::UtcText;
+use tidegate_core::{Decision, Limit, LimitId, Reason, Span};
 use tidegate_policy::{ActionId, HeaderDialect, MatchedActions, Plan, RateLimitPolicyItem};
 
-use self::small_buffer::{DecimalDigits, JsonString, QuotedString, SmallBuffer, Timestamp};
+use self::small_buffer::{DecimalDigits, JsonString, QuotedString, SmallBuffer};
 use crate::PermitId;
 use crate::report::reason_name;
 
@@ -290,7 +289,7 @@ impl Replies {
         match decision.next_allowed_at {
             Some(at) => {
                 text.put(r#","next_allowed_at":""#);
-                text.put(Timestamp::from_time(at).0);
+                text.put(UtcText::from(at).as_bytes());
                 text.put(r#"","bound_by":"#);
             }
             None => text.put(r#","next_allowed_at":null,"bound_by":"#),
@@ -393,7 +392,7 @@ fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
     match decision.next_allowed_at {
         Some(at) => {
             text.put(r#","next_allowed_at":""#);
-            text.put(Timestamp::from_time(at).0);
+            text.put(UtcText::from(at).as_bytes());
             text.put("\"}");
         }
         None => text.put(r#","next_allowed_at":null}"#),
@@ -427,11 +426,6 @@ fn is_zero_weight(parameter: &[u8]) -> bool {
     let Some((b'q' | b'Q', rest)) = parameter.split_first() else { return false };
     let Some(weight) = rest.trim_ascii_start().strip_prefix(b"=") else { return false };
     weight.trim_ascii().iter().all(|byte| matches!(byte, b'0' | b'.'))
-}
-
-/// A moment as decisions write it, in UTC and rounded up to the second: `2026-11-21 12:01:45Z`.
-pub fn timestamp(at: Time) -> impl fmt::Display {
-    Timestamp::from_time(at)
 }
 
 /// A header of one number. `HeaderValue::from` would allocate twice.

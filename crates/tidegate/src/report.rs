@@ -4,10 +4,9 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use tidegate_core::time::UtcText;
 use tidegate_core::{Decision, Reason, Span};
 use tidegate_policy::Plan;
-
-use crate::reply::timestamp;
 
 /// A decision as people and programs read it; it serialises to JSON and parses back. Times are whole seconds, rounded
 /// up.
@@ -55,7 +54,7 @@ impl DecisionReport {
             retry_after: decision.retry_after.map(Span::as_secs_ceil),
             blocked: decision.blocked,
             backoff_seconds: decision.backoff.map(Span::as_secs_ceil),
-            next_allowed_at: decision.next_allowed_at.map(|at| timestamp(at).to_string()),
+            next_allowed_at: decision.next_allowed_at.map(|at| UtcText::from(at).to_string()),
             bound_by: bound.map(|info| info.name().to_owned()),
             reason: reason_name(decision.reason).to_owned(),
             source: bound.map(|info| info.scope().as_str().to_owned()),

@@ -27,7 +27,7 @@ use crate::Gate;
 use crate::outbound::Outbound;
 #[cfg(feature = "outbound")]
 use crate::pacer::{Pacer, SharedPace};
-use crate::random::{random_bytes, random_u64};
+use tidegate_runtime::random::{random_bytes, random_u64};
 
 /// How long a store may take to tell the secret that keys are hashed under, when a program starts.
 #[cfg(feature = "remote")]

@@ -5,8 +5,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use tidegate::clock::ManualClock;
-use tidegate::policy::{KeySeed, Policy, PolicySources};
-use tidegate::{Decision, Gate, Memory, Query, Span};
+use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
+use tidegate::store::Memory;
+use tidegate::{Decision, Gate, Span};
 use tidegate_core::ShareLevel;
 
 const LOGIN: &str = r#"

@@ -6,9 +6,9 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 
 use tidegate::clock::ManualClock;
-use tidegate::policy::{KeySeed, Policy, PolicySources};
-use tidegate::store::{Answer, Never, StoreError};
-use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Memory, Query, Reason, Span, Store, Time};
+use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
+use tidegate::store::{Answer, Memory, Never, Store, StoreError};
+use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Reason, Span, Time};
 use tidegate_core::batch::{BatchStates, OpContext, execute};
 use tidegate_core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
 

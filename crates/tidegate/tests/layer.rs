@@ -15,7 +15,8 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use tidegate::clock::ManualClock;
 use tidegate::policy::{ActionSpec, Policy};
-use tidegate::{Decision, Gate, GateLayer, Memory, Span};
+use tidegate::store::Memory;
+use tidegate::{Decision, Gate, GateLayer, Span};
 use tokio::net::TcpListener;
 use tower::Service;
 

@@ -14,12 +14,12 @@ use http::{HeaderMap, Request, Response};
 use http_body::Frame;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
-use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{
     CallErrorKind, CallOptions, Outbound, OutboundBody, OutboundError, OutboundLayer, ReplayBody, SendError,
 };
 use tidegate::policy::{Policy, PolicySources};
+use tidegate::store::Memory;
 use tower::util::BoxCloneService;
 use tower::{Layer as _, ServiceExt as _};
 

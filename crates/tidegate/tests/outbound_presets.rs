@@ -9,12 +9,12 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
-use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{
     CallErrorKind, CallOptions, CallStats, Outbound, OutboundBody, OutboundError, OutboundLayer, Provider, ReplayBody,
 };
 use tidegate::policy::{Policy, PolicySources};
+use tidegate::store::Memory;
 use tower::util::BoxCloneService;
 use tower::{Layer as _, ServiceExt as _};
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::policy::{KeySeed, Policy, PolicySources};
-use tidegate::store::{Fleet, FleetOptions, fleet_limits};
-use tidegate::{AnyStore, OpenError, Pacer, Stores};
+use tidegate::store::{AnyStore, Fleet, FleetOptions, fleet_limits};
+use tidegate::{OpenError, Pacer, Stores};
 use tidegate_core::pacer::{PacerGrowth, PacerMetrics};
 use tidegate_core::{Clock as _, PacerSpec, Time};
 use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::clock::TokioClock;
-use tidegate::policy::{KeySeed, Policy, PolicySources};
-use tidegate::store::{Fleet, FleetOptions, fleet_limits};
-use tidegate::{AnyStore, Check, CheckError, Clock as _, Gate, OpenError, Query, Reason, Span, Stores};
+use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
+use tidegate::store::{AnyStore, Fleet, FleetOptions, fleet_limits};
+use tidegate::{Check, CheckError, Clock as _, Gate, OpenError, Reason, Span, Stores};
 use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};
 use tokio::time::sleep;
 

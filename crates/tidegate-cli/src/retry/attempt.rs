@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use std::thread;
 
 use rustix::process::{Pid, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
-use tidegate::SystemClock;
+use tidegate::clock::SystemClock;
 use tidegate_core::{Clock as _, Span, Time};
 
 use super::TIMED_OUT_STATUS;

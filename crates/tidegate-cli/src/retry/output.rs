@@ -1,8 +1,8 @@
 //! A command's output: forwarded as it arrives, and searched for patterns.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::io::{Read, Write};
 
+use parking_lot::{Mutex, MutexGuard};
 use regex::bytes::Regex;
 use tidegate_core::{Clock, Span, Time};
 use tidegate_policy::parse_duration;

@@ -7,7 +7,8 @@ use std::net::IpAddr;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
-use tidegate::{PermitId, Query};
+use tidegate::PermitId;
+use tidegate::policy::Query;
 use tidegate_core::MAX_COST;
 
 /// The fields of a decision request. In a query string `header:NAME` stands for any header; in JSON headers are an

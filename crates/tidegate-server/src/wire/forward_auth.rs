@@ -14,9 +14,9 @@ use std::sync::atomic::Ordering;
 use http::header::{HeaderMap, HeaderName};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use tidegate::policy::{ListStatus, UncountableError, canonical_ip, is_host};
+use tidegate::CheckError;
+use tidegate::policy::{ListStatus, Query, UncountableError, canonical_ip, is_host};
 use tidegate::store::Store;
-use tidegate::{CheckError, Query};
 use tidegate_core::{Clock, Reason};
 
 use crate::body::ResponseBody;

@@ -18,10 +18,10 @@ use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use tidegate::policy::{Forwarding, KeyError, is_host};
+use tidegate::policy::{Forwarding, KeyError, MatchedActions, Query, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
-use tidegate::{Check, CheckError, Decision, Gate, MatchedActions, PendingCheck, Query};
+use tidegate::{Check, CheckError, Decision, Gate, PendingCheck};
 use tidegate_core::Clock;
 
 use crate::access::{Access, AccessError};

@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tidegate::Gate;
 use tidegate::clock::ManualClock;
-use tidegate::store::{Answer, Store, StoreError};
-use tidegate::{Gate, Memory};
+use tidegate::store::{Answer, Memory, Store, StoreError};
 use tidegate_core::{Batch, Limits, Outcomes, Time};
 use tidegate_policy::KeySeed;
 

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use tidegate::{Clock as _, Gate, Span, SystemClock};
+use tidegate::clock::SystemClock;
+use tidegate::{Clock as _, Gate, Span};
 use tidegate_server::Server;
 
 use crate::common::{Echo, HELLO, capture, once, post, start, status};

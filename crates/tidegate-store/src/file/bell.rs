@@ -1,9 +1,9 @@
 //! What calls the writer, and how far it is behind.
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use tidegate_core::{Span, Time};
 
 /// Rung by who changes something, and heard by the writer.

@@ -1,12 +1,12 @@
 //! The file behind one process's stores, and the thread that writes it.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::{Outcomes, Span, Time};
 use tokio::sync::watch;
 

@@ -1,10 +1,10 @@
 //! What one plan has in the file, and its states in memory.
 
-use parking_lot::Mutex;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use parking_lot::Mutex;
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, Limits, Time, Verb};
 

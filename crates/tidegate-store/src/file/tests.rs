@@ -1,6 +1,5 @@
 //! A disk that fails.
 
-use parking_lot::Mutex;
 use std::fs::File;
 use std::io;
 use std::ops::Bound;
@@ -10,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use futures_util::FutureExt;
+use parking_lot::Mutex;
 use redb::backends::FileBackend;
 use redb::{BackendError, StorageBackend};
 use tidegate_core::batch::Outcome;

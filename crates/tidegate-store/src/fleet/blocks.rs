@@ -6,11 +6,11 @@
 //! lost it. It is *doubted* then, as are all once the store is back from an outage, and ends only if the store says that the
 //! key was reset.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::batch::Outcome;
 use tidegate_core::{Batch, Key, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
 use tokio::sync::Notify;

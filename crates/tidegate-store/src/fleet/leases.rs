@@ -4,13 +4,13 @@
 //! lease's end ([`Batch::with_lead`]), so that no call counts before it is made. It is spent for as long as this node's clock
 //! has run since it was asked for; what is left then is given back. A crash loses a slice and never mints one.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use foldhash::fast::RandomState;
+use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::batch::{MAX_OPS, Outcome};
 use tidegate_core::{Batch, Key, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
 use tokio::sync::Notify;

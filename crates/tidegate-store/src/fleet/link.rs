@@ -5,12 +5,12 @@
 //! gone, and the log isn't told of a single slow answer. What a node did alone stays in its mind when the link is up
 //! again: an outage that follows soon, or a store that stalls time and again, grants nobody a new share.
 
-use parking_lot::{Mutex, RwLock};
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
+use parking_lot::{Mutex, RwLock};
 use tidegate_core::{Key, Outcomes};
 use tokio::sync::Notify;
 

@@ -1,9 +1,9 @@
 //! A node's share of every limit, to go on with while the store can't be reached.
 
-use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tidegate_core::batch::{OpContext, Outcome, RefusalSummary};
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, LimitId, LimitKind, Limits, Op, Outcomes, Quota, Time, Verb, Verdict};

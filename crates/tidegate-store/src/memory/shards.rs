@@ -1,9 +1,9 @@
 //! The shards of a memory store, and how a batch is carried out in them.
 
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 use arrayvec::ArrayVec;
+use parking_lot::Mutex;
 use tidegate_core::batch::{self, BatchStates, MAX_OPS, Op, OpContext, Outcome, execute};
 use tidegate_core::{Batch, Clock, Key, KeyState, LimitKind, Limits, Outcomes, Time, Verb, Verdict};
 

@@ -2,9 +2,9 @@
 //!
 //! Questions are sent to the right master by the client, whatever is believed here.
 
-use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use parking_lot::Mutex;
 use redis::Value;
 
 /// Slots of a cluster.

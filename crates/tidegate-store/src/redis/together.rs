@@ -5,7 +5,6 @@
 //! same runtime; and while a few convoys are under way, waits until one of them has its answers, or briefly. Of a convoy,
 //! those who ask for the same, and differ by their keys alone, are one command.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::iter;
 use std::sync::Arc;
@@ -13,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use parking_lot::{Mutex, MutexGuard};
 use redis::{ErrorKind, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;

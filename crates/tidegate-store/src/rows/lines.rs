@@ -1,8 +1,8 @@
 //! Connections to a SQL server that are kept for the next group.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::ops::{Deref, DerefMut};
 
+use parking_lot::{Mutex, MutexGuard};
 use sqlx::{ConnectOptions as _, Connection};
 use tokio::sync::{Semaphore, SemaphorePermit};
 

@@ -1,11 +1,11 @@
 //! Who waits for a store with rows, and which of them are carried out together.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::future::Future;
 use std::sync::Arc;
 
 use arrayvec::ArrayVec;
+use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::backoff::{Backoff, BackoffState};
 use tidegate_core::batch::MAX_OPS;
 use tidegate_core::{Batch, LimitId, Limits, Outcomes, Span, Time, Verb};

@@ -1,10 +1,11 @@
 //! A database with data that outlive its process. It can be stopped, killed, frozen and started again.
 
-use parking_lot::Mutex;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 use std::thread::sleep;
+
+use parking_lot::Mutex;
 
 use super::{ChildProcess, MAX_POLLS, POLL_INTERVAL, ScratchDir, free_port};
 

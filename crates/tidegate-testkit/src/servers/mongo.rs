@@ -4,10 +4,11 @@
 //! once into the build's own directory. It speaks the protocol but has no transactions, no replica sets and no journal.
 //! So tests use it as a single server, and it may lose its last second of writes when it is killed.
 
-use parking_lot::Mutex;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use parking_lot::Mutex;
 
 use super::database::DatabaseServer;
 use super::{ScratchDir, find_program, print_line, skip_test};

@@ -4,12 +4,12 @@
 //! worker waits as many times that long as there are workers, so the pace of all is the same whoever comes and goes. While
 //! the store can't be reached the process goes on from what it last knew, by the same rules.
 
-use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use tidegate_core::pacer::{PaceStep, PacerMetrics, PacerState};
@@ -21,7 +21,7 @@ use tidegate_policy::{KeySeed, limit_tag};
 use tidegate_store::{Answer, AnyStore, Store, StoreError};
 use tokio::runtime::Handle;
 
-use crate::random::random_u64;
+use tidegate_runtime::random::random_u64;
 
 /// How many workers are counted at the most.
 const MAX_WORKERS: u64 = 4096;
@@ -301,7 +301,7 @@ impl Drop for PaceWorker {
 mod tests {
     use super::*;
     use crate::OpenError;
-    use crate::clock::ManualClock;
+    use tidegate_runtime::clock::ManualClock;
     use tidegate_store::Memory;
 
     /// Ten workers at the longest wait of 15 min all wait for two hours and a half, and a pace that nobody tells of calls is

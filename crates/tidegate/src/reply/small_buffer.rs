@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use tidegate_core::Time;
-
 /// A text that is put together piece by piece: on the stack up to `N` bytes, beyond that in memory of its own.
 pub(super) struct SmallBuffer<const N: usize> {
     buffer: [u8; N],
@@ -136,65 +134,9 @@ impl DecimalDigits {
     }
 }
 
-/// `2026-11-21 12:01:45Z`.
-pub(super) struct Timestamp(pub(super) [u8; 20]);
-
-impl Timestamp {
-    /// The days-to-civil conversion is Howard Hinnant's ("chrono-compatible low-level date algorithms"), for years
-    /// from 1970 on.
-    pub(super) fn from_time(at: Time) -> Self {
-        let seconds = at.as_secs_ceil();
-        let (days, second) = (seconds / 86_400, seconds % 86_400);
-        let shifted = days + 719_468;
-        let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
-        let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-        let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-        let shifted_month = (5 * day_of_year + 2) / 153;
-        let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-        let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-        let year = year_of_era + era * 400 + u64::from(month <= 2);
-        let mut text = *b"0000-00-00 00:00:00Z";
-        for (place, width, mut number) in [
-            (0, 4, year),
-            (5, 2, month),
-            (8, 2, day),
-            (11, 2, second / 3_600),
-            (14, 2, second / 60 % 60),
-            (17, 2, second % 60),
-        ] {
-            for digit in (place..place + width).rev() {
-                text[digit] = b'0' + (number % 10) as u8;
-                number /= 10;
-            }
-        }
-        Self(text)
-    }
-}
-
-impl fmt::Display for Timestamp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(str::from_utf8(&self.0).unwrap_or_default())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn timestamps_round_up_to_seconds() {
-        for (micros, text) in [
-            (0, "1970-01-01 00:00:00Z"),
-            (1, "1970-01-01 00:00:01Z"),
-            (951_782_399_000_001, "2000-02-29 00:00:00Z"),
-            (1_709_251_199_000_000, "2024-02-29 23:59:59Z"),
-            (1_709_251_200_000_000, "2024-03-01 00:00:00Z"),
-            (4_107_542_400_000_000, "2100-03-01 00:00:00Z"),
-            (u64::MAX, "2112-09-17 23:53:48Z"),
-        ] {
-            assert_eq!(Timestamp::from_time(Time::from_micros(micros)).to_string(), text);
-        }
-    }
 
     #[test]
     fn decimal_digits_match_the_standard_format() {

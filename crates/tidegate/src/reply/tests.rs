@@ -1,6 +1,7 @@
 //! What replies say.
 
 use super::*;
+use tidegate_core::Time;
 use tidegate_policy::{Policy, PolicySources};
 
 const FILE: &str = r#"

@@ -3,7 +3,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use tidegate::Span;
-use tidegate::outbound::layers::{BreakerLayer, CircuitError, Classifier};
+use tidegate::layers::{BreakerLayer, CircuitError, Classifier};
 use tidegate_core::breaker::{BreakerState, SlowCalls};
 use tidegate_core::{BreakerError, BreakerSpec};
 use tower::{Layer, Service, ServiceExt};

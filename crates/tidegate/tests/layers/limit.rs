@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use tidegate::clock::ManualClock;
-use tidegate::outbound::layers::{LimitLayer, LimitServiceError, WaitRefusal};
+use tidegate::layers::{LimitLayer, LimitServiceError, WaitRefusal};
 use tidegate::{LimiterError, Span};
 use tidegate_core::{LimitKind, Rate};
 use tokio::task::JoinSet;

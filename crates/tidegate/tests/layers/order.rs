@@ -1,12 +1,16 @@
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use tidegate::outbound::layers::{
-    BreakerLayer, CircuitError, InnerClassifier, LimitLayer, LimitServiceError, RetryLayer, WaitRefusal,
+use http::{Request, Response};
+use tidegate::layers::{
+    BreakerLayer, CircuitError, InnerClassifier, LimitLayer, LimitServiceError, RetryLayer, StatusClassifier,
+    WaitRefusal,
 };
 use tidegate::{Backoff, Jitter, Span};
 use tidegate_core::breaker::BreakerState;
 use tidegate_core::{BreakerSpec, Budget, BudgetSpec, Retry};
+use tower::timeout::TimeoutLayer;
 use tower::{Service, ServiceBuilder, ServiceExt};
 
 use super::common::{Failed, Passed as _, Script, TokioClock, by_number, failed, ok};
@@ -76,4 +80,40 @@ async fn retry_breaker_and_limit_layers_work_together() {
     assert!(wait <= Span::from_secs(1));
     assert_eq!(script.times().len(), 2, "a refused turn isn't retried");
     assert_eq!(breaker.inspect(|breaker, _| breaker.failures()), 0, "and is no failure of the service's");
+}
+
+/// Through layers of this crate, and through tower's own, which box errors.
+#[tokio::test(start_paused = true)]
+async fn the_status_classifier_recognises_refusals_behind_layers() {
+    let clock = TokioClock::default();
+    let calls = Arc::new(AtomicUsize::new(0));
+    let service = {
+        let calls = Arc::clone(&calls);
+        tower::service_fn(move |_: Request<()>| {
+            calls.fetch_add(1, Ordering::Relaxed);
+            std::future::ready(Ok::<_, std::io::Error>(Response::new(())))
+        })
+    };
+    let limit = LimitLayer::with_clock("1 per 1h", clock).unwrap().max_wait(Duration::ZERO);
+    let breaker = BreakerLayer::with_clock(BreakerSpec::default(), StatusClassifier, clock).unwrap();
+    let mut bare = ServiceBuilder::new()
+        .layer(RetryLayer::with_clock(retry(3), None, StatusClassifier, clock))
+        .layer(breaker.clone())
+        .layer(limit.clone())
+        .service(service.clone());
+    assert!(bare.ready().await.unwrap().call(Request::new(())).await.is_ok());
+    let refused = bare.ready().await.unwrap().call(Request::new(())).await;
+    assert!(matches!(refused, Err(CircuitError::Inner(LimitServiceError::Refused(_)))), "{refused:?}");
+
+    let mut boxed = ServiceBuilder::new()
+        .layer(RetryLayer::with_clock(retry(3), None, InnerClassifier(StatusClassifier), clock))
+        .layer(TimeoutLayer::new(Duration::from_secs(1)))
+        .layer(breaker.clone())
+        .layer(limit)
+        .service(service);
+    let refused = boxed.ready().await.unwrap().call(Request::new(())).await.unwrap_err();
+    assert_eq!(refused.to_string(), "the limit has no room for 1h");
+    assert_eq!(clock.millis(), 0, "no refusal was retried");
+    assert_eq!(calls.load(Ordering::Relaxed), 1);
+    assert_eq!(breaker.inspect(|breaker, _| breaker.failures()), 0);
 }

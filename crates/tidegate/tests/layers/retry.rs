@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use http::{Request, Response};
-use tidegate::outbound::layers::{Classification, RepeatIdempotent, RetryLayer, StatusClassifier};
+use tidegate::layers::{Classification, RepeatIdempotent, RetryLayer, StatusClassifier};
 use tidegate::{Backoff, Jitter, Span};
 use tidegate_core::{Budget, BudgetSpec, Class, Retry};
 use tower::{Layer, Service, ServiceExt};

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Provider};
-use tidegate::{Clock as _, Memory, Span};
+use tidegate::store::Memory;
+use tidegate::{Clock as _, Span};
 use tidegate_core::breaker::BreakerState;
 use tidegate_core::call::AttemptReport;
 use tokio::time::sleep;

@@ -14,7 +14,8 @@ use tidegate::outbound::{
     Attempt, AttemptOutcome, CallError, CallErrorKind, CallOptions, Outbound, Provider, Upstream,
 };
 use tidegate::policy::{Policy, PolicySources};
-use tidegate::{Clock as _, Memory, Span, Time};
+use tidegate::store::Memory;
+use tidegate::{Clock as _, Span, Time};
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::Delivery;
 use tidegate_core::{Class, Lane};

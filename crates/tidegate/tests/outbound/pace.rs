@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{Attempt, AttemptOutcome, CallErrorKind, CallOptions, Provider, Upstream};
-use tidegate::{Clock as _, Memory, Span, Time};
+use tidegate::store::Memory;
+use tidegate::{Clock as _, Span, Time};
 use tidegate_core::Lane;
 use tokio::task::JoinSet;
 

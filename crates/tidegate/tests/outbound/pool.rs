@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Provider};
-use tidegate::{Clock as _, Memory, Span};
+use tidegate::store::Memory;
+use tidegate::{Clock as _, Span};
 use tidegate_core::Lane;
 use tidegate_core::call::AttemptReport;
 use tokio::task::yield_now;

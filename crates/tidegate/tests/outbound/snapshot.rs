@@ -10,7 +10,8 @@ use tempfile::TempDir;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallError, CallErrorKind, CallOptions, Outbound, Provider, Snapshot, SnapshotError};
 use tidegate::policy::{Policy, PolicySources};
-use tidegate::{Clock as _, Memory, Span, Time};
+use tidegate::store::Memory;
+use tidegate::{Clock as _, Span, Time};
 
 use crate::common::{Answers, GOOD, Log, policy, spawn, throttled_for, within};
 

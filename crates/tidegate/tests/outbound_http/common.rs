@@ -11,10 +11,10 @@ use bytes::Bytes;
 use http::{HeaderMap, Request, Response};
 use http_body::Body;
 use http_body_util::{BodyExt, Full};
-use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{Outbound, OutboundBody, OutboundError, OutboundLayer, OutboundService, ReplayBody};
 use tidegate::policy::{Policy, PolicySources};
+use tidegate::store::Memory;
 use tower::ServiceExt as _;
 
 pub(crate) const PLANTED: &str = "pl4nted-s3cr3t";

@@ -14,9 +14,9 @@ use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
-use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallStats, OutboundLayer, ReplayBody};
+use tidegate::store::Memory;
 use tidegate_core::Lane;
 use tower::{Layer as _, ServiceExt as _};
 

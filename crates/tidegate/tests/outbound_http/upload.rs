@@ -11,9 +11,9 @@ use futures_util::stream::{self, BoxStream};
 use http::{Request, Response, StatusCode};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, Full, StreamBody};
-use tidegate::Memory;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{CallErrorKind, OutboundError, OutboundLayer, ReplayBody, SendError};
+use tidegate::store::Memory;
 use tidegate_core::Lane;
 use tower::{Layer as _, ServiceExt as _};
 

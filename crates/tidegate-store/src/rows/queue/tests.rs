@@ -1,9 +1,9 @@
 //! Who goes with whom, by a driver that carries nothing out before it is let.
 
-use parking_lot::Mutex;
 use std::future::Future;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Window};
 use tidegate_testkit::random::RandomSource;
 use tokio::runtime::Builder;

@@ -1,0 +1,336 @@
+//! What an HTTP reply means, or that there was none.
+
+use std::error::Error;
+use std::io;
+
+use http::header::{HeaderMap, HeaderName};
+use http::{Method, StatusCode};
+use serde_json::Value;
+use tidegate_core::call::AttemptReport;
+use tidegate_core::retry::{Class, Delivery, TransportFault, UnreplayableReason, is_repeatable};
+use tidegate_core::{Span, Time};
+use tidegate_policy::Hints;
+use tidegate_policy::outbound::BodyRule;
+
+use super::causes::causes;
+
+/// gRPC's status. It stands in a reply's head if that is all there is of the reply ("Trailers-Only").
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+
+/// What the head of a reply says, whatever was asked.
+pub struct HeadClassification {
+    /// The class of the status; a 403 that says that nothing is left, or when to come back, is throttled.
+    pub class: Class,
+    /// The waits and allowances in the headers.
+    pub hints: Hints,
+}
+
+impl HeadClassification {
+    /// Reads a reply's head, received `now`.
+    pub fn read(status: StatusCode, headers: &HeaderMap, now: Time) -> Self {
+        let hints = Hints::read(headers, now);
+        let status = effective_status(status, headers);
+        let mut class = Class::from_status(status.as_u16());
+        if status == StatusCode::FORBIDDEN && (hints.retry_after.is_some() || hints.exhausted) {
+            class = Class::Throttled;
+        }
+        Self { class, hints }
+    }
+
+    /// Whether the server may have acted on the request: what was throttled was refused instead of carried out, so it may
+    /// be sent again whatever its method.
+    pub fn may_have_acted(&self) -> bool {
+        self.class != Class::Throttled
+    }
+
+    /// How long the server asks to be left alone. When its allowances begin anew matters to who was refused for them.
+    pub fn requested_wait(&self, now: Time) -> Option<Span> {
+        if self.class == Class::Throttled { self.hints.wait(now) } else { self.hints.retry_after }
+    }
+}
+
+/// Tells what came of the attempts of one request.
+#[derive(Clone, Debug)]
+pub(crate) struct AttemptClassifier {
+    method: Method,
+    has_idempotency_key: bool,
+}
+
+impl AttemptClassifier {
+    /// A judge of requests with this method; `has_key` if they carry an idempotency key that the provider honours.
+    pub(crate) fn new(method: Method, has_key: bool) -> Self {
+        Self { method, has_idempotency_key: has_key }
+    }
+
+    /// Whether a second request does no harm although the first may be carried out.
+    pub(crate) fn is_repeatable(&self) -> bool {
+        is_repeatable(self.method.as_str(), self.has_idempotency_key, true)
+    }
+
+    /// What a reply means by its status and headers, arrived `now`. `unreplayable` is why the request can't be sent
+    /// again, if it can't.
+    ///
+    /// A 403 that says that nothing is left, or when to come back, is a throttled one, as GitHub's secondary limits
+    /// are. What was throttled was refused instead of carried out, so it may be sent again whatever its method. A reply
+    /// that isn't refused for too many calls tells by `spent_until` that the next would be. A 200 whose `grpc-status` says
+    /// otherwise is what that says, by the HTTP status that `google.rpc.Code` names for it: 14 is 503, 8 is 429.
+    pub(crate) fn classify_reply(
+        &self,
+        status: StatusCode,
+        headers: &HeaderMap,
+        unreplayable: Option<UnreplayableReason>,
+        now: Time,
+    ) -> AttemptReport {
+        let head = HeadClassification::read(status, headers, now);
+        AttemptReport {
+            is_repeatable: is_repeatable(self.method.as_str(), self.has_idempotency_key, head.may_have_acted()),
+            unreplayable_reason: unreplayable,
+            asks_not_to_retry: head.hints.asks_not_to_retry,
+            retry_after: head.requested_wait(now),
+            spent_until: head.hints.spent_until.filter(|_| head.class != Class::Throttled),
+            remaining: head.hints.remaining,
+            ..AttemptReport::new(head.class, Delivery::Answered)
+        }
+    }
+
+    /// A reply that turned out to be throttled by its body, and how long to wait if that is known.
+    pub(crate) fn throttled_report(&self, reply: AttemptReport, wait: Option<Span>) -> AttemptReport {
+        AttemptReport { class: Class::Throttled, retry_after: wait.or(reply.retry_after), spent_until: None, ..reply }
+    }
+
+    /// What it means that there was no reply.
+    pub(crate) fn classify_fault(
+        &self,
+        fault: TransportFault,
+        unreplayable: Option<UnreplayableReason>,
+    ) -> AttemptReport {
+        AttemptReport {
+            is_repeatable: is_repeatable(self.method.as_str(), self.has_idempotency_key, fault.was_sent()),
+            unreplayable_reason: unreplayable,
+            ..AttemptReport::new(fault.class(), fault.delivery())
+        }
+    }
+
+    /// A request that says nothing about the provider, because it is the caller's that broke off.
+    pub(crate) fn cancelled_report(&self) -> AttemptReport {
+        AttemptReport::new(Class::Cancelled, Delivery::Unknown)
+    }
+}
+
+/// The status that a reply means: HTTP's, unless it is gRPC's that says how the call ended. What isn't a status of gRPC's
+/// is UNKNOWN.
+fn effective_status(status: StatusCode, headers: &HeaderMap) -> StatusCode {
+    let Some(grpc) = headers.get(&GRPC_STATUS).filter(|_| status == StatusCode::OK) else { return status };
+    match grpc.as_bytes() {
+        b"0" => StatusCode::OK,
+        // CANCELLED has no status in RFC 9110; what the provider broke off by itself, it would break off again.
+        b"1" | b"3" | b"9" | b"11" => StatusCode::BAD_REQUEST,
+        b"4" => StatusCode::GATEWAY_TIMEOUT,
+        b"5" => StatusCode::NOT_FOUND,
+        b"6" | b"10" => StatusCode::CONFLICT,
+        b"7" => StatusCode::FORBIDDEN,
+        b"8" => StatusCode::TOO_MANY_REQUESTS,
+        b"12" => StatusCode::NOT_IMPLEMENTED,
+        b"14" => StatusCode::SERVICE_UNAVAILABLE,
+        b"16" => StatusCode::UNAUTHORIZED,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
+    }
+}
+
+/// The fault behind an error of a client, as far as the errors of the operating system and of HTTP/2 among its causes
+/// tell: what failed before a connection stood is unsent, and so is what the provider says it hasn't processed (a
+/// `REFUSED_STREAM`, or a `GOAWAY` that leaves it out; RFC 9113 §8.7). All else may have arrived.
+pub fn fault_of(error: &(dyn Error + 'static)) -> TransportFault {
+    causes(error).fold(TransportFault::Reset, |fault, cause| {
+        if let Some(error) = cause.downcast_ref::<io::Error>() {
+            fault_of_io(error.kind()).unwrap_or(fault)
+        } else if cause.downcast_ref::<h2::Error>().is_some_and(is_unprocessed) {
+            TransportFault::Unsent
+        } else {
+            fault
+        }
+    })
+}
+
+/// Whether a request met this before the provider did anything about it. Of a `GOAWAY` only those requests are told that
+/// came after the last that it names.
+fn is_unprocessed(error: &h2::Error) -> bool {
+    error.is_remote() && (error.is_go_away() || error.reason() == Some(h2::Reason::REFUSED_STREAM))
+}
+
+fn fault_of_io(kind: io::ErrorKind) -> Option<TransportFault> {
+    match kind {
+        io::ErrorKind::ConnectionRefused
+        | io::ErrorKind::NotFound
+        | io::ErrorKind::HostUnreachable
+        | io::ErrorKind::NetworkUnreachable
+        | io::ErrorKind::NetworkDown
+        | io::ErrorKind::AddrNotAvailable => Some(TransportFault::Unsent),
+        io::ErrorKind::TimedOut => Some(TransportFault::TimedOut),
+        io::ErrorKind::InvalidData => Some(TransportFault::InvalidReply),
+        _ => None,
+    }
+}
+
+/// Whether the body of a reply that the rule concerns says that there were too many calls.
+pub(super) fn says_throttled(rule: &BodyRule, body: &[u8]) -> bool {
+    let Ok(json) = serde_json::from_slice::<Value>(body) else { return false };
+    rule.contains.iter().all(|(pointer, expected)| {
+        let found = json.pointer(pointer).and_then(Value::as_str);
+        found.is_some_and(|text| text.to_lowercase().contains(&expected.to_lowercase()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 2026-01-01 00:00:00 UTC.
+    const NOW: Time = Time::from_secs(1_767_225_600);
+
+    fn reply(method: Method, has_key: bool, status: u16, lines: &[(&'static str, &'static str)]) -> AttemptReport {
+        let headers = lines
+            .iter()
+            .map(|(name, value)| (HeaderName::from_static(name), http::HeaderValue::from_static(value)))
+            .collect();
+        AttemptClassifier::new(method, has_key).classify_reply(
+            StatusCode::from_u16(status).unwrap(),
+            &headers,
+            None,
+            NOW,
+        )
+    }
+
+    #[test]
+    fn a_call_refused_with_429_is_repeatable() {
+        assert!(reply(Method::POST, false, 429, &[]).is_repeatable);
+        assert!(!reply(Method::POST, false, 503, &[]).is_repeatable);
+        assert!(reply(Method::POST, true, 503, &[]).is_repeatable);
+    }
+
+    #[test]
+    fn a_403_with_limit_headers_counts_as_throttled() {
+        let class = |lines: &[_]| reply(Method::GET, false, 403, lines).class;
+        assert_eq!(class(&[]), Class::Auth);
+        assert_eq!(class(&[("retry-after", "60")]), Class::Throttled);
+        assert_eq!(class(&[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "1767225660")]), Class::Throttled);
+        assert_eq!(class(&[("x-ratelimit-remaining", "0")]), Class::Throttled);
+        assert_eq!(class(&[("x-ratelimit-remaining", "41"), ("x-ratelimit-reset", "1767225660")]), Class::Auth);
+        assert_eq!(class(&[("retry-after", "0")]), Class::Auth);
+        assert_eq!(reply(Method::GET, false, 401, &[("retry-after", "60")]).class, Class::Auth);
+    }
+
+    #[test]
+    fn the_grpc_status_header_decides_the_class() {
+        use Class::{Auth, Permanent, Success, Throttled, Transient};
+        for (grpc, class) in [
+            ("0", Success),
+            ("1", Permanent),
+            ("2", Transient),
+            ("3", Permanent),
+            ("4", Transient),
+            ("5", Permanent),
+            ("6", Permanent),
+            ("7", Auth),
+            ("8", Throttled),
+            ("9", Permanent),
+            ("10", Permanent),
+            ("11", Permanent),
+            ("12", Permanent),
+            ("13", Transient),
+            ("14", Transient),
+            ("15", Transient),
+            ("16", Auth),
+            ("17", Transient),
+            ("", Transient),
+            ("ok", Transient),
+        ] {
+            let said = reply(Method::POST, false, 200, &[("grpc-status", grpc)]);
+            assert_eq!((said.class, said.is_repeatable), (class, class == Throttled), "{grpc}");
+            let with_key = reply(Method::POST, true, 200, &[("grpc-status", grpc)]);
+            assert_eq!((with_key.class, with_key.is_repeatable), (class, true), "{grpc}");
+            assert_eq!(reply(Method::POST, false, 404, &[("grpc-status", grpc)]).class, Permanent, "HTTP says more");
+        }
+    }
+
+    #[test]
+    fn grpc_pushback_sets_a_wait_or_stops_retries() {
+        let wait = |status, pushback| {
+            let reply =
+                reply(Method::POST, true, 200, &[("grpc-status", status), ("grpc-retry-pushback-ms", pushback)]);
+            (reply.asks_not_to_retry, reply.retry_after)
+        };
+        for status in ["8", "14"] {
+            assert_eq!(wait(status, "1500"), (false, Some(Span::from_millis(1_500))));
+            for stop in ["-1", "soon", ""] {
+                assert_eq!(wait(status, stop), (true, None), "{stop:?}");
+            }
+        }
+        assert!(!reply(Method::GET, false, 503, &[]).asks_not_to_retry);
+    }
+
+    #[test]
+    fn refusals_set_retry_after_and_others_spent_until() {
+        let spent = [("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "60"), ("retry-after", "7")];
+        let minute = Span::from_secs(60);
+        for (status, lines, retry_after, spent_until) in [
+            (429, &spent[..], Some(Span::from_secs(7)), None),
+            (429, &spent[..2], Some(minute), None),
+            (429, &spent[1..2], Some(minute), None),
+            (429, &[], None, None),
+            (503, &spent[2..], Some(Span::from_secs(7)), None),
+            (503, &spent[..2], None, Some(NOW + minute)),
+            (200, &spent[..2], None, Some(NOW + minute)),
+            (404, &spent[..2], None, Some(NOW + minute)),
+        ] {
+            let reply = reply(Method::GET, false, status, lines);
+            assert_eq!((reply.retry_after, reply.spent_until), (retry_after, spent_until), "{status} {lines:?}");
+        }
+    }
+
+    #[test]
+    fn only_unsent_or_idempotent_requests_are_repeatable() {
+        assert!(!reply(Method::POST, false, 503, &[]).is_repeatable);
+        assert!(reply(Method::POST, true, 503, &[]).is_repeatable);
+        assert!(reply(Method::PUT, false, 503, &[]).is_repeatable);
+        let post = AttemptClassifier::new(Method::POST, false);
+        assert!(post.classify_fault(TransportFault::Unsent, None).is_repeatable, "nothing was sent");
+        assert!(!post.classify_fault(TransportFault::Reset, None).is_repeatable);
+        let large = Some(UnreplayableReason::BodyTooLarge);
+        assert_eq!(post.classify_fault(TransportFault::Unsent, large).unreplayable_reason, large);
+        assert_eq!(post.cancelled_report().class, Class::Cancelled);
+    }
+
+    #[test]
+    fn io_errors_map_to_faults() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("a client's")]
+        struct Outer(#[source] io::Error);
+        for (kind, fault) in [
+            (io::ErrorKind::ConnectionRefused, TransportFault::Unsent),
+            (io::ErrorKind::ConnectionReset, TransportFault::Reset),
+            (io::ErrorKind::TimedOut, TransportFault::TimedOut),
+            (io::ErrorKind::UnexpectedEof, TransportFault::Reset),
+        ] {
+            assert_eq!(fault_of(&Outer(kind.into())), fault);
+        }
+        assert_eq!(fault_of(&std::fmt::Error), TransportFault::Reset);
+    }
+
+    #[test]
+    fn body_rules_recognise_omdbs_limit_message() {
+        let contains = [("/Response", "False"), ("/Error", "limit reached")];
+        let rule = BodyRule::new(200, contains.map(|(at, text)| (at.to_owned(), text.to_owned())).to_vec());
+        let says = |body: &str| says_throttled(&rule, body.as_bytes());
+        assert!(rule.matches_status(StatusCode::OK) && !rule.matches_status(StatusCode::UNAUTHORIZED));
+        assert!(says(r#"{"Response":"False","Error":"Request limit reached!"}"#));
+        assert!(says(r#"{"Response":"false","Error":"LIMIT REACHED"}"#));
+        assert!(!says(r#"{"Response":"False","Error":"Movie not found!"}"#));
+        assert!(!says(r#"{"Response":"True","Title":"limit reached"}"#));
+        assert!(!says(r#"{"Response":"False","Error":"Request limit rea"#));
+        let judge = AttemptClassifier::new(Method::GET, false);
+        let fine = judge.classify_reply(StatusCode::OK, &HeaderMap::new(), None, NOW);
+        let throttled = judge.throttled_report(fine, Some(Span::from_secs(60)));
+        assert_eq!((throttled.class, throttled.retry_after), (Class::Throttled, Some(Span::from_secs(60))));
+    }
+}

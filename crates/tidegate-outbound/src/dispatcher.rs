@@ -1,0 +1,562 @@
+//! The one loop that drives the calls of a provider.
+//!
+//! Whoever changes something, a call that arrives, a reply, a timer, takes the lock, lets the machine make its step,
+//! and then lets the lanes name calls until they say to sleep. A named call is carried on by whoever holds the lock,
+//! not by its own task: so a future that isn't polled for a while holds nobody up behind it.
+
+mod timer;
+
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Poll, Waker};
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use slab::Slab;
+use tidegate_core::breaker::BreakerState;
+use tidegate_core::call::{
+    AttemptReport, Call, CallFailure, CallProgress, CallRules, InFlight, NextStep, ProviderState,
+};
+use tidegate_core::retry::Delivery;
+use tidegate_core::{Batch, Clock, Key, Lane, Outcomes, QueueStep, Ticket, Time};
+use tidegate_policy::outbound;
+use tidegate_runtime::random::random_u64;
+use tidegate_store::lock::{Lock, LockGuard};
+use tidegate_store::{Answer, Store, StoreError};
+use tokio::runtime::Handle;
+
+use super::{CallErrorKind, Urgency};
+use timer::{Timer, TimerSignals};
+
+/// What all calls to one provider share.
+pub(super) struct ProviderInner<S, C> {
+    pub outbound_config: Arc<outbound::OutboundConfig>,
+    index: usize,
+    pub rules: CallRules,
+    pub store: Arc<S>,
+    pub clock: C,
+    dispatcher: Lock<Dispatcher>,
+    timer_signals: Arc<TimerSignals>,
+    peer_votes: PeerVotes,
+}
+
+/// What the nodes that share a provider have found of it.
+#[derive(Default)]
+struct PeerVotes {
+    /// Whether more than half of them said last that it fails.
+    majority_failing: AtomicBool,
+    /// The breaker's generation since it was opened for that; 0 before.
+    tripped_generation: AtomicU64,
+}
+
+struct Dispatcher {
+    context: StepContext,
+    /// The calls that wait, or whose verdict waits for them. Bounded by what the lanes let wait and what is in flight.
+    waiting_calls: Slab<WaitingCall>,
+    /// Where a queued call is parked, by its ticket's index.
+    waiting_by_ticket: Vec<Option<usize>>,
+    /// When the timer wakes, if one runs.
+    timer_wakes_at: Time,
+    /// The moment of the last step.
+    last_step_at: Time,
+}
+
+/// What a step of the machine needs besides its call.
+struct StepContext {
+    state: ProviderState,
+    rng: SmallRng,
+    /// Where the last call that waits was polled.
+    runtime: Option<Handle>,
+}
+
+struct WaitingCall {
+    call: Call,
+    waker: Option<Waker>,
+    result: Option<DispatchResult>,
+    urgency: Option<Urgency>,
+}
+
+/// What became of a call's turn: the credential to send it with, or why it ends.
+pub(super) type DispatchResult = Result<usize, CallErrorKind>;
+
+impl Dispatcher {
+    fn waiting_index(&self, ticket: Ticket) -> Option<usize> {
+        let index = self.waiting_by_ticket.get(ticket.index()).copied().flatten()?;
+        (self.waiting_calls.get(index)?.call.ticket() == Some(ticket)).then_some(index)
+    }
+
+    fn add_waiting(&mut self, call: Call, ticket: Ticket, urgency: Option<Urgency>) -> usize {
+        self.context.runtime = Handle::try_current().ok().or_else(|| self.context.runtime.take());
+        let index = self.waiting_calls.insert(WaitingCall { call, waker: None, result: None, urgency });
+        if self.waiting_by_ticket.len() <= ticket.index() {
+            self.waiting_by_ticket.resize(ticket.index() + 1, None);
+        }
+        self.waiting_by_ticket[ticket.index()] = Some(index);
+        index
+    }
+
+    fn remove_waiting(&mut self, index: usize) -> Option<WaitingCall> {
+        let waiting_call = self.waiting_calls.try_remove(index)?;
+        if let Some(urgency) = &waiting_call.urgency {
+            urgency.clear_waiting_index();
+        }
+        if self.waiting_calls.is_empty() && self.waiting_calls.capacity() > MAX_IDLE_CAPACITY {
+            self.waiting_calls.shrink_to_fit();
+        }
+        Some(waiting_call)
+    }
+
+    fn set_result(&mut self, index: usize, result: DispatchResult) {
+        if let Some(waiting_call) = self.waiting_calls.get_mut(index) {
+            waiting_call.result = Some(result);
+            if let Some(waker) = waiting_call.waker.take() {
+                waker.wake();
+            }
+        }
+    }
+}
+
+/// How many places are kept for calls to come when nobody waits.
+const MAX_IDLE_CAPACITY: usize = 1024;
+
+/// The call in whose name the floor was entered, so that what is decided at once never has to be parked.
+struct InlineCall<'a> {
+    call: &'a mut Call,
+    result: Option<DispatchResult>,
+}
+
+impl<S, C> ProviderInner<S, C> {
+    pub(super) fn config(&self) -> &outbound::ProviderConfig {
+        &self.outbound_config.providers()[self.index]
+    }
+}
+
+impl<S: Store, C: Clock> ProviderInner<S, C> {
+    pub(super) fn new(
+        outbound_config: Arc<outbound::OutboundConfig>,
+        index: usize,
+        rules: CallRules,
+        state: ProviderState,
+        store: Arc<S>,
+        clock: C,
+    ) -> Self {
+        let context = StepContext { state, rng: SmallRng::seed_from_u64(random_u64()), runtime: None };
+        let dispatcher = Dispatcher {
+            context,
+            waiting_calls: Slab::new(),
+            waiting_by_ticket: Vec::new(),
+            timer_wakes_at: Time::NEVER,
+            last_step_at: Time::ZERO,
+        };
+        Self {
+            outbound_config,
+            index,
+            rules,
+            store,
+            clock,
+            dispatcher: Lock::new(dispatcher),
+            timer_signals: Arc::default(),
+            peer_votes: PeerVotes::default(),
+        }
+    }
+
+    fn lock(&self) -> LockGuard<'_, Dispatcher> {
+        // A panic can only have come from a waker, when the machine had made its step.
+        self.dispatcher.lock()
+    }
+
+    /// Enters to change something, at this moment.
+    fn lock_for_step(&self) -> (LockGuard<'_, Dispatcher>, Time) {
+        let dispatcher = self.lock();
+        self.begin_step_at(dispatcher, self.clock.now())
+    }
+
+    fn begin_step_at<'a>(
+        &self,
+        mut dispatcher: LockGuard<'a, Dispatcher>,
+        now: Time,
+    ) -> (LockGuard<'a, Dispatcher>, Time) {
+        dispatcher.last_step_at = now;
+        if let Some(hours) = &self.config().hours {
+            dispatcher.context.state.lanes.pause(Lane::Background, hours.next_within(now));
+        }
+        (dispatcher, now)
+    }
+
+    /// Lets a call that isn't parked make its step, tells the store what it asks for, and lets those go whose turn it is now.
+    fn run_step<T>(self: &Arc<Self>, step: impl FnOnce(&mut StepContext, Time) -> T) -> (T, Time) {
+        let (mut dispatcher, now) = self.lock_for_step();
+        let dispatcher = &mut *dispatcher;
+        let done = step(&mut dispatcher.context, now);
+        self.submit_updates(&dispatcher.context.state, now);
+        self.dispatch(dispatcher, None, now);
+        (done, now)
+    }
+
+    /// Looks at the desk.
+    pub(super) fn inspect<T>(&self, look: impl FnOnce(&ProviderState, Time) -> T) -> T {
+        let dispatcher = self.lock();
+        look(&dispatcher.context.state, self.clock.now())
+    }
+
+    /// Tells the other nodes whether this one has found that the provider fails, and opens its breaker when more than
+    /// half of them have. One node's bad way to the provider so stops nobody else.
+    pub(super) async fn run_vote_exchange(self: &Arc<Self>) {
+        let (topic, reports_failure) = self.inspect(|state, now| {
+            let open = matches!(state.breaker.state(now), BreakerState::Open | BreakerState::HalfOpen);
+            let found =
+                open && state.breaker.generation() != self.peer_votes.tripped_generation.load(Ordering::Relaxed);
+            (Key::new(self.rules.key.hi(), !self.rules.key.lo()), found)
+        });
+        let Some(votes) = self.store.vote(topic, reports_failure, self.clock.now()) else { return };
+        let Some(votes) = votes.await else { return };
+        // Once for each verdict: who has seen since that the provider works again isn't stopped by what others still say.
+        if votes.carry() && !self.peer_votes.majority_failing.swap(true, Ordering::Relaxed) {
+            self.run_step(|StepContext { state, rng, .. }, now| {
+                if state.breaker.trip(now, rng) {
+                    self.peer_votes.tripped_generation.store(state.breaker.generation(), Ordering::Relaxed);
+                }
+            });
+        } else if !votes.carry() {
+            self.peer_votes.majority_failing.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Lets a held call enter the queue, and decides about it at once where that is possible; else it is parked. `began_at`
+    /// is when the caller looked at the clock, if that was just now: it still is where nobody has to be waited for.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        slot: &mut CallSlot,
+        urgency: Option<&Urgency>,
+        started_at: Option<Time>,
+    ) -> StartOutcome {
+        // And where nothing has happened since, or windows would count the call at another moment than it believes.
+        let uncontended =
+            started_at.and_then(|at| Some((self.dispatcher.try_lock().filter(|floor| floor.last_step_at <= at)?, at)));
+        let (mut dispatcher, now) = match uncontended {
+            Some((floor, at)) => self.begin_step_at(floor, at),
+            None => self.lock_for_step(),
+        };
+        let dispatcher = &mut *dispatcher;
+        let call = slot.call();
+        if let Some(urgency) = urgency {
+            call.raise(urgency.lane(), &mut dispatcher.context.state, now);
+        }
+        let state = &mut dispatcher.context.state;
+        let started = call.start(state, now);
+        self.submit_updates(state, now);
+        if let Err(failure) = started {
+            return StartOutcome::Decided(Err(self.failed(failure)), now);
+        }
+        let mut inline_call = InlineCall { call, result: None };
+        self.dispatch(dispatcher, Some(&mut inline_call), now);
+        if let Some(result) = inline_call.result {
+            return StartOutcome::Decided(result, now);
+        }
+        if call.cancel_queued_hedge(&mut dispatcher.context.state) {
+            return StartOutcome::Decided(Err(CallErrorKind::DeadlineExceeded), now);
+        }
+        let ticket = call.ticket().expect("invariant: a call that has entered and isn't decided about is in the queue");
+        let index = dispatcher.add_waiting(slot.take(), ticket, urgency.cloned());
+        *slot = CallSlot::Waiting(index);
+        if let Some(urgency) = urgency {
+            urgency.set_waiting_index(index);
+        }
+        StartOutcome::Waiting(index)
+    }
+
+    /// The call of a second request beside this call's; `None` if the retry budget is spent.
+    pub(super) fn new_hedge(&self, call: &Call) -> Option<Call> {
+        self.inspect(|state, _| call.new_hedge(state))
+    }
+
+    /// Learns how a request failed beside which another is still under way.
+    pub(super) fn hedge_lost(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) {
+        self.run_step(|StepContext { state, rng, .. }, now| call.hedge_lost(&self.rules, state, reply, now, rng));
+    }
+
+    /// Waits for the verdict about a parked call.
+    pub(super) async fn wait_for_result(self: &Arc<Self>, index: usize) -> (Call, DispatchResult, Time) {
+        let mut timer_stopped = pin!(self.timer_signals.stopped.notified());
+        poll_fn(|context| {
+            // Before the look at whether a timer runs, so that the end of one can't be missed in between.
+            while timer_stopped.as_mut().poll(context).is_ready() {
+                timer_stopped.set(self.timer_signals.stopped.notified());
+            }
+            let dispatcher = &mut *self.lock();
+            let waiting_call = dispatcher
+                .waiting_calls
+                .get_mut(index)
+                .expect("invariant: a call stays parked until its future takes it");
+            match waiting_call.result.take() {
+                Some(result) => {
+                    let waiting_call = dispatcher.remove_waiting(index).expect("invariant: it was there a moment ago");
+                    Poll::Ready((waiting_call.call, result, self.clock.now()))
+                }
+                None => {
+                    match &mut waiting_call.waker {
+                        Some(waker) => waker.clone_from(context.waker()),
+                        waker => *waker = Some(context.waker().clone()),
+                    }
+                    if !self.timer_signals.is_running.load(Ordering::Acquire) && Handle::try_current().is_ok() {
+                        self.schedule_wake(dispatcher, dispatcher.timer_wakes_at);
+                    }
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+
+    /// Learns how an attempt ended.
+    pub(super) fn handle_reply(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
+        self.run_step(|StepContext { state, rng, .. }, now| call.handle_reply(&self.rules, state, reply, now, rng))
+    }
+
+    /// The reply's body has ended; it cost this much, if that is known now.
+    pub(super) fn end_in_flight(self: &Arc<Self>, in_flight: &mut InFlight, cost: Option<u64>) {
+        let (mut dispatcher, now) = self.lock_for_step();
+        let dispatcher = &mut *dispatcher;
+        let state = &mut dispatcher.context.state;
+        in_flight.end(state);
+        if let Some(cost) = cost {
+            in_flight.correct_cost(&self.rules, state, cost);
+            self.submit_updates(state, now);
+            state.lanes.clear_refusals();
+        }
+        self.dispatch(dispatcher, None, now);
+    }
+
+    /// A credential's login has failed.
+    pub(super) fn handle_renewal_failure(self: &Arc<Self>, call: &mut Call, credential: usize) {
+        self.run_step(|StepContext { state, .. }, now| {
+            call.handle_renewal_failure(&self.rules, state, credential, now)
+        });
+    }
+
+    /// Nobody waits any more for a call that isn't parked.
+    pub(super) fn cancel(self: &Arc<Self>, call: &mut Call) {
+        self.run_step(|StepContext { state, rng, .. }, now| {
+            call.cancel(&self.rules, state, Delivery::Unknown, now, rng)
+        });
+    }
+
+    /// Nobody waits any more for a call that is parked.
+    pub(super) fn cancel_waiting(self: &Arc<Self>, index: usize) {
+        let (mut dispatcher, now) = self.lock_for_step();
+        let dispatcher = &mut *dispatcher;
+        let Some(mut waiting_call) = dispatcher.remove_waiting(index) else { return };
+        let StepContext { state, rng, .. } = &mut dispatcher.context;
+        // Even if it has been granted its turn, nothing was sent.
+        waiting_call.call.cancel(&self.rules, state, Delivery::Unsent, now, rng);
+        self.submit_updates(state, now);
+        self.dispatch(dispatcher, None, now);
+    }
+
+    /// Moves a parked call up.
+    pub(super) fn raise(self: &Arc<Self>, urgency: &Urgency) {
+        let (mut dispatcher, now) = self.lock_for_step();
+        let dispatcher = &mut *dispatcher;
+        let Some(index) = urgency.waiting_index() else { return };
+        let Some(waiting_call) = dispatcher.waiting_calls.get_mut(index) else { return };
+        waiting_call.call.raise(urgency.lane(), &mut dispatcher.context.state, now);
+        self.dispatch(dispatcher, None, now);
+    }
+
+    fn failed(&self, failure: CallFailure) -> CallErrorKind {
+        CallErrorKind::new(&self.outbound_config, failure)
+    }
+
+    fn submit_updates(&self, state: &ProviderState, now: Time) {
+        if let Some(batch) = state.store_requests.updates() {
+            self.store.tell(batch, now);
+        }
+    }
+
+    /// Lets the lanes name calls until they say to sleep, carries on each that they name, and sets the timer.
+    fn dispatch(self: &Arc<Self>, dispatcher: &mut Dispatcher, inline_call: Option<&mut InlineCall<'_>>, now: Time) {
+        let at = self.dispatch_due(dispatcher, inline_call, now);
+        self.schedule_wake(dispatcher, at);
+    }
+
+    /// Carries on whom the lanes name; returns until when they say to sleep.
+    fn dispatch_due(
+        self: &Arc<Self>,
+        dispatcher: &mut Dispatcher,
+        mut inline_call: Option<&mut InlineCall<'_>>,
+        now: Time,
+    ) -> Time {
+        loop {
+            let (ticket, expired) = match dispatcher.context.state.lanes.poll(now) {
+                QueueStep::Sleep(at) => return at,
+                QueueStep::AskStore(ticket) => (ticket, false),
+                QueueStep::Expired(ticket) => (ticket, true),
+            };
+            if let Some(own) = inline_call.as_mut().filter(|own| own.call.ticket() == Some(ticket)) {
+                own.result = self.advance(own.call, ticket, expired, &mut dispatcher.context, now);
+            } else if let Some(index) = dispatcher.waiting_index(ticket) {
+                let call = &mut dispatcher.waiting_calls[index].call;
+                if let Some(result) = self.advance(call, ticket, expired, &mut dispatcher.context, now) {
+                    dispatcher.set_result(index, result);
+                }
+            } else {
+                dispatcher.context.state.lanes.cancel(ticket);
+            }
+        }
+    }
+
+    /// A named call's turn, or its end; `None` if it waits on.
+    #[inline]
+    fn advance(
+        self: &Arc<Self>,
+        call: &mut Call,
+        ticket: Ticket,
+        expired: bool,
+        context: &mut StepContext,
+        now: Time,
+    ) -> Option<DispatchResult> {
+        let StepContext { state, rng, .. } = context;
+        let progress = match expired {
+            true => CallProgress::Fail(call.handle_expiry(state)),
+            false => call.handle_turn(&self.rules, state, now, rng),
+        };
+        self.resolve_step(progress, call, ticket, context, now)
+    }
+
+    /// Follows a step to a verdict, asking the store as often as its answers lead to further questions; `None` if the call
+    /// waits on, or an answer has to be waited for.
+    fn resolve_step(
+        self: &Arc<Self>,
+        mut progress: CallProgress,
+        call: &mut Call,
+        ticket: Ticket,
+        context: &mut StepContext,
+        now: Time,
+    ) -> Option<DispatchResult> {
+        loop {
+            self.submit_updates(&context.state, now);
+            match progress {
+                CallProgress::AskStore => {}
+                CallProgress::Send { credential } => return Some(Ok(credential)),
+                CallProgress::Fail(failure) => return Some(Err(self.failed(failure))),
+                CallProgress::Wait => return None,
+            }
+            match self.store.apply(context.state.store_requests.reservation(), now) {
+                // Not moved out: answers are large.
+                Answer::Ready(ref outcomes) => progress = self.handle_outcomes(call, outcomes, context, now),
+                Answer::Later(answer) => {
+                    let Some(runtime) = Handle::try_current().ok().or_else(|| context.runtime.clone()) else {
+                        call.handle_store_error(&mut context.state);
+                        let error = StoreError::Failed("there is no runtime to wait in".to_owned());
+                        return Some(Err(CallErrorKind::Store(error)));
+                    };
+                    let (provider, batch) = (Arc::clone(self), context.state.store_requests.reservation().clone());
+                    runtime.spawn(async move { provider.handle_store_answer(ticket, &batch, answer.await) });
+                    return None;
+                }
+            }
+        }
+    }
+
+    fn handle_outcomes(
+        &self,
+        call: &mut Call,
+        outcomes: &Outcomes,
+        context: &mut StepContext,
+        now: Time,
+    ) -> CallProgress {
+        let StepContext { state, rng, .. } = context;
+        call.handle_outcomes(&self.rules, self.store.limits(), state, outcomes, now, rng)
+    }
+
+    /// A store has answered that had to be waited for.
+    fn handle_store_answer(self: &Arc<Self>, ticket: Ticket, batch: &Batch, answer: Result<Outcomes, StoreError>) {
+        let (mut dispatcher, now) = self.lock_for_step();
+        let dispatcher = &mut *dispatcher;
+        match (dispatcher.waiting_index(ticket), answer) {
+            (Some(index), Ok(outcomes)) => {
+                let Dispatcher { context, waiting_calls, .. } = dispatcher;
+                let call = &mut waiting_calls[index].call;
+                let progress = self.handle_outcomes(call, &outcomes, context, now);
+                let result = self.resolve_step(progress, call, ticket, context, now);
+                if let Some(result) = result {
+                    dispatcher.set_result(index, result);
+                }
+            }
+            (Some(index), Err(error)) => {
+                dispatcher.waiting_calls[index].call.handle_store_error(&mut dispatcher.context.state);
+                dispatcher.set_result(index, Err(CallErrorKind::Store(error)));
+            }
+            (None, Ok(outcomes)) => {
+                if let Some(refund) = Call::refund_after_cancel(&self.rules, batch, &outcomes) {
+                    self.store.tell(&refund, now);
+                }
+                dispatcher.context.state.lanes.clear_refusals();
+            }
+            (None, Err(_)) => {}
+        }
+        self.dispatch(dispatcher, None, now);
+    }
+
+    /// Sees to it that somebody enters at this moment at the latest.
+    fn schedule_wake(self: &Arc<Self>, dispatcher: &mut Dispatcher, at: Time) {
+        let is_running = self.timer_signals.is_running.load(Ordering::Acquire);
+        if at.is_never() || is_running && dispatcher.timer_wakes_at <= at {
+            return;
+        }
+        dispatcher.timer_wakes_at = at;
+        if is_running {
+            self.timer_signals.reschedule.notify_one();
+        } else if let Some(runtime) = Handle::try_current().ok().or_else(|| dispatcher.context.runtime.clone()) {
+            self.timer_signals.is_running.store(true, Ordering::Release);
+            // Dropped at once if the runtime is shutting down, which this lock must not be in the way of.
+            runtime.spawn(Timer::new(self).run());
+        }
+    }
+}
+
+impl<S, C> Drop for ProviderInner<S, C> {
+    fn drop(&mut self) {
+        self.timer_signals.reschedule.notify_one();
+    }
+}
+
+/// Where a call under way is.
+pub(super) enum CallSlot {
+    /// With its own task.
+    Owned(Call),
+    /// On the floor, where it waits.
+    Waiting(usize),
+    /// Nowhere: it is over.
+    Finished,
+}
+
+impl CallSlot {
+    pub(super) fn call(&mut self) -> &mut Call {
+        match self {
+            Self::Owned(call) => call,
+            Self::Waiting(_) | Self::Finished => {
+                unreachable!("a call is held until it is parked, and from its turn to its end")
+            }
+        }
+    }
+
+    pub(super) fn take(&mut self) -> Call {
+        match std::mem::replace(self, Self::Finished) {
+            Self::Owned(call) => call,
+            Self::Waiting(_) | Self::Finished => {
+                unreachable!("a call is held until it is parked, and from its turn to its end")
+            }
+        }
+    }
+}
+
+/// What became of a call that wanted to enter.
+pub(super) enum StartOutcome {
+    /// It goes at once, or is over.
+    Decided(DispatchResult, Time),
+    /// It waits here.
+    Waiting(usize),
+}

@@ -1,0 +1,294 @@
+//! Why a call has no good reply, in Rust and as JSON.
+
+use std::fmt;
+
+use serde::Serialize;
+use tidegate_core::breaker::BreakerState;
+use tidegate_core::call::CallFailure;
+use tidegate_core::retry::{NoRetryReason, UnreplayableReason};
+use tidegate_core::time::UtcText;
+use tidegate_core::{Lane, Span, Time};
+use tidegate_policy::outbound::OutboundConfig;
+use tidegate_store::StoreError;
+
+use super::CallStats;
+
+/// A call without a good reply.
+#[derive(Debug)]
+pub struct CallError<T = ()> {
+    /// Whom it was for.
+    pub provider: String,
+    /// Why it failed.
+    pub kind: CallErrorKind,
+    /// The last reply, if that is what failed it: to be passed on, as it says more than an error of ours could.
+    pub last_reply: Option<T>,
+    /// What happened until then.
+    pub stats: CallStats,
+    /// When it failed.
+    pub failed_at: Time,
+}
+
+/// Why a call failed.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CallErrorKind {
+    /// The provider failed too often: its breaker is open, or all that may try it are under way.
+    #[error("the circuit breaker is {}", state.name())]
+    Unavailable {
+        /// What the breaker does.
+        state: BreakerState,
+        /// The failures that opened it.
+        failures: u32,
+        /// After how long it may let a call through.
+        reset_in: Span,
+    },
+    /// A limit has no room before the call's deadline.
+    #[error("the limit `{limit}` has no room before the deadline")]
+    RateLimited {
+        /// Which limit.
+        limit: String,
+        /// When the call could be sent; `None` if never.
+        earliest: Option<Time>,
+    },
+    /// The pace that the provider is found to bear has no room before the call's deadline.
+    #[error("the provider's pace has no room before the deadline")]
+    Paced {
+        /// When the call could be sent.
+        earliest: Time,
+    },
+    /// A calendar quota is spent.
+    #[error("the quota `{limit}` is spent")]
+    QuotaSpent {
+        /// Which limit.
+        limit: String,
+        /// When its next period begins; `None` if no period has room for the call.
+        resets_at: Option<Time>,
+    },
+    /// No credential is good before the deadline.
+    #[error("all credentials are cooling down")]
+    CredentialsCooling {
+        /// When the first is good again; `None` if none comes back by itself.
+        earliest: Option<Time>,
+    },
+    /// The call's lane rests until after the deadline.
+    #[error("background calls rest outside their hours")]
+    LanePaused {
+        /// When it goes on.
+        until: Time,
+    },
+    /// As many calls wait as may.
+    #[error("the queue of the {} lane is full", lane.name())]
+    QueueFull {
+        /// In which lane.
+        lane: Lane,
+    },
+    /// The deadline passed while the call waited for its turn, or for a reply that it left hardly any time for.
+    #[error("the deadline passed before there was a reply")]
+    DeadlineExceeded,
+    /// No attempt succeeded.
+    #[error("none of {attempts} attempts succeeded")]
+    RetriesExhausted {
+        /// How many there were, other credentials' not counted.
+        attempts: u32,
+    },
+    /// The provider asks for a longer pause than calls wait.
+    #[error("the provider asks to be left alone for {} s", retry_after.as_secs_ceil())]
+    RetryAfterTooLong {
+        /// For how long.
+        retry_after: Span,
+    },
+    /// The next attempt would come too late.
+    #[error("the next attempt would come after the deadline")]
+    NoTimeLeft {
+        /// When it would come.
+        earliest: Time,
+    },
+    /// The request may have been carried out, and must not be twice.
+    #[error("the request isn't idempotent and has no idempotency key, so it isn't sent again")]
+    NotIdempotent,
+    /// The request can't be sent again.
+    #[error("the request can't be sent again: {}", unreplayable_text(.0))]
+    Unreplayable(UnreplayableReason),
+    /// The provider fails too many calls for all of them to be tried again.
+    #[error("the provider's retry budget is spent")]
+    BudgetSpent,
+    /// What the reply says is final.
+    #[error("the reply says that another attempt would fare no better")]
+    Final,
+    /// The store broke.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+fn unreplayable_text(reason: &UnreplayableReason) -> &'static str {
+    match reason {
+        UnreplayableReason::BodyTooLarge => "its body is larger than what is kept for another attempt",
+        UnreplayableReason::OneShotBody => "its body can be read only once",
+    }
+}
+
+impl CallErrorKind {
+    /// The status that tells it to whoever asked.
+    fn status(&self) -> u16 {
+        match self {
+            Self::RateLimited { .. }
+            | Self::Paced { .. }
+            | Self::QuotaSpent { .. }
+            | Self::CredentialsCooling { .. }
+            | Self::RetryAfterTooLong { .. } => 429,
+            Self::Unavailable { .. } | Self::LanePaused { .. } | Self::QueueFull { .. } | Self::Store(_) => 503,
+            Self::DeadlineExceeded | Self::NoTimeLeft { .. } => 504,
+            Self::RetriesExhausted { .. }
+            | Self::NotIdempotent
+            | Self::Unreplayable(_)
+            | Self::BudgetSpent
+            | Self::Final => 502,
+        }
+    }
+
+    fn error_name(&self) -> &'static str {
+        match self {
+            Self::Unavailable { .. } => "ProviderUnavailableError",
+            Self::RateLimited { .. } | Self::Paced { .. } => "RateLimitedError",
+            Self::QuotaSpent { .. } => "QuotaSpentError",
+            Self::CredentialsCooling { .. } => "CredentialsCoolingError",
+            Self::LanePaused { .. } => "OutsideHoursError",
+            Self::QueueFull { .. } => "QueueFullError",
+            Self::DeadlineExceeded | Self::NoTimeLeft { .. } => "DeadlineExceededError",
+            Self::RetriesExhausted { .. } | Self::BudgetSpent => "RetriesExhaustedError",
+            Self::RetryAfterTooLong { .. } => "RetryAfterTooLongError",
+            Self::NotIdempotent => "NotIdempotentError",
+            Self::Unreplayable(_) => "UnreplayableBodyError",
+            Self::Final => "UpstreamError",
+            Self::Store(_) => "StoreError",
+        }
+    }
+}
+
+impl CallErrorKind {
+    pub(super) fn new(config: &OutboundConfig, failure: CallFailure) -> Self {
+        let name = |limit| config.limit_info(limit).name.clone();
+        let known_time = |at: Time| (!at.is_never()).then_some(at);
+        match failure {
+            CallFailure::Unavailable(refusal) => {
+                Self::Unavailable { state: refusal.state, failures: refusal.failures, reset_in: refusal.reset_in }
+            }
+            CallFailure::RateLimited { limit, earliest } => {
+                Self::RateLimited { limit: name(limit), earliest: known_time(earliest) }
+            }
+            CallFailure::QuotaSpent { limit, resets_at } => {
+                Self::QuotaSpent { limit: name(limit), resets_at: known_time(resets_at) }
+            }
+            CallFailure::Paced { earliest } => Self::Paced { earliest },
+            CallFailure::CredentialsCooling { earliest } => Self::CredentialsCooling { earliest: known_time(earliest) },
+            CallFailure::LanePaused { until } => Self::LanePaused { until },
+            CallFailure::QueueFull(full) => Self::QueueFull { lane: full.lane },
+            CallFailure::DeadlineExceeded => Self::DeadlineExceeded,
+            CallFailure::NotRetried(reason) => match reason {
+                NoRetryReason::Final => Self::Final,
+                NoRetryReason::NotIdempotent => Self::NotIdempotent,
+                NoRetryReason::Unreplayable(why) => Self::Unreplayable(why),
+                NoRetryReason::Exhausted { attempts } => Self::RetriesExhausted { attempts },
+                NoRetryReason::RetryAfterTooLong { retry_after } => Self::RetryAfterTooLong { retry_after },
+                NoRetryReason::Deadline { earliest } => Self::NoTimeLeft { earliest },
+                NoRetryReason::BudgetSpent => Self::BudgetSpent,
+            },
+        }
+    }
+}
+
+impl<T> CallError<T> {
+    /// After how long another call has a chance, as far as that is known.
+    pub fn retry_after(&self) -> Option<Span> {
+        let at = |moment: Time| Some(moment.since(self.failed_at));
+        match self.kind {
+            CallErrorKind::Unavailable { reset_in, .. } => Some(reset_in),
+            CallErrorKind::RateLimited { earliest: moment, .. }
+            | CallErrorKind::QuotaSpent { resets_at: moment, .. }
+            | CallErrorKind::CredentialsCooling { earliest: moment } => moment.and_then(at),
+            CallErrorKind::LanePaused { until: moment }
+            | CallErrorKind::NoTimeLeft { earliest: moment }
+            | CallErrorKind::Paced { earliest: moment } => at(moment),
+            CallErrorKind::RetryAfterTooLong { retry_after } => Some(retry_after),
+            _ => None,
+        }
+    }
+
+    /// The HTTP status that tells it: 429 for a limit, 502, 503 or 504 for a failure.
+    pub fn status(&self) -> u16 {
+        self.kind.status()
+    }
+
+    /// The error as JSON tells it.
+    pub fn to_body(&self) -> CallErrorBody<'_> {
+        let (mut retry_after, mut attempts) = (self.retry_after(), Some(self.stats.attempts));
+        let (mut state, mut failure_count, mut reset_in) = (None, None, None);
+        let message = match &self.kind {
+            CallErrorKind::Unavailable { state: found, failures, reset_in: span } => {
+                state = Some(found.name());
+                failure_count = Some(*failures);
+                reset_in = Some(span.as_micros().div_ceil(1000));
+                (retry_after, attempts) = (None, None);
+                format!("Circuit breaker is {} for {}", found.name(), self.provider)
+            }
+            why => format!("{}: {why}", self.provider),
+        };
+        let limit = match &self.kind {
+            CallErrorKind::RateLimited { limit, .. } | CallErrorKind::QuotaSpent { limit, .. } => Some(limit.as_str()),
+            _ => None,
+        };
+        CallErrorBody {
+            error: self.kind.error_name(),
+            message,
+            provider: &self.provider,
+            state,
+            failure_count,
+            reset_in,
+            limit,
+            retry_after: retry_after.map(Span::as_secs_ceil),
+            earliest: retry_after.map(|span| UtcText::from(self.failed_at + span).to_string()),
+            attempts,
+        }
+    }
+}
+
+impl<T> fmt::Display for CallError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the call to {} failed: {}", self.provider, self.kind)
+    }
+}
+
+impl<T: fmt::Debug> std::error::Error for CallError<T> {}
+
+/// A call's failure as programs read it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CallErrorBody<'a> {
+    /// What kind: `ProviderUnavailableError`, `RateLimitedError` …
+    pub error: &'static str,
+    /// What happened, in words.
+    pub message: String,
+    /// Whom the call was for.
+    pub provider: &'a str,
+    /// Of an open breaker: `open` or `half-open`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state: Option<&'static str>,
+    /// The failures that opened it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failure_count: Option<u32>,
+    /// After how many milliseconds it may let a call through.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reset_in: Option<u64>,
+    /// The limit that has no room.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limit: Option<&'a str>,
+    /// After how many seconds another call has a chance, rounded up; of an open breaker, `reset_in` says it.
+    #[serde(rename = "retry_after", skip_serializing_if = "Option::is_none")]
+    pub retry_after: Option<u64>,
+    /// The same as a moment, in UTC: `2026-11-21 12:01:45Z`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub earliest: Option<String>,
+    /// How many requests were sent; not of an open breaker.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attempts: Option<u32>,
+}

@@ -1,0 +1,544 @@
+//! Calls to other people's APIs: inside their limits, in order of importance, and home through failures.
+//!
+//! An [`Outbound`] holds the providers of a policy. [`Provider::call`] drives one call through the machine of
+//! [`tidegate_core::call`]: it waits for its turn, sends by way of your [`Upstream`], and tries again where that is
+//! worth it, harmless, possible and in time.
+//!
+//! State is this process' own. What should outlive it, spent quotas and cool-downs, a [`Snapshot`] keeps in a file.
+//!
+//! It has to be polled within a tokio runtime whose timers are enabled.
+
+mod attempt_classifier;
+#[cfg(feature = "cache")]
+pub mod cache;
+mod call_headers;
+mod causes;
+mod cost;
+mod credential;
+mod dispatcher;
+mod error;
+mod exchange;
+mod hedge;
+mod login;
+#[cfg(feature = "reqwest")]
+mod middleware;
+mod path;
+mod progress_timeout;
+mod replay;
+mod reply_body;
+mod reply_headers;
+mod service;
+mod snapshot;
+mod sse;
+mod target;
+
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use attempt_classifier::AttemptClassifier;
+pub use attempt_classifier::{HeadClassification, fault_of};
+pub use call_headers::{
+    CallHeaderError, IDEMPOTENCY_KEY, TIDEGATE_PRIORITY, TIDEGATE_TIMEOUT, has_idempotency_key, take_call_options,
+};
+pub use causes::causes;
+pub use credential::CredentialError;
+use credential::Credentials;
+use dispatcher::{CallSlot, DispatchResult, ProviderInner, StartOutcome};
+pub use error::{CallError, CallErrorBody, CallErrorKind};
+pub use exchange::{BoxError, SendError};
+pub use login::LoginError;
+use login::{LoginToken, Logins};
+#[cfg(feature = "reqwest")]
+pub use middleware::OutboundMiddleware;
+use replay::ReplayBuffer;
+pub use replay::{ReplayBody, ReplayError};
+pub use reply_body::OutboundBody;
+pub use service::{OutboundError, OutboundLayer, OutboundService};
+pub use snapshot::{Snapshot, SnapshotError};
+use target::Target;
+pub use target::TargetError;
+pub use tidegate_core::breaker::BreakerState;
+pub use tidegate_core::call::AttemptReport;
+use tidegate_core::call::{Call, InFlight, NextStep, ProviderState};
+pub use tidegate_core::retry::{Delivery, UnreplayableReason};
+pub use tidegate_core::{Class, Lane};
+use tidegate_core::{Clock, Span, Time};
+use tidegate_policy::outbound::{self, UnknownProviderError};
+use tidegate_policy::{KeySeed, Policy};
+use tidegate_store::{Losses, Memory, Store};
+
+use tidegate_runtime::clock::SystemClock;
+use tidegate_runtime::random::random_bytes;
+
+/// The providers of a policy. Cheap to clone; clones are the same.
+pub struct Outbound<S = Memory, C = SystemClock>(Arc<OutboundInner<S, C>>);
+
+struct OutboundInner<S, C> {
+    config: Arc<outbound::OutboundConfig>,
+    providers: Vec<Provider<S, C>>,
+    local_store: Arc<S>,
+    shared_store: Option<Arc<S>>,
+    clock: C,
+}
+
+impl<S, C> Clone for Outbound<S, C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<S, C> fmt::Debug for Outbound<S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(&self.0.providers).finish()
+    }
+}
+
+impl Outbound {
+    /// The providers of this policy, with state in this process' memory; `None` if it has no `[outbound]`.
+    pub fn new(policy: &Policy) -> Option<Self> {
+        Self::in_memory(policy, SystemClock::new())
+    }
+}
+
+impl<C: Clock + Clone> Outbound<Memory, C> {
+    /// The providers of this policy, with state in memory and a clock of your own.
+    pub fn in_memory(policy: &Policy, clock: C) -> Option<Self> {
+        let config = policy.outbound()?;
+        let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
+        let store = Memory::new(Arc::clone(config.limits()), max_bytes);
+        Some(Self::with_store(config.clone(), store, clock, &KeySeed::new(random_bytes())))
+    }
+}
+
+impl<S: Store, C: Clock + Clone> Outbound<S, C> {
+    /// Providers of these parts. `seed` is random where the store is this process' own, and the same for every node
+    /// where it is shared; the store's limits must be the plan's.
+    pub fn with_store(config: outbound::OutboundConfig, store: S, clock: C, seed: &KeySeed) -> Self {
+        Self::with_stores(config, store, None, clock, seed)
+    }
+
+    /// [`Outbound::with_store`] and a second store, for the providers that the plan says are shared.
+    pub fn with_stores(
+        config: outbound::OutboundConfig,
+        local_store: S,
+        shared: Option<S>,
+        clock: C,
+        seed: &KeySeed,
+    ) -> Self {
+        let (config, store, shared) = (Arc::new(config), Arc::new(local_store), shared.map(Arc::new));
+        let provider = |index: usize| {
+            let store = shared.as_ref().filter(|_| config.providers()[index].shared).unwrap_or(&store);
+            Provider::new(Arc::clone(&config), index, seed, Arc::clone(store), clock.clone())
+        };
+        let providers = (0..config.providers().len()).map(provider).collect();
+        Self(Arc::new(OutboundInner { config, providers, local_store: store, shared_store: shared, clock }))
+    }
+
+    /// What they are called by.
+    pub fn config(&self) -> &outbound::OutboundConfig {
+        &self.0.config
+    }
+
+    /// Every provider, in file order.
+    pub fn providers(&self) -> &[Provider<S, C>] {
+        &self.0.providers
+    }
+
+    /// The provider of this name.
+    ///
+    /// # Errors
+    /// There is none; the nearest name is told.
+    pub fn provider(&self, name: &str) -> Result<&Provider<S, C>, UnknownProviderError> {
+        let config = self.0.config.find(name)?;
+        let found = self.0.providers.iter().find(|provider| provider.config().name == config.name);
+        Ok(found.expect("invariant: there is a provider for each of the plan's"))
+    }
+
+    /// Tells other nodes which providers' breakers are open here, where the policy says that they are shared, and opens
+    /// those that are open in more than half of the nodes. To be called about once a second by whoever runs for long.
+    pub async fn run_vote_exchange(&self) {
+        for provider in self.providers().iter().filter(|provider| provider.config().shared) {
+            provider.0.run_vote_exchange().await;
+        }
+    }
+
+    /// The store's housekeeping, to be called about once a second by whoever runs for long.
+    pub fn maintain(&self) -> Losses {
+        let now = self.0.clock.now();
+        let local_losses = self.0.local_store.tend(now);
+        self.0.shared_store.as_ref().map_or(local_losses, |shared| local_losses.and(shared.tend(now)))
+    }
+}
+
+/// Somebody else's API as it is called. Cheap to clone; clones share limits, queue, breaker, budget and credentials.
+pub struct Provider<S = Memory, C = SystemClock>(Arc<ProviderInner<S, C>>);
+
+impl<S, C> Clone for Provider<S, C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<S, C> fmt::Debug for Provider<S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Provider").field("name", &self.0.config().name).finish_non_exhaustive()
+    }
+}
+
+/// What a call asks for.
+#[derive(Clone, Debug)]
+pub struct CallOptions {
+    /// How urgent it is. Default [`Lane::User`].
+    pub lane: Lane,
+    /// What it is expected to cost where a limit counts more than calls. Default 1.
+    pub cost: u64,
+    /// How long it may take in all. Default as its lane says.
+    pub timeout: Option<Duration>,
+    /// By which it can be made more urgent while it waits.
+    pub urgency: Option<Urgency>,
+}
+
+impl Default for CallOptions {
+    fn default() -> Self {
+        Self { lane: Lane::default(), cost: 1, timeout: None, urgency: None }
+    }
+}
+
+/// How requests are sent. The driver decides when, with which credential, and what a reply means for other calls.
+pub trait Upstream: Send {
+    /// What comes back.
+    type Reply: Send;
+
+    /// Sends one request, and tells what came of it by the attempt's deadline.
+    fn send(&mut self, attempt: Attempt) -> impl Future<Output = AttemptOutcome<Self::Reply>> + Send;
+
+    /// Another that sends the same request beside this one, where that does no harm and `hedge_after` asks for it. Never
+    /// by default.
+    fn clone_for_hedge(&self) -> Option<Self>
+    where
+        Self: Sized,
+    {
+        None
+    }
+
+    /// Whether a [`clone_for_hedge`](Self::clone_for_hedge) could send now, beside a request that has had no reply for `hedge_after`: that one was
+    /// sent indeed, and the whole request is at hand.
+    fn can_hedge(&self) -> bool {
+        true
+    }
+
+    /// Logs a credential in anew that wasn't accepted. Never asked for without a `login`.
+    ///
+    /// # Errors
+    /// What became of the login: [`Class::Auth`] leaves the credential out for a while if there is another.
+    fn renew_login(&mut self, _credential: usize) -> impl Future<Output = Result<(), Class>> + Send {
+        std::future::ready(Err(Class::Auth))
+    }
+}
+
+/// One request to be sent.
+#[derive(Clone, Copy, Debug)]
+pub struct Attempt {
+    /// The place of its credential in the provider's list.
+    pub credential: usize,
+    /// Which request of the call it is, from 1.
+    pub number: u32,
+    /// How long there is for its reply: until the call's deadline.
+    pub time_left: Duration,
+    /// Half of what an attempt is granted otherwise. That a provider doesn't answer, or take more of the request, for less
+    /// than this says nothing of it, and is to be told as [`Class::Cancelled`].
+    pub conclusive_after: Duration,
+}
+
+/// How a request ended.
+#[derive(Clone, Debug)]
+pub struct AttemptOutcome<T> {
+    /// What the call returns if this is its last request.
+    pub value: T,
+    /// What it means.
+    pub report: AttemptReport,
+}
+
+/// What happened on the way to a call's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallStats {
+    /// How many requests were sent, those beside others included.
+    pub attempts: u32,
+    /// For how long it waited for its turn and between attempts.
+    pub waited: Span,
+    /// The place in the provider's list of the last request's credential; of two beside each other, of that whose reply
+    /// counts.
+    pub credential: usize,
+}
+
+/// A call that has its reply.
+pub struct CompletedCall<T, S: Store = Memory, C: Clock = SystemClock> {
+    /// The reply to its last request.
+    pub value: T,
+    /// How it came about.
+    pub stats: CallStats,
+    /// To be kept until the reply has been read to its end.
+    pub in_flight_guard: InFlightGuard<S, C>,
+}
+
+/// A call that has failed, and the end of the reply that comes with its error, if one does.
+struct CallErrorWithGuard<T, S: Store, C: Clock> {
+    error: CallError<T>,
+    in_flight_guard: Option<InFlightGuard<S, C>>,
+}
+
+impl<T, S: Store, C: Clock> From<CallError<T>> for CallErrorWithGuard<T, S, C> {
+    fn from(error: CallError<T>) -> Self {
+        Self { error, in_flight_guard: None }
+    }
+}
+
+impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for CompletedCall<T, S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Done").field("value", &self.value).field("happened", &self.stats).finish_non_exhaustive()
+    }
+}
+
+/// The end of a call whose reply is still being read; dropping it says that it has been, or that nobody reads on.
+#[must_use = "dropping it ends the call"]
+pub struct InFlightGuard<S: Store = Memory, C: Clock = SystemClock> {
+    provider: Option<Arc<ProviderInner<S, C>>>,
+    in_flight: InFlight,
+}
+
+impl<S: Store, C: Clock> InFlightGuard<S, C> {
+    /// Tells what it cost, where a limit counts more than calls and the reply says so.
+    pub fn correct_cost(mut self, cost: u64) {
+        if let Some(provider) = self.provider.take() {
+            provider.end_in_flight(&mut self.in_flight, Some(cost));
+        }
+    }
+}
+
+impl<S: Store, C: Clock> fmt::Debug for InFlightGuard<S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tail").field("in_flight", &self.in_flight.is_in_flight()).finish_non_exhaustive()
+    }
+}
+
+impl<S: Store, C: Clock> Drop for InFlightGuard<S, C> {
+    fn drop(&mut self) {
+        if let Some(provider) = self.provider.take().filter(|_| self.in_flight.is_in_flight()) {
+            provider.end_in_flight(&mut self.in_flight, None);
+        }
+    }
+}
+
+impl<S: Store, C: Clock> Provider<S, C> {
+    fn new(
+        outbound_config: Arc<outbound::OutboundConfig>,
+        index: usize,
+        seed: &KeySeed,
+        store: Arc<S>,
+        clock: C,
+    ) -> Self {
+        let config = &outbound_config.providers()[index];
+        let rules = config.rules(seed);
+        let state = config.new_state(&rules);
+        Self(Arc::new(ProviderInner::new(outbound_config, index, rules, state, store, clock)))
+    }
+
+    /// What the policy says of it.
+    pub fn config(&self) -> &outbound::ProviderConfig {
+        self.0.config()
+    }
+
+    /// What it tells the time by.
+    pub fn clock(&self) -> &C {
+        &self.0.clock
+    }
+
+    /// Looks at its queue, breaker, budget and credentials as they stand now.
+    pub fn inspect<T>(&self, look: impl FnOnce(&ProviderState, Time) -> T) -> T {
+        self.0.inspect(look)
+    }
+
+    /// Makes a call: waits for its turn, sends, and tries again as the provider's rules say.
+    ///
+    /// Dropping the future gives everything back that the call holds.
+    ///
+    /// # Errors
+    /// Why there is no reply, or why the last one, which comes with the error, is not a good one. That one is in flight no
+    /// more.
+    pub async fn call<U: Upstream>(
+        &self,
+        options: CallOptions,
+        upstream: &mut U,
+    ) -> Result<CompletedCall<U::Reply, S, C>, CallError<U::Reply>> {
+        self.call_with_guard(options, upstream).await.map_err(|failed| failed.error)
+    }
+
+    /// [`call`](Self::call), but a reply that comes with the error is in flight until it has been read.
+    async fn call_with_guard<U: Upstream>(
+        &self,
+        options: CallOptions,
+        upstream: &mut U,
+    ) -> Result<CompletedCall<U::Reply, S, C>, CallErrorWithGuard<U::Reply, S, C>> {
+        let CallOptions { lane, cost, timeout, urgency } = options;
+        let lane = if self.config().sequential { Lane::User } else { lane };
+        let started_at = self.0.clock.now();
+        let deadline = timeout.map(|timeout| started_at + Span::from_duration(timeout));
+        let call = Call::new(&self.0.rules, lane, cost, deadline, started_at);
+        let urgency = urgency.as_ref();
+        let mut call_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(call) };
+        let mut stats = CallStats { attempts: 0, waited: Span::ZERO, credential: 0 };
+        let mut waiting_since = started_at;
+        loop {
+            let (result, now) =
+                call_guard.wait_for_turn(urgency, Some(started_at).filter(|_| stats.attempts == 0)).await;
+            stats.waited = stats.waited + now.since(waiting_since);
+            let credential = result.map_err(|why| self.call_error(why, None, stats))?;
+            stats.attempts += 1;
+            stats.credential = credential;
+            let attempt = self.new_attempt(call_guard.slot.call(), credential, stats, now);
+            let outcome = match self.config().hedge_after {
+                None => upstream.send(attempt).await,
+                // Two requests take more room than one, which calls without a hedge would pay for too.
+                Some(after) => Box::pin(self.send_hedged(upstream, after, attempt, &mut call_guard, &mut stats)).await,
+            };
+            let (next_step, now) = self.0.handle_reply(call_guard.slot.call(), &outcome.report);
+            waiting_since = now;
+            match next_step {
+                NextStep::Done => return Ok(call_guard.complete(outcome, stats)),
+                NextStep::Failed(failure) => {
+                    let CompletedCall { value, in_flight_guard, .. } = call_guard.complete(outcome, stats);
+                    let error =
+                        self.call_error(CallErrorKind::new(&self.0.outbound_config, failure), Some(value), stats);
+                    return Err(CallErrorWithGuard { error, in_flight_guard: Some(in_flight_guard) });
+                }
+                NextStep::RetryAt(at) => {
+                    // A reply that nobody will read holds its connection no longer.
+                    drop(outcome);
+                    if at > now {
+                        tokio::time::sleep(at.since(now).as_duration()).await;
+                    }
+                }
+                NextStep::RenewLogin { credential } => {
+                    if let Err(class) = Box::pin(upstream.renew_login(credential)).await {
+                        if class == Class::Auth {
+                            self.0.handle_renewal_failure(call_guard.slot.call(), credential);
+                        }
+                        return Ok(call_guard.complete(outcome, stats));
+                    }
+                }
+            }
+        }
+    }
+
+    /// How long a call of this lane may take that doesn't say so itself.
+    pub fn timeout(&self, lane: Lane) -> Duration {
+        self.0.rules.lane_rules[lane as usize].timeout.as_duration()
+    }
+
+    fn new_attempt(&self, call: &Call, credential: usize, stats: CallStats, now: Time) -> Attempt {
+        let time_left = call.deadline().since(now).as_duration();
+        let conclusive_after = self.timeout(call.lane()).min(self.config().attempt_timeout) / 2;
+        Attempt { credential, number: stats.attempts, time_left, conclusive_after }
+    }
+
+    /// Makes a call that is under way as urgent as this, if it still waits.
+    pub fn raise(&self, urgency: &Urgency, lane: Lane) {
+        if urgency.raise_to(lane) && !self.config().sequential {
+            self.0.raise(urgency);
+        }
+    }
+
+    fn call_error<T>(&self, why: CallErrorKind, value: Option<T>, stats: CallStats) -> CallError<T> {
+        CallError {
+            provider: self.config().name.clone(),
+            kind: why,
+            last_reply: value,
+            stats,
+            failed_at: self.0.clock.now(),
+        }
+    }
+}
+
+/// A call under way: gives back what it holds when it is dropped.
+struct CallGuard<'a, S: Store, C: Clock> {
+    provider: &'a Arc<ProviderInner<S, C>>,
+    slot: CallSlot,
+}
+
+impl<S: Store, C: Clock> CallGuard<'_, S, C> {
+    /// Waits until the call may be sent, or is over.
+    async fn wait_for_turn(&mut self, urgency: Option<&Urgency>, started_at: Option<Time>) -> (DispatchResult, Time) {
+        match self.provider.start(&mut self.slot, urgency, started_at) {
+            StartOutcome::Decided(verdict, now) => (verdict, now),
+            StartOutcome::Waiting(place) => {
+                let (call, result, now) = self.provider.wait_for_result(place).await;
+                self.slot = CallSlot::Owned(call);
+                (result, now)
+            }
+        }
+    }
+
+    fn complete<T>(&mut self, outcome: AttemptOutcome<T>, stats: CallStats) -> CompletedCall<T, S, C> {
+        let in_flight = self.slot.call().take_in_flight(stats.credential);
+        self.slot = CallSlot::Finished;
+        let in_flight_guard = InFlightGuard { provider: Some(Arc::clone(self.provider)), in_flight };
+        CompletedCall { value: outcome.value, stats, in_flight_guard }
+    }
+}
+
+impl<S: Store, C: Clock> Drop for CallGuard<'_, S, C> {
+    fn drop(&mut self) {
+        match &mut self.slot {
+            CallSlot::Owned(call) => self.provider.cancel(call),
+            CallSlot::Waiting(place) => self.provider.cancel_waiting(*place),
+            CallSlot::Finished => {}
+        }
+    }
+}
+
+/// By which a call can be made more urgent while it waits: for when somebody joins who can't wait as long.
+#[derive(Clone, Debug)]
+pub struct Urgency(Arc<UrgencyInner>);
+
+#[derive(Debug)]
+struct UrgencyInner {
+    lane: AtomicU8,
+    /// One more than the place where its call is parked; 0 if it isn't. Written under the floor's lock.
+    waiting_index_plus_1: AtomicUsize,
+}
+
+impl Default for Urgency {
+    /// As urgent as its call says.
+    fn default() -> Self {
+        Self(Arc::new(UrgencyInner {
+            lane: AtomicU8::new(Lane::Background as u8),
+            waiting_index_plus_1: AtomicUsize::new(0),
+        }))
+    }
+}
+
+impl Urgency {
+    fn lane(&self) -> Lane {
+        Lane::ALL[usize::from(self.0.lane.load(Ordering::Relaxed))]
+    }
+
+    /// Whether that is more than it was.
+    fn raise_to(&self, lane: Lane) -> bool {
+        self.0.lane.fetch_max(lane as u8, Ordering::Relaxed) < lane as u8
+    }
+
+    fn set_waiting_index(&self, index: usize) {
+        self.0.waiting_index_plus_1.store(index + 1, Ordering::Relaxed);
+    }
+
+    fn clear_waiting_index(&self) {
+        self.0.waiting_index_plus_1.store(0, Ordering::Relaxed);
+    }
+
+    fn waiting_index(&self) -> Option<usize> {
+        self.0.waiting_index_plus_1.load(Ordering::Relaxed).checked_sub(1)
+    }
+}

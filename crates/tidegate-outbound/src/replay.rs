@@ -1,0 +1,360 @@
+//! A request's body that can be sent again.
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker, ready};
+
+use bytes::{Bytes, BytesMut};
+use http::HeaderMap;
+use http_body::{Body, Frame, SizeHint};
+use parking_lot::Mutex;
+use tidegate_core::retry::UnreplayableReason;
+
+use super::reply_body::add_prefix_size;
+
+/// What a call keeps of its request's body, so that another attempt can send it from the start.
+///
+/// The first attempt streams the body; up to `limit` bytes of it are kept on the way. Beyond, they are let go and the
+/// body is sent once, never more than one frame of it in memory. Another attempt sends what was kept and then streams
+/// on where the last one stopped: it has the whole body, or there is no other attempt.
+///
+/// Cheap to clone; clones are the same.
+pub(crate) struct ReplayBuffer<B>(Arc<Mutex<ReplayState<B>>>);
+
+struct ReplayState<B> {
+    /// What was read ahead and is too much to be kept.
+    next_frame: Option<Frame<Bytes>>,
+    /// What is still to come of the caller's body.
+    remaining: Option<Pin<Box<B>>>,
+    buffered: BytesMut,
+    trailers: Option<HeaderMap>,
+    limit: usize,
+    /// Why it can't be sent from the start any more.
+    unreplayable_reason: Option<UnreplayableReason>,
+    /// The attempt that may stream, counted from 1.
+    streaming_attempt: u64,
+    /// How many attempts there were, those included that had no need to stream.
+    attempt_count: u64,
+    is_broken: bool,
+    /// How often an attempt was given something of it.
+    progress: u64,
+    /// Whether the attempt that streams wants more than the caller has sent.
+    is_waiting_for_caller: bool,
+    /// Who is told when it moves.
+    progress_waker: Option<Waker>,
+}
+
+/// A request's body as one attempt sends it.
+pub struct ReplayBody<B>(ReplayBodyKind<B>);
+
+enum ReplayBodyKind<B> {
+    Buffered { data: Option<Bytes>, trailers: Option<HeaderMap> },
+    Streaming { source: Arc<Mutex<ReplayState<B>>>, attempt: u64, head: Option<Bytes>, ended: bool },
+}
+
+/// Why a body ended early.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReplayError<E> {
+    /// The caller's body did.
+    #[error(transparent)]
+    Caller(E),
+    /// Another attempt has taken its place.
+    #[error("another attempt sends the body now")]
+    Superseded,
+}
+
+impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
+    /// Keeps up to `limit` bytes of this body. One that says that it is longer isn't kept at all.
+    pub(crate) fn new(body: B, limit: usize) -> Self {
+        let fits = body.size_hint().lower() <= limit as u64;
+        let source = ReplayState {
+            next_frame: None,
+            remaining: (!body.is_end_stream()).then(|| Box::pin(body)),
+            buffered: BytesMut::new(),
+            trailers: None,
+            limit: if fits { limit } else { 0 },
+            unreplayable_reason: None,
+            streaming_attempt: 0,
+            attempt_count: 0,
+            is_broken: false,
+            progress: 0,
+            is_waiting_for_caller: false,
+            progress_waker: None,
+        };
+        Self(Arc::new(Mutex::new(source)))
+    }
+
+    /// Reads ahead what is kept of the body: all of it, or as much as the limit lets it keep, and one frame besides. The
+    /// whole body if that is at hand then.
+    ///
+    /// Dropped before it is done, it has lost nothing: an attempt goes on from there.
+    pub(crate) async fn read_ahead(&self) -> Option<Bytes> {
+        poll_fn(|context| {
+            let mut source = self.0.lock();
+            source.poll_read_ahead(context).map(|is_whole| is_whole.then(|| Bytes::copy_from_slice(&source.buffered)))
+        })
+        .await
+    }
+
+    /// How many bytes the body has at least, as far as is known.
+    pub(crate) fn min_size(&self) -> u64 {
+        let source = self.0.lock();
+        source.size_hint().lower().saturating_add(source.buffered.len() as u64)
+    }
+
+    /// The body for one more attempt, from the start. One that was made before ends with an error, unless all of the body
+    /// [is kept](Self::is_complete).
+    ///
+    /// # Errors
+    /// The start of the body is gone, so that only a part of it could be sent.
+    pub(crate) fn attempt_body(&self) -> Result<ReplayBody<B>, UnreplayableReason> {
+        let mut source = self.0.lock();
+        if let Some(why) = source.unreplayable_reason {
+            return Err(why);
+        }
+        source.attempt_count += 1;
+        let head = (!source.buffered.is_empty()).then(|| Bytes::copy_from_slice(&source.buffered));
+        if source.has_ended() {
+            return Ok(ReplayBody(ReplayBodyKind::Buffered { data: head, trailers: source.trailers.clone() }));
+        }
+        source.streaming_attempt += 1;
+        source.is_waiting_for_caller = false;
+        let attempt = source.streaming_attempt;
+        drop(source);
+        Ok(ReplayBody(ReplayBodyKind::Streaming { source: Arc::clone(&self.0), attempt, head, ended: false }))
+    }
+
+    /// How many attempts there were so far.
+    pub(crate) fn attempt_count(&self) -> u64 {
+        self.0.lock().attempt_count
+    }
+
+    /// Whether all of the body has come and is kept, so that attempts can send it beside each other.
+    pub(crate) fn is_complete(&self) -> bool {
+        let source = self.0.lock();
+        source.unreplayable_reason.is_none() && source.has_ended()
+    }
+
+    /// Whether an attempt was given more of the body than was `seen`; that is seen then. Else the next time wakes whom asked
+    /// last.
+    pub(super) fn poll_progress(&self, seen_progress: &mut u64, context: &mut Context<'_>) -> Poll<()> {
+        let mut source = self.0.lock();
+        if source.progress != *seen_progress {
+            *seen_progress = source.progress;
+            return Poll::Ready(());
+        }
+        if !source.has_ended() {
+            match &mut source.progress_waker {
+                Some(watcher) => watcher.clone_from(context.waker()),
+                watcher => *watcher = Some(context.waker().clone()),
+            }
+        }
+        Poll::Pending
+    }
+
+    /// Whether the attempt that streams it is held up by the caller: it wants more than there is.
+    pub(super) fn is_waiting_for_caller(&self) -> bool {
+        self.0.lock().is_waiting_for_caller
+    }
+
+    /// Why the body can't be sent again, if it can't.
+    pub(crate) fn unreplayable_reason(&self) -> Option<UnreplayableReason> {
+        self.0.lock().unreplayable_reason
+    }
+
+    /// Whether it was the caller's body that broke off.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.0.lock().is_broken
+    }
+}
+
+impl<B> Clone for ReplayBuffer<B> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<B> fmt::Debug for ReplayBuffer<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let source = self.0.lock();
+        f.debug_struct("Replay")
+            .field("kept", &source.buffered.len())
+            .field("spoilt", &source.unreplayable_reason)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B> ReplayBody<B> {
+    /// A body that is at hand as a whole.
+    pub fn from_bytes(bytes: impl Into<Bytes>) -> Self {
+        Self(ReplayBodyKind::Buffered { data: Some(bytes.into()).filter(|bytes| !bytes.is_empty()), trailers: None })
+    }
+}
+
+impl<B> fmt::Debug for ReplayBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReplayBody").finish_non_exhaustive()
+    }
+}
+
+impl<B: Body<Data = Bytes>> ReplayState<B> {
+    /// Whether nothing of the caller's body is still to come.
+    fn has_ended(&self) -> bool {
+        self.next_frame.is_none() && self.remaining.as_ref().is_none_or(|rest| rest.is_end_stream())
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        if let Some(frame) = self.next_frame.take() {
+            self.push_frame(&frame);
+            return Poll::Ready(Some(Ok(frame)));
+        }
+        let Some(remaining) = &mut self.remaining else {
+            return Poll::Ready(self.trailers.clone().map(|trailers| Ok(Frame::trailers(trailers))));
+        };
+        let Poll::Ready(polled) = remaining.as_mut().poll_frame(context) else { return Poll::Pending };
+        match &polled {
+            None => self.remaining = None,
+            Some(Err(_)) => self.record_broken(),
+            Some(Ok(frame)) => self.push_frame(frame),
+        }
+        Poll::Ready(polled)
+    }
+
+    /// Reads on while what comes can be kept; whether that is all of it.
+    fn poll_read_ahead(&mut self, context: &mut Context<'_>) -> Poll<bool> {
+        loop {
+            if self.next_frame.is_some() || self.unreplayable_reason.is_some() || self.limit == 0 {
+                return Poll::Ready(false);
+            }
+            let Some(remaining) = &mut self.remaining else { return Poll::Ready(true) };
+            match remaining.as_mut().poll_frame(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(None) => self.remaining = None,
+                Poll::Ready(Some(Err(_))) => self.record_broken(),
+                Poll::Ready(Some(Ok(frame))) if self.buffered.len() + frame_size(&frame) <= self.limit => {
+                    self.push_frame(&frame)
+                }
+                Poll::Ready(Some(Ok(frame))) => self.next_frame = Some(frame),
+            }
+        }
+    }
+
+    /// How much is to come besides what is kept.
+    fn size_hint(&self) -> SizeHint {
+        let remaining = self.remaining.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
+        let next = self.next_frame.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
+        add_prefix_size(next, &remaining)
+    }
+
+    fn record_progress(&mut self) {
+        self.progress += 1;
+        if let Some(watcher) = &self.progress_waker {
+            watcher.wake_by_ref();
+        }
+    }
+
+    fn record_broken(&mut self) {
+        self.remaining = None;
+        self.is_broken = true;
+        self.set_unreplayable(UnreplayableReason::OneShotBody);
+    }
+
+    fn push_frame(&mut self, frame: &Frame<Bytes>) {
+        if let Some(trailers) = frame.trailers_ref() {
+            // Nothing comes after them (RFC 9110 §6.5).
+            self.remaining = None;
+            if self.buffered.len() + frame_size(frame) > self.limit {
+                self.set_unreplayable(UnreplayableReason::BodyTooLarge);
+            } else {
+                self.trailers = Some(trailers.clone());
+            }
+        } else if let Some(data) = frame.data_ref().filter(|data| !data.is_empty()) {
+            if self.buffered.len() + frame_size(frame) > self.limit {
+                self.set_unreplayable(UnreplayableReason::BodyTooLarge);
+            } else {
+                // Copied, because a frame may hold on to a much larger buffer.
+                self.buffered.extend_from_slice(data);
+            }
+        }
+    }
+
+    fn set_unreplayable(&mut self, reason: UnreplayableReason) {
+        self.unreplayable_reason.get_or_insert(reason);
+        self.limit = 0;
+        self.buffered = BytesMut::new();
+    }
+}
+
+impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
+    type Data = Bytes;
+    type Error = ReplayError<B::Error>;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        match &mut self.0 {
+            ReplayBodyKind::Buffered { data, trailers } => {
+                let data = data.take().map(Frame::data);
+                Poll::Ready(data.or_else(|| trailers.take().map(Frame::trailers)).map(Ok))
+            }
+            ReplayBodyKind::Streaming { ended: true, .. } => Poll::Ready(None),
+            ReplayBodyKind::Streaming { source, attempt, head, ended } => {
+                let mut source = source.lock();
+                if source.streaming_attempt != *attempt {
+                    *ended = true;
+                    return Poll::Ready(Some(Err(ReplayError::Superseded)));
+                }
+                if let Some(head) = head.take() {
+                    source.record_progress();
+                    return Poll::Ready(Some(Ok(Frame::data(head))));
+                }
+                let polled = source.poll(context);
+                source.is_waiting_for_caller = polled.is_pending();
+                let polled = ready!(polled);
+                source.record_progress();
+                *ended = !matches!(&polled, Some(Ok(frame)) if frame.is_data());
+                Poll::Ready(polled.map(|frame| frame.map_err(ReplayError::Caller)))
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.0 {
+            ReplayBodyKind::Buffered { data, trailers } => data.is_none() && trailers.is_none(),
+            ReplayBodyKind::Streaming { ended: true, .. } => true,
+            ReplayBodyKind::Streaming { source, attempt, head, .. } => {
+                let source = source.lock();
+                source.streaming_attempt == *attempt
+                    && head.is_none()
+                    && source.trailers.is_none()
+                    && !source.is_broken
+                    && source.has_ended()
+            }
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.0 {
+            ReplayBodyKind::Buffered { data, .. } => {
+                SizeHint::with_exact(data.as_ref().map_or(0, |data| data.len() as u64))
+            }
+            ReplayBodyKind::Streaming { source, head, .. } => {
+                let head = head.as_ref().map_or(0, |head| head.len() as u64);
+                add_prefix_size(head, &source.lock().size_hint())
+            }
+        }
+    }
+}
+
+/// What a frame adds to what is kept.
+fn frame_size(frame: &Frame<Bytes>) -> usize {
+    let trailers = frame.trailers_ref().into_iter().flatten();
+    let trailers: usize = trailers.map(|(name, value)| name.as_str().len() + value.len()).sum();
+    frame.data_ref().map_or(0, Bytes::len) + trailers
+}

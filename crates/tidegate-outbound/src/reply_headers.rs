@@ -1,0 +1,306 @@
+//! What a reply's headers may tell of where it came from: never the credential.
+//!
+//! A redirect is passed to the caller, who is told where to go without the credential that the provider put there.
+
+use std::borrow::Cow;
+
+use http::HeaderValue;
+use http::header::{CONTENT_LOCATION, HeaderMap, HeaderName, LOCATION};
+use percent_encoding::percent_decode;
+use tidegate_policy::Secret;
+use tidegate_policy::outbound::{Auth, BaseUrl};
+
+use super::path;
+use super::target::{PLACEHOLDER, Target, param_has_name};
+
+/// A shorter credential is public, like a free tier's `2`, and is found in innocent values by accident.
+const MIN_SECRET_LENGTH: usize = 8;
+/// What stands in a path that is shown in place of the credential.
+const ENCODED_PLACEHOLDER: &str = "%7Bkey%7D";
+
+impl Target {
+    /// Takes the credential out of a reply's headers: out of the URLs of `Location` and `Content-Location`, and any
+    /// other header that repeats it is dropped.
+    ///
+    /// With `mount`, such as `tmdb`, URLs below the base URL become paths below `/tmdb`, so that who follows them comes
+    /// back through the gateway; other paths of the provider's host become whole URLs.
+    pub(crate) fn sanitize_reply_headers(
+        &self,
+        headers: &mut HeaderMap,
+        secret: Option<&Secret>,
+        mount_path: Option<&str>,
+    ) {
+        for name in [LOCATION, CONTENT_LOCATION] {
+            let Some(value) = headers.get(&name) else { continue };
+            let sanitized = value.to_str().ok().and_then(|text| self.sanitize_location(text, secret, mount_path));
+            match sanitized.and_then(|text| HeaderValue::try_from(text).ok()) {
+                Some(told) => drop(headers.insert(&name, told)),
+                None => drop(headers.remove(&name)),
+            }
+        }
+        if let Some(secret) = secret {
+            remove_headers_with_secret(headers, secret);
+        }
+    }
+
+    /// A location as it may be told; `None` if the credential can't be taken out of it.
+    fn sanitize_location(&self, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<String> {
+        let (text, fragment) = split_before(text, '#');
+        let (text, query) = split_before(text, '?');
+        let query = query.map(|query| self.remove_secret_params(&query[1..], secret)).filter(|query| !query.is_empty());
+        let rewritten = match &self.base {
+            Some(base) => self.rewrite_base(base, text, secret, mount_path),
+            None => Cow::Borrowed(text),
+        };
+        let query = query.map(|query| format!("?{query}"));
+        let told = [&*rewritten, query.as_deref().unwrap_or_default(), fragment.unwrap_or_default()].concat();
+        let leaks = secret.is_some_and(|secret| contains_secret(told.as_bytes(), secret));
+        (!leaks).then_some(told)
+    }
+
+    fn remove_secret_params(&self, query: &str, secret: Option<&Secret>) -> String {
+        let is_kept = |pair: &&str| match (&self.auth, secret) {
+            (Auth::Query { name }, _) if param_has_name(pair, name) => false,
+            (_, Some(secret)) => !contains_secret(pair.as_bytes(), secret),
+            (_, None) => true,
+        };
+        query.split('&').filter(is_kept).collect::<Vec<_>>().join("&")
+    }
+
+    /// A location without query and fragment.
+    fn rewrite_base<'t>(
+        &self,
+        base: &BaseUrl,
+        text: &'t str,
+        secret: Option<&Secret>,
+        mount_path: Option<&str>,
+    ) -> Cow<'t, str> {
+        let scheme = if base.is_https() { "https" } else { "http" };
+        let same_host = |rest: &'t str| {
+            let end = rest.find('/').unwrap_or(rest.len());
+            let (authority, path) = rest.split_at(end);
+            authority.eq_ignore_ascii_case(base.authority().as_str()).then_some(path)
+        };
+        // Behind a slash it is a path that has a URL in it.
+        let after_scheme = match text.split_once("://").filter(|(found, _)| !found.contains('/')) {
+            Some((found, rest)) if found.eq_ignore_ascii_case(scheme) => Some(rest),
+            Some(_) => return Cow::Borrowed(text),
+            None => text.strip_prefix("//"),
+        };
+        let (whole, path) = match after_scheme {
+            Some(rest) => match same_host(rest) {
+                Some(path) => (true, path),
+                None => return Cow::Borrowed(text),
+            },
+            None if text.starts_with('/') => (false, text),
+            // Relative to the path that was asked for, which is the same below the base as below the mount.
+            None => return Cow::Borrowed(text),
+        };
+        let root =
+            if whole || mount_path.is_some() { format!("{scheme}://{}", base.authority()) } else { String::new() };
+        match (safe_path_below_base(base, path, secret), mount_path) {
+            (Some(rest), Some(mount)) => Cow::Owned(format!("/{mount}{rest}")),
+            (Some(rest), None) => {
+                Cow::Owned(format!("{root}{}{rest}", base.path().replace(PLACEHOLDER, ENCODED_PLACEHOLDER)))
+            }
+            (None, _) => Cow::Owned(format!("{root}{path}")),
+        }
+    }
+}
+
+/// What of a path of the provider's host is behind the base URL's and stays there.
+fn safe_path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
+    path_below_base(base, path, secret).filter(|rest| path::check(rest).is_ok())
+}
+
+/// What of a path of the provider's host is behind the base URL's, wherever the credential stands in that.
+pub(super) fn path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
+    let mut rest = path;
+    for expected in base.path().split('/').skip(1) {
+        let after_slash = rest.strip_prefix('/')?;
+        let end = after_slash.find('/').unwrap_or(after_slash.len());
+        let wanted = match secret {
+            Some(secret) => Cow::Owned(expected.replace(PLACEHOLDER, secret.expose())),
+            None => Cow::Borrowed(expected),
+        };
+        if !percent_decode(&after_slash.as_bytes()[..end]).eq(percent_decode(wanted.as_bytes())) {
+            return None;
+        }
+        rest = &after_slash[end..];
+    }
+    Some(rest)
+}
+
+/// A text before and from a character on.
+fn split_before(text: &str, at: char) -> (&str, Option<&str>) {
+    match text.find(at) {
+        Some(at) => (&text[..at], Some(&text[at..])),
+        None => (text, None),
+    }
+}
+
+/// Drops the headers that repeat the credential, by value or by name.
+pub(super) fn remove_headers_with_secret(headers: &mut HeaderMap, secret: &Secret) {
+    let repeats = |(name, value): (&HeaderName, &HeaderValue)| {
+        (contains_secret(value.as_bytes(), secret) || name_contains_secret(name, secret)).then(|| name.clone())
+    };
+    let names: Vec<HeaderName> = headers.iter().filter_map(repeats).collect();
+    for name in names {
+        headers.remove(name);
+    }
+}
+
+/// True if a header's name, which is in small letters whatever was sent, holds the credential.
+fn name_contains_secret(name: &HeaderName, secret: &Secret) -> bool {
+    let (name, secret) = (name.as_str().as_bytes(), secret.expose().as_bytes());
+    secret.len() >= MIN_SECRET_LENGTH && name.windows(secret.len()).any(|found| found.eq_ignore_ascii_case(secret))
+}
+
+/// Whether a text holds the credential, be it escaped or not.
+pub(super) fn contains_secret(text: &[u8], secret: &Secret) -> bool {
+    let secret = secret.expose().as_bytes();
+    let holds = |text: &[u8]| text.windows(secret.len()).any(|found| found == secret);
+    secret.len() >= MIN_SECRET_LENGTH && (holds(text) || holds(&Cow::from(percent_decode(text))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::path::tests::readings;
+    use super::*;
+    use http::Uri;
+    use tidegate_testkit::property;
+
+    const TOKEN: &str = "pl4nted-s3cr3t/x";
+
+    fn target(base: &str, auth: Auth) -> Target {
+        let uri: Uri = base.parse().unwrap();
+        let base = BaseUrl::new(uri.scheme_str() == Some("https"), uri.authority().unwrap().clone(), uri.path());
+        Target::new(Some(base), auth, None)
+    }
+
+    fn tidied(target: &Target, location: &str, mount: Option<&str>) -> Option<String> {
+        let mut headers = HeaderMap::new();
+        headers.insert(LOCATION, HeaderValue::from_str(location).unwrap());
+        target.sanitize_reply_headers(&mut headers, Some(&Secret::new(TOKEN)), mount);
+        headers.get(LOCATION).map(|value| value.to_str().unwrap().to_owned())
+    }
+
+    #[test]
+    fn redirects_are_rewritten_to_the_gateway() {
+        let tmdb = target("https://api.example/3", Auth::Bearer);
+        for (location, mounted, plain) in [
+            ("https://api.example/3/movie?a=b#c", "/tmdb/movie?a=b#c", "https://api.example/3/movie?a=b#c"),
+            ("HTTPS://API.example/3/movie", "/tmdb/movie", "https://api.example/3/movie"),
+            ("//api.example/3/movie", "/tmdb/movie", "https://api.example/3/movie"),
+            ("/3/movie", "/tmdb/movie", "/3/movie"),
+            ("/3", "/tmdb", "/3"),
+            ("/4/movie", "https://api.example/4/movie", "/4/movie"),
+            ("/4/https://x", "https://api.example/4/https://x", "/4/https://x"),
+            ("/3/https://x", "/tmdb/https://x", "/3/https://x"),
+            ("/3/../4", "https://api.example/3/../4", "/3/../4"),
+            ("https://api.example/33", "https://api.example/33", "https://api.example/33"),
+            ("https://other.example/3/movie", "https://other.example/3/movie", "https://other.example/3/movie"),
+            (
+                "https://api.example@evil.example/3/x",
+                "https://api.example@evil.example/3/x",
+                "https://api.example@evil.example/3/x",
+            ),
+            ("http://api.example/3/movie", "http://api.example/3/movie", "http://api.example/3/movie"),
+            ("movie?page=2", "movie?page=2", "movie?page=2"),
+            ("?page=2", "?page=2", "?page=2"),
+        ] {
+            assert_eq!(tidied(&tmdb, location, Some("tmdb")).as_deref(), Some(mounted), "{location}");
+            assert_eq!(tidied(&tmdb, location, None).as_deref(), Some(plain), "{location}");
+        }
+    }
+
+    #[test]
+    fn credentials_are_removed_from_redirect_urls() {
+        let query = target("https://api.example", Auth::Query { name: "api_key".to_owned() });
+        for (location, told) in [
+            ("https://api.example/x?api_key=pl4nted-s3cr3t%2Fx&a=b", "https://api.example/x?a=b"),
+            ("https://other.example/x?%61pi_key=pl4nted-s3cr3t%2fx", "https://other.example/x"),
+            ("https://other.example/x?forwarded=pl4nted%2ds3cr3t%2fx&a=b", "https://other.example/x?a=b"),
+        ] {
+            assert_eq!(tidied(&query, location, None).as_deref(), Some(told));
+        }
+        assert_eq!(tidied(&query, "https://other.example/pl4nted-s3cr3t/x", None), None);
+        assert_eq!(tidied(&query, "https://other.example/#pl4nted-s3cr3t/x", None), None);
+        let path = target("https://api.example/json/{key}", Auth::Path);
+        let location = "https://api.example/json/pl4nted-s3cr3t%2fx/album?m=1";
+        assert_eq!(tidied(&path, location, Some("audio")).as_deref(), Some("/audio/album?m=1"));
+        assert_eq!(tidied(&path, location, None).as_deref(), Some("https://api.example/json/%7Bkey%7D/album?m=1"));
+        assert_eq!(tidied(&path, "https://api.example/xml/pl4nted-s3cr3t%2Fx/album", Some("audio")), None);
+    }
+
+    #[test]
+    fn reply_headers_repeating_the_credential_are_dropped() {
+        let mut headers = HeaderMap::new();
+        headers.insert("x-echo", HeaderValue::from_static("Bearer pl4nted-s3cr3t/x"));
+        headers.append("link", HeaderValue::from_static("</x?page=1>"));
+        headers.append("link", HeaderValue::from_static("</x?k=pl4nted-s3cr3t%2Fx>"));
+        headers.insert("etag", HeaderValue::from_static("\"pl4nted\""));
+        let secret = Secret::new("Pl4nted-S3cr3t");
+        headers.insert("x-pl4nted-s3cr3t", HeaderValue::from_static("unknown"));
+        remove_headers_with_secret(&mut headers, &secret);
+        assert!(!headers.contains_key("x-pl4nted-s3cr3t"));
+        let query = target("https://api.example", Auth::Query { name: "k".to_owned() });
+        query.sanitize_reply_headers(&mut headers, Some(&Secret::new(TOKEN)), None);
+        assert_eq!(headers.keys().collect::<Vec<_>>(), ["etag"]);
+        let mut headers = HeaderMap::new();
+        headers.insert("etag", HeaderValue::from_static("\"22\""));
+        query.sanitize_reply_headers(&mut headers, Some(&Secret::new("2")), None);
+        assert!(headers.contains_key("etag"), "a key of one digit is no secret");
+    }
+
+    const PIECES: [&[u8]; 22] = [
+        b"/",
+        b"3",
+        b"movie",
+        b"..",
+        b"%2e",
+        b"%2f",
+        b"%5c",
+        b"\\",
+        b"//",
+        b";",
+        b"@",
+        b"%",
+        b"?",
+        b"#",
+        b"&",
+        b"k=",
+        b"api.example",
+        b"evil.example",
+        b"https://",
+        b"pl4nted-s3cr3t/x",
+        b"pl4nted%2ds3cr3t%2Fx",
+        b"{key}",
+    ];
+
+    #[test]
+    fn locations_leak_no_credential_or_other_provider() {
+        let query = Auth::Query { name: "k".to_owned() };
+        let targets = [
+            target("https://api.example/3", Auth::Bearer),
+            target("https://api.example", query),
+            target("https://api.example/3/{key}", Auth::Path),
+        ];
+        property::fuzz(30, |mut random| {
+            let target = &targets[random.below(3) as usize];
+            let begins = random.pick(&["/", "/3/", "https://api.example/3/", "//api.example", "https://", ""]);
+            let location = begins.to_owned() + &String::from_utf8_lossy(&random.concat_random(&PIECES, 12));
+            let Some(told) = tidied(target, &location, Some("tmdb")) else { return Ok(()) };
+            let decoded = percent_decode(told.as_bytes()).decode_utf8_lossy();
+            if [&*told, &decoded].iter().any(|text| text.contains(TOKEN)) {
+                return Err(format!("{location} tells the credential: {told}"));
+            }
+            let path = told.split(['?', '#']).next().unwrap_or_default();
+            let is_here = path.starts_with('/') && !path.starts_with("//");
+            if is_here && readings(path).any(|stack| stack.first().is_none_or(|first| first != "tmdb")) {
+                return Err(format!("{location} leads to {told}"));
+            }
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,323 @@
+//! A provider as a layer of tower: every request through it is a call.
+
+use std::error::Error;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::Body;
+use tidegate_core::Clock;
+use tidegate_core::retry::TransportFault;
+use tidegate_runtime::clock::SystemClock;
+use tidegate_store::{Memory, Store};
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::call_headers::has_idempotency_key;
+use super::cost::CostReader;
+use super::exchange::{BoxError, Exchange, ExchangeConfig, SendError};
+use super::{
+    AttemptClassifier, CallError, CallErrorKind, CallErrorWithGuard, CallOptions, CallStats, CredentialError,
+    Credentials, Logins, OutboundBody, Provider, ReplayBody, ReplayBuffer, Target, TargetError, fault_of,
+};
+
+/// Makes every request through a service a call to a provider: it waits for its turn, is sent with a credential, and
+/// again where that is worth it, harmless, possible and in time.
+///
+/// The inner service sends what it is given: it must neither follow redirects nor retry by itself, nor write requests
+/// out, for they show the credential. Requests name a path below the provider's base URL, or a whole URL there. Their
+/// extensions may hold [`CallOptions`]; [`take_call_options`](super::take_call_options) reads those from headers. A cost of 1 there
+/// says nothing: what the provider's rules reserve counts instead, by the body's length and by what it asks for, but no
+/// more than the provider's limits ever have room for. Where the rules look into JSON, the body is read before the
+/// call's turn, as far as it is kept for another attempt. Responses hold
+/// [`CallStats`] as an extension, and one that isn't a good reply, but the last of a call that failed, holds the
+/// [`CallErrorKind`](super::CallErrorKind) of that besides.
+///
+/// Headers and trailers of a reply don't tell the credential, even if the provider repeats it. The body passes as it is,
+/// and so do extensions of the inner service's, such as the reason phrase that hyper keeps there.
+///
+/// It is always ready: calls wait in the provider's queue, and the inner service isn't held ready before their turn.
+pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(pub(super) Arc<OutboundLayerInner<S, C>>);
+
+pub(super) struct OutboundLayerInner<S: Store, C: Clock> {
+    provider: Provider<S, C>,
+    config: ExchangeConfig<C>,
+}
+
+/// Why a call through an [`OutboundLayer`] has no response at all. Never tells a credential.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OutboundError {
+    /// The request can't be aimed at the provider; it wasn't counted.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// The call failed: for want of capacity or time, or because its last attempt got no reply.
+    #[error(transparent)]
+    Call(CallError<SendError>),
+    /// The only attempt got no reply, and another would fare no better.
+    #[error(transparent)]
+    Send(#[from] SendError),
+}
+
+impl OutboundError {
+    /// The status that tells it to whoever asked: 400 or 408 where the request is at fault, otherwise 429, 502, 503 or 504.
+    pub fn status(&self) -> u16 {
+        match self {
+            Self::Target(TargetError::UnusableCredential) => 502,
+            Self::Target(_) => 400,
+            Self::Call(CallError { last_reply: Some(SendError::BrokenBody), .. })
+            | Self::Send(SendError::BrokenBody) => 400,
+            Self::Call(CallError { last_reply: Some(SendError::BodyTimeout), .. })
+            | Self::Send(SendError::BodyTimeout) => 408,
+            Self::Call(CallError {
+                kind: CallErrorKind::RetriesExhausted { .. },
+                last_reply: Some(SendError::TimedOut),
+                ..
+            }) => 504,
+            Self::Call(error) => error.status(),
+            Self::Send(SendError::TimedOut) => 504,
+            Self::Send(_) => 502,
+        }
+    }
+}
+
+impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
+    /// A layer for a provider, with its credentials from files and the environment.
+    ///
+    /// # Errors
+    /// A credential can't be had or can't be sent where the provider wants it.
+    pub fn new(provider: Provider<S, C>) -> Result<Self, CredentialError> {
+        Self::with_env(provider, |name| std::env::var(name).ok())
+    }
+
+    /// A layer for a provider, with environment variables looked up by `env`.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new) has them.
+    pub fn with_env(provider: Provider<S, C>, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
+        let provider_config = provider.config();
+        let quotas = provider.clone();
+        let config = ExchangeConfig {
+            target: Target::from_provider(provider_config),
+            credentials: Credentials::from_provider(provider_config, &env)?,
+            logins: Logins::from_provider(provider_config, &env)?,
+            mount_path: None,
+            attempt_timeout: provider_config.attempt_timeout,
+            throttled_when: provider_config.throttled_when.clone(),
+            cost: provider_config.cost.clone(),
+            max_cost: provider_config.max_cost(provider.0.outbound_config.limits()),
+            fault_classifier: Arc::new(fault_of),
+            next_quota_end: Arc::new(move |now| quotas.config().next_quota_end(quotas.0.outbound_config.limits(), now)),
+            clock: provider.clock().clone(),
+        };
+        Ok(Self(Arc::new(OutboundLayerInner { provider, config })))
+    }
+
+    /// Turns redirects to what is below the base URL into ones to what is below this path, such as `tmdb` for `/tmdb`.
+    #[must_use]
+    pub fn mount_path(self, path: &str) -> Self {
+        let path = path.trim_matches('/').to_owned();
+        self.with_changed_config(|config| config.mount_path = Some(path))
+    }
+
+    /// Tells what an error of the inner service means. Default [`fault_of`].
+    #[must_use]
+    pub fn fault_classifier(
+        self,
+        fault_of: impl Fn(&(dyn Error + 'static)) -> TransportFault + Send + Sync + 'static,
+    ) -> Self {
+        self.with_changed_config(|config| config.fault_classifier = Arc::new(fault_of))
+    }
+
+    /// The provider that is called.
+    pub fn provider(&self) -> &Provider<S, C> {
+        &self.0.provider
+    }
+
+    /// How specific the provider's base URL is if this URL is below it: see [`Target::base_match_length`].
+    #[cfg(feature = "reqwest")]
+    pub(super) fn base_match_length(&self, url: &http::Uri) -> Option<usize> {
+        self.0.config.target.base_match_length(url)
+    }
+
+    fn with_changed_config(self, change: impl FnOnce(&mut ExchangeConfig<C>)) -> Self {
+        let OutboundLayerInner { provider, config } = &*self.0;
+        let mut config = config.clone();
+        change(&mut config);
+        Self(Arc::new(OutboundLayerInner { provider: provider.clone(), config }))
+    }
+}
+
+impl<S: Store, C: Clock> Clone for OutboundLayer<S, C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<S: Store, C: Clock> fmt::Debug for OutboundLayer<S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutboundLayer").field("provider", &self.0.provider).finish_non_exhaustive()
+    }
+}
+
+impl<I, S: Store, C: Clock> Layer<I> for OutboundLayer<S, C> {
+    type Service = OutboundService<I, S, C>;
+
+    fn layer(&self, inner: I) -> Self::Service {
+        OutboundService { inner, shared: Arc::clone(&self.0) }
+    }
+}
+
+/// A service behind an [`OutboundLayer`].
+pub struct OutboundService<I, S: Store = Memory, C: Clock = SystemClock> {
+    inner: I,
+    shared: Arc<OutboundLayerInner<S, C>>,
+}
+
+impl<I, S: Store, C: Clock> OutboundService<I, S, C> {
+    /// The provider that is called.
+    pub fn provider(&self) -> &Provider<S, C> {
+        &self.shared.provider
+    }
+
+    /// Makes a request a call with these options, whatever its extensions say. As [`Service::call`] does, without a box, for
+    /// whoever can borrow the service until the response's head is there.
+    ///
+    /// # Errors
+    /// Why there is no response at all.
+    pub fn send<Q, B>(
+        &self,
+        options: CallOptions,
+        request: Request<Q>,
+    ) -> impl Future<Output = Result<Response<OutboundBody<B, S, C>>, OutboundError>> + Send
+    where
+        I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send> + Clone + Send,
+        Q: Body<Data = Bytes> + Send,
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
+    {
+        self.shared.call(self.inner.clone(), options, request)
+    }
+
+    /// The secret of the first credential, as it would be sent now.
+    #[cfg(feature = "cache")]
+    pub(super) async fn secret(&self) -> Option<Arc<tidegate_policy::Secret>> {
+        let config = &self.shared.config;
+        config.credentials.current(0, config.clock.now()).await
+    }
+}
+
+impl<I: Clone, S: Store, C: Clock> Clone for OutboundService<I, S, C> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<I, S: Store, C: Clock> fmt::Debug for OutboundService<I, S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutboundService").field("provider", &self.shared.provider).finish_non_exhaustive()
+    }
+}
+
+impl<I, Q, B, S, C> Service<Request<Q>> for OutboundService<I, S, C>
+where
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send>
+        + Clone
+        + Send
+        + 'static,
+    Q: Body<Data = Bytes> + Send + 'static,
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
+    S: Store,
+    C: Clock,
+{
+    type Response = Response<OutboundBody<B, S, C>>;
+    type Error = OutboundError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, OutboundError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), OutboundError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, mut request: Request<Q>) -> Self::Future {
+        let (inner, shared) = (self.inner.clone(), Arc::clone(&self.shared));
+        let options = request.extensions_mut().remove().unwrap_or_default();
+        Box::pin(async move { shared.call(inner, options, request).await })
+    }
+}
+
+impl<S: Store, C: Clock> OutboundLayerInner<S, C> {
+    /// Makes one request a call, by an inner service that need not outlive it.
+    ///
+    /// Not an `async fn`, which would hold the request beside the exchange that it becomes, and that one twice.
+    pub(super) fn call<I, Q, B>(
+        &self,
+        inner: I,
+        mut options: CallOptions,
+        request: Request<Q>,
+    ) -> impl Future<Output = Result<Response<OutboundBody<B, S, C>>, OutboundError>>
+    where
+        I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send> + Clone + Send,
+        Q: Body<Data = Bytes> + Send,
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
+    {
+        let (mut parts, body) = request.into_parts();
+        parts.extensions.remove::<CallOptions>();
+        let classifier = AttemptClassifier::new(parts.method.clone(), has_idempotency_key(&parts.headers));
+        let body = ReplayBuffer::new(body, self.provider.config().replay_bytes);
+        let mut exchange = Exchange::new(&self.config, inner, parts, body, classifier);
+        async move {
+            let exchange = exchange.as_mut().map_err(|error| *error)?;
+            let is_default_cost = options.cost == CallOptions::default().cost;
+            if let Some(rules) = self.config.cost.as_ref().filter(|_| is_default_cost) {
+                let started_at = self.config.clock.now();
+                let timeout = options.timeout.unwrap_or_else(|| self.provider.timeout(options.lane));
+                options.cost = exchange.expected_cost(rules, timeout).await?;
+                let elapsed = self.config.clock.now().since(started_at).as_duration();
+                options.timeout = Some(timeout.saturating_sub(elapsed));
+            }
+            let with_stats = |happened: CallStats, response: Response<_>| {
+                let mut response = response;
+                response.extensions_mut().insert(happened);
+                response
+            };
+            match self.provider.call_with_guard(options, exchange).await {
+                Ok(completed) => {
+                    let mut response =
+                        with_stats(completed.stats, completed.value?.map(super::reply_body::PeekedBody::into_body));
+                    let cost_reader =
+                        self.config.cost.as_ref().and_then(|rules| CostReader::for_reply(rules, response.headers()));
+                    response.body_mut().attach_guard(completed.in_flight_guard, cost_reader);
+                    Ok(response)
+                }
+                Err(CallErrorWithGuard {
+                    error: CallError { provider, kind: why, last_reply: value, stats: happened, failed_at: at },
+                    in_flight_guard: tail,
+                }) => {
+                    let value = match value.transpose() {
+                        Ok(Some(response)) => {
+                            let mut response =
+                                with_stats(happened, response.map(super::reply_body::PeekedBody::into_body));
+                            response.extensions_mut().insert(why);
+                            if let Some(in_flight_guard) = tail {
+                                response.body_mut().attach_guard(in_flight_guard, None);
+                            }
+                            return Ok(response);
+                        }
+                        Ok(None) => None,
+                        Err(error) => Some(error),
+                    };
+                    Err(OutboundError::Call(CallError {
+                        provider,
+                        kind: why,
+                        last_reply: value,
+                        stats: happened,
+                        failed_at: at,
+                    }))
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! State of outbound calls that outlives the process: spent quotas and cool-downs, in a plain file.
+//!
+//! A quota lasts for days and a cool-down for as long as the provider says, so that a process which had forgotten them
+//! would call in vain until then, or be banned. Windows and rates start anew: their moments are too many and too soon
+//! over to be written every second, and what a provider still counts of them costs one throttled reply, which closes
+//! the gate.
+
+mod file;
+mod record;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+
+use parking_lot::Mutex;
+
+pub use file::SnapshotError;
+use file::{SnapshotDocument, SnapshotFile};
+use record::{RecordKey, RecordState, SnapshotRecord, retained_records};
+use tidegate_core::{Batch, Key, LimitId, LimitKind, MAX_COST, Op, Outcome, Span, Time, Verb};
+use tidegate_store::{Answer, Memory, Store};
+
+use super::{Outbound, Provider};
+use tidegate_core::Clock;
+use tidegate_runtime::clock::SystemClock;
+
+/// How far the present may lie before the moment of the last save before it is told that the clock was set back.
+const MAX_CLOCK_STEP_BACK: Span = Span::from_secs(1);
+
+/// A file that spent quotas and cool-downs of an [`Outbound`] are kept in, by the names of provider, limit and
+/// credential.
+///
+/// [`Snapshot::save`] writes it if something has changed; called once a second, a process that is killed loses what its
+/// last second spent. The file holds no secret: of a credential it says where it comes from, such as `env:API_TOKEN`. A
+/// new token in the same place goes on where the old one was.
+///
+/// # Clocks that are set
+/// What is over when the process starts isn't taken up again. A clock that was set back finds the period that it had
+/// reached before, and goes on in it; one that ran ahead and was set right again finds what it had used before that.
+/// Neither is granted twice. A cool-down that was saved by a clock ahead of the present lasts as long as it had left.
+pub struct Snapshot<S: Store = Memory, C: Clock = SystemClock> {
+    outbound: Outbound<S, C>,
+    limit_keys: HashMap<RecordKey, (LimitId, Key)>,
+    /// In the order of the policy, so that what doesn't change is written alike.
+    record_order: Vec<RecordKey>,
+    file: SnapshotFile,
+    saved: Mutex<SavedState>,
+}
+
+/// What the file says.
+struct SavedState {
+    /// What counted when it was written last; `None` before the first time.
+    current_records: Option<Vec<SnapshotRecord>>,
+    /// All of it.
+    all_records: Vec<SnapshotRecord>,
+}
+
+impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
+    /// Reads the file, if it is there, into `outbound`, which mustn't have made calls yet, and writes it anew. From here
+    /// on it belongs to this snapshot alone: `PATH.lock` beside it says so. It is replaced whole, by a file of a random name
+    /// beside it, which is its owner's alone. A symbolic link at the path is followed, and all of this is beside its target.
+    ///
+    /// # Errors
+    /// The file can't be read or written, belongs to another gate, or isn't a snapshot; it is left as it is.
+    pub fn restore(outbound: &Outbound<S, C>, path: impl AsRef<Path>) -> Result<Self, SnapshotError> {
+        let (file, document) = SnapshotFile::open(path.as_ref())?;
+        let limits: Vec<_> = outbound.providers().iter().flat_map(persistent_limits).collect();
+        let order = limits.iter().map(|(record_key, _)| record_key.clone()).collect();
+        let saved = Mutex::new(SavedState { current_records: None, all_records: Vec::new() });
+        let snapshot = Self {
+            outbound: outbound.clone(),
+            limit_keys: limits.into_iter().collect(),
+            record_order: order,
+            file,
+            saved,
+        };
+        if let Some(document) = document {
+            snapshot.restore_records(document);
+        }
+        snapshot.save()?;
+        Ok(snapshot)
+    }
+
+    /// Writes the file if anything has changed since it was written; whether it was. Returns when it is on the disk: not
+    /// to be called where others wait.
+    ///
+    /// # Errors
+    /// It can't be written. The last state that could is still there.
+    pub fn save(&self) -> Result<bool, SnapshotError> {
+        let mut saved = self.saved.lock();
+        let now = self.outbound.0.clock.now();
+        let present: Vec<_> =
+            self.record_order.iter().filter_map(|record_key| self.current_record(record_key, now)).collect();
+        if saved.current_records.as_ref() == Some(&present) {
+            return Ok(false);
+        }
+        let mut all_records = present.clone();
+        all_records.extend(retained_records(
+            &saved.all_records,
+            &present,
+            |record_key| self.limit_keys.contains_key(record_key),
+            now,
+        ));
+        let document = SnapshotDocument::new(now, all_records);
+        self.file.write(&document)?;
+        *saved = SavedState { current_records: Some(present), all_records: document.records };
+        Ok(true)
+    }
+
+    /// What is to be kept of a limit.
+    fn current_record(&self, record_key: &RecordKey, now: Time) -> Option<SnapshotRecord> {
+        let (limit, key) = *self.limit_keys.get(record_key)?;
+        let outcome = self.apply_op(Op::new(limit, Verb::Peek, key, 1), now)?;
+        let state = match self.outbound.config().limits().get(limit)?.kind() {
+            LimitKind::Quota(quota) if outcome.used > 0 => {
+                let ends = outcome.reset_at;
+                let began = quota.period(ends - Span::from_micros(1)).start;
+                RecordState::Quota { used: outcome.used, began, ends }
+            }
+            LimitKind::Cooldown(cooldown) if cooldown.is_closing(outcome.retry_at, now) => {
+                RecordState::Cooldown { until: outcome.retry_at }
+            }
+            _ => return None,
+        };
+        Some(SnapshotRecord { whose: record_key.clone(), state })
+    }
+
+    /// Gives the store what a document says.
+    fn restore_records(&self, document: SnapshotDocument) {
+        let SnapshotDocument { saved_at, records, .. } = document;
+        let now = self.outbound.0.clock.now();
+        if saved_at > now + MAX_CLOCK_STEP_BACK {
+            tracing::warn!(
+                behind_secs = saved_at.since(now).as_secs_ceil(),
+                "the clock is behind the one that saved outbound state: quotas go on in the period that it had reached"
+            );
+        }
+        let mut earliest_records: HashMap<&RecordKey, &SnapshotRecord> = HashMap::new();
+        for record in records.iter().filter(|record| self.is_effective(record, saved_at, now)) {
+            let (began, _) = record.period();
+            let earliest = earliest_records.entry(&record.whose).or_insert(record);
+            if began < earliest.period().0 {
+                *earliest = record;
+            }
+        }
+        let mut restore_ops: Vec<(Time, Op)> = Vec::new();
+        for (whose, record) in earliest_records {
+            let Some(&(limit, key)) = self.limit_keys.get(whose) else { continue };
+            match record.state {
+                // In the period that it was used in, which the clock may have yet to reach again.
+                RecordState::Quota { used, began, .. } => {
+                    restore_ops.push((began.max(now), Op::new(limit, Verb::Debit, key, used)));
+                }
+                RecordState::Cooldown { until } => {
+                    let time_left = if until.is_never() { Span::ZERO } else { until.since(now.max(saved_at)) };
+                    let cost = time_left.as_micros().min(MAX_COST);
+                    if cost > 0 || until.is_never() {
+                        restore_ops.push((now, Op::new(limit, Verb::Disable, key, cost)));
+                    }
+                }
+            }
+        }
+        // A store forgets what is over at the moment that it is told: so the last comes first.
+        restore_ops.sort_by_key(|(at, _)| std::cmp::Reverse(*at));
+        for (at, op) in restore_ops {
+            self.apply_op(op, at);
+        }
+        let mut saved = self.saved.lock();
+        saved.all_records = records;
+    }
+
+    /// Whether a record has a say at `now`: what is over hasn't, and what is to come only where the clock was set back
+    /// to before it.
+    fn is_effective(&self, record: &SnapshotRecord, saved_at: Time, now: Time) -> bool {
+        let (began, ends) = record.period();
+        let limit =
+            self.limit_keys.get(&record.whose).and_then(|(limit, _)| self.outbound.config().limits().get(*limit));
+        match (&record.state, limit.map(tidegate_core::Limit::kind)) {
+            (RecordState::Quota { .. }, Some(LimitKind::Quota(quota))) => {
+                let is_next = || quota.period(now).end == began;
+                ends > now && (began <= now || is_next() || saved_at > now)
+            }
+            (RecordState::Cooldown { .. }, Some(LimitKind::Cooldown(_))) => ends > now,
+            _ => false,
+        }
+    }
+
+    fn apply_op(&self, mut op: Op, now: Time) -> Option<Outcome> {
+        op.must_fit = true;
+        let batch = Batch::with_op(0, op);
+        match self.outbound.0.local_store.apply(&batch, now) {
+            Answer::Ready(outcomes) => outcomes.list().first().copied(),
+            // What is kept elsewhere outlives this process there.
+            Answer::Later(_) => None,
+        }
+    }
+}
+
+/// A provider's quotas and cool-downs, each with what it counts by.
+fn persistent_limits<S: Store, C: Clock>(
+    provider: &Provider<S, C>,
+) -> impl Iterator<Item = (RecordKey, (LimitId, Key))> {
+    let (outbound_config, config, rules) = (&provider.0.outbound_config, provider.config(), &provider.0.rules);
+    let credential = |index: usize| config.credentials.get(index).map(ToString::to_string);
+    let provider_limits = rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten()).map(move |ceiling| {
+        // A limit of a credential that is alone is counted for all calls, and is still that credential's.
+        let credential_name =
+            if outbound_config.limit_info(ceiling.limit).per_credential { credential(0) } else { None };
+        (ceiling.limit, rules.key, credential_name)
+    });
+    let credential_limits = rules.credential_keys.iter().enumerate().flat_map(move |(index, key)| {
+        let limits = rules.credential_limits.iter().map(|ceiling| ceiling.limit).chain([rules.cooldown]);
+        limits.map(move |limit| (limit, *key, credential(index)))
+    });
+    provider_limits.chain(credential_limits).filter_map(move |(limit, key, credential)| {
+        let kind = outbound_config.limits().get(limit)?.kind();
+        let name = outbound_config.limit_info(limit).name.clone();
+        let record_key = RecordKey { provider: config.name.clone(), limit: name, credential };
+        matches!(kind, LimitKind::Quota(_) | LimitKind::Cooldown(_)).then_some((record_key, (limit, key)))
+    })
+}
+
+impl<S: Store, C: Clock> fmt::Debug for Snapshot<S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Snapshot").field("outbound", &self.outbound).finish_non_exhaustive()
+    }
+}

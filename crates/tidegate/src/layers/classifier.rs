@@ -1,0 +1,139 @@
+//! What an outcome means.
+
+use std::error::Error;
+use std::iter;
+
+use http::Response;
+use tidegate_core::{Class, Span, Time};
+
+use super::{CircuitError, LimitServiceError};
+use tidegate_outbound::HeadClassification;
+
+/// What an outcome means to the layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Classification {
+    /// Its class.
+    pub class: Class,
+    /// How long the service asks to be left alone. Zero is as good as `None`.
+    pub retry_after: Option<Span>,
+    /// Whether the service may have acted on the request. What wasn't sent may always be sent again.
+    pub was_sent: bool,
+    /// Whether the service asks not to be tried again.
+    pub asks_not_to_retry: bool,
+}
+
+impl From<Class> for Classification {
+    /// Of a request that was sent, with no wait asked for.
+    fn from(class: Class) -> Self {
+        Self { class, retry_after: None, was_sent: true, asks_not_to_retry: false }
+    }
+}
+
+/// Tells what a service's outcomes mean.
+///
+/// A closure or function `Fn(Result<&Res, &E>) -> Class`, or `-> Classified`, is a classifier.
+pub trait Classifier<Res, E: ?Sized> {
+    /// What this outcome means, which was had `now`.
+    fn classify(&self, outcome: Result<&Res, &E>, now: Time) -> Classification;
+}
+
+impl<F, T, Res, E> Classifier<Res, E> for F
+where
+    F: Fn(Result<&Res, &E>) -> T,
+    T: Into<Classification>,
+{
+    fn classify(&self, outcome: Result<&Res, &E>, _: Time) -> Classification {
+        self(outcome).into()
+    }
+}
+
+/// Judges HTTP replies by their status ([`Class::from_status`]), and reads from their headers how long the service asks to
+/// be left alone, or not to be tried again: [`Hints`](tidegate_policy::Hints).
+///
+/// A 403 that says that nothing is left, or when to come back, is throttled. What is throttled was refused instead of
+/// carried out, so it may be sent again whatever its method. An error whose chain of causes ends in [`NotSent`] is a
+/// layer's own refusal: it says nothing about the service and isn't tried again ([`Class::Cancelled`]). Any other error
+/// is a connection that failed, after some of the request may have been sent: [`Class::Transient`].
+///
+/// For boxed errors, as tower's own timeouts and buffers return them, use [`InnerClassifier`]`(StatusClassifier)`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StatusClassifier;
+
+impl StatusClassifier {
+    fn classify_any<B>(outcome: Result<&Response<B>, &(dyn Error + 'static)>, now: Time) -> Classification {
+        match outcome {
+            Ok(reply) => {
+                let head = HeadClassification::read(reply.status(), reply.headers(), now);
+                Classification {
+                    class: head.class,
+                    retry_after: head.requested_wait(now),
+                    was_sent: head.may_have_acted(),
+                    asks_not_to_retry: head.hints.asks_not_to_retry,
+                }
+            }
+            Err(error) if iter::successors(Some(error), |&cause| cause.source()).any(|cause| cause.is::<NotSent>()) => {
+                REFUSED
+            }
+            Err(_) => Class::Transient.into(),
+        }
+    }
+}
+
+impl<B, E: Error + 'static> Classifier<Response<B>, E> for StatusClassifier {
+    fn classify(&self, outcome: Result<&Response<B>, &E>, now: Time) -> Classification {
+        Self::classify_any(outcome.map_err(|error| error as _), now)
+    }
+}
+
+impl<B> Classifier<Response<B>, dyn Error + Send + Sync> for StatusClassifier {
+    fn classify(
+        &self,
+        outcome: Result<&Response<B>, &(dyn Error + Send + Sync + 'static)>,
+        now: Time,
+    ) -> Classification {
+        Self::classify_any(outcome.map_err(|error| error as _), now)
+    }
+}
+
+/// The cause of an error by which a layer refuses a request instead of sending it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the request was not sent")]
+pub struct NotSent;
+
+/// Passes outcomes from behind a [`BreakerLayer`](super::BreakerLayer) or [`LimitLayer`](super::LimitLayer), and errors
+/// in a box, to a classifier of the service's own errors. The layer's own refusal says nothing about the service and
+/// isn't tried again: [`Class::Cancelled`]. [`StatusClassifier`] needs it for boxed errors only.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InnerClassifier<J>(pub J);
+
+const REFUSED: Classification =
+    Classification { class: Class::Cancelled, retry_after: None, was_sent: false, asks_not_to_retry: false };
+
+impl<Res, E, J: Classifier<Res, E>> Classifier<Res, CircuitError<E>> for InnerClassifier<J> {
+    fn classify(&self, outcome: Result<&Res, &CircuitError<E>>, now: Time) -> Classification {
+        match outcome {
+            Ok(reply) => self.0.classify(Ok(reply), now),
+            Err(CircuitError::Inner(error)) => self.0.classify(Err(error), now),
+            Err(CircuitError::Open(_)) => REFUSED,
+        }
+    }
+}
+
+impl<Res, E, J: Classifier<Res, E>> Classifier<Res, LimitServiceError<E>> for InnerClassifier<J> {
+    fn classify(&self, outcome: Result<&Res, &LimitServiceError<E>>, now: Time) -> Classification {
+        match outcome {
+            Ok(reply) => self.0.classify(Ok(reply), now),
+            Err(LimitServiceError::Inner(error)) => self.0.classify(Err(error), now),
+            Err(LimitServiceError::Refused(_)) => REFUSED,
+        }
+    }
+}
+
+impl<Res, J> Classifier<Res, Box<dyn Error + Send + Sync>> for InnerClassifier<J>
+where
+    J: Classifier<Res, dyn Error + Send + Sync>,
+{
+    fn classify(&self, outcome: Result<&Res, &Box<dyn Error + Send + Sync>>, now: Time) -> Classification {
+        self.0.classify(outcome.map_err(|error| &**error), now)
+    }
+}

@@ -1,0 +1,211 @@
+//! Trying again, as a layer.
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tidegate_core::{Budget, Class, Clock, FailedAttempt, Retry, RetryTracker, Span, Time, UnreplayableReason};
+use tidegate_runtime::clock::SystemClock;
+use tidegate_runtime::random::SharedRng;
+use tower_layer::Layer;
+use tower_service::Service;
+
+use super::{Classifier, RepeatAll, RepeatPolicy};
+
+/// Tries calls again that failed, where that is worth it, harmless, possible and in time.
+///
+/// Whether and when is for [`tidegate_core::retry`] to say: by the class that the [`Classifier`] tells, the attempts and
+/// waits of the [`Retry`], the service's own wait, the [`Budget`] that bounds retries as a share of first tries, and the
+/// [time-out](Self::timeout), if there is one. What a call returns is its last outcome itself, whatever that is; only a
+/// service that is no longer ready for another attempt has its error returned in place of the outcome before.
+///
+/// Every request is taken for one that may be sent twice, unless [`RetryLayer::repeat_policy`] says otherwise: for HTTP,
+/// say [`RepeatIdempotent`](super::RepeatIdempotent).
+///
+/// Has to be polled within a tokio runtime whose timers are enabled. A call that is dropped while it waits gives its
+/// retry back to the budget.
+///
+/// ```
+/// use tidegate::outbound::Class;
+/// use tidegate::layers::Retry;
+/// use tidegate::layers::RetryLayer;
+/// use tower::{Layer, Service};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() {
+/// let mut calls = 0;
+/// let flaky = tower::service_fn(move |name: &'static str| {
+///     calls += 1;
+///     let reply = if calls < 3 { Err("connection reset") } else { Ok(format!("hello {name}")) };
+///     std::future::ready(reply)
+/// });
+/// let classifier = |outcome: Result<&String, &&str>| outcome.map_or(Class::Transient, |_| Class::Success);
+/// let mut service = RetryLayer::new(Retry::default(), None, classifier).layer(flaky);
+/// assert_eq!(service.call("you").await.as_deref(), Ok("hello you"));
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct RetryLayer<J, P = RepeatAll, C = SystemClock> {
+    config: RetryLayerConfig<J, P, C>,
+}
+
+#[derive(Clone, Debug)]
+struct RetryLayerConfig<J, P, C> {
+    retry: Retry,
+    budget: Option<Arc<Budget>>,
+    timeout: Option<Span>,
+    classifier: J,
+    repeat_policy: P,
+    clock: C,
+}
+
+impl<J> RetryLayer<J> {
+    /// Tries again as `retry` says and while `budget` lasts, which may be shared with other layers; `None` for no bound
+    /// besides the attempts.
+    pub fn new(retry: Retry, budget: Option<Arc<Budget>>, classifier: J) -> Self {
+        Self::with_clock(retry, budget, classifier, SystemClock::new())
+    }
+}
+
+impl<J, C: Clock> RetryLayer<J, RepeatAll, C> {
+    /// [`RetryLayer::new`] with a clock of your own.
+    pub fn with_clock(retry: Retry, budget: Option<Arc<Budget>>, classifier: J, clock: C) -> Self {
+        Self { config: RetryLayerConfig { retry, budget, timeout: None, classifier, repeat_policy: RepeatAll, clock } }
+    }
+}
+
+impl<J, P, C> RetryLayer<J, P, C> {
+    /// No attempt begins so long after the call began. An attempt that is under way isn't broken off: that is for a
+    /// time-out inside of this layer. Default none.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.config.timeout = Some(Span::from_duration(timeout));
+        self
+    }
+
+    /// Chooses which requests can be sent again, and how. Default [`RepeatAll`]: all.
+    #[must_use]
+    pub fn repeat_policy<Q>(self, repeat_policy: Q) -> RetryLayer<J, Q, C> {
+        let RetryLayerConfig { retry, budget, timeout, classifier, clock, .. } = self.config;
+        RetryLayer { config: RetryLayerConfig { retry, budget, timeout, classifier, repeat_policy, clock } }
+    }
+}
+
+impl<I, J: Clone, P: Clone, C: Clone> Layer<I> for RetryLayer<J, P, C> {
+    type Service = RetryService<I, J, P, C>;
+
+    fn layer(&self, inner: I) -> Self::Service {
+        RetryService {
+            inner,
+            shared: Arc::new(RetryServiceInner { config: self.config.clone(), rng: SharedRng::default() }),
+        }
+    }
+}
+
+/// A service behind a [`RetryLayer`].
+#[derive(Debug)]
+pub struct RetryService<I, J, P = RepeatAll, C = SystemClock> {
+    inner: I,
+    shared: Arc<RetryServiceInner<J, P, C>>,
+}
+
+#[derive(Debug)]
+struct RetryServiceInner<J, P, C> {
+    config: RetryLayerConfig<J, P, C>,
+    rng: SharedRng,
+}
+
+impl<I: Clone, J, P, C> Clone for RetryService<I, J, P, C> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<I, Req, J, P, C> Service<Req> for RetryService<I, J, P, C>
+where
+    I: Service<Req> + Clone + Send + 'static,
+    I::Future: Send,
+    I::Response: Send,
+    I::Error: Send,
+    Req: Send + 'static,
+    J: Classifier<I::Response, I::Error> + Send + Sync + 'static,
+    P: RepeatPolicy<Req> + Send + Sync + 'static,
+    C: Clock,
+{
+    type Response = I::Response;
+    type Error = I::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<I::Response, I::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), I::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Req) -> Self::Future {
+        // The service that was made ready must be the one that is called.
+        let fresh = self.inner.clone();
+        let inner = std::mem::replace(&mut self.inner, fresh);
+        let shared = Arc::clone(&self.shared);
+        let timeout = shared.config.timeout;
+        let deadline = timeout.map_or(Time::NEVER, |timeout| shared.config.clock.now() + timeout);
+        Box::pin(async move { shared.run(inner, request, deadline).await })
+    }
+}
+
+impl<J, P, C: Clock> RetryServiceInner<J, P, C> {
+    /// Sends a request to a service that is ready for it, as often as that helps.
+    async fn run<I, Req>(&self, mut inner: I, mut request: Req, deadline: Time) -> Result<I::Response, I::Error>
+    where
+        I: Service<Req>,
+        J: Classifier<I::Response, I::Error>,
+        P: RepeatPolicy<Req>,
+    {
+        let RetryLayerConfig { retry, budget, classifier, repeat_policy, clock, .. } = &self.config;
+        let budget = budget.as_deref();
+        let mut retry_tracker = RetryTracker::new(deadline);
+        let mut budget_guard = BudgetGuard(None);
+        if let Some(budget) = budget {
+            budget.record_first_try();
+        }
+        loop {
+            let copy = repeat_policy.copy(&request);
+            budget_guard.0 = None;
+            let outcome = inner.call(request).await;
+            let now = clock.now();
+            let classified = classifier.classify(outcome.as_ref(), now);
+            let attempt = FailedAttempt {
+                class: classified.class,
+                is_repeatable: copy.as_ref().is_none_or(|copy| repeat_policy.is_repeatable(copy, classified.was_sent)),
+                unreplayable_reason: copy.is_none().then_some(UnreplayableReason::OneShotBody),
+                asks_not_to_retry: classified.asks_not_to_retry,
+                retry_after: classified.retry_after,
+                has_other_credential: false,
+            };
+            let (Ok(at), Some(repeated_request)) =
+                (retry_tracker.next_attempt_at(retry, &attempt, budget, now, &mut &self.rng), copy)
+            else {
+                return outcome;
+            };
+            budget_guard.0 = budget.filter(|_| classified.class == Class::Transient);
+            // A reply that nobody will read holds its connection no longer.
+            drop(outcome);
+            if at > now {
+                tokio::time::sleep(at.since(now).as_duration()).await;
+            }
+            poll_fn(|context| inner.poll_ready(context)).await?;
+            request = repeated_request;
+        }
+    }
+}
+
+/// The budget that a retry was taken from which hasn't been sent: given back when dropped.
+struct BudgetGuard<'a>(Option<&'a Budget>);
+
+impl Drop for BudgetGuard<'_> {
+    fn drop(&mut self) {
+        if let Some(budget) = self.0 {
+            budget.give_back();
+        }
+    }
+}
