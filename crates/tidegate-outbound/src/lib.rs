@@ -365,6 +365,34 @@ impl<S: Store, C: Clock> Provider<S, C> {
     ///
     /// Dropping the future gives everything back that the call holds.
     ///
+    /// ```
+    /// use tidegate::outbound::{Attempt, AttemptOutcome, AttemptReport, CallOptions, Class, Delivery, Outbound, Upstream};
+    /// use tidegate::policy::{Policy, ProviderSpec};
+    ///
+    /// /// A table that throttles the first write, as a database's client would report it.
+    /// struct PutItem<'a>(&'a str);
+    ///
+    /// impl Upstream for PutItem<'_> {
+    ///     type Reply = String;
+    ///
+    ///     async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<String> {
+    ///         let class = if attempt.number == 1 { Class::Throttled } else { Class::Success };
+    ///         let report = AttemptReport { is_repeatable: true, ..AttemptReport::new(class, Delivery::Answered) };
+    ///         AttemptOutcome { value: format!("{} {class:?}", self.0), report }
+    ///     }
+    /// }
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let table = ProviderSpec::new("https://table.example.com").limit("100/s").set("cooldown.base", "10ms");
+    /// let policy = Policy::builder().provider("table", table).build()?;
+    /// let outbound = Outbound::new(&policy).ok_or("no [outbound]")?;
+    /// let written = outbound.provider("table")?.call(CallOptions::default(), &mut PutItem("a")).await?;
+    /// assert_eq!((written.value.as_str(), written.stats.attempts), ("a Success", 2));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// Why there is no reply, or why the last one, which comes with the error, is not a good one. That one is in flight no
     /// more.

@@ -16,8 +16,10 @@ use tidegate_core::retry::TransportFault;
 use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store};
 use tokio::sync::Mutex;
+use tower_layer::Layer as _;
 use tower_service::Service;
 
+use super::cache::Cache;
 use super::{
     BoxError, CallOptions, CredentialError, Outbound, OutboundError, OutboundLayer, Provider, ReplayBody, SendError,
 };
@@ -71,6 +73,9 @@ use super::{
 /// reply, but the last of a call that failed, holds the [`CallErrorKind`](super::CallErrorKind) of that besides. Its URL is the one that was
 /// asked for, without a credential. Until its body has been read to the end or dropped, the call is in flight.
 ///
+/// Where the provider has a `cache`, its replies are kept and shared among the requests of this middleware as
+/// [`cache`](crate::cache) says; [`CacheStatus`](crate::cache::CacheStatus) is an extension of the response.
+///
 /// # Errors
 /// A call without any response is an [`OutboundError`] within
 /// [`Error::Middleware`](reqwest_middleware::Error::Middleware). It never tells a credential, nor the URL that was sent.
@@ -86,6 +91,8 @@ use super::{
 /// credential. So a logger belongs before it. One that retries has nothing left to do.
 pub struct OutboundMiddleware<S: Store = Memory, C: Clock = SystemClock> {
     layers: Vec<OutboundLayer<S, C>>,
+    /// The kept replies, if any provider has a `cache`.
+    cache: Option<Cache<C>>,
     has_followed_redirect: AtomicBool,
 }
 
@@ -107,12 +114,14 @@ impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
         let with_base_url = providers.into_iter().filter(|provider| provider.config().base_url.is_some());
-        let layers =
-            with_base_url.map(|provider| Ok(OutboundLayer::with_env(provider, &env)?.fault_classifier(fault_of)));
-        Ok(Self {
-            layers: layers.collect::<Result<_, CredentialError>>()?,
-            has_followed_redirect: AtomicBool::new(false),
-        })
+        let layers = with_base_url
+            .map(|provider| Ok(OutboundLayer::with_env(provider, &env)?.fault_classifier(fault_of)))
+            .collect::<Result<Vec<_>, CredentialError>>()?;
+        let mut caching =
+            layers.iter().map(OutboundLayer::provider).filter(|provider| provider.config().cache.is_some());
+        let cache =
+            caching.next().map(|provider| Cache::new(provider.0.outbound_config.cache_bytes, provider.clock().clone()));
+        Ok(Self { cache, layers, has_followed_redirect: AtomicBool::new(false) })
     }
 
     /// The provider that is meant by a URL.
@@ -139,8 +148,16 @@ impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
         let request: Request<Body> = request.try_into()?;
         let has_followed_redirect = &self.has_followed_redirect;
         let client = NextService { next, extensions: Arc::new(Mutex::new(extensions)), has_followed_redirect };
-        let response = layer.0.call(client, options, request).await.map_err(reqwest_middleware::Error::middleware)?;
-        let mut response = response.map(Body::wrap);
+        let service = layer.layer(client);
+        let cache = self.cache.as_ref().filter(|_| layer.provider().config().cache.is_some());
+        let response = match cache {
+            Some(cache) => {
+                let send = |options, request| service.send(options, request);
+                cache.call(&service, options, request, send).await.map(|response| response.map(Body::wrap))
+            }
+            None => service.send(options, request).await.map(|response| response.map(Body::wrap)),
+        };
+        let mut response = response.map_err(reqwest_middleware::Error::middleware)?;
         response.extensions_mut().extend(url_extensions(url));
         Ok(response.into())
     }

@@ -41,6 +41,35 @@ use super::{
 /// and so do extensions of the inner service's, such as the reason phrase that hyper keeps there.
 ///
 /// It is always ready: calls wait in the provider's queue, and the inner service isn't held ready before their turn.
+///
+/// ```no_run
+/// use bytes::Bytes;
+/// use http::Request;
+/// use http_body_util::{BodyExt, Empty};
+/// use hyper_util::client::legacy::Client;
+/// use hyper_util::rt::TokioExecutor;
+/// use tidegate::outbound::{CallOptions, CallStats, Lane, Outbound, OutboundLayer, ReplayBody};
+/// use tidegate::policy::{Policy, ProviderSpec};
+/// use tower::{Service, ServiceBuilder};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let weather = ProviderSpec::new("http://api.example.com/v1").limit("10/s").credentials("env:WEATHER_TOKEN");
+/// let policy = Policy::builder().provider("weather", weather).build()?;
+/// let outbound = Outbound::new(&policy).ok_or("no [outbound]")?;
+///
+/// let client = Client::builder(TokioExecutor::new()).build_http::<ReplayBody<Empty<Bytes>>>();
+/// let layer = OutboundLayer::new(outbound.provider("weather")?.clone())?;
+/// let mut weather = ServiceBuilder::new().layer(layer).service(client);
+///
+/// let background = CallOptions { lane: Lane::Background, ..CallOptions::default() };
+/// let request = Request::get("/rain").extension(background).body(Empty::new())?;
+/// let reply = weather.call(request).await?;
+/// println!("{} {:?}", reply.status(), reply.extensions().get::<CallStats>());
+/// let rain = reply.into_body().collect().await?.to_bytes();
+/// # Ok(())
+/// # }
+/// ```
 pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(pub(super) Arc<OutboundLayerInner<S, C>>);
 
 pub(super) struct OutboundLayerInner<S: Store, C: Clock> {

@@ -13,6 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use tidegate_core::{Clock, Span};
 
 /// The stretch that tokio's timers are too coarse for: their millisecond, and the rounding up to it.
 const PRECISE_PART: Duration = Duration::from_millis(2);
@@ -37,6 +38,25 @@ pub async fn sleep(wait: Duration) {
         Poll::Pending
     })
     .await;
+}
+
+/// The interval at which a clock is read that doesn't run as the machine's do: it may be set at any time, and doesn't
+/// tell.
+pub const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Waits for so long by this clock, within a tokio runtime whose timers are enabled.
+pub async fn sleep_by(clock: &impl Clock, wait: Duration) {
+    if clock.is_system() {
+        return sleep(wait).await;
+    }
+    let until = clock.now() + Span::from_duration(wait);
+    loop {
+        let left = until.since(clock.now()).as_duration();
+        if left.is_zero() {
+            return;
+        }
+        tokio::time::sleep(left.min(POLL_INTERVAL)).await;
+    }
 }
 
 /// The thread's list. Nothing stays on it for longer than the last stretch.

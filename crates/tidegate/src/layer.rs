@@ -38,19 +38,73 @@ use crate::{CheckError, Gate, PermitGuard};
 /// client's address is the peer's, seen through the policy's trusted proxies; the peer is taken from the request's
 /// extensions: a [`SocketAddr`] or, with the features of those names, what axum's
 /// `into_make_service_with_connect_info::<SocketAddr>()` and tonic's server put there. [`GateLayer::peer`] takes it
-/// from anywhere else. A request without any peer is answered 500 if its limits count by address; one that can't be counted
+/// from anywhere else. A request without any peer is answered 500 if its limits count by address; builds with debug
+/// assertions say in the answer what is missing. One that can't be counted
 /// ([`UncountableError`](tidegate_policy::UncountableError)) is answered 400.
+///
+/// Limits for each user count by `key`, which [`GateLayer::key`] takes from the request. The layer below counts 100
+/// requests a minute for each user of an axum application, whose authentication puts a `User` into the request's
+/// extensions, and 5 log-ins a minute for each address:
+///
+/// ```
+/// use std::net::SocketAddr;
+/// use axum::{Router, routing::{get, post}};
+/// use tidegate::GateLayer;
+/// use tidegate::policy::{ActionSpec, Policy};
+///
+/// #[derive(Clone)]
+/// struct User {
+///     id: String,
+/// }
+///
+/// # async fn serve() -> Result<(), Box<dyn std::error::Error>> {
+/// let policy = Policy::builder()
+///     .action("login", ActionSpec::new("5 per 60s").penalty("2s", "1h").method("POST").path("/login"))
+///     .action("api", ActionSpec::new("100 per minute").key(["key"]).path("/api/*"))
+///     .build()?;
+/// let gate = GateLayer::new(&policy)
+///     .key(|request| request.extensions.get::<User>().map(|user| user.id.clone()))
+///     .allow(|request| request.uri.path() == "/health")
+///     .on_decision(|request, decision| {
+///         if !decision.allowed {
+///             println!("{} refused, {:?}", request.uri.path(), decision.reason);
+///         }
+///     });
+///
+/// let app = Router::new()
+///     .route("/login", post(async || "welcome"))
+///     .route("/api/items", get(async || "[]"))
+///     .layer(gate);
+/// let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
+/// axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await?;
+/// # Ok(())
+/// # }
+/// ```
 pub struct GateLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<GateLayerInner<S, C>>);
-
-/// Takes the peer's address from a request's extensions.
-type PeerExtractor = dyn Fn(&Extensions) -> Option<IpAddr> + Send + Sync;
 
 struct GateLayerInner<S: Store, C: Clock> {
     gate: Gate<S, C>,
     replies: Replies,
     forwarding: Forwarding,
     action: Option<ActionId>,
-    peer: Arc<PeerExtractor>,
+    hooks: Hooks,
+}
+
+/// The functions that a program gives the layer.
+#[derive(Clone)]
+#[expect(clippy::type_complexity, reason = "each type is written once")]
+struct Hooks {
+    peer: Arc<dyn Fn(&Extensions) -> Option<IpAddr> + Send + Sync>,
+    key: Option<Arc<dyn Fn(&Parts) -> Option<String> + Send + Sync>>,
+    allow: Option<Arc<dyn Fn(&Parts) -> bool + Send + Sync>>,
+    on_decision: Option<Arc<dyn Fn(&Parts, &Decision) + Send + Sync>>,
+    refusal: Option<Arc<dyn Fn(&Parts, &Decision, Response<Bytes>) -> Response<Bytes> + Send + Sync>>,
+}
+
+impl Default for Hooks {
+    fn default() -> Self {
+        Self { peer: Arc::new(peer_of), key: None, allow: None, on_decision: None, refusal: None }
+    }
 }
 
 impl<S: Store, C: Clock> Clone for GateLayer<S, C> {
@@ -78,7 +132,7 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
         let inbound = policy.inbound();
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
         let forwarding = inbound.forwarding.clone();
-        Self(Arc::new(GateLayerInner { gate, replies, forwarding, action: None, peer: Arc::new(peer_of) }))
+        Self(Arc::new(GateLayerInner { gate, replies, forwarding, action: None, hooks: Hooks::default() }))
     }
 
     /// Counts every request as this action, whatever its method and path.
@@ -87,20 +141,52 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
     /// The policy has no such action.
     pub fn action(self, name: &str) -> Result<Self, UnknownActionError> {
         let action = self.0.gate.plan().find_action(name)?;
-        Ok(self.modify(|guard| guard.action = Some(action)))
+        Ok(self.modify(|layer| layer.action = Some(action)))
     }
 
     /// Takes the peer's address from the request's extensions by this function.
     #[must_use]
     pub fn peer(self, peer: impl Fn(&Extensions) -> Option<IpAddr> + Send + Sync + 'static) -> Self {
-        self.modify(|guard| guard.peer = Arc::new(peer))
+        self.modify(|layer| layer.hooks.peer = Arc::new(peer))
+    }
+
+    /// Takes the `key` of a request, such as its user, API key or tenant, for limits with `key = ["key"]`. It is read
+    /// from the request's head or from what layers before this one put into its extensions. A request without one is
+    /// answered 401 if one of its limits counts by `key`.
+    #[must_use]
+    pub fn key(self, key: impl Fn(&Parts) -> Option<String> + Send + Sync + 'static) -> Self {
+        self.modify(|layer| layer.hooks.key = Some(Arc::new(key)))
+    }
+
+    /// Lets requests pass for which this function returns true: they are neither counted nor refused, and their
+    /// answers have no rate-limit headers.
+    #[must_use]
+    pub fn allow(self, allow: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
+        self.modify(|layer| layer.hooks.allow = Some(Arc::new(allow)))
+    }
+
+    /// Calls this function with every decision, also one of a limit in shadow, before the request goes on. It is called
+    /// on the request's own task, so it must not block.
+    #[must_use]
+    pub fn on_decision(self, on_decision: impl Fn(&Parts, &Decision) + Send + Sync + 'static) -> Self {
+        self.modify(|layer| layer.hooks.on_decision = Some(Arc::new(on_decision)))
+    }
+
+    /// Replaces the answer to refused requests. The function gets the standard answer and may change it, so that
+    /// `Retry-After` and the rate-limit headers stay, or make another.
+    #[must_use]
+    pub fn refusal(
+        self,
+        refusal: impl Fn(&Parts, &Decision, Response<Bytes>) -> Response<Bytes> + Send + Sync + 'static,
+    ) -> Self {
+        self.modify(|layer| layer.hooks.refusal = Some(Arc::new(refusal)))
     }
 
     /// Writes the rate-limit headers in another dialect than the policy says.
     #[must_use]
     pub fn headers(self, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
         let replies = Replies::new(self.0.gate.plan(), dialect, x_ratelimit);
-        self.modify(|guard| guard.replies = replies)
+        self.modify(|layer| layer.replies = replies)
     }
 
     /// The gate that is asked.
@@ -115,7 +201,7 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
             replies: old.replies.clone(),
             forwarding: old.forwarding.clone(),
             action: old.action,
-            peer: Arc::clone(&old.peer),
+            hooks: old.hooks.clone(),
         };
         change(&mut inner);
         Self(Arc::new(inner))
@@ -183,6 +269,10 @@ where
         let layer = Arc::clone(&self.layer);
         Box::pin(async move {
             let (mut parts, body) = request.into_parts();
+            if layer.hooks.allow.as_ref().is_some_and(|allow| allow(&parts)) {
+                let response = inner.call(Request::from_parts(parts, body)).await?;
+                return Ok(response.map(GateBody::forwarded));
+            }
             layer.normalise_path(&mut parts);
             let admitted = match layer.admit(&parts).await {
                 Ok(admitted) => admitted,
@@ -221,33 +311,63 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
     }
 
     async fn admit(&self, parts: &Parts) -> Result<AdmittedCall, Response<Bytes>> {
-        let peer = (self.peer)(&parts.extensions);
-        let host = host_of(parts).map_err(|error| check_error_response(&error.into(), &parts.headers))?;
+        let peer = (self.hooks.peer)(&parts.extensions);
+        let key = self.hooks.key.as_ref().and_then(|key| key(parts));
+        let error_response = |error: CheckError| self.check_error_response(&error, &parts.headers);
+        let host = host_of(parts).map_err(|error| error_response(error.into()))?;
         let mut query = Query {
             actions: self.action.map(Into::into),
             ip: peer.map(|peer| self.forwarding.client_ip(peer, &parts.headers)),
+            key: key.as_deref(),
             method: Some(parts.method.as_str()),
             path: Some(parts.uri.path_and_query().map_or("/", |path| path.as_str())),
             host,
             headers: Some(&parts.headers),
             ..Query::default()
         };
-        let actions = self.gate.actions(&query).map_err(|error| check_error_response(&error, &parts.headers))?;
+        let actions = self.gate.actions(&query).map_err(error_response)?;
         query.actions = Some(actions);
-        let decision = self.gate.check(&query).await.map_err(|error| check_error_response(&error, &parts.headers))?;
+        let decision = self.gate.check(&query).await.map_err(error_response)?;
+        if let Some(on_decision) = &self.hooks.on_decision {
+            on_decision(parts, &decision);
+        }
         if !decision.allowed {
-            return Err(match grpc_type(&parts.headers) {
+            let standard = match grpc_type(&parts.headers) {
                 Some(kind) => grpc_refusal(&decision, kind),
                 None => self.replies.refusal(actions, &decision, &parts.headers),
+            };
+            return Err(match &self.hooks.refusal {
+                Some(refusal) => refusal(parts, &decision, standard),
+                None => standard,
             });
         }
         if decision.shadow {
             let limit = decision.bound_by.map_or("", |id| self.gate.plan().limit_info(id).name());
             tracing::info!(limit, ip = ?query.ip, "would be refused, but the limit only watches");
         }
-        let guard =
-            self.gate.hold_permit(&query, &decision).map_err(|error| check_error_response(&error, &parts.headers))?;
+        let guard = self.gate.hold_permit(&query, &decision).map_err(error_response)?;
         Ok(AdmittedCall { actions, decision, permit: guard.map(RenewedPermit::start_renewal) })
+    }
+}
+
+impl<S: Store, C: Clock> GateLayerInner<S, C> {
+    /// The answer to a request that can't be decided about.
+    #[cold]
+    fn check_error_response(&self, error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
+        let (status, grpc_status, title, message) = match error {
+            CheckError::Key(KeyError::Uncountable(uncountable)) => {
+                (StatusCode::BAD_REQUEST, "3", "Bad Request", uncountable.to_string())
+            }
+            CheckError::Key(KeyError::Missing(missing)) if missing.part == "key" && self.hooks.key.is_some() => {
+                (StatusCode::UNAUTHORIZED, "16", "Unauthorized", String::new())
+            }
+            misuse => return misuse_response(misuse, request),
+        };
+        tracing::info!(%error, "a request could not be counted");
+        match grpc_type(request) {
+            Some(kind) => grpc_response(grpc_status, if message.is_empty() { title } else { &message }, kind),
+            None => error_response(status, title, &message),
+        }
     }
 }
 
@@ -298,27 +418,33 @@ fn grpc_response(status: &'static str, message: &str, kind: &HeaderValue) -> Res
     response
 }
 
-/// A request that can't be counted is told so. Otherwise the layer was put where it can't decide: an error of the program,
-/// which the client learns nothing more about.
-#[cold]
-fn check_error_response(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
-    if let Some(uncountable) = error.uncountable() {
-        tracing::info!(%uncountable, "a request could not be counted");
-        if let Some(kind) = grpc_type(request) {
-            return grpc_response("3", &uncountable.to_string(), kind);
+/// The answer to a request that can't be decided about because of how the program uses the layer. Only builds with debug
+/// assertions say why, because clients of others should learn nothing about it.
+fn misuse_response(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
+    let hint = match error {
+        CheckError::Key(KeyError::Missing(missing)) if missing.part == "ip" => {
+            "; serve an axum router by `into_make_service_with_connect_info::<SocketAddr>()` with tidegate's feature \
+             `axum`, or take the address by `GateLayer::peer`"
         }
-        let text = serde_json::json!({ "error": "Bad Request", "message": uncountable.to_string() });
-        return json(StatusCode::BAD_REQUEST, text.to_string().into());
-    }
-    tracing::error!(%error, "a request could not be decided about");
+        CheckError::Key(KeyError::Missing(missing)) if missing.part == "key" => "; take it by `GateLayer::key`",
+        _ => "",
+    };
+    tracing::error!("a request could not be decided about: {error}{hint}");
+    let message = if cfg!(debug_assertions) { format!("{error}{hint}") } else { String::new() };
     if let Some(kind) = grpc_type(request) {
-        return grpc_response("13", "the request could not be decided about", kind);
+        let message = if message.is_empty() { "the request could not be decided about" } else { &message };
+        return grpc_response("13", message, kind);
     }
-    json(StatusCode::INTERNAL_SERVER_ERROR, Bytes::from_static(br#"{"error":"Internal server error"}"#))
+    error_response(StatusCode::INTERNAL_SERVER_ERROR, "Internal server error", &message)
 }
 
-fn json(status: StatusCode, body: Bytes) -> Response<Bytes> {
-    let mut response = Response::new(body);
+/// A JSON answer; an empty message is left out.
+fn error_response(status: StatusCode, error: &str, message: &str) -> Response<Bytes> {
+    let mut text = serde_json::json!({ "error": error });
+    if !message.is_empty() {
+        text["message"] = message.into();
+    }
+    let mut response = Response::new(text.to_string().into());
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
@@ -369,6 +495,10 @@ pin_project! {
 }
 
 impl<B> GateBody<B> {
+    fn forwarded(body: B) -> Self {
+        Self { inner: GateBodyInner::Forwarded { body }, permit: None }
+    }
+
     fn refused(body: Bytes) -> Self {
         Self { inner: GateBodyInner::Refused { body: Some(body).filter(|body| !body.is_empty()) }, permit: None }
     }
@@ -376,7 +506,7 @@ impl<B> GateBody<B> {
 
 impl<B: Default> Default for GateBody<B> {
     fn default() -> Self {
-        Self { inner: GateBodyInner::Forwarded { body: B::default() }, permit: None }
+        Self::forwarded(B::default())
     }
 }
 

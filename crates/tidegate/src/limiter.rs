@@ -84,6 +84,8 @@ impl From<LimitError> for LimiterError {
 /// assert!(matches!(limiter.check(), LimiterDecision::RetryAfter(wait) if wait.as_micros() <= 100_000));
 /// # Ok::<(), tidegate::LimiterError>(())
 /// ```
+///
+/// With the feature `tokio`, a task can wait for its turn: `limiter.until_ready().await`.
 #[derive(Debug)]
 pub struct Limiter<C = SystemClock> {
     rate: Rate,
@@ -164,6 +166,14 @@ impl<C: Clock> Limiter<C> {
         }
     }
 
+    /// Waits until it is a call's turn, and takes it. Calls that wait have no order among themselves; a
+    /// [`LimitLayer`](crate::layers::LimitLayer) serves them in the order in which they come. Dropping the future takes
+    /// nothing.
+    #[cfg(feature = "tokio")]
+    pub async fn until_ready(&self) {
+        wait_for_turn(&self.clock, || self.check()).await;
+    }
+
     #[inline]
     fn replace(&self, before: u64, after: ArrivalTime) -> bool {
         let cell = &self.arrival_bits.0;
@@ -176,10 +186,16 @@ impl<C: Clock> Limiter<C> {
 /// ```
 /// use tidegate::KeyedLimiter;
 ///
-/// let limiter = KeyedLimiter::new("5 per 60s")?;
-/// assert!(limiter.check("203.0.113.7").is_admitted());
+/// let limiter = KeyedLimiter::new("2 per 60s")?;
+/// assert!(limiter.check("alice").is_admitted());
+/// assert!(limiter.check("alice").is_admitted());
+/// assert!(!limiter.check("alice").is_admitted(), "a third call within a minute");
+/// assert!(limiter.check("bob").is_admitted(), "each key has a count of its own");
 /// # Ok::<(), tidegate::LimiterError>(())
 /// ```
+///
+/// Any `Hash` type is a key: `KeyedLimiter<IpAddr>`, `KeyedLimiter<(TenantId, UserId)>`. With the feature `tokio`, a
+/// task can wait for its turn: `limiter.until_ready("alice").await`.
 #[derive(Debug)]
 pub struct KeyedLimiter<K: ?Sized, C = SystemClock, S = RandomState> {
     memory: Memory,
@@ -236,6 +252,14 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
         LimiterDecision::from_retry_at(retry_at, now)
     }
 
+    /// Waits until it is the turn of a call for a key, and takes it. Calls that wait have no order among themselves.
+    /// Dropping the future takes nothing. Under a penalty each turn that comes too early is a strike, as with
+    /// [`check`](Self::check); this waits exactly as long as the strike asks.
+    #[cfg(feature = "tokio")]
+    pub async fn until_ready(&self, key: &K) {
+        wait_for_turn(&self.clock, || self.check(key)).await;
+    }
+
     /// Whose turn it would be if a call came that weighs `cost`. Takes nothing.
     pub fn peek_cost(&self, key: &K, cost: u64) -> LimiterDecision {
         let mut batch = Batch::new(0);
@@ -255,6 +279,20 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     /// The store behind it, for its statistics.
     pub fn memory(&self) -> &Memory {
         &self.memory
+    }
+}
+
+/// Asks until a turn is taken, waiting as long as each answer says; forever if it is never one's turn.
+#[cfg(feature = "tokio")]
+async fn wait_for_turn(clock: &impl Clock, check: impl Fn() -> LimiterDecision) {
+    loop {
+        match check() {
+            LimiterDecision::Admitted => return,
+            LimiterDecision::RetryAfter(wait) => {
+                tidegate_runtime::precise_timer::sleep_by(clock, wait.as_duration()).await;
+            }
+            LimiterDecision::Never => std::future::pending().await,
+        }
     }
 }
 
@@ -326,6 +364,25 @@ mod tests {
             assert_eq!(limiter.peek_cost("a", 2), LimiterDecision::RetryAfter(Span::from_secs(second)));
             assert!(limiter.check("a").is_admitted(), "two peeks later it is still free");
         }
+    }
+
+    #[cfg(feature = "tokio")]
+    #[tokio::test(start_paused = true)]
+    async fn tasks_wait_for_their_turn() {
+        let clock = tidegate_runtime::clock::TokioClock::default();
+        let start = clock.now();
+        let limiter = Limiter::with_clock("10/s", clock).unwrap();
+        for _ in 0..11 {
+            limiter.until_ready().await;
+        }
+        let took = clock.now().since(start);
+        assert!(took >= Span::from_secs(1) && took < Span::from_millis(1_100), "{took}");
+        let keyed = KeyedLimiter::with_clock("2 per 60s", 1 << 20, clock).unwrap();
+        for key in ["a", "b", "a", "b", "a"] {
+            keyed.until_ready(key).await;
+        }
+        let took = clock.now().since(start) - took;
+        assert!(took >= Span::from_secs(60) && took < Span::from_secs(61), "{took}");
     }
 
     #[test]

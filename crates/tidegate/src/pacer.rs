@@ -18,11 +18,8 @@ use crate::{OpenError, Stores};
 pub(crate) use shared::SharedPace;
 use shared::{PaceWorker, RENEW_INTERVAL};
 use tidegate_runtime::clock::SystemClock;
-use tidegate_runtime::precise_timer;
+use tidegate_runtime::precise_timer::{self, POLL_INTERVAL};
 use tidegate_runtime::random::random_u64;
-
-/// How often a clock is looked at that isn't the machine's: it may be set at any time, and tells nobody.
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Responsive back-off for workers that call a service which throttles: after each call they tell how it went, and wait
 /// for as long as the service seems to need. Clones share the pace.
@@ -236,15 +233,8 @@ impl<C: Clock> Pacer<C> {
     }
 
     async fn sleep(&self, wait: Duration) {
-        if wait.is_zero() {
-            return;
-        }
-        if self.clock.is_system() {
-            return precise_timer::sleep(wait).await;
-        }
-        let until = self.clock.now() + Span::from_duration(wait);
-        while let Some(left) = self.remaining(until) {
-            tokio::time::sleep(left.min(POLL_INTERVAL)).await;
+        if !wait.is_zero() {
+            precise_timer::sleep_by(&self.clock, wait).await;
         }
     }
 

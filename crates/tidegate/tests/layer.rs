@@ -168,13 +168,99 @@ async fn a_failing_service_returns_the_permit() {
     }
 }
 
+/// A service that any request reaches, behind this layer.
+fn behind(
+    layer: &GateLayer<Memory, ManualClock>,
+) -> impl Service<Request<()>, Response = Response<tidegate::GateBody<String>>, Error = Infallible> {
+    let service = tower::service_fn(|_: Request<()>| async { Ok::<_, Infallible>(Response::new("here".to_owned())) });
+    tower::Layer::layer(layer, service)
+}
+
+async fn text(response: Response<tidegate::GateBody<String>>) -> String {
+    String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
+}
+
 #[tokio::test]
-async fn a_layer_without_peer_address_answers_500() {
+async fn a_layer_without_peer_address_says_so() {
     let (layer, _) = layer();
-    let service = tower::service_fn(|_: Request<()>| async { Ok::<_, Infallible>(Response::new(String::new())) });
-    let mut limited = tower::Layer::layer(&layer, service);
-    let response = limited.call(Request::get("/page").body(()).unwrap()).await.unwrap();
+    let response = behind(&layer).call(Request::get("/page").body(()).unwrap()).await.unwrap();
     assert_eq!(response.status(), StatusCode::INTERNAL_SERVER_ERROR);
+    let body = text(response).await;
+    assert_eq!(body.contains("into_make_service_with_connect_info"), cfg!(debug_assertions), "{body}");
+}
+
+fn layer_by_user() -> (GateLayer<Memory, ManualClock>, ManualClock) {
+    let action = ActionSpec::new("2 per 60s").key(["key"]).path("/page");
+    let policy = Policy::builder().action("page", action).build().unwrap();
+    let clock = ManualClock::default();
+    let layer = GateLayer::from_gate(Gate::in_memory(&policy, clock.clone()), &policy);
+    (layer.key(|request| request.headers.get("x-user").map(|user| user.to_str().unwrap().to_owned())), clock)
+}
+
+fn request_of(user: &str) -> Request<()> {
+    Request::get("/page").header("x-user", user).body(()).unwrap()
+}
+
+#[tokio::test]
+async fn each_user_has_a_count() {
+    let (layer, clock) = layer_by_user();
+    let mut service = behind(&layer);
+    for (user, status) in [("ann", 200), ("bob", 200), ("ann", 200), ("ann", 429), ("bob", 200), ("bob", 429)] {
+        assert_eq!(service.call(request_of(user)).await.unwrap().status(), status, "{user}");
+    }
+    clock.advance(Span::from_secs(60));
+    assert_eq!(service.call(request_of("ann")).await.unwrap().status(), 200);
+    let anonymous = service.call(Request::get("/page").body(()).unwrap()).await.unwrap();
+    assert_eq!(anonymous.status(), StatusCode::UNAUTHORIZED);
+    assert_eq!(text(anonymous).await, r#"{"error":"Unauthorized"}"#);
+    let elsewhere = service.call(Request::get("/other").body(()).unwrap()).await.unwrap();
+    assert_eq!(elsewhere.status(), 200, "no limit there counts by user");
+}
+
+#[tokio::test]
+async fn exempt_requests_are_not_counted() {
+    let (layer, _) = layer_by_user();
+    let decisions = Arc::new(AtomicUsize::new(0));
+    let layer = layer.allow(|request| request.headers["x-user"] == "root").on_decision({
+        let decisions = Arc::clone(&decisions);
+        move |request, decision| {
+            assert_eq!(request.uri.path(), "/page");
+            decisions.fetch_add(1 + 100 * usize::from(!decision.allowed), Ordering::Relaxed);
+        }
+    });
+    let mut service = behind(&layer);
+    for _ in 0..5 {
+        let response = service.call(request_of("root")).await.unwrap();
+        assert_eq!((response.status(), response.headers().len()), (StatusCode::OK, 0));
+        assert_eq!(text(response).await, "here");
+    }
+    assert_eq!(decisions.load(Ordering::Relaxed), 0);
+    for status in [200, 200, 429] {
+        assert_eq!(service.call(request_of("ann")).await.unwrap().status(), status);
+    }
+    assert_eq!(decisions.load(Ordering::Relaxed), 103, "two admitted and one refused");
+}
+
+#[tokio::test]
+async fn refusals_can_be_replaced_and_keep_headers() {
+    let (layer, _) = layer_by_user();
+    let layer = layer.refusal(|request, decision, standard| {
+        let wait = decision.retry_after.unwrap().as_secs_ceil();
+        let (mut parts, _) = standard.into_parts();
+        parts.status = StatusCode::SERVICE_UNAVAILABLE;
+        Response::from_parts(parts, format!("{}: wait {wait} s", request.uri.path()).into())
+    });
+    let mut service = behind(&layer);
+    for _ in 0..2 {
+        assert_eq!(service.call(request_of("ann")).await.unwrap().status(), 200);
+    }
+    let refused = service.call(request_of("ann")).await.unwrap();
+    assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(
+        (&refused.headers()["retry-after"], &refused.headers()["ratelimit"]),
+        (&"60".parse().unwrap(), &r#""page";r=0;t=60"#.parse().unwrap())
+    );
+    assert_eq!(text(refused).await, "/page: wait 60 s");
 }
 
 #[derive(Clone)]

@@ -18,6 +18,7 @@ use http_body_util::{BodyExt, StreamBody};
 use reqwest::redirect::Policy as Redirects;
 use reqwest_middleware::{ClientBuilder, ClientWithMiddleware, Error, Middleware, Next};
 use tidegate::clock::SystemClock;
+use tidegate::outbound::cache::CacheStatus;
 use tidegate::outbound::{
     CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundMiddleware, SendError,
 };
@@ -434,4 +435,29 @@ async fn inner_middleware_sees_every_attempt() {
     client.execute_with_extensions(request, &mut extensions).await.unwrap();
     assert_eq!(counting.0.load(Ordering::Relaxed), 3);
     assert_eq!(extensions.get::<Passed>().unwrap().0, 3, "they share its extensions");
+}
+
+#[tokio::test]
+async fn a_providers_cache_is_honoured() {
+    let server =
+        Server::new(|index, _| ([("cache-control", "max-age=60")], format!("reply {index}")).into_response()).await;
+    let cached = format!(
+        "{BEARER}cache = {{ ttl = \"60s\" }}\n[outbound.provider.plain]\nbase_url = \"{}\"\n{HEADER}",
+        server.url("/v2")
+    );
+    let client = client(&server.outbound(&cached));
+    let status = |reply: &reqwest::Response| reply.extensions().get::<CacheStatus>().copied();
+    for (path, text, cache) in [
+        ("/v1/movie", "reply 0", Some(CacheStatus::Miss)),
+        ("/v1/movie", "reply 0", Some(CacheStatus::Hit)),
+        ("/v1/other", "reply 1", Some(CacheStatus::Miss)),
+        ("/v2/movie", "reply 2", None),
+        ("/v2/movie", "reply 3", None),
+        ("/v1/movie", "reply 0", Some(CacheStatus::Hit)),
+    ] {
+        let reply = client.get(server.url(path)).send().await.unwrap();
+        assert_eq!((status(&reply), reply.url().as_str()), (cache, server.url(path).as_str()));
+        assert_eq!(reply.text().await.unwrap(), text);
+    }
+    assert_eq!(server.count(), 4);
 }
