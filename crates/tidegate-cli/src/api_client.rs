@@ -1,12 +1,14 @@
 //! `tidegate explain`, `status` and `reset`: requests to a running gate.
 
+use std::error::Error;
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
-use http::{Method, Request, StatusCode, Uri};
+use http::uri::Authority;
+use http::{Method, Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
@@ -206,23 +208,29 @@ async fn send(
     }
     let request = request.body(Full::new(body)).map_err(|error| ApiCallError::InvalidInput(error.to_string()))?;
 
-    let unreachable = |why: String| {
+    let response = exchange(&authority, request).await.map_err(|error| {
         ApiCallError::Failed(format!(
-            "no gate answers at {address}: {why}\nIs it running? `tidegate serve` starts one."
+            "no gate answers at {address}: {error}\nIs it running? `tidegate serve` starts one."
         ))
-    };
+    })?;
+    Ok((response.status(), String::from_utf8_lossy(response.body()).into_owned()))
+}
+
+/// Sends one request over a connection of its own, and reads the response.
+///
+/// # Errors
+/// The server can't be reached, or its response is too long or isn't HTTP.
+pub(crate) async fn exchange(
+    authority: &Authority,
+    request: Request<Full<Bytes>>,
+) -> Result<Response<Bytes>, Box<dyn Error + Send + Sync>> {
     let host = authority.host().trim_matches(['[', ']']);
-    let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80)))
-        .await
-        .map_err(|error| unreachable(error.to_string()))?;
-    let (mut sender, connection) =
-        http1::handshake(TokioIo::new(stream)).await.map_err(|error| unreachable(error.to_string()))?;
+    let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80))).await?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(connection);
-    let response = sender.send_request(request).await.map_err(|error| unreachable(error.to_string()))?;
-    let status = response.status();
-    let body = Limited::new(response.into_body(), MAX_ANSWER).collect().await;
-    let bytes = body.map_err(|error| unreachable(error.to_string()))?.to_bytes();
-    Ok((status, String::from_utf8_lossy(&bytes).into_owned()))
+    let (parts, body) = sender.send_request(request).await?.into_parts();
+    let body = Limited::new(body, MAX_ANSWER).collect().await?.to_bytes();
+    Ok(Response::from_parts(parts, body))
 }
 
 /// The request's plain fields with their names.

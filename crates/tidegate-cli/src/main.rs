@@ -12,8 +12,8 @@
 //! 125 for an invalid command line, 126 and 127 for a command that can't be run or found.
 
 mod api_client;
+mod demo;
 mod policy;
-#[cfg(feature = "simulate")]
 mod replay;
 mod retry;
 mod serve;
@@ -48,6 +48,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Show the gate at work, with a web server and a log of its own. Takes three seconds and changes nothing.
+    Demo,
     /// Run the gate: the proxy, the gateway, the decision API with forward-auth, and health checks.
     Serve {
         /// The policy file. The default is ./tidegate.toml; if that doesn't exist, a built-in policy that guards
@@ -101,15 +103,11 @@ enum Command {
         list: bool,
     },
     /// Show what a policy would have decided about the requests of access logs, on the logs' own clock.
-    #[cfg(feature = "simulate")]
     #[command(after_help = replay::HELP)]
     Replay(replay::ReplayArgs),
     /// Run a scenario. Not in this build: it needs the feature `simulate`.
     #[cfg(not(feature = "simulate"))]
     Simulate(MissingCommand),
-    /// Say what a policy would have done to access logs. Not in this build: it needs the feature `simulate`.
-    #[cfg(not(feature = "simulate"))]
-    Replay(MissingCommand),
     /// Run a command until it succeeds, with increasing waits between attempts.
     #[command(after_help = retry::HELP)]
     Retry(retry::RetryArgs),
@@ -126,7 +124,7 @@ struct MissingCommand {
 }
 
 /// A call, as a decision request describes it.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 struct CallArgs {
     /// The action.
     #[arg(required_unless_present = "path")]
@@ -205,6 +203,7 @@ fn main() -> ExitCode {
         Err(error) => return retry::usage_error(&error).unwrap_or_else(|| usage_error(&error)),
     };
     let outcome = match cli.command {
+        Command::Demo => demo::run(),
         Command::Serve { config, env_prefix } => serve::run(config.as_deref(), env_prefix.as_deref()),
         Command::Check { file, config, no_env, env_prefix } => {
             let env = if no_env { EnvOverrides::Ignored } else { EnvOverrides::Used { prefix: env_prefix.as_deref() } };
@@ -214,20 +213,13 @@ fn main() -> ExitCode {
         Command::Status(question) => api_client::status(&question),
         Command::Reset(question) => api_client::reset(&question),
         #[cfg(not(feature = "simulate"))]
-        Command::Simulate(_) | Command::Replay(_) => {
-            policy::print_error(
-                "error: this program was built without the feature `simulate`, which has the commands simulate and replay; \
-                 build it with --features simulate\n",
-            );
-            CliOutcome::InvalidInput
-        }
+        Command::Simulate(_) => policy::report_missing_simulate("the command simulate"),
         #[cfg(feature = "simulate")]
         Command::Simulate { list: true, .. } => simulate::list(),
         #[cfg(feature = "simulate")]
         Command::Simulate { scenario, seed, out, check, list: _ } => {
             simulate::run(&scenario.unwrap_or_default(), seed, &out, check)
         }
-        #[cfg(feature = "simulate")]
         Command::Replay(arguments) => replay::run(&arguments),
         Command::Retry(arguments) => return retry::run(&arguments),
         Command::Env => policy::env(),

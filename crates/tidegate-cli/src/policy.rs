@@ -95,8 +95,16 @@ pub(crate) fn print_usage(error: &clap::Error) {
     }
 }
 
+/// Reports that this build lacks the feature `simulate`, which has what the caller names.
+#[cfg(not(feature = "simulate"))]
+pub(crate) fn report_missing_simulate(what: &str) -> CliOutcome {
+    print_error(&format!(
+        "error: this program was built without the feature `simulate`, which has {what}; build it with --features simulate\n"
+    ));
+    CliOutcome::InvalidInput
+}
+
 /// The format that a file's extension selects.
-#[cfg(feature = "simulate")]
 pub(crate) fn format_of<F: Copy>(file: &Path, forms: &[(&str, F)]) -> Option<F> {
     let ending = file.extension()?;
     forms.iter().find(|(known, _)| ending.eq_ignore_ascii_case(known)).map(|(_, form)| *form)

@@ -38,10 +38,23 @@ pub(super) fn decompressed<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn
     Ok(if start.starts_with(&GZIP) {
         Box::new(MultiGzDecoder::new(whole))
     } else if start == ZSTD || skippable {
-        Box::new(zstd::stream::read::Decoder::new(whole)?)
+        zstd_decoder(whole)?
     } else {
         Box::new(whole)
     })
+}
+
+#[cfg(feature = "zstd")]
+fn zstd_decoder<'r>(packed: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
+    Ok(Box::new(zstd::stream::read::Decoder::new(packed)?))
+}
+
+#[cfg(not(feature = "zstd"))]
+fn zstd_decoder<'r>(_: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
+    Err(io::Error::new(
+        io::ErrorKind::Unsupported,
+        "it is packed by Zstandard, which this program was built without; unpack it, or build with --features simulate",
+    ))
 }
 
 /// A line, without its line break.

@@ -1,12 +1,15 @@
 //! The findings of a replay, as text, numbers and pictures.
 
 mod json;
+#[cfg(feature = "pictures")]
 mod picture;
 mod tables;
 
 use crate::Findings;
-use tidegate_report::page::html_page;
-use tidegate_report::svg::{PictureError, escape_xml};
+#[cfg(feature = "pictures")]
+use tidegate_report::page::{escape_xml, html_page};
+#[cfg(feature = "pictures")]
+use tidegate_report::svg::PictureError;
 
 impl Findings {
     /// Returns tables for a terminal.
@@ -29,6 +32,7 @@ impl Findings {
     ///
     /// # Errors
     /// The pictures couldn't be drawn.
+    #[cfg(feature = "pictures")]
     pub fn svg(&self) -> Result<String, PictureError> {
         picture::findings_svg(self)
     }
@@ -37,6 +41,7 @@ impl Findings {
     ///
     /// # Errors
     /// The pictures couldn't be drawn.
+    #[cfg(feature = "pictures")]
     pub fn html(&self) -> Result<String, PictureError> {
         let names: Vec<&str> = self.policies.iter().map(|policy| policy.name.as_str()).collect();
         let title = escape_xml(&format!("Replay of {}", names.join(" and ")));

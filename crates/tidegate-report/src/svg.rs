@@ -9,6 +9,7 @@ use resvg::tiny_skia::{Pixmap, Transform};
 use resvg::usvg;
 
 use crate::chart::{Area, DrawError};
+use crate::page::escape_xml;
 use crate::theme::{BACKGROUND, style_sheet};
 
 /// A free font that measures text and, in a PNG, draws it; see `fonts/README.md`.
@@ -80,18 +81,4 @@ pub fn svg_to_png(svg: &str) -> Result<Vec<u8>, PictureError> {
     let mut pixmap = Pixmap::new(scaled(size.width()), scaled(size.height())).ok_or(PictureError::TooLarge)?;
     resvg::render(&tree, Transform::from_scale(f32::from(scale), f32::from(scale)), &mut pixmap.as_mut());
     pixmap.encode_png().map_err(|error| drawing(&error))
-}
-
-/// Escapes text for XML and HTML.
-pub fn escape_xml(text: &str) -> String {
-    text.chars().fold(String::with_capacity(text.len()), |mut escaped, letter| {
-        match letter {
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '&' => escaped.push_str("&amp;"),
-            '"' => escaped.push_str("&quot;"),
-            other => escaped.push(other),
-        }
-        escaped
-    })
 }

@@ -7,7 +7,8 @@ use crate::{
     ClientFindings, ClientNetwork, Findings, IntervalCounts, PolicyFindings, REFUSED_SHARES, RequestCounts, Timeline,
     format_time,
 };
-use tidegate_report::svg::escape_xml;
+#[cfg(feature = "pictures")]
+use tidegate_report::page::escape_xml;
 use tidegate_report::table::{align_rows, format_count};
 
 /// The number of intervals in the list of the worst.
@@ -43,6 +44,7 @@ impl FindingsTable {
         format!("{}\n{lines}", self.title)
     }
 
+    #[cfg(feature = "pictures")]
     pub(super) fn to_html(&self) -> String {
         let align = |column: usize| if column < self.text_columns { " style=\"text-align:left\"" } else { "" };
         let cells = |row: &[String], open: &str, close: &str| -> String {

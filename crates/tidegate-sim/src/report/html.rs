@@ -1,7 +1,8 @@
 //! A report as one page that needs no network.
 
+use tidegate_report::page::escape_xml;
 use tidegate_report::page::html_page;
-use tidegate_report::svg::{PictureError, escape_xml};
+use tidegate_report::svg::PictureError;
 
 use super::picture::{Heading, report_svg};
 use super::table::{COLUMNS, load_lines};
