@@ -1,4 +1,5 @@
-//! Runs the README's commands in order, in one shell, and compares what they print. `…` stands for anything.
+//! Runs the commands of the README and of the tour in order, each page in a shell of its own, and compares what they print.
+//! `…` stands for anything.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::io::{BufRead, BufReader, Write};
@@ -8,6 +9,7 @@ use std::process::{Command, Stdio};
 use tidegate_testkit::servers;
 
 const README: &str = include_str!("../../../README.md");
+const TOUR: &str = include_str!("../../../docs/tour.md");
 const END: &str = "-- end of the output --";
 
 struct Step {
@@ -15,11 +17,11 @@ struct Step {
     expected: Vec<String>,
 }
 
-/// The commands of all `console` blocks, with the output that the README shows.
-fn steps() -> Vec<Step> {
+/// The commands of all `console` blocks, with the output that the page shows.
+fn steps(page: &str) -> Vec<Step> {
     let mut steps: Vec<Step> = Vec::new();
     let mut inside = false;
-    for line in README.lines() {
+    for line in page.lines() {
         match (inside, line) {
             (false, "```console") => inside = true,
             (true, "```") => inside = false,
@@ -49,7 +51,7 @@ fn matches(pattern: &str, text: &str) -> bool {
 #[test]
 fn the_readme_setup_is_two_commands() {
     let block = README.split("```console setup\n").nth(1).and_then(|rest| rest.split("```").next());
-    assert_eq!(block, Some("$ cargo run --release -- serve\n$ ./test\n"));
+    assert_eq!(block, Some("$ cargo run --profile quick -- demo\n$ ./test\n"));
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     assert!(root.join("test").is_file());
     let manifest = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
@@ -57,8 +59,8 @@ fn the_readme_setup_is_two_commands() {
 }
 
 #[test]
-fn the_readme_policy_is_valid() {
-    let toml = README.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a policy");
+fn the_tours_policy_is_valid() {
+    let toml = TOUR.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a policy");
     let folder = servers::ScratchDir::new();
     let file = folder.write("tidegate.toml", toml);
     let check = Command::new(env!("CARGO_BIN_EXE_tidegate")).arg("check").arg(file).output().unwrap();
@@ -73,11 +75,26 @@ fn env_example_equals_the_env_command() {
 }
 
 #[test]
-fn the_readme_tour_prints_its_stated_output() {
+fn the_readme_has_at_most_200_lines() {
+    assert!(README.lines().count() <= 200);
+}
+
+#[test]
+fn the_readmes_commands_print_its_output() {
+    run_page(README, &[]);
+}
+
+#[test]
+fn the_tours_commands_print_its_output() {
+    run_page(TOUR, &["replay.svg", "responsive.svg"]);
+}
+
+/// Runs a page's commands, and compares the pictures that they draw with those that the page shows.
+fn run_page(page: &str, pictures: &[&str]) {
     if ["bash", "caddy", "curl"].into_iter().any(|program| servers::require_program(program).is_none()) {
         return;
     }
-    // The README's ports may be in use here. Each is replaced by a free one in commands, and back in output.
+    // The page's ports may be in use here. Each is replaced by a free one in commands, and back in output.
     let ports = ["3000", "8080", "8081", "8082", "8083"].map(|port| (port, servers::free_port().to_string()));
     let swap = |text: &str, inward: bool| {
         ports.iter().fold(text.to_owned(), |text, (ours, free)| {
@@ -103,8 +120,8 @@ fn the_readme_tour_prints_its_stated_output() {
     let mut stdin = shell.stdin.take().unwrap();
     let mut stdout = BufReader::new(shell.stdout.take().unwrap()).lines();
     let mut wrong = Vec::new();
-    for step in steps() {
-        // The upstream is set for the built-in policy only: a policy of the README must have its own.
+    for step in steps(page) {
+        // The upstream is set for the built-in policy only: a policy of the page must have its own.
         let command = step.command.replace("tidegate serve", "TIDEGATE__INBOUND__LISTEN=127.0.0.1:8080 tidegate serve");
         let built_in = "TIDEGATE__INBOUND__UPSTREAM=http://127.0.0.1:3000 tidegate serve >";
         let command = swap(&command.replace("tidegate serve >", built_in), true);
@@ -119,7 +136,7 @@ fn the_readme_tour_prints_its_stated_output() {
             wrong.push(format!("$ {}\n{printed}\n-- instead of --\n{expected}", step.command));
         }
     }
-    for picture in ["replay.svg", "responsive.svg"] {
+    for picture in pictures {
         let shown = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures").join(picture);
         let made = std::fs::read(folder.path().join(picture)).ok();
         if made.is_none() || made != std::fs::read(&shown).ok() {
@@ -129,5 +146,5 @@ fn the_readme_tour_prints_its_stated_output() {
     drop(stdin);
     let _ = Command::new("kill").args(["--", &format!("-{group}")]).status();
     let _ = shell.wait();
-    assert!(wrong.is_empty(), "the README says otherwise:\n\n{}", wrong.join("\n\n"));
+    assert!(wrong.is_empty(), "the page says otherwise:\n\n{}", wrong.join("\n\n"));
 }

@@ -81,11 +81,11 @@ pub use tidegate_runtime::clock;
 pub use tidegate_store as store;
 
 /// The README's examples, so that they are tested with the others. One is for reqwest.
-#[cfg(all(doctest, feature = "reqwest"))]
+#[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
 /// The guide's examples.
-#[cfg(all(doctest, feature = "reqwest"))]
+#[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
 #[doc = include_str!("../../../docs/outbound.md")]
 struct OutboundGuide;
