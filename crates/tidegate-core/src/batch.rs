@@ -220,9 +220,9 @@ impl Batch {
     }
 
     /// Makes windows count takes `lead` after now, for calls that another service counts at some time between their
-    /// start and their end. Until [`Verb::Settle`] reports the end, the latest time is assumed. Windows whose limit
-    /// expects a shorter lead ([`Window::with_lead`](crate::Window::with_lead)) use the shorter one. No call is counted
-    /// before an earlier call.
+    /// start and their end. Until [`Verb::Settle`] reports the end, the latest time is assumed. A window with a shorter
+    /// lead of its own ([`Window::with_lead`](crate::Window::with_lead)) uses that. No call is counted before an
+    /// earlier call.
     #[must_use]
     pub fn with_lead(mut self, lead: Span) -> Self {
         self.context.lead = lead;

@@ -67,9 +67,9 @@ struct SentRequest {
 #[derive(Debug)]
 pub struct Call {
     lane: Lane,
-    /// The lane whose retry rules it uses.
+    /// The lane of its retry rules.
     retry_lane: Lane,
-    /// The lane whose limits were charged last.
+    /// The lane of the limits that were charged last.
     charged_lane: Lane,
     cost: u64,
     deadline: Time,

@@ -1,9 +1,10 @@
-//! In which order the credentials of one provider are tried by one process.
+//! The order in which one process tries the credentials of one provider.
 //!
-//! A pool names one credential at a time. Its notes on who is cooling down are hints, taken from what the store or the
-//! provider said last; the store decides. A credential that is noted to be cooling isn't named before its moment, and
-//! rejoins exactly then, even while others are good. One that has as many calls in flight as it may isn't named either, and
-//! rejoins when one of them ends: that the pool knows itself.
+//! A pool returns one credential at a time. Its entries about cooling credentials are hints: the last reply of the
+//! store or of the provider. The store decides. A credential that is marked as cooling isn't returned before its
+//! cooldown ends. It becomes available exactly then, even while others are available. A credential with the maximum
+//! number of calls in flight isn't returned either. It becomes available when one of these calls ends, which the pool
+//! itself knows.
 
 use alloc::vec::Vec;
 use core::fmt;
@@ -14,25 +15,25 @@ use crate::heap::IndexHeap;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{LimitId, Time};
 
-/// The most credentials that one pool holds.
+/// The maximum number of credentials in one pool.
 pub const MAX_CREDENTIALS: usize = 1024;
 
-/// How calls are spread over the credentials that are good.
+/// The way in which calls are distributed over the available credentials.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Balance {
-    /// In turn. Who rejoins waits for its turn.
+    /// In turn. A credential that becomes available again waits for its turn.
     #[default]
     RoundRobin,
-    /// Any, with equal chances.
+    /// Any available credential, with equal chances.
     Random,
-    /// The one that was used longest ago; those never used first.
+    /// The credential that was used longest ago. Credentials that were never used come first.
     LeastRecentlyUsed,
 }
 
-/// A pool of no credential, or of more than [`MAX_CREDENTIALS`].
+/// The error for a pool of no credential, or of more than [`MAX_CREDENTIALS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolSizeError {
-    /// How many were given.
+    /// The number of credentials that were given.
     pub found: usize,
 }
 
@@ -44,38 +45,40 @@ impl fmt::Display for PoolSizeError {
 
 impl core::error::Error for PoolSizeError {}
 
-/// The credentials of one provider, by their place in its list: each is cooling down, busy with as many calls as it may
-/// have in flight, or good. A number that is no place in the list changes nothing.
+/// The credentials of one provider, by their index in its list. Each is cooling down, busy (with the maximum number of
+/// calls in flight) or available. An index outside the list changes nothing.
 ///
-/// Naming one takes constant time, every change O(log n); nothing is allocated after the first time that all were good
-/// and all were cooling.
+/// Choosing a credential takes constant time, every change O(log n). Nothing is allocated after all credentials were
+/// available once and cooling once.
 #[derive(Clone, Debug)]
 pub struct CredentialPool {
     balance: Balance,
-    /// When each was used last, as a count of uses; 0 is never.
+    /// The last use of each credential, as a count of uses. 0 means never.
     last_used: Vec<u64>,
-    /// Round robin: how many turns have been had, turn t being that of credential t mod n. Else how many uses.
+    /// Round robin: the number of turns until now, where turn t belongs to credential t mod n. Otherwise the number of
+    /// uses.
     use_count: u64,
-    /// How many calls each has in flight.
+    /// The number of calls in flight of each credential.
     in_flight: Vec<u32>,
     max_in_flight: u32,
-    /// The good ones, by the turn that they wait for or by their last use.
+    /// The available credentials, by the turn that they wait for or by their last use.
     available: IndexHeap<u64>,
-    /// The cooling ones, by when they rejoin.
+    /// The cooling credentials, by the end of their cooldowns.
     cooling: IndexHeap<Time>,
-    /// Until when each is closed whatever happens.
+    /// The time until which each credential is certainly closed.
     closed_until: Vec<Time>,
-    /// The quota of each that is spent, and until when.
+    /// The spent quota of each credential, and the end of its period.
     spent_quotas: Vec<Option<(LimitId, Time)>>,
-    /// When the last note was made.
+    /// The time of the last entry about a cooling credential.
     updated_at: Time,
 }
 
 impl CredentialPool {
-    /// A pool of so many credentials, all good and never used, with any number of calls in flight.
+    /// Creates a pool of `credentials` credentials. All are available, were never used and have no limit of calls in
+    /// flight.
     ///
     /// # Errors
-    /// None, or more than [`MAX_CREDENTIALS`].
+    /// `credentials` is 0 or more than [`MAX_CREDENTIALS`].
     pub fn new(balance: Balance, credentials: usize) -> Result<Self, PoolSizeError> {
         if credentials == 0 || credentials > MAX_CREDENTIALS {
             return Err(PoolSizeError { found: credentials });
@@ -98,7 +101,8 @@ impl CredentialPool {
         Ok(pool)
     }
 
-    /// Bounds how many calls each credential may have in flight. Those that are, stay; at 0 none is ever named.
+    /// Limits the number of calls in flight of each credential. Calls that are in flight already continue. At 0, no
+    /// credential is ever returned.
     #[must_use]
     pub fn with_max_in_flight(mut self, max_in_flight: u32) -> Self {
         self.max_in_flight = max_in_flight;
@@ -108,21 +112,22 @@ impl CredentialPool {
         self
     }
 
-    /// How many credentials there are, good or not.
+    /// The number of credentials, in any state.
     pub fn size(&self) -> usize {
         self.last_used.len()
     }
 
-    /// The credential to ask for next; `None` if all are cooling or busy. Naming one changes nothing: it is named
-    /// again until [`CredentialPool::record_use`] or [`CredentialPool::set_cooling_until`] says what came of it, but that
-    /// [`Balance::Random`] draws anew. So to ask until there is nobody left, note each refusal and call again: at most
-    /// as often as there are credentials.
+    /// The credential to try next. `None` if all are cooling or busy. This changes nothing: the same credential is
+    /// returned until [`CredentialPool::record_use`] or [`CredentialPool::set_cooling_until`] reports the result. Only
+    /// [`Balance::Random`] draws again. To try all credentials, record each refusal and call this again, at most as
+    /// often as there are credentials.
     pub fn next(&mut self, now: Time, rng: &mut impl Rng) -> Option<usize> {
         self.end_cooldowns(now);
         let (_, credential) = match self.balance {
             Balance::RoundRobin | Balance::LeastRecentlyUsed => self.available.first(),
             Balance::Random => {
-                // Multiplying and shifting favours no place by more than one part in 2^22.
+                // With at most 1024 credentials, multiplying and shifting favours no credential by more than one part
+                // in 2^22.
                 let position = (u64::from(rng.next_u32()) * self.available.len() as u64) >> 32;
                 self.available.nth(position as usize)
             }
@@ -130,30 +135,31 @@ impl CredentialPool {
         Some(credential as usize)
     }
 
-    /// Whether a credential besides this one isn't cooling.
+    /// Returns true if any other credential isn't cooling.
     pub fn has_other_not_cooling(&mut self, credential: usize, now: Time) -> bool {
         self.end_cooldowns(now);
         let counts_itself = self.checked_index(credential).is_some_and(|index| self.cooling.key(index).is_none());
         self.last_used.len() - self.cooling.len() > usize::from(counts_itself)
     }
 
-    /// Whether there is a credential that only waits for one of its calls to end: [`CredentialPool::next`] may name it at any moment.
+    /// Returns true if a credential only waits for one of its calls to end. [`CredentialPool::next`] may return it at
+    /// any time.
     pub fn has_busy(&self) -> bool {
         self.available.len() + self.cooling.len() < self.last_used.len()
     }
 
-    /// How many calls a credential has in flight.
+    /// The number of calls in flight of a credential. 0 if the index is outside the list.
     pub fn in_flight(&self, credential: usize) -> u32 {
         self.in_flight.get(credential).copied().unwrap_or(0)
     }
 
-    /// When the first of those that cool down rejoins; [`Time::NEVER`] if none does. Where [`CredentialPool::next`] names nobody,
-    /// this is how long to wait, unless a call ends before and [`CredentialPool::record_end`] says that it was waited for.
+    /// The end of the first cooldown. [`Time::NEVER`] if no credential is cooling. If [`CredentialPool::next`] returns
+    /// `None`, wait until then, or until [`CredentialPool::record_end`] returns true.
     pub fn next_rejoin_at(&self) -> Time {
         self.cooling.first().map_or(Time::NEVER, |(rejoins, _)| rejoins)
     }
 
-    /// A call was let through with this credential: it is in flight until [`CredentialPool::record_end`].
+    /// Records an allowed call with this credential. It is in flight until [`CredentialPool::record_end`].
     pub fn record_use(&mut self, credential: usize) {
         let Some(index) = self.checked_index(credential) else { return };
         let turn = self.available.key(index).unwrap_or_else(|| self.next_turn(index));
@@ -163,7 +169,7 @@ impl CredentialPool {
         };
         self.last_used[credential] = self.use_count;
         self.in_flight[credential] = self.in_flight[credential].saturating_add(1);
-        // It waits for its next turn, if it stays good.
+        // If it stays available, it waits for its next turn.
         if self.is_available(index) {
             self.available.set(index, self.sort_key(index));
         } else {
@@ -171,7 +177,8 @@ impl CredentialPool {
         }
     }
 
-    /// A call with this credential is no longer in flight. Whether [`CredentialPool::next`] named nobody before, and now may.
+    /// Records the end of a call with this credential. Returns true if no credential was available before and one is
+    /// now.
     pub fn record_end(&mut self, credential: usize) -> bool {
         let Some(index) = self.checked_index(credential) else { return false };
         let none_was_available = self.available.is_empty();
@@ -180,8 +187,8 @@ impl CredentialPool {
         none_was_available && !self.available.is_empty()
     }
 
-    /// Notes at `now` that the credential won't be let through before `until`, whether it is cooling down or a limit of
-    /// its own is full. Of several notes the longest counts: each tells of something else.
+    /// Records at `now` that calls with the credential are refused before `until`, because of a cooldown or because a
+    /// limit of its own is full. Of several entries the longest counts, because each has another reason.
     pub fn set_cooling_until(&mut self, credential: usize, until: Time, now: Time) {
         let Some(index) = self.checked_index(credential) else { return };
         self.end_cooldowns(now);
@@ -191,8 +198,9 @@ impl CredentialPool {
         self.update_availability(index);
     }
 
-    /// [`CredentialPool::set_cooling_until`] for a moment that can't come earlier: the end of a closing that the provider asked for, or of
-    /// a quota's period. So [`CredentialPool::all_closed_until`] may say it to calls that haven't queued yet.
+    /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier: the end of a closing that the
+    /// provider asked for, or of a quota's period. [`CredentialPool::all_closed_until`] may therefore report it to
+    /// calls that aren't queued yet.
     pub fn set_closed_until(&mut self, credential: usize, until: Time, now: Time) {
         self.set_cooling_until(credential, until, now);
         if let Some(closed) = self.closed_until.get_mut(credential) {
@@ -200,28 +208,29 @@ impl CredentialPool {
         }
     }
 
-    /// Notes that it is for this quota, whose period ends then, that a credential isn't let through before `until`.
+    /// Records that the credential is refused before `until` because of this quota. The quota's period ends at `until`.
     pub fn set_spent_quota(&mut self, credential: usize, quota: LimitId, until: Time) {
         if let Some(spent) = self.spent_quotas.get_mut(credential) {
             *spent = Some((quota, until));
         }
     }
 
-    /// The quota of some credential that is spent until this very moment, as far as it was noted: why nobody goes before,
-    /// if that is when the first rejoins. Looks through all of them.
+    /// The quota of any credential that is known to be spent until exactly `at`. If `at` is the end of the first
+    /// cooldown, this quota is the reason for the wait. Searches all credentials.
     pub fn quota_spent_until(&self, at: Time) -> Option<LimitId> {
         self.spent_quotas.iter().flatten().find(|(_, until)| *until == at).map(|(quota, _)| *quota)
     }
 
-    /// The first moment at which any credential may rejoin, if all are known to be closed ([`CredentialPool::set_closed_until`]): a call
-    /// whose deadline comes before it needn't queue. Looks through all of them where none is good.
+    /// The earliest time at which any credential may become available, if all are known to be closed
+    /// ([`CredentialPool::set_closed_until`]). A call with an earlier deadline needn't queue. Searches all credentials
+    /// if none is available.
     pub fn all_closed_until(&mut self, now: Time) -> Option<Time> {
         self.end_cooldowns(now);
         let first = if self.available.is_empty() { self.closed_until.iter().copied().min() } else { None };
         first.filter(|first| *first > now)
     }
 
-    /// The credential doesn't cool down, whatever was noted before.
+    /// Ends the credential's cooldown and deletes all entries about it.
     fn clear_cooling(&mut self, credential: usize) {
         let Some(index) = self.checked_index(credential) else { return };
         self.cooling.remove(index);
@@ -230,7 +239,8 @@ impl CredentialPool {
         self.update_availability(index);
     }
 
-    /// Puts it among the good ones, where it keeps the place that it may have, or out of them.
+    /// Adds the credential to the available ones or removes it from them. If it is already there, it keeps its
+    /// position.
     fn update_availability(&mut self, index: u32) {
         if !self.is_available(index) {
             self.available.remove(index);
@@ -243,8 +253,8 @@ impl CredentialPool {
         self.cooling.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight
     }
 
-    /// Lets those rejoin whose moment has come. A clock that has stepped back makes all notes void: their moments may
-    /// be far off now, and asking once too often does no harm.
+    /// Ends the cooldowns that are over. If the clock stepped back, all entries are void, because their times may be
+    /// far in the future now. One unnecessary attempt does no harm.
     fn end_cooldowns(&mut self, now: Time) {
         let stepped_back = self.updated_at > now + MAX_CLOCK_LAG;
         while let Some((until, index)) = self.cooling.first()
@@ -258,7 +268,7 @@ impl CredentialPool {
         u32::try_from(credential).ok().filter(|_| credential < self.last_used.len())
     }
 
-    /// What a good credential is ordered by.
+    /// The sort key of an available credential.
     fn sort_key(&self, index: u32) -> u64 {
         match self.balance {
             Balance::RoundRobin => self.next_turn(index),
@@ -266,7 +276,7 @@ impl CredentialPool {
         }
     }
 
-    /// The credential's first turn that hasn't been had.
+    /// The credential's first turn that isn't used yet.
     fn next_turn(&self, index: u32) -> u64 {
         let (size, index) = (self.last_used.len() as u64, u64::from(index));
         let turns_this_round = self.use_count % size;

@@ -1,15 +1,16 @@
-//! A priority queue over small indexes that can also give up or move an entry which isn't its first.
+//! A priority queue over small indexes that can also remove or move an entry that isn't the first.
 
 use alloc::vec::Vec;
 
-/// Children of a node: with entries of 16 bytes they share a cache line, and the heap is half as deep as a binary one.
+/// The children of a node. With entries of 16 bytes they share a cache line, and the heap is half as deep as a binary
+/// one.
 const ARITY: usize = 4;
-/// The place of an index that isn't in the heap.
+/// The position of an index that isn't in the heap.
 const ABSENT: u32 = u32::MAX;
 
-/// Indexes ordered by a key, ties by the index. All changes are O(log n); memory follows the largest index and is kept,
-/// so that a heap which has been as full before allocates nothing. Indexes are below `u32::MAX`; whoever hands them out
-/// bounds them.
+/// Indexes ordered by a key, ties by the index. All changes are O(log n). Memory grows with the largest index and is
+/// kept, so a heap that was as full before allocates nothing. Indexes must be below `u32::MAX`; the caller ensures
+/// that.
 #[derive(Clone, Debug)]
 pub(crate) struct IndexHeap<K> {
     entries: Vec<(K, u32)>,
@@ -23,32 +24,32 @@ impl<K> Default for IndexHeap<K> {
 }
 
 impl<K: Copy + Ord> IndexHeap<K> {
-    /// How many indexes are in.
+    /// The number of indexes in the heap.
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether no index is in.
+    /// True if the heap is empty.
     pub(crate) fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// The least key and its index.
+    /// The smallest key and its index.
     pub(crate) fn first(&self) -> Option<(K, u32)> {
         self.entries.first().copied()
     }
 
-    /// The key and index at some place below [`IndexHeap::len`], in no order to rely on.
+    /// The key and index at a position below [`IndexHeap::len`]. The order of positions is unspecified.
     pub(crate) fn nth(&self, place: usize) -> Option<(K, u32)> {
         self.entries.get(place).copied()
     }
 
-    /// The key of an index, if it is in.
+    /// The key of an index. `None` if the index isn't in the heap.
     pub(crate) fn key(&self, index: u32) -> Option<K> {
         self.position(index).map(|place| self.entries[place].0)
     }
 
-    /// Puts an index in, or gives it another key.
+    /// Inserts an index or changes its key.
     pub(crate) fn set(&mut self, index: u32, key: K) {
         let place = self.position(index).unwrap_or_else(|| {
             if self.positions.len() <= index as usize {
@@ -60,7 +61,7 @@ impl<K: Copy + Ord> IndexHeap<K> {
         self.sift(place, (key, index));
     }
 
-    /// Takes an index out; false if it isn't in.
+    /// Removes an index. Returns false if it isn't in the heap.
     pub(crate) fn remove(&mut self, index: u32) -> bool {
         let Some(place) = self.position(index) else { return false };
         self.positions[index as usize] = ABSENT;
@@ -75,7 +76,7 @@ impl<K: Copy + Ord> IndexHeap<K> {
         self.positions.get(index as usize).filter(|&&place| place != ABSENT).map(|&place| place as usize)
     }
 
-    /// Lets an entry find its place from one that is free, up or down.
+    /// Moves an entry up or down from a free position to the position that its key requires.
     fn sift(&mut self, mut place: usize, entry: (K, u32)) {
         while place > 0 {
             let parent = (place - 1) / ARITY;
@@ -116,7 +117,7 @@ mod tests {
         let (mut heap, mut keys) = (IndexHeap::default(), BTreeMap::new());
         for step in 0..60_000 {
             let index = rng.random_range(0..200_u32);
-            // Fuller and emptier by turns, so that all depths are seen.
+            // The heap alternately grows and shrinks, so that all depths are tested.
             if rng.random_ratio(if step / 3_000 % 2 == 0 { 2 } else { 1 }, 3) {
                 let key = rng.random_range(0..100_u64);
                 heap.set(index, key);

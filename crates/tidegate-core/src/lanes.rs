@@ -1,14 +1,14 @@
-//! Who goes next among the queued outbound calls of one provider in one process.
+//! The order of the queued outbound calls of one provider in one process.
 //!
-//! Calls wait in three lanes, first come, first served within each. One call at a time is named to ask the store; the
-//! store grants it or tells a moment before which asking again is no use, and never queues anybody itself.
+//! Calls wait in three lanes, in the order of arrival within each. One call at a time is selected to ask the store. The
+//! store either grants it or names a time before which another attempt can't succeed. It never queues calls itself.
 //!
-//! More urgent lanes go first, with two exceptions that keep the others from starving. A lane that waits earns a share
-//! of what is granted, its *floor*, as credit, and goes first once that pays for its next call (deficit round robin of
+//! More urgent lanes go first, with two exceptions that prevent starvation. First, a waiting lane earns a share of the
+//! granted cost, its *floor*, as credit. It goes first once the credit pays for its next call (deficit round robin of
 //! M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", SIGCOMM 1995, with a share in
-//! place of the quantum). And of lanes that have waited for a whole window the one that has waited longest goes first,
-//! so that even a limit of a few calls a window reaches every lane. A lane that is held back by something of its own, be
-//! it a cap, a ceiling or its hours, holds nobody else back, and earns nothing.
+//! place of the quantum). Second, among lanes that have waited for a whole window, the one that has waited longest goes
+//! first. So even a limit of a few calls per window reaches every lane. A lane may be held back by a limit of its own
+//! (calls in flight, a quota, its hours). It then doesn't hold back other lanes, and earns nothing.
 
 mod spec;
 
@@ -24,8 +24,8 @@ pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFullError
 /// Credit is counted in thousandths of a unit of cost.
 const PERMILLE: u64 = 1000;
 
-/// Names a queued call. Once the call has left the queue its ticket does nothing, until its slot has been used by
-/// another 2^32 calls.
+/// Identifies a queued call. After the call has left the queue, its ticket has no effect, until another 2^32 calls have
+/// used its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket {
     index: u32,
@@ -33,53 +33,54 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// A number that no other waiting call has, below the sum of the lanes' `max_waiting`: a place for what a driver
-    /// keeps beside the queue.
+    /// A number that no other waiting call has, below the sum of the lanes' `max_waiting`. A driver can use it as an
+    /// index into data that it keeps beside the queue.
     pub const fn index(self) -> usize {
         self.index as usize
     }
 }
 
-/// What a driver is to do next.
+/// The next action of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QueueStep {
     /// Fail this call: its deadline has passed, and it has left the queue.
     Expired(Ticket),
-    /// Ask the store for this call, and tell the answer: [`Lanes::grant`], [`Lanes::refuse_until`],
-    /// [`Lanes::refuse_spent_until`], or [`Lanes::cancel`] if it gave none or refused for good. Nobody else is named before.
+    /// Ask the store for this call and report the answer: [`Lanes::grant`], [`Lanes::refuse_until`] or
+    /// [`Lanes::refuse_spent_until`]. If it gave none or refused permanently, call [`Lanes::cancel`]. No other call is
+    /// selected before.
     AskStore(Ticket),
-    /// Nothing before this moment, unless a call arrives, ends, leaves or is answered meanwhile. [`Time::NEVER`] if
-    /// nothing is bound to time.
+    /// Do nothing until this time, unless a call arrives, ends, leaves or is answered before. [`Time::NEVER`] if
+    /// nothing depends on time.
     Sleep(Time),
 }
 
-/// Whom a refusal concerns.
+/// The calls that a refusal applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalScope {
-    /// The call's lane: a limit of the lane's own is among those that refuse. The other lanes go on.
+    /// The call's lane: a limit of the lane itself is among those that refuse. The other lanes continue.
     Lane,
-    /// Everybody: only limits that all lanes share refuse. The call keeps its turn.
+    /// All calls: only limits that all lanes share refuse. The call keeps its turn.
     Provider,
 }
 
 /// A queued call.
 #[derive(Clone, Copy, Debug)]
 struct QueuedCall {
-    /// The number of its arrival, by which it stands in its lane.
+    /// The number of its arrival. It determines the position in its lane.
     arrival: u64,
     cost: u64,
     generation: u32,
     lane: Lane,
 }
 
-/// What the store told a call, as far as it concerns those that come after it.
+/// A refusal of the store, as far as it applies to later calls.
 #[derive(Clone, Copy, Debug)]
 struct StoreRefusal {
     refused_at: Time,
     until: Time,
     lane: Lane,
     cost: u64,
-    /// The limit that is spent until then, if it can't have room before.
+    /// The limit that is spent until then, if it can't have room before. Otherwise `None`.
     spent_limit: Option<LimitId>,
 }
 
@@ -87,8 +88,8 @@ impl StoreRefusal {
     const NONE: Self =
         Self { refused_at: Time::ZERO, until: Time::ZERO, lane: Lane::Background, cost: 0, spent_limit: None };
 
-    /// Whether asking for such a call is no use yet. A more urgent one may have reserves, a cheaper one may fit; and
-    /// what was told by a clock that has since stepped back is worth asking again.
+    /// Returns true if this refusal also applies to such a call. A more urgent call may have reserves, and a cheaper
+    /// one may fit. If the clock has stepped back since the refusal, another attempt is worthwhile.
     fn applies_to(&self, lane: Lane, cost: u64, now: Time) -> bool {
         now < self.until && self.refused_at <= now + MAX_CLOCK_LAG && lane <= self.lane && cost >= self.cost
     }
@@ -100,18 +101,20 @@ struct LaneQueue {
     spec: LaneSpec,
     order: IndexHeap<u64>,
     in_flight: u32,
-    /// What the floor has earned the lane since it began to wait and it hasn't spent, in thousandths of cost.
+    /// The credit that the floor has earned since the lane began to wait, minus the spent credit. In thousandths of
+    /// cost.
     credit: u64,
-    /// When the lane will have had to do without a grant for a whole window.
+    /// The time at which the lane will have waited a whole window without a grant.
     overdue_at: Time,
     paused_until: Time,
     refusal: StoreRefusal,
 }
 
-/// The queued calls of one provider in one process, and how many calls are in flight.
+/// The queued calls of one provider in one process, and the number of calls in flight.
 ///
-/// A driver reports what happens and then calls [`Lanes::poll`] until it says to sleep. Entering, leaving and being
-/// named take O(log n); at most `max_waiting` calls wait in each lane, and their memory is kept for the next.
+/// A driver reports each event and then calls [`Lanes::poll`] until it returns [`QueueStep::Sleep`]. Enqueueing,
+/// removing and selecting a call take O(log n). At most `max_waiting` calls wait in each lane. Their memory is kept for
+/// later calls.
 #[derive(Clone, Debug)]
 pub struct Lanes {
     max_in_flight: u32,
@@ -123,13 +126,13 @@ pub struct Lanes {
     deadlines: IndexHeap<Time>,
     next_arrival: u64,
     asking: Option<Ticket>,
-    /// Whether something has changed since the call that asks was named, so that a refusal may be out of date.
+    /// True if something has changed since the asking call was selected, so that a refusal may be outdated.
     refusals_outdated: bool,
     refusal: StoreRefusal,
 }
 
 impl Lanes {
-    /// Empty lanes. Numbers above their bounds count as the bounds.
+    /// Creates empty lanes. Values above their maximums are lowered to them.
     pub fn new(spec: LanesSpec) -> Self {
         let queue = |spec: LaneSpec| LaneQueue {
             spec: LaneSpec { max_waiting: spec.max_waiting.min(MAX_WAITING), ..spec },
@@ -155,21 +158,21 @@ impl Lanes {
         }
     }
 
-    /// How many calls wait in a lane, the one that asks included.
+    /// The number of waiting calls of a lane, including the one that is asking.
     pub fn waiting(&self, lane: Lane) -> usize {
         self.queue(lane).order.len()
     }
 
-    /// How many calls of a lane are in flight.
+    /// The number of calls of a lane in flight.
     pub fn in_flight(&self, lane: Lane) -> u32 {
         self.queue(lane).in_flight
     }
 
-    /// Lets a call of `cost` (up to 2^40; more counts as that) wait in a lane until it is granted, cancelled or, at its
-    /// deadline, expired.
+    /// Adds a call to a lane. `cost` is at most 2^40; more counts as that. The call waits until it is granted,
+    /// cancelled or, at its deadline, expired.
     ///
     /// # Errors
-    /// [`QueueFullError`] if as many wait as may.
+    /// [`QueueFullError`] if the lane already has the maximum number of waiting calls.
     #[inline]
     pub fn enqueue(&mut self, lane: Lane, cost: u64, deadline: Time, now: Time) -> Result<Ticket, QueueFullError> {
         self.check_room(lane)?;
@@ -192,29 +195,30 @@ impl Lanes {
         Ok(self.ticket(index))
     }
 
-    /// Moves a call to a more urgent lane, where it stands before all that arrived after it; true if it moved. A call
-    /// that has left, or is as urgent already, stays as it is.
+    /// Moves a call to a more urgent lane, ahead of all calls there that arrived after it. Returns true if it moved. A
+    /// call that has left, or is already as urgent, isn't changed.
     ///
     /// # Errors
-    /// [`QueueFullError`] if as many wait there as may; the call keeps its place.
+    /// [`QueueFullError`] if the other lane already has the maximum number of waiting calls. The call keeps its
+    /// position.
     pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFullError> {
         let Some(from) = self.call(ticket).map(|call| call.lane).filter(|&from| from < lane) else { return Ok(false) };
         self.check_room(lane)?;
         self.queue_mut(from).order.remove(ticket.index);
         self.calls[ticket.index()].lane = lane;
         self.insert(lane, ticket.index, now);
-        // What it is about to be told, it is told as a call of its old lane.
+        // An answer that is still to come belongs to the old lane.
         self.refusals_outdated |= self.asking == Some(ticket);
         Ok(true)
     }
 
-    /// Takes a call out of the queue; false if it has left before. An answer to it that is under way will find the
-    /// ticket stale.
+    /// Removes a call from the queue. Returns false if it has left before. A later answer to it has no effect, because
+    /// its ticket is stale.
     pub fn cancel(&mut self, ticket: Ticket) -> bool {
         self.remove(ticket).is_some()
     }
 
-    /// What to do next. To be called again until it says to sleep.
+    /// Returns the next action. Must be called again until it returns [`QueueStep::Sleep`].
     pub fn poll(&mut self, now: Time) -> QueueStep {
         let Some((deadline, index)) = self.deadlines.first() else { return QueueStep::Sleep(Time::NEVER) };
         if deadline <= now {
@@ -223,7 +227,7 @@ impl Lanes {
             return QueueStep::Expired(ticket);
         }
         for queue in &mut self.queues {
-            // Further off only if the clock has stepped back.
+            // It is later only if the clock has stepped back.
             queue.overdue_at = queue.overdue_at.min(now + self.window);
         }
         let mut wake_at = deadline;
@@ -245,11 +249,12 @@ impl Lanes {
         QueueStep::Sleep(wake_at)
     }
 
-    /// The store has granted a call: it leaves the queue and counts as in flight for the lane returned, until
-    /// [`Lanes::record_end`]. `None` if it had left before: what the store charged is to be given back.
+    /// Records that the store has granted a call. The call leaves the queue and counts as in flight for the returned
+    /// lane, until [`Lanes::record_end`]. `None` if it had left before: the driver must then give back the cost that
+    /// the store charged.
     pub fn grant(&mut self, ticket: Ticket, now: Time) -> Option<Lane> {
         let call = self.remove(ticket)?;
-        // A call that costs nothing takes a turn all the same.
+        // A call that costs nothing also uses a turn.
         let charged = call.cost.max(1);
         for lane in Lane::ALL {
             if !self.deadlines.is_empty() && self.is_ready(lane, now) {
@@ -266,34 +271,35 @@ impl Lanes {
         Some(call.lane)
     }
 
-    /// The store has refused a call until a moment. It keeps its place, and no call that would meet the same refusal is
-    /// named before that moment, unless [`Lanes::clear_refusals`] says that it is worth it.
+    /// Records that the store has refused a call until a time. The call keeps its position. Until then, no call with
+    /// the same refusal is selected, unless [`Lanes::clear_refusals`] is called.
     ///
-    /// A call that is refused for good has to be cancelled instead, or those behind it would wait with it.
+    /// A call that is refused permanently must be cancelled instead. Otherwise the calls behind it would wait with it.
     pub fn refuse_until(&mut self, ticket: Ticket, until: Time, scope: RefusalScope, now: Time) {
         self.handle_refusal(ticket, until, None, scope, now);
     }
 
-    /// [`Lanes::refuse_until`] where the limit that refuses can't have room before that moment, as a quota whose calls are
-    /// never cheaper than they were taken for can't before its period ends. So [`Lanes::spent_limit`] may say it to others.
+    /// Like [`Lanes::refuse_until`], for a limit that can't have room before `until`. An example is a quota with calls
+    /// that never become cheaper: it has no room before its period ends. [`Lanes::spent_limit`] may report such a limit
+    /// to other calls.
     pub fn refuse_spent_until(&mut self, ticket: Ticket, limit: LimitId, until: Time, scope: RefusalScope, now: Time) {
         self.handle_refusal(ticket, until, Some(limit), scope, now);
     }
 
-    /// Which limit is known to have no room for a call of this lane and cost that arrives now, and until when. It needn't
-    /// queue if its deadline comes first.
+    /// The limit that is known to have no room for a call of this lane and cost that arrives now, and the end of that
+    /// state. A call with an earlier deadline needn't queue.
     ///
-    /// Only what [`Lanes::refuse_spent_until`] told counts. Other moments may come earlier: a window's slots come free with a
-    /// reply ([`Verb::Settle`](crate::Verb::Settle)), permits are released and costs refunded, and a call that waits may
-    /// yet be granted. A [`Lanes::clear_refusals`] ends this hold as it ends every other.
+    /// Only calls of [`Lanes::refuse_spent_until`] count. Other refusals may end earlier: a reply frees slots of a
+    /// window ([`Verb::Settle`](crate::Verb::Settle)), permits are released, costs are refunded, and a waiting call may
+    /// still be granted. [`Lanes::clear_refusals`] also ends these refusals.
     pub fn spent_limit(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
         let refusals = [self.refusal, self.queue(lane).refusal];
         let applicable = refusals.iter().filter(|told| told.applies_to(lane, cost, now));
         applicable.filter_map(|told| Some((told.spent_limit?, told.until))).max_by_key(|&(_, until)| until)
     }
 
-    /// What was told may be better now: a permit or a cost was given back, or a limit was reset. Also makes a refusal
-    /// of the call that is asking at this moment count for nothing.
+    /// Deletes all refusals, because they may be outdated: a permit or a cost was given back, or a limit was reset. A
+    /// refusal that is still to come for the asking call is ignored, too.
     pub fn clear_refusals(&mut self) {
         self.refusal = StoreRefusal::NONE;
         for queue in &mut self.queues {
@@ -302,23 +308,25 @@ impl Lanes {
         self.refusals_outdated = true;
     }
 
-    /// A call that was granted for this lane is no longer in flight.
+    /// Records the end of a call that was granted for this lane.
     pub fn record_end(&mut self, lane: Lane) {
         let queue = self.queue_mut(lane);
         queue.in_flight = queue.in_flight.saturating_sub(1);
     }
 
-    /// Bounds how many calls of all lanes may be in flight from now on. Those that are, stay; at 0 nobody goes.
+    /// Sets the maximum number of calls in flight of all lanes. Calls that are in flight already continue. At 0, no
+    /// call is granted.
     pub fn set_max_in_flight(&mut self, max_in_flight: u32) {
         self.max_in_flight = max_in_flight;
     }
 
-    /// Holds a lane back until a moment, as outside its hours. The latest word counts; one that has passed lets it go.
+    /// Pauses a lane until a time, for example outside its hours. The latest call counts. A time in the past ends the
+    /// pause.
     pub fn pause(&mut self, lane: Lane, until: Time) {
         self.queue_mut(lane).paused_until = until;
     }
 
-    /// Until when a lane was told to pause; a moment that has passed holds nothing back.
+    /// The time until which a lane is paused. A time in the past has no effect.
     pub fn paused_until(&self, lane: Lane) -> Time {
         self.queue(lane).paused_until
     }
@@ -347,13 +355,14 @@ impl Lanes {
 
     /// The call that goes next if there is capacity: its lane, slot and cost.
     fn next_call(&self, now: Time) -> Option<(Lane, u32, u64)> {
-        // Who waits alone needn't be chosen.
+        // A single waiting call needs no choice.
         if let (1, Some((_, index))) = (self.deadlines.len(), self.deadlines.first()) {
             let QueuedCall { lane, cost, .. } = self.calls[index as usize];
             return self.is_ready(lane, now).then_some((lane, index, cost));
         }
         let ready: ArrayVec<Lane, 3> = Lane::ALL.into_iter().filter(|&lane| self.is_ready(lane, now)).collect();
-        // Of two that are owed, the lower: its floor is a share of all that is granted, the other's floor included.
+        // If two lanes have enough credit, the lower goes first. Its floor is a share of all that is granted, including
+        // the grants to the other lane.
         let with_credit = ready.iter().copied().find(|&lane| self.has_credit_for_next(lane));
         let overdue = || {
             let due_times = ready.iter().map(|&lane| (self.queue(lane).overdue_at, Reverse(lane)));
@@ -364,7 +373,7 @@ impl Lanes {
         Some((lane, index, cost))
     }
 
-    /// From when on nothing of its own holds the lane back; `None` if that isn't a matter of time.
+    /// The time from which no limit of its own holds the lane back. `None` if that doesn't depend on time.
     fn ready_at(&self, lane: Lane, now: Time) -> Option<Time> {
         let queue = self.queue(lane);
         let (_, cost) = self.first_call(lane).filter(|_| queue.in_flight < queue.spec.max_in_flight)?;
@@ -376,7 +385,7 @@ impl Lanes {
         self.ready_at(lane, now).is_some_and(|ready_at| ready_at <= now)
     }
 
-    /// Whether the lane's credit pays for its first call.
+    /// Returns true if the lane's credit pays for its first call.
     fn has_credit_for_next(&self, lane: Lane) -> bool {
         self.first_call(lane).is_some_and(|(_, cost)| self.queue(lane).credit >= cost.max(1) * PERMILLE)
     }
@@ -395,9 +404,9 @@ impl Lanes {
         if room { Ok(()) } else { Err(QueueFullError { lane }) }
     }
 
-    /// Puts a call in its place in a lane, which begins to wait if it was empty: without credit, and its window counts
-    /// from the last grant, if that isn't longer ago, or a lane that is often empty would miss the moment at which its
-    /// last slot comes free again.
+    /// Inserts a call at its position in a lane. An empty lane begins to wait now, without credit. Its window starts at
+    /// its last grant, unless that is more than a window ago. Otherwise a lane that is often empty would miss the time
+    /// at which its last slot becomes free.
     fn insert(&mut self, lane: Lane, index: u32, now: Time) {
         let (arrival, due_at) = (self.calls[index as usize].arrival, now + self.window);
         let queue = self.queue_mut(lane);
@@ -422,7 +431,7 @@ impl Lanes {
         Some(call)
     }
 
-    /// The call that a ticket names, if it still waits: the generation of a slot moves on when its call leaves.
+    /// The call of a ticket. `None` if it has left: then the slot has another generation.
     fn call(&self, ticket: Ticket) -> Option<&QueuedCall> {
         self.calls.get(ticket.index()).filter(|call| call.generation == ticket.generation)
     }

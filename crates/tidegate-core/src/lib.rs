@@ -1,20 +1,21 @@
-//! The judgement of Tidegate: limits, penalties, backoff and decisions as pure machines.
+//! The core of Tidegate: limits, penalties, backoff and decisions as pure state machines.
 //!
-//! Nothing in this crate waits, reads a clock or draws ambient randomness: `now` and random numbers come in, and
-//! every change that a store must make is data ([`Batch`]). It is `no_std` with `alloc`, and counts time in whole
-//! microseconds, so that the same question gets the same answer in a test, in a simulation and in production.
+//! Nothing in this crate waits, reads a clock or generates random numbers: the caller passes `now` and a random number
+//! generator. Every change that a store must make is data ([`Batch`]). The crate is `no_std` with `alloc` and counts
+//! time in whole microseconds. So the same input gives the same result in a test, in a simulation and in production.
 //!
-//! | a person's word | here |
+//! | in words | type |
 //! | --- | --- |
-//! | "5 per 60s" | [`Window`]: no trailing 60 s ever holds more than 5 |
+//! | "5 per 60s" | [`Window`]: at most 5 in any trailing 60 s |
 //! | "10/s burst 20" | [`Rate`]: GCRA, smooth, with a burst |
-//! | "1000 per day in Europe/Paris" | [`Quota`]: counted by calendar periods |
+//! | "1000 per day in Europe/Paris" | [`Quota`]: counted in calendar periods |
 //! | "8 in flight" | [`Concurrency`]: permits with a lease |
-//! | "blocks of 2 s, 4 s … 1 h" | [`Penalty`]: what repeated violation costs |
-//! | "open after 5 failures" | [`Breaker`]: stops calling a provider that fails |
-//! | "3 attempts" | [`Retry`]: whether and when a failed call is tried again, within a [`Budget`] |
-//! | "as fast as it bears" | [`LocalPacer`]: a wait that grows on failure; [`AdaptiveRate`]: a rate that is found |
-//! | "all of us together" | [`SharedPacerRules`]: the rules of a pacer whose wait many share |
+//! | "blocks of 2 s, 4 s … 1 h" | [`Penalty`]: the blocks for repeated violations |
+//! | "open after 5 failures" | [`Breaker`]: stops calls to a provider that fails |
+//! | "3 attempts" | [`Retry`]: the decision if and when a failed call is retried, within a [`Budget`] |
+//! | "as fast as possible" | [`LocalPacer`]: a wait that grows on failure; [`AdaptiveRate`]: a rate that is found by
+//! trying |
+//! | "all processes together" | [`SharedPacerRules`]: the rules of a pacer with a shared wait |
 #![no_std]
 #![forbid(unsafe_code)]
 

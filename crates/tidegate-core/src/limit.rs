@@ -1,4 +1,4 @@
-//! What is allowed: a limit of some kind, what exceeding it costs, and how it takes part in a decision.
+//! A limit of one kind, its penalty, and its part in a decision.
 
 use alloc::vec::Vec;
 use core::fmt;
@@ -10,10 +10,10 @@ use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, SharedPacerRules, Span,
 pub const MAX_LIMIT: u64 = 1 << 40;
 /// The largest cost of one call: 2^40.
 pub const MAX_COST: u64 = 1 << 40;
-/// How many limits one plan holds at most.
+/// The maximum number of limits in one plan.
 pub const MAX_LIMITS: usize = 4095;
 
-/// Names a limit within its plan: 1 to 4095.
+/// Identifies a limit within its plan: 1 to 4095.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LimitId(NonZeroU16);
 
@@ -21,7 +21,7 @@ impl LimitId {
     /// The id of a plan's first limit.
     pub const FIRST: Self = Self(NonZeroU16::MIN);
 
-    /// The id of the limit at `index` of the plan's list, or `None` past the 4095th.
+    /// The id of the limit at `index` of the plan's list. `None` if `index` is 4095 or more.
     pub fn from_index(index: usize) -> Option<Self> {
         if index >= MAX_LIMITS {
             return None;
@@ -29,7 +29,7 @@ impl LimitId {
         u16::try_from(index + 1).ok().and_then(NonZeroU16::new).map(Self)
     }
 
-    /// Where the limit stands in its plan's list.
+    /// The index of the limit in its plan's list.
     pub const fn index(self) -> usize {
         self.0.get() as usize - 1
     }
@@ -40,38 +40,38 @@ impl LimitId {
     }
 }
 
-/// How much of what is allowed.
+/// The kind of a limit, with its amounts.
 #[derive(Clone, Debug)]
 pub enum LimitKind {
     /// A strict trailing window.
     Window(Window),
     /// GCRA: smooth, with a burst.
     Rate(Rate),
-    /// A count a calendar period.
+    /// A count per calendar period.
     Quota(Quota),
-    /// Calls in flight.
+    /// A number of calls in flight.
     Concurrency(Concurrency),
-    /// Whether a credential may be used, or cools down.
+    /// The cool-down of a credential.
     Cooldown(Cooldown),
-    /// How long callers that share a pacer wait between calls. It refuses nobody.
+    /// The wait between the calls of all callers that share a pacer. It refuses no call.
     Pace(SharedPacerRules),
 }
 
 impl LimitKind {
-    /// Whether a parole can waive a limit of this kind. A quota is somebody else's count and a permit is a thing that
-    /// isn't there, so neither can be overdrawn.
+    /// Returns true if a parole can exceed a limit of this kind. A quota is counted by another service and a permit
+    /// doesn't exist beyond the limit, so neither can be exceeded.
     pub fn allows_parole(&self) -> bool {
         matches!(self, Self::Window(_) | Self::Rate(_))
     }
 
-    /// Whether [`Verb::Settle`](crate::Verb::Settle) makes a difference: to a window whose moments are all kept, and to
-    /// nothing else.
+    /// Returns true if [`Verb::Settle`](crate::Verb::Settle) has an effect. That is only so for a window that keeps the
+    /// time of every call.
     pub fn settles(&self) -> bool {
         matches!(self, Self::Window(window) if window.is_exact())
     }
 
-    /// The most that is ever free at once: the window's or quota's limit, the rate's burst, the permits. A cool-down and a
-    /// pace count no costs and take any.
+    /// The largest amount that can be free at once: the window's or quota's limit, the rate's burst, the permits. A
+    /// cool-down and a pace count no costs; their capacity is `u64::MAX`.
     pub fn capacity(&self) -> u64 {
         match self {
             Self::Window(window) => window.limit(),
@@ -82,7 +82,7 @@ impl LimitKind {
         }
     }
 
-    /// The kind's number, from 1 to 6. It never changes: names and states that outlive a program hold it.
+    /// The kind's number, from 1 to 6. It never changes, because persisted names and states contain it.
     pub fn id(&self) -> u8 {
         match self {
             Self::Window(_) => 1,
@@ -94,7 +94,7 @@ impl LimitKind {
         }
     }
 
-    /// True if calls are counted by calendar periods, which end at a moment that is known.
+    /// True if calls are counted in calendar periods, which have a known end.
     pub fn has_periods(&self) -> bool {
         matches!(self, Self::Quota(_))
     }
@@ -104,15 +104,15 @@ impl LimitKind {
         matches!(self, Self::Concurrency(_))
     }
 
-    /// One of `nodes` equal shares: at least 1 unless the whole is 0. A pace stays whole, as each node is told of its own
-    /// calls only; so does a rate that can't be made slower.
+    /// One of `nodes` equal shares, at least 1 unless the whole is 0. A pace stays whole, because each node reports
+    /// only its own calls. So does a rate that can't be made slower.
     #[must_use]
     pub fn share(&self, nodes: u64) -> Self {
         let part = |whole: u64| if whole == 0 { 0 } else { (whole / nodes).max(1) };
         let share = match self {
             Self::Window(window) => Window::new(part(window.limit()), window.window(), window.entries())
                 .map(|share| Self::Window(share.with_lead(window.lead()))),
-            // The same calls over a period that is longer by `nodes`, so that a slow rate isn't rounded away.
+            // The same count per a period that is `nodes` times as long, so that a slow rate isn't rounded to 0.
             Self::Rate(rate) => Rate::new(rate.count(), rate.per().times(nodes), part(rate.burst())).map(Self::Rate),
             Self::Quota(quota) => quota.with_limit(part(quota.limit())).map(Self::Quota),
             Self::Concurrency(concurrency) => {
@@ -124,48 +124,48 @@ impl LimitKind {
     }
 }
 
-/// Which calls a limit counts.
+/// The calls that a limit counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CountMode {
     /// Only calls that every limit of the decision admits.
     #[default]
     Admitted,
-    /// Also calls that another limit refuses, as long as this one has room for them. Of calls in flight only admitted
-    /// ones are: a refused call isn't.
+    /// Also calls that another limit refuses, if this one has room for them. A limit of calls in flight counts admitted
+    /// calls only, because a refused call isn't in flight.
     All,
 }
 
-/// What to answer while the store that several nodes share can't be reached.
+/// The answer while the store that several nodes share can't be reached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnOutage {
-    /// Each node goes on by itself with its share of the limit.
+    /// Each node continues alone with its share of the limit.
     #[default]
     Local,
-    /// Everything is let through, uncounted.
+    /// Every call is allowed, without counting.
     Allow,
-    /// Nothing is let through: who asks is told that the store is gone.
+    /// Every call is refused. The refusal says that the store can't be reached.
     Deny,
 }
 
-/// A slice of a limit that a node takes in one go and then spends without asking.
+/// A slice of a limit that a node takes at once and then spends without asking the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseSpec {
-    /// How much of the limit's capacity one slice is, in thousandths: 1 to 500.
+    /// The size of one slice in thousandths of the limit's capacity: 1 to 500.
     pub permille: u16,
-    /// How long a slice may be spent.
+    /// The time for which a slice may be spent.
     pub max_age: Span,
 }
 
-/// How a limit is kept where several nodes share their state.
+/// The settings of a limit for several nodes with shared state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sharing {
-    /// What holds while the store can't be reached.
+    /// The behaviour while the store can't be reached.
     pub on_outage: OnOutage,
-    /// Whether nodes take slices. `None`: every decision asks the store.
+    /// The slices that nodes take. `None` if every decision asks the store.
     pub lease: Option<LeaseSpec>,
 }
 
-/// One limit of a plan: its kind, the penalty for exceeding it, its part in a decision, and how it is shared.
+/// One limit of a plan: its kind, its penalty, its part in a decision, and its sharing.
 #[derive(Clone, Debug)]
 pub struct Limit {
     kind: LimitKind,
@@ -177,7 +177,7 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// A limit without penalty that counts admitted calls and is enforced.
+    /// Creates a limit without penalty that counts admitted calls and is enforced.
     pub fn new(kind: LimitKind) -> Self {
         Self {
             kind,
@@ -189,71 +189,72 @@ impl Limit {
         }
     }
 
-    /// Adds what exceeding the limit costs.
+    /// Sets the penalty for exceeding the limit.
     #[must_use]
     pub fn with_penalty(mut self, penalty: Penalty) -> Self {
         self.penalty = Some(penalty);
         self
     }
 
-    /// Chooses which calls count.
+    /// Sets which calls count.
     #[must_use]
     pub fn with_count_mode(mut self, count: CountMode) -> Self {
         self.count_mode = count;
         self
     }
 
-    /// In shadow, the limit is counted and judged but its refusal stops no call and no other limit's charge.
+    /// Sets the shadow mode. In shadow, the limit is counted and evaluated, but its refusal stops neither calls nor
+    /// charges of other limits.
     #[must_use]
     pub fn with_shadow(mut self, shadow: bool) -> Self {
         self.shadow = shadow;
         self
     }
 
-    /// The same limit but for how much of what it allows.
+    /// Returns the same limit with another kind or other amounts.
     #[must_use]
     pub fn with_kind(&self, kind: LimitKind) -> Self {
         Self { kind, ..self.clone() }
     }
 
-    /// Names the limit wherever its state outlives this plan: in a file, or in a store that other nodes share, whose
-    /// plans may number their limits differently. A hash of its name does. Unless said, its number in the plan.
+    /// Sets the name of the limit where its state outlives this plan: in a file, or in a store shared by nodes with
+    /// other numbers for their limits. A hash of the limit's name is suitable. Default: its number in the plan.
     #[must_use]
     pub fn with_tag(mut self, tag: u64) -> Self {
         self.tag = Some(tag);
         self
     }
 
-    /// Chooses how several nodes share it.
+    /// Sets how several nodes share it.
     #[must_use]
     pub fn with_sharing(mut self, sharing: Sharing) -> Self {
         self.sharing = sharing;
         self
     }
 
-    /// How several nodes share it.
+    /// The settings for several nodes.
     pub fn sharing(&self) -> &Sharing {
         &self.sharing
     }
 
-    /// How much of what is allowed.
+    /// The kind of the limit, with its amounts.
     pub fn kind(&self) -> &LimitKind {
         &self.kind
     }
 
-    /// What exceeding the limit costs.
+    /// The penalty for exceeding the limit. `None` if there is none.
     pub fn penalty(&self) -> Option<&Penalty> {
         self.penalty.as_ref()
     }
 
-    /// Which calls count.
+    /// The calls that count.
     pub fn count_mode(&self) -> CountMode {
         self.count_mode
     }
 
-    /// How far ahead of the present it counts what is taken, of what a batch asks for ([`Batch::with_lead`](crate::Batch::with_lead)).
-    /// A window does as far as it expects; a rate only where slices are taken of it, for what is spent until a lease ends
-    /// counts as spent then.
+    /// The time ahead of now at which the limit counts takes, if a batch asks for `requested`
+    /// ([`Batch::with_lead`](crate::Batch::with_lead)). A window accepts up to its own lead. A rate accepts a lead only
+    /// if slices are taken from it, because their cost counts as spent at the end of the lease. Other kinds: zero.
     pub fn lead(&self, requested: Span) -> Span {
         match &self.kind {
             LimitKind::Window(window) => requested.min(window.lead()),
@@ -265,7 +266,7 @@ impl Limit {
         }
     }
 
-    /// How long a slice of it may be spent that a node takes for `max_age`; `None` if it can't be sliced.
+    /// The time for which a node may spend a slice taken for `max_age`. `None` if the limit can't be sliced.
     pub fn lease_age(&self, max_age: Span) -> Option<Span> {
         match &self.kind {
             LimitKind::Window(_) | LimitKind::Rate(_) => Some(self.lead(max_age)),
@@ -274,12 +275,12 @@ impl Limit {
         }
     }
 
-    /// Whether calls that another limit refuses count too.
+    /// Returns true if calls that another limit refuses count too.
     pub fn counts_refused(&self) -> bool {
         self.count_mode == CountMode::All && !self.kind.has_permits()
     }
 
-    /// Whether the limit is only watched.
+    /// Returns true if the limit is in shadow mode.
     pub fn is_shadow(&self) -> bool {
         self.shadow
     }
@@ -303,65 +304,65 @@ impl Limits {
         Self(alloc::vec![limit])
     }
 
-    /// The limit of this id, if the plan has it.
+    /// The limit with this id. `None` if the plan doesn't have it.
     pub fn get(&self, id: LimitId) -> Option<&Limit> {
         self.0.get(id.index())
     }
 
-    /// What a limit is called wherever its state outlives this plan ([`Limit::with_tag`]).
+    /// The name of a limit where its state outlives this plan ([`Limit::with_tag`]).
     pub fn tag(&self, id: LimitId) -> u64 {
         self.get(id).and_then(|limit| limit.tag).unwrap_or(u64::from(id.get()))
     }
 
-    /// Every limit with its id.
+    /// All limits with their ids.
     pub fn iter(&self) -> impl Iterator<Item = (LimitId, &Limit)> {
         self.0.iter().enumerate().filter_map(|(index, limit)| Some((LimitId::from_index(index)?, limit)))
     }
 
-    /// How many there are.
+    /// The number of limits.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// True if there are no limits.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Why a limit or penalty can't be made.
+/// The reason why a limit or penalty can't be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitError {
     /// A limit above 2^40.
     LimitTooLarge {
-        /// What was asked.
+        /// The requested limit.
         found: u64,
     },
-    /// A period, lease or base of zero length.
+    /// A period, lease or base is zero.
     ZeroPeriod,
-    /// A rate of 0 events: write a window of 0 to refuse everything.
+    /// A rate is 0. To refuse everything, use a window of 0.
     ZeroRate,
-    /// A rate's burst of 0: nothing could ever pass.
+    /// A rate's burst is 0: no call could ever pass.
     ZeroBurst,
-    /// A rate whose burst takes longer than 71 years (2^51 µs) to refill.
+    /// The burst of a rate takes longer than 71 years (2^51 µs) to refill.
     TooSlow,
-    /// A window that keeps no entries, or more than 32,768.
+    /// A window keeps no entries, or more than 32,768.
     InvalidEntries {
-        /// What was asked.
+        /// The requested number of entries.
         found: u32,
     },
     /// More than 4,096 permits in flight.
     TooManyPermits {
-        /// What was asked.
+        /// The requested number of permits.
         found: u64,
     },
-    /// A penalty's factor of 0.
+    /// A penalty's factor is 0.
     ZeroFactor,
-    /// A penalty's cap below its base.
+    /// A penalty's cap is below its base.
     CapBelowBase,
     /// More than 4095 limits in one plan.
     TooMany {
-        /// How many there were.
+        /// The number of limits.
         found: usize,
     },
 }

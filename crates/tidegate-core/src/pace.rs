@@ -1,4 +1,4 @@
-//! The pace of the calls to one provider, however it is found.
+//! The pace of the calls to one provider, responsive or adaptive.
 
 use core::time::Duration;
 
@@ -7,22 +7,23 @@ use rand_core::Rng;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{AdaptiveRate, Class, LocalPacer, RemainingAmount, Span, Time};
 
-/// What keeps calls to a provider apart beyond its limits: it is asked before a call is sent and told of each end.
+/// The controller of the time between calls to a provider, in addition to its limits. It is asked before each call is
+/// sent, and each end is reported to it.
 ///
-/// Of the classes that a call may end with, `throttled` slows it down, `success` and `permanent` let it go faster, since
-/// the provider has taken the call, and the others say nothing about its limits.
+/// The class of an ended call decides: `throttled` slows the calls down. `success` and `permanent` let them go faster,
+/// because the provider has processed the call. The other classes say nothing about the provider's limits.
 #[derive(Clone, Debug)]
 pub enum Pace {
-    /// A wait between calls that grows and shrinks: see [`ResponsivePace`].
+    /// A wait between calls that grows and shrinks ([`ResponsivePace`]).
     Responsive(ResponsivePace),
-    /// A rate that is looked for: see [`AdaptiveRate`].
+    /// A rate that is found by trying ([`AdaptiveRate`]).
     Adaptive(AdaptiveRate),
 }
 
-/// A [`LocalPacer`]'s wait kept between the calls of many, instead of by each after its own.
+/// The wait of a [`LocalPacer`], kept between all calls instead of after each call by its task.
 ///
-/// Calls that were sent before its last step up tell of the pace before: their throttles count as one with it, and their
-/// successes don't count.
+/// Calls that were sent before the last step up belong to the previous pace: their throttles count together with it as
+/// one, and their successes don't count.
 #[derive(Clone, Debug)]
 pub struct ResponsivePace {
     pacer: LocalPacer,
@@ -43,7 +44,7 @@ impl From<AdaptiveRate> for Pace {
 }
 
 impl Pace {
-    /// The time between two calls now.
+    /// The current time between two calls.
     pub fn interval(&self) -> Duration {
         match self {
             Self::Responsive(spaced) => spaced.pacer.interval(),
@@ -51,7 +52,7 @@ impl Pace {
         }
     }
 
-    /// When the next call may be sent; a moment that has passed means at once.
+    /// The time at which the next call may be sent. A time in the past means immediately.
     pub fn next_at(&self, now: Time) -> Time {
         match self {
             Self::Responsive(spaced) => spaced.next_at(now),
@@ -59,7 +60,7 @@ impl Pace {
         }
     }
 
-    /// A call is sent.
+    /// Records that a call is sent.
     pub fn sent(&mut self, now: Time) {
         match self {
             Self::Responsive(spaced) => spaced.sent_at = now,
@@ -67,9 +68,10 @@ impl Pace {
         }
     }
 
-    /// A call that was sent at `sent_at` has ended. `rest` is what its reply says is left of the calls, which a responsive pace
-    /// doesn't go by. That a reply asks to be left alone for a while is the business of the gate
-    /// ([`CredentialPool`](crate::CredentialPool)): it may be about one of several credentials, and a pace is all calls'.
+    /// Records the end of a call that was sent at `sent_at`. `rest` is the remaining amount in its reply; a responsive
+    /// pace ignores it. A wait that a reply asks for is handled by the gate
+    /// ([`CredentialPool`](crate::CredentialPool)): it may concern one of several credentials, but a pace applies to
+    /// all calls.
     pub fn ended(&mut self, sent_at: Time, class: Class, rest: Option<RemainingAmount>, now: Time, rng: &mut impl Rng) {
         match (self, class) {
             (Self::Responsive(spaced), Class::Throttled) if spaced.is_current_call(sent_at, now) => {
@@ -90,13 +92,13 @@ impl Pace {
 impl ResponsivePace {
     fn next_at(&self, now: Time) -> Time {
         let wait = Span::from_duration(self.pacer.interval());
-        // Further off only if the clock has stepped back.
+        // It is later only if the clock has stepped back.
         (self.sent_at + wait).min(now + wait)
     }
 
-    /// Whether a call that was sent at `sent_at` tells of the pace as it is.
+    /// Returns true if a call sent at `sent_at` was sent at the current pace.
     fn is_current_call(&self, sent_at: Time, now: Time) -> bool {
-        // No call was sent after a step of which the clock says that it is still to come.
+        // If the last step is in the future, the clock has stepped back since. Every call then counts.
         sent_at >= self.raised_at || self.raised_at > now + MAX_CLOCK_LAG
     }
 }

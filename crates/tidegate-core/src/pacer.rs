@@ -1,8 +1,8 @@
-//! Responsive back-off: a wait between calls that grows when one fails and shrinks again when calls succeed.
+//! Responsive backoff: a wait between calls that grows when a call fails and shrinks again when calls succeed.
 //!
-//! Other back-offs count the failures of one call and forget them with it. A pacer outlives calls: batch workers ask it
-//! after each how long to wait before the next, and so settle at the pace that a throttled service bears. It counts
-//! nanoseconds, because many workers of a fast service wait for less than a microsecond each.
+//! Other backoffs count the failures of one call and forget them when it ends. A pacer outlives calls. Batch workers
+//! ask it after each call for the wait before the next one, and so reach the pace that a throttled service accepts. It
+//! counts nanoseconds, because each of many workers of a fast service may wait less than a microsecond.
 
 mod rules;
 mod shared;
@@ -16,37 +16,37 @@ use rules::PacerRules;
 pub use rules::PacerState;
 pub use shared::{PaceStep, SharedPacerRules};
 
-/// The longest wait there is: 2^63 − 1 nanoseconds, 292 years.
+/// The largest possible wait: 2^63 − 1 nanoseconds, 292 years.
 pub const MAX_INTERVAL: Duration = Duration::from_nanos(i64::MAX as u64);
-/// The most that a step up from the longest wait of a [`SharedPacerRules`] may come to before it is cut to that wait: 2^51
-/// nanoseconds, 26 days, of which stores can calculate jitter in numbers that count exactly to 2^53.
+/// The largest result of a step up from the longest wait of a [`SharedPacerRules`], before it is cut to that wait: 2^51
+/// nanoseconds, 26 days. Up to this value, stores can calculate jitter with numbers that are exact up to 2^53.
 pub const MAX_SHARED_STEP: Duration = Duration::from_nanos(1 << 51);
 
-/// How faithfully a pacer follows its random numbers.
+/// The effect of random numbers on steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PacerMode {
-    /// Jitter never undoes a step: each failure lengthens the wait and each step down shortens it. Jitter stays inside the
-    /// longest wait, so that pacers that have come there still differ, and a failure there changes nothing. A failure begins
-    /// the count of successes anew.
+    /// Jitter never undoes a step: each failure lengthens the wait and each step down shortens it. Before jitter, waits
+    /// stay so far below the longest wait that pacers there still differ after jitter. A failure there changes nothing.
+    /// A failure resets the count of successes.
     #[default]
     Steady,
-    /// Jitter is what it is: after a success the wait may be longer than before and after a failure shorter, though
-    /// never outside the initial and the longest. Waits that would be longer than the longest are all that. A failure
-    /// leaves the count of successes alone.
+    /// Jitter isn't restricted by the step. The wait may be longer after a success and shorter after a failure, but
+    /// always stays between the initial and the longest wait. A wait that would be longer than the longest becomes the
+    /// longest. A failure doesn't change the count of successes.
     Classic,
 }
 
-/// By how much waits grow and shrink.
+/// The factor or amount by which waits grow and shrink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PacerGrowth {
     /// Each step multiplies.
     Exponential {
-        /// What a failure multiplies the wait by, in thousandths, above 1000. Default 1500.
+        /// The factor of a failure, in thousandths, above 1000. Default 1500.
         up: u32,
-        /// What a down step multiplies it by, in thousandths, 1 to 999. Default 900.
+        /// The factor of a step down, in thousandths, 1 to 999. Default 900.
         down: u16,
     },
-    /// A failure adds the initial wait and a down step takes it off: 1 s, 2 s, 3 s …
+    /// A failure adds the initial wait and a step down subtracts it: 1 s, 2 s, 3 s …
     Linear,
 }
 
@@ -56,23 +56,23 @@ impl Default for PacerGrowth {
     }
 }
 
-/// A pacer as it is written.
+/// The settings of a pacer, as written by the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PacerSpec {
-    /// The wait after the first failure, and the shortest there is: a down step below it leads to none. Default 500 ms.
+    /// The wait after the first failure, and the shortest wait: a step down below it ends the wait. Default 500 ms.
     pub initial: Duration,
     /// The longest wait, up to [`MAX_INTERVAL`]. Default 15 min.
     pub max: Duration,
-    /// How waits grow and shrink. Default by ×1.5 and ×0.9.
+    /// The growth of waits. Default ×1.5 and ×0.9.
     pub growth: PacerGrowth,
-    /// How much longer or shorter than calculated a wait may be, as a share of it in thousandths, up to 1000. Default
+    /// The jitter: the largest deviation from the calculated wait, as a share of it in thousandths, up to 1000. Default
     /// 300.
     pub randomization: u16,
-    /// The most that a wait may be longer or shorter than calculated. Default 2 min.
+    /// The largest deviation from the calculated wait. Default 2 min.
     pub max_randomization: Duration,
-    /// How many successes make a down step. Default 10.
+    /// The number of successes for a step down, at least 1. Default 10.
     pub successes: u32,
-    /// How faithfully it follows its random numbers. Default [`PacerMode::Steady`].
+    /// The effect of random numbers on steps. Default [`PacerMode::Steady`].
     pub mode: PacerMode,
 }
 
@@ -90,37 +90,37 @@ impl Default for PacerSpec {
     }
 }
 
-/// Why a pacer can't be made.
+/// The reason why a pacer can't be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PacerError {
-    /// A setting that must not be 0.
+    /// A setting is 0 but must not be.
     Zero {
-        /// Its name.
+        /// The name of the setting.
         setting: &'static str,
     },
     /// The longest wait is shorter than the initial one, or longer than [`MAX_INTERVAL`].
     InvalidMax {
-        /// What was asked.
+        /// The requested longest wait.
         found: Duration,
     },
-    /// A failure must lengthen the wait.
+    /// The factor of a failure doesn't lengthen the wait.
     InvalidUp {
-        /// What was asked, in thousandths.
+        /// The requested factor, in thousandths.
         found: u32,
     },
-    /// A down step must shorten the wait, and leave some of it.
+    /// The factor of a step down doesn't shorten the wait, or is 0.
     InvalidDown {
-        /// What was asked, in thousandths.
+        /// The requested factor, in thousandths.
         found: u16,
     },
-    /// A wait that is randomized by more than all of it.
+    /// The jitter is more than the whole wait.
     InvalidRandomization {
-        /// What was asked, in thousandths.
+        /// The requested share, in thousandths.
         found: u16,
     },
-    /// A pacer that is shared can't step beyond what every store counts exactly ([`MAX_SHARED_STEP`]).
+    /// A step of a shared pacer is larger than every store can count exactly ([`MAX_SHARED_STEP`]).
     SharedStepTooLarge {
-        /// What a failure at the longest wait calculates.
+        /// The calculated wait after a failure at the longest wait.
         found: Duration,
     },
 }
@@ -146,24 +146,24 @@ impl fmt::Display for PacerError {
 
 impl core::error::Error for PacerError {}
 
-/// What a pacer has done.
+/// The counters of a pacer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PacerMetrics {
-    /// Failures and successes that it was told of.
+    /// The number of reported failures and successes.
     pub calls: u64,
-    /// Steps up: one a failure.
+    /// The number of steps up: one per failure.
     pub steps_up: u64,
-    /// Steps down.
+    /// The number of steps down.
     pub steps_down: u64,
-    /// Waits that it asked for, those included that a step down has shortened to nothing.
+    /// The number of waits that it asked for, including those that a step down has shortened to zero.
     pub waits: u64,
-    /// How long these were together, as they were asked for.
+    /// The sum of these waits, as they were asked for.
     pub total_wait: Duration,
 }
 
 impl PacerMetrics {
-    /// Counts a call that failed or succeeded: whether the success was a step down, and the wait that was asked for, if
-    /// there was one.
+    /// Counts a call that failed or succeeded. `stepped_down` is true if the success caused a step down. `wait` is the
+    /// wait that was asked for, if there was one.
     pub fn record(&mut self, failed: bool, stepped_down: bool, wait: Option<Duration>) {
         self.calls += 1;
         if failed {
@@ -179,11 +179,11 @@ impl PacerMetrics {
     }
 }
 
-/// One wait between calls, and what has become of it.
+/// One wait between calls, with its counters.
 ///
-/// The first failure makes the wait exactly [`initial`](PacerSpec::initial); each further one lengthens it. While there is
-/// a wait, every success waits for it too, and every [`successes`](PacerSpec::successes)-th shortens it. Successes while
-/// there is none aren't counted.
+/// The first failure sets the wait to exactly [`initial`](PacerSpec::initial). Each further failure lengthens it. While
+/// there is a wait, each success waits too, and every [`successes`](PacerSpec::successes)-th success shortens it. While
+/// there is no wait, successes aren't counted.
 #[derive(Clone, Debug)]
 pub struct LocalPacer {
     rules: PacerRules,
@@ -192,32 +192,32 @@ pub struct LocalPacer {
 }
 
 impl LocalPacer {
-    /// A pacer that has met no failure yet.
+    /// Creates a pacer without a wait.
     ///
     /// # Errors
-    /// A setting that is out of its range, or a longest wait that is shorter than the initial one.
+    /// A setting is outside its range, or the longest wait is shorter than the initial one.
     pub fn new(spec: PacerSpec) -> Result<Self, PacerError> {
         Ok(Self { rules: PacerRules::new(spec)?, state: PacerState::default(), metrics: PacerMetrics::default() })
     }
 
-    /// How long calls wait now; zero at first and once enough have succeeded.
+    /// The current wait. Zero at first, and again after enough successes.
     pub fn interval(&self) -> Duration {
         self.state.wait()
     }
 
-    /// What it has done since it was made.
+    /// The counters since the pacer was made.
     pub fn metrics(&self) -> PacerMetrics {
         self.metrics
     }
 
-    /// A call has failed; returns how long to wait before the next.
+    /// Records a failed call. Returns the wait before the next one.
     pub fn failed(&mut self, rng: &mut impl Rng) -> Duration {
         self.rules.failed(&mut self.state, || rng.next_u64());
         self.metrics.record(true, false, Some(self.interval()));
         self.interval()
     }
 
-    /// A call has succeeded; returns how long to wait before the next, `None` where there is no wait.
+    /// Records a successful call. Returns the wait before the next one, or `None` if there is no wait.
     pub fn succeeded(&mut self, rng: &mut impl Rng) -> Option<Duration> {
         let stepped = self.rules.succeeded(&mut self.state, || rng.next_u64());
         let wait = stepped.map(|_| self.interval());

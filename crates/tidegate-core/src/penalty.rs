@@ -1,37 +1,37 @@
-//! What repeated violation costs: an exponentially growing block, remembered and forgiven.
+//! The penalty for repeated violations: blocks that grow exponentially, are remembered and are forgiven after some
+//! time.
 //!
-//! The n-th strike blocks for `min(base · factor^(n−1), cap)`. A block never shortens, refills or forgets the limit
-//! itself; while it lives nothing changes. Served, it leaves one call's *parole*, so that the wait which was told is
-//! true even where the window is still full.
+//! The n-th strike blocks for `min(base · factor^(n−1), cap)`. A block never shortens, refills or resets the limit
+//! itself. While a block lasts, refused calls change nothing. After it ends, it leaves a *parole* for one call. So the
+//! announced wait stays true even if the window is still full.
 
 use crate::limit::LimitError;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
-/// What a penalty tells and what it leaves behind when a block is served.
+/// The announced wait, and the effect of a block after its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PenaltyMode {
-    /// The wait is the block; once served, one call of at most the refused cost passes even if the limit is still
-    /// full.
+    /// The wait is the block. After it, one call of at most the refused cost passes even if the limit is still full.
     #[default]
     Parole,
-    /// The wait is the longer of the block and the limit's own; nothing passes a full limit.
+    /// The wait is the longer of the block and the limit's own wait. No call passes a full limit.
     Strict,
 }
 
-/// A penalty as it is written.
+/// The settings of a penalty, as written by the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PenaltySpec {
     /// The first block. Default 2 s.
     pub base: Span,
-    /// What each further block is multiplied by. Default 2; 1 keeps them all at the base.
+    /// The factor of each further block. Default 2. With 1, all blocks are as long as the base.
     pub factor: u32,
     /// The longest block. Default 1 h.
     pub cap: Span,
-    /// How long without a refusal, counted from a block's end, takes one strike off. Default: the longer of the cap
-    /// and the limit's window.
+    /// The time without a refusal, counted from a block's end, after which one strike is forgiven. Default: the longer
+    /// of the cap and the limit's window.
     pub forgive_after: Option<Span>,
-    /// What is told. Default parole.
+    /// The announced wait and the parole. Default [`PenaltyMode::Parole`].
     pub mode: PenaltyMode,
 }
 
@@ -47,7 +47,7 @@ impl Default for PenaltySpec {
     }
 }
 
-/// A penalty that was checked.
+/// A checked penalty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Penalty {
     base: Span,
@@ -59,10 +59,10 @@ pub struct Penalty {
 }
 
 impl Penalty {
-    /// The penalty of a limit whose window (or refill, or lease) is `window` long.
+    /// Creates the penalty of a limit with a window (or refill time, or lease) of `window`.
     ///
     /// # Errors
-    /// A base or `forgive_after` of no length, a factor of 0, or a cap below the base.
+    /// The base or `forgive_after` is zero, the factor is 0, or the cap is below the base.
     pub fn new(spec: PenaltySpec, window: Span) -> Result<Self, LimitError> {
         let PenaltySpec { base, factor, cap, forgive_after, mode } = spec;
         let forgive_after = forgive_after.unwrap_or(cap.max(window));
@@ -83,52 +83,53 @@ impl Penalty {
         Ok(penalty)
     }
 
-    /// A ban: every block is `length` long.
+    /// Creates a ban: every block has the same `length`.
     ///
     /// # Errors
-    /// A ban of no length.
+    /// `length` is zero.
     pub fn ban(length: Span, window: Span) -> Result<Self, LimitError> {
         Self::new(PenaltySpec { base: length, factor: 1, cap: length, ..PenaltySpec::default() }, window)
     }
 
-    /// The n-th block, n counted from 1: `min(base · factor^(n−1), cap)`.
+    /// The length of the n-th block, n counted from 1: `min(base · factor^(n−1), cap)`.
     pub fn block_length(&self, strike: u8) -> Span {
         let factor = u64::from(self.factor).saturating_pow(u32::from(strike.saturating_sub(1)));
         self.base.times(factor).min(self.cap)
     }
 
-    /// The first block.
+    /// The length of the first block.
     pub fn base(&self) -> Span {
         self.base
     }
 
-    /// What each further block is multiplied by.
+    /// The factor of each further block.
     pub fn factor(&self) -> u32 {
         self.factor
     }
 
-    /// The longest block.
+    /// The length of the longest block.
     pub fn cap(&self) -> Span {
         self.cap
     }
 
-    /// How long without a refusal takes one strike off.
+    /// The time without a refusal after which one strike is forgiven.
     pub fn forgive_after(&self) -> Span {
         self.forgive_after
     }
 
-    /// What is told, and whether a served block leaves a parole.
+    /// The announced wait, and the effect of a block after its end.
     pub fn mode(&self) -> PenaltyMode {
         self.mode
     }
 
-    /// The last strike that counts: the first whose block is the cap.
+    /// The maximum number of strikes: the first with a block as long as the cap.
     pub fn max_strikes(&self) -> u8 {
         self.max_strikes
     }
 
-    /// Brings the record to `now`: takes off forgiven strikes, and shortens a block that only a clock which has since
-    /// stepped back can have put so far ahead. A parole outlives its strikes: what was told stays true.
+    /// Updates the record to `now`: empties it after all strikes are forgiven. A block too far in the future is
+    /// shortened, because the clock must have stepped back since. A parole outlives its strikes, because the announced
+    /// wait must stay true.
     pub fn refresh(&self, record: &mut PenaltyRecord, now: Time) {
         if record.strikes == 0 {
             return;
@@ -143,13 +144,13 @@ impl Penalty {
         }
     }
 
-    /// How many strikes count at `now`.
+    /// The number of strikes that count at `now`.
     pub fn strikes(&self, record: &PenaltyRecord, now: Time) -> u8 {
         let forgiven = now.since(record.blocked_until).as_micros() / self.forgive_after.as_micros();
         record.strikes.saturating_sub(u8::try_from(forgiven).unwrap_or(u8::MAX))
     }
 
-    /// Takes a strike for a refused call of `cost`; the block starts now.
+    /// Adds a strike for a refused call of `cost`. The block starts at `now`.
     pub fn strike(&self, record: &mut PenaltyRecord, cost: u64, now: Time) {
         let strikes = self.strikes(record, now).saturating_add(1).min(self.max_strikes);
         let parole = match self.mode {
@@ -159,8 +160,8 @@ impl Penalty {
         *record = PenaltyRecord { blocked_until: now + self.block_length(strikes), parole, strikes };
     }
 
-    /// Brings back what a record lacks: so many strikes at the least, and a block that lasts so long from now. Doing it again
-    /// changes nothing.
+    /// Adds to a record what it lacks: at least `strikes` strikes, a parole, and a block of `remaining` from `now`. A
+    /// repetition changes nothing.
     pub fn restore(&self, record: &mut PenaltyRecord, strikes: u8, parole: u64, remaining: Span, now: Time) {
         self.refresh(record, now);
         let strikes = strikes.min(self.max_strikes);
@@ -175,7 +176,7 @@ impl Penalty {
         }
     }
 
-    /// When nothing of the record is remembered any more.
+    /// The time at which the record becomes empty.
     pub fn idle_at(&self, record: &PenaltyRecord) -> Time {
         if record.strikes == 0 {
             Time::ZERO
@@ -185,19 +186,19 @@ impl Penalty {
     }
 }
 
-/// What a key has done to earn its penalty.
+/// The violations of a key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PenaltyRecord {
-    /// When the last block ends or ended.
+    /// The end of the last block.
     pub blocked_until: Time,
-    /// The largest cost that may pass a full limit once; 0 is none.
+    /// The largest cost that may pass a full limit once. 0 means none.
     pub parole: u64,
-    /// Strikes taken; 0 is a clean record.
+    /// The number of strikes. 0 means none.
     pub strikes: u8,
 }
 
 impl PenaltyRecord {
-    /// Whether a block lives.
+    /// Returns true if a block lasts at `now`.
     pub fn is_blocked(&self, now: Time) -> bool {
         self.strikes > 0 && self.blocked_until > now
     }

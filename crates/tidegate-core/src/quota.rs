@@ -1,5 +1,5 @@
-//! `quota`: a count for each period of a calendar. The calendar itself, with its zones and leap years, lives outside
-//! this crate; here a period is two moments.
+//! `quota`: a count per calendar period. The calendar itself, with its time zones and leap years, is outside this
+//! crate. Here a period consists of two times.
 
 use alloc::sync::Arc;
 use core::cmp::Ordering;
@@ -12,15 +12,15 @@ use crate::{Span, Time};
 /// One period of a calendar: from `start` up to, not including, `end`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Period {
-    /// The period's first moment.
+    /// The first time of the period.
     pub start: Time,
-    /// The first moment after it.
+    /// The first time after the period.
     pub end: Time,
 }
 
-/// Where a calendar's periods begin and end.
+/// A calendar: the start and end of its periods.
 pub trait Calendar: Send + Sync + fmt::Debug {
-    /// The period that holds `now`: `start <= now < end`.
+    /// The period that contains `now`: `start <= now < end`.
     fn period(&self, now: Time) -> Period;
 }
 
@@ -32,35 +32,35 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// At most `limit` in each of the calendar's periods.
+    /// Creates a quota of at most `limit` in each of the calendar's periods.
     ///
     /// # Errors
-    /// A limit above 2^40.
+    /// `limit` is above 2^40.
     pub fn new(limit: u64, calendar: Arc<dyn Calendar>) -> Result<Self, LimitError> {
         Ok(Self { limit: checked_limit(limit)?, calendar })
     }
 
-    /// Another limit by the same calendar.
+    /// Returns another limit with the same calendar.
     ///
     /// # Errors
-    /// A limit above 2^40.
+    /// `limit` is above 2^40.
     pub fn with_limit(&self, limit: u64) -> Result<Self, LimitError> {
         Self::new(limit, Arc::clone(&self.calendar))
     }
 
-    /// The most that one period holds.
+    /// The maximum of one period.
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// The period that holds `now`.
+    /// The period that contains `now`.
     pub fn period(&self, now: Time) -> Period {
         self.calendar.period(now)
     }
 
-    /// Brings a ledger back that only a clock which has since stepped back can have moved beyond the coming period,
-    /// its count included, so that nobody is locked out until then. A clock that went back less goes on counting where
-    /// it was, so that no period is granted twice.
+    /// Moves usage that belongs to a time after the next period to the current period, together with its count. Only a
+    /// clock that has stepped back since can cause that, and the calls would be refused until then. After a smaller
+    /// step back, the count of the later period continues, so that no period is granted twice.
     pub fn refresh(&self, ledger: &mut QuotaUsage, now: Time) {
         let period = self.calendar.period(now);
         if ledger.period.start > period.end {
@@ -68,8 +68,8 @@ impl Quota {
         }
     }
 
-    /// The ledger as it counts at `now`: a new period begins with nothing used. Only a charge makes that last, for a
-    /// clock that jumps ahead and back again must not have emptied it.
+    /// The usage at `now`. A new period begins with a count of 0. Only a charge stores that, because a clock that jumps
+    /// ahead and back again must not reset the count.
     fn usage_at(&self, ledger: &QuotaUsage, now: Time) -> QuotaUsage {
         let period = self.calendar.period(now);
         match ledger.period.start.cmp(&period.start) {
@@ -79,7 +79,7 @@ impl Quota {
         }
     }
 
-    /// What a call of `cost` would meet at `now`, in a ledger that was settled for `now`.
+    /// The status for a call of `cost` at `now`, in a usage that was refreshed for `now`.
     pub fn status(&self, ledger: &QuotaUsage, cost: u64, now: Time) -> LimitStatus {
         let ledger = self.usage_at(ledger, now);
         let remaining = self.limit.saturating_sub(ledger.used);
@@ -100,8 +100,8 @@ impl Quota {
         ledger.used = ledger.used.saturating_add(cost);
     }
 
-    /// Gives back a `cost` that was charged at a moment, down to nothing used. What an earlier period was charged is over
-    /// with it.
+    /// Gives back a `cost` that was charged at `charged_at`, down to 0 used. A charge of an earlier period is ignored,
+    /// because it ended with that period.
     pub fn refund(&self, ledger: &mut QuotaUsage, cost: u64, charged_at: Time, now: Time) {
         let current = self.usage_at(ledger, now);
         if current.used > 0 && charged_at >= current.period.start {
@@ -110,26 +110,26 @@ impl Quota {
     }
 }
 
-/// What was used of one period.
+/// The usage of one period.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QuotaUsage {
-    /// The period that is counted.
+    /// The counted period.
     pub period: Period,
-    /// How much of it is used.
+    /// The used amount.
     pub used: u64,
 }
 
 impl QuotaUsage {
-    /// When the ledger no longer matters.
+    /// The time from which the usage is no longer needed.
     pub fn idle_at(&self) -> Time {
         if self.used == 0 { Time::ZERO } else { self.period.end }
     }
 }
 
-/// Periods of equal length counted from the Unix epoch: a calendar for tests and for days and hours in UTC.
+/// Periods of equal length, counted from the Unix epoch: a calendar for tests and for days and hours in UTC.
 #[derive(Clone, Copy, Debug)]
 pub struct FixedPeriods(
-    /// The length of a period; zero counts as one microsecond.
+    /// The length of a period. Zero counts as one microsecond.
     pub Span,
 );
 
@@ -190,7 +190,7 @@ mod tests {
             quota.refund(&mut ledger, 1, since, at(DAY + 6));
             assert!(take(&quota, &mut ledger, at(DAY + 6)) && !take(&quota, &mut ledger, at(DAY + 6)));
         }
-        // Charged by a clock that had stepped back, to the later day.
+        // The clock had stepped back, and the call was charged to the later day.
         quota.refund(&mut ledger, 1, at(DAY - 1), at(DAY - 1));
         assert!(!take(&quota, &mut ledger, at(DAY - 1)));
     }

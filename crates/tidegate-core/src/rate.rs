@@ -1,24 +1,24 @@
-//! `rate`: the generic cell rate algorithm (GCRA), as ITU-T I.371 defines it in its virtual-scheduling form: a
-//! theoretical arrival time that each call pushes on by its share of the period, and that may run ahead of the clock
-//! by the burst.
+//! `rate`: the generic cell rate algorithm (GCRA) in the virtual-scheduling form of ITU-T I.371. Each call moves a
+//! theoretical arrival time forward by its share of the period. The arrival time may be ahead of the clock by at most
+//! the burst.
 
 use crate::limit::{LimitError, checked_limit};
 use crate::state::LimitStatus;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
-/// The arithmetic's unit: 1/1024 µs, so that a million calls a second are still spaced within 0.1 %.
+/// The unit of the calculation is 1/1024 µs, so that a million calls per second are still spaced within 0.1 %.
 const FRACTION_BITS: u32 = 10;
-/// The longest refill of a burst, in units.
+/// The longest refill time of a burst, in units.
 const MAX_REFILL: u64 = 1 << 61;
-/// The largest arrival time that a state holds: 62 bits, which leaves a store two of the word.
+/// The largest arrival time of a state: 62 bits, so that a store can use the other two bits of the word.
 const MAX_ARRIVAL: u64 = (1 << 62) - 1;
 
-/// A smooth rate with a burst: each call moves the key's *theoretical arrival time* on by `period ÷ count`.
+/// A smooth rate with a burst: each call moves the key's *theoretical arrival time* forward by `period ÷ count`.
 ///
-/// In any window of length W it admits at most `burst + W · count ÷ period` calls ([`Rate::max_in`]), however long the
-/// key was idle before. The spacing is rounded up to 1/1024 µs, so a rate is never exceeded, and rates above 10^9 a
-/// second run slower than written.
+/// Any window of length W admits at most `burst + W · count ÷ period` calls ([`Rate::max_in`]), however long the key
+/// was idle before. The spacing is rounded up to 1/1024 µs, so a rate is never exceeded. Rates above 10^9 per second
+/// run slower than configured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rate {
     count: u64,
@@ -29,10 +29,10 @@ pub struct Rate {
 }
 
 impl Rate {
-    /// `count` calls per `per`, with up to `burst` at once (1 means evenly spaced).
+    /// Creates a rate of `count` calls per `per`, with up to `burst` at once (1 means evenly spaced).
     ///
     /// # Errors
-    /// Zero `count`, `per` or `burst`; above 2^40; or a burst that takes over 71 years to refill.
+    /// `count`, `per` or `burst` is zero, `count` or `burst` is above 2^40, or the burst takes over 71 years to refill.
     pub fn new(count: u64, per: Span, burst: u64) -> Result<Self, LimitError> {
         checked_limit(count)?;
         checked_limit(burst)?;
@@ -55,38 +55,39 @@ impl Rate {
         }
     }
 
-    /// Calls per [`Rate::per`].
+    /// The number of calls per [`Rate::per`].
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// The period that the count is given for.
+    /// The period of the count.
     pub fn per(&self) -> Span {
         self.per
     }
 
-    /// How many may pass at once.
+    /// The maximum number of calls at once.
     pub fn burst(&self) -> u64 {
         self.burst
     }
 
-    /// How long a burst takes to come back.
+    /// The time in which a spent burst refills.
     pub fn refill_time(&self) -> Span {
         Span::from_micros(self.refill_units >> FRACTION_BITS)
     }
 
-    /// How far a call of `cost` moves the arrival time on, in the units of [`ArrivalTime::to_bits`]: the period over the count,
-    /// rounded up, times the cost; below 2^62.
+    /// The distance by which a call of `cost` moves the arrival time forward, in the units of [`ArrivalTime::to_bits`]:
+    /// the period divided by the count, rounded up, times the cost. Below 2^62.
     pub fn cost_units(&self, cost: u64) -> u64 {
         self.units_of(cost)
     }
 
-    /// How far the arrival time of a spent burst lies ahead, in the units of [`ArrivalTime::to_bits`]; at most 2^61.
+    /// The distance of the arrival time ahead of now after a whole burst, in the units of [`ArrivalTime::to_bits`]. At
+    /// most 2^61.
     pub fn refill_units(&self) -> u64 {
         self.refill_units
     }
 
-    /// The most that any window of this length admits: burst + rate × window.
+    /// The maximum that any window of this length admits: burst + rate × window.
     pub fn max_in(&self, window: Span) -> u64 {
         let more = u128::from(window.as_micros()) * u128::from(self.count) / u128::from(self.per.as_micros());
         self.burst.saturating_add(u64::try_from(more).unwrap_or(u64::MAX))
@@ -96,27 +97,28 @@ impl Rate {
         self.units_per_call.saturating_mul(cost).min(MAX_ARRIVAL)
     }
 
-    /// Brings an arrival time back that only a clock which has since stepped back can have put so far ahead: to a full
-    /// burst from now. Who judges at `now` keeps what this returns, or the wait that it tells would never end.
+    /// Moves an arrival time that is too far ahead back to a full burst from `now`. Only a clock that has stepped back
+    /// since can cause that. A caller that decides at `now` must store the result. Otherwise the announced wait would
+    /// never end.
     #[inline]
     pub fn refresh(&self, arrival: ArrivalTime, now: Time) -> ArrivalTime {
         let now = time_to_units(now);
         if arrival.0 > self.latest_arrival(now) { ArrivalTime(now + self.refill_units) } else { arrival }
     }
 
-    /// The furthest ahead that an arrival time gets: a full burst, another that paroles have overdrawn, and the time by
-    /// which this call may have been overtaken by the one that put it there.
+    /// The latest possible arrival time: a full burst, plus another one that paroles have overdrawn, plus the time by
+    /// which the call that set it may have overtaken this one.
     #[inline]
     fn latest_arrival(&self, now: u64) -> u64 {
         now + 2 * self.refill_units + time_to_units(Time::ZERO + MAX_CLOCK_LAG)
     }
 
-    /// The arrival time as it counts at `now`.
+    /// The arrival time that applies at `now`.
     fn arrival_at(&self, arrival: ArrivalTime, now: u64) -> u64 {
         if arrival.0 > self.latest_arrival(now) { now + self.refill_units } else { arrival.0.max(now) }
     }
 
-    /// What a call of `cost` would meet at `now`.
+    /// The status for a call of `cost` at `now`.
     #[inline]
     pub fn status(&self, arrival: ArrivalTime, cost: u64, now: Time) -> LimitStatus {
         let now_units = time_to_units(now);
@@ -133,7 +135,7 @@ impl Rate {
         }
     }
 
-    /// When a call of `cost` would have room: `now` if it has, [`Time::NEVER`] if it never will.
+    /// The time at which a call of `cost` has room: `now` if it has, [`Time::NEVER`] if it never will.
     #[inline]
     pub fn retry_at(&self, arrival: ArrivalTime, cost: u64, now: Time) -> Time {
         let now_units = time_to_units(now);
@@ -152,15 +154,15 @@ impl Rate {
         if free >= self.refill_units { self.burst } else { free / self.units_per_call }
     }
 
-    /// Whether [`Rate::take_between`] can ever admit when the moments lie this far apart.
+    /// Returns true if [`Rate::take_between`] can ever admit a call with times this far apart.
     #[inline]
     pub fn can_take_between(&self, apart: Span) -> bool {
         self.refill_units > apart.as_micros() << FRACTION_BITS
     }
 
-    /// Admits a call of `cost` at some moment between two, if the moment makes no difference: an arrival time that lies
-    /// ahead of both moves on by the cost, and what has room at the earlier has room at the later. `None` says
-    /// nothing; ask with the exact moment then.
+    /// Admits a call of `cost` at an unknown time between two times, if the exact time makes no difference. An arrival
+    /// time ahead of both moves forward by the cost, and a call with room at the earlier time also has room at the
+    /// later. `None` is no decision: call again with the exact time.
     #[inline]
     pub fn take_between(
         &self,
@@ -173,8 +175,8 @@ impl Rate {
         (arrival.0 >= time_to_units(latest) && fits).then_some(ArrivalTime(after))
     }
 
-    /// The arrival time after a call of `cost` at `now`, whether it had room or was let through on parole. What paroles
-    /// overdraw counts up to one more burst.
+    /// The arrival time after a call of `cost` at `now`, which had room or was admitted on parole. An overdraft of
+    /// paroles counts up to one more burst.
     #[inline]
     pub fn charge(&self, arrival: ArrivalTime, cost: u64, now: Time) -> ArrivalTime {
         let now = time_to_units(now);
@@ -183,29 +185,29 @@ impl Rate {
         ArrivalTime(current.saturating_add(self.units_of(cost)).min(most))
     }
 
-    /// The arrival time after `cost` is given back; never before the present, so that idleness earns nothing.
+    /// The arrival time after a refund of `cost`. It is never before `now`, so that idle time earns nothing.
     pub fn refund(&self, arrival: ArrivalTime, cost: u64, now: Time) -> ArrivalTime {
         let now = time_to_units(now);
         ArrivalTime(self.arrival_at(arrival, now).saturating_sub(self.units_of(cost)).max(now))
     }
 }
 
-/// A key's theoretical arrival time, in 1/1024 µs since the Unix epoch. One that has passed is the same as none.
+/// A key's theoretical arrival time, in 1/1024 µs since the Unix epoch. A time in the past has no effect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ArrivalTime(u64);
 
 impl ArrivalTime {
-    /// From the number that [`ArrivalTime::to_bits`] gave.
+    /// Creates an arrival time from a result of [`ArrivalTime::to_bits`].
     pub const fn from_bits(bits: u64) -> Self {
         Self(if bits > MAX_ARRIVAL { MAX_ARRIVAL } else { bits })
     }
 
-    /// A number below 2^62.
+    /// The arrival time as a number below 2^62.
     pub const fn to_bits(self) -> u64 {
         self.0
     }
 
-    /// When the key is as good as new.
+    /// The time from which the key's state equals a new one.
     pub fn idle_at(self) -> Time {
         micros_ceil(self.0)
     }

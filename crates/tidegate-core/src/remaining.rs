@@ -1,41 +1,41 @@
-//! What replies say is left of a credential's limits, for limits that only the provider knows.
+//! The remaining amounts of a credential's limits as replies report them, for limits that only the provider knows.
 //!
-//! Providers tell by headers how many calls, and how much cost, they would still take and until when. What is under way
-//! when a reply comes may or may not be counted in it; it is taken as not counted, so that what is left is never
-//! overdrawn. The first call goes alone, because before its reply nothing is known.
+//! Providers report in headers how many calls and how much cost they still accept, and until when. A reply may or may
+//! not include the calls in flight. They are assumed to be not included, so that the remaining amount is never
+//! exceeded. The first call is sent alone, because nothing is known before its reply.
 
 use crate::{Span, Time};
 
-/// How long it is until what is left may be known better, while something is under way.
+/// The time until the next check for new information while calls are in flight.
 const RECHECK_INTERVAL: Span = Span::from_millis(20);
 
-/// What a reply says of one limit.
+/// The report of a reply about one limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemainingAmount {
-    /// How much is left.
+    /// The remaining amount.
     pub amount: u64,
-    /// How much there is when it begins anew, if that is told.
+    /// The full amount after a reset. `None` if it isn't reported.
     pub limit: Option<u64>,
-    /// When it begins anew.
+    /// The time of the reset.
     pub resets_at: Time,
 }
 
-/// What a reply says of a credential's limits.
+/// The report of a reply about a credential's limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remaining {
-    /// Of the number of calls.
+    /// The remaining number of calls.
     pub calls: Option<RemainingAmount>,
-    /// Of their cost.
+    /// The remaining cost.
     pub cost: Option<RemainingAmount>,
 }
 
-/// What is known of one credential.
+/// The known state of one credential.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RemainingTracker {
     calls: AmountTracker,
     cost: AmountTracker,
     in_flight: u32,
-    /// When the request was sent whose reply said most of what is known.
+    /// The send time of the request with the newest known reply.
     newest_sent_at: Time,
     has_reply: bool,
 }
@@ -43,7 +43,7 @@ pub(crate) struct RemainingTracker {
 #[derive(Clone, Copy, Debug, Default)]
 struct AmountTracker {
     remaining: Option<RemainingAmount>,
-    /// What calls hold that are under way.
+    /// The amount reserved for calls in flight.
     in_flight_amount: u64,
 }
 
@@ -55,7 +55,7 @@ impl AmountTracker {
         }
     }
 
-    /// Learns from a reply; one to a request that may be older may only say that less is left.
+    /// Learns from a reply. If its request may be older than the newest one, it may only lower the amount.
     fn update(&mut self, reported: Option<RemainingAmount>, is_older: bool) {
         let Some(mut told) = reported else { return };
         told.amount = told.amount.saturating_sub(self.in_flight_amount);
@@ -65,12 +65,12 @@ impl AmountTracker {
         };
     }
 
-    /// Begins anew when it is time.
+    /// Resets the amount when it is time.
     fn refresh(&mut self, now: Time) {
         if let Some(rest) = &mut self.remaining
             && rest.resets_at <= now
         {
-            // Until the next reply tells when that ends, it is taken not to.
+            // Until a reply reports the next reset, none is assumed.
             self.remaining = rest.limit.map(|limit| RemainingAmount {
                 amount: limit.saturating_sub(self.in_flight_amount),
                 limit: Some(limit),
@@ -80,7 +80,7 @@ impl AmountTracker {
     }
 
     fn exhausted_until(&self, amount: u64) -> Option<Time> {
-        // What costs more than there ever is goes when all of it is there.
+        // A call that costs more than the whole limit may go when the whole limit is available.
         self.remaining
             .filter(|rest| rest.amount < amount.min(rest.limit.unwrap_or(u64::MAX)))
             .map(|rest| rest.resets_at)
@@ -88,7 +88,7 @@ impl AmountTracker {
 }
 
 impl RemainingTracker {
-    /// When a call of this cost may go: now, or when it is worth looking again.
+    /// The time at which a call of this cost may be sent: `now`, or the time of the next check.
     pub(crate) fn free_at(&mut self, cost: u64, now: Time) -> Time {
         self.calls.refresh(now);
         self.cost.refresh(now);
@@ -96,7 +96,7 @@ impl RemainingTracker {
         match exhausted_until {
             None if self.has_reply || self.in_flight == 0 => now,
             Some(until) if self.in_flight == 0 && !until.is_never() => until,
-            // With nothing under way nothing better will be known.
+            // Without calls in flight, no better information will come.
             Some(_) if self.in_flight == 0 => now,
             Some(until) => until.min(now + RECHECK_INTERVAL),
             None => now + RECHECK_INTERVAL,
@@ -109,7 +109,7 @@ impl RemainingTracker {
         self.cost.reserve(cost);
     }
 
-    /// A request that was sent at this moment has ended, and this is what its reply said.
+    /// Records the end of a request that was sent at `sent_at`, with the report of its reply.
     pub(crate) fn record_end(&mut self, cost: u64, sent_at: Time, answered: bool, reported: Remaining) {
         self.in_flight = self.in_flight.saturating_sub(1);
         self.calls.in_flight_amount = self.calls.in_flight_amount.saturating_sub(1);

@@ -1,28 +1,28 @@
-//! What a reply means, and whether its call is tried again.
+//! The class of a reply, and the decision if its call is retried.
 //!
-//! A retry must be worth it (the class), harmless (the request may be repeated), possible (its body can be sent again)
-//! and in time (the deadline, the server's `Retry-After`), and an outage must not be amplified by it (the
-//! [`Budget`]). [`RetryTracker`] asks all of that in one place, once an attempt.
+//! A retry must be useful (the class), harmless (the request may be repeated), possible (its body can be sent again)
+//! and in time (the deadline, the server's `Retry-After`). It also must not amplify an outage (the [`Budget`]).
+//! [`RetryTracker`] checks all of that in one place, once per attempt.
 
 use rand_core::Rng;
 
 use crate::backoff::{Backoff, BackoffState};
 use crate::{Budget, Span, Time};
 
-/// What a reply means, decided once for everything that learns from it.
+/// The class of a reply. All code that learns from a reply uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// The provider did what it was asked.
+    /// The provider did the requested work.
     Success,
-    /// The provider has had too much: back off, or use another credential.
+    /// The provider has received too many calls: back off, or use another credential.
     Throttled,
-    /// The provider or the way there failed, and may not fail again.
+    /// The provider or the connection failed, and may work later.
     Transient,
-    /// The request itself is at fault and would fail again.
+    /// The request itself is wrong and would fail again.
     Permanent,
-    /// The credential isn't accepted.
+    /// The credential is rejected.
     Auth,
-    /// The caller went away before there was a reply.
+    /// The caller cancelled the call before a reply came.
     Cancelled,
 }
 
@@ -50,12 +50,12 @@ impl Class {
         }
     }
 
-    /// Whether the same request might fare better later: throttled and transient.
+    /// Returns true if the same request might succeed later: throttled and transient.
     pub const fn is_retryable(self) -> bool {
         matches!(self, Self::Throttled | Self::Transient)
     }
 
-    /// The class as it stands in logs and metrics.
+    /// The name of the class in logs and metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Success => "success",
@@ -68,32 +68,33 @@ impl Class {
     }
 }
 
-/// How an attempt failed that got no whole reply. Always [`Class::Transient`].
+/// The fault of an attempt without a complete reply. Its class is always [`Class::Transient`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TransportFault {
-    /// The provider never took the request: its name didn't resolve, the connection was refused, timed out or failed
-    /// its TLS handshake, or the stream was refused unprocessed (HTTP/2 `REFUSED_STREAM`, `GOAWAY`; RFC 9113 §8.7).
+    /// The provider never processed the request. Its name didn't resolve, or the connection was refused, timed out or
+    /// failed its TLS handshake. Or the stream was refused unprocessed (HTTP/2 `REFUSED_STREAM`, `GOAWAY`; RFC 9113
+    /// §8.7).
     Unsent,
-    /// The connection broke after some of the request was sent.
+    /// The connection broke after part of the request was sent.
     Reset,
-    /// There was no reply in time.
+    /// No reply came in time.
     TimedOut,
     /// The reply couldn't be understood, or broke off.
     InvalidReply,
 }
 
 impl TransportFault {
-    /// What the fault means.
+    /// The class of the fault.
     pub const fn class(self) -> Class {
         Class::Transient
     }
 
-    /// Whether the provider may have acted on the request.
+    /// Returns true if the provider may have processed the request.
     pub const fn was_sent(self) -> bool {
         !matches!(self, Self::Unsent)
     }
 
-    /// How far the request came.
+    /// The stage that the request reached.
     pub const fn delivery(self) -> Delivery {
         match self {
             Self::Unsent => Delivery::Unsent,
@@ -103,59 +104,60 @@ impl TransportFault {
     }
 }
 
-/// How far a request came.
+/// The stage that a request reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
-    /// Nothing of it was sent: what it was charged goes back.
+    /// Nothing was sent: its charge is refunded.
     Unsent,
-    /// It may still be on its way, and be counted as late as was assumed.
+    /// It may still be on its way, and may be counted as late as assumed.
     Unknown,
-    /// It was answered, and so counted before its reply.
+    /// It was answered, so it was counted before its reply.
     Answered,
 }
 
-/// Whether a request may be sent again without doing its work twice: its method is idempotent (RFC 9110 §9.2.2), it
-/// carries an idempotency key that the provider honours, or nothing of it was sent.
+/// Returns true if a request may be sent again without doing its work twice: its method is idempotent (RFC 9110
+/// §9.2.2), it carries an idempotency key that the provider supports, or nothing of it was sent.
 pub fn is_repeatable(method: &str, has_idempotency_key: bool, was_sent: bool) -> bool {
     has_idempotency_key || !was_sent || matches!(method, "GET" | "HEAD" | "OPTIONS" | "TRACE" | "PUT" | "DELETE")
 }
 
-/// Why a request that might be repeated can't be.
+/// The reason why a repeatable request can't be sent again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum UnreplayableReason {
-    /// Its body was larger than what is kept for another attempt.
+    /// Its body is larger than what is kept for another attempt.
     BodyTooLarge,
-    /// Its body is a stream that can be read once.
+    /// Its body is a stream that can be read only once.
     OneShotBody,
 }
 
-/// How an attempt ended, as far as another depends on it.
+/// The result of an attempt, as far as the decision on a retry needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FailedAttempt {
-    /// What the reply or fault means.
+    /// The class of the reply or fault.
     pub class: Class,
-    /// Whether the request may be sent again without doing its work twice: see [`is_repeatable`].
+    /// True if the request may be sent again without doing its work twice ([`is_repeatable`]).
     pub is_repeatable: bool,
-    /// Why the request can't be sent again, if it can't.
+    /// The reason why the request can't be sent again. `None` if it can.
     pub unreplayable_reason: Option<UnreplayableReason>,
-    /// Whether the server asks not to be sent it again, whatever it means.
+    /// True if the server asks not to send it again, whatever its class.
     pub asks_not_to_retry: bool,
-    /// How long the server asks to be left alone. Zero is as good as `None`.
+    /// The wait that the server asks for. Zero is the same as `None`.
     pub retry_after: Option<Span>,
-    /// Whether another credential could be used at once.
+    /// True if another credential could be used immediately.
     pub has_other_credential: bool,
 }
 
-/// When calls are tried again. At most `max_attempts + max_token_retries` requests are sent for one call.
+/// The rules of retries. At most `max_attempts + max_token_retries` requests are sent for one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retry {
-    /// Attempts a call, the first included. Default 3; 0 and 1 never retry.
+    /// The maximum number of attempts per call, including the first. Default 3. With 0 or 1, calls are never retried.
     pub max_attempts: u32,
-    /// Throttled requests a call that are sent again at once with another credential, and are no attempts. Default 5.
+    /// The maximum number of token retries per call: throttled requests that are sent again immediately with another
+    /// credential. They don't count as attempts. Default 5.
     pub max_token_retries: u32,
-    /// The waits between attempts. Default 500 ms, doubling up to 8 s, full jitter.
+    /// The waits between attempts. Default 500 ms, doubling up to 8 s, with full jitter.
     pub backoff: Backoff,
-    /// The longest `Retry-After` that a call waits for; beyond, it fails at once. Default 5 min.
+    /// The longest `Retry-After` that a call waits for. With a longer one, it fails immediately. Default 5 min.
     pub max_retry_after: Span,
 }
 
@@ -170,35 +172,35 @@ impl Default for Retry {
     }
 }
 
-/// Why a call that failed isn't tried again, in the order in which the reasons are looked for.
+/// The reason why a failed call isn't retried, in the order of the checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoRetryReason {
-    /// The class says that another attempt would fare no better, or the server asks for none.
+    /// Another attempt would fail too, according to the class, or the server asks for no retry.
     Final,
-    /// The request may have been carried out and must not be twice.
+    /// The request may have been processed and must not be processed twice.
     NotIdempotent,
     /// The request can't be sent again.
     Unreplayable(UnreplayableReason),
-    /// That was the last attempt.
+    /// It was the last attempt.
     Exhausted {
-        /// How many there were; token retries aren't counted.
+        /// The number of attempts, without token retries.
         attempts: u32,
     },
-    /// The server asks for a longer pause than calls wait.
+    /// The server asks for a longer wait than calls accept.
     RetryAfterTooLong {
-        /// What it asks for.
+        /// The wait that the server asks for.
         retry_after: Span,
     },
     /// The next attempt would start at the call's deadline or later.
     Deadline {
-        /// When it would start: nothing succeeds earlier.
+        /// The time at which it would start.
         earliest: Time,
     },
-    /// The provider fails too many calls for all of them to be tried again.
+    /// The provider fails too many calls to retry all of them.
     BudgetSpent,
 }
 
-/// The tries of one call: counts them, and decides after each whether and when there is another.
+/// Counts the attempts of one call, and decides after each if and when there is another.
 #[derive(Clone, Copy, Debug)]
 pub struct RetryTracker {
     deadline: Time,
@@ -208,29 +210,29 @@ pub struct RetryTracker {
 }
 
 impl RetryTracker {
-    /// The tries of a call that must be over by `deadline` ([`Time::NEVER`] for none).
+    /// Creates the tracker of a call that must end by `deadline` ([`Time::NEVER`] for none).
     pub fn new(deadline: Time) -> Self {
         Self { deadline, attempts: 0, token_retries: 0, backoff: BackoffState::default() }
     }
 
-    /// Attempts that have ended, token retries not counted.
+    /// The number of ended attempts, without token retries.
     pub fn attempts(&self) -> u32 {
         self.attempts
     }
 
-    /// Throttled requests that were sent again with another credential.
+    /// The number of token retries: throttled requests that were sent again with another credential.
     pub fn token_retries(&self) -> u32 {
         self.token_retries
     }
 
-    /// When the request that ended at `now` without success is sent again: at once with another credential, or after
-    /// the back-off, but not before the server's `Retry-After`.
+    /// The time at which a request that failed at `now` is sent again: immediately with another credential, otherwise
+    /// after the backoff, but not before the server's `Retry-After`.
     ///
-    /// A transient failure's retry is taken out of `budget` if there is one, last of all: what is refused for another
-    /// reason costs nothing. A call that is dropped before its retry was sent gives it back.
+    /// A retry of a transient failure is taken from `budget` if there is one. This is the last check, so a retry that
+    /// is refused for another reason costs nothing. A call that is dropped before its retry is sent must give it back.
     ///
     /// # Errors
-    /// Why the call fails now; there is no wait after the last failure.
+    /// The reason why the call fails now. There is no wait after the last failure.
     pub fn next_attempt_at(
         &mut self,
         retry: &Retry,
@@ -304,7 +306,7 @@ mod tests {
     };
     const THROTTLED: FailedAttempt = FailedAttempt { class: Class::Throttled, ..FAILED };
 
-    /// Draws the largest number every time.
+    /// A generator that always returns the largest number.
     struct Highest;
 
     impl rand_core::TryRng for Highest {
@@ -326,7 +328,7 @@ mod tests {
         Retry { max_attempts, backoff: backoff.with_jitter(Jitter::None), ..Retry::default() }
     }
 
-    /// The waits of a call whose every attempt ends like this, in milliseconds, and why it gave up.
+    /// The waits in milliseconds of a call with the same result for every attempt, and the reason why it ended.
     fn waits(retry: Retry, attempt: FailedAttempt, deadline: Time, rng: &mut impl Rng) -> (Vec<u64>, NoRetryReason) {
         let mut tries = RetryTracker::new(deadline);
         let (mut now, mut waits) = (NOW, Vec::new());

@@ -1,4 +1,4 @@
-//! What is remembered of one key under one limit, and how it answers and changes.
+//! The state of one key under one limit, with its decisions and changes.
 
 use crate::batch::{BatchContext, OpContext, Outcome, Verdict};
 use crate::concurrency::Permits;
@@ -10,43 +10,44 @@ use crate::rate::ArrivalTime;
 use crate::window::WindowLog;
 use crate::{Limit, LimitKind, MAX_COST, Op, PenaltyMode, Span, Time, Verb};
 
-/// What a call would meet in a limit, whatever penalties say.
+/// The status of a limit for a call, without penalties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LimitStatus {
     /// The limit's capacity.
     pub limit: u64,
-    /// What is used of it; more than the limit where a parole overdrew it.
+    /// The used amount. More than the limit if a parole exceeded it.
     pub used: u64,
-    /// What is left of it.
+    /// The remaining amount.
     pub remaining: u64,
-    /// When the call would have room: the moment of the look if it has, [`Time::NEVER`] if it never will.
+    /// The time at which the call has room: the time of the request if it has room now, [`Time::NEVER`] if it never
+    /// will.
     pub retry_at: Time,
-    /// When the capacity is whole again.
+    /// The time at which the whole capacity is available again.
     pub reset_at: Time,
 }
 
-/// What is used of a limit.
+/// The usage of a limit.
 #[derive(Clone, Debug, Default)]
 pub enum Usage {
-    /// Nothing.
+    /// No usage.
     #[default]
     None,
-    /// Of a window.
+    /// The usage of a window.
     Window(WindowLog),
-    /// Of a rate.
+    /// The usage of a rate.
     Rate(ArrivalTime),
-    /// Of a quota.
+    /// The usage of a quota.
     Quota(QuotaUsage),
-    /// Of permits.
+    /// The permits in use.
     Concurrency(Permits),
-    /// A cool-down's gate.
+    /// The gate of a cool-down.
     Cooldown(CooldownGate),
-    /// What a pacer stands at.
+    /// The state of a pacer.
     Pace(PacerState),
 }
 
 impl Usage {
-    /// The number of the kind that it is a usage of ([`LimitKind::id`]); `None` if nothing is used.
+    /// The number of the limit kind that this usage belongs to ([`LimitKind::id`]). `None` if there is no usage.
     pub fn kind_id(&self) -> Option<u8> {
         match self {
             Self::None => None,
@@ -60,14 +61,14 @@ impl Usage {
     }
 }
 
-/// All that is remembered of one key under one limit. The default is a key never seen.
+/// The whole state of one key under one limit. The default is a key never seen.
 #[derive(Clone, Debug, Default)]
 pub struct KeyState {
     usage: Usage,
     penalty_record: PenaltyRecord,
 }
 
-/// An accessor to the usage as a limit's kind has it; one that is of no kind or another begins anew.
+/// An accessor to the usage of one kind. A usage of another kind is replaced by an empty one.
 macro_rules! usage {
     ($name:ident, $kind:ident, $usage:ty) => {
         fn $name(&mut self) -> &mut $usage {
@@ -83,12 +84,12 @@ macro_rules! usage {
 }
 
 impl KeyState {
-    /// A state of these parts.
+    /// Creates a state of these parts.
     pub fn new(usage: Usage, record: PenaltyRecord) -> Self {
         Self { usage, penalty_record: record }
     }
 
-    /// What is used.
+    /// The usage.
     pub fn usage(&self) -> &Usage {
         &self.usage
     }
@@ -98,7 +99,7 @@ impl KeyState {
         &self.penalty_record
     }
 
-    /// Bytes held outside the state itself.
+    /// The number of bytes of heap memory.
     pub fn heap_bytes(&self) -> usize {
         match &self.usage {
             Usage::Window(log) => log.heap_bytes(),
@@ -107,7 +108,7 @@ impl KeyState {
         }
     }
 
-    /// From when on the state is as good as none.
+    /// The time from which the state equals an empty one.
     pub fn idle_at(&self, limit: &Limit) -> Time {
         let usage = match (limit.kind(), &self.usage) {
             (LimitKind::Window(window), Usage::Window(log)) => window.idle_at(log),
@@ -121,7 +122,7 @@ impl KeyState {
         limit.penalty().map_or(usage, |penalty| usage.max(penalty.idle_at(&self.penalty_record)))
     }
 
-    /// What a call of `cost` would meet in the limit itself. Forgets what no longer counts, which changes no answer.
+    /// The status of the limit itself for a call of `cost`. Removes expired entries, which changes no answer.
     #[inline]
     fn status(&mut self, kind: &LimitKind, cost: u64, now: Time) -> LimitStatus {
         match kind {
@@ -174,7 +175,7 @@ impl KeyState {
     usage!(cooldown_gate, Cooldown, CooldownGate);
     usage!(pacer_state, Pace, PacerState);
 
-    /// What a call meets, its penalty included.
+    /// Evaluates a call, including the penalty.
     pub fn evaluate(&mut self, &OpContext { op, limit, batch: terms, now }: &OpContext<'_>) -> Outcome {
         let cost = op.cost;
         let look = self.status(limit.kind(), cost, now);
@@ -212,14 +213,15 @@ impl KeyState {
         outcome
     }
 
-    /// What [`KeyState::evaluate`] would answer. A peek must leave even what only a clock gone wrong would forget.
+    /// The result that [`KeyState::evaluate`] would give. The state doesn't change, not even entries that evaluation
+    /// would delete after a step of the clock.
     pub fn peek(&self, ask: &OpContext<'_>) -> Outcome {
         self.clone().evaluate(ask)
     }
 
-    /// Records a call that [`KeyState::evaluate`] has just admitted, and brings the outcome up to date.
+    /// Charges a call that [`KeyState::evaluate`] has just admitted, and updates the outcome.
     pub fn charge(&mut self, ask: &OpContext<'_>, outcome: &mut Outcome) {
-        // Room for the paroled call itself means that the promise is kept without it.
+        // If the limit has room for the parole's call, the announced wait stays true without the parole.
         if outcome.verdict == Verdict::Parole || self.penalty_record.parole <= outcome.remaining {
             self.penalty_record.parole = 0;
         }
@@ -242,7 +244,7 @@ impl KeyState {
                 outcome.reset_at = arrival.idle_at();
             }
             LimitKind::Quota(quota) => {
-                // A new key was judged in a state of its own.
+                // A new key was evaluated in a temporary state, so this one isn't refreshed yet.
                 let ledger = self.quota_usage();
                 quota.refresh(ledger, now);
                 quota.charge(ledger, cost, now);
@@ -261,8 +263,8 @@ impl KeyState {
         }
     }
 
-    /// Takes a strike for a call that [`KeyState::evaluate`] has just refused, and brings the outcome up to date. A limit
-    /// without penalty is left as it is, and so is one that could never admit the call, or whose key many networks share.
+    /// Adds a strike for a call that [`KeyState::evaluate`] has just refused, and updates the outcome. Nothing changes
+    /// if the limit has no penalty, if it could never admit the call, or if many networks share the key.
     pub fn strike(&mut self, &OpContext { op, limit, now, .. }: &OpContext<'_>, outcome: &mut Outcome) {
         let Some(penalty) = limit.penalty() else { return };
         if outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
@@ -283,8 +285,8 @@ impl KeyState {
         outcome.reset_at = outcome.reset_at.max(until);
     }
 
-    /// Takes note of what an operation tells: that something is given back, has ended, cost more, was throttled. True
-    /// unless it was about a permit that isn't held any more. What a pace comes to is told in the outcome.
+    /// Applies the report of an operation, for example a refund, an end, a higher cost or a throttle. Returns false if
+    /// it concerns a permit that isn't held. The result of a pace is written to the outcome.
     pub fn apply(&mut self, ask: &OpContext<'_>, outcome: &mut Outcome) -> bool {
         let &OpContext { op, limit, batch: terms, now } = ask;
         match (limit.kind(), op.verb) {
@@ -300,9 +302,9 @@ impl KeyState {
             (_, Verb::Refund) => self.refund(ask),
             (_, Verb::RestorePenalty { strikes, parole }) => {
                 if let Some(penalty) = limit.penalty() {
-                    // The whole state is brought to `now`, as a store does that keeps it in one piece.
+                    // The whole state is updated to `now`, as in a store that keeps it as one value.
                     self.status(limit.kind(), 0, now);
-                    // Nothing admits what the limit never will.
+                    // A parole must not admit a call that the limit can never admit.
                     let parole =
                         if limit.kind().allows_parole() { limit.kind().capacity().min(parole.into()) } else { 0 };
                     penalty.restore(&mut self.penalty_record, strikes, parole, Span::from_micros(op.cost), now);
@@ -322,7 +324,7 @@ impl KeyState {
                 let op = Op { cost: op.cost.min(MAX_COST), ..*op };
                 let mut outcome = Outcome::from_status(self.status(limit.kind(), op.cost, now), now);
                 if self.penalty_record.is_blocked(now) {
-                    // Nobody could come back for the room there was: the promise stands.
+                    // During a block, no call can use the room. Therefore the parole must remain.
                     outcome.remaining = 0;
                 }
                 self.charge(
@@ -352,7 +354,7 @@ impl KeyState {
         true
     }
 
-    /// Gives back what a call was charged, never beyond the capacity.
+    /// Refunds the charge of a call, at most up to the capacity.
     fn refund(&mut self, &OpContext { op, limit, batch: terms, now }: &OpContext<'_>) {
         let cost = op.cost;
         match (limit.kind(), &mut self.usage) {
@@ -370,7 +372,7 @@ impl KeyState {
     }
 }
 
-/// A cool-down as a limit: of one, which is taken while it cools.
+/// The status of a cool-down: a limit of 1, which is used while the gate is closed.
 fn cooldown_status(free_at: Time, now: Time) -> LimitStatus {
     let used = u64::from(free_at > now);
     LimitStatus { limit: 1, used, remaining: 1 - used, retry_at: free_at, reset_at: free_at }

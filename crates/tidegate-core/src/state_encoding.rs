@@ -1,8 +1,8 @@
-//! A state as bytes, for stores that keep it elsewhere than in memory.
+//! The encoding of a state as bytes, for stores that keep it outside memory.
 //!
-//! One byte for the version and the kind, then numbers of seven bits a byte, the lowest first (as LEB128 has them);
-//! moments of a log and leases are told by their distance from the one before. Ends with the penalty's record, if there
-//! is one.
+//! The first byte contains the version and the kind. Numbers follow with seven bits per byte, the lowest first
+//! (LEB128). Each time of a window's log is stored as the distance from the previous one, all other times in
+//! microseconds. The penalty's record comes last, if it isn't empty.
 
 use alloc::vec::Vec;
 
@@ -27,11 +27,11 @@ const CONCURRENCY: u8 = 5;
 const COOLDOWN: u8 = 6;
 const PACE: u8 = 7;
 
-/// More entries than any state has.
+/// A bound above the number of entries of any state.
 const MAX_ENTRIES: u64 = 1 << 17;
 
 impl KeyState {
-    /// Appends the state as bytes, which [`KeyState::decode`] reads: about 10 for a rate, 4 for each call in a window.
+    /// Appends the state as bytes for [`KeyState::decode`]: about 10 for a rate, 4 for each call in a window.
     pub fn encode(&self, bytes: &mut Vec<u8>) {
         match self.usage() {
             Usage::None => bytes.push(VERSION | NONE),
@@ -86,7 +86,7 @@ impl KeyState {
         }
     }
 
-    /// Reads what [`KeyState::encode`] wrote. `None` of anything else, a later version's bytes included.
+    /// Reads the result of [`KeyState::encode`]. `None` for other bytes, including those of another version.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (&first, rest) = bytes.split_first()?;
         let kind = first.checked_sub(VERSION).filter(|kind| *kind <= PACE)?;
@@ -161,7 +161,7 @@ impl StateDecoder<'_> {
         self.number().map(Time::from_micros)
     }
 
-    /// A number of entries, each of which takes two bytes at the least.
+    /// Reads a number of entries. Each of them takes at least two bytes.
     fn count(&mut self) -> Option<usize> {
         let count = self.number().filter(|count| *count <= MAX_ENTRIES)?;
         usize::try_from(count).ok().filter(|count| *count <= self.0.len() / 2)

@@ -1,18 +1,18 @@
-//! Moments and lengths of time in whole microseconds.
+//! Times and spans in whole microseconds.
 
 use core::fmt;
 use core::ops::{Add, Sub};
 use core::time::Duration;
 
-/// The largest count of microseconds that a [`Time`] or [`Span`] holds: 2^52 − 1, which a double (and so Redis' Lua)
-/// still counts exactly and which, as a moment, lies in the year 2112.
+/// The largest number of microseconds in a [`Time`] or [`Span`]: 2^52 − 1. A double (and so Redis' Lua) still counts it
+/// exactly. As a time, it is in the year 2112.
 const MAX_MICROS: u64 = (1 << 52) - 1;
 
-/// How far `now` may lie behind what is recorded and still be taken for a call that was overtaken between reading the
-/// clock and reaching the state. Anything further is a clock that stepped back.
+/// The maximum time by which `now` may be before the recorded times without being a clock step. Such a call was
+/// overtaken between reading the clock and reaching the state. A larger difference means that the clock stepped back.
 pub const MAX_CLOCK_LAG: Span = Span::from_millis(100);
 
-/// A moment: microseconds since the Unix epoch, from 0 to 2^52 − 1. Arithmetic saturates at both ends.
+/// A point in time: microseconds since the Unix epoch, from 0 to 2^52 − 1. Arithmetic saturates at both ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time(u64);
 
@@ -23,15 +23,15 @@ pub struct Span(u64);
 impl Time {
     /// The Unix epoch.
     pub const ZERO: Self = Self(0);
-    /// The last moment there is; as an answer to "when?", never.
+    /// The latest possible time. As an answer, it means never.
     pub const NEVER: Self = Self(MAX_MICROS);
 
-    /// The moment `micros` microseconds after the Unix epoch, saturating at [`Time::NEVER`].
+    /// The time `micros` microseconds after the Unix epoch, saturating at [`Time::NEVER`].
     pub const fn from_micros(micros: u64) -> Self {
         Self(if micros > MAX_MICROS { MAX_MICROS } else { micros })
     }
 
-    /// The moment `secs` seconds after the Unix epoch, saturating.
+    /// The time `secs` seconds after the Unix epoch, saturating.
     pub const fn from_secs(secs: u64) -> Self {
         Self::from_micros(secs.saturating_mul(1_000_000))
     }
@@ -41,17 +41,17 @@ impl Time {
         self.0
     }
 
-    /// Seconds since the Unix epoch, rounded up: who waits until then has waited long enough.
+    /// Seconds since the Unix epoch, rounded up, so that a wait until then is long enough.
     pub const fn as_secs_ceil(self) -> u64 {
         self.0.div_ceil(1_000_000)
     }
 
-    /// The time from `earlier` to this moment; zero if `earlier` is later.
+    /// The span from `earlier` to this time. Zero if `earlier` is later.
     pub const fn since(self, earlier: Self) -> Span {
         Span(self.0.saturating_sub(earlier.0))
     }
 
-    /// Whether this is [`Time::NEVER`].
+    /// Returns true if this is [`Time::NEVER`].
     pub const fn is_never(self) -> bool {
         self.0 == MAX_MICROS
     }
@@ -106,23 +106,23 @@ impl fmt::Display for UtcText {
     }
 }
 
-/// How far apart the two moments of [`Clock::now_bounds`] are at most.
+/// The maximum distance between the two times of [`Clock::now_bounds`].
 pub const MAX_NOW_SPREAD: Span = Span::from_millis(52);
 
-/// Where `now` comes from, for the drivers around this crate.
+/// The source of `now`, for the drivers around this crate.
 pub trait Clock: Send + Sync + 'static {
-    /// The present moment.
+    /// The current time.
     fn now(&self) -> Time;
 
-    /// Two moments that the present lies between, both included, at most [`MAX_NOW_SPREAD`] apart: for decisions that need no
-    /// more, where it is cheaper to tell.
+    /// Two times with the current time between them, both included, at most [`MAX_NOW_SPREAD`] apart. For decisions
+    /// that need no exact time, if this is cheaper.
     #[inline]
     fn now_bounds(&self) -> (Time, Time) {
         let now = self.now();
         (now, now)
     }
 
-    /// Whether it runs as the machine's own clocks do, so that the system's timers wake by it. Default no.
+    /// Returns true if the clock runs like the machine's own clocks, so that system timers fit it. Default false.
     fn is_system(&self) -> bool {
         false
     }
@@ -143,9 +143,9 @@ impl Sub<Span> for Time {
 }
 
 impl Span {
-    /// No time at all.
+    /// A span of no time.
     pub const ZERO: Self = Self(0);
-    /// The longest span there is.
+    /// The longest possible span.
     pub const MAX: Self = Self(MAX_MICROS);
 
     /// `micros` microseconds, saturating at [`Span::MAX`].
@@ -174,7 +174,7 @@ impl Span {
         self.0
     }
 
-    /// The span in seconds, rounded up: waits are never told short.
+    /// The span in seconds, rounded up, so that an announced wait is never too short.
     pub const fn as_secs_ceil(self) -> u64 {
         self.0.div_ceil(1_000_000)
     }
@@ -189,12 +189,12 @@ impl Span {
         Duration::from_micros(self.0)
     }
 
-    /// Whether the span is zero.
+    /// Returns true if the span is zero.
     pub const fn is_zero(self) -> bool {
         self.0 == 0
     }
 
-    /// The span `times` times over, saturating.
+    /// The span multiplied by `times`, saturating.
     pub const fn times(self, times: u64) -> Self {
         Self::from_micros(self.0.saturating_mul(times))
     }
@@ -209,14 +209,14 @@ impl From<Span> for Duration {
 impl TryFrom<Duration> for Span {
     type Error = SpanTooLongError;
 
-    /// Rounds up to the next microsecond. An error if that is beyond [`Span::MAX`].
+    /// Rounds up to the next microsecond. Returns an error if the result is beyond [`Span::MAX`].
     fn try_from(duration: Duration) -> Result<Self, SpanTooLongError> {
         let micros = u64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(u64::MAX);
         if micros > MAX_MICROS { Err(SpanTooLongError) } else { Ok(Self(micros)) }
     }
 }
 
-/// A duration beyond [`Span::MAX`], some 142 years.
+/// The error for a duration beyond [`Span::MAX`], about 142 years.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanTooLongError;
 
@@ -249,7 +249,7 @@ impl fmt::Debug for Span {
 }
 
 impl fmt::Display for Span {
-    /// The shortest exact form in one or two units: `2s`, `1m30s`, `500ms`, `1h`, `1d`.
+    /// The exact value from days to microseconds, without units that are 0: `2s`, `1m30s`, `500ms`, `1h`, `1d`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [(u64, &str); 6] = [
             (86_400_000_000, "d"),

@@ -1,9 +1,9 @@
-//! `window`: a strict trailing window, kept as a log of when calls were admitted.
+//! `window`: a strict trailing window, kept as a log of the times at which calls were admitted.
 //!
-//! The log is exact up to its number of entries. A limit above that shares slots: once the log is full, entries that
-//! fall into the same cell of a grid of width `window ÷ entries` are merged, and count as made at the later of their
-//! moments. So a slot may come free up to `window ÷ entries` late, and never early; and since the grid is fixed, an
-//! entry can never drift further by being merged again.
+//! The log is exact up to its number of entries. With a limit above that, calls share slots. Once the log is full,
+//! entries in the same cell of a grid are merged, and count as made at the later of their times. The width of a cell is
+//! `window ÷ entries`. So a slot may become free up to `window ÷ entries` late, and never early. Because the grid is
+//! fixed, merging an entry repeatedly doesn't move it further.
 
 mod log;
 
@@ -14,10 +14,10 @@ use crate::state::LimitStatus;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
-/// The most entries that a window keeps exactly, which leaves room for half as many more in 16 bits.
+/// The maximum number of entries that a window keeps exactly. Half as many more still fit in 16 bits.
 const MAX_ENTRIES: u32 = 1 << 15;
 
-/// At most `limit` in any trailing `window`: a call made at `t` counts until exactly `t + window`.
+/// At most `limit` in any trailing `window`. A call made at `t` counts until exactly `t + window`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
     limit: u64,
@@ -28,10 +28,10 @@ pub struct Window {
 }
 
 impl Window {
-    /// At most `limit` in any trailing `window`, keeping up to `entries` moments exactly.
+    /// Creates a window of at most `limit` in any trailing `window`. It keeps up to `entries` times exactly.
     ///
     /// # Errors
-    /// A limit above 2^40, a window of no length, or entries outside 1 to 32,768.
+    /// `limit` is above 2^40, `window` is zero, or `entries` is outside 1 to 32,768.
     pub fn new(limit: u64, window: Span, entries: u32) -> Result<Self, LimitError> {
         checked_limit(limit)?;
         if window.is_zero() {
@@ -44,52 +44,53 @@ impl Window {
         Ok(Self { limit, window, entries, cell_width: cell, lead: Span::ZERO })
     }
 
-    /// Lets calls be counted up to `lead` ahead of the present ([`Batch::with_lead`](crate::Batch::with_lead)). An entry further
-    /// ahead can only come from a clock that has since stepped back.
+    /// Sets how far ahead of now calls may be counted ([`Batch::with_lead`](crate::Batch::with_lead)). An entry further
+    /// ahead can only come from a clock that has stepped back since.
     #[must_use]
     pub fn with_lead(mut self, lead: Span) -> Self {
         self.lead = lead;
         self
     }
 
-    /// How far ahead of the present calls may be counted. Zero unless said.
+    /// The maximum time ahead of now at which calls may be counted. Default zero.
     pub fn lead(&self) -> Span {
         self.lead
     }
 
-    /// The most that any trailing window holds.
+    /// The maximum in any trailing window.
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// The window's length.
+    /// The length of the window.
     pub fn window(&self) -> Span {
         self.window
     }
 
-    /// How many moments are kept exactly.
+    /// The number of times that are kept exactly.
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// How late a slot may come free: zero while the log is exact.
+    /// The maximum delay with which a slot becomes free. Zero while the log is exact.
     pub fn max_lateness(&self) -> Span {
         if self.is_exact() { Span::ZERO } else { Span::from_micros(self.cell_width) }
     }
 
-    /// How many slots a log has at most: room beyond the exact entries, so that merging is paid for by many calls.
+    /// The maximum number of slots of a log. It is more than the exact entries, so that many calls share the cost of
+    /// one merge.
     pub fn slot_capacity(&self) -> usize {
         let entries = self.entries as usize;
         if self.is_exact() { entries.max(2) } else { entries + entries / 2 + 2 }
     }
 
-    /// Whether all moments are kept, however many calls there are.
+    /// Returns true if the time of every call is kept, however many there are.
     pub fn is_exact(&self) -> bool {
         self.limit <= u64::from(self.entries)
     }
 
-    /// Forgets what no longer counts, and returns the moment to judge at: `now`, or the newest entry's where this
-    /// call was overtaken.
+    /// Removes entries that have left the window. Returns the time of the decision: `now`, or the newest entry's time
+    /// less the lead if this call was overtaken.
     pub fn refresh(&self, log: &mut WindowLog, now: Time) -> Time {
         let mut now = now;
         if let Some(newest) = log.newest()
@@ -107,12 +108,12 @@ impl Window {
         {
             log.pop_front();
         }
-        // Few enough to be kept one by one again.
+        // Few enough to be kept individually again.
         log.merged &= log.total() > u64::from(self.entries);
         now
     }
 
-    /// What a call of `cost` would meet at `now`, in a log that was settled for `now`.
+    /// The status for a call of `cost` at `now`, in a log that was refreshed for `now`.
     pub fn status(&self, log: &WindowLog, cost: u64, now: Time) -> LimitStatus {
         let used = log.total();
         let retry_at = if cost > self.limit {
@@ -135,8 +136,8 @@ impl Window {
         LimitStatus { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
     }
 
-    /// Records a call of `cost` at `now`, or where it was overtaken at the newest entry's moment, in a log that was
-    /// settled for `now`.
+    /// Records a call of `cost` at `now`, or at the newest entry's time if the call was overtaken. The log must be
+    /// refreshed for `now`.
     pub fn charge(&self, log: &mut WindowLog, cost: u64, now: Time) {
         if cost == 0 {
             return;
@@ -159,17 +160,17 @@ impl Window {
         log.push_back(WindowSlot { at: now, count: cost }, self.slot_capacity());
     }
 
-    /// Makes room for another slot in an exact log. That is full only when paroles or debits have overfilled it: as many
-    /// of the oldest must expire before a slot is free as there are calls too many, so merging those delays nothing, unless
-    /// something is given back meanwhile.
+    /// Makes room for another slot in an exact log. Such a log is full only if paroles or debits have exceeded the
+    /// limit. Then all excess calls must expire before a slot is free. Merging the oldest therefore delays nothing,
+    /// unless something is given back before.
     fn make_room(&self, log: &mut WindowLog) {
         while log.len() >= self.slot_capacity() {
             log.merge_oldest();
         }
     }
 
-    /// Has what was charged ahead, at `from`, count as made at `now` in a log that was settled for `now`. Where entries
-    /// have been merged nobody knows which is whose, and it stays where it is: later, never early.
+    /// Moves a charge from `from`, ahead of now, to `now` in a log that was refreshed for `now`. In a log with merged
+    /// entries, the charge can't be identified. It stays at `from`: later, never early.
     pub fn move_to_now(&self, log: &mut WindowLog, cost: u64, from: Time, now: Time) {
         if cost > 0 && from > now && self.is_exact() && log.subtract_at(from, cost) {
             self.make_room(log);
@@ -177,9 +178,9 @@ impl Window {
         }
     }
 
-    /// Gives `cost` back in a log that was settled for `now`: what was counted at `from` if that is still told apart, and
-    /// nothing if it has left the window. Otherwise, or if nobody knows when it was counted, the oldest entries give
-    /// first: whichever call it was, nothing then comes free early.
+    /// Gives `cost` back in a log that was refreshed for `now`. If the charge at `from` can still be identified, it is
+    /// removed. If it has left the window, nothing changes. Otherwise, or if `from` is unknown ([`Time::ZERO`]), the
+    /// oldest entries are removed first. Then no slot becomes free too early, whichever call is refunded.
     pub fn refund(&self, log: &mut WindowLog, cost: u64, from: Time, now: Time) {
         if from > Time::ZERO {
             let gone = now.since(from) >= self.window;
@@ -199,8 +200,8 @@ impl Window {
         }
     }
 
-    /// Merges entries that lie in the same cell of the grid. From then on, and until few calls are left, new ones are
-    /// merged as they come: a key in constant use then needs a slot a cell, and mostly touches one.
+    /// Merges entries in the same cell of the grid. From then on, until few calls are left, new entries are merged
+    /// immediately. A key in constant use then needs one slot per cell and usually changes only one.
     fn merge_cells(&self, log: &mut WindowLog) {
         let mut kept = 0;
         for index in 1..log.len() {
@@ -221,7 +222,7 @@ impl Window {
         at.as_micros() / self.cell_width
     }
 
-    /// When the log no longer holds anything.
+    /// The time at which the log is empty.
     pub fn idle_at(&self, log: &WindowLog) -> Time {
         log.newest().map_or(Time::ZERO, |newest| newest + self.window)
     }

@@ -1,4 +1,4 @@
-//! Windows that count for somebody else, who counts each call at some moment between its start and its end.
+//! Windows for a service that counts each call at some time between its start and its end.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use tidegate_core::{Batch, Limit, LimitKind, Op, PenaltyMode, Span, Time, Verb, Window};
@@ -23,7 +23,7 @@ fn ask(verb: Verb, cost: u64) -> Batch {
     batch
 }
 
-/// When a call that is refused may come again; `None` if it is admitted.
+/// The time at which a refused call may be repeated. `None` if it is admitted.
 fn take(limiter: &TestLimiter, now: Time) -> Option<Time> {
     let (decision, outcomes) = limiter.decide(&ask(Verb::Take, 1), now);
     (!decision.allowed).then(|| outcomes.list()[0].retry_at)
@@ -46,7 +46,7 @@ fn calls_count_from_their_reply_or_lead() {
     assert_eq!(take(&limiter, at(1)), Some(at(10) + LEAD));
     tell(&limiter, Verb::Settle, 1, at(0), at(0) + Span::from_millis(80));
     assert_eq!(take(&limiter, at(1)), Some(at(10) + Span::from_millis(80)));
-    // What has ended can't end again, and a reply after the lead changes nothing.
+    // A call can't end twice, and a reply after the lead changes nothing.
     tell(&limiter, Verb::Settle, 1, at(0), at(2));
     assert_eq!(take(&limiter, at(3)), Some(at(10) + Span::from_millis(80)));
 }
@@ -64,7 +64,7 @@ fn an_unsent_call_refunds_its_own_entry() {
     );
 }
 
-/// What has left the window can't be given back a second time out of another's.
+/// A charge that has left the window can't be refunded from another call's charge.
 #[test]
 fn an_expired_call_refunds_nothing() {
     let limiter = limiter(1, Span::from_secs(10));
@@ -73,7 +73,7 @@ fn an_expired_call_refunds_nothing() {
     assert_eq!((used(&limiter, at(12)), take(&limiter, at(13))), (1, Some(at(21) + LEAD)));
 }
 
-/// An end that is told of nothing, or at the extremes, neither counts nor breaks.
+/// An end with a cost of 0 or with extreme values neither counts nor fails.
 #[test]
 fn zero_and_maximal_costs_are_handled() {
     let limiter = limiter(2, Span::from_secs(10));
@@ -89,7 +89,7 @@ fn zero_and_maximal_costs_are_handled() {
     assert_eq!((used(&limiter, at(3)), take(&limiter, at(3))), (0, None));
 }
 
-/// A debit during a block fills a window that had room: who comes back when it was told passes all the same.
+/// A debit during a block fills a window that had room. A caller that returns at the announced time still passes.
 #[test]
 fn a_debit_during_a_block_keeps_the_parole() {
     for (debit_at, passes) in [(1, true), (2, false)] {
@@ -112,8 +112,8 @@ fn debits_charge_beyond_the_limit() {
     assert_eq!(take(&limiter, at(2)), Some(at(11)));
 }
 
-/// However long calls take to arrive, within the lead, somebody who counts arrivals exactly never counts too many; and
-/// at saturation little of what is allowed is left unused.
+/// For every transit time within the lead, a service that counts arrivals exactly never counts too many. At saturation,
+/// little of the limit stays unused.
 #[test]
 fn arrivals_within_the_lead_never_exceed_limits() {
     property::check(case_count(300, 5_000), 300, |mut random| {

@@ -1,4 +1,4 @@
-//! The circuit breaker as its callers meet it.
+//! The circuit breaker from the view of its callers.
 
 use tidegate_core::breaker::{BreakerPermit, BreakerState, RampStep, SlowCalls};
 use tidegate_core::{
@@ -24,13 +24,13 @@ fn report(breaker: &mut Breaker, permit: BreakerPermit, class: Class, now: Time)
     breaker.report(permit, class, QUICK, now, &mut rng());
 }
 
-/// A call that is let through and answered at once.
+/// Makes a call that is admitted and immediately answered.
 fn call(breaker: &mut Breaker, class: Class, now: Time) {
     let permit = breaker.take(now).expect("let through");
     report(breaker, permit, class, now);
 }
 
-/// Opened by five failures at 0 s.
+/// A breaker that five failures at 0 s have opened.
 fn opened(spec: BreakerSpec) -> Breaker {
     let mut breaker = new(spec);
     for _ in 0..5 {
@@ -410,7 +410,7 @@ fn clock_steps_back_neither_block_nor_admit_extra() {
         for _ in 0..5 {
             call(&mut breaker, Class::Transient, ahead);
         }
-        // A driver that only takes where its peek succeeded.
+        // A driver that calls `take` only after a successful peek.
         let attempt = |breaker: &mut Breaker, now| breaker.peek(now).and_then(|()| breaker.take(now));
         let told = attempt(&mut breaker, test_time(0)).unwrap_err();
         assert!(told.reset_in <= secs(300) && told.reset_in > Span::ZERO, "{back}: {told:?}");
@@ -426,7 +426,7 @@ fn clock_steps_back_neither_block_nor_admit_extra() {
     }
 }
 
-/// Of two probes a step back leaves one within what a call may be overtaken by, and not the other.
+/// After a step back, one of two probes is within the lag of an overtaken call, and the other isn't.
 #[test]
 fn a_peeks_wait_never_exceeds_the_takes() {
     let mut breaker = opened(BreakerSpec { probes: 2, ..BreakerSpec::default() });
@@ -494,7 +494,7 @@ fn invalid_specs_are_rejected() {
     assert_eq!(new(BreakerSpec { probes: 16, failures: Some(1), ..default() }).spec().probes, 16);
 }
 
-/// Every collection at its bound: sixteen probes out at a time, and the seventeenth refused.
+/// Every collection at its bound: sixteen probes are in flight, and the seventeenth is refused.
 #[test]
 fn probes_are_bounded_at_sixteen() {
     let mut breaker = opened(BreakerSpec { probes: 16, ..BreakerSpec::default() });

@@ -1,4 +1,4 @@
-//! The breaker and its shared form against a naive model, on clocks that step back, and over threads.
+//! Tests of the breaker and its shared form against a simple model, with clocks that step back, and in threads.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -12,12 +12,12 @@ use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::property;
 use tidegate_testkit::random::{RandomSource, case_count};
 
-/// How far `now` may lie behind and still be an overtaken call.
+/// The maximum lag of `now` for an overtaken call.
 const OVERTAKEN: Span = Span::from_millis(100);
 const CLASSES: [Class; 6] =
     [Class::Success, Class::Transient, Class::Throttled, Class::Permanent, Class::Auth, Class::Cancelled];
 
-/// A breaker that keeps everything it ever saw and counts it anew each time.
+/// A breaker that keeps all calls and counts them again each time.
 struct Model {
     spec: BreakerSpec,
     phase: Phase,
@@ -37,7 +37,7 @@ enum Phase {
     HalfOpen { successes: u32, out: Vec<(u64, Time)> },
 }
 
-/// What a model's call holds: its generation, and its number if it is a probe.
+/// The data of a call of the model: its generation, and its number if it is a probe.
 #[derive(Clone, Copy)]
 struct Held {
     generation: u64,
@@ -232,7 +232,7 @@ impl ExclusiveAccess<Breaker> for Guarded {
     }
 }
 
-/// A shared breaker, and how often its lock was taken.
+/// A shared breaker, and a counter of its lock acquisitions.
 fn shared(breaker: Breaker) -> (SharedBreaker<Guarded>, Arc<AtomicU32>) {
     let locked = Arc::new(AtomicU32::new(0));
     (SharedBreaker::new(Guarded { breaker: Mutex::new(breaker), locked: Arc::clone(&locked) }), locked)
@@ -357,7 +357,7 @@ fn the_breaker_agrees_with_the_model() {
     });
 }
 
-/// A told wait is within what it is a wait for, and true: then, and not a microsecond earlier, a call passes.
+/// Checks that the wait of a refusal is within its bound and exact: a call passes then, and not a microsecond earlier.
 fn check_wait(breaker: &Breaker, refusal: &BreakerRefusal, now: Time) -> Result<(), String> {
     let spec = breaker.spec();
     let longest = match refusal.state {
@@ -410,7 +410,7 @@ fn a_clean_breaker_takes_no_lock() {
     assert_eq!(locked.load(Ordering::Relaxed), 3, "every call counts");
 }
 
-/// Whoever was told that it opened finds it open, and one of many threads gets the probe.
+/// A thread that learns of the opening finds the breaker open, and one of many threads gets the probe.
 #[test]
 fn threads_agree_on_opening_and_single_probe() {
     const THREADS: usize = 4;

@@ -1,11 +1,11 @@
-//! The retry budget keeps its share over every stretch of any run.
+//! The retry budget keeps its share in every stretch of any run.
 
 use tidegate_core::{Budget, BudgetSpec};
 use tidegate_testkit::property;
 use tidegate_testkit::random::case_count;
 
-/// Naively: every prefix holds at most `min + ratio · first tries` retries, every stretch `reserve + ratio · first
-/// tries`; and a retry is refused only where nothing was left.
+/// Simple rules: every prefix contains at most `min + ratio · first tries` retries, every stretch at most `reserve +
+/// ratio · first tries`. A retry is refused only if nothing is left.
 #[test]
 fn retries_stay_within_the_budget() {
     property::check(case_count(500, 20_000), 500, |mut random| {
@@ -17,7 +17,7 @@ fn retries_stay_within_the_budget() {
         let budget = Budget::new(spec);
         let ratio = u64::from(spec.ratio);
         let most = u64::from(spec.reserve.max(spec.min)) * 1_000;
-        // In thousandths of a retry, earned less spent, as of each step.
+        // The earned minus the spent amount after each step, in thousandths of a retry.
         let mut balances: Vec<i64> = vec![0];
         let mut held = u64::from(spec.min) * 1_000;
         let mut out = 0;

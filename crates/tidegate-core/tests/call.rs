@@ -1,4 +1,4 @@
-//! Outbound calls against a simulated rules, in virtual time.
+//! Outbound calls against a simulated provider, in virtual time.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::cmp::Reverse;
@@ -27,9 +27,9 @@ fn ms(millis: u64) -> Time {
     START + Span::from_millis(millis)
 }
 
-/// What the provider does with a request that arrives now.
+/// The reaction of the provider to a request that arrives now.
 type Service = Box<dyn FnMut(Time) -> (Class, Option<Span>)>;
-/// How long a request is under way, and its reply.
+/// The transit times of a request and of its reply.
 type Transit = Box<dyn FnMut(&mut SmallRng) -> (Span, Span)>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,12 +38,12 @@ enum Happening {
     Replies(usize),
     Starts(usize),
     Leaves(usize),
-    /// Somebody makes a call.
+    /// A caller makes a call.
     Comes,
     Wakes,
 }
 
-/// One rules, its desk, its store and its calls.
+/// The rules of one provider, its state, its store and its calls.
 struct World {
     rules: CallRules,
     limits: Arc<Limits>,
@@ -56,11 +56,11 @@ struct World {
     answers: BTreeMap<usize, (Class, Option<Span>)>,
     sent: Vec<(Time, usize)>,
     finished: BTreeMap<usize, Result<(), CallFailure>>,
-    /// Those of them that `more` hasn't been called for.
+    /// The finished calls for which `more` hasn't been called yet.
     over: Vec<usize>,
     service: Service,
     transit: Transit,
-    /// Of how many calls one goes away a millisecond after its request was sent.
+    /// One of this many calls is cancelled a millisecond after its request was sent.
     leavers: Option<usize>,
     rng: SmallRng,
     now: Time,
@@ -175,7 +175,7 @@ impl World {
         self.over.push(id);
     }
 
-    /// Lets those go whose turn it is.
+    /// Starts all calls that have their turn.
     fn drive(&mut self) {
         loop {
             match self.desk.lanes.poll(self.now) {
@@ -201,7 +201,7 @@ impl World {
         }
     }
 
-    /// Runs until a moment, calling `more` for each call that has finished.
+    /// Runs until `until` and calls `more` for each finished call.
     fn run(&mut self, until: Time, mut more: impl FnMut(&mut Self, usize)) {
         self.drive();
         while let Some(Reverse((at, ..))) = self.happenings.peek()
@@ -270,7 +270,7 @@ fn window(limit: u64, secs: u64) -> LimitKind {
     LimitKind::Window(window.with_lead(tidegate_core::call::MAX_LEAD))
 }
 
-/// A provider that counts arrivals in a trailing window exactly, and refuses one too many.
+/// A provider that counts arrivals in a trailing window exactly, and refuses each excess call.
 fn exact(limit: usize, window: Span) -> Service {
     let mut arrivals: Vec<Time> = Vec::new();
     Box::new(move |now| {
@@ -310,7 +310,8 @@ fn a_webhook_overtakes_waiting_background_calls() {
     assert_eq!(order, [0, webhook, 1, 2, 3, 4, 5]);
 }
 
-/// Twenty callers at saturation against a provider that counts exactly, 5 to 200 ms away each way.
+/// Twenty callers at saturation against a provider that counts exactly, with a transit time of 5 to 200 ms in each
+/// direction.
 fn saturate(limit: usize, secs: u64, minutes: u64, leavers: Option<usize>) -> (usize, usize) {
     let mut world = World::new(window(limit as u64, secs), LanesSpec::default(), 1);
     let mut count = exact(limit, Span::from_secs(secs));
@@ -386,7 +387,7 @@ fn one_retry_after_holds_all_with_staggered_release() {
     let again: Vec<Time> = world.sent[30..].iter().map(|(at, _)| *at).collect();
     assert_eq!(again.len(), 30);
     assert!(again[0] >= ms(600_000), "{:?}", again[0].since(START));
-    // Each has a slot of its own, although the first success shows that the credential is good.
+    // Each has a slot of its own, although the first success shows that the credential is accepted.
     assert!(again.windows(2).all(|pair| pair[1].since(pair[0]) >= Span::from_millis(100)), "{again:?}");
     assert!(world.finished.values().all(Result::is_ok), "{:?}", world.finished);
 }
@@ -487,7 +488,7 @@ fn cancelled_calls_cause_no_throttling() {
     assert!(sent > 400, "{sent}");
 }
 
-/// A request that is cancelled at once tells nothing of how quick the way is.
+/// A request that is cancelled immediately gives no information about the transit time.
 #[test]
 fn cancelled_calls_do_not_delay_others() {
     let mut world = World::new(LimitKind::Rate(Rate::new(10, Span::from_secs(1), 1).unwrap()), LanesSpec::default(), 1);
@@ -517,7 +518,7 @@ fn unsent_calls_are_not_counted() {
     assert_eq!(world.sent.len(), 2);
 }
 
-/// A window that merges its moments has none that a reply could move.
+/// A reply can't move a charge in a window with merged entries.
 #[test]
 fn only_exact_windows_are_settled_by_replies() {
     for (entries, told) in [(10, true), (9, false)] {
@@ -532,7 +533,7 @@ fn only_exact_windows_are_settled_by_replies() {
     }
 }
 
-/// A call that moves up while the store decides about it was charged as one of its old lane.
+/// A call that is raised while the store decides is charged in its old lane.
 #[test]
 fn a_call_raised_while_asking_refunds_its_charge() {
     let mut world = World::new(window(1_000, 1), LanesSpec::default(), 1);
@@ -567,7 +568,7 @@ fn cancelled_requests_count_at_their_latest_arrival() {
     assert_eq!(world.sent[1].0, START + LEAD + Span::from_secs(1));
 }
 
-/// A provider that takes 100 calls a second goes down for a minute under a thousand workers, and comes back.
+/// A provider of 100 calls per second fails for a minute under a thousand workers, and recovers.
 #[test]
 fn a_recovered_providers_rate_is_used_again() {
     let mut world =

@@ -1,5 +1,5 @@
-//! Clocks that step back, jump, drift and stand still: nobody is locked out for longer than the limit itself could,
-//! and nothing is minted that true time doesn't cover.
+//! Clocks that step back, jump, drift and stand still: no client is locked out for longer than the limit itself allows,
+//! and no additional calls are admitted in true time.
 
 use std::sync::Arc;
 
@@ -16,8 +16,8 @@ use tidegate_testkit::random::{RandomSource, case_count};
 const YEAR: Span = Span::from_secs(365 * 86_400);
 const MINUTE: Span = Span::from_secs(60);
 
-/// A limit of every kind with the longest that a full one may take to have room again, whatever the clock did: a
-/// coarse window its cell more, a rate the second burst that paroles may overdraw, a quota the period that is left.
+/// A limit of every kind, with the longest time in which a full one must have room again, whatever the clock did. A
+/// coarse window needs one cell more, a rate the second burst of paroles, a quota the rest of its period.
 fn every_kind(limit: u64) -> [(Limit, Span); 5] {
     [
         (window_limit(limit, 60), MINUTE),
@@ -37,8 +37,8 @@ fn take(desk: &TestLimiter, holder: u64, now: Time) -> bool {
     desk.decide(&batch, now).0.allowed
 }
 
-/// The clock was wrong by 10 s, a minute or a year, a client used what it had, and the clock was put right: it is
-/// refused at first, and free again once the limit's own length has passed.
+/// The clock is wrong by 10 s, a minute or a year, a client uses its limit, and the clock is corrected. The client is
+/// refused at first, and admitted again after the limit's own length.
 #[test]
 fn clock_steps_back_neither_block_nor_admit_extra() {
     for ahead in [Span::from_secs(10), MINUTE, YEAR, YEAR.times(50)] {
@@ -81,7 +81,7 @@ fn a_clock_step_back_never_lengthens_blocks() {
     }
 }
 
-/// A look leaves a state as it is to the last bit, though the clock it is asked by has jumped or stepped back.
+/// A peek doesn't change any bit of a state, even if the clock has jumped or stepped back.
 #[test]
 fn a_peek_by_a_wrong_clock_changes_nothing() {
     for (plan, _) in every_kind(2) {
@@ -111,7 +111,7 @@ fn a_peek_by_a_wrong_clock_changes_nothing() {
     }
 }
 
-/// Two threads read the clock and reach the state in the other order: the later reading's block stands as it is.
+/// Two threads read the clock and reach the state in the opposite order. The block of the later time doesn't change.
 #[test]
 fn an_overtaken_call_shortens_no_block_or_lease() {
     let desk =
@@ -144,8 +144,8 @@ fn most_within(moments: &[Time], length: Span) -> u64 {
     moments.iter().map(held).max().unwrap_or(0) as u64
 }
 
-/// A clock that only ever goes back or stands still mints nothing: true time is never behind it, so no true window
-/// of a strict limit holds more than the limit.
+/// A clock that only goes back or stands still admits no additional calls: it never gains on true time. So no true
+/// window of a strict limit contains more than the limit.
 #[test]
 fn clocks_losing_time_never_exceed_strict_limits() {
     property::check(case_count(600, 10_000), 3, |mut random| {
@@ -162,8 +162,8 @@ fn clocks_losing_time_never_exceed_strict_limits() {
     });
 }
 
-/// Whatever the clock does, a client that goes on calling is admitted again within the limit's length and what the
-/// clock itself lost.
+/// Whatever the clock does, a client that continues to call is admitted again within the limit's length plus the time
+/// that the clock lost.
 #[test]
 fn no_clock_fault_locks_out_a_client() {
     property::check(case_count(300, 5_000), 3, |mut random| {
@@ -178,10 +178,10 @@ fn no_clock_fault_locks_out_a_client() {
         let mut last = readings[0];
         for (holder, &reading) in readings.iter().enumerate() {
             let passed = take(&desk, holder as u64, reading.shown_time);
-            // A jump ahead is no time that a client waited.
+            // A jump ahead doesn't count as waiting time of a client.
             shown_passed = shown_passed + reading.shown_time.since(last.shown_time).min(Span::from_secs(1));
             if reading.shown_time < last.shown_time {
-                // A step back starts the wait anew, at most.
+                // A step back restarts the wait at most.
                 (refused_since, shown_passed) = (None, Span::ZERO);
             }
             last = reading;
@@ -197,7 +197,7 @@ fn no_clock_fault_locks_out_a_client() {
     });
 }
 
-/// A quota's period is granted once, though the clock crosses its boundary back and forth.
+/// A quota's period is granted once, even if the clock crosses its boundary back and forth.
 #[test]
 fn no_quota_period_is_granted_twice() {
     property::check(case_count(400, 5_000), 200, |mut random| {
@@ -216,8 +216,8 @@ fn no_quota_period_is_granted_twice() {
     });
 }
 
-/// What doesn't charge a quota leaves it as full as it was, though the clock that it was asked by had jumped into a
-/// later period: back in its own it grants nothing more, and the next period is free.
+/// An operation without a charge leaves a quota as full as it was, even if the clock jumped into a later period. Back
+/// in its own period it grants nothing more, and the next period is free.
 #[test]
 fn a_temporary_clock_jump_clears_no_quota() {
     let quota = Limit::new(LimitKind::Quota(Quota::new(2, Arc::new(FixedPeriods(MINUTE))).unwrap()));

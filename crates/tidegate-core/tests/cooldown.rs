@@ -1,4 +1,4 @@
-//! The throttle gate: agreement with a naive model, and bad clocks.
+//! The throttle gate: agreement with a simple model, and faulty clocks.
 
 use tidegate_core::cooldown::{Cooldown, CooldownGate};
 use tidegate_core::{Span, Time};
@@ -19,7 +19,7 @@ fn any_wish(random: &mut RandomSource) -> Option<Span> {
     random.chance(30).then(|| Span::from_micros(random.below(10_000_000)))
 }
 
-/// All that ever happened to a gate, looked through anew for every answer.
+/// The complete history of a gate, searched again for every answer.
 #[derive(Debug, Default)]
 struct Naive {
     events: Vec<Event>,
@@ -27,15 +27,15 @@ struct Naive {
 
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    /// A call was let through.
+    /// A call was admitted.
     Through(Time),
-    /// A closing that was a step, and its end.
+    /// The end of a closing that was a step.
     Step(Time),
-    /// A closing that wasn't one.
+    /// The end of a closing that wasn't a step.
     Longer(Time),
     /// A success of a call of the latest generation.
     Success,
-    /// Those who waited for a good credential were gone.
+    /// The calls that waited for the gate have ended.
     Deserted,
 }
 
@@ -53,12 +53,12 @@ impl Naive {
         since.filter(|event| matches!(event, Event::Step(_))).count() as u32
     }
 
-    /// Whether a call that was let through as this event is of the latest generation.
+    /// Returns true if the call that was admitted by this event is of the latest generation.
     fn is_current(&self, through: usize) -> bool {
         !self.events[through..].iter().any(|event| matches!(event, Event::Step(_)))
     }
 
-    /// Who was let through last of those that waited for the last closing's end.
+    /// The time of the last call admitted among those that waited for the end of the last closing.
     fn released(&self) -> Option<Time> {
         let waited = self.events.iter().rev().take_while(|event| !matches!(event, Event::Deserted));
         let (mut closed, mut last) = (false, None);
@@ -72,7 +72,7 @@ impl Naive {
         last.filter(|_| closed)
     }
 
-    /// Looks whether those who waited for a good credential are gone.
+    /// Checks if the calls that waited for the gate have ended.
     fn look_around(&mut self, stagger: Span, now: Time) {
         let gone = |last: Time| last + stagger.times(2) <= now || self.until() + stagger.times(100) <= now;
         if self.steps() == 0 && self.released().is_some_and(gone) {
@@ -95,7 +95,7 @@ fn random_histories_agree_with_the_model() {
     property::check(case_count(2_000, 40_000), 400, |mut random| {
         let cooldown = any_cooldown(&mut random);
         let (mut gate, mut naive, mut now) = (CooldownGate::default(), Naive::default(), test_time(0));
-        // Calls under way: their generation, and which event let them through.
+        // Calls in flight: their generation, and the event that admitted them.
         let mut calls: Vec<(u32, usize)> = Vec::new();
         while !random.is_exhausted() {
             naive.look_around(cooldown.stagger, now);
@@ -135,8 +135,8 @@ fn random_histories_agree_with_the_model() {
     });
 }
 
-/// Whatever the clock does, nobody is told to wait longer than the longest closing. And one that only ever loses time
-/// lets nobody through before the closing's true length has passed.
+/// Whatever the clock does, the announced wait is never longer than the longest closing. With a clock that only loses
+/// time, no call is admitted before the true length of the closing has passed.
 #[test]
 fn faulty_clocks_neither_block_nor_open_early() {
     const OVERTAKEN: Span = Span::from_millis(100);

@@ -1,4 +1,4 @@
-//! Several limits in one decision: all or nothing, global beside action, shadow, and waits that are true.
+//! Several limits in one decision: all or nothing, global limits with limits of an action, shadow, and exact waits.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ fn one_refusing_limit_leaves_others_unchanged() {
     }
 }
 
-/// Whatever the plan: when a limit refuses, those that don't are as they were, bit for bit.
+/// For every plan: if a limit refuses, the others don't change, bit for bit.
 #[test]
 fn refused_calls_leave_admitting_limits_unchanged() {
     property::check(case_count(400, 8_000), 1_500, |random| {
@@ -70,8 +70,8 @@ fn refused_calls_leave_admitting_limits_unchanged() {
     });
 }
 
-/// Whatever the plan: who is told to wait and does is admitted, if nobody else came, and a microsecond sooner is not.
-/// A limit that counts refused calls too may have been filled by the refused call itself.
+/// For every plan: a caller that waits as announced is admitted, if no other call came, and a microsecond earlier is
+/// not. A limit that counts refused calls too may have been filled by the refused call itself.
 #[test]
 fn every_stated_wait_is_exact() {
     for wanted in [PlanContents::Simple, PlanContents::All] {
@@ -83,7 +83,7 @@ fn every_stated_wait_is_exact() {
             while !world.random().is_exhausted() {
                 let now = world.advance_clock();
                 let asked = if wanted == PlanContents::All { world.next_batch() } else { world.take_batch() };
-                // A holder of its own: a permit that is held lets even a call pass that could never have it anew.
+                // A holder of its own, because a held permit admits even a call that could never get it again.
                 let mut call = Batch::new(holder);
                 holder += 1;
                 for &op in asked.ops() {
@@ -116,7 +116,7 @@ fn every_stated_wait_is_exact() {
     }
 }
 
-/// What a peek tells is what a take then meets.
+/// The answer of a peek equals the answer of the following take.
 #[test]
 fn a_peek_predicts_the_following_take() {
     property::check(case_count(200, 4_000), 1_000, |random| {
@@ -146,7 +146,7 @@ fn a_peek_predicts_the_following_take() {
     });
 }
 
-/// Action `login` (place 0), action `otp` (place 1) and global (place 2).
+/// Action `login` (limit 0), action `otp` (limit 1) and the global limit (limit 2).
 fn house(count: CountMode) -> TestLimiter {
     let penalty = doubling_penalty(2, 3600, PenaltyMode::Parole, HOUR);
     let action = || window_limit(700, 3600).with_penalty(penalty);
@@ -200,7 +200,7 @@ fn shadow_limits_decide_and_admit() {
     assert_eq!((fourth.allowed, fourth.shadow, fourth.bound_by), (false, false, Some(limit_id(1))));
 }
 
-/// A decision names the limit with the longest wait, or on admission the one with the least left.
+/// A decision names the limit with the longest wait or, on admission, the one with the least remaining.
 #[test]
 fn the_binding_limit_is_named() {
     let desk = TestLimiter::new([window_limit(5, 10), window_limit(3, 60), window_limit(3, 20)]);
@@ -216,7 +216,7 @@ fn the_binding_limit_is_named() {
     assert_eq!((refused.blocked, refused.backoff, refused.next_allowed_at), (false, None, None));
 }
 
-/// A thousand blocked clients, each with blocks of its own and a global limit above them all.
+/// A thousand blocked clients, each with its own blocks, and one global limit.
 #[test]
 fn blocked_clients_are_admitted_at_the_stated_time() {
     let penalty = doubling_penalty(2, 3600, PenaltyMode::Parole, HOUR);
@@ -245,12 +245,12 @@ fn blocked_clients_are_admitted_at_the_stated_time() {
             let refused = ask(*client, now + Span::from_micros(random.below(900_000)));
             (*since, *wait) = (refused.now, refused.retry_after.unwrap());
         }
-        // The store takes its calls in order of time.
+        // The store expects calls in the order of time.
         waiting.sort_by_key(|(_, since, wait)| *since + *wait);
     }
 }
 
-/// A limit that the plan doesn't have stands in nobody's way.
+/// A limit that the plan doesn't have refuses no call.
 #[test]
 fn an_unknown_limit_admits() {
     let desk = TestLimiter::new([window_limit(1, 60)]);

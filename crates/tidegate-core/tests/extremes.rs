@@ -87,8 +87,8 @@ fn any_limit(random: &mut RandomSource) -> Result<Limit, LimitError> {
     Ok(limit.with_count_mode(random.pick(&[CountMode::Admitted, CountMode::All])).with_shadow(random.chance(20)))
 }
 
-/// Operations of any number at any moment, the clock running wild: nothing panics, and a call above its capacity, or
-/// any call under a limit of 0, never passes.
+/// Operations with any numbers at any time, with a clock that jumps at random. Nothing panics. A call above the
+/// capacity, or any call under a limit of 0, never passes.
 #[test]
 fn extreme_operations_never_panic_or_exceed_capacity() {
     property::check(case_count(6_000, 200_000), 200, |mut random| {
@@ -141,7 +141,7 @@ fn extreme_operations_never_panic_or_exceed_capacity() {
     });
 }
 
-/// States as a store could read them back from damaged memory are judged, charged and given back without a panic.
+/// States that a store reads back from damaged memory are evaluated, charged and refunded without a panic.
 #[test]
 fn damaged_states_never_panic() {
     property::check(case_count(6_000, 200_000), 40, |mut random| {

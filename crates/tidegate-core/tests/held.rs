@@ -1,4 +1,4 @@
-//! Calls that arrive while their provider is known to be out of reach until after their deadline.
+//! Calls that arrive while their provider is known to be unavailable until after their deadline.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use tidegate_testkit::fixtures::{TestLimiter as Store, limit_id, test_time};
 const DAY: Span = Span::from_secs(86_400);
 const SHARED: Key = Key::new(1, 0x9e37_79b9_7f4a_7c15);
 
-/// Which of a provider's calls the limit counts.
+/// The calls of a provider that the limit counts.
 #[derive(Clone, Copy)]
 enum Of {
     All,
@@ -76,7 +76,7 @@ impl Provider {
         }
     }
 
-    /// A call that arrives, and what it is told: `None` if it queues.
+    /// Makes a call that arrives at `now`, and returns its failure. `None` if it queues.
     fn arrive(&mut self, lane: Lane, cost: u64, timeout: Span, now: Time) -> (Call, Option<CallFailure>) {
         let mut call = Call::new(&self.rules, lane, cost, Some(now + timeout), now);
         match call.start(&mut self.desk, now) {
@@ -85,7 +85,7 @@ impl Provider {
         }
     }
 
-    /// What a call of a user would meet, that goes away at once if it queues.
+    /// The failure of a user's call. `None` if it queues; it is then cancelled immediately.
     fn meets(&mut self, cost: u64, timeout: Span, now: Time) -> Option<CallFailure> {
         let (mut call, failure) = self.arrive(Lane::User, cost, timeout, now);
         call.cancel(&self.rules, &mut self.desk, Delivery::Unknown, now, &mut self.rng);
@@ -96,7 +96,7 @@ impl Provider {
         self.store.decide(batch, now).1
     }
 
-    /// The lanes' next call has its turn, up to its next step but for asking.
+    /// Handles the turn of the lanes' next call, including its requests to the store, up to the next step.
     fn turn(&mut self, call: &mut Call, now: Time) -> CallProgress {
         let QueueStep::AskStore(ticket) = self.desk.lanes.poll(now) else { panic!("nobody's turn") };
         assert_eq!(call.ticket(), Some(ticket));
@@ -109,7 +109,7 @@ impl Provider {
         next
     }
 
-    /// A call goes through, and is answered like this at once.
+    /// Makes a call that is sent and immediately answered like this.
     fn call(&mut self, cost: u64, class: Class, retry_after: Option<Span>, now: Time) -> NextStep {
         let (mut call, failure) = self.arrive(Lane::User, cost, DAY, now);
         assert_eq!(failure, None);
@@ -123,7 +123,7 @@ impl Provider {
         step
     }
 
-    /// A call of long patience takes its turn and is told to wait.
+    /// Makes a call with a long timeout that takes its turn and must wait.
     fn patient(&mut self, lane: Lane, cost: u64, now: Time) -> Call {
         let (mut call, failure) = self.arrive(lane, cost, DAY.times(9), now);
         assert_eq!(failure, None);
@@ -153,14 +153,14 @@ fn new_calls_meet_a_quota_spent_this_period() {
     assert_eq!(provider.meets(1, resets_at.since(test_time(2)), test_time(2)), spent, "its deadline is midnight");
     assert_eq!(provider.meets(1, resets_at.since(test_time(2)) + Span::from_micros(1), test_time(2)), None);
     assert_eq!(provider.desk.lanes.waiting(Lane::User), 1, "who can't succeed doesn't queue");
-    // The head is told just that at its turn.
+    // The first call in the queue gets the same answer at its turn.
     let (mut next, failure) = provider.arrive(Lane::Webhook, 1, Span::from_secs(10), test_time(3));
     assert_eq!(failure, None, "a more urgent one may have reserves");
     assert!(matches!(provider.turn(&mut next, test_time(3)), CallProgress::Fail(failure) if Some(failure) == spent));
     assert_eq!(provider.meets(1, Span::from_secs(10), resets_at), None);
 }
 
-/// A hold that has ended makes nobody fail who would succeed.
+/// After the limit is reset, no call fails that would succeed.
 #[test]
 fn a_reset_admits_calls_again() {
     let mut provider = Provider::new(quota(2), Of::All, Measure::Calls, 1);
@@ -182,7 +182,7 @@ fn a_reset_admits_calls_again() {
 #[test]
 fn a_lanes_quota_holds_only_that_lane() {
     let mut provider = Provider::new(quota(0), Of::Background, Measure::Calls, 1);
-    // For good, so its turn tells it, and nobody is held.
+    // A quota of 0 never has room. The call learns that at its turn, and no other call is held.
     let (mut call, _) = provider.arrive(Lane::Background, 1, DAY, test_time(0));
     assert!(matches!(provider.turn(&mut call, test_time(0)), CallProgress::Fail(CallFailure::QuotaSpent { .. })));
     let mut provider = Provider::new(quota(1), Of::Background, Measure::Calls, 1);
@@ -194,8 +194,8 @@ fn a_lanes_quota_holds_only_that_lane() {
     assert_eq!(provider.meets(1, Span::from_secs(60), test_time(2)), None);
 }
 
-/// A reply may bring a window's slot forward, and a call may turn out to cost less than was reserved: who waits for
-/// these may be granted earlier than was told.
+/// A reply may free a window's slot earlier, and a call may cost less than was reserved. Calls that wait for these may
+/// be granted earlier than announced.
 #[test]
 fn uncertain_waits_fail_no_new_call() {
     let window = Window::new(1, Span::from_secs(60), 1).unwrap().with_lead(MAX_LEAD);
@@ -229,7 +229,7 @@ fn new_calls_fail_during_a_requested_pause() {
     );
 }
 
-/// Another process closed the gate: the store tells the first who asks.
+/// Another process closed the gate. The first call that asks learns it from the store.
 #[test]
 fn new_calls_fail_during_a_shared_pause() {
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
@@ -246,7 +246,7 @@ fn new_calls_fail_during_a_shared_pause() {
         Some(CallFailure::CredentialsCooling { earliest: test_time(30_000) })
     );
 
-    // A slot after the closing goes with a success, so who can't wait for it queues all the same.
+    // After the closing, a success ends the slots early. So a call that can't wait for its slot still queues.
     let mut provider = Provider::new(quota(9), Of::All, Measure::Calls, 1);
     throttle(&provider, 0, Span::from_secs(30), test_time(0));
     let (mut first, _) = provider.arrive(Lane::User, 1, DAY, test_time(30_000));
@@ -266,7 +266,8 @@ fn spent_credential_quotas_are_reported_with_reset() {
     assert_eq!(provider.meets(1, Span::from_secs(10), test_time(2)), Some(spent));
 }
 
-/// Where a shared limit and the credential refuse, the wait is the shared limit's: another credential may be good then.
+/// If a shared limit and the credential refuse, the wait is the shared limit's, because another credential may be
+/// available then.
 #[test]
 fn a_cooling_credential_never_lengthens_shared_limit_waits() {
     let window = Window::new(1, Span::from_secs(1), 1).unwrap();
@@ -281,7 +282,7 @@ fn a_cooling_credential_never_lengthens_shared_limit_waits() {
     assert!(matches!(provider.turn(&mut call, test_time(1_000)), CallProgress::Send { credential: 1 }));
 }
 
-/// A provider of two credentials that take one call each, and the calls that they have.
+/// A provider of two credentials that accept one call each, with both calls in flight.
 fn busy() -> (Provider, [Call; 2]) {
     let mut provider = Provider::new(quota(99), Of::All, Measure::Calls, 2);
     provider.desk.pool = provider.desk.pool.clone().with_max_in_flight(1);
@@ -303,7 +304,7 @@ impl Provider {
     }
 }
 
-/// Nobody knows when a call ends, so nobody is told that it's in vain to wait for that.
+/// The end of a call is unknown in advance, so no call fails because it would wait too long for that.
 #[test]
 fn the_first_ending_call_admits_the_next() {
     let (mut provider, [mut first, _second]) = busy();
@@ -335,7 +336,7 @@ fn hedges_use_only_a_free_credential() {
     assert_eq!([0, 1].map(|credential| provider.desk.pool.in_flight(credential)), [1, 1]);
 }
 
-/// One credential cools down and the other is busy: whichever is good first is taken.
+/// One credential cools down and the other is busy. The first that becomes available is used.
 #[test]
 fn waiting_calls_take_the_first_available_credential() {
     for (timeout, ends_at) in [(DAY, 9_000), (DAY, 2_000), (Span::from_secs(5), 2_000)] {
@@ -353,7 +354,7 @@ fn waiting_calls_take_the_first_available_credential() {
             assert_eq!(provider.turn(&mut call, test_time(6_000)), CallProgress::Send { credential: 0 });
         }
     }
-    // Once the busy one cools down too, the wait has a known end again.
+    // As soon as the busy one cools down too, the wait has a known end again.
     let (mut provider, [mut first, mut second]) = busy();
     provider.reply(&mut first, Class::Throttled, Some(Span::from_secs(6)), test_time(0));
     let (mut call, _) = provider.arrive(Lane::User, 1, Span::from_secs(5), test_time(0));

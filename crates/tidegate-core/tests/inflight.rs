@@ -1,4 +1,4 @@
-//! The adaptive cap against a small queueing model: workers, a queue, and clients that always have another call.
+//! The adaptive limit against a small queueing model: workers, a queue, and clients that always have another call.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -8,7 +8,7 @@ use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::property;
 use tidegate_testkit::random::{RandomSource, case_count};
 
-/// A provider with a number of workers and one queue before them, and clients that keep `demand` calls coming.
+/// A provider with some workers and one queue before them, and clients that always have `demand` calls.
 struct World {
     inflight: AdaptiveLimit,
     workers: BinaryHeap<Reverse<Time>>,
@@ -24,7 +24,7 @@ enum Service {
     Always(Span),
     /// Exponentially distributed with this mean.
     Random(Span, RandomSource),
-    /// So much, and so much more for each call in flight.
+    /// A base time, and an additional time for each call in flight.
     Slower(Span, Span),
 }
 
@@ -41,7 +41,7 @@ impl Service {
     }
 }
 
-/// What was seen of a stretch of time.
+/// The observations of a run.
 #[derive(Debug)]
 struct Seen {
     replies: u32,
@@ -72,7 +72,7 @@ impl World {
         }
     }
 
-    /// Lets `secs` pass. `class` tells what becomes of a call that took so long.
+    /// Simulates `secs` seconds. `class` returns the class of a call by its duration.
     fn run_as(&mut self, secs: u64, mut class: impl FnMut(Span) -> Class) -> Seen {
         let end = self.now + Span::from_secs(secs);
         let mut seen = Seen { replies: 0, longest: Span::ZERO, caps: Vec::new() };
@@ -114,7 +114,7 @@ fn the_limit_finds_twenty_workers() {
         let mut world = World::new(spec, 20, Service::Always(FIFTY), u32::MAX);
         world.run(240);
         let seen = world.run(600);
-        // The cap is half of itself while it drains, for some tenths of a second twice a minute.
+        // While it drains, the limit is half of itself, for some tenths of a second twice a minute.
         let mut caps = seen.caps.clone();
         caps.sort_unstable();
         assert!((15..=60).contains(&caps[caps.len() / 20]) && seen.highest() <= 60, "from {initial}: {caps:?}");
@@ -129,14 +129,14 @@ fn the_limit_finds_workers_despite_random_latencies() {
         for seed in 0..case_count(1, 20) {
             let service = Service::Random(Span::from_millis(millis), RandomSource::from_seed(u64::from(seed)));
             let mut world = World::new(AdaptiveLimitSpec::default(), workers, service, u32::MAX);
-            // Lessons go by time, two a minute, however few replies there are: one worker behind the first cap of 20 has
-            // a queue to unlearn that takes six of them.
+            // Measurements happen by time, twice a minute, however few replies there are. One worker behind the first
+            // limit of 20 has a queue that takes six measurements to remove.
             world.run(240.max(millis * 2));
             let seen = world.run(millis * 3);
             let share = f64::from(seen.replies) / (workers as f64 * 3_000.0);
             assert!(share >= 0.9, "{workers} × {millis} ms, seed {seed}: {share}");
-            // The mean of 32 random times is a fifth off now and then, and so is what it is compared with.
-            // As many calls as have a queue before them that holds each up for 5 ms don't matter.
+            // The mean of 32 random times sometimes deviates by a fifth, and so does the value that it is compared
+            // with. A queue that delays each call by at most 5 ms has no effect, so that many calls are allowed.
             let unnoticed = workers as u32 * 5 / millis.clamp(1, 5) as u32;
             let most = unnoticed * 9 / 4 + 8;
             assert!(seen.highest() <= most, "{workers} × {millis} ms, seed {seed}: {}", seen.highest());
@@ -144,8 +144,9 @@ fn the_limit_finds_workers_despite_random_latencies() {
     }
 }
 
-/// Where each call slows all others down, more calls still bring more, up to a point: 1 s and 10 ms for each in flight
-/// give 40 a second with 67, 50 with 100, 60 with 150, and 67 with 200, when a reply takes three times as long.
+/// Each call slows all others down, but more calls still give more throughput, up to a point. 1 s plus 10 ms per call
+/// in flight gives 40 per second with 67 calls, 50 with 100, 60 with 150, and 67 with 200. A reply then takes three
+/// times as long.
 #[test]
 fn a_provider_slowing_under_load_is_used_well() {
     let service = Service::Slower(Span::from_secs(1), Span::from_millis(10));
@@ -163,7 +164,8 @@ fn a_provider_slowing_under_load_is_used_well() {
     assert!(seen.highest() >= 80, "the start is quick: {}", seen.highest());
 }
 
-/// Half as slow again is late for any cap, so lowering it mends nothing, and must end before the smallest.
+/// A provider that is 1.5 times as slow is late for any limit. Lowering the limit doesn't help, and must end before the
+/// minimum.
 #[test]
 fn slight_slowness_never_shrinks_to_the_minimum() {
     let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(FIFTY), u32::MAX);
@@ -214,7 +216,7 @@ fn one_slow_reply_changes_nothing() {
     let before = inflight.limit();
     for turn in 0..10_000_u64 {
         let round_trip = if turn % 32 == 7 { Span::from_secs(60) } else { FIFTY };
-        // Sent when the call before it was answered, long enough ago for each to have been sent since.
+        // It was sent when the previous call was answered, long enough ago for each to be sent since.
         let now = calm.now + Span::from_secs(70 * (turn + 1));
         inflight.sample(round_trip, before, Class::Success, now);
         assert!(inflight.limit() >= before / 2, "not below a drain's half");
@@ -256,7 +258,7 @@ fn only_frequent_failures_lower_the_limit() {
     }
 }
 
-/// Late replies to calls that were sent under another cap say nothing about this one.
+/// Late replies to calls that were sent under another limit say nothing about this one.
 #[test]
 fn replies_right_after_an_adjustment_are_ignored() {
     let mut inflight = AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap();
@@ -275,7 +277,7 @@ fn replies_right_after_an_adjustment_are_ignored() {
     assert_eq!(inflight.limit(), 12, "twice as long as usual: 20 ÷ 2, and a fifth more");
 }
 
-/// Were only calls counted that were sent since the last judgement, those that take long would never be.
+/// If only calls sent since the last evaluation counted, slow calls would never count.
 #[test]
 fn timed_out_calls_count_regardless_of_duration() {
     let mut inflight = AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap();
@@ -295,7 +297,7 @@ fn very_short_queues_do_not_lower_the_limit() {
         world.run(1);
         let seen = world.run(1);
         assert!(seen.lowest() >= demand, "{workers} × {micros} µs: {:?}", world.inflight);
-        // A share of failures counts all the same, once it binds.
+        // A share of failures still counts as soon as the limit has an effect.
         world.demand = u32::MAX;
         let mut turn = 0;
         world.run_as(2, |_| {
@@ -304,7 +306,7 @@ fn very_short_queues_do_not_lower_the_limit() {
         });
         assert_eq!(world.inflight.limit(), 4, "{workers} × {micros} µs: {:?}", world.inflight);
     }
-    // A longer one does.
+    // A longer queue has an effect.
     let mut world = World::new(AdaptiveLimitSpec::default(), 20, Service::Always(Span::from_millis(1)), 400);
     world.run(60);
     let seen = world.run(60);
@@ -339,7 +341,7 @@ fn invalid_specs_are_rejected() {
     assert_eq!(spec(1, 1, u32::MAX), None);
 }
 
-/// Whatever comes in, on whatever clock, the cap keeps its bounds, and a provider that is well again gets it back.
+/// For all inputs and clocks, the limit stays within its bounds, and a recovered provider gets its limit back.
 #[test]
 fn the_limit_keeps_its_bounds_and_recovers() {
     property::check(case_count(100, 4_000), 2_000, |mut random| {
@@ -369,7 +371,7 @@ fn the_limit_keeps_its_bounds_and_recovers() {
                 return Err(format!("{} is not within {spec:?}", inflight.limit()));
             }
         }
-        // A second a window and more: the round trip without load is learnt anew within some tens of windows.
+        // A window takes more than a second: the round trip without load is measured again within some tens of windows.
         for _ in 0..20_000 {
             now = now + FIFTY;
             inflight.sample(FIFTY, inflight.limit(), Class::Success, now);

@@ -1,4 +1,4 @@
-//! Responsive back-off: its worked examples to the letter, and what holds whatever is drawn.
+//! Responsive backoff: its documented examples exactly, and properties that hold for all random numbers.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::collections::BTreeSet;
@@ -25,7 +25,7 @@ fn plain(initial: u64, up: u32, down: u16, successes: u32) -> PacerSpec {
     }
 }
 
-/// Tells a pacer of failures (`F`) and successes (`S`); returns it and the waits that were asked for, 0 for none.
+/// Reports failures (`F`) and successes (`S`) to a pacer. Returns it and the waits that it asked for, 0 for none.
 fn run(spec: PacerSpec, outcomes: &str, rng: &mut SmallRng) -> (LocalPacer, Vec<Duration>) {
     let mut pacer = LocalPacer::new(spec).unwrap();
     let waits = outcomes.chars().map(|outcome| match outcome {
@@ -107,7 +107,7 @@ fn randomization_is_uniform_within_its_bounds() {
                 assert!((low..=low + spread * 2_000).contains(&wait), "{mode:?}: {wait}");
                 tenths[(((wait - low) * 10 / (spread * 2_000)) as usize).min(9)] += 1;
             }
-            // 2,000 each with a standard deviation of 42.
+            // 2,000 in each tenth, with a standard deviation of 42.
             assert!(tenths.iter().all(|count| (1_750..2_250).contains(count)), "{mode:?}: {tenths:?}");
         }
     }
@@ -180,7 +180,7 @@ fn an_idle_shared_pace_is_forgotten() {
     let idle_at = pacer.idle_at(&tempo);
     assert!(idle_at > start + longest.times(2) - Span::from_secs(1) && tempo.interval > 0);
     assert_eq!(pacer.record_call(&mut tempo, true, 0, idle_at).before, 0);
-    // By a clock that was a year ahead it isn't kept for longer.
+    // A report of a clock that was a year ahead doesn't keep it for longer.
     pacer.record_call(&mut tempo, true, 0, start + Span::from_secs(365 * 86_400));
     pacer.refresh(&mut tempo, start);
     assert_eq!(pacer.idle_at(&tempo), start + longest);
@@ -196,7 +196,7 @@ fn a_remote_pace_raises_the_shared_interval() {
     };
     let told = [0, 1, 2_000_000_000, 1_000_000_000, u64::MAX].map(&mut at_least);
     assert_eq!(told, [0, 500, 2_000, 2_000, 8_000]);
-    // Another one's settings may have led outside of one's own.
+    // A wait of another pacer's settings may be outside the bounds of these.
     let wider = SharedPacerRules::new(PacerSpec { max: Duration::from_secs(60), ..PacerSpec::default() }).unwrap();
     let mut tempo = PacerState::default();
     wider.raise_to(&mut tempo, 60_000_000_000, now);
@@ -224,7 +224,7 @@ fn any_spec() -> impl Strategy<Value = PacerSpec> {
     )
 }
 
-/// A generator of one word, of which 32 bits are drawn and the others 0.
+/// A generator of one word with 32 random bits. The other bits are 0.
 #[derive(Clone, Copy)]
 struct Word(u32);
 
@@ -269,7 +269,7 @@ proptest! {
     #[test]
     fn steady_mode_never_steps_in_wrong_direction(spec in any_spec(), seed: u64, outcomes in "[FS]{1,200}") {
         let (mut pacer, mut rng) = (LocalPacer::new(spec).unwrap(), random(seed));
-        // From here on, jitter has no room below the longest.
+        // Above this wait, jitter has no room below the longest.
         let (max, share) = (spec.max.as_nanos(), u128::from(spec.randomization));
         let summit = max - (max * share / (1_000 + share)).min(spec.max_randomization.as_nanos());
         for outcome in outcomes.chars() {

@@ -1,4 +1,4 @@
-//! Strikes, blocks, parole and forgiveness as a client meets them.
+//! Strikes, blocks, paroles and forgiveness from the view of a client.
 
 use tidegate_core::batch::{BatchContext, OpContext};
 use tidegate_core::penalty::PenaltyRecord;
@@ -50,7 +50,7 @@ fn each_strike_doubles_the_block_up_to_cap() {
         }
         now = end;
         let full = desk.fork().peek(1, now).reason == Reason::Parole;
-        // The five of the start count for a minute; the blocks of the first four rounds end within it.
+        // The first five calls count for a minute. The blocks of the first four rounds end within it.
         assert_eq!(full, round < 4, "round {round}");
         if full {
             let paroled = desk.call(1, now);
@@ -91,7 +91,7 @@ fn window_counts_persist_through_blocks() {
     }
     assert!(!desk.call(1, test_time(5_000)).allowed);
     assert!(desk.call(1, test_time(7_000)).allowed, "on parole");
-    // Six calls of 0, 1, 2, 3, 4 and 7 s: the window has room again when two of them have left it.
+    // Six calls at 0, 1, 2, 3, 4 and 7 s: the window has room again after two of them have left it.
     assert!(!desk.fork().peek(1, test_time(60_999)).allowed);
     assert_eq!(desk.fork().peek(1, test_time(61_000)).reason, Reason::Ok);
 }
@@ -162,7 +162,7 @@ fn a_log_of_one_entry_supports_parole() {
 
 #[test]
 fn each_quiet_hour_removes_one_strike() {
-    // Three strikes: 2, 4 and 8 s. Each hour without a refusal since the last block's end takes one off.
+    // Three strikes: 2, 4 and 8 s. Each hour without a refusal since the last block's end removes one.
     for (after_ms, next) in [
         (0, 16),
         (3_599_999, 16),
@@ -256,7 +256,7 @@ fn a_ban_has_a_constant_length() {
     }
 }
 
-/// The billionth strike: strikes stop at the twelfth, from where on a strike leaves the record that it found.
+/// The billionth strike. Strikes stop at the twelfth; from then on, a strike doesn't change the record.
 #[test]
 fn strikes_beyond_the_cap_change_nothing() {
     let limit = login(PenaltyMode::Parole);
@@ -287,7 +287,7 @@ fn strikes_beyond_the_cap_change_nothing() {
     }
 }
 
-/// However a client abuses its paroles, no window holds more than log2(cap ÷ base) + ⌈W ÷ cap⌉ calls too many.
+/// However a client abuses its paroles, no window contains more than log2(cap ÷ base) + ⌈W ÷ cap⌉ excess calls.
 #[test]
 fn parole_abuse_gains_a_bounded_excess() {
     property::check(case_count(1_000, 20_000), 400, |mut random| {

@@ -1,4 +1,4 @@
-//! A pool agrees with a naive model of it, whatever is noted in whatever order.
+//! A pool agrees with a simple model of it, for all entries in any order.
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
@@ -15,7 +15,7 @@ struct Credential {
     in_flight: u32,
 }
 
-/// Who may be named next: one in turn or by last use, any of the good ones at random.
+/// The credentials that may be returned next: one by turn or by last use, or any available one at random.
 fn choices(balance: Balance, most: u32, credentials: &[Credential], last: Option<usize>, now: Time) -> Vec<usize> {
     let size = credentials.len();
     let good = |&index: &usize| credentials[index].not_before <= now && credentials[index].in_flight < most;
@@ -81,7 +81,7 @@ fn the_pool_agrees_with_the_model() {
                         return Err(format!("{any} was waited for: expected {waited_for}: {credentials:?}"));
                     }
                 }
-                // Nobody is good: the earliest moment is waited for.
+                // No credential is available: the earliest end is waited for.
                 (_, None) if !earliest.is_never() => now = earliest,
                 _ => now = now + Span::from_micros(random.below(100_000)),
             }
@@ -90,7 +90,7 @@ fn the_pool_agrees_with_the_model() {
     });
 }
 
-/// Each credential of a large pool is used as often as any other, whoever cools down for a moment.
+/// Each credential of a large pool is used equally often, even if some cool down for a short time.
 #[test]
 fn a_large_pool_is_used_evenly() {
     for balance in [Balance::RoundRobin, Balance::LeastRecentlyUsed] {

@@ -1,4 +1,4 @@
-//! `rate` never exceeds its printed bound, in no window and after no idle time.
+//! `rate` never exceeds its documented bound, in any window and after any idle time.
 
 use tidegate_core::rate::ArrivalTime;
 use tidegate_core::{Limit, LimitKind, MAX_LIMIT, Rate, Span, Time};
@@ -12,7 +12,7 @@ fn any_rate(random: &mut RandomSource) -> Option<Rate> {
     let number = random.pick(&[1, 2, 3, 7, 10, 1_000, 999_983, MAX_LIMIT]);
     let per = random.pick(&[1, 7, 1_000, 1_000_000, 60_000_000, 3_600_000_000, 86_400_000_000]);
     let burst = random.pick(&[1, 2, 5, 20, 1_000, 1 << 20]);
-    // Nothing that takes more than ten years to refill: time ends in 2112, and arrivals saturate there.
+    // At most ten years to refill: time ends in 2112, and arrivals saturate there.
     let refill = u128::from(per) * u128::from(burst) / u128::from(number);
     Rate::new(number, Span::from_micros(per), burst).ok().filter(|_| refill < u128::from(TEN_YEARS.as_micros()))
 }
@@ -22,7 +22,7 @@ fn check_bound(rate: &Rate, admitted: &[(Time, u64)]) -> Result<(), String> {
         let mut held = 0_u64;
         for &(end, cost) in &admitted[first..] {
             held += cost;
-            // Closed at both ends: the shortest window that holds both calls.
+            // Closed at both ends: the shortest window that contains both calls.
             let length = end.since(start);
             if held > rate.max_in(length) {
                 return Err(format!("{held} in {length}, bound {} of {rate:?}", rate.max_in(length)));
@@ -62,7 +62,7 @@ fn admissions_never_exceed_the_stated_bound() {
     });
 }
 
-/// Threads read the clock and reach the state in another order, up to a tenth of a second apart.
+/// Threads read the clock and reach the state in different orders, up to a tenth of a second apart.
 #[test]
 fn overtaken_calls_never_exceed_the_bound() {
     property::check(case_count(600, 10_000), 600, |mut random| {
@@ -143,7 +143,7 @@ fn refunds_never_exceed_the_bound() {
     });
 }
 
-/// What is admitted on two moments that the present lies between is what any moment between them would have admitted.
+/// A call that is admitted with two times around the current time would be admitted at any time between them.
 #[test]
 fn approximate_time_admits_what_exact_time_does() {
     property::check(case_count(20_000, 400_000), 12, |mut random| {

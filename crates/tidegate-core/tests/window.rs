@@ -1,4 +1,4 @@
-//! No trailing window ever holds more than its limit, and a slot comes free at most W ÷ entries late.
+//! No trailing window ever contains more than its limit, and a slot becomes free at most W ÷ entries late.
 
 use tidegate_core::window::WindowLog;
 use tidegate_core::{Limit, LimitKind, PenaltyMode, Span, Time, Window};
@@ -6,7 +6,7 @@ use tidegate_testkit::fixtures::{TestLimiter, doubling_penalty, test_time};
 use tidegate_testkit::property;
 use tidegate_testkit::random::{RandomSource, case_count};
 
-/// Calls that were admitted, and the window they must keep to.
+/// The admitted calls, and the window that limits them.
 struct Ledger {
     window: Window,
     admitted: Vec<(Time, u64)>,
@@ -17,7 +17,7 @@ impl Ledger {
         Self { window, admitted: Vec::new() }
     }
 
-    /// What the half-open window of this length that ends at `end` holds.
+    /// The sum of the half-open window of this length that ends at `end`.
     fn held(&self, end: Time, length: Span) -> u64 {
         let recent = self.admitted.iter().rev().take_while(|(moment, _)| *moment + length > end);
         recent.map(|(_, cost)| cost).sum()
@@ -83,7 +83,7 @@ fn no_trailing_window_exceeds_the_limit() {
     });
 }
 
-/// One call after another at a limit far above the entries kept: tens of thousands of single calls.
+/// Single calls at a limit far above the number of entries: tens of thousands.
 #[test]
 fn limits_above_the_entry_count_hold() {
     property::check(case_count(6, 60), 4, |mut random| {
@@ -110,7 +110,7 @@ fn limits_above_the_entry_count_hold() {
     });
 }
 
-/// Calls that were overtaken between reading the clock and reaching the state count as made when the last one was.
+/// Calls that were overtaken between reading the clock and reaching the state count at the time of the last one.
 #[test]
 fn overtaken_calls_never_exceed_the_limit() {
     property::check(case_count(400, 10_000), 600, |mut random| {
@@ -134,7 +134,7 @@ fn overtaken_calls_never_exceed_the_limit() {
     });
 }
 
-/// Paroles overfill a log of exact entries; they alone may exceed the limit, and what frees afterwards is exact.
+/// Paroles overfill a log of exact entries. Only they may exceed the limit, and slots become free exactly afterwards.
 #[test]
 fn a_log_overfilled_by_paroles_stays_exact() {
     property::check(case_count(400, 10_000), 500, |mut random| {
@@ -164,7 +164,7 @@ fn a_log_overfilled_by_paroles_stays_exact() {
     });
 }
 
-/// Refunds, which take the oldest calls, never let more through than the calls that were kept and those given back.
+/// Refunds remove the oldest calls. They never admit more calls than were kept and given back.
 #[test]
 fn refunds_never_admit_extra_calls() {
     property::check(case_count(300, 5_000), 600, |mut random| {
@@ -194,7 +194,7 @@ fn refunds_never_admit_extra_calls() {
     });
 }
 
-/// A log in which there was a count too large for its short form goes on in the long one.
+/// A log that once had a count too large for its short form continues in the long one.
 #[test]
 fn short_and_long_log_forms_decide_alike() {
     property::check(case_count(600, 20_000), 1_200, |mut random| {

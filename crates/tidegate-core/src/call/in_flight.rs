@@ -10,7 +10,7 @@ use crate::{Lane, Op, Time, Verb};
 pub struct InFlight {
     /// The lane in which it is in flight until its reply has been read.
     streaming_lane: Option<Lane>,
-    /// The lane whose limits were charged.
+    /// The lane of the limits that were charged.
     charged_lane: Lane,
     credential: usize,
     cost: u64,

@@ -1,4 +1,4 @@
-//! Whom a pool names, and when.
+//! Tests of the order and the time in which a pool returns its credentials.
 
 use super::*;
 use crate::Span;
@@ -23,14 +23,14 @@ impl Caller {
         self.pool.next(at(millis), &mut self.rng)
     }
 
-    /// A call at some moment: the credential that it used.
+    /// Makes a call at `millis` and returns the credential that it used.
     fn call(&mut self, millis: u64) -> Option<usize> {
         let credential = self.next(millis)?;
         self.pool.record_use(credential);
         Some(credential)
     }
 
-    /// Calls a millisecond apart, as letters.
+    /// Makes calls one millisecond apart and returns their credentials as letters.
     fn calls(&mut self, millis: core::ops::Range<u64>) -> std::string::String {
         millis.filter_map(|millis| self.call(millis)).map(|credential| (b'A' + credential as u8) as char).collect()
     }
@@ -55,7 +55,8 @@ fn round_robin_skips_cooling_credentials_exactly() {
         assert_ne!(named, 1, "a microsecond early");
         early.record_use(named);
     }
-    // Rejoined, it has its turn where it stands in the list, while others are good all along.
+    // After its cooldown, a credential has the turn of its index in the list, also if others were available all the
+    // time.
     let mut caller = Caller::new(Balance::RoundRobin, 4);
     caller.pool.set_cooling_until(1, at(2), at(0));
     assert_eq!(caller.calls(0..8), "ACDABCDA");
@@ -86,7 +87,7 @@ fn an_unused_turn_is_not_lost() {
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     caller.pool.record_use(1);
     assert_eq!(caller.calls(0..7), "ACABCAB");
-    // Nor is one that was taken had again.
+    // A turn that was used isn't used again either.
     let mut caller = Caller::new(Balance::RoundRobin, 3);
     caller.pool.record_use(1);
     caller.pool.clear_cooling(0);
@@ -105,20 +106,20 @@ fn least_recently_used_picks_the_longest_unused() {
         caller.pool.record_use(credential);
     }
     assert_eq!(caller.calls(0..5), "BCADB");
-    // C cools down and rejoins at 8: of all, it was used longest ago.
+    // C cools down and becomes available again at 8. Of all credentials, it was used longest ago.
     caller.pool.set_cooling_until(2, at(8), at(5));
     assert_eq!(caller.calls(5..8), "ADB");
     assert_eq!(caller.calls(8..12), "CADB");
 }
 
-/// χ² with 9 degrees of freedom is above 27.88 once in a thousand draws of a fair die.
+/// With 9 degrees of freedom, χ² exceeds 27.88 in one of a thousand draws of a fair die.
 #[test]
 fn random_choice_is_uniform_over_good_credentials() {
     let mut caller = Caller::new(Balance::Random, 12);
     caller.pool.set_cooling_until(3, Time::NEVER, at(0));
     caller.pool.set_cooling_until(7, at(1), at(0));
     let mut counts = [0_u32; 12];
-    // Two draws in a row are as independent as two credentials are: pairs are counted, too.
+    // Successive draws must be independent, too. Therefore pairs are also counted.
     let (mut pairs, mut before) = ([0_u32; 12 * 12], None);
     for _ in 0..100_000 {
         let credential = caller.call(0).unwrap();
@@ -135,7 +136,7 @@ fn random_choice_is_uniform_over_good_credentials() {
         cells.map(|&count| (f64::from(count) - expected).powi(2) / expected).sum()
     };
     assert!(chi_square(&counts, 10, 10_000.0) < 27.88, "{counts:?}");
-    // 99 degrees of freedom: above 148.2 once in a thousand.
+    // With 99 degrees of freedom, χ² exceeds 148.2 once in a thousand.
     assert!(chi_square(&pairs, 100, 1_000.0) < 148.2, "{pairs:?}");
     counts = [0; 12];
     for _ in 0..1_000 {
@@ -245,7 +246,7 @@ fn a_clock_step_back_excludes_no_credential() {
     assert_eq!(caller.next(year - 100), None, "overtaken between reading the clock and getting here");
     let mut noted = caller.pool.clone();
     assert!(caller.next(0).is_some());
-    // Notes made since then count, and don't make the old ones look new.
+    // Entries made after that count, and don't make the old ones look new.
     noted.set_cooling_until(0, at(10), at(0));
     assert_eq!(noted.next(at(0), &mut caller.rng), Some(1));
     noted.set_cooling_until(1, at(10), at(0));

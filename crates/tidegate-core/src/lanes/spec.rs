@@ -1,28 +1,28 @@
-//! The lanes, and how their bounds are written.
+//! The lanes and their settings.
 
 use core::fmt;
 
 use crate::Span;
 
-/// The most calls that may be let wait in one lane: 2^20.
+/// The maximum number of calls that may wait in one lane: 2^20.
 pub const MAX_WAITING: u32 = 1 << 20;
-/// The highest floor, in permille: with both lower lanes waiting, the highest still has a third.
+/// The highest floor, in permille. With both lower lanes waiting, the highest lane still has a third.
 pub const MAX_FLOOR: u16 = 333;
 
-/// How urgent an outbound call is; the greater goes first.
+/// The urgency of an outbound call. Greater values go first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
-    /// Nobody waits for it: imports, refreshes ahead of time.
+    /// No user waits for it: imports, refreshes ahead of time.
     Background,
-    /// Somebody waits for it.
+    /// A user waits for it.
     #[default]
     User,
-    /// Another system waits for it, and not for long.
+    /// Another system waits for it, but only for a short time.
     Webhook,
 }
 
 impl Lane {
-    /// Every lane, the least urgent first.
+    /// All lanes, the least urgent first.
     pub const ALL: [Self; 3] = [Self::Background, Self::User, Self::Webhook];
 
     /// The lane's name.
@@ -35,12 +35,12 @@ impl Lane {
     }
 }
 
-/// The bounds of one lane.
+/// The limits of one lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneSpec {
-    /// How many calls may wait; further ones are refused. Default 1,024; [`MAX_WAITING`] is the most.
+    /// The maximum number of waiting calls. Further calls are refused. Default 1,024, at most [`MAX_WAITING`].
     pub max_waiting: u32,
-    /// How many calls may be in flight. Default `u32::MAX`, which is no bound.
+    /// The maximum number of calls in flight. Default `u32::MAX`, which means no limit.
     pub max_in_flight: u32,
 }
 
@@ -50,22 +50,21 @@ impl Default for LaneSpec {
     }
 }
 
-/// How the calls of one provider queue.
+/// The queue settings of one provider.
 ///
-/// A provider that wants one call at a time has a `max_in_flight` of 1 and a driver that puts every call in the same
-/// lane.
+/// For a provider that accepts one call at a time, set `max_in_flight` to 1 and let the driver put every call in the
+/// same lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LanesSpec {
-    /// The bounds of each lane, in the order of [`Lane::ALL`].
+    /// The limits of each lane, in the order of [`Lane::ALL`].
     pub lanes: [LaneSpec; 3],
-    /// How many calls of all lanes may be in flight. Default `u32::MAX`, which is no bound.
+    /// The maximum number of calls of all lanes in flight. Default `u32::MAX`, which means no limit.
     pub max_in_flight: u32,
-    /// Which share of the granted cost a waiting lane gets at least, in permille. Default 100; [`MAX_FLOOR`] is the
-    /// most.
+    /// The minimum share of the granted cost of a waiting lane, in permille. Default 100, at most [`MAX_FLOOR`].
     pub floor: u16,
-    /// A waiting lane that had to do without for so long goes before more urgent ones that hadn't, whatever its call
-    /// costs: the window of the provider's limit, so that each lane gets at least one call a window through where the
-    /// limit has one for each. Default 60 s; [`Span::MAX`] leaves the lanes to their floors.
+    /// A lane that has waited this long without a grant goes before more urgent lanes that haven't, whatever its call
+    /// costs. Use the window of the provider's limit: if the limit has room for one call of each lane, each gets at
+    /// least one per window. Default 60 s. With [`Span::MAX`], only the floors protect the lanes.
     pub window: Span,
 }
 
@@ -75,10 +74,10 @@ impl Default for LanesSpec {
     }
 }
 
-/// A lane has as many calls waiting as it may.
+/// The error for a lane that already has the maximum number of waiting calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueFullError {
-    /// Which lane.
+    /// The full lane.
     pub lane: Lane,
 }
 

@@ -1,4 +1,4 @@
-//! How a pacer's wait grows and shrinks.
+//! The rules by which a pacer's wait grows and shrinks.
 
 use core::time::Duration;
 
@@ -9,26 +9,25 @@ use crate::backoff::scale_to_range;
 /// Factors and shares are counted in thousandths.
 const PER_MILLE: u64 = 1_000;
 
-/// What a pacer stands at. The default is one that has met no failure yet.
+/// The state of a pacer. The default is a pacer without failures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PacerState {
-    /// The wait in nanoseconds; 0 is none.
+    /// The wait in nanoseconds. 0 means none.
     pub interval: u64,
-    /// Successes that count towards the next step down.
+    /// The number of successes since the last step down. In steady mode, a failure resets it.
     pub successes: u32,
-    /// When it was told of a call last; the epoch where nobody asks.
+    /// The time of the last reported call. Only shared pacers use it; otherwise it is the epoch.
     pub updated_at: Time,
 }
 
 impl PacerState {
-    /// How long calls wait.
+    /// The wait as a duration.
     pub fn wait(&self) -> Duration {
         Duration::from_nanos(self.interval)
     }
 }
 
-/// A pacer's settings, checked. Random numbers come as words of 64 bits, and are asked for where there is something to
-/// draw.
+/// A pacer's checked settings. Random numbers are words of 64 bits. They are drawn only if they are needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PacerRules {
     pub(super) mode: PacerMode,
@@ -71,7 +70,7 @@ impl PacerRules {
         })
     }
 
-    /// A call has failed.
+    /// Records a failed call.
     pub(super) fn failed(&self, tempo: &mut PacerState, word: impl FnOnce() -> u64) {
         tempo.interval = match (tempo.interval, self.mode) {
             (0, _) => self.initial,
@@ -88,7 +87,7 @@ impl PacerRules {
         }
     }
 
-    /// A call has succeeded. Says whether that was a step down; `None` where there is no wait.
+    /// Records a successful call. Returns true if it was a step down, and `None` if there is no wait.
     pub(super) fn succeeded(&self, tempo: &mut PacerState, word: impl FnOnce() -> u64) -> Option<bool> {
         if tempo.interval == 0 {
             return None;
@@ -105,16 +104,17 @@ impl PacerRules {
         Some(is_step)
     }
 
-    /// A longer wait than this one, which isn't longer than the longest.
+    /// Returns a longer wait than `interval`, without the cut to the longest one. `interval` must be at most the
+    /// longest.
     pub(super) fn raised(&self, interval: u64) -> u64 {
         match self.growth {
-            // Rounding must leave no step of a few nanoseconds where it began.
+            // Otherwise rounding could leave a wait of a few nanoseconds unchanged.
             PacerGrowth::Exponential { up, .. } => scale_per_mille(interval, u64::from(up)).max(interval + 1),
             PacerGrowth::Linear => interval.saturating_add(self.initial),
         }
     }
 
-    /// A shorter wait than this one, which isn't none.
+    /// Returns a shorter wait than `interval`, which must not be 0.
     fn lowered(&self, interval: u64) -> u64 {
         match self.growth {
             PacerGrowth::Exponential { down, .. } => scale_per_mille(interval, u64::from(down)).min(interval - 1),
@@ -128,7 +128,7 @@ impl PacerRules {
         self.max - self.max_randomization.min(shared as u64)
     }
 
-    /// A wait near `value`, at most `most` from it. In steady mode that is as much as leaves something of the step.
+    /// Returns a wait near `value`, at most `most` from it. In steady mode, `most` keeps jitter from undoing the step.
     fn jittered(&self, value: u64, most: u64, word: impl FnOnce() -> u64) -> u64 {
         let spread = scale_per_mille(value, self.randomization).min(self.max_randomization).min(most);
         if spread == 0 {
@@ -139,7 +139,7 @@ impl PacerRules {
     }
 }
 
-/// So many thousandths of it, rounded to the nearest.
+/// `share` thousandths of `nanos`, rounded to the nearest.
 fn scale_per_mille(nanos: u64, share: u64) -> u64 {
     let times = (u128::from(nanos) * u128::from(share) + u128::from(PER_MILLE) / 2) / u128::from(PER_MILLE);
     u64::try_from(times).unwrap_or(u64::MAX)

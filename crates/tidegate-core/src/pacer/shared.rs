@@ -1,4 +1,4 @@
-//! A pacer whose wait lives in a store, where many tell it how their calls went.
+//! A pacer with its wait in a store, where many callers report the results of their calls.
 
 use core::time::Duration;
 
@@ -9,23 +9,23 @@ use crate::state::LimitStatus;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};
 
-/// For how long a pace that nobody tells of calls is remembered, beyond its longest wait.
+/// The time for which a pace without reports is kept, in addition to its longest wait.
 const EXTRA_RETENTION: Span = Span::from_secs(3600);
 
-/// The rules of a pacer that many share ([`LimitKind::Pace`](crate::LimitKind::Pace)): those of [`LocalPacer`](crate::LocalPacer), for a
-/// [`PacerState`] that is kept elsewhere and a random number that is drawn there too.
+/// The rules of a shared pacer ([`LimitKind::Pace`](crate::LimitKind::Pace)). They are those of
+/// [`LocalPacer`](crate::LocalPacer), but the caller keeps the [`PacerState`] and draws the random numbers.
 ///
-/// A pace that nobody has told of a call for an hour beyond its longest wait is forgotten.
+/// A pace is forgotten if no call is reported for its longest wait plus one hour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharedPacerRules {
     rules: PacerRules,
 }
 
 impl SharedPacerRules {
-    /// The rules of this pacer.
+    /// Creates the rules from the settings of a pacer.
     ///
     /// # Errors
-    /// As [`LocalPacer::new`](crate::LocalPacer::new), and a step up from the longest wait that comes to more than
+    /// As [`LocalPacer::new`](crate::LocalPacer::new). Also if a step up from the longest wait gives more than
     /// [`MAX_SHARED_STEP`].
     pub fn new(spec: PacerSpec) -> Result<Self, PacerError> {
         let rules = PacerRules::new(spec)?;
@@ -33,7 +33,7 @@ impl SharedPacerRules {
         if found > MAX_SHARED_STEP { Err(PacerError::SharedStepTooLarge { found }) } else { Ok(Self { rules }) }
     }
 
-    /// What it was made of.
+    /// The settings of the pacer.
     pub fn spec(&self) -> PacerSpec {
         let PacerRules { mode, growth, initial, max, randomization, max_randomization, threshold } = self.rules;
         PacerSpec {
@@ -47,18 +47,18 @@ impl SharedPacerRules {
         }
     }
 
-    /// The longest wait that a failure leads to before jitter, in nanoseconds, where the mode is steady.
+    /// The longest wait before jitter that a failure leads to in steady mode, in nanoseconds.
     pub fn max_before_jitter(&self) -> u64 {
         self.rules.max_before_jitter()
     }
 
-    /// How long a pace is remembered after it was told of a call.
+    /// The time for which a pace is kept after the last reported call.
     pub fn retention(&self) -> Span {
         Span::from_duration(Duration::from_nanos(self.rules.max)) + EXTRA_RETENTION
     }
 
-    /// Brings the tempo to `now`: forgets one that nobody has told of a call for long, and takes in one that was come to
-    /// under other settings.
+    /// Updates the state to `now`. A state without reports for a long time is reset. A wait that was found under other
+    /// settings is adjusted to the bounds of these.
     pub fn refresh(&self, tempo: &mut PacerState, now: Time) {
         if tempo.updated_at > now + MAX_CLOCK_LAG {
             tempo.updated_at = now;
@@ -70,14 +70,14 @@ impl SharedPacerRules {
         }
     }
 
-    /// What somebody meets who only looks, in a tempo that was settled for `now`: of the longest wait, in nanoseconds, as
-    /// much is used as calls wait. It refuses nobody.
+    /// The status for a caller that only reads, in a state that was refreshed for `now`. The limit is the longest wait
+    /// in nanoseconds, and the used amount is the current wait. It refuses no call.
     pub fn status(&self, tempo: &PacerState, now: Time) -> LimitStatus {
         let (limit, used) = (self.rules.max, tempo.interval);
         LimitStatus { limit, used, remaining: limit.saturating_sub(used), retry_at: now, reset_at: now }
     }
 
-    /// A call has failed or succeeded. All 32 bits of `draw` are random.
+    /// Records a failed or successful call. All 32 bits of `draw` are random.
     pub fn record_call(&self, tempo: &mut PacerState, failed: bool, draw: u32, now: Time) -> PaceStep {
         self.refresh(tempo, now);
         let before = tempo.interval;
@@ -92,12 +92,12 @@ impl SharedPacerRules {
         PaceStep { before, after: tempo.interval, successes_left: left }
     }
 
-    /// Whether a success was a step down.
+    /// Returns true if a success was a step down.
     pub fn is_down(&self, step: PaceStep) -> bool {
         step.before > 0 && (step.after == 0 || step.successes_left == self.rules.threshold)
     }
 
-    /// The tempo after a step that was made at `now`.
+    /// The state after a step that was made at `now`.
     pub fn state_after(&self, step: PaceStep, now: Time) -> PacerState {
         let mut tempo = PacerState {
             interval: step.after,
@@ -108,7 +108,7 @@ impl SharedPacerRules {
         tempo
     }
 
-    /// An interval, in nanoseconds, that was come to elsewhere: calls wait for that long at the least.
+    /// Raises the wait to at least `interval`, in nanoseconds, but not above the longest wait.
     pub fn raise_to(&self, tempo: &mut PacerState, interval: u64, now: Time) {
         self.refresh(tempo, now);
         if interval > tempo.interval {
@@ -117,13 +117,13 @@ impl SharedPacerRules {
         touch(tempo, now);
     }
 
-    /// From when on nothing of it is remembered.
+    /// The time from which the state is no longer needed.
     pub fn idle_at(&self, tempo: &PacerState) -> Time {
         if tempo.interval == 0 { Time::ZERO } else { tempo.updated_at + self.retention() }
     }
 }
 
-/// Nothing needs to be remembered where there is no wait.
+/// Without a wait, nothing must be kept.
 fn touch(tempo: &mut PacerState, now: Time) {
     if tempo.interval == 0 {
         *tempo = PacerState::default();
@@ -132,19 +132,20 @@ fn touch(tempo: &mut PacerState, now: Time) {
     }
 }
 
-/// What telling a pace of a call has come to.
+/// The result of a report to a pace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PaceStep {
-    /// The wait before, in nanoseconds; 0 is none.
+    /// The wait before, in nanoseconds. 0 means none.
     pub before: u64,
-    /// The wait now.
+    /// The wait now, in nanoseconds.
     pub after: u64,
-    /// How many successes are left until the next step down; 0 where there is no wait.
+    /// The number of successes until the next step down. 0 if there is no wait.
     pub successes_left: u32,
 }
 
 impl PaceStep {
-    /// What an operation's outcome says: `limit` is the wait before, `used` the wait now, and `remaining` what is left.
+    /// Reads the step from an operation's outcome: `limit` is the wait before, `used` the wait now, and `remaining` the
+    /// number of successes until the next step down.
     pub fn from_outcome(outcome: &Outcome) -> Self {
         let left = u32::try_from(outcome.remaining).unwrap_or(u32::MAX);
         Self { before: outcome.limit, after: outcome.used, successes_left: left }

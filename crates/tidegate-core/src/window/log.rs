@@ -1,4 +1,4 @@
-//! When calls were admitted, in as little memory as that takes.
+//! The times at which calls were admitted, stored in little memory.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -6,20 +6,21 @@ use alloc::vec;
 use super::MAX_ENTRIES;
 use crate::Time;
 
-/// How many bits of a packed slot tell how much.
+/// The number of bits of a packed slot for the count.
 const COUNT_BITS: u32 = 12;
 
-/// What was admitted at one moment.
+/// The calls that were admitted at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WindowSlot {
-    /// When.
+    /// The time of the calls.
     pub at: Time,
-    /// How much.
+    /// The sum of their costs.
     pub count: u64,
 }
 
 impl WindowSlot {
-    /// In eight bytes, as nearly all are: 52 bits for when, and 12 for how much.
+    /// Packs the slot into eight bytes: 52 bits for the time and 12 for the count. `None` if the count needs more bits,
+    /// which is rare.
     fn pack(self) -> Option<u64> {
         (self.count >> COUNT_BITS == 0).then_some(self.at.as_micros() << COUNT_BITS | self.count)
     }
@@ -45,27 +46,27 @@ impl WindowSlot {
     }
 }
 
-/// How many packed slots a log holds before it takes memory of its own.
+/// The number of packed slots that a log stores without heap memory.
 const INLINE: usize = 5;
 
-/// A ring's words: a slot each, or two where one doesn't fit.
+/// The words of a ring: one per slot, or two if a slot doesn't fit into one.
 #[derive(Clone, Debug)]
 enum SlotStorage {
-    /// Packed slots; what isn't one is zero.
+    /// Packed slots. Unused ones are zero.
     Inline([u64; INLINE]),
-    /// All slots but the newest. What most calls need is beside them, since they are rarely at hand; it takes the
-    /// space of the inline ones.
+    /// All slots but the newest. The fields that most calls need are outside `words`, which are rarely in the CPU
+    /// cache. They use the space of the inline slots.
     Heap { words: Box<[u64]>, total: u64, oldest: Time, newest: WindowSlot },
 }
 
-/// When calls were admitted, oldest first: a ring that grows with use.
+/// The times at which calls were admitted, oldest first: a ring that grows with use.
 #[derive(Clone, Debug)]
 pub struct WindowLog {
     head: u16,
     len: u16,
-    /// Entries have been merged, and new ones are.
+    /// True if entries have been merged. Then new ones are merged, too.
     pub(super) merged: bool,
-    /// A slot takes two words: its moment and its count.
+    /// True if a slot takes two words: its time and its count.
     wide: bool,
     ring: SlotStorage,
 }
@@ -77,15 +78,15 @@ impl Default for WindowLog {
 }
 
 impl WindowLog {
-    /// A log of one admitted call.
+    /// Creates a log of one admitted call.
     pub fn with_call(at: Time, count: u64) -> Self {
         let mut log = Self::default();
         log.push_back(WindowSlot { at, count }, 1);
         log
     }
 
-    /// A log of these slots, oldest first; `coarse` says that some were merged. Slots out of order or beyond what a
-    /// log holds are `None`.
+    /// Creates a log of these slots, oldest first. `coarse` is true if some were merged. `None` if the slots are out of
+    /// order, a count is 0, or there are more than a log can hold (65,535).
     pub fn from_slots(slots: &[WindowSlot], coarse: bool) -> Option<Self> {
         let ordered = slots.is_sorted_by_key(|slot| slot.at);
         if !ordered || slots.len() > 2 * MAX_ENTRIES as usize - 1 || slots.iter().any(|slot| slot.count == 0) {
@@ -99,7 +100,7 @@ impl WindowLog {
         Some(log)
     }
 
-    /// Whether entries have been merged, and new ones are.
+    /// Returns true if entries have been merged. Then new ones are merged, too.
     pub fn is_merged(&self) -> bool {
         self.merged
     }
@@ -112,12 +113,12 @@ impl WindowLog {
         }
     }
 
-    /// How many slots are in use.
+    /// The number of used slots.
     pub fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// Whether nothing is recorded.
+    /// True if the log is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -127,7 +128,7 @@ impl WindowLog {
         (0..self.len()).map(|index| self.get(index))
     }
 
-    /// Bytes held outside the log itself.
+    /// The number of bytes of heap memory.
     pub fn heap_bytes(&self) -> usize {
         match &self.ring {
             SlotStorage::Inline(_) => 0,
@@ -135,7 +136,7 @@ impl WindowLog {
         }
     }
 
-    /// How many slots there is room for.
+    /// The number of slots that fit.
     fn capacity(&self) -> usize {
         match &self.ring {
             SlotStorage::Inline(_) => INLINE,
@@ -143,7 +144,7 @@ impl WindowLog {
         }
     }
 
-    /// How many words a slot takes.
+    /// The number of words per slot.
     fn words_per_slot(&self) -> usize {
         1 + usize::from(self.wide)
     }
@@ -156,7 +157,7 @@ impl WindowLog {
         }
     }
 
-    /// Where in the ring a slot begins.
+    /// The index of the slot's first word in the ring.
     fn word_index(&self, index: usize) -> usize {
         let place = (self.head as usize + index) * self.words_per_slot();
         match &self.ring {
@@ -165,7 +166,7 @@ impl WindowLog {
         }
     }
 
-    /// Puts a slot in the place of another.
+    /// Replaces a slot.
     pub(super) fn set(&mut self, index: usize, slot: WindowSlot) {
         let (last, wide) = (index + 1 == self.len(), self.wide);
         let place = self.word_index(index);
@@ -203,7 +204,7 @@ impl WindowLog {
         })
     }
 
-    /// When the oldest entry was made.
+    /// The time of the oldest entry.
     pub(super) fn oldest(&self) -> Option<Time> {
         match &self.ring {
             _ if self.len == 0 => None,
@@ -212,17 +213,17 @@ impl WindowLog {
         }
     }
 
-    /// When the newest entry was made.
+    /// The time of the newest entry.
     pub(super) fn newest(&self) -> Option<Time> {
         self.back().map(|slot| slot.at)
     }
 
-    /// Counts more at the newest entry, which is then made at `more.at`.
+    /// Adds to the count of the newest entry and changes its time to `more.at`.
     pub(super) fn add_to_newest(&mut self, more: WindowSlot) {
         let Some(newest) = self.back() else { return };
         let merged = WindowSlot { at: more.at, count: newest.count.saturating_add(more.count) };
         match &mut self.ring {
-            // Where a key in constant use comes with most of its calls.
+            // The usual case for a key in constant use.
             SlotStorage::Heap { total, newest, .. } if self.len > 1 => {
                 *total = total.saturating_add(more.count);
                 *newest = merged;
@@ -256,7 +257,7 @@ impl WindowLog {
             self.len += 1;
             return;
         }
-        // What was the newest joins the others.
+        // The previous newest slot moves to the others.
         let (capacity, before) = (self.capacity(), self.back());
         let wide = self.wide || slot.pack().is_none() || before.is_some_and(|before| before.pack().is_none());
         if len == capacity {
@@ -277,7 +278,8 @@ impl WindowLog {
         *total = total.saturating_add(slot.count);
     }
 
-    /// Takes `cost` from the entry made at this moment; false if there is none, or it holds less.
+    /// Subtracts `cost` from the entry at exactly this time. Returns false if there is none, or if its count is
+    /// smaller.
     pub(super) fn subtract_at(&mut self, at: Time, cost: u64) -> bool {
         let Some(index) = (0..self.len()).rev().find(|index| self.get(*index).at <= at) else {
             return false;
@@ -296,7 +298,8 @@ impl WindowLog {
         true
     }
 
-    /// Puts an entry where its moment belongs: behind those that are as old.
+    /// Inserts an entry in the order of time. If the newest entry that isn't later has the same time, the count is
+    /// added to that entry.
     pub(super) fn insert_at(&mut self, slot: WindowSlot, most: usize) {
         let previous_index = (0..self.len()).rev().find(|index| self.get(*index).at <= slot.at);
         if let Some(behind) = previous_index {
@@ -322,7 +325,7 @@ impl WindowLog {
         for index in len..self.len() {
             self.set(index, WindowSlot::default());
         }
-        // The last that is kept is the newest now.
+        // The last slot that is kept is the new newest one.
         let last = len.checked_sub(1).map_or(WindowSlot::default(), |last| self.get(last));
         self.len = len as u16;
         if let SlotStorage::Heap { newest, .. } = &mut self.ring {
@@ -330,7 +333,7 @@ impl WindowLog {
         }
     }
 
-    /// Moves to a ring of so many slots.
+    /// Moves the slots to a ring of `capacity` slots.
     fn reallocate(&mut self, capacity: usize, wide: bool) {
         let ring = if capacity <= INLINE && !wide {
             SlotStorage::Inline([0; INLINE])
@@ -345,14 +348,15 @@ impl WindowLog {
         *self = log;
     }
 
-    /// Gives memory back when most of it is unused.
+    /// Frees memory if most of it is unused.
     pub(super) fn shrink_to_fit(&mut self) {
         if self.len() * 4 <= self.capacity() {
             self.reallocate(self.len().next_power_of_two() + 1, false);
         }
     }
 
-    /// Brings entries of the future to `now`: a clock stepped back, and who waited for it would be locked out.
+    /// Moves entries in the future to `now`. If the clock has stepped back, they would otherwise block calls for as
+    /// long as the step.
     pub(super) fn clamp_to(&mut self, now: Time) {
         for index in (0..self.len()).rev() {
             let slot = self.get(index);

@@ -1,4 +1,4 @@
-//! Who asks, and when.
+//! The calls that ask the store, and the times at which they do.
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn only_one_call_asks_at_a_time() {
     assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
     let webhook = enqueue(&mut lanes, Lane::Webhook, test_time(0));
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER));
-    // Who asks is cancelled; the answer to it comes later, and changes nothing.
+    // The asking call is cancelled. Its answer comes later and changes nothing.
     assert!(lanes.cancel(tickets[0]));
     assert_eq!(ask(&mut lanes, test_time(0)), webhook);
     lanes.refuse_until(tickets[0], test_time(9_000), RefusalScope::Provider, test_time(0));
@@ -49,7 +49,7 @@ fn a_poke_makes_calls_ask_again() {
         lanes.refuse_until(user, test_time(100), scope, test_time(0));
         lanes.clear_refusals();
     }
-    // Also if it comes between the question and the answer.
+    // This also holds if it comes between the question and the answer.
     for scope in [RefusalScope::Provider, RefusalScope::Lane] {
         assert_eq!(ask(&mut lanes, test_time(0)), user);
         lanes.clear_refusals();
@@ -100,7 +100,7 @@ fn a_clock_step_back_delays_no_call() {
         );
         assert_eq!(ask(&mut lanes, test_time(0)), user);
     }
-    // The window that the background has to wait for counts from the present.
+    // The window that the background lane has to wait for starts now.
     let mut lanes = Lanes::new(LanesSpec { floor: 0, ..LanesSpec::default() });
     let background = enqueue(&mut lanes, Lane::Background, test_time(0) + year);
     for user in 0..=60 {

@@ -1,4 +1,4 @@
-//! How many wait, and for how long.
+//! The number of waiting calls and the length of their waits.
 
 use super::*;
 
@@ -31,7 +31,7 @@ fn a_waiting_call_expires_at_its_deadline() {
     let running = enqueue(&mut lanes, Lane::User, test_time(0));
     let asked = ask(&mut lanes, test_time(0));
     assert_eq!((asked, lanes.grant(asked, test_time(0))), (running, Some(Lane::User)));
-    // Everybody waits for the one in flight; deadlines pass all the same, whatever the lane and order of arrival.
+    // All calls wait for the one in flight. Deadlines still pass, in any lane and any order of arrival.
     let deadlines = [(Lane::User, 70), (Lane::Webhook, 50), (Lane::Background, 60), (Lane::User, 50)];
     let tickets = deadlines.map(|(lane, millis)| lanes.enqueue(lane, 1, test_time(millis), test_time(0)).unwrap());
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(50)));
@@ -41,7 +41,7 @@ fn a_waiting_call_expires_at_its_deadline() {
     assert_eq!(lanes.poll(test_time(50)), QueueStep::Sleep(test_time(60)));
     assert!(!lanes.cancel(tickets[1]));
     lanes.record_end(Lane::User);
-    // Also the one that asks: what it is granted then is to be given back.
+    // The asking call expires, too. Its later grant must be given back.
     assert_eq!(ask(&mut lanes, test_time(55)), tickets[0]);
     assert_eq!(lanes.poll(test_time(99)), QueueStep::Expired(tickets[2]));
     assert_eq!(lanes.poll(test_time(99)), QueueStep::Expired(tickets[0]));

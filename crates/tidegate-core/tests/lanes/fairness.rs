@@ -1,4 +1,4 @@
-//! What each lane gets.
+//! The share of each lane.
 
 use super::*;
 
@@ -6,11 +6,11 @@ struct Grant {
     at: Time,
     lane: Lane,
     cost: u64,
-    /// Since when its lane had waited for a grant.
+    /// The time for which its lane had waited for a grant.
     waited: Span,
 }
 
-/// Lanes in front of a limit, on a clock of their own.
+/// Lanes in front of a limit, with a clock of their own.
 struct Provider {
     lanes: Lanes,
     desk: TestLimiter,
@@ -32,7 +32,7 @@ impl Provider {
         }
     }
 
-    /// Lets a call wait for up to ten seconds, unless the queue is full.
+    /// Adds a call that waits for up to ten seconds, unless the queue is full.
     fn call(&mut self, lane: Lane, cost: u64) -> Option<Ticket> {
         if self.lanes.waiting(lane) == 0 {
             self.waits_since[lane as usize] = self.now;
@@ -42,7 +42,7 @@ impl Provider {
         Some(ticket)
     }
 
-    /// Lets time pass as far as `until`, and as much happen as may.
+    /// Runs until `until` and handles every event before.
     fn run(&mut self, until: Time) {
         loop {
             match self.lanes.poll(self.now) {
@@ -76,7 +76,7 @@ impl Provider {
         self.granted.iter().filter(|grant| lanes.contains(&grant.lane)).map(|grant| grant.cost).sum()
     }
 
-    /// A lane's part of all that was granted, in permille.
+    /// A lane's share of the granted cost, in permille.
     fn share(&self, lane: Lane) -> u64 {
         self.cost(&[lane]) * 1_000 / self.cost(&Lane::ALL)
     }
@@ -129,7 +129,7 @@ fn both_lower_lanes_keep_floors_under_webhooks() {
     }
 }
 
-/// Calls of language models cost thousands of units, and no two the same.
+/// Calls of language models cost thousands of units, each a different number.
 #[test]
 fn floors_count_cost_and_not_calls() {
     let mut random = RandomSource::from_seed(5);
@@ -143,7 +143,8 @@ fn floors_count_cost_and_not_calls() {
     }
     let share = provider.share(Lane::Background);
     assert!((99..=101).contains(&share), "{share}");
-    // Its dearest call takes ten times its cost, its turn comes after a user's, and then the limit must refill.
+    // The dearest call needs ten times its cost to be granted. Its turn comes after a user's call, and then the limit
+    // must refill.
     let longest = provider.longest_wait(Lane::Background);
     assert!(longest <= Span::from_secs(10 + 5 + 1), "{longest}");
 }
@@ -169,7 +170,7 @@ fn a_small_window_serves_every_lane() {
     }
 }
 
-/// With less than a call a window for each lane, they take turns: three windows and no more.
+/// With less than one call per window for each lane, the lanes take turns, so that each waits at most three windows.
 #[test]
 fn a_window_of_one_rotates_between_lanes() {
     let spec = LanesSpec { window: Span::from_secs(60), floor: 0, ..FLOOR_ALONE };
@@ -195,7 +196,7 @@ fn background_uses_everything_when_others_idle() {
     }
     assert_eq!(provider.granted.len(), 500);
     assert_eq!(provider.share(Lane::Background), 1_000);
-    // It has saved nothing by that: the next user goes at once.
+    // The background lane has gained no credit by that: the next user's call goes immediately.
     provider.call(Lane::User, 1);
     provider.run(provider.now + Span::from_millis(100));
     assert_eq!(provider.granted.last().map(|grant| grant.lane), Some(Lane::User));
@@ -205,7 +206,7 @@ fn background_uses_everything_when_others_idle() {
 fn an_unused_floor_is_not_saved() {
     let mut provider = Provider::new(rate(10, 1), FLOOR_ALONE);
     for round in 0..100 {
-        // Nine users' calls earn a background call nine tenths; then it is withdrawn.
+        // Nine calls of users earn a background call nine tenths of its cost. Then it is cancelled.
         let background = provider.call(Lane::Background, 1).expect("room");
         for _ in 0..10 {
             provider.call(Lane::User, 1);

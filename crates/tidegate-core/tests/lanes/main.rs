@@ -1,4 +1,4 @@
-//! Lanes: order, bounds, floors, and agreement with a naive model over random operations.
+//! Lanes: order, bounds, floors, and agreement with a simple model over random operations.
 
 mod asking;
 mod bounds;
@@ -36,7 +36,7 @@ fn ask(lanes: &mut Lanes, now: Time) -> Ticket {
     }
 }
 
-/// Grants whoever asks at `now` until nobody does: the order of the calls.
+/// Grants every call that asks at `now` until none does, and returns them in order.
 fn drain(lanes: &mut Lanes, now: Time) -> Vec<Ticket> {
     let mut order = Vec::new();
     while let QueueStep::AskStore(ticket) = lanes.poll(now) {

@@ -1,4 +1,4 @@
-//! The same as a naive model says, over random operations.
+//! Agreement with a simple model over random operations.
 
 use super::*;
 
@@ -19,7 +19,7 @@ struct Told {
     call: Call,
 }
 
-/// The same rules over a plain list, looked through from end to end.
+/// The same rules on a plain list that is searched completely.
 #[derive(Debug)]
 struct Naive {
     spec: LanesSpec,
@@ -96,7 +96,7 @@ impl Naive {
         ready.collect()
     }
 
-    /// Who is to ask at `now`, if nothing happens before.
+    /// The call that asks at `now`, if nothing happens before.
     fn to_ask(&self, now: Time) -> Option<Ticket> {
         let in_flight: u64 = self.in_flight.iter().map(|&count| u64::from(count)).sum();
         if self.asking.is_some() || in_flight >= u64::from(self.spec.max_in_flight) {
@@ -132,7 +132,7 @@ impl Naive {
         Some(call.lane)
     }
 
-    /// What is known to hold a call that arrives at `now`.
+    /// The spent limit that is known to hold a call that arrives at `now`.
     fn spent(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
         let arriving = Call { ticket: self.told.first()?.call.ticket, arrival: 0, lane, cost, deadline: Time::NEVER };
         let mut latest: Option<(LimitId, Time)> = None;
@@ -155,13 +155,13 @@ impl Naive {
         self.asking = None;
         let call = *self.calls.iter().find(|call| call.ticket == ticket).expect("a call that asks waits");
         if !self.poked {
-            // The latest word of a kind counts.
+            // The latest refusal of each kind counts.
             self.told.retain(|told| told.scope != scope || scope == RefusalScope::Lane && told.call.lane != call.lane);
             self.told.push(Told { scope, until, spent, call });
         }
     }
 
-    /// Every moment at which something could change by time alone.
+    /// All times at which something could change by time alone.
     fn moments(&self) -> Vec<Time> {
         let told = self.told.iter().map(|told| told.until);
         let deadlines = self.calls.iter().map(|call| call.deadline);
@@ -173,7 +173,7 @@ struct Pair {
     lanes: Lanes,
     naive: Naive,
     arrivals: u64,
-    /// Tickets that were given out, live and stale; the latest hundred.
+    /// The latest hundred tickets, live and stale.
     tickets: Vec<Ticket>,
     now: Time,
 }
@@ -277,18 +277,18 @@ impl Pair {
         same("raise", self.lanes.raise(ticket, lane, self.now), expected)
     }
 
-    /// Answers who asks, or somebody who doesn't.
+    /// Answers the asking call, or another one.
     fn answer(&mut self, random: &mut RandomSource) -> Result<(), String> {
         let asking = self.naive.asking.filter(|_| !random.chance(10));
         let Some(ticket) = asking.or_else(|| self.any_ticket(random)) else { return Ok(()) };
-        // Only who asks is ever granted anything; an answer that comes too late finds its ticket stale.
+        // Only the asking call is ever granted. An answer that comes too late has a stale ticket.
         let stale = !self.naive.calls.iter().any(|call| call.ticket == ticket);
         if random.chance(60) && (asking.is_some() || stale) {
             return same("granted", self.lanes.grant(ticket, self.now), self.naive.granted(ticket, self.now));
         }
         let until = self.now + Span::from_micros(random.below(400_000));
         let scope = random.pick(&[RefusalScope::Provider, RefusalScope::Lane]);
-        // Limits of a lane and of all, so that it shows which was told.
+        // Limits of a lane and of all lanes differ, so that the test can tell them apart.
         let limit = limit_id(if scope == RefusalScope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
         let spent = random.chance(40).then_some(limit);
         match spent {
@@ -299,7 +299,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Polls until it says to sleep, and sometimes sleeps.
+    /// Polls until the lanes sleep, and sometimes sleeps.
     fn settle(&mut self, random: &mut RandomSource) -> Result<(), String> {
         let sleep_until = loop {
             match self.lanes.poll(self.now) {
@@ -348,7 +348,7 @@ impl Pair {
         Ok(())
     }
 
-    /// All calls go, and all room is there again.
+    /// Removes all calls, and checks that all room is free again.
     fn clear_out(mut self) -> Result<(), String> {
         let room: u32 = self.naive.spec.lanes.iter().map(|lane| lane.max_waiting).sum();
         for call in std::mem::take(&mut self.naive.calls) {

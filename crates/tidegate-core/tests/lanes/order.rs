@@ -1,4 +1,4 @@
-//! Who goes first.
+//! The order of the calls.
 
 use super::*;
 
@@ -6,7 +6,7 @@ use super::*;
 fn first_come_first_served_within_a_lane() {
     for lane in Lane::ALL {
         let mut lanes = Lanes::new(LanesSpec::default());
-        // Slots are used again in another order; calls keep theirs.
+        // Slots are reused in another order; calls keep theirs.
         for _ in 0..3 {
             let tickets: Vec<Ticket> = (0..100).map(|_| enqueue(&mut lanes, lane, test_time(0))).collect();
             assert_eq!(drain(&mut lanes, test_time(0)), tickets);
@@ -18,7 +18,7 @@ fn first_come_first_served_within_a_lane() {
 fn a_webhook_overtakes_five_background_calls() {
     let mut lanes = Lanes::new(LanesSpec::default());
     let background: Vec<Ticket> = (0..5).map(|_| enqueue(&mut lanes, Lane::Background, test_time(0))).collect();
-    // Even while the background's first waits for the provider.
+    // This also holds while the first background call waits for the provider.
     let first = ask(&mut lanes, test_time(0));
     assert_eq!(first, background[0]);
     lanes.refuse_until(first, test_time(900), RefusalScope::Provider, test_time(0));

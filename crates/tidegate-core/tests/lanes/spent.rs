@@ -1,8 +1,8 @@
-//! What is told of a limit that can't have room earlier.
+//! Reports about a limit that can't have room earlier.
 
 use super::*;
 
-/// Lanes where a user's call of cost 2 was told at 0 that a limit is spent for 60 s.
+/// Lanes in which a user's call of cost 2 was refused at 0, because a limit is spent for 60 s.
 fn told(scope: RefusalScope) -> Lanes {
     let mut lanes = Lanes::new(LanesSpec::default());
     lanes.enqueue(Lane::User, 2, Time::NEVER, test_time(0)).expect("room");

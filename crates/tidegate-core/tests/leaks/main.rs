@@ -1,5 +1,5 @@
-//! Whatever happens to calls, nothing that they held is left behind: places in the queue, slots in flight, what limits
-//! were charged, retries of the budget, and the breaker's probes.
+//! Whatever happens to calls, they leave nothing behind: positions in the queue, slots in flight, charges of limits,
+//! retries of the budget, and the breaker's probes are all given back.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 mod world;
@@ -45,7 +45,7 @@ fn a_long_run_leaks_nothing() {
     world.clear_out().unwrap();
 }
 
-/// Of 20,000 calls that are queued, under way or waiting for another try, 10,000 go away.
+/// Of 20,000 calls that are queued, in flight or waiting for a retry, 10,000 are cancelled.
 #[test]
 fn cancelling_half_of_many_calls_leaks_nothing() {
     let seed = random::run_seed();
@@ -55,7 +55,8 @@ fn cancelling_half_of_many_calls_leaks_nothing() {
         world.arrive(Lane::User, 2, None);
     }
     assert_eq!(world.desk.lanes.waiting(Lane::User), 20_000);
-    // Three credentials take fewer calls than the provider, so they are what is waited for. Some are asking or under way when the others go, and a few wait for another try.
+    // Three credentials accept fewer calls than the provider, so calls wait for them. Some calls are asking or in
+    // flight when the others are cancelled, and a few wait for a retry.
     for _ in 0..40 {
         world.pump();
         let asking = world.any(&mut random, |stage| matches!(stage, Stage::Asking(..)));

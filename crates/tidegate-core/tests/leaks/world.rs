@@ -1,4 +1,4 @@
-//! A provider whose calls do as they are told, and a plain count of everything.
+//! A provider with calls that do as they are told, and a plain count of everything.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -22,35 +22,35 @@ use tidegate_testkit::fixtures::{TestLimiter as Store, limit_id, test_time};
 use tidegate_testkit::random::RandomSource;
 
 const SHARED: Key = Key::new(1, 0x9e37_79b9_7f4a_7c15);
-/// Which limit does what: the first paces, two count for the test and never refuse.
+/// The indexes of the limits: the first paces, and two count for the test and never refuse.
 const PACE: usize = 0;
 const CALLS: usize = 1;
 const COSTS: usize = 2;
 const COOLDOWN: usize = 3;
 const WINDOW: Span = Span::from_secs(1);
 
-/// What a call does, as its driver knows.
+/// The stage of a call, as its driver knows it.
 pub(crate) enum Stage {
     Queued(Ticket),
-    /// The store was asked, and what it answered is still on its way.
+    /// The store was asked, and its answer is still on its way.
     Asking(Ticket, Box<(Batch, Outcomes)>),
     Sent(usize),
     Streaming(usize, InFlight),
     Renewing,
-    /// Until its retry, which came out of the budget or not.
+    /// It waits for its retry. The flag is true if the retry was taken from the budget.
     Sleeping(Time, bool),
 }
 
 pub(crate) struct Known {
     call: Call,
-    /// Its lane, as far as it was told; of a call that is under way the one that its slot is of.
+    /// Its lane, as far as it is known. For a call in flight, the lane of its slot.
     lane: Lane,
     cost: u64,
     pub(crate) stage: Stage,
-    /// Whether it takes its turn for a retry that came out of the budget.
+    /// True if it waits for its turn to retry, and the retry was taken from the budget.
     retries: bool,
     tried: bool,
-    /// Of a second request: beside whose it was sent.
+    /// For a second request: the call beside which it was sent.
     beside: Option<usize>,
 }
 
@@ -63,16 +63,16 @@ pub(crate) struct World {
     rng: SmallRng,
     pub(crate) now: Time,
     pub(crate) calls: BTreeMap<usize, Known>,
-    /// Those of them that don't just wait in the queue.
+    /// The calls that don't only wait in the queue.
     pub(crate) busy: BTreeSet<usize>,
-    /// Who has which place in the queue.
+    /// The calls by their index in the queue.
     places: HashMap<usize, usize>,
-    /// Answers to calls that have left meanwhile.
+    /// Answers to calls that have left since.
     pub(crate) orphans: Vec<(Batch, Outcomes)>,
     pub(crate) arrived: usize,
     /// The first requests, in their order.
     pub(crate) sent: Vec<usize>,
-    /// What stands charged: calls, and their costs.
+    /// The charged amounts: calls, and their costs.
     charged: (u64, u64),
     /// The budget in thousandths of a retry.
     budget: u64,
@@ -179,7 +179,7 @@ impl World {
         id
     }
 
-    /// Sends a second request beside one that is under way, if that may go at once.
+    /// Sends a second request beside one in flight, if it may go immediately.
     fn hedge(&mut self, first: usize) {
         let known = &self.calls[&first];
         let Some(call) = known.call.new_hedge(&self.desk) else { return };
@@ -197,7 +197,7 @@ impl World {
         }
     }
 
-    /// One of two requests has failed; which of the two calls goes on with the other is no matter.
+    /// One of two requests has failed. Either of the two calls may continue with the other request.
     fn beaten(&mut self, mut hedge: Known, reply: &AttemptReport, swaps: bool) {
         let first = hedge.beside.and_then(|id| self.calls.get_mut(&id));
         if let Some(first) = first.filter(|first| swaps && matches!(first.stage, Stage::Sent(_))) {
@@ -208,7 +208,7 @@ impl World {
         self.tell(self.desk.store_requests.updates());
     }
 
-    /// Enters the queue, at first or again.
+    /// Adds the call to the queue, at first or again.
     fn start(&mut self, id: usize, mut known: Known) {
         let progress = match known.call.start(&mut self.desk, self.now) {
             Ok(()) => CallProgress::Wait,
@@ -217,7 +217,7 @@ impl World {
         self.advance(id, known, progress);
     }
 
-    /// Follows what its turn, or the store's answer, makes of a call.
+    /// Handles the result of a call's turn or of the store's answer.
     fn advance(&mut self, id: usize, mut known: Known, progress: CallProgress) {
         self.tell(self.desk.store_requests.updates());
         known.stage = match progress {
@@ -242,7 +242,7 @@ impl World {
         self.keep(id, known);
     }
 
-    /// Follows what a reply makes of a call.
+    /// Handles the next step after a reply.
     fn go_on(&mut self, id: usize, mut known: Known, next: NextStep) {
         self.tell(self.desk.store_requests.updates());
         known.stage = match next {
@@ -256,7 +256,7 @@ impl World {
 
     fn finish(&mut self, id: usize, known: &Known, result: Result<(), CallFailure>) {
         self.finished.push((id, result));
-        // What failed before its retry was sent, gives it back.
+        // A call that failed before its retry was sent gives it back.
         if known.retries {
             self.earn(1_000);
         }
@@ -267,7 +267,7 @@ impl World {
         self.budget = (self.budget + thousandths).min(most);
     }
 
-    /// Lets the lanes name who is next, until they sleep: until when.
+    /// Lets the lanes select calls until they sleep, and returns the time until which they do.
     pub(crate) fn pump(&mut self) -> Time {
         loop {
             let (ticket, expired) = match self.desk.lanes.poll(self.now) {
@@ -287,7 +287,7 @@ impl World {
         }
     }
 
-    /// An answer that is on its way finds nobody.
+    /// Keeps an answer that is still on its way to a call that has left.
     fn orphan(&mut self, known: &mut Known) {
         if let Stage::Asking(_, answer) = std::mem::replace(&mut known.stage, Stage::Renewing) {
             self.orphans.push(*answer);
@@ -297,7 +297,7 @@ impl World {
     pub(crate) fn answer(&mut self, id: usize, broken: bool) {
         let mut known = self.take(id);
         if broken {
-            // The question was lost with its answer: as an orphan, what it was charged goes back.
+            // The request was lost together with its answer. As an orphan, its charge is given back.
             self.orphan(&mut known);
             known.call.handle_store_error(&mut self.desk);
             self.desk.store_requests = tidegate_core::call::StoreRequests::default();
@@ -383,7 +383,7 @@ impl World {
         }
     }
 
-    /// Its caller goes away.
+    /// Ends a call because its caller cancels it.
     pub(crate) fn abandon(&mut self, id: usize) {
         let mut known = self.take(id);
         if let Stage::Streaming(_, remainder) = &mut known.stage {
@@ -421,7 +421,7 @@ impl World {
         (outcomes.list()[0].used, outcomes.list()[1].used)
     }
 
-    /// Holds everything against the plain count.
+    /// Compares everything with the plain count.
     pub(crate) fn check(&self) -> Result<(), String> {
         for lane in Lane::ALL {
             same("waiting", self.desk.lanes.waiting(lane), self.waiting(lane))?;
@@ -454,14 +454,14 @@ impl World {
         Ok(())
     }
 
-    /// Some call in some stage.
+    /// A random call in a matching stage.
     pub(crate) fn any(&self, random: &mut RandomSource, which: impl Fn(&Stage) -> bool) -> Option<usize> {
         let fitting: Vec<usize> =
             self.calls.iter().filter(|(_, known)| which(&known.stage)).map(|(&id, _)| id).collect();
         (!fitting.is_empty()).then(|| random.pick(&fitting))
     }
 
-    /// One thing that may happen.
+    /// Simulates one random event.
     pub(crate) fn happen(&mut self, random: &mut RandomSource) {
         match random.below(34) {
             0..=7 if self.calls.len() < 60 => {
@@ -531,7 +531,7 @@ impl World {
         self.pump();
     }
 
-    /// Everybody goes away, and everything is there again.
+    /// Cancels all calls, and checks that everything is free again.
     pub(crate) fn clear_out(mut self) -> Result<(), String> {
         while let Some(&id) = self.calls.keys().next() {
             self.abandon(id);
@@ -546,7 +546,7 @@ impl World {
         let mut pace = Batch::new(0);
         pace.push(Op::new(LimitId::FIRST, Verb::Peek, SHARED, 1)).unwrap();
         same("used of the window", self.store.decide(&pace, self.now).1.list()[0].used, 0)?;
-        // Three limits that are shared, and a cool-down of each credential.
+        // Three shared limits, and a cool-down of each credential.
         same("states in the store", self.store.store().len() <= 6, true)?;
         for lane in Lane::ALL {
             let room = self.rules.lanes.lanes[lane as usize].max_waiting;

@@ -1,4 +1,4 @@
-//! Ways to find a service's pace, side by side.
+//! A comparison of ways to find a service's pace.
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 mod rivals;
@@ -26,7 +26,8 @@ fn fresh() -> AdaptiveRate {
 
 fn governor(name: &str, seed: u64) -> Box<dyn Governor> {
     let rng = SmallRng::seed_from_u64(seed);
-    // Set for a service of about this speed: by the defaults, 32 workers that fail at once go on in a quarter of an hour.
+    // Settings for a service of about this speed. With the defaults, 32 workers that all fail at first would continue
+    // only after a quarter of an hour.
     let (initial, max) = (Duration::from_millis(10), Duration::from_secs(2));
     let pacer = |mode| LocalPacer::new(PacerSpec { mode, initial, max, ..PacerSpec::default() }).unwrap();
     match name {
@@ -39,7 +40,7 @@ fn governor(name: &str, seed: u64) -> Box<dyn Governor> {
     }
 }
 
-/// The worst of several runs.
+/// The worst values of several runs.
 fn worst(name: &str, limiter: Limiter, distance: Distance, seeds: u32) -> Score {
     let scores = (1..=u64::from(seeds)).map(|seed| run(&mut *governor(name, seed), limiter, distance, seed));
     let worst = scores.fold(Score { goodput: u64::MAX, throttled: 0 }, |worst, score| Score {
@@ -69,7 +70,7 @@ fn adaptive_pace_finds_and_follows_hidden_capacity() {
     }
 }
 
-/// Hundreds of calls are under way when the first of them is throttled.
+/// Hundreds of calls are in flight when the first of them is throttled.
 #[test]
 fn adaptive_pace_limits_throttling_at_long_latencies() {
     for limiter in LIMITERS {
@@ -78,8 +79,8 @@ fn adaptive_pace_limits_throttling_at_long_latencies() {
     }
 }
 
-/// Sends calls one after the other as soon as they may go, each answered 10 ms later, until a moment; returns how many were
-/// sent.
+/// Sends calls one after the other as soon as they may go until `until`, each answered 10 ms later. Returns the number
+/// of sent calls.
 fn drive(
     adaptive: &mut AdaptiveRate,
     from: Time,
@@ -184,7 +185,7 @@ fn long_scarce_allowances_use_the_slowest_rate() {
     adaptive.sent(test_time(0));
     let rest = RemainingAmount { amount: 999, limit: Some(1_000), resets_at: test_time(30 * 86_400_000) };
     adaptive.succeeded(test_time(0), Some(rest), test_time(10));
-    // Rates are whole millionths.
+    // Rates are whole numbers of millionths.
     let (slowest, waits) = (AdaptiveRateSpec::default().slowest, adaptive.next_at(test_time(10)).since(test_time(0)));
     assert!((slowest - Span::from_millis(5)..=slowest).contains(&waits), "{waits:?}");
 }

@@ -5,7 +5,7 @@ use tidegate_core::{Class, LocalPacer, Pace, Span, Time};
 
 use crate::service::Governor;
 
-/// What a gateway runs.
+/// The pace of a gateway.
 pub(crate) struct Paced {
     pub(crate) pace: Pace,
     pub(crate) rng: SmallRng,
@@ -27,7 +27,7 @@ impl Governor for Paced {
     }
 }
 
-/// Workers that share a pacer, and each sleep for as long as it says.
+/// Workers that share a pacer. Each sleeps for as long as the pacer says.
 pub(crate) struct Shared {
     pub(crate) pacer: LocalPacer,
     pub(crate) rng: SmallRng,
@@ -47,8 +47,9 @@ impl Governor for Shared {
     }
 }
 
-/// One call a second more each second, and half as many after a throttle, at most once in a fifth of a second (D.-M. Chiu
-/// and R. Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance in Computer Networks", 1989).
+/// Additive increase and multiplicative decrease: one call per second more each second, and half after a throttle, at
+/// most once in a fifth of a second (D.-M. Chiu and R. Jain, "Analysis of the Increase and Decrease Algorithms for
+/// Congestion Avoidance in Computer Networks", 1989).
 pub(crate) struct Aimd {
     rate: f64,
     sent_at: Option<Time>,
@@ -82,9 +83,9 @@ impl Governor for Aimd {
     }
 }
 
-/// A token bucket whose rate follows the cubic function of RFC 9438 around the rate of the last throttle, with the
-/// constants and the bound of twice the measured rate that AWS's SDKs are documented to have: β 0.7, C 0.4, measured in
-/// halves of a second and smoothed by 0.8, with a bucket of one second.
+/// A token bucket with a rate that follows the cubic function of RFC 9438 around the rate of the last throttle. The
+/// constants and the bound of twice the measured rate are those documented for AWS's SDKs: β 0.7, C 0.4, measured in
+/// half seconds and smoothed by 0.8, with a bucket of one second.
 pub(crate) struct Cubic {
     rate: f64,
     max_rate: f64,
@@ -117,7 +118,7 @@ impl Cubic {
 impl Governor for Cubic {
     fn next_at(&self, now: Time) -> Time {
         let lacks = 1.0 - self.tokens(now);
-        // It paces nobody before the first throttle.
+        // It delays no call before the first throttle.
         if self.throttled_at.is_none() || lacks <= 0.0 {
             return now;
         }

@@ -1,4 +1,4 @@
-//! A service with a hidden capacity, workers that always have another call for it, and a clock of their own.
+//! A service with a hidden capacity, workers that always have another call for it, and their own clock.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -7,40 +7,40 @@ use tidegate_core::{Span, Time};
 use tidegate_testkit::fixtures::test_time;
 use tidegate_testkit::random::RandomSource;
 
-/// Calls a second in each stretch of time.
+/// The calls per second in each stretch of time.
 pub(crate) const CAPACITY: [u64; 4] = [50, 90, 200, 100];
 
-/// How far away the service is.
+/// The distance of the service.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Distance {
-    /// How many workers share the pace: more than it needs.
+    /// The number of workers that share the pace: more than it needs.
     pub(crate) workers: usize,
     /// The shortest and the longest time from a request's arrival to its reply, in microseconds.
     pub(crate) replies: (u64, u64),
-    /// How long the service keeps a capacity, in seconds.
+    /// The time for which the service keeps a capacity, in seconds.
     pub(crate) stretch: u64,
 }
 
 pub(crate) const NEAR: Distance = Distance { workers: 32, replies: (20_000, 200_000), stretch: 100 };
 pub(crate) const FAR: Distance = Distance { workers: 600, replies: (1_500_000, 2_500_000), stretch: 1_000 };
 
-/// What paces calls: the machine under test, or a rival.
+/// The controller of the calls: the pace under test, or a rival.
 pub(crate) trait Governor {
-    /// When the next call of anybody may be sent.
+    /// The time at which the next call of any worker may be sent.
     fn next_at(&self, now: Time) -> Time;
     fn sent(&mut self, now: Time);
-    /// A call has ended; returns how long its own worker sleeps.
+    /// Records the end of a call. Returns the time for which its own worker sleeps.
     fn ended(&mut self, sent_at: Time, throttled: bool, now: Time) -> Span;
 }
 
-/// How a service counts.
+/// The algorithm of the service's limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Limiter {
-    /// No trailing second holds more than its capacity.
+    /// No trailing second contains more calls than its capacity.
     Window,
-    /// Two calls are no closer than they may be in the long run.
+    /// The distance between two calls is at least the average one.
     Spaced,
-    /// A bucket for half a second's worth, which is full at first.
+    /// A bucket with calls for half a second, full at first.
     Bucket,
 }
 
@@ -49,7 +49,7 @@ pub(crate) const LIMITERS: [Limiter; 3] = [Limiter::Window, Limiter::Spaced, Lim
 struct Service {
     limiter: Limiter,
     stretch: u64,
-    /// Who was admitted within a second, and the last.
+    /// The times of the calls admitted within the last second, and of the last call.
     admitted: VecDeque<Time>,
     /// Millionths of a call.
     tokens: u64,
@@ -90,12 +90,12 @@ impl Service {
     }
 }
 
-/// What came of a run, in thousandths.
+/// The result of a run, in thousandths.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Score {
-    /// What the service took of what it could have.
+    /// The accepted share of the calls that the service could accept.
     pub(crate) goodput: u64,
-    /// What it threw back of all that it was sent.
+    /// The refused share of all calls that were sent.
     pub(crate) throttled: u64,
 }
 
@@ -106,7 +106,7 @@ enum Happening {
     Wants,
 }
 
-/// Lets the workers call for all stretches. The way to the service differs by up to 50 µs.
+/// Lets the workers call in all stretches. The transit time to the service varies by up to 50 µs.
 pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Distance, seed: u64) -> Score {
     let Distance { workers, replies: (quickest, slowest), stretch } = distance;
     let mut random = RandomSource::from_seed(seed);
@@ -122,7 +122,7 @@ pub(crate) fn run(governor: &mut dyn Governor, limiter: Limiter, distance: Dista
     for _ in 0..workers {
         push(&mut happenings, test_time(0), Happening::Wants);
     }
-    // Who waits for the governor, and when it is asked again.
+    // The number of workers that wait for the governor, and the time at which it is asked again.
     let (mut waiting, mut asks_at) = (0_usize, Time::NEVER);
     let (mut taken, mut refused) = (0_u64, 0_u64);
     loop {
