@@ -57,13 +57,13 @@ impl Time {
     }
 }
 
-/// A moment in UTC as answers write it, rounded up to the second: `2026-11-21 12:01:45Z`.
+/// A time in the format of decisions, in UTC and rounded up to the second: `2026-11-21 12:01:45Z`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UtcText([u8; 20]);
 
 impl From<Time> for UtcText {
-    /// The days-to-civil conversion is Howard Hinnant's ("chrono-compatible low-level date algorithms"), for years
-    /// from 1970 on.
+    /// Converts a time, rounded up to the second. The days-to-civil conversion is Howard Hinnant's ("chrono-compatible
+    /// low-level date algorithms"), for years from 1970 on.
     fn from(at: Time) -> Self {
         let seconds = at.as_secs_ceil();
         let (days, second) = (seconds / 86_400, seconds % 86_400);

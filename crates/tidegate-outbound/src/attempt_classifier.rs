@@ -1,4 +1,4 @@
-//! What an HTTP reply means, or that there was none.
+//! The classification of HTTP replies and of attempts without a reply.
 
 use std::error::Error;
 use std::io;
@@ -14,10 +14,10 @@ use tidegate_policy::outbound::BodyRule;
 
 use super::causes::causes;
 
-/// gRPC's status. It stands in a reply's head if that is all there is of the reply ("Trailers-Only").
+/// The status of gRPC. It is in the head of a reply without messages ("Trailers-Only").
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 
-/// What the head of a reply says, whatever was asked.
+/// The classification of a reply's head, independent of the request.
 pub struct HeadClassification {
     /// The class of the status; a 403 that says that nothing is left, or when to come back, is throttled.
     pub class: Class,
@@ -37,19 +37,20 @@ impl HeadClassification {
         Self { class, hints }
     }
 
-    /// Whether the server may have acted on the request: what was throttled was refused instead of carried out, so it may
-    /// be sent again whatever its method.
+    /// True if the server may have acted on the request. A throttled request was not carried out, so it may be sent
+    /// again with any method.
     pub fn may_have_acted(&self) -> bool {
         self.class != Class::Throttled
     }
 
-    /// How long the server asks to be left alone. When its allowances begin anew matters to who was refused for them.
+    /// The wait that the server asks for. A throttled reply without `Retry-After` waits until the allowances are
+    /// renewed.
     pub fn requested_wait(&self, now: Time) -> Option<Span> {
         if self.class == Class::Throttled { self.hints.wait(now) } else { self.hints.retry_after }
     }
 }
 
-/// Tells what came of the attempts of one request.
+/// Classifies the attempts of one request.
 #[derive(Clone, Debug)]
 pub(crate) struct AttemptClassifier {
     method: Method,
@@ -57,23 +58,24 @@ pub(crate) struct AttemptClassifier {
 }
 
 impl AttemptClassifier {
-    /// A judge of requests with this method; `has_key` if they carry an idempotency key that the provider honours.
+    /// A classifier for requests with this method. `has_key` is true if they have an idempotency key that the provider
+    /// honours.
     pub(crate) fn new(method: Method, has_key: bool) -> Self {
         Self { method, has_idempotency_key: has_key }
     }
 
-    /// Whether a second request does no harm although the first may be carried out.
+    /// True if a second request is safe although the first may be carried out.
     pub(crate) fn is_repeatable(&self) -> bool {
         is_repeatable(self.method.as_str(), self.has_idempotency_key, true)
     }
 
-    /// What a reply means by its status and headers, arrived `now`. `unreplayable` is why the request can't be sent
-    /// again, if it can't.
+    /// Classifies a reply by its status and headers, received at `now`. `unreplayable` is the reason that the request
+    /// can't be sent again, if there is one.
     ///
-    /// A 403 that says that nothing is left, or when to come back, is a throttled one, as GitHub's secondary limits
-    /// are. What was throttled was refused instead of carried out, so it may be sent again whatever its method. A reply
-    /// that isn't refused for too many calls tells by `spent_until` that the next would be. A 200 whose `grpc-status` says
-    /// otherwise is what that says, by the HTTP status that `google.rpc.Code` names for it: 14 is 503, 8 is 429.
+    /// A 403 with an exhausted limit or a time to retry is throttled, as GitHub's secondary limits are. A throttled
+    /// request was not carried out, so it may be sent again with any method. Other replies set `spent_until` if the
+    /// next call would be throttled. For a 200 with another `grpc-status`, the class follows the HTTP status that
+    /// `google.rpc.Code` gives for it: 14 is 503, 8 is 429.
     pub(crate) fn classify_reply(
         &self,
         status: StatusCode,
@@ -93,12 +95,12 @@ impl AttemptClassifier {
         }
     }
 
-    /// A reply that turned out to be throttled by its body, and how long to wait if that is known.
+    /// The report of a reply with a body that says it is throttled. `wait` is the time to wait, if known.
     pub(crate) fn throttled_report(&self, reply: AttemptReport, wait: Option<Span>) -> AttemptReport {
         AttemptReport { class: Class::Throttled, retry_after: wait.or(reply.retry_after), spent_until: None, ..reply }
     }
 
-    /// What it means that there was no reply.
+    /// Classifies an attempt without a reply.
     pub(crate) fn classify_fault(
         &self,
         fault: TransportFault,
@@ -111,19 +113,19 @@ impl AttemptClassifier {
         }
     }
 
-    /// A request that says nothing about the provider, because it is the caller's that broke off.
+    /// The report of a request that the caller cancelled. It says nothing about the provider.
     pub(crate) fn cancelled_report(&self) -> AttemptReport {
         AttemptReport::new(Class::Cancelled, Delivery::Unknown)
     }
 }
 
-/// The status that a reply means: HTTP's, unless it is gRPC's that says how the call ended. What isn't a status of gRPC's
-/// is UNKNOWN.
+/// The effective status of a reply: the HTTP status, or for a 200 the one that corresponds to `grpc-status`. An unknown
+/// gRPC status counts as UNKNOWN.
 fn effective_status(status: StatusCode, headers: &HeaderMap) -> StatusCode {
     let Some(grpc) = headers.get(&GRPC_STATUS).filter(|_| status == StatusCode::OK) else { return status };
     match grpc.as_bytes() {
         b"0" => StatusCode::OK,
-        // CANCELLED has no status in RFC 9110; what the provider broke off by itself, it would break off again.
+        // CANCELLED has no status in RFC 9110. If the provider cancelled the call itself, it would cancel a retry too.
         b"1" | b"3" | b"9" | b"11" => StatusCode::BAD_REQUEST,
         b"4" => StatusCode::GATEWAY_TIMEOUT,
         b"5" => StatusCode::NOT_FOUND,
@@ -137,9 +139,9 @@ fn effective_status(status: StatusCode, headers: &HeaderMap) -> StatusCode {
     }
 }
 
-/// The fault behind an error of a client, as far as the errors of the operating system and of HTTP/2 among its causes
-/// tell: what failed before a connection stood is unsent, and so is what the provider says it hasn't processed (a
-/// `REFUSED_STREAM`, or a `GOAWAY` that leaves it out; RFC 9113 §8.7). All else may have arrived.
+/// The fault behind a client's error, by the errors of the operating system and of HTTP/2 among its causes. A failure
+/// before the connection was established means unsent. So does a request that the provider reports as not processed (a
+/// `REFUSED_STREAM`, or a `GOAWAY` that excludes it; RFC 9113 §8.7). Any other request may have arrived.
 pub fn fault_of(error: &(dyn Error + 'static)) -> TransportFault {
     causes(error).fold(TransportFault::Reset, |fault, cause| {
         if let Some(error) = cause.downcast_ref::<io::Error>() {
@@ -152,8 +154,8 @@ pub fn fault_of(error: &(dyn Error + 'static)) -> TransportFault {
     })
 }
 
-/// Whether a request met this before the provider did anything about it. Of a `GOAWAY` only those requests are told that
-/// came after the last that it names.
+/// True if the provider did not process the request. A `GOAWAY` error is given only to requests after the last stream
+/// that it names.
 fn is_unprocessed(error: &h2::Error) -> bool {
     error.is_remote() && (error.is_go_away() || error.reason() == Some(h2::Reason::REFUSED_STREAM))
 }
@@ -172,7 +174,7 @@ fn fault_of_io(kind: io::ErrorKind) -> Option<TransportFault> {
     }
 }
 
-/// Whether the body of a reply that the rule concerns says that there were too many calls.
+/// True if the body of a reply, to which the rule applies, contains the rule's texts for throttling.
 pub(super) fn says_throttled(rule: &BodyRule, body: &[u8]) -> bool {
     let Ok(json) = serde_json::from_slice::<Value>(body) else { return false };
     rule.contains.iter().all(|(pointer, expected)| {

@@ -1,4 +1,4 @@
-//! What a request's headers ask of its call.
+//! The options of a call in the headers of its request.
 
 use http::header::{HeaderMap, HeaderName};
 use tidegate_core::Lane;
@@ -12,24 +12,24 @@ pub const TIDEGATE_PRIORITY: HeaderName = HeaderName::from_static("tidegate-prio
 pub const TIDEGATE_TIMEOUT: HeaderName = HeaderName::from_static("tidegate-timeout");
 /// `Idempotency-Key` (draft-ietf-httpapi-idempotency-key-header).
 pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
-/// What the names of all headers begin with that are meant for Tidegate alone.
+/// The prefix of all headers that only Tidegate reads.
 const OWN_PREFIX: &str = "tidegate-";
 
-/// A header that doesn't say what it should.
+/// A header with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name} must be {expected}")]
 pub struct CallHeaderError {
     /// The header.
     pub name: HeaderName,
-    /// What would do.
+    /// The expected form.
     pub expected: &'static str,
 }
 
-/// What the headers of a request ask of its call: [`TIDEGATE_PRIORITY`] and [`TIDEGATE_TIMEOUT`]. Headers that are meant for Tidegate
-/// alone, `Tidegate-…`, are taken out.
+/// Takes the options of a call from the headers of its request: [`TIDEGATE_PRIORITY`] and [`TIDEGATE_TIMEOUT`]. All
+/// headers for Tidegate alone, `Tidegate-…`, are removed.
 ///
 /// # Errors
-/// The first header that can't be understood, or is there twice.
+/// The first header that is invalid or repeated.
 pub fn take_call_options(headers: &mut HeaderMap) -> Result<CallOptions, CallHeaderError> {
     let mut options = CallOptions::default();
     let own_headers: Vec<HeaderName> =
@@ -50,7 +50,7 @@ pub fn take_call_options(headers: &mut HeaderMap) -> Result<CallOptions, CallHea
     Ok(options)
 }
 
-/// Whether a request may be carried out twice without harm because it says by what it can be known again.
+/// True if a request has an idempotency key, so that it may safely be carried out twice.
 pub fn has_idempotency_key(headers: &HeaderMap) -> bool {
     headers.get(&IDEMPOTENCY_KEY).is_some_and(|key| !key.as_bytes().trim_ascii().is_empty())
 }

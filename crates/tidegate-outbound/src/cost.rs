@@ -1,4 +1,4 @@
-//! What a call is expected to cost, and what its reply says that it did.
+//! The expected cost of a call, and the real cost from its reply.
 
 use bytes::BytesMut;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap};
@@ -7,12 +7,12 @@ use tidegate_policy::outbound::{CostRules, PointerAlternatives};
 
 use super::sse::SseReader;
 
-/// The longest reply that is read to find out what the call cost, in bytes, and the longest event of a reply that
-/// comes as a stream of events. Of a longer reply, what was reserved stands; a longer event says nothing.
+/// The longest reply, and the longest event of an event stream, that is read for the cost of a call, in bytes. After a
+/// longer reply the reserved cost stays; a longer event is ignored.
 const MAX_PARSED_BYTES: usize = 1 << 20;
 
-/// What is reserved before the reply to a request whose body has this many bytes. `body` is all of it, where that is
-/// JSON and at hand.
+/// The cost that is reserved before the reply, for a request with a body of this many bytes. `body` is the complete
+/// body, if it is JSON and available.
 pub(super) fn expected_cost(rules: &CostRules, bytes: u64, body: Option<&[u8]>) -> u64 {
     let units = bytes.checked_div(rules.bytes_per_unit).unwrap_or(0);
     let json = body.and_then(|body| serde_json::from_slice(body).ok());
@@ -20,24 +20,24 @@ pub(super) fn expected_cost(rules: &CostRules, bytes: u64, body: Option<&[u8]>) 
     rules.reserve.saturating_add(units).saturating_add(requested)
 }
 
-/// What is read along with a reply to find out what the call cost.
+/// Reads the real cost of a call from its reply.
 pub(super) struct CostReader {
     pointers: Vec<PointerAlternatives>,
-    /// What each of the pointers has led to.
+    /// The last value found for each of the pointers.
     values: Vec<Option<u64>>,
     format: ReplyFormat,
 }
 
-/// How a reply says it.
+/// The format of a reply.
 enum ReplyFormat {
     Json(BytesMut),
     Events(SseReader),
-    /// It is too long to be read.
+    /// The reply is too long to be read.
     TooLong,
 }
 
 impl CostReader {
-    /// What is read of a reply with these headers; nothing if they say that it can't be, or if there is nothing to find.
+    /// A reader for a reply with these headers. `None` if the rules read nothing from replies, or the reply is encoded.
     pub(super) fn for_reply(rules: &CostRules, headers: &HeaderMap) -> Option<Self> {
         let is_encoded = headers.get(CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
         if rules.reply.is_empty() || is_encoded {
@@ -61,7 +61,7 @@ impl CostReader {
         }
     }
 
-    /// The sum of the numbers that were found, at the reply's end.
+    /// The sum of the values that were found. Called at the reply's end.
     pub(super) fn into_cost(mut self) -> Option<u64> {
         if let ReplyFormat::Json(read) = &self.format {
             update_values(&self.pointers, &mut self.values, read);
@@ -70,7 +70,7 @@ impl CostReader {
     }
 }
 
-/// Notes what the pointers lead to in a document. What it doesn't say stays as it was.
+/// Updates the values from a document. Values that the document doesn't contain stay.
 fn update_values(pointers: &[PointerAlternatives], values: &mut [Option<u64>], text: &[u8]) {
     let Ok(json) = serde_json::from_slice(text) else { return };
     for (pointers, found) in pointers.iter().zip(values) {
@@ -78,18 +78,18 @@ fn update_values(pointers: &[PointerAlternatives], values: &mut [Option<u64>], t
     }
 }
 
-/// The first number that is there.
+/// The first pointer's value that is a number.
 fn first_number(pointers: &PointerAlternatives, json: &Value) -> Option<u64> {
     pointers.iter().find_map(|pointer| json.pointer(pointer)?.as_u64())
 }
 
-/// Whether a request's body is JSON by its own account.
+/// True if a request's content type is JSON.
 pub(super) fn is_json(headers: &HeaderMap) -> bool {
     let kind = media_type(headers).map(str::to_ascii_lowercase);
     kind.is_some_and(|kind| kind == "application/json" || kind.ends_with("+json"))
 }
 
-/// Whether a reply comes as server-sent events.
+/// True if a reply is a stream of server-sent events.
 pub(super) fn is_event_stream(headers: &HeaderMap) -> bool {
     media_type(headers).is_some_and(|kind| kind.eq_ignore_ascii_case("text/event-stream"))
 }
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use http::HeaderValue;
 
-    /// As the presets of language models say it.
+    /// The rules of the presets for language models.
     fn rules() -> CostRules {
         let pointers = |pointers: &[&str]| pointers.iter().map(|pointer| (*pointer).to_owned()).collect::<Vec<_>>();
         let mut rules = CostRules::new(7);

@@ -1,4 +1,4 @@
-//! The secrets of a provider's credentials, as they stand now.
+//! The current secrets of a provider's credentials.
 
 use std::fmt;
 use std::path::Path;
@@ -13,17 +13,16 @@ use tidegate_policy::{Secret, SecretError, SecretSource};
 
 use super::{Target, TargetError};
 
-/// How often a token file is looked at, while there are calls.
+/// The interval of the checks of a token file, while there are calls.
 const CHECK_INTERVAL: Span = Span::from_secs(1);
-/// How long the call that has it looked at waits for a slow file system, before it goes with what is known.
+/// The longest wait of the checking call for a slow file system. After it, the call uses the known secret.
 const CHECK_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// The secrets of a provider's credentials, in the order of its list. Cheap to clone; clones are the same.
+/// The secrets of a provider's credentials, in the order of its list. Cheap to clone; all clones share one state.
 ///
-/// Those from files follow them: a file is looked at once a second at most, by one call, on tokio's threads for
-/// blocking work, and read again if its length or its time of change differs from when it was last read. A file that is
-/// gone, empty or holds what can't be sent leaves the secret as it was, with a warning in the log, and is tried again with
-/// every look.
+/// Secrets from files follow their files. One call checks a file, at most once a second, on tokio's threads for
+/// blocking work. The file is read again if its length or modification time differs from the last read. If the file is
+/// missing, empty or not sendable, the secret stays as it was, the log has a warning, and every check tries again.
 #[derive(Clone)]
 pub(crate) struct Credentials(Arc<[Arc<CredentialSlot>]>);
 
@@ -31,48 +30,48 @@ struct CredentialSlot {
     source: SecretSource,
     target: Option<Target>,
     secret: RwLock<Arc<Secret>>,
-    /// In microseconds since the Unix epoch.
+    /// Microseconds since the Unix epoch.
     checked_at: AtomicU64,
     file_state: Mutex<TokenFileState>,
 }
 
-/// What is known of a token file.
+/// The known state of a token file.
 struct TokenFileState {
-    /// As it was read.
+    /// The stamp of the last successful read.
     read_stamp: Option<FileStamp>,
-    /// As the log was told that it can't be used: once is enough.
+    /// The stamp of the last warning. Each unusable stamp is logged once.
     warned_stamp: Option<Option<FileStamp>>,
 }
 
-/// By what it shows that a file was changed.
+/// The metadata that shows a change of the file.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct FileStamp {
     length: u64,
     modified: Option<SystemTime>,
 }
 
-/// Why a credential can't be used. Never tells what it is.
+/// The reason that a credential can't be used. Never contains the secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CredentialError {
-    /// It can't be had.
+    /// The credential is missing or can't be read.
     #[error(transparent)]
     Missing(#[from] SecretError),
-    /// It can't be sent.
+    /// The credential can't be sent.
     #[error("the token from {origin} can't be used: {reason}")]
     Unusable {
         /// The variable or file, as the policy writes it.
         origin: String,
-        /// Why not.
+        /// The reason.
         reason: TargetError,
     },
 }
 
 impl Credentials {
-    /// Fetches the secrets of a provider; `env` looks an environment variable up.
+    /// Reads the secrets of a provider. `env` looks up an environment variable.
     ///
     /// # Errors
-    /// The first that can't be had, or can't be sent where the provider wants it.
+    /// The first secret that can't be read, or can't be sent in the form that the provider needs.
     pub(crate) fn from_provider(
         provider: &ProviderConfig,
         env: impl Fn(&str) -> Option<String>,
@@ -81,10 +80,10 @@ impl Credentials {
         Self::resolve(&provider.credentials, target.as_ref(), env)
     }
 
-    /// Fetches secrets that must be fit for `target`, if there is one.
+    /// Reads secrets, which must be usable for `target`, if there is one.
     ///
     /// # Errors
-    /// As [`from_provider`](Self::from_provider) has them.
+    /// As [`from_provider`](Self::from_provider).
     pub(crate) fn resolve(
         sources: &[SecretSource],
         target: Option<&Target>,
@@ -94,18 +93,18 @@ impl Credentials {
         Ok(Self(sources.iter().map(slot).collect::<Result<_, _>>()?))
     }
 
-    /// How many there are.
+    /// The number of credentials.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// The secret at a place in the list; `None` if there is none, so that the call is anonymous.
+    /// The secret at this index in the list. `None` if there is none, so that the call is anonymous.
     pub(crate) async fn current(&self, credential: usize, now: Time) -> Option<Arc<Secret>> {
         let slot = self.0.get(credential)?;
         if slot.is_due(now) {
             let checked_slot = Arc::clone(slot);
             let check_task = tokio::task::spawn_blocking(move || checked_slot.reload_if_changed());
-            // Out of patience, the look goes on and serves later calls.
+            // After the timeout, the check continues and serves later calls.
             let _ = tokio::time::timeout(CHECK_TIMEOUT, check_task).await;
         }
         Some(slot.secret())
@@ -124,7 +123,7 @@ impl CredentialSlot {
         target: Option<Target>,
         env: impl FnOnce(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
-        // Looked at before it is read, so that a change in between is found by the next look.
+        // The stamp is taken before the read, so that the next check finds a change in between.
         let initial_stamp = file_path(&source).and_then(read_stamp);
         let secret = fetch_secret(&source, target.as_ref(), env)?;
         Ok(Self {
@@ -140,13 +139,13 @@ impl CredentialSlot {
         Arc::clone(&self.secret.read())
     }
 
-    /// Whether it is time to look at the file; true for one caller only.
+    /// True if a check of the file is due. Only one caller gets true.
     fn is_due(&self, now: Time) -> bool {
         if file_path(&self.source).is_none() {
             return false;
         }
         let last = self.checked_at.load(Ordering::Relaxed);
-        // A clock that stepped back must not leave the file unseen until it catches up.
+        // A check is due after a step back of the clock too, not only once the clock has caught up.
         let due = now.as_micros().abs_diff(last) >= CHECK_INTERVAL.as_micros();
         due && self.checked_at.compare_exchange(last, now.as_micros(), Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }

@@ -1,8 +1,8 @@
-//! The one loop that drives the calls of a provider.
+//! The dispatcher: the loop that runs the calls of a provider.
 //!
-//! Whoever changes something, a call that arrives, a reply, a timer, takes the lock, lets the machine make its step,
-//! and then lets the lanes name calls until they say to sleep. A named call is carried on by whoever holds the lock,
-//! not by its own task: so a future that isn't polled for a while holds nobody up behind it.
+//! Each event (a new call, a reply, a timer) takes the lock and makes one step of the state machine. Then the lanes
+//! select calls until none is due. The holder of the lock advances each selected call, not the call's own task. So a
+//! future that isn't polled for a while doesn't block the calls behind it.
 
 mod timer;
 
@@ -30,7 +30,7 @@ use tokio::runtime::Handle;
 use super::{CallErrorKind, Urgency};
 use timer::{Timer, TimerSignals};
 
-/// What all calls to one provider share.
+/// The state that all calls to one provider share.
 pub(super) struct ProviderInner<S, C> {
     pub outbound_config: Arc<outbound::OutboundConfig>,
     index: usize,
@@ -42,32 +42,32 @@ pub(super) struct ProviderInner<S, C> {
     peer_votes: PeerVotes,
 }
 
-/// What the nodes that share a provider have found of it.
+/// The votes of the nodes that share a provider.
 #[derive(Default)]
 struct PeerVotes {
-    /// Whether more than half of them said last that it fails.
+    /// True if, in the last exchange, more than half of them reported that the provider fails.
     majority_failing: AtomicBool,
-    /// The breaker's generation since it was opened for that; 0 before.
+    /// The breaker's generation after it was last opened for such a majority; 0 before.
     tripped_generation: AtomicU64,
 }
 
 struct Dispatcher {
     context: StepContext,
-    /// The calls that wait, or whose verdict waits for them. Bounded by what the lanes let wait and what is in flight.
+    /// The calls that wait or have an unread result. Bounded by the queue limits and the calls in flight.
     waiting_calls: Slab<WaitingCall>,
-    /// Where a queued call is parked, by its ticket's index.
+    /// The index of each queued call in `waiting_calls`, by its ticket's index.
     waiting_by_ticket: Vec<Option<usize>>,
-    /// When the timer wakes, if one runs.
+    /// The time when the timer wakes, if it runs.
     timer_wakes_at: Time,
-    /// The moment of the last step.
+    /// The time of the last step.
     last_step_at: Time,
 }
 
-/// What a step of the machine needs besides its call.
+/// The input of a step besides its call.
 struct StepContext {
     state: ProviderState,
     rng: SmallRng,
-    /// Where the last call that waits was polled.
+    /// The runtime on which the last waiting call was added.
     runtime: Option<Handle>,
 }
 
@@ -78,7 +78,7 @@ struct WaitingCall {
     urgency: Option<Urgency>,
 }
 
-/// What became of a call's turn: the credential to send it with, or why it ends.
+/// The result of the dispatch of a call: the credential to send it with, or the reason that it ends.
 pub(super) type DispatchResult = Result<usize, CallErrorKind>;
 
 impl Dispatcher {
@@ -118,10 +118,10 @@ impl Dispatcher {
     }
 }
 
-/// How many places are kept for calls to come when nobody waits.
+/// The largest capacity that is kept while no call waits.
 const MAX_IDLE_CAPACITY: usize = 1024;
 
-/// The call in whose name the floor was entered, so that what is decided at once never has to be parked.
+/// The call that holds the lock. If it can be decided at once, it need not wait.
 struct InlineCall<'a> {
     call: &'a mut Call,
     result: Option<DispatchResult>,
@@ -163,11 +163,11 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     fn lock(&self) -> LockGuard<'_, Dispatcher> {
-        // A panic can only have come from a waker, when the machine had made its step.
+        // A panic can only come from a waker, after the step was complete.
         self.dispatcher.lock()
     }
 
-    /// Enters to change something, at this moment.
+    /// Takes the lock for a change at the present time.
     fn lock_for_step(&self) -> (LockGuard<'_, Dispatcher>, Time) {
         let dispatcher = self.lock();
         self.begin_step_at(dispatcher, self.clock.now())
@@ -185,7 +185,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         (dispatcher, now)
     }
 
-    /// Lets a call that isn't parked make its step, tells the store what it asks for, and lets those go whose turn it is now.
+    /// Makes a step for a call that doesn't wait, sends its updates to the store, and dispatches the due calls.
     fn run_step<T>(self: &Arc<Self>, step: impl FnOnce(&mut StepContext, Time) -> T) -> (T, Time) {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
@@ -195,14 +195,14 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         (done, now)
     }
 
-    /// Looks at the desk.
+    /// Gives access to the provider's state.
     pub(super) fn inspect<T>(&self, look: impl FnOnce(&ProviderState, Time) -> T) -> T {
         let dispatcher = self.lock();
         look(&dispatcher.context.state, self.clock.now())
     }
 
-    /// Tells the other nodes whether this one has found that the provider fails, and opens its breaker when more than
-    /// half of them have. One node's bad way to the provider so stops nobody else.
+    /// Reports to the other nodes whether the provider fails for this node. Opens the breaker if it fails for more than
+    /// half of the nodes. So a bad connection of one node doesn't stop the others.
     pub(super) async fn run_vote_exchange(self: &Arc<Self>) {
         let (topic, reports_failure) = self.inspect(|state, now| {
             let open = matches!(state.breaker.state(now), BreakerState::Open | BreakerState::HalfOpen);
@@ -212,7 +212,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         });
         let Some(votes) = self.store.vote(topic, reports_failure, self.clock.now()) else { return };
         let Some(votes) = votes.await else { return };
-        // Once for each verdict: who has seen since that the provider works again isn't stopped by what others still say.
+        // Only once per majority: old votes of others must not stop a node that has seen the provider recover.
         if votes.carry() && !self.peer_votes.majority_failing.swap(true, Ordering::Relaxed) {
             self.run_step(|StepContext { state, rng, .. }, now| {
                 if state.breaker.trip(now, rng) {
@@ -224,15 +224,15 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         }
     }
 
-    /// Lets a held call enter the queue, and decides about it at once where that is possible; else it is parked. `began_at`
-    /// is when the caller looked at the clock, if that was just now: it still is where nobody has to be waited for.
+    /// Queues a call, and decides about it at once if possible; otherwise the call waits. `started_at` is set if the
+    /// caller has just read the clock. It is used as the present time if the lock is free.
     pub(super) fn start(
         self: &Arc<Self>,
         slot: &mut CallSlot,
         urgency: Option<&Urgency>,
         started_at: Option<Time>,
     ) -> StartOutcome {
-        // And where nothing has happened since, or windows would count the call at another moment than it believes.
+        // A later step must not have happened, or windows would count the call at another time than it assumes.
         let uncontended =
             started_at.and_then(|at| Some((self.dispatcher.try_lock().filter(|floor| floor.last_step_at <= at)?, at)));
         let (mut dispatcher, now) = match uncontended {
@@ -267,21 +267,21 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         StartOutcome::Waiting(index)
     }
 
-    /// The call of a second request beside this call's; `None` if the retry budget is spent.
+    /// Makes the call of a hedged request; `None` if the retry budget is spent.
     pub(super) fn new_hedge(&self, call: &Call) -> Option<Call> {
         self.inspect(|state, _| call.new_hedge(state))
     }
 
-    /// Learns how a request failed beside which another is still under way.
+    /// Handles the failure of one of two parallel requests, while the other is still running.
     pub(super) fn hedge_lost(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) {
         self.run_step(|StepContext { state, rng, .. }, now| call.hedge_lost(&self.rules, state, reply, now, rng));
     }
 
-    /// Waits for the verdict about a parked call.
+    /// Waits for the result of a waiting call.
     pub(super) async fn wait_for_result(self: &Arc<Self>, index: usize) -> (Call, DispatchResult, Time) {
         let mut timer_stopped = pin!(self.timer_signals.stopped.notified());
         poll_fn(|context| {
-            // Before the look at whether a timer runs, so that the end of one can't be missed in between.
+            // This precedes the check for a running timer, so that the end of a timer in between isn't missed.
             while timer_stopped.as_mut().poll(context).is_ready() {
                 timer_stopped.set(self.timer_signals.stopped.notified());
             }
@@ -310,12 +310,12 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         .await
     }
 
-    /// Learns how an attempt ended.
+    /// Handles the end of an attempt.
     pub(super) fn handle_reply(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
         self.run_step(|StepContext { state, rng, .. }, now| call.handle_reply(&self.rules, state, reply, now, rng))
     }
 
-    /// The reply's body has ended; it cost this much, if that is known now.
+    /// Ends a call after its reply's body, and corrects the cost if it is known now.
     pub(super) fn end_in_flight(self: &Arc<Self>, in_flight: &mut InFlight, cost: Option<u64>) {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
@@ -329,33 +329,33 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         self.dispatch(dispatcher, None, now);
     }
 
-    /// A credential's login has failed.
+    /// Handles the failure of a credential's login.
     pub(super) fn handle_renewal_failure(self: &Arc<Self>, call: &mut Call, credential: usize) {
         self.run_step(|StepContext { state, .. }, now| {
             call.handle_renewal_failure(&self.rules, state, credential, now)
         });
     }
 
-    /// Nobody waits any more for a call that isn't parked.
+    /// Cancels a call that its own task holds.
     pub(super) fn cancel(self: &Arc<Self>, call: &mut Call) {
         self.run_step(|StepContext { state, rng, .. }, now| {
             call.cancel(&self.rules, state, Delivery::Unknown, now, rng)
         });
     }
 
-    /// Nobody waits any more for a call that is parked.
+    /// Cancels a waiting call.
     pub(super) fn cancel_waiting(self: &Arc<Self>, index: usize) {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
         let Some(mut waiting_call) = dispatcher.remove_waiting(index) else { return };
         let StepContext { state, rng, .. } = &mut dispatcher.context;
-        // Even if it has been granted its turn, nothing was sent.
+        // Nothing was sent, even if the call was already granted its turn.
         waiting_call.call.cancel(&self.rules, state, Delivery::Unsent, now, rng);
         self.submit_updates(state, now);
         self.dispatch(dispatcher, None, now);
     }
 
-    /// Moves a parked call up.
+    /// Raises the priority of a waiting call.
     pub(super) fn raise(self: &Arc<Self>, urgency: &Urgency) {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
@@ -375,13 +375,13 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         }
     }
 
-    /// Lets the lanes name calls until they say to sleep, carries on each that they name, and sets the timer.
+    /// Dispatches the calls that are due, and sets the timer.
     fn dispatch(self: &Arc<Self>, dispatcher: &mut Dispatcher, inline_call: Option<&mut InlineCall<'_>>, now: Time) {
         let at = self.dispatch_due(dispatcher, inline_call, now);
         self.schedule_wake(dispatcher, at);
     }
 
-    /// Carries on whom the lanes name; returns until when they say to sleep.
+    /// Advances the calls that the lanes select. Returns the time until which none is due.
     fn dispatch_due(
         self: &Arc<Self>,
         dispatcher: &mut Dispatcher,
@@ -407,7 +407,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         }
     }
 
-    /// A named call's turn, or its end; `None` if it waits on.
+    /// Advances a selected call. Returns its result, or `None` if it still waits.
     #[inline]
     fn advance(
         self: &Arc<Self>,
@@ -425,8 +425,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         self.resolve_step(progress, call, ticket, context, now)
     }
 
-    /// Follows a step to a verdict, asking the store as often as its answers lead to further questions; `None` if the call
-    /// waits on, or an answer has to be waited for.
+    /// Continues a step to a result, with as many requests to the store as it needs. `None` if the call still waits, or
+    /// an answer of the store is pending.
     fn resolve_step(
         self: &Arc<Self>,
         mut progress: CallProgress,
@@ -444,7 +444,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
                 CallProgress::Wait => return None,
             }
             match self.store.apply(context.state.store_requests.reservation(), now) {
-                // Not moved out: answers are large.
+                // Borrowed, because outcomes are large.
                 Answer::Ready(ref outcomes) => progress = self.handle_outcomes(call, outcomes, context, now),
                 Answer::Later(answer) => {
                     let Some(runtime) = Handle::try_current().ok().or_else(|| context.runtime.clone()) else {
@@ -471,7 +471,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         call.handle_outcomes(&self.rules, self.store.limits(), state, outcomes, now, rng)
     }
 
-    /// A store has answered that had to be waited for.
+    /// Handles a pending answer of a store.
     fn handle_store_answer(self: &Arc<Self>, ticket: Ticket, batch: &Batch, answer: Result<Outcomes, StoreError>) {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
@@ -500,7 +500,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         self.dispatch(dispatcher, None, now);
     }
 
-    /// Sees to it that somebody enters at this moment at the latest.
+    /// Ensures that a step happens at this time at the latest.
     fn schedule_wake(self: &Arc<Self>, dispatcher: &mut Dispatcher, at: Time) {
         let is_running = self.timer_signals.is_running.load(Ordering::Acquire);
         if at.is_never() || is_running && dispatcher.timer_wakes_at <= at {
@@ -511,7 +511,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             self.timer_signals.reschedule.notify_one();
         } else if let Some(runtime) = Handle::try_current().ok().or_else(|| dispatcher.context.runtime.clone()) {
             self.timer_signals.is_running.store(true, Ordering::Release);
-            // Dropped at once if the runtime is shutting down, which this lock must not be in the way of.
+            // A runtime that is shutting down drops the future at once, and the drop must not need this lock.
             runtime.spawn(Timer::new(self).run());
         }
     }
@@ -523,13 +523,13 @@ impl<S, C> Drop for ProviderInner<S, C> {
     }
 }
 
-/// Where a call under way is.
+/// The place of a running call.
 pub(super) enum CallSlot {
-    /// With its own task.
+    /// Its own task holds it.
     Owned(Call),
-    /// On the floor, where it waits.
+    /// It waits at this index.
     Waiting(usize),
-    /// Nowhere: it is over.
+    /// It has ended.
     Finished,
 }
 
@@ -553,10 +553,10 @@ impl CallSlot {
     }
 }
 
-/// What became of a call that wanted to enter.
+/// The outcome of queueing a call.
 pub(super) enum StartOutcome {
-    /// It goes at once, or is over.
+    /// It may be sent at once, or has ended.
     Decided(DispatchResult, Time),
-    /// It waits here.
+    /// It waits at this index.
     Waiting(usize),
 }

@@ -1,4 +1,4 @@
-//! Why a call has no good reply, in Rust and as JSON.
+//! The errors of calls, in Rust and as JSON.
 
 use std::fmt;
 
@@ -13,109 +13,109 @@ use tidegate_store::StoreError;
 
 use super::CallStats;
 
-/// A call without a good reply.
+/// A call without a successful reply.
 #[derive(Debug)]
 pub struct CallError<T = ()> {
-    /// Whom it was for.
+    /// The provider of the call.
     pub provider: String,
-    /// Why it failed.
+    /// The reason of the failure.
     pub kind: CallErrorKind,
-    /// The last reply, if that is what failed it: to be passed on, as it says more than an error of ours could.
+    /// The last reply, if it made the call fail. Pass it on, because it says more than an error of Tidegate.
     pub last_reply: Option<T>,
-    /// What happened until then.
+    /// The statistics of the call until then.
     pub stats: CallStats,
-    /// When it failed.
+    /// The time of the failure.
     pub failed_at: Time,
 }
 
-/// Why a call failed.
+/// The reason that a call failed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CallErrorKind {
-    /// The provider failed too often: its breaker is open, or all that may try it are under way.
+    /// The provider failed too often. Its breaker is open, or is half-open with all its test calls in flight.
     #[error("the circuit breaker is {}", state.name())]
     Unavailable {
-        /// What the breaker does.
+        /// The state of the breaker.
         state: BreakerState,
         /// The failures that opened it.
         failures: u32,
-        /// After how long it may let a call through.
+        /// The time until it may let a call through.
         reset_in: Span,
     },
     /// A limit has no room before the call's deadline.
     #[error("the limit `{limit}` has no room before the deadline")]
     RateLimited {
-        /// Which limit.
+        /// The limit.
         limit: String,
-        /// When the call could be sent; `None` if never.
+        /// The time when the call could be sent; `None` if never.
         earliest: Option<Time>,
     },
-    /// The pace that the provider is found to bear has no room before the call's deadline.
+    /// The pace that the provider sustains has no room before the call's deadline.
     #[error("the provider's pace has no room before the deadline")]
     Paced {
-        /// When the call could be sent.
+        /// The time when the call could be sent.
         earliest: Time,
     },
     /// A calendar quota is spent.
     #[error("the quota `{limit}` is spent")]
     QuotaSpent {
-        /// Which limit.
+        /// The limit.
         limit: String,
-        /// When its next period begins; `None` if no period has room for the call.
+        /// The start of its next period; `None` if no period has room for the call.
         resets_at: Option<Time>,
     },
-    /// No credential is good before the deadline.
+    /// No credential is usable before the deadline.
     #[error("all credentials are cooling down")]
     CredentialsCooling {
-        /// When the first is good again; `None` if none comes back by itself.
+        /// The time when the first is usable again; `None` if none becomes usable without a change.
         earliest: Option<Time>,
     },
-    /// The call's lane rests until after the deadline.
+    /// The call's lane is paused until after the deadline.
     #[error("background calls rest outside their hours")]
     LanePaused {
-        /// When it goes on.
+        /// The end of the pause.
         until: Time,
     },
-    /// As many calls wait as may.
+    /// The queue of the call's lane is full.
     #[error("the queue of the {} lane is full", lane.name())]
     QueueFull {
-        /// In which lane.
+        /// The lane.
         lane: Lane,
     },
-    /// The deadline passed while the call waited for its turn, or for a reply that it left hardly any time for.
+    /// The deadline passed while the call waited in the queue, or for a reply that had hardly any time left.
     #[error("the deadline passed before there was a reply")]
     DeadlineExceeded,
     /// No attempt succeeded.
     #[error("none of {attempts} attempts succeeded")]
     RetriesExhausted {
-        /// How many there were, other credentials' not counted.
+        /// The number of attempts, except those made with other credentials.
         attempts: u32,
     },
-    /// The provider asks for a longer pause than calls wait.
+    /// The provider asks for a longer pause than calls may wait.
     #[error("the provider asks to be left alone for {} s", retry_after.as_secs_ceil())]
     RetryAfterTooLong {
-        /// For how long.
+        /// The length of the pause.
         retry_after: Span,
     },
     /// The next attempt would come too late.
     #[error("the next attempt would come after the deadline")]
     NoTimeLeft {
-        /// When it would come.
+        /// The time of the next attempt.
         earliest: Time,
     },
-    /// The request may have been carried out, and must not be twice.
+    /// The request may have been carried out, and must not be carried out twice.
     #[error("the request isn't idempotent and has no idempotency key, so it isn't sent again")]
     NotIdempotent,
     /// The request can't be sent again.
     #[error("the request can't be sent again: {}", unreplayable_text(.0))]
     Unreplayable(UnreplayableReason),
-    /// The provider fails too many calls for all of them to be tried again.
+    /// The provider fails too many calls, so not all of them can be retried.
     #[error("the provider's retry budget is spent")]
     BudgetSpent,
-    /// What the reply says is final.
+    /// The reply is final.
     #[error("the reply says that another attempt would fare no better")]
     Final,
-    /// The store broke.
+    /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -128,7 +128,7 @@ fn unreplayable_text(reason: &UnreplayableReason) -> &'static str {
 }
 
 impl CallErrorKind {
-    /// The status that tells it to whoever asked.
+    /// The HTTP status for the caller.
     fn status(&self) -> u16 {
         match self {
             Self::RateLimited { .. }
@@ -198,7 +198,7 @@ impl CallErrorKind {
 }
 
 impl<T> CallError<T> {
-    /// After how long another call has a chance, as far as that is known.
+    /// The time after which another call can succeed, if known.
     pub fn retry_after(&self) -> Option<Span> {
         let at = |moment: Time| Some(moment.since(self.failed_at));
         match self.kind {
@@ -214,12 +214,12 @@ impl<T> CallError<T> {
         }
     }
 
-    /// The HTTP status that tells it: 429 for a limit, 502, 503 or 504 for a failure.
+    /// The HTTP status of the error: 429 for a limit, 502, 503 or 504 for a failure.
     pub fn status(&self) -> u16 {
         self.kind.status()
     }
 
-    /// The error as JSON tells it.
+    /// The error in the form for JSON.
     pub fn to_body(&self) -> CallErrorBody<'_> {
         let (mut retry_after, mut attempts) = (self.retry_after(), Some(self.stats.attempts));
         let (mut state, mut failure_count, mut reset_in) = (None, None, None);
@@ -260,35 +260,35 @@ impl<T> fmt::Display for CallError<T> {
 
 impl<T: fmt::Debug> std::error::Error for CallError<T> {}
 
-/// A call's failure as programs read it.
+/// The JSON form of a call's failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CallErrorBody<'a> {
-    /// What kind: `ProviderUnavailableError`, `RateLimitedError` …
+    /// The kind of the error: `ProviderUnavailableError`, `RateLimitedError` …
     pub error: &'static str,
-    /// What happened, in words.
+    /// A message for people.
     pub message: String,
-    /// Whom the call was for.
+    /// The provider of the call.
     pub provider: &'a str,
-    /// Of an open breaker: `open` or `half-open`.
+    /// The state of an open breaker: `open` or `half-open`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<&'static str>,
     /// The failures that opened it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failure_count: Option<u32>,
-    /// After how many milliseconds it may let a call through.
+    /// Milliseconds until it may let a call through.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reset_in: Option<u64>,
     /// The limit that has no room.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<&'a str>,
-    /// After how many seconds another call has a chance, rounded up; of an open breaker, `reset_in` says it.
+    /// Seconds until another call can succeed, rounded up. For an open breaker see `reset_in`.
     #[serde(rename = "retry_after", skip_serializing_if = "Option::is_none")]
     pub retry_after: Option<u64>,
-    /// The same as a moment, in UTC: `2026-11-21 12:01:45Z`.
+    /// The same as a time, in UTC: `2026-11-21 12:01:45Z`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub earliest: Option<String>,
-    /// How many requests were sent; not of an open breaker.
+    /// The number of requests that were sent; omitted for an open breaker.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub attempts: Option<u32>,
 }

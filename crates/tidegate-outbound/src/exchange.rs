@@ -1,4 +1,4 @@
-//! One call's requests over HTTP.
+//! The HTTP requests of one call.
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -31,25 +31,25 @@ use super::{
     Target, TargetError, Upstream,
 };
 
-/// The longest body that is read to find out whether it says that there were too many calls, in bytes.
+/// The longest body that is searched for the texts of throttling, in bytes.
 const MAX_INSPECTED_BODY: usize = 64 << 10;
 
-/// An error of whatever kind.
+/// An error of any type.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
-/// Tells what an error of the inner service means.
+/// Classifies an error of the inner service.
 type FaultClassifier = dyn Fn(&(dyn Error + 'static)) -> TransportFault + Send + Sync;
-/// Tells when the first of the provider's quotas begins anew.
+/// Returns the time when the first of the provider's quotas is renewed.
 type NextQuotaEnd = dyn Fn(Time) -> Option<Time> + Send + Sync;
 
-/// Why there is no reply. Never tells a credential.
+/// The reason that there is no reply. Never contains a credential.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SendError {
     /// The inner service failed.
     #[error("the request got no reply")]
     Inner(#[source] BoxError),
-    /// The inner service failed with an error that repeats the credential, and so isn't told.
+    /// The inner service failed with an error that contains the credential, so the error is omitted.
     #[error("the request got no reply, for a reason that repeats the credential")]
     Redacted,
     /// There was no reply in time.
@@ -61,31 +61,31 @@ pub enum SendError {
     /// The request can't be sent.
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// The caller's body broke off, or was gone when it was to be sent again.
+    /// The caller's body failed, or was not available for a retry.
     #[error("the request's body broke off")]
     BrokenBody,
-    /// The caller's body didn't come: nothing of it for the provider's `attempt_timeout`, or not all of it by the call's
-    /// deadline.
+    /// The caller's body was too slow: no part of it arrived within the provider's `attempt_timeout`, or not all of it
+    /// by the call's deadline.
     #[error("the request's body didn't come in time")]
     BodyTimeout,
-    /// The inner service followed a redirect, perhaps to another host and with the credential. One that finds that out
-    /// says so with this as its error, and isn't tried again.
+    /// The inner service followed a redirect, perhaps to another host and with the credential. A service that detects
+    /// this returns this value as its error, and the request isn't retried.
     #[error("the client followed a redirect, which can tell the credential to another host; make it follow none")]
     FollowedRedirect,
 }
 
-/// How a provider's requests are sent: what all of its calls share.
+/// The transport settings of a provider, which all of its calls share.
 #[derive(Clone)]
 pub(super) struct ExchangeConfig<C> {
     pub target: Target,
     pub credentials: Credentials,
     pub logins: Option<Logins>,
-    /// Below which path the provider is reached from outside, for redirects.
+    /// The path under which clients reach the provider, for redirects.
     pub mount_path: Option<String>,
     pub attempt_timeout: Duration,
     pub throttled_when: Option<BodyRule>,
     pub cost: Option<CostRules>,
-    /// The most that is reserved for a call.
+    /// The largest cost that is reserved for a call.
     pub max_cost: u64,
     pub fault_classifier: Arc<FaultClassifier>,
     pub next_quota_end: Arc<NextQuotaEnd>,
@@ -93,7 +93,7 @@ pub(super) struct ExchangeConfig<C> {
 }
 
 impl<C> ExchangeConfig<C> {
-    /// Whether replies are looked into, and so must come as they are.
+    /// True if the content of replies is read, so that they must not be encoded.
     fn reads_replies(&self) -> bool {
         self.throttled_when.is_some() || self.cost.as_ref().is_some_and(|cost| !cost.reply.is_empty())
     }
@@ -106,22 +106,22 @@ pub(super) struct Exchange<'m, I, Q, C> {
     parts: Parts,
     body: ReplayBuffer<Q>,
     classifier: AttemptClassifier,
-    /// How many attempts there were before the one that this is to go beside.
+    /// The number of attempts before the one that this is a hedge of.
     attempts_before: u64,
-    /// Whether the present attempt's request was handed over.
+    /// True if the current attempt's request was passed to the inner service.
     was_handed_over: bool,
     token: Option<LoginToken>,
     deadline: Time,
 }
 
-/// What an attempt comes to.
+/// The result of an attempt.
 pub(super) type ExchangeResult<B> = Result<Response<PeekedBody<B>>, SendError>;
 
 impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
-    /// Requests of these parts, with this body.
+    /// Makes the requests of a call from these parts and this body.
     ///
     /// # Errors
-    /// The request can't be aimed at the provider.
+    /// The request can't be directed to the provider.
     pub(super) fn new(
         config: &'m ExchangeConfig<C>,
         inner: I,
@@ -146,11 +146,11 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
         })
     }
 
-    /// What the call is expected to cost, by its body as far as that is at hand before its turn; `None` if the rules
-    /// don't say. A body is read ahead for it where it may say something, for no longer than the call may take.
+    /// The expected cost of the call, from as much of its body as is available before it is queued. If the rules read
+    /// the cost from the body, and it is JSON, the body is read ahead for `read_timeout` at most.
     ///
     /// # Errors
-    /// The caller's body breaks off, or doesn't come in time.
+    /// The caller's body failed, or didn't arrive in time.
     pub(super) async fn expected_cost(&mut self, rules: &CostRules, read_timeout: Duration) -> Result<u64, SendError> {
         let mut body = None;
         if !rules.request.is_empty() && is_json(&self.parts.headers) {
@@ -189,7 +189,7 @@ where
         if let Some(logins) = &config.logins {
             let secret = sent_secret.unwrap_or_else(empty_secret);
             let inner = self.inner.clone();
-            // Boxed, as every call would take the room for it, and hardly any logs in.
+            // Boxed, because hardly any call logs in, and each would need the memory for it.
             let send = |request| log_in(inner, request, &*config.fault_classifier);
             match Box::pin(logins.token(credential, &secret, now, send)).await {
                 Ok(token) => sent_secret = Some(Arc::clone(self.token.insert(token).secret())),
@@ -236,13 +236,13 @@ where
         let (mut head, body) = response.into_parts();
         let mut report =
             self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
-        // A stream of events is no document, and waiting for its beginning would hold it up.
+        // A stream of events isn't a single document, and reading ahead would delay it.
         let is_applicable = |rule: &&BodyRule| rule.matches_status(head.status) && !is_event_stream(&head.headers);
         let rule = config.throttled_when.as_ref().filter(is_applicable);
         let mut peeked = match rule {
             None => PeekedBody::unread(body),
             Some(rule) => {
-                // Boxed, as replies that aren't looked into would take the room for it too.
+                // Boxed, because replies that aren't inspected would need the memory for it too.
                 let peeked = match Box::pin(PeekedBody::read(body, MAX_INSPECTED_BODY)).await {
                     Ok(peeked) => peeked,
                     Err(error) => {
@@ -320,7 +320,7 @@ where
 
     async fn renew_login(&mut self, credential: usize) -> Result<(), Class> {
         let config = self.config;
-        // Without a token it was the login itself that wasn't accepted.
+        // Without a token, the login itself was rejected.
         let (Some(logins), Some(rejected)) = (&config.logins, self.token.take()) else { return Err(Class::Auth) };
         let now = config.clock.now();
         let login_timeout = self.deadline.since(now).as_duration().min(config.attempt_timeout);
@@ -332,7 +332,7 @@ where
         };
         match tokio::time::timeout(login_timeout, renewal).await {
             Ok(Ok(_)) => Ok(()),
-            // Each call is told this; the log was, by what came before.
+            // Every call gets this error. The failure before it is already in the log.
             Ok(Err(LoginError::TokenRejected)) => Err(Class::Auth),
             Ok(Err(error)) => {
                 tracing::warn!(%error, credential, "a credential that wasn't accepted can't be logged in anew");
@@ -367,7 +367,7 @@ fn empty_secret() -> Arc<Secret> {
     Arc::new(Secret::new(""))
 }
 
-/// An error as it may be told: not if it repeats the credential.
+/// Converts an error for the caller. Omits an error that contains the credential.
 fn redact_error(error: BoxError, secret: Option<&Secret>) -> SendError {
     let Some(secret) = secret else { return SendError::Inner(error) };
     let text = causes(&*error).fold(String::new(), |mut text, found| {

@@ -1,6 +1,6 @@
-//! A second request beside one that is slow: the first good reply is the call's.
+//! Hedging: a second request in parallel with a slow one. The first good reply is the call's.
 //!
-//! What is slow is mostly one server's bad moment, which another request doesn't meet (J. Dean and L. A. Barroso, "The
+//! A slow reply is mostly due to one server's bad moment, which another request avoids (J. Dean and L. A. Barroso, "The
 //! Tail at Scale", Communications of the ACM 56(2), 2013).
 
 use std::pin::pin;
@@ -14,8 +14,8 @@ use tokio::time::timeout;
 use super::{Attempt, AttemptOutcome, CallGuard, CallSlot, CallStats, Provider, Upstream};
 
 impl<S: Store, C: Clock> Provider<S, C> {
-    /// Sends a request that a call has had its turn for and, if it has no reply after this time and does no harm twice,
-    /// another beside it. The call then holds the request whose end this is; the other has given back what it held.
+    /// Sends a request of a call. If it has no reply after `after` and a second request is safe, sends a hedge in
+    /// parallel. Afterwards the call holds the request with the returned outcome; the other has released what it held.
     pub(super) async fn send_hedged<U: Upstream>(
         &self,
         upstream: &mut U,
@@ -67,7 +67,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
     }
 }
 
-/// Whether the other request needn't be waited for: it could fare no better.
+/// True if the outcome is final: waiting for the other request can't give a better one.
 fn is_decisive<T>(outcome: &AttemptOutcome<T>) -> bool {
     matches!(outcome.report.class, Class::Success | Class::Permanent)
 }

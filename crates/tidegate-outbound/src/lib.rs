@@ -1,12 +1,12 @@
-//! Calls to other people's APIs: inside their limits, in order of importance, and home through failures.
+//! Calls to external APIs: within their limits, by priority, and with retries.
 //!
-//! An [`Outbound`] holds the providers of a policy. [`Provider::call`] drives one call through the machine of
-//! [`tidegate_core::call`]: it waits for its turn, sends by way of your [`Upstream`], and tries again where that is
-//! worth it, harmless, possible and in time.
+//! An [`Outbound`] holds the providers of a policy. [`Provider::call`] runs one call by the state machine of
+//! [`tidegate_core::call`]. It queues the call, sends it through an [`Upstream`], and retries if a retry is useful,
+//! safe, possible and in time.
 //!
-//! State is this process' own. What should outlive it, spent quotas and cool-downs, a [`Snapshot`] keeps in a file.
+//! The state belongs to this process. A [`Snapshot`] keeps spent quotas and cooldowns in a file.
 //!
-//! It has to be polled within a tokio runtime whose timers are enabled.
+//! The futures must be polled within a tokio runtime with timers enabled.
 
 mod attempt_classifier;
 #[cfg(feature = "cache")]
@@ -73,7 +73,7 @@ use tidegate_store::{Losses, Memory, Store};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::random_bytes;
 
-/// The providers of a policy. Cheap to clone; clones are the same.
+/// The providers of a policy. Cheap to clone; all clones share one state.
 pub struct Outbound<S = Memory, C = SystemClock>(Arc<OutboundInner<S, C>>);
 
 struct OutboundInner<S, C> {
@@ -97,14 +97,14 @@ impl<S, C> fmt::Debug for Outbound<S, C> {
 }
 
 impl Outbound {
-    /// The providers of this policy, with state in this process' memory; `None` if it has no `[outbound]`.
+    /// The providers of this policy, with state in the memory of this process. `None` if it has no `[outbound]`.
     pub fn new(policy: &Policy) -> Option<Self> {
         Self::in_memory(policy, SystemClock::new())
     }
 }
 
 impl<C: Clock + Clone> Outbound<Memory, C> {
-    /// The providers of this policy, with state in memory and a clock of your own.
+    /// The providers of this policy, with state in memory and the given clock. `None` if it has no `[outbound]`.
     pub fn in_memory(policy: &Policy, clock: C) -> Option<Self> {
         let config = policy.outbound()?;
         let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
@@ -114,13 +114,13 @@ impl<C: Clock + Clone> Outbound<Memory, C> {
 }
 
 impl<S: Store, C: Clock + Clone> Outbound<S, C> {
-    /// Providers of these parts. `seed` is random where the store is this process' own, and the same for every node
-    /// where it is shared; the store's limits must be the plan's.
+    /// Providers of these parts. The store's limits must be the plan's. `seed` is random if only this process uses the
+    /// store, and the same on every node if the store is shared.
     pub fn with_store(config: outbound::OutboundConfig, store: S, clock: C, seed: &KeySeed) -> Self {
         Self::with_stores(config, store, None, clock, seed)
     }
 
-    /// [`Outbound::with_store`] and a second store, for the providers that the plan says are shared.
+    /// As [`Outbound::with_store`], with a second store for the providers that the plan marks as shared.
     pub fn with_stores(
         config: outbound::OutboundConfig,
         local_store: S,
@@ -137,35 +137,35 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
         Self(Arc::new(OutboundInner { config, providers, local_store: store, shared_store: shared, clock }))
     }
 
-    /// What they are called by.
+    /// The settings of the providers.
     pub fn config(&self) -> &outbound::OutboundConfig {
         &self.0.config
     }
 
-    /// Every provider, in file order.
+    /// All providers, in file order.
     pub fn providers(&self) -> &[Provider<S, C>] {
         &self.0.providers
     }
 
-    /// The provider of this name.
+    /// The provider with this name.
     ///
     /// # Errors
-    /// There is none; the nearest name is told.
+    /// No provider has this name. The error gives the nearest name.
     pub fn provider(&self, name: &str) -> Result<&Provider<S, C>, UnknownProviderError> {
         let config = self.0.config.find(name)?;
         let found = self.0.providers.iter().find(|provider| provider.config().name == config.name);
         Ok(found.expect("invariant: there is a provider for each of the plan's"))
     }
 
-    /// Tells other nodes which providers' breakers are open here, where the policy says that they are shared, and opens
-    /// those that are open in more than half of the nodes. To be called about once a second by whoever runs for long.
+    /// Reports to other nodes which shared providers' breakers are open here. Opens the breakers that are open on more
+    /// than half of the nodes. A long-running program calls it about once a second.
     pub async fn run_vote_exchange(&self) {
         for provider in self.providers().iter().filter(|provider| provider.config().shared) {
             provider.0.run_vote_exchange().await;
         }
     }
 
-    /// The store's housekeeping, to be called about once a second by whoever runs for long.
+    /// Maintains the stores. A long-running program calls it about once a second.
     pub fn maintain(&self) -> Losses {
         let now = self.0.clock.now();
         let local_losses = self.0.local_store.tend(now);
@@ -173,7 +173,7 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     }
 }
 
-/// Somebody else's API as it is called. Cheap to clone; clones share limits, queue, breaker, budget and credentials.
+/// An external API. Cheap to clone; clones share limits, queue, breaker, budget and credentials.
 pub struct Provider<S = Memory, C = SystemClock>(Arc<ProviderInner<S, C>>);
 
 impl<S, C> Clone for Provider<S, C> {
@@ -188,16 +188,16 @@ impl<S, C> fmt::Debug for Provider<S, C> {
     }
 }
 
-/// What a call asks for.
+/// The options of a call.
 #[derive(Clone, Debug)]
 pub struct CallOptions {
-    /// How urgent it is. Default [`Lane::User`].
+    /// The priority. Default [`Lane::User`].
     pub lane: Lane,
-    /// What it is expected to cost where a limit counts more than calls. Default 1.
+    /// The expected cost, for limits that count more than calls. Default 1.
     pub cost: u64,
-    /// How long it may take in all. Default as its lane says.
+    /// The time limit of the whole call. Default: that of its lane.
     pub timeout: Option<Duration>,
-    /// By which it can be made more urgent while it waits.
+    /// The means to raise its priority while it waits.
     pub urgency: Option<Urgency>,
 }
 
@@ -207,16 +207,16 @@ impl Default for CallOptions {
     }
 }
 
-/// How requests are sent. The driver decides when, with which credential, and what a reply means for other calls.
+/// The transport of requests. The provider decides on the time, the credential and the effect of each reply.
 pub trait Upstream: Send {
-    /// What comes back.
+    /// The reply to a request.
     type Reply: Send;
 
-    /// Sends one request, and tells what came of it by the attempt's deadline.
+    /// Sends one request, and returns its outcome by the attempt's deadline.
     fn send(&mut self, attempt: Attempt) -> impl Future<Output = AttemptOutcome<Self::Reply>> + Send;
 
-    /// Another that sends the same request beside this one, where that does no harm and `hedge_after` asks for it. Never
-    /// by default.
+    /// Returns a value that can send the same request in parallel, if that is safe and `hedge_after` is set. Default
+    /// `None`.
     fn clone_for_hedge(&self) -> Option<Self>
     where
         Self: Sized,
@@ -224,67 +224,66 @@ pub trait Upstream: Send {
         None
     }
 
-    /// Whether a [`clone_for_hedge`](Self::clone_for_hedge) could send now, beside a request that has had no reply for `hedge_after`: that one was
-    /// sent indeed, and the whole request is at hand.
+    /// True if a [`clone_for_hedge`](Self::clone_for_hedge) can send now, when the first request has had no reply for
+    /// `hedge_after`. The first request must have been sent, and the whole request must be available.
     fn can_hedge(&self) -> bool {
         true
     }
 
-    /// Logs a credential in anew that wasn't accepted. Never asked for without a `login`.
+    /// Renews the login of a credential that was rejected. Called only if there is a `login`.
     ///
     /// # Errors
-    /// What became of the login: [`Class::Auth`] leaves the credential out for a while if there is another.
+    /// The class of the failure. [`Class::Auth`] disables the credential for a while if there is another one.
     fn renew_login(&mut self, _credential: usize) -> impl Future<Output = Result<(), Class>> + Send {
         std::future::ready(Err(Class::Auth))
     }
 }
 
-/// One request to be sent.
+/// A request to be sent.
 #[derive(Clone, Copy, Debug)]
 pub struct Attempt {
-    /// The place of its credential in the provider's list.
+    /// The index of its credential in the provider's list.
     pub credential: usize,
-    /// Which request of the call it is, from 1.
+    /// The number of the request within the call, from 1.
     pub number: u32,
-    /// How long there is for its reply: until the call's deadline.
+    /// The time left for its reply, until the call's deadline.
     pub time_left: Duration,
-    /// Half of what an attempt is granted otherwise. That a provider doesn't answer, or take more of the request, for less
-    /// than this says nothing of it, and is to be told as [`Class::Cancelled`].
+    /// Half of the usual time of an attempt. A provider that doesn't reply, or doesn't read the request, for a shorter
+    /// time is not at fault. Report such an attempt as [`Class::Cancelled`].
     pub conclusive_after: Duration,
 }
 
-/// How a request ended.
+/// The outcome of a request.
 #[derive(Clone, Debug)]
 pub struct AttemptOutcome<T> {
-    /// What the call returns if this is its last request.
+    /// The value that the call returns if this is its last request.
     pub value: T,
-    /// What it means.
+    /// The result as the state machine needs it.
     pub report: AttemptReport,
 }
 
-/// What happened on the way to a call's end.
+/// The statistics of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallStats {
-    /// How many requests were sent, those beside others included.
+    /// The number of requests that were sent, including hedged ones.
     pub attempts: u32,
-    /// For how long it waited for its turn and between attempts.
+    /// The total wait in the queue and between attempts.
     pub waited: Span,
-    /// The place in the provider's list of the last request's credential; of two beside each other, of that whose reply
-    /// counts.
+    /// The index in the provider's list of the last request's credential. After a hedge, that of the reply that counts.
     pub credential: usize,
 }
 
-/// A call that has its reply.
+/// A call with its reply.
 pub struct CompletedCall<T, S: Store = Memory, C: Clock = SystemClock> {
     /// The reply to its last request.
     pub value: T,
-    /// How it came about.
+    /// The statistics of the call.
     pub stats: CallStats,
-    /// To be kept until the reply has been read to its end.
+    /// The guard to keep until the reply has been read completely.
     pub in_flight_guard: InFlightGuard<S, C>,
 }
 
-/// A call that has failed, and the end of the reply that comes with its error, if one does.
+/// A failed call. If its error comes with a reply, the guard keeps the call in flight.
 struct CallErrorWithGuard<T, S: Store, C: Clock> {
     error: CallError<T>,
     in_flight_guard: Option<InFlightGuard<S, C>>,
@@ -302,7 +301,7 @@ impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for CompletedCall<T, S, C> {
     }
 }
 
-/// The end of a call whose reply is still being read; dropping it says that it has been, or that nobody reads on.
+/// The guard of a call with a reply that is still being read. Drop it after reading the reply, or to stop reading.
 #[must_use = "dropping it ends the call"]
 pub struct InFlightGuard<S: Store = Memory, C: Clock = SystemClock> {
     provider: Option<Arc<ProviderInner<S, C>>>,
@@ -310,7 +309,7 @@ pub struct InFlightGuard<S: Store = Memory, C: Clock = SystemClock> {
 }
 
 impl<S: Store, C: Clock> InFlightGuard<S, C> {
-    /// Tells what it cost, where a limit counts more than calls and the reply says so.
+    /// Reports the real cost, if a limit counts more than calls and the reply states it.
     pub fn correct_cost(mut self, cost: u64) {
         if let Some(provider) = self.provider.take() {
             provider.end_in_flight(&mut self.in_flight, Some(cost));
@@ -346,24 +345,24 @@ impl<S: Store, C: Clock> Provider<S, C> {
         Self(Arc::new(ProviderInner::new(outbound_config, index, rules, state, store, clock)))
     }
 
-    /// What the policy says of it.
+    /// The settings of the provider.
     pub fn config(&self) -> &outbound::ProviderConfig {
         self.0.config()
     }
 
-    /// What it tells the time by.
+    /// The clock that gives the time.
     pub fn clock(&self) -> &C {
         &self.0.clock
     }
 
-    /// Looks at its queue, breaker, budget and credentials as they stand now.
+    /// Gives access to the current state of its queue, breaker, budget and credentials.
     pub fn inspect<T>(&self, look: impl FnOnce(&ProviderState, Time) -> T) -> T {
         self.0.inspect(look)
     }
 
-    /// Makes a call: waits for its turn, sends, and tries again as the provider's rules say.
+    /// Makes a call: waits in the queue, sends, and retries by the provider's rules.
     ///
-    /// Dropping the future gives everything back that the call holds.
+    /// Dropping the future releases everything that the call holds.
     ///
     /// ```
     /// use tidegate::outbound::{Attempt, AttemptOutcome, AttemptReport, CallOptions, Class, Delivery, Outbound, Upstream};
@@ -394,8 +393,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
     /// ```
     ///
     /// # Errors
-    /// Why there is no reply, or why the last one, which comes with the error, is not a good one. That one is in flight no
-    /// more.
+    /// The reason that there is no reply, or that the last reply is a failure. In the second case the error contains
+    /// the reply, and the call is not in flight.
     pub async fn call<U: Upstream>(
         &self,
         options: CallOptions,
@@ -404,7 +403,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
         self.call_with_guard(options, upstream).await.map_err(|failed| failed.error)
     }
 
-    /// [`call`](Self::call), but a reply that comes with the error is in flight until it has been read.
+    /// Does a [`call`](Self::call), but a reply in the error keeps the call in flight until it has been read.
     async fn call_with_guard<U: Upstream>(
         &self,
         options: CallOptions,
@@ -429,7 +428,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             let attempt = self.new_attempt(call_guard.slot.call(), credential, stats, now);
             let outcome = match self.config().hedge_after {
                 None => upstream.send(attempt).await,
-                // Two requests take more room than one, which calls without a hedge would pay for too.
+                // A future with two requests is larger than one, and calls without a hedge would pay for it too.
                 Some(after) => Box::pin(self.send_hedged(upstream, after, attempt, &mut call_guard, &mut stats)).await,
             };
             let (next_step, now) = self.0.handle_reply(call_guard.slot.call(), &outcome.report);
@@ -443,7 +442,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
                     return Err(CallErrorWithGuard { error, in_flight_guard: Some(in_flight_guard) });
                 }
                 NextStep::RetryAt(at) => {
-                    // A reply that nobody will read holds its connection no longer.
+                    // No task reads this reply, so its connection is released before the wait.
                     drop(outcome);
                     if at > now {
                         tokio::time::sleep(at.since(now).as_duration()).await;
@@ -461,7 +460,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
         }
     }
 
-    /// How long a call of this lane may take that doesn't say so itself.
+    /// The default timeout of a call of this lane.
     pub fn timeout(&self, lane: Lane) -> Duration {
         self.0.rules.lane_rules[lane as usize].timeout.as_duration()
     }
@@ -472,7 +471,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
         Attempt { credential, number: stats.attempts, time_left, conclusive_after }
     }
 
-    /// Makes a call that is under way as urgent as this, if it still waits.
+    /// Raises the priority of a call to this lane, if it still waits.
     pub fn raise(&self, urgency: &Urgency, lane: Lane) {
         if urgency.raise_to(lane) && !self.config().sequential {
             self.0.raise(urgency);
@@ -490,14 +489,14 @@ impl<S: Store, C: Clock> Provider<S, C> {
     }
 }
 
-/// A call under way: gives back what it holds when it is dropped.
+/// A running call. Releases what it holds when it is dropped.
 struct CallGuard<'a, S: Store, C: Clock> {
     provider: &'a Arc<ProviderInner<S, C>>,
     slot: CallSlot,
 }
 
 impl<S: Store, C: Clock> CallGuard<'_, S, C> {
-    /// Waits until the call may be sent, or is over.
+    /// Waits until the call may be sent, or has ended.
     async fn wait_for_turn(&mut self, urgency: Option<&Urgency>, started_at: Option<Time>) -> (DispatchResult, Time) {
         match self.provider.start(&mut self.slot, urgency, started_at) {
             StartOutcome::Decided(verdict, now) => (verdict, now),
@@ -527,19 +526,19 @@ impl<S: Store, C: Clock> Drop for CallGuard<'_, S, C> {
     }
 }
 
-/// By which a call can be made more urgent while it waits: for when somebody joins who can't wait as long.
+/// A handle that raises the priority of a waiting call, for example if a more urgent caller joins it.
 #[derive(Clone, Debug)]
 pub struct Urgency(Arc<UrgencyInner>);
 
 #[derive(Debug)]
 struct UrgencyInner {
     lane: AtomicU8,
-    /// One more than the place where its call is parked; 0 if it isn't. Written under the floor's lock.
+    /// The index of its waiting call plus one; 0 if it doesn't wait. Written under the dispatcher's lock.
     waiting_index_plus_1: AtomicUsize,
 }
 
 impl Default for Urgency {
-    /// As urgent as its call says.
+    /// Leaves the priority to the options of the call.
     fn default() -> Self {
         Self(Arc::new(UrgencyInner {
             lane: AtomicU8::new(Lane::Background as u8),
@@ -553,7 +552,7 @@ impl Urgency {
         Lane::ALL[usize::from(self.0.lane.load(Ordering::Relaxed))]
     }
 
-    /// Whether that is more than it was.
+    /// Raises the lane. Returns true if the new lane is more urgent than the old one.
     fn raise_to(&self, lane: Lane) -> bool {
         self.0.lane.fetch_max(lane as u8, Ordering::Relaxed) < lane as u8
     }

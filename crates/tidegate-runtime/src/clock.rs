@@ -1,4 +1,4 @@
-//! The one place that reads the machine's time, and a clock that tests set by hand.
+//! The clocks: the machine's time, which is read only here, and clocks for tests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,32 +7,32 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rustix::time::{ClockId, clock_gettime};
 use tidegate_core::{Clock, Span, Time};
 
-/// The machine's time: the wall clock as it stood when this clock was made, carried on by the monotonic one.
+/// The machine's time: the wall clock at the moment this clock was made, advanced by the monotonic clock.
 ///
-/// A wall clock that is set while the program runs therefore frees nobody early and locks nobody out. It is followed
-/// all the same, at a rate too slow to matter to any limit, by [`SystemClock::follow`].
+/// A wall clock that is set while the program runs therefore changes no wait. [`SystemClock::follow`] still follows it,
+/// at a rate too slow to matter to any limit.
 #[derive(Clone, Debug)]
 pub struct SystemClock(Arc<Anchor>);
 
 #[derive(Debug)]
 struct Anchor {
-    /// The processor's own counter where it can be trusted, which is twice as cheap to read as the kernel's clock.
+    /// The processor's counter if it can be trusted, which costs half as much to read as the kernel's clock.
     counter: quanta::Clock,
     start_ticks: u64,
     /// Microseconds in 2^64 ticks of the counter.
     scale: u64,
-    /// Unix time at `start`, in microseconds.
+    /// Unix time at `start_ticks`, in microseconds.
     wall_at_start: AtomicU64,
     coarse: CoarseClock,
 }
 
-/// How the kernel's coarse clock stands to ours. Two clocks drift apart by some microseconds a second, so that they
-/// are compared anew every second.
+/// The relation of the kernel's coarse clock to this clock. The two drift apart by some microseconds per second, so
+/// they are compared every second.
 #[derive(Debug)]
 struct CoarseClock {
-    /// What ours is ahead, in microseconds.
+    /// The lead of this clock over the coarse clock, in microseconds. It wraps if negative.
     offset: AtomicU64,
-    /// When they were compared, by the kernel's.
+    /// The kernel's time of the last comparison, in microseconds.
     compared_at: AtomicU64,
 }
 
@@ -43,17 +43,17 @@ impl Default for SystemClock {
 }
 
 impl SystemClock {
-    /// How fast the wall clock is followed: half a millisecond a second, as NTP slews.
+    /// The divisor of the rate at which the wall clock is followed: half a millisecond per second, as NTP slews.
     const SLEW_DIVISOR: u64 = 2000;
-    /// How far the kernel's coarse clock may lag behind: a tick is 1 to 10 ms, and in a virtual machine it can be late.
+    /// The largest lag of the kernel's coarse clock: a tick is 1 to 10 ms, and it can be late in a virtual machine.
     const COARSE_LAG: Span = Span::from_millis(50);
-    /// How often the coarse clock is compared with ours.
+    /// The time between two comparisons with the coarse clock, in microseconds.
     const COMPARE_INTERVAL: u64 = 1_000_000;
-    /// How far the two may drift apart between two comparisons, what the comparing itself can err included.
+    /// The largest drift between two comparisons, including the error of the comparison itself.
     const COARSE_DRIFT: Span = Span::from_millis(2);
-    /// A comparison that took longer than this, in microseconds, was interrupted and says nothing.
+    /// The longest time of a usable comparison, in microseconds. A longer one was interrupted and is discarded.
     const MAX_COMPARE_TIME: u64 = 200;
-    /// The number of times that the wall clock is read for the anchor: the reading that was interrupted least counts.
+    /// The number of readings of the wall clock for the anchor. The reading with the shortest interruption counts.
     const ANCHOR_TRIES: usize = 8;
 
     /// A clock anchored at the present.
@@ -61,12 +61,13 @@ impl SystemClock {
         Self::anchored(quanta::Clock::new, wall_micros)
     }
 
-    /// A clock that reads `time` now and runs on with the machine's, for where the wall clock is known to be wrong.
+    /// A clock that reads `time` now and advances with the machine's time. It is meant for a wall clock known to be
+    /// wrong.
     pub fn at(time: Time) -> Self {
         Self::anchored(quanta::Clock::new, || time.as_micros())
     }
 
-    /// A clock by a counter, which may take long to calibrate: only then the time is read, and the counter beside it.
+    /// A clock that counts with the given counter. Calibration may be slow, so the wall clock is read after it.
     fn anchored(calibrate: impl FnOnce() -> quanta::Clock, wall: impl Fn() -> u64) -> Self {
         let counter = calibrate();
         let scale = scale(&counter);
@@ -80,8 +81,8 @@ impl SystemClock {
         Self(Arc::new(Anchor { counter, start_ticks: start, scale, wall_at_start: AtomicU64::new(wall), coarse }))
     }
 
-    /// Moves towards the wall clock by at most half a millisecond for each second of `since_last`, the time since
-    /// this was last called. A long-running program calls it about once a second.
+    /// Moves towards the wall clock by at most half a millisecond for each second of `since_last`, the time since the
+    /// last call of this method. A long-running program calls it about once a second.
     pub fn follow(&self, since_last: Span) {
         let drift = self.drift();
         let most = since_last.as_micros() / Self::SLEW_DIVISOR;
@@ -93,13 +94,13 @@ impl SystemClock {
         }
     }
 
-    /// How far the wall clock is ahead of this one, in microseconds; negative if it is behind. More than some
-    /// milliseconds mean that it was set since this clock was made, or that the machine slept.
+    /// The lead of the wall clock over this one, in microseconds. Negative if the wall clock is behind. More than some
+    /// milliseconds mean that the wall clock was set after this clock was made, or that the machine slept.
     pub fn drift(&self) -> i64 {
         wall_micros().cast_signed().wrapping_sub(self.now().as_micros().cast_signed())
     }
 
-    /// Compares the kernel's clock with ours; false if the attempt was interrupted.
+    /// Compares the kernel's clock with this one. Returns false if the comparison was interrupted.
     #[cold]
     fn compare_coarse(&self) -> bool {
         let before = clock_micros(ClockId::Monotonic);
@@ -127,13 +128,13 @@ impl Clock for SystemClock {
         Time::from_micros(anchor.wall_at_start.load(Ordering::Relaxed) + micros)
     }
 
-    /// On Linux from the kernel's coarse clock, which costs a quarter of the exact one and lags behind by a tick.
+    /// On Linux, reads the kernel's coarse clock. It costs a quarter of the exact one and lags behind by up to a tick.
     #[cfg(target_os = "linux")]
     #[inline]
     fn now_bounds(&self) -> (Time, Time) {
         let coarse = &self.0.coarse;
         let kernel = clock_micros(ClockId::MonotonicCoarse);
-        // The coarse clock lags behind the moment of the comparison at first, which is no reason for another.
+        // The coarse clock can be behind `compared_at` at first. Saturation avoids another comparison in that case.
         let age = kernel.saturating_sub(coarse.compared_at.load(Ordering::Acquire));
         if age > Self::COMPARE_INTERVAL && !self.compare_coarse() {
             let now = self.now();
@@ -144,7 +145,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// Microseconds in 2^64 ticks, from the nanoseconds in 2^50: some days' worth, which leaves no rounding to speak of.
+/// Microseconds in 2^64 ticks, from the nanoseconds in 2^50 ticks. That is some days, so rounding is negligible.
 fn scale(counter: &quanta::Clock) -> u64 {
     const TICKS: u32 = 50;
     let nanos = u128::from(counter.delta_as_nanos(0, 1 << TICKS));
@@ -163,7 +164,7 @@ fn wall_micros() -> u64 {
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// A clock that stands still until it is told otherwise. Clones share the time.
+/// A clock that stands still until it is set or advanced. Clones share the time.
 #[derive(Clone, Debug)]
 pub struct ManualClock(Arc<AtomicU64>);
 
@@ -180,12 +181,12 @@ impl ManualClock {
         Self(Arc::new(AtomicU64::new(time.as_micros())))
     }
 
-    /// Moves the clock on.
+    /// Advances the clock.
     pub fn advance(&self, by: Span) {
         self.set(self.now() + by);
     }
 
-    /// Sets the clock, backwards too.
+    /// Sets the clock, forwards or backwards.
     pub fn set(&self, time: Time) {
         self.0.store(time.as_micros(), Ordering::SeqCst);
     }
@@ -197,8 +198,8 @@ impl Clock for ManualClock {
     }
 }
 
-/// Tokio's time, counted from a moment of your choice: a clock for tests of programs that wait, which stands still with
-/// tokio's own while that is paused.
+/// Tokio's time, counted from a given moment: a clock for tests of programs that wait. It stands still while tokio's
+/// time is paused.
 #[cfg(feature = "tokio")]
 #[derive(Clone, Copy, Debug)]
 pub struct TokioClock {
@@ -246,7 +247,7 @@ mod tests {
         }
     }
 
-    /// However long the counter takes to be ready.
+    /// Holds for any calibration time of the counter.
     #[test]
     fn a_new_clock_agrees_with_the_wall_clock() {
         let calibrate = || {
@@ -254,7 +255,7 @@ mod tests {
             quanta::Clock::new()
         };
         let clock = SystemClock::anchored(calibrate, wall_micros);
-        // A reading that was interrupted is further off than the clock.
+        // An interrupted reading has a larger error than the clock.
         let nearest = (0..1_000).map(|_| clock.drift().unsigned_abs()).min().unwrap();
         assert!(nearest < 10_000, "{nearest} µs");
     }

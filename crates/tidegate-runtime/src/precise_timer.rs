@@ -1,8 +1,8 @@
-//! Waking to the tenth of a millisecond.
+//! A sleep that is precise to about a tenth of a millisecond.
 //!
-//! Tokio's timers count whole milliseconds and round up, which would leave a tenth of a rate of 100 a second unused. So
-//! the last stretch of a wait is left to a thread of its own, which the kernel wakes more exactly. It sleeps while
-//! nobody waits.
+//! Tokio's timers count whole milliseconds and round up. At a rate of 100 per second, that would leave a tenth of the
+//! rate unused. So a separate thread times the last 2 ms of each wait, because the kernel wakes it more precisely. The
+//! thread sleeps while no task waits.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tidegate_core::{Clock, Span};
 
-/// The stretch that tokio's timers are too coarse for: their millisecond, and the rounding up to it.
+/// The last part of a wait, for which tokio's timers are too coarse: their millisecond, and the rounding up to it.
 const PRECISE_PART: Duration = Duration::from_millis(2);
 
-/// Waits for so long, within a tokio runtime whose timers are enabled.
+/// Sleeps for the given time. Must be called within a tokio runtime with timers enabled.
 #[expect(clippy::disallowed_methods, reason = "this is the clock")]
 pub async fn sleep(wait: Duration) {
     let until = Instant::now() + wait;
@@ -40,8 +40,7 @@ pub async fn sleep(wait: Duration) {
     .await;
 }
 
-/// The interval at which a clock is read that doesn't run as the machine's do: it may be set at any time, and doesn't
-/// tell.
+/// The polling interval for a clock that isn't the machine's: it may be set at any time, and wakes no task.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Waits for so long by this clock, within a tokio runtime whose timers are enabled.
@@ -59,7 +58,7 @@ pub async fn sleep_by(clock: &impl Clock, wait: Duration) {
     }
 }
 
-/// The thread's list. Nothing stays on it for longer than the last stretch.
+/// The waiters of the timer thread. No entry stays for longer than `PRECISE_PART`.
 struct PreciseTimer {
     entries: Mutex<BinaryHeap<Reverse<TimerEntry>>>,
     first_changed: Condvar,
@@ -70,7 +69,7 @@ struct TimerEntry {
     waker: Arc<TimerWaker>,
 }
 
-/// Who is to be woken; nobody once it has rung.
+/// The waker of one sleep. `None` once it was woken.
 struct TimerWaker(Mutex<Option<Waker>>);
 
 impl TimerWaker {
@@ -86,7 +85,7 @@ impl TimerWaker {
 }
 
 impl PreciseTimer {
-    /// The process' own; `None` if it can have no more threads.
+    /// Returns the timer of the process, or `None` if its thread could not be started.
     fn get() -> Option<&'static Self> {
         static TIMER: OnceLock<Option<&'static PreciseTimer>> = OnceLock::new();
         *TIMER.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! Numbers that are hard to guess and differ between processes.
+//! Random numbers that are hard to guess and differ between processes.
 
 /// A number from the operating system's generator.
 pub fn random_u64() -> u64 {
@@ -8,7 +8,7 @@ pub fn random_u64() -> u64 {
 /// Bytes from the operating system's generator.
 ///
 /// # Panics
-/// The operating system has none to give, as in a sandbox without the system call.
+/// The operating system has no random number generator, as in a sandbox that forbids the system call.
 pub fn random_bytes<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).expect("invariant: the operating system has a random number generator");
@@ -28,7 +28,7 @@ mod shared {
 
     use super::random_u64;
 
-    /// A generator for many threads, locked for each number and not before one is drawn.
+    /// A generator for many threads. It is locked only while a number is drawn.
     #[derive(Debug)]
     pub struct SharedRng(Mutex<SmallRng>);
 

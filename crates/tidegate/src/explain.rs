@@ -1,4 +1,4 @@
-//! Every limit that a check would ask, one by one.
+//! The result of a check, with the state of every limit that it asks.
 
 use serde::{Deserialize, Serialize};
 use tidegate_core::{Batch, Clock, Decision, Outcomes, Span};
@@ -7,50 +7,50 @@ use tidegate_store::Store;
 
 use crate::{DecisionReport, Gate};
 
-/// What a check would answer, and every limit that it would ask.
+/// The decision of a check and the state of every limit that it asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Explanation {
-    /// The action, or null if only the global limit applies.
+    /// The action. `None` if only the global limit applies.
     pub action: Option<String>,
-    /// Further actions that are asked, since servers may read the path in other ways; left out if there are none.
+    /// Further actions that are checked, because servers may read the path in other ways. Omitted if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub also: Vec<String>,
-    /// What a check would answer.
+    /// The decision of the check.
     pub decision: DecisionReport,
     /// Every limit, in the order in which it is asked.
     pub limits: Vec<LimitState>,
 }
 
-/// One limit as it stands for one caller. Times are whole seconds, rounded up.
+/// The state of one limit for one caller. Times are whole seconds, rounded up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitState {
-    /// Its name: the action's, or `global`.
+    /// The name of the limit: the action's name, or `global`.
     pub name: String,
-    /// Whose it is: `action` or `global`.
+    /// The source of the limit: `action` or `global`.
     pub source: String,
-    /// What it allows, in words, with its true bound.
+    /// A description of what the limit allows, with its true bound.
     pub words: String,
-    /// What it counts by.
+    /// The parts of the key by which it counts.
     pub key: Vec<String>,
     /// Its capacity.
     pub limit: u64,
-    /// What is used of it.
+    /// The used part of the capacity.
     pub used: u64,
-    /// What is left of it; 0 while a block lives.
+    /// The remaining part of the capacity. 0 during a block.
     pub remaining: u64,
-    /// Whether it would admit the call.
+    /// True if it would admit the call.
     pub allowed: bool,
-    /// If not, seconds until it would; null if never.
+    /// Seconds until it would admit the call. `None` if it admits the call now, or never will.
     pub retry_after: Option<u64>,
-    /// Seconds until it is whole again.
+    /// Seconds until the full capacity is available again.
     pub reset_after: u64,
-    /// Whether a penalty lives.
+    /// True if a penalty is active.
     pub blocked: bool,
-    /// The whole length of the block in force, in seconds.
+    /// The full length of the active block, in seconds. `None` if there is no active block.
     pub backoff_seconds: Option<u64>,
-    /// Strikes that count.
+    /// The number of strikes that count.
     pub strikes: u8,
-    /// Whether it only watches.
+    /// True if it is a shadow limit, which never refuses a call.
     pub shadow: bool,
 }
 

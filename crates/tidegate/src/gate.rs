@@ -1,4 +1,4 @@
-//! Asking a store what a policy says of a call.
+//! The gate: asks a store for a decision on each call, by the rules of a policy.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
 use crate::report::{DecisionReport, PermitId};
 
-/// What decisions and [`Gate::reset`] call the global limit; no action has this name.
+/// The name of the global limit in decisions and in [`Gate::reset`]. No action has this name.
 const GLOBAL: &str = "global";
 
-/// Decides about inbound calls: a plan, a store, a clock. Cheap to clone; clones are the same gate.
+/// Decides about inbound calls, from a plan, a store and a clock. Cheap to clone; all clones share one state.
 pub struct Gate<S = Memory, C = SystemClock>(Arc<GateInner<S, C>>);
 
 struct GateInner<S, C> {
@@ -42,28 +42,28 @@ impl<S, C> std::fmt::Debug for Gate<S, C> {
     }
 }
 
-/// Why a call could not be decided about. A refusal is a [`Decision`], never an error.
+/// The reason that no decision could be made for a call. A refusal is a [`Decision`], never an error.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum CheckError {
     /// The plan has no such action, and none named `default`.
     #[error(transparent)]
     UnknownAction(#[from] UnknownActionError),
-    /// The call lacks a part that one of its limits counts by, or has it wrong; or it is such that it can't be counted.
+    /// The call lacks a key part that one of its limits counts by, has an invalid one, or can't be counted at all.
     #[error(transparent)]
     Key(#[from] KeyError),
     /// The cost is above 2^40.
     #[error("a cost of {found} is above the largest, {MAX_COST}")]
     Cost {
-        /// What the call said.
+        /// The cost of the call.
         found: u64,
     },
-    /// The store broke.
+    /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
 impl CheckError {
-    /// The fault of the request itself, if that is why: a server answers 400.
+    /// The fault of the request, if it is the reason. A server replies with 400.
     pub fn uncountable(&self) -> Option<&UncountableError> {
         match self {
             Self::Key(KeyError::Uncountable(uncountable)) => Some(uncountable),
@@ -73,14 +73,14 @@ impl CheckError {
 }
 
 impl Gate {
-    /// A gate whose state lives in this process' memory, within the policy's `store.max_bytes`.
+    /// A gate with its state in the memory of this process, within the policy's `store.max_bytes`.
     pub fn new(policy: &Policy) -> Self {
         Self::in_memory(policy, SystemClock::new())
     }
 }
 
 impl<C: Clock> Gate<Memory, C> {
-    /// A gate in memory with a clock of your own: a [`ManualClock`](tidegate_runtime::clock::ManualClock) in tests.
+    /// A gate in memory with the given clock: a [`ManualClock`](tidegate_runtime::clock::ManualClock) in tests.
     pub fn in_memory(policy: &Policy, clock: C) -> Self {
         let limits = Arc::new(policy.plan().limits().clone());
         let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
@@ -89,33 +89,33 @@ impl<C: Clock> Gate<Memory, C> {
 }
 
 impl<S: Store, C: Clock> Gate<S, C> {
-    /// A gate of these parts. `seed` is random where the store is this process' own, and the same for every node
-    /// where it is shared; the store's limits must be the plan's.
+    /// A gate of these parts. The store's limits must be the plan's. `seed` is random if only this process uses the
+    /// store, and the same on every node if the store is shared.
     pub fn from_parts(plan: Arc<Plan>, store: S, clock: C, seed: KeySeed) -> Self {
         Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids: HolderIds::new() }))
     }
 
-    /// What this gate decides by.
+    /// The plan by which this gate decides.
     pub fn plan(&self) -> &Plan {
         &self.0.plan
     }
 
-    /// Where its state lives.
+    /// The store that keeps the state.
     pub fn store(&self) -> &S {
         &self.0.store
     }
 
-    /// What it tells the time by.
+    /// The clock that gives the time.
     pub fn clock(&self) -> &C {
         &self.0.clock
     }
 
-    /// Which actions a query means: the one it names, else the first that matches its method, host and path, in each way
-    /// in which the path can be read. A call without any meets only `inbound.global`. A client that is on a list, and whose path
-    /// can't be decided about, has none: the list decides.
+    /// The actions of a query: the one it names, else the first that matches its method, host and path. The path is
+    /// tried in each way in which it can be read. A call without an action meets only `inbound.global`. A client that
+    /// is on a list and has a path that can't be decided about has no action: the list decides.
     ///
     /// # Errors
-    /// It names one that the plan doesn't have, or its path can't be decided about.
+    /// The query names an action that the plan doesn't have, or its path can't be decided about.
     pub fn actions(&self, query: &Query<'_>) -> Result<MatchedActions, CheckError> {
         match (query.actions, query.action) {
             (Some(actions), _) => Ok(actions),
@@ -127,15 +127,15 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// Decides about a call and counts it: lists first, then penalties and limits, all or nothing.
+    /// Decides about a call by lists, then penalties and limits. Counts it in all its limits or in none.
     ///
     /// # Errors
-    /// The query is not one that the plan can decide about, or the store broke.
+    /// The plan can't decide about the query, or the store failed.
     pub async fn check(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
         self.decide(query, Verb::Take).await
     }
 
-    /// Begins a [`Gate::check`]: decides in place where the store can, without building a future.
+    /// Begins a [`Gate::check`]. Decides at once if the store can, without a future.
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -144,7 +144,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.begin(query, Verb::Take)
     }
 
-    /// What a check would answer. Changes nothing.
+    /// Returns the decision that a check would make. Changes nothing.
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -152,7 +152,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.decide(query, Verb::Peek).await
     }
 
-    /// Every limit that a check would ask, with what is used, when it is free and what blocks it. Changes nothing.
+    /// Returns every limit that a check would ask: its usage, the time until it is free, its block. Changes nothing.
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -165,9 +165,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
     }
 
-    /// Forgets the caller under the action's own limits: usage, block and strikes. Other actions and the global limit
-    /// are left alone, and so is what the caller shares with its network while the store is full. Doing it again
-    /// changes nothing. The action `global` is the global limit.
+    /// Resets usage, block and strikes of the caller in the action's own limits. Other actions, the global limit and
+    /// what the caller shares with its network while the store is full stay as they are. Repeating it changes nothing.
+    /// The action `global` is the global limit.
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -176,7 +176,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
             Some(GLOBAL) => MatchedActions::NONE,
             _ => self.actions(query)?,
         };
-        // An action called `default` answers for all that the policy doesn't know, but isn't what was to be reset.
+        // The action `default` applies to all unknown names, but it is not the action that the caller asked to reset.
         if let (Some(id), Some(found)) = (actions.first(), query.action)
             && self.0.plan.action(id).name() != found
         {
@@ -187,9 +187,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Ok(())
     }
 
-    /// Gives back what an admitted call was charged, never beyond the capacity; not what was charged to its network
-    /// while the store was full. It must be a call of a quota's present period: what an earlier one was charged is over
-    /// with it. Permits are given back by [`Gate::release`].
+    /// Gives back the cost of an admitted call, never beyond the capacity. A cost charged to the caller's network while
+    /// the store was full is not given back. The call must be of a quota's present period, because earlier charges
+    /// ended with their period. [`Gate::release`] gives back permits.
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -197,8 +197,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.apply_correction(query, Verb::Refund, 0).await.map(drop)
     }
 
-    /// Gives back the permit of a call that has ended; false if its lease had ended before, or it was given back
-    /// already.
+    /// Gives back the permit of a call that has ended. Returns false if its lease has ended or it was already given
+    /// back.
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -206,7 +206,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.apply_correction(query, Verb::Release, permit.get()).await
     }
 
-    /// Lengthens the lease of a call that still runs; false if it had ended.
+    /// Renews the lease of a call that still runs. Returns false if the lease had ended.
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -214,7 +214,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.apply_correction(query, Verb::Renew, permit.get()).await
     }
 
-    /// Holds the permit that an admitted call was given, if its limits gave one, and gives it back when dropped.
+    /// Returns a guard for the permit of an admitted call, if its limits gave one. The guard releases it when dropped.
     ///
     /// # Errors
     /// As [`Gate::check`].
@@ -229,7 +229,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Ok(Some(PermitGuard::new(self.clone(), own_batch, shared)))
     }
 
-    /// A decision in the form that people and programs read; see [`DecisionReport`].
+    /// Returns a decision in the form for replies and logs; see [`DecisionReport`].
     pub fn report(&self, decision: &Decision) -> DecisionReport {
         DecisionReport::new(&self.0.plan, decision)
     }
@@ -284,7 +284,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// Asks the store again under shared keys, while it answers in place and has no room for some keys.
+    /// Applies the batch again under shared keys, while the store answers at once and has no room for some keys.
     #[inline]
     fn ask_again(&self, batch: &mut Batch, ip: Option<IpAddr>, mut answer: Answer<S::Later>) -> Answer<S::Later> {
         let shared = |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed);
@@ -296,7 +296,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         answer
     }
 
-    /// The outcomes of a batch whose first answer is this, under shared keys where the store has no room for others.
+    /// The outcomes of a batch with this first answer, under shared keys if the store has no room for others.
     pub(crate) async fn outcomes(
         &self,
         batch: &mut Batch,
@@ -323,8 +323,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         Ok(done)
     }
 
-    /// A batch that gives back or renews permits, under each of the keys that they may have been taken under where the store had
-    /// no room for the caller's own.
+    /// The batches that release or renew permits under shared keys. Permits may have been taken under these keys while
+    /// the store had no room for the caller's own keys.
     #[cold]
     fn shared_batches(&self, own_batch: &Batch, ip: Option<IpAddr>) -> Vec<Batch> {
         let in_flight = |limit| self.0.plan.limits().get(limit).is_some_and(|limit| limit.kind().has_permits());
@@ -332,7 +332,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
             let mut batch =
                 own_batch.with_ops(own_batch.ops().iter().filter(|op| in_flight(op.limit)).filter_map(|op| {
                     let (found, key) = self.0.plan.shared_key(op.limit, share, ip, &self.0.seed);
-                    // Only what the caller's own key has lost is taken again.
+                    // The cost is 0, because only a permit lost under the caller's own key is taken again.
                     (found == share).then_some(Op { key, share_level: share, cost: 0, ..*op })
                 }));
             batch.dedup();
@@ -349,8 +349,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// The store's housekeeping, to be called about once a second by whoever runs a gate for long: forgets a share of
-    /// what is idle, and says what still counted but had to go because the store is full.
+    /// Maintains the store: forgets a share of its idle entries. Returns the entries that still counted but were
+    /// removed because the store is full. A long-running program calls it about once a second.
     pub fn maintain(&self) -> Losses {
         self.0.store.tend(self.0.clock.now())
     }
@@ -361,17 +361,17 @@ impl<S: Store, C: Clock> Gate<S, C> {
 }
 
 impl<S: Immediate, C: Clock> Gate<S, C> {
-    /// [`Gate::check`] for a store that answers in place: no future, no allocation.
+    /// Does a [`Gate::check`] with a store that answers at once: no future, no allocation.
     ///
     /// # Errors
-    /// The query is not one that the plan can decide about.
+    /// The plan can't decide about the query.
     pub fn check_now(&self, query: &Query<'_>) -> Result<Decision, CheckError> {
         let Check::Decided(decision) = self.begin(query, Verb::Take)?;
         Ok(decision)
     }
 }
 
-/// Hands out the ids under which permits are held: never the same twice, and hard to guess.
+/// Generates the ids of permit holders: unique, and hard to guess.
 #[derive(Debug)]
 struct HolderIds {
     secret: u64,
@@ -385,7 +385,7 @@ impl HolderIds {
 
     #[inline]
     fn next(&self) -> u64 {
-        // SplitMix64's output function (Steele, Lea and Flood 2014): a bijection, so that ids repeat only after 2^64.
+        // The output function of SplitMix64 (Steele, Lea and Flood 2014) is a bijection: ids repeat only after 2^64.
         let mut id = self.next.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed) ^ self.secret;
         id = (id ^ (id >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         id = (id ^ (id >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

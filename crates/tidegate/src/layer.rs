@@ -1,4 +1,4 @@
-//! A gate as a layer of tower, for axum, tonic and whatever else speaks `http` through `tower::Service`.
+//! A gate as a tower layer, for axum, tonic and any other `tower::Service` over `http` types.
 
 use std::any::Any;
 use std::future::Future;
@@ -28,19 +28,20 @@ use tower_service::Service;
 use crate::reply::Replies;
 use crate::{CheckError, Gate, PermitGuard};
 
-/// Limits a service: a call that the gate refuses gets its 429 (or, for gRPC, `RESOURCE_EXHAUSTED`, and
-/// `PERMISSION_DENIED` where no wait helps) without reaching the service; one that it admits gets its rate-limit headers on the way back, and its [`Decision`] as an extension
-/// of the request.
+/// Limits a service. A refused call gets a 429 without reaching the service. A refused gRPC call gets
+/// `RESOURCE_EXHAUSTED`, or `PERMISSION_DENIED` if waiting can't help. An admitted call gets rate-limit headers in its
+/// response, and its [`Decision`] as an extension of the request.
 ///
-/// The action is the first of the policy that matches the request, or the one named by [`GateLayer::action`]. A path that
-/// servers may read in several ways meets what each reading matches; 400 where the policy refuses such paths or they can't
-/// be decided about. The
-/// client's address is the peer's, seen through the policy's trusted proxies; the peer is taken from the request's
-/// extensions: a [`SocketAddr`] or, with the features of those names, what axum's
-/// `into_make_service_with_connect_info::<SocketAddr>()` and tonic's server put there. [`GateLayer::peer`] takes it
-/// from anywhere else. A request without any peer is answered 500 if its limits count by address; builds with debug
-/// assertions say in the answer what is missing. One that can't be counted
-/// ([`UncountableError`](tidegate_policy::UncountableError)) is answered 400.
+/// The action is the one named by [`GateLayer::action`], or the first of the policy that matches the request. If
+/// servers may read a path in several ways, the actions of all readings apply. The reply is 400 if the policy refuses
+/// such paths or the path can't be decided about.
+///
+/// The client's address is derived from the peer's through the policy's trusted proxies. The peer is taken from the
+/// request's extensions: a [`SocketAddr`] or, with the features `axum` and `tonic`, the value set by axum's
+/// `into_make_service_with_connect_info::<SocketAddr>()` or by tonic's server. [`GateLayer::peer`] replaces this
+/// source. The reply to a request without a peer is 500 if its limits count by address; in builds with debug assertions
+/// it says what is missing. The reply to a request that can't be counted
+/// ([`UncountableError`](tidegate_policy::UncountableError)) is 400.
 ///
 /// Limits for each user count by `key`, which [`GateLayer::key`] takes from the request. The layer below counts 100
 /// requests a minute for each user of an axum application, whose authentication puts a `User` into the request's
@@ -120,14 +121,14 @@ impl<S: Store, C: Clock> std::fmt::Debug for GateLayer<S, C> {
 }
 
 impl GateLayer {
-    /// A layer with a gate of its own, in memory.
+    /// A layer with its own gate in memory.
     pub fn new(policy: &Policy) -> Self {
         Self::from_gate(Gate::new(policy), policy)
     }
 }
 
 impl<S: Store, C: Clock> GateLayer<S, C> {
-    /// A layer that asks this gate. The policy says which proxies are trusted and which headers are written.
+    /// A layer that uses this gate. The policy sets the trusted proxies and the headers that are written.
     pub fn from_gate(gate: Gate<S, C>, policy: &Policy) -> Self {
         let inbound = policy.inbound();
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
@@ -135,7 +136,7 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
         Self(Arc::new(GateLayerInner { gate, replies, forwarding, action: None, hooks: Hooks::default() }))
     }
 
-    /// Counts every request as this action, whatever its method and path.
+    /// Counts every request as this action, for any method and path.
     ///
     /// # Errors
     /// The policy has no such action.
@@ -144,7 +145,7 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
         Ok(self.modify(|layer| layer.action = Some(action)))
     }
 
-    /// Takes the peer's address from the request's extensions by this function.
+    /// Sets the function that returns the peer's address from the request's extensions.
     #[must_use]
     pub fn peer(self, peer: impl Fn(&Extensions) -> Option<IpAddr> + Send + Sync + 'static) -> Self {
         self.modify(|layer| layer.hooks.peer = Arc::new(peer))
@@ -182,14 +183,14 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
         self.modify(|layer| layer.hooks.refusal = Some(Arc::new(refusal)))
     }
 
-    /// Writes the rate-limit headers in another dialect than the policy says.
+    /// Writes the rate-limit headers in this dialect instead of the policy's.
     #[must_use]
     pub fn headers(self, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
         let replies = Replies::new(self.0.gate.plan(), dialect, x_ratelimit);
         self.modify(|layer| layer.replies = replies)
     }
 
-    /// The gate that is asked.
+    /// The gate of this layer.
     pub fn gate(&self) -> &Gate<S, C> {
         &self.0.gate
     }
@@ -297,7 +298,7 @@ struct AdmittedCall {
 }
 
 impl<S: Store, C: Clock> GateLayerInner<S, C> {
-    /// Gives a path its normal form, where the policy says so.
+    /// Replaces the path by its normal form if the policy requires it.
     fn normalise_path(&self, parts: &mut Parts) {
         let Some(path) = parts.uri.path_and_query().and_then(|path| self.gate.plan().forwarded_path(path.as_str()))
         else {
@@ -351,7 +352,7 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
 }
 
 impl<S: Store, C: Clock> GateLayerInner<S, C> {
-    /// The answer to a request that can't be decided about.
+    /// The reply to a call that could not be decided. For an uncountable request it gives the reason.
     #[cold]
     fn check_error_response(&self, error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
         let (status, grpc_status, title, message) = match error {
@@ -371,7 +372,7 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
     }
 }
 
-/// The host that a request names, in its target, in `Host`, or in both alike.
+/// The host in the request's target or `Host`. Both must name the same host if both are present.
 fn host_of(parts: &Parts) -> Result<Option<&str>, KeyError> {
     let mut host_name = parts.uri.authority().map(Authority::as_str);
     for host in parts.headers.get_all(HOST) {
@@ -387,12 +388,12 @@ fn host_of(parts: &Parts) -> Result<Option<&str>, KeyError> {
     }
 }
 
-/// The request's content type, if that is gRPC's or gRPC-Web's.
+/// The request's content type, if it is gRPC or gRPC-Web.
 fn grpc_type(headers: &HeaderMap) -> Option<&HeaderValue> {
     headers.get(CONTENT_TYPE).filter(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }
 
-/// A gRPC answer without messages: status 8 with, on refusals that a wait mends, the wait.
+/// A gRPC response without messages: status 8 and the wait if waiting helps, else status 7.
 fn grpc_refusal(decision: &Decision, kind: &HeaderValue) -> Response<Bytes> {
     let message = match decision.retry_after {
         Some(wait) => format!("too many requests; retry after {} s", wait.as_secs_ceil()),
@@ -418,8 +419,8 @@ fn grpc_response(status: &'static str, message: &str, kind: &HeaderValue) -> Res
     response
 }
 
-/// The answer to a request that can't be decided about because of how the program uses the layer. Only builds with debug
-/// assertions say why, because clients of others should learn nothing about it.
+/// The reply to a call that could not be decided because of a mistake in the program's setup. Only builds with debug
+/// assertions give the reason, because clients should learn nothing about it.
 fn misuse_response(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
     let hint = match error {
         CheckError::Key(KeyError::Missing(missing)) if missing.part == "ip" => {
@@ -478,7 +479,7 @@ impl Drop for RenewedPermit {
 }
 
 pin_project! {
-    /// The body of an answer that passed a [`GateLayer`]: the service's own, or the refusal's.
+    /// The body of a response from a [`GateLayer`]: the service's own, or that of the refusal.
     pub struct GateBody<B> {
         #[pin]
         inner: GateBodyInner<B>,

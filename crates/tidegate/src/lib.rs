@@ -1,7 +1,7 @@
-//! A traffic governor in both directions: rate limits, quotas, growing penalties and true waits.
+//! A traffic governor for inbound and outbound requests: rate limits, quotas, growing penalties and exact waits.
 //!
-//! A [`Gate`] answers for every call whether it may pass and, if not, when to come back. Its [`Policy`](policy::Policy) is read from a
-//! TOML file, or made in Rust with the same words:
+//! A [`Gate`] decides for each call if it is allowed and, if not, when to retry. Its [`Policy`](policy::Policy) is read
+//! from a TOML file, or is built in Rust with the same names:
 //!
 //! ```
 //! use tidegate::clock::ManualClock;
@@ -31,13 +31,13 @@
 //!
 //! | to | use |
 //! | --- | --- |
-//! | guard an axum or tonic service, or any other of tower's | `GateLayer`, feature `tower` (on by default) |
+//! | guard an axum or tonic service, or any other tower service | `GateLayer`, feature `tower` (on by default) |
 //! | retry, break or limit calls of any tower service | `layers`, feature `outbound` |
-//! | call other people's APIs with a reqwest client | `outbound::OutboundMiddleware`, feature `reqwest` |
-//! | call them with any client that is a service of tower | `outbound::OutboundLayer`, feature `outbound` |
-//! | ask in your own code | [`Gate::check`], or [`Gate::check_now`] where state is in memory |
+//! | call external APIs with a reqwest client | `outbound::OutboundMiddleware`, feature `reqwest` |
+//! | call them with any client that is a tower service | `outbound::OutboundLayer`, feature `outbound` |
+//! | check calls in your own code | [`Gate::check`], or [`Gate::check_now`] if the state is in memory |
 //! | limit one thing, or one kind of key, without any policy | [`Limiter`], [`KeyedLimiter`] |
-//! | let workers find the pace that a service bears, in one process or many | `Pacer`, feature `outbound` |
+//! | let workers find the pace that a service can sustain, in one process or many | `Pacer`, feature `outbound` |
 //! | test with a clock of your own | [`clock::ManualClock`] |
 //! | write a decision out | [`Gate::report`], [`reply::Replies`] |
 
@@ -80,12 +80,12 @@ pub use tidegate_policy as policy;
 pub use tidegate_runtime::clock;
 pub use tidegate_store as store;
 
-/// The README's examples, so that they are tested with the others. One is for reqwest.
+/// The examples of the README, included so that they are tested. One of them needs reqwest.
 #[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// The guide's examples.
+/// The examples of the outbound guide, included so that they are tested.
 #[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
 #[doc = include_str!("../../../docs/outbound.md")]
 struct OutboundGuide;

@@ -1,4 +1,4 @@
-//! Limiting one thing, or one kind of key, without any policy.
+//! Limiters for one resource, or for each key of one kind, without a policy.
 
 use std::hash::{BuildHasher, Hash, RandomState};
 use std::hint::spin_loop;
@@ -15,20 +15,20 @@ use tidegate_store::{Immediate, Memory};
 
 use tidegate_runtime::clock::SystemClock;
 
-/// Whose turn it is.
+/// The decision of a limiter on a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "a call that is not admitted must not be made"]
 pub enum LimiterDecision {
-    /// This call's: it was counted.
+    /// The call is admitted and was counted.
     Admitted,
-    /// This call's after that long, if nobody else takes it meanwhile. Nothing was counted.
+    /// The call is admitted after this wait, if no other call is admitted first. Nothing was counted.
     RetryAfter(Span),
-    /// Never: the cost is above the capacity.
+    /// The call is never admitted: the cost is above the capacity.
     Never,
 }
 
 impl LimiterDecision {
-    /// Whether the call may be made now.
+    /// True if the call may be made now.
     pub fn is_admitted(self) -> bool {
         self == Self::Admitted
     }
@@ -45,22 +45,22 @@ impl LimiterDecision {
     }
 }
 
-/// Why a limiter can't be made.
+/// The reason that a limiter can't be made.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LimiterError {
     /// The quantity can't be read.
     #[error(transparent)]
     Quantity(#[from] QuantityError),
-    /// The quantity is read but can't be a limit.
+    /// The quantity is readable but is not a valid limit.
     #[error("{0}")]
     Limit(LimitError),
     /// A [`Limiter`] keeps one number, which is enough for a rate and for nothing else.
     #[error("`{found}` is not a rate; write one as \"10/s burst 20\", or use a KeyedLimiter")]
     NotARate {
-        /// What was asked.
+        /// The quantity as given.
         found: String,
     },
-    /// A limiter takes turns and hands out no permits, so it can't count calls in flight.
+    /// A [`KeyedLimiter`] gives no permits, so it can't count calls in flight.
     #[error("calls in flight need a Gate, which takes permits back")]
     InFlight,
     /// `unlimited` limits nothing.
@@ -74,7 +74,7 @@ impl From<LimitError> for LimiterError {
     }
 }
 
-/// One rate for all calls: a single atomic number, without locks.
+/// One rate for all calls. It is a single atomic number, without locks.
 ///
 /// ```
 /// use tidegate::{Limiter, LimiterDecision};
@@ -93,16 +93,16 @@ pub struct Limiter<C = SystemClock> {
     clock: C,
 }
 
-/// Pauses after losing a race; each is 20 to 50 ns.
+/// The number of pauses after losing a race. Each takes 20 to 50 ns.
 const SPIN_PAUSES: u32 = 16;
 
-/// A number on a cache line of its own.
+/// A number on its own cache line.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct CacheAligned(AtomicU64);
 
 impl Limiter {
-    /// A limiter for a rate as policies write it: `"10/s burst 20"`.
+    /// A limiter for a rate in the syntax of policies: `"10/s burst 20"`.
     ///
     /// # Errors
     /// The quantity can't be read, or isn't a rate.
@@ -112,7 +112,7 @@ impl Limiter {
 }
 
 impl<C: Clock> Limiter<C> {
-    /// [`Limiter::new`] with a clock of your own.
+    /// A [`Limiter::new`] with the given clock.
     ///
     /// # Errors
     /// As [`Limiter::new`].
@@ -127,13 +127,13 @@ impl<C: Clock> Limiter<C> {
         Self { rate, arrival_bits: CacheAligned::default(), clock }
     }
 
-    /// Takes one call's turn.
+    /// Decides about a call with a cost of 1, and counts it if admitted.
     #[inline]
     pub fn check(&self) -> LimiterDecision {
         self.check_cost(1)
     }
 
-    /// Takes the turn of a call that weighs `cost`.
+    /// Decides about a call with this cost, and counts it if admitted.
     #[inline]
     pub fn check_cost(&self, cost: u64) -> LimiterDecision {
         let bounds = self.rate.can_take_between(MAX_NOW_SPREAD).then(|| self.clock.now_bounds());
@@ -159,8 +159,8 @@ impl<C: Clock> Limiter<C> {
             if self.replace(before, after) {
                 return LimiterDecision::Admitted;
             }
-            // Another thread was quicker. Staying away for a moment lets it have the cache line for several calls on
-            // end, which costs both less than taking turns.
+            // Another thread changed the number first. A short pause lets it keep the cache line for several calls in a
+            // row. That costs both threads less than alternating.
             (0..SPIN_PAUSES).for_each(|_| spin_loop());
             before = self.arrival_bits.0.load(Ordering::Relaxed);
         }
@@ -181,7 +181,7 @@ impl<C: Clock> Limiter<C> {
     }
 }
 
-/// One limit for each key, kept in memory within a number of bytes.
+/// One limit for each key, in memory of a bounded size.
 ///
 /// ```
 /// use tidegate::KeyedLimiter;
@@ -206,17 +206,17 @@ pub struct KeyedLimiter<K: ?Sized, C = SystemClock, S = RandomState> {
 }
 
 impl<K: Hash + ?Sized> KeyedLimiter<K> {
-    /// A limiter for any quantity that policies write, within [`Memory::MAX_BYTES`].
+    /// A limiter for any quantity that policies accept, within [`Memory::MAX_BYTES`].
     ///
     /// # Errors
-    /// The quantity can't be read.
+    /// The quantity can't be read, is not a valid limit, is `unlimited`, or counts calls in flight.
     pub fn new(quantity: &str) -> Result<Self, LimiterError> {
         Self::with_clock(quantity, Memory::MAX_BYTES, SystemClock::new())
     }
 }
 
 impl<K: Hash + ?Sized, C: Clock> KeyedLimiter<K, C> {
-    /// [`KeyedLimiter::new`] with a bound and a clock of your own.
+    /// A [`KeyedLimiter::new`] with the given size, in bytes, and clock.
     ///
     /// # Errors
     /// As [`KeyedLimiter::new`].
@@ -226,10 +226,10 @@ impl<K: Hash + ?Sized, C: Clock> KeyedLimiter<K, C> {
 }
 
 impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
-    /// A limiter for this limit, penalty and all. The hasher must be keyed at random if strangers choose keys.
+    /// A limiter for this limit, with its penalty. The hasher needs a random key if untrusted clients choose keys.
     ///
     /// # Errors
-    /// [`LimiterError::InFlight`].
+    /// [`LimiterError::InFlight`] if the limit counts calls in flight.
     pub fn from_limit(limit: Limit, max_bytes: usize, clock: C, hasher: S) -> Result<Self, LimiterError> {
         if let LimitKind::Concurrency(_) = limit.kind() {
             return Err(LimiterError::InFlight);
@@ -239,13 +239,13 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
         Ok(Self { memory, id: LimitId::FIRST, clock, hasher, keys: PhantomData })
     }
 
-    /// Takes one call's turn for a key.
+    /// Decides about a call with a cost of 1 for this key, and counts it if admitted.
     #[inline]
     pub fn check(&self, key: &K) -> LimiterDecision {
         self.check_cost(key, 1)
     }
 
-    /// Takes the turn of a call that weighs `cost`.
+    /// Decides about a call with this cost for this key, and counts it if admitted.
     #[inline]
     pub fn check_cost(&self, key: &K, cost: u64) -> LimiterDecision {
         let (retry_at, now) = self.memory.turn(&self.op(Verb::Take, key, cost), &self.clock);
@@ -260,7 +260,7 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
         wait_for_turn(&self.clock, || self.check(key)).await;
     }
 
-    /// Whose turn it would be if a call came that weighs `cost`. Takes nothing.
+    /// Returns the decision that a call with this cost would get. Counts nothing.
     pub fn peek_cost(&self, key: &K, cost: u64) -> LimiterDecision {
         let mut batch = Batch::new(0);
         batch.push(self.op(Verb::Peek, key, cost)).expect("invariant: an empty batch has room");
@@ -276,7 +276,7 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
         op
     }
 
-    /// The store behind it, for its statistics.
+    /// The store of the limiter, for its statistics.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }

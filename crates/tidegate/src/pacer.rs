@@ -1,4 +1,4 @@
-//! A pace that many workers keep together.
+//! A pace for the calls of many workers.
 
 mod shared;
 
@@ -21,11 +21,11 @@ use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::precise_timer::{self, POLL_INTERVAL};
 use tidegate_runtime::random::random_u64;
 
-/// Responsive back-off for workers that call a service which throttles: after each call they tell how it went, and wait
-/// for as long as the service seems to need. Clones share the pace.
+/// A responsive back-off for workers that call a service which throttles. After each call, a worker reports its result
+/// and waits for as long as the service seems to need. Clones share the pace.
 ///
-/// The rules are [`tidegate_core::LocalPacer`]'s. Each pacer draws from a random sequence of its own, which no
-/// other has, in this process or any other.
+/// The rules are those of [`tidegate_core::LocalPacer`]. Each pacer has its own random sequence, which differs from
+/// that of any other pacer in any process.
 ///
 /// ```
 /// use tidegate::Pacer;
@@ -44,22 +44,23 @@ use tidegate_runtime::random::random_u64;
 /// # }
 /// ```
 ///
-/// What became of a call counts from the moment when the future is polled first, and before it waits. So a task that is
-/// cancelled while it waits has told everything, and holds nothing: no lock, no turn, no place in any queue. A wait that
-/// was cut short counts in [`PacerMetrics::waits`] and, in all its length, in [`PacerMetrics::total_wait`]: they say what the pacer asked
-/// for.
+/// The result of a call counts from the first poll of the future, before the wait. So a task that is cancelled during
+/// its wait has reported its call, and holds no lock and no position in a queue. A wait that is cut short counts in
+/// [`PacerMetrics::waits`] and, in full length, in [`PacerMetrics::total_wait`]: they count the waits that the pacer
+/// asked for.
 ///
 /// # Many processes
 ///
-/// [`Pacer::shared`] makes a pacer of a name whose pace is kept in the store of a policy. All who open it by this name,
-/// in this process or another, hold one pace together: the interval is the time from one of their calls to the next, on
-/// average, and each worker waits as many times that long as there are workers. So the service is called as often whether
-/// there are three workers or thirty, while each clone of a pacer of one's own waits for the interval alone. A lone worker
-/// waits exactly for the interval, which is the initial one after the first failure.
+/// [`Pacer::shared`] makes a named pacer with its pace in the store of a policy. All workers with this name, in any
+/// process, keep one pace together. The interval is the average time between two calls of all workers. Each worker
+/// waits for the interval times the number of workers. So three workers and thirty call the service equally often. In
+/// contrast, each clone of a pacer that isn't shared waits for the interval alone. A single worker waits exactly for
+/// the interval, which is the initial one after the first failure.
 ///
-/// A worker is a clone, from the first call that it tells of until it is dropped: give each task a clone of its own, since
-/// tasks that use one together count as one. Who neither tells of a call nor waits for 30 s, or dies, isn't counted any
-/// more until it tells of its next. How long a wait is, is decided when it begins. Up to 4096 workers are counted.
+/// A worker is a clone, from the first call that it reports until it is dropped. Give each task its own clone, because
+/// tasks that use the same one count as one worker. A worker that ends, or neither reports a call nor waits for 30 s,
+/// stops counting until it reports its next call. The length of a wait is fixed when it begins. Up to 4096 workers are
+/// counted.
 ///
 /// ```
 /// use tidegate::PacerSpec;
@@ -80,17 +81,17 @@ use tidegate_runtime::random::random_u64;
 /// # tokio::runtime::Runtime::new().unwrap().block_on(start()).unwrap();
 /// ```
 ///
-/// Telling of a call is one round trip to the store. If the store doesn't answer within `store.timeout`, the process goes
-/// on from the interval and the number of workers that it last knew, by the same rules and without waiting for the store
-/// again until it is back; what failures have led to meanwhile then holds for all, if it is longer than what the store
-/// has. A pace that nobody keeps to for an hour beyond its longest wait is forgotten.
+/// Reporting a call takes one round trip to the store. If the store doesn't reply within `store.timeout`, the process
+/// continues by the same rules from the last known interval and number of workers. It doesn't wait for the store again
+/// until the store is back. Then the interval that failures have led to applies to all workers, if it is longer than
+/// the store's. A pace that no worker uses for an hour beyond its longest wait is forgotten.
 #[derive(Clone)]
 pub struct Pacer<C = SystemClock> {
     backend: PaceBackend,
     clock: C,
 }
 
-/// Where the pace is kept.
+/// The place that keeps the pace: this process or a store.
 #[derive(Clone)]
 enum PaceBackend {
     Local(Arc<Mutex<LocalPace>>),
@@ -103,7 +104,7 @@ struct LocalPace {
 }
 
 impl Pacer {
-    /// A pacer that has met no failure yet.
+    /// A pacer that has seen no failure yet.
     ///
     /// # Errors
     /// A setting that is out of its range: see [`tidegate_core::LocalPacer::new`].
@@ -111,7 +112,7 @@ impl Pacer {
         Self::with_clock(spec, SystemClock::new())
     }
 
-    /// A worker at the pace that is kept under this name in these stores. See [`Stores::pacer`].
+    /// A worker of the pace with this name in these stores. See [`Stores::pacer`].
     ///
     /// # Errors
     /// As [`Stores::pacer`].
@@ -121,8 +122,8 @@ impl Pacer {
 }
 
 impl<C: Clock> Pacer<C> {
-    /// [`Pacer::new`] with a clock of your own. One that isn't the machine's is looked at every 5 ms of tokio's time, or of
-    /// the machine's where a thread waits.
+    /// A [`Pacer::new`] with the given clock. A clock that isn't the machine's is read every 5 ms, in tokio's time or,
+    /// in a blocking wait, in the machine's.
     ///
     /// # Errors
     /// As [`Pacer::new`].
@@ -132,11 +133,11 @@ impl<C: Clock> Pacer<C> {
         Ok(Self { backend: PaceBackend::Local(Arc::new(Mutex::new(state))), clock })
     }
 
-    /// [`Pacer::shared`] over a store that `open` makes for the limits that the pacer needs, with keys hashed under `seed`.
-    /// Whoever is to share the pace needs the same seed.
+    /// A [`Pacer::shared`] over a store that `open` makes for the limits of the pacer. Keys are hashed with `seed`,
+    /// which must be the same for all processes that share the pace.
     ///
     /// # Errors
-    /// Settings that can't be shared, as [`tidegate_core::SharedPacerRules::new`] says; and what `open` returns.
+    /// Settings that can't be shared, see [`tidegate_core::SharedPacerRules::new`], and the errors of `open`.
     pub fn with_store(
         spec: PacerSpec,
         name: &str,
@@ -151,34 +152,34 @@ impl<C: Clock> Pacer<C> {
         Ok(Self::from_shared(Arc::new(shared_pace), clock))
     }
 
-    /// Another worker at a pace.
+    /// Another worker of this pace.
     pub(crate) fn from_shared(shared_pace: Arc<SharedPace>, clock: C) -> Self {
         Self { backend: PaceBackend::Shared(PaceWorker::new(shared_pace)), clock }
     }
 
-    /// A call has failed: lengthens the wait, and waits, within a tokio runtime whose timers are enabled.
+    /// Reports a failed call, lengthens the wait, and waits. Must be called within a tokio runtime with timers enabled.
     pub async fn on_failure(&self) {
         self.report_call(true).await;
     }
 
-    /// A call has succeeded: waits if there is a wait, which every so many successes shorten, within a tokio runtime whose
-    /// timers are enabled.
+    /// Reports a successful call, and waits if there is a wait. A certain number of successes shortens the wait. Must
+    /// be called within a tokio runtime with timers enabled.
     pub async fn on_success(&self) {
         self.report_call(false).await;
     }
 
-    /// [`on_failure`](Self::on_failure) for a thread that may block.
+    /// Does [`on_failure`](Self::on_failure) on a thread that may block.
     pub fn on_failure_blocking(&self) {
         self.report_call_blocking(true);
     }
 
-    /// [`on_success`](Self::on_success) for a thread that may block.
+    /// Does [`on_success`](Self::on_success) on a thread that may block.
     pub fn on_success_blocking(&self) {
         self.report_call_blocking(false);
     }
 
-    /// How long calls wait now; zero at first and once enough have succeeded. Of a shared pacer the time between any two
-    /// calls of all workers, as this process last knew it.
+    /// The current wait after a call. Zero at first, and again after enough successes. For a shared pacer it is the
+    /// time between two calls of all workers, as last known to this process.
     pub fn interval(&self) -> Duration {
         match &self.backend {
             PaceBackend::Local(state) => state.lock().pacer.interval(),
@@ -186,7 +187,7 @@ impl<C: Clock> Pacer<C> {
         }
     }
 
-    /// Among how many workers a shared pace is shared out, as this process last knew; 1 of a pacer that isn't shared.
+    /// The number of workers that share the pace, as last known to this process. 1 if the pacer isn't shared.
     pub fn workers(&self) -> u32 {
         match &self.backend {
             PaceBackend::Local(_) => 1,
@@ -194,7 +195,7 @@ impl<C: Clock> Pacer<C> {
         }
     }
 
-    /// What it has done since it was made, for all who share it in this process.
+    /// The totals since the pacer was made, over all clones in this process.
     pub fn metrics(&self) -> PacerMetrics {
         match &self.backend {
             PaceBackend::Local(state) => state.lock().pacer.metrics(),
@@ -276,7 +277,7 @@ mod tests {
 
     const MS: fn(u64) -> Duration = Duration::from_millis;
 
-    /// Every wait is a millisecond once there was a failure, and stays so.
+    /// Every wait after the first failure is one millisecond.
     fn constant() -> PacerSpec {
         PacerSpec { initial: MS(1), max: MS(1), randomization: 0, successes: u32::MAX, ..PacerSpec::default() }
     }
@@ -292,7 +293,7 @@ mod tests {
             tasks.spawn(async move {
                 let mut cancelled = 0_u64;
                 for call in 0..EACH {
-                    // Some are given up at once, some while and some after they wait.
+                    // Some tasks are cancelled at once, some during their wait and some after it.
                     let turn = (task * 31 + call * 17) % 40;
                     let given_up = async {
                         if turn >= 4 {
@@ -370,7 +371,7 @@ mod tests {
             let waits = scope.spawn(|| pacer.on_failure_blocking());
             std::thread::sleep(MS(20));
             assert!(!waits.is_finished());
-            // The thread may not have begun to wait before the first of these.
+            // The first step may come before the thread begins its wait.
             while !waits.is_finished() {
                 clock.advance(Span::from_millis(1));
                 std::thread::sleep(MS(1));

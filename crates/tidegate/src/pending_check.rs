@@ -1,4 +1,4 @@
-//! A check that has to be waited for.
+//! A check with an answer that may be still pending.
 
 use std::net::IpAddr;
 
@@ -14,18 +14,19 @@ use crate::{CheckError, Gate};
     reason = "boxing what waits would cost those stores an allocation that have to be waited for"
 )]
 pub enum Check<S: Store, C: Clock> {
-    /// The store answered in place.
+    /// The store answered at once.
     Decided(Decision),
-    /// It has to be waited for.
+    /// The store's answer is pending.
     Pending(PendingCheck<S, C>),
 }
 
-/// A check whose answer is on its way. A store in this process has carried it out already; one beyond it is asked once
-/// somebody waits, and then may count the call although nobody waits any more. Permits that nobody hears of go back.
+/// A check that waits for the store's answer. A store in this process has already applied it. A remote store receives
+/// it at the first poll, and may then count the call even if the wait is cancelled. Permits of a cancelled check are
+/// released.
 #[must_use = "nothing is decided before somebody waits for it"]
 pub struct PendingCheck<S: Store, C: Clock> {
     request: ReleaseGuard<S, C>,
-    /// The caller's address, by which keys are shared where the store has no room.
+    /// The caller's address, from which shared keys are derived if the store has no room.
     ip: Option<IpAddr>,
     pub(crate) answer: S::Later,
 }
@@ -38,7 +39,7 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
     /// Waits for the decision.
     ///
     /// # Errors
-    /// The store broke.
+    /// The store failed.
     pub async fn decision(self) -> Result<Decision, CheckError> {
         let Self { mut request, ip, answer } = self;
         let ReleaseGuard { gate, batch, is_answered } = &mut request;
@@ -48,7 +49,7 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
     }
 }
 
-/// What the store was asked, and may grant although the answer is lost or nobody waits for it.
+/// The batch of a check, which the store may have applied although its answer was lost or the wait was cancelled.
 struct ReleaseGuard<S: Store, C: Clock> {
     gate: Gate<S, C>,
     batch: Batch,

@@ -14,19 +14,19 @@ pub struct PermitGuard<S: Store, C: Clock> {
     gate: Gate<S, C>,
     /// The renewal under the caller's own keys.
     own_keys: Batch,
-    /// The same under those that the caller shares, where the store had no room for its own.
+    /// The same under the shared keys, if the store had no room for the caller's own.
     shared_keys: Vec<Batch>,
 }
 
 impl<S: Store, C: Clock> PermitGuard<S, C> {
-    /// How often to renew: 10 s, a third of the lease.
+    /// The interval between renewals: 10 s, a third of the lease.
     pub const RENEW_INTERVAL: Span = Concurrency::RENEW_INTERVAL;
 
     pub(crate) fn new(gate: Gate<S, C>, own: Batch, shared: Vec<Batch>) -> Self {
         Self { gate, own_keys: own, shared_keys: shared }
     }
 
-    /// Lengthens the lease.
+    /// Renews the lease.
     pub fn renew(&self) {
         self.shared_keys.iter().chain([&self.own_keys]).for_each(|batch| self.gate.submit(batch));
     }

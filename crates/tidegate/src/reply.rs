@@ -1,17 +1,18 @@
-//! What a client reads about a decision: rate-limit headers on every answer of a limited action, and the refusal.
+//! The replies to a client: rate-limit headers on every response of a limited action, and the refusal.
 //!
-//! The one place where these are formed; the [tower layer](crate) and the gate's servers both use it. Whatever
-//! doesn't depend on the call is made once, by [`Replies::new`]; a reply then costs one small allocation a header.
+//! They are formed only here; the [tower layer](crate) and the gate's servers both use this module. [`Replies::new`]
+//! prepares everything that doesn't depend on the call. A reply then costs one small allocation per header.
 //!
 //! | dialect | policy | state |
 //! | --- | --- | --- |
 //! | [`Draft10`](HeaderDialect::Draft10) | `RateLimit-Policy: "login";q=5;w=60` | `RateLimit: "login";r=4;t=60` |
 //! | [`Draft7`](HeaderDialect::Draft7) | `RateLimit-Policy: 5;w=60` | `RateLimit: limit=5, remaining=4, reset=60` |
 //!
-//! The policy names every limit that the action meets, the state only the one that bound the decision. Of several actions
-//! ([`MatchedActions`]) the policy is that of the one whose limit it was, or else the first one's. All times are
-//! whole seconds from now, rounded up. On admission `t` is when that limit is whole again; on refusal it is the same
-//! as `Retry-After`, since the draft wants `Retry-After` to be no earlier than `t`. `X-RateLimit-Reset` follows `t`.
+//! The policy names every limit that the action meets, and the state only the limit that bound the decision. If a call
+//! has several actions ([`MatchedActions`]), the policy is that of the action with this limit, or else of the first
+//! action. All times are whole seconds from now, rounded up. On admission, `t` is the time until that limit has its
+//! full capacity again. On refusal it equals `Retry-After`, since the draft requires `Retry-After` to be no earlier
+//! than `t`. `X-RateLimit-Reset` equals `t`.
 
 mod small_buffer;
 
@@ -39,11 +40,11 @@ pub const X_RATELIMIT_RESET: HeaderName = HeaderName::from_static("x-ratelimit-r
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
-/// Holds a place.
+/// A value that is replaced in each reply.
 const PLACEHOLDER: HeaderValue = HeaderValue::from_static("0");
 const PROBLEM_TYPE: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
 const PROBLEM_TITLE: &str = "Request cannot be satisfied as assigned quota has been exceeded";
-/// What texts take on the stack: the state of a limit whose name isn't long, a refusal, a report or a problem.
+/// The sizes of text buffers on the stack: the state of a limit with a short name, a refusal, a report or a problem.
 const STATE_BYTES: usize = 128;
 const REFUSAL_BYTES: usize = 128;
 const REPORT_BYTES: usize = 512;
@@ -53,41 +54,41 @@ const REPORT_BYTES: usize = 512;
 pub struct Replies {
     dialect: HeaderDialect,
     x_ratelimit: bool,
-    /// By limit.
+    /// The texts of each limit, by its index.
     limits: Vec<LimitTexts>,
-    /// By action.
+    /// The headers of each action, by its index.
     actions: Vec<ActionHeaders>,
-    /// For calls that match no action.
+    /// The headers for calls that match no action.
     unmatched: ActionHeaders,
 }
 
-/// What is the same in all replies of an action.
+/// The headers that are the same in all replies of an action.
 #[derive(Clone, Debug)]
 struct ActionHeaders {
     /// The `RateLimit-Policy` of its limits and the global ones.
     policy_header: Option<HeaderValue>,
-    /// The headers of a refusal. Copying them and filling in what differs is cheaper than putting each in its place.
+    /// The headers of a refusal. Copying them and replacing some values is cheaper than inserting each.
     refusal_template: HeaderMap,
-    /// The headers of an admission as the decision API tells it.
+    /// The headers of an admission in the decision API.
     admission_template: HeaderMap,
 }
 
 #[derive(Clone, Debug)]
 struct LimitTexts {
-    /// `"login";r=`, or nothing where the dialect has no names.
+    /// `"login";r=`, or empty if the dialect has no names.
     state_prefix: Box<[u8]>,
     /// `"login"`, as JSON.
     name_json: Box<str>,
-    /// The limit's own name, as JSON: what a report says in `bound_by`.
+    /// The limit's own name, as JSON, for `bound_by` in a report.
     bound_by_json: Box<str>,
-    /// Whose it is: what a report says in `source`.
+    /// The source of the limit, for `source` in a report.
     source: &'static str,
     action: Option<ActionId>,
     /// The limit's capacity.
     capacity: u64,
-    /// Whether it only watches.
+    /// True if it is a shadow limit, which never refuses a call.
     shadow: bool,
-    /// The report of a plain admission, up to `remaining` and from behind `reset_after`.
+    /// The report of an ordinary admission: the text before the value of `remaining`, and after that of `reset_after`.
     plain_report: (Box<str>, Box<str>),
 }
 
@@ -95,7 +96,7 @@ impl Replies {
     /// Prepares the replies of a plan.
     pub fn new(plan: &Plan, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
         let action_headers = |own: &[LimitId]| {
-            // A limit that only watches is nobody's to obey.
+            // Clients need not obey a limit that never refuses them.
             let enforced = own.iter().chain(plan.global()).filter(|id| !is_shadow(plan, **id));
             let items = enforced.map(|id| format_policy_item(plan.limit_info(*id).rate_limit_policy(), dialect));
             let text = items.collect::<Vec<_>>().join(", ");
@@ -158,9 +159,9 @@ impl Replies {
         }
     }
 
-    /// Adds what every answer of a limited action carries. A decision that no limit had a part in (an allow list,
-    /// `unlimited`) adds nothing, nor does one that only a limit in shadow mode bound. `RateLimit` fields that are there already, from a server behind the gate, stay:
-    /// both are lists.
+    /// Adds the rate-limit headers of a limited action. Adds nothing if no limit took part in the decision (an allow
+    /// list, `unlimited`), or only a shadow limit bound it. `RateLimit` fields of a server behind the gate stay,
+    /// because both fields are lists.
     pub fn annotate(&self, actions: impl Into<MatchedActions>, decision: &Decision, headers: &mut HeaderMap) {
         let (Some(id), Some(limit), Some(remaining)) = (decision.bound_by, decision.limit, decision.remaining) else {
             return;
@@ -216,19 +217,19 @@ impl Replies {
                 text.put(reset_key);
                 text.put_number(seconds);
             }
-            // Version 7 requires a reset; a century says "not in your lifetime".
+            // Draft 7 requires a reset, so a century stands for "never".
             None if self.dialect == HeaderDialect::Draft7 => text.put(", reset=3155760000"),
             None => {}
         }
         HeaderValue::from_bytes(text.as_bytes()).ok()
     }
 
-    /// The whole answer to a call that was refused: 429 with `Retry-After` and the rate-limit headers, or 403 for a
-    /// client on the deny list, which no waiting helps.
+    /// The complete response to a refused call: 429 with `Retry-After` and the rate-limit headers, or 403 for a client
+    /// on the deny list, for which no wait helps.
     ///
-    /// The body is `{"error":"Too many requests","retry_after":16,"next_allowed_at":"2026-11-21 12:01:45Z"}`
-    /// (`next_allowed_at` is null unless a penalty lives, `retry_after` is null if no wait will do), or, if
-    /// `request` has an `Accept` that names `application/problem+json`, a problem of RFC 9457 of the draft's type
+    /// The body is `{"error":"Too many requests","retry_after":16,"next_allowed_at":"2026-11-21 12:01:45Z"}`.
+    /// `next_allowed_at` is null unless a penalty is active, and `retry_after` is null if no wait helps. If the
+    /// `Accept` of `request` names `application/problem+json`, the body is a problem of RFC 9457 with the draft's type
     /// *quota exceeded*.
     pub fn refusal(
         &self,
@@ -256,7 +257,7 @@ impl Replies {
         response
     }
 
-    /// A decision as the JSON that its [`DecisionReport`](crate::DecisionReport) serialises to, written in one go.
+    /// The JSON of a decision, equal to that of its [`DecisionReport`](crate::DecisionReport), written without serde.
     pub fn report(&self, decision: &Decision) -> Bytes {
         let seconds = |span: Span| span.as_secs_ceil();
         let texts = decision.bound_by.and_then(|id| self.limits.get(id.index()));
@@ -315,7 +316,7 @@ impl Replies {
         Bytes::copy_from_slice(text.as_bytes())
     }
 
-    /// A decision as the decision API answers it: 200 or 429, its [report](Self::report), `Retry-After` and the
+    /// The response of the decision API: 200 or 429, the decision's [report](Self::report), `Retry-After` and the
     /// rate-limit headers.
     pub fn decision(&self, actions: impl Into<MatchedActions>, decision: &Decision) -> Response<Bytes> {
         let actions = actions.into();
@@ -333,8 +334,7 @@ impl Replies {
         response
     }
 
-    /// The action's fixed headers, filled in; `None` for an admission that no limit had a part in, and for a refusal
-    /// that lacks one of them.
+    /// The prepared headers of the action, with all values. `None` if no limit took part, or a value is missing.
     fn filled_template(&self, actions: MatchedActions, decision: &Decision) -> Option<HeaderMap> {
         let (id, limit, remaining) = (decision.bound_by?, decision.limit?, decision.remaining?);
         let reset = reset_seconds(decision)?;
@@ -411,7 +411,7 @@ pub fn refusal_status(decision: &Decision) -> StatusCode {
     }
 }
 
-/// Whether a request's `Accept` names `application/problem+json` with a weight above 0.
+/// True if a request's `Accept` names `application/problem+json` with a weight above 0.
 pub fn wants_problem(request: &HeaderMap) -> bool {
     request.get_all(ACCEPT).iter().any(|line| {
         line.as_bytes().split(|byte| *byte == b',').any(|range| {
@@ -428,13 +428,13 @@ fn is_zero_weight(parameter: &[u8]) -> bool {
     weight.trim_ascii().iter().all(|byte| matches!(byte, b'0' | b'.'))
 }
 
-/// A header of one number. `HeaderValue::from` would allocate twice.
+/// A header value of one number. `HeaderValue::from` would allocate twice.
 pub fn number_header(number: u64) -> HeaderValue {
     HeaderValue::from_bytes(DecimalDigits::from_number(number).as_bytes())
         .expect("invariant: digits are valid in a header")
 }
 
-/// When the limit that bound the decision has more to give, in seconds rounded up.
+/// Seconds until the limit has its full capacity or, after a refusal, until a retry can succeed. Rounded up.
 fn reset_seconds(decision: &Decision) -> Option<u64> {
     let span = if decision.allowed { Some(decision.reset_after) } else { decision.retry_after };
     span.map(|span| span.as_secs_ceil())

@@ -8,37 +8,38 @@ use tidegate_core::time::UtcText;
 use tidegate_core::{Decision, Reason, Span};
 use tidegate_policy::Plan;
 
-/// A decision as people and programs read it; it serialises to JSON and parses back. Times are whole seconds, rounded
+/// A decision in the form for replies and logs. It serialises to JSON and parses back. Times are whole seconds, rounded
 /// up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DecisionReport {
-    /// Whether the call may pass.
+    /// True if the call is allowed.
     pub allowed: bool,
-    /// The capacity of the limit that bound the decision; null where no limit had a say.
+    /// The capacity of the limit that bound the decision. `None` if no limit took part.
     pub limit: Option<u64>,
-    /// What is left of it.
+    /// The remaining part of the capacity.
     pub remaining: Option<u64>,
-    /// Seconds until that limit is whole again.
+    /// Seconds until that limit has its full capacity again.
     pub reset_after: u64,
-    /// On refusal, seconds to stay away; null on a refusal that no wait mends, and on admission.
+    /// After a refusal, seconds to wait. `None` if no wait helps, and on admission.
     pub retry_after: Option<u64>,
-    /// Whether a penalty lives.
+    /// True if a penalty is active.
     pub blocked: bool,
-    /// The whole length of the block in force, in seconds.
+    /// The full length of the active block, in seconds. `None` if there is no active block.
     pub backoff_seconds: Option<u64>,
-    /// When a blocked client may call again, in UTC: `2026-11-21 12:01:45Z`.
+    /// The time from which a blocked client may call again, in UTC: `2026-11-21 12:01:45Z`.
     pub next_allowed_at: Option<String>,
-    /// The limit that bound the decision: the one with the longest wait, or with the least left.
+    /// The limit that bound the decision: the one with the longest wait, or with the least capacity left.
     pub bound_by: Option<String>,
     /// `ok`, `unlimited`, `parole`, `allow_list`, `deny_list`, `limit` or `penalty`.
     pub reason: String,
-    /// Whose limit bound it: `action` or `global`.
+    /// The source of the limit that bound it: `action` or `global`.
     pub source: Option<String>,
-    /// Present and true when a limit in shadow mode would have refused the call; the other fields then describe that
-    /// refusal.
+    /// True if a limit in shadow mode would have refused the call. The other fields then describe that refusal. Omitted
+    /// if false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shadow: bool,
-    /// Present when the call holds a permit of a concurrency limit, to be released when it ends.
+    /// The permit of a concurrency limit, if the call holds one. It must be released when the call ends. Omitted if
+    /// `None`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub permit: Option<PermitId>,
 }
@@ -76,24 +77,24 @@ pub(crate) fn reason_name(reason: Reason) -> &'static str {
     }
 }
 
-/// Names the permits that one call holds: sixteen hexadecimal digits.
+/// The id of the permits that one call holds: sixteen hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct PermitId(u64);
 
 impl PermitId {
-    /// The permit of a [`Decision::permit`].
+    /// The id for the value of a [`Decision::permit`].
     pub const fn new(holder: u64) -> Self {
         Self(holder)
     }
 
-    /// The number that a [`Decision`] holds it as.
+    /// The value of the [`Decision::permit`].
     pub const fn get(self) -> u64 {
         self.0
     }
 }
 
-/// A permit is sixteen hexadecimal digits, and this was not.
+/// The error for a text that is not sixteen hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a permit is sixteen hexadecimal digits, as the check that was allowed gave it")]
 pub struct PermitIdError;

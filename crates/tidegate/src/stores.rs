@@ -1,4 +1,4 @@
-//! Opens the stores that a policy names.
+//! The opening of the stores that a policy names.
 
 #[cfg(feature = "outbound")]
 use std::collections::HashMap;
@@ -29,24 +29,24 @@ use crate::outbound::Outbound;
 use crate::pacer::{Pacer, SharedPace};
 use tidegate_runtime::random::{random_bytes, random_u64};
 
-/// How long a store may take to tell the secret that keys are hashed under, when a program starts.
+/// The time limit for reading the seed of key hashes from a store when a program starts.
 #[cfg(feature = "remote")]
 const SEED_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// The stores of a policy: in memory, in a file, or on a server that several nodes share. From one of these a gate and
-/// providers are made that share what they can.
+/// The stores of a policy: in memory, in a file, or on a server that several nodes share. The gate and the providers
+/// made from one value share what they can.
 pub struct Stores {
     config: StoreSettings,
     seed: KeySeed,
-    /// What the store keeps of it.
+    /// The seed that the server keeps.
     #[cfg(feature = "remote")]
     stored_seed: Option<[u8; 16]>,
     #[cfg(feature = "file")]
     journal: Option<Arc<Journal>>,
-    /// The paces that are in use.
+    /// The paces in use, by name.
     #[cfg(feature = "outbound")]
     pacers: Mutex<HashMap<String, Weak<SharedPace>>>,
-    /// What this node is known by among others.
+    /// The id of this node among the nodes that share the store.
     #[cfg_attr(not(feature = "remote"), expect(dead_code, reason = "there are no other nodes"))]
     node: u64,
 }
@@ -57,27 +57,27 @@ impl std::fmt::Debug for Stores {
     }
 }
 
-/// Why a policy's store can't be used.
+/// The reason that a policy's store can't be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// This program was built without what the store needs.
+    /// This program was built without the feature that the store needs.
     #[error(
         "store.url is {url}, but this program was built without the feature `{feature}`; build it with --features {feature}"
     )]
     NotBuilt {
         /// The URL, without its secrets.
         url: String,
-        /// What is missing.
+        /// The missing feature.
         feature: &'static str,
     },
-    /// The secret that keys are hashed under can't be had.
+    /// The secret for the hashes of keys can't be read.
     #[error("store.hash_key: {0}")]
     HashKey(#[from] SecretError),
-    /// The secret that keys are hashed under is too short to be one.
+    /// The secret for the hashes of keys is too short.
     #[error("store.hash_key has {found} bytes; at least 16 are needed")]
     HashKeyTooShort {
-        /// How many it has.
+        /// Its length in bytes.
         found: usize,
     },
     /// The URL can't be used.
@@ -85,10 +85,10 @@ pub enum OpenError {
     Url {
         /// The URL, without its secrets.
         url: String,
-        /// What is wrong with it.
+        /// The fault of the URL.
         why: String,
     },
-    /// The store didn't tell the secret that keys are hashed under.
+    /// The store didn't return the secret for the hashes of keys.
     #[error(
         "the store {url} can't be reached: {source}; it holds the secret that keys are hashed under, so a node can't start \
          without it unless store.hash_key says that secret"
@@ -96,22 +96,22 @@ pub enum OpenError {
     Unreachable {
         /// The URL, without its secrets.
         url: String,
-        /// Why.
+        /// The error of the store.
         source: StoreError,
     },
     /// The file can't be used.
     #[cfg(feature = "file")]
     #[error(transparent)]
     File(#[from] FileError),
-    /// A pacer's settings can't be used, or not be shared.
+    /// A pacer's settings can't be used, or can't be shared.
     #[cfg(feature = "outbound")]
     #[error(transparent)]
     Pacer(#[from] PacerError),
-    /// A pacer of this name is in use in this process, with other settings.
+    /// A pacer of this name is already in use in this process, with other settings.
     #[cfg(feature = "outbound")]
     #[error("the pacer {name:?} is in use already, with other settings")]
     PacerSettingsConflict {
-        /// The name.
+        /// The name of the pacer.
         name: String,
     },
     /// A plan has too many limits.
@@ -120,8 +120,8 @@ pub enum OpenError {
 }
 
 impl Stores {
-    /// Opens the store of this policy, looking secrets (`env:NAME`) up with `env`. A server is asked for the secret that
-    /// keys are hashed under, unless the policy says it. Servers need a tokio runtime with IO and time.
+    /// Opens the store of this policy, and resolves secrets (`env:NAME`) with `env`. If the policy doesn't set the
+    /// secret for the hashes of keys, it is read from the server. Servers need a tokio runtime with IO and time.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -194,8 +194,8 @@ impl Stores {
         Ok(Gate::from_parts(plan, store, clock, self.seed.clone()))
     }
 
-    /// The providers of the policy that these stores were opened for; `None` if it has none. Those that say `shared` use
-    /// the store, the others this process's memory.
+    /// The providers of the policy that these stores were opened for. `None` if it has none. Providers with `shared`
+    /// use the store, the others the memory of this process.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -210,21 +210,21 @@ impl Stores {
             StoreUrl::File(_) => self.open_store(plan.limits(), clock.clone())?,
             _ => AnyStore::Memory(self.memory(Arc::clone(plan.limits()))),
         };
-        // What isn't on a server is this process' own, and `own` already.
+        // A store that isn't on a server belongs to this process alone, so the local store already serves.
         let is_shared =
             matches!(self.config.url, StoreUrl::Server(..)) && plan.providers().iter().any(|provider| provider.shared);
         let shared = if is_shared { Some(self.open_store(plan.limits(), clock.clone())?) } else { None };
         Ok(Some(Outbound::with_stores(plan.clone(), local_store, shared, clock, &self.seed)))
     }
 
-    /// A worker at the pace that is kept in these stores under this name ([`Pacer`]): in memory, for all who open it by
-    /// these stores; in a file, so that it outlives the process; on a server, for all processes whose policies name the
-    /// same store. Processes should give a name the same settings: each steps by its own.
+    /// A worker of the pace with this name in these stores ([`Pacer`]). In memory, it is shared by all that open it
+    /// with this value. In a file, it also survives the process. On a server, it is shared by all processes with
+    /// policies that name the same store. Processes should use the same settings for a name, because each steps by its
+    /// own settings.
     ///
-    /// # Errors
-    /// Settings that are out of their range, or longer than what every store counts exactly (a failure at the longest wait
-    /// must come to no more than 26 days: [`SharedPacerRules::new`](tidegate_core::SharedPacerRules::new)); others than a pacer of this
-    /// name has in this process; and what else [`OpenError`] says.
+    /// The settings are out of range, or too long to count exactly in every store: a failure at the longest wait must
+    /// amount to at most 26 days, see [`SharedPacerRules::new`](tidegate_core::SharedPacerRules::new). Or a pacer of
+    /// this name has other settings in this process. Or another case of [`OpenError`].
     #[cfg(feature = "outbound")]
     pub fn pacer<C: Clock + Clone>(&self, spec: PacerSpec, name: &str, clock: C) -> Result<Pacer<C>, OpenError> {
         let mut pacers = self.pacers.lock();
@@ -249,7 +249,7 @@ impl Stores {
         usize::try_from(self.config.max_bytes).unwrap_or(usize::MAX)
     }
 
-    /// The store that the policy names, for these limits.
+    /// Opens the store that the policy names, for these limits.
     #[cfg_attr(
         not(any(feature = "file", feature = "remote")),
         expect(unused_variables, reason = "nothing here needs the time")
@@ -280,7 +280,7 @@ impl Stores {
         }
     }
 
-    /// The server that the policy names.
+    /// Connects to the server that the policy names.
     #[cfg(feature = "remote")]
     #[cfg_attr(
         not(any(feature = "mongodb", feature = "mysql", feature = "postgres", feature = "redis")),

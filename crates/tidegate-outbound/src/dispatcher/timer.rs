@@ -1,4 +1,4 @@
-//! Who enters the floor when time alone changes something.
+//! The timer of a dispatcher: makes a step when time alone changes something.
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,21 +12,21 @@ use tokio::sync::Notify;
 
 use super::ProviderInner;
 
-/// Less than this isn't waited for, or a clock that is behind the runtime's would make the timer spin.
+/// The shortest sleep. Without it, the timer would spin if the clock is behind the runtime's.
 const MIN_SLEEP: Span = Span::from_micros(100);
 
-/// What the floor and its timer tell each other without a lock.
+/// The signals between a dispatcher and its timer that need no lock.
 #[derive(Default)]
 pub(super) struct TimerSignals {
-    /// There is an earlier moment to wake at, or nobody to wake any more.
+    /// Notified if the next wake-up is earlier, or the provider was dropped.
     pub reschedule: Notify,
-    /// Whether a timer runs.
+    /// True if a timer runs.
     pub is_running: AtomicBool,
-    /// The timer has gone with its runtime.
+    /// Notified if the timer ended with its runtime.
     pub stopped: Notify,
 }
 
-/// Enters the floor whenever time alone changes something. Ends when there is nothing to wait for.
+/// Makes a step whenever time alone changes something. Ends when there is nothing to wait for.
 pub(super) struct Timer<S, C> {
     provider: Weak<ProviderInner<S, C>>,
     signals: Arc<TimerSignals>,
@@ -46,19 +46,19 @@ impl<S: Store, C: Clock> Timer<S, C> {
                     false => tokio::time::sleep(wait).await,
                 }
             };
-            // Whether it is time or there is an earlier moment: the floor says what is next.
+            // The next step decides what to do, so it doesn't matter which of the two ended the wait.
             select(pin!(sleeping), pin!(self.signals.reschedule.notified())).await;
         }
     }
 
-    /// How long to sleep, and whether by the system's time.
+    /// The time to sleep, and true if the provider uses the system's clock.
     fn next_sleep(&mut self) -> Option<(Span, bool)> {
         let provider = self.provider.upgrade()?;
         let (mut dispatcher, now) = provider.lock_for_step();
         let dispatcher = &mut *dispatcher;
         dispatcher.timer_wakes_at = provider.dispatch_due(dispatcher, None, now);
         if dispatcher.timer_wakes_at.is_never() {
-            // Said under the lock, and only once: after it there may be another timer.
+            // Set under the lock and only once, because another timer may start after it.
             self.signals.is_running.store(false, Ordering::Release);
             self.signals = Arc::default();
             return None;
@@ -68,8 +68,8 @@ impl<S: Store, C: Clock> Timer<S, C> {
 }
 
 impl<S, C> Drop for Timer<S, C> {
-    /// The runtime may end before the provider does: then whoever waits in another starts one there. This may be within
-    /// the floor's lock.
+    /// If the runtime ends before the provider, a call that waits in another runtime starts a new timer there. The
+    /// caller may hold the dispatcher's lock.
     fn drop(&mut self) {
         self.signals.is_running.store(false, Ordering::Release);
         self.signals.stopped.notify_waiters();

@@ -1,8 +1,8 @@
-//! A pace that is kept in a store, and the workers of this process that keep to it.
+//! A pace that is kept in a store, and the workers of this process that share it.
 //!
-//! The store holds the time between any two calls of all workers, and a list of them: a permit each, with a lease. A
-//! worker waits as many times that long as there are workers, so the pace of all is the same whoever comes and goes. While
-//! the store can't be reached the process goes on from what it last knew, by the same rules.
+//! The store keeps the time between two calls of all workers, and a permit with a lease for each worker. A worker waits
+//! for that time multiplied by the number of workers. So the total pace stays the same when workers join or leave.
+//! While the store is unavailable, the process continues by the same rules from the last known state.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -23,53 +23,53 @@ use tokio::runtime::Handle;
 
 use tidegate_runtime::random::random_u64;
 
-/// How many workers are counted at the most.
+/// The largest number of workers that are counted.
 const MAX_WORKERS: u64 = 4096;
-/// How often a worker that waits says that it is still there.
+/// The interval at which a waiting worker renews its permit.
 pub(super) const RENEW_INTERVAL: Duration = Concurrency::RENEW_INTERVAL.as_duration();
-/// How long a thread waits for an answer. Stores answer or fail much sooner, but not on a runtime that the thread itself
-/// holds up.
+/// The longest time that a blocked thread waits for an answer. Stores answer or fail much sooner, unless the thread
+/// itself blocks their runtime.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
-/// How often the store is looked after.
+/// The interval of the store's maintenance.
 const MAINTENANCE_INTERVAL: Span = Span::from_secs(1);
 
-/// What a pacer asks of its store: the pace, and who keeps to it.
+/// The limits of a pacer in its store: the pace, and the permits of its workers.
 fn limits(name: &str, rules: SharedPacerRules) -> Result<Limits, LimitError> {
     let limit = |kind: LimitKind, on_outage| {
         let tag = limit_tag("pacer", name, &kind);
         Limit::new(kind).with_tag(tag).with_sharing(Sharing { on_outage, lease: None })
     };
     let workers = Concurrency::new(MAX_WORKERS, Concurrency::DEFAULT_LEASE)?;
-    // What this process last knew of the pace is nearer to it than a share of nothing.
+    // On an outage, the last known pace of this process is more accurate than a share of the store's.
     Limits::new(vec![
         limit(LimitKind::Pace(rules), OnOutage::Deny),
         limit(LimitKind::Concurrency(workers), OnOutage::Local),
     ])
 }
 
-/// The ids of these.
+/// The ids of the two limits.
 fn limit_ids() -> (LimitId, LimitId) {
     (LimitId::FIRST, LimitId::from_index(1).expect("invariant: a plan holds more than two"))
 }
 
-/// What the workers of a process have in common.
+/// The state that all workers of a process share.
 pub(crate) struct SharedPace {
     rules: SharedPacerRules,
     store: AnyStore,
     key: Key,
     clock: Box<dyn Clock>,
-    /// Where answers that have to be waited for are, so that nothing hangs on who asked.
+    /// The runtime that waits for answers of the store. A result thus survives a cancelled caller.
     runtime: Option<Handle>,
-    /// Workers of this process.
+    /// The number of workers in this process.
     local_workers: AtomicU32,
     cached: Mutex<CachedPace>,
 }
 
-/// What this process knows of the pace.
+/// The last known state of the pace in this process.
 struct CachedPace {
     state: PacerState,
     workers: u32,
-    /// Whether calls have failed that the store may not have been told of.
+    /// True if calls have failed that the store may not know of.
     unreported_failure: bool,
     metrics: PacerMetrics,
     rng: SmallRng,
@@ -77,7 +77,7 @@ struct CachedPace {
 }
 
 impl SharedPace {
-    /// A pace of this name, in the store that `open` opens for the limits that are needed.
+    /// A pace with this name, in the store that `open` opens for the necessary limits.
     pub(crate) fn open<E: From<PacerError> + From<LimitError>>(
         spec: PacerSpec,
         name: &str,
@@ -110,11 +110,11 @@ impl SharedPace {
     }
 
     fn lock_cached(&self) -> MutexGuard<'_, CachedPace> {
-        // Nothing under it panics half-way.
+        // No code panics under this lock and leaves it half updated.
         self.cached.lock()
     }
 
-    /// Takes in what came of telling the store; the wait that it means.
+    /// Applies the store's answer to a report, and returns the resulting wait.
     fn apply_answer(&self, call: PaceReport, answer: Result<Outcomes, StoreError>) -> Duration {
         let now = self.clock.now();
         let step = match answer.as_ref().map(Outcomes::list) {
@@ -140,7 +140,7 @@ impl SharedPace {
     }
 }
 
-/// How a call went, and the random number that goes with it.
+/// The result of a call, and the random number for its step.
 #[derive(Clone, Copy)]
 struct PaceReport {
     failed: bool,
@@ -148,8 +148,8 @@ struct PaceReport {
 }
 
 impl CachedPace {
-    /// The wait that a step and a number of workers mean. Without them the step is made here, and told as the interval
-    /// that the store has missed once it answers.
+    /// Returns the wait for a step and a number of workers. If the store didn't answer, the step is computed here. The
+    /// second value is the interval that the store missed meanwhile, and is returned with the store's next answer.
     fn update(
         &mut self,
         rules: &SharedPacerRules,
@@ -162,7 +162,7 @@ impl CachedPace {
         let step = match answer {
             Some((step, workers)) => {
                 let mut state = rules.state_after(step, now);
-                // What only successes led to is the older knowledge.
+                // The store's state is newer than the local one, unless a failure was not reported.
                 if std::mem::take(&mut self.unreported_failure) {
                     rules.refresh(&mut self.state, now);
                     if self.state.interval > state.interval {
@@ -186,10 +186,10 @@ impl CachedPace {
     }
 }
 
-/// One of those who keep to a pace. It counts from the first call that it tells of, and is let go when it is dropped.
+/// A worker of a pace. It counts from the first call that it reports until it is dropped.
 pub(super) struct PaceWorker {
     pace: Arc<SharedPace>,
-    /// What its permit is held by.
+    /// The id under which its permit is held.
     holder: u64,
     is_counted: AtomicBool,
 }
@@ -199,8 +199,8 @@ impl PaceWorker {
         Self { pace, holder: random_u64(), is_counted: AtomicBool::new(false) }
     }
 
-    /// Tells the pace of a call; the wait before the next. The store is told before this future waits for the first time,
-    /// and what comes of it counts whether it is waited for or not.
+    /// Reports a call, and returns the wait before the next one. The report is sent before the future first waits. The
+    /// answer is applied even if the future is cancelled.
     pub(super) async fn report_call(&self, failed: bool) -> Duration {
         let call = self.new_report(failed);
         match self.send_report(call) {
@@ -211,14 +211,14 @@ impl PaceWorker {
                 let task = runtime.spawn(async move { pace.apply_answer(call, answer.await) });
                 match task.await {
                     Ok(wait) => wait,
-                    // The runtime that looks after the store is gone.
+                    // The runtime of the store has shut down.
                     Err(_) => self.pace.apply_answer(call, Err(StoreError::Unavailable)),
                 }
             }
         }
     }
 
-    /// The same for a thread that may block.
+    /// Does the same on a thread that may block.
     pub(super) fn report_call_blocking(&self, failed: bool) -> Duration {
         let call = self.new_report(failed);
         let answer = match (self.send_report(call), &self.pace.runtime) {
@@ -249,7 +249,8 @@ impl PaceWorker {
         store.apply(&Batch::new(self.holder).with_ops([report_op, Op::new(workers, Verb::Take, *key, 1)]), now)
     }
 
-    /// Says that it is still there, and that the pace is still kept to: all may wait for longer than it is remembered.
+    /// Renews the permit and the pace. A wait of all workers can be longer than the time after which the pace is
+    /// forgotten.
     pub(super) fn renew(&self) {
         let SharedPace { store, key, clock, .. } = &*self.pace;
         let (pace, workers) = limit_ids();
@@ -270,7 +271,7 @@ impl PaceWorker {
     }
 }
 
-/// Another worker at the same pace.
+/// A clone is another worker of the same pace.
 impl Clone for PaceWorker {
     fn clone(&self) -> Self {
         Self::new(Arc::clone(&self.pace))
@@ -286,10 +287,10 @@ impl Drop for PaceWorker {
         own_workers.fetch_sub(1, Ordering::Relaxed);
         let release = Batch::with_op(self.holder, Op::new(limit_ids().1, Verb::Release, *key, 1));
         if let (Answer::Later(answer), Some(runtime)) = (store.apply(&release, clock.now()), runtime) {
-            // With its last worker the store would go before it has answered.
+            // The pace must outlive the request, because the store is dropped with its last worker.
             let pace = Arc::clone(&self.pace);
             runtime.spawn(async move {
-                // Who can't be let go is when the lease ends.
+                // A permit that can't be released ends with its lease.
                 let _ = answer.await;
                 drop(pace);
             });
@@ -304,8 +305,8 @@ mod tests {
     use tidegate_runtime::clock::ManualClock;
     use tidegate_store::Memory;
 
-    /// Ten workers at the longest wait of 15 min all wait for two hours and a half, and a pace that nobody tells of calls is
-    /// forgotten after half of that.
+    /// Ten workers at the longest wait of 15 min wait for two and a half hours. A pace without any report is forgotten
+    /// after half of that time.
     #[tokio::test]
     async fn a_pace_is_retained_while_workers_wait() {
         for (renews, remembered) in [(true, true), (false, false)] {

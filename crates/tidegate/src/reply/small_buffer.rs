@@ -1,8 +1,8 @@
-//! Small texts, put together on the stack.
+//! Short texts, built on the stack.
 
 use std::fmt;
 
-/// A text that is put together piece by piece: on the stack up to `N` bytes, beyond that in memory of its own.
+/// A text that is built from pieces: on the stack up to `N` bytes, beyond that on the heap.
 pub(super) struct SmallBuffer<const N: usize> {
     buffer: [u8; N],
     used: usize,
@@ -35,13 +35,13 @@ impl<const N: usize> SmallBuffer<N> {
         self.spill.extend_from_slice(bytes);
     }
 
-    /// A number in decimal.
+    /// Appends a number in decimal.
     #[inline]
     pub(super) fn put_number(&mut self, number: u64) {
         self.put(DecimalDigits::from_number(number).as_bytes());
     }
 
-    /// A number in decimal, or `null`.
+    /// Appends a number in decimal, or `null`.
     #[inline]
     pub(super) fn put_optional(&mut self, number: Option<u64>) {
         match number {
@@ -56,7 +56,7 @@ impl<const N: usize> SmallBuffer<N> {
     }
 }
 
-/// A string of RFC 9651 §3.3.3.
+/// A quoted string of RFC 9651 §3.3.3. `?` replaces the characters that it can't contain.
 pub(super) struct QuotedString<'a>(pub(super) &'a str);
 
 impl fmt::Display for QuotedString<'_> {
@@ -74,7 +74,7 @@ impl fmt::Display for QuotedString<'_> {
     }
 }
 
-/// A string of JSON.
+/// A JSON string, with its quotes.
 pub(super) struct JsonString<'a>(pub(super) &'a str);
 
 impl fmt::Display for JsonString<'_> {
@@ -92,7 +92,7 @@ impl fmt::Display for JsonString<'_> {
     }
 }
 
-/// `00` to `99`: half the divisions.
+/// The digits of `00` to `99`. Pairs of digits halve the number of divisions.
 const DIGIT_PAIRS: [[u8; 2]; 100] = {
     let mut pairs = [[0; 2]; 100];
     let mut number = 0;

@@ -1,4 +1,4 @@
-//! What replies say.
+//! The tests of replies.
 
 use super::*;
 use tidegate_core::Time;
@@ -214,7 +214,7 @@ fn long_limit_names_are_written_completely() {
     let name = "a".repeat(100);
     let file = format!("[inbound.action.{name}]\nmatch = {{ path = \"/\" }}\nlimit = \"5 per 60s\"\n");
     let policy = Policy::load(PolicySources::new().file("test.toml", file)).ok();
-    // A policy may refuse such a name; if it takes it, the header carries all of it.
+    // A policy may refuse such a name; if it accepts the name, the header contains it completely.
     if let Some(policy) = policy {
         let id = policy.plan().find_action(&name).unwrap();
         let mut admitted = decision(true);
