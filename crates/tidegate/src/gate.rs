@@ -96,7 +96,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     /// The plan by which this gate decides.
-    pub fn plan(&self) -> &Plan {
+    pub fn plan(&self) -> &Arc<Plan> {
         &self.0.plan
     }
 

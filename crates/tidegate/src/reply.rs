@@ -16,16 +16,17 @@
 
 mod small_buffer;
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
 use tidegate_core::time::UtcText;
-use tidegate_core::{Decision, Limit, LimitId, Reason, Span};
+use tidegate_core::{Decision, Limit, LimitId, Reason};
 use tidegate_policy::{ActionId, HeaderDialect, MatchedActions, Plan, RateLimitPolicyItem};
 
 use self::small_buffer::{DecimalDigits, JsonString, QuotedString, SmallBuffer};
-use crate::PermitId;
-use crate::report::reason_name;
+use crate::DecisionReport;
 
 /// `RateLimit-Policy`.
 pub const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -52,6 +53,7 @@ const REPORT_BYTES: usize = 512;
 /// The parts of a plan's replies that don't depend on the call.
 #[derive(Clone, Debug)]
 pub struct Replies {
+    plan: Arc<Plan>,
     dialect: HeaderDialect,
     x_ratelimit: bool,
     /// The texts of each limit, by its index.
@@ -79,10 +81,6 @@ struct LimitTexts {
     state_prefix: Box<[u8]>,
     /// `"login"`, as JSON.
     name_json: Box<str>,
-    /// The limit's own name, as JSON, for `bound_by` in a report.
-    bound_by_json: Box<str>,
-    /// The source of the limit, for `source` in a report.
-    source: &'static str,
     action: Option<ActionId>,
     /// The limit's capacity.
     capacity: u64,
@@ -94,7 +92,7 @@ struct LimitTexts {
 
 impl Replies {
     /// Prepares the replies of a plan.
-    pub fn new(plan: &Plan, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
+    pub fn new(plan: &Arc<Plan>, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
         let action_headers = |own: &[LimitId]| {
             // Clients need not obey a limit that never refuses them.
             let enforced = own.iter().chain(plan.global()).filter(|id| !is_shadow(plan, **id));
@@ -142,8 +140,6 @@ impl Replies {
             LimitTexts {
                 state_prefix: state.into_bytes().into(),
                 name_json: JsonString(name).to_string().into(),
-                bound_by_json: bound_by.into(),
-                source,
                 action: plan.limit_info(id).action(),
                 capacity,
                 shadow: limit.is_shadow(),
@@ -151,6 +147,7 @@ impl Replies {
             }
         });
         Self {
+            plan: Arc::clone(plan),
             dialect,
             x_ratelimit,
             limits: limits.collect(),
@@ -257,11 +254,10 @@ impl Replies {
         response
     }
 
-    /// The JSON of a decision, equal to that of its [`DecisionReport`](crate::DecisionReport), written without serde.
+    /// The JSON of a decision's [`DecisionReport`](crate::DecisionReport). That of an ordinary admission is put together
+    /// from prepared parts, because almost all answers of the decision API are one.
     pub fn report(&self, decision: &Decision) -> Bytes {
-        let seconds = |span: Span| span.as_secs_ceil();
         let texts = decision.bound_by.and_then(|id| self.limits.get(id.index()));
-        let mut text = SmallBuffer::<REPORT_BYTES>::new();
         if let (Some(named), Some(remaining)) = (texts, decision.remaining)
             && decision.allowed
             && decision.reason == Reason::Ok
@@ -269,6 +265,7 @@ impl Replies {
             && !(decision.shadow || decision.blocked)
             && decision.permit.is_none()
         {
+            let mut text = SmallBuffer::<REPORT_BYTES>::new();
             text.put(&*named.plain_report.0);
             text.put_number(remaining);
             text.put(r#","reset_after":"#);
@@ -276,44 +273,8 @@ impl Replies {
             text.put(&*named.plain_report.1);
             return Bytes::copy_from_slice(text.as_bytes());
         }
-        text.put(if decision.allowed { r#"{"allowed":true,"limit":"# } else { r#"{"allowed":false,"limit":"# });
-        text.put_optional(decision.limit);
-        text.put(r#","remaining":"#);
-        text.put_optional(decision.remaining);
-        text.put(r#","reset_after":"#);
-        text.put_number(decision.reset_after.as_secs_ceil());
-        text.put(r#","retry_after":"#);
-        text.put_optional(decision.retry_after.map(seconds));
-        let blocked = r#","blocked":true,"backoff_seconds":"#;
-        text.put(if decision.blocked { blocked } else { r#","blocked":false,"backoff_seconds":"# });
-        text.put_optional(decision.backoff.map(seconds));
-        match decision.next_allowed_at {
-            Some(at) => {
-                text.put(r#","next_allowed_at":""#);
-                text.put(UtcText::from(at).as_bytes());
-                text.put(r#"","bound_by":"#);
-            }
-            None => text.put(r#","next_allowed_at":null,"bound_by":"#),
-        }
-        text.put(texts.map_or("null", |named| &*named.bound_by_json));
-        text.put(r#","reason":""#);
-        text.put(reason_name(decision.reason));
-        match texts {
-            Some(named) => {
-                text.put(r#"","source":""#);
-                text.put(named.source);
-                text.put("\"");
-            }
-            None => text.put(r#"","source":null"#),
-        }
-        if decision.shadow {
-            text.put(r#","shadow":true"#);
-        }
-        if let Some(permit) = decision.permit {
-            text.put(format!(r#","permit":"{}""#, PermitId::new(permit)));
-        }
-        text.put("}");
-        Bytes::copy_from_slice(text.as_bytes())
+        let report = DecisionReport::new(&self.plan, decision);
+        serde_json::to_vec(&report).expect("invariant: texts and numbers serialise").into()
     }
 
     /// The response of the decision API: 200 or 429, the decision's [report](Self::report), `Retry-After` and the

@@ -65,7 +65,7 @@ impl DecisionReport {
     }
 }
 
-pub(crate) fn reason_name(reason: Reason) -> &'static str {
+fn reason_name(reason: Reason) -> &'static str {
     match reason {
         Reason::Ok => "ok",
         Reason::Unlimited => "unlimited",
