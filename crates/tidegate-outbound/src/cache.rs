@@ -1,53 +1,53 @@
-//! Replies that are kept, so that the same is not asked twice.
+//! A cache of replies, so that the same request isn't sent twice.
 //!
-//! One [`Cache`] holds the replies of all providers within a fixed number of bytes. [`Cache::call`] stands before
-//! whatever makes a call: it answers from what is kept, lets identical calls wait for the one that is under way, asks
-//! the provider whether an old reply still holds, and lets an old reply stand in while the provider is unavailable.
-//! HTTP's rules (RFC 9111) are [`http_cache_semantics`]'; a provider's [`CacheRules`]
-//! say what is done beyond them.
+//! One [`Cache`] holds the replies of all providers within a fixed number of bytes. [`Cache::call`] wraps the function
+//! that makes a call. It answers from stored replies and lets identical calls wait for the one that is under way. It
+//! revalidates old replies with the provider, and serves an old reply while the provider is unavailable. HTTP's rules
+//! (RFC 9111) come from [`http_cache_semantics`]. A provider's [`CacheRules`] define what is done beyond them.
 //!
-//! # Who may share a reply
+//! # Sharing of replies
 //!
-//! What a provider answers depends on who asks, so a reply is only ever told again to a call that would have been sent
-//! as the same asker:
+//! The reply of a provider depends on the credential of the request. So a stored reply only answers calls that would be
+//! sent with the same credential:
 //!
-//! * A provider with one credential, or none, is asked as one user, whoever calls here. The cache is *private* in the
-//!   words of RFC 9111: it keeps what is marked `private`, and `s-maxage` doesn't concern it. When the credential becomes
-//!   another, what was kept is out of reach: it is kept under a keyed hash of the secret. That takes an [`Origin`] that
-//!   knows the secret, such as [`OutboundService`](super::OutboundService).
-//! * With several credentials, which one a call gets is known only when it is sent, after its turn and its place in the
-//!   limits have been spent. Until then a kept reply can't be known to be its own. So nothing is kept, and no call
-//!   waits for another's, unless the rules say `shared`.
-//! * With `shared`, replies don't depend on the credential. The cache is a *shared* one then: it keeps nothing that is
-//!   `private`, and `s-maxage` goes before `max-age`.
-//! * All headers of the request are part of the key, `shared` or not, and so are credentials that callers bring
-//!   themselves, unless the provider's own takes their place. Only headers that are known to say nothing of the reply
-//!   are left out, such as `User-Agent`, `Traceparent`, `Date` and `Idempotency-Key`; a reply that depends on one of
-//!   those says so by `Vary`. The whole URL is part of the key, too. All of it is there as a keyed hash alone.
-//! * `Set-Cookie` goes to the caller whose call brought it, and to nobody else.
+//! * With one credential, or none, the provider sees one user, whichever caller made the call. The cache is *private*
+//!   in the terms of RFC 9111: it stores replies marked `private`, and ignores `s-maxage`. When the credential changes,
+//!   the stored replies become unreachable: their key contains a keyed hash of the secret. This requires an
+//!   [`Origin`] that knows the secret, such as [`OutboundService`](super::OutboundService).
+//! * With several credentials, the credential of a call is known only when it is sent. By then its turn in the queue
+//!   and its share of the limits are spent. Earlier, a stored reply can't be matched to the credential. So nothing is
+//!   stored, and no call waits for another one, unless the rules say `shared`.
+//! * With `shared`, replies don't depend on the credential. The cache is then *shared* in the terms of RFC 9111: it
+//!   stores no reply marked `private`, and `s-maxage` overrides `max-age`.
+//! * All headers of the request are part of the key, with or without `shared`. So are credentials that callers bring
+//!   themselves, unless the provider's own credential replaces them. Only headers that are known not to affect the
+//!   reply are left out, such as `User-Agent`, `Traceparent`, `Date` and `Idempotency-Key`. A reply that depends on one
+//!   of those says so by `Vary`. The whole URL is part of the key, too. The key contains only keyed hashes of all
+//!   these.
+//! * `Set-Cookie` goes only to the caller that the reply was fetched for.
 //!
-//! # What is kept
+//! # Stored replies
 //!
-//! Replies to GET and HEAD without a body, each method for itself, and of one URL and caller up to 16 that differ by
-//! method, `Accept`, `Accept-Language` and the like. A request with `Range`, `If-Range`, `If-Match`,
-//! `If-Unmodified-Since`, `Upgrade` or `no-store` goes by. A successful reply to an unsafe method removes what is kept
-//! for its URL and its caller (RFC 9111 §4.4).
+//! The cache stores replies to GET and HEAD without a body, separately for each method. For one URL and caller it
+//! stores up to 16 replies that differ by method, `Accept`, `Accept-Language` and the like. A request with `Range`,
+//! `If-Range`, `If-Match`, `If-Unmodified-Since`, `Upgrade` or `no-store` bypasses the cache. A successful reply to an
+//! unsafe method removes the stored replies for its URL and its caller (RFC 9111 §4.4).
 //!
-//! `ttl` overrides `Cache-Control`, `Expires` and `Pragma` of replies with a status of 2xx, in whole seconds, rounded
-//! up, counted from when the reply came. It does not override `no-store`, `Vary`, what the request asks for, or, with
-//! `shared`, `private`. Once the time is over, `must-revalidate` and `no-cache` count again: such a reply doesn't stand
-//! in.
+//! `ttl` overrides `Cache-Control`, `Expires` and `Pragma` of replies with a status of 2xx. It is in whole seconds,
+//! rounded up, counted from the arrival of the reply. It does not override `no-store`, `Vary`, the directives of the
+//! request, or, with `shared`, `private`. After the `ttl`, `must-revalidate` and `no-cache` count again: such a reply
+//! isn't served stale.
 //!
-//! A reply is read whole before its caller gets it, so that others can have it too. One that is longer than `max_body`,
-//! pauses for over a second, isn't done by its call's deadline or has trailers is passed on from its beginning, and not
-//! kept.
+//! A reply is read whole before its caller gets it, so that other callers can have it too. A reply is passed on from
+//! the beginning and not stored if it is longer than `max_body`, pauses for over a second, isn't complete by the
+//! deadline of its call or has trailers.
 //!
-//! # Calls that wait for each other
+//! # Coalesced calls
 //!
-//! Those who wait for a call that is under way get its reply also where it is fresh for no time at all: none of them
-//! could have had a newer one by asking when they did. `no-cache` and `no-store` forbid that, and each calls for itself.
-//! They keep their own deadlines, and a more urgent one lifts the call that it waits for. When the caller who leads
-//! goes away or runs out of its own time, one of the others leads on.
+//! Calls that wait for an identical call under way get its reply, even if that reply is never fresh. A call of their
+//! own at that time would have had no newer one. `no-cache` and `no-store` forbid that, and each such call is sent by
+//! itself. Waiting calls keep their own deadlines, and a more urgent one raises the priority of the call that it waits
+//! for. When the leading caller is cancelled or runs out of its own time, one of the others takes the lead.
 
 mod body;
 mod cacheable_request;
@@ -81,35 +81,35 @@ use self::request_directives::RequestDirectives;
 use self::single_flight::SingleFlight;
 use super::{CallOptions, Outbound};
 
-/// The kept replies of all providers. Cheap to clone; clones are the same.
+/// The stored replies of all providers. Cheap to clone: clones share the replies.
 pub struct Cache<C = SystemClock>(Arc<CacheInner<C>>);
 
 struct CacheInner<C> {
     replies: MokaCache<CacheKey, CachedResource>,
     key_factory: CacheKeyFactory,
     single_flight: Arc<SingleFlight>,
-    /// What bodies take while they are read: as much again as the replies that are kept.
+    /// Limits the memory of bodies while they are read: as many bytes again as the stored replies.
     buffer_capacity: Arc<BufferCapacity>,
     clock: C,
 }
 
-/// How a reply came about, as an extension of the response.
+/// The source of a reply, as an extension of the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheStatus {
-    /// It was kept: still fresh, or confirmed by the provider.
+    /// A stored reply: still fresh, or confirmed by the provider.
     Hit,
-    /// The provider was asked.
+    /// The call was sent to the provider.
     Miss,
-    /// It was kept and is old; the provider is unavailable.
+    /// A stored reply that is old, because the provider is unavailable.
     Stale,
-    /// An identical call was under way already.
+    /// The reply of an identical call that was already under way.
     Coalesced,
-    /// Caches have no part in this call.
+    /// The cache took no part in this call.
     Bypass,
 }
 
 impl CacheStatus {
-    /// As the header `Tidegate-Cache` tells it: `hit`, `miss`, `stale`, `coalesced` or `bypass`.
+    /// The value of the header `Tidegate-Cache`: `hit`, `miss`, `stale`, `coalesced` or `bypass`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Hit => "hit",
@@ -138,17 +138,17 @@ impl<C> fmt::Debug for Cache<C> {
 }
 
 impl<C: Clock + Clone> Cache<C> {
-    /// A cache for these providers, of the size that their policy says.
+    /// Returns a cache for these providers, of the size that their policy says.
     pub fn for_outbound<S: tidegate_store::Store>(outbound: &Outbound<S, C>) -> Self {
         Self::new(outbound.config().cache_bytes, outbound.0.clock.clone())
     }
 }
 
 impl<C: Clock> Cache<C> {
-    /// A cache whose replies take at most `max_bytes`, their keys, headers and the store's own needs included. Those
-    /// that are asked for least go first.
+    /// Returns a cache that takes at most `max_bytes`, including keys, headers and the store's own overhead. The
+    /// replies that are requested least are removed first.
     ///
-    /// Bodies that are just being read may take as many bytes again. Beyond that they are passed on unread.
+    /// Bodies that are being read may take as many bytes again. Beyond that they are passed on without buffering.
     pub fn new(max_bytes: u64, clock: C) -> Self {
         let weigher =
             |_: &CacheKey, resource: &CachedResource| u32::try_from(resource.size_bytes()).unwrap_or(u32::MAX);
@@ -161,24 +161,24 @@ impl<C: Clock> Cache<C> {
         }))
     }
 
-    /// How many bytes the kept replies take.
+    /// The number of bytes that the stored replies take.
     pub fn size_bytes(&self) -> u64 {
         self.0.replies.weighted_size()
     }
 
-    /// Answers a request to `origin`, by `send` where it takes a call. The [`CacheStatus`] is among the response's
-    /// extensions. So are those of the reply that `send` brought, also where its 304 confirmed another, or another
-    /// stands in for it. A reply that has a [`CallErrorKind`](super::CallErrorKind) among them, being the last of a call that failed, isn't
-    /// kept, whatever it looks like, and an old one stands in for it.
+    /// Answers a request to `origin`, and calls `send` only if a call is needed. The [`CacheStatus`] is among the
+    /// response's extensions. So are the extensions of the reply that `send` returned, even if that was a 304 that
+    /// confirmed a stored reply, or a stale reply replaces it. A reply with a [`CallErrorKind`](super::CallErrorKind)
+    /// in its extensions is the last reply of a failed call. It is never stored, and a stale reply replaces it.
     ///
-    /// `send` gets the options of the call that it is to make: with the time that is left, which is none if it ran out
-    /// while waiting for another call, and with an urgency by which others lift it. `only-if-cached` without a reply
-    /// that will do is answered 504.
+    /// `send` gets the options of the call that it makes. Their timeout is the time left: zero if it ran out while
+    /// waiting for another call. Other calls can raise the call's priority by their urgency handle. `only-if-cached`
+    /// without a usable reply is answered 504.
     ///
-    /// It has to be polled within a tokio runtime whose timers are enabled.
+    /// The future must be polled within a tokio runtime with timers enabled.
     ///
     /// # Errors
-    /// What `send` fails with, unless an old reply stands in.
+    /// The error of `send`, unless a stale reply replaces it.
     pub async fn call<P, Q, B, E, F, R>(
         &self,
         origin: &P,
@@ -207,7 +207,7 @@ impl<C: Clock> Cache<C> {
             }
             return inner.bypass(origin, options, Request::from_parts(parts, body), send).await;
         }
-        // Boxed, as calls of which nothing is kept would take the room for it too.
+        // Boxed, because calls that bypass the cache would take the memory for it too.
         let answering = async move {
             let timeout = options.timeout.unwrap_or_else(|| origin.timeout(options.lane));
             let deadline = inner.clock.now() + Span::from_duration(timeout);
@@ -238,13 +238,13 @@ impl<C: Clock> Cache<C> {
 }
 
 impl<C: Clock> CacheInner<C> {
-    /// The key of what is kept of a place, for calls as they would be sent now.
+    /// The key of the replies stored for a resource, for calls as they would be sent now.
     async fn resource_key<P: Origin>(&self, origin: &P, rules: &CacheRules, base_key: CacheKey) -> CacheKey {
         let secret = if rules.shared { None } else { origin.secret().await };
         self.key_factory.resource_key(base_key, secret.as_deref())
     }
 
-    /// Makes a call that caches have no part in, but for what it changes.
+    /// Makes a call without the cache, and invalidates the stored replies that an unsafe method changes.
     async fn bypass<P: Origin, Q, B: Body, E, R: Future<Output = Result<Response<B>, E>>>(
         &self,
         origin: &P,
@@ -274,7 +274,7 @@ fn with_status<B>(mut reply: Response<B>, status: CacheStatus) -> Response<B> {
     reply
 }
 
-/// The answer to who wants no call where one is needed (RFC 9111 §5.2.1.7).
+/// The reply to a request with `only-if-cached` if a call would be needed (RFC 9111 §5.2.1.7).
 fn not_cached_response<B: Body>() -> Response<CacheBody<B>> {
     let mut reply = Response::new(CacheBody::default());
     *reply.status_mut() = StatusCode::GATEWAY_TIMEOUT;

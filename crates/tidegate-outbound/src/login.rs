@@ -1,4 +1,4 @@
-//! Tokens that a login gives: one login at a time for each credential.
+//! Tokens from logins: one login at a time for each credential.
 
 mod error;
 mod token_slot;
@@ -22,16 +22,16 @@ use self::token_slot::{NewToken, TokenSlot};
 use super::attempt_classifier::HeadClassification;
 use super::{CredentialError, Credentials, Target, TargetError};
 
-/// The longest reply to a login that is read, in bytes.
+/// The longest login reply that is read, in bytes.
 pub(super) const MAX_LOGIN_REPLY: usize = 256 << 10;
-/// The longest token that is taken, in bytes: headers hold no more.
+/// The longest accepted token, in bytes: headers hold no more.
 const MAX_TOKEN: usize = 16 << 10;
 
-/// The tokens that a provider's credentials log in for. Cheap to clone; clones are the same.
+/// The login tokens of a provider's credentials. Cheap to clone: clones share the tokens.
 ///
-/// A token is good for its `lifetime`, counted from before its login was sent. From `refresh_before` its end on, the
-/// first call that needs it logs in anew while the others go on with it. Without a good token, all calls wait for one
-/// login, and all share its failure.
+/// A token is valid for its `lifetime`, counted from before its login was sent. From `refresh_before` its end, the
+/// first call that needs it logs in again, and other calls continue with the old token. Without a valid token, all
+/// calls wait for one login, and all share its failure.
 #[derive(Clone)]
 pub(crate) struct Logins(Arc<LoginsInner>);
 
@@ -44,10 +44,10 @@ struct LoginsInner {
 }
 
 impl Logins {
-    /// The logins of a provider; `None` if it has none. `env` looks an environment variable up.
+    /// Returns the logins of a provider; `None` if it has none. `env` looks up an environment variable.
     ///
     /// # Errors
-    /// A secret of the body can't be had, or the login's path can't be put behind the base URL.
+    /// A secret of the body can't be resolved, or the login's path can't be appended to the base URL.
     pub(crate) fn from_provider(
         provider: &ProviderConfig,
         env: impl Fn(&str) -> Option<String>,
@@ -56,10 +56,10 @@ impl Logins {
         Self::new(login, Target::from_provider(provider), provider.credentials.len(), env).map(Some)
     }
 
-    /// Logins whose tokens are sent to `target`, for this many credentials.
+    /// Returns logins for this many credentials, at least 1. Their tokens are sent to `target`.
     ///
     /// # Errors
-    /// As [`from_provider`](Self::from_provider) has them.
+    /// As for [`from_provider`](Self::from_provider).
     pub(crate) fn new(
         login: Login,
         target: Target,
@@ -80,13 +80,13 @@ impl Logins {
         Ok(Self(Arc::new(LoginsInner { login, request, target, secrets, token_slots })))
     }
 
-    /// The token of a credential, by a login if there is none that is good. `send` sends the login's request.
+    /// Returns the token of a credential, by a login if there is no valid one. `send` sends the login's request.
     ///
     /// # Errors
-    /// Why there is no token. For five seconds after a login that failed there is no other, and calls get its error.
+    /// The reason for no token. For five seconds after a failed login there is no other login, and calls get its error.
     ///
     /// # Panics
-    /// If there are fewer credentials.
+    /// If there is no credential with this index.
     pub(crate) async fn token<F>(
         &self,
         credential: usize,
@@ -100,14 +100,14 @@ impl Logins {
         self.0.token_slots[credential].token(secret, now, self.log_in(secret, now, send)).await
     }
 
-    /// The token that takes the place of one which wasn't accepted: by a login, unless another call had one meanwhile.
+    /// Returns the token that replaces a rejected one: by a login, unless another call has already renewed it.
     ///
     /// # Errors
-    /// As [`token`](Self::token) has them. [`LoginError::TokenRejected`] for five seconds after one was replaced, if its
-    /// successor isn't accepted either.
+    /// As for [`token`](Self::token). [`LoginError::TokenRejected`] for five seconds after a token was replaced, if the
+    /// new one is rejected too.
     ///
     /// # Panics
-    /// If there are fewer credentials.
+    /// If there is no credential with this index.
     pub(crate) async fn renew<F>(
         &self,
         credential: usize,
@@ -233,7 +233,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn concurrent_calls_share_one_login() {
         let (logins, server) = (logins(), Server::default());
-        // There is none, it is about to end, it has ended.
+        // No token, a token that expires soon, an expired token.
         for (round, now) in [(1, NOW), (2, NOW + hours(23)), (3, NOW + hours(72))] {
             let calls = (0..20).map(|_| token(&logins, &server, now, 200));
             let tokens = futures_util::future::join_all(calls).await;
@@ -262,7 +262,7 @@ mod tests {
             token(&logins, &server, NOW + at, 200).await.unwrap();
             assert_eq!(server.logins(), count, "{at}");
         }
-        // It fails, and is tried again only after a pause; the token is good all the while.
+        // The renewal fails, and is tried again only after a pause. The token stays valid meanwhile.
         for (after, count) in [(0, 3), (4, 3), (5, 4)] {
             let still = token(&logins, &server, NOW + hours(45) + Span::from_secs(after), 503).await.unwrap();
             assert_eq!((still.login_number, server.logins()), (2, count));

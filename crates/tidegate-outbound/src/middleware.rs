@@ -1,4 +1,4 @@
-//! Providers as a middleware of reqwest: every request below a base URL is a call.
+//! Providers as a middleware of reqwest: each request below a base URL is a call.
 
 use std::error::Error;
 use std::fmt;
@@ -24,12 +24,13 @@ use super::{
     BoxError, CallOptions, CredentialError, Outbound, OutboundError, OutboundLayer, Provider, ReplayBody, SendError,
 };
 
-/// Makes requests of a reqwest client calls to the providers whose base URLs they are below: each waits for its turn, is
-/// sent with a credential, and again where that is worth it, harmless, possible and in time.
+/// Turns requests of a reqwest client into calls, if they are below the base URL of a provider. Each call waits for its
+/// turn and is sent with a credential. It is retried if a retry can help, does no harm, is possible and can start in
+/// time.
 ///
-/// Which provider is meant is said by the URL. Below several base URLs, the longest counts, and of the same one the
-/// first provider. With [`Auth::Path`](tidegate_policy::outbound::Auth::Path), URLs have `{key}` where the base URL has
-/// it. Requests that are below none pass by untouched, so that one client serves them all.
+/// The URL selects the provider. If several base URLs match, the longest counts, and of equal ones the first provider.
+/// With [`Auth::Path`](tidegate_policy::outbound::Auth::Path), URLs have `{key}` in the same place as the base URL.
+/// Requests below no base URL pass unchanged, so that one client serves them all.
 ///
 /// ```no_run
 /// use reqwest::redirect::Policy as Redirects;
@@ -60,35 +61,37 @@ use super::{
 /// # }
 /// ```
 ///
-/// # What a request says
+/// # Request options
 ///
-/// [`CallOptions`] as an extension ([`with_extension`](reqwest_middleware::RequestBuilder::with_extension)) choose lane,
-/// cost and time-out; without one there, a request's own [`timeout`](reqwest::RequestBuilder::timeout) is the call's,
-/// waits and all attempts included, and without any the lane's counts. `Idempotency-Key` lets a POST be sent again.
-/// Bodies are sent again up to the provider's `replay` bytes, be they at hand or streams; a longer one is sent once.
+/// [`CallOptions`] as an extension ([`with_extension`](reqwest_middleware::RequestBuilder::with_extension)) choose
+/// lane, cost and timeout. If they have no timeout, the request's own [`timeout`](reqwest::RequestBuilder::timeout)
+/// applies to the whole call, waits and all attempts included; without that, the timeout of the lane. `Idempotency-Key`
+/// lets a POST be retried. Bodies can be sent again up to the provider's `replay` bytes, from memory or from streams. A
+/// longer body is sent once.
 ///
-/// # What comes back
+/// # Responses
 ///
-/// As with [`OutboundLayer`]: a response holds [`CallStats`](super::CallStats) as an extension, and one that isn't a good
-/// reply, but the last of a call that failed, holds the [`CallErrorKind`](super::CallErrorKind) of that besides. Its URL is the one that was
-/// asked for, without a credential. Until its body has been read to the end or dropped, the call is in flight.
+/// As with [`OutboundLayer`], a response holds [`CallStats`](super::CallStats) as an extension. The last reply of a
+/// failed call also holds its [`CallErrorKind`](super::CallErrorKind). The URL of the response is the requested one,
+/// without a credential. The call is in flight until the body has been read to the end or dropped.
 ///
 /// Where the provider has a `cache`, its replies are kept and shared among the requests of this middleware as
 /// [`cache`](crate::cache) says; [`CacheStatus`](crate::cache::CacheStatus) is an extension of the response.
 ///
 /// # Errors
 /// A call without any response is an [`OutboundError`] within
-/// [`Error::Middleware`](reqwest_middleware::Error::Middleware). It never tells a credential, nor the URL that was sent.
+/// [`Error::Middleware`](reqwest_middleware::Error::Middleware). It contains neither a credential nor the URL that was
+/// sent.
 ///
 /// # The client
 ///
-/// It must not follow redirects: reqwest does so below all middleware, uncounted, and takes neither a header such as
-/// `x-api-key` nor a parameter of the URL away when they lead to another host. Build it with
-/// [`Policy::none`](reqwest::redirect::Policy::none). A client that is found to have followed one, which is seen only
-/// afterwards, gets [`SendError::FollowedRedirect`], and so does every later call through the same middleware, unsent.
+/// It must not follow redirects: reqwest does so below all middleware, without counting them. If they lead to another
+/// host, it removes neither a header such as `x-api-key` nor a parameter of the URL. Build the client with
+/// [`Policy::none`](reqwest::redirect::Policy::none). A followed redirect is detected only afterwards. Then the call
+/// fails with [`SendError::FollowedRedirect`], and so does each later call through the same middleware, unsent.
 ///
-/// A middleware that comes before this one sees each call once; one that comes after it sees every attempt, with the
-/// credential. So a logger belongs before it. One that retries has nothing left to do.
+/// A middleware before this one sees each call once. One after it sees each attempt, with the credential. So a logger
+/// belongs before it. A middleware that retries isn't needed.
 pub struct OutboundMiddleware<S: Store = Memory, C: Clock = SystemClock> {
     layers: Vec<OutboundLayer<S, C>>,
     /// The kept replies, if any provider has a `cache`.
@@ -97,18 +100,18 @@ pub struct OutboundMiddleware<S: Store = Memory, C: Clock = SystemClock> {
 }
 
 impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
-    /// A middleware for all providers that have a base URL, with their credentials from files and the environment.
+    /// Returns a middleware for all providers with a base URL, with their credentials from files and the environment.
     ///
     /// # Errors
-    /// A credential can't be had or can't be sent where its provider wants it.
+    /// A credential can't be resolved or can't be sent in the form that its provider requires.
     pub fn new(outbound: &Outbound<S, C>) -> Result<Self, CredentialError> {
         Self::with_env(outbound.providers().iter().cloned(), |name| std::env::var(name).ok())
     }
 
-    /// A middleware for these providers, with environment variables looked up by `env`.
+    /// Returns a middleware for these providers. `env` looks up environment variables.
     ///
     /// # Errors
-    /// As [`new`](Self::new) has them.
+    /// As for [`new`](Self::new).
     pub fn with_env(
         providers: impl IntoIterator<Item = Provider<S, C>>,
         env: impl Fn(&str) -> Option<String>,
@@ -124,7 +127,7 @@ impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
         Ok(Self { cache, layers, has_followed_redirect: AtomicBool::new(false) })
     }
 
-    /// The provider that is meant by a URL.
+    /// Returns the provider that a URL selects.
     fn layer_for(&self, url: &Url) -> Option<&OutboundLayer<S, C>> {
         let uri = url.as_str().parse::<Uri>().ok()?;
         let covering = self.layers.iter().filter_map(|layer| Some((layer.base_match_length(&uri)?, layer)));
@@ -184,8 +187,8 @@ impl<S: Store, C: Clock + Clone> Middleware for OutboundMiddleware<S, C> {
     }
 }
 
-/// What is below the middleware, as the service that attempts are sent by. One is under way at a time, so that all can
-/// have the extensions of the one request that they are.
+/// The rest of the middleware chain, as the service that sends attempts. One attempt is under way at a time, so that
+/// all can use the extensions of the one request.
 #[derive(Clone)]
 struct NextService<'n> {
     next: Next<'n>,
@@ -221,7 +224,7 @@ impl<'n> Service<Request<ReplayBody<Body>>> for NextService<'n> {
                 Err(reqwest_middleware::Error::Reqwest(error)) if error.is_redirect() => {
                     Err(next_service.record_redirect())
                 }
-                // Its URL has the credential in it where that belongs into the query or the path.
+                // The error's URL has the credential in the query or the path with some kinds of authentication.
                 Err(reqwest_middleware::Error::Reqwest(error)) => Err(error.without_url().into()),
                 Err(reqwest_middleware::Error::Middleware(error)) => Err(error.into()),
             }
@@ -229,13 +232,13 @@ impl<'n> Service<Request<ReplayBody<Body>>> for NextService<'n> {
     }
 }
 
-/// What gives a response its URL.
+/// Returns extensions that give a response its URL.
 fn url_extensions(url: Url) -> Extensions {
     let (parts, ()) = http::response::Builder::new().url(url).body(()).unwrap_or_default().into_parts();
     parts.extensions
 }
 
-/// What an error of reqwest means: one that couldn't connect never sent the request.
+/// Returns the fault that an error of reqwest means. If it couldn't connect, the request was never sent.
 fn fault_of(error: &(dyn Error + 'static)) -> TransportFault {
     match error.downcast_ref::<reqwest::Error>() {
         Some(error) if error.is_connect() || error.is_builder() => TransportFault::Unsent,

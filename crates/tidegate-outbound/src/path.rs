@@ -1,13 +1,14 @@
-//! Paths that stay where they are put.
+//! Paths that can't leave their base.
 
 use super::TargetError;
 
-/// Whether a path that is put behind a base stays below it and within the authority, however the server reads it.
+/// Checks that a path appended to a base stays below it and within the authority, however a server reads it.
 ///
-/// Servers differ in how often they decode, in what they take for a slash (`%2F`, `\`, `%5C`, `%252f`, `%c0%af`, U+FF0F),
-/// in what ends a segment or the path (`;`, `%3f`, `%23`, `%00`), and in what they leave out (white space, control
-/// characters, what isn't UTF-8, dots at the end). The worst of all readings counts: whatever anybody could take for `..`
-/// leads up, and a segment that anybody could take for nothing leads nowhere down.
+/// Servers differ in how often they decode. They differ in the characters that count as a slash (`%2F`, `\`, `%5C`,
+/// `%252f`, `%c0%af`, U+FF0F) or end a segment or the path (`;`, `%3f`, `%23`, `%00`). And they differ in what they
+/// drop: white space, control characters, invalid UTF-8, dots at the end. The worst of all interpretations counts:
+/// anything that a server could take for `..` goes up a level. A segment that a server could take for an empty one goes
+/// down none.
 pub(super) fn check(path: &str) -> Result<(), TargetError> {
     if !path.is_empty() && !path.starts_with('/') {
         return Err(TargetError::NotAPath);
@@ -15,7 +16,7 @@ pub(super) fn check(path: &str) -> Result<(), TargetError> {
     if is_plain(path) { Ok(()) } else { check_readings(path) }
 }
 
-/// True if nothing in a path is decoded or left out by any server, and no two dots are in a row.
+/// True if no server decodes or drops anything in a path, and no two dots are in a row.
 fn is_plain(path: &str) -> bool {
     let bytes = path.as_bytes();
     let is_unambiguous = bytes.iter().all(|byte| matches!(byte, b'!'..=b'~') && !matches!(byte, b'%' | b'\\'));
@@ -44,25 +45,25 @@ fn split_at_slashes(segment: &str) -> impl Iterator<Item = &str> {
     segment.split(['/', '\\'])
 }
 
-/// True for a character that cuts off the rest of a segment: the begin of Java servers' parameters, of a query or a fragment
-/// where the decoded path is taken for a URL again, and the end of a C string or a line.
+/// True for a character that cuts off the rest of a segment. These are the start of parameters in Java servers, and of
+/// a query or a fragment if the decoded path is parsed as a URL again. The others end a C string or a line.
 fn ends_segment(letter: char) -> bool {
     matches!(letter, ';' | '?' | '#') || letter.is_control()
 }
 
-/// True for a character that is part of a name everywhere. Anything else is left out by some server, or ends the name there.
+/// True for a character that is part of a name everywhere. Some server drops any other one, or ends the name there.
 fn is_name_char(letter: char) -> bool {
     letter.is_alphanumeric() || matches!(letter, '-' | '_')
 }
 
-/// True if a server could take this for `..`: it begins with two dots but for what may be left out, and no name goes on
-/// right behind them.
+/// True if a server could take this for `..`: it begins with two dots, apart from characters that a server may drop,
+/// and no name follows directly.
 fn may_lead_up(part: &str) -> bool {
     let mut dots = 0;
     for letter in part.chars() {
         match letter {
             '.' => dots += 1,
-            // These are dots to who normalises Unicode (NFKC).
+            // A server that normalises Unicode (NFKC) takes these for dots.
             '\u{2025}' | '\u{2026}' => dots += 2,
             letter if is_name_char(letter) => return false,
             _ if dots >= 2 => return true,
@@ -72,12 +73,12 @@ fn may_lead_up(part: &str) -> bool {
     dots >= 2
 }
 
-/// A segment as it is to the server that decodes most.
+/// Returns a segment as decoded by the server that decodes most.
 fn decode_repeatedly(segment: &str) -> String {
     let mut read = Vec::with_capacity(segment.len());
     for byte in segment.bytes() {
         read.push(byte);
-        // What was decoded may end an escape of an escape.
+        // A decoded byte may complete another escape.
         while let Some((length, byte)) = decode_suffix(&read) {
             read.truncate(read.len() - length);
             read.push(byte);
@@ -86,9 +87,9 @@ fn decode_repeatedly(segment: &str) -> String {
     String::from_utf8_lossy(&read).into_owned()
 }
 
-/// The number of bytes at the end of these that some server takes for an ASCII one, and for which: an escape, also IIS' `%u002e`;
-/// ASCII in more bytes of UTF-8 than it takes; or a character that looks like an ASCII one. Never does a part of a name
-/// come of bytes that others leave out, since they aren't UTF-8.
+/// Returns the number of bytes at the end that some server takes for one ASCII byte, and that byte. These are an
+/// escape, also `%u002e` of IIS; ASCII in an overlong form of UTF-8; and a character that looks like an ASCII one.
+/// Overlong forms never become part of a name, because other servers drop them as invalid UTF-8.
 fn decode_suffix(read: &[u8]) -> Option<(usize, u8)> {
     match *read {
         [.., b'%', high, low] if let Some(byte) = parse_hex(&[high, low]) => Some((3, u8::try_from(byte).ok()?)),
@@ -106,7 +107,7 @@ fn decode_suffix(read: &[u8]) -> Option<(usize, u8)> {
     }
 }
 
-/// The byte in the last so many, of which the last two have its bits.
+/// Decodes an overlong form of `length` bytes. Its last two hold the bits of the byte.
 fn decode_overlong(read: &[u8], length: usize) -> Option<(usize, u8)> {
     let (high, low) = (read[read.len() - 2], read[read.len() - 1]);
     let byte = (high & 1) << 6 | low & 0x3f;
@@ -117,8 +118,8 @@ fn parse_hex(digits: &[u8]) -> Option<u32> {
     digits.iter().try_fold(0, |value, digit| Some(value * 16 + char::from(*digit).to_digit(16)?))
 }
 
-/// The ASCII character that some servers take a character for: by Unicode's compatibility forms (NFKC), or for want of it
-/// in a code page of theirs.
+/// Returns the ASCII character that some servers take a character for: by Unicode's compatibility forms (NFKC), or by
+/// the nearest character in a code page.
 fn ascii_equivalent(letter: char) -> Option<u8> {
     match letter {
         '\0'..='\u{7f}' => u8::try_from(letter).ok(),
@@ -140,9 +141,9 @@ pub(super) mod tests {
     use percent_encoding::percent_decode;
     use tidegate_testkit::property;
 
-    /// Where a path leads to servers that decode it up to three times, and each do one more thing with it, or two: they
-    /// take `\` for a slash, cut parameters, or the rest of the path off, or leave white space, control characters or dots
-    /// at ends out.
+    /// Returns the results of a path on servers that decode it up to three times. Each may also take `\` for a slash,
+    /// and cut off parameters or the rest of the path. Each may drop white space, control characters and invalid UTF-8,
+    /// at the ends of segments or everywhere.
     pub(crate) fn readings(path: &str) -> impl Iterator<Item = Vec<String>> {
         const SLASHES: u32 = 1;
         const PARAMETERS: u32 = 2;
@@ -234,7 +235,7 @@ pub(super) mod tests {
             "/a//../..",
             "/a%2f../b/..",
             "/%2f/..",
-            // What is left out, or ends a name.
+            // Characters that some servers drop, or that end a name.
             "/..%00/x",
             "/..%20/x",
             "/%20../x",
@@ -268,7 +269,7 @@ pub(super) mod tests {
             "/..%253bx/y",
             "/..%2500/x",
             "/a/..%252f..%252fx",
-            // UTF-8 that is longer than it has to be, other encodings, and look-alikes.
+            // Overlong UTF-8, other encodings, and characters that look like ASCII.
             "/%c0%ae%c0%ae/x",
             "/%c0%ae./x",
             "/%e0%80%ae%e0%80%ae/x",
@@ -289,7 +290,7 @@ pub(super) mod tests {
             "/..%c2%a5x",
             "/\u{ff05}2e./x",
             "/%ef%bc%852e./x",
-            // What leads nowhere down.
+            // Segments that go down no level.
             "/%00/..",
             "/%20/..",
             "/%2500/..",

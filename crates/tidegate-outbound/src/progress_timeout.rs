@@ -1,4 +1,4 @@
-//! How long there is patience with an attempt.
+//! The timeout of an attempt without progress.
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -11,12 +11,11 @@ use tokio::time::sleep;
 
 use super::ReplayBuffer;
 
-/// Waits for what an attempt comes to, until nothing of its request's body has moved for as long as there is `patience`,
-/// and never for longer than `time_left`. The attempt is pinned by its caller: taken by value it would be held twice, as it
-/// came and as it is pinned.
+/// Runs an attempt until nothing of its request's body has moved for `progress_timeout`, and never for longer than
+/// `time_left`. The caller pins the attempt: by value, it would be held twice, before and after it is pinned.
 ///
 /// # Errors
-/// For how long nothing had moved in the end.
+/// The time for which nothing had moved at the end.
 pub(super) async fn with_progress_timeout<T, B: Body<Data = Bytes>>(
     mut attempt: Pin<&mut impl Future<Output = T>>,
     body: &ReplayBuffer<B>,

@@ -17,39 +17,39 @@ use tidegate_core::retry::UnreplayableReason;
 
 use super::reply_body::add_prefix_size;
 
-/// What a call keeps of its request's body, so that another attempt can send it from the start.
+/// A buffer of a call's request body, so that another attempt can send it from the start.
 ///
-/// The first attempt streams the body; up to `limit` bytes of it are kept on the way. Beyond, they are let go and the
-/// body is sent once, never more than one frame of it in memory. Another attempt sends what was kept and then streams
-/// on where the last one stopped: it has the whole body, or there is no other attempt.
+/// The first attempt streams the body, and up to `limit` bytes of it are buffered. If it is longer, the buffer is
+/// dropped and the body is sent once, with at most one frame of it in memory. Another attempt sends the buffer and then
+/// continues the stream where the last one stopped. So it sends the whole body, or there is no other attempt.
 ///
-/// Cheap to clone; clones are the same.
+/// Cheap to clone: clones share the buffer.
 pub(crate) struct ReplayBuffer<B>(Arc<Mutex<ReplayState<B>>>);
 
 struct ReplayState<B> {
-    /// What was read ahead and is too much to be kept.
+    /// The frame that was read ahead and exceeds the limit.
     next_frame: Option<Frame<Bytes>>,
-    /// What is still to come of the caller's body.
+    /// The part of the caller's body that hasn't been read.
     remaining: Option<Pin<Box<B>>>,
     buffered: BytesMut,
     trailers: Option<HeaderMap>,
     limit: usize,
-    /// Why it can't be sent from the start any more.
+    /// The reason why the body can't be sent from the start; `None` if it can.
     unreplayable_reason: Option<UnreplayableReason>,
-    /// The attempt that may stream, counted from 1.
+    /// The number of the attempt that may stream, from 1.
     streaming_attempt: u64,
-    /// How many attempts there were, those included that had no need to stream.
+    /// The number of attempts, including those that sent only the buffer.
     attempt_count: u64,
     is_broken: bool,
-    /// How often an attempt was given something of it.
+    /// The number of times that an attempt received a part of the body.
     progress: u64,
-    /// Whether the attempt that streams wants more than the caller has sent.
+    /// True if the streaming attempt waits for more of the caller's body.
     is_waiting_for_caller: bool,
-    /// Who is told when it moves.
+    /// Wakes the task that waits for progress.
     progress_waker: Option<Waker>,
 }
 
-/// A request's body as one attempt sends it.
+/// A request's body for one attempt.
 pub struct ReplayBody<B>(ReplayBodyKind<B>);
 
 enum ReplayBodyKind<B> {
@@ -57,19 +57,20 @@ enum ReplayBodyKind<B> {
     Streaming { source: Arc<Mutex<ReplayState<B>>>, attempt: u64, head: Option<Bytes>, ended: bool },
 }
 
-/// Why a body ended early.
+/// The reason why a body ended early.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError<E> {
-    /// The caller's body did.
+    /// The caller's body failed.
     #[error(transparent)]
     Caller(E),
-    /// Another attempt has taken its place.
+    /// Another attempt streams the body now.
     #[error("another attempt sends the body now")]
     Superseded,
 }
 
 impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
-    /// Keeps up to `limit` bytes of this body. One that says that it is longer isn't kept at all.
+    /// Returns a buffer of up to `limit` bytes of this body. Buffers nothing if the size hint of the body exceeds the
+    /// limit.
     pub(crate) fn new(body: B, limit: usize) -> Self {
         let fits = body.size_hint().lower() <= limit as u64;
         let source = ReplayState {
@@ -89,10 +90,10 @@ impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
         Self(Arc::new(Mutex::new(source)))
     }
 
-    /// Reads ahead what is kept of the body: all of it, or as much as the limit lets it keep, and one frame besides. The
-    /// whole body if that is at hand then.
+    /// Reads ahead all of the body that the limit allows to buffer, and at most one more frame. Returns the whole body
+    /// if it is buffered then.
     ///
-    /// Dropped before it is done, it has lost nothing: an attempt goes on from there.
+    /// Nothing is lost if this is cancelled: an attempt continues from there.
     pub(crate) async fn read_ahead(&self) -> Option<Bytes> {
         poll_fn(|context| {
             let mut source = self.0.lock();
@@ -101,17 +102,17 @@ impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
         .await
     }
 
-    /// How many bytes the body has at least, as far as is known.
+    /// Returns the least size of the body in bytes, as far as it is known.
     pub(crate) fn min_size(&self) -> u64 {
         let source = self.0.lock();
         source.size_hint().lower().saturating_add(source.buffered.len() as u64)
     }
 
-    /// The body for one more attempt, from the start. One that was made before ends with an error, unless all of the body
-    /// [is kept](Self::is_complete).
+    /// Returns the body for one more attempt, from the start. The body of an earlier attempt ends with an error, unless
+    /// all of the body [is buffered](Self::is_complete).
     ///
     /// # Errors
-    /// The start of the body is gone, so that only a part of it could be sent.
+    /// The start of the body is dropped, so that only a part of it could be sent.
     pub(crate) fn attempt_body(&self) -> Result<ReplayBody<B>, UnreplayableReason> {
         let mut source = self.0.lock();
         if let Some(why) = source.unreplayable_reason {
@@ -129,19 +130,19 @@ impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
         Ok(ReplayBody(ReplayBodyKind::Streaming { source: Arc::clone(&self.0), attempt, head, ended: false }))
     }
 
-    /// How many attempts there were so far.
+    /// Returns the number of attempts so far.
     pub(crate) fn attempt_count(&self) -> u64 {
         self.0.lock().attempt_count
     }
 
-    /// Whether all of the body has come and is kept, so that attempts can send it beside each other.
+    /// Returns true if the whole body is buffered, so that several attempts can send it at the same time.
     pub(crate) fn is_complete(&self) -> bool {
         let source = self.0.lock();
         source.unreplayable_reason.is_none() && source.has_ended()
     }
 
-    /// Whether an attempt was given more of the body than was `seen`; that is seen then. Else the next time wakes whom asked
-    /// last.
+    /// Ready if an attempt received more of the body since `seen_progress`, which is then updated. Otherwise the task
+    /// that polled last is woken on the next progress.
     pub(super) fn poll_progress(&self, seen_progress: &mut u64, context: &mut Context<'_>) -> Poll<()> {
         let mut source = self.0.lock();
         if source.progress != *seen_progress {
@@ -157,17 +158,17 @@ impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
         Poll::Pending
     }
 
-    /// Whether the attempt that streams it is held up by the caller: it wants more than there is.
+    /// Returns true if the streaming attempt waits for more of the caller's body.
     pub(super) fn is_waiting_for_caller(&self) -> bool {
         self.0.lock().is_waiting_for_caller
     }
 
-    /// Why the body can't be sent again, if it can't.
+    /// Returns the reason why the body can't be sent again; `None` if it can.
     pub(crate) fn unreplayable_reason(&self) -> Option<UnreplayableReason> {
         self.0.lock().unreplayable_reason
     }
 
-    /// Whether it was the caller's body that broke off.
+    /// Returns true if the caller's body failed.
     pub(crate) fn is_broken(&self) -> bool {
         self.0.lock().is_broken
     }
@@ -190,7 +191,7 @@ impl<B> fmt::Debug for ReplayBuffer<B> {
 }
 
 impl<B> ReplayBody<B> {
-    /// A body that is at hand as a whole.
+    /// Returns a body of these bytes.
     pub fn from_bytes(bytes: impl Into<Bytes>) -> Self {
         Self(ReplayBodyKind::Buffered { data: Some(bytes.into()).filter(|bytes| !bytes.is_empty()), trailers: None })
     }
@@ -203,7 +204,7 @@ impl<B> fmt::Debug for ReplayBody<B> {
 }
 
 impl<B: Body<Data = Bytes>> ReplayState<B> {
-    /// Whether nothing of the caller's body is still to come.
+    /// Returns true if the whole body of the caller has been read.
     fn has_ended(&self) -> bool {
         self.next_frame.is_none() && self.remaining.as_ref().is_none_or(|rest| rest.is_end_stream())
     }
@@ -225,7 +226,7 @@ impl<B: Body<Data = Bytes>> ReplayState<B> {
         Poll::Ready(polled)
     }
 
-    /// Reads on while what comes can be kept; whether that is all of it.
+    /// Reads while the frames can be buffered. Returns true if the whole body is then read.
     fn poll_read_ahead(&mut self, context: &mut Context<'_>) -> Poll<bool> {
         loop {
             if self.next_frame.is_some() || self.unreplayable_reason.is_some() || self.limit == 0 {
@@ -244,7 +245,7 @@ impl<B: Body<Data = Bytes>> ReplayState<B> {
         }
     }
 
-    /// How much is to come besides what is kept.
+    /// Returns the size of the rest, without the buffer.
     fn size_hint(&self) -> SizeHint {
         let remaining = self.remaining.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
         let next = self.next_frame.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
@@ -266,7 +267,7 @@ impl<B: Body<Data = Bytes>> ReplayState<B> {
 
     fn push_frame(&mut self, frame: &Frame<Bytes>) {
         if let Some(trailers) = frame.trailers_ref() {
-            // Nothing comes after them (RFC 9110 §6.5).
+            // No frame follows trailers (RFC 9110 §6.5).
             self.remaining = None;
             if self.buffered.len() + frame_size(frame) > self.limit {
                 self.set_unreplayable(UnreplayableReason::BodyTooLarge);
@@ -277,7 +278,7 @@ impl<B: Body<Data = Bytes>> ReplayState<B> {
             if self.buffered.len() + frame_size(frame) > self.limit {
                 self.set_unreplayable(UnreplayableReason::BodyTooLarge);
             } else {
-                // Copied, because a frame may hold on to a much larger buffer.
+                // Copied, because a frame may keep a much larger buffer alive.
                 self.buffered.extend_from_slice(data);
             }
         }
@@ -352,7 +353,7 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
     }
 }
 
-/// What a frame adds to what is kept.
+/// Returns the size that a frame adds to the buffer.
 fn frame_size(frame: &Frame<Bytes>) -> usize {
     let trailers = frame.trailers_ref().into_iter().flatten();
     let trailers: usize = trailers.map(|(name, value)| name.as_str().len() + value.len()).sum();

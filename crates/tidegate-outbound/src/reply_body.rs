@@ -16,8 +16,8 @@ use super::reply_headers::remove_headers_with_secret;
 use tidegate_core::Clock;
 use tidegate_runtime::clock::SystemClock;
 
-/// The body of a provider's reply. Until it has ended or is dropped, its call is in flight. Trailers that repeat the
-/// credential are dropped.
+/// The body of a provider's reply. Its call is in flight until the body ends or is dropped. Trailers that repeat the
+/// credential are removed.
 pub struct OutboundBody<B, S: Store = Memory, C: Clock = SystemClock> {
     read_ahead: Option<Frame<Bytes>>,
     trailers: Option<Frame<Bytes>>,
@@ -27,23 +27,23 @@ pub struct OutboundBody<B, S: Store = Memory, C: Clock = SystemClock> {
     cost_reader: Option<CostReader>,
 }
 
-/// How much of a body has been read ahead.
+/// A body of which a part has been read ahead.
 pub(super) struct PeekedBody<B> {
     pub read_ahead: Bytes,
     trailers: Option<Frame<Bytes>>,
     remaining: Option<Pin<Box<B>>>,
-    /// The credential that its request showed.
+    /// The credential that the request was sent with.
     pub secret: Option<Arc<Secret>>,
 }
 
 impl<B: Body<Data = Bytes>> PeekedBody<B> {
-    /// Reads nothing ahead.
+    /// Returns the body without reading ahead.
     pub(super) fn unread(body: B) -> Self {
         let remaining = (!body.is_end_stream()).then(|| Box::pin(body));
         Self { read_ahead: Bytes::new(), trailers: None, remaining, secret: None }
     }
 
-    /// Reads a body ahead until it ends, or until more than `limit` bytes of it are there.
+    /// Reads a body ahead until it ends, or until more than `limit` bytes of it are read.
     pub(super) async fn read(body: B, limit: usize) -> Result<Self, B::Error> {
         let mut peeked = Self::unread(body);
         let mut buffer = BytesMut::new();
@@ -65,7 +65,7 @@ impl<B: Body<Data = Bytes>> PeekedBody<B> {
         Ok(peeked)
     }
 
-    /// Whether all of it was read.
+    /// Returns true if the whole body was read.
     pub(super) fn is_complete(&self) -> bool {
         self.remaining.is_none()
     }
@@ -84,7 +84,7 @@ impl<B: Body<Data = Bytes>> PeekedBody<B> {
 }
 
 impl<B, S: Store, C: Clock> OutboundBody<B, S, C> {
-    /// Keeps the call in flight until the body ends. What the reply says of its price is told then.
+    /// Keeps the call in flight until the body ends. The cost that the reply states is reported then.
     pub(super) fn attach_guard(&mut self, in_flight_guard: InFlightGuard<S, C>, cost_reader: Option<CostReader>) {
         self.in_flight_guard = Some(in_flight_guard);
         self.cost_reader = cost_reader;
@@ -147,7 +147,7 @@ impl<B: Body<Data = Bytes>, S: Store, C: Clock> Body for OutboundBody<B, S, C> {
     }
 }
 
-/// The size of a body with this many bytes before it.
+/// Returns the size of a body with this many bytes before it.
 pub(super) fn add_prefix_size(bytes: u64, remaining: &SizeHint) -> SizeHint {
     let mut hint = SizeHint::new();
     hint.set_lower(remaining.lower().saturating_add(bytes));

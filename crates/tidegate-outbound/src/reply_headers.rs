@@ -1,6 +1,6 @@
-//! What a reply's headers may tell of where it came from: never the credential.
+//! The removal of credentials from a reply's headers.
 //!
-//! A redirect is passed to the caller, who is told where to go without the credential that the provider put there.
+//! A redirect is passed to the caller, without the credential that the provider put there.
 
 use std::borrow::Cow;
 
@@ -13,17 +13,17 @@ use tidegate_policy::outbound::{Auth, BaseUrl};
 use super::path;
 use super::target::{PLACEHOLDER, Target, param_has_name};
 
-/// A shorter credential is public, like a free tier's `2`, and is found in innocent values by accident.
+/// A shorter credential is public, like the `2` of a free tier, and occurs in harmless values by accident.
 const MIN_SECRET_LENGTH: usize = 8;
-/// What stands in a path that is shown in place of the credential.
+/// The replacement of the credential in a path that is shown.
 const ENCODED_PLACEHOLDER: &str = "%7Bkey%7D";
 
 impl Target {
-    /// Takes the credential out of a reply's headers: out of the URLs of `Location` and `Content-Location`, and any
-    /// other header that repeats it is dropped.
+    /// Removes the credential from a reply's headers: from the URLs of `Location` and `Content-Location`. Any other
+    /// header that repeats it is removed.
     ///
-    /// With `mount`, such as `tmdb`, URLs below the base URL become paths below `/tmdb`, so that who follows them comes
-    /// back through the gateway; other paths of the provider's host become whole URLs.
+    /// With `mount_path`, such as `tmdb`, URLs below the base URL become paths below `/tmdb`, so that a client that
+    /// follows them comes back through the gateway. Other paths of the provider's host become full URLs.
     pub(crate) fn sanitize_reply_headers(
         &self,
         headers: &mut HeaderMap,
@@ -43,7 +43,7 @@ impl Target {
         }
     }
 
-    /// A location as it may be told; `None` if the credential can't be taken out of it.
+    /// Returns a location without the credential; `None` if the credential can't be removed.
     fn sanitize_location(&self, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<String> {
         let (text, fragment) = split_before(text, '#');
         let (text, query) = split_before(text, '?');
@@ -67,7 +67,7 @@ impl Target {
         query.split('&').filter(is_kept).collect::<Vec<_>>().join("&")
     }
 
-    /// A location without query and fragment.
+    /// Rewrites a location without query and fragment.
     fn rewrite_base<'t>(
         &self,
         base: &BaseUrl,
@@ -81,7 +81,7 @@ impl Target {
             let (authority, path) = rest.split_at(end);
             authority.eq_ignore_ascii_case(base.authority().as_str()).then_some(path)
         };
-        // Behind a slash it is a path that has a URL in it.
+        // After a slash, it is a URL within a path.
         let after_scheme = match text.split_once("://").filter(|(found, _)| !found.contains('/')) {
             Some((found, rest)) if found.eq_ignore_ascii_case(scheme) => Some(rest),
             Some(_) => return Cow::Borrowed(text),
@@ -93,7 +93,7 @@ impl Target {
                 None => return Cow::Borrowed(text),
             },
             None if text.starts_with('/') => (false, text),
-            // Relative to the path that was asked for, which is the same below the base as below the mount.
+            // Relative to the requested path, which is the same below the base as below the mount path.
             None => return Cow::Borrowed(text),
         };
         let root =
@@ -108,12 +108,12 @@ impl Target {
     }
 }
 
-/// What of a path of the provider's host is behind the base URL's and stays there.
+/// Returns the rest of a path of the provider's host after the base URL's path, if it stays below that.
 fn safe_path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
     path_below_base(base, path, secret).filter(|rest| path::check(rest).is_ok())
 }
 
-/// What of a path of the provider's host is behind the base URL's, wherever the credential stands in that.
+/// Returns the rest of a path of the provider's host after the base URL's path, which may contain the credential.
 pub(super) fn path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
     let mut rest = path;
     for expected in base.path().split('/').skip(1) {
@@ -131,7 +131,7 @@ pub(super) fn path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<
     Some(rest)
 }
 
-/// A text before and from a character on.
+/// Returns the text before a character, and the text from it on.
 fn split_before(text: &str, at: char) -> (&str, Option<&str>) {
     match text.find(at) {
         Some(at) => (&text[..at], Some(&text[at..])),
@@ -139,7 +139,7 @@ fn split_before(text: &str, at: char) -> (&str, Option<&str>) {
     }
 }
 
-/// Drops the headers that repeat the credential, by value or by name.
+/// Removes the headers that repeat the credential, by value or by name.
 pub(super) fn remove_headers_with_secret(headers: &mut HeaderMap, secret: &Secret) {
     let repeats = |(name, value): (&HeaderName, &HeaderValue)| {
         (contains_secret(value.as_bytes(), secret) || name_contains_secret(name, secret)).then(|| name.clone())
@@ -150,13 +150,13 @@ pub(super) fn remove_headers_with_secret(headers: &mut HeaderMap, secret: &Secre
     }
 }
 
-/// True if a header's name, which is in small letters whatever was sent, holds the credential.
+/// True if a header's name contains the credential. Names are always in small letters.
 fn name_contains_secret(name: &HeaderName, secret: &Secret) -> bool {
     let (name, secret) = (name.as_str().as_bytes(), secret.expose().as_bytes());
     secret.len() >= MIN_SECRET_LENGTH && name.windows(secret.len()).any(|found| found.eq_ignore_ascii_case(secret))
 }
 
-/// Whether a text holds the credential, be it escaped or not.
+/// Returns true if a text contains the credential, percent-encoded or not.
 pub(super) fn contains_secret(text: &[u8], secret: &Secret) -> bool {
     let secret = secret.expose().as_bytes();
     let holds = |text: &[u8]| text.windows(secret.len()).any(|found| found == secret);

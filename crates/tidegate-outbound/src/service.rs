@@ -1,4 +1,4 @@
-//! A provider as a layer of tower: every request through it is a call.
+//! A provider as a tower layer: each request through it is a call.
 
 use std::error::Error;
 use std::fmt;
@@ -25,22 +25,25 @@ use super::{
     Credentials, Logins, OutboundBody, Provider, ReplayBody, ReplayBuffer, Target, TargetError, fault_of,
 };
 
-/// Makes every request through a service a call to a provider: it waits for its turn, is sent with a credential, and
-/// again where that is worth it, harmless, possible and in time.
+/// Turns each request through a service into a call to a provider. The call waits for its turn and is sent with a
+/// credential. It is retried if a retry can help, does no harm, is possible and can start in time.
 ///
-/// The inner service sends what it is given: it must neither follow redirects nor retry by itself, nor write requests
-/// out, for they show the credential. Requests name a path below the provider's base URL, or a whole URL there. Their
-/// extensions may hold [`CallOptions`]; [`take_call_options`](super::take_call_options) reads those from headers. A cost of 1 there
-/// says nothing: what the provider's rules reserve counts instead, by the body's length and by what it asks for, but no
-/// more than the provider's limits ever have room for. Where the rules look into JSON, the body is read before the
-/// call's turn, as far as it is kept for another attempt. Responses hold
-/// [`CallStats`] as an extension, and one that isn't a good reply, but the last of a call that failed, holds the
-/// [`CallErrorKind`](super::CallErrorKind) of that besides.
+/// The inner service sends requests unchanged. It must neither follow redirects nor retry, nor log requests, because
+/// they contain the credential. Requests have a path below the provider's base URL, or a full URL there. Their
+/// extensions may hold [`CallOptions`]; [`take_call_options`](super::take_call_options) reads those from headers.
 ///
-/// Headers and trailers of a reply don't tell the credential, even if the provider repeats it. The body passes as it is,
-/// and so do extensions of the inner service's, such as the reason phrase that hyper keeps there.
+/// A cost of 1 in the options is the default. Then the provider's rules determine the reserved cost, from the body's
+/// length and its contents. It is at most the capacity of the provider's limits. If the rules look into JSON, the body
+/// is read before the call's turn, as far as it is buffered for another attempt.
 ///
-/// It is always ready: calls wait in the provider's queue, and the inner service isn't held ready before their turn.
+/// Responses hold [`CallStats`] as an extension. The last reply of a failed call also holds its
+/// [`CallErrorKind`](super::CallErrorKind).
+///
+/// Headers and trailers of a reply don't contain the credential, even if the provider repeats it. The body is
+/// unchanged, and so are extensions of the inner service's response, such as the reason phrase that hyper stores there.
+///
+/// The service is always ready: calls wait in the provider's queue, and the inner service isn't held ready before their
+/// turn.
 ///
 /// ```no_run
 /// use bytes::Bytes;
@@ -77,23 +80,23 @@ pub(super) struct OutboundLayerInner<S: Store, C: Clock> {
     config: ExchangeConfig<C>,
 }
 
-/// Why a call through an [`OutboundLayer`] has no response at all. Never tells a credential.
+/// The reason why a call through an [`OutboundLayer`] has no response at all. Never contains a credential.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutboundError {
-    /// The request can't be aimed at the provider; it wasn't counted.
+    /// The request can't be sent to the provider. It wasn't counted.
     #[error(transparent)]
     Target(#[from] TargetError),
-    /// The call failed: for want of capacity or time, or because its last attempt got no reply.
+    /// The call failed: there was no capacity or time left, or its last attempt got no reply.
     #[error(transparent)]
     Call(CallError<SendError>),
-    /// The only attempt got no reply, and another would fare no better.
+    /// The only attempt got no reply, and a retry can't help.
     #[error(transparent)]
     Send(#[from] SendError),
 }
 
 impl OutboundError {
-    /// The status that tells it to whoever asked: 400 or 408 where the request is at fault, otherwise 429, 502, 503 or 504.
+    /// The HTTP status for the client: 400 or 408 if the request is at fault, otherwise 429, 502, 503 or 504.
     pub fn status(&self) -> u16 {
         match self {
             Self::Target(TargetError::UnusableCredential) => 502,
@@ -115,18 +118,18 @@ impl OutboundError {
 }
 
 impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
-    /// A layer for a provider, with its credentials from files and the environment.
+    /// Returns a layer for a provider, with its credentials from files and the environment.
     ///
     /// # Errors
-    /// A credential can't be had or can't be sent where the provider wants it.
+    /// A credential can't be resolved or can't be sent in the form that the provider requires.
     pub fn new(provider: Provider<S, C>) -> Result<Self, CredentialError> {
         Self::with_env(provider, |name| std::env::var(name).ok())
     }
 
-    /// A layer for a provider, with environment variables looked up by `env`.
+    /// Returns a layer for a provider. `env` looks up environment variables.
     ///
     /// # Errors
-    /// As [`new`](Self::new) has them.
+    /// As for [`new`](Self::new).
     pub fn with_env(provider: Provider<S, C>, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
         let provider_config = provider.config();
         let quotas = provider.clone();
@@ -146,14 +149,14 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
         Ok(Self(Arc::new(OutboundLayerInner { provider, config })))
     }
 
-    /// Turns redirects to what is below the base URL into ones to what is below this path, such as `tmdb` for `/tmdb`.
+    /// Turns redirects to URLs below the base URL into redirects to paths below this one, such as `tmdb` for `/tmdb`.
     #[must_use]
     pub fn mount_path(self, path: &str) -> Self {
         let path = path.trim_matches('/').to_owned();
         self.with_changed_config(|config| config.mount_path = Some(path))
     }
 
-    /// Tells what an error of the inner service means. Default [`fault_of`].
+    /// Sets the function that classifies errors of the inner service. Default [`fault_of`].
     #[must_use]
     pub fn fault_classifier(
         self,
@@ -167,7 +170,7 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
         &self.0.provider
     }
 
-    /// How specific the provider's base URL is if this URL is below it: see [`Target::base_match_length`].
+    /// Returns the length of the provider's base URL if this URL is below it: see [`Target::base_match_length`].
     #[cfg(feature = "reqwest")]
     pub(super) fn base_match_length(&self, url: &http::Uri) -> Option<usize> {
         self.0.config.target.base_match_length(url)
@@ -213,11 +216,11 @@ impl<I, S: Store, C: Clock> OutboundService<I, S, C> {
         &self.shared.provider
     }
 
-    /// Makes a request a call with these options, whatever its extensions say. As [`Service::call`] does, without a box, for
-    /// whoever can borrow the service until the response's head is there.
+    /// Sends a request as a call with these options, and ignores those in its extensions. Like [`Service::call`], but
+    /// without a box, for callers that can borrow the service until the response's head arrives.
     ///
     /// # Errors
-    /// Why there is no response at all.
+    /// The reason why there is no response at all.
     pub fn send<Q, B>(
         &self,
         options: CallOptions,
@@ -278,9 +281,9 @@ where
 }
 
 impl<S: Store, C: Clock> OutboundLayerInner<S, C> {
-    /// Makes one request a call, by an inner service that need not outlive it.
+    /// Sends one request as a call, by an inner service that need not be `'static`.
     ///
-    /// Not an `async fn`, which would hold the request beside the exchange that it becomes, and that one twice.
+    /// Not an `async fn`: that would hold the request next to the exchange made from it, and the exchange twice.
     pub(super) fn call<I, Q, B>(
         &self,
         inner: I,

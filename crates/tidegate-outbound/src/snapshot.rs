@@ -1,9 +1,9 @@
 //! State of outbound calls that outlives the process: spent quotas and cool-downs, in a plain file.
 //!
-//! A quota lasts for days and a cool-down for as long as the provider says, so that a process which had forgotten them
-//! would call in vain until then, or be banned. Windows and rates start anew: their moments are too many and too soon
-//! over to be written every second, and what a provider still counts of them costs one throttled reply, which closes
-//! the gate.
+//! A quota can last for days, and the provider defines the length of a cool-down. A process that forgot them would make
+//! calls that fail until then, or be banned. Windows and rates start empty: they hold too many times that end too soon
+//! to be written every second. If the provider still counts calls of them, that costs one throttled reply, which starts
+//! a cool-down.
 
 mod file;
 mod record;
@@ -24,44 +24,45 @@ use super::{Outbound, Provider};
 use tidegate_core::Clock;
 use tidegate_runtime::clock::SystemClock;
 
-/// How far the present may lie before the moment of the last save before it is told that the clock was set back.
+/// The most that the present may lie before the last save without a warning that the clock was set back.
 const MAX_CLOCK_STEP_BACK: Span = Span::from_secs(1);
 
-/// A file that spent quotas and cool-downs of an [`Outbound`] are kept in, by the names of provider, limit and
-/// credential.
+/// A file with the spent quotas and cool-downs of an [`Outbound`], by the names of provider, limit and credential.
 ///
-/// [`Snapshot::save`] writes it if something has changed; called once a second, a process that is killed loses what its
-/// last second spent. The file holds no secret: of a credential it says where it comes from, such as `env:API_TOKEN`. A
-/// new token in the same place goes on where the old one was.
+/// [`Snapshot::save`] writes it if something has changed. Called once a second, a killed process loses at most the
+/// state of its last second. The file holds no secret: it names the source of a credential, such as `env:API_TOKEN`. A
+/// new token from the same source continues with the state of the old one.
 ///
-/// # Clocks that are set
-/// What is over when the process starts isn't taken up again. A clock that was set back finds the period that it had
-/// reached before, and goes on in it; one that ran ahead and was set right again finds what it had used before that.
-/// Neither is granted twice. A cool-down that was saved by a clock ahead of the present lasts as long as it had left.
+/// # Changes of the clock
+/// State that has ended when the process starts isn't restored. If the clock was set back, quotas continue in the
+/// period that they had reached before. If it ran ahead and was corrected, quotas continue with their use from before
+/// that. In neither case is a quota granted twice. A cool-down that was saved by a clock ahead of the present keeps its
+/// remaining time.
 pub struct Snapshot<S: Store = Memory, C: Clock = SystemClock> {
     outbound: Outbound<S, C>,
     limit_keys: HashMap<RecordKey, (LimitId, Key)>,
-    /// In the order of the policy, so that what doesn't change is written alike.
+    /// In the order of the policy, so that equal state is written in the same way.
     record_order: Vec<RecordKey>,
     file: SnapshotFile,
     saved: Mutex<SavedState>,
 }
 
-/// What the file says.
+/// The contents of the file.
 struct SavedState {
-    /// What counted when it was written last; `None` before the first time.
+    /// The records in effect at the last write; `None` before the first one.
     current_records: Option<Vec<SnapshotRecord>>,
-    /// All of it.
+    /// All records, including retained ones.
     all_records: Vec<SnapshotRecord>,
 }
 
 impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
-    /// Reads the file, if it is there, into `outbound`, which mustn't have made calls yet, and writes it anew. From here
-    /// on it belongs to this snapshot alone: `PATH.lock` beside it says so. It is replaced whole, by a file of a random name
-    /// beside it, which is its owner's alone. A symbolic link at the path is followed, and all of this is beside its target.
+    /// Reads the file, if it exists, into `outbound`, which mustn't have made calls yet, and writes it again. From then
+    /// on, this snapshot owns the file, by a lock on `PATH.lock`. Each write replaces the whole file by a new one with
+    /// a random name in the same directory, which only its owner can access. A symbolic link at the path is followed,
+    /// and all these files are next to its target.
     ///
     /// # Errors
-    /// The file can't be read or written, belongs to another gate, or isn't a snapshot; it is left as it is.
+    /// The file can't be read or written, belongs to another gate, or isn't a snapshot. It is left unchanged.
     pub fn restore(outbound: &Outbound<S, C>, path: impl AsRef<Path>) -> Result<Self, SnapshotError> {
         let (file, document) = SnapshotFile::open(path.as_ref())?;
         let limits: Vec<_> = outbound.providers().iter().flat_map(persistent_limits).collect();
@@ -81,11 +82,11 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         Ok(snapshot)
     }
 
-    /// Writes the file if anything has changed since it was written; whether it was. Returns when it is on the disk: not
-    /// to be called where others wait.
+    /// Writes the file if anything has changed since the last write. Returns true if it was written. Blocks until it is
+    /// on the disk, so don't call it in async code.
     ///
     /// # Errors
-    /// It can't be written. The last state that could is still there.
+    /// The file can't be written. The last state that was written is still there.
     pub fn save(&self) -> Result<bool, SnapshotError> {
         let mut saved = self.saved.lock();
         let now = self.outbound.0.clock.now();
@@ -107,7 +108,7 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         Ok(true)
     }
 
-    /// What is to be kept of a limit.
+    /// Returns the record of a limit; `None` if there is nothing to save.
     fn current_record(&self, record_key: &RecordKey, now: Time) -> Option<SnapshotRecord> {
         let (limit, key) = *self.limit_keys.get(record_key)?;
         let outcome = self.apply_op(Op::new(limit, Verb::Peek, key, 1), now)?;
@@ -125,7 +126,7 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         Some(SnapshotRecord { whose: record_key.clone(), state })
     }
 
-    /// Gives the store what a document says.
+    /// Applies the records of a document to the store.
     fn restore_records(&self, document: SnapshotDocument) {
         let SnapshotDocument { saved_at, records, .. } = document;
         let now = self.outbound.0.clock.now();
@@ -147,7 +148,7 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         for (whose, record) in earliest_records {
             let Some(&(limit, key)) = self.limit_keys.get(whose) else { continue };
             match record.state {
-                // In the period that it was used in, which the clock may have yet to reach again.
+                // Debited in its own period, which the clock may not have reached again.
                 RecordState::Quota { used, began, .. } => {
                     restore_ops.push((began.max(now), Op::new(limit, Verb::Debit, key, used)));
                 }
@@ -160,7 +161,7 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
                 }
             }
         }
-        // A store forgets what is over at the moment that it is told: so the last comes first.
+        // An operation makes the store forget state that has ended by its time. So the latest comes first.
         restore_ops.sort_by_key(|(at, _)| std::cmp::Reverse(*at));
         for (at, op) in restore_ops {
             self.apply_op(op, at);
@@ -169,8 +170,8 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         saved.all_records = records;
     }
 
-    /// Whether a record has a say at `now`: what is over hasn't, and what is to come only where the clock was set back
-    /// to before it.
+    /// Returns true if a record is in effect at `now`. One that has ended isn't. One that begins later is only in
+    /// effect if the clock was set back to before it.
     fn is_effective(&self, record: &SnapshotRecord, saved_at: Time, now: Time) -> bool {
         let (began, ends) = record.period();
         let limit =
@@ -190,20 +191,20 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         let batch = Batch::with_op(0, op);
         match self.outbound.0.local_store.apply(&batch, now) {
             Answer::Ready(outcomes) => outcomes.list().first().copied(),
-            // What is kept elsewhere outlives this process there.
+            // A remote store keeps its state itself.
             Answer::Later(_) => None,
         }
     }
 }
 
-/// A provider's quotas and cool-downs, each with what it counts by.
+/// Returns a provider's quotas and cool-downs, each with its limit and key.
 fn persistent_limits<S: Store, C: Clock>(
     provider: &Provider<S, C>,
 ) -> impl Iterator<Item = (RecordKey, (LimitId, Key))> {
     let (outbound_config, config, rules) = (&provider.0.outbound_config, provider.config(), &provider.0.rules);
     let credential = |index: usize| config.credentials.get(index).map(ToString::to_string);
     let provider_limits = rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten()).map(move |ceiling| {
-        // A limit of a credential that is alone is counted for all calls, and is still that credential's.
+        // A per-credential limit of a single credential counts all calls, but still belongs to that credential.
         let credential_name =
             if outbound_config.limit_info(ceiling.limit).per_credential { credential(0) } else { None };
         (ceiling.limit, rules.key, credential_name)

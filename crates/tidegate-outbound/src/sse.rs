@@ -1,19 +1,18 @@
-//! The data of server-sent events, read as they pass by.
+//! A reader of server-sent events in a stream that passes through.
 
-/// What the first line of a stream may begin with.
+/// The byte order mark, which the first line of a stream may begin with.
 const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// Reads a stream of server-sent events (WHATWG HTML §9.2.6) in whatever pieces it comes. Of an event, only its data is
-/// of interest.
+/// Reads a stream of server-sent events (WHATWG HTML §9.2.6), in pieces of any size. Only the data of an event is read.
 ///
-/// At most twice `limit` bytes are held: the line that is being read, and the data of the event so far. An event that
-/// is longer is skipped.
+/// At most twice `limit` bytes are held: the current line, and the data of the event so far. An event that is longer is
+/// skipped.
 pub(super) struct SseReader {
     limit: usize,
     line: Vec<u8>,
-    /// Whether nothing of the present line has come yet.
+    /// True if nothing of the current line has arrived yet.
     is_line_empty: bool,
-    /// Whether a line feed would be the rest of the last line's end.
+    /// True if the last byte was a carriage return, so that a line feed would belong to it.
     after_carriage_return: bool,
     data: Vec<u8>,
     is_too_long: bool,
@@ -31,7 +30,7 @@ impl SseReader {
         }
     }
 
-    /// Reads on, and tells the data of each event that has ended.
+    /// Reads more of the stream, and calls `on_data` with the data of each event that has ended.
     pub(super) fn read(&mut self, mut bytes: &[u8], mut on_data: impl FnMut(&[u8])) {
         while let Some(&next) = bytes.first() {
             if std::mem::take(&mut self.after_carriage_return) && next == b'\n' {

@@ -1,4 +1,4 @@
-//! Where a request goes, and how it shows its credential there.
+//! The destination of a request, and the form of its credential.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -15,13 +15,13 @@ use tidegate_policy::outbound::{Auth, BaseUrl, ProviderConfig};
 use super::path;
 use super::reply_headers::path_below_base;
 
-/// All but what RFC 3986 §2.3 calls unreserved.
+/// All characters except those that RFC 3986 §2.3 calls unreserved.
 const ENCODED_CHARS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 
-/// What stands for the credential in a base URL's path.
+/// The placeholder of the credential in a base URL's path.
 pub(super) const PLACEHOLDER: &str = "{key}";
 
-/// Where a provider's requests go, and where its credential stands in them.
+/// The destination of a provider's requests, and the place of its credential in them.
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     pub(super) base: Option<BaseUrl>,
@@ -29,11 +29,11 @@ pub(crate) struct Target {
     user_agent: Option<HeaderValue>,
 }
 
-/// Why a request can't be aimed at its provider. Never tells what is in the path or the credential.
+/// The reason why a request can't be sent to its provider. Never contains the path or the credential.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TargetError {
-    /// What should be a path doesn't begin with a slash.
+    /// The path doesn't begin with a slash.
     #[error("the path must begin with a slash")]
     NotAPath,
     /// The path has a backslash, which some servers take for a slash.
@@ -42,7 +42,7 @@ pub enum TargetError {
     /// The path would begin with two slashes, which some servers take for another host.
     #[error("the path must not begin with two slashes")]
     DoubleSlash,
-    /// The path leads up beyond the provider's base URL.
+    /// The path leads outside of the provider's base URL.
     #[error("the path must not lead beyond the base URL")]
     PathTraversal,
     /// The URL is not below the provider's base URL.
@@ -51,27 +51,28 @@ pub enum TargetError {
     /// The provider has no base URL, and the request no host.
     #[error("the provider has no base URL, so the request needs a whole URL")]
     NoHost,
-    /// The path and query make no URL.
+    /// The path and query don't form a valid URL.
     #[error("the path or query has a character that a URL can't have")]
     MalformedUrl,
-    /// The credential has characters that can't be sent where it belongs.
+    /// The credential has characters that can't be sent in its place.
     #[error("the credential has characters that can't be sent where it belongs")]
     UnusableCredential,
 }
 
 impl Target {
-    /// The target of requests to what is below `base`; without it, requests say themselves where they go, and show
-    /// their credential there.
+    /// Returns the target of requests below `base`. Without `base`, each request needs a full URL, and is sent there
+    /// with the credential.
     pub(crate) fn new(base: Option<BaseUrl>, auth: Auth, user_agent: Option<HeaderValue>) -> Self {
         Self { base, auth, user_agent }
     }
 
-    /// The target of a provider's requests.
+    /// Returns the target of a provider's requests.
     pub(crate) fn from_provider(provider: &ProviderConfig) -> Self {
         Self::new(provider.base_url.clone(), provider.auth.clone(), provider.user_agent.clone())
     }
 
-    /// The place of requests that show no credential. Where it would stand in the path, it is what comes before that.
+    /// Returns the target of requests without a credential. If the base URL's path contains the credential, the new
+    /// base ends before that segment.
     pub(super) fn without_credential(&self) -> Self {
         let base_before_credential = |base: &BaseUrl| {
             let open = base.path().split(PLACEHOLDER).next().and_then(|path| path.rsplit_once('/'));
@@ -84,8 +85,8 @@ impl Target {
         Self { base, auth: Auth::None, user_agent: self.user_agent.clone() }
     }
 
-    /// Puts a request's path behind the base URL, once for all attempts. Where the credential stands in the URL each
-    /// attempt does so for itself, and this only says whether it could.
+    /// Appends a request's path to the base URL, once for all attempts. If the URL contains the credential, each
+    /// attempt does this for itself, and this call only checks that it can.
     pub(super) fn resolve_uri(&self, uri: &mut Uri) -> Result<(), TargetError> {
         let resolved = self.target_uri(uri, None)?;
         if !self.has_credential_in_url() {
@@ -94,7 +95,8 @@ impl Target {
         Ok(())
     }
 
-    /// What is left of [`prepare_request`](Self::prepare_request) for one attempt of a request that was [led](Self::resolve_uri) to the provider.
+    /// Does the rest of [`prepare_request`](Self::prepare_request) for one attempt, after
+    /// [`resolve_uri`](Self::resolve_uri).
     pub(super) fn prepare_attempt(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
         if self.has_credential_in_url() { self.prepare_request(parts, secret) } else { self.set_headers(parts, secret) }
     }
@@ -103,15 +105,15 @@ impl Target {
         matches!(self.auth, Auth::Query { .. } | Auth::Path)
     }
 
-    /// Turns the caller's request into the provider's: puts its path behind the base URL, and `secret` where it
-    /// belongs. What the caller has there, a parameter of the credential's name in any spelling included, is dropped,
-    /// and so is its `Authorization`.
+    /// Turns the caller's request into the provider's: appends its path to the base URL, and inserts `secret` in its
+    /// place. The caller's value there is removed, also a query parameter with the credential's name in any spelling.
+    /// So is the caller's `Authorization`, if a credential is sent.
     ///
-    /// A request with a whole URL must be below the base URL already, with `{key}` where that has it. Nothing that a path
-    /// says changes the host.
+    /// A request with a full URL must already be below the base URL, with `{key}` in the same place. A path can never
+    /// change the host.
     ///
     /// # Errors
-    /// Why the request isn't sent; `parts` are unchanged then.
+    /// The reason why the request can't be sent. `parts` are unchanged then.
     pub(crate) fn prepare_request(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
         let uri = self.target_uri(&parts.uri, secret)?;
         self.set_headers(parts, secret)?;
@@ -119,10 +121,10 @@ impl Target {
         Ok(())
     }
 
-    /// Makes the headers of the caller's request those of the provider's.
+    /// Turns the headers of the caller's request into the provider's.
     fn set_headers(&self, parts: &mut Parts, secret: Option<&Secret>) -> Result<(), TargetError> {
         let header = secret.map(|secret| self.auth_header(secret)).transpose()?.flatten();
-        // The client of the next hop settles on the version, and names the host by the URL.
+        // The client of the next hop chooses the version, and sets the host from the URL.
         parts.version = Version::HTTP_11;
         parts.headers.remove(HOST);
         if secret.is_some() && self.auth != Auth::None {
@@ -139,14 +141,14 @@ impl Target {
         Ok(())
     }
 
-    /// How long the base URL's path is if a whole URL is below it: of several that are, the longest is meant.
+    /// Returns the length of the base URL's path if a full URL is below it. Of several matches, the longest one counts.
     #[cfg(feature = "reqwest")]
     pub(super) fn base_match_length(&self, url: &Uri) -> Option<usize> {
         let base = self.base.as_ref()?;
         url_path_below_base(base, url).ok().map(|_| base.path().len())
     }
 
-    /// Whether this credential can be sent where it belongs.
+    /// Checks that this credential can be sent in its place.
     ///
     /// # Errors
     /// [`TargetError::UnusableCredential`].
@@ -198,7 +200,7 @@ impl Target {
         Uri::from_parts(whole).map_err(|_| TargetError::MalformedUrl)
     }
 
-    /// The base URL's path with the credential in it, if that is where it belongs.
+    /// Returns the base URL's path, with the credential in it if it belongs there.
     fn base_path<'a>(&self, base: &'a BaseUrl, secret: Option<&Secret>) -> Cow<'a, str> {
         match secret.filter(|_| self.auth == Auth::Path) {
             Some(secret) => Cow::Owned(base.path().replace(PLACEHOLDER, &percent_encode_secret(secret))),
@@ -222,12 +224,12 @@ impl Target {
     }
 }
 
-/// A secret as it stands in a URL.
+/// Returns a secret in the encoding of URLs.
 pub(super) fn percent_encode_secret(secret: &Secret) -> String {
     utf8_percent_encode(secret.expose(), ENCODED_CHARS).to_string()
 }
 
-/// Whether a query's pair has this name, in any spelling; some servers don't tell upper from lower case.
+/// Returns true if a query's pair has this name, in any spelling. Some servers ignore the case.
 pub(super) fn param_has_name(pair: &str, name: &str) -> bool {
     let found = pair.split_once('=').map_or(pair, |(name, _)| name).replace('+', " ");
     percent_decode(found.as_bytes())
@@ -235,11 +237,11 @@ pub(super) fn param_has_name(pair: &str, name: &str) -> bool {
         .eq(name.bytes().map(|byte| byte.to_ascii_lowercase()))
 }
 
-/// The path of a whole URL behind the base URL's.
+/// Returns the rest of a full URL's path after the base URL's path.
 fn url_path_below_base<'a>(base: &BaseUrl, requested: &'a Uri) -> Result<&'a str, TargetError> {
     let (scheme, port) = if base.is_https() { ("https", 443) } else { ("http", 80) };
     let is_same_authority = |authority: &Authority| {
-        // A port that is the scheme's own is left out by some clients, and who brings a user name means another account.
+        // Some clients leave out the scheme's default port. A user name means another account.
         authority.host().eq_ignore_ascii_case(base.authority().host())
             && authority.port_u16().unwrap_or(port) == base.authority().port_u16().unwrap_or(port)
             && !authority.as_str().contains('@')

@@ -1,15 +1,15 @@
-//! Parts of the machine as layers of tower that stand alone, around any service: retry, breaker, limit.
+//! Retry, breaker and limit as independent tower layers, for any service.
 //!
-//! They share their judgement with [`Provider::call`](crate::outbound::Provider::call) and nothing else: no queue with lanes, no
-//! credentials, no store. What an outcome means is told by a [`Classifier`].
+//! They use the same algorithms as [`Provider::call`](crate::outbound::Provider::call) and share nothing else with it: they have
+//! no queue with lanes, no credentials and no store. A [`Classifier`] defines the meaning of an outcome.
 //!
 //! Put them in this order, the outermost first:
 //!
-//! | layer | there because |
+//! | layer | reason |
 //! | --- | --- |
-//! | [`RetryLayer`] | each attempt is to be seen by the others |
-//! | [`BreakerLayer`] | nobody is to wait for a turn at a service that is down |
-//! | [`LimitLayer`] | what is counted is what is sent |
+//! | [`RetryLayer`] | the other layers see each attempt |
+//! | [`BreakerLayer`] | no request waits in the queue for a service that is down |
+//! | [`LimitLayer`] | only requests that are sent count |
 //!
 //! ```
 //! use std::sync::Arc;

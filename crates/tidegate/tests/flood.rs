@@ -1,4 +1,4 @@
-//! Floods from more networks than the store has room to block: blocked clients stay blocked, and crowds are never banned.
+//! Floods from more networks than fit into the store: blocked clients stay blocked, and networks are never banned.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -17,7 +17,7 @@ ban = "600s"
 "#;
 const MIB: usize = 1 << 20;
 const BLOCKED: u32 = 200;
-/// The calls of a client that is blocked by the last.
+/// The number of calls by which a client becomes blocked.
 const CALLS: u32 = 6;
 
 fn gate(toml: &str, max_bytes: usize) -> (Gate<Memory, ManualClock>, ManualClock) {
@@ -32,12 +32,12 @@ fn login(gate: &Gate<Memory, ManualClock>, ip: IpAddr) -> Decision {
     gate.check_now(&Query { action: Some("login"), ip: Some(ip), ..Query::default() }).unwrap()
 }
 
-/// An address of its own /24 that begins with 100.
+/// An address in a separate /24, which begins with 100.
 fn v4(number: u32) -> IpAddr {
     IpAddr::V4(Ipv4Addr::from(100 << 24 | number << 8 | 7))
 }
 
-/// An address of its own /48.
+/// An address in a separate /48.
 fn v6(number: u32) -> IpAddr {
     IpAddr::V6(Ipv6Addr::from(0x2001_0db8_u128 << 96 | u128::from(number) << 80 | 7))
 }
@@ -70,7 +70,7 @@ fn blocked_clients_stay_blocked_during_a_flood() {
     }
 }
 
-/// Clients whose limit a network larger than a /24 or /48 shares are refused by that limit, and never blocked.
+/// Clients that share their limit with a network larger than a /24 or /48 are refused by that limit, and never blocked.
 #[test]
 fn clients_sharing_a_limit_are_never_blocked() {
     for address in [v4, v6] {
@@ -90,7 +90,7 @@ fn clients_sharing_a_limit_are_never_blocked() {
     }
 }
 
-/// A call under a limit on calls in flight gives back what it took, under whatever key that was.
+/// A call under a limit on calls in flight gives back its permits, under whichever key they are.
 #[test]
 fn permits_shared_by_a_network_are_returned() {
     let policy = "[inbound.action.login]\nlimit = \"5 per 60s\"\nban = \"600s\"\n\

@@ -1,4 +1,4 @@
-//! What a gate promises, on a clock that the test sets.
+//! The behaviour of a gate, on a clock that the test sets.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::future::{Ready, ready};
@@ -59,7 +59,7 @@ fn each_strike_doubles_the_block_up_to_cap() {
             }
             admitted += 1;
         };
-        // The first four blocks end while the window is still full; the later ones outlast it.
+        // The first four blocks end while the window is still full. The later ones last longer than the window.
         let expected = if rung <= 4 { 1..=1 } else { 1..=5 };
         assert!(expected.contains(&admitted), "rung {rung}: {admitted}");
         block = (block * 2).min(3600);
@@ -307,11 +307,11 @@ fn exactly_ten_of_hundred_concurrent_calls_pass() {
     assert_eq!(admitted, 10);
 }
 
-/// A store that has room only for keys that are shared so widely, and finds out about one key at a time.
+/// A store with capacity only for keys that are shared at least this widely. It reports one full key at a time.
 struct Cramped {
     limits: Arc<Limits>,
     fits: ShareLevel,
-    /// True if it has no room for those either, which no store may say of the key that all share.
+    /// True if it is full for the widest keys too, which no store may report.
     hopeless: bool,
     asked: Mutex<Vec<Batch>>,
 }
@@ -324,7 +324,7 @@ impl Cramped {
     }
 }
 
-/// It answers in place.
+/// Answers synchronously.
 struct InPlace(Arc<Cramped>);
 
 impl Store for InPlace {
@@ -341,7 +341,7 @@ impl Store for InPlace {
     fn tell(&self, _batch: &Batch, _now: Time) {}
 }
 
-/// It has to be waited for.
+/// Answers asynchronously.
 struct Delayed(Arc<Cramped>);
 
 impl Store for Delayed {
@@ -358,7 +358,7 @@ impl Store for Delayed {
     fn tell(&self, _batch: &Batch, _now: Time) {}
 }
 
-/// The cells of a batch whose operation at this place finds no room; the others find nothing used.
+/// The states of a batch with no capacity for the operation at this index. The others are unused.
 struct Full(Option<usize>);
 
 impl BatchStates for Full {

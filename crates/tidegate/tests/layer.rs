@@ -1,4 +1,4 @@
-//! The tower layer in front of axum and tonic services as they are, over real sockets.
+//! The tower layer in front of unchanged axum and tonic services, over real sockets.
 #![cfg(all(feature = "axum", feature = "tonic"))]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -148,7 +148,7 @@ async fn a_permit_is_held_until_the_body_ends() {
 async fn the_ready_service_is_the_one_called() {
     let (layer, _) = layer();
     let service = tower::service_fn(|_: Request<()>| async { Ok::<_, Infallible>(Response::new(String::new())) });
-    // A clone of this one panics when it is called without having been made ready itself.
+    // A clone of this service panics if it is called without having been made ready itself.
     let mut limited = tower::Layer::layer(&layer, tower::limit::ConcurrencyLimit::new(service, 1));
     for _ in 0..3 {
         let ready = tower::ServiceExt::ready(&mut limited).await.unwrap();

@@ -1,4 +1,4 @@
-//! What calls cost, over the tower layer: reserved by what requests ask for, settled by what replies say.
+//! The cost of calls over the tower layer: reserved by the request, corrected by the reply.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
 
 use std::convert::Infallible;
@@ -32,12 +32,12 @@ const EVENTS: (&str, &str) = ("content-type", "text/event-stream; charset=utf-8"
 const RULES: &str = "cost_limit = \"1000 per 60s\"\n\
     cost = { reserve = 10, request = [\"/max_completion_tokens\", \"/max_tokens\"], bytes_per_unit = 4, \
     reply = [\"/usage/in or /message/usage/in\", \"/usage/out or /message/usage/out\"] }\n";
-/// It costs 25 + 15.
+/// A stream with a cost of 25 + 15.
 const STREAM: &str = "event: message_start\ndata: {\"message\":{\"usage\":{\"in\":25,\"out\":1}}}\n\n: ping\n\n\
     data: {\"delta\":\"\\\"usage\\\":{\\\"in\\\":7}\"}\r\n\r\ndata: {\"usage\":{\"out\":9}}\n\n\
     data: {\"usage\":\ndata: {\"out\":15}}\n\ndata: [DONE]\n\n";
 
-/// A provider that answers calls to `/x` with this body, and notes what has arrived.
+/// A provider that answers calls to `/x` with this body, and records the requests.
 #[derive(Clone, Default)]
 struct Api {
     arrived: Arc<Mutex<Vec<(HeaderMap, Bytes)>>>,
@@ -87,7 +87,7 @@ fn pieces(pieces: Vec<&'static [u8]>) -> Bodied {
     BodyExt::boxed_unsync(StreamBody::new(iter(pieces).map(|piece| Ok(Frame::data(Bytes::from_static(piece))))))
 }
 
-/// A body that begins like this and never goes on.
+/// A body that begins like this and never ends.
 fn unending(beginning: &'static str) -> Bodied {
     let beginning = once(async move { Ok(Frame::data(Bytes::from_static(beginning.as_bytes()))) });
     BodyExt::boxed_unsync(StreamBody::new(beginning.chain(once(pending()))))
@@ -98,7 +98,7 @@ fn post(headers: &[(&str, &str)], body: Bodied) -> Request<Bodied> {
     request.body(body).unwrap()
 }
 
-/// Asserts that so much of what calls may cost is left, and spends it.
+/// Asserts that this much of the calls' budget is left, and spends it.
 async fn assert_left(service: &Through, left: u64) {
     let is_refused = async |cost| {
         let mut request = Request::get("/probe").body(whole("")).unwrap();

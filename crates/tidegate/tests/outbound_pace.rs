@@ -1,4 +1,4 @@
-//! An adaptive pace over real connections, against a server that refuses what goes beyond a rate that it tells nobody.
+//! An adaptive pace over real connections, against a server that refuses calls above a rate that it doesn't publish.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
 
 use std::net::SocketAddr;
@@ -21,11 +21,11 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tower::{Layer as _, ServiceExt as _};
 
-/// What the server takes a second.
+/// The number of calls that the server accepts in a second.
 const HIDDEN: u64 = 100;
 const WORKERS: usize = 24;
 
-/// A rate, and when it was asked and whether it took that.
+/// The server's rate, and the time and the result of each call.
 struct Hidden {
     rate: Limiter,
     clock: SystemClock,
@@ -50,7 +50,7 @@ async fn server(hidden: Arc<Hidden>) -> SocketAddr {
 async fn adaptive_finds_a_real_servers_rate() {
     let (warm_up, seconds) = (u64::from(random::case_count(6, 30)), u64::from(random::case_count(8, 60)));
     let clock = SystemClock::new();
-    // A little is let through at once, so that the test shows the pace and not how evenly the machine wakes.
+    // A small burst is admitted, so that the test measures the pace and not how evenly the machine wakes tasks.
     let rate = Limiter::new(&format!("{HIDDEN}/s burst 5")).unwrap();
     let hidden = Arc::new(Hidden { rate, clock: clock.clone(), asked: Mutex::default() });
     let address = server(Arc::clone(&hidden)).await;
@@ -84,7 +84,7 @@ async fn adaptive_finds_a_real_servers_rate() {
     let taken = after.iter().filter(|takes| **takes).count();
     let refused = after.len() - taken;
     println!("{taken} of {} taken, {refused} refused", HIDDEN * seconds);
-    // In the short run one stall of the machine takes a larger part.
+    // In the short run, a stall of the machine is a larger share of the time.
     let least = u64::from(random::case_count(85, 90));
     assert!(taken as u64 * 100 >= HIDDEN * seconds * least, "{taken} of {} taken", HIDDEN * seconds);
     assert!(refused * 100 < after.len() * 2, "{refused} of {} refused", after.len());

@@ -1,4 +1,4 @@
-//! Ready-made providers over the tower layer, against services that answer as the provider does.
+//! Providers from presets over the tower layer, against services that answer as the provider does.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test that can't go on should stop")]
 
 use std::convert::Infallible;
@@ -22,7 +22,7 @@ type Asked = Request<Full<Bytes>>;
 type Reply = Response<OutboundBody<Full<Bytes>, Memory, TokioClock>>;
 type Answer = (u16, &'static str, &'static str);
 
-/// A provider that is made from a preset, and answers the n-th request, counted from 0, by status, type and body.
+/// A provider from a preset, with a service that answers the n-th request, counted from 0, by status, type and body.
 struct Ready {
     provider: Provider<Memory, TokioClock>,
     service: BoxCloneService<Asked, Reply, OutboundError>,
@@ -59,7 +59,7 @@ impl Ready {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// Whether a call of this cost would have to wait.
+    /// True if a call of this cost is admitted without waiting.
     async fn has_room_for(&self, cost: u64) -> bool {
         let mut request = get();
         let timeout = Some(Duration::from_millis(1));
@@ -85,7 +85,7 @@ fn prompt() -> Asked {
 const KEY: &str = "credentials = \"env:KEY\"";
 const STREAM: &str = "text/event-stream; charset=utf-8";
 
-/// As the documents of each show them, with 4,000 tokens each.
+/// Replies from the documents of each provider, with 4,000 tokens each.
 const SAID: [(&str, &str, &str); 6] = [
     (
         "openai",

@@ -30,7 +30,7 @@ use tokio::net::TcpListener;
 
 const PLANTED: &str = "pl4nted-s3cr3t";
 
-/// A request as it arrived.
+/// A request that the server received.
 struct Arrived {
     at: Time,
     method: String,
@@ -88,7 +88,7 @@ impl Server {
         self.arrived.lock().unwrap().iter().map(tell).collect()
     }
 
-    /// The providers of these settings, `api` below `/v1` of this server among them.
+    /// The providers of these settings, including `api` below `/v1` of this server.
     fn outbound(&self, settings: &str) -> Outbound {
         let text = format!(
             "[outbound.provider.api]\nbase_url = \"{}\"\nretry = {{ base = \"1ms\", cap = \"2ms\" }}\n{settings}",
@@ -254,7 +254,7 @@ async fn oversized_uploads_are_sent_once_and_whole() {
     assert_eq!(server.told(|arrived| arrived.body.len())[1..], [4 << 10; 3], "what was kept is sent again");
 }
 
-/// All that an error says, with its causes.
+/// The whole text of an error, with its causes.
 fn in_full(error: &Error) -> String {
     let causes = std::iter::successors(error.source(), |&cause| cause.source());
     let inner = match error {
@@ -304,7 +304,7 @@ async fn replies_contain_no_credential() {
         "/v1/broken" => {
             let half = stream::once(async { Ok(Bytes::from_static(b"half")) });
             let half = half.chain(stream::once(async {
-                // The half is sent before it breaks off.
+                // The first half is sent before the body fails.
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 Err(std::io::Error::other("gone"))
             }));
@@ -403,7 +403,7 @@ async fn logins_are_sent_by_the_same_client() {
     assert_eq!(arrived, [login, call.clone(), call]);
 }
 
-/// Counts what passes, by itself and in the extensions.
+/// Counts the requests that pass, in a counter and in the extensions.
 #[derive(Clone, Default)]
 struct Counting(Arc<AtomicUsize>);
 

@@ -25,10 +25,10 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tower::{Layer as _, ServiceExt as _};
 
-/// What a provider saw of each request: its headers, and how long its body was.
+/// The headers and the body length of each request that a provider received.
 type Seen = Arc<Mutex<Vec<(HeaderMap, u64)>>>;
 
-/// A provider that reads slowly, is down at first, and up from its third request on.
+/// A provider that reads slowly. It fails the first two requests and accepts later ones.
 async fn provider(seen: Seen) -> SocketAddr {
     let answer = async |State(seen): State<Seen>, headers: HeaderMap, mut body: Incoming| {
         let (mut length, mut frames) = (0, 0_u64);
@@ -125,7 +125,7 @@ async fn a_broken_request_body_is_no_provider_failure() {
     assert_eq!(response.status(), StatusCode::OK, "five failures would have opened the breaker");
 }
 
-/// Bytes that count how many of their kind live.
+/// Bytes that count the live instances of their type.
 struct Counted(&'static [u8]);
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -178,8 +178,8 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// A provider that speaks HTTP/2, which answers its first request with this frame and every other with 200; and how many
-/// it saw.
+/// A provider over HTTP/2. It answers its first request with this frame and all others with 200. Also returns the
+/// number of its requests.
 async fn answering_first(refusal: impl Fn(u32) -> Vec<u8> + Send + Sync + 'static) -> (SocketAddr, Arc<AtomicUsize>) {
     const HEADERS: u8 = 1;
     const SETTINGS: u8 = 4;

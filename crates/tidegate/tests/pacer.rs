@@ -1,5 +1,5 @@
-//! Paces that are kept in stores: by several nodes over one store that misbehaves when told to, in virtual time, and by
-//! two over a real server.
+//! Paces in shared stores: several nodes over one store that fails on demand, in virtual time, and two nodes over a
+//! real server.
 #![cfg(all(feature = "file", feature = "outbound", feature = "remote"))]
 #![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
 
@@ -20,18 +20,18 @@ use tokio::time::{sleep, timeout};
 const MS: fn(u64) -> Duration = Duration::from_millis;
 const SECS: fn(u64) -> Duration = Duration::from_secs;
 
-/// Waits double, from this one on.
+/// A pace that doubles its waits, beginning with `initial`.
 fn doubling(initial: Duration, successes: u32) -> PacerSpec {
     let growth = PacerGrowth::Exponential { up: 2_000, down: 500 };
     PacerSpec { initial, max: SECS(900), growth, randomization: 0, successes, ..PacerSpec::default() }
 }
 
-/// Once there was a failure, calls are that far apart for good.
+/// A pace with this interval between calls, constant after the first failure.
 fn constant(interval: Duration) -> PacerSpec {
     PacerSpec { max: interval, ..doubling(interval, u32::MAX) }
 }
 
-/// A store, and the processes that share it.
+/// A store and the nodes that share it.
 struct World {
     clock: TokioClock,
     spec: PacerSpec,
@@ -44,7 +44,7 @@ impl World {
         Self { clock: TokioClock::default(), spec, store: Mutex::default(), nodes: AtomicU64::new(1) }
     }
 
-    /// A worker in a process of its own.
+    /// A worker in a node of its own.
     fn node(&self) -> Pacer<TokioClock> {
         let open = |limits| {
             let limits = Arc::new(fleet_limits(&limits)?);
@@ -71,12 +71,12 @@ impl World {
     }
 }
 
-/// As long as expected, to the step by which a clock of one's own is looked at and a first time-out of the store.
+/// Asserts a wait, with a tolerance for the polling step of a node's clock and a first timeout of the store.
 fn near(found: Duration, expected: Duration) {
     assert!((expected..=expected + MS(60)).contains(&found), "{found:?}, expected {expected:?}");
 }
 
-/// Calls for ever, each of which succeeds, and counts.
+/// Makes successful calls without end, and counts them.
 fn work(pacer: Pacer<TokioClock>, calls: &Arc<AtomicU64>) -> AbortHandle {
     let calls = Arc::clone(calls);
     tokio::spawn(async move {
@@ -98,7 +98,7 @@ async fn one_nodes_failure_slows_the_other() {
     near(world.took(two.on_success()).await, MS(1_000));
     assert_eq!((two.interval(), two.workers()), (MS(500), 2));
     near(world.took(two.on_failure()).await, MS(2_000));
-    // One success each makes a step down.
+    // One success of each worker is a step down.
     near(world.took(one.on_success()).await, MS(2_000));
     near(world.took(two.on_success()).await, MS(1_000));
     assert_eq!(two.interval(), MS(500));
@@ -125,7 +125,7 @@ async fn the_total_rate_is_independent_of_workers() {
     };
     let first = world.node();
     first.on_failure().await;
-    // Clones of one process are workers as others are.
+    // Clones in one process count as workers.
     let (_one, two) = (work(first.clone(), &calls), work(first, &calls));
     let found = in_ten_seconds(SECS(1)).await;
     assert!(EXPECTED.contains(&found), "{found} by two of one process");
@@ -137,7 +137,7 @@ async fn the_total_rate_is_independent_of_workers() {
     two.abort();
     let found = in_ten_seconds(SECS(1)).await;
     assert!(EXPECTED.contains(&found), "{found} by the two that are left");
-    // Who dies lets go of nothing.
+    // A worker that dies doesn't release its share.
     let dead = third.clone();
     dead.on_success().await;
     std::mem::forget(dead);
@@ -203,7 +203,7 @@ async fn without_its_store_the_last_pace_continues() {
         assert_eq!((one.interval(), one.workers()), (SECS(1), 2), "{mood:?}");
         near(world.took(one.on_failure()).await, MS(4_000));
         near(world.took(one.on_failure()).await, MS(8_000));
-        // Nobody told the other, which finds the store gone, too.
+        // The other worker isn't notified. It finds the store unavailable, too.
         near(world.took(two.on_success()).await, MS(0));
         world.store().set_behaviour(RemoteBehaviour::Normal);
         sleep(SECS(2)).await;
@@ -231,7 +231,7 @@ async fn an_outdated_local_pace_affects_no_other_node() {
     near(world.took(two.on_success()).await, MS(0));
 }
 
-/// A thread that holds up the runtime which looks after the store gets no answer, and goes on without.
+/// A blocking call on the thread of the store's runtime gets no answer, and continues without.
 #[tokio::test]
 async fn blocking_calls_wait_boundedly_for_the_store() {
     let world = World::new(doubling(MS(20), 1));
@@ -283,7 +283,7 @@ async fn pacers_of_one_name_are_shared() {
     assert_eq!(again.interval(), MS(0), "outlives its last worker, and three successes are a step down");
 }
 
-/// The clocks here are the machine's and the server's.
+/// The clocks are those of the machine and the server.
 #[cfg(feature = "redis")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_nodes_share_a_pace_over_redis() {
@@ -305,7 +305,7 @@ async fn two_nodes_share_a_pace_over_redis() {
             }
         })
     });
-    // Those that were used first make room for those that work.
+    // Only the clones that make calls remain workers.
     drop(workers);
     sleep(MS(300)).await;
     let before = calls.load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Gates over stores that policies name.
+//! Gates over stores from policies.
 #![cfg(all(feature = "file", feature = "outbound", feature = "remote"))]
 #![expect(clippy::unwrap_used, reason = "a test's errors are its failures")]
 
@@ -132,7 +132,8 @@ async fn store_opening_errors_are_reported() {
     assert!(matches!(file, OpenError::File(_)), "{file}");
 }
 
-/// A provider that is shared has nobody to share a file with: it is kept there like the others.
+/// A file store can't share the counts of a shared provider with other nodes. They are stored in the file like all
+/// others.
 #[tokio::test(start_paused = true)]
 async fn all_providers_keep_their_counts_in_files() {
     let scratch = tempfile::tempdir().unwrap();
@@ -149,7 +150,7 @@ async fn all_providers_keep_their_counts_in_files() {
     assert_eq!(outbound.providers().len(), 2);
 }
 
-/// What a file keeps is there again for the gate and for providers, without a word on either.
+/// Counts in a file are restored after a restart, without further settings.
 #[tokio::test(start_paused = true)]
 async fn file_state_survives_a_restart() {
     let scratch = tempfile::tempdir().unwrap();
@@ -194,7 +195,7 @@ async fn a_temporarily_wrong_clock_loses_no_file_state() {
     }
 }
 
-/// Who asks and goes away before the answer is there holds nothing.
+/// A check that is cancelled before the answer arrives holds no permit.
 #[tokio::test(start_paused = true)]
 async fn permits_of_cancelled_checks_are_returned() {
     let (store, [one, two]) = nodes();
@@ -213,7 +214,7 @@ async fn permits_of_cancelled_checks_are_returned() {
     assert!(!one.check(&query).await.unwrap().allowed);
 }
 
-/// The store may have granted what a node refused by itself, or let through by itself, because the answer didn't come.
+/// The answer was lost, so the node decided by itself. The store may have granted a permit in both cases.
 #[tokio::test(start_paused = true)]
 async fn permits_with_lost_replies_are_returned() {
     let (store, [one, two]) = nodes();

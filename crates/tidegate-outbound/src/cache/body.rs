@@ -1,5 +1,5 @@
-//! The body of a reply that may be kept: read whole where it ends in time and is small enough, and else passed on as it
-//! comes, with nothing of it lost.
+//! The body of a reply that may be stored. It is read whole if it is small enough and ends in time. Otherwise it is
+//! passed on as it arrives, and nothing of it is lost.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -13,12 +13,11 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 
-/// How long a body may pause and still be collected. What pauses longer is taken for a stream that its caller reads as
-/// it comes.
+/// The longest pause of a body that is collected. A longer pause means a stream, and the caller reads it as it arrives.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 pin_project! {
-    /// The body of a reply that came through a cache: the kept one, or the provider's.
+    /// The body of a reply from a cache: stored, or from the provider.
     pub struct CacheBody<B: Body> {
         #[pin]
         inner: CacheBodyInner<B>,
@@ -34,10 +33,10 @@ pin_project! {
     }
 }
 
-/// A body of which something was read already.
+/// A body that is partly read.
 struct PartlyReadBody<B: Body> {
     buffered: Bytes,
-    /// What came after that and didn't belong to it any more.
+    /// The first frame after `buffered`, which didn't fit into it, or the error that ended it.
     next_frame: Option<Result<Frame<Bytes>, B::Error>>,
     remaining: Pin<Box<B>>,
 }
@@ -114,7 +113,7 @@ fn take_frame(bytes: &mut Bytes) -> Option<Frame<Bytes>> {
     (!bytes.is_empty()).then(|| Frame::data(std::mem::take(bytes)))
 }
 
-/// How many bytes all bodies that are being collected may take together.
+/// The limit of the bytes that all bodies being collected take together.
 pub(super) struct BufferCapacity {
     reserved: AtomicU64,
     max: u64,
@@ -131,14 +130,14 @@ impl BufferCapacity {
     }
 }
 
-/// What one body takes of the room; given back when dropped.
+/// The bytes that one body takes of the capacity; given back when dropped.
 struct BufferReservation {
     capacity: Arc<BufferCapacity>,
     reserved: u64,
 }
 
 impl BufferReservation {
-    /// Takes more; false, and nothing taken, if there is no more.
+    /// Reserves more bytes. Returns false, and reserves nothing, if the capacity is exhausted.
     fn reserve(&mut self, bytes: usize) -> bool {
         let bytes = bytes as u64;
         let before = self.capacity.reserved.fetch_add(bytes, Ordering::Relaxed);
@@ -158,15 +157,15 @@ impl Drop for BufferReservation {
     }
 }
 
-/// What came of reading a body.
+/// The result of reading a body.
 pub(super) enum CollectResult<B: Body> {
-    /// All of it.
+    /// The whole body.
     Complete(Bytes),
-    /// It is too long, too slow, broken, or more than bytes: to be passed on from its beginning.
+    /// It is too long, too slow, broken, or has frames other than data. It is to be passed on from its beginning.
     Partial(CacheBody<B>),
 }
 
-/// Reads a body of at most `max` bytes within `time`.
+/// Reads a body of at most `max` bytes within `time_left`.
 pub(super) async fn collect<B: Body<Data = Bytes>>(
     body: B,
     max: usize,

@@ -1,4 +1,4 @@
-//! One request's way through the cache.
+//! The path of one request through the cache.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use super::request_directives::RequestDirectives;
 use super::single_flight::{FlightMember, FlightResult, JoinOutcome};
 use super::{CacheBody, CacheCallError, CacheInner, CacheStatus, Origin, not_cached_response, with_status};
 
-/// How often a call waits for others whose reply turns out to be another variant than its own.
+/// The number of times that a call waits for others if their reply turns out to be another variant than its own.
 const MAX_WAITS: usize = 3;
 
 /// A request that may be answered from the cache.
@@ -30,29 +30,29 @@ pub(super) struct CacheableRequest<'a, P, C> {
     pub origin: &'a P,
     pub rules: CacheRules,
     pub directives: RequestDirectives,
-    /// The key of what it is about and who asks, whatever the provider's own credential is.
+    /// The key of the request's URL and of the credential that its caller sends, without the provider's own credential.
     pub base_key: CacheKey,
-    /// The same with that credential: what is kept lies there.
+    /// The same with the provider's own credential. The replies are stored under this key.
     pub resource_key: CacheKey,
-    /// The request's key, whatever else its reply says that it depends on.
+    /// The request's key, without the headers that the `Vary` of a reply adds.
     pub request_key: CacheKey,
     pub deadline: Time,
     /// The request's headers, as its caller wrote them.
     pub headers: HeaderMap,
 }
 
-/// What is kept for a request.
+/// The stored reply of a request.
 pub(super) struct LookupResult {
-    /// Where its reply lies, as far as that is known before it has come.
+    /// The key of its reply, as far as it is known before the reply arrives.
     key: CacheKey,
     cached: Option<Arc<CachedReply>>,
 }
 
-/// What came before a call.
+/// The result of waiting, before a call is made.
 pub(super) enum WaitOutcome<B: Body> {
-    /// It isn't needed.
+    /// A call isn't needed.
     Answered(Response<CacheBody<B>>),
-    /// It is, and others may wait for it.
+    /// A call is needed, and others may wait for it.
     NeedsCall { found: LookupResult, member: Option<FlightMember> },
 }
 
@@ -60,13 +60,13 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
     async fn look_up(&self) -> LookupResult {
         let resource = self.cache.replies.get(&self.resource_key).await.unwrap_or_default();
         let cached = resource.replies().iter().find(|entry| self.matches_request(entry)).cloned();
-        // What the newest depends on, the next is likely to depend on too.
+        // The next reply is likely to depend on the same headers as the newest.
         let vary = resource.replies().first().map_or(&[][..], |newest| newest.vary());
         let key = || self.cache.key_factory.variant_key(self.request_key, vary, &self.headers);
         LookupResult { key: cached.as_ref().map_or_else(key, |entry| entry.key()), cached }
     }
 
-    /// Whether it is the reply to this request, and not to another variant.
+    /// Returns true if it is the reply to this request, and not to another variant.
     fn matches_request(&self, cached: &CachedReply) -> bool {
         self.cache.key_factory.variant_key(self.request_key, cached.vary(), &self.headers) == cached.key()
     }
@@ -77,7 +77,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         Some(with_status(cached.conditional_response(&self.headers, now), CacheStatus::Hit))
     }
 
-    /// Looks for a reply, and waits for the call that brings it, if there is one.
+    /// Looks for a stored reply, and waits for an identical call that is under way, if there is one.
     pub(super) async fn wait_for_reply<B: Body>(&self, options: &CallOptions) -> WaitOutcome<B> {
         let mut found = self.look_up().await;
         for _ in 0..MAX_WAITS {
@@ -105,16 +105,16 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
                             if !matches!(flight_result, FlightResult::Reply(_)) {
                                 break;
                             }
-                            // It was another variant's. What this one's depends on is known now.
+                            // The reply was for another variant. Its `Vary` is known now.
                             found = self.look_up().await;
                             continue;
                         }
-                        // The call itself says that it is late, as it does where nobody else is under way.
+                        // The call itself reports the timeout, as it does when no other call is under way.
                         Err(_) => break,
                     }
                 }
             };
-            // Another call may have stored it between the look and the lead.
+            // Another call may have stored a reply between the lookup and becoming the leader.
             found = self.look_up().await;
             return match self.fresh_response(&found) {
                 Some(reply) => WaitOutcome::Answered(reply),
@@ -124,7 +124,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         WaitOutcome::NeedsCall { found, member: None }
     }
 
-    /// The reply that another's call brought, if it is one for this request too.
+    /// The reply that another call fetched, if it is one for this request too.
     fn response_from_flight<B: Body>(&self, flight_result: &FlightResult) -> Option<Response<CacheBody<B>>> {
         let now = self.cache.clock.now();
         let (FlightResult::Reply(cached) | FlightResult::Stale(cached)) = flight_result else { return None };
@@ -143,7 +143,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         self.deadline.since(self.cache.clock.now()).as_duration()
     }
 
-    /// Makes the call, and keeps what may be kept of its reply.
+    /// Makes the call, and stores its reply if that is allowed.
     pub(super) async fn fetch<Q, B, E, R>(
         self,
         found: LookupResult,
@@ -158,7 +158,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         R: Future<Output = Result<Response<B>, E>>,
     {
         let stored_reply = found.cached;
-        // A caller who has a reply of its own is told of that one.
+        // A caller with a conditional request gets the answer to its own condition.
         let revalidated_reply = stored_reply
             .as_ref()
             .filter(|cached| !self.directives.is_conditional && cached.add_validators(&mut request.headers))
@@ -215,7 +215,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         with_status(reply, CacheStatus::Stale)
     }
 
-    /// The provider says that the reply still holds.
+    /// Extends a stored reply that the provider confirmed with a 304.
     async fn revalidate<B: Body>(
         &self,
         cached: Arc<CachedReply>,
@@ -243,7 +243,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         }
     }
 
-    /// Keeps a reply, if it may be; its body, whether or not.
+    /// Stores a reply if that is allowed. Returns its body in any case.
     async fn store_fetched<B: Body<Data = Bytes>>(
         &self,
         key: CacheKey,
@@ -261,7 +261,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
             finish_flight(member, FlightResult::NotShareable);
             return CacheBody::pass_through(body);
         };
-        // The reply to a HEAD has the length of a body that it doesn't have.
+        // The reply to a HEAD gives the length of a body that it doesn't have.
         let length = parts.headers.get(header::CONTENT_LENGTH).filter(|_| !self.directives.is_head);
         let declared_length = length.and_then(|length| length.to_str().ok()?.parse().ok());
         match collect(body, self.rules.max_body, self.time_left(), &self.cache.buffer_capacity).await {
@@ -285,7 +285,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
     async fn store(&self, head: CachedHead, body: Bytes, now: Time) -> Arc<CachedReply> {
         let key = self.cache.key_factory.variant_key(self.request_key, head.vary(), &self.headers);
         let cached = Arc::new(head.into_reply(key, body));
-        // A call that waited for long may have been sent with another credential than it was asked with.
+        // The credential may have changed since the key was computed, if the call waited for long.
         let is_same_credential =
             self.cache.resource_key(self.origin, &self.rules, self.base_key).await == self.resource_key;
         if is_same_credential && cached.is_worth_keeping(now) {
@@ -294,7 +294,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         cached
     }
 
-    /// Keeps a reply, or nothing, instead of the one with this key.
+    /// Replaces the stored reply with this key by another one, or removes it.
     async fn replace_stored(&self, key: CacheKey, cached: Option<Arc<CachedReply>>) {
         let replies = &self.cache.replies;
         let change = |resource: Option<moka::Entry<CacheKey, CachedResource>>| {
@@ -302,12 +302,12 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
             std::future::ready(if resource.replies().is_empty() { Op::Remove } else { Op::Put(resource) })
         };
         replies.entry(self.resource_key).and_compute_with(change).await;
-        // The store lets go of others now and not at some later call, so that the bound holds.
+        // Evicts other replies now and not at some later call, so that the bound holds.
         replies.run_pending_tasks().await;
     }
 }
 
-/// The reply as those who wait may have it.
+/// The reply in the form that waiting calls may get.
 fn to_flight_result(cached: Arc<CachedReply>) -> FlightResult {
     if cached.is_shareable() { FlightResult::Reply(cached) } else { FlightResult::NotShareable }
 }
@@ -318,7 +318,7 @@ fn finish_flight(member: Option<FlightMember>, flight_result: FlightResult) {
     }
 }
 
-/// Whether a reply says that the provider is unavailable.
+/// Returns true if a reply says that the provider is unavailable.
 fn is_outage(reply: &http::response::Parts) -> bool {
     reply.status.is_server_error() || reply.status == StatusCode::TOO_MANY_REQUESTS || is_failed_call(reply)
 }

@@ -1,4 +1,4 @@
-//! A reply that is kept: what may be kept of it, for how long it is good, and how it is told again.
+//! A stored reply: the parts of it that may be stored, its freshness, and the responses made from it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,16 +16,16 @@ use super::body::CacheBody;
 use super::key::CacheKey;
 use super::request_directives::{RequestDirectives, age_header, has_directive, is_not_modified, opaque_tag};
 
-/// What an entry takes besides its headers and its body: the store's own, the policy's, and the allocator's.
+/// The bytes that an entry takes besides its headers and its body: in the store, the policy and the allocator.
 const REPLY_OVERHEAD: usize = 1024;
-/// The most variants of a page that are kept; the oldest go.
+/// The most variants of a resource that are stored; the oldest are removed first.
 pub(super) const MAX_VARIANTS: usize = 16;
-/// What a header takes besides its name and its value.
+/// The bytes that a header takes besides its name and its value.
 const HEADER_OVERHEAD: usize = 160;
-/// The most headers that a reply may vary by; one that names more isn't kept.
+/// The most headers that a reply may vary by. A reply that names more isn't stored.
 const MAX_VARY: usize = 16;
 
-/// Headers by which freshness is judged.
+/// Headers that determine freshness.
 const FRESHNESS_HEADERS: [HeaderName; 7] = [
     header::CACHE_CONTROL,
     header::EXPIRES,
@@ -36,7 +36,7 @@ const FRESHNESS_HEADERS: [HeaderName; 7] = [
     header::SET_COOKIE,
 ];
 
-/// Headers that concern one connection or one caller (RFC 9111 §3.1), and the age, which is told anew.
+/// Headers that concern one connection or one caller (RFC 9111 §3.1), and the age, which is computed for each response.
 const UNCACHED_HEADERS: [HeaderName; 10] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -50,7 +50,7 @@ const UNCACHED_HEADERS: [HeaderName; 10] = [
     header::AGE,
 ];
 
-/// Headers that belong to the body that is kept, whatever a 304 says of them (RFC 9111 §3.2).
+/// Headers that belong to the stored body, even if a 304 has other values (RFC 9111 §3.2).
 const BODY_HEADERS: [HeaderName; 4] =
     [header::CONTENT_LENGTH, header::CONTENT_ENCODING, header::CONTENT_RANGE, header::TRANSFER_ENCODING];
 
@@ -66,12 +66,12 @@ const NOT_MODIFIED_HEADERS: [HeaderName; 8] = [
     header::LAST_MODIFIED,
 ];
 
-/// The replies that are kept of one page, the newest first: its variants.
+/// The stored replies of one resource, the newest first: its variants.
 #[derive(Clone, Default)]
 pub(super) struct CachedResource(Arc<[Arc<CachedReply>]>);
 
 impl CachedResource {
-    /// What it takes in memory, in bytes.
+    /// The size in memory, in bytes.
     pub(super) fn size_bytes(&self) -> usize {
         self.0.iter().map(|entry| entry.size_bytes()).sum()
     }
@@ -80,30 +80,30 @@ impl CachedResource {
         &self.0
     }
 
-    /// The page with this reply instead of the one with that key.
+    /// Returns the resource with this reply, or none, instead of the one with that key.
     pub(super) fn with_replaced(&self, key: CacheKey, entry: Option<Arc<CachedReply>>) -> Self {
         let others = self.0.iter().filter(|entry| entry.key != key).cloned();
         Self(entry.into_iter().chain(others).take(MAX_VARIANTS).collect())
     }
 }
 
-/// A reply but for its body.
+/// A reply without its body.
 pub(super) struct CachedHead {
     status: StatusCode,
     headers: HeaderMap,
     vary: Arc<[HeaderName]>,
     policy: CachePolicy,
     stored_at: Time,
-    /// How old it was when it came.
+    /// The age of the reply when it arrived.
     age: Duration,
     fresh_until: Time,
-    /// Until when it may stand in for one that isn't to be had.
+    /// The time until which it may be served stale while the provider is unavailable. Zero if it never may.
     stale_until: Time,
     no_cache: bool,
 }
 
 impl CachedHead {
-    /// The head of this reply as it is kept; `None` if it mustn't be.
+    /// Returns the head of this reply in the form that is stored; `None` if it mustn't be stored.
     pub(super) fn from_reply(rules: &CacheRules, reply: &Parts, now: Time) -> Option<Self> {
         let headers = &reply.headers;
         let vary = parse_vary(headers)?;
@@ -144,18 +144,18 @@ impl CachedHead {
         })
     }
 
-    /// The headers of the request that it depends on.
+    /// The headers of the request that the reply depends on.
     pub(super) fn vary(&self) -> &Arc<[HeaderName]> {
         &self.vary
     }
 
-    /// The whole, under the key of its variant.
+    /// Adds the body, under the key of its variant.
     pub(super) fn into_reply(self, key: CacheKey, body: Bytes) -> CachedReply {
         CachedReply { head: self, key, body }
     }
 }
 
-/// A reply that is kept, or that several calls share.
+/// A reply that is stored, or that several calls share.
 pub(super) struct CachedReply {
     head: CachedHead,
     key: CacheKey,
@@ -181,29 +181,29 @@ impl CachedReply {
     }
 
     fn size_bytes(&self) -> usize {
-        // What freshness is judged by lies in the policy a second time.
+        // The policy holds a second copy of the headers that determine freshness.
         let judged = freshness_headers(&self.head.headers);
         let headers = self.head.headers.iter().chain(&judged);
         let headers = headers.map(|(name, value)| name.as_str().len() + value.len() + HEADER_OVERHEAD);
         REPLY_OVERHEAD + headers.sum::<usize>() + self.body.len()
     }
 
-    /// Whether it answers this request as it is.
+    /// Returns true if it answers this request without revalidation.
     pub(super) fn is_fresh_for(&self, directives: &RequestDirectives, now: Time) -> bool {
         matches!(self.head.policy.before_request(directives, system_time(now)), BeforeRequest::Fresh(_))
     }
 
-    /// Whether calls that waited for it may have it without asking again.
+    /// Returns true if calls that waited for it may have it without revalidation.
     pub(super) fn is_shareable(&self) -> bool {
         !self.head.no_cache
     }
 
-    /// Whether it may stand in while the provider is unavailable.
+    /// Returns true if it may be served while the provider is unavailable.
     pub(super) fn can_serve_stale(&self, directives: &RequestDirectives, now: Time) -> bool {
         !directives.limits_age && now < self.head.stale_until
     }
 
-    /// Whether it will be of use to anybody after those who wait for it.
+    /// Returns true if it can be of use to later calls, not just to those that wait for it.
     pub(super) fn is_worth_keeping(&self, now: Time) -> bool {
         let headers = &self.head.headers;
         now < self.head.fresh_until.max(self.head.stale_until)
@@ -211,7 +211,7 @@ impl CachedReply {
             || headers.contains_key(header::LAST_MODIFIED)
     }
 
-    /// Asks the provider whether it still holds; false if it has nothing to ask by.
+    /// Makes the request conditional on this reply. Returns false if the reply has no validator.
     pub(super) fn add_validators(&self, request: &mut HeaderMap) -> bool {
         let validators = [(header::ETAG, header::IF_NONE_MATCH), (header::LAST_MODIFIED, header::IF_MODIFIED_SINCE)];
         let mut has_validator = false;
@@ -224,8 +224,8 @@ impl CachedReply {
         has_validator
     }
 
-    /// The head of the reply with what a 304 brings; `None` if that names another entity tag. The body, for which alone
-    /// it was asked, is confirmed then, but not for how long it is good (RFC 9111 §4.3.4).
+    /// Returns the head of the reply, updated by a 304. `None` if the 304 names another entity tag: it then confirms
+    /// the body, but doesn't extend its freshness (RFC 9111 §4.3.4).
     pub(super) fn revalidated_head(&self, not_modified: &HeaderMap) -> Option<Parts> {
         let tags =
             [&self.head.headers, not_modified].map(|headers| headers.get(header::ETAG).map(HeaderValue::as_bytes));
@@ -250,7 +250,7 @@ impl CachedReply {
         &self.body
     }
 
-    /// The reply, as old as it is by now.
+    /// Returns the reply with its present age.
     pub(super) fn aged_response<B: Body>(&self, now: Time) -> Response<CacheBody<B>> {
         let mut reply = self.original_response();
         let age = self.head.age.saturating_add(now.since(self.head.stored_at).as_duration());
@@ -258,7 +258,7 @@ impl CachedReply {
         reply
     }
 
-    /// The reply as it came.
+    /// Returns the reply with the age that it arrived with.
     pub(super) fn original_response<B: Body>(&self) -> Response<CacheBody<B>> {
         let mut reply = Response::new(CacheBody::from_bytes(self.body.clone()));
         *reply.status_mut() = self.head.status;
@@ -269,7 +269,7 @@ impl CachedReply {
         reply
     }
 
-    /// The reply to a caller who may have it already.
+    /// Returns the reply to a caller that may already have it: a 304 if its condition says so.
     pub(super) fn conditional_response<B: Body>(&self, request: &HeaderMap, now: Time) -> Response<CacheBody<B>> {
         let mut reply = self.aged_response(now);
         if self.head.status == StatusCode::OK && is_not_modified(request, &self.head.headers) {
@@ -282,7 +282,7 @@ impl CachedReply {
     }
 }
 
-/// The headers that the reply depends on, in order; `None` for one that depends on more than headers, or too many.
+/// Returns the headers that the reply depends on, in order. `None` if it depends on more than headers, or on too many.
 fn parse_vary(headers: &HeaderMap) -> Option<Arc<[HeaderName]>> {
     let mut names = Vec::new();
     for value in headers.get_all(header::VARY) {
@@ -296,7 +296,7 @@ fn parse_vary(headers: &HeaderMap) -> Option<Arc<[HeaderName]>> {
     (names.len() <= MAX_VARY).then(|| names.into())
 }
 
-/// Whether the body is made to be read as it comes, so that nobody may wait for its end.
+/// Returns true if the body is meant to be read as it arrives, so that no call may wait for its end.
 fn is_streaming(headers: &HeaderMap) -> bool {
     let kind = headers.get(header::CONTENT_TYPE).map_or(&b""[..], HeaderValue::as_bytes);
     ["text/event-stream", "multipart/x-mixed-replace"]
@@ -314,12 +314,12 @@ fn select_headers<'n>(headers: &HeaderMap, names: impl IntoIterator<Item = &'n H
     found
 }
 
-/// The value in memory of its own: one that was read from a connection holds on to all that was read with it.
+/// Copies the value into memory of its own. A value from a connection keeps the whole buffer that it was read into.
 fn copy_value(value: &HeaderValue) -> HeaderValue {
     HeaderValue::from_bytes(value.as_bytes()).expect("invariant: these bytes are a header's value already")
 }
 
-/// The headers by which freshness is judged, as the provider sent them.
+/// Returns the headers that determine freshness, as the provider sent them.
 fn freshness_headers(headers: &HeaderMap) -> HeaderMap {
     let mut judged = select_headers(headers, &FRESHNESS_HEADERS);
     if judged.contains_key(header::SET_COOKIE) {
@@ -328,7 +328,7 @@ fn freshness_headers(headers: &HeaderMap) -> HeaderMap {
     judged
 }
 
-/// The headers by which a reply is fresh for `ttl`, in whole seconds as HTTP counts, rounded up.
+/// Returns headers that make a reply fresh for `ttl`, in whole seconds as HTTP counts, rounded up.
 fn ttl_headers(headers: &HeaderMap, ttl: Duration) -> HeaderMap {
     let secs = ttl.as_secs().saturating_add(u64::from(ttl.subsec_nanos() > 0));
     let mut judged = select_headers(headers, &[header::ETAG, header::LAST_MODIFIED]);
@@ -337,9 +337,9 @@ fn ttl_headers(headers: &HeaderMap, ttl: Duration) -> HeaderMap {
     judged
 }
 
-/// The headers that are told again.
+/// Returns the headers that are stored.
 fn cacheable_headers(headers: &HeaderMap) -> HeaderMap {
-    // What else concerns the connection alone is named there (RFC 9110 §7.6.1).
+    // `Connection` names other headers that concern the connection alone (RFC 9110 §7.6.1).
     let connection = headers.get_all(header::CONNECTION);
     let named = |name: &HeaderName| {
         let mut names = connection.iter().flat_map(|value| value.as_bytes().split(|byte| *byte == b','));

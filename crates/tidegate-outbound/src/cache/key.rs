@@ -1,4 +1,4 @@
-//! What tells one kept reply from another.
+//! The keys of stored replies.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -11,10 +11,10 @@ use tidegate_runtime::random::random_u64;
 
 use super::Origin;
 
-/// Headers that say nothing of which reply is wanted, or whose: of the connection, of caches, and what tells calls and
-/// programs apart. A reply depends on one of them only if it says so itself, by `Vary`. All others count, as a
-/// provider whose replies aren't meant to be kept needn't say what they depend on: one too many here shows a reply to
-/// who asked for another, one too few costs a call.
+/// Headers that affect neither the choice of the reply nor its caller: those of the connection and of caches, and those
+/// that identify calls and programs. A reply depends on one of them only if it says so by `Vary`. All others are part
+/// of the key, because a provider that doesn't expect its replies to be stored needn't say what they depend on. One
+/// header too many here gives a reply to a caller that asked for another one. One too few costs a call.
 const NEUTRAL_HEADERS: [&str; 26] = [
     "b3",
     "baggage",
@@ -43,16 +43,17 @@ const NEUTRAL_HEADERS: [&str; 26] = [
     "x-correlation-id",
     "x-request-id",
 ];
-/// What the names of other such headers begin with.
+/// Prefixes of the names of other such headers.
 const NEUTRAL_PREFIXES: [&str; 4] = ["tidegate-", "x-b3-", "x-datadog-", "x-stainless-"];
-/// What the names of headers begin with by which a caller chooses among the representations of one thing. A change to the
-/// thing concerns all of them, and a request that changes it has others of these than one that reads it.
+/// Prefixes of the names of headers by which a caller chooses among the representations of one resource. A change to
+/// the resource concerns all of them, and the request that changes it has other values of these headers than one that
+/// reads it.
 const NEGOTIATION_PREFIXES: [&str; 3] = ["accept", "content-", "sec-"];
 
 fn is_neutral(name: &HeaderName, headers: &HeaderMap) -> bool {
     NEUTRAL_HEADERS.contains(&name.as_str())
         || has_prefix(name, &NEUTRAL_PREFIXES)
-        // As good as none (RFC 9110 §12.5.1).
+        // `*/*` means the same as no `Accept` (RFC 9110 §12.5.1).
         || *name == header::ACCEPT && headers.get_all(name).iter().all(|value| value == "*/*")
 }
 
@@ -60,8 +61,8 @@ fn has_prefix(name: &HeaderName, families: &[&str]) -> bool {
     families.iter().any(|family| name.as_str().starts_with(family))
 }
 
-/// A fingerprint of all that makes a request another one: 128 bits under a secret of this process, so that nobody can
-/// choose two that collide, and what a URL or a header holds is nowhere kept.
+/// A fingerprint of everything that distinguishes requests: 128 bits, keyed with a secret of this process. So no caller
+/// can choose two requests that collide, and the contents of URLs and headers are stored nowhere.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct CacheKey(u128);
 
@@ -71,7 +72,7 @@ impl fmt::Debug for CacheKey {
     }
 }
 
-/// Makes keys.
+/// Computes keys.
 pub(super) struct CacheKeyFactory(SipHasher13);
 
 impl CacheKeyFactory {
@@ -79,8 +80,8 @@ impl CacheKeyFactory {
         Self(SipHasher13::new_with_keys(random_u64(), random_u64()))
     }
 
-    /// The key of what a request is about and who asks: its provider, its URL, and its headers but for those that are
-    /// neutral, that choose a representation, or that the provider's own credential replaces.
+    /// Returns the key of the resource and the caller of a request: its provider, its URL, and its headers. Left out
+    /// are headers that are neutral, choose a representation, or are replaced by the provider's own credential.
     pub(super) fn base_key(&self, origin: &impl Origin, request: &Parts) -> CacheKey {
         let mut hasher = CacheKeyHasher(self.0);
         hasher.write_part(origin.name().as_bytes());
@@ -95,7 +96,7 @@ impl CacheKeyFactory {
         hasher.finish()
     }
 
-    /// The key of a place for calls that show this credential.
+    /// Returns the key of a resource for calls with this credential.
     pub(super) fn resource_key(&self, base_key: CacheKey, secret: Option<&Secret>) -> CacheKey {
         let Some(secret) = secret else { return base_key };
         let mut hasher = CacheKeyHasher(self.0);
@@ -104,7 +105,8 @@ impl CacheKeyFactory {
         hasher.finish()
     }
 
-    /// The key of a request as far as the request itself says: its page, its method, and which representation it wants.
+    /// Returns the key of a request as far as the request itself defines it: its resource, its method, and the
+    /// representation that it asks for.
     pub(super) fn request_key(&self, resource_key: CacheKey, request: &Parts) -> CacheKey {
         let mut hasher = CacheKeyHasher(self.0);
         hasher.write_part(&resource_key.0.to_le_bytes());
@@ -113,7 +115,7 @@ impl CacheKeyFactory {
         hasher.finish()
     }
 
-    /// The key of that variant of a request's reply that depends on these headers.
+    /// Returns the key of the variant of a request's reply that depends on these headers.
     pub(super) fn variant_key(&self, request: CacheKey, vary: &[HeaderName], headers: &HeaderMap) -> CacheKey {
         if vary.is_empty() {
             return request;
@@ -128,13 +130,13 @@ impl CacheKeyFactory {
 struct CacheKeyHasher(SipHasher13);
 
 impl CacheKeyHasher {
-    /// With its length before it, so that two parts can't be divided in another way.
+    /// Writes a part after its length, so that no two sequences of parts look the same.
     fn write_part(&mut self, bytes: &[u8]) {
         self.0.write_u64(bytes.len() as u64);
         self.0.write(bytes);
     }
 
-    /// The values of these headers, as many as there are.
+    /// Writes all values of these headers.
     fn write_headers<'n>(&mut self, headers: &HeaderMap, names: impl IntoIterator<Item = &'n HeaderName>) {
         for name in names {
             self.write_part(name.as_str().as_bytes());
@@ -144,7 +146,8 @@ impl CacheKeyHasher {
         }
     }
 
-    /// The values of those headers that aren't neutral and are of this kind, whatever their order.
+    /// Writes the values of the headers that match and aren't neutral. The order of the names in the request doesn't
+    /// matter.
     fn write_matching_headers(&mut self, headers: &HeaderMap, is_included: impl Fn(&HeaderName) -> bool) {
         let mut names: Vec<_> = headers.keys().filter(|name| is_included(name) && !is_neutral(name, headers)).collect();
         names.sort_unstable_by_key(|name| name.as_str());

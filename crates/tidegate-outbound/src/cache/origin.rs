@@ -1,4 +1,4 @@
-//! What a cache has to know of the provider that it stands before.
+//! The origin of cached replies: the facts that a cache needs about the provider.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -13,24 +13,25 @@ use tidegate_store::Store;
 
 use super::super::{CallError, CallErrorKind, OutboundError, OutboundService, Provider, SendError, Urgency};
 
-/// Whose replies are kept.
+/// A provider with replies that can be stored.
 ///
-/// A [`Provider`] by itself has no secrets. Where its credential may change while the program runs, what is kept must
-/// not be told to calls with the new one: there the [`OutboundService`] is the origin, or one of your own.
+/// A [`Provider`] by itself has no secrets. If its credential may change while the program runs, calls with the new one
+/// must not get replies to the old one. Then the origin must be the [`OutboundService`], or an implementation of your
+/// own.
 pub trait Origin {
-    /// Its name, which keeps its replies apart from other providers'.
+    /// The provider's name, which keeps its replies apart from those of other providers.
     fn name(&self) -> &str;
-    /// What is kept of its replies; nothing if `None`.
+    /// The rules for its replies. `None` stores nothing.
     fn rules(&self) -> Option<&CacheRules>;
-    /// How many credentials its calls may be sent with.
+    /// The number of credentials that its calls may be sent with.
     fn credential_count(&self) -> usize;
-    /// The secret of its only credential as it stands now; `None` if it has none that could change.
+    /// The present secret of its only credential; `None` if it has none that could change.
     fn secret(&self) -> impl Future<Output = Option<Arc<Secret>>> + Send;
-    /// The header of a request that its own credential replaces, whatever the caller wrote there.
+    /// The header that the provider's own credential replaces, even if the caller set it.
     fn injected_header(&self) -> Option<HeaderName>;
-    /// How long a call of this lane may take that doesn't say so itself.
+    /// The default timeout of a call of this lane.
     fn timeout(&self, lane: Lane) -> Duration;
-    /// Makes a call that is under way as urgent as this.
+    /// Raises the priority of the call with this handle to this lane, if it still waits.
     fn raise(&self, urgency: &Urgency, lane: Lane);
 }
 
@@ -99,19 +100,19 @@ impl<I: Sync, S: Store, C: Clock> Origin for OutboundService<I, S, C> {
     }
 }
 
-/// What an error says beyond the call that it failed.
+/// The meaning of an error for other calls than the one that failed.
 pub trait CacheCallError {
-    /// Whether the provider is unavailable, so that an old reply is better than none.
+    /// Returns true if the provider is unavailable, so that an old reply is better than none.
     fn is_outage(&self) -> bool;
 
-    /// Whether it was this call's own deadline or place in the queue that failed it, so that another call may fare
-    /// better.
+    /// Returns true if the call failed because of its own deadline or its position in the queue. Another call may then
+    /// succeed.
     fn is_call_specific(&self) -> bool;
 }
 
 impl<T> CacheCallError for CallError<T> {
-    /// The breaker is open, all credentials cool down, a quota is spent, or the attempts that there could be have failed
-    /// by faults that pass.
+    /// True if the breaker is open, all credentials cool down, a quota is spent, or all possible attempts failed with
+    /// transient errors.
     fn is_outage(&self) -> bool {
         matches!(
             self.kind,
@@ -156,7 +157,7 @@ impl CacheCallError for OutboundError {
     }
 }
 
-/// For services that tell every failure as a reply.
+/// For services that turn every failure into a reply.
 impl CacheCallError for Infallible {
     fn is_outage(&self) -> bool {
         match *self {}

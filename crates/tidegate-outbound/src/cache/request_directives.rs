@@ -1,4 +1,4 @@
-//! What a request lets a cache do.
+//! The caching directives of a request.
 
 use std::time::Duration;
 
@@ -7,28 +7,28 @@ use http::{HeaderMap, HeaderName, Method, Uri, header};
 use http_body::Body;
 use http_cache_semantics::RequestLike;
 
-/// Conditions that only the provider can judge, and parts of a reply, which aren't kept.
+/// Conditions that only the provider can evaluate, and requests for parts of a reply, which aren't stored.
 const UNCACHEABLE_HEADERS: [HeaderName; 5] =
     [header::RANGE, header::IF_RANGE, header::IF_MATCH, header::IF_UNMODIFIED_SINCE, header::UPGRADE];
 
-/// What a request says about caching.
+/// The caching directives of a request.
 pub(super) struct RequestDirectives {
-    /// `Cache-Control` and `Pragma`, by which freshness is judged.
+    /// `Cache-Control` and `Pragma`, which affect freshness.
     directives: HeaderMap,
-    /// Whether it asks for a head alone.
+    /// True if the request is a HEAD.
     pub is_head: bool,
-    /// Whether a reply without a call will do, and if it doesn't, none at all.
+    /// True if the caller wants a stored reply or none: no call is made.
     pub only_if_cached: bool,
-    /// Whether the reply must be asked of the provider, now.
+    /// True if the reply must come from the provider now.
     pub no_cache: bool,
-    /// Whether the caller has a reply of its own, and asks if it still holds.
+    /// True if the caller has a copy of its own and asks if that is still valid.
     pub is_conditional: bool,
-    /// Whether the request says how old its reply may be.
+    /// True if the request limits the age of its reply.
     pub limits_age: bool,
 }
 
 impl RequestDirectives {
-    /// What this request says; `None` if caches have no part in it.
+    /// Reads the directives of this request; `None` if it must bypass the cache.
     pub(super) fn read<Q: Body>(request: &Parts, body: &Q) -> Option<Self> {
         let headers = &request.headers;
         let has_no_body = body.is_end_stream() || body.size_hint().exact() == Some(0);
@@ -59,7 +59,7 @@ impl RequestDirectives {
     }
 }
 
-/// The request as freshness is judged by: without its URL and the rest of its headers, which the key stands for.
+/// The request as the freshness policy sees it, without its URL and the rest of its headers, which are part of the key.
 impl RequestLike for RequestDirectives {
     fn uri(&self) -> Uri {
         Uri::from_static("/")
@@ -78,8 +78,8 @@ impl RequestLike for RequestDirectives {
     }
 }
 
-/// Whether `Cache-Control` has this directive. What lies in a quoted string is taken for directives too, which is the
-/// careful side.
+/// Returns true if `Cache-Control` has this directive. The contents of quoted strings count as directives too, which
+/// can only make caching stricter.
 pub(super) fn has_directive(headers: &HeaderMap, directive: &str) -> bool {
     headers.get_all(header::CACHE_CONTROL).iter().flat_map(|value| value.as_bytes().split(|byte| *byte == b',')).any(
         |part| {
@@ -89,8 +89,8 @@ pub(super) fn has_directive(headers: &HeaderMap, directive: &str) -> bool {
     )
 }
 
-/// Whether the condition of a request holds no longer, so that the caller's own copy will do: an entity tag by the weak
-/// comparison of RFC 9110 §8.8.3.2, a date if it is the reply's own.
+/// Returns true if the caller's own copy is still valid. An entity tag is compared weakly (RFC 9110 §8.8.3.2). A date
+/// must equal the `Last-Modified` of the reply.
 pub(super) fn is_not_modified(request: &HeaderMap, reply: &HeaderMap) -> bool {
     if request.contains_key(header::IF_NONE_MATCH) {
         let Some(etag) = reply.get(header::ETAG) else { return false };
@@ -104,13 +104,13 @@ pub(super) fn is_not_modified(request: &HeaderMap, reply: &HeaderMap) -> bool {
     since.is_some() && since == reply.get(header::LAST_MODIFIED)
 }
 
-/// An entity tag without the mark of a weak one.
+/// Returns an entity tag without the mark of a weak one.
 pub(super) fn opaque_tag(tag: &[u8]) -> &[u8] {
     let tag = tag.trim_ascii();
     tag.strip_prefix(b"W/").unwrap_or(tag)
 }
 
-/// Seconds as `Age` has them, up to 2^31 as RFC 9111 §1.2.2 says.
+/// Returns the age in the `Age` header, at most 2^31 seconds (RFC 9111 §1.2.2); zero without a valid one.
 pub(super) fn age_header(headers: &HeaderMap) -> Duration {
     let parsed_age = headers.get(header::AGE).and_then(|age| age.to_str().ok()?.trim().parse().ok());
     Duration::from_secs(parsed_age.unwrap_or(0_u64).min(1 << 31))

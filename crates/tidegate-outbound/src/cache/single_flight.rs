@@ -11,9 +11,9 @@ use super::super::Urgency;
 use super::cached_reply::CachedReply;
 use super::key::CacheKey;
 
-/// The most calls that others can wait for. Beyond, calls go each for themselves.
+/// The most flights at a time. Calls beyond that are each sent by themselves.
 pub(super) const MAX_FLIGHTS: usize = 4096;
-/// The most calls that one reply is waited for by, its leader included. Beyond, calls go each for themselves.
+/// The most calls in one flight, its leader included. Calls beyond that are each sent by themselves.
 pub(super) const MAX_MEMBERS: usize = 1024;
 
 /// The calls that are under way, by the key of their reply.
@@ -25,39 +25,39 @@ struct FlightEntry {
     members: usize,
 }
 
-/// What the calls of one flight share.
+/// The state that all members of one flight share.
 struct SharedFlight {
     urgency: Urgency,
     state: watch::Sender<FlightState>,
 }
 
 enum FlightState {
-    /// Somebody leads.
+    /// One of the members makes the call.
     HasLeader,
-    /// Who led is gone. The first of the others that comes to see it leads on, so that one that isn't polled holds
-    /// nobody up.
+    /// The leader left without a result. The first member that sees it takes the lead, so that a member that isn't
+    /// polled can't block the others.
     NoLeader,
     Finished(FlightResult),
 }
 
-/// What a flight brings to those who waited for it.
+/// The result of a flight for the calls that waited for it.
 #[derive(Clone)]
 pub(super) enum FlightResult {
-    /// A reply that they may have.
+    /// A reply that all of them may have.
     Reply(Arc<CachedReply>),
-    /// An old reply, as the provider is unavailable.
+    /// A stale reply, because the provider is unavailable.
     Stale(Arc<CachedReply>),
-    /// Nothing that could be shared: each calls for itself.
+    /// No reply that can be shared: each call is sent by itself.
     NotShareable,
 }
 
-/// How a call boards.
+/// The result of joining a flight.
 pub(super) enum JoinOutcome {
-    /// It leads.
+    /// This call leads.
     Leader(FlightMember),
-    /// It waits.
+    /// This call waits.
     Follower(FlightMember),
-    /// There is no room.
+    /// The flight, or the number of flights, is at its limit.
     Full,
 }
 
@@ -66,7 +66,8 @@ impl SingleFlight {
         self.0.lock()
     }
 
-    /// Waits with the others for this reply, or leads. The first brings the urgency by which its call can be lifted.
+    /// Joins the flight for this reply: waits with the others, or leads a new one. The leader's urgency handle becomes
+    /// the flight's, and later members raise it.
     pub(super) fn join(self: &Arc<Self>, key: CacheKey, urgency: Option<&Urgency>) -> JoinOutcome {
         let mut flights = self.lock();
         let full = flights.len() >= MAX_FLIGHTS;
@@ -99,7 +100,8 @@ impl SingleFlight {
     }
 }
 
-/// A call's place in a flight. Dropping it leaves, and lets another lead on if it led.
+/// The membership of a call in a flight. Dropping it leaves the flight. If it was the leader, another member takes the
+/// lead.
 pub(super) struct FlightMember {
     flights: Arc<SingleFlight>,
     key: CacheKey,
@@ -108,12 +110,12 @@ pub(super) struct FlightMember {
 }
 
 impl FlightMember {
-    /// By which the leader's call is made more urgent.
+    /// The handle that makes the leader's call more urgent.
     pub(super) fn urgency(&self) -> &Urgency {
         &self.shared.urgency
     }
 
-    /// What the flight brings; `None` if this call is the one to lead on.
+    /// Waits for the result of the flight; `None` if this call becomes the leader.
     pub(super) async fn wait_for_result(&mut self) -> Option<FlightResult> {
         let mut state = self.shared.state.subscribe();
         loop {
@@ -135,7 +137,7 @@ impl FlightMember {
         }
     }
 
-    /// Brings this to all who wait. Who comes later begins another flight.
+    /// Gives the result to all waiting members. A later call begins another flight.
     pub(super) fn finish(mut self, result: FlightResult) {
         if self.is_leader {
             self.is_leader = false;

@@ -1,4 +1,4 @@
-//! A provider that says what a test has it say, and what the cache makes of that.
+//! A scripted provider and its use by the cache's tests.
 
 mod bodies;
 mod freshness;
@@ -114,10 +114,10 @@ impl CacheCallError for Failed {
 }
 
 type Reply = Result<Response<Script>, Failed>;
-/// What the provider says to its n-th request, from 1.
+/// Returns the provider's reply to its n-th request, from 1.
 type Says = Box<dyn Fn(usize, &Parts) -> Reply + Send + Sync>;
 
-/// A provider, and what it saw.
+/// A scripted provider that records its requests.
 struct Api {
     name: &'static str,
     rules: Option<CacheRules>,
@@ -147,7 +147,7 @@ impl Api {
         }
     }
 
-    /// A provider that answers everything by these headers and the number of the request.
+    /// A provider that answers each request with these headers and the number of the request.
     fn with(headers: &'static [(&'static str, &'static str)]) -> Self {
         Self::new(move |number, _| Ok(reply(200, headers, format!("reply {number}"))))
     }
@@ -166,7 +166,7 @@ impl Api {
         self.calls.load(Ordering::SeqCst)
     }
 
-    /// A header of the last request that it saw.
+    /// A header of the last request that it received.
     fn saw(&self, name: &str) -> Option<String> {
         let seen = self.seen.lock();
         Some(seen.last()?.1.headers.get(name)?.to_str().unwrap().to_owned())
@@ -274,7 +274,7 @@ async fn call_with(
     })
 }
 
-/// How the next call of each of these is answered.
+/// The result of the next call of each of these.
 async fn told(cache: &Cache<Paused>, api: &Api, requests: Vec<Request<Full<Bytes>>>) -> Vec<(CacheStatus, String)> {
     let mut told = Vec::new();
     for request in requests {
@@ -284,7 +284,7 @@ async fn told(cache: &Cache<Paused>, api: &Api, requests: Vec<Request<Full<Bytes
     told
 }
 
-/// The key by which calls to this path wait for each other while none of its replies is kept.
+/// The key of the flight that calls to this path join while none of its replies is stored.
 fn flight_to(cache: &Cache<Paused>, api: &Api, path: &str) -> CacheKey {
     let (keys, (parts, _)) = (&cache.0.key_factory, get(path).into_parts());
     keys.request_key(keys.base_key(api, &parts), &parts)
@@ -294,7 +294,7 @@ async fn pass(secs: u64) {
     tokio::time::advance(Duration::from_secs(secs)).await;
 }
 
-/// Whether all that calls hold has been given back.
+/// True if calls have given back everything that they hold.
 fn is_at_rest(cache: &Cache<Paused>) -> bool {
     cache.0.single_flight.len() == 0 && cache.0.buffer_capacity.reserved() == 0
 }

@@ -1,4 +1,4 @@
-//! Why there is no token.
+//! The reasons why a login gives no token.
 
 use http::StatusCode;
 use tidegate_core::Span;
@@ -7,7 +7,7 @@ use tidegate_core::retry::{Class, TransportFault};
 
 use super::super::{AttemptClassifier, TargetError};
 
-/// Why a login gave no token. Never tells what was sent or came back.
+/// The reason why a login gave no token. Contains nothing that was sent or received.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoginError {
@@ -19,30 +19,30 @@ pub enum LoginError {
     Refused {
         /// The status.
         status: StatusCode,
-        /// What it means: a 403 that says when to come back is a throttled one.
+        /// The class of the failure. A 403 that says when to come back counts as throttled.
         class: Class,
-        /// How long the provider asks to be left alone.
+        /// The time that the provider asks callers to wait.
         retry_after: Option<Span>,
     },
-    /// It gave a token that the provider doesn't accept, and isn't repeated for five seconds.
+    /// The provider rejects the token of the login. The login isn't repeated for five seconds.
     #[error("the token that the login gave isn't accepted")]
     TokenRejected,
-    /// The reply is no JSON.
+    /// The reply isn't JSON, or is longer than 256 KiB.
     #[error("the reply to the login is no JSON, or longer than 256 KiB")]
     NotJson,
     /// The reply has no token where it should be.
     #[error("the reply to the login has no token at `{pointer}`")]
     NoToken {
-        /// The JSON pointer that was looked at.
+        /// The JSON pointer to the expected token.
         pointer: String,
     },
-    /// The token can't be sent where it belongs.
+    /// The token can't be sent in the place of the credential.
     #[error("the token that the login gave can't be used: {0}")]
     UnusableToken(TargetError),
 }
 
 impl LoginError {
-    /// What it means for the call that needed the token, of whose request nothing was sent.
+    /// The report for the attempt that needed the token. Nothing of its request was sent.
     pub(crate) fn attempt_report(&self, judge: &AttemptClassifier) -> AttemptReport {
         let unsent = judge.classify_fault(TransportFault::Unsent, None);
         match *self {

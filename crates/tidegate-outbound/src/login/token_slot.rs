@@ -11,44 +11,44 @@ use tidegate_policy::Secret;
 
 use super::LoginError;
 
-/// How long a login that was in vain isn't repeated, because it failed or its token wasn't accepted: a provider locks
-/// accounts out that try again and again.
+/// The shortest time between logins after one failed or its token was rejected. Providers lock accounts that log in too
+/// often.
 const MIN_RETRY_INTERVAL: Span = Span::from_secs(5);
-/// How long a call waits for a login ahead of time before it goes with the token that is still good.
+/// The longest time that a call waits for an early renewal before it continues with the token that is still valid.
 const EARLY_REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A token, and until when it is good.
+/// A token and its validity.
 #[derive(Clone, Debug)]
 pub(crate) struct LoginToken {
     secret: Arc<Secret>,
-    /// The credential that it was given for, which may be another by now.
+    /// The credential that the token was issued for. The slot's credential may have changed since.
     credential: Secret,
-    /// Which login gave it, so that a rejected one isn't taken for its successor.
+    /// The number of the login that gave it, which distinguishes a rejected token from its successor.
     pub(super) login_number: u64,
-    /// If it took the place of a rejected one, when.
+    /// The time when it replaced a rejected token; `None` if it didn't.
     replaced_at: Option<Time>,
     refresh_at: Time,
     expires_at: Time,
 }
 
 impl LoginToken {
-    /// What is sent in the credential's place.
+    /// The secret that is sent in the credential's place.
     pub(crate) fn secret(&self) -> &Arc<Secret> {
         &self.secret
     }
 }
 
-/// What a login gives.
+/// The token that a login gave.
 pub(super) struct NewToken {
     pub secret: Secret,
     pub credential: Secret,
     pub refresh_at: Time,
     pub expires_at: Time,
-    /// Whether it takes the place of a token that wasn't accepted.
+    /// True if it replaces a rejected token.
     pub replaces_rejected: bool,
 }
 
-/// What is known of one credential's token.
+/// The login state of one credential.
 #[derive(Default)]
 pub(super) struct TokenSlot {
     login_lock: tokio::sync::Mutex<()>,
@@ -59,12 +59,12 @@ pub(super) struct TokenSlot {
 struct TokenState {
     token: Option<LoginToken>,
     last_failure: Option<(LoginError, Time)>,
-    /// Logins that have ended.
+    /// The number of logins that have finished.
     finished_logins: u64,
 }
 
 impl TokenSlot {
-    /// The token, by this login if there is none that is good, or if it is time and nobody else renews it.
+    /// Returns the token. Uses this login if there is no valid token, or if renewal is due and no other call renews it.
     pub(super) async fn token(
         &self,
         credential: &Secret,
@@ -82,7 +82,7 @@ impl TokenSlot {
         }
         let Ok(_turn) = self.login_lock.try_lock() else { return Ok(token) };
         {
-            // Another call's login may have ended between the look and the turn.
+            // Another call's login may have ended between the first check and the lock.
             let state = self.state();
             let renewed = usable_token(&state).filter(|found| found.login_number > token.login_number);
             if renewed.is_some() || state.recent_failure(now).is_some() {
@@ -99,8 +99,8 @@ impl TokenSlot {
         }
     }
 
-    /// The token that takes the place of a rejected one, by this login unless there was one meanwhile. One that has just
-    /// done so itself shows that logins don't help.
+    /// Returns the token that replaces a rejected one, by this login unless another call has already renewed it. If the
+    /// rejected token itself has just replaced another one, logins don't help.
     pub(super) async fn renew(
         &self,
         rejected: &LoginToken,
@@ -117,7 +117,7 @@ impl TokenSlot {
         self.wait_or_log_in(now, usable_token, async { Ok(NewToken { replaces_rejected: true, ..login.await? }) }).await
     }
 
-    /// Waits for the login that is under way, or has this one.
+    /// Waits for the login that is under way, or performs this one.
     async fn wait_or_log_in(
         &self,
         now: Time,
@@ -140,7 +140,7 @@ impl TokenSlot {
         self.record_login(login.await, now)
     }
 
-    /// Notes how a login ended.
+    /// Records the result of a login.
     fn record_login(&self, result: Result<NewToken, LoginError>, now: Time) -> Result<LoginToken, LoginError> {
         let mut state = self.state();
         state.finished_logins += 1;

@@ -1,4 +1,4 @@
-//! Bodies that break, grow, are shared and are sent again.
+//! Bodies that fail, grow, are shared and are sent again.
 
 use super::*;
 use futures_util::FutureExt;
@@ -227,7 +227,7 @@ proptest! {
     }
 }
 
-/// Bytes that count how many of their kind live.
+/// Bytes that count the live instances of their type.
 struct Counted(&'static AtomicUsize, &'static [u8]);
 
 impl AsRef<[u8]> for Counted {

@@ -1,4 +1,4 @@
-//! The file of a snapshot: read whole, replaced whole, and nobody else's meanwhile.
+//! The file of a snapshot: read whole, replaced whole, and locked meanwhile.
 
 use std::fs::{File, TryLockError};
 use std::io::{self, Read as _, Write as _};
@@ -10,67 +10,67 @@ use tidegate_store::files;
 
 use super::record::{SnapshotRecord, micros};
 
-/// The most bytes of a snapshot: some hundred thousand quotas and cool-downs.
+/// The largest snapshot in bytes: enough for some hundred thousand quotas and cool-downs.
 const MAX_BYTES: u64 = 64 << 20;
-/// The version that is written, and the only one that is read.
+/// The version that is written, and the only one that can be read.
 const VERSION: u32 = 1;
 
-/// Why state can't be kept in a file. What is in the file is never told, and never lost.
+/// The reason why state can't be stored in a file. It never contains the file's contents, and they are never lost.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
-    /// The file is there and can't be read, or it is no regular file, or it is larger than 64 MiB.
+    /// The file can't be read, isn't a regular file, or is larger than 64 MiB.
     #[error("the snapshot {path:?} can't be read: {source}")]
     Unreadable {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
-        /// Why.
+        /// The I/O error.
         source: io::Error,
     },
-    /// The file can't be written; what was there before still is.
+    /// The file can't be written. The previous file is still there.
     #[error("the snapshot {path:?} can't be written: {source}")]
     Unwritable {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
-        /// Why.
+        /// The I/O error.
         source: io::Error,
     },
-    /// The file holds something else.
+    /// The file isn't a snapshot.
     #[error("{path:?} is no snapshot of outbound state, and is left as it is: name another file, or move it away")]
     Foreign {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
     },
-    /// The file is broken.
+    /// The file is damaged.
     #[error(
         "the snapshot {path:?} is broken in line {line}, column {column}, and is left as it is: mend it, or move it away \
          to start with unspent quotas"
     )]
     Broken {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
-        /// Where, counted from 1.
+        /// The line of the error, counted from 1.
         line: usize,
-        /// Where in the line, counted from 1.
+        /// The column of the error, counted from 1.
         column: usize,
     },
     /// A later version has written the file.
     #[error("the snapshot {path:?} is of format {found}, and this version reads {VERSION}; it is left as it is")]
     Newer {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
-        /// Its format.
+        /// The format of the file.
         found: u32,
     },
-    /// Another process, or another gate of this one, keeps its state there.
+    /// Another process, or another gate of this one, uses the file.
     #[error("the snapshot {path:?} is in use by another gate")]
     InUse {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
     },
 }
 
-/// All that a snapshot says.
+/// The contents of a snapshot.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SnapshotDocument {
@@ -86,21 +86,21 @@ impl SnapshotDocument {
     }
 }
 
-/// What tells a snapshot from other files, and its version.
+/// The mark that distinguishes a snapshot from other files, and its version.
 #[derive(Deserialize)]
 struct FormatMarker {
     tidegate_outbound: Option<u32>,
 }
 
-/// Where a snapshot lies. While it lives, nobody else opens the same.
+/// The path of a snapshot. While this value lives, no other can open the same path.
 pub(super) struct SnapshotFile {
     path: PathBuf,
-    /// Held by a file of its own, since a snapshot is replaced by each that is written.
+    /// A lock on a separate file, because each write replaces the snapshot.
     _lock: File,
 }
 
 impl SnapshotFile {
-    /// Takes possession of a path, and reads what is there.
+    /// Locks a path, and reads the file.
     pub(super) fn open(path: &Path) -> Result<(Self, Option<SnapshotDocument>), SnapshotError> {
         let unreadable = |source| SnapshotError::Unreadable { path: path.to_owned(), source };
         let unwritable = |source| SnapshotError::Unwritable { path: path.to_owned(), source };
@@ -119,7 +119,7 @@ impl SnapshotFile {
         Ok((Self { path: path.to_owned(), _lock: lock }, document))
     }
 
-    /// Replaces what is there. Whoever reads it, and whenever the machine fails, finds all of the old or all of the new.
+    /// Replaces the file. A reader, or the next start after a crash, finds all of the old file or all of the new one.
     pub(super) fn write(&self, document: &SnapshotDocument) -> Result<(), SnapshotError> {
         self.replace(document).map_err(|source| SnapshotError::Unwritable { path: self.path.clone(), source })
     }
@@ -146,7 +146,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
 
 fn parse(path: &Path, bytes: &[u8]) -> Result<SnapshotDocument, SnapshotError> {
     let path = || path.to_owned();
-    // Of serde's error only the place is told: its words repeat what was found, and the file may be anything.
+    // Only the position of serde's error is reported: its message repeats contents of the file, which may be anything.
     let broken = |error: serde_json::Error| match error.classify() {
         serde_json::error::Category::Data => None,
         _ => Some(SnapshotError::Broken { path: path(), line: error.line(), column: error.column() }),

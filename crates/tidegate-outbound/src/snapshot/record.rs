@@ -1,22 +1,22 @@
-//! What a snapshot says of one limit.
+//! The record of one limit in a snapshot.
 
 use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 use tidegate_core::Time;
 
-/// Whose count it is, by the names that the policy gives, which outlive the process as its keys don't.
+/// The owner of a count, by the names in the policy. They outlive the process, unlike its keys.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RecordKey {
     pub provider: String,
     /// The limit's name.
     pub limit: String,
-    /// Where the credential comes from; none where the limit counts all of a provider's calls, or nobody is named.
+    /// The source of the credential; `None` if the limit counts all calls of a provider, or no credential is named.
     pub credential: Option<String>,
 }
 
-/// What is remembered of one limit.
+/// The saved state of one limit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SnapshotRecord {
@@ -24,11 +24,11 @@ pub(super) struct SnapshotRecord {
     pub state: RecordState,
 }
 
-/// Moments are microseconds since the Unix epoch.
+/// Times are microseconds since the Unix epoch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "lowercase")]
 pub(super) enum RecordState {
-    /// What is used of a quota in one period of its calendar.
+    /// The use of a quota in one period of its calendar.
     Quota {
         used: u64,
         #[serde(with = "micros")]
@@ -36,7 +36,7 @@ pub(super) enum RecordState {
         #[serde(with = "micros")]
         ends: Time,
     },
-    /// When a credential may be used again.
+    /// The time until which a credential may not be used.
     Cooldown {
         #[serde(with = "micros")]
         until: Time,
@@ -44,7 +44,7 @@ pub(super) enum RecordState {
 }
 
 impl SnapshotRecord {
-    /// From when to when it counts.
+    /// The time from which the record counts, and the time when it ends.
     pub(super) fn period(&self) -> (Time, Time) {
         match self.state {
             RecordState::Quota { began, ends, .. } => (began, ends),
@@ -53,9 +53,9 @@ impl SnapshotRecord {
     }
 }
 
-/// What is kept of earlier records besides those that count at present: for each quota its last period that is over and
-/// the next that is to come, since a clock that has been set may be set again, and what an owner had that isn't known
-/// any more, until it is over.
+/// Returns the earlier records that are kept besides those in effect. For each quota these are its last period that is
+/// over and the next one to come, because a clock that was set may be set again. Records of unknown limits are kept
+/// until they end.
 pub(super) fn retained_records(
     earlier: &[SnapshotRecord],
     present: &[SnapshotRecord],

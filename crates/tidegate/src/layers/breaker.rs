@@ -18,14 +18,14 @@ use tower_service::Service;
 
 use super::{Classifier, NotSent};
 
-/// Stops calling a service that fails, and finds out with a few calls when it is back.
+/// Stops calls to a failing service, and finds out with a few calls when it is back.
 ///
-/// All services made by one layer and its clones share one breaker: make one layer for each service that fails on its
-/// own. What a failure is, is told by the [`Classifier`]; an outcome is known, and a slow call's time over, when the
-/// service's future is: for HTTP, at the head of the reply.
+/// All services made by one layer and its clones share one breaker: make one layer for each service that fails
+/// independently. The [`Classifier`] defines a failure. An outcome is known, and the duration of a call ends, when the
+/// service's future completes: for HTTP, at the head of the reply.
 ///
-/// A service whose breaker is open is ready, so that its refusal is had at once, even where the service inside isn't.
-/// Being ready holds no probe: leave to send is taken by `call`. A call whose future is dropped or panics gives it back.
+/// A service with an open breaker is ready, even if the inner service isn't, so that it refuses calls at once.
+/// Readiness holds no probe: `call` takes the permit. A call gives it back if its future is dropped or panics.
 ///
 /// ```
 /// use tidegate::outbound::Class;
@@ -72,10 +72,10 @@ impl<J, C> Clone for BreakerLayer<J, C> {
 }
 
 impl<J> BreakerLayer<J> {
-    /// A closed breaker.
+    /// Returns a layer with a closed breaker.
     ///
     /// # Errors
-    /// The breaker can't be made: nothing opens it, or a setting is out of its range.
+    /// The settings are invalid: nothing opens the breaker, or one is out of its range.
     pub fn new(spec: BreakerSpec, classifier: J) -> Result<Self, BreakerError> {
         Self::with_clock(spec, classifier, SystemClock::new())
     }
@@ -91,13 +91,13 @@ impl<J, C: Clock> BreakerLayer<J, C> {
         Ok(Self(Arc::new(BreakerLayerInner { breaker, classifier, clock, rng: SharedRng::default() })))
     }
 
-    /// Looks at the breaker as it stands now.
+    /// Runs a function on the present state of the breaker.
     pub fn inspect<T>(&self, look: impl FnOnce(&Breaker, Time) -> T) -> T {
         let now = self.0.clock.now();
         self.0.breaker.with(|breaker| look(breaker, now))
     }
 
-    /// Closes the breaker, whatever it has seen.
+    /// Closes the breaker, regardless of what it has recorded.
     pub fn reset(&self) {
         self.0.breaker.with(Breaker::reset);
     }
@@ -146,20 +146,20 @@ pub struct BreakerService<I, J, C = SystemClock> {
     readiness: Readiness,
 }
 
-/// For what a service is ready.
+/// The call that a service is ready for.
 #[derive(Clone, Copy, Debug)]
 enum Readiness {
-    /// Nobody asked, or the service inside isn't yet.
+    /// `poll_ready` wasn't called, or the inner service isn't ready yet.
     Unknown,
-    /// To call the service inside.
+    /// Ready to call the inner service.
     Inner,
-    /// To refuse: the service inside wasn't asked, so it mustn't be called, even if the breaker lets a call through by
-    /// then.
+    /// Ready to refuse. The inner service wasn't polled for readiness, so it mustn't be called, even if the breaker has
+    /// become half-open since.
     Refusing(BreakerRefusal),
 }
 
 impl<I: Clone, J, C> Clone for BreakerService<I, J, C> {
-    /// A clone is ready for nothing.
+    /// Clones without the readiness.
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared), readiness: Readiness::Unknown }
     }
@@ -199,12 +199,12 @@ where
         match permit {
             Ok(permit) => {
                 self.readiness = Readiness::Unknown;
-                // Before the service is called, which may panic.
+                // Made before the service is called, because that may panic.
                 let guard = BreakerPermitGuard { shared: Arc::clone(&self.shared), permit: Some(permit), started_at };
                 BreakerFuture { state: BreakerFutureState::Sent { reply: self.inner.call(request), guard } }
             }
             Err(refusal) => {
-                // The service inside, if it is ready, stays so for the next call.
+                // If the inner service is ready, it stays ready for the next call.
                 if let Readiness::Refusing(_) = self.readiness {
                     self.readiness = Readiness::Unknown;
                 }
@@ -214,7 +214,7 @@ where
     }
 }
 
-/// Leave to send one call: given back when dropped, unless it was reported.
+/// The permit to send one call. It is given back when dropped, unless it was reported.
 #[derive(Debug)]
 struct BreakerPermitGuard<J, C> {
     shared: Arc<BreakerLayerInner<J, C>>,

@@ -1,4 +1,4 @@
-//! What an outcome means.
+//! The classification of outcomes.
 
 use std::error::Error;
 use std::iter;
@@ -9,31 +9,31 @@ use tidegate_core::{Class, Span, Time};
 use super::{CircuitError, LimitServiceError};
 use tidegate_outbound::HeadClassification;
 
-/// What an outcome means to the layers.
+/// The meaning of an outcome for the layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Classification {
-    /// Its class.
+    /// The class of the outcome.
     pub class: Class,
-    /// How long the service asks to be left alone. Zero is as good as `None`.
+    /// The time that the service asks callers to wait before the next request. Zero means the same as `None`.
     pub retry_after: Option<Span>,
-    /// Whether the service may have acted on the request. What wasn't sent may always be sent again.
+    /// True if the service may have acted on the request. A request that wasn't sent may always be retried.
     pub was_sent: bool,
-    /// Whether the service asks not to be tried again.
+    /// True if the service asks callers not to retry.
     pub asks_not_to_retry: bool,
 }
 
 impl From<Class> for Classification {
-    /// Of a request that was sent, with no wait asked for.
+    /// The classification of a request that was sent, without a requested wait.
     fn from(class: Class) -> Self {
         Self { class, retry_after: None, was_sent: true, asks_not_to_retry: false }
     }
 }
 
-/// Tells what a service's outcomes mean.
+/// Classifies the outcomes of a service.
 ///
-/// A closure or function `Fn(Result<&Res, &E>) -> Class`, or `-> Classified`, is a classifier.
+/// A closure or function `Fn(Result<&Res, &E>) -> Class`, or `-> Classification`, is a classifier.
 pub trait Classifier<Res, E: ?Sized> {
-    /// What this outcome means, which was had `now`.
+    /// Classifies this outcome, which became known at `now`.
     fn classify(&self, outcome: Result<&Res, &E>, now: Time) -> Classification;
 }
 
@@ -47,13 +47,13 @@ where
     }
 }
 
-/// Judges HTTP replies by their status ([`Class::from_status`]), and reads from their headers how long the service asks to
-/// be left alone, or not to be tried again: [`Hints`](tidegate_policy::Hints).
+/// Classifies HTTP replies by their status ([`Class::from_status`]). Reads from their headers the time that the service
+/// asks callers to wait, and a request not to retry: [`Hints`](tidegate_policy::Hints).
 ///
-/// A 403 that says that nothing is left, or when to come back, is throttled. What is throttled was refused instead of
-/// carried out, so it may be sent again whatever its method. An error whose chain of causes ends in [`NotSent`] is a
-/// layer's own refusal: it says nothing about the service and isn't tried again ([`Class::Cancelled`]). Any other error
-/// is a connection that failed, after some of the request may have been sent: [`Class::Transient`].
+/// A 403 is throttled if it says that nothing is left, or when to come back. A throttled request was refused and not
+/// carried out, so it may be retried whatever its method. An error with [`NotSent`] in its chain of causes is a layer's
+/// own refusal: it says nothing about the service and isn't retried ([`Class::Cancelled`]). Any other error means that
+/// the connection failed, possibly after part of the request was sent: [`Class::Transient`].
 ///
 /// For boxed errors, as tower's own timeouts and buffers return them, use [`InnerClassifier`]`(StatusClassifier)`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -100,9 +100,9 @@ impl<B> Classifier<Response<B>, dyn Error + Send + Sync> for StatusClassifier {
 #[error("the request was not sent")]
 pub struct NotSent;
 
-/// Passes outcomes from behind a [`BreakerLayer`](super::BreakerLayer) or [`LimitLayer`](super::LimitLayer), and errors
-/// in a box, to a classifier of the service's own errors. The layer's own refusal says nothing about the service and
-/// isn't tried again: [`Class::Cancelled`]. [`StatusClassifier`] needs it for boxed errors only.
+/// Classifies the inner outcome of a service behind a [`BreakerLayer`](super::BreakerLayer) or
+/// [`LimitLayer`](super::LimitLayer), and errors in a box. The layer's own refusal says nothing about the service and
+/// isn't retried: [`Class::Cancelled`]. [`StatusClassifier`] needs it for boxed errors only.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct InnerClassifier<J>(pub J);
 

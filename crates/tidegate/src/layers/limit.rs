@@ -1,4 +1,4 @@
-//! Waiting for one's turn, as a layer.
+//! A limit with a queue, as a layer.
 
 use std::error::Error;
 use std::fmt;
@@ -19,27 +19,27 @@ use tower_service::Service;
 use super::NotSent;
 use crate::limiter::{KeyedLimiter, LimiterDecision, LimiterError, parse_kind};
 
-/// How many calls wait at a [`LimitLayer`] that doesn't say.
+/// The default number of calls that may wait at a [`LimitLayer`].
 pub const DEFAULT_MAX_WAITING: usize = 1024;
 
-/// The most entries that a window keeps of its calls: up to so many it is exact, and beyond, slots come free late by
-/// at most this part of it.
+/// The most entries that a window keeps of its calls. Up to this limit it is exact. Beyond, capacity returns late by at
+/// most the window's length divided by this number.
 const MAX_ENTRIES: u64 = 4096;
-/// The bound of a store that holds one key.
+/// The memory bound of a limiter with one key.
 const MAX_BYTES: usize = 1 << 20;
 
 /// Lets calls wait for their turn under one limit, in the order of their arrival.
 ///
 /// All services made by one layer and its clones share one limit and one queue. A call waits within its future, and
-/// takes its turn when it is sent, not before: who never polls or drops the future has taken nothing, and those behind
-/// move up. The order of arrival is that in which the futures are first polled.
+/// counts when it is sent, not before. A future that is never polled, or is dropped while it waits, counts nothing, and
+/// the calls behind it move up. The order of arrival is the order in which the futures are first polled.
 ///
-/// The service inside is made ready before the call waits, so that nothing is between its turn and its start. What a
-/// ready service holds, such as a permit of tower's concurrency limit, is therefore held while waiting: such a limit
-/// belongs outside of this layer.
+/// The inner service is made ready before the call waits, so that no delay separates the call's turn from its start. So
+/// a call holds the resources of a ready service while it waits, such as a permit of tower's concurrency limit: such a
+/// limit belongs outside of this layer.
 ///
-/// Has to be polled within a tokio runtime whose timers are enabled. They are exact to about a millisecond, so a rate of
-/// hundreds a second wants a burst of some calls to be reached in full.
+/// The future must be polled within a tokio runtime with timers enabled. They are exact to about a millisecond, so a
+/// rate of hundreds a second needs a burst of some calls to be reached in full.
 ///
 /// ```
 /// use std::time::Duration;
@@ -76,10 +76,11 @@ impl<C> Clone for LimitLayer<C> {
 }
 
 impl LimitLayer {
-    /// A limit as policies write it: `"10/s burst 20"`, `"40 per 10s"`, `"1000 per day in Europe/Paris"`.
+    /// Returns a layer for a limit in the syntax of policies: `"10/s burst 20"`, `"40 per 10s"`, `"1000 per day in
+    /// Europe/Paris"`.
     ///
     /// # Errors
-    /// The quantity can't be read, is `unlimited`, or counts calls in flight: for those there is tower's own layer.
+    /// The quantity is invalid, is `unlimited`, or counts calls in flight: tower has a layer for those.
     pub fn new(quantity: &str) -> Result<Self, LimiterError> {
         Self::with_clock(quantity, SystemClock::new())
     }
@@ -101,7 +102,7 @@ impl<C: Clock> LimitLayer<C> {
         Self::from_kind(kind, clock)
     }
 
-    /// A layer for this limit.
+    /// Returns a layer for this limit.
     ///
     /// # Errors
     /// [`LimiterError::InFlight`].
@@ -114,15 +115,16 @@ impl<C: Clock> LimitLayer<C> {
         })
     }
 
-    /// Refuses a call at once whose turn is further off than this, those before it taken into account. Default
-    /// [`Span::MAX`].
+    /// Sets the longest wait. A call that would have to wait longer is refused at once, with the calls before it taken
+    /// into account. Default [`Span::MAX`].
     #[must_use]
     pub fn max_wait(mut self, max_wait: Duration) -> Self {
         self.wait_limits.max_wait = Span::from_duration(max_wait);
         self
     }
 
-    /// Refuses a call at once if so many wait; 0 counts as 1. Default [`DEFAULT_MAX_WAITING`].
+    /// Sets the most calls that wait. A call beyond that is refused at once. 0 counts as 1. Default
+    /// [`DEFAULT_MAX_WAITING`].
     #[must_use]
     pub fn max_waiting(mut self, max_waiting: usize) -> Self {
         self.wait_limits.max_waiting = max_waiting.max(1);
@@ -138,20 +140,20 @@ impl<I, C> Layer<I> for LimitLayer<C> {
     }
 }
 
-/// Why it isn't a call's turn. Nothing was counted.
+/// The reason why a call was refused. Nothing was counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WaitRefusal {
-    /// Its turn is further off than calls wait.
+    /// The wait would exceed the longest wait.
     #[error("the limit has no room for {wait}")]
     TooLong {
-        /// After how long it would be the call's turn, those before it taken into account. At the earliest, under a
-        /// quota that has fewer calls left than wait.
+        /// The time until the call's turn, with the calls before it taken into account. It is the earliest possible
+        /// time for a quota with fewer calls left than wait.
         wait: Span,
     },
     /// The limit never has room.
     #[error("the limit never has room")]
     Never,
-    /// As many calls wait as may.
+    /// The most calls wait already.
     #[error("too many calls wait for their turn")]
     QueueFull,
 }
@@ -213,7 +215,7 @@ where
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
-        // The service that was made ready must be the one that is called.
+        // `call` must use the instance that was made ready, not its clone.
         let fresh = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, fresh);
         let (queue, wait_limits) = (Arc::clone(&self.queue), self.wait_limits);
@@ -224,7 +226,7 @@ where
     }
 }
 
-/// The queue before a limit. Only its head asks.
+/// The queue before a limit. Only the call at its head checks the limit.
 #[derive(Debug)]
 struct LimitQueue<C> {
     limiter: KeyedLimiter<(), C>,
@@ -235,7 +237,7 @@ struct LimitQueue<C> {
 }
 
 impl<C: Clock> LimitQueue<C> {
-    /// Waits for one call's turn, and takes it.
+    /// Waits for one call's turn, and counts it.
     async fn acquire_turn(&self, wait_limits: WaitLimits) -> Result<(), WaitRefusal> {
         let (_place, ahead) = self.join(wait_limits.max_waiting).ok_or(WaitRefusal::QueueFull)?;
         if ahead > 0 {
@@ -248,15 +250,15 @@ impl<C: Clock> LimitQueue<C> {
         Ok(())
     }
 
-    /// Takes a place behind all that wait, unless those are too many; and how many are ahead.
+    /// Joins the end of the queue. Returns the number of calls ahead; `None` if the queue is full.
     fn join(&self, max_waiting: usize) -> Option<(WaitingGuard<'_>, usize)> {
         let ahead = self.waiting.fetch_add(1, Ordering::Relaxed);
         let waiting_guard = WaitingGuard(&self.waiting);
         (ahead < max_waiting).then_some((waiting_guard, ahead))
     }
 
-    /// When it is the turn of a call that so many are ahead of, if nobody leaves: each limit has room for the next
-    /// call when it would have room for all of them at once, up to its capacity, and beyond goes on at its pace.
+    /// Estimates the wait of a call with this many calls ahead, if none of them leaves. Up to the limit's capacity, its
+    /// turn is when the limit has room for all these calls at once. Beyond, the limit continues at its rate.
     fn estimate_turn(&self, ahead: u64) -> LimiterDecision {
         let capacity = self.kind.capacity().max(1);
         let (cost, extra_wait) = match &self.kind {
@@ -281,7 +283,7 @@ impl<C: Clock> LimitQueue<C> {
 }
 
 impl WaitLimits {
-    /// How long to wait for a turn; `None` if it is now.
+    /// Returns the time to wait for a turn; `None` if it is now.
     fn check_wait(self, decision: LimiterDecision) -> Result<Option<Span>, WaitRefusal> {
         match decision {
             LimiterDecision::Admitted => Ok(None),
@@ -292,7 +294,7 @@ impl WaitLimits {
     }
 }
 
-/// A place in the line: left when dropped.
+/// A position in the queue, given up when dropped.
 struct WaitingGuard<'a>(&'a AtomicUsize);
 
 impl Drop for WaitingGuard<'_> {

@@ -1,4 +1,4 @@
-//! Whether a request can be sent again.
+//! The policy for requests that can be sent again.
 
 use http::Request;
 use tidegate_core::retry::is_repeatable;
@@ -7,13 +7,13 @@ use tidegate_outbound::has_idempotency_key;
 
 /// Copies requests before they are sent, so that they can be sent again.
 ///
-/// A closure or function `Fn(&Req) -> Option<Req>` is one.
+/// A closure or function `Fn(&Req) -> Option<Req>` is a policy.
 pub trait RepeatPolicy<Req> {
-    /// The same request once more; `None` if it can't be sent again.
+    /// Returns a copy of the request; `None` if it can't be sent again.
     fn copy(&self, request: &Req) -> Option<Req>;
 
-    /// Whether the request may be sent again without doing its work twice; `was_sent` if the service may have acted on
-    /// it. Always, unless told otherwise.
+    /// Returns true if the request may be sent again without doing its work twice. `was_sent` is true if the service
+    /// may have acted on it. The default is always true.
     fn is_repeatable(&self, _request: &Req, _was_sent: bool) -> bool {
         true
     }
@@ -25,7 +25,7 @@ impl<F: Fn(&Req) -> Option<Req>, Req> RepeatPolicy<Req> for F {
     }
 }
 
-/// Sends every request again: for services where doing something twice does no harm.
+/// Sends every request again: for services where a repeated request does no harm.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RepeatAll;
 
@@ -35,8 +35,8 @@ impl<Req: Clone> RepeatPolicy<Req> for RepeatAll {
     }
 }
 
-/// Sends HTTP requests again that are idempotent, by their method or because they have an `Idempotency-Key`, and others
-/// if they were never sent: [`is_repeatable`].
+/// Sends an HTTP request again if it is idempotent, by its method or by an `Idempotency-Key`. Sends other requests
+/// again only if they were never sent: [`is_repeatable`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RepeatIdempotent;
 

@@ -1,4 +1,4 @@
-//! Trying again, as a layer.
+//! Retries, as a layer.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -14,18 +14,18 @@ use tower_service::Service;
 
 use super::{Classifier, RepeatAll, RepeatPolicy};
 
-/// Tries calls again that failed, where that is worth it, harmless, possible and in time.
+/// Retries failed calls if a retry can help, does no harm, is possible and can start in time.
 ///
-/// Whether and when is for [`tidegate_core::retry`] to say: by the class that the [`Classifier`] tells, the attempts and
-/// waits of the [`Retry`], the service's own wait, the [`Budget`] that bounds retries as a share of first tries, and the
-/// [time-out](Self::timeout), if there is one. What a call returns is its last outcome itself, whatever that is; only a
-/// service that is no longer ready for another attempt has its error returned in place of the outcome before.
+/// [`tidegate_core::retry`] decides if and when. It considers the class from the [`Classifier`], the attempts and waits
+/// of the [`Retry`], and the wait that the service asks for. The [`Budget`] bounds retries as a share of first
+/// attempts, and the [timeout](Self::timeout), if there is one, bounds their time. A call returns its last outcome
+/// unchanged. But if the service fails to become ready for another attempt, the call returns that error instead.
 ///
-/// Every request is taken for one that may be sent twice, unless [`RetryLayer::repeat_policy`] says otherwise: for HTTP,
-/// say [`RepeatIdempotent`](super::RepeatIdempotent).
+/// Every request counts as safe to repeat, unless [`RetryLayer::repeat_policy`] says otherwise: for HTTP, use
+/// [`RepeatIdempotent`](super::RepeatIdempotent).
 ///
-/// Has to be polled within a tokio runtime whose timers are enabled. A call that is dropped while it waits gives its
-/// retry back to the budget.
+/// The future must be polled within a tokio runtime with timers enabled. A call that is dropped while it waits gives
+/// its retry back to the budget.
 ///
 /// ```
 /// use tidegate::outbound::Class;
@@ -62,8 +62,8 @@ struct RetryLayerConfig<J, P, C> {
 }
 
 impl<J> RetryLayer<J> {
-    /// Tries again as `retry` says and while `budget` lasts, which may be shared with other layers; `None` for no bound
-    /// besides the attempts.
+    /// Returns a layer that retries by the rules of `retry` and while `budget` lasts. Layers may share a budget. With
+    /// `None`, only the attempts are bounded.
     pub fn new(retry: Retry, budget: Option<Arc<Budget>>, classifier: J) -> Self {
         Self::with_clock(retry, budget, classifier, SystemClock::new())
     }
@@ -77,15 +77,15 @@ impl<J, C: Clock> RetryLayer<J, RepeatAll, C> {
 }
 
 impl<J, P, C> RetryLayer<J, P, C> {
-    /// No attempt begins so long after the call began. An attempt that is under way isn't broken off: that is for a
-    /// time-out inside of this layer. Default none.
+    /// Sets the time after which no attempt of a call begins. An attempt under way isn't cancelled: use a timeout layer
+    /// inside of this layer for that. Default none.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.config.timeout = Some(Span::from_duration(timeout));
         self
     }
 
-    /// Chooses which requests can be sent again, and how. Default [`RepeatAll`]: all.
+    /// Sets the policy that decides which requests can be sent again, and copies them. Default [`RepeatAll`]: all.
     #[must_use]
     pub fn repeat_policy<Q>(self, repeat_policy: Q) -> RetryLayer<J, Q, C> {
         let RetryLayerConfig { retry, budget, timeout, classifier, clock, .. } = self.config;
@@ -143,7 +143,7 @@ where
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
-        // The service that was made ready must be the one that is called.
+        // `call` must use the instance that was made ready, not its clone.
         let fresh = self.inner.clone();
         let inner = std::mem::replace(&mut self.inner, fresh);
         let shared = Arc::clone(&self.shared);
@@ -154,7 +154,7 @@ where
 }
 
 impl<J, P, C: Clock> RetryServiceInner<J, P, C> {
-    /// Sends a request to a service that is ready for it, as often as that helps.
+    /// Sends a request to a service that is ready for it, and retries it.
     async fn run<I, Req>(&self, mut inner: I, mut request: Req, deadline: Time) -> Result<I::Response, I::Error>
     where
         I: Service<Req>,
@@ -188,7 +188,7 @@ impl<J, P, C: Clock> RetryServiceInner<J, P, C> {
                 return outcome;
             };
             budget_guard.0 = budget.filter(|_| classified.class == Class::Transient);
-            // A reply that nobody will read holds its connection no longer.
+            // Frees the connection of a reply that is never read.
             drop(outcome);
             if at > now {
                 tokio::time::sleep(at.since(now).as_duration()).await;
@@ -199,7 +199,7 @@ impl<J, P, C: Clock> RetryServiceInner<J, P, C> {
     }
 }
 
-/// The budget that a retry was taken from which hasn't been sent: given back when dropped.
+/// The budget of a retry that hasn't been sent yet. The retry is given back when this is dropped.
 struct BudgetGuard<'a>(Option<&'a Budget>);
 
 impl Drop for BudgetGuard<'_> {

@@ -1,7 +1,7 @@
 //! The tests of replies.
 
 use super::*;
-use tidegate_core::Time;
+use tidegate_core::{Span, Time};
 use tidegate_policy::{Policy, PolicySources};
 
 const FILE: &str = r#"

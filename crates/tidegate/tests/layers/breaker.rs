@@ -34,7 +34,7 @@ async fn five_failures_open_and_two_successes_close() {
     assert_eq!(CircuitError::<Failed>::Open(refusal).to_string(), "Circuit breaker is open");
     assert_eq!(script.times().len(), 5, "a refused call doesn't reach the service");
 
-    // Its own wait is true, and then one call passes at a time.
+    // After the stated wait, one call is admitted at a time.
     tokio::time::advance(refusal.reset_in.as_duration()).await;
     script.rewrite([slow(ok(200), 1), ok(200)]);
     let mut other = service.clone();
@@ -90,7 +90,7 @@ async fn services_of_one_layer_share_the_breaker() {
     assert_eq!(up.times().len(), 0);
 }
 
-/// A layer whose breaker has just become half-open, and its service's script.
+/// A layer with a breaker that has just become half-open, and its service's script.
 async fn half_open(clock: TokioClock) -> (BreakerLayer<impl Classifier<u16, Failed>, TokioClock>, Script) {
     let script = Script::new(clock, [failed(503)]);
     let layer = layer(clock);
@@ -165,7 +165,7 @@ async fn an_open_breaker_refuses_despite_unready_inner_service() {
         let _ = layer.layer(Script::new(clock, [failed(503)])).oneshot("a").await;
     }
     assert!(ready_now(&mut service).await.is_ready());
-    // The open time ends between ready and call: the service inside wasn't asked, and would panic if it were called.
+    // The open time ends between ready and call. The inner service wasn't made ready, and would panic if called.
     advance(300).await;
     assert!(matches!(service.call("a").await, Err(CircuitError::Open(_))));
     assert!(ready_now(&mut service).await.is_pending(), "half-open, it waits again");

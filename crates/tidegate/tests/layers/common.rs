@@ -11,10 +11,10 @@ use tidegate::{Clock as _, Span, Time};
 use tidegate_core::Class;
 use tower::Service;
 
-/// When the tests begin, by [`TokioClock::default`].
+/// The start time of the tests on [`TokioClock::default`].
 const START: Time = Time::from_secs(1_767_225_600);
 
-/// How long ago a test began.
+/// The time since a test began.
 pub(crate) trait Passed {
     fn passed(&self) -> Span;
 
@@ -30,7 +30,7 @@ impl Passed for TokioClock {
     }
 }
 
-/// A reply as a script has it: what it is, and after how long.
+/// A scripted reply, and its delay.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Line(pub Result<u16, u16>, pub Duration);
 
@@ -46,7 +46,7 @@ pub(crate) fn slow(line: Line, seconds: u64) -> Line {
     Line(line.0, Duration::from_secs(seconds))
 }
 
-/// A service that replies as its script says, the last line over and over, and notes when it was called with what.
+/// A service that replies as its script says, and repeats the last line. It records the time and argument of each call.
 #[derive(Clone, Debug)]
 pub(crate) struct Script {
     clock: TokioClock,
@@ -65,7 +65,7 @@ impl Script {
         }
     }
 
-    /// The calls that it had: at how many milliseconds, with what.
+    /// The calls that it received: the time in milliseconds and the argument.
     pub(crate) fn calls(&self) -> Vec<(u64, &'static str)> {
         self.calls.lock().unwrap().clone()
     }
@@ -124,17 +124,17 @@ impl Drop for UnderWay {
     }
 }
 
-/// An error that says which status it would have been.
+/// An error with the status that it stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("failed like a {0}")]
 pub(crate) struct Failed(pub u16);
 
-/// A call's number as what it is called with.
+/// The number of a call, as its argument.
 pub(crate) fn name(number: usize) -> &'static str {
     number.to_string().leak()
 }
 
-/// Judges replies and errors alike by the status that they name.
+/// Classifies replies and errors by their status.
 pub(crate) fn by_number(outcome: Result<&u16, &Failed>) -> Class {
     Class::from_status(outcome.map_or_else(|failed| failed.0, |status| *status))
 }

@@ -52,7 +52,7 @@ async fn new_calls_do_not_overtake_waiting_calls() {
     send(&layer, &script, 1).await;
     tokio::spawn(layer.layer(script.clone()).oneshot("waits"));
     tokio::task::yield_now().await;
-    // There is room now, and who waits hasn't noticed yet.
+    // The limit has capacity now, and the waiting call hasn't noticed yet.
     clock.advance(Span::from_secs(1));
     tokio::spawn(layer.layer(script.clone()).oneshot("comes"));
     tokio::task::yield_now().await;
@@ -70,7 +70,7 @@ async fn a_window_is_never_exceeded() {
     let script = Script::new(clock, [ok(200)]);
     let layer = LimitLayer::with_clock("100 per 10s", clock).unwrap();
     for _ in 0..100 {
-        // So many moments that a window of the gate's would merge some of them.
+        // The gate's windows would merge some of this many times.
         send(&layer, &script, 1).await;
         tokio::time::advance(Duration::from_millis(97)).await;
     }
@@ -148,7 +148,7 @@ async fn cancelled_waiters_let_others_advance() {
         tokio::task::yield_now().await;
     }
     tokio::time::sleep(Duration::from_millis(500)).await;
-    // The head, who sleeps, and some behind it.
+    // The head, which sleeps, and some calls behind it.
     for leaving in [1, 2, 5, 7] {
         handles[leaving].abort();
     }

@@ -1,4 +1,4 @@
-//! The layers that stand alone, on tokio's paused time.
+//! The independent layers, on tokio's paused time.
 #![cfg(all(feature = "outbound", feature = "tower"))]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

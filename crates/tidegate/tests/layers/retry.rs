@@ -90,7 +90,7 @@ async fn the_shared_budget_grows_by_first_attempts() {
             sent.push(script.times().len() - before);
         }
     }
-    // 1 + 0.5 a call: held before each decision 1.5, 1.0, 0.5, 1.0, 0.5, 1.0.
+    // 1 + 0.5 a call: the budget before each decision is 1.5, 1.0, 0.5, 1.0, 0.5, 1.0.
     assert_eq!(sent, [2, 2, 1, 2, 1, 2]);
     assert_eq!(budget.remaining(), 0);
 }
@@ -167,8 +167,8 @@ async fn the_http_status_decides_about_retries() {
     }
 }
 
-/// What a POST through a layer that judges by status comes to, and when it was sent, in milliseconds; it is answered
-/// with this status and these headers once, and then with 200.
+/// Sends a POST through a layer that classifies by status. It is answered with this status and these headers once, and
+/// then with 200. Returns the last status and the times of the attempts, in milliseconds.
 async fn answered_once(status: u16, headers: &[(&'static str, &'static str)]) -> (u16, Vec<u64>) {
     let clock = TokioClock::default();
     let (first, times) = (Arc::new(headers.to_vec()), Arc::new(Mutex::new(Vec::new())));
@@ -195,7 +195,7 @@ async fn retries_wait_as_the_reply_headers_ask() {
     for (headers, wait) in [
         (&[("retry-after", "7")][..], 7_000),
         (&[("retry-after", "Thu, 01 Jan 2026 00:00:20 GMT")], 20_000),
-        // The server's clock is an hour ahead, and the date is by that.
+        // The server's clock is an hour ahead, and the date refers to that clock.
         (&[("date", "Thu, 01 Jan 2026 01:00:00 GMT"), ("retry-after", "Thu, 01 Jan 2026 01:00:20 GMT")], 20_000),
         (&[("retry-after-ms", "1500"), ("retry-after", "2")], 1_500),
         (&[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "9")], 9_000),
@@ -231,7 +231,7 @@ async fn non_cloneable_requests_are_sent_once() {
 async fn each_attempt_uses_a_ready_service() {
     let clock = TokioClock::default();
     let script = Script::new(clock, [failed(503), failed(503), ok(200)]);
-    // Called without having been made ready, it panics.
+    // Panics if it is called without having been made ready.
     let strict = tower::limit::ConcurrencyLimit::new(script.clone(), 1);
     let mut service = RetryLayer::with_clock(retry(3), None, by_number, clock).layer(strict);
     for _ in 0..3 {

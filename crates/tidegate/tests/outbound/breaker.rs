@@ -1,4 +1,4 @@
-//! When a provider is left alone, and how it is found well again.
+//! The opening of a provider's breaker, and its recovery.
 
 use std::pin::pin;
 use std::task::{Context, Waker};
@@ -16,7 +16,8 @@ use crate::common::{Answers, FAILED, GOOD, Log, MISSING, provider, spawn, within
 
 type Api = Provider<Memory, TokioClock>;
 
-/// Five failures open it for five minutes; what it is asked again and again is the breaker's doing alone.
+/// Five failures open the breaker for five minutes. Retries and the adaptive limit are off, so that they don't
+/// interfere.
 const FIVE: &str = "breaker = { failures = 5, open = \"5m\", successes = 2 }\nretry = { max_attempts = 1 }\n\
                     adaptive = \"off\"\ntimeout = \"10m\"\n";
 
@@ -24,7 +25,7 @@ async fn call(api: &Api, reply: AttemptReport, log: &Log) -> Result<u32, CallErr
     api.call(CallOptions::default(), &mut Answers::of(api, &[reply], log, 0)).await.map(|done| done.value)
 }
 
-/// A provider whose breaker has just opened.
+/// A provider with a breaker that has just opened.
 async fn broken(settings: &str) -> Api {
     let api = provider(settings);
     for _ in 0..5 {
@@ -117,10 +118,10 @@ async fn late_replies_from_before_opening_change_nothing() {
     for _ in 0..5 {
         call(&api, FAILED, &log).await.unwrap_err();
     }
-    // Ten failures while it is open neither count nor lengthen.
+    // Ten failures while it is open neither count nor extend the open time.
     sleep(secs(60)).await;
     assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()), (BreakerState::Open, 5, Span::from_secs(240)));
-    // Ten successes of the time before don't close it while it probes.
+    // Ten successes of calls from before the opening don't close it while it is half-open.
     sleep(secs(265)).await;
     assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, GOOD, &log).await.unwrap();
@@ -149,7 +150,7 @@ async fn a_hanging_probe_is_released_after_its_lease() {
     assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()).0, BreakerState::HalfOpen);
     sleep(secs(1)).await;
     call(&api, GOOD, &log).await.unwrap();
-    // Its reply, when it comes after all, is one of an older generation.
+    // The end of the hanging call belongs to an older generation and changes nothing.
     hangs.abort();
     let _ = hangs.await;
     assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
@@ -157,7 +158,7 @@ async fn a_hanging_probe_is_released_after_its_lease() {
     assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
 }
 
-/// A future that is granted its turn while nobody polls it holds the probe for no longer than the lease.
+/// A future that gets its turn, but isn't polled, holds the probe for no longer than the lease.
 #[tokio::test(start_paused = true)]
 async fn an_unpolled_probe_is_released_after_its_lease() {
     let (api, log) = (broken(&format!("{FIVE}limit = \"5 per 301s\"")).await, Log::default());
@@ -178,7 +179,7 @@ async fn an_unpolled_probe_is_released_after_its_lease() {
     assert_eq!(log.lock().unwrap().len(), 2);
 }
 
-/// A queued call that the breaker refuses at its turn is told so, and has spent nothing.
+/// A queued call that the breaker refuses at its turn gets that error, and has spent nothing.
 #[tokio::test(start_paused = true)]
 async fn opening_refuses_queued_calls_at_no_charge() {
     let (api, log) = (provider(&format!("{FIVE}limit = \"6 per 10s\"\n")), Log::default());

@@ -1,4 +1,4 @@
-//! How calls are driven, told and given up.
+//! The course of calls: queueing, replies, errors and cancellation.
 
 use std::future::Future;
 use std::pin::pin;
@@ -65,7 +65,7 @@ async fn urgent_calls_start_first_and_may_be_raised() {
     assert!(starts(&log).iter().map(|(_, name)| *name).eq([0, 2, 4, 3, 1]), "{:?}", starts(&log));
 }
 
-/// A future that was polled once and then left alone must not stand in anybody's way.
+/// A future that was polled once and isn't polled again must not block other calls.
 #[tokio::test(start_paused = true)]
 async fn an_unpolled_call_blocks_no_other_call() {
     let (api, log) = (provider("limit = \"1 per 1s\"\nadaptive = \"off\"\ntimeout = \"60s\""), Log::default());
@@ -76,7 +76,7 @@ async fn an_unpolled_call_blocks_no_other_call() {
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 2)).await.unwrap();
     let starts = starts(&log);
     assert!(starts[1].0 <= 2_510, "{starts:?}");
-    // It was granted meanwhile, and goes as soon as it is polled.
+    // The call was granted its turn meanwhile, and starts as soon as it is polled.
     assert!(matches!(idle.as_mut().poll(&mut Context::from_waker(Waker::noop())), Poll::Ready(Ok(_))));
 }
 
@@ -185,7 +185,7 @@ async fn a_late_cost_report_refunds_no_other_call() {
     slow.in_flight_guard.correct_cost(10);
     let error = api.call(costing(50), &mut answers()).await.unwrap_err();
     assert!(matches!(error.kind, CallErrorKind::RateLimited { .. }), "{error:?}");
-    // Told in time, it is there for others.
+    // A correction that is reported in time is available to other calls.
     tokio::time::advance(Duration::from_secs(60)).await;
     api.call(costing(100), &mut answers()).await.unwrap().in_flight_guard.correct_cost(50);
     api.call(costing(50), &mut answers()).await.unwrap();
@@ -225,7 +225,7 @@ async fn a_panicking_upstream_ends_only_its_call() {
     assert_eq!(api.inspect(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
 }
 
-/// A store that has to be waited for.
+/// A store that answers asynchronously.
 struct Remote {
     memory: Arc<Memory>,
     clock: TokioClock,
@@ -332,7 +332,7 @@ async fn an_unused_grant_passes_to_the_next_call() {
     assert_eq!(api.clock().now(), began);
 }
 
-/// A reply may tell that its call cost less than was reserved for it.
+/// A reply may state that its call cost less than was reserved for it.
 #[tokio::test(start_paused = true)]
 async fn a_refunded_cost_admits_a_waiting_call() {
     let (api, log) =
@@ -370,7 +370,7 @@ async fn a_refunded_cost_admits_a_waiting_call() {
     assert_eq!(refused.retry_after(), None);
 }
 
-/// Answers its n-th request after so many milliseconds, with its number.
+/// Answers its n-th request after its number of milliseconds, with n.
 #[derive(Clone, Copy)]
 struct Twins([u64; 2]);
 
@@ -389,7 +389,7 @@ impl Upstream for Twins {
 
 #[tokio::test(start_paused = true)]
 async fn hedges_wait_for_a_remote_store() {
-    // The limit, how long both requests take, which one's reply it is after how long, and what is left of the limit.
+    // The limit, the delays of both requests, the number and the time of the reply, and the rest of the limit.
     for (limit, takes, number, millis, left) in [
         ("3 per 1h", [5_000, 50], 2, 5 + 1_000 + 5 + 50, 1),
         ("1 per 1h", [5_000, 50], 1, 5 + 5_000, 0),
@@ -412,7 +412,7 @@ async fn hedges_wait_for_a_remote_store() {
     }
 }
 
-/// The timer of a runtime that ends must not be missed by the next.
+/// Calls of another runtime must not depend on the timer of a runtime that has ended.
 #[test]
 fn calls_continue_when_another_runtime_ends() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();

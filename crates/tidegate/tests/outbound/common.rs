@@ -1,4 +1,4 @@
-//! Providers of a few lines, and what stands for their servers.
+//! Providers from short settings, and a substitute for their servers.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -24,19 +24,19 @@ pub(crate) const UNSENT: AttemptReport = AttemptReport { delivery: Delivery::Uns
 /// A 404.
 pub(crate) const MISSING: AttemptReport = AttemptReport { class: Class::Permanent, ..GOOD };
 
-/// Answers after a while with the next of these, the last again and again; notes when it was asked, and with what.
+/// Answers after a delay with the next of these, and repeats the last one. Records each request.
 #[derive(Clone)]
 pub(crate) struct Answers {
     replies: Vec<AttemptReport>,
     after: Duration,
     log: Log,
     name: u32,
-    /// Whether a credential that isn't accepted can be logged in anew.
+    /// True if a login can renew a rejected credential.
     pub(crate) logs_in: bool,
     clock: TokioClock,
 }
 
-/// When requests were sent, for which call, and with which credential.
+/// The requests: the time, the call and the credential of each.
 pub(crate) type Log = Arc<Mutex<Vec<(Time, u32, usize)>>>;
 
 impl Answers {
@@ -74,7 +74,7 @@ impl Upstream for Answers {
     }
 }
 
-/// A reply that asks to be left alone for so many seconds.
+/// A throttled reply that asks for a wait of this many seconds.
 pub(crate) fn throttled_for(secs: u64) -> AttemptReport {
     AttemptReport { retry_after: Some(tidegate::Span::from_secs(secs)), ..THROTTLED }
 }
@@ -97,7 +97,7 @@ pub(crate) fn within(timeout: Duration) -> CallOptions {
     CallOptions { timeout: Some(timeout), ..CallOptions::default() }
 }
 
-/// One call, by a task of its own: how many requests it took.
+/// Makes one call in a task of its own. Returns the number of requests that it took.
 pub(crate) fn spawn(
     api: &Provider<Memory, TokioClock>,
     options: CallOptions,
@@ -107,7 +107,7 @@ pub(crate) fn spawn(
     tokio::spawn(async move { api.call(options, &mut upstream).await.map(|done| done.value) })
 }
 
-/// When requests were sent, in milliseconds since the first, and for which call.
+/// The requests: the time of each, in milliseconds since the first, and its call.
 pub(crate) fn starts(log: &Log) -> Vec<(u64, u32)> {
     let log = log.lock().unwrap();
     let first = log.first().unwrap().0;

@@ -1,4 +1,4 @@
-//! Who goes next: order, floors, caps and hours.
+//! The order of calls: lanes, reserved shares, caps and hours.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
 }
 
-/// Counts how many of its requests are under way at a time.
+/// Counts its concurrent requests.
 #[derive(Clone, Default)]
 struct Counted {
     now: Arc<AtomicU32>,
@@ -92,7 +92,7 @@ async fn musicbrainz_calls_are_sequential_once_per_second() {
     assert!(quick[4].0 < 4_200, "and not much more: {quick:?}");
 }
 
-/// User traffic at twice the limit, for ever.
+/// User traffic at twice the limit, without end.
 async fn flood(api: &Api, calls: &mut JoinSet<()>) {
     for _ in 0..20 {
         let (api, mut upstream) = (api.clone(), Answers::of(api, &[GOOD], &Log::default(), 0));
@@ -198,7 +198,7 @@ async fn only_background_pauses_outside_its_hours() {
     assert_eq!(api.clock().now(), hour(21), "22:00 in Berlin");
 }
 
-/// What waits when the hours end waits for the next.
+/// A call that still waits when the hours end waits for the next hours.
 #[tokio::test(start_paused = true)]
 async fn waiting_background_calls_resume_in_the_next_hours() {
     let settings = "limit = \"1 per 10m\"\nadaptive = \"off\"\n\
@@ -213,7 +213,7 @@ async fn waiting_background_calls_resume_in_the_next_hours() {
     assert_eq!(api.clock().now(), six + Span::from_secs(16 * 3600), "its turn came at 06:05, and it rested by then");
 }
 
-/// Answers as HTTP does.
+/// Answers with HTTP responses.
 struct Page(Answers);
 
 impl Upstream for Page {
@@ -275,11 +275,11 @@ fn plain<T>(error: CallError<T>) -> CallError {
     CallError { provider, kind: why, last_reply: None, stats: happened, failed_at: at }
 }
 
-/// Answers after a while, or as a client does that runs out of time before.
+/// Answers after a delay. If the time runs out before, it reports the timeout as a client does.
 struct Slow(Duration);
 
 impl Upstream for Slow {
-    /// Whether it answered in time.
+    /// True if it answered in time.
     type Reply = bool;
 
     async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<bool> {
@@ -291,7 +291,7 @@ impl Upstream for Slow {
     }
 }
 
-/// What is sent in the last moment comes to nothing, and would take the turn of a call that could succeed.
+/// A request sent just before its deadline fails, and would take the turn of a call that could succeed.
 #[tokio::test(start_paused = true)]
 async fn double_the_load_uses_the_full_limit() {
     let api = provider("limit = \"10/s\"\ntimeout = \"5s\"");
@@ -315,7 +315,7 @@ async fn double_the_load_uses_the_full_limit() {
     assert!(api.inspect(|desk, now| desk.breaker.peek(now).is_ok()));
 }
 
-/// A caller without patience says nothing of the provider.
+/// A caller with a very short timeout shows nothing about the provider.
 #[tokio::test(start_paused = true)]
 async fn short_timeouts_are_no_provider_failure() {
     let api = provider("breaker = { failures = 5, open = \"5m\" }");

@@ -41,7 +41,7 @@ impl Upstream for Server {
     }
 }
 
-/// How long somebody waits before the next call whose last one failed and told no better moment.
+/// The shortest wait of a worker after a failed call.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 #[tokio::test(start_paused = true)]
@@ -76,7 +76,7 @@ async fn a_recovering_provider_is_neither_overloaded_nor_idle() {
     };
     assert!(within(1, 10) >= 9 * 95, "before: {}", within(1, 10));
     assert!(within(12, 70) <= 58 * 3, "down, it is probed and no more: {}", within(12, 70));
-    // A window's calls come in clumps, so that no single second tells how much is used.
+    // The calls of a window come in bursts, so that a single second doesn't show the average use.
     assert!(within(70, 80) >= 8 * 95, "within ten seconds it is used again: {}", within(70, 80));
     assert!(within(73, 80) >= 7 * 95 && within(80, 100) >= 20 * 95, "{} {}", within(73, 80), within(80, 100));
 

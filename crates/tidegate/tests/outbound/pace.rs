@@ -1,4 +1,4 @@
-//! A pace that is found, as calls meet it.
+//! Adaptive and responsive paces, as calls meet them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,8 @@ use tokio::task::JoinSet;
 
 use crate::common::{Answers, GOOD, Log, THROTTLED, options, provider, spawn, starts, throttled_for, within};
 
-/// A server that takes so many calls in any second, and answers after 10 ms: when it was asked, and whether it took that.
+/// A server that accepts a fixed number of calls in any second, and answers after 10 ms. Records the time and result of
+/// each.
 #[derive(Clone)]
 struct Hidden {
     capacity: usize,
@@ -42,8 +43,8 @@ impl Upstream for Hidden {
     }
 }
 
-/// Lets 32 workers call for two minutes; returns how many of a thousand calls that the server takes in the second of them
-/// were made, and how many of a thousand were throttled then.
+/// Lets 32 workers call for two minutes. Returns two figures for the second minute: the accepted calls, in thousandths
+/// of the server's capacity, and the throttled calls, in thousandths of all calls.
 async fn worked(api: &Provider<Memory, TokioClock>, capacity: usize) -> (usize, usize) {
     let (taken, asked, clock) = (Arc::default(), Arc::default(), *api.clock());
     let server = Hidden { capacity, taken, asked, clock };
@@ -92,7 +93,8 @@ async fn one_throttled_reply_spaces_all_responsive_calls() {
     for task in tasks {
         task.await.unwrap().unwrap();
     }
-    // The first failure makes it exactly half a second, and four successes leave it; the most urgent goes first.
+    // The first failure sets the interval to exactly half a second, and four successes don't change it. The most urgent
+    // call goes first.
     assert_eq!(starts(&log), [(0, 0), (500, 4), (1_000, 2), (1_500, 3), (2_000, 1)]);
 }
 

@@ -1,4 +1,4 @@
-//! Several credentials, and the gate that a throttled reply closes for one of them.
+//! Several credentials, and the cool-down of one after a throttled reply.
 
 use std::time::Duration;
 
@@ -100,7 +100,7 @@ async fn spent_quotas_are_reported_with_their_reset() {
     }
     let day = 86_400_000_000;
     let midnight = (api.clock().now().as_micros() / day + 1) * day;
-    // The first learns it from the store, the next before it queues.
+    // The first call gets this from the store, the next one before it queues.
     for _ in 0..2 {
         let error = call(&api, CallOptions::default(), GOOD, &log).await.unwrap_err();
         let CallErrorKind::QuotaSpent { limit, resets_at } = &error.kind else { panic!("{error:?}") };
@@ -109,7 +109,7 @@ async fn spent_quotas_are_reported_with_their_reset() {
             ("api.credential", Some(midnight), 429)
         );
     }
-    // Where the first to be back only cools down, that is what is told.
+    // If the first credential to return is only cooling down, the error says so.
     tokio::time::advance(Duration::from_micros(midnight - api.clock().now().as_micros())).await;
     assert_eq!(call(&api, CallOptions::default(), GOOD, &log).await.unwrap(), 0);
     call(&api, CallOptions::default(), throttled_for(3_600), &log).await.unwrap_err();
@@ -143,7 +143,7 @@ async fn an_earlier_calls_success_ends_no_cool_down() {
     slow.await.unwrap().unwrap();
     let error = call(&api, within(Duration::from_secs(1)), GOOD, &log).await.unwrap_err();
     assert_eq!(error.retry_after(), Some(Span::from_secs(8)), "{error:?}");
-    // The step stands too: the next closing is a second one.
+    // The success doesn't reset the step either: the next cool-down is a second one.
     call(&api, CallOptions::default(), THROTTLED, &log).await.unwrap_err();
     let closed_at = api.clock().now();
     call(&api, CallOptions::default(), GOOD, &log).await.unwrap();
@@ -183,7 +183,7 @@ async fn a_credential_with_failed_login_is_excluded() {
     assert_eq!(used(&api, 4).await, "BBBB");
 }
 
-/// A pool whose credentials take so many calls each at the same time.
+/// A pool of credentials, with a limit on the concurrent calls of each.
 fn busy_pool(names: &str, each: u32) -> Api {
     let credentials: Vec<_> = names.chars().map(|name| format!("\"env:{name}\"")).collect();
     let credentials = credentials.join(", ");
@@ -194,7 +194,7 @@ fn in_flight(api: &Api, credentials: usize) -> Vec<u32> {
     api.inspect(|desk, _| (0..credentials).map(|credential| desk.pool.in_flight(credential)).collect())
 }
 
-/// A call that is under way for so long.
+/// Starts a call that takes this long.
 fn slow(api: &Api, log: &Log, name: u32, millis: u64) -> tokio::task::JoinHandle<Result<u32, CallError<u32>>> {
     let upstream = Answers::of(api, &[GOOD], log, name).after(Duration::from_millis(millis));
     spawn(api, CallOptions::default(), upstream)
@@ -209,7 +209,7 @@ async fn busy_credentials_are_skipped_in_arrival_order() {
         yield_now().await;
         calls.push(slow(&api, &log, name, 100));
     }
-    // More urgent than all that wait, which don't stand in its way.
+    // More urgent than all waiting calls, which don't delay it.
     let urgent = Answers::of(&api, &[GOOD], &log, 20).after(Duration::from_millis(100));
     sleep(Duration::from_millis(50)).await;
     assert_eq!(in_flight(&api, 3), [2, 2, 2]);
@@ -219,7 +219,7 @@ async fn busy_credentials_are_skipped_in_arrival_order() {
     }
     let log = log.lock().unwrap();
     let sent: Vec<_> = log.iter().map(|(at, name, _)| (at.since(began).as_micros() / 100_000, *name)).collect();
-    // Six at first; then one of A's two is busy all along.
+    // Six calls start at first. Then one of A's two permits is in use all the time.
     let mut expected: Vec<_> = (0..6).map(|name| (0, name)).collect();
     expected.push((1, 20));
     expected.extend((6..20).map(|name| ((u64::from(name) - 6 + 1) / 5 + 1, name)));
@@ -257,7 +257,7 @@ async fn a_cancelled_call_frees_its_credential() {
     let next = [slow(&api, &log, 3, 1_000), slow(&api, &log, 4, 1_000)];
     sleep(Duration::from_millis(100)).await;
     assert_eq!((log.lock().unwrap().len(), in_flight(&api, 2)), (2, vec![1, 1]));
-    // One that waits, one that was sent, and one whose reply is being read.
+    // A waiting call, a sent call, and a call with a reply that is being read.
     waits.abort();
     sent.abort();
     sleep(Duration::from_millis(100)).await;
@@ -279,7 +279,7 @@ async fn each_attempt_takes_its_own_permit() {
         provider(&format!("{settings}credentials = [\"env:A\", \"env:B\"]\ncredential_limit = \"1 in flight\"")),
         Log::default(),
     );
-    // A throttled call goes on with the other credential at once, and with none if that is busy.
+    // A throttled call continues with the other credential at once. If that is busy, it waits.
     let mut upstream = Answers::of(&api, &[throttled_for(20), FAILED, GOOD], &log, 0).after(Duration::from_millis(100));
     let done = api.call(CallOptions::default(), &mut upstream).await.unwrap();
     assert_eq!(done.stats.attempts, 3);
@@ -287,7 +287,7 @@ async fn each_attempt_takes_its_own_permit() {
     let sent: Vec<_> = log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
     assert_eq!((sent, starts(&log).last()), (vec![0, 1, 1], Some(&(1_200, 0))));
     assert_eq!(in_flight(&api, 2), [0, 0]);
-    // A cools down and B is busy: B's end comes first, and nothing is sent before.
+    // A cools down and B is busy: the call on B ends first, and nothing is sent before.
     let busy = slow(&api, &log, 1, 2_000);
     yield_now().await;
     assert_eq!(call(&api, within(Duration::from_secs(5)), GOOD, &log).await.unwrap(), 1);

@@ -1,4 +1,4 @@
-//! How often a call is tried, and how long it waits in between.
+//! The number of attempts, and the waits between them.
 
 use std::time::Duration;
 
@@ -69,7 +69,7 @@ async fn thirty_throttled_workers_return_in_thirty_slots() {
     assert_eq!(log.len(), 60);
     let latency = Span::from_secs(5);
     assert!(log[29].0 < log[0].0 + latency, "all are under way when the first is throttled");
-    // Each is told its own 600 s, and the gate keeps the longest for all.
+    // Each reply asks for 600 s, and the credential's cool-down lasts for the longest of them.
     let told = log[29].0 + latency;
     let slots: Vec<_> = log[30..].iter().map(|(at, ..)| *at).collect();
     assert_eq!(slots[0], told + Span::from_secs(600), "none before");

@@ -1,4 +1,4 @@
-//! Providers whose state several nodes share.
+//! Providers with state that several nodes share.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,7 @@ impl Nodes {
             Outbound::with_stores(plan.clone(), own, Some(AnyStore::Fleet(fleet)), clock, &seed)
         };
         let nodes = (1..=count).map(node).collect();
-        // Until all know how many they are.
+        // Until all nodes know their number.
         sleep(Duration::from_secs(3)).await;
         Self { store, nodes, log: Log::default() }
     }
@@ -47,7 +47,7 @@ impl Nodes {
     }
 
     async fn confer(&self) {
-        // Twice, for those who spoke first.
+        // Twice, because the first nodes vote before they know the others' votes.
         for _ in 0..2 {
             for node in &self.nodes {
                 node.run_vote_exchange().await;
@@ -72,7 +72,7 @@ async fn nodes_share_a_providers_limit() {
     assert_eq!(nodes.log.lock().unwrap().len(), 6);
 }
 
-/// No store is told of calls in flight: each node's own are bounded.
+/// The store doesn't count calls in flight: each node limits its own.
 #[tokio::test(start_paused = true)]
 async fn in_flight_credential_limits_apply_per_node() {
     let settings =
@@ -134,7 +134,7 @@ async fn a_majority_of_open_breakers_opens_all() {
     nodes.confer().await;
     assert_eq!(nodes.state(2), BreakerState::Open, "two of three");
     assert!(matches!(nodes.call(2, GOOD).await, Err(CallErrorKind::Unavailable { .. })));
-    // Each finds out by itself that the provider is back, and isn't stopped by those who haven't tried.
+    // Each node detects the recovery by itself. The votes of nodes that haven't called since don't stop it.
     sleep(Duration::from_secs(61)).await;
     for _ in 0..2 {
         nodes.call(2, GOOD).await.unwrap();

@@ -1,4 +1,4 @@
-//! What outlives the process.
+//! State that outlives the process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ fn utc(text: &str) -> Time {
     Time::from_micros(u64::try_from(text.parse::<Timestamp>().unwrap().as_microsecond()).unwrap())
 }
 
-/// The gate of one process after the other: the policy and the file stay, memory and keys don't.
+/// Consecutive processes with the same policy and file, but without their memory and keys.
 struct Host {
     policy: Policy,
     folder: TempDir,
@@ -32,7 +32,7 @@ impl Host {
         Self { policy, folder: tempfile::tempdir().unwrap() }
     }
 
-    /// With OMDb's free tier in this zone.
+    /// A host with OMDb's free tier in this zone.
     fn omdb(zone: &str) -> Self {
         Self::new(load(&format!(
             "[outbound.provider.omdb]\npreset = \"omdb-free\"\ncredentials = \"env:OMDB_KEY\"\n\
@@ -77,7 +77,8 @@ impl Process {
         }
     }
 
-    /// Makes calls until one is refused for a spent quota; how many passed, and when the quota is whole again.
+    /// Makes calls until one is refused for a spent quota. Returns the number of admitted calls, and the time of the
+    /// reset.
     async fn exhaust(&self) -> (u32, Time) {
         for passed in 0..2_000 {
             match self.call().await {
@@ -91,7 +92,7 @@ impl Process {
         panic!("nothing refuses")
     }
 
-    /// Ends as a process does that is told to.
+    /// Ends the process in an orderly way.
     fn stop(self) -> Time {
         self.snapshot.save().unwrap();
         self.api().clock().now()
@@ -102,7 +103,7 @@ fn load(text: &str) -> Policy {
     Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"))
 }
 
-/// The days on which clocks are set forward and back, with the moments at which they begin and end.
+/// Days on which the clocks change, and one without a change: zone, beginning, end and hours.
 const DAYS: [(&str, &str, &str, u64); 5] = [
     ("America/New_York", "2026-03-08T05:00:00Z", "2026-03-09T04:00:00Z", 23),
     ("America/New_York", "2026-11-01T04:00:00Z", "2026-11-02T05:00:00Z", 25),
@@ -185,7 +186,7 @@ async fn a_clock_set_back_grants_no_quota_twice() {
             assert_eq!(process.exhaust().await.0, 0, "{back} back, restart {restart}");
             process.stop();
         }
-        // Set right again, as by a time server that was found late.
+        // The clock is corrected, for example by a time server that is reached late.
         let process = host.start(noon + Span::from_secs(10));
         assert_eq!(process.exhaust().await.0, 0, "{back} back and forth again");
     }
@@ -205,7 +206,7 @@ async fn a_corrected_fast_clock_grants_no_quota_twice() {
         let process = host.start(noon + Span::from_secs(60));
         assert_eq!(process.exhaust().await.0, 0, "{ahead} ahead");
         process.stop();
-        // And nobody is locked out by what the clock said then.
+        // The wrong time locks out no caller later.
         let process = host.start(noon + HOUR.times(24 * 3));
         assert_eq!(process.exhaust().await.0, 1_000, "{ahead} ahead");
     }
@@ -324,7 +325,7 @@ async fn only_shared_quotas_survive_exchanged_credentials() {
         process.stop();
         let host = Host { policy: with("\"env:B\""), folder: host.folder };
         assert_eq!(host.start(now + HOUR).exhaust().await.0, left, "{limit}");
-        // A second one beside the first.
+        // A second credential next to the first.
         let host = Host { policy: with("\"env:A\", \"env:B\""), folder: host.folder };
         let process = host.start(now + HOUR.times(2));
         let mut passed = 0;
@@ -410,7 +411,7 @@ async fn unusable_snapshot_files_are_reported_at_startup() {
     host.start(now);
 }
 
-/// A machine that fails while the file is replaced leaves the old one, and what was half written is nobody's.
+/// A crash during the replacement leaves the old file, and the half-written file is never read.
 #[tokio::test(start_paused = true)]
 async fn a_partly_written_snapshot_is_not_read() {
     let host = Host::omdb("UTC");
@@ -425,7 +426,7 @@ async fn a_partly_written_snapshot_is_not_read() {
     assert_eq!(host.start(now).exhaust().await.0, 0);
 }
 
-/// Links that a stranger put beside the snapshot lead nowhere; one at its name leads to it.
+/// Foreign links next to the snapshot aren't followed. A link at the snapshot's path is followed.
 #[cfg(unix)]
 #[tokio::test(start_paused = true)]
 async fn only_links_at_the_snapshot_path_are_followed() {
@@ -454,7 +455,7 @@ async fn only_links_at_the_snapshot_path_are_followed() {
     assert_eq!((mode("disk/state"), mode("disk/state.lock")), (0o600, 0o600));
 }
 
-/// A file that others could read is its owner's alone once it is written, and what is no file is left as it is.
+/// A file that others could read is private after the next write. A path that isn't a regular file is left unchanged.
 #[cfg(unix)]
 #[tokio::test(start_paused = true)]
 async fn only_private_regular_files_are_written() {

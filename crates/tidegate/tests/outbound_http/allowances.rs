@@ -1,4 +1,4 @@
-//! Limits that nobody knows before the provider's replies tell them.
+//! Limits that are unknown until the provider's replies state them.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use tower::Layer as _;
 
 use crate::common::{Api, Arrived, answer, ask, get, layer_of, now};
 
-/// What a service has left in its present minute when a request has arrived.
+/// The rest of a service's limits in the current minute, after a request has arrived.
 #[derive(Clone, Copy)]
 struct Said {
     admitted: bool,
@@ -20,8 +20,8 @@ struct Said {
     ends: Instant,
 }
 
-/// Counts calls and 100 tokens for each as they arrive, in minutes that begin with the first, and answers after 50 to
-/// 950 ms.
+/// A service that counts each request and 100 tokens for it, in minutes that begin with the first request. It answers
+/// after 50 to 950 ms.
 fn counting(calls: u64, tokens: u64) -> Api {
     let all: Arc<Mutex<Vec<Said>>> = Arc::default();
     let said = Arc::clone(&all);

@@ -1,4 +1,4 @@
-//! Services that stand in for providers, and the layer in front of them.
+//! Services in the place of providers, and the layer in front of them.
 
 use std::future::Future;
 use std::io;
@@ -19,7 +19,7 @@ use tower::ServiceExt as _;
 
 pub(crate) const PLANTED: &str = "pl4nted-s3cr3t";
 
-/// A request as it arrived.
+/// A request that the service received.
 #[derive(Clone, Debug)]
 pub(crate) struct Arrived {
     pub(crate) at: tokio::time::Instant,
@@ -38,7 +38,7 @@ impl Arrived {
 pub(crate) type Answer = io::Result<Response<Full<Bytes>>>;
 pub(crate) type Script = dyn Fn(usize, &Arrived) -> Answer + Send + Sync;
 
-/// A provider: answers the n-th request, counted from 0, as its script says, after a while.
+/// A provider that answers the n-th request, counted from 0, as its script says, after a delay.
 #[derive(Clone)]
 pub(crate) struct Api {
     script: Arc<Script>,
@@ -74,7 +74,7 @@ impl Api {
         self.arrived.lock().unwrap().len()
     }
 
-    /// How many requests are under way: each holds one more of these than of what clones share.
+    /// The number of requests under way. Each holds a clone of `open`. All other clones come in pairs with `arrived`.
     pub(crate) fn open(&self) -> usize {
         Arc::strong_count(&self.open) - Arc::strong_count(&self.arrived)
     }

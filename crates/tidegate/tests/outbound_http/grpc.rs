@@ -1,4 +1,4 @@
-//! Replies of gRPC that say in their head how the call ended.
+//! gRPC replies with the final status in their head.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use tower::Layer as _;
 
 use crate::common::{Answer, Api, PAIR, answer, ask, layer, now, post, status};
 
-/// A call that ended with nothing but this status, and more headers.
+/// A reply with only this status and more headers.
 fn ended(grpc: &str, headers: &[(&str, &str)]) -> Answer {
     let mut all = vec![("content-type", "application/grpc"), ("grpc-status", grpc)];
     all.extend(headers);

@@ -1,4 +1,4 @@
-//! Second requests beside slow ones.
+//! Hedges: second requests next to slow ones.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -28,7 +28,7 @@ fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
 }
 
-/// A provider that answers the n-th request after so many milliseconds, and with its number.
+/// A provider that answers the n-th request with n, after the n-th number of milliseconds.
 fn answering(millis: &'static [u64]) -> Api {
     let takes = |number: usize| Duration::from_millis(millis[number.min(millis.len() - 1)]);
     Api::new(|number, _| answer(200, &[], &number.to_string())).taking_each(takes)
@@ -67,7 +67,7 @@ async fn the_first_request_wins_over_slower_hedges() {
     let happened = *response.extensions().get::<CallStats>().unwrap();
     assert_eq!((happened.attempts, happened.credential, api.count(), api.open()), (2, 0, 2, 0));
     assert_eq!((text(response).await.as_str(), in_flight(&layer)), ("0", 0));
-    // One that is quick has none beside it.
+    // A quick request has no hedge.
     let quick = answering(&[999]);
     let response = ask(&layer.layer(quick.clone()), get("/x")).await.unwrap();
     assert_eq!((response.extensions().get::<CallStats>().unwrap().attempts, quick.count()), (1, 1));
@@ -151,7 +151,7 @@ async fn a_hedge_takes_no_waiting_calls_turn() {
 
 #[tokio::test(start_paused = true)]
 async fn a_failed_request_waits_for_the_other() {
-    // Whose reply comes first in milliseconds, which of them fails, and the number of the one that counts.
+    // The delays of the replies in milliseconds, the failing one, and the number of the one that counts.
     for (millis, fails, counts) in [(&[2_000, 3_000][..], 0, "1"), (&[4_000, 500], 1, "0")] {
         let api = Api::new(move |number, _| match number {
             bad if bad == fails => status(503),
@@ -219,7 +219,7 @@ async fn hedges_stay_within_the_budget() {
     assert!((20..=23).contains(&hedges), "{hedges}");
 }
 
-/// Counts requests as they arrive, whether somebody still waits for the reply or not, in a trailing window.
+/// Counts requests as they arrive in a trailing window, even if the caller doesn't wait for the reply.
 #[derive(Clone)]
 struct Exact(Arc<Counted>);
 

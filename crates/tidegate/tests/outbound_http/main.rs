@@ -344,7 +344,7 @@ async fn redirects_are_forwarded_without_the_credential() {
 
 #[tokio::test(start_paused = true)]
 async fn a_call_is_in_flight_until_body_read() {
-    // The last reply of a call that failed is passed on, too.
+    // The last reply of a failed call is passed on, too.
     for code in [200, 404, 503, 429] {
         let layer = layer("retry = { max_attempts = 2, base = \"1ms\", cap = \"1ms\" }");
         let service = layer.layer(Api::new(move |_, _| status(code)));
@@ -383,7 +383,7 @@ async fn extensions_set_costs_and_replies_correct_them() {
         cost = { reserve = 60, bytes_per_unit = 4, reply = [\"/usage/in\", \"/usage/out\"] }";
     let layer = layer(settings);
     let service = layer.layer(api.clone());
-    // 60 and 40 of 160 bytes are reserved, and 50 spent.
+    // The call reserves 60, and 40 for its 160 bytes, and spends 50.
     let body: &'static str = Box::leak("x".repeat(160).into_boxed_str());
     text(ask(&service, post(body, None)).await.unwrap()).await;
     let costing = |cost, timeout| {
@@ -407,7 +407,7 @@ async fn extensions_set_costs_and_replies_correct_them() {
     drop(response);
 }
 
-/// What the library logs.
+/// Collects the log output of the library.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 

@@ -1,4 +1,4 @@
-//! Bodies that take their time, and who is to blame for it.
+//! Slow request bodies, and the side that causes the delay.
 
 use std::convert::Infallible;
 use std::io;
@@ -21,7 +21,7 @@ use crate::common::{Api, ask, get, layer, now, status};
 
 type Upload = StreamBody<BoxStream<'static, Result<Frame<Bytes>, Infallible>>>;
 
-/// So many pieces, one each so many milliseconds.
+/// A stream of this many pieces, with this delay between them.
 fn pieces(count: usize, millis: u64) -> BoxStream<'static, Result<Frame<Bytes>, Infallible>> {
     let piece = move |number| async move {
         if number > 0 {
@@ -36,7 +36,7 @@ fn put(body: BoxStream<'static, Result<Frame<Bytes>, Infallible>>) -> Request<Up
     Request::put("/x").body(StreamBody::new(body)).unwrap()
 }
 
-/// The body of a caller who falls silent after so many pieces.
+/// A request with a body that stops after this many pieces, without an end.
 fn stalling(pieces_before: usize) -> Request<Upload> {
     put(pieces(pieces_before, 100).chain(stream::pending()).boxed())
 }
@@ -55,7 +55,7 @@ fn is_stalled(error: &OutboundError) -> bool {
 
 #[tokio::test(start_paused = true)]
 async fn a_stalled_caller_is_no_provider_failure() {
-    // Once by the attempt's time, and once by the call's, which is 10 s.
+    // Once by the timeout of the attempt, and once by that of the call, which is 10 s.
     for (settings, secs) in [("attempt_timeout = \"2s\"\n", 2), ("", 10)] {
         let api = Api::new(|_, _| status(200));
         let layer = layer(&format!("{settings}breaker = {{ failures = 1 }}\n"));
@@ -97,7 +97,7 @@ async fn after_the_upload_the_attempt_timeout_applies() {
     assert_eq!((now() - began).as_secs(), 5, "3 s of sending and 2 s of silence");
 }
 
-/// A provider that takes so many pieces of a body, and then no more.
+/// A provider that reads this many pieces of a body, and then stops.
 #[derive(Clone)]
 struct Sated(usize);
 
@@ -135,7 +135,7 @@ async fn a_provider_that_stops_reading_has_failed() {
 
 #[tokio::test(start_paused = true)]
 async fn uploads_too_slow_are_no_provider_failure() {
-    /// A provider that takes a piece a second.
+    /// A provider that reads one piece in a second.
     #[derive(Clone)]
     struct Slow;
     impl tower::Service<Request<ReplayBody<Upload>>> for Slow {

@@ -1,4 +1,4 @@
-//! What is read whole, what is passed on, and how much memory that takes.
+//! Bodies: those that are read whole, those that are passed on, and the memory that this takes.
 
 use super::CacheStatus::{Hit, Miss};
 use super::*;
@@ -16,7 +16,7 @@ fn piece(byte: u8, length: usize) -> Piece {
     Piece::Data(Bytes::from(vec![byte; length]))
 }
 
-/// The body as its caller reads it, with what it ended by.
+/// The body as its caller reads it, and its end.
 async fn read(cache: &Cache<Paused>, api: &Api) -> (CacheStatus, Vec<u8>, Option<&'static str>) {
     let reply = cache.call(api, CallOptions::default(), get("/"), |options, request| api.answer(options, request));
     let (parts, mut body) = reply.await.unwrap().into_parts();

@@ -1,4 +1,4 @@
-//! For how long a reply is good, and what becomes of it then.
+//! The freshness of replies, and their use after it ends.
 
 use super::CacheStatus::{Bypass, Hit, Miss, Stale};
 use super::*;
@@ -113,7 +113,7 @@ async fn a_changed_reply_replaces_the_stale_one() {
     assert_eq!(told, [(Miss, "reply 2".to_owned()), (Hit, "reply 2".to_owned())]);
 }
 
-/// Answers once, and is down then.
+/// A provider that answers once and is down afterwards.
 fn falling(headers: &'static [(&'static str, &'static str)], then: fn() -> Reply) -> Api {
     let api = Api::new(move |number, _| if number == 1 { Ok(reply(200, headers, "reply 1")) } else { then() });
     api.ruled(|rules| rules.stale = Duration::from_secs(100))

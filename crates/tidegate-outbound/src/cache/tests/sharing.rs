@@ -1,4 +1,4 @@
-//! Who may have whose reply.
+//! The sharing of replies between callers.
 
 use super::super::cached_reply::MAX_VARIANTS;
 use super::CacheStatus::{Bypass, Hit, Miss};
@@ -158,7 +158,7 @@ async fn each_vary_variant_is_cached_once() {
     assert!(is_at_rest(&cache));
 }
 
-/// A provider that wasn't made to be kept: its replies don't say what they depend on.
+/// A provider that doesn't expect caching: its replies don't say what they depend on.
 fn unaware() -> Api {
     Api::with(&[]).ruled(|rules| rules.ttl = Some(Duration::MAX)).slow(Duration::from_millis(10))
 }

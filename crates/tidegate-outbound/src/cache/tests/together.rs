@@ -251,7 +251,7 @@ async fn flights_and_their_followers_are_bounded() {
     assert!(is_at_rest(&cache));
 }
 
-/// What a future brings without waiting.
+/// The output of a future that is ready without waiting.
 async fn now<T>(mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
     std::future::poll_fn(|context| {
         Poll::Ready(match future.as_mut().poll(context) {
