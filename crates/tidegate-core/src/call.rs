@@ -15,6 +15,7 @@
 mod hedge;
 mod in_flight;
 mod provider_state;
+mod reply;
 mod rules;
 mod step;
 
@@ -26,7 +27,7 @@ pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
 use crate::lanes::{Lane, RefusalScope, Ticket};
-use crate::retry::{Delivery, FailedAttempt, RetryTracker};
+use crate::retry::{Delivery, RetryTracker};
 use crate::{
     Batch, Class, CredentialPool, LimitId, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, Span, Time, Verb,
 };
@@ -371,69 +372,6 @@ impl Call {
         CallProgress::Send { credential }
     }
 
-    /// Handles the end of an attempt and decides the next step.
-    pub fn handle_reply(
-        &mut self,
-        rules: &CallRules,
-        state: &mut ProviderState,
-        reply: &AttemptReport,
-        now: Time,
-        rng: &mut impl Rng,
-    ) -> NextStep {
-        state.store_requests.clear_updates();
-        let Some(sent) = self.take_sent() else { return NextStep::Done };
-        let credential = sent.credential;
-        self.finish_attempt(rules, state, sent, reply, now, rng);
-        if self.needs_login_renewal(rules, reply) {
-            self.has_renewed_login = true;
-            return NextStep::RenewLogin { credential };
-        }
-        if reply.class == Class::Cancelled && now >= self.deadline {
-            return NextStep::Failed(CallFailure::DeadlineExceeded);
-        }
-        if matches!(reply.class, Class::Success | Class::Permanent | Class::Auth | Class::Cancelled) {
-            return NextStep::Done;
-        }
-        let attempt = FailedAttempt {
-            class: reply.class,
-            is_repeatable: reply.is_repeatable,
-            unreplayable_reason: reply.unreplayable_reason,
-            asks_not_to_retry: reply.asks_not_to_retry,
-            retry_after: reply.retry_after,
-            has_other_credential: state.pool.next(now, rng).is_some_and(|other| other != credential),
-        };
-        let retry = &rules.lane_rules[self.retry_lane as usize].retry;
-        match self.retry_tracker.next_attempt_at(retry, &attempt, Some(&state.budget), now, rng) {
-            Ok(at) => {
-                self.holds_budget_retry = reply.class == Class::Transient;
-                // The reply's body is not read further.
-                self.end_streaming(state);
-                NextStep::RetryAt(at)
-            }
-            Err(why) => NextStep::Failed(CallFailure::NotRetried(why)),
-        }
-    }
-
-    /// True if the reply asks for a new login and the request can be sent again after it.
-    fn needs_login_renewal(&self, rules: &CallRules, reply: &AttemptReport) -> bool {
-        reply.class == Class::Auth
-            && rules.can_renew_login
-            && !self.has_renewed_login
-            && reply.unreplayable_reason.is_none()
-    }
-
-    /// Called when the login requested by [`NextStep::RenewLogin`] has failed.
-    pub fn handle_renewal_failure(
-        &mut self,
-        rules: &CallRules,
-        state: &mut ProviderState,
-        credential: usize,
-        now: Time,
-    ) {
-        state.store_requests.clear_updates();
-        disable_credential(rules, state, credential, now);
-    }
-
     /// Ends its last reply, because the body isn't read further.
     fn end_streaming(&mut self, state: &mut ProviderState) {
         if let CallStage::Streaming(lane, credential) = self.stage {
@@ -486,98 +424,6 @@ impl Call {
         Some(refund)
     }
 
-    fn take_sent(&mut self) -> Option<SentRequest> {
-        match core::mem::replace(&mut self.stage, CallStage::Idle) {
-            CallStage::Sent(sent) => Some(sent),
-            other => {
-                self.stage = other;
-                None
-            }
-        }
-    }
-
-    /// Reports the end of an attempt to the breaker, the limits and the credentials.
-    fn finish_attempt(
-        &mut self,
-        rules: &CallRules,
-        state: &mut ProviderState,
-        sent: SentRequest,
-        reply: &AttemptReport,
-        now: Time,
-        rng: &mut impl Rng,
-    ) {
-        let elapsed = now.since(sent.sent_at);
-        state.breaker.report(sent.permit, reply.class, elapsed, now, rng);
-        // Earlier refusals by a rate were computed without this round trip.
-        if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery) && !rules.jitter.is_zero() {
-            state.lanes.clear_refusals();
-        }
-        if let Some(allowances) = state.remaining_trackers.get_mut(sent.credential) {
-            allowances.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, reply.remaining);
-            state.lanes.clear_refusals();
-        }
-        let is_alone = rules.credential_keys.len() == 1;
-        if let Some(pace) = &mut state.pace {
-            // The requested wait is handled by the credential's cool-down.
-            pace.ended(sent.sent_at, reply.class, reply.remaining.calls.filter(|_| is_alone), now, rng);
-            state.lanes.clear_refusals();
-        }
-        if let Some(inflight) = &mut state.adaptive_limit {
-            inflight.sample(elapsed, sent.in_flight, reply.class, now);
-            state.apply_adaptive_limit(rules);
-        }
-        if reply.is_streaming && !self.needs_login_renewal(rules, reply) {
-            self.stage = CallStage::Streaming(sent.lane, sent.credential);
-        } else {
-            state.record_end(sent.lane, sent.credential);
-        }
-        let correction = match reply.delivery {
-            Delivery::Unsent => Some(Verb::Refund),
-            Delivery::Answered if sent.counted_at > now && rules.lead > Span::ZERO => Some(Verb::Settle),
-            Delivery::Answered | Delivery::Unknown => None,
-        };
-        (self.charged_at, self.counted_at) = (sent.charged_at, sent.counted_at);
-        if let Some(verb) = correction {
-            self.prepare_correction(rules, state, sent.credential, verb, sent.charged_at, sent.counted_at);
-            if state.store_requests.updates().is_some() {
-                state.lanes.clear_refusals();
-                if verb == Verb::Settle {
-                    self.counted_at = now;
-                }
-            }
-        }
-        let cooldown_op = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
-        let generation = sent.generation;
-        match reply.class {
-            // A pace risks throttles. Closing the cool-down at each of them would cost more than the pace gains.
-            Class::Throttled if state.pace.is_some() && is_alone && reply.retry_after.is_none() => {}
-            Class::Throttled => {
-                state.double_lead(sent.sent_at, now);
-                let requested_wait = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
-                push_required(
-                    &mut state.store_requests.updates,
-                    cooldown_op(Verb::Throttle { generation }, requested_wait.as_micros()),
-                );
-                // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
-                if requested_wait.is_zero() {
-                    state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
-                } else {
-                    state.pool.set_closed_until(sent.credential, now + requested_wait, now);
-                }
-            }
-            Class::Success if generation > 0 => {
-                push_required(&mut state.store_requests.updates, cooldown_op(Verb::Success { generation }, 0))
-            }
-            Class::Auth if !rules.can_renew_login || self.has_renewed_login => {
-                disable_credential(rules, state, sent.credential, now)
-            }
-            _ => {}
-        }
-        if let Some(until) = reply.spent_until.filter(|until| *until > now) {
-            state.pool.set_cooling_until(sent.credential, until, now);
-        }
-    }
-
     /// Stays in the queue until a time, or fails now if that is at or after the deadline. A hedge always fails. `spent`
     /// is the limit that certainly has no room before that time.
     fn wait_or_fail(
@@ -616,20 +462,6 @@ impl Call {
         }
     }
 
-    /// Prepares the correction of an attempt's charge and of the time at which it was counted.
-    fn prepare_correction(
-        &self,
-        rules: &CallRules,
-        state: &mut ProviderState,
-        credential: usize,
-        verb: Verb,
-        charged_at: Time,
-        counted_at: Time,
-    ) {
-        self.fill_batch(&mut state.store_requests.updates, rules, credential, verb);
-        state.store_requests.updates.set_charged(charged_at, counted_at);
-    }
-
     /// Fills a batch with the operations of an attempt with this credential. The cool-down comes first.
     fn fill_batch(&self, batch: &mut Batch, rules: &CallRules, credential: usize, verb: Verb) {
         let cost = |ceiling: &ProviderLimit| if ceiling.measure == Measure::Calls { 1 } else { self.cost };
@@ -647,19 +479,6 @@ impl Call {
         {
             push_required(batch, Op::new(ceiling.limit, verb, rules.key, cost(ceiling)));
         }
-    }
-}
-
-/// Disables a credential that the provider rejects. It stays in use if no other is good: the provider may reject this
-/// one request for all credentials.
-fn disable_credential(rules: &CallRules, state: &mut ProviderState, credential: usize, now: Time) {
-    if state.pool.has_other_not_cooling(credential, now) {
-        let key = rules.credential_keys[credential];
-        push_required(
-            &mut state.store_requests.updates,
-            Op::new(rules.cooldown, Verb::Disable, key, DISABLE_TIME.as_micros()),
-        );
-        state.pool.set_cooling_until(credential, now + DISABLE_TIME, now);
     }
 }
 

@@ -1,6 +1,7 @@
 //! A gate as a tower layer, for axum, tonic and any other `tower::Service` over `http` types.
 
-use std::any::Any;
+mod body;
+
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
@@ -12,8 +13,6 @@ use http::header::{CONTENT_TYPE, HOST};
 use http::request::Parts;
 use http::uri::Authority;
 use http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
-use http_body::{Body, Frame, SizeHint};
-use pin_project_lite::pin_project;
 use tidegate_core::{Clock, Decision};
 use tidegate_policy::{
     ActionId, Forwarding, HeaderDialect, KeyError, MatchedActions, Policy, Query, UncountableError, UnknownActionError,
@@ -21,12 +20,13 @@ use tidegate_policy::{
 };
 use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store};
-use tokio::task::AbortHandle;
 use tower_layer::Layer;
 use tower_service::Service;
 
+pub use self::body::GateBody;
+use self::body::RenewedPermit;
 use crate::reply::Replies;
-use crate::{CheckError, Gate, PermitGuard};
+use crate::{CheckError, Gate};
 
 /// Limits a service. A refused call gets a 429 without reaching the service. A refused gRPC call gets
 /// `RESOURCE_EXHAUSTED`, or `PERMISSION_DENIED` if waiting can't help. An admitted call gets rate-limit headers in its
@@ -272,7 +272,7 @@ where
             let (mut parts, body) = request.into_parts();
             if layer.hooks.allow.as_ref().is_some_and(|allow| allow(&parts)) {
                 let response = inner.call(Request::from_parts(parts, body)).await?;
-                return Ok(response.map(GateBody::forwarded));
+                return Ok(response.map(|body| GateBody::forwarded(body, None)));
             }
             layer.normalise_path(&mut parts);
             let admitted = match layer.admit(&parts).await {
@@ -283,10 +283,7 @@ where
             let response = inner.call(Request::from_parts(parts, body)).await?;
             let (mut parts, body) = response.into_parts();
             layer.replies.annotate(admitted.actions, &admitted.decision, &mut parts.headers);
-            Ok(Response::from_parts(
-                parts,
-                GateBody { inner: GateBodyInner::Forwarded { body }, permit: admitted.permit },
-            ))
+            Ok(Response::from_parts(parts, GateBody::forwarded(body, admitted.permit)))
         })
     }
 }
@@ -449,105 +446,4 @@ fn error_response(status: StatusCode, error: &str, message: &str) -> Response<By
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
-}
-
-/// A permit that is renewed in the background and given back when dropped.
-struct RenewedPermit {
-    _guard: Arc<dyn Any + Send + Sync>,
-    renewal_task: AbortHandle,
-}
-
-impl RenewedPermit {
-    fn start_renewal<S: Store, C: Clock>(guard: PermitGuard<S, C>) -> Self {
-        let hold = Arc::new(guard);
-        let weak_guard = Arc::downgrade(&hold);
-        let task = tokio::spawn(async move {
-            loop {
-                tokio::time::sleep(PermitGuard::<S, C>::RENEW_INTERVAL.as_duration()).await;
-                let Some(hold) = weak_guard.upgrade() else { return };
-                hold.renew();
-            }
-        });
-        Self { _guard: hold, renewal_task: task.abort_handle() }
-    }
-}
-
-impl Drop for RenewedPermit {
-    fn drop(&mut self) {
-        self.renewal_task.abort();
-    }
-}
-
-pin_project! {
-    /// The body of a response from a [`GateLayer`]: the service's own, or that of the refusal.
-    pub struct GateBody<B> {
-        #[pin]
-        inner: GateBodyInner<B>,
-        permit: Option<RenewedPermit>,
-    }
-}
-
-pin_project! {
-    #[project = GateBodyInnerProjection]
-    enum GateBodyInner<B> {
-        Forwarded { #[pin] body: B },
-        Refused { body: Option<Bytes> },
-    }
-}
-
-impl<B> GateBody<B> {
-    fn forwarded(body: B) -> Self {
-        Self { inner: GateBodyInner::Forwarded { body }, permit: None }
-    }
-
-    fn refused(body: Bytes) -> Self {
-        Self { inner: GateBodyInner::Refused { body: Some(body).filter(|body| !body.is_empty()) }, permit: None }
-    }
-}
-
-impl<B: Default> Default for GateBody<B> {
-    fn default() -> Self {
-        Self::forwarded(B::default())
-    }
-}
-
-impl<B> std::fmt::Debug for GateBody<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("GateBody").finish_non_exhaustive()
-    }
-}
-
-impl<B: Body<Data = Bytes>> Body for GateBody<B> {
-    type Data = Bytes;
-    type Error = B::Error;
-
-    fn poll_frame(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
-        let this = self.project();
-        match this.inner.project() {
-            GateBodyInnerProjection::Forwarded { body } => {
-                let frame = body.poll_frame(context);
-                if matches!(frame, Poll::Ready(None)) {
-                    *this.permit = None;
-                }
-                frame
-            }
-            GateBodyInnerProjection::Refused { body } => Poll::Ready(body.take().map(|bytes| Ok(Frame::data(bytes)))),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        match &self.inner {
-            GateBodyInner::Forwarded { body } => body.is_end_stream(),
-            GateBodyInner::Refused { body } => body.is_none(),
-        }
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match &self.inner {
-            GateBodyInner::Forwarded { body } => body.size_hint(),
-            GateBodyInner::Refused { body } => {
-                SizeHint::with_exact(body.as_ref().map_or(0, |bytes| bytes.len() as u64))
-            }
-        }
-    }
 }

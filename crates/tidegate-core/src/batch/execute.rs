@@ -1,0 +1,180 @@
+//! The execution of a batch on the states of a store.
+
+use arrayvec::ArrayVec;
+
+use super::outcome::{VerdictFlags, is_always_charged};
+use super::{Batch, BatchContext, MAX_OPS, Op, OpContext, Outcome, Outcomes, RefusalSummary, Verb, Verdict};
+use crate::{KeyState, Limit, Limits, Span, Time};
+
+/// The states of a store for the operations of one batch, addressed by the index of the operation.
+///
+/// The methods correspond to those of [`KeyState`]. A store that keeps whole states forwards to them. A store that
+/// keeps some states in a shorter form may answer from that form.
+pub trait BatchStates {
+    /// [`KeyState::evaluate`], or [`KeyState::peek`] for a `Peek`, which changes nothing.
+    fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome;
+    /// [`KeyState::charge`].
+    fn charge(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome);
+    /// [`KeyState::strike`].
+    fn strike(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome);
+    /// Runs `change` on the whole state. If there is none, runs it on a new one if `create` is true.
+    fn modify(&mut self, index: usize, context: &OpContext<'_>, create: bool, change: &mut dyn FnMut(&mut KeyState));
+    /// Deletes the state.
+    fn reset(&mut self, index: usize, op: &Op);
+}
+
+/// Executes a batch. First every limit is evaluated. If none refuses, all are charged; otherwise those that refuse add
+/// their strikes. An operation with a limit that the plan doesn't have is admitted.
+///
+/// - While any block is in force, only limits that count all calls are charged, and nothing else changes.
+/// - A limit in shadow doesn't affect the others: it neither refuses the call nor prevents their strikes. It is itself
+///   treated as if it were enforced.
+/// - A limit that counts all calls is charged whenever it has room itself. A parole is not room.
+/// - If the store has no room for a key, nothing changes. The caller must repeat the batch under another key.
+#[inline]
+pub fn execute(batch: &Batch, limits: &Limits, states: &mut (impl BatchStates + ?Sized), now: Time) -> Outcomes {
+    execute_part(batch, limits, states, now, RefusalSummary::default())
+}
+
+/// Executes a part of a batch like [`execute`]. Refusals in the other parts count as if they were in this one.
+#[inline]
+pub fn execute_part(
+    batch: &Batch,
+    limits: &Limits,
+    states: &mut (impl BatchStates + ?Sized),
+    now: Time,
+    other_parts: RefusalSummary,
+) -> Outcomes {
+    let now = clamp_now(now);
+    let mut outcomes = Outcomes { now, list: ArrayVec::new() };
+    let (mut enforced, mut including_shadow) = evaluate_ops(batch, limits, states, now, &mut outcomes.list);
+    enforced.refused |= other_parts.enforced_refused;
+    enforced.blocked |= other_parts.enforced_blocked;
+    including_shadow.refused |= other_parts.any_refused;
+    including_shadow.blocked |= other_parts.any_blocked;
+    if !including_shadow.no_room {
+        apply_ops(batch, limits, states, now, &mut outcomes.list, (enforced, including_shadow));
+    }
+    outcomes
+}
+
+/// The first half: evaluates the operations and collects the refusals of enforced limits and of all limits.
+#[inline]
+fn evaluate_ops(
+    batch: &Batch,
+    limits: &Limits,
+    states: &mut (impl BatchStates + ?Sized),
+    now: Time,
+    outcomes: &mut ArrayVec<Outcome, MAX_OPS>,
+) -> (VerdictFlags, VerdictFlags) {
+    let (mut enforced, mut including_shadow) = (VerdictFlags::default(), VerdictFlags::default());
+    for (index, op) in batch.ops.iter().enumerate() {
+        let outcome = match limits.get(op.limit) {
+            Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
+                let outcome = states.evaluate(index, &OpContext { op, limit, batch: batch.context, now });
+                if op.verb == Verb::Take {
+                    including_shadow.add(outcome.verdict);
+                    if !limit.is_shadow() {
+                        enforced.add(outcome.verdict);
+                    }
+                }
+                outcome
+            }
+            _ => Outcome::without_limit(Verdict::Admitted, now),
+        };
+        outcomes.push(outcome);
+    }
+    (enforced, including_shadow)
+}
+
+/// The second half: charges, strikes and the other operations.
+#[inline]
+fn apply_ops(
+    batch: &Batch,
+    limits: &Limits,
+    states: &mut (impl BatchStates + ?Sized),
+    now: Time,
+    outcomes: &mut [Outcome],
+    (enforced, including_shadow): (VerdictFlags, VerdictFlags),
+) {
+    for (index, (op, outcome)) in batch.ops.iter().zip(outcomes).enumerate() {
+        let Some(limit) = limits.get(op.limit) else { continue };
+        let context = OpContext { op, limit, batch: batch.context, now };
+        let flags = if limit.is_shadow() { including_shadow } else { enforced };
+        match op.verb {
+            Verb::Peek => {}
+            Verb::Take if outcome.verdict.refuses() => {
+                if !flags.blocked {
+                    states.strike(index, &context, outcome);
+                }
+            }
+            Verb::Take => {
+                if !flags.refused || is_always_charged(limit, outcome) {
+                    states.charge(index, &context, outcome);
+                }
+            }
+            Verb::Reset => states.reset(index, op),
+            _ => {
+                // Without state, giving back succeeds, but there are no permits to release or renew.
+                let mut done = !matches!(op.verb, Verb::Release | Verb::Renew);
+                states.modify(index, &context, op.verb.creates_state(limit), &mut |state| {
+                    done = state.apply(&context, outcome)
+                });
+                outcome.verdict = if done { Verdict::Admitted } else { Verdict::Refused };
+            }
+        }
+    }
+}
+
+/// Limits the time of a decision to before [`Time::NEVER`]. So even a broken clock never reaches the time at which a
+/// limit of 0 has room.
+#[inline]
+pub fn clamp_now(now: Time) -> Time {
+    now.min(Time::NEVER - Span::from_micros(1))
+}
+
+/// [`execute`] for a batch with a single `Take` under an enforced limit.
+#[inline]
+pub fn execute_take(
+    op: &Op,
+    limit: &Limit,
+    holder: u64,
+    states: &mut (impl BatchStates + ?Sized),
+    now: Time,
+) -> Outcome {
+    let context =
+        OpContext { op, limit, batch: BatchContext { holder, ..BatchContext::default() }, now: clamp_now(now) };
+    let mut outcome = states.evaluate(0, &context);
+    match outcome.verdict {
+        Verdict::Admitted | Verdict::Parole => states.charge(0, &context, &mut outcome),
+        Verdict::Refused => states.strike(0, &context, &mut outcome),
+        Verdict::Blocked | Verdict::NoRoom => {}
+    }
+    outcome
+}
+
+/// Whole states, one for each operation, for stores that load the rows of a batch and write them back.
+impl BatchStates for [KeyState] {
+    fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome {
+        match context.op.verb {
+            Verb::Peek => self[index].peek(context),
+            _ => self[index].evaluate(context),
+        }
+    }
+
+    fn charge(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        self[index].charge(context, outcome);
+    }
+
+    fn strike(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        self[index].strike(context, outcome);
+    }
+
+    fn modify(&mut self, index: usize, _: &OpContext<'_>, _: bool, change: &mut dyn FnMut(&mut KeyState)) {
+        change(&mut self[index]);
+    }
+
+    fn reset(&mut self, index: usize, _: &Op) {
+        self[index] = KeyState::default();
+    }
+}

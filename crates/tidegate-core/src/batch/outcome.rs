@@ -1,0 +1,187 @@
+//! The results of a batch.
+
+use arrayvec::ArrayVec;
+
+use super::{Batch, MAX_OPS, Verb};
+use crate::state::LimitStatus;
+use crate::{Limit, Limits, Span, Time};
+
+/// The result of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// There was room, or the operation can't be refused.
+    Admitted,
+    /// The limit is full, but the parole of a block that has ended lets this call pass.
+    Parole,
+    /// The limit has no room, or, for a renewal, the holder has no permits.
+    Refused,
+    /// A block is in force.
+    Blocked,
+    /// The store is full of keys that it must keep. The caller must repeat the request under a shared key.
+    NoRoom,
+}
+
+impl Verdict {
+    /// True if this operation refuses the call.
+    pub fn refuses(self) -> bool {
+        matches!(self, Self::Refused | Self::Blocked | Self::NoRoom)
+    }
+}
+
+/// The outcome of one operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The result.
+    pub verdict: Verdict,
+    /// The capacity of the limit.
+    pub limit: u64,
+    /// The used amount after the decision. More than the limit if a parole exceeded it.
+    pub used: u64,
+    /// The remaining amount after the decision. 0 while a block is in force.
+    pub remaining: u64,
+    /// The time at which this limit would admit the call: now if it does, [`Time::NEVER`] if it never will.
+    pub retry_at: Time,
+    /// The time at which the full limit is available again.
+    pub reset_at: Time,
+    /// The whole length of the block in force. Zero if there is none.
+    pub block: Span,
+    /// The end of the block.
+    pub block_until: Time,
+    /// The number of strikes.
+    pub strikes: u8,
+    /// The generation of a cool-down, which separates replies to current calls from those to older ones. 0 for other
+    /// limits.
+    pub generation: u32,
+}
+
+impl Outcome {
+    /// The outcome at `now` without any penalty.
+    #[inline]
+    pub fn from_status(status: LimitStatus, now: Time) -> Self {
+        Self {
+            verdict: if status.retry_at <= now { Verdict::Admitted } else { Verdict::Refused },
+            limit: status.limit,
+            used: status.used,
+            remaining: status.remaining,
+            retry_at: status.retry_at,
+            reset_at: status.reset_at,
+            block: Span::ZERO,
+            block_until: Time::ZERO,
+            strikes: 0,
+            generation: 0,
+        }
+    }
+
+    /// An outcome without data of a limit, for operations that give back, renew or delete. For a pace without state it
+    /// means that no caller has to wait.
+    pub fn without_limit(verdict: Verdict, now: Time) -> Self {
+        Self::from_status(LimitStatus { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now }, now)
+            .with_verdict(verdict)
+    }
+
+    /// Adds a `cost` that was just charged.
+    #[inline]
+    pub fn record_charge(&mut self, cost: u64) {
+        self.used = self.used.saturating_add(cost);
+        self.remaining = self.remaining.saturating_sub(cost);
+    }
+
+    fn with_verdict(mut self, verdict: Verdict) -> Self {
+        self.verdict = verdict;
+        self
+    }
+}
+
+/// The outcomes of a batch, in the order of its operations.
+#[derive(Clone, Debug)]
+pub struct Outcomes {
+    pub(super) now: Time,
+    pub(super) list: ArrayVec<Outcome, MAX_OPS>,
+}
+
+impl Outcomes {
+    /// The outcomes of a store that decided elsewhere. Those beyond [`MAX_OPS`] are dropped.
+    pub fn new(now: Time, list: impl IntoIterator<Item = Outcome>) -> Self {
+        Self { now, list: list.into_iter().take(MAX_OPS).collect() }
+    }
+
+    /// The time of the decision, by the store's clock.
+    pub fn now(&self) -> Time {
+        self.now
+    }
+
+    /// The outcomes.
+    pub fn list(&self) -> &[Outcome] {
+        &self.list
+    }
+
+    /// True if any limit refuses, in shadow or not.
+    pub fn refuses(&self) -> bool {
+        self.list.iter().any(|outcome| outcome.verdict.refuses())
+    }
+}
+
+/// The refusals of a call.
+#[derive(Clone, Copy, Default)]
+pub(super) struct VerdictFlags {
+    pub(super) refused: bool,
+    pub(super) blocked: bool,
+    pub(super) no_room: bool,
+}
+
+impl VerdictFlags {
+    pub(super) fn add(&mut self, verdict: Verdict) {
+        self.refused |= verdict.refuses();
+        self.blocked |= verdict == Verdict::Blocked;
+        self.no_room |= verdict == Verdict::NoRoom;
+    }
+}
+
+/// The refusals of a call in other parts of its batch, for a store that executes it in parts ([`execute_part`](super::execute_part)).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RefusalSummary {
+    /// An enforced limit refuses.
+    pub enforced_refused: bool,
+    /// An enforced limit has a block in force.
+    pub enforced_blocked: bool,
+    /// Any limit refuses, in shadow or not.
+    pub any_refused: bool,
+    /// Any limit has a block in force, in shadow or not.
+    pub any_blocked: bool,
+}
+
+impl RefusalSummary {
+    /// Adds the outcomes of a part's takes.
+    pub fn add_part(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes) {
+        for (op, outcome) in batch.ops.iter().zip(&outcomes.list).filter(|(op, _)| op.verb == Verb::Take) {
+            let (refuses, blocks) = (outcome.verdict.refuses(), outcome.verdict == Verdict::Blocked);
+            self.any_refused |= refuses;
+            self.any_blocked |= blocks;
+            if limits.get(op.limit).is_some_and(|limit| !limit.is_shadow()) {
+                self.enforced_refused |= refuses;
+                self.enforced_blocked |= blocks;
+            }
+        }
+    }
+
+    /// True if a take with this outcome was charged to the limit.
+    pub fn is_charged(&self, limit: &Limit, outcome: &Outcome) -> bool {
+        is_always_charged(limit, outcome) || self.must_refund_if_refused(limit, outcome)
+    }
+
+    /// True if it was charged as part of an admitted call. It must be refunded if the call is refused after all.
+    pub fn must_refund_if_refused(&self, limit: &Limit, outcome: &Outcome) -> bool {
+        !outcome.verdict.refuses() && !self.has_refusal_for(limit) && !is_always_charged(limit, outcome)
+    }
+
+    /// True if a take under this limit must not be charged.
+    pub fn has_refusal_for(&self, limit: &Limit) -> bool {
+        if limit.is_shadow() { self.any_refused } else { self.enforced_refused }
+    }
+}
+
+/// True if a take is charged to a limit even if other limits refuse it.
+#[inline]
+pub(super) fn is_always_charged(limit: &Limit, outcome: &Outcome) -> bool {
+    limit.counts_refused() && outcome.verdict == Verdict::Admitted
+}
