@@ -10,7 +10,7 @@ use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 use sqlx::{Executor as _, MySqlPool, PgPool};
 use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Rate, Span, Time, Verb};
-use tidegate_store::{MongoDb, MySql, Postgres, Remote, RowsOptions};
+use tidegate_store::{DatabaseOptions, MongoDb, MySql, Postgres, RemoteStore};
 use tidegate_testkit::servers::{database::DatabaseServer, mariadb::mariadb, mongo::mongo, postgres::postgres};
 use tokio::runtime::{Builder, Runtime};
 
@@ -116,7 +116,7 @@ fn limits() -> Result<Arc<Limits>, String> {
     Ok(Arc::new(Limits::with_limit(Limit::new(LimitKind::Rate(rate)))))
 }
 
-fn decide_with_store(store: impl Remote) -> DecideFn {
+fn decide_with_store(store: impl RemoteStore) -> DecideFn {
     let store = Arc::new(store);
     Arc::new(move |key| {
         let store = Arc::clone(&store);
@@ -126,7 +126,7 @@ fn decide_with_store(store: impl Remote) -> DecideFn {
             if batch.push(op).is_err() {
                 return false;
             }
-            let asked = store.ask(&batch, Time::ZERO).await;
+            let asked = store.apply(&batch, Time::ZERO).await;
             asked.is_ok_and(|outcomes| !outcomes.list()[0].verdict.refuses())
         })
     })
@@ -141,7 +141,7 @@ fn key_bytes(key: u64) -> Vec<u8> {
 }
 
 async fn on_mariadb(url: &str) -> Result<[(&'static str, DecideFn); 2], String> {
-    let store = MySql::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
+    let store = MySql::new(limits()?, &DatabaseOptions::new(url)).map_err(|error| error.to_string())?;
     let pool = sqlx::mysql::MySqlPoolOptions::new().max_connections(CONNECTIONS).test_before_acquire(false);
     let pool: MySqlPool = pool.connect(url).await.map_err(|error| error.to_string())?;
     let make = "CREATE TABLE bare (id BINARY(24) NOT NULL PRIMARY KEY, used BIGINT NOT NULL)";
@@ -157,7 +157,7 @@ async fn on_mariadb(url: &str) -> Result<[(&'static str, DecideFn); 2], String> 
 }
 
 async fn on_postgres(url: &str) -> Result<[(&'static str, DecideFn); 2], String> {
-    let store = Postgres::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
+    let store = Postgres::new(limits()?, &DatabaseOptions::new(url)).map_err(|error| error.to_string())?;
     let pool = sqlx::postgres::PgPoolOptions::new().max_connections(CONNECTIONS).test_before_acquire(false);
     let pool: PgPool = pool.connect(url).await.map_err(|error| error.to_string())?;
     let make = "CREATE TABLE bare (id bytea PRIMARY KEY, used bigint NOT NULL)";
@@ -174,7 +174,7 @@ async fn on_postgres(url: &str) -> Result<[(&'static str, DecideFn); 2], String>
 
 async fn on_mongodb(url: &str) -> Result<[(&'static str, DecideFn); 2], String> {
     use mongodb::bson::{Binary, Document, doc, spec::BinarySubtype};
-    let store = MongoDb::new(limits()?, &RowsOptions::new(url)).map_err(|error| error.to_string())?;
+    let store = MongoDb::new(limits()?, &DatabaseOptions::new(url)).map_err(|error| error.to_string())?;
     let mut options = mongodb::options::ClientOptions::parse(url).await.map_err(|error| error.to_string())?;
     options.max_pool_size = Some(CONNECTIONS);
     let client = mongodb::Client::with_options(options).map_err(|error| error.to_string())?;

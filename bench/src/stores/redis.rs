@@ -11,7 +11,9 @@ use tidegate_core::{
     Batch, Clock as _, Key, LeaseSpec, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate,
     Sharing, Span, Time, Verb, Window,
 };
-use tidegate_store::{Answer, Fleet, FleetOptions, Redis, RedisOptions, Remote as _, Store as _, fleet_limits};
+use tidegate_store::{
+    Fleet, FleetOptions, Redis, RedisOptions, RemoteStore as _, Store as _, StoreResponse, fleet_limits,
+};
 use tidegate_testkit::servers::RedisServer;
 
 use super::TASKS;
@@ -77,7 +79,7 @@ struct TidegateRedis {
 impl AsyncSubject for TidegateRedis {
     async fn decide(&mut self, key: u32) -> bool {
         let batch = batch(&self.ids, key, 1 + key % self.max_cost);
-        admits(self.store.ask(&batch, Time::from_secs(1_700_000_000)).await.as_ref().ok())
+        admits(self.store.apply(&batch, Time::from_secs(1_700_000_000)).await.as_ref().ok())
     }
 }
 
@@ -106,8 +108,8 @@ struct LeasedFleet {
 impl AsyncSubject for LeasedFleet {
     async fn decide(&mut self, key: u32) -> bool {
         match self.fleet.apply(&batch(&[self.id], key, 1), self.clock.now()) {
-            Answer::Ready(outcomes) => admits(Some(&outcomes)),
-            Answer::Later(later) => admits(later.await.as_ref().ok()),
+            StoreResponse::Ready(outcomes) => admits(Some(&outcomes)),
+            StoreResponse::Pending(later) => admits(later.await.as_ref().ok()),
         }
     }
 }

@@ -10,20 +10,21 @@ use tidegate::clock::SystemClock;
 use tidegate::store::{Memory, Store};
 use tidegate::{Clock, Span};
 use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Rate, Verb};
-use tidegate_store::{Answer, FileStore, Flush, Journal};
+use tidegate_store::{FileStore, FlushMode, Journal, StoreResponse};
 
 /// Returns the store in memory.
 pub fn memory(terms: LimitTerms) -> Box<dyn Subject> {
-    let store = Memory::new(limits(terms), Memory::MAX_BYTES);
+    let store = Memory::new(limits(terms), Memory::DEFAULT_MAX_BYTES);
     Box::new(StoreSubject { name: "memory store", store, clock: SystemClock::new(), _folder: None })
 }
 
 /// Returns the store in memory with a file that is written every 100 ms.
 pub fn file(terms: LimitTerms) -> Box<dyn Subject> {
     let folder = tempfile::tempdir().expect("there is room for a file");
-    let journal = Journal::open(&folder.path().join("state"), Flush::default()).expect("the file is new");
+    let journal = Journal::open(&folder.path().join("state"), FlushMode::default()).expect("the file is new");
     let clock = SystemClock::new();
-    let store = FileStore::new(limits(terms), Memory::MAX_BYTES, &journal, clock.now()).expect("the file is new");
+    let store =
+        FileStore::new(limits(terms), Memory::DEFAULT_MAX_BYTES, &journal, clock.now()).expect("the file is new");
     Box::new(StoreSubject { name: OURS, store, clock, _folder: Some(folder) })
 }
 
@@ -44,8 +45,8 @@ impl<S: Store> StoreSubject<S> {
         let mut batch = Batch::new(0);
         let asked = batch.push(Op::new(LimitId::FIRST, Verb::Take, black_box(key), 1));
         match self.store.apply(&batch, self.clock.now()) {
-            Answer::Ready(outcomes) => asked.is_ok() && !outcomes.list()[0].verdict.refuses(),
-            Answer::Later(later) => {
+            StoreResponse::Ready(outcomes) => asked.is_ok() && !outcomes.list()[0].verdict.refuses(),
+            StoreResponse::Pending(later) => {
                 super::spin_until_ready(later).is_ok_and(|outcomes| !outcomes.list()[0].verdict.refuses())
             }
         }

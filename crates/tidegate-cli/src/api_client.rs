@@ -13,7 +13,7 @@ use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
-use tidegate::{DecisionReport, Explanation, LimitState};
+use tidegate::{DecisionReport, Explanation, LimitReport};
 use tidegate_policy::{ApiConfig, Secret, SecretSource};
 use tokio::net::TcpStream;
 
@@ -350,7 +350,7 @@ fn describe_explanation(explanation: &Explanation) -> String {
     text
 }
 
-fn describe_limit(text: &mut String, limit: &LimitState) {
+fn describe_limit(text: &mut String, limit: &LimitReport) {
     let shadow = if limit.shadow { ", in shadow" } else { "" };
     let _ = writeln!(text, "{} ({} limit{shadow})", limit.name, limit.source);
     let _ = writeln!(text, "  allows    {}", limit.words);

@@ -292,7 +292,7 @@ impl Call {
             return self.handle_turn(rules, state, now, rng);
         }
         let is_lane_limit =
-            rules.lane_limits[self.charged_lane as usize].iter().any(|ceiling| ceiling.limit == op.limit);
+            rules.lane_limits[self.charged_lane as usize].iter().any(|provider_limit| provider_limit.limit == op.limit);
         let failure = match kind(op) {
             Some(LimitKind::Quota(_)) => CallFailure::QuotaSpent { limit: op.limit, resets_at: until },
             _ => CallFailure::RateLimited { limit: op.limit, earliest: until },
@@ -464,20 +464,21 @@ impl Call {
 
     /// Fills a batch with the operations of an attempt with this credential. The cool-down comes first.
     fn fill_batch(&self, batch: &mut Batch, rules: &CallRules, credential: usize, verb: Verb) {
-        let cost = |ceiling: &ProviderLimit| if ceiling.measure == Measure::Calls { 1 } else { self.cost };
+        let cost =
+            |provider_limit: &ProviderLimit| if provider_limit.measure == Measure::Calls { 1 } else { self.cost };
         let credential_key = rules.credential_keys[credential];
         batch.clear();
         if verb == Verb::Take {
             push_required(batch, Op::new(rules.cooldown, verb, credential_key, 1));
         }
-        let is_included = |ceiling: &&ProviderLimit| verb != Verb::Settle || ceiling.settles;
-        for ceiling in rules.credential_limits.iter().filter(is_included) {
-            push_required(batch, Op::new(ceiling.limit, verb, credential_key, cost(ceiling)));
+        let is_included = |provider_limit: &&ProviderLimit| verb != Verb::Settle || provider_limit.settles;
+        for provider_limit in rules.credential_limits.iter().filter(is_included) {
+            push_required(batch, Op::new(provider_limit.limit, verb, credential_key, cost(provider_limit)));
         }
-        for ceiling in
+        for provider_limit in
             rules.provider_limits.iter().chain(&rules.lane_limits[self.charged_lane as usize]).filter(is_included)
         {
-            push_required(batch, Op::new(ceiling.limit, verb, rules.key, cost(ceiling)));
+            push_required(batch, Op::new(provider_limit.limit, verb, rules.key, cost(provider_limit)));
         }
     }
 }

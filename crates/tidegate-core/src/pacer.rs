@@ -212,16 +212,16 @@ impl LocalPacer {
 
     /// Records a failed call. Returns the wait before the next one.
     pub fn failed(&mut self, rng: &mut impl Rng) -> Duration {
-        self.rules.failed(&mut self.state, || rng.next_u64());
+        self.rules.record_failure(&mut self.state, || rng.next_u64());
         self.metrics.record(true, false, Some(self.interval()));
         self.interval()
     }
 
     /// Records a successful call. Returns the wait before the next one, or `None` if there is no wait.
     pub fn succeeded(&mut self, rng: &mut impl Rng) -> Option<Duration> {
-        let stepped = self.rules.succeeded(&mut self.state, || rng.next_u64());
-        let wait = stepped.map(|_| self.interval());
-        self.metrics.record(false, stepped == Some(true), wait);
+        let is_step_down = self.rules.record_success(&mut self.state, || rng.next_u64());
+        let wait = is_step_down.map(|_| self.interval());
+        self.metrics.record(false, is_step_down == Some(true), wait);
         wait
     }
 }

@@ -113,7 +113,7 @@ impl KeyState {
         let usage = match (limit.kind(), &self.usage) {
             (LimitKind::Window(window), Usage::Window(log)) => window.idle_at(log),
             (LimitKind::Cooldown(cooldown), Usage::Cooldown(gate)) => cooldown.idle_at(gate),
-            (LimitKind::Pace(pacer), Usage::Pace(tempo)) => pacer.idle_at(tempo),
+            (LimitKind::Pace(pacer), Usage::Pace(pacer_state)) => pacer.idle_at(pacer_state),
             (_, Usage::Rate(arrival)) => arrival.idle_at(),
             (_, Usage::Quota(ledger)) => ledger.idle_at(),
             (_, Usage::Concurrency(permits)) => permits.idle_at(),
@@ -158,9 +158,11 @@ impl KeyState {
                 cooldown_status(cooldown.free_at(*gate, now), now)
             }
             LimitKind::Pace(pacer) => {
-                let Usage::Pace(tempo) = &mut self.usage else { return pacer.status(&PacerState::default(), now) };
-                pacer.refresh(tempo, now);
-                pacer.status(tempo, now)
+                let Usage::Pace(pacer_state) = &mut self.usage else {
+                    return pacer.status(&PacerState::default(), now);
+                };
+                pacer.refresh(pacer_state, now);
+                pacer.status(pacer_state, now)
             }
         }
     }

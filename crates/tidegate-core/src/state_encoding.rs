@@ -71,11 +71,11 @@ impl KeyState {
                 write_number(bytes, u64::from(gate.generation));
                 bytes.push(gate.closings_in_row);
             }
-            Usage::Pace(tempo) => {
+            Usage::Pace(pacer_state) => {
                 bytes.push(VERSION | PACE);
-                write_number(bytes, tempo.interval);
-                write_number(bytes, u64::from(tempo.successes));
-                write_time(bytes, tempo.updated_at);
+                write_number(bytes, pacer_state.interval);
+                write_number(bytes, u64::from(pacer_state.successes));
+                write_time(bytes, pacer_state.updated_at);
             }
         }
         let record = self.penalty_record();

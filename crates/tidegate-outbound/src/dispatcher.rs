@@ -23,8 +23,8 @@ use tidegate_core::retry::Delivery;
 use tidegate_core::{Batch, Clock, Key, Lane, Outcomes, QueueStep, Ticket, Time};
 use tidegate_policy::outbound;
 use tidegate_runtime::random::random_u64;
-use tidegate_store::lock::{Lock, LockGuard};
-use tidegate_store::{Answer, Store, StoreError};
+use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
+use tidegate_store::{Store, StoreError, StoreResponse};
 use tokio::runtime::Handle;
 
 use super::{CallErrorKind, Urgency};
@@ -37,7 +37,7 @@ pub(super) struct ProviderInner<S, C> {
     pub rules: CallRules,
     pub store: Arc<S>,
     pub clock: C,
-    dispatcher: Lock<Dispatcher>,
+    dispatcher: SpinLock<Dispatcher>,
     timer_signals: Arc<TimerSignals>,
     peer_votes: PeerVotes,
 }
@@ -156,28 +156,28 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             rules,
             store,
             clock,
-            dispatcher: Lock::new(dispatcher),
+            dispatcher: SpinLock::new(dispatcher),
             timer_signals: Arc::default(),
             peer_votes: PeerVotes::default(),
         }
     }
 
-    fn lock(&self) -> LockGuard<'_, Dispatcher> {
+    fn lock(&self) -> SpinLockGuard<'_, Dispatcher> {
         // A panic can only come from a waker, after the step was complete.
         self.dispatcher.lock()
     }
 
     /// Takes the lock for a change at the present time.
-    fn lock_for_step(&self) -> (LockGuard<'_, Dispatcher>, Time) {
+    fn lock_for_step(&self) -> (SpinLockGuard<'_, Dispatcher>, Time) {
         let dispatcher = self.lock();
         self.begin_step_at(dispatcher, self.clock.now())
     }
 
     fn begin_step_at<'a>(
         &self,
-        mut dispatcher: LockGuard<'a, Dispatcher>,
+        mut dispatcher: SpinLockGuard<'a, Dispatcher>,
         now: Time,
-    ) -> (LockGuard<'a, Dispatcher>, Time) {
+    ) -> (SpinLockGuard<'a, Dispatcher>, Time) {
         dispatcher.last_step_at = now;
         if let Some(hours) = &self.config().hours {
             dispatcher.context.state.lanes.pause(Lane::Background, hours.next_within(now));
@@ -213,13 +213,13 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let Some(votes) = self.store.vote(topic, reports_failure, self.clock.now()) else { return };
         let Some(votes) = votes.await else { return };
         // Only once per majority: old votes of others must not stop a node that has seen the provider recover.
-        if votes.carry() && !self.peer_votes.majority_failing.swap(true, Ordering::Relaxed) {
+        if votes.has_majority() && !self.peer_votes.majority_failing.swap(true, Ordering::Relaxed) {
             self.run_step(|StepContext { state, rng, .. }, now| {
                 if state.breaker.trip(now, rng) {
                     self.peer_votes.tripped_generation.store(state.breaker.generation(), Ordering::Relaxed);
                 }
             });
-        } else if !votes.carry() {
+        } else if !votes.has_majority() {
             self.peer_votes.majority_failing.store(false, Ordering::Relaxed);
         }
     }
@@ -371,7 +371,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
 
     fn submit_updates(&self, state: &ProviderState, now: Time) {
         if let Some(batch) = state.store_requests.updates() {
-            self.store.tell(batch, now);
+            self.store.submit(batch, now);
         }
     }
 
@@ -445,8 +445,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             }
             match self.store.apply(context.state.store_requests.reservation(), now) {
                 // Borrowed, because outcomes are large.
-                Answer::Ready(ref outcomes) => progress = self.handle_outcomes(call, outcomes, context, now),
-                Answer::Later(answer) => {
+                StoreResponse::Ready(ref outcomes) => progress = self.handle_outcomes(call, outcomes, context, now),
+                StoreResponse::Pending(answer) => {
                     let Some(runtime) = Handle::try_current().ok().or_else(|| context.runtime.clone()) else {
                         call.handle_store_error(&mut context.state);
                         let error = StoreError::Failed("there is no runtime to wait in".to_owned());
@@ -491,7 +491,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             }
             (None, Ok(outcomes)) => {
                 if let Some(refund) = Call::refund_after_cancel(&self.rules, batch, &outcomes) {
-                    self.store.tell(&refund, now);
+                    self.store.submit(&refund, now);
                 }
                 dispatcher.context.state.lanes.clear_refusals();
             }

@@ -168,8 +168,8 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     /// Maintains the stores. A long-running program calls it about once a second.
     pub fn maintain(&self) -> Losses {
         let now = self.0.clock.now();
-        let local_losses = self.0.local_store.tend(now);
-        self.0.shared_store.as_ref().map_or(local_losses, |shared| local_losses.and(shared.tend(now)))
+        let local_losses = self.0.local_store.maintain(now);
+        self.0.shared_store.as_ref().map_or(local_losses, |shared| local_losses.plus(shared.maintain(now)))
     }
 }
 

@@ -18,7 +18,7 @@ pub use file::SnapshotError;
 use file::{SnapshotDocument, SnapshotFile};
 use record::{RecordKey, RecordState, SnapshotRecord, retained_records};
 use tidegate_core::{Batch, Key, LimitId, LimitKind, MAX_COST, Op, Outcome, Span, Time, Verb};
-use tidegate_store::{Answer, Memory, Store};
+use tidegate_store::{Memory, Store, StoreResponse};
 
 use super::{Outbound, Provider};
 use tidegate_core::Clock;
@@ -190,9 +190,9 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         op.must_fit = true;
         let batch = Batch::with_op(0, op);
         match self.outbound.0.local_store.apply(&batch, now) {
-            Answer::Ready(outcomes) => outcomes.list().first().copied(),
+            StoreResponse::Ready(outcomes) => outcomes.list().first().copied(),
             // A remote store keeps its state itself.
-            Answer::Later(_) => None,
+            StoreResponse::Pending(_) => None,
         }
     }
 }
@@ -203,14 +203,15 @@ fn persistent_limits<S: Store, C: Clock>(
 ) -> impl Iterator<Item = (RecordKey, (LimitId, Key))> {
     let (outbound_config, config, rules) = (&provider.0.outbound_config, provider.config(), &provider.0.rules);
     let credential = |index: usize| config.credentials.get(index).map(ToString::to_string);
-    let provider_limits = rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten()).map(move |ceiling| {
-        // A per-credential limit of a single credential counts all calls, but still belongs to that credential.
-        let credential_name =
-            if outbound_config.limit_info(ceiling.limit).per_credential { credential(0) } else { None };
-        (ceiling.limit, rules.key, credential_name)
-    });
+    let provider_limits =
+        rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten()).map(move |provider_limit| {
+            // A per-credential limit of a single credential counts all calls, but still belongs to that credential.
+            let credential_name =
+                if outbound_config.limit_info(provider_limit.limit).per_credential { credential(0) } else { None };
+            (provider_limit.limit, rules.key, credential_name)
+        });
     let credential_limits = rules.credential_keys.iter().enumerate().flat_map(move |(index, key)| {
-        let limits = rules.credential_limits.iter().map(|ceiling| ceiling.limit).chain([rules.cooldown]);
+        let limits = rules.credential_limits.iter().map(|provider_limit| provider_limit.limit).chain([rules.cooldown]);
         limits.map(move |limit| (limit, *key, credential(index)))
     });
     provider_limits.chain(credential_limits).filter_map(move |(limit, key, credential)| {

@@ -9,7 +9,7 @@ use tidegate_core::{Batch, Decision, LimitId, Reason, Time, Verb};
 use tidegate_policy::{
     ActionId, Forwarding, KeyError, KeyPart, KeySeed, MatchedActions, Plan, Policy, Query, QueryError, canonical_ip,
 };
-use tidegate_store::{Immediate, Memory};
+use tidegate_store::{ImmediateStore, Memory};
 
 use super::client::{ClientNetwork, ClientStats, KeyRefusals, key_label};
 use super::meter::Meter;
@@ -164,14 +164,14 @@ impl PolicyEvaluator {
         turn.batch = Batch::new(self.holder);
         turn.list_decision = turn.resolve(&self.plan, &query, &self.seed, now);
         if matches!(turn.list_decision, Ok(None)) {
-            self.store.fetch(&turn.batch);
+            self.store.prefetch(&turn.batch);
         }
     }
 
     /// Prefetches the states of keys with many calls, once all requests are prepared.
     pub(super) fn prefetch_states(&self) {
         for turn in &self.requests[..self.prepared] {
-            self.store.fetch_states(&turn.batch);
+            self.store.prefetch_states(&turn.batch);
         }
     }
 
@@ -304,7 +304,7 @@ impl PolicyEvaluator {
     /// a new key to a shared limit. A gate with more memory might have decided differently.
     pub(super) fn losses(&self) -> u64 {
         let losses = self.store.stats().losses;
-        losses.evicted() + losses.shared
+        losses.evicted() + losses.forced_shares
     }
 }
 

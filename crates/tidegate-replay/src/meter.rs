@@ -129,7 +129,7 @@ impl Meter {
                 if was_charged {
                     outcome.used
                 } else if self.unlimited_states.len() < MAX_UNLIMITED_STATES {
-                    let mut twin = store.state(op).unwrap_or_default();
+                    let mut twin = store.clone_state(op).unwrap_or_default();
                     let used = charge_and_measure(&mut twin, &ask);
                     self.unlimited_states.insert(fingerprint, twin);
                     used
@@ -293,7 +293,7 @@ mod tests {
     use rand::{RngExt, SeedableRng};
     use std::sync::Arc;
     use tidegate_core::{Key, Span, Time, Verb};
-    use tidegate_store::Immediate as _;
+    use tidegate_store::ImmediateStore as _;
 
     use super::*;
 
@@ -301,7 +301,7 @@ mod tests {
     fn measured(kind: LimitKind, calls: &[(u64, u64)], most: usize) -> Meter {
         let limits = Limits::with_limit(Limit::new(kind));
         let mut meter = Meter::with_max_peaks(&limits, most);
-        let store = Memory::new(Arc::new(limits.clone()), Memory::MAX_BYTES);
+        let store = Memory::new(Arc::new(limits.clone()), Memory::DEFAULT_MAX_BYTES);
         for (key, second) in calls {
             let mut batch = Batch::new(0);
             let key = Key::new(

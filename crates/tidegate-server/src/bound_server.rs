@@ -82,19 +82,19 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         let mut housekeeping = JoinSet::new();
         let mut accepting = JoinSet::new();
         let mut admin_accepting = JoinSet::new();
-        let mut sweeps: Vec<Arc<Watchdog>> = Vec::new();
-        let mut admin_sweep = None;
+        let mut watchdogs: Vec<Arc<Watchdog>> = Vec::new();
+        let mut admin_watchdog = None;
         if let Some(OpenListener { listener, service }) = self.inbound {
-            sweeps.push(Arc::clone(&listener.watchdog));
+            watchdogs.push(Arc::clone(&listener.watchdog));
             let upstream = Arc::clone(&service.upstream);
             housekeeping.spawn(async move { upstream.run_idle_cleanup().await });
-            let keeper = self.permit_renewer;
-            housekeeping.spawn(async move { keeper.run().await });
+            let permit_renewer = self.permit_renewer;
+            housekeeping.spawn(async move { permit_renewer.run().await });
             let new_service = move |client| service.connection_service(client);
             accepting.spawn(listener.run(new_service, wait_for_signal(stopped.clone())));
         }
         if let Some(OpenListener { listener, service }) = self.outbound {
-            sweeps.push(Arc::clone(&listener.watchdog));
+            watchdogs.push(Arc::clone(&listener.watchdog));
             for upstream in &service.upstreams {
                 let upstream = Arc::clone(upstream);
                 housekeeping.spawn(async move { upstream.run_idle_cleanup().await });
@@ -103,29 +103,29 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             accepting.spawn(listener.run(new_service, wait_for_signal(stopped.clone())));
         }
         if let Some(OpenListener { listener, service }) = self.api {
-            sweeps.push(Arc::clone(&listener.watchdog));
+            watchdogs.push(Arc::clone(&listener.watchdog));
             let new_service = move |client| ApiService::new(&service, client);
             accepting.spawn(listener.run(new_service, wait_for_signal(stopped.clone())));
         }
         if let Some(OpenListener { listener, service }) = self.admin {
-            admin_sweep = Some(Arc::clone(&listener.watchdog));
+            admin_watchdog = Some(Arc::clone(&listener.watchdog));
             let new_service = move |client| {
                 let (service, client) = (Arc::clone(&service), Arc::new(client));
                 service_fn(move |request| admin::serve(Arc::clone(&service), Arc::clone(&client), request))
             };
             admin_accepting.spawn(listener.run(new_service, wait_for_signal(ended)));
         }
-        for sweep in sweeps.iter().chain(&admin_sweep) {
-            let sweep = Arc::clone(sweep);
-            housekeeping.spawn(async move { sweep.run().await });
+        for watchdog in watchdogs.iter().chain(&admin_watchdog) {
+            let watchdog = Arc::clone(watchdog);
+            housekeeping.spawn(async move { watchdog.run().await });
         }
         let refusals = self.refusals;
         housekeeping.spawn(async move { refusals.run().await });
         let gate = self.gate;
         housekeeping.spawn(async move { housekeeping::run_store_maintenance(|| gate.maintain()).await });
         if let Some(providers) = self.providers {
-            let conferring = providers.clone();
-            housekeeping.spawn(async move { housekeeping::run_vote_exchange(&conferring).await });
+            let providers_for_votes = providers.clone();
+            housekeeping.spawn(async move { housekeeping::run_vote_exchange(&providers_for_votes).await });
             housekeeping.spawn(async move { housekeeping::run_store_maintenance(|| providers.maintain()).await });
         }
         if let Some(snapshot) = &self.snapshot {
@@ -139,30 +139,30 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         stop.await;
         tracing::info!(patience = ?self.shutdown_timeout, "stopping: no more connections; requests in flight get their answers");
         self.draining.store(true, Ordering::Relaxed);
-        for sweep in &sweeps {
-            sweep.drain();
+        for watchdog in &watchdogs {
+            watchdog.drain();
         }
         let _ = stopping.send(true);
         let emptied = async {
             while accepting.join_next().await.is_some() {}
-            for sweep in &sweeps {
-                sweep.wait_until_empty().await;
+            for watchdog in &watchdogs {
+                watchdog.wait_until_empty().await;
             }
         };
         let in_time = tokio::time::timeout(self.shutdown_timeout, emptied).await.is_ok();
-        let cut_off = sweeps.iter().map(|sweep| sweep.len()).sum();
+        let cut_off = watchdogs.iter().map(|watchdog| watchdog.len()).sum();
         if !in_time {
             tracing::warn!(connections = cut_off, "the time for shutting down is over: connections are cut off");
         }
         let _ = ending.send(true);
-        for sweep in sweeps.iter().chain(&admin_sweep) {
-            sweep.abort();
+        for watchdog in watchdogs.iter().chain(&admin_watchdog) {
+            watchdog.abort();
         }
         while admin_accepting.join_next().await.is_some() {}
         // Aborted connections get up to 1 s to release their permits and sockets.
         let all_closed = async {
-            for sweep in sweeps.iter().chain(&admin_sweep) {
-                sweep.wait_until_empty().await;
+            for watchdog in watchdogs.iter().chain(&admin_watchdog) {
+                watchdog.wait_until_empty().await;
             }
         };
         let _ = tokio::time::timeout(Duration::from_secs(1), all_closed).await;
@@ -176,5 +176,5 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
 
 async fn wait_for_signal(mut signal: tokio::sync::watch::Receiver<bool>) {
     // An error means that the sender was dropped, which also means stop.
-    let _ = signal.wait_for(|told| *told).await;
+    let _ = signal.wait_for(|is_signalled| *is_signalled).await;
 }

@@ -63,22 +63,22 @@ impl ClientLimit {
 
     /// Answers a connection over the limit with 503, without reading its request.
     #[cold]
-    pub(crate) fn reject_connection(&self, stream: &TcpStream, ip: IpAddr, sweep: &Watchdog) {
-        let words = local_response::raw_error_response(
+    pub(crate) fn reject_connection(&self, stream: &TcpStream, ip: IpAddr, watchdog: &Watchdog) {
+        let response = local_response::raw_error_response(
             StatusCode::SERVICE_UNAVAILABLE,
             "too many connections from this address",
         );
         let socket = socket2::SockRef::from(stream);
         // Unread bytes would reset the connection at its close, before the client reads the response.
         let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
-        let _ = socket.send(&words);
+        let _ = socket.send(&response);
         let _ = socket.shutdown(std::net::Shutdown::Write);
         let mut list = self.state.lock();
-        if list.last_logged.is_some_and(|told| !sweep.has_elapsed(told, LOG_INTERVAL)) {
+        if list.last_logged.is_some_and(|last_logged| !watchdog.has_elapsed(last_logged, LOG_INTERVAL)) {
             list.suppressed += 1;
             return;
         }
-        list.last_logged = Some(sweep.current_tick());
+        list.last_logged = Some(watchdog.current_tick());
         let suppressed = std::mem::take(&mut list.suppressed);
         drop(list);
         tracing::warn!(%ip, most = self.max_connections, suppressed, "a client address has too many connections");

@@ -91,8 +91,8 @@ impl<S: ConnectionService> ClientConnection<S> {
                     return true;
                 }
                 let is_given_up = self.watch.is_ended_for(EndReason::HeadBytes);
-                let trouble = if is_given_up { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
-                self.start_closing(stream, trouble.raw_response());
+                let error = if is_given_up { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
+                self.start_closing(stream, error.raw_response());
                 false
             }
         }
@@ -179,33 +179,33 @@ where
                         };
                         if let Some(parts) = http.into_parts().filter(|_| lingers) {
                             let (stream, refusal) = parts.io.into_inner().into_parts();
-                            let words = match (ended, refusal) {
+                            let response = match (ended, refusal) {
                                 (Err(error), Some(status)) => local_response::raw_error_response(
                                     status,
                                     &format!("the request's head can't be read: {error}"),
                                 ),
                                 _ => Bytes::new(),
                             };
-                            this.start_closing(stream, words);
+                            this.start_closing(stream, response);
                         }
                     }
                 },
-                ConnectionStage::Closing { stream, response: words, is_shut_down: said, linger } => {
+                ConnectionStage::Closing { stream, response, is_shut_down, linger } => {
                     if this.watch.must_end_phase() {
                         return Poll::Ready(());
                     }
-                    while !words.is_empty() {
-                        match Pin::new(&mut *stream).poll_write(cx, words) {
+                    while !response.is_empty() {
+                        match Pin::new(&mut *stream).poll_write(cx, response) {
                             Poll::Pending => return Poll::Pending,
-                            Poll::Ready(Ok(written)) if written > 0 => words.advance(written),
+                            Poll::Ready(Ok(written)) if written > 0 => response.advance(written),
                             Poll::Ready(_) => return Poll::Ready(()),
                         }
                     }
-                    if !*said {
+                    if !*is_shut_down {
                         match Pin::new(&mut *stream).poll_shutdown(cx) {
                             Poll::Pending => return Poll::Pending,
                             Poll::Ready(Err(_)) => return Poll::Ready(()),
-                            Poll::Ready(Ok(())) => *said = true,
+                            Poll::Ready(Ok(())) => *is_shut_down = true,
                         }
                     }
                     return linger.poll(stream, &this.watch, cx);

@@ -38,9 +38,9 @@ impl DisplacementQueue {
     /// Ends the connection that has been idle longest between requests, or silent since it was accepted. If there is
     /// none, ends the oldest that is sending its head, and then the oldest that has its response. Returns false if all
     /// have a request in progress.
-    pub(crate) fn displace_one(&mut self, sweep: &Watchdog) -> bool {
+    pub(crate) fn displace_one(&mut self, watchdog: &Watchdog) -> bool {
         if !self.0.iter().any(Candidate::is_current) {
-            self.0 = oldest_candidates(sweep);
+            self.0 = oldest_candidates(watchdog);
         }
         while let Some(candidate) = self.0.pop() {
             if candidate.is_current() {
@@ -72,9 +72,9 @@ fn candidate_kind(watch: &ConnectionWatch) -> Option<(CandidateKind, ConnectionP
     (!watch.must_end_phase()).then_some((kind, phase))
 }
 
-fn oldest_candidates(sweep: &Watchdog) -> Vec<Candidate> {
-    let now = sweep.current_tick.load(Ordering::Relaxed);
-    let open = sweep.connections.lock();
+fn oldest_candidates(watchdog: &Watchdog) -> Vec<Candidate> {
+    let now = watchdog.current_tick.load(Ordering::Relaxed);
+    let open = watchdog.connections.lock();
     let mut found: Vec<_> = open
         .iter()
         .filter_map(|(index, watch)| {

@@ -203,7 +203,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         number: u32,
         client: &ConnectionContext,
     ) -> Result<(&Mount<S, C>, CallOptions), Response<ResponseBody>> {
-        validate_request(request, number, &client.watch).map_err(|trouble| trouble.response())?;
+        validate_request(request, number, &client.watch).map_err(|error| error.response())?;
         if let Err(denied) = self.access.check(request) {
             return Err(self.access.denied_response(denied, request, client.address, self.now()));
         }
@@ -243,8 +243,8 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         }
         let (why, happened) = match failed {
             OutboundError::Call(call) => {
-                let trouble = call.last_reply.as_ref().map(|trouble| format!(": {}", error_chain(trouble)));
-                (call.kind.to_string() + &trouble.unwrap_or_default(), Some(call.stats))
+                let reply_error = call.last_reply.as_ref().map(|trouble| format!(": {}", error_chain(trouble)));
+                (call.kind.to_string() + &reply_error.unwrap_or_default(), Some(call.stats))
             }
             failed => (error_chain(failed), None),
         };
@@ -326,9 +326,9 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
     let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
     let OutboundError::Call(call) = failed else { return error(status, &error_chain(failed)) };
     let mut problem = call.to_body();
-    if let Some(trouble) = &call.last_reply {
+    if let Some(reply_error) = &call.last_reply {
         problem.message += ": ";
-        problem.message += &error_chain(trouble);
+        problem.message += &error_chain(reply_error);
     }
     let body = serde_json::to_vec(&problem).unwrap_or_default();
     let mut response = json(status, body.into());

@@ -17,12 +17,12 @@ pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
     loop {
         tokio::time::sleep(MAINTENANCE_INTERVAL).await;
         let lost = tend();
-        if lost.any() {
+        if lost.has_any() {
             tracing::warn!(
-                used = lost.used,
-                full = lost.full,
-                blocked = lost.blocked,
-                shared = lost.shared,
+                used = lost.evicted_used,
+                full = lost.evicted_exhausted,
+                blocked = lost.refused_blocks,
+                shared = lost.forced_shares,
                 "the store is full: entries that still counted had to go, or new keys share their network's limit and some \
                  aren't blocked; raise store.max_bytes"
             );

@@ -60,20 +60,20 @@ pub(crate) struct ConnectionContext {
 }
 
 impl Listener {
-    pub(crate) fn bind(address: SocketAddr, bounds: ListenerConfig) -> io::Result<Self> {
+    pub(crate) fn bind(address: SocketAddr, config: ListenerConfig) -> io::Result<Self> {
         let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         // A restarted gate can reuse its port while old connections are in TIME_WAIT.
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;
         let mut http = http1::Builder::new();
-        http.max_header_size(bounds.header_bytes).max_buf_size(bounds.header_bytes.max(MIN_BUFFER_BYTES));
-        if bounds.headers != DEFAULT_MAX_HEADERS {
-            http.max_headers(bounds.headers);
+        http.max_header_size(config.header_bytes).max_buf_size(config.header_bytes.max(MIN_BUFFER_BYTES));
+        if config.headers != DEFAULT_MAX_HEADERS {
+            http.max_headers(config.headers);
         }
         Ok(Self {
             socket: socket.listen(BACKLOG)?,
-            config: bounds,
-            watchdog: Watchdog::new(bounds.timeouts, bounds.connections),
+            config,
+            watchdog: Watchdog::new(config.timeouts, config.connections),
             http,
             client_limit: None,
         })
@@ -124,19 +124,19 @@ impl Listener {
         S: HttpService<Incoming, ResBody = crate::body::ResponseBody>,
         <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
     {
-        let Self { socket, config: bounds, watchdog: sweep, http, client_limit: clients } = self;
+        let Self { socket, config, watchdog, http, client_limit } = self;
         let Ok(socket) = socket.into_std() else { return };
         // If this fails, a few more connections may be reset.
         let _ = socket2::SockRef::from(&socket).listen(0);
         // The socket's own accept, because tokio may not know of the latest connections yet.
-        while sweep.len() < bounds.connections
+        while watchdog.len() < config.connections
             && let Ok((stream, address)) = socket.accept()
         {
             if stream.set_nonblocking(true).is_ok()
                 && let Ok(stream) = TcpStream::from_std(stream)
-                && let Some(accepted) = acquire_client_slot(clients.as_ref(), &sweep, stream, address)
+                && let Some(accepted) = acquire_client_slot(client_limit.as_ref(), &watchdog, stream, address)
             {
-                spawn_connection(&sweep, &http, bounds.forwards, accepted, serve);
+                spawn_connection(&watchdog, &http, config.forwards, accepted, serve);
             }
         }
     }
@@ -186,29 +186,29 @@ struct AcceptedConnection {
 
 /// Returns the new connection, unless its client has too many.
 fn acquire_client_slot(
-    clients: Option<&Arc<ClientLimit>>,
-    sweep: &Watchdog,
+    client_limit: Option<&Arc<ClientLimit>>,
+    watchdog: &Watchdog,
     stream: TcpStream,
     address: SocketAddr,
 ) -> Option<AcceptedConnection> {
-    let seat = match clients {
+    let client_slot = match client_limit {
         None => None,
         Some(clients) => match clients.acquire(address.ip()) {
-            Ok(seat) => seat,
+            Ok(client_slot) => client_slot,
             Err(TooManyConnectionsError) => {
-                clients.reject_connection(&stream, address.ip(), sweep);
+                clients.reject_connection(&stream, address.ip(), watchdog);
                 return None;
             }
         },
     };
-    Some(AcceptedConnection { stream, address, client_slot: seat })
+    Some(AcceptedConnection { stream, address, client_slot })
 }
 
 fn spawn_connection<S>(
-    sweep: &Arc<Watchdog>,
+    watchdog: &Arc<Watchdog>,
     http: &http1::Builder,
     forwards: bool,
-    AcceptedConnection { stream, address, client_slot: seat }: AcceptedConnection,
+    AcceptedConnection { stream, address, client_slot }: AcceptedConnection,
     serve: &impl Fn(ConnectionContext) -> S,
 ) where
     S: ConnectionService + Send + 'static,
@@ -219,8 +219,8 @@ fn spawn_connection<S>(
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let (watch, mut entry) = sweep.add_connection();
-    entry.client_slot = seat;
+    let (watch, mut entry) = watchdog.add_connection();
+    entry.client_slot = client_slot;
     let entry = Arc::new(entry);
     let service = serve(ConnectionContext { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
     let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), forwards));

@@ -81,7 +81,7 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         let ip = canonical_ip(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
         let peer = HeaderValue::try_from(ip.to_string()).unwrap_or_else(|_| HeaderValue::from_static("unknown"));
-        let visit = ProxyConnection {
+        let connection = ProxyConnection {
             proxy: Arc::clone(self),
             ip,
             peer_header: peer,
@@ -89,7 +89,7 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
             watch: client.watch,
             entry: client.entry,
         };
-        ProxyService { connection: Arc::new(visit), refusal_cache: RefCell::default() }
+        ProxyService { connection: Arc::new(connection), refusal_cache: RefCell::default() }
     }
 }
 
@@ -117,57 +117,59 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
     type Future = ResponseFuture;
 
     fn call(&self, mut request: Request<Incoming>) -> ResponseFuture {
-        let visit = &self.connection;
-        let number = visit.watch.count_request();
-        if let Err(trouble) = validate_request(&request, number, &visit.watch) {
-            if trouble == HttpError::InvalidHost {
-                visit.log_rejection(RejectionReason::Host, &visit.query(&request), trouble.message());
+        let connection = &self.connection;
+        let number = connection.watch.count_request();
+        if let Err(error) = validate_request(&request, number, &connection.watch) {
+            if error == HttpError::InvalidHost {
+                connection.log_rejection(RejectionReason::Host, &connection.query(&request), error.message());
             }
-            return visit.ready_response(visit.discard_body(request.into_body(), true, trouble.response()));
+            return connection.ready_response(connection.discard_body(request.into_body(), true, error.response()));
         }
-        visit.normalise_path(&mut request);
-        let query = visit.query(&request);
-        let actions = match visit.proxy.gate.actions(&query) {
+        connection.normalise_path(&mut request);
+        let query = connection.query(&request);
+        let actions = match connection.proxy.gate.actions(&query) {
             Ok(actions) => actions,
             Err(error) => {
-                let trouble = visit.check_error_response(&query, &error);
-                return visit.ready_response(visit.refuse_request(request, trouble));
+                let response = connection.check_error_response(&query, &error);
+                return connection.ready_response(connection.refuse_request(request, response));
             }
         };
         let query = Query { actions: Some(actions), ..query };
-        match visit.proxy.gate.begin_check(&query) {
+        match connection.proxy.gate.begin_check(&query) {
             Err(error) => {
-                let trouble = visit.check_error_response(&query, &error);
-                visit.ready_response(visit.refuse_request(request, trouble))
+                let response = connection.check_error_response(&query, &error);
+                connection.ready_response(connection.refuse_request(request, response))
             }
             Ok(Check::Decided(decision)) => {
                 let mut last = self.refusal_cache.borrow_mut();
-                match visit.apply_decision(&query, &mut last, actions, decision) {
-                    Err(refusal) => visit.ready_response(visit.refuse_request(request, refusal)),
+                match connection.apply_decision(&query, &mut last, actions, decision) {
+                    Err(refusal) => connection.ready_response(connection.refuse_request(request, refusal)),
                     Ok(admitted) => {
-                        let visit = Arc::clone(visit);
+                        let connection = Arc::clone(connection);
                         ResponseFuture::Pending(Box::pin(async move {
-                            let response = visit.forward(request, admitted).await;
-                            visit.finish_response(response)
+                            let response = connection.forward(request, admitted).await;
+                            connection.finish_response(response)
                         }))
                     }
                 }
             }
             Ok(Check::Pending(deciding)) => {
-                visit.watch.enter(ConnectionPhase::Deciding);
-                let visit = Arc::clone(visit);
+                connection.watch.enter(ConnectionPhase::Deciding);
+                let connection = Arc::clone(connection);
                 ResponseFuture::Pending(Box::pin(async move {
                     let decided = deciding.decision().await;
-                    let query = visit.query(&request);
+                    let query = connection.query(&request);
                     let concluded = match decided {
-                        Ok(decision) => visit.apply_decision(&query, &mut RefusalCache::default(), actions, decision),
-                        Err(error) => Err(visit.check_error_response(&query, &error)),
+                        Ok(decision) => {
+                            connection.apply_decision(&query, &mut RefusalCache::default(), actions, decision)
+                        }
+                        Err(error) => Err(connection.check_error_response(&query, &error)),
                     };
                     let response = match concluded {
-                        Ok(admitted) => visit.forward(request, admitted).await,
-                        Err(refusal) => visit.refuse_request(request, refusal),
+                        Ok(admitted) => connection.forward(request, admitted).await,
+                        Err(refusal) => connection.refuse_request(request, refusal),
                     };
-                    visit.finish_response(response)
+                    connection.finish_response(response)
                 }))
             }
         }
@@ -402,7 +404,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
     }
 
     fn failure_response(&self, failure: &ForwardError, has_body: bool) -> Response<ResponseBody> {
-        let trouble = match (failure, self.watch.fault()) {
+        let error = match (failure, self.watch.fault()) {
             (ForwardError::Upstream(UpstreamError::Broken(_)), UploadFault::TooLarge) => HttpError::TooLarge,
             (ForwardError::Upstream(UpstreamError::Broken(_)), UploadFault::Broken) => HttpError::BrokenBody,
             (ForwardError::Timeout, _)
@@ -415,10 +417,10 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             }
             (ForwardError::UnexpectedUpgrade | ForwardError::Upstream(_), _) => HttpError::BadGateway,
         };
-        if trouble.status().is_server_error() {
+        if error.status().is_server_error() {
             self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), failure);
         }
-        let mut response = trouble.response();
+        let mut response = error.response();
         if has_body {
             self.watch.set_must_linger();
             local_response::set_connection_close(&mut response);
@@ -441,7 +443,7 @@ pub(crate) fn validate_request(
     let (mut host, mut coding) = (None, None);
     // One pass over all headers costs less than a lookup of each.
     for (name, value) in headers {
-        let (slot, trouble) = if name == HOST {
+        let (slot, error) = if name == HOST {
             (&mut host, HttpError::InvalidHost)
         } else if name == TRANSFER_ENCODING {
             (&mut coding, HttpError::UnsupportedTransferCoding)
@@ -449,7 +451,7 @@ pub(crate) fn validate_request(
             continue;
         };
         if slot.replace(value.as_bytes()).is_some() {
-            return Err(trouble);
+            return Err(error);
         }
     }
     match host {

@@ -365,11 +365,11 @@ impl ConnectionWatch {
         if self.blocked.load(Ordering::Relaxed) {
             return None;
         }
-        let (sweep, most) = (&self.watchdog, self.watchdog.max_lingering);
-        let taken = sweep
+        let (watchdog, max_lingering) = (&self.watchdog, self.watchdog.max_lingering);
+        let update = watchdog
             .lingering
-            .try_update(Ordering::Relaxed, Ordering::Relaxed, |taken| (taken < most).then_some(taken + 1));
-        taken.is_ok().then(|| LingerSlot(Arc::clone(sweep)))
+            .try_update(Ordering::Relaxed, Ordering::Relaxed, |taken| (taken < max_lingering).then_some(taken + 1));
+        update.is_ok().then(|| LingerSlot(Arc::clone(watchdog)))
     }
 
     /// The current tick.

@@ -15,7 +15,7 @@ use tidegate_core::concurrency::Concurrency;
 use tidegate_core::retry::Delivery;
 use tidegate_core::{Class, Span, Time};
 use tidegate_policy::KeySeed;
-use tidegate_store::{Immediate, Memory, Store};
+use tidegate_store::{ImmediateStore, Memory, Store};
 
 use crate::delay::Delay;
 use crate::event_queue::EventQueue;
@@ -67,7 +67,7 @@ impl<'s> Simulation<'s> {
         let store_rng = streams.next_rng();
         let outbound = setup.policy.as_ref().and_then(|policy| policy.outbound());
         let shared = outbound.filter(|_| setup.store.shared).map(|plan| {
-            let store = Arc::new(Memory::reproducible(Arc::clone(plan.limits()), Memory::MAX_BYTES));
+            let store = Arc::new(Memory::reproducible(Arc::clone(plan.limits()), Memory::DEFAULT_MAX_BYTES));
             (store, setup.store.latency.unwrap_or(Delay::NONE), store_rng)
         });
         let is_store_immediate = setup.store.latency.is_none() && setup.store.outages.is_empty();
@@ -198,7 +198,7 @@ impl<'s> Simulation<'s> {
             }
             SimEvent::StoreNotificationArrives(batch) => {
                 if let Some((store, ..)) = &self.shared_store {
-                    store.tell(&batch, now);
+                    store.submit(&batch, now);
                 }
             }
         }

@@ -10,9 +10,9 @@ use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 use crate::FileStore;
 #[cfg(feature = "remote")]
 use crate::Fleet;
-use crate::{Answer, Immediate as _, Losses, Memory, Store, StoreError, Votes};
+use crate::{ImmediateStore as _, Losses, Memory, Store, StoreError, StoreResponse, Votes};
 
-type Counting = Pin<Box<dyn Future<Output = Option<Votes>> + Send>>;
+type VoteFuture = Pin<Box<dyn Future<Output = Option<Votes>> + Send>>;
 
 /// One of the stores, chosen when the program starts.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub enum AnyStore {
 }
 
 impl Store for AnyStore {
-    type Later = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
 
     fn limits(&self) -> &Arc<Limits> {
         match self {
@@ -42,9 +42,9 @@ impl Store for AnyStore {
     }
 
     #[inline]
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
         match self {
-            Self::Memory(memory) => Answer::Ready(memory.apply_now(batch, now)),
+            Self::Memory(memory) => StoreResponse::Ready(memory.apply_now(batch, now)),
             #[cfg(feature = "file")]
             Self::File(file) => file.apply(batch, now),
             #[cfg(feature = "remote")]
@@ -52,34 +52,34 @@ impl Store for AnyStore {
         }
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
+    fn submit(&self, batch: &Batch, now: Time) {
         match self {
-            Self::Memory(memory) => memory.tell(batch, now),
+            Self::Memory(memory) => memory.submit(batch, now),
             #[cfg(feature = "file")]
-            Self::File(file) => file.tell(batch, now),
+            Self::File(file) => file.submit(batch, now),
             #[cfg(feature = "remote")]
-            Self::Fleet(fleet) => fleet.tell(batch, now),
+            Self::Fleet(fleet) => fleet.submit(batch, now),
         }
     }
 
     #[cfg_attr(not(feature = "remote"), expect(unused_variables, reason = "there is nobody else"))]
     fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
         match self {
-            Self::Memory(_) => None::<Counting>,
+            Self::Memory(_) => None::<VoteFuture>,
             #[cfg(feature = "file")]
             Self::File(_) => None,
             #[cfg(feature = "remote")]
-            Self::Fleet(fleet) => fleet.vote(topic, yes, now).map(|votes| Box::pin(votes) as Counting),
+            Self::Fleet(fleet) => fleet.vote(topic, yes, now).map(|votes| Box::pin(votes) as VoteFuture),
         }
     }
 
-    fn tend(&self, now: Time) -> Losses {
+    fn maintain(&self, now: Time) -> Losses {
         match self {
-            Self::Memory(memory) => memory.tend(now),
+            Self::Memory(memory) => memory.maintain(now),
             #[cfg(feature = "file")]
-            Self::File(file) => file.tend(now),
+            Self::File(file) => file.maintain(now),
             #[cfg(feature = "remote")]
-            Self::Fleet(fleet) => fleet.tend(now),
+            Self::Fleet(fleet) => fleet.maintain(now),
         }
     }
 }

@@ -11,14 +11,14 @@
 //! another policy may come back. So does what ended while no process watched, and the period of a quota before the present
 //! one, since the clock may be set back.
 
-mod aside;
-mod bell;
-mod disk;
+mod archive;
 mod error;
 mod journal;
-mod plan;
+mod persisted_plan;
+mod store_file;
 #[cfg(test)]
 mod tests;
+mod wakeup;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -27,14 +27,14 @@ use std::sync::Arc;
 use tidegate_core::{Batch, Limits, Outcomes, Time};
 
 pub use error::FileError;
-pub use journal::{Flush, Health, Journal, OnFull};
-use plan::Plan;
+pub use journal::{FileHealth, FlushMode, Journal, OnWriteFailure};
+use persisted_plan::PersistedPlan;
 
-use crate::memory::Change;
-use crate::{Answer, Losses, MemoryStats, Store, StoreError};
+use crate::memory::ChangeFlags;
+use crate::{Losses, MemoryStats, Store, StoreError, StoreResponse};
 
 /// An answer that waits for the disk.
-type Later = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
+type FileStoreFuture = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
 
 /// State in this process' memory, within a fixed number of bytes, and in a file.
 ///
@@ -42,7 +42,7 @@ type Later = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
 /// that change something with [`Flush::Always`], else those that the disk is too slow for. None is while the file can't be
 /// written and [`OnFull::Deny`] holds. Dropping the store waits for the disk as well.
 pub struct FileStore {
-    plan: Arc<Plan>,
+    plan: Arc<PersistedPlan>,
     journal: Arc<Journal>,
 }
 
@@ -63,8 +63,8 @@ impl FileStore {
     /// # Errors
     /// [`FileError`]: the file can't be read, or one of the tags is taken.
     pub fn new(limits: Arc<Limits>, max_bytes: usize, journal: &Arc<Journal>, now: Time) -> Result<Self, FileError> {
-        let plan = Arc::new(Plan::new(limits, max_bytes, now));
-        journal.admit(&plan, now)?;
+        let plan = Arc::new(PersistedPlan::new(limits, max_bytes, now));
+        journal.add_plan(&plan, now)?;
         Ok(Self { plan, journal: Arc::clone(journal) })
     }
 
@@ -75,18 +75,18 @@ impl FileStore {
 
     /// Takes note of a decision, and says which writing it has to wait for, if any.
     #[inline]
-    fn note(&self, batch: &Batch, change: Change, now: Time) -> Option<u64> {
-        if change.reset {
-            self.plan.forget(batch);
+    fn record_change(&self, batch: &Batch, flags: ChangeFlags, now: Time) -> Option<u64> {
+        if flags.any_reset {
+            self.plan.record_resets(batch);
         }
-        self.journal.note(change, now)
+        self.journal.record_change(flags, now)
     }
 
     /// The answer while nothing may change. As all that fails it is boxed, so that the others are made where they are
     /// returned: they are large, and a copy costs more than most decisions.
     #[cold]
-    fn apply_unchanged(&self, batch: &Batch, now: Time) -> Later {
-        let outcomes = self.plan.shards.apply_unchanged(batch, now);
+    fn apply_if_unchanged(&self, batch: &Batch, now: Time) -> FileStoreFuture {
+        let outcomes = self.plan.shards.apply_if_unchanged(batch, now);
         Box::pin(std::future::ready(outcomes.ok_or(StoreError::Unwritable)))
     }
 
@@ -97,39 +97,39 @@ impl FileStore {
 }
 
 impl Store for FileStore {
-    type Later = Later;
+    type Future = FileStoreFuture;
 
     fn limits(&self) -> &Arc<Limits> {
         self.plan.shards.limits()
     }
 
     #[inline]
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
-        if self.journal.denies() {
-            return Answer::Later(self.apply_unchanged(batch, now));
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
+        if self.journal.denies_changes() {
+            return StoreResponse::Pending(self.apply_if_unchanged(batch, now));
         }
-        let mut change = Change::default();
-        let outcomes = self.plan.shards.apply(batch, now, &mut change);
-        match self.note(batch, change, now) {
-            None => Answer::Ready(outcomes),
-            Some(writing) => Answer::Later(self.journal.wait(writing, outcomes)),
+        let mut flags = ChangeFlags::default();
+        let outcomes = self.plan.shards.apply(batch, now, &mut flags);
+        match self.record_change(batch, flags, now) {
+            None => StoreResponse::Ready(outcomes),
+            Some(write_number) => StoreResponse::Pending(self.journal.wait_for_write(write_number, outcomes)),
         }
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
-        let mut change = Change::default();
-        self.plan.shards.apply(batch, now, &mut change);
-        self.note(batch, change, now);
+    fn submit(&self, batch: &Batch, now: Time) {
+        let mut flags = ChangeFlags::default();
+        self.plan.shards.apply(batch, now, &mut flags);
+        self.record_change(batch, flags, now);
     }
 
-    fn tend(&self, now: Time) -> Losses {
-        self.journal.heard(now);
-        self.plan.shards.tend(now)
+    fn maintain(&self, now: Time) -> Losses {
+        self.journal.update_time(now);
+        self.plan.shards.maintain(now)
     }
 }
 
 impl Drop for FileStore {
     fn drop(&mut self) {
-        self.journal.dismiss(&self.plan);
+        self.journal.remove_plan(&self.plan);
     }
 }

@@ -15,9 +15,9 @@ use tempfile::Builder;
 /// The most symbolic links that are followed from one name, as on Linux.
 const MAX_LINKS: usize = 40;
 /// The number of random characters in a temporary name.
-const RANDOM: usize = 12;
+const RANDOM_CHARS: usize = 12;
 /// The end of a temporary name.
-const UNFINISHED: &str = ".new";
+const TEMP_SUFFIX: &str = ".new";
 
 /// The path of the regular file that `path` leads to, or of the place where one can be made.
 ///
@@ -27,8 +27,8 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_owned();
     for _ in 0..MAX_LINKS {
         match fs::symlink_metadata(&path) {
-            Ok(about) if about.is_symlink() => path = folder(&path).join(fs::read_link(&path)?),
-            Ok(about) => return regular(about.file_type()).map(|()| path),
+            Ok(metadata) if metadata.is_symlink() => path = parent_folder(&path).join(fs::read_link(&path)?),
+            Ok(about) => return check_regular(about.file_type()).map(|()| path),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(path),
             Err(error) => return Err(error),
         }
@@ -41,7 +41,7 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
 /// # Errors
 /// Something else is there, or it can't be opened.
 pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    regular_or_nothing(path)?;
+    check_regular_or_missing(path)?;
     #[cfg(unix)]
     {
         use std::os::unix::fs::OpenOptionsExt as _;
@@ -52,7 +52,7 @@ pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
         options.mode(0o600).custom_flags(flags.bits().cast_signed());
     }
     let file = options.open(path)?;
-    regular(file.metadata()?.file_type())?;
+    check_regular(file.metadata()?.file_type())?;
     Ok(file)
 }
 
@@ -74,27 +74,31 @@ pub fn lock(path: &Path) -> Result<File, TryLockError> {
 /// # Errors
 /// It can't be written. The old file is still there.
 pub fn replace<E: From<io::Error>>(path: &Path, write: impl FnOnce(&File) -> Result<(), E>) -> Result<(), E> {
-    let new = Builder::new().prefix(&prefix(path)).rand_bytes(RANDOM).suffix(UNFINISHED).tempfile_in(folder(path))?;
+    let new = Builder::new()
+        .prefix(&temp_prefix(path))
+        .rand_bytes(RANDOM_CHARS)
+        .suffix(TEMP_SUFFIX)
+        .tempfile_in(parent_folder(path))?;
     write(new.as_file())?;
     new.as_file().sync_all()?;
-    regular_or_nothing(path)?;
+    check_regular_or_missing(path)?;
     new.persist(path).map_err(|error| error.error)?;
     // The name is kept by the folder, and survives a power cut only when that is written too.
     #[cfg(unix)]
-    File::open(folder(path))?.sync_all()?;
+    File::open(parent_folder(path))?.sync_all()?;
     Ok(())
 }
 
 /// Removes what a process that was killed in [`replace`] has left, as far as that is possible. The caller sees to it that
 /// none replaces the file now.
 pub fn remove_unfinished(path: &Path) {
-    let prefix = prefix(path);
+    let prefix = temp_prefix(path);
     let random = |name: &OsStr| {
         let name = name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes())?;
-        let random = name.strip_suffix(UNFINISHED.as_bytes())?;
-        (random.len() == RANDOM && random.iter().all(u8::is_ascii_alphanumeric)).then_some(())
+        let random = name.strip_suffix(TEMP_SUFFIX.as_bytes())?;
+        (random.len() == RANDOM_CHARS && random.iter().all(u8::is_ascii_alphanumeric)).then_some(())
     };
-    let Ok(entries) = fs::read_dir(folder(path)) else { return };
+    let Ok(entries) = fs::read_dir(parent_folder(path)) else { return };
     for entry in entries.flatten().filter(|entry| random(&entry.file_name()).is_some()) {
         // What can't be removed does no harm.
         let _ = fs::remove_file(entry.path());
@@ -121,39 +125,39 @@ pub fn make_private(path: &Path) -> io::Result<()> {
 }
 
 /// A name beside a resolved path.
-pub fn beside(path: &Path, suffix: &str) -> PathBuf {
+pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(suffix);
     PathBuf::from(name)
 }
 
-fn folder(path: &Path) -> &Path {
+fn parent_folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn prefix(path: &Path) -> OsString {
+fn temp_prefix(path: &Path) -> OsString {
     let mut prefix = path.file_name().unwrap_or_default().to_owned();
     prefix.push(".");
     prefix
 }
 
-fn regular_or_nothing(path: &Path) -> io::Result<()> {
+fn check_regular_or_missing(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
-        Ok(about) => regular(about.file_type()),
+        Ok(metadata) => check_regular(metadata.file_type()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
     }
 }
 
-fn regular(found: FileType) -> io::Result<()> {
+fn check_regular(found: FileType) -> io::Result<()> {
     if found.is_file() {
         return Ok(());
     }
-    let found = described(found);
+    let found = describe_file_type(found);
     Err(io::Error::new(io::ErrorKind::InvalidInput, format!("there is {found}, and only a regular file is taken")))
 }
 
-fn described(found: FileType) -> &'static str {
+fn describe_file_type(found: FileType) -> &'static str {
     #[cfg(unix)]
     {
         use std::os::unix::fs::FileTypeExt as _;

@@ -15,7 +15,6 @@ mod file;
 pub mod files;
 #[cfg(feature = "remote")]
 mod fleet;
-pub mod lock;
 mod memory;
 #[cfg(feature = "mongodb")]
 mod mongodb;
@@ -29,6 +28,7 @@ mod redis;
 mod remote;
 #[cfg(feature = "rows")]
 mod rows;
+pub mod spin_lock;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -37,7 +37,7 @@ use std::task::{Context, Poll};
 
 pub use any::AnyStore;
 #[cfg(feature = "file")]
-pub use file::{FileError, FileStore, Flush, Health, Journal, OnFull};
+pub use file::{FileError, FileHealth, FileStore, FlushMode, Journal, OnWriteFailure};
 #[cfg(feature = "remote")]
 pub use fleet::{Fleet, FleetOptions, fleet_limits};
 pub use memory::{Memory, MemoryStats};
@@ -50,24 +50,24 @@ pub use postgres::Postgres;
 #[cfg(feature = "redis")]
 pub use redis::{Redis, RedisOptions, RedisUrlError};
 #[cfg(feature = "remote")]
-pub use remote::{Direct, Remote, Reset, TimeSource, Waiting};
+pub use remote::{DirectStore, KeyReset, RemoteFuture, RemoteStore, TimeSource};
 #[cfg(feature = "rows")]
-pub use rows::RowsOptions;
+pub use rows::DatabaseOptions;
 use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 
 /// Where state lives.
 pub trait Store: Send + Sync + 'static {
     /// What answers later, where the store has to be waited for.
-    type Later: Future<Output = Result<Outcomes, StoreError>> + Send;
+    type Future: Future<Output = Result<Outcomes, StoreError>> + Send;
 
     /// The limits that batches are judged by.
     fn limits(&self) -> &Arc<Limits>;
 
     /// Carries out a batch at `now`, atomically.
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later>;
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future>;
 
     /// Carries out a batch whose answer nobody waits for, such as giving back a permit when a caller goes away.
-    fn tell(&self, batch: &Batch, now: Time);
+    fn submit(&self, batch: &Batch, now: Time);
 
     /// Says what this node thinks of a topic, and hears how many of the nodes that share the store think so. `None` where
     /// the store is this process' own. What a node said counts for ten seconds.
@@ -78,7 +78,7 @@ pub trait Store: Send + Sync + 'static {
 
     /// Housekeeping, to be called about once a second: forgets a share of what is idle, and says what still counted
     /// but had to go since the last call.
-    fn tend(&self, _now: Time) -> Losses {
+    fn maintain(&self, _now: Time) -> Losses {
         Losses::default()
     }
 }
@@ -94,7 +94,7 @@ pub struct Votes {
 
 impl Votes {
     /// Whether more than half of the nodes say yes.
-    pub fn carry(&self) -> bool {
+    pub fn has_majority(&self) -> bool {
         self.yes * 2 > self.nodes
     }
 }
@@ -103,34 +103,34 @@ impl Votes {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Losses {
     /// Entries that had used part of their limit.
-    pub used: u64,
+    pub evicted_used: u64,
     /// Entries whose limit was full.
-    pub full: u64,
+    pub evicted_exhausted: u64,
     /// Blocks that weren't imposed, because those in force filled all that blocks may fill.
-    pub blocked: u64,
+    pub refused_blocks: u64,
     /// Answers that told a new key to share its parent's limit.
-    pub shared: u64,
+    pub forced_shares: u64,
 }
 
 impl Losses {
     /// Entries that went.
     pub fn evicted(&self) -> u64 {
-        self.used + self.full
+        self.evicted_used + self.evicted_exhausted
     }
 
     /// Whether anything was lost.
-    pub fn any(&self) -> bool {
+    pub fn has_any(&self) -> bool {
         *self != Self::default()
     }
 
     /// These losses and others.
     #[must_use]
-    pub fn and(&self, other: Self) -> Self {
+    pub fn plus(&self, other: Self) -> Self {
         Self {
-            used: self.used + other.used,
-            full: self.full + other.full,
-            blocked: self.blocked + other.blocked,
-            shared: self.shared + other.shared,
+            evicted_used: self.evicted_used + other.evicted_used,
+            evicted_exhausted: self.evicted_exhausted + other.evicted_exhausted,
+            refused_blocks: self.refused_blocks + other.refused_blocks,
+            forced_shares: self.forced_shares + other.forced_shares,
         }
     }
 
@@ -138,25 +138,25 @@ impl Losses {
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         Self {
-            used: self.used - before.used,
-            full: self.full - before.full,
-            blocked: self.blocked - before.blocked,
-            shared: self.shared - before.shared,
+            evicted_used: self.evicted_used - before.evicted_used,
+            evicted_exhausted: self.evicted_exhausted - before.evicted_exhausted,
+            refused_blocks: self.refused_blocks - before.refused_blocks,
+            forced_shares: self.forced_shares - before.forced_shares,
         }
     }
 }
 
 /// A store that answers in place, always.
-pub trait Immediate: Store<Later = Never> {
+pub trait ImmediateStore: Store<Future = Never> {
     /// Carries out a batch at `now`, atomically and in place.
     #[inline]
     fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
-        let Answer::Ready(outcomes) = self.apply(batch, now);
+        let StoreResponse::Ready(outcomes) = self.apply(batch, now);
         outcomes
     }
 }
 
-impl<S: Store<Later = Never>> Immediate for S {}
+impl<S: Store<Future = Never>> ImmediateStore for S {}
 
 /// The future of a store that answers in place. It has no value.
 #[derive(Clone, Copy, Debug)]
@@ -173,11 +173,11 @@ impl Future for Never {
 /// A store's answer: at hand, or to be waited for.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "boxing the common answer would allocate on every decision")]
-pub enum Answer<F> {
+pub enum StoreResponse<F> {
     /// At hand.
     Ready(Outcomes),
     /// To be waited for.
-    Later(F),
+    Pending(F),
 }
 
 /// What broke in a store. A refusal is never an error.

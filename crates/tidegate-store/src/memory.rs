@@ -8,7 +8,7 @@
 //! are blocked.
 
 #[cfg(feature = "file")]
-mod noted;
+mod dirty_set;
 mod shard;
 mod shards;
 mod table;
@@ -18,11 +18,11 @@ use std::sync::Arc;
 use tidegate_core::batch::{Op, Outcome};
 use tidegate_core::{Batch, Clock, KeyState, Limits, Time};
 
-use crate::{Answer, Immediate as _, Losses, Never, Store};
+use crate::{ImmediateStore as _, Losses, Never, Store, StoreResponse};
 #[cfg(feature = "file")]
-pub(crate) use noted::{Changed, Noted};
-use shards::Unnoted;
-pub(crate) use shards::{Change, Shards};
+pub(crate) use dirty_set::{DirtyCursor, DirtySet};
+use shards::NoTracker;
+pub(crate) use shards::{ChangeFlags, Shards};
 
 /// The bytes of one shard: few enough that copying all of them takes a fraction of a millisecond, and enough that a
 /// thousand keys lie close together.
@@ -32,10 +32,10 @@ const MAX_SHARD_BITS: u32 = 12;
 /// Shards for each processor at the least, so that threads seldom meet.
 const SHARDS_PER_PROCESSOR: usize = 16;
 /// The bytes of one shard at the least, so that half of it holds many blocks.
-const FEWEST_SHARD_BYTES: usize = 16 << 10;
+const MIN_SHARD_BYTES: usize = 16 << 10;
 
 /// State in this process' memory, within a fixed number of bytes.
-pub struct Memory(Shards<Unnoted>);
+pub struct Memory(Shards<NoTracker>);
 
 impl std::fmt::Debug for Memory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -58,7 +58,7 @@ pub struct MemoryStats {
 
 impl Memory {
     /// The bound when nothing else is said: 64 MiB.
-    pub const MAX_BYTES: usize = 64 << 20;
+    pub const DEFAULT_MAX_BYTES: usize = 64 << 20;
 
     /// A store for these limits within `max_bytes`. Less than 1 MiB counts as 1 MiB.
     ///
@@ -67,9 +67,9 @@ impl Memory {
     pub fn new(limits: Arc<Limits>, max_bytes: usize) -> Self {
         let max_bytes = max_bytes.max(1 << 20);
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let spread = (processors * SHARDS_PER_PROCESSOR).min(max_bytes / FEWEST_SHARD_BYTES);
-        let shards = (max_bytes / SHARD_BYTES).max(spread);
-        Self(Shards::new(limits, max_bytes, shards.ilog2().min(MAX_SHARD_BITS)))
+        let min_shards = (processors * SHARDS_PER_PROCESSOR).min(max_bytes / MIN_SHARD_BYTES);
+        let shard_count = (max_bytes / SHARD_BYTES).max(min_shards);
+        Self(Shards::new(limits, max_bytes, shard_count.ilog2().min(MAX_SHARD_BITS)))
     }
 
     /// [`Memory::new`] with one shard for each whole MiB, however many processors there are: what it lets go at its bound is
@@ -85,21 +85,21 @@ impl Memory {
     }
 
     /// A copy of what is remembered of a key under a limit, if anything is.
-    pub fn state(&self, op: &Op) -> Option<KeyState> {
-        self.0.copy(op)
+    pub fn clone_state(&self, op: &Op) -> Option<KeyState> {
+        self.0.clone_state(op)
     }
 
     /// Has the slots of a batch's keys fetched into the processor's cache, for whoever asks that batch soon and has others to
     /// prepare until then. What it is about and what is answered don't depend on it.
     #[inline]
-    pub fn fetch(&self, batch: &Batch) {
-        self.0.fetch(batch);
+    pub fn prefetch(&self, batch: &Batch) {
+        self.0.prefetch(batch);
     }
 
     /// [`Memory::fetch`] of the states that those slots name, once they are there.
     #[inline]
-    pub fn fetch_states(&self, batch: &Batch) {
-        self.0.fetch_states(batch);
+    pub fn prefetch_states(&self, batch: &Batch) {
+        self.0.prefetch_states(batch);
     }
 
     /// Takes `op.cost` of one limit for `holder`, without the batch around it.
@@ -111,28 +111,28 @@ impl Memory {
     /// [`Memory::take`] where only the wait is asked for: when the call has room, and the present moment. They are the
     /// same if that is at once and the cost was taken. For limits without permits, since nobody holds them. A plain rate that is in use reads the clock only roughly.
     #[inline]
-    pub fn turn(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
-        self.0.turn(op, clock)
+    pub fn take_with_clock(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
+        self.0.take_with_clock(op, clock)
     }
 }
 
 impl Store for Memory {
-    type Later = Never;
+    type Future = Never;
 
     fn limits(&self) -> &Arc<Limits> {
         self.0.limits()
     }
 
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
-        Answer::Ready(self.0.apply(batch, now, &mut Change::default()))
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
+        StoreResponse::Ready(self.0.apply(batch, now, &mut ChangeFlags::default()))
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
+    fn submit(&self, batch: &Batch, now: Time) {
         self.apply_now(batch, now);
     }
 
-    fn tend(&self, now: Time) -> Losses {
-        self.0.tend(now)
+    fn maintain(&self, now: Time) -> Losses {
+        self.0.maintain(now)
     }
 }
 

@@ -1,6 +1,6 @@
 //! State in MongoDB 4.4 or later, and what speaks its protocol.
 
-mod documents;
+mod collections;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,18 +10,18 @@ use ::mongodb::{Client, ClientSession};
 use tidegate_core::{Batch, Limits, Outcomes, Time};
 use tokio::sync::OnceCell;
 
-use self::documents::{Document, Documents, fault};
-use crate::rows::ledger::Change;
+use self::collections::{Collections, StateDocument, classify_error};
+use crate::rows::loaded_rows::RowChange;
 use crate::rows::{
-    CLEAN_STEPS, CLEAN_WITHIN, CONNECT_WITHIN, Driver, Engine, Fault, GROUP_WITHIN, Group, Ledger, RowKey, RowsOptions,
-    Times, within,
+    BatchGroup, CLEAN_TIMEOUT, CONNECT_TIMEOUT, DatabaseOptions, DecisionClock, GROUP_TIMEOUT, GroupDriver, GroupError,
+    GroupExecutor, LoadedRows, MAX_CLEAN_STEPS, RowKey, with_timeout,
 };
-use crate::{Remote, StoreError, Waiting};
+use crate::{RemoteFuture, RemoteStore, StoreError};
 
 /// How long a client has the documents of a batch to itself. Whoever dies meanwhile keeps others from them for so long.
-const LEASE: Duration = Duration::from_secs(1);
+const LOCK_DURATION: Duration = Duration::from_secs(1);
 /// How often documents are read until two readings in a row agree.
-const LOOKS: u32 = 8;
+const MAX_READS: u32 = 8;
 
 /// A store in MongoDB 4.4 or later: two collections, `…meta` and `…state`, made when it is first asked, in the database
 /// that the URL names, or else in `tidegate`.
@@ -33,110 +33,124 @@ const LOOKS: u32 = 8;
 /// second, in which questions about them fail.
 ///
 /// The driver's tasks live in the tokio runtime that asks first, and the store with them.
-pub struct MongoDb(Engine<Server>);
+pub struct MongoDb(GroupExecutor<MongoDriver>);
 
 impl MongoDb {
     /// A store for these limits. It connects when it is first asked; that nobody answers is told then.
     ///
     /// # Errors
     /// [`StoreError::Failed`] if an option can't be used.
-    pub fn new(limits: Arc<Limits>, options: &RowsOptions) -> Result<Self, StoreError> {
-        let connections = options.checked(&["mongodb"])?;
+    pub fn new(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<Self, StoreError> {
+        let connections = options.validate(&["mongodb"])?;
         let url = ConnectionString::parse(&options.url)
             .map_err(|_| StoreError::Failed("not the URL of a MongoDB database".into()))?;
-        let server = Server {
+        let driver = MongoDriver {
             url,
             prefix: options.prefix.clone(),
             connections: options.connections,
-            times: Times::new(options.time),
-            documents: OnceCell::new(),
+            clock: DecisionClock::new(options.time_source),
+            collections: OnceCell::new(),
         };
-        Ok(Self(Engine::new(server, limits, connections)))
+        Ok(Self(GroupExecutor::new(driver, limits, connections)))
     }
 }
 
-impl Remote for MongoDb {
+impl RemoteStore for MongoDb {
     fn limits(&self) -> &Arc<Limits> {
         self.0.limits()
     }
 
-    fn ask(&self, batch: &Batch, now: Time) -> Waiting<Outcomes> {
-        self.0.ask(batch, now)
+    fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
+        self.0.apply(batch, now)
     }
 
-    fn seed(&self, proposal: [u8; 16]) -> Waiting<[u8; 16]> {
-        let server = self.0.driver();
-        Box::pin(within(GROUP_WITHIN, async move { server.documents().await?.seed(proposal).await }))
+    fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]> {
+        let driver = self.0.driver();
+        Box::pin(with_timeout(
+            GROUP_TIMEOUT,
+            async move { driver.collections().await?.get_or_insert_seed(proposal).await },
+        ))
     }
 
-    fn tend(&self) -> Waiting<()> {
-        let server = self.0.driver();
-        Box::pin(within(CLEAN_WITHIN, async move { server.clean().await }))
+    fn maintain(&self) -> RemoteFuture<()> {
+        let driver = self.0.driver();
+        Box::pin(with_timeout(CLEAN_TIMEOUT, async move { driver.remove_expired().await }))
     }
 }
 
-type Answers = Vec<Result<Outcomes, StoreError>>;
+type BatchResults = Vec<Result<Outcomes, StoreError>>;
 
 /// The server, connected to when it is first asked.
-struct Server {
+struct MongoDriver {
     url: ConnectionString,
     prefix: String,
     connections: u32,
-    times: Times,
-    documents: OnceCell<Documents>,
+    clock: DecisionClock,
+    collections: OnceCell<Collections>,
 }
 
-impl Server {
-    async fn documents(&self) -> Result<&Documents, Fault> {
+impl MongoDriver {
+    async fn collections(&self) -> Result<&Collections, GroupError> {
         let connect = async || {
-            let mut options = ClientOptions::parse(self.url.clone()).await.map_err(|error| fault(&error))?;
+            let mut options = ClientOptions::parse(self.url.clone()).await.map_err(|error| classify_error(&error))?;
             options.app_name.get_or_insert_with(|| "tidegate".into());
-            options.connect_timeout = Some(CONNECT_WITHIN);
-            options.server_selection_timeout = Some(CONNECT_WITHIN);
+            options.connect_timeout = Some(CONNECT_TIMEOUT);
+            options.server_selection_timeout = Some(CONNECT_TIMEOUT);
             options.max_pool_size = Some(self.connections);
             // What was answered must outlive the loss of the server that answered.
             options.write_concern.get_or_insert_with(WriteConcern::majority);
-            let client = Client::with_options(options).map_err(|error| fault(&error))?;
-            Documents::open(client, &self.prefix).await
+            let client = Client::with_options(options).map_err(|error| classify_error(&error))?;
+            Collections::new(client, &self.prefix).await
         };
-        self.documents.get_or_try_init(connect).await
+        self.collections.get_or_try_init(connect).await
     }
 
-    fn decide(&self, ledger: &mut Ledger<'_>, group: &Group, clock: Time) -> Answers {
-        ledger.settle(group, |call| self.times.decide(call.now(), clock))
+    fn execute_group(&self, ledger: &mut LoadedRows<'_>, group: &BatchGroup, server_time: Time) -> BatchResults {
+        ledger.execute_all(group, |queued| self.clock.decision_time(queued.now(), server_time))
     }
 
     /// Looks at documents without taking them. Two readings in a row that agree show them all at one moment, as every
     /// change gives a document another version.
-    async fn look(&self, documents: &Documents, limits: &Limits, group: &Group) -> Result<Answers, Fault> {
-        let keys = keys(group);
-        let (mut clock, mut found) = documents.read(&keys).await?;
+    async fn execute_read_only(
+        &self,
+        documents: &Collections,
+        limits: &Limits,
+        group: &BatchGroup,
+    ) -> Result<BatchResults, GroupError> {
+        let keys = group_keys(group);
+        let (mut server_time, mut found) = documents.read(&keys).await?;
         if keys.len() > 1 {
-            let mut tries = LOOKS;
+            let mut reads_left = MAX_READS;
             loop {
-                let (later, again) = documents.read(&keys).await?;
-                let same = found.iter().map(Document::version).eq(again.iter().map(Document::version));
-                (clock, found) = (later, again);
-                if same && found.iter().all(|document| document.is_free(clock)) {
+                let (later_time, later_found) = documents.read(&keys).await?;
+                let is_unchanged =
+                    found.iter().map(StateDocument::version).eq(later_found.iter().map(StateDocument::version));
+                (server_time, found) = (later_time, later_found);
+                if is_unchanged && found.iter().all(|document| document.is_unlocked(server_time)) {
                     break;
                 }
-                tries -= 1;
-                if tries == 0 {
-                    return Err(Fault::Conflict("what it holds changes too fast".into()));
+                reads_left -= 1;
+                if reads_left == 0 {
+                    return Err(GroupError::Conflict("what it holds changes too fast".into()));
                 }
             }
         }
-        let mut ledger = Ledger::new(limits, group, bytes(&found));
-        Ok(self.decide(&mut ledger, group, clock))
+        let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
+        Ok(self.execute_group(&mut ledger, group, server_time))
     }
 
     /// Changes one document, if it is still as it was read.
-    async fn change_one(&self, documents: &Documents, limits: &Limits, group: &Group) -> Result<Answers, Fault> {
-        let keys = keys(group);
-        let (clock, found) = documents.read(&keys).await?;
-        free(&found, clock)?;
-        let mut ledger = Ledger::new(limits, group, bytes(&found));
-        let answers = self.decide(&mut ledger, group, clock);
+    async fn execute_one(
+        &self,
+        documents: &Collections,
+        limits: &Limits,
+        group: &BatchGroup,
+    ) -> Result<BatchResults, GroupError> {
+        let keys = group_keys(group);
+        let (server_time, found) = documents.read(&keys).await?;
+        check_unlocked(&found, server_time)?;
+        let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
+        let answers = self.execute_group(&mut ledger, group, server_time);
         for ((key, change), document) in keys.iter().zip(ledger.changes()).zip(&found) {
             documents.write(None, key, document.version(), change).await?;
         }
@@ -144,14 +158,19 @@ impl Server {
     }
 
     /// Changes several documents in a transaction.
-    async fn transact(&self, documents: &Documents, limits: &Limits, group: &Group) -> Result<Answers, Fault> {
+    async fn execute_in_transaction(
+        &self,
+        documents: &Collections,
+        limits: &Limits,
+        group: &BatchGroup,
+    ) -> Result<BatchResults, GroupError> {
         let mut session = documents.session().await?;
         let begin = session.start_transaction().read_concern(ReadConcern::snapshot());
-        begin.write_concern(WriteConcern::majority()).await.map_err(|error| fault(&error))?;
-        match self.transact_within(documents, &mut session, limits, group).await {
+        begin.write_concern(WriteConcern::majority()).await.map_err(|error| classify_error(&error))?;
+        match self.execute_and_write(documents, &mut session, limits, group).await {
             Ok((answers, true)) => {
-                session.commit_transaction().await.map_err(|error| match fault(&error) {
-                    Fault::Broken(what) => Fault::Failed(what),
+                session.commit_transaction().await.map_err(|error| match classify_error(&error) {
+                    GroupError::ConnectionLost(what) => GroupError::Failed(what),
                     fault => fault,
                 })?;
                 Ok(answers)
@@ -166,64 +185,69 @@ impl Server {
     }
 
     /// What happens between a transaction's begin and end, and whether it changed anything.
-    async fn transact_within(
+    async fn execute_and_write(
         &self,
-        documents: &Documents,
+        documents: &Collections,
         session: &mut ClientSession,
         limits: &Limits,
-        group: &Group,
-    ) -> Result<(Answers, bool), Fault> {
-        let keys = keys(group);
-        let found = documents.read_within(session, &keys).await?;
+        group: &BatchGroup,
+    ) -> Result<(BatchResults, bool), GroupError> {
+        let keys = group_keys(group);
+        let found = documents.read_in_session(session, &keys).await?;
         // Read after the snapshot: whoever commits a change of these documents later, by a snapshot of before, fails.
-        let clock = documents.clock().await?;
-        free(&found, clock)?;
-        let mut ledger = Ledger::new(limits, group, bytes(&found));
-        let answers = self.decide(&mut ledger, group, clock);
-        let mut changed = false;
+        let server_time = documents.server_time().await?;
+        check_unlocked(&found, server_time)?;
+        let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
+        let answers = self.execute_group(&mut ledger, group, server_time);
+        let mut is_changed = false;
         for ((key, change), document) in keys.iter().zip(ledger.changes()).zip(&found) {
-            changed |= matches!(change, Change::Write(..) | Change::Remove);
+            is_changed |= matches!(change, RowChange::Write(..) | RowChange::Remove);
             documents.write(Some(&mut *session), key, document.version(), change).await?;
         }
-        Ok((answers, changed))
+        Ok((answers, is_changed))
     }
 
     /// Changes several documents where there are no transactions: each is taken, in key order, before any is changed.
     /// A change gives back what it was made to; whoever was held up beyond the lease fails at it, as others have given
     /// the document another version.
-    async fn take_turns(&self, documents: &Documents, limits: &Limits, group: &Group) -> Result<Answers, Fault> {
-        let keys = keys(group);
+    async fn execute_with_locks(
+        &self,
+        documents: &Collections,
+        limits: &Limits,
+        group: &BatchGroup,
+    ) -> Result<BatchResults, GroupError> {
+        let keys = group_keys(group);
         let (clock, found) = documents.read(&keys).await?;
-        free(&found, clock)?;
-        let mut held: Vec<(RowKey, i64)> = Vec::with_capacity(keys.len());
+        check_unlocked(&found, clock)?;
+        let mut locked: Vec<(RowKey, i64)> = Vec::with_capacity(keys.len());
         for (key, document) in keys.iter().zip(&found) {
-            match documents.take(key, document.version(), clock, LEASE).await {
-                Ok(version) => held.push((*key, version)),
+            match documents.lock(key, document.version(), clock, LOCK_DURATION).await {
+                Ok(version) => locked.push((*key, version)),
                 Err(fault) => {
-                    for (key, version) in held {
-                        let _ = documents.give_back(&key, version).await;
+                    for (key, version) in locked {
+                        let _ = documents.unlock(&key, version).await;
                     }
                     return Err(fault);
                 }
             }
         }
-        let clock = documents.clock().await?;
-        let mut ledger = Ledger::new(limits, group, bytes(&found));
-        let answers = self.decide(&mut ledger, group, clock);
-        let mut changed = false;
-        for ((key, version), change) in held.iter().zip(ledger.changes()) {
-            let changes = matches!(change, Change::Write(..) | Change::Remove);
+        let clock = documents.server_time().await?;
+        let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
+        let answers = self.execute_group(&mut ledger, group, clock);
+        let mut has_written = false;
+        for ((key, version), change) in locked.iter().zip(ledger.changes()) {
+            let changes = matches!(change, RowChange::Write(..) | RowChange::Remove);
             let done = match change {
-                Change::Keep => documents.give_back(key, *version).await,
+                RowChange::Keep => documents.unlock(key, *version).await,
                 // It was made only to be taken.
-                Change::Absent => documents.write(None, key, Some(*version), Change::Remove).await,
+                RowChange::StayAbsent => documents.write(None, key, Some(*version), RowChange::Remove).await,
                 change => documents.write(None, key, Some(*version), change).await,
             };
             match done {
-                Ok(()) => changed |= changes,
+                Ok(()) => has_written |= changes,
                 // Another try would charge what is written once more.
-                Err(Fault::Conflict(_) | Fault::Broken(_)) if changed => {
-                    return Err(Fault::Failed("the lease ran out halfway".into()));
+                Err(GroupError::Conflict(_) | GroupError::ConnectionLost(_)) if has_written => {
+                    return Err(GroupError::Failed("the lease ran out halfway".into()));
                 }
                 Err(fault) => return Err(fault),
             }
@@ -232,10 +256,10 @@ impl Server {
     }
 
     /// Removes what has expired, a bounded number of documents.
-    async fn clean(&self) -> Result<(), Fault> {
-        let documents = self.documents().await?;
-        for _ in 0..CLEAN_STEPS {
-            if !documents.clean(self.times.expired()).await? {
+    async fn remove_expired(&self) -> Result<(), GroupError> {
+        let documents = self.collections().await?;
+        for _ in 0..MAX_CLEAN_STEPS {
+            if !documents.remove_expired(self.clock.expiry_cutoff_micros()).await? {
                 break;
             }
         }
@@ -243,32 +267,32 @@ impl Server {
     }
 }
 
-impl Driver for Server {
-    const SAME_ROWS: bool = true;
+impl GroupDriver for MongoDriver {
+    const REQUIRES_SAME_ROWS: bool = true;
 
-    async fn carry(&self, limits: &Limits, group: &Group) -> Result<Answers, Fault> {
-        let documents = self.documents().await?;
+    async fn execute(&self, limits: &Limits, group: &BatchGroup) -> Result<BatchResults, GroupError> {
+        let documents = self.collections().await?;
         match group.keys().len() {
-            _ if group.looks() => self.look(documents, limits, group).await,
-            0 | 1 => self.change_one(documents, limits, group).await,
-            _ if documents.has_transactions() => self.transact(documents, limits, group).await,
-            _ => self.take_turns(documents, limits, group).await,
+            _ if group.is_read_only() => self.execute_read_only(documents, limits, group).await,
+            0 | 1 => self.execute_one(documents, limits, group).await,
+            _ if documents.supports_transactions() => self.execute_in_transaction(documents, limits, group).await,
+            _ => self.execute_with_locks(documents, limits, group).await,
         }
     }
 }
 
-fn keys(group: &Group) -> Vec<RowKey> {
+fn group_keys(group: &BatchGroup) -> Vec<RowKey> {
     group.keys().iter().map(|(key, _)| *key).collect()
 }
 
-fn bytes(found: &[Document]) -> impl Iterator<Item = (RowKey, Vec<u8>)> {
+fn stored_states(found: &[StateDocument]) -> impl Iterator<Item = (RowKey, Vec<u8>)> {
     found.iter().map(|document| (document.key(), document.state().to_vec()))
 }
 
 /// Whether nobody has taken any of these documents.
-fn free(found: &[Document], clock: Time) -> Result<(), Fault> {
-    match found.iter().all(|document| document.is_free(clock)) {
+fn check_unlocked(found: &[StateDocument], clock: Time) -> Result<(), GroupError> {
+    match found.iter().all(|document| document.is_unlocked(clock)) {
         true => Ok(()),
-        false => Err(Fault::Conflict("another node has taken a key of it".into())),
+        false => Err(GroupError::Conflict("another node has taken a key of it".into())),
     }
 }

@@ -6,13 +6,13 @@
 //! once.
 
 mod address;
+mod batcher;
+mod codec;
+mod connection;
 mod keys;
-mod link;
 mod masters;
-mod question;
+mod multi_slot;
 mod script;
-mod spread;
-mod together;
 
 use std::fmt;
 use std::iter;
@@ -26,19 +26,19 @@ use tokio::sync::broadcast;
 
 pub use address::RedisUrlError;
 
-use crate::{Remote, Reset, StoreError, TimeSource, Waiting};
-use address::Address;
-use keys::Keys;
-use link::{Link, LinkError, Patience};
-use masters::Masters;
-use question::{Elsewhen, Question};
+use crate::{KeyReset, RemoteFuture, RemoteStore, StoreError, TimeSource};
+use address::RedisAddress;
+use batcher::{Batcher, BatchingOutcome};
+use codec::{BatchCodec, PeriodMismatchError};
+use connection::{RedisCommandError, RedisTimeouts, SharedConnection};
+use keys::KeyNames;
+use masters::SlotMasters;
 use redis::{Cmd, ServerErrorKind, Value};
-use script::{Parts, Script, Scripts};
-use together::{Together, Turn};
+use script::{Script, ScriptCache, ScriptKind};
 
 /// How often a question is asked again because the server's clock isn't where it was thought to be. Once is enough
 /// unless a period ends between.
-const QUESTIONS: u32 = 4;
+const MAX_PERIOD_TRIES: u32 = 4;
 
 /// Where a Redis store is, and how it is used.
 #[derive(Clone)]
@@ -50,7 +50,7 @@ pub struct RedisOptions {
     /// What all names in the server begin with. Default `tidegate:`. Nodes that share state must agree on it.
     pub prefix: String,
     /// Whose time it decides by. Default the server's.
-    pub time: TimeSource,
+    pub time_source: TimeSource,
     /// In a cluster, whether a batch whose keys have nothing in common is carried out in parts: one that is
     /// interrupted, or meets another, may then be refused although there was room, but no limit is ever exceeded. Default
     /// no: it fails.
@@ -70,7 +70,7 @@ impl RedisOptions {
         Self {
             url: url.into(),
             prefix: "tidegate:".into(),
-            time: TimeSource::Store,
+            time_source: TimeSource::Store,
             reserve: false,
             connect_timeout: Duration::from_secs(1),
             answer_timeout: Duration::from_secs(1),
@@ -84,7 +84,7 @@ impl fmt::Debug for RedisOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisOptions")
             .field("prefix", &self.prefix)
-            .field("time", &self.time)
+            .field("time", &self.time_source)
             .field("reserve", &self.reserve)
             .field("connect_timeout", &self.connect_timeout)
             .field("answer_timeout", &self.answer_timeout)
@@ -94,27 +94,27 @@ impl fmt::Debug for RedisOptions {
 
 /// State in a Redis server, or several.
 pub struct Redis {
-    shared: Arc<Shared>,
+    inner: Arc<RedisInner>,
 }
 
-struct Shared {
+struct RedisInner {
     limits: Arc<Limits>,
-    keys: Arc<Keys>,
-    time: TimeSource,
+    key_names: Arc<KeyNames>,
+    time_source: TimeSource,
     reserve: bool,
-    patience: Patience,
-    scripts: Scripts,
-    link: Link,
-    together: Together,
-    masters: Masters,
+    timeouts: RedisTimeouts,
+    scripts: ScriptCache,
+    connection: SharedConnection,
+    batcher: Batcher,
+    masters: SlotMasters,
     /// How far the server's clock was ahead of the callers' in the last answer, in microseconds: where to look for the
     /// period of a quota.
-    ahead: AtomicI64,
+    clock_offset_micros: AtomicI64,
 }
 
 impl fmt::Debug for Redis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Redis").field("link", &self.shared.link).finish_non_exhaustive()
+        f.debug_struct("Redis").field("link", &self.inner.connection).finish_non_exhaustive()
     }
 }
 
@@ -124,157 +124,185 @@ impl Redis {
     /// # Errors
     /// A URL that can't be one. A server that isn't there is no error here.
     pub fn new(options: RedisOptions, limits: Arc<Limits>) -> Result<Self, RedisUrlError> {
-        let RedisOptions { url, prefix, time, reserve, connect_timeout, answer_timeout, authorities } = options;
-        let keys = Arc::new(Keys::new(&prefix));
-        let patience = Patience { connect: connect_timeout, answer: answer_timeout };
-        let link = Link::new(Address::parse(&url)?, authorities, patience, Arc::clone(&keys));
-        let (scripts, together, masters) = (Scripts::default(), Together::default(), Masters::default());
-        let ahead = AtomicI64::new(0);
-        let shared = Shared { limits, keys, time, reserve, patience, scripts, link, together, masters, ahead };
-        Ok(Self { shared: Arc::new(shared) })
+        let RedisOptions { url, prefix, time_source: time, reserve, connect_timeout, answer_timeout, authorities } =
+            options;
+        let key_names = Arc::new(KeyNames::new(&prefix));
+        let timeouts = RedisTimeouts { connect: connect_timeout, answer: answer_timeout };
+        let connection =
+            SharedConnection::new(RedisAddress::parse(&url)?, authorities, timeouts, Arc::clone(&key_names));
+        let (scripts, batcher, masters) = (ScriptCache::default(), Batcher::default(), SlotMasters::default());
+        let clock_offset_micros = AtomicI64::new(0);
+        let inner = RedisInner {
+            limits,
+            key_names,
+            time_source: time,
+            reserve,
+            timeouts,
+            scripts,
+            connection,
+            batcher,
+            masters,
+            clock_offset_micros,
+        };
+        Ok(Self { inner: Arc::new(inner) })
     }
 }
 
-impl Remote for Redis {
+impl RemoteStore for Redis {
     fn limits(&self) -> &Arc<Limits> {
-        &self.shared.limits
+        &self.inner.limits
     }
 
-    fn ask(&self, batch: &Batch, now: Time) -> Waiting<Outcomes> {
-        let (shared, batch) = (Arc::clone(&self.shared), batch.clone());
-        Box::pin(async move { shared.ask(&batch, now).await })
+    fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
+        let (inner, batch) = (Arc::clone(&self.inner), batch.clone());
+        Box::pin(async move { inner.apply(&batch, now).await })
     }
 
-    fn seed(&self, proposal: [u8; 16]) -> Waiting<[u8; 16]> {
-        let shared = Arc::clone(&self.shared);
-        Box::pin(async move { shared.seed(proposal).await })
+    fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]> {
+        let inner = Arc::clone(&self.inner);
+        Box::pin(async move { inner.get_or_insert_seed(proposal).await })
     }
 
-    fn parts(&self) -> usize {
-        if self.shared.link.is_divided() { masters::MOST } else { 1 }
+    fn partition_count(&self) -> usize {
+        if self.inner.connection.is_cluster() { masters::MAX_MASTERS } else { 1 }
     }
 
-    fn part(&self, affinity: u64, key: Key) -> usize {
-        if self.shared.link.is_divided() { self.shared.masters.of(&Keys::tag(affinity, key)) } else { 0 }
+    fn partition(&self, affinity: u64, key: Key) -> usize {
+        if self.inner.connection.is_cluster() {
+            self.inner.masters.index_for_tag(&KeyNames::hash_tag(affinity, key))
+        } else {
+            0
+        }
     }
 
-    fn resets(&self) -> Option<broadcast::Receiver<Option<Reset>>> {
-        Some(self.shared.link.resets())
+    fn subscribe_to_resets(&self) -> Option<broadcast::Receiver<Option<KeyReset>>> {
+        Some(self.inner.connection.subscribe_to_resets())
     }
 
-    fn tend(&self) -> Waiting<()> {
-        let shared = Arc::clone(&self.shared);
+    fn maintain(&self) -> RemoteFuture<()> {
+        let inner = Arc::clone(&self.inner);
         Box::pin(async move {
-            shared.link.admit_deafness();
-            if shared.link.is_divided() {
+            inner.connection.report_possibly_missed_resets();
+            if inner.connection.is_cluster() {
                 let mut slots = redis::cmd("CLUSTER");
-                shared.masters.learn(&shared.send(slots.arg("SLOTS")).await?);
+                inner.masters.update(&inner.send(slots.arg("SLOTS")).await?);
             }
             Ok(())
         })
     }
 }
 
-impl Shared {
-    async fn ask(self: &Arc<Self>, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
-        if self.link.is_divided() && spread::is_spread(batch) {
+impl RedisInner {
+    async fn apply(self: &Arc<Self>, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
+        if self.connection.is_cluster() && multi_slot::needs_several_slots(batch) {
             if !self.reserve {
                 return Err(StoreError::Failed("the keys of the batch lie in several slots of the cluster".into()));
             }
             // Apart, so that those who don't need it don't make room for it.
-            return Box::pin(self.ask_in_parts(batch, now)).await;
+            return Box::pin(self.apply_by_slot(batch, now)).await;
         }
-        self.ask_one(batch, now, RefusalSummary::default()).await
+        self.apply_in_one_slot(batch, now, RefusalSummary::default()).await
     }
 
     /// Asks what lies in one place.
-    async fn ask_one(
+    async fn apply_in_one_slot(
         self: &Arc<Self>,
         batch: &Batch,
         now: Time,
-        elsewhere: RefusalSummary,
+        other_parts: RefusalSummary,
     ) -> Result<Outcomes, StoreError> {
-        let (limits, keys, source) = (&*self.limits, &*self.keys, self.time);
-        let question = Question { batch, limits, keys, source, elsewhere };
-        if question.is_empty() {
-            let at = self.present(now).await?;
+        let (limits, key_names, time_source) = (&*self.limits, &*self.key_names, self.time_source);
+        let codec = BatchCodec { batch, limits, key_names, time_source, other_parts };
+        if codec.is_empty() {
+            let at = self.decision_time(now).await?;
             return Ok(tidegate_core::batch::execute(batch, &self.limits, [].as_mut_slice(), at));
         }
-        let parts = question.parts();
-        let _place = match parts {
-            Parts::Quick(code) => match self.turn(code, || question.parcel(now, now)).await? {
-                Turn::Alone(place) => place,
-                Turn::Told(bytes) => {
-                    return self.read(&question, &bytes, now)?.map_err(|Elsewhen(_)| unreadable());
+        let script_kind = codec.script_kind();
+        let _slot = match script_kind {
+            ScriptKind::Quick(code) => match self.send_batched(code, || codec.encode(now, now)).await? {
+                BatchingOutcome::SendAlone(slot) => slot,
+                BatchingOutcome::Answered(bytes) => {
+                    return self
+                        .decode_response(&codec, &bytes, now)?
+                        .map_err(|PeriodMismatchError(_)| invalid_response_error());
                 }
             },
             _ => None,
         };
-        let script = self.scripts.get(parts);
-        let mut around = match source {
-            TimeSource::Store => Time::from_micros(now.as_micros().saturating_add_signed(self.ahead())),
+        let script = self.scripts.get(script_kind);
+        let mut expected_now = match time_source {
+            TimeSource::Store => Time::from_micros(now.as_micros().saturating_add_signed(self.clock_offset_micros())),
             TimeSource::Caller => now,
         };
-        for _ in 0..QUESTIONS {
-            let parcel = question.parcel(now, around);
+        for _ in 0..MAX_PERIOD_TRIES {
+            let request = codec.encode(now, expected_now);
             // Resets are told on a channel.
-            let arguments = iter::once(parcel.bytes()).chain(question.resets().then(|| keys.resets()));
-            let answer = self.run(script, parcel.names(), arguments).await;
-            let Value::BulkString(bytes) = answer.map_err(|error| self.failed(error))? else {
+            let arguments = iter::once(request.argument()).chain(codec.has_reset().then(|| key_names.reset_channel()));
+            let answer = self.run_script(script, request.names(), arguments).await;
+            let Value::BulkString(bytes) = answer.map_err(|error| self.to_store_error(error))? else {
                 return Err(StoreError::Failed("the script didn't answer with bytes".into()));
             };
-            match self.read(&question, &bytes, now)? {
+            match self.decode_response(&codec, &bytes, now)? {
                 Ok(outcomes) => return Ok(outcomes),
-                Err(Elsewhen(at)) => around = at,
+                Err(PeriodMismatchError(at)) => expected_now = at,
             }
         }
         Err(StoreError::Failed("the server's clock is never where it was".into()))
     }
 
     /// Runs a script by its hash, or by its text where the server doesn't know it.
-    async fn run<'a>(
+    async fn run_script<'a>(
         &self,
         script: &Script,
         names: impl Iterator<Item = &'a [u8]> + Clone,
         arguments: impl Iterator<Item = &'a [u8]> + Clone,
-    ) -> Result<Value, LinkError> {
-        let command = |verb, script| question::command(verb, script, names.clone(), arguments.clone());
-        match self.link.send(&command("EVALSHA", &script.hash)).await {
-            Err(error) if error.is(ServerErrorKind::NoScript) => self.link.send(&command("EVAL", &script.text)).await,
+    ) -> Result<Value, RedisCommandError> {
+        let script_command =
+            |command_name, script| codec::script_command(command_name, script, names.clone(), arguments.clone());
+        match self.connection.send(&script_command("EVALSHA", &script.hash)).await {
+            Err(error) if error.is_server_error(ServerErrorKind::NoScript) => {
+                self.connection.send(&script_command("EVAL", &script.text)).await
+            }
             answer => answer,
         }
     }
 
-    fn read(&self, question: &Question<'_>, bytes: &[u8], now: Time) -> Result<Result<Outcomes, Elsewhen>, StoreError> {
-        let read = question.read(bytes).ok_or_else(unreadable)?;
-        let at = read.as_ref().map_or_else(|Elsewhen(at)| *at, Outcomes::now);
-        self.note(at, now);
-        Ok(read)
+    fn decode_response(
+        &self,
+        codec: &BatchCodec<'_>,
+        bytes: &[u8],
+        now: Time,
+    ) -> Result<Result<Outcomes, PeriodMismatchError>, StoreError> {
+        let decoded = codec.decode(bytes).ok_or_else(invalid_response_error)?;
+        let at = decoded.as_ref().map_or_else(|PeriodMismatchError(at)| *at, Outcomes::now);
+        self.update_clock_offset(at, now);
+        Ok(decoded)
     }
 
-    fn ahead(&self) -> i64 {
-        self.ahead.load(Ordering::Relaxed)
+    fn clock_offset_micros(&self) -> i64 {
+        self.clock_offset_micros.load(Ordering::Relaxed)
     }
 
-    fn note(&self, at: Time, now: Time) {
+    fn update_clock_offset(&self, server_time: Time, caller_time: Time) {
         // Both are below 2^52.
-        self.ahead.store(at.as_micros() as i64 - now.as_micros() as i64, Ordering::Relaxed);
+        self.clock_offset_micros
+            .store(server_time.as_micros() as i64 - caller_time.as_micros() as i64, Ordering::Relaxed);
     }
 
     /// The present moment, from a server that is there.
-    async fn present(&self, now: Time) -> Result<Time, StoreError> {
+    async fn decision_time(&self, now: Time) -> Result<Time, StoreError> {
         let time = redis::cmd("TIME");
-        let Value::Array(parts) = self.send(&time).await? else { return Err(no_time()) };
+        let Value::Array(parts) = self.send(&time).await? else { return Err(missing_time_error()) };
         let numbers = parts.into_iter().map(redis::from_redis_value::<u64>).collect::<Result<Vec<_>, _>>();
-        let Ok(&[seconds, micros]) = numbers.as_deref() else { return Err(no_time()) };
-        Ok(match self.time {
+        let Ok(&[seconds, micros]) = numbers.as_deref() else { return Err(missing_time_error()) };
+        Ok(match self.time_source {
             TimeSource::Store => Time::from_micros(seconds.saturating_mul(1_000_000).saturating_add(micros)),
             TimeSource::Caller => now,
         })
     }
 
-    async fn seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], StoreError> {
-        let name = self.keys.seed();
+    async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], StoreError> {
+        let name = self.key_names.seed_name();
         let mut put = redis::cmd("SET");
         put.arg(name.as_slice()).arg(proposal.as_slice()).arg("NX");
         self.send(&put).await?;
@@ -289,18 +317,18 @@ impl Shared {
     }
 
     async fn send(&self, command: &Cmd) -> Result<Value, StoreError> {
-        self.link.send(command).await.map_err(|error| self.failed(error))
+        self.connection.send(command).await.map_err(|error| self.to_store_error(error))
     }
 
-    fn failed(&self, error: LinkError) -> StoreError {
-        error.into_store_error(self.patience)
+    fn to_store_error(&self, error: RedisCommandError) -> StoreError {
+        error.into_store_error(self.timeouts)
     }
 }
 
-fn unreadable() -> StoreError {
+fn invalid_response_error() -> StoreError {
     StoreError::Failed("the script's answer can't be read".into())
 }
 
-fn no_time() -> StoreError {
+fn missing_time_error() -> StoreError {
     StoreError::Failed("the server doesn't tell the time".into())
 }

@@ -20,7 +20,7 @@ use tidegate_core::{
     Outcomes, PacerSpec, Penalty, PenaltySpec, Quota, Rate, SharedPacerRules, Sharing, Span, Time, Verb, Verdict,
     Window,
 };
-use tidegate_store::{Answer, Fleet, FleetOptions, Remote as _, Store, StoreError, fleet_limits};
+use tidegate_store::{Fleet, FleetOptions, RemoteStore as _, Store, StoreError, StoreResponse, fleet_limits};
 use tidegate_testkit::remote::{FlakyRemote, RemoteBehaviour};
 use tokio::time::{Instant, sleep};
 
@@ -95,8 +95,8 @@ impl Caller {
 
     async fn ask(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
         match self.fleet.apply(batch, self.clock.now()) {
-            Answer::Ready(outcomes) => Ok(outcomes),
-            Answer::Later(later) => later.await,
+            StoreResponse::Ready(outcomes) => Ok(outcomes),
+            StoreResponse::Pending(later) => later.await,
         }
     }
 
@@ -206,7 +206,7 @@ async fn outage_shares_are_spent_and_reported_afterwards() {
         let store = remote(limits, clock, true);
         let nodes = [1, 2, 3, 4].map(|node| Caller::new(&store, clock, node));
         sleep(Duration::from_secs(5)).await;
-        assert_eq!(nodes.each_ref().map(|node| node.fleet.nodes()), [4; 4], "{mood:?}");
+        assert_eq!(nodes.each_ref().map(|node| node.fleet.node_count()), [4; 4], "{mood:?}");
         for _ in 0..20 {
             assert!(nodes[0].take().await);
         }
@@ -350,7 +350,7 @@ async fn outage_cool_downs_are_reported_afterwards() {
     assert!(nodes[0].take().await);
     let tell = |limit, verb, cost| {
         let told = Batch::with_op(9, Op::new(id(limit), verb, KEY, cost));
-        nodes[0].fleet.tell(&told, clock.now());
+        nodes[0].fleet.submit(&told, clock.now());
     };
     tell(0, Verb::Throttle { generation: 0 }, 600_000_000);
     tell(1, Verb::Disable, 0);
@@ -403,18 +403,18 @@ async fn permits_persist_through_an_outage() {
     nodes[0].ask(&call(1, Verb::Take)).await.unwrap();
     store.set_behaviour(RemoteBehaviour::Failing);
     nodes[0].ask(&call(2, Verb::Take)).await.unwrap();
-    nodes[0].fleet.tell(&call(1, Verb::Release), clock.now());
+    nodes[0].fleet.submit(&call(1, Verb::Release), clock.now());
     store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(used().await, 1);
 
-    nodes[1].fleet.tell(&call(2, Verb::Release), clock.now());
+    nodes[1].fleet.submit(&call(2, Verb::Release), clock.now());
     sleep(Duration::from_secs(1)).await;
     assert_eq!(used().await, 0, "as if the store had lost it");
-    nodes[0].fleet.tell(&call(2, Verb::Renew), clock.now());
+    nodes[0].fleet.submit(&call(2, Verb::Renew), clock.now());
     sleep(Duration::from_secs(1)).await;
     assert_eq!(used().await, 1);
-    nodes[0].fleet.tell(&call(2, Verb::Release), clock.now());
+    nodes[0].fleet.submit(&call(2, Verb::Release), clock.now());
     sleep(Duration::from_secs(1)).await;
     assert_eq!(used().await, 0);
 }
@@ -426,7 +426,7 @@ async fn the_node_count_persists_after_an_outage() {
     let store = remote([window(30, 60)], clock, true);
     let nodes = [1, 2, 3].map(|node| Caller::new(&store, clock, node));
     sleep(Duration::from_secs(12)).await;
-    assert_eq!(nodes[0].fleet.nodes(), 3);
+    assert_eq!(nodes[0].fleet.node_count(), 3);
     store.set_behaviour(RemoteBehaviour::Failing);
     // Of a batch whose keys have something in common, whose part of the store is looked after.
     let mut together = batch(Verb::Take, &[0], KEY);
@@ -436,10 +436,10 @@ async fn the_node_count_persists_after_an_outage() {
     store.set_behaviour(RemoteBehaviour::Normal);
     for _ in 0..40 {
         sleep(Duration::from_millis(50)).await;
-        assert_eq!(nodes[0].fleet.nodes(), 3);
+        assert_eq!(nodes[0].fleet.node_count(), 3);
     }
     sleep(Duration::from_secs(20)).await;
-    assert_eq!(nodes[0].fleet.nodes(), 3);
+    assert_eq!(nodes[0].fleet.node_count(), 3);
 }
 
 /// A store that has lost its memory without anybody's notice is told the secret again before a new node finds none.
@@ -453,7 +453,7 @@ async fn a_lost_hash_seed_is_restored() {
     sleep(Duration::from_secs(5)).await;
     store.forget_seed();
     sleep(Duration::from_secs(3)).await;
-    assert_eq!(store.seed([9; 16]).await.unwrap(), [7; 16]);
+    assert_eq!(store.get_or_insert_seed([9; 16]).await.unwrap(), [7; 16]);
 }
 
 /// What an earlier period was charged is over with it, also for what the store is told after an outage.
@@ -469,7 +469,7 @@ async fn earlier_periods_refunds_keep_outage_charges() {
     sleep(quota.period(clock.now()).end.since(clock.now()).as_duration()).await;
     store.set_behaviour(RemoteBehaviour::Failing);
     assert!(node.take().await && node.take().await);
-    node.fleet.tell(&batch(Verb::Refund, &[0], KEY).with_charged_at(charged_at), clock.now());
+    node.fleet.submit(&batch(Verb::Refund, &[0], KEY).with_charged_at(charged_at), clock.now());
     store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_secs(1)).await;
     assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, 2);

@@ -8,7 +8,7 @@ use tidegate_core::{
     Batch, Concurrency, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Penalty, PenaltySpec, Rate, ShareLevel,
     Span, Time, Verb, Verdict, Window,
 };
-use tidegate_store::{Immediate, Memory, Store};
+use tidegate_store::{ImmediateStore, Memory, Store};
 use tidegate_testkit::random::{self, RandomSource};
 
 const MIB: usize = 1 << 20;
@@ -101,7 +101,7 @@ fn a_million_junk_keys_evict_no_block() {
         assert_eq!(take(&store, client, at(KEYS)), Verdict::Blocked, "client {client}");
     }
     let stats = store.stats();
-    assert_eq!((stats.losses.blocked, stats.losses.shared), (0, 0));
+    assert_eq!((stats.losses.refused_blocks, stats.losses.forced_shares), (0, 0));
     let lost = (0..KEYS).filter(|junk| ask(&store, op(Verb::Peek, key(1_000 + junk), false), at(KEYS)).used == 0);
     assert_eq!(lost.count() as u64, stats.losses.evicted(), "every live entry that went was counted");
 }
@@ -130,13 +130,13 @@ fn a_million_blocked_keys_stay_within_memory() {
     check_bytes(&store, before);
     let stats = store.stats();
     assert!(shared > 0 && blocked.len() > 10_000, "{} blocked, {stats:?}", blocked.len());
-    assert_eq!(stats.losses.shared, shared + wider, "every new key that had to share was counted");
+    assert_eq!(stats.losses.forced_shares, shared + wider, "every new key that had to share was counted");
     let kept = blocked.iter().filter(|&&client| peek(&store, client, at(KEYS)) == Verdict::Blocked).count();
     assert_eq!(blocked.len(), kept, "blocked keys stay");
-    assert_eq!(stats.losses.blocked, 0, "whoever has a key of its own, or its network has, is blocked");
-    let told = store.tend(at(KEYS));
-    assert_eq!((told.evicted(), told.shared), (0, stats.losses.shared), "what happened is told");
-    assert!(!store.tend(at(KEYS)).any(), "once");
+    assert_eq!(stats.losses.refused_blocks, 0, "whoever has a key of its own, or its network has, is blocked");
+    let told = store.maintain(at(KEYS));
+    assert_eq!((told.evicted(), told.forced_shares), (0, stats.losses.forced_shares), "what happened is told");
+    assert!(!store.maintain(at(KEYS)).has_any(), "once");
 }
 
 /// Logs of calls at different moments take memory of their own, which counts towards the half that blocks may fill.
@@ -153,8 +153,8 @@ fn blocks_with_long_logs_are_kept() {
             })
             .collect();
         let stats = store.stats();
-        assert_eq!(stats.losses.blocked, 0, "limit {limit}: {stats:?}");
-        assert!(stats.losses.shared > 0, "limit {limit}: {stats:?}");
+        assert_eq!(stats.losses.refused_blocks, 0, "limit {limit}: {stats:?}");
+        assert!(stats.losses.forced_shares > 0, "limit {limit}: {stats:?}");
         let now = at(clients * (limit + 1));
         assert!(blocked.iter().all(|client| peek(&store, *client, now) == Verdict::Blocked), "limit {limit}");
         check_bytes(&store, None);
@@ -177,7 +177,11 @@ fn must_fit_calls_count_without_evicting_blocks() {
     }
     check_bytes(&store, None);
     let stats = store.stats();
-    assert_eq!((stats.losses.shared, stats.losses.blocked), (0, 100_000 - blocked.len() as u64), "{stats:?}");
+    assert_eq!(
+        (stats.losses.forced_shares, stats.losses.refused_blocks),
+        (0, 100_000 - blocked.len() as u64),
+        "{stats:?}"
+    );
     assert!(blocked.len() > 3_000, "{} blocked", blocked.len());
     assert!(blocked.iter().all(|&client| peek(&store, client, at(100_000)) == Verdict::Blocked));
 }
@@ -307,7 +311,7 @@ fn blocks_survive_any_flood() {
         let live: std::collections::HashSet<_> =
             told.iter().filter(|(_, until)| *until > at(now)).map(|(key, _)| *key).collect();
         // A block takes some 120 bytes, and up to a thousand more for its log.
-        if stats.losses.shared + stats.losses.blocked > 0 {
+        if stats.losses.forced_shares + stats.losses.refused_blocks > 0 {
             assert!(
                 live.len() > 300 || length <= Span::from_secs(60),
                 "seed {seed}, round {round}: {} live, {stats:?}",
@@ -370,15 +374,15 @@ fn idle_states_are_evicted_first_blocks_last() {
     assert_eq!((known(used.clone()), known(full.clone()), known(banned.clone())), (1_000, 500, 300));
     assert_eq!(store.stats().losses.evicted(), 0, "two thousand idle entries were enough");
     let mut next = 100_000;
-    while store.stats().losses.used < 3_000 {
+    while store.stats().losses.evicted_used < 3_000 {
         for _ in 0..2 {
             take(&store, next, now(1));
         }
         next += 1;
     }
     let stats = store.stats();
-    assert_eq!(stats.losses.blocked, 0);
-    assert!(stats.losses.full * 20 <= stats.losses.used, "{stats:?}");
+    assert_eq!(stats.losses.refused_blocks, 0);
+    assert!(stats.losses.evicted_exhausted * 20 <= stats.losses.evicted_used, "{stats:?}");
     assert!(known(full) >= 450 && known(banned) == 300);
     check_bytes(&store, None);
 }
@@ -395,7 +399,7 @@ fn idle_memory_is_released() {
     assert!(store.stats().bytes > 2 * MIB);
     let later = at(0) + Span::from_secs(86_400);
     for _ in 0..1_000 {
-        store.tend(later);
+        store.maintain(later);
     }
     let stats = store.stats();
     assert!(stats.entries == 0 && stats.bytes < MIB / 8, "{stats:?}");

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use tidegate_core::{Batch, Clock, Key, Limit, LimitKind, Limits, Op, Rate, Span, Time, Verb};
-use tidegate_store::{Immediate, Memory, Store as _};
+use tidegate_store::{ImmediateStore, Memory, Store as _};
 use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
 use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
 use tidegate_testkit::{fixtures, property, random};
@@ -22,7 +22,7 @@ impl Clock for Rough {
 }
 
 fn memory(limits: Arc<Limits>) -> Memory {
-    Memory::new(limits, Memory::MAX_BYTES)
+    Memory::new(limits, Memory::DEFAULT_MAX_BYTES)
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn fast_paths_agree_with_batches() {
             if found != expected {
                 return Err(format!("take answered {found:?}, a batch {expected:?}, to {:?}", call.ops()[0]));
             }
-            let turn = turns.turn(&call.ops()[0], &Rough(now)).0;
+            let turn = turns.take_with_clock(&call.ops()[0], &Rough(now)).0;
             // Admitted in the rough, the moment that is told is the earlier bound.
             let admitted = turn <= now;
             if admitted == expected.verdict.refuses() || (!admitted && turn != expected.retry_at) {
@@ -72,10 +72,10 @@ fn a_clock_jump_locks_out_no_caller() {
     let store = memory(Arc::new(limits));
     let op = Op::new(fixtures::limit_id(0), Verb::Take, fixtures::client_key(1), 1);
     let year_on = fixtures::test_time(0) + Span::from_secs(365 * 86_400);
-    assert_eq!(store.turn(&op, &Rough(year_on)).0, year_on);
-    let told = store.turn(&op, &Rough(fixtures::test_time(0))).0;
+    assert_eq!(store.take_with_clock(&op, &Rough(year_on)).0, year_on);
+    let told = store.take_with_clock(&op, &Rough(fixtures::test_time(0))).0;
     assert!(told <= fixtures::test_time(60_000), "{told:?}");
-    assert_eq!(store.turn(&op, &Rough(told)).0, told);
+    assert_eq!(store.take_with_clock(&op, &Rough(told)).0, told);
 }
 
 /// Giving back under a plain rate costs no other client what it had used.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use mongodb::Client;
 use mongodb::bson::{Binary, Document, doc, spec::BinarySubtype};
 use tidegate_core::Limits;
-use tidegate_store::{MongoDb, RowsOptions, StoreError};
+use tidegate_store::{DatabaseOptions, MongoDb, StoreError};
 use tidegate_testkit::servers::database::DatabaseServer;
 use tidegate_testkit::servers::mongo::mongo;
 
@@ -55,7 +55,7 @@ impl rows::Kind for Mongo {
         assert_eq!(updated.matched_count, 1);
     }
 
-    fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<MongoDb, StoreError> {
+    fn open(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<MongoDb, StoreError> {
         MongoDb::new(limits, options)
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use sqlx::{AssertSqlSafe, Connection as _, MySqlConnection};
 use tidegate_core::Limits;
-use tidegate_store::{MySql, RowsOptions, StoreError};
+use tidegate_store::{DatabaseOptions, MySql, StoreError};
 use tidegate_testkit::servers::database::DatabaseServer;
 use tidegate_testkit::servers::mariadb::mariadb;
 
@@ -43,7 +43,7 @@ impl rows::Kind for MariaDb {
         sqlx::query(later).execute(&mut connection).await.unwrap();
     }
 
-    fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<MySql, StoreError> {
+    fn open(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<MySql, StoreError> {
         MySql::new(limits, options)
     }
 }

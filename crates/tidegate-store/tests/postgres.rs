@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sqlx::{AssertSqlSafe, Connection as _, PgConnection};
 use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Rate, Span, Time, Verb};
-use tidegate_store::{Postgres, Remote as _, RowsOptions, StoreError};
+use tidegate_store::{DatabaseOptions, Postgres, RemoteStore as _, StoreError};
 use tidegate_testkit::servers::database::DatabaseServer;
 use tidegate_testkit::servers::postgres::postgres;
 
@@ -44,7 +44,7 @@ impl rows::Kind for Pg {
         sqlx::query(later).execute(&mut connection).await.unwrap();
     }
 
-    fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<Postgres, StoreError> {
+    fn open(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<Postgres, StoreError> {
         Postgres::new(limits, options)
     }
 }
@@ -57,13 +57,13 @@ async fn rows_are_found_by_index() {
     let Some(server) = postgres() else { return };
     let rate = Rate::new(1_000, Span::from_secs(1), 1_000).unwrap();
     let limits = Arc::new(Limits::with_limit(Limit::new(LimitKind::Rate(rate))));
-    let store = Postgres::new(limits, &RowsOptions::new(server.url())).unwrap();
+    let store = Postgres::new(limits, &DatabaseOptions::new(server.url())).unwrap();
     for wave in 0..60 {
         // Together, so that a statement is about many rows.
         let asked = (0..500_u64).map(|key| {
             let key = wave % 4 * 500 + key;
             let op = Op::new(LimitId::FIRST, Verb::Take, Key::new(key, key), 1);
-            store.ask(&Batch::with_op(1, op), Time::ZERO)
+            store.apply(&Batch::with_op(1, op), Time::ZERO)
         });
         futures_util::future::try_join_all(asked).await.unwrap();
     }

@@ -22,7 +22,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
 use tidegate_core::{Batch, Key, LimitId, Limits, Op, Outcomes, Time, Verb, Verdict};
-use tidegate_store::{Answer, Store};
+use tidegate_store::{Store, StoreResponse};
 
 use crate::random::{case_count, run_seed};
 
@@ -140,8 +140,8 @@ impl<'a, B: Backend> StoreUnderTest<'a, B> {
 
     fn apply(&self, batch: &Batch, now: Time) -> Result<Outcomes, String> {
         match self.store.apply(batch, now) {
-            Answer::Ready(outcomes) => Ok(outcomes),
-            Answer::Later(answer) => self.backend.wait(answer).map_err(|error| error.to_string()),
+            StoreResponse::Ready(outcomes) => Ok(outcomes),
+            StoreResponse::Pending(answer) => self.backend.wait(answer).map_err(|error| error.to_string()),
         }
     }
 

@@ -7,7 +7,7 @@ use tidegate_core::{
     Batch, Decision, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltyMode, PenaltySpec, Span,
     Time, Verb, Window,
 };
-use tidegate_store::Immediate;
+use tidegate_store::ImmediateStore;
 
 use crate::reference::ReferenceStore;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb, batch};
-use tidegate_store::{Answer, Immediate as _, Never, Store};
+use tidegate_store::{ImmediateStore as _, Never, Store, StoreResponse};
 
 /// A store with a sorted map that handles one batch at a time. It grows with the number of keys. It drops an idle state
 /// only when a batch touches it.
@@ -52,11 +52,11 @@ impl ReferenceStore {
     /// changed.
     pub fn snapshot(&self, now: Time) -> BTreeMap<(LimitId, Key), String> {
         let states = self.states();
-        let kept = states.iter().filter_map(|(&(limit, key), state)| {
+        let entries = states.iter().filter_map(|(&(limit, key), state)| {
             let plan = self.limits.get(limit)?;
             (state.idle_at(plan) > now).then(|| ((limit, key), state_text(plan, state, now)))
         });
-        kept.collect()
+        entries.collect()
     }
 
     fn states(&self) -> MutexGuard<'_, BTreeMap<(LimitId, Key), KeyState>> {
@@ -77,10 +77,10 @@ fn state_text(limit: &Limit, state: &KeyState, now: Time) -> String {
             format!("{slots:?}")
         }
         (LimitKind::Rate(_), Usage::Rate(arrival)) if arrival.idle_at() > now => format!("{arrival:?}"),
-        (LimitKind::Quota(quota), Usage::Quota(ledger)) => {
-            let mut ledger = *ledger;
-            quota.refresh(&mut ledger, now);
-            format!("{} of {:?}", ledger.used, ledger.period)
+        (LimitKind::Quota(quota), Usage::Quota(quota_usage)) => {
+            let mut quota_usage = *quota_usage;
+            quota.refresh(&mut quota_usage, now);
+            format!("{} of {:?}", quota_usage.used, quota_usage.period)
         }
         (LimitKind::Concurrency(concurrency), Usage::Concurrency(permits)) => {
             let mut permits = permits.clone();
@@ -92,10 +92,10 @@ fn state_text(limit: &Limit, state: &KeyState, now: Time) -> String {
             cooldown.refresh(&mut gate, now);
             format!("{gate:?}")
         }
-        (LimitKind::Pace(pacer), Usage::Pace(tempo)) => {
-            let mut tempo = *tempo;
-            pacer.refresh(&mut tempo, now);
-            format!("{tempo:?}")
+        (LimitKind::Pace(pacer), Usage::Pace(pacer_state)) => {
+            let mut pacer_state = *pacer_state;
+            pacer.refresh(&mut pacer_state, now);
+            format!("{pacer_state:?}")
         }
         _ => String::new(),
     };
@@ -107,13 +107,13 @@ fn state_text(limit: &Limit, state: &KeyState, now: Time) -> String {
 }
 
 impl Store for ReferenceStore {
-    type Later = Never;
+    type Future = Never;
 
     fn limits(&self) -> &Arc<Limits> {
         &self.limits
     }
 
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
         let mut states = self.states();
         let loaded = batch.ops().iter().map(|op| states.get(&(op.limit, op.key)).cloned().unwrap_or_default());
         let mut cells: Vec<KeyState> = loaded.collect();
@@ -127,10 +127,10 @@ impl Store for ReferenceStore {
                 states.insert((op.limit, op.key), state);
             }
         }
-        Answer::Ready(outcomes)
+        StoreResponse::Ready(outcomes)
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
+    fn submit(&self, batch: &Batch, now: Time) {
         self.apply_now(batch, now);
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tidegate_core::{Batch, Clock, Limits, Outcomes, Time, Verb};
-use tidegate_store::{Immediate as _, Remote, Reset, Store as _, StoreError, Waiting};
+use tidegate_store::{ImmediateStore as _, KeyReset, RemoteFuture, RemoteStore, Store as _, StoreError};
 use tokio::sync::broadcast;
 
 use crate::reference::ReferenceStore;
@@ -42,7 +42,7 @@ struct FlakyRemoteInner {
     behaviour: Mutex<RemoteBehaviour>,
     request_count: AtomicU64,
     seed: Mutex<Option<[u8; 16]>>,
-    resets: Option<broadcast::Sender<Option<Reset>>>,
+    resets: Option<broadcast::Sender<Option<KeyReset>>>,
 }
 
 impl FlakyRemote {
@@ -90,19 +90,19 @@ impl FlakyRemote {
         if let Some(resets) = &self.0.resets {
             for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
                 // There may be no listener.
-                let _ = resets.send(Some(Reset { tag: self.limits().tag(op.limit), key: op.key }));
+                let _ = resets.send(Some(KeyReset { tag: self.limits().tag(op.limit), key: op.key }));
             }
         }
         outcomes
     }
 }
 
-impl Remote for FlakyRemote {
+impl RemoteStore for FlakyRemote {
     fn limits(&self) -> &Arc<Limits> {
         self.0.store.limits()
     }
 
-    fn ask(&self, batch: &Batch, _: Time) -> Waiting<Outcomes> {
+    fn apply(&self, batch: &Batch, _: Time) -> RemoteFuture<Outcomes> {
         self.0.request_count.fetch_add(1, Ordering::SeqCst);
         let (store, batch, mood) = (self.clone(), batch.clone(), self.behaviour());
         Box::pin(async move {
@@ -127,7 +127,7 @@ impl Remote for FlakyRemote {
         })
     }
 
-    fn seed(&self, proposal: [u8; 16]) -> Waiting<[u8; 16]> {
+    fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]> {
         let store = self.clone();
         Box::pin(async move {
             let mut seed = store.0.seed.lock();
@@ -135,7 +135,7 @@ impl Remote for FlakyRemote {
         })
     }
 
-    fn resets(&self) -> Option<broadcast::Receiver<Option<Reset>>> {
+    fn subscribe_to_resets(&self) -> Option<broadcast::Receiver<Option<KeyReset>>> {
         self.0.resets.as_ref().map(broadcast::Sender::subscribe)
     }
 }

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use tidegate_core::{
     Batch, CountMode, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Window,
 };
-use tidegate_store::{Answer, Immediate, Store, StoreError};
+use tidegate_store::{ImmediateStore, Store, StoreError, StoreResponse};
 use tidegate_testkit::conformance::{Backend, ConformanceOptions, check_conformance};
 use tidegate_testkit::reference::ReferenceStore;
 use tidegate_testkit::{property, random};
@@ -64,18 +64,18 @@ impl Remote {
 }
 
 impl Store for Remote {
-    type Later = Reply;
+    type Future = Reply;
 
     fn limits(&self) -> &Arc<Limits> {
         self.near.limits()
     }
 
-    fn apply(&self, batch: &Batch, _: Time) -> Answer<Reply> {
-        Answer::Later(Reply { outcomes: Some(self.near.apply_now(batch, self.now())), asked: false })
+    fn apply(&self, batch: &Batch, _: Time) -> StoreResponse<Reply> {
+        StoreResponse::Pending(Reply { outcomes: Some(self.near.apply_now(batch, self.now())), asked: false })
     }
 
-    fn tell(&self, batch: &Batch, _: Time) {
-        self.near.tell(batch, self.now());
+    fn submit(&self, batch: &Batch, _: Time) {
+        self.near.submit(batch, self.now());
     }
 }
 
@@ -209,13 +209,13 @@ struct Wrong {
 }
 
 impl Store for Wrong {
-    type Later = <ReferenceStore as Store>::Later;
+    type Future = <ReferenceStore as Store>::Future;
 
     fn limits(&self) -> &Arc<Limits> {
         self.near.limits()
     }
 
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
         let number = self.batches.fetch_add(1, Ordering::SeqCst);
         let outcomes = self.near.apply_now(&self.fault.bend(batch), now);
         let alone = |op: Op| {
@@ -242,11 +242,11 @@ impl Store for Wrong {
             }
             _ => {}
         }
-        Answer::Ready(outcomes)
+        StoreResponse::Ready(outcomes)
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
-        self.near.tell(batch, now);
+    fn submit(&self, batch: &Batch, now: Time) {
+        self.near.submit(batch, now);
     }
 }
 

@@ -18,12 +18,12 @@ pub struct Explanation {
     /// The decision of the check.
     pub decision: DecisionReport,
     /// Every limit, in the order in which it is asked.
-    pub limits: Vec<LimitState>,
+    pub limits: Vec<LimitReport>,
 }
 
 /// The state of one limit for one caller. Times are whole seconds, rounded up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LimitState {
+pub struct LimitReport {
     /// The name of the limit: the action's name, or `global`.
     pub name: String,
     /// The source of the limit: `action` or `global`.
@@ -69,7 +69,7 @@ impl Explanation {
             let blocked = outcome.block_until > now;
             let allowed = !outcome.verdict.refuses();
             let wait = (!allowed && !outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now).as_secs_ceil());
-            LimitState {
+            LimitReport {
                 name: info.name().to_owned(),
                 source: info.scope().as_str().to_owned(),
                 words: info.description().to_owned(),

@@ -9,7 +9,7 @@ use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, 
 use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
-use tidegate_store::{Answer, Immediate, Losses, Memory, Store, StoreError};
+use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
 
 use crate::explain::Explanation;
 use crate::pending_check::{Check, PendingCheck};
@@ -272,8 +272,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.fill(&mut batch, actions, query, verb)?;
         let answer = self.0.store.apply(&batch, self.0.clock.now());
         Ok(match self.ask_again(&mut batch, query.ip, answer) {
-            Answer::Ready(outcomes) => Check::Decided(decide(&batch, self.0.plan.limits(), &outcomes)),
-            Answer::Later(answer) => Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, answer)),
+            StoreResponse::Ready(outcomes) => Check::Decided(decide(&batch, self.0.plan.limits(), &outcomes)),
+            StoreResponse::Pending(answer) => Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, answer)),
         })
     }
 
@@ -286,9 +286,14 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     /// Applies the batch again under shared keys, while the store answers at once and has no room for some keys.
     #[inline]
-    fn ask_again(&self, batch: &mut Batch, ip: Option<IpAddr>, mut answer: Answer<S::Later>) -> Answer<S::Later> {
+    fn ask_again(
+        &self,
+        batch: &mut Batch,
+        ip: Option<IpAddr>,
+        mut answer: StoreResponse<S::Future>,
+    ) -> StoreResponse<S::Future> {
         let shared = |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed);
-        while let Answer::Ready(outcomes) = &answer
+        while let StoreResponse::Ready(outcomes) = &answer
             && move_to_shared_keys(batch, outcomes, shared)
         {
             answer = self.0.store.apply(batch, self.0.clock.now());
@@ -301,12 +306,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
         &self,
         batch: &mut Batch,
         ip: Option<IpAddr>,
-        mut answer: Answer<S::Later>,
+        mut answer: StoreResponse<S::Future>,
     ) -> Result<Outcomes, StoreError> {
         loop {
             match self.ask_again(batch, ip, answer) {
-                Answer::Ready(outcomes) => return Ok(outcomes),
-                Answer::Later(later) => answer = Answer::Ready(later.await?),
+                StoreResponse::Ready(outcomes) => return Ok(outcomes),
+                StoreResponse::Pending(later) => answer = StoreResponse::Ready(later.await?),
             }
         }
     }
@@ -344,23 +349,23 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     pub(crate) async fn apply(&self, batch: &Batch) -> Result<Outcomes, StoreError> {
         match self.0.store.apply(batch, self.0.clock.now()) {
-            Answer::Ready(outcomes) => Ok(outcomes),
-            Answer::Later(later) => later.await,
+            StoreResponse::Ready(outcomes) => Ok(outcomes),
+            StoreResponse::Pending(later) => later.await,
         }
     }
 
     /// Maintains the store: forgets a share of its idle entries. Returns the entries that still counted but were
     /// removed because the store is full. A long-running program calls it about once a second.
     pub fn maintain(&self) -> Losses {
-        self.0.store.tend(self.0.clock.now())
+        self.0.store.maintain(self.0.clock.now())
     }
 
     pub(crate) fn submit(&self, batch: &Batch) {
-        self.0.store.tell(batch, self.0.clock.now());
+        self.0.store.submit(batch, self.0.clock.now());
     }
 }
 
-impl<S: Immediate, C: Clock> Gate<S, C> {
+impl<S: ImmediateStore, C: Clock> Gate<S, C> {
     /// Does a [`Gate::check`] with a store that answers at once: no future, no allocation.
     ///
     /// # Errors

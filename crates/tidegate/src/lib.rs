@@ -58,7 +58,7 @@ pub mod reply;
 mod report;
 mod stores;
 
-pub use explain::{Explanation, LimitState};
+pub use explain::{Explanation, LimitReport};
 pub use gate::{CheckError, Gate};
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};

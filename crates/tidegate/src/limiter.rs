@@ -11,7 +11,7 @@ use tidegate_core::{
     Batch, Clock, Key, Limit, LimitError, LimitId, LimitKind, Limits, MAX_NOW_SPREAD, Op, Rate, Span, Time, Verb,
 };
 use tidegate_policy::{Quantity, QuantityError};
-use tidegate_store::{Immediate, Memory};
+use tidegate_store::{ImmediateStore, Memory};
 
 use tidegate_runtime::clock::SystemClock;
 
@@ -211,7 +211,7 @@ impl<K: Hash + ?Sized> KeyedLimiter<K> {
     /// # Errors
     /// The quantity can't be read, is not a valid limit, is `unlimited`, or counts calls in flight.
     pub fn new(quantity: &str) -> Result<Self, LimiterError> {
-        Self::with_clock(quantity, Memory::MAX_BYTES, SystemClock::new())
+        Self::with_clock(quantity, Memory::DEFAULT_MAX_BYTES, SystemClock::new())
     }
 }
 
@@ -248,7 +248,7 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     /// Decides about a call with this cost for this key, and counts it if admitted.
     #[inline]
     pub fn check_cost(&self, key: &K, cost: u64) -> LimiterDecision {
-        let (retry_at, now) = self.memory.turn(&self.op(Verb::Take, key, cost), &self.clock);
+        let (retry_at, now) = self.memory.take_with_clock(&self.op(Verb::Take, key, cost), &self.clock);
         LimiterDecision::from_retry_at(retry_at, now)
     }
 

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use tidegate_core::decision::decide;
 use tidegate_core::{Batch, Clock, Decision};
-use tidegate_store::{Answer, Store};
+use tidegate_store::{Store, StoreResponse};
 
 use crate::{CheckError, Gate};
 
@@ -28,11 +28,11 @@ pub struct PendingCheck<S: Store, C: Clock> {
     request: ReleaseGuard<S, C>,
     /// The caller's address, from which shared keys are derived if the store has no room.
     ip: Option<IpAddr>,
-    pub(crate) answer: S::Later,
+    pub(crate) answer: S::Future,
 }
 
 impl<S: Store, C: Clock> PendingCheck<S, C> {
-    pub(crate) fn new(gate: Gate<S, C>, batch: Batch, ip: Option<IpAddr>, answer: S::Later) -> Self {
+    pub(crate) fn new(gate: Gate<S, C>, batch: Batch, ip: Option<IpAddr>, answer: S::Future) -> Self {
         Self { request: ReleaseGuard { gate, batch, is_answered: false }, ip, answer }
     }
 
@@ -43,7 +43,7 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
     pub async fn decision(self) -> Result<Decision, CheckError> {
         let Self { mut request, ip, answer } = self;
         let ReleaseGuard { gate, batch, is_answered } = &mut request;
-        let outcomes = gate.outcomes(batch, ip, Answer::Later(answer)).await?;
+        let outcomes = gate.outcomes(batch, ip, StoreResponse::Pending(answer)).await?;
         *is_answered = true;
         Ok(decide(batch, gate.plan().limits(), &outcomes))
     }

@@ -18,9 +18,9 @@ use tidegate_policy::store::{OnFull, SyncMode};
 use tidegate_policy::{KeySeed, Policy, SecretError, StoreConfig as StoreSettings, StoreUrl};
 use tidegate_store::{AnyStore, Memory, StoreError};
 #[cfg(feature = "file")]
-use tidegate_store::{FileError, FileStore, Flush, Journal};
+use tidegate_store::{FileError, FileStore, FlushMode, Journal};
 #[cfg(feature = "remote")]
-use tidegate_store::{Fleet, FleetOptions, Remote, fleet_limits};
+use tidegate_store::{Fleet, FleetOptions, RemoteStore, fleet_limits};
 
 use crate::Gate;
 #[cfg(feature = "outbound")]
@@ -153,17 +153,17 @@ impl Stores {
             #[cfg(feature = "file")]
             (configured_seed, StoreUrl::File(path)) => {
                 let flush = match stores.config.sync {
-                    SyncMode::Always => Flush::Always,
-                    SyncMode::Within(span) => Flush::Within(span),
+                    SyncMode::Always => FlushMode::Always,
+                    SyncMode::Within(span) => FlushMode::Within(span),
                 };
                 let on_full = match stores.config.on_full {
-                    OnFull::Continue => tidegate_store::OnFull::Continue,
-                    OnFull::Deny => tidegate_store::OnFull::Deny,
+                    OnFull::Continue => tidegate_store::OnWriteFailure::Continue,
+                    OnFull::Deny => tidegate_store::OnWriteFailure::Deny,
                 };
                 let journal = Journal::open_with(path, flush, on_full)?;
                 let seed = match configured_seed {
                     Some(seed) => seed,
-                    None => KeySeed::new(journal.seed(random_bytes())?),
+                    None => KeySeed::new(journal.get_or_insert_seed(random_bytes())?),
                 };
                 stores.journal = Some(journal);
                 seed
@@ -172,7 +172,7 @@ impl Stores {
             (None, StoreUrl::Server(engine, url)) => {
                 let remote = stores.connect_server(*engine, url.expose(), Arc::default())?;
                 let url = stores.config.url.to_string();
-                let answer = tokio::time::timeout(SEED_TIMEOUT, remote.seed(random_bytes())).await;
+                let answer = tokio::time::timeout(SEED_TIMEOUT, remote.get_or_insert_seed(random_bytes())).await;
                 let answer = answer.unwrap_or(Err(StoreError::Timeout(SEED_TIMEOUT)));
                 let stored_seed = answer.map_err(|source| OpenError::Unreachable { url, source })?;
                 stores.stored_seed = Some(stored_seed);
@@ -291,11 +291,11 @@ impl Stores {
         engine: StoreEngine,
         url: &str,
         limits: Arc<Limits>,
-    ) -> Result<Box<dyn Remote>, OpenError> {
+    ) -> Result<Box<dyn RemoteStore>, OpenError> {
         let wrong = |why: String| OpenError::Url { url: self.config.url.to_string(), why };
         #[cfg(any(feature = "mysql", feature = "postgres", feature = "mongodb"))]
         let rows_options = || {
-            let mut options = tidegate_store::RowsOptions::new(url);
+            let mut options = tidegate_store::DatabaseOptions::new(url);
             options.prefix = format!("{}_", self.config.prefix);
             options
         };

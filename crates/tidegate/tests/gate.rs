@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use tidegate::clock::ManualClock;
 use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
-use tidegate::store::{Answer, Memory, Never, Store, StoreError};
+use tidegate::store::{Memory, Never, Store, StoreError, StoreResponse};
 use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Reason, Span, Time};
 use tidegate_core::batch::{BatchStates, OpContext, execute};
 use tidegate_core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
@@ -328,34 +328,34 @@ impl Cramped {
 struct InPlace(Arc<Cramped>);
 
 impl Store for InPlace {
-    type Later = Never;
+    type Future = Never;
 
     fn limits(&self) -> &Arc<Limits> {
         &self.0.limits
     }
 
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
-        Answer::Ready(self.0.execute(batch, now))
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
+        StoreResponse::Ready(self.0.execute(batch, now))
     }
 
-    fn tell(&self, _batch: &Batch, _now: Time) {}
+    fn submit(&self, _batch: &Batch, _now: Time) {}
 }
 
 /// Answers asynchronously.
 struct Delayed(Arc<Cramped>);
 
 impl Store for Delayed {
-    type Later = Ready<Result<Outcomes, StoreError>>;
+    type Future = Ready<Result<Outcomes, StoreError>>;
 
     fn limits(&self) -> &Arc<Limits> {
         &self.0.limits
     }
 
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
-        Answer::Later(ready(Ok(self.0.execute(batch, now))))
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
+        StoreResponse::Pending(ready(Ok(self.0.execute(batch, now))))
     }
 
-    fn tell(&self, _batch: &Batch, _now: Time) {}
+    fn submit(&self, _batch: &Batch, _now: Time) {}
 }
 
 /// The states of a batch with no capacity for the operation at this index. The others are unused.

@@ -53,14 +53,19 @@ impl InFlight {
         state.store_requests.updates.set_charged(self.charged_at, self.counted_at);
         let (verb, difference) =
             if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
-        let counts_cost = |ceiling: &&ProviderLimit| ceiling.measure == Measure::Cost;
+        let counts_cost = |provider_limit: &&ProviderLimit| provider_limit.measure == Measure::Cost;
         let lane_limits = rules.lane_limits[self.charged_lane as usize].iter();
-        let provider_limits =
-            rules.provider_limits.iter().chain(lane_limits).filter(counts_cost).map(|ceiling| (ceiling, rules.key));
+        let provider_limits = rules
+            .provider_limits
+            .iter()
+            .chain(lane_limits)
+            .filter(counts_cost)
+            .map(|provider_limit| (provider_limit, rules.key));
         let key = rules.credential_keys[self.credential];
-        let credential_limits = rules.credential_limits.iter().filter(counts_cost).map(|ceiling| (ceiling, key));
-        for (ceiling, key) in provider_limits.chain(credential_limits).filter(|_| difference > 0) {
-            push_required(&mut state.store_requests.updates, Op::new(ceiling.limit, verb, key, difference));
+        let credential_limits =
+            rules.credential_limits.iter().filter(counts_cost).map(|provider_limit| (provider_limit, key));
+        for (provider_limit, key) in provider_limits.chain(credential_limits).filter(|_| difference > 0) {
+            push_required(&mut state.store_requests.updates, Op::new(provider_limit.limit, verb, key, difference));
         }
     }
 }

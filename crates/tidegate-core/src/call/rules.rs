@@ -85,6 +85,6 @@ impl CallRules {
     pub(super) fn measure(&self, limit: LimitId) -> Option<Measure> {
         let lane_limits = self.lane_limits.iter().flatten();
         let mut all_limits = self.provider_limits.iter().chain(lane_limits).chain(&self.credential_limits);
-        all_limits.find(|ceiling| ceiling.limit == limit).map(|ceiling| ceiling.measure)
+        all_limits.find(|provider_limit| provider_limit.limit == limit).map(|ceiling| ceiling.measure)
     }
 }

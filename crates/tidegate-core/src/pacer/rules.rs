@@ -41,8 +41,8 @@ pub(super) struct PacerRules {
 
 impl PacerRules {
     pub(super) fn new(spec: PacerSpec) -> Result<Self, PacerError> {
-        let zeros = [("initial", spec.initial.is_zero()), ("successes", spec.successes == 0)];
-        if let Some((setting, _)) = zeros.into_iter().find(|(_, zero)| *zero) {
+        let zero_checks = [("initial", spec.initial.is_zero()), ("successes", spec.successes == 0)];
+        if let Some((setting, _)) = zero_checks.into_iter().find(|(_, is_zero)| *is_zero) {
             return Err(PacerError::Zero { setting });
         }
         if !(spec.initial..=MAX_INTERVAL).contains(&spec.max) {
@@ -71,42 +71,46 @@ impl PacerRules {
     }
 
     /// Records a failed call.
-    pub(super) fn failed(&self, tempo: &mut PacerState, word: impl FnOnce() -> u64) {
-        tempo.interval = match (tempo.interval, self.mode) {
+    pub(super) fn record_failure(&self, state: &mut PacerState, random_word: impl FnOnce() -> u64) {
+        state.interval = match (state.interval, self.mode) {
             (0, _) => self.initial,
             (before, PacerMode::Classic) => {
-                self.jittered(self.raised(before), u64::MAX, word).clamp(self.initial, self.max)
+                self.add_jitter(self.step_up(before), u64::MAX, random_word).clamp(self.initial, self.max)
             }
             (before, PacerMode::Steady) => {
-                let value = self.raised(before).min(self.max_before_jitter());
-                if value > before { self.jittered(value, value - before - 1, word).min(self.max) } else { before }
+                let value = self.step_up(before).min(self.max_before_jitter());
+                if value > before {
+                    self.add_jitter(value, value - before - 1, random_word).min(self.max)
+                } else {
+                    before
+                }
             }
         };
         if self.mode == PacerMode::Steady {
-            tempo.successes = 0;
+            state.successes = 0;
         }
     }
 
     /// Records a successful call. Returns true if it was a step down, and `None` if there is no wait.
-    pub(super) fn succeeded(&self, tempo: &mut PacerState, word: impl FnOnce() -> u64) -> Option<bool> {
-        if tempo.interval == 0 {
+    pub(super) fn record_success(&self, state: &mut PacerState, random_word: impl FnOnce() -> u64) -> Option<bool> {
+        if state.interval == 0 {
             return None;
         }
-        tempo.successes = tempo.successes.saturating_add(1);
-        let is_step = tempo.successes >= self.threshold;
+        state.successes = state.successes.saturating_add(1);
+        let is_step = state.successes >= self.threshold;
         if is_step {
-            let value = self.lowered(tempo.interval);
-            let most = if self.mode == PacerMode::Steady { tempo.interval - value - 1 } else { u64::MAX };
-            let lower = self.jittered(value, most, word).min(self.max);
-            tempo.successes = 0;
-            tempo.interval = if lower < self.initial { 0 } else { lower };
+            let value = self.step_down(state.interval);
+            let max_jitter = if self.mode == PacerMode::Steady { state.interval - value - 1 } else { u64::MAX };
+            let lower = self.add_jitter(value, max_jitter, random_word).min(self.max);
+            state.successes = 0;
+            state.interval = if lower < self.initial { 0 } else { lower };
         }
         Some(is_step)
     }
 
     /// Returns a longer wait than `interval`, without the cut to the longest one. `interval` must be at most the
     /// longest.
-    pub(super) fn raised(&self, interval: u64) -> u64 {
+    pub(super) fn step_up(&self, interval: u64) -> u64 {
         match self.growth {
             // Otherwise rounding could leave a wait of a few nanoseconds unchanged.
             PacerGrowth::Exponential { up, .. } => scale_per_mille(interval, u64::from(up)).max(interval + 1),
@@ -115,7 +119,7 @@ impl PacerRules {
     }
 
     /// Returns a shorter wait than `interval`, which must not be 0.
-    fn lowered(&self, interval: u64) -> u64 {
+    fn step_down(&self, interval: u64) -> u64 {
         match self.growth {
             PacerGrowth::Exponential { down, .. } => scale_per_mille(interval, u64::from(down)).min(interval - 1),
             PacerGrowth::Linear => interval.saturating_sub(self.initial),
@@ -124,25 +128,26 @@ impl PacerRules {
 
     /// The longest wait that leaves room for jitter.
     pub(super) fn max_before_jitter(&self) -> u64 {
-        let shared = u128::from(self.max) * u128::from(self.randomization) / u128::from(PER_MILLE + self.randomization);
-        self.max - self.max_randomization.min(shared as u64)
+        let jitter_share =
+            u128::from(self.max) * u128::from(self.randomization) / u128::from(PER_MILLE + self.randomization);
+        self.max - self.max_randomization.min(jitter_share as u64)
     }
 
     /// Returns a wait near `value`, at most `most` from it. In steady mode, `most` keeps jitter from undoing the step.
-    fn jittered(&self, value: u64, most: u64, word: impl FnOnce() -> u64) -> u64 {
-        let spread = scale_per_mille(value, self.randomization).min(self.max_randomization).min(most);
-        if spread == 0 {
+    fn add_jitter(&self, value: u64, max_jitter: u64, random_word: impl FnOnce() -> u64) -> u64 {
+        let jitter = scale_per_mille(value, self.randomization).min(self.max_randomization).min(max_jitter);
+        if jitter == 0 {
             value
         } else {
-            scale_to_range(value.saturating_sub(spread), value.saturating_add(spread), word())
+            scale_to_range(value.saturating_sub(jitter), value.saturating_add(jitter), random_word())
         }
     }
 }
 
 /// `share` thousandths of `nanos`, rounded to the nearest.
 fn scale_per_mille(nanos: u64, share: u64) -> u64 {
-    let times = (u128::from(nanos) * u128::from(share) + u128::from(PER_MILLE) / 2) / u128::from(PER_MILLE);
-    u64::try_from(times).unwrap_or(u64::MAX)
+    let scaled = (u128::from(nanos) * u128::from(share) + u128::from(PER_MILLE) / 2) / u128::from(PER_MILLE);
+    u64::try_from(scaled).unwrap_or(u64::MAX)
 }
 
 fn nanos(duration: Duration) -> u64 {

@@ -29,8 +29,12 @@ impl SharedPacerRules {
     /// [`MAX_SHARED_STEP`].
     pub fn new(spec: PacerSpec) -> Result<Self, PacerError> {
         let rules = PacerRules::new(spec)?;
-        let found = Duration::from_nanos(rules.raised(rules.max));
-        if found > MAX_SHARED_STEP { Err(PacerError::SharedStepTooLarge { found }) } else { Ok(Self { rules }) }
+        let max_step = Duration::from_nanos(rules.step_up(rules.max));
+        if max_step > MAX_SHARED_STEP {
+            Err(PacerError::SharedStepTooLarge { found: max_step })
+        } else {
+            Ok(Self { rules })
+        }
     }
 
     /// The settings of the pacer.
@@ -59,37 +63,37 @@ impl SharedPacerRules {
 
     /// Updates the state to `now`. A state without reports for a long time is reset. A wait that was found under other
     /// settings is adjusted to the bounds of these.
-    pub fn refresh(&self, tempo: &mut PacerState, now: Time) {
-        if tempo.updated_at > now + MAX_CLOCK_LAG {
-            tempo.updated_at = now;
+    pub fn refresh(&self, state: &mut PacerState, now: Time) {
+        if state.updated_at > now + MAX_CLOCK_LAG {
+            state.updated_at = now;
         }
-        if self.idle_at(tempo) <= now {
-            *tempo = PacerState::default();
+        if self.idle_at(state) <= now {
+            *state = PacerState::default();
         } else {
-            tempo.interval = tempo.interval.clamp(self.rules.initial, self.rules.max);
+            state.interval = state.interval.clamp(self.rules.initial, self.rules.max);
         }
     }
 
     /// The status for a caller that only reads, in a state that was refreshed for `now`. The limit is the longest wait
     /// in nanoseconds, and the used amount is the current wait. It refuses no call.
-    pub fn status(&self, tempo: &PacerState, now: Time) -> LimitStatus {
-        let (limit, used) = (self.rules.max, tempo.interval);
+    pub fn status(&self, state: &PacerState, now: Time) -> LimitStatus {
+        let (limit, used) = (self.rules.max, state.interval);
         LimitStatus { limit, used, remaining: limit.saturating_sub(used), retry_at: now, reset_at: now }
     }
 
     /// Records a failed or successful call. All 32 bits of `draw` are random.
-    pub fn record_call(&self, tempo: &mut PacerState, failed: bool, draw: u32, now: Time) -> PaceStep {
-        self.refresh(tempo, now);
-        let before = tempo.interval;
-        let word = || u64::from(draw) << 32;
+    pub fn record_call(&self, state: &mut PacerState, failed: bool, draw: u32, now: Time) -> PaceStep {
+        self.refresh(state, now);
+        let before = state.interval;
+        let random_word = || u64::from(draw) << 32;
         if failed {
-            self.rules.failed(tempo, word);
+            self.rules.record_failure(state, random_word);
         } else {
-            self.rules.succeeded(tempo, word);
+            self.rules.record_success(state, random_word);
         }
-        touch(tempo, now);
-        let left = if tempo.interval == 0 { 0 } else { self.rules.threshold.saturating_sub(tempo.successes) };
-        PaceStep { before, after: tempo.interval, successes_left: left }
+        touch(state, now);
+        let successes_left = if state.interval == 0 { 0 } else { self.rules.threshold.saturating_sub(state.successes) };
+        PaceStep { before, after: state.interval, successes_left }
     }
 
     /// Returns true if a success was a step down.
@@ -99,36 +103,36 @@ impl SharedPacerRules {
 
     /// The state after a step that was made at `now`.
     pub fn state_after(&self, step: PaceStep, now: Time) -> PacerState {
-        let mut tempo = PacerState {
+        let mut state = PacerState {
             interval: step.after,
             successes: self.rules.threshold.saturating_sub(step.successes_left),
             updated_at: now,
         };
-        touch(&mut tempo, now);
-        tempo
+        touch(&mut state, now);
+        state
     }
 
     /// Raises the wait to at least `interval`, in nanoseconds, but not above the longest wait.
-    pub fn raise_to(&self, tempo: &mut PacerState, interval: u64, now: Time) {
-        self.refresh(tempo, now);
-        if interval > tempo.interval {
-            tempo.interval = interval.clamp(self.rules.initial, self.rules.max);
+    pub fn raise_to(&self, state: &mut PacerState, interval: u64, now: Time) {
+        self.refresh(state, now);
+        if interval > state.interval {
+            state.interval = interval.clamp(self.rules.initial, self.rules.max);
         }
-        touch(tempo, now);
+        touch(state, now);
     }
 
     /// The time from which the state is no longer needed.
-    pub fn idle_at(&self, tempo: &PacerState) -> Time {
-        if tempo.interval == 0 { Time::ZERO } else { tempo.updated_at + self.retention() }
+    pub fn idle_at(&self, state: &PacerState) -> Time {
+        if state.interval == 0 { Time::ZERO } else { state.updated_at + self.retention() }
     }
 }
 
 /// Without a wait, nothing must be kept.
-fn touch(tempo: &mut PacerState, now: Time) {
-    if tempo.interval == 0 {
-        *tempo = PacerState::default();
+fn touch(state: &mut PacerState, now: Time) {
+    if state.interval == 0 {
+        *state = PacerState::default();
     } else {
-        tempo.updated_at = tempo.updated_at.max(now);
+        state.updated_at = state.updated_at.max(now);
     }
 }
 
@@ -147,8 +151,8 @@ impl PaceStep {
     /// Reads the step from an operation's outcome: `limit` is the wait before, `used` the wait now, and `remaining` the
     /// number of successes until the next step down.
     pub fn from_outcome(outcome: &Outcome) -> Self {
-        let left = u32::try_from(outcome.remaining).unwrap_or(u32::MAX);
-        Self { before: outcome.limit, after: outcome.used, successes_left: left }
+        let successes_left = u32::try_from(outcome.remaining).unwrap_or(u32::MAX);
+        Self { before: outcome.limit, after: outcome.used, successes_left }
     }
 
     pub(crate) fn write_to(self, outcome: &mut Outcome) {

@@ -105,7 +105,7 @@ impl SnapshotFile {
         let unreadable = |source| SnapshotError::Unreadable { path: path.to_owned(), source };
         let unwritable = |source| SnapshotError::Unwritable { path: path.to_owned(), source };
         let path = &files::resolve(path).map_err(unreadable)?;
-        let lock = match files::lock(&files::beside(path, ".lock")) {
+        let lock = match files::lock(&files::with_suffix(path, ".lock")) {
             Ok(lock) => lock,
             Err(TryLockError::WouldBlock) => return Err(SnapshotError::InUse { path: path.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(unwritable(source)),

@@ -9,7 +9,7 @@ use http::header::{ALLOW, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tidegate::Gate;
-use tidegate::store::{Answer, Store};
+use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock};
 
 use crate::access::Access;
@@ -65,8 +65,8 @@ async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Res
         return json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"draining"}"#.into());
     }
     let answers = match admin.gate.store().apply(&Batch::new(0), admin.gate.clock().now()) {
-        Answer::Ready(_) => true,
-        Answer::Later(later) => matches!(tokio::time::timeout(STORE_TIMEOUT, later).await, Ok(Ok(_))),
+        StoreResponse::Ready(_) => true,
+        StoreResponse::Pending(later) => matches!(tokio::time::timeout(STORE_TIMEOUT, later).await, Ok(Ok(_))),
     };
     if answers {
         json(StatusCode::OK, r#"{"status":"ready"}"#.into())

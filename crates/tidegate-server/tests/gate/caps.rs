@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tidegate::Gate;
 use tidegate::clock::ManualClock;
-use tidegate::store::{Answer, Memory, Store, StoreError};
+use tidegate::store::{Memory, Store, StoreError, StoreResponse};
 use tidegate_core::{Batch, Limits, Outcomes, Time};
 use tidegate_policy::KeySeed;
 
@@ -187,25 +187,25 @@ async fn unfinished_heads_are_displaced_running_requests_kept() {
 struct Slow(Arc<Memory>);
 
 impl Store for Slow {
-    type Later = std::pin::Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
+    type Future = std::pin::Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
 
     fn limits(&self) -> &Arc<Limits> {
         self.0.limits()
     }
 
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
         let answer = self.0.apply(batch, now);
-        Answer::Later(Box::pin(async move {
+        StoreResponse::Pending(Box::pin(async move {
             tokio::time::sleep(Duration::from_millis(1500)).await;
             match answer {
-                Answer::Ready(outcomes) => Ok(outcomes),
-                Answer::Later(later) => later.await,
+                StoreResponse::Ready(outcomes) => Ok(outcomes),
+                StoreResponse::Pending(later) => later.await,
             }
         }))
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
-        self.0.tell(batch, now);
+    fn submit(&self, batch: &Batch, now: Time) {
+        self.0.submit(batch, now);
     }
 }
 

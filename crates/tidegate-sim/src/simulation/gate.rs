@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use tidegate_core::decision::decide;
 use tidegate_core::{Batch, Span, Time, Verb};
 use tidegate_policy::{ActionId, KeySeed, Plan, Query, QueryError};
-use tidegate_store::{Immediate, Memory, Store};
+use tidegate_store::{ImmediateStore, Memory, Store};
 
 use crate::setup::LoadSpec;
 
@@ -60,7 +60,7 @@ pub(super) struct CallIdentity<'c> {
 
 impl<'s> SimGate<'s> {
     pub(super) fn new(plan: &'s Plan, loads: &'s [LoadSpec], seed: KeySeed) -> Self {
-        let store = Memory::reproducible(std::sync::Arc::new(plan.limits().clone()), Memory::MAX_BYTES);
+        let store = Memory::reproducible(std::sync::Arc::new(plan.limits().clone()), Memory::DEFAULT_MAX_BYTES);
         let actions = loads.iter().map(|load| load_action(plan, load, &seed).ok().flatten()).collect();
         Self { plan, store, seed, loads, actions, permit_holders: BTreeMap::new(), is_renewal_scheduled: false }
     }
@@ -108,7 +108,7 @@ impl<'s> SimGate<'s> {
 
     fn apply_verb(&self, caller: CallIdentity<'_>, verb: Verb, now: Time) {
         if let Some(batch) = self.build_batch(caller, verb) {
-            self.store.tell(&batch, now);
+            self.store.submit(&batch, now);
         }
     }
 

@@ -10,7 +10,7 @@ use tidegate_core::call::{AttemptReport, Call, CallFailure, CallProgress, CallRu
 use tidegate_core::{Batch, Class, Lane, Limits, Outcomes, QueueStep, Span, Ticket, Time};
 use tidegate_policy::KeySeed;
 use tidegate_policy::outbound::{OutboundConfig, ProviderConfig};
-use tidegate_store::{Immediate, Memory, Store};
+use tidegate_store::{ImmediateStore, Memory, Store};
 
 use super::event::CallId;
 use crate::random::SimRng;
@@ -232,7 +232,7 @@ impl<'s> TidegateClient<'s> {
     fn send_notification(&self, now: Time, effects: &mut Vec<Effect>) {
         let Some(batch) = self.state.store_requests.updates() else { return };
         match &self.store {
-            Some(store) => store.tell(batch, now),
+            Some(store) => store.submit(batch, now),
             None => effects.push(Effect::NotifyStore { batch: Box::new(batch.clone()) }),
         }
     }

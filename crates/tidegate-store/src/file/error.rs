@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use super::disk::FORMAT;
+use super::store_file::FORMAT;
 
 /// Why state can't be kept in a file. Nothing is ever started anew in place of what can't be read.
 #[derive(Debug, thiserror::Error)]
@@ -11,7 +11,7 @@ use super::disk::FORMAT;
 pub enum FileError {
     /// The file can't be opened, read or written.
     #[error("the store {path:?} can't be used: {source}")]
-    Unusable {
+    Io {
         /// Which.
         path: PathBuf,
         /// Why.
@@ -19,13 +19,13 @@ pub enum FileError {
     },
     /// The file holds something else.
     #[error("{path:?} is no store of limits, and is left as it is: name another file, or move it away")]
-    Foreign {
+    NotAStore {
         /// Which.
         path: PathBuf,
     },
     /// The file is broken.
     #[error("the store {path:?} is broken: bring an earlier copy back, or move it away to start anew ({what})")]
-    Broken {
+    Corrupt {
         /// Which.
         path: PathBuf,
         /// What is wrong with it.
@@ -33,7 +33,7 @@ pub enum FileError {
     },
     /// A later version has written the file.
     #[error("the store {path:?} is of format {found}, and this version reads {FORMAT}; it is left as it is")]
-    Newer {
+    NewerFormat {
         /// Which.
         path: PathBuf,
         /// Its format.
@@ -47,7 +47,7 @@ pub enum FileError {
     },
     /// Two limits of the same [tag](tidegate_core::Limits::tag) would be kept as one.
     #[error("the store {path:?} keeps a limit of tag {tag:016x} already")]
-    Claimed {
+    TagInUse {
         /// Which.
         path: PathBuf,
         /// The limit's tag.

@@ -10,25 +10,25 @@ use parking_lot::{Mutex, MutexGuard};
 use tidegate_core::{Outcomes, Span, Time};
 use tokio::sync::watch;
 
-use super::bell::{Bell, Lag};
-use super::disk::{Disk, Fate, Written};
-use super::plan::{Plan, Reset, Scratch};
-use super::{FileError, Later, aside};
+use super::persisted_plan::{PersistedPlan, ResetKeys, WriteBuffers};
+use super::store_file::{StoreFile, SweepAction, WriteSummary};
+use super::wakeup::{WriteLag, WriterWakeup};
+use super::{FileError, FileStoreFuture, archive};
 use crate::StoreError;
-use crate::memory::Change;
+use crate::memory::ChangeFlags;
 
 /// How often a writer that nobody called looks over some rows, and how long it leaves a file alone that failed.
-const IDLE: Duration = Duration::from_secs(1);
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 /// How many rows are looked over then.
-const SWEPT_IDLE: usize = 16_384;
+const SWEEP_ROWS_IDLE: usize = 16_384;
 /// How many rows are looked over for each that was changed, so that rows which the memory has let go of never outnumber
 /// the others; and how many at the least.
-const SWEPT_PER_CHANGE: usize = 2;
-const SWEPT_LEAST: usize = 256;
+const SWEEP_ROWS_PER_CHANGE: usize = 2;
+const MIN_SWEEP_ROWS: usize = 256;
 
 /// When what has changed is written to the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flush {
+pub enum FlushMode {
     /// Before a decision is told: a crash loses nothing.
     Always,
     /// This long after a change at the latest: a crash loses what was decided within so much time. Where the disk is
@@ -36,7 +36,7 @@ pub enum Flush {
     Within(Duration),
 }
 
-impl Default for Flush {
+impl Default for FlushMode {
     /// Within 100 ms.
     fn default() -> Self {
         Self::Within(Duration::from_millis(100))
@@ -45,7 +45,7 @@ impl Default for Flush {
 
 /// The behaviour while the file can't be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OnFull {
+pub enum OnWriteFailure {
     /// Decisions go on in memory; a crash then loses what changed since.
     Continue,
     /// A decision that would change something is an error ([`StoreError::Unwritable`]); those that change nothing, as the
@@ -53,12 +53,12 @@ pub enum OnFull {
     Deny,
 }
 
-impl OnFull {
+impl OnWriteFailure {
     /// The default: with [`Flush::Always`] nothing is to be lost, so that it denies.
-    pub fn of(flush: Flush) -> Self {
+    pub fn default_for(flush: FlushMode) -> Self {
         match flush {
-            Flush::Always => Self::Deny,
-            Flush::Within(_) => Self::Continue,
+            FlushMode::Always => Self::Deny,
+            FlushMode::Within(_) => Self::Continue,
         }
     }
 }
@@ -66,54 +66,54 @@ impl OnFull {
 /// How a file is doing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Health {
+pub struct FileHealth {
     /// Why it can't be written at present; a restart would lose what changed since in memory.
     pub failure: Option<String>,
     /// How often it was written.
     pub commits: u64,
     /// How many states it held then.
-    pub rows: u64,
+    pub row_count: u64,
 }
 
 /// A file that outlives the process, for one or more [`FileStore`](super::FileStore)s. The last to let go of it writes
 /// what is left.
 pub struct Journal {
-    shared: Arc<Shared>,
+    inner: Arc<JournalInner>,
     writer: Option<JoinHandle<()>>,
 }
 
 /// What decisions share with the writer.
-struct Shared {
-    flush: Flush,
-    on_full: OnFull,
+struct JournalInner {
+    flush: FlushMode,
+    on_write_failure: OnWriteFailure,
     /// How far the file may lag behind decisions that don't wait for it.
-    most_lag: Span,
-    bell: Bell,
-    lag: Lag,
+    max_lag: Span,
+    wakeup: WriterWakeup,
+    write_lag: WriteLag,
     /// Decisions' time when it was last heard of.
-    heard: AtomicU64,
+    latest_time: AtomicU64,
     /// Locked after the disk, where both are.
-    plans: Mutex<Vec<Arc<Plan>>>,
-    disk: Mutex<(Disk, Scratch)>,
+    plans: Mutex<Vec<Arc<PersistedPlan>>>,
+    store_file: Mutex<(StoreFile, WriteBuffers)>,
     /// How many writings were begun.
-    begun: AtomicU64,
+    writes_started: AtomicU64,
     /// The last that has ended.
-    ended: watch::Sender<Ended>,
-    failing: AtomicBool,
-    health: Mutex<Health>,
+    last_write: watch::Sender<FinishedWrite>,
+    is_failing: AtomicBool,
+    health: Mutex<FileHealth>,
 }
 
 /// A writing that has ended.
 #[derive(Clone, Copy, Debug)]
-struct Ended {
-    writing: u64,
+struct FinishedWrite {
+    number: u64,
     /// True if the file has all that was decided before it.
-    well: bool,
+    is_ok: bool,
 }
 
 impl std::fmt::Debug for Journal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Journal").field("flush", &self.shared.flush).field("health", &self.health()).finish()
+        f.debug_struct("Journal").field("flush", &self.inner.flush).field("health", &self.health()).finish()
     }
 }
 
@@ -122,8 +122,8 @@ impl Journal {
     ///
     /// # Errors
     /// [`FileError`]. The file is left as it was.
-    pub fn open(path: &Path, flush: Flush) -> Result<Arc<Self>, FileError> {
-        Self::open_with(path, flush, OnFull::of(flush))
+    pub fn open(path: &Path, flush: FlushMode) -> Result<Arc<Self>, FileError> {
+        Self::open_with(path, flush, OnWriteFailure::default_for(flush))
     }
 
     /// Opens the file at `path`, and makes it if it isn't there. A symbolic link is followed; anything but a regular file is
@@ -131,35 +131,39 @@ impl Journal {
     ///
     /// # Errors
     /// [`FileError`]. The file is left as it was.
-    pub fn open_with(path: &Path, flush: Flush, on_full: OnFull) -> Result<Arc<Self>, FileError> {
-        Self::on(Disk::open(path)?, flush, on_full)
+    pub fn open_with(path: &Path, flush: FlushMode, on_write_failure: OnWriteFailure) -> Result<Arc<Self>, FileError> {
+        Self::with_file(StoreFile::open(path)?, flush, on_write_failure)
     }
 
-    pub(super) fn on(mut disk: Disk, flush: Flush, on_full: OnFull) -> Result<Arc<Self>, FileError> {
-        let health = Health { rows: disk.len()?, ..Health::default() };
-        let most_lag = match flush {
-            Flush::Always => Span::ZERO,
-            Flush::Within(most) => Span::from_duration(most),
+    pub(super) fn with_file(
+        mut store_file: StoreFile,
+        flush: FlushMode,
+        on_write_failure: OnWriteFailure,
+    ) -> Result<Arc<Self>, FileError> {
+        let health = FileHealth { row_count: store_file.row_count()?, ..FileHealth::default() };
+        let max_lag = match flush {
+            FlushMode::Always => Span::ZERO,
+            FlushMode::Within(max_lag) => Span::from_duration(max_lag),
         };
-        let path = disk.path().to_owned();
-        let shared = Arc::new(Shared {
+        let path = store_file.path().to_owned();
+        let inner = Arc::new(JournalInner {
             flush,
-            on_full,
-            most_lag,
-            bell: Bell::default(),
-            lag: Lag::default(),
-            heard: AtomicU64::new(0),
+            on_write_failure,
+            max_lag,
+            wakeup: WriterWakeup::default(),
+            write_lag: WriteLag::default(),
+            latest_time: AtomicU64::new(0),
             plans: Mutex::default(),
-            disk: Mutex::new((disk, Scratch::default())),
-            begun: AtomicU64::new(0),
-            ended: watch::Sender::new(Ended { writing: 0, well: true }),
-            failing: AtomicBool::new(false),
+            store_file: Mutex::new((store_file, WriteBuffers::default())),
+            writes_started: AtomicU64::new(0),
+            last_write: watch::Sender::new(FinishedWrite { number: 0, is_ok: true }),
+            is_failing: AtomicBool::new(false),
             health: Mutex::new(health),
         });
-        let writer = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("tidegate-file".to_owned()).spawn(move || writer.run());
-        let writer = Some(thread.map_err(|source| FileError::Unusable { path, source })?);
-        Ok(Arc::new(Self { shared, writer }))
+        let writer = Arc::clone(&inner);
+        let thread = std::thread::Builder::new().name("tidegate-file".to_owned()).spawn(move || writer.run_writer());
+        let writer = Some(thread.map_err(|source| FileError::Io { path, source })?);
+        Ok(Arc::new(Self { inner, writer }))
     }
 
     /// The bytes under which keys are hashed that this file keeps: those in it, or if there are none this proposal, which
@@ -167,8 +171,8 @@ impl Journal {
     ///
     /// # Errors
     /// [`FileError`].
-    pub fn seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], FileError> {
-        self.shared.disk().0.seed(proposal)
+    pub fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], FileError> {
+        self.inner.lock_file().0.get_or_insert_seed(proposal)
     }
 
     /// Writes what has changed, and waits for it.
@@ -176,85 +180,86 @@ impl Journal {
     /// # Errors
     /// [`FileError`]: it is still to be written, and is tried again every second.
     pub fn flush(&self) -> Result<(), FileError> {
-        self.shared.flush(SWEPT_LEAST)
+        self.inner.write_changes(MIN_SWEEP_ROWS)
     }
 
     /// How the file is doing.
-    pub fn health(&self) -> Health {
-        self.shared.health().clone()
+    pub fn health(&self) -> FileHealth {
+        self.inner.lock_health().clone()
     }
 
     /// Has the file keep a plan's states, and gives those that it kept to the plan.
-    pub(super) fn admit(&self, plan: &Arc<Plan>, now: Time) -> Result<(), FileError> {
-        self.heard(now);
-        let mut disk = self.shared.disk();
-        let disk = &mut disk.0;
-        let mut plans = self.shared.plans.lock();
-        let (mut last, mut unread) = (None, 0_u64);
+    pub(super) fn add_plan(&self, plan: &Arc<PersistedPlan>, now: Time) -> Result<(), FileError> {
+        self.update_time(now);
+        let mut store_file = self.inner.lock_file();
+        let store_file = &mut store_file.0;
+        let mut plans = self.inner.plans.lock();
+        let (mut previous_tag, mut unread) = (None, 0_u64);
         for tag in plan.tags() {
-            if last.replace(tag) == Some(tag) || plans.iter().any(|plan| plan.limit(tag).is_some()) {
-                return Err(FileError::Claimed { path: disk.path().to_owned(), tag });
+            if previous_tag.replace(tag) == Some(tag) || plans.iter().any(|plan| plan.limit_id(tag).is_some()) {
+                return Err(FileError::TagInUse { path: store_file.path().to_owned(), tag });
             }
         }
         for tag in plan.tags() {
-            if let Some(id) = plan.limit(tag) {
-                disk.read(tag, |of_key, kept| {
-                    if !plan.restore(id, of_key, kept) {
+            if let Some(id) = plan.limit_id(tag) {
+                store_file.visit_states(tag, |key_bits, encoded| {
+                    if !plan.restore(id, key_bits, encoded) {
                         unread += 1;
                     }
                 })?;
             }
         }
         if unread > 0 {
-            tracing::warn!(path = ?disk.path(), unread, "states that can't be read were left out");
+            tracing::warn!(path = ?store_file.path(), unread, "states that can't be read were left out");
         }
         plans.push(Arc::clone(plan));
         Ok(())
     }
 
     /// Writes a plan's states down for the last time.
-    pub(super) fn dismiss(&self, plan: &Arc<Plan>) {
+    pub(super) fn remove_plan(&self, plan: &Arc<PersistedPlan>) {
         // Told in the log already if it failed.
-        let _ = self.shared.flush(0);
-        self.shared.plans.lock().retain(|kept| !Arc::ptr_eq(kept, plan));
+        let _ = self.inner.write_changes(0);
+        self.inner.plans.lock().retain(|kept| !Arc::ptr_eq(kept, plan));
     }
 
-    pub(super) fn heard(&self, now: Time) {
-        self.shared.heard.store(now.as_micros(), Relaxed);
+    pub(super) fn update_time(&self, now: Time) {
+        self.inner.latest_time.store(now.as_micros(), Relaxed);
     }
 
     /// Takes note of a decision at `now`, and says which writing it has to wait for, if any.
     #[inline]
-    pub(super) fn note(&self, change: Change, now: Time) -> Option<u64> {
-        let shared = &*self.shared;
-        if !change.any {
+    pub(super) fn record_change(&self, flags: ChangeFlags, now: Time) -> Option<u64> {
+        let inner = &*self.inner;
+        if !flags.any_changed {
             return None;
         }
-        if change.new && shared.lag.begins(now) {
-            self.heard(now);
-            shared.bell.ring(|calls| calls.changed = true);
+        if flags.newly_dirty && inner.write_lag.record_change(now) {
+            self.update_time(now);
+            inner.wakeup.signal(|calls| calls.changed = true);
         }
-        let waits = shared.flush == Flush::Always || shared.lag.exceeds(shared.most_lag, now);
-        let goes_on = || shared.on_full == OnFull::Continue && shared.failing.load(Relaxed);
-        (waits && !goes_on()).then(|| shared.begun.load(Relaxed) + 1)
+        let must_wait = inner.flush == FlushMode::Always || inner.write_lag.exceeds(inner.max_lag, now);
+        let continues_in_memory =
+            || inner.on_write_failure == OnWriteFailure::Continue && inner.is_failing.load(Relaxed);
+        (must_wait && !continues_in_memory()).then(|| inner.writes_started.load(Relaxed) + 1)
     }
 
     /// True while nothing may change.
     #[inline]
-    pub(super) fn denies(&self) -> bool {
-        self.shared.failing.load(Relaxed) && self.shared.on_full == OnFull::Deny
+    pub(super) fn denies_changes(&self) -> bool {
+        self.inner.is_failing.load(Relaxed) && self.inner.on_write_failure == OnWriteFailure::Deny
     }
 
     /// Answers when the writing of that number has ended.
-    pub(super) fn wait(&self, writing: u64, outcomes: Outcomes) -> Later {
-        self.shared.bell.ring(|calls| calls.urgent = true);
-        let mut ended = self.shared.ended.subscribe();
-        let on_full = self.shared.on_full;
+    pub(super) fn wait_for_write(&self, write_number: u64, outcomes: Outcomes) -> FileStoreFuture {
+        self.inner.wakeup.signal(|calls| calls.urgent = true);
+        let mut last_write = self.inner.last_write.subscribe();
+        let on_write_failure = self.inner.on_write_failure;
         Box::pin(async move {
-            match ended.wait_for(|ended| ended.writing >= writing).await {
+            match last_write.wait_for(|ended| ended.number >= write_number).await {
                 // A later writing that ended well has what an earlier one failed to write.
-                Ok(ended) if ended.well => Ok(outcomes),
-                _ if on_full == OnFull::Continue => Ok(outcomes),
+                Ok(ended) if ended.is_ok => Ok(outcomes),
+                _ if on_write_failure == OnWriteFailure::Continue => Ok(outcomes),
                 _ => Err(StoreError::Unwritable),
             }
         })
@@ -263,7 +268,7 @@ impl Journal {
 
 impl Drop for Journal {
     fn drop(&mut self) {
-        self.shared.bell.ring(|calls| calls.closing = true);
+        self.inner.wakeup.signal(|calls| calls.closing = true);
         if let Some(writer) = self.writer.take() {
             // A writer that panicked has nothing more to write.
             let _ = writer.join();
@@ -271,85 +276,85 @@ impl Drop for Journal {
     }
 }
 
-impl Shared {
-    fn disk(&self) -> MutexGuard<'_, (Disk, Scratch)> {
-        self.disk.lock()
+impl JournalInner {
+    fn lock_file(&self) -> MutexGuard<'_, (StoreFile, WriteBuffers)> {
+        self.store_file.lock()
     }
 
-    fn health(&self) -> MutexGuard<'_, Health> {
+    fn lock_health(&self) -> MutexGuard<'_, FileHealth> {
         self.health.lock()
     }
 
     /// The writer's thread.
-    fn run(&self) {
+    fn run_writer(&self) {
         loop {
             let delay = match self.flush {
-                _ if self.failing.load(Relaxed) => IDLE,
-                Flush::Always => Duration::ZERO,
+                _ if self.is_failing.load(Relaxed) => IDLE_INTERVAL,
+                FlushMode::Always => Duration::ZERO,
                 // The other half is for the writing itself.
-                Flush::Within(most) => most / 2,
+                FlushMode::Within(max_lag) => max_lag / 2,
             };
-            let calls = self.bell.wait(IDLE, delay);
-            let sweep = if calls.changed || calls.urgent { SWEPT_LEAST } else { SWEPT_IDLE };
+            let signals = self.wakeup.wait(IDLE_INTERVAL, delay);
+            let sweep_rows = if signals.changed || signals.urgent { MIN_SWEEP_ROWS } else { SWEEP_ROWS_IDLE };
             // Told in the log and in `health`.
-            let _ = self.flush(sweep);
-            if calls.closing {
+            let _ = self.write_changes(sweep_rows);
+            if signals.closing {
                 return;
             }
         }
     }
 
     /// Writes what has changed, and looks over some rows.
-    fn flush(&self, sweep: usize) -> Result<(), FileError> {
-        let mut disk = self.disk();
-        let (disk, scratch) = &mut *disk;
+    fn write_changes(&self, sweep_rows: usize) -> Result<(), FileError> {
+        let mut locked = self.lock_file();
+        let (store_file, buffers) = &mut *locked;
         // A decision that doesn't see this yet waits for this writing, and has let go of its shards, which are locked only
         // after this line. One that sees it waits for the next.
-        let writing = self.begun.fetch_add(1, Relaxed) + 1;
-        self.lag.writing();
+        let write_number = self.writes_started.fetch_add(1, Relaxed) + 1;
+        self.write_lag.start_write();
         let plans = self.plans.lock().clone();
-        let now = Time::from_micros(self.heard.load(Relaxed));
-        let resets: Vec<Reset> = plans.iter().map(|plan| plan.take_resets()).collect();
-        let written = disk.write(|rows| {
+        let now = Time::from_micros(self.latest_time.load(Relaxed));
+        let resets: Vec<ResetKeys> = plans.iter().map(|plan| plan.take_resets()).collect();
+        let written = store_file.write(|rows| {
             for (plan, reset) in plans.iter().zip(&resets) {
-                plan.write(rows, scratch, reset, now)?;
+                plan.write_changes(rows, buffers, reset, now)?;
             }
-            let sweep = sweep.max(rows.changed() * SWEPT_PER_CHANGE);
-            let has_room = has_room(rows.len()?, &plans);
-            rows.sweep(sweep, now, |whose, idle_at| fate(whose, idle_at, &plans, has_room, now))
+            let sweep_rows = sweep_rows.max(rows.changed_count() * SWEEP_ROWS_PER_CHANGE);
+            let can_archive = can_archive(rows.row_count()?, &plans);
+            rows.sweep(sweep_rows, now, |whose, idle_at| sweep_action(whose, idle_at, &plans, can_archive, now))
         });
         for (plan, reset) in plans.iter().zip(resets) {
             match written {
-                Ok(_) => plan.is_arranged(),
+                Ok(_) => plan.set_reconciled(),
                 Err(_) => {
-                    plan.shards.note_all();
-                    plan.keep_resets(reset);
+                    plan.shards.mark_all_dirty();
+                    plan.add_resets(reset);
                 }
             }
         }
-        let result = self.tell(disk, written);
-        self.lag.written();
-        self.ended.send_replace(Ended { writing, well: result.is_ok() });
+        let result = self.record_result(store_file, written);
+        self.write_lag.finish_write();
+        self.last_write.send_replace(FinishedWrite { number: write_number, is_ok: result.is_ok() });
         result
     }
 
     /// Says how it went: in the log when that is new.
-    fn tell(&self, disk: &Disk, written: Result<Written, FileError>) -> Result<(), FileError> {
-        let mut health = self.health();
-        let was_failing = self.failing.swap(written.is_err(), Relaxed);
+    fn record_result(&self, store_file: &StoreFile, written: Result<WriteSummary, FileError>) -> Result<(), FileError> {
+        let mut health = self.lock_health();
+        let was_failing = self.is_failing.swap(written.is_err(), Relaxed);
         match written {
-            Ok(Written { any, rows }) => {
+            Ok(WriteSummary { any_changed: any, row_count: rows }) => {
                 if was_failing {
-                    tracing::warn!(path = ?disk.path(), "the store is written again");
+                    tracing::warn!(path = ?store_file.path(), "the store is written again");
                 }
-                *health = Health { failure: None, commits: health.commits + u64::from(any), rows };
+                *health = FileHealth { failure: None, commits: health.commits + u64::from(any), row_count: rows };
                 Ok(())
             }
             Err(error) => {
                 if !was_failing {
-                    let then = match self.on_full {
-                        OnFull::Continue => "decisions go on in memory",
-                        OnFull::Deny => "nothing is admitted until it can",
+                    let then = match self.on_write_failure {
+                        OnWriteFailure::Continue => "decisions go on in memory",
+                        OnWriteFailure::Deny => "nothing is admitted until it can",
                     };
                     tracing::error!(%error, "the store can't be written: {then}");
                 }
@@ -361,22 +366,29 @@ impl Shared {
 }
 
 /// True if more rows past their end may be kept.
-fn has_room(rows: u64, plans: &[Arc<Plan>]) -> bool {
-    let held = || plans.iter().map(|plan| plan.shards.stats().entries as u64).sum::<u64>();
-    rows <= aside::MOST || rows - aside::MOST <= held()
+fn can_archive(rows: u64, plans: &[Arc<PersistedPlan>]) -> bool {
+    let live_entries = || plans.iter().map(|plan| plan.shards.stats().entries as u64).sum::<u64>();
+    rows <= archive::MAX_ARCHIVED_ROWS || rows - archive::MAX_ARCHIVED_ROWS <= live_entries()
 }
 
 /// The fate of a row: of a state, by its limit's tag and its key, or of one that is set aside.
-fn fate(whose: Option<(u64, u64)>, idle_at: Time, plans: &[Arc<Plan>], has_room: bool, now: Time) -> Fate {
+fn sweep_action(
+    state_key: Option<(u64, u64)>,
+    idle_at: Time,
+    plans: &[Arc<PersistedPlan>],
+    can_archive: bool,
+    now: Time,
+) -> SweepAction {
     let is_over = idle_at <= now;
-    let is_kept = !is_over || has_room && idle_at + aside::KEPT > now;
-    let known = whose.and_then(|(tag, of_key)| plans.iter().find_map(|plan| Some((plan, plan.limit(tag)?, of_key))));
-    match known {
-        Some((plan, id, of_key)) if plan.holds(id, of_key, now) => Fate::Stay,
-        Some((plan, id, _)) if is_over && is_kept && plan.counts_periods(id) => Fate::Aside,
-        Some(_) => Fate::Go,
+    let is_kept = !is_over || can_archive && idle_at + archive::ARCHIVE_DURATION > now;
+    let owner =
+        state_key.and_then(|(tag, key_bits)| plans.iter().find_map(|plan| Some((plan, plan.limit_id(tag)?, key_bits))));
+    match owner {
+        Some((plan, id, of_key)) if plan.has_live_entry(id, of_key, now) => SweepAction::Keep,
+        Some((plan, id, _)) if is_over && is_kept && plan.is_quota(id) => SweepAction::Archive,
+        Some(_) => SweepAction::Remove,
         // Set aside, or of a policy that may come back.
-        None if is_kept => Fate::Stay,
-        None => Fate::Go,
+        None if is_kept => SweepAction::Keep,
+        None => SweepAction::Remove,
     }
 }

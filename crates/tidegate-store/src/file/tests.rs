@@ -17,9 +17,9 @@ use tidegate_core::{
     Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Penalty, PenaltySpec, Span, Time, Verb, Verdict, Window,
 };
 
-use super::disk::{Disk, builder};
-use super::{FileStore, Flush, Journal, OnFull};
-use crate::{Answer, Store, StoreError};
+use super::store_file::{StoreFile, builder};
+use super::{FileStore, FlushMode, Journal, OnWriteFailure};
+use crate::{Store, StoreError, StoreResponse};
 
 /// A file on a disk that is full, or stands still, while it is told to.
 #[derive(Debug)]
@@ -75,11 +75,11 @@ impl StorageBackend for Faulty {
 }
 
 impl Faults {
-    fn journal(&self, path: &Path, flush: Flush) -> Arc<Journal> {
-        self.journal_with(path, flush, OnFull::of(flush))
+    fn journal(&self, path: &Path, flush: FlushMode) -> Arc<Journal> {
+        self.journal_with(path, flush, OnWriteFailure::default_for(flush))
     }
 
-    fn journal_with(&self, path: &Path, flush: Flush, on_full: OnFull) -> Arc<Journal> {
+    fn journal_with(&self, path: &Path, flush: FlushMode, on_full: OnWriteFailure) -> Arc<Journal> {
         drop(Journal::open(path, flush).unwrap());
         let faults = self.clone();
         let open = move |path: &Path| {
@@ -87,7 +87,7 @@ impl Faults {
             let backend = Faulty { file: FileBackend::new(file)?, faults: faults.clone() };
             Ok(builder().create_with_backend(backend)?)
         };
-        Journal::on(Disk::with(path, Box::new(open)), flush, on_full).unwrap()
+        Journal::with_file(StoreFile::with_opener(path, Box::new(open)), flush, on_full).unwrap()
     }
 }
 
@@ -105,18 +105,18 @@ fn batch(verb: Verb) -> Batch {
     Batch::with_op(1, Op::new(LimitId::FIRST, verb, Key::new(1, 0x1234_5678_9abc_def0), 1))
 }
 
-fn ask(store: &FileStore, verb: Verb, now: Time) -> Answer<super::Later> {
+fn ask(store: &FileStore, verb: Verb, now: Time) -> StoreResponse<super::FileStoreFuture> {
     store.apply(&batch(verb), now)
 }
 
-fn ready(answer: Answer<super::Later>) -> Outcome {
+fn ready(answer: StoreResponse<super::FileStoreFuture>) -> Outcome {
     answered(answer).now_or_never().expect("it needn't wait for the disk").unwrap()
 }
 
-async fn later(answer: Answer<super::Later>) -> Outcome {
+async fn later(answer: StoreResponse<super::FileStoreFuture>) -> Outcome {
     match answer {
-        Answer::Ready(_) => panic!("does not wait for the disk"),
-        Answer::Later(later) => later.await.unwrap().list()[0],
+        StoreResponse::Ready(_) => panic!("does not wait for the disk"),
+        StoreResponse::Pending(later) => later.await.unwrap().list()[0],
     }
 }
 
@@ -163,7 +163,7 @@ async fn a_full_disk_continues_decisions_if_configured() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("full");
     let faults = Faults::default();
-    let journal = faults.journal_with(&path, Flush::Always, OnFull::Continue);
+    let journal = faults.journal_with(&path, FlushMode::Always, OnWriteFailure::Continue);
     let kept = store(&journal);
     later(ask(&kept, Verb::Take, at(0))).await;
     assert_eq!(journal.health().failure, None);
@@ -171,8 +171,8 @@ async fn a_full_disk_continues_decisions_if_configured() {
     faults.full.store(true, SeqCst);
     // As long as nobody knows, it waits until it is tried.
     let second = match ask(&kept, Verb::Take, at(1)) {
-        waits @ Answer::Later(_) => later(waits).await,
-        told @ Answer::Ready(_) => ready(told),
+        waits @ StoreResponse::Pending(_) => later(waits).await,
+        told @ StoreResponse::Ready(_) => ready(told),
     };
     assert_eq!(second.used, 2);
     assert!(journal.health().failure.is_some());
@@ -187,14 +187,14 @@ async fn a_full_disk_continues_decisions_if_configured() {
     assert_eq!(later(ask(&kept, Verb::Take, at(60))).await.used, 51);
     assert_eq!((log.lines(&path, "can't be written"), log.lines(&path, "is written again")), (1, 1));
     drop((kept, journal));
-    let kept = store(&Journal::open(&path, Flush::default()).unwrap());
+    let kept = store(&Journal::open(&path, FlushMode::default()).unwrap());
     assert_eq!(ready(ask(&kept, Verb::Peek, at(61))).used, 51);
 }
 
-async fn answered(answer: Answer<super::Later>) -> Result<Outcome, StoreError> {
+async fn answered(answer: StoreResponse<super::FileStoreFuture>) -> Result<Outcome, StoreError> {
     match answer {
-        Answer::Ready(outcomes) => Ok(outcomes.list()[0]),
-        Answer::Later(later) => later.await.map(|outcomes| outcomes.list()[0]),
+        StoreResponse::Ready(outcomes) => Ok(outcomes.list()[0]),
+        StoreResponse::Pending(later) => later.await.map(|outcomes| outcomes.list()[0]),
     }
 }
 
@@ -202,11 +202,11 @@ async fn answered(answer: Answer<super::Later>) -> Result<Outcome, StoreError> {
 /// What the file then has is all that was admitted. When there is room again, that is noticed without a call.
 #[tokio::test]
 async fn a_full_disk_admits_nothing_under_deny() {
-    for flush in [Flush::Always, Flush::Within(Duration::from_millis(20))] {
+    for flush in [FlushMode::Always, FlushMode::Within(Duration::from_millis(20))] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("denies");
         let faults = Faults::default();
-        let journal = faults.journal_with(&path, flush, OnFull::Deny);
+        let journal = faults.journal_with(&path, flush, OnWriteFailure::Deny);
         let kept = store(&journal);
         let mut admitted = 0;
         for call in 0..10 {
@@ -217,12 +217,12 @@ async fn a_full_disk_admits_nothing_under_deny() {
         faults.full.store(true, SeqCst);
         let mut counted = 10;
         // As long as nobody knows, it waits until it is tried, or is told that it may be lost.
-        while !journal.denies() {
+        while !journal.denies_changes() {
             counted += 1;
             admitted += u64::from(answered(ask(&kept, Verb::Take, at(counted))).await.is_ok());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        if flush == Flush::Always {
+        if flush == FlushMode::Always {
             assert_eq!((admitted, counted), (10, 11), "it isn't told what the file doesn't have");
         }
         for call in 0..100 {
@@ -232,14 +232,14 @@ async fn a_full_disk_admits_nothing_under_deny() {
             }
         }
         assert_eq!(ready(ask(&kept, Verb::Peek, at(200))).used, counted, "a look is answered, and nothing was changed");
-        kept.tell(&batch(Verb::Refund), at(200));
+        kept.submit(&batch(Verb::Refund), at(200));
         assert_eq!(ready(ask(&kept, Verb::Peek, at(201))).used, counted - 1);
 
         faults.full.store(false, SeqCst);
-        until("well again", || !journal.denies()).await;
+        until("well again", || !journal.denies_changes()).await;
         answered(ask(&kept, Verb::Take, at(300))).await.unwrap();
         drop((kept, journal));
-        let kept = store(&Journal::open(&path, Flush::default()).unwrap());
+        let kept = store(&Journal::open(&path, FlushMode::default()).unwrap());
         assert_eq!(ready(ask(&kept, Verb::Peek, at(400))).used, counted);
     }
 }
@@ -249,7 +249,7 @@ async fn a_full_disk_admits_nothing_under_deny() {
 async fn refusals_are_answered_despite_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
     let faults = Faults::default();
-    let journal = faults.journal(&folder.path().join("refuses"), Flush::Always);
+    let journal = faults.journal(&folder.path().join("refuses"), FlushMode::Always);
     let window = || LimitKind::Window(Window::new(1, Span::from_secs(3600), 8).unwrap());
     let penalty = Penalty::new(PenaltySpec::default(), Span::from_secs(3600)).unwrap();
     let limits =
@@ -279,7 +279,7 @@ async fn refusals_are_answered_despite_a_full_disk() {
 async fn durable_decisions_wait_for_the_disk() {
     let folder = tempfile::tempdir().unwrap();
     let faults = Faults::default();
-    let journal = faults.journal(&folder.path().join("slow"), Flush::Always);
+    let journal = faults.journal(&folder.path().join("slow"), FlushMode::Always);
     let kept = store(&journal);
     faults.still.store(true, SeqCst);
     let answers: Vec<_> = (0..100).map(|_| tokio::spawn(later(ask(&kept, Verb::Take, at(0))))).collect();
@@ -300,7 +300,7 @@ async fn durable_decisions_wait_for_the_disk() {
 async fn a_slow_disk_delays_decisions() {
     let folder = tempfile::tempdir().unwrap();
     let faults = Faults::default();
-    let journal = faults.journal(&folder.path().join("behind"), Flush::Within(Duration::from_millis(100)));
+    let journal = faults.journal(&folder.path().join("behind"), FlushMode::Within(Duration::from_millis(100)));
     let kept = store(&journal);
     faults.still.store(true, SeqCst);
     for call in 0..=100 {
@@ -315,5 +315,8 @@ async fn a_slow_disk_delays_decisions() {
     assert!(!waits.is_finished());
     faults.still.store(false, SeqCst);
     assert_eq!(waits.await.unwrap().used, 91);
-    until("caught up", || journal.flush().is_ok() && matches!(ask(&kept, Verb::Take, at(300)), Answer::Ready(_))).await;
+    until("caught up", || {
+        journal.flush().is_ok() && matches!(ask(&kept, Verb::Take, at(300)), StoreResponse::Ready(_))
+    })
+    .await;
 }

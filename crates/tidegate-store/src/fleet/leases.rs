@@ -16,47 +16,47 @@ use tidegate_core::{Batch, Key, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, 
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 
-use super::Node;
+use super::FleetNode;
 use crate::StoreError;
 
 /// Locks, so that callers seldom meet.
-const SHARDS: usize = 16;
+const SHARD_COUNT: usize = 16;
 /// The most slices under each lock; who doesn't fit asks the store.
-const SLICES: usize = 4096;
+const MAX_ENTRIES_PER_SHARD: usize = 4096;
 
 /// How often a call waits for others' slices, all of which are spent when it gets there, before it asks for itself.
-const WAITS: usize = 8;
+const MAX_WAITS: usize = 8;
 
 /// The keys that a slice is of.
-type Places = ArrayVec<(LimitId, Key), MAX_OPS>;
-type Shard = HashMap<Places, What, RandomState>;
+type LeaseKeys = ArrayVec<(LimitId, Key), MAX_OPS>;
+type LeaseShard = HashMap<LeaseKeys, LeaseEntry, RandomState>;
 
 pub(super) struct Leases {
     limits: Arc<Limits>,
     /// Whether any limit has leases.
-    any: bool,
-    shards: [Mutex<Shard>; SHARDS],
+    has_leases: bool,
+    shards: [Mutex<LeaseShard>; SHARD_COUNT],
 }
 
-enum What {
-    Slice(Slice),
+enum LeaseEntry {
+    Slice(LeaseSlice),
     /// A call of this cost was refused: those of the same cost are for a while, without being asked about.
-    Refusal(u64, Told),
+    Refusal(u64, CachedOutcomes),
     /// Somebody asks for one.
-    Asked(Arc<Notify>),
+    Requested(Arc<Notify>),
 }
 
 /// An answer of the store's and for how long it holds here.
 #[derive(Clone)]
-struct Told {
-    sent: Time,
-    until: Time,
+struct CachedOutcomes {
+    sent_at: Time,
+    valid_until: Time,
     outcomes: Outcomes,
 }
 
-struct Slice {
-    left: u64,
-    told: Told,
+struct LeaseSlice {
+    units_left: u64,
+    granted: CachedOutcomes,
     /// When the store counts it.
     counted_at: Time,
     affinity: u64,
@@ -64,246 +64,255 @@ struct Slice {
 
 /// What came of spending.
 #[expect(clippy::large_enum_variant, reason = "boxing the common answer would allocate on every decision")]
-pub(super) enum Spent {
+pub(super) enum SpendResult {
     /// Decided here.
-    Done(Outcomes),
+    Decided(Outcomes),
     /// Not for leases: the store decides.
-    Exact,
+    NotLeased,
     /// Somebody else asks for a slice: wait for that.
     Wait(OwnedNotified),
     /// The caller is to ask for a slice.
-    Ask(Errand),
+    Request(SliceRequest),
 }
 
 /// To ask for a slice, of this size at most. Its caller may go away at any time: dropped before it is settled, it lets
 /// the next one ask.
-pub(super) struct Errand {
+pub(super) struct SliceRequest {
     leases: Arc<Leases>,
-    places: Places,
-    asked: Arc<Notify>,
+    keys: LeaseKeys,
+    finished: Arc<Notify>,
     size: u64,
     lease: Span,
 }
 
 impl Leases {
     pub(super) fn new(limits: Arc<Limits>) -> Self {
-        let any = limits.iter().any(|(_, limit)| limit.sharing().lease.is_some());
-        Self { limits, any, shards: Default::default() }
+        let has_leases = limits.iter().any(|(_, limit)| limit.sharing().lease.is_some());
+        Self { limits, has_leases, shards: Default::default() }
     }
 
-    pub(super) fn any(&self) -> bool {
-        self.any
+    pub(super) fn has_leases(&self) -> bool {
+        self.has_leases
     }
 
-    fn shard(&self, places: &Places) -> MutexGuard<'_, Shard> {
-        let first = places.first().map_or(0, |(_, key)| key.lo());
-        self.shards[first as usize % SHARDS].lock()
+    fn lock_shard(&self, keys: &LeaseKeys) -> MutexGuard<'_, LeaseShard> {
+        let first = keys.first().map_or(0, |(_, key)| key.lo());
+        self.shards[first as usize % SHARD_COUNT].lock()
     }
 
     /// How large a slice is and how long it may be spent, for a batch whose limits all have leases and that asks for the
     /// same of each.
-    fn terms(&self, batch: &Batch) -> Option<(u64, Span)> {
+    fn slice_terms(&self, batch: &Batch) -> Option<(u64, Span)> {
         let cost = batch.ops().first()?.cost;
-        let mut terms = (u64::MAX, Span::MAX);
+        let mut size_and_age = (u64::MAX, Span::MAX);
         for op in batch.ops() {
             let limit = self.limits.get(op.limit)?;
             let LeaseSpec { permille, max_age } = limit.sharing().lease?;
             // What is refused here isn't counted, and a slice that the store refuses isn't one call.
-            let counts = limit.counts_refused() || limit.penalty().is_some();
-            let fits = op.verb == Verb::Take && op.cost == cost && cost > 0 && !counts;
+            let is_tracked = limit.counts_refused() || limit.penalty().is_some();
+            let is_leasable = op.verb == Verb::Take && op.cost == cost && cost > 0 && !is_tracked;
             let age = limit.lease_age(max_age)?;
-            if !fits || limit.is_shadow() {
+            if !is_leasable || limit.is_shadow() {
                 return None;
             }
             let size = limit.kind().capacity().saturating_mul(u64::from(permille)) / 1000;
-            terms = (terms.0.min(size), terms.1.min(age));
+            size_and_age = (size_and_age.0.min(size), size_and_age.1.min(age));
         }
-        (terms.0 >= cost.saturating_mul(2) && !terms.1.is_zero()).then_some(terms)
+        (size_and_age.0 >= cost.saturating_mul(2) && !size_and_age.1.is_zero()).then_some(size_and_age)
     }
 
     /// Spends what is at hand; and what the store gets back of a slice that isn't enough.
-    pub(super) fn spend(self: &Arc<Self>, batch: &Batch, now: Time) -> (Spent, Option<Batch>) {
-        let Some((size, lease)) = self.any.then(|| self.terms(batch)).flatten() else { return (Spent::Exact, None) };
+    pub(super) fn spend_or_request(self: &Arc<Self>, batch: &Batch, now: Time) -> (SpendResult, Option<Batch>) {
+        let Some((size, lease)) = self.has_leases.then(|| self.slice_terms(batch)).flatten() else {
+            return (SpendResult::NotLeased, None);
+        };
         let cost = batch.ops()[0].cost;
-        let places: Places = batch.ops().iter().map(|op| (op.limit, op.key)).collect();
-        let mut shard = self.shard(&places);
-        let is_full = shard.len() >= SLICES;
-        let mut unspent = None;
-        match shard.get_mut(&places) {
-            Some(What::Slice(slice)) if slice.told.holds(now) && slice.left >= cost => {
-                slice.left -= cost;
-                return (Spent::Done(slice.outcomes(now)), None);
+        let keys: LeaseKeys = batch.ops().iter().map(|op| (op.limit, op.key)).collect();
+        let mut shard = self.lock_shard(&keys);
+        let is_full = shard.len() >= MAX_ENTRIES_PER_SHARD;
+        let mut refund = None;
+        match shard.get_mut(&keys) {
+            Some(LeaseEntry::Slice(slice)) if slice.granted.is_valid(now) && slice.units_left >= cost => {
+                slice.units_left -= cost;
+                return (SpendResult::Decided(slice.outcomes_at(now)), None);
             }
-            Some(What::Slice(slice)) => unspent = slice.give_back(&places),
-            Some(What::Refusal(refused, told)) if told.holds(now) => match cost.cmp(refused) {
-                Ordering::Equal => return (Spent::Done(told.again(now)), None),
+            Some(LeaseEntry::Slice(slice)) => refund = slice.take_refund(&keys),
+            Some(LeaseEntry::Refusal(refused, cached)) if cached.is_valid(now) => match cost.cmp(refused) {
+                Ordering::Equal => return (SpendResult::Decided(cached.outcomes_at(now)), None),
                 // It has to wait for longer, and how long wasn't told.
-                Ordering::Greater => return (Spent::Exact, None),
+                Ordering::Greater => return (SpendResult::NotLeased, None),
                 // What was too little for the other may be enough.
                 Ordering::Less => {}
             },
-            Some(What::Refusal(..)) => {}
+            Some(LeaseEntry::Refusal(..)) => {}
             // From now on, so that the end of the errand can't be missed.
-            Some(What::Asked(asked)) => return (Spent::Wait(Arc::clone(asked).notified_owned()), None),
-            None if is_full => return (Spent::Exact, None),
+            Some(LeaseEntry::Requested(finished)) => {
+                return (SpendResult::Wait(Arc::clone(finished).notified_owned()), None);
+            }
+            None if is_full => return (SpendResult::NotLeased, None),
             None => {}
         }
-        let asked = Arc::<Notify>::default();
-        shard.insert(places.clone(), What::Asked(Arc::clone(&asked)));
-        (Spent::Ask(Errand { leases: Arc::clone(self), places, asked, size, lease }), unspent)
+        let finished = Arc::<Notify>::default();
+        shard.insert(keys.clone(), LeaseEntry::Requested(Arc::clone(&finished)));
+        (SpendResult::Request(SliceRequest { leases: Arc::clone(self), keys, finished, size, lease }), refund)
     }
 
     /// Forgets the slices of a key.
     pub(super) fn forget(&self, limit: LimitId, key: Key) {
-        if !self.any {
+        if !self.has_leases {
             return;
         }
         for shard in &self.shards {
             let mut shard = shard.lock();
-            shard.retain(|places, what| {
-                let gone = places.contains(&(limit, key));
-                if let (true, What::Asked(asked)) = (gone, what) {
-                    asked.notify_waiters();
+            shard.retain(|keys, entry| {
+                let is_forgotten = keys.contains(&(limit, key));
+                if let (true, LeaseEntry::Requested(finished)) = (is_forgotten, entry) {
+                    finished.notify_waiters();
                 }
-                !gone
+                !is_forgotten
             });
         }
     }
 
     /// Lets go of slices whose lease has ended; what the store gets back.
-    pub(super) fn sweep(&self, now: Time) -> Vec<Batch> {
-        let mut back = Vec::new();
+    pub(super) fn remove_expired(&self, now: Time) -> Vec<Batch> {
+        let mut refunds = Vec::new();
         for shard in &self.shards {
             let mut shard = shard.lock();
-            shard.retain(|places, what| match what {
-                What::Slice(slice) if !slice.told.holds(now) => {
-                    back.extend(slice.give_back(places));
+            shard.retain(|keys, entry| match entry {
+                LeaseEntry::Slice(slice) if !slice.granted.is_valid(now) => {
+                    refunds.extend(slice.take_refund(keys));
                     false
                 }
-                What::Refusal(_, told) => told.holds(now),
-                What::Slice(_) | What::Asked(_) => true,
+                LeaseEntry::Refusal(_, cached) => cached.is_valid(now),
+                LeaseEntry::Slice(_) | LeaseEntry::Requested(_) => true,
             });
         }
-        back
+        refunds
     }
 }
 
-impl Told {
-    fn holds(&self, now: Time) -> bool {
-        self.sent <= now && now < self.until
+impl CachedOutcomes {
+    fn is_valid(&self, now: Time) -> bool {
+        self.sent_at <= now && now < self.valid_until
     }
 
     /// The store's time when this node's is `now`.
-    fn there(&self, now: Time) -> Time {
-        self.outcomes.now() + now.since(self.sent)
+    fn store_time(&self, now: Time) -> Time {
+        self.outcomes.now() + now.since(self.sent_at)
     }
 
-    fn again(&self, now: Time) -> Outcomes {
-        Outcomes::new(self.there(now), self.outcomes.list().iter().copied())
+    fn outcomes_at(&self, now: Time) -> Outcomes {
+        Outcomes::new(self.store_time(now), self.outcomes.list().iter().copied())
     }
 }
 
-impl Slice {
-    fn outcomes(&self, now: Time) -> Outcomes {
-        let there = self.told.there(now);
-        let list = self.told.outcomes.list().iter().map(|outcome| Outcome {
-            used: outcome.used.saturating_sub(self.left),
-            remaining: outcome.remaining.saturating_add(self.left),
-            retry_at: there,
+impl LeaseSlice {
+    fn outcomes_at(&self, now: Time) -> Outcomes {
+        let store_now = self.granted.store_time(now);
+        let list = self.granted.outcomes.list().iter().map(|outcome| Outcome {
+            used: outcome.used.saturating_sub(self.units_left),
+            remaining: outcome.remaining.saturating_add(self.units_left),
+            retry_at: store_now,
             ..*outcome
         });
-        Outcomes::new(there, list)
+        Outcomes::new(store_now, list)
     }
 
-    fn give_back(&mut self, places: &[(LimitId, Key)]) -> Option<Batch> {
-        let left = std::mem::take(&mut self.left);
-        if left == 0 {
+    fn take_refund(&mut self, keys: &[(LimitId, Key)]) -> Option<Batch> {
+        let units = std::mem::take(&mut self.units_left);
+        if units == 0 {
             return None;
         }
-        let mut batch = Batch::new(0).with_charged_at(self.told.outcomes.now()).with_counted_at(self.counted_at);
+        let mut batch = Batch::new(0).with_charged_at(self.granted.outcomes.now()).with_counted_at(self.counted_at);
         batch.set_affinity(self.affinity);
-        for &(limit, key) in places {
-            batch.push(Op::new(limit, Verb::Refund, key, left)).expect("invariant: as many as were taken together");
+        for &(limit, key) in keys {
+            batch.push(Op::new(limit, Verb::Refund, key, units)).expect("invariant: as many as were taken together");
         }
         Some(batch)
     }
 }
 
-impl Errand {
+impl SliceRequest {
     /// Ends it with what came of it, unless the keys were reset meanwhile.
-    fn settle(&self, what: Option<What>) {
-        let mut shard = self.leases.shard(&self.places);
-        let is_own = |what: &What| matches!(what, What::Asked(asked) if Arc::ptr_eq(asked, &self.asked));
-        if shard.get(&self.places).is_some_and(is_own) {
-            match what {
-                Some(what) => shard.insert(self.places.clone(), what),
-                None => shard.remove(&self.places),
+    fn finish(&self, entry: Option<LeaseEntry>) {
+        let mut shard = self.leases.lock_shard(&self.keys);
+        let is_this_request = |entry: &LeaseEntry| matches!(entry, LeaseEntry::Requested(finished) if Arc::ptr_eq(finished, &self.finished));
+        if shard.get(&self.keys).is_some_and(is_this_request) {
+            match entry {
+                Some(entry) => shard.insert(self.keys.clone(), entry),
+                None => shard.remove(&self.keys),
             };
         }
-        self.asked.notify_waiters();
+        self.finished.notify_waiters();
     }
 }
 
-impl Drop for Errand {
+impl Drop for SliceRequest {
     fn drop(&mut self) {
-        self.settle(None);
+        self.finish(None);
     }
 }
 
 /// Decides about a batch for which there was nothing at hand.
-pub(super) async fn take(node: &Node, batch: &Batch, mut spent: Spent) -> Result<Outcomes, StoreError> {
+pub(super) async fn decide_with_slice(
+    node: &FleetNode,
+    batch: &Batch,
+    mut spend_result: SpendResult,
+) -> Result<Outcomes, StoreError> {
     for waits in 0.. {
-        match spent {
-            Spent::Done(outcomes) => return Ok(outcomes),
-            Spent::Ask(errand) => return ask(node, batch, errand).await,
-            Spent::Wait(asked) if waits < WAITS => {
+        match spend_result {
+            SpendResult::Decided(outcomes) => return Ok(outcomes),
+            SpendResult::Request(request) => return request_slice(node, batch, request).await,
+            SpendResult::Wait(finished) if waits < MAX_WAITS => {
                 // Whoever asks is done within a few timeouts; its keys may have been reset meanwhile.
-                let _ = tokio::time::timeout(node.options.timeout, asked).await;
-                if !node.link(batch).is_up() {
-                    return node.alone(batch, node.clock.now());
+                let _ = tokio::time::timeout(node.options.timeout, finished).await;
+                if !node.batch_partition(batch).is_up() {
+                    return node.decide_without_store(batch, node.clock.now());
                 }
             }
-            Spent::Exact | Spent::Wait(_) => break,
+            SpendResult::NotLeased | SpendResult::Wait(_) => break,
         }
-        spent = node.spend(batch, node.clock.now());
+        spend_result = node.spend_slice(batch, node.clock.now());
     }
-    node.exact(batch, node.clock.now()).await
+    node.apply_or_fall_back(batch, node.clock.now()).await
 }
 
 /// Asks for a slice and spends of it; near the end of a limit for smaller ones, and at last for this call alone.
-async fn ask(node: &Node, batch: &Batch, errand: Errand) -> Result<Outcomes, StoreError> {
-    let (mut size, lease) = (errand.size, errand.lease);
+async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -> Result<Outcomes, StoreError> {
+    let (mut size, lease) = (request.size, request.lease);
     let cost = batch.ops()[0].cost;
     while size >= cost.saturating_mul(2) {
-        let wanted = batch.with_ops(batch.ops().iter().map(|op| Op { cost: size, ..*op })).with_lead(lease);
-        let sent = node.clock.now();
-        let Ok(outcomes) = node.ask(&wanted, sent).await else { break };
-        let room = outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.remaining);
-        let Some(room) = room.min() else {
-            let decided = outcomes.now();
+        let slice_batch = batch.with_ops(batch.ops().iter().map(|op| Op { cost: size, ..*op })).with_lead(lease);
+        let sent_at = node.clock.now();
+        let Ok(outcomes) = node.apply_and_record(&slice_batch, sent_at).await else { break };
+        let remaining_units =
+            outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.remaining);
+        let Some(remaining_units) = remaining_units.min() else {
+            let decided_at = outcomes.now();
             // A quota's slice is of the period that it was taken in.
-            let ends = batch.ops().iter().zip(outcomes.list()).filter_map(|(op, outcome)| {
+            let period_ends = batch.ops().iter().zip(outcomes.list()).filter_map(|(op, outcome)| {
                 let kind = node.leases.limits.get(op.limit)?.kind();
-                kind.has_periods().then(|| outcome.reset_at.since(decided))
+                kind.has_periods().then(|| outcome.reset_at.since(decided_at))
             });
-            let until = sent + ends.min().unwrap_or(Span::MAX).min(lease);
+            let valid_until = sent_at + period_ends.min().unwrap_or(Span::MAX).min(lease);
             let affinity = batch.context().affinity;
-            let told = Told { sent, until, outcomes };
-            let slice = Slice { left: size - cost, told, counted_at: decided + lease, affinity };
-            let outcomes = slice.outcomes(sent);
-            errand.settle(Some(What::Slice(slice)));
+            let granted = CachedOutcomes { sent_at, valid_until, outcomes };
+            let slice = LeaseSlice { units_left: size - cost, granted, counted_at: decided_at + lease, affinity };
+            let outcomes = slice.outcomes_at(sent_at);
+            request.finish(Some(LeaseEntry::Slice(slice)));
             return Ok(outcomes);
         };
-        size = (room / 2).min(size / 2);
+        size = (remaining_units / 2).min(size / 2);
     }
-    let sent = node.clock.now();
-    let outcomes = node.exact(batch, sent).await?;
+    let sent_at = node.clock.now();
+    let outcomes = node.apply_or_fall_back(batch, sent_at).await?;
     let waits = outcomes.list().iter().filter(|outcome| outcome.verdict == Verdict::Refused);
     let wait = waits.map(|outcome| outcome.retry_at.since(outcomes.now())).max();
     // Room that comes sooner, of others' slices, is found when this is over.
-    if let Some(wait) = wait.filter(|_| node.link(batch).is_up()) {
-        let told = Told { sent, until: sent + wait.min(lease), outcomes: outcomes.clone() };
-        errand.settle(Some(What::Refusal(cost, told)));
+    if let Some(wait) = wait.filter(|_| node.batch_partition(batch).is_up()) {
+        let cached = CachedOutcomes { sent_at, valid_until: sent_at + wait.min(lease), outcomes: outcomes.clone() };
+        request.finish(Some(LeaseEntry::Refusal(cost, cached)));
     }
     Ok(outcomes)
 }

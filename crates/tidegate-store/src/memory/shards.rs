@@ -8,85 +8,98 @@ use tidegate_core::batch::{self, BatchStates, MAX_OPS, Op, OpContext, Outcome, e
 use tidegate_core::{Batch, Clock, Key, KeyState, LimitKind, Limits, Outcomes, Time, Verb, Verdict};
 
 use super::MemoryStats;
-use super::shard::{self, About, Room, Shard};
-use super::table::{Outlook, Table};
+use super::shard::{self, Shard, ShardCapacity, ShardContext};
+use super::table::{Table, TableLocation};
 use crate::Losses;
-use crate::lock::{Lock, LockGuard};
+use crate::spin_lock::{SpinLock, SpinLockGuard};
 
 /// What is noted of entries that change, while their shard is locked.
-pub(crate) trait Notes: Default + Send + 'static {
+pub(crate) trait ChangeTracker: Default + Send + 'static {
     /// Notes that the entry of this tag changed or went, in a shard of so many entries.
-    fn note(&mut self, tag: u64, entries: usize) -> Change;
+    fn mark_changed(&mut self, tag: u64, entries: usize) -> ChangeFlags;
 }
 
 /// Nothing is noted.
 #[derive(Debug, Default)]
-pub(crate) struct Unnoted;
+pub(crate) struct NoTracker;
 
-impl Notes for Unnoted {
+impl ChangeTracker for NoTracker {
     #[inline]
-    fn note(&mut self, _: u64, _: usize) -> Change {
-        Change::default()
+    fn mark_changed(&mut self, _: u64, _: usize) -> ChangeFlags {
+        ChangeFlags::default()
     }
 }
 
 /// What became of the entries that a batch was about, where that is noted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Change {
+pub(crate) struct ChangeFlags {
     /// Whether any changed.
-    pub any: bool,
+    pub any_changed: bool,
     /// Whether any changed that wasn't noted already.
-    pub new: bool,
+    pub newly_dirty: bool,
     /// True if any was reset.
-    pub reset: bool,
+    pub any_reset: bool,
 }
 
-impl Change {
+impl ChangeFlags {
     #[inline]
-    fn add(&mut self, other: Self) {
-        self.any |= other.any;
-        self.new |= other.new;
-        self.reset |= other.reset;
+    fn merge(&mut self, other: Self) {
+        self.any_changed |= other.any_changed;
+        self.newly_dirty |= other.newly_dirty;
+        self.any_reset |= other.any_reset;
     }
 }
 
 /// Shards under a fixed number of bytes, each with its notes.
 pub(crate) struct Shards<N> {
     limits: Arc<Limits>,
-    shards: Box<[Padded<N>]>,
+    shards: Box<[CacheAlignedShard<N>]>,
     /// One for each shard.
-    outlooks: Arc<[Outlook]>,
+    table_locations: Arc<[TableLocation]>,
     shift: u32,
-    room: Room,
+    shard_capacity: ShardCapacity,
     max_bytes: usize,
     /// The losses that [`Shards::tend`] has told.
-    told: Mutex<Losses>,
+    reported_losses: Mutex<Losses>,
 }
 
 /// A shard on cache lines of its own.
 #[repr(align(128))]
-struct Padded<N>(Lock<Noting<N>>);
+struct CacheAlignedShard<N>(SpinLock<TrackedShard<N>>);
 
 /// The shard comes first, so that its table shares a cache line with the lock.
 #[repr(C)]
-pub(super) struct Noting<N> {
+pub(super) struct TrackedShard<N> {
     pub shard: Shard,
-    pub notes: N,
+    pub tracker: N,
 }
 
-impl<N: Notes> Shards<N> {
+impl<N: ChangeTracker> Shards<N> {
     /// Two to the power of `bits` shards, which together take `max_bytes`; less than 1 MiB counts as 1 MiB.
     pub(crate) fn new(limits: Arc<Limits>, max_bytes: usize, bits: u32) -> Self {
-        let bytes = max_bytes >> bits;
-        let plain =
+        let shard_bytes = max_bytes >> bits;
+        let is_all_plain_rates =
             limits.iter().all(|(_, limit)| matches!(limit.kind(), LimitKind::Rate(_)) && limit.penalty().is_none());
         // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
-        let table = if plain { bytes } else { bytes / 3 };
-        let room = Room { homes: Table::homes_in(table), states: bytes - table, blocked: bytes / 2 };
-        let outlooks: Arc<[Outlook]> = (0..1_usize << bits).map(|_| Outlook::default()).collect();
-        let shard = |index| Noting { shard: Shard::new(Arc::clone(&outlooks), index), notes: N::default() };
-        let shards = (0..1_usize << bits).map(|index| Padded(Lock::new(shard(index)))).collect();
-        Self { limits, shards, outlooks, shift: 63 - bits, room, max_bytes, told: Mutex::default() }
+        let table_bytes = if is_all_plain_rates { shard_bytes } else { shard_bytes / 3 };
+        let shard_capacity = ShardCapacity {
+            home_count: Table::home_count_within(table_bytes),
+            state_bytes: shard_bytes - table_bytes,
+            blocked_bytes: shard_bytes / 2,
+        };
+        let table_locations: Arc<[TableLocation]> = (0..1_usize << bits).map(|_| TableLocation::default()).collect();
+        let new_shard =
+            |index| TrackedShard { shard: Shard::new(Arc::clone(&table_locations), index), tracker: N::default() };
+        let shards = (0..1_usize << bits).map(|index| CacheAlignedShard(SpinLock::new(new_shard(index)))).collect();
+        Self {
+            limits,
+            shards,
+            table_locations,
+            shift: 63 - bits,
+            shard_capacity,
+            max_bytes,
+            reported_losses: Mutex::default(),
+        }
     }
 
     pub(crate) fn limits(&self) -> &Arc<Limits> {
@@ -101,70 +114,70 @@ impl<N: Notes> Shards<N> {
     pub(crate) fn stats(&self) -> MemoryStats {
         let mut stats = MemoryStats { max_bytes: self.max_bytes, ..MemoryStats::default() };
         for shard in &self.shards {
-            shard.0.lock().shard.count(&mut stats);
+            shard.0.lock().shard.add_to_stats(&mut stats);
         }
         stats
     }
 
     /// A copy of what is remembered of a key under a limit.
-    pub(crate) fn copy(&self, op: &Op) -> Option<KeyState> {
-        self.shards[self.shard(op.key)].0.lock().shard.copy(op)
+    pub(crate) fn clone_state(&self, op: &Op) -> Option<KeyState> {
+        self.shards[self.shard_index(op.key)].0.lock().shard.clone_state(op)
     }
 
     /// [`Memory::fetch`](crate::Memory::fetch).
     #[inline]
-    pub(crate) fn fetch(&self, batch: &Batch) {
+    pub(crate) fn prefetch(&self, batch: &Batch) {
         for op in batch.ops() {
-            self.outlooks[self.shard(op.key)].fetch(shard::tag(op));
+            self.table_locations[self.shard_index(op.key)].prefetch(shard::tag(op));
         }
     }
 
     /// [`Memory::fetch_states`](crate::Memory::fetch_states).
     #[inline]
-    pub(crate) fn fetch_states(&self, batch: &Batch) {
+    pub(crate) fn prefetch_states(&self, batch: &Batch) {
         for op in batch.ops() {
-            self.shards[self.shard(op.key)].0.lock().shard.fetch_state(op);
+            self.shards[self.shard_index(op.key)].0.lock().shard.prefetch_state(op);
         }
     }
 
     /// [`Store::tend`](crate::Store::tend).
-    pub(crate) fn tend(&self, now: Time) -> Losses {
-        let about = self.about();
+    pub(crate) fn maintain(&self, now: Time) -> Losses {
+        let shard_context = self.shard_context();
         let mut stats = MemoryStats::default();
         // Held throughout, so that two who tend at once don't count the same losses.
-        let mut told = self.told.lock();
+        let mut reported_losses = self.reported_losses.lock();
         for shard in &self.shards {
             let shard = &mut shard.0.lock().shard;
-            shard.sweep_share(now, &about);
-            shard.count(&mut stats);
+            shard.sweep_share(now, &shard_context);
+            shard.add_to_stats(&mut stats);
         }
-        let news = stats.losses.since(&told);
-        *told = stats.losses;
-        news
+        let new_losses = stats.losses.since(&reported_losses);
+        *reported_losses = stats.losses;
+        new_losses
     }
 
     /// [`Store::apply`](crate::Store::apply), in place. Adds what became of the entries to `change`, which is no part of what
     /// is returned because that is large, and would be copied.
-    pub(crate) fn apply(&self, batch: &Batch, now: Time, change: &mut Change) -> Outcomes {
-        let mut held = Held::new(self);
-        held.lock_all(batch);
-        let outcomes = execute(batch, &self.limits, &mut held, now);
-        change.add(held.change);
+    pub(crate) fn apply(&self, batch: &Batch, now: Time, flags: &mut ChangeFlags) -> Outcomes {
+        let mut locked = LockedShards::new(self);
+        locked.lock_all(batch);
+        let outcomes = execute(batch, &self.limits, &mut locked, now);
+        flags.merge(locked.flags);
         outcomes
     }
 
     /// The outcome of a batch that changes nothing; `None` of one that would, which is left undone.
     #[cfg(feature = "file")]
-    pub(crate) fn apply_unchanged(&self, batch: &Batch, now: Time) -> Option<Outcomes> {
-        let mut held = Held::new(self);
-        held.lock_all(batch);
-        let mut unchanged = Unchanged { held, would_change: false };
-        let outcomes = execute(batch, &self.limits, &mut unchanged, now);
-        (!unchanged.would_change).then_some(outcomes)
+    pub(crate) fn apply_if_unchanged(&self, batch: &Batch, now: Time) -> Option<Outcomes> {
+        let mut locked = LockedShards::new(self);
+        locked.lock_all(batch);
+        let mut dry_run = DryRunShards { locked, would_change: false };
+        let outcomes = execute(batch, &self.limits, &mut dry_run, now);
+        (!dry_run.would_change).then_some(outcomes)
     }
 
-    pub(super) fn about(&self) -> About<'_> {
-        About { limits: &self.limits, room: self.room }
+    pub(super) fn shard_context(&self) -> ShardContext<'_> {
+        ShardContext { limits: &self.limits, capacity: self.shard_capacity }
     }
 
     /// How many shards there are.
@@ -174,39 +187,39 @@ impl<N: Notes> Shards<N> {
     }
 
     #[cfg(feature = "file")]
-    pub(super) fn lock(&self, shard: usize) -> LockGuard<'_, Noting<N>> {
+    pub(super) fn lock_shard(&self, shard: usize) -> SpinLockGuard<'_, TrackedShard<N>> {
         self.shards[shard].0.lock()
     }
 
     #[inline]
-    fn shard(&self, key: Key) -> usize {
+    fn shard_index(&self, key: Key) -> usize {
         // In two steps, since no number is shifted by all of its 64 bits at once: that would be for a single shard.
         (key.lo() >> 1 >> self.shift) as usize
     }
 }
 
 /// Shorter ways in, for those who need no notes.
-impl Shards<Unnoted> {
+impl Shards<NoTracker> {
     /// [`Memory::take`](crate::Memory::take).
     #[inline]
     pub(crate) fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
         let Some(limit) = self.limits.get(op.limit) else { return Outcome::without_limit(Verdict::Admitted, now) };
-        let mut held = Held::new(self);
-        held.lock(self.shard(op.key));
-        batch::execute_take(op, limit, holder, &mut held, now)
+        let mut locked = LockedShards::new(self);
+        locked.lock(self.shard_index(op.key));
+        batch::execute_take(op, limit, holder, &mut locked, now)
     }
 
     /// [`Memory::turn`](crate::Memory::turn).
     #[inline]
-    pub(crate) fn turn(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
+    pub(crate) fn take_with_clock(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
         match self.limits.get(op.limit) {
             Some(limit)
                 if limit.penalty().is_none()
                     && let LimitKind::Rate(rate) = limit.kind() =>
             {
-                let index = self.shard(op.key);
-                self.outlooks[index].fetch(shard::tag(op));
-                self.shards[index].0.lock().shard.turn(op, rate, clock, &self.about())
+                let index = self.shard_index(op.key);
+                self.table_locations[index].prefetch(shard::tag(op));
+                self.shards[index].0.lock().shard.take_with_clock(op, rate, clock, &self.shard_context())
             }
             _ => {
                 let now = clock.now();
@@ -217,20 +230,26 @@ impl Shards<Unnoted> {
 }
 
 /// The shards that a batch has locked.
-struct Held<'a, N> {
+struct LockedShards<'a, N> {
     store: &'a Shards<N>,
-    about: About<'a>,
-    shards: ArrayVec<(usize, LockGuard<'a, Noting<N>>), MAX_OPS>,
+    shard_context: ShardContext<'a>,
+    shards: ArrayVec<(usize, SpinLockGuard<'a, TrackedShard<N>>), MAX_OPS>,
     /// Where each operation's entry stood when it was judged.
-    hints: [usize; MAX_OPS],
-    change: Change,
+    slot_hints: [usize; MAX_OPS],
+    flags: ChangeFlags,
 }
 
-impl<'a, N: Notes> Held<'a, N> {
+impl<'a, N: ChangeTracker> LockedShards<'a, N> {
     #[inline]
     fn new(store: &'a Shards<N>) -> Self {
-        let hints = [usize::MAX; MAX_OPS];
-        Self { store, about: store.about(), shards: ArrayVec::new(), hints, change: Change::default() }
+        let slot_hints = [usize::MAX; MAX_OPS];
+        Self {
+            store,
+            shard_context: store.shard_context(),
+            shards: ArrayVec::new(),
+            slot_hints,
+            flags: ChangeFlags::default(),
+        }
     }
 
     #[inline]
@@ -242,106 +261,115 @@ impl<'a, N: Notes> Held<'a, N> {
     #[inline]
     fn lock_all(&mut self, batch: &Batch) {
         let store = self.store;
-        let Some(first) = batch.ops().first().map(|op| store.shard(op.key)) else { return };
-        if batch.ops().iter().all(|op| store.shard(op.key) == first) {
+        let Some(first) = batch.ops().first().map(|op| store.shard_index(op.key)) else { return };
+        if batch.ops().iter().all(|op| store.shard_index(op.key) == first) {
             self.lock(first);
             return;
         }
-        let mut wanted: ArrayVec<usize, MAX_OPS> = batch.ops().iter().map(|op| store.shard(op.key)).collect();
+        let mut shard_indexes: ArrayVec<usize, MAX_OPS> =
+            batch.ops().iter().map(|op| store.shard_index(op.key)).collect();
         // Always in the same order, so that two batches never wait for each other.
-        wanted.sort_unstable();
-        for (at, shard) in wanted.iter().enumerate() {
-            if at == 0 || wanted[at - 1] != *shard {
+        shard_indexes.sort_unstable();
+        for (at, shard) in shard_indexes.iter().enumerate() {
+            if at == 0 || shard_indexes[at - 1] != *shard {
                 self.lock(*shard);
             }
         }
     }
 
     #[inline]
-    fn shard(&mut self, op: &Op) -> &mut Noting<N> {
-        let wanted = self.store.shard(op.key);
-        let held = self.shards.iter_mut().find(|(shard, _)| *shard == wanted);
-        &mut held.expect("invariant: every operation's shard was locked").1
+    fn tracked_shard(&mut self, op: &Op) -> &mut TrackedShard<N> {
+        let index = self.store.shard_index(op.key);
+        let locked = self.shards.iter_mut().find(|(shard, _)| *shard == index);
+        &mut locked.expect("invariant: every operation's shard was locked").1
     }
 
     /// Runs `change` on the operation's shard, and notes it if it says that it changed the entry.
     #[inline]
-    fn changing(&mut self, op: &Op, change: impl FnOnce(&mut Shard) -> bool) {
-        let Noting { shard, notes } = self.shard(op);
+    fn change_and_track(&mut self, op: &Op, change: impl FnOnce(&mut Shard) -> bool) {
+        let TrackedShard { shard, tracker: notes } = self.tracked_shard(op);
         if change(shard) {
-            let change = notes.note(shard::tag(op), shard.len());
-            self.change.add(change);
+            let flags = notes.mark_changed(shard::tag(op), shard.len());
+            self.flags.merge(flags);
         }
     }
 }
 
-impl<N: Notes> BatchStates for Held<'_, N> {
+impl<N: ChangeTracker> BatchStates for LockedShards<'_, N> {
     #[inline]
-    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome {
-        let about = self.about;
+    fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome {
+        let shard_context = self.shard_context;
         let mut hint = usize::MAX;
-        let outcome = self.shard(ask.op).shard.judge(ask, &about, &mut hint);
-        self.hints[index] = hint;
+        let outcome = self.tracked_shard(context.op).shard.evaluate(context, &shard_context, &mut hint);
+        self.slot_hints[index] = hint;
         outcome
     }
 
     #[inline]
-    fn charge(&mut self, index: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
-        let (about, hint) = (self.about, self.hints[index]);
-        self.changing(ask.op, |shard| shard.charge(ask, outcome, &about, hint));
+    fn charge(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        let (shard_context, hint) = (self.shard_context, self.slot_hints[index]);
+        self.change_and_track(context.op, |shard| shard.charge(context, outcome, &shard_context, hint));
     }
 
-    fn strike(&mut self, _: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
-        let about = self.about;
-        self.changing(ask.op, |shard| shard.strike(ask, outcome, &about));
+    fn strike(&mut self, _: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        let shard_context = self.shard_context;
+        self.change_and_track(context.op, |shard| shard.strike(context, outcome, &shard_context));
     }
 
-    fn modify(&mut self, _: usize, ask: &OpContext<'_>, make: bool, change: &mut dyn FnMut(&mut KeyState)) {
-        let about = self.about;
-        self.changing(ask.op, |shard| {
-            if matches!(ask.op.verb, Verb::RestorePenalty { .. }) && !shard.fits_block(ask.op, ask.now, &about) {
+    fn modify(
+        &mut self,
+        _: usize,
+        context: &OpContext<'_>,
+        creates_state: bool,
+        change: &mut dyn FnMut(&mut KeyState),
+    ) {
+        let shard_context = self.shard_context;
+        self.change_and_track(context.op, |shard| {
+            if matches!(context.op.verb, Verb::RestorePenalty { .. })
+                && !shard.reserve_block(context.op, context.now, &shard_context)
+            {
                 return false;
             }
-            if make {
-                shard.alter(ask.op, ask.now, &about, change);
+            if creates_state {
+                shard.update_or_insert(context.op, context.now, &shard_context, change);
                 return true;
             }
-            shard.alter_existing(ask.op, ask.now, &about, change)
+            shard.update_existing(context.op, context.now, &shard_context, change)
         });
     }
 
     fn reset(&mut self, _: usize, op: &Op) {
         // Noted even if there was none: what is kept elsewhere may still have it.
-        self.changing(op, |shard| {
-            shard.forget(op);
+        self.change_and_track(op, |shard| {
+            shard.remove_key(op);
             true
         });
-        self.change.reset = true;
+        self.flags.any_reset = true;
     }
 }
 
 /// The shards that a batch has locked, where nothing may change.
 #[cfg(feature = "file")]
-struct Unchanged<'a, N> {
-    held: Held<'a, N>,
+struct DryRunShards<'a, N> {
+    locked: LockedShards<'a, N>,
     would_change: bool,
 }
 
 #[cfg(feature = "file")]
-impl<N: Notes> BatchStates for Unchanged<'_, N> {
-    fn evaluate(&mut self, index: usize, ask: &OpContext<'_>) -> Outcome {
-        self.held.evaluate(index, ask)
+impl<N: ChangeTracker> BatchStates for DryRunShards<'_, N> {
+    fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome {
+        self.locked.evaluate(index, context)
     }
 
-    fn charge(&mut self, _: usize, ask: &OpContext<'_>, _: &mut Outcome) {
+    fn charge(&mut self, _: usize, context: &OpContext<'_>, _: &mut Outcome) {
         // A credential that was never throttled is nothing to remember, and neither is a pace that was told of no call.
-        let is_nothing = matches!(ask.limit.kind(), LimitKind::Cooldown(_) | LimitKind::Pace(_))
-            && self.held.shard(ask.op).shard.copy(ask.op).is_none();
-        self.would_change |= !is_nothing;
+        let is_not_stored = matches!(context.limit.kind(), LimitKind::Cooldown(_) | LimitKind::Pace(_))
+            && self.locked.tracked_shard(context.op).shard.clone_state(context.op).is_none();
+        self.would_change |= !is_not_stored;
     }
 
-    fn strike(&mut self, _: usize, ask: &OpContext<'_>, outcome: &mut Outcome) {
-        self.would_change |= ask.limit.penalty().is_some() && !outcome.retry_at.is_never();
+    fn strike(&mut self, _: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        self.would_change |= context.limit.penalty().is_some() && !outcome.retry_at.is_never();
     }
 
     fn modify(&mut self, _: usize, _: &OpContext<'_>, _: bool, _: &mut dyn FnMut(&mut KeyState)) {

@@ -18,7 +18,7 @@ pub(super) struct Slot {
 
 /// Where a tag is, or where it belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum SearchResult {
     Found(usize),
     Vacant(usize),
 }
@@ -28,29 +28,29 @@ pub(super) enum Place {
 #[repr(C)]
 pub(super) struct Table {
     slots: Vec<Slot>,
-    homes: usize,
+    home_count: usize,
     len: usize,
 }
 
 /// The table is as full as it may get: it must grow, or something must go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Full;
+pub(super) struct TableFullError;
 
-const FEWEST_HOMES: usize = 4;
+const MIN_HOME_COUNT: usize = 4;
 /// The bytes of a cache line.
 pub(super) const CACHE_LINE: usize = 64;
 /// Slots in one.
-const LINE: usize = CACHE_LINE / size_of::<Slot>();
+const SLOTS_PER_LINE: usize = CACHE_LINE / size_of::<Slot>();
 
 /// Slots behind the last home, for runs that begin near it.
-const fn tail(homes: usize) -> usize {
-    8 + homes / 16
+const fn tail_slots(home_count: usize) -> usize {
+    8 + home_count / 16
 }
 
 impl Table {
     /// How many homes fit into this many bytes.
-    pub(super) fn homes_in(bytes: usize) -> usize {
-        (bytes / size_of::<Slot>()).saturating_sub(tail(0)) * 16 / 17
+    pub(super) fn home_count_within(bytes: usize) -> usize {
+        (bytes / size_of::<Slot>()).saturating_sub(tail_slots(0)) * 16 / 17
     }
 
     pub(super) fn len(&self) -> usize {
@@ -65,45 +65,45 @@ impl Table {
         self.slots.len() * size_of::<Slot>()
     }
 
-    pub(super) fn homes(&self) -> usize {
-        self.homes
+    pub(super) fn home_count(&self) -> usize {
+        self.home_count
     }
 
     #[inline]
-    fn home(&self, tag: u64) -> usize {
-        home(tag, self.homes)
+    fn home_index(&self, tag: u64) -> usize {
+        home_index(tag, self.home_count)
     }
 
     /// Tells where the slots lie.
-    pub(super) fn tell(&self, outlook: &Outlook) {
-        outlook.slots.store(self.slots.as_ptr().addr(), Relaxed);
-        outlook.homes.store(self.homes, Relaxed);
+    pub(super) fn publish_location(&self, location: &TableLocation) {
+        location.slots_address.store(self.slots.as_ptr().addr(), Relaxed);
+        location.home_count.store(self.home_count, Relaxed);
     }
 
     /// Where a tag is, or where it belongs. Behind its home come first the smaller tags, then it or its place; so its
     /// offset is the number of smaller ones, which is counted a cache line at a time and without branches to mispredict.
     #[inline]
-    pub(super) fn find(&self, tag: u64) -> Place {
-        let mut at = self.home(tag);
-        while let Some(line) = self.slots.get(at..at + LINE) {
+    pub(super) fn find(&self, tag: u64) -> SearchResult {
+        let mut at = self.home_index(tag);
+        while let Some(line) = self.slots.get(at..at + SLOTS_PER_LINE) {
             // An empty slot's 0 wraps to the largest.
             let smaller = line.iter().map(|slot| usize::from(slot.tag.wrapping_sub(1) < tag - 1)).sum::<usize>();
             if let Some(slot) = line.get(smaller) {
                 let at = at + smaller;
-                return if slot.tag == tag { Place::Found(at) } else { Place::Vacant(at) };
+                return if slot.tag == tag { SearchResult::Found(at) } else { SearchResult::Vacant(at) };
             }
-            at += LINE;
+            at += SLOTS_PER_LINE;
         }
         let smaller = self.slots[at..].iter().take_while(|slot| slot.tag.wrapping_sub(1) < tag - 1).count();
         match self.slots.get(at + smaller) {
-            Some(slot) if slot.tag == tag => Place::Found(at + smaller),
-            _ => Place::Vacant(at + smaller),
+            Some(slot) if slot.tag == tag => SearchResult::Found(at + smaller),
+            _ => SearchResult::Vacant(at + smaller),
         }
     }
 
     /// Whether the tag stands here.
     #[inline]
-    pub(super) fn is_at(&self, at: usize, tag: u64) -> bool {
+    pub(super) fn has_tag_at(&self, at: usize, tag: u64) -> bool {
         self.slots.get(at).is_some_and(|slot| slot.tag == tag)
     }
 
@@ -118,17 +118,17 @@ impl Table {
     }
 
     /// True if one more entry would be too many for so many homes.
-    pub(super) fn is_full(&self, homes: usize) -> bool {
-        (self.len + 1) * 5 > homes * 4
+    pub(super) fn is_full(&self, home_count: usize) -> bool {
+        (self.len + 1) * 5 > home_count * 4
     }
 
     /// Puts a tag that isn't there yet into the place that [`Table::find`] gave for it.
-    pub(super) fn insert(&mut self, at: usize, slot: Slot) -> Result<(), Full> {
-        if self.is_full(self.homes) {
-            return Err(Full);
+    pub(super) fn insert(&mut self, at: usize, slot: Slot) -> Result<(), TableFullError> {
+        if self.is_full(self.home_count) {
+            return Err(TableFullError);
         }
-        let run = self.slots[at..].iter().position(|slot| slot.tag == 0).ok_or(Full)?;
-        self.slots.copy_within(at..at + run, at + 1);
+        let run_length = self.slots[at..].iter().position(|slot| slot.tag == 0).ok_or(TableFullError)?;
+        self.slots.copy_within(at..at + run_length, at + 1);
         self.slots[at] = slot;
         self.len += 1;
         Ok(())
@@ -137,7 +137,7 @@ impl Table {
     /// Takes an entry out and closes the gap, so that no run is broken.
     pub(super) fn remove(&mut self, at: usize) {
         let mut end = at + 1;
-        while end < self.slots.len() && self.slots[end].tag != 0 && self.home(self.slots[end].tag) < end {
+        while end < self.slots.len() && self.slots[end].tag != 0 && self.home_index(self.slots[end].tag) < end {
             end += 1;
         }
         self.slots.copy_within(at + 1..end, at);
@@ -146,20 +146,21 @@ impl Table {
     }
 
     /// Rebuilds the table with about this many homes; more if its entries need them.
-    pub(super) fn rebuild(&mut self, homes: usize) {
-        let mut homes = homes.max(FEWEST_HOMES).max(self.len * 5 / 4 + 1);
-        while !self.try_rebuild(homes) {
-            homes += homes / 4 + 1;
+    pub(super) fn rebuild(&mut self, home_count: usize) {
+        let mut home_count = home_count.max(MIN_HOME_COUNT).max(self.len * 5 / 4 + 1);
+        while !self.try_rebuild(home_count) {
+            home_count += home_count / 4 + 1;
         }
     }
 
-    fn try_rebuild(&mut self, homes: usize) -> bool {
-        let mut next = Self { slots: vec![Slot::default(); homes + tail(homes)], homes, len: self.len };
+    fn try_rebuild(&mut self, home_count: usize) -> bool {
+        let mut next =
+            Self { slots: vec![Slot::default(); home_count + tail_slots(home_count)], home_count, len: self.len };
         let mut free = 0;
         for slot in self.slots.iter().filter(|slot| slot.tag != 0) {
-            let at = next.home(slot.tag).max(free);
-            let Some(place) = next.slots.get_mut(at) else { return false };
-            *place = *slot;
+            let at = next.home_index(slot.tag).max(free);
+            let Some(target) = next.slots.get_mut(at) else { return false };
+            *target = *slot;
             free = at + 1;
         }
         *self = next;
@@ -168,24 +169,24 @@ impl Table {
 }
 
 #[inline]
-fn home(tag: u64, homes: usize) -> usize {
-    ((u128::from(tag) * homes as u128) >> 64) as usize
+fn home_index(tag: u64, home_count: usize) -> usize {
+    ((u128::from(tag) * home_count as u128) >> 64) as usize
 }
 
 /// Where a table's slots lay of late. Unlike the table it can be looked at without its lock, and is rarely written, so
 /// that every thread keeps it at hand.
 #[derive(Debug, Default)]
-pub(super) struct Outlook {
-    slots: AtomicUsize,
-    homes: AtomicUsize,
+pub(super) struct TableLocation {
+    slots_address: AtomicUsize,
+    home_count: AtomicUsize,
 }
 
-impl Outlook {
+impl TableLocation {
     /// Has the slot where a tag likely stands fetched to be written, so that it is on its way while the lock is.
     #[inline]
-    pub(super) fn fetch(&self, tag: u64) {
-        let offset = home(tag, self.homes.load(Relaxed)) * size_of::<Slot>();
-        prefetch(self.slots.load(Relaxed).wrapping_add(offset));
+    pub(super) fn prefetch(&self, tag: u64) {
+        let offset = home_index(tag, self.home_count.load(Relaxed)) * size_of::<Slot>();
+        prefetch(self.slots_address.load(Relaxed).wrapping_add(offset));
     }
 }
 
@@ -213,7 +214,7 @@ mod tests {
         for (at, slot) in table.slots.iter().enumerate().filter(|(_, slot)| slot.tag != 0) {
             assert!(slot.tag > last, "out of order");
             last = slot.tag;
-            let home = table.home(slot.tag);
+            let home = table.home_index(slot.tag);
             assert!(home <= at && table.slots[home..at].iter().all(|slot| slot.tag != 0), "a broken run");
         }
     }
@@ -221,12 +222,12 @@ mod tests {
     fn put(table: &mut Table, tag: u64, word: u64) {
         loop {
             match table.find(tag) {
-                Place::Found(at) => return table.set_word(at, word),
-                Place::Vacant(at) => {
+                SearchResult::Found(at) => return table.set_word(at, word),
+                SearchResult::Vacant(at) => {
                     if table.insert(at, Slot { tag, word }).is_ok() {
                         return;
                     }
-                    let homes = table.homes();
+                    let homes = table.home_count();
                     table.rebuild(homes + homes / 4 + 1);
                 }
             }
@@ -244,7 +245,7 @@ mod tests {
                 if keep {
                     put(&mut table, tag, step as u64);
                     map.insert(tag, step as u64);
-                } else if table.homes() > 0 && let Place::Found(at) = table.find(tag) {
+                } else if table.home_count() > 0 && let SearchResult::Found(at) = table.find(tag) {
                     table.remove(at);
                     prop_assert!(map.remove(&tag).is_some());
                 }

@@ -41,9 +41,9 @@ pub enum RedisUrlError {
 
 /// Who is asked for the servers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Topology {
     /// One server.
-    Alone,
+    SingleServer,
     /// The nodes of a cluster, some of which are named.
     Cluster,
     /// Sentinels, for the master of a service.
@@ -52,30 +52,30 @@ pub(super) enum Way {
 
 /// Servers, and how to log in to them.
 #[derive(Clone)]
-pub(super) struct Address {
-    pub(super) way: Way,
+pub(super) struct RedisAddress {
+    pub(super) topology: Topology,
     pub(super) hosts: Vec<(String, u16)>,
     pub(super) is_encrypted: bool,
     login: RedisConnectionInfo,
 }
 
-impl fmt::Debug for Address {
+impl fmt::Debug for RedisAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Address").field("way", &self.way).field("hosts", &self.hosts).finish_non_exhaustive()
+        f.debug_struct("Address").field("way", &self.topology).field("hosts", &self.hosts).finish_non_exhaustive()
     }
 }
 
-impl Address {
+impl RedisAddress {
     /// Reads `SCHEME://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DATABASE]`; of sentinels, `/SERVICE[/DATABASE]`.
     pub(super) fn parse(url: &str) -> Result<Self, RedisUrlError> {
         let (scheme, rest) = url.split_once("://").ok_or(RedisUrlError::Scheme)?;
-        let (is_encrypted, way) = match scheme {
-            "redis" => (false, Way::Alone),
-            "rediss" => (true, Way::Alone),
-            "redis-cluster" => (false, Way::Cluster),
-            "rediss-cluster" => (true, Way::Cluster),
-            "redis-sentinel" => (false, Way::Sentinel(Arc::default())),
-            "rediss-sentinel" => (true, Way::Sentinel(Arc::default())),
+        let (is_encrypted, topology) = match scheme {
+            "redis" => (false, Topology::SingleServer),
+            "rediss" => (true, Topology::SingleServer),
+            "redis-cluster" => (false, Topology::Cluster),
+            "rediss-cluster" => (true, Topology::Cluster),
+            "redis-sentinel" => (false, Topology::Sentinel(Arc::default())),
+            "rediss-sentinel" => (true, Topology::Sentinel(Arc::default())),
             _ => return Err(RedisUrlError::Scheme),
         };
         if rest.contains(['?', '#']) {
@@ -84,20 +84,20 @@ impl Address {
         let (login, rest) = rest.rsplit_once('@').map_or((None, rest), |(login, rest)| (Some(login), rest));
         let (hosts, path) = rest.split_once('/').unwrap_or((rest, ""));
         let mut database = path.trim_end_matches('/');
-        let way = match way {
-            Way::Sentinel(_) => {
+        let way = match topology {
+            Topology::Sentinel(_) => {
                 let (service, rest) = database.split_once('/').unwrap_or((database, ""));
                 database = rest;
                 if service.is_empty() {
                     return Err(RedisUrlError::Service);
                 }
-                Way::Sentinel(service.into())
+                Topology::Sentinel(service.into())
             }
             way => way,
         };
-        let port = if matches!(way, Way::Sentinel(_)) { SENTINEL_PORT } else { SERVER_PORT };
+        let port = if matches!(way, Topology::Sentinel(_)) { SENTINEL_PORT } else { SERVER_PORT };
         let hosts: Vec<_> = hosts.split(',').map(|host| host_and_port(host, port)).collect::<Result<_, _>>()?;
-        if way == Way::Alone && hosts.len() != 1 {
+        if way == Topology::SingleServer && hosts.len() != 1 {
             return Err(RedisUrlError::Hosts);
         }
         let mut info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3);
@@ -114,7 +114,7 @@ impl Address {
                 info = info.set_password(decoded(password)?);
             }
         }
-        Ok(Self { way, hosts, is_encrypted, login: info })
+        Ok(Self { topology: way, hosts, is_encrypted, login: info })
     }
 
     /// How to log in to the servers. What is said for a sentinel's URL is for the servers, not for the sentinels.
@@ -123,8 +123,8 @@ impl Address {
     }
 
     /// The named hosts, to be connected to.
-    pub(super) fn nodes(&self) -> Result<Vec<ConnectionInfo>, redis::RedisError> {
-        let node = |(host, port): &(String, u16)| {
+    pub(super) fn connection_infos(&self) -> Result<Vec<ConnectionInfo>, redis::RedisError> {
+        let connection_info = |(host, port): &(String, u16)| {
             let (host, port) = (host.clone(), *port);
             let address = if self.is_encrypted {
                 ConnectionAddr::TcpTls { host, port, insecure: false, tls_params: None }
@@ -132,9 +132,13 @@ impl Address {
                 ConnectionAddr::Tcp(host, port)
             };
             let info = address.into_connection_info()?;
-            Ok(if matches!(self.way, Way::Sentinel(_)) { info } else { info.set_redis_settings(self.login.clone()) })
+            Ok(if matches!(self.topology, Topology::Sentinel(_)) {
+                info
+            } else {
+                info.set_redis_settings(self.login.clone())
+            })
         };
-        self.hosts.iter().map(node).collect()
+        self.hosts.iter().map(connection_info).collect()
     }
 }
 
@@ -161,16 +165,16 @@ mod tests {
 
     #[test]
     fn common_redis_urls_are_parsed() {
-        let hosts = |url: &str| Address::parse(url).map(|address| address.hosts);
+        let hosts = |url: &str| RedisAddress::parse(url).map(|address| address.hosts);
         assert_eq!(hosts("redis://localhost"), Ok(vec![("localhost".into(), 6379)]));
         assert_eq!(hosts("rediss://[::1]:7000/3"), Ok(vec![("::1".into(), 7000)]));
         assert_eq!(hosts("redis-cluster://a:1,b,c:3"), Ok(vec![("a".into(), 1), ("b".into(), 6379), ("c".into(), 3)]));
-        let sentinel = Address::parse("redis-sentinel://u:p%40ss@a,b:5/mymaster/2").unwrap();
-        assert_eq!((sentinel.way.clone(), sentinel.hosts.len()), (Way::Sentinel("mymaster".into()), 2));
+        let sentinel = RedisAddress::parse("redis-sentinel://u:p%40ss@a,b:5/mymaster/2").unwrap();
+        assert_eq!((sentinel.topology.clone(), sentinel.hosts.len()), (Topology::Sentinel("mymaster".into()), 2));
         assert_eq!(sentinel.hosts[0].1, 26379);
         let login = sentinel.login();
         assert_eq!((login.username(), login.password(), login.db()), (Some("u"), Some("p@ss"), 2));
-        let login = Address::parse("redis://:s%3Acret@h/0").unwrap();
+        let login = RedisAddress::parse("redis://:s%3Acret@h/0").unwrap();
         assert_eq!((login.login().username(), login.login().password()), (None, Some("s:cret")));
     }
 
@@ -188,11 +192,11 @@ mod tests {
             ("redis://:hunter2%ff@a", RedisUrlError::Credentials),
             ("redis://:hunter2@a?db=3", RedisUrlError::Parameters),
         ] {
-            let found = Address::parse(url).unwrap_err();
+            let found = RedisAddress::parse(url).unwrap_err();
             assert_eq!(found, error, "{url}");
             assert!(!found.to_string().contains("hunter2"));
         }
-        let address = Address::parse("redis://me:hunter2@a").unwrap();
-        assert!(!format!("{address:?} {:?}", address.nodes()).contains("hunter2"));
+        let address = RedisAddress::parse("redis://me:hunter2@a").unwrap();
+        assert!(!format!("{address:?} {:?}", address.connection_infos()).contains("hunter2"));
     }
 }

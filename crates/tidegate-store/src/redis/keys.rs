@@ -2,7 +2,7 @@
 
 use tidegate_core::{Key, LimitKind};
 
-use crate::Reset;
+use crate::KeyReset;
 
 /// The letters of kinds, by their number.
 const KIND_LETTERS: &[u8; 6] = b"wrqcgp";
@@ -14,67 +14,67 @@ const KIND_LETTERS: &[u8; 6] = b"wrqcgp";
 /// the last brace ends the prefix, and whatever a prefix holds, no two names under different ones are the same. Servers
 /// handle names of up to 64 bytes faster in scripts, which these are under a prefix of up to 17.
 #[derive(Debug)]
-pub(super) struct Keys {
+pub(super) struct KeyNames {
     prefix: Vec<u8>,
-    resets: Vec<u8>,
+    reset_channel: Vec<u8>,
 }
 
-impl Keys {
+impl KeyNames {
     pub(super) fn new(prefix: &str) -> Self {
         let resets = [prefix.as_bytes(), b"resets"].concat();
-        Self { prefix: prefix.as_bytes().to_vec(), resets }
+        Self { prefix: prefix.as_bytes().to_vec(), reset_channel: resets }
     }
 
     /// Where the bytes are that nodes hash keys under.
-    pub(super) fn seed(&self) -> Vec<u8> {
+    pub(super) fn seed_name(&self) -> Vec<u8> {
         [self.prefix.as_slice(), b"seed"].concat()
     }
 
     /// The channel that resets are told on.
-    pub(super) fn resets(&self) -> &[u8] {
-        &self.resets
+    pub(super) fn reset_channel(&self) -> &[u8] {
+        &self.reset_channel
     }
 
     /// What a batch's operations have to share for their keys to lie in one slot.
-    pub(super) fn place(affinity: u64, key: Key) -> u64 {
+    pub(super) fn slot_affinity(affinity: u64, key: Key) -> u64 {
         if affinity == 0 { key.lo() } else { affinity }
     }
 
     /// The hash tag by which a cluster finds the slot of a key.
-    pub(super) fn tag(affinity: u64, key: Key) -> [u8; 11] {
-        digits(Self::place(affinity, key))
+    pub(super) fn hash_tag(affinity: u64, key: Key) -> [u8; 11] {
+        base64_digits(Self::slot_affinity(affinity, key))
     }
 
     /// Writes the name of a key's state behind what `name` holds. Another kind under the same tag is another plan's, and
     /// has a state of its own.
-    pub(super) fn write(&self, affinity: u64, tag: u64, kind: &LimitKind, key: Key, name: &mut Vec<u8>) {
+    pub(super) fn append_name(&self, affinity: u64, tag: u64, kind: &LimitKind, key: Key, name: &mut Vec<u8>) {
         let letter = KIND_LETTERS[usize::from(kind.id() - 1)];
         name.extend_from_slice(&self.prefix);
         name.push(b'{');
-        name.extend_from_slice(&Self::tag(affinity, key));
+        name.extend_from_slice(&Self::hash_tag(affinity, key));
         name.extend_from_slice(&[b'}', letter]);
-        name.extend_from_slice(&digits(tag));
-        name.extend_from_slice(&digits(key.hi()));
+        name.extend_from_slice(&base64_digits(tag));
+        name.extend_from_slice(&base64_digits(key.hi()));
         if affinity != 0 {
-            name.extend_from_slice(&digits(key.lo()));
+            name.extend_from_slice(&base64_digits(key.lo()));
         }
     }
 
     /// Reads what a script told of a reset.
-    pub(super) fn reset(message: &[u8]) -> Option<Reset> {
+    pub(super) fn parse_reset(message: &[u8]) -> Option<KeyReset> {
         let (tag, rest) = message.split_first_chunk()?;
         let (hi, rest) = rest.split_first_chunk()?;
         let lo = rest.try_into().ok()?;
-        Some(Reset { tag: u64::from_le_bytes(*tag), key: Key::new(u64::from_le_bytes(*hi), u64::from_le_bytes(lo)) })
+        Some(KeyReset { tag: u64::from_le_bytes(*tag), key: Key::new(u64::from_le_bytes(*hi), u64::from_le_bytes(lo)) })
     }
 }
 
 /// Eleven digits of base 64 (RFC 4648 §5), the highest first.
-fn digits(number: u64) -> [u8; 11] {
+fn base64_digits(number: u64) -> [u8; 11] {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
     let mut digits = [0; 11];
-    for (place, digit) in digits.iter_mut().rev().enumerate() {
-        *digit = DIGITS[(number >> (6 * place)) as usize & 63];
+    for (index, digit) in digits.iter_mut().rev().enumerate() {
+        *digit = DIGITS[(number >> (6 * index)) as usize & 63];
     }
     digits
 }
@@ -86,11 +86,11 @@ mod tests {
 
     #[test]
     fn key_names_encode_slot_limit_and_key() {
-        let keys = Keys::new("gate:");
+        let keys = KeyNames::new("gate:");
         let kind = LimitKind::Rate(Rate::new(1, Span::from_secs(1), 1).unwrap());
         let name = |affinity| {
             let mut name = Vec::new();
-            keys.write(affinity, 0xfeed, &kind, Key::new(0x12, 0xabcd_ef01_2345_6789), &mut name);
+            keys.append_name(affinity, 0xfeed, &kind, Key::new(0x12, 0xabcd_ef01_2345_6789), &mut name);
             String::from_utf8(name).unwrap()
         };
         assert_eq!(name(0), "gate:{KvN7wEjRWeJ}rAAAAAAAAP7tAAAAAAAAAAS");
@@ -100,8 +100,8 @@ mod tests {
     #[test]
     fn only_valid_reset_messages_are_parsed() {
         let message = [7_u64, 1, u64::MAX].map(u64::to_le_bytes).concat();
-        assert_eq!(Keys::reset(&message), Some(Reset { tag: 7, key: Key::new(1, u64::MAX) }));
-        assert_eq!(Keys::reset(&message[1..]), None);
-        assert_eq!(Keys::reset(&[message.as_slice(), b"x"].concat()), None);
+        assert_eq!(KeyNames::parse_reset(&message), Some(KeyReset { tag: 7, key: Key::new(1, u64::MAX) }));
+        assert_eq!(KeyNames::parse_reset(&message[1..]), None);
+        assert_eq!(KeyNames::parse_reset(&[message.as_slice(), b"x"].concat()), None);
     }
 }

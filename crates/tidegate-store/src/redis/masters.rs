@@ -8,52 +8,52 @@ use parking_lot::Mutex;
 use redis::Value;
 
 /// Slots of a cluster.
-const SLOTS: usize = 16_384;
+const SLOT_COUNT: usize = 16_384;
 /// The most masters that are told apart; of more, some share a number.
-pub(super) const MOST: usize = 16;
+pub(super) const MAX_MASTERS: usize = 16;
 
 /// The number of the master of each slot: 0 until it is known.
-pub(super) struct Masters {
+pub(super) struct SlotMasters {
     slots: Box<[AtomicU8]>,
     /// Their names, by number.
-    names: Mutex<Vec<Vec<u8>>>,
+    node_ids: Mutex<Vec<Vec<u8>>>,
 }
 
-impl Default for Masters {
+impl Default for SlotMasters {
     fn default() -> Self {
-        Self { slots: (0..SLOTS).map(|_| AtomicU8::new(0)).collect(), names: Mutex::default() }
+        Self { slots: (0..SLOT_COUNT).map(|_| AtomicU8::new(0)).collect(), node_ids: Mutex::default() }
     }
 }
 
-impl Masters {
+impl SlotMasters {
     /// The number of the master that holds what lies in a hash tag's slot.
-    pub(super) fn of(&self, tag: &[u8]) -> usize {
-        self.slots[slot(tag)].load(Ordering::Relaxed).into()
+    pub(super) fn index_for_tag(&self, tag: &[u8]) -> usize {
+        self.slots[hash_slot(tag)].load(Ordering::Relaxed).into()
     }
 
     /// Learns from the answer to `CLUSTER SLOTS`; of what it can't read, nothing.
-    pub(super) fn learn(&self, answer: &Value) {
+    pub(super) fn update(&self, answer: &Value) {
         let Value::Array(ranges) = answer else { return };
-        let mut names = self.names.lock();
+        let mut names = self.node_ids.lock();
         for range in ranges {
-            let Some((first, last, name)) = read(range) else { continue };
+            let Some((first, last, name)) = parse_slot_range(range) else { continue };
             // Those who have left keep their numbers; who comes when there are none left shares one, always the same.
-            let number = names.iter().position(|known| known == name).unwrap_or_else(|| {
-                if names.len() == MOST {
-                    return slot(name) % MOST;
+            let index = names.iter().position(|known| known == name).unwrap_or_else(|| {
+                if names.len() == MAX_MASTERS {
+                    return hash_slot(name) % MAX_MASTERS;
                 }
                 names.push(name.to_vec());
                 names.len() - 1
             });
             for slot in self.slots.iter().take(last + 1).skip(first) {
-                slot.store(number as u8, Ordering::Relaxed);
+                slot.store(index as u8, Ordering::Relaxed);
             }
         }
     }
 }
 
 /// A range of slots and the name of its master.
-fn read(range: &Value) -> Option<(usize, usize, &[u8])> {
+fn parse_slot_range(range: &Value) -> Option<(usize, usize, &[u8])> {
     let Value::Array(parts) = range else { return None };
     let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = parts.as_slice() else { return None };
     let [_, _, Value::BulkString(name), ..] = master.as_slice() else { return None };
@@ -61,8 +61,8 @@ fn read(range: &Value) -> Option<(usize, usize, &[u8])> {
 }
 
 /// The slot of a hash tag, as the cluster's specification has it.
-fn slot(tag: &[u8]) -> usize {
-    usize::from(crc16::State::<crc16::XMODEM>::calculate(tag)) % SLOTS
+fn hash_slot(tag: &[u8]) -> usize {
+    usize::from(crc16::State::<crc16::XMODEM>::calculate(tag)) % SLOT_COUNT
 }
 
 #[cfg(test)]
@@ -78,29 +78,29 @@ mod tests {
     /// The example of the specification, and what `CLUSTER KEYSLOT` says.
     #[test]
     fn slots_match_cluster_keyslot() {
-        assert_eq!(slot(b"123456789"), 0x31c3);
-        assert_eq!(slot(b"foo"), 12_182);
+        assert_eq!(hash_slot(b"123456789"), 0x31c3);
+        assert_eq!(hash_slot(b"foo"), 12_182);
     }
 
     #[test]
     fn masters_keep_their_numbers_while_slots_move() {
-        let masters = Masters::default();
-        assert_eq!(masters.of(b"foo"), 0);
-        masters.learn(&Value::Array(vec![range(0, 12_181, "one"), range(12_182, 16_383, "two")]));
-        assert_eq!((masters.of(b"bar"), masters.of(b"foo")), (0, 1));
-        masters.learn(&Value::Array(vec![range(12_183, 16_383, "two"), range(0, 12_182, "one")]));
-        assert_eq!((masters.of(b"foo"), masters.of(b"bar")), (0, 0));
-        masters.learn(&Value::Array(vec![range(12_182, 12_182, "three"), Value::Nil]));
-        assert_eq!((masters.of(b"foo"), masters.of(b"bar")), (2, 0));
+        let masters = SlotMasters::default();
+        assert_eq!(masters.index_for_tag(b"foo"), 0);
+        masters.update(&Value::Array(vec![range(0, 12_181, "one"), range(12_182, 16_383, "two")]));
+        assert_eq!((masters.index_for_tag(b"bar"), masters.index_for_tag(b"foo")), (0, 1));
+        masters.update(&Value::Array(vec![range(12_183, 16_383, "two"), range(0, 12_182, "one")]));
+        assert_eq!((masters.index_for_tag(b"foo"), masters.index_for_tag(b"bar")), (0, 0));
+        masters.update(&Value::Array(vec![range(12_182, 12_182, "three"), Value::Nil]));
+        assert_eq!((masters.index_for_tag(b"foo"), masters.index_for_tag(b"bar")), (2, 0));
     }
 
     #[test]
     fn excess_masters_share_numbers() {
-        let masters = Masters::default();
+        let masters = SlotMasters::default();
         let ranges = (0..40).map(|at| range(at * 400, at * 400 + 399, &at.to_string())).collect();
-        masters.learn(&Value::Array(ranges));
-        masters.learn(&Value::Array(vec![range(-1, 99_999_999, "x"), range(16_000, 99_999_999, "y")]));
-        let of_all = || (0..1000_u32).map(|tag| masters.of(&tag.to_le_bytes())).collect::<Vec<_>>();
-        assert!(of_all().iter().all(|number| *number < MOST));
+        masters.update(&Value::Array(ranges));
+        masters.update(&Value::Array(vec![range(-1, 99_999_999, "x"), range(16_000, 99_999_999, "y")]));
+        let of_all = || (0..1000_u32).map(|tag| masters.index_for_tag(&tag.to_le_bytes())).collect::<Vec<_>>();
+        assert!(of_all().iter().all(|number| *number < MAX_MASTERS));
     }
 }

@@ -7,7 +7,7 @@ use tidegate_core::time::MAX_CLOCK_LAG;
 use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
 
 /// What the scripts count to: past it, doubles have gaps.
-const COUNTED: u64 = 1 << 53;
+const MAX_EXACT_INTEGER: u64 = 1 << 53;
 
 /// The kinds of limit by their numbers in the scripts, with what judges and charges them, and what else they are told.
 const KINDS: [(&str, &str, &str); 6] = [
@@ -50,17 +50,17 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
 }
 
 /// How many operations a quick script has at most.
-const QUICK: usize = 4;
+const MAX_QUICK_OPS: usize = 4;
 /// How many bytes the head of the arguments has, an operation's flags and its penalty.
-pub(super) const HEAD: usize = 33;
-const FLAGS: usize = 8;
-const PENALTY: usize = 40;
-const PENALTIES: u8 = 1 << 6;
-const TELLS: u8 = 1 << 7;
+pub(super) const HEADER_BYTES: usize = 33;
+const FLAG_BYTES: usize = 8;
+const PENALTY_BYTES: usize = 40;
+const PENALTY_BIT: u8 = 1 << 6;
+const UPDATE_BIT: u8 = 1 << 7;
 
 /// Which script a batch needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Parts {
+pub(super) enum ScriptKind {
     /// The general one with these parts: a bit for each kind, one for penalties and one for verbs that don't ask.
     General(u8),
     /// A quick one for takes under enforced rates and windows: two bits for each, behind a 1. The lower says whether it is a
@@ -68,21 +68,21 @@ pub(super) enum Parts {
     Quick(u16),
 }
 
-impl Parts {
+impl ScriptKind {
     /// What these operations need; `alone` says that no other part of their batch has a say.
-    pub(super) fn of(batch: &Batch, limits: &Limits, alone: bool) -> Self {
-        let (mut general, mut quick, mut is_quick) = (0, 1_u16, alone && batch.ops().len() <= QUICK);
+    pub(super) fn for_batch(batch: &Batch, limits: &Limits, is_whole_batch: bool) -> Self {
+        let (mut general, mut quick, mut is_quick) = (0, 1_u16, is_whole_batch && batch.ops().len() <= MAX_QUICK_OPS);
         for (index, op) in batch.ops().iter().enumerate() {
             let Some(limit) = limits.get(op.limit) else { continue };
             general |= 1 << kind_number(limit.kind());
             if limit.penalty().is_some() {
-                general |= PENALTIES;
+                general |= PENALTY_BIT;
             }
             if !matches!(op.verb, Verb::Take | Verb::Peek) {
-                general |= TELLS;
+                general |= UPDATE_BIT;
             }
-            let is_new = |before: &Op| (before.limit, before.key) != (op.limit, op.key);
-            is_quick &= op.verb == Verb::Take && is_ordinary(limit) && batch.ops()[..index].iter().all(is_new);
+            let is_different = |before: &Op| (before.limit, before.key) != (op.limit, op.key);
+            is_quick &= op.verb == Verb::Take && can_be_quick(limit) && batch.ops()[..index].iter().all(is_different);
             if is_quick {
                 let is_window = u16::from(matches!(limit.kind(), LimitKind::Window(_)));
                 quick = quick << 2 | u16::from(limit.penalty().is_some()) << 1 | is_window;
@@ -91,15 +91,18 @@ impl Parts {
         if is_quick { Self::Quick(quick) } else { Self::General(general) }
     }
 
-    fn text(self) -> String {
-        let mut text = constants();
+    fn script_text(self) -> String {
+        let mut text = constants_text();
         match self {
-            Self::General(parts) => general(parts, &mut text),
+            Self::General(parts) => push_general_text(parts, &mut text),
             Self::Quick(code) => {
-                let quick = Quick::new(code);
+                let quick = QuickScriptText::new(code);
                 text.push_str(&format!("{QUICK_LOCALS}local bytes, behind, present = ARGV[1], 0\nrepeat\n"));
-                text.push_str(&format!("{}{}return {}\nuntil true\n", quick.terms, quick.body, quick.answer));
-                general(quick.parts, &mut text);
+                text.push_str(&format!(
+                    "{}{}return {}\nuntil true\n",
+                    quick.unpack_text, quick.body, quick.response_text
+                ));
+                push_general_text(quick.general_parts, &mut text);
             }
         }
         text
@@ -109,9 +112,10 @@ impl Parts {
 /// The quick script for many batches that ask for the same: the first argument is the first one's, and there are no others
 /// or the moments of the rest; each has its keys behind those of the one before. An answer for each, up to the first with
 /// which something is wrong; an empty one says that nothing was done, and the batch is to be asked by itself.
-fn together(code: u16) -> String {
-    let Quick { count, terms, body, answer, .. } = Quick::new(code);
-    let mut text = constants();
+fn batched_script_text(code: u16) -> String {
+    let QuickScriptText { op_count: count, unpack_text: terms, body, response_text: answer, .. } =
+        QuickScriptText::new(code);
+    let mut text = constants_text();
     text.push_str(&format!("{QUICK_LOCALS}local answers = {{}}\npcall(function()\n"));
     text.push_str(&format!("local bytes, present = ARGV[1], nil\n{terms}for index = 1, #KEYS / {count} do\n"));
     text.push_str(&format!("local behind, answer = (index - 1) * {count}, ''\nbytes = ARGV[index] or bytes\n"));
@@ -120,122 +124,128 @@ fn together(code: u16) -> String {
     text
 }
 
-fn constants() -> String {
+fn constants_text() -> String {
     let (never, overtaken) = (Time::NEVER.as_micros(), MAX_CLOCK_LAG.as_micros());
-    format!("local NEVER, OVERTAKEN, COUNTED = {never}, {overtaken}, {COUNTED}\n")
+    format!("local NEVER, OVERTAKEN, COUNTED = {never}, {overtaken}, {MAX_EXACT_INTEGER}\n")
 }
 
 const QUICK_LOCALS: &str = "local unpack, pack, call = struct.unpack, struct.pack, redis.call\n\
                             local floor, ceil = math.floor, math.ceil\n";
 
-fn is_ordinary(limit: &Limit) -> bool {
-    let kind = match limit.kind() {
+fn can_be_quick(limit: &Limit) -> bool {
+    let is_quick_kind = match limit.kind() {
         LimitKind::Window(_) => true,
         // What is taken of a leased rate may count ahead of its time.
         LimitKind::Rate(_) => limit.sharing().lease.is_none(),
         LimitKind::Quota(_) | LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => false,
     };
-    kind && !limit.is_shadow() && !limit.counts_refused()
+    is_quick_kind && !limit.is_shadow() && !limit.counts_refused()
 }
 
-fn general(parts: u8, text: &mut String) {
-    let mut numbered = |names: &[&str]| {
+fn push_general_text(parts: u8, text: &mut String) {
+    let mut push_numbered = |names: &[&str]| {
         let numbers: Vec<_> = (0..names.len()).map(|number| number.to_string()).collect();
         text.push_str(&format!("local {} = {}\n", names.join(", "), numbers.join(", ")));
     };
-    numbered(&KINDS.map(|(name, ..)| name));
-    numbered(&VERBS);
+    push_numbered(&KINDS.map(|(name, ..)| name));
+    push_numbered(&VERBS);
     text.push_str(include_str!("lua/head.lua"));
-    let has_penalties = parts & PENALTIES != 0;
+    let has_penalties = parts & PENALTY_BIT != 0;
     text.push_str(if has_penalties { include_str!("lua/penalty.lua") } else { include_str!("lua/clean.lua") });
-    if has_penalties && parts & TELLS != 0 {
+    if has_penalties && parts & UPDATE_BIT != 0 {
         text.push_str(include_str!("lua/penalty_tell.lua"));
     }
-    for (_, (_, asks, tells)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
-        text.push_str(asks);
-        if parts & TELLS != 0 {
-            text.push_str(tells);
+    for (_, (_, check_text, update_text)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
+        text.push_str(check_text);
+        if parts & UPDATE_BIT != 0 {
+            text.push_str(update_text);
         }
     }
     text.push_str(include_str!("lua/decide.lua"));
 }
 
 /// What a quick script unpacks for an operation and answers with. `$` is the operation's number.
-struct QuickPart {
+struct QuickOpTemplate {
     text: &'static str,
-    arguments: &'static str,
+    variables: &'static str,
     formats: &'static str,
     /// How many bytes an operation of it has beyond its flags, cost and penalty.
-    length: usize,
-    answers: &'static str,
-    answer_formats: &'static str,
+    encoded_bytes: usize,
+    response_values: &'static str,
+    response_formats: &'static str,
 }
 
-const QUICK_RATE: QuickPart = QuickPart {
+const QUICK_RATE: QuickOpTemplate = QuickOpTemplate {
     text: include_str!("lua/quick/rate.lua"),
     // Burst and spacing are for paroles, and what counts ahead for leases.
-    arguments: "step$, step_rest$, refill$, refill_rest$",
+    variables: "step$, step_rest$, refill$, refill_rest$",
     formats: "dddd",
-    length: 64,
-    answers: ", found$, found_rest$",
-    answer_formats: "dd",
+    encoded_bytes: 64,
+    response_values: ", found$, found_rest$",
+    response_formats: "dd",
 };
 
-const QUICK_WINDOW: QuickPart = QuickPart {
+const QUICK_WINDOW: QuickOpTemplate = QuickOpTemplate {
     text: include_str!("lua/quick/window.lua"),
-    arguments: "limit$, length$, entries$, most$, cell$, lead$, ahead$",
+    variables: "limit$, length$, entries$, most$, cell$, lead$, ahead$",
     formats: "ddddddd",
-    length: 56,
-    answers: ", used$, newest$, free_from$, free_count$",
-    answer_formats: "dddd",
+    encoded_bytes: 56,
+    response_values: ", used$, newest$, free_from$, free_count$",
+    response_formats: "dddd",
 };
 
 /// What a quick script does for one batch, whose argument is `bytes` and whose keys come behind so many.
-struct Quick {
-    count: u16,
+struct QuickScriptText {
+    op_count: u16,
     /// What it asks for, from behind the head on.
-    terms: String,
+    unpack_text: String,
     /// What leaves it by `break` is for the general script, which has these parts.
     body: String,
-    parts: u8,
-    answer: String,
+    general_parts: u8,
+    response_text: String,
 }
 
-impl Quick {
+impl QuickScriptText {
     fn new(code: u16) -> Self {
         let count = u16::try_from(code.ilog2() / 2).unwrap_or(0);
         let mut parts = 0;
         let (mut terms, mut writes) = (String::new(), String::new());
         let mut body = include_str!("lua/quick/head.lua").to_owned();
-        let (mut answers, mut formats) = (String::new(), "<d".to_owned());
+        let (mut response_values, mut formats) = (String::new(), "<d".to_owned());
         // Lua counts from 1; of the head only the moment and the slack matter, and of the flags the last.
-        let mut place = 1 + HEAD;
+        let mut position = 1 + HEADER_BYTES;
         for number in 1..=count {
             let bits = code >> (2 * (count - number));
             let (is_window, is_penalised) = (bits & 1 != 0, bits & 2 != 0);
-            let part = if is_window { QUICK_WINDOW } else { QUICK_RATE };
+            let template = if is_window { QUICK_WINDOW } else { QUICK_RATE };
             parts |= if is_window { 1 } else { 2 };
             let numbered = |text: &str| text.replace('$', &number.to_string());
-            let (arguments, format, never) = (part.arguments, part.formats, place + FLAGS);
+            let (arguments, format, last_flag_position) = (template.variables, template.formats, position + FLAG_BYTES);
             terms.push_str(&numbered(&format!(
                 "local is_penalised$ = {is_penalised}\n\
-                 local never$, cost$, {arguments} = unpack('<Bd{format}', bytes, {never})\n"
+                 local never$, cost$, {arguments} = unpack('<Bd{format}', bytes, {last_flag_position})\n"
             )));
-            body.push_str(&numbered(part.text));
+            body.push_str(&numbered(template.text));
             writes.push_str(&numbered(include_str!("lua/quick/write.lua")));
-            answers.push_str(&numbered(part.answers));
-            formats.push_str(part.answer_formats);
-            place += 1 + FLAGS + 8 + part.length;
+            response_values.push_str(&numbered(template.response_values));
+            formats.push_str(template.response_formats);
+            position += 1 + FLAG_BYTES + 8 + template.encoded_bytes;
             if is_penalised {
-                parts |= PENALTIES;
-                place += PENALTY;
-                answers.push_str(", 0, 0, 0");
+                parts |= PENALTY_BIT;
+                position += PENALTY_BYTES;
+                response_values.push_str(", 0, 0, 0");
                 formats.push_str("ddB");
             }
         }
         body.push_str(include_str!("lua/quick/tail.lua"));
         body.push_str(&format!("if not is_refused then\n{writes}end\n"));
-        Self { count, terms, body, parts, answer: format!("pack('{formats}', now{answers})") }
+        Self {
+            op_count: count,
+            unpack_text: terms,
+            body,
+            general_parts: parts,
+            response_text: format!("pack('{formats}', now{response_values})"),
+        }
     }
 }
 
@@ -254,34 +264,34 @@ impl Script {
 }
 
 /// The scripts that were needed so far, each under what it is for.
-pub(super) struct Scripts {
+pub(super) struct ScriptCache {
     general: [OnceLock<Script>; 1 << 8],
-    quick: [OnceLock<Script>; 2 << (2 * QUICK)],
-    together: [OnceLock<Script>; 2 << (2 * QUICK)],
+    quick: [OnceLock<Script>; 2 << (2 * MAX_QUICK_OPS)],
+    batched: [OnceLock<Script>; 2 << (2 * MAX_QUICK_OPS)],
 }
 
-impl Default for Scripts {
+impl Default for ScriptCache {
     fn default() -> Self {
         Self {
             general: [const { OnceLock::new() }; _],
             quick: [const { OnceLock::new() }; _],
-            together: [const { OnceLock::new() }; _],
+            batched: [const { OnceLock::new() }; _],
         }
     }
 }
 
-impl Scripts {
-    pub(super) fn get(&self, parts: Parts) -> &Script {
-        let place = match parts {
-            Parts::General(parts) => &self.general[usize::from(parts)],
-            Parts::Quick(code) => &self.quick[usize::from(code)],
+impl ScriptCache {
+    pub(super) fn get(&self, parts: ScriptKind) -> &Script {
+        let cell = match parts {
+            ScriptKind::General(parts) => &self.general[usize::from(parts)],
+            ScriptKind::Quick(code) => &self.quick[usize::from(code)],
         };
-        place.get_or_init(|| Script::new(parts.text()))
+        cell.get_or_init(|| Script::new(parts.script_text()))
     }
 
     /// For many batches that each need [`Parts::Quick`] with this code.
-    pub(super) fn together(&self, code: u16) -> &Script {
-        self.together[usize::from(code)].get_or_init(|| Script::new(together(code)))
+    pub(super) fn batched(&self, code: u16) -> &Script {
+        self.batched[usize::from(code)].get_or_init(|| Script::new(batched_script_text(code)))
     }
 }
 
@@ -293,19 +303,19 @@ mod tests {
     #[test]
     fn redis_accepts_every_script() {
         let Some(server) = RedisServer::start() else { return };
-        let scripts = Scripts::default();
-        let codes = (1..=QUICK as u32).flat_map(|count| 1_u16 << (2 * count)..2 << (2 * count));
+        let scripts = ScriptCache::default();
+        let codes = (1..=MAX_QUICK_OPS as u32).flat_map(|count| 1_u16 << (2 * count)..2 << (2 * count));
         let mut texts = 0;
         // Not every number is a code: the 1 in front of the bits stands at an even place.
         for code in codes.filter(|code| code.ilog2() % 2 == 0) {
-            for script in [scripts.get(Parts::Quick(code)), scripts.together(code)] {
+            for script in [scripts.get(ScriptKind::Quick(code)), scripts.batched(code)] {
                 assert_eq!(server.command(&["SCRIPT", "LOAD", &script.text]), script.hash, "{code:b}");
                 texts += 1;
             }
         }
         assert_eq!(texts, 2 * 340);
         for parts in 0..=u8::MAX {
-            let script = scripts.get(Parts::General(parts));
+            let script = scripts.get(ScriptKind::General(parts));
             assert_eq!(server.command(&["SCRIPT", "LOAD", &script.text]), script.hash, "{parts:b}");
         }
     }

@@ -7,7 +7,7 @@ use tidegate_core::quota::FixedPeriods;
 use tidegate_core::{
     Key, Limit, LimitKind, Limits, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict, Window,
 };
-use tidegate_store::{FileStore, Flush, Store};
+use tidegate_store::{FileStore, FlushMode, Store};
 use tidegate_testkit::fixtures;
 
 use crate::common::{Place, one};
@@ -54,7 +54,7 @@ impl Host {
     }
 
     fn start(&self, now: Time) -> FileStore {
-        self.place.store(&self.limits, Flush::default(), now)
+        self.place.store(&self.limits, FlushMode::default(), now)
     }
 
     /// A process that runs for some seconds and makes so many calls of each kind on one key.
@@ -62,7 +62,7 @@ impl Host {
         let store = self.start(now);
         (0..self.limits.len()).for_each(|limit| take(&store, limit, key, now, calls));
         for at in [now, now + Span::from_secs(3)] {
-            store.tend(at);
+            store.maintain(at);
             store.journal().flush().unwrap();
         }
     }
@@ -78,10 +78,10 @@ impl Host {
     fn rows(&self, now: Time) -> u64 {
         let store = self.start(now);
         for _ in 0..20 {
-            store.tend(now);
+            store.maintain(now);
             store.journal().flush().unwrap();
         }
-        store.journal().health().rows
+        store.journal().health().row_count
     }
 }
 
@@ -135,7 +135,7 @@ fn no_day_is_granted_its_quota_twice() {
     // Midnight passes in a process that doesn't use it.
     let store = host.start(start + HOUR);
     for _ in 0..3 {
-        store.tend(start + DAY);
+        store.maintain(start + DAY);
         store.journal().flush().unwrap();
     }
     drop(store);
@@ -177,7 +177,7 @@ fn a_finished_period_remains_for_clocks_set_back() {
         store.journal().flush().unwrap();
         take(&store, QUOTA, key, start + DAY, calls);
         for _ in 0..100 {
-            store.tend(start + DAY);
+            store.maintain(start + DAY);
             store.journal().flush().unwrap();
         }
         drop(store);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use tempfile::TempDir;
 use tidegate_core::batch::Outcome;
 use tidegate_core::{Batch, Key, Limits, Op, Outcomes, Time, Verb};
-use tidegate_store::{Answer, FileStore, Flush, Journal, Store};
+use tidegate_store::{FileStore, FlushMode, Journal, Store, StoreResponse};
 use tidegate_testkit::conformance::block_on;
 use tidegate_testkit::fixtures;
 
@@ -33,19 +33,19 @@ impl Place {
         &self.path
     }
 
-    pub(crate) fn journal(&self, flush: Flush) -> Arc<Journal> {
+    pub(crate) fn journal(&self, flush: FlushMode) -> Arc<Journal> {
         Journal::open(&self.path, flush).unwrap()
     }
 
-    pub(crate) fn store(&self, limits: &Arc<Limits>, flush: Flush, now: Time) -> FileStore {
+    pub(crate) fn store(&self, limits: &Arc<Limits>, flush: FlushMode, now: Time) -> FileStore {
         FileStore::new(Arc::clone(limits), 8 << 20, &self.journal(flush), now).unwrap()
     }
 }
 
 pub(crate) fn ask(store: &impl Store, batch: &Batch, now: Time) -> Outcomes {
     match store.apply(batch, now) {
-        Answer::Ready(outcomes) => outcomes,
-        Answer::Later(later) => block_on(later).unwrap(),
+        StoreResponse::Ready(outcomes) => outcomes,
+        StoreResponse::Pending(later) => block_on(later).unwrap(),
     }
 }
 

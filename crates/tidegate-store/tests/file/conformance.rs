@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use tidegate_core::{Batch, Limits, Time};
-use tidegate_store::{Answer, FileStore, Flush, Losses, Store};
+use tidegate_store::{FileStore, FlushMode, Losses, Store, StoreResponse};
 use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
 use tidegate_testkit::random;
 
@@ -14,35 +14,35 @@ struct Own {
 }
 
 impl Own {
-    fn new(limits: Arc<Limits>, flush: Flush) -> Self {
+    fn new(limits: Arc<Limits>, flush: FlushMode) -> Self {
         let place = Place::quick();
         Self { store: place.store(&limits, flush, Time::ZERO), _place: place }
     }
 }
 
 impl Store for Own {
-    type Later = <FileStore as Store>::Later;
+    type Future = <FileStore as Store>::Future;
 
     fn limits(&self) -> &Arc<Limits> {
         self.store.limits()
     }
 
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
         self.store.apply(batch, now)
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
-        self.store.tell(batch, now);
+    fn submit(&self, batch: &Batch, now: Time) {
+        self.store.submit(batch, now);
     }
 
-    fn tend(&self, now: Time) -> Losses {
-        self.store.tend(now)
+    fn maintain(&self, now: Time) -> Losses {
+        self.store.maintain(now)
     }
 }
 
 #[test]
 fn the_file_store_conforms() {
-    check_conformance(&|limits| Own::new(limits, Flush::default()), &ConformanceOptions::default()).unwrap();
+    check_conformance(&|limits| Own::new(limits, FlushMode::default()), &ConformanceOptions::default()).unwrap();
 }
 
 #[test]
@@ -52,5 +52,5 @@ fn the_durable_file_store_conforms() {
         calls_per_task: 1_000,
         ..ConformanceOptions::default()
     };
-    check_conformance(&|limits| Own::new(limits, Flush::Always), &effort).unwrap();
+    check_conformance(&|limits| Own::new(limits, FlushMode::Always), &effort).unwrap();
 }

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tidegate_core::{Limit, LimitKind, Limits, Span, Time, Verb, Verdict, Window};
-use tidegate_store::{FileError, FileStore, Flush, Journal};
+use tidegate_store::{FileError, FileStore, FlushMode, Journal};
 use tidegate_testkit::fixtures;
 use tidegate_testkit::random::{self, RandomSource};
 
@@ -36,7 +36,7 @@ fn say(line: &str) {
 fn killed_process_entry_point() {
     let of = |name: &str| std::env::var(name).unwrap();
     let (limit, threads) = (of("HAMMER_LIMIT").parse().unwrap(), of("HAMMER_THREADS").parse().unwrap());
-    let flush = if of("HAMMER_FLUSH") == "always" { Flush::Always } else { Flush::Within(INTERVAL) };
+    let flush = if of("HAMMER_FLUSH") == "always" { FlushMode::Always } else { FlushMode::Within(INTERVAL) };
     let journal = match Journal::open(of("HAMMER_PATH").as_ref(), flush) {
         Ok(journal) => journal,
         Err(error) => return say(&format!("\n@failed {error}\n")),
@@ -85,7 +85,7 @@ impl Hammer {
 
     /// What the file says while no process has it.
     fn used(&self) -> u64 {
-        let store = self.place.store(&per_hour(self.limit), Flush::Always, now());
+        let store = self.place.store(&per_hour(self.limit), FlushMode::Always, now());
         one(&store, Verb::Peek, 0, fixtures::client_key(1), now()).used
     }
 
@@ -196,8 +196,8 @@ fn a_kill_loses_no_durable_decision() {
 #[test]
 fn only_one_process_can_use_a_file() {
     let hammer = Hammer::new(0, "always");
-    let journal = hammer.place.journal(Flush::default());
-    assert!(matches!(Journal::open(hammer.place.path(), Flush::default()), Err(FileError::InUse { .. })));
+    let journal = hammer.place.journal(FlushMode::default());
+    assert!(matches!(Journal::open(hammer.place.path(), FlushMode::default()), Err(FileError::InUse { .. })));
     let output = hammer.start().wait_with_output().unwrap();
     let said = String::from_utf8(output.stdout).unwrap();
     assert!(said.contains("@failed the store") && said.contains("is in use"), "{said}");

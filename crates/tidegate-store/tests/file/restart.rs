@@ -6,7 +6,7 @@ use tidegate_core::{
     Batch, Concurrency, Cooldown, Key, Limit, LimitKind, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time,
     Verb, Verdict, Window,
 };
-use tidegate_store::{FileError, FileStore, Flush, Journal, Memory, Store};
+use tidegate_store::{FileError, FileStore, FlushMode, Journal, Memory, Store};
 use tidegate_testkit::model::Model;
 use tidegate_testkit::random::{self, RandomSource};
 use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
@@ -17,7 +17,7 @@ use crate::common::{Place, ask, one};
 const MINUTE: Span = Span::from_secs(60);
 const DAY: Span = Span::from_secs(86_400);
 /// So late that only a closing writes.
-const SELDOM: Flush = Flush::Within(Duration::from_secs(1 << 22));
+const SELDOM: FlushMode = FlushMode::Within(Duration::from_secs(1 << 22));
 
 fn take(store: &impl Store, limit: usize, key: Key, now: Time, times: usize) {
     (0..times).for_each(|_| {
@@ -143,11 +143,11 @@ fn a_refund_survives_restarts() {
 fn penalties_survive_restarts_at_every_step() {
     let penalty = Penalty::new(PenaltySpec::default(), MINUTE).unwrap();
     let limits = Arc::new(Limits::with_limit(Limit::new(window(5)).with_penalty(penalty)));
-    let memory = Memory::new(Arc::clone(&limits), Memory::MAX_BYTES);
+    let memory = Memory::new(Arc::clone(&limits), Memory::DEFAULT_MAX_BYTES);
     let place = Place::quick();
     let (mut now, mut blocks) = (fixtures::test_time(0), Vec::new());
     for step in 0..40 {
-        let store = place.store(&limits, Flush::default(), now);
+        let store = place.store(&limits, FlushMode::default(), now);
         let found = one(&store, Verb::Take, 0, fixtures::client_key(1), now);
         assert_eq!(found, one(&memory, Verb::Take, 0, fixtures::client_key(1), now), "step {step}");
         if found.verdict == Verdict::Refused {
@@ -168,7 +168,7 @@ fn every_kind_of_state_survives_restarts() {
         let places = (0..limits.len()).flat_map(|limit| keys.iter().map(move |key| (limit, *key)));
         places.map(|(limit, key)| one(store, Verb::Peek, limit, key, at)).collect::<Vec<_>>()
     };
-    let store = place.store(&limits, Flush::default(), at);
+    let store = place.store(&limits, FlushMode::default(), at);
     for (index, key) in keys.iter().enumerate() {
         for limit in 0..limits.len() {
             take(&store, limit, *key, at, index % 8 + 1);
@@ -178,7 +178,7 @@ fn every_kind_of_state_survives_restarts() {
     let before = peek(&store);
     assert!(before.iter().any(|outcome| outcome.verdict == Verdict::Blocked));
     drop(store);
-    assert_eq!(peek(&place.store(&limits, Flush::default(), at)), before);
+    assert_eq!(peek(&place.store(&limits, FlushMode::default(), at)), before);
 }
 
 /// Limits are found by their tags, wherever they stand in the plan; another plan's are left alone.
@@ -191,13 +191,13 @@ fn plans_sharing_a_file_use_limit_tags() {
     let place = Place::quick();
     let at = fixtures::test_time(0);
     let key = fixtures::client_key(3);
-    let journal = place.journal(Flush::default());
+    let journal = place.journal(FlushMode::default());
     let open = |limits: &Arc<Limits>, journal: &Arc<Journal>| FileStore::new(Arc::clone(limits), 1 << 20, journal, at);
     {
         let inbound = open(&tagged(&[70, 80]), &journal).unwrap();
         let outbound = open(&tagged(&[90]), &journal).unwrap();
-        assert!(matches!(open(&tagged(&[60, 90]), &journal), Err(FileError::Claimed { tag: 90, .. })));
-        assert!(matches!(open(&tagged(&[60, 60]), &journal), Err(FileError::Claimed { tag: 60, .. })));
+        assert!(matches!(open(&tagged(&[60, 90]), &journal), Err(FileError::TagInUse { tag: 90, .. })));
+        assert!(matches!(open(&tagged(&[60, 60]), &journal), Err(FileError::TagInUse { tag: 60, .. })));
         take(&inbound, 0, key, at, 1);
         take(&inbound, 1, key, at, 2);
         take(&outbound, 0, key, at, 4);
@@ -208,7 +208,7 @@ fn plans_sharing_a_file_use_limit_tags() {
         journal.flush().unwrap();
     }
     drop(journal);
-    let journal = place.journal(Flush::default());
+    let journal = place.journal(FlushMode::default());
     let turned = open(&tagged(&[90, 80, 70, 60]), &journal).unwrap();
     let used: Vec<_> = (0..4).map(|limit| one(&turned, Verb::Peek, limit, key, at).used).collect();
     assert_eq!(used, [4, 2, 1, 0]);
@@ -228,7 +228,7 @@ fn a_limit_of_changed_kind_starts_empty() {
         limits(Limit::new(LimitKind::Concurrency(Concurrency::new(1, MINUTE).unwrap()))),
     ];
     for plan in &plans {
-        let store = place.store(plan, Flush::default(), at);
+        let store = place.store(plan, FlushMode::default(), at);
         assert_eq!(one(&store, Verb::Take, 0, fixtures::client_key(1), at).verdict, Verdict::Admitted, "{plan:?}");
         one(&store, Verb::Take, 0, fixtures::client_key(1), at);
     }
@@ -246,17 +246,17 @@ fn expired_state_is_removed_from_the_file() {
             (0..8).for_each(|limit| take(store, limit, fixtures::client_key(client), at, 1));
         }
         store.journal().flush().unwrap();
-        store.journal().health().rows
+        store.journal().health().row_count
     };
     let empties = |store: &FileStore, later: Time| {
         let journal = store.journal();
         for _ in 0..50 {
-            store.tend(later);
+            store.maintain(later);
             journal.flush().unwrap();
         }
-        journal.health().rows
+        journal.health().row_count
     };
-    let store = place.store(&limits, Flush::default(), at);
+    let store = place.store(&limits, FlushMode::default(), at);
     assert_eq!(fill(&store), 2_100, "a cool-down that never was is not kept");
     assert_eq!(empties(&store, at + Span::from_secs(11)), 2_100);
     assert_eq!(empties(&store, at + Span::from_secs(59)), 1_500, "one call of a rate is forgotten after 12 s");
@@ -265,7 +265,7 @@ fn expired_state_is_removed_from_the_file() {
     fill(&store);
     drop(store);
     let none = Arc::new(Limits::with_limit(Limit::new(window(1)).with_tag(99)));
-    let store = place.store(&none, Flush::default(), at);
+    let store = place.store(&none, FlushMode::default(), at);
     assert_eq!(empties(&store, at + DAY.times(6)), 2_100, "another policy may come back");
     assert_eq!(empties(&store, at + DAY.times(9)), 0);
 }
@@ -275,13 +275,13 @@ fn expired_state_is_removed_from_the_file() {
 fn the_writer_removes_expired_rows_by_itself() {
     let limits = every_kind();
     let place = Place::new();
-    let store = place.store(&limits, Flush::default(), fixtures::test_time(0));
+    let store = place.store(&limits, FlushMode::default(), fixtures::test_time(0));
     (0..100).for_each(|client| take(&store, 0, fixtures::client_key(client), fixtures::test_time(0), 1));
     store.journal().flush().unwrap();
-    assert_eq!(store.journal().health().rows, 100);
-    store.tend(fixtures::test_time(61_000));
+    assert_eq!(store.journal().health().row_count, 100);
+    store.maintain(fixtures::test_time(61_000));
     let mut tries = 0;
-    while store.journal().health().rows > 0 {
+    while store.journal().health().row_count > 0 {
         tries += 1;
         assert!(tries < 200, "rows are left after 10 s");
         std::thread::sleep(Duration::from_millis(50));
@@ -294,7 +294,7 @@ fn resets_and_evictions_reach_the_file() {
     let limits = Arc::new(Limits::with_limit(Limit::new(window(5))));
     let place = Place::new();
     let at = fixtures::test_time(0);
-    let store = FileStore::new(Arc::clone(&limits), 1 << 20, &place.journal(Flush::default()), at).unwrap();
+    let store = FileStore::new(Arc::clone(&limits), 1 << 20, &place.journal(FlushMode::default()), at).unwrap();
     let mut random = RandomSource::from_seed(random::run_seed());
     for _ in 0..100_000 {
         one(&store, Verb::Take, 0, Key::new(1, random.next_u64()), at);
@@ -304,12 +304,12 @@ fn resets_and_evictions_reach_the_file() {
     }
     let entries = store.stats().entries as u64;
     assert!(entries < 50_000, "the memory is full");
-    assert_eq!(store.journal().health().rows, entries);
+    assert_eq!(store.journal().health().row_count, entries);
     one(&store, Verb::Take, 0, fixtures::client_key(1), at);
     store.journal().flush().unwrap();
     one(&store, Verb::Reset, 0, fixtures::client_key(1), at);
     drop(store);
-    let store = FileStore::new(limits, 1 << 20, &place.journal(Flush::default()), at).unwrap();
+    let store = FileStore::new(limits, 1 << 20, &place.journal(FlushMode::default()), at).unwrap();
     assert_eq!(one(&store, Verb::Peek, 0, fixtures::client_key(1), at).used, 0);
 }
 
@@ -327,12 +327,12 @@ fn the_memory_bound_may_change() {
     keys.iter().for_each(|key| take(&store, 0, *key, at, 2));
     drop(store);
     let store = open(1 << 30);
-    assert_eq!((used(&store), store.tend(at).evicted()), (30_000, 0));
+    assert_eq!((used(&store), store.maintain(at).evicted()), (30_000, 0));
     drop(store);
     let store = open(1 << 20);
     let left = used(&store);
     assert!((1_000..29_000).contains(&left), "{left}");
-    assert_eq!(store.tend(at).evicted(), 30_000 - left as u64);
+    assert_eq!(store.maintain(at).evicted(), 30_000 - left as u64);
 }
 
 /// A file that was large once is small again when it is opened.
@@ -348,7 +348,7 @@ fn an_emptied_file_is_compacted_when_opened() {
     let full = size();
     // What ended while no process watched stays for a week.
     let store = place.store(&limits, SELDOM, fixtures::test_time(60_000) + DAY.times(8));
-    while store.journal().health().rows > 0 {
+    while store.journal().health().row_count > 0 {
         store.journal().flush().unwrap();
     }
     drop(store);
@@ -362,10 +362,10 @@ fn a_slow_clock_locks_out_no_client() {
     let limits = Arc::new(Limits::with_limit(Limit::new(window(3))));
     let place = Place::quick();
     let late = fixtures::test_time(0) + DAY.times(365);
-    let store = place.store(&limits, Flush::default(), late);
+    let store = place.store(&limits, FlushMode::default(), late);
     take(&store, 0, fixtures::client_key(1), late, 4);
     drop(store);
-    let store = place.store(&limits, Flush::default(), fixtures::test_time(0));
+    let store = place.store(&limits, FlushMode::default(), fixtures::test_time(0));
     let refused = one(&store, Verb::Take, 0, fixtures::client_key(1), fixtures::test_time(0));
     assert_eq!(refused.verdict, Verdict::Refused);
     assert!(refused.retry_at <= fixtures::test_time(60_000), "{refused:?}");
@@ -379,12 +379,12 @@ fn extreme_keys_are_kept_separate() {
     let at = fixtures::test_time(0);
     let mut keys: Vec<u64> = (0..64).filter(|bit| !(52..56).contains(bit)).map(|bit| 1 << bit).collect();
     keys.extend([0, u64::MAX, 0x2727_2727_2727_2727, 0x7b7d_7b7d_7b7d_7b7d]);
-    let store = place.store(&limits, Flush::default(), at);
+    let store = place.store(&limits, FlushMode::default(), at);
     for (index, lo) in keys.iter().enumerate() {
         take(&store, 0, Key::new(0, *lo), at, index % 3 + 1);
     }
     drop(store);
-    let store = place.store(&limits, Flush::default(), at);
+    let store = place.store(&limits, FlushMode::default(), at);
     for (index, lo) in keys.iter().enumerate() {
         assert_eq!(one(&store, Verb::Peek, 0, Key::new(0, *lo), at).used, index as u64 % 3 + 1, "{lo:x}");
     }
@@ -394,8 +394,8 @@ fn extreme_keys_are_kept_separate() {
 #[test]
 fn the_hash_seed_is_kept() {
     let place = Place::quick();
-    assert_eq!(place.journal(SELDOM).seed([1; 16]).unwrap(), [1; 16]);
-    assert_eq!(place.journal(SELDOM).seed([2; 16]).unwrap(), [1; 16]);
+    assert_eq!(place.journal(SELDOM).get_or_insert_seed([1; 16]).unwrap(), [1; 16]);
+    assert_eq!(place.journal(SELDOM).get_or_insert_seed([2; 16]).unwrap(), [1; 16]);
 }
 
 /// Whatever came of the plan, every flush leaves the file as the memory is: random traffic, looked at after each.
@@ -414,7 +414,7 @@ fn a_flush_writes_the_whole_memory_state() {
                 store.journal().flush().map_err(|error| error.to_string())?;
             }
         }
-        store.tend(world.now());
+        store.maintain(world.now());
         store.journal().flush().map_err(|error| error.to_string())?;
         let copy = Place::quick();
         std::fs::copy(place.path(), copy.path()).map_err(|error| error.to_string())?;

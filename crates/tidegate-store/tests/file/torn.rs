@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate_core::{Limit, LimitKind, Limits, Span, Verb, Window};
-use tidegate_store::{FileError, FileStore, Flush, Journal};
+use tidegate_store::{FileError, FileStore, FlushMode, Journal};
 use tidegate_testkit::fixtures;
 use tidegate_testkit::random::{self, RandomSource};
 
@@ -20,7 +20,7 @@ fn limits() -> Arc<Limits> {
 /// A file with a past, as a crash leaves it and as a closing does.
 fn files() -> [Vec<u8>; 2] {
     let place = Place::quick();
-    let store = place.store(&limits(), Flush::Within(Duration::from_secs(3600)), fixtures::test_time(0));
+    let store = place.store(&limits(), FlushMode::Within(Duration::from_secs(3600)), fixtures::test_time(0));
     for round in 0..5 {
         for client in 0..2_000 {
             one(&store, Verb::Take, 0, fixtures::client_key(client), fixtures::test_time(round));
@@ -73,7 +73,7 @@ fn damaged_files_open_or_give_an_error() {
         let place = Place::quick();
         fs::write(place.path(), &bytes).unwrap();
         let used = catch_unwind(AssertUnwindSafe(|| -> Result<(), Box<dyn Error>> {
-            let journal = Journal::open(place.path(), Flush::Always)?;
+            let journal = Journal::open(place.path(), FlushMode::Always)?;
             let store = FileStore::new(limits(), 1 << 20, &journal, fixtures::test_time(10))?;
             for client in 0..50 {
                 one(&store, Verb::Take, 0, fixtures::client_key(client), fixtures::test_time(10));
@@ -96,31 +96,31 @@ fn foreign_files_are_left_unchanged() {
     let place = Place::quick();
     for text in ["something else, and long enough to be anything", "x"] {
         fs::write(place.path(), text).unwrap();
-        let error = Journal::open(place.path(), Flush::default()).unwrap_err();
-        assert!(matches!(error, FileError::Foreign { .. }), "{error}");
+        let error = Journal::open(place.path(), FlushMode::default()).unwrap_err();
+        assert!(matches!(error, FileError::NotAStore { .. }), "{error}");
         assert_eq!(fs::read_to_string(place.path()).unwrap(), text);
     }
     fs::remove_file(place.path()).unwrap();
     drop(redb::Database::create(place.path()).unwrap());
-    let error = Journal::open(place.path(), Flush::default()).unwrap_err();
-    assert!(matches!(error, FileError::Foreign { .. }), "{error}");
+    let error = Journal::open(place.path(), FlushMode::default()).unwrap_err();
+    assert!(matches!(error, FileError::NotAStore { .. }), "{error}");
     let missing = place.path().with_file_name("no folder").join("state");
-    let error = Journal::open(&missing, Flush::default()).unwrap_err();
-    assert!(matches!(error, FileError::Unusable { .. }), "{error}");
+    let error = Journal::open(&missing, FlushMode::default()).unwrap_err();
+    assert!(matches!(error, FileError::Io { .. }), "{error}");
 }
 
 #[test]
 fn a_newer_format_is_rejected() {
     let place = Place::quick();
-    drop(place.journal(Flush::default()));
+    drop(place.journal(FlushMode::default()));
     let database = redb::Database::open(place.path()).unwrap();
     let write = database.begin_write().unwrap();
     let about = redb::TableDefinition::<&str, &[u8]>::new("tidegate");
     write.open_table(about).unwrap().insert("format", 2_u32.to_le_bytes().as_slice()).unwrap();
     write.commit().unwrap();
     drop(database);
-    let error = Journal::open(place.path(), Flush::default()).unwrap_err();
-    assert!(matches!(error, FileError::Newer { found: 2, .. }), "{error}");
+    let error = Journal::open(place.path(), FlushMode::default()).unwrap_err();
+    assert!(matches!(error, FileError::NewerFormat { found: 2, .. }), "{error}");
 }
 
 /// Half of a file that was never finished is in nobody's way.
@@ -129,10 +129,10 @@ fn interrupted_creation_starts_again() {
     let place = Place::quick();
     fs::write(place.path().with_extension("redb.new"), [0; 5_000]).unwrap();
     fs::write(place.path(), "").unwrap();
-    let store = place.store(&limits(), Flush::default(), fixtures::test_time(0));
+    let store = place.store(&limits(), FlushMode::default(), fixtures::test_time(0));
     one(&store, Verb::Take, 0, fixtures::client_key(1), fixtures::test_time(0));
     drop(store);
-    let store = place.store(&limits(), Flush::default(), fixtures::test_time(0));
+    let store = place.store(&limits(), FlushMode::default(), fixtures::test_time(0));
     assert_eq!(one(&store, Verb::Peek, 0, fixtures::client_key(1), fixtures::test_time(0)).used, 1);
 }
 
@@ -142,12 +142,12 @@ fn interrupted_creation_starts_again() {
 fn store_files_are_private_to_their_owner() {
     use std::os::unix::fs::PermissionsExt;
     let place = Place::new();
-    drop(place.journal(Flush::default()));
+    drop(place.journal(FlushMode::default()));
     let mode = || fs::metadata(place.path()).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(), 0o600);
     // Made by an earlier version, or copied by somebody.
     fs::set_permissions(place.path(), fs::Permissions::from_mode(0o644)).unwrap();
-    drop(place.journal(Flush::default()));
+    drop(place.journal(FlushMode::default()));
     assert_eq!(mode(), 0o600);
 }
 
@@ -164,8 +164,8 @@ fn non_regular_files_are_left_unchanged() {
     fs::create_dir(beside("folder")).unwrap();
     std::os::unix::fs::symlink("fifo", beside("link")).unwrap();
     for (name, what) in [("fifo", "a FIFO"), ("socket", "a socket"), ("folder", "a directory"), ("link", "a FIFO")] {
-        let error = Journal::open(&beside(name), Flush::default()).unwrap_err();
-        assert!(matches!(error, FileError::Unusable { .. }) && error.to_string().contains(what), "{error}");
+        let error = Journal::open(&beside(name), FlushMode::default()).unwrap_err();
+        assert!(matches!(error, FileError::Io { .. }) && error.to_string().contains(what), "{error}");
     }
     let kind = |name: &str| fs::symlink_metadata(beside(name)).unwrap().file_type();
     assert!(
@@ -183,13 +183,13 @@ fn only_links_at_the_store_path_are_followed() {
     let beside = |name: &str| place.path().with_file_name(name);
     fs::write(beside("precious"), "precious").unwrap();
     symlink("precious", beside("state.redb.new")).unwrap();
-    drop(place.journal(Flush::default()));
+    drop(place.journal(FlushMode::default()));
     assert_eq!(fs::read_to_string(beside("precious")).unwrap(), "precious");
 
     fs::create_dir(beside("disk")).unwrap();
     symlink("disk/store", beside("link")).unwrap();
     for used in 0..2 {
-        let journal = Journal::open(&beside("link"), Flush::default()).unwrap();
+        let journal = Journal::open(&beside("link"), FlushMode::default()).unwrap();
         let store = FileStore::new(limits(), 1 << 20, &journal, fixtures::test_time(0)).unwrap();
         assert_eq!(one(&store, Verb::Peek, 0, fixtures::client_key(1), fixtures::test_time(0)).used, used);
         one(&store, Verb::Take, 0, fixtures::client_key(1), fixtures::test_time(0));

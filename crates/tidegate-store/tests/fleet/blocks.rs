@@ -1,6 +1,6 @@
 //! Keys under a block.
 
-use tidegate_store::Immediate as _;
+use tidegate_store::ImmediateStore as _;
 
 use super::*;
 

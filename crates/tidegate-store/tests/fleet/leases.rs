@@ -170,7 +170,7 @@ async fn an_unpolled_request_delays_no_other_call() {
     settled().await;
     for _ in 0..3 {
         let errand = node.fleet.apply(&batch(Verb::Take, &[0], KEY), clock.now());
-        assert!(matches!(errand, Answer::Later(_)));
+        assert!(matches!(errand, StoreResponse::Pending(_)));
         drop(errand);
         let before = Instant::now();
         assert!(node.take().await);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tidegate_core::{Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Span, Time, Verb, Window};
-use tidegate_store::{Answer, Direct, Redis, Remote, Store, StoreError, TimeSource, Waiting};
+use tidegate_store::{DirectStore, Redis, RemoteFuture, RemoteStore, Store, StoreError, StoreResponse, TimeSource};
 use tidegate_testkit::conformance::{Backend, ConformanceOptions, check_conformance};
 use tidegate_testkit::random;
 use tidegate_testkit::servers::RedisCluster;
@@ -15,25 +15,25 @@ use crate::common::Stores;
 const HOUR: Span = Span::from_secs(3600);
 
 /// A store whose batches all say that their keys have something in common.
-struct Together(Direct<Redis>);
+struct Together(DirectStore<Redis>);
 
 impl Store for Together {
-    type Later = Waiting<Outcomes>;
+    type Future = RemoteFuture<Outcomes>;
 
     fn limits(&self) -> &Arc<Limits> {
         self.0.limits()
     }
 
-    fn apply(&self, batch: &Batch, now: Time) -> Answer<Self::Later> {
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
         let mut batch = batch.clone();
         batch.set_affinity(0xfeed);
         self.0.apply(&batch, now)
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
+    fn submit(&self, batch: &Batch, now: Time) {
         let mut batch = batch.clone();
         batch.set_affinity(0xfeed);
-        self.0.tell(&batch, now);
+        self.0.submit(&batch, now);
     }
 }
 
@@ -105,7 +105,7 @@ fn key(number: u64) -> Key {
 async fn used(store: &Redis, limit: LimitId, key: Key) -> u64 {
     let mut peek = Batch::new(0);
     peek.push(Op::new(limit, Verb::Peek, key, 1)).unwrap();
-    store.ask(&peek, Time::ZERO).await.unwrap().list()[0].used
+    store.apply(&peek, Time::ZERO).await.unwrap().list()[0].used
 }
 
 /// Without leave, a batch over several slots is an error; and keys spread over all masters.
@@ -118,9 +118,9 @@ fn keys_spread_but_batches_need_one_slot() {
     stores.runtime.block_on(async {
         for number in 1..=300 {
             let both = take(&[(ids[0], key(number)), (ids[1], key(number))]);
-            assert!(!store.ask(&both, Time::ZERO).await.unwrap().refuses());
+            assert!(!store.apply(&both, Time::ZERO).await.unwrap().refuses());
         }
-        let across = store.ask(&take(&[(ids[0], key(1)), (ids[1], key(2))]), Time::ZERO).await;
+        let across = store.apply(&take(&[(ids[0], key(1)), (ids[1], key(2))]), Time::ZERO).await;
         assert!(across.unwrap_err().to_string().contains("several slots"));
     });
     let counts: Vec<_> = cluster.nodes().iter().map(|node| node.key_count()).collect();
@@ -143,7 +143,7 @@ fn split_batches_never_exceed_limits_and_refund() {
                 tokio::spawn(async move {
                     let mut passed = 0_u64;
                     for _ in 0..40 {
-                        passed += u64::from(!store.ask(&ask, Time::ZERO).await.unwrap().refuses());
+                        passed += u64::from(!store.apply(&ask, Time::ZERO).await.unwrap().refuses());
                     }
                     passed
                 })
@@ -178,7 +178,7 @@ fn a_client_killed_between_parts_admits_nothing() {
             for _ in 0..16 {
                 let (store, ask, passed) = (Arc::clone(&store), take(&places), Arc::clone(&passed));
                 tokio::spawn(async move {
-                    while store.ask(&ask, Time::ZERO).await.is_ok_and(|outcomes| !outcomes.refuses()) {
+                    while store.apply(&ask, Time::ZERO).await.is_ok_and(|outcomes| !outcomes.refuses()) {
                         passed.fetch_add(1, Ordering::SeqCst);
                     }
                 });
@@ -210,7 +210,7 @@ fn a_lost_master_affects_only_its_slots() {
     let ask = |number| take(&[(ids[0], key(number))]);
     stores.runtime.block_on(async {
         for number in 1..=60 {
-            store.ask(&ask(number), Time::ZERO).await.unwrap();
+            store.apply(&ask(number), Time::ZERO).await.unwrap();
         }
         let kept: u64 = cluster.nodes()[1..].iter().map(|node| node.key_count()).sum();
         cluster.node_mut(0).kill();
@@ -219,14 +219,14 @@ fn a_lost_master_affects_only_its_slots() {
         for _ in 0..2 {
             let mut answered = 0;
             for number in 1..=60 {
-                answered += u64::from(store.ask(&ask(number), Time::ZERO).await.is_ok());
+                answered += u64::from(store.apply(&ask(number), Time::ZERO).await.is_ok());
             }
             assert_eq!(answered, kept);
         }
         cluster.node_mut(0).restart();
         let all_back = async {
             loop {
-                let answers = (1..=60).map(|number| store.ask(&ask(number), Time::ZERO));
+                let answers = (1..=60).map(|number| store.apply(&ask(number), Time::ZERO));
                 if futures_all(answers).await {
                     return;
                 }
@@ -237,7 +237,7 @@ fn a_lost_master_affects_only_its_slots() {
     });
 }
 
-async fn futures_all(answers: impl Iterator<Item = Waiting<Outcomes>>) -> bool {
+async fn futures_all(answers: impl Iterator<Item = RemoteFuture<Outcomes>>) -> bool {
     let mut all = true;
     for answer in answers {
         all &= answer.await.is_ok();
@@ -256,7 +256,7 @@ fn a_slot_moving_under_load_counts_exactly() {
     let affinity = 0x5107;
     let mut first = take(&[(ids[0], key(1)), (ids[1], key(1))]);
     first.set_affinity(affinity);
-    assert!(!stores.runtime.block_on(store.ask(&first, Time::ZERO)).unwrap().refuses());
+    assert!(!stores.runtime.block_on(store.apply(&first, Time::ZERO)).unwrap().refuses());
     let slot: u16 = {
         let holder = cluster.nodes().iter().find(|node| node.key_count() > 0).unwrap();
         let answer = holder.command(&["CLUSTER", "KEYSLOT", &holder.command(&["RANDOMKEY"])]);
@@ -274,7 +274,7 @@ fn a_slot_moving_under_load_counts_exactly() {
                 for (number, count) in (1..).zip(&mut counts) {
                     let mut ask = take(&[(ids[0], key(number)), (ids[1], key(number))]);
                     ask.set_affinity(affinity);
-                    match store.ask(&ask, Time::ZERO).await {
+                    match store.apply(&ask, Time::ZERO).await {
                         Ok(outcomes) => *count += u64::from(!outcomes.refuses()),
                         Err(error) => errors.push(error),
                     }
@@ -298,7 +298,7 @@ fn a_slot_moving_under_load_counts_exactly() {
             for &id in &ids {
                 peek.push(Op::new(id, Verb::Peek, key(number), 1)).unwrap();
             }
-            let outcomes = store.ask(&peek, Time::ZERO).await.unwrap();
+            let outcomes = store.apply(&peek, Time::ZERO).await.unwrap();
             let found: Vec<_> = outcomes.list().iter().map(|outcome| outcome.used).collect();
             assert!(count > 0 && found == [count, count], "{found:?}, not {count}");
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use tidegate_core::{Limits, Time};
-use tidegate_store::{Direct, Redis, RedisOptions, TimeSource};
+use tidegate_store::{DirectStore, Redis, RedisOptions, TimeSource};
 use tidegate_testkit::conformance::Backend;
 use tokio::runtime::Runtime;
 
@@ -18,7 +18,7 @@ pub(crate) struct Stores {
 
 impl Stores {
     pub(crate) fn new(url: impl Into<String>, time: TimeSource) -> Self {
-        let options = RedisOptions { time, ..RedisOptions::new(url) };
+        let options = RedisOptions { time_source: time, ..RedisOptions::new(url) };
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         Self { options, runtime, next: AtomicU32::new(0) }
     }
@@ -31,15 +31,15 @@ impl Stores {
 }
 
 impl Backend for Stores {
-    type Store = Direct<Redis>;
+    type Store = DirectStore<Redis>;
 
     fn open(&self, limits: Arc<Limits>) -> Self::Store {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        Direct(self.under(&format!("{number}:"), &limits))
+        DirectStore(self.under(&format!("{number}:"), &limits))
     }
 
     fn set_now(&self, _: &Self::Store, _: Time) -> bool {
-        self.options.time == TimeSource::Caller
+        self.options.time_source == TimeSource::Caller
     }
 
     fn wait<F: Future>(&self, answer: F) -> F::Output {

@@ -9,7 +9,7 @@ use tidegate_core::{
     Batch, Concurrency, Cooldown, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, PacerSpec, Penalty,
     PenaltySpec, Quota, Rate, SharedPacerRules, Span, Time, Verb, Window,
 };
-use tidegate_store::{Direct, Immediate as _, Redis, Remote as _, TimeSource};
+use tidegate_store::{DirectStore, ImmediateStore as _, Redis, RemoteStore as _, TimeSource};
 use tidegate_testkit::conformance::Backend as _;
 use tidegate_testkit::random::{self, RandomSource};
 use tidegate_testkit::reference::ReferenceStore;
@@ -21,7 +21,7 @@ use crate::common::Stores;
 /// Two stores that are asked the same.
 struct Pair<'a> {
     stores: &'a Stores,
-    redis: Direct<Redis>,
+    redis: DirectStore<Redis>,
     reference: ReferenceStore,
 }
 
@@ -40,7 +40,7 @@ impl<'a> Pair<'a> {
     fn compare(&self, batch: &Batch, now: Time, may_remember: bool) -> Option<Outcomes> {
         let known = self.reference.snapshot(now);
         let is_forgotten = batch.ops().iter().any(|op| !known.contains_key(&(op.limit, op.key)));
-        let found = self.stores.runtime.block_on(self.redis.0.ask(batch, now)).unwrap();
+        let found = self.stores.runtime.block_on(self.redis.0.apply(batch, now)).unwrap();
         let expected = self.reference.apply_now(batch, now);
         if may_remember && is_forgotten && found.list() != expected.list() {
             return None;

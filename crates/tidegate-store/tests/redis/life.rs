@@ -7,7 +7,7 @@ use tidegate_core::{
     Batch, Concurrency, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Span, Time, Verb,
     Verdict, Window,
 };
-use tidegate_store::{Redis, RedisOptions, Remote as _, StoreError, TimeSource};
+use tidegate_store::{Redis, RedisOptions, RemoteStore as _, StoreError, TimeSource};
 use tidegate_testkit::servers::{RedisSentinelGroup, RedisServer, RedisServerOptions, ScratchDir, free_port};
 use tokio::time::timeout;
 
@@ -38,14 +38,14 @@ fn ask(limit: LimitId, verb: Verb) -> Batch {
 }
 
 async fn once(store: &Redis, limit: LimitId, verb: Verb) -> Result<Outcomes, StoreError> {
-    store.ask(&ask(limit, verb), Time::ZERO).await
+    store.apply(&ask(limit, verb), Time::ZERO).await
 }
 
 /// Asks until there is an answer, as a background ping does.
 async fn until_answered(store: &Redis) {
     let answered = async {
         // An answer that took too long is none.
-        while !timeout(AT_ONCE, store.ask(&Batch::new(0), Time::ZERO)).await.is_ok_and(|answer| answer.is_ok()) {
+        while !timeout(AT_ONCE, store.apply(&Batch::new(0), Time::ZERO)).await.is_ok_and(|answer| answer.is_ok()) {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
@@ -120,7 +120,7 @@ fn a_store_may_be_created_before_its_server() {
     let store = stores.under("early:", &limits);
     stores.runtime.block_on(async {
         assert!(once(&store, wide, Verb::Take).await.is_err());
-        assert!(store.seed([1; 16]).await.is_err());
+        assert!(store.get_or_insert_seed([1; 16]).await.is_err());
         server.restart();
         until_answered(&store).await;
         once(&store, wide, Verb::Take).await.unwrap();
@@ -177,11 +177,11 @@ fn a_full_server_fails_without_changes() {
     stores.runtime.block_on(async {
         let mut both = ask(wide, Verb::Take);
         both.push(Op::new(narrow, Verb::Take, KEY, 1)).unwrap();
-        store.ask(&both, Time::ZERO).await.unwrap();
+        store.apply(&both, Time::ZERO).await.unwrap();
         server.command(&["CONFIG", "SET", "maxmemory", "1"]);
-        assert!(store.ask(&both, Time::ZERO).await.is_err());
+        assert!(store.apply(&both, Time::ZERO).await.is_err());
         server.command(&["CONFIG", "SET", "maxmemory", "0"]);
-        let outcomes = store.ask(&both, Time::ZERO).await.unwrap();
+        let outcomes = store.apply(&both, Time::ZERO).await.unwrap();
         assert_eq!(outcomes.list().iter().map(|outcome| outcome.used).collect::<Vec<_>>(), [2, 2]);
     });
 }

@@ -8,7 +8,7 @@ use tidegate_core::{
     Batch, Clock, Key, Limit, LimitId, LimitKind, Limits, OnOutage, Op, Outcome, Penalty, Sharing, Span, Time, Verb,
     Verdict, Window,
 };
-use tidegate_store::{Answer, Fleet, FleetOptions, Store as _, TimeSource, fleet_limits};
+use tidegate_store::{Fleet, FleetOptions, Store as _, StoreResponse, TimeSource, fleet_limits};
 use tidegate_testkit::servers::RedisServer;
 use tokio::time::sleep;
 
@@ -51,8 +51,8 @@ impl Node {
     async fn ask(&self, verb: Verb, key: Key) -> Outcome {
         let batch = Batch::with_op(9, Op::new(LimitId::FIRST, verb, key, 1));
         match self.fleet.apply(&batch, self.clock.now()) {
-            Answer::Ready(outcomes) => outcomes.list()[0],
-            Answer::Later(later) => later.await.unwrap().list()[0],
+            StoreResponse::Ready(outcomes) => outcomes.list()[0],
+            StoreResponse::Pending(later) => later.await.unwrap().list()[0],
         }
     }
 

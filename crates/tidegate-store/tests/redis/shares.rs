@@ -11,7 +11,7 @@ use tidegate_core::{
     Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Penalty, PenaltySpec, Quota, Rate, Span, Time, Verb, Verdict,
     Window,
 };
-use tidegate_store::{Redis, Remote as _, Reset, TimeSource};
+use tidegate_store::{KeyReset, Redis, RemoteStore as _, TimeSource};
 use tidegate_testkit::servers::RedisServer;
 
 use crate::common::Stores;
@@ -46,7 +46,7 @@ async fn hammer(store: &Arc<Redis>, tasks: u64, calls: u64, ask: &Batch, now: im
             tokio::spawn(async move {
                 let mut passed = 0;
                 for _ in 0..calls {
-                    passed += u64::from(!store.ask(&ask, now).await.unwrap().refuses());
+                    passed += u64::from(!store.apply(&ask, now).await.unwrap().refuses());
                 }
                 passed
             })
@@ -97,7 +97,7 @@ fn hundred(url: &str, begin: impl FnOnce()) -> u64 {
     let stores = Stores::new(url, TimeSource::Store);
     let (limits, ids) = plan(vec![window(100, Span::from_secs(60))]);
     let store = Arc::new(stores.under("shared:", &limits));
-    stores.runtime.block_on(store.ask(&Batch::new(0), Time::ZERO)).unwrap();
+    stores.runtime.block_on(store.apply(&Batch::new(0), Time::ZERO)).unwrap();
     begin();
     stores.runtime.block_on(hammer(&store, 16, 500, &batch(Verb::Take, &[(ids[0], KEY)]), |_| Time::ZERO))
 }
@@ -120,7 +120,7 @@ fn a_killed_client_charges_all_or_nothing() {
             for _ in 0..64 {
                 let (store, ask, answers) = (Arc::clone(&store), ask.clone(), Arc::clone(&answers));
                 tokio::spawn(async move {
-                    while store.ask(&ask, Time::ZERO).await.is_ok() {
+                    while store.apply(&ask, Time::ZERO).await.is_ok() {
                         answers.fetch_add(1, Ordering::Relaxed);
                     }
                 });
@@ -132,7 +132,7 @@ fn a_killed_client_charges_all_or_nothing() {
         client.runtime.shutdown_background();
     }
     let store = stores.under("all:", &limits);
-    let outcomes = stores.runtime.block_on(store.ask(&batch(Verb::Peek, &places), Time::ZERO)).unwrap();
+    let outcomes = stores.runtime.block_on(store.apply(&batch(Verb::Peek, &places), Time::ZERO)).unwrap();
     let used: Vec<_> = outcomes.list().iter().map(|outcome| outcome.used).collect();
     assert!(used[0] > 0 && used.iter().all(|&each| each == used[0]), "{used:?}");
 }
@@ -151,7 +151,7 @@ fn node_clocks_do_not_affect_counts() {
     let places: Vec<_> = ids.iter().map(|&id| (id, KEY)).collect();
     let store = Arc::new(stores.under("skew:", &limits));
     let ask = batch(Verb::Take, &places);
-    let present = || stores.runtime.block_on(store.ask(&Batch::new(0), Time::ZERO)).unwrap().now();
+    let present = || stores.runtime.block_on(store.apply(&Batch::new(0), Time::ZERO)).unwrap().now();
     let begin = present();
     let clocks = |task: u64| match task % 4 {
         0 => begin + Span::from_secs(30),
@@ -163,7 +163,7 @@ fn node_clocks_do_not_affect_counts() {
     assert_eq!(passed, 100);
     for skew in [30_i64, -30, 20] {
         let now = Time::from_micros(begin.as_micros().saturating_add_signed(skew * 1_000_000));
-        let outcomes = stores.runtime.block_on(store.ask(&ask, now)).unwrap();
+        let outcomes = stores.runtime.block_on(store.apply(&ask, now)).unwrap();
         assert!(outcomes.now() >= begin && outcomes.now().since(begin) < minute, "by the server's clock");
         let outcome = outcomes.list()[0];
         assert_eq!((outcome.verdict, outcome.used), (Verdict::Refused, 100));
@@ -173,7 +173,7 @@ fn node_clocks_do_not_affect_counts() {
     // A node whose clock is a year behind asks for the wrong day first, and gets the right answer all the same.
     let fresh = stores.under("skew:", &limits);
     let last_year = begin - Span::from_secs(365 * 86_400);
-    let outcomes = stores.runtime.block_on(fresh.ask(&batch(Verb::Peek, &places[1..2]), last_year)).unwrap();
+    let outcomes = stores.runtime.block_on(fresh.apply(&batch(Verb::Peek, &places[1..2]), last_year)).unwrap();
     assert_eq!(outcomes.list()[0].used, 100);
 }
 
@@ -205,7 +205,7 @@ fn expired_keys_are_removed_from_the_server() {
                 for &id in &ids {
                     let mut ask = Batch::new(call);
                     ask.push(Op::new(id, Verb::Take, Key::new(key, key), 1)).unwrap();
-                    store.ask(&ask, Time::ZERO).await.unwrap();
+                    store.apply(&ask, Time::ZERO).await.unwrap();
                 }
             }
         }
@@ -255,7 +255,7 @@ fn hostile_prefixes_never_collide() {
         for passes_now in [true, false] {
             for store in &each {
                 for ask in &asks {
-                    let outcomes = store.ask(ask, Time::ZERO).await.unwrap();
+                    let outcomes = store.apply(ask, Time::ZERO).await.unwrap();
                     assert_eq!(!outcomes.refuses(), passes_now, "{ask:?}");
                 }
             }
@@ -273,7 +273,7 @@ fn all_nodes_use_the_same_hash_seed() {
     let seeds: Vec<_> = (0..20)
         .map(|node| {
             let store = stores.under("seed:", &limits);
-            stores.runtime.spawn(async move { store.seed([node; 16]).await.unwrap() })
+            stores.runtime.spawn(async move { store.get_or_insert_seed([node; 16]).await.unwrap() })
         })
         .collect();
     let seeds: Vec<_> = seeds.into_iter().map(|seed| stores.runtime.block_on(seed).unwrap()).collect();
@@ -289,21 +289,21 @@ fn resets_are_published_to_all_nodes() {
     let (one, other, stranger) =
         (stores.under("told:", &limits), stores.under("told:", &limits), stores.under("else:", &limits));
     stores.runtime.block_on(async {
-        let mut heard = [one.resets().unwrap(), other.resets().unwrap()];
-        let mut elsewhere = stranger.resets().unwrap();
+        let mut heard = [one.subscribe_to_resets().unwrap(), other.subscribe_to_resets().unwrap()];
+        let mut elsewhere = stranger.subscribe_to_resets().unwrap();
         // Each new connection says that some may have been missed before it.
         for store in [&one, &other, &stranger] {
-            store.ask(&Batch::new(0), Time::ZERO).await.unwrap();
+            store.apply(&Batch::new(0), Time::ZERO).await.unwrap();
         }
-        assert!(!one.ask(&batch(Verb::Take, &[(ids[0], KEY)]), Time::ZERO).await.unwrap().refuses());
-        one.ask(&batch(Verb::Reset, &[(ids[0], KEY)]), Time::ZERO).await.unwrap();
+        assert!(!one.apply(&batch(Verb::Take, &[(ids[0], KEY)]), Time::ZERO).await.unwrap().refuses());
+        one.apply(&batch(Verb::Reset, &[(ids[0], KEY)]), Time::ZERO).await.unwrap();
         for heard in &mut heard {
-            for told in [None, Some(Reset { tag: 77, key: KEY })] {
+            for told in [None, Some(KeyReset { tag: 77, key: KEY })] {
                 let heard = tokio::time::timeout(Duration::from_secs(5), heard.recv()).await.unwrap().unwrap();
                 assert_eq!(heard, told);
             }
         }
-        assert!(!other.ask(&batch(Verb::Take, &[(ids[0], KEY)]), Time::ZERO).await.unwrap().refuses());
+        assert!(!other.apply(&batch(Verb::Take, &[(ids[0], KEY)]), Time::ZERO).await.unwrap().refuses());
         assert_eq!(elsewhere.try_recv().unwrap(), None);
         assert!(elsewhere.try_recv().is_err());
     });

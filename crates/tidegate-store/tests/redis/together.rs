@@ -12,7 +12,7 @@ use futures_util::future::join_all;
 use tidegate_core::{
     Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, Penalty, PenaltySpec, Rate, Span, Time, Verb, Window,
 };
-use tidegate_store::{Redis, Remote as _, StoreError, TimeSource, Waiting};
+use tidegate_store::{Redis, RemoteFuture, RemoteStore as _, StoreError, TimeSource};
 use tidegate_testkit::random::{RandomSource, case_count, run_seed};
 use tidegate_testkit::servers::RedisServer;
 use tokio::runtime::Runtime;
@@ -59,7 +59,7 @@ fn ask_all(
 ) -> Vec<JoinHandle<Result<Outcomes, StoreError>>> {
     let ask = |batch: Batch| {
         let store = Arc::clone(store);
-        runtime.spawn(async move { store.ask(&batch, NOW).await })
+        runtime.spawn(async move { store.apply(&batch, NOW).await })
     };
     batches.into_iter().map(ask).collect()
 }
@@ -93,7 +93,7 @@ fn many_decisions_share_few_script_calls() {
 #[test]
 fn an_error_affects_only_its_own_decision() {
     let Some((server, stores, store, [window, _, rate])) = start("trouble:") else { return };
-    stores.runtime.block_on(store.ask(&take(&[window, rate], 0), NOW)).unwrap();
+    stores.runtime.block_on(store.apply(&take(&[window, rate], 0), NOW)).unwrap();
     // Somebody else's value, under our name.
     let spoil =
         "local name = redis.call('KEYS', 'trouble:*')[1] redis.call('DEL', name) redis.call('LPUSH', name, 'x')";
@@ -118,9 +118,9 @@ fn cancelled_waiting_requests_are_not_sent() {
     let Some((server, _stores, store, [window, _, rate])) = start("gone:") else { return };
     let ask = take(&[window, rate], 7);
     one_thread().block_on(async {
-        store.ask(&ask, NOW).await.unwrap();
+        store.apply(&ask, NOW).await.unwrap();
         server.freeze();
-        let mut asked: Vec<_> = (0..UNDER_WAY + 20).map(|_| store.ask(&ask, NOW)).collect();
+        let mut asked: Vec<_> = (0..UNDER_WAY + 20).map(|_| store.apply(&ask, NOW)).collect();
         for (place, ask) in asked.iter_mut().enumerate() {
             assert!(is_pending(ask).await);
             // The first go each by itself, and the rest find no place.
@@ -133,7 +133,7 @@ fn cancelled_waiting_requests_are_not_sent() {
         for answer in join_all(asked).await {
             assert!(!answer.unwrap().refuses());
         }
-        let used = store.ask(&ask, NOW).await.unwrap().list()[0].used;
+        let used = store.apply(&ask, NOW).await.unwrap().list()[0].used;
         assert_eq!(used, 1 + UNDER_WAY as u64 + 5 + 1);
     });
 }
@@ -151,7 +151,7 @@ async fn let_go() {
 }
 
 /// Looks at an answer once.
-async fn is_pending(ask: &mut Waiting<Outcomes>) -> bool {
+async fn is_pending(ask: &mut RemoteFuture<Outcomes>) -> bool {
     poll_fn(|context| Poll::Ready(ask.as_mut().poll(context).is_pending())).await
 }
 
@@ -160,10 +160,10 @@ async fn is_pending(ask: &mut Waiting<Outcomes>) -> bool {
 fn an_unpolled_caller_delays_no_other_caller() {
     let Some((server, stores, store, [window, _, rate])) = start("held:") else { return };
     let ask = take(&[window, rate], 7);
-    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    stores.runtime.block_on(store.apply(&ask, NOW)).unwrap();
     server.freeze();
     let still = one_thread();
-    let mut held: Vec<_> = (0..=UNDER_WAY).map(|_| store.ask(&ask, NOW)).collect();
+    let mut held: Vec<_> = (0..=UNDER_WAY).map(|_| store.apply(&ask, NOW)).collect();
     still.block_on(async {
         for ask in &mut held {
             assert!(is_pending(ask).await);
@@ -219,7 +219,7 @@ fn requests_are_pipelined_at_high_latency() {
     let stores = Stores::new(format!("redis://{address}"), TimeSource::Store);
     let (limits, [window, _, rate]) = plan();
     let store = Arc::new(stores.under("slow:", &limits));
-    stores.runtime.block_on(store.ask(&take(&[window, rate], 0), NOW)).unwrap();
+    stores.runtime.block_on(store.apply(&take(&[window, rate], 0), NOW)).unwrap();
     let asked = ask_all(&stores.runtime, &store, (0..6_400).map(|key| take(&[window, rate], key)));
     let all = async { tokio::time::timeout(Duration::from_secs(3), join_all(asked)).await };
     for answer in stores.runtime.block_on(all).expect("nobody waits for others to return") {
@@ -232,11 +232,11 @@ fn requests_are_pipelined_at_high_latency() {
 fn waiters_proceed_after_the_first_caller_finishes() {
     let Some((server, stores, store, [window, _, rate])) = start("done:") else { return };
     let ask = take(&[window, rate], 7);
-    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    stores.runtime.block_on(store.apply(&ask, NOW)).unwrap();
     let (still, goes_on) = (one_thread(), one_thread());
     server.freeze();
-    let mut first = store.ask(&ask, NOW);
-    let mut others: Vec<_> = (0..20).map(|_| store.ask(&ask, NOW)).collect();
+    let mut first = store.apply(&ask, NOW);
+    let mut others: Vec<_> = (0..20).map(|_| store.apply(&ask, NOW)).collect();
     still.block_on(is_pending(&mut first));
     goes_on.block_on(async {
         for ask in &mut others {
@@ -256,15 +256,15 @@ fn waiters_proceed_after_the_first_caller_finishes() {
 fn waiters_are_served_when_another_runtime_ends() {
     let Some((server, stores, store, [window, _, rate])) = start("ended:") else { return };
     let ask = take(&[window, rate], 7);
-    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    stores.runtime.block_on(store.apply(&ask, NOW)).unwrap();
     let (ends, goes_on) = (one_thread(), one_thread());
-    let look = async |asks: &mut [Waiting<Outcomes>]| {
+    let look = async |asks: &mut [RemoteFuture<Outcomes>]| {
         for ask in asks {
             is_pending(ask).await;
         }
     };
     server.freeze();
-    let [mut first, mut others] = [2, 20].map(|count| (0..count).map(|_| store.ask(&ask, NOW)).collect::<Vec<_>>());
+    let [mut first, mut others] = [2, 20].map(|count| (0..count).map(|_| store.apply(&ask, NOW)).collect::<Vec<_>>());
     ends.block_on(look(&mut first));
     goes_on.block_on(look(&mut others));
     // They are gathered, and sent on their way, but that has not begun.
@@ -325,7 +325,7 @@ fn batched_replies_equal_single_replies() {
             async move {
                 let mut answers = Vec::new();
                 for (batch, now) in calls {
-                    let outcomes = store.ask(&batch, now).await.unwrap();
+                    let outcomes = store.apply(&batch, now).await.unwrap();
                     answers.push((outcomes.now(), outcomes.list().to_vec()));
                 }
                 answers
@@ -345,7 +345,7 @@ fn batched_replies_equal_single_replies() {
 fn an_ended_runtime_leaves_no_caller_waiting() {
     let Some((server, stores, store, [window, _, rate])) = start("runtime:") else { return };
     let ask = take(&[window, rate], 7);
-    stores.runtime.block_on(store.ask(&ask, NOW)).unwrap();
+    stores.runtime.block_on(store.apply(&ask, NOW)).unwrap();
     server.freeze();
     let _ended = ask_all(&stores.runtime, &store, vec![ask.clone(); 3 * UNDER_WAY]);
     thread::sleep(Duration::from_millis(100));
@@ -360,6 +360,6 @@ fn an_ended_runtime_leaves_no_caller_waiting() {
             // Who asks first may meet the connection of the runtime that ended.
             drop(answer.unwrap());
         }
-        assert!(store.ask(&take(&[window, rate], 8), NOW).await.is_ok());
+        assert!(store.apply(&take(&[window, rate], 8), NOW).await.is_ok());
     });
 }

@@ -7,7 +7,7 @@ use tidegate_core::{
     Batch, Clock, Concurrency, Key, Limit, LimitKind, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
 };
 use tidegate_store::{
-    Answer, Fleet, FleetOptions, Remote, RowsOptions, Store as _, StoreError, TimeSource, fleet_limits,
+    DatabaseOptions, Fleet, FleetOptions, RemoteStore, Store as _, StoreError, StoreResponse, TimeSource, fleet_limits,
 };
 use tidegate_testkit::fixtures;
 
@@ -23,9 +23,9 @@ pub(crate) fn outlives_restarts<K: Kind>() {
     runtime().block_on(async {
         let store = open();
         assert_eq!(patiently(&store, &take(1), Time::ZERO).await.list()[0].verdict, Verdict::Admitted);
-        assert_eq!(store.ask(&take(1), Time::ZERO).await.unwrap().list()[0].verdict, Verdict::Refused);
-        let seed = store.seed([7; 16]).await.unwrap();
-        assert_eq!((seed, open().seed([8; 16]).await.unwrap()), ([7; 16], [7; 16]));
+        assert_eq!(store.apply(&take(1), Time::ZERO).await.unwrap().list()[0].verdict, Verdict::Refused);
+        let seed = store.get_or_insert_seed([7; 16]).await.unwrap();
+        assert_eq!((seed, open().get_or_insert_seed([8; 16]).await.unwrap()), ([7; 16], [7; 16]));
         for round in 0..K::RESTARTS.len() as u64 {
             assert!(!patiently(&store, &take(0), Time::ZERO).await.refuses(), "round {round}");
             K::RESTARTS[round as usize](&server);
@@ -33,7 +33,7 @@ pub(crate) fn outlives_restarts<K: Kind>() {
             assert_eq!(after.list()[0].used, round + 1);
             assert_eq!(after.list()[1].verdict, Verdict::Blocked);
         }
-        assert_eq!(open().seed([9; 16]).await.unwrap(), [7; 16]);
+        assert_eq!(open().get_or_insert_seed([9; 16]).await.unwrap(), [7; 16]);
     });
 }
 
@@ -48,22 +48,22 @@ pub(crate) fn expires<K: Kind>() {
     runtime().block_on(async {
         let store = K::open(limits, &options(server.url(), "e_", TimeSource::Caller)).unwrap();
         let take = |client| batch(Verb::Take, &[(0, client), (1, client), (2, client)]);
-        let taken = (0..700).map(|client| store.ask(&take(client), fixtures::test_time(0)));
+        let taken = (0..700).map(|client| store.apply(&take(client), fixtures::test_time(0)));
         for outcomes in futures_util::future::join_all(taken).await {
             assert!(!outcomes.unwrap().refuses());
         }
         assert_eq!(K::rows(&server, "e_").await, 2100);
         // The permits are over, the rest isn't.
-        store.ask(&Batch::new(0), fixtures::test_time(40_000)).await.unwrap();
-        store.tend().await.unwrap();
+        store.apply(&Batch::new(0), fixtures::test_time(40_000)).await.unwrap();
+        store.maintain().await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 1400);
-        let still = store.ask(&batch(Verb::Peek, &[(0, 3)]), fixtures::test_time(40_000)).await.unwrap();
+        let still = store.apply(&batch(Verb::Peek, &[(0, 3)]), fixtures::test_time(40_000)).await.unwrap();
         assert_eq!(still.list()[0].used, 1);
         // What is given back leaves no row.
-        store.ask(&batch(Verb::Refund, &[(0, 3), (1, 3)]), fixtures::test_time(40_000)).await.unwrap();
+        store.apply(&batch(Verb::Refund, &[(0, 3), (1, 3)]), fixtures::test_time(40_000)).await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 1398);
-        store.ask(&Batch::new(0), fixtures::test_time(3_700_000)).await.unwrap();
-        store.tend().await.unwrap();
+        store.apply(&Batch::new(0), fixtures::test_time(3_700_000)).await.unwrap();
+        store.maintain().await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 0);
     });
 }
@@ -102,8 +102,8 @@ pub(crate) fn learns_lost_blocks_again<K: Kind>() {
         Fleet::start(Box::new(store), clock, patient)
     };
     let ask = async |node: &Fleet, verb| match node.apply(&batch(verb, &[(0, 1)]), clock.now()) {
-        Answer::Ready(outcomes) => outcomes.list()[0],
-        Answer::Later(later) => later.await.unwrap().list()[0],
+        StoreResponse::Ready(outcomes) => outcomes.list()[0],
+        StoreResponse::Pending(later) => later.await.unwrap().list()[0],
     };
     runtime().block_on(async {
         let (one, two) = (node(1), node(2));
@@ -136,8 +136,8 @@ pub(crate) fn keys_apart<K: Kind>() {
             for key in halves.iter().flat_map(|hi| halves.iter().map(|lo| Key::new(*hi, *lo))) {
                 let mut batch = Batch::new(0);
                 batch.push(Op::new(fixtures::limit_id(limit), Verb::Take, key, 1)).unwrap();
-                assert!(!store.ask(&batch, Time::ZERO).await.unwrap().refuses(), "{limit} {key:?} was another's");
-                assert!(store.ask(&batch, Time::ZERO).await.unwrap().refuses(), "{limit} {key:?} was forgotten");
+                assert!(!store.apply(&batch, Time::ZERO).await.unwrap().refuses(), "{limit} {key:?} was another's");
+                assert!(store.apply(&batch, Time::ZERO).await.unwrap().refuses(), "{limit} {key:?} was forgotten");
             }
         }
     });
@@ -150,7 +150,7 @@ pub(crate) fn leaves_later_versions_alone<K: Kind>() {
     runtime().block_on(async {
         patiently(&open(), &batch(Verb::Take, &[(0, 1)]), Time::ZERO).await;
         K::make_later(&server, "v_").await;
-        let error = open().ask(&batch(Verb::Take, &[(0, 1)]), Time::ZERO).await.unwrap_err().to_string();
+        let error = open().apply(&batch(Verb::Take, &[(0, 1)]), Time::ZERO).await.unwrap_err().to_string();
         assert!(error.contains("version 2"), "{error}");
         assert_eq!(K::rows(&server, "v_").await, 1);
     });
@@ -163,7 +163,7 @@ pub(crate) fn tells_of_outages<K: Kind>() {
     runtime().block_on(async {
         patiently(&*store, &batch(Verb::Take, &[(0, 1)]), Time::ZERO).await;
         server.freeze();
-        let asked: Vec<_> = (0..64).map(|key| store.ask(&batch(Verb::Take, &[(0, key)]), Time::ZERO)).collect();
+        let asked: Vec<_> = (0..64).map(|key| store.apply(&batch(Verb::Take, &[(0, key)]), Time::ZERO)).collect();
         for answer in futures_util::future::join_all(
             asked.into_iter().map(|ask| tokio::spawn(tokio::time::timeout(Duration::from_secs(20), ask))),
         )
@@ -175,7 +175,7 @@ pub(crate) fn tells_of_outages<K: Kind>() {
         patiently(&*store, &batch(Verb::Take, &[(0, 2)]), Time::ZERO).await;
         server.kill();
         let (first, rest) = (Duration::from_secs(5), Duration::from_secs(5));
-        let ask = || store.ask(&batch(Verb::Take, &[(0, 1)]), Time::ZERO);
+        let ask = || store.apply(&batch(Verb::Take, &[(0, 1)]), Time::ZERO);
         assert!(tokio::time::timeout(first, ask()).await.unwrap().is_err());
         let all = async {
             for _ in 0..3 {
@@ -189,20 +189,20 @@ pub(crate) fn tells_of_outages<K: Kind>() {
 /// A prefix is an identifier or nothing; and neither errors nor debug output tell the password.
 pub(crate) fn refuses_hostile_names<K: Kind>() {
     let hostile = ["", "1a", "a b", "a;--", "a\"", "a`", "a'", "a\0", "é", "$where", "a.b", "A", &"a".repeat(33)];
-    let open = |options: &RowsOptions| K::open(plan(vec![an_hour(1)]), options).map(drop);
+    let open = |options: &DatabaseOptions| K::open(plan(vec![an_hour(1)]), options).map(drop);
     for prefix in hostile {
         let refused = open(&options(K::NOWHERE, prefix, TimeSource::Store));
         assert!(matches!(refused, Err(StoreError::Failed(_))), "{prefix:?} was taken");
     }
-    let fine = RowsOptions::new(K::NOWHERE);
+    let fine = DatabaseOptions::new(K::NOWHERE);
     assert!(open(&fine).is_ok());
-    assert!(open(&RowsOptions { connections: 0, ..fine.clone() }).is_err());
+    assert!(open(&DatabaseOptions { connections: 0, ..fine.clone() }).is_err());
     assert!(!format!("{fine:?}").contains("secret"));
     for url in ["", "secret", "redis://secret@localhost", "://secret"] {
-        let error = open(&RowsOptions::new(url)).unwrap_err().to_string();
+        let error = open(&DatabaseOptions::new(url)).unwrap_err().to_string();
         assert!(!error.contains("secret"), "{error}");
     }
     let store = K::open(plan(vec![an_hour(1)]), &fine).unwrap();
-    let error = runtime().block_on(store.ask(&batch(Verb::Take, &[(0, 1)]), Time::ZERO)).unwrap_err().to_string();
+    let error = runtime().block_on(store.apply(&batch(Verb::Take, &[(0, 1)]), Time::ZERO)).unwrap_err().to_string();
     assert!(!error.contains("secret"), "{error}");
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use tidegate_core::{Batch, Limits, Op, Outcomes, Span, Time, Verb};
-use tidegate_store::{Direct, Remote, RowsOptions, StoreError, TimeSource};
+use tidegate_store::{DatabaseOptions, DirectStore, RemoteStore, StoreError, TimeSource};
 use tidegate_testkit::conformance::{Backend, ConformanceOptions, check_conformance};
 use tidegate_testkit::servers::database::DatabaseServer;
 use tidegate_testkit::{fixtures, random};
@@ -25,7 +25,7 @@ pub(crate) use processes::{child, counts_with_another_process, survives_a_killed
 /// A kind of store.
 pub(crate) trait Kind: Sync + 'static {
     /// The store.
-    type Store: Remote;
+    type Store: RemoteStore;
 
     /// Whether a client that is killed may leave a batch half charged.
     const HALF_TAKEN: bool;
@@ -49,7 +49,7 @@ pub(crate) trait Kind: Sync + 'static {
     fn make_later(server: &DatabaseServer, prefix: &str) -> impl Future<Output = ()>;
 
     /// A store there.
-    fn open(limits: Arc<Limits>, options: &RowsOptions) -> Result<Self::Store, StoreError>;
+    fn open(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<Self::Store, StoreError>;
 }
 
 /// Ways that every server bears.
@@ -171,16 +171,16 @@ pub(crate) fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-fn options(url: &str, prefix: &str, time: TimeSource) -> RowsOptions {
-    RowsOptions { prefix: prefix.into(), connections: 4, time, ..RowsOptions::new(url) }
+fn options(url: &str, prefix: &str, time: TimeSource) -> DatabaseOptions {
+    DatabaseOptions { prefix: prefix.into(), connections: 4, time_source: time, ..DatabaseOptions::new(url) }
 }
 
 impl<K: Kind> Backend for Stores<'_, K> {
-    type Store = Direct<K::Store>;
+    type Store = DirectStore<K::Store>;
 
     fn open(&self, limits: Arc<Limits>) -> Self::Store {
         let prefix = format!("t{}_", self.next.fetch_add(1, Ordering::Relaxed));
-        Direct(K::open(limits, &options(self.server.url(), &prefix, self.time)).unwrap())
+        DirectStore(K::open(limits, &options(self.server.url(), &prefix, self.time)).unwrap())
     }
 
     fn set_now(&self, _: &Self::Store, _: Time) -> bool {
@@ -210,16 +210,16 @@ fn batch(verb: Verb, places: &[(usize, u64)]) -> Batch {
 }
 
 /// What is used of each limit.
-async fn used(store: &impl Remote, places: &[(usize, u64)]) -> Vec<u64> {
-    let outcomes = store.ask(&batch(Verb::Peek, places), Time::ZERO).await.unwrap();
+async fn used(store: &impl RemoteStore, places: &[(usize, u64)]) -> Vec<u64> {
+    let outcomes = store.apply(&batch(Verb::Peek, places), Time::ZERO).await.unwrap();
     outcomes.list().iter().map(|outcome| outcome.used).collect()
 }
 
 /// Asks until somebody answers, for up to 20 seconds: a server that was just started may not be ready.
-async fn patiently(store: &impl Remote, batch: &Batch, now: Time) -> Outcomes {
+async fn patiently(store: &impl RemoteStore, batch: &Batch, now: Time) -> Outcomes {
     let mut last = None;
     for _ in 0..200 {
-        match store.ask(batch, now).await {
+        match store.apply(batch, now).await {
             Ok(outcomes) => return outcomes,
             Err(error) => last = Some(error),
         }
@@ -241,11 +241,11 @@ pub(crate) fn knows_no_such_limit<K: Kind>() {
     let store = K::open(plan(vec![an_hour(1)]), &options(server.url(), "n_", TimeSource::Store)).unwrap();
     runtime().block_on(async {
         for verb in [Verb::Take, Verb::Refund, Verb::Reset, Verb::Peek] {
-            let outcomes = store.ask(&batch(verb, &[(7, 1)]), Time::ZERO).await.unwrap();
+            let outcomes = store.apply(&batch(verb, &[(7, 1)]), Time::ZERO).await.unwrap();
             assert!(outcomes.list().len() == 1 && !outcomes.refuses(), "{verb:?}: {outcomes:?}");
         }
         assert_eq!(K::rows(&server, "n_").await, 0);
-        assert!(!store.ask(&batch(Verb::Take, &[(0, 1), (7, 1)]), Time::ZERO).await.unwrap().refuses());
+        assert!(!store.apply(&batch(Verb::Take, &[(0, 1), (7, 1)]), Time::ZERO).await.unwrap().refuses());
     });
 }
 
@@ -263,7 +263,7 @@ pub(crate) fn ignores_clocks<K: Kind>() {
                     for call in 0..100_u64 {
                         let stepped = if call < 50 { Span::ZERO } else { Span::from_secs(10) };
                         let told = fixtures::test_time(task * 937) - stepped;
-                        let outcomes = store.ask(&batch(Verb::Take, &[(0, 1)]), told).await.unwrap();
+                        let outcomes = store.apply(&batch(Verb::Take, &[(0, 1)]), told).await.unwrap();
                         admitted += u32::from(!outcomes.refuses());
                         let wait = outcomes.list()[0].retry_at.since(outcomes.now());
                         assert!(wait <= Span::from_secs(3600), "{wait:?}");
@@ -300,7 +300,7 @@ pub(crate) fn orders<K: Kind>() {
                         let fresh = (0, 1_000 + (call as u64));
                         let mut places = places.to_vec();
                         places.insert(call % 4, fresh);
-                        let outcomes = store.ask(&batch(Verb::Take, &places), Time::ZERO).await.unwrap();
+                        let outcomes = store.apply(&batch(Verb::Take, &places), Time::ZERO).await.unwrap();
                         admitted += u64::from(!outcomes.refuses());
                     }
                     admitted

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use tidegate_core::{Time, Verb};
-use tidegate_store::{Remote as _, TimeSource};
+use tidegate_store::{RemoteStore as _, TimeSource};
 
 use super::{Kind, an_hour, batch, options, patiently, plan, runtime, used};
 
@@ -53,7 +53,7 @@ async fn count<K: Kind>(url: &str) -> u64 {
             tokio::spawn(async move {
                 let mut admitted = 0;
                 for _ in 0..100 {
-                    let outcomes = store.ask(&batch(Verb::Take, &[(0, 1)]), Time::ZERO).await.unwrap();
+                    let outcomes = store.apply(&batch(Verb::Take, &[(0, 1)]), Time::ZERO).await.unwrap();
                     admitted += u64::from(!outcomes.refuses());
                 }
                 admitted
@@ -86,7 +86,7 @@ fn hammer<K: Kind>(url: &str) {
                 let store = Arc::clone(&store);
                 tokio::spawn(async move {
                     for _ in 0..1_000_000 {
-                        let asked = store.ask(&batch(Verb::Take, &[(0, 1), (1, 2), (2, 3)]), Time::ZERO).await;
+                        let asked = store.apply(&batch(Verb::Take, &[(0, 1), (1, 2), (2, 3)]), Time::ZERO).await;
                         println!("passed {}", u64::from(!asked.unwrap().refuses()));
                         std::io::stdout().flush().unwrap();
                     }
@@ -121,7 +121,7 @@ pub(crate) fn survives_a_killed_client<K: Kind>() {
             let take = batch(Verb::Take, &places);
             let outcomes = match K::HALF_TAKEN {
                 true => patiently(&store, &take, Time::ZERO).await,
-                false => store.ask(&take, Time::ZERO).await.unwrap(),
+                false => store.apply(&take, Time::ZERO).await.unwrap(),
             };
             assert!(!outcomes.refuses());
             let used = used(&store, &places).await;

@@ -18,7 +18,7 @@ use tidegate_core::{
     PacerSpec, SharedPacerRules, Sharing, Span, Time, Verb,
 };
 use tidegate_policy::{KeySeed, limit_tag};
-use tidegate_store::{Answer, AnyStore, Store, StoreError};
+use tidegate_store::{AnyStore, Store, StoreError, StoreResponse};
 use tokio::runtime::Handle;
 
 use tidegate_runtime::random::random_u64;
@@ -124,7 +124,7 @@ impl SharedPace {
         let (wait, missed) =
             self.lock_cached().update(&self.rules, call, step, self.local_workers.load(Ordering::Relaxed), now);
         if let Some(missed) = missed {
-            self.store.tell(&Batch::with_op(0, Op::new(limit_ids().0, Verb::Debit, self.key, missed)), now);
+            self.store.submit(&Batch::with_op(0, Op::new(limit_ids().0, Verb::Debit, self.key, missed)), now);
         }
         wait
     }
@@ -135,7 +135,7 @@ impl SharedPace {
         if is_due {
             cached.maintained_at = now;
             drop(cached);
-            self.store.tend(now);
+            self.store.maintain(now);
         }
     }
 }
@@ -204,8 +204,8 @@ impl PaceWorker {
     pub(super) async fn report_call(&self, failed: bool) -> Duration {
         let call = self.new_report(failed);
         match self.send_report(call) {
-            Answer::Ready(outcomes) => self.pace.apply_answer(call, Ok(outcomes)),
-            Answer::Later(answer) => {
+            StoreResponse::Ready(outcomes) => self.pace.apply_answer(call, Ok(outcomes)),
+            StoreResponse::Pending(answer) => {
                 let Some(runtime) = &self.pace.runtime else { return self.pace.apply_answer(call, answer.await) };
                 let pace = Arc::clone(&self.pace);
                 let task = runtime.spawn(async move { pace.apply_answer(call, answer.await) });
@@ -222,9 +222,9 @@ impl PaceWorker {
     pub(super) fn report_call_blocking(&self, failed: bool) -> Duration {
         let call = self.new_report(failed);
         let answer = match (self.send_report(call), &self.pace.runtime) {
-            (Answer::Ready(outcomes), _) => Ok(outcomes),
-            (Answer::Later(_), None) => Err(StoreError::Unavailable),
-            (Answer::Later(answer), Some(runtime)) => {
+            (StoreResponse::Ready(outcomes), _) => Ok(outcomes),
+            (StoreResponse::Pending(_), None) => Err(StoreError::Unavailable),
+            (StoreResponse::Pending(answer), Some(runtime)) => {
                 let (sender, receiver) = sync_channel(1);
                 runtime.spawn(async move { sender.send(answer.await) });
                 receiver.recv_timeout(ANSWER_TIMEOUT).unwrap_or(Err(StoreError::Timeout(ANSWER_TIMEOUT)))
@@ -237,7 +237,7 @@ impl PaceWorker {
         PaceReport { failed, draw: self.pace.lock_cached().rng.next_u32() }
     }
 
-    fn send_report(&self, PaceReport { failed, draw }: PaceReport) -> Answer<<AnyStore as Store>::Later> {
+    fn send_report(&self, PaceReport { failed, draw }: PaceReport) -> StoreResponse<<AnyStore as Store>::Future> {
         let SharedPace { store, key, clock, local_workers: own_workers, .. } = &*self.pace;
         if !self.is_counted.swap(true, Ordering::Relaxed) {
             own_workers.fetch_add(1, Ordering::Relaxed);
@@ -255,7 +255,7 @@ impl PaceWorker {
         let SharedPace { store, key, clock, .. } = &*self.pace;
         let (pace, workers) = limit_ids();
         let ops = [Op::new(workers, Verb::Renew, *key, 1), Op::new(pace, Verb::Debit, *key, 0)];
-        store.tell(&Batch::new(self.holder).with_ops(ops), clock.now());
+        store.submit(&Batch::new(self.holder).with_ops(ops), clock.now());
     }
 
     pub(super) fn interval(&self) -> Duration {
@@ -286,7 +286,7 @@ impl Drop for PaceWorker {
         let SharedPace { store, key, clock, local_workers: own_workers, runtime, .. } = &*self.pace;
         own_workers.fetch_sub(1, Ordering::Relaxed);
         let release = Batch::with_op(self.holder, Op::new(limit_ids().1, Verb::Release, *key, 1));
-        if let (Answer::Later(answer), Some(runtime)) = (store.apply(&release, clock.now()), runtime) {
+        if let (StoreResponse::Pending(answer), Some(runtime)) = (store.apply(&release, clock.now()), runtime) {
             // The pace must outlive the request, because the store is dropped with its last worker.
             let pace = Arc::clone(&self.pace);
             runtime.spawn(async move {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tidegate::clock::TokioClock;
 use tidegate::outbound::{Attempt, AttemptOutcome, CallErrorKind, CallOptions, Outbound, Provider, Upstream, Urgency};
 use tidegate::policy::KeySeed;
-use tidegate::store::{Answer, Memory, Store, StoreError};
+use tidegate::store::{Memory, Store, StoreError, StoreResponse};
 use tidegate::{Clock as _, Span, Time};
 use tidegate_core::call::AttemptReport;
 use tidegate_core::{Batch, Lane, Limits, Outcomes};
@@ -233,28 +233,28 @@ struct Remote {
 }
 
 impl Store for Remote {
-    type Later = std::pin::Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
+    type Future = std::pin::Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>> + Send>>;
 
     fn limits(&self) -> &Arc<Limits> {
         self.memory.limits()
     }
 
-    fn apply(&self, batch: &Batch, _now: Time) -> Answer<Self::Later> {
+    fn apply(&self, batch: &Batch, _now: Time) -> StoreResponse<Self::Future> {
         let (memory, batch, clock, fails) =
             (Arc::clone(&self.memory), batch.clone(), self.clock, Arc::clone(&self.fails));
-        Answer::Later(Box::pin(async move {
+        StoreResponse::Pending(Box::pin(async move {
             tokio::time::sleep(Duration::from_millis(5)).await;
             if fails.load(Ordering::Relaxed) > 0 {
                 fails.fetch_sub(1, Ordering::Relaxed);
                 return Err(StoreError::Failed("away".to_owned()));
             }
-            let Answer::Ready(outcomes) = memory.apply(&batch, clock.now());
+            let StoreResponse::Ready(outcomes) = memory.apply(&batch, clock.now());
             Ok(outcomes)
         }))
     }
 
-    fn tell(&self, batch: &Batch, now: Time) {
-        self.memory.tell(batch, now);
+    fn submit(&self, batch: &Batch, now: Time) {
+        self.memory.submit(batch, now);
     }
 }
 

@@ -11,30 +11,30 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use lock_api::{GuardSend, RawMutex};
 
 /// Pauses before the second look; each is 20 to 50 ns.
-const FIRST_PAUSES: u32 = 8;
+const MIN_PAUSES: u32 = 8;
 /// Pauses before the last look that is still spun for, after some microseconds in all.
-const MOST_PAUSES: u32 = 64;
+const MAX_PAUSES: u32 = 64;
 
 /// The lock without its data, for [`lock_api`].
 #[derive(Debug)]
-pub struct Spin(AtomicBool);
+pub struct RawSpinLock(AtomicBool);
 
 /// Data behind a spinning lock.
-pub type Lock<T> = lock_api::Mutex<Spin, T>;
+pub type SpinLock<T> = lock_api::Mutex<RawSpinLock, T>;
 /// Access to the data of a [`Lock`], until it is dropped.
-pub type LockGuard<'a, T> = lock_api::MutexGuard<'a, Spin, T>;
+pub type SpinLockGuard<'a, T> = lock_api::MutexGuard<'a, RawSpinLock, T>;
 
 #[expect(unsafe_code, reason = "the trait is unsafe to implement: it promises mutual exclusion")]
 // SAFETY: `lock` and `try_lock` return (true) only after this thread changed the flag from false to true with Acquire
 // ordering, and only `unlock`, which the holder alone calls, changes it back, with Release ordering.
-unsafe impl RawMutex for Spin {
+unsafe impl RawMutex for RawSpinLock {
     const INIT: Self = Self(AtomicBool::new(false));
     type GuardMarker = GuardSend;
 
     #[inline]
     fn lock(&self) {
         if !self.try_lock() {
-            self.wait();
+            self.lock_slow();
         }
     }
 
@@ -49,12 +49,12 @@ unsafe impl RawMutex for Spin {
     }
 }
 
-impl Spin {
+impl RawSpinLock {
     #[cold]
-    fn wait(&self) {
-        let mut pauses = FIRST_PAUSES;
+    fn lock_slow(&self) {
+        let mut pauses = MIN_PAUSES;
         loop {
-            if pauses <= MOST_PAUSES {
+            if pauses <= MAX_PAUSES {
                 (0..pauses).for_each(|_| spin_loop());
                 pauses *= 2;
             } else {
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn the_lock_is_mutually_exclusive() {
-        let lock = Lock::new(0_u64);
+        let lock = SpinLock::new(0_u64);
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {

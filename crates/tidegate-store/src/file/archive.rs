@@ -12,37 +12,38 @@ use tidegate_core::state::Usage;
 use tidegate_core::{Key, KeyState, Limit, LimitId, Op, Span, Time, Verb};
 
 /// The time that a state stays past its end.
-pub(super) const KEPT: Span = Span::from_secs(7 * 86_400);
+pub(super) const ARCHIVE_DURATION: Span = Span::from_secs(7 * 86_400);
 /// The most rows past their end, about 60 MB. At the bound the first that are looked over go.
-pub(super) const MOST: u64 = 1 << 20;
+pub(super) const MAX_ARCHIVED_ROWS: u64 = 1 << 20;
 /// A state that ended less than this before an opening displaces none that was set aside before it: between two
 /// processes that follow each other closely the clock wasn't set by much, and an earlier state is the one it lost.
-const CLOSELY: Span = Span::from_secs(3_600);
+const RESTART_GAP: Span = Span::from_secs(3_600);
 
 /// A key's rows, decoded.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+pub(super) struct StoredStates {
     pub state: Option<KeyState>,
-    pub aside: Option<KeyState>,
+    pub archived: Option<KeyState>,
 }
 
-impl Kept {
+impl StoredStates {
     /// The same with what counts at an opening at `now` as the state, and true if that is another arrangement.
-    pub(super) fn arranged(self, limit: &Limit, now: Time) -> (Self, bool) {
-        let counts = |state: &KeyState| state.idle_at(limit) > now;
-        let alone = |state| Self { state: Some(state), aside: None };
-        match (self.state, self.aside) {
-            (Some(state), None) if counts(&state) => (alone(state), false),
-            (Some(state), None) => (Self { state: None, aside: Some(state) }, true),
-            (None, Some(aside)) if counts(&aside) => (alone(aside), true),
-            (None, aside) => (Self { state: None, aside }, false),
-            (Some(state), Some(aside)) => match (counts(&state), counts(&aside)) {
-                (true, false) => (Self { state: Some(state), aside: Some(aside) }, false),
-                (false, true) => (Self { state: Some(aside), aside: Some(state) }, true),
-                (true, true) => (both(state, aside, limit, now), true),
+    pub(super) fn reconcile(self, limit: &Limit, now: Time) -> (Self, bool) {
+        let is_live = |state: &KeyState| state.idle_at(limit) > now;
+        let without_archived = |state| Self { state: Some(state), archived: None };
+        match (self.state, self.archived) {
+            (Some(state), None) if is_live(&state) => (without_archived(state), false),
+            (Some(state), None) => (Self { state: None, archived: Some(state) }, true),
+            (None, Some(aside)) if is_live(&aside) => (without_archived(aside), true),
+            (None, aside) => (Self { state: None, archived: aside }, false),
+            (Some(state), Some(aside)) => match (is_live(&state), is_live(&aside)) {
+                (true, false) => (Self { state: Some(state), archived: Some(aside) }, false),
+                (false, true) => (Self { state: Some(aside), archived: Some(state) }, true),
+                (true, true) => (merge_live_states(state, aside, limit, now), true),
                 (false, false) => {
-                    let displaces = period(&state).is_some() || now.since(state.idle_at(limit)) > CLOSELY;
-                    (Self { state: None, aside: Some(if displaces { state } else { aside }) }, true)
+                    let replaces_archived =
+                        period_start(&state).is_some() || now.since(state.idle_at(limit)) > RESTART_GAP;
+                    (Self { state: None, archived: Some(if replaces_archived { state } else { aside }) }, true)
                 }
             },
         }
@@ -51,29 +52,29 @@ impl Kept {
 
 /// Two states that count at `now`, the clock being set back: of a quota the nearer period, with the other to come; else one
 /// state with what is stricter of each. The later block holds in any case.
-fn both(state: KeyState, aside: KeyState, limit: &Limit, now: Time) -> Kept {
-    let record = later_block(state.penalty_record(), aside.penalty_record(), limit, now);
+fn merge_live_states(state: KeyState, archived: KeyState, limit: &Limit, now: Time) -> StoredStates {
+    let record = with_later_block(state.penalty_record(), archived.penalty_record(), limit, now);
     let with_record = |state: &KeyState| KeyState::new(state.usage().clone(), record);
-    if let (Usage::Quota(own), Usage::Quota(other)) = (state.usage(), aside.usage()) {
+    if let (Usage::Quota(own), Usage::Quota(other)) = (state.usage(), archived.usage()) {
         let (own, other) = (*own, *other);
         if other.period == own.period {
-            let fuller = if other.used > own.used { aside } else { state };
-            return Kept { state: Some(with_record(&fuller)), aside: None };
+            let most_used = if other.used > own.used { archived } else { state };
+            return StoredStates { state: Some(with_record(&most_used)), archived: None };
         }
         let is_nearer = other.period.end > now && (own.period.end <= now || other.period.start < own.period.start);
-        let (nearer, further) = if is_nearer { (aside, state) } else { (state, aside) };
-        return Kept { state: Some(with_record(&nearer)), aside: Some(further) };
+        let (nearer, further) = if is_nearer { (archived, state) } else { (state, archived) };
+        return StoredStates { state: Some(with_record(&nearer)), archived: Some(further) };
     }
-    let remaining = |state: &KeyState| {
+    let remaining_in = |state: &KeyState| {
         let op = Op::new(LimitId::FIRST, Verb::Peek, Key::default(), 0);
         let bare = KeyState::new(state.usage().clone(), PenaltyRecord::default());
         bare.peek(&OpContext { op: &op, limit, batch: BatchContext::default(), now }).remaining
     };
-    let stricter = if remaining(&aside) < remaining(&state) { &aside } else { &state };
-    Kept { state: Some(with_record(stricter)), aside: None }
+    let stricter = if remaining_in(&archived) < remaining_in(&state) { &archived } else { &state };
+    StoredStates { state: Some(with_record(stricter)), archived: None }
 }
 
-fn later_block(own: &PenaltyRecord, other: &PenaltyRecord, limit: &Limit, now: Time) -> PenaltyRecord {
+fn with_later_block(own: &PenaltyRecord, other: &PenaltyRecord, limit: &Limit, now: Time) -> PenaltyRecord {
     let Some(penalty) = limit.penalty() else { return PenaltyRecord::default() };
     let [own, other] = [own, other].map(|record| {
         let mut record = *record;
@@ -85,7 +86,7 @@ fn later_block(own: &PenaltyRecord, other: &PenaltyRecord, limit: &Limit, now: T
 }
 
 /// The beginning of the period that a quota's state counts.
-pub(super) fn period(state: &KeyState) -> Option<Time> {
+pub(super) fn period_start(state: &KeyState) -> Option<Time> {
     match state.usage() {
         Usage::Quota(ledger) => Some(ledger.period.start),
         _ => None,

@@ -10,10 +10,10 @@ use tokio::runtime::Builder;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-use super::{Driver, Engine, Group, QUEUE};
+use super::{BatchGroup, GroupDriver, GroupExecutor, MAX_WAITING_BATCHES};
 use crate::StoreError;
-use crate::rows::ledger::{Change, Ledger};
-use crate::rows::{Fault, RowKey};
+use crate::rows::loaded_rows::{LoadedRows, RowChange};
+use crate::rows::{GroupError, RowKey};
 
 /// A driver over no rows at all.
 #[derive(Default)]
@@ -21,7 +21,7 @@ struct Fake<const SAME_ROWS: bool> {
     /// One permit lets one group through.
     gate: Option<Semaphore>,
     /// What the next groups meet.
-    faults: Mutex<Vec<Fault>>,
+    faults: Mutex<Vec<GroupError>>,
     /// The keys of groups under way.
     busy: Mutex<Vec<RowKey>>,
     /// Of each group: how many calls, and over how many rows.
@@ -38,12 +38,16 @@ impl<const SAME_ROWS: bool> Fake<SAME_ROWS> {
     }
 }
 
-impl<const SAME_ROWS: bool> Driver for Fake<SAME_ROWS> {
-    const SAME_ROWS: bool = SAME_ROWS;
+impl<const SAME_ROWS: bool> GroupDriver for Fake<SAME_ROWS> {
+    const REQUIRES_SAME_ROWS: bool = SAME_ROWS;
 
-    async fn carry(&self, limits: &Limits, group: &Group) -> Result<Vec<Result<Outcomes, StoreError>>, Fault> {
-        self.groups.lock().push((group.calls().len(), group.keys().len()));
-        let keys = group.keys().iter().map(|(key, _)| *key).filter(|_| !group.looks());
+    async fn execute(
+        &self,
+        limits: &Limits,
+        group: &BatchGroup,
+    ) -> Result<Vec<Result<Outcomes, StoreError>>, GroupError> {
+        self.groups.lock().push((group.batches().len(), group.keys().len()));
+        let keys = group.keys().iter().map(|(key, _)| *key).filter(|_| !group.is_read_only());
         for key in keys.clone() {
             let mut busy = self.busy.lock();
             assert!(!busy.contains(&key), "two groups have one row");
@@ -57,13 +61,13 @@ impl<const SAME_ROWS: bool> Driver for Fake<SAME_ROWS> {
         if let Some(fault) = self.faults.lock().pop() {
             return Err(fault);
         }
-        Ok(Ledger::new(limits, group, []).settle(group, |call| call.now()))
+        Ok(LoadedRows::new(limits, group, []).execute_all(group, |call| call.now()))
     }
 }
 
-fn engine<const SAME_ROWS: bool>(driver: Fake<SAME_ROWS>, most: usize) -> Engine<Fake<SAME_ROWS>> {
+fn engine<const SAME_ROWS: bool>(driver: Fake<SAME_ROWS>, most: usize) -> GroupExecutor<Fake<SAME_ROWS>> {
     let window = Window::new(10, Span::from_secs(60), 64).unwrap();
-    Engine::new(driver, Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(window)))), most)
+    GroupExecutor::new(driver, Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(window)))), most)
 }
 
 fn batch(verb: Verb, keys: &[u64]) -> Batch {
@@ -77,8 +81,8 @@ fn batch(verb: Verb, keys: &[u64]) -> Batch {
 type Asked = JoinHandle<Result<Outcomes, StoreError>>;
 
 /// Asks, and lets those who wait get in line.
-async fn ask<D: Driver>(engine: &Engine<D>, batch: &Batch) -> Asked {
-    let asked = tokio::spawn(engine.ask(batch, Time::from_secs(1)));
+async fn ask<D: GroupDriver>(engine: &GroupExecutor<D>, batch: &Batch) -> Asked {
+    let asked = tokio::spawn(engine.apply(batch, Time::from_secs(1)));
     for _ in 0..3 {
         tokio::task::yield_now().await;
     }
@@ -146,11 +150,12 @@ fn a_full_queue_refuses_immediately() {
     run(async {
         let engine = engine(Fake::<false>::shut(), 1);
         let first = ask(&engine, &batch(Verb::Take, &[1])).await;
-        let waiting: Vec<Asked> =
-            (0..QUEUE).map(|_| tokio::spawn(engine.ask(&batch(Verb::Take, &[1]), Time::from_secs(1)))).collect();
+        let waiting: Vec<Asked> = (0..MAX_WAITING_BATCHES)
+            .map(|_| tokio::spawn(engine.apply(&batch(Verb::Take, &[1]), Time::from_secs(1))))
+            .collect();
         tokio::task::yield_now().await;
         assert!(matches!(ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap(), Err(StoreError::Failed(_))));
-        engine.driver().gate.as_ref().unwrap().add_permits(QUEUE);
+        engine.driver().gate.as_ref().unwrap().add_permits(MAX_WAITING_BATCHES);
         first.await.unwrap().unwrap();
         for asked in waiting {
             asked.await.unwrap().unwrap();
@@ -162,11 +167,11 @@ fn a_full_queue_refuses_immediately() {
 fn conflicts_are_retried_and_failures_reported() {
     run(async {
         let engine = engine(Fake::<false>::default(), 1);
-        let faults = [Fault::Conflict("deadlock".into()), Fault::Broken("gone".into())];
+        let faults = [GroupError::Conflict("deadlock".into()), GroupError::ConnectionLost("gone".into())];
         engine.driver().faults.lock().extend(faults);
         ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap();
         assert_eq!(engine.driver().groups().len(), 3);
-        engine.driver().faults.lock().push(Fault::Failed("no such table".into()));
+        engine.driver().faults.lock().push(GroupError::Failed("no such table".into()));
         let error = ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap_err();
         assert_eq!(error.to_string(), "the store failed: no such table");
         assert_eq!(engine.driver().groups().len(), 4);
@@ -179,7 +184,7 @@ fn an_unreachable_server_fails_all_waiting_requests() {
         let engine = engine(Fake::<false>::shut(), 1);
         let first = ask(&engine, &batch(Verb::Take, &[1])).await;
         let second = ask(&engine, &batch(Verb::Take, &[1])).await;
-        engine.driver().faults.lock().push(Fault::Unreachable("nobody".into()));
+        engine.driver().faults.lock().push(GroupError::Unreachable("nobody".into()));
         engine.driver().gate.as_ref().unwrap().add_permits(1);
         assert!(first.await.unwrap().is_err() && second.await.unwrap().is_err());
         assert_eq!(engine.driver().groups().len(), 1);
@@ -188,17 +193,21 @@ fn an_unreachable_server_fails_all_waiting_requests() {
 
 /// A driver that finds one readable row and one that isn't.
 #[derive(Default)]
-struct Foreign(Mutex<Vec<Change>>);
+struct Foreign(Mutex<Vec<RowChange>>);
 
-impl Driver for Foreign {
-    const SAME_ROWS: bool = false;
+impl GroupDriver for Foreign {
+    const REQUIRES_SAME_ROWS: bool = false;
 
-    async fn carry(&self, limits: &Limits, group: &Group) -> Result<Vec<Result<Outcomes, StoreError>>, Fault> {
+    async fn execute(
+        &self,
+        limits: &Limits,
+        group: &BatchGroup,
+    ) -> Result<Vec<Result<Outcomes, StoreError>>, GroupError> {
         let mut known = Vec::new();
         KeyState::default().encode(&mut known);
         let bytes = [known, vec![0xff, 1]];
-        let mut ledger = Ledger::new(limits, group, group.keys().iter().map(|(key, _)| *key).zip(bytes));
-        let answers = ledger.settle(group, |call| call.now());
+        let mut ledger = LoadedRows::new(limits, group, group.keys().iter().map(|(key, _)| *key).zip(bytes));
+        let answers = ledger.execute_all(group, |call| call.now());
         *self.0.lock() = ledger.changes();
         Ok(answers)
     }
@@ -209,12 +218,12 @@ fn an_unreadable_row_is_an_error_and_unchanged() {
     run(async {
         let window = Window::new(10, Span::from_secs(60), 64).unwrap();
         let limits = Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(window))));
-        let engine = Engine::new(Foreign::default(), limits, 1);
-        let both = engine.ask(&batch(Verb::Take, &[1, 2]), Time::from_secs(1)).await;
+        let engine = GroupExecutor::new(Foreign::default(), limits, 1);
+        let both = engine.apply(&batch(Verb::Take, &[1, 2]), Time::from_secs(1)).await;
         assert!(matches!(both, Err(StoreError::Failed(_))));
-        assert_eq!(*engine.driver().0.lock(), [Change::Keep, Change::Keep]);
-        engine.ask(&batch(Verb::Take, &[1]), Time::from_secs(1)).await.unwrap();
-        assert!(matches!(engine.driver().0.lock()[..], [Change::Write(..)]));
+        assert_eq!(*engine.driver().0.lock(), [RowChange::Keep, RowChange::Keep]);
+        engine.apply(&batch(Verb::Take, &[1]), Time::from_secs(1)).await.unwrap();
+        assert!(matches!(engine.driver().0.lock()[..], [RowChange::Write(..)]));
     });
 }
 
@@ -228,7 +237,7 @@ fn every_request_is_answered() {
         for _ in 0..2_000 {
             let keys: Vec<u64> = (0..random.between(1, 4)).map(|_| random.below(12)).collect();
             let verb = random.pick(&[Verb::Take, Verb::Take, Verb::Peek]);
-            asked.push(tokio::spawn(engine.ask(&batch(verb, &keys), Time::from_secs(1))));
+            asked.push(tokio::spawn(engine.apply(&batch(verb, &keys), Time::from_secs(1))));
             if random.chance(20) {
                 tokio::task::yield_now().await;
             }

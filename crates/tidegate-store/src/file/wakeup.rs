@@ -1,0 +1,88 @@
+//! What calls the writer, and how far it is behind.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use tidegate_core::{Span, Time};
+
+/// Rung by who changes something, and heard by the writer.
+#[derive(Default)]
+pub(super) struct WriterWakeup {
+    signals: Mutex<WriterSignals>,
+    condvar: Condvar,
+}
+
+/// What the writer is wanted for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct WriterSignals {
+    /// Something has changed.
+    pub changed: bool,
+    /// Somebody waits.
+    pub urgent: bool,
+    /// It is to go home.
+    pub closing: bool,
+}
+
+impl WriterWakeup {
+    fn lock_signals(&self) -> MutexGuard<'_, WriterSignals> {
+        self.signals.lock()
+    }
+
+    pub(super) fn signal(&self, set_signals: impl FnOnce(&mut WriterSignals)) {
+        let mut signals = self.lock_signals();
+        let before = *signals;
+        set_signals(&mut signals);
+        if before != *signals {
+            self.condvar.notify_all();
+        }
+    }
+
+    /// Waits for a call, for `idle` at the most, and then for `delay` whether it is urgent.
+    pub(super) fn wait(&self, idle: Duration, delay: Duration) -> WriterSignals {
+        let mut signals = self.lock_signals();
+        self.condvar.wait_while_for(&mut signals, |calls| *calls == WriterSignals::default(), idle);
+        self.condvar.wait_while_for(&mut signals, |calls| calls.changed && !calls.urgent && !calls.closing, delay);
+        let received = *signals;
+        *signals = WriterSignals { closing: received.closing, ..WriterSignals::default() };
+        received
+    }
+}
+
+/// Since when there are changes that the file doesn't have, by the time of decisions.
+pub(super) struct WriteLag {
+    /// Those that nobody has begun to write.
+    oldest_unwritten: AtomicU64,
+    /// Those that are being written.
+    oldest_in_write: AtomicU64,
+}
+
+const NO_CHANGE: u64 = u64::MAX;
+
+impl Default for WriteLag {
+    fn default() -> Self {
+        Self { oldest_unwritten: AtomicU64::new(NO_CHANGE), oldest_in_write: AtomicU64::new(NO_CHANGE) }
+    }
+}
+
+impl WriteLag {
+    /// Something has changed. True for the first change since the last writing began.
+    pub(super) fn record_change(&self, now: Time) -> bool {
+        self.oldest_unwritten.compare_exchange(NO_CHANGE, now.as_micros(), Relaxed, Relaxed).is_ok()
+    }
+
+    pub(super) fn start_write(&self) {
+        self.oldest_in_write.store(self.oldest_unwritten.swap(NO_CHANGE, Relaxed), Relaxed);
+    }
+
+    pub(super) fn finish_write(&self) {
+        self.oldest_in_write.store(NO_CHANGE, Relaxed);
+    }
+
+    /// Whether there are changes older than this.
+    #[inline]
+    pub(super) fn exceeds(&self, max_lag: Span, now: Time) -> bool {
+        let since = self.oldest_unwritten.load(Relaxed).min(self.oldest_in_write.load(Relaxed));
+        since != NO_CHANGE && now.since(Time::from_micros(since)) > max_lag
+    }
+}

@@ -1,0 +1,278 @@
+//! Keys under a block, refused here until the block ends.
+//!
+//! A block never shortens, so what the store said of it stays true until its end, counted from when the question was
+//! sent, unless the key is reset. Where the store tells of resets they are heard; elsewhere the block is asked for again
+//! every second, for as long as there is a store to ask. An answer that knows nothing of it doesn't end it: the store may have
+//! lost it. It is *doubted* then, as are all once the store is back from an outage, and ends only if the store says that the
+//! key was reset.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+use tidegate_core::batch::Outcome;
+use tidegate_core::{Batch, Key, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
+use tokio::sync::Notify;
+
+use super::penalty_restore::KnownPenalty;
+
+/// Locks, so that callers seldom meet.
+const SHARD_COUNT: usize = 16;
+/// The most keys under each lock; who doesn't fit asks the store.
+const MAX_BLOCKS_PER_SHARD: usize = 4096;
+
+/// How long a block is believed where resets aren't told, and where they are: they may get lost.
+const TRUST_DURATION: Span = Span::from_secs(1);
+const TRUST_DURATION_WITH_RESETS: Span = Span::from_secs(60);
+
+type BlockShard = HashMap<(LimitId, Key), CachedBlock>;
+
+pub(super) struct BlockCache {
+    limits: Arc<Limits>,
+    trust_duration: Span,
+    shards: [Mutex<BlockShard>; SHARD_COUNT],
+    /// The last moment at which a key was reset, in microseconds by this node's clock.
+    last_reset_at: AtomicU64,
+    /// Wakes the task that settles doubts.
+    pub(super) recheck_wakeup: Notify,
+}
+
+/// What the store said of a batch in which a key was blocked.
+struct CachedBlock {
+    /// When it was asked, until when its answer is believed, and when the block ends, by this node's clock.
+    sent_at: Time,
+    trusted_until: Time,
+    ends_at: Time,
+    /// When it decided, by its own.
+    decided_at: Time,
+    ops_and_outcomes: Box<[(Op, Outcome)]>,
+    /// The batch's affinity.
+    affinity: u64,
+    status: BlockStatus,
+}
+
+/// The source of a block, and the trust in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum BlockStatus {
+    /// The store said so.
+    Confirmed,
+    /// The store may have lost it, or the key was reset: it is to be asked.
+    Unconfirmed,
+    /// This node imposed it, and the store hasn't heard of it.
+    LocalOnly,
+}
+
+impl CachedBlock {
+    fn new(batch: &Batch, outcomes: &Outcomes, time_left: Span, sent_at: Time, status: BlockStatus) -> Self {
+        let ops_and_outcomes = batch.ops().iter().copied().zip(outcomes.list().iter().copied()).collect();
+        let (ends_at, affinity) = (sent_at + time_left, batch.context().affinity);
+        Self {
+            sent_at,
+            trusted_until: ends_at,
+            ends_at,
+            decided_at: outcomes.now(),
+            ops_and_outcomes,
+            affinity,
+            status,
+        }
+    }
+
+    /// What was said of an operation's key and limit, and to which cost.
+    fn cached_outcome(&self, limit: LimitId, key: Key) -> Option<&(Op, Outcome)> {
+        self.ops_and_outcomes.iter().find(|(cached_op, _)| (cached_op.limit, cached_op.key) == (limit, key))
+    }
+
+    /// Whether what was said tells how long a call of this cost has to wait. A smaller one waits for the block, and for
+    /// nothing else if the larger one had room or only waits for that too; a larger one may wait for more room, or for
+    /// good.
+    fn determines_wait(&self, op: &Op) -> bool {
+        self.cached_outcome(op.limit, op.key).is_none_or(|(cached_op, outcome)| {
+            let has_room_after_block = outcome.retry_at <= self.decided_at.max(outcome.block_until);
+            op.cost == cached_op.cost || op.cost < cached_op.cost && has_room_after_block
+        })
+    }
+
+    /// The answer to an operation now; of one that wasn't asked then only that it doesn't stand in the way.
+    fn outcome_now(&self, op: &Op, now: Time) -> Outcome {
+        match self.cached_outcome(op.limit, op.key) {
+            Some((_, outcome)) if outcome.block_until > now => {
+                Outcome { verdict: Verdict::Blocked, remaining: 0, ..*outcome }
+            }
+            Some((_, outcome)) if outcome.verdict.refuses() && outcome.retry_at > now => *outcome,
+            Some((_, outcome)) => Outcome { verdict: Verdict::Admitted, retry_at: now, ..*outcome },
+            None => Outcome::without_limit(Verdict::Admitted, now),
+        }
+    }
+}
+
+impl BlockCache {
+    pub(super) fn new(limits: Arc<Limits>, has_reset_events: bool) -> Self {
+        let trust_duration = if has_reset_events { TRUST_DURATION_WITH_RESETS } else { TRUST_DURATION };
+        Self {
+            limits,
+            trust_duration,
+            shards: Default::default(),
+            last_reset_at: AtomicU64::new(0),
+            recheck_wakeup: Notify::new(),
+        }
+    }
+
+    fn lock_shard(&self, key: Key) -> MutexGuard<'_, BlockShard> {
+        self.shards[key.lo() as usize % SHARD_COUNT].lock()
+    }
+
+    /// The answer to a batch that a known block refuses. While the store isn't there to be asked again, or is to be asked
+    /// whether it lost the block, it is refused for as long as the block was told to last.
+    pub(super) fn refusal_from_cache(&self, batch: &Batch, is_up: bool, now: Time) -> Option<Outcomes> {
+        for op in batch.ops() {
+            if !matches!(op.verb, Verb::Take | Verb::Peek) {
+                return None;
+            }
+            let shard = self.lock_shard(op.key);
+            let Some(block) = shard.get(&(op.limit, op.key)) else { continue };
+            let is_store_preferred = is_up && block.status == BlockStatus::Confirmed;
+            let valid_until = if is_store_preferred { block.trusted_until } else { block.ends_at };
+            let is_conclusive = !is_store_preferred || batch.ops().iter().all(|op| block.determines_wait(op));
+            if now < block.sent_at || now >= valid_until || !is_conclusive {
+                continue;
+            }
+            let counts_refused = |other: &Op| self.limits.get(other.limit).is_some_and(Limit::counts_refused);
+            let must_reach_store = |other: &Op| op.verb == Verb::Take && counts_refused(other);
+            if is_store_preferred && batch.ops().iter().any(must_reach_store) {
+                // A limit that counts refused calls must hear of this one.
+                return None;
+            }
+            let store_now = block.decided_at + now.since(block.sent_at);
+            return Some(Outcomes::new(store_now, batch.ops().iter().map(|op| block.outcome_now(op, store_now))));
+        }
+        None
+    }
+
+    /// True if a node remembers blocks that the answer to such an operation tells of.
+    fn is_cacheable(&self, op: &Op) -> bool {
+        let is_enforced = |limit: &Limit| !limit.is_shadow() && limit.penalty().is_some();
+        matches!(op.verb, Verb::Take | Verb::Peek) && self.limits.get(op.limit).is_some_and(is_enforced)
+    }
+
+    /// Takes note of the blocks in an answer. True if it knows nothing of one that should still live.
+    pub(super) fn update_from_store(&self, batch: &Batch, outcomes: &Outcomes, sent_at: Time) -> bool {
+        let mut any_unconfirmed = false;
+        let decided_at = outcomes.now();
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| self.is_cacheable(op)) {
+            let limit_and_key = (op.limit, op.key);
+            let mut shard = self.lock_shard(op.key);
+            if outcome.block_until <= decided_at {
+                if let Some(block) = shard.get_mut(&limit_and_key).filter(|block| block.sent_at <= sent_at) {
+                    if block.ends_at <= sent_at {
+                        shard.remove(&limit_and_key);
+                    } else if block.status != BlockStatus::LocalOnly {
+                        block.status = BlockStatus::Unconfirmed;
+                        any_unconfirmed = true;
+                    }
+                }
+                continue;
+            }
+            let mut block = CachedBlock::new(
+                batch,
+                outcomes,
+                outcome.block_until.since(decided_at),
+                sent_at,
+                BlockStatus::Confirmed,
+            );
+            // A reset may have been heard before the answer to an older question.
+            let is_reset = self.last_reset_at.load(Ordering::Relaxed) >= sent_at.as_micros();
+            block.trusted_until =
+                block.ends_at.min(sent_at + if is_reset { TRUST_DURATION } else { self.trust_duration });
+            insert_block(&mut shard, limit_and_key, block);
+        }
+        any_unconfirmed
+    }
+
+    /// Takes note of the blocks that this node imposed without the store.
+    pub(super) fn add_local_blocks(&self, batch: &Batch, outcomes: &Outcomes, now: Time) {
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| self.is_cacheable(op)) {
+            if outcome.block_until > now {
+                let block =
+                    CachedBlock::new(batch, outcomes, outcome.block_until.since(now), now, BlockStatus::LocalOnly);
+                insert_block(&mut self.lock_shard(op.key), (op.limit, op.key), block);
+            }
+        }
+    }
+
+    /// A block that the store may have lost, if it still lives.
+    pub(super) fn unconfirmed_penalty(&self, limit: LimitId, key: Key, now: Time) -> Option<KnownPenalty> {
+        let shard = self.lock_shard(key);
+        let block =
+            shard.get(&(limit, key)).filter(|block| block.ends_at > now && block.status == BlockStatus::Unconfirmed)?;
+        let (op, outcome) = block.cached_outcome(limit, key)?;
+        let block_started_at = outcome.block_until - outcome.block;
+        let parole_cost = if outcome.retry_at <= outcome.block_until { op.cost } else { 0 };
+        Some(KnownPenalty {
+            limit,
+            key,
+            affinity: block.affinity,
+            strikes: outcome.strikes,
+            unreported_strikes: 0,
+            parole_cost,
+            last_strike_store_time: Some(block_started_at),
+            last_strike_at: block.sent_at - block.decided_at.since(block_started_at),
+            block_ends_at: block.ends_at,
+        })
+    }
+
+    /// The store knows the block.
+    pub(super) fn confirm(&self, limit: LimitId, key: Key, now: Time) {
+        if let Some(block) = self.lock_shard(key).get_mut(&(limit, key)) {
+            block.status = BlockStatus::Confirmed;
+            block.trusted_until = block.ends_at.min(now + self.trust_duration);
+        }
+    }
+
+    /// Doubts these blocks: the store is to be asked whether it still knows them. Those that this node imposed it hears of
+    /// anyhow.
+    pub(super) fn mark_unconfirmed(&self, is_affected: impl Fn(u64, Key) -> bool) {
+        for shard in &self.shards {
+            for ((_, key), block) in shard.lock().iter_mut() {
+                if block.status == BlockStatus::Confirmed && is_affected(block.affinity, *key) {
+                    block.status = BlockStatus::Unconfirmed;
+                }
+            }
+        }
+    }
+
+    /// The keys whose blocks are doubted.
+    pub(super) fn unconfirmed_keys(&self) -> Vec<(LimitId, Key)> {
+        let unconfirmed_key = |(limit_and_key, block): (&(LimitId, Key), &CachedBlock)| {
+            (block.status == BlockStatus::Unconfirmed).then_some(*limit_and_key)
+        };
+        self.shards
+            .iter()
+            .flat_map(|shard| shard.lock().iter().filter_map(unconfirmed_key).collect::<Vec<_>>())
+            .collect()
+    }
+
+    pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {
+        self.last_reset_at.fetch_max(now.as_micros(), Ordering::Relaxed);
+        self.lock_shard(key).remove(&(limit, key));
+    }
+
+    /// Believes no answer any more: resets may have been missed. Each block is asked for again with the next call.
+    pub(super) fn expire_trust(&self) {
+        for shard in &self.shards {
+            shard.lock().values_mut().for_each(|block| block.trusted_until = block.sent_at);
+        }
+    }
+}
+
+/// Keeps a block, if there is room for it, or one that ends later.
+fn insert_block(shard: &mut BlockShard, limit_and_key: (LimitId, Key), block: CachedBlock) {
+    if shard.len() >= MAX_BLOCKS_PER_SHARD {
+        shard.retain(|_, cached| cached.sent_at <= block.sent_at && block.sent_at < cached.ends_at);
+    }
+    let must_keep = |cached: &CachedBlock| block.status == BlockStatus::LocalOnly && cached.ends_at > block.ends_at;
+    let cached = shard.get(&limit_and_key);
+    if cached.map_or(shard.len() < MAX_BLOCKS_PER_SHARD, |known| !must_keep(known)) {
+        shard.insert(limit_and_key, block);
+    }
+}

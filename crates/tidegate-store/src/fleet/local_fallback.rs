@@ -1,0 +1,259 @@
+//! A node's share of every limit, to go on with while the store can't be reached.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tidegate_core::batch::{OpContext, Outcome, RefusalSummary};
+use tidegate_core::state::Usage;
+use tidegate_core::{Batch, Key, KeyState, LimitId, LimitKind, Limits, Op, Outcomes, Quota, Time, Verb, Verdict};
+
+use super::penalty_restore::KnownPenalty;
+use crate::{ImmediateStore, Memory, Store};
+
+/// The most keys of which the store is told when it is back. What happened to more is forgotten.
+const MAX_UNSYNCED_KEYS: usize = 1 << 16;
+/// The most batches that give permits back then; what more were to be are held until their leases end.
+const MAX_RELEASES: usize = 1 << 12;
+
+/// A memory store of a share of each limit, and what was done there that the store hasn't been told.
+pub(super) struct LocalFallback {
+    memory: Memory,
+    node_count: usize,
+    unsynced: Mutex<HashMap<(LimitId, Key), UnsyncedChange>>,
+    /// Batches that give permits back which the store may know of.
+    releases: Mutex<Vec<Batch>>,
+}
+
+/// What happened to a key meanwhile.
+#[derive(Clone, Copy, Default)]
+pub(super) struct UnsyncedChange {
+    /// What the keys of its batch have in common.
+    affinity: u64,
+    was_reset: bool,
+    /// What was charged and not given back, of a limit that counts.
+    charged: u64,
+    /// Strikes that the store may have been told of in vain, those included that it had.
+    reported_strikes: u8,
+    /// Further strikes that were taken, when the last was, until when its block lasts, and its parole.
+    new_strikes: u8,
+    last_strike_at: Time,
+    block_ends_at: Time,
+    parole_cost: u64,
+}
+
+impl UnsyncedChange {
+    /// The penalty in it, if there is any.
+    pub(super) fn known_penalty(&self, (limit, key): (LimitId, Key)) -> Option<KnownPenalty> {
+        let &Self {
+            affinity,
+            reported_strikes: told,
+            new_strikes: strikes,
+            parole_cost: parole,
+            last_strike_at: struck,
+            block_ends_at: ends,
+            ..
+        } = self;
+        (told > 0 || strikes > 0).then_some(KnownPenalty {
+            limit,
+            key,
+            affinity,
+            strikes: told,
+            unreported_strikes: strikes,
+            parole_cost: parole,
+            last_strike_store_time: None,
+            last_strike_at: struck,
+            block_ends_at: ends,
+        })
+    }
+
+    /// The penalty alone, once the rest has been told, as far as it was brought back.
+    pub(super) fn with_penalty_only(self, penalty: &KnownPenalty) -> Self {
+        Self {
+            charged: 0,
+            was_reset: false,
+            reported_strikes: penalty.strikes,
+            new_strikes: penalty.unreported_strikes,
+            ..self
+        }
+    }
+
+    fn record_strike(&mut self, op: &Op, outcome: &Outcome, now: Time) {
+        self.new_strikes = self.new_strikes.saturating_add(1);
+        self.last_strike_at = now;
+        self.block_ends_at = outcome.block_until;
+        self.parole_cost = if outcome.retry_at <= outcome.block_until { op.cost } else { 0 };
+    }
+}
+
+impl LocalFallback {
+    /// A share of one in `nodes`.
+    pub(super) fn new(limits: &Limits, node_count: usize, max_bytes: usize) -> Self {
+        let shares = limits.iter().map(|(_, limit)| limit.with_kind(limit.kind().share(node_count as u64))).collect();
+        let shares = Limits::new(shares).expect("invariant: as many limits as there were");
+        Self {
+            memory: Memory::new(Arc::new(shares), max_bytes),
+            node_count,
+            unsynced: Mutex::default(),
+            releases: Mutex::default(),
+        }
+    }
+
+    pub(super) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// One in how many it is a share of.
+    pub(super) fn node_count(&self) -> usize {
+        self.node_count
+    }
+
+    /// Whether nothing here counts any more.
+    pub(super) fn is_empty(&self) -> bool {
+        self.memory.stats().entries == 0
+    }
+
+    pub(super) fn apply(&self, batch: &Batch, now: Time) -> Outcomes {
+        let mut outcomes = self.memory.apply_now(batch, now);
+        if batch.ops().iter().any(|op| op.verb == Verb::Renew) {
+            // Its permit is the store's: it lives on until that can be asked, and takes its place here.
+            let list = outcomes.list().iter().map(|outcome| Outcome { verdict: Verdict::Admitted, ..*outcome });
+            outcomes = Outcomes::new(outcomes.now(), list);
+            self.memory.apply_now(&retake_permits_batch(batch), now);
+        }
+        if batch.ops().iter().any(|op| op.verb == Verb::Release) {
+            let mut releases = self.releases.lock();
+            if releases.len() < MAX_RELEASES {
+                releases.push(batch.clone());
+            }
+        }
+        let limits = self.memory.limits();
+        let mut refusals = RefusalSummary::default();
+        refusals.add_part(batch, limits, &outcomes);
+        let mut unsynced = self.unsynced.lock();
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
+            let Some(limit) = limits.get(op.limit) else { continue };
+            let is_charged = op.verb == Verb::Debit || op.verb == Verb::Take && refusals.is_charged(limit, outcome);
+            let is_struck = op.verb == Verb::Take && outcome.verdict == Verdict::Refused && outcome.block_until > now;
+            let must_sync = is_charged
+                || is_struck
+                || matches!(
+                    op.verb,
+                    Verb::Reset | Verb::Renew | Verb::Throttle { .. } | Verb::Disable | Verb::Pace { failed: true, .. }
+                );
+            let limit_and_key = (op.limit, op.key);
+            let is_present = unsynced.contains_key(&limit_and_key);
+            let is_period_over = |quota: &Quota| batch.context().charged_at < quota.period(now).start;
+            let is_period_over = matches!(limit.kind(), LimitKind::Quota(quota) if is_period_over(quota));
+            if op.verb == Verb::Refund && is_present && !is_period_over
+                || must_sync && (is_present || unsynced.len() < MAX_UNSYNCED_KEYS)
+            {
+                let change = unsynced.entry(limit_and_key).or_default();
+                change.affinity = batch.context().affinity;
+                change.was_reset |= op.verb == Verb::Reset;
+                if op.verb == Verb::Reset {
+                    change.new_strikes = 0;
+                } else if is_struck {
+                    change.record_strike(op, outcome, now);
+                }
+                change.charged = match op.verb {
+                    Verb::Reset => 0,
+                    Verb::Refund => change.charged.saturating_sub(op.cost),
+                    _ => change.charged.saturating_add(if is_charged { op.cost } else { 0 }),
+                };
+            }
+        }
+        outcomes
+    }
+
+    /// Forgets a key that was reset elsewhere.
+    pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {
+        self.memory.apply_now(&Batch::with_op(0, Op::new(limit, Verb::Reset, key, 1)), now);
+        self.unsynced.lock().remove(&(limit, key));
+    }
+
+    /// What the store has to be told. Whoever asks tells it.
+    pub(super) fn take_unsynced(&self) -> HashMap<(LimitId, Key), UnsyncedChange> {
+        std::mem::take(&mut *self.unsynced.lock())
+    }
+
+    /// What is to be given back there.
+    pub(super) fn take_releases(&self) -> Vec<Batch> {
+        std::mem::take(&mut *self.releases.lock())
+    }
+
+    /// The store wasn't told after all.
+    pub(super) fn restore_unsynced(&self, limit_and_key: (LimitId, Key), change: UnsyncedChange) {
+        let mut unsynced = self.unsynced.lock();
+        let newer = unsynced
+            .entry(limit_and_key)
+            .or_insert(UnsyncedChange { affinity: change.affinity, ..UnsyncedChange::default() });
+        if !newer.was_reset {
+            newer.charged = newer.charged.saturating_add(change.charged);
+            let latest = if newer.new_strikes > 0 { *newer } else { change };
+            newer.reported_strikes = newer.reported_strikes.max(change.reported_strikes);
+            newer.new_strikes = newer.new_strikes.saturating_add(change.new_strikes);
+            (newer.last_strike_at, newer.block_ends_at, newer.parole_cost) =
+                (latest.last_strike_at, latest.block_ends_at, latest.parole_cost);
+        }
+        newer.was_reset |= change.was_reset;
+    }
+
+    /// The batches that tell the store of one key, in order; its penalty is told apart.
+    pub(super) fn sync_batches(
+        &self,
+        (limit, key): (LimitId, Key),
+        change: UnsyncedChange,
+        now: Time,
+    ) -> impl Iterator<Item = Batch> + Send + use<> {
+        let batch = move |holder, verb, cost| {
+            let mut batch = Batch::with_op(holder, Op::new(limit, verb, key, cost));
+            batch.set_affinity(change.affinity);
+            batch
+        };
+        let peek = batch(0, Verb::Peek, 1);
+        let outcomes = self.memory.apply_now(&peek, now);
+        let state = self.memory.clone_state(&peek.ops()[0]);
+        let batches = match state.as_ref().map(KeyState::usage) {
+            Some(Usage::Cooldown(gate)) if gate.opens_at.is_never() => vec![batch(0, Verb::Disable, 0)],
+            // Of no generation that the store knows, so that it closes there for as long as here, and takes no further
+            // step.
+            Some(Usage::Cooldown(gate)) if gate.opens_at > now => {
+                vec![batch(0, Verb::Throttle { generation: 0 }, gate.opens_at.since(now).as_micros())]
+            }
+            Some(Usage::Pace(pacer_state)) if pacer_state.interval > 0 => {
+                vec![batch(0, Verb::Debit, pacer_state.interval)]
+            }
+            Some(Usage::Concurrency(permits)) => {
+                let live = permits.iter().filter(|permit| permit.expires > now);
+                live.map(|permit| batch(permit.holder, Verb::Debit, permit.count)).collect()
+            }
+            _ => {
+                let used = outcomes.list().first().map_or(0, |outcome| outcome.used);
+                // What has left its window meanwhile counts no more.
+                let charged = change.charged.min(used);
+                if charged > 0 { vec![batch(0, Verb::Debit, charged)] } else { Vec::new() }
+            }
+        };
+        let reset = change.was_reset.then(|| batch(0, Verb::Reset, 1));
+        reset.into_iter().chain(batches)
+    }
+}
+
+/// A batch that holds the permits which another was to renew.
+pub(super) fn retake_permits_batch(renew: &Batch) -> Batch {
+    renew.with_ops(renew.ops().iter().filter(|op| op.verb == Verb::Renew).map(|op| Op { verb: Verb::Debit, ..*op }))
+}
+
+/// The answer for a call that is let through uncounted: that of keys never seen.
+pub(super) fn uncounted_outcomes(batch: &Batch, limits: &Limits, now: Time) -> Outcomes {
+    let context = batch.context();
+    let outcomes = batch.ops().iter().map(|op| match limits.get(op.limit) {
+        Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
+            let outcome = KeyState::default().evaluate(&OpContext { op, limit, batch: context, now });
+            Outcome { verdict: Verdict::Admitted, retry_at: now, ..outcome }
+        }
+        _ => Outcome::without_limit(Verdict::Admitted, now),
+    });
+    Outcomes::new(now, outcomes)
+}

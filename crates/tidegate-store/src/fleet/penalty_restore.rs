@@ -1,0 +1,162 @@
+//! Penalties that come back to a store that doesn't know them: blocks that it has lost, and strikes of an outage.
+//!
+//! A penalty ends by its time or by a reset. So the store keeps when each key was last reset, under a limit of its own: a
+//! window as long as the longest block, which every store can keep. What is older than the last reset is forgotten here, and
+//! what is newer comes back.
+
+use std::sync::Arc;
+
+use tidegate_core::batch::MAX_OPS;
+use tidegate_core::{
+    Batch, Key, Limit, LimitError, LimitId, LimitKind, Limits, Op, Outcome, Outcomes, Penalty, Span, Time,
+};
+use tidegate_core::{Verb, Window};
+
+use super::FleetNode;
+use crate::StoreError;
+
+/// The tag of the limit of resets: the same in every plan.
+const RESET_LOG_TAG: u64 = 0x7265_7365_7473_2121;
+
+/// The limit under which a store keeps when keys of these limits were reset; none where nothing is ever blocked.
+pub(super) fn reset_log_limit<'a>(limits: impl Iterator<Item = &'a Limit>) -> Result<Option<Limit>, LimitError> {
+    let longest = limits.filter_map(Limit::penalty).map(Penalty::cap).max();
+    let window = longest.map(|longest| Window::new(1, longest, 1)).transpose()?;
+    Ok(window.map(|window| Limit::new(LimitKind::Window(window)).with_tag(RESET_LOG_TAG)))
+}
+
+/// The times of resets, as the store keeps them.
+pub(super) struct ResetLog {
+    limits: Arc<Limits>,
+    /// Under which limit, and for how long.
+    limit_and_window: Option<(LimitId, Span)>,
+}
+
+impl ResetLog {
+    pub(super) fn new(limits: Arc<Limits>) -> Self {
+        let kept = limits.iter().filter(|(id, _)| limits.tag(*id) == RESET_LOG_TAG).find_map(|(id, limit)| match limit
+            .kind()
+        {
+            LimitKind::Window(window) => Some((id, window.window())),
+            _ => None,
+        });
+        Self { limits, limit_and_window: kept }
+    }
+
+    /// The operation that notes a reset, or asks for the last one.
+    fn reset_log_op(&self, verb: Verb, limit: LimitId, key: Key) -> Option<Op> {
+        let (log_limit, _) = self.limit_and_window?;
+        self.limits.get(limit)?.penalty()?;
+        // The lower half decides where a store keeps it: beside what was reset.
+        Some(Op::new(log_limit, verb, Key::new(key.hi() ^ self.limits.tag(limit), key.lo()), 1))
+    }
+
+    /// The moment of a key's last reset by the store's clock, by the answer to that operation.
+    fn last_reset_at(&self, outcome: &Outcome, decided_at: Time) -> Option<Time> {
+        let (_, length) = self.limit_and_window?;
+        (outcome.used > 0 && outcome.reset_at > decided_at).then(|| outcome.reset_at - length)
+    }
+
+    /// A batch that resets keys, with the notes of that: in one piece, unless a batch can't hold as much.
+    pub(super) fn batches_with_log_entries<'a>(
+        &'a self,
+        batch: &'a Batch,
+    ) -> impl Iterator<Item = (Batch, usize)> + 'a {
+        batch.ops().chunks(MAX_OPS / 2).map(move |ops| {
+            let resets = ops.iter().filter(|op| op.verb == Verb::Reset);
+            let log_ops = resets.filter_map(|op| self.reset_log_op(Verb::Debit, op.limit, op.key));
+            (batch.with_ops(ops.iter().copied().chain(log_ops)), ops.len())
+        })
+    }
+}
+
+/// A key's penalty as a node knows it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KnownPenalty {
+    pub(super) limit: LimitId,
+    pub(super) key: Key,
+    /// Its batch's affinity.
+    pub(super) affinity: u64,
+    /// Strikes that the store knows or has lost.
+    pub(super) strikes: u8,
+    /// Strikes that it hasn't heard of.
+    pub(super) unreported_strikes: u8,
+    pub(super) parole_cost: u64,
+    /// The moment of the last one by the store's clock, unless this node took it.
+    pub(super) last_strike_store_time: Option<Time>,
+    /// The moment of the last one and the end of its block, by this node's clock: not later than they were.
+    pub(super) last_strike_at: Time,
+    pub(super) block_ends_at: Time,
+}
+
+/// The outcome of bringing a penalty back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RestoreResult {
+    /// The store knows it.
+    Stored,
+    /// The key was reset since.
+    KeyWasReset,
+}
+
+impl FleetNode {
+    /// Has the store know a penalty, unless its key was reset since. After an error the store may have heard of all strikes.
+    pub(super) async fn restore_penalty(&self, penalty: &mut KnownPenalty) -> Result<RestoreResult, StoreError> {
+        let KnownPenalty { limit, key, affinity, .. } = *penalty;
+        let with_reset_log_op = |op: Op| {
+            let mut batch =
+                Batch::new(0).with_ops([op].into_iter().chain(self.reset_log.reset_log_op(Verb::Peek, limit, key)));
+            batch.set_affinity(affinity);
+            batch
+        };
+        let asked_at = self.clock.now();
+        let before = self.apply_remote(&with_reset_log_op(Op::new(limit, Verb::Peek, key, 1)), asked_at).await?;
+        let answered_at = self.clock.now();
+        // By the store's clock that is exact, unless the clock was set between the two. By this node's clock the strike is
+        // taken for as old as it may be: a question and its answer take time, and at which end of it the store decided isn't
+        // known. In doubt it is the reset that counts.
+        let is_after_strike = |reset: Time| {
+            penalty.last_strike_store_time.is_some_and(|began| reset >= began)
+                || before.now().since(reset) <= answered_at.since(penalty.last_strike_at)
+        };
+        if self.last_reset_at(&before).is_some_and(is_after_strike) {
+            return Ok(RestoreResult::KeyWasReset);
+        }
+        let Some(outcome) = before.list().first() else { return Ok(RestoreResult::Stored) };
+        let strikes = outcome.strikes.max(penalty.strikes).saturating_add(penalty.unreported_strikes);
+        (penalty.strikes, penalty.unreported_strikes) = (strikes, 0);
+        let now = self.clock.now();
+        let time_left = penalty.block_ends_at.since(now);
+        let is_blocked = time_left.is_zero() || outcome.block_until > before.now();
+        if strikes <= outcome.strikes && is_blocked {
+            return Ok(RestoreResult::Stored);
+        }
+        let parole_cost = u32::try_from(penalty.parole_cost).unwrap_or(u32::MAX);
+        let restore_op =
+            Op::new(limit, Verb::RestorePenalty { strikes, parole: parole_cost }, key, time_left.as_micros());
+        let after = self.apply_remote(&with_reset_log_op(restore_op), now).await?;
+        let since = self.clock.now().since(asked_at);
+        if self.last_reset_at(&after).is_some_and(|reset| after.now().since(reset) <= since) {
+            // It was reset between the two questions.
+            let mut reset = Batch::with_op(0, Op::new(limit, Verb::Reset, key, 1));
+            reset.set_affinity(affinity);
+            self.apply_remote(&reset, self.clock.now()).await?;
+            return Ok(RestoreResult::KeyWasReset);
+        }
+        Ok(RestoreResult::Stored)
+    }
+
+    fn last_reset_at(&self, outcomes: &Outcomes) -> Option<Time> {
+        self.reset_log.last_reset_at(outcomes.list().get(1)?, outcomes.now())
+    }
+
+    /// Finds out whether the store still knows a block, and brings it back if it doesn't. Without an answer it stays as it is.
+    pub(super) async fn recheck_block(&self, limit: LimitId, key: Key) {
+        let now = self.clock.now();
+        let Some(mut penalty) = self.blocks.unconfirmed_penalty(limit, key, now) else { return };
+        match self.restore_penalty(&mut penalty).await {
+            Ok(RestoreResult::Stored) => self.blocks.confirm(limit, key, self.clock.now()),
+            Ok(RestoreResult::KeyWasReset) => self.forget(limit, key),
+            Err(_) => {}
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! What a node does beside its decisions: calls the roll, looks after what is down, tells the store what needs no answer,
+//! hears of resets, gives back what leases left.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tidegate_core::{Batch, LimitId, Outcomes, Span, Time};
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::{broadcast, mpsc};
+use tokio::task::JoinSet;
+use tokio::time::{interval, sleep, timeout};
+
+use super::health::{PartitionHealth, RoutingKey};
+use super::local_fallback::LocalFallback;
+use super::penalty_restore::RestoreResult;
+use super::{FleetNode, HEARTBEAT_KEY, NODE_LEASE};
+use crate::KeyReset;
+
+/// How often the roll is called, and how often what is down is looked at.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
+const PROBE_INTERVAL: Duration = Duration::from_millis(200);
+/// How much longer than a decision these wait for an answer, and how long at the least: what is slow isn't gone.
+const TASK_TIMEOUT: (u32, Duration) = (4, Duration::from_millis(200));
+/// How many batches are told at once.
+const MAX_CONCURRENT_BATCHES: usize = 64;
+/// How often leases are looked over.
+const LEASE_SWEEP_INTERVAL: Duration = Duration::from_millis(50);
+/// How often the store is asked to forget what has expired, and the like.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
+/// How long a part is suspect before it counts as down, which the log is told.
+const DOWN_AFTER: Span = Span::from_millis(500);
+/// How long it stays up before it is looked at again at once when it stalls.
+const STABLE_AFTER: Span = Span::from_secs(1);
+
+pub(super) fn spawn_all(
+    node: &Arc<FleetNode>,
+    submit_receiver: mpsc::Receiver<(Batch, Time)>,
+    reset_receiver: Option<broadcast::Receiver<Option<KeyReset>>>,
+) -> JoinSet<()> {
+    let mut tasks = JoinSet::new();
+    tasks.spawn(send_heartbeats(Arc::clone(node)));
+    for index in 0..node.partitions.len() {
+        tasks.spawn(monitor_partition(Arc::clone(node), index));
+    }
+    tasks.spawn(run_submit_queue(Arc::clone(node), submit_receiver));
+    tasks.spawn(recheck_blocks(Arc::clone(node)));
+    tasks.spawn(maintain_store(Arc::clone(node)));
+    if let Some(resets) = reset_receiver {
+        tasks.spawn(handle_resets(Arc::clone(node), resets));
+    }
+    if node.leases.has_leases() {
+        tasks.spawn(sweep_leases(Arc::clone(node)));
+    }
+    tasks
+}
+
+/// Calls the roll: finds out how many nodes there are, and whether the store is there before a caller does.
+async fn send_heartbeats(node: Arc<FleetNode>) {
+    loop {
+        let partition = node.heartbeat_partition();
+        if partition.is_up() {
+            match apply_with_timeout(&node, node.heartbeat_batch()).await {
+                Ok(outcomes) => {
+                    node.update_node_count(&outcomes);
+                    restore_seed(&node).await;
+                }
+                Err(_) => {
+                    partition.mark_suspect(|| node.new_fallback(), RoutingKey { affinity: 0, key: HEARTBEAT_KEY })
+                }
+            }
+        }
+        sleep(HEARTBEAT_INTERVAL).await;
+    }
+}
+
+/// Looks at a part that is suspect until it is back, and then tells it what was done meanwhile.
+async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
+    let partition = &node.partitions[index];
+    let mut up_since = None;
+    loop {
+        partition.task_wakeup.notified().await;
+        let suspect_at = node.clock.now();
+        if !partition.is_up() && up_since.is_some_and(|rose_at| suspect_at.since(rose_at) < STABLE_AFTER) {
+            // What stalls time and again isn't asked in between.
+            sleep(PROBE_INTERVAL).await;
+        }
+        while !partition.is_up() {
+            let (batch, sent_at) = (node.probe_batch(partition), node.clock.now());
+            let is_heartbeat = batch.ops().iter().any(|op| op.key == HEARTBEAT_KEY);
+            let error = match apply_with_timeout(&node, batch).await {
+                Ok(outcomes) => {
+                    let now = node.clock.now();
+                    let (elapsed, timeout) = (now.since(sent_at), Span::from_duration(node.options.timeout));
+                    if elapsed <= timeout {
+                        mark_up(&node, partition).await;
+                        if is_heartbeat {
+                            node.update_node_count(&outcomes);
+                        }
+                        up_since = Some(now);
+                        break;
+                    }
+                    format!("it answers after {elapsed}, and a decision waits for {timeout} at the most")
+                }
+                Err(why) => why,
+            };
+            if node.clock.now().since(suspect_at) >= DOWN_AFTER {
+                mark_down(&node, partition, &error);
+            }
+            sleep(PROBE_INTERVAL).await;
+        }
+        if let Some(local) = partition.fallback() {
+            tokio::spawn(sync_local_changes(Arc::clone(&node), local));
+        }
+    }
+}
+
+/// Asks the store, whether its link is up or not, and says why there is no answer.
+async fn apply_with_timeout(node: &FleetNode, batch: Batch) -> Result<Outcomes, String> {
+    let patience = task_timeout(node);
+    match timeout(patience, node.remote.apply(&batch, node.clock.now())).await {
+        Ok(answer) => answer.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer within {patience:?}")),
+    }
+}
+
+fn task_timeout(node: &FleetNode) -> Duration {
+    (node.options.timeout * TASK_TIMEOUT.0).max(TASK_TIMEOUT.1)
+}
+
+/// Tells a store that has lost its memory the secret that keys are hashed under, before a new node invents another.
+async fn restore_seed(node: &FleetNode) {
+    let Some(seed) = node.options.seed else { return };
+    let Ok(Ok(stored_seed)) = timeout(task_timeout(node), node.remote.get_or_insert_seed(seed)).await else { return };
+    let has_other_seed = stored_seed != seed;
+    let had_other_seed = node.has_other_seed.swap(has_other_seed, Ordering::Relaxed);
+    if has_other_seed && !had_other_seed {
+        tracing::error!(
+            "the store has another secret than this node hashes keys under: they don't count together until this node is \
+             started again; store.hash_key keeps that from happening"
+        );
+    }
+}
+
+fn mark_down(node: &FleetNode, partition: &PartitionHealth, error: &str) {
+    if partition.mark_down() && node.down_count.fetch_add(1, Ordering::Relaxed) == 0 {
+        let what = if node.partitions.len() > 1 { "a part of the store" } else { "the store" };
+        tracing::warn!(error, "{what} is down: each limit goes on as its on_outage says");
+    }
+}
+
+/// Goes back to the store.
+async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
+    restore_seed(node).await;
+    node.node_count_reliable_at.store((node.clock.now() + NODE_LEASE).as_micros(), Ordering::Relaxed);
+    // Before anybody asks a store that may have lost them.
+    node.blocks.mark_unconfirmed(|affinity, key| std::ptr::eq(node.partition_of_key(affinity, key), partition));
+    let was_down = partition.mark_up();
+    node.blocks.recheck_wakeup.notify_one();
+    if was_down && node.down_count.fetch_sub(1, Ordering::Relaxed) == 1 {
+        tracing::warn!("the store is back");
+    }
+}
+
+/// Tells the store what was done without it.
+async fn sync_local_changes(node: Arc<FleetNode>, fallback: Arc<LocalFallback>) {
+    let mut running = JoinSet::new();
+    for batch in fallback.take_releases() {
+        spawn_when_free(&mut running, Arc::clone(&node).submit_or_keep(batch, node.clock.now())).await;
+    }
+    while running.join_next().await.is_some() {}
+    for (limit_and_key, change) in fallback.take_unsynced() {
+        let now = node.clock.now();
+        let batches = fallback.sync_batches(limit_and_key, change, now);
+        let (node, local) = (Arc::clone(&node), Arc::clone(&fallback));
+        let sync = async move {
+            for batch in batches {
+                for (batch, _) in node.reset_log.batches_with_log_entries(&batch) {
+                    if node.apply_and_record(&batch, now).await.is_err() {
+                        local.restore_unsynced(limit_and_key, change);
+                        return;
+                    }
+                }
+            }
+            let Some(mut penalty) = change.known_penalty(limit_and_key) else { return };
+            match node.restore_penalty(&mut penalty).await {
+                Ok(RestoreResult::Stored) => node.blocks.confirm(limit_and_key.0, limit_and_key.1, node.clock.now()),
+                Ok(RestoreResult::KeyWasReset) => node.forget(limit_and_key.0, limit_and_key.1),
+                Err(_) => local.restore_unsynced(limit_and_key, change.with_penalty_only(&penalty)),
+            }
+        };
+        spawn_when_free(&mut running, sync).await;
+    }
+    while running.join_next().await.is_some() {}
+}
+
+/// Spawns it when there is room among those that are asked at once.
+async fn spawn_when_free(running: &mut JoinSet<()>, task: impl Future<Output = ()> + Send + 'static) {
+    if running.len() >= MAX_CONCURRENT_BATCHES {
+        running.join_next().await;
+    }
+    running.spawn(task);
+}
+
+/// Tells the store what needs no answer.
+async fn run_submit_queue(node: Arc<FleetNode>, mut submit_receiver: mpsc::Receiver<(Batch, Time)>) {
+    let mut running = JoinSet::new();
+    while let Some((batch, now)) = submit_receiver.recv().await {
+        spawn_when_free(&mut running, Arc::clone(&node).submit_or_keep(batch, now)).await;
+        while running.try_join_next().is_some() {}
+    }
+}
+
+/// Asks the store whether it still knows the blocks that it may have lost, and tells it of those.
+async fn recheck_blocks(node: Arc<FleetNode>) {
+    loop {
+        node.blocks.recheck_wakeup.notified().await;
+        let mut running = JoinSet::new();
+        for (limit, key) in node.blocks.unconfirmed_keys() {
+            let node = Arc::clone(&node);
+            spawn_when_free(&mut running, async move { node.recheck_block(limit, key).await }).await;
+        }
+        while running.join_next().await.is_some() {}
+    }
+}
+
+async fn handle_resets(node: Arc<FleetNode>, mut reset_receiver: broadcast::Receiver<Option<KeyReset>>) {
+    loop {
+        match reset_receiver.recv().await {
+            Ok(Some(KeyReset { tag, key })) => {
+                let limits = node.remote.limits();
+                let has_tag = |id: &LimitId| limits.tag(*id) == tag;
+                if let Some(limit) = limits.iter().map(|(id, _)| id).find(has_tag) {
+                    node.forget(limit, key);
+                }
+            }
+            Ok(None) | Err(RecvError::Lagged(_)) => node.blocks.expire_trust(),
+            Err(RecvError::Closed) => return,
+        }
+    }
+}
+
+async fn sweep_leases(node: Arc<FleetNode>) {
+    let mut ticks = interval(LEASE_SWEEP_INTERVAL);
+    loop {
+        ticks.tick().await;
+        let now = node.clock.now();
+        for batch in node.leases.remove_expired(now) {
+            node.submit(&batch, now);
+        }
+    }
+}
+
+async fn maintain_store(node: Arc<FleetNode>) {
+    loop {
+        if node.partitions.iter().any(PartitionHealth::is_up) {
+            // What isn't done now is done later.
+            let _ = node.remote.maintain().await;
+        }
+        sleep(MAINTENANCE_INTERVAL).await;
+    }
+}

@@ -1,0 +1,335 @@
+//! A state as a document, and what can be done with one in a single step.
+//!
+//! A document is `{_id, version, state, expires_at}`, and `locked_until` while somebody has taken it; moments are
+//! microseconds since the epoch. Every change gives it another version, drawn at random, so that one that was removed
+//! and made anew isn't taken for the old one.
+
+use std::time::Duration;
+
+use ::mongodb::bson::{self, Binary, Bson, doc, spec::BinarySubtype};
+use ::mongodb::error::{Error, ErrorKind, TRANSIENT_TRANSACTION_ERROR, WriteFailure};
+use ::mongodb::options::IndexOptions;
+use ::mongodb::{Client, ClientSession, Collection, Database, IndexModel};
+use futures_util::TryStreamExt as _;
+use tidegate_core::Time;
+
+use crate::rows::loaded_rows::RowChange;
+use crate::rows::{GroupError, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, check_schema};
+
+/// The collections, and what their server can do.
+pub(super) struct Collections {
+    client: Client,
+    database: Database,
+    meta: Collection<bson::Document>,
+    state: Collection<bson::Document>,
+    /// The command by which the server tells what it is, and the time.
+    hello_command: &'static str,
+    supports_transactions: bool,
+}
+
+/// What was found under a key.
+pub(super) struct StateDocument {
+    key: RowKey,
+    /// None, if nothing was.
+    version: Option<i64>,
+    state: Vec<u8>,
+    locked_until: i64,
+}
+
+impl StateDocument {
+    pub(super) fn key(&self) -> RowKey {
+        self.key
+    }
+
+    pub(super) fn version(&self) -> Option<i64> {
+        self.version
+    }
+
+    pub(super) fn state(&self) -> &[u8] {
+        &self.state
+    }
+
+    /// Whether nobody has taken it, or whoever has did so too long ago.
+    pub(super) fn is_unlocked(&self, server_time: Time) -> bool {
+        self.locked_until <= micros(server_time)
+    }
+
+    fn missing(key: RowKey) -> Self {
+        Self { key, version: None, state: Vec::new(), locked_until: 0 }
+    }
+
+    fn from_bson(document: &bson::Document) -> Option<Self> {
+        Some(Self {
+            key: RowKey::from_bytes(document.get_binary_generic("_id").ok()?)?,
+            version: Some(document.get_i64("version").ok()?),
+            state: document.get_binary_generic("state").ok()?.clone(),
+            locked_until: document.get_i64("locked_until").unwrap_or(0),
+        })
+    }
+}
+
+impl Collections {
+    /// Makes what isn't there, and looks at what the server can do.
+    pub(super) async fn new(client: Client, prefix: &str) -> Result<Self, GroupError> {
+        let database = client.default_database().unwrap_or_else(|| client.database("tidegate"));
+        let (meta, state) =
+            (database.collection(&format!("{prefix}meta")), database.collection(&format!("{prefix}state")));
+        let mut documents =
+            Self { client, database, meta, state, hello_command: "hello", supports_transactions: false };
+        let hello = match documents.hello().await {
+            // The same by its older name: before 4.4.2 there was no other.
+            Err(error) if is_unknown_command(&error) => {
+                documents.hello_command = "isMaster";
+                documents.hello().await
+            }
+            hello => hello,
+        };
+        let hello = hello.map_err(|error| classify_error(&error))?;
+        documents.supports_transactions =
+            hello.contains_key("setName") || hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid");
+        let version = documents.get_or_insert_meta("schema", SCHEMA_VERSION.to_string().as_bytes()).await?;
+        check_schema(&version)?;
+        let index = IndexModel::builder().keys(doc! { "expires_at": 1 });
+        let index = index.options(IndexOptions::builder().name("expires_at".to_owned()).build()).build();
+        documents.state.create_index(index).await.map_err(|error| classify_error(&error))?;
+        Ok(documents)
+    }
+
+    pub(super) fn supports_transactions(&self) -> bool {
+        self.supports_transactions
+    }
+
+    pub(super) async fn session(&self) -> Result<ClientSession, GroupError> {
+        self.client.start_session().await.map_err(|error| classify_error(&error))
+    }
+
+    async fn hello(&self) -> Result<bson::Document, Error> {
+        self.database.run_command(doc! { self.hello_command: 1 }).await
+    }
+
+    /// The server's clock.
+    pub(super) async fn server_time(&self) -> Result<Time, GroupError> {
+        let hello = self.hello().await.map_err(|error| classify_error(&error))?;
+        let clock =
+            hello.get_datetime("localTime").map_err(|_| GroupError::Failed("it doesn't tell the time".into()))?;
+        let millis = u64::try_from(clock.timestamp_millis()).unwrap_or(0);
+        Ok(Time::from_micros(millis.saturating_mul(1000)))
+    }
+
+    /// The documents of these keys, in their order, and then the server's clock: later than every change that was seen.
+    pub(super) async fn read(&self, keys: &[RowKey]) -> Result<(Time, Vec<StateDocument>), GroupError> {
+        let found = match keys {
+            [] => Vec::new(),
+            keys => {
+                let cursor = self.state.find(keys_filter(keys)).await.map_err(|error| classify_error(&error))?;
+                cursor.try_collect().await.map_err(|error| classify_error(&error))?
+            }
+        };
+        Ok((self.server_time().await?, in_key_order(keys, &found)?))
+    }
+
+    /// The documents of these keys, in their order, as a transaction sees them.
+    pub(super) async fn read_in_session(
+        &self,
+        session: &mut ClientSession,
+        keys: &[RowKey],
+    ) -> Result<Vec<StateDocument>, GroupError> {
+        let mut cursor =
+            self.state.find(keys_filter(keys)).session(&mut *session).await.map_err(|error| classify_error(&error))?;
+        let found: Vec<_> = cursor.stream(session).try_collect().await.map_err(|error| classify_error(&error))?;
+        in_key_order(keys, &found)
+    }
+
+    /// Changes a document if it has this version, and gives it back if it was taken.
+    pub(super) async fn write(
+        &self,
+        session: Option<&mut ClientSession>,
+        key: &RowKey,
+        version: Option<i64>,
+        change: RowChange,
+    ) -> Result<(), GroupError> {
+        let done = match (change, version) {
+            (RowChange::Keep | RowChange::StayAbsent, _) | (RowChange::Remove, None) => return Ok(()),
+            (RowChange::Write(bytes, expires_at), None) => {
+                let new_document = new_bson_document(key, rand::random(), &bytes, expires_at);
+                let insert = self.state.insert_one(new_document);
+                let inserted = match session {
+                    Some(session) => insert.session(session).await,
+                    None => insert.await,
+                };
+                inserted.map(|_| 1)
+            }
+            (RowChange::Write(bytes, expires_at), Some(version)) => {
+                let update_document = doc! {
+                    "$set": { "version": rand::random::<i64>(), "state": binary(&bytes), "expires_at": expires_at },
+                    "$unset": { "locked_until": "" },
+                };
+                let update = self.state.update_one(version_filter(key, version), update_document);
+                let updated = match session {
+                    Some(session) => update.session(session).await,
+                    None => update.await,
+                };
+                updated.map(|updated| updated.matched_count)
+            }
+            (RowChange::Remove, Some(version)) => {
+                let delete = self.state.delete_one(version_filter(key, version));
+                let deleted = match session {
+                    Some(session) => delete.session(session).await,
+                    None => delete.await,
+                };
+                deleted.map(|deleted| deleted.deleted_count)
+            }
+        };
+        check_changed_one(done)
+    }
+
+    /// Takes a document that has this version, or makes one, and tells its new version.
+    pub(super) async fn lock(
+        &self,
+        key: &RowKey,
+        version: Option<i64>,
+        server_time: Time,
+        duration: Duration,
+    ) -> Result<i64, GroupError> {
+        let locked_until = micros(server_time).saturating_add(i64::try_from(duration.as_micros()).unwrap_or(i64::MAX));
+        let new_version: i64 = rand::random();
+        let done = match version {
+            Some(version) => {
+                // What is taken doesn't expire.
+                let lock = doc! { "$set": { "version": new_version, "locked_until": locked_until }, "$max": { "expires_at": locked_until } };
+                let taken = self.state.update_one(version_filter(key, version), lock).await;
+                taken.map(|taken| taken.matched_count)
+            }
+            None => {
+                let mut made = new_bson_document(key, new_version, &[], locked_until);
+                made.insert("locked_until", locked_until);
+                self.state.insert_one(made).await.map(|_| 1)
+            }
+        };
+        check_changed_one(done).map(|()| new_version)
+    }
+
+    /// Gives a document back that was taken and needs no change.
+    pub(super) async fn unlock(&self, key: &RowKey, version: i64) -> Result<(), GroupError> {
+        let unlock = doc! { "$unset": { "locked_until": "" } };
+        let freed = self.state.update_one(version_filter(key, version), unlock).await;
+        check_changed_one(freed.map(|freed| freed.matched_count))
+    }
+
+    /// Removes some of what has expired, by the server's clock unless a moment is told, and says whether there may be
+    /// more.
+    pub(super) async fn remove_expired(&self, at: Option<i64>) -> Result<bool, GroupError> {
+        let cutoff_micros = match at {
+            Some(at) => at,
+            None => micros(self.server_time().await?),
+        };
+        let expired = doc! { "expires_at": { "$lte": cutoff_micros } };
+        let most = i64::try_from(MAX_CLEAN_ROWS).unwrap_or(i64::MAX);
+        let find = self.state.find(expired).projection(doc! { "_id": 1 }).limit(most);
+        let found: Vec<bson::Document> = find
+            .await
+            .map_err(|error| classify_error(&error))?
+            .try_collect()
+            .await
+            .map_err(|error| classify_error(&error))?;
+        if found.is_empty() {
+            return Ok(false);
+        }
+        let ids: Vec<Bson> = found.iter().filter_map(|document| document.get("_id").cloned()).collect();
+        let still_expired = doc! { "_id": { "$in": ids }, "expires_at": { "$lte": cutoff_micros } };
+        self.state.delete_many(still_expired).await.map_err(|error| classify_error(&error))?;
+        Ok(found.len() == MAX_CLEAN_ROWS)
+    }
+
+    /// The seed in the store, or this one, which is kept then.
+    pub(super) async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], GroupError> {
+        let kept = self.get_or_insert_meta("seed", &proposal).await?;
+        kept.try_into().map_err(|_| GroupError::Failed("the seed in it isn't 16 bytes long".into()))
+    }
+
+    /// Keeps a value under a name that has none, and tells the one that is kept.
+    async fn get_or_insert_meta(&self, name: &str, value: &[u8]) -> Result<Vec<u8>, GroupError> {
+        match check_changed_one(self.meta.insert_one(doc! { "_id": name, "value": binary(value) }).await.map(|_| 1)) {
+            Ok(()) | Err(GroupError::Conflict(_)) => {}
+            Err(fault) => return Err(fault),
+        }
+        let kept = self.meta.find_one(doc! { "_id": name }).await.map_err(|error| classify_error(&error))?;
+        let value = kept.as_ref().and_then(|kept| kept.get_binary_generic("value").ok());
+        value.cloned().ok_or_else(|| GroupError::Failed(format!("its {name} is none of this program's")))
+    }
+}
+
+fn micros(time: Time) -> i64 {
+    i64::try_from(time.as_micros()).unwrap_or(i64::MAX)
+}
+
+fn binary(bytes: &[u8]) -> Binary {
+    Binary { subtype: BinarySubtype::Generic, bytes: bytes.to_vec() }
+}
+
+fn new_bson_document(key: &RowKey, version: i64, state: &[u8], expires_at: i64) -> bson::Document {
+    doc! { "_id": binary(key.as_bytes()), "version": version, "state": binary(state), "expires_at": expires_at }
+}
+
+fn version_filter(key: &RowKey, version: i64) -> bson::Document {
+    doc! { "_id": binary(key.as_bytes()), "version": version }
+}
+
+fn keys_filter(keys: &[RowKey]) -> bson::Document {
+    // One key is asked for by itself: not every server that speaks the protocol looks a list up in its index.
+    if let [key] = keys {
+        return doc! { "_id": binary(key.as_bytes()) };
+    }
+    let ids: Vec<Bson> = keys.iter().map(|key| Bson::Binary(binary(key.as_bytes()))).collect();
+    doc! { "_id": { "$in": ids } }
+}
+
+/// What was found, in the order of the keys, with a place for each that wasn't.
+fn in_key_order(keys: &[RowKey], found: &[bson::Document]) -> Result<Vec<StateDocument>, GroupError> {
+    let mut documents: Vec<StateDocument> = keys.iter().copied().map(StateDocument::missing).collect();
+    for document in found {
+        let read = StateDocument::from_bson(document)
+            .ok_or_else(|| GroupError::Failed("a document is none of this program's".into()))?;
+        if let Ok(index) = keys.binary_search(&read.key) {
+            documents[index] = read;
+        }
+    }
+    Ok(documents)
+}
+
+/// What a write that should have changed one document says.
+fn check_changed_one(done: Result<u64, Error>) -> Result<(), GroupError> {
+    match done {
+        Ok(0) => Err(GroupError::Conflict("another node was quicker".into())),
+        Ok(_) => Ok(()),
+        Err(error) => Err(match classify_error(&error) {
+            // It may have been carried out.
+            GroupError::ConnectionLost(what) => GroupError::Failed(what),
+            fault => fault,
+        }),
+    }
+}
+
+/// Whether the server doesn't know a command.
+fn is_unknown_command(error: &Error) -> bool {
+    const COMMAND_NOT_FOUND: i32 = 59;
+    matches!(&*error.kind, ErrorKind::Command(error) if error.code == COMMAND_NOT_FOUND)
+}
+
+/// What an error says, and whether it is worth another try.
+pub(super) fn classify_error(error: &Error) -> GroupError {
+    const DUPLICATE_KEY: i32 = 11_000;
+    const WRITE_CONFLICT: i32 = 112;
+    let is_conflict = |code| code == DUPLICATE_KEY || code == WRITE_CONFLICT;
+    let what = error.kind.to_string();
+    match &*error.kind {
+        _ if error.contains_label(TRANSIENT_TRANSACTION_ERROR) => GroupError::Conflict(what),
+        ErrorKind::Write(WriteFailure::WriteError(error)) if is_conflict(error.code) => {
+            GroupError::Conflict(error.message.clone())
+        }
+        ErrorKind::Command(error) if is_conflict(error.code) => GroupError::Conflict(error.message.clone()),
+        ErrorKind::ServerSelection { .. } => GroupError::Unreachable("no server answers".into()),
+        ErrorKind::Io(_) | ErrorKind::ConnectionPoolCleared { .. } => GroupError::ConnectionLost(what),
+        _ => GroupError::Failed(what),
+    }
+}

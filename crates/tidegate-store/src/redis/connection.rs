@@ -1,0 +1,470 @@
+//! The way to the server: one connection that all share, made when it is first needed and again whenever it is lost.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use redis::aio::{ConnectionLike as _, MultiplexedConnection};
+use redis::cluster::ClusterClientBuilder;
+use redis::cluster_async::ClusterConnection;
+use redis::sentinel::{SentinelClientBuilder, SentinelServerType};
+use redis::{
+    AsyncConnectionConfig, Client, Cmd, ErrorKind, ProtocolVersion, PushInfo, PushKind, RedisError, ServerErrorKind,
+    TlsCertificates, TlsMode, Value,
+};
+use tidegate_core::backoff::BackoffState;
+use tidegate_core::{Backoff, Span};
+use tokio::runtime::Handle;
+use tokio::sync::{broadcast, watch};
+
+use super::address::{RedisAddress, Topology};
+use super::keys::KeyNames;
+use crate::{KeyReset, StoreError};
+
+/// How long to wait before the next attempt at a server that can't be reached.
+const RECONNECT_BACKOFF: Backoff = Backoff::exponential(Span::from_millis(50), Span::from_secs(1));
+/// Commands that wait for the socket before who asks has to wait for a place.
+const PIPELINE_CAPACITY: usize = 1_024;
+/// How often a cluster's client goes where a node sends it on to, or back to a node that it has lost: a few steps of a
+/// slot's move, and no storm at what is down.
+const MAX_CLUSTER_RETRIES: u32 = 4;
+const CLUSTER_RETRY_MILLIS: (u64, u64) = (5, 50);
+/// Resets that a reader may lag behind before it misses some.
+const RESET_CHANNEL_CAPACITY: usize = 1_024;
+
+/// How long things may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RedisTimeouts {
+    /// To connect and log in.
+    pub(super) connect: Duration,
+    /// To answer a command.
+    pub(super) answer: Duration,
+}
+
+/// See the module.
+pub(super) struct SharedConnection {
+    inner: Arc<SharedConnectionInner>,
+}
+
+struct SharedConnectionInner {
+    address: RedisAddress,
+    /// Whom to trust, as PEM; the system's authorities if nobody is said.
+    authorities: Option<Vec<u8>>,
+    timeouts: RedisTimeouts,
+    key_names: Arc<KeyNames>,
+    state: watch::Sender<ConnectionState>,
+    /// Whether somebody is finding out if the server still answers.
+    is_probing: AtomicBool,
+    reset_sender: broadcast::Sender<Option<KeyReset>>,
+    /// Whether the server doesn't let this node hear of resets.
+    cannot_subscribe: AtomicBool,
+}
+
+#[derive(Clone)]
+enum ConnectionState {
+    /// Nobody has asked yet, or the runtime that a connection lived in has gone.
+    Idle,
+    /// An attempt is under way, and there is no reason to think that it fails.
+    Connecting,
+    Connected(OpenConnection),
+    /// The last attempt failed, and another follows.
+    Failed(Arc<str>),
+}
+
+/// One connection.
+#[derive(Clone)]
+struct OpenConnection {
+    connection: RedisConnection,
+    /// Tells it from those before.
+    id: u64,
+    /// Where it lives.
+    runtime: Handle,
+}
+
+#[derive(Clone)]
+enum RedisConnection {
+    Server(MultiplexedConnection),
+    Cluster(ClusterConnection),
+}
+
+impl RedisConnection {
+    async fn send(&mut self, command: &Cmd) -> Result<Value, RedisError> {
+        match self {
+            Self::Server(server) => server.send_packed_command(command).await,
+            Self::Cluster(cluster) => cluster.req_packed_command(command).await,
+        }
+        .and_then(Value::extract_error)
+    }
+}
+
+impl fmt::Debug for SharedConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("address", &self.inner.address).finish_non_exhaustive()
+    }
+}
+
+impl SharedConnection {
+    pub(super) fn new(
+        address: RedisAddress,
+        authorities: Option<Vec<u8>>,
+        patience: RedisTimeouts,
+        keys: Arc<KeyNames>,
+    ) -> Self {
+        let shared = SharedConnectionInner {
+            address,
+            authorities,
+            timeouts: patience,
+            key_names: keys,
+            state: watch::Sender::new(ConnectionState::Idle),
+            is_probing: AtomicBool::new(false),
+            reset_sender: broadcast::Sender::new(RESET_CHANNEL_CAPACITY),
+            cannot_subscribe: AtomicBool::new(false),
+        };
+        Self { inner: Arc::new(shared) }
+    }
+
+    /// Whether keys in different slots lie on different servers.
+    pub(super) fn is_cluster(&self) -> bool {
+        self.inner.address.topology == Topology::Cluster
+    }
+
+    pub(super) fn subscribe_to_resets(&self) -> broadcast::Receiver<Option<KeyReset>> {
+        self.inner.reset_sender.subscribe()
+    }
+
+    /// Who hears of no resets may have missed some at any time.
+    pub(super) fn report_possibly_missed_resets(&self) {
+        if self.inner.cannot_subscribe.load(Ordering::Relaxed) {
+            self.inner.broadcast_reset(None);
+        }
+    }
+
+    /// The runtime that the connection lives in, if there is one: where that stands still, nobody gets an answer.
+    pub(super) fn runtime(&self) -> Option<Handle> {
+        if let ConnectionState::Connected(open) = &*self.inner.state.borrow() {
+            Some(open.runtime.clone())
+        } else {
+            None
+        }
+    }
+
+    /// Sends a command and waits for its answer. Without a connection it waits for the attempt that is under way, unless
+    /// the one before has failed.
+    pub(super) async fn send(&self, command: &Cmd) -> Result<Value, RedisCommandError> {
+        let mut open = self.open_connection().await?;
+        let mut pending = PendingCommand { inner: &self.inner, connection_id: open.id, is_answered: false };
+        let answer = open.connection.send(command).await;
+        pending.is_answered = true;
+        if let Err(error) = &answer {
+            self.inner.handle_error(&open, error);
+        }
+        answer.map_err(RedisCommandError::Redis)
+    }
+
+    async fn open_connection(&self) -> Result<OpenConnection, RedisCommandError> {
+        if let ConnectionState::Connected(open) = &*self.inner.state.borrow() {
+            return Ok(open.clone());
+        }
+        let mut states = self.inner.state.subscribe();
+        loop {
+            let state = states.borrow_and_update().clone();
+            match state {
+                ConnectionState::Connected(open) => return Ok(open),
+                ConnectionState::Failed(reason) => return Err(RedisCommandError::NotConnected(reason)),
+                ConnectionState::Idle => {
+                    self.inner.start_connecting(|state| matches!(state, ConnectionState::Idle), None)
+                }
+                ConnectionState::Connecting => {
+                    // The sender lives as long as this does.
+                    let _ = states.changed().await;
+                }
+            }
+        }
+    }
+}
+
+/// Why a command has no answer.
+pub(super) enum RedisCommandError {
+    Redis(RedisError),
+    /// There is no connection.
+    NotConnected(Arc<str>),
+}
+
+impl RedisCommandError {
+    pub(super) fn is_server_error(&self, kind: ServerErrorKind) -> bool {
+        matches!(self, Self::Redis(error) if error.kind() == ErrorKind::Server(kind))
+    }
+
+    pub(super) fn into_store_error(self, timeouts: RedisTimeouts) -> StoreError {
+        match self {
+            Self::Redis(error) if error.is_timeout() => StoreError::Timeout(timeouts.answer),
+            Self::Redis(error) => StoreError::Failed(error.to_string()),
+            Self::NotConnected(why) => StoreError::Failed(why.to_string()),
+        }
+    }
+}
+
+/// A command under way. Where its caller goes away before the answer, somebody has to find out whether the server still
+/// answers at all: those who come later would wait in vain too.
+struct PendingCommand<'a> {
+    inner: &'a Arc<SharedConnectionInner>,
+    /// Of the connection.
+    connection_id: u64,
+    is_answered: bool,
+}
+
+impl Drop for PendingCommand<'_> {
+    fn drop(&mut self) {
+        if self.is_answered {
+            return;
+        }
+        let open = match &*self.inner.state.borrow() {
+            ConnectionState::Connected(
+                line @ OpenConnection { connection: RedisConnection::Server(_), id: number, .. },
+            ) if *number == self.connection_id => line.clone(),
+            _ => return,
+        };
+        if let Ok(runtime) = Handle::try_current()
+            && !self.inner.is_probing.swap(true, Ordering::Relaxed)
+        {
+            runtime.spawn(LivenessProbe(Arc::clone(self.inner)).run(open));
+        }
+    }
+}
+
+/// Asks the server for a sign of life.
+struct LivenessProbe(Arc<SharedConnectionInner>);
+
+impl LivenessProbe {
+    async fn run(self, mut open: OpenConnection) {
+        if let Err(error) = open.connection.send(&redis::cmd("PING")).await {
+            self.0.handle_error(&open, &error);
+        }
+    }
+}
+
+impl Drop for LivenessProbe {
+    fn drop(&mut self) {
+        self.0.is_probing.store(false, Ordering::Relaxed);
+    }
+}
+
+impl SharedConnectionInner {
+    /// Gives a connection up that can't be used any more.
+    fn handle_error(self: &Arc<Self>, open: &OpenConnection, error: &RedisError) {
+        // A cluster's client looks after its connections by itself.
+        let RedisConnection::Server(_) = open.connection else { return };
+        let is_same_connection =
+            |state: &ConnectionState| matches!(state, ConnectionState::Connected(up) if up.id == open.id);
+        match error.kind() {
+            // The same address may lead to the same server for a while.
+            ErrorKind::Server(ServerErrorKind::ReadOnly | ServerErrorKind::MasterDown) => {
+                self.start_connecting(is_same_connection, Some(error.to_string().into()));
+            }
+            _ if error.is_unrecoverable_error() || error.is_timeout() => {
+                self.start_connecting(is_same_connection, None)
+            }
+            _ => {}
+        }
+    }
+
+    /// Starts connecting if the state is the expected one: at once, or for a reason not to, after the first wait.
+    fn start_connecting(
+        self: &Arc<Self>,
+        expected: impl FnOnce(&ConnectionState) -> bool,
+        delay_reason: Option<Arc<str>>,
+    ) {
+        let runtime = Handle::try_current().ok();
+        let (next, waits_first) = match (&runtime, delay_reason) {
+            (None, _) => (ConnectionState::Idle, false),
+            (_, Some(why)) => (ConnectionState::Failed(why), true),
+            (_, None) => (ConnectionState::Connecting, false),
+        };
+        let mut id = 0;
+        let is_started = self.state.send_if_modified(|state| {
+            let expected = expected(state);
+            if expected {
+                id = if let ConnectionState::Connected(open) = state { open.id + 1 } else { 1 };
+                *state = next;
+            }
+            expected
+        });
+        if let (true, Some(runtime)) = (is_started, runtime) {
+            runtime.spawn(ConnectTask { inner: Arc::downgrade(self), connection_id: id }.run(waits_first));
+        }
+    }
+
+    async fn connect(self: &Arc<Self>, connection_id: u64) -> Result<RedisConnection, RedisError> {
+        if self.address.is_encrypted && rustls::crypto::CryptoProvider::get_default().is_none() {
+            // Fails only where another thread was faster.
+            let _ = rustls::crypto::ring::default_provider().install_default();
+        }
+        let certificates = || TlsCertificates { client_tls: None, root_cert: self.authorities.clone() };
+        let has_own_authorities = self.address.is_encrypted && self.authorities.is_some();
+        let mut nodes = self.address.connection_infos()?;
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.timeouts.connect))
+            .set_response_timeout(Some(self.timeouts.answer))
+            .set_pipeline_buffer_size(PIPELINE_CAPACITY)
+            .set_push_sender(self.push_handler(connection_id));
+        let reset_channel = self.key_names.reset_channel();
+        let (connection, subscribed) = match &self.address.topology {
+            Topology::Cluster => {
+                let mut builder = ClusterClientBuilder::new(nodes)
+                    .use_protocol(ProtocolVersion::RESP3)
+                    .connection_timeout(self.timeouts.connect)
+                    .response_timeout(self.timeouts.answer)
+                    .retries(MAX_CLUSTER_RETRIES)
+                    .min_retry_wait(CLUSTER_RETRY_MILLIS.0)
+                    .max_retry_wait(CLUSTER_RETRY_MILLIS.1)
+                    .push_sender(self.push_handler(connection_id));
+                if has_own_authorities {
+                    builder = builder.certs(certificates());
+                }
+                let mut cluster = builder.build()?.get_async_connection().await?;
+                let subscribed = cluster.subscribe(reset_channel).await;
+                (RedisConnection::Cluster(cluster), subscribed)
+            }
+            way => {
+                let client = match way {
+                    Topology::Sentinel(service) => self.client_from_sentinels(service).await?,
+                    _ => {
+                        let node = nodes.pop().ok_or((ErrorKind::InvalidClientConfig, "no host"))?;
+                        if has_own_authorities {
+                            Client::build_with_tls(node, certificates())?
+                        } else {
+                            Client::open(node)?
+                        }
+                    }
+                };
+                let mut server = client.get_multiplexed_async_connection_with_config(&config).await?;
+                let subscribed = server.subscribe(reset_channel).await;
+                (RedisConnection::Server(server), subscribed)
+            }
+        };
+        // Who may not subscribe is told of no resets, and can be asked for everything else.
+        let cannot_subscribe = match subscribed {
+            Ok(_) => false,
+            Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoPerm) => true,
+            Err(error) => return Err(error),
+        };
+        self.cannot_subscribe.store(cannot_subscribe, Ordering::Relaxed);
+        // Between one connection and the next some may have been told.
+        self.broadcast_reset(None);
+        Ok(connection)
+    }
+
+    fn broadcast_reset(&self, reset: Option<KeyReset>) {
+        // An error says that nobody listens.
+        let _ = self.reset_sender.send(reset);
+    }
+
+    async fn client_from_sentinels(&self, service: &str) -> Result<Client, RedisError> {
+        let login = self.address.login();
+        let sentinels = self.address.connection_infos()?.into_iter().map(|node| node.addr().clone());
+        let mut builder = SentinelClientBuilder::new(sentinels, service, SentinelServerType::Master)?
+            .set_client_to_redis_db(login.db())
+            .set_client_to_redis_protocol(ProtocolVersion::RESP3);
+        if let Some(user) = login.username() {
+            builder = builder.set_client_to_redis_username(user);
+        }
+        if let Some(password) = login.password() {
+            builder = builder.set_client_to_redis_password(password);
+        }
+        if self.address.is_encrypted {
+            builder = builder.set_client_to_redis_tls_mode(TlsMode::Secure);
+            if let Some(root_cert) = &self.authorities {
+                let certificates = || TlsCertificates { client_tls: None, root_cert: Some(root_cert.clone()) };
+                builder = builder
+                    .set_client_to_redis_certificates(certificates())
+                    .set_client_to_sentinel_certificates(certificates());
+            }
+        }
+        builder.build()?.async_get_client().await
+    }
+
+    /// What is done with messages that come unasked: resets, and the end of the connection.
+    fn push_handler(
+        self: &Arc<Self>,
+        connection_id: u64,
+    ) -> impl Fn(PushInfo) -> Result<(), RedisError> + Send + Sync + 'static {
+        let shared = Arc::downgrade(self);
+        move |push: PushInfo| {
+            let Some(shared) = shared.upgrade() else { return Ok(()) };
+            match (push.kind, push.data.as_slice()) {
+                (PushKind::Message, [_, Value::BulkString(message)]) => {
+                    if let Some(reset) = KeyNames::parse_reset(message) {
+                        shared.broadcast_reset(Some(reset));
+                    }
+                }
+                (PushKind::Disconnection, _) => {
+                    let is_same_connection = |state: &ConnectionState| match state {
+                        ConnectionState::Connected(OpenConnection {
+                            connection: RedisConnection::Server(_),
+                            id: up,
+                            ..
+                        }) => *up == connection_id,
+                        _ => false,
+                    };
+                    shared.start_connecting(is_same_connection, None);
+                }
+                _ => {}
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Connects, for as long as anybody has a use for it.
+struct ConnectTask {
+    inner: Weak<SharedConnectionInner>,
+    connection_id: u64,
+}
+
+impl ConnectTask {
+    async fn run(self, waits_first: bool) {
+        let mut backoff = BackoffState::default();
+        let mut random = SmallRng::from_rng(&mut rand::rng());
+        let mut is_due = !waits_first;
+        loop {
+            if !is_due {
+                tokio::time::sleep(backoff.next(&RECONNECT_BACKOFF, &mut random).as_duration()).await;
+            }
+            is_due = false;
+            let Some(shared) = self.inner.upgrade() else { return };
+            let timeout = shared.timeouts.connect + shared.timeouts.answer;
+            let next = match tokio::time::timeout(timeout, shared.connect(self.connection_id)).await {
+                Ok(Ok(connection)) => ConnectionState::Connected(OpenConnection {
+                    connection,
+                    id: self.connection_id,
+                    runtime: Handle::current(),
+                }),
+                Ok(Err(error)) => ConnectionState::Failed(error.to_string().into()),
+                Err(_) => ConnectionState::Failed("connecting took too long".into()),
+            };
+            let is_up = matches!(next, ConnectionState::Connected(_));
+            shared.state.send_replace(next);
+            if is_up {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for ConnectTask {
+    /// A runtime that ends takes its tasks with it; who asks in another one has to start anew.
+    fn drop(&mut self) {
+        if let Some(shared) = self.inner.upgrade() {
+            shared.state.send_if_modified(|state| {
+                let is_unfinished = !matches!(state, ConnectionState::Connected(_) | ConnectionState::Idle);
+                if is_unfinished {
+                    *state = ConnectionState::Idle;
+                }
+                is_unfinished
+            });
+        }
+    }
+}

@@ -1,0 +1,318 @@
+//! Who waits for a store with rows, and which of them are carried out together.
+
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::future::Future;
+use std::sync::Arc;
+
+use arrayvec::ArrayVec;
+use parking_lot::{Mutex, MutexGuard};
+use tidegate_core::backoff::{Backoff, BackoffState};
+use tidegate_core::batch::MAX_OPS;
+use tidegate_core::{Batch, LimitId, Limits, Outcomes, Span, Time, Verb};
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+use super::{GROUP_TIMEOUT, GroupError, RowKey};
+use crate::{RemoteFuture, StoreError};
+
+/// The most callers that wait for their group; who comes then fails at once.
+const MAX_WAITING_BATCHES: usize = 4096;
+/// The most rows of one group.
+pub(crate) const MAX_GROUP_ROWS: usize = 256;
+/// The most callers of one group.
+const MAX_GROUP_BATCHES: usize = 256;
+/// How often a group that met another node's is tried while somebody waits for it, and after which waits: for about a
+/// second in all.
+const MAX_TRIES: u32 = 32;
+const CONFLICT_BACKOFF: Backoff = Backoff::exponential(Span::from_millis(2), Span::from_millis(64));
+
+/// What carries groups out: one server's way to lock, load and write rows.
+pub(crate) trait GroupDriver: Send + Sync + 'static {
+    /// Whether only batches over the very same rows go together.
+    const REQUIRES_SAME_ROWS: bool;
+
+    /// Carries out all batches of a group, as if one after the other, and says what came of each.
+    ///
+    /// # Errors
+    /// A [`Fault`], for all of them.
+    fn execute(
+        &self,
+        limits: &Limits,
+        group: &BatchGroup,
+    ) -> impl Future<Output = Result<Vec<Result<Outcomes, StoreError>>, GroupError>> + Send;
+}
+
+/// A batch whose caller waits.
+pub(crate) struct QueuedBatch {
+    batch: Batch,
+    now: Time,
+    keys: ArrayVec<(RowKey, LimitId), MAX_OPS>,
+    is_read_only: bool,
+    result_sender: oneshot::Sender<Result<Outcomes, StoreError>>,
+}
+
+impl QueuedBatch {
+    pub(crate) fn batch(&self) -> &Batch {
+        &self.batch
+    }
+
+    /// The moment that the caller told.
+    pub(crate) fn now(&self) -> Time {
+        self.now
+    }
+
+    /// The rows that it is about.
+    pub(crate) fn keys(&self) -> &[(RowKey, LimitId)] {
+        &self.keys
+    }
+
+    /// Whether carrying it out would serve nobody. What gives something back serves others.
+    fn is_abandoned(&self) -> bool {
+        self.result_sender.is_closed() && self.batch.ops().iter().all(|op| matches!(op.verb, Verb::Take | Verb::Peek))
+    }
+}
+
+/// Batches that are carried out together.
+#[expect(clippy::vec_box, reason = "a call is half a kilobyte, and goes from list to list")]
+pub(crate) struct BatchGroup {
+    batches: Vec<Box<QueuedBatch>>,
+    keys: Vec<(RowKey, LimitId)>,
+    is_read_only: bool,
+}
+
+impl BatchGroup {
+    pub(crate) fn batches(&self) -> &[Box<QueuedBatch>] {
+        &self.batches
+    }
+
+    /// The rows of all its batches, each once, in key order.
+    pub(crate) fn keys(&self) -> &[(RowKey, LimitId)] {
+        &self.keys
+    }
+
+    /// Whether none of its batches changes anything.
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.is_read_only
+    }
+
+    fn send_results(self, answers: Vec<Result<Outcomes, StoreError>>) {
+        for (queued, answer) in self.batches.into_iter().zip(answers) {
+            let _ = queued.result_sender.send(answer);
+        }
+    }
+
+    fn send_error(self, error: &StoreError) {
+        send_error_to_all(self.batches, error);
+    }
+}
+
+fn send_error_to_all(batches: impl IntoIterator<Item = Box<QueuedBatch>>, error: &StoreError) {
+    for queued in batches {
+        let _ = queued.result_sender.send(Err(error.clone()));
+    }
+}
+
+/// The callers of a store with rows, and those who carry their batches out.
+pub(crate) struct GroupExecutor<D>(Arc<GroupExecutorInner<D>>);
+
+struct GroupExecutorInner<D> {
+    driver: Arc<D>,
+    limits: Arc<Limits>,
+    /// The most groups at once.
+    max_workers: usize,
+    queue: Mutex<ExecutorQueue>,
+}
+
+#[derive(Default)]
+struct ExecutorQueue {
+    waiting: VecDeque<Box<QueuedBatch>>,
+    /// The rows of groups under way that change some: a batch over one of them waits for that group and not for the
+    /// server's lock.
+    busy_rows: HashSet<RowKey>,
+    /// Tasks that carry out one group after the other as long as there are any.
+    workers: usize,
+}
+
+impl<D: GroupDriver> GroupExecutor<D> {
+    /// Nothing is started before the first batch.
+    pub(crate) fn new(driver: D, limits: Arc<Limits>, max_workers: usize) -> Self {
+        Self(Arc::new(GroupExecutorInner { driver: Arc::new(driver), limits, max_workers, queue: Mutex::default() }))
+    }
+
+    /// What carries its groups out, to be asked for what is no batch.
+    pub(crate) fn driver(&self) -> Arc<D> {
+        Arc::clone(&self.0.driver)
+    }
+
+    pub(crate) fn limits(&self) -> &Arc<Limits> {
+        &self.0.limits
+    }
+
+    /// Carries out a batch together with others. It waits in line from the first poll on.
+    pub(crate) fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
+        let (shared, batch) = (Arc::clone(&self.0), batch.clone());
+        Box::pin(async move {
+            let (sender, answer) = oneshot::channel();
+            shared.enqueue(batch, now, sender)?;
+            answer.await.unwrap_or_else(|_| Err(StoreError::Failed("nobody was left to ask it".into())))
+        })
+    }
+}
+
+impl<D: GroupDriver> GroupExecutorInner<D> {
+    fn queue(&self) -> MutexGuard<'_, ExecutorQueue> {
+        self.queue.lock()
+    }
+
+    fn enqueue(
+        self: &Arc<Self>,
+        batch: Batch,
+        now: Time,
+        result_sender: oneshot::Sender<Result<Outcomes, StoreError>>,
+    ) -> Result<(), StoreError> {
+        let runtime = Handle::try_current().map_err(|_| StoreError::Failed("asked outside a tokio runtime".into()))?;
+        let known_ops = batch.ops().iter().filter(|op| self.limits.get(op.limit).is_some());
+        let keys: ArrayVec<_, MAX_OPS> =
+            known_ops.map(|op| (RowKey::new(self.limits.tag(op.limit), op.key), op.limit)).collect();
+        // What is about no row can change none.
+        let is_read_only = keys.is_empty() || batch.ops().iter().all(|op| op.verb == Verb::Peek);
+        let queued = Box::new(QueuedBatch { batch, now, keys, is_read_only, result_sender });
+        let mut queue = self.queue();
+        if queue.waiting.len() >= MAX_WAITING_BATCHES {
+            return Err(StoreError::Failed(format!("{MAX_WAITING_BATCHES} calls wait for it already")));
+        }
+        // Whoever has a busy row looks into the queue again when it is done with it.
+        let needs_worker = queue.workers < self.max_workers && (is_read_only || !queue.has_busy_rows(&queued));
+        queue.waiting.push_back(queued);
+        if needs_worker {
+            queue.workers += 1;
+            let worker = GroupWorker { shared: Arc::clone(self), is_running: true, busy_rows: Vec::new() };
+            drop(queue);
+            runtime.spawn(worker.run());
+        }
+        Ok(())
+    }
+}
+
+impl ExecutorQueue {
+    fn has_busy_rows(&self, queued: &QueuedBatch) -> bool {
+        queued.keys.iter().any(|(key, _)| self.busy_rows.contains(key))
+    }
+
+    /// The first call whose rows nobody has, and those behind it that go with it. Nobody who changes a row overtakes
+    /// another who does.
+    fn next_group(&mut self, same_rows: bool) -> Option<BatchGroup> {
+        let mut batches: Vec<Box<QueuedBatch>> = Vec::new();
+        let mut keys = BTreeMap::new();
+        let mut skipped = Vec::new();
+        let mut reserved_rows = HashSet::new();
+        while let Some(queued) = self.waiting.pop_front() {
+            if queued.is_abandoned() {
+                continue;
+            }
+            let new_rows = queued.keys.iter().filter(|(key, _)| !keys.contains_key(key)).count();
+            let fits = batches.first().is_none_or(|first| {
+                let is_compatible = first.is_read_only == queued.is_read_only && (new_rows == 0 || !same_rows);
+                is_compatible && keys.len() + new_rows <= MAX_GROUP_ROWS
+            });
+            let is_free = queued.is_read_only
+                || !queued.keys.iter().any(|(key, _)| self.busy_rows.contains(key) || reserved_rows.contains(key));
+            if fits && is_free {
+                keys.extend(queued.keys.iter().copied());
+                batches.push(queued);
+                if batches.len() == MAX_GROUP_BATCHES {
+                    break;
+                }
+            } else {
+                if !queued.is_read_only {
+                    reserved_rows.extend(queued.keys.iter().map(|(key, _)| *key));
+                }
+                skipped.push(queued);
+            }
+        }
+        for call in skipped.into_iter().rev() {
+            self.waiting.push_front(call);
+        }
+        let is_read_only = batches.first()?.is_read_only;
+        if !is_read_only {
+            self.busy_rows.extend(keys.keys());
+        }
+        Some(BatchGroup { batches, keys: keys.into_iter().collect(), is_read_only })
+    }
+}
+
+/// A task that carries out groups, and the rows that it has.
+struct GroupWorker<D: GroupDriver> {
+    shared: Arc<GroupExecutorInner<D>>,
+    is_running: bool,
+    busy_rows: Vec<RowKey>,
+}
+
+impl<D: GroupDriver> GroupWorker<D> {
+    async fn run(mut self) {
+        while let Some(group) = self.next_group() {
+            self.execute(group).await;
+        }
+    }
+
+    fn next_group(&mut self) -> Option<BatchGroup> {
+        let mut queue = self.shared.queue();
+        for row in self.busy_rows.drain(..) {
+            queue.busy_rows.remove(&row);
+        }
+        let Some(group) = queue.next_group(D::REQUIRES_SAME_ROWS) else {
+            // Under the same lock, so that whoever lines up next sees that nobody leads.
+            queue.workers -= 1;
+            self.is_running = false;
+            return None;
+        };
+        if !group.is_read_only {
+            self.busy_rows.extend(group.keys.iter().map(|(key, _)| *key));
+        }
+        Some(group)
+    }
+
+    async fn execute(&self, group: BatchGroup) {
+        let mut backoff = BackoffState::default();
+        let mut tries_left = MAX_TRIES;
+        let error = loop {
+            let attempt = tokio::time::timeout(GROUP_TIMEOUT, self.shared.driver.execute(&self.shared.limits, &group));
+            tries_left -= 1;
+            match attempt.await {
+                Ok(Ok(answers)) => return group.send_results(answers),
+                Err(_) => return group.send_error(&StoreError::Timeout(GROUP_TIMEOUT)),
+                Ok(Err(GroupError::Conflict(_)))
+                    if tries_left > 0 && !group.batches.iter().all(|queued| queued.is_abandoned()) =>
+                {
+                    let wait = backoff.next(&CONFLICT_BACKOFF, &mut rand::rng());
+                    tokio::time::sleep(wait.as_duration()).await;
+                }
+                Ok(Err(GroupError::ConnectionLost(_))) if tries_left > 0 => {}
+                Ok(Err(fault)) => break fault,
+            }
+        };
+        let is_unreachable = matches!(error, GroupError::Unreachable(_));
+        let error = StoreError::from(error);
+        group.send_error(&error);
+        if is_unreachable {
+            let waiting = std::mem::take(&mut self.shared.queue().waiting);
+            send_error_to_all(waiting, &error);
+        }
+    }
+}
+
+impl<D: GroupDriver> Drop for GroupWorker<D> {
+    fn drop(&mut self) {
+        if !self.is_running {
+            return;
+        }
+        let mut queue = self.shared.queue();
+        queue.workers -= 1;
+        for row in &self.busy_rows {
+            queue.busy_rows.remove(row);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
