@@ -95,10 +95,6 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         }
         if let Some(OpenListener { listener, service }) = self.outbound {
             watchdogs.push(Arc::clone(&listener.watchdog));
-            for upstream in &service.upstreams {
-                let upstream = Arc::clone(upstream);
-                housekeeping.spawn(async move { upstream.run_idle_cleanup().await });
-            }
             let new_service = move |client| service.connection_service(client);
             accepting.spawn(listener.run(new_service, wait_for_signal(stopped.clone())));
         }

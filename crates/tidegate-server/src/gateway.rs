@@ -40,7 +40,6 @@ use crate::listener::ConnectionContext;
 use crate::local_response::{self, HttpError, error, json};
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
 use crate::refusal_log::{FailedCall, RefusalLog};
-use crate::upstream::UpstreamClient;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
 use crate::wire::http_api::{discard_body, finish_response};
 
@@ -58,9 +57,6 @@ const X_FORWARDED: &str = "x-forwarded-";
 /// The state that all connections of the gateway share.
 pub(crate) struct GatewayState<S: Store, C: Clock> {
     mounts: HashMap<String, Mount<S, C>>,
-    /// The clients of the providers without TLS. [`UpstreamClient::run_idle_cleanup`] must run for each of them to
-    /// close idle connections.
-    pub(crate) upstreams: Vec<Arc<UpstreamClient<ReplayBody<Upload>>>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
     access: Access,
@@ -83,31 +79,22 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         env: &impl Fn(&str) -> Option<String>,
     ) -> Result<Self, GatewayError> {
         let connector = ProviderConnector::new().map_err(GatewayError::Roots)?;
-        let (mut mounts, mut upstreams) = (HashMap::new(), Vec::new());
+        let mut mounts = HashMap::new();
         for provider in outbound.providers() {
             let plan = provider.config();
-            let Some(base) = &plan.base_url else { continue };
+            if plan.base_url.is_none() {
+                continue;
+            }
             let to_error = |source| GatewayError::Credential { provider: plan.name.clone(), source };
             let layer = OutboundLayer::with_env(provider.clone(), env)
                 .map_err(to_error)?
                 .mount_path(&plan.name)
                 .fault_classifier(provider_client::fault_of);
-            let connections = connector.client(plan, base);
-            if let ProviderClient::Plain(upstream) = &connections {
-                upstreams.push(Arc::clone(upstream));
-            }
-            mounts.insert(plan.name.clone(), layer.layer(connections));
+            mounts.insert(plan.name.clone(), layer.layer(connector.client(plan)));
         }
         let hosts = &outbound.config().hosts;
         let access = Access::new(ListenerKind::Gateway, listens, hosts, token, Arc::clone(&refusals));
-        Ok(Self {
-            mounts,
-            upstreams,
-            cache: Cache::for_outbound(outbound),
-            access,
-            refusals,
-            outbound: outbound.clone(),
-        })
+        Ok(Self { mounts, cache: Cache::for_outbound(outbound), access, refusals, outbound: outbound.clone() })
     }
 
     /// Returns the service of one connection's requests.
@@ -342,7 +329,7 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
 /// Returns an error's text followed by its causes.
 fn error_chain(error: &(dyn std::error::Error + 'static)) -> String {
     tidegate_outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
-        let cause = cause.to_string();
+        let cause = provider_client::describe_cause(cause);
         // Some errors include the text of their cause.
         if text.ends_with(&cause) { text } else { format!("{text}: {cause}") }
     })

@@ -244,11 +244,6 @@ pub(crate) struct UpstreamBody<B: Send + 'static> {
 }
 
 impl<B: Send + 'static> UpstreamBody<B> {
-    /// Returns a body that came over a connection of another client.
-    pub(crate) fn unpooled(inner: Incoming) -> Self {
-        Self { inner: Some(inner), connection: None }
-    }
-
     fn new(inner: Incoming, lease: Option<ActiveConnection<B>>) -> Self {
         let mut reply = Self { inner: Some(inner), connection: lease };
         if reply.is_end_stream() {

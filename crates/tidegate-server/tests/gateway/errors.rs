@@ -19,7 +19,8 @@ fn error(status: &str, retry_after: Option<u64>, attempts: u32, body: &str) -> S
 }
 
 /// The message for a connection that ends without a reply.
-const BROKEN_OFF: &str = "the request got no reply: the upstream broke off: connection closed before message completed";
+const BROKEN_OFF: &str =
+    "the request got no reply: the connection to the provider broke off: connection closed before message completed";
 
 #[tokio::test]
 async fn an_open_breaker_gives_503_with_state() {
@@ -97,7 +98,7 @@ async fn exhausted_retries_forward_the_last_reply() {
 async fn exhausted_retries_without_reply_give_502() {
     let gateway = standing(&provider(nobody(), FREE));
     let body = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded: \
-        the request got no reply: can't connect to the upstream: Connection refused (os error 111)\",\
+        the request got no reply: can't connect to the provider: tcp connect error: Connection refused (os error 111)\",\
         \"provider\":\"api\",\"attempts\":3}";
     let answer = undated(&gateway.ask(get("/api/x")).await);
     assert_eq!(answer, error("502 Bad Gateway", None, 3, body));
