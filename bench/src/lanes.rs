@@ -23,7 +23,7 @@ const NAMES: [&str; 3] = ["enqueue", "cancel", "wake"];
 
 /// The number of chunks of a round; the round's figure is their median.
 const CHUNKS: usize = 7;
-/// The largest number of repeats of a chunk whose thread lost its core meanwhile.
+/// The largest number of repeats of a chunk if its thread lost its core.
 const REPEATS: usize = 4;
 
 const NOW: Time = Time::from_secs(1_767_225_600);

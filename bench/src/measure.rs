@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// The cost of `Instant::now`, in nanoseconds, on the machine on which the absolute targets were set.
 const REFERENCE_CLOCK_NS: f64 = 24.0;
 
-/// The largest number of repeats of a chunk whose thread lost its core meanwhile.
+/// The largest number of repeats of a chunk if its thread lost its core.
 const MAX_REPEATS: usize = 4;
 
 /// A loop that can be timed. It asks one subject, and counts the admitted decisions.

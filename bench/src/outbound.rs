@@ -14,7 +14,7 @@ use crate::work::{ExpectedAnswer, TimedWork};
 const CALLERS: [(&str, &str); 3] =
     [(OURS, OURS), ("tidegate-rate", "tidegate (rate)"), ("tower-resilience", "tower-resilience")];
 
-/// The number of calls whose allocations are counted.
+/// The number of calls for which allocations are counted.
 const COUNTED_CALLS: u32 = 100_000;
 
 /// Measures every row that the options select, and passes each to `on_row` when it is done.

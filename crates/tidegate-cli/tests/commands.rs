@@ -365,7 +365,7 @@ fn control_characters_in_input_are_escaped() {
     }
     assert_eq!(run_safely(&["replay", "-c", &good, &format!("/nowhere/{HOSTILE}")]).0, 1);
 
-    // A command line, whose words may be names of files.
+    // A command line: its words may be names of files.
     assert_eq!(run_safely(&["check", &format!("--{HOSTILE}")]).0, 2);
     assert_eq!(run_safely(&["retry", &format!("--{HOSTILE}")]).0, 125);
     assert_eq!(run_safely(&["retry", "--attempts", "1", &format!("/nowhere/{HOSTILE}")]).0, 127);

@@ -182,7 +182,7 @@ fn a_second_signal_exits_immediately() {
     assert_eq!(gate.wait().and_then(|status| status.code()), Some(130));
 }
 
-/// A login whose penalty grows, as every front server enforces it.
+/// A login with a growing penalty, as every front server enforces it.
 const LOGIN: &str = r#"
     [inbound]
     trusted_proxies = ["127.0.0.0/8"]

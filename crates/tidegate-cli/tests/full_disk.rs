@@ -1,5 +1,5 @@
-//! A gate whose file can't be written for a time. A limit on the size of files stands for a full disk: the kernel then
-//! refuses writes, and nothing else.
+//! A gate with a file that can't be written for a time. A limit on the size of files stands for a full disk: the kernel
+//! then refuses writes, and nothing else.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 

@@ -64,7 +64,7 @@ pub const MAX_LATENESS: Span = Span::from_secs(3600);
 /// clock was set back then, or the logs were given out of order.
 pub const CLOCK_RESET_AFTER: u32 = 1000;
 /// The largest forward jump that is trusted at once. A line beyond it counts only until a line comes that isn't beyond
-/// it. Its cause may be a server whose clock isn't set yet, or a wrong unit.
+/// it. Its cause may be a server with a clock that isn't set yet, or a wrong unit.
 pub const MAX_FORWARD_JUMP: Span = Span::from_secs(86_400);
 /// The number of broken lines that are shown.
 pub const MAX_SHOWN_BROKEN: usize = 10;

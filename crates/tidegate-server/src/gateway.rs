@@ -300,7 +300,7 @@ fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<C
     }
 }
 
-/// Removes the headers whose names match.
+/// Removes the headers with matching names.
 fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
     let names: Vec<HeaderName> = headers.keys().filter(|name| matches(name)).cloned().collect();
     for name in names {

@@ -42,7 +42,7 @@ pub struct TimeBucket {
     pub succeeded: u64,
     /// Calls that failed.
     pub failed: u64,
-    /// Calls whose last request was refused.
+    /// Calls with a refused last request.
     pub refused: u64,
     /// Calls that their own client declined to send.
     pub declined: u64,

@@ -163,7 +163,7 @@ fn expect_equal<T: PartialEq + fmt::Debug>(what: &str, found: T, expected: T) ->
     if found == expected { Ok(()) } else { Err(format!("{what}: {found:?}, expected {expected:?}")) }
 }
 
-/// Returns the moment at which the checks start, for stores whose time can be set.
+/// Returns the moment at which the checks start, for stores with a settable time.
 fn start_time() -> Time {
     Time::from_secs(1_700_000_000)
 }

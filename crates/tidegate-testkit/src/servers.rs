@@ -42,7 +42,7 @@ pub fn require_program(name: &str) -> Option<PathBuf> {
 /// Does the same as [`require_program`] for a program that is required only in a full run.
 ///
 /// # Panics
-/// If it isn't installed, in a full run whose environment requires everything.
+/// If it isn't installed, in a full run with an environment that requires everything.
 pub fn require_program_in_full_run(name: &str) -> Option<PathBuf> {
     let found = find_program(name, &[]);
     if found.is_none() {

@@ -1,6 +1,6 @@
-//! Guards against a bug of rustc before 1.96.1 (rust-lang/rust#158206). In optimised code, a comparison with a constant
-//! whose result is both used as a number and branched on may lose the number. Delete this file when `rust-version` is
-//! 1.96.1 or later.
+//! Guards against a bug of rustc before 1.96.1 (rust-lang/rust#158206). In optimised code, the result of a comparison
+//! with a constant may be lost as a number if it is also branched on. Delete this file when `rust-version` is 1.96.1 or
+//! later.
 
 use std::collections::HashSet;
 use std::hint::black_box;

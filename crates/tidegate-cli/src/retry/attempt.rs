@@ -22,7 +22,7 @@ const KILL_DELAY: Span = Span::from_secs(5);
 /// The maximum idle time of the output of a command that has ended: a process that it started may keep the output open.
 /// Output that was already written is forwarded, however slowly it is read.
 const DRAIN_TIMEOUT: Span = Span::from_secs(1);
-/// The interval of checks of an output whose reader is slow.
+/// The interval of checks of an output with a slow reader.
 const POLL_INTERVAL: Span = Span::from_millis(20);
 
 /// The end of an attempt.

@@ -36,7 +36,7 @@ impl Running {
     }
 }
 
-/// Reads a policy whose ports the system selects.
+/// Reads a policy with ports that the system selects.
 pub(crate) fn policy(upstream: SocketAddr, rest: &str) -> Policy {
     let ports = [("TIDEGATE__INBOUND__LISTEN", "127.0.0.1:0"), ("TIDEGATE__API__LISTEN", "127.0.0.1:0")];
     // The host names that the tests' requests use.

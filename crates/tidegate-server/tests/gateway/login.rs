@@ -8,7 +8,7 @@ use crate::wire::{body, header, status};
 const LOGIN: &str = "auth = \"bearer\"\ncredentials = \"env:A\"\nlogin = { path = \"/login\", \
     body = '{\"apikey\":\"{credential}\"}', lifetime = \"24h\", refresh_before = \"2h\" }\n";
 
-/// A provider whose n-th login gives `token-n`. It accepts tokens from number `good` on.
+/// A provider that gives `token-n` at the n-th login. It accepts tokens from number `good` on.
 async fn api(good: usize) -> Api {
     let logins = std::sync::atomic::AtomicUsize::new(0);
     Api::start(move |_, arrived| {

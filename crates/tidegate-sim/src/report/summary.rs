@@ -11,7 +11,7 @@ pub struct RunSummary {
     pub succeeded: f64,
     /// Calls that failed.
     pub failed: f64,
-    /// Calls whose last request was refused.
+    /// Calls with a refused last request.
     pub refused: f64,
     /// Calls that their own client declined to send.
     pub declined: f64,

@@ -247,7 +247,7 @@ impl History {
     }
 }
 
-/// Removes a cost from the calls whose moment satisfies `own`. Returns false, and changes nothing, if they have less.
+/// Removes a cost from the calls with times that satisfy `own`. Returns false and changes nothing if they have less.
 fn take_from_calls(calls: &mut [(Time, u128)], cost: u64, own: impl Fn(Time) -> bool) -> bool {
     let mut rest = u128::from(cost);
     let mut left = calls.to_vec();

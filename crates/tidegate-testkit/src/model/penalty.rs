@@ -84,7 +84,8 @@ fn block_length(penalty: &Penalty, number: u8) -> Span {
     Span::from_micros(length.min(cap) as u64)
 }
 
-/// Returns the first strike whose block is the cap. With a factor of 1 blocks don't grow, so the largest number is 1.
+/// Returns the first strike with a block as long as the cap. With a factor of 1 blocks don't grow, so the largest
+/// number is 1.
 fn max_strikes(penalty: &Penalty) -> u8 {
     if penalty.factor() == 1 {
         return 1;
