@@ -11,6 +11,7 @@ use tidegate::clock::SystemClock;
 use tidegate::outbound::{Outbound, Snapshot};
 use tidegate::store::{Memory, Store};
 use tidegate_core::Clock;
+use tokio::sync::watch::{self, Sender};
 use tokio::task::JoinSet;
 
 use crate::gateway::GatewayState;
@@ -77,8 +78,8 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
     /// `timeouts.shutdown` is over. Dropping the future stops accepting and housekeeping at once, and leaves the
     /// connections to the runtime.
     pub async fn run(self, stop: impl Future<Output = ()>) -> ShutdownSummary {
-        let (stopping, stopped) = tokio::sync::watch::channel(false);
-        let (ending, ended) = tokio::sync::watch::channel(false);
+        let (stopping, stopped) = watch::channel(false);
+        let (ending, ended) = watch::channel(false);
         let mut housekeeping = JoinSet::new();
         let mut accepting = JoinSet::new();
         let mut admin_accepting = JoinSet::new();
@@ -132,45 +133,73 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             housekeeping.spawn(async move { housekeeping::follow_wall_clock(&clock).await });
         }
 
+        let shutdown = Shutdown {
+            watchdogs,
+            admin_watchdog,
+            accepting,
+            admin_accepting,
+            stopping,
+            ending,
+            timeout: self.shutdown_timeout,
+        };
         stop.await;
         tracing::info!(patience = ?self.shutdown_timeout, "stopping: no more connections; requests in flight get their answers");
         self.draining.store(true, Ordering::Relaxed);
-        for watchdog in &watchdogs {
+        let summary = shutdown.run().await;
+        if let Some(snapshot) = self.snapshot {
+            snapshots::save(&snapshot, &mut true).await;
+        }
+        tracing::info!(cut_off = summary.cut_off, "stopped");
+        summary
+    }
+}
+
+/// The parts of a running server that a shutdown ends.
+struct Shutdown {
+    watchdogs: Vec<Arc<Watchdog>>,
+    admin_watchdog: Option<Arc<Watchdog>>,
+    accepting: JoinSet<()>,
+    admin_accepting: JoinSet<()>,
+    stopping: Sender<bool>,
+    ending: Sender<bool>,
+    timeout: Duration,
+}
+
+impl Shutdown {
+    /// Ends all listeners: first those of clients, which may finish their requests, then the admin's.
+    async fn run(mut self) -> ShutdownSummary {
+        for watchdog in &self.watchdogs {
             watchdog.drain();
         }
-        let _ = stopping.send(true);
+        let _ = self.stopping.send(true);
         let emptied = async {
-            while accepting.join_next().await.is_some() {}
-            for watchdog in &watchdogs {
+            while self.accepting.join_next().await.is_some() {}
+            for watchdog in &self.watchdogs {
                 watchdog.wait_until_empty().await;
             }
         };
-        let in_time = tokio::time::timeout(self.shutdown_timeout, emptied).await.is_ok();
-        let cut_off = watchdogs.iter().map(|watchdog| watchdog.len()).sum();
+        let in_time = tokio::time::timeout(self.timeout, emptied).await.is_ok();
+        let cut_off = self.watchdogs.iter().map(|watchdog| watchdog.len()).sum();
         if !in_time {
             tracing::warn!(connections = cut_off, "the time for shutting down is over: connections are cut off");
         }
-        let _ = ending.send(true);
-        for watchdog in watchdogs.iter().chain(&admin_watchdog) {
+        let _ = self.ending.send(true);
+        for watchdog in self.watchdogs.iter().chain(&self.admin_watchdog) {
             watchdog.abort();
         }
-        while admin_accepting.join_next().await.is_some() {}
+        while self.admin_accepting.join_next().await.is_some() {}
         // Aborted connections get up to 1 s to release their permits and sockets.
         let all_closed = async {
-            for watchdog in watchdogs.iter().chain(&admin_watchdog) {
+            for watchdog in self.watchdogs.iter().chain(&self.admin_watchdog) {
                 watchdog.wait_until_empty().await;
             }
         };
         let _ = tokio::time::timeout(Duration::from_secs(1), all_closed).await;
-        if let Some(snapshot) = self.snapshot {
-            snapshots::save(&snapshot, &mut true).await;
-        }
-        tracing::info!(cut_off, "stopped");
         ShutdownSummary { cut_off }
     }
 }
 
-async fn wait_for_signal(mut signal: tokio::sync::watch::Receiver<bool>) {
+async fn wait_for_signal(mut signal: watch::Receiver<bool>) {
     // An error means that the sender was dropped, which also means stop.
     let _ = signal.wait_for(|is_signalled| *is_signalled).await;
 }

@@ -94,7 +94,7 @@ use tidegate::reply::Replies;
 use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
-use tidegate_policy::{KeyPart, Policy, Secret, SecretError, SecretSource};
+use tidegate_policy::{InboundConfig, KeyPart, Policy, Secret, SecretError, SecretSource};
 
 use crate::access::Access;
 use crate::bound_server::OpenListener;
@@ -240,112 +240,27 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// # Errors
     /// See [`ServeError`]. On an error no listener stays open.
     pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
-        let inbound = self.policy.inbound();
-        let api = self.policy.api();
-        let admin = self.policy.admin();
+        let (api, admin) = (self.policy.api(), self.policy.admin());
         let api_token = self.resolve_token("api", api.listen, api.token.as_ref())?;
         let admin_token = self.resolve_token("admin", admin.listen, admin.token.as_ref())?;
-        if inbound.upstream.is_some() {
+        if self.policy.inbound().upstream.is_some() {
             self.check_proxied_key_parts()?;
         }
-        let timeouts = PhaseTimeouts {
-            idle: inbound.timeouts.idle,
-            head: inbound.timeouts.header,
-            body: inbound.timeouts.body,
-            response: inbound.timeouts.response,
-            tunnel: inbound.timeouts.idle,
-            body_rate: inbound.caps.body_rate,
-        };
-        let internal_config = |connections| ListenerConfig {
-            connections,
-            header_bytes: INTERNAL_HEADER_BYTES,
-            headers: listener::DEFAULT_MAX_HEADERS,
-            timeouts,
-            forwards: false,
-        };
-        let proxy_config = ListenerConfig {
-            connections: usize::try_from(inbound.caps.connections).unwrap_or(usize::MAX).max(1),
-            header_bytes: inbound.caps.header_bytes,
-            headers: inbound.caps.headers,
-            timeouts,
-            forwards: true,
-        };
-        let ipv6_prefix = self.gate.plan().ipv6_prefix();
         let refusals = Arc::new(RefusalLog::new(self.policy.log().refusals_per_second));
-        let keeper = Arc::new(PermitRenewer::default());
+        let permit_renewer = Arc::new(PermitRenewer::default());
         let draining = Arc::new(AtomicBool::new(false));
-        let inbound = match &inbound.upstream {
-            None => None,
-            Some(upstream) => Some(OpenListener {
-                listener: bind_listener("inbound", inbound.listen, proxy_config)?.limit_per_client(
-                    inbound.caps.connections_per_client,
-                    ipv6_prefix,
-                    &inbound.forwarding.trusted,
-                ),
-                service: Arc::new(ProxyState::new(
-                    self.gate.clone(),
-                    inbound,
-                    upstream,
-                    Arc::clone(&keeper),
-                    Arc::clone(&refusals),
-                )),
-            }),
+        let inbound = self.open_proxy(&permit_renewer, &refusals)?;
+        let restore = |outbound: &Outbound<S, C>| {
+            outbound.config().snapshot.as_ref().map(|path| Snapshot::restore(outbound, path)).transpose()
         };
-        let snapshot = match &self.outbound {
-            None => None,
-            Some(outbound) => {
-                outbound.config().snapshot.as_ref().map(|path| Snapshot::restore(outbound, path)).transpose()?
-            }
-        };
-        let outbound = match &self.outbound {
-            None => None,
-            Some(outbound) => self.gateway(
-                outbound,
-                &refusals,
-                ListenerConfig { forwards: true, ..internal_config(outbound.config().connections) },
-            )?,
-        };
-        let settings = self.policy.inbound();
-        let api = match api.listen {
-            None => None,
-            Some(address) => Some(OpenListener {
-                listener: bind_listener("api", address, internal_config(API_CONNECTIONS))?,
-                service: Arc::new(ApiState {
-                    gate: self.gate.clone(),
-                    replies: Replies::new(self.gate.plan(), settings.headers, settings.x_ratelimit),
-                    access: Access::new(
-                        access::ListenerKind::Api,
-                        address,
-                        &api.hosts,
-                        api_token,
-                        Arc::clone(&refusals),
-                    ),
-                    forwarding: settings.forwarding.clone(),
-                    forward_auth: api.forward_auth,
-                    deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
-                    refusals: Arc::clone(&refusals),
-                    untrusted_peer_logged: AtomicBool::new(false),
-                }),
-            }),
-        };
-        let admin = match admin.listen {
-            None => None,
-            Some(address) => Some(OpenListener {
-                listener: bind_listener("admin", address, internal_config(ADMIN_CONNECTIONS))?,
-                service: Arc::new(AdminState {
-                    gate: self.gate.clone(),
-                    access: Access::new(
-                        access::ListenerKind::Admin,
-                        address,
-                        &admin.hosts,
-                        admin_token,
-                        Arc::clone(&refusals),
-                    ),
-                    draining: Arc::clone(&draining),
-                }),
-            }),
-        };
+        let snapshot = self.outbound.as_ref().map(restore).transpose()?.flatten();
+        let outbound =
+            self.outbound.as_ref().map(|outbound| self.open_gateway(outbound, &refusals)).transpose()?.flatten();
+        let api = api.listen.map(|address| self.open_api(address, api_token, &refusals)).transpose()?;
+        let admin =
+            admin.listen.map(|address| self.open_admin(address, admin_token, &refusals, &draining)).transpose()?;
         Ok(BoundServer {
+            shutdown_timeout: self.policy.inbound().timeouts.shutdown,
             gate: self.gate,
             providers: self.outbound,
             snapshot: snapshot.map(Arc::new),
@@ -353,19 +268,103 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             outbound,
             api,
             admin,
-            permit_renewer: keeper,
+            permit_renewer,
             refusals,
             draining,
-            shutdown_timeout: settings.timeouts.shutdown,
             followed_clock: self.followed_clock,
         })
     }
 
-    fn gateway(
+    fn phase_timeouts(&self) -> PhaseTimeouts {
+        let InboundConfig { timeouts, caps, .. } = self.policy.inbound();
+        PhaseTimeouts {
+            idle: timeouts.idle,
+            head: timeouts.header,
+            body: timeouts.body,
+            response: timeouts.response,
+            tunnel: timeouts.idle,
+            body_rate: caps.body_rate,
+        }
+    }
+
+    /// The bounds of a listener that answers by itself.
+    fn internal_config(&self, connections: usize) -> ListenerConfig {
+        ListenerConfig {
+            connections,
+            header_bytes: INTERNAL_HEADER_BYTES,
+            headers: listener::DEFAULT_MAX_HEADERS,
+            timeouts: self.phase_timeouts(),
+            forwards: false,
+        }
+    }
+
+    fn open_proxy(
+        &self,
+        permit_renewer: &Arc<PermitRenewer>,
+        refusals: &Arc<RefusalLog>,
+    ) -> Result<Option<OpenListener<ProxyState<S, C>>>, ServeError> {
+        let inbound = self.policy.inbound();
+        let Some(upstream) = &inbound.upstream else { return Ok(None) };
+        let config = ListenerConfig {
+            connections: usize::try_from(inbound.caps.connections).unwrap_or(usize::MAX).max(1),
+            header_bytes: inbound.caps.header_bytes,
+            headers: inbound.caps.headers,
+            timeouts: self.phase_timeouts(),
+            forwards: true,
+        };
+        let listener = bind_listener("inbound", inbound.listen, config)?.limit_per_client(
+            inbound.caps.connections_per_client,
+            self.gate.plan().ipv6_prefix(),
+            &inbound.forwarding.trusted,
+        );
+        let (permit_renewer, refusals) = (Arc::clone(permit_renewer), Arc::clone(refusals));
+        let proxy = ProxyState::new(self.gate.clone(), inbound, upstream, permit_renewer, refusals);
+        Ok(Some(OpenListener { listener, service: Arc::new(proxy) }))
+    }
+
+    fn open_api(
+        &self,
+        address: SocketAddr,
+        token: Option<Secret>,
+        refusals: &Arc<RefusalLog>,
+    ) -> Result<OpenListener<ApiState<S, C>>, ServeError> {
+        let (inbound, api) = (self.policy.inbound(), self.policy.api());
+        let kind = access::ListenerKind::Api;
+        let state = ApiState {
+            gate: self.gate.clone(),
+            replies: Replies::new(self.gate.plan(), inbound.headers, inbound.x_ratelimit),
+            access: Access::new(kind, address, &api.hosts, token, Arc::clone(refusals)),
+            forwarding: inbound.forwarding.clone(),
+            forward_auth: api.forward_auth,
+            deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
+            refusals: Arc::clone(refusals),
+            untrusted_peer_logged: AtomicBool::new(false),
+        };
+        let listener = bind_listener("api", address, self.internal_config(API_CONNECTIONS))?;
+        Ok(OpenListener { listener, service: Arc::new(state) })
+    }
+
+    fn open_admin(
+        &self,
+        address: SocketAddr,
+        token: Option<Secret>,
+        refusals: &Arc<RefusalLog>,
+        draining: &Arc<AtomicBool>,
+    ) -> Result<OpenListener<AdminState<S, C>>, ServeError> {
+        let (kind, hosts) = (access::ListenerKind::Admin, &self.policy.admin().hosts);
+        let state = AdminState {
+            gate: self.gate.clone(),
+            access: Access::new(kind, address, hosts, token, Arc::clone(refusals)),
+            draining: Arc::clone(draining),
+        };
+        let listener = bind_listener("admin", address, self.internal_config(ADMIN_CONNECTIONS))?;
+        Ok(OpenListener { listener, service: Arc::new(state) })
+    }
+
+    fn open_gateway(
         &self,
         outbound: &Outbound<S, C>,
         refusals: &Arc<RefusalLog>,
-        bounds: ListenerConfig,
     ) -> Result<Option<OpenListener<GatewayState<S, C>>>, ServeError> {
         let plan = outbound.config();
         let token = self.resolve_token("outbound", plan.listen, plan.token.as_ref())?;
@@ -377,7 +376,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             },
         )?;
         let (ipv6_prefix, trusted) = (self.gate.plan().ipv6_prefix(), &self.policy.inbound().forwarding.trusted);
-        let listener = bind_listener("outbound", address, bounds)?.limit_per_client(
+        let config = ListenerConfig { forwards: true, ..self.internal_config(plan.connections) };
+        let listener = bind_listener("outbound", address, config)?.limit_per_client(
             plan.connections_per_client,
             ipv6_prefix,
             trusted,

@@ -1,3 +1,4 @@
+use super::phase::UNCOUNTED_HEAD_BYTES;
 use super::*;
 
 fn patience() -> PhaseTimeouts {

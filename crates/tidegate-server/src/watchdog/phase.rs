@@ -1,0 +1,115 @@
+//! The phases of a connection and their timeouts.
+
+use std::time::Duration;
+
+/// The phase of a connection's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum ConnectionPhase {
+    /// Between requests.
+    Idle = 0,
+    /// A head has begun to arrive (or the connection is new).
+    Head = 1,
+    /// The gate decides. The store has its own deadlines.
+    Deciding = 2,
+    /// The client is sending a body.
+    Upload = 3,
+    /// The upstream has the whole request and hasn't answered.
+    AwaitResponse = 4,
+    /// The response's body is being sent to the client.
+    Download = 5,
+    /// The connection has been upgraded.
+    Tunnel = 6,
+    /// The last response is sent. The rest of the request is read and discarded, so that a reset doesn't lose the
+    /// response.
+    Linger = 7,
+}
+
+/// The bits of [`ConnectionWatch::phase_and_reason`] that hold the phase.
+pub(super) const PHASE_MASK: u8 = 7;
+
+/// The reason why a connection must end its phase. It is a bit beside the phase, so that both change together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum EndReason {
+    /// The phase's timeout is over.
+    Timeout = 8,
+    /// Unfinished heads take too many bytes in total.
+    HeadBytes = 16,
+    /// A new connection takes its place.
+    Displaced = 32,
+}
+
+impl ConnectionPhase {
+    pub(super) const ALL: [Self; 8] = [
+        Self::Idle,
+        Self::Head,
+        Self::Deciding,
+        Self::Upload,
+        Self::AwaitResponse,
+        Self::Download,
+        Self::Tunnel,
+        Self::Linger,
+    ];
+
+    pub(super) fn from_u8(number: u8) -> Self {
+        Self::ALL.get(usize::from(number)).copied().unwrap_or(Self::Idle)
+    }
+}
+
+/// The time that the rest of a request may keep arriving after its response.
+pub(super) const LINGER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The period after which a body's rate is judged each time. Only time spent waiting for the client counts.
+pub(super) const BODY_RATE_PERIOD: Duration = Duration::from_secs(10);
+/// The maximum bytes of unfinished heads over all connections of a listener. Beyond it the oldest head is ended.
+pub(super) const MAX_HEAD_BYTES: usize = 32 << 20;
+/// The maximum bytes of a head's first piece that don't count as unfinished, so that a usual head is never counted.
+pub(super) const UNCOUNTED_HEAD_BYTES: usize = 8 << 10;
+
+/// The time that each phase may go without progress.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PhaseTimeouts {
+    pub(crate) idle: Duration,
+    pub(crate) head: Duration,
+    pub(crate) body: Duration,
+    pub(crate) response: Duration,
+    pub(crate) tunnel: Duration,
+    /// The minimum bytes per second of a request's body. `None` if there is no such limit.
+    pub(crate) body_rate: Option<u64>,
+}
+
+impl PhaseTimeouts {
+    /// Returns the same timeout for each phase, and no minimum rate of bodies.
+    #[cfg(test)]
+    pub(crate) fn uniform(time: Duration) -> Self {
+        Self { idle: time, head: time, body: time, response: time, tunnel: time, body_rate: None }
+    }
+
+    pub(super) fn timeout_of(&self, phase: ConnectionPhase) -> Option<Duration> {
+        match phase {
+            ConnectionPhase::Idle => Some(self.idle),
+            ConnectionPhase::Head => Some(self.head),
+            ConnectionPhase::Deciding => None,
+            ConnectionPhase::Upload | ConnectionPhase::Download => Some(self.body),
+            ConnectionPhase::AwaitResponse => Some(self.response),
+            ConnectionPhase::Tunnel => Some(self.tunnel),
+            ConnectionPhase::Linger => Some(LINGER_TIMEOUT),
+        }
+    }
+
+    pub(crate) fn tick(&self) -> Duration {
+        let shortest = [self.idle, self.head, self.body, self.response, self.tunnel, LINGER_TIMEOUT].into_iter().min();
+        (shortest.unwrap_or(Duration::from_secs(8)) / 8).clamp(Duration::from_millis(5), Duration::from_secs(1))
+    }
+
+    pub(super) fn ticks(&self, phase: ConnectionPhase) -> u32 {
+        self.timeout_of(phase).map_or(u32::MAX, |patience| ticks(patience, self.tick()))
+    }
+}
+
+pub(super) fn ticks(timeout: Duration, tick: Duration) -> u32 {
+    // One more, because the first tick may come right after the phase began.
+    let whole = timeout.as_nanos().div_ceil(tick.as_nanos().max(1));
+    u32::try_from(whole).unwrap_or(u32::MAX).saturating_add(1)
+}
