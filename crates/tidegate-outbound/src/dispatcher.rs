@@ -4,23 +4,24 @@
 //! select calls until none is due. The holder of the lock advances each selected call, not the call's own task. So a
 //! future that isn't polled for a while doesn't block the calls behind it.
 
+mod call_slot;
+mod peer_votes;
 mod timer;
 
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
-use tidegate_core::breaker::BreakerState;
 use tidegate_core::call::{
     AttemptReport, Call, CallFailure, CallProgress, CallRules, InFlight, NextStep, ProviderState,
 };
 use tidegate_core::retry::Delivery;
-use tidegate_core::{Batch, Clock, Key, Lane, Outcomes, QueueStep, Ticket, Time};
+use tidegate_core::{Batch, Clock, Lane, Outcomes, QueueStep, Ticket, Time};
 use tidegate_policy::outbound;
 use tidegate_runtime::random::random_u64;
 use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
@@ -28,6 +29,8 @@ use tidegate_store::{Store, StoreError, StoreResponse};
 use tokio::runtime::Handle;
 
 use super::{CallErrorKind, Urgency};
+pub(super) use call_slot::{CallSlot, StartOutcome};
+use peer_votes::PeerVotes;
 use timer::{Timer, TimerSignals};
 
 /// The state that all calls to one provider share.
@@ -40,15 +43,6 @@ pub(super) struct ProviderInner<S, C> {
     dispatcher: SpinLock<Dispatcher>,
     timer_signals: Arc<TimerSignals>,
     peer_votes: PeerVotes,
-}
-
-/// The votes of the nodes that share a provider.
-#[derive(Default)]
-struct PeerVotes {
-    /// True if, in the last exchange, more than half of them reported that the provider fails.
-    majority_failing: AtomicBool,
-    /// The breaker's generation after it was last opened for such a majority; 0 before.
-    tripped_generation: AtomicU64,
 }
 
 struct Dispatcher {
@@ -199,29 +193,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     pub(super) fn inspect<T>(&self, look: impl FnOnce(&ProviderState, Time) -> T) -> T {
         let dispatcher = self.lock();
         look(&dispatcher.context.state, self.clock.now())
-    }
-
-    /// Reports to the other nodes whether the provider fails for this node. Opens the breaker if it fails for more than
-    /// half of the nodes. So a bad connection of one node doesn't stop the others.
-    pub(super) async fn run_vote_exchange(self: &Arc<Self>) {
-        let (topic, reports_failure) = self.inspect(|state, now| {
-            let open = matches!(state.breaker.state(now), BreakerState::Open | BreakerState::HalfOpen);
-            let found =
-                open && state.breaker.generation() != self.peer_votes.tripped_generation.load(Ordering::Relaxed);
-            (Key::new(self.rules.key.hi(), !self.rules.key.lo()), found)
-        });
-        let Some(votes) = self.store.vote(topic, reports_failure, self.clock.now()) else { return };
-        let Some(votes) = votes.await else { return };
-        // Only once per majority: old votes of others must not stop a node that has seen the provider recover.
-        if votes.has_majority() && !self.peer_votes.majority_failing.swap(true, Ordering::Relaxed) {
-            self.run_step(|StepContext { state, rng, .. }, now| {
-                if state.breaker.trip(now, rng) {
-                    self.peer_votes.tripped_generation.store(state.breaker.generation(), Ordering::Relaxed);
-                }
-            });
-        } else if !votes.has_majority() {
-            self.peer_votes.majority_failing.store(false, Ordering::Relaxed);
-        }
     }
 
     /// Queues a call, and decides about it at once if possible; otherwise the call waits. `started_at` is set if the
@@ -521,42 +492,4 @@ impl<S, C> Drop for ProviderInner<S, C> {
     fn drop(&mut self) {
         self.timer_signals.reschedule.notify_one();
     }
-}
-
-/// The place of a running call.
-pub(super) enum CallSlot {
-    /// Its own task holds it.
-    Owned(Call),
-    /// It waits at this index.
-    Waiting(usize),
-    /// It has ended.
-    Finished,
-}
-
-impl CallSlot {
-    pub(super) fn call(&mut self) -> &mut Call {
-        match self {
-            Self::Owned(call) => call,
-            Self::Waiting(_) | Self::Finished => {
-                unreachable!("a call is held until it is parked, and from its turn to its end")
-            }
-        }
-    }
-
-    pub(super) fn take(&mut self) -> Call {
-        match std::mem::replace(self, Self::Finished) {
-            Self::Owned(call) => call,
-            Self::Waiting(_) | Self::Finished => {
-                unreachable!("a call is held until it is parked, and from its turn to its end")
-            }
-        }
-    }
-}
-
-/// The outcome of queueing a call.
-pub(super) enum StartOutcome {
-    /// It may be sent at once, or has ended.
-    Decided(DispatchResult, Time),
-    /// It waits at this index.
-    Waiting(usize),
 }

@@ -11,7 +11,9 @@ use tidegate_core::{Class, Clock};
 use tidegate_store::Store;
 use tokio::time::timeout;
 
-use super::{Attempt, AttemptOutcome, CallGuard, CallSlot, CallStats, Provider, Upstream};
+use super::dispatcher::CallSlot;
+use super::provider::CallGuard;
+use super::{Attempt, AttemptOutcome, CallStats, Provider, Upstream};
 
 impl<S: Store, C: Clock> Provider<S, C> {
     /// Sends a request of a call. If it has no reply after `after` and a second request is safe, sends a hedge in

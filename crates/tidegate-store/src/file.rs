@@ -2,7 +2,7 @@
 //!
 //! A decision is made as the memory store makes it, and notes which entries changed while their shards are locked
 //! anyway. A thread of the [`Journal`]'s writes what was noted, all of it in one transaction, within the time that
-//! [`Flush`] says. An entry in the file is a state as it was at some moment of that writing, and never half of one;
+//! [`FlushMode`] says. An entry in the file is a state as it was at some moment of that writing, and never half of one;
 //! several that one decision changed may be of different moments after a crash, all within what a crash may lose.
 //!
 //! What the file keeps of a key are the 60 bits of it by which the memory knows it, under the limit's
@@ -39,8 +39,8 @@ type FileStoreFuture = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>>
 /// State in this process' memory, within a fixed number of bytes, and in a file.
 ///
 /// It goes by the time that comes with each batch. Answers are at hand, but for those that have to wait for the disk: all
-/// that change something with [`Flush::Always`], else those that the disk is too slow for. None is while the file can't be
-/// written and [`OnFull::Deny`] holds. Dropping the store waits for the disk as well.
+/// that change something with [`FlushMode::Always`], else those that the disk is too slow for. None is while the file can't be
+/// written and [`OnWriteFailure::Deny`] holds. Dropping the store waits for the disk as well.
 pub struct FileStore {
     plan: Arc<PersistedPlan>,
     journal: Arc<Journal>,
@@ -54,7 +54,7 @@ impl std::fmt::Debug for FileStore {
 
 impl FileStore {
     /// A store for these limits within `max_bytes` of memory, which begins with what the file keeps of them and isn't idle
-    /// at `now`; what is worth least goes if that is too much ([`Store::tend`] counts it). Less than 1 MiB counts as 1 MiB.
+    /// at `now`; what is worth least goes if that is too much ([`Store::maintain`] counts it). Less than 1 MiB counts as 1 MiB.
     /// Several stores may have one journal, if their limits have different tags.
     ///
     /// Beyond the bound come 256 shards of some 350 bytes, and notes of what changed since the file was written: up to 20

@@ -65,7 +65,7 @@ impl FleetOptions {
 }
 
 /// The limits of a plan, and two more: one by which the nodes that share a store are counted, and where anything is ever
-/// blocked one under which the store keeps when keys were reset. To open the [`Remote`] with that a [`Fleet`] is made of.
+/// blocked one under which the store keeps when keys were reset. To open the [`RemoteStore`] with that a [`Fleet`] is made of.
 ///
 /// # Errors
 /// The plan has 4094 limits or more already.

@@ -2,7 +2,7 @@
 //!
 //! A key's entry is 16 bytes where it is a plain rate or a window that saw one call; other states take a cell of
 //! their own beside the table. A shard is small, so growing one is over in microseconds and never stops the others;
-//! idle entries are taken out a few at a time by later insertions and by [`Store::tend`]. At the bound the idle go
+//! idle entries are taken out a few at a time by later insertions and by [`Store::maintain`]. At the bound the idle go
 //! first, then the least used, then full limits, and blocked keys never: once these fill half of it, keys that are new
 //! are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to [share](tidegate_core::ShareLevel), and no more
 //! are blocked.
@@ -96,7 +96,7 @@ impl Memory {
         self.0.prefetch(batch);
     }
 
-    /// [`Memory::fetch`] of the states that those slots name, once they are there.
+    /// [`Memory::prefetch`] of the states that those slots name, once they are there.
     #[inline]
     pub fn prefetch_states(&self, batch: &Batch) {
         self.0.prefetch_states(batch);

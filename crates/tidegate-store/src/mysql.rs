@@ -130,7 +130,7 @@ impl MySqlDialect {
     }
 }
 
-/// A statement over a list, for 1, 2, 4 … [`GROUP_ROWS`] items: so few that each connection keeps all of them prepared.
+/// A statement over a list, for 1, 2, 4 … [`MAX_GROUP_ROWS`] items: so few that each connection keeps all of them prepared.
 struct ListStatement(Vec<Arc<str>>);
 
 impl ListStatement {

@@ -51,7 +51,7 @@ pub trait RemoteStore: Send + Sync + 'static {
         1
     }
 
-    /// Which part holds a key's state, below [`Remote::parts`], under batches of this
+    /// Which part holds a key's state, below [`RemoteStore::partition_count`], under batches of this
     /// [affinity](tidegate_core::batch::BatchContext::affinity). It may be another from one moment to the next.
     fn partition(&self, affinity: u64, key: Key) -> usize {
         let _ = (affinity, key);

@@ -1,7 +1,7 @@
 //! Stores that keep rows: one for each key under a limit, its state as bytes that only this program reads.
 //!
-//! Callers that wait at the same time are carried out together: the [queue](Engine) forms groups of them, a
-//! [driver](Driver) locks and loads the rows of a whole group at once, a [ledger](Ledger) decides one batch after the
+//! Callers that wait at the same time are carried out together: the [queue](GroupExecutor) forms groups of them, a
+//! [driver](GroupDriver) locks and loads the rows of a whole group at once, a [ledger](LoadedRows) decides one batch after the
 //! other, and what changed is written back at once.
 
 mod executor;

@@ -21,7 +21,7 @@ pub struct RawSpinLock(AtomicBool);
 
 /// Data behind a spinning lock.
 pub type SpinLock<T> = lock_api::Mutex<RawSpinLock, T>;
-/// Access to the data of a [`Lock`], until it is dropped.
+/// Access to the data of a [`SpinLock`], until it is dropped.
 pub type SpinLockGuard<'a, T> = lock_api::MutexGuard<'a, RawSpinLock, T>;
 
 #[expect(unsafe_code, reason = "the trait is unsafe to implement: it promises mutual exclusion")]

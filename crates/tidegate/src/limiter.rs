@@ -206,7 +206,7 @@ pub struct KeyedLimiter<K: ?Sized, C = SystemClock, S = RandomState> {
 }
 
 impl<K: Hash + ?Sized> KeyedLimiter<K> {
-    /// A limiter for any quantity that policies accept, within [`Memory::MAX_BYTES`].
+    /// A limiter for any quantity that policies accept, within [`Memory::DEFAULT_MAX_BYTES`].
     ///
     /// # Errors
     /// The quantity can't be read, is not a valid limit, is `unlimited`, or counts calls in flight.

@@ -254,7 +254,7 @@ impl Replies {
         response
     }
 
-    /// The JSON of a decision's [`DecisionReport`](crate::DecisionReport). That of an ordinary admission is put together
+    /// The JSON of a decision's [`DecisionReport`]. That of an ordinary admission is put together
     /// from prepared parts, because almost all answers of the decision API are one.
     pub fn report(&self, decision: &Decision) -> Bytes {
         let texts = decision.bound_by.and_then(|id| self.limits.get(id.index()));

@@ -32,7 +32,7 @@ pub enum FlushMode {
     /// Before a decision is told: a crash loses nothing.
     Always,
     /// This long after a change at the latest: a crash loses what was decided within so much time. Where the disk is
-    /// slower, decisions wait for it as with [`Flush::Always`].
+    /// slower, decisions wait for it as with [`FlushMode::Always`].
     Within(Duration),
 }
 
@@ -49,12 +49,12 @@ pub enum OnWriteFailure {
     /// Decisions go on in memory; a crash then loses what changed since.
     Continue,
     /// A decision that would change something is an error ([`StoreError::Unwritable`]); those that change nothing, as the
-    /// refusals by a live block, are told. What is only told ([`Store::tell`](crate::Store::tell)) is taken note of.
+    /// refusals by a live block, are told. What is only told ([`Store::submit`](crate::Store::submit)) is taken note of.
     Deny,
 }
 
 impl OnWriteFailure {
-    /// The default: with [`Flush::Always`] nothing is to be lost, so that it denies.
+    /// The default: with [`FlushMode::Always`] nothing is to be lost, so that it denies.
     pub fn default_for(flush: FlushMode) -> Self {
         match flush {
             FlushMode::Always => Self::Deny,
@@ -118,7 +118,7 @@ impl std::fmt::Debug for Journal {
 }
 
 impl Journal {
-    /// [`Journal::open_with`] what holds by default while the file can't be written ([`OnFull::of`]).
+    /// [`Journal::open_with`] what holds by default while the file can't be written ([`OnWriteFailure::default_for`]).
     ///
     /// # Errors
     /// [`FileError`]. The file is left as it was.

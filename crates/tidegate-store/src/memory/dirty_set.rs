@@ -59,7 +59,7 @@ impl Shards<DirtySet> {
         changed.read_count = 0;
     }
 
-    /// Shows the next [`AT_ONCE`] entries that were noted, by their tags, and nothing for one that has gone. False once
+    /// Shows the next [`READ_BATCH`] entries that were noted, by their tags, and nothing for one that has gone. False once
     /// all were shown.
     pub(crate) fn read_next(
         &self,

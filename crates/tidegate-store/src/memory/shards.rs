@@ -59,7 +59,7 @@ pub(crate) struct Shards<N> {
     shift: u32,
     shard_capacity: ShardCapacity,
     max_bytes: usize,
-    /// The losses that [`Shards::tend`] has told.
+    /// The losses that [`Shards::maintain`] has told.
     reported_losses: Mutex<Losses>,
 }
 
@@ -124,7 +124,7 @@ impl<N: ChangeTracker> Shards<N> {
         self.shards[self.shard_index(op.key)].0.lock().shard.clone_state(op)
     }
 
-    /// [`Memory::fetch`](crate::Memory::fetch).
+    /// [`Memory::prefetch`](crate::Memory::prefetch).
     #[inline]
     pub(crate) fn prefetch(&self, batch: &Batch) {
         for op in batch.ops() {
@@ -132,7 +132,7 @@ impl<N: ChangeTracker> Shards<N> {
         }
     }
 
-    /// [`Memory::fetch_states`](crate::Memory::fetch_states).
+    /// [`Memory::prefetch_states`](crate::Memory::prefetch_states).
     #[inline]
     pub(crate) fn prefetch_states(&self, batch: &Batch) {
         for op in batch.ops() {
@@ -140,7 +140,7 @@ impl<N: ChangeTracker> Shards<N> {
         }
     }
 
-    /// [`Store::tend`](crate::Store::tend).
+    /// [`Store::maintain`](crate::Store::maintain).
     pub(crate) fn maintain(&self, now: Time) -> Losses {
         let shard_context = self.shard_context();
         let mut stats = MemoryStats::default();
@@ -209,7 +209,7 @@ impl Shards<NoTracker> {
         batch::execute_take(op, limit, holder, &mut locked, now)
     }
 
-    /// [`Memory::turn`](crate::Memory::turn).
+    /// [`Memory::take_with_clock`](crate::Memory::take_with_clock).
     #[inline]
     pub(crate) fn take_with_clock(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
         match self.limits.get(op.limit) {

@@ -289,7 +289,7 @@ impl ScriptCache {
         cell.get_or_init(|| Script::new(parts.script_text()))
     }
 
-    /// For many batches that each need [`Parts::Quick`] with this code.
+    /// For many batches that each need [`ScriptKind::Quick`] with this code.
     pub(super) fn batched(&self, code: u16) -> &Script {
         self.batched[usize::from(code)].get_or_init(|| Script::new(batched_script_text(code)))
     }

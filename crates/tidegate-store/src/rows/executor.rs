@@ -34,7 +34,7 @@ pub(crate) trait GroupDriver: Send + Sync + 'static {
     /// Carries out all batches of a group, as if one after the other, and says what came of each.
     ///
     /// # Errors
-    /// A [`Fault`], for all of them.
+    /// A [`GroupError`], for all of them.
     fn execute(
         &self,
         limits: &Limits,

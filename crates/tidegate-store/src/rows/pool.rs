@@ -29,7 +29,7 @@ impl<C: Connection> ConnectionPool<C> {
     /// A connection that nobody else uses, and whether it is new.
     ///
     /// # Errors
-    /// [`Fault::Unreachable`] where none can be made.
+    /// [`GroupError::Unreachable`] where none can be made.
     pub(crate) async fn acquire(&self) -> Result<(PooledConnection<'_, C>, bool), GroupError> {
         let permit = self.permits.acquire().await.map_err(|_| GroupError::Failed("it was closed".into()))?;
         let pooled = |connection| PooledConnection { pool: self, connection: Some(connection), _permit: permit };
