@@ -212,6 +212,15 @@ impl Shared {
     }
 }
 
+/// Ends the load when it is dropped, so that a failed check ends the test instead of waiting for the load.
+struct LoadGuard<'a>(&'a AtomicBool);
+
+impl Drop for LoadGuard<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// One test at a time, because the duration of decisions is measured.
 static ALONE: Mutex<()> = Mutex::new(());
 
@@ -230,6 +239,7 @@ fn outlives(fate: Fate) {
     let ports = gates.each_ref().map(|gate| gate.port);
     let (asked, fell, rose) = thread::scope(|scope| {
         let loading = scope.spawn(|| load(ports, &stop));
+        let load_guard = LoadGuard(&stop);
         sleep(Duration::from_secs(2));
         let fell = Instant::now();
         redis.befall(fate);
@@ -245,7 +255,7 @@ fn outlives(fate: Fate) {
             assert!(took <= Duration::from_secs(2), "{fate:?}: back after {took:?}");
         }
         sleep(Duration::from_secs(2));
-        stop.store(true, Ordering::Relaxed);
+        drop(load_guard);
         (loading.join().expect("the load"), fell, rose)
     });
 

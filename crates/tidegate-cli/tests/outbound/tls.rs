@@ -129,7 +129,7 @@ fn untrusted_certificates_receive_no_request() {
     let (answer, _) = asked(&api, &other.authority, post);
     assert_eq!(answer.status, 502, "{}", answer.body);
     let expected = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded: \
-        the request got no reply: client error (Connect): invalid peer certificate: UnknownIssuer\",\
+        the request got no reply: can't connect to the provider: invalid peer certificate: UnknownIssuer\",\
         \"provider\":\"api\",\"attempts\":3}";
     assert_eq!(answer.body, expected);
     // Nothing was sent, so a retry was possible with any method.
