@@ -2,13 +2,13 @@
 
 mod event;
 mod gate;
+mod network;
 mod node;
 mod plain_client;
 mod tidegate_client;
 
 use std::sync::Arc;
 
-use rand::RngExt;
 use slab::Slab;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::concurrency::Concurrency;
@@ -351,29 +351,6 @@ impl<'s> Simulation<'s> {
             self.events.schedule(now + patience, SimEvent::AttemptTimesOut(request));
         }
         self.send_to_service(request, if self.setup.service.versioned { RequestKind::Read } else { RequestKind::Work });
-    }
-
-    fn send_to_service(&mut self, request: SimRequest, asks: RequestKind) {
-        if let Some(way) = self.network_delay(request.node) {
-            self.events.schedule(self.events.now() + way, SimEvent::RequestArrives(request, asks));
-        }
-    }
-
-    fn send_reply(&mut self, request: SimRequest, answer: ServiceReply) {
-        if let Some(way) = self.network_delay(request.node) {
-            self.events.schedule(self.events.now() + way, SimEvent::ReplyArrives(request, answer));
-        }
-    }
-
-    /// Returns the delay of a message between a client and the service; `None` if it is lost.
-    fn network_delay(&mut self, node: usize) -> Option<Span> {
-        let elapsed = self.events.now().since(self.setup.starts_at);
-        let network = &self.setup.network;
-        let rng = &mut self.nodes[node].network_rng;
-        let way = network.delay.sample(rng);
-        let lost = rng.random::<f64>() < network.loss.value_at(elapsed);
-        let is_partitioned = TimeRange::any_contains(&network.partitions, elapsed);
-        (!lost && !is_partitioned).then_some(way)
     }
 
     fn handle_arrival(&mut self, request: SimRequest, asks: RequestKind) {
