@@ -57,7 +57,7 @@ use super::{
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let weather = ProviderSpec::new("http://api.example.com/v1").limit("10/s").credentials("env:WEATHER_TOKEN");
+/// let weather = ProviderSpec::new("http://api.example.com/v1").auth("bearer").credentials("env:WEATHER_TOKEN");
 /// let policy = Policy::builder().provider("weather", weather).build()?;
 /// let outbound = Outbound::new(&policy).ok_or("no [outbound]")?;
 ///

@@ -379,6 +379,17 @@ impl Setting {
         self.default
     }
 
+    /// The form of its value in the file: `text`, `text or list`, `true or false`, `number` or `table`.
+    pub fn form(&self) -> &'static str {
+        match self.value_type {
+            Text => "text",
+            Strings => "text or list",
+            Flag => "true or false",
+            Integer => "number",
+            TableOrTables => "table",
+        }
+    }
+
     /// Its purpose, in one line.
     pub fn description(&self) -> &'static str {
         self.description
