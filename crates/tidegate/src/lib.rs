@@ -89,3 +89,8 @@ struct Readme;
 #[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
 #[doc = include_str!("../../../docs/outbound.md")]
 struct OutboundGuide;
+
+/// The library guide's examples.
+#[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
+#[doc = include_str!("../../../docs/rust.md")]
+struct RustGuide;
