@@ -1,4 +1,4 @@
-//! A store of whichever kind a policy names.
+//! A store of the kind that a policy names.
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,15 +1,15 @@
 //! The file store: decisions in memory, and a file that outlives the process.
 //!
-//! A decision is made as the memory store makes it, and notes which entries changed while their shards are locked
-//! anyway. A thread of the [`Journal`]'s writes what was noted, all of it in one transaction, within the time that
-//! [`FlushMode`] says. An entry in the file is a state as it was at some moment of that writing, and never half of one;
-//! several that one decision changed may be of different moments after a crash, all within what a crash may lose.
+//! A decision is made as in the memory store. It also notes which entries changed, while their shards are locked
+//! anyway. A thread of the [`Journal`] writes all noted entries in one transaction, within the time that [`FlushMode`]
+//! says. An entry in the file is a complete state as it was at some moment of that writing, never half of one. After a
+//! crash, several entries that one decision changed may be of different moments, all within what a crash may lose.
 //!
-//! What the file keeps of a key are the 60 bits of it by which the memory knows it, under the limit's
-//! [tag](tidegate_core::Limits::tag). The file follows the memory: what that forgets, because it is idle or there is no
-//! room for it, is removed from the file by and by. Rows of limits that no plan has stay for a week past their end, since
-//! another policy may come back. So does what ended while no process watched, and the period of a quota before the present
-//! one, since the clock may be set back.
+//! The file identifies a key by the 60 bits of it that the memory stores, under the limit's
+//! [tag](tidegate_core::Limits::tag). The file follows the memory: entries that the memory forgets, because they are
+//! idle or there is no room, are removed from the file later. Three kinds of rows stay for a week past their end. Rows
+//! of limits that no plan has stay, since another policy may come back. Rows that ended while no process ran stay, and
+//! so does the period of a quota before the present one, since the clock may be set back.
 
 mod archive;
 mod error;
@@ -38,9 +38,10 @@ type FileStoreFuture = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>>
 
 /// State in this process' memory, within a fixed number of bytes, and in a file.
 ///
-/// It goes by the time that comes with each batch. Answers are at hand, but for those that have to wait for the disk: all
-/// that change something with [`FlushMode::Always`], else those that the disk is too slow for. None is while the file can't be
-/// written and [`OnWriteFailure::Deny`] holds. Dropping the store waits for the disk as well.
+/// The time is the one that comes with each batch. Answers are immediate, except those that wait for the disk. With
+/// [`FlushMode::Always`], all answers that change something wait; otherwise only those that the disk is too slow for. No
+/// answer is immediate while the file can't be written and [`OnWriteFailure::Deny`] holds. Dropping the store waits for the
+/// disk.
 pub struct FileStore {
     plan: Arc<PersistedPlan>,
     journal: Arc<Journal>,
@@ -53,27 +54,27 @@ impl std::fmt::Debug for FileStore {
 }
 
 impl FileStore {
-    /// A store for these limits within `max_bytes` of memory, which begins with what the file keeps of them and isn't idle
-    /// at `now`; what is worth least goes if that is too much ([`Store::maintain`] counts it). Less than 1 MiB counts as 1 MiB.
-    /// Several stores may have one journal, if their limits have different tags.
+    /// Returns a store for these limits within `max_bytes` of memory. It begins with the file's entries of these limits
+    /// that aren't idle at `now`. If they don't fit, the least valuable are dropped ([`Store::maintain`] counts them). Less
+    /// than 1 MiB counts as 1 MiB. Several stores may share one journal, if their limits have different tags.
     ///
-    /// Beyond the bound come 256 shards of some 350 bytes, and notes of what changed since the file was written: up to 20
-    /// bytes for each second entry.
+    /// In addition to `max_bytes`, the store needs 256 shards of about 350 bytes, and notes of what changed since the
+    /// file was written: up to 20 bytes for every second entry.
     ///
     /// # Errors
-    /// [`FileError`]: the file can't be read, or one of the tags is taken.
+    /// [`FileError`]: the file can't be read, or one of the tags is already in use.
     pub fn new(limits: Arc<Limits>, max_bytes: usize, journal: &Arc<Journal>, now: Time) -> Result<Self, FileError> {
         let plan = Arc::new(PersistedPlan::new(limits, max_bytes, now));
         journal.add_plan(&plan, now)?;
         Ok(Self { plan, journal: Arc::clone(journal) })
     }
 
-    /// The file.
+    /// The journal that writes the file.
     pub fn journal(&self) -> &Arc<Journal> {
         &self.journal
     }
 
-    /// Takes note of a decision, and says which writing it has to wait for, if any.
+    /// Takes note of a decision, and returns the writing that it has to wait for, if any.
     #[inline]
     fn record_change(&self, batch: &Batch, flags: ChangeFlags, now: Time) -> Option<u64> {
         if flags.any_reset {
@@ -82,15 +83,15 @@ impl FileStore {
         self.journal.record_change(flags, now)
     }
 
-    /// The answer while nothing may change. As all that fails it is boxed, so that the others are made where they are
-    /// returned: they are large, and a copy costs more than most decisions.
+    /// The answer while nothing may change. It is boxed, because only these answers can fail. Other answers are made
+    /// where they are returned: they are large, and a copy costs more than most decisions.
     #[cold]
     fn apply_if_unchanged(&self, batch: &Batch, now: Time) -> FileStoreFuture {
         let outcomes = self.plan.shards.apply_if_unchanged(batch, now);
         Box::pin(std::future::ready(outcomes.ok_or(StoreError::Unwritable)))
     }
 
-    /// What the memory holds and has had to let go.
+    /// Returns the memory's contents and losses.
     pub fn stats(&self) -> MemoryStats {
         self.plan.shards.stats()
     }

@@ -1,9 +1,9 @@
-//! Files that a user names and a program keeps, opened and replaced so that nothing else is damaged.
+//! Opens and replaces files that a user names, so that no other file is damaged.
 //!
-//! Only a regular file is taken, or nothing at all: a device, a FIFO, a socket or a directory is an error that says what
-//! is there. A symbolic link at the name itself is followed, since the user put it there ([`resolve`]). At any other name
-//! a link is an error. Temporary files have random names beside the file that they replace, and everything that is made
-//! is its owner's alone (mode 0600).
+//! Only a regular file or a free name is accepted. A device, a FIFO, a socket or a directory is an error that names
+//! what was found. A symbolic link at the name itself is followed, since the user put it there ([`resolve`]). At any
+//! other name a link is an error. Temporary files have random names beside the file that they replace. Every new file
+//! is private to its owner (mode 0600).
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, FileType, OpenOptions, TryLockError};
@@ -19,10 +19,10 @@ const RANDOM_CHARS: usize = 12;
 /// The end of a temporary name.
 const TEMP_SUFFIX: &str = ".new";
 
-/// The path of the regular file that `path` leads to, or of the place where one can be made.
+/// The path of the regular file that `path` leads to, or the path where one can be created.
 ///
 /// # Errors
-/// Something else is there, links lead in a circle, or it can't be looked at.
+/// It isn't a regular file, links form a cycle, or the path can't be read.
 pub fn resolve(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_owned();
     for _ in 0..MAX_LINKS {
@@ -36,10 +36,10 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::other(format!("it leads through more than {MAX_LINKS} symbolic links")))
 }
 
-/// Opens the regular file at a resolved path, never by a link. One that is made is its owner's alone.
+/// Opens the regular file at a resolved path, and doesn't follow a link. A new file is private to its owner.
 ///
 /// # Errors
-/// Something else is there, or it can't be opened.
+/// It isn't a regular file, or it can't be opened.
 pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     check_regular_or_missing(path)?;
     #[cfg(unix)]
@@ -47,7 +47,7 @@ pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
         use std::os::unix::fs::OpenOptionsExt as _;
 
         use rustix::fs::OFlags;
-        // What took the file's place since the look above is neither followed nor waited for.
+        // A link or a FIFO that has replaced the file since the check above is neither followed nor waited for.
         let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
         options.mode(0o600).custom_flags(flags.bits().cast_signed());
     }
@@ -56,10 +56,10 @@ pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     Ok(file)
 }
 
-/// Opens the file at a resolved path, or makes an empty one, and locks it for as long as the result lives.
+/// Opens the file at a resolved path, or creates an empty one, and locks it for as long as the result lives.
 ///
 /// # Errors
-/// Another has locked it, something else is there, or it can't be opened.
+/// Another process has locked it, it isn't a regular file, or it can't be opened.
 pub fn lock(path: &Path) -> Result<File, TryLockError> {
     let mut options = File::options();
     options.read(true).write(true).create(true).truncate(false);
@@ -68,8 +68,8 @@ pub fn lock(path: &Path) -> Result<File, TryLockError> {
     Ok(file)
 }
 
-/// Replaces the file at a resolved path by what `write` writes. A reader, and a machine that fails, finds all of the old
-/// or all of the new. The caller sees to it that no other process replaces the same file meanwhile.
+/// Replaces the file at a resolved path by what `write` writes. Readers find all of the old contents or all of the new
+/// ones, also after the machine fails. The caller ensures that no other process replaces the same file meanwhile.
 ///
 /// # Errors
 /// It can't be written. The old file is still there.
@@ -83,14 +83,14 @@ pub fn replace<E: From<io::Error>>(path: &Path, write: impl FnOnce(&File) -> Res
     new.as_file().sync_all()?;
     check_regular_or_missing(path)?;
     new.persist(path).map_err(|error| error.error)?;
-    // The name is kept by the folder, and survives a power cut only when that is written too.
+    // The folder holds the name, so the name survives a power cut only when the folder is written too.
     #[cfg(unix)]
     File::open(parent_folder(path))?.sync_all()?;
     Ok(())
 }
 
-/// Removes what a process that was killed in [`replace`] has left, as far as that is possible. The caller sees to it that
-/// none replaces the file now.
+/// Removes the files that a process left when it was killed in [`replace`], as far as possible. The caller ensures that
+/// no process replaces the file now.
 pub fn remove_unfinished(path: &Path) {
     let prefix = temp_prefix(path);
     let random = |name: &OsStr| {
@@ -100,21 +100,21 @@ pub fn remove_unfinished(path: &Path) {
     };
     let Ok(entries) = fs::read_dir(parent_folder(path)) else { return };
     for entry in entries.flatten().filter(|entry| random(&entry.file_name()).is_some()) {
-        // What can't be removed does no harm.
+        // A file that can't be removed does no harm.
         let _ = fs::remove_file(entry.path());
     }
 }
 
-/// Takes the access of others from a file that holds a secret.
+/// Removes other users' access to a file that holds a secret.
 ///
 /// # Errors
-/// It isn't this user's.
+/// The file belongs to another user, or can't be opened.
 pub fn make_private(path: &Path) -> io::Result<()> {
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt as _;
 
-        // By the open file: the name may lead elsewhere by now.
+        // Changes the open file, since the name may lead elsewhere by now.
         let file = open(path, File::options().read(true))?;
         let mode = file.metadata()?.permissions().mode();
         if mode & 0o077 != 0 {

@@ -1,9 +1,10 @@
-//! Many nodes over one remote store, and life without it.
+//! Many nodes over one remote store, and their decisions while it can't be reached.
 //!
-//! A decision costs one round trip, and none where a node may answer by itself: a key under a block is refused until
-//! the block ends (`blocks`), and what the store has lost of it comes back (`returns`); a slice of a limit that was taken in one go is spent here (`leases`). While the store
-//! can't be reached (`link`), each limit does what its [`OnOutage`] says; where that is `local`, the node goes on with
-//! its share of the limit (`share`), and what it let through meanwhile is told to the store when it is back.
+//! A decision costs one round trip, or none where a node may answer by itself. A key under a block is refused until the
+//! block ends (`blocks`), and a block that the store has lost is restored (`penalty_restore`). A slice of a limit that was
+//! taken at once is spent here (`leases`). While the store can't be reached (`link`), each limit follows its
+//! [`OnOutage`]. With `local`, the node goes on with its share of the limit (`local_fallback`), and tells the store its
+//! admissions once it is back.
 
 mod block_cache;
 mod health;
@@ -32,22 +33,23 @@ use leases::{Leases, SpendResult};
 use local_fallback::retake_permits_batch;
 use penalty_restore::ResetLog;
 
-/// How many batches wait to be told to the store; more are dropped, counted and logged.
+/// The number of batches that wait to be told to the store. Further ones are dropped, counted and logged.
 const SUBMIT_QUEUE_CAPACITY: usize = 4096;
 
-/// How a fleet's node keeps to its store.
+/// The settings of a node of a fleet.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct FleetOptions {
-    /// How long a decision waits for the store. Default 50 ms.
+    /// The time that a decision waits for the store. Default 50 ms.
     pub timeout: Duration,
-    /// How many nodes are assumed to share the store until it has told. Default 1.
+    /// The number of nodes assumed to share the store until it reports the number. Default 1.
     pub nodes: u32,
     /// The most memory that counts may take while the store can't be reached, in bytes. Default 64 MiB.
     pub max_bytes: usize,
-    /// What this node is known by among the others: a random number.
+    /// The identity of this node among the others: a random number.
     pub node_id: u64,
-    /// The secret that keys are hashed under, if the store keeps it: a store that has lost its memory is told it again.
+    /// The secret under which keys are hashed, if the store keeps it. It is stored again after the store lost its
+    /// memory.
     pub seed: Option<[u8; 16]>,
 }
 
@@ -64,27 +66,27 @@ impl FleetOptions {
     }
 }
 
-/// The limits of a plan, and two more: one by which the nodes that share a store are counted, and where anything is ever
-/// blocked one under which the store keeps when keys were reset. To open the [`RemoteStore`] with that a [`Fleet`] is made of.
+/// The limits of a plan, and up to two more, for opening the [`RemoteStore`] of a [`Fleet`]. One counts the nodes that share
+/// a store. The other exists where keys can be blocked: under it the store keeps the times of resets.
 ///
 /// # Errors
-/// The plan has 4094 limits or more already.
+/// The plan and the additional limits are more than 4095 together: at 4094 limits of the plan, or 4095 if none blocks.
 pub fn fleet_limits(limits: &Limits) -> Result<Limits, LimitError> {
-    /// The same in every plan: nodes that count different things are one fleet all the same.
+    /// The same in every plan: nodes with different limits are one fleet too.
     const TAG: u64 = 0x7469_6465_6761_7465;
     let heartbeat_limit = Limit::new(LimitKind::Concurrency(Concurrency::new(4096, NODE_LEASE)?)).with_tag(TAG);
     let reset_log_limit = penalty_restore::reset_log_limit(limits.iter().map(|(_, limit)| limit))?;
     Limits::new(limits.iter().map(|(_, limit)| limit.clone()).chain(reset_log_limit).chain([heartbeat_limit]).collect())
 }
 
-/// How many links that become suspect within a second of housekeeping are told of.
+/// The least number of failures within a second that is logged. Each made a link suspect.
 const LATE_WARNING_THRESHOLD: u64 = 3;
-/// How long a node counts that was not heard of.
+/// The time for which a node is counted after its last message.
 const NODE_LEASE: Span = Span::from_secs(10);
-/// Under which key the nodes are counted.
+/// The key under which the nodes are counted.
 const HEARTBEAT_KEY: Key = Key::new(0x726f_6c6c, 0x7469_6465_6761_7465);
 
-/// One node's view of a store that many share. Clones are the same node.
+/// One node's view of a store that many nodes share. Clones are the same node.
 #[derive(Clone)]
 pub struct Fleet {
     node: Arc<FleetNode>,
@@ -92,7 +94,7 @@ pub struct Fleet {
     _tasks: Arc<JoinSet<()>>,
 }
 
-/// What decisions and chores share.
+/// The state that decisions and chores share.
 struct FleetNode {
     remote: Box<dyn RemoteStore>,
     clock: Box<dyn Clock>,
@@ -104,15 +106,15 @@ struct FleetNode {
     leases: Arc<Leases>,
     submit_sender: mpsc::Sender<(Batch, Time)>,
     dropped_count: AtomicU64,
-    /// How many links have become suspect since this was last told.
+    /// The number of failures that made a link suspect, since it was last logged.
     late_count: AtomicU64,
-    /// How many nodes there were when the store last told; after a start or an outage, what it tells until
-    /// `settled_at` may leave some out.
+    /// The number of nodes that the store last reported. After a start or an outage, its reports until `node_count_reliable_at` may
+    /// be too low.
     node_count: AtomicUsize,
     node_count_reliable_at: AtomicU64,
-    /// Whether the store was found to have another secret, so that the log is told once.
+    /// True if the store was found to have another secret, so that it is logged once.
     has_other_seed: AtomicBool,
-    /// How many links are down, so that the log is told once.
+    /// The number of links that are down, so that it is logged once.
     down_count: AtomicUsize,
 }
 
@@ -123,8 +125,8 @@ impl std::fmt::Debug for Fleet {
 }
 
 impl Fleet {
-    /// A node over a remote store whose limits are [`fleet_limits`]. Needs a tokio runtime with time, in which it looks
-    /// after the store for as long as it lives.
+    /// Starts a node over a remote store that has the limits of [`fleet_limits`]. Needs a tokio runtime with time, in
+    /// which the node's tasks run for as long as it lives.
     pub fn start(remote: Box<dyn RemoteStore>, clock: impl Clock, options: FleetOptions) -> Self {
         let limits = Arc::clone(remote.limits());
         let (submit_sender, submit_receiver) = mpsc::channel(SUBMIT_QUEUE_CAPACITY);
@@ -152,12 +154,12 @@ impl Fleet {
         Self { node, _tasks: Arc::new(tasks) }
     }
 
-    /// How many nodes share the store, as it last told.
+    /// Returns the number of nodes that share the store, as it last reported.
     pub fn node_count(&self) -> usize {
         self.node.node_count.load(Ordering::Relaxed)
     }
 
-    /// Whether the store can be reached, all of it.
+    /// Returns true if all parts of the store can be reached.
     pub fn is_up(&self) -> bool {
         self.node.partitions.iter().all(PartitionHealth::is_up)
     }
@@ -175,7 +177,7 @@ impl Store for Fleet {
         if batch.ops().iter().any(|op| op.verb == Verb::Reset) {
             return StoreResponse::Pending(node.reset(batch, now));
         }
-        // A key is shared for want of room in this node's memory, and goes on there.
+        // A key that is shared because this node's memory had no room stays in that memory.
         let is_up =
             node.batch_partition(batch).is_up() && batch.ops().iter().all(|op| op.share_level == ShareLevel::Own);
         if let Some(outcomes) = node.blocks.refusal_from_cache(batch, is_up, now) {
@@ -236,7 +238,7 @@ impl Store for Fleet {
 }
 
 impl FleetNode {
-    /// Spends of a slice that is at hand, and gives back what is left of one that isn't enough.
+    /// Spends from a local slice, and gives back the rest of a slice that isn't enough.
     fn spend_slice(&self, batch: &Batch, now: Time) -> SpendResult {
         let (spend_result, unspent) = self.leases.spend_or_request(batch, now);
         if let Some(unspent) = unspent {
@@ -245,7 +247,7 @@ impl FleetNode {
         spend_result
     }
 
-    /// The links to what holds a batch's keys, one for each.
+    /// The links to the parts that hold a batch's keys, one for each key.
     fn partitions_of(&self, batch: &Batch) -> impl Iterator<Item = (&PartitionHealth, RoutingKey)> {
         let affinity = batch.context().affinity;
         batch
@@ -258,19 +260,19 @@ impl FleetNode {
         self.partitions.get(self.remote.partition(affinity, key)).unwrap_or(&self.partitions[0])
     }
 
-    /// The link that a batch's fate hangs on: one that isn't up, if there is any.
+    /// The link on which a batch depends: one that isn't up, if there is any.
     fn batch_partition(&self, batch: &Batch) -> &PartitionHealth {
         let mut partitions = self.partitions_of(batch).map(|(link, _)| link);
         let first = partitions.next().unwrap_or(&self.partitions[0]);
         if first.is_up() { partitions.find(|link| !link.is_up()).unwrap_or(first) } else { first }
     }
 
-    /// The link to where the roll is.
+    /// The link to the part that has the roll.
     fn heartbeat_partition(&self) -> &PartitionHealth {
         self.partition_of_key(0, HEARTBEAT_KEY)
     }
 
-    /// Asks the store, and if it doesn't answer goes on without it.
+    /// Asks the store, and decides without it if it doesn't answer.
     async fn apply_or_fall_back(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         if let Ok(outcomes) = self.apply_and_record(batch, sent_at).await {
             return Ok(outcomes);
@@ -278,7 +280,7 @@ impl FleetNode {
         let now = self.clock.now();
         let outcomes =
             self.blocks.refusal_from_cache(batch, false, now).map_or_else(|| self.decide_without_store(batch, now), Ok);
-        // The store may have granted what nobody holds now. Who is let through here gives it back there in the end.
+        // The store may have granted a permit that no call holds. A call admitted here releases it at its end.
         if outcomes.as_ref().map_or(true, Outcomes::refuses)
             && let Some(release) = batch.to_release(self.remote.limits())
         {
@@ -287,8 +289,8 @@ impl FleetNode {
         outcomes
     }
 
-    /// Asks the store for as long as its link holds. An answer that knows nothing of a block that should live is believed only
-    /// if the key was reset since.
+    /// Asks the store for as long as its link is up. If the answer lacks a block that should still hold, it is accepted
+    /// only if the key was reset since.
     async fn apply_and_record(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let outcomes = self.apply_remote(batch, sent_at).await?;
         if self.blocks.update_from_store(batch, &outcomes, sent_at) {
@@ -297,7 +299,7 @@ impl FleetNode {
         Ok(outcomes)
     }
 
-    /// The answer in place of one that knows nothing of a block. What that charged is given back.
+    /// The outcomes in place of an answer that lacks a block. The charges of that answer are given back.
     async fn recheck_outcomes(&self, batch: &Batch, outcomes: Outcomes) -> Outcomes {
         for op in batch.ops() {
             self.recheck_block(op.limit, op.key).await;
@@ -325,15 +327,15 @@ impl FleetNode {
         blocked
     }
 
-    /// Asks the store for as long as its link holds, and learns nothing of the answer.
+    /// Asks the store for as long as its link is up, and learns nothing from the answer.
     async fn apply_remote(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let partition = self.batch_partition(batch);
         let outcomes = partition.wait_for_response(self.remote.apply(batch, sent_at), self.options.timeout).await;
         match &outcomes {
             Ok(_) => {}
-            // It fell for another's failure, or isn't up.
+            // The link fell because another request failed, or isn't up.
             Err(StoreError::Unavailable) => {}
-            // Which of them it was is found out by looking at each.
+            // The checks of each link find out which one failed.
             Err(_) => {
                 self.late_count.fetch_add(1, Ordering::Relaxed);
                 self.partitions_of(batch)
@@ -343,14 +345,16 @@ impl FleetNode {
         outcomes
     }
 
-    /// Forgets keys, here and in the store. While that is away, it is told when it is back, whatever else passes uncounted.
+    /// Resets keys, here and in the store. A reset while the store is away is told later, even if other changes are
+    /// not.
     #[cold]
     fn reset(self: &Arc<Self>, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
         let (node, batch) = (Arc::clone(self), batch.clone());
         Box::pin(async move {
             let forget =
                 || batch.ops().iter().filter(|op| op.verb == Verb::Reset).for_each(|op| node.forget(op.limit, op.key));
-            // What fails changes nothing. What succeeds is forgotten again afterwards: a call on the way may have met the block.
+            // With `deny`, a reset that fails changes nothing. One that succeeds is applied here again, because a call
+            // in flight may have seen the block.
             if node.on_outage(&batch) != OnOutage::Deny {
                 forget();
             }
@@ -370,7 +374,7 @@ impl FleetNode {
         })
     }
 
-    /// What a node goes on with when a part of the store is gone.
+    /// The state with which a node decides while a part of the store is gone.
     fn new_fallback(&self) -> local_fallback::LocalFallback {
         let bytes = self.options.max_bytes / self.partitions.len();
         local_fallback::LocalFallback::new(self.remote.limits(), self.node_count.load(Ordering::Relaxed), bytes)
@@ -390,7 +394,7 @@ impl FleetNode {
         first.map_or(OnOutage::Local, |limit| limit.sharing().on_outage)
     }
 
-    /// Tells the store, and if it doesn't answer keeps it in mind until it is back.
+    /// Tells the store a batch, and keeps the batch here until the store is back if it doesn't answer.
     async fn submit_or_keep(self: Arc<Self>, batch: Batch, sent_at: Time) {
         // The store may have lost a permit of a call that still runs.
         let is_lost_permit = |(op, outcome): (&Op, &Outcome)| op.verb == Verb::Renew && outcome.verdict.refuses();
@@ -406,7 +410,7 @@ impl FleetNode {
         }
     }
 
-    /// Carries a batch out with this node's share. If the store is there, it is told soon.
+    /// Applies a batch to this node's share. If the store is up, it is told soon.
     fn apply_locally(&self, batch: &Batch, now: Time) -> Outcomes {
         let partition = self.batch_partition(batch);
         let outcomes = partition.fallback_or_insert(|| self.new_fallback()).apply(batch, now);
@@ -426,7 +430,7 @@ impl FleetNode {
         }
     }
 
-    /// Forgets what this node knows of a key that was reset.
+    /// Forgets this node's state of a key that was reset.
     fn forget(&self, limit: LimitId, key: Key) {
         let now = self.clock.now();
         self.blocks.forget(limit, key, now);
@@ -434,15 +438,15 @@ impl FleetNode {
         self.partitions.iter().filter_map(PartitionHealth::fallback).for_each(|local| local.forget(limit, key, now));
     }
 
-    /// The batch by which this node says that it is there.
+    /// The batch by which this node announces itself.
     fn heartbeat_batch(&self) -> Batch {
         self.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0)
     }
 
-    /// A batch by which the part of the store behind a link shows that it takes writes.
+    /// A batch that shows if the part of the store behind a link takes writes.
     fn probe_batch(&self, partition: &PartitionHealth) -> Batch {
         match partition.failed_key() {
-            // What is in one part has the roll in it too.
+            // The key selects the failed part, and its roll entry is kept there too.
             Some(RoutingKey { affinity, key }) if self.partitions.len() > 1 => {
                 self.node_list_batch(Verb::Take, Key::new(HEARTBEAT_KEY.hi(), key.lo()), affinity)
             }
@@ -450,7 +454,7 @@ impl FleetNode {
         }
     }
 
-    /// The roll was answered.
+    /// Updates the number of nodes from the answer to the roll call.
     fn update_node_count(&self, outcomes: &Outcomes) {
         let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok()).unwrap_or(1).max(1);
         if self.clock.now().as_micros() < self.node_count_reliable_at.load(Ordering::Relaxed) {

@@ -1,11 +1,11 @@
-//! Where Tidegate's state lives: one trait, operations as data, and its backends.
+//! The stores of Tidegate's state: one trait, operations as data, and its backends.
 //!
-//! # What every store promises
+//! # Guarantees of every store
 //! - A [`Batch`] is atomic: no other batch sees half of it, and when one of its limits refuses, none is charged.
 //! - It is decided by the store's own time where the store has one, else by the `now` that comes with it.
-//! - The answers are those of [`tidegate_core::batch::execute`], operation by operation.
-//! - A state that has become idle ([`tidegate_core::KeyState::idle_at`]) is forgotten without being asked for.
-//! - Keys are hashes. A store never holds what they were made of.
+//! - The outcomes are those of [`tidegate_core::batch::execute`], operation by operation.
+//! - A state that has become idle ([`tidegate_core::KeyState::idle_at`]) is forgotten without a request.
+//! - Keys are hashes. A store never holds the values that were hashed.
 #![deny(unsafe_code)]
 
 mod any;
@@ -55,75 +55,75 @@ pub use remote::{DirectStore, KeyReset, RemoteFuture, RemoteStore, TimeSource};
 pub use rows::DatabaseOptions;
 use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 
-/// Where state lives.
+/// A store of state.
 pub trait Store: Send + Sync + 'static {
-    /// What answers later, where the store has to be waited for.
+    /// The future of an answer that isn't immediate.
     type Future: Future<Output = Result<Outcomes, StoreError>> + Send;
 
-    /// The limits that batches are judged by.
+    /// The limits that decide batches.
     fn limits(&self) -> &Arc<Limits>;
 
-    /// Carries out a batch at `now`, atomically.
+    /// Applies a batch at `now`, atomically.
     fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future>;
 
-    /// Carries out a batch whose answer nobody waits for, such as giving back a permit when a caller goes away.
+    /// Applies a batch without an answer, such as the release of a permit when a caller is cancelled.
     fn submit(&self, batch: &Batch, now: Time);
 
-    /// Says what this node thinks of a topic, and hears how many of the nodes that share the store think so. `None` where
-    /// the store is this process' own. What a node said counts for ten seconds.
+    /// Sends this node's vote on a topic, and returns the votes of the nodes that share the store. `None` if the store
+    /// belongs to this process alone. The future returns `None` if the store fails. A vote counts for ten seconds.
     fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
         let _ = (topic, yes, now);
         None::<std::future::Ready<Option<Votes>>>
     }
 
-    /// Housekeeping, to be called about once a second: forgets a share of what is idle, and says what still counted
-    /// but had to go since the last call.
+    /// Does the upkeep, to be called about once a second: forgets a part of the idle entries. Returns the losses since
+    /// the last call.
     fn maintain(&self, _now: Time) -> Losses {
         Losses::default()
     }
 }
 
-/// How many nodes say yes, of how many.
+/// The result of a vote among nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Votes {
-    /// Nodes that say yes, this one included.
+    /// The number of nodes that vote yes, this one included.
     pub yes: usize,
-    /// Nodes in all.
+    /// The number of all nodes.
     pub nodes: usize,
 }
 
 impl Votes {
-    /// Whether more than half of the nodes say yes.
+    /// True if more than half of the nodes vote yes.
     pub fn has_majority(&self) -> bool {
         self.yes * 2 > self.nodes
     }
 }
 
-/// Losses of a full store: what it had to let go although it still counted, and what it couldn't take in.
+/// Losses of a full store: entries that it dropped although they still counted, and keys and blocks without room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Losses {
-    /// Entries that had used part of their limit.
+    /// Dropped entries that had used part of their limit.
     pub evicted_used: u64,
-    /// Entries whose limit was full.
+    /// Dropped entries that had used all of their limit.
     pub evicted_exhausted: u64,
-    /// Blocks that weren't imposed, because those in force filled all that blocks may fill.
+    /// Blocks that weren't imposed, because live blocks filled all the room that blocks may take.
     pub refused_blocks: u64,
-    /// Answers that told a new key to share its parent's limit.
+    /// Answers by which a new key shares its parent's limit.
     pub forced_shares: u64,
 }
 
 impl Losses {
-    /// Entries that went.
+    /// Returns the number of dropped entries.
     pub fn evicted(&self) -> u64 {
         self.evicted_used + self.evicted_exhausted
     }
 
-    /// Whether anything was lost.
+    /// True if anything was lost.
     pub fn has_any(&self) -> bool {
         *self != Self::default()
     }
 
-    /// These losses and others.
+    /// Returns the sum of these losses and others.
     #[must_use]
     pub fn plus(&self, other: Self) -> Self {
         Self {
@@ -134,7 +134,7 @@ impl Losses {
         }
     }
 
-    /// What was lost since `before`, an earlier count of the same store.
+    /// Returns the losses since `before`, an earlier count of the same store.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         Self {
@@ -146,9 +146,9 @@ impl Losses {
     }
 }
 
-/// A store that answers in place, always.
+/// A store that always answers immediately.
 pub trait ImmediateStore: Store<Future = Never> {
-    /// Carries out a batch at `now`, atomically and in place.
+    /// Applies a batch at `now`, atomically and without waiting.
     #[inline]
     fn apply_now(&self, batch: &Batch, now: Time) -> Outcomes {
         let StoreResponse::Ready(outcomes) = self.apply(batch, now);
@@ -158,7 +158,7 @@ pub trait ImmediateStore: Store<Future = Never> {
 
 impl<S: Store<Future = Never>> ImmediateStore for S {}
 
-/// The future of a store that answers in place. It has no value.
+/// The future of a store that answers immediately. It has no value.
 #[derive(Clone, Copy, Debug)]
 pub enum Never {}
 
@@ -170,26 +170,26 @@ impl Future for Never {
     }
 }
 
-/// A store's answer: at hand, or to be waited for.
+/// A store's answer: ready, or a future to wait for.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "boxing the common answer would allocate on every decision")]
 pub enum StoreResponse<F> {
-    /// At hand.
+    /// The outcomes.
     Ready(Outcomes),
-    /// To be waited for.
+    /// The future of the outcomes.
     Pending(F),
 }
 
-/// What broke in a store. A refusal is never an error.
+/// An error of a store. A refusal is never an error.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StoreError {
     /// The store did not answer in time.
     #[error("the store did not answer within {0:?}")]
     Timeout(std::time::Duration),
-    /// The store can't be reached, and the limit lets nothing through without it.
+    /// The store can't be reached, and the limit admits nothing without it.
     #[error("the store can't be reached")]
     Unavailable,
-    /// The store can't be written, and lets nothing change until it can.
+    /// The store can't be written, and accepts no change until it can.
     #[error("the store can't be written, and nothing is admitted until it can")]
     Unwritable,
     /// The store can't be reached or answered with an error.

@@ -1,11 +1,11 @@
 //! The memory store: shards of sorted tables under a fixed number of bytes.
 //!
-//! A key's entry is 16 bytes where it is a plain rate or a window that saw one call; other states take a cell of
-//! their own beside the table. A shard is small, so growing one is over in microseconds and never stops the others;
-//! idle entries are taken out a few at a time by later insertions and by [`Store::maintain`]. At the bound the idle go
-//! first, then the least used, then full limits, and blocked keys never: once these fill half of it, keys that are new
-//! are answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to [share](tidegate_core::ShareLevel), and no more
-//! are blocked.
+//! A key's entry is 16 bytes if it is a plain rate or a window that saw one call; other states have a cell of their own
+//! beside the table. A shard is small, so growing one takes microseconds and never stops the others. Later insertions
+//! and [`Store::maintain`] remove idle entries, a few at a time. At the bound, idle entries are dropped first, then the
+//! least used, then full limits, and never blocked keys. Once blocked keys fill half of a shard, no more keys are
+//! blocked. New keys are then answered [`Verdict::NoRoom`](tidegate_core::Verdict::NoRoom) and have to
+//! [share](tidegate_core::ShareLevel).
 
 #[cfg(feature = "file")]
 mod dirty_set;
@@ -24,14 +24,14 @@ pub(crate) use dirty_set::{DirtyCursor, DirtySet};
 use shards::NoTracker;
 pub(crate) use shards::{ChangeFlags, Shards};
 
-/// The bytes of one shard: few enough that copying all of them takes a fraction of a millisecond, and enough that a
-/// thousand keys lie close together.
+/// The bytes of one shard: few enough that a copy takes a fraction of a millisecond, and enough that a thousand keys
+/// are close together.
 const SHARD_BYTES: usize = 1 << 20;
-/// A tag leaves out the twelve bits of a key that choose its shard.
+/// The most bits of a key that select its shard. A tag leaves these twelve bits out.
 const MAX_SHARD_BITS: u32 = 12;
-/// Shards for each processor at the least, so that threads seldom meet.
+/// The least number of shards for each processor, so that threads rarely contend.
 const SHARDS_PER_PROCESSOR: usize = 16;
-/// The bytes of one shard at the least, so that half of it holds many blocks.
+/// The least bytes of one shard, so that half of it holds many blocks.
 const MIN_SHARD_BYTES: usize = 16 << 10;
 
 /// State in this process' memory, within a fixed number of bytes.
@@ -43,27 +43,27 @@ impl std::fmt::Debug for Memory {
     }
 }
 
-/// What a memory store holds, and what it has had to let go since it was made.
+/// The contents of a memory store, and its losses since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// Entries: one for each key under each limit.
     pub entries: usize,
     /// Bytes in use.
     pub bytes: usize,
-    /// The configured most.
+    /// The configured bound in bytes.
     pub max_bytes: usize,
-    /// What it has had to let go.
+    /// The losses so far.
     pub losses: Losses,
 }
 
 impl Memory {
-    /// The bound when nothing else is said: 64 MiB.
+    /// The default bound: 64 MiB.
     pub const DEFAULT_MAX_BYTES: usize = 64 << 20;
 
-    /// A store for these limits within `max_bytes`. Less than 1 MiB counts as 1 MiB.
+    /// Returns a store for these limits within `max_bytes`. Less than 1 MiB counts as 1 MiB.
     ///
-    /// Beyond the bound comes one fixed cost: the shards themselves, 272 bytes for each MiB or for a sixteenth of a
-    /// processor, whichever are more.
+    /// In addition to `max_bytes` there is one fixed cost: the shards themselves, 272 bytes each. Their number is at
+    /// most one per MiB or 16 per processor, whichever is more.
     pub fn new(limits: Arc<Limits>, max_bytes: usize) -> Self {
         let max_bytes = max_bytes.max(1 << 20);
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -72,44 +72,45 @@ impl Memory {
         Self(Shards::new(limits, max_bytes, shard_count.ilog2().min(MAX_SHARD_BITS)))
     }
 
-    /// [`Memory::new`] with one shard for each whole MiB, however many processors there are: what it lets go at its bound is
-    /// the same on every machine. For simulations, which have no threads that meet, and may have thousands of stores.
+    /// [`Memory::new`] with one shard for each whole MiB, on any number of processors: the same entries are dropped at
+    /// the bound on every machine. For simulations, which have no contending threads, and may have thousands of stores.
     pub fn reproducible(limits: Arc<Limits>, max_bytes: usize) -> Self {
         let max_bytes = max_bytes.max(1 << 20);
         Self(Shards::new(limits, max_bytes, (max_bytes / SHARD_BYTES).ilog2().min(MAX_SHARD_BITS)))
     }
 
-    /// What the store holds and has had to let go. Visits every shard.
+    /// Returns the store's contents and losses. Visits every shard.
     pub fn stats(&self) -> MemoryStats {
         self.0.stats()
     }
 
-    /// A copy of what is remembered of a key under a limit, if anything is.
+    /// Returns a copy of a key's state under a limit, or `None` if there is none.
     pub fn clone_state(&self, op: &Op) -> Option<KeyState> {
         self.0.clone_state(op)
     }
 
-    /// Has the slots of a batch's keys fetched into the processor's cache, for whoever asks that batch soon and has others to
-    /// prepare until then. What it is about and what is answered don't depend on it.
+    /// Fetches the slots of a batch's keys into the processor's cache. For callers that apply the batch soon and
+    /// prepare others until then. It has no effect on any outcome.
     #[inline]
     pub fn prefetch(&self, batch: &Batch) {
         self.0.prefetch(batch);
     }
 
-    /// [`Memory::prefetch`] of the states that those slots name, once they are there.
+    /// [`Memory::prefetch`] of the states that those slots refer to, once the slots are in the cache.
     #[inline]
     pub fn prefetch_states(&self, batch: &Batch) {
         self.0.prefetch_states(batch);
     }
 
-    /// Takes `op.cost` of one limit for `holder`, without the batch around it.
+    /// Takes `op.cost` of one limit for `holder`, without a batch.
     #[inline]
     pub fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
         self.0.take(op, holder, now)
     }
 
-    /// [`Memory::take`] where only the wait is asked for: when the call has room, and the present moment. They are the
-    /// same if that is at once and the cost was taken. For limits without permits, since nobody holds them. A plain rate that is in use reads the clock only roughly.
+    /// [`Memory::take`] for callers that need only the wait: returns the time at which the call has room, and the
+    /// present time. If they are the same, the cost was taken. For limits without permits, since there is no holder.
+    /// For a plain rate that is in use, the clock is read only roughly.
     #[inline]
     pub fn take_with_clock(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
         self.0.take_with_clock(op, clock)

@@ -1,4 +1,4 @@
-//! What a store beyond this process is asked, and how one stands alone.
+//! The interface to a store outside this process, and a store that uses it without local state.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -8,10 +8,10 @@ use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 
 use crate::{Store, StoreError, StoreResponse};
 
-/// What comes from a store after a round trip.
+/// A reply of a store, after a round trip.
 pub type RemoteFuture<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
 
-/// A key that was reset: under which limit, by its [tag](Limits::tag), and which.
+/// A key that was reset, under the limit of this [tag](Limits::tag).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeyReset {
     /// The limit's tag.
@@ -20,58 +20,59 @@ pub struct KeyReset {
     pub key: Key,
 }
 
-/// Whose time a store decides by.
+/// The clock by which a store decides.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TimeSource {
-    /// The store's own, so that nodes whose clocks differ still count together.
+    /// The store's own clock, so that nodes with different clocks count together. The default.
     #[default]
     Store,
-    /// That which comes with each batch: for tests. What has to expire in the store itself then stays for an hour at
-    /// least, by its own time.
+    /// The time that comes with each batch: for tests. Entries that have to expire in the store itself then stay for an
+    /// hour at least, by the store's clock.
     Caller,
 }
 
-/// A store beyond this process, asked over a network.
+/// A store outside this process, asked over a network.
 ///
-/// Who asks bounds the wait; a batch whose answer was lost counts as carried out. Dropping a future that was polled takes
-/// nothing back. Every method may be called before the store was ever reached, and fails then.
+/// The caller limits the wait; a batch without a received reply counts as applied. Dropping a future after it was
+/// polled undoes nothing. Every method may be called before the store was ever reached, and fails then.
 pub trait RemoteStore: Send + Sync + 'static {
-    /// The limits that batches are judged by.
+    /// The limits that decide batches.
     fn limits(&self) -> &Arc<Limits>;
 
-    /// Carries out a batch as [`Store::apply`] promises. An empty batch asks for the time and whether anybody is there.
+    /// Applies a batch with the guarantees of [`Store::apply`]. An empty batch asks for the time, or checks that the
+    /// store answers.
     fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes>;
 
-    /// The bytes that all nodes hash their keys under: those in the store, or if there are none this proposal, which is
-    /// then kept there for good.
+    /// Returns the seed under which all nodes hash their keys: the one in the store, or else `proposal`, which is then
+    /// stored for good.
     fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]>;
 
-    /// How many parts of it can fail by themselves, such as a cluster's masters, at the most. At least 1.
+    /// The most parts that can fail by themselves, such as a cluster's masters. At least 1.
     fn partition_count(&self) -> usize {
         1
     }
 
-    /// Which part holds a key's state, below [`RemoteStore::partition_count`], under batches of this
-    /// [affinity](tidegate_core::batch::BatchContext::affinity). It may be another from one moment to the next.
+    /// The part that holds a key's state, below [`RemoteStore::partition_count`], in batches of this
+    /// [affinity](tidegate_core::batch::BatchContext::affinity). It may change at any time.
     fn partition(&self, affinity: u64, key: Key) -> usize {
         let _ = (affinity, key);
         0
     }
 
-    /// What is told of resets by any node, this one included, where the store can tell; `None` says that some may have been
-    /// missed. It may tell some late, or twice, or lose them while it can't be reached.
+    /// The resets by all nodes, this one included, or `None` if the store can't report them. A received `None` means
+    /// that some may have been missed. A reset may come late or twice, or be lost while the store can't be reached.
     fn subscribe_to_resets(&self) -> Option<tokio::sync::broadcast::Receiver<Option<KeyReset>>> {
         None
     }
 
-    /// Removes some of what has expired, in a bounded number of steps, where the store doesn't by itself, and finds out
-    /// which part holds what. Called about once a second by one node or by all.
+    /// Removes some expired entries, in a bounded number of steps, if the store doesn't do so itself. Also updates
+    /// which part holds which keys. Called about once a second by one node or by all.
     fn maintain(&self) -> RemoteFuture<()> {
         Box::pin(std::future::ready(Ok(())))
     }
 }
 
-/// A remote store alone: every decision is a round trip, and an outage an error.
+/// A remote store without local state: every decision is a round trip, and an outage is an error.
 #[derive(Debug)]
 pub struct DirectStore<R>(pub R);
 
@@ -86,7 +87,8 @@ impl<R: RemoteStore> Store for DirectStore<R> {
         StoreResponse::Pending(self.0.apply(batch, now))
     }
 
-    /// Asked from a task of its own; outside a tokio runtime it is lost, and so is what the store fails to do.
+    /// Asks in a task of its own. Outside a tokio runtime the batch is lost, and so is one that the store fails to
+    /// apply.
     fn submit(&self, batch: &Batch, now: Time) {
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(self.0.apply(batch, now));

@@ -1,18 +1,18 @@
-//! A lock that is held for tens to hundreds of nanoseconds, so that waiting for it is spinning.
+//! A lock for sections of tens to hundreds of nanoseconds: its waiters spin.
 //!
-//! Its release is a plain store, where a lock that puts threads to sleep needs a second atomic exchange to see whether
-//! any sleeps. A waiter looks at the lock less and less often: looking takes the cache line from the holder, and a lock
-//! that two threads want at the same time costs least when each has it for several calls on end. A waiter that has spun
-//! for some microseconds gives its time slice away, since the holder has probably lost its own.
+//! Its release is a plain store. A lock that lets threads sleep needs a second atomic exchange there, to see if any
+//! thread sleeps. A waiter checks the lock less and less often, because a check takes the cache line from the holder. A
+//! lock that two threads want at the same time costs least when each holds it for several calls in a row. After some
+//! microseconds of spinning, a waiter yields its time slice, since the holder has probably lost its own.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use lock_api::{GuardSend, RawMutex};
 
-/// Pauses before the second look; each is 20 to 50 ns.
+/// The number of pauses before the second check; each is 20 to 50 ns.
 const MIN_PAUSES: u32 = 8;
-/// Pauses before the last look that is still spun for, after some microseconds in all.
+/// The number of pauses before the last check without a yield, after some microseconds in all.
 const MAX_PAUSES: u32 = 64;
 
 /// The lock without its data, for [`lock_api`].

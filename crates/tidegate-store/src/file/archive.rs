@@ -1,10 +1,10 @@
-//! States that are set aside beside a key's own, for a clock that is set while no process runs.
+//! States that are set aside beside a key's own state, for a clock that is set while no process runs.
 //!
-//! A clock that is a day ahead when a process starts lets everything look over; set right again, it must find the blocks
-//! and quotas that it had. So a state that ended while no process watched isn't removed but set aside, and a
-//! quota's period makes room for the next one in the same way. A state that ends while a process runs is over: that
-//! process goes by the monotonic clock, which is never set. A later opening whose clock says that what was set aside
-//! still counts takes it up again.
+//! If the clock is a day ahead when a process starts, every state seems to have ended. Once the clock is right again,
+//! the process must find the earlier blocks and quotas. So a state that ended while no process ran isn't removed but
+//! set aside. A quota's period makes room for the next one in the same way. A state that ends while a process runs is
+//! removed: that process uses the monotonic clock, which is never set. If a state that was set aside still counts by
+//! the clock of a later opening, that opening uses it again.
 
 use tidegate_core::batch::{BatchContext, OpContext};
 use tidegate_core::penalty::PenaltyRecord;
@@ -13,10 +13,10 @@ use tidegate_core::{Key, KeyState, Limit, LimitId, Op, Span, Time, Verb};
 
 /// The time that a state stays past its end.
 pub(super) const ARCHIVE_DURATION: Span = Span::from_secs(7 * 86_400);
-/// The most rows past their end, about 60 MB. At the bound the first that are looked over go.
+/// The most rows past their end, about 60 MB. At the bound, the first rows that are checked are removed.
 pub(super) const MAX_ARCHIVED_ROWS: u64 = 1 << 20;
-/// A state that ended less than this before an opening displaces none that was set aside before it: between two
-/// processes that follow each other closely the clock wasn't set by much, and an earlier state is the one it lost.
+/// A state that ended less than this before an opening doesn't displace one that was set aside earlier. Between two
+/// processes that follow each other so closely, the clock wasn't set by much: the earlier state is the one it lost.
 const RESTART_GAP: Span = Span::from_secs(3_600);
 
 /// A key's rows, decoded.
@@ -27,7 +27,7 @@ pub(super) struct StoredStates {
 }
 
 impl StoredStates {
-    /// The same with what counts at an opening at `now` as the state, and true if that is another arrangement.
+    /// The same rows, with the state that counts at an opening at `now` as `state`. The flag is true if they changed.
     pub(super) fn reconcile(self, limit: &Limit, now: Time) -> (Self, bool) {
         let is_live = |state: &KeyState| state.idle_at(limit) > now;
         let without_archived = |state| Self { state: Some(state), archived: None };
@@ -50,8 +50,8 @@ impl StoredStates {
     }
 }
 
-/// Two states that count at `now`, the clock being set back: of a quota the nearer period, with the other to come; else one
-/// state with what is stricter of each. The later block holds in any case.
+/// Merges two states that both count at `now`, since the clock was set back. Of a quota, the nearer period becomes the
+/// state, and the other is set aside. Otherwise the stricter state remains. The later block holds in any case.
 fn merge_live_states(state: KeyState, archived: KeyState, limit: &Limit, now: Time) -> StoredStates {
     let record = with_later_block(state.penalty_record(), archived.penalty_record(), limit, now);
     let with_record = |state: &KeyState| KeyState::new(state.usage().clone(), record);
@@ -78,14 +78,14 @@ fn with_later_block(own: &PenaltyRecord, other: &PenaltyRecord, limit: &Limit, n
     let Some(penalty) = limit.penalty() else { return PenaltyRecord::default() };
     let [own, other] = [own, other].map(|record| {
         let mut record = *record;
-        // A block of a clock that was ahead lasts from now.
+        // A block by a clock that was ahead is counted from now.
         penalty.refresh(&mut record, now);
         record
     });
     if other.blocked_until > own.blocked_until { other } else { own }
 }
 
-/// The beginning of the period that a quota's state counts.
+/// The start of the period that a quota's state counts, or `None` for other states.
 pub(super) fn period_start(state: &KeyState) -> Option<Time> {
     match state.usage() {
         Usage::Quota(ledger) => Some(ledger.period.start),

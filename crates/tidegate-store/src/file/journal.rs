@@ -17,22 +17,22 @@ use super::{FileError, FileStoreFuture, archive};
 use crate::StoreError;
 use crate::memory::ChangeFlags;
 
-/// How often a writer that nobody called looks over some rows, and how long it leaves a file alone that failed.
+/// The interval at which an idle writer checks some rows, and the delay before a file that failed is tried again.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
-/// How many rows are looked over then.
+/// The number of rows that are checked then.
 const SWEEP_ROWS_IDLE: usize = 16_384;
-/// How many rows are looked over for each that was changed, so that rows which the memory has let go of never outnumber
-/// the others; and how many at the least.
+/// The number of rows that are checked for each changed row, so that rows which the memory has dropped never outnumber
+/// the others; and the least number.
 const SWEEP_ROWS_PER_CHANGE: usize = 2;
 const MIN_SWEEP_ROWS: usize = 256;
 
-/// When what has changed is written to the file.
+/// The time at which changes are written to the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushMode {
-    /// Before a decision is told: a crash loses nothing.
+    /// Before a decision is returned: a crash loses nothing.
     Always,
-    /// This long after a change at the latest: a crash loses what was decided within so much time. Where the disk is
-    /// slower, decisions wait for it as with [`FlushMode::Always`].
+    /// This long after a change at the latest: a crash loses the decisions of so much time. Where the disk is slower,
+    /// decisions wait for it as with [`FlushMode::Always`].
     Within(Duration),
 }
 
@@ -46,15 +46,17 @@ impl Default for FlushMode {
 /// The behaviour while the file can't be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnWriteFailure {
-    /// Decisions go on in memory; a crash then loses what changed since.
+    /// Decisions go on in memory. A crash then loses what has changed since the failure.
     Continue,
-    /// A decision that would change something is an error ([`StoreError::Unwritable`]); those that change nothing, as the
-    /// refusals by a live block, are told. What is only told ([`Store::submit`](crate::Store::submit)) is taken note of.
+    /// A decision that would change something is an error ([`StoreError::Unwritable`]). Decisions that change nothing,
+    /// such as refusals by a live block, are returned. Changes through [`Store::submit`](crate::Store::submit) are still
+    /// noted.
     Deny,
 }
 
 impl OnWriteFailure {
-    /// The default: with [`FlushMode::Always`] nothing is to be lost, so that it denies.
+    /// The default for `flush`: [`OnWriteFailure::Deny`] with [`FlushMode::Always`], since nothing may be lost, else
+    /// [`OnWriteFailure::Continue`].
     pub fn default_for(flush: FlushMode) -> Self {
         match flush {
             FlushMode::Always => Self::Deny,
@@ -63,41 +65,42 @@ impl OnWriteFailure {
     }
 }
 
-/// How a file is doing.
+/// The condition of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileHealth {
-    /// Why it can't be written at present; a restart would lose what changed since in memory.
+    /// The reason why the file can't be written at present, or `None`. A restart would lose the changes since the
+    /// failure.
     pub failure: Option<String>,
-    /// How often it was written.
+    /// The number of times that it was written.
     pub commits: u64,
-    /// How many states it held then.
+    /// The number of rows after the last writing.
     pub row_count: u64,
 }
 
-/// A file that outlives the process, for one or more [`FileStore`](super::FileStore)s. The last to let go of it writes
-/// what is left.
+/// A file that outlives the process, for one or more [`FileStore`](super::FileStore)s. When the last owner drops it,
+/// the remaining changes are written.
 pub struct Journal {
     inner: Arc<JournalInner>,
     writer: Option<JoinHandle<()>>,
 }
 
-/// What decisions share with the writer.
+/// The parts that decisions share with the writer.
 struct JournalInner {
     flush: FlushMode,
     on_write_failure: OnWriteFailure,
-    /// How far the file may lag behind decisions that don't wait for it.
+    /// The most time by which the file may lag behind decisions that don't wait for it.
     max_lag: Span,
     wakeup: WriterWakeup,
     write_lag: WriteLag,
-    /// Decisions' time when it was last heard of.
+    /// The latest known time of decisions, in microseconds.
     latest_time: AtomicU64,
-    /// Locked after the disk, where both are.
+    /// Locked after the disk, where both are locked.
     plans: Mutex<Vec<Arc<PersistedPlan>>>,
     store_file: Mutex<(StoreFile, WriteBuffers)>,
-    /// How many writings were begun.
+    /// The number of writings begun.
     writes_started: AtomicU64,
-    /// The last that has ended.
+    /// The last writing that has ended.
     last_write: watch::Sender<FinishedWrite>,
     is_failing: AtomicBool,
     health: Mutex<FileHealth>,
@@ -107,7 +110,7 @@ struct JournalInner {
 #[derive(Clone, Copy, Debug)]
 struct FinishedWrite {
     number: u64,
-    /// True if the file has all that was decided before it.
+    /// True if the file has all decisions made before it.
     is_ok: bool,
 }
 
@@ -118,7 +121,7 @@ impl std::fmt::Debug for Journal {
 }
 
 impl Journal {
-    /// [`Journal::open_with`] what holds by default while the file can't be written ([`OnWriteFailure::default_for`]).
+    /// Opens the file as [`Journal::open_with`] does, with the default behaviour of [`OnWriteFailure::default_for`].
     ///
     /// # Errors
     /// [`FileError`]. The file is left as it was.
@@ -126,8 +129,9 @@ impl Journal {
         Self::open_with(path, flush, OnWriteFailure::default_for(flush))
     }
 
-    /// Opens the file at `path`, and makes it if it isn't there. A symbolic link is followed; anything but a regular file is
-    /// an error. The file is its owner's alone, also if it was there and others could read it: it holds a secret.
+    /// Opens the file at `path`, and creates it if it doesn't exist. A symbolic link is followed; anything but a
+    /// regular file is an error. Only its owner may read the file, even if others could before, because it holds a
+    /// secret.
     ///
     /// # Errors
     /// [`FileError`]. The file is left as it was.
@@ -166,8 +170,8 @@ impl Journal {
         Ok(Arc::new(Self { inner, writer }))
     }
 
-    /// The bytes under which keys are hashed that this file keeps: those in it, or if there are none this proposal, which
-    /// then is kept there for good.
+    /// Returns the seed under which this file's keys are hashed: the one in the file, or else `proposal`, which is then
+    /// stored in it for good.
     ///
     /// # Errors
     /// [`FileError`].
@@ -178,17 +182,17 @@ impl Journal {
     /// Writes what has changed, and waits for it.
     ///
     /// # Errors
-    /// [`FileError`]: it is still to be written, and is tried again every second.
+    /// [`FileError`]: the changes are still to be written. The writer tries again every second.
     pub fn flush(&self) -> Result<(), FileError> {
         self.inner.write_changes(MIN_SWEEP_ROWS)
     }
 
-    /// How the file is doing.
+    /// Returns the condition of the file.
     pub fn health(&self) -> FileHealth {
         self.inner.lock_health().clone()
     }
 
-    /// Has the file keep a plan's states, and gives those that it kept to the plan.
+    /// Registers a plan, and restores the plan's states from the file.
     pub(super) fn add_plan(&self, plan: &Arc<PersistedPlan>, now: Time) -> Result<(), FileError> {
         self.update_time(now);
         let mut store_file = self.inner.lock_file();
@@ -216,9 +220,9 @@ impl Journal {
         Ok(())
     }
 
-    /// Writes a plan's states down for the last time.
+    /// Writes a plan's states for the last time.
     pub(super) fn remove_plan(&self, plan: &Arc<PersistedPlan>) {
-        // Told in the log already if it failed.
+        // A failure is in the log already.
         let _ = self.inner.write_changes(0);
         self.inner.plans.lock().retain(|kept| !Arc::ptr_eq(kept, plan));
     }
@@ -227,7 +231,7 @@ impl Journal {
         self.inner.latest_time.store(now.as_micros(), Relaxed);
     }
 
-    /// Takes note of a decision at `now`, and says which writing it has to wait for, if any.
+    /// Takes note of a decision at `now`, and returns the writing that it has to wait for, if any.
     #[inline]
     pub(super) fn record_change(&self, flags: ChangeFlags, now: Time) -> Option<u64> {
         let inner = &*self.inner;
@@ -250,14 +254,14 @@ impl Journal {
         self.inner.is_failing.load(Relaxed) && self.inner.on_write_failure == OnWriteFailure::Deny
     }
 
-    /// Answers when the writing of that number has ended.
+    /// Returns the outcomes when the writing of that number has ended.
     pub(super) fn wait_for_write(&self, write_number: u64, outcomes: Outcomes) -> FileStoreFuture {
         self.inner.wakeup.signal(|calls| calls.urgent = true);
         let mut last_write = self.inner.last_write.subscribe();
         let on_write_failure = self.inner.on_write_failure;
         Box::pin(async move {
             match last_write.wait_for(|ended| ended.number >= write_number).await {
-                // A later writing that ended well has what an earlier one failed to write.
+                // A later successful writing has what an earlier one failed to write.
                 Ok(ended) if ended.is_ok => Ok(outcomes),
                 _ if on_write_failure == OnWriteFailure::Continue => Ok(outcomes),
                 _ => Err(StoreError::Unwritable),
@@ -291,12 +295,12 @@ impl JournalInner {
             let delay = match self.flush {
                 _ if self.is_failing.load(Relaxed) => IDLE_INTERVAL,
                 FlushMode::Always => Duration::ZERO,
-                // The other half is for the writing itself.
+                // The other half is left for the writing itself.
                 FlushMode::Within(max_lag) => max_lag / 2,
             };
             let signals = self.wakeup.wait(IDLE_INTERVAL, delay);
             let sweep_rows = if signals.changed || signals.urgent { MIN_SWEEP_ROWS } else { SWEEP_ROWS_IDLE };
-            // Told in the log and in `health`.
+            // A failure is in the log and in `health`.
             let _ = self.write_changes(sweep_rows);
             if signals.closing {
                 return;
@@ -304,12 +308,12 @@ impl JournalInner {
         }
     }
 
-    /// Writes what has changed, and looks over some rows.
+    /// Writes the changes, and checks some rows.
     fn write_changes(&self, sweep_rows: usize) -> Result<(), FileError> {
         let mut locked = self.lock_file();
         let (store_file, buffers) = &mut *locked;
-        // A decision that doesn't see this yet waits for this writing, and has let go of its shards, which are locked only
-        // after this line. One that sees it waits for the next.
+        // A decision that doesn't see this number yet waits for this writing. It has released its shards by then, since
+        // they are locked only after this line. A decision that sees the number waits for the next writing.
         let write_number = self.writes_started.fetch_add(1, Relaxed) + 1;
         self.write_lag.start_write();
         let plans = self.plans.lock().clone();
@@ -338,7 +342,7 @@ impl JournalInner {
         result
     }
 
-    /// Says how it went: in the log when that is new.
+    /// Updates `health` with the result, and logs each change between success and failure.
     fn record_result(&self, store_file: &StoreFile, written: Result<WriteSummary, FileError>) -> Result<(), FileError> {
         let mut health = self.lock_health();
         let was_failing = self.is_failing.swap(written.is_err(), Relaxed);
@@ -371,7 +375,7 @@ fn can_archive(rows: u64, plans: &[Arc<PersistedPlan>]) -> bool {
     rows <= archive::MAX_ARCHIVED_ROWS || rows - archive::MAX_ARCHIVED_ROWS <= live_entries()
 }
 
-/// The fate of a row: of a state, by its limit's tag and its key, or of one that is set aside.
+/// Returns the action on a row: on a state, by its limit's tag and its key, or on one that is set aside.
 fn sweep_action(
     state_key: Option<(u64, u64)>,
     idle_at: Time,

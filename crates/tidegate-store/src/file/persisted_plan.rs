@@ -1,4 +1,4 @@
-//! What one plan has in the file, and its states in memory.
+//! A plan's rows in the file, and its states in memory.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use super::archive::{StoredStates, period_start};
 use super::store_file::{EncodedStates, RowWriter, archived_key, row_key, write_value_header};
 use crate::memory::{DirtyCursor, DirtySet, Shards};
 
-/// Two to this power are a file store's shards, on every machine and whatever its size: which shard a key is in is part
-/// of what the file keeps of it.
+/// The base-2 logarithm of a file store's number of shards, on every machine and for every size. It is fixed because a
+/// key's shard is part of the bits that the file stores.
 const SHARD_BITS: u32 = 8;
-/// What a tag of the memory keeps of a key beside the shard.
+/// The number of a key's bits in a tag of the memory, beside the shard.
 const TAG_BITS: u32 = 52;
 
-/// The most resets that are remembered until they are written. A further one leaves what was set aside of its key, which
-/// counts again after a restart if it still would: an earlier period's strikes, or what a clock that was set back has
-/// ahead of it.
+/// The most resets that are remembered until they are written. A further reset doesn't remove the state that was set
+/// aside for its key. If that state still counts after a restart, it is used again: strikes of an earlier period, or a
+/// later period after the clock was set back.
 const MAX_PENDING_RESETS: usize = 1 << 16;
 
 /// A plan's limits by their tags, and their states.
@@ -36,10 +36,10 @@ pub(super) struct PersistedPlan {
     pending_resets: Mutex<ResetKeys>,
 }
 
-/// Keys that were reset, by their limit's tag and what the file keeps of each.
+/// Keys that were reset: the limit's tag, and the key's bits in the file.
 pub(super) type ResetKeys = HashSet<(u64, u64)>;
 
-/// What writing a plan down needs, used again and again.
+/// Buffers for writing a plan, used again and again.
 #[derive(Default)]
 pub(super) struct WriteBuffers {
     dirty_cursor: DirtyCursor,
@@ -49,10 +49,10 @@ pub(super) struct WriteBuffers {
 
 /// A row's change.
 enum RowUpdate {
-    /// It is put: where its value ends, and when the period began if it counts one of a quota and what is kept of another
-    /// is set aside.
+    /// The row is put. `end` is where its value ends. `period` is the start of a quota's period: if the row counts
+    /// another period, its earlier value is set aside.
     Put { end: usize, period: Option<Time> },
-    /// It is removed: of a quota whose period began then only what is kept of that.
+    /// The row is removed. If `period` is the start of a quota's period, it is removed only if it counts that period.
     Remove { period: Option<Time> },
 }
 
@@ -75,12 +75,12 @@ impl PersistedPlan {
         Some(self.by_tag[at].1)
     }
 
-    /// True of a quota.
+    /// True if the limit is a quota.
     pub(super) fn is_quota(&self, id: LimitId) -> bool {
         self.shards.limits().get(id).is_some_and(|limit| limit.kind().has_periods())
     }
 
-    /// Takes in what the file keeps of a key. False if it can't be read.
+    /// Restores the states of a key from its rows. Returns false if they can't be read.
     pub(super) fn restore(&self, id: LimitId, key_bits: u64, encoded: EncodedStates<'_>) -> bool {
         let Some(limit) = self.shards.limits().get(id) else { return true };
         let Some(stored) = decode_states(encoded, limit) else { return false };
@@ -95,7 +95,7 @@ impl PersistedPlan {
         true
     }
 
-    /// Takes note of keys that were reset: nothing of them is to stay, nor to be set aside.
+    /// Takes note of keys that were reset: none of their rows may stay or be set aside.
     #[cold]
     pub(super) fn record_resets(&self, batch: &Batch) {
         let limits = self.shards.limits();
@@ -103,7 +103,7 @@ impl PersistedPlan {
         self.add_resets(resets.map(|op| (limits.tag(op.limit), key_bits(op.key))));
     }
 
-    /// The keys that were reset, to be forgotten by the next writing.
+    /// Takes the keys that were reset, for the next writing to remove.
     pub(super) fn take_resets(&self) -> ResetKeys {
         std::mem::take(&mut self.pending_resets.lock())
     }
@@ -114,12 +114,12 @@ impl PersistedPlan {
         pending_resets.extend(resets.into_iter().take(room));
     }
 
-    /// The rows are in the file as they were arranged when they were read.
+    /// Notes that the file has the rows as they were arranged when they were read.
     pub(super) fn set_reconciled(&self) {
         self.is_reconciled.store(true, Relaxed);
     }
 
-    /// Arranges the rows, if that isn't done.
+    /// Arranges the rows, if they aren't yet.
     fn reconcile(&self, rows: &mut RowWriter<'_>) -> Result<(), redb::StorageError> {
         if self.is_reconciled.load(Relaxed) {
             return Ok(());
@@ -136,13 +136,14 @@ impl PersistedPlan {
         Ok(())
     }
 
-    /// Whether the memory holds what the file keeps of a key.
+    /// Returns true if the memory holds the state of a key of the file.
     pub(super) fn has_live_entry(&self, id: LimitId, key_bits: u64, now: Time) -> bool {
         let (shard, tag) = shard_and_tag(id, key_bits);
         self.shards.has_live_entry(shard, tag, now)
     }
 
-    /// Writes down what has changed. States are read as they are now, a few at a time, so that nobody waits long.
+    /// Writes the changes. States are read as they are now, a few at a time, so that decisions don't wait long for a
+    /// lock.
     pub(super) fn write_changes(
         &self,
         rows: &mut RowWriter<'_>,
@@ -173,11 +174,11 @@ impl PersistedPlan {
                         Some((state, idle_at)) if idle_at > now => {
                             write_value_header(idle_at, values);
                             state.encode(values);
-                            // What the row has of a key that was reset since isn't set aside.
+                            // The row of a key that was reset since then isn't set aside.
                             let period = period_start(state).filter(|_| !resets.contains(&tag_and_key));
                             RowUpdate::Put { end: values.len(), period }
                         }
-                        // What the row has of an earlier period is set aside when it is looked over.
+                        // A row of an earlier period is set aside when the rows are checked.
                         Some((state, _)) if has_quota_usage(state) => return,
                         _ => RowUpdate::Remove { period: state_and_limit.and_then(|(state, _)| period_start(state)) },
                     };
@@ -215,12 +216,12 @@ fn has_quota_usage(state: &KeyState) -> bool {
     matches!(state.usage(), Usage::Quota(ledger) if ledger.used > 0)
 }
 
-/// True if an encoded state counts another period of a quota than the one that began then.
+/// True if an encoded state counts a quota's period that didn't begin at `start`.
 fn is_other_period(encoded: &[u8], start: Time) -> bool {
     KeyState::decode(encoded).and_then(|state| period_start(&state)).is_some_and(|own_start| own_start != start)
 }
 
-/// A key's rows as states of this limit. `None` if it can't be read.
+/// A key's rows as states of this limit. `None` if they can't be read.
 fn decode_states(encoded: EncodedStates<'_>, limit: &Limit) -> Option<StoredStates> {
     let decode = |encoded: Option<&[u8]>| match encoded {
         None => Some(None),
@@ -238,18 +239,18 @@ fn encode_value(state: &KeyState, limit: &Limit) -> Vec<u8> {
     value
 }
 
-/// The bits of a key that the file keeps.
+/// The bits of a key that the file stores.
 fn key_bits(key: Key) -> u64 {
     key.lo() >> (64 - SHARD_BITS) << TAG_BITS | key.lo() & ((1 << TAG_BITS) - 1)
 }
 
-/// The shard and the tag of what the file keeps of a key.
+/// The shard and the tag of a key's bits in the file.
 fn shard_and_tag(id: LimitId, key_bits: u64) -> (usize, u64) {
     let shard = (key_bits >> TAG_BITS) & ((1 << SHARD_BITS) - 1);
     (shard as usize, key_bits << (64 - TAG_BITS) | u64::from(id.get()))
 }
 
-/// The state as one of this limit, if it is one: another policy may have meant something else by its name.
+/// The state as one of this limit, or `None` if it is of another kind: another policy may use the name differently.
 fn for_limit(state: KeyState, limit: &Limit) -> Option<KeyState> {
     let is_same_kind = state.usage().kind_id().is_none_or(|id| id == limit.kind().id());
     let record = limit.penalty().map(|_| *state.penalty_record()).unwrap_or_default();

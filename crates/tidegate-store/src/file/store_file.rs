@@ -1,9 +1,9 @@
-//! The file itself: a redb database of two tables, one of what it is and one of states.
+//! The file itself: a redb database with one table about the file and one of states.
 //!
-//! A row's key is 128 bits: the limit's tag, then what the memory keeps of the key, 60 bits of a hash under the file's
-//! own seed; the bit above them marks what is set aside of the key. Its value is when the state becomes idle, eight bytes,
-//! and the state as core encodes it. A file is made beside its place and moved there when it is whole, so that there
-//! never is half of one.
+//! A row's key is 128 bits: the limit's tag, then the 60 bits of the key that the memory stores, a hash under the
+//! file's own seed. The bit above them marks the key's state that is set aside. The row's value is the time when the
+//! state becomes idle, eight bytes, and the state as core encodes it. A new file is made beside its path and moved
+//! there when it is complete, so that there is never half of one.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -20,44 +20,44 @@ use tidegate_core::Time;
 use super::FileError;
 use crate::files;
 
-/// The format that is written, and the latest that is read.
+/// The format that is written, and the latest one that is read.
 pub(super) const FORMAT: u32 = 1;
 
 const METADATA: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("tidegate");
 const STATES: TableDefinition<'_, u128, &[u8]> = TableDefinition::new("states");
-/// In the table of what the file is: its format, and the seed of its keys.
+/// The keys in the table about the file: its format, and the seed of its keys.
 const FORMAT_KEY: &str = "format";
 const SEED_KEY: &str = "seed";
 
-/// What redb may keep of the file in memory, in bytes: the file is read at its opening, and then written.
+/// The size of redb's cache, in bytes. It is small because the file is read only when it is opened, and then written.
 const CACHE_BYTES: usize = 8 << 20;
 /// A file below this isn't worth compacting.
 const MIN_COMPACT_BYTES: u64 = 4 << 20;
-/// The number of rows that are looked over at once for those that are to go, or to be moved.
+/// The number of rows that are checked at once, for those to be removed or moved.
 const BATCH_ROWS: usize = 1024;
 /// The bit of a row's key that marks what is set aside.
 const ARCHIVED_BIT: u64 = 1 << 60;
 
-/// How the database is opened, again after each failure.
+/// Opens the database, again after each failure.
 type OpenDatabaseFn = Box<dyn Fn(&Path) -> Result<Database, Error> + Send>;
 
-/// A file that is open, or was until something failed.
+/// A file that is open, or that was open until something failed.
 pub(super) struct StoreFile {
     path: PathBuf,
     open_database: OpenDatabaseFn,
     database: Option<Database>,
-    /// From where on rows are looked over next.
+    /// The position where the next check of rows begins.
     sweep_position: u128,
 }
 
 impl StoreFile {
-    /// Opens the file, and makes it if it isn't there.
+    /// Opens the file, and creates it if it doesn't exist.
     pub(super) fn open(path: &Path) -> Result<Self, FileError> {
         let path = files::resolve(path).map_err(|error| io_error(path, error))?;
         create_if_missing(&path)?;
         let mut disk = Self::with_opener(&path, Box::new(|path| Ok(builder().create_with_backend(backend(path)?)?)));
         disk.compact()?;
-        // Its seed is a secret, and only now it is known to be a store.
+        // Its seed is a secret. Only here is the file known to be a store.
         if let Err(error) = files::make_private(&path) {
             tracing::warn!(?path, %error, "others can read the store, which holds a secret");
         }
@@ -72,7 +72,7 @@ impl StoreFile {
         &self.path
     }
 
-    /// The database, opened anew if the last use of it failed.
+    /// Returns the database. It is opened again if its last use failed.
     fn database(&mut self) -> Result<&mut Database, FileError> {
         let database = match self.database.take() {
             Some(database) => database,
@@ -85,7 +85,7 @@ impl StoreFile {
         Ok(self.database.insert(database))
     }
 
-    /// Uses the database. One that failed is closed: what it holds in memory isn't to be trusted.
+    /// Uses the database. It is closed after a failure: its contents in memory can't be trusted.
     fn with_database<T>(&mut self, job: impl FnOnce(&mut Database) -> Result<T, Error>) -> Result<T, FileError> {
         let path = self.path.clone();
         let database = self.database()?;
@@ -115,7 +115,7 @@ impl StoreFile {
         }
     }
 
-    /// Gives back what is empty of a file that mostly is.
+    /// Compacts a file that is mostly empty.
     fn compact(&mut self) -> Result<(), FileError> {
         let bytes = std::fs::metadata(&self.path).map_or(0, |metadata| metadata.len());
         self.with_database(|database| {
@@ -134,7 +134,7 @@ impl StoreFile {
         })
     }
 
-    /// The seed of the file's keys: what it has, or else this, which it then has for good.
+    /// Returns the seed of the file's keys: the one in the file, or else `proposal`, which is then stored for good.
     pub(super) fn get_or_insert_seed(&mut self, proposal: [u8; 16]) -> Result<[u8; 16], FileError> {
         self.with_database(|database| {
             let write = database.begin_write()?;
@@ -154,7 +154,7 @@ impl StoreFile {
         })
     }
 
-    /// Shows what is kept of a limit: each key by what is kept of it, its state and what is set aside, encoded.
+    /// Passes each stored key of a limit to `visit`: the key's bits, its encoded state and the state that is set aside.
     pub(super) fn visit_states(
         &mut self,
         tag: u64,
@@ -170,12 +170,12 @@ impl StoreFile {
         })
     }
 
-    /// How many states there are.
+    /// Returns the number of states.
     pub(super) fn row_count(&mut self) -> Result<u64, FileError> {
         self.with_database(|database| Ok(database.begin_read()?.open_table(STATES)?.len()?))
     }
 
-    /// Has `change` change rows, and makes what it did outlive the machine.
+    /// Lets `change` change rows, and makes the changes durable.
     pub(super) fn write(
         &mut self,
         change: impl FnOnce(&mut RowWriter<'_>) -> Result<(), StorageError>,
@@ -204,12 +204,12 @@ impl StoreFile {
     }
 }
 
-/// What came of a writing.
+/// The result of a writing.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WriteSummary {
-    /// Whether there was anything to write.
+    /// True if there was anything to write.
     pub any_changed: bool,
-    /// How many rows there are.
+    /// The number of rows.
     pub row_count: u64,
 }
 
@@ -220,12 +220,12 @@ pub(super) struct RowWriter<'a> {
     changed_count: usize,
 }
 
-/// The fate of a row that was looked over.
+/// The action on a row that was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SweepAction {
     Keep,
     Remove,
-    /// It is set aside.
+    /// The row is set aside.
     Archive,
 }
 
@@ -235,7 +235,7 @@ impl RowWriter<'_> {
         self.states.insert(key, value).map(drop)
     }
 
-    /// Puts a row; what it was before is set aside if `is_other` says so of the encoded state.
+    /// Puts a row. Its earlier value is set aside if `is_other` returns true for the encoded earlier state.
     pub(super) fn put_and_archive_other(
         &mut self,
         key: u128,
@@ -250,7 +250,8 @@ impl RowWriter<'_> {
         previous.map_or(Ok(()), |before| self.put_archived(key, &before, now))
     }
 
-    /// Sets a row's value aside. One that is set aside and to come stays instead: it was used while the clock was ahead.
+    /// Sets a row's value aside. An earlier one that has not ended yet stays: it was used while the clock was
+    /// ahead.
     fn put_archived(&mut self, key: u128, value: &[u8], now: Time) -> Result<(), StorageError> {
         let key = archived_key(key);
         if self.states.get(key)?.is_some_and(|aside| idle_at(aside.value()) > now) {
@@ -266,7 +267,7 @@ impl RowWriter<'_> {
         Ok(())
     }
 
-    /// Removes a row if `is_meant` says so of the encoded state.
+    /// Removes a row if `matches` returns true for the encoded state.
     pub(super) fn remove_matching(
         &mut self,
         key: u128,
@@ -285,7 +286,7 @@ impl RowWriter<'_> {
         }
     }
 
-    /// How many rows were changed so far.
+    /// Returns the number of rows changed so far.
     pub(super) fn changed_count(&self) -> usize {
         self.changed_count
     }
@@ -295,7 +296,7 @@ impl RowWriter<'_> {
         self.states.len()
     }
 
-    /// Gives each key of a limit the two values that `arrange` says, where it says any.
+    /// Gives each key of a limit the two values that `reconcile` returns, and leaves the key unchanged for `None`.
     pub(super) fn reconcile(
         &mut self,
         tag: u64,
@@ -320,8 +321,8 @@ impl RowWriter<'_> {
         }
     }
 
-    /// Looks over the next `rows`, once round at the most, and does with each what `judge` says of it: of a state by its
-    /// limit's tag, its key and when it is idle, and of one that is set aside only by the last.
+    /// Checks the next `rows`, each at most once, and does with each what `choose` returns. For a state, `choose` gets
+    /// its limit's tag and key, and the time when it is idle. For a state that is set aside, it gets only the time.
     pub(super) fn sweep(
         &mut self,
         rows: usize,
@@ -364,7 +365,7 @@ type StoredRow<'a> = (AccessGuard<'a, u128>, AccessGuard<'a, &'static [u8]>);
 /// A key's state and what is set aside of it, encoded.
 pub(super) type EncodedStates<'a> = [Option<&'a [u8]>; 2];
 
-/// Shows what is kept of a limit's keys from one on, in order, for as long as `show` says to go on.
+/// Passes the stored keys of a limit to `visit` in order, starting at `from`, for as long as `visit` returns true.
 fn visit_pairs(
     states: &impl ReadableTable<u128, &'static [u8]>,
     tag: u64,
@@ -398,7 +399,7 @@ pub(super) fn row_key(tag: u64, key_bits: u64) -> u128 {
     u128::from(tag) << 64 | u128::from(key_bits)
 }
 
-/// The key of the row in which is kept what is set aside beside a row.
+/// The key of the row with the state that is set aside beside `row`.
 pub(super) fn archived_key(row: u128) -> u128 {
     row | u128::from(ARCHIVED_BIT)
 }
@@ -423,12 +424,12 @@ fn idle_at(value: &[u8]) -> Time {
 
 pub(super) fn builder() -> Builder {
     let mut builder = Database::builder();
-    // A file that was tampered with, or torn by a machine that lied about having written it, is found out here.
+    // Detects a file that was tampered with, or torn by a machine that reported a write too early.
     builder.set_cache_size(CACHE_BYTES).set_check_integrity_on_open(true);
     builder
 }
 
-/// The file as redb takes it. An empty one isn't begun anew: something took away what it held.
+/// The file as redb takes it. An empty file is an error and isn't initialised: its contents were removed.
 fn backend(path: &Path) -> Result<FileBackend, Error> {
     let file = files::open(path, File::options().read(true).write(true)).map_err(StorageError::Io)?;
     if file.metadata().map_err(StorageError::Io)?.len() == 0 {
@@ -437,7 +438,7 @@ fn backend(path: &Path) -> Result<FileBackend, Error> {
     Ok(FileBackend::new(file)?)
 }
 
-/// Makes an empty store, if there is nothing or an empty file.
+/// Creates an empty store if the file is missing or empty.
 fn create_if_missing(path: &Path) -> Result<(), FileError> {
     let is_created = || match std::fs::metadata(path) {
         Ok(metadata) => Ok(metadata.len() > 0),
@@ -452,7 +453,7 @@ fn create_if_missing(path: &Path) -> Result<(), FileError> {
         Err(TryLockError::WouldBlock) => return Err(FileError::InUse { path: path.to_owned() }),
         Err(TryLockError::Error(source)) => return Err(io_error(path, source)),
     };
-    // Another that made it meanwhile has replaced what was locked just now.
+    // Another process that created it in the meantime has replaced the file that was just locked.
     if is_created()? {
         return Ok(());
     }
@@ -474,7 +475,7 @@ fn io_error(path: &Path, source: io::Error) -> FileError {
     FileError::Io { path: path.to_owned(), source }
 }
 
-/// Runs `job` on the file at `path`. redb panics at some of what a broken file may hold.
+/// Runs `job` on the file at `path`. redb panics on some contents of a broken file.
 fn catch_failures<T>(path: &Path, job: impl FnOnce() -> Result<T, Error>) -> Result<T, FileError> {
     let path = || path.to_owned();
     let broken = |what: String| FileError::Corrupt { path: path(), what };
@@ -482,7 +483,7 @@ fn catch_failures<T>(path: &Path, job: impl FnOnce() -> Result<T, Error>) -> Res
         Ok(Ok(done)) => Ok(done),
         Ok(Err(error)) => Err(match error {
             Error::DatabaseAlreadyOpen | Error::LockProtocolMismatch => FileError::InUse { path: path() },
-            // What redb says of a file that doesn't begin as its own do.
+            // redb's error for a file that doesn't begin as its own files do.
             Error::Io(source) if source.kind() == io::ErrorKind::InvalidData => FileError::NotAStore { path: path() },
             Error::Io(source) if source.kind() == io::ErrorKind::UnexpectedEof => broken(source.to_string()),
             Error::Io(source) => FileError::Io { path: path(), source },

@@ -21,7 +21,7 @@ use super::store_file::{StoreFile, builder};
 use super::{FileStore, FlushMode, Journal, OnWriteFailure};
 use crate::{Store, StoreError, StoreResponse};
 
-/// A file on a disk that is full, or stands still, while it is told to.
+/// A file on a disk that is full, or stops, while a flag says so.
 #[derive(Debug)]
 struct Faulty {
     file: FileBackend,
@@ -145,7 +145,7 @@ impl io::Write for Log {
 }
 
 impl Log {
-    /// The number of lines about a file that say this.
+    /// Returns the number of lines about a file that contain `what`.
     fn lines(&self, path: &Path, what: &str) -> usize {
         let path = path.to_str().unwrap();
         let text = self.0.lock();
@@ -153,8 +153,8 @@ impl Log {
     }
 }
 
-/// Where the policy says so, decisions go on while the disk is full, the log says so once, and once when it is over; then the
-/// file has all of it.
+/// With [`OnFull::Continue`], decisions go on while the disk is full. The log says so once, and once when writing works
+/// again. Then the file has all decisions.
 #[tokio::test]
 async fn a_full_disk_continues_decisions_if_configured() {
     let log = Log::default();
@@ -169,7 +169,7 @@ async fn a_full_disk_continues_decisions_if_configured() {
     assert_eq!(journal.health().failure, None);
 
     faults.full.store(true, SeqCst);
-    // As long as nobody knows, it waits until it is tried.
+    // Until the failure is known, the decision waits for a writing.
     let second = match ask(&kept, Verb::Take, at(1)) {
         waits @ StoreResponse::Pending(_) => later(waits).await,
         told @ StoreResponse::Ready(_) => ready(told),
@@ -198,8 +198,8 @@ async fn answered(answer: StoreResponse<super::FileStoreFuture>) -> Result<Outco
     }
 }
 
-/// Where nothing may be lost, a full disk admits nothing; what changes nothing is answered, and what is given back is taken.
-/// What the file then has is all that was admitted. When there is room again, that is noticed without a call.
+/// With [`OnFull::Deny`], a full disk admits nothing. Operations that change nothing are answered, and told refunds are
+/// counted. Afterwards the file has all that was admitted. Free space is noticed without a call.
 #[tokio::test]
 async fn a_full_disk_admits_nothing_under_deny() {
     for flush in [FlushMode::Always, FlushMode::Within(Duration::from_millis(20))] {
@@ -216,7 +216,7 @@ async fn a_full_disk_admits_nothing_under_deny() {
 
         faults.full.store(true, SeqCst);
         let mut counted = 10;
-        // As long as nobody knows, it waits until it is tried, or is told that it may be lost.
+        // Until the failure is known, a decision waits for a writing, or is returned although it may be lost.
         while !journal.denies_changes() {
             counted += 1;
             admitted += u64::from(answered(ask(&kept, Verb::Take, at(counted))).await.is_ok());
@@ -244,7 +244,7 @@ async fn a_full_disk_admits_nothing_under_deny() {
     }
 }
 
-/// A refusal that changes nothing is told while the disk is full, as is that of a live block.
+/// A refusal that changes nothing is returned while the disk is full, and so is a refusal by a live block.
 #[tokio::test]
 async fn refusals_are_answered_despite_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
@@ -264,7 +264,7 @@ async fn refusals_are_answered_despite_a_full_disk() {
             later(take(limit, key, at(0))).await;
         }
     }
-    // Of one key the second limit is under a block, of the other it is merely full.
+    // The second limit has a block of the first key; of the second key it is only full.
     assert!(later(take(1, 1, at(1))).await.verdict.refuses());
     faults.full.store(true, SeqCst);
     assert!(matches!(answered(take(0, 3, at(2))).await, Err(StoreError::Unwritable)));
@@ -274,7 +274,7 @@ async fn refusals_are_answered_despite_a_full_disk() {
     assert!(matches!(strike, Err(StoreError::Unwritable)), "{strike:?}");
 }
 
-/// Of two decisions that wait together none is told before the file has both; a refusal doesn't wait.
+/// Of decisions that wait together, none is returned before the file has all of them. A refusal doesn't wait.
 #[tokio::test]
 async fn durable_decisions_wait_for_the_disk() {
     let folder = tempfile::tempdir().unwrap();
@@ -295,7 +295,7 @@ async fn durable_decisions_wait_for_the_disk() {
     assert!((1..=3).contains(&commits), "a hundred decisions in {commits} writings");
 }
 
-/// A disk that falls behind by more than may be lost makes decisions wait, and lets them go when it has caught up.
+/// A disk that falls behind by more than may be lost makes decisions wait. They go on when it has caught up.
 #[tokio::test]
 async fn a_slow_disk_delays_decisions() {
     let folder = tempfile::tempdir().unwrap();

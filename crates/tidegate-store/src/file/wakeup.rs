@@ -1,4 +1,4 @@
-//! What calls the writer, and how far it is behind.
+//! The signal that wakes the writer, and the age of the unwritten changes.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -6,21 +6,21 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tidegate_core::{Span, Time};
 
-/// Rung by who changes something, and heard by the writer.
+/// Wakes the writer. Tasks that change something ring it; the writer waits for it.
 #[derive(Default)]
 pub(super) struct WriterWakeup {
     signals: Mutex<WriterSignals>,
     condvar: Condvar,
 }
 
-/// What the writer is wanted for.
+/// The reasons for which the writer is woken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct WriterSignals {
     /// Something has changed.
     pub changed: bool,
-    /// Somebody waits.
+    /// A caller waits for the writing.
     pub urgent: bool,
-    /// It is to go home.
+    /// The writer is to stop.
     pub closing: bool,
 }
 
@@ -38,7 +38,7 @@ impl WriterWakeup {
         }
     }
 
-    /// Waits for a call, for `idle` at the most, and then for `delay` whether it is urgent.
+    /// Waits for a call, for `idle` at most. Then waits for an urgent one, for `delay` at most.
     pub(super) fn wait(&self, idle: Duration, delay: Duration) -> WriterSignals {
         let mut signals = self.lock_signals();
         self.condvar.wait_while_for(&mut signals, |calls| *calls == WriterSignals::default(), idle);
@@ -49,11 +49,11 @@ impl WriterWakeup {
     }
 }
 
-/// Since when there are changes that the file doesn't have, by the time of decisions.
+/// The times since when there are changes that the file doesn't have, by the time of decisions.
 pub(super) struct WriteLag {
-    /// Those that nobody has begun to write.
+    /// The first change that isn't being written yet.
     oldest_unwritten: AtomicU64,
-    /// Those that are being written.
+    /// The first change that is being written.
     oldest_in_write: AtomicU64,
 }
 
@@ -66,7 +66,7 @@ impl Default for WriteLag {
 }
 
 impl WriteLag {
-    /// Something has changed. True for the first change since the last writing began.
+    /// Notes a change. Returns true for the first change since the last writing began.
     pub(super) fn record_change(&self, now: Time) -> bool {
         self.oldest_unwritten.compare_exchange(NO_CHANGE, now.as_micros(), Relaxed, Relaxed).is_ok()
     }
@@ -79,7 +79,7 @@ impl WriteLag {
         self.oldest_in_write.store(NO_CHANGE, Relaxed);
     }
 
-    /// Whether there are changes older than this.
+    /// True if there are unwritten changes older than `max_lag`.
     #[inline]
     pub(super) fn exceeds(&self, max_lag: Span, now: Time) -> bool {
         let since = self.oldest_unwritten.load(Relaxed).min(self.oldest_in_write.load(Relaxed));

@@ -1,10 +1,10 @@
 //! Keys under a block, refused here until the block ends.
 //!
-//! A block never shortens, so what the store said of it stays true until its end, counted from when the question was
-//! sent, unless the key is reset. Where the store tells of resets they are heard; elsewhere the block is asked for again
-//! every second, for as long as there is a store to ask. An answer that knows nothing of it doesn't end it: the store may have
-//! lost it. It is *doubted* then, as are all once the store is back from an outage, and ends only if the store says that the
-//! key was reset.
+//! A block never gets shorter. So the store's answer about it stays true until the block ends, counted from when the
+//! request was sent, unless the key is reset. If the store reports resets, the node hears them. Otherwise the block is
+//! asked for again every second while the store can be reached. An answer without the block doesn't end it, since the
+//! store may have lost it. The block is *doubted* then, as all blocks are after an outage. It ends only if the store
+//! reports that the key was reset.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ use tokio::sync::Notify;
 
 use super::penalty_restore::KnownPenalty;
 
-/// Locks, so that callers seldom meet.
+/// The number of locks, so that callers rarely contend.
 const SHARD_COUNT: usize = 16;
-/// The most keys under each lock; who doesn't fit asks the store.
+/// The most keys under each lock. For further keys, the store is asked.
 const MAX_BLOCKS_PER_SHARD: usize = 4096;
 
-/// How long a block is believed where resets aren't told, and where they are: they may get lost.
+/// The time for which a block is believed where resets aren't reported, and where they are: reports may get lost.
 const TRUST_DURATION: Span = Span::from_secs(1);
 const TRUST_DURATION_WITH_RESETS: Span = Span::from_secs(60);
 
@@ -38,13 +38,13 @@ pub(super) struct BlockCache {
     pub(super) recheck_wakeup: Notify,
 }
 
-/// What the store said of a batch in which a key was blocked.
+/// The store's answer to a batch with a blocked key.
 struct CachedBlock {
-    /// When it was asked, until when its answer is believed, and when the block ends, by this node's clock.
+    /// The times by this node's clock at which the request was sent, the answer expires and the block ends.
     sent_at: Time,
     trusted_until: Time,
     ends_at: Time,
-    /// When it decided, by its own.
+    /// The time of the decision, by the store's clock.
     decided_at: Time,
     ops_and_outcomes: Box<[(Op, Outcome)]>,
     /// The batch's affinity.
@@ -55,11 +55,11 @@ struct CachedBlock {
 /// The source of a block, and the trust in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BlockStatus {
-    /// The store said so.
+    /// The store reported it.
     Confirmed,
-    /// The store may have lost it, or the key was reset: it is to be asked.
+    /// The store may have lost it, or the key was reset: the store is to be asked.
     Unconfirmed,
-    /// This node imposed it, and the store hasn't heard of it.
+    /// This node imposed it, and the store doesn't know of it yet.
     LocalOnly,
 }
 
@@ -78,14 +78,14 @@ impl CachedBlock {
         }
     }
 
-    /// What was said of an operation's key and limit, and to which cost.
+    /// The operation on this key and limit that was asked, with its cost, and its outcome.
     fn cached_outcome(&self, limit: LimitId, key: Key) -> Option<&(Op, Outcome)> {
         self.ops_and_outcomes.iter().find(|(cached_op, _)| (cached_op.limit, cached_op.key) == (limit, key))
     }
 
-    /// Whether what was said tells how long a call of this cost has to wait. A smaller one waits for the block, and for
-    /// nothing else if the larger one had room or only waits for that too; a larger one may wait for more room, or for
-    /// good.
+    /// Returns true if the answer also determines how long a call of this cost has to wait. A smaller call waits only
+    /// for the block, if the larger one had room or waits only for the block too. A larger call may wait for more room,
+    /// or never be admitted.
     fn determines_wait(&self, op: &Op) -> bool {
         self.cached_outcome(op.limit, op.key).is_none_or(|(cached_op, outcome)| {
             let has_room_after_block = outcome.retry_at <= self.decided_at.max(outcome.block_until);
@@ -93,7 +93,7 @@ impl CachedBlock {
         })
     }
 
-    /// The answer to an operation now; of one that wasn't asked then only that it doesn't stand in the way.
+    /// The present outcome of an operation. An operation that wasn't asked is treated as admitted.
     fn outcome_now(&self, op: &Op, now: Time) -> Outcome {
         match self.cached_outcome(op.limit, op.key) {
             Some((_, outcome)) if outcome.block_until > now => {
@@ -122,8 +122,8 @@ impl BlockCache {
         self.shards[key.lo() as usize % SHARD_COUNT].lock()
     }
 
-    /// The answer to a batch that a known block refuses. While the store isn't there to be asked again, or is to be asked
-    /// whether it lost the block, it is refused for as long as the block was told to last.
+    /// The answer to a batch that a known block refuses. If the store can't be reached, or may have lost the block, the
+    /// batch is refused until the reported end of the block.
     pub(super) fn refusal_from_cache(&self, batch: &Batch, is_up: bool, now: Time) -> Option<Outcomes> {
         for op in batch.ops() {
             if !matches!(op.verb, Verb::Take | Verb::Peek) {
@@ -140,7 +140,7 @@ impl BlockCache {
             let counts_refused = |other: &Op| self.limits.get(other.limit).is_some_and(Limit::counts_refused);
             let must_reach_store = |other: &Op| op.verb == Verb::Take && counts_refused(other);
             if is_store_preferred && batch.ops().iter().any(must_reach_store) {
-                // A limit that counts refused calls must hear of this one.
+                // A limit that counts refused calls must count this one.
                 return None;
             }
             let store_now = block.decided_at + now.since(block.sent_at);
@@ -149,13 +149,13 @@ impl BlockCache {
         None
     }
 
-    /// True if a node remembers blocks that the answer to such an operation tells of.
+    /// True if a node remembers the blocks in the answer to such an operation.
     fn is_cacheable(&self, op: &Op) -> bool {
         let is_enforced = |limit: &Limit| !limit.is_shadow() && limit.penalty().is_some();
         matches!(op.verb, Verb::Take | Verb::Peek) && self.limits.get(op.limit).is_some_and(is_enforced)
     }
 
-    /// Takes note of the blocks in an answer. True if it knows nothing of one that should still live.
+    /// Takes note of the blocks in an answer. Returns true if the answer lacks a block that should still hold.
     pub(super) fn update_from_store(&self, batch: &Batch, outcomes: &Outcomes, sent_at: Time) -> bool {
         let mut any_unconfirmed = false;
         let decided_at = outcomes.now();
@@ -180,7 +180,7 @@ impl BlockCache {
                 sent_at,
                 BlockStatus::Confirmed,
             );
-            // A reset may have been heard before the answer to an older question.
+            // A reset may have been heard before the answer to an older request.
             let is_reset = self.last_reset_at.load(Ordering::Relaxed) >= sent_at.as_micros();
             block.trusted_until =
                 block.ends_at.min(sent_at + if is_reset { TRUST_DURATION } else { self.trust_duration });
@@ -200,7 +200,7 @@ impl BlockCache {
         }
     }
 
-    /// A block that the store may have lost, if it still lives.
+    /// A block that the store may have lost, if it still holds.
     pub(super) fn unconfirmed_penalty(&self, limit: LimitId, key: Key, now: Time) -> Option<KnownPenalty> {
         let shard = self.lock_shard(key);
         let block =
@@ -221,7 +221,7 @@ impl BlockCache {
         })
     }
 
-    /// The store knows the block.
+    /// Confirms a block that the store knows.
     pub(super) fn confirm(&self, limit: LimitId, key: Key, now: Time) {
         if let Some(block) = self.lock_shard(key).get_mut(&(limit, key)) {
             block.status = BlockStatus::Confirmed;
@@ -229,8 +229,8 @@ impl BlockCache {
         }
     }
 
-    /// Doubts these blocks: the store is to be asked whether it still knows them. Those that this node imposed it hears of
-    /// anyhow.
+    /// Doubts these blocks: the store is to be asked if it still knows them. Blocks that this node imposed are left
+    /// out, because the store is told of them anyway.
     pub(super) fn mark_unconfirmed(&self, is_affected: impl Fn(u64, Key) -> bool) {
         for shard in &self.shards {
             for ((_, key), block) in shard.lock().iter_mut() {
@@ -241,7 +241,7 @@ impl BlockCache {
         }
     }
 
-    /// The keys whose blocks are doubted.
+    /// The keys with doubted blocks.
     pub(super) fn unconfirmed_keys(&self) -> Vec<(LimitId, Key)> {
         let unconfirmed_key = |(limit_and_key, block): (&(LimitId, Key), &CachedBlock)| {
             (block.status == BlockStatus::Unconfirmed).then_some(*limit_and_key)
@@ -257,7 +257,7 @@ impl BlockCache {
         self.lock_shard(key).remove(&(limit, key));
     }
 
-    /// Believes no answer any more: resets may have been missed. Each block is asked for again with the next call.
+    /// Makes all answers expire, since resets may have been missed. Each block is asked for again with the next call.
     pub(super) fn expire_trust(&self) {
         for shard in &self.shards {
             shard.lock().values_mut().for_each(|block| block.trusted_until = block.sent_at);
@@ -265,7 +265,7 @@ impl BlockCache {
     }
 }
 
-/// Keeps a block, if there is room for it, or one that ends later.
+/// Stores a block if there is room. One that this node imposed doesn't replace a block that ends later.
 fn insert_block(shard: &mut BlockShard, limit_and_key: (LimitId, Key), block: CachedBlock) {
     if shard.len() >= MAX_BLOCKS_PER_SHARD {
         shard.retain(|_, cached| cached.sent_at <= block.sent_at && block.sent_at < cached.ends_at);

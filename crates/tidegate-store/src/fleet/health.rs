@@ -1,9 +1,9 @@
-//! Whether a part of the store can be reached.
+//! The state of the connection to one part of the store.
 //!
-//! The first answer that fails to come makes a link *suspect*: from then on its callers go on without the store, and a
-//! look at it, at once, says whether it was a hiccup or the store is *down*. So nobody waits twice for a store that is
-//! gone, and the log isn't told of a single slow answer. What a node did alone stays in its mind when the link is up
-//! again: an outage that follows soon, or a store that stalls time and again, grants nobody a new share.
+//! The first answer that fails to come makes a link *suspect*: from then on its callers go on without the store. A
+//! check at once shows if it was a short delay or the store is *down*. So no caller waits twice for a store that is
+//! gone, and a single slow answer isn't logged. The node keeps its local counts when the link is up again. So an outage
+//! soon afterwards, or a store that stalls repeatedly, grants no caller a new share.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -21,24 +21,24 @@ const STATE_UP: u8 = 0;
 const STATE_SUSPECT: u8 = 1;
 const STATE_DOWN: u8 = 2;
 
-/// The way to one part of the store.
+/// The link to one part of the store.
 #[derive(Default)]
 pub(super) struct PartitionHealth {
     state: AtomicU8,
-    /// Wakes those who wait for an answer that won't come.
+    /// Wakes the callers that wait for an answer.
     stopped_being_up: Notify,
-    /// Wakes who looks after it.
+    /// Wakes the task that checks the link.
     pub(super) task_wakeup: Notify,
-    /// What the node goes on with; there from when the link is first suspect until it is up and nothing in it counts.
+    /// The local counts. They exist from the first suspicion until the link is up and none of them is live.
     fallback: RwLock<Option<Arc<LocalFallback>>>,
-    /// What couldn't be asked last.
+    /// The place of the last request that failed.
     failed_key: Mutex<Option<RoutingKey>>,
 }
 
-/// Where a store keeps something.
+/// The position of a key in the store.
 #[derive(Clone, Copy)]
 pub(super) struct RoutingKey {
-    /// What the keys of its batch have in common.
+    /// The common affinity of the keys of its batch.
     pub(super) affinity: u64,
     pub(super) key: Key,
 }
@@ -52,7 +52,7 @@ impl PartitionHealth {
         self.fallback.read().clone()
     }
 
-    /// The same, made if there is none.
+    /// The local counts, created if there are none.
     pub(super) fn fallback_or_insert(&self, new_fallback: impl FnOnce() -> LocalFallback) -> Arc<LocalFallback> {
         self.fallback().unwrap_or_else(|| {
             let mut fallback = self.fallback.write();
@@ -64,7 +64,7 @@ impl PartitionHealth {
         *self.failed_key.lock()
     }
 
-    /// Waits for an answer: at most so long, and no longer than others get theirs.
+    /// Waits for an answer: until `timeout` at most, and not after the link falls.
     pub(super) async fn wait_for_response(
         &self,
         response: impl Future<Output = Result<Outcomes, StoreError>>,
@@ -82,12 +82,12 @@ impl PartitionHealth {
         }
     }
 
-    /// An answer failed to come.
+    /// Makes the link suspect after a request failed.
     pub(super) fn mark_suspect(&self, new_fallback: impl FnOnce() -> LocalFallback, routing_key: RoutingKey) {
         let mut fallback = self.fallback.write();
         if self.is_up() {
             let new = new_fallback();
-            // Of another number of nodes, a share is another; else what is there goes on counting.
+            // With another number of nodes, shares differ. Otherwise the existing counts go on.
             if fallback.as_ref().is_none_or(|local| local.node_count() != new.node_count()) {
                 *fallback = Some(Arc::new(new));
             }
@@ -98,18 +98,18 @@ impl PartitionHealth {
         }
     }
 
-    /// It isn't there when looked at either. True if that is news.
+    /// Notes that the check failed too. Returns true if the link wasn't down before.
     pub(super) fn mark_down(&self) -> bool {
         self.state.swap(STATE_DOWN, Ordering::AcqRel) != STATE_DOWN
     }
 
-    /// The store answers. True if the link had been down.
+    /// Notes that the store answers. Returns true if the link was down.
     pub(super) fn mark_up(&self) -> bool {
         let _local = self.fallback.write();
         self.state.swap(STATE_UP, Ordering::AcqRel) == STATE_DOWN
     }
 
-    /// Lets go of what the node went on with, once none of it counts any more.
+    /// Drops the local counts, once the link is up and none of them is live.
     pub(super) fn drop_unused_fallback(&self) {
         let mut fallback = self.fallback.write();
         if self.is_up() && fallback.as_ref().is_some_and(|local| local.is_empty()) {

@@ -1,8 +1,8 @@
-//! Slices of limits, taken in one trip and spent here.
+//! Slices of limits, taken in one round trip and spent here.
 //!
-//! A slice is charged before any of it is spent, and counts until its lease has ended: a window records it at the
-//! lease's end ([`Batch::with_lead`]), so that no call counts before it is made. It is spent for as long as this node's clock
-//! has run since it was asked for; what is left then is given back. A crash loses a slice and never mints one.
+//! A slice is charged before any of it is spent, and counts until its lease has ended. A window records it at the end
+//! of the lease ([`Batch::with_lead`]), so that no call counts before it is made. The lease runs by this node's clock,
+//! from the time of the request. The rest is given back at its end. A crash loses a slice and never creates one.
 
 use std::cmp::Ordering;
 use std::collections::HashMap;
@@ -19,34 +19,34 @@ use tokio::sync::futures::OwnedNotified;
 use super::FleetNode;
 use crate::StoreError;
 
-/// Locks, so that callers seldom meet.
+/// The number of locks, so that callers rarely contend.
 const SHARD_COUNT: usize = 16;
-/// The most slices under each lock; who doesn't fit asks the store.
+/// The most slices under each lock. Calls for further keys ask the store.
 const MAX_ENTRIES_PER_SHARD: usize = 4096;
 
-/// How often a call waits for others' slices, all of which are spent when it gets there, before it asks for itself.
+/// The number of times that a call waits for a slice of another request, and finds it spent, before it asks itself.
 const MAX_WAITS: usize = 8;
 
-/// The keys that a slice is of.
+/// The keys of a slice.
 type LeaseKeys = ArrayVec<(LimitId, Key), MAX_OPS>;
 type LeaseShard = HashMap<LeaseKeys, LeaseEntry, RandomState>;
 
 pub(super) struct Leases {
     limits: Arc<Limits>,
-    /// Whether any limit has leases.
+    /// True if any limit has leases.
     has_leases: bool,
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
 }
 
 enum LeaseEntry {
     Slice(LeaseSlice),
-    /// A call of this cost was refused: those of the same cost are for a while, without being asked about.
+    /// A call of this cost was refused. Calls of the same cost are refused for a while, without asking the store.
     Refusal(u64, CachedOutcomes),
-    /// Somebody asks for one.
+    /// A caller asks for a slice.
     Requested(Arc<Notify>),
 }
 
-/// An answer of the store's and for how long it holds here.
+/// An answer of the store, and the time for which it holds here.
 #[derive(Clone)]
 struct CachedOutcomes {
     sent_at: Time,
@@ -57,26 +57,26 @@ struct CachedOutcomes {
 struct LeaseSlice {
     units_left: u64,
     granted: CachedOutcomes,
-    /// When the store counts it.
+    /// The time at which the store counts it.
     counted_at: Time,
     affinity: u64,
 }
 
-/// What came of spending.
+/// The result of spending.
 #[expect(clippy::large_enum_variant, reason = "boxing the common answer would allocate on every decision")]
 pub(super) enum SpendResult {
     /// Decided here.
     Decided(Outcomes),
     /// Not for leases: the store decides.
     NotLeased,
-    /// Somebody else asks for a slice: wait for that.
+    /// Another caller asks for a slice: wait for its result.
     Wait(OwnedNotified),
     /// The caller is to ask for a slice.
     Request(SliceRequest),
 }
 
-/// To ask for a slice, of this size at most. Its caller may go away at any time: dropped before it is settled, it lets
-/// the next one ask.
+/// A request for a slice, of this size at most. Its caller may be cancelled at any time: if the errand is dropped
+/// before it is settled, the next caller asks.
 pub(super) struct SliceRequest {
     leases: Arc<Leases>,
     keys: LeaseKeys,
@@ -100,15 +100,15 @@ impl Leases {
         self.shards[first as usize % SHARD_COUNT].lock()
     }
 
-    /// How large a slice is and how long it may be spent, for a batch whose limits all have leases and that asks for the
-    /// same of each.
+    /// The size of a slice, and the time for which it may be spent. `None` unless all limits of the batch have leases
+    /// and all costs are equal.
     fn slice_terms(&self, batch: &Batch) -> Option<(u64, Span)> {
         let cost = batch.ops().first()?.cost;
         let mut size_and_age = (u64::MAX, Span::MAX);
         for op in batch.ops() {
             let limit = self.limits.get(op.limit)?;
             let LeaseSpec { permille, max_age } = limit.sharing().lease?;
-            // What is refused here isn't counted, and a slice that the store refuses isn't one call.
+            // Refusals here aren't counted, and the refusal of a slice isn't the refusal of one call.
             let is_tracked = limit.counts_refused() || limit.penalty().is_some();
             let is_leasable = op.verb == Verb::Take && op.cost == cost && cost > 0 && !is_tracked;
             let age = limit.lease_age(max_age)?;
@@ -121,7 +121,7 @@ impl Leases {
         (size_and_age.0 >= cost.saturating_mul(2) && !size_and_age.1.is_zero()).then_some(size_and_age)
     }
 
-    /// Spends what is at hand; and what the store gets back of a slice that isn't enough.
+    /// Spends from the local slice. Also returns the refund of a slice that isn't enough.
     pub(super) fn spend_or_request(self: &Arc<Self>, batch: &Batch, now: Time) -> (SpendResult, Option<Batch>) {
         let Some((size, lease)) = self.has_leases.then(|| self.slice_terms(batch)).flatten() else {
             return (SpendResult::NotLeased, None);
@@ -139,13 +139,13 @@ impl Leases {
             Some(LeaseEntry::Slice(slice)) => refund = slice.take_refund(&keys),
             Some(LeaseEntry::Refusal(refused, cached)) if cached.is_valid(now) => match cost.cmp(refused) {
                 Ordering::Equal => return (SpendResult::Decided(cached.outcomes_at(now)), None),
-                // It has to wait for longer, and how long wasn't told.
+                // It has to wait longer, and the refusal doesn't say how long.
                 Ordering::Greater => return (SpendResult::NotLeased, None),
-                // What was too little for the other may be enough.
+                // The room that was too small for the other call may be enough.
                 Ordering::Less => {}
             },
             Some(LeaseEntry::Refusal(..)) => {}
-            // From now on, so that the end of the errand can't be missed.
+            // Created under the lock, so that the end of the errand can't be missed.
             Some(LeaseEntry::Requested(finished)) => {
                 return (SpendResult::Wait(Arc::clone(finished).notified_owned()), None);
             }
@@ -174,7 +174,7 @@ impl Leases {
         }
     }
 
-    /// Lets go of slices whose lease has ended; what the store gets back.
+    /// Removes the slices of leases that have ended, and returns their refunds.
     pub(super) fn remove_expired(&self, now: Time) -> Vec<Batch> {
         let mut refunds = Vec::new();
         for shard in &self.shards {
@@ -197,7 +197,7 @@ impl CachedOutcomes {
         self.sent_at <= now && now < self.valid_until
     }
 
-    /// The store's time when this node's is `now`.
+    /// The store's time when this node's time is `now`.
     fn store_time(&self, now: Time) -> Time {
         self.outcomes.now() + now.since(self.sent_at)
     }
@@ -234,7 +234,7 @@ impl LeaseSlice {
 }
 
 impl SliceRequest {
-    /// Ends it with what came of it, unless the keys were reset meanwhile.
+    /// Settles the request with its result, unless the keys were reset meanwhile.
     fn finish(&self, entry: Option<LeaseEntry>) {
         let mut shard = self.leases.lock_shard(&self.keys);
         let is_this_request = |entry: &LeaseEntry| matches!(entry, LeaseEntry::Requested(finished) if Arc::ptr_eq(finished, &self.finished));
@@ -254,7 +254,7 @@ impl Drop for SliceRequest {
     }
 }
 
-/// Decides about a batch for which there was nothing at hand.
+/// Decides a batch for which no slice was ready.
 pub(super) async fn decide_with_slice(
     node: &FleetNode,
     batch: &Batch,
@@ -265,7 +265,7 @@ pub(super) async fn decide_with_slice(
             SpendResult::Decided(outcomes) => return Ok(outcomes),
             SpendResult::Request(request) => return request_slice(node, batch, request).await,
             SpendResult::Wait(finished) if waits < MAX_WAITS => {
-                // Whoever asks is done within a few timeouts; its keys may have been reset meanwhile.
+                // The other caller is done within a few timeouts; its keys may have been reset meanwhile.
                 let _ = tokio::time::timeout(node.options.timeout, finished).await;
                 if !node.batch_partition(batch).is_up() {
                     return node.decide_without_store(batch, node.clock.now());
@@ -278,7 +278,8 @@ pub(super) async fn decide_with_slice(
     node.apply_or_fall_back(batch, node.clock.now()).await
 }
 
-/// Asks for a slice and spends of it; near the end of a limit for smaller ones, and at last for this call alone.
+/// Asks for a slice and spends from it. Near the end of a limit it asks for smaller slices, and at last for this call
+/// alone.
 async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -> Result<Outcomes, StoreError> {
     let (mut size, lease) = (request.size, request.lease);
     let cost = batch.ops()[0].cost;
@@ -290,7 +291,7 @@ async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -
             outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.remaining);
         let Some(remaining_units) = remaining_units.min() else {
             let decided_at = outcomes.now();
-            // A quota's slice is of the period that it was taken in.
+            // A quota's slice belongs to the period in which it was taken.
             let period_ends = batch.ops().iter().zip(outcomes.list()).filter_map(|(op, outcome)| {
                 let kind = node.leases.limits.get(op.limit)?.kind();
                 kind.has_periods().then(|| outcome.reset_at.since(decided_at))
@@ -309,7 +310,7 @@ async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -
     let outcomes = node.apply_or_fall_back(batch, sent_at).await?;
     let waits = outcomes.list().iter().filter(|outcome| outcome.verdict == Verdict::Refused);
     let wait = waits.map(|outcome| outcome.retry_at.since(outcomes.now())).max();
-    // Room that comes sooner, of others' slices, is found when this is over.
+    // Refunds of other slices may make room earlier. That is found when this refusal ends.
     if let Some(wait) = wait.filter(|_| node.batch_partition(batch).is_up()) {
         let cached = CachedOutcomes { sent_at, valid_until: sent_at + wait.min(lease), outcomes: outcomes.clone() };
         request.finish(Some(LeaseEntry::Refusal(cost, cached)));

@@ -1,4 +1,4 @@
-//! A node's share of every limit, to go on with while the store can't be reached.
+//! A node's share of every limit, used while the store can't be reached.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,31 +11,31 @@ use tidegate_core::{Batch, Key, KeyState, LimitId, LimitKind, Limits, Op, Outcom
 use super::penalty_restore::KnownPenalty;
 use crate::{ImmediateStore, Memory, Store};
 
-/// The most keys of which the store is told when it is back. What happened to more is forgotten.
+/// The most keys about which the store is told when it is back. Changes of further keys are forgotten.
 const MAX_UNSYNCED_KEYS: usize = 1 << 16;
-/// The most batches that give permits back then; what more were to be are held until their leases end.
+/// The most batches that release permits then. Permits of further batches are held until their leases end.
 const MAX_RELEASES: usize = 1 << 12;
 
-/// A memory store of a share of each limit, and what was done there that the store hasn't been told.
+/// A memory store of a share of each limit, and the changes there that the store wasn't told.
 pub(super) struct LocalFallback {
     memory: Memory,
     node_count: usize,
     unsynced: Mutex<HashMap<(LimitId, Key), UnsyncedChange>>,
-    /// Batches that give permits back which the store may know of.
+    /// Batches that release permits which the store may know.
     releases: Mutex<Vec<Batch>>,
 }
 
-/// What happened to a key meanwhile.
+/// The changes of a key during the outage.
 #[derive(Clone, Copy, Default)]
 pub(super) struct UnsyncedChange {
-    /// What the keys of its batch have in common.
+    /// The common affinity of the keys of its batch.
     affinity: u64,
     was_reset: bool,
-    /// What was charged and not given back, of a limit that counts.
+    /// The amount charged and not given back, of a limit that counts.
     charged: u64,
-    /// Strikes that the store may have been told of in vain, those included that it had.
+    /// The number of strikes that the store was told, perhaps without success. It includes the store's own strikes.
     reported_strikes: u8,
-    /// Further strikes that were taken, when the last was, until when its block lasts, and its parole.
+    /// The number of further strikes, the time of the last one, the end of its block, and its parole.
     new_strikes: u8,
     last_strike_at: Time,
     block_ends_at: Time,
@@ -43,7 +43,7 @@ pub(super) struct UnsyncedChange {
 }
 
 impl UnsyncedChange {
-    /// The penalty in it, if there is any.
+    /// The penalty of the key, if there is any.
     pub(super) fn known_penalty(&self, (limit, key): (LimitId, Key)) -> Option<KnownPenalty> {
         let &Self {
             affinity,
@@ -67,7 +67,7 @@ impl UnsyncedChange {
         })
     }
 
-    /// The penalty alone, once the rest has been told, as far as it was brought back.
+    /// The penalty alone, as far as it was restored, after all else was told.
     pub(super) fn with_penalty_only(self, penalty: &KnownPenalty) -> Self {
         Self {
             charged: 0,
@@ -87,7 +87,7 @@ impl UnsyncedChange {
 }
 
 impl LocalFallback {
-    /// A share of one in `nodes`.
+    /// A share of one in `node_count`.
     pub(super) fn new(limits: &Limits, node_count: usize, max_bytes: usize) -> Self {
         let shares = limits.iter().map(|(_, limit)| limit.with_kind(limit.kind().share(node_count as u64))).collect();
         let shares = Limits::new(shares).expect("invariant: as many limits as there were");
@@ -103,12 +103,12 @@ impl LocalFallback {
         &self.memory
     }
 
-    /// One in how many it is a share of.
+    /// The number of nodes that share the limits.
     pub(super) fn node_count(&self) -> usize {
         self.node_count
     }
 
-    /// Whether nothing here counts any more.
+    /// True if no entry here counts.
     pub(super) fn is_empty(&self) -> bool {
         self.memory.stats().entries == 0
     }
@@ -116,7 +116,7 @@ impl LocalFallback {
     pub(super) fn apply(&self, batch: &Batch, now: Time) -> Outcomes {
         let mut outcomes = self.memory.apply_now(batch, now);
         if batch.ops().iter().any(|op| op.verb == Verb::Renew) {
-            // Its permit is the store's: it lives on until that can be asked, and takes its place here.
+            // The store holds this permit. It stays valid until the store can be asked, and is counted here too.
             let list = outcomes.list().iter().map(|outcome| Outcome { verdict: Verdict::Admitted, ..*outcome });
             outcomes = Outcomes::new(outcomes.now(), list);
             self.memory.apply_now(&retake_permits_batch(batch), now);
@@ -172,17 +172,17 @@ impl LocalFallback {
         self.unsynced.lock().remove(&(limit, key));
     }
 
-    /// What the store has to be told. Whoever asks tells it.
+    /// Takes the changes that the caller must tell the store.
     pub(super) fn take_unsynced(&self) -> HashMap<(LimitId, Key), UnsyncedChange> {
         std::mem::take(&mut *self.unsynced.lock())
     }
 
-    /// What is to be given back there.
+    /// Takes the batches that release permits in the store.
     pub(super) fn take_releases(&self) -> Vec<Batch> {
         std::mem::take(&mut *self.releases.lock())
     }
 
-    /// The store wasn't told after all.
+    /// Puts a key's changes back, after telling the store failed.
     pub(super) fn restore_unsynced(&self, limit_and_key: (LimitId, Key), change: UnsyncedChange) {
         let mut unsynced = self.unsynced.lock();
         let newer = unsynced
@@ -199,7 +199,7 @@ impl LocalFallback {
         newer.was_reset |= change.was_reset;
     }
 
-    /// The batches that tell the store of one key, in order; its penalty is told apart.
+    /// The batches that tell the store about one key, in order. Its penalty is told separately.
     pub(super) fn sync_batches(
         &self,
         (limit, key): (LimitId, Key),
@@ -216,8 +216,7 @@ impl LocalFallback {
         let state = self.memory.clone_state(&peek.ops()[0]);
         let batches = match state.as_ref().map(KeyState::usage) {
             Some(Usage::Cooldown(gate)) if gate.opens_at.is_never() => vec![batch(0, Verb::Disable, 0)],
-            // Of no generation that the store knows, so that it closes there for as long as here, and takes no further
-            // step.
+            // Generation 0 is unknown to the store: it closes for as long as here, and takes no further step.
             Some(Usage::Cooldown(gate)) if gate.opens_at > now => {
                 vec![batch(0, Verb::Throttle { generation: 0 }, gate.opens_at.since(now).as_micros())]
             }
@@ -230,7 +229,7 @@ impl LocalFallback {
             }
             _ => {
                 let used = outcomes.list().first().map_or(0, |outcome| outcome.used);
-                // What has left its window meanwhile counts no more.
+                // Usage that has left its window meanwhile doesn't count.
                 let charged = change.charged.min(used);
                 if charged > 0 { vec![batch(0, Verb::Debit, charged)] } else { Vec::new() }
             }
@@ -240,12 +239,12 @@ impl LocalFallback {
     }
 }
 
-/// A batch that holds the permits which another was to renew.
+/// A batch that holds the permits that `renew` was to renew.
 pub(super) fn retake_permits_batch(renew: &Batch) -> Batch {
     renew.with_ops(renew.ops().iter().filter(|op| op.verb == Verb::Renew).map(|op| Op { verb: Verb::Debit, ..*op }))
 }
 
-/// The answer for a call that is let through uncounted: that of keys never seen.
+/// The outcomes of a call that is admitted uncounted: those of new keys.
 pub(super) fn uncounted_outcomes(batch: &Batch, limits: &Limits, now: Time) -> Outcomes {
     let context = batch.context();
     let outcomes = batch.ops().iter().map(|op| match limits.get(op.limit) {

@@ -1,8 +1,8 @@
-//! Penalties that come back to a store that doesn't know them: blocks that it has lost, and strikes of an outage.
+//! Restores penalties that a store doesn't know: blocks that it has lost, and strikes of an outage.
 //!
-//! A penalty ends by its time or by a reset. So the store keeps when each key was last reset, under a limit of its own: a
-//! window as long as the longest block, which every store can keep. What is older than the last reset is forgotten here, and
-//! what is newer comes back.
+//! A penalty ends by its time or by a reset. So the store keeps the time of each key's last reset under a limit of its
+//! own: a window as long as the longest block, which every store can keep. A penalty older than the last reset is
+//! forgotten here, and a newer one is restored.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::StoreError;
 /// The tag of the limit of resets: the same in every plan.
 const RESET_LOG_TAG: u64 = 0x7265_7365_7473_2121;
 
-/// The limit under which a store keeps when keys of these limits were reset; none where nothing is ever blocked.
+/// The limit under which a store keeps the times of resets of these limits' keys. `None` if no limit blocks.
 pub(super) fn reset_log_limit<'a>(limits: impl Iterator<Item = &'a Limit>) -> Result<Option<Limit>, LimitError> {
     let longest = limits.filter_map(Limit::penalty).map(Penalty::cap).max();
     let window = longest.map(|longest| Window::new(1, longest, 1)).transpose()?;
@@ -28,7 +28,7 @@ pub(super) fn reset_log_limit<'a>(limits: impl Iterator<Item = &'a Limit>) -> Re
 /// The times of resets, as the store keeps them.
 pub(super) struct ResetLog {
     limits: Arc<Limits>,
-    /// Under which limit, and for how long.
+    /// The limit that keeps the times, and its window.
     limit_and_window: Option<(LimitId, Span)>,
 }
 
@@ -47,17 +47,18 @@ impl ResetLog {
     fn reset_log_op(&self, verb: Verb, limit: LimitId, key: Key) -> Option<Op> {
         let (log_limit, _) = self.limit_and_window?;
         self.limits.get(limit)?.penalty()?;
-        // The lower half decides where a store keeps it: beside what was reset.
+        // The lower half selects the part of the store: the one of the key that was reset.
         Some(Op::new(log_limit, verb, Key::new(key.hi() ^ self.limits.tag(limit), key.lo()), 1))
     }
 
-    /// The moment of a key's last reset by the store's clock, by the answer to that operation.
+    /// The time of a key's last reset by the store's clock, from the outcome of that operation.
     fn last_reset_at(&self, outcome: &Outcome, decided_at: Time) -> Option<Time> {
         let (_, length) = self.limit_and_window?;
         (outcome.used > 0 && outcome.reset_at > decided_at).then(|| outcome.reset_at - length)
     }
 
-    /// A batch that resets keys, with the notes of that: in one piece, unless a batch can't hold as much.
+    /// Batches that reset keys and note the resets, each with its number of operations of `batch`. It is one batch,
+    /// unless that is too large.
     pub(super) fn batches_with_log_entries<'a>(
         &'a self,
         batch: &'a Batch,
@@ -79,17 +80,18 @@ pub(super) struct KnownPenalty {
     pub(super) affinity: u64,
     /// Strikes that the store knows or has lost.
     pub(super) strikes: u8,
-    /// Strikes that it hasn't heard of.
+    /// Strikes that the store doesn't know of yet.
     pub(super) unreported_strikes: u8,
     pub(super) parole_cost: u64,
-    /// The moment of the last one by the store's clock, unless this node took it.
+    /// The time of the last strike by the store's clock. `None` if this node counted it.
     pub(super) last_strike_store_time: Option<Time>,
-    /// The moment of the last one and the end of its block, by this node's clock: not later than they were.
+    /// The time of the last strike and the end of its block, by this node's clock. They may be too early, never too
+    /// late.
     pub(super) last_strike_at: Time,
     pub(super) block_ends_at: Time,
 }
 
-/// The outcome of bringing a penalty back.
+/// The outcome of restoring a penalty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RestoreResult {
     /// The store knows it.
@@ -99,7 +101,7 @@ pub(super) enum RestoreResult {
 }
 
 impl FleetNode {
-    /// Has the store know a penalty, unless its key was reset since. After an error the store may have heard of all strikes.
+    /// Restores a penalty in the store, unless its key was reset since. After an error the store may have all strikes.
     pub(super) async fn restore_penalty(&self, penalty: &mut KnownPenalty) -> Result<RestoreResult, StoreError> {
         let KnownPenalty { limit, key, affinity, .. } = *penalty;
         let with_reset_log_op = |op: Op| {
@@ -111,9 +113,9 @@ impl FleetNode {
         let asked_at = self.clock.now();
         let before = self.apply_remote(&with_reset_log_op(Op::new(limit, Verb::Peek, key, 1)), asked_at).await?;
         let answered_at = self.clock.now();
-        // By the store's clock that is exact, unless the clock was set between the two. By this node's clock the strike is
-        // taken for as old as it may be: a question and its answer take time, and at which end of it the store decided isn't
-        // known. In doubt it is the reset that counts.
+        // By the store's clock the comparison is exact, unless the clock was set in between. By this node's clock, the
+        // strike counts as old as it can be: the moment of the store's decision within the round trip is unknown. In
+        // doubt the reset counts.
         let is_after_strike = |reset: Time| {
             penalty.last_strike_store_time.is_some_and(|began| reset >= began)
                 || before.now().since(reset) <= answered_at.since(penalty.last_strike_at)
@@ -136,7 +138,7 @@ impl FleetNode {
         let after = self.apply_remote(&with_reset_log_op(restore_op), now).await?;
         let since = self.clock.now().since(asked_at);
         if self.last_reset_at(&after).is_some_and(|reset| after.now().since(reset) <= since) {
-            // It was reset between the two questions.
+            // It was reset between the two requests.
             let mut reset = Batch::with_op(0, Op::new(limit, Verb::Reset, key, 1));
             reset.set_affinity(affinity);
             self.apply_remote(&reset, self.clock.now()).await?;
@@ -149,7 +151,8 @@ impl FleetNode {
         self.reset_log.last_reset_at(outcomes.list().get(1)?, outcomes.now())
     }
 
-    /// Finds out whether the store still knows a block, and brings it back if it doesn't. Without an answer it stays as it is.
+    /// Asks the store if it still knows a block, and restores the block if it doesn't. Without an answer nothing
+    /// changes.
     pub(super) async fn recheck_block(&self, limit: LimitId, key: Key) {
         let now = self.clock.now();
         let Some(mut penalty) = self.blocks.unconfirmed_penalty(limit, key, now) else { return };

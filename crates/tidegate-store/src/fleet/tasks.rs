@@ -1,5 +1,5 @@
-//! What a node does beside its decisions: calls the roll, looks after what is down, tells the store what needs no answer,
-//! hears of resets, gives back what leases left.
+//! A node's background tasks: counting the nodes, checking parts that are down, telling the store what needs no answer,
+//! hearing resets, and giving back the rests of leases.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -18,20 +18,20 @@ use super::penalty_restore::RestoreResult;
 use super::{FleetNode, HEARTBEAT_KEY, NODE_LEASE};
 use crate::KeyReset;
 
-/// How often the roll is called, and how often what is down is looked at.
+/// The intervals at which the roll is called, and at which a part that is down is checked.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 const PROBE_INTERVAL: Duration = Duration::from_millis(200);
-/// How much longer than a decision these wait for an answer, and how long at the least: what is slow isn't gone.
+/// The factor by which the tasks here wait longer than a decision, and the least wait. A slow store isn't down.
 const TASK_TIMEOUT: (u32, Duration) = (4, Duration::from_millis(200));
-/// How many batches are told at once.
+/// The number of batches that are told at the same time.
 const MAX_CONCURRENT_BATCHES: usize = 64;
-/// How often leases are looked over.
+/// The interval at which leases are checked.
 const LEASE_SWEEP_INTERVAL: Duration = Duration::from_millis(50);
-/// How often the store is asked to forget what has expired, and the like.
+/// The interval at which the store is asked to remove what has expired, and for similar upkeep.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// How long a part is suspect before it counts as down, which the log is told.
+/// The time for which a part is suspect before it counts as down, which is logged.
 const DOWN_AFTER: Span = Span::from_millis(500);
-/// How long it stays up before it is looked at again at once when it stalls.
+/// The time for which a part has to stay up. One that stalls earlier isn't checked at once.
 const STABLE_AFTER: Span = Span::from_secs(1);
 
 pub(super) fn spawn_all(
@@ -56,7 +56,7 @@ pub(super) fn spawn_all(
     tasks
 }
 
-/// Calls the roll: finds out how many nodes there are, and whether the store is there before a caller does.
+/// Calls the roll: counts the nodes, and notices a failure of the store before a caller does.
 async fn send_heartbeats(node: Arc<FleetNode>) {
     loop {
         let partition = node.heartbeat_partition();
@@ -75,7 +75,7 @@ async fn send_heartbeats(node: Arc<FleetNode>) {
     }
 }
 
-/// Looks at a part that is suspect until it is back, and then tells it what was done meanwhile.
+/// Checks a suspect part until it is back, and then tells it the changes made meanwhile.
 async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
     let partition = &node.partitions[index];
     let mut up_since = None;
@@ -83,7 +83,7 @@ async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
         partition.task_wakeup.notified().await;
         let suspect_at = node.clock.now();
         if !partition.is_up() && up_since.is_some_and(|rose_at| suspect_at.since(rose_at) < STABLE_AFTER) {
-            // What stalls time and again isn't asked in between.
+            // A part that stalls repeatedly is checked only after a pause.
             sleep(PROBE_INTERVAL).await;
         }
         while !partition.is_up() {
@@ -116,7 +116,7 @@ async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
     }
 }
 
-/// Asks the store, whether its link is up or not, and says why there is no answer.
+/// Asks the store, whether its link is up or not. The error is the reason why there is no answer.
 async fn apply_with_timeout(node: &FleetNode, batch: Batch) -> Result<Outcomes, String> {
     let patience = task_timeout(node);
     match timeout(patience, node.remote.apply(&batch, node.clock.now())).await {
@@ -129,7 +129,7 @@ fn task_timeout(node: &FleetNode) -> Duration {
     (node.options.timeout * TASK_TIMEOUT.0).max(TASK_TIMEOUT.1)
 }
 
-/// Tells a store that has lost its memory the secret that keys are hashed under, before a new node invents another.
+/// Stores the secret under which keys are hashed again if the store lost it, before a new node makes another one.
 async fn restore_seed(node: &FleetNode) {
     let Some(seed) = node.options.seed else { return };
     let Ok(Ok(stored_seed)) = timeout(task_timeout(node), node.remote.get_or_insert_seed(seed)).await else { return };
@@ -150,11 +150,11 @@ fn mark_down(node: &FleetNode, partition: &PartitionHealth, error: &str) {
     }
 }
 
-/// Goes back to the store.
+/// Returns to the store.
 async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
     restore_seed(node).await;
     node.node_count_reliable_at.store((node.clock.now() + NODE_LEASE).as_micros(), Ordering::Relaxed);
-    // Before anybody asks a store that may have lost them.
+    // Happens before any caller asks the store, which may have lost the blocks.
     node.blocks.mark_unconfirmed(|affinity, key| std::ptr::eq(node.partition_of_key(affinity, key), partition));
     let was_down = partition.mark_up();
     node.blocks.recheck_wakeup.notify_one();
@@ -163,7 +163,7 @@ async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
     }
 }
 
-/// Tells the store what was done without it.
+/// Tells the store the changes made without it.
 async fn sync_local_changes(node: Arc<FleetNode>, fallback: Arc<LocalFallback>) {
     let mut running = JoinSet::new();
     for batch in fallback.take_releases() {
@@ -195,7 +195,7 @@ async fn sync_local_changes(node: Arc<FleetNode>, fallback: Arc<LocalFallback>) 
     while running.join_next().await.is_some() {}
 }
 
-/// Spawns it when there is room among those that are asked at once.
+/// Spawns `task`, after waiting for room among the [`MAX_CONCURRENT_BATCHES`] tasks.
 async fn spawn_when_free(running: &mut JoinSet<()>, task: impl Future<Output = ()> + Send + 'static) {
     if running.len() >= MAX_CONCURRENT_BATCHES {
         running.join_next().await;
@@ -203,7 +203,7 @@ async fn spawn_when_free(running: &mut JoinSet<()>, task: impl Future<Output = (
     running.spawn(task);
 }
 
-/// Tells the store what needs no answer.
+/// Tells the store batches that need no answer.
 async fn run_submit_queue(node: Arc<FleetNode>, mut submit_receiver: mpsc::Receiver<(Batch, Time)>) {
     let mut running = JoinSet::new();
     while let Some((batch, now)) = submit_receiver.recv().await {
@@ -212,7 +212,7 @@ async fn run_submit_queue(node: Arc<FleetNode>, mut submit_receiver: mpsc::Recei
     }
 }
 
-/// Asks the store whether it still knows the blocks that it may have lost, and tells it of those.
+/// Asks the store if it still knows the blocks that it may have lost, and tells it those that it lost.
 async fn recheck_blocks(node: Arc<FleetNode>) {
     loop {
         node.blocks.recheck_wakeup.notified().await;
@@ -255,7 +255,7 @@ async fn sweep_leases(node: Arc<FleetNode>) {
 async fn maintain_store(node: Arc<FleetNode>) {
     loop {
         if node.partitions.iter().any(PartitionHealth::is_up) {
-            // What isn't done now is done later.
+            // A failed run is made up for by the next one.
             let _ = node.remote.maintain().await;
         }
         sleep(MAINTENANCE_INTERVAL).await;

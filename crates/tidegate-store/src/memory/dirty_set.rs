@@ -1,4 +1,4 @@
-//! Which entries have changed since they were last written down, and how somebody who writes them down reads them.
+//! Notes of the entries that changed since they were last written to a file, and reading them for the next writing.
 
 use std::collections::HashSet;
 
@@ -8,13 +8,13 @@ use tidegate_core::{KeyState, LimitId, Time};
 use super::shard::limit_id;
 use super::shards::{ChangeFlags, ChangeTracker, Shards};
 
-/// How many entries may be noted in a shard that is nearly empty.
+/// The number of entries that may be noted in a shard that is nearly empty.
 const MIN_TAGS: usize = 64;
-/// How many entries are read while a shard is locked.
+/// The number of entries that are read while a shard is locked.
 const READ_BATCH: usize = 64;
 
-/// The tags of entries that changed. Once they are half of all, every entry counts as changed, so that notes take less
-/// than half of what is noted does.
+/// The tags of entries that changed. Once they are half of all entries, every entry counts as changed. So notes take
+/// less than half of the memory of the entries.
 #[derive(Debug, Default)]
 pub(crate) struct DirtySet {
     tags: HashSet<u64, RandomState>,
@@ -39,7 +39,7 @@ impl DirtySet {
     }
 }
 
-/// Entries that were noted in one shard, a few at a time.
+/// The noted entries of one shard, read a few at a time.
 #[derive(Debug, Default)]
 pub(crate) struct DirtyCursor {
     dirty: DirtySet,
@@ -48,7 +48,7 @@ pub(crate) struct DirtyCursor {
 }
 
 impl Shards<DirtySet> {
-    /// Takes the notes of a shard: what changes from now on is noted anew.
+    /// Takes the notes of a shard. Later changes are noted anew.
     pub(crate) fn take_dirty(&self, shard: usize, changed: &mut DirtyCursor) {
         changed.dirty.tags.clear();
         changed.dirty.is_all_dirty = false;
@@ -59,8 +59,8 @@ impl Shards<DirtySet> {
         changed.read_count = 0;
     }
 
-    /// Shows the next [`READ_BATCH`] entries that were noted, by their tags, and nothing for one that has gone. False once
-    /// all were shown.
+    /// Passes the next [`READ_BATCH`] noted entries to `visit` with their tags, and `None` for a removed entry. Returns
+    /// false once all were shown.
     pub(crate) fn read_next(
         &self,
         shard: usize,
@@ -92,12 +92,12 @@ impl Shards<DirtySet> {
         }
     }
 
-    /// Whether a shard has an entry that isn't idle.
+    /// Returns true if a shard has an entry of this tag that isn't idle.
     pub(crate) fn has_live_entry(&self, shard: usize, tag: u64, now: Time) -> bool {
         self.lock_shard(shard).shard.has_live_entry(tag, now, &self.shard_context())
     }
 
-    /// Puts an entry where there is none, as if it had always been there.
+    /// Inserts an entry, as if it had always been there.
     pub(crate) fn restore(&self, shard: usize, tag: u64, state: KeyState, now: Time) {
         self.lock_shard(shard).shard.restore(tag, state, now, &self.shard_context());
     }

@@ -1,4 +1,4 @@
-//! One shard: a table of tags, the states that don't fit into a word, and what must go when there is no room.
+//! One shard: a table of tags, the states that don't fit into a word, and the eviction when there is no room.
 
 use std::sync::Arc;
 
@@ -13,30 +13,30 @@ use super::MemoryStats;
 use super::table::{CACHE_LINE, SearchResult, Slot, Table, TableLocation, prefetch};
 use crate::Losses;
 
-/// How many slots an insertion looks over for idle entries.
+/// The number of slots that an insertion checks for idle entries.
 const SWEPT_PER_INSERT: usize = 4;
-/// How many shares a shard is swept in.
+/// The number of shares in which a shard is swept.
 const SWEEP_SHARES: usize = 60;
-/// How many entries compete to be evicted.
+/// The number of entries that compete to be evicted.
 const MAX_CANDIDATES: usize = 24;
-/// After how many slots looked over an entry goes although fewer compete.
+/// The number of slots after which the search for an entry to evict ends, even with fewer candidates.
 const MAX_SCANNED_SLOTS: usize = 4096;
-/// One in how many cells is unused before the others are moved together to make room for what states hold outside their
-/// cells.
+/// The divisor of the number of cells: when more than this fraction is unused, the others are moved together, to make
+/// room for the memory that states hold outside their cells.
 const COMPACTION_DIVISOR: usize = 16;
-/// What an entry's slot takes at the load of a full table.
+/// The bytes of an entry's slot at the load of a full table.
 const SLOT_BYTES: usize = 20;
-/// One in how many bytes more blocks may fill if they are of keys that a network shares.
+/// The divisor of the bytes for blocks: blocks of keys that a network shares may fill this fraction more.
 const SHARED_BLOCKS_DIVISOR: usize = 8;
-/// How long a count of blocked entries is trusted.
+/// The time for which a count of blocked entries is trusted.
 const RECOUNT_INTERVAL: Span = Span::from_secs(1);
 
-/// What a slot's word says. Most keys are seen once or are plain rates; they need no state of their own.
+/// The contents of a slot's word. Most keys are seen once or are plain rates; they need no state of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SlotWord {
     /// A rate's arrival time, with a clean record.
     Arrival(ArrivalTime),
-    /// A window that admitted one call of cost 1 at this moment, with a clean record.
+    /// A window that admitted one call of cost 1 at this time, with a clean record.
     SingleCall(Time),
     /// The state at this index.
     State(u32),
@@ -72,19 +72,19 @@ enum StateCell {
     Used(KeyState),
 }
 
-/// How many bytes a shard's parts may take.
+/// The bytes that a shard's parts may take.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ShardCapacity {
     /// Homes of the table.
     pub home_count: usize,
-    /// Bytes of states, with what they hold outside themselves.
+    /// Bytes of states, with the memory that they hold outside their cells.
     pub state_bytes: usize,
-    /// Bytes of blocked entries from which on new keys must share, and keys of their own aren't blocked any more.
+    /// Bytes of blocked entries from which new keys must share, and keys of their own aren't blocked.
     pub blocked_bytes: usize,
 }
 
 impl ShardCapacity {
-    /// The bytes of blocked entries from which on no more keys that are shared like this are blocked.
+    /// The bytes of blocked entries from which keys of this share level aren't blocked.
     fn max_blocked_bytes(&self, share: ShareLevel) -> usize {
         match share {
             ShareLevel::Own => self.blocked_bytes,
@@ -97,7 +97,7 @@ impl ShardCapacity {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum RetentionRank {
     Idle,
-    /// With the thousandths of its limit that are used.
+    /// The thousandths of its limit that are used.
     Used(u64),
     Exhausted,
 }
@@ -119,14 +119,14 @@ pub(super) struct Shard {
     shard_index: usize,
 }
 
-/// The tag of a key under a limit: 52 bits of the key, then the limit. The key leads, so that all limits of one
-/// client lie side by side.
+/// The tag of a key under a limit: 52 bits of the key, then the limit. The key comes first, so that all limits of one
+/// client are side by side.
 #[inline]
 pub(super) fn tag(op: &Op) -> u64 {
     op.key.lo() << 12 | u64::from(op.limit.get())
 }
 
-/// The bytes that an entry with this state takes.
+/// The bytes of an entry with this state.
 fn entry_bytes(state: &KeyState) -> usize {
     size_of::<StateCell>() + SLOT_BYTES + state.heap_bytes()
 }
@@ -141,7 +141,7 @@ fn limit_for_tag(limits: &Limits, tag: u64) -> Option<&Limit> {
 }
 
 impl Shard {
-    /// An empty shard, which tells in the outlook of this index where its table lies.
+    /// An empty shard. It publishes the position of its table in the outlook of this index.
     pub(super) fn new(table_locations: Arc<[TableLocation]>, shard_index: usize) -> Self {
         Self {
             table: Table::default(),
@@ -163,13 +163,13 @@ impl Shard {
         self.table.publish_location(&self.table_locations[self.shard_index]);
     }
 
-    /// How many entries there are.
+    /// Returns the number of entries.
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.table.len()
     }
 
-    /// Adds what the shard holds and has lost.
+    /// Adds the shard's contents and losses to `stats`.
     pub(super) fn add_to_stats(&self, stats: &mut MemoryStats) {
         stats.entries += self.table.len();
         stats.bytes += self.table.bytes() + self.cells.capacity() * size_of::<StateCell>() + self.heap_bytes;
@@ -190,7 +190,7 @@ impl Shard {
         }
     }
 
-    /// Judges, and leaves in `hint` where the entry stood, which spares [`Shard::charge`] looking for it.
+    /// Evaluates an operation. Leaves the entry's position in `slot_hint`, so that [`Shard::charge`] needn't search for it.
     #[inline]
     pub(super) fn evaluate(
         &mut self,
@@ -227,7 +227,7 @@ impl Shard {
                 (word, _) => {
                     let mut state = Self::state_from_word(word);
                     let outcome = state.evaluate(context);
-                    // A clock that stepped back makes the moment another one for good.
+                    // After a clock was set back, the changed time is kept.
                     if op.verb == Verb::Take
                         && let (SlotWord::SingleCall(before), Usage::Window(log)) = (word, state.usage())
                         && let Some(slot) = log.iter().next()
@@ -241,7 +241,7 @@ impl Shard {
         }
     }
 
-    /// A take of a plain rate, answered with when it has room and the present moment.
+    /// Takes from a plain rate. Returns the time at which the cost has room, and the present time.
     #[inline]
     pub(super) fn take_with_clock(
         &mut self,
@@ -278,7 +278,7 @@ impl Shard {
         (retry_at, now)
     }
 
-    /// The arrival time as it counts now, which a clock that stepped back makes another one for good.
+    /// The arrival time as it counts now. If the clock was set back, the changed time is kept.
     #[inline]
     fn refresh_arrival(&mut self, at: usize, arrival: ArrivalTime, rate: &Rate, now: Time) -> ArrivalTime {
         let refreshed = rate.refresh(arrival, now);
@@ -288,7 +288,7 @@ impl Shard {
         refreshed
     }
 
-    /// The state that a word stands for.
+    /// The state that a word represents.
     fn state_from_word(word: SlotWord) -> KeyState {
         match word {
             SlotWord::Arrival(arrival) => KeyState::new(Usage::Rate(arrival), PenaltyRecord::default()),
@@ -299,7 +299,7 @@ impl Shard {
         }
     }
 
-    /// Has the state that the entry's slot names fetched.
+    /// Fetches the state of the entry's slot into the cache.
     #[inline]
     pub(super) fn prefetch_state(&self, op: &Op) {
         if let Some(at) = self.find_index(tag(op))
@@ -325,7 +325,7 @@ impl Shard {
         }
     }
 
-    /// Charges, and says whether that is remembered.
+    /// Charges an operation. Returns true if that is stored.
     #[inline]
     pub(super) fn charge(
         &mut self,
@@ -359,7 +359,7 @@ impl Shard {
                 }
                 is_single_call.then_some(SlotWord::SingleCall(now))
             }
-            // A credential that was never throttled is nothing to remember, and neither is a pace that nobody told of a call.
+            // A credential that was never throttled has no state, and neither has a pace without a reported call.
             (LimitKind::Cooldown(_) | LimitKind::Pace(_), None) => return false,
             _ => None,
         };
@@ -378,7 +378,8 @@ impl Shard {
         true
     }
 
-    /// Takes a strike if the limit has a penalty for the call and there is room for its block, and says whether it has.
+    /// Adds a strike if the limit has a penalty for the call and there is room for its block. Returns true if it was
+    /// added.
     pub(super) fn strike(
         &mut self,
         context: &OpContext<'_>,
@@ -405,8 +406,8 @@ impl Shard {
         true
     }
 
-    /// True if a block that is brought back has room. It is counted, even if it was known: what is counted too much is
-    /// counted anew.
+    /// Returns true if a restored block has room. It is added to the count even if it was counted before: the next
+    /// recount corrects that.
     #[cold]
     pub(super) fn reserve_block(&mut self, op: &Op, now: Time, shard_context: &ShardContext<'_>) -> bool {
         if self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(op.share_level), now) {
@@ -417,7 +418,7 @@ impl Shard {
         true
     }
 
-    /// Runs `change` on the key's whole state, making one if need be.
+    /// Runs `change` on the key's whole state, which is created if there is none.
     pub(super) fn update_or_insert(
         &mut self,
         op: &Op,
@@ -442,7 +443,7 @@ impl Shard {
                     return;
                 }
                 let index = self.allocate_cell(state, tag, now, shard_context);
-                // Making room may have moved the entry.
+                // The allocation may have moved the entry.
                 if let Some(at) = self.find_index(tag) {
                     self.table.set_word(at, SlotWord::State(index).pack());
                 }
@@ -454,9 +455,9 @@ impl Shard {
         }
     }
 
-    /// Puts a state where there is none. At the bound something goes for it, as for any other.
+    /// Puts a state where there is none. At the bound another entry is evicted, as for any insertion.
     fn insert_state(&mut self, tag: u64, state: KeyState, now: Time, shard_context: &ShardContext<'_>) {
-        // Beside plain rates there may be no room for states at all.
+        // A store of plain rates may have no room for states.
         let word = match state.usage() {
             _ if *state.penalty_record() != PenaltyRecord::default() => None,
             Usage::Rate(arrival) => Some(SlotWord::Arrival(*arrival)),
@@ -467,7 +468,7 @@ impl Shard {
         self.insert_word(tag, word, now, shard_context);
     }
 
-    /// Runs `change` on the key's state if there is one, and says whether there is.
+    /// Runs `change` on the key's state if there is one. Returns true if there is one.
     pub(super) fn update_existing(
         &mut self,
         op: &Op,
@@ -488,7 +489,7 @@ impl Shard {
         }
     }
 
-    /// Runs `change` on a state; true if it holds more memory than before.
+    /// Runs `change` on a state. Returns true if it holds more memory than before.
     fn update_state(&mut self, index: u32, change: impl FnOnce(&mut KeyState)) -> bool {
         let state = self.state(index);
         let before = state.heap_bytes();
@@ -501,8 +502,8 @@ impl Shard {
     fn insert_word(&mut self, tag: u64, word: SlotWord, now: Time, shard_context: &ShardContext<'_>) {
         self.sweep(SWEPT_PER_INSERT, now, shard_context);
         let slot = Slot { tag, word: word.pack() };
-        // Each turn either makes the table larger or takes an entry out; the table of a store with room for
-        // anything has room for one.
+        // Each turn either enlarges the table or removes an entry. The table of a store that has any room has room for
+        // one entry.
         for _ in 0..=self.table.slots().len() + 1 {
             let home_count = self.table.home_count();
             if home_count > 0
@@ -541,7 +542,7 @@ impl Shard {
         }
     }
 
-    /// Shows the state that an entry stands for, or nothing where there is none.
+    /// Passes the state of an entry to `show`, or `None` if there is no entry.
     #[cfg(feature = "file")]
     pub(super) fn visit_state(&self, tag: u64, show: impl FnOnce(Option<&KeyState>)) {
         match self.find_index(tag).map(|at| SlotWord::unpack(self.table.word(at))) {
@@ -566,13 +567,13 @@ impl Shard {
         self.table.slots()[from..].iter().map(|slot| slot.tag).filter(move |found| *found > tag)
     }
 
-    /// Whether there is an entry that isn't idle.
+    /// Returns true if there is an entry that isn't idle.
     #[cfg(feature = "file")]
     pub(super) fn has_live_entry(&self, tag: u64, now: Time, shard_context: &ShardContext<'_>) -> bool {
         self.find_index(tag).is_some_and(|at| !self.is_idle(self.table.slots()[at], now, shard_context.limits))
     }
 
-    /// Puts a state back that was kept elsewhere, where there is none.
+    /// Puts a state back that was stored elsewhere, unless there is one already.
     #[cfg(feature = "file")]
     pub(super) fn restore(&mut self, tag: u64, state: KeyState, now: Time, shard_context: &ShardContext<'_>) {
         if self.find_index(tag).is_some() {
@@ -607,8 +608,8 @@ impl Shard {
         self.table.remove(at);
     }
 
-    /// Evicts states until `more` bytes fit beside those in use; a free cell counts as room. May move cells, so that no index
-    /// may be held meanwhile.
+    /// Evicts states until `additional_bytes` fit beside those in use; a free cell counts as room. May move cells, so the
+    /// caller may hold no index.
     fn make_room(&mut self, additional_bytes: usize, tag: u64, now: Time, shard_context: &ShardContext<'_>) {
         for _ in 0..=2 * self.table.len() {
             let has_spare_cell = self.first_free.is_some() || self.cells.len() < self.cells.capacity();
@@ -626,7 +627,8 @@ impl Shard {
         }
     }
 
-    /// Takes out the entry that will be missed least among a few, sparing blocks and every entry of the client that asks.
+    /// Removes the least valuable of a few entries. Blocked entries, and all entries of the client that asks, are
+    /// spared.
     fn evict(&mut self, tag: u64, states_only: bool, now: Time, shard_context: &ShardContext<'_>) -> bool {
         let Some((rank, at)) = self.eviction_candidate(tag, states_only, now, shard_context) else { return false };
         match rank {
@@ -639,7 +641,7 @@ impl Shard {
         true
     }
 
-    /// The entry that [`Shard::evict`] takes out, if there is one.
+    /// The entry that [`Shard::evict`] removes, or `None` if there is none.
     fn eviction_candidate(
         &mut self,
         tag: u64,
@@ -673,7 +675,7 @@ impl Shard {
         best
     }
 
-    /// The worth of an entry, or none if it is blocked.
+    /// The worth of an entry, or `None` if it is blocked.
     fn retention_rank(&mut self, slot: Slot, now: Time, limits: &Limits) -> Option<RetentionRank> {
         let Some(limit) = limit_for_tag(limits, slot.tag) else { return Some(RetentionRank::Idle) };
         let word = SlotWord::unpack(slot.word);
@@ -699,8 +701,8 @@ impl Shard {
         })
     }
 
-    /// True if a new key must be shared more widely: where its block would have no room, and where a key without one would
-    /// have none beside those that are blocked.
+    /// True if a new key must be shared more widely: its block would have no room, or, for a level without blocks,
+    /// blocked entries leave no room for the key.
     #[cold]
     fn must_share(&mut self, op: &Op, now: Time, shard_context: &ShardContext<'_>) -> bool {
         if op.must_fit {
@@ -715,13 +717,13 @@ impl Shard {
         is_full && self.eviction_candidate(tag(op), true, now, shard_context).is_none()
     }
 
-    /// True if blocked entries fill so many bytes.
+    /// True if blocked entries fill at least `bytes`.
     #[inline]
     fn is_blocked_capacity_reached(&mut self, bytes: usize, now: Time) -> bool {
         self.blocked_bytes >= bytes && self.recount_blocked_bytes(now) >= bytes
     }
 
-    /// The bytes of blocked entries, counted anew if that was a while ago.
+    /// The bytes of blocked entries, counted again if the last count is old.
     #[cold]
     fn recount_blocked_bytes(&mut self, now: Time) -> usize {
         if now.since(self.blocked_counted_at) >= RECOUNT_INTERVAL || now < self.blocked_counted_at {
@@ -735,13 +737,13 @@ impl Shard {
         self.blocked_bytes
     }
 
-    /// Looks over a share of the slots: called once a second, it comes round every minute.
+    /// Checks a share of the slots. Called once a second, it checks all of them in a minute.
     pub(super) fn sweep_share(&mut self, now: Time, shard_context: &ShardContext<'_>) {
         self.sweep(self.table.slots().len() / SWEEP_SHARES + 1, now, shard_context);
         self.shrink();
     }
 
-    /// Looks over the next `slots` slots and takes out what is idle.
+    /// Checks the next `slots` slots and removes idle entries.
     fn sweep(&mut self, slots: usize, now: Time, shard_context: &ShardContext<'_>) {
         for _ in 0..slots {
             if self.sweep_position >= self.table.slots().len() {
@@ -770,8 +772,8 @@ impl Shard {
         }
     }
 
-    /// Gives memory back when most of the table, or most of the cells, is empty. May move cells, so that no index may be held
-    /// meanwhile.
+    /// Frees memory when most of the table, or most of the cells, is empty. May move cells, so the caller may hold no
+    /// index.
     fn shrink(&mut self) {
         if self.table.len() == 0 {
             self.table = Table::default();
@@ -789,7 +791,7 @@ impl Shard {
         }
     }
 
-    /// Moves the cells in use together, and gives the others' memory back.
+    /// Moves the used cells together, and frees the memory of the others.
     #[cold]
     fn compact(&mut self) {
         let used = Vec::with_capacity(self.cells.len() - self.free_count);
@@ -809,7 +811,7 @@ impl Shard {
     }
 }
 
-/// What a shard must know of the store it is part of.
+/// A shard's view of its store.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ShardContext<'a> {
     pub limits: &'a Limits,

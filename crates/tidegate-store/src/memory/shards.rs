@@ -1,4 +1,4 @@
-//! The shards of a memory store, and how a batch is carried out in them.
+//! The shards of a memory store, and how they apply a batch.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use super::table::{Table, TableLocation};
 use crate::Losses;
 use crate::spin_lock::{SpinLock, SpinLockGuard};
 
-/// What is noted of entries that change, while their shard is locked.
+/// Notes of the entries that change, written while their shard is locked.
 pub(crate) trait ChangeTracker: Default + Send + 'static {
-    /// Notes that the entry of this tag changed or went, in a shard of so many entries.
+    /// Notes that the entry of this tag changed or was removed, in a shard of `entries` entries.
     fn mark_changed(&mut self, tag: u64, entries: usize) -> ChangeFlags;
 }
 
-/// Nothing is noted.
+/// No notes.
 #[derive(Debug, Default)]
 pub(crate) struct NoTracker;
 
@@ -30,12 +30,12 @@ impl ChangeTracker for NoTracker {
     }
 }
 
-/// What became of the entries that a batch was about, where that is noted.
+/// The changes that a batch made, if they are noted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ChangeFlags {
-    /// Whether any changed.
+    /// True if any entry changed.
     pub any_changed: bool,
-    /// Whether any changed that wasn't noted already.
+    /// True if any entry changed that wasn't noted already.
     pub newly_dirty: bool,
     /// True if any was reset.
     pub any_reset: bool,
@@ -59,7 +59,7 @@ pub(crate) struct Shards<N> {
     shift: u32,
     shard_capacity: ShardCapacity,
     max_bytes: usize,
-    /// The losses that [`Shards::maintain`] has told.
+    /// The losses that [`Shards::maintain`] has reported.
     reported_losses: Mutex<Losses>,
 }
 
@@ -75,7 +75,7 @@ pub(super) struct TrackedShard<N> {
 }
 
 impl<N: ChangeTracker> Shards<N> {
-    /// Two to the power of `bits` shards, which together take `max_bytes`; less than 1 MiB counts as 1 MiB.
+    /// Two to the power of `bits` shards, within `max_bytes` in total.
     pub(crate) fn new(limits: Arc<Limits>, max_bytes: usize, bits: u32) -> Self {
         let shard_bytes = max_bytes >> bits;
         let is_all_plain_rates =
@@ -110,7 +110,7 @@ impl<N: ChangeTracker> Shards<N> {
         self.max_bytes
     }
 
-    /// What the store holds and has had to let go. Visits every shard.
+    /// Returns the store's contents and losses. Visits every shard.
     pub(crate) fn stats(&self) -> MemoryStats {
         let mut stats = MemoryStats { max_bytes: self.max_bytes, ..MemoryStats::default() };
         for shard in &self.shards {
@@ -119,7 +119,7 @@ impl<N: ChangeTracker> Shards<N> {
         stats
     }
 
-    /// A copy of what is remembered of a key under a limit.
+    /// A copy of a key's state under a limit.
     pub(crate) fn clone_state(&self, op: &Op) -> Option<KeyState> {
         self.shards[self.shard_index(op.key)].0.lock().shard.clone_state(op)
     }
@@ -144,7 +144,7 @@ impl<N: ChangeTracker> Shards<N> {
     pub(crate) fn maintain(&self, now: Time) -> Losses {
         let shard_context = self.shard_context();
         let mut stats = MemoryStats::default();
-        // Held throughout, so that two who tend at once don't count the same losses.
+        // Held throughout, so that two concurrent calls don't report the same losses.
         let mut reported_losses = self.reported_losses.lock();
         for shard in &self.shards {
             let shard = &mut shard.0.lock().shard;
@@ -156,8 +156,8 @@ impl<N: ChangeTracker> Shards<N> {
         new_losses
     }
 
-    /// [`Store::apply`](crate::Store::apply), in place. Adds what became of the entries to `change`, which is no part of what
-    /// is returned because that is large, and would be copied.
+    /// [`Store::apply`](crate::Store::apply), immediately. Adds the changes to `change`. They aren't returned with the
+    /// outcomes, because those are large and would be copied.
     pub(crate) fn apply(&self, batch: &Batch, now: Time, flags: &mut ChangeFlags) -> Outcomes {
         let mut locked = LockedShards::new(self);
         locked.lock_all(batch);
@@ -166,7 +166,7 @@ impl<N: ChangeTracker> Shards<N> {
         outcomes
     }
 
-    /// The outcome of a batch that changes nothing; `None` of one that would, which is left undone.
+    /// The outcomes of a batch that changes nothing. `None` if it would change something; it isn't applied then.
     #[cfg(feature = "file")]
     pub(crate) fn apply_if_unchanged(&self, batch: &Batch, now: Time) -> Option<Outcomes> {
         let mut locked = LockedShards::new(self);
@@ -180,7 +180,7 @@ impl<N: ChangeTracker> Shards<N> {
         ShardContext { limits: &self.limits, capacity: self.shard_capacity }
     }
 
-    /// How many shards there are.
+    /// Returns the number of shards.
     #[cfg(any(feature = "file", test))]
     pub(crate) fn len(&self) -> usize {
         self.shards.len()
@@ -193,12 +193,12 @@ impl<N: ChangeTracker> Shards<N> {
 
     #[inline]
     fn shard_index(&self, key: Key) -> usize {
-        // In two steps, since no number is shifted by all of its 64 bits at once: that would be for a single shard.
+        // In two steps, since a shift by 64, which a single shard needs, isn't defined.
         (key.lo() >> 1 >> self.shift) as usize
     }
 }
 
-/// Shorter ways in, for those who need no notes.
+/// Shorter paths for stores without notes.
 impl Shards<NoTracker> {
     /// [`Memory::take`](crate::Memory::take).
     #[inline]
@@ -234,7 +234,7 @@ struct LockedShards<'a, N> {
     store: &'a Shards<N>,
     shard_context: ShardContext<'a>,
     shards: ArrayVec<(usize, SpinLockGuard<'a, TrackedShard<N>>), MAX_OPS>,
-    /// Where each operation's entry stood when it was judged.
+    /// The position of each operation's entry when it was evaluated.
     slot_hints: [usize; MAX_OPS],
     flags: ChangeFlags,
 }
@@ -284,7 +284,7 @@ impl<'a, N: ChangeTracker> LockedShards<'a, N> {
         &mut locked.expect("invariant: every operation's shard was locked").1
     }
 
-    /// Runs `change` on the operation's shard, and notes it if it says that it changed the entry.
+    /// Runs `change` on the operation's shard, and notes the entry if `change` returns true.
     #[inline]
     fn change_and_track(&mut self, op: &Op, change: impl FnOnce(&mut Shard) -> bool) {
         let TrackedShard { shard, tracker: notes } = self.tracked_shard(op);
@@ -339,7 +339,7 @@ impl<N: ChangeTracker> BatchStates for LockedShards<'_, N> {
     }
 
     fn reset(&mut self, _: usize, op: &Op) {
-        // Noted even if there was none: what is kept elsewhere may still have it.
+        // Noted even if there was no entry, because the file may still have one.
         self.change_and_track(op, |shard| {
             shard.remove_key(op);
             true
@@ -348,7 +348,7 @@ impl<N: ChangeTracker> BatchStates for LockedShards<'_, N> {
     }
 }
 
-/// The shards that a batch has locked, where nothing may change.
+/// The shards that a batch has locked, while nothing may change.
 #[cfg(feature = "file")]
 struct DryRunShards<'a, N> {
     locked: LockedShards<'a, N>,
@@ -362,7 +362,7 @@ impl<N: ChangeTracker> BatchStates for DryRunShards<'_, N> {
     }
 
     fn charge(&mut self, _: usize, context: &OpContext<'_>, _: &mut Outcome) {
-        // A credential that was never throttled is nothing to remember, and neither is a pace that was told of no call.
+        // A credential that was never throttled has no state, and neither has a pace without a reported call.
         let is_not_stored = matches!(context.limit.kind(), LimitKind::Cooldown(_) | LimitKind::Pace(_))
             && self.locked.tracked_shard(context.op).shard.clone_state(context.op).is_none();
         self.would_change |= !is_not_stored;

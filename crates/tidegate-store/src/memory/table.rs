@@ -1,29 +1,29 @@
-//! A hash table kept sorted by tag: open addressing where a tag's home grows with the tag itself, so that the slots
-//! as a whole are in order.
+//! A hash table that is sorted by tag. It uses open addressing, and a tag's home grows with the tag, so that all slots
+//! are in order.
 //!
-//! Order is what makes it cheap. A search ends at the first larger tag, so a miss costs no more than a hit even when
-//! four slots of five are taken; and growing walks both arrays once from front to back, so tables can grow in small
-//! steps and stay full.
+//! The order makes it cheap. A search ends at the first larger tag, so a miss costs no more than a hit, even when four
+//! of five slots are used. Growing walks both arrays once from front to back, so tables can grow in small steps and
+//! stay full.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// One entry: 16 bytes, four to a cache line.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Slot {
-    /// What is looked for; 0 is an empty slot.
+    /// The key of the search; 0 is an empty slot.
     pub tag: u64,
-    /// What is found.
+    /// The value.
     pub word: u64,
 }
 
-/// Where a tag is, or where it belongs.
+/// The position of a tag, or the position at which to insert it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SearchResult {
     Found(usize),
     Vacant(usize),
 }
 
-/// Slots in the order of their tags. Every entry stands at its home or in an unbroken run behind it.
+/// Slots in the order of their tags. Every entry is at its home or in an unbroken run behind it.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(super) struct Table {
@@ -32,14 +32,14 @@ pub(super) struct Table {
     len: usize,
 }
 
-/// The table is as full as it may get: it must grow, or something must go.
+/// The error of a table that is as full as it may get: it must grow, or an entry must be removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TableFullError;
 
 const MIN_HOME_COUNT: usize = 4;
 /// The bytes of a cache line.
 pub(super) const CACHE_LINE: usize = 64;
-/// Slots in one.
+/// The number of slots in a cache line.
 const SLOTS_PER_LINE: usize = CACHE_LINE / size_of::<Slot>();
 
 /// Slots behind the last home, for runs that begin near it.
@@ -48,7 +48,7 @@ const fn tail_slots(home_count: usize) -> usize {
 }
 
 impl Table {
-    /// How many homes fit into this many bytes.
+    /// Returns the number of homes that fit into this many bytes.
     pub(super) fn home_count_within(bytes: usize) -> usize {
         (bytes / size_of::<Slot>()).saturating_sub(tail_slots(0)) * 16 / 17
     }
@@ -74,19 +74,20 @@ impl Table {
         home_index(tag, self.home_count)
     }
 
-    /// Tells where the slots lie.
+    /// Publishes the position of the slots in `location`.
     pub(super) fn publish_location(&self, location: &TableLocation) {
         location.slots_address.store(self.slots.as_ptr().addr(), Relaxed);
         location.home_count.store(self.home_count, Relaxed);
     }
 
-    /// Where a tag is, or where it belongs. Behind its home come first the smaller tags, then it or its place; so its
-    /// offset is the number of smaller ones, which is counted a cache line at a time and without branches to mispredict.
+    /// Returns the position of a tag, or the position at which to insert it. From its home on, the smaller tags come
+    /// first. So its offset is the number of smaller tags. They are counted a cache line at a time, without branches to
+    /// mispredict.
     #[inline]
     pub(super) fn find(&self, tag: u64) -> SearchResult {
         let mut at = self.home_index(tag);
         while let Some(line) = self.slots.get(at..at + SLOTS_PER_LINE) {
-            // An empty slot's 0 wraps to the largest.
+            // An empty slot's 0 wraps to the largest value.
             let smaller = line.iter().map(|slot| usize::from(slot.tag.wrapping_sub(1) < tag - 1)).sum::<usize>();
             if let Some(slot) = line.get(smaller) {
                 let at = at + smaller;
@@ -101,7 +102,7 @@ impl Table {
         }
     }
 
-    /// Whether the tag stands here.
+    /// Returns true if the tag is at this position.
     #[inline]
     pub(super) fn has_tag_at(&self, at: usize, tag: u64) -> bool {
         self.slots.get(at).is_some_and(|slot| slot.tag == tag)
@@ -117,12 +118,12 @@ impl Table {
         self.slots[at].word = word;
     }
 
-    /// True if one more entry would be too many for so many homes.
+    /// True if one more entry would be too many for this number of homes.
     pub(super) fn is_full(&self, home_count: usize) -> bool {
         (self.len + 1) * 5 > home_count * 4
     }
 
-    /// Puts a tag that isn't there yet into the place that [`Table::find`] gave for it.
+    /// Inserts a tag that isn't there yet at the position that [`Table::find`] returned.
     pub(super) fn insert(&mut self, at: usize, slot: Slot) -> Result<(), TableFullError> {
         if self.is_full(self.home_count) {
             return Err(TableFullError);
@@ -134,7 +135,7 @@ impl Table {
         Ok(())
     }
 
-    /// Takes an entry out and closes the gap, so that no run is broken.
+    /// Removes an entry and closes the gap, so that no run is broken.
     pub(super) fn remove(&mut self, at: usize) {
         let mut end = at + 1;
         while end < self.slots.len() && self.slots[end].tag != 0 && self.home_index(self.slots[end].tag) < end {
@@ -145,7 +146,7 @@ impl Table {
         self.len -= 1;
     }
 
-    /// Rebuilds the table with about this many homes; more if its entries need them.
+    /// Rebuilds the table with about this many homes, or more if its entries need them.
     pub(super) fn rebuild(&mut self, home_count: usize) {
         let mut home_count = home_count.max(MIN_HOME_COUNT).max(self.len * 5 / 4 + 1);
         while !self.try_rebuild(home_count) {
@@ -173,8 +174,8 @@ fn home_index(tag: u64, home_count: usize) -> usize {
     ((u128::from(tag) * home_count as u128) >> 64) as usize
 }
 
-/// Where a table's slots lay of late. Unlike the table it can be looked at without its lock, and is rarely written, so
-/// that every thread keeps it at hand.
+/// The recent position of a table's slots. Unlike the table, it can be read without the lock. It is rarely written, so
+/// it stays in the cache of every processor.
 #[derive(Debug, Default)]
 pub(super) struct TableLocation {
     slots_address: AtomicUsize,
@@ -182,7 +183,7 @@ pub(super) struct TableLocation {
 }
 
 impl TableLocation {
-    /// Has the slot where a tag likely stands fetched to be written, so that it is on its way while the lock is.
+    /// Fetches the likely slot of a tag for writing, so that it arrives together with the lock's cache line.
     #[inline]
     pub(super) fn prefetch(&self, tag: u64) {
         let offset = home_index(tag, self.home_count.load(Relaxed)) * size_of::<Slot>();
@@ -190,7 +191,7 @@ impl TableLocation {
     }
 }
 
-/// Has a cache line fetched to be written.
+/// Fetches a cache line for writing.
 #[inline]
 #[cfg(target_arch = "x86_64")]
 #[expect(unsafe_code, reason = "there is no safe way to prefetch")]
