@@ -49,7 +49,7 @@ pub(crate) fn status(question: &CallArgs) -> CliOutcome {
 /// `tidegate reset`.
 pub(crate) fn reset(question: &CallArgs) -> CliOutcome {
     let what = question.action.clone().or_else(|| question.path.clone()).unwrap_or_default();
-    call_api(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: forgotten\n"), CliOutcome::Done)))
+    call_api(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: reset\n"), CliOutcome::Done)))
 }
 
 /// The destination of a request.
@@ -324,10 +324,10 @@ fn describe_report(report: &DecisionReport) -> String {
         match (report.retry_after, &report.next_allowed_at) {
             (None, _) => text.push_str("; no waiting helps"),
             (Some(wait), None) => {
-                let _ = write!(text, "; come back in {wait} s");
+                let _ = write!(text, "; retry in {wait} s");
             }
             (Some(wait), Some(at)) => {
-                let _ = write!(text, "; come back in {wait} s, at {at}");
+                let _ = write!(text, "; retry in {wait} s, at {at}");
             }
         }
     }
@@ -371,5 +371,5 @@ fn describe_limit(text: &mut String, limit: &LimitReport) {
         (false, Some(wait)) => format!("in {wait} s"),
         (false, None) => "never for this cost".to_owned(),
     };
-    let _ = writeln!(text, "  free      {free}; whole again in {} s", limit.reset_after);
+    let _ = writeln!(text, "  free      {free}; full capacity again in {} s", limit.reset_after);
 }

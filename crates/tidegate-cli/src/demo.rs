@@ -21,13 +21,13 @@ use tokio::net::TcpListener;
 use crate::policy::{print, print_error};
 use crate::{CallArgs, CliOutcome, api_client};
 
-/// What the demo's policy says of log-ins.
+/// The demo's limit on log-ins.
 const LOGIN: &str = r#"[inbound.action.login]
 match = { method = "POST", path = "/login" }
 limit = "5 per 60s"
 penalty = { base = "2s", cap = "1h" }
 "#;
-/// A morning's requests to a small site, one of whose clients guesses passwords.
+/// A morning's requests to a small site; one of its clients guesses passwords.
 const ACCESS_LOG: &str = include_str!("demo/access.log");
 /// The headers of a response that are shown.
 const SHOWN_HEADERS: [&str; 2] = ["retry-after", "ratelimit"];

@@ -220,7 +220,7 @@ fn commands_query_a_running_gate() {
     let (_, by_path) = ask(&["explain", "--method", "POST", "--path", "/login?a=b&c", "--ip", "203.0.113.7"]);
     assert_eq!(by_path, text);
 
-    assert_eq!(ask(&[&["reset"][..], &login].concat()), (0, "login: forgotten\n".to_owned()));
+    assert_eq!(ask(&[&["reset"][..], &login].concat()), (0, "login: reset\n".to_owned()));
     let (status, text) = ask(&["status", "otp", "--key", "a b&c=ü", "--ip", "::1"]);
     assert_eq!(status, 2);
     assert!(text.contains("`platform` is missing"), "{text}");

@@ -1,5 +1,5 @@
-//! Runs the commands of the README and of the tour in order, each page in a shell of its own, and compares what they print.
-//! `…` stands for anything.
+//! Runs the commands of the README and of the tour in order, each page in a shell of its own, and compares what they
+//! print. `…` stands for anything.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::io::{BufRead, BufReader, Write};

@@ -48,7 +48,7 @@ struct World {
     rules: CallRules,
     limits: Arc<Limits>,
     store: Store,
-    desk: ProviderState,
+    state: ProviderState,
     calls: Vec<Call>,
     tickets: BTreeMap<usize, usize>,
     happenings: BinaryHeap<Reverse<(Time, u64, Happening)>>,
@@ -95,7 +95,7 @@ impl World {
         let pool = CredentialPool::new(Balance::RoundRobin, credentials).unwrap();
         let breaker = Breaker::new(BreakerSpec::default()).unwrap();
         Self {
-            desk: ProviderState::new(&rules, pool, breaker, None),
+            state: ProviderState::new(&rules, pool, breaker, None),
             rules,
             store: Store::with_shared_limits(Arc::clone(&limits)),
             limits,
@@ -129,13 +129,13 @@ impl World {
     }
 
     fn tell(&mut self) {
-        if let Some(batch) = self.desk.store_requests.updates() {
+        if let Some(batch) = self.state.store_requests.updates() {
             self.store.decide(batch, self.now);
         }
     }
 
     fn start(&mut self, id: usize) {
-        let progress = match self.calls[id].start(&mut self.desk, self.now) {
+        let progress = match self.calls[id].start(&mut self.state, self.now) {
             Ok(()) => CallProgress::Wait,
             Err(failure) => CallProgress::Fail(failure),
         };
@@ -152,9 +152,9 @@ impl World {
                     return;
                 }
                 CallProgress::AskStore => {
-                    let (_, outcomes) = self.store.decide(self.desk.store_requests.reservation(), now);
-                    let World { rules, limits, desk, rng, .. } = self;
-                    progress = self.calls[id].handle_outcomes(rules, limits, desk, &outcomes, now, rng);
+                    let (_, outcomes) = self.store.decide(self.state.store_requests.reservation(), now);
+                    let World { rules, limits, state, rng, .. } = self;
+                    progress = self.calls[id].handle_outcomes(rules, limits, state, &outcomes, now, rng);
                 }
                 CallProgress::Send { .. } => {
                     self.sent.push((now, id));
@@ -178,15 +178,15 @@ impl World {
     /// Starts all calls that have their turn.
     fn drive(&mut self) {
         loop {
-            match self.desk.lanes.poll(self.now) {
+            match self.state.lanes.poll(self.now) {
                 QueueStep::AskStore(ticket) => {
                     let id = self.tickets[&ticket.index()];
-                    let progress = self.calls[id].handle_turn(&self.rules, &mut self.desk, self.now, &mut self.rng);
+                    let progress = self.calls[id].handle_turn(&self.rules, &mut self.state, self.now, &mut self.rng);
                     self.advance(id, progress);
                 }
                 QueueStep::Expired(ticket) => {
                     let id = self.tickets[&ticket.index()];
-                    let failure = self.calls[id].handle_expiry(&mut self.desk);
+                    let failure = self.calls[id].handle_expiry(&mut self.state);
                     self.finish(id, Err(failure));
                 }
                 QueueStep::Sleep(at) => {
@@ -225,7 +225,7 @@ impl World {
                         ..AttemptReport::new(class, Delivery::Answered)
                     };
                     let next =
-                        self.calls[id].handle_reply(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
+                        self.calls[id].handle_reply(&self.rules, &mut self.state, &reply, self.now, &mut self.rng);
                     match next {
                         NextStep::Done => self.finish(id, Ok(())),
                         NextStep::Failed(failure) => self.finish(id, Err(failure)),
@@ -238,8 +238,8 @@ impl World {
                 }
                 Happening::Starts(id) => self.start(id),
                 Happening::Leaves(id) => {
-                    let (rules, desk) = (&self.rules, &mut self.desk);
-                    self.calls[id].cancel(rules, desk, Delivery::Unknown, self.now, &mut self.rng);
+                    let (rules, state) = (&self.rules, &mut self.state);
+                    self.calls[id].cancel(rules, state, Delivery::Unknown, self.now, &mut self.rng);
                     self.finish(id, Ok(()));
                 }
                 Happening::Comes => {
@@ -458,7 +458,7 @@ fn an_outage_opens_the_breaker_for_waiters() {
     let refused = world.finished.values().filter(|result| matches!(result, Err(CallFailure::Unavailable(_)))).count();
     assert_eq!(world.finished.len(), 20);
     assert!(refused > 0 && world.sent.len() < 40, "{refused} {}", world.sent.len());
-    let state = world.desk.breaker.peek(world.now).unwrap_err();
+    let state = world.state.breaker.peek(world.now).unwrap_err();
     assert_eq!(state.reset_in, Span::from_secs(300) - world.now.since(ms(2)));
 }
 
@@ -470,15 +470,15 @@ fn cancelled_calls_leave_no_state_behind() {
     }
     world.run(ms(0), |_, _| {});
     for id in 5..15 {
-        let (call, desk) = (&mut world.calls[id], &mut world.desk);
-        call.cancel(&world.rules, desk, Delivery::Unknown, world.now, &mut world.rng);
-        assert!(world.desk.store_requests.updates().is_none());
+        let (call, state) = (&mut world.calls[id], &mut world.state);
+        call.cancel(&world.rules, state, Delivery::Unknown, world.now, &mut world.rng);
+        assert!(world.state.store_requests.updates().is_none());
     }
-    assert_eq!(world.desk.lanes.waiting(Lane::User), 8);
+    assert_eq!(world.state.lanes.waiting(Lane::User), 8);
     world.run(ms(60_000), |_, _| {});
     let order: Vec<usize> = world.sent.iter().map(|(_, id)| *id).collect();
     assert_eq!(order, [0, 1, 2, 3, 4, 15, 16, 17, 18, 19]);
-    assert_eq!((world.desk.lanes.waiting(Lane::User), world.desk.lanes.in_flight(Lane::User)), (0, 0));
+    assert_eq!((world.state.lanes.waiting(Lane::User), world.state.lanes.in_flight(Lane::User)), (0, 0));
 }
 
 #[test]
@@ -510,8 +510,8 @@ fn unsent_calls_are_not_counted() {
     let first = world.call(Lane::User);
     world.drive();
     assert_eq!(world.sent.len(), 1);
-    let (rules, desk) = (&world.rules, &mut world.desk);
-    world.calls[first].cancel(rules, desk, Delivery::Unsent, world.now, &mut world.rng);
+    let (rules, state) = (&world.rules, &mut world.state);
+    world.calls[first].cancel(rules, state, Delivery::Unsent, world.now, &mut world.rng);
     world.finish(first, Ok(()));
     world.call(Lane::User);
     world.drive();
@@ -527,9 +527,9 @@ fn only_exact_windows_are_settled_by_replies() {
         let call = world.call(Lane::User);
         world.drive();
         assert_eq!(world.sent.len(), 1);
-        let World { rules, desk, calls, now, rng, .. } = &mut world;
-        calls[call].handle_reply(rules, desk, &AttemptReport::new(Class::Success, Delivery::Answered), *now, rng);
-        assert_eq!(desk.store_requests.updates().is_some(), told);
+        let World { rules, state, calls, now, rng, .. } = &mut world;
+        calls[call].handle_reply(rules, state, &AttemptReport::new(Class::Success, Delivery::Answered), *now, rng);
+        assert_eq!(state.store_requests.updates().is_some(), told);
     }
 }
 
@@ -541,15 +541,15 @@ fn a_call_raised_while_asking_refunds_its_charge() {
     world.rules.provider_limits = Box::default();
     world.rules.lane_limits[Lane::Webhook as usize] = [ceiling].into();
     world.call(Lane::Background);
-    let QueueStep::AskStore(_) = world.desk.lanes.poll(world.now) else { panic!("it is its turn") };
-    let World { rules, limits, desk, calls, store, now, rng, .. } = &mut world;
-    assert_eq!(calls[0].handle_turn(rules, desk, *now, rng), CallProgress::AskStore);
-    let (_, outcomes) = store.decide(desk.store_requests.reservation(), *now);
-    calls[0].raise(Lane::Webhook, desk, *now);
-    let sent = calls[0].handle_outcomes(rules, limits, desk, &outcomes, *now, rng);
+    let QueueStep::AskStore(_) = world.state.lanes.poll(world.now) else { panic!("it is its turn") };
+    let World { rules, limits, state, calls, store, now, rng, .. } = &mut world;
+    assert_eq!(calls[0].handle_turn(rules, state, *now, rng), CallProgress::AskStore);
+    let (_, outcomes) = store.decide(state.store_requests.reservation(), *now);
+    calls[0].raise(Lane::Webhook, state, *now);
+    let sent = calls[0].handle_outcomes(rules, limits, state, &outcomes, *now, rng);
     assert!(matches!(sent, CallProgress::Send { .. }), "{sent:?}");
-    calls[0].cancel(rules, desk, Delivery::Unsent, *now, rng);
-    let given_back = desk.store_requests.updates().map_or(0, |batch| batch.ops().len());
+    calls[0].cancel(rules, state, Delivery::Unsent, *now, rng);
+    let given_back = state.store_requests.updates().map_or(0, |batch| batch.ops().len());
     assert_eq!(given_back, 0, "a background call has no limit here");
 }
 
@@ -559,8 +559,8 @@ fn cancelled_requests_count_at_their_latest_arrival() {
     world.transit = Box::new(|_| (Span::from_secs(1_000), Span::ZERO));
     world.call(Lane::User);
     world.run(ms(0), |_, _| {});
-    world.calls[0].cancel(&world.rules, &mut world.desk, Delivery::Unknown, world.now, &mut world.rng);
-    if let Some(batch) = world.desk.store_requests.updates() {
+    world.calls[0].cancel(&world.rules, &mut world.state, Delivery::Unknown, world.now, &mut world.rng);
+    if let Some(batch) = world.state.store_requests.updates() {
         world.store.decide(batch, world.now);
     }
     world.call(Lane::User);
@@ -577,7 +577,7 @@ fn a_recovered_providers_rate_is_used_again() {
     let open = Backoff { growth: Growth::Constant, ..Backoff::exponential(Span::from_secs(2), Span::from_secs(2)) };
     let breaker = BreakerSpec { open: open.with_jitter(Jitter::None), ..BreakerSpec::default() };
     let pool = CredentialPool::new(Balance::RoundRobin, 1).unwrap();
-    world.desk = ProviderState::new(&world.rules, pool, Breaker::new(breaker).unwrap(), None);
+    world.state = ProviderState::new(&world.rules, pool, Breaker::new(breaker).unwrap(), None);
     world.transit = Box::new(|_| (Span::from_millis(10), Span::from_millis(10)));
     world.service =
         Box::new(

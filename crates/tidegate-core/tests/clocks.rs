@@ -31,10 +31,10 @@ fn every_kind(limit: u64) -> [(Limit, Span); 5] {
     ]
 }
 
-fn take(desk: &TestLimiter, holder: u64, now: Time) -> bool {
+fn take(limiter: &TestLimiter, holder: u64, now: Time) -> bool {
     let mut batch = Batch::new(holder);
     batch.push(Op::new(limit_id(0), Verb::Take, client_key(1), 1)).expect("room for one");
-    desk.decide(&batch, now).0.allowed
+    limiter.decide(&batch, now).0.allowed
 }
 
 /// The clock is wrong by 10 s, a minute or a year, a client uses its limit, and the clock is corrected. The client is
@@ -45,14 +45,14 @@ fn clock_steps_back_neither_block_nor_admit_extra() {
         for limit in [1, 2, 5] {
             for (kind, (plan, longest)) in every_kind(limit).into_iter().enumerate() {
                 for step in [Span::from_secs(1), Span::from_secs(7), longest] {
-                    let desk = TestLimiter::new([plan.clone()]);
+                    let limiter = TestLimiter::new([plan.clone()]);
                     for holder in 0..limit {
-                        assert!(take(&desk, holder, test_time(0) + ahead));
+                        assert!(take(&limiter, holder, test_time(0) + ahead));
                     }
-                    assert!(!take(&desk, 99, test_time(0) + ahead));
-                    assert!(!take(&desk, 99, test_time(0)), "kind {kind}, limit {limit}, {ahead} ahead: minted");
+                    assert!(!take(&limiter, 99, test_time(0) + ahead));
+                    assert!(!take(&limiter, 99, test_time(0)), "kind {kind}, limit {limit}, {ahead} ahead: minted");
                     let mut now = test_time(0);
-                    while !take(&desk, 99, now) {
+                    while !take(&limiter, 99, now) {
                         now = now + step;
                         assert!(
                             now <= test_time(0) + longest + step,
@@ -69,14 +69,14 @@ fn clock_steps_back_neither_block_nor_admit_extra() {
 fn a_clock_step_back_never_lengthens_blocks() {
     for ahead in [Span::from_secs(10), YEAR] {
         for mode in [PenaltyMode::Parole, PenaltyMode::Strict] {
-            let desk = TestLimiter::new([window_limit(1, 60).with_penalty(doubling_penalty(2, 64, mode, MINUTE))]);
-            assert!(desk.call(1, test_time(0) + ahead).allowed);
-            assert!(desk.call(1, test_time(0) + ahead).blocked);
-            let told = desk.call(1, test_time(0));
+            let limiter = TestLimiter::new([window_limit(1, 60).with_penalty(doubling_penalty(2, 64, mode, MINUTE))]);
+            assert!(limiter.call(1, test_time(0) + ahead).allowed);
+            assert!(limiter.call(1, test_time(0) + ahead).blocked);
+            let told = limiter.call(1, test_time(0));
             assert!(told.blocked && told.retry_after <= Some(MINUTE), "{told:?}");
             let wait = told.retry_after.unwrap();
-            assert!(!desk.fork().call(1, test_time(0) + wait - Span::from_micros(1)).allowed);
-            assert!(desk.call(1, test_time(0) + wait).allowed);
+            assert!(!limiter.fork().call(1, test_time(0) + wait - Span::from_micros(1)).allowed);
+            assert!(limiter.call(1, test_time(0) + wait).allowed);
         }
     }
 }
@@ -114,15 +114,15 @@ fn a_peek_by_a_wrong_clock_changes_nothing() {
 /// Two threads read the clock and reach the state in the opposite order. The block of the later time doesn't change.
 #[test]
 fn an_overtaken_call_shortens_no_block_or_lease() {
-    let desk =
+    let limiter =
         TestLimiter::new([window_limit(1, 60).with_penalty(doubling_penalty(2, 64, PenaltyMode::Parole, MINUTE))]);
-    assert!(desk.call(1, test_time(50)).allowed);
-    assert!(desk.call(1, test_time(50)).blocked);
+    assert!(limiter.call(1, test_time(50)).allowed);
+    assert!(limiter.call(1, test_time(50)).blocked);
     for millis in 0..50 {
-        assert!(!desk.call(1, test_time(millis)).allowed);
+        assert!(!limiter.call(1, test_time(millis)).allowed);
     }
-    assert!(!desk.call(1, test_time(2_049)).allowed);
-    assert!(desk.call(1, test_time(2_050)).allowed);
+    assert!(!limiter.call(1, test_time(2_049)).allowed);
+    assert!(limiter.call(1, test_time(2_050)).allowed);
 
     let permit = TestLimiter::new([Limit::new(LimitKind::Concurrency(Concurrency::new(1, MINUTE).unwrap()))]);
     assert!(take(&permit, 1, test_time(50)));
@@ -131,10 +131,10 @@ fn an_overtaken_call_shortens_no_block_or_lease() {
     assert!(take(&permit, 2, test_time(60_050)));
 }
 
-fn admitted(desk: &TestLimiter, readings: &[ClockReading]) -> Vec<ClockReading> {
+fn admitted(limiter: &TestLimiter, readings: &[ClockReading]) -> Vec<ClockReading> {
     let calls = readings.iter().enumerate();
     calls
-        .filter(|(holder, reading)| take(desk, *holder as u64, reading.shown_time))
+        .filter(|(holder, reading)| take(limiter, *holder as u64, reading.shown_time))
         .map(|(_, reading)| *reading)
         .collect()
 }
@@ -155,8 +155,8 @@ fn clocks_losing_time_never_exceed_strict_limits() {
         let mut random = RandomSource::from_seed(random.next_u64());
         let readings = readings(trouble, test_time(0), Span::from_secs(3), 400, &mut random);
         let plan = Window::new(limit, length, 64).map_err(|error| error.to_string())?;
-        let desk = TestLimiter::new([Limit::new(LimitKind::Window(plan))]);
-        let moments: Vec<Time> = admitted(&desk, &readings).iter().map(|reading| reading.true_time).collect();
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Window(plan))]);
+        let moments: Vec<Time> = admitted(&limiter, &readings).iter().map(|reading| reading.true_time).collect();
         let held = most_within(&moments, length);
         if held > limit { Err(format!("{held} in a true {length}, limit {limit}, {trouble:?}")) } else { Ok(()) }
     });
@@ -172,12 +172,12 @@ fn no_clock_fault_locks_out_a_client() {
         let (plan, longest) = kinds[random.below(kinds.len() as u64) as usize].clone();
         let readings =
             readings(trouble, test_time(0), Span::from_secs(1), 600, &mut RandomSource::from_seed(random.next_u64()));
-        let desk = TestLimiter::new([plan.clone()]);
+        let limiter = TestLimiter::new([plan.clone()]);
         let mut refused_since: Option<ClockReading> = None;
         let mut shown_passed = Span::ZERO;
         let mut last = readings[0];
         for (holder, &reading) in readings.iter().enumerate() {
-            let passed = take(&desk, holder as u64, reading.shown_time);
+            let passed = take(&limiter, holder as u64, reading.shown_time);
             // A jump ahead doesn't count as waiting time of a client.
             shown_passed = shown_passed + reading.shown_time.since(last.shown_time).min(Span::from_secs(1));
             if reading.shown_time < last.shown_time {
@@ -202,14 +202,14 @@ fn no_clock_fault_locks_out_a_client() {
 fn no_quota_period_is_granted_twice() {
     property::check(case_count(400, 5_000), 200, |mut random| {
         let quota = Quota::new(5, Arc::new(FixedPeriods(Span::from_secs(3600)))).map_err(|error| error.to_string())?;
-        let desk = TestLimiter::new([Limit::new(LimitKind::Quota(quota))]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Quota(quota))]);
         let boundary = Time::from_secs(1_700_000_000 / 3600 * 3600 + 7200);
         let mut latest = boundary - Span::from_secs(600);
         let mut passed = 0;
         while !random.is_exhausted() {
             latest = latest + Span::from_micros(random.below(100_000_000));
             let shown = latest - Span::from_micros(random.below(1_200_000_000));
-            passed += u64::from(desk.call(1, shown).allowed);
+            passed += u64::from(limiter.call(1, shown).allowed);
         }
         let periods = 1 + latest.since(boundary - Span::from_secs(3600)).as_micros() / 3_600_000_000;
         if passed > periods * 5 { Err(format!("{passed} in {periods} periods")) } else { Ok(()) }

@@ -24,18 +24,18 @@ fn one_refusing_limit_leaves_others_unchanged() {
     for place in 0..3 {
         let mut limits: Vec<Limit> = kinds().map(Limit::new).to_vec();
         limits[place] = window_limit(2, 60).with_penalty(doubling_penalty(2, 8, PenaltyMode::Parole, HOUR));
-        let desk = TestLimiter::new(limits);
-        assert!(desk.call(1, test_time(0)).allowed && desk.call(1, test_time(1)).allowed);
+        let limiter = TestLimiter::new(limits);
+        assert!(limiter.call(1, test_time(0)).allowed && limiter.call(1, test_time(1)).allowed);
         let others = |now| {
-            let mut all = desk.store().snapshot(now);
+            let mut all = limiter.store().snapshot(now);
             all.retain(|(limit, _), _| *limit != limit_id(place));
             all
         };
         let before = others(test_time(2));
-        let refused = desk.call(1, test_time(2));
+        let refused = limiter.call(1, test_time(2));
         assert_eq!((refused.allowed, refused.bound_by), (false, Some(limit_id(place))));
         assert_eq!(others(test_time(2)), before);
-        desk.call(1, test_time(3));
+        limiter.call(1, test_time(3));
         assert_eq!(others(test_time(3)), before);
     }
 }
@@ -45,13 +45,13 @@ fn one_refusing_limit_leaves_others_unchanged() {
 fn refused_calls_leave_admitting_limits_unchanged() {
     property::check(case_count(400, 8_000), 1_500, |random| {
         let mut world = TrafficGenerator::new(random, PlanContents::Simple);
-        let desk = TestLimiter::with_shared_limits(Arc::clone(world.limits()));
+        let limiter = TestLimiter::with_shared_limits(Arc::clone(world.limits()));
         while !world.random().is_exhausted() {
             let now = world.advance_clock();
             let call = world.take_batch();
-            let before = desk.store().snapshot(now);
-            let (decision, outcomes) = desk.decide(&call, now);
-            let after = desk.store().snapshot(now);
+            let before = limiter.store().snapshot(now);
+            let (decision, outcomes) = limiter.decide(&call, now);
+            let after = limiter.store().snapshot(now);
             for (op, outcome) in call.ops().iter().zip(outcomes.list()) {
                 let place = (op.limit, op.key);
                 if !decision.allowed && !outcome.verdict.refuses() && before.get(&place) != after.get(&place) {
@@ -78,7 +78,7 @@ fn every_stated_wait_is_exact() {
         property::check(case_count(600, 12_000), 1_500, |random| {
             let mut world = TrafficGenerator::new(random, wanted);
             let limits = Arc::clone(world.limits());
-            let desk = TestLimiter::with_shared_limits(Arc::clone(&limits));
+            let limiter = TestLimiter::with_shared_limits(Arc::clone(&limits));
             let mut holder = 1_000;
             while !world.random().is_exhausted() {
                 let now = world.advance_clock();
@@ -90,13 +90,13 @@ fn every_stated_wait_is_exact() {
                     call.push(op).map_err(|full| full.to_string())?;
                 }
                 if call.ops().iter().any(|op| op.verb != Verb::Take) {
-                    desk.decide(&call, now);
+                    limiter.decide(&call, now);
                     continue;
                 }
-                let (decision, outcomes) = desk.decide(&call, now);
+                let (decision, outcomes) = limiter.decide(&call, now);
                 world.record_outcomes(&outcomes);
                 let Some(wait) = decision.retry_after.filter(|_| !decision.allowed) else { continue };
-                let (back, again) = desk.fork().decide(&call, now + wait);
+                let (back, again) = limiter.fork().decide(&call, now + wait);
                 let filled_itself =
                     call.ops().iter().zip(outcomes.list()).zip(again.list()).any(|((op, then), now)| {
                         let all = limits.get(op.limit).is_some_and(|limit| limit.count_mode() == CountMode::All);
@@ -107,7 +107,7 @@ fn every_stated_wait_is_exact() {
                         "told {wait} by {decision:?}\n  then {back:?}\n  in {call:?}\n  under {limits:?}"
                     ));
                 }
-                if desk.fork().decide(&call, now + wait - Span::from_micros(1)).0.allowed {
+                if limiter.fork().decide(&call, now + wait - Span::from_micros(1)).0.allowed {
                     return Err(format!("told {wait}, but a microsecond less would do: {decision:?} in {call:?}"));
                 }
             }
@@ -121,7 +121,7 @@ fn every_stated_wait_is_exact() {
 fn a_peek_predicts_the_following_take() {
     property::check(case_count(200, 4_000), 1_000, |random| {
         let mut world = TrafficGenerator::new(random, PlanContents::All);
-        let desk = TestLimiter::with_shared_limits(Arc::clone(world.limits()));
+        let limiter = TestLimiter::with_shared_limits(Arc::clone(world.limits()));
         while !world.random().is_exhausted() {
             let now = world.advance_clock();
             let call = world.take_batch();
@@ -129,12 +129,12 @@ fn a_peek_predicts_the_following_take() {
             for op in look.ops_mut() {
                 op.verb = Verb::Peek;
             }
-            let before = desk.store().snapshot(now);
-            let told = desk.decide(&look, now).1;
-            if desk.store().snapshot(now) != before {
+            let before = limiter.store().snapshot(now);
+            let told = limiter.decide(&look, now).1;
+            if limiter.store().snapshot(now) != before {
                 return Err(format!("looking changed something: {look:?}"));
             }
-            let met = desk.decide(&call, now).1;
+            let met = limiter.decide(&call, now).1;
             for (told, met) in told.list().iter().zip(met.list()) {
                 if told.verdict != met.verdict || told.limit != met.limit {
                     return Err(format!("{told:?}, but {met:?}"));
@@ -147,7 +147,7 @@ fn a_peek_predicts_the_following_take() {
 }
 
 /// Action `login` (limit 0), action `otp` (limit 1) and the global limit (limit 2).
-fn house(count: CountMode) -> TestLimiter {
+fn two_actions_and_global(count: CountMode) -> TestLimiter {
     let penalty = doubling_penalty(2, 3600, PenaltyMode::Parole, HOUR);
     let action = || window_limit(700, 3600).with_penalty(penalty);
     TestLimiter::new([action(), action(), window_limit(1000, 3600).with_penalty(penalty).with_count_mode(count)])
@@ -155,12 +155,12 @@ fn house(count: CountMode) -> TestLimiter {
 
 #[test]
 fn the_global_limit_refuses_the_1001st_call() {
-    let desk = house(CountMode::Admitted);
-    let ask = |action: usize, now| desk.apply(Verb::Take, &[(limit_id(action), 1), (limit_id(2), 1)], 1, now);
+    let limiter = two_actions_and_global(CountMode::Admitted);
+    let ask = |action: usize, now| limiter.apply(Verb::Take, &[(limit_id(action), 1), (limit_id(2), 1)], 1, now);
     for call in 0..1000_u64 {
         assert!(ask((call % 2) as usize, test_time(call)).allowed, "call {call}");
     }
-    let left = |limit: usize, now| desk.apply(Verb::Peek, &[(limit_id(limit), 1)], 1, now).remaining;
+    let left = |limit: usize, now| limiter.apply(Verb::Peek, &[(limit_id(limit), 1)], 1, now).remaining;
     let refused = ask(0, test_time(1000));
     assert_eq!((refused.allowed, refused.bound_by, refused.limit), (false, Some(limit_id(2)), Some(1000)));
     assert_eq!((left(0, test_time(1000)), left(1, test_time(1000))), (Some(200), Some(200)));
@@ -170,8 +170,8 @@ fn the_global_limit_refuses_the_1001st_call() {
 #[test]
 fn refused_calls_count_globally_only_if_configured() {
     for (count, left) in [(CountMode::Admitted, 300), (CountMode::All, 250)] {
-        let desk = house(count);
-        let ask = |now| desk.apply(Verb::Take, &[(limit_id(0), 1), (limit_id(2), 1)], 1, now);
+        let limiter = two_actions_and_global(count);
+        let ask = |now| limiter.apply(Verb::Take, &[(limit_id(0), 1), (limit_id(2), 1)], 1, now);
         for _ in 0..700 {
             assert!(ask(test_time(0)).allowed);
         }
@@ -179,38 +179,38 @@ fn refused_calls_count_globally_only_if_configured() {
             let refused = ask(test_time(0));
             assert_eq!((refused.allowed, refused.bound_by), (false, Some(limit_id(0))));
         }
-        assert_eq!(desk.apply(Verb::Peek, &[(limit_id(2), 1)], 1, test_time(0)).remaining, Some(left), "{count:?}");
+        assert_eq!(limiter.apply(Verb::Peek, &[(limit_id(2), 1)], 1, test_time(0)).remaining, Some(left), "{count:?}");
     }
 }
 
 #[test]
 fn shadow_limits_decide_and_admit() {
     let watched = window_limit(1, 60).with_penalty(doubling_penalty(2, 8, PenaltyMode::Parole, HOUR)).with_shadow(true);
-    let desk = TestLimiter::new([watched, window_limit(3, 60)]);
-    let first = desk.call(1, test_time(0));
+    let limiter = TestLimiter::new([watched, window_limit(3, 60)]);
+    let first = limiter.call(1, test_time(0));
     assert!(first.allowed && !first.shadow);
-    let second = desk.call(1, test_time(0));
+    let second = limiter.call(1, test_time(0));
     assert!(second.allowed && second.shadow && second.blocked);
     assert_eq!(
         (second.bound_by, second.retry_after, second.reason),
         (Some(limit_id(0)), Some(Span::from_secs(2)), Reason::Penalty)
     );
-    assert!(desk.call(1, test_time(1)).shadow, "its block lives");
-    let fourth = desk.call(1, test_time(1));
+    assert!(limiter.call(1, test_time(1)).shadow, "its block lives");
+    let fourth = limiter.call(1, test_time(1));
     assert_eq!((fourth.allowed, fourth.shadow, fourth.bound_by), (false, false, Some(limit_id(1))));
 }
 
 /// A decision names the limit with the longest wait or, on admission, the one with the least remaining.
 #[test]
 fn the_binding_limit_is_named() {
-    let desk = TestLimiter::new([window_limit(5, 10), window_limit(3, 60), window_limit(3, 20)]);
-    let decision = desk.call(1, test_time(0));
+    let limiter = TestLimiter::new([window_limit(5, 10), window_limit(3, 60), window_limit(3, 20)]);
+    let decision = limiter.call(1, test_time(0));
     assert_eq!((decision.bound_by, decision.remaining, decision.limit), (Some(limit_id(1)), Some(2), Some(3)));
     assert_eq!(decision.reset_after, Span::from_secs(60));
     for _ in 0..2 {
-        desk.call(1, test_time(1_000));
+        limiter.call(1, test_time(1_000));
     }
-    let refused = desk.call(1, test_time(2_000));
+    let refused = limiter.call(1, test_time(2_000));
     assert_eq!((refused.bound_by, refused.retry_after), (Some(limit_id(1)), Some(Span::from_secs(58))));
     assert_eq!(refused.reset_after, Span::from_secs(59));
     assert_eq!((refused.blocked, refused.backoff, refused.next_allowed_at), (false, None, None));
@@ -220,8 +220,8 @@ fn the_binding_limit_is_named() {
 #[test]
 fn blocked_clients_are_admitted_at_the_stated_time() {
     let penalty = doubling_penalty(2, 3600, PenaltyMode::Parole, HOUR);
-    let desk = TestLimiter::new([window_limit(1, 3600).with_penalty(penalty), window_limit(100_000, 3600)]);
-    let ask = |client: u64, now| desk.apply(Verb::Take, &[(limit_id(0), client), (limit_id(1), 0)], 1, now);
+    let limiter = TestLimiter::new([window_limit(1, 3600).with_penalty(penalty), window_limit(100_000, 3600)]);
+    let ask = |client: u64, now| limiter.apply(Verb::Take, &[(limit_id(0), client), (limit_id(1), 0)], 1, now);
     let mut random = RandomSource::from_seed(5);
     let mut waiting = Vec::new();
     for client in 1..=1000_u64 {
@@ -232,7 +232,7 @@ fn blocked_clients_are_admitted_at_the_stated_time() {
         waiting.push((client, start, refused.retry_after.unwrap()));
     }
     for round in 0..6 {
-        let early = desk.fork();
+        let early = limiter.fork();
         let too_early = waiting.iter().filter(|(client, since, wait)| {
             let places = [(limit_id(0), *client), (limit_id(1), 0)];
             early.apply(Verb::Take, &places, 1, *since + *wait - Span::from_millis(1)).allowed
@@ -253,9 +253,9 @@ fn blocked_clients_are_admitted_at_the_stated_time() {
 /// A limit that the plan doesn't have refuses no call.
 #[test]
 fn an_unknown_limit_admits() {
-    let desk = TestLimiter::new([window_limit(1, 60)]);
-    let decision = desk.apply(Verb::Take, &[(limit_id(7), 1)], 1, test_time(0));
+    let limiter = TestLimiter::new([window_limit(1, 60)]);
+    let decision = limiter.apply(Verb::Take, &[(limit_id(7), 1)], 1, test_time(0));
     assert_eq!((decision.allowed, decision.reason), (true, Reason::Unlimited));
-    assert!(desk.apply(Verb::Take, &[(limit_id(7), 1), (limit_id(0), 1)], 1, test_time(0)).allowed);
-    assert!(!desk.apply(Verb::Take, &[(limit_id(7), 1), (limit_id(0), 1)], 1, test_time(0)).allowed);
+    assert!(limiter.apply(Verb::Take, &[(limit_id(7), 1), (limit_id(0), 1)], 1, test_time(0)).allowed);
+    assert!(!limiter.apply(Verb::Take, &[(limit_id(7), 1), (limit_id(0), 1)], 1, test_time(0)).allowed);
 }

@@ -97,7 +97,7 @@ fn extreme_operations_never_panic_or_exceed_capacity() {
             limits.extend(any_limit(&mut random));
         }
         let limits = Arc::new(Limits::new(limits).map_err(|error| error.to_string())?);
-        let desk = TestLimiter::with_shared_limits(Arc::clone(&limits));
+        let limiter = TestLimiter::with_shared_limits(Arc::clone(&limits));
         while !random.is_exhausted() && !limits.is_empty() {
             let now = Time::from_micros(any_number(&mut random));
             let counted_at = Time::from_micros(any_number(&mut random));
@@ -127,7 +127,7 @@ fn extreme_operations_never_panic_or_exceed_capacity() {
                 let cost = any_number(&mut random);
                 batch.push(Op::new(limit, verb, client_key(random.below(2)), cost)).map_err(|full| full.to_string())?;
             }
-            let (_, outcomes) = desk.decide(&batch, now);
+            let (_, outcomes) = limiter.decide(&batch, now);
             for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
                 let limit = limits.get(op.limit).ok_or("a limit is gone")?;
                 let holds = matches!(limit.kind(), LimitKind::Concurrency(_));
@@ -219,44 +219,44 @@ fn a_zero_limit_refuses_permanently() {
     ];
     for kind in none {
         let limit = Limit::new(kind).with_penalty(doubling_penalty(2, 8, PenaltyMode::Parole, Span::from_secs(60)));
-        let desk = TestLimiter::new([limit]);
+        let limiter = TestLimiter::new([limit]);
         for now in
             [Time::ZERO, test_time(0), test_time(1), Time::NEVER - Span::from_micros(1), Time::NEVER, test_time(0)]
         {
-            let refused = desk.call(1, now);
+            let refused = limiter.call(1, now);
             assert!(!refused.allowed && !refused.blocked, "{now:?}: {refused:?}");
             assert_eq!((refused.retry_after, refused.next_allowed_at, refused.limit), (None, None, Some(0)));
-            assert!(desk.take(1, 0, test_time(0)).allowed, "nothing asked, nothing refused");
+            assert!(limiter.take(1, 0, test_time(0)).allowed, "nothing asked, nothing refused");
         }
     }
 }
 
 #[test]
 fn a_cost_above_capacity_earns_no_strike() {
-    let desk = TestLimiter::new([window_limit(5, 60).with_penalty(doubling_penalty(
+    let limiter = TestLimiter::new([window_limit(5, 60).with_penalty(doubling_penalty(
         2,
         8,
         PenaltyMode::Parole,
         Span::from_secs(60),
     ))]);
     for cost in [6, MAX_COST, MAX_COST + 1, u64::MAX] {
-        let refused = desk.take(1, cost, test_time(0));
+        let refused = limiter.take(1, cost, test_time(0));
         assert_eq!((refused.allowed, refused.retry_after, refused.blocked), (false, None, false));
     }
-    assert!(desk.take(1, 5, test_time(0)).allowed);
+    assert!(limiter.take(1, 5, test_time(0)).allowed);
 }
 
 #[test]
 fn the_largest_limits_count_exactly() {
     let most = LimitKind::Window(Window::new(MAX_LIMIT, Span::from_secs(60), 64).unwrap());
-    let desk = TestLimiter::new([Limit::new(most)]);
-    assert_eq!(desk.take(1, MAX_COST - 1, test_time(0)).remaining, Some(1));
-    assert_eq!(desk.take(1, 2, test_time(1)).retry_after, Some(Span::from_millis(59_999)));
-    assert_eq!(desk.take(1, 1, test_time(1)).remaining, Some(0));
+    let limiter = TestLimiter::new([Limit::new(most)]);
+    assert_eq!(limiter.take(1, MAX_COST - 1, test_time(0)).remaining, Some(1));
+    assert_eq!(limiter.take(1, 2, test_time(1)).retry_after, Some(Span::from_millis(59_999)));
+    assert_eq!(limiter.take(1, 1, test_time(1)).remaining, Some(0));
     for step in 0..200 {
-        assert!(!desk.call(1, test_time(2 + step)).allowed);
+        assert!(!limiter.call(1, test_time(2 + step)).allowed);
     }
-    assert!(desk.take(1, MAX_COST - 1, test_time(60_000)).allowed);
+    assert!(limiter.take(1, MAX_COST - 1, test_time(60_000)).allowed);
 }
 
 #[test]
@@ -269,14 +269,14 @@ fn refunds_stop_at_the_capacity() {
     ];
     for place in 0..limits.len() {
         for back in [3, 5, 6, MAX_COST, i64::MAX as u64, u64::MAX] {
-            let desk = TestLimiter::new(limits.clone());
+            let limiter = TestLimiter::new(limits.clone());
             let here = [(limit_id(place), 1)];
-            desk.apply(Verb::Refund, &here, back, test_time(0));
-            assert!(desk.apply(Verb::Take, &here, 3, test_time(0)).allowed);
-            desk.apply(Verb::Refund, &here, back, test_time(0));
-            assert_eq!(desk.apply(Verb::Peek, &here, 1, test_time(0)).remaining, Some(5));
-            assert!(desk.apply(Verb::Take, &here, 5, test_time(0)).allowed);
-            assert!(!desk.apply(Verb::Take, &here, 1, test_time(0)).allowed);
+            limiter.apply(Verb::Refund, &here, back, test_time(0));
+            assert!(limiter.apply(Verb::Take, &here, 3, test_time(0)).allowed);
+            limiter.apply(Verb::Refund, &here, back, test_time(0));
+            assert_eq!(limiter.apply(Verb::Peek, &here, 1, test_time(0)).remaining, Some(5));
+            assert!(limiter.apply(Verb::Take, &here, 5, test_time(0)).allowed);
+            assert!(!limiter.apply(Verb::Take, &here, 1, test_time(0)).allowed);
         }
     }
 }

@@ -1,36 +1,23 @@
-//! Sequences of operations against the model.
+//! Sequences of operations against the model, and bytes that may be a state.
 
-use std::sync::Arc;
+pub mod fuzzed;
 
-use tidegate_core::Verb;
-use tidegate_testkit::fixtures::TestLimiter;
-use tidegate_testkit::model::Model;
 use tidegate_testkit::property;
-use tidegate_testkit::random::RandomSource;
-use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
-
-fn agrees_with_the_model(random: RandomSource) -> Result<(), String> {
-    let mut world = TrafficGenerator::new(random, PlanContents::All);
-    let desk = TestLimiter::with_shared_limits(Arc::clone(world.limits()));
-    let mut model = Model::new(Arc::clone(world.limits()));
-    while !world.random().is_exhausted() {
-        let now = world.advance_clock();
-        let batch = world.next_batch();
-        let before = desk.store().snapshot(now);
-        let (decision, outcomes) = desk.decide(&batch, now);
-        model.check(&batch, &outcomes).map_err(|mismatch| format!("{mismatch}\n  under {:?}", world.limits()))?;
-        if batch.ops().iter().all(|op| op.verb == Verb::Peek) && desk.store().snapshot(now) != before {
-            return Err(format!("looking changed something: {batch:?}"));
-        }
-        if outcomes.now() != now || decision.now != now {
-            return Err("the store went by another time".into());
-        }
-        world.record_outcomes(&outcomes);
-    }
-    Ok(())
-}
 
 #[test]
 fn random_operations_agree_with_the_model() {
-    property::fuzz(3_000, agrees_with_the_model);
+    property::fuzz(3_000, fuzzed::operations_agree_with_the_model);
+}
+
+#[test]
+fn any_decoded_state_is_encoded_alike() {
+    property::fuzz(30, |mut random| {
+        // The version with each kind of state, and numbers of one to ten bytes.
+        let kind = 0x10 + random.below(8) as u8;
+        let pieces: [&[u8]; 9] =
+            [b"\x00", b"\x01", b"\x02", b"\x07", b"\x7f", b"\x80\x01", b"\xff\xff\x03", b"\xff", &[0xff; 9]];
+        let bytes = [vec![kind], random.concat_random(&pieces, 24)].concat();
+        fuzzed::a_decoded_state_is_encoded_alike(&bytes);
+        Ok(())
+    });
 }

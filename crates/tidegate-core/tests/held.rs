@@ -34,7 +34,7 @@ struct Provider {
     rules: CallRules,
     limits: Arc<Limits>,
     store: Store,
-    desk: ProviderState,
+    state: ProviderState,
     rng: SmallRng,
 }
 
@@ -68,7 +68,7 @@ impl Provider {
         let pool = CredentialPool::new(Balance::RoundRobin, credentials as usize).unwrap();
         let breaker = Breaker::new(BreakerSpec::default()).unwrap();
         Self {
-            desk: ProviderState::new(&rules, pool, breaker, None),
+            state: ProviderState::new(&rules, pool, breaker, None),
             rules,
             store: Store::with_shared_limits(Arc::clone(&limits)),
             limits,
@@ -79,7 +79,7 @@ impl Provider {
     /// Makes a call that arrives at `now`, and returns its failure. `None` if it queues.
     fn arrive(&mut self, lane: Lane, cost: u64, timeout: Span, now: Time) -> (Call, Option<CallFailure>) {
         let mut call = Call::new(&self.rules, lane, cost, Some(now + timeout), now);
-        match call.start(&mut self.desk, now) {
+        match call.start(&mut self.state, now) {
             Ok(()) => (call, None),
             Err(failure) => (call, Some(failure)),
         }
@@ -88,7 +88,7 @@ impl Provider {
     /// The failure of a user's call. `None` if it queues; it is then cancelled immediately.
     fn meets(&mut self, cost: u64, timeout: Span, now: Time) -> Option<CallFailure> {
         let (mut call, failure) = self.arrive(Lane::User, cost, timeout, now);
-        call.cancel(&self.rules, &mut self.desk, Delivery::Unknown, now, &mut self.rng);
+        call.cancel(&self.rules, &mut self.state, Delivery::Unknown, now, &mut self.rng);
         failure
     }
 
@@ -98,13 +98,13 @@ impl Provider {
 
     /// Handles the turn of the lanes' next call, including its requests to the store, up to the next step.
     fn turn(&mut self, call: &mut Call, now: Time) -> CallProgress {
-        let QueueStep::AskStore(ticket) = self.desk.lanes.poll(now) else { panic!("nobody's turn") };
+        let QueueStep::AskStore(ticket) = self.state.lanes.poll(now) else { panic!("nobody's turn") };
         assert_eq!(call.ticket(), Some(ticket));
-        let mut next = call.handle_turn(&self.rules, &mut self.desk, now, &mut self.rng);
+        let mut next = call.handle_turn(&self.rules, &mut self.state, now, &mut self.rng);
         while next == CallProgress::AskStore {
-            let outcomes = self.ask(self.desk.store_requests.reservation(), now);
-            let Self { rules, limits, desk, rng, .. } = self;
-            next = call.handle_outcomes(rules, limits, desk, &outcomes, now, rng);
+            let outcomes = self.ask(self.state.store_requests.reservation(), now);
+            let Self { rules, limits, state, rng, .. } = self;
+            next = call.handle_outcomes(rules, limits, state, &outcomes, now, rng);
         }
         next
     }
@@ -116,8 +116,8 @@ impl Provider {
         let sent = self.turn(&mut call, now);
         assert!(matches!(sent, CallProgress::Send { .. }), "{sent:?}");
         let reply = AttemptReport { retry_after, ..AttemptReport::new(class, Delivery::Answered) };
-        let step = call.handle_reply(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
-        if let Some(batch) = self.desk.store_requests.updates() {
+        let step = call.handle_reply(&self.rules, &mut self.state, &reply, now, &mut self.rng);
+        if let Some(batch) = self.state.store_requests.updates() {
             self.ask(batch, now);
         }
         step
@@ -152,7 +152,7 @@ fn new_calls_meet_a_quota_spent_this_period() {
     let spent = Some(CallFailure::QuotaSpent { limit: limit_id(0), resets_at });
     assert_eq!(provider.meets(1, resets_at.since(test_time(2)), test_time(2)), spent, "its deadline is midnight");
     assert_eq!(provider.meets(1, resets_at.since(test_time(2)) + Span::from_micros(1), test_time(2)), None);
-    assert_eq!(provider.desk.lanes.waiting(Lane::User), 1, "who can't succeed doesn't queue");
+    assert_eq!(provider.state.lanes.waiting(Lane::User), 1, "who can't succeed doesn't queue");
     // The first call in the queue gets the same answer at its turn.
     let (mut next, failure) = provider.arrive(Lane::Webhook, 1, Span::from_secs(10), test_time(3));
     assert_eq!(failure, None, "a more urgent one may have reserves");
@@ -172,7 +172,7 @@ fn a_reset_admits_calls_again() {
     let mut reset = Batch::new(0);
     reset.push(Op::new(limit_id(0), Verb::Reset, SHARED, 1)).unwrap();
     provider.ask(&reset, test_time(3));
-    provider.desk.lanes.clear_refusals();
+    provider.state.lanes.clear_refusals();
     let (mut late, failure) = provider.arrive(Lane::User, 1, Span::from_secs(9), test_time(3));
     assert_eq!(failure, None);
     assert!(matches!(provider.turn(&mut head, test_time(3)), CallProgress::Send { .. }));
@@ -278,14 +278,14 @@ fn a_cooling_credential_never_lengthens_shared_limit_waits() {
     elsewhere.push(Op::new(limit_id(1), Verb::Throttle { generation: 0 }, key, 600_000_000)).unwrap();
     provider.ask(&elsewhere, test_time(0));
     let mut call = provider.patient(Lane::User, 1, test_time(0));
-    assert_eq!(provider.desk.lanes.poll(test_time(0)), QueueStep::Sleep(test_time(1_000)));
+    assert_eq!(provider.state.lanes.poll(test_time(0)), QueueStep::Sleep(test_time(1_000)));
     assert!(matches!(provider.turn(&mut call, test_time(1_000)), CallProgress::Send { credential: 1 }));
 }
 
 /// A provider of two credentials that accept one call each, with both calls in flight.
 fn busy() -> (Provider, [Call; 2]) {
     let mut provider = Provider::new(quota(99), Of::All, Measure::Calls, 2);
-    provider.desk.pool = provider.desk.pool.clone().with_max_in_flight(1);
+    provider.state.pool = provider.state.pool.clone().with_max_in_flight(1);
     let sent = [0, 1].map(|credential| {
         let (mut call, _) = provider.arrive(Lane::User, 1, DAY, test_time(0));
         assert_eq!(provider.turn(&mut call, test_time(0)), CallProgress::Send { credential });
@@ -297,8 +297,8 @@ fn busy() -> (Provider, [Call; 2]) {
 impl Provider {
     fn reply(&mut self, call: &mut Call, class: Class, retry_after: Option<Span>, now: Time) {
         let reply = AttemptReport { retry_after, ..AttemptReport::new(class, Delivery::Answered) };
-        call.handle_reply(&self.rules, &mut self.desk, &reply, now, &mut self.rng);
-        if let Some(batch) = self.desk.store_requests.updates() {
+        call.handle_reply(&self.rules, &mut self.state, &reply, now, &mut self.rng);
+        if let Some(batch) = self.state.store_requests.updates() {
             self.ask(batch, now);
         }
     }
@@ -313,12 +313,12 @@ fn the_first_ending_call_admits_the_next() {
     assert_eq!(provider.turn(&mut short, test_time(1)), CallProgress::Wait);
     let (mut long, failure) = provider.arrive(Lane::Background, 1, DAY, test_time(2));
     assert_eq!(
-        (failure, provider.desk.lanes.poll(test_time(2))),
+        (failure, provider.state.lanes.poll(test_time(2))),
         (None, QueueStep::Sleep(test_time(1_001))),
         "nobody asks in vain"
     );
-    assert_eq!(provider.desk.lanes.poll(test_time(1_001)), QueueStep::Expired(short.ticket().unwrap()));
-    assert_eq!(short.handle_expiry(&mut provider.desk), CallFailure::DeadlineExceeded);
+    assert_eq!(provider.state.lanes.poll(test_time(1_001)), QueueStep::Expired(short.ticket().unwrap()));
+    assert_eq!(short.handle_expiry(&mut provider.state), CallFailure::DeadlineExceeded);
     provider.reply(&mut first, Class::Success, None, test_time(2_000));
     assert_eq!(provider.turn(&mut long, test_time(2_000)), CallProgress::Send { credential: 0 });
 }
@@ -326,14 +326,14 @@ fn the_first_ending_call_admits_the_next() {
 #[test]
 fn hedges_use_only_a_free_credential() {
     let (mut provider, [mut first, second]) = busy();
-    let mut hedge = second.new_hedge(&provider.desk).unwrap();
-    assert_eq!(hedge.start(&mut provider.desk, test_time(1)), Ok(()));
+    let mut hedge = second.new_hedge(&provider.state).unwrap();
+    assert_eq!(hedge.start(&mut provider.state, test_time(1)), Ok(()));
     assert!(matches!(provider.turn(&mut hedge, test_time(1)), CallProgress::Fail(_)));
     provider.reply(&mut first, Class::Success, None, test_time(2));
-    let mut hedge = second.new_hedge(&provider.desk).unwrap();
-    assert_eq!(hedge.start(&mut provider.desk, test_time(2)), Ok(()));
+    let mut hedge = second.new_hedge(&provider.state).unwrap();
+    assert_eq!(hedge.start(&mut provider.state, test_time(2)), Ok(()));
     assert_eq!(provider.turn(&mut hedge, test_time(2)), CallProgress::Send { credential: 0 });
-    assert_eq!([0, 1].map(|credential| provider.desk.pool.in_flight(credential)), [1, 1]);
+    assert_eq!([0, 1].map(|credential| provider.state.pool.in_flight(credential)), [1, 1]);
 }
 
 /// One credential cools down and the other is busy. The first that becomes available is used.
@@ -346,7 +346,7 @@ fn waiting_calls_take_the_first_available_credential() {
         assert_eq!(failure, None, "a call may end before the deadline");
         assert_eq!(provider.turn(&mut call, test_time(0)), CallProgress::Wait);
         let deadline = if timeout == DAY { test_time(6_000) } else { test_time(5_000) };
-        assert_eq!(provider.desk.lanes.poll(test_time(0)), QueueStep::Sleep(deadline));
+        assert_eq!(provider.state.lanes.poll(test_time(0)), QueueStep::Sleep(deadline));
         if ends_at < 6_000 {
             provider.reply(&mut second, Class::Success, None, test_time(ends_at));
             assert_eq!(provider.turn(&mut call, test_time(ends_at)), CallProgress::Send { credential: 1 });

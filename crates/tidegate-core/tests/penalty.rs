@@ -24,16 +24,16 @@ fn secs(span: Option<Span>) -> Option<f64> {
 
 #[test]
 fn each_strike_doubles_the_block_up_to_cap() {
-    let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
+    let limiter = TestLimiter::new([login(PenaltyMode::Parole)]);
     for left in (0..5).rev() {
-        let decision = desk.call(1, test_time(0));
+        let decision = limiter.call(1, test_time(0));
         assert!(decision.allowed && !decision.blocked);
         assert_eq!((decision.remaining, decision.limit, decision.reason), (Some(left), Some(5), Reason::Ok));
         assert_eq!((decision.retry_after, decision.backoff, decision.next_allowed_at), (None, None, None));
     }
     let mut now = test_time(0);
     for (round, block) in LADDER.into_iter().enumerate() {
-        let refused = desk.call(1, now);
+        let refused = limiter.call(1, now);
         assert!(!refused.allowed && refused.blocked, "round {round}");
         assert_eq!(refused.retry_after, Some(Span::from_secs(block)), "round {round}");
         assert_eq!(refused.backoff, Some(Span::from_secs(block)));
@@ -41,25 +41,25 @@ fn each_strike_doubles_the_block_up_to_cap() {
         assert_eq!((refused.reason, refused.remaining), (Reason::Penalty, Some(0)));
         let end = now + Span::from_secs(block);
         for early in [now, now + Span::from_micros(1), end - Span::from_millis(1), end - Span::from_micros(1)] {
-            let before = desk.store().snapshot(early);
-            let told = desk.call(1, early);
+            let before = limiter.store().snapshot(early);
+            let told = limiter.call(1, early);
             assert!(!told.allowed && told.blocked);
             assert_eq!(told.retry_after, Some(end.since(early)));
             assert_eq!(told.backoff, Some(Span::from_secs(block)));
-            assert_eq!(desk.store().snapshot(early), before, "a call during a block changed something");
+            assert_eq!(limiter.store().snapshot(early), before, "a call during a block changed something");
         }
         now = end;
-        let full = desk.fork().peek(1, now).reason == Reason::Parole;
+        let full = limiter.fork().peek(1, now).reason == Reason::Parole;
         // The first five calls count for a minute. The blocks of the first four rounds end within it.
         assert_eq!(full, round < 4, "round {round}");
         if full {
-            let paroled = desk.call(1, now);
+            let paroled = limiter.call(1, now);
             assert!(paroled.allowed && !paroled.blocked);
             assert_eq!((paroled.reason, paroled.remaining, paroled.retry_after), (Reason::Parole, Some(0), None));
         } else {
             let mut passed = 0;
-            while desk.fork().call(1, now).allowed {
-                assert_eq!(desk.call(1, now).reason, Reason::Ok, "the parole lapsed: the window had room");
+            while limiter.fork().call(1, now).allowed {
+                assert_eq!(limiter.call(1, now).reason, Reason::Ok, "the parole lapsed: the window had room");
                 passed += 1;
             }
             assert!((1..=5).contains(&passed), "round {round}: {passed}");
@@ -69,46 +69,46 @@ fn each_strike_doubles_the_block_up_to_cap() {
 
 #[test]
 fn first_blocks_are_exact_to_the_millisecond() {
-    let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
+    let limiter = TestLimiter::new([login(PenaltyMode::Parole)]);
     for _ in 0..5 {
-        desk.call(1, test_time(0));
+        limiter.call(1, test_time(0));
     }
-    assert_eq!(secs(desk.call(1, test_time(0)).retry_after), Some(2.0));
-    assert_eq!(secs(desk.call(1, test_time(1_999)).retry_after), Some(0.001));
-    assert!(desk.call(1, test_time(2_000)).allowed);
-    assert_eq!(secs(desk.call(1, test_time(2_000)).retry_after), Some(4.0));
-    assert!(!desk.call(1, test_time(5_999)).allowed);
-    assert!(desk.call(1, test_time(6_000)).allowed);
-    assert_eq!(secs(desk.call(1, test_time(6_001)).retry_after), Some(8.0));
-    assert!(desk.call(2, test_time(6_001)).allowed, "another client");
+    assert_eq!(secs(limiter.call(1, test_time(0)).retry_after), Some(2.0));
+    assert_eq!(secs(limiter.call(1, test_time(1_999)).retry_after), Some(0.001));
+    assert!(limiter.call(1, test_time(2_000)).allowed);
+    assert_eq!(secs(limiter.call(1, test_time(2_000)).retry_after), Some(4.0));
+    assert!(!limiter.call(1, test_time(5_999)).allowed);
+    assert!(limiter.call(1, test_time(6_000)).allowed);
+    assert_eq!(secs(limiter.call(1, test_time(6_001)).retry_after), Some(8.0));
+    assert!(limiter.call(2, test_time(6_001)).allowed, "another client");
 }
 
 #[test]
 fn window_counts_persist_through_blocks() {
-    let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
+    let limiter = TestLimiter::new([login(PenaltyMode::Parole)]);
     for second in 0..5 {
-        desk.call(1, test_time(second * 1000));
+        limiter.call(1, test_time(second * 1000));
     }
-    assert!(!desk.call(1, test_time(5_000)).allowed);
-    assert!(desk.call(1, test_time(7_000)).allowed, "on parole");
+    assert!(!limiter.call(1, test_time(5_000)).allowed);
+    assert!(limiter.call(1, test_time(7_000)).allowed, "on parole");
     // Six calls at 0, 1, 2, 3, 4 and 7 s: the window has room again after two of them have left it.
-    assert!(!desk.fork().peek(1, test_time(60_999)).allowed);
-    assert_eq!(desk.fork().peek(1, test_time(61_000)).reason, Reason::Ok);
+    assert!(!limiter.fork().peek(1, test_time(60_999)).allowed);
+    assert_eq!(limiter.fork().peek(1, test_time(61_000)).reason, Reason::Ok);
 }
 
 #[test]
 fn a_parole_admits_no_larger_call() {
-    let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
-    assert!(desk.take(1, 4, test_time(0)).allowed);
-    assert_eq!(secs(desk.take(1, 3, test_time(0)).retry_after), Some(2.0));
-    let larger = desk.fork();
+    let limiter = TestLimiter::new([login(PenaltyMode::Parole)]);
+    assert!(limiter.take(1, 4, test_time(0)).allowed);
+    assert_eq!(secs(limiter.take(1, 3, test_time(0)).retry_after), Some(2.0));
+    let larger = limiter.fork();
     let refused = larger.take(1, 4, test_time(2_000));
     assert_eq!((refused.allowed, secs(refused.retry_after)), (false, Some(4.0)));
-    let smaller = desk.fork();
+    let smaller = limiter.fork();
     assert_eq!(smaller.take(1, 1, test_time(2_000)).reason, Reason::Ok, "there is room for one");
     assert_eq!(smaller.take(1, 2, test_time(2_000)).reason, Reason::Parole, "kept: there was none for three");
     assert!(!smaller.take(1, 1, test_time(2_000)).allowed, "used up");
-    let during = desk.fork().take(1, 4, test_time(1_000));
+    let during = limiter.fork().take(1, 4, test_time(1_000));
     assert_eq!(secs(during.retry_after), Some(59.0), "a larger call can't come back on this parole");
 }
 
@@ -119,44 +119,44 @@ fn a_parole_is_kept_while_another_limit_refuses() {
         if all {
             first = first.with_count_mode(tidegate_core::CountMode::All);
         }
-        let desk = TestLimiter::new([first, window_limit(1, 10)]);
+        let limiter = TestLimiter::new([first, window_limit(1, 10)]);
         for _ in 0..5 {
-            desk.apply(tidegate_core::Verb::Take, &[(limit_id(0), 1)], 1, test_time(0));
+            limiter.apply(tidegate_core::Verb::Take, &[(limit_id(0), 1)], 1, test_time(0));
         }
-        assert!(!desk.apply(tidegate_core::Verb::Take, &[(limit_id(0), 1)], 1, test_time(0)).allowed);
-        desk.apply(tidegate_core::Verb::Take, &[(limit_id(1), 1)], 1, test_time(1_000));
-        assert!(!desk.call(1, test_time(3_000)).allowed, "the second limit is full");
-        let later = desk.call(1, test_time(11_000));
+        assert!(!limiter.apply(tidegate_core::Verb::Take, &[(limit_id(0), 1)], 1, test_time(0)).allowed);
+        limiter.apply(tidegate_core::Verb::Take, &[(limit_id(1), 1)], 1, test_time(1_000));
+        assert!(!limiter.call(1, test_time(3_000)).allowed, "the second limit is full");
+        let later = limiter.call(1, test_time(11_000));
         assert_eq!((later.allowed, later.reason), (true, Reason::Parole), "count = all: {all}");
-        assert!(!desk.call(1, test_time(21_000)).allowed, "used up");
+        assert!(!limiter.call(1, test_time(21_000)).allowed, "used up");
     }
 }
 
 #[test]
 fn a_parole_remains_after_its_strikes_forgiveness() {
     let spec = PenaltySpec { forgive_after: Some(Span::from_secs(1)), ..PenaltySpec::default() };
-    let desk = TestLimiter::new([window_limit(1, 60).with_penalty(Penalty::new(spec, MINUTE).unwrap())]);
-    assert!(desk.call(1, test_time(0)).allowed);
-    assert_eq!(secs(desk.call(1, test_time(0)).retry_after), Some(2.0));
-    let late = desk.call(1, test_time(30_000));
+    let limiter = TestLimiter::new([window_limit(1, 60).with_penalty(Penalty::new(spec, MINUTE).unwrap())]);
+    assert!(limiter.call(1, test_time(0)).allowed);
+    assert_eq!(secs(limiter.call(1, test_time(0)).retry_after), Some(2.0));
+    let late = limiter.call(1, test_time(30_000));
     assert_eq!((late.allowed, late.reason), (true, Reason::Parole));
-    assert_eq!(secs(desk.call(1, test_time(30_000)).retry_after), Some(2.0), "the strike itself was forgiven");
+    assert_eq!(secs(limiter.call(1, test_time(30_000)).retry_after), Some(2.0), "the strike itself was forgiven");
 }
 
 #[test]
 fn a_log_of_one_entry_supports_parole() {
     let window = Window::new(1, MINUTE, 1).unwrap();
-    let desk = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(doubling_penalty(
+    let limiter = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(doubling_penalty(
         2,
         8,
         PenaltyMode::Parole,
         MINUTE,
     ))]);
-    assert!(desk.call(1, test_time(0)).allowed);
+    assert!(limiter.call(1, test_time(0)).allowed);
     let mut now = test_time(0);
     for _ in 0..20 {
-        now = desk.call(1, now).next_allowed_at.unwrap();
-        assert!(desk.call(1, now).allowed);
+        now = limiter.call(1, now).next_allowed_at.unwrap();
+        assert!(limiter.call(1, now).allowed);
     }
 }
 
@@ -173,20 +173,20 @@ fn each_quiet_hour_removes_one_strike() {
         (10_800_000, 2),
         (1_000_000_000, 2),
     ] {
-        let desk = TestLimiter::new([login(PenaltyMode::Parole)]);
+        let limiter = TestLimiter::new([login(PenaltyMode::Parole)]);
         let mut now = test_time(0);
         for block in [2, 4, 8] {
-            while desk.fork().call(1, now).allowed {
-                desk.call(1, now);
+            while limiter.fork().call(1, now).allowed {
+                limiter.call(1, now);
             }
-            assert_eq!(desk.call(1, now).retry_after, Some(Span::from_secs(block)));
+            assert_eq!(limiter.call(1, now).retry_after, Some(Span::from_secs(block)));
             now = now + Span::from_secs(block);
         }
         now = now + Span::from_millis(after_ms);
-        while desk.fork().call(1, now).allowed {
-            desk.call(1, now);
+        while limiter.fork().call(1, now).allowed {
+            limiter.call(1, now);
         }
-        assert_eq!(desk.call(1, now).retry_after, Some(Span::from_secs(next)), "{after_ms} ms after");
+        assert_eq!(limiter.call(1, now).retry_after, Some(Span::from_secs(next)), "{after_ms} ms after");
     }
 }
 
@@ -202,38 +202,38 @@ fn refusals_during_a_block_never_delay_forgiveness() {
     }
     let later = test_time(2_000 + 3_600_000);
     assert_eq!(quiet.store().snapshot(later), loud.store().snapshot(later));
-    for desk in [quiet, loud] {
+    for limiter in [quiet, loud] {
         for _ in 0..5 {
-            assert!(desk.call(1, later).allowed);
+            assert!(limiter.call(1, later).allowed);
         }
-        assert_eq!(secs(desk.call(1, later).retry_after), Some(2.0));
+        assert_eq!(secs(limiter.call(1, later).retry_after), Some(2.0));
     }
 }
 
 #[test]
 fn strict_mode_states_the_longer_wait() {
-    let desk = TestLimiter::new([login(PenaltyMode::Strict)]);
+    let limiter = TestLimiter::new([login(PenaltyMode::Strict)]);
     for second in 0..5 {
-        assert!(desk.call(1, test_time(second * 1000)).allowed);
+        assert!(limiter.call(1, test_time(second * 1000)).allowed);
     }
-    let refused = desk.call(1, test_time(5_000));
+    let refused = limiter.call(1, test_time(5_000));
     assert_eq!((secs(refused.retry_after), secs(refused.backoff)), (Some(55.0), Some(2.0)));
     assert_eq!(refused.next_allowed_at, Some(test_time(60_000)));
-    let again = desk.fork();
+    let again = limiter.fork();
     let served = again.call(1, test_time(7_000));
     assert_eq!(
         (secs(served.retry_after), secs(served.backoff)),
         (Some(53.0), Some(4.0)),
         "nothing passes a full window"
     );
-    assert!(!desk.fork().call(1, test_time(59_999)).allowed);
-    assert_eq!(desk.call(1, test_time(60_000)).reason, Reason::Ok);
+    assert!(!limiter.fork().call(1, test_time(59_999)).allowed);
+    assert_eq!(limiter.call(1, test_time(60_000)).reason, Reason::Ok);
     let mut now = test_time(60_000);
     for strike in 0..8 {
-        while desk.fork().call(1, now).allowed {
-            desk.call(1, now);
+        while limiter.fork().call(1, now).allowed {
+            limiter.call(1, now);
         }
-        let told = desk.call(1, now);
+        let told = limiter.call(1, now);
         let block = Span::from_secs(LADDER[strike + 1]);
         assert_eq!(told.backoff, Some(block));
         assert!(told.retry_after >= Some(block));
@@ -244,14 +244,14 @@ fn strict_mode_states_the_longer_wait() {
 #[test]
 fn a_ban_has_a_constant_length() {
     let ban = Penalty::ban(Span::from_secs(600), MINUTE).unwrap();
-    let desk = TestLimiter::new([window_limit(5, 60).with_penalty(ban)]);
+    let limiter = TestLimiter::new([window_limit(5, 60).with_penalty(ban)]);
     let mut now = test_time(0);
     for round in 0..5 {
         for call in 0..5 {
-            assert!(desk.call(1, now).allowed, "round {round}, call {call}");
+            assert!(limiter.call(1, now).allowed, "round {round}, call {call}");
         }
-        assert_eq!(desk.call(1, now).retry_after, Some(Span::from_secs(600)));
-        assert!(!desk.call(1, now + Span::from_micros(599_999_999)).allowed);
+        assert_eq!(limiter.call(1, now).retry_after, Some(Span::from_secs(600)));
+        assert!(!limiter.call(1, now + Span::from_micros(599_999_999)).allowed);
         now = now + Span::from_secs(600);
     }
 }
@@ -298,11 +298,11 @@ fn parole_abuse_gains_a_bounded_excess() {
         let spec = PenaltySpec { base, cap, ..PenaltySpec::default() };
         let window = Window::new(limit, span, 64).map_err(|error| error.to_string())?;
         let penalty = Penalty::new(spec, span).map_err(|error| error.to_string())?;
-        let desk = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(penalty)]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(penalty)]);
         let mut admitted: Vec<Time> = Vec::new();
         let mut now = test_time(0);
         while !random.is_exhausted() {
-            let decision = desk.call(1, now);
+            let decision = limiter.call(1, now);
             if decision.allowed {
                 admitted.push(now);
             }
@@ -335,14 +335,14 @@ fn calls_during_a_block_change_no_state() {
     property::check(case_count(400, 8_000), 1_500, |random| {
         let mut world =
             tidegate_testkit::traffic::TrafficGenerator::new(random, tidegate_testkit::traffic::PlanContents::Simple);
-        let desk = TestLimiter::with_shared_limits(std::sync::Arc::clone(world.limits()));
+        let limiter = TestLimiter::with_shared_limits(std::sync::Arc::clone(world.limits()));
         while !world.random().is_exhausted() {
             let now = world.advance_clock();
             let call = world.take_batch();
-            let before = desk.store().snapshot(now);
-            let (decision, outcomes) = desk.decide(&call, now);
+            let before = limiter.store().snapshot(now);
+            let (decision, outcomes) = limiter.decide(&call, now);
             let blocked = outcomes.list().iter().any(|outcome| outcome.verdict == Verdict::Blocked);
-            if blocked && (decision.allowed || desk.store().snapshot(now) != before) {
+            if blocked && (decision.allowed || limiter.store().snapshot(now) != before) {
                 return Err(format!("a call during a block: {decision:?}"));
             }
             world.record_outcomes(&outcomes);
@@ -358,12 +358,12 @@ fn penalties_never_waive_a_quota_or_a_permit() {
     let permits = LimitKind::Concurrency(tidegate_core::Concurrency::new(1, MINUTE).unwrap());
     for kind in [quota, permits] {
         let limit = Limit::new(kind).with_penalty(doubling_penalty(2, 3600, PenaltyMode::Parole, MINUTE));
-        let desk = TestLimiter::new([limit]);
+        let limiter = TestLimiter::new([limit]);
         let op = |cost| tidegate_core::Op::new(limit_id(0), tidegate_core::Verb::Take, client_key(1), cost);
         let ask = |holder, now| {
             let mut batch = tidegate_core::Batch::new(holder);
             batch.push(op(1)).unwrap();
-            desk.decide(&batch, now).0
+            limiter.decide(&batch, now).0
         };
         assert!(ask(1, test_time(0)).allowed);
         let refused = ask(2, test_time(0));

@@ -36,7 +36,7 @@ fn check_bound(rate: &Rate, admitted: &[(Time, u64)]) -> Result<(), String> {
 fn admissions_never_exceed_the_stated_bound() {
     property::check(case_count(600, 10_000), 600, |mut random| {
         let Some(rate) = any_rate(&mut random) else { return Ok(()) };
-        let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
         let mut admitted = Vec::new();
         let mut now = test_time(0);
         while !random.is_exhausted() && now < test_time(0) + TEN_YEARS {
@@ -45,7 +45,7 @@ fn admissions_never_exceed_the_stated_bound() {
                 2 => random.between(1, rate.burst()),
                 _ => rate.burst(),
             };
-            let decision = desk.take(1, cost, now);
+            let decision = limiter.take(1, cost, now);
             if decision.allowed {
                 admitted.push((now, cost));
             }
@@ -67,13 +67,13 @@ fn admissions_never_exceed_the_stated_bound() {
 fn overtaken_calls_never_exceed_the_bound() {
     property::check(case_count(600, 10_000), 600, |mut random| {
         let Some(rate) = any_rate(&mut random) else { return Ok(()) };
-        let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
         let mut admitted = Vec::new();
         let mut latest = test_time(0);
         while !random.is_exhausted() && latest < test_time(0) + TEN_YEARS {
             let read_at = latest - Span::from_micros(random.pick(&[0, 0, 1, 5_000, 99_999, 100_000]));
             let cost = random.pick(&[1, 1, rate.burst()]);
-            let decision = desk.take(1, cost, read_at);
+            let decision = limiter.take(1, cost, read_at);
             if decision.allowed {
                 admitted.push((read_at, cost));
             }
@@ -92,11 +92,11 @@ fn overtaken_calls_never_exceed_the_bound() {
 #[test]
 fn an_idle_key_gets_only_its_burst() {
     let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
-    let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
+    let limiter = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
     for start in [test_time(0), test_time(0) + Span::from_secs(86_400 * 365)] {
-        let burst = (0..100).filter(|_| desk.call(1, start).allowed).count();
+        let burst = (0..100).filter(|_| limiter.call(1, start).allowed).count();
         assert_eq!(burst, 20);
-        let steady = (1..=1_000_u64).filter(|&step| desk.call(1, start + Span::from_millis(step)).allowed).count();
+        let steady = (1..=1_000_u64).filter(|&step| limiter.call(1, start + Span::from_millis(step)).allowed).count();
         assert_eq!(steady, 10);
     }
 }
@@ -107,13 +107,13 @@ fn spacing_is_even_and_waits_are_exact() {
         [(10, 1_000_000, 100_000), (3, 1_000_000, 333_334), (1, 7, 7), (1_000_000, 1_000_000, 1)]
     {
         let rate = Rate::new(number, Span::from_micros(per), 1).unwrap();
-        let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
         let mut now = test_time(0);
         for _ in 0..100 {
-            assert!(desk.call(1, now).allowed);
-            let wait = desk.call(1, now).retry_after.unwrap();
+            assert!(limiter.call(1, now).allowed);
+            let wait = limiter.call(1, now).retry_after.unwrap();
             assert!(wait.as_micros() <= spacing && wait.as_micros() + 1 >= spacing, "{wait} at {number} per {per} us");
-            assert!(!desk.call(1, now + wait - Span::from_micros(1)).allowed);
+            assert!(!limiter.call(1, now + wait - Span::from_micros(1)).allowed);
             now = now + wait;
         }
     }
@@ -123,16 +123,16 @@ fn spacing_is_even_and_waits_are_exact() {
 fn refunds_never_exceed_the_bound() {
     property::check(case_count(300, 5_000), 400, |mut random| {
         let Some(rate) = any_rate(&mut random) else { return Ok(()) };
-        let desk = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Rate(rate))]);
         let mut kept = Vec::new();
         let mut now = test_time(0);
         while !random.is_exhausted() && now < test_time(0) + TEN_YEARS {
             let cost = random.between(1, rate.burst());
-            let decision = desk.take(1, cost, now);
+            let decision = limiter.take(1, cost, now);
             if decision.allowed {
                 if random.chance(30) {
                     let place = [(tidegate_testkit::fixtures::limit_id(0), 1)];
-                    desk.apply(tidegate_core::Verb::Refund, &place, cost, now);
+                    limiter.apply(tidegate_core::Verb::Refund, &place, cost, now);
                 } else {
                     kept.push((now, cost));
                 }

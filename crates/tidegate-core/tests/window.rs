@@ -60,7 +60,7 @@ fn step(random: &mut RandomSource, window: &Window) -> Span {
 fn no_trailing_window_exceeds_the_limit() {
     property::check(case_count(800, 20_000), 1_200, |mut random| {
         let window = any_window(&mut random)?;
-        let desk = TestLimiter::new([Limit::new(LimitKind::Window(window))]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Window(window))]);
         let mut ledger = Ledger::new(window);
         let mut now = test_time(0);
         while !random.is_exhausted() {
@@ -70,13 +70,13 @@ fn no_trailing_window_exceeds_the_limit() {
                 2 => 1,
                 _ => random.below(window.limit() + 2),
             };
-            let decision = desk.take(1, cost, now);
+            let decision = limiter.take(1, cost, now);
             ledger.record(now, cost, decision.allowed)?;
             if let Some(wait) = decision.retry_after
                 && random.chance(70)
             {
                 now = now + wait;
-                ledger.record(now, cost, desk.take(1, cost, now).allowed)?;
+                ledger.record(now, cost, limiter.take(1, cost, now).allowed)?;
             }
         }
         Ok(())
@@ -117,14 +117,14 @@ fn overtaken_calls_never_exceed_the_limit() {
         let limit = random.between(1, 12);
         let window =
             Window::new(limit, Span::from_millis(random.between(1, 400)), 64).map_err(|error| error.to_string())?;
-        let desk = TestLimiter::new([Limit::new(LimitKind::Window(window))]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Window(window))]);
         let mut ledger = Ledger::new(window);
         let mut latest = test_time(0);
         while !random.is_exhausted() {
             latest = latest + Span::from_micros(random.below(window.window().as_micros() / 2));
             for _ in 0..random.between(1, 6) {
                 let now = latest - Span::from_micros(random.below(100_000));
-                if desk.call(1, now).allowed {
+                if limiter.call(1, now).allowed {
                     let newest = ledger.admitted.last().map_or(now, |&(moment, _)| moment.max(now));
                     ledger.record(newest, 1, true)?;
                 }
@@ -141,17 +141,17 @@ fn a_log_overfilled_by_paroles_stays_exact() {
         let limit = random.between(1, 8);
         let window = Window::new(limit, Span::from_secs(60), limit as u32).map_err(|error| error.to_string())?;
         let penalty = doubling_penalty(1, 16, PenaltyMode::Parole, window.window());
-        let desk = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(penalty)]);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Window(window)).with_penalty(penalty)]);
         let mut ledger = Ledger::new(window);
         let mut now = test_time(0);
         while !random.is_exhausted() {
-            let look = desk.peek(1, now);
+            let look = limiter.peek(1, now);
             let held = ledger.held(now, window.window());
             let paroled = look.reason == tidegate_core::Reason::Parole;
             if !look.blocked && (held < limit) != (look.allowed && !paroled) {
                 return Err(format!("{held} of {limit} held, but {look:?}"));
             }
-            let decision = desk.call(1, now);
+            let decision = limiter.call(1, now);
             if decision.allowed {
                 ledger.admitted.push((now, 1));
             }
@@ -170,18 +170,18 @@ fn refunds_never_admit_extra_calls() {
     property::check(case_count(300, 5_000), 600, |mut random| {
         let window = any_window(&mut random)?;
         let limit = Limit::new(LimitKind::Window(window));
-        let desk = TestLimiter::new([limit]);
+        let limiter = TestLimiter::new([limit]);
         let mut kept = Ledger::new(window);
         let mut now = test_time(0);
         while !random.is_exhausted() {
             now = now + step(&mut random, &window);
             let cost = random.between(1, window.limit() / 3 + 1);
-            if !desk.take(1, cost, now).allowed {
+            if !limiter.take(1, cost, now).allowed {
                 continue;
             }
             if random.chance(40) {
                 let place = [(tidegate_testkit::fixtures::limit_id(0), 1)];
-                desk.apply(tidegate_core::Verb::Refund, &place, cost, now);
+                limiter.apply(tidegate_core::Verb::Refund, &place, cost, now);
             } else {
                 kept.admitted.push((now, cost));
                 let held = kept.held(now, window.window());

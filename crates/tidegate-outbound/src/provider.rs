@@ -53,7 +53,7 @@ impl<T, S: Store, C: Clock> From<CallError<T>> for CallErrorWithGuard<T, S, C> {
 
 impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for CompletedCall<T, S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Done").field("value", &self.value).field("happened", &self.stats).finish_non_exhaustive()
+        f.debug_struct("CompletedCall").field("value", &self.value).field("stats", &self.stats).finish_non_exhaustive()
     }
 }
 
@@ -75,7 +75,7 @@ impl<S: Store, C: Clock> InFlightGuard<S, C> {
 
 impl<S: Store, C: Clock> fmt::Debug for InFlightGuard<S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tail").field("in_flight", &self.in_flight.is_in_flight()).finish_non_exhaustive()
+        f.debug_struct("InFlightGuard").field("in_flight", &self.in_flight.is_in_flight()).finish_non_exhaustive()
     }
 }
 

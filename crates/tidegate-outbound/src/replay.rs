@@ -183,9 +183,9 @@ impl<B> Clone for ReplayBuffer<B> {
 impl<B> fmt::Debug for ReplayBuffer<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let source = self.0.lock();
-        f.debug_struct("Replay")
-            .field("kept", &source.buffered.len())
-            .field("spoilt", &source.unreplayable_reason)
+        f.debug_struct("ReplayBuffer")
+            .field("buffered", &source.buffered.len())
+            .field("unreplayable_reason", &source.unreplayable_reason)
             .finish_non_exhaustive()
     }
 }

@@ -280,6 +280,19 @@ impl TomlNode {
         }
     }
 
+    /// The string; empty if the value is none.
+    pub(crate) fn as_str(&self) -> &str {
+        match &self.value {
+            TomlValue::String(text) => text,
+            _ => "",
+        }
+    }
+
+    /// True if the value is this string.
+    pub(crate) fn is_word(&self, word: &str) -> bool {
+        matches!(&self.value, TomlValue::String(text) if text == word)
+    }
+
     pub(crate) fn as_table_mut(&mut self) -> Option<&mut TomlTable> {
         match &mut self.value {
             TomlValue::Table(table) => Some(table),

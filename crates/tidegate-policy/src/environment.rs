@@ -109,7 +109,7 @@ impl EnvVars {
 impl fmt::Debug for EnvVars {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.variables.iter().map(|(name, _)| name.as_str()).collect();
-        f.debug_struct("Env").field("variables", &names).field("prefix", &self.prefix).finish()
+        f.debug_struct("EnvVars").field("variables", &names).field("prefix", &self.prefix).finish()
     }
 }
 
@@ -275,7 +275,7 @@ fn trimmed_range(texts: &SourceTexts, at: TextRange) -> TextRange {
 }
 
 /// Parses a variable's value in the form of its setting. A value that doesn't fit stays text; the reader refuses it.
-fn parse_as(texts: &SourceTexts, at: TextRange, form: SettingType) -> Result<TomlNode, Error> {
+pub(crate) fn parse_as(texts: &SourceTexts, at: TextRange, form: SettingType) -> Result<TomlNode, Error> {
     let raw = texts.text_at(at);
     let first = raw.chars().next();
     let text = |at: TextRange| TomlNode { at, value: TomlValue::String(texts.text_at(at).to_owned()) };

@@ -162,7 +162,6 @@ fn is_port(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
 
     fn forwarding(header: ForwardingHeader) -> Forwarding {
         let trusted = ["127.0.0.0/8", "10.0.0.0/8", "fd00::/8"].map(|net| net.parse().unwrap());
@@ -245,25 +244,5 @@ mod tests {
         check(ForwardingHeader::XForwardedFor, "127.0.0.1", &[&format!("{untrusted}, 1.2.3.4")], "1.2.3.4");
         let over = vec!["10.0.0.1"; MAX_HOPS].join(",");
         check(ForwardingHeader::XForwardedFor, "127.0.0.1", &[&format!("1.2.3.4,10.0.0.2,{over}")], "10.0.0.1");
-    }
-
-    proptest! {
-        #[test]
-        fn an_untrusted_peers_headers_are_ignored(line in "[ -~]{0,80}") {
-            let peer: IpAddr = "203.0.113.9".parse().unwrap();
-            for header in [ForwardingHeader::XForwardedFor, ForwardingHeader::Forwarded] {
-                prop_assert_eq!(forwarding(header).client_ip(peer, &headers(header.as_str(), &[&line])), peer);
-            }
-        }
-
-        #[test]
-        fn any_forwarding_header_is_read_without_panic(line in prop::collection::vec(32_u8..=255, 0..200)) {
-            let Ok(value) = http::HeaderValue::from_bytes(&line) else { return Ok(()) };
-            for header in [ForwardingHeader::XForwardedFor, ForwardingHeader::Forwarded] {
-                let mut map = HeaderMap::new();
-                map.append(header.as_str(), value.clone());
-                forwarding(header).client_ip("127.0.0.1".parse().unwrap(), &map);
-            }
-        }
     }
 }

@@ -188,35 +188,41 @@ impl ProviderConfig {
         let breaker = self.breaker.clone().map_or_else(Breaker::disabled, |spec| {
             Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
         });
-        let inflight =
+        let adaptive_limit =
             self.adaptive_limit.map(|spec| AdaptiveLimit::new(spec).expect("invariant: reading the policy checks it"));
-        let mut desk = ProviderState::new(rules, pool, breaker, inflight);
-        desk.pace = self.pace.build();
-        desk.store_requests.set_affinity(rules.key.lo().max(1));
-        desk
+        let mut state = ProviderState::new(rules, pool, breaker, adaptive_limit);
+        state.pace = self.pace.build();
+        state.store_requests.set_affinity(rules.key.lo().max(1));
+        state
     }
 
     /// The most that one call may cost so that each of its limits can have room for it. `limits` are those of the
     /// [`OutboundConfig::limits`] that it belongs to.
     pub fn max_cost(&self, limits: &Limits) -> u64 {
-        let ceilings = self.ceilings().filter(|ceiling| ceiling.measure == Measure::Cost);
-        let capacities = ceilings.filter_map(|ceiling| Some(limits.get(ceiling.limit)?.kind().capacity()));
+        let cost_limits = self.all_provider_limits().filter(|provider_limit| provider_limit.measure == Measure::Cost);
+        let capacities =
+            cost_limits.filter_map(|provider_limit| Some(limits.get(provider_limit.limit)?.kind().capacity()));
         capacities.min().unwrap_or(MAX_COST)
     }
 
     /// The time at which the first of its calendar quotas starts again; `None` if it has none. `limits` are those of
     /// the [`OutboundConfig::limits`] that it belongs to.
     pub fn next_quota_end(&self, limits: &Limits, now: Time) -> Option<Time> {
-        let ends = self.ceilings().filter_map(|ceiling| match limits.get(ceiling.limit)?.kind() {
-            LimitKind::Quota(quota) => Some(quota.period(now).end),
-            _ => None,
-        });
+        let ends =
+            self.all_provider_limits().filter_map(|provider_limit| match limits.get(provider_limit.limit)?.kind() {
+                LimitKind::Quota(quota) => Some(quota.period(now).end),
+                _ => None,
+            });
         ends.min()
     }
 
-    fn ceilings(&self) -> impl Iterator<Item = &ProviderLimit> {
-        let of_lanes = self.rules_without_keys.lane_limits.iter().flatten();
-        self.rules_without_keys.provider_limits.iter().chain(&self.rules_without_keys.credential_limits).chain(of_lanes)
+    fn all_provider_limits(&self) -> impl Iterator<Item = &ProviderLimit> {
+        let lane_limits = self.rules_without_keys.lane_limits.iter().flatten();
+        self.rules_without_keys
+            .provider_limits
+            .iter()
+            .chain(&self.rules_without_keys.credential_limits)
+            .chain(lane_limits)
     }
 }
 

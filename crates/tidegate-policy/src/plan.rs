@@ -1,8 +1,11 @@
 //! The plan that the engine runs: limits with their names, actions with their matchers, and the batch of a call.
 
+mod parts;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use http::HeaderName;
 use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, ShareLevel, Time, Verb};
@@ -13,183 +16,13 @@ use crate::key::{
     UncountableError, UnknownPlatformError,
 };
 use crate::matched_actions::{MatchedActions, PathError};
-use crate::matcher::Matcher;
 use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::path_encoding::forwarded_path;
-use crate::preset::Preset;
-use crate::quantity::Quantity;
 use crate::query::Query;
 use crate::router::Router;
-
-/// The id of an action within its plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ActionId(pub(crate) u16);
-
-impl ActionId {
-    pub(crate) fn from_index(index: usize) -> Self {
-        Self(u16::try_from(index).expect("invariant: reading the policy bounds the number of actions"))
-    }
-
-    /// The index of the action in the file, from 0.
-    pub fn index(self) -> usize {
-        usize::from(self.0)
-    }
-}
-
-/// The scope of a limit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LimitScope {
-    /// The calls of one action.
-    Action,
-    /// `inbound.global`: the calls of all actions.
-    Global,
-}
-
-impl LimitScope {
-    /// `action` or `global`.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Action => "action",
-            Self::Global => "global",
-        }
-    }
-}
-
-/// The `RateLimit-Policy` item of a limit (draft-ietf-httpapi-ratelimit-headers-10).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RateLimitPolicyItem {
-    /// The item's name: the limit's, printable ASCII without quotes or backslashes.
-    pub name: String,
-    /// `q`: the number in each window.
-    pub quota: u64,
-    /// `w`: the window in whole seconds, rounded up; `None` for months, years and calls in flight.
-    pub window: Option<u64>,
-    /// `qu`: `Some("concurrent-requests")` for calls in flight, else `None`, which means requests.
-    pub unit: Option<&'static str>,
-}
-
-/// The name, quantity and description of a limit.
-#[derive(Clone, Debug)]
-pub struct LimitInfo {
-    pub(crate) name: String,
-    pub(crate) scope: LimitScope,
-    pub(crate) action: Option<ActionId>,
-    pub(crate) quantity: Quantity,
-    pub(crate) description: String,
-    pub(crate) rate_limit_policy: RateLimitPolicyItem,
-    pub(crate) key_template_index: u16,
-    pub(crate) is_concurrency: bool,
-}
-
-impl LimitInfo {
-    /// The name in decisions and headers: the action's (`login`) or `global`. If there are several limits,
-    /// `login.NAME` for named ones and `login.1`, `login.2` … for the others.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The scope: one action or all.
-    pub fn scope(&self) -> LimitScope {
-        self.scope
-    }
-
-    /// The action it belongs to; `None` for a global one.
-    pub fn action(&self) -> Option<ActionId> {
-        self.action
-    }
-
-    /// The quantity as written.
-    pub fn quantity(&self) -> &Quantity {
-        &self.quantity
-    }
-
-    /// The limit in words with its true bound: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
-    pub fn description(&self) -> &str {
-        &self.description
-    }
-
-    /// The item for a `RateLimit-Policy` header.
-    pub fn rate_limit_policy(&self) -> &RateLimitPolicyItem {
-        &self.rate_limit_policy
-    }
-}
-
-/// One action of the plan.
-#[derive(Clone, Debug)]
-pub struct Action {
-    pub(crate) name: String,
-    pub(crate) matcher: Option<Matcher>,
-    pub(crate) preset: Option<Preset>,
-    pub(crate) cost: u64,
-    pub(crate) shadow: bool,
-    pub(crate) limits: Vec<LimitId>,
-    pub(crate) unlimited: bool,
-    pub(crate) has_concurrency: bool,
-    pub(crate) op_template: OpTemplate,
-}
-
-impl Action {
-    /// Its name in the file.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The requests that it matches; `None` if only the decision API reaches it.
-    pub fn matcher(&self) -> Option<&Matcher> {
-        self.matcher.as_ref()
-    }
-
-    /// The preset that it is made from, if any.
-    pub fn preset(&self) -> Option<Preset> {
-        self.preset
-    }
-
-    /// The cost of a call that doesn't state its own.
-    pub fn cost(&self) -> u64 {
-        self.cost
-    }
-
-    /// True if it only observes: `mode = "shadow"`.
-    pub fn is_shadow(&self) -> bool {
-        self.shadow
-    }
-
-    /// Its own limits, without the global ones.
-    pub fn limits(&self) -> &[LimitId] {
-        &self.limits
-    }
-
-    /// True if it is `unlimited`, without a limit of its own.
-    pub fn is_unlimited(&self) -> bool {
-        self.unlimited
-    }
-
-    /// True if one of its own limits counts calls in flight. Forward-auth can't give permits back, so it must not
-    /// serve such an action; see also [`Plan::requests_meet_concurrency`].
-    pub fn has_concurrency(&self) -> bool {
-        self.has_concurrency
-    }
-}
-
-/// The operations of a call without the keys: the limits, and the template of each one's key.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct OpTemplate {
-    pub(crate) steps: Vec<OpStep>,
-    /// The key templates in use, each of which is hashed once.
-    pub(crate) key_templates: Vec<u16>,
-    /// The template of the part that all keys have in common, if a store needs that.
-    pub(crate) affinity: Option<u16>,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct OpStep {
-    pub(crate) limit: LimitId,
-    /// An index into [`OpTemplate::key_templates`].
-    pub(crate) key_template_index: u8,
-    pub(crate) is_concurrency: bool,
-    pub(crate) is_global: bool,
-}
+pub use parts::{Action, ActionId, LimitInfo, LimitScope, RateLimitPolicyItem};
+pub(crate) use parts::{OpStep, OpTemplate};
 
 /// An action that the plan doesn't have.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -214,7 +47,7 @@ pub enum QueryError {
 
 /// A checked policy in the form that the engine runs: immutable, cheap to share, and without clock or state.
 pub struct Plan {
-    pub(crate) limits: Limits,
+    pub(crate) limits: Arc<Limits>,
     pub(crate) limit_infos: Vec<LimitInfo>,
     pub(crate) key_templates: Vec<KeyTemplate>,
     pub(crate) actions: Vec<Action>,
@@ -255,7 +88,7 @@ impl fmt::Debug for Plan {
 
 impl Plan {
     /// Every limit, by id.
-    pub fn limits(&self) -> &Limits {
+    pub fn limits(&self) -> &Arc<Limits> {
         &self.limits
     }
 
@@ -280,8 +113,8 @@ impl Plan {
     /// # Panics
     /// If the id is of another plan, and this one has fewer limits.
     pub fn on_missing(&self, limit: LimitId) -> Option<OnMissing> {
-        let recipe = self.key_template(limit);
-        recipe.parts().iter().any(KeyPart::may_be_missing).then(|| recipe.on_missing())
+        let key_template = self.key_template(limit);
+        key_template.parts().iter().any(KeyPart::may_be_missing).then(|| key_template.on_missing())
     }
 
     /// The headers that limits count by, `Cookie` included; without those of shadow limits.
@@ -434,22 +267,22 @@ impl Plan {
         seed: &KeySeed,
         verb: Verb,
     ) -> Result<(), KeyError> {
-        let program = self.op_template(action);
+        let op_template = self.op_template(action);
         let cost = self.cost(action, query);
         let rules = self.key_options();
-        if let Some(recipe) = program.affinity
-            && let Some(step) = program.steps.first()
+        if let Some(key_template_index) = op_template.affinity
+            && let Some(step) = op_template.steps.first()
         {
-            let recipe = &self.key_templates[usize::from(recipe)];
-            let common = match recipe.key(query, rules, seed) {
+            let key_template = &self.key_templates[usize::from(key_template_index)];
+            let common = match key_template.key(query, rules, seed) {
                 Some(key) => key,
-                None => self.affinity_key(recipe, step.limit, query, seed)?,
+                None => self.affinity_key(key_template, step.limit, query, seed)?,
             };
             batch.set_affinity(common.lo().max(1));
         }
         let mut keys = [Key::default(); tidegate_core::MAX_OPS];
         let mut hashed = 0_u8;
-        for step in &program.steps {
+        for step in &op_template.steps {
             let takes_part = match verb {
                 Verb::Take | Verb::Peek => true,
                 Verb::Refund | Verb::Debit | Verb::Settle => !step.is_concurrency,
@@ -467,9 +300,15 @@ impl Plan {
             let cost = if step.is_concurrency { 1 } else { cost };
             let slot = usize::from(step.key_template_index);
             if hashed & 1 << slot == 0 {
-                let recipe = &self.key_templates[usize::from(program.key_templates[slot])];
-                let Some(key) = recipe.key(query, rules, seed) else {
-                    self.fill_each_key(batch, recipe, query, seed, Op::new(step.limit, verb, Key::default(), cost))?;
+                let key_template = &self.key_templates[usize::from(op_template.key_templates[slot])];
+                let Some(key) = key_template.key(query, rules, seed) else {
+                    self.fill_each_key(
+                        batch,
+                        key_template,
+                        query,
+                        seed,
+                        Op::new(step.limit, verb, Key::default(), cost),
+                    )?;
                     continue;
                 };
                 keys[slot] = key;
@@ -500,8 +339,8 @@ impl Plan {
     /// The first part of the keys of the action (or `inbound.global`) that no plain HTTP request carries, with its
     /// limit. A proxy or forward-auth can't serve such an action.
     pub fn part_not_in_requests(&self, action: Option<ActionId>) -> Option<(LimitId, &KeyPart)> {
-        let program = self.op_template(action);
-        program.steps.iter().find_map(|step| {
+        let op_template = self.op_template(action);
+        op_template.steps.iter().find_map(|step| {
             let part = self.key_parts(step.limit).iter().find(|part| !part.is_in_requests())?;
             Some((step.limit, part))
         })
@@ -526,14 +365,14 @@ impl Plan {
     fn fill_each_key(
         &self,
         batch: &mut Batch,
-        recipe: &KeyTemplate,
+        key_template: &KeyTemplate,
         query: &Query<'_>,
         seed: &KeySeed,
         op: Op,
     ) -> Result<(), KeyError> {
-        let keys = match recipe.keys(query, self.key_options(), seed) {
+        let keys = match key_template.keys(query, self.key_options(), seed) {
             Err(KeyTemplateError::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
-            keys => keys.map_err(|lacking| self.key_error(lacking, op.limit))?,
+            keys => keys.map_err(|error| self.key_error(error, op.limit))?,
         };
         for key in keys {
             let op = Op { key, ..op };
@@ -550,12 +389,12 @@ impl Plan {
     #[cold]
     fn affinity_key(
         &self,
-        recipe: &KeyTemplate,
+        key_template: &KeyTemplate,
         limit: LimitId,
         query: &Query<'_>,
         seed: &KeySeed,
     ) -> Result<Key, KeyError> {
-        let keys = recipe.keys(query, self.key_options(), seed).map_err(|lacking| self.key_error(lacking, limit))?;
+        let keys = key_template.keys(query, self.key_options(), seed).map_err(|error| self.key_error(error, limit))?;
         match keys.as_slice() {
             [key] => Ok(*key),
             _ => Err(UncountableError::TooManyOperations.into()),
@@ -563,8 +402,8 @@ impl Plan {
     }
 
     #[cold]
-    fn key_error(&self, lacking: KeyTemplateError<'_>, limit: LimitId) -> KeyError {
-        match lacking {
+    fn key_error(&self, error: KeyTemplateError<'_>, limit: LimitId) -> KeyError {
+        match error {
             KeyTemplateError::Part(part) => {
                 MissingPartError { part: part.query_field(), limit: self.limit_info(limit).name.clone() }.into()
             }

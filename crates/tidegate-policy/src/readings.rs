@@ -61,7 +61,8 @@ impl PathFeatures {
                     };
                 }
                 b';' => found.semicolon_layers |= 1 << from,
-                b'?' | b'#' | b'\t' | b'\n' | b'\r' => found.may_be_reparsed |= from > 0,
+                b'?' | b'#' => found.may_be_reparsed |= from > 0,
+                b'\t' | b'\n' | b'\r' => found.may_be_reparsed = true,
                 ..=b' ' => found.may_be_reparsed |= next.is_none_or(|next| next.0 <= b' ' || next.0 == b';'),
                 _ => {}
             }
@@ -328,6 +329,19 @@ mod tests {
         }
         assert_eq!(readings("/login", PathQuirks::default()), ["/login"]);
         assert_eq!(readings("/a/.well/x.css", PathQuirks::default()), ["/a/.well/x.css"]);
+    }
+
+    /// The decision API gets paths as callers have them, perhaps decoded already.
+    #[test]
+    fn unescaped_spaces_are_read_like_escaped_ones() {
+        for path in ["/login%20", "/login ", "/login%09", "/login\t", "/lo\tgin", "/login \n", "/x/../login "] {
+            let found = readings(path, PathQuirks::default());
+            assert!(found.contains(&"/login".to_owned()), "{path:?}: {found:?}");
+            assert!(
+                !crate::path::NormalisedPath::new(path, PathQuirks::default()).is_borrowed(),
+                "{path:?} looks plain"
+            );
+        }
     }
 
     #[test]

@@ -1,17 +1,13 @@
 //! The sections of a policy file, checked and with every default filled in.
 
 use std::fmt;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::address::Ipv6Prefix;
 use crate::forwarding::Forwarding;
 use crate::path::{AmbiguousPaths, PathQuirks};
+use crate::read;
 use crate::secret::SecretSource;
-
-const fn loopback(port: u16) -> SocketAddr {
-    SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), port)
-}
 
 /// `[inbound]`: the gate in front of a server.
 #[derive(Clone, Debug)]
@@ -43,18 +39,7 @@ pub struct InboundConfig {
 
 impl Default for InboundConfig {
     fn default() -> Self {
-        Self {
-            listen: loopback(8080),
-            upstream: None,
-            forwarding: Forwarding::default(),
-            path_quirks: PathQuirks::default(),
-            ambiguous_paths: AmbiguousPaths::Union,
-            ipv6_prefix: Ipv6Prefix::DEFAULT.length(),
-            headers: HeaderDialect::Draft10,
-            x_ratelimit: false,
-            timeouts: InboundTimeouts::default(),
-            caps: InboundCaps::default(),
-        }
+        read::absent_section(|reader, root| reader.inbound(root))
     }
 }
 
@@ -121,14 +106,7 @@ pub struct InboundTimeouts {
 
 impl Default for InboundTimeouts {
     fn default() -> Self {
-        Self {
-            header: Duration::from_secs(10),
-            body: Duration::from_secs(30),
-            connect: Duration::from_secs(5),
-            response: Duration::from_secs(60),
-            idle: Duration::from_secs(75),
-            shutdown: Duration::from_secs(30),
-        }
+        InboundConfig::default().timeouts
     }
 }
 
@@ -156,15 +134,7 @@ pub struct InboundCaps {
 
 impl Default for InboundCaps {
     fn default() -> Self {
-        Self {
-            connections: 10_000,
-            connections_per_client: Some(2500),
-            header_bytes: 64 << 10,
-            headers: 100,
-            body: None,
-            body_rate: Some(100),
-            pool_idle: 128,
-        }
+        InboundConfig::default().caps
     }
 }
 
@@ -189,7 +159,7 @@ pub struct ApiConfig {
 
 impl Default for ApiConfig {
     fn default() -> Self {
-        Self { listen: Some(loopback(8082)), token: None, hosts: Vec::new(), forward_auth: true, deny_status: 429 }
+        read::absent_section(|reader, root| reader.api(root))
     }
 }
 
@@ -207,7 +177,7 @@ pub struct AdminConfig {
 
 impl Default for AdminConfig {
     fn default() -> Self {
-        Self { listen: Some(loopback(8083)), token: None, hosts: Vec::new() }
+        read::absent_section(|reader, root| reader.admin(root))
     }
 }
 
@@ -225,7 +195,7 @@ pub struct LogConfig {
 
 impl Default for LogConfig {
     fn default() -> Self {
-        Self { format: LogFormat::Text, level: LogLevel::Info, refusals_per_second: 10 }
+        read::absent_section(|reader, root| reader.log(root))
     }
 }
 
@@ -254,14 +224,17 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
+    /// The words of a policy.
+    pub(crate) const WORDS: [(&'static str, Self); 5] = [
+        ("error", Self::Error),
+        ("warn", Self::Warn),
+        ("info", Self::Info),
+        ("debug", Self::Debug),
+        ("trace", Self::Trace),
+    ];
+
     /// The word in the file: `error`, `warn`, `info`, `debug` or `trace`.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Error => "error",
-            Self::Warn => "warn",
-            Self::Info => "info",
-            Self::Debug => "debug",
-            Self::Trace => "trace",
-        }
+        Self::WORDS[self as usize].0
     }
 }

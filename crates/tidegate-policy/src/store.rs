@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tidegate_core::OnOutage;
 
+use crate::read;
 use crate::secret::{Secret, SecretSource};
 
 /// `[store]`, checked and with every default filled in.
@@ -48,18 +49,7 @@ impl StoreConfig {
 
 impl Default for StoreConfig {
     fn default() -> Self {
-        Self {
-            url: StoreUrl::Memory,
-            max_bytes: 64 << 20,
-            on_outage: OnOutage::Local,
-            timeout: Duration::from_millis(50),
-            prefix: "tidegate".to_owned(),
-            hash_key: None,
-            nodes: 1,
-            sync: SyncMode::Within(Duration::from_millis(100)),
-            on_full: OnFull::Continue,
-            cluster: ClusterMode::Together,
-        }
+        read::absent_section(|reader, root| reader.store(root))
     }
 }
 

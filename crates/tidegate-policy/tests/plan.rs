@@ -5,7 +5,6 @@ use std::collections::HashSet;
 use std::net::IpAddr;
 
 use http::HeaderMap;
-use proptest::prelude::*;
 use tidegate_core::{Key, Op, ShareLevel, Verb};
 use tidegate_policy::{
     ActionSpec, KeyError, KeySeed, LimitSpec, ListStatus, PathError, Plan, Policy, PolicySources, Query,
@@ -384,49 +383,6 @@ listen = "127.0.0.1:8082"
 listen = "127.0.0.1:8083"
 "#;
     assert_eq!(plan(text).actions().len(), 1);
-}
-
-proptest! {
-    #[test]
-    fn any_policy_file_is_read_without_panic(text in "\\PC{0,200}") {
-        let _ = Policy::load(PolicySources::new().file("x", text));
-    }
-
-    #[test]
-    fn nearly_valid_files_are_read_without_panic(
-        pieces in prop::collection::vec(prop::sample::select(vec![
-            "[inbound]\n", "[inbound.global]\n", "[inbound.action.a]\n", "[inbound.action.b]\n", "[api]\n", "limit = ",
-            "\"5 per 60s\"", "\"", "\n", " = ", "match = ", "{", "}", "[", "]", ",", "path = ", "\"/a/*\"", "key = ",
-            "\"client_ip\"", "penalty = ", "base = \"2s\"", "token = ", "5", "\"\"\"", "é", "#", "listen", "\\u00e9",
-            "\"10.0.0.1/8\"", "allow = ", "limits = ", "preset = \"login\"", "cost = 9223372036854775807", "'", "ban = ",
-        ]), 0..24),
-        env in prop::collection::vec((prop::sample::select(vec![
-            "TIDEGATE__INBOUND__GLOBAL__LIMIT", "TIDEGATE__INBOUND__ACTION__A__LIMIT", "TIDEGATE__API__TOKEN",
-            "TIDEGATE__INBOUND__ACTION__A__MATCH", "TIDEGATE__INBOUND__ALLOW", "GLOBAL_RATE_LIMIT", "BACKOFF_BASE",
-            "TIDEGATE__X", "TIDEGATE__INBOUND__ACTION__A__PENALTY__CAP", "GLOBAL_RATE_WINDOW",
-        ]), "\\PC{0,12}|[0-9]{1,20}|[\\[{\"0-9a-z, .=é]{0,12}"), 0..4),
-    ) {
-        if let Err(errors) = Policy::load(PolicySources::new().file("x", pieces.concat()).env(env)) {
-            prop_assert!(errors.count() > 0 && !errors.to_string().is_empty());
-        }
-    }
-
-    #[test]
-    fn any_query_is_keyed_without_panic(path in "\\PC{0,80}", host in "\\PC{0,40}", key in "\\PC{0,300}", cookie in prop::collection::vec(32_u8..=255, 0..40)) {
-        let policy = Policy::builder()
-            .setting("inbound.path_quirks", "case")
-            .action("a", ActionSpec::new("5 per 60s").path("/a/*").key(["path", "host", "key", "cookie:c", "query:q"]))
-            .build()
-            .unwrap();
-        let mut headers = HeaderMap::new();
-        if let Ok(value) = http::HeaderValue::from_bytes(&cookie) {
-            headers.insert("cookie", value);
-        }
-        let query = Query { path: Some(&path), host: Some(&host), key: Some(&key), headers: Some(&headers), ..Query::default() };
-        let _ = policy.plan().matching_actions(&query);
-        let asked = ops(policy.plan(), "a", &query, Verb::Take);
-        prop_assert!(matches!(asked, Ok(_) | Err(KeyError::Uncountable(UncountableError::Path(PathError::TooMany)))), "{asked:?}");
-    }
 }
 
 #[test]

@@ -25,14 +25,14 @@ fn load(preset: &str, more: &str) -> Result<OutboundConfig, String> {
 /// A provider, with a store that counts its calls.
 struct Counter {
     rules: CallRules,
-    desk: TestLimiter,
+    limiter: TestLimiter,
 }
 
 impl Counter {
     fn new(preset: &str, more: &str) -> Self {
         let outbound = load(preset, more).unwrap();
         let rules = outbound.find("x").unwrap().rules(&KeySeed::new([3; 16]));
-        Self { rules, desk: TestLimiter::with_shared_limits(outbound.limits().clone()) }
+        Self { rules, limiter: TestLimiter::with_shared_limits(outbound.limits().clone()) }
     }
 
     /// Takes a call. `None` if it is admitted, otherwise the time of the next try.
@@ -45,7 +45,7 @@ impl Counter {
             let cost = if ceiling.measure == Measure::Cost { cost } else { 1 };
             batch.push(Op::new(ceiling.limit, Verb::Take, key, cost)).unwrap();
         }
-        let (decision, outcomes) = self.desk.decide(&batch, now);
+        let (decision, outcomes) = self.limiter.decide(&batch, now);
         let retry_at =
             outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.retry_at);
         (!decision.allowed).then(|| retry_at.max().unwrap())

@@ -109,7 +109,7 @@ impl PolicyEvaluator {
         Self {
             name,
             forwarding: policy.inbound().forwarding.clone(),
-            store: Memory::reproducible(Arc::new(plan.limits().clone()), max_bytes),
+            store: Memory::reproducible(Arc::clone(plan.limits()), max_bytes),
             // A fixed seed, so that the same log gives the same report.
             seed: KeySeed::new([0x7d; 16]),
             holder: 0,

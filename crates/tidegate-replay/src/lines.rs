@@ -243,8 +243,12 @@ mod tests {
             zstd.extend(zstd::encode_all(part, 1).unwrap());
         }
         for at_a_time in [1, 1000] {
-            assert!(lines(&gzip, at_a_time) == plain && lines(&zstd, at_a_time) == plain, "{at_a_time}");
+            assert!(lines(&gzip, at_a_time) == plain, "{at_a_time}");
+            if cfg!(feature = "zstd") {
+                assert!(lines(&zstd, at_a_time) == plain, "{at_a_time}");
+            }
         }
+        assert_eq!(decompressed(&zstd[..]).is_ok(), cfg!(feature = "zstd"));
         let mut cut = LineReader::new(decompressed(&gzip[..gzip.len() - 9]).unwrap());
         let mut places = Vec::new();
         let ended = loop {

@@ -91,7 +91,7 @@ impl PreciseTimer {
         *TIMER.get_or_init(|| {
             let timer: &'static Self =
                 Box::leak(Box::new(Self { entries: Mutex::default(), first_changed: Condvar::new() }));
-            thread::Builder::new().name("tidegate-alarm".to_owned()).spawn(|| timer.run()).ok().map(|_| timer)
+            thread::Builder::new().name("tidegate-timer".to_owned()).spawn(|| timer.run()).ok().map(|_| timer)
         })
     }
 

@@ -1,5 +1,5 @@
-//! The last refusal of a connection. A client that keeps calling gets the same refusal for a whole second, and copying it
-//! costs less than building it again.
+//! The last refusal of a connection. A client that keeps calling gets the same refusal for a whole second, and copying
+//! it costs less than building it again.
 
 use bytes::Bytes;
 use http::{HeaderMap, Response};

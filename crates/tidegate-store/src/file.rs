@@ -39,9 +39,9 @@ type FileStoreFuture = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>>
 /// State in this process' memory, within a fixed number of bytes, and in a file.
 ///
 /// The time is the one that comes with each batch. Answers are immediate, except those that wait for the disk. With
-/// [`FlushMode::Always`], all answers that change something wait; otherwise only those that the disk is too slow for. No
-/// answer is immediate while the file can't be written and [`OnWriteFailure::Deny`] holds. Dropping the store waits for the
-/// disk.
+/// [`FlushMode::Always`], all answers that change something wait; otherwise only those that the disk is too slow for.
+/// No answer is immediate while the file can't be written and [`OnWriteFailure::Deny`] holds. Dropping the store waits
+/// for the disk.
 pub struct FileStore {
     plan: Arc<PersistedPlan>,
     journal: Arc<Journal>,
@@ -55,8 +55,8 @@ impl std::fmt::Debug for FileStore {
 
 impl FileStore {
     /// Returns a store for these limits within `max_bytes` of memory. It begins with the file's entries of these limits
-    /// that aren't idle at `now`. If they don't fit, the least valuable are dropped ([`Store::maintain`] counts them). Less
-    /// than 1 MiB counts as 1 MiB. Several stores may share one journal, if their limits have different tags.
+    /// that aren't idle at `now`. If they don't fit, the least valuable are dropped ([`Store::maintain`] counts them).
+    /// Less than 1 MiB counts as 1 MiB. Several stores may share one journal, if their limits have different tags.
     ///
     /// In addition to `max_bytes`, the store needs 256 shards of about 350 bytes, and notes of what changed since the
     /// file was written: up to 20 bytes for every second entry.

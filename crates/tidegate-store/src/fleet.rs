@@ -1,8 +1,8 @@
 //! Many nodes over one remote store, and their decisions while it can't be reached.
 //!
 //! A decision costs one round trip, or none where a node may answer by itself. A key under a block is refused until the
-//! block ends (`blocks`), and a block that the store has lost is restored (`penalty_restore`). A slice of a limit that was
-//! taken at once is spent here (`leases`). While the store can't be reached (`link`), each limit follows its
+//! block ends (`block_cache`), and a block that the store has lost is restored (`penalty_restore`). A slice of a limit
+//! that was taken at once is spent here (`leases`). While the store can't be reached (`health`), each limit follows its
 //! [`OnOutage`]. With `local`, the node goes on with its share of the limit (`local_fallback`), and tells the store its
 //! admissions once it is back.
 
@@ -66,8 +66,8 @@ impl FleetOptions {
     }
 }
 
-/// The limits of a plan, and up to two more, for opening the [`RemoteStore`] of a [`Fleet`]. One counts the nodes that share
-/// a store. The other exists where keys can be blocked: under it the store keeps the times of resets.
+/// The limits of a plan, and up to two more, for opening the [`RemoteStore`] of a [`Fleet`]. One counts the nodes that
+/// share a store. The other exists where keys can be blocked: under it the store keeps the times of resets.
 ///
 /// # Errors
 /// The plan and the additional limits are more than 4095 together: at 4094 limits of the plan, or 4095 if none blocks.
@@ -79,7 +79,7 @@ pub fn fleet_limits(limits: &Limits) -> Result<Limits, LimitError> {
     Limits::new(limits.iter().map(|(_, limit)| limit.clone()).chain(reset_log_limit).chain([heartbeat_limit]).collect())
 }
 
-/// The least number of failures within a second that is logged. Each made a link suspect.
+/// The least number of failures within a second that is logged. Each made a partition suspect.
 const LATE_WARNING_THRESHOLD: u64 = 3;
 /// The time for which a node is counted after its last message.
 const NODE_LEASE: Span = Span::from_secs(10);
@@ -94,7 +94,7 @@ pub struct Fleet {
     _tasks: Arc<JoinSet<()>>,
 }
 
-/// The state that decisions and chores share.
+/// The state that decisions and tasks share.
 struct FleetNode {
     remote: Box<dyn RemoteStore>,
     clock: Box<dyn Clock>,
@@ -106,15 +106,15 @@ struct FleetNode {
     leases: Arc<Leases>,
     submit_sender: mpsc::Sender<(Batch, Time)>,
     dropped_count: AtomicU64,
-    /// The number of failures that made a link suspect, since it was last logged.
+    /// The number of failures that made a partition suspect, since it was last logged.
     late_count: AtomicU64,
-    /// The number of nodes that the store last reported. After a start or an outage, its reports until `node_count_reliable_at` may
-    /// be too low.
+    /// The number of nodes that the store last reported. After a start or an outage, its reports until
+    /// `node_count_reliable_at` may be too low.
     node_count: AtomicUsize,
     node_count_reliable_at: AtomicU64,
     /// True if the store was found to have another secret, so that it is logged once.
     has_other_seed: AtomicBool,
-    /// The number of links that are down, so that it is logged once.
+    /// The number of partitions that are down, so that it is logged once.
     down_count: AtomicUsize,
 }
 
@@ -229,9 +229,9 @@ impl Store for Fleet {
         if late >= LATE_WARNING_THRESHOLD {
             tracing::warn!(late, "answers of the store come too late: decisions are made without it, time and again");
         }
-        self.node.partitions.iter().fold(Losses::default(), |losses, link| {
-            let local = link.fallback().map(|local| local.memory().maintain(now));
-            link.drop_unused_fallback();
+        self.node.partitions.iter().fold(Losses::default(), |losses, partition| {
+            let local = partition.fallback().map(|local| local.memory().maintain(now));
+            partition.drop_unused_fallback();
             losses.plus(local.unwrap_or_default())
         })
     }
@@ -247,7 +247,7 @@ impl FleetNode {
         spend_result
     }
 
-    /// The links to the parts that hold a batch's keys, one for each key.
+    /// The partitions that hold a batch's keys, one for each key.
     fn partitions_of(&self, batch: &Batch) -> impl Iterator<Item = (&PartitionHealth, RoutingKey)> {
         let affinity = batch.context().affinity;
         batch
@@ -260,14 +260,14 @@ impl FleetNode {
         self.partitions.get(self.remote.partition(affinity, key)).unwrap_or(&self.partitions[0])
     }
 
-    /// The link on which a batch depends: one that isn't up, if there is any.
+    /// The partition on which a batch depends: one that isn't up, if there is any.
     fn batch_partition(&self, batch: &Batch) -> &PartitionHealth {
-        let mut partitions = self.partitions_of(batch).map(|(link, _)| link);
+        let mut partitions = self.partitions_of(batch).map(|(partition, _)| partition);
         let first = partitions.next().unwrap_or(&self.partitions[0]);
-        if first.is_up() { partitions.find(|link| !link.is_up()).unwrap_or(first) } else { first }
+        if first.is_up() { partitions.find(|partition| !partition.is_up()).unwrap_or(first) } else { first }
     }
 
-    /// The link to the part that has the roll.
+    /// The partition with the heartbeats.
     fn heartbeat_partition(&self) -> &PartitionHealth {
         self.partition_of_key(0, HEARTBEAT_KEY)
     }
@@ -289,8 +289,8 @@ impl FleetNode {
         outcomes
     }
 
-    /// Asks the store for as long as its link is up. If the answer lacks a block that should still hold, it is accepted
-    /// only if the key was reset since.
+    /// Asks the store for as long as its partition is up. If the answer lacks a block that should still hold, it is
+    /// accepted only if the key was reset since.
     async fn apply_and_record(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let outcomes = self.apply_remote(batch, sent_at).await?;
         if self.blocks.update_from_store(batch, &outcomes, sent_at) {
@@ -327,15 +327,15 @@ impl FleetNode {
         blocked
     }
 
-    /// Asks the store for as long as its link is up, and learns nothing from the answer.
+    /// Asks the store for as long as its partition is up, and learns nothing from the answer.
     async fn apply_remote(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let partition = self.batch_partition(batch);
         let outcomes = partition.wait_for_response(self.remote.apply(batch, sent_at), self.options.timeout).await;
         match &outcomes {
             Ok(_) => {}
-            // The link fell because another request failed, or isn't up.
+            // The partition went down because another request failed, or isn't up.
             Err(StoreError::Unavailable) => {}
-            // The checks of each link find out which one failed.
+            // The checks of each partition find out which one failed.
             Err(_) => {
                 self.late_count.fetch_add(1, Ordering::Relaxed);
                 self.partitions_of(batch)
@@ -443,10 +443,10 @@ impl FleetNode {
         self.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0)
     }
 
-    /// A batch that shows if the part of the store behind a link takes writes.
+    /// A batch that shows if a partition of the store takes writes.
     fn probe_batch(&self, partition: &PartitionHealth) -> Batch {
         match partition.failed_key() {
-            // The key selects the failed part, and its roll entry is kept there too.
+            // The key selects the failed part, and its heartbeat entry is kept there too.
             Some(RoutingKey { affinity, key }) if self.partitions.len() > 1 => {
                 self.node_list_batch(Verb::Take, Key::new(HEARTBEAT_KEY.hi(), key.lo()), affinity)
             }
@@ -454,7 +454,7 @@ impl FleetNode {
         }
     }
 
-    /// Updates the number of nodes from the answer to the roll call.
+    /// Updates the number of nodes from the answer to a heartbeat.
     fn update_node_count(&self, outcomes: &Outcomes) {
         let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok()).unwrap_or(1).max(1);
         if self.clock.now().as_micros() < self.node_count_reliable_at.load(Ordering::Relaxed) {

@@ -56,6 +56,9 @@ pub use rows::DatabaseOptions;
 use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 
 /// A store of state.
+///
+/// A store that wraps another one passes every method on, also those with a default: without [`Store::maintain`], idle
+/// entries stay; without [`Store::vote`], a node of a fleet decides by itself alone.
 pub trait Store: Send + Sync + 'static {
     /// The future of an answer that isn't immediate.
     type Future: Future<Output = Result<Outcomes, StoreError>> + Send;

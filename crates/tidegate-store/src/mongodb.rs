@@ -1,4 +1,4 @@
-//! State in MongoDB 4.4 or later, and what speaks its protocol.
+//! State in MongoDB 4.4 or later, or in another server with its protocol.
 
 mod collections;
 
@@ -7,36 +7,37 @@ use std::time::Duration;
 
 use ::mongodb::options::{ClientOptions, ConnectionString, ReadConcern, WriteConcern};
 use ::mongodb::{Client, ClientSession};
-use tidegate_core::{Batch, Limits, Outcomes, Time};
+use tidegate_core::{Limits, Time};
 use tokio::sync::OnceCell;
 
 use self::collections::{Collections, StateDocument, classify_error};
+use crate::StoreError;
 use crate::rows::loaded_rows::RowChange;
 use crate::rows::{
-    BatchGroup, CLEAN_TIMEOUT, CONNECT_TIMEOUT, DatabaseOptions, DecisionClock, GROUP_TIMEOUT, GroupDriver, GroupError,
-    GroupExecutor, LoadedRows, MAX_CLEAN_STEPS, RowKey, with_timeout,
+    BatchGroup, BatchResults, CLEAN_TIMEOUT, CONNECT_TIMEOUT, DatabaseOptions, DecisionClock, GROUP_TIMEOUT,
+    GroupDriver, GroupError, GroupExecutor, LoadedRows, MAX_CLEAN_STEPS, RowKey, impl_remote_store, with_timeout,
 };
-use crate::{RemoteFuture, RemoteStore, StoreError};
 
-/// How long a client has the documents of a batch to itself. Whoever dies meanwhile keeps others from them for so long.
+/// The time for which a client locks the documents of a batch. The documents of a client that dies stay locked until
+/// then.
 const LOCK_DURATION: Duration = Duration::from_secs(1);
-/// How often documents are read until two readings in a row agree.
+/// The maximum number of readings until two in a row agree.
 const MAX_READS: u32 = 8;
 
-/// A store in MongoDB 4.4 or later: two collections, `…meta` and `…state`, made when it is first asked, in the database
-/// that the URL names, or else in `tidegate`.
+/// A store in MongoDB 4.4 or later: two collections, `…meta` and `…state`, created at the first request, in the
+/// database that the URL names, or else in `tidegate`.
 ///
-/// It goes by the clock of the server that answers, to the millisecond; several `mongos` routers count each by its own.
-/// A batch over one key is exact wherever it is kept. One over several is a transaction on a replica set or a sharded
-/// cluster. A server that stands alone has none: there the keys are taken in order under leases, what is charged is
-/// written before the answer, and who dies in between leaves some of the keys charged, and the others taken for a
-/// second, in which questions about them fail.
+/// The time of a decision is that of the server that answers, to the millisecond; each of several `mongos` routers has
+/// its own clock. A batch over one key is atomic on every kind of server. A batch over several keys is a transaction on
+/// a replica set or a sharded cluster. A standalone server has no transactions: there the keys are locked in order, and
+/// charges are written before the answer. A client that dies in between leaves some keys charged, and the others locked
+/// for one second, in which requests for them fail.
 ///
-/// The driver's tasks live in the tokio runtime that asks first, and the store with them.
+/// The driver's tasks, and the store with them, live in the tokio runtime of the first request.
 pub struct MongoDb(GroupExecutor<MongoDriver>);
 
 impl MongoDb {
-    /// A store for these limits. It connects when it is first asked; that nobody answers is told then.
+    /// A store for these limits. It connects at the first request, which fails if no server answers.
     ///
     /// # Errors
     /// [`StoreError::Failed`] if an option can't be used.
@@ -55,32 +56,9 @@ impl MongoDb {
     }
 }
 
-impl RemoteStore for MongoDb {
-    fn limits(&self) -> &Arc<Limits> {
-        self.0.limits()
-    }
+impl_remote_store!(MongoDb);
 
-    fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
-        self.0.apply(batch, now)
-    }
-
-    fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]> {
-        let driver = self.0.driver();
-        Box::pin(with_timeout(
-            GROUP_TIMEOUT,
-            async move { driver.collections().await?.get_or_insert_seed(proposal).await },
-        ))
-    }
-
-    fn maintain(&self) -> RemoteFuture<()> {
-        let driver = self.0.driver();
-        Box::pin(with_timeout(CLEAN_TIMEOUT, async move { driver.remove_expired().await }))
-    }
-}
-
-type BatchResults = Vec<Result<Outcomes, StoreError>>;
-
-/// The server, connected to when it is first asked.
+/// The server, connected at the first request.
 struct MongoDriver {
     url: ConnectionString,
     prefix: String,
@@ -97,7 +75,7 @@ impl MongoDriver {
             options.connect_timeout = Some(CONNECT_TIMEOUT);
             options.server_selection_timeout = Some(CONNECT_TIMEOUT);
             options.max_pool_size = Some(self.connections);
-            // What was answered must outlive the loss of the server that answered.
+            // A decision that was answered must survive the loss of the server that answered.
             options.write_concern.get_or_insert_with(WriteConcern::majority);
             let client = Client::with_options(options).map_err(|error| classify_error(&error))?;
             Collections::new(client, &self.prefix).await
@@ -109,8 +87,8 @@ impl MongoDriver {
         ledger.execute_all(group, |queued| self.clock.decision_time(queued.now(), server_time))
     }
 
-    /// Looks at documents without taking them. Two readings in a row that agree show them all at one moment, as every
-    /// change gives a document another version.
+    /// Reads documents without locking them. Every change sets a new version, so two readings in a row that agree show
+    /// all documents at one time.
     async fn execute_read_only(
         &self,
         documents: &Collections,
@@ -139,7 +117,7 @@ impl MongoDriver {
         Ok(self.execute_group(&mut ledger, group, server_time))
     }
 
-    /// Changes one document, if it is still as it was read.
+    /// Changes one document if it hasn't changed since it was read.
     async fn execute_one(
         &self,
         documents: &Collections,
@@ -176,15 +154,15 @@ impl MongoDriver {
                 Ok(answers)
             }
             other => {
-                // An abort that is lost is made up for by the server when the session's next transaction begins, or by
-                // its own limit.
+                // If the abort is lost, the server ends the transaction when the session's next one begins, or at its
+                // own time limit.
                 let _ = session.abort_transaction().await;
                 other.map(|(answers, _)| answers)
             }
         }
     }
 
-    /// What happens between a transaction's begin and end, and whether it changed anything.
+    /// The steps between begin and end of a transaction. Returns the results, and true if anything changed.
     async fn execute_and_write(
         &self,
         documents: &Collections,
@@ -194,7 +172,8 @@ impl MongoDriver {
     ) -> Result<(BatchResults, bool), GroupError> {
         let keys = group_keys(group);
         let found = documents.read_in_session(session, &keys).await?;
-        // Read after the snapshot: whoever commits a change of these documents later, by a snapshot of before, fails.
+        // Read after the snapshot: a transaction with an earlier snapshot that commits a change of these documents
+        // later fails.
         let server_time = documents.server_time().await?;
         check_unlocked(&found, server_time)?;
         let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
@@ -207,9 +186,8 @@ impl MongoDriver {
         Ok((answers, is_changed))
     }
 
-    /// Changes several documents where there are no transactions: each is taken, in key order, before any is changed.
-    /// A change gives back what it was made to; whoever was held up beyond the lease fails at it, as others have given
-    /// the document another version.
+    /// Changes several documents without a transaction: each is locked, in key order, before any is changed. A change
+    /// unlocks its document. A client that was delayed beyond its lock fails, because others have set a new version.
     async fn execute_with_locks(
         &self,
         documents: &Collections,
@@ -239,13 +217,13 @@ impl MongoDriver {
             let changes = matches!(change, RowChange::Write(..) | RowChange::Remove);
             let done = match change {
                 RowChange::Keep => documents.unlock(key, *version).await,
-                // It was made only to be taken.
+                // It was inserted only to be locked.
                 RowChange::StayAbsent => documents.write(None, key, Some(*version), RowChange::Remove).await,
                 change => documents.write(None, key, Some(*version), change).await,
             };
             match done {
                 Ok(()) => has_written |= changes,
-                // Another try would charge what is written once more.
+                // A retry would charge the written documents twice.
                 Err(GroupError::Conflict(_) | GroupError::ConnectionLost(_)) if has_written => {
                     return Err(GroupError::Failed("the lease ran out halfway".into()));
                 }
@@ -255,15 +233,21 @@ impl MongoDriver {
         Ok(answers)
     }
 
-    /// Removes what has expired, a bounded number of documents.
-    async fn remove_expired(&self) -> Result<(), GroupError> {
-        let documents = self.collections().await?;
-        for _ in 0..MAX_CLEAN_STEPS {
-            if !documents.remove_expired(self.clock.expiry_cutoff_micros()).await? {
-                break;
+    async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], StoreError> {
+        with_timeout(GROUP_TIMEOUT, async { self.collections().await?.get_or_insert_seed(proposal).await }).await
+    }
+
+    async fn remove_expired(&self) -> Result<(), StoreError> {
+        let clean = async {
+            let documents = self.collections().await?;
+            for _ in 0..MAX_CLEAN_STEPS {
+                if !documents.remove_expired(self.clock.expiry_cutoff_micros()).await? {
+                    break;
+                }
             }
-        }
-        Ok(())
+            Ok(())
+        };
+        with_timeout(CLEAN_TIMEOUT, clean).await
     }
 }
 
@@ -289,7 +273,7 @@ fn stored_states(found: &[StateDocument]) -> impl Iterator<Item = (RowKey, Vec<u
     found.iter().map(|document| (document.key(), document.state().to_vec()))
 }
 
-/// Whether nobody has taken any of these documents.
+/// Fails if a client has one of these documents locked.
 fn check_unlocked(found: &[StateDocument], clock: Time) -> Result<(), GroupError> {
     match found.iter().all(|document| document.is_unlocked(clock)) {
         true => Ok(()),

@@ -7,20 +7,20 @@ use std::sync::Arc;
 use sqlx::error::DatabaseError;
 use sqlx::mysql::{MySqlConnectOptions, MySqlConnection, MySqlDatabaseError};
 use sqlx::{AssertSqlSafe, Error, Row as _};
-use tidegate_core::{Batch, Limits, Outcomes, Time};
+use tidegate_core::Limits;
 
-use crate::rows::sql::{ReadRows, RowWrite, SqlDialect, SqlDriver};
-use crate::rows::{DatabaseOptions, GroupExecutor, MAX_GROUP_ROWS, RowKey, SCHEMA_VERSION};
-use crate::{RemoteFuture, RemoteStore, StoreError};
+use crate::StoreError;
+use crate::rows::sql::{ReadRows, RowWrite, SqlDialect, SqlDriver, trusted_sql};
+use crate::rows::{DatabaseOptions, GroupExecutor, MAX_GROUP_ROWS, RowKey, SCHEMA_VERSION, impl_remote_store};
 
-/// A store in MySQL 8, or MariaDB 10.6 or later: two tables, `…meta` and `…state`, made when it is first asked.
+/// A store in MySQL 8, or MariaDB 10.6 or later: two tables, `…meta` and `…state`, created at the first request.
 ///
-/// It goes by the clock of the server, read when a decision's rows are locked. A node that freezes in the middle of a
-/// decision keeps others from its rows for five seconds with MariaDB, for a minute with MySQL.
+/// The time of a decision is the server's, read when the decision's rows are locked. A node that freezes during a
+/// decision locks its rows for five seconds with MariaDB, for a minute with MySQL.
 pub struct MySql(GroupExecutor<SqlDriver<MySqlDialect>>);
 
 impl MySql {
-    /// A store for these limits. It connects when it is first asked; that nobody answers is told then.
+    /// A store for these limits. It connects at the first request, which fails if no server answers.
     ///
     /// # Errors
     /// [`StoreError::Failed`] if an option can't be used.
@@ -38,27 +38,9 @@ impl MySql {
     }
 }
 
-impl RemoteStore for MySql {
-    fn limits(&self) -> &Arc<Limits> {
-        self.0.limits()
-    }
+impl_remote_store!(MySql);
 
-    fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
-        self.0.apply(batch, now)
-    }
-
-    fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]> {
-        let sql = self.0.driver();
-        Box::pin(async move { sql.get_or_insert_seed(proposal).await })
-    }
-
-    fn maintain(&self) -> RemoteFuture<()> {
-        let sql = self.0.driver();
-        Box::pin(async move { sql.remove_expired().await })
-    }
-}
-
-/// The server's clock in microseconds. It stands still within a statement, and knows no time zones.
+/// The server's clock in microseconds. It is the same throughout a statement, and in UTC.
 const SERVER_MICROS_SQL: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
 /// The statements, with the names of the tables.
@@ -88,8 +70,8 @@ impl MySqlDialect {
                  INSERT IGNORE INTO {prefix}meta VALUES ('schema', '{SCHEMA_VERSION}')"
             )
             .into(),
-            // A row that exists is locked as one that is made: first a look and then an insertion would leave locks on
-            // the gap between, over which two that want to insert there block each other.
+            // One statement locks existing and inserted rows. A read before the insertion would lock gaps, and two
+            // transactions that insert into the same gap would block each other.
             lock_rows: ListStatement::new(
                 |list| {
                     format!("INSERT INTO {prefix}state VALUES {list} ON DUPLICATE KEY UPDATE expires_at = expires_at")
@@ -105,7 +87,7 @@ impl MySqlDialect {
                 },
                 "?",
             ),
-            // MariaDB has no other word for a row that is inserted.
+            // MariaDB knows the inserted row only as `VALUES`.
             write_rows: ListStatement::new(
                 |list| {
                     format!(
@@ -130,7 +112,8 @@ impl MySqlDialect {
     }
 }
 
-/// A statement over a list, for 1, 2, 4 … [`MAX_GROUP_ROWS`] items: so few that each connection keeps all of them prepared.
+/// A statement over a list, for 1, 2, 4 … [`MAX_GROUP_ROWS`] items: few enough that each connection keeps all of them
+/// prepared.
 struct ListStatement(Vec<Arc<str>>);
 
 impl ListStatement {
@@ -139,7 +122,8 @@ impl ListStatement {
         Self(sizes.map(|size| statement(&vec![item; size].join(", ")).into()).collect())
     }
 
-    /// The statement for a list, and the list with its last item repeated until it fits, which changes nothing.
+    /// The statement for a list, and the list with its last item repeated until it fits. The repetition changes
+    /// nothing.
     fn for_items<'a, T>(&self, items: &'a [T]) -> (AssertSqlSafe<Arc<str>>, impl Iterator<Item = &'a T>) {
         let size = items.len().next_power_of_two();
         let statement = &self.0[size.ilog2() as usize];
@@ -147,12 +131,7 @@ impl ListStatement {
     }
 }
 
-/// A statement of ours: the only part that isn't literal is a prefix that was checked.
-fn trusted_sql(statement: &Arc<str>) -> AssertSqlSafe<Arc<str>> {
-    AssertSqlSafe(Arc::clone(statement))
-}
-
-/// The server's number of an error.
+/// The server's error number.
 fn error_number(error: &dyn DatabaseError) -> u16 {
     error.try_downcast_ref::<MySqlDatabaseError>().map_or(0, MySqlDatabaseError::number)
 }
@@ -172,7 +151,7 @@ impl SqlDialect for MySqlDialect {
             SET SESSION innodb_lock_wait_timeout = 2, wait_timeout = 60";
         sqlx::raw_sql(session_settings).execute(&mut *connection).await?;
         match sqlx::raw_sql("SET SESSION idle_transaction_timeout = 5").execute(connection).await {
-            // MySQL ends a transaction that lies still only with its connection.
+            // MySQL ends an idle transaction only with its connection.
             Err(Error::Database(error)) if error_number(&*error) == UNKNOWN_VARIABLE => Ok(()),
             set => set.map(drop),
         }
@@ -180,10 +159,10 @@ impl SqlDialect for MySqlDialect {
 
     async fn ensure_schema(&self, connection: &mut MySqlConnection) -> Result<Vec<u8>, Error> {
         const NO_SUCH_TABLE: u16 = 1146;
-        // Tried first: making what exists asks for rights that whoever only uses it may not have.
+        // Read first: creating tables needs rights that a user of existing tables may not have.
         match sqlx::query_scalar(trusted_sql(&self.select_version)).fetch_optional(&mut *connection).await {
             Ok(Some(version)) => return Ok(version),
-            // Another node is making them.
+            // Another node is creating the tables.
             Ok(None) => {}
             Err(Error::Database(error)) if error_number(&*error) == NO_SUCH_TABLE => {}
             Err(error) => return Err(error),
@@ -199,7 +178,7 @@ impl SqlDialect for MySqlDialect {
     }
 
     async fn read_rows(&self, connection: &mut MySqlConnection, keys: &[RowKey]) -> Result<ReadRows, Error> {
-        // Whoever only asks for the time is told it beside any row.
+        // Without keys, any row will do: the time comes with it.
         let any = [RowKey::default()];
         let (statement, keys) = self.read_rows.for_items(if keys.is_empty() { &any } else { keys });
         let query = keys.fold(sqlx::query(statement), |query, key| query.bind(key.as_bytes()));
@@ -217,7 +196,7 @@ impl SqlDialect for MySqlDialect {
     }
 
     async fn write_rows(&self, connection: &mut MySqlConnection, rows: &[RowWrite]) -> Result<(), Error> {
-        // The last is repeated: the one of the fewest bytes.
+        // The last row is repeated, so it is the one with the fewest bytes.
         let mut rows: Vec<&RowWrite> = rows.iter().collect();
         rows.sort_unstable_by_key(|(_, state, _)| Reverse(state.len()));
         let (statement, rows) = self.write_rows.for_items(&rows);
@@ -242,7 +221,7 @@ impl SqlDialect for MySqlDialect {
         let most = i64::try_from(most).unwrap_or(i64::MAX);
         let expired = sqlx::query_scalar(trusted_sql(&self.select_expired)).bind(at).bind(most);
         let mut expired: Vec<Vec<u8>> = expired.fetch_all(&mut *connection).await?;
-        // In the order in which decisions lock them.
+        // In the order in which decisions lock rows.
         expired.sort_unstable();
         for chunk in expired.chunks(MAX_GROUP_ROWS) {
             let (statement, ids) = self.remove_expired.for_items(chunk);

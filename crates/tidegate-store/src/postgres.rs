@@ -4,21 +4,21 @@ use std::sync::Arc;
 
 use sqlx::error::DatabaseError;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
-use sqlx::{AssertSqlSafe, Error, Row as _};
-use tidegate_core::{Batch, Limits, Outcomes, Time};
+use sqlx::{Error, Row as _};
+use tidegate_core::Limits;
 
-use crate::rows::sql::{ReadRows, RowWrite, SqlDialect, SqlDriver};
-use crate::rows::{DatabaseOptions, GroupExecutor, RowKey, SCHEMA_VERSION};
-use crate::{RemoteFuture, RemoteStore, StoreError};
+use crate::StoreError;
+use crate::rows::sql::{ReadRows, RowWrite, SqlDialect, SqlDriver, trusted_sql};
+use crate::rows::{DatabaseOptions, GroupExecutor, RowKey, SCHEMA_VERSION, impl_remote_store};
 
-/// A store in PostgreSQL 12 or later: two tables, `…meta` and `…state`, made when it is first asked.
+/// A store in PostgreSQL 12 or later: two tables, `…meta` and `…state`, created at the first request.
 ///
-/// It goes by the clock of the server, read when a decision's rows are locked. A node that freezes in the middle of a
-/// decision keeps others from its rows for five seconds.
+/// The time of a decision is the server's, read when the decision's rows are locked. A node that freezes during a
+/// decision locks its rows for five seconds.
 pub struct Postgres(GroupExecutor<SqlDriver<PostgresDialect>>);
 
 impl Postgres {
-    /// A store for these limits. It connects when it is first asked; that nobody answers is told then.
+    /// A store for these limits. It connects at the first request, which fails if no server answers.
     ///
     /// # Errors
     /// [`StoreError::Failed`] if an option can't be used.
@@ -37,25 +37,7 @@ impl Postgres {
     }
 }
 
-impl RemoteStore for Postgres {
-    fn limits(&self) -> &Arc<Limits> {
-        self.0.limits()
-    }
-
-    fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
-        self.0.apply(batch, now)
-    }
-
-    fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]> {
-        let sql = self.0.driver();
-        Box::pin(async move { sql.get_or_insert_seed(proposal).await })
-    }
-
-    fn maintain(&self) -> RemoteFuture<()> {
-        let sql = self.0.driver();
-        Box::pin(async move { sql.remove_expired().await })
-    }
-}
+impl_remote_store!(Postgres);
 
 /// The statements, with the names of the tables.
 struct PostgresDialect {
@@ -74,8 +56,8 @@ impl PostgresDialect {
     fn new(prefix: &str) -> Self {
         Self {
             select_version: format!("SELECT value FROM {prefix}meta WHERE name = 'schema'").into(),
-            // Two nodes that make one table at the same time would fail each other without a lock. An expiry that stays
-            // within its step leaves the index alone, and then room in the page lets the row stay there.
+            // Without a lock, two nodes that create a table at the same time would fail each other. An expiry that
+            // stays within its step doesn't change the index, and then free room in the page lets the row stay there.
             create_tables: format!(
                 "BEGIN; SELECT pg_advisory_xact_lock(hashtext('{prefix}meta'));
                  CREATE TABLE IF NOT EXISTS {prefix}meta (name text PRIMARY KEY, value bytea NOT NULL);
@@ -86,8 +68,8 @@ impl PostgresDialect {
                  COMMIT"
             )
             .into(),
-            // A row in conflict is locked before its condition is looked at, so this locks what exists and makes what
-            // doesn't, in one order.
+            // A row in conflict is locked before its condition is evaluated. So this locks existing rows and inserts
+            // missing ones, in one order.
             lock_rows: format!(
                 "INSERT INTO {prefix}state AS old SELECT key, ''::bytea, 0 FROM unnest($1::bytea[]) AS new (key) ORDER BY key
                  ON CONFLICT (key) DO UPDATE SET state = old.state WHERE false"
@@ -118,11 +100,6 @@ impl PostgresDialect {
     }
 }
 
-/// A statement of ours: the only part that isn't literal is a prefix that was checked.
-fn trusted_sql(statement: &Arc<str>) -> AssertSqlSafe<Arc<str>> {
-    AssertSqlSafe(Arc::clone(statement))
-}
-
 fn key_bytes(keys: &[RowKey]) -> Vec<&[u8]> {
     keys.iter().map(RowKey::as_bytes).collect()
 }
@@ -130,7 +107,7 @@ fn key_bytes(keys: &[RowKey]) -> Vec<&[u8]> {
 impl SqlDialect for PostgresDialect {
     type Connection = PgConnection;
 
-    // A plan is kept per connection and made for a table that may be empty then, where reading all of it looks cheapest.
+    // A connection keeps its query plans. A plan that was made for an empty table would scan the whole table.
     const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_seqscan = off; \
         SET LOCAL idle_in_transaction_session_timeout = '5s'; SET LOCAL lock_timeout = '2s'";
 
@@ -146,7 +123,7 @@ impl SqlDialect for PostgresDialect {
         const UNDEFINED_TABLE: &str = "42P01";
         let version = sqlx::query_scalar(trusted_sql(&self.select_version)).fetch_one(&mut *connection).await;
         match version {
-            // Tried first: making what exists asks for rights that whoever only uses it may not have.
+            // Read first: creating tables needs rights that a user of existing tables may not have.
             Err(Error::Database(error)) if error.code().as_deref() == Some(UNDEFINED_TABLE) => {
                 sqlx::raw_sql(trusted_sql(&self.create_tables)).execute(&mut *connection).await?;
                 sqlx::query_scalar(trusted_sql(&self.select_version)).fetch_one(connection).await

@@ -1,9 +1,8 @@
-//! State in Redis, Valkey or a server that speaks as they do (6.2 and later), alone, in a cluster or behind sentinels.
+//! State in Redis, Valkey or a compatible server (6.2 and later), standalone, in a cluster or behind sentinels.
 //!
-//! A decision is one round trip: a script in the server does what [`tidegate_core::batch::execute`] does to the states,
-//! and answers with as much of them as it takes to give core's own answers here. Each state is one key that expires by
-//! itself. All share one connection, which is made when it is first needed; while there is none, who asks is told so at
-//! once.
+//! A decision is one round trip. A script in the server does to the states what [`tidegate_core::batch::execute`] does.
+//! Its answer has as much of the states as this side needs for the same outcomes. Each state is one key that expires by
+//! itself. All requests share one connection, opened at the first request. While it is down, requests fail at once.
 
 mod address;
 mod batcher;
@@ -36,31 +35,30 @@ use masters::SlotMasters;
 use redis::{Cmd, ServerErrorKind, Value};
 use script::{Script, ScriptCache, ScriptKind};
 
-/// How often a question is asked again because the server's clock isn't where it was thought to be. Once is enough
-/// unless a period ends between.
+/// The maximum number of attempts when the server's clock isn't where it was expected. Two are enough, unless a period
+/// ends in between.
 const MAX_PERIOD_TRIES: u32 = 4;
 
-/// Where a Redis store is, and how it is used.
+/// The options of a Redis store.
 #[derive(Clone)]
 pub struct RedisOptions {
     /// `SCHEME://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`, user and password percent-encoded. The scheme is `redis`;
     /// `redis-cluster` with one host or more, separated by commas; or `redis-sentinel` with the sentinels' hosts and
     /// `/SERVICE[/DATABASE]` behind them. `rediss` and its like are encrypted.
     pub url: String,
-    /// What all names in the server begin with. Default `tidegate:`. Nodes that share state must agree on it.
+    /// The beginning of all names in the server. Default `tidegate:`. Nodes that share state must agree on it.
     pub prefix: String,
-    /// Whose time it decides by. Default the server's.
+    /// The source of decisions' time. Default the server's clock.
     pub time_source: TimeSource,
-    /// In a cluster, whether a batch whose keys have nothing in common is carried out in parts: one that is
-    /// interrupted, or meets another, may then be refused although there was room, but no limit is ever exceeded. Default
-    /// no: it fails.
+    /// In a cluster, true to execute a batch over several slots in parts. A batch that is interrupted, or meets
+    /// another, may then be refused although there was room, but no limit is ever exceeded. Default false: such a batch
+    /// fails.
     pub reserve: bool,
-    /// How long connecting and logging in may take. Default 1 s.
+    /// The maximum time for connecting and logging in. Default 1 s.
     pub connect_timeout: Duration,
-    /// How long the server may take to answer before the connection is given up. A backstop: who asks bounds its own
-    /// wait. Default 1 s.
+    /// The maximum time for an answer; then the connection is closed. Callers bound their own waits. Default 1 s.
     pub answer_timeout: Duration,
-    /// The authorities that an encrypted server's certificate is trusted from, as PEM. Default the system's.
+    /// The trusted certificate authorities of an encrypted server, as PEM. Default the system's.
     pub authorities: Option<Vec<u8>>,
 }
 
@@ -107,22 +105,21 @@ struct RedisInner {
     connection: SharedConnection,
     batcher: Batcher,
     masters: SlotMasters,
-    /// How far the server's clock was ahead of the callers' in the last answer, in microseconds: where to look for the
-    /// period of a quota.
+    /// The server's time minus the caller's in the last answer, in microseconds. It predicts the period of a quota.
     clock_offset_micros: AtomicI64,
 }
 
 impl fmt::Debug for Redis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Redis").field("link", &self.inner.connection).finish_non_exhaustive()
+        f.debug_struct("Redis").field("connection", &self.inner.connection).finish_non_exhaustive()
     }
 }
 
 impl Redis {
-    /// A store for these limits. It connects when it is first asked.
+    /// A store for these limits. It connects at the first request.
     ///
     /// # Errors
-    /// A URL that can't be one. A server that isn't there is no error here.
+    /// An invalid URL. A server that can't be reached is no error here.
     pub fn new(options: RedisOptions, limits: Arc<Limits>) -> Result<Self, RedisUrlError> {
         let RedisOptions { url, prefix, time_source: time, reserve, connect_timeout, answer_timeout, authorities } =
             options;
@@ -198,13 +195,13 @@ impl RedisInner {
             if !self.reserve {
                 return Err(StoreError::Failed("the keys of the batch lie in several slots of the cluster".into()));
             }
-            // Apart, so that those who don't need it don't make room for it.
+            // Boxed, so that the futures of other calls have no room for it.
             return Box::pin(self.apply_by_slot(batch, now)).await;
         }
         self.apply_in_one_slot(batch, now, RefusalSummary::default()).await
     }
 
-    /// Asks what lies in one place.
+    /// Executes a batch with all keys in one slot.
     async fn apply_in_one_slot(
         self: &Arc<Self>,
         batch: &Batch,
@@ -236,7 +233,7 @@ impl RedisInner {
         };
         for _ in 0..MAX_PERIOD_TRIES {
             let request = codec.encode(now, expected_now);
-            // Resets are told on a channel.
+            // Resets are published on a channel.
             let arguments = iter::once(request.argument()).chain(codec.has_reset().then(|| key_names.reset_channel()));
             let answer = self.run_script(script, request.names(), arguments).await;
             let Value::BulkString(bytes) = answer.map_err(|error| self.to_store_error(error))? else {
@@ -250,7 +247,7 @@ impl RedisInner {
         Err(StoreError::Failed("the server's clock is never where it was".into()))
     }
 
-    /// Runs a script by its hash, or by its text where the server doesn't know it.
+    /// Runs a script by its hash, or by its text if the server doesn't know it.
     async fn run_script<'a>(
         &self,
         script: &Script,
@@ -289,7 +286,7 @@ impl RedisInner {
             .store(server_time.as_micros() as i64 - caller_time.as_micros() as i64, Ordering::Relaxed);
     }
 
-    /// The present moment, from a server that is there.
+    /// Returns the time of a decision, after one round trip to the server.
     async fn decision_time(&self, now: Time) -> Result<Time, StoreError> {
         let time = redis::cmd("TIME");
         let Value::Array(parts) = self.send(&time).await? else { return Err(missing_time_error()) };

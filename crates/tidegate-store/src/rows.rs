@@ -1,8 +1,8 @@
 //! Stores that keep rows: one for each key under a limit, its state as bytes that only this program reads.
 //!
-//! Callers that wait at the same time are carried out together: the [queue](GroupExecutor) forms groups of them, a
-//! [driver](GroupDriver) locks and loads the rows of a whole group at once, a [ledger](LoadedRows) decides one batch after the
-//! other, and what changed is written back at once.
+//! Batches that wait at the same time are executed together. The [executor](GroupExecutor) forms groups of them. A
+//! [driver](GroupDriver) locks and loads all rows of a group at once. [`LoadedRows`] decides one batch after the other,
+//! and all changes are written back at once.
 
 mod executor;
 pub(crate) mod loaded_rows;
@@ -20,36 +20,67 @@ use tidegate_core::{Key, Time};
 
 #[cfg(feature = "mysql")]
 pub(crate) use executor::MAX_GROUP_ROWS;
-pub(crate) use executor::{BatchGroup, GroupDriver, GroupExecutor, QueuedBatch};
+pub(crate) use executor::{BatchGroup, BatchResults, GroupDriver, GroupExecutor, QueuedBatch};
 pub(crate) use loaded_rows::LoadedRows;
 
 use crate::{StoreError, TimeSource};
 
-/// How long connecting may take, TLS and log-in included.
+/// Implements [`RemoteStore`](crate::RemoteStore) for a type whose only field is a [`GroupExecutor`].
+macro_rules! impl_remote_store {
+    ($store:ty) => {
+        impl crate::RemoteStore for $store {
+            fn limits(&self) -> &std::sync::Arc<tidegate_core::Limits> {
+                self.0.limits()
+            }
+
+            fn apply(
+                &self,
+                batch: &tidegate_core::Batch,
+                now: tidegate_core::Time,
+            ) -> crate::RemoteFuture<tidegate_core::Outcomes> {
+                self.0.apply(batch, now)
+            }
+
+            fn get_or_insert_seed(&self, proposal: [u8; 16]) -> crate::RemoteFuture<[u8; 16]> {
+                let driver = self.0.driver();
+                Box::pin(async move { driver.get_or_insert_seed(proposal).await })
+            }
+
+            fn maintain(&self) -> crate::RemoteFuture<()> {
+                let driver = self.0.driver();
+                Box::pin(async move { driver.remove_expired().await })
+            }
+        }
+    };
+}
+pub(crate) use impl_remote_store;
+
+/// The maximum time for connecting, TLS and log-in included.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a group may take before its connection is given up. Callers wait for less; this frees what they left.
+/// The maximum time of a group; then its connection is closed. Callers wait for a shorter time, so this releases the
+/// rows of abandoned groups.
 pub(crate) const GROUP_TIMEOUT: Duration = Duration::from_secs(2);
-/// The version of the tables or collections that this program makes and reads.
+/// The version of the tables or collections that this program creates and reads.
 pub(crate) const SCHEMA_VERSION: u32 = 1;
-/// Expired rows that are removed in one step.
+/// The number of expired rows that one step removes.
 pub(crate) const MAX_CLEAN_ROWS: usize = 1000;
-/// Steps of one call to `clean`.
+/// The maximum number of steps of one clean-up.
 pub(crate) const MAX_CLEAN_STEPS: usize = 10;
-/// How long these may take: nobody waits for them, and a server that is busy needs longer for them than for a decision.
+/// The maximum time of a clean-up. No caller waits for it, and a busy server needs longer for it than for a decision.
 pub(crate) const CLEAN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Where a store with rows is, and how it is used.
+/// The options of a store with rows.
 #[derive(Clone)]
 pub struct DatabaseOptions {
     /// The server and the database, such as `postgres://user:password@host/database`, and how to connect, in the words
     /// of the driver (`sslmode`, `ssl-mode`, `tls`). A password in it is never shown.
     pub url: String,
-    /// What the names of our tables or collections begin with: 1 to 32 of `a` to `z`, `0` to `9` and `_`, no digit
-    /// first. `tidegate_` unless said.
+    /// The beginning of the names of tables or collections: 1 to 32 of `a` to `z`, `0` to `9` and `_`, no digit first.
+    /// Default `tidegate_`.
     pub prefix: String,
     /// The most connections, and so the most groups of callers that are carried out at once: 1 to 256. 8 unless said.
     pub connections: u32,
-    /// Whose time is decided by.
+    /// The source of decisions' time. Default the server's clock.
     pub time_source: TimeSource,
 }
 
@@ -62,7 +93,8 @@ impl DatabaseOptions {
         Self { url: url.into(), prefix: "tidegate_".into(), connections: 8, time_source: TimeSource::Store }
     }
 
-    /// The most connections, if all options are in their ranges and the URL begins with one of these.
+    /// Returns the maximum number of connections if all options are in their ranges and the URL has one of these
+    /// schemes.
     pub(crate) fn validate(&self, schemes: &[&str]) -> Result<usize, StoreError> {
         let invalid = |what: &str| Err(StoreError::Failed(what.into()));
         if !schemes.iter().any(|scheme| self.url.strip_prefix(scheme).is_some_and(|rest| rest.starts_with("://"))) {
@@ -87,7 +119,7 @@ impl DatabaseOptions {
 
 impl fmt::Debug for DatabaseOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RowsOptions")
+        f.debug_struct("DatabaseOptions")
             .field("prefix", &self.prefix)
             .field("connections", &self.connections)
             .field("time", &self.time_source)
@@ -95,7 +127,7 @@ impl fmt::Debug for DatabaseOptions {
     }
 }
 
-/// A row's name: its limit's tag and its key, in the order in which rows are locked.
+/// The name of a row: its limit's tag, then its key. Rows are locked in this order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct RowKey([u8; Self::LEN]);
 
@@ -119,16 +151,16 @@ impl RowKey {
     }
 }
 
-/// Why a group could not be carried out.
+/// The reason why a group could not be executed.
 #[derive(Debug)]
 pub(crate) enum GroupError {
-    /// Another node was quicker; nothing was changed, and it is worth another try.
+    /// Another node was faster. Nothing was changed, and a retry may succeed.
     Conflict(String),
-    /// The connection was lost before anything was changed for good; a new one may do.
+    /// The connection was lost before anything was committed. A new one may succeed.
     ConnectionLost(String),
-    /// Nobody can be reached: what else is waiting needn't try.
+    /// The server can't be reached, so other groups needn't try.
     Unreachable(String),
-    /// It failed, or nobody knows what came of it.
+    /// The group failed, or its result is unknown.
     Failed(String),
 }
 
@@ -143,7 +175,7 @@ impl From<GroupError> for StoreError {
     }
 }
 
-/// Whose time decisions are made by, and the latest that callers told.
+/// The source of decisions' time, and the latest time that callers passed.
 #[derive(Debug)]
 pub(crate) struct DecisionClock {
     time_source: TimeSource,
@@ -155,7 +187,7 @@ impl DecisionClock {
         Self { time_source: source, latest_caller_time: AtomicU64::new(0) }
     }
 
-    /// The moment at which a call is decided that came with `told`, when the server's clock says `server`.
+    /// Returns the time of a decision: the caller's or the server's.
     pub(crate) fn decision_time(&self, caller_time: Time, server_time: Time) -> Time {
         match self.time_source {
             TimeSource::Store => server_time,
@@ -166,7 +198,7 @@ impl DecisionClock {
         }
     }
 
-    /// The moment up to which rows have expired, in microseconds; `None` if the server's clock tells.
+    /// The time up to which rows have expired, in microseconds. `None` if the server's clock decides.
     pub(crate) fn expiry_cutoff_micros(&self) -> Option<i64> {
         match self.time_source {
             TimeSource::Store => None,
@@ -177,7 +209,7 @@ impl DecisionClock {
     }
 }
 
-/// Bounds what no caller need bound.
+/// Bounds the time of work without a caller that bounds it.
 pub(crate) async fn with_timeout<T>(
     limit: Duration,
     work: impl Future<Output = Result<T, GroupError>>,
@@ -188,7 +220,7 @@ pub(crate) async fn with_timeout<T>(
     }
 }
 
-/// Whether the tables or collections are of the version that this program knows.
+/// Checks that the tables or collections have the version that this program knows.
 pub(crate) fn check_schema(version: &[u8]) -> Result<(), GroupError> {
     match std::str::from_utf8(version).ok().and_then(|text| text.parse::<u32>().ok()) {
         Some(SCHEMA_VERSION) => Ok(()),

@@ -130,7 +130,7 @@ fn remote(limits: impl IntoIterator<Item = Limit>, clock: impl Clock, tells_rese
     FlakyRemote::new(Arc::new(fleet_limits(&limits).unwrap()), clock, tells_resets)
 }
 
-/// Until the first roll call has been answered.
+/// Until the first heartbeat has been answered.
 async fn settled() {
     sleep(Duration::from_millis(1)).await;
 }
@@ -294,7 +294,7 @@ async fn resets_during_an_outage_are_delivered_later() {
     sleep(Duration::from_secs(1)).await;
     assert!(node.take().await);
 }
-/// What is slower than a decision waits for is down, and not up for every look at it.
+/// A store slower than a decision's timeout counts as down, and isn't up again after each probe.
 #[tokio::test(start_paused = true)]
 async fn a_permanently_slow_store_grants_one_share() {
     let clock = Virtual::new();
@@ -362,7 +362,8 @@ async fn outage_cool_downs_are_reported_afterwards() {
     assert!(nodes[1].one(Verb::Take, &[1], KEY).await.retry_at.is_never());
 }
 
-/// What calls that failed during an outage have led a pace to holds for all afterwards; that calls succeeded doesn't.
+/// After an outage, a pace keeps the effect of calls that failed in it, for all nodes. The effect of successes isn't
+/// kept.
 #[tokio::test(start_paused = true)]
 async fn outage_paces_are_reported_afterwards() {
     let clock = Virtual::new();
@@ -419,7 +420,7 @@ async fn permits_persist_through_an_outage() {
     assert_eq!(used().await, 0);
 }
 
-/// Right after an outage the roll leaves out who hasn't answered it yet.
+/// Right after an outage, nodes that haven't reported yet aren't counted.
 #[tokio::test(start_paused = true)]
 async fn the_node_count_persists_after_an_outage() {
     let clock = Virtual::new();
@@ -428,7 +429,7 @@ async fn the_node_count_persists_after_an_outage() {
     sleep(Duration::from_secs(12)).await;
     assert_eq!(nodes[0].fleet.node_count(), 3);
     store.set_behaviour(RemoteBehaviour::Failing);
-    // Of a batch whose keys have something in common, whose part of the store is looked after.
+    // The partition of a batch with an affinity.
     let mut together = batch(Verb::Take, &[0], KEY);
     together.set_affinity(0xfeed);
     nodes[0].ask(&together).await.unwrap();
@@ -442,7 +443,7 @@ async fn the_node_count_persists_after_an_outage() {
     assert_eq!(nodes[0].fleet.node_count(), 3);
 }
 
-/// A store that has lost its memory without anybody's notice is told the secret again before a new node finds none.
+/// A store that has lost its data unnoticed gets the seed again before a new node finds none.
 #[tokio::test(start_paused = true)]
 async fn a_lost_hash_seed_is_restored() {
     let clock = Virtual::new();
@@ -456,7 +457,7 @@ async fn a_lost_hash_seed_is_restored() {
     assert_eq!(store.get_or_insert_seed([9; 16]).await.unwrap(), [7; 16]);
 }
 
-/// What an earlier period was charged is over with it, also for what the store is told after an outage.
+/// Charges of an earlier period end with it, also in the report to the store after an outage.
 #[tokio::test(start_paused = true)]
 async fn earlier_periods_refunds_keep_outage_charges() {
     let clock = Virtual::new();

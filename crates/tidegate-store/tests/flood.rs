@@ -1,5 +1,5 @@
-//! A flood of keys against a memory store: it stays within its bound, keeps whom it has blocked, and counts what it
-//! lets go. A file of its own, so that no other test's memory is measured.
+//! A flood of keys against a memory store: it stays within its bound, keeps blocked keys, and counts evictions. In a
+//! file of its own, so that no other test's memory is measured.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,7 +12,7 @@ use tidegate_store::{ImmediateStore, Memory, Store};
 use tidegate_testkit::random::{self, RandomSource};
 
 const MIB: usize = 1 << 20;
-/// What a process may grow by beyond the store's own bytes: the shards' fixed part and what the allocator keeps.
+/// The growth of a process beyond the store's own bytes: the fixed part of shards, and the allocator's reserve.
 const SLACK: usize = 16 * MIB;
 const KEYS: u64 = 1_000_000;
 
@@ -230,8 +230,8 @@ fn blocks_survive_a_flood_of_networks() {
     }
 }
 
-/// Beside each other: clients of few calls, whose states are small, and of many, whose logs take memory of their own. The
-/// small ones fill the store first, up to its bound or nearly so, and then give way to logs, a few at a time.
+/// Clients with few calls have small states; clients with many have logs with memory of their own. The small states
+/// fill the store first, nearly to its bound. Then logs replace them, a few at a time.
 #[test]
 fn blocks_survive_states_of_other_sizes() {
     let _alone = alone();

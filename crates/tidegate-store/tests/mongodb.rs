@@ -60,8 +60,8 @@ impl rows::Kind for Mongo {
     }
 }
 
-/// The store is worth testing only on a server that compares and swaps, and has one document to an id: of many who want
-/// the same, one gets it.
+/// The test needs a server that compares and swaps, with one document for each id: of many clients that lock the same
+/// one, one succeeds.
 async fn probe(url: &str) {
     let client = Client::with_uri_str(url).await.unwrap();
     let probe = client.database("probe").collection::<Document>("probe");

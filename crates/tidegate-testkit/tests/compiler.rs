@@ -4,9 +4,11 @@
 
 use std::collections::HashSet;
 use std::hint::black_box;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
+
+mod sources;
 
 const MENDED: (u32, u32, u32) = (1, 96, 1);
 
@@ -47,19 +49,9 @@ fn fixed_compilers_lose_no_count() {
 #[test]
 fn no_comparison_is_both_number_and_branch() {
     assert!(version(env!("CARGO_PKG_RUST_VERSION")) < MENDED, "no supported compiler has the fault: delete this file");
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let mut files = Vec::new();
-    collect(&root.join("bench/src"), &mut files);
-    for package in entries(&root.join("crates")) {
-        for folder in ["src", "tests", "examples"].map(|folder| package.join(folder)) {
-            if folder.is_dir() {
-                collect(&folder, &mut files);
-            }
-        }
-    }
+    let mut files = sources::rust_files();
     let own = Path::new(file!()).file_name();
     files.retain(|file| file.file_name() != own);
-    assert!(files.len() > 200, "only {} files found", files.len());
     let found: Vec<String> = files
         .iter()
         .flat_map(|file| {
@@ -104,21 +96,6 @@ fn the_suspicious_pattern_is_detected() {
         "// n += u64::from(a == b)",
     ] {
         assert_eq!(suspicious(text, true), Vec::<String>::new(), "{text}");
-    }
-}
-
-fn entries(folder: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder).expect("a folder of the sources");
-    entries.map(|entry| entry.expect("an entry of it").path()).collect()
-}
-
-fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
-    for path in entries(folder) {
-        if path.is_dir() {
-            collect(&path, files);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            files.push(path);
-        }
     }
 }
 

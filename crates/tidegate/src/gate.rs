@@ -82,9 +82,17 @@ impl Gate {
 impl<C: Clock> Gate<Memory, C> {
     /// A gate in memory with the given clock: a [`ManualClock`](tidegate_runtime::clock::ManualClock) in tests.
     pub fn in_memory(policy: &Policy, clock: C) -> Self {
-        let limits = Arc::new(policy.plan().limits().clone());
+        let limits = Arc::clone(policy.plan().limits());
         let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
         Self::from_parts(Arc::clone(policy.plan()), Memory::new(limits, max_bytes), clock, KeySeed::new(random_bytes()))
+    }
+}
+
+impl<S: Store> Gate<S> {
+    /// A gate with a store that no other process uses, such as one of your own. The store's limits must be the plan's:
+    /// `policy.plan().limits()`. [`Stores::gate`](crate::Stores::gate) has the store that the policy names.
+    pub fn with_store(policy: &Policy, store: S) -> Self {
+        Self::from_parts(Arc::clone(policy.plan()), store, SystemClock::new(), KeySeed::new(random_bytes()))
     }
 }
 

@@ -152,8 +152,9 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
     }
 
     /// Takes the `key` of a request, such as its user, API key or tenant, for limits with `key = ["key"]`. It is read
-    /// from the request's head or from what layers before this one put into its extensions. A request without one is
-    /// answered 401 if one of its limits counts by `key`.
+    /// from the request's head, or from what authentication put into its extensions. Authentication must then run
+    /// first: in axum it is the *later* `.layer(…)` of the two, in a `tower::ServiceBuilder` the earlier. A request
+    /// without a key is answered 401 if one of its limits counts by `key`.
     #[must_use]
     pub fn key(self, key: impl Fn(&Parts) -> Option<String> + Send + Sync + 'static) -> Self {
         self.modify(|layer| layer.hooks.key = Some(Arc::new(key)))
@@ -183,7 +184,8 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
         self.modify(|layer| layer.hooks.refusal = Some(Arc::new(refusal)))
     }
 
-    /// Writes the rate-limit headers in this dialect instead of the policy's.
+    /// Writes the rate-limit headers in this dialect instead of the policy's, and also `X-RateLimit-*` headers if
+    /// `x_ratelimit` is true.
     #[must_use]
     pub fn headers(self, dialect: HeaderDialect, x_ratelimit: bool) -> Self {
         let replies = Replies::new(self.0.gate.plan(), dialect, x_ratelimit);

@@ -1,7 +1,7 @@
 //! Retry, breaker and limit as independent tower layers, for any service.
 //!
-//! They use the same algorithms as [`Provider::call`](crate::outbound::Provider::call) and share nothing else with it: they have
-//! no queue with lanes, no credentials and no store. A [`Classifier`] defines the meaning of an outcome.
+//! They use the same algorithms as [`Provider::call`](crate::outbound::Provider::call) and share nothing else with it:
+//! they have no queue with lanes, no credentials and no store. A [`Classifier`] defines the meaning of an outcome.
 //!
 //! Put them in this order, the outermost first:
 //!

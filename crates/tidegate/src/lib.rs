@@ -74,11 +74,17 @@ pub use tidegate_core::{Backoff, Clock, Decision, Growth, Jitter, Reason, Span, 
 #[cfg(feature = "outbound")]
 pub use tidegate_core::{
     PacerSpec,
-    pacer::{PacerGrowth, PacerMode},
+    pacer::{PacerGrowth, PacerMetrics, PacerMode},
 };
 pub use tidegate_policy as policy;
 pub use tidegate_runtime::clock;
-pub use tidegate_store as store;
+
+/// Stores: where counts live. [`Stores::open`] opens the one that a policy names; a [`Store`](store::Store) of your own
+/// goes into [`Gate::with_store`].
+pub mod store {
+    pub use tidegate_core::{Batch, Key, Limits, Outcomes};
+    pub use tidegate_store::*;
+}
 
 /// The examples of the README, included so that they are tested. One of them needs reqwest.
 #[cfg(all(doctest, feature = "axum", feature = "reqwest"))]

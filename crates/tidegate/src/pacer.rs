@@ -44,6 +44,10 @@ use tidegate_runtime::random::random_u64;
 /// # }
 /// ```
 ///
+/// Each failure lengthens the interval, also those of calls that were under way together: eight workers that a service
+/// throttles at once lengthen it eight times. With many workers, choose a smaller `up` in
+/// [`PacerGrowth`](crate::PacerGrowth), such as 1100 thousandths.
+///
 /// The result of a call counts from the first poll of the future, before the wait. So a task that is cancelled during
 /// its wait has reported its call, and holds no lock and no position in a queue. A wait that is cut short counts in
 /// [`PacerMetrics::waits`] and, in full length, in [`PacerMetrics::total_wait`]: they count the waits that the pacer

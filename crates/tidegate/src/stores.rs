@@ -15,7 +15,7 @@ use tidegate_core::{PacerError, PacerSpec};
 use tidegate_policy::store::StoreEngine;
 #[cfg(feature = "file")]
 use tidegate_policy::store::{OnFull, SyncMode};
-use tidegate_policy::{KeySeed, Policy, SecretError, StoreConfig as StoreSettings, StoreUrl};
+use tidegate_policy::{KeySeed, Policy, SecretError, StoreConfig, StoreUrl};
 use tidegate_store::{AnyStore, Memory, StoreError};
 #[cfg(feature = "file")]
 use tidegate_store::{FileError, FileStore, FlushMode, Journal};
@@ -36,7 +36,7 @@ const SEED_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(5);
 /// The stores of a policy: in memory, in a file, or on a server that several nodes share. The gate and the providers
 /// made from one value share what they can.
 pub struct Stores {
-    config: StoreSettings,
+    config: StoreConfig,
     seed: KeySeed,
     /// The seed that the server keeps.
     #[cfg(feature = "remote")]
@@ -53,7 +53,7 @@ pub struct Stores {
 
 impl std::fmt::Debug for Stores {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Stores").field("settings", &self.config).finish_non_exhaustive()
+        f.debug_struct("Stores").field("config", &self.config).finish_non_exhaustive()
     }
 }
 

@@ -22,7 +22,7 @@ const CALLS: u32 = 6;
 
 fn gate(toml: &str, max_bytes: usize) -> (Gate<Memory, ManualClock>, ManualClock) {
     let policy = Policy::load(PolicySources::new().file("test.toml", toml)).unwrap_or_else(|errors| panic!("{errors}"));
-    let limits = Arc::new(policy.plan().limits().clone());
+    let limits = Arc::clone(policy.plan().limits());
     let clock = ManualClock::default();
     let store = Memory::new(limits, max_bytes);
     (Gate::from_parts(Arc::clone(policy.plan()), store, clock.clone(), KeySeed::new([5; 16])), clock)

@@ -378,7 +378,7 @@ fn a_full_store_shares_keys_over_wider_networks() {
         "[inbound.global]\nlimit = \"9 per 60s\"\n[inbound.action.a]\nlimit = [\"5 per 60s\", \"6 per 60s\", \"7/s\"]\n",
     );
     let plan = policy.plan();
-    let limits = Arc::new(plan.limits().clone());
+    let limits = Arc::clone(plan.limits());
     let store =
         |fits, hopeless| Arc::new(Cramped { limits: Arc::clone(&limits), fits, hopeless, asked: Mutex::default() });
     let seed = KeySeed::new([7; 16]);
@@ -414,7 +414,7 @@ fn values_sharing_a_key_are_charged_once() {
     let policy = policy("[inbound.action.a]\nkey = \"cookie:sid\"\nlimit = \"5 per 60s\"\n");
     let plan = policy.plan();
     let store = Arc::new(Cramped {
-        limits: Arc::new(plan.limits().clone()),
+        limits: Arc::clone(plan.limits()),
         fits: ShareLevel::All,
         hopeless: false,
         asked: Mutex::default(),

@@ -185,6 +185,6 @@ async fn musicbrainz_503_throttle_is_no_outage() {
             }
             other => assert!(!fine, "{other:?}"),
         }
-        assert_eq!(api.provider.inspect(|desk, now| desk.breaker.peek(now).is_ok()), fine, "{body}");
+        assert_eq!(api.provider.inspect(|state, now| state.breaker.peek(now).is_ok()), fine, "{body}");
     }
 }

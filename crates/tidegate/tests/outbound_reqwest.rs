@@ -362,7 +362,7 @@ async fn a_call_is_in_flight_until_body_read() {
     let client = client(&outbound);
     let options = CallOptions { lane: Lane::Webhook, ..CallOptions::default() };
     let ask = || client.get(server.url("/v1/x")).with_extension(options.clone()).send();
-    let in_flight = || outbound.providers()[0].inspect(|desk, _| desk.lanes.in_flight(Lane::Webhook));
+    let in_flight = || outbound.providers()[0].inspect(|state, _| state.lanes.in_flight(Lane::Webhook));
     let (read, dropped) = (ask().await.unwrap(), ask().await.unwrap());
     assert_eq!(in_flight(), 2);
     assert_eq!(read.content_length(), Some(4));

@@ -137,7 +137,8 @@ impl VerdictFlags {
     }
 }
 
-/// The refusals of a call in other parts of its batch, for a store that executes it in parts ([`execute_part`](super::execute_part)).
+/// The refusals of a call in other parts of its batch, for a store that executes it in parts
+/// ([`execute_part`](super::execute_part)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RefusalSummary {
     /// An enforced limit refuses.

@@ -13,7 +13,7 @@ struct Grant {
 /// Lanes in front of a limit, with a clock of their own.
 struct Provider {
     lanes: Lanes,
-    desk: TestLimiter,
+    limiter: TestLimiter,
     now: Time,
     costs: HashMap<Ticket, (Lane, u64)>,
     granted: Vec<Grant>,
@@ -24,7 +24,7 @@ impl Provider {
     fn new(limit: Limit, spec: LanesSpec) -> Self {
         Self {
             lanes: Lanes::new(spec),
-            desk: TestLimiter::new([limit]),
+            limiter: TestLimiter::new([limit]),
             now: test_time(0),
             costs: HashMap::new(),
             granted: Vec::new(),
@@ -59,7 +59,7 @@ impl Provider {
 
     fn ask(&mut self, ticket: Ticket) {
         let (lane, cost) = self.costs[&ticket];
-        let decision = self.desk.take(1, cost, self.now);
+        let decision = self.limiter.take(1, cost, self.now);
         if decision.allowed {
             self.costs.remove(&ticket);
             assert_eq!(self.lanes.grant(ticket, self.now), Some(lane));

@@ -54,7 +54,7 @@ fn cancelling_half_of_many_calls_leaks_nothing() {
     for _ in 0..20_000 {
         world.arrive(Lane::User, 2, None);
     }
-    assert_eq!(world.desk.lanes.waiting(Lane::User), 20_000);
+    assert_eq!(world.state.lanes.waiting(Lane::User), 20_000);
     // Three credentials accept fewer calls than the provider, so calls wait for them. Some calls are asking or in
     // flight when the others are cancelled, and a few wait for a retry.
     for _ in 0..40 {
@@ -72,11 +72,11 @@ fn cancelling_half_of_many_calls_leaks_nothing() {
         world.abandon(alive.swap_remove(random.below(alive.len() as u64) as usize));
     }
     world.check().unwrap();
-    let queued = world.desk.lanes.waiting(Lane::User);
+    let queued = world.state.lanes.waiting(Lane::User);
     assert_eq!(world.calls.len(), 10_000);
     assert!(queued > 9_900, "{queued}");
-    while !world.orphans.is_empty() {
-        world.answer_orphan(0);
+    while !world.abandoned.is_empty() {
+        world.answer_abandoned(0);
     }
     let before = world.sent.len();
     while !world.calls.is_empty() {

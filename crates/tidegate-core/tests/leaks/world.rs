@@ -59,7 +59,7 @@ pub(crate) struct World {
     rules: CallRules,
     limits: Arc<Limits>,
     store: Store,
-    pub(crate) desk: ProviderState,
+    pub(crate) state: ProviderState,
     rng: SmallRng,
     pub(crate) now: Time,
     pub(crate) calls: BTreeMap<usize, Known>,
@@ -68,7 +68,7 @@ pub(crate) struct World {
     /// The calls by their index in the queue.
     places: HashMap<usize, usize>,
     /// Answers to calls that have left since.
-    pub(crate) orphans: Vec<(Batch, Outcomes)>,
+    pub(crate) abandoned: Vec<(Batch, Outcomes)>,
     pub(crate) arrived: usize,
     /// The first requests, in their order.
     pub(crate) sent: Vec<usize>,
@@ -131,7 +131,7 @@ impl World {
         let inflight = inflight.then(|| AdaptiveLimit::new(AdaptiveLimitSpec::default()).unwrap());
         let pool = CredentialPool::new(Balance::LeastRecentlyUsed, 3).unwrap();
         Self {
-            desk: ProviderState::new(&rules, pool, Breaker::new(breaker).unwrap(), inflight),
+            state: ProviderState::new(&rules, pool, Breaker::new(breaker).unwrap(), inflight),
             budget: u64::from(rules.budget.min) * 1_000,
             rules,
             store: Store::with_shared_limits(Arc::clone(&limits)),
@@ -141,7 +141,7 @@ impl World {
             calls: BTreeMap::new(),
             busy: BTreeSet::new(),
             places: HashMap::new(),
-            orphans: Vec::new(),
+            abandoned: Vec::new(),
             arrived: 0,
             sent: Vec::new(),
             charged: (0, 0),
@@ -182,7 +182,7 @@ impl World {
     /// Sends a second request beside one in flight, if it may go immediately.
     fn hedge(&mut self, first: usize) {
         let known = &self.calls[&first];
-        let Some(call) = known.call.new_hedge(&self.desk) else { return };
+        let Some(call) = known.call.new_hedge(&self.state) else { return };
         self.budget -= 1_000;
         let (lane, cost, beside) = (known.lane, known.cost, Some(first));
         let id = self.arrived;
@@ -190,7 +190,7 @@ impl World {
         self.start(id, Known { call, lane, cost, stage: Stage::Renewing, retries: true, tried: true, beside });
         self.pump();
         if let Some(known) = self.calls.get_mut(&id)
-            && known.call.cancel_queued_hedge(&mut self.desk)
+            && known.call.cancel_queued_hedge(&mut self.state)
         {
             self.take(id);
             self.earn(1_000);
@@ -198,19 +198,19 @@ impl World {
     }
 
     /// One of two requests has failed. Either of the two calls may continue with the other request.
-    fn beaten(&mut self, mut hedge: Known, reply: &AttemptReport, swaps: bool) {
+    fn hedge_lost(&mut self, mut hedge: Known, reply: &AttemptReport, swaps: bool) {
         let first = hedge.beside.and_then(|id| self.calls.get_mut(&id));
         if let Some(first) = first.filter(|first| swaps && matches!(first.stage, Stage::Sent(_))) {
             first.call.swap_request(&mut hedge.call);
             std::mem::swap(&mut first.stage, &mut hedge.stage);
         }
-        hedge.call.hedge_lost(&self.rules, &mut self.desk, reply, self.now, &mut self.rng);
-        self.tell(self.desk.store_requests.updates());
+        hedge.call.hedge_lost(&self.rules, &mut self.state, reply, self.now, &mut self.rng);
+        self.tell(self.state.store_requests.updates());
     }
 
     /// Adds the call to the queue, at first or again.
     fn start(&mut self, id: usize, mut known: Known) {
-        let progress = match known.call.start(&mut self.desk, self.now) {
+        let progress = match known.call.start(&mut self.state, self.now) {
             Ok(()) => CallProgress::Wait,
             Err(failure) => CallProgress::Fail(failure),
         };
@@ -219,11 +219,11 @@ impl World {
 
     /// Handles the result of a call's turn or of the store's answer.
     fn advance(&mut self, id: usize, mut known: Known, progress: CallProgress) {
-        self.tell(self.desk.store_requests.updates());
+        self.tell(self.state.store_requests.updates());
         known.stage = match progress {
             CallProgress::Wait => Stage::Queued(known.call.ticket().expect("a call that queues")),
             CallProgress::AskStore => {
-                let batch = self.desk.store_requests.reservation().clone();
+                let batch = self.state.store_requests.reservation().clone();
                 let outcomes = self.store.decide(&batch, self.now).1;
                 Stage::Asking(known.call.ticket().expect("a call that asks"), Box::new((batch, outcomes)))
             }
@@ -244,7 +244,7 @@ impl World {
 
     /// Handles the next step after a reply.
     fn go_on(&mut self, id: usize, mut known: Known, next: NextStep) {
-        self.tell(self.desk.store_requests.updates());
+        self.tell(self.state.store_requests.updates());
         known.stage = match next {
             NextStep::RenewLogin { .. } => Stage::Renewing,
             NextStep::RetryAt(until) => Stage::Sleeping(until, false),
@@ -270,7 +270,7 @@ impl World {
     /// Lets the lanes select calls until they sleep, and returns the time until which they do.
     pub(crate) fn pump(&mut self) -> Time {
         loop {
-            let (ticket, expired) = match self.desk.lanes.poll(self.now) {
+            let (ticket, expired) = match self.state.lanes.poll(self.now) {
                 QueueStep::AskStore(ticket) => (ticket, false),
                 QueueStep::Expired(ticket) => (ticket, true),
                 QueueStep::Sleep(until) => return until,
@@ -278,42 +278,42 @@ impl World {
             let id = self.places[&ticket.index()];
             let mut known = self.take(id);
             let progress = if expired {
-                self.orphan(&mut known);
-                CallProgress::Fail(known.call.handle_expiry(&mut self.desk))
+                self.cancel_waiting(&mut known);
+                CallProgress::Fail(known.call.handle_expiry(&mut self.state))
             } else {
-                known.call.handle_turn(&self.rules, &mut self.desk, self.now, &mut self.rng)
+                known.call.handle_turn(&self.rules, &mut self.state, self.now, &mut self.rng)
             };
             self.advance(id, known, progress);
         }
     }
 
     /// Keeps an answer that is still on its way to a call that has left.
-    fn orphan(&mut self, known: &mut Known) {
+    fn cancel_waiting(&mut self, known: &mut Known) {
         if let Stage::Asking(_, answer) = std::mem::replace(&mut known.stage, Stage::Renewing) {
-            self.orphans.push(*answer);
+            self.abandoned.push(*answer);
         }
     }
 
     pub(crate) fn answer(&mut self, id: usize, broken: bool) {
         let mut known = self.take(id);
         if broken {
-            // The request was lost together with its answer. As an orphan, its charge is given back.
-            self.orphan(&mut known);
-            known.call.handle_store_error(&mut self.desk);
-            self.desk.store_requests = tidegate_core::call::StoreRequests::default();
+            // The request was lost together with its answer. Cancelled, its charge is refunded.
+            self.cancel_waiting(&mut known);
+            known.call.handle_store_error(&mut self.state);
+            self.state.store_requests = tidegate_core::call::StoreRequests::default();
             return self.advance(id, known, CallProgress::Fail(CallFailure::DeadlineExceeded));
         }
         let Stage::Asking(_, answer) = &known.stage else { panic!("nothing was asked") };
         let (_, outcomes) = &**answer;
-        let Self { rules, limits, desk, now, rng, .. } = self;
-        let progress = known.call.handle_outcomes(rules, limits, desk, outcomes, *now, rng);
+        let Self { rules, limits, state, now, rng, .. } = self;
+        let progress = known.call.handle_outcomes(rules, limits, state, outcomes, *now, rng);
         self.advance(id, known, progress);
     }
 
-    pub(crate) fn answer_orphan(&mut self, place: usize) {
-        let (batch, outcomes) = &self.orphans.swap_remove(place);
+    pub(crate) fn answer_abandoned(&mut self, place: usize) {
+        let (batch, outcomes) = &self.abandoned.swap_remove(place);
         self.tell(Call::refund_after_cancel(&self.rules, batch, outcomes).as_ref());
-        self.desk.lanes.clear_refusals();
+        self.state.lanes.clear_refusals();
     }
 
     pub(crate) fn reply(
@@ -333,9 +333,9 @@ impl World {
             ..AttemptReport::new(class, Delivery::Answered)
         };
         if known.beside.is_some() {
-            return self.beaten(known, &reply, streams);
+            return self.hedge_lost(known, &reply, streams);
         }
-        let next = known.call.handle_reply(&self.rules, &mut self.desk, &reply, self.now, &mut self.rng);
+        let next = known.call.handle_reply(&self.rules, &mut self.state, &reply, self.now, &mut self.rng);
         let goes_on = !matches!(next, NextStep::Done | NextStep::Failed(_));
         let from_budget = class == Class::Transient && matches!(next, NextStep::RetryAt(_));
         if from_budget {
@@ -344,13 +344,13 @@ impl World {
         if !goes_on {
             let remainder = known.call.take_in_flight(credential);
             if let Some(cost) = cost {
-                self.tell(self.desk.store_requests.updates());
-                remainder.correct_cost(&self.rules, &mut self.desk, cost);
+                self.tell(self.state.store_requests.updates());
+                remainder.correct_cost(&self.rules, &mut self.state, cost);
                 self.charged.1 = self.charged.1 + cost - known.cost;
             }
             assert_eq!(remainder.is_in_flight(), streams);
             if streams {
-                self.tell(self.desk.store_requests.updates());
+                self.tell(self.state.store_requests.updates());
                 known.stage = Stage::Streaming(credential, remainder);
                 return self.keep(id, known);
             }
@@ -363,7 +363,7 @@ impl World {
 
     fn end(&mut self, id: usize) {
         let Stage::Streaming(_, mut remainder) = self.take(id).stage else { panic!("no reply is being read") };
-        remainder.end(&mut self.desk);
+        remainder.end(&mut self.state);
         self.finished.push((id, Ok(())));
     }
 
@@ -387,12 +387,12 @@ impl World {
     pub(crate) fn abandon(&mut self, id: usize) {
         let mut known = self.take(id);
         if let Stage::Streaming(_, remainder) = &mut known.stage {
-            remainder.end(&mut self.desk);
+            remainder.end(&mut self.state);
         }
         let retries = known.retries || matches!(known.stage, Stage::Sleeping(_, true));
-        self.orphan(&mut known);
-        known.call.cancel(&self.rules, &mut self.desk, Delivery::Unknown, self.now, &mut self.rng);
-        self.tell(self.desk.store_requests.updates());
+        self.cancel_waiting(&mut known);
+        known.call.cancel(&self.rules, &mut self.state, Delivery::Unknown, self.now, &mut self.rng);
+        self.tell(self.state.store_requests.updates());
         if retries {
             self.earn(1_000);
         }
@@ -402,7 +402,7 @@ impl World {
         let full = self.waiting(lane) >= self.rules.lanes.lanes[lane as usize].max_waiting as usize;
         let known = self.calls.get_mut(&id).expect("a call");
         if known.beside.is_none() && matches!(known.stage, Stage::Queued(_) | Stage::Asking(..)) {
-            known.call.raise(lane, &mut self.desk, self.now);
+            known.call.raise(lane, &mut self.state, self.now);
             known.lane = if full { known.lane } else { known.lane.max(lane) };
         }
     }
@@ -424,32 +424,32 @@ impl World {
     /// Compares everything with the plain count.
     pub(crate) fn check(&self) -> Result<(), String> {
         for lane in Lane::ALL {
-            same("waiting", self.desk.lanes.waiting(lane), self.waiting(lane))?;
+            same("waiting", self.state.lanes.waiting(lane), self.waiting(lane))?;
             let flies =
                 |known: &&Known| known.lane == lane && matches!(known.stage, Stage::Sent(_) | Stage::Streaming(..));
             let in_flight = self.calls.values().filter(flies).count();
-            same("in flight", self.desk.lanes.in_flight(lane) as usize, in_flight)?;
+            same("in flight", self.state.lanes.in_flight(lane) as usize, in_flight)?;
         }
         for credential in 0..self.rules.credential_keys.len() {
             let sent = |known: &&Known| matches!(known.stage, Stage::Sent(with) | Stage::Streaming(with, _) if with == credential);
             let in_flight = self.calls.values().filter(sent).count() as u32;
-            same("in flight with a credential", self.desk.pool.in_flight(credential), in_flight)?;
+            same("in flight with a credential", self.state.pool.in_flight(credential), in_flight)?;
             same("more than its permits", in_flight > self.rules.max_in_flight_per_credential, false)?;
         }
-        same("left of the budget", self.desk.budget.remaining(), self.budget / 1_000)?;
+        same("left of the budget", self.state.budget.remaining(), self.budget / 1_000)?;
         let asked = self.calls.values().filter_map(|known| match &known.stage {
             Stage::Asking(_, answer) => Some(&**answer),
             _ => None,
         });
         let (mut calls, mut costs) = self.charged;
-        for (batch, _) in asked.chain(&self.orphans).filter(|(_, outcomes)| !outcomes.refuses()) {
+        for (batch, _) in asked.chain(&self.abandoned).filter(|(_, outcomes)| !outcomes.refuses()) {
             calls += charged(batch, CALLS);
             costs += charged(batch, COSTS);
         }
         same("charged", self.used(), (calls, costs))?;
         let sent = self.calls.values().any(|known| matches!(known.stage, Stage::Sent(_)));
-        if !sent && self.desk.breaker.state(self.now) == BreakerState::HalfOpen {
-            same("a probe that nobody holds", self.desk.breaker.peek(self.now), Ok(()))?;
+        if !sent && self.state.breaker.state(self.now) == BreakerState::HalfOpen {
+            same("a probe that nobody holds", self.state.breaker.peek(self.now), Ok(()))?;
         }
         Ok(())
     }
@@ -509,9 +509,9 @@ impl World {
                     self.raise(id, random.pick(&Lane::ALL));
                 }
             }
-            25..=26 if !self.orphans.is_empty() => {
-                let place = random.below(self.orphans.len() as u64) as usize;
-                self.answer_orphan(place);
+            25..=26 if !self.abandoned.is_empty() => {
+                let place = random.below(self.abandoned.len() as u64) as usize;
+                self.answer_abandoned(place);
             }
             27..=29 => {
                 let now = self.now;
@@ -536,12 +536,12 @@ impl World {
         while let Some(&id) = self.calls.keys().next() {
             self.abandon(id);
         }
-        while !self.orphans.is_empty() {
-            self.answer_orphan(0);
+        while !self.abandoned.is_empty() {
+            self.answer_abandoned(0);
         }
         self.check()?;
-        same("somebody's turn", self.desk.lanes.poll(self.now), QueueStep::Sleep(Time::NEVER))?;
-        same("refused by nobody", self.desk.lanes.spent_limit(Lane::Background, u64::MAX, self.now), None)?;
+        same("somebody's turn", self.state.lanes.poll(self.now), QueueStep::Sleep(Time::NEVER))?;
+        same("refused by nobody", self.state.lanes.spent_limit(Lane::Background, u64::MAX, self.now), None)?;
         self.now = self.now + MAX_LEAD + WINDOW;
         let mut pace = Batch::new(0);
         pace.push(Op::new(LimitId::FIRST, Verb::Peek, SHARED, 1)).unwrap();
@@ -550,7 +550,7 @@ impl World {
         same("states in the store", self.store.store().len() <= 6, true)?;
         for lane in Lane::ALL {
             let room = self.rules.lanes.lanes[lane as usize].max_waiting;
-            let entered = (0..=room).filter(|_| self.desk.lanes.enqueue(lane, 1, Time::NEVER, self.now).is_ok());
+            let entered = (0..=room).filter(|_| self.state.lanes.enqueue(lane, 1, Time::NEVER, self.now).is_ok());
             same("room in the queue", entered.count(), room as usize)?;
         }
         Ok(())

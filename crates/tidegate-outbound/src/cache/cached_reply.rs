@@ -164,7 +164,7 @@ pub(super) struct CachedReply {
 
 impl fmt::Debug for CachedReply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Entry")
+        f.debug_struct("CachedReply")
             .field("status", &self.head.status)
             .field("bytes", &self.body.len())
             .finish_non_exhaustive()

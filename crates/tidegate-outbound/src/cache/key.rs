@@ -68,7 +68,7 @@ pub(super) struct CacheKey(u128);
 
 impl fmt::Debug for CacheKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Key(…)")
+        f.write_str("CacheKey(…)")
     }
 }
 

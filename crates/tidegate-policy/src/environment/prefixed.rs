@@ -37,7 +37,7 @@ pub(super) fn apply_prefixed_variables(
         return;
     }
     // Later ones win, and the more specific names are last.
-    for known in PREFIXED_SETTINGS {
+    for known in &PREFIXED_SETTINGS {
         let name = format!("{prefix}_{}", known.name);
         let Some((_, value)) = env.iter().find(|(found, _)| *found == name) else { continue };
         let secret = known.path == "credentials";
@@ -59,7 +59,7 @@ fn set_for_all_providers(
     at: TextRange,
     known: &PrefixedSetting,
 ) -> Result<(), Error> {
-    let mut node = parse_as(texts, at, known.value_type)?;
+    let mut node = parse_as(texts, at, known.setting().value_type)?;
     if known.path == "retry.max_attempts" {
         match node.value {
             TomlValue::Integer(Some(retries)) if retries <= MAX_RETRIES => {

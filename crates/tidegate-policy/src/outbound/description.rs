@@ -38,26 +38,30 @@ impl OutboundConfig {
 
     fn limit_lines(&self, provider: &ProviderConfig) -> Vec<String> {
         let rules = &provider.rules_without_keys;
-        let line =
-            |ceiling: &ProviderLimit, whose: &str| format!("{} ({whose})", self.limit_info(ceiling.limit).description);
-        let mut lines: Vec<String> = rules.provider_limits.iter().map(|ceiling| line(ceiling, "all calls")).collect();
-        lines.extend(rules.credential_limits.iter().map(|ceiling| line(ceiling, "each credential")));
-        for (lane, ceilings) in Lane::ALL.iter().zip(&rules.lane_limits) {
-            lines.extend(ceilings.iter().map(|ceiling| line(ceiling, &format!("{} calls", lane.name()))));
+        let line = |provider_limit: &ProviderLimit, scope: &str| {
+            format!("{} ({scope})", self.limit_info(provider_limit.limit).description)
+        };
+        let mut lines: Vec<String> =
+            rules.provider_limits.iter().map(|provider_limit| line(provider_limit, "all calls")).collect();
+        lines.extend(rules.credential_limits.iter().map(|provider_limit| line(provider_limit, "each credential")));
+        for (lane, lane_limits) in Lane::ALL.iter().zip(&rules.lane_limits) {
+            lines.extend(
+                lane_limits.iter().map(|provider_limit| line(provider_limit, &format!("{} calls", lane.name()))),
+            );
         }
         if rules.tracks_remaining {
             lines.push("what replies say is left (each credential), the first call alone".to_owned());
         }
         // No store counts these, even if the rest is shared.
-        let place = if provider.shared { ", in each node" } else { "" };
+        let node_note = if provider.shared { ", in each node" } else { "" };
         match rules.lanes.max_in_flight {
-            _ if provider.sequential => lines.push(format!("one call at a time{place}, first come, first served")),
+            _ if provider.sequential => lines.push(format!("one call at a time{node_note}, first come, first served")),
             u32::MAX => {}
-            most => lines.push(format!("at most {most} at the same time (all calls{place})")),
+            most => lines.push(format!("at most {most} at the same time (all calls{node_note})")),
         }
         if rules.max_in_flight_per_credential != u32::MAX {
             lines.push(format!(
-                "at most {} at the same time (each credential{place})",
+                "at most {} at the same time (each credential{node_note})",
                 rules.max_in_flight_per_credential
             ));
         }

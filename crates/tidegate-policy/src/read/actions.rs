@@ -1,22 +1,96 @@
 //! `[inbound.global]` and `[inbound.action.*]`: limits, penalties, keys, matches.
 
-use tidegate_core::{CountMode, MAX_COST, MAX_OPS, PenaltySpec, Sharing, Span};
+use tidegate_core::{CountMode, MAX_COST, MAX_OPS, OnOutage, PenaltySpec, Sharing, Span};
 
+use super::forms::{Custom, LIMITS, Maybe, OrWord, TABLE, Whole, Words};
+use super::keys::{KEY, MISSING_WORDS};
+use super::matching::MATCH;
+use super::penalties::{BAN, PENALTY};
+use super::store::{LEASE, OUTAGES};
 use super::{DocumentReader, join_names};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::environment::fold_member_name;
-use crate::error::{Error, quoted};
+use crate::error::quoted;
 use crate::key::{KeyPart, OnMissing};
 use crate::matcher::Matcher;
 use crate::nearest::nearest;
 use crate::path::PathQuirks;
 use crate::preset::Preset;
 use crate::quantity::Quantity;
+use crate::settings::SettingType::Text;
+use crate::settings::key::{Below, read_keys, setting_keys};
 
 /// The most actions in a policy.
 const MAX_ACTIONS: usize = 4095;
-/// The longest name of an action or a limit, in bytes.
-const MAX_NAME: usize = 64;
+const COUNT_WORDS: [(&str, CountMode); 2] = [("admitted", CountMode::Admitted), ("all", CountMode::All)];
+
+setting_keys! {
+    /// The keys that `[inbound.global]` and an action have in common.
+    RULES: RuleKeys {
+        count: CountMode = "admitted", Words(&COUNT_WORDS), "the calls that count: admitted, or all to include refused ones";
+        mode: bool = "enforce", Custom(Text, "`enforce` or `shadow`", shadow),
+            "enforce, or shadow: decide, log and admit";
+        penalty: () = "", TABLE, "the penalty for exceeding it: growing blocks", Below::Table(&PENALTY);
+        ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";
+        on_outage: OnOutage = "", OUTAGES, "the rule while a shared store is away; default the store's";
+        lease: () = "", TABLE, "slices of the limit that a node takes from a shared store at once", Below::Table(&LEASE);
+    }
+}
+
+setting_keys! {
+    /// The keys of `[inbound.global]`.
+    GLOBAL: GlobalKeys {
+        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit of one client address over all actions";
+        rules: () = "", TABLE, "", Below::Beside(&RULES);
+    }
+}
+
+setting_keys! {
+    /// The keys of an action.
+    ACTION: ActionKeys {
+        r#match: () = "", TABLE, "the requests that it matches; without this only the decision API reaches it", Below::Table(&MATCH);
+        key: Vec<KeyPart> = "client_ip", KEY, "the parts that its calls are counted by";
+        missing: OnMissing = "by_ip", Words(&MISSING_WORDS),
+            "the rule for requests without a header, cookie or parameter of the key: share, by_ip, refuse or skip";
+        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit, as a quantity";
+        limits: () = "", TABLE, "several limits with keys of their own", Below::Items(&ITEM);
+        preset: Option<Preset> = "",
+            Maybe(Custom(Text, "the name of a preset", |reader, node, _| reader.preset(node))),
+            "a ready-made limit: login, otp_request, password_reset, register or api_call";
+        ipv6_network: Option<Vec<(Quantity, TextRange)>> = "", OrWord("preset", LIMITS),
+            "a second limit, on each IPv6 /48: a quantity, or `preset` for ten times the preset's limit";
+        cost: u64 = "1", Whole(1, MAX_COST), "the cost of a call";
+        rules: () = "", TABLE, "", Below::Beside(&RULES);
+    }
+}
+
+setting_keys! {
+    /// The keys of an item of `limits`.
+    ITEM: ItemKeys {
+        name: Option<String> = "", Maybe(Custom(Text, "a name", limit_name)), "its name in decisions and headers";
+        key: Vec<KeyPart> = "", KEY, "the parts that its calls are counted by; default the action's key";
+        missing: OnMissing = "", Words(&MISSING_WORDS),
+            "the rule for requests without a part of the key; default the action's";
+        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit, as a quantity";
+        penalty: () = "", TABLE, "the penalty for exceeding it; default the action's penalty", Below::Table(&PENALTY);
+        ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";
+        count: CountMode = "", Words(&COUNT_WORDS), "which calls count; the action's word if unsaid";
+    }
+}
+
+fn shadow(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<bool> {
+    const WORDS: [(&str, bool); 2] = [("enforce", false), ("shadow", true)];
+    if node.is_word("strict") || node.is_word("parole") {
+        let error = reader.error(node.at, "this mode is the penalty's", "`enforce` or `shadow`");
+        return error.help("write it inside the penalty: penalty = { mode = \"strict\" }").none();
+    }
+    reader.choice(node, key, &WORDS)
+}
+
+fn limit_name(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<String> {
+    let name = reader.string(node, key, "a name in quotes, such as \"per-account\"")?;
+    reader.check_name(name, node.at, "limit").then(|| name.to_owned())
+}
 
 /// The penalty for exceeding a limit, as read.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +124,7 @@ pub(super) struct ParsedGlobal {
 pub(super) struct ParsedAction {
     pub(super) name: String,
     /// The name as it appears in a variable's name.
-    folded_name: String,
+    pub(super) folded_name: String,
     pub(super) name_at: TextRange,
     pub(super) matcher: Option<(Matcher, TextRange)>,
     pub(super) preset: Option<Preset>,
@@ -83,42 +157,32 @@ impl DocumentReader<'_> {
             let is_wrong = inbound.is_some_and(|inbound| inbound.get("global").is_some());
             return (!is_wrong).then_some(ParsedGlobal { group: None, shadow: false });
         };
-        let shadow = self.shadow(table);
-        let count = self.count_mode(table, CountMode::Admitted);
-        let cost = self.penalty_or_ban(table, "inbound.global", ParsedPenalty::None);
-        let sharing = self.sharing(table, "inbound.global");
+        read_keys!(self, table, RULES: mode, count);
+        let penalty = self.penalty_or_ban(table, "inbound.global", ParsedPenalty::None);
+        let sharing = self.sharing(table, "inbound.global", &RULES.on_outage);
         let Some(limit) = table.node("limit") else {
             let at = inbound.and_then(|inbound| inbound.get("global")).map(|entry| entry.key_at)?;
-            let error = Error::new(
-                self.texts,
-                at,
-                "[inbound.global] has no limit",
-                "a limit in it, such as limit = \"1000 per 1h\"",
-            );
-            self.push_error(
-                error.help("to have no global limit, leave the section out or write limit = \"unlimited\""),
-            );
-            return None;
+            return self
+                .error(at, "[inbound.global] has no limit", "a limit in it, such as limit = \"1000 per 1h\"")
+                .help("to have no global limit, leave the section out or write limit = \"unlimited\"")
+                .none();
         };
-        let quantities = self.quantities(limit, "limit")?;
         let group = LimitGroup {
             name: None,
             key: vec![KeyPart::ClientIp],
             key_at: None,
             missing: OnMissing::default(),
-            quantities,
-            penalty: cost?,
+            quantities: self.parse(limit, &GLOBAL.limit)?,
+            penalty: penalty?,
             count: count?,
             sharing: sharing?,
         };
         let groups = std::slice::from_ref(&group);
-        if !self.check_count(table, groups)
-            | !self.check_lease(table, groups)
-            | !self.check_forward_auth(forward_auth, groups)
-        {
-            return None;
-        }
-        Some(ParsedGlobal { group: Some(group), shadow: shadow? })
+        let fits = self.check_count(table, groups)
+            & self.check_lease(table, groups)
+            & self.check_forward_auth(forward_auth, groups);
+        let shadow = mode.filter(|_| fits)?;
+        Some(ParsedGlobal { group: Some(group), shadow })
     }
 
     pub(super) fn actions(
@@ -128,27 +192,28 @@ impl DocumentReader<'_> {
         global_op_count: usize,
         forward_auth: Option<TextRange>,
     ) -> Option<Vec<ParsedAction>> {
+        const FORM: &str = "a section for each action, [inbound.action.NAME]";
         let has_proxy = inbound.is_some_and(|inbound| inbound.get("upstream").is_some());
         let Some(entry) = inbound.and_then(|inbound| inbound.get("action")) else {
             return Some(Vec::new());
         };
         let Some(table) = entry.node.as_table() else {
-            let found = entry.node.describe(self.texts);
-            self.report(
-                entry.key_at,
-                format!("`action` is {found}"),
-                "a section for each action, [inbound.action.NAME]",
-            );
-            return None;
+            let message = format!("`action` is {}", entry.node.describe(self.texts));
+            return self.error(entry.key_at, message, FORM).none();
         };
         if table.entries.len() > MAX_ACTIONS {
             let message = format!("the policy has {} actions", table.entries.len());
-            self.report(entry.key_at, message, format!("at most {MAX_ACTIONS}"));
-            return None;
+            return self.error(entry.key_at, message, format!("at most {MAX_ACTIONS}")).none();
         }
         let mut actions: Vec<ParsedAction> = Vec::new();
         let mut fine = true;
         for entry in &table.entries {
+            if self.is_misplaced_setting(entry) {
+                let message = format!("{} stands outside of any action", quoted(&entry.key));
+                self.error(entry.key_at, message, FORM).help("give the action a name, such as [inbound.action.login]");
+                fine = false;
+                continue;
+            }
             match self.action(entry, quirks) {
                 Some(action) => {
                     fine &= self.check_action(&action, &actions, global_op_count);
@@ -163,82 +228,41 @@ impl DocumentReader<'_> {
     }
 
     fn action(&mut self, entry: &TomlEntry, quirks: PathQuirks) -> Option<ParsedAction> {
-        let settings = crate::settings::table_keys("inbound.action.*");
-        if settings.contains(&entry.key.as_str()) && self.is_misplaced_setting(entry) {
-            let message = format!("{} stands outside of any action", quoted(&entry.key));
-            let error =
-                Error::new(self.texts, entry.key_at, message, "a section for each action, [inbound.action.NAME]");
-            self.push_error(error.help("give the action a name, such as [inbound.action.login]"));
-            return None;
-        }
-        let name_is_fine = self.check_name(&entry.key, entry.key_at, "action");
-        self.section_name.clone_from(&entry.key);
+        const PATH: &str = "inbound.action.*";
         let name = &entry.key;
+        let name_is_fine = self.check_name(name, entry.key_at, "action");
+        self.section_name.clone_from(name);
         let Some(table) = entry.node.as_table() else {
-            let found = entry.node.describe(self.texts);
-            let expected = format!("a section of its own, [inbound.action.{name}]");
-            let error =
-                Error::new(self.texts, entry.key_at, format!("the action {} is {found}", quoted(name)), expected);
-            self.push_error(error);
-            return None;
+            let message = format!("the action {} is {}", quoted(name), entry.node.describe(self.texts));
+            return self.error(entry.key_at, message, format!("a section of its own, [inbound.action.{name}]")).none();
         };
-        self.check_keys(table, "inbound.action.*");
-        let preset = self.read_or_default(table.into(), "preset", None, |reader, node| reader.preset(node).map(Some));
-        let key = self.read_or_default(table.into(), "key", vec![KeyPart::ClientIp], Self::key);
-        let missing = self.on_missing(table, OnMissing::default());
-        let shadow = self.shadow(table);
-        let count = self.count_mode(table, CountMode::Admitted);
-        let cost =
-            self.read_or_default(table.into(), "cost", 1, |reader, node| reader.integer(node, "cost", 1..=MAX_COST));
-        let matcher = self.read_or_default(table.into(), "match", None, |reader, node| {
-            reader.matcher(node, quirks).map(|matcher| Some((matcher, node.at)))
-        });
+        self.check_keys(table, PATH);
+        read_keys!(self, table, ACTION: preset, key, missing, cost);
+        read_keys!(self, table, RULES: mode, count);
+        let matcher = match table.node("match") {
+            Some(node) => self.matcher(node, quirks).map(|matcher| Some((matcher, node.at))),
+            None => Some(None),
+        };
         // A preset's ban is the default penalty.
-        let preset_cost = match preset {
-            Some(Some(preset)) => self.preset_ban(preset, entry.key_at),
-            _ => ParsedPenalty::None,
-        };
-        let penalty = self.penalty_or_ban(table, "inbound.action.*", preset_cost);
-        let sharing = self.sharing(table, "inbound.action.*");
+        let preset_penalty = preset.flatten().map_or(ParsedPenalty::None, |preset| preset_ban(preset, entry.key_at));
+        let penalty = self.penalty_or_ban(table, PATH, preset_penalty);
+        let sharing = self.sharing(table, PATH, &RULES.on_outage);
         let ipv6_network = self.ipv6_network(table, preset.flatten());
-        let groups = match (preset, penalty, count, &key, sharing) {
-            (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => self.limit_groups(
-                entry,
-                table,
-                preset,
-                LimitGroup {
-                    name: None,
-                    key: key.clone(),
-                    key_at: table.node("key").map(|node| node.at),
-                    missing: missing.unwrap_or_default(),
-                    quantities: Vec::new(),
-                    penalty,
-                    count,
-                    sharing,
-                },
-            ),
+        let groups = match (preset, penalty, count, key, sharing) {
+            (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => {
+                let (key_at, missing) = (table.node("key").map(|node| node.at), missing.unwrap_or_default());
+                let quantities = Vec::new();
+                let model = LimitGroup { name: None, key, key_at, missing, quantities, penalty, count, sharing };
+                self.limit_groups(entry, table, preset, model)
+            }
             _ => {
                 // `limit` is still read, so that its own errors are reported as well.
-                let _ = table.node("limit").map(|node| self.quantities(node, "limit"));
+                let _ = table.node("limit").map(|node| self.parse(node, &ACTION.limit));
                 None
             }
         };
-        let counts =
-            groups.as_ref().is_none_or(|groups| self.check_count(table, groups) & self.check_lease(table, groups));
-        let missing_fits = groups.as_ref().is_none_or(|groups| self.check_missing(table, groups));
-        let groups = groups.map(|mut groups| {
-            groups.extend(ipv6_network.clone().flatten().map(|quantities| LimitGroup {
-                name: Some("ipv6".to_owned()),
-                key: vec![KeyPart::Ipv6Network(48)],
-                key_at: None,
-                missing: OnMissing::Skip,
-                quantities,
-                // No penalty, because a /48 may belong to a whole town.
-                penalty: ParsedPenalty::None,
-                count: count.unwrap_or(CountMode::Admitted),
-                sharing: sharing.unwrap_or_default(),
-            }));
-            groups
+        let fits = groups.as_ref().is_none_or(|groups| {
+            self.check_count(table, groups) & self.check_lease(table, groups) & self.check_missing(table, groups)
         });
         let action = ParsedAction {
             name: name.clone(),
@@ -248,79 +272,18 @@ impl DocumentReader<'_> {
             preset: preset?,
             cost: cost?,
             cost_at: table.node("cost").map(|node| node.at),
-            shadow: shadow?,
-            groups: groups?,
+            shadow: mode?,
+            groups: with_ipv6_network(groups?, ipv6_network?, count?, sharing?),
         };
         missing?;
-        ipv6_network?;
-        (name_is_fine && counts && missing_fits).then_some(action)
-    }
-
-    /// Reports `count = "all"` if all limits are on calls in flight. A refused call is never in flight.
-    fn check_count(&mut self, table: &TomlTable, groups: &[LimitGroup]) -> bool {
-        let is_all = |node: &TomlNode| matches!(&node.value, TomlValue::String(text) if text == "all");
-        let Some(node) = table.node("count").filter(|node| is_all(node)) else {
-            return true;
-        };
-        let mut limits = groups
-            .iter()
-            .flat_map(|group| &group.quantities)
-            .map(|(quantity, _)| quantity)
-            .filter(|quantity| **quantity != Quantity::Unlimited)
-            .peekable();
-        if limits.peek().is_none() || limits.any(|quantity| !matches!(quantity, Quantity::InFlight { .. })) {
-            return true;
-        }
-        let message = "`count` is `all`, but a refused call is never in flight, so there is nothing to count";
-        let error = Error::new(self.texts, node.at, message, "no `count` for a limit in flight");
-        self.push_error(error.help("leave `count` out"));
-        false
-    }
-
-    /// Reports an action that matches proxied requests but counts by a part that they don't have.
-    fn check_request_parts(&mut self, action: &ParsedAction) -> bool {
-        if action.matcher.is_none() {
-            return true;
-        }
-        let mut fine = true;
-        for group in action.groups.iter().filter(|group| group.op_count() > 0) {
-            if let (Some(part), Some(at)) = (group.key.iter().find(|part| !part.is_in_requests()), group.key_at) {
-                let message = format!(
-                    "the action {} counts by `{part}`, which the proxied requests that it matches don't have",
-                    quoted(&action.name)
-                );
-                let error =
-                    Error::new(self.texts, at, message, "parts of a request, such as \"client_ip\" or \"header:NAME\"");
-                self.push_error(error.help(format!(
-                    "`{part}` comes from the decision API: for that alone, leave `match` out of the action"
-                )));
-                fine = false;
-            }
-        }
-        fine
-    }
-
-    /// Reports limits on calls in flight if the policy asks for forward-auth, which never learns when a call ends.
-    fn check_forward_auth(&mut self, wanted: Option<TextRange>, groups: &[LimitGroup]) -> bool {
-        let Some(wanted) = wanted else { return true };
-        let mut fine = true;
-        for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
-            if matches!(quantity, Quantity::InFlight { .. }) {
-                let message = "forward-auth can't keep a limit on calls in flight: it never learns when a call ends";
-                let error = Error::new(self.texts, *at, message, "another limit, such as \"5 per 60s\"");
-                let pointer = self.texts.describe_location(wanted);
-                self.push_error(error.help(format!(
-                    "forward-auth is asked for {pointer}; the proxy and the decision API keep such a limit: \
-                     for them alone, write forward_auth = false in [api]"
-                )));
-                fine = false;
-            }
-        }
-        fine
+        (name_is_fine && fits).then_some(action)
     }
 
     /// Returns true if the entry in an action's place is a setting of an action without a name.
     fn is_misplaced_setting(&self, entry: &TomlEntry) -> bool {
+        if !crate::settings::table_keys("inbound.action.*").contains(&entry.key.as_str()) {
+            return false;
+        }
         let inner = crate::settings::table_keys(&format!("inbound.action.*.{}", entry.key));
         match entry.node.as_table() {
             Some(table) => {
@@ -336,145 +299,106 @@ impl DocumentReader<'_> {
         entry: &TomlEntry,
         table: &TomlTable,
         preset: Option<Preset>,
-        defaults: LimitGroup,
+        model: LimitGroup,
     ) -> Option<Vec<LimitGroup>> {
-        match (table.get("limit"), table.get("limits")) {
-            (Some(_), Some(limits)) => {
-                let error =
-                    Error::new(self.texts, limits.key_at, "`limit` and `limits` stand side by side", "one of them");
-                self.push_error(error.help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }"));
-                None
+        match (table.get("limit"), table.get("limits"), preset) {
+            (Some(_), Some(limits), _) => self
+                .error(limits.key_at, "`limit` and `limits` stand side by side", "one of them")
+                .help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }")
+                .none(),
+            (Some(limit), None, _) => {
+                Some(vec![LimitGroup { quantities: self.parse(&limit.node, &ACTION.limit)?, ..model }])
             }
-            (Some(limit), None) => {
-                Some(vec![LimitGroup { quantities: self.quantities(&limit.node, "limit")?, ..defaults }])
+            (None, Some(limits), _) => self.limits(&limits.node, &model),
+            (None, None, Some(preset)) => {
+                let quantity = preset.limit().parse().expect("invariant: presets are tested to parse");
+                Some(vec![LimitGroup { quantities: vec![(quantity, entry.key_at)], ..model }])
             }
-            (None, Some(limits)) => self.limits(&limits.node, &defaults),
-            (None, None) => match preset {
-                Some(preset) => {
-                    let quantity = preset.limit().parse().expect("invariant: presets are tested to parse");
-                    Some(vec![LimitGroup { quantities: vec![(quantity, entry.key_at)], ..defaults }])
+            (None, None, None) => {
+                let mut keys = ["limit", "limits", "preset"].iter();
+                if keys.any(|key| self.has_misspelling_of(table, "inbound.action.*", key)) {
+                    return None;
                 }
-                None if ["limit", "limits", "preset"]
-                    .iter()
-                    .any(|key| self.has_misspelling_of(table, "inbound.action.*", key)) =>
-                {
-                    None
-                }
-                None => {
-                    let error = Error::new(
-                        self.texts,
-                        entry.key_at,
-                        format!("the action {} has neither a limit nor a preset", quoted(&entry.key)),
-                        "a limit in it, such as limit = \"5 per 60s\", or preset = \"login\"",
-                    );
-                    self.push_error(error.help("to let everything pass, write limit = \"unlimited\""));
-                    None
-                }
-            },
+                let message = format!("the action {} has neither a limit nor a preset", quoted(&entry.key));
+                let expected = "a limit in it, such as limit = \"5 per 60s\", or preset = \"login\"";
+                let error = self.error(entry.key_at, message, expected);
+                error.help("to let everything pass, write limit = \"unlimited\"").none()
+            }
         }
     }
 
     fn limits(&mut self, node: &TomlNode, model: &LimitGroup) -> Option<Vec<LimitGroup>> {
-        const PATH: &str = "inbound.action.*.limits.#";
         const EXPECTED: &str = "a list of tables: [{ name = \"per-account\", key = [\"key\"], limit = \"5 per 60s\" }]";
         let TomlValue::List(items) = &node.value else {
-            let found = node.describe(self.texts);
-            self.report(node.at, format!("`limits` is {found}"), EXPECTED);
-            return None;
+            return self.wrong_type(node, "limits", EXPECTED).none();
         };
         if items.is_empty() || items.len() > MAX_OPS {
-            self.report(node.at, format!("`limits` has {} items", items.len()), format!("1 to {MAX_OPS} tables"));
-            return None;
+            let message = format!("`limits` has {} items", items.len());
+            return self.error(node.at, message, format!("1 to {MAX_OPS} tables")).none();
         }
         let mut groups: Vec<LimitGroup> = Vec::new();
         let mut fine = true;
         for item in items {
             let Some(table) = item.as_table() else {
-                let found = item.describe(self.texts);
-                let error = Error::new(self.texts, item.at, format!("an item of `limits` is {found}"), EXPECTED);
-                self.push_error(match &item.value {
+                let help = match &item.value {
                     TomlValue::String(text) => {
-                        error.help(format!("write {{ limit = \"{text}\" }}, or use `limit` for a list of strings"))
+                        Some(format!("write {{ limit = \"{text}\" }}, or use `limit` for a list of strings"))
                     }
-                    _ => error,
-                });
+                    _ => None,
+                };
+                let message = format!("an item of `limits` is {}", item.describe(self.texts));
+                self.error(item.at, message, EXPECTED).help_if(help);
                 fine = false;
                 continue;
             };
-            self.check_keys(table, PATH);
-            let name = self.read_or_default(table.into(), "name", None, |reader, node| {
-                let name = reader.string(node, "name", "a name in quotes, such as \"per-account\"")?;
-                reader.check_name(name, node.at, "limit").then(|| Some(name.to_owned()))
-            });
-            if let Some(Some(name)) = &name
-                && groups.iter().any(|group| group.name.as_ref() == Some(name))
-            {
-                self.report(
-                    item.at,
-                    format!("two limits of this action are named {}", quoted(name)),
-                    "names that differ",
-                );
-                fine = false;
-            }
-            let key = self.read_or_default(table.into(), "key", model.key.clone(), Self::key);
-            let missing = self.on_missing(table, model.missing);
-            let count = self.count_mode(table, model.count);
-            let cost = self.penalty_or_ban(table, PATH, model.penalty);
-            let quantities = match table.node("limit") {
-                Some(limit) => self.quantities(limit, "limit"),
-                None => {
-                    self.report(
-                        item.at,
-                        "this item of `limits` has no `limit`",
-                        "a limit in it, such as limit = \"5 per 60s\"",
-                    );
-                    None
-                }
-            };
-            match (name, key, missing, quantities, cost, count) {
-                (Some(name), Some(key), Some(missing), Some(quantities), Some(cost), Some(count)) => {
-                    let key_at = table.node("key").map(|node| node.at).or(model.key_at);
-                    let group = LimitGroup {
-                        name,
-                        key,
-                        key_at,
-                        missing,
-                        quantities,
-                        penalty: cost,
-                        count,
-                        sharing: model.sharing,
-                    };
-                    fine &= self.check_count(table, std::slice::from_ref(&group));
-                    fine &= self.check_missing(table, std::slice::from_ref(&group));
-                    groups.push(group);
-                }
-                _ => fine = false,
+            match self.limits_item(item, table, &groups, model) {
+                Some(group) => groups.push(group),
+                None => fine = false,
             }
         }
         fine.then_some(groups)
     }
 
-    /// Reports a name that doesn't fit into headers, logs, variables and URLs. Returns true if it fits.
-    pub(super) fn check_name(&mut self, name: &str, at: TextRange, what: &str) -> bool {
-        let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
-        let expected = "letters, digits, and single _ - . between them";
-        let article = if what == "action" { "an" } else { "a" };
-        let (message, expected) = if name.is_empty() {
-            (format!("the {what} has no name"), expected)
-        } else if name.len() > MAX_NAME {
-            (format!("the {what}'s name is longer than {MAX_NAME} characters"), "a shorter one")
-        } else if !name.bytes().all(fits) || !name.starts_with(|first: char| first.is_ascii_alphanumeric()) {
-            (format!("{} can't be the name of {article} {what}", quoted(name)), expected)
-        } else if name.contains("__") {
-            let why = "two underscores separate the names in an environment variable";
-            (format!("{} can't be the name of {article} {what}: {why}", quoted(name)), expected)
-        } else if what == "action" && name == "global" {
-            ("no action can be named `global`, which names the limit over all actions".to_owned(), "another name")
-        } else {
-            return true;
+    fn limits_item(
+        &mut self,
+        item: &TomlNode,
+        table: &TomlTable,
+        before: &[LimitGroup],
+        model: &LimitGroup,
+    ) -> Option<LimitGroup> {
+        const PATH: &str = "inbound.action.*.limits.#";
+        self.check_keys(table, PATH);
+        let name = self.value(table, &ITEM.name);
+        let twice = name.iter().flatten().find(|name| before.iter().any(|group| group.name.as_ref() == Some(*name)));
+        if let Some(name) = twice {
+            let message = format!("two limits of this action are named {}", quoted(name));
+            self.report(item.at, message, "names that differ");
+        }
+        let twice = twice.is_some();
+        let key = self.value_or(table, &ITEM.key, model.key.clone());
+        let missing = self.value_or(table, &ITEM.missing, model.missing);
+        let count = self.value_or(table, &ITEM.count, model.count);
+        let penalty = self.penalty_or_ban(table, PATH, model.penalty);
+        let quantities = match table.node("limit") {
+            Some(limit) => self.parse(limit, &ITEM.limit),
+            None => {
+                let expected = "a limit in it, such as limit = \"5 per 60s\"";
+                self.error(item.at, "this item of `limits` has no `limit`", expected).none()
+            }
         };
-        self.report(at, message, expected);
-        false
+        let group = LimitGroup {
+            name: name?,
+            key: key?,
+            key_at: table.node("key").map(|node| node.at).or(model.key_at),
+            missing: missing?,
+            quantities: quantities?,
+            penalty: penalty?,
+            count: count?,
+            sharing: model.sharing,
+        };
+        let groups = std::slice::from_ref(&group);
+        let fits = self.check_count(table, groups) & self.check_missing(table, groups);
+        (fits && !twice).then_some(group)
     }
 
     fn preset(&mut self, node: &TomlNode) -> Option<Preset> {
@@ -482,7 +406,6 @@ impl DocumentReader<'_> {
         let text = self.string(node, "preset", &join_names(&names))?;
         let preset = Preset::from_name(text);
         if preset.is_none() {
-            let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), join_names(&names));
             let meant = match text {
                 "signup" | "sign_up" | "sign-up" | "registration" => Some("register"),
                 "signin" | "sign_in" | "sign-in" | "auth" => Some("login"),
@@ -490,112 +413,34 @@ impl DocumentReader<'_> {
                 "reset" | "forgot_password" => Some("password_reset"),
                 other => nearest(other, names),
             };
-            self.push_error(error.did_you_mean(meant));
+            let message = format!("unknown preset {}", quoted(text));
+            self.error(node.at, message, join_names(&names)).did_you_mean(meant);
         }
         preset
     }
+}
 
-    fn preset_ban(&mut self, preset: Preset, at: TextRange) -> ParsedPenalty {
-        let ban = crate::units::parse_duration(preset.ban()).expect("invariant: presets are tested to parse");
-        ParsedPenalty::Ban(ban, at)
-    }
+fn preset_ban(preset: Preset, at: TextRange) -> ParsedPenalty {
+    let ban = crate::units::parse_duration(preset.ban()).expect("invariant: presets are tested to parse");
+    ParsedPenalty::Ban(ban, at)
+}
 
-    fn shadow(&mut self, table: &TomlTable) -> Option<bool> {
-        self.read_or_default(table.into(), "mode", false, |reader, node| {
-            if matches!(&node.value, TomlValue::String(text) if text == "strict" || text == "parole") {
-                let error = Error::new(reader.texts, node.at, "this mode is the penalty's", "`enforce` or `shadow`");
-                reader.push_error(error.help("write it inside the penalty: penalty = { mode = \"strict\" }"));
-                return None;
-            }
-            reader.choice(node, "mode", &[("enforce", false), ("shadow", true)])
-        })
-    }
-
-    fn count_mode(&mut self, table: &TomlTable, default: CountMode) -> Option<CountMode> {
-        self.read_or_default(table.into(), "count", default, |reader, node| {
-            reader.choice(node, "count", &[("admitted", CountMode::Admitted), ("all", CountMode::All)])
-        })
-    }
-
-    /// Reports an action whose name or match clashes with one before it, or whose limits don't fit into one batch.
-    fn check_action(&mut self, action: &ParsedAction, before: &[ParsedAction], taken: usize) -> bool {
-        let mut fine = true;
-        if let Some(other) = before.iter().find(|other| other.folded_name == action.folded_name) {
-            let message = format!(
-                "{} and {} differ only in ways that a variable's name can't show",
-                quoted(&action.name),
-                quoted(&other.name)
-            );
-            let error =
-                Error::new(self.texts, action.name_at, message, "names that differ in more than case and dashes");
-            let pointer = self.texts.describe_location(other.name_at);
-            self.push_error(error.help(format!("the other stands {pointer}")));
-            fine = false;
-        }
-        if let Some((matcher, at)) = &action.matcher
-            && let Some((other, cover, other_at)) = before.iter().find_map(|other| {
-                other.matcher.as_ref().filter(|(cover, _)| cover.covers(matcher)).map(|(cover, at)| (other, cover, *at))
-            })
-        {
-            let pointer = self.texts.describe_location(other_at);
-            let (message, help) = if cover == matcher {
-                (
-                    format!("the actions {} and {} match the same requests", quoted(&other.name), quoted(&action.name)),
-                    format!("the first match wins, and {} stands first, {pointer}", quoted(&other.name)),
-                )
-            } else {
-                (
-                    format!(
-                        "the action {} can never match: {} takes every request first",
-                        quoted(&action.name),
-                        quoted(&other.name)
-                    ),
-                    format!(
-                        "the first match wins; put {} above {}, which stands {pointer}",
-                        quoted(&action.name),
-                        quoted(&other.name)
-                    ),
-                )
-            };
-            let error = Error::new(self.texts, *at, message, "requests that no action above it matches");
-            self.push_error(error.help(help));
-            fine = false;
-        }
-        let operations = action.op_count();
-        if operations + taken > MAX_OPS {
-            let message = format!(
-                "the action {} has {operations} limits{}; one decision asks at most {MAX_OPS}",
-                quoted(&action.name),
-                if taken > 0 { format!(", and [inbound.global] {taken} more") } else { String::new() },
-            );
-            self.report(
-                action.name_at,
-                message,
-                format!("at most {} limits in the action", MAX_OPS - taken.min(MAX_OPS)),
-            );
-            fine = false;
-        }
-        fine
-    }
-
-    /// Reports a cost above the limit's capacity, because such a call would never pass.
-    pub(super) fn check_capacity(
-        &mut self,
-        cost: u64,
-        cost_at: Option<TextRange>,
-        quantity: &Quantity,
-        at: TextRange,
-        whose: &str,
-    ) -> bool {
-        let Some(capacity) = quantity.capacity() else {
-            return true;
-        };
-        if matches!(quantity, Quantity::InFlight { .. }) || capacity == 0 || cost <= capacity {
-            return true;
-        }
-        let message =
-            format!("each call weighs {cost}, but {whose} \"{quantity}\" never has room for more than {capacity}");
-        self.report(cost_at.unwrap_or(at), message, "a cost that fits: a heavier call would never pass");
-        false
-    }
+/// Adds the limit of each IPv6 /48. It has no penalty, because a /48 may belong to a whole town.
+fn with_ipv6_network(
+    mut groups: Vec<LimitGroup>,
+    ipv6_network: Option<Vec<(Quantity, TextRange)>>,
+    count: CountMode,
+    sharing: Sharing,
+) -> Vec<LimitGroup> {
+    groups.extend(ipv6_network.map(|quantities| LimitGroup {
+        name: Some("ipv6".to_owned()),
+        key: vec![KeyPart::Ipv6Network(48)],
+        key_at: None,
+        missing: OnMissing::Skip,
+        quantities,
+        penalty: ParsedPenalty::None,
+        count,
+        sharing,
+    }));
+    groups
 }

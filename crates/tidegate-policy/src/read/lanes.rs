@@ -1,16 +1,51 @@
 //! The settings of a provider's lanes: `background`, `user`, `webhook`.
 
+use std::time::Duration;
+
+use tidegate_core::call::{LaneRules, Measure};
 use tidegate_core::lanes::MAX_WAITING;
 use tidegate_core::{Lane, LaneSpec, Span};
 
 use super::DocumentReader;
+use super::forms::{Custom, DURATION, LIMITS, Maybe, Whole};
 use super::provider::ProviderSection;
 use super::provider_limits::ParsedLimit;
 use super::resilience::{MAX_ATTEMPTS, ParsedRetry};
-use crate::document::{TomlNode, TomlTable, TomlValue};
-use crate::error::{Error, quoted};
+use crate::document::{TextRange, TomlNode, TomlTable};
+use crate::error::quoted;
 use crate::outbound::HoursOfDay;
-use tidegate_core::call::{LaneRules, Measure};
+use crate::quantity::Quantity;
+use crate::settings::SettingType::Text;
+use crate::settings::key::{read_keys, setting_keys};
+
+/// Declares the keys of a lane; the lanes differ in their descriptions.
+macro_rules! lane_keys {
+    ($group:ident: $keys:ident, $calls:literal, $timeout:literal, $retries:literal $(, $($hours:tt)+)?) => {
+        setting_keys! {
+            $group: $keys {
+                limit: Vec<(Quantity, TextRange)> = "", LIMITS, concat!("the limits of ", $calls, " calls");
+                in_flight: Option<u32> = "", Maybe(Whole(1, 1_000_000)), "their maximum number in flight";
+                timeout: Option<Duration> = "", Maybe(DURATION),
+                    concat!("the time for one call; ", $timeout, " if not set anywhere");
+                max_waiting: u32 = "1024", Whole(1, MAX_WAITING as u64), "the maximum number of waiting calls";
+                retries: Option<u32> = "", Maybe(Whole(0, MAX_ATTEMPTS - 1)),
+                    concat!("the number of retries of one call; ", $retries, " if not set anywhere");
+                $($($hours)+)?
+            }
+        }
+    };
+}
+
+lane_keys!(
+    BACKGROUND: BackgroundKeys,
+    "background",
+    "60s",
+    "5",
+    hours: Option<HoursOfDay> = "", Maybe(Custom(Text, "hours of the day", |reader, node, _| reader.hours(node))),
+        "the hours in which they run, as 22:00-06:00 in Europe/Berlin";
+);
+lane_keys!(USER: UserKeys, "user", "10s", "2");
+lane_keys!(WEBHOOK: WebhookKeys, "webhook", "10s", "2");
 
 /// A lane as written in the policy.
 pub(super) struct ParsedLane {
@@ -46,9 +81,8 @@ impl DocumentReader<'_> {
     pub(super) fn lanes(&mut self, section: &ProviderSection<'_>, sequential: bool) -> Option<[ParsedLane; 3]> {
         if sequential && let Some(entry) = Lane::ALL.iter().find_map(|lane| section.table.get(lane.name())) {
             let message = format!("{} is sequential, so it has no lanes", quoted(section.name));
-            let error = Error::new(self.texts, entry.key_at, message, "no rules for a lane, or sequential = false");
-            self.push_error(error.help("a `timeout` beside `sequential` is every call's"));
-            return None;
+            let error = self.error(entry.key_at, message, "no rules for a lane, or sequential = false");
+            return error.help("a `timeout` beside `sequential` is every call's").none();
         }
         let [background, user, webhook] = Lane::ALL.map(|lane| self.lane(&section.table, lane));
         Some([background?, user?, webhook?])
@@ -56,49 +90,25 @@ impl DocumentReader<'_> {
 
     fn lane(&mut self, provider: &TomlTable, lane: Lane) -> Option<ParsedLane> {
         let table = self.provider_section(provider, lane.name())?;
-        let default = LaneSpec::default();
-        let limits = self.read_or_default(table, "limit", Vec::new(), |reader, node| {
-            let limits = reader.parse_limits(node, "limit", Measure::Calls)?;
+        // The keys of the lanes have the same forms.
+        read_keys!(self, table, BACKGROUND: in_flight, timeout, max_waiting, retries, hours);
+        let limits = self.parse_limits(table, &BACKGROUND.limit, Measure::Calls).filter(|limits| {
             let help = format!("write in_flight = … in `{}`", lane.name());
-            reader.check_no_in_flight(&limits, "a lane's `limit`", &help).then_some(limits)
+            self.check_no_in_flight(limits, "a lane's `limit`", &help)
         });
-        let max_in_flight = self.read_or_default(table, "in_flight", default.max_in_flight, |reader, node| {
-            reader.integer_u32(node, "in_flight", 1, 1_000_000)
-        });
-        let max_waiting = self.read_or_default(table, "max_waiting", default.max_waiting, |reader, node| {
-            reader.integer_u32(node, "max_waiting", 1, MAX_WAITING.into())
-        });
-        let timeout = self.read_or_default(table, "timeout", None, |reader, node| reader.call_timeout(node).map(Some));
-        let retries = self.read_or_default(table, "retries", None, |reader, node| {
-            reader.integer_u32(node, "retries", 0, MAX_ATTEMPTS - 1).map(Some)
-        });
-        let hours = self.read_or_default(table, "hours", None, |reader, node| reader.hours(node).map(Some));
+        let max_in_flight = in_flight?.unwrap_or(LaneSpec::default().max_in_flight);
         Some(ParsedLane {
             lane,
             limits: limits?,
-            spec: LaneSpec { max_waiting: max_waiting?, max_in_flight: max_in_flight? },
-            timeout: timeout?,
+            spec: LaneSpec { max_waiting: max_waiting?, max_in_flight },
+            timeout: timeout?.map(Span::from_duration),
             retries: retries?,
             hours: hours?,
         })
     }
 
-    /// Reads the timeout of a whole call.
-    pub(super) fn call_timeout(&mut self, node: &TomlNode) -> Option<Span> {
-        self.timeout(node, "timeout").map(Span::from_duration)
-    }
-
     fn hours(&mut self, node: &TomlNode) -> Option<HoursOfDay> {
-        let text = match &node.value {
-            TomlValue::String(text) => text,
-            _ => self.string(node, "hours", "hours in quotes, such as \"22:00-06:00 in Europe/Berlin\"")?,
-        };
-        match text.parse() {
-            Ok(hours) => Some(hours),
-            Err(error) => {
-                self.report_in_string(node, text, "hours", &error);
-                None
-            }
-        }
+        let text = self.string(node, "hours", "hours in quotes, such as \"22:00-06:00 in Europe/Berlin\"")?;
+        text.parse().map_err(|error| self.report_in_string(node, text, "hours", &error)).ok()
     }
 }

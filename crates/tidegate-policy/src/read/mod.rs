@@ -2,6 +2,8 @@
 
 mod actions;
 mod assemble;
+mod checks;
+mod forms;
 mod keys;
 mod lanes;
 mod login;
@@ -24,14 +26,28 @@ use tidegate_core::OnOutage;
 
 use crate::address::Ipv6Prefix;
 use crate::document::{
-    SourceKind, SourceText, SourceTexts, TextRange, TomlDocument, TomlEntry, TomlNode, TomlTable, TomlValue, parse_file,
+    SourceKind, SourceText, SourceTexts, TextRange, TomlDocument, TomlEntry, TomlNode, TomlTable, parse_file,
 };
 use crate::environment::{EnvVars, apply_variables};
-use crate::error::{Error, Errors, Note};
+use crate::error::{Error, Errors, Note, quoted};
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
 use crate::policy::Policy;
 use crate::settings;
+use crate::settings::key::{Below, SettingKey, setting_keys};
+use provider::PROVIDER_PATH;
+
+setting_keys! {
+    /// The sections of a policy.
+    ROOT: RootKeys {
+        store: () = "", forms::TABLE, "", Below::Table(&store::STORE);
+        inbound: () = "", forms::TABLE, "", Below::Table(&server::INBOUND);
+        api: () = "", forms::TABLE, "", Below::Table(&server::API);
+        admin: () = "", forms::TABLE, "", Below::Table(&server::ADMIN);
+        log: () = "", forms::TABLE, "", Below::Table(&server::LOG);
+        outbound: () = "", forms::TABLE, "", Below::Table(&outbound::OUTBOUND);
+    }
+}
 
 /// Reads a policy from a file's content and from the environment.
 pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Errors> {
@@ -41,20 +57,20 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Er
     apply_variables(&mut texts, &mut errors, &mut root, env);
     let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
     let presets = root.get("outbound").map(|_| preset::load_presets(&mut texts)).unwrap_or_default();
-    let mut reader = DocumentReader {
-        texts: &texts,
-        errors,
-        notes: Vec::new(),
-        section_name: NAME_PLACEHOLDER.to_owned(),
-        presets,
-        on_outage: OnOutage::Local,
-        full_range: whole,
-    };
+    let mut reader = DocumentReader { errors, presets, ..DocumentReader::with_texts(&texts, whole) };
     let read = reader.read_policy(&root, whole);
     match read {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
         _ => Err(Errors::new(reader.errors)),
     }
+}
+
+/// Returns a section as it is if a policy doesn't have it.
+pub(crate) fn absent_section<T>(read: impl FnOnce(&mut DocumentReader<'_>, &TomlTable) -> Option<T>) -> T {
+    let mut texts = SourceTexts::default();
+    let whole = texts.add(SourceText::new(SourceKind::File, "", "", false));
+    let section = read(&mut DocumentReader::with_texts(&texts, whole), &TomlTable::default());
+    section.expect("invariant: an absent section has no errors")
 }
 
 /// Reads values and collects the errors in them. A method that returns `None` has reported an error.
@@ -73,20 +89,50 @@ pub struct DocumentReader<'t> {
     full_range: TextRange,
 }
 
+/// An error that was reported.
+struct Reported<'e>(&'e mut Error);
+
+impl Reported<'_> {
+    fn help(self, help: impl Into<String>) -> Self {
+        self.0.add_help(help);
+        self
+    }
+
+    fn help_if(self, help: Option<impl Into<String>>) -> Self {
+        match help {
+            Some(help) => self.help(help),
+            None => self,
+        }
+    }
+
+    fn did_you_mean(self, meant: Option<&str>) -> Self {
+        self.help_if(meant.map(|meant| format!("did you mean `{meant}`?")))
+    }
+
+    /// Ends a reader: there is no value.
+    fn none<T>(self) -> Option<T> {
+        None
+    }
+}
+
 /// Stands for the name of an action or a provider.
 const NAME_PLACEHOLDER: &str = "NAME";
 
 impl<'t> DocumentReader<'t> {
     /// Creates a reader of this document, without errors.
     pub fn new(document: &'t TomlDocument) -> Self {
+        Self { presets: document.presets.clone(), ..Self::with_texts(&document.texts, document.full_range) }
+    }
+
+    pub(crate) fn with_texts(texts: &'t SourceTexts, full_range: TextRange) -> Self {
         Self {
-            texts: &document.texts,
+            texts,
             errors: Vec::new(),
             notes: Vec::new(),
             section_name: NAME_PLACEHOLDER.to_owned(),
-            presets: document.presets.clone(),
+            presets: TomlTable::default(),
             on_outage: OnOutage::Local,
-            full_range: document.full_range,
+            full_range,
         }
     }
 
@@ -109,10 +155,8 @@ impl DocumentReader<'_> {
     pub fn check_names(&mut self, table: &TomlTable, called: &str, known: &[&str]) -> bool {
         let before = self.errors.len();
         for entry in table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
-            let found = crate::error::quoted(&entry.key);
-            let error =
-                Error::new(self.texts, entry.key_at, format!("unknown key {found} in {called}"), join_names(known));
-            self.push_error(error.did_you_mean(nearest(&entry.key, known.iter().copied())));
+            let message = format!("unknown key {} in {called}", quoted(&entry.key));
+            self.report_unknown(entry.key_at, &message, &entry.key, known);
         }
         self.errors.len() == before
     }
@@ -124,8 +168,7 @@ impl DocumentReader<'_> {
 
     /// Reports an error at a place with all `known` names, and suggests the one nearest to `found`.
     pub fn report_unknown(&mut self, at: TextRange, message: &str, found: &str, known: &[&str]) {
-        let error = Error::new(self.texts, at, message, join_names(known));
-        self.push_error(error.did_you_mean(nearest(found, known.iter().copied())));
+        self.error(at, message, join_names(known)).did_you_mean(nearest(found, known.iter().copied()));
     }
 
     fn read_policy(&mut self, root: &TomlTable, whole: TextRange) -> Option<Policy> {
@@ -155,28 +198,40 @@ impl DocumentReader<'_> {
         })
     }
 
-    /// Adds a remark on a text that is valid.
-    fn note(&mut self, at: TextRange, message: &str) {
-        self.notes.push(Note::new(self.texts, at, message));
-    }
-
-    fn push_error(&mut self, error: Error) {
-        self.errors.push(error);
-    }
-
     /// Reports an error at a place and the form that is expected.
     pub fn report(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) {
-        self.errors.push(Error::new(self.texts, at, message, expected));
+        self.error(at, message, expected);
+    }
+
+    /// Reports an error to which help can be added.
+    fn error(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) -> Reported<'_> {
+        self.add_error(Error::new(self.texts, at, message, expected))
+    }
+
+    /// Reports an error at a place that may hold a secret.
+    fn hidden_error(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) -> Reported<'_> {
+        self.add_error(Error::hiding_secret(self.texts, at, message, expected))
+    }
+
+    fn add_error(&mut self, error: Error) -> Reported<'_> {
+        Reported(self.errors.push_mut(error))
+    }
+
+    /// Reports a value of the wrong type.
+    fn wrong_type(&mut self, node: &TomlNode, key: &str, expected: impl Into<String>) -> Reported<'_> {
+        self.error(node.at, format!("`{key}` is {}", node.describe(self.texts)), expected)
+    }
+
+    /// Reports a text that a key can't have.
+    fn wrong_text(&mut self, node: &TomlNode, key: &str, text: &str, expected: impl Into<String>) -> Reported<'_> {
+        self.error(node.at, format!("`{key}` is {}", quoted(text)), expected)
     }
 
     /// Reports keys that the table of this path doesn't have.
     fn check_keys(&mut self, table: &TomlTable, path: &str) {
         let known = settings::table_keys(path);
-        for entry in &table.entries {
-            if !known.contains(&entry.key.as_str()) {
-                let error = self.unknown_key(entry, path, &known);
-                self.push_error(error);
-            }
+        for entry in table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
+            self.errors.push(self.unknown_key(entry, path, &known));
         }
     }
 
@@ -190,7 +245,7 @@ impl DocumentReader<'_> {
 
     fn unknown_key(&self, entry: &TomlEntry, path: &str, known: &[&'static str]) -> Error {
         let key = entry.key.as_str();
-        let found = crate::error::quoted(key);
+        let found = quoted(key);
         let message = if path.is_empty() {
             format!("unknown section {found}")
         } else {
@@ -231,71 +286,28 @@ impl DocumentReader<'_> {
     /// Returns the table under a key, checked for unknown keys. `None` if the key is absent or holds another value,
     /// which is reported.
     fn section<'n>(&mut self, parent: &'n TomlTable, key: &str, path: &str) -> Option<&'n TomlTable> {
-        let entry = parent.get(key)?;
-        match entry.node.as_table() {
-            Some(table) => {
-                self.check_keys(table, path);
-                Some(table)
-            }
-            None => {
-                let found = entry.node.describe(self.texts);
-                let path = path.replace('*', &self.section_name);
-                let form = format!("a section, [{path}], or a table, {{ … }}");
-                self.report(entry.node.at, format!("`{key}` is {found}"), form);
-                None
-            }
-        }
+        let node = parent.node(key)?;
+        let Some(table) = node.as_table() else {
+            let path = path.replace('*', &self.section_name);
+            return self.wrong_type(node, key, format!("a section, [{path}], or a table, {{ … }}")).none();
+        };
+        self.check_keys(table, path);
+        Some(table)
     }
 
-    /// Reads the value under a key: a table, checked for unknown keys, or one of a few words.
-    fn table_or_word<'n, T: Copy>(
+    /// Reads the value under a provider's key: a table, checked for unknown keys, or one of a few words.
+    fn table_or_word<'n, T: Clone>(
         &mut self,
-        parent: &'n TomlTable,
-        key: &str,
-        path: &str,
-        words: &[(&'static str, T)],
+        provider: &'n TomlTable,
+        key: &SettingKey<T>,
     ) -> Option<TableOrWord<'n, T>> {
-        let Some(node) = parent.node(key) else { return Some(TableOrWord::Absent) };
-        match &node.value {
-            TomlValue::Table(table) => {
-                self.check_keys(table, path);
+        let Some(node) = provider.node(key.name()) else { return Some(TableOrWord::Absent) };
+        match node.as_table() {
+            Some(table) => {
+                self.check_keys(table, &format!("{PROVIDER_PATH}.{}", key.name()));
                 Some(TableOrWord::Table(table))
             }
-            TomlValue::String(_) => self.choice(node, key, words).map(TableOrWord::Word),
-            _ => {
-                let found = node.describe(self.texts);
-                let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
-                self.report(
-                    node.at,
-                    format!("`{key}` is {found}"),
-                    format!("{}, or a table, {{ … }}", join_names(&names)),
-                );
-                None
-            }
-        }
-    }
-
-    /// Reads a value if it is present; `None` inside if it is absent.
-    fn read_optional<T>(
-        &mut self,
-        table: &TomlTable,
-        key: &str,
-        read: impl FnOnce(&mut Self, &TomlNode) -> Option<T>,
-    ) -> Option<Option<T>> {
-        self.read_or_default(Some(table), key, None, |reader, node| read(reader, node).map(Some))
-    }
-
-    /// Reads a value if it is present, or returns the default. `None` if the value is wrong.
-    fn read_or_default<T>(
-        &mut self,
-        table: Option<&TomlTable>,
-        key: &str,
-        default: T,
-        read: impl FnOnce(&mut Self, &TomlNode) -> Option<T>,
-    ) -> Option<T> {
-        match table.and_then(|table| table.node(key)) {
-            Some(node) => read(self, node),
-            None => Some(default),
+            None => self.parse(node, key).map(TableOrWord::Word),
         }
     }
 }
@@ -312,6 +324,13 @@ enum TableOrWord<'n, T> {
     Absent,
     Word(T),
     Table(&'n TomlTable),
+}
+
+/// Collects values, or returns `None` if one is missing. All items are evaluated first, so that all errors are
+/// reported.
+fn all_or_none<T>(items: impl Iterator<Item = Option<T>>) -> Option<Vec<T>> {
+    let items: Vec<Option<T>> = items.collect();
+    items.into_iter().collect()
 }
 
 /// Joins names as in "`a`, `b` or `c`".

@@ -1,59 +1,68 @@
 //! `[outbound]`: the gateway to external APIs, and its providers.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use tidegate_core::Limits;
+use tidegate_core::{Limits, Sharing};
 
-use tidegate_core::Sharing;
-
-use super::DocumentReader;
+use super::forms::{Bytes, Custom, HOSTS, LISTENER, Maybe, OrWord, SECRET, TABLE};
+use super::provider::PROVIDER;
 use super::provider_limits::OutboundLimitCollector;
+use super::server::{CONNECTIONS, TOKEN};
+use super::{DocumentReader, all_or_none};
 use crate::document::{TextRange, TomlNode, TomlTable};
 use crate::environment::fold_member_name;
-use crate::error::{Error, quoted};
+use crate::error::quoted;
 use crate::outbound::{OutboundConfig, ProviderConfig};
+use crate::secret::SecretSource;
+use crate::settings::SettingType::Text;
+use crate::settings::key::{Below, read_keys, setting_keys};
 
 /// The most providers in a policy.
 const MAX_PROVIDERS: usize = 256;
-/// The default limit of callers' connections.
-const DEFAULT_CONNECTIONS: usize = 1024;
-/// The default limit of cached replies, in bytes.
-const DEFAULT_CACHE_BYTES: u64 = 64 << 20;
+
+setting_keys! {
+    /// The keys of `[outbound]`.
+    OUTBOUND: OutboundKeys {
+        listen: Option<SocketAddr> = "127.0.0.1:8081", OrWord("off", LISTENER),
+            "the address of the gateway to other people's APIs, or off";
+        token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
+        hosts: Vec<String> = "", HOSTS, "names that a request's Host may have besides loopback's";
+        connections: u32 = "1024", CONNECTIONS, "connections of callers open at once";
+        connections_per_client: Option<usize> = "", OrWord("off", CONNECTIONS),
+            "connections of one caller's address open at once, or off; default a quarter of connections";
+        cache_bytes: u64 = "64MiB", Bytes(64 << 10, 1 << 44), "the maximum memory for the cached replies of all providers";
+        snapshot: Option<PathBuf> = "off",
+            Custom(Text, "a file's path, or `off`", |reader, node, _| reader.snapshot(node)),
+            "the file that keeps used quotas and cool-downs over a restart, or off";
+        provider: () = "", TABLE, "", Below::Names(&PROVIDER);
+    }
+}
 
 impl DocumentReader<'_> {
     /// Reads `[outbound]`; `None` inside if the policy has no such section.
     pub(super) fn outbound(&mut self, root: &TomlTable, whole: TextRange) -> Option<Option<OutboundConfig>> {
         let Some(entry) = root.get("outbound") else { return Some(None) };
         let table = self.section(root, "outbound", "outbound")?;
-        let usual = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8081);
-        let (listen, token) = self.listen_and_token(Some(table), Some(usual), "the outbound gateway");
-        let hosts = self.read_or_default(Some(table), "hosts", Vec::new(), Self::hosts);
-        let connections = self.read_or_default(Some(table), "connections", DEFAULT_CONNECTIONS, |reader, node| {
-            reader.integer(node, "connections", 1..=1_000_000).and_then(|count| usize::try_from(count).ok())
-        });
-        let per_client = self.connections_per_client(Some(table), connections);
-        let cache_bytes = self.read_or_default(Some(table), "cache_bytes", DEFAULT_CACHE_BYTES, |reader, node| {
-            reader.bytes(node, "cache_bytes", 64 << 10..=1 << 44)
-        });
-        let snapshot = self.read_or_default(Some(table), "snapshot", None, Self::snapshot);
+        let (listen, token) =
+            self.listen_and_token(Some(table), &OUTBOUND.listen, &OUTBOUND.token, "the outbound gateway");
+        let connections = self.value(table, &OUTBOUND.connections);
+        let per_client = self.connections_per_client(Some(table), &OUTBOUND.connections_per_client, connections);
+        read_keys!(self, table, OUTBOUND: hosts, cache_bytes, snapshot);
         let sharing = Sharing { on_outage: self.on_outage, lease: None };
         let mut collected = OutboundLimitCollector { sharing, ..OutboundLimitCollector::default() };
         let providers = self.providers(table, entry.key_at, &mut collected);
         let (providers, OutboundLimitCollector { limits, infos, .. }) = (providers?, collected);
         let limits = match Limits::new(limits) {
             Ok(limits) => Arc::new(limits),
-            Err(error) => {
-                self.report(whole, error.to_string(), "fewer limits");
-                return None;
-            }
+            Err(error) => return self.error(whole, error.to_string(), "fewer limits").none(),
         };
         Some(Some(OutboundConfig {
             listen: listen?,
             token: token?,
             hosts: hosts?,
-            connections: connections?,
+            connections: connections? as usize,
             connections_per_client: per_client?,
             cache_bytes: cache_bytes?,
             snapshot: snapshot?,
@@ -68,8 +77,7 @@ impl DocumentReader<'_> {
         match self.string(node, "snapshot", EXPECTED)? {
             "off" => Some(None),
             path if path.is_empty() || path.ends_with('/') || path.contains(char::is_control) => {
-                self.report(node.at, format!("`snapshot`: {} is no file's path", quoted(path)), EXPECTED);
-                None
+                self.error(node.at, format!("`snapshot`: {} is no file's path", quoted(path)), EXPECTED).none()
             }
             path => Some(Some(PathBuf::from(path))),
         }
@@ -83,45 +91,27 @@ impl DocumentReader<'_> {
     ) -> Option<Vec<ProviderConfig>> {
         const FORM: &str = "a section for each API, [outbound.provider.NAME]";
         let Some(entry) = outbound.get("provider") else {
-            if !self.has_misspelling_of(outbound, "outbound", "provider") {
-                let error = Error::new(self.texts, at, "[outbound] has no provider", FORM);
-                self.push_error(error.help("such as [outbound.provider.tmdb] with preset = \"tmdb\" in it"));
+            if self.has_misspelling_of(outbound, "outbound", "provider") {
+                return None;
             }
-            return None;
+            let help = "such as [outbound.provider.tmdb] with preset = \"tmdb\" in it";
+            return self.error(at, "[outbound] has no provider", FORM).help(help).none();
         };
         let Some(table) = entry.node.as_table() else {
-            let found = entry.node.describe(self.texts);
-            self.report(entry.key_at, format!("`provider` is {found}"), FORM);
-            return None;
+            let message = format!("`provider` is {}", entry.node.describe(self.texts));
+            return self.error(entry.key_at, message, FORM).none();
         };
         if table.entries.is_empty() || table.entries.len() > MAX_PROVIDERS {
             let message = format!("[outbound] has {} providers", table.entries.len());
-            self.report(entry.key_at, message, format!("1 to {MAX_PROVIDERS}"));
-            return None;
+            return self.error(entry.key_at, message, format!("1 to {MAX_PROVIDERS}")).none();
         }
-        let mut providers = Vec::new();
-        let mut fine = true;
-        for (index, entry) in table.entries.iter().enumerate() {
-            let alike = table.entries[..index]
-                .iter()
-                .find(|other| fold_member_name(&other.key) == fold_member_name(&entry.key));
+        all_or_none(table.entries.iter().enumerate().map(|(index, entry)| {
+            let folded = fold_member_name(&entry.key);
+            let alike = table.entries[..index].iter().find(|other| fold_member_name(&other.key) == folded);
             if let Some(other) = alike {
-                let message = format!(
-                    "{} and {} differ only in ways that a variable's name can't show",
-                    quoted(&entry.key),
-                    quoted(&other.key)
-                );
-                let expected = "names that differ in more than case and dashes";
-                let error = Error::new(self.texts, entry.key_at, message, expected);
-                let pointer = self.texts.describe_location(other.key_at);
-                self.push_error(error.help(format!("the other stands {pointer}")));
-                fine = false;
+                self.report_alike((&entry.key, entry.key_at), (&other.key, other.key_at));
             }
-            match self.provider(entry, collected) {
-                Some(provider) => providers.push(provider),
-                None => fine = false,
-            }
-        }
-        fine.then_some(providers)
+            self.provider(entry, collected).filter(|_| alike.is_none())
+        }))
     }
 }

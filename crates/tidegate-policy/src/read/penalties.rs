@@ -4,8 +4,38 @@ use tidegate_core::{LimitError, Penalty, PenaltyMode, PenaltySpec, Span};
 
 use super::DocumentReader;
 use super::actions::ParsedPenalty;
-use crate::document::{TextRange, TomlEntry, TomlTable, TomlValue};
-use crate::error::Error;
+use super::forms::{Custom, Maybe, SPAN, Whole};
+use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
+use crate::settings::SettingType::Text;
+use crate::settings::key::{read_keys, setting_keys};
+use crate::units::{describe_duration, parse_duration};
+
+setting_keys! {
+    /// The keys of a `penalty`.
+    PENALTY: PenaltyKeys {
+        base: Span = "2s", SPAN, "the first block";
+        factor: u32 = "2", Whole(1, u32::MAX as u64), "the factor of each further block";
+        cap: Span = "1h", SPAN, "the longest block";
+        forgive_after: Option<Span> = "", Maybe(SPAN),
+            "the time without a refusal that removes one strike; default the longer of cap and window";
+        mode: PenaltyMode = "parole", Custom(Text, "`parole` or `strict`", penalty_mode),
+            "parole, or strict: announce the longer of block and window";
+    }
+}
+
+/// The form of a `ban`.
+pub(super) const BAN: Custom<Option<Span>> = Custom(Text, "a duration, or `none`", |reader, node, key| {
+    if node.is_word("none") { Some(None) } else { reader.duration(node, key).map(Some) }
+});
+
+fn penalty_mode(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<PenaltyMode> {
+    const WORDS: [(&str, PenaltyMode); 2] = [("parole", PenaltyMode::Parole), ("strict", PenaltyMode::Strict)];
+    if node.is_word("enforce") || node.is_word("shadow") {
+        let error = reader.error(node.at, "this mode is the action's", "`parole` or `strict`");
+        return error.help("write it beside the penalty, not inside: mode = \"shadow\"").none();
+    }
+    reader.choice(node, key, &WORDS)
+}
 
 impl DocumentReader<'_> {
     /// Reads `penalty` or `ban`.
@@ -16,17 +46,14 @@ impl DocumentReader<'_> {
         default: ParsedPenalty,
     ) -> Option<ParsedPenalty> {
         match (table.get("penalty"), table.get("ban")) {
-            (Some(_), Some(ban)) => {
-                let error = Error::new(self.texts, ban.key_at, "`penalty` and `ban` stand side by side", "one of them");
-                self.push_error(error.help("a penalty's blocks grow; with a ban every block has the same length"));
-                None
-            }
+            (Some(_), Some(ban)) => self
+                .error(ban.key_at, "`penalty` and `ban` stand side by side", "one of them")
+                .help("a penalty's blocks grow; with a ban every block has the same length")
+                .none(),
             (Some(penalty), None) => self.penalty(penalty, &format!("{path}.penalty")),
             (None, Some(ban)) => {
-                if matches!(&ban.node.value, TomlValue::String(text) if text == "none") {
-                    return Some(ParsedPenalty::None);
-                }
-                self.duration(&ban.node, "ban").map(|length| ParsedPenalty::Ban(length, ban.node.at))
+                let length = (BAN.2)(self, &ban.node, "ban")?;
+                Some(length.map_or(ParsedPenalty::None, |length| ParsedPenalty::Ban(length, ban.node.at)))
             }
             (None, None) => Some(default),
         }
@@ -35,57 +62,27 @@ impl DocumentReader<'_> {
     fn penalty(&mut self, entry: &TomlEntry, path: &str) -> Option<ParsedPenalty> {
         let node = &entry.node;
         let Some(table) = node.as_table() else {
-            if matches!(&node.value, TomlValue::String(text) if text == "none") {
+            if node.is_word("none") {
                 return Some(ParsedPenalty::None);
             }
-            let found = node.describe(self.texts);
+            let length = match &node.value {
+                TomlValue::String(text) if parse_duration(text).is_ok() => Some(text),
+                _ => None,
+            };
+            let help = length.map(|text| format!("for blocks that all have this length, write ban = \"{text}\""));
             let expected = "a table such as { base = \"2s\", cap = \"1h\" }, or \"none\"";
-            let error = Error::new(self.texts, node.at, format!("`penalty` is {found}"), expected);
-            self.push_error(match &node.value {
-                TomlValue::String(text) if crate::units::parse_duration(text).is_ok() => {
-                    error.help(format!("for blocks that all have this length, write ban = \"{text}\""))
-                }
-                _ => error,
-            });
-            return None;
+            return self.wrong_type(node, "penalty", expected).help_if(help).none();
         };
         self.check_keys(table, path);
-        let default = PenaltySpec::default();
-        let base =
-            self.read_or_default(table.into(), "base", default.base, |reader, node| reader.duration(node, "base"));
-        let factor = self.read_or_default(table.into(), "factor", default.factor, |reader, node| {
-            reader.integer(node, "factor", 1..=u64::from(u32::MAX)).and_then(|factor| u32::try_from(factor).ok())
-        });
-        let cap = self.read_or_default(table.into(), "cap", default.cap, |reader, node| reader.duration(node, "cap"));
-        let forgive_after = self.read_or_default(table.into(), "forgive_after", None, |reader, node| {
-            reader.duration(node, "forgive_after").map(Some)
-        });
-        let mode = self.read_or_default(table.into(), "mode", default.mode, |reader, node| {
-            if matches!(&node.value, TomlValue::String(text) if text == "enforce" || text == "shadow") {
-                let error = Error::new(reader.texts, node.at, "this mode is the action's", "`parole` or `strict`");
-                reader.push_error(error.help("write it beside the penalty, not inside: mode = \"shadow\""));
-                return None;
-            }
-            reader.choice(node, "mode", &[("parole", PenaltyMode::Parole), ("strict", PenaltyMode::Strict)])
-        });
+        read_keys!(self, table, PENALTY: base, factor, cap, forgive_after, mode);
         let (base, cap) = (base?, cap?);
         if cap < base {
-            let (longest, first) = (crate::units::describe_duration(cap), crate::units::describe_duration(base));
-            let at = table.node("cap").or(table.node("base")).map_or(node.at, |node| node.at);
-            let unsaid = match (table.node("base"), table.node("cap")) {
-                (None, _) => " (the default base)",
-                (_, None) => " (the default cap)",
-                _ => "",
-            };
-            let message = format!("the longest block, {longest}, is shorter than the first, {first}{unsaid}");
-            let error = Error::new(self.texts, at, message, "a `cap` no shorter than `base`");
-            let variable =
-                table.node("base").filter(|node| node.at != at).map(|node| self.texts.describe_location(node.at));
-            self.push_error(match variable {
-                Some(pointer) => error.help(format!("the base stands {pointer}")),
-                None => error,
-            });
-            return None;
+            let (said_base, said_cap) = (table.node("base"), table.node("cap"));
+            let at = said_cap.or(said_base).map_or(node.at, |node| node.at);
+            let message = describe_order("block", base, cap, said_base, said_cap);
+            let pointer = said_base.filter(|node| node.at != at).map(|node| self.texts.describe_location(node.at));
+            let help = pointer.map(|pointer| format!("the base stands {pointer}"));
+            return self.error(at, message, "a `cap` no shorter than `base`").help_if(help).none();
         }
         let spec = PenaltySpec { base, factor: factor?, cap, forgive_after: forgive_after?, mode: mode? };
         Some(ParsedPenalty::Growing(spec, node.at))
@@ -100,10 +97,24 @@ impl DocumentReader<'_> {
         };
         match made {
             Ok(penalty) => Some((Some(penalty), is_ban)),
-            Err(error) => {
-                self.report(at, error.to_string(), "a penalty such as { base = \"2s\", cap = \"1h\" }");
-                None
-            }
+            Err(error) => self.error(at, error.to_string(), "a penalty such as { base = \"2s\", cap = \"1h\" }").none(),
         }
     }
+}
+
+/// The message that a cap is below its base. It tells which of the two is the default.
+pub(super) fn describe_order(
+    of: &str,
+    base: Span,
+    cap: Span,
+    said_base: Option<&TomlNode>,
+    said_cap: Option<&TomlNode>,
+) -> String {
+    let unsaid = match (said_base, said_cap) {
+        (None, _) => " (the default base)",
+        (_, None) => " (the default cap)",
+        _ => "",
+    };
+    let (longest, first) = (describe_duration(cap), describe_duration(base));
+    format!("the longest {of}, {longest}, is shorter than the first, {first}{unsaid}")
 }

@@ -7,18 +7,88 @@ use tidegate_core::call::{CallRules, MAX_LEAD};
 use tidegate_core::credential_pool::MAX_CREDENTIALS;
 use tidegate_core::{Balance, Lane, Span};
 
+use super::forms::{Bytes, Custom, DURATION, FLAG, LIMITS, Maybe, TABLE, TableOr, Words};
+use super::lanes::{BACKGROUND, USER, WEBHOOK};
+use super::login::{CREDENTIAL_PLACEHOLDER, LOGIN};
+use super::pace::{PACE, PACE_KINDS, PaceKind};
 use super::provider_limits::OutboundLimitCollector;
+use super::replies::{CACHE, COST, THROTTLED};
+use super::resilience::{ADAPTIVE, BREAKER, BUDGET, COOLDOWN, OFF_OR_ON, RETRY};
 use super::urls::KEY_PLACEHOLDER;
 use super::{DocumentReader, join_names};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::{Error, quoted};
 use crate::nearest::nearest;
 use crate::outbound::preset::{PresetRequirement, has_alias, take_requirement};
-use crate::outbound::{Auth, BaseUrl, ProviderConfig};
+use crate::outbound::{Auth, BaseUrl, Login, ProviderConfig};
+use crate::quantity::Quantity;
 use crate::secret::SecretSource;
+use crate::settings::SettingType::{Strings, Text};
+use crate::settings::key::{Below, read_keys, setting_keys};
 
 /// The path of a provider's settings.
 pub(super) const PROVIDER_PATH: &str = "outbound.provider.*";
+
+setting_keys! {
+    /// The keys of a provider.
+    PROVIDER: ProviderKeys {
+        preset: Option<String> = "",
+            Maybe(Custom(Text, "the name of a preset", |reader, node, _| reader.provider_preset(node))),
+            "a ready-made provider, such as tmdb or github; settings beside it override it";
+        base_url: Option<BaseUrl> = "",
+            Maybe(Custom(Text, "a URL as https://HOST/PATH", |reader, node, _| reader.base_url(node))),
+            "the root of the API, as https://HOST/PATH";
+        auth: Auth = "none", Custom(Text, "a place in requests", |reader, node, _| reader.auth(node)),
+            "the place of a credential: none, bearer, header:NAME, header:NAME PREFIX, query:NAME or path";
+        credentials: Vec<SecretSource> = "",
+            Custom(Strings, "a place of a secret, or a list of them", |reader, node, _| reader.credentials(node)),
+            "the places of its credentials: env:NAME or file:PATH";
+        balance: Balance = "round-robin", Words(&BALANCES),
+            "the order of credentials for calls: round-robin, random or least-recently-used";
+        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "its limits for all calls together";
+        credential_limit: Vec<(Quantity, TextRange)> = "", LIMITS, "its limits for each credential";
+        cost_limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limits on the cost of all its calls";
+        credential_cost_limit: Vec<(Quantity, TextRange)> = "", LIMITS,
+            "the limits on the cost of calls with each credential";
+        background: () = "", TABLE, "the rules of calls in the background", Below::Table(&BACKGROUND);
+        user: () = "", TABLE, "the rules of calls for a user that waits", Below::Table(&USER);
+        webhook: () = "", TABLE, "the rules of calls for another system that waits", Below::Table(&WEBHOOK);
+        learn_limits: bool = "false", FLAG,
+            "true to obey the remaining amount of each credential in the headers of replies";
+        shared: bool = "false", FLAG, "true to keep its state in the store that nodes share";
+        sequential: bool = "false", FLAG, "true for one call at a time, without lanes";
+        timeout: Option<Duration> = "", Maybe(DURATION), "the time for a whole call, in every lane";
+        connect_timeout: Duration = "5s", DURATION, "the time for connecting";
+        attempt_timeout: Duration = "30s", DURATION,
+            "the time from the last progress of the request's body to the begin of its reply, and the longest pause of \
+             the reply";
+        replay: usize = "64KiB", Bytes(0, 64 << 20), "the longest request body that is kept for another attempt";
+        lead: Span = "500ms", Custom(Text, "a duration", lead), "the longest time that a request is on its way to it";
+        user_agent: Option<HeaderValue> = "",
+            Maybe(Custom(Text, "a text", |reader, node, _| reader.user_agent(node))),
+            "the value of User-Agent, replacing the caller's";
+        hedge_after: Option<Duration> = "", Maybe(DURATION), "the time without a reply after which a second request is sent";
+        pace: PaceKind = "", TableOr(&PACE_KINDS),
+            "the way in which the pace is found below the limits: responsive, adaptive or limits", Below::Table(&PACE);
+        retry: () = "", TABLE, "the rules of retries", Below::Table(&RETRY);
+        budget: () = "", TABLE, "the bound on retries", Below::Table(&BUDGET);
+        breaker: bool = "", TableOr(&OFF_OR_ON), "the breaker that stops calls to it, or off", Below::Table(&BREAKER);
+        adaptive: bool = "", TableOr(&OFF_OR_ON),
+            "the adaptive cap on calls at a time, or off", Below::Table(&ADAPTIVE);
+        cooldown: () = "", TABLE, "the cool-down of a throttled credential", Below::Table(&COOLDOWN);
+        cache: bool = "off", TableOr(&OFF_OR_ON),
+            "the cache of its replies: off, on, or a table", Below::Table(&CACHE);
+        login: () = "", TABLE, "the exchange of a credential for a token: a POST", Below::Table(&LOGIN);
+        throttled_when: () = "", TABLE, "replies that report too many calls only in their body", Below::Table(&THROTTLED);
+        cost: () = "", TABLE, "the cost of a call, for limits on cost", Below::Table(&COST);
+    }
+}
+
+const BALANCES: [(&str, Balance); 3] = [
+    ("round-robin", Balance::RoundRobin),
+    ("random", Balance::Random),
+    ("least-recently-used", Balance::LeastRecentlyUsed),
+];
 
 /// A provider's own section, merged over its preset.
 pub(super) struct ProviderSection<'e> {
@@ -38,35 +108,14 @@ impl DocumentReader<'_> {
         let name_is_fine = self.check_provider_name(entry)?;
         let section = self.merge_preset(entry)?;
         let table = &section.table;
-
-        let base_url = self.read_optional(table, "base_url", Self::base_url);
-        let auth = self.read_optional(table, "auth", Self::auth);
-        let credentials = self.read_optional(table, "credentials", Self::credentials);
-        let balance = self.read_or_default(Some(table), "balance", Balance::RoundRobin, |reader, node| {
-            reader.choice(node, "balance", &BALANCES)
-        });
-        let user_agent = self.read_optional(table, "user_agent", Self::user_agent);
+        read_keys!(self, table, PROVIDER: base_url, user_agent, lead, replay, sequential, learn_limits);
+        read_keys!(self, table, PROVIDER: balance, shared, connect_timeout, attempt_timeout, hedge_after);
+        let (auth, credentials) = (self.placed(table, &PROVIDER.auth), self.placed(table, &PROVIDER.credentials));
         let login = self.login(table);
-        let timeouts = self.provider_timeouts(table);
-        let lead = self.read_or_default(Some(table), "lead", Span::from_millis(500), |reader, node| {
-            let lead = reader.duration(node, "lead")?;
-            if lead > MAX_LEAD {
-                reader.report(node.at, format!("`lead` is longer than {MAX_LEAD}"), "a shorter duration");
-                return None;
-            }
-            Some(lead)
-        });
-        let replay = self.read_or_default(Some(table), "replay", 64 << 10, |reader, node| {
-            reader.bytes(node, "replay", 0..=64 << 20)
-        });
+        let hedge_after = self.check_hedge(table, hedge_after, connect_timeout.and(attempt_timeout));
         let pace = self.pace(table);
-        let sequential =
-            self.read_or_default(Some(table), "sequential", false, |reader, node| reader.boolean(node, "sequential"));
-        let shared = self.read_or_default(Some(table), "shared", false, |reader, node| reader.boolean(node, "shared"));
-        let learns = self
-            .read_or_default(Some(table), "learn_limits", false, |reader, node| reader.boolean(node, "learn_limits"));
         let breaker = self.breaker(table);
-        let inflight = self.adaptive_limit(table);
+        let adaptive_limit = self.adaptive_limit(table);
         let cache = self.cache(table);
         let throttled_when = self.throttled_when(table);
         let cost = self.cost_rules(table);
@@ -74,19 +123,18 @@ impl DocumentReader<'_> {
         let (base_url, auth, credentials) = (base_url?, auth?, credentials?);
         let (auth, credentials) = self.check_auth(&section, base_url.as_ref(), auth, credentials, login.as_ref())?;
         self.check_preset_requirements(&section, base_url.as_ref(), user_agent.as_ref())?;
-        let login = login?;
-        let rules = self.rules(&section, collected, credentials.len(), login.is_some(), sequential?, cost.as_ref())?;
+        let (login, sequential) = (login?, sequential?);
+        let rules = self.rules(&section, collected, credentials.len(), login.is_some(), sequential, cost.as_ref())?;
         let (rules, hours) = rules;
         let throttled_when = throttled_when?;
-        let spends = throttled_when.as_ref().is_some_and(|rule| rule.spends_quota);
-        if spends && !collected.has_quota(&rules) {
+        if throttled_when.as_ref().is_some_and(|rule| rule.spends_quota) && !collected.has_quota(&rules) {
             let at = table.table("throttled_when").and_then(|table| table.get("spends_quota"));
             let at = at.map_or(section.name_at, |entry| entry.key_at);
             let message = "`spends_quota` is true, but no limit of the provider is a quota";
-            self.report(at, message, "a calendar quota beside it, such as limit = \"1000 per calendar day\"");
-            return None;
+            let expected = "a calendar quota beside it, such as limit = \"1000 per calendar day\"";
+            return self.error(at, message, expected).none();
         }
-        let (connect_timeout, attempt_timeout, hedge_after) = timeouts?;
+        let hedge_after = hedge_after?;
         name_is_fine.then_some(ProviderConfig {
             name: section.name.to_owned(),
             preset: section.preset.clone(),
@@ -97,20 +145,35 @@ impl DocumentReader<'_> {
             login,
             user_agent: user_agent?,
             breaker: breaker?,
-            adaptive_limit: inflight?.filter(|_| sequential != Some(true)),
-            connect_timeout,
-            attempt_timeout,
-            replay_bytes: usize::try_from(replay?).ok()?,
+            adaptive_limit: adaptive_limit?.filter(|_| !sequential),
+            connect_timeout: connect_timeout?,
+            attempt_timeout: attempt_timeout?,
+            replay_bytes: replay?,
             cache: cache?,
             throttled_when,
             hedge_after,
-            sequential: sequential?,
+            sequential,
             shared: shared?,
             hours,
             cost: cost?,
             pace: pace?,
-            rules_without_keys: CallRules { lead: lead?.min(rules.lead), tracks_remaining: learns?, ..rules },
+            rules_without_keys: CallRules { lead: lead?.min(rules.lead), tracks_remaining: learn_limits?, ..rules },
         })
+    }
+
+    /// Checks that a second request is sent before the first is given up.
+    fn check_hedge(
+        &mut self,
+        table: &TomlTable,
+        hedge_after: Option<Option<Duration>>,
+        attempt_timeout: Option<Duration>,
+    ) -> Option<Option<Duration>> {
+        let (hedge_after, attempt_timeout) = (hedge_after?, attempt_timeout?);
+        if let Some(node) = table.node("hedge_after").filter(|_| hedge_after >= Some(attempt_timeout)) {
+            let message = "`hedge_after` is no shorter than `attempt_timeout`, so it would never be reached";
+            return self.error(node.at, message, "a shorter duration").none();
+        }
+        Some(hedge_after)
     }
 
     /// Returns true if the name is valid; `None` if there is no table under it.
@@ -120,24 +183,20 @@ impl DocumentReader<'_> {
         if entry.node.as_table().is_some() {
             return Some(self.check_name(name, entry.key_at, "provider"));
         }
-        let error = if crate::settings::table_keys(PROVIDER_PATH).contains(&name.as_str()) {
+        if crate::settings::table_keys(PROVIDER_PATH).contains(&name.as_str()) {
             let message = format!("{} stands outside of any provider", quoted(name));
-            Error::new(self.texts, entry.key_at, message, "a section for each API, [outbound.provider.NAME]")
-                .help("give the provider a name, such as [outbound.provider.tmdb]")
-        } else {
-            let found = entry.node.describe(self.texts);
-            let expected = format!("a section of its own, [outbound.provider.{name}]");
-            Error::new(self.texts, entry.key_at, format!("the provider {} is {found}", quoted(name)), expected)
-        };
-        self.push_error(error);
-        None
+            let error = self.error(entry.key_at, message, "a section for each API, [outbound.provider.NAME]");
+            return error.help("give the provider a name, such as [outbound.provider.tmdb]").none();
+        }
+        let message = format!("the provider {} is {}", quoted(name), entry.node.describe(self.texts));
+        self.error(entry.key_at, message, format!("a section of its own, [outbound.provider.{name}]")).none()
     }
 
     /// Merges the section over its preset. A key of the section wins; nested tables are merged key by key.
     fn merge_preset<'e>(&mut self, entry: &'e TomlEntry) -> Option<ProviderSection<'e>> {
         let own = entry.node.as_table()?;
         self.check_keys(own, PROVIDER_PATH);
-        let preset = self.read_optional(own, "preset", Self::provider_preset)?;
+        let preset = self.value(own, &PROVIDER.preset)?;
         let mut table = preset.as_deref().and_then(|name| self.presets.table(name)).cloned().unwrap_or_default();
         let requirement = take_requirement(&mut table);
         if own.node("sequential").is_some_and(|node| matches!(node.value, TomlValue::Boolean(true))) {
@@ -172,23 +231,21 @@ impl DocumentReader<'_> {
         let alias = names().find(|preset| has_alias(preset, text)).map(|preset| preset.key.as_str());
         let meant = alias.or_else(|| nearest(text, names().map(|preset| preset.key.as_str())));
         let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), expected);
-        let error = error.did_you_mean(meant).help("without a preset, say `base_url` and `limit`");
-        self.push_error(error);
-        None
+        let help = "without a preset, say `base_url` and `limit`";
+        self.add_error(error.did_you_mean(meant).help(help)).none()
     }
 
-    /// Reads `none`, `bearer`, `header:NAME`, `header:NAME PREFIX`, `query:NAME` or `path`, with its place in the
-    /// policy.
-    fn auth(&mut self, node: &TomlNode) -> Option<(Auth, TextRange)> {
+    /// Reads `none`, `bearer`, `header:NAME`, `header:NAME PREFIX`, `query:NAME` or `path`.
+    fn auth(&mut self, node: &TomlNode) -> Option<Auth> {
         const FORMS: &str = "\"none\", \"bearer\", \"header:x-api-key\", \"header:Authorization Token\", \
                              \"query:api_key\" or \"path\"";
         let text = self.string(node, "auth", FORMS)?;
         let error = |message: String| Error::new(self.texts, node.at, message, FORMS);
         let error = match text.split_once(':') {
             None => match text {
-                "none" => return Some((Auth::None, node.at)),
-                "bearer" => return Some((Auth::Bearer, node.at)),
-                "path" => return Some((Auth::Path, node.at)),
+                "none" => return Some(Auth::None),
+                "bearer" => return Some(Auth::Bearer),
+                "path" => return Some(Auth::Path),
                 "header" => {
                     error("`auth` is `header` without a name".to_owned()).did_you_mean(Some("header:x-api-key"))
                 }
@@ -206,76 +263,44 @@ impl DocumentReader<'_> {
                     Ok(name) if CONNECTION_HEADERS.contains(&name.as_str()) => {
                         error(format!("`auth`: the header `{name}` is the connection's own"))
                     }
-                    Ok(name) => return Some((Auth::Header { name, prefix }, node.at)),
+                    Ok(name) => return Some(Auth::Header { name, prefix }),
                     Err(_) => error(format!("`auth`: {} is no header's name", quoted(name))),
                 }
             }
             Some(("query", name)) => {
                 let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~[]".contains(&byte);
                 if !name.is_empty() && name.bytes().all(fits) {
-                    return Some((Auth::Query { name: name.to_owned() }, node.at));
+                    return Some(Auth::Query { name: name.to_owned() });
                 }
                 error(format!("`auth`: {} is no query parameter's name", quoted(name)))
             }
             Some((other, _)) => error(format!("`auth` begins with {}", quoted(other)))
                 .did_you_mean(nearest(other, ["header:NAME", "query:NAME"])),
         };
-        self.push_error(error);
-        None
+        self.add_error(error).none()
     }
 
-    /// Reads the sources of credentials, in order, with their place in the policy.
-    fn credentials(&mut self, node: &TomlNode) -> Option<(Vec<SecretSource>, TextRange)> {
+    /// Reads the sources of credentials, in order.
+    fn credentials(&mut self, node: &TomlNode) -> Option<Vec<SecretSource>> {
         let items = match &node.value {
             TomlValue::List(items) => items.as_slice(),
             _ => std::slice::from_ref(node),
         };
         if items.is_empty() || items.len() > MAX_CREDENTIALS {
             let message = format!("`credentials` has {} items", items.len());
-            self.report(node.at, message, format!("1 to {MAX_CREDENTIALS} places, such as \"env:API_TOKEN\""));
-            return None;
+            let expected = format!("1 to {MAX_CREDENTIALS} places, such as \"env:API_TOKEN\"");
+            return self.error(node.at, message, expected).none();
         }
-        let mut sources: Vec<SecretSource> = Vec::new();
-        let mut fine = true;
-        for item in items {
-            match self.secret_source(item, "credentials") {
-                Some(source) if sources.contains(&source) => {
-                    let message = format!("`credentials` has {source} twice");
-                    self.report(item.at, message, "each credential once");
-                    fine = false;
-                }
-                Some(source) => sources.push(source),
-                None => fine = false,
-            }
-        }
-        fine.then_some((sources, node.at))
+        let sources = items.iter().map(|item| (self.secret_source(item, "credentials"), item));
+        let sources: Vec<_> = sources.map(|(source, item)| (source, item.at, item.as_str())).collect();
+        self.distinct(sources, |source| format!("`credentials` has {source} twice"), "each credential once")
     }
 
     fn user_agent(&mut self, node: &TomlNode) -> Option<HeaderValue> {
-        const EXPECTED: &str = "what a header can hold, such as \"MyApp/1.0 ( me@example.com )\"";
+        const EXPECTED: &str = "the value of a header, such as \"MyApp/1.0 ( me@example.com )\"";
         let text = self.string(node, "user_agent", EXPECTED)?;
         let value = HeaderValue::from_str(text).ok().filter(|value| !value.is_empty());
-        if value.is_none() {
-            self.report(node.at, format!("`user_agent` is {}", quoted(text)), EXPECTED);
-        }
-        value
-    }
-
-    fn provider_timeouts(&mut self, table: &TomlTable) -> Option<(Duration, Duration, Option<Duration>)> {
-        let connect = self.read_or_default(Some(table), "connect_timeout", Duration::from_secs(5), |reader, node| {
-            reader.timeout(node, "connect_timeout")
-        });
-        let attempt = self.read_or_default(Some(table), "attempt_timeout", Duration::from_secs(30), |reader, node| {
-            reader.timeout(node, "attempt_timeout")
-        });
-        let hedge = self.read_optional(table, "hedge_after", |reader, node| reader.timeout(node, "hedge_after"));
-        let (connect, attempt, hedge) = (connect?, attempt?, hedge?);
-        if let Some(node) = table.node("hedge_after").filter(|_| hedge.is_some_and(|hedge| hedge >= attempt)) {
-            let message = "`hedge_after` is no shorter than `attempt_timeout`, so it would never be reached";
-            self.report(node.at, message, "a shorter duration");
-            return None;
-        }
-        Some((connect, attempt, hedge))
+        value.or_else(|| self.wrong_text(node, "user_agent", text, EXPECTED).none())
     }
 
     /// Checks that the provider's address, `auth`, `login` and credentials fit together.
@@ -285,7 +310,7 @@ impl DocumentReader<'_> {
         base_url: Option<&BaseUrl>,
         auth: Option<(Auth, TextRange)>,
         credentials: Option<(Vec<SecretSource>, TextRange)>,
-        login: Option<&Option<crate::outbound::Login>>,
+        login: Option<&Option<Login>>,
     ) -> Option<(Auth, Vec<SecretSource>)> {
         let ProviderSection { name, name_at, table, .. } = section;
         if base_url.is_none() && section.preset.is_none() && table.get("limit").is_none() {
@@ -294,43 +319,36 @@ impl DocumentReader<'_> {
             }
             let message = format!("the provider {} has neither a preset nor a base_url", quoted(name));
             let expected = "a preset in it, or the root of the API: base_url = \"https://api.example.com/v1\"";
-            let error = Error::new(self.texts, *name_at, message, expected);
             let known = nearest(name, self.presets.entries.iter().map(|preset| preset.key.as_str()))
                 .map(|preset| format!("preset = \"{preset}\""));
-            self.push_error(error.did_you_mean(known.as_deref()));
-            return None;
+            return self.error(*name_at, message, expected).did_you_mean(known.as_deref()).none();
         }
         let keys = base_url.map_or(0, |url| url.path.matches(KEY_PLACEHOLDER).count());
         let url_at = table.node("base_url").map_or(*name_at, |node| node.at);
         let is_path = matches!(auth, Some((Auth::Path, _)));
         if is_path && keys != 1 {
             let message = format!("`auth` is `path`, but the base_url's path has {keys} places for the credential");
-            let error = Error::new(self.texts, url_at, message, "`{key}` once in it");
-            self.push_error(error.help("such as base_url = \"https://api.example.com/v1/{key}\""));
-            return None;
+            let error = self.error(url_at, message, "`{key}` once in it");
+            return error.help("such as base_url = \"https://api.example.com/v1/{key}\"").none();
         }
         if !is_path && keys > 0 {
             let message = "the base_url has a place for a credential, `{key}`, but `auth` isn't `path`";
-            self.report(url_at, message, "auth = \"path\" beside it");
-            return None;
+            return self.error(url_at, message, "auth = \"path\" beside it").none();
         }
         let has_login = matches!(login, Some(Some(_)));
         match (auth, credentials) {
             (Some((Auth::None, at)), Some(_)) => {
-                self.report(at, "`auth` is `none`, but there are `credentials`", "where they go, or no credentials");
-                None
+                let expected = "where they go, or no credentials";
+                self.error(at, "`auth` is `none`, but there are `credentials`", expected).none()
             }
             (None, Some((_, at))) => {
                 let message = "there are `credentials`, but nothing says where they go";
-                let error = Error::new(self.texts, at, message, "`auth` beside them, such as auth = \"bearer\"");
-                self.push_error(error);
-                None
+                self.error(at, message, "`auth` beside them, such as auth = \"bearer\"").none()
             }
             (Some((Auth::None, _)) | None, None) if has_login => {
                 let at = table.get("login").map_or(*name_at, |entry| entry.key_at);
                 let message = "`login` gets a token, but nothing says where it goes";
-                self.report(at, message, "`auth` beside it, such as auth = \"bearer\"");
-                None
+                self.error(at, message, "`auth` beside it, such as auth = \"bearer\"").none()
             }
             (Some((Auth::None, _)) | None, None) => Some((Auth::None, Vec::new())),
             (Some((auth, _)), None) if has_login && !login_takes_credential(login) => Some((auth, Vec::new())),
@@ -343,9 +361,7 @@ impl DocumentReader<'_> {
                 let at = from_preset.map_or(at, |_| *name_at);
                 let message = format!("the provider {} wants a credential, and has none", quoted(name));
                 let expected = format!("credentials = [\"env:{variable}\"] in it");
-                let error = Error::new(self.texts, at, message, expected);
-                self.push_error(error.help("to call it without, write auth = \"none\""));
-                None
+                self.error(at, message, expected).help("to call it without, write auth = \"none\"").none()
             }
             (Some((auth, _)), Some((credentials, _))) => Some((auth, credentials)),
         }
@@ -368,29 +384,29 @@ impl DocumentReader<'_> {
                 let at = section.table.node("user_agent").map_or(section.name_at, |node| node.at);
                 let message =
                     format!("the preset `{preset}` requires a `user_agent` that names the application and a contact");
-                let error = Error::new(self.texts, at, message, FORM);
-                self.push_error(error.help("such as user_agent = \"MyTagger/1.2.0 ( https://example.com/mytagger )\""));
-                None
+                let help = "such as user_agent = \"MyTagger/1.2.0 ( https://example.com/mytagger )\"";
+                self.error(at, message, FORM).help(help).none()
             }
             (Some(PresetRequirement::Loopback), _, Some(url)) if !url.is_loopback() => {
                 let at = section.table.node("base_url").map_or(section.name_at, |node| node.at);
                 let message =
                     format!("{} isn't on this machine, as the preset `{preset}` requires", url.authority.host());
-                let error =
-                    Error::new(self.texts, at, message, "a host on loopback, such as \"http://127.0.0.1:9000\"");
-                self.push_error(error.help("for a server elsewhere, leave the preset out and say its limit"));
-                None
+                self.error(at, message, "a host on loopback, such as \"http://127.0.0.1:9000\"")
+                    .help("for a server elsewhere, leave the preset out and say its limit")
+                    .none()
             }
             _ => Some(()),
         }
     }
 }
 
-const BALANCES: [(&str, Balance); 3] = [
-    ("round-robin", Balance::RoundRobin),
-    ("random", Balance::Random),
-    ("least-recently-used", Balance::LeastRecentlyUsed),
-];
+fn lead(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Span> {
+    let lead = reader.duration(node, key)?;
+    if lead > MAX_LEAD {
+        return reader.error(node.at, format!("`lead` is longer than {MAX_LEAD}"), "a shorter duration").none();
+    }
+    Some(lead)
+}
 
 /// Headers about the transport of a message, not about the request (RFC 9110 §7.6.1, RFC 9112).
 const CONNECTION_HEADERS: [&str; 9] = [
@@ -405,8 +421,8 @@ const CONNECTION_HEADERS: [&str; 9] = [
     "upgrade",
 ];
 
-fn login_takes_credential(login: Option<&Option<crate::outbound::Login>>) -> bool {
-    login.and_then(Option::as_ref).is_none_or(|login| login.body.contains(super::login::CREDENTIAL_PLACEHOLDER))
+fn login_takes_credential(login: Option<&Option<Login>>) -> bool {
+    login.and_then(Option::as_ref).is_none_or(|login| login.body.contains(CREDENTIAL_PLACEHOLDER))
 }
 
 /// Returns true for `App/Version ( contact )`, with a web or mail address as contact.

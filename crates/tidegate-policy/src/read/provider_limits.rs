@@ -5,14 +5,16 @@ use tidegate_core::{
     Cooldown, Key, Lane, LanesSpec, Limit, LimitError, LimitId, LimitKind, MAX_OPS, Sharing, Span, Window,
 };
 
-use super::DocumentReader;
-use super::provider::ProviderSection;
+use super::lanes::ParsedLane;
+use super::provider::{PROVIDER, ProviderSection};
+use super::{DocumentReader, Reported};
 use crate::description;
-use crate::document::{TextRange, TomlNode};
-use crate::error::{Error, quoted};
+use crate::document::{TextRange, TomlTable};
+use crate::error::quoted;
 use crate::key::limit_tag;
 use crate::outbound::{CostRules, HoursOfDay, OutboundLimitInfo};
 use crate::quantity::Quantity;
+use crate::settings::key::SettingKey;
 
 /// A waiting lane goes before more urgent lanes once per window, but at most once in this many calls. Otherwise urgency
 /// would have no effect with a limit of one call per window.
@@ -36,6 +38,45 @@ pub(super) struct ParsedLimit {
     measure: Measure,
 }
 
+/// The limits of a provider and of each of its credentials, as written in the policy.
+struct ProviderLimits {
+    calls: Vec<ParsedLimit>,
+    cost: Vec<ParsedLimit>,
+    credential_calls: Vec<ParsedLimit>,
+    credential_cost: Vec<ParsedLimit>,
+}
+
+impl ProviderLimits {
+    fn all_calls(&self) -> impl Iterator<Item = &ParsedLimit> {
+        self.calls.iter().chain(&self.credential_calls)
+    }
+
+    fn costs(&self) -> impl Iterator<Item = &ParsedLimit> {
+        self.cost.iter().chain(&self.credential_cost)
+    }
+
+    fn longest_spacing(&self) -> Option<Span> {
+        self.all_calls().filter_map(|limit| spacing(&limit.quantity)).max()
+    }
+
+    fn shortest_rate_spacing(&self) -> Option<Span> {
+        let rates = self.all_calls().filter(|limit| matches!(limit.quantity, Quantity::Rate { .. }));
+        rates.filter_map(|limit| spacing(&limit.quantity)).min()
+    }
+
+    /// The longest window of the limits and of the lanes, each at least as long as a lane's turn needs.
+    fn longest_window(&self, lanes: &[ParsedLane]) -> Option<Span> {
+        let lane_limits = lanes.iter().flat_map(|lane| &lane.limits);
+        let windows = self.all_calls().chain(lane_limits).filter_map(|parsed| match parsed.quantity {
+            Quantity::Window { limit, window } => {
+                Some(window.max(Span::from_micros(CALLS_PER_LANE_TURN * window.as_micros() / limit.max(1))))
+            }
+            _ => None,
+        });
+        windows.max()
+    }
+}
+
 /// The limits of all providers collected so far, each with its information.
 #[derive(Default)]
 pub(super) struct OutboundLimitCollector {
@@ -55,8 +96,8 @@ impl OutboundLimitCollector {
 
     /// Returns true if a calendar quota counts calls under these rules.
     pub(super) fn has_quota(&self, rules: &CallRules) -> bool {
-        let ceilings = rules.provider_limits.iter().chain(&rules.credential_limits);
-        ceilings.into_iter().any(|ceiling| self.limits[ceiling.limit.index()].kind().has_periods())
+        let provider_limits = rules.provider_limits.iter().chain(&rules.credential_limits);
+        provider_limits.into_iter().any(|provider_limit| self.limits[provider_limit.limit.index()].kind().has_periods())
     }
 }
 
@@ -72,137 +113,131 @@ impl DocumentReader<'_> {
         cost: Option<&Option<CostRules>>,
     ) -> Option<(CallRules, Option<HoursOfDay>)> {
         let table = &section.table;
-        let provider_limits = self.parse_limits_at(section, "limit", Measure::Calls);
-        let own_cost = self.parse_limits_at(section, "cost_limit", Measure::Cost);
-        let credential_limits = self.parse_limits_at(section, "credential_limit", Measure::Calls);
-        let of_credential_cost = self.parse_limits_at(section, "credential_cost_limit", Measure::Cost);
+        let limits = self.provider_limits(table);
         let lanes = self.lanes(section, sequential);
-        let timeout =
-            self.read_or_default(Some(table), "timeout", None, |reader, node| reader.call_timeout(node).map(Some));
+        let timeout = self.value(table, &PROVIDER.timeout).map(|timeout| timeout.map(Span::from_duration));
         let retry = self.retry(table, section.preset.is_some());
         let budget = self.budget(table);
         let cooldown = self.cooldown(table, credentials, retry.as_ref());
-        let (own, own_cost) = (provider_limits?, own_cost?);
-        let (of_credential, of_credential_cost) = (credential_limits?, of_credential_cost?);
-        let (lanes, timeout, retry) = (lanes?, timeout?, retry?);
-        let measured = [&own_cost, &of_credential_cost];
-        self.check_costs(section, measured.into_iter().flatten(), cost?)?;
+        let (limits, lanes, timeout, retry) = (limits?, lanes?, timeout?, retry?);
+        self.check_costs(section, limits.costs(), cost?)?;
 
-        let mut max_in_flight = min_in_flight_limit(&own).min(if sequential { 1 } else { u32::MAX });
-        let mut credential_in_flight = min_in_flight_limit(&of_credential);
-        let all = || own.iter().chain(&of_credential);
-        let paced = all().filter_map(|written| spacing(&written.quantity));
-        let stagger = paced.max().map_or(Cooldown::default().stagger, |spacing| spacing.max(MIN_STAGGER));
-        let rates = all().filter(|written| matches!(written.quantity, Quantity::Rate { .. }));
-        let jitter = rates.filter_map(|written| spacing(&written.quantity)).min().map_or(Span::ZERO, transit_jitter);
-        let lanes_of_own = lanes.iter().flat_map(|lane| &lane.limits);
-        let windows = all().chain(lanes_of_own).filter_map(|written| match written.quantity {
-            Quantity::Window { limit, window } => {
-                Some(window.max(Span::from_micros(CALLS_PER_LANE_TURN * window.as_micros() / limit.max(1))))
-            }
-            _ => None,
-        });
-        let longest = windows.max();
-        let window = longest.unwrap_or(LanesSpec::default().window);
+        let mut max_in_flight = min_in_flight_limit(&limits.calls).min(if sequential { 1 } else { u32::MAX });
+        let mut max_in_flight_per_credential = min_in_flight_limit(&limits.credential_calls);
+        let stagger = limits.longest_spacing().map_or(Cooldown::default().stagger, |spacing| spacing.max(MIN_STAGGER));
+        let jitter = limits.shortest_rate_spacing().map_or(Span::ZERO, transit_jitter);
+        let longest_window = limits.longest_window(&lanes);
         // Without a window, no call is counted ahead, so replies have nothing to correct in the store.
-        let mut costs = own_cost.iter().chain(&of_credential_cost);
-        let has_windows = longest.is_some() || costs.any(|cost| matches!(cost.quantity, Quantity::Window { .. }));
+        let is_window = |cost: &ParsedLimit| matches!(cost.quantity, Quantity::Window { .. });
+        let lead = if longest_window.is_some() || limits.costs().any(is_window) { MAX_LEAD } else { Span::ZERO };
 
         let name = section.name;
-        let mut ceilings = self.ceilings(collected, name, own, false)?;
-        ceilings.extend(self.ceilings(collected, &format!("{name}.cost"), own_cost, false)?);
-        let mut credential_ceilings = self.ceilings(collected, &format!("{name}.credential"), of_credential, true)?;
-        credential_ceilings.extend(self.ceilings(
-            collected,
-            &format!("{name}.credential.cost"),
-            of_credential_cost,
-            true,
-        )?);
+        let mut add = |suffix: &str, limits, per_credential| {
+            self.add_provider_limits(collected, &format!("{name}{suffix}"), limits, per_credential)
+        };
+        let mut provider_limits = add("", limits.calls, false)?;
+        provider_limits.extend(add(".cost", limits.cost, false)?);
+        let mut credential_limits = add(".credential", limits.credential_calls, true)?;
+        credential_limits.extend(add(".credential.cost", limits.credential_cost, true)?);
         if credentials <= 1 {
             // The limit of an only credential is the provider's limit. A full window or a spent quota is then not
             // reported as a pause of all credentials.
-            ceilings.append(&mut credential_ceilings);
-            max_in_flight = max_in_flight.min(std::mem::replace(&mut credential_in_flight, u32::MAX));
+            provider_limits.append(&mut credential_limits);
+            max_in_flight = max_in_flight.min(std::mem::replace(&mut max_in_flight_per_credential, u32::MAX));
         }
         let hours = lanes[0].hours.clone();
-        let (mut specs, mut lane_rules) = (Vec::new(), Vec::new());
-        let mut lane_ceilings = Vec::new();
+        let (mut specs, mut lane_rules, mut lane_limits) = (Vec::new(), Vec::new(), Vec::new());
         for lane in lanes {
             specs.push(lane.spec);
             lane_rules.push(lane.rules(timeout, &retry));
-            let own = format!("{name}.{}", lane.lane.name());
-            lane_ceilings.push(self.ceilings(collected, &own, lane.limits, false)?.into_boxed_slice());
+            lane_limits.push(add(&format!(".{}", lane.lane.name()), lane.limits, false)?.into_boxed_slice());
         }
-        let (base, cap) = cooldown?;
-        let rest = LimitKind::Cooldown(Cooldown { base, cap, stagger });
-        let words = description::describe_cooldown(base, cap);
-        let info = OutboundLimitInfo {
-            name: format!("{name}.cooldown"),
-            quantity: None,
-            description: words,
-            per_credential: true,
-        };
-        let Some(cooldown) = collected.add(rest, info) else {
-            self.report_too_many_limits(section.name_at);
-            return None;
-        };
-        self.check_batch_size(section, &ceilings, &credential_ceilings, &lane_ceilings)?;
+        let cooldown = self.add_cooldown(section, collected, cooldown?, stagger)?;
+        self.check_batch_size(section, &provider_limits, &credential_limits, &lane_limits)?;
         let mut lane_rules: [LaneRules; 3] = lane_rules.try_into().ok()?;
         if sequential {
             lane_rules = [lane_rules[Lane::User as usize]; 3];
         }
-        let lanes = LanesSpec { lanes: specs.try_into().ok()?, max_in_flight, window, ..LanesSpec::default() };
+        let default = LanesSpec::default();
+        let window = longest_window.unwrap_or(default.window);
         let rules = CallRules {
-            provider_limits: ceilings.into(),
-            lane_limits: lane_ceilings.try_into().ok()?,
-            credential_limits: credential_ceilings.into(),
-            max_in_flight_per_credential: credential_in_flight,
+            provider_limits: provider_limits.into(),
+            lane_limits: lane_limits.try_into().ok()?,
+            credential_limits: credential_limits.into(),
+            max_in_flight_per_credential,
             cooldown,
             key: Key::default(),
             credential_keys: Box::default(),
             can_renew_login: renews,
             tracks_remaining: false,
-            lead: if has_windows { MAX_LEAD } else { Span::ZERO },
+            lead,
             jitter,
-            lanes,
+            lanes: LanesSpec { lanes: specs.try_into().ok()?, max_in_flight, window, ..default },
             lane_rules,
             budget: budget?,
         };
         Some((rules, hours))
     }
 
-    fn parse_limits_at(
-        &mut self,
-        section: &ProviderSection<'_>,
-        key: &str,
-        measure: Measure,
-    ) -> Option<Vec<ParsedLimit>> {
-        self.read_or_default(Some(&section.table), key, Vec::new(), |reader, node| {
-            let written = reader.parse_limits(node, key, measure)?;
-            let whose = format!("`{key}`");
-            let of_calls = if key == "cost_limit" { "limit" } else { "credential_limit" };
-            let help = format!("what is in flight is counted in calls: `{of_calls}`");
-            let fits = measure == Measure::Calls || reader.check_no_in_flight(&written, &whose, &help);
-            fits.then_some(written)
-        })
+    /// Reads the limits of a provider and of its credentials.
+    fn provider_limits(&mut self, table: &TomlTable) -> Option<ProviderLimits> {
+        let calls = self.parse_limits(table, &PROVIDER.limit, Measure::Calls);
+        let cost = self.parse_cost_limits(table, &PROVIDER.cost_limit, "limit");
+        let credential_calls = self.parse_limits(table, &PROVIDER.credential_limit, Measure::Calls);
+        let credential_cost = self.parse_cost_limits(table, &PROVIDER.credential_cost_limit, "credential_limit")?;
+        Some(ProviderLimits { calls: calls?, cost: cost?, credential_calls: credential_calls?, credential_cost })
     }
 
-    /// Reads quantities of calls or of their cost.
-    pub(super) fn parse_limits(&mut self, node: &TomlNode, key: &str, measure: Measure) -> Option<Vec<ParsedLimit>> {
-        let quantities = self.quantities(node, key)?;
-        Some(quantities.into_iter().map(|(quantity, at)| ParsedLimit { quantity, at, measure }).collect())
+    fn add_cooldown(
+        &mut self,
+        section: &ProviderSection<'_>,
+        collected: &mut OutboundLimitCollector,
+        (base, cap): (Span, Span),
+        stagger: Span,
+    ) -> Option<LimitId> {
+        let info = OutboundLimitInfo {
+            name: format!("{}.cooldown", section.name),
+            quantity: None,
+            description: description::describe_cooldown(base, cap),
+            per_credential: true,
+        };
+        let id = collected.add(LimitKind::Cooldown(Cooldown { base, cap, stagger }), info);
+        id.or_else(|| self.report_too_many_limits(section.name_at).none())
+    }
+
+    /// Reads quantities of calls or of their cost; none if the key is absent.
+    pub(super) fn parse_limits<'n>(
+        &mut self,
+        table: impl Into<Option<&'n TomlTable>>,
+        key: &SettingKey<Vec<(Quantity, TextRange)>>,
+        measure: Measure,
+    ) -> Option<Vec<ParsedLimit>> {
+        let quantities = self.value_or(table, key, Vec::new())?;
+        let limit = |(quantity, at)| ParsedLimit { quantity, at, measure };
+        Some(quantities.into_iter().map(limit).collect())
+    }
+
+    /// Reads quantities of what calls cost. Calls in flight are counted under `calls_key`.
+    fn parse_cost_limits(
+        &mut self,
+        table: &TomlTable,
+        key: &SettingKey<Vec<(Quantity, TextRange)>>,
+        calls_key: &str,
+    ) -> Option<Vec<ParsedLimit>> {
+        let limits = self.parse_limits(table, key, Measure::Cost)?;
+        let help = format!("what is in flight is counted in calls: `{calls_key}`");
+        self.check_no_in_flight(&limits, &format!("`{}`", key.name()), &help).then_some(limits)
     }
 
     /// Reports a limit on calls in flight, which count only for a whole provider, a credential or a lane. Returns true
     /// if there is none.
-    pub(super) fn check_no_in_flight(&mut self, limits: &[ParsedLimit], whose: &str, help: &str) -> bool {
-        let wrong = limits.iter().find(|written| matches!(written.quantity, Quantity::InFlight { .. }));
-        if let Some(ParsedLimit { quantity, at, .. }) = wrong {
-            let message = format!("{whose} is \"{quantity}\", which is not supported here");
-            let error = Error::new(self.texts, *at, message, "a limit such as \"40 per 10s\" or \"10/s\"");
-            self.push_error(error.help(help));
+    pub(super) fn check_no_in_flight(&mut self, limits: &[ParsedLimit], key: &str, help: &str) -> bool {
+        let in_flight_limit = limits.iter().find(|parsed| matches!(parsed.quantity, Quantity::InFlight { .. }));
+        if let Some(ParsedLimit { quantity, at, .. }) = in_flight_limit {
+            let message = format!("{key} is \"{quantity}\", which is not supported here");
+            self.error(*at, message, "a limit such as \"40 per 10s\" or \"10/s\"").help(help);
         }
-        wrong.is_none()
+        in_flight_limit.is_none()
     }
 
     /// Reports a limit on cost without rules for the cost, or a reservation above the limit, because such a call would
@@ -214,70 +249,65 @@ impl DocumentReader<'_> {
         cost: &Option<CostRules>,
     ) -> Option<()> {
         let Some(cost) = cost else {
-            let Some(written) = limits.find(|written| written.quantity != Quantity::Unlimited) else { return Some(()) };
+            let Some(parsed) = limits.find(|parsed| parsed.quantity != Quantity::Unlimited) else { return Some(()) };
             let message = "there is a limit on what calls cost, but nothing says what one costs";
-            let error = Error::new(self.texts, written.at, message, "`cost` in the provider");
-            self.push_error(
-                error.help("such as cost = { request = [\"/max_tokens\"], reply = [\"/usage/total_tokens\"] }"),
-            );
-            return None;
+            let help = "such as cost = { request = [\"/max_tokens\"], reply = [\"/usage/total_tokens\"] }";
+            return self.error(parsed.at, message, "`cost` in the provider").help(help).none();
         };
         let at = section.table.table("cost").and_then(|table| table.node("reserve")).map(|node| node.at);
         let fits: Vec<bool> = limits
-            .map(|written| self.check_capacity(cost.reserve, at, &written.quantity, written.at, "the limit"))
+            .map(|parsed| self.check_capacity(cost.reserve, at, &parsed.quantity, parsed.at, "the limit"))
             .collect();
         fits.into_iter().all(|fits| fits).then_some(())
     }
 
     /// Adds the limits that a store counts under a name, and returns them. Limits in flight and `unlimited` are left
     /// out.
-    fn ceilings(
+    fn add_provider_limits(
         &mut self,
         collected: &mut OutboundLimitCollector,
         name: &str,
-        written: Vec<ParsedLimit>,
+        parsed_limits: Vec<ParsedLimit>,
         per_credential: bool,
     ) -> Option<Vec<ProviderLimit>> {
-        let counted = |quantity: &Quantity| !matches!(quantity, Quantity::InFlight { .. } | Quantity::Unlimited);
-        let several = written.iter().filter(|written| counted(&written.quantity)).count() > 1;
-        let mut ceilings = Vec::new();
-        for ParsedLimit { quantity, at, measure } in written.into_iter().filter(|written| counted(&written.quantity)) {
-            let name = if several { format!("{name}.{}", ceilings.len() + 1) } else { name.to_owned() };
+        let is_counted = |quantity: &Quantity| !matches!(quantity, Quantity::InFlight { .. } | Quantity::Unlimited);
+        let has_several = parsed_limits.iter().filter(|parsed| is_counted(&parsed.quantity)).count() > 1;
+        let mut provider_limits = Vec::new();
+        for ParsedLimit { quantity, at, measure } in
+            parsed_limits.into_iter().filter(|parsed| is_counted(&parsed.quantity))
+        {
+            let name = if has_several { format!("{name}.{}", provider_limits.len() + 1) } else { name.to_owned() };
             let kind = match limit_kind(&quantity) {
                 Ok(kind) => kind?,
-                Err(error) => {
-                    self.report(at, error.to_string(), "another limit");
-                    return None;
-                }
+                Err(error) => return self.error(at, error.to_string(), "another limit").none(),
             };
             let settles = kind.settles();
-            let mut words = description::describe_bound(&quantity);
+            let mut description = description::describe_bound(&quantity);
             if measure == Measure::Cost {
-                words.push_str(", by what calls cost");
+                description.push_str(", by what calls cost");
             }
-            let info = OutboundLimitInfo { name, quantity: Some(quantity), description: words, per_credential };
+            let info = OutboundLimitInfo { name, quantity: Some(quantity), description, per_credential };
             let Some(limit) = collected.add(kind, info) else {
-                self.report_too_many_limits(at);
-                return None;
+                return self.report_too_many_limits(at).none();
             };
-            ceilings.push(ProviderLimit { limit, measure, settles });
+            provider_limits.push(ProviderLimit { limit, measure, settles });
         }
-        Some(ceilings)
+        Some(provider_limits)
     }
 
-    fn report_too_many_limits(&mut self, at: TextRange) {
-        self.report(at, "[outbound] has more than 4095 limits, cool-downs included", "at most 4095");
+    fn report_too_many_limits(&mut self, at: TextRange) -> Reported<'_> {
+        self.error(at, "[outbound] has more than 4095 limits, cool-downs included", "at most 4095")
     }
 
     fn check_batch_size(
         &mut self,
         section: &ProviderSection<'_>,
-        ceilings: &[ProviderLimit],
-        of_credential: &[ProviderLimit],
-        of_lanes: &[Box<[ProviderLimit]>],
+        provider_limits: &[ProviderLimit],
+        credential_limits: &[ProviderLimit],
+        lane_limits: &[Box<[ProviderLimit]>],
     ) -> Option<()> {
-        let most = of_lanes.iter().map(|ceilings| ceilings.len()).max().unwrap_or(0);
-        let operations = ceilings.len() + of_credential.len() + most + 1;
+        let max_lane_limits = lane_limits.iter().map(|limits| limits.len()).max().unwrap_or(0);
+        let operations = provider_limits.len() + credential_limits.len() + max_lane_limits + 1;
         if operations <= MAX_OPS {
             return Some(());
         }
@@ -286,18 +316,17 @@ impl DocumentReader<'_> {
             quoted(section.name),
             operations - 1
         );
-        self.report(section.name_at, message, format!("at most {}", MAX_OPS - 1));
-        None
+        self.error(section.name_at, message, format!("at most {}", MAX_OPS - 1)).none()
     }
 }
 
 /// The lowest limit on calls in flight; `u32::MAX` if there is none.
 fn min_in_flight_limit(limits: &[ParsedLimit]) -> u32 {
-    let most = limits.iter().filter_map(|written| match written.quantity {
+    let in_flight_limits = limits.iter().filter_map(|parsed| match parsed.quantity {
         Quantity::InFlight { limit } => u32::try_from(limit).ok(),
         _ => None,
     });
-    most.min().unwrap_or(u32::MAX)
+    in_flight_limits.min().unwrap_or(u32::MAX)
 }
 
 /// Returns the limit that enforces a quantity; `None` for `unlimited`.

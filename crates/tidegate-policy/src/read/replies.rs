@@ -4,59 +4,88 @@ use std::time::Duration;
 
 use tidegate_core::MAX_COST;
 
-use super::resilience::RequiredKey;
-use super::{DocumentReader, TableOrWord};
+use super::forms::{Bytes, Custom, DURATION, FLAG, Maybe, Whole};
+use super::provider::PROVIDER;
+use super::{DocumentReader, TableOrWord, all_or_none};
 use crate::document::{TomlNode, TomlTable, TomlValue};
-use crate::error::{Error, quoted};
-use crate::outbound::{BodyRule, CacheRules, CostRules};
+use crate::outbound::{BodyRule, CacheRules, CostRules, PointerAlternatives};
+use crate::settings::SettingType::{Integer, Strings, TableOrTables, Text};
+use crate::settings::key::{Form, read_struct, setting_keys};
 use crate::units::parse_duration;
 
-/// The default limit of a cached body, in bytes.
-const MAX_BODY: usize = 1 << 20;
 /// The most statuses in `status`.
 const MAX_STATUSES: usize = 8;
+const STATUS: Whole = Whole(100, 599);
 /// The most conditions on a body in `contains`.
 const MAX_CONTAINS: usize = 8;
 
+setting_keys! {
+    /// The keys of `cache`.
+    CACHE: CacheKeys {
+        ttl: Option<Duration> = "", Maybe(Custom(Text, "a duration, or `forever`", ttl)),
+            "the time for which replies are fresh, or forever; default as HTTP says";
+        shared: bool = "false", FLAG, "true if credentials share replies; otherwise several credentials keep none";
+        stale: Option<Duration> = "", Maybe(DURATION), "the time after that in which they may be used while it is unavailable";
+        max_body: usize = "1MiB", Bytes(1, 1 << 30), "the longest body that is kept";
+    }
+}
+
+setting_keys! {
+    /// The keys of `throttled_when`.
+    THROTTLED: ThrottledKeys {
+        status: Vec<u16> = "200",
+            Custom(Integer, "a whole number from 100 to 599, or a list", |reader, node, _| reader.statuses(node)),
+            "the status that they have, or a list";
+        contains: Vec<(String, String)> = "",
+            Custom(TableOrTables, "a table of texts by JSON pointers", |reader, node, _| reader.body_conditions(node)),
+            "JSON pointers, with a text that each place contains";
+        spends_quota: bool = "false", FLAG, "true if the quota is then used up until its period ends";
+    }
+}
+
+const POINTERS: Custom<Vec<PointerAlternatives>> =
+    Custom(Strings, "a JSON pointer, or a list of them", |reader, node, key| reader.pointers(node, key));
+
+setting_keys! {
+    /// The keys of `cost`.
+    COST: CostKeys {
+        reserve: u64 = "1", Whole(0, MAX_COST), "the amount reserved for a call before its reply";
+        request: Vec<PointerAlternatives> = "", POINTERS,
+            "JSON pointers into the request; the first number found there is reserved in addition";
+        bytes_per_unit: u64 = "0", Whole(0, MAX_COST), "request bytes for one more unit; 0 for none";
+        reply: Vec<PointerAlternatives> = "", POINTERS,
+            "JSON pointers into the reply, each as /a or /b; their sum is the real cost";
+    }
+}
+
+fn ttl(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Duration> {
+    if node.is_word("forever") { Some(Duration::MAX) } else { reader.timeout(node, key) }
+}
+
 impl DocumentReader<'_> {
     pub(super) fn cache(&mut self, provider: &TomlTable) -> Option<Option<CacheRules>> {
-        let default = CacheRules { ttl: None, shared: false, stale: Duration::ZERO, max_body: MAX_BODY };
-        if let Some(TomlValue::String(text)) = provider.node("cache").map(|node| &node.value)
+        if let Some(node) = provider.node("cache")
+            && let TomlValue::String(text) = &node.value
             && (text == "forever" || parse_duration(text).is_ok())
         {
-            let at = provider.get("cache")?.node.at;
-            let error = Error::new(self.texts, at, format!("`cache` is {}", quoted(text)), "a table, `off` or `on`");
-            self.push_error(error.help(format!("write cache = {{ ttl = \"{text}\" }}")));
-            return None;
+            let error = self.wrong_text(node, "cache", text, "a table, `off` or `on`");
+            return error.help(format!("write cache = {{ ttl = \"{text}\" }}")).none();
         }
-        let words = [("off", false), ("on", true)];
-        let table = match self.table_or_word(provider, "cache", "outbound.provider.*.cache", &words)? {
+        let table = match self.table_or_word(provider, &PROVIDER.cache)? {
             TableOrWord::Absent | TableOrWord::Word(false) => return Some(None),
-            TableOrWord::Word(true) => return Some(Some(default)),
-            TableOrWord::Table(table) => table,
+            TableOrWord::Word(true) => None,
+            TableOrWord::Table(table) => Some(table),
         };
-        let ttl = self.read_optional(table, "ttl", |reader, node| match &node.value {
-            TomlValue::String(text) if text == "forever" => Some(Duration::MAX),
-            _ => reader.timeout(node, "ttl"),
-        });
-        let shared = self.read_or_default(Some(table), "shared", false, |reader, node| reader.boolean(node, "shared"));
-        let stale =
-            self.read_or_default(Some(table), "stale", default.stale, |reader, node| reader.timeout(node, "stale"));
-        let max_body = self.read_or_default(Some(table), "max_body", MAX_BODY, |reader, node| {
-            reader.bytes(node, "max_body", 1..=1 << 30).and_then(|bytes| usize::try_from(bytes).ok())
-        });
-        Some(Some(CacheRules { ttl: ttl?, shared: shared?, stale: stale?, max_body: max_body? }))
+        let stale = self.value(table, &CACHE.stale).map(Option::unwrap_or_default);
+        read_struct!(self, table, CACHE => CacheRules { ttl, shared, max_body; stale: stale? }).map(Some)
     }
 
     pub(super) fn throttled_when(&mut self, provider: &TomlTable) -> Option<Option<BodyRule>> {
         const FORM: &str = "{ status = 200, contains = { \"/Error\" = \"limit reached\" } }";
         let Some(table) = self.provider_section(provider, "throttled_when")? else { return Some(None) };
-        let whole = provider.get("throttled_when")?;
-        let statuses = self.read_or_default(Some(table), "status", vec![200], Self::statuses);
-        let required = RequiredKey { table: whole, path: "outbound.provider.*.throttled_when", form: FORM };
-        let contains = self.required_node(table, "contains", &required).and_then(|node| self.body_conditions(node));
-        let spends_quota = self
-            .read_or_default(Some(table), "spends_quota", false, |reader, node| reader.boolean(node, "spends_quota"));
+        let statuses = self.value(table, &THROTTLED.status);
+        let contains = self.required(provider.get("throttled_when")?, table, &THROTTLED.contains, FORM);
+        let spends_quota = self.value(table, &THROTTLED.spends_quota);
         Some(Some(BodyRule { statuses: statuses?, contains: contains?, spends_quota: spends_quota? }))
     }
 
@@ -67,53 +96,38 @@ impl DocumentReader<'_> {
             _ => std::slice::from_ref(node),
         };
         if items.is_empty() || items.len() > MAX_STATUSES {
-            self.report(node.at, format!("`status` has {} items", items.len()), format!("1 to {MAX_STATUSES}"));
-            return None;
+            let message = format!("`status` has {} items", items.len());
+            return self.error(node.at, message, format!("1 to {MAX_STATUSES}")).none();
         }
-        let mut status = |item| self.integer(item, "status", 100..=599).and_then(|status| u16::try_from(status).ok());
-        let statuses: Vec<Option<u16>> = items.iter().map(&mut status).collect();
-        statuses.into_iter().collect()
+        all_or_none(items.iter().map(|item| STATUS.parse(self, item, "status")))
     }
 
     fn body_conditions(&mut self, node: &TomlNode) -> Option<Vec<(String, String)>> {
         const FORM: &str = "a table of JSON pointers, such as { \"/Error\" = \"limit reached\" }";
         let Some(table) = node.as_table() else {
-            let found = node.describe(self.texts);
-            self.report(node.at, format!("`contains` is {found}"), FORM);
-            return None;
+            return self.wrong_type(node, "contains", FORM).none();
         };
         if table.entries.is_empty() || table.entries.len() > MAX_CONTAINS {
             let message = format!("`contains` has {} items", table.entries.len());
-            self.report(node.at, message, format!("1 to {MAX_CONTAINS}"));
-            return None;
+            return self.error(node.at, message, format!("1 to {MAX_CONTAINS}")).none();
         }
-        let pairs: Vec<Option<(String, String)>> = table
-            .entries
-            .iter()
-            .map(|entry| {
-                let pointer = self.pointer(&entry.key, entry.key_at, "contains");
-                let text = self.string(&entry.node, &entry.key, "what the text there contains, in quotes");
-                if text == Some("") {
-                    self.report(entry.node.at, "every text contains nothing", "what the text there contains");
-                    return None;
-                }
-                Some((pointer?, text?.to_owned()))
-            })
-            .collect();
-        pairs.into_iter().collect()
+        all_or_none(table.entries.iter().map(|entry| {
+            let pointer = self.pointer(&entry.key, entry.key_at, "contains");
+            let text = self.string(&entry.node, &entry.key, "a text that the place contains, in quotes")?;
+            if text.is_empty() {
+                let expected = "a text that the place contains";
+                return self.error(entry.node.at, "every text contains nothing", expected).none();
+            }
+            Some((pointer?, text.to_owned()))
+        }))
     }
 
     pub(super) fn cost_rules(&mut self, provider: &TomlTable) -> Option<Option<CostRules>> {
         let Some(table) = self.provider_section(provider, "cost")? else { return Some(None) };
-        let reserve = self
-            .read_or_default(Some(table), "reserve", 1, |reader, node| reader.integer(node, "reserve", 0..=MAX_COST));
-        let bytes_per_unit = self.read_or_default(Some(table), "bytes_per_unit", 0, |reader, node| {
-            reader.integer(node, "bytes_per_unit", 0..=MAX_COST)
+        let request = self.value(table, &COST.request);
+        let rules = read_struct!(self, table, COST => CostRules {
+            reserve, bytes_per_unit, reply; request: request?.concat()
         });
-        let mut pointers =
-            |key: &str| self.read_or_default(Some(table), key, Vec::new(), |reader, node| reader.pointers(node, key));
-        let (request, reply) = (pointers("request"), pointers("reply"));
-        let request = request?.concat();
-        Some(Some(CostRules { reserve: reserve?, request, bytes_per_unit: bytes_per_unit?, reply: reply? }))
+        rules.map(Some)
     }
 }

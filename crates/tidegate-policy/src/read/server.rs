@@ -1,11 +1,18 @@
 //! The sections about the process itself: inbound, api, admin, log.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
-use super::DocumentReader;
+use ipnet::IpNet;
+
+use super::actions::{ACTION, GLOBAL};
+use super::forms::{
+    Bytes, Custom, DURATION, FLAG, HOSTS, LISTENER, Maybe, NETWORKS, OrWord, SECRET, TABLE, Whole, Words,
+};
+use super::{DocumentReader, all_or_none, join_names};
 use crate::address::{Ipv6Prefix, Networks};
 use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
-use crate::error::{Error, quoted};
+use crate::error::quoted;
 use crate::forwarding::{Forwarding, ForwardingHeader};
 use crate::nearest::nearest;
 use crate::outbound::OutboundConfig;
@@ -13,174 +20,152 @@ use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
     AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, LogFormat, LogLevel,
+    UpstreamAddress,
 };
+use crate::settings::SettingType::{Strings, Text};
+use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
 
 /// The most names in `hosts`.
 const MAX_HOSTS: usize = 256;
+/// The most connections of a listener.
+pub(super) const CONNECTIONS: Whole = Whole(1, 1_000_000);
+
+setting_keys! {
+    /// The keys of `[inbound]`.
+    INBOUND: InboundKeys {
+        listen: SocketAddr = "127.0.0.1:8080", LISTENER, "the address of the gate";
+        upstream: Option<UpstreamAddress> = "",
+            Maybe(Custom(Text, "a URL as http://HOST:PORT", |reader, node, key| reader.upstream(node, key))),
+            "the server behind the gate, as http://HOST:PORT; without one no proxy runs";
+        trusted_proxies: Networks = "",
+            Custom(Strings, "a network or an address, or a list of them", |reader, node, _| reader.trusted_proxies(node)),
+            "networks with trusted forwarding headers";
+        forwarded: ForwardingHeader = "x-forwarded-for", Words(&FORWARDING_HEADERS),
+            "the header that trusted proxies write: x-forwarded-for or forwarded (RFC 7239)";
+        allow: Vec<(IpNet, TextRange)> = "", NETWORKS, "networks that are never limited";
+        deny: Vec<(IpNet, TextRange)> = "", NETWORKS, "networks that are always refused";
+        path_quirks: PathQuirks = "encoded_slash",
+            Custom(Strings, "a list of words", |reader, node, _| reader.path_quirks(node)),
+            "spellings that the upstream treats as the same path: encoded_slash, parameters, case, caddy, windows; [] for none";
+        ambiguous_paths: AmbiguousPaths = "union", Words(&AMBIGUOUS_PATHS),
+            "paths that servers read differently: union to count every reading, refuse, or normalise to forward one";
+        ipv6_prefix: u8 = "64", Whole(*Ipv6Prefix::LENGTHS.start() as u64, *Ipv6Prefix::LENGTHS.end() as u64),
+            "the bits of an IPv6 address that identify a client: 32 to 64";
+        headers: HeaderDialect = "draft-10", Words(&HEADER_DIALECTS),
+            "rate-limit headers on answers: draft-10, draft-7 or none";
+        x_ratelimit: bool = "false", FLAG, "true to add X-RateLimit-* headers to answers";
+        timeouts: () = "", TABLE, "", Below::Table(&TIMEOUTS);
+        caps: () = "", TABLE, "", Below::Table(&CAPS);
+        global: () = "", TABLE, "", Below::Table(&GLOBAL);
+        action: () = "", TABLE, "", Below::Names(&ACTION);
+    }
+}
+
+const QUIRKS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
+const FORWARDING_HEADERS: [(&str, ForwardingHeader); 2] =
+    [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
+const AMBIGUOUS_PATHS: [(&str, AmbiguousPaths); 3] =
+    [("union", AmbiguousPaths::Union), ("refuse", AmbiguousPaths::Refuse), ("normalise", AmbiguousPaths::Normalise)];
+const HEADER_DIALECTS: [(&str, HeaderDialect); 3] =
+    [("draft-10", HeaderDialect::Draft10), ("draft-7", HeaderDialect::Draft7), ("none", HeaderDialect::None)];
+
+setting_keys! {
+    /// The keys of `[inbound.timeouts]`.
+    TIMEOUTS: TimeoutKeys {
+        header: Duration = "10s", DURATION, "the time for the head of a request to arrive";
+        body: Duration = "30s", DURATION, "the time between two pieces of a body";
+        connect: Duration = "5s", DURATION, "the time for connecting to the upstream";
+        response: Duration = "60s", DURATION, "the time until the head of the upstream's answer";
+        idle: Duration = "75s", DURATION, "the time for which a connection without a request is kept";
+        shutdown: Duration = "30s", DURATION, "the time that a shutdown waits for requests in flight";
+    }
+}
+
+setting_keys! {
+    /// The keys of `[inbound.caps]`.
+    CAPS: CapKeys {
+        connections: u32 = "10000", CONNECTIONS, "connections open at once";
+        connections_per_client: Option<usize> = "", OrWord("off", CONNECTIONS),
+            "connections of one client address open at once, or off; default a quarter of connections";
+        // 8 KiB is the smallest buffer with which hyper reads heads.
+        header_bytes: usize = "64KiB", Bytes(8 << 10, 1 << 20), "bytes in the head of a request";
+        headers: usize = "100", Whole(1, 10_000), "header lines in a request";
+        body: Option<u64> = "unlimited", Custom(Text, "a number of bytes, or `unlimited`", body_cap),
+            "bytes in the body of a request";
+        body_rate: Option<u64> = "100B", OrWord("off", Bytes(1, 1 << 30)),
+            "the least bytes per second of a request's body, or off";
+        pool_idle: usize = "128", Whole(0, 100_000), "idle connections kept to the upstream";
+    }
+}
+
+setting_keys! {
+    /// The keys of `[api]`.
+    API: ApiKeys {
+        listen: Option<SocketAddr> = "127.0.0.1:8082", OrWord("off", LISTENER),
+            "the address of the decision API and forward-auth, or off";
+        token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
+        hosts: Vec<String> = "", HOSTS,
+            "names that a request's Host may have besides loopback's, unless it is forward-auth's or has the token";
+        forward_auth: bool = "", FLAG,
+            "true to answer forward-auth; default true unless requests can meet a limit on calls in flight";
+        deny_status: u16 = "429", Whole(400, 599),
+            "the status with which forward-auth refuses; nginx wants 401 or 403";
+    }
+}
+
+pub(super) const TOKEN: &str = "the place of the bearer token: env:NAME or file:PATH; required beyond loopback";
+
+setting_keys! {
+    /// The keys of `[admin]`.
+    ADMIN: AdminKeys {
+        listen: Option<SocketAddr> = "127.0.0.1:8083", OrWord("off", LISTENER),
+            "the address of health and readiness, or off";
+        token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
+        hosts: Vec<String> = "", HOSTS,
+            "names that a request's Host may have besides loopback's, unless it has the token";
+    }
+}
+
+setting_keys! {
+    /// The keys of `[log]`.
+    LOG: LogKeys {
+        format: LogFormat = "text", Words(&[("text", LogFormat::Text), ("json", LogFormat::Json)]), "text or json";
+        level: LogLevel = "info", Words(&LogLevel::WORDS),
+            "the least important level written: error, warn, info, debug or trace";
+        refusals_per_second: u32 = "10", Whole(1, 1_000_000), "the maximum lines about refusals per second";
+    }
+}
 
 impl DocumentReader<'_> {
-    pub(super) fn inbound(&mut self, root: &TomlTable) -> Option<InboundConfig> {
+    pub(crate) fn inbound(&mut self, root: &TomlTable) -> Option<InboundConfig> {
         let table = self.section(root, "inbound", "inbound");
-        let default = InboundConfig::default();
-        let listen =
-            self.read_or_default(table, "listen", default.listen, |reader, node| reader.listen(node, "listen"));
-        let upstream =
-            self.read_or_default(table, "upstream", None, |reader, node| reader.upstream(node, "upstream").map(Some));
-        let trusted = self.read_or_default(table, "trusted_proxies", Networks::default(), Self::trusted_proxies);
-        let header = self.read_or_default(table, "forwarded", ForwardingHeader::default(), |reader, node| {
-            let words =
-                [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
-            reader.choice(node, "forwarded", &words)
-        });
-        let path_quirks = self.read_or_default(table, "path_quirks", PathQuirks::default(), Self::path_quirks);
-        let ambiguous_paths =
-            self.read_or_default(table, "ambiguous_paths", default.ambiguous_paths, |reader, node| {
-                let words = [
-                    ("union", AmbiguousPaths::Union),
-                    ("refuse", AmbiguousPaths::Refuse),
-                    ("normalise", AmbiguousPaths::Normalise),
-                ];
-                reader.choice(node, "ambiguous_paths", &words)
-            });
-        let ipv6_prefix = self.read_or_default(table, "ipv6_prefix", default.ipv6_prefix, |reader, node| {
-            let lengths = Ipv6Prefix::LENGTHS;
-            let length = reader.integer(node, "ipv6_prefix", (*lengths.start()).into()..=(*lengths.end()).into())?;
-            u8::try_from(length).ok()
-        });
-        let headers = self.read_or_default(table, "headers", default.headers, |reader, node| {
-            let words = [
-                ("draft-10", HeaderDialect::Draft10),
-                ("draft-7", HeaderDialect::Draft7),
-                ("none", HeaderDialect::None),
-            ];
-            reader.choice(node, "headers", &words)
-        });
-        let x_ratelimit = self.read_or_default(table, "x_ratelimit", default.x_ratelimit, |reader, node| {
-            reader.boolean(node, "x_ratelimit")
-        });
+        let (trusted, header) = (self.value(table, &INBOUND.trusted_proxies), self.value(table, &INBOUND.forwarded));
         let timeouts = self.timeouts(table);
         let caps = self.caps(table);
-        if let Some(table) = table
-            && let Some(entry) = table.get("listen")
-            && table.get("upstream").is_none()
+        if let Some(entry) = table.filter(|table| table.get("upstream").is_none()).and_then(|table| table.get("listen"))
         {
-            let error = Error::new(
-                self.texts,
-                entry.key_at,
-                "[inbound] says where to listen, but not for which server",
-                "an `upstream` beside it, such as upstream = \"http://127.0.0.1:3000\"",
-            );
-            self.push_error(
-                error.help("for the decision API alone, leave `listen` out here; [api] has one of its own"),
-            );
+            let expected = "an `upstream` beside it, such as upstream = \"http://127.0.0.1:3000\"";
+            self.error(entry.key_at, "[inbound] says where to listen, but not for which server", expected)
+                .help("for the decision API alone, leave `listen` out here; [api] has one of its own");
         }
-        Some(InboundConfig {
-            listen: listen?,
-            upstream: upstream?,
-            forwarding: Forwarding { trusted: trusted?, header: header? },
-            path_quirks: path_quirks?,
-            ambiguous_paths: ambiguous_paths?,
-            ipv6_prefix: ipv6_prefix?,
-            headers: headers?,
-            x_ratelimit: x_ratelimit?,
-            timeouts: timeouts?,
-            caps: caps?,
+        read_struct!(self, table, INBOUND => InboundConfig {
+            listen, upstream, path_quirks, ambiguous_paths, ipv6_prefix, headers, x_ratelimit;
+            forwarding: Forwarding { trusted: trusted?, header: header? }, timeouts: timeouts?, caps: caps?
         })
-    }
-
-    fn trusted_proxies(&mut self, node: &TomlNode) -> Option<Networks> {
-        let networks = self.networks(node, "trusted_proxies")?;
-        let mut fine = true;
-        for (network, at) in &networks {
-            if network.prefix_len() == 0 {
-                let message = format!(
-                    "`trusted_proxies`: {network} trusts everybody, so any client could choose its own address"
-                );
-                self.report(*at, message, "the networks of your own proxies, such as \"10.0.0.0/8\"");
-                fine = false;
-            }
-        }
-        fine.then(|| Networks::new(networks.into_iter().map(|(network, _)| network)))
-    }
-
-    fn path_quirks(&mut self, node: &TomlNode) -> Option<PathQuirks> {
-        const WORDS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
-        let expected = "`encoded_slash`, `parameters`, `case`, `caddy` or `windows`";
-        // A list replaces the default, so an empty list turns it off.
-        let mut quirks = PathQuirks::NONE;
-        let mut fine = true;
-        for (text, item) in self.strings(node, "path_quirks", expected)? {
-            match text {
-                "encoded_slash" => quirks.encoded_slash = true,
-                "parameters" => quirks.parameters = true,
-                "case" => quirks.case = true,
-                "caddy" => quirks = PathQuirks { encoded_slash: true, case: true, caddy: true, ..quirks },
-                "windows" => quirks = PathQuirks { encoded_slash: true, case: true, windows: true, ..quirks },
-                other => {
-                    let error = Error::new(self.texts, item.at, format!("unknown quirk {}", quoted(other)), expected);
-                    self.push_error(error.did_you_mean(nearest(other, WORDS)));
-                    fine = false;
-                }
-            }
-        }
-        fine.then_some(quirks)
     }
 
     fn timeouts(&mut self, inbound: Option<&TomlTable>) -> Option<InboundTimeouts> {
         let table = inbound.and_then(|inbound| self.section(inbound, "timeouts", "inbound.timeouts"));
-        let mut timeouts = InboundTimeouts::default();
-        let mut fine = true;
-        for (key, place) in [
-            ("header", &mut timeouts.header),
-            ("body", &mut timeouts.body),
-            ("connect", &mut timeouts.connect),
-            ("response", &mut timeouts.response),
-            ("idle", &mut timeouts.idle),
-            ("shutdown", &mut timeouts.shutdown),
-        ] {
-            match self.read_or_default(table, key, *place, |reader, node| reader.timeout(node, key)) {
-                Some(timeout) => *place = timeout,
-                None => fine = false,
-            }
-        }
-        fine.then_some(timeouts)
+        read_struct!(self, table, TIMEOUTS => InboundTimeouts { header, body, connect, response, idle, shutdown })
     }
 
     fn caps(&mut self, inbound: Option<&TomlTable>) -> Option<InboundCaps> {
         let table = inbound.and_then(|inbound| self.section(inbound, "caps", "inbound.caps"));
-        let default = InboundCaps::default();
-        let connections = self.read_or_default(table, "connections", default.connections as usize, |reader, node| {
-            reader.integer(node, "connections", 1..=1_000_000).and_then(|count| usize::try_from(count).ok())
-        });
-        let per_client = self.connections_per_client(table, connections);
-        let mut count = |key: &str, default: usize, least: u64, most: u64| {
-            self.read_or_default(table, key, default, |reader, node| {
-                reader.integer(node, key, least..=most).and_then(|count| usize::try_from(count).ok())
-            })
-        };
-        let headers = count("headers", default.headers, 1, 10_000);
-        let pool_idle = count("pool_idle", default.pool_idle, 0, 100_000);
-        let header_bytes = self.read_or_default(table, "header_bytes", default.header_bytes, |reader, node| {
-            // 8 KiB is the smallest buffer with which hyper reads heads.
-            reader.bytes(node, "header_bytes", 8 << 10..=1 << 20).and_then(|bytes| usize::try_from(bytes).ok())
-        });
-        let body = self.read_or_default(table, "body", default.body, |reader, node| {
-            if matches!(&node.value, TomlValue::String(text) if text == "unlimited") {
-                return Some(None);
-            }
-            reader.bytes(node, "body", 0..=u64::MAX >> 1).map(Some)
-        });
-        let body_rate = self.read_or_default(table, "body_rate", default.body_rate, |reader, node| {
-            reader.value_or_word(node, ("off", None), |reader| reader.bytes(node, "body_rate", 1..=1 << 30).map(Some))
-        });
-        Some(InboundCaps {
-            connections: u32::try_from(connections?).ok()?,
-            connections_per_client: per_client?,
-            header_bytes: header_bytes?,
-            headers: headers?,
-            body: body?,
-            body_rate: body_rate?,
-            pool_idle: pool_idle?,
+        let connections = self.value(table, &CAPS.connections);
+        let per_client = self.connections_per_client(table, &CAPS.connections_per_client, connections);
+        read_struct!(self, table, CAPS => InboundCaps {
+            header_bytes, headers, body, body_rate, pool_idle;
+            connections: connections?, connections_per_client: per_client?
         })
     }
 
@@ -188,34 +173,52 @@ impl DocumentReader<'_> {
     pub(super) fn connections_per_client(
         &mut self,
         table: Option<&TomlTable>,
-        connections: Option<usize>,
+        key: &SettingKey<Option<usize>>,
+        connections: Option<u32>,
     ) -> Option<Option<usize>> {
-        const KEY: &str = "connections_per_client";
-        let default = connections.map(|connections| (connections / 4).max(1));
-        self.read_or_default(table, KEY, default, |reader, node| {
-            reader.value_or_word(node, ("off", None), |reader| {
-                reader.integer(node, KEY, 1..=1_000_000).and_then(|count| usize::try_from(count).ok()).map(Some)
-            })
-        })
+        let quarter = connections.map(|connections| (connections as usize / 4).max(1));
+        self.value_or(table, key, quarter)
     }
 
-    pub(super) fn api(&mut self, root: &TomlTable) -> Option<ApiConfig> {
+    fn trusted_proxies(&mut self, node: &TomlNode) -> Option<Networks> {
+        let networks = self.networks(node, "trusted_proxies")?.into_iter().map(|(network, at)| {
+            if network.prefix_len() > 0 {
+                return Some(network);
+            }
+            let message =
+                format!("`trusted_proxies`: {network} trusts everybody, so any client could choose its own address");
+            self.error(at, message, "the networks of your own proxies, such as \"10.0.0.0/8\"").none()
+        });
+        all_or_none(networks).map(Networks::new)
+    }
+
+    fn path_quirks(&mut self, node: &TomlNode) -> Option<PathQuirks> {
+        let expected = join_names(&QUIRKS);
+        // A list replaces the default, so an empty list turns it off.
+        let mut quirks = PathQuirks::NONE;
+        let words = self.strings(node, "path_quirks", &expected)?.into_iter().map(|(text, item)| {
+            match text {
+                "encoded_slash" => quirks.encoded_slash = true,
+                "parameters" => quirks.parameters = true,
+                "case" => quirks.case = true,
+                "caddy" => quirks = PathQuirks { encoded_slash: true, case: true, caddy: true, ..quirks },
+                "windows" => quirks = PathQuirks { encoded_slash: true, case: true, windows: true, ..quirks },
+                other => {
+                    let error = self.error(item.at, format!("unknown quirk {}", quoted(other)), &expected);
+                    return error.did_you_mean(nearest(other, QUIRKS)).none();
+                }
+            }
+            Some(())
+        });
+        all_or_none(words).map(|_| quirks)
+    }
+
+    pub(crate) fn api(&mut self, root: &TomlTable) -> Option<ApiConfig> {
         let table = self.section(root, "api", "api");
-        let default = ApiConfig::default();
-        let (listen, token) = self.listen_and_token(table, default.listen, "the decision API");
-        let hosts = self.read_or_default(table, "hosts", Vec::new(), Self::hosts);
-        let forward_auth = self.read_or_default(table, "forward_auth", default.forward_auth, |reader, node| {
-            reader.boolean(node, "forward_auth")
-        });
-        let deny_status = self.read_or_default(table, "deny_status", default.deny_status, |reader, node| {
-            reader.integer(node, "deny_status", 400..=599).and_then(|status| u16::try_from(status).ok())
-        });
-        Some(ApiConfig {
-            listen: listen?,
-            token: token?,
-            hosts: hosts?,
-            forward_auth: forward_auth?,
-            deny_status: deny_status?,
+        let (listen, token) = self.listen_and_token(table, &API.listen, &API.token, "the decision API");
+        let forward_auth = self.value_or(table, &API.forward_auth, true);
+        read_struct!(self, table, API => ApiConfig {
+            hosts, deny_status; listen: listen?, token: token?, forward_auth: forward_auth?
         })
     }
 
@@ -223,7 +226,7 @@ impl DocumentReader<'_> {
     /// `None` if it doesn't ask, or if the API is off.
     pub(super) fn forward_auth_range(&self, root: &TomlTable) -> Option<TextRange> {
         let api = root.table("api")?;
-        if api.node("listen").is_some_and(is_off) {
+        if api.node("listen").is_some_and(|node| node.is_word("off")) {
             return None;
         }
         match api.node("forward_auth") {
@@ -233,44 +236,36 @@ impl DocumentReader<'_> {
         }
     }
 
-    pub(super) fn admin(&mut self, root: &TomlTable) -> Option<AdminConfig> {
+    pub(crate) fn admin(&mut self, root: &TomlTable) -> Option<AdminConfig> {
         let table = self.section(root, "admin", "admin");
-        let (listen, token) = self.listen_and_token(table, AdminConfig::default().listen, "admin");
-        let hosts = self.read_or_default(table, "hosts", Vec::new(), Self::hosts);
-        Some(AdminConfig { listen: listen?, token: token?, hosts: hosts? })
+        let (listen, token) = self.listen_and_token(table, &ADMIN.listen, &ADMIN.token, "admin");
+        read_struct!(self, table, ADMIN => AdminConfig { hosts; listen: listen?, token: token? })
     }
 
     /// Reads a listener, which may be off and needs a token beyond loopback, and its token.
     pub(super) fn listen_and_token(
         &mut self,
         table: Option<&TomlTable>,
-        default: Option<SocketAddr>,
+        listen_key: &SettingKey<Option<SocketAddr>>,
+        token_key: &SettingKey<Option<SecretSource>>,
         what: &str,
     ) -> (Option<Option<SocketAddr>>, Option<Option<SecretSource>>) {
-        let token =
-            self.read_or_default(table, "token", None, |reader, node| reader.secret_source(node, "token").map(Some));
-        let listen = self.read_or_default(table, "listen", default, |reader, node| {
-            reader.value_or_word(node, ("off", None), |reader| {
-                let listen = reader.listen(node, "listen")?;
-                let such = default.map(|usual| format!(" such as \"{usual}\"")).unwrap_or_default();
-                if !listen.ip().to_canonical().is_loopback()
-                    && token == Some(None)
-                    && !table.is_some_and(|table| reader.has_misspelling_of(table, "admin", "token"))
-                {
-                    let error = Error::new(
-                        reader.texts,
-                        node.at,
-                        format!("{what} listens beyond loopback ({listen}) without a token, so anybody could use it"),
-                        format!("a `token` beside it, or an address on loopback{such}"),
-                    );
-                    reader.push_error(
-                        error.help("add token = \"env:NAME\", with the token in the environment variable NAME"),
-                    );
-                    return None;
-                }
-                Some(Some(listen))
-            })
-        });
+        let token = self.value(table, token_key);
+        let listen = self.value(table, listen_key);
+        if let (Some(Some(address)), Some(table)) = (listen, table)
+            && let Some(node) = table.node("listen")
+            && !address.ip().to_canonical().is_loopback()
+            && token == Some(None)
+            && !self.has_misspelling_of(table, "admin", "token")
+        {
+            let message =
+                format!("{what} listens beyond loopback ({address}) without a token, so anybody could use it");
+            let expected = format!("a `token` beside it, or an address on loopback such as \"{}\"", listen_key.default);
+            self.error(node.at, message, expected)
+                .help("add token = \"env:NAME\", with the token in the environment variable NAME")
+                .help("or the word \"off\"");
+            return (None, token);
+        }
         (listen, token)
     }
 
@@ -279,46 +274,27 @@ impl DocumentReader<'_> {
         const EXPECTED: &str = "a host's name, such as \"gateway.internal\"";
         let words = self.strings(node, "hosts", EXPECTED)?;
         if words.len() > MAX_HOSTS {
-            self.report(node.at, format!("`hosts` has {} items", words.len()), format!("at most {MAX_HOSTS}"));
-            return None;
+            return self.too_many(node, "hosts", words.len(), MAX_HOSTS);
         }
-        let mut hosts = Vec::new();
-        let mut fine = true;
-        for (text, item) in words {
+        all_or_none(words.into_iter().map(|(text, item)| {
             let fits = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
             if !text.is_empty() && text.len() <= 253 && text.bytes().all(fits) {
-                hosts.push(text.trim_end_matches('.').to_ascii_lowercase());
-                continue;
+                return Some(text.trim_end_matches('.').to_ascii_lowercase());
             }
-            fine = false;
-            let error =
-                Error::new(self.texts, item.at, format!("`hosts`: {} is no host's name", quoted(text)), EXPECTED);
             let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
             let bare = bare.split([':', '/']).next().unwrap_or(bare);
-            self.push_error(match text {
-                _ if text.contains('*') => error.help("names have no wildcards: write each"),
-                _ if text.contains([':', '/']) => error.help(format!("write the name alone: \"{bare}\"")),
-                _ => error,
-            });
-        }
-        fine.then_some(hosts)
+            let help = match text {
+                _ if text.contains('*') => Some("names have no wildcards: write each".to_owned()),
+                _ if text.contains([':', '/']) => Some(format!("write the name alone: \"{bare}\"")),
+                _ => None,
+            };
+            self.error(item.at, format!("`hosts`: {} is no host's name", quoted(text)), EXPECTED).help_if(help).none()
+        }))
     }
 
-    pub(super) fn log(&mut self, root: &TomlTable) -> Option<LogConfig> {
+    pub(crate) fn log(&mut self, root: &TomlTable) -> Option<LogConfig> {
         let table = self.section(root, "log", "log");
-        let default = LogConfig::default();
-        let format = self.read_or_default(table, "format", default.format, |reader, node| {
-            reader.choice(node, "format", &[("text", LogFormat::Text), ("json", LogFormat::Json)])
-        });
-        let level = self.read_or_default(table, "level", default.level, |reader, node| {
-            let words = [LogLevel::Error, LogLevel::Warn, LogLevel::Info, LogLevel::Debug, LogLevel::Trace];
-            reader.choice(node, "level", &words.map(|level| (level.as_str(), level)))
-        });
-        let refusals =
-            self.read_or_default(table, "refusals_per_second", default.refusals_per_second, |reader, node| {
-                reader.integer(node, "refusals_per_second", 1..=1_000_000).and_then(|count| u32::try_from(count).ok())
-            });
-        Some(LogConfig { format: format?, level: level?, refusals_per_second: refusals? })
+        read_struct!(self, table, LOG => LogConfig { format, level, refusals_per_second })
     }
 
     /// Reports listeners that share an address, an upstream that is the gate itself, and a provider that is the
@@ -379,9 +355,8 @@ impl DocumentReader<'_> {
     }
 }
 
-/// Returns true if the value is `off`.
-fn is_off(node: &TomlNode) -> bool {
-    matches!(&node.value, TomlValue::String(text) if text == "off")
+fn body_cap(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Option<u64>> {
+    if node.is_word("unlimited") { Some(None) } else { reader.bytes(node, key, 0..=u64::MAX >> 1).map(Some) }
 }
 
 /// Returns true if a host and port are a listener's own address, as far as is known without a DNS lookup.

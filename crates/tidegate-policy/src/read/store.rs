@@ -1,75 +1,75 @@
 //! `[store]`, and the settings of actions for sharing their limits.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use tidegate_core::{CountMode, LeaseSpec, OnOutage, Sharing};
+use tidegate_core::{LeaseSpec, OnOutage, Sharing, Span};
 
 use super::DocumentReader;
-use super::actions::{LimitGroup, ParsedPenalty};
+use super::forms::{Bytes, Custom, DURATION, Maybe, OrWord, SECRET, Whole, Words};
 use crate::document::{TomlNode, TomlTable};
-use crate::error::{Error, quoted};
+use crate::error::quoted;
 use crate::nearest::nearest;
-use crate::quantity::Quantity;
-use crate::secret::Secret;
+use crate::secret::{Secret, SecretSource};
+use crate::settings::SettingType::Text;
+use crate::settings::key::{SettingKey, read_struct, setting_keys};
 use crate::store::{ClusterMode, OnFull, StoreConfig, StoreUrl, SyncMode, URL_SCHEMES};
 
-const EXPECTED_URL: &str = "\"memory\", \"file:PATH\", or a URL that begins with redis://, rediss://, redis-sentinel://, \
-                    redis-cluster://, mysql://, postgres:// or mongodb://";
-const ON_OUTAGE_WORDS: [(&str, OnOutage); 3] =
-    [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("deny", OnOutage::Deny)];
+pub(super) const OUTAGES: Words<OnOutage> =
+    Words(&[("local", OnOutage::Local), ("allow", OnOutage::Allow), ("deny", OnOutage::Deny)]);
 /// The longest prefix, in bytes.
 const MAX_PREFIX: usize = 32;
+/// The longest time for which a leased slice may be spent. Part of a limit may stay unused for this long.
+const MAX_LEASE_AGE: Span = Span::from_secs(60);
+
+setting_keys! {
+    /// The keys of `[store]`.
+    STORE: StoreKeys {
+        url: StoreUrl = "memory",
+            Custom(Text, "`memory`, `file:PATH` or a server's URL", |reader, node, _| reader.store_url(node)),
+            "the place of counts: memory, file:PATH, or the URL of a server that nodes share";
+        max_bytes: u64 = "64MiB", Bytes(64 << 10, 1 << 44), "the maximum memory for counts";
+        on_outage: OnOutage = "local", OUTAGES, "the rule while a shared store is away: local, allow or deny";
+        timeout: Duration = "50ms", DURATION, "the time that a decision waits for a shared store";
+        prefix: String = "tidegate",
+            Custom(Text, "small letters, digits and underscores, at most 32", |reader, node, _| reader.store_prefix(node)),
+            "the beginning of all names in a shared store";
+        hash_key: Option<SecretSource> = "", Maybe(SECRET),
+            "the secret that keys are hashed under, as env:NAME; by default kept in the store";
+        nodes: u32 = "1", Whole(1, 4096), "the number of nodes that share the store, until the store tells it";
+        sync: Option<Duration> = "100ms", OrWord("always", DURATION),
+            "the longest time from a change to its write to the file, or always";
+        on_full: OnFull = "", Words(&[("continue", OnFull::Continue), ("deny", OnFull::Deny)]),
+            "the rule while a file can't be written: continue or deny; default deny with sync = always, else continue";
+        cluster: ClusterMode = "together",
+            Words(&[("together", ClusterMode::Together), ("reserve", ClusterMode::Reserve)]),
+            "a cluster's keys: together, or reserve to take them one by one";
+    }
+}
+
+setting_keys! {
+    /// The keys of a `lease`.
+    LEASE: LeaseKeys {
+        share: u16 = "0.1", Custom(Text, "a share from 0.001 to 0.5", lease_share),
+            "the size of a slice as a share of the limit, up to 0.5";
+        max_age: Span = "250ms", Custom(Text, "a duration of at most a minute", lease_age),
+            "the time for which a slice may be used";
+    }
+}
 
 impl DocumentReader<'_> {
-    pub(super) fn store(&mut self, root: &TomlTable) -> Option<StoreConfig> {
+    pub(crate) fn store(&mut self, root: &TomlTable) -> Option<StoreConfig> {
         let table = self.section(root, "store", "store");
-        let default = StoreConfig::default();
-        let url = self.read_or_default(table, "url", default.url, Self::store_url);
-        let max_bytes = self.read_or_default(table, "max_bytes", default.max_bytes, |reader, node| {
-            reader.bytes(node, "max_bytes", 64 << 10..=1 << 44)
-        });
-        let on_outage = self.read_or_default(table, "on_outage", default.on_outage, |reader, node| {
-            reader.choice(node, "on_outage", &ON_OUTAGE_WORDS)
-        });
-        let timeout =
-            self.read_or_default(table, "timeout", default.timeout, |reader, node| reader.timeout(node, "timeout"));
-        let prefix = self.read_or_default(table, "prefix", default.prefix, Self::store_prefix);
-        let hash_key = self
-            .read_or_default(table, "hash_key", None, |reader, node| reader.secret_source(node, "hash_key").map(Some));
-        let nodes = self.read_or_default(table, "nodes", default.nodes, |reader, node| {
-            reader.integer(node, "nodes", 1..=4096).and_then(|nodes| u32::try_from(nodes).ok())
-        });
-        let sync = self.read_or_default(table, "sync", default.sync, |reader, node| {
-            reader.value_or_word(node, ("always", SyncMode::Always), |reader| {
-                reader.timeout(node, "sync").map(SyncMode::Within)
-            })
-        });
-        let unsaid = match sync {
-            Some(SyncMode::Always) => OnFull::Deny,
-            _ => default.on_full,
-        };
-        let on_full = self.read_or_default(table, "on_full", unsaid, |reader, node| {
-            reader.choice(node, "on_full", &[("continue", OnFull::Continue), ("deny", OnFull::Deny)])
-        });
-        let cluster = self.read_or_default(table, "cluster", default.cluster, |reader, node| {
-            reader.choice(node, "cluster", &[("together", ClusterMode::Together), ("reserve", ClusterMode::Reserve)])
-        });
-        Some(StoreConfig {
-            url: url?,
-            max_bytes: max_bytes?,
-            on_outage: on_outage?,
-            timeout: timeout?,
-            prefix: prefix?,
-            hash_key: hash_key?,
-            nodes: nodes?,
-            sync: sync?,
-            on_full: on_full?,
-            cluster: cluster?,
+        let sync = self.value(table, &STORE.sync).map(|within| within.map_or(SyncMode::Always, SyncMode::Within));
+        let unsaid = if sync == Some(SyncMode::Always) { OnFull::Deny } else { OnFull::Continue };
+        let on_full = self.value_or(table, &STORE.on_full, unsaid);
+        read_struct!(self, table, STORE => StoreConfig {
+            url, max_bytes, on_outage, timeout, prefix, hash_key, nodes, cluster; sync: sync?, on_full: on_full?
         })
     }
 
     fn store_url(&mut self, node: &TomlNode) -> Option<StoreUrl> {
-        let text = self.string(node, "url", EXPECTED_URL)?;
+        let text = self.string(node, "url", &expected_url())?;
         if text == "memory" {
             return Some(StoreUrl::Memory);
         }
@@ -80,8 +80,8 @@ impl DocumentReader<'_> {
             let path = rest.trim_start_matches(':');
             let path = path.strip_prefix("//").unwrap_or(path);
             if path.is_empty() {
-                self.report(node.at, "`url` names no file", "\"file:PATH\", such as \"file:/var/lib/tidegate/state\"");
-                return None;
+                let expected = "\"file:PATH\", such as \"file:/var/lib/tidegate/state\"";
+                return self.error(node.at, "`url` names no file", expected).none();
             }
             return Some(StoreUrl::File(PathBuf::from(path)));
         }
@@ -91,15 +91,13 @@ impl DocumentReader<'_> {
             }
             Some(_) => {
                 let message = format!("`url` begins with {scheme}, but names no server");
-                self.report(node.at, message, format!("a URL such as \"{scheme}://127.0.0.1\""));
-                None
+                self.error(node.at, message, format!("a URL such as \"{scheme}://127.0.0.1\"")).none()
             }
             None => {
                 // The text after the scheme may be a secret, so the error doesn't show it.
                 let known = URL_SCHEMES.map(|(scheme, _)| scheme).into_iter().chain(["memory", "file"]);
-                let error = Error::new(self.texts, node.at, format!("unknown store {}", quoted(scheme)), EXPECTED_URL);
-                self.push_error(error.did_you_mean(nearest(scheme, known)));
-                None
+                let message = format!("unknown store {}", quoted(scheme));
+                self.error(node.at, message, expected_url()).did_you_mean(nearest(scheme, known)).none()
             }
         }
     }
@@ -110,74 +108,53 @@ impl DocumentReader<'_> {
         let fits = text.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
         if !fits || text.is_empty() || text.len() > MAX_PREFIX || text.starts_with(|first: char| first.is_ascii_digit())
         {
-            self.report(node.at, format!("`prefix` is {}", quoted(text)), expected);
-            return None;
+            return self.wrong_text(node, "prefix", text, expected).none();
         }
         Some(text.to_owned())
     }
 
     /// Reads the sharing of an action's limits, or of the global ones: `on_outage` and `lease`.
-    pub(super) fn sharing(&mut self, table: &TomlTable, path: &str) -> Option<Sharing> {
-        let on_outage = self.read_or_default(table.into(), "on_outage", self.on_outage, |reader, node| {
-            reader.choice(node, "on_outage", &ON_OUTAGE_WORDS)
-        });
-        let lease = self.read_or_default(table.into(), "lease", None, |reader, node| {
-            let Some(table) = node.as_table() else {
-                let found = node.describe(reader.texts);
-                reader.report(
-                    node.at,
-                    format!("`lease` is {found}"),
-                    "a table, such as { share = 0.1, max_age = \"250ms\" }",
-                );
-                return None;
-            };
-            reader.check_keys(table, &format!("{path}.lease"));
-            let share = reader.read_or_default(table.into(), "share", 100, |reader, node| {
-                let permille = reader.share(node, "share", 1)?;
-                if permille > 500 {
-                    reader.report(node.at, "`share` is more than a half", "a share from 0.001 to 0.5");
-                    return None;
-                }
-                Some(permille)
-            });
-            let max_age = reader.read_or_default(table.into(), "max_age", DEFAULT_LEASE_AGE, |reader, node| {
-                let span = reader.duration(node, "max_age")?;
-                if span > MAX_LEASE_AGE {
-                    reader.report(node.at, "`max_age` is longer than a minute", "a duration of at most \"1m\"");
-                    return None;
-                }
-                Some(span)
-            });
-            Some(Some(LeaseSpec { permille: share?, max_age: max_age? }))
-        });
+    pub(super) fn sharing(
+        &mut self,
+        table: &TomlTable,
+        path: &str,
+        on_outage: &SettingKey<OnOutage>,
+    ) -> Option<Sharing> {
+        let on_outage = self.value_or(table, on_outage, self.on_outage);
+        let lease = match table.node("lease") {
+            Some(node) => self.lease(node, path).map(Some),
+            None => Some(None),
+        };
         Some(Sharing { on_outage: on_outage?, lease: lease? })
     }
 
-    /// Reports a `lease` on limits that can't be leased. Returns true if there is no such error.
-    pub(super) fn check_lease(&mut self, table: &TomlTable, groups: &[LimitGroup]) -> bool {
-        let Some(node) = table.node("lease") else { return true };
-        let in_flight = |group: &LimitGroup| {
-            group.quantities.iter().any(|(quantity, _)| matches!(quantity, Quantity::InFlight { .. }))
+    fn lease(&mut self, node: &TomlNode, path: &str) -> Option<LeaseSpec> {
+        let Some(table) = node.as_table() else {
+            return self.wrong_type(node, "lease", "a table, such as { share = 0.1, max_age = \"250ms\" }").none();
         };
-        let why = if groups.iter().any(|group| !matches!(group.penalty, ParsedPenalty::None)) {
-            "a limit with a penalty can't be leased: a slice that is refused would be a strike"
-        } else if groups.iter().any(in_flight) {
-            "a limit on calls in flight can't be leased: its permits are given back one by one"
-        } else if groups.iter().any(|group| group.count == CountMode::All) {
-            "a limit that counts refused calls can't be leased: those that a node refuses by itself aren't counted"
-        } else {
-            return true;
-        };
-        self.report(
-            node.at,
-            why,
-            "a `lease` for limits without penalties, bans, calls in flight and `count = \"all\"`",
-        );
-        false
+        self.check_keys(table, &format!("{path}.lease"));
+        let (share, max_age) = (self.value(table, &LEASE.share), self.value(table, &LEASE.max_age));
+        Some(LeaseSpec { permille: share?, max_age: max_age? })
     }
 }
 
-/// The default of the time for which a leased slice may be spent.
-const DEFAULT_LEASE_AGE: tidegate_core::Span = tidegate_core::Span::from_millis(250);
-/// The longest such time. Part of a limit may stay unused for this long.
-const MAX_LEASE_AGE: tidegate_core::Span = tidegate_core::Span::from_secs(60);
+fn expected_url() -> String {
+    let schemes = URL_SCHEMES.map(|(scheme, _)| format!("{scheme}://")).join(", ");
+    format!("\"memory\", \"file:PATH\", or a URL that begins with one of {schemes}")
+}
+
+fn lease_share(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<u16> {
+    let permille = reader.share(node, key, 1)?;
+    if permille > 500 {
+        return reader.error(node.at, "`share` is more than a half", "a share from 0.001 to 0.5").none();
+    }
+    Some(permille)
+}
+
+fn lease_age(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Span> {
+    let span = reader.duration(node, key)?;
+    if span > MAX_LEASE_AGE {
+        return reader.error(node.at, "`max_age` is longer than a minute", "a duration of at most \"1m\"").none();
+    }
+    Some(span)
+}

@@ -34,8 +34,7 @@ impl DocumentReader<'_> {
             }
             Err(wrong) => self.url_error(node, key, text, &wrong, "http", EXPECTED),
         };
-        self.push_error(error);
-        None
+        self.add_error(error).none()
     }
 
     /// Reads the root of an external API.
@@ -79,8 +78,7 @@ impl DocumentReader<'_> {
                 .help("write where it is: auth = \"bearer\" and credentials = [\"env:NAME\"]"),
             Err(wrong) => self.url_error(node, KEY_NAME, text, &wrong, "https", EXPECTED),
         };
-        self.push_error(error);
-        None
+        self.add_error(error).none()
     }
 
     fn url_error(

@@ -7,10 +7,12 @@ use std::time::Duration;
 use ipnet::IpNet;
 use tidegate_core::Span;
 
-use super::{DocumentReader, join_names};
+use super::forms::names;
+use super::{DocumentReader, all_or_none, join_names};
+use crate::address::canonical_network;
 use crate::description::describe_bound;
 use crate::document::{TextRange, TomlNode, TomlValue};
-use crate::error::{Error, quoted};
+use crate::error::{Note, quoted};
 use crate::nearest::nearest;
 use crate::outbound::PointerAlternatives;
 use crate::quantity::{Quantity, QuantityError, ambiguous_unit};
@@ -29,96 +31,67 @@ const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
 impl DocumentReader<'_> {
     /// Reads a string.
     pub fn string<'n>(&mut self, node: &'n TomlNode, key: &str, expected: &str) -> Option<&'n str> {
-        if let TomlValue::String(text) = &node.value {
-            return Some(text);
+        match &node.value {
+            TomlValue::String(text) => Some(text),
+            _ => self.wrong_type(node, key, expected).none(),
         }
-        let found = node.describe(self.texts);
-        self.report(node.at, format!("`{key}` is {found}"), expected);
-        None
     }
 
     /// Reads one of a few words.
     pub fn choice<T: Copy>(&mut self, node: &TomlNode, key: &str, words: &[(&'static str, T)]) -> Option<T> {
-        let names: Vec<&str> = words.iter().map(|(name, _)| *name).collect();
+        let names = names(words);
         let text = self.string(node, key, &join_names(&names))?;
-        if let Some((_, value)) = words.iter().find(|(name, _)| *name == text) {
-            return Some(*value);
+        match words.iter().find(|(name, _)| *name == text) {
+            Some((_, value)) => Some(*value),
+            None => {
+                let error = self.wrong_text(node, key, text, join_names(&names));
+                error.did_you_mean(nearest(text, names)).none()
+            }
         }
-        let meant = nearest(text, names.iter().copied());
-        let error = Error::new(self.texts, node.at, format!("`{key}` is {}", quoted(text)), join_names(&names));
-        self.push_error(error.did_you_mean(meant));
-        None
     }
 
-    /// Reads a value with `read`, or returns the value of the word. Errors of `read` mention the word, too.
-    pub(super) fn value_or_word<T>(
-        &mut self,
-        node: &TomlNode,
-        (word, value): (&str, T),
-        read: impl FnOnce(&mut Self) -> Option<T>,
-    ) -> Option<T> {
-        if matches!(&node.value, TomlValue::String(text) if text == word) {
-            return Some(value);
-        }
+    /// Adds a help text to the first error of `read`.
+    pub(super) fn with_help<T>(&mut self, help: String, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
         let before = self.errors.len();
         let found = read(self);
         if self.errors.len() > before {
             let error = self.errors.remove(before);
-            self.errors.insert(before, error.help(format!("or the word \"{word}\"")));
+            self.errors.insert(before, error.help(help));
         }
         found
     }
 
     /// Reads `true` or `false`.
     pub fn boolean(&mut self, node: &TomlNode, key: &str) -> Option<bool> {
-        if let TomlValue::Boolean(flag) = node.value {
-            return Some(flag);
+        match node.value {
+            TomlValue::Boolean(flag) => Some(flag),
+            _ => self.wrong_type(node, key, "true or false, without quotes").none(),
         }
-        let found = node.describe(self.texts);
-        self.report(node.at, format!("`{key}` is {found}"), "true or false, without quotes");
-        None
     }
 
     /// Reads a whole number in a range.
     pub fn integer(&mut self, node: &TomlNode, key: &str, range: RangeInclusive<u64>) -> Option<u64> {
         let expected = format!("a whole number from {} to {}", range.start(), range.end());
-        match &node.value {
-            TomlValue::Integer(number) => {
-                let fits = number.and_then(|number| u64::try_from(number).ok()).filter(|number| range.contains(number));
-                if fits.is_none() {
-                    let found = quoted(self.texts.text_at(node.at));
-                    self.report(node.at, format!("`{key}` is {found}, which is out of range"), expected);
-                }
-                fits
-            }
-            _ => {
-                let found = node.describe(self.texts);
-                let error = Error::new(
-                    self.texts,
-                    node.at,
-                    format!("`{key}` is {found}"),
-                    format!("{expected}, without quotes"),
-                );
-                self.push_error(error);
-                None
-            }
-        }
+        let TomlValue::Integer(number) = node.value else {
+            return self.wrong_type(node, key, format!("{expected}, without quotes")).none();
+        };
+        let fits = number.and_then(|number| u64::try_from(number).ok()).filter(|number| range.contains(number));
+        fits.or_else(|| self.out_of_range(node, key, expected))
+    }
+
+    fn out_of_range<T>(&mut self, node: &TomlNode, key: &str, expected: String) -> Option<T> {
+        let found = quoted(self.texts.text_at(node.at));
+        self.error(node.at, format!("`{key}` is {found}, which is out of range"), expected).none()
     }
 
     /// Reads a number in a range, with or without a fraction.
     pub fn number(&mut self, node: &TomlNode, key: &str, range: RangeInclusive<f64>) -> Option<f64> {
         let expected = format!("a number from {} to {}, without quotes", range.start(), range.end());
         let (TomlValue::Integer(_) | TomlValue::Float) = node.value else {
-            let found = node.describe(self.texts);
-            self.report(node.at, format!("`{key}` is {found}"), expected);
-            return None;
+            return self.wrong_type(node, key, expected).none();
         };
         let found = self.texts.text_at(node.at).replace('_', "").parse().ok().filter(|number| range.contains(number));
-        if found.is_none() {
-            let raw = quoted(self.texts.text_at(node.at));
-            self.report(node.at, format!("`{key}` is {raw}, which is out of range"), expected);
-        }
-        found
+        found.or_else(|| self.out_of_range(node, key, expected))
     }
 
     /// Reads a share in thousandths, from `least` to 1000. It is written as a number such as 0.2 or a text such as
@@ -155,10 +128,7 @@ impl DocumentReader<'_> {
         let whole =
             thousandths.filter(|found| (found - found.round()).abs() < 1e-6 && *found <= f64::from(*range.end()));
         let found = whole.map(|found| found.round() as u32).filter(|found| range.contains(found));
-        if found.is_none() {
-            self.report(node.at, format!("`{key}` is {}", quoted(text)), expected);
-        }
-        found
+        found.or_else(|| self.wrong_text(node, key, text, expected).none())
     }
 
     /// Reads the places of numbers as JSON pointers (RFC 6901), with `or` between the alternatives for one number.
@@ -169,44 +139,32 @@ impl DocumentReader<'_> {
             words.iter().map(|(text, _)| text.split(POINTER_SEPARATOR).map(str::trim).collect()).collect();
         let count: usize = places.iter().map(Vec::len).sum();
         if count > MAX_POINTERS {
-            self.report(node.at, format!("`{key}` has {count} items"), format!("at most {MAX_POINTERS}"));
-            return None;
+            return self.too_many(node, key, count, MAX_POINTERS);
         }
-        let pointers: Vec<Option<PointerAlternatives>> = places
-            .into_iter()
-            .zip(words)
-            .map(|(places, (_, item))| {
-                let pointers: Vec<_> = places.into_iter().map(|text| self.pointer(text, item.at, key)).collect();
-                pointers.into_iter().collect()
-            })
-            .collect();
-        pointers.into_iter().collect()
+        let items = places.into_iter().zip(words);
+        all_or_none(
+            items.map(|(places, (_, item))| {
+                all_or_none(places.into_iter().map(|text| self.pointer(text, item.at, key)))
+            }),
+        )
     }
 
     pub(super) fn pointer(&mut self, text: &str, at: TextRange, key: &str) -> Option<String> {
         if text.starts_with('/') && !text.contains(char::is_control) {
             return Some(text.to_owned());
         }
-        let error = Error::new(
-            self.texts,
-            at,
-            format!("`{key}`: {} is no JSON pointer", quoted(text)),
-            "a JSON pointer such as \"/usage/total_tokens\"",
-        );
         let path = format!("/{}", text.trim_start_matches("$.").trim_start_matches('.').replace('.', "/"));
         let is_dotted = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.$".contains(&byte));
-        self.push_error(error.did_you_mean(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty())));
-        None
+        let message = format!("`{key}`: {} is no JSON pointer", quoted(text));
+        self.error(at, message, "a JSON pointer such as \"/usage/total_tokens\"")
+            .did_you_mean(Some(path.as_str()).filter(|_| is_dotted && !text.is_empty()))
+            .none()
     }
 
     /// Reports an error inside a string.
     pub(super) fn report_in_string(&mut self, node: &TomlNode, text: &str, key: &str, error: &QuantityError) {
         let at = self.texts.range_in_string(node, text, error.range());
-        let made = Error::new(self.texts, at, format!("`{key}`: {}", error.message()), error.expected());
-        self.push_error(match error.help_text() {
-            Some(help) => made.help(help),
-            None => made,
-        });
+        self.error(at, format!("`{key}`: {}", error.message()), error.expected()).help_if(error.help_text());
     }
 
     /// Reads a duration above zero.
@@ -214,17 +172,13 @@ impl DocumentReader<'_> {
         let expected = "a duration in quotes, such as \"500ms\", \"30s\", \"1m30s\" or \"2h\"";
         if let TomlValue::Integer(Some(number)) = node.value {
             let message = format!("`{key}` is the number {number}, which has no unit");
-            let error = Error::new(self.texts, node.at, message, expected);
-            self.push_error(error.help(format!("did you mean \"{number}s\" or \"{number}ms\"?")));
-            return None;
+            let help = format!("did you mean \"{number}s\" or \"{number}ms\"?");
+            return self.error(node.at, message, expected).help(help).none();
         }
         let text = self.string(node, key, expected)?;
         match parse_duration(text) {
             Ok(span) if !span.is_zero() => Some(span),
-            Ok(_) => {
-                self.report(node.at, format!("`{key}` is {}", quoted(text)), "a duration of more than nothing");
-                None
-            }
+            Ok(_) => self.wrong_text(node, key, text, "a duration of more than nothing").none(),
             Err(error) => {
                 self.report_in_string(node, text, key, &error);
                 None
@@ -235,8 +189,7 @@ impl DocumentReader<'_> {
     pub(super) fn timeout(&mut self, node: &TomlNode, key: &str) -> Option<Duration> {
         let span = self.duration(node, key)?;
         if span > MAX_TIMEOUT {
-            self.report(node.at, format!("`{key}` is longer than ten years"), "a shorter duration");
-            return None;
+            return self.error(node.at, format!("`{key}` is longer than ten years"), "a shorter duration").none();
         }
         Some(span.as_duration())
     }
@@ -259,8 +212,7 @@ impl DocumentReader<'_> {
         if !range.contains(&bytes) {
             let message = format!("`{key}` is {}, which is out of range", format_bytes(bytes));
             let expected = format!("{} to {}", format_bytes(*range.start()), format_bytes(*range.end()));
-            self.report(node.at, message, expected);
-            return None;
+            return self.error(node.at, message, expected).none();
         }
         Some(bytes)
     }
@@ -276,12 +228,31 @@ impl DocumentReader<'_> {
             return self.string(node, key, expected).map(|text| vec![(text, node)]);
         };
         if items.len() > MAX_LIST {
-            self.report(node.at, format!("`{key}` has {} items", items.len()), format!("at most {MAX_LIST}"));
-            return None;
+            return self.too_many(node, key, items.len(), MAX_LIST);
         }
-        let texts: Vec<Option<(&str, &TomlNode)>> =
-            items.iter().map(|item| self.string(item, key, expected).map(|text| (text, item))).collect();
-        texts.into_iter().collect()
+        all_or_none(items.iter().map(|item| self.string(item, key, expected).map(|text| (text, item))))
+    }
+
+    pub(super) fn too_many<T>(&mut self, node: &TomlNode, key: &str, count: usize, most: usize) -> Option<T> {
+        self.error(node.at, format!("`{key}` has {count} items"), format!("at most {most}")).none()
+    }
+
+    /// Collects values that all differ, each with its place and its text. `None` if a value is missing.
+    pub(super) fn distinct<T: PartialEq>(
+        &mut self,
+        items: Vec<(Option<T>, TextRange, &str)>,
+        twice: impl Fn(&str) -> String,
+        expected: &str,
+    ) -> Option<Vec<T>> {
+        let count = items.len();
+        let mut values: Vec<T> = Vec::new();
+        for (value, at, text) in items {
+            match value {
+                Some(value) if values.contains(&value) => self.report(at, twice(text), expected),
+                value => values.extend(value),
+            }
+        }
+        (values.len() == count).then_some(values)
     }
 
     /// Reads one quantity or a list, with the place of each.
@@ -289,39 +260,27 @@ impl DocumentReader<'_> {
         const FORMS: &str =
             "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\" or \"8 in flight\"";
         if let TomlValue::Integer(Some(number)) = node.value {
-            let message = format!("`{key}` is only the number {number}");
-            let error = Error::new(self.texts, node.at, message, FORMS);
-            self.push_error(error.help(format!("did you mean \"{number} per 60s\"?")));
-            return None;
+            let error = self.error(node.at, format!("`{key}` is only the number {number}"), FORMS);
+            return error.help(format!("did you mean \"{number} per 60s\"?")).none();
         }
         let words = self.strings(node, key, FORMS)?;
         if words.is_empty() {
-            let error = Error::new(self.texts, node.at, format!("`{key}` is an empty list"), FORMS);
-            self.push_error(error.help("to allow everything, write \"unlimited\""));
-            return None;
+            let error = self.error(node.at, format!("`{key}` is an empty list"), FORMS);
+            return error.help("to allow everything, write \"unlimited\"").none();
         }
-        let quantities: Vec<Option<(Quantity, TextRange)>> = words
-            .into_iter()
-            .map(|(text, item)| match text.parse() {
-                Ok(quantity) => {
-                    if let Some(unit) = ambiguous_unit(&quantity, text) {
-                        let (limit, unit) = (quantity.capacity().unwrap_or_default(), unit.as_str());
-                        let message = format!(
-                            "\"{text}\" is a window: {}; for a quota that resets with the calendar, write \"{limit} \
-                             per calendar {unit}\"",
-                            describe_bound(&quantity)
-                        );
-                        self.note(item.at, &message);
-                    }
-                    Some((quantity, item.at))
-                }
-                Err(error) => {
-                    self.report_in_string(item, text, key, &error);
-                    None
-                }
-            })
-            .collect();
-        quantities.into_iter().collect()
+        all_or_none(words.into_iter().map(|(text, item)| {
+            let quantity = text.parse().map_err(|error| self.report_in_string(item, text, key, &error)).ok()?;
+            if let Some(unit) = ambiguous_unit(&quantity, text) {
+                let (limit, unit) = (quantity.capacity().unwrap_or_default(), unit.as_str());
+                let window = describe_bound(&quantity);
+                let message = format!(
+                    "\"{text}\" is a window: {window}; for a quota that resets with the calendar, write \"{limit} per \
+                     calendar {unit}\""
+                );
+                self.notes.push(Note::new(self.texts, item.at, &message));
+            }
+            Some((quantity, item.at))
+        }))
     }
 
     /// Reads the address of a listener.
@@ -329,17 +288,16 @@ impl DocumentReader<'_> {
         const EXPECTED: &str = "an address and a port in quotes, such as \"127.0.0.1:8080\" or \"[::1]:8080\"";
         let as_port = |text: &str| text.parse::<u16>().ok().map(|port| format!("127.0.0.1:{port}"));
         if let TomlValue::Integer(Some(number)) = node.value {
-            let error = Error::new(self.texts, node.at, format!("`{key}` is only the number {number}"), EXPECTED);
-            self.push_error(error.did_you_mean(as_port(&number.to_string()).as_deref()));
-            return None;
+            let error = self.error(node.at, format!("`{key}` is only the number {number}"), EXPECTED);
+            return error.did_you_mean(as_port(&number.to_string()).as_deref()).none();
         }
         let text = self.string(node, key, EXPECTED)?;
         if let Ok(address) = text.parse() {
             return Some(address);
         }
         let (host, port) = text.rsplit_once(':').unwrap_or((text, ""));
-        let error = Error::new(self.texts, node.at, format!("`{key}` is {}", quoted(text)), EXPECTED);
-        self.push_error(match (host, port) {
+        let error = self.wrong_text(node, key, text, EXPECTED);
+        let error = match (host, port) {
             (_, "") if as_port(text).is_some() => error.did_you_mean(as_port(text).as_deref()),
             (_, "") if text.parse::<IpAddr>().is_ok() => error.help("the port is missing"),
             ("", port) if as_port(port).is_some() => error.help(format!(
@@ -352,86 +310,72 @@ impl DocumentReader<'_> {
             (host, _) if host.parse::<std::net::Ipv6Addr>().is_ok() => error.help("an IPv6 address stands in brackets"),
             ("http" | "https", _) => error.help("an address has no scheme"),
             _ => error.help("names aren't looked up here; write the address itself"),
-        });
-        None
+        };
+        error.none()
     }
 
     /// Reads one network or address, or a list of them.
     pub(super) fn networks(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(IpNet, TextRange)>> {
         const EXPECTED: &str = "a network such as \"10.1.0.0/16\" or an address such as \"192.0.2.7\"";
         let words = self.strings(node, key, EXPECTED)?;
-        let networks: Vec<Option<(IpNet, TextRange)>> =
-            words.into_iter().map(|(text, item)| self.network(text, item, key, EXPECTED)).collect();
-        networks.into_iter().collect()
+        all_or_none(words.into_iter().map(|(text, item)| self.network(text, item, key, EXPECTED)))
     }
 
     fn network(&mut self, text: &str, node: &TomlNode, key: &str, expected: &str) -> Option<(IpNet, TextRange)> {
-        if let Ok(ip) = text.parse::<IpAddr>() {
-            return Some((crate::address::canonical_network(IpNet::from(ip)), node.at));
-        }
-        let error = |message: String| Error::new(self.texts, node.at, message, expected);
-        let error = match text.parse::<IpNet>() {
-            Ok(network) if network.trunc() == network => {
-                return Some((crate::address::canonical_network(network), node.at));
-            }
-            Ok(network) => error(format!("`{key}`: the network {} has bits set outside its prefix", quoted(text)))
-                .help(format!(
+        let (message, help) = match (text.parse::<IpAddr>(), text.parse::<IpNet>()) {
+            (Ok(ip), _) => return Some((canonical_network(IpNet::from(ip)), node.at)),
+            (_, Ok(network)) if network.trunc() == network => return Some((canonical_network(network), node.at)),
+            (_, Ok(network)) => (
+                format!("`{key}`: the network {} has bits set outside its prefix", quoted(text)),
+                Some(format!(
                     "did you mean the network `{}`, or the one address `{}`?",
                     network.trunc(),
                     network.addr()
                 )),
-            Err(_) => {
-                let wrong = error(format!("`{key}`: {} is no network", quoted(text)));
-                match text.split_once('/') {
-                    Some((ip, _)) if ip.parse::<IpAddr>().is_ok() => wrong
-                        .help("after the slash stands how many bits are fixed: 0 to 32 for IPv4, 0 to 128 for IPv6"),
-                    None if text == "localhost" => wrong.help("write 127.0.0.0/8 and ::1"),
-                    None if text.contains('*') => {
-                        wrong.help("networks have no wildcards: 10.1.* is written 10.1.0.0/16")
+            ),
+            _ => {
+                let help = match text.split_once('/') {
+                    Some((ip, _)) if ip.parse::<IpAddr>().is_ok() => {
+                        Some("after the slash stands how many bits are fixed: 0 to 32 for IPv4, 0 to 128 for IPv6")
                     }
-                    None if text.contains('-') => wrong.help("ranges are written as networks, such as 10.1.0.0/16"),
-                    _ => wrong,
-                }
+                    None if text == "localhost" => Some("write 127.0.0.0/8 and ::1"),
+                    None if text.contains('*') => Some("networks have no wildcards: 10.1.* is written 10.1.0.0/16"),
+                    None if text.contains('-') => Some("ranges are written as networks, such as 10.1.0.0/16"),
+                    _ => None,
+                };
+                (format!("`{key}`: {} is no network", quoted(text)), help.map(str::to_owned))
             }
         };
-        self.push_error(error);
-        None
+        self.error(node.at, message, expected).help_if(help).none()
     }
 
     /// Reads the source of a secret. Errors show neither the secret nor the text in its place.
     pub(super) fn secret_source(&mut self, node: &TomlNode, key: &str) -> Option<SecretSource> {
         const EXPECTED: &str = "where the token is: \"env:NAME\" or \"file:PATH\"";
         let TomlValue::String(text) = &node.value else {
-            self.push_error(Error::hiding_secret(self.texts, node.at, format!("`{key}` is no string"), EXPECTED));
-            return None;
+            return self.hidden_error(node.at, format!("`{key}` is no string"), EXPECTED).none();
         };
         if let Some(name) = text.strip_prefix("env:") {
-            if let Some(source) = SecretSource::from_variable(name) {
-                return Some(source);
-            }
             let message = format!("`{key}` names no environment variable");
-            self.push_error(Error::hiding_secret(self.texts, node.at, message, "a name such as \"env:API_TOKEN\""));
-            return None;
+            return SecretSource::from_variable(name)
+                .or_else(|| self.hidden_error(node.at, message, "a name such as \"env:API_TOKEN\"").none());
         }
         if let Some(path) = text.strip_prefix("file:") {
             if !path.is_empty() && !path.contains('\0') {
                 return Some(SecretSource::File(path.into()));
             }
             let expected = "a path such as \"file:/run/secrets/api_token\"";
-            self.report(node.at, format!("`{key}` names no file"), expected);
-            return None;
+            return self.error(node.at, format!("`{key}` names no file"), expected).none();
         }
         let message = format!("`{key}` holds something else than a place; a secret itself doesn't belong in a policy");
-        let error = Error::hiding_secret(self.texts, node.at, message, EXPECTED);
-        self.push_error(
-            error.help("put the secret into an environment variable and write its name: \"env:API_TOKEN\""),
-        );
-        None
+        self.hidden_error(node.at, message, EXPECTED)
+            .help("put the secret into an environment variable and write its name: \"env:API_TOKEN\"")
+            .none()
     }
 }
 
 /// Formats a number of bytes in the largest unit that divides it.
-fn format_bytes(bytes: u64) -> String {
+pub(super) fn format_bytes(bytes: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let unit = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
     let plural = if bytes == 1 { "" } else { "s" };

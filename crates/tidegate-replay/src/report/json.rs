@@ -6,7 +6,7 @@ use tidegate_core::Time;
 use crate::{ClientFindings, ClientNetwork, Findings, LimitFindings, PolicyFindings, RequestCounts, format_time};
 
 /// The largest share of clients in a limit's curve.
-const CURVE_MAX_SHARE: f64 = 0.05;
+pub(super) const CURVE_MAX_SHARE: f64 = 0.05;
 
 pub(super) fn findings_json(findings: &Findings) -> String {
     let input = &findings.input;

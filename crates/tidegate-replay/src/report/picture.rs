@@ -2,6 +2,7 @@
 
 use tidegate_core::Time;
 
+use super::json::CURVE_MAX_SHARE;
 use super::tables::format_number;
 use crate::{Findings, IntervalCounts, LimitFindings, PolicyFindings, Timeline, format_time};
 use tidegate_report::chart::{
@@ -16,8 +17,6 @@ const LIMIT_HEIGHT: i32 = 260;
 const MAX_LIMITS: usize = 12;
 /// The largest number of points of a line.
 const MAX_LINE_POINTS: usize = 200;
-/// The largest share of clients in a limit's chart, unless its present value refuses more.
-const CURVE_MAX_SHARE: f64 = 0.05;
 /// A limit's chart ends at the value that refuses this share of clients, times `TAIL_FACTOR`.
 const TAIL_SHARE: f64 = 0.001;
 const TAIL_FACTOR: f64 = 4.0;

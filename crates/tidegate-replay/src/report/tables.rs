@@ -167,7 +167,7 @@ fn change_tables(findings: &Findings) -> Vec<FindingsTable> {
 
 fn policy_tables(policy: &PolicyFindings, title_of: &dyn Fn(&str) -> String) -> Vec<FindingsTable> {
     let mut grids = Vec::new();
-    let mut actions = FindingsTable::new(title_of("what"), 1, &["action", "requests", "refused", "share"]);
+    let mut actions = FindingsTable::new(title_of("by action"), 1, &["action", "requests", "refused", "share"]);
     for action in &policy.actions {
         let RequestCounts { requests, refused } = action.counts;
         let mut name = action_name(action.name.as_ref());
@@ -180,10 +180,10 @@ fn policy_tables(policy: &PolicyFindings, title_of: &dyn Fn(&str) -> String) -> 
     grids.push(refusal_reasons_table(policy, title_of));
     grids.extend(limit_values_table(policy, title_of));
     grids.extend(worst_intervals_table(&policy.timeline, title_of));
-    grids.extend(clients_table(policy, &policy.most_refused, &title_of("who: the most refused clients")));
+    grids.extend(clients_table(policy, &policy.most_refused, &title_of("most refused clients")));
     for limit in policy.limits.iter().filter(|limit| !limit.keys.is_empty()) {
         let mut keys = FindingsTable::new(
-            title_of(&format!("who: the most refused under {}", limit.name)),
+            title_of(&format!("most refused keys of {}", limit.name)),
             1,
             &[&limit.counted_by, "refused"],
         );
@@ -194,14 +194,14 @@ fn policy_tables(policy: &PolicyFindings, title_of: &dyn Fn(&str) -> String) -> 
     }
     if !policy.largest_never_refused.is_empty() {
         let mut innocent =
-            FindingsTable::new(title_of("the largest clients that were never refused"), 1, &["client", "requests"]);
+            FindingsTable::new(title_of("largest clients without a refusal"), 1, &["client", "requests"]);
         for ClientFindings { client, stats: fate } in &policy.largest_never_refused {
             innocent.push_row(vec![client.to_string(), format_number(fate.admitted.into())]);
         }
         grids.push(innocent);
     }
     if !policy.notes.is_empty() {
-        let mut notes = FindingsTable::new(title_of("what this doesn't show"), 1, &[]);
+        let mut notes = FindingsTable::new(title_of("not covered"), 1, &[]);
         for note in &policy.notes {
             notes.push_row(vec![note.clone()]);
         }
@@ -212,7 +212,7 @@ fn policy_tables(policy: &PolicyFindings, title_of: &dyn Fn(&str) -> String) -> 
 
 /// Returns the refusals of each limit, by reason.
 fn refusal_reasons_table(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> FindingsTable {
-    let mut grid = FindingsTable::new(of("why"), 3, &["limit", "allows", "by", "full", "blocked", "in shadow"]);
+    let mut grid = FindingsTable::new(of("by limit"), 3, &["limit", "allows", "by", "full", "blocked", "in shadow"]);
     for limit in &policy.limits {
         let refusals = limit.refusals;
         let numbers = [refusals.by_limit, refusals.by_block, refusals.in_shadow].map(format_number);
@@ -239,7 +239,8 @@ fn limit_values_table(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> O
         .chain(shares.iter().map(String::as_str))
         .chain(["highest use"])
         .collect();
-    let mut grid = FindingsTable::new(of("values: what would refuse which share of clients"), 2, &heads);
+    let mut grid =
+        FindingsTable::new(of("other values of the limits, by the share of clients that they refuse"), 2, &heads);
     for limit in &policy.limits {
         let (Some(peaks), Some(now)) = (&limit.peaks, limit.current_refused_share()) else { continue };
         if limit.values.is_empty() {
@@ -270,7 +271,7 @@ fn worst_intervals_table(timeline: &Timeline, of: &dyn Fn(&str) -> String) -> Op
     if worst.is_empty() {
         return None;
     }
-    let title = format!("when: {}", sparkline(intervals));
+    let title = format!("refusals over time: {}", sparkline(intervals));
     let interval = format!("{} from", timeline.width());
     let mut grid = FindingsTable::new(of(&title), 1, &[&interval, "requests", "refused", "share"]);
     for (refused, place) in worst {

@@ -215,7 +215,7 @@ async fn requests_waiting_for_the_store_are_kept() {
     let file = "[inbound.global]\nlimit = \"100 per 1h\"\n[inbound.caps]\nconnections = 1\n\
         [inbound.timeouts]\nheader = \"1s\"\n";
     let policy = policy(upstream.address, file);
-    let memory = Memory::new(Arc::new(policy.plan().limits().clone()), 1 << 20);
+    let memory = Memory::new(Arc::clone(policy.plan().limits()), 1 << 20);
     let gate = Gate::from_parts(
         Arc::clone(policy.plan()),
         Slow(Arc::new(memory)),

@@ -60,7 +60,7 @@ pub(super) struct CallIdentity<'c> {
 
 impl<'s> SimGate<'s> {
     pub(super) fn new(plan: &'s Plan, loads: &'s [LoadSpec], seed: KeySeed) -> Self {
-        let store = Memory::reproducible(std::sync::Arc::new(plan.limits().clone()), Memory::DEFAULT_MAX_BYTES);
+        let store = Memory::reproducible(std::sync::Arc::clone(plan.limits()), Memory::DEFAULT_MAX_BYTES);
         let actions = loads.iter().map(|load| load_action(plan, load, &seed).ok().flatten()).collect();
         Self { plan, store, seed, loads, actions, permit_holders: BTreeMap::new(), is_renewal_scheduled: false }
     }

@@ -1,5 +1,5 @@
-//! A client that runs the production code: the same calls, desk and store as in [`tidegate`'s driver], driven by events
-//! instead of tasks.
+//! A client that runs the production code: the same calls, state and store as in [`tidegate`'s driver], driven by
+//! events instead of tasks.
 //!
 //! [`tidegate`'s driver]: https://docs.rs/tidegate
 
@@ -63,10 +63,10 @@ impl<'s> TidegateClient<'s> {
         rng: SimRng,
     ) -> Self {
         let rules = provider.rules(seed);
-        let desk = provider.new_state(&rules);
+        let state = provider.new_state(&rules);
         let (calls, places) = (Slab::new(), Vec::new());
         let limits = Arc::clone(plan.limits());
-        Self { provider, limits, rules, state: desk, store, calls, slot_by_ticket: places, wake_at: Time::NEVER, rng }
+        Self { provider, limits, rules, state, store, calls, slot_by_ticket: places, wake_at: Time::NEVER, rng }
     }
 
     /// Returns the number of calls that wait for their turn.

@@ -49,8 +49,8 @@ pub enum OnWriteFailure {
     /// Decisions go on in memory. A crash then loses what has changed since the failure.
     Continue,
     /// A decision that would change something is an error ([`StoreError::Unwritable`]). Decisions that change nothing,
-    /// such as refusals by a live block, are returned. Changes through [`Store::submit`](crate::Store::submit) are still
-    /// noted.
+    /// such as refusals by a live block, are returned. Changes through [`Store::submit`](crate::Store::submit) are
+    /// still noted.
     Deny,
 }
 

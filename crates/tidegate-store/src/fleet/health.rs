@@ -1,9 +1,9 @@
 //! The state of the connection to one part of the store.
 //!
-//! The first answer that fails to come makes a link *suspect*: from then on its callers go on without the store. A
+//! The first answer that fails to come makes a partition *suspect*: from then on its callers go on without the store. A
 //! check at once shows if it was a short delay or the store is *down*. So no caller waits twice for a store that is
-//! gone, and a single slow answer isn't logged. The node keeps its local counts when the link is up again. So an outage
-//! soon afterwards, or a store that stalls repeatedly, grants no caller a new share.
+//! gone, and a single slow answer isn't logged. The node keeps its local counts when the partition is up again. So an
+//! outage soon afterwards, or a store that stalls repeatedly, grants no caller a new share.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -21,15 +21,15 @@ const STATE_UP: u8 = 0;
 const STATE_SUSPECT: u8 = 1;
 const STATE_DOWN: u8 = 2;
 
-/// The link to one part of the store.
+/// One part of the store and its health.
 #[derive(Default)]
 pub(super) struct PartitionHealth {
     state: AtomicU8,
     /// Wakes the callers that wait for an answer.
     stopped_being_up: Notify,
-    /// Wakes the task that checks the link.
+    /// Wakes the task that checks the partition.
     pub(super) task_wakeup: Notify,
-    /// The local counts. They exist from the first suspicion until the link is up and none of them is live.
+    /// The local counts. They exist from the first suspicion until the partition is up and none of them is live.
     fallback: RwLock<Option<Arc<LocalFallback>>>,
     /// The place of the last request that failed.
     failed_key: Mutex<Option<RoutingKey>>,
@@ -64,7 +64,7 @@ impl PartitionHealth {
         *self.failed_key.lock()
     }
 
-    /// Waits for an answer: until `timeout` at most, and not after the link falls.
+    /// Waits for an answer: until `timeout` at most, and not after the partition goes down.
     pub(super) async fn wait_for_response(
         &self,
         response: impl Future<Output = Result<Outcomes, StoreError>>,
@@ -82,7 +82,7 @@ impl PartitionHealth {
         }
     }
 
-    /// Makes the link suspect after a request failed.
+    /// Makes the partition suspect after a request failed.
     pub(super) fn mark_suspect(&self, new_fallback: impl FnOnce() -> LocalFallback, routing_key: RoutingKey) {
         let mut fallback = self.fallback.write();
         if self.is_up() {
@@ -98,18 +98,18 @@ impl PartitionHealth {
         }
     }
 
-    /// Notes that the check failed too. Returns true if the link wasn't down before.
+    /// Notes that the check failed too. Returns true if the partition wasn't down before.
     pub(super) fn mark_down(&self) -> bool {
         self.state.swap(STATE_DOWN, Ordering::AcqRel) != STATE_DOWN
     }
 
-    /// Notes that the store answers. Returns true if the link was down.
+    /// Notes that the store answers. Returns true if the partition was down.
     pub(super) fn mark_up(&self) -> bool {
         let _local = self.fallback.write();
         self.state.swap(STATE_UP, Ordering::AcqRel) == STATE_DOWN
     }
 
-    /// Drops the local counts, once the link is up and none of them is live.
+    /// Drops the local counts, once the partition is up and none of them is live.
     pub(super) fn drop_unused_fallback(&self) {
         let mut fallback = self.fallback.write();
         if self.is_up() && fallback.as_ref().is_some_and(|local| local.is_empty()) {

@@ -75,7 +75,7 @@ pub(super) enum SpendResult {
     Request(SliceRequest),
 }
 
-/// A request for a slice, of this size at most. Its caller may be cancelled at any time: if the errand is dropped
+/// A request for a slice, of this size at most. Its caller may be cancelled at any time: if the request is dropped
 /// before it is settled, the next caller asks.
 pub(super) struct SliceRequest {
     leases: Arc<Leases>,
@@ -145,7 +145,7 @@ impl Leases {
                 Ordering::Less => {}
             },
             Some(LeaseEntry::Refusal(..)) => {}
-            // Created under the lock, so that the end of the errand can't be missed.
+            // Created under the lock, so that the end of the request can't be missed.
             Some(LeaseEntry::Requested(finished)) => {
                 return (SpendResult::Wait(Arc::clone(finished).notified_owned()), None);
             }

@@ -18,7 +18,7 @@ use super::penalty_restore::RestoreResult;
 use super::{FleetNode, HEARTBEAT_KEY, NODE_LEASE};
 use crate::KeyReset;
 
-/// The intervals at which the roll is called, and at which a part that is down is checked.
+/// The intervals of heartbeats, and of probes of a partition that is down.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 const PROBE_INTERVAL: Duration = Duration::from_millis(200);
 /// The factor by which the tasks here wait longer than a decision, and the least wait. A slow store isn't down.
@@ -56,7 +56,7 @@ pub(super) fn spawn_all(
     tasks
 }
 
-/// Calls the roll: counts the nodes, and notices a failure of the store before a caller does.
+/// Sends heartbeats: they count the nodes, and detect a failure of the store before a caller does.
 async fn send_heartbeats(node: Arc<FleetNode>) {
     loop {
         let partition = node.heartbeat_partition();
@@ -116,7 +116,7 @@ async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
     }
 }
 
-/// Asks the store, whether its link is up or not. The error is the reason why there is no answer.
+/// Asks the store, whether its partition is up or not. The error is the reason why there is no answer.
 async fn apply_with_timeout(node: &FleetNode, batch: Batch) -> Result<Outcomes, String> {
     let patience = task_timeout(node);
     match timeout(patience, node.remote.apply(&batch, node.clock.now())).await {

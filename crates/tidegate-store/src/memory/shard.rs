@@ -1,106 +1,29 @@
-//! One shard: a table of tags, the states that don't fit into a word, and the eviction when there is no room.
+//! One shard: a table of tags, and the states that don't fit into a word.
+
+#[cfg(feature = "file")]
+mod entries;
+mod eviction;
+mod word;
 
 use std::sync::Arc;
 
-use tidegate_core::batch::{BatchContext, Op, OpContext, Outcome, ShareLevel, Verdict};
+use tidegate_core::batch::{Op, OpContext, Outcome, Verdict};
 use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::rate::ArrivalTime;
 use tidegate_core::state::Usage;
 use tidegate_core::window::WindowLog;
-use tidegate_core::{Clock, Key, KeyState, Limit, LimitId, LimitKind, Limits, MAX_NOW_SPREAD, Rate, Span, Time, Verb};
+use tidegate_core::{Clock, KeyState, Limit, LimitId, LimitKind, Limits, MAX_NOW_SPREAD, Rate, Time, Verb};
 
 use super::MemoryStats;
 use super::table::{CACHE_LINE, SearchResult, Slot, Table, TableLocation, prefetch};
 use crate::Losses;
+pub(in crate::memory) use eviction::ShardCapacity;
+use word::{SlotWord, StateCell};
 
 /// The number of slots that an insertion checks for idle entries.
 const SWEPT_PER_INSERT: usize = 4;
-/// The number of shares in which a shard is swept.
-const SWEEP_SHARES: usize = 60;
-/// The number of entries that compete to be evicted.
-const MAX_CANDIDATES: usize = 24;
-/// The number of slots after which the search for an entry to evict ends, even with fewer candidates.
-const MAX_SCANNED_SLOTS: usize = 4096;
-/// The divisor of the number of cells: when more than this fraction is unused, the others are moved together, to make
-/// room for the memory that states hold outside their cells.
-const COMPACTION_DIVISOR: usize = 16;
 /// The bytes of an entry's slot at the load of a full table.
 const SLOT_BYTES: usize = 20;
-/// The divisor of the bytes for blocks: blocks of keys that a network shares may fill this fraction more.
-const SHARED_BLOCKS_DIVISOR: usize = 8;
-/// The time for which a count of blocked entries is trusted.
-const RECOUNT_INTERVAL: Span = Span::from_secs(1);
-
-/// The contents of a slot's word. Most keys are seen once or are plain rates; they need no state of their own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum SlotWord {
-    /// A rate's arrival time, with a clean record.
-    Arrival(ArrivalTime),
-    /// A window that admitted one call of cost 1 at this time, with a clean record.
-    SingleCall(Time),
-    /// The state at this index.
-    State(u32),
-}
-
-const SINGLE_CALL_BIT: u64 = 1 << 62;
-const STATE_BIT: u64 = 2 << 62;
-const PAYLOAD_MASK: u64 = (1 << 62) - 1;
-
-impl SlotWord {
-    #[inline]
-    fn unpack(word: u64) -> Self {
-        match word & !PAYLOAD_MASK {
-            0 => Self::Arrival(ArrivalTime::from_bits(word)),
-            SINGLE_CALL_BIT => Self::SingleCall(Time::from_micros(word & PAYLOAD_MASK)),
-            _ => Self::State((word & PAYLOAD_MASK) as u32),
-        }
-    }
-
-    #[inline]
-    fn pack(self) -> u64 {
-        match self {
-            Self::Arrival(arrival) => arrival.to_bits(),
-            Self::SingleCall(at) => SINGLE_CALL_BIT | at.as_micros(),
-            Self::State(index) => STATE_BIT | u64::from(index),
-        }
-    }
-}
-
-#[derive(Debug)]
-enum StateCell {
-    Free { next: Option<u32> },
-    Used(KeyState),
-}
-
-/// The bytes that a shard's parts may take.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ShardCapacity {
-    /// Homes of the table.
-    pub home_count: usize,
-    /// Bytes of states, with the memory that they hold outside their cells.
-    pub state_bytes: usize,
-    /// Bytes of blocked entries from which new keys must share, and keys of their own aren't blocked.
-    pub blocked_bytes: usize,
-}
-
-impl ShardCapacity {
-    /// The bytes of blocked entries from which keys of this share level aren't blocked.
-    fn max_blocked_bytes(&self, share: ShareLevel) -> usize {
-        match share {
-            ShareLevel::Own => self.blocked_bytes,
-            _ => self.blocked_bytes + self.blocked_bytes / SHARED_BLOCKS_DIVISOR,
-        }
-    }
-}
-
-/// The worth of an entry without a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum RetentionRank {
-    Idle,
-    /// The thousandths of its limit that are used.
-    Used(u64),
-    Exhausted,
-}
 
 /// The table comes first, so that it shares a cache line with the lock.
 #[derive(Debug)]
@@ -190,7 +113,8 @@ impl Shard {
         }
     }
 
-    /// Evaluates an operation. Leaves the entry's position in `slot_hint`, so that [`Shard::charge`] needn't search for it.
+    /// Evaluates an operation. Leaves the entry's position in `slot_hint`, so that [`Shard::charge`] needn't search for
+    /// it.
     #[inline]
     pub(super) fn evaluate(
         &mut self,
@@ -542,54 +466,6 @@ impl Shard {
         }
     }
 
-    /// Passes the state of an entry to `show`, or `None` if there is no entry.
-    #[cfg(feature = "file")]
-    pub(super) fn visit_state(&self, tag: u64, show: impl FnOnce(Option<&KeyState>)) {
-        match self.find_index(tag).map(|at| SlotWord::unpack(self.table.word(at))) {
-            None => show(None),
-            Some(SlotWord::State(index)) => match &self.cells[index as usize] {
-                StateCell::Used(state) => show(Some(state)),
-                StateCell::Free { .. } => show(None),
-            },
-            Some(word) => show(Some(&Self::state_from_word(word))),
-        }
-    }
-
-    /// The tags of entries above a tag, in order.
-    #[cfg(feature = "file")]
-    pub(super) fn tags_above(&self, tag: u64) -> impl Iterator<Item = u64> {
-        let from = match tag.checked_add(1) {
-            Some(next) if self.table.home_count() > 0 => match self.table.find(next) {
-                SearchResult::Found(at) | SearchResult::Vacant(at) => at,
-            },
-            _ => self.table.slots().len(),
-        };
-        self.table.slots()[from..].iter().map(|slot| slot.tag).filter(move |found| *found > tag)
-    }
-
-    /// Returns true if there is an entry that isn't idle.
-    #[cfg(feature = "file")]
-    pub(super) fn has_live_entry(&self, tag: u64, now: Time, shard_context: &ShardContext<'_>) -> bool {
-        self.find_index(tag).is_some_and(|at| !self.is_idle(self.table.slots()[at], now, shard_context.limits))
-    }
-
-    /// Puts a state back that was stored elsewhere, unless there is one already.
-    #[cfg(feature = "file")]
-    pub(super) fn restore(&mut self, tag: u64, state: KeyState, now: Time, shard_context: &ShardContext<'_>) {
-        if self.find_index(tag).is_some() {
-            return;
-        }
-        if state.penalty_record().is_blocked(now) {
-            if self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(ShareLevel::SmallNetwork), now)
-            {
-                self.losses.refused_blocks += 1;
-                return;
-            }
-            self.blocked_bytes += entry_bytes(&state);
-        }
-        self.insert_state(tag, state, now, shard_context);
-    }
-
     fn free_cell(&mut self, word: SlotWord) {
         if let SlotWord::State(index) = word {
             let cell = &mut self.cells[index as usize];
@@ -606,208 +482,6 @@ impl Shard {
         let word = SlotWord::unpack(self.table.word(at));
         self.free_cell(word);
         self.table.remove(at);
-    }
-
-    /// Evicts states until `additional_bytes` fit beside those in use; a free cell counts as room. May move cells, so the
-    /// caller may hold no index.
-    fn make_room(&mut self, additional_bytes: usize, tag: u64, now: Time, shard_context: &ShardContext<'_>) {
-        for _ in 0..=2 * self.table.len() {
-            let has_spare_cell = self.first_free.is_some() || self.cells.len() < self.cells.capacity();
-            let new_cells = if additional_bytes == 0 || has_spare_cell { 0 } else { self.cells.len() / 4 + 4 };
-            let used_bytes = (self.cells.capacity() + new_cells) * size_of::<StateCell>() + self.heap_bytes;
-            let additional_heap_bytes = additional_bytes.saturating_sub(size_of::<StateCell>());
-            if used_bytes + additional_heap_bytes <= shard_context.capacity.state_bytes {
-                return;
-            }
-            if self.free_count * COMPACTION_DIVISOR > self.cells.len() {
-                self.compact();
-            } else if !self.evict(tag, true, now, shard_context) {
-                return;
-            }
-        }
-    }
-
-    /// Removes the least valuable of a few entries. Blocked entries, and all entries of the client that asks, are
-    /// spared.
-    fn evict(&mut self, tag: u64, states_only: bool, now: Time, shard_context: &ShardContext<'_>) -> bool {
-        let Some((rank, at)) = self.eviction_candidate(tag, states_only, now, shard_context) else { return false };
-        match rank {
-            RetentionRank::Idle => {}
-            RetentionRank::Used(_) => self.losses.evicted_used += 1,
-            RetentionRank::Exhausted => self.losses.evicted_exhausted += 1,
-        }
-        self.sweep_position = at;
-        self.remove_at(at);
-        true
-    }
-
-    /// The entry that [`Shard::evict`] removes, or `None` if there is none.
-    fn eviction_candidate(
-        &mut self,
-        tag: u64,
-        states_only: bool,
-        now: Time,
-        shard_context: &ShardContext<'_>,
-    ) -> Option<(RetentionRank, usize)> {
-        let slots = self.table.slots().len();
-        let mut best: Option<(RetentionRank, usize)> = None;
-        let mut candidates = 0;
-        for step in 0..slots {
-            let at = (self.sweep_position + step) % slots;
-            let slot = self.table.slots()[at];
-            let word = SlotWord::unpack(slot.word);
-            if slot.tag == 0 || slot.tag >> 12 == tag >> 12 || (states_only && !matches!(word, SlotWord::State(_))) {
-                continue;
-            }
-            if let Some(rank) = self.retention_rank(slot, now, shard_context.limits) {
-                if best.is_none_or(|(least, _)| rank < least) {
-                    best = Some((rank, at));
-                }
-                candidates += 1;
-                if rank == RetentionRank::Idle || candidates >= MAX_CANDIDATES {
-                    break;
-                }
-            }
-            if step >= MAX_SCANNED_SLOTS && best.is_some() {
-                break;
-            }
-        }
-        best
-    }
-
-    /// The worth of an entry, or `None` if it is blocked.
-    fn retention_rank(&mut self, slot: Slot, now: Time, limits: &Limits) -> Option<RetentionRank> {
-        let Some(limit) = limit_for_tag(limits, slot.tag) else { return Some(RetentionRank::Idle) };
-        let word = SlotWord::unpack(slot.word);
-        let mut owned_state;
-        let state = match word {
-            SlotWord::State(index) => self.state(index),
-            _ => {
-                owned_state = Self::state_from_word(word);
-                &mut owned_state
-            }
-        };
-        if state.idle_at(limit) <= now {
-            return Some(RetentionRank::Idle);
-        }
-        if state.penalty_record().is_blocked(now) {
-            return None;
-        }
-        let op = Op::new(LimitId::FIRST, Verb::Peek, Key::default(), 0);
-        let outcome = state.evaluate(&OpContext { op: &op, limit, batch: BatchContext::default(), now });
-        Some(match outcome.remaining {
-            0 => RetentionRank::Exhausted,
-            _ => RetentionRank::Used(outcome.used.saturating_mul(1000) / outcome.limit.max(1)),
-        })
-    }
-
-    /// True if a new key must be shared more widely: its block would have no room, or, for a level without blocks,
-    /// blocked entries leave no room for the key.
-    #[cold]
-    fn must_share(&mut self, op: &Op, now: Time, shard_context: &ShardContext<'_>) -> bool {
-        if op.must_fit {
-            return false;
-        }
-        if op.share_level.allows_strikes() {
-            return self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(op.share_level), now);
-        }
-        let used_bytes = self.cells.capacity() * size_of::<StateCell>() + self.heap_bytes;
-        let is_full = self.table.is_full(shard_context.capacity.home_count)
-            || self.free_count == 0 && used_bytes + size_of::<StateCell>() > shard_context.capacity.state_bytes;
-        is_full && self.eviction_candidate(tag(op), true, now, shard_context).is_none()
-    }
-
-    /// True if blocked entries fill at least `bytes`.
-    #[inline]
-    fn is_blocked_capacity_reached(&mut self, bytes: usize, now: Time) -> bool {
-        self.blocked_bytes >= bytes && self.recount_blocked_bytes(now) >= bytes
-    }
-
-    /// The bytes of blocked entries, counted again if the last count is old.
-    #[cold]
-    fn recount_blocked_bytes(&mut self, now: Time) -> usize {
-        if now.since(self.blocked_counted_at) >= RECOUNT_INTERVAL || now < self.blocked_counted_at {
-            let blocked_entries = self.cells.iter().filter_map(|cell| match cell {
-                StateCell::Used(state) if state.penalty_record().is_blocked(now) => Some(entry_bytes(state)),
-                _ => None,
-            });
-            self.blocked_bytes = blocked_entries.sum();
-            self.blocked_counted_at = now;
-        }
-        self.blocked_bytes
-    }
-
-    /// Checks a share of the slots. Called once a second, it checks all of them in a minute.
-    pub(super) fn sweep_share(&mut self, now: Time, shard_context: &ShardContext<'_>) {
-        self.sweep(self.table.slots().len() / SWEEP_SHARES + 1, now, shard_context);
-        self.shrink();
-    }
-
-    /// Checks the next `slots` slots and removes idle entries.
-    fn sweep(&mut self, slots: usize, now: Time, shard_context: &ShardContext<'_>) {
-        for _ in 0..slots {
-            if self.sweep_position >= self.table.slots().len() {
-                self.sweep_position = 0;
-            }
-            let Some(&slot) = self.table.slots().get(self.sweep_position) else { return };
-            if slot.tag != 0 && self.is_idle(slot, now, shard_context.limits) {
-                self.remove_at(self.sweep_position);
-            } else {
-                self.sweep_position += 1;
-            }
-        }
-    }
-
-    #[inline]
-    fn is_idle(&self, slot: Slot, now: Time, limits: &Limits) -> bool {
-        let Some(limit) = limit_for_tag(limits, slot.tag) else { return true };
-        match (SlotWord::unpack(slot.word), limit.kind()) {
-            (SlotWord::Arrival(arrival), _) => arrival.idle_at() <= now,
-            (SlotWord::SingleCall(at), LimitKind::Window(window)) => now.since(at) >= window.window(),
-            (SlotWord::SingleCall(_), _) => true,
-            (SlotWord::State(index), _) => match &self.cells[index as usize] {
-                StateCell::Used(state) => state.idle_at(limit) <= now,
-                StateCell::Free { .. } => true,
-            },
-        }
-    }
-
-    /// Frees memory when most of the table, or most of the cells, is empty. May move cells, so the caller may hold no
-    /// index.
-    fn shrink(&mut self) {
-        if self.table.len() == 0 {
-            self.table = Table::default();
-            self.cells = Vec::new();
-            self.first_free = None;
-            self.free_count = 0;
-            return;
-        }
-        let home_count = self.table.home_count();
-        if home_count > 64 && self.table.len() * 4 < home_count {
-            self.resize_table(self.table.len() * 2);
-        }
-        if self.free_count > 64 && self.free_count * 4 > self.cells.len() * 3 {
-            self.compact();
-        }
-    }
-
-    /// Moves the used cells together, and frees the memory of the others.
-    #[cold]
-    fn compact(&mut self) {
-        let used = Vec::with_capacity(self.cells.len() - self.free_count);
-        let mut cells = std::mem::replace(&mut self.cells, used);
-        self.first_free = None;
-        self.free_count = 0;
-        for at in 0..self.table.slots().len() {
-            let slot = self.table.slots()[at];
-            if slot.tag != 0
-                && let SlotWord::State(index) = SlotWord::unpack(slot.word)
-            {
-                let cell = std::mem::replace(&mut cells[index as usize], StateCell::Free { next: None });
-                self.cells.push(cell);
-                self.table.set_word(at, SlotWord::State((self.cells.len() - 1) as u32).pack());
-            }
-        }
     }
 }
 

@@ -1,8 +1,8 @@
-//! A state as a document, and what can be done with one in a single step.
+//! The documents of states, and the atomic operations on them.
 //!
-//! A document is `{_id, version, state, expires_at}`, and `locked_until` while somebody has taken it; moments are
-//! microseconds since the epoch. Every change gives it another version, drawn at random, so that one that was removed
-//! and made anew isn't taken for the old one.
+//! A document is `{_id, version, state, expires_at}`, and `locked_until` while a client has it locked. Times are
+//! microseconds since the epoch. Every change sets a new random version, so that a document that was removed and
+//! inserted again isn't mistaken for the old one.
 
 use std::time::Duration;
 
@@ -16,21 +16,21 @@ use tidegate_core::Time;
 use crate::rows::loaded_rows::RowChange;
 use crate::rows::{GroupError, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, check_schema};
 
-/// The collections, and what their server can do.
+/// The collections and the abilities of their server.
 pub(super) struct Collections {
     client: Client,
     database: Database,
     meta: Collection<bson::Document>,
     state: Collection<bson::Document>,
-    /// The command by which the server tells what it is, and the time.
+    /// The command to which the server replies with its kind and the time.
     hello_command: &'static str,
     supports_transactions: bool,
 }
 
-/// What was found under a key.
+/// The document of a key, if there is one.
 pub(super) struct StateDocument {
     key: RowKey,
-    /// None, if nothing was.
+    /// `None` if there is no document.
     version: Option<i64>,
     state: Vec<u8>,
     locked_until: i64,
@@ -49,7 +49,7 @@ impl StateDocument {
         &self.state
     }
 
-    /// Whether nobody has taken it, or whoever has did so too long ago.
+    /// True if no client has it locked, or the lock has expired.
     pub(super) fn is_unlocked(&self, server_time: Time) -> bool {
         self.locked_until <= micros(server_time)
     }
@@ -69,7 +69,7 @@ impl StateDocument {
 }
 
 impl Collections {
-    /// Makes what isn't there, and looks at what the server can do.
+    /// Creates what is missing, and finds out the server's abilities.
     pub(super) async fn new(client: Client, prefix: &str) -> Result<Self, GroupError> {
         let database = client.default_database().unwrap_or_else(|| client.database("tidegate"));
         let (meta, state) =
@@ -77,7 +77,7 @@ impl Collections {
         let mut documents =
             Self { client, database, meta, state, hello_command: "hello", supports_transactions: false };
         let hello = match documents.hello().await {
-            // The same by its older name: before 4.4.2 there was no other.
+            // Servers before 4.4.2 know the command only by its older name.
             Err(error) if is_unknown_command(&error) => {
                 documents.hello_command = "isMaster";
                 documents.hello().await
@@ -116,7 +116,8 @@ impl Collections {
         Ok(Time::from_micros(millis.saturating_mul(1000)))
     }
 
-    /// The documents of these keys, in their order, and then the server's clock: later than every change that was seen.
+    /// The documents of these keys, in the keys' order, and then the server's time, which is later than every change in
+    /// them.
     pub(super) async fn read(&self, keys: &[RowKey]) -> Result<(Time, Vec<StateDocument>), GroupError> {
         let found = match keys {
             [] => Vec::new(),
@@ -140,7 +141,7 @@ impl Collections {
         in_key_order(keys, &found)
     }
 
-    /// Changes a document if it has this version, and gives it back if it was taken.
+    /// Changes a document if it has this version, and unlocks it.
     pub(super) async fn write(
         &self,
         session: Option<&mut ClientSession>,
@@ -183,7 +184,7 @@ impl Collections {
         check_changed_one(done)
     }
 
-    /// Takes a document that has this version, or makes one, and tells its new version.
+    /// Locks a document of this version, or inserts a locked one. Returns its new version.
     pub(super) async fn lock(
         &self,
         key: &RowKey,
@@ -195,7 +196,7 @@ impl Collections {
         let new_version: i64 = rand::random();
         let done = match version {
             Some(version) => {
-                // What is taken doesn't expire.
+                // A locked document must not expire.
                 let lock = doc! { "$set": { "version": new_version, "locked_until": locked_until }, "$max": { "expires_at": locked_until } };
                 let taken = self.state.update_one(version_filter(key, version), lock).await;
                 taken.map(|taken| taken.matched_count)
@@ -209,15 +210,15 @@ impl Collections {
         check_changed_one(done).map(|()| new_version)
     }
 
-    /// Gives a document back that was taken and needs no change.
+    /// Unlocks a document without a change.
     pub(super) async fn unlock(&self, key: &RowKey, version: i64) -> Result<(), GroupError> {
         let unlock = doc! { "$unset": { "locked_until": "" } };
         let freed = self.state.update_one(version_filter(key, version), unlock).await;
         check_changed_one(freed.map(|freed| freed.matched_count))
     }
 
-    /// Removes some of what has expired, by the server's clock unless a moment is told, and says whether there may be
-    /// more.
+    /// Removes some expired documents: those expired at `at`, or by the server's clock if it is `None`. Returns true if
+    /// there may be more.
     pub(super) async fn remove_expired(&self, at: Option<i64>) -> Result<bool, GroupError> {
         let cutoff_micros = match at {
             Some(at) => at,
@@ -241,13 +242,13 @@ impl Collections {
         Ok(found.len() == MAX_CLEAN_ROWS)
     }
 
-    /// The seed in the store, or this one, which is kept then.
+    /// Returns the stored seed. If there is none, stores this one.
     pub(super) async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], GroupError> {
         let kept = self.get_or_insert_meta("seed", &proposal).await?;
         kept.try_into().map_err(|_| GroupError::Failed("the seed in it isn't 16 bytes long".into()))
     }
 
-    /// Keeps a value under a name that has none, and tells the one that is kept.
+    /// Stores a value under a name that has none, and returns the stored one.
     async fn get_or_insert_meta(&self, name: &str, value: &[u8]) -> Result<Vec<u8>, GroupError> {
         match check_changed_one(self.meta.insert_one(doc! { "_id": name, "value": binary(value) }).await.map(|_| 1)) {
             Ok(()) | Err(GroupError::Conflict(_)) => {}
@@ -276,7 +277,7 @@ fn version_filter(key: &RowKey, version: i64) -> bson::Document {
 }
 
 fn keys_filter(keys: &[RowKey]) -> bson::Document {
-    // One key is asked for by itself: not every server that speaks the protocol looks a list up in its index.
+    // Not every server with this protocol uses the index for a list, so a single key is no list.
     if let [key] = keys {
         return doc! { "_id": binary(key.as_bytes()) };
     }
@@ -284,7 +285,7 @@ fn keys_filter(keys: &[RowKey]) -> bson::Document {
     doc! { "_id": { "$in": ids } }
 }
 
-/// What was found, in the order of the keys, with a place for each that wasn't.
+/// The documents in the keys' order, with a missing one for each key without a document.
 fn in_key_order(keys: &[RowKey], found: &[bson::Document]) -> Result<Vec<StateDocument>, GroupError> {
     let mut documents: Vec<StateDocument> = keys.iter().copied().map(StateDocument::missing).collect();
     for document in found {
@@ -297,26 +298,26 @@ fn in_key_order(keys: &[RowKey], found: &[bson::Document]) -> Result<Vec<StateDo
     Ok(documents)
 }
 
-/// What a write that should have changed one document says.
+/// Checks the result of a write that must change exactly one document.
 fn check_changed_one(done: Result<u64, Error>) -> Result<(), GroupError> {
     match done {
         Ok(0) => Err(GroupError::Conflict("another node was quicker".into())),
         Ok(_) => Ok(()),
         Err(error) => Err(match classify_error(&error) {
-            // It may have been carried out.
+            // The write may have been executed.
             GroupError::ConnectionLost(what) => GroupError::Failed(what),
             fault => fault,
         }),
     }
 }
 
-/// Whether the server doesn't know a command.
+/// True if the server doesn't know the command.
 fn is_unknown_command(error: &Error) -> bool {
     const COMMAND_NOT_FOUND: i32 = 59;
     matches!(&*error.kind, ErrorKind::Command(error) if error.code == COMMAND_NOT_FOUND)
 }
 
-/// What an error says, and whether it is worth another try.
+/// Classifies an error: its text, and whether a retry can help.
 pub(super) fn classify_error(error: &Error) -> GroupError {
     const DUPLICATE_KEY: i32 = 11_000;
     const WRITE_CONFLICT: i32 = 112;

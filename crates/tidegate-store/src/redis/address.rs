@@ -1,4 +1,4 @@
-//! Where the servers are, as a URL says it.
+//! The servers' addresses, from a URL.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,14 +6,14 @@ use std::sync::Arc;
 use percent_encoding::percent_decode_str;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisConnectionInfo};
 
-/// The port of a server where none is said, and of a sentinel.
+/// The default ports of a server and of a sentinel.
 const SERVER_PORT: u16 = 6379;
 const SENTINEL_PORT: u16 = 26379;
 
-/// What is wrong with a URL. It doesn't repeat any of it, since there may be a password in it.
+/// The error of a URL. Its text repeats no part of the URL, because there may be a password in it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RedisUrlError {
-    /// Another scheme.
+    /// An unknown scheme.
     #[error(
         "a store's URL begins with redis://, rediss://, redis-cluster://, rediss-cluster://, redis-sentinel:// or \
          rediss-sentinel://"
@@ -22,35 +22,35 @@ pub enum RedisUrlError {
     /// No host, or several where one is expected.
     #[error("the store's URL names no host, or more than one that isn't part of a cluster or a sentinel")]
     Hosts,
-    /// A port that isn't one.
+    /// An invalid port.
     #[error("a port in the store's URL is no number from 1 to 65535")]
     Port,
-    /// A database that isn't one.
+    /// An invalid database.
     #[error("the database in the store's URL is no number")]
     Database,
-    /// A user or password with something that isn't text.
+    /// A user or password that isn't UTF-8.
     #[error("user or password in the store's URL are no percent-encoded UTF-8")]
     Credentials,
-    /// A sentinel without the name of the service that it is asked for.
+    /// A sentinel's URL without the name of the service.
     #[error("a sentinel's URL ends with the service's name: redis-sentinel://HOST:PORT/SERVICE")]
     Service,
-    /// More than there should be.
+    /// Parameters, which aren't supported.
     #[error("the store's URL has parameters, and takes none")]
     Parameters,
 }
 
-/// Who is asked for the servers.
+/// The kind of the named hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Topology {
     /// One server.
     SingleServer,
-    /// The nodes of a cluster, some of which are named.
+    /// Some nodes of a cluster.
     Cluster,
     /// Sentinels, for the master of a service.
     Sentinel(Arc<str>),
 }
 
-/// Servers, and how to log in to them.
+/// The servers and the log-in.
 #[derive(Clone)]
 pub(super) struct RedisAddress {
     pub(super) topology: Topology,
@@ -61,12 +61,12 @@ pub(super) struct RedisAddress {
 
 impl fmt::Debug for RedisAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Address").field("way", &self.topology).field("hosts", &self.hosts).finish_non_exhaustive()
+        f.debug_struct("RedisAddress").field("way", &self.topology).field("hosts", &self.hosts).finish_non_exhaustive()
     }
 }
 
 impl RedisAddress {
-    /// Reads `SCHEME://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DATABASE]`; of sentinels, `/SERVICE[/DATABASE]`.
+    /// Parses `SCHEME://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DATABASE]`; of sentinels, `/SERVICE[/DATABASE]`.
     pub(super) fn parse(url: &str) -> Result<Self, RedisUrlError> {
         let (scheme, rest) = url.split_once("://").ok_or(RedisUrlError::Scheme)?;
         let (is_encrypted, topology) = match scheme {
@@ -117,12 +117,12 @@ impl RedisAddress {
         Ok(Self { topology: way, hosts, is_encrypted, login: info })
     }
 
-    /// How to log in to the servers. What is said for a sentinel's URL is for the servers, not for the sentinels.
+    /// The log-in to the servers. With sentinels, it isn't used for the sentinels themselves.
     pub(super) fn login(&self) -> &RedisConnectionInfo {
         &self.login
     }
 
-    /// The named hosts, to be connected to.
+    /// The named hosts with their connection options.
     pub(super) fn connection_infos(&self) -> Result<Vec<ConnectionInfo>, redis::RedisError> {
         let connection_info = |(host, port): &(String, u16)| {
             let (host, port) = (host.clone(), *port);

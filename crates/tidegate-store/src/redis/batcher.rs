@@ -1,9 +1,9 @@
-//! Decisions that come faster than the server answers are asked together, in one script: most of what a decision costs
-//! the server is to be asked at all.
+//! Batching of requests that come faster than the server answers, into one script call: most of a decision's cost for
+//! the server is the call itself.
 //!
-//! Who comes while no question is under way goes by itself. Who comes later goes with those who are about to ask in the
-//! same runtime; and while a few convoys are under way, waits until one of them has its answers, or briefly. Of a convoy,
-//! those who ask for the same, and differ by their keys alone, are one command.
+//! A request while no other is in flight is sent alone. A later one is sent together with those that are about to come
+//! in the same runtime. While several flushes are in flight, it waits until one of them is answered, but not long.
+//! Requests of one flush with equal operations, which differ only in their keys, are one command.
 
 use std::collections::VecDeque;
 use std::iter;
@@ -25,67 +25,67 @@ use super::connection::RedisCommandError;
 use super::script::ScriptKind;
 use crate::StoreError;
 
-/// How many convoys are under way before others wait.
+/// The number of flushes in flight above which requests wait.
 const MAX_FLUSHES_IN_FLIGHT: usize = 8;
-/// How many decisions go at a time: enough to share what a script costs, and few enough that the node can prepare some
-/// while the server decides others.
+/// The maximum number of requests of one flush: enough to share the cost of a script call, and few enough that the node
+/// prepares some while the server decides others.
 const MAX_FLUSH_REQUESTS: usize = 32;
-/// How long they wait where no answer comes: the way there is long, and the server may well be idle.
+/// The maximum wait without an answer: with a long round trip, the server may be idle meanwhile.
 const MAX_QUEUE_TIME: Duration = Duration::from_millis(2);
-/// How many wait at most; more go by themselves, and wait for the connection.
+/// The maximum number of waiting requests. Further ones are sent alone, and wait for the connection.
 const MAX_WAITING: usize = 16_384;
 
 #[derive(Default)]
 pub(super) struct Batcher {
     queue: Mutex<BatcherQueue>,
-    /// The server divides its keys, though its address doesn't say so.
+    /// True if the server is a cluster, although its address doesn't say so.
     has_cross_slot_error: AtomicBool,
 }
 
-/// While nothing is under way, nobody waits.
+/// The queue. It is empty while nothing is in flight.
 #[derive(Default)]
 struct BatcherQueue {
     in_flight: usize,
-    /// Somebody is about to send those on their way who wait.
+    /// True while a task is about to send the waiting requests.
     is_flush_scheduled: bool,
     waiting: VecDeque<QueuedRequest>,
     next_arrival: u64,
 }
 
-/// An empty answer: it is to go by itself.
+/// The answer to a batched request. An empty one means that the request must be sent alone.
 type BatchedResponse = Result<Vec<u8>, StoreError>;
 
 struct QueuedRequest {
-    /// Of the script that it needs.
+    /// The code of its script.
     script_code: u16,
     request: EncodedRequest,
-    /// Of its arrival.
+    /// The number of its arrival.
     arrival: u64,
     response_sender: oneshot::Sender<BatchedResponse>,
 }
 
-/// How a question goes.
+/// The way of a request.
 pub(super) enum BatchingOutcome {
-    /// By itself; the next ones go when this is dropped.
+    /// It is to be sent alone. When the slot is dropped, the next ones are sent.
     SendAlone(Option<BatcherSlot>),
-    /// It went with others, and this is its answer.
+    /// It was sent with others, and this is its answer.
     Answered(Vec<u8>),
 }
 
-/// What came of asking for a place.
+/// The result of [`RedisInner::enqueue`].
 enum EnqueueResult {
     SendAlone(Option<BatcherSlot>),
     Queued { response_receiver: oneshot::Receiver<BatchedResponse>, arrival: u64 },
 }
 
-/// Counts as under way.
+/// A slot among the flushes in flight.
 pub(super) struct BatcherSlot {
     redis: Arc<RedisInner>,
-    /// Otherwise a runtime that ends drops it.
+    /// False if an ending runtime drops it.
     is_completed: bool,
 }
 
-/// Those who are about to be sent on their way.
+/// A task that is about to send the waiting requests.
 struct ScheduledFlush {
     redis: Arc<RedisInner>,
     is_completed: bool,
@@ -105,13 +105,13 @@ impl QueuedRequest {
 
 fn return_unsent(waiters: impl IntoIterator<Item = QueuedRequest>) {
     for waiter in waiters {
-        // An error says that the caller has gone away.
+        // An error means that the caller was cancelled.
         let _ = waiter.response_sender.send(Ok(Vec::new()));
     }
 }
 
 impl BatcherQueue {
-    /// Whether nothing was under way; now one question is.
+    /// Counts a request as in flight and returns true if nothing was in flight.
     fn start_if_idle(&mut self) -> bool {
         if self.in_flight > 0 {
             return false;
@@ -120,7 +120,7 @@ impl BatcherQueue {
         true
     }
 
-    /// Those who have waited longest, by what they ask for. Who went away meanwhile isn't asked for.
+    /// Takes the requests that have waited longest, grouped by equal operations. Cancelled ones are dropped.
     fn take_groups(&mut self) -> Vec<Vec<QueuedRequest>> {
         let (mut groups, mut count) = (Vec::<Vec<QueuedRequest>>::new(), 0);
         while count < MAX_FLUSH_REQUESTS
@@ -140,13 +140,13 @@ impl BatcherQueue {
 }
 
 impl RedisInner {
-    /// Has a question for a quick script wait for its turn.
+    /// Queues a request for a quick script, and returns its answer or the order to send it alone.
     pub(super) async fn send_batched(
         self: &Arc<Self>,
         code: u16,
         encode: impl FnOnce() -> EncodedRequest,
     ) -> Result<BatchingOutcome, StoreError> {
-        // In a cluster keys of different batches seldom lie in one slot.
+        // In a cluster, keys of different batches are seldom in one slot.
         if self.connection.is_cluster() || self.batcher.has_cross_slot_error.load(Ordering::Relaxed) {
             return Ok(BatchingOutcome::SendAlone(None));
         }
@@ -158,7 +158,7 @@ impl RedisInner {
             Ok(answer) => answer,
             Err(_) => {
                 self.flush_through(arrival);
-                // It is in others' hands, and their runtime may stand still.
+                // Another task sends it, and its runtime may be blocked.
                 let timeout_duration = self.timeouts.connect + self.timeouts.answer;
                 timeout(timeout_duration, receiver).await.map_err(|_| StoreError::Timeout(timeout_duration))?
             }
@@ -176,7 +176,7 @@ impl RedisInner {
         let (sender, receiver) = oneshot::channel();
         let request = encode();
         let mut queue = self.batcher.queue();
-        // Meanwhile all others may have been answered, and nobody would come by.
+        // Meanwhile all others may have been answered, and no task would send this one.
         if queue.start_if_idle() {
             return send_alone();
         }
@@ -194,7 +194,7 @@ impl RedisInner {
         EnqueueResult::Queued { response_receiver: receiver, arrival }
     }
 
-    /// Lets those go who have waited as long as this one.
+    /// Sends all requests that arrived up to this one.
     fn flush_through(self: &Arc<Self>, last_arrival: u64) {
         let Ok(runtime) = Handle::try_current() else { return };
         loop {
@@ -206,7 +206,7 @@ impl RedisInner {
         }
     }
 
-    /// Sends a convoy on its way, whose members may live in other runtimes than this.
+    /// Sends a flush. Its callers may be in other runtimes.
     fn flush(self: &Arc<Self>, mut queue: MutexGuard<'_, BatcherQueue>, current_runtime: &Handle) {
         let groups = queue.take_groups();
         if !groups.is_empty() {
@@ -220,7 +220,7 @@ impl RedisInner {
         }
     }
 
-    /// Sends others on their way where there is room now. Who hasn't ended is dropped by a runtime that ends.
+    /// Sends waiting requests if there is room. If `is_completed` is false, an ending runtime has dropped the task.
     fn continue_flushing(self: &Arc<Self>, mut queue: MutexGuard<'_, BatcherQueue>, is_completed: bool) {
         match Handle::try_current() {
             Ok(runtime) if is_completed => {
@@ -229,7 +229,7 @@ impl RedisInner {
                 }
             }
             _ => {
-                // Nobody might come by for them.
+                // No other task may be left to send them.
                 let unsent = std::mem::take(&mut queue.waiting);
                 drop(queue);
                 return_unsent(unsent);
@@ -238,16 +238,16 @@ impl RedisInner {
     }
 
     async fn run_group(&self, group: &[QueuedRequest]) -> Result<Vec<Value>, RedisCommandError> {
-        let Some(QueuedRequest { script_code: code, request: parcel, .. }) = group.first() else {
+        let Some(QueuedRequest { script_code: code, request, .. }) = group.first() else {
             return Ok(Vec::new());
         };
         let names = group.iter().flat_map(|waiter| waiter.request.names());
         let time_headers = group.iter().map(|waiter| waiter.request.time_header());
         let all_times_equal = time_headers.clone().skip(1).zip(time_headers.clone()).all(|(one, other)| one == other);
         let others = time_headers.skip(1).take(if all_times_equal { 0 } else { group.len() });
-        let arguments = iter::once(parcel.argument()).chain(others);
+        let arguments = iter::once(request.argument()).chain(others);
         if group.len() == 1 {
-            // With the general script behind it.
+            // This script has the general one as its fallback.
             return Ok(vec![self.run_script(self.scripts.get(ScriptKind::Quick(*code)), names, arguments).await?]);
         }
         let answer = self.run_script(self.scripts.batched(*code), names, arguments).await;
@@ -257,7 +257,7 @@ impl RedisInner {
     fn deliver(&self, group: Vec<QueuedRequest>, answers: Result<Vec<Value>, RedisCommandError>) {
         let answers = match answers {
             Ok(answers) => answers,
-            // Each by itself is told what is wrong with its own.
+            // Sent alone, each request gets its own error.
             Err(RedisCommandError::Redis(error))
                 if group.len() > 1 && matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension) =>
             {
@@ -282,7 +282,7 @@ impl RedisInner {
 }
 
 impl ScheduledFlush {
-    /// Lets those come who are about to ask.
+    /// Yields once, so that tasks about to send a request can do so.
     async fn run(mut self) {
         yield_now().await;
         self.is_completed = true;
@@ -302,7 +302,7 @@ impl BatcherSlot {
         let redis = Arc::clone(&self.redis);
         let answers = join_all(groups.iter().map(|group| redis.run_group(group))).await;
         self.is_completed = true;
-        // Before those who are told ask anew.
+        // Before the callers get their answers and send their next requests.
         drop(self);
         for (group, answers) in groups.into_iter().zip(answers) {
             redis.deliver(group, answers);

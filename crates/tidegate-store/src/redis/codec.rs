@@ -1,4 +1,5 @@
-//! A batch as a script's keys and arguments, and the script's answer as what core makes of it.
+//! The encoding of a batch as a script's keys and arguments, and the decoding of the script's answer into core's
+//! outcomes.
 
 use std::time::Duration;
 
@@ -21,20 +22,20 @@ use super::keys::KeyNames;
 use super::script::{HEADER_BYTES, ScriptKind, kind_number, verb_number};
 use crate::TimeSource;
 
-/// The largest cost that makes a difference: nothing holds more.
+/// The largest relevant cost: no limit is higher.
 const MAX_EXACT_INTEGER: u64 = 1 << 53;
-/// What is added to the milliseconds after which a key expires: the server rounds the present down.
+/// The milliseconds added to a key's expiry, because the server rounds its time down.
 const CLOCK_ROUNDING_MILLIS: u64 = 1;
-/// The same where time is the caller's, and may go on more slowly than the server's.
+/// The same with the caller's time, which may advance more slowly than the server's.
 const CALLER_TIME_MARGIN_MILLIS: u64 = 3_600_000;
-/// Bytes in a head of the moment and what is added where a key expires.
+/// The bytes of a header's first fields: the time, and the milliseconds added to expiries.
 const TIME_HEADER_BYTES: usize = 16;
-/// Bytes to begin with for an operation and its key.
+/// The initial capacity, in bytes, for an operation and its key.
 const INITIAL_OP_BYTES: usize = 256;
-/// Bytes of the largest operation: a pace's with a penalty, of which it is told.
+/// The bytes of the largest operation: an update of a pace with a penalty.
 const MAX_OP_BYTES: usize = 8 + 20 * 8;
 
-/// A head or an operation: bytes and doubles, one behind the other.
+/// The encoding of a header or an operation: bytes and doubles.
 #[derive(Default)]
 struct ArgumentBuffer(ArrayVec<u8, MAX_OP_BYTES>);
 
@@ -51,23 +52,23 @@ impl ArgumentBuffer {
         self.push_number(span.as_micros());
     }
 
-    /// Nanoseconds, of which more than the scripts count to make no difference.
+    /// Writes nanoseconds. Values above the scripts' largest integer have no effect.
     fn push_nanos(&mut self, duration: Duration) {
         self.push_number(u64::try_from(duration.as_nanos()).unwrap_or(MAX_EXACT_INTEGER).min(MAX_EXACT_INTEGER));
     }
 
-    /// Units of 1/1024 µs, as whole microseconds and what is beyond them.
+    /// Writes units of 1/1024 µs as whole microseconds and the remainder.
     fn push_units(&mut self, units: u64) {
         self.push_number(units >> 10);
         self.push_number(units & 1023);
     }
 }
 
-/// What a script is given of a batch.
+/// The input of a script for a batch.
 pub(super) struct EncodedRequest {
-    /// The names, one behind the other, and then the bytes.
+    /// The names, then the argument.
     data: Vec<u8>,
-    /// Where each name ends.
+    /// The end of each name.
     name_ends: ArrayVec<usize, MAX_OPS>,
 }
 
@@ -81,23 +82,23 @@ impl EncodedRequest {
         })
     }
 
-    /// The moment that is decided for, and what is added where a key expires: as much of the head as quick scripts read.
+    /// The part of the header that quick scripts read: the time, and the milliseconds added to expiries.
     pub(super) fn time_header(&self) -> &[u8] {
         &self.argument()[..TIME_HEADER_BYTES]
     }
 
-    /// What is asked of the limits.
+    /// The operations in the argument.
     pub(super) fn ops(&self) -> &[u8] {
         &self.argument()[HEADER_BYTES..]
     }
 
-    /// What is known of the batch as a whole, and then of each operation.
+    /// The argument: the header, then the operations.
     pub(super) fn argument(&self) -> &[u8] {
         &self.data[self.name_ends.last().copied().unwrap_or(0)..]
     }
 }
 
-/// The command that runs a script on these: `EVALSHA` with a hash, or `EVAL` with a text.
+/// The command that runs a script: `EVALSHA` with its hash, or `EVAL` with its text.
 pub(super) fn script_command<'a>(
     command_name: &str,
     script: &str,
@@ -114,42 +115,42 @@ pub(super) fn script_command<'a>(
     command
 }
 
-/// A batch, or the part of one that lies in one place.
+/// A batch, or the part of one with all keys in one slot.
 pub(super) struct BatchCodec<'a> {
     pub(super) batch: &'a Batch,
     pub(super) limits: &'a Limits,
     pub(super) key_names: &'a KeyNames,
     pub(super) time_source: TimeSource,
-    /// What stands against the call in other parts of its batch.
+    /// The refusals in other parts of the batch.
     pub(super) other_parts: batch::RefusalSummary,
 }
 
-/// None of the periods of a quota that were sent holds the server's present moment, and nothing was changed.
+/// The server's time is in none of the periods that were sent for a quota, and nothing was changed. Holds that time.
 pub(super) struct PeriodMismatchError(pub(super) Time);
 
 impl BatchCodec<'_> {
-    /// The script that it is for.
+    /// The script for this batch.
     pub(super) fn script_kind(&self) -> ScriptKind {
         ScriptKind::for_batch(self.batch, self.limits, self.other_parts == batch::RefusalSummary::default())
     }
 
-    /// The operations that a store has anything to do with.
+    /// The operations with a known limit.
     fn known_ops(&self) -> impl Iterator<Item = (&Op, &Limit)> {
         self.batch.ops().iter().filter_map(|op| Some((op, self.limits.get(op.limit)?)))
     }
 
-    /// Whether there are none.
+    /// True if there are none.
     pub(super) fn is_empty(&self) -> bool {
         self.known_ops().next().is_none()
     }
 
-    /// Whether all nodes are to hear of it.
+    /// True if an operation is a reset, which all nodes must learn.
     pub(super) fn has_reset(&self) -> bool {
         self.known_ops().any(|(op, _)| op.verb == Verb::Reset)
     }
 
-    /// The names of its keys and the bytes that a script decides by. `now` is the caller's moment, `around` the one that
-    /// the server's is thought to be near.
+    /// Encodes the names of keys and the argument. `now` is the caller's time, and `expected_now` the expected time of
+    /// the server.
     pub(super) fn encode(&self, now: Time, expected_now: Time) -> EncodedRequest {
         let mut data = Vec::with_capacity((self.batch.ops().len() + 1) * INITIAL_OP_BYTES);
         let mut ends = ArrayVec::new();
@@ -235,7 +236,7 @@ impl BatchCodec<'_> {
         buffer
     }
 
-    /// What a limit says, as far as the operation depends on it.
+    /// Writes the fields of a limit that the operation needs.
     fn encode_limit(&self, op: &Op, limit: &Limit, cost: u64, expected_now: Time, buffer: &mut ArgumentBuffer) {
         let lead = if op.verb == Verb::Debit { Span::ZERO } else { limit.lead(self.batch.context().lead) };
         match limit.kind() {
@@ -305,10 +306,10 @@ impl BatchCodec<'_> {
         }
     }
 
-    /// What a script's answer means. `None` if it can't be one.
+    /// Decodes a script's answer. `None` if it is invalid.
     ///
-    /// The answers themselves are core's: each state is made anew, a log as the few slots that answer as the whole one
-    /// does, and [`batch::execute_part`] judges and changes them as it would have.
+    /// The outcomes are core's: each state is rebuilt, a log from the few slots that give the same outcome, and
+    /// [`batch::execute_part`] evaluates and changes them.
     pub(super) fn decode(&self, bytes: &[u8]) -> Option<Result<Outcomes, PeriodMismatchError>> {
         let mut decoder = ResponseDecoder(bytes);
         let now = decoder.time()?;
@@ -364,7 +365,7 @@ impl BatchCodec<'_> {
         Some(KeyState::new(usage, record))
     }
 
-    /// A state that is told something with the same effect: a permit that is released or renewed must be there.
+    /// A state for an update with the same effect: a permit that is released or renewed must exist.
     fn state_after_update(&self, limit: &Limit, is_applied: bool, now: Time) -> Option<KeyState> {
         let LimitKind::Concurrency(concurrency) = limit.kind() else { return Some(KeyState::default()) };
         let expires = now + concurrency.lease();
@@ -374,7 +375,7 @@ impl BatchCodec<'_> {
     }
 }
 
-/// Where three periods of a quota begin and the last ends: that which holds a moment, the one before and the next.
+/// The bounds of three periods of a quota: the one before a time, the one around it, and the next.
 fn period_bounds(quota: &Quota, now: Time) -> [Time; 4] {
     let current = quota.period(now);
     let previous_start =
@@ -383,7 +384,7 @@ fn period_bounds(quota: &Quota, now: Time) -> [Time; 4] {
     [previous_start, current.start, current.end, next_end]
 }
 
-/// What is left to read of an answer.
+/// The unread rest of an answer.
 struct ResponseDecoder<'a>(&'a [u8]);
 
 impl ResponseDecoder<'_> {
@@ -401,7 +402,7 @@ impl ResponseDecoder<'_> {
         self.take_bytes().map(u32::from_le_bytes)
     }
 
-    /// A double that holds a whole number.
+    /// Reads a double that holds a whole number.
     fn number(&mut self) -> Option<u64> {
         let number = f64::from_le_bytes(self.take_bytes()?);
         (number >= 0.0 && number.fract() == 0.0).then_some(number as u64)
@@ -411,7 +412,8 @@ impl ResponseDecoder<'_> {
         self.number().map(Time::from_micros)
     }
 
-    /// A log that answers as the whole one does: what is free together and when, and the rest at the newest moment.
+    /// Rebuilds a log with the outcomes of the whole one: the slots that become free together, and the rest at the
+    /// newest time.
     fn log(&mut self) -> Option<WindowLog> {
         let (total, newest) = (self.number()?, self.time()?);
         let (free_from, free) = (self.time()?, self.number()?.min(total));
@@ -420,15 +422,15 @@ impl ResponseDecoder<'_> {
         WindowLog::from_slots(&slots, false)
     }
 
-    /// Permits that answer as all of them do: the holder's own, and of the others what is free together and when, and
-    /// the rest with the last lease.
+    /// Rebuilds permits with the outcomes of all: the holder's own, those of others that become free together, and the
+    /// rest with the last lease.
     fn permits(&mut self, holder: u64) -> Option<Permits> {
         let used = self.number()?;
         let own = PermitLease { holder, count: self.number()?, expires: self.time()? };
         let last = self.time()?;
         let (free_at, free) = (self.time()?, self.number()?);
         let others = used.checked_sub(own.count)?;
-        // Who holds a permit needn't wait for others.
+        // A holder of a permit needn't wait for others.
         let free = if own.count > 0 { 0 } else { free.min(others) };
         let next_to_expire = PermitLease { holder: holder.wrapping_add(1), count: free, expires: free_at };
         let remaining = PermitLease { holder: holder.wrapping_add(2), count: others - free, expires: last };

@@ -1,4 +1,4 @@
-//! The way to the server: one connection that all share, made when it is first needed and again whenever it is lost.
+//! The shared connection to the server. It is opened at the first request, and again after each loss.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,50 +24,50 @@ use super::address::{RedisAddress, Topology};
 use super::keys::KeyNames;
 use crate::{KeyReset, StoreError};
 
-/// How long to wait before the next attempt at a server that can't be reached.
+/// The waits between attempts to reach the server.
 const RECONNECT_BACKOFF: Backoff = Backoff::exponential(Span::from_millis(50), Span::from_secs(1));
-/// Commands that wait for the socket before who asks has to wait for a place.
+/// The number of commands that may wait for the socket. Further callers wait for room.
 const PIPELINE_CAPACITY: usize = 1_024;
-/// How often a cluster's client goes where a node sends it on to, or back to a node that it has lost: a few steps of a
-/// slot's move, and no storm at what is down.
+/// The maximum number of redirections and retries of a cluster's client: enough for the steps of a slot's move, and few
+/// enough not to flood a node that is down.
 const MAX_CLUSTER_RETRIES: u32 = 4;
 const CLUSTER_RETRY_MILLIS: (u64, u64) = (5, 50);
-/// Resets that a reader may lag behind before it misses some.
+/// The number of resets that a receiver may lag behind before it misses some.
 const RESET_CHANNEL_CAPACITY: usize = 1_024;
 
-/// How long things may take.
+/// The maximum times for connecting and for answers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RedisTimeouts {
-    /// To connect and log in.
+    /// The time to connect and log in.
     pub(super) connect: Duration,
-    /// To answer a command.
+    /// The time to answer a command.
     pub(super) answer: Duration,
 }
 
-/// See the module.
+/// The shared connection, as the module describes it.
 pub(super) struct SharedConnection {
     inner: Arc<SharedConnectionInner>,
 }
 
 struct SharedConnectionInner {
     address: RedisAddress,
-    /// Whom to trust, as PEM; the system's authorities if nobody is said.
+    /// The trusted certificate authorities, as PEM; the system's if `None`.
     authorities: Option<Vec<u8>>,
     timeouts: RedisTimeouts,
     key_names: Arc<KeyNames>,
     state: watch::Sender<ConnectionState>,
-    /// Whether somebody is finding out if the server still answers.
+    /// True while a probe tests if the server still answers.
     is_probing: AtomicBool,
     reset_sender: broadcast::Sender<Option<KeyReset>>,
-    /// Whether the server doesn't let this node hear of resets.
+    /// True if the server refuses the subscription to resets.
     cannot_subscribe: AtomicBool,
 }
 
 #[derive(Clone)]
 enum ConnectionState {
-    /// Nobody has asked yet, or the runtime that a connection lived in has gone.
+    /// No request has come yet, or the runtime of the connection has ended.
     Idle,
-    /// An attempt is under way, and there is no reason to think that it fails.
+    /// The first attempt is running.
     Connecting,
     Connected(OpenConnection),
     /// The last attempt failed, and another follows.
@@ -78,9 +78,9 @@ enum ConnectionState {
 #[derive(Clone)]
 struct OpenConnection {
     connection: RedisConnection,
-    /// Tells it from those before.
+    /// The number that tells it from earlier connections.
     id: u64,
-    /// Where it lives.
+    /// The runtime of its tasks.
     runtime: Handle,
 }
 
@@ -102,7 +102,7 @@ impl RedisConnection {
 
 impl fmt::Debug for SharedConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link").field("address", &self.inner.address).finish_non_exhaustive()
+        f.debug_struct("SharedConnection").field("address", &self.inner.address).finish_non_exhaustive()
     }
 }
 
@@ -126,7 +126,7 @@ impl SharedConnection {
         Self { inner: Arc::new(shared) }
     }
 
-    /// Whether keys in different slots lie on different servers.
+    /// True if keys in different slots may be on different servers.
     pub(super) fn is_cluster(&self) -> bool {
         self.inner.address.topology == Topology::Cluster
     }
@@ -135,14 +135,14 @@ impl SharedConnection {
         self.inner.reset_sender.subscribe()
     }
 
-    /// Who hears of no resets may have missed some at any time.
+    /// Without a subscription, resets may have been missed at any time.
     pub(super) fn report_possibly_missed_resets(&self) {
         if self.inner.cannot_subscribe.load(Ordering::Relaxed) {
             self.inner.broadcast_reset(None);
         }
     }
 
-    /// The runtime that the connection lives in, if there is one: where that stands still, nobody gets an answer.
+    /// The runtime of the connection, if there is one. While it is blocked, no request gets an answer.
     pub(super) fn runtime(&self) -> Option<Handle> {
         if let ConnectionState::Connected(open) = &*self.inner.state.borrow() {
             Some(open.runtime.clone())
@@ -151,8 +151,8 @@ impl SharedConnection {
         }
     }
 
-    /// Sends a command and waits for its answer. Without a connection it waits for the attempt that is under way, unless
-    /// the one before has failed.
+    /// Sends a command and waits for its answer. Without a connection, it waits for the running attempt, unless the
+    /// attempt before has failed.
     pub(super) async fn send(&self, command: &Cmd) -> Result<Value, RedisCommandError> {
         let mut open = self.open_connection().await?;
         let mut pending = PendingCommand { inner: &self.inner, connection_id: open.id, is_answered: false };
@@ -178,7 +178,7 @@ impl SharedConnection {
                     self.inner.start_connecting(|state| matches!(state, ConnectionState::Idle), None)
                 }
                 ConnectionState::Connecting => {
-                    // The sender lives as long as this does.
+                    // The sender lives as long as `self`.
                     let _ = states.changed().await;
                 }
             }
@@ -186,7 +186,7 @@ impl SharedConnection {
     }
 }
 
-/// Why a command has no answer.
+/// The reason why a command has no answer.
 pub(super) enum RedisCommandError {
     Redis(RedisError),
     /// There is no connection.
@@ -207,11 +207,11 @@ impl RedisCommandError {
     }
 }
 
-/// A command under way. Where its caller goes away before the answer, somebody has to find out whether the server still
-/// answers at all: those who come later would wait in vain too.
+/// A command without an answer yet. If its caller is cancelled first, a probe tests if the server still answers.
+/// Otherwise later callers might wait for a dead connection too.
 struct PendingCommand<'a> {
     inner: &'a Arc<SharedConnectionInner>,
-    /// Of the connection.
+    /// The id of its connection.
     connection_id: u64,
     is_answered: bool,
 }
@@ -235,7 +235,7 @@ impl Drop for PendingCommand<'_> {
     }
 }
 
-/// Asks the server for a sign of life.
+/// A task that sends the server a `PING`.
 struct LivenessProbe(Arc<SharedConnectionInner>);
 
 impl LivenessProbe {
@@ -253,14 +253,14 @@ impl Drop for LivenessProbe {
 }
 
 impl SharedConnectionInner {
-    /// Gives a connection up that can't be used any more.
+    /// Replaces a connection after an error that makes it unusable.
     fn handle_error(self: &Arc<Self>, open: &OpenConnection, error: &RedisError) {
-        // A cluster's client looks after its connections by itself.
+        // A cluster's client replaces its connections by itself.
         let RedisConnection::Server(_) = open.connection else { return };
         let is_same_connection =
             |state: &ConnectionState| matches!(state, ConnectionState::Connected(up) if up.id == open.id);
         match error.kind() {
-            // The same address may lead to the same server for a while.
+            // A new connection to the same address may lead to the same server for a while.
             ErrorKind::Server(ServerErrorKind::ReadOnly | ServerErrorKind::MasterDown) => {
                 self.start_connecting(is_same_connection, Some(error.to_string().into()));
             }
@@ -271,7 +271,8 @@ impl SharedConnectionInner {
         }
     }
 
-    /// Starts connecting if the state is the expected one: at once, or for a reason not to, after the first wait.
+    /// Starts connecting if the state is the expected one: at once, or after the first wait if there is a reason to
+    /// delay.
     fn start_connecting(
         self: &Arc<Self>,
         expected: impl FnOnce(&ConnectionState) -> bool,
@@ -299,7 +300,7 @@ impl SharedConnectionInner {
 
     async fn connect(self: &Arc<Self>, connection_id: u64) -> Result<RedisConnection, RedisError> {
         if self.address.is_encrypted && rustls::crypto::CryptoProvider::get_default().is_none() {
-            // Fails only where another thread was faster.
+            // Fails only if another thread was faster.
             let _ = rustls::crypto::ring::default_provider().install_default();
         }
         let certificates = || TlsCertificates { client_tls: None, root_cert: self.authorities.clone() };
@@ -345,20 +346,20 @@ impl SharedConnectionInner {
                 (RedisConnection::Server(server), subscribed)
             }
         };
-        // Who may not subscribe is told of no resets, and can be asked for everything else.
+        // A user that may not subscribe gets no resets; all other commands work.
         let cannot_subscribe = match subscribed {
             Ok(_) => false,
             Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoPerm) => true,
             Err(error) => return Err(error),
         };
         self.cannot_subscribe.store(cannot_subscribe, Ordering::Relaxed);
-        // Between one connection and the next some may have been told.
+        // Resets between two connections may have been missed.
         self.broadcast_reset(None);
         Ok(connection)
     }
 
     fn broadcast_reset(&self, reset: Option<KeyReset>) {
-        // An error says that nobody listens.
+        // An error means that there is no receiver.
         let _ = self.reset_sender.send(reset);
     }
 
@@ -386,7 +387,7 @@ impl SharedConnectionInner {
         builder.build()?.async_get_client().await
     }
 
-    /// What is done with messages that come unasked: resets, and the end of the connection.
+    /// The handler of push messages: resets, and the end of the connection.
     fn push_handler(
         self: &Arc<Self>,
         connection_id: u64,
@@ -418,7 +419,7 @@ impl SharedConnectionInner {
     }
 }
 
-/// Connects, for as long as anybody has a use for it.
+/// A task that tries to connect until it succeeds or the store is dropped.
 struct ConnectTask {
     inner: Weak<SharedConnectionInner>,
     connection_id: u64,
@@ -455,7 +456,7 @@ impl ConnectTask {
 }
 
 impl Drop for ConnectTask {
-    /// A runtime that ends takes its tasks with it; who asks in another one has to start anew.
+    /// A runtime that ends drops its tasks. A request in another runtime must then start a new attempt.
     fn drop(&mut self) {
         if let Some(shared) = self.inner.upgrade() {
             shared.state.send_if_modified(|state| {

@@ -1,4 +1,4 @@
-//! What things are called in the server.
+//! The names of keys in the server.
 
 use tidegate_core::{Key, LimitKind};
 
@@ -9,10 +9,10 @@ const KIND_LETTERS: &[u8; 6] = b"wrqcgp";
 
 /// Names under one prefix.
 ///
-/// A key is `PREFIX{PLACE}kTAGKEY`: the place that decides on its slot in a cluster, a letter for the kind of limit, the
-/// limit's tag, and of the key what the place doesn't say. All but the prefix and the letter are digits of base 64, so
-/// the last brace ends the prefix, and whatever a prefix holds, no two names under different ones are the same. Servers
-/// handle names of up to 64 bytes faster in scripts, which these are under a prefix of up to 17.
+/// A key is `PREFIX{HASHTAG}kTAGKEY`: the hash tag, which decides its slot in a cluster; a letter for the kind of
+/// limit; the limit's tag; and the part of the key that the hash tag lacks. All but the prefix and the letter are
+/// digits of base 64. So names under different prefixes are never equal. Scripts handle names of up to 64 bytes faster;
+/// with a prefix of up to 17 bytes, these are.
 #[derive(Debug)]
 pub(super) struct KeyNames {
     prefix: Vec<u8>,
@@ -25,17 +25,17 @@ impl KeyNames {
         Self { prefix: prefix.as_bytes().to_vec(), reset_channel: resets }
     }
 
-    /// Where the bytes are that nodes hash keys under.
+    /// The name of the seed under which nodes hash keys.
     pub(super) fn seed_name(&self) -> Vec<u8> {
         [self.prefix.as_slice(), b"seed"].concat()
     }
 
-    /// The channel that resets are told on.
+    /// The channel on which resets are published.
     pub(super) fn reset_channel(&self) -> &[u8] {
         &self.reset_channel
     }
 
-    /// What a batch's operations have to share for their keys to lie in one slot.
+    /// The value that a batch's operations must share so that their keys are in one slot.
     pub(super) fn slot_affinity(affinity: u64, key: Key) -> u64 {
         if affinity == 0 { key.lo() } else { affinity }
     }
@@ -45,8 +45,8 @@ impl KeyNames {
         base64_digits(Self::slot_affinity(affinity, key))
     }
 
-    /// Writes the name of a key's state behind what `name` holds. Another kind under the same tag is another plan's, and
-    /// has a state of its own.
+    /// Appends the name of a key's state to `name`. Another kind under the same tag belongs to another plan and has its
+    /// own state.
     pub(super) fn append_name(&self, affinity: u64, tag: u64, kind: &LimitKind, key: Key, name: &mut Vec<u8>) {
         let letter = KIND_LETTERS[usize::from(kind.id() - 1)];
         name.extend_from_slice(&self.prefix);
@@ -60,7 +60,7 @@ impl KeyNames {
         }
     }
 
-    /// Reads what a script told of a reset.
+    /// Parses a script's message about a reset.
     pub(super) fn parse_reset(message: &[u8]) -> Option<KeyReset> {
         let (tag, rest) = message.split_first_chunk()?;
         let (hi, rest) = rest.split_first_chunk()?;

@@ -1,15 +1,15 @@
-//! Which master of a cluster holds which slot, so that the loss of one is told from the loss of all.
+//! The map from a cluster's slots to its masters, so that the loss of one master isn't taken for the loss of all.
 //!
-//! Questions are sent to the right master by the client, whatever is believed here.
+//! The client sends each command to the right master, even if this map is outdated.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use parking_lot::Mutex;
 use redis::Value;
 
-/// Slots of a cluster.
+/// The number of slots of a cluster.
 const SLOT_COUNT: usize = 16_384;
-/// The most masters that are told apart; of more, some share a number.
+/// The maximum number of distinct masters. With more, some share a number.
 pub(super) const MAX_MASTERS: usize = 16;
 
 /// The number of the master of each slot: 0 until it is known.
@@ -26,18 +26,18 @@ impl Default for SlotMasters {
 }
 
 impl SlotMasters {
-    /// The number of the master that holds what lies in a hash tag's slot.
+    /// The number of the master of a hash tag's slot.
     pub(super) fn index_for_tag(&self, tag: &[u8]) -> usize {
         self.slots[hash_slot(tag)].load(Ordering::Relaxed).into()
     }
 
-    /// Learns from the answer to `CLUSTER SLOTS`; of what it can't read, nothing.
+    /// Reads the answer to `CLUSTER SLOTS`. Unreadable parts are ignored.
     pub(super) fn update(&self, answer: &Value) {
         let Value::Array(ranges) = answer else { return };
         let mut names = self.node_ids.lock();
         for range in ranges {
             let Some((first, last, name)) = parse_slot_range(range) else { continue };
-            // Those who have left keep their numbers; who comes when there are none left shares one, always the same.
+            // Masters that have left keep their numbers. A master without a free number shares one, always the same.
             let index = names.iter().position(|known| known == name).unwrap_or_else(|| {
                 if names.len() == MAX_MASTERS {
                     return hash_slot(name) % MAX_MASTERS;
@@ -60,7 +60,7 @@ fn parse_slot_range(range: &Value) -> Option<(usize, usize, &[u8])> {
     Some((usize::try_from(*first).ok()?, usize::try_from(*last).ok()?, name))
 }
 
-/// The slot of a hash tag, as the cluster's specification has it.
+/// The slot of a hash tag (Redis cluster specification).
 fn hash_slot(tag: &[u8]) -> usize {
     usize::from(crc16::State::<crc16::XMODEM>::calculate(tag)) % SLOT_COUNT
 }
@@ -75,7 +75,7 @@ mod tests {
         Value::Array(vec![Value::Int(first), Value::Int(last), node(name), node("a replica")])
     }
 
-    /// The example of the specification, and what `CLUSTER KEYSLOT` says.
+    /// The example of the specification, and an answer of `CLUSTER KEYSLOT`.
     #[test]
     fn slots_match_cluster_keyslot() {
         assert_eq!(hash_slot(b"123456789"), 0x31c3);

@@ -1,9 +1,9 @@
-//! Batches whose keys lie in several slots of a cluster: carried out slot by slot.
+//! The execution of batches with keys in several slots of a cluster, slot by slot.
 //!
-//! First all slots are looked at, then each is asked in turn, and told what stands against the call in the others: what
-//! was found when they were asked, or else when they were looked at. Where one refuses that had room when it was looked
-//! at, the others give back what they were charged. So a charge may stand for a moment for a call that is refused, and
-//! for as long as its limit counts it where the client dies between; but none is missing for a call that is admitted.
+//! First all slots are peeked at. Then each is charged in turn, with the refusals of the others as known from their
+//! charge or, before it, from the peek. If a slot refuses that had room at the peek, the others are refunded. So a
+//! refused call may be charged for a moment, or until the limit forgets it if the client dies in between. But no charge
+//! is missing for an admitted call.
 
 use std::sync::Arc;
 
@@ -16,31 +16,31 @@ use super::RedisInner;
 use super::keys::KeyNames;
 use crate::StoreError;
 
-/// Whether no slot is sure to hold all keys of the batch.
+/// True if the keys of the batch may be in several slots.
 pub(super) fn needs_several_slots(batch: &Batch) -> bool {
     let affinity = batch.context().affinity;
     let mut slot_affinities = batch.ops().iter().map(|op| KeyNames::slot_affinity(affinity, op.key));
     slot_affinities.next().is_some_and(|first| slot_affinities.any(|place| place != first))
 }
 
-/// The questions of a batch that lie in one slot.
+/// The operations of a batch in one slot.
 struct SlotBatch {
     batch: Batch,
-    /// Where they stand in the whole batch.
+    /// Their positions in the whole batch.
     positions: ArrayVec<usize, MAX_OPS>,
-    /// What was found before anything was charged.
+    /// The outcomes before any charge.
     peeked: Outcomes,
-    /// What was answered, and what stood against the call elsewhere by then.
+    /// The outcomes of the charge, and the other slots' refusals at that time.
     applied: Option<(Outcomes, RefusalSummary)>,
 }
 
 impl SlotBatch {
-    /// What is known of it.
+    /// The latest known outcomes.
     fn latest_outcomes(&self) -> &Outcomes {
         self.applied.as_ref().map_or(&self.peeked, |(outcomes, _)| outcomes)
     }
 
-    /// Whether it was asked when more stood against the call than does now.
+    /// True if it was charged with refusals of other slots that no longer hold.
     fn has_outdated_refusals(&self, refusals: &RefusalSummary) -> bool {
         self.applied.as_ref().is_some_and(|(_, refusals_then)| {
             refusals_then.enforced_refused && !refusals.enforced_refused
@@ -48,7 +48,7 @@ impl SlotBatch {
         })
     }
 
-    /// Which of its operations were charged as those of a call that is admitted.
+    /// The operations that were charged as those of an admitted call.
     fn charged_ops(&self, limits: &Limits) -> ArrayVec<usize, MAX_OPS> {
         let Some((outcomes, elsewhere)) = &self.applied else { return ArrayVec::new() };
         let mut refusals = *elsewhere;
@@ -71,7 +71,7 @@ impl RedisInner {
             self.apply_slot_batch(&mut parts, index, now).await?;
         }
         for place in 0..parts.len() {
-            // Told of a refusal that wasn't one any more when it was asked, it charged nothing.
+            // A slot that was called with an outdated refusal charged nothing.
             if parts[place].has_outdated_refusals(&self.refusal_summary(&parts, None)) {
                 self.apply_slot_batch(&mut parts, place, now).await?;
             }
@@ -106,7 +106,7 @@ impl RedisInner {
         Ok(SlotBatch { batch, positions, peeked, applied: None })
     }
 
-    /// What stands against the call in all parts but one.
+    /// The refusals of all parts, or of all but one.
     fn refusal_summary(&self, parts: &[SlotBatch], except: Option<usize>) -> RefusalSummary {
         let mut refusals = RefusalSummary::default();
         for (_, part) in parts.iter().enumerate().filter(|(place, _)| Some(*place) != except) {
@@ -115,7 +115,7 @@ impl RedisInner {
         refusals
     }
 
-    /// Asks a part. If it can't be asked, the others give back what they were charged.
+    /// Applies a part. If that fails, the others are refunded.
     async fn apply_slot_batch(
         self: &Arc<Self>,
         parts: &mut [SlotBatch],
@@ -130,7 +130,7 @@ impl RedisInner {
             }
             Err(error) => {
                 for part in parts.iter() {
-                    // It is the first error that is told.
+                    // The first error is the one returned.
                     let _ = self.refund(part, |_| true, now).await;
                 }
                 Err(error)
@@ -138,7 +138,7 @@ impl RedisInner {
         }
     }
 
-    /// Gives back what a part was charged under these limits, and says for which of its operations.
+    /// Refunds the charges of a part under these limits. Returns the indices of the refunded operations.
     async fn refund(
         self: &Arc<Self>,
         part: &SlotBatch,
@@ -166,7 +166,7 @@ impl RedisInner {
     }
 }
 
-/// The operations of a batch that are wanted, slot by slot, and where they stand in it.
+/// The wanted operations of a batch by slot, with their positions in it.
 fn split_by_slot(
     batch: &Batch,
     wanted: impl Fn(&Op) -> bool,
@@ -175,7 +175,7 @@ fn split_by_slot(
     let ops = batch.ops().iter().enumerate().filter(|(_, op)| wanted(op));
     let mut order: ArrayVec<(u64, usize), MAX_OPS> =
         ops.map(|(index, op)| (KeyNames::slot_affinity(affinity, op.key), index)).collect();
-    // Always in the same order, so that two who ask for the same meet at the first of it.
+    // Always in the same order, so that two calls with the same keys meet at the first one.
     order.sort_unstable();
     let groups: ArrayVec<ArrayVec<usize, MAX_OPS>, MAX_OPS> = order
         .chunk_by(|one, other| one.0 == other.0)

@@ -1,36 +1,48 @@
-//! The script that decides, put together from what a batch needs: each function that it defines costs time in every
-//! call, and most batches ask one or two kinds of limit.
+//! The scripts that decide. A script has only the parts that a batch needs, because each function costs time in every
+//! call, and most batches have one or two kinds of limit.
 
 use std::sync::OnceLock;
 
 use tidegate_core::time::MAX_CLOCK_LAG;
 use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
 
-/// What the scripts count to: past it, doubles have gaps.
+/// The largest integer of the scripts. Doubles have gaps above it.
 const MAX_EXACT_INTEGER: u64 = 1 << 53;
 
-/// The kinds of limit by their numbers in the scripts, with what judges and charges them, and what else they are told.
+/// The kinds of limit, by their numbers in the scripts: name, functions that evaluate and charge, functions that
+/// update.
 const KINDS: [(&str, &str, &str); 6] = [
-    ("WINDOW", include_str!("lua/window.lua"), include_str!("lua/window_tell.lua")),
-    ("RATE", include_str!("lua/rate.lua"), include_str!("lua/rate_tell.lua")),
-    ("QUOTA", include_str!("lua/quota.lua"), include_str!("lua/quota_tell.lua")),
-    ("CONCURRENCY", include_str!("lua/concurrency.lua"), include_str!("lua/concurrency_tell.lua")),
-    ("COOLDOWN", include_str!("lua/cooldown.lua"), include_str!("lua/cooldown_tell.lua")),
-    ("PACE", include_str!("lua/pace.lua"), include_str!("lua/pace_tell.lua")),
+    ("WINDOW", include_str!("lua/window.lua"), include_str!("lua/window_update.lua")),
+    ("RATE", include_str!("lua/rate.lua"), include_str!("lua/rate_update.lua")),
+    ("QUOTA", include_str!("lua/quota.lua"), include_str!("lua/quota_update.lua")),
+    ("CONCURRENCY", include_str!("lua/concurrency.lua"), include_str!("lua/concurrency_update.lua")),
+    ("COOLDOWN", include_str!("lua/cooldown.lua"), include_str!("lua/cooldown_update.lua")),
+    ("PACE", include_str!("lua/pace.lua"), include_str!("lua/pace_update.lua")),
 ];
 
-/// The verbs by their numbers in the scripts: the two that ask come first.
+/// The verbs, by their numbers in the scripts. The two that ask for a decision come first.
 const VERBS: [&str; 13] = [
-    "TAKE", "PEEK", "REFUND", "RELEASE", "RENEW", "RESET", "DEBIT", "SETTLE", "THROTTLE", "SUCCEED", "DISABLE", "STEP",
-    "PENALISE",
+    "TAKE",
+    "PEEK",
+    "REFUND",
+    "RELEASE",
+    "RENEW",
+    "RESET",
+    "DEBIT",
+    "SETTLE",
+    "THROTTLE",
+    "SUCCESS",
+    "DISABLE",
+    "PACE_STEP",
+    "RESTORE_PENALTY",
 ];
 
-/// A kind's place in [`KINDS`].
+/// The index of a kind in [`KINDS`].
 pub(super) fn kind_number(kind: &LimitKind) -> u8 {
     kind.id() - 1
 }
 
-/// A verb's place in [`VERBS`].
+/// The index of a verb in [`VERBS`].
 pub(super) fn verb_number(verb: Verb) -> u8 {
     match verb {
         Verb::Take => 0,
@@ -49,27 +61,27 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
     }
 }
 
-/// How many operations a quick script has at most.
+/// The maximum number of operations of a quick script.
 const MAX_QUICK_OPS: usize = 4;
-/// How many bytes the head of the arguments has, an operation's flags and its penalty.
+/// The bytes of the argument's header, of an operation's flags and of its penalty.
 pub(super) const HEADER_BYTES: usize = 33;
 const FLAG_BYTES: usize = 8;
 const PENALTY_BYTES: usize = 40;
 const PENALTY_BIT: u8 = 1 << 6;
 const UPDATE_BIT: u8 = 1 << 7;
 
-/// Which script a batch needs.
+/// The script that a batch needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ScriptKind {
-    /// The general one with these parts: a bit for each kind, one for penalties and one for verbs that don't ask.
+    /// The general script with these parts: a bit for each kind, one for penalties, and one for verbs that update.
     General(u8),
-    /// A quick one for takes under enforced rates and windows: two bits for each, behind a 1. The lower says whether it is a
-    /// window, the upper whether it has a penalty.
+    /// A quick script for takes under enforced rates and windows. After a leading 1, each operation has two bits: the
+    /// lower is set for a window, the upper for a penalty.
     Quick(u16),
 }
 
 impl ScriptKind {
-    /// What these operations need; `alone` says that no other part of their batch has a say.
+    /// The script for these operations. `is_whole_batch` is false if other parts of the batch can refuse the call.
     pub(super) fn for_batch(batch: &Batch, limits: &Limits, is_whole_batch: bool) -> Self {
         let (mut general, mut quick, mut is_quick) = (0, 1_u16, is_whole_batch && batch.ops().len() <= MAX_QUICK_OPS);
         for (index, op) in batch.ops().iter().enumerate() {
@@ -109,9 +121,10 @@ impl ScriptKind {
     }
 }
 
-/// The quick script for many batches that ask for the same: the first argument is the first one's, and there are no others
-/// or the moments of the rest; each has its keys behind those of the one before. An answer for each, up to the first with
-/// which something is wrong; an empty one says that nothing was done, and the batch is to be asked by itself.
+/// The quick script for many batches with equal operations. The first argument belongs to the first batch. The others,
+/// if there are any, are the times of the rest. The keys of the batches follow each other. It returns an answer for
+/// each batch, up to the first with an error. An empty answer means that nothing was done and the batch must be sent
+/// alone.
 fn batched_script_text(code: u16) -> String {
     let QuickScriptText { op_count: count, unpack_text: terms, body, response_text: answer, .. } =
         QuickScriptText::new(code);
@@ -125,8 +138,8 @@ fn batched_script_text(code: u16) -> String {
 }
 
 fn constants_text() -> String {
-    let (never, overtaken) = (Time::NEVER.as_micros(), MAX_CLOCK_LAG.as_micros());
-    format!("local NEVER, OVERTAKEN, COUNTED = {never}, {overtaken}, {MAX_EXACT_INTEGER}\n")
+    let (never, clock_lag) = (Time::NEVER.as_micros(), MAX_CLOCK_LAG.as_micros());
+    format!("local NEVER, MAX_CLOCK_LAG, MAX_EXACT_INTEGER = {never}, {clock_lag}, {MAX_EXACT_INTEGER}\n")
 }
 
 const QUICK_LOCALS: &str = "local unpack, pack, call = struct.unpack, struct.pack, redis.call\n\
@@ -135,7 +148,7 @@ const QUICK_LOCALS: &str = "local unpack, pack, call = struct.unpack, struct.pac
 fn can_be_quick(limit: &Limit) -> bool {
     let is_quick_kind = match limit.kind() {
         LimitKind::Window(_) => true,
-        // What is taken of a leased rate may count ahead of its time.
+        // A leased rate may be charged ahead of time.
         LimitKind::Rate(_) => limit.sharing().lease.is_none(),
         LimitKind::Quota(_) | LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => false,
     };
@@ -151,9 +164,9 @@ fn push_general_text(parts: u8, text: &mut String) {
     push_numbered(&VERBS);
     text.push_str(include_str!("lua/head.lua"));
     let has_penalties = parts & PENALTY_BIT != 0;
-    text.push_str(if has_penalties { include_str!("lua/penalty.lua") } else { include_str!("lua/clean.lua") });
+    text.push_str(if has_penalties { include_str!("lua/penalty.lua") } else { include_str!("lua/no_penalty.lua") });
     if has_penalties && parts & UPDATE_BIT != 0 {
-        text.push_str(include_str!("lua/penalty_tell.lua"));
+        text.push_str(include_str!("lua/penalty_update.lua"));
     }
     for (_, (_, check_text, update_text)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
         text.push_str(check_text);
@@ -164,12 +177,12 @@ fn push_general_text(parts: u8, text: &mut String) {
     text.push_str(include_str!("lua/decide.lua"));
 }
 
-/// What a quick script unpacks for an operation and answers with. `$` is the operation's number.
+/// The values that a quick script unpacks and returns for an operation. `$` is the operation's number.
 struct QuickOpTemplate {
     text: &'static str,
     variables: &'static str,
     formats: &'static str,
-    /// How many bytes an operation of it has beyond its flags, cost and penalty.
+    /// The bytes of an operation besides its flags, cost and penalty.
     encoded_bytes: usize,
     response_values: &'static str,
     response_formats: &'static str,
@@ -177,7 +190,7 @@ struct QuickOpTemplate {
 
 const QUICK_RATE: QuickOpTemplate = QuickOpTemplate {
     text: include_str!("lua/quick/rate.lua"),
-    // Burst and spacing are for paroles, and what counts ahead for leases.
+    // Burst and spacing are for paroles; the lead is for leases.
     variables: "step$, step_rest$, refill$, refill_rest$",
     formats: "dddd",
     encoded_bytes: 64,
@@ -194,12 +207,12 @@ const QUICK_WINDOW: QuickOpTemplate = QuickOpTemplate {
     response_formats: "dddd",
 };
 
-/// What a quick script does for one batch, whose argument is `bytes` and whose keys come behind so many.
+/// The text of a quick script for one batch, with its argument in `bytes` and its keys after `behind` others.
 struct QuickScriptText {
     op_count: u16,
-    /// What it asks for, from behind the head on.
+    /// The unpacking of the operations after the header.
     unpack_text: String,
-    /// What leaves it by `break` is for the general script, which has these parts.
+    /// The decision. At a `break`, the general script with `general_parts` takes over.
     body: String,
     general_parts: u8,
     response_text: String,
@@ -212,7 +225,7 @@ impl QuickScriptText {
         let (mut terms, mut writes) = (String::new(), String::new());
         let mut body = include_str!("lua/quick/head.lua").to_owned();
         let (mut response_values, mut formats) = (String::new(), "<d".to_owned());
-        // Lua counts from 1; of the head only the moment and the slack matter, and of the flags the last.
+        // Lua counts from 1. Only the time and the margin of the header are needed, and the last flag.
         let mut position = 1 + HEADER_BYTES;
         for number in 1..=count {
             let bits = code >> (2 * (count - number));
@@ -249,7 +262,7 @@ impl QuickScriptText {
     }
 }
 
-/// A script's text and the hash that servers know it by.
+/// The text of a script, and the hash by which servers know it.
 #[derive(Debug)]
 pub(super) struct Script {
     pub(super) text: String,
@@ -263,7 +276,7 @@ impl Script {
     }
 }
 
-/// The scripts that were needed so far, each under what it is for.
+/// The scripts that were needed so far, by their kind.
 pub(super) struct ScriptCache {
     general: [OnceLock<Script>; 1 << 8],
     quick: [OnceLock<Script>; 2 << (2 * MAX_QUICK_OPS)],
@@ -289,7 +302,7 @@ impl ScriptCache {
         cell.get_or_init(|| Script::new(parts.script_text()))
     }
 
-    /// For many batches that each need [`ScriptKind::Quick`] with this code.
+    /// Returns the script for many batches that each need [`ScriptKind::Quick`] with this code.
     pub(super) fn batched(&self, code: u16) -> &Script {
         self.batched[usize::from(code)].get_or_init(|| Script::new(batched_script_text(code)))
     }
@@ -306,7 +319,7 @@ mod tests {
         let scripts = ScriptCache::default();
         let codes = (1..=MAX_QUICK_OPS as u32).flat_map(|count| 1_u16 << (2 * count)..2 << (2 * count));
         let mut texts = 0;
-        // Not every number is a code: the 1 in front of the bits stands at an even place.
+        // Not every number is a code: the leading 1 is at an even position.
         for code in codes.filter(|code| code.ilog2() % 2 == 0) {
             for script in [scripts.get(ScriptKind::Quick(code)), scripts.batched(code)] {
                 assert_eq!(server.command(&["SCRIPT", "LOAD", &script.text]), script.hash, "{code:b}");

@@ -1,4 +1,4 @@
-//! Who waits for a store with rows, and which of them are carried out together.
+//! The queue of batches for a store with rows, and the groups in which they are executed.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::future::Future;
@@ -15,34 +15,37 @@ use tokio::sync::oneshot;
 use super::{GROUP_TIMEOUT, GroupError, RowKey};
 use crate::{RemoteFuture, StoreError};
 
-/// The most callers that wait for their group; who comes then fails at once.
+/// The maximum number of waiting batches. Further ones fail at once.
 const MAX_WAITING_BATCHES: usize = 4096;
-/// The most rows of one group.
+/// The maximum number of rows of one group.
 pub(crate) const MAX_GROUP_ROWS: usize = 256;
-/// The most callers of one group.
+/// The maximum number of batches of one group.
 const MAX_GROUP_BATCHES: usize = 256;
-/// How often a group that met another node's is tried while somebody waits for it, and after which waits: for about a
-/// second in all.
+/// The maximum number of attempts of a group in conflict with other nodes while a caller waits for it. With the waits
+/// between them, they take about a second.
 const MAX_TRIES: u32 = 32;
 const CONFLICT_BACKOFF: Backoff = Backoff::exponential(Span::from_millis(2), Span::from_millis(64));
 
-/// What carries groups out: one server's way to lock, load and write rows.
+/// The result of each batch of a group, in order.
+pub(crate) type BatchResults = Vec<Result<Outcomes, StoreError>>;
+
+/// The executor of groups on one kind of server: it locks, loads and writes rows.
 pub(crate) trait GroupDriver: Send + Sync + 'static {
-    /// Whether only batches over the very same rows go together.
+    /// True if a group may only have batches over the same rows.
     const REQUIRES_SAME_ROWS: bool;
 
-    /// Carries out all batches of a group, as if one after the other, and says what came of each.
+    /// Executes all batches of a group as if one after the other, and returns the result of each.
     ///
     /// # Errors
-    /// A [`GroupError`], for all of them.
+    /// A [`GroupError`] for all batches.
     fn execute(
         &self,
         limits: &Limits,
         group: &BatchGroup,
-    ) -> impl Future<Output = Result<Vec<Result<Outcomes, StoreError>>, GroupError>> + Send;
+    ) -> impl Future<Output = Result<BatchResults, GroupError>> + Send;
 }
 
-/// A batch whose caller waits.
+/// A batch that a caller waits for.
 pub(crate) struct QueuedBatch {
     batch: Batch,
     now: Time,
@@ -56,23 +59,23 @@ impl QueuedBatch {
         &self.batch
     }
 
-    /// The moment that the caller told.
+    /// The time that the caller passed.
     pub(crate) fn now(&self) -> Time {
         self.now
     }
 
-    /// The rows that it is about.
+    /// The rows of its operations.
     pub(crate) fn keys(&self) -> &[(RowKey, LimitId)] {
         &self.keys
     }
 
-    /// Whether carrying it out would serve nobody. What gives something back serves others.
+    /// True if no caller waits for its result and it returns nothing to a limit, such as a permit.
     fn is_abandoned(&self) -> bool {
         self.result_sender.is_closed() && self.batch.ops().iter().all(|op| matches!(op.verb, Verb::Take | Verb::Peek))
     }
 }
 
-/// Batches that are carried out together.
+/// Batches that are executed together.
 #[expect(clippy::vec_box, reason = "a call is half a kilobyte, and goes from list to list")]
 pub(crate) struct BatchGroup {
     batches: Vec<Box<QueuedBatch>>,
@@ -90,12 +93,12 @@ impl BatchGroup {
         &self.keys
     }
 
-    /// Whether none of its batches changes anything.
+    /// True if no batch of it changes a row.
     pub(crate) fn is_read_only(&self) -> bool {
         self.is_read_only
     }
 
-    fn send_results(self, answers: Vec<Result<Outcomes, StoreError>>) {
+    fn send_results(self, answers: BatchResults) {
         for (queued, answer) in self.batches.into_iter().zip(answers) {
             let _ = queued.result_sender.send(answer);
         }
@@ -112,13 +115,13 @@ fn send_error_to_all(batches: impl IntoIterator<Item = Box<QueuedBatch>>, error:
     }
 }
 
-/// The callers of a store with rows, and those who carry their batches out.
+/// The queue of a store with rows, and the tasks that execute its groups.
 pub(crate) struct GroupExecutor<D>(Arc<GroupExecutorInner<D>>);
 
 struct GroupExecutorInner<D> {
     driver: Arc<D>,
     limits: Arc<Limits>,
-    /// The most groups at once.
+    /// The maximum number of groups at once.
     max_workers: usize,
     queue: Mutex<ExecutorQueue>,
 }
@@ -126,20 +129,20 @@ struct GroupExecutorInner<D> {
 #[derive(Default)]
 struct ExecutorQueue {
     waiting: VecDeque<Box<QueuedBatch>>,
-    /// The rows of groups under way that change some: a batch over one of them waits for that group and not for the
-    /// server's lock.
+    /// The rows of running groups that change rows. A batch over one of them waits here, instead of for the server's
+    /// lock.
     busy_rows: HashSet<RowKey>,
-    /// Tasks that carry out one group after the other as long as there are any.
+    /// The number of tasks that execute groups until the queue is empty.
     workers: usize,
 }
 
 impl<D: GroupDriver> GroupExecutor<D> {
-    /// Nothing is started before the first batch.
+    /// An executor without tasks; the first batch starts one.
     pub(crate) fn new(driver: D, limits: Arc<Limits>, max_workers: usize) -> Self {
         Self(Arc::new(GroupExecutorInner { driver: Arc::new(driver), limits, max_workers, queue: Mutex::default() }))
     }
 
-    /// What carries its groups out, to be asked for what is no batch.
+    /// The driver of the groups, for requests that are no batches.
     pub(crate) fn driver(&self) -> Arc<D> {
         Arc::clone(&self.0.driver)
     }
@@ -148,13 +151,13 @@ impl<D: GroupDriver> GroupExecutor<D> {
         &self.0.limits
     }
 
-    /// Carries out a batch together with others. It waits in line from the first poll on.
+    /// Executes a batch together with others. It is queued at the first poll.
     pub(crate) fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
         let (shared, batch) = (Arc::clone(&self.0), batch.clone());
         Box::pin(async move {
             let (sender, answer) = oneshot::channel();
             shared.enqueue(batch, now, sender)?;
-            answer.await.unwrap_or_else(|_| Err(StoreError::Failed("nobody was left to ask it".into())))
+            answer.await.unwrap_or_else(|_| Err(StoreError::Failed("its task ended before an answer".into())))
         })
     }
 }
@@ -174,14 +177,14 @@ impl<D: GroupDriver> GroupExecutorInner<D> {
         let known_ops = batch.ops().iter().filter(|op| self.limits.get(op.limit).is_some());
         let keys: ArrayVec<_, MAX_OPS> =
             known_ops.map(|op| (RowKey::new(self.limits.tag(op.limit), op.key), op.limit)).collect();
-        // What is about no row can change none.
+        // A batch without rows changes nothing.
         let is_read_only = keys.is_empty() || batch.ops().iter().all(|op| op.verb == Verb::Peek);
         let queued = Box::new(QueuedBatch { batch, now, keys, is_read_only, result_sender });
         let mut queue = self.queue();
         if queue.waiting.len() >= MAX_WAITING_BATCHES {
             return Err(StoreError::Failed(format!("{MAX_WAITING_BATCHES} calls wait for it already")));
         }
-        // Whoever has a busy row looks into the queue again when it is done with it.
+        // The worker with a busy row checks the queue again after its group.
         let needs_worker = queue.workers < self.max_workers && (is_read_only || !queue.has_busy_rows(&queued));
         queue.waiting.push_back(queued);
         if needs_worker {
@@ -199,8 +202,8 @@ impl ExecutorQueue {
         queued.keys.iter().any(|(key, _)| self.busy_rows.contains(key))
     }
 
-    /// The first call whose rows nobody has, and those behind it that go with it. Nobody who changes a row overtakes
-    /// another who does.
+    /// Takes the first batch with free rows, and later ones that fit into its group. A batch that changes a row doesn't
+    /// overtake another that does.
     fn next_group(&mut self, same_rows: bool) -> Option<BatchGroup> {
         let mut batches: Vec<Box<QueuedBatch>> = Vec::new();
         let mut keys = BTreeMap::new();
@@ -241,7 +244,7 @@ impl ExecutorQueue {
     }
 }
 
-/// A task that carries out groups, and the rows that it has.
+/// A task that executes groups, and the rows of its group.
 struct GroupWorker<D: GroupDriver> {
     shared: Arc<GroupExecutorInner<D>>,
     is_running: bool,
@@ -261,7 +264,7 @@ impl<D: GroupDriver> GroupWorker<D> {
             queue.busy_rows.remove(&row);
         }
         let Some(group) = queue.next_group(D::REQUIRES_SAME_ROWS) else {
-            // Under the same lock, so that whoever lines up next sees that nobody leads.
+            // Under the same lock, so that the next batch sees that a worker is needed.
             queue.workers -= 1;
             self.is_running = false;
             return None;

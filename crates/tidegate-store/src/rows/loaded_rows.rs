@@ -1,4 +1,4 @@
-//! The rows of a group, loaded, decided over, and what has to be written back.
+//! The loaded rows of a group, the decisions over them, and the changes to write back.
 
 use tidegate_core::batch::{BatchStates, OpContext, execute};
 use tidegate_core::{KeyState, LimitId, Limits, Op, Outcome, Outcomes, Span, Time};
@@ -6,7 +6,8 @@ use tidegate_core::{KeyState, LimitId, Limits, Op, Outcome, Outcomes, Span, Time
 use super::{BatchGroup, QueuedBatch, RowKey};
 use crate::StoreError;
 
-/// Rows tell their expiry to this. In steps, a busy row's mostly stays as it is, and so does the index over it.
+/// The resolution of rows' expiry. In steps, the expiry of a busy row mostly stays the same, and so does its index
+/// entry.
 const EXPIRY_STEP: Span = Span::from_secs(1);
 
 /// The rows of a group, in key order.
@@ -14,29 +15,29 @@ pub(crate) struct LoadedRows<'a> {
     limits: &'a Limits,
     keys: &'a [(RowKey, LimitId)],
     states: Vec<KeyState>,
-    /// What was loaded of each row: its bytes, none if there is no row.
+    /// The loaded bytes of each row; empty if there is no row.
     loaded_bytes: Vec<Vec<u8>>,
-    /// Rows whose bytes nobody here can read.
+    /// Rows with bytes that this program can't read.
     unreadable: Vec<RowKey>,
-    /// The earliest moment that anything was decided at; none if nothing was.
+    /// The time of the earliest decision; `None` before the first.
     earliest_decision: Option<Time>,
 }
 
-/// What has to become of a row.
+/// The change of a row.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum RowChange {
-    /// It stays as it was loaded.
+    /// No change.
     Keep,
-    /// There was none, and there needn't be one.
+    /// No row existed, and none is needed.
     StayAbsent,
-    /// It is to hold these bytes, and may be removed from that moment on, in microseconds.
+    /// The row gets these bytes. From this time on, in microseconds, it may be removed.
     Write(Vec<u8>, i64),
-    /// It is as good as none.
+    /// The row is idle and is removed.
     Remove,
 }
 
 impl<'a> LoadedRows<'a> {
-    /// Takes in what was found of a group's rows.
+    /// The rows of a group, from those that were found.
     pub(crate) fn new(
         limits: &'a Limits,
         group: &'a BatchGroup,
@@ -53,7 +54,7 @@ impl<'a> LoadedRows<'a> {
         };
         for (key, bytes) in stored {
             let Some(index) = row_index(keys, &key) else { continue };
-            // A row of no bytes was made only to be locked.
+            // A row without bytes was inserted only to be locked.
             if bytes.is_empty() {
                 continue;
             }
@@ -66,7 +67,7 @@ impl<'a> LoadedRows<'a> {
         ledger
     }
 
-    /// Decides one batch after the other, each at its moment.
+    /// Decides one batch after the other, each at its own time.
     pub(crate) fn execute_all(
         &mut self,
         group: &BatchGroup,
@@ -84,7 +85,7 @@ impl<'a> LoadedRows<'a> {
         Ok(execute(queued.batch(), self.limits, &mut batch_rows, now))
     }
 
-    /// What has to become of each row, in key order. Whether it is idle is told by the earliest decision's moment.
+    /// The change of each row, in key order. A row is removed if it was idle at the time of the earliest decision.
     pub(crate) fn changes(&self) -> Vec<RowChange> {
         (0..self.keys.len()).map(|index| self.row_change(index)).collect()
     }
@@ -113,7 +114,7 @@ fn row_index(keys: &[(RowKey, LimitId)], key: &RowKey) -> Option<usize> {
     keys.binary_search_by_key(key, |(key, _)| *key).ok()
 }
 
-/// A group's states as the cells of one batch: its operations find theirs by key, two on one key the same.
+/// The states of a group as those of one batch. Operations find their state by key; two on one key share it.
 struct BatchRows<'a> {
     keys: &'a [(RowKey, LimitId)],
     limits: &'a Limits,

@@ -1,4 +1,4 @@
-//! Connections to a SQL server that are kept for the next group.
+//! A pool of connections to a SQL server.
 
 use std::ops::{Deref, DerefMut};
 
@@ -9,8 +9,8 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use super::sql::error_message;
 use super::{CONNECT_TIMEOUT, GroupError};
 
-/// Up to a number of connections, made when they are needed. sqlx's own pool keeps trying for a while where nobody
-/// listens, and asks a connection that comes back whether it lives, which is a round trip more for every group.
+/// A bounded number of connections, opened on demand. sqlx's own pool keeps trying for a while if no server listens. It
+/// also tests each returned connection, which costs every group one more round trip.
 pub(crate) struct ConnectionPool<C: Connection> {
     options: C::Options,
     idle: Mutex<Vec<C>>,
@@ -26,10 +26,10 @@ impl<C: Connection> ConnectionPool<C> {
         self.idle.lock()
     }
 
-    /// A connection that nobody else uses, and whether it is new.
+    /// Returns a connection for exclusive use, and true if it is new.
     ///
     /// # Errors
-    /// [`GroupError::Unreachable`] where none can be made.
+    /// [`GroupError::Unreachable`] if no connection can be opened.
     pub(crate) async fn acquire(&self) -> Result<(PooledConnection<'_, C>, bool), GroupError> {
         let permit = self.permits.acquire().await.map_err(|_| GroupError::Failed("it was closed".into()))?;
         let pooled = |connection| PooledConnection { pool: self, connection: Some(connection), _permit: permit };
@@ -45,7 +45,8 @@ impl<C: Connection> ConnectionPool<C> {
     }
 }
 
-/// A connection in use. Unless it is done it is closed when dropped, lest half a transaction wait in it for the next.
+/// A connection in use. Dropped without [`PooledConnection::release_after`], it is closed, because a transaction may be
+/// open.
 pub(crate) struct PooledConnection<'a, C: Connection> {
     pool: &'a ConnectionPool<C>,
     connection: Option<C>,
@@ -53,7 +54,7 @@ pub(crate) struct PooledConnection<'a, C: Connection> {
 }
 
 impl<C: Connection> PooledConnection<'_, C> {
-    /// Keeps it for the next user, where what was done on it came to an end.
+    /// Returns the connection to the pool if its work has ended.
     pub(crate) fn release_after<T>(mut self, result: Result<T, GroupError>) -> Result<T, GroupError> {
         match result {
             Ok(_) | Err(GroupError::Conflict(_)) => self.pool.idle().extend(self.connection.take()),
@@ -65,8 +66,8 @@ impl<C: Connection> PooledConnection<'_, C> {
 }
 
 impl<C: Connection> Drop for PooledConnection<'_, C> {
-    /// Where one is broken, or was given up in the middle, those that nobody uses mostly are no better; and where the
-    /// server fails for want of its tables, new ones make them.
+    /// If a connection is broken or was dropped in the middle, the idle ones are probably broken too. If the server has
+    /// lost its tables, new connections create them.
     fn drop(&mut self) {
         if self.connection.is_some() {
             self.pool.idle().clear();
@@ -78,12 +79,12 @@ impl<C: Connection> Deref for PooledConnection<'_, C> {
     type Target = C;
 
     fn deref(&self) -> &C {
-        self.connection.as_ref().expect("invariant: a line has its connection until it is done")
+        self.connection.as_ref().expect("invariant: a pooled connection is present until it is released")
     }
 }
 
 impl<C: Connection> DerefMut for PooledConnection<'_, C> {
     fn deref_mut(&mut self) -> &mut C {
-        self.connection.as_mut().expect("invariant: a line has its connection until it is done")
+        self.connection.as_mut().expect("invariant: a pooled connection is present until it is released")
     }
 }

@@ -1,53 +1,58 @@
-//! How stores in SQL carry out a group: as one transaction, whatever the server calls its steps.
+//! The execution of a group in SQL: one transaction, with each server's own statements.
 
 use std::future::Future;
 use std::sync::Arc;
 
 use sqlx::error::DatabaseError;
-use sqlx::{Connection, Error};
-use tidegate_core::{Limits, Outcomes, Time};
+use sqlx::{AssertSqlSafe, Connection, Error};
+use tidegate_core::{Limits, Time};
 
 use super::loaded_rows::RowChange;
 use super::pool::{ConnectionPool, PooledConnection};
 use super::{
-    BatchGroup, CLEAN_TIMEOUT, DatabaseOptions, DecisionClock, GROUP_TIMEOUT, GroupDriver, GroupError, GroupExecutor,
-    LoadedRows, MAX_CLEAN_ROWS, MAX_CLEAN_STEPS, RowKey, check_schema, with_timeout,
+    BatchGroup, BatchResults, CLEAN_TIMEOUT, DatabaseOptions, DecisionClock, GROUP_TIMEOUT, GroupDriver, GroupError,
+    GroupExecutor, LoadedRows, MAX_CLEAN_ROWS, MAX_CLEAN_STEPS, RowKey, check_schema, with_timeout,
 };
 use crate::StoreError;
 
-/// The bytes of states after which a statement takes no more. A server's bound is 16 MiB or more unless it was lowered,
-/// and one state has up to a third of a mebibyte.
+/// The bytes of states after which a statement is full. A server accepts 16 MiB or more by default, and one state has
+/// up to a third of a mebibyte.
 const MAX_STATEMENT_BYTES: usize = 1 << 20;
 
-/// One server's words for the steps.
+/// A statement whose only variable part is a validated prefix.
+pub(crate) fn trusted_sql(statement: &Arc<str>) -> AssertSqlSafe<Arc<str>> {
+    AssertSqlSafe(Arc::clone(statement))
+}
+
+/// The statements of one kind of server.
 pub(crate) trait SqlDialect: Send + Sync + 'static {
     type Connection: Connection;
 
-    /// What begins a transaction in which every statement sees what was committed before it.
+    /// The statement that begins a transaction in which each statement sees what was committed before it.
     const BEGIN: &str;
 
-    /// Runs words without parameters.
+    /// Runs a statement without parameters.
     fn run_statement(
         &self,
         connection: &mut Self::Connection,
         statement: &'static str,
     ) -> impl Future<Output = Result<(), Error>> + Send;
 
-    /// Sets a new connection up.
+    /// Prepares a new connection.
     fn init_connection(&self, connection: &mut Self::Connection) -> impl Future<Output = Result<(), Error>> + Send;
 
-    /// Makes the tables, if they aren't there, and tells their version.
+    /// Creates the tables if they don't exist, and returns their version.
     fn ensure_schema(&self, connection: &mut Self::Connection) -> impl Future<Output = Result<Vec<u8>, Error>> + Send;
 
-    /// Locks rows, which come in key order, in that order; those that don't exist are made, with no bytes.
+    /// Locks rows in the order given, which is key order. Inserts missing rows, without bytes.
     fn lock_rows(
         &self,
         connection: &mut Self::Connection,
         keys: &[RowKey],
     ) -> impl Future<Output = Result<(), Error>> + Send;
 
-    /// The server's clock, in microseconds since the epoch, read when the statement begins or later, and what is there
-    /// of these rows.
+    /// Returns the server's time in microseconds since the epoch, read when the statement begins or later, and those of
+    /// the rows that exist.
     fn read_rows(
         &self,
         connection: &mut Self::Connection,
@@ -68,8 +73,8 @@ pub(crate) trait SqlDialect: Send + Sync + 'static {
         keys: &[RowKey],
     ) -> impl Future<Output = Result<(), Error>> + Send;
 
-    /// Removes up to so many rows that have expired at a moment, by the server's clock unless one is told, and says how
-    /// many it found.
+    /// Removes up to `max_rows` rows that have expired by `cutoff_micros`, or by the server's clock if it is `None`.
+    /// Returns their number.
     fn remove_expired(
         &self,
         connection: &mut Self::Connection,
@@ -77,27 +82,27 @@ pub(crate) trait SqlDialect: Send + Sync + 'static {
         max_rows: usize,
     ) -> impl Future<Output = Result<u64, Error>> + Send;
 
-    /// Keeps a seed where there is none, and tells the one that is kept.
+    /// Returns the stored seed. If there is none, stores this one.
     fn get_or_insert_seed(
         &self,
         connection: &mut Self::Connection,
         proposal: &[u8],
     ) -> impl Future<Output = Result<Vec<u8>, Error>> + Send;
 
-    /// Whether an error only says that another transaction was in the way.
+    /// True if the error is a conflict with another transaction.
     fn is_conflict(&self, error: &dyn DatabaseError) -> bool;
 
-    /// Whether an error says that the server is closing the connection.
+    /// True if the error says that the server is closing the connection.
     fn is_connection_closing(&self, error: &dyn DatabaseError) -> bool;
 }
 
-/// The server's clock, and rows with their bytes.
+/// The server's time in microseconds, and rows with their bytes.
 pub(crate) type ReadRows = (i64, Vec<(RowKey, Vec<u8>)>);
 
-/// A row, its bytes, and when it expires.
+/// A row, its bytes, and its expiry in microseconds.
 pub(crate) type RowWrite = (RowKey, Vec<u8>, i64);
 
-/// A store in SQL.
+/// The driver of a store in SQL.
 pub(crate) struct SqlDriver<D: SqlDialect> {
     dialect: D,
     pool: ConnectionPool<D::Connection>,
@@ -105,7 +110,7 @@ pub(crate) struct SqlDriver<D: SqlDialect> {
 }
 
 impl<D: SqlDialect> SqlDriver<D> {
-    /// A store that connects when it is first asked.
+    /// An executor that connects at the first request.
     pub(crate) fn new_executor(
         dialect: D,
         connect_options: <D::Connection as Connection>::Options,
@@ -128,7 +133,7 @@ impl<D: SqlDialect> SqlDriver<D> {
                 .init_connection(&mut connection)
                 .await
                 .map_err(|error| GroupError::Unreachable(error_message(&error)))?;
-            // A server may come back without its tables.
+            // The server may have lost its tables.
             let version =
                 self.dialect.ensure_schema(&mut connection).await.map_err(|error| self.classify_error(&error))?;
             check_schema(&version)?;
@@ -136,7 +141,7 @@ impl<D: SqlDialect> SqlDriver<D> {
         Ok(connection)
     }
 
-    /// An error before anything was changed for good.
+    /// Classifies an error of a statement before the commit.
     fn classify_error(&self, error: &Error) -> GroupError {
         match error {
             Error::Database(database) if self.dialect.is_conflict(&**database) => {
@@ -150,7 +155,7 @@ impl<D: SqlDialect> SqlDriver<D> {
         }
     }
 
-    /// An error of a commit: unless the server itself says no, it may have been carried out.
+    /// Classifies an error of a commit. Unless the server itself refused it, it may have been executed.
     fn classify_commit_error(&self, error: &Error) -> GroupError {
         match self.classify_error(error) {
             GroupError::ConnectionLost(what) => GroupError::Failed(what),
@@ -195,13 +200,13 @@ impl<D: SqlDialect> SqlDriver<D> {
                 return Err(fault);
             }
         };
-        // Where nothing changed, a commit would wait for the disk for the sake of locks alone.
+        // Without a change, a commit would wait for the disk only to release locks.
         let end = if is_changed { "COMMIT" } else { "ROLLBACK" };
         self.dialect.run_statement(connection, end).await.map_err(|error| self.classify_commit_error(&error))?;
         Ok(answers)
     }
 
-    /// What happens between a transaction's begin and end, and whether it changed anything.
+    /// The steps between begin and end of a transaction. Returns the results, and true if anything changed.
     async fn execute_and_write(
         &self,
         connection: &mut D::Connection,
@@ -219,7 +224,7 @@ impl<D: SqlDialect> SqlDriver<D> {
             changed |= matches!(change, RowChange::Write(..) | RowChange::Remove);
             match change {
                 RowChange::Write(bytes, expires_at) => writes.push((*key, bytes, expires_at)),
-                // What was made only to be locked would stay.
+                // A row that was inserted only to be locked must not stay.
                 RowChange::Remove | RowChange::StayAbsent => removes.push(*key),
                 RowChange::Keep => {}
             }
@@ -236,7 +241,7 @@ impl<D: SqlDialect> SqlDriver<D> {
         Ok((answers, true))
     }
 
-    /// The seed in the store, or this one, which is kept then.
+    /// Returns the stored seed. If there is none, stores this one.
     pub(crate) async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], StoreError> {
         let seed = async {
             let mut connection = self.connection().await?;
@@ -251,7 +256,7 @@ impl<D: SqlDialect> SqlDriver<D> {
         with_timeout(GROUP_TIMEOUT, seed).await
     }
 
-    /// Removes expired rows, a bounded number of them.
+    /// Removes a bounded number of expired rows.
     pub(crate) async fn remove_expired(&self) -> Result<(), StoreError> {
         let clean = async {
             let cutoff_micros = self.clock.expiry_cutoff_micros();
@@ -272,7 +277,7 @@ impl<D: SqlDialect> SqlDriver<D> {
     }
 }
 
-/// The rows in parts that one statement bears.
+/// Splits rows into parts for one statement each.
 fn statement_chunks(rows: &[RowWrite]) -> impl Iterator<Item = &[RowWrite]> {
     let mut size = 0;
     rows.chunk_by(move |(_, state, _), _| {
@@ -284,8 +289,6 @@ fn statement_chunks(rows: &[RowWrite]) -> impl Iterator<Item = &[RowWrite]> {
         continues
     })
 }
-
-type BatchResults = Vec<Result<Outcomes, StoreError>>;
 
 impl<D: SqlDialect> GroupDriver for SqlDriver<D> {
     const REQUIRES_SAME_ROWS: bool = false;
@@ -300,7 +303,7 @@ impl<D: SqlDialect> GroupDriver for SqlDriver<D> {
     }
 }
 
-/// What an error says, without what the statement was given.
+/// The text of an error, without the statement's parameters.
 pub(crate) fn error_message(error: &Error) -> String {
     match error {
         Error::Database(error) => match error.code() {

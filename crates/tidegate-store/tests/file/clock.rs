@@ -96,7 +96,8 @@ const ROOM: [Verdict; 4] = [Verdict::Admitted; 4];
 
 #[test]
 fn a_corrected_fast_clock_loses_no_state() {
-    // Not at all, a little, and until it is refused; in one process that is a day ahead, and in several, one after the other.
+    // Not at all, a little, and until it is refused; in one process that is a day ahead, and in several, one after the
+    // other.
     for (calls, ahead) in [(0, 1), (1, 1), (8, 1), (0, 3), (1, 3), (8, 3)] {
         let host = Host::new();
         let (key, start) = (fixtures::client_key(1), noon());

@@ -61,11 +61,11 @@ fn killed_process_entry_point() {
     thread::park();
 }
 
-/// What one process told.
+/// The output of one process.
 #[derive(Debug, Default)]
 struct Told {
     used_at_first: Option<u64>,
-    /// When each admission was asked for.
+    /// The time of each admitted call.
     admitted: Vec<u64>,
     full: bool,
 }
@@ -83,7 +83,7 @@ impl Hammer {
         Self { place: Place::new(), limit: 1 << 30, threads, flush }
     }
 
-    /// What the file says while no process has it.
+    /// The usage in the file while no process has it open.
     fn used(&self) -> u64 {
         let store = self.place.store(&per_hour(self.limit), FlushMode::Always, now());
         one(&store, Verb::Peek, 0, fixtures::client_key(1), now()).used
@@ -133,9 +133,9 @@ impl Hammer {
     }
 }
 
-/// Kills processes at random moments, and then lets one fill the key, whose limit is by then not much more than what was
-/// used. `check` is told what was used before each process, what the process told, and what was used after it. Returns
-/// how many were admitted in all, and that limit.
+/// Kills processes at random times. Then one process fills the key, with a limit a little above the usage. `check` gets
+/// the usage before each process, its output, and the usage after it. Returns the number of all admissions, and the
+/// limit.
 fn rounds(hammer: &mut Hammer, mut check: impl FnMut(u64, &Told, u64)) -> (u64, u64) {
     let rounds = random::case_count(20, 200);
     let mut random = RandomSource::from_seed(random::run_seed());

@@ -73,8 +73,8 @@ fn a_restart_changes_no_outcome() {
     }
 }
 
-/// Strikes of a quota's earlier period are gone with a reset, whether they were written before or not, and whether the key is
-/// used again before the next writing or not.
+/// Strikes of a quota's earlier period are gone with a reset, whether they were written before or not, and whether the
+/// key is used again before the next writing or not.
 #[test]
 fn a_reset_survives_restarts_into_later_periods() {
     let spec = PenaltySpec { base: MINUTE, forgive_after: Some(DAY.times(3)), ..PenaltySpec::default() };
@@ -234,8 +234,8 @@ fn a_limit_of_changed_kind_starts_empty() {
     }
 }
 
-/// Once everything has expired, nothing is left: of limits in the plan, but for a quota's last period, which stays for a
-/// week, and of those that no plan has any more.
+/// Once everything has expired, nothing is left: of limits in the plan, but for a quota's last period, which stays for
+/// a week, and of those that no plan has any more.
 #[test]
 fn expired_state_is_removed_from_the_file() {
     let limits = every_kind();
@@ -270,7 +270,7 @@ fn expired_state_is_removed_from_the_file() {
     assert_eq!(empties(&store, at + DAY.times(9)), 0);
 }
 
-/// The writer does that by itself, when nobody calls any more.
+/// The writer does that by itself, without further calls.
 #[test]
 fn the_writer_removes_expired_rows_by_itself() {
     let limits = every_kind();
@@ -288,7 +288,7 @@ fn the_writer_removes_expired_rows_by_itself() {
     }
 }
 
-/// What was reset stays so, and what the memory had no room for is forgotten in the file too.
+/// A reset key stays reset, and an entry evicted from memory is removed from the file too.
 #[test]
 fn resets_and_evictions_reach_the_file() {
     let limits = Arc::new(Limits::with_limit(Limit::new(window(5))));
@@ -398,7 +398,7 @@ fn the_hash_seed_is_kept() {
     assert_eq!(place.journal(SELDOM).get_or_insert_seed([2; 16]).unwrap(), [1; 16]);
 }
 
-/// Whatever came of the plan, every flush leaves the file as the memory is: random traffic, looked at after each.
+/// After each flush of random traffic, the file equals the memory, whatever plan wrote it.
 #[test]
 fn a_flush_writes_the_whole_memory_state() {
     property::check(random::case_count(20, 400), 300, |random| {

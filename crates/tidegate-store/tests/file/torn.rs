@@ -123,7 +123,7 @@ fn a_newer_format_is_rejected() {
     assert!(matches!(error, FileError::NewerFormat { found: 2, .. }), "{error}");
 }
 
-/// Half of a file that was never finished is in nobody's way.
+/// An unfinished file does no harm.
 #[test]
 fn interrupted_creation_starts_again() {
     let place = Place::quick();
@@ -145,7 +145,7 @@ fn store_files_are_private_to_their_owner() {
     drop(place.journal(FlushMode::default()));
     let mode = || fs::metadata(place.path()).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(), 0o600);
-    // Made by an earlier version, or copied by somebody.
+    // Written by an earlier version, or copied by hand.
     fs::set_permissions(place.path(), fs::Permissions::from_mode(0o644)).unwrap();
     drop(place.journal(FlushMode::default()));
     assert_eq!(mode(), 0o600);

@@ -14,7 +14,7 @@ use crate::common::Stores;
 
 const HOUR: Span = Span::from_secs(3600);
 
-/// A store whose batches all say that their keys have something in common.
+/// A store that gives all batches an affinity.
 struct Together(DirectStore<Redis>);
 
 impl Store for Together {
@@ -245,7 +245,7 @@ async fn futures_all(answers: impl Iterator<Item = RemoteFuture<Outcomes>>) -> b
     all
 }
 
-/// A slot moves to another master while it is asked: nobody is refused that isn't, and nothing is counted twice or lost.
+/// A slot moves to another master during calls: no call is wrongly refused, and none is counted twice or lost.
 #[test]
 fn a_slot_moving_under_load_counts_exactly() {
     let Some(cluster) = RedisCluster::start() else { return };

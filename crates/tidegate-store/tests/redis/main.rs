@@ -1,11 +1,11 @@
 //! The Redis store, against real servers.
 #![expect(clippy::unwrap_used, reason = "a failed setup is a failed test")]
 
+mod batching;
 mod cluster;
 mod common;
-mod conforms;
-mod equals;
-mod life;
+mod conformance;
+mod connection;
+mod equivalence;
 mod outages;
 mod shares;
-mod together;

@@ -16,7 +16,7 @@ use tidegate_testkit::servers::RedisServer;
 
 use crate::common::Stores;
 
-/// What the process that is started beside a test is told by.
+/// The environment variable with the instructions for the second process of a test.
 const SERVER: &str = "TIDEGATE_TEST_REDIS_URL";
 const KEY: Key = Key::new(5, 0x5bd1_e995_97f4_a7c1);
 
@@ -38,7 +38,7 @@ fn batch(verb: Verb, places: &[(LimitId, Key)]) -> Batch {
     batch
 }
 
-/// How many of `calls` by each of `tasks` pass.
+/// The number of admitted calls when each of `tasks` makes `calls`.
 async fn hammer(store: &Arc<Redis>, tasks: u64, calls: u64, ask: &Batch, now: impl Fn(u64) -> Time) -> u64 {
     let tasks: Vec<_> = (0..tasks)
         .map(|task| {
@@ -92,7 +92,7 @@ fn other_process_entry_point() {
     println!("passed {passed}");
 }
 
-/// How many of its calls pass, made when it has connected and is told to begin.
+/// The number of its admitted calls, made after it has connected and got the signal to begin.
 fn hundred(url: &str, begin: impl FnOnce()) -> u64 {
     let stores = Stores::new(url, TimeSource::Store);
     let (limits, ids) = plan(vec![window(100, Span::from_secs(60))]);
@@ -137,8 +137,8 @@ fn a_killed_client_charges_all_or_nothing() {
     assert!(used[0] > 0 && used.iter().all(|&each| each == used[0]), "{used:?}");
 }
 
-/// Nodes whose clocks are half a minute apart, and one that steps back by ten seconds, count as one; and every wait that
-/// is told lies within the window.
+/// Nodes with clocks half a minute apart, one of which steps back by ten seconds, count together, and every wait is
+/// within the window.
 #[test]
 fn node_clocks_do_not_affect_counts() {
     let Some(server) = RedisServer::start() else { return };
@@ -170,14 +170,14 @@ fn node_clocks_do_not_affect_counts() {
         let wait = outcome.retry_at.since(outcomes.now());
         assert!(wait > Span::ZERO && wait <= minute, "{wait:?}");
     }
-    // A node whose clock is a year behind asks for the wrong day first, and gets the right answer all the same.
+    // A node with its clock a year behind sends the wrong day first, and still gets the right answer.
     let fresh = stores.under("skew:", &limits);
     let last_year = begin - Span::from_secs(365 * 86_400);
     let outcomes = stores.runtime.block_on(fresh.apply(&batch(Verb::Peek, &places[1..2]), last_year)).unwrap();
     assert_eq!(outcomes.list()[0].used, 100);
 }
 
-/// When all windows, blocks and what is remembered of them have passed, the server holds nothing; and nothing before.
+/// The server holds no key after all windows, blocks and strikes have expired, and drops none earlier.
 #[test]
 fn expired_keys_are_removed_from_the_server() {
     let Some(server) = RedisServer::start() else { return };
@@ -264,7 +264,7 @@ fn hostile_prefixes_never_collide() {
     assert_eq!(server.key_count(), (prefixes.len() * keys.len() * ids.len() * 2) as u64);
 }
 
-/// All nodes hash their keys under the same bytes: those of the first who asked.
+/// All nodes hash their keys under the same seed: the first node's.
 #[test]
 fn all_nodes_use_the_same_hash_seed() {
     let Some(server) = RedisServer::start() else { return };

@@ -1,4 +1,4 @@
-//! What stays, what goes, and what is told when nobody is there.
+//! Kept rows, removed rows, and the errors without a server.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -37,7 +37,8 @@ pub(crate) fn outlives_restarts<K: Kind>() {
     });
 }
 
-/// When all windows, blocks, rates and permits are over, a cleaning leaves no rows; before, it leaves what counts.
+/// After all windows, blocks, rates and permits have ended, a clean-up leaves no rows. Before, it leaves the rows that
+/// count.
 pub(crate) fn expires<K: Kind>() {
     let Some(server) = K::server() else { return };
     let limits = plan(vec![
@@ -68,7 +69,7 @@ pub(crate) fn expires<K: Kind>() {
     });
 }
 
-/// A server that has lost its tables gets new ones from those who use it.
+/// A server that has lost its tables gets new ones from its clients.
 pub(crate) fn comes_back_empty<K: Kind>() {
     let Some(server) = K::server() else { return };
     let store = K::open(plan(vec![an_hour(5)]), &options(server.url(), "l_", TimeSource::Store)).unwrap();
@@ -81,7 +82,8 @@ pub(crate) fn comes_back_empty<K: Kind>() {
     });
 }
 
-/// A node over a store that lost its tables keeps a block that it knows, and tells the store of it; another one learns it there.
+/// A node over a store that lost its tables keeps a block that it knows, and tells the store of it; another one learns
+/// it there.
 #[expect(clippy::disallowed_methods, reason = "the server's clock runs too")]
 pub(crate) fn learns_lost_blocks_again<K: Kind>() {
     #[derive(Clone, Copy)]
@@ -143,7 +145,7 @@ pub(crate) fn keys_apart<K: Kind>() {
     });
 }
 
-/// Whoever doesn't know the tables says so, and doesn't touch them.
+/// A program that doesn't know the tables' version reports it, and doesn't change them.
 pub(crate) fn leaves_later_versions_alone<K: Kind>() {
     let Some(server) = K::server() else { return };
     let open = || K::open(plan(vec![an_hour(5)]), &options(server.url(), "v_", TimeSource::Store)).unwrap();
@@ -156,7 +158,7 @@ pub(crate) fn leaves_later_versions_alone<K: Kind>() {
     });
 }
 
-/// Nobody listening is told at once, also to those who wait; a server that froze holds nobody up for long.
+/// If no server listens, all calls fail at once, waiting ones too. A frozen server doesn't delay calls for long.
 pub(crate) fn tells_of_outages<K: Kind>() {
     let Some(server) = K::server() else { return };
     let store = Arc::new(K::open(plan(vec![an_hour(100)]), &options(server.url(), "g_", TimeSource::Store)).unwrap());

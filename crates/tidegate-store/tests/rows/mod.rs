@@ -1,5 +1,5 @@
-//! What every store with rows is held to, beyond what every store is: on a real server, from several processes, through
-//! kills, restarts and clocks that differ.
+//! The tests of every store with rows, in addition to those of every store: on a real server, from several processes,
+//! through kills, restarts and different clocks.
 
 mod kept;
 mod processes;
@@ -27,10 +27,10 @@ pub(crate) trait Kind: Sync + 'static {
     /// The store.
     type Store: RemoteStore;
 
-    /// Whether a client that is killed may leave a batch half charged.
+    /// True if a killed client may leave a batch half charged.
     const HALF_TAKEN: bool;
 
-    /// A URL of a database with a password, where nobody listens.
+    /// A URL with a password, of a port where no server listens.
     const NOWHERE: &str;
 
     /// Ways for a server to go and come back with its data.
@@ -39,7 +39,7 @@ pub(crate) trait Kind: Sync + 'static {
     /// A server for it, if one is installed.
     fn server() -> Option<DatabaseServer>;
 
-    /// How many rows there are in the table or collection of states.
+    /// The number of rows in the table or collection of states.
     fn rows(server: &DatabaseServer, prefix: &str) -> impl Future<Output = u64>;
 
     /// Removes the tables or collections.
@@ -209,13 +209,13 @@ fn batch(verb: Verb, places: &[(usize, u64)]) -> Batch {
     batch
 }
 
-/// What is used of each limit.
+/// The usage of each limit.
 async fn used(store: &impl RemoteStore, places: &[(usize, u64)]) -> Vec<u64> {
     let outcomes = store.apply(&batch(Verb::Peek, places), Time::ZERO).await.unwrap();
     outcomes.list().iter().map(|outcome| outcome.used).collect()
 }
 
-/// Asks until somebody answers, for up to 20 seconds: a server that was just started may not be ready.
+/// Repeats a call for up to 20 seconds until it succeeds: a server that was just started may not be ready.
 async fn patiently(store: &impl RemoteStore, batch: &Batch, now: Time) -> Outcomes {
     let mut last = None;
     for _ in 0..200 {
@@ -235,7 +235,7 @@ pub(crate) fn conforms<K: Kind>(time: TimeSource) {
     check_conformance(&Stores::<K>::on(&server, time), &effort).unwrap();
 }
 
-/// What another plan's limits are asked about is answered as in memory, and changes nothing.
+/// Operations on another plan's limits are answered as in memory, and change nothing.
 pub(crate) fn knows_no_such_limit<K: Kind>() {
     let Some(server) = K::server() else { return };
     let store = K::open(plan(vec![an_hour(1)]), &options(server.url(), "n_", TimeSource::Store)).unwrap();
@@ -249,8 +249,8 @@ pub(crate) fn knows_no_such_limit<K: Kind>() {
     });
 }
 
-/// 64 tasks, 100 calls each, 100 an hour, by clocks that differ by a minute and step back: exactly 100 pass, and no wait
-/// is longer than the hour.
+/// 64 tasks, 100 calls each, 100 an hour, by clocks that differ by a minute and step back: exactly 100 pass, and no
+/// wait is longer than the hour.
 pub(crate) fn ignores_clocks<K: Kind>() {
     let Some(server) = K::server() else { return };
     let store = Arc::new(K::open(plan(vec![an_hour(100)]), &options(server.url(), "a_", TimeSource::Store)).unwrap());
@@ -280,8 +280,8 @@ pub(crate) fn ignores_clocks<K: Kind>() {
     });
 }
 
-/// Three rows in every order, from many tasks of two stores that know nothing of each other: all get an answer, and each
-/// row was charged for just the calls that passed.
+/// Three rows in every order, from many tasks of two stores that know nothing of each other: all get an answer, and
+/// each row was charged for just the calls that passed.
 pub(crate) fn orders<K: Kind>() {
     const ORDERS: [[usize; 3]; 6] = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
     let Some(server) = K::server() else { return };

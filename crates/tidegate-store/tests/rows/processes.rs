@@ -9,7 +9,7 @@ use tidegate_store::{RemoteStore as _, TimeSource};
 
 use super::{Kind, an_hour, batch, options, patiently, plan, runtime, used};
 
-/// Where a child finds its server, and what it does there.
+/// The environment variables of a child process: its server and its task.
 const URL: &str = "TIDEGATE_TEST_URL";
 const TASK: &str = "TIDEGATE_TEST_TASK";
 
@@ -31,7 +31,7 @@ fn told(child: &mut Child, word: &str) -> u64 {
     line.expect("a child's report").parse().unwrap()
 }
 
-/// What runs in the other process.
+/// The work of the other process.
 pub(crate) fn child<K: Kind>() {
     let url = std::env::var(URL).expect("started by another test");
     match std::env::var(TASK).as_deref() {

@@ -76,7 +76,7 @@ async fn two_successful_probes_close_one_failed_reopens() {
     let (api, log) = (broken(FIVE).await, Log::default());
     sleep(secs(300)).await;
     call(&api, GOOD, &log).await.unwrap();
-    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
+    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, FAILED, &log).await.unwrap_err();
     let refused = refusal(&call(&api, GOOD, &log).await.unwrap_err());
     assert_eq!((refused.0, refused.2), (BreakerState::Open, Span::from_secs(300)));
@@ -84,7 +84,7 @@ async fn two_successful_probes_close_one_failed_reopens() {
     for _ in 0..2 {
         call(&api, GOOD, &log).await.unwrap();
     }
-    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
+    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::Closed);
     let upstream = Answers::of(&api, &[GOOD], &log, 0).after(secs(1));
     let calls: Vec<_> = (0..20).map(|_| spawn(&api, CallOptions::default(), upstream.clone())).collect();
     for call in calls {
@@ -98,7 +98,7 @@ async fn not_found_replies_are_no_failures() {
     for _ in 0..50 {
         call(&api, MISSING, &log).await.unwrap();
     }
-    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
+    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::Closed);
     for reply in [FAILED, FAILED, FAILED, FAILED, MISSING, FAILED, FAILED, FAILED, FAILED] {
         let _ = call(&api, reply, &log).await;
     }
@@ -123,10 +123,10 @@ async fn late_replies_from_before_opening_change_nothing() {
     assert_eq!(refusal(&call(&api, GOOD, &log).await.unwrap_err()), (BreakerState::Open, 5, Span::from_secs(240)));
     // Ten successes of calls from before the opening don't close it while it is half-open.
     sleep(secs(265)).await;
-    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
+    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, GOOD, &log).await.unwrap();
     call(&api, FAILED, &log).await.unwrap_err();
-    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Open);
+    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::Open);
     for call in calls {
         let _ = call.await.unwrap();
     }
@@ -153,9 +153,9 @@ async fn a_hanging_probe_is_released_after_its_lease() {
     // The end of the hanging call belongs to an older generation and changes nothing.
     hangs.abort();
     let _ = hangs.await;
-    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::HalfOpen);
+    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::HalfOpen);
     call(&api, GOOD, &log).await.unwrap();
-    assert_eq!(api.inspect(|desk, now| desk.breaker.state(now)), BreakerState::Closed);
+    assert_eq!(api.inspect(|state, now| state.breaker.state(now)), BreakerState::Closed);
 }
 
 /// A future that gets its turn, but isn't polled, holds the probe for no longer than the lease.

@@ -90,7 +90,7 @@ async fn a_call_dropped_while_waiting_frees_its_slot() {
         assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
     }
     assert_eq!(
-        api.inspect(|desk, _| Lane::ALL.map(|lane| (desk.lanes.waiting(lane), desk.lanes.in_flight(lane)))),
+        api.inspect(|state, _| Lane::ALL.map(|lane| (state.lanes.waiting(lane), state.lanes.in_flight(lane)))),
         [(0, 0); 3]
     );
     let began = api.clock().now();
@@ -222,7 +222,7 @@ async fn a_panicking_upstream_ends_only_its_call() {
     let broken = api.clone();
     tokio::spawn(async move { broken.call(CallOptions::default(), &mut Panics).await.map(drop) }).await.unwrap_err();
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 0)).await.unwrap();
-    assert_eq!(api.inspect(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
+    assert_eq!(api.inspect(|state, _| state.lanes.in_flight(Lane::User)), 0);
 }
 
 /// A store that answers asynchronously.
@@ -325,7 +325,7 @@ async fn an_unused_grant_passes_to_the_next_call() {
     let mut gone = Box::pin(async { api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 1)).await });
     assert!(futures_util::poll!(&mut gone).is_pending());
     tokio::time::sleep(Duration::from_secs(11)).await;
-    assert_eq!(api.inspect(|desk, _| desk.lanes.in_flight(Lane::User)), 1, "it has been granted its turn");
+    assert_eq!(api.inspect(|state, _| state.lanes.in_flight(Lane::User)), 1, "it has been granted its turn");
     drop(gone);
     let began = api.clock().now();
     api.call(CallOptions::default(), &mut Answers::of(&api, &[GOOD], &log, 2)).await.unwrap();
@@ -400,7 +400,7 @@ async fn hedges_wait_for_a_remote_store() {
         let done = api.call(CallOptions::default(), &mut Twins(takes)).await.unwrap();
         assert_eq!((done.value, done.stats.attempts), (number, number), "{limit}");
         assert_eq!(api.clock().now().since(began), Span::from_millis(millis), "{limit}");
-        assert_eq!(api.inspect(|desk, _| desk.budget.remaining()), if number == 2 { 2 } else { 3 }, "{limit}");
+        assert_eq!(api.inspect(|state, _| state.budget.remaining()), if number == 2 { 2 } else { 3 }, "{limit}");
         drop(done);
         tokio::time::sleep(Duration::from_millis(10)).await;
         let mut more = 0;
@@ -408,7 +408,10 @@ async fn hedges_wait_for_a_remote_store() {
             more += 1;
         }
         assert_eq!(more, left, "{limit}");
-        assert_eq!(api.inspect(|desk, _| (desk.lanes.in_flight(Lane::User), desk.lanes.waiting(Lane::User))), (0, 0));
+        assert_eq!(
+            api.inspect(|state, _| (state.lanes.in_flight(Lane::User), state.lanes.waiting(Lane::User))),
+            (0, 0)
+        );
     }
 }
 
@@ -432,7 +435,7 @@ fn calls_continue_when_another_runtime_ends() {
     let (served, late) = (waiting(CallOptions::default(), 2), waiting(within(Duration::from_millis(100)), 3));
     second.block_on(tokio::task::yield_now());
     drop(starts_the_timer);
-    assert_eq!(api.inspect(|desk, _| desk.lanes.waiting(Lane::User)), 2);
+    assert_eq!(api.inspect(|state, _| state.lanes.waiting(Lane::User)), 2);
     drop(first);
     let in_time = second.block_on(async {
         let both = async { (late.await.unwrap(), served.await.unwrap()) };
@@ -455,10 +458,10 @@ fn a_provider_survives_its_runtime() {
             waits.call(CallOptions::default(), &mut Answers::of(&waits, &[GOOD], &log, 1)).await.map(drop)
         });
         tokio::task::yield_now().await;
-        assert_eq!(api.inspect(|desk, _| desk.lanes.waiting(Lane::User)), 1);
+        assert_eq!(api.inspect(|state, _| state.lanes.waiting(Lane::User)), 1);
         api
     });
     drop(first);
-    assert_eq!(api.inspect(|desk, _| desk.lanes.waiting(Lane::User)), 0);
+    assert_eq!(api.inspect(|state, _| state.lanes.waiting(Lane::User)), 0);
     drop(api);
 }

@@ -312,7 +312,7 @@ async fn double_the_load_uses_the_full_limit() {
         good += usize::from(done.unwrap());
     }
     assert!(good >= 570, "{good} of 600");
-    assert!(api.inspect(|desk, now| desk.breaker.peek(now).is_ok()));
+    assert!(api.inspect(|state, now| state.breaker.peek(now).is_ok()));
 }
 
 /// A caller with a very short timeout shows nothing about the provider.
@@ -329,5 +329,5 @@ async fn short_timeouts_are_no_provider_failure() {
     for _ in 0..5 {
         api.call(hung.clone(), &mut Slow(Duration::from_secs(60))).await.unwrap_err();
     }
-    assert!(api.inspect(|desk, now| desk.breaker.peek(now).is_err()), "a provider that hangs is not well");
+    assert!(api.inspect(|state, now| state.breaker.peek(now).is_err()), "a provider that hangs is not well");
 }

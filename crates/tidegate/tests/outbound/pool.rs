@@ -191,7 +191,7 @@ fn busy_pool(names: &str, each: u32) -> Api {
 }
 
 fn in_flight(api: &Api, credentials: usize) -> Vec<u32> {
-    api.inspect(|desk, _| (0..credentials).map(|credential| desk.pool.in_flight(credential)).collect())
+    api.inspect(|state, _| (0..credentials).map(|credential| state.pool.in_flight(credential)).collect())
 }
 
 /// Starts a call that takes this long.

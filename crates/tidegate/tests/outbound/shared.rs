@@ -56,7 +56,7 @@ impl Nodes {
     }
 
     fn state(&self, node: usize) -> BreakerState {
-        self.api(node).inspect(|desk, now| desk.breaker.state(now))
+        self.api(node).inspect(|state, now| state.breaker.state(now))
     }
 }
 

@@ -33,7 +33,7 @@ async fn only_provider_failures_open_the_breaker() {
         let api = Api::new(move |_, _| ended(grpc, &[]));
         let layer = layer("breaker = { failures = 1 }\nretry = { max_attempts = 1 }");
         ask(&layer.layer(api.clone()), post("x", None)).await.unwrap();
-        assert_eq!(layer.provider().inspect(|desk, now| desk.breaker.peek(now).is_err()), opens, "{grpc}");
+        assert_eq!(layer.provider().inspect(|state, now| state.breaker.peek(now).is_err()), opens, "{grpc}");
     }
 }
 

@@ -35,11 +35,11 @@ fn answering(millis: &'static [u64]) -> Api {
 }
 
 fn in_flight(layer: &OutboundLayer<Memory, TokioClock>) -> u32 {
-    layer.provider().inspect(|desk, _| desk.lanes.in_flight(Lane::User))
+    layer.provider().inspect(|state, _| state.lanes.in_flight(Lane::User))
 }
 
 fn budget(layer: &OutboundLayer<Memory, TokioClock>) -> u64 {
-    layer.provider().inspect(|desk, _| desk.budget.remaining())
+    layer.provider().inspect(|state, _| state.budget.remaining())
 }
 
 #[tokio::test(start_paused = true)]
@@ -129,7 +129,7 @@ async fn a_full_limit_sends_no_hedge() {
         let response = ask(&layer.layer(api.clone()), get("/x")).await.unwrap();
         let happened = *response.extensions().get::<CallStats>().unwrap();
         assert_eq!((happened.attempts, api.count()), (1, 1), "{limit} {settings}");
-        assert_eq!((budget(&layer), layer.provider().inspect(|desk, _| desk.lanes.waiting(Lane::User))), (before, 0));
+        assert_eq!((budget(&layer), layer.provider().inspect(|state, _| state.lanes.waiting(Lane::User))), (before, 0));
     }
 }
 
@@ -176,7 +176,7 @@ async fn two_hedged_failures_are_one_attempt() {
     let response = ask(&service, get("/x")).await.unwrap();
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(response.extensions().get::<CallStats>().unwrap().attempts, 4, "each attempt has one beside it");
-    assert!(layer.provider().inspect(|desk, now| desk.breaker.peek(now).is_err()), "three were enough");
+    assert!(layer.provider().inspect(|state, now| state.breaker.peek(now).is_err()), "three were enough");
     drop(response);
     assert_eq!(in_flight(&layer), 0);
 }

@@ -348,7 +348,7 @@ async fn a_call_is_in_flight_until_body_read() {
     for code in [200, 404, 503, 429] {
         let layer = layer("retry = { max_attempts = 2, base = \"1ms\", cap = \"1ms\" }");
         let service = layer.layer(Api::new(move |_, _| status(code)));
-        let in_flight = || layer.provider().inspect(|desk, _| desk.lanes.in_flight(Lane::User));
+        let in_flight = || layer.provider().inspect(|state, _| state.lanes.in_flight(Lane::User));
         let read = ask(&service, get("/x")).await.unwrap();
         let dropped = ask(&service, get("/x")).await.unwrap();
         assert_eq!(in_flight(), 2, "{code}");
@@ -403,7 +403,7 @@ async fn extensions_set_costs_and_replies_correct_them() {
         "60 are reserved"
     );
     let response = ask(&service, costing(50, 1)).await.unwrap();
-    assert_eq!(layer.provider().inspect(|desk, _| desk.lanes.in_flight(Lane::Webhook)), 1);
+    assert_eq!(layer.provider().inspect(|state, _| state.lanes.in_flight(Lane::Webhook)), 1);
     drop(response);
 }
 

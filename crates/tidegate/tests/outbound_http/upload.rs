@@ -42,7 +42,7 @@ fn stalling(pieces_before: usize) -> Request<Upload> {
 }
 
 fn is_open(layer: &OutboundLayer<Memory, TokioClock>) -> bool {
-    layer.provider().inspect(|desk, now| desk.breaker.peek(now).is_err())
+    layer.provider().inspect(|state, now| state.breaker.peek(now).is_err())
 }
 
 fn is_stalled(error: &OutboundError) -> bool {
@@ -59,7 +59,7 @@ async fn a_stalled_caller_is_no_provider_failure() {
     for (settings, secs) in [("attempt_timeout = \"2s\"\n", 2), ("", 10)] {
         let api = Api::new(|_, _| status(200));
         let layer = layer(&format!("{settings}breaker = {{ failures = 1 }}\n"));
-        let limit = || layer.provider().inspect(|desk, _| desk.adaptive_limit.as_ref().unwrap().limit());
+        let limit = || layer.provider().inspect(|state, _| state.adaptive_limit.as_ref().unwrap().limit());
         let before = limit();
         for sent in [0, 1, 3] {
             let began = now();
@@ -72,7 +72,7 @@ async fn a_stalled_caller_is_no_provider_failure() {
         }
         assert!(!is_open(&layer), "one failure would have opened it");
         assert_eq!(limit(), before);
-        assert_eq!(layer.provider().inspect(|desk, _| desk.lanes.in_flight(Lane::User)), 0);
+        assert_eq!(layer.provider().inspect(|state, _| state.lanes.in_flight(Lane::User)), 0);
         assert_eq!(ask(&layer.layer(api), get("/x")).await.unwrap().status(), StatusCode::OK);
     }
 }

@@ -266,6 +266,6 @@ async fn debug_output_contains_no_secret() {
     for (key, page) in cache.0.replies.iter() {
         printed += &format!("{key:?} {:?}", page.replies());
     }
-    assert!(printed.contains("Key(…)") && printed.contains("Entry"), "{printed}");
+    assert!(printed.contains("CacheKey(…)") && printed.contains("CachedReply"), "{printed}");
     assert!(!printed.contains("s3cret"), "{printed}");
 }

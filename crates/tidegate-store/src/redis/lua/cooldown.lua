@@ -3,70 +3,70 @@
 load[COOLDOWN] = function(state)
   local value = call('GET', state.key)
   if not value then
-    state.open_at, state.last, state.generation, state.step = 0, 0, 0, 0
+    state.opens_at, state.last_event_at, state.generation, state.closings_in_row = 0, 0, 0, 0
     return
   end
   state.exists = true
-  state.kept, state.open_at, state.last, state.generation, state.step = unpack('<dddII', value)
+  state.kept, state.opens_at, state.last_event_at, state.generation, state.closings_in_row = unpack('<dddII', value)
   if #value > 32 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 33) end
 end
 
 local function gate_idle_at(op, state)
-  if state.open_at == 0 and state.last == 0 and state.generation == 0 and state.step == 0 then return 0 end
-  return min(max(state.open_at, state.last) + op.remembered, NEVER)
+  if state.opens_at == 0 and state.last_event_at == 0 and state.generation == 0 and state.closings_in_row == 0 then return 0 end
+  return min(max(state.opens_at, state.last_event_at) + op.retention, NEVER)
 end
 
-local function settle_gate(op, state)
-  op.base_wait, op.cap_wait, op.stagger, op.released, op.remembered, op.generation =
+local function refresh_gate(op, state)
+  op.base_wait, op.cap_wait, op.stagger, op.max_release_time, op.retention, op.generation =
     unpack('<dddddd', bytes, op.place)
-  if state.last > now + OVERTAKEN then
-    if state.open_at > 0 and state.open_at ~= NEVER then
-      state.open_at = min(now + max(state.open_at - state.last, 0), NEVER)
+  if state.last_event_at > now + MAX_CLOCK_LAG then
+    if state.opens_at > 0 and state.opens_at ~= NEVER then
+      state.opens_at = min(now + max(state.opens_at - state.last_event_at, 0), NEVER)
     end
-    state.last = now
+    state.last_event_at = now
     state.changed = true
   end
   if gate_idle_at(op, state) <= now then
     if state.exists then state.changed = true end
-    state.open_at, state.last, state.generation, state.step = 0, 0, 0, 0
+    state.opens_at, state.last_event_at, state.generation, state.closings_in_row = 0, 0, 0, 0
   elseif
-    state.step == 0
-    and state.last >= state.open_at
-    and (min(state.last + 2 * op.stagger, NEVER) <= now or min(state.open_at + op.released, NEVER) <= now)
+    state.closings_in_row == 0
+    and state.last_event_at >= state.opens_at
+    and (min(state.last_event_at + 2 * op.stagger, NEVER) <= now or min(state.opens_at + op.max_release_time, NEVER) <= now)
   then
-    if state.open_at ~= 0 then state.changed = true end
-    state.open_at = 0
+    if state.opens_at ~= 0 then state.changed = true end
+    state.opens_at = 0
   end
 end
 
 local function gate_free_at(op, state)
-  if state.open_at == 0 then return now end
-  if state.last < state.open_at then return max(state.open_at, now) end
-  return max(min(state.last + op.stagger, NEVER), now)
+  if state.opens_at == 0 then return now end
+  if state.last_event_at < state.opens_at then return max(state.opens_at, now) end
+  return max(min(state.last_event_at + op.stagger, NEVER), now)
 end
 
-judge[COOLDOWN] = function(op, state)
-  settle_gate(op, state)
+evaluate[COOLDOWN] = function(op, state)
+  refresh_gate(op, state)
   op.free_at = gate_free_at(op, state)
   return op.free_at <= now
 end
 
-covers[COOLDOWN] = function(op, state)
+has_room_for_parole[COOLDOWN] = function(op, state)
   return state.parole <= (op.free_at > now and 0 or 1)
 end
 
 charge[COOLDOWN] = function(_, state)
-  if state.open_at > 0 then state.last = now end
+  if state.opens_at > 0 then state.last_event_at = now end
 end
 
 save[COOLDOWN] = function(op, state)
-  local value = pack('<ddII', state.open_at, state.last, state.generation, state.step)
+  local value = pack('<ddII', state.opens_at, state.last_event_at, state.generation, state.closings_in_row)
   if state.strikes > 0 or state.parole > 0 then
     value = value .. pack('<ddB', state.ends, state.parole, state.strikes)
   end
-  keep(state, max(gate_idle_at(op, state), remembered(op, state)), value)
+  write_or_delete(state, max(gate_idle_at(op, state), record_retained_until(op, state)), value)
 end
 
-facts[COOLDOWN] = function(state)
-  return pack('<ddII', state.open_at, state.last, state.generation, state.step)
+encode_state[COOLDOWN] = function(state)
+  return pack('<ddII', state.opens_at, state.last_event_at, state.generation, state.closings_in_row)
 end

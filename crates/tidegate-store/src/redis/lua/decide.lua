@@ -8,22 +8,22 @@
 local ADMITTED, PAROLE, REFUSED, BLOCKED = 0, 1, 2, 3
 
 -- Bits of what stands against the call in other parts of its batch.
-local refused, blocked = outside % 2 > 0, outside % 4 > 1
-local watched_refused, watched_blocked = outside % 8 > 3, outside > 7
+local refused, blocked = other_parts % 2 > 0, other_parts % 4 > 1
+local watched_refused, watched_blocked = other_parts % 8 > 3, other_parts > 7
 
 local states, ops, answers = {}, {}, { pack('<d', now) }
 
 -- Behind the head, each operation begins with its length, and ends with its penalty.
-local next_place = 34
+local next_position = 34
 
 for index, key in ipairs(KEYS) do
   local op = { done = 1 }
   local length
   length, op.kind, op.verb, op.shadow, op.counts, op.waives, op.paroles, op.penalised, op.never, op.cost, op.place =
-    unpack('<BBBBBBBBBd', bytes, next_place)
-  next_place = next_place + 1 + length
+    unpack('<BBBBBBBBBd', bytes, next_position)
+  next_position = next_position + 1 + length
   if op.penalised == 1 then
-    op.penalty = next_place - 40
+    op.penalty = next_position - 40
     op.base, op.factor, op.cap, op.forgive, op.last = unpack('<ddddd', bytes, op.penalty)
   end
   local state = states[key]
@@ -33,12 +33,12 @@ for index, key in ipairs(KEYS) do
     states[key] = state
   end
   op.state, ops[index] = state, op
-  if op.kind == QUOTA and op.verb ~= RESET and not period(op) then return answers[1] end
+  if op.kind == QUOTA and op.verb ~= RESET and not select_period(op) then return answers[1] end
   if op.verb <= PEEK then
-    local verdict = judge[op.kind](op, state) and ADMITTED or REFUSED
-    local answer = facts[op.kind](state, op)
+    local verdict = evaluate[op.kind](op, state) and ADMITTED or REFUSED
+    local answer = encode_state[op.kind](state, op)
     if op.penalised == 1 then
-      settle_record(op, state)
+      refresh_record(op, state)
       answer = answer .. pack('<ddB', state.ends, state.parole, state.strikes)
       if state.strikes > 0 and state.ends > now then
         verdict = BLOCKED
@@ -57,14 +57,14 @@ for index, key in ipairs(KEYS) do
 end
 
 -- Charges, and forgets a parole whose call has room without it.
-local function spend(op, state, leaves)
-  if state.parole > 0 and (op.verdict == PAROLE or leaves and covers[op.kind](op, state)) then state.parole = 0 end
+local function charge_and_end_parole(op, state, leaves)
+  if state.parole > 0 and (op.verdict == PAROLE or leaves and has_room_for_parole[op.kind](op, state)) then state.parole = 0 end
   charge[op.kind](op, state)
   state.changed = true
 end
 
 -- Empties the state, also for an operation on the same key that is still to come, and tells all nodes.
-local function forget(op, state)
+local function reset(op, state)
   local key = state.key
   call('DEL', key)
   for field in pairs(state) do
@@ -84,24 +84,24 @@ for index, op in ipairs(ops) do
       is_refused, is_blocked = watched_refused, watched_blocked
     end
     if op.verdict < REFUSED then
-      if not is_refused or (op.counts == 1 and op.verdict == ADMITTED) then spend(op, state, true) end
+      if not is_refused or (op.counts == 1 and op.verdict == ADMITTED) then charge_and_end_parole(op, state, true) end
     elseif not is_blocked and op.penalised == 1 and (op.free_at or now) < NEVER then
-      strike(op, state)
+      add_strike(op, state)
     end
     if state.changed then save[op.kind](op, state) end
   elseif op.verb == RESET then
-    forget(op, state)
+    reset(op, state)
   elseif op.verb == DEBIT and op.kind <= QUOTA then
-    judge[op.kind](op, state)
-    spend(op, state, not (state.strikes > 0 and state.ends > now))
+    evaluate[op.kind](op, state)
+    charge_and_end_parole(op, state, not (state.strikes > 0 and state.ends > now))
     save[op.kind](op, state)
-  elseif op.verb == PENALISE then
+  elseif op.verb == RESTORE_PENALTY then
     if op.penalised == 1 then
-      judge[op.kind](op, state)
-      penalise(op, state)
+      evaluate[op.kind](op, state)
+      restore_penalty(op, state)
       save[op.kind](op, state)
     end
-  elseif op.verb > PEEK and tell[op.kind](op, state) then
+  elseif op.verb > PEEK and apply[op.kind](op, state) then
     save[op.kind](op, state)
   end
   if op.verb > PEEK then answers[index + 1] = op.answer or pack('B', op.done) end

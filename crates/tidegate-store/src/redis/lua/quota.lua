@@ -13,7 +13,7 @@ end
 
 -- Picks the present one of the three periods that the caller sent. Without it there is no answer, and nothing may have
 -- been changed yet.
-period = function(op)
+select_period = function(op)
   local limit, first, second, third, last = unpack('<ddddd', bytes, op.place)
   op.limit = limit
   if now < first or now >= last then return false end
@@ -28,21 +28,21 @@ period = function(op)
 end
 
 -- The ledger as it counts now.
-local function counted(op, state)
+local function current_usage(op, state)
   if state.start < op.start then return op.start, op.stop, 0 end
   return state.start, state.start == op.start and op.stop or state.stop, state.used
 end
 
-local function settle_quota(op, state)
+local function refresh_quota(op, state)
   if state.start > op.stop then
     state.start, state.stop = op.start, op.stop
     state.changed = true
   end
 end
 
-judge[QUOTA] = function(op, state)
-  settle_quota(op, state)
-  local _, stop, used = counted(op, state)
+evaluate[QUOTA] = function(op, state)
+  refresh_quota(op, state)
+  local _, stop, used = current_usage(op, state)
   if op.never == 1 then
     op.free_at = NEVER
     return false
@@ -52,14 +52,14 @@ judge[QUOTA] = function(op, state)
   return false
 end
 
-covers[QUOTA] = function(op, state)
-  local _, _, used = counted(op, state)
+has_room_for_parole[QUOTA] = function(op, state)
+  local _, _, used = current_usage(op, state)
   return state.parole <= max(op.limit - used, 0)
 end
 
 charge[QUOTA] = function(op, state)
-  local start, stop, used = counted(op, state)
-  state.start, state.stop, state.used = start, stop, min(used + op.cost, COUNTED)
+  local start, stop, used = current_usage(op, state)
+  state.start, state.stop, state.used = start, stop, min(used + op.cost, MAX_EXACT_INTEGER)
 end
 
 save[QUOTA] = function(op, state)
@@ -67,9 +67,9 @@ save[QUOTA] = function(op, state)
   if state.strikes > 0 or state.parole > 0 then
     value = value .. pack('<ddB', state.ends, state.parole, state.strikes)
   end
-  keep(state, max(state.used > 0 and state.stop or 0, remembered(op, state)), value)
+  write_or_delete(state, max(state.used > 0 and state.stop or 0, record_retained_until(op, state)), value)
 end
 
-facts[QUOTA] = function(state)
+encode_state[QUOTA] = function(state)
   return pack('<ddd', state.start, state.stop, state.used)
 end

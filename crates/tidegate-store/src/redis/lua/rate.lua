@@ -23,20 +23,20 @@ local function add(a, a_rest, b, b_rest)
 end
 
 -- The arrival time as it counts now.
-local function current(state)
+local function current_tat(state)
   if state.tat < now then return now, 0 end
   return state.tat, state.tat_rest
 end
 
-judge[RATE] = function(op, state)
+evaluate[RATE] = function(op, state)
   op.step, op.step_rest, op.refill, op.refill_rest, op.burst, op.spacing, op.spacing_rest, op.lead =
     unpack('<dddddddd', bytes, op.place)
-  op.most, op.most_rest = add(now + op.refill, op.refill_rest, op.refill, op.refill_rest)
-  if is_later(state.tat, state.tat_rest, op.most + OVERTAKEN, op.most_rest) then
+  op.max_tat, op.most_rest = add(now + op.refill, op.refill_rest, op.refill, op.refill_rest)
+  if is_later(state.tat, state.tat_rest, op.max_tat + MAX_CLOCK_LAG, op.most_rest) then
     state.tat, state.tat_rest = now + op.refill, op.refill_rest
     state.changed = true
   end
-  local from, from_rest = current(state)
+  local from, from_rest = current_tat(state)
   local after, after_rest = add(from, from_rest, op.step, op.step_rest)
   if op.never == 1 then
     op.free_at = NEVER
@@ -48,9 +48,9 @@ judge[RATE] = function(op, state)
 end
 
 -- Whether what is left covers as much as a parole: free ÷ spacing >= parole.
-covers[RATE] = function(op, state)
+has_room_for_parole[RATE] = function(op, state)
   if state.parole > op.burst then return false end
-  local from, from_rest = current(state)
+  local from, from_rest = current_tat(state)
   local rest = op.spacing_rest * state.parole
   local carry = floor(rest / 1024)
   local after, after_rest = add(from, from_rest, op.spacing * state.parole + carry, rest - carry * 1024)
@@ -58,10 +58,10 @@ covers[RATE] = function(op, state)
 end
 
 charge[RATE] = function(op, state)
-  local from, from_rest = current(state)
+  local from, from_rest = current_tat(state)
   if from < now + op.lead then from, from_rest = now + op.lead, 0 end
   local after, after_rest = add(from, from_rest, op.step, op.step_rest)
-  local most, most_rest = op.most, op.most_rest
+  local most, most_rest = op.max_tat, op.most_rest
   if is_later(from, from_rest, most, most_rest) then most, most_rest = from, from_rest end
   if most > NEVER then most, most_rest = NEVER, 1023 end
   if is_later(after, after_rest, most, most_rest) then after, after_rest = most, most_rest end
@@ -73,9 +73,9 @@ save[RATE] = function(op, state)
   if state.strikes > 0 or state.parole > 0 then
     value = value .. pack('<ddB', state.ends, state.parole, state.strikes)
   end
-  keep(state, max(state.tat + (state.tat_rest > 0 and 1 or 0), remembered(op, state)), value)
+  write_or_delete(state, max(state.tat + (state.tat_rest > 0 and 1 or 0), record_retained_until(op, state)), value)
 end
 
-facts[RATE] = function(state)
+encode_state[RATE] = function(state)
   return pack('<dd', state.tat, state.tat_rest)
 end

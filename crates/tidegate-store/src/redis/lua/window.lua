@@ -7,10 +7,10 @@
 -- `bytes` are the slots from the place `from` on as they are to be; of those, the ones from `edited` on differ from what
 -- is stored.
 
-local HEADER, SLOT, CHUNK = 74, 16, 64
+local HEADER_BYTES, SLOT_BYTES, CHUNK_SLOTS = 74, 16, 64
 
 load[WINDOW] = function(state)
-  local raw = call('GETRANGE', state.key, -HEADER, -1)
+  local raw = call('GETRANGE', state.key, -HEADER_BYTES, -1)
   state.edited, state.bytes = math.huge, ''
   if raw == '' then
     state.total, state.newest, state.oldest, state.coarse = 0, 0, 0, 0
@@ -25,97 +25,97 @@ load[WINDOW] = function(state)
   state.from = state.tail
 end
 
-local function stored(state, place, stop)
-  return call('GETRANGE', state.key, place * SLOT, stop * SLOT - 1)
+local function read_stored_slots(state, place, stop)
+  return call('GETRANGE', state.key, place * SLOT_BYTES, stop * SLOT_BYTES - 1)
 end
 
-local function slot(state, place)
-  if place >= state.from then return unpack('<dd', state.bytes, (place - state.from) * SLOT + 1) end
+local function read_slot(state, place)
+  if place >= state.from then return unpack('<dd', state.bytes, (place - state.from) * SLOT_BYTES + 1) end
   local ahead = state.chunk and place - state.chunk_from or -1
-  if ahead < 0 or ahead * SLOT >= #state.chunk then
-    state.chunk, state.chunk_from = stored(state, place, min(place + CHUNK, state.from)), place
+  if ahead < 0 or ahead * SLOT_BYTES >= #state.chunk then
+    state.chunk, state.chunk_from = read_stored_slots(state, place, min(place + CHUNK_SLOTS, state.from)), place
     ahead = 0
   end
-  return unpack('<dd', state.chunk, ahead * SLOT + 1)
+  return unpack('<dd', state.chunk, ahead * SLOT_BYTES + 1)
 end
 
-local function pop(state, count)
+local function remove_oldest(state, count)
   state.total = state.total - count
   state.head = state.head + 1
-  if state.head < state.tail then state.oldest = (slot(state, state.head)) end
+  if state.head < state.tail then state.oldest = (read_slot(state, state.head)) end
   state.changed = true
 end
 
 -- Fetches slots from the newest back, until `place` is at hand.
-local function reach(state, place)
+local function load_from(state, place)
   if place >= state.from then return end
-  local start = max(state.head, min(place, state.from - max(CHUNK, state.tail - state.from)))
-  state.bytes = stored(state, start, state.from) .. state.bytes
+  local start = max(state.head, min(place, state.from - max(CHUNK_SLOTS, state.tail - state.from)))
+  state.bytes = read_stored_slots(state, start, state.from) .. state.bytes
   state.from, state.chunk = start, nil
 end
 
 -- Puts `new` where `drop` slots from `place` on were.
 local function splice(state, place, drop, new)
-  reach(state, place)
-  local before = (place - state.from) * SLOT
-  state.bytes = string.sub(state.bytes, 1, before) .. new .. string.sub(state.bytes, before + drop * SLOT + 1)
-  state.tail = state.tail - drop + #new / SLOT
+  load_from(state, place)
+  local before = (place - state.from) * SLOT_BYTES
+  state.bytes = string.sub(state.bytes, 1, before) .. new .. string.sub(state.bytes, before + drop * SLOT_BYTES + 1)
+  state.tail = state.tail - drop + #new / SLOT_BYTES
   state.edited = min(state.edited, place)
 end
 
-local function note_ends(state)
+local function update_oldest_and_newest(state)
   if state.tail > state.head then
-    state.oldest = (slot(state, state.head))
-    state.newest = (slot(state, state.tail - 1))
+    state.oldest = (read_slot(state, state.head))
+    state.newest = (read_slot(state, state.tail - 1))
   end
 end
 
 -- Brings slots of the future to `limit`.
-local function pull_back(state, limit)
-  reach(state, state.head)
+local function clamp_future_slots(state, limit)
+  load_from(state, state.head)
   local first = state.tail
-  while first > state.head and slot(state, first - 1) > limit do
+  while first > state.head and read_slot(state, first - 1) > limit do
     first = first - 1
   end
   local pulled = {}
   for place = first, state.tail - 1 do
-    local _, count = slot(state, place)
+    local _, count = read_slot(state, place)
     pulled[#pulled + 1] = pack('<dd', limit, count)
   end
   splice(state, first, #pulled, table.concat(pulled))
   state.changed = true
-  note_ends(state)
+  update_oldest_and_newest(state)
 end
 
 -- Forgets what no longer counts, and returns the moment to judge at.
-local function settle_log(op, state)
+local function refresh_log(op, state)
   local judged_at = now
   if state.tail > state.head and state.newest > now + op.lead then
-    local overtaken = max(state.newest - op.lead, 0)
-    if overtaken - now <= OVERTAKEN then
-      judged_at = overtaken
+    local log_time = max(state.newest - op.lead, 0)
+    if log_time - now <= MAX_CLOCK_LAG then
+      judged_at = log_time
     else
-      pull_back(state, now + op.lead)
+      clamp_future_slots(state, now + op.lead)
     end
   end
-  if state.tail > state.head and judged_at - state.newest >= op.length then
+  if state.tail > state.head and judged_at - state.newest >= op.window then
     state.head, state.total, state.changed = state.tail, 0, true
   end
-  while state.tail > state.head and judged_at - state.oldest >= op.length do
-    local _, count = slot(state, state.head)
-    pop(state, count)
+  while state.tail > state.head and judged_at - state.oldest >= op.window do
+    local _, count = read_slot(state, state.head)
+    remove_oldest(state, count)
   end
   if state.coarse == 1 and state.total <= op.entries then state.coarse = 0 end
   return judged_at
 end
 
-local function arguments(op)
-  op.limit, op.length, op.entries, op.most, op.cell, op.lead, op.ahead = unpack('<ddddddd', bytes, op.place)
+local function decode_op(op)
+  op.limit, op.window, op.entries, op.max_slots, op.cell_length, op.lead, op.batch_lead = unpack('<ddddddd', bytes, op.place)
 end
 
-judge[WINDOW] = function(op, state)
-  arguments(op)
-  settle_log(op, state)
+evaluate[WINDOW] = function(op, state)
+  decode_op(op)
+  refresh_log(op, state)
   op.free_from, op.free_count = 0, 0
   if op.never == 1 then
     op.free_at = NEVER
@@ -125,39 +125,39 @@ judge[WINDOW] = function(op, state)
   local missing = state.total + op.cost - op.limit
   op.free_at = now
   for place = state.head, state.tail - 1 do
-    local at, count = slot(state, place)
+    local at, count = read_slot(state, place)
     op.free_from, op.free_count = at, op.free_count + count
-    op.free_at = at + op.length
+    op.free_at = at + op.window
     if op.free_count >= missing then break end
   end
   return false
 end
 
-covers[WINDOW] = function(op, state)
+has_room_for_parole[WINDOW] = function(op, state)
   return state.parole <= max(op.limit - state.total, 0)
 end
 
 local function cell_of(op, at)
-  return floor(at / op.cell)
+  return floor(at / op.cell_length)
 end
 
 local function merge_oldest(state)
   if state.tail - state.head < 2 then return end
-  local _, count = slot(state, state.head)
+  local _, count = read_slot(state, state.head)
   local total = state.total
-  pop(state, count)
+  remove_oldest(state, count)
   state.total = total
-  local at, next_count = slot(state, state.head)
+  local at, next_count = read_slot(state, state.head)
   splice(state, state.head, 1, pack('<dd', at, next_count + count))
 end
 
 -- Merges slots that lie in the same cell of the grid.
-local function merge(op, state)
-  reach(state, state.head)
+local function merge_cells(op, state)
+  load_from(state, state.head)
   local merged, size = {}, 0
-  local at, count = slot(state, state.head)
+  local at, count = read_slot(state, state.head)
   for place = state.head + 1, state.tail - 1 do
-    local next_at, next_count = slot(state, place)
+    local next_at, next_count = read_slot(state, place)
     if cell_of(op, at) == cell_of(op, next_at) then
       next_count = next_count + count
     else
@@ -169,51 +169,51 @@ local function merge(op, state)
   merged[size + 1] = pack('<dd', at, count)
   splice(state, state.head, state.tail - state.head, table.concat(merged))
   state.coarse = 1
-  note_ends(state)
+  update_oldest_and_newest(state)
 end
 
 local function make_room(op, state)
-  while state.tail - state.head >= op.most do
+  while state.tail - state.head >= op.max_slots do
     merge_oldest(state)
   end
 end
 
 charge[WINDOW] = function(op, state)
   if op.cost == 0 then return end
-  local at = min(now + op.ahead, NEVER)
+  local at = min(now + op.batch_lead, NEVER)
   local last = state.tail - 1
   if last >= state.head then
     at = max(at, state.newest)
     if state.newest == at or (state.coarse == 1 and cell_of(op, state.newest) == cell_of(op, at)) then
-      reach(state, last)
-      local _, count = slot(state, last)
+      load_from(state, last)
+      local _, count = read_slot(state, last)
       splice(state, last, 1, pack('<dd', at, count + op.cost))
-      state.total = min(state.total + op.cost, COUNTED)
-      note_ends(state)
+      state.total = min(state.total + op.cost, MAX_EXACT_INTEGER)
+      update_oldest_and_newest(state)
       return
     end
-    if last - state.head + 1 >= op.most then
-      if op.cell == 0 then
+    if last - state.head + 1 >= op.max_slots then
+      if op.cell_length == 0 then
         make_room(op, state)
       else
-        merge(op, state)
+        merge_cells(op, state)
       end
     end
   end
   if state.tail == state.head then state.oldest = at end
   splice(state, state.tail, 0, pack('<dd', at, op.cost))
-  state.newest, state.total = at, min(state.total + op.cost, COUNTED)
+  state.newest, state.total = at, min(state.total + op.cost, MAX_EXACT_INTEGER)
 end
 
 save[WINDOW] = function(op, state)
   local size = state.tail - state.head
-  local usage = size > 0 and min(state.newest + op.length, NEVER) or 0
-  local idle_at = max(usage, remembered(op, state))
+  local usage = size > 0 and min(state.newest + op.window, NEVER) or 0
+  local idle_at = max(usage, record_retained_until(op, state))
   -- More has been left behind than counts: time to write it anew.
-  if state.head > size + CHUNK then reach(state, state.head) end
+  if state.head > size + CHUNK_SLOTS then load_from(state, state.head) end
   local whole = state.from <= state.head or idle_at <= now
   if whole then
-    state.bytes = string.sub(state.bytes, (state.head - state.from) * SLOT + 1)
+    state.bytes = string.sub(state.bytes, (state.head - state.from) * SLOT_BYTES + 1)
     state.head, state.tail, state.from, state.room = 0, size, 0, size
   else
     state.room = max(state.room, state.tail)
@@ -232,20 +232,20 @@ save[WINDOW] = function(op, state)
     state.strikes
   )
   if whole then
-    keep(state, idle_at, header, state.bytes)
+    write_or_delete(state, idle_at, header, state.bytes)
   else
-    local expires = lengthen(state, idle_at)
+    local expires = extend_expiry(state, idle_at)
     local place = min(state.edited, state.tail)
-    local changed = string.sub(state.bytes, (place - state.from) * SLOT + 1)
-    local unused = string.rep('\0', (state.room - state.tail) * SLOT)
-    call('SETRANGE', state.key, place * SLOT, changed .. unused .. pack('<d', state.kept) .. header)
+    local changed = string.sub(state.bytes, (place - state.from) * SLOT_BYTES + 1)
+    local unused = string.rep('\0', (state.room - state.tail) * SLOT_BYTES)
+    call('SETRANGE', state.key, place * SLOT_BYTES, changed .. unused .. pack('<d', state.kept) .. header)
     if expires then call('PEXPIRE', state.key, expires) end
   end
   state.edited = math.huge
 end
 
 -- What is used, the newest slot, and when how much of it is free.
-facts[WINDOW] = function(state, op)
+encode_state[WINDOW] = function(state, op)
   local newest = state.tail > state.head and state.newest or 0
   return pack('<dddd', state.total, newest, op.free_from, op.free_count)
 end

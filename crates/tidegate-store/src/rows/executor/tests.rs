@@ -1,4 +1,4 @@
-//! Who goes with whom, by a driver that carries nothing out before it is let.
+//! The forming of groups, tested with a driver that executes a group only when the test permits it.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -15,16 +15,16 @@ use crate::StoreError;
 use crate::rows::loaded_rows::{LoadedRows, RowChange};
 use crate::rows::{GroupError, RowKey};
 
-/// A driver over no rows at all.
+/// A driver without rows.
 #[derive(Default)]
 struct Fake<const SAME_ROWS: bool> {
-    /// One permit lets one group through.
+    /// One permit for each group.
     gate: Option<Semaphore>,
-    /// What the next groups meet.
+    /// The errors of the next groups.
     faults: Mutex<Vec<GroupError>>,
-    /// The keys of groups under way.
+    /// The keys of running groups.
     busy: Mutex<Vec<RowKey>>,
-    /// Of each group: how many calls, and over how many rows.
+    /// The number of batches and of rows of each group.
     groups: Mutex<Vec<(usize, usize)>>,
 }
 
@@ -80,7 +80,7 @@ fn batch(verb: Verb, keys: &[u64]) -> Batch {
 
 type Asked = JoinHandle<Result<Outcomes, StoreError>>;
 
-/// Asks, and lets those who wait get in line.
+/// Sends a batch, and waits until it is queued.
 async fn ask<D: GroupDriver>(engine: &GroupExecutor<D>, batch: &Batch) -> Asked {
     let asked = tokio::spawn(engine.apply(batch, Time::from_secs(1)));
     for _ in 0..3 {
@@ -122,7 +122,7 @@ fn different_row_sets_are_grouped_separately() {
         for asked in asked {
             assert!(asked.await.unwrap().is_ok());
         }
-        // The last but one waits behind the third, whose row it wants, too; the last doesn't care.
+        // The last but one waits behind the third, because it needs the same row. The last is independent.
         assert_eq!(engine.driver().groups(), [(1, 1), (2, 2), (2, 3), (1, 1)]);
     });
 }
@@ -191,7 +191,7 @@ fn an_unreachable_server_fails_all_waiting_requests() {
     });
 }
 
-/// A driver that finds one readable row and one that isn't.
+/// A driver that finds one readable row and one unreadable row.
 #[derive(Default)]
 struct Foreign(Mutex<Vec<RowChange>>);
 
@@ -227,7 +227,7 @@ fn an_unreadable_row_is_an_error_and_unchanged() {
     });
 }
 
-/// Many callers over few rows: everybody is answered, and no row is in two groups at a time, which the driver watches.
+/// Many callers over few rows: each gets an answer. The driver checks that no row is in two groups at a time.
 #[test]
 fn every_request_is_answered() {
     run(async {

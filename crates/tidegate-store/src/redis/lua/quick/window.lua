@@ -51,7 +51,7 @@ do
     end
   end
   if size == 0 then oldest = at end
-  if used$ + cost$ > COUNTED then break end
+  if used$ + cost$ > MAX_EXACT_INTEGER then break end
   local idle_at = at + length$
   if idle_at > NEVER then idle_at = NEVER end
   if kept < idle_at or kept > idle_at + idle_at - now then

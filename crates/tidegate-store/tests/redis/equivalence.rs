@@ -34,9 +34,9 @@ impl<'a> Pair<'a> {
         self.compare(batch, now, false).unwrap()
     }
 
-    /// What both answer. With `may_remember`, `None` where they differ over a key that the reference has forgotten, as it
-    /// does at any touch when a state is idle, while the other store waits for the next write or for time to pass: a
-    /// clock that steps back then brings it to life again.
+    /// The outcome of both stores. With `may_remember`, `None` if they differ over a key that the reference has
+    /// dropped. The reference drops an idle state at any access; the other store keeps it until the next write or its
+    /// expiry, and uses it again after a clock step back.
     fn compare(&self, batch: &Batch, now: Time, may_remember: bool) -> Option<Outcomes> {
         let known = self.reference.snapshot(now);
         let is_forgotten = batch.ops().iter().any(|op| !known.contains_key(&(op.limit, op.key)));
@@ -84,9 +84,9 @@ fn redis_agrees_with_the_reference_store() {
     worlds(PlanContents::All, |world, _| world.advance_clock());
 }
 
-/// The clock now and then steps back: by less than a call may be overtaken by, by seconds, and for good by a month. Limits
-/// last for hours: when a state that is idle is forgotten, and comes to life again with the past, is each store's own
-/// affair.
+/// The clock now and then steps back: by less than a call may be overtaken by, by seconds, and for good by a month.
+/// Limits last for hours: when a state that is idle is forgotten, and comes to life again with the past, is each
+/// store's own affair.
 #[test]
 fn redis_agrees_when_clocks_step_back() {
     const MINUTE: u64 = 60_000_000;
@@ -109,8 +109,8 @@ fn redis_agrees_when_clocks_step_back() {
     });
 }
 
-/// A penalty that is brought back by a clock that was set back changes the state as a whole, of whatever kind: it answers
-/// alike afterwards.
+/// A penalty that is brought back by a clock that was set back changes the state as a whole, of whatever kind: it
+/// answers alike afterwards.
 #[test]
 fn restored_penalties_agree_with_the_reference_store() {
     let Some(server) = RedisServer::start() else { return };
@@ -148,8 +148,8 @@ fn restored_penalties_agree_with_the_reference_store() {
     }
 }
 
-/// Logs of thousands of slots, which are neither read nor written as a whole: charged ahead, settled, refunded, overdrawn,
-/// merged, and left to expire.
+/// Logs of thousands of slots, which are neither read nor written as a whole: charged ahead, settled, refunded,
+/// overdrawn, merged, and left to expire.
 #[test]
 fn long_logs_agree_with_the_reference_store() {
     const LEAD: Span = Span::from_millis(500);

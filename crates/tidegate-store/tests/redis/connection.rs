@@ -1,4 +1,4 @@
-//! The server goes away, freezes, comes back, or isn't who it was.
+//! Loss of the server: it stops, freezes, returns, or is replaced by another.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,9 +15,9 @@ use crate::common::Stores;
 
 const KEY: Key = Key::new(3, 0x1234_5678_9abc_def1);
 const HOUR: Span = Span::from_secs(3600);
-/// How long a caller waits.
+/// The timeout of a caller.
 const CALLER: Duration = Duration::from_millis(50);
-/// What is at once on a busy machine: far less than the store waits for a server.
+/// The bound for an immediate answer on a busy machine: far below the store's own timeout.
 const AT_ONCE: Duration = Duration::from_millis(800);
 /// As long as anything here may take on a busy machine.
 const LONG: Duration = Duration::from_secs(10);
@@ -95,7 +95,7 @@ fn a_stopped_server_fails_fast_and_recovers() {
     stores.runtime.block_on(async {
         once(&store, wide, Verb::Take).await.unwrap();
         server.kill();
-        // The end of the connection is noticed without anybody asking; and from then on nobody waits.
+        // The end of the connection is noticed without a call, and later calls don't wait.
         tokio::time::sleep(Duration::from_millis(200)).await;
         for _ in 0..100 {
             let answer = timeout(AT_ONCE, once(&store, wide, Verb::Take)).await;
@@ -127,7 +127,7 @@ fn a_store_may_be_created_before_its_server() {
     });
 }
 
-/// Callers that give up after 50 ms never learn that a server is frozen; the store does, and lets nobody wait for it.
+/// Callers with a timeout of 50 ms never learn that a server is frozen. The store does, and later callers don't wait.
 #[test]
 fn a_frozen_server_fails_fast_and_recovers() {
     let Some(server) = RedisServer::start() else { return };
@@ -186,7 +186,7 @@ fn a_full_server_fails_without_changes() {
     });
 }
 
-/// Scripts that a server has forgotten are told to it again, without anybody noticing.
+/// Scripts that a server has lost are sent again, unnoticed by callers.
 #[test]
 fn forgotten_scripts_are_loaded_again() {
     let Some(server) = RedisServer::start() else { return };
@@ -200,7 +200,7 @@ fn forgotten_scripts_are_loaded_again() {
     }
 }
 
-/// A password is needed, and told by nobody.
+/// The server needs a password, and the URL has none.
 #[test]
 fn the_password_is_used_and_never_printed() {
     const SECRET: &str = "hunter2-%7Bx%7D";
@@ -267,7 +267,7 @@ fn a_failover_is_followed() {
     });
 }
 
-/// Over TLS, whose certificate must be signed by somebody who is trusted.
+/// Over TLS, the certificate must be signed by a trusted authority.
 #[test]
 fn tls_requires_a_trusted_server_certificate() {
     let issued = rcgen::generate_simple_self_signed(vec!["localhost".into()]).unwrap();

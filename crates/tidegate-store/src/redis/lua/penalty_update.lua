@@ -1,10 +1,10 @@
 -- Brings back what a record lacks.
-local function penalise(op, state)
+local function restore_penalty(op, state)
   local strikes, parole = unpack('<dd', bytes, op.penalty - 16)
-  settle_record(op, state)
+  refresh_record(op, state)
   strikes = min(strikes, op.last)
   if strikes == 0 then return end
-  state.strikes = max(state.strikes - forgiven(op, state), strikes)
-  state.ends = max(state.ends, min(now + min(op.cost, block(op, strikes)), NEVER))
+  state.strikes = max(state.strikes - forgiven_strikes(op, state), strikes)
+  state.ends = max(state.ends, min(now + min(op.cost, block_length(op, strikes)), NEVER))
   if op.paroles == 1 then state.parole = max(state.parole, parole) end
 end

@@ -94,7 +94,7 @@ fn many_decisions_share_few_script_calls() {
 fn an_error_affects_only_its_own_decision() {
     let Some((server, stores, store, [window, _, rate])) = start("trouble:") else { return };
     stores.runtime.block_on(store.apply(&take(&[window, rate], 0), NOW)).unwrap();
-    // Somebody else's value, under our name.
+    // Another program's value under the name of a state.
     let spoil =
         "local name = redis.call('KEYS', 'trouble:*')[1] redis.call('DEL', name) redis.call('LPUSH', name, 'x')";
     server.command(&["EVAL", spoil, "0"]);
@@ -143,7 +143,7 @@ fn one_thread() -> Runtime {
     tokio::runtime::Builder::new_current_thread().event_interval(1).enable_all().build().unwrap()
 }
 
-/// Has those gather and be sent, in a runtime of one thread, who wait.
+/// Lets waiting requests be batched and sent, in a runtime of one thread.
 async fn let_go() {
     for _ in 0..8 {
         tokio::task::yield_now().await;
@@ -155,7 +155,7 @@ async fn is_pending(ask: &mut RemoteFuture<Outcomes>) -> bool {
     poll_fn(|context| Poll::Ready(ask.as_mut().poll(context).is_pending())).await
 }
 
-/// The server's answers are there, and the runtime of those who asked, and of who waits first, stands still.
+/// The server has answered, and the runtime of the callers and of the first waiter is blocked.
 #[test]
 fn an_unpolled_caller_delays_no_other_caller() {
     let Some((server, stores, store, [window, _, rate])) = start("held:") else { return };
@@ -227,7 +227,7 @@ fn requests_are_pipelined_at_high_latency() {
     }
 }
 
-/// The others' convoy leaves when one is done, whose runtime does nothing more.
+/// The other requests are sent when one is answered, although its runtime does nothing more.
 #[test]
 fn waiters_proceed_after_the_first_caller_finishes() {
     let Some((server, stores, store, [window, _, rate])) = start("done:") else { return };
@@ -251,7 +251,7 @@ fn waiters_proceed_after_the_first_caller_finishes() {
     }
 }
 
-/// Their convoy leaves in the last moment of a runtime that ends.
+/// The batch is sent just before a runtime ends.
 #[test]
 fn waiters_are_served_when_another_runtime_ends() {
     let Some((server, stores, store, [window, _, rate])) = start("ended:") else { return };
@@ -357,7 +357,7 @@ fn an_ended_runtime_leaves_no_caller_waiting() {
     stores.runtime.block_on(async {
         for task in asked {
             let answer = tokio::time::timeout(Duration::from_secs(10), task).await.expect("nobody waits for ever");
-            // Who asks first may meet the connection of the runtime that ended.
+            // The first request may meet the connection of the runtime that ended.
             drop(answer.unwrap());
         }
         assert!(store.apply(&take(&[window, rate], 8), NOW).await.is_ok());

@@ -1,0 +1,76 @@
+local HALF, WORD = 65536, 4294967296
+
+-- So many thousandths of it, rounded to the nearest: the whole thousands first, as the product of both may have gaps.
+local function scale_per_mille(nanos, share)
+  local rest = math.fmod(nanos, 1000)
+  return (nanos - rest) / 1000 * share + floor((rest * share + 500) / 1000)
+end
+
+-- The number from `low` to `high` that 32 random bits stand for: width times draw by 2^32, sixteen bits of the width after
+-- the other, so that no product passes 2^53.
+local function scale_to_range(low, high, draw)
+  local width = high - low + 1
+  local upper = floor(width / WORD)
+  local lower = width - upper * WORD
+  local middle = floor(lower / HALF)
+  lower = lower - middle * HALF
+  return low + draw * upper + floor((draw * middle + floor(draw * lower / HALF)) / HALF)
+end
+
+local function add_jitter(op, value, max_jitter)
+  local jitter = min(scale_per_mille(value, op.randomization), op.max_randomization, max_jitter)
+  if jitter == 0 then return value end
+  return scale_to_range(max(value - jitter, 0), value + jitter, op.draw)
+end
+
+local function record_failure(op, state)
+  local before = state.interval
+  if op.steady == 1 then state.successes = 0 end
+  if before == 0 then
+    state.interval = op.initial
+    return
+  end
+  local value = op.up > 0 and max(scale_per_mille(before, op.up), before + 1) or before + op.initial
+  if op.steady == 0 then
+    state.interval = min(max(add_jitter(op, value, math.huge), op.initial), op.longest)
+    return
+  end
+  value = min(value, op.max_before_jitter)
+  if value > before then state.interval = min(add_jitter(op, value, value - before - 1), op.longest) end
+end
+
+local function record_success(op, state)
+  if state.interval == 0 then return end
+  state.successes = state.successes + 1
+  if state.successes < op.threshold then return end
+  local value = op.up > 0 and min(scale_per_mille(state.interval, op.down), state.interval - 1)
+    or max(state.interval - op.initial, 0)
+  local max_jitter = op.steady == 1 and state.interval - value - 1 or math.huge
+  local lower = min(add_jitter(op, value, max_jitter), op.longest)
+  state.successes = 0
+  state.interval = lower < op.initial and 0 or lower
+end
+
+apply[PACE] = function(op, state)
+  if op.verb ~= PACE_STEP and op.verb ~= DEBIT then return false end
+  refresh_pace(op, state)
+  if op.verb == DEBIT then
+    if op.cost > state.interval then state.interval = min(max(op.cost, op.initial), op.longest) end
+  else
+    local has_failed
+    op.answer = encode_state[PACE](state)
+    op.max_before_jitter, op.up, op.down, op.randomization, op.max_randomization, op.threshold, op.steady, has_failed, op.draw =
+      unpack('<ddddddddd', bytes, op.place + 24)
+    if has_failed == 1 then
+      record_failure(op, state)
+    else
+      record_success(op, state)
+    end
+  end
+  if state.interval == 0 then
+    state.successes, state.updated_at = 0, 0
+  else
+    state.updated_at = max(state.updated_at, now)
+  end
+  return true
+end
