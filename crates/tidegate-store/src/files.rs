@@ -9,6 +9,8 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, FileType, OpenOptions, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use tempfile::Builder;
 
@@ -18,6 +20,10 @@ const MAX_LINKS: usize = 40;
 const RANDOM_CHARS: usize = 12;
 /// The end of a temporary name.
 const TEMP_SUFFIX: &str = ".new";
+/// The retries of a lock that is held, and the wait before each: a child process has a copy of all locks of its parent
+/// until it executes its own program.
+const LOCK_RETRIES: u32 = 20;
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The path of the regular file that `path` leads to, or the path where one can be created.
 ///
@@ -64,8 +70,13 @@ pub fn lock(path: &Path) -> Result<File, TryLockError> {
     let mut options = File::options();
     options.read(true).write(true).create(true).truncate(false);
     let file = open(path, &mut options).map_err(TryLockError::Error)?;
-    file.try_lock()?;
-    Ok(file)
+    let mut retries = 0..LOCK_RETRIES;
+    loop {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) if retries.next().is_some() => thread::sleep(LOCK_RETRY_INTERVAL),
+            locked => return locked.map(|()| file),
+        }
+    }
 }
 
 /// Replaces the file at a resolved path by what `write` writes. Readers find all of the old contents or all of the new

@@ -41,7 +41,7 @@ fn comments_speak_of_callers_and_clients() {
 }
 
 #[test]
-fn doc_comments_open_with_a_noun_or_a_verb() {
+fn doc_comments_open_with_nouns_or_verbs() {
     let mut openings = 0;
     let mut found = Vec::new();
     for file in sources::rust_files() {
