@@ -1,4 +1,4 @@
-//! A store of one's own behind a gate: it wraps the store in memory and counts what it is asked.
+//! A store of one's own behind a gate: it wraps the memory store and counts its batches and operations.
 //!
 //! `cargo run -p tidegate-examples --example custom_store` makes four calls with two limits, and prints:
 //!
@@ -35,7 +35,7 @@ impl CountingStore {
 }
 
 impl Store for CountingStore {
-    /// This store answers in place. One that asks another machine has a future here.
+    /// This store answers immediately. A store that asks another machine has a future here.
     type Future = Never;
 
     fn limits(&self) -> &Arc<Limits> {

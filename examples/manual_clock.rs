@@ -21,7 +21,7 @@ use tidegate::{Clock, Gate, Span};
 
 const CLIENT: IpAddr = IpAddr::V4(Ipv4Addr::new(203, 0, 113, 7));
 
-/// The application's part that is limited.
+/// The limited part of the application.
 struct LogIns<C> {
     gate: Gate<Memory, C>,
 }

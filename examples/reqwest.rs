@@ -1,8 +1,8 @@
-//! Two providers in one reqwest client: one whose limit the policy knows, and one that throttles.
+//! Two providers in one reqwest client: one with its limit in the policy, and one that throttles.
 //!
 //! `cargo run -p tidegate-examples --example reqwest` starts two small servers, calls each five times, and ends. The
-//! calls to `weather` keep a distance of 250 ms by themselves. `strict` takes two calls a second and answers more with
-//! a 429: the client waits for as long as its `Retry-After` says, and sends the request again. Every call succeeds:
+//! policy spaces calls to `weather` by 250 ms. `strict` accepts two calls a second and answers further ones with a 429:
+//! the client waits as long as its `Retry-After` says, and sends the request again. Every call succeeds:
 //!
 //! ```text
 //! weather 3: 200 OK after 1 request, waited 0.25 s
@@ -44,7 +44,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .provider("strict", ProviderSpec::new(&urls[1]).limit("1000/s"))
         .build()?;
     let outbound = Outbound::new(&policy).ok_or("no provider")?;
-    // Redirects would be followed below the middleware, uncounted.
+    // reqwest would follow redirects below the middleware, uncounted.
     let client = ClientBuilder::new(reqwest::Client::builder().redirect(Redirects::none()).build()?)
         .with(OutboundMiddleware::new(&outbound)?)
         .build();

@@ -1,8 +1,8 @@
 //! A pool of workers that share a `Pacer` against a service that throttles.
 //!
-//! `cargo run -p tidegate-examples --example workers` runs for 4 seconds. The service takes 200 calls a second, and no
-//! worker knows that. Each throttled call makes the shared wait longer, and each ten successes make it shorter. So the
-//! workers find out how much the service takes, and few calls are throttled:
+//! `cargo run -p tidegate-examples --example workers` runs for 4 seconds. The service accepts 200 calls a second, and no
+//! worker knows that. Each throttled call makes the shared wait longer, and ten successes make it shorter. So the
+//! workers find the rate that the service accepts, and few calls are throttled:
 //!
 //! ```text
 //!   2.5 s:   208 calls/s,   2 throttled; each worker waits 33ms between calls
@@ -18,7 +18,7 @@ use tidegate::{Limiter, Pacer, PacerGrowth, PacerSpec};
 const WORKERS: usize = 8;
 const PRINT_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A service that admits so many calls a second and throttles the others.
+/// A service that admits a number of calls per second and throttles the others.
 struct Service {
     limiter: Limiter,
     throttled: AtomicU64,
@@ -37,7 +37,7 @@ impl Service {
 
 async fn work(service: Arc<Service>, pacer: Pacer) {
     loop {
-        // Both wait for as long as the service seems to need.
+        // Both wait until the shared pace allows the next call.
         match service.call().await {
             Ok(()) => pacer.on_success().await,
             Err(_) => pacer.on_failure().await,
