@@ -18,7 +18,6 @@ use axum::middleware::{self, Next};
 use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Extension, Router};
-use bytes::Bytes;
 use http::HeaderValue;
 use http::header::{AUTHORIZATION, CONTENT_TYPE};
 use tidegate::policy::{ActionSpec, Policy};
@@ -60,9 +59,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .refusal(|request, decision, mut standard| {
             // `Retry-After` and the rate-limit headers of the standard answer stay.
             standard.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain"));
-            let seconds = decision.retry_after.map_or(0, |wait| wait.as_secs_ceil());
-            let text = format!("Too many calls to {}. Try again in {seconds} s.\n", request.uri.path());
-            standard.map(|_| Bytes::from(text))
+            let seconds = decision.retry_after.unwrap_or(0);
+            standard.map(|_| format!("Too many calls to {}. Try again in {seconds} s.\n", request.uri.path()))
         });
 
     let app = Router::new()

@@ -308,7 +308,7 @@ fn percent_encode(text: &str, out: &mut String) {
 
 fn describe_report(report: &DecisionReport) -> String {
     let mut text = if report.allowed { "would be admitted".to_owned() } else { "would be refused".to_owned() };
-    match (report.reason.as_str(), &report.bound_by) {
+    match (&*report.reason, &report.bound_by) {
         ("allow_list", _) => text.push_str(": the address is on the allow list"),
         ("deny_list", _) => text.push_str(": the address is on the deny list"),
         (_, None) => text.push_str(": no limit applies"),

@@ -26,7 +26,7 @@ use tower_service::Service;
 pub use self::body::GateBody;
 use self::body::RenewedPermit;
 use crate::reply::Replies;
-use crate::{CheckError, Gate};
+use crate::{CheckError, DecisionReport, Gate};
 
 /// Limits a service. A refused call gets a 429 without reaching the service. A refused gRPC call gets
 /// `RESOURCE_EXHAUSTED`, or `PERMISSION_DENIED` if waiting can't help. An admitted call gets rate-limit headers in its
@@ -68,7 +68,7 @@ use crate::{CheckError, Gate};
 ///     .allow(|request| request.uri.path() == "/health")
 ///     .on_decision(|request, decision| {
 ///         if !decision.allowed {
-///             println!("{} refused, {:?}", request.uri.path(), decision.reason);
+///             println!("{} refused by {:?}", request.uri.path(), decision.bound_by);
 ///         }
 ///     });
 ///
@@ -98,8 +98,8 @@ struct Hooks {
     peer: Arc<dyn Fn(&Extensions) -> Option<IpAddr> + Send + Sync>,
     key: Option<Arc<dyn Fn(&Parts) -> Option<String> + Send + Sync>>,
     allow: Option<Arc<dyn Fn(&Parts) -> bool + Send + Sync>>,
-    on_decision: Option<Arc<dyn Fn(&Parts, &Decision) + Send + Sync>>,
-    refusal: Option<Arc<dyn Fn(&Parts, &Decision, Response<Bytes>) -> Response<Bytes> + Send + Sync>>,
+    on_decision: Option<Arc<dyn Fn(&Parts, &DecisionReport) + Send + Sync>>,
+    refusal: Option<Arc<dyn Fn(&Parts, &DecisionReport, Response<Bytes>) -> Response<Bytes> + Send + Sync>>,
 }
 
 impl Default for Hooks {
@@ -170,18 +170,31 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
     /// Calls this function with every decision, also one of a limit in shadow, before the request goes on. It is called
     /// on the request's own task, so it must not block.
     #[must_use]
-    pub fn on_decision(self, on_decision: impl Fn(&Parts, &Decision) + Send + Sync + 'static) -> Self {
+    pub fn on_decision(self, on_decision: impl Fn(&Parts, &DecisionReport) + Send + Sync + 'static) -> Self {
         self.modify(|layer| layer.hooks.on_decision = Some(Arc::new(on_decision)))
     }
 
-    /// Replaces the answer to refused requests. The function gets the standard answer and may change it, so that
-    /// `Retry-After` and the rate-limit headers stay, or make another.
+    /// Replaces the response to refused requests. The function gets the standard response, whose body is JSON, or empty
+    /// for gRPC. It may return that with another body, as text or bytes, or another response. `Retry-After` and the
+    /// rate-limit headers are headers of the standard response.
+    ///
+    /// ```
+    /// # let policy = tidegate::policy::Policy::builder().build().unwrap();
+    /// # let gate = tidegate::GateLayer::new(&policy);
+    /// gate.refusal(|_request, decision, response| {
+    ///     let wait = decision.retry_after.unwrap_or(0);
+    ///     response.map(|_| format!("{{\"message\":\"slow down\",\"seconds\":{wait}}}"))
+    /// });
+    /// ```
     #[must_use]
-    pub fn refusal(
+    pub fn refusal<B: Into<Bytes>>(
         self,
-        refusal: impl Fn(&Parts, &Decision, Response<Bytes>) -> Response<Bytes> + Send + Sync + 'static,
+        refusal: impl Fn(&Parts, &DecisionReport, Response<Bytes>) -> Response<B> + Send + Sync + 'static,
     ) -> Self {
-        self.modify(|layer| layer.hooks.refusal = Some(Arc::new(refusal)))
+        let into_bytes = move |request: &Parts, decision: &DecisionReport, response| {
+            refusal(request, decision, response).map(B::into)
+        };
+        self.modify(|layer| layer.hooks.refusal = Some(Arc::new(into_bytes)))
     }
 
     /// Writes the rate-limit headers in this dialect instead of the policy's, and also `X-RateLimit-*` headers if
@@ -329,7 +342,7 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
         query.actions = Some(actions);
         let decision = self.gate.check(&query).await.map_err(error_response)?;
         if let Some(on_decision) = &self.hooks.on_decision {
-            on_decision(parts, &decision);
+            on_decision(parts, &self.gate.report(&decision));
         }
         if !decision.allowed {
             let standard = match grpc_type(&parts.headers) {
@@ -337,7 +350,7 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
                 None => self.replies.refusal(actions, &decision, &parts.headers),
             };
             return Err(match &self.hooks.refusal {
-                Some(refusal) => refusal(parts, &decision, standard),
+                Some(refusal) => refusal(parts, &self.gate.report(&decision), standard),
                 None => standard,
             });
         }

@@ -1,5 +1,6 @@
 //! A decision as JSON.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
 
@@ -31,9 +32,9 @@ pub struct DecisionReport {
     /// The limit that bound the decision: the one with the longest wait, or with the least capacity left.
     pub bound_by: Option<String>,
     /// `ok`, `unlimited`, `parole`, `allow_list`, `deny_list`, `limit` or `penalty`.
-    pub reason: String,
+    pub reason: Cow<'static, str>,
     /// The source of the limit that bound it: `action` or `global`.
-    pub source: Option<String>,
+    pub source: Option<Cow<'static, str>>,
     /// True if a limit in shadow mode would have refused the call. The other fields then describe that refusal. Omitted
     /// if false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -57,8 +58,8 @@ impl DecisionReport {
             backoff_seconds: decision.backoff.map(Span::as_secs_ceil),
             next_allowed_at: decision.next_allowed_at.map(|at| UtcText::from(at).to_string()),
             bound_by: bound.map(|info| info.name().to_owned()),
-            reason: reason_name(decision.reason).to_owned(),
-            source: bound.map(|info| info.scope().as_str().to_owned()),
+            reason: reason_name(decision.reason).into(),
+            source: bound.map(|info| info.scope().as_str().into()),
             shadow: decision.shadow,
             permit: decision.permit.map(PermitId::new),
         }

@@ -245,10 +245,10 @@ async fn exempt_requests_are_not_counted() {
 async fn refusals_can_be_replaced_and_keep_headers() {
     let (layer, _) = layer_by_user();
     let layer = layer.refusal(|request, decision, standard| {
-        let wait = decision.retry_after.unwrap().as_secs_ceil();
+        let (wait, limit) = (decision.retry_after.unwrap(), decision.bound_by.as_ref().unwrap());
         let (mut parts, _) = standard.into_parts();
         parts.status = StatusCode::SERVICE_UNAVAILABLE;
-        Response::from_parts(parts, format!("{}: wait {wait} s", request.uri.path()).into())
+        Response::from_parts(parts, format!("{}: wait {wait} s for {limit}", request.uri.path()))
     });
     let mut service = behind(&layer);
     for _ in 0..2 {
@@ -260,7 +260,7 @@ async fn refusals_can_be_replaced_and_keep_headers() {
         (&refused.headers()["retry-after"], &refused.headers()["ratelimit"]),
         (&"60".parse().unwrap(), &r#""page";r=0;t=60"#.parse().unwrap())
     );
-    assert_eq!(text(refused).await, "/page: wait 60 s");
+    assert_eq!(text(refused).await, "/page: wait 60 s for page");
 }
 
 #[derive(Clone)]
