@@ -1,27 +1,23 @@
 //! An adaptive limit of calls in flight: it learns the capacity of a provider from its replies.
 //!
-//! A provider that can process n calls at once answers call n + 1 later. Beyond that point, more calls in flight make
-//! the queue longer but don't raise the throughput (Little's law). Comparing round trips under load with round trips
-//! without load finds the point, as in TCP Vegas (Brakmo and Peterson, 1994), Netflix's `Gradient2` and Envoy's
-//! adaptive concurrency.
+//! A provider that can process n calls at once answers call n + 1 later. Beyond that, more calls in flight lengthen the
+//! queue but don't raise the throughput (Little's law). Comparing round trips with and without load finds that point,
+//! as in TCP Vegas (Brakmo and Peterson, 1994), Netflix's `Gradient2` and Envoy's adaptive concurrency.
 //!
-//! This module adds two rules. The first is about the round trip without load. The shortest round trip ever seen is a
-//! bad measure, because one lucky reply spoils it. A running average is bad too, because it grows with the queue that
-//! it should reveal. So the round trip is measured while at most half of the limit is in flight. If that doesn't happen
-//! by itself, the limit is halved for a short time twice a minute, as BBR drains for its `PROBE_RTT`. The second rule:
-//! no reply, however late, counts as more than twice the round trip without load.
+//! This module adds two rules. First, the round trip without load is measured while at most half of the limit is in
+//! flight. If that doesn't happen by itself, the limit is halved for a short time twice a minute, as BBR drains for its
+//! `PROBE_RTT`. One lucky reply would spoil a minimum, and a running average grows with the queue that it should
+//! reveal. Second, no reply, however late, counts as more than twice the round trip without load.
 
-use core::fmt;
+use thiserror::Error;
 
 use crate::{Class, Span, Time};
 
 /// A shorter round trip counts as this long. CoDel accepts a standing queue of this length (RFC 8289): a delay of 5 ms
 /// has no visible effect, and holding calls back for less costs more than it gains.
 const MIN_ROUND_TRIP: Span = Span::from_millis(5);
-/// The number of replies that are evaluated together.
 const SAMPLES_PER_WINDOW: u32 = 32;
-/// After an evaluation, replies are ignored for this many round trips without load, because their calls were sent
-/// before it.
+/// After an evaluation, replies are ignored for this many round trips without load: their calls were sent before it.
 const SKIPPED_ROUND_TRIPS: u64 = 2;
 /// The age of the round trip without load at which the limit is halved for a window to measure it again.
 const MAX_BASELINE_AGE: Span = Span::from_secs(30);
@@ -44,24 +40,15 @@ impl Default for AdaptiveLimitSpec {
 }
 
 /// The reason why an adaptive limit can't be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum AdaptiveLimitError {
     /// `min` is 0: no call would ever be sent.
+    #[error("a smallest cap of 0 would never let anything pass")]
     ZeroMin,
     /// `min <= initial <= max` doesn't hold.
+    #[error("the first cap must lie between the smallest and the largest")]
     OutOfOrder,
 }
-
-impl fmt::Display for AdaptiveLimitError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::ZeroMin => "a smallest cap of 0 would never let anything pass",
-            Self::OutOfOrder => "the first cap must lie between the smallest and the largest",
-        })
-    }
-}
-
-impl core::error::Error for AdaptiveLimitError {}
 
 /// A provider's limit of calls in flight.
 ///
@@ -71,27 +58,25 @@ impl core::error::Error for AdaptiveLimitError {}
 /// half of the calls were sent with more than half of the limit in flight, the average round trip decides:
 ///
 /// - Up to 5/4 of the round trip without load, the limit rises by an eighth, unless more than an eighth of the calls
-///   failed. At the start, an average of less than 4/3 doubles the limit, until the limit doesn't rise for the first
-///   time.
+///   failed. At the start, less than 4/3 doubles the limit, until it doesn't rise for the first time.
 /// - At 4/3 or more, the limit falls to the value that would leave no queue, plus a fifth.
 /// - Between these, the provider is well used and its queue is normal: the limit stays.
 ///
-/// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. If a
-/// provider becomes slower permanently, this looks like a queue at first. If lowering the limit twice doesn't help, the
-/// round trip without load is measured again, and the provider is fully used again.
+/// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. A provider
+/// that becomes slower permanently seems to have a queue at first. If lowering the limit twice doesn't help, the round
+/// trip without load is measured again.
 ///
-/// Some providers become slower with every additional call but still have more throughput with more calls. They have no
-/// round trip without load. There, the round trip at half of the limit is used instead. It is measured again before it
-/// is compared with a limit that has changed by half. A ratio of 4/3 between a limit and its half means that twice the
-/// calls give 1.5 times the throughput. At this limit, throughput divided by delay (Kleinrock's power) is largest (L.
-/// Kleinrock, "Power and deterministic rules of thumb for probabilistic problems in computer communications", 1979).
+/// Providers that become slower with every call, but have more throughput with more calls, have no round trip without
+/// load. There, the round trip at half of the limit is used, measured again before it is compared with a limit that has
+/// changed by half. A ratio of 4/3 between a limit and its half means that twice the calls give 1.5 times the
+/// throughput. At this limit, throughput divided by delay (Kleinrock's power) is largest (L. Kleinrock, "Power and
+/// deterministic rules of thumb for probabilistic problems in computer communications", 1979).
 #[derive(Clone, Debug)]
 pub struct AdaptiveLimit {
     spec: AdaptiveLimitSpec,
     cap: u32,
     /// True if half of the limit holds for this window, to measure the round trip without load.
     is_draining: bool,
-    /// True if the last evaluated window lowered the limit.
     was_lowered: bool,
     /// True if every window until now raised the limit.
     is_starting: bool,

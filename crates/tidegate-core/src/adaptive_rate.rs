@@ -1,49 +1,38 @@
 //! An adaptive rate: as many calls per second as a service accepts while it throttles only a few of them.
 //!
 //! Controllers of this kind raise a rate until a throttle and then cut it. AIMD adds and halves. AWS's SDKs follow TCP
-//! CUBIC (RFC 9438), which cuts to seven tenths and stays for a while near the throttled rate. Scrapy's AutoThrottle
-//! and Netflix's `Gradient2` use latency, which a limiter that refuses at once doesn't raise. All of them cause
-//! throttled calls, as often as their formula reaches the ceiling. This controller works the other way: the share of
-//! calls that may be throttled is fixed, one in a hundred. It tries a rate above the ceiling only when it has earned
-//! enough credit.
+//! CUBIC (RFC 9438), which cuts to seven tenths and stays near the throttled rate. Scrapy's AutoThrottle and Netflix's
+//! `Gradient2` use latency, which a limiter that refuses at once doesn't raise. All of them cause a throttle whenever
+//! their formula reaches the ceiling. Here the share of calls that may be throttled is fixed, one in a hundred: a rate
+//! above the ceiling is tried only when enough credit is earned.
 //!
-//! Time is divided into monitor intervals of one rate each. An interval is clean after enough of its calls have
-//! succeeded to reveal an excess of the size of its last step. It ends with the first throttle of a call that was sent
-//! in it, so several throttled calls of one interval count as one.
+//! Time is divided into monitor intervals of one rate each. An interval is clean after enough successes to reveal an
+//! excess of the size of its last step. It ends with the first throttle of its calls, so its throttles count as one.
 //!
 //! - Until the first throttle, each clean interval doubles the rate.
 //! - Later, if no ceiling is known, each raises the rate by 3 %, 9 %, 27 % and then 30 %, or by less if the credit
-//!   allows less. The credit matters because, until the first throttled reply arrives, a share of all calls under way
-//!   is in excess.
-//! - Below the ceiling, which is a rate that was throttled, each clean interval goes half of the way to it, until 1.5 %
-//!   are left.
-//! - There the rate stays. It tries the ceiling again when the credit allows it. If that is clean, the ceiling is
-//!   forgotten.
-//! - Both steps that need credit take two intervals. In the first, only a few unanswered calls may go at the higher
-//!   rate. In the second, all calls do.
-//! - The first throttle above a clean rate leads back to the clean rate. Each further throttle cuts by a share that
-//!   depends on the few successes before it: by at most 3 % at first, and by up to twice as much each time. A throttle
-//!   directly after a cut, after hardly any success, says nothing about the ceiling: the service may still count
-//!   earlier calls.
+//!   allows less, because a share of the calls under way is in excess until the first throttled reply arrives.
+//! - Below the ceiling, a rate that was throttled, each goes half of the way to it, until 1.5 % are left.
+//! - There the rate stays, and tries the ceiling again when the credit allows it. If that is clean, it is forgotten.
+//! - Both steps that need credit take two intervals: only a few unanswered calls go at the higher rate in the first.
+//! - The first throttle above a clean rate leads back to the clean rate. Each further one cuts by a share that depends
+//!   on the few successes before it: by at most 3 % at first, and by up to twice as much each time. A throttle directly
+//!   after a cut says nothing about the ceiling: the service may still count earlier calls.
 //! - After a cut there is a pause, in which the lower rate compensates for the excess of the higher one.
 //!
-//! Replies that report a remaining amount and its reset time set an upper bound. Up to that bound, the rate rises
-//! without a trial.
+//! Replies that report a remaining amount and its reset time set a bound, up to which the rate rises without trial.
 
-use core::fmt;
+use thiserror::Error;
 
 use crate::time::MAX_CLOCK_LAG;
-use crate::{RemainingAmount, Span, Time};
+use crate::{PER_MILLE, RemainingAmount, Span, Time};
 
 /// Rates are counted in millionths of a call per second.
 const PER_SECOND: u64 = 1_000_000_000_000;
-/// Shares are counted in thousandths.
-const PER_MILLE: u64 = 1_000;
 /// The first step above a known rate. It also sets the length of an interval in which the rate didn't rise.
 const SMALL_STEP: u64 = 30;
 /// The largest step after the first throttle, and the smallest towards an advertised rate.
 const LARGE_STEP: u64 = 300;
-/// The step until the first throttle.
 const STARTUP_STEP: u64 = 1_000;
 /// The distance to a ceiling at which the rate stays.
 const CEILING_MARGIN: u64 = 15;
@@ -55,13 +44,10 @@ const MIN_SUCCESSES: u32 = 8;
 const MAX_SUCCESSES_TO_SHOW: u32 = (PER_MILLE / SMALL_STEP) as u32;
 /// The minimum length of an interval: limiters that count per second don't show an excess earlier.
 const MIN_MONITOR_TIME: Span = Span::from_millis(500);
-/// Headers give times in whole seconds. In the last few seconds before a reset, the rate derived from them is too
-/// inaccurate to slow down for it.
+/// Headers give times in whole seconds, so a rate derived from them later than this before a reset is too inaccurate.
 const MIN_TIME_TO_RESET: Span = Span::from_secs(5);
-/// The maximum number of unanswered calls at a rate above the ceiling. A limiter that refuses every call that comes too
-/// early would throttle every second one of them.
+/// The maximum number of unanswered calls above the ceiling. A strict limiter would throttle every second of them.
 const MAX_PROBE_CALLS: u32 = 3;
-/// The longest pause that compensates for an excess.
 const MAX_PAUSE: Span = Span::from_millis(250);
 /// The credit that a success earns, in thousandths of a throttle: one call in a hundred may be throttled.
 const CREDIT_PER_SUCCESS: i64 = 10;
@@ -91,30 +77,21 @@ impl Default for AdaptiveRateSpec {
 }
 
 /// The reason why an adaptive pace can't be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum AdaptiveRateError {
     /// `fastest` is 0.
+    #[error("there must be some time between two calls")]
     ZeroFastest,
     /// `slowest` is more than [`MAX_SLOWEST`], one hour.
+    #[error("there may be at most an hour between two calls")]
     TooSlow,
     /// `fastest <= initial <= slowest` doesn't hold.
+    #[error("the first pace must lie between the slowest and the fastest")]
     OutOfOrder,
 }
 
 /// The largest value of [`AdaptiveRateSpec::slowest`]: one hour.
 pub const MAX_SLOWEST: Span = Span::from_secs(3_600);
-
-impl fmt::Display for AdaptiveRateError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::ZeroFastest => "there must be some time between two calls",
-            Self::TooSlow => "there may be at most an hour between two calls",
-            Self::OutOfOrder => "the first pace must lie between the slowest and the fastest",
-        })
-    }
-}
-
-impl core::error::Error for AdaptiveRateError {}
 
 /// A period of one rate, and the calls that were sent in it.
 #[derive(Clone, Copy, Debug)]
@@ -123,14 +100,13 @@ struct MonitorInterval {
     last_sent: Time,
     sent: u32,
     succeeded: u32,
-    /// The number of successes that show that the rate is clean: an excess of n thousandths shows once in 1000 / n
-    /// calls.
+    /// The successes that show that the rate is clean: an excess of n thousandths shows once in 1000 / n calls.
     required_successes: u32,
 }
 
 impl MonitorInterval {
-    const fn starting_at(now: Time, enough: u32) -> Self {
-        Self { started_at: now, last_sent: now, sent: 0, succeeded: 0, required_successes: enough }
+    const fn starting_at(now: Time, required_successes: u32) -> Self {
+        Self { started_at: now, last_sent: now, sent: 0, succeeded: 0, required_successes }
     }
 }
 
@@ -146,8 +122,7 @@ struct AdvertisedRate {
 /// The pace of the calls to one service.
 ///
 /// The sender asks [`next_at`](Self::next_at), reports each call with [`sent`](Self::sent), and then reports its result
-/// with [`succeeded`](Self::succeeded) or [`throttled`](Self::throttled). Calls that say nothing about the limits of
-/// the service, such as other failures, are not reported.
+/// with [`succeeded`](Self::succeeded) or [`throttled`](Self::throttled). Other results are not reported.
 #[derive(Clone, Debug)]
 pub struct AdaptiveRate {
     slowest: u64,
@@ -210,13 +185,13 @@ impl AdaptiveRate {
 
     /// The time at which the next call may be sent. If it has passed, the call may be sent at once.
     pub fn next_at(&self, now: Time) -> Time {
-        let told = self.advertised.filter(|told| now < told.until && told.received_at <= now + MAX_CLOCK_LAG);
-        if let Some(AdvertisedRate { rate: 0, until, .. }) = told {
+        let bound = self.advertised.filter(|bound| now < bound.until && bound.received_at <= now + MAX_CLOCK_LAG);
+        if let Some(AdvertisedRate { rate: 0, until, .. }) = bound {
             return until;
         }
         let in_doubt = self.unconfirmed_calls() >= MAX_PROBE_CALLS;
         let rate = self.clean_rate.filter(|_| self.is_probing && in_doubt).unwrap_or(self.rate);
-        let spacing = interval_of(told.map_or(rate, |told| rate.min(told.rate)));
+        let spacing = interval_of(bound.map_or(rate, |bound| rate.min(bound.rate)));
         // The bound is for a clock that has stepped back: otherwise the time can't be further away.
         let next = self.sent_at.map_or(now, |sent_at| (sent_at + spacing).min(now + spacing));
         next.max(self.paused_until.min(now + MAX_PAUSE))
@@ -232,8 +207,7 @@ impl AdaptiveRate {
         self.monitor.sent = self.monitor.sent.saturating_add(1);
     }
 
-    /// Records that the service accepted a call that was sent at `sent_at`. `rest` is the remaining amount in its
-    /// reply.
+    /// Records that the service accepted a call sent at `sent_at`. `rest` is the remaining amount in its reply.
     pub fn succeeded(&mut self, sent_at: Time, rest: Option<RemainingAmount>, now: Time) {
         self.credit = (self.credit + CREDIT_PER_SUCCESS).min(MAX_CREDIT);
         self.update_advertised(rest, now);
@@ -299,7 +273,7 @@ impl AdaptiveRate {
         self.clean_rate = Some(self.rate);
         self.throttled_rate = self.throttled_rate.filter(|ceiling| *ceiling > self.rate);
         let advertised_rate =
-            self.advertised.filter(|told| told.rate > self.rate && now < told.until).map(|told| told.rate);
+            self.advertised.filter(|bound| bound.rate > self.rate && now < bound.until).map(|bound| bound.rate);
         let raised = |by: u64| self.rate + (self.rate * by / PER_MILLE).max(1);
         let next = match (advertised_rate, self.throttled_rate) {
             (Some(promised), _) => {
@@ -332,8 +306,7 @@ impl AdaptiveRate {
         self.start_interval(next, now);
     }
 
-    /// The largest step that the credit allows, in thousandths. By that share, the calls under way when the first one
-    /// is throttled may be too many.
+    /// The largest step that the credit allows, in thousandths: the share of the calls under way that may be throttled.
     fn affordable_step(&self) -> u64 {
         let credit = u64::try_from(self.credit).ok().filter(|_| self.credit >= CREDIT_PER_THROTTLE).unwrap_or(0);
         let under_way = u64::from(self.unconfirmed_calls().max(1));
@@ -361,7 +334,7 @@ impl AdaptiveRate {
             return;
         }
         // Replies that were under way when the last one reported an amount of 0 are older than that one.
-        if self.advertised.is_some_and(|told| told.rate == 0 && told.until > now && rest.amount > 0) {
+        if self.advertised.is_some_and(|bound| bound.rate == 0 && bound.until > now && rest.amount > 0) {
             return;
         }
         let rate =

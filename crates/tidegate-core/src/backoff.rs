@@ -1,10 +1,9 @@
 //! Backoff: the wait before a retry.
 //!
-//! Growth and jitter are separate: growth gives the n-th wait, jitter spreads it. Both respect the cap. Jitter is
-//! applied below it, so that a thousand clients at the cap don't wake at the same time. The exception is Google's
-//! additive jitter: its authors clamp last, so its waits accumulate at the cap. Sources: M. Brooker, "Exponential
-//! Backoff And Jitter", AWS Architecture Blog 2015 (full, equal, decorrelated); Google Cloud, "Truncated exponential
-//! backoff" (additive).
+//! Growth gives the n-th wait, jitter spreads it. Jitter is applied below the cap, so that a thousand clients at the
+//! cap don't wake at the same time. Only Google's additive jitter is clamped last, so its waits accumulate at the cap.
+//! Sources: M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog 2015 (full, equal, decorrelated);
+//! Google Cloud, "Truncated exponential backoff" (additive).
 
 use rand_core::Rng;
 
@@ -67,34 +66,30 @@ impl Backoff {
         self
     }
 
-    /// Returns the n-th wait before jitter. n counts from 1, and 0 counts as 1.
+    /// The n-th wait before jitter. n counts from 1, and 0 counts as 1.
     pub fn base_wait(&self, n: u32) -> Span {
         let n = n.max(1);
         let times = match self.growth {
             Growth::Constant => 1,
             Growth::Linear => u64::from(n),
-            Growth::Exponential { factor: 2 } => 1_u64.checked_shl(n - 1).unwrap_or(u64::MAX),
             Growth::Exponential { factor } => u64::from(factor.max(1)).saturating_pow(n - 1),
             Growth::Fibonacci => fibonacci(n),
         };
         self.base.times(times).min(self.cap)
     }
 
-    /// Returns the n-th wait with jitter. `before` is the previous wait (the base for the first one). Only decorrelated
-    /// jitter uses it.
+    /// The n-th wait with jitter. Decorrelated jitter uses `before`, the previous wait, or the base for the first one.
     pub fn jittered_wait(&self, n: u32, before: Span, rng: &mut impl Rng) -> Span {
+        let wait = self.base_wait(n);
         match self.jitter {
-            Jitter::None => self.base_wait(n),
-            Jitter::Full => random_span(Span::ZERO, self.base_wait(n), rng),
-            Jitter::Equal => {
-                let wait = self.base_wait(n);
-                random_span(Span::from_micros(wait.as_micros().div_ceil(2)), wait, rng)
-            }
+            Jitter::None => wait,
+            Jitter::Full => random_span(Span::ZERO, wait, rng),
+            Jitter::Equal => random_span(Span::from_micros(wait.as_micros().div_ceil(2)), wait, rng),
             Jitter::Decorrelated => {
                 let low = self.base.min(self.cap);
                 random_span(low, before.times(3).min(self.cap).max(low), rng)
             }
-            Jitter::Additive(most) => (self.base_wait(n) + random_span(Span::ZERO, most, rng)).min(self.cap),
+            Jitter::Additive(most) => (wait + random_span(Span::ZERO, most, rng)).min(self.cap),
         }
     }
 }
@@ -118,25 +113,18 @@ impl BackoffState {
 
 fn fibonacci(n: u32) -> u64 {
     let (mut this, mut next) = (0_u64, 1_u64);
-    for _ in 0..n {
+    // The 94th number is the first that exceeds 64 bits.
+    for _ in 0..n.min(94) {
         (this, next) = (next, this.saturating_add(next));
-        if this == u64::MAX {
-            break;
-        }
     }
     this
 }
 
 fn random_span(low: Span, high: Span, rng: &mut impl Rng) -> Span {
-    Span::from_micros(random_in_range(low.as_micros(), high.as_micros(), rng))
+    Span::from_micros(scale_to_range(low.as_micros(), high.as_micros(), rng.next_u64()))
 }
 
-fn random_in_range(low: u64, high: u64, rng: &mut impl Rng) -> u64 {
-    scale_to_range(low, high, rng.next_u64())
-}
-
-/// Maps a random word to a number from `low` to `high`, both included. Multiplying and shifting favours no number of a
-/// range below 2^52 by more than one part in 2^11.
+/// Maps a random word to a number from `low` to `high`, both included. In ranges below 2^52, the bias is below 2^−11.
 pub(crate) fn scale_to_range(low: u64, high: u64, word: u64) -> u64 {
     let width = u128::from(high.saturating_sub(low)) + 1;
     low + ((u128::from(word) * width) >> 64) as u64

@@ -3,9 +3,8 @@
 mod execute;
 mod outcome;
 
-use core::fmt;
-
 use arrayvec::ArrayVec;
+use thiserror::Error;
 
 pub use self::execute::{BatchStates, clamp_now, execute, execute_part, execute_take};
 pub use self::outcome::{Outcome, Outcomes, RefusalSummary, Verdict};
@@ -46,26 +45,21 @@ pub enum Verb {
     Take,
     /// Returns the outcome of a `Take`, and changes nothing.
     Peek,
-    /// Gives back a charged cost. [`BatchContext::charged_at`] is the time at which the call was admitted.
-    /// [`BatchContext::counted_at`] is the time at which windows counted it, if that is known.
+    /// Gives back a cost that was charged at [`BatchContext::charged_at`] and counted at [`BatchContext::counted_at`].
     Refund,
-    /// Gives back the permits that the holder of the batch has.
+    /// Gives back the permits of the batch's holder.
     Release,
-    /// Extends the lease of the permits that the holder of the batch has. The cost is their number, for a store that
-    /// has lost them.
+    /// Extends the lease of the permits of the batch's holder. The cost is their number, if a store has lost them.
     Renew,
     /// Deletes the state of the key under this limit: usage, block and strikes.
     Reset,
-    /// Charges the cost, up to 2^40, even if there is no room. For calls that cost more than they were charged at
-    /// first, or that were admitted elsewhere. With permits, the holder of the batch has this many from now on, unless
-    /// it has them already; then its lease is extended. With a pace, callers wait for at least the cost, in
-    /// nanoseconds.
+    /// Charges the cost, up to 2^40, even if there is no room. For calls that cost more than was charged at first, or
+    /// that were admitted elsewhere. With permits, the batch's holder has this many from now on, unless it has some
+    /// already; then its lease is extended. With a pace, callers wait for at least the cost, in nanoseconds.
     Debit,
-    /// Tells a window that a call that was charged ahead ([`Batch::with_lead`]) has ended: its charge counts as made
-    /// now.
+    /// Tells a window that a call charged ahead ([`Batch::with_lead`]) has ended: its charge counts as made now.
     Settle,
-    /// Closes a cool-down after a throttled reply to a call of this generation. The cost is the wait that the reply
-    /// asked for, in microseconds. 0 means that it asked for none.
+    /// Closes a cool-down after a throttled reply to a call of this generation, for at least the cost in microseconds.
     Throttle {
         /// The generation with which the call was admitted ([`Outcome::generation`]).
         generation: u32,
@@ -75,11 +69,10 @@ pub enum Verb {
         /// The generation with which the call was admitted.
         generation: u32,
     },
-    /// Closes a cool-down because a credential was rejected. The cost is the duration in microseconds; 0 means
-    /// permanently.
+    /// Closes a cool-down because a credential was rejected, for the cost in microseconds. 0 means permanently.
     Disable,
-    /// Restores the parts of a penalty that a store has lost: a block that lasts for at least the cost, in
-    /// microseconds, and a minimum number of strikes. A cost of 0 means that the block is over.
+    /// Restores the parts of a penalty that a store has lost: a block of at least the cost in microseconds, where 0
+    /// means that it is over, and a minimum number of strikes.
     RestorePenalty {
         /// The number of strikes.
         strikes: u8,
@@ -97,7 +90,6 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// True if this operation creates state for a key that has none under this limit.
     fn creates_state(self, limit: &Limit) -> bool {
         let kind = limit.kind();
         match self {
@@ -110,7 +102,7 @@ impl Verb {
     }
 }
 
-/// The clients that share a key because a full store had no room for the caller's own, in ascending order.
+/// The clients that share a key because a full store had no room for the caller's own, from few to all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ShareLevel {
     /// No other client: the key is the caller's own.
@@ -135,8 +127,7 @@ impl ShareLevel {
         }
     }
 
-    /// True if a refused call adds a strike. Under a key of many networks it doesn't, because uninvolved clients would
-    /// be blocked.
+    /// True if a refused call adds a strike. Under a key of many networks, this would block uninvolved clients.
     pub fn allows_strikes(self) -> bool {
         self <= Self::SmallNetwork
     }
@@ -177,8 +168,8 @@ pub struct BatchContext {
     pub counted_at: Time,
     /// The time at which the refunded cost was charged. The epoch means unknown.
     pub charged_at: Time,
-    /// A hash of the part that all keys of the batch share. A store that is divided over several servers uses it to
-    /// keep these keys on one server. 0 means that they share nothing, or that it is unknown.
+    /// A hash of the part that all keys of the batch share, for a store that keeps such keys on one of several servers.
+    /// 0 means that they share nothing, or that it is unknown.
     pub affinity: u64,
 }
 
@@ -196,23 +187,16 @@ pub struct OpContext<'a> {
 }
 
 /// Operations that a store executes together, atomically.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Batch {
-    context: BatchContext,
+    pub(crate) context: BatchContext,
     ops: ArrayVec<Op, MAX_OPS>,
 }
 
 /// The error for a batch that already holds [`MAX_OPS`] operations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("one decision asks at most {MAX_OPS} limits")]
 pub struct BatchFullError;
-
-impl fmt::Display for BatchFullError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "one decision asks at most {MAX_OPS} limits")
-    }
-}
-
-impl core::error::Error for BatchFullError {}
 
 impl Batch {
     /// An empty batch. The id names the holder of the permits that it takes, gives back or renews.
@@ -225,34 +209,32 @@ impl Batch {
         Self::new(id).with_ops([op])
     }
 
-    /// Makes windows count takes `lead` after now, for calls that another service counts at some time between their
-    /// start and their end. Until [`Verb::Settle`] reports the end, the latest time is assumed. A window with a shorter
-    /// lead of its own ([`Window::with_lead`](crate::Window::with_lead)) uses that. No call is counted before an
-    /// earlier call.
+    /// Makes windows count takes `lead` after now, or after a shorter lead of their own
+    /// ([`Window::with_lead`](crate::Window::with_lead)). For calls that another service counts between their start and
+    /// their end ([`Verb::Settle`]). No call is counted before an earlier call.
     #[must_use]
     pub fn with_lead(mut self, lead: Span) -> Self {
         self.context.lead = lead;
         self
     }
 
-    /// Sets the time at which windows counted the charge that is settled or refunded: the time of the decision plus the
-    /// lead.
+    /// Sets [`BatchContext::counted_at`]: the time of the decision plus the lead.
     #[must_use]
     pub fn with_counted_at(mut self, at: Time) -> Self {
         self.context.counted_at = at;
         self
     }
 
-    /// Sets the time at which the store admitted the refunded call, by the store's clock ([`Outcomes::now`]). A quota
-    /// refunds nothing that was charged in an earlier period or at an unknown time. Otherwise the present period would
-    /// allow one call too many. [`Time::NEVER`] means the present, whatever the store's clock says.
+    /// Sets [`BatchContext::charged_at`] to the time at which the store admitted the call, by its clock
+    /// ([`Outcomes::now`]). A quota refunds nothing that was charged in an earlier period or at an unknown time.
+    /// [`Time::NEVER`] means the present, whatever the store's clock says.
     #[must_use]
     pub fn with_charged_at(mut self, at: Time) -> Self {
         self.context.charged_at = at;
         self
     }
 
-    /// Sets the hash of the part that all keys share. All callers that use one of these keys must set the same value.
+    /// Sets [`BatchContext::affinity`]. All callers that use one of the keys must set the same value.
     pub fn set_affinity(&mut self, affinity: u64) {
         self.context.affinity = affinity;
     }
@@ -277,12 +259,13 @@ impl Batch {
     /// Removes operations with the same limit and key as an earlier one, because a batch must not have any. They occur
     /// if a call counts under several keys that share one key in a full store.
     pub fn dedup(&mut self) {
-        let ops = self.ops.clone();
-        let is_first = |op: &Op| ops.iter().position(|other| (other.limit, other.key) == (op.limit, op.key));
-        let mut index = 0;
+        let mut kept = ArrayVec::<(LimitId, Key), MAX_OPS>::new();
         self.ops.retain(|op| {
-            index += 1;
-            is_first(op) == Some(index - 1)
+            let is_first = !kept.contains(&(op.limit, op.key));
+            if is_first {
+                kept.push((op.limit, op.key));
+            }
+            is_first
         });
     }
 
@@ -290,10 +273,6 @@ impl Batch {
     pub(crate) fn clear(&mut self) {
         self.context = BatchContext { affinity: self.context.affinity, ..BatchContext::default() };
         self.ops.clear();
-    }
-
-    pub(crate) fn set_lead(&mut self, lead: Span) {
-        self.context.lead = lead;
     }
 
     pub(crate) fn set_charged(&mut self, charged_at: Time, counted_at: Time) {

@@ -1,12 +1,11 @@
 //! Circuit breaker: stops calls to a provider that fails, and uses a few calls to detect its recovery.
 //!
-//! While *closed*, it admits calls and counts failures. Too many failures *open* it: it refuses all calls until its
-//! open time is over. Then it is *half-open*: it admits a few probes, and their replies close it or open it again. A
-//! breaker that closes may restore the traffic in steps, in a *ramp*. Source: M. Nygard, "Release It!", 2007. Rates
-//! over a window and slow calls are as in resilience4j.
+//! While *closed*, it admits calls and counts failures. Too many *open* it: it refuses all calls for some time. Then it
+//! is *half-open*: it admits a few probes, and their replies close it or open it again. A breaker that closes may
+//! restore the traffic in steps, in a *ramp*. Source: M. Nygard, "Release It!", 2007. Rates over a window and slow
+//! calls are as in resilience4j.
 //!
-//! Of the classes, `transient` is a failure. `success`, `permanent` and `auth` prove that the provider works.
-//! `throttled` and `cancelled` prove nothing.
+//! `transient` is a failure. `success`, `permanent` and `auth` prove that the provider works. Others don't count.
 
 mod call_window;
 mod shared;
@@ -18,10 +17,9 @@ use rand_core::Rng;
 
 use crate::backoff::BackoffState;
 use crate::time::MAX_CLOCK_LAG;
-use crate::{Class, Span, Time};
+use crate::{Class, PER_MILLE, Span, Time};
 use call_window::CallWindow;
 pub use shared::{ExclusiveAccess, SharedBreaker};
-use spec::PER_MILLE;
 pub use spec::{BreakerError, BreakerSpec, MAX_PROBES, MAX_RAMP, RampStep, SlowCalls};
 
 /// The states of a breaker.
@@ -56,14 +54,12 @@ pub struct BreakerRefusal {
     pub state: BreakerState,
     /// The value of [`Breaker::failures`].
     pub failures: u32,
-    /// The time until a call is admitted: until the end of the open time, of the first probe's lease or of the ramp.
-    /// Another call may come first. A call may be admitted earlier if a probe is answered, or as the next one in the
-    /// share of a ramp.
+    /// The time until the open time, the first probe's lease or the ramp ends. A call may be admitted earlier if a
+    /// probe is answered or as the next one in a ramp's share, or later if another call comes first.
     pub reset_in: Span,
 }
 
-/// The permission to send one call. It must be reported or given back. If it is dropped instead, a probe stays taken
-/// until its lease ends; other calls hold nothing.
+/// The permission to send one call, to be reported or given back. A dropped probe stays taken until its lease ends.
 #[derive(Debug)]
 #[must_use = "a permit is reported or given back"]
 pub struct BreakerPermit {
@@ -73,10 +69,6 @@ pub struct BreakerPermit {
 }
 
 impl BreakerPermit {
-    fn without_probe(generation: u64) -> Self {
-        Self { generation, probe: 0 }
-    }
-
     /// The generation of the breaker when the permit was taken.
     pub fn generation(&self) -> u64 {
         self.generation
@@ -92,16 +84,15 @@ struct ProbeLease {
 #[derive(Clone, Debug)]
 enum BreakerPhase {
     Closed,
-    Ramping { ends: Time, credit: u16 },
+    Ramping { ends: Time, credit: u64 },
     Open { until: Time, length: Span },
     HalfOpen { successes: u32, probes: Vec<ProbeLease> },
 }
 
 /// The circuit breaker of a provider.
 ///
-/// A call uses [`peek`](Self::peek) early, to avoid a useless time in a queue. It takes its permit just before it is
-/// sent, so that no probe waits in a queue. Opening and closing start a new *generation*. The report of a permit of an
-/// older generation changes nothing.
+/// A call uses [`peek`](Self::peek) before it queues, and takes its permit just before it is sent, so that no probe
+/// waits in a queue. Opening and closing start a new *generation*. Reports of older permits change nothing.
 #[derive(Clone, Debug)]
 pub struct Breaker {
     spec: BreakerSpec,
@@ -127,25 +118,21 @@ impl Breaker {
     /// No condition that opens it, a setting of 0, a rate or share outside 1 to 1000, or too many probes or steps.
     pub fn new(spec: BreakerSpec) -> Result<Self, BreakerError> {
         spec.check()?;
-        Ok(Self {
-            phase: BreakerPhase::Closed,
-            generation: 0,
-            failures: 0,
-            call_window: spec.has_rates().then(|| CallWindow::new(spec.window)),
-            open_backoff: BackoffState::default(),
-            probes_sent: 0,
-            spec,
-        })
+        Ok(Self::from_checked(spec))
     }
 
     /// A breaker that never opens.
     pub fn disabled() -> Self {
-        let spec = BreakerSpec { failures: None, failure_rate: None, slow_calls: None, ..BreakerSpec::default() };
+        Self::from_checked(BreakerSpec { failures: None, ..BreakerSpec::default() })
+    }
+
+    fn from_checked(spec: BreakerSpec) -> Self {
+        let has_rates = spec.failure_rate.is_some() || spec.slow_calls.is_some();
         Self {
             phase: BreakerPhase::Closed,
             generation: 0,
             failures: 0,
-            call_window: None,
+            call_window: has_rates.then(|| CallWindow::new(spec.window)),
             open_backoff: BackoffState::default(),
             probes_sent: 0,
             spec,
@@ -167,8 +154,7 @@ impl Breaker {
         }
     }
 
-    /// The number of failures since the last reply that proves that the provider works. After the breaker has opened,
-    /// at least the failures in its window.
+    /// The failures since the last reply that proves a working provider; after opening, at least those in the window.
     pub fn failures(&self) -> u32 {
         self.failures
     }
@@ -178,11 +164,10 @@ impl Breaker {
         self.generation
     }
 
-    /// Checks at `now` if a call may be admitted. Reserves nothing and changes nothing.
+    /// Checks if a call may be admitted, and changes nothing.
     ///
-    /// Only [`Breaker::take`] counts the share of a ramp, so a peek admits calls during a ramp. A peek also admits if
-    /// an end is so far ahead that only a clock that has stepped back since can explain it. The real wait is then
-    /// unknown; the next take corrects the end and returns the wait.
+    /// A peek admits calls during a ramp, because only [`Breaker::take`] counts its share. It also admits if an end is
+    /// so far ahead that the clock must have stepped back. The next take then corrects the end and returns the wait.
     ///
     /// # Errors
     /// The reason of the refusal.
@@ -209,7 +194,7 @@ impl Breaker {
     pub fn take(&mut self, now: Time) -> Result<BreakerPermit, BreakerRefusal> {
         self.refresh(now);
         self.peek(now)?;
-        let mut permit = BreakerPermit::without_probe(self.generation);
+        let mut permit = BreakerPermit { generation: self.generation, probe: 0 };
         match &mut self.phase {
             BreakerPhase::Closed | BreakerPhase::Open { .. } => {}
             BreakerPhase::Ramping { ends, credit } => {
@@ -230,8 +215,7 @@ impl Breaker {
         Ok(permit)
     }
 
-    /// Records at `now` the result of a call that took `elapsed`. A probe counts even after its lease has ended. `rng`
-    /// is used only if the breaker opens.
+    /// Records the result of a call that took `elapsed`. A probe counts even after its lease. Only opening uses `rng`.
     pub fn report(&mut self, permit: BreakerPermit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
         if permit.generation != self.generation {
             return;
@@ -241,7 +225,7 @@ impl Breaker {
             return;
         }
         self.refresh(now);
-        let failed = is_failure(class);
+        let failed = class == Class::Transient;
         let slow = self.spec.slow_calls.is_some_and(|slow| elapsed > slow.threshold);
         self.failures = if failed { self.failures.saturating_add(1) } else { 0 };
         let opens = match &mut self.phase {
@@ -273,8 +257,7 @@ impl Breaker {
         }
     }
 
-    /// Opens it at `now` because others have found that the provider fails. Returns false, and changes nothing, if it
-    /// is open or half-open already.
+    /// Opens it because others have found that the provider fails. Returns false if it is open or half-open already.
     pub fn trip(&mut self, now: Time, rng: &mut impl Rng) -> bool {
         self.refresh(now);
         let lets_through = matches!(self.phase, BreakerPhase::Closed | BreakerPhase::Ramping { .. });
@@ -300,15 +283,16 @@ impl Breaker {
 
     fn should_open(&self) -> bool {
         let spec = &self.spec;
-        let reaches_rate = |count: u64, calls: u64, rate: u16| {
-            u128::from(count) * u128::from(PER_MILLE) >= u128::from(calls) * u128::from(rate)
+        if spec.failures.is_some_and(|most| self.failures >= most) {
+            return true;
+        }
+        let Some(sum) = self.call_window.as_ref().map(CallWindow::totals) else { return false };
+        let reaches = |count: u64, rate: u16| {
+            u128::from(count) * u128::from(PER_MILLE) >= u128::from(sum.calls) * u128::from(rate)
         };
-        spec.failures.is_some_and(|most| self.failures >= most)
-            || self.call_window.as_ref().map(CallWindow::totals).is_some_and(|sum| {
-                sum.calls >= u64::from(spec.min_calls)
-                    && (spec.failure_rate.is_some_and(|rate| reaches_rate(sum.failures, sum.calls, rate))
-                        || spec.slow_calls.is_some_and(|slow| reaches_rate(sum.slow, sum.calls, slow.rate)))
-            })
+        sum.calls >= u64::from(spec.min_calls)
+            && (spec.failure_rate.is_some_and(|rate| reaches(sum.failures, rate))
+                || spec.slow_calls.is_some_and(|slow| reaches(sum.slow, slow.rate)))
     }
 
     fn open(&mut self, now: Time, rng: &mut impl Rng) {
@@ -322,7 +306,7 @@ impl Breaker {
     fn close(&mut self, now: Time) {
         if let Some(first) = self.spec.ramp.first() {
             // The initial credit lets the first call pass, however small the share is.
-            let credit = PER_MILLE - first.share;
+            let credit = PER_MILLE - u64::from(first.share);
             self.enter_phase(BreakerPhase::Ramping { ends: now + self.spec.ramp_length(), credit });
         } else {
             self.reset();
@@ -337,8 +321,7 @@ impl Breaker {
         }
     }
 
-    /// Updates the phase to `now`: ends everything that is over. Also corrects ends so far ahead that only a clock that
-    /// has stepped back since can explain them.
+    /// Ends everything that is over at `now`, and corrects ends that are impossible.
     fn refresh(&mut self, now: Time) {
         let clamp_end = |end: &mut Time, length| {
             if is_impossible_end(*end, length, now) {
@@ -376,11 +359,7 @@ impl Breaker {
     }
 }
 
-/// True if a period of `length` that has begun already can't end as late as `end`.
+/// True if a period of `length` that has begun can't end as late as `end`, because the clock has stepped back since.
 fn is_impossible_end(end: Time, length: Span, now: Time) -> bool {
     end > now + length + MAX_CLOCK_LAG
-}
-
-fn is_failure(class: Class) -> bool {
-    class == Class::Transient
 }

@@ -11,8 +11,7 @@ const RETRY_UNITS: u64 = 1_000;
 /// The settings of a retry budget, as written by the user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BudgetSpec {
-    /// The part of a retry that a first try earns, in thousandths, 0 to 1000. A larger value counts as 1000. Default
-    /// 200: one retry for five first tries.
+    /// The thousandths of a retry that a first try earns: 0 to 1000, more counts as 1000. Default 200, a fifth.
     pub ratio: u16,
     /// The number of retries available at the start. Default 3.
     pub min: u32,
@@ -71,8 +70,7 @@ impl Budget {
 
     #[inline]
     fn add_units(&self, earned: u64) {
-        // Threads share only this counter, so relaxed order is enough. The result is ignored: the update fails only if
-        // there is nothing to add.
+        // Threads share only this counter, so relaxed order is enough. It fails only if there is nothing to add.
         let _ = self.units.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
             let after = (held + earned).min(self.max_units);
             (after != held).then_some(after)

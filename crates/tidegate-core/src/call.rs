@@ -8,9 +8,8 @@
 //! ```
 //!
 //! The breaker is checked early, so that no call waits in the queue without a chance. Its permit is taken late, so that
-//! no probe is held during the wait. Changes to state that all calls of a provider in this process share are made in
-//! its [`ProviderState`]. Changes to state in a store are a [`Batch`]. A driver does what [`CallProgress`] and
-//! [`NextStep`] say and reports back. It decides nothing itself.
+//! no probe is held during the wait. [`ProviderState`] is what all calls of a provider in this process share. Changes
+//! in a store are a [`Batch`]. A driver does what [`CallProgress`] and [`NextStep`] say, and reports back.
 
 mod hedge;
 mod in_flight;
@@ -38,7 +37,6 @@ pub const DISABLE_TIME: Span = Span::from_secs(300);
 /// The minimum time before a refused credential is tried again.
 const MIN_CREDENTIAL_WAIT: Span = Span::from_millis(1);
 
-/// The stage of a call.
 #[derive(Debug)]
 enum CallStage {
     Idle,
@@ -50,7 +48,6 @@ enum CallStage {
     Streaming(Lane, usize),
 }
 
-/// A request that is under way.
 #[derive(Debug)]
 struct SentRequest {
     credential: usize,
@@ -68,7 +65,6 @@ struct SentRequest {
 #[derive(Debug)]
 pub struct Call {
     lane: Lane,
-    /// The lane of its retry rules.
     retry_lane: Lane,
     /// The lane of the limits that were charged last.
     charged_lane: Lane,
@@ -81,7 +77,7 @@ pub struct Call {
     retry_tracker: RetryTracker,
     stage: CallStage,
     requests: u32,
-    /// The charge time of its last request, and the time at which windows counted it. Set at the end of the request.
+    /// The time of the last charge, and the time at which windows counted it. Set at the end of its request.
     charged_at: Time,
     counted_at: Time,
     has_renewed_login: bool,
@@ -92,11 +88,9 @@ pub struct Call {
 }
 
 impl Call {
-    /// A call of `cost` that starts at `now` and must have its reply by `deadline`. Without one, the lane's timeout is
-    /// used.
+    /// A call of `cost` that starts at `now` and must have its reply by `deadline`. Default: after the lane's timeout.
     pub fn new(rules: &CallRules, lane: Lane, cost: u64, deadline: Option<Time>, now: Time) -> Self {
-        let rules = &rules.lane_rules[lane as usize];
-        let deadline = deadline.unwrap_or(now + rules.timeout);
+        let deadline = deadline.unwrap_or(now + rules.lane_rules[lane as usize].timeout);
         Self {
             lane,
             retry_lane: lane,
@@ -147,42 +141,35 @@ impl Call {
 
     /// Enters the queue, for the first or for another attempt.
     pub fn start(&mut self, state: &mut ProviderState, now: Time) -> Result<(), CallFailure> {
-        state.store_requests.clear_updates();
-        if let Err(refusal) = state.breaker.peek(now) {
-            return Err(self.fail(CallFailure::Unavailable(refusal), state));
-        }
+        state.store_requests.updates.clear();
+        let ticket = self.enqueue(state, now).inspect_err(|_| self.leave_queue(state))?;
+        (self.stage, self.queued_at, self.failure_at_deadline) = (CallStage::Queued(ticket), now, None);
+        Ok(())
+    }
+
+    /// Enqueues it, unless waiting is certainly useless. Only times that can't come earlier count: the end of a pause,
+    /// of a closing, or of the period of a quota that counts calls.
+    fn enqueue(&self, state: &mut ProviderState, now: Time) -> Result<Ticket, CallFailure> {
+        state.breaker.peek(now).map_err(CallFailure::Unavailable)?;
         if now >= self.deadline {
-            return Err(self.fail(CallFailure::DeadlineExceeded, state));
+            return Err(CallFailure::DeadlineExceeded);
         }
         let until = state.lanes.paused_until(self.lane);
         if until >= self.deadline {
-            return Err(self.fail(CallFailure::LanePaused { until }, state));
+            return Err(CallFailure::LanePaused { until });
         }
-        if let Some(failure) = self.certain_failure(state, now) {
-            return Err(self.fail(failure, state));
+        if let Some(earliest) = state.pool.all_closed_until(now).filter(|until| *until >= self.deadline) {
+            return Err(no_credential_failure(&state.pool, earliest));
         }
-        match state.lanes.enqueue(self.lane, self.cost, self.deadline, now) {
-            Ok(ticket) => {
-                (self.stage, self.queued_at, self.failure_at_deadline) = (CallStage::Queued(ticket), now, None);
-                Ok(())
-            }
-            Err(full) => Err(self.fail(CallFailure::QueueFull(full), state)),
+        if let Some((limit, resets_at)) = state.lanes.spent_limit(self.lane, self.cost, now)
+            && resets_at >= self.deadline
+        {
+            return Err(CallFailure::QuotaSpent { limit, resets_at });
         }
+        state.lanes.enqueue(self.lane, self.cost, self.deadline, now).map_err(CallFailure::QueueFull)
     }
 
-    /// The reason why waiting is certainly useless: the failure that its turn would return, returned before it queues.
-    /// Only times that can't come earlier count: the end of a closing, or of the period of a quota that counts calls.
-    fn certain_failure(&self, state: &mut ProviderState, now: Time) -> Option<CallFailure> {
-        let is_too_late = |until: &Time| *until >= self.deadline;
-        let reopens_at = state.pool.all_closed_until(now).filter(is_too_late);
-        reopens_at.map(|earliest| no_credential_failure(&state.pool, earliest)).or_else(|| {
-            let (limit, resets_at) = state.lanes.spent_limit(self.lane, self.cost, now)?;
-            is_too_late(&resets_at).then_some(CallFailure::QuotaSpent { limit, resets_at })
-        })
-    }
-
-    /// Called when the lanes have chosen the call. Asks the store with the first credential that isn't cooling or busy,
-    /// as far as known.
+    /// Called when the lanes have chosen the call. Asks the store with the first credential that seems available.
     pub fn handle_turn(
         &mut self,
         rules: &CallRules,
@@ -190,30 +177,24 @@ impl Call {
         now: Time,
         rng: &mut impl Rng,
     ) -> CallProgress {
-        state.store_requests.clear_updates();
+        state.store_requests.updates.clear();
         let CallStage::Queued(ticket) = self.stage else { return CallProgress::Wait };
         if let Err(refusal) = state.breaker.peek(now) {
-            return CallProgress::Fail(self.fail(CallFailure::Unavailable(refusal), state));
+            return self.fail(CallFailure::Unavailable(refusal), state);
         }
         if self.is_too_late(state, now) {
-            return CallProgress::Fail(self.fail(CallFailure::DeadlineExceeded, state));
+            return self.fail(CallFailure::DeadlineExceeded, state);
         }
         if let Some(earliest) = state.pace.as_ref().map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
             self.failure_at_deadline = None;
-            return self.wait_or_fail(
-                earliest,
-                RefusalScope::Provider,
-                CallFailure::Paced { earliest },
-                None,
-                state,
-                now,
-            );
+            let failure = CallFailure::Paced { earliest };
+            return self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now);
         }
         match state.next_credential(self.cost, now, rng) {
             Some(credential) => {
                 (self.stage, self.charged_lane) = (CallStage::Asking(ticket, credential), self.lane);
                 self.fill_batch(&mut state.store_requests.reservation, rules, credential, Verb::Take);
-                state.store_requests.reservation.set_lead(state.lead);
+                state.store_requests.reservation.context.lead = state.lead;
                 CallProgress::AskStore
             }
             None => {
@@ -226,23 +207,20 @@ impl Call {
         }
     }
 
-    /// True if it has waited so long that its reply would hardly arrive in time, while other calls wait that could
-    /// still succeed. Under overload, all capacity would otherwise be used for calls that time out. Half of its total
-    /// time is always considered enough.
+    /// True if its reply would hardly arrive in time after its wait, while other calls could still succeed: under
+    /// overload, all capacity would be used for calls that time out. Half of its total time is always enough.
     fn is_too_late(&self, state: &ProviderState, now: Time) -> bool {
-        if now <= self.queued_at {
-            return false;
-        }
-        let needed =
-            state.round_trips.usual_max().min(Span::from_micros(self.deadline.since(self.started_at).as_micros() / 2));
-        now + needed > self.deadline && Lane::ALL.iter().map(|lane| state.lanes.waiting(*lane)).sum::<usize>() > 1
+        let half_of_total = Span::from_micros(self.deadline.since(self.started_at).as_micros() / 2);
+        now > self.queued_at
+            && now + state.round_trips.usual_max().min(half_of_total) > self.deadline
+            && Lane::ALL.iter().map(|lane| state.lanes.waiting(*lane)).sum::<usize>() > 1
     }
 
     /// Called when its deadline has passed and the lanes have removed it.
     pub fn handle_expiry(&mut self, state: &mut ProviderState) -> CallFailure {
-        state.store_requests.clear_updates();
-        self.stage = CallStage::Idle;
-        self.fail(self.failure_at_deadline.unwrap_or(CallFailure::DeadlineExceeded), state)
+        state.store_requests.updates.clear();
+        self.leave_queue(state);
+        self.failure_at_deadline.unwrap_or(CallFailure::DeadlineExceeded)
     }
 
     /// Handles the outcomes of [`StoreRequests::reservation`], which the last step of the call has filled.
@@ -255,17 +233,11 @@ impl Call {
         now: Time,
         rng: &mut impl Rng,
     ) -> CallProgress {
-        state.store_requests.clear_updates();
+        state.store_requests.updates.clear();
         let CallStage::Asking(ticket, credential) = self.stage else { return CallProgress::Wait };
-        let refused = state
-            .store_requests
-            .reservation
-            .ops()
-            .iter()
-            .zip(outcomes.list())
-            .filter(|(_, outcome)| outcome.verdict.refuses());
-        // If only the credential is refused, another one may be granted. Every other refusal is independent of the
-        // credential.
+        let ops = state.store_requests.reservation.ops().iter();
+        let refused = ops.zip(outcomes.list()).filter(|(_, outcome)| outcome.verdict.refuses());
+        // If only the credential is refused, another may be granted. Other refusals are independent of the credential.
         let is_shared = |op: &Op| op.key == rules.key;
         let Some((op, outcome)) = refused.max_by_key(|(op, outcome)| (is_shared(op), outcome.retry_at)) else {
             return self.handle_grant(ticket, credential, rules, state, outcomes, now);
@@ -291,27 +263,21 @@ impl Call {
             self.stage = CallStage::Queued(ticket);
             return self.handle_turn(rules, state, now, rng);
         }
-        let is_lane_limit =
-            rules.lane_limits[self.charged_lane as usize].iter().any(|provider_limit| provider_limit.limit == op.limit);
+        let mut lane_limits = rules.lane_limits[self.charged_lane as usize].iter();
+        let is_lane_limit = lane_limits.any(|provider_limit| provider_limit.limit == op.limit);
+        let scope = if is_lane_limit { RefusalScope::Lane } else { RefusalScope::Provider };
+        let rate_limited = CallFailure::RateLimited { limit: op.limit, earliest: until };
         let failure = match kind(op) {
             Some(LimitKind::Quota(_)) => CallFailure::QuotaSpent { limit: op.limit, resets_at: until },
-            _ => CallFailure::RateLimited { limit: op.limit, earliest: until },
+            _ => rate_limited,
         };
         self.stage = CallStage::Queued(ticket);
         let spent_limit = is_earliest_possible(op, outcome).then_some(op.limit);
         // A call under way may cost less than was reserved for it.
         let may_free_earlier =
-            rules.measure(op.limit) == Some(Measure::Cost) && !until.is_never() && state.in_flight() > 0;
-        let deadline_failure = CallFailure::RateLimited { limit: op.limit, earliest: until };
-        self.failure_at_deadline = (may_free_earlier && until >= self.deadline).then_some(deadline_failure);
-        self.wait_or_fail(
-            until,
-            if is_lane_limit { RefusalScope::Lane } else { RefusalScope::Provider },
-            failure,
-            spent_limit,
-            state,
-            now,
-        )
+            rules.measure(op.limit) == Some(Measure::Cost) && !until.is_never() && state.lanes.total_in_flight() > 0;
+        self.failure_at_deadline = (may_free_earlier && until >= self.deadline).then_some(rate_limited);
+        self.wait_or_fail(until, scope, failure, spent_limit, state, now)
     }
 
     /// Handles a store that failed and returned no outcomes.
@@ -328,26 +294,25 @@ impl Call {
         outcomes: &Outcomes,
         now: Time,
     ) -> CallProgress {
-        let charged_at = outcomes.now();
-        let counted_at = charged_at + state.lead;
-        let Some(lane) = state.lanes.grant(ticket, now) else {
-            self.stage = CallStage::Idle;
-            self.prepare_correction(rules, state, credential, Verb::Refund, charged_at, counted_at);
-            return CallProgress::Fail(self.fail(CallFailure::DeadlineExceeded, state));
-        };
-        let permit = match state.breaker.take(now) {
-            Ok(permit) => permit,
-            Err(refusal) => {
+        (self.charged_at, self.counted_at) = (outcomes.now(), outcomes.now() + state.lead);
+        let granted = state.lanes.grant(ticket, now).ok_or(CallFailure::DeadlineExceeded).and_then(|lane| {
+            state.breaker.take(now).map(|permit| (lane, permit)).map_err(|refusal| {
                 state.lanes.record_end(lane);
                 state.lanes.clear_refusals();
+                CallFailure::Unavailable(refusal)
+            })
+        });
+        let (lane, permit) = match granted {
+            Ok(granted) => granted,
+            Err(failure) => {
                 self.stage = CallStage::Idle;
-                self.prepare_correction(rules, state, credential, Verb::Refund, charged_at, counted_at);
-                return CallProgress::Fail(self.fail(CallFailure::Unavailable(refusal), state));
+                self.prepare_correction(rules, state, credential, Verb::Refund);
+                return self.fail(failure, state);
             }
         };
         state.pool.record_use(credential);
-        if let Some(allowances) = state.remaining_trackers.get_mut(credential) {
-            allowances.record_sent(self.cost);
+        if let Some(tracker) = state.remaining_trackers.get_mut(credential) {
+            tracker.record_sent(self.cost);
         }
         state.round_trips.record_grant(now);
         if let Some(pace) = &mut state.pace {
@@ -362,17 +327,16 @@ impl Call {
         self.stage = CallStage::Sent(SentRequest {
             credential,
             sent_at: now,
-            charged_at,
-            counted_at,
+            charged_at: self.charged_at,
+            counted_at: self.counted_at,
             lane,
             permit,
             generation,
-            in_flight: state.in_flight(),
+            in_flight: state.lanes.total_in_flight(),
         });
         CallProgress::Send { credential }
     }
 
-    /// Ends its last reply, because the body isn't read further.
     fn end_streaming(&mut self, state: &mut ProviderState) {
         if let CallStage::Streaming(lane, credential) = self.stage {
             state.record_end(lane, credential);
@@ -393,22 +357,19 @@ impl Call {
         }
     }
 
-    /// Called when no caller waits for it. A request that was sent stays charged; `reach` says if it was. Otherwise
-    /// everything that the call holds is given back.
+    /// Called when no caller waits for it. Gives back everything but the charge of a request that was sent.
     pub fn cancel(
         &mut self,
         rules: &CallRules,
         state: &mut ProviderState,
-        reach: Delivery,
+        delivery: Delivery,
         now: Time,
         rng: &mut impl Rng,
     ) {
-        state.store_requests.clear_updates();
+        state.store_requests.updates.clear();
         self.leave_queue(state);
         self.end_streaming(state);
-        if let Some(sent) = self.take_sent() {
-            self.finish_attempt(rules, state, sent, &AttemptReport::new(Class::Cancelled, reach), now, rng);
-        }
+        self.finish_attempt(rules, state, &AttemptReport::new(Class::Cancelled, delivery), now, rng);
     }
 
     /// Returns the refund for outcomes that arrive after the call was abandoned. `None` if nothing was charged.
@@ -424,31 +385,28 @@ impl Call {
         Some(refund)
     }
 
-    /// Stays in the queue until a time, or fails now if that is at or after the deadline. A hedge always fails. `spent`
-    /// is the limit that certainly has no room before that time.
+    /// Stays in the queue until a time, or fails now if that is at or after the deadline. A hedge always fails.
+    /// `spent_limit` certainly has no room before that time.
     fn wait_or_fail(
         &mut self,
         until: Time,
         scope: RefusalScope,
         failure: CallFailure,
-        spent: Option<LimitId>,
+        spent_limit: Option<LimitId>,
         state: &mut ProviderState,
         now: Time,
     ) -> CallProgress {
         let Some(ticket) = self.ticket() else { return CallProgress::Wait };
         if self.is_hedge || until >= self.deadline && self.failure_at_deadline.is_none() {
-            return CallProgress::Fail(self.fail(failure, state));
+            return self.fail(failure, state);
         }
-        match spent {
-            Some(limit) => state.lanes.refuse_spent_until(ticket, limit, until, scope, now),
-            None => state.lanes.refuse_until(ticket, until, scope, now),
-        }
+        state.lanes.refuse_until(ticket, until, spent_limit, scope, now);
         CallProgress::Wait
     }
 
-    fn fail(&mut self, failure: CallFailure, state: &mut ProviderState) -> CallFailure {
+    fn fail(&mut self, failure: CallFailure, state: &mut ProviderState) -> CallProgress {
         self.leave_queue(state);
-        failure
+        CallProgress::Fail(failure)
     }
 
     /// Leaves the queue and gives back an unsent retry of the budget.
@@ -464,21 +422,15 @@ impl Call {
 
     /// Fills a batch with the operations of an attempt with this credential. The cool-down comes first.
     fn fill_batch(&self, batch: &mut Batch, rules: &CallRules, credential: usize, verb: Verb) {
-        let cost =
-            |provider_limit: &ProviderLimit| if provider_limit.measure == Measure::Calls { 1 } else { self.cost };
-        let credential_key = rules.credential_keys[credential];
         batch.clear();
         if verb == Verb::Take {
-            push_required(batch, Op::new(rules.cooldown, verb, credential_key, 1));
+            push_required(batch, Op::new(rules.cooldown, verb, rules.credential_keys[credential], 1));
         }
-        let is_included = |provider_limit: &&ProviderLimit| verb != Verb::Settle || provider_limit.settles;
-        for provider_limit in rules.credential_limits.iter().filter(is_included) {
-            push_required(batch, Op::new(provider_limit.limit, verb, credential_key, cost(provider_limit)));
-        }
-        for provider_limit in
-            rules.provider_limits.iter().chain(&rules.lane_limits[self.charged_lane as usize]).filter(is_included)
-        {
-            push_required(batch, Op::new(provider_limit.limit, verb, rules.key, cost(provider_limit)));
+        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, credential) {
+            if verb != Verb::Settle || provider_limit.settles {
+                let cost = if provider_limit.measure == Measure::Calls { 1 } else { self.cost };
+                push_required(batch, Op::new(provider_limit.limit, verb, key, cost));
+            }
         }
     }
 }

@@ -1,5 +1,4 @@
-//! `concurrency`: the maximum number of calls in flight. Each call holds a permit with a lease. If a holder dies
-//! without giving it back, the permit is free again when the lease ends.
+//! `concurrency`: the maximum number of calls in flight. Each holds a permit until it gives it back or its lease ends.
 
 use alloc::vec::Vec;
 
@@ -48,8 +47,7 @@ impl Concurrency {
         self.lease
     }
 
-    /// Removes permits after the end of their lease. Shortens leases that are longer than a whole one because the clock
-    /// stepped back.
+    /// Removes permits after the end of their lease. Shortens leases that a step back of the clock has lengthened.
     pub fn refresh(&self, permits: &mut Permits, now: Time) {
         let longest = now + self.lease;
         permits.0.retain_mut(|permit| {
@@ -71,15 +69,11 @@ impl Concurrency {
             let mut missing = used + cost - self.limit;
             let mut expiries: Vec<&PermitLease> = permits.0.iter().collect();
             expiries.sort_unstable_by_key(|permit| permit.expires);
-            let mut free_at = now;
-            for permit in expiries {
-                free_at = permit.expires;
+            let last_needed = expiries.iter().find(|permit| {
                 missing = missing.saturating_sub(permit.count);
-                if missing == 0 {
-                    break;
-                }
-            }
-            free_at
+                missing == 0
+            });
+            last_needed.map_or(now, |permit| permit.expires)
         };
         let reset_at = permits.0.iter().map(|permit| permit.expires).max().unwrap_or(now);
         LimitStatus { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
@@ -95,8 +89,7 @@ impl Concurrency {
         }
     }
 
-    /// Records that `holder` has `cost` permits, even if they weren't free. Ignored if all permits together would
-    /// exceed 4,096.
+    /// Records that `holder` has `cost` permits, even if they weren't free, unless all together would exceed 4,096.
     pub fn debit(&self, permits: &mut Permits, holder: u64, cost: u64, now: Time) {
         if permits.holds(holder) || cost <= MAX_PERMITS.saturating_sub(permits.used()) {
             self.charge(permits, holder, cost, now);
@@ -105,13 +98,8 @@ impl Concurrency {
 
     /// Extends the lease of the holder from `now`. Returns false if it holds none.
     pub fn renew(&self, permits: &mut Permits, holder: u64, now: Time) -> bool {
-        match permits.0.iter_mut().find(|permit| permit.holder == holder) {
-            Some(permit) => {
-                permit.expires = now + self.lease;
-                true
-            }
-            None => false,
-        }
+        let permit = permits.0.iter_mut().find(|permit| permit.holder == holder);
+        permit.map(|permit| permit.expires = now + self.lease).is_some()
     }
 
     /// Takes back the permits of the holder. Returns false if it holds none.
@@ -200,8 +188,8 @@ mod tests {
             limit.debit(&mut permits, 1, 3, at(0));
         }
         limit.debit(&mut permits, 2, MAX_PERMITS - 2, at(0));
-        let look = limit.status(&permits, 1, at(0));
-        assert_eq!((look.used, look.remaining, look.retry_at), (3, 0, at(30)));
+        let status = limit.status(&permits, 1, at(0));
+        assert_eq!((status.used, status.remaining, status.retry_at), (3, 0, at(30)));
         assert!(limit.renew(&mut permits, 1, at(10)) && !limit.renew(&mut permits, 2, at(10)));
     }
 }

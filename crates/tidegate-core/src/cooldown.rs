@@ -1,25 +1,22 @@
 //! The cool-down of a credential: one throttled reply closes its gate for all callers.
 //!
-//! The n-th closing in a row lasts `min(base · 2^(n−1), cap)`, or longer if the provider asked for longer. Calls that
-//! were sent before a closing belong to an older *generation*. If ten of them are throttled together, they close the
-//! gate once, and their successes don't open it.
+//! The n-th closing in a row lasts `min(base · 2^(n−1), cap)`, or longer if the provider asked for longer. Calls sent
+//! before it are of an older *generation*: ten that are throttled close the gate once, and no success of them opens it.
 //!
-//! After a closing, callers are released one at a time, each one stagger after the previous one. This continues even if
-//! the first one has succeeded already, because all waiting callers would otherwise come at once. After a success, it
-//! ends with the first unused slot, or after a hundred staggers.
+//! After a closing, callers are released one at a time, a stagger apart, because all would otherwise come at once.
+//! After a success, this ends with the first unused slot, or after a hundred staggers.
 
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Backoff, Span, Time};
 
-/// The minimum time for which an open gate is kept. It is longer than any call is in flight, so that late replies are
-/// still recognized as older generations.
+/// The minimum time for which an open gate is kept: longer than any call is in flight, to recognize late replies.
 const MIN_RETENTION: Span = Span::from_secs(3600);
 
 /// After a success, callers are released one at a time for at most this many staggers.
 const MAX_RELEASE_SLOTS: u64 = 100;
 
-/// The cool-down of a throttled credential. All values are valid. A span of zero disables closings or staggers. If the
-/// cap is below the base, every closing lasts as long as the cap.
+/// The cool-down of a throttled credential. All values are valid: a span of zero disables closings or staggers, and
+/// with a cap below the base, every closing lasts as long as the cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cooldown {
     /// The length of the first closing. Default 1 s.
@@ -105,9 +102,8 @@ impl Cooldown {
         free_at.max(now)
     }
 
-    /// True if a time that [`Cooldown::free_at`] returned at `now` is the end of a closing. Such a time never becomes
-    /// earlier. During the release after a closing, waiting callers may be admitted earlier than their slots. False for
-    /// a closing that ends within the length of a slot.
+    /// True if a time that [`Cooldown::free_at`] returned at `now` is the end of a closing, which never becomes
+    /// earlier. Slots of the release after it may. False for a closing that ends within the length of a slot.
     pub fn is_closing(&self, free_at: Time, now: Time) -> bool {
         free_at > now + MAX_CLOCK_LAG + self.stagger
     }
@@ -121,12 +117,11 @@ impl Cooldown {
         gate.generation
     }
 
-    /// Closes the gate after a throttled reply to a call of `generation`. `retry_after` is the wait that the provider
-    /// asked for.
+    /// Closes the gate after a throttled reply to a call of `generation`, at least for the requested wait.
     ///
-    /// A call of an older generation doesn't count as a further closing, because it was under way when the gate closed.
-    /// If its `retry_after` ends later, the gate stays closed until then. A generation higher than the gate's means
-    /// that the state of the gate was deleted since; it counts as the present one. No closing is ever shortened.
+    /// A call of an older generation was under way when the gate closed, so only a `retry_after` that ends later
+    /// counts. A higher generation than the gate's, whose state was deleted since, counts as the present one. No
+    /// closing is ever shortened.
     pub fn record_throttle(&self, gate: &mut CooldownGate, generation: u32, retry_after: Option<Span>, now: Time) {
         self.refresh(gate, now);
         let mut wait = retry_after.unwrap_or(Span::ZERO);
@@ -138,9 +133,8 @@ impl Cooldown {
         close_until(gate, now + wait, now);
     }
 
-    /// Records a success of a call of `generation`. The next closing then counts as a first one, and an open gate stays
-    /// open after the waiting callers have been released. A call from before the last closing, or of an unknown
-    /// generation, changes nothing.
+    /// Records a success. The next closing then counts as a first one, and an open gate stays open after the waiting
+    /// callers have been released. A call of another generation changes nothing.
     pub fn record_success(&self, gate: &mut CooldownGate, generation: u32, now: Time) {
         self.refresh(gate, now);
         if generation == gate.generation {
@@ -148,16 +142,15 @@ impl Cooldown {
         }
     }
 
-    /// Closes the gate until `until` because the provider rejects the credential (401, 403). [`Time::NEVER`] closes it
-    /// permanently. The closing doesn't count towards the next length. A repaired credential starts with a new gate.
+    /// Closes the gate because the provider rejects the credential (401, 403). [`Time::NEVER`] closes it permanently.
+    /// The closing doesn't count towards the next length. A repaired credential starts with a new gate.
     pub fn disable(&self, gate: &mut CooldownGate, until: Time, now: Time) {
         self.refresh(gate, now);
         gate.generation = gate.generation.saturating_add(1);
         close_until(gate, until, now);
     }
 
-    /// The time at which the state of the gate can be deleted: one hour after its last event, or the cap if that is
-    /// longer. A credential that is unused for so long starts from the base again.
+    /// The time at which the state of the gate can be deleted: [`Cooldown::retention`] after its last event.
     pub fn idle_at(&self, gate: &CooldownGate) -> Time {
         if *gate == CooldownGate::default() {
             return Time::ZERO;

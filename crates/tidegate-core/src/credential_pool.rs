@@ -1,15 +1,13 @@
 //! The order in which one process tries the credentials of one provider.
 //!
-//! A pool returns one credential at a time. Its entries about cooling credentials are hints: the last reply of the
-//! store or of the provider. The store decides. A credential that is marked as cooling isn't returned before its
-//! cooldown ends. It becomes available exactly then, even while others are available. A credential with the maximum
-//! number of calls in flight isn't returned either. It becomes available when one of these calls ends, which the pool
-//! itself knows.
+//! A pool returns one credential at a time. Its entries about cooling credentials are hints from the last reply of the
+//! store or of the provider; the store decides. A credential isn't returned before its cool-down ends, and becomes
+//! available exactly then. One with the maximum number of calls in flight becomes available when one of them ends.
 
 use alloc::vec::Vec;
-use core::fmt;
 
 use rand_core::Rng;
+use thiserror::Error;
 
 use crate::heap::IndexHeap;
 use crate::time::MAX_CLOCK_LAG;
@@ -31,51 +29,39 @@ pub enum Balance {
 }
 
 /// The error for a pool of no credential, or of more than [`MAX_CREDENTIALS`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("a pool holds 1 to {MAX_CREDENTIALS} credentials, not {found}")]
 pub struct PoolSizeError {
     /// The number of credentials that were given.
     pub found: usize,
 }
 
-impl fmt::Display for PoolSizeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a pool holds 1 to {MAX_CREDENTIALS} credentials, not {}", self.found)
-    }
-}
-
-impl core::error::Error for PoolSizeError {}
-
 /// The credentials of one provider, by their index in its list. Each is cooling down, busy (with the maximum number of
 /// calls in flight) or available. An index outside the list changes nothing.
 ///
-/// Choosing a credential takes constant time, every change O(log n). Nothing is allocated after all credentials were
-/// available once and cooling once.
+/// Choosing takes constant time, every change O(log n). No change allocates once all were available and all cooling.
 #[derive(Clone, Debug)]
 pub struct CredentialPool {
     balance: Balance,
     /// The last use of each credential, as a count of uses. 0 means never.
     last_used: Vec<u64>,
-    /// Round robin: the number of turns until now, where turn t belongs to credential t mod n. Otherwise the number of
-    /// uses.
+    /// The number of uses. By round robin: of turns, where turn t belongs to credential t mod n.
     use_count: u64,
-    /// The number of calls in flight of each credential.
     in_flight: Vec<u32>,
     max_in_flight: u32,
     /// The available credentials, by the turn that they wait for or by their last use.
     available: IndexHeap<u64>,
-    /// The cooling credentials, by the end of their cooldowns.
+    /// The cooling credentials, by the end of their cool-downs.
     cooling: IndexHeap<Time>,
     /// The time until which each credential is certainly closed.
     closed_until: Vec<Time>,
-    /// The spent quota of each credential, and the end of its period.
     spent_quotas: Vec<Option<(LimitId, Time)>>,
     /// The time of the last entry about a cooling credential.
     updated_at: Time,
 }
 
 impl CredentialPool {
-    /// Creates a pool of `credentials` credentials. All are available, were never used and have no limit of calls in
-    /// flight.
+    /// Creates a pool of available credentials without a limit of calls in flight.
     ///
     /// # Errors
     /// `credentials` is 0 or more than [`MAX_CREDENTIALS`].
@@ -101,8 +87,7 @@ impl CredentialPool {
         Ok(pool)
     }
 
-    /// Limits the number of calls in flight of each credential. Calls that are in flight already continue. At 0, no
-    /// credential is ever returned.
+    /// Limits the calls in flight of each credential. Those in flight continue. At 0, no credential is ever returned.
     #[must_use]
     pub fn with_max_in_flight(mut self, max_in_flight: u32) -> Self {
         self.max_in_flight = max_in_flight;
@@ -117,17 +102,14 @@ impl CredentialPool {
         self.last_used.len()
     }
 
-    /// The credential to try next. `None` if all are cooling or busy. This changes nothing: the same credential is
-    /// returned until [`CredentialPool::record_use`] or [`CredentialPool::set_cooling_until`] reports the result. Only
-    /// [`Balance::Random`] draws again. To try all credentials, record each refusal and call this again, at most as
-    /// often as there are credentials.
+    /// The credential to try next. `None` if all are cooling or busy. It stays the same, except by [`Balance::Random`],
+    /// until [`CredentialPool::record_use`] or [`CredentialPool::set_cooling_until`] reports the result.
     pub fn next(&mut self, now: Time, rng: &mut impl Rng) -> Option<usize> {
         self.end_cooldowns(now);
         let (_, credential) = match self.balance {
             Balance::RoundRobin | Balance::LeastRecentlyUsed => self.available.first(),
             Balance::Random => {
-                // With at most 1024 credentials, multiplying and shifting favours no credential by more than one part
-                // in 2^22.
+                // Favours none of at most 1024 credentials by more than one part in 2^22.
                 let position = (u64::from(rng.next_u32()) * self.available.len() as u64) >> 32;
                 self.available.nth(position as usize)
             }
@@ -135,15 +117,14 @@ impl CredentialPool {
         Some(credential as usize)
     }
 
-    /// Returns true if any other credential isn't cooling.
+    /// True if any other credential isn't cooling.
     pub fn has_other_not_cooling(&mut self, credential: usize, now: Time) -> bool {
         self.end_cooldowns(now);
         let counts_itself = self.checked_index(credential).is_some_and(|index| self.cooling.key(index).is_none());
         self.last_used.len() - self.cooling.len() > usize::from(counts_itself)
     }
 
-    /// Returns true if a credential only waits for one of its calls to end. [`CredentialPool::next`] may return it at
-    /// any time.
+    /// True if a credential only waits for one of its calls to end, so that it may become available at any time.
     pub fn has_busy(&self) -> bool {
         self.available.len() + self.cooling.len() < self.last_used.len()
     }
@@ -153,7 +134,7 @@ impl CredentialPool {
         self.in_flight.get(credential).copied().unwrap_or(0)
     }
 
-    /// The end of the first cooldown. [`Time::NEVER`] if no credential is cooling. If [`CredentialPool::next`] returns
+    /// The end of the first cool-down. [`Time::NEVER`] if no credential is cooling. If [`CredentialPool::next`] returns
     /// `None`, wait until then, or until [`CredentialPool::record_end`] returns true.
     pub fn next_rejoin_at(&self) -> Time {
         self.cooling.first().map_or(Time::NEVER, |(rejoins, _)| rejoins)
@@ -177,8 +158,7 @@ impl CredentialPool {
         }
     }
 
-    /// Records the end of a call with this credential. Returns true if no credential was available before and one is
-    /// now.
+    /// Records the end of a call with this credential. Returns true if it is now the only available one.
     pub fn record_end(&mut self, credential: usize) -> bool {
         let Some(index) = self.checked_index(credential) else { return false };
         let none_was_available = self.available.is_empty();
@@ -187,8 +167,8 @@ impl CredentialPool {
         none_was_available && !self.available.is_empty()
     }
 
-    /// Records at `now` that calls with the credential are refused before `until`, because of a cooldown or because a
-    /// limit of its own is full. Of several entries the longest counts, because each has another reason.
+    /// Records that calls with the credential are refused before `until`, because of a cool-down or because a limit of
+    /// its own is full. Of several entries the longest counts, because each has another reason.
     pub fn set_cooling_until(&mut self, credential: usize, until: Time, now: Time) {
         let Some(index) = self.checked_index(credential) else { return };
         self.end_cooldowns(now);
@@ -199,8 +179,7 @@ impl CredentialPool {
     }
 
     /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier: the end of a closing that the
-    /// provider asked for, or of a quota's period. [`CredentialPool::all_closed_until`] may therefore report it to
-    /// calls that aren't queued yet.
+    /// provider asked for, or of a quota's period. [`CredentialPool::all_closed_until`] may report it.
     pub fn set_closed_until(&mut self, credential: usize, until: Time, now: Time) {
         self.set_cooling_until(credential, until, now);
         if let Some(closed) = self.closed_until.get_mut(credential) {
@@ -208,29 +187,27 @@ impl CredentialPool {
         }
     }
 
-    /// Records that the credential is refused before `until` because of this quota. The quota's period ends at `until`.
+    /// Records that the credential is refused because of this quota until its period ends.
     pub fn set_spent_quota(&mut self, credential: usize, quota: LimitId, until: Time) {
         if let Some(spent) = self.spent_quotas.get_mut(credential) {
             *spent = Some((quota, until));
         }
     }
 
-    /// The quota of any credential that is known to be spent until exactly `at`. If `at` is the end of the first
-    /// cooldown, this quota is the reason for the wait. Searches all credentials.
+    /// A quota that is spent until exactly `at`: the reason for a wait until then. Searches all credentials.
     pub fn quota_spent_until(&self, at: Time) -> Option<LimitId> {
         self.spent_quotas.iter().flatten().find(|(_, until)| *until == at).map(|(quota, _)| *quota)
     }
 
-    /// The earliest time at which any credential may become available, if all are known to be closed
-    /// ([`CredentialPool::set_closed_until`]). A call with an earlier deadline needn't queue. Searches all credentials
-    /// if none is available.
+    /// The earliest end of a closing, if all credentials are closed ([`CredentialPool::set_closed_until`]). A call with
+    /// an earlier deadline needn't queue. Searches all credentials if none is available.
     pub fn all_closed_until(&mut self, now: Time) -> Option<Time> {
         self.end_cooldowns(now);
         let first = if self.available.is_empty() { self.closed_until.iter().copied().min() } else { None };
         first.filter(|first| *first > now)
     }
 
-    /// Ends the credential's cooldown and deletes all entries about it.
+    /// Ends the credential's cool-down and deletes all entries about it.
     fn clear_cooling(&mut self, credential: usize) {
         let Some(index) = self.checked_index(credential) else { return };
         self.cooling.remove(index);
@@ -239,8 +216,7 @@ impl CredentialPool {
         self.update_availability(index);
     }
 
-    /// Adds the credential to the available ones or removes it from them. If it is already there, it keeps its
-    /// position.
+    /// Adds the credential to the available ones, where it may have a position already, or removes it from them.
     fn update_availability(&mut self, index: u32) {
         if !self.is_available(index) {
             self.available.remove(index);
@@ -253,8 +229,8 @@ impl CredentialPool {
         self.cooling.key(index).is_none() && self.in_flight[index as usize] < self.max_in_flight
     }
 
-    /// Ends the cooldowns that are over. If the clock stepped back, all entries are void, because their times may be
-    /// far in the future now. One unnecessary attempt does no harm.
+    /// Ends the cool-downs that are over. If the clock stepped back, all end, because their times may be far in the
+    /// future now. One unnecessary attempt does no harm.
     fn end_cooldowns(&mut self, now: Time) {
         let stepped_back = self.updated_at > now + MAX_CLOCK_LAG;
         while let Some((until, index)) = self.cooling.first()
@@ -268,7 +244,6 @@ impl CredentialPool {
         u32::try_from(credential).ok().filter(|_| credential < self.last_used.len())
     }
 
-    /// The sort key of an available credential.
     fn sort_key(&self, index: u32) -> u64 {
         match self.balance {
             Balance::RoundRobin => self.next_turn(index),
@@ -276,7 +251,6 @@ impl CredentialPool {
         }
     }
 
-    /// The credential's first turn that isn't used yet.
     fn next_turn(&self, index: u32) -> u64 {
         let (size, index) = (self.last_used.len() as u64, u64::from(index));
         let turns_this_round = self.use_count % size;

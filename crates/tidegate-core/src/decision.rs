@@ -79,8 +79,8 @@ impl Decision {
 }
 
 /// Moves operations to a shared key if the store had no room for their own. `parent` returns the key for a limit and a
-/// minimum level. The key that all clients share always fits. Of several operations with the same key, only one is
-/// kept. Returns true if the store must be asked again, which happens at most three times for each operation.
+/// minimum level. Of several operations with the same key, only one is kept. Returns true if the store must be asked
+/// again, at most three times for each operation, because the key that all clients share always fits.
 pub fn move_to_shared_keys(
     batch: &mut Batch,
     outcomes: &Outcomes,
@@ -100,16 +100,13 @@ pub fn move_to_shared_keys(
     moved
 }
 
-/// A limit that admits: its rank (shadow or not, then the remaining amount), and then its id and outcome.
-type AdmittingLimit<'a> = ((bool, u64), (LimitId, &'a Outcome));
-
 /// Combines a store's outcomes of a batch of takes (or peeks) into a decision.
 pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     let now = outcomes.now();
     let mut decision = Decision::without_limit(true, Reason::Unlimited, now);
     let mut refusal: Option<(LimitId, &Outcome)> = None;
     let mut shadow_refusal: Option<(LimitId, &Outcome)> = None;
-    let mut least_remaining: Option<AdmittingLimit<'_>> = None;
+    let mut least_remaining: Option<((bool, u64), _)> = None;
     let mut paroled = false;
     for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
         let Some(limit) = limits.get(op.limit) else { continue };

@@ -2,39 +2,27 @@
 
 use alloc::vec::Vec;
 
-/// The children of a node. With entries of 16 bytes they share a cache line, and the heap is half as deep as a binary
-/// one.
+/// The children of a node. With 16 bytes each they share a cache line, and the heap is half as deep as a binary one.
 const ARITY: usize = 4;
-/// The position of an index that isn't in the heap.
 const ABSENT: u32 = u32::MAX;
 
-/// Indexes ordered by a key, ties by the index. All changes are O(log n). Memory grows with the largest index and is
-/// kept, so a heap that was as full before allocates nothing. Indexes must be below `u32::MAX`; the caller ensures
-/// that.
-#[derive(Clone, Debug)]
+/// Indexes below `u32::MAX`, ordered by a key, ties by the index. All changes are O(log n). Memory grows with the
+/// largest index and is kept, so a heap that was as full before allocates nothing.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct IndexHeap<K> {
     entries: Vec<(K, u32)>,
     positions: Vec<u32>,
 }
 
-impl<K> Default for IndexHeap<K> {
-    fn default() -> Self {
-        Self { entries: Vec::new(), positions: Vec::new() }
-    }
-}
-
 impl<K: Copy + Ord> IndexHeap<K> {
-    /// The number of indexes in the heap.
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// True if the heap is empty.
     pub(crate) fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// The smallest key and its index.
     pub(crate) fn first(&self) -> Option<(K, u32)> {
         self.entries.first().copied()
     }
@@ -49,7 +37,6 @@ impl<K: Copy + Ord> IndexHeap<K> {
         self.position(index).map(|place| self.entries[place].0)
     }
 
-    /// Inserts an index or changes its key.
     pub(crate) fn set(&mut self, index: u32, key: K) {
         let place = self.position(index).unwrap_or_else(|| {
             if self.positions.len() <= index as usize {
@@ -65,9 +52,10 @@ impl<K: Copy + Ord> IndexHeap<K> {
     pub(crate) fn remove(&mut self, index: u32) -> bool {
         let Some(place) = self.position(index) else { return false };
         self.positions[index as usize] = ABSENT;
-        match self.entries.pop() {
-            Some(last) if place < self.entries.len() => self.sift(place, last),
-            _ => {}
+        if let Some(last) = self.entries.pop()
+            && place < self.entries.len()
+        {
+            self.sift(place, last);
         }
         true
     }

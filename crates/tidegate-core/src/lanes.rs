@@ -1,14 +1,14 @@
 //! The order of the queued outbound calls of one provider in one process.
 //!
-//! Calls wait in three lanes, in the order of arrival within each. One call at a time is selected to ask the store. The
-//! store either grants it or names a time before which another attempt can't succeed. It never queues calls itself.
+//! Calls wait in three lanes, in the order of arrival within each. One call at a time is selected to ask the store,
+//! which either grants it or names a time before which another attempt can't succeed.
 //!
 //! More urgent lanes go first, with two exceptions that prevent starvation. First, a waiting lane earns a share of the
 //! granted cost, its *floor*, as credit. It goes first once the credit pays for its next call (deficit round robin of
 //! M. Shreedhar and G. Varghese, "Efficient Fair Queuing Using Deficit Round Robin", SIGCOMM 1995, with a share in
 //! place of the quantum). Second, among lanes that have waited for a whole window, the one that has waited longest goes
-//! first. So even a limit of a few calls per window reaches every lane. A lane may be held back by a limit of its own
-//! (calls in flight, a quota, its hours). It then doesn't hold back other lanes, and earns nothing.
+//! first, so that even a limit of a few calls per window reaches every lane. A lane that is held back by a limit of its
+//! own (calls in flight, a quota, its hours) doesn't hold back others, and earns nothing.
 
 mod spec;
 
@@ -18,14 +18,10 @@ use core::cmp::Reverse;
 
 use crate::heap::IndexHeap;
 use crate::time::MAX_CLOCK_LAG;
-use crate::{LimitId, MAX_COST, Span, Time};
+use crate::{LimitId, MAX_COST, PER_MILLE, Span, Time};
 pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFullError};
 
-/// Credit is counted in thousandths of a unit of cost.
-const PERMILLE: u64 = 1000;
-
-/// Identifies a queued call. After the call has left the queue, its ticket has no effect, until another 2^32 calls have
-/// used its slot.
+/// Identifies a queued call. Once the call has left, it has no effect until 2^32 other calls have used its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket {
     index: u32,
@@ -33,8 +29,7 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// A number that no other waiting call has, below the sum of the lanes' `max_waiting`. A driver can use it as an
-    /// index into data that it keeps beside the queue.
+    /// A number that no other waiting call has, below the sum of all `max_waiting`: an index for a driver's data.
     pub const fn index(self) -> usize {
         self.index as usize
     }
@@ -45,12 +40,10 @@ impl Ticket {
 pub enum QueueStep {
     /// Fail this call: its deadline has passed, and it has left the queue.
     Expired(Ticket),
-    /// Ask the store for this call and report the answer: [`Lanes::grant`], [`Lanes::refuse_until`] or
-    /// [`Lanes::refuse_spent_until`]. If it gave none or refused permanently, call [`Lanes::cancel`]. No other call is
-    /// selected before.
+    /// Ask the store for this call and report the answer: [`Lanes::grant`] or [`Lanes::refuse_until`]. If it gave none
+    /// or refused permanently, call [`Lanes::cancel`]. No other call is selected before.
     AskStore(Ticket),
-    /// Do nothing until this time, unless a call arrives, ends, leaves or is answered before. [`Time::NEVER`] if
-    /// nothing depends on time.
+    /// Wait until this time, or until a call arrives, ends, leaves or is answered. [`Time::NEVER`] if no time matters.
     Sleep(Time),
 }
 
@@ -63,18 +56,16 @@ pub enum RefusalScope {
     Provider,
 }
 
-/// A queued call.
 #[derive(Clone, Copy, Debug)]
 struct QueuedCall {
-    /// The number of its arrival. It determines the position in its lane.
     arrival: u64,
     cost: u64,
     generation: u32,
     lane: Lane,
 }
 
-/// A refusal of the store, as far as it applies to later calls.
-#[derive(Clone, Copy, Debug)]
+/// A refusal of the store, as far as it applies to later calls. The default applies to none.
+#[derive(Clone, Copy, Debug, Default)]
 struct StoreRefusal {
     refused_at: Time,
     until: Time,
@@ -85,24 +76,19 @@ struct StoreRefusal {
 }
 
 impl StoreRefusal {
-    const NONE: Self =
-        Self { refused_at: Time::ZERO, until: Time::ZERO, lane: Lane::Background, cost: 0, spent_limit: None };
-
-    /// Returns true if this refusal also applies to such a call. A more urgent call may have reserves, and a cheaper
-    /// one may fit. If the clock has stepped back since the refusal, another attempt is worthwhile.
+    /// True if this refusal also applies to such a call. A more urgent call may have reserves, and a cheaper one may
+    /// fit. If the clock has stepped back since the refusal, another attempt is worthwhile.
     fn applies_to(&self, lane: Lane, cost: u64, now: Time) -> bool {
         now < self.until && self.refused_at <= now + MAX_CLOCK_LAG && lane <= self.lane && cost >= self.cost
     }
 }
 
-/// One lane.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct LaneQueue {
     spec: LaneSpec,
     order: IndexHeap<u64>,
     in_flight: u32,
-    /// The credit that the floor has earned since the lane began to wait, minus the spent credit. In thousandths of
-    /// cost.
+    /// The credit that the floor has earned since the lane began to wait, less the spent one, in thousandths of cost.
     credit: u64,
     /// The time at which the lane will have waited a whole window without a grant.
     overdue_at: Time,
@@ -113,8 +99,7 @@ struct LaneQueue {
 /// The queued calls of one provider in one process, and the number of calls in flight.
 ///
 /// A driver reports each event and then calls [`Lanes::poll`] until it returns [`QueueStep::Sleep`]. Enqueueing,
-/// removing and selecting a call take O(log n). At most `max_waiting` calls wait in each lane. Their memory is kept for
-/// later calls.
+/// removing and selecting a call take O(log n). At most `max_waiting` calls wait in each lane. Their memory is kept.
 #[derive(Clone, Debug)]
 pub struct Lanes {
     max_in_flight: u32,
@@ -136,12 +121,7 @@ impl Lanes {
     pub fn new(spec: LanesSpec) -> Self {
         let queue = |spec: LaneSpec| LaneQueue {
             spec: LaneSpec { max_waiting: spec.max_waiting.min(MAX_WAITING), ..spec },
-            order: IndexHeap::default(),
-            in_flight: 0,
-            credit: 0,
-            overdue_at: Time::ZERO,
-            paused_until: Time::ZERO,
-            refusal: StoreRefusal::NONE,
+            ..LaneQueue::default()
         };
         Self {
             max_in_flight: spec.max_in_flight,
@@ -154,7 +134,7 @@ impl Lanes {
             next_arrival: 0,
             asking: None,
             refusals_outdated: false,
-            refusal: StoreRefusal::NONE,
+            refusal: StoreRefusal::default(),
         }
     }
 
@@ -168,8 +148,11 @@ impl Lanes {
         self.queue(lane).in_flight
     }
 
-    /// Adds a call to a lane. `cost` is at most 2^40; more counts as that. The call waits until it is granted,
-    /// cancelled or, at its deadline, expired.
+    pub(crate) fn total_in_flight(&self) -> u32 {
+        self.queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.in_flight))
+    }
+
+    /// Adds a call to a lane until it is granted, cancelled or expired at its deadline. `cost` is cut to 2^40.
     ///
     /// # Errors
     /// [`QueueFullError`] if the lane already has the maximum number of waiting calls.
@@ -195,12 +178,10 @@ impl Lanes {
         Ok(self.ticket(index))
     }
 
-    /// Moves a call to a more urgent lane, ahead of all calls there that arrived after it. Returns true if it moved. A
-    /// call that has left, or is already as urgent, isn't changed.
+    /// Moves a call to a more urgent lane, ahead of later arrivals. Returns false if it has left or isn't less urgent.
     ///
     /// # Errors
-    /// [`QueueFullError`] if the other lane already has the maximum number of waiting calls. The call keeps its
-    /// position.
+    /// [`QueueFullError`] if the other lane has the maximum number of waiting calls. The call keeps its position.
     pub fn raise(&mut self, ticket: Ticket, lane: Lane, now: Time) -> Result<bool, QueueFullError> {
         let Some(from) = self.call(ticket).map(|call| call.lane).filter(|&from| from < lane) else { return Ok(false) };
         self.check_room(lane)?;
@@ -212,8 +193,7 @@ impl Lanes {
         Ok(true)
     }
 
-    /// Removes a call from the queue. Returns false if it has left before. A later answer to it has no effect, because
-    /// its ticket is stale.
+    /// Removes a call from the queue. Returns false if it has left before. A later answer to it has no effect.
     pub fn cancel(&mut self, ticket: Ticket) -> bool {
         self.remove(ticket).is_some()
     }
@@ -231,7 +211,7 @@ impl Lanes {
             queue.overdue_at = queue.overdue_at.min(now + self.window);
         }
         let mut wake_at = deadline;
-        if self.asking.is_none() && self.total_in_flight() < u64::from(self.max_in_flight) {
+        if self.asking.is_none() && self.total_in_flight() < self.max_in_flight {
             if let Some((lane, index, cost)) = self.next_call(now) {
                 if !self.refusal.applies_to(lane, cost, now) {
                     let ticket = self.ticket(index);
@@ -249,9 +229,8 @@ impl Lanes {
         QueueStep::Sleep(wake_at)
     }
 
-    /// Records that the store has granted a call. The call leaves the queue and counts as in flight for the returned
-    /// lane, until [`Lanes::record_end`]. `None` if it had left before: the driver must then give back the cost that
-    /// the store charged.
+    /// Records that the store has granted a call. It leaves the queue and counts as in flight for the returned lane,
+    /// until [`Lanes::record_end`]. `None` if it had left before: the driver must then give back the charged cost.
     pub fn grant(&mut self, ticket: Ticket, now: Time) -> Option<Lane> {
         let call = self.remove(ticket)?;
         // A call that costs nothing also uses a turn.
@@ -265,73 +244,18 @@ impl Lanes {
         }
         let due_at = now + self.window;
         let queue = self.queue_mut(call.lane);
-        queue.credit = queue.credit.saturating_sub(charged * PERMILLE);
+        queue.credit = queue.credit.saturating_sub(charged * PER_MILLE);
         queue.overdue_at = due_at;
         queue.in_flight = queue.in_flight.saturating_add(1);
         Some(call.lane)
     }
 
     /// Records that the store has refused a call until a time. The call keeps its position. Until then, no call with
-    /// the same refusal is selected, unless [`Lanes::clear_refusals`] is called.
+    /// the same refusal is selected, unless [`Lanes::clear_refusals`] is called. `spent_limit` is the limit that can't
+    /// have room before `until`, if there is one, such as a quota of calls until the end of its period.
     ///
     /// A call that is refused permanently must be cancelled instead. Otherwise the calls behind it would wait with it.
-    pub fn refuse_until(&mut self, ticket: Ticket, until: Time, scope: RefusalScope, now: Time) {
-        self.handle_refusal(ticket, until, None, scope, now);
-    }
-
-    /// Like [`Lanes::refuse_until`], for a limit that can't have room before `until`. An example is a quota with calls
-    /// that never become cheaper: it has no room before its period ends. [`Lanes::spent_limit`] may report such a limit
-    /// to other calls.
-    pub fn refuse_spent_until(&mut self, ticket: Ticket, limit: LimitId, until: Time, scope: RefusalScope, now: Time) {
-        self.handle_refusal(ticket, until, Some(limit), scope, now);
-    }
-
-    /// The limit that is known to have no room for a call of this lane and cost that arrives now, and the end of that
-    /// state. A call with an earlier deadline needn't queue.
-    ///
-    /// Only calls of [`Lanes::refuse_spent_until`] count. Other refusals may end earlier: a reply frees slots of a
-    /// window ([`Verb::Settle`](crate::Verb::Settle)), permits are released, costs are refunded, and a waiting call may
-    /// still be granted. [`Lanes::clear_refusals`] also ends these refusals.
-    pub fn spent_limit(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
-        let refusals = [self.refusal, self.queue(lane).refusal];
-        let applicable = refusals.iter().filter(|told| told.applies_to(lane, cost, now));
-        applicable.filter_map(|told| Some((told.spent_limit?, told.until))).max_by_key(|&(_, until)| until)
-    }
-
-    /// Deletes all refusals, because they may be outdated: a permit or a cost was given back, or a limit was reset. A
-    /// refusal that is still to come for the asking call is ignored, too.
-    pub fn clear_refusals(&mut self) {
-        self.refusal = StoreRefusal::NONE;
-        for queue in &mut self.queues {
-            queue.refusal = StoreRefusal::NONE;
-        }
-        self.refusals_outdated = true;
-    }
-
-    /// Records the end of a call that was granted for this lane.
-    pub fn record_end(&mut self, lane: Lane) {
-        let queue = self.queue_mut(lane);
-        queue.in_flight = queue.in_flight.saturating_sub(1);
-    }
-
-    /// Sets the maximum number of calls in flight of all lanes. Calls that are in flight already continue. At 0, no
-    /// call is granted.
-    pub fn set_max_in_flight(&mut self, max_in_flight: u32) {
-        self.max_in_flight = max_in_flight;
-    }
-
-    /// Pauses a lane until a time, for example outside its hours. The latest call counts. A time in the past ends the
-    /// pause.
-    pub fn pause(&mut self, lane: Lane, until: Time) {
-        self.queue_mut(lane).paused_until = until;
-    }
-
-    /// The time until which a lane is paused. A time in the past has no effect.
-    pub fn paused_until(&self, lane: Lane) -> Time {
-        self.queue(lane).paused_until
-    }
-
-    fn handle_refusal(
+    pub fn refuse_until(
         &mut self,
         ticket: Ticket,
         until: Time,
@@ -353,6 +277,47 @@ impl Lanes {
         }
     }
 
+    /// The spent limit of [`Lanes::refuse_until`] that has no room for a call of this lane and cost that arrives now,
+    /// and the end of that state. A call with an earlier deadline needn't queue.
+    ///
+    /// Refusals without a spent limit don't count, because they may end earlier: slots of a window, permits or costs
+    /// may be given back. [`Lanes::clear_refusals`] ends all refusals.
+    pub fn spent_limit(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
+        let refusals = [self.refusal, self.queue(lane).refusal];
+        let applicable = refusals.iter().filter(|refusal| refusal.applies_to(lane, cost, now));
+        applicable.filter_map(|refusal| Some((refusal.spent_limit?, refusal.until))).max_by_key(|&(_, until)| until)
+    }
+
+    /// Deletes all refusals, also one still to come for the asking call, because something was given back or reset.
+    pub fn clear_refusals(&mut self) {
+        self.refusal = StoreRefusal::default();
+        for queue in &mut self.queues {
+            queue.refusal = StoreRefusal::default();
+        }
+        self.refusals_outdated = true;
+    }
+
+    /// Records the end of a call that was granted for this lane.
+    pub fn record_end(&mut self, lane: Lane) {
+        let queue = self.queue_mut(lane);
+        queue.in_flight = queue.in_flight.saturating_sub(1);
+    }
+
+    /// Sets the maximum number of calls in flight of all lanes. Those in flight continue. At 0, no call is granted.
+    pub fn set_max_in_flight(&mut self, max_in_flight: u32) {
+        self.max_in_flight = max_in_flight;
+    }
+
+    /// Pauses a lane until a time, for example outside its hours. A time in the past ends the pause.
+    pub fn pause(&mut self, lane: Lane, until: Time) {
+        self.queue_mut(lane).paused_until = until;
+    }
+
+    /// The time until which a lane is paused. A time in the past has no effect.
+    pub fn paused_until(&self, lane: Lane) -> Time {
+        self.queue(lane).paused_until
+    }
+
     /// The call that goes next if there is capacity: its lane, slot and cost.
     fn next_call(&self, now: Time) -> Option<(Lane, u32, u64)> {
         // A single waiting call needs no choice.
@@ -361,9 +326,10 @@ impl Lanes {
             return self.is_ready(lane, now).then_some((lane, index, cost));
         }
         let ready: ArrayVec<Lane, 3> = Lane::ALL.into_iter().filter(|&lane| self.is_ready(lane, now)).collect();
-        // If two lanes have enough credit, the lower goes first. Its floor is a share of all that is granted, including
-        // the grants to the other lane.
-        let with_credit = ready.iter().copied().find(|&lane| self.has_credit_for_next(lane));
+        // If two lanes have enough credit, the lower goes first: its floor is a share of all grants, also to the other.
+        let pays = |lane: Lane, cost: u64| self.queue(lane).credit >= cost.max(1) * PER_MILLE;
+        let has_credit = |lane: &Lane| self.first_call(*lane).is_some_and(|(_, cost)| pays(*lane, cost));
+        let with_credit = ready.iter().copied().find(has_credit);
         let overdue = || {
             let due_times = ready.iter().map(|&lane| (self.queue(lane).overdue_at, Reverse(lane)));
             due_times.filter(|&(due_at, _)| due_at <= now).min().map(|(_, Reverse(lane))| lane)
@@ -385,18 +351,9 @@ impl Lanes {
         self.ready_at(lane, now).is_some_and(|ready_at| ready_at <= now)
     }
 
-    /// Returns true if the lane's credit pays for its first call.
-    fn has_credit_for_next(&self, lane: Lane) -> bool {
-        self.first_call(lane).is_some_and(|(_, cost)| self.queue(lane).credit >= cost.max(1) * PERMILLE)
-    }
-
     /// The slot and cost of a lane's first call.
     fn first_call(&self, lane: Lane) -> Option<(u32, u64)> {
         self.queue(lane).order.first().map(|(_, index)| (index, self.calls[index as usize].cost))
-    }
-
-    fn total_in_flight(&self) -> u64 {
-        self.queues.iter().map(|queue| u64::from(queue.in_flight)).sum()
     }
 
     fn check_room(&self, lane: Lane) -> Result<(), QueueFullError> {
@@ -405,8 +362,7 @@ impl Lanes {
     }
 
     /// Inserts a call at its position in a lane. An empty lane begins to wait now, without credit. Its window starts at
-    /// its last grant, unless that is more than a window ago. Otherwise a lane that is often empty would miss the time
-    /// at which its last slot becomes free.
+    /// its last grant if that is less than a window ago, so that a lane that is often empty gets its last slot in time.
     fn insert(&mut self, lane: Lane, index: u32, now: Time) {
         let (arrival, due_at) = (self.calls[index as usize].arrival, now + self.window);
         let queue = self.queue_mut(lane);

@@ -13,8 +13,7 @@
 //! | "blocks of 2 s, 4 s … 1 h" | [`Penalty`]: the blocks for repeated violations |
 //! | "open after 5 failures" | [`Breaker`]: stops calls to a provider that fails |
 //! | "3 attempts" | [`Retry`]: the decision if and when a failed call is retried, within a [`Budget`] |
-//! | "as fast as possible" | [`LocalPacer`]: a wait that grows on failure; [`AdaptiveRate`]: a rate that is found by
-//! trying |
+//! | "as fast as possible" | [`LocalPacer`]: a wait that grows on failure; [`AdaptiveRate`]: a rate found by trying |
 //! | "all processes together" | [`SharedPacerRules`]: the rules of a pacer with a shared wait |
 #![no_std]
 #![forbid(unsafe_code)]
@@ -22,6 +21,9 @@
 extern crate alloc;
 #[cfg(test)]
 extern crate std;
+
+/// Shares, rates and factors are counted in thousandths.
+const PER_MILLE: u64 = 1_000;
 
 pub mod adaptive_limit;
 pub mod adaptive_rate;

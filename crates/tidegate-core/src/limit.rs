@@ -1,8 +1,9 @@
 //! A limit of one kind, its penalty, and its part in a decision.
 
 use alloc::vec::Vec;
-use core::fmt;
 use core::num::NonZeroU16;
+
+use thiserror::Error;
 
 use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, SharedPacerRules, Span, Window};
 
@@ -23,10 +24,8 @@ impl LimitId {
 
     /// The id of the limit at `index` of the plan's list. `None` if `index` is 4095 or more.
     pub fn from_index(index: usize) -> Option<Self> {
-        if index >= MAX_LIMITS {
-            return None;
-        }
-        u16::try_from(index + 1).ok().and_then(NonZeroU16::new).map(Self)
+        let number = u16::try_from(index).ok().filter(|_| index < MAX_LIMITS)? + 1;
+        NonZeroU16::new(number).map(Self)
     }
 
     /// The index of the limit in its plan's list.
@@ -58,20 +57,17 @@ pub enum LimitKind {
 }
 
 impl LimitKind {
-    /// Returns true if a parole can exceed a limit of this kind. A quota is counted by another service and a permit
-    /// doesn't exist beyond the limit, so neither can be exceeded.
+    /// True if a parole can exceed a limit of this kind: not a quota, which another service counts, and not permits.
     pub fn allows_parole(&self) -> bool {
         matches!(self, Self::Window(_) | Self::Rate(_))
     }
 
-    /// Returns true if [`Verb::Settle`](crate::Verb::Settle) has an effect. That is only so for a window that keeps the
-    /// time of every call.
+    /// True if [`Verb::Settle`](crate::Verb::Settle) has an effect: for a window that keeps the time of every call.
     pub fn settles(&self) -> bool {
         matches!(self, Self::Window(window) if window.is_exact())
     }
 
-    /// The largest amount that can be free at once: the window's or quota's limit, the rate's burst, the permits. A
-    /// cool-down and a pace count no costs; their capacity is `u64::MAX`.
+    /// The largest amount that can be free at once: the limit or burst. `u64::MAX` for a cool-down or a pace.
     pub fn capacity(&self) -> u64 {
         match self {
             Self::Window(window) => window.limit(),
@@ -104,8 +100,8 @@ impl LimitKind {
         matches!(self, Self::Concurrency(_))
     }
 
-    /// One of `nodes` equal shares, at least 1 unless the whole is 0. A pace stays whole, because each node reports
-    /// only its own calls. So does a rate that can't be made slower.
+    /// One of `nodes` equal shares, at least 1 unless the whole is 0. A pace, of which each node reports only its own
+    /// calls, and a rate that can't be made slower stay whole.
     #[must_use]
     pub fn share(&self, nodes: u64) -> Self {
         let part = |whole: u64| if whole == 0 { 0 } else { (whole / nodes).max(1) };
@@ -130,8 +126,7 @@ pub enum CountMode {
     /// Only calls that every limit of the decision admits.
     #[default]
     Admitted,
-    /// Also calls that another limit refuses, if this one has room for them. A limit of calls in flight counts admitted
-    /// calls only, because a refused call isn't in flight.
+    /// Also calls that another limit refuses, if this one has room for them. A limit of calls in flight never does.
     All,
 }
 
@@ -203,8 +198,7 @@ impl Limit {
         self
     }
 
-    /// Sets the shadow mode. In shadow, the limit is counted and evaluated, but its refusal stops neither calls nor
-    /// charges of other limits.
+    /// Sets the shadow mode: the limit counts and decides, but its refusal affects no call and no other limit.
     #[must_use]
     pub fn with_shadow(mut self, shadow: bool) -> Self {
         self.shadow = shadow;
@@ -253,8 +247,8 @@ impl Limit {
     }
 
     /// The time ahead of now at which the limit counts takes, if a batch asks for `requested`
-    /// ([`Batch::with_lead`](crate::Batch::with_lead)). A window accepts up to its own lead. A rate accepts a lead only
-    /// if slices are taken from it, because their cost counts as spent at the end of the lease. Other kinds: zero.
+    /// ([`Batch::with_lead`](crate::Batch::with_lead)): for a window up to its own lead, for a rate up to the age of
+    /// its slices, whose cost counts as spent at the end of the lease. Other kinds: zero.
     pub fn lead(&self, requested: Span) -> Span {
         match &self.kind {
             LimitKind::Window(window) => requested.min(window.lead()),
@@ -275,12 +269,12 @@ impl Limit {
         }
     }
 
-    /// Returns true if calls that another limit refuses count too.
+    /// True if calls that another limit refuses count too.
     pub fn counts_refused(&self) -> bool {
         self.count_mode == CountMode::All && !self.kind.has_permits()
     }
 
-    /// Returns true if the limit is in shadow mode.
+    /// True if the limit is in shadow mode.
     pub fn is_shadow(&self) -> bool {
         self.shadow
     }
@@ -331,60 +325,51 @@ impl Limits {
 }
 
 /// The reason why a limit or penalty can't be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum LimitError {
     /// A limit above 2^40.
+    #[error("a limit of {found} is above the largest, {MAX_LIMIT}")]
     LimitTooLarge {
         /// The requested limit.
         found: u64,
     },
     /// A period, lease or base is zero.
+    #[error("a period of no length")]
     ZeroPeriod,
     /// A rate is 0. To refuse everything, use a window of 0.
+    #[error("a rate of 0; a window of 0 refuses everything")]
     ZeroRate,
     /// A rate's burst is 0: no call could ever pass.
+    #[error("a burst of 0 would never let anything pass")]
     ZeroBurst,
     /// The burst of a rate takes longer than 71 years (2^51 µs) to refill.
+    #[error("the burst would take more than 71 years to refill")]
     TooSlow,
     /// A window keeps no entries, or more than 32,768.
+    #[error("a window keeps 1 to 32768 entries, not {found}")]
     InvalidEntries {
         /// The requested number of entries.
         found: u32,
     },
     /// More than 4,096 permits in flight.
+    #[error("{found} in flight is above the largest, 4096")]
     TooManyPermits {
         /// The requested number of permits.
         found: u64,
     },
     /// A penalty's factor is 0.
+    #[error("a penalty's factor of 0; 1 keeps blocks at their base")]
     ZeroFactor,
     /// A penalty's cap is below its base.
+    #[error("the penalty's cap is below its base")]
     CapBelowBase,
     /// More than 4095 limits in one plan.
+    #[error("{found} limits in one plan; at most {MAX_LIMITS}")]
     TooMany {
         /// The number of limits.
         found: usize,
     },
 }
-
-impl fmt::Display for LimitError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::LimitTooLarge { found } => write!(f, "a limit of {found} is above the largest, {MAX_LIMIT}"),
-            Self::ZeroPeriod => f.write_str("a period of no length"),
-            Self::ZeroRate => f.write_str("a rate of 0; a window of 0 refuses everything"),
-            Self::ZeroBurst => f.write_str("a burst of 0 would never let anything pass"),
-            Self::TooSlow => f.write_str("the burst would take more than 71 years to refill"),
-            Self::InvalidEntries { found } => write!(f, "a window keeps 1 to 32768 entries, not {found}"),
-            Self::TooManyPermits { found } => write!(f, "{found} in flight is above the largest, 4096"),
-            Self::ZeroFactor => f.write_str("a penalty's factor of 0; 1 keeps blocks at their base"),
-            Self::CapBelowBase => f.write_str("the penalty's cap is below its base"),
-            Self::TooMany { found } => write!(f, "{found} limits in one plan; at most {MAX_LIMITS}"),
-        }
-    }
-}
-
-impl core::error::Error for LimitError {}
 
 pub(crate) fn checked_limit(limit: u64) -> Result<u64, LimitError> {
     if limit > MAX_LIMIT { Err(LimitError::LimitTooLarge { found: limit }) } else { Ok(limit) }

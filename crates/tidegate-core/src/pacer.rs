@@ -1,16 +1,16 @@
 //! Responsive backoff: a wait between calls that grows when a call fails and shrinks again when calls succeed.
 //!
-//! Other backoffs count the failures of one call and forget them when it ends. A pacer outlives calls. Batch workers
-//! ask it after each call for the wait before the next one, and so reach the pace that a throttled service accepts. It
-//! counts nanoseconds, because each of many workers of a fast service may wait less than a microsecond.
+//! Other backoffs count the failures of one call. A pacer outlives calls: batch workers ask it after each call for the
+//! wait before the next one, and so reach the pace that a throttled service accepts. It counts nanoseconds, because
+//! each of many workers of a fast service may wait less than a microsecond.
 
 mod rules;
 mod shared;
 
-use core::fmt;
 use core::time::Duration;
 
 use rand_core::Rng;
+use thiserror::Error;
 
 use rules::PacerRules;
 pub use rules::PacerState;
@@ -18,21 +18,20 @@ pub use shared::{PaceStep, SharedPacerRules};
 
 /// The largest possible wait: 2^63 − 1 nanoseconds, 292 years.
 pub const MAX_INTERVAL: Duration = Duration::from_nanos(i64::MAX as u64);
-/// The largest result of a step up from the longest wait of a [`SharedPacerRules`], before it is cut to that wait: 2^51
-/// nanoseconds, 26 days. Up to this value, stores can calculate jitter with numbers that are exact up to 2^53.
+/// The largest step up of a [`SharedPacerRules`] before it is cut to the longest wait: 2^51 nanoseconds, 26 days. Up to
+/// this value, stores can calculate jitter with numbers that are exact up to 2^53.
 pub const MAX_SHARED_STEP: Duration = Duration::from_nanos(1 << 51);
 
 /// The effect of random numbers on steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PacerMode {
     /// Jitter never undoes a step: each failure lengthens the wait and each step down shortens it. Before jitter, waits
-    /// stay so far below the longest wait that pacers there still differ after jitter. A failure there changes nothing.
-    /// A failure resets the count of successes.
+    /// stay so far below the longest one that jitter still spreads them; a failure there changes nothing. A failure
+    /// resets the count of successes.
     #[default]
     Steady,
-    /// Jitter isn't restricted by the step. The wait may be longer after a success and shorter after a failure, but
-    /// always stays between the initial and the longest wait. A wait that would be longer than the longest becomes the
-    /// longest. A failure doesn't change the count of successes.
+    /// Jitter isn't restricted by the step: the wait may be longer after a success and shorter after a failure, but is
+    /// cut to the initial and the longest wait. A failure doesn't change the count of successes.
     Classic,
 }
 
@@ -65,10 +64,9 @@ pub struct PacerSpec {
     pub max: Duration,
     /// The growth of waits. Default ×1.5 and ×0.9.
     pub growth: PacerGrowth,
-    /// The jitter: the largest deviation from the calculated wait, as a share of it in thousandths, up to 1000. Default
-    /// 300.
+    /// The largest deviation by jitter from the calculated wait, in thousandths of it, up to 1000. Default 300.
     pub randomization: u16,
-    /// The largest deviation from the calculated wait. Default 2 min.
+    /// The largest deviation by jitter from the calculated wait. Default 2 min.
     pub max_randomization: Duration,
     /// The number of successes for a step down, at least 1. Default 10.
     pub successes: u32,
@@ -91,60 +89,48 @@ impl Default for PacerSpec {
 }
 
 /// The reason why a pacer can't be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum PacerError {
     /// A setting is 0 but must not be.
+    #[error("{setting} must not be 0")]
     Zero {
         /// The name of the setting.
         setting: &'static str,
     },
     /// The longest wait is shorter than the initial one, or longer than [`MAX_INTERVAL`].
+    #[error("the longest wait lies between the initial one and 292 years, so it can't be {found:?}")]
     InvalidMax {
         /// The requested longest wait.
         found: Duration,
     },
     /// The factor of a failure doesn't lengthen the wait.
+    #[error("a failure multiplies by more than 1000 thousandths, not {found}")]
     InvalidUp {
         /// The requested factor, in thousandths.
         found: u32,
     },
     /// The factor of a step down doesn't shorten the wait, or is 0.
+    #[error("a down step multiplies by 1 to 999 thousandths, not {found}")]
     InvalidDown {
         /// The requested factor, in thousandths.
         found: u16,
     },
     /// The jitter is more than the whole wait.
+    #[error("a share is up to 1000 thousandths, not {found}")]
     InvalidRandomization {
         /// The requested share, in thousandths.
         found: u16,
     },
     /// A step of a shared pacer is larger than every store can count exactly ([`MAX_SHARED_STEP`]).
+    #[error(
+        "a failure at the longest wait would make {found:?} of it before it is cut, and stores that are shared count \
+         up to {MAX_SHARED_STEP:?}: a shorter longest wait or a smaller factor is needed"
+    )]
     SharedStepTooLarge {
         /// The calculated wait after a failure at the longest wait.
         found: Duration,
     },
 }
-
-impl fmt::Display for PacerError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Zero { setting } => write!(f, "{setting} must not be 0"),
-            Self::InvalidMax { found } => {
-                write!(f, "the longest wait lies between the initial one and 292 years, so it can't be {found:?}")
-            }
-            Self::InvalidUp { found } => write!(f, "a failure multiplies by more than 1000 thousandths, not {found}"),
-            Self::InvalidDown { found } => write!(f, "a down step multiplies by 1 to 999 thousandths, not {found}"),
-            Self::InvalidRandomization { found } => write!(f, "a share is up to 1000 thousandths, not {found}"),
-            Self::SharedStepTooLarge { found } => write!(
-                f,
-                "a failure at the longest wait would make {found:?} of it before it is cut, and stores that are shared \
-                 count up to {MAX_SHARED_STEP:?}: a shorter longest wait or a smaller factor is needed"
-            ),
-        }
-    }
-}
-
-impl core::error::Error for PacerError {}
 
 /// The counters of a pacer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -162,8 +148,7 @@ pub struct PacerMetrics {
 }
 
 impl PacerMetrics {
-    /// Counts a call that failed or succeeded. `stepped_down` is true if the success caused a step down. `wait` is the
-    /// wait that was asked for, if there was one.
+    /// Counts a call, a step down after its success, and the wait that was asked for after it.
     pub fn record(&mut self, failed: bool, stepped_down: bool, wait: Option<Duration>) {
         self.calls += 1;
         if failed {
@@ -181,9 +166,8 @@ impl PacerMetrics {
 
 /// One wait between calls, with its counters.
 ///
-/// The first failure sets the wait to exactly [`initial`](PacerSpec::initial). Each further failure lengthens it. While
-/// there is a wait, each success waits too, and every [`successes`](PacerSpec::successes)-th success shortens it. While
-/// there is no wait, successes aren't counted.
+/// The first failure sets the wait to exactly [`initial`](PacerSpec::initial), and each further one lengthens it. While
+/// there is a wait, each success waits and counts too, and every [`successes`](PacerSpec::successes)-th shortens it.
 #[derive(Clone, Debug)]
 pub struct LocalPacer {
     rules: PacerRules,

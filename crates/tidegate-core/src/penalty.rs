@@ -1,9 +1,8 @@
-//! The penalty for repeated violations: blocks that grow exponentially, are remembered and are forgiven after some
-//! time.
+//! The penalty for repeated violations: blocks that grow exponentially and are forgiven after some time.
 //!
 //! The n-th strike blocks for `min(base · factor^(n−1), cap)`. A block never shortens, refills or resets the limit
-//! itself. While a block lasts, refused calls change nothing. After it ends, it leaves a *parole* for one call. So the
-//! announced wait stays true even if the window is still full.
+//! itself. While it lasts, refused calls change nothing. Then it leaves a *parole* for one call, so that the announced
+//! wait stays true even if the window is still full.
 
 use crate::limit::LimitError;
 use crate::time::MAX_CLOCK_LAG;
@@ -28,8 +27,7 @@ pub struct PenaltySpec {
     pub factor: u32,
     /// The longest block. Default 1 h.
     pub cap: Span,
-    /// The time without a refusal, counted from a block's end, after which one strike is forgiven. Default: the longer
-    /// of the cap and the limit's window.
+    /// The time without a refusal after a block that forgives one strike. Default: the longer of cap and window.
     pub forgive_after: Option<Span>,
     /// The announced wait and the parole. Default [`PenaltyMode::Parole`].
     pub mode: PenaltyMode,
@@ -127,9 +125,8 @@ impl Penalty {
         self.max_strikes
     }
 
-    /// Updates the record to `now`: empties it after all strikes are forgiven. A block too far in the future is
-    /// shortened, because the clock must have stepped back since. A parole outlives its strikes, because the announced
-    /// wait must stay true.
+    /// Empties the record of strikes that are all forgiven at `now`, and shortens a block that a step back of the clock
+    /// has lengthened. A parole outlives its strikes, because the announced wait must stay true.
     pub fn refresh(&self, record: &mut PenaltyRecord, now: Time) {
         if record.strikes == 0 {
             return;
@@ -160,8 +157,7 @@ impl Penalty {
         *record = PenaltyRecord { blocked_until: now + self.block_length(strikes), parole, strikes };
     }
 
-    /// Adds to a record what it lacks: at least `strikes` strikes, a parole, and a block of `remaining` from `now`. A
-    /// repetition changes nothing.
+    /// Adds to a record what it lacks of `strikes` strikes, a parole, and a block of `remaining` from `now`.
     pub fn restore(&self, record: &mut PenaltyRecord, strikes: u8, parole: u64, remaining: Span, now: Time) {
         self.refresh(record, now);
         let strikes = strikes.min(self.max_strikes);
@@ -198,7 +194,7 @@ pub struct PenaltyRecord {
 }
 
 impl PenaltyRecord {
-    /// Returns true if a block lasts at `now`.
+    /// True if a block lasts at `now`.
     pub fn is_blocked(&self, now: Time) -> bool {
         self.strikes > 0 && self.blocked_until > now
     }

@@ -1,5 +1,4 @@
-//! `quota`: a count per calendar period. The calendar itself, with its time zones and leap years, is outside this
-//! crate. Here a period consists of two times.
+//! `quota`: a count per calendar period, which is two times here. Time zones and leap years are outside this crate.
 
 use alloc::sync::Arc;
 use core::cmp::Ordering;
@@ -58,54 +57,51 @@ impl Quota {
         self.calendar.period(now)
     }
 
-    /// Moves usage that belongs to a time after the next period to the current period, together with its count. Only a
-    /// clock that has stepped back since can cause that, and the calls would be refused until then. After a smaller
-    /// step back, the count of the later period continues, so that no period is granted twice.
-    pub fn refresh(&self, ledger: &mut QuotaUsage, now: Time) {
+    /// Moves usage of a time after the next period, from before a step back of the clock, to the current period. After
+    /// a smaller step, the later period's count continues, so that no period is granted twice.
+    pub fn refresh(&self, usage: &mut QuotaUsage, now: Time) {
         let period = self.calendar.period(now);
-        if ledger.period.start > period.end {
-            ledger.period = period;
+        if usage.period.start > period.end {
+            usage.period = period;
         }
     }
 
-    /// The usage at `now`. A new period begins with a count of 0. Only a charge stores that, because a clock that jumps
-    /// ahead and back again must not reset the count.
-    fn usage_at(&self, ledger: &QuotaUsage, now: Time) -> QuotaUsage {
+    /// The usage at `now`, 0 in a new period. Only a charge stores it, so no clock that jumps ahead and back resets it.
+    fn usage_at(&self, usage: &QuotaUsage, now: Time) -> QuotaUsage {
         let period = self.calendar.period(now);
-        match ledger.period.start.cmp(&period.start) {
+        match usage.period.start.cmp(&period.start) {
             Ordering::Less => QuotaUsage { period, used: 0 },
-            Ordering::Equal => QuotaUsage { period, used: ledger.used },
-            Ordering::Greater => *ledger,
+            Ordering::Equal => QuotaUsage { period, used: usage.used },
+            Ordering::Greater => *usage,
         }
     }
 
     /// The status for a call of `cost` at `now`, in a usage that was refreshed for `now`.
-    pub fn status(&self, ledger: &QuotaUsage, cost: u64, now: Time) -> LimitStatus {
-        let ledger = self.usage_at(ledger, now);
-        let remaining = self.limit.saturating_sub(ledger.used);
+    pub fn status(&self, usage: &QuotaUsage, cost: u64, now: Time) -> LimitStatus {
+        let usage = self.usage_at(usage, now);
+        let remaining = self.limit.saturating_sub(usage.used);
         let retry_at = if cost > self.limit {
             Time::NEVER
         } else if cost <= remaining {
             now
         } else {
-            ledger.period.end
+            usage.period.end
         };
-        let reset_at = if ledger.used == 0 { now } else { ledger.period.end };
-        LimitStatus { limit: self.limit, used: ledger.used, remaining, retry_at, reset_at }
+        let reset_at = if usage.used == 0 { now } else { usage.period.end };
+        LimitStatus { limit: self.limit, used: usage.used, remaining, retry_at, reset_at }
     }
 
     /// Records a call of `cost` at `now`.
-    pub fn charge(&self, ledger: &mut QuotaUsage, cost: u64, now: Time) {
-        *ledger = self.usage_at(ledger, now);
-        ledger.used = ledger.used.saturating_add(cost);
+    pub fn charge(&self, usage: &mut QuotaUsage, cost: u64, now: Time) {
+        *usage = self.usage_at(usage, now);
+        usage.used = usage.used.saturating_add(cost);
     }
 
-    /// Gives back a `cost` that was charged at `charged_at`, down to 0 used. A charge of an earlier period is ignored,
-    /// because it ended with that period.
-    pub fn refund(&self, ledger: &mut QuotaUsage, cost: u64, charged_at: Time, now: Time) {
-        let current = self.usage_at(ledger, now);
+    /// Gives back a `cost` that was charged at `charged_at`, down to 0 used. A charge of an earlier period is ignored.
+    pub fn refund(&self, usage: &mut QuotaUsage, cost: u64, charged_at: Time, now: Time) {
+        let current = self.usage_at(usage, now);
         if current.used > 0 && charged_at >= current.period.start {
-            ledger.used = ledger.used.saturating_sub(cost);
+            usage.used = usage.used.saturating_sub(cost);
         }
     }
 }
@@ -147,11 +143,11 @@ mod tests {
 
     const DAY: u64 = 86_400;
 
-    fn take(quota: &Quota, ledger: &mut QuotaUsage, now: Time) -> bool {
-        quota.refresh(ledger, now);
-        let fits = quota.status(ledger, 1, now).retry_at == now;
+    fn take(quota: &Quota, usage: &mut QuotaUsage, now: Time) -> bool {
+        quota.refresh(usage, now);
+        let fits = quota.status(usage, 1, now).retry_at == now;
         if fits {
-            quota.charge(ledger, 1, now);
+            quota.charge(usage, 1, now);
         }
         fits
     }
@@ -159,49 +155,49 @@ mod tests {
     #[test]
     fn a_quota_resets_once_per_boundary() {
         let quota = Quota::new(2, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
-        let mut ledger = QuotaUsage::default();
+        let mut usage = QuotaUsage::default();
         let day = |day: u64, secs: u64| Time::from_secs((20_000 + day) * DAY + secs);
-        assert!(take(&quota, &mut ledger, day(0, 5)));
-        assert!(take(&quota, &mut ledger, day(0, 6)));
-        assert!(!take(&quota, &mut ledger, day(0, DAY - 1)));
-        assert_eq!(quota.status(&ledger, 1, day(0, DAY - 1)).retry_at, day(1, 0));
-        assert!(take(&quota, &mut ledger, day(1, 0)));
-        assert!(take(&quota, &mut ledger, day(0, DAY - 10)), "the later day's own second call");
-        assert!(!take(&quota, &mut ledger, day(0, DAY - 9)));
-        assert!(!take(&quota, &mut ledger, day(1, 0)), "granted twice");
-        assert!(take(&quota, &mut ledger, day(2, 0)));
+        assert!(take(&quota, &mut usage, day(0, 5)));
+        assert!(take(&quota, &mut usage, day(0, 6)));
+        assert!(!take(&quota, &mut usage, day(0, DAY - 1)));
+        assert_eq!(quota.status(&usage, 1, day(0, DAY - 1)).retry_at, day(1, 0));
+        assert!(take(&quota, &mut usage, day(1, 0)));
+        assert!(take(&quota, &mut usage, day(0, DAY - 10)), "the later day's own second call");
+        assert!(!take(&quota, &mut usage, day(0, DAY - 9)));
+        assert!(!take(&quota, &mut usage, day(1, 0)), "granted twice");
+        assert!(take(&quota, &mut usage, day(2, 0)));
     }
 
     #[test]
     fn refunds_never_move_to_a_later_period() {
         let quota = Quota::new(3, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
-        let mut ledger = QuotaUsage::default();
+        let mut usage = QuotaUsage::default();
         let at = |secs: u64| Time::from_secs(20_000 * DAY + secs);
-        assert!(take(&quota, &mut ledger, at(DAY - 1)));
-        quota.refund(&mut ledger, 1, at(DAY - 1), at(DAY + 5));
+        assert!(take(&quota, &mut usage, at(DAY - 1)));
+        quota.refund(&mut usage, 1, at(DAY - 1), at(DAY + 5));
         for _ in 0..3 {
-            assert!(take(&quota, &mut ledger, at(DAY + 5)));
+            assert!(take(&quota, &mut usage, at(DAY + 5)));
         }
         for unknown_or_before in [Time::ZERO, at(DAY - 1)] {
-            quota.refund(&mut ledger, 1, unknown_or_before, at(DAY + 6));
-            assert!(!take(&quota, &mut ledger, at(DAY + 6)));
+            quota.refund(&mut usage, 1, unknown_or_before, at(DAY + 6));
+            assert!(!take(&quota, &mut usage, at(DAY + 6)));
         }
         for since in [at(DAY), at(DAY + 5), Time::NEVER] {
-            quota.refund(&mut ledger, 1, since, at(DAY + 6));
-            assert!(take(&quota, &mut ledger, at(DAY + 6)) && !take(&quota, &mut ledger, at(DAY + 6)));
+            quota.refund(&mut usage, 1, since, at(DAY + 6));
+            assert!(take(&quota, &mut usage, at(DAY + 6)) && !take(&quota, &mut usage, at(DAY + 6)));
         }
         // The clock had stepped back, and the call was charged to the later day.
-        quota.refund(&mut ledger, 1, at(DAY - 1), at(DAY - 1));
-        assert!(!take(&quota, &mut ledger, at(DAY - 1)));
+        quota.refund(&mut usage, 1, at(DAY - 1), at(DAY - 1));
+        assert!(!take(&quota, &mut usage, at(DAY - 1)));
     }
 
     #[test]
     fn a_temporary_clock_jump_locks_out_no_caller() {
         let quota = Quota::new(2, Arc::new(FixedPeriods(Span::from_secs(DAY)))).unwrap();
-        let mut ledger = QuotaUsage::default();
+        let mut usage = QuotaUsage::default();
         let day = |day: u64| Time::from_secs((20_000 + day) * DAY);
-        assert!(take(&quota, &mut ledger, day(365)) && take(&quota, &mut ledger, day(365)));
-        assert!(!take(&quota, &mut ledger, day(0)), "nothing is minted");
-        assert!(take(&quota, &mut ledger, day(1)), "nor is anybody locked out");
+        assert!(take(&quota, &mut usage, day(365)) && take(&quota, &mut usage, day(365)));
+        assert!(!take(&quota, &mut usage, day(0)), "nothing is minted");
+        assert!(take(&quota, &mut usage, day(1)), "nor is anybody locked out");
     }
 }

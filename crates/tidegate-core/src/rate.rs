@@ -1,6 +1,5 @@
 //! `rate`: the generic cell rate algorithm (GCRA) in the virtual-scheduling form of ITU-T I.371. Each call moves a
-//! theoretical arrival time forward by its share of the period. The arrival time may be ahead of the clock by at most
-//! the burst.
+//! theoretical arrival time forward by its share of the period, at most a burst ahead of the clock.
 
 use crate::limit::{LimitError, checked_limit};
 use crate::state::LimitStatus;
@@ -17,8 +16,7 @@ const MAX_ARRIVAL: u64 = (1 << 62) - 1;
 /// A smooth rate with a burst: each call moves the key's *theoretical arrival time* forward by `period ÷ count`.
 ///
 /// Any window of length W admits at most `burst + W · count ÷ period` calls ([`Rate::max_in`]), however long the key
-/// was idle before. The spacing is rounded up to 1/1024 µs, so a rate is never exceeded. Rates above 10^9 per second
-/// run slower than configured.
+/// was idle. The spacing is rounded up to 1/1024 µs, so that no rate is exceeded. Rates above 10^9/s run slower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rate {
     count: u64,
@@ -77,12 +75,12 @@ impl Rate {
 
     /// The distance by which a call of `cost` moves the arrival time forward, in the units of [`ArrivalTime::to_bits`]:
     /// the period divided by the count, rounded up, times the cost. Below 2^62.
+    #[inline]
     pub fn cost_units(&self, cost: u64) -> u64 {
-        self.units_of(cost)
+        self.units_per_call.saturating_mul(cost).min(MAX_ARRIVAL)
     }
 
-    /// The distance of the arrival time ahead of now after a whole burst, in the units of [`ArrivalTime::to_bits`]. At
-    /// most 2^61.
+    /// The distance of the arrival time ahead of now after a whole burst, in the same units. At most 2^61.
     pub fn refill_units(&self) -> u64 {
         self.refill_units
     }
@@ -93,27 +91,20 @@ impl Rate {
         self.burst.saturating_add(u64::try_from(more).unwrap_or(u64::MAX))
     }
 
-    fn units_of(&self, cost: u64) -> u64 {
-        self.units_per_call.saturating_mul(cost).min(MAX_ARRIVAL)
-    }
-
-    /// Moves an arrival time that is too far ahead back to a full burst from `now`. Only a clock that has stepped back
-    /// since can cause that. A caller that decides at `now` must store the result. Otherwise the announced wait would
-    /// never end.
+    /// Moves an arrival time that is too far ahead, because the clock has stepped back since, back to a full burst from
+    /// `now`. A caller that decides at `now` must store the result. Otherwise the announced wait would never end.
     #[inline]
     pub fn refresh(&self, arrival: ArrivalTime, now: Time) -> ArrivalTime {
         let now = time_to_units(now);
         if arrival.0 > self.latest_arrival(now) { ArrivalTime(now + self.refill_units) } else { arrival }
     }
 
-    /// The latest possible arrival time: a full burst, plus another one that paroles have overdrawn, plus the time by
-    /// which the call that set it may have overtaken this one.
+    /// The latest possible arrival time: a full burst, one more overdrawn by paroles, and the lag of this call's clock.
     #[inline]
     fn latest_arrival(&self, now: u64) -> u64 {
         now + 2 * self.refill_units + time_to_units(Time::ZERO + MAX_CLOCK_LAG)
     }
 
-    /// The arrival time that applies at `now`.
     fn arrival_at(&self, arrival: ArrivalTime, now: u64) -> u64 {
         if arrival.0 > self.latest_arrival(now) { now + self.refill_units } else { arrival.0.max(now) }
     }
@@ -125,21 +116,16 @@ impl Rate {
         let current = self.arrival_at(arrival, now_units);
         let free = (now_units + self.refill_units).saturating_sub(current);
         let retry_at = self.retry_at(arrival, cost, now);
-        let remaining = self.remaining(free);
-        LimitStatus {
-            limit: self.burst,
-            used: self.burst - remaining,
-            remaining,
-            retry_at,
-            reset_at: micros_ceil(current),
-        }
+        let remaining = if free >= self.refill_units { self.burst } else { free / self.units_per_call };
+        let (limit, used) = (self.burst, self.burst - remaining);
+        LimitStatus { limit, used, remaining, retry_at, reset_at: micros_ceil(current) }
     }
 
     /// The time at which a call of `cost` has room: `now` if it has, [`Time::NEVER`] if it never will.
     #[inline]
     pub fn retry_at(&self, arrival: ArrivalTime, cost: u64, now: Time) -> Time {
         let now_units = time_to_units(now);
-        let after = self.arrival_at(arrival, now_units).saturating_add(self.units_of(cost));
+        let after = self.arrival_at(arrival, now_units).saturating_add(self.cost_units(cost));
         if cost > self.burst {
             Time::NEVER
         } else if after <= now_units + self.refill_units || cost == 0 {
@@ -149,12 +135,7 @@ impl Rate {
         }
     }
 
-    #[inline]
-    fn remaining(&self, free: u64) -> u64 {
-        if free >= self.refill_units { self.burst } else { free / self.units_per_call }
-    }
-
-    /// Returns true if [`Rate::take_between`] can ever admit a call with times this far apart.
+    /// True if [`Rate::take_between`] can ever admit a call with times this far apart.
     #[inline]
     pub fn can_take_between(&self, apart: Span) -> bool {
         self.refill_units > apart.as_micros() << FRACTION_BITS
@@ -170,25 +151,24 @@ impl Rate {
         cost: u64,
         (earliest, latest): (Time, Time),
     ) -> Option<ArrivalTime> {
-        let after = arrival.0.saturating_add(self.units_of(cost));
+        let after = arrival.0.saturating_add(self.cost_units(cost));
         let fits = after <= (time_to_units(earliest) + self.refill_units).min(MAX_ARRIVAL);
         (arrival.0 >= time_to_units(latest) && fits).then_some(ArrivalTime(after))
     }
 
-    /// The arrival time after a call of `cost` at `now`, which had room or was admitted on parole. An overdraft of
-    /// paroles counts up to one more burst.
+    /// The arrival time after a call of `cost` at `now`, which had room or a parole. Paroles overdraw up to one burst.
     #[inline]
     pub fn charge(&self, arrival: ArrivalTime, cost: u64, now: Time) -> ArrivalTime {
         let now = time_to_units(now);
         let current = self.arrival_at(arrival, now);
         let most = current.max(now + 2 * self.refill_units).min(MAX_ARRIVAL);
-        ArrivalTime(current.saturating_add(self.units_of(cost)).min(most))
+        ArrivalTime(current.saturating_add(self.cost_units(cost)).min(most))
     }
 
     /// The arrival time after a refund of `cost`. It is never before `now`, so that idle time earns nothing.
     pub fn refund(&self, arrival: ArrivalTime, cost: u64, now: Time) -> ArrivalTime {
         let now = time_to_units(now);
-        ArrivalTime(self.arrival_at(arrival, now).saturating_sub(self.units_of(cost)).max(now))
+        ArrivalTime(self.arrival_at(arrival, now).saturating_sub(self.cost_units(cost)).max(now))
     }
 }
 
@@ -264,8 +244,8 @@ mod tests {
         let rate = Rate::new(10, Span::from_secs(1), 20).unwrap();
         let year = 365 * 86_400_000;
         let arrival = rate.charge(ArrivalTime::default(), 20, at(year));
-        let look = rate.status(arrival, 1, at(0));
-        assert!(look.retry_at <= at(2000), "{look:?}");
+        let status = rate.status(arrival, 1, at(0));
+        assert!(status.retry_at <= at(2000), "{status:?}");
     }
 
     #[test]

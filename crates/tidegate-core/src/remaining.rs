@@ -1,8 +1,7 @@
 //! The remaining amounts of a credential's limits as replies report them, for limits that only the provider knows.
 //!
-//! Providers report in headers how many calls and how much cost they still accept, and until when. A reply may or may
-//! not include the calls in flight. They are assumed to be not included, so that the remaining amount is never
-//! exceeded. The first call is sent alone, because nothing is known before its reply.
+//! Providers report in headers how many calls and how much cost they still accept, and until when. Calls in flight are
+//! assumed to be not included, so that no amount is exceeded. The first call is sent alone: nothing is known before.
 
 use crate::{Span, Time};
 
@@ -29,7 +28,6 @@ pub struct Remaining {
     pub cost: Option<RemainingAmount>,
 }
 
-/// The known state of one credential.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RemainingTracker {
     calls: AmountTracker,
@@ -43,35 +41,33 @@ pub(crate) struct RemainingTracker {
 #[derive(Clone, Copy, Debug, Default)]
 struct AmountTracker {
     remaining: Option<RemainingAmount>,
-    /// The amount reserved for calls in flight.
     in_flight_amount: u64,
 }
 
 impl AmountTracker {
     fn reserve(&mut self, amount: u64) {
         self.in_flight_amount = self.in_flight_amount.saturating_add(amount);
-        if let Some(rest) = &mut self.remaining {
-            rest.amount = rest.amount.saturating_sub(amount);
+        if let Some(remaining) = &mut self.remaining {
+            remaining.amount = remaining.amount.saturating_sub(amount);
         }
     }
 
     /// Learns from a reply. If its request may be older than the newest one, it may only lower the amount.
     fn update(&mut self, reported: Option<RemainingAmount>, is_older: bool) {
-        let Some(mut told) = reported else { return };
-        told.amount = told.amount.saturating_sub(self.in_flight_amount);
+        let Some(mut reported) = reported else { return };
+        reported.amount = reported.amount.saturating_sub(self.in_flight_amount);
         self.remaining = match self.remaining {
-            Some(known) if is_older => Some(RemainingAmount { amount: known.amount.min(told.amount), ..known }),
-            _ => Some(told),
+            Some(known) if is_older => Some(RemainingAmount { amount: known.amount.min(reported.amount), ..known }),
+            _ => Some(reported),
         };
     }
 
-    /// Resets the amount when it is time.
     fn refresh(&mut self, now: Time) {
-        if let Some(rest) = &mut self.remaining
-            && rest.resets_at <= now
+        if let Some(remaining) = &mut self.remaining
+            && remaining.resets_at <= now
         {
             // Until a reply reports the next reset, none is assumed.
-            self.remaining = rest.limit.map(|limit| RemainingAmount {
+            self.remaining = remaining.limit.map(|limit| RemainingAmount {
                 amount: limit.saturating_sub(self.in_flight_amount),
                 limit: Some(limit),
                 resets_at: Time::NEVER,
@@ -82,8 +78,8 @@ impl AmountTracker {
     fn exhausted_until(&self, amount: u64) -> Option<Time> {
         // A call that costs more than the whole limit may go when the whole limit is available.
         self.remaining
-            .filter(|rest| rest.amount < amount.min(rest.limit.unwrap_or(u64::MAX)))
-            .map(|rest| rest.resets_at)
+            .filter(|remaining| remaining.amount < amount.min(remaining.limit.unwrap_or(u64::MAX)))
+            .map(|remaining| remaining.resets_at)
     }
 }
 
@@ -131,7 +127,7 @@ mod tests {
         Time::from_secs(1_700_000_000 + secs)
     }
 
-    fn rest(left: u64, until: u64) -> Remaining {
+    fn remaining(left: u64, until: u64) -> Remaining {
         Remaining { calls: Some(RemainingAmount { amount: left, limit: Some(10), resets_at: at(until) }), cost: None }
     }
 
@@ -141,15 +137,15 @@ mod tests {
         assert_eq!(known.free_at(1, at(0)), at(0));
         known.record_sent(1);
         assert_eq!(known.free_at(1, at(0)), at(0) + RECHECK_INTERVAL);
-        known.record_end(1, at(0), true, rest(2, 60));
+        known.record_end(1, at(0), true, remaining(2, 60));
         for _ in 0..2 {
             assert_eq!(known.free_at(1, at(1)), at(1));
             known.record_sent(1);
         }
         assert_eq!(known.free_at(1, at(1)), at(1) + RECHECK_INTERVAL, "both may yet tell more");
-        known.record_end(1, at(1), true, rest(1, 60));
+        known.record_end(1, at(1), true, remaining(1, 60));
         assert_eq!(known.free_at(1, at(1)), at(1) + RECHECK_INTERVAL, "the one that is left is under way");
-        known.record_end(1, at(1), true, rest(5, 60));
+        known.record_end(1, at(1), true, remaining(5, 60));
         assert_eq!(known.free_at(1, at(1)), at(60), "nothing is under way");
         for _ in 0..10 {
             assert_eq!(known.free_at(1, at(60)), at(60));
@@ -164,15 +160,15 @@ mod tests {
         for sent in 0..3 {
             known.record_sent(sent);
         }
-        known.record_end(1, at(2), true, rest(5, 60));
-        known.record_end(1, at(1), true, rest(9, 50));
+        known.record_end(1, at(2), true, remaining(5, 60));
+        known.record_end(1, at(1), true, remaining(9, 50));
         assert_eq!(
             known.calls.remaining,
             Some(RemainingAmount { amount: 3, limit: Some(10), resets_at: at(60) }),
             "two were under way"
         );
-        known.record_end(1, at(0), true, rest(1, 60));
-        assert_eq!(known.calls.remaining.map(|rest| rest.amount), Some(1));
+        known.record_end(1, at(0), true, remaining(1, 60));
+        assert_eq!(known.calls.remaining.map(|remaining| remaining.amount), Some(1));
     }
 
     #[test]

@@ -1,8 +1,7 @@
 //! The class of a reply, and the decision if its call is retried.
 //!
-//! A retry must be useful (the class), harmless (the request may be repeated), possible (its body can be sent again)
-//! and in time (the deadline, the server's `Retry-After`). It also must not amplify an outage (the [`Budget`]).
-//! [`RetryTracker`] checks all of that in one place, once per attempt.
+//! [`RetryTracker`] checks if a retry is useful (the class), harmless (the request may be repeated), possible (its body
+//! can be sent again), in time (the deadline, `Retry-After`) and doesn't amplify an outage (the [`Budget`]).
 
 use rand_core::Rng;
 
@@ -50,7 +49,7 @@ impl Class {
         }
     }
 
-    /// Returns true if the same request might succeed later: throttled and transient.
+    /// True if the same request might succeed later: throttled and transient.
     pub const fn is_retryable(self) -> bool {
         matches!(self, Self::Throttled | Self::Transient)
     }
@@ -71,9 +70,8 @@ impl Class {
 /// The fault of an attempt without a complete reply. Its class is always [`Class::Transient`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TransportFault {
-    /// The provider never processed the request. Its name didn't resolve, or the connection was refused, timed out or
-    /// failed its TLS handshake. Or the stream was refused unprocessed (HTTP/2 `REFUSED_STREAM`, `GOAWAY`; RFC 9113
-    /// §8.7).
+    /// The provider never processed the request: no name, connection or TLS session, or the stream was refused
+    /// unprocessed (HTTP/2 `REFUSED_STREAM`, `GOAWAY`; RFC 9113 §8.7).
     Unsent,
     /// The connection broke after part of the request was sent.
     Reset,
@@ -89,7 +87,7 @@ impl TransportFault {
         Class::Transient
     }
 
-    /// Returns true if the provider may have processed the request.
+    /// True if the provider may have processed the request.
     pub const fn was_sent(self) -> bool {
         !matches!(self, Self::Unsent)
     }
@@ -152,8 +150,7 @@ pub struct FailedAttempt {
 pub struct Retry {
     /// The maximum number of attempts per call, including the first. Default 3. With 0 or 1, calls are never retried.
     pub max_attempts: u32,
-    /// The maximum number of token retries per call: throttled requests that are sent again immediately with another
-    /// credential. They don't count as attempts. Default 5.
+    /// The maximum number of token retries: throttled requests sent again at once with another credential. Default 5.
     pub max_token_retries: u32,
     /// The waits between attempts. Default 500 ms, doubling up to 8 s, with full jitter.
     pub backoff: Backoff,
@@ -228,11 +225,10 @@ impl RetryTracker {
     /// The time at which a request that failed at `now` is sent again: immediately with another credential, otherwise
     /// after the backoff, but not before the server's `Retry-After`.
     ///
-    /// A retry of a transient failure is taken from `budget` if there is one. This is the last check, so a retry that
-    /// is refused for another reason costs nothing. A call that is dropped before its retry is sent must give it back.
+    /// A retry of a transient failure is taken from `budget` as the last check. If it isn't sent, give it back.
     ///
     /// # Errors
-    /// The reason why the call fails now. There is no wait after the last failure.
+    /// The reason why the call fails now, without another wait.
     pub fn next_attempt_at(
         &mut self,
         retry: &Retry,
@@ -256,7 +252,16 @@ impl RetryTracker {
         if let Some(reason) = attempt.unreplayable_reason {
             return Err(NoRetryReason::Unreplayable(reason));
         }
-        let wait = if switches_credential { Span::ZERO } else { self.next_wait(retry, attempt.retry_after, rng)? };
+        let min_wait = attempt.retry_after.unwrap_or(Span::ZERO);
+        let wait = if switches_credential {
+            Span::ZERO
+        } else if self.attempts >= retry.max_attempts {
+            return Err(NoRetryReason::Exhausted { attempts: self.attempts });
+        } else if min_wait > retry.max_retry_after {
+            return Err(NoRetryReason::RetryAfterTooLong { retry_after: min_wait });
+        } else {
+            self.backoff.next(&retry.backoff, rng).max(min_wait)
+        };
         let at = now + wait;
         if at >= self.deadline {
             return Err(NoRetryReason::Deadline { earliest: at });
@@ -267,22 +272,6 @@ impl RetryTracker {
             return Err(NoRetryReason::BudgetSpent);
         }
         Ok(at)
-    }
-
-    fn next_wait(
-        &mut self,
-        retry: &Retry,
-        retry_after: Option<Span>,
-        rng: &mut impl Rng,
-    ) -> Result<Span, NoRetryReason> {
-        if self.attempts >= retry.max_attempts {
-            return Err(NoRetryReason::Exhausted { attempts: self.attempts });
-        }
-        let min_wait = retry_after.unwrap_or(Span::ZERO);
-        if min_wait > retry.max_retry_after {
-            return Err(NoRetryReason::RetryAfterTooLong { retry_after: min_wait });
-        }
-        Ok(self.backoff.next(&retry.backoff, rng).max(min_wait))
     }
 }
 

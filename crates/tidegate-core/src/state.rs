@@ -19,8 +19,7 @@ pub struct LimitStatus {
     pub used: u64,
     /// The remaining amount.
     pub remaining: u64,
-    /// The time at which the call has room: the time of the request if it has room now, [`Time::NEVER`] if it never
-    /// will.
+    /// The time at which the call has room: the time of the request if it has room now, [`Time::NEVER`] if never.
     pub retry_at: Time,
     /// The time at which the whole capacity is available again.
     pub reset_at: Time,
@@ -115,7 +114,7 @@ impl KeyState {
             (LimitKind::Cooldown(cooldown), Usage::Cooldown(gate)) => cooldown.idle_at(gate),
             (LimitKind::Pace(pacer), Usage::Pace(pacer_state)) => pacer.idle_at(pacer_state),
             (_, Usage::Rate(arrival)) => arrival.idle_at(),
-            (_, Usage::Quota(ledger)) => ledger.idle_at(),
+            (_, Usage::Quota(usage)) => usage.idle_at(),
             (_, Usage::Concurrency(permits)) => permits.idle_at(),
             _ => Time::ZERO,
         };
@@ -129,8 +128,8 @@ impl KeyState {
             LimitKind::Window(window) => match &mut self.usage {
                 Usage::Window(log) => {
                     let judged_at = window.refresh(log, now);
-                    let look = window.status(log, cost, judged_at);
-                    LimitStatus { retry_at: if look.retry_at == judged_at { now } else { look.retry_at }, ..look }
+                    let status = window.status(log, cost, judged_at);
+                    LimitStatus { retry_at: if status.retry_at == judged_at { now } else { status.retry_at }, ..status }
                 }
                 _ => window.status(&WindowLog::default(), cost, now),
             },
@@ -141,9 +140,9 @@ impl KeyState {
                 rate.status(self.arrival(), cost, now)
             }
             LimitKind::Quota(quota) => {
-                let ledger = self.quota_usage();
-                quota.refresh(ledger, now);
-                quota.status(ledger, cost, now)
+                let usage = self.quota_usage();
+                quota.refresh(usage, now);
+                quota.status(usage, cost, now)
             }
             LimitKind::Concurrency(concurrency) => match &mut self.usage {
                 Usage::Concurrency(permits) => {
@@ -178,12 +177,12 @@ impl KeyState {
     usage!(pacer_state, Pace, PacerState);
 
     /// Evaluates a call, including the penalty.
-    pub fn evaluate(&mut self, &OpContext { op, limit, batch: terms, now }: &OpContext<'_>) -> Outcome {
+    pub fn evaluate(&mut self, &OpContext { op, limit, batch, now }: &OpContext<'_>) -> Outcome {
         let cost = op.cost;
-        let look = self.status(limit.kind(), cost, now);
-        let mut outcome = Outcome::from_status(look, now);
+        let status = self.status(limit.kind(), cost, now);
+        let mut outcome = Outcome::from_status(status, now);
         match &self.usage {
-            Usage::Concurrency(permits) if permits.holds(terms.holder) => {
+            Usage::Concurrency(permits) if permits.holds(batch.holder) => {
                 outcome.verdict = Verdict::Admitted;
                 outcome.retry_at = now;
             }
@@ -215,47 +214,46 @@ impl KeyState {
         outcome
     }
 
-    /// The result that [`KeyState::evaluate`] would give. The state doesn't change, not even entries that evaluation
-    /// would delete after a step of the clock.
-    pub fn peek(&self, ask: &OpContext<'_>) -> Outcome {
-        self.clone().evaluate(ask)
+    /// The result that [`KeyState::evaluate`] would give. The state doesn't change, not even as by a step of the clock.
+    pub fn peek(&self, context: &OpContext<'_>) -> Outcome {
+        self.clone().evaluate(context)
     }
 
     /// Charges a call that [`KeyState::evaluate`] has just admitted, and updates the outcome.
-    pub fn charge(&mut self, ask: &OpContext<'_>, outcome: &mut Outcome) {
+    pub fn charge(&mut self, context: &OpContext<'_>, outcome: &mut Outcome) {
         // If the limit has room for the parole's call, the announced wait stays true without the parole.
         if outcome.verdict == Verdict::Parole || self.penalty_record.parole <= outcome.remaining {
             self.penalty_record.parole = 0;
         }
-        self.record_use(ask, outcome);
+        self.record_use(context, outcome);
     }
 
-    fn record_use(&mut self, &OpContext { op, limit, batch: terms, now }: &OpContext<'_>, outcome: &mut Outcome) {
+    fn record_use(&mut self, &OpContext { op, limit, batch, now }: &OpContext<'_>, outcome: &mut Outcome) {
         let cost = op.cost;
         match limit.kind() {
             LimitKind::Window(window) => {
                 let log = self.window_log();
-                window.charge(log, cost, now + limit.lead(terms.lead));
+                window.charge(log, cost, now + limit.lead(batch.lead));
                 outcome.record_charge(cost);
                 outcome.reset_at = window.idle_at(log).max(now);
             }
             LimitKind::Rate(rate) => {
-                let arrival = rate.charge(self.arrival(), cost, now + limit.lead(terms.lead));
+                let arrival = rate.charge(self.arrival(), cost, now + limit.lead(batch.lead));
                 self.usage = Usage::Rate(arrival);
                 outcome.record_charge(cost);
                 outcome.reset_at = arrival.idle_at();
             }
             LimitKind::Quota(quota) => {
                 // A new key was evaluated in a temporary state, so this one isn't refreshed yet.
-                let ledger = self.quota_usage();
-                quota.refresh(ledger, now);
-                quota.charge(ledger, cost, now);
+                let usage = self.quota_usage();
+                quota.refresh(usage, now);
+                quota.charge(usage, cost, now);
                 outcome.record_charge(cost);
-                outcome.reset_at = ledger.idle_at().max(now);
+                outcome.reset_at = usage.idle_at().max(now);
             }
             LimitKind::Concurrency(concurrency) => {
                 let permits = self.permits();
-                concurrency.charge(permits, terms.holder, cost, now);
+                concurrency.charge(permits, batch.holder, cost, now);
                 outcome.used = permits.used();
                 outcome.remaining = concurrency.limit().saturating_sub(permits.used());
                 outcome.reset_at = permits.idle_at().max(now);
@@ -266,7 +264,7 @@ impl KeyState {
     }
 
     /// Adds a strike for a call that [`KeyState::evaluate`] has just refused, and updates the outcome. Nothing changes
-    /// if the limit has no penalty, if it could never admit the call, or if many networks share the key.
+    /// without a penalty, if the limit could never admit the call, or if many networks share the key.
     pub fn strike(&mut self, &OpContext { op, limit, now, .. }: &OpContext<'_>, outcome: &mut Outcome) {
         let Some(penalty) = limit.penalty() else { return };
         if outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
@@ -289,19 +287,19 @@ impl KeyState {
 
     /// Applies the report of an operation, for example a refund, an end, a higher cost or a throttle. Returns false if
     /// it concerns a permit that isn't held. The result of a pace is written to the outcome.
-    pub fn apply(&mut self, ask: &OpContext<'_>, outcome: &mut Outcome) -> bool {
-        let &OpContext { op, limit, batch: terms, now } = ask;
+    pub fn apply(&mut self, context: &OpContext<'_>, outcome: &mut Outcome) -> bool {
+        let &OpContext { op, limit, batch, now } = context;
         match (limit.kind(), op.verb) {
             (LimitKind::Concurrency(concurrency), Verb::Release | Verb::Renew) => {
                 let Usage::Concurrency(permits) = &mut self.usage else { return false };
                 concurrency.refresh(permits, now);
                 if op.verb == Verb::Release {
-                    return concurrency.release(permits, terms.holder);
+                    return concurrency.release(permits, batch.holder);
                 }
-                return concurrency.renew(permits, terms.holder, now);
+                return concurrency.renew(permits, batch.holder, now);
             }
             (_, Verb::Release | Verb::Renew) => return false,
-            (_, Verb::Refund) => self.refund(ask),
+            (_, Verb::Refund) => self.refund(context),
             (_, Verb::RestorePenalty { strikes, parole }) => {
                 if let Some(penalty) = limit.penalty() {
                     // The whole state is updated to `now`, as in a store that keeps it as one value.
@@ -315,7 +313,7 @@ impl KeyState {
             (LimitKind::Concurrency(concurrency), Verb::Debit) => {
                 let permits = self.permits();
                 concurrency.refresh(permits, now);
-                concurrency.debit(permits, terms.holder, op.cost, now);
+                concurrency.debit(permits, batch.holder, op.cost, now);
             }
             (LimitKind::Cooldown(_), Verb::Debit) => {}
             (LimitKind::Pace(pacer), Verb::Debit) => pacer.raise_to(self.pacer_state(), op.cost, now),
@@ -330,14 +328,14 @@ impl KeyState {
                     outcome.remaining = 0;
                 }
                 self.charge(
-                    &OpContext { op: &op, batch: BatchContext { lead: Span::ZERO, ..terms }, ..*ask },
+                    &OpContext { op: &op, batch: BatchContext { lead: Span::ZERO, ..batch }, ..*context },
                     &mut outcome,
                 );
             }
             (LimitKind::Window(window), Verb::Settle) => {
                 if let Usage::Window(log) = &mut self.usage {
                     window.refresh(log, now);
-                    window.move_to_now(log, op.cost, terms.counted_at, now);
+                    window.move_to_now(log, op.cost, batch.counted_at, now);
                 }
             }
             (LimitKind::Cooldown(cooldown), Verb::Throttle { generation }) => {
@@ -357,24 +355,24 @@ impl KeyState {
     }
 
     /// Refunds the charge of a call, at most up to the capacity.
-    fn refund(&mut self, &OpContext { op, limit, batch: terms, now }: &OpContext<'_>) {
+    fn refund(&mut self, &OpContext { op, limit, batch, now }: &OpContext<'_>) {
         let cost = op.cost;
         match (limit.kind(), &mut self.usage) {
             (LimitKind::Window(window), Usage::Window(log)) => {
                 window.refresh(log, now);
-                window.refund(log, cost, terms.counted_at, now);
+                window.refund(log, cost, batch.counted_at, now);
             }
             (LimitKind::Rate(rate), Usage::Rate(arrival)) => *arrival = rate.refund(*arrival, cost, now),
-            (LimitKind::Quota(quota), Usage::Quota(ledger)) => {
-                quota.refresh(ledger, now);
-                quota.refund(ledger, cost, terms.charged_at, now);
+            (LimitKind::Quota(quota), Usage::Quota(usage)) => {
+                quota.refresh(usage, now);
+                quota.refund(usage, cost, batch.charged_at, now);
             }
             _ => {}
         }
     }
 }
 
-/// The status of a cool-down: a limit of 1, which is used while the gate is closed.
+/// A limit of 1, which is used while the gate is closed.
 fn cooldown_status(free_at: Time, now: Time) -> LimitStatus {
     let used = u64::from(free_at > now);
     LimitStatus { limit: 1, used, remaining: 1 - used, retry_at: free_at, reset_at: free_at }

@@ -49,11 +49,11 @@ impl KeyState {
                 bytes.push(VERSION | RATE);
                 write_number(bytes, arrival.to_bits());
             }
-            Usage::Quota(ledger) => {
+            Usage::Quota(usage) => {
                 bytes.push(VERSION | QUOTA);
-                write_time(bytes, ledger.period.start);
-                write_time(bytes, ledger.period.end);
-                write_number(bytes, ledger.used);
+                write_time(bytes, usage.period.start);
+                write_time(bytes, usage.period.end);
+                write_number(bytes, usage.used);
             }
             Usage::Concurrency(permits) => {
                 bytes.push(VERSION | CONCURRENCY);
@@ -71,11 +71,11 @@ impl KeyState {
                 write_number(bytes, u64::from(gate.generation));
                 bytes.push(gate.closings_in_row);
             }
-            Usage::Pace(pacer_state) => {
+            Usage::Pace(state) => {
                 bytes.push(VERSION | PACE);
-                write_number(bytes, pacer_state.interval);
-                write_number(bytes, u64::from(pacer_state.successes));
-                write_time(bytes, pacer_state.updated_at);
+                write_number(bytes, state.interval);
+                write_number(bytes, u64::from(state.successes));
+                write_time(bytes, state.updated_at);
             }
         }
         let record = self.penalty_record();

@@ -4,12 +4,13 @@ use core::fmt;
 use core::ops::{Add, Sub};
 use core::time::Duration;
 
-/// The largest number of microseconds in a [`Time`] or [`Span`]: 2^52 − 1. A double (and so Redis' Lua) still counts it
-/// exactly. As a time, it is in the year 2112.
+use thiserror::Error;
+
+/// The largest number of microseconds: 2^52 − 1. Doubles, and so Redis' Lua, count it exactly. As a time, in 2112.
 const MAX_MICROS: u64 = (1 << 52) - 1;
 
-/// The maximum time by which `now` may be before the recorded times without being a clock step. Such a call was
-/// overtaken between reading the clock and reaching the state. A larger difference means that the clock stepped back.
+/// The maximum time by which `now` may be before the recorded times because the call was overtaken between reading the
+/// clock and reaching the state. A larger difference means that the clock stepped back.
 pub const MAX_CLOCK_LAG: Span = Span::from_millis(100);
 
 /// A point in time: microseconds since the Unix epoch, from 0 to 2^52 − 1. Arithmetic saturates at both ends.
@@ -51,7 +52,7 @@ impl Time {
         Span(self.0.saturating_sub(earlier.0))
     }
 
-    /// Returns true if this is [`Time::NEVER`].
+    /// True if this is [`Time::NEVER`].
     pub const fn is_never(self) -> bool {
         self.0 == MAX_MICROS
     }
@@ -62,8 +63,7 @@ impl Time {
 pub struct UtcText([u8; 20]);
 
 impl From<Time> for UtcText {
-    /// Converts a time, rounded up to the second. The days-to-civil conversion is Howard Hinnant's ("chrono-compatible
-    /// low-level date algorithms"), for years from 1970 on.
+    /// Rounds up to the second. The conversion is Howard Hinnant's ("chrono-compatible low-level date algorithms").
     fn from(at: Time) -> Self {
         let seconds = at.as_secs_ceil();
         let (days, second) = (seconds / 86_400, seconds % 86_400);
@@ -114,15 +114,14 @@ pub trait Clock: Send + Sync + 'static {
     /// The current time.
     fn now(&self) -> Time;
 
-    /// Two times with the current time between them, both included, at most [`MAX_NOW_SPREAD`] apart. For decisions
-    /// that need no exact time, if this is cheaper.
+    /// Two times at most [`MAX_NOW_SPREAD`] apart, with the current time between or at them, if these are cheaper.
     #[inline]
     fn now_bounds(&self) -> (Time, Time) {
         let now = self.now();
         (now, now)
     }
 
-    /// Returns true if the clock runs like the machine's own clocks, so that system timers fit it. Default false.
+    /// True if the clock runs like the machine's own clocks, so that system timers fit it. Default false.
     fn is_system(&self) -> bool {
         false
     }
@@ -165,8 +164,7 @@ impl Span {
 
     /// A [`Duration`], rounded up to the next microsecond and saturating.
     pub fn from_duration(duration: Duration) -> Self {
-        let micros = duration.as_nanos().div_ceil(1_000);
-        Self::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
+        Self::try_from(duration).unwrap_or(Self::MAX)
     }
 
     /// The span in microseconds.
@@ -189,7 +187,7 @@ impl Span {
         Duration::from_micros(self.0)
     }
 
-    /// Returns true if the span is zero.
+    /// True if the span is zero.
     pub const fn is_zero(self) -> bool {
         self.0 == 0
     }
@@ -217,16 +215,9 @@ impl TryFrom<Duration> for Span {
 }
 
 /// The error for a duration beyond [`Span::MAX`], about 142 years.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("the duration is longer than {}", Span::MAX)]
 pub struct SpanTooLongError;
-
-impl fmt::Display for SpanTooLongError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the duration is longer than {}", Span::MAX)
-    }
-}
-
-impl core::error::Error for SpanTooLongError {}
 
 impl Add for Span {
     type Output = Self;

@@ -1,9 +1,8 @@
 //! `window`: a strict trailing window, kept as a log of the times at which calls were admitted.
 //!
-//! The log is exact up to its number of entries. With a limit above that, calls share slots. Once the log is full,
-//! entries in the same cell of a grid are merged, and count as made at the later of their times. The width of a cell is
-//! `window ÷ entries`. So a slot may become free up to `window ÷ entries` late, and never early. Because the grid is
-//! fixed, merging an entry repeatedly doesn't move it further.
+//! The log is exact up to its number of entries. With a limit above that, entries in the same cell of a grid are merged
+//! once the log is full, and count as made at the later of their times. A cell is `window ÷ entries` wide, so a slot
+//! may become free that much late, never early. The grid is fixed, so merging again doesn't move an entry further.
 
 mod log;
 
@@ -44,15 +43,14 @@ impl Window {
         Ok(Self { limit, window, entries, cell_width: cell, lead: Span::ZERO })
     }
 
-    /// Sets how far ahead of now calls may be counted ([`Batch::with_lead`](crate::Batch::with_lead)). An entry further
-    /// ahead can only come from a clock that has stepped back since.
+    /// Sets the maximum lead of calls that are counted ahead of now ([`Batch::with_lead`](crate::Batch::with_lead)).
     #[must_use]
     pub fn with_lead(mut self, lead: Span) -> Self {
         self.lead = lead;
         self
     }
 
-    /// The maximum time ahead of now at which calls may be counted. Default zero.
+    /// The maximum time by which calls are counted ahead of now. Default zero.
     pub fn lead(&self) -> Span {
         self.lead
     }
@@ -77,20 +75,18 @@ impl Window {
         if self.is_exact() { Span::ZERO } else { Span::from_micros(self.cell_width) }
     }
 
-    /// The maximum number of slots of a log. It is more than the exact entries, so that many calls share the cost of
-    /// one merge.
+    /// The maximum number of slots of a log: more than the exact entries, so that many calls share the cost of a merge.
     pub fn slot_capacity(&self) -> usize {
         let entries = self.entries as usize;
         if self.is_exact() { entries.max(2) } else { entries + entries / 2 + 2 }
     }
 
-    /// Returns true if the time of every call is kept, however many there are.
+    /// True if the time of every call is kept, however many there are.
     pub fn is_exact(&self) -> bool {
         self.limit <= u64::from(self.entries)
     }
 
-    /// Removes entries that have left the window. Returns the time of the decision: `now`, or the newest entry's time
-    /// less the lead if this call was overtaken.
+    /// Removes entries that have left the window. Returns the time of the decision: `now`, or later if overtaken.
     pub fn refresh(&self, log: &mut WindowLog, now: Time) -> Time {
         let mut now = now;
         if let Some(newest) = log.newest()
@@ -122,22 +118,17 @@ impl Window {
             now
         } else {
             let mut missing = used.saturating_add(cost) - self.limit;
-            let mut free_at = now;
-            for slot in log.iter() {
-                free_at = slot.at + self.window;
+            let last_needed = log.iter().find(|slot| {
                 missing = missing.saturating_sub(slot.count);
-                if missing == 0 {
-                    break;
-                }
-            }
-            free_at
+                missing == 0
+            });
+            last_needed.map_or(now, |slot| slot.at + self.window)
         };
         let reset_at = log.newest().map_or(now, |newest| newest + self.window);
         LimitStatus { limit: self.limit, used, remaining: self.limit.saturating_sub(used), retry_at, reset_at }
     }
 
-    /// Records a call of `cost` at `now`, or at the newest entry's time if the call was overtaken. The log must be
-    /// refreshed for `now`.
+    /// Records a call at `now`, or at the newest entry's time if it was overtaken. The log must be refreshed for `now`.
     pub fn charge(&self, log: &mut WindowLog, cost: u64, now: Time) {
         if cost == 0 {
             return;
@@ -160,17 +151,16 @@ impl Window {
         log.push_back(WindowSlot { at: now, count: cost }, self.slot_capacity());
     }
 
-    /// Makes room for another slot in an exact log. Such a log is full only if paroles or debits have exceeded the
-    /// limit. Then all excess calls must expire before a slot is free. Merging the oldest therefore delays nothing,
-    /// unless something is given back before.
+    /// Makes room for another slot in an exact log, which is full only if paroles or debits have exceeded the limit.
+    /// All excess calls must expire before a slot is free, so merging the oldest delays nothing without a refund.
     fn make_room(&self, log: &mut WindowLog) {
         while log.len() >= self.slot_capacity() {
             log.merge_oldest();
         }
     }
 
-    /// Moves a charge from `from`, ahead of now, to `now` in a log that was refreshed for `now`. In a log with merged
-    /// entries, the charge can't be identified. It stays at `from`: later, never early.
+    /// Moves a charge from `from`, ahead of now, to `now` in a log that was refreshed for `now`. With merged entries,
+    /// it can't be identified and stays at `from`: later, never early.
     pub fn move_to_now(&self, log: &mut WindowLog, cost: u64, from: Time, now: Time) {
         if cost > 0 && from > now && self.is_exact() && log.subtract_at(from, cost) {
             self.make_room(log);
@@ -178,9 +168,9 @@ impl Window {
         }
     }
 
-    /// Gives `cost` back in a log that was refreshed for `now`. If the charge at `from` can still be identified, it is
-    /// removed. If it has left the window, nothing changes. Otherwise, or if `from` is unknown ([`Time::ZERO`]), the
-    /// oldest entries are removed first. Then no slot becomes free too early, whichever call is refunded.
+    /// Gives `cost` back in a log that was refreshed for `now`. A charge at `from` that can be identified is removed;
+    /// one that has left the window changes nothing. Otherwise, or if `from` is unknown ([`Time::ZERO`]), the oldest
+    /// entries are removed, so that no slot becomes free too early.
     pub fn refund(&self, log: &mut WindowLog, cost: u64, from: Time, now: Time) {
         if from > Time::ZERO {
             let gone = now.since(from) >= self.window;
@@ -200,8 +190,8 @@ impl Window {
         }
     }
 
-    /// Merges entries in the same cell of the grid. From then on, until few calls are left, new entries are merged
-    /// immediately. A key in constant use then needs one slot per cell and usually changes only one.
+    /// Merges entries in the same cell of the grid. Until few calls are left, new entries are then merged immediately:
+    /// a key in constant use needs one slot per cell and usually changes only one.
     fn merge_cells(&self, log: &mut WindowLog) {
         let mut kept = 0;
         for index in 1..log.len() {
@@ -239,11 +229,11 @@ mod tests {
 
     fn take(window: &Window, log: &mut WindowLog, cost: u64, now: Time) -> LimitStatus {
         let now = window.refresh(log, now);
-        let look = window.status(log, cost, now);
-        if look.retry_at == now {
+        let status = window.status(log, cost, now);
+        if status.retry_at == now {
             window.charge(log, cost, now);
         }
-        look
+        status
     }
 
     #[test]
@@ -312,8 +302,8 @@ mod tests {
         let window = Window::new(2, Span::from_secs(60), 64).unwrap();
         let mut log = WindowLog::default();
         take(&window, &mut log, 1, at(1));
-        let look = take(&window, &mut log, 1, at(1) - Span::from_millis(1));
-        assert_eq!((look.remaining, log.len()), (1, 1));
+        let status = take(&window, &mut log, 1, at(1) - Span::from_millis(1));
+        assert_eq!((status.remaining, log.len()), (1, 1));
         assert_eq!(log.iter().next().unwrap().at, at(1));
     }
 }

@@ -2,14 +2,13 @@
 
 use arrayvec::ArrayVec;
 
-use super::outcome::{VerdictFlags, is_always_charged};
+use super::outcome::is_always_charged;
 use super::{Batch, BatchContext, MAX_OPS, Op, OpContext, Outcome, Outcomes, RefusalSummary, Verb, Verdict};
 use crate::{KeyState, Limit, Limits, Span, Time};
 
 /// The states of a store for the operations of one batch, addressed by the index of the operation.
 ///
-/// The methods correspond to those of [`KeyState`]. A store that keeps whole states forwards to them. A store that
-/// keeps some states in a shorter form may answer from that form.
+/// The methods correspond to those of [`KeyState`]. A store may answer from a shorter form of the state.
 pub trait BatchStates {
     /// [`KeyState::evaluate`], or [`KeyState::peek`] for a `Peek`, which changes nothing.
     fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome;
@@ -23,7 +22,7 @@ pub trait BatchStates {
     fn reset(&mut self, index: usize, op: &Op);
 }
 
-/// Executes a batch. First every limit is evaluated. If none refuses, all are charged; otherwise those that refuse add
+/// Executes a batch. First every limit is evaluated. If none refuses, all are charged. Otherwise those that refuse add
 /// their strikes. An operation with a limit that the plan doesn't have is admitted.
 ///
 /// - While any block is in force, only limits that count all calls are charged, and nothing else changes.
@@ -47,18 +46,13 @@ pub fn execute_part(
 ) -> Outcomes {
     let now = clamp_now(now);
     let mut outcomes = Outcomes { now, list: ArrayVec::new() };
-    let (mut enforced, mut including_shadow) = evaluate_ops(batch, limits, states, now, &mut outcomes.list);
-    enforced.refused |= other_parts.enforced_refused;
-    enforced.blocked |= other_parts.enforced_blocked;
-    including_shadow.refused |= other_parts.any_refused;
-    including_shadow.blocked |= other_parts.any_blocked;
-    if !including_shadow.no_room {
-        apply_ops(batch, limits, states, now, &mut outcomes.list, (enforced, including_shadow));
+    if let Some(refusals) = evaluate_ops(batch, limits, states, now, &mut outcomes.list, other_parts) {
+        apply_ops(batch, limits, states, now, &mut outcomes.list, refusals);
     }
     outcomes
 }
 
-/// The first half: evaluates the operations and collects the refusals of enforced limits and of all limits.
+/// The first half: evaluates the operations and collects the refusals. `None` if the store has no room for a key.
 #[inline]
 fn evaluate_ops(
     batch: &Batch,
@@ -66,17 +60,16 @@ fn evaluate_ops(
     states: &mut (impl BatchStates + ?Sized),
     now: Time,
     outcomes: &mut ArrayVec<Outcome, MAX_OPS>,
-) -> (VerdictFlags, VerdictFlags) {
-    let (mut enforced, mut including_shadow) = (VerdictFlags::default(), VerdictFlags::default());
+    mut refusals: RefusalSummary,
+) -> Option<RefusalSummary> {
+    let mut has_room = true;
     for (index, op) in batch.ops.iter().enumerate() {
         let outcome = match limits.get(op.limit) {
             Some(limit) if matches!(op.verb, Verb::Take | Verb::Peek) => {
                 let outcome = states.evaluate(index, &OpContext { op, limit, batch: batch.context, now });
                 if op.verb == Verb::Take {
-                    including_shadow.add(outcome.verdict);
-                    if !limit.is_shadow() {
-                        enforced.add(outcome.verdict);
-                    }
+                    refusals.add(outcome.verdict, limit.is_shadow());
+                    has_room &= outcome.verdict != Verdict::NoRoom;
                 }
                 outcome
             }
@@ -84,7 +77,7 @@ fn evaluate_ops(
         };
         outcomes.push(outcome);
     }
-    (enforced, including_shadow)
+    has_room.then_some(refusals)
 }
 
 /// The second half: charges, strikes and the other operations.
@@ -95,21 +88,20 @@ fn apply_ops(
     states: &mut (impl BatchStates + ?Sized),
     now: Time,
     outcomes: &mut [Outcome],
-    (enforced, including_shadow): (VerdictFlags, VerdictFlags),
+    refusals: RefusalSummary,
 ) {
     for (index, (op, outcome)) in batch.ops.iter().zip(outcomes).enumerate() {
         let Some(limit) = limits.get(op.limit) else { continue };
         let context = OpContext { op, limit, batch: batch.context, now };
-        let flags = if limit.is_shadow() { including_shadow } else { enforced };
         match op.verb {
             Verb::Peek => {}
             Verb::Take if outcome.verdict.refuses() => {
-                if !flags.blocked {
+                if !refusals.has_block_for(limit) {
                     states.strike(index, &context, outcome);
                 }
             }
             Verb::Take => {
-                if !flags.refused || is_always_charged(limit, outcome) {
+                if !refusals.has_refusal_for(limit) || is_always_charged(limit, outcome) {
                     states.charge(index, &context, outcome);
                 }
             }
@@ -126,8 +118,7 @@ fn apply_ops(
     }
 }
 
-/// Limits the time of a decision to before [`Time::NEVER`]. So even a broken clock never reaches the time at which a
-/// limit of 0 has room.
+/// Limits the time of a decision to before [`Time::NEVER`], the time at which a limit of 0 has room.
 #[inline]
 pub fn clamp_now(now: Time) -> Time {
     now.min(Time::NEVER - Span::from_micros(1))

@@ -49,8 +49,7 @@ pub struct Outcome {
     pub block_until: Time,
     /// The number of strikes.
     pub strikes: u8,
-    /// The generation of a cool-down, which separates replies to current calls from those to older ones. 0 for other
-    /// limits.
+    /// The generation of a cool-down, which tells current calls from older ones. 0 for other limits.
     pub generation: u32,
 }
 
@@ -72,11 +71,10 @@ impl Outcome {
         }
     }
 
-    /// An outcome without data of a limit, for operations that give back, renew or delete. For a pace without state it
-    /// means that no caller has to wait.
+    /// An outcome without a limit's data, for operations that give back, renew or delete, or for a pace without wait.
     pub fn without_limit(verdict: Verdict, now: Time) -> Self {
-        Self::from_status(LimitStatus { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now }, now)
-            .with_verdict(verdict)
+        let status = LimitStatus { limit: 0, used: 0, remaining: 0, retry_at: now, reset_at: now };
+        Self { verdict, ..Self::from_status(status, now) }
     }
 
     /// Adds a `cost` that was just charged.
@@ -84,11 +82,6 @@ impl Outcome {
     pub fn record_charge(&mut self, cost: u64) {
         self.used = self.used.saturating_add(cost);
         self.remaining = self.remaining.saturating_sub(cost);
-    }
-
-    fn with_verdict(mut self, verdict: Verdict) -> Self {
-        self.verdict = verdict;
-        self
     }
 }
 
@@ -121,24 +114,7 @@ impl Outcomes {
     }
 }
 
-/// The refusals of a call.
-#[derive(Clone, Copy, Default)]
-pub(super) struct VerdictFlags {
-    pub(super) refused: bool,
-    pub(super) blocked: bool,
-    pub(super) no_room: bool,
-}
-
-impl VerdictFlags {
-    pub(super) fn add(&mut self, verdict: Verdict) {
-        self.refused |= verdict.refuses();
-        self.blocked |= verdict == Verdict::Blocked;
-        self.no_room |= verdict == Verdict::NoRoom;
-    }
-}
-
-/// The refusals of a call in other parts of its batch, for a store that executes it in parts
-/// ([`execute_part`](super::execute_part)).
+/// The refusals of a call, so far or in other parts of its batch ([`execute_part`](super::execute_part)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RefusalSummary {
     /// An enforced limit refuses.
@@ -155,13 +131,18 @@ impl RefusalSummary {
     /// Adds the outcomes of a part's takes.
     pub fn add_part(&mut self, batch: &Batch, limits: &Limits, outcomes: &Outcomes) {
         for (op, outcome) in batch.ops.iter().zip(&outcomes.list).filter(|(op, _)| op.verb == Verb::Take) {
-            let (refuses, blocks) = (outcome.verdict.refuses(), outcome.verdict == Verdict::Blocked);
-            self.any_refused |= refuses;
-            self.any_blocked |= blocks;
-            if limits.get(op.limit).is_some_and(|limit| !limit.is_shadow()) {
-                self.enforced_refused |= refuses;
-                self.enforced_blocked |= blocks;
-            }
+            self.add(outcome.verdict, limits.get(op.limit).is_none_or(Limit::is_shadow));
+        }
+    }
+
+    #[inline]
+    pub(super) fn add(&mut self, verdict: Verdict, shadow: bool) {
+        let (refuses, blocks) = (verdict.refuses(), verdict == Verdict::Blocked);
+        self.any_refused |= refuses;
+        self.any_blocked |= blocks;
+        if !shadow {
+            self.enforced_refused |= refuses;
+            self.enforced_blocked |= blocks;
         }
     }
 
@@ -176,8 +157,14 @@ impl RefusalSummary {
     }
 
     /// True if a take under this limit must not be charged.
+    #[inline]
     pub fn has_refusal_for(&self, limit: &Limit) -> bool {
         if limit.is_shadow() { self.any_refused } else { self.enforced_refused }
+    }
+
+    #[inline]
+    pub(super) fn has_block_for(&self, limit: &Limit) -> bool {
+        if limit.is_shadow() { self.any_blocked } else { self.enforced_blocked }
     }
 }
 

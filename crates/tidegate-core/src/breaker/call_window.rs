@@ -5,7 +5,6 @@ use crate::{Span, Time};
 
 const TENTHS: usize = 10;
 
-/// The number of calls by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct CallCounts {
     pub(super) calls: u64,
@@ -14,7 +13,7 @@ pub(super) struct CallCounts {
 }
 
 /// The calls of the present tenth and the nine before it. Tenths lie on a fixed grid of time and expire as a whole.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct CallWindow {
     tenth: Span,
     /// The number of the present tenth. Its counts are at `head`.
@@ -26,14 +25,7 @@ pub(super) struct CallWindow {
 
 impl CallWindow {
     pub(super) fn new(window: Span) -> Self {
-        let tenth = Span::from_micros(window.as_micros().div_ceil(TENTHS as u64));
-        Self {
-            tenth,
-            current_tenth: 0,
-            head: 0,
-            counts: [CallCounts::default(); TENTHS],
-            totals: CallCounts::default(),
-        }
+        Self { tenth: Span::from_micros(window.as_micros().div_ceil(TENTHS as u64)), ..Self::default() }
     }
 
     /// The counts of the window at the time of the last recorded call.
@@ -68,8 +60,7 @@ impl CallWindow {
             self.totals.failures -= expired.failures;
             self.totals.slow -= expired.slow;
         }
-        // After the clock has stepped back, older counts continue to age from the new time. A call that is only
-        // slightly late counts in the newest tenth.
+        // After a step back, older counts age from the new time. A call that was overtaken counts in the newest tenth.
         let is_clock_lag = Time::ZERO + self.tenth.times(self.current_tenth) <= now + MAX_CLOCK_LAG;
         if present > self.current_tenth || !is_clock_lag {
             self.current_tenth = present;

@@ -4,7 +4,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use rand_core::Rng;
 
-use super::{Breaker, BreakerPermit, BreakerRefusal, is_failure};
+use super::{Breaker, BreakerPermit, BreakerRefusal};
 use crate::{Class, Span, Time};
 
 /// Mutual exclusion, implemented by a driver, because this crate has no lock of its own.
@@ -19,8 +19,8 @@ const NOT_CLEAN: u64 = u64::MAX;
 /// A [`Breaker`] for many threads.
 ///
 /// While it is closed, has recorded no failure and uses no rates, a take and a report cost one load each and write
-/// nothing. So threads don't slow each other down. All decisions are made by the breaker: the word beside its lock only
-/// says that a take would succeed and that only the report of a failure would change anything.
+/// nothing, so threads don't slow each other down. The word beside the lock only says that a take would succeed and
+/// that only the report of a failure would change anything.
 // It has a cache line of its own: writes to a neighbour would otherwise make every load a miss.
 #[derive(Debug)]
 #[repr(align(64))]
@@ -38,9 +38,6 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
     }
 
     /// [`Breaker::peek`].
-    ///
-    /// # Errors
-    /// The reason for which a call would be refused.
     #[inline]
     pub fn peek(&self, now: Time) -> Result<(), BreakerRefusal> {
         match self.clean_generation() {
@@ -50,13 +47,10 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
     }
 
     /// [`Breaker::take`].
-    ///
-    /// # Errors
-    /// The reason of the refusal.
     #[inline]
     pub fn take(&self, now: Time) -> Result<BreakerPermit, BreakerRefusal> {
         match self.clean_generation() {
-            Some(generation) => Ok(BreakerPermit::without_probe(generation)),
+            Some(generation) => Ok(BreakerPermit { generation, probe: 0 }),
             None => self.with(|breaker| breaker.take(now)),
         }
     }
@@ -64,7 +58,7 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
     /// [`Breaker::report`].
     #[inline]
     pub fn report(&self, permit: BreakerPermit, class: Class, elapsed: Span, now: Time, rng: &mut impl Rng) {
-        if is_failure(class) || self.clean_generation().is_none() {
+        if class == Class::Transient || self.clean_generation().is_none() {
             self.with(|breaker| breaker.report(permit, class, elapsed, now, rng));
         }
     }
@@ -86,9 +80,8 @@ impl<L: ExclusiveAccess<Breaker>> SharedBreaker<L> {
         })
     }
 
-    /// The value of [`Breaker::clean_generation`] at the last use of the lock. A relaxed load is enough, because this
-    /// word is the only shared data. A thread that knows of a change sees the new word. A thread that doesn't counts as
-    /// earlier.
+    /// The value of [`Breaker::clean_generation`] at the last use of the lock. This word is the only shared data, so a
+    /// relaxed load is enough: a thread that knows of a change sees the new word; one that doesn't counts as earlier.
     #[inline]
     fn clean_generation(&self) -> Option<u64> {
         let word = self.clean_generation.load(Ordering::Relaxed);

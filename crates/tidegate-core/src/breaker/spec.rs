@@ -1,17 +1,16 @@
 //! The settings of a breaker and their validation.
 
 use alloc::vec::Vec;
-use core::fmt;
 
-use crate::Span;
+use thiserror::Error;
+
 use crate::backoff::{Backoff, Growth, Jitter};
+use crate::{PER_MILLE, Span};
 
 /// The maximum number of probes at a time.
 pub const MAX_PROBES: usize = 16;
 /// The maximum number of steps of a ramp.
 pub const MAX_RAMP: usize = 8;
-/// Shares and rates are counted in thousandths.
-pub(super) const PER_MILLE: u16 = 1_000;
 
 /// The share of slow calls that opens a breaker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,8 +30,7 @@ pub struct RampStep {
     pub length: Span,
 }
 
-/// The settings of a breaker, as written by the user. At least one of `failures`, `failure_rate` and `slow_calls` must
-/// be set. Each of them can open it.
+/// The settings of a breaker, as written by the user, with at least one of `failures`, `failure_rate`, `slow_calls`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BreakerSpec {
     /// Opens at this many failures since the last reply that proves that the provider works. Default 5.
@@ -41,8 +39,7 @@ pub struct BreakerSpec {
     pub failure_rate: Option<u16>,
     /// Opens at a share of slow calls in the window. A slow probe counts as failed. Default none.
     pub slow_calls: Option<SlowCalls>,
-    /// The trailing time over which both rates are computed. It is divided into tenths, so a call counts for 90 % to
-    /// 100 % of it. Default 60 s.
+    /// The trailing time of both rates. It moves in tenths, so a call counts for 90 % to 100 % of it. Default 60 s.
     pub window: Span,
     /// The minimum number of calls in the window for a rate. Default 10.
     pub min_calls: u32,
@@ -98,9 +95,8 @@ impl BreakerSpec {
             return Err(BreakerError::Zero { setting });
         }
         let rates = self.failure_rate.into_iter().chain(self.slow_calls.map(|slow| slow.rate));
-        if let Some(found) =
-            rates.chain(self.ramp.iter().map(|step| step.share)).find(|rate| !(1..=PER_MILLE).contains(rate))
-        {
+        let mut rates_and_shares = rates.chain(self.ramp.iter().map(|step| step.share));
+        if let Some(found) = rates_and_shares.find(|rate| !(1..=PER_MILLE).contains(&u64::from(*rate))) {
             return Err(BreakerError::InvalidRate { found });
         }
         if self.probes as usize > MAX_PROBES {
@@ -112,63 +108,50 @@ impl BreakerSpec {
         Ok(())
     }
 
-    pub(super) fn has_rates(&self) -> bool {
-        self.failure_rate.is_some() || self.slow_calls.is_some()
-    }
-
     pub(super) fn ramp_length(&self) -> Span {
         self.ramp.iter().fold(Span::ZERO, |sum, step| sum + step.length)
     }
 
     /// The share of calls that is admitted while `left` of the ramp remains.
-    pub(super) fn ramp_share(&self, mut left: Span) -> u16 {
+    pub(super) fn ramp_share(&self, mut left: Span) -> u64 {
         for step in self.ramp.iter().rev() {
             if left <= step.length {
-                return step.share;
+                return step.share.into();
             }
             left = left - step.length;
         }
-        self.ramp.first().map_or(PER_MILLE, |step| step.share)
+        self.ramp.first().map_or(PER_MILLE, |step| step.share.into())
     }
 }
 
 /// The reason why a breaker can't be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum BreakerError {
     /// None of the conditions that open it is set.
+    #[error("nothing opens the breaker: set failures, failure_rate or slow_calls")]
     NeverOpens,
     /// A setting that must not be 0.
+    #[error("{setting} must not be 0")]
     Zero {
         /// Its name.
         setting: &'static str,
     },
     /// A rate or share outside 1 to 1000 thousandths.
+    #[error("a rate or share is 1 to 1000 thousandths, not {found}")]
     InvalidRate {
         /// The given value.
         found: u16,
     },
     /// More probes at a time than [`MAX_PROBES`].
+    #[error("{found} probes at a time; at most {MAX_PROBES}")]
     TooManyProbes {
         /// The given value.
         found: u32,
     },
     /// A ramp of more than [`MAX_RAMP`] steps.
+    #[error("a ramp of {found} steps; at most {MAX_RAMP}")]
     TooManySteps {
         /// The given number of steps.
         found: usize,
     },
 }
-
-impl fmt::Display for BreakerError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NeverOpens => f.write_str("nothing opens the breaker: set failures, failure_rate or slow_calls"),
-            Self::Zero { setting } => write!(f, "{setting} must not be 0"),
-            Self::InvalidRate { found } => write!(f, "a rate or share is 1 to 1000 thousandths, not {found}"),
-            Self::TooManyProbes { found } => write!(f, "{found} probes at a time; at most {MAX_PROBES}"),
-            Self::TooManySteps { found } => write!(f, "a ramp of {found} steps; at most {MAX_RAMP}"),
-        }
-    }
-}
-
-impl core::error::Error for BreakerError {}

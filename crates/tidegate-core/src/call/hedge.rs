@@ -1,5 +1,4 @@
-//! Hedging: a second request beside a slow one. It is a separate call, so that limits, breaker and credential count it
-//! like every other.
+//! Hedging: a second request beside a slow one, counted by limits, breaker and credential like every other call.
 
 use core::mem;
 
@@ -45,9 +44,8 @@ impl Call {
         now: Time,
         rng: &mut impl Rng,
     ) {
-        state.store_requests.clear_updates();
-        if let Some(sent) = self.take_sent() {
-            self.finish_attempt(rules, state, sent, reply, now, rng);
+        state.store_requests.updates.clear();
+        if self.finish_attempt(rules, state, reply, now, rng).is_some() {
             self.end_streaming(state);
         }
     }

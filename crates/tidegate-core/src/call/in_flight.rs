@@ -1,16 +1,14 @@
 //! The part of a call that remains after its reply has arrived.
 
-use super::{Call, CallRules, CallStage, Measure, ProviderLimit, ProviderState, push_required};
+use super::{Call, CallRules, CallStage, Measure, ProviderState, push_required};
 use crate::{Lane, Op, Time, Verb};
 
-/// The data that is still needed after the last reply of a call: to report the end of its body and its real cost.
-/// Small, because it travels with the reply.
+/// The data that is needed after a call's last reply, to report the end of its body and its real cost.
 #[derive(Debug)]
 #[must_use = "the call is in flight until its reply has ended"]
 pub struct InFlight {
     /// The lane in which it is in flight until its reply has been read.
     streaming_lane: Option<Lane>,
-    /// The lane of the limits that were charged.
     charged_lane: Lane,
     credential: usize,
     cost: u64,
@@ -22,15 +20,13 @@ impl Call {
     /// Takes the rest of the call after [`NextStep::Done`](super::NextStep::Done), with a reply to a request with this
     /// credential. The call itself then holds nothing.
     pub fn take_in_flight(&mut self, credential: usize) -> InFlight {
-        let in_flight = if let CallStage::Streaming(lane, streaming_credential) = self.stage {
+        let mut streaming_lane = None;
+        if let CallStage::Streaming(lane, streaming_credential) = self.stage {
             debug_assert_eq!(streaming_credential, credential);
-            self.stage = CallStage::Idle;
-            Some(lane)
-        } else {
-            None
-        };
-        let Self { charged_lane: charged, cost, charged_at, counted_at, .. } = *self;
-        InFlight { streaming_lane: in_flight, charged_lane: charged, credential, cost, charged_at, counted_at }
+            (self.stage, streaming_lane) = (CallStage::Idle, Some(lane));
+        }
+        let Self { charged_lane, cost, charged_at, counted_at, .. } = *self;
+        InFlight { streaming_lane, charged_lane, credential, cost, charged_at, counted_at }
     }
 }
 
@@ -49,23 +45,15 @@ impl InFlight {
 
     /// Corrects the cost to the real one, in limits that measure costs.
     pub fn correct_cost(&self, rules: &CallRules, state: &mut ProviderState, cost: u64) {
-        state.store_requests.clear_updates();
-        state.store_requests.updates.set_charged(self.charged_at, self.counted_at);
-        let (verb, difference) =
-            if cost > self.cost { (Verb::Debit, cost - self.cost) } else { (Verb::Refund, self.cost - cost) };
-        let counts_cost = |provider_limit: &&ProviderLimit| provider_limit.measure == Measure::Cost;
-        let lane_limits = rules.lane_limits[self.charged_lane as usize].iter();
-        let provider_limits = rules
-            .provider_limits
-            .iter()
-            .chain(lane_limits)
-            .filter(counts_cost)
-            .map(|provider_limit| (provider_limit, rules.key));
-        let key = rules.credential_keys[self.credential];
-        let credential_limits =
-            rules.credential_limits.iter().filter(counts_cost).map(|provider_limit| (provider_limit, key));
-        for (provider_limit, key) in provider_limits.chain(credential_limits).filter(|_| difference > 0) {
-            push_required(&mut state.store_requests.updates, Op::new(provider_limit.limit, verb, key, difference));
+        let updates = &mut state.store_requests.updates;
+        updates.clear();
+        updates.set_charged(self.charged_at, self.counted_at);
+        let verb = if cost > self.cost { Verb::Debit } else { Verb::Refund };
+        let difference = cost.abs_diff(self.cost);
+        for (provider_limit, key) in rules.limits_with_keys(self.charged_lane, self.credential) {
+            if provider_limit.measure == Measure::Cost && difference > 0 {
+                push_required(updates, Op::new(provider_limit.limit, verb, key, difference));
+            }
         }
     }
 }

@@ -9,8 +9,7 @@ use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
 use crate::{AdaptiveLimit, Batch, Breaker, Budget, CredentialPool, Lane, Lanes, LimitKind, Pace, Span, Time};
 
-/// The state that all calls to one provider in one process share and change. It needs one lock: a driver holds it for
-/// each step.
+/// The state that all calls to one provider in one process share and change. A driver locks it for each step.
 #[derive(Debug)]
 pub struct ProviderState {
     /// The queue, which chooses the next call.
@@ -21,10 +20,8 @@ pub struct ProviderState {
     pub adaptive_limit: Option<AdaptiveLimit>,
     /// The pace between calls, in addition to the limits. `None`, the default, if only the limits apply.
     ///
-    /// With a pace and a single credential, a throttled reply without a retry time only slows the pace. With several
-    /// credentials, such a reply also closes the credential's cool-down, and another credential is used.
+    /// With a pace and a single credential, a throttled reply without a retry time doesn't start the cool-down.
     pub pace: Option<Pace>,
-    /// The remaining amounts of the limits of each credential, if they are tracked.
     pub(super) remaining_trackers: Vec<RemainingTracker>,
     /// The circuit breaker of the provider.
     pub breaker: Breaker,
@@ -40,7 +37,7 @@ pub struct ProviderState {
 /// The time that calls are under way, as measured from replies.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RoundTripStats {
-    /// The shortest time from a grant to its reply. It rises slowly, in case the network path has become longer.
+    /// The shortest time from a grant to its reply. It rises slowly, in case the network path becomes longer.
     shortest: Option<Span>,
     /// The smoothed time and its mean deviation, computed like TCP round trips (RFC 6298 §2).
     smoothed: Span,
@@ -51,24 +48,20 @@ pub(super) struct RoundTripStats {
 }
 
 impl RoundTripStats {
-    /// Each longer time raises the shortest one by the difference divided by this.
-    const DRIFT: u64 = 256;
-
     pub(super) fn record_grant(&mut self, now: Time) {
         (self.granted_at, self.last_excess) = (now, Span::ZERO);
     }
 
-    /// Learns from the end of a request. If there was no reply, only the lower bound of its time is known. If it wasn't
-    /// sent, nothing is. Returns true if it may delay the next call.
-    pub(super) fn record_end(&mut self, granted_at: Time, elapsed: Span, reach: Delivery) -> bool {
-        if reach == Delivery::Unsent {
+    /// Learns from the end of a request, without a reply only a lower bound. Returns true if it may delay the next one.
+    pub(super) fn record_end(&mut self, granted_at: Time, elapsed: Span, delivery: Delivery) -> bool {
+        if delivery == Delivery::Unsent {
             return false;
         }
         let is_first = self.shortest.is_none();
         let quickest = self.shortest.map_or(elapsed, |quickest| quickest.min(elapsed));
         let excess = elapsed.as_micros() - quickest.as_micros();
-        if reach == Delivery::Answered {
-            self.shortest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
+        if delivery == Delivery::Answered {
+            self.shortest = Some(Span::from_micros(quickest.as_micros() + excess / 256));
             self.update_smoothed(elapsed.as_micros(), is_first);
         }
         // The first one can't be compared, and its time includes the connection setup.
@@ -81,9 +74,10 @@ impl RoundTripStats {
 
     fn update_smoothed(&mut self, elapsed: u64, is_first: bool) {
         let (usual, deviation) = (self.smoothed.as_micros(), self.deviation.as_micros());
-        let (usual, deviation) = match is_first {
-            true => (elapsed, elapsed / 2),
-            false => (usual - usual / 8 + elapsed / 8, deviation - deviation / 4 + usual.abs_diff(elapsed) / 4),
+        let (usual, deviation) = if is_first {
+            (elapsed, elapsed / 2)
+        } else {
+            (usual - usual / 8 + elapsed / 8, deviation - deviation / 4 + usual.abs_diff(elapsed) / 4)
         };
         (self.smoothed, self.deviation) = (Span::from_micros(usual), Span::from_micros(deviation));
     }
@@ -96,12 +90,13 @@ impl RoundTripStats {
 
 impl ProviderState {
     /// The state of a provider without any history.
-    pub fn new(rules: &CallRules, pool: CredentialPool, breaker: Breaker, inflight: Option<AdaptiveLimit>) -> Self {
+    pub fn new(rules: &CallRules, pool: CredentialPool, breaker: Breaker, limit: Option<AdaptiveLimit>) -> Self {
+        let trackers = if rules.tracks_remaining { pool.size() } else { 0 };
         let mut state = Self {
             lanes: Lanes::new(rules.lanes),
-            remaining_trackers: alloc::vec![RemainingTracker::default(); if rules.tracks_remaining { pool.size() } else { 0 }],
+            remaining_trackers: alloc::vec![RemainingTracker::default(); trackers],
             pool: pool.with_max_in_flight(rules.max_in_flight_per_credential),
-            adaptive_limit: inflight,
+            adaptive_limit: limit,
             pace: None,
             breaker,
             budget: Budget::new(rules.budget),
@@ -119,8 +114,7 @@ impl ProviderState {
         self.lead
     }
 
-    /// The extra wait of the next call beyond the time of the limit, so that it doesn't arrive too early after the last
-    /// one.
+    /// The wait of the next call beyond the time of the limit, so that it doesn't arrive too early after the last one.
     pub(super) fn extra_spacing(&self, rules: &CallRules, kind: Option<&LimitKind>) -> Span {
         match kind {
             Some(LimitKind::Rate(_)) => rules.jitter + self.round_trips.last_excess.min(rules.jitter.times(9)),
@@ -132,8 +126,8 @@ impl ProviderState {
     pub(super) fn next_credential(&mut self, cost: u64, now: Time, rng: &mut impl Rng) -> Option<usize> {
         loop {
             let credential = self.pool.next(now, rng)?;
-            let allowances = self.remaining_trackers.get_mut(credential);
-            let free_at = allowances.map_or(now, |allowances| allowances.free_at(cost, now));
+            let tracker = self.remaining_trackers.get_mut(credential);
+            let free_at = tracker.map_or(now, |tracker| tracker.free_at(cost, now));
             if free_at <= now {
                 return Some(credential);
             }
@@ -141,7 +135,6 @@ impl ProviderState {
         }
     }
 
-    /// Records that a request with this credential has ended.
     pub(super) fn record_end(&mut self, lane: Lane, credential: usize) {
         self.lanes.record_end(lane);
         if self.pool.record_end(credential) {
@@ -149,18 +142,13 @@ impl ProviderState {
         }
     }
 
-    pub(super) fn in_flight(&self) -> u32 {
-        Lane::ALL.iter().fold(0, |sum, lane| sum.saturating_add(self.lanes.in_flight(*lane)))
-    }
-
     pub(super) fn apply_adaptive_limit(&mut self, rules: &CallRules) {
-        if let Some(inflight) = &self.adaptive_limit {
-            self.lanes.set_max_in_flight(inflight.limit().min(rules.lanes.max_in_flight));
+        if let Some(adaptive) = &self.adaptive_limit {
+            self.lanes.set_max_in_flight(adaptive.limit().min(rules.lanes.max_in_flight));
         }
     }
 
-    /// Doubles the lead, because a throttled reply shows that it was too short. This happens only once for all requests
-    /// that were under way.
+    /// Doubles the lead, because a throttled reply shows that it was too short: once for all requests under way.
     pub(super) fn double_lead(&mut self, sent_at: Time, now: Time) {
         if sent_at >= self.lead_doubled_at {
             self.lead = self.lead.times(2).min(MAX_LEAD);
@@ -170,16 +158,10 @@ impl ProviderState {
 }
 
 /// The store requests of a step. They stay in the [`ProviderState`] between steps, so that no batch is copied.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct StoreRequests {
     pub(super) updates: Batch,
     pub(super) reservation: Batch,
-}
-
-impl Default for StoreRequests {
-    fn default() -> Self {
-        Self { updates: Batch::new(0), reservation: Batch::new(0) }
-    }
 }
 
 impl StoreRequests {
@@ -189,8 +171,7 @@ impl StoreRequests {
         self.reservation.set_affinity(affinity);
     }
 
-    /// The updates to send to the store before anything else, without waiting for their outcomes. `None` if there are
-    /// none.
+    /// The updates to send to the store before anything else, without waiting for their outcomes, if there are any.
     pub fn updates(&self) -> Option<&Batch> {
         (!self.updates.ops().is_empty()).then_some(&self.updates)
     }
@@ -198,9 +179,5 @@ impl StoreRequests {
     /// The batch to execute after [`CallProgress::AskStore`](super::CallProgress::AskStore).
     pub fn reservation(&self) -> &Batch {
         &self.reservation
-    }
-
-    pub(super) fn clear_updates(&mut self) {
-        self.updates.clear();
     }
 }

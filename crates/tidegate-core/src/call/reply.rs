@@ -19,10 +19,8 @@ impl Call {
         now: Time,
         rng: &mut impl Rng,
     ) -> NextStep {
-        state.store_requests.clear_updates();
-        let Some(sent) = self.take_sent() else { return NextStep::Done };
-        let credential = sent.credential;
-        self.finish_attempt(rules, state, sent, reply, now, rng);
+        state.store_requests.updates.clear();
+        let Some(credential) = self.finish_attempt(rules, state, reply, now, rng) else { return NextStep::Done };
         if self.needs_login_renewal(rules, reply) {
             self.has_renewed_login = true;
             return NextStep::RenewLogin { credential };
@@ -69,28 +67,28 @@ impl Call {
         credential: usize,
         now: Time,
     ) {
-        state.store_requests.clear_updates();
+        state.store_requests.updates.clear();
         disable_credential(rules, state, credential, now);
     }
 
-    /// Reports the end of an attempt to the breaker, the limits and the credentials.
+    /// Reports the end of the request under way, if there is one, to all that learn from it. Returns its credential.
     pub(super) fn finish_attempt(
         &mut self,
         rules: &CallRules,
         state: &mut ProviderState,
-        sent: SentRequest,
         reply: &AttemptReport,
         now: Time,
         rng: &mut impl Rng,
-    ) {
+    ) -> Option<usize> {
+        let sent = self.take_sent()?;
         let elapsed = now.since(sent.sent_at);
         state.breaker.report(sent.permit, reply.class, elapsed, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
         if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery) && !rules.jitter.is_zero() {
             state.lanes.clear_refusals();
         }
-        if let Some(allowances) = state.remaining_trackers.get_mut(sent.credential) {
-            allowances.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, reply.remaining);
+        if let Some(tracker) = state.remaining_trackers.get_mut(sent.credential) {
+            tracker.record_end(self.cost, sent.sent_at, reply.delivery == Delivery::Answered, reply.remaining);
             state.lanes.clear_refusals();
         }
         let is_alone = rules.credential_keys.len() == 1;
@@ -99,8 +97,8 @@ impl Call {
             pace.ended(sent.sent_at, reply.class, reply.remaining.calls.filter(|_| is_alone), now, rng);
             state.lanes.clear_refusals();
         }
-        if let Some(inflight) = &mut state.adaptive_limit {
-            inflight.sample(elapsed, sent.in_flight, reply.class, now);
+        if let Some(adaptive) = &mut state.adaptive_limit {
+            adaptive.sample(elapsed, sent.in_flight, reply.class, now);
             state.apply_adaptive_limit(rules);
         }
         if reply.is_streaming && !self.needs_login_renewal(rules, reply) {
@@ -115,7 +113,7 @@ impl Call {
         };
         (self.charged_at, self.counted_at) = (sent.charged_at, sent.counted_at);
         if let Some(verb) = correction {
-            self.prepare_correction(rules, state, sent.credential, verb, sent.charged_at, sent.counted_at);
+            self.prepare_correction(rules, state, sent.credential, verb);
             if state.store_requests.updates().is_some() {
                 state.lanes.clear_refusals();
                 if verb == Verb::Settle {
@@ -123,7 +121,6 @@ impl Call {
                 }
             }
         }
-        let cooldown_op = |verb, cost| Op::new(rules.cooldown, verb, rules.credential_keys[sent.credential], cost);
         let generation = sent.generation;
         match reply.class {
             // A pace risks throttles. Closing the cool-down at each of them would cost more than the pace gains.
@@ -131,10 +128,7 @@ impl Call {
             Class::Throttled => {
                 state.double_lead(sent.sent_at, now);
                 let requested_wait = reply.retry_after.unwrap_or(Span::ZERO).min(Span::from_micros(MAX_COST));
-                push_required(
-                    &mut state.store_requests.updates,
-                    cooldown_op(Verb::Throttle { generation }, requested_wait.as_micros()),
-                );
+                update_cooldown(rules, state, sent.credential, Verb::Throttle { generation }, requested_wait);
                 // Only the store knows the whole cool-down. Until it answers, the requested wait is used.
                 if requested_wait.is_zero() {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
@@ -143,7 +137,7 @@ impl Call {
                 }
             }
             Class::Success if generation > 0 => {
-                push_required(&mut state.store_requests.updates, cooldown_op(Verb::Success { generation }, 0))
+                update_cooldown(rules, state, sent.credential, Verb::Success { generation }, Span::ZERO)
             }
             Class::Auth if !rules.can_renew_login || self.has_renewed_login => {
                 disable_credential(rules, state, sent.credential, now)
@@ -153,9 +147,10 @@ impl Call {
         if let Some(until) = reply.spent_until.filter(|until| *until > now) {
             state.pool.set_cooling_until(sent.credential, until, now);
         }
+        Some(sent.credential)
     }
 
-    pub(super) fn take_sent(&mut self) -> Option<SentRequest> {
+    fn take_sent(&mut self) -> Option<SentRequest> {
         match core::mem::replace(&mut self.stage, CallStage::Idle) {
             CallStage::Sent(sent) => Some(sent),
             other => {
@@ -165,30 +160,28 @@ impl Call {
         }
     }
 
-    /// Prepares the correction of an attempt's charge and of the time at which it was counted.
+    /// Prepares the correction of the last charge or of the time at which it was counted.
     pub(super) fn prepare_correction(
         &self,
         rules: &CallRules,
         state: &mut ProviderState,
         credential: usize,
         verb: Verb,
-        charged_at: Time,
-        counted_at: Time,
     ) {
         self.fill_batch(&mut state.store_requests.updates, rules, credential, verb);
-        state.store_requests.updates.set_charged(charged_at, counted_at);
+        state.store_requests.updates.set_charged(self.charged_at, self.counted_at);
     }
 }
 
-/// Disables a credential that the provider rejects. It stays in use if no other is good: the provider may reject this
-/// one request for all credentials.
+/// Disables a rejected credential, unless no other is good: the provider may reject this one request for all of them.
 fn disable_credential(rules: &CallRules, state: &mut ProviderState, credential: usize, now: Time) {
     if state.pool.has_other_not_cooling(credential, now) {
-        let key = rules.credential_keys[credential];
-        push_required(
-            &mut state.store_requests.updates,
-            Op::new(rules.cooldown, Verb::Disable, key, DISABLE_TIME.as_micros()),
-        );
+        update_cooldown(rules, state, credential, Verb::Disable, DISABLE_TIME);
         state.pool.set_cooling_until(credential, now + DISABLE_TIME, now);
     }
+}
+
+fn update_cooldown(rules: &CallRules, state: &mut ProviderState, credential: usize, verb: Verb, cost: Span) {
+    let op = Op::new(rules.cooldown, verb, rules.credential_keys[credential], cost.as_micros());
+    push_required(&mut state.store_requests.updates, op);
 }

@@ -4,7 +4,7 @@ use alloc::boxed::Box;
 
 use crate::lanes::LanesSpec;
 use crate::retry::Retry;
-use crate::{BudgetSpec, Key, LimitId, Span};
+use crate::{BudgetSpec, Key, Lane, LimitId, Span};
 
 /// The longest lead: the time between the start of a call and the time at which windows count it.
 pub const MAX_LEAD: Span = Span::from_secs(60);
@@ -41,7 +41,7 @@ pub struct LaneRules {
 
 /// The rules for calls to one provider: everything that doesn't change while they run.
 ///
-/// Together, the limits of a call, its lane's, its credential's and the cool-down must fit into one batch
+/// A call's limits, its lane's, its credential's and the cool-down must fit into one batch
 /// ([`MAX_OPS`](crate::MAX_OPS)).
 #[derive(Clone, Debug)]
 pub struct CallRules {
@@ -61,16 +61,14 @@ pub struct CallRules {
     pub credential_keys: Box<[Key]>,
     /// True if credentials come from a login that can be repeated.
     pub can_renew_login: bool,
-    /// True if calls respect the remaining amounts that replies report for each credential's limits
-    /// ([`AttemptReport::remaining`](super::AttemptReport::remaining)). The first call of a credential is then sent
-    /// alone.
+    /// True if calls respect the remaining amounts that replies report
+    /// ([`AttemptReport::remaining`](super::AttemptReport::remaining)). A credential's first call is then sent alone.
     pub tracks_remaining: bool,
-    /// The time between the start of a call and the time at which windows count it, until its reply tells more: the
-    /// longest time that a request needs to reach the provider. Doubled by a throttled reply, up to [`MAX_LEAD`].
-    /// Default 500 ms.
+    /// The longest time that a request needs to reach the provider. Windows count a call that much after its start,
+    /// until its reply tells more. Doubled by a throttled reply, up to [`MAX_LEAD`]. Default 500 ms.
     pub lead: Span,
-    /// The extra wait under a rate, so that calls don't arrive too close together if their transit times differ. The
-    /// delay of the last reply compared with the fastest one is added, up to nine times this value.
+    /// The extra wait under a rate, because transit times differ. The delay of the last reply compared with the fastest
+    /// one is added, up to nine times this value.
     pub jitter: Span,
     /// The queue settings.
     pub lanes: LanesSpec,
@@ -81,10 +79,22 @@ pub struct CallRules {
 }
 
 impl CallRules {
+    /// The limits of a call of this lane with this credential, with their keys.
+    pub(super) fn limits_with_keys(
+        &self,
+        lane: Lane,
+        credential: usize,
+    ) -> impl Iterator<Item = (&ProviderLimit, Key)> {
+        let credential_key = self.credential_keys[credential];
+        let credential_limits = self.credential_limits.iter().map(move |limit| (limit, credential_key));
+        let shared_limits = self.provider_limits.iter().chain(&self.lane_limits[lane as usize]);
+        credential_limits.chain(shared_limits.map(|limit| (limit, self.key)))
+    }
+
     /// The measure of a limit, if it is one of the provider's.
     pub(super) fn measure(&self, limit: LimitId) -> Option<Measure> {
         let lane_limits = self.lane_limits.iter().flatten();
         let mut all_limits = self.provider_limits.iter().chain(lane_limits).chain(&self.credential_limits);
-        all_limits.find(|provider_limit| provider_limit.limit == limit).map(|ceiling| ceiling.measure)
+        all_limits.find(|provider_limit| provider_limit.limit == limit).map(|provider_limit| provider_limit.measure)
     }
 }

@@ -25,14 +25,14 @@ pub struct AttemptReport {
     pub remaining: Remaining,
     /// The delivery of the request: unsent, answered or unknown.
     pub delivery: Delivery,
-    /// True if the body is still to be read. If the reply is the last one of the call, the call counts as in flight
-    /// until [`InFlight::end`](super::InFlight::end).
+    /// True if the body is still to be read. After its last reply, a call is then in flight until
+    /// [`InFlight::end`](super::InFlight::end).
     pub is_streaming: bool,
 }
 
 impl AttemptReport {
     /// The end of an attempt without other data, which isn't repeatable.
-    pub const fn new(class: Class, reach: Delivery) -> Self {
+    pub const fn new(class: Class, delivery: Delivery) -> Self {
         Self {
             class,
             is_repeatable: false,
@@ -41,7 +41,7 @@ impl AttemptReport {
             retry_after: None,
             spent_until: None,
             remaining: Remaining { calls: None, cost: None },
-            delivery: reach,
+            delivery,
             is_streaming: false,
         }
     }
@@ -118,8 +118,7 @@ pub enum NextStep {
     Failed(CallFailure),
     /// Another attempt at this time or later, with [`Call::start`](super::Call::start).
     RetryAt(Time),
-    /// A new login with this credential, then [`Call::start`](super::Call::start). If the login fails, the reply that
-    /// caused it is the result of the call.
+    /// A new login with this credential, then [`Call::start`](super::Call::start), or this reply if it fails.
     RenewLogin {
         /// Its index in the provider's list.
         credential: usize,

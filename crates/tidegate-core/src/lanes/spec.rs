@@ -1,6 +1,6 @@
 //! The lanes and their settings.
 
-use core::fmt;
+use thiserror::Error;
 
 use crate::Span;
 
@@ -52,8 +52,7 @@ impl Default for LaneSpec {
 
 /// The queue settings of one provider.
 ///
-/// For a provider that accepts one call at a time, set `max_in_flight` to 1 and let the driver put every call in the
-/// same lane.
+/// For a provider that accepts one call at a time, set `max_in_flight` to 1 and put every call in the same lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LanesSpec {
     /// The limits of each lane, in the order of [`Lane::ALL`].
@@ -75,16 +74,9 @@ impl Default for LanesSpec {
 }
 
 /// The error for a lane that already has the maximum number of waiting calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("the queue of the {} lane is full", lane.name())]
 pub struct QueueFullError {
     /// The full lane.
     pub lane: Lane,
 }
-
-impl fmt::Display for QueueFullError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the queue of the {} lane is full", self.lane.name())
-    }
-}
-
-impl core::error::Error for QueueFullError {}

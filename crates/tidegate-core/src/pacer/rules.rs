@@ -3,11 +3,8 @@
 use core::time::Duration;
 
 use super::{MAX_INTERVAL, PacerError, PacerGrowth, PacerMode, PacerSpec};
-use crate::Time;
 use crate::backoff::scale_to_range;
-
-/// Factors and shares are counted in thousandths.
-const PER_MILLE: u64 = 1_000;
+use crate::{PER_MILLE, Time};
 
 /// The state of a pacer. The default is a pacer without failures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,9 +38,10 @@ pub(super) struct PacerRules {
 
 impl PacerRules {
     pub(super) fn new(spec: PacerSpec) -> Result<Self, PacerError> {
-        let zero_checks = [("initial", spec.initial.is_zero()), ("successes", spec.successes == 0)];
-        if let Some((setting, _)) = zero_checks.into_iter().find(|(_, is_zero)| *is_zero) {
-            return Err(PacerError::Zero { setting });
+        for (setting, is_zero) in [("initial", spec.initial.is_zero()), ("successes", spec.successes == 0)] {
+            if is_zero {
+                return Err(PacerError::Zero { setting });
+            }
         }
         if !(spec.initial..=MAX_INTERVAL).contains(&spec.max) {
             return Err(PacerError::InvalidMax { found: spec.max });
@@ -70,7 +68,6 @@ impl PacerRules {
         })
     }
 
-    /// Records a failed call.
     pub(super) fn record_failure(&self, state: &mut PacerState, random_word: impl FnOnce() -> u64) {
         state.interval = match (state.interval, self.mode) {
             (0, _) => self.initial,
@@ -108,8 +105,7 @@ impl PacerRules {
         Some(is_step)
     }
 
-    /// Returns a longer wait than `interval`, without the cut to the longest one. `interval` must be at most the
-    /// longest.
+    /// Returns a longer wait than `interval`, not cut to the longest one. `interval` must be at most the longest.
     pub(super) fn step_up(&self, interval: u64) -> u64 {
         match self.growth {
             // Otherwise rounding could leave a wait of a few nanoseconds unchanged.
@@ -118,7 +114,6 @@ impl PacerRules {
         }
     }
 
-    /// Returns a shorter wait than `interval`, which must not be 0.
     fn step_down(&self, interval: u64) -> u64 {
         match self.growth {
             PacerGrowth::Exponential { down, .. } => scale_per_mille(interval, u64::from(down)).min(interval - 1),
@@ -133,7 +128,7 @@ impl PacerRules {
         self.max - self.max_randomization.min(jitter_share as u64)
     }
 
-    /// Returns a wait near `value`, at most `most` from it. In steady mode, `most` keeps jitter from undoing the step.
+    /// Returns a wait at most `max_jitter` from `value`. In steady mode, this keeps jitter from undoing the step.
     fn add_jitter(&self, value: u64, max_jitter: u64, random_word: impl FnOnce() -> u64) -> u64 {
         let jitter = scale_per_mille(value, self.randomization).min(self.max_randomization).min(max_jitter);
         if jitter == 0 {

@@ -25,8 +25,7 @@ impl SharedPacerRules {
     /// Creates the rules from the settings of a pacer.
     ///
     /// # Errors
-    /// As [`LocalPacer::new`](crate::LocalPacer::new). Also if a step up from the longest wait gives more than
-    /// [`MAX_SHARED_STEP`].
+    /// As [`LocalPacer::new`](crate::LocalPacer::new), or a step up from the longest wait exceeds [`MAX_SHARED_STEP`].
     pub fn new(spec: PacerSpec) -> Result<Self, PacerError> {
         let rules = PacerRules::new(spec)?;
         let max_step = Duration::from_nanos(rules.step_up(rules.max));
@@ -61,8 +60,7 @@ impl SharedPacerRules {
         Span::from_duration(Duration::from_nanos(self.rules.max)) + EXTRA_RETENTION
     }
 
-    /// Updates the state to `now`. A state without reports for a long time is reset. A wait that was found under other
-    /// settings is adjusted to the bounds of these.
+    /// Resets a state without reports for a long time, and adjusts a wait to these settings' bounds.
     pub fn refresh(&self, state: &mut PacerState, now: Time) {
         if state.updated_at > now + MAX_CLOCK_LAG {
             state.updated_at = now;
@@ -74,8 +72,7 @@ impl SharedPacerRules {
         }
     }
 
-    /// The status for a caller that only reads, in a state that was refreshed for `now`. The limit is the longest wait
-    /// in nanoseconds, and the used amount is the current wait. It refuses no call.
+    /// The status in a refreshed state, which refuses no call: the limit is the longest wait, the used amount the wait.
     pub fn status(&self, state: &PacerState, now: Time) -> LimitStatus {
         let (limit, used) = (self.rules.max, state.interval);
         LimitStatus { limit, used, remaining: limit.saturating_sub(used), retry_at: now, reset_at: now }
@@ -96,7 +93,7 @@ impl SharedPacerRules {
         PaceStep { before, after: state.interval, successes_left }
     }
 
-    /// Returns true if a success was a step down.
+    /// True if a success was a step down.
     pub fn is_down(&self, step: PaceStep) -> bool {
         step.before > 0 && (step.after == 0 || step.successes_left == self.rules.threshold)
     }
@@ -148,8 +145,7 @@ pub struct PaceStep {
 }
 
 impl PaceStep {
-    /// Reads the step from an operation's outcome: `limit` is the wait before, `used` the wait now, and `remaining` the
-    /// number of successes until the next step down.
+    /// Reads an outcome: `limit` is the wait before, `used` the wait now, and `remaining` the successes left.
     pub fn from_outcome(outcome: &Outcome) -> Self {
         let successes_left = u32::try_from(outcome.remaining).unwrap_or(u32::MAX);
         Self { before: outcome.limit, after: outcome.used, successes_left }

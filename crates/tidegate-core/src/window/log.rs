@@ -19,8 +19,7 @@ pub struct WindowSlot {
 }
 
 impl WindowSlot {
-    /// Packs the slot into eight bytes: 52 bits for the time and 12 for the count. `None` if the count needs more bits,
-    /// which is rare.
+    /// Packs the slot into eight bytes: 52 bits for the time and 12 for the count. `None` if the count needs more bits.
     fn pack(self) -> Option<u64> {
         (self.count >> COUNT_BITS == 0).then_some(self.at.as_micros() << COUNT_BITS | self.count)
     }
@@ -54,8 +53,7 @@ const INLINE: usize = 5;
 enum SlotStorage {
     /// Packed slots. Unused ones are zero.
     Inline([u64; INLINE]),
-    /// All slots but the newest. The fields that most calls need are outside `words`, which are rarely in the CPU
-    /// cache. They use the space of the inline slots.
+    /// All slots but the newest. The fields that most calls need are here, because `words` are rarely in the CPU cache.
     Heap { words: Box<[u64]>, total: u64, oldest: Time, newest: WindowSlot },
 }
 
@@ -85,14 +83,14 @@ impl WindowLog {
         log
     }
 
-    /// Creates a log of these slots, oldest first. `coarse` is true if some were merged. `None` if the slots are out of
+    /// Creates a log of these slots, oldest first. `merged` is true if some were merged. `None` if the slots are out of
     /// order, a count is 0, or there are more than a log can hold (65,535).
-    pub fn from_slots(slots: &[WindowSlot], coarse: bool) -> Option<Self> {
+    pub fn from_slots(slots: &[WindowSlot], merged: bool) -> Option<Self> {
         let ordered = slots.is_sorted_by_key(|slot| slot.at);
         if !ordered || slots.len() > 2 * MAX_ENTRIES as usize - 1 || slots.iter().any(|slot| slot.count == 0) {
             return None;
         }
-        let mut log = Self { merged: coarse, ..Self::default() };
+        let mut log = Self { merged, ..Self::default() };
         log.reallocate(slots.len(), false);
         for slot in slots {
             log.push_back(*slot, slots.len());
@@ -100,7 +98,7 @@ impl WindowLog {
         Some(log)
     }
 
-    /// Returns true if entries have been merged. Then new ones are merged, too.
+    /// True if entries have been merged. Then new ones are merged, too.
     pub fn is_merged(&self) -> bool {
         self.merged
     }
@@ -136,7 +134,6 @@ impl WindowLog {
         }
     }
 
-    /// The number of slots that fit.
     fn capacity(&self) -> usize {
         match &self.ring {
             SlotStorage::Inline(_) => INLINE,
@@ -144,7 +141,6 @@ impl WindowLog {
         }
     }
 
-    /// The number of words per slot.
     fn words_per_slot(&self) -> usize {
         1 + usize::from(self.wide)
     }
@@ -166,7 +162,6 @@ impl WindowLog {
         }
     }
 
-    /// Replaces a slot.
     pub(super) fn set(&mut self, index: usize, slot: WindowSlot) {
         let (last, wide) = (index + 1 == self.len(), self.wide);
         let place = self.word_index(index);
@@ -204,7 +199,6 @@ impl WindowLog {
         })
     }
 
-    /// The time of the oldest entry.
     pub(super) fn oldest(&self) -> Option<Time> {
         match &self.ring {
             _ if self.len == 0 => None,
@@ -213,7 +207,6 @@ impl WindowLog {
         }
     }
 
-    /// The time of the newest entry.
     pub(super) fn newest(&self) -> Option<Time> {
         self.back().map(|slot| slot.at)
     }
@@ -278,8 +271,7 @@ impl WindowLog {
         *total = total.saturating_add(slot.count);
     }
 
-    /// Subtracts `cost` from the entry at exactly this time. Returns false if there is none, or if its count is
-    /// smaller.
+    /// Subtracts `cost` from the entry at exactly this time. Returns false if there is none of at least that count.
     pub(super) fn subtract_at(&mut self, at: Time, cost: u64) -> bool {
         let Some(index) = (0..self.len()).rev().find(|index| self.get(*index).at <= at) else {
             return false;
@@ -298,8 +290,7 @@ impl WindowLog {
         true
     }
 
-    /// Inserts an entry in the order of time. If the newest entry that isn't later has the same time, the count is
-    /// added to that entry.
+    /// Inserts an entry in the order of time, or adds its count to an entry of the same time.
     pub(super) fn insert_at(&mut self, slot: WindowSlot, most: usize) {
         let previous_index = (0..self.len()).rev().find(|index| self.get(*index).at <= slot.at);
         if let Some(behind) = previous_index {
@@ -333,7 +324,6 @@ impl WindowLog {
         }
     }
 
-    /// Moves the slots to a ring of `capacity` slots.
     fn reallocate(&mut self, capacity: usize, wide: bool) {
         let ring = if capacity <= INLINE && !wide {
             SlotStorage::Inline([0; INLINE])
@@ -355,8 +345,7 @@ impl WindowLog {
         }
     }
 
-    /// Moves entries in the future to `now`. If the clock has stepped back, they would otherwise block calls for as
-    /// long as the step.
+    /// Moves entries in the future to `now`: after a step back, they would block calls for as long as the step.
     pub(super) fn clamp_to(&mut self, now: Time) {
         for index in (0..self.len()).rev() {
             let slot = self.get(index);

@@ -291,10 +291,7 @@ impl Pair {
         // Limits of a lane and of all lanes differ, so that the test can tell them apart.
         let limit = limit_id(if scope == RefusalScope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
         let spent = random.chance(40).then_some(limit);
-        match spent {
-            Some(limit) => self.lanes.refuse_spent_until(ticket, limit, until, scope, self.now),
-            None => self.lanes.refuse_until(ticket, until, scope, self.now),
-        }
+        self.lanes.refuse_until(ticket, until, spent, scope, self.now);
         self.naive.not_until(ticket, until, spent, scope);
         Ok(())
     }

@@ -7,7 +7,7 @@ fn told(scope: RefusalScope) -> Lanes {
     let mut lanes = Lanes::new(LanesSpec::default());
     lanes.enqueue(Lane::User, 2, Time::NEVER, test_time(0)).expect("room");
     let ticket = ask(&mut lanes, test_time(0));
-    lanes.refuse_spent_until(ticket, limit_id(0), test_time(60_000), scope, test_time(0));
+    lanes.refuse_until(ticket, test_time(60_000), Some(limit_id(0)), scope, test_time(0));
     lanes
 }
 
@@ -30,12 +30,12 @@ fn uncertain_waits_are_not_reported_as_spent() {
     lanes.clear_refusals();
     assert_eq!(lanes.spent_limit(Lane::User, 2, test_time(1)), None, "something was given back");
     let ticket = ask(&mut lanes, test_time(1));
-    lanes.refuse_until(ticket, test_time(60_000), RefusalScope::Provider, test_time(1));
+    lanes.refuse_until(ticket, test_time(60_000), None, RefusalScope::Provider, test_time(1));
     assert_eq!(lanes.spent_limit(Lane::User, 2, test_time(1)), None, "a window's slot may come free with a reply");
     let mut lanes = told(RefusalScope::Provider);
     assert_eq!(lanes.poll(test_time(59_999)), QueueStep::Sleep(test_time(60_000)));
     let ticket = ask(&mut lanes, test_time(60_000));
     lanes.clear_refusals();
-    lanes.refuse_spent_until(ticket, limit_id(0), test_time(90_000), RefusalScope::Provider, test_time(60_000));
+    lanes.refuse_until(ticket, test_time(90_000), Some(limit_id(0)), RefusalScope::Provider, test_time(60_000));
     assert_eq!(lanes.spent_limit(Lane::User, 2, test_time(60_001)), None, "out of date when it was told");
 }
