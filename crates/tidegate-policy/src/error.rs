@@ -39,11 +39,10 @@ pub enum ErrorLocation {
 impl ErrorLocation {
     fn new(texts: &SourceTexts, at: TextRange) -> Self {
         let text = texts.get(at);
-        let start = at.start();
-        let column = text.body[text.line_start(start)..start].chars().count() + 1;
+        let column = text.body[text.line_start(at.start)..at.start].chars().count() + 1;
         let name = text.name.clone();
         match text.kind {
-            SourceKind::File => Self::File { name, line: text.line(start), column },
+            SourceKind::File => Self::File { name, line: text.line(at.start), column },
             SourceKind::Variable => Self::Variable { name, column },
         }
     }
@@ -127,7 +126,7 @@ impl Error {
         message: impl Into<String>,
         expected: impl Into<String>,
     ) -> Self {
-        Self::with_details(texts, at, message.into(), expected.into(), Some(at.start()))
+        Self::with_details(texts, at, message.into(), expected.into(), Some(at.start))
     }
 
     fn with_details(
@@ -138,7 +137,7 @@ impl Error {
         hidden: Option<usize>,
     ) -> Self {
         let text = texts.get(at);
-        let (start, end) = (at.start(), at.end());
+        let TextRange { start, end, .. } = at;
         let begins = text.line_start(start);
         let ends = text.body[start..].find('\n').map_or(text.body.len(), |length| start + length);
         let line = text.body[begins..ends].trim_end_matches('\r');

@@ -202,21 +202,7 @@ impl DocumentReader<'_> {
         if own.node("sequential").is_some_and(|node| matches!(node.value, TomlValue::Boolean(true))) {
             Lane::ALL.iter().for_each(|lane| table.remove(lane.name()));
         }
-        for entry in &own.entries {
-            let below = table.get_mut(&entry.key).map(|below| &mut below.node.value);
-            match (below, &entry.node.value) {
-                (Some(TomlValue::Table(below)), TomlValue::Table(above)) => {
-                    for inner in &above.entries {
-                        below.remove(&inner.key);
-                        below.entries.push(inner.clone());
-                    }
-                }
-                _ => {
-                    table.remove(&entry.key);
-                    table.entries.push(entry.clone());
-                }
-            }
-        }
+        table.merge(own, 1);
         Some(ProviderSection { name: &entry.key, name_at: entry.key_at, table, preset, requirement })
     }
 
@@ -292,7 +278,8 @@ impl DocumentReader<'_> {
             return self.error(node.at, message, expected).none();
         }
         let sources = items.iter().map(|item| (self.secret_source(item, "credentials"), item));
-        let sources: Vec<_> = sources.map(|(source, item)| (source, item.at, item.as_str())).collect();
+        let sources: Vec<_> =
+            sources.map(|(source, item)| (source, item.at, item.as_str().unwrap_or_default())).collect();
         self.distinct(sources, |source| format!("`credentials` has {source} twice"), "each credential once")
     }
 
