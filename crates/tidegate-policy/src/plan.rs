@@ -10,7 +10,7 @@ use std::sync::Arc;
 use http::HeaderName;
 use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, ShareLevel, Time, Verb};
 
-use crate::address::{AddressLists, Ipv6Prefix, ListStatus};
+use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
 use crate::key::{
     KeyError, KeyOptions, KeyPart, KeySeed, KeyTemplate, KeyTemplateError, MissingPartError, OnMissing,
     UncountableError, UnknownPlatformError,
@@ -21,6 +21,7 @@ use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::path_encoding::forwarded_path;
 use crate::query::Query;
 use crate::router::Router;
+use ipnet::IpNet;
 pub use parts::{Action, ActionId, LimitInfo, LimitScope, RateLimitPolicyItem};
 pub(crate) use parts::{OpStep, OpTemplate};
 
@@ -54,9 +55,10 @@ pub struct Plan {
     pub(crate) names: HashMap<String, ActionId>,
     pub(crate) fallback: Option<ActionId>,
     pub(crate) router: Router,
-    pub(crate) lists: AddressLists,
-    /// The lists as written, for descriptions.
-    pub(crate) listed_networks: Vec<(String, ListStatus)>,
+    /// The allow list, then the deny list.
+    pub(crate) listed_networks: Vec<(IpNet, ListStatus)>,
+    /// The status of each address by the smallest of the listed networks that contain it.
+    pub(crate) lists: NetworkMap<ListStatus>,
     pub(crate) global: Vec<LimitId>,
     pub(crate) global_has_concurrency: bool,
     pub(crate) unmatched: OpTemplate,
@@ -74,10 +76,10 @@ impl fmt::Debug for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Plan")
             .field("limits", &self.limits)
-            .field("infos", &self.limit_infos)
-            .field("recipes", &self.key_templates)
+            .field("limit_infos", &self.limit_infos)
+            .field("key_templates", &self.key_templates)
             .field("actions", &self.actions)
-            .field("listed", &self.listed_networks)
+            .field("listed_networks", &self.listed_networks)
             .field("global", &self.global)
             .field("path_quirks", &self.path_quirks)
             .field("ambiguous_paths", &self.ambiguous_paths)
@@ -190,7 +192,7 @@ impl Plan {
     /// The status of an address: on the allow list (never limited), on the deny list (always refused), or on neither.
     /// If several networks contain it, the smallest decides.
     pub fn list_status(&self, ip: IpAddr) -> ListStatus {
-        self.lists.find(ip)
+        self.lists.find(ip).unwrap_or(ListStatus::Neither)
     }
 
     /// The decision about a call from an address on a list; `None` if the limits decide.

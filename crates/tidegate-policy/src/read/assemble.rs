@@ -10,7 +10,7 @@ use tidegate_core::{Concurrency, CountMode, LeaseSpec, Limit, LimitId, LimitKind
 use super::DocumentReader;
 use super::actions::{LimitGroup, ParsedAction, ParsedGlobal};
 use super::server::INBOUND;
-use crate::address::{AddressLists, Ipv6Prefix, ListStatus};
+use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
 use crate::calendar::PeriodUnit;
 use crate::description;
 use crate::document::{TextRange, TomlTable};
@@ -170,8 +170,6 @@ impl DocumentReader<'_> {
             .enumerate()
             .map(|(index, action)| (action.name.clone(), ActionId::from_index(index)))
             .collect();
-        let networks_with_status =
-            |label: ListStatus| lists.iter().filter(move |(_, listed)| *listed == label).map(|(network, _)| *network);
         let limits = match Limits::new(mem::take(&mut collector.limits)) {
             Ok(limits) => Arc::new(limits),
             Err(error) => return self.error(whole, error.to_string(), "fewer limits").none(),
@@ -187,8 +185,8 @@ impl DocumentReader<'_> {
             names,
             actions,
             router: Router::new(matchers, path_quirks, ambiguous_paths),
-            lists: AddressLists::new(networks_with_status(ListStatus::Allow), networks_with_status(ListStatus::Deny)),
-            listed_networks: lists.iter().map(|(network, listed)| (format_network(*network), *listed)).collect(),
+            lists: NetworkMap::new(lists.iter().copied()),
+            listed_networks: lists,
             global: global_ids,
             global_has_concurrency,
             unmatched,
@@ -356,9 +354,4 @@ fn forget_time(quantity: &Quantity) -> Span {
         Quantity::InFlight { .. } => Concurrency::DEFAULT_LEASE,
         Quantity::Unlimited => Span::ZERO,
     }
-}
-
-/// Formats a network as people write it: a single address has no prefix.
-fn format_network(network: ipnet::IpNet) -> String {
-    if network.prefix_len() == network.max_prefix_len() { network.addr().to_string() } else { network.to_string() }
 }
