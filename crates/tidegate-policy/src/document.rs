@@ -284,6 +284,14 @@ impl TomlNode {
         }
     }
 
+    /// The items of a list; any other value is one item.
+    pub(crate) fn items(&self) -> &[TomlNode] {
+        match &self.value {
+            TomlValue::List(items) => items,
+            _ => std::slice::from_ref(self),
+        }
+    }
+
     /// The string, if the value is one.
     pub(crate) fn as_str(&self) -> Option<&str> {
         match &self.value {

@@ -83,7 +83,6 @@ impl DocumentReader<'_> {
         root: &TomlTable,
         (path_quirks, ambiguous_paths): (PathQuirks, AmbiguousPaths),
         store: Option<&StoreConfig>,
-        whole: TextRange,
     ) -> Option<Plan> {
         let inbound = root.table("inbound");
         let lists = self.lists(inbound);
@@ -99,7 +98,7 @@ impl DocumentReader<'_> {
         }
         let actions = self.actions(inbound, path_quirks, global_op_count, forward_auth);
         let (lists, global, actions) = (lists?, global?, actions?);
-        self.assemble(global, actions, lists, (path_quirks, ambiguous_paths), keep_keys_together, whole)
+        self.assemble(global, actions, lists, (path_quirks, ambiguous_paths), keep_keys_together)
     }
 
     fn lists(&mut self, inbound: Option<&TomlTable>) -> Option<Vec<(ipnet::IpNet, ListStatus)>> {
@@ -130,7 +129,6 @@ impl DocumentReader<'_> {
         lists: Vec<(ipnet::IpNet, ListStatus)>,
         (path_quirks, ambiguous_paths): (PathQuirks, AmbiguousPaths),
         keep_keys_together: bool,
-        whole: TextRange,
     ) -> Option<Plan> {
         let mut collector = PlanCollector::default();
         let mut is_valid = true;
@@ -170,10 +168,7 @@ impl DocumentReader<'_> {
             .enumerate()
             .map(|(index, action)| (action.name.clone(), ActionId::from_index(index)))
             .collect();
-        let limits = match Limits::new(mem::take(&mut collector.limits)) {
-            Ok(limits) => Arc::new(limits),
-            Err(error) => return self.error(whole, error.to_string(), "fewer limits").none(),
-        };
+        let limits = self.numbered_limits(mem::take(&mut collector.limits))?;
         let counts_by_path =
             collector.key_templates.iter().any(|key_template| key_template.parts().contains(&KeyPart::Path));
         let keyed_headers = collector.keyed_headers(&limits);
@@ -238,6 +233,12 @@ impl DocumentReader<'_> {
             limits,
             op_template,
         })
+    }
+
+    /// Gives each limit its id.
+    pub(super) fn numbered_limits(&mut self, limits: Vec<Limit>) -> Option<Arc<Limits>> {
+        let limits = Limits::new(limits).map(Arc::new);
+        limits.map_err(|error| self.report(self.full_range, error.to_string(), "fewer limits")).ok()
     }
 
     /// Adds the limits of an action or of `inbound.global`, and returns their ids.

@@ -109,6 +109,6 @@ impl DocumentReader<'_> {
 
     fn hours(&mut self, node: &TomlNode) -> Option<HoursOfDay> {
         let text = self.string(node, "hours", "hours in quotes, such as \"22:00-06:00 in Europe/Berlin\"")?;
-        text.parse().map_err(|error| self.report_in_string(node, text, "hours", &error)).ok()
+        self.parsed(text.parse(), node, text, "hours")
     }
 }

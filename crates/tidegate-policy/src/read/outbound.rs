@@ -2,9 +2,8 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use tidegate_core::{Limits, Sharing};
+use tidegate_core::Sharing;
 
 use super::forms::{Bytes, Custom, HOSTS, LISTENER, Maybe, OrWord, SECRET, TABLE};
 use super::provider::PROVIDER;
@@ -42,7 +41,7 @@ setting_keys! {
 
 impl DocumentReader<'_> {
     /// Reads `[outbound]`; `None` inside if the policy has no such section.
-    pub(super) fn outbound(&mut self, root: &TomlTable, whole: TextRange) -> Option<Option<OutboundConfig>> {
+    pub(super) fn outbound(&mut self, root: &TomlTable) -> Option<Option<OutboundConfig>> {
         let Some(entry) = root.get("outbound") else { return Some(None) };
         let table = self.section(root, "outbound", "outbound")?;
         let (listen, token) =
@@ -54,10 +53,7 @@ impl DocumentReader<'_> {
         let mut collected = OutboundLimitCollector { sharing, ..OutboundLimitCollector::default() };
         let providers = self.providers(table, entry.key_at, &mut collected);
         let (providers, OutboundLimitCollector { limits, infos, .. }) = (providers?, collected);
-        let limits = match Limits::new(limits) {
-            Ok(limits) => Arc::new(limits),
-            Err(error) => return self.error(whole, error.to_string(), "fewer limits").none(),
-        };
+        let limits = self.numbered_limits(limits)?;
         Some(Some(OutboundConfig {
             listen: listen?,
             token: token?,

@@ -71,8 +71,7 @@ impl PaceKind {
 impl DocumentReader<'_> {
     /// Reads `pace` of a table such as a provider's: a word, or a table with settings.
     pub fn pace(&mut self, provider: &TomlTable) -> Option<PaceConfig> {
-        let (by, table) = match self.table_or_word(provider, &PROVIDER.pace)? {
-            TableOrWord::Absent => return Some(PaceConfig::Limits),
+        let (by, table) = match self.table_or_word(provider, &PROVIDER.pace, PaceKind::Limits)? {
             TableOrWord::Word(by) => (by, None),
             TableOrWord::Table(table) => (self.pace_kind(provider, table)?, Some(table)),
         };

@@ -17,7 +17,7 @@ use super::resilience::{ADAPTIVE, BREAKER, BUDGET, COOLDOWN, OFF_OR_ON, RETRY};
 use super::urls::KEY_PLACEHOLDER;
 use super::{DocumentReader, join_names};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
-use crate::error::{Error, quoted};
+use crate::error::quoted;
 use crate::nearest::nearest;
 use crate::outbound::preset::{PresetRequirement, has_alias, take_requirement};
 use crate::outbound::{Auth, BaseUrl, Login, ProviderConfig};
@@ -213,12 +213,11 @@ impl DocumentReader<'_> {
         if self.presets.get(text).is_some() {
             return Some(text.to_owned());
         }
-        let names = || self.presets.entries.iter();
-        let alias = names().find(|preset| has_alias(preset, text)).map(|preset| preset.key.as_str());
-        let meant = alias.or_else(|| nearest(text, names().map(|preset| preset.key.as_str())));
-        let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), expected);
-        let help = "without a preset, say `base_url` and `limit`";
-        self.add_error(error.did_you_mean(meant).help(help)).none()
+        let alias = self.presets.entries.iter().find(|preset| has_alias(preset, text));
+        let names = self.presets.entries.iter().map(|preset| preset.key.as_str());
+        let meant = alias.map(|preset| preset.key.as_str()).or_else(|| nearest(text, names)).map(str::to_owned);
+        let error = self.error(node.at, format!("unknown preset {}", quoted(text)), expected);
+        error.did_you_mean(meant.as_deref()).help("without a preset, say `base_url` and `limit`").none()
     }
 
     /// Reads `none`, `bearer`, `header:NAME`, `header:NAME PREFIX`, `query:NAME` or `path`.
@@ -226,60 +225,53 @@ impl DocumentReader<'_> {
         const FORMS: &str = "\"none\", \"bearer\", \"header:x-api-key\", \"header:Authorization Token\", \
                              \"query:api_key\" or \"path\"";
         let text = self.string(node, "auth", FORMS)?;
-        let error = |message: String| Error::new(self.texts, node.at, message, FORMS);
-        let error = match text.split_once(':') {
+        let (message, meant) = match text.split_once(':') {
             None => match text {
                 "none" => return Some(Auth::None),
                 "bearer" => return Some(Auth::Bearer),
                 "path" => return Some(Auth::Path),
-                "header" => {
-                    error("`auth` is `header` without a name".to_owned()).did_you_mean(Some("header:x-api-key"))
+                "header" => ("`auth` is `header` without a name".to_owned(), Some("header:x-api-key")),
+                "query" => ("`auth` is `query` without a name".to_owned(), Some("query:api_key")),
+                other => {
+                    let meant = nearest(other, ["none", "bearer", "path", "header", "query"]);
+                    (format!("`auth` is {}", quoted(other)), meant)
                 }
-                "query" => error("`auth` is `query` without a name".to_owned()).did_you_mean(Some("query:api_key")),
-                other => error(format!("`auth` is {}", quoted(other)))
-                    .did_you_mean(nearest(other, ["none", "bearer", "path", "header", "query"])),
             },
             Some(("header", rest)) => {
                 let (name, prefix) = rest.split_once(' ').unwrap_or((rest, ""));
                 let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix} ") };
-                match HeaderName::from_bytes(name.as_bytes()) {
+                let message = match HeaderName::from_bytes(name.as_bytes()) {
                     _ if HeaderValue::from_str(&prefix).is_err() => {
-                        error("`auth`: what comes before the credential can't stand in a header".to_owned())
+                        "`auth`: what comes before the credential can't stand in a header".to_owned()
                     }
                     Ok(name) if CONNECTION_HEADERS.contains(&name.as_str()) => {
-                        error(format!("`auth`: the header `{name}` is the connection's own"))
+                        format!("`auth`: the header `{name}` is the connection's own")
                     }
                     Ok(name) => return Some(Auth::Header { name, prefix }),
-                    Err(_) => error(format!("`auth`: {} is no header's name", quoted(name))),
-                }
+                    Err(_) => format!("`auth`: {} is no header's name", quoted(name)),
+                };
+                (message, None)
             }
             Some(("query", name)) => {
                 let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~[]".contains(&byte);
                 if !name.is_empty() && name.bytes().all(fits) {
                     return Some(Auth::Query { name: name.to_owned() });
                 }
-                error(format!("`auth`: {} is no query parameter's name", quoted(name)))
+                (format!("`auth`: {} is no query parameter's name", quoted(name)), None)
             }
-            Some((other, _)) => error(format!("`auth` begins with {}", quoted(other)))
-                .did_you_mean(nearest(other, ["header:NAME", "query:NAME"])),
+            Some((other, _)) => {
+                (format!("`auth` begins with {}", quoted(other)), nearest(other, ["header:NAME", "query:NAME"]))
+            }
         };
-        self.add_error(error).none()
+        self.error(node.at, message, FORMS).did_you_mean(meant).none()
     }
 
     /// Reads the sources of credentials, in order.
     fn credentials(&mut self, node: &TomlNode) -> Option<Vec<SecretSource>> {
-        let items = match &node.value {
-            TomlValue::List(items) => items.as_slice(),
-            _ => std::slice::from_ref(node),
-        };
-        if items.is_empty() || items.len() > MAX_CREDENTIALS {
-            let message = format!("`credentials` has {} items", items.len());
-            let expected = format!("1 to {MAX_CREDENTIALS} places, such as \"env:API_TOKEN\"");
-            return self.error(node.at, message, expected).none();
-        }
-        let sources = items.iter().map(|item| (self.secret_source(item, "credentials"), item));
-        let sources: Vec<_> =
-            sources.map(|(source, item)| (source, item.at, item.as_str().unwrap_or_default())).collect();
+        let expected = " places, such as \"env:API_TOKEN\"";
+        self.check_length(node.at, "credentials", node.items().len(), MAX_CREDENTIALS, expected)?;
+        let sources = node.items().iter().map(|item| (self.secret_source(item, "credentials"), item));
+        let sources = sources.map(|(source, item)| (source, item.at, item.as_str().unwrap_or_default())).collect();
         self.distinct(sources, |source| format!("`credentials` has {source} twice"), "each credential once")
     }
 

@@ -8,7 +8,7 @@ use tidegate_core::{
 use super::forms::{Custom, Maybe, OrWord, SHARE, SHARE_OR_ZERO, SPAN, Whole, Words};
 use super::penalties::describe_order;
 use super::provider::{PROVIDER, PROVIDER_PATH};
-use super::{DocumentReader, TableOrWord, all_or_none};
+use super::{DocumentReader, all_or_none};
 use crate::document::{TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
 use crate::settings::SettingType::TableOrTables;
@@ -155,11 +155,7 @@ impl DocumentReader<'_> {
 
     /// Reads `adaptive`; `None` inside for `off`.
     pub(super) fn adaptive_limit(&mut self, provider: &TomlTable) -> Option<Option<AdaptiveLimitSpec>> {
-        let table = match self.table_or_word(provider, &PROVIDER.adaptive)? {
-            TableOrWord::Word(false) => return Some(None),
-            TableOrWord::Absent | TableOrWord::Word(true) => None,
-            TableOrWord::Table(table) => Some(table),
-        };
+        let Some(table) = self.table_unless_off(provider, &PROVIDER.adaptive, true)? else { return Some(None) };
         let spec = read_struct!(self, table, ADAPTIVE => AdaptiveLimitSpec { min, max, initial })?;
         let Err(error) = AdaptiveLimit::new(spec) else { return Some(Some(spec)) };
         let AdaptiveLimitSpec { min, max, initial } = spec;
@@ -170,11 +166,7 @@ impl DocumentReader<'_> {
 
     /// Reads `breaker`; `None` inside for `off`.
     pub(super) fn breaker(&mut self, provider: &TomlTable) -> Option<Option<BreakerSpec>> {
-        let table = match self.table_or_word(provider, &PROVIDER.breaker)? {
-            TableOrWord::Word(false) => return Some(None),
-            TableOrWord::Absent | TableOrWord::Word(true) => None,
-            TableOrWord::Table(table) => Some(table),
-        };
+        let Some(table) = self.table_unless_off(provider, &PROVIDER.breaker, true)? else { return Some(None) };
         let (slow_calls, open) = (self.slow_calls(table), self.open_backoff(table));
         let spec = read_struct!(self, table, BREAKER => BreakerSpec {
             failures, failure_rate, window, min_calls, probes, probe_lease, successes, ramp;

@@ -155,12 +155,12 @@ impl DocumentReader<'_> {
     }
 
     fn timeouts(&mut self, inbound: Option<&TomlTable>) -> Option<InboundTimeouts> {
-        let table = inbound.and_then(|inbound| self.section(inbound, "timeouts", "inbound.timeouts"));
+        let table = self.section(inbound, "timeouts", "inbound.timeouts");
         read_struct!(self, table, TIMEOUTS => InboundTimeouts { header, body, connect, response, idle, shutdown })
     }
 
     fn caps(&mut self, inbound: Option<&TomlTable>) -> Option<InboundCaps> {
-        let table = inbound.and_then(|inbound| self.section(inbound, "caps", "inbound.caps"));
+        let table = self.section(inbound, "caps", "inbound.caps");
         let connections = self.value(table, &CAPS.connections);
         let per_client = self.connections_per_client(table, &CAPS.connections_per_client, connections);
         read_struct!(self, table, CAPS => InboundCaps {
