@@ -69,6 +69,12 @@ pub(crate) fn find_zone(name: &str) -> Result<(TimeZone, String), Option<String>
     Err(whole.or_else(by_city).map(str::to_owned))
 }
 
+/// The time zone of this name; UTC without a name. UTC also replaces a zone that the system has lost since its name was
+/// checked.
+pub(crate) fn zone_or_utc(name: Option<&str>) -> TimeZone {
+    name.and_then(|name| find_zone(name).ok()).map_or(TimeZone::UTC, |(zone, _)| zone)
+}
+
 /// The periods of one unit in one zone.
 ///
 /// The last period is cached in one atomic word, so a further lookup in it costs one load and two comparisons.

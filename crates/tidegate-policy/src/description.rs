@@ -164,9 +164,6 @@ impl Plan {
 
     /// Describes the handling of requests that lack a part of a limit's key: "requests without header:x-api-key are
     /// counted by their address". `None` if no part can be missing.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this plan has fewer limits.
     pub fn describe_on_missing(&self, limit: LimitId) -> Option<String> {
         let missing = self.on_missing(limit)?;
         let (lackable, rest): (Vec<_>, Vec<_>) = self.key_parts(limit).iter().partition(|part| part.may_be_missing());

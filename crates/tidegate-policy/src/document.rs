@@ -9,7 +9,7 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::error::{Error, Errors, quoted};
+use crate::error::{Error, Errors, quoted, value_start};
 pub use crate::nearest::nearest;
 pub use crate::read::DocumentReader;
 
@@ -84,14 +84,8 @@ impl SourceTexts {
     /// A range in the text that contains `at`, extended to whole characters.
     pub(crate) fn subrange(&self, at: TextRange, range: Range<usize>) -> TextRange {
         let body = &self.get(at).body;
-        let mut start = range.start.min(body.len());
-        let mut end = range.end.clamp(start, body.len());
-        while !body.is_char_boundary(start) {
-            start -= 1;
-        }
-        while !body.is_char_boundary(end) {
-            end += 1;
-        }
+        let start = body.floor_char_boundary(range.start);
+        let end = body.ceil_char_boundary(range.end.max(start));
         TextRange { source: at.source, start, end }
     }
 
@@ -463,7 +457,7 @@ fn convert_error(texts: &SourceTexts, at: TextRange, message: &str) -> Error {
         && value.starts_with(|first: char| first.is_alphanumeric() || "./:*-".contains(first))
         && !value.contains('"')
     {
-        let start = begins + key.len() + 1 + (line.len() - key.len() - 1 - line[key.len() + 1..].trim_start().len());
+        let start = begins + value_start(line, key.len());
         let whole = texts.subrange(at, start..start + value.len());
         let name = key.trim().to_owned();
         let error =

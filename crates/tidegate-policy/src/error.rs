@@ -219,19 +219,16 @@ impl Excerpt {
             .skip(skipped)
             .take(before - skipped + carets.min(MAX_CHARS_AFTER) + MAX_CHARS_AFTER)
             .collect();
-        let cut = shown.chars().count() > skipped + window.len();
-        let mut line: String = if skipped > 0 { "…".to_owned() } else { String::new() };
-        let mut indent = line.replace('…', " ");
-        for (index, letter) in window.into_iter().enumerate() {
-            line.push(letter);
-            if index < before - skipped {
-                indent.push(if letter == '\t' { '\t' } else { ' ' });
-            }
+        let is_cut = shown.chars().count() > skipped + window.len();
+        let (cut_before, cut_after) = (if skipped > 0 { "…" } else { "" }, if is_cut { "…" } else { "" });
+        let blank = |letter: &char| if *letter == '\t' { '\t' } else { ' ' };
+        let indent = cut_before.chars().chain(window[..before - skipped].iter().copied()).map(|letter| blank(&letter));
+        Self {
+            number,
+            indent: indent.collect(),
+            line: format!("{cut_before}{}{cut_after}", String::from_iter(&window)),
+            carets: carets.min(MAX_CHARS_AFTER),
         }
-        if cut {
-            line.push('…');
-        }
-        Self { number, line, indent, carets: carets.min(MAX_CHARS_AFTER) }
     }
 }
 
@@ -253,8 +250,7 @@ fn secret_start(line: &str) -> Option<usize> {
                 && value.trim_start_matches([' ', '"', '\'']).starts_with('{')
         };
         let is_secret = key_matches(line, equals, is_secret_name) || body();
-        let begins = equals + 1 + (value.len() - value.trim_start().len());
-        (is_secret && !value.trim().is_empty() && !is_secret_source(value)).then_some(begins)
+        (is_secret && !value.trim().is_empty() && !is_secret_source(value)).then(|| value_start(line, equals))
     })
 }
 
@@ -271,10 +267,14 @@ fn secret_start_in_section(above: &str, line: &str) -> Option<usize> {
         return (is_secret && !is_secret_source(&format!("[{begin}"))).then_some(0);
     }
     let equals = line.find('=').filter(|equals| !is_secret_source(&line[equals + 1..]))?;
-    let value = equals + 1 + (line.len() - equals - 1 - line[equals + 1..].trim_start().len());
     let header = before.find(|line| line.starts_with('['))?;
     let of_secrets = header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| name.trim() == "secrets");
-    of_secrets.then_some(value)
+    of_secrets.then(|| value_start(line, equals))
+}
+
+/// The offset of the value after an equals sign, without the space before it.
+pub(crate) fn value_start(line: &str, equals: usize) -> usize {
+    line.len() - line[equals + 1..].trim_start().len()
 }
 
 /// True if `is` accepts the key before an equals sign.
@@ -332,14 +332,7 @@ fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize
         }
     }
     shown.push_str(&line[rest..]);
-    let boundary = |mut at: usize| {
-        at = at.min(shown.len());
-        while !shown.is_char_boundary(at) {
-            at -= 1;
-        }
-        at
-    };
-    let (new_start, new_end) = (boundary(new_start), boundary(new_end));
+    let [new_start, new_end] = [new_start, new_end].map(|at| shown.floor_char_boundary(at));
     (shown, new_start, new_end.max(new_start))
 }
 

@@ -11,10 +11,7 @@ use http::HeaderName;
 use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, ShareLevel, Time, Verb};
 
 use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
-use crate::key::{
-    KeyError, KeyOptions, KeyPart, KeySeed, KeyTemplate, KeyTemplateError, MissingPartError, OnMissing,
-    UncountableError, UnknownPlatformError,
-};
+use crate::key::{KeyError, KeyOptions, KeyPart, KeySeed, KeyTemplate, OnMissing, UncountableError};
 use crate::matched_actions::{MatchedActions, PathError};
 use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks};
@@ -46,7 +43,8 @@ pub enum QueryError {
     Key(#[from] KeyError),
 }
 
-/// A checked policy in the form that the engine runs: immutable, cheap to share, and without clock or state.
+/// A checked policy in the form that the engine runs: immutable, cheap to share, and without clock or state. A method
+/// panics if its [`LimitId`] or [`ActionId`] is of another plan, and this one has fewer of them.
 pub struct Plan {
     pub(crate) limits: Arc<Limits>,
     pub(crate) limit_infos: Vec<LimitInfo>,
@@ -95,28 +93,19 @@ impl Plan {
     }
 
     /// The name, quantity and description of a limit.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
     pub fn limit_info(&self, limit: LimitId) -> &LimitInfo {
         &self.limit_infos[limit.index()]
     }
 
     /// The parts of the key that a limit counts by.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
     pub fn key_parts(&self, limit: LimitId) -> &[KeyPart] {
-        self.key_template(limit).parts()
+        &self.key_template(limit).parts
     }
 
     /// The handling of requests that lack a part of a limit's key; `None` if no part can be missing.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
     pub fn on_missing(&self, limit: LimitId) -> Option<OnMissing> {
         let key_template = self.key_template(limit);
-        key_template.parts().iter().any(KeyPart::may_be_missing).then(|| key_template.on_missing())
+        key_template.parts.iter().any(KeyPart::may_be_missing).then_some(key_template.on_missing)
     }
 
     /// The headers that limits count by, `Cookie` included; without those of shadow limits.
@@ -135,9 +124,6 @@ impl Plan {
     }
 
     /// One action.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer actions.
     pub fn action(&self, id: ActionId) -> &Action {
         &self.actions[id.index()]
     }
@@ -304,13 +290,8 @@ impl Plan {
             if hashed & 1 << slot == 0 {
                 let key_template = &self.key_templates[usize::from(op_template.key_templates[slot])];
                 let Some(key) = key_template.key(query, rules, seed) else {
-                    self.fill_each_key(
-                        batch,
-                        key_template,
-                        query,
-                        seed,
-                        Op::new(step.limit, verb, Key::default(), cost),
-                    )?;
+                    let op = Op::new(step.limit, verb, Key::default(), cost);
+                    self.fill_each_key(batch, key_template, query, seed, op)?;
                     continue;
                 };
                 keys[slot] = key;
@@ -325,9 +306,6 @@ impl Plan {
     /// The key under which a call from this address is counted for this limit if the store has no room for a less
     /// shared key. It is the key of the network around the address or, if the limit doesn't count by address, one key
     /// of all calls. It comes with the level at which it is shared. Shared keys never equal other keys.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
     pub fn shared_key(
         &self,
         limit: LimitId,
@@ -372,11 +350,11 @@ impl Plan {
         seed: &KeySeed,
         op: Op,
     ) -> Result<(), KeyError> {
-        let keys = match key_template.keys(query, self.key_options(), seed) {
-            Err(KeyTemplateError::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
-            keys => keys.map_err(|error| self.key_error(error, op.limit))?,
+        let keys = match key_template.keys(query, self.key_options(), seed, self.limit_info(op.limit).name()) {
+            Err(KeyError::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
+            keys => keys,
         };
-        for key in keys {
+        for key in keys? {
             let op = Op { key, ..op };
             batch.push(op).or_else(|_| self.replace_shadow_op(batch, op).ok_or(UncountableError::TooManyOperations))?;
         }
@@ -396,21 +374,10 @@ impl Plan {
         query: &Query<'_>,
         seed: &KeySeed,
     ) -> Result<Key, KeyError> {
-        let keys = key_template.keys(query, self.key_options(), seed).map_err(|error| self.key_error(error, limit))?;
+        let keys = key_template.keys(query, self.key_options(), seed, self.limit_info(limit).name())?;
         match keys.as_slice() {
             [key] => Ok(*key),
             _ => Err(UncountableError::TooManyOperations.into()),
-        }
-    }
-
-    #[cold]
-    fn key_error(&self, error: KeyTemplateError<'_>, limit: LimitId) -> KeyError {
-        match error {
-            KeyTemplateError::Part(part) => {
-                MissingPartError { part: part.query_field(), limit: self.limit_info(limit).name.clone() }.into()
-            }
-            KeyTemplateError::Platform(found) => UnknownPlatformError { found }.into(),
-            KeyTemplateError::Uncountable(uncountable) => uncountable.into(),
         }
     }
 }

@@ -143,10 +143,8 @@ impl Quantity {
             Self::Window { limit, window } => LimitKind::Window(Window::new(*limit, *window, WINDOW_ENTRIES)?),
             Self::Rate { count, per, burst } => LimitKind::Rate(Rate::new(*count, *per, *burst)?),
             Self::Quota { limit, unit, zone } => {
-                // If the system has lost the zone since the text was parsed, UTC replaces it instead of an error.
-                let zone = zone.as_deref().and_then(|name| calendar::find_zone(name).ok());
-                let zone = zone.map_or(jiff::tz::TimeZone::UTC, |(zone, _)| zone);
-                LimitKind::Quota(Quota::new(*limit, Arc::new(CivilCalendar::new(*unit, zone)))?)
+                let calendar = CivilCalendar::new(*unit, calendar::zone_or_utc(zone.as_deref()));
+                LimitKind::Quota(Quota::new(*limit, Arc::new(calendar))?)
             }
             Self::InFlight { limit } => LimitKind::Concurrency(Concurrency::new(*limit, Concurrency::DEFAULT_LEASE)?),
             Self::Unlimited => return Ok(None),

@@ -88,7 +88,7 @@ impl FromStr for HoursOfDay {
         }
         cursor.skip_space();
         let (here, found) = cursor.describe_next();
-        let name = match cursor.word().text {
+        let zone_name = match cursor.word().text {
             "" => None,
             "in" => parse_zone_name(&mut cursor)?,
             _ => {
@@ -97,9 +97,7 @@ impl FromStr for HoursOfDay {
             }
         };
         cursor.expect_end("nothing more after the hours")?;
-        let zone =
-            name.as_deref().and_then(|name| calendar::find_zone(name).ok()).map_or(TimeZone::UTC, |(zone, _)| zone);
-        Ok(Self { from, to, zone, zone_name: name })
+        Ok(Self { from, to, zone: calendar::zone_or_utc(zone_name.as_deref()), zone_name })
     }
 }
 

@@ -57,7 +57,6 @@ pub struct RateLimitPolicyItem {
 #[derive(Clone, Debug)]
 pub struct LimitInfo {
     pub(crate) name: String,
-    pub(crate) scope: LimitScope,
     pub(crate) action: Option<ActionId>,
     pub(crate) quantity: Quantity,
     pub(crate) description: String,
@@ -75,7 +74,7 @@ impl LimitInfo {
 
     /// The scope: one action or all.
     pub fn scope(&self) -> LimitScope {
-        self.scope
+        if self.action.is_some() { LimitScope::Action } else { LimitScope::Global }
     }
 
     /// The action it belongs to; `None` for a global one.
