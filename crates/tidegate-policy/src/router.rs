@@ -140,26 +140,25 @@ impl Router {
         let mut at = 0;
         self.nodes[0].lowest_rule = self.nodes[0].lowest_rule.min(rule);
         for segment in segments {
-            let known = match segment {
-                PatternSegment::Literal(text) => self.nodes[at].literal(text).ok(),
-                PatternSegment::Glob(text) => {
-                    self.nodes[at].globs.iter().find(|(known, _)| known == text).map(|(_, next)| *next)
-                }
-            };
-            let next = known.unwrap_or(self.nodes.len());
-            if known.is_none() {
-                match segment {
-                    PatternSegment::Literal(text) => {
-                        if let Err(place) = self.nodes[at].literal(text) {
-                            self.nodes[at].literals.insert(place, (text.as_slice().into(), next));
-                        }
+            let new = self.nodes.len();
+            let node = &mut self.nodes[at];
+            at = match segment {
+                PatternSegment::Literal(text) => node.literal(text).unwrap_or_else(|place| {
+                    node.literals.insert(place, (text.as_slice().into(), new));
+                    new
+                }),
+                PatternSegment::Glob(text) => match node.globs.iter().find(|(known, _)| known == text) {
+                    Some((_, next)) => *next,
+                    None => {
+                        node.globs.push((text.clone(), new));
+                        new
                     }
-                    PatternSegment::Glob(text) => self.nodes[at].globs.push((text.clone(), next)),
-                }
+                },
+            };
+            if at == new {
                 self.nodes.push(RouteNode { lowest_rule: rule, ..RouteNode::default() });
             }
-            self.nodes[next].lowest_rule = self.nodes[next].lowest_rule.min(rule);
-            at = next;
+            self.nodes[at].lowest_rule = self.nodes[at].lowest_rule.min(rule);
         }
         if open { self.nodes[at].prefix_rules.push(rule) } else { self.nodes[at].exact_rules.push(rule) }
     }

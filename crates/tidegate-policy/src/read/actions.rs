@@ -7,7 +7,7 @@ use super::keys::{KEY, MISSING_WORDS};
 use super::matching::MATCH;
 use super::penalties::{BAN, PENALTY};
 use super::store::{LEASE, OUTAGES};
-use super::{DocumentReader, join_names};
+use super::{DocumentReader, join_names, unknown_entries};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::environment::fold_member_name;
 use crate::error::quoted;
@@ -153,19 +153,17 @@ impl DocumentReader<'_> {
         inbound: Option<&TomlTable>,
         forward_auth: Option<TextRange>,
     ) -> Option<ParsedGlobal> {
-        let Some(table) = inbound.and_then(|inbound| self.section(inbound, "global", "inbound.global")) else {
-            let is_wrong = inbound.is_some_and(|inbound| inbound.get("global").is_some());
-            return (!is_wrong).then_some(ParsedGlobal { group: None, shadow: false });
+        let Some(entry) = inbound.and_then(|inbound| inbound.get("global")) else {
+            return Some(ParsedGlobal { group: None, shadow: false });
         };
+        let table = self.section(inbound, "global", "inbound.global")?;
         read_keys!(self, table, RULES: mode, count);
         let penalty = self.penalty_or_ban(table, "inbound.global", ParsedPenalty::None);
-        let sharing = self.sharing(table, "inbound.global", &RULES.on_outage);
+        let sharing = self.sharing(table, "inbound.global");
         let Some(limit) = table.node("limit") else {
-            let at = inbound.and_then(|inbound| inbound.get("global")).map(|entry| entry.key_at)?;
-            return self
-                .error(at, "[inbound.global] has no limit", "a limit in it, such as limit = \"1000 per 1h\"")
-                .help("to have no global limit, leave the section out or write limit = \"unlimited\"")
-                .none();
+            let expected = "a limit in it, such as limit = \"1000 per 1h\"";
+            let help = "to have no global limit, leave the section out or write limit = \"unlimited\"";
+            return self.error(entry.key_at, "[inbound.global] has no limit", expected).help(help).none();
         };
         let group = LimitGroup {
             name: None,
@@ -206,25 +204,24 @@ impl DocumentReader<'_> {
             return self.error(entry.key_at, message, format!("at most {MAX_ACTIONS}")).none();
         }
         let mut actions: Vec<ParsedAction> = Vec::new();
-        let mut fine = true;
+        let mut is_valid = true;
         for entry in &table.entries {
             if self.is_misplaced_setting(entry) {
                 let message = format!("{} stands outside of any action", quoted(&entry.key));
                 self.error(entry.key_at, message, FORM).help("give the action a name, such as [inbound.action.login]");
-                fine = false;
+                is_valid = false;
                 continue;
             }
-            match self.action(entry, quirks) {
-                Some(action) => {
-                    fine &= self.check_action(&action, &actions, global_op_count);
-                    fine &= !has_proxy || self.check_request_parts(&action);
-                    fine &= action.matcher.is_none() || self.check_forward_auth(forward_auth, &action.groups);
-                    actions.push(action);
-                }
-                None => fine = false,
-            }
+            let Some(action) = self.action(entry, quirks) else {
+                is_valid = false;
+                continue;
+            };
+            is_valid &= self.check_action(&action, &actions, global_op_count);
+            is_valid &= !has_proxy || self.check_request_parts(&action);
+            is_valid &= action.matcher.is_none() || self.check_forward_auth(forward_auth, &action.groups);
+            actions.push(action);
         }
-        fine.then_some(actions)
+        is_valid.then_some(actions)
     }
 
     fn action(&mut self, entry: &TomlEntry, quirks: PathQuirks) -> Option<ParsedAction> {
@@ -246,7 +243,7 @@ impl DocumentReader<'_> {
         // A preset's ban is the default penalty.
         let preset_penalty = preset.flatten().map_or(ParsedPenalty::None, |preset| preset_ban(preset, entry.key_at));
         let penalty = self.penalty_or_ban(table, PATH, preset_penalty);
-        let sharing = self.sharing(table, PATH, &RULES.on_outage);
+        let sharing = self.sharing(table, PATH);
         let ipv6_network = self.ipv6_network(table, preset.flatten());
         let groups = match (preset, penalty, count, key, sharing) {
             (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => {
@@ -285,12 +282,8 @@ impl DocumentReader<'_> {
             return false;
         }
         let inner = crate::settings::table_keys(&format!("inbound.action.*.{}", entry.key));
-        match entry.node.as_table() {
-            Some(table) => {
-                !table.entries.is_empty() && table.entries.iter().all(|entry| inner.contains(&entry.key.as_str()))
-            }
-            None => true,
-        }
+        let Some(table) = entry.node.as_table() else { return true };
+        !table.entries.is_empty() && unknown_entries(table, &inner).next().is_none()
     }
 
     /// The limits of an action: `limit`, `limits`, or the preset's.
@@ -302,10 +295,10 @@ impl DocumentReader<'_> {
         model: LimitGroup,
     ) -> Option<Vec<LimitGroup>> {
         match (table.get("limit"), table.get("limits"), preset) {
-            (Some(_), Some(limits), _) => self
-                .error(limits.key_at, "`limit` and `limits` stand side by side", "one of them")
-                .help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }")
-                .none(),
+            (Some(_), Some(limits), _) => {
+                let error = self.error(limits.key_at, "`limit` and `limits` stand side by side", "one of them");
+                error.help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }").none()
+            }
             (Some(limit), None, _) => {
                 Some(vec![LimitGroup { quantities: self.parse(&limit.node, &ACTION.limit)?, ..model }])
             }
@@ -332,31 +325,18 @@ impl DocumentReader<'_> {
         let TomlValue::List(items) = &node.value else {
             return self.wrong_type(node, "limits", EXPECTED).none();
         };
-        if items.is_empty() || items.len() > MAX_OPS {
-            let message = format!("`limits` has {} items", items.len());
-            return self.error(node.at, message, format!("1 to {MAX_OPS} tables")).none();
-        }
+        self.check_length(node.at, "limits", items.len(), MAX_OPS, " tables")?;
         let mut groups: Vec<LimitGroup> = Vec::new();
-        let mut fine = true;
         for item in items {
             let Some(table) = item.as_table() else {
-                let help = match &item.value {
-                    TomlValue::String(text) => {
-                        Some(format!("write {{ limit = \"{text}\" }}, or use `limit` for a list of strings"))
-                    }
-                    _ => None,
-                };
+                let help = |text| format!("write {{ limit = \"{text}\" }}, or use `limit` for a list of strings");
                 let message = format!("an item of `limits` is {}", item.describe(self.texts));
-                self.error(item.at, message, EXPECTED).help_if(help);
-                fine = false;
+                self.error(item.at, message, EXPECTED).help_if(item.as_str().map(help));
                 continue;
             };
-            match self.limits_item(item, table, &groups, model) {
-                Some(group) => groups.push(group),
-                None => fine = false,
-            }
+            groups.extend(self.limits_item(item, table, &groups, model));
         }
-        fine.then_some(groups)
+        (groups.len() == items.len()).then_some(groups)
     }
 
     fn limits_item(
@@ -374,7 +354,7 @@ impl DocumentReader<'_> {
             let message = format!("two limits of this action are named {}", quoted(name));
             self.report(item.at, message, "names that differ");
         }
-        let twice = twice.is_some();
+        let is_twice = twice.is_some();
         let key = self.value_or(table, &ITEM.key, model.key.clone());
         let missing = self.value_or(table, &ITEM.missing, model.missing);
         let count = self.value_or(table, &ITEM.count, model.count);
@@ -398,7 +378,7 @@ impl DocumentReader<'_> {
         };
         let groups = std::slice::from_ref(&group);
         let fits = self.check_count(table, groups) & self.check_missing(table, groups);
-        (fits && !twice).then_some(group)
+        (fits && !is_twice).then_some(group)
     }
 
     fn preset(&mut self, node: &TomlNode) -> Option<Preset> {

@@ -5,7 +5,7 @@ use tidegate_core::{LimitError, Penalty, PenaltyMode, PenaltySpec, Span};
 use super::DocumentReader;
 use super::actions::ParsedPenalty;
 use super::forms::{Custom, Maybe, SPAN, Whole};
-use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
+use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable};
 use crate::settings::SettingType::Text;
 use crate::settings::key::{read_keys, setting_keys};
 use crate::units::{describe_duration, parse_duration};
@@ -46,10 +46,10 @@ impl DocumentReader<'_> {
         default: ParsedPenalty,
     ) -> Option<ParsedPenalty> {
         match (table.get("penalty"), table.get("ban")) {
-            (Some(_), Some(ban)) => self
-                .error(ban.key_at, "`penalty` and `ban` stand side by side", "one of them")
-                .help("a penalty's blocks grow; with a ban every block has the same length")
-                .none(),
+            (Some(_), Some(ban)) => {
+                let error = self.error(ban.key_at, "`penalty` and `ban` stand side by side", "one of them");
+                error.help("a penalty's blocks grow; with a ban every block has the same length").none()
+            }
             (Some(penalty), None) => self.penalty(penalty, &format!("{path}.penalty")),
             (None, Some(ban)) => {
                 let length = (BAN.2)(self, &ban.node, "ban")?;
@@ -65,10 +65,7 @@ impl DocumentReader<'_> {
             if node.is_word("none") {
                 return Some(ParsedPenalty::None);
             }
-            let length = match &node.value {
-                TomlValue::String(text) if parse_duration(text).is_ok() => Some(text),
-                _ => None,
-            };
+            let length = node.as_str().filter(|text| parse_duration(text).is_ok());
             let help = length.map(|text| format!("for blocks that all have this length, write ban = \"{text}\""));
             let expected = "a table such as { base = \"2s\", cap = \"1h\" }, or \"none\"";
             return self.wrong_type(node, "penalty", expected).help_if(help).none();

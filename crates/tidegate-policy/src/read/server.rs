@@ -319,13 +319,10 @@ impl DocumentReader<'_> {
         ];
         for (index, (name, address)) in listeners.iter().enumerate() {
             for (other, taken) in &listeners[..index] {
-                let (Some(address), Some(taken)) = (address, taken) else {
-                    continue;
-                };
-                let Some(at) = place(name, "listen").or(place(other, "listen")) else {
-                    continue;
-                };
-                if addresses_clash(*address, *taken) {
+                if let (Some(address), Some(taken)) = (address, taken)
+                    && let Some(at) = place(name, "listen").or(place(other, "listen"))
+                    && addresses_clash(*address, *taken)
+                {
                     let message = format!("[{name}] and [{other}] would both listen on {address}");
                     self.report(at, message, "an address or a port of its own for each");
                 }
@@ -340,12 +337,11 @@ impl DocumentReader<'_> {
             self.report(at, message, "the address of the server behind the gate");
         }
         let Some(OutboundConfig { listen: Some(listen), providers, .. }) = outbound else { return };
+        let sections = root.table("outbound").and_then(|table| table.table("provider"));
         for provider in providers {
-            let Some(url) = &provider.base_url else { continue };
-            let port = url.authority.port_u16().unwrap_or(if url.https { 443 } else { 80 });
-            let section = root.table("outbound").and_then(|table| table.table("provider"));
-            let at = section.and_then(|table| table.table(&provider.name)).and_then(|table| table.node("base_url"));
-            if let Some(node) = at
+            let section = sections.and_then(|sections| sections.table(&provider.name));
+            if let (Some(url), Some(node)) = (&provider.base_url, section.and_then(|table| table.node("base_url")))
+                && let port = url.authority.port_u16().unwrap_or(if url.https { 443 } else { 80 })
                 && is_own_address(url.authority.host().trim_matches(['[', ']']), port, *listen)
             {
                 let message = format!("`base_url` is the address that [outbound] listens on, {listen}");

@@ -6,13 +6,14 @@ use std::time::Duration;
 use tidegate_core::{LeaseSpec, OnOutage, Sharing, Span};
 
 use super::DocumentReader;
+use super::actions::RULES;
 use super::forms::{Bytes, Custom, DURATION, Maybe, OrWord, SECRET, Whole, Words};
 use crate::document::{TomlNode, TomlTable};
 use crate::error::quoted;
 use crate::nearest::nearest;
 use crate::secret::{Secret, SecretSource};
 use crate::settings::SettingType::Text;
-use crate::settings::key::{SettingKey, read_struct, setting_keys};
+use crate::settings::key::{read_struct, setting_keys};
 use crate::store::{ClusterMode, OnFull, StoreConfig, StoreUrl, SyncMode, URL_SCHEMES};
 
 pub(super) const OUTAGES: Words<OnOutage> =
@@ -114,13 +115,8 @@ impl DocumentReader<'_> {
     }
 
     /// Reads the sharing of an action's limits, or of the global ones: `on_outage` and `lease`.
-    pub(super) fn sharing(
-        &mut self,
-        table: &TomlTable,
-        path: &str,
-        on_outage: &SettingKey<OnOutage>,
-    ) -> Option<Sharing> {
-        let on_outage = self.value_or(table, on_outage, self.on_outage);
+    pub(super) fn sharing(&mut self, table: &TomlTable, path: &str) -> Option<Sharing> {
+        let on_outage = self.value_or(table, &RULES.on_outage, self.on_outage);
         let lease = match table.node("lease") {
             Some(node) => self.lease(node, path).map(Some),
             None => Some(None),
