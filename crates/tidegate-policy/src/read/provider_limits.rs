@@ -5,9 +5,9 @@ use tidegate_core::{
     Cooldown, Key, Lane, LanesSpec, Limit, LimitError, LimitId, LimitKind, MAX_OPS, Sharing, Span, Window,
 };
 
+use super::DocumentReader;
 use super::lanes::ParsedLane;
 use super::provider::{PROVIDER, ProviderSection};
-use super::{DocumentReader, Reported};
 use crate::description;
 use crate::document::{TextRange, TomlTable};
 use crate::error::quoted;
@@ -86,14 +86,6 @@ pub(super) struct OutboundLimitCollector {
 }
 
 impl OutboundLimitCollector {
-    fn add(&mut self, kind: LimitKind, info: OutboundLimitInfo) -> Option<LimitId> {
-        let id = LimitId::from_index(self.limits.len())?;
-        let tag = limit_tag("outbound", &info.name, &kind);
-        self.limits.push(Limit::new(kind).with_tag(tag).with_sharing(self.sharing));
-        self.infos.push(info);
-        Some(id)
-    }
-
     /// Returns true if a calendar quota counts calls under these rules.
     pub(super) fn has_quota(&self, rules: &CallRules) -> bool {
         let provider_limits = rules.provider_limits.iter().chain(&rules.credential_limits);
@@ -201,8 +193,7 @@ impl DocumentReader<'_> {
             description: description::describe_cooldown(base, cap),
             per_credential: true,
         };
-        let id = collected.add(LimitKind::Cooldown(Cooldown { base, cap, stagger }), info);
-        id.or_else(|| self.report_too_many_limits(section.name_at).none())
+        self.add_outbound_limit(collected, LimitKind::Cooldown(Cooldown { base, cap, stagger }), info, section.name_at)
     }
 
     /// Reads quantities of calls or of their cost; none if the key is absent.
@@ -232,7 +223,7 @@ impl DocumentReader<'_> {
     /// Reports a limit on calls in flight, which count only for a whole provider, a credential or a lane. Returns true
     /// if there is none.
     pub(super) fn check_no_in_flight(&mut self, limits: &[ParsedLimit], key: &str, help: &str) -> bool {
-        let in_flight_limit = limits.iter().find(|parsed| matches!(parsed.quantity, Quantity::InFlight { .. }));
+        let in_flight_limit = limits.iter().find(|parsed| parsed.quantity.is_in_flight());
         if let Some(ParsedLimit { quantity, at, .. }) = in_flight_limit {
             let message = format!("{key} is \"{quantity}\", which is not supported here");
             self.error(*at, message, "a limit such as \"40 per 10s\" or \"10/s\"").help(help);
@@ -255,10 +246,8 @@ impl DocumentReader<'_> {
             return self.error(parsed.at, message, "`cost` in the provider").help(help).none();
         };
         let at = section.table.table("cost").and_then(|table| table.node("reserve")).map(|node| node.at);
-        let fits: Vec<bool> = limits
-            .map(|parsed| self.check_capacity(cost.reserve, at, &parsed.quantity, parsed.at, "the limit"))
-            .collect();
-        fits.into_iter().all(|fits| fits).then_some(())
+        let fits = limits.map(|parsed| self.check_capacity(cost.reserve, at, &parsed.quantity, parsed.at, "the limit"));
+        fits.fold(true, |all, fits| all & fits).then_some(())
     }
 
     /// Adds the limits that a store counts under a name, and returns them. Limits in flight and `unlimited` are left
@@ -267,36 +256,42 @@ impl DocumentReader<'_> {
         &mut self,
         collected: &mut OutboundLimitCollector,
         name: &str,
-        parsed_limits: Vec<ParsedLimit>,
+        mut parsed_limits: Vec<ParsedLimit>,
         per_credential: bool,
     ) -> Option<Vec<ProviderLimit>> {
-        let is_counted = |quantity: &Quantity| !matches!(quantity, Quantity::InFlight { .. } | Quantity::Unlimited);
-        let has_several = parsed_limits.iter().filter(|parsed| is_counted(&parsed.quantity)).count() > 1;
-        let mut provider_limits = Vec::new();
-        for ParsedLimit { quantity, at, measure } in
-            parsed_limits.into_iter().filter(|parsed| is_counted(&parsed.quantity))
-        {
-            let name = if has_several { format!("{name}.{}", provider_limits.len() + 1) } else { name.to_owned() };
-            let kind = match limit_kind(&quantity) {
-                Ok(kind) => kind?,
-                Err(error) => return self.error(at, error.to_string(), "another limit").none(),
-            };
+        parsed_limits.retain(|parsed| !matches!(parsed.quantity, Quantity::InFlight { .. } | Quantity::Unlimited));
+        let has_several = parsed_limits.len() > 1;
+        let add = |(number, ParsedLimit { quantity, at, measure })| {
+            let name = if has_several { format!("{name}.{number}") } else { name.to_owned() };
+            let kind = limit_kind(&quantity).map_err(|error| self.report(at, error.to_string(), "another limit"));
+            let kind = kind.ok()??;
             let settles = kind.settles();
             let mut description = description::describe_bound(&quantity);
             if measure == Measure::Cost {
                 description.push_str(", by what calls cost");
             }
             let info = OutboundLimitInfo { name, quantity: Some(quantity), description, per_credential };
-            let Some(limit) = collected.add(kind, info) else {
-                return self.report_too_many_limits(at).none();
-            };
-            provider_limits.push(ProviderLimit { limit, measure, settles });
-        }
-        Some(provider_limits)
+            let limit = self.add_outbound_limit(collected, kind, info, at)?;
+            Some(ProviderLimit { limit, measure, settles })
+        };
+        (1..).zip(parsed_limits).map(add).collect()
     }
 
-    fn report_too_many_limits(&mut self, at: TextRange) -> Reported<'_> {
-        self.error(at, "[outbound] has more than 4095 limits, cool-downs included", "at most 4095")
+    fn add_outbound_limit(
+        &mut self,
+        collected: &mut OutboundLimitCollector,
+        kind: LimitKind,
+        info: OutboundLimitInfo,
+        at: TextRange,
+    ) -> Option<LimitId> {
+        let Some(id) = LimitId::from_index(collected.limits.len()) else {
+            let message = "[outbound] has more than 4095 limits, cool-downs included";
+            return self.error(at, message, "at most 4095").none();
+        };
+        let tag = limit_tag("outbound", &info.name, &kind);
+        collected.limits.push(Limit::new(kind).with_tag(tag).with_sharing(collected.sharing));
+        collected.infos.push(info);
+        Some(id)
     }
 
     fn check_batch_size(
@@ -311,11 +306,8 @@ impl DocumentReader<'_> {
         if operations <= MAX_OPS {
             return Some(());
         }
-        let message = format!(
-            "a call to {} meets {} limits, those of its lane and its credential included",
-            quoted(section.name),
-            operations - 1
-        );
+        let (name, limits) = (quoted(section.name), operations - 1);
+        let message = format!("a call to {name} meets {limits} limits, those of its lane and its credential included");
         self.error(section.name_at, message, format!("at most {}", MAX_OPS - 1)).none()
     }
 }

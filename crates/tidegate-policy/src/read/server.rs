@@ -342,7 +342,7 @@ impl DocumentReader<'_> {
             let section = sections.and_then(|sections| sections.table(&provider.name));
             if let (Some(url), Some(node)) = (&provider.base_url, section.and_then(|table| table.node("base_url")))
                 && let port = url.authority.port_u16().unwrap_or(if url.https { 443 } else { 80 })
-                && is_own_address(url.authority.host().trim_matches(['[', ']']), port, *listen)
+                && is_own_address(url.bare_host(), port, *listen)
             {
                 let message = format!("`base_url` is the address that [outbound] listens on, {listen}");
                 self.report(node.at, message, "the root of somebody's API: the gateway would call itself");
