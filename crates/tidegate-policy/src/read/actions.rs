@@ -35,18 +35,12 @@ setting_keys! {
         on_outage: OnOutage = "", OUTAGES, "the rule while a shared store is away; default the store's";
         lease: () = "", TABLE, "slices of the limit that a node takes from a shared store at once", Below::Table(&LEASE);
     }
-}
 
-setting_keys! {
-    /// The keys of `[inbound.global]`.
     GLOBAL: GlobalKeys {
         limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit of one client address over all actions";
         rules: () = "", TABLE, "", Below::Beside(&RULES);
     }
-}
 
-setting_keys! {
-    /// The keys of an action.
     ACTION: ActionKeys {
         r#match: () = "", TABLE, "the requests that it matches; without this only the decision API reaches it", Below::Table(&MATCH);
         key: Vec<KeyPart> = "client_ip", KEY, "the parts that its calls are counted by";
@@ -62,9 +56,7 @@ setting_keys! {
         cost: u64 = "1", Whole(1, MAX_COST), "the cost of a call";
         rules: () = "", TABLE, "", Below::Beside(&RULES);
     }
-}
 
-setting_keys! {
     /// The keys of an item of `limits`.
     ITEM: ItemKeys {
         name: Option<String> = "", Maybe(Custom(Text, "a name", limit_name)), "its name in decisions and headers";

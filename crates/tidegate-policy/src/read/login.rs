@@ -19,7 +19,6 @@ const MAX_BODY: usize = 64 << 10;
 const MAX_SECRETS: usize = 16;
 
 setting_keys! {
-    /// The keys of `login`.
     LOGIN: LoginKeys {
         path: String = "", Custom(Text, "a path", |reader, node, _| reader.login_path(node)),
             "its path, relative to the base URL";

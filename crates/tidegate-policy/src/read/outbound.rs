@@ -22,7 +22,6 @@ use crate::settings::key::{Below, read_keys, setting_keys};
 const MAX_PROVIDERS: usize = 256;
 
 setting_keys! {
-    /// The keys of `[outbound]`.
     OUTBOUND: OutboundKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8081", OrWord("off", LISTENER),
             "the address of the gateway to other people's APIs, or off";

@@ -30,7 +30,6 @@ use crate::settings::key::{Below, read_keys, setting_keys};
 pub(super) const PROVIDER_PATH: &str = "outbound.provider.*";
 
 setting_keys! {
-    /// The keys of a provider.
     PROVIDER: ProviderKeys {
         preset: Option<String> = "",
             Maybe(Custom(Text, "the name of a preset", |reader, node, _| reader.provider_preset(node))),

@@ -19,8 +19,10 @@ const STATUS: Whole = Whole(100, 599);
 /// The most conditions on a body in `contains`.
 const MAX_CONTAINS: usize = 8;
 
+const POINTERS: Custom<Vec<PointerAlternatives>> =
+    Custom(Strings, "a JSON pointer, or a list of them", |reader, node, key| reader.pointers(node, key));
+
 setting_keys! {
-    /// The keys of `cache`.
     CACHE: CacheKeys {
         ttl: Option<Duration> = "", Maybe(Custom(Text, "a duration, or `forever`", ttl)),
             "the time for which replies are fresh, or forever; default as HTTP says";
@@ -28,10 +30,7 @@ setting_keys! {
         stale: Option<Duration> = "", Maybe(DURATION), "the time after that in which they may be used while it is unavailable";
         max_body: usize = "1MiB", Bytes(1, 1 << 30), "the longest body that is kept";
     }
-}
 
-setting_keys! {
-    /// The keys of `throttled_when`.
     THROTTLED: ThrottledKeys {
         status: Vec<u16> = "200",
             Custom(Integer, "a whole number from 100 to 599, or a list", |reader, node, _| reader.statuses(node)),
@@ -41,13 +40,7 @@ setting_keys! {
             "JSON pointers, with a text that each place contains";
         spends_quota: bool = "false", FLAG, "true if the quota is then used up until its period ends";
     }
-}
 
-const POINTERS: Custom<Vec<PointerAlternatives>> =
-    Custom(Strings, "a JSON pointer, or a list of them", |reader, node, key| reader.pointers(node, key));
-
-setting_keys! {
-    /// The keys of `cost`.
     COST: CostKeys {
         reserve: u64 = "1", Whole(0, MAX_COST), "the amount reserved for a call before its reply";
         request: Vec<PointerAlternatives> = "", POINTERS,

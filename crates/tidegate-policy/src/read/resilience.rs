@@ -36,8 +36,10 @@ const JITTERS: [(&str, Jitter); 5] = [
 ];
 const OPEN_JITTERS: [(&str, Jitter); 3] = [("none", Jitter::None), ("full", Jitter::Full), ("equal", Jitter::Equal)];
 
+const RAMP: Custom<Vec<RampStep>> =
+    Custom(TableOrTables, "`off`, `on`, or a list of tables", |reader, node, _| reader.ramp(node));
+
 setting_keys! {
-    /// The keys of `retry`.
     RETRY: RetryKeys {
         max_attempts: Option<u32> = "", Maybe(Whole(1, MAX_ATTEMPTS)), "attempts per call; the lane's by default";
         max_token_retries: u32 = "5", Whole(0, MAX_ATTEMPTS), "throttled calls sent again with another credential";
@@ -48,19 +50,13 @@ setting_keys! {
             "the jitter of waits: none, full, equal, decorrelated or additive";
         max_retry_after: Span = "5m", SPAN, "the longest Retry-After that a call waits for";
     }
-}
 
-setting_keys! {
-    /// The keys of `budget`.
     BUDGET: BudgetKeys {
         ratio: u16 = "0.2", SHARE_OR_ZERO, "retries per first attempt";
         min: u32 = "3", Whole(0, 1_000_000), "the number of retries before any is earned";
         reserve: u32 = "10", Whole(0, 1_000_000), "the maximum number of earned retries";
     }
-}
 
-setting_keys! {
-    /// The keys of `breaker`.
     BREAKER: BreakerKeys {
         failures: Option<u32> = "5", OrWord("off", COUNT), "opens at this many failures in a row, or off";
         failure_rate: Option<u16> = "", Maybe(SHARE), "opens at this share of failures in the window";
@@ -77,30 +73,19 @@ setting_keys! {
         successes: u32 = "2", COUNT, "the number of successful probes that closes it";
         ramp: Vec<RampStep> = "off", RAMP, "the share of calls after closing: off, on, or a list of steps", Below::Items(&RAMP_STEP);
     }
-}
 
-const RAMP: Custom<Vec<RampStep>> =
-    Custom(TableOrTables, "`off`, `on`, or a list of tables", |reader, node, _| reader.ramp(node));
-
-setting_keys! {
     /// The keys of a step of `ramp`.
     RAMP_STEP: RampStepKeys {
         share: u16 = "", SHARE, "the share of calls that passes";
         r#for: Span = "", SPAN, "for how long";
     }
-}
 
-setting_keys! {
-    /// The keys of `adaptive`.
     ADAPTIVE: AdaptiveKeys {
         min: u32 = "4", COUNT, "never fewer than this";
         max: u32 = "1000", COUNT, "never more than this";
         initial: u32 = "20", COUNT, "the first number of calls at a time";
     }
-}
 
-setting_keys! {
-    /// The keys of `cooldown`.
     COOLDOWN: CooldownKeys {
         base: Span = "1s", SPAN,
             "the first time; without a second credential retry.base, if retry's waits aren't the default";

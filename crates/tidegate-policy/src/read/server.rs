@@ -30,8 +30,17 @@ const MAX_HOSTS: usize = 256;
 /// The most connections of a listener.
 pub(super) const CONNECTIONS: Whole = Whole(1, 1_000_000);
 
+pub(super) const TOKEN: &str = "the place of the bearer token: env:NAME or file:PATH; required beyond loopback";
+
+const QUIRKS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
+const FORWARDING_HEADERS: [(&str, ForwardingHeader); 2] =
+    [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
+const AMBIGUOUS_PATHS: [(&str, AmbiguousPaths); 3] =
+    [("union", AmbiguousPaths::Union), ("refuse", AmbiguousPaths::Refuse), ("normalise", AmbiguousPaths::Normalise)];
+const HEADER_DIALECTS: [(&str, HeaderDialect); 3] =
+    [("draft-10", HeaderDialect::Draft10), ("draft-7", HeaderDialect::Draft7), ("none", HeaderDialect::None)];
+
 setting_keys! {
-    /// The keys of `[inbound]`.
     INBOUND: InboundKeys {
         listen: SocketAddr = "127.0.0.1:8080", LISTENER, "the address of the gate";
         upstream: Option<UpstreamAddress> = "",
@@ -59,18 +68,7 @@ setting_keys! {
         global: () = "", TABLE, "", Below::Table(&GLOBAL);
         action: () = "", TABLE, "", Below::Names(&ACTION);
     }
-}
 
-const QUIRKS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
-const FORWARDING_HEADERS: [(&str, ForwardingHeader); 2] =
-    [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
-const AMBIGUOUS_PATHS: [(&str, AmbiguousPaths); 3] =
-    [("union", AmbiguousPaths::Union), ("refuse", AmbiguousPaths::Refuse), ("normalise", AmbiguousPaths::Normalise)];
-const HEADER_DIALECTS: [(&str, HeaderDialect); 3] =
-    [("draft-10", HeaderDialect::Draft10), ("draft-7", HeaderDialect::Draft7), ("none", HeaderDialect::None)];
-
-setting_keys! {
-    /// The keys of `[inbound.timeouts]`.
     TIMEOUTS: TimeoutKeys {
         header: Duration = "10s", DURATION, "the time for the head of a request to arrive";
         body: Duration = "30s", DURATION, "the time between two pieces of a body";
@@ -79,10 +77,7 @@ setting_keys! {
         idle: Duration = "75s", DURATION, "the time for which a connection without a request is kept";
         shutdown: Duration = "30s", DURATION, "the time that a shutdown waits for requests in flight";
     }
-}
 
-setting_keys! {
-    /// The keys of `[inbound.caps]`.
     CAPS: CapKeys {
         connections: u32 = "10000", CONNECTIONS, "connections open at once";
         connections_per_client: Option<usize> = "", OrWord("off", CONNECTIONS),
@@ -96,10 +91,7 @@ setting_keys! {
             "the least bytes per second of a request's body, or off";
         pool_idle: usize = "128", Whole(0, 100_000), "idle connections kept to the upstream";
     }
-}
 
-setting_keys! {
-    /// The keys of `[api]`.
     API: ApiKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8082", OrWord("off", LISTENER),
             "the address of the decision API and forward-auth, or off";
@@ -111,12 +103,7 @@ setting_keys! {
         deny_status: u16 = "429", Whole(400, 599),
             "the status with which forward-auth refuses; nginx wants 401 or 403";
     }
-}
 
-pub(super) const TOKEN: &str = "the place of the bearer token: env:NAME or file:PATH; required beyond loopback";
-
-setting_keys! {
-    /// The keys of `[admin]`.
     ADMIN: AdminKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8083", OrWord("off", LISTENER),
             "the address of health and readiness, or off";
@@ -124,10 +111,7 @@ setting_keys! {
         hosts: Vec<String> = "", HOSTS,
             "names that a request's Host may have besides loopback's, unless it has the token";
     }
-}
 
-setting_keys! {
-    /// The keys of `[log]`.
     LOG: LogKeys {
         format: LogFormat = "text", Words(&[("text", LogFormat::Text), ("json", LogFormat::Json)]), "text or json";
         level: LogLevel = "info", Words(&LogLevel::WORDS),

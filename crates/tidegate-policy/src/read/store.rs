@@ -24,7 +24,6 @@ const MAX_PREFIX: usize = 32;
 const MAX_LEASE_AGE: Span = Span::from_secs(60);
 
 setting_keys! {
-    /// The keys of `[store]`.
     STORE: StoreKeys {
         url: StoreUrl = "memory",
             Custom(Text, "`memory`, `file:PATH` or a server's URL", |reader, node, _| reader.store_url(node)),
@@ -46,9 +45,7 @@ setting_keys! {
             Words(&[("together", ClusterMode::Together), ("reserve", ClusterMode::Reserve)]),
             "a cluster's keys: together, or reserve to take them one by one";
     }
-}
 
-setting_keys! {
     /// The keys of a `lease`.
     LEASE: LeaseKeys {
         share: u16 = "0.1", Custom(Text, "a share from 0.001 to 0.5", lease_share),
