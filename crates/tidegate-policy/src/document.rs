@@ -16,14 +16,12 @@ pub use crate::read::DocumentReader;
 /// The largest policy file, in bytes: 4 MiB.
 const MAX_FILE: usize = 4 << 20;
 
-/// The kind of a source text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SourceKind {
     File,
     Variable,
 }
 
-/// One text that the policy is read from.
 #[derive(Clone, Debug)]
 pub(crate) struct SourceText {
     pub(crate) kind: SourceKind,
@@ -104,7 +102,6 @@ impl SourceTexts {
         self.subrange(node.at, start + range.start..start + range.end)
     }
 
-    /// The number of the line on which the range begins.
     pub(crate) fn line(&self, at: TextRange) -> usize {
         self.get(at).line(at.start)
     }
@@ -286,7 +283,6 @@ impl TomlNode {
         }
     }
 
-    /// The string, if the value is one.
     pub(crate) fn as_str(&self) -> Option<&str> {
         match &self.value {
             TomlValue::String(text) => Some(text),
@@ -294,7 +290,6 @@ impl TomlNode {
         }
     }
 
-    /// True if the value is this string.
     pub(crate) fn is_word(&self, word: &str) -> bool {
         self.as_str() == Some(word)
     }

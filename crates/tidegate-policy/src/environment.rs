@@ -91,7 +91,6 @@ pub(crate) fn fold_member_name(name: &str) -> String {
     fold_name(name).replace('.', "_")
 }
 
-/// The environment variables that a policy is read with.
 #[derive(Clone, Default)]
 pub(crate) struct EnvVars {
     pub(crate) variables: Vec<(String, String)>,
@@ -171,7 +170,6 @@ impl VariableMerger<'_> {
         self.errors.push(Error::new(self.texts, at, message, expected));
     }
 
-    /// Sets the setting that one variable names.
     fn set_variable(&mut self, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
         // In `here` the member's own spelling replaces the variable's; in `setting_path` a `*` does.
         let (mut here, mut setting_path) = (path.to_vec(), path.join("."));
@@ -386,7 +384,6 @@ pub(crate) fn parse_as(texts: &SourceTexts, at: TextRange, form: SettingType) ->
     }
 }
 
-/// Every penalty table in the file.
 fn growing_penalties(root: &mut TomlTable) -> Vec<&mut TomlTable> {
     fn collect<'t>(table: &'t mut TomlTable, found: &mut Vec<&'t mut TomlTable>) {
         for entry in &mut table.entries {

@@ -7,7 +7,6 @@ use crate::nearest::similar;
 use crate::printable::{printable, printable_lines};
 use crate::settings;
 
-/// The most errors that are shown at once.
 const MAX_ERRORS: usize = 50;
 /// The most characters of a line that are shown before and after the place of an error.
 const MAX_CHARS_BEFORE: usize = 60;
@@ -116,7 +115,7 @@ impl Error {
         message: impl Into<String>,
         expected: impl Into<String>,
     ) -> Self {
-        Self::with_details(texts, at, message.into(), expected.into(), None)
+        Self::with_details(texts, at, message.into(), expected.into(), false)
     }
 
     /// Creates an error at a place that may hold a secret: the line isn't shown from there on.
@@ -126,37 +125,25 @@ impl Error {
         message: impl Into<String>,
         expected: impl Into<String>,
     ) -> Self {
-        Self::with_details(texts, at, message.into(), expected.into(), Some(at.start))
+        Self::with_details(texts, at, message.into(), expected.into(), true)
     }
 
-    fn with_details(
-        texts: &SourceTexts,
-        at: TextRange,
-        message: String,
-        expected: String,
-        hidden: Option<usize>,
-    ) -> Self {
+    fn with_details(texts: &SourceTexts, at: TextRange, message: String, expected: String, hides: bool) -> Self {
         let text = texts.get(at);
-        let TextRange { start, end, .. } = at;
-        let begins = text.line_start(start);
-        let ends = text.body[start..].find('\n').map_or(text.body.len(), |length| start + length);
+        let begins = text.line_start(at.start);
+        let ends = text.body[at.start..].find('\n').map_or(text.body.len(), |length| at.start + length);
         let line = text.body[begins..ends].trim_end_matches('\r');
-        let prefix = match text.kind {
-            SourceKind::File => String::new(),
-            SourceKind::Variable => format!("{}=", text.name),
+        let (number, prefix) = match text.kind {
+            SourceKind::File => (text.line(at.start).to_string(), String::new()),
+            SourceKind::Variable => (String::new(), format!("{}=", text.name)),
         };
-        let own = if text.secret { Some(0) } else { secret_start(line) };
-        let own = own.or_else(|| secret_start_in_section(&text.body[..begins], line));
-        let hidden = hidden.map(|at| (at - begins).min(line.len())).into_iter().chain(own).min();
-        let start = (start - begins).min(line.len());
-        let end = end.saturating_sub(begins).clamp(start, line.len());
-        let location = ErrorLocation::new(texts, at);
-        let number = match location {
-            ErrorLocation::File { line, .. } => line.to_string(),
-            ErrorLocation::Variable { .. } => String::new(),
-        };
+        let start = (at.start - begins).min(line.len());
+        let end = at.end.saturating_sub(begins).clamp(start, line.len());
+        let secret = if text.secret { Some(0) } else { secret_start(line) };
+        let secret = secret.or_else(|| secret_start_in_section(&text.body[..begins], line));
+        let hidden = hides.then_some(start).into_iter().chain(secret).min();
         Self(Box::new(ErrorDetails {
-            location,
+            location: ErrorLocation::new(texts, at),
             message: printable(&message).into_owned(),
             expected: printable(&expected).into_owned(),
             help: Vec::new(),
@@ -232,7 +219,6 @@ impl Excerpt {
     }
 }
 
-/// True if something in a line may be a secret.
 pub(crate) fn may_be_secret(line: &str) -> bool {
     secret_start(line).is_some() || line.contains("://") && line.contains('@')
 }

@@ -25,7 +25,6 @@ use crate::query::Query;
 /// The platforms that the key part `platform` knows.
 pub const PLATFORMS: [&str; 4] = ["web", "mobile", "api", "admin"];
 
-/// The most parts in one key.
 pub(crate) const MAX_PARTS: usize = 8;
 
 /// One property that calls are counted by. A key is a list of them: `key = ["client_ip", "header:x-tenant"]`.
@@ -154,7 +153,6 @@ impl KeySeed {
         Self::new(hasher.finish128().as_bytes())
     }
 
-    /// The key of a provider's limits.
     pub(crate) fn provider_key(&self, provider: &str) -> Key {
         self.outbound_encoder(provider).finish()
     }
@@ -207,7 +205,6 @@ pub(crate) struct KeyTemplate {
     pub(crate) on_missing: OnMissing,
 }
 
-/// The rules for reading addresses and paths.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeyOptions {
     pub(crate) quirks: PathQuirks,
@@ -347,7 +344,6 @@ fn part_values<'q>(part: &KeyPart, query: &Query<'q>, limit: &str) -> Result<Opt
     })
 }
 
-/// The tag of a part that may be missing.
 fn part_tag(part: &KeyPart) -> u8 {
     match part {
         KeyPart::Header(_) => 18,

@@ -13,7 +13,6 @@ use crate::readings;
 /// The most actions that apply to one call.
 pub const MAX_ACTIONS: usize = MAX_OPS;
 
-/// The mark of an empty place.
 const NO_ACTION: u16 = u16::MAX;
 
 /// The actions that apply to a call: none, one, or several if its path has several readings. All of them are

@@ -159,7 +159,6 @@ const CLASSES: [u8; 256] = {
 /// A byte of a path, and the number of layers of escapes that it came out of.
 pub(crate) type PathByte = (u8, u8);
 
-/// The bytes of a path without decoding.
 pub(crate) fn raw_bytes(bytes: &[u8]) -> impl Fn(usize) -> Option<PathByte> {
     |at| bytes.get(at).map(|byte| (*byte, 0))
 }

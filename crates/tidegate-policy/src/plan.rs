@@ -62,7 +62,6 @@ pub struct Plan {
     pub(crate) unmatched: OpTemplate,
     pub(crate) path_quirks: PathQuirks,
     pub(crate) ambiguous_paths: AmbiguousPaths,
-    /// True if any limit counts by path.
     pub(crate) counts_by_path: bool,
     pub(crate) ipv6_prefix: Ipv6Prefix,
     /// The headers that limits count by, `Cookie` included.

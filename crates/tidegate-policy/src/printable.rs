@@ -7,7 +7,6 @@
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// The replacement for an unprintable character.
 const REPLACEMENT: char = '\u{fffd}';
 
 /// Makes a text for one line printable, such as a name or a value. U+FFFD replaces each character that would control a

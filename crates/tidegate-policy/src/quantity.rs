@@ -68,7 +68,12 @@ pub enum Quantity {
 }
 
 /// An error in a text, with its place.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{message} at column {}: expected {expected}{}",
+    range.start + 1,
+    help.as_ref().map(|help| format!("; {help}")).unwrap_or_default()
+)]
 pub struct QuantityError {
     range: Range<usize>,
     message: String,
@@ -114,15 +119,6 @@ impl QuantityError {
         self.help.as_deref()
     }
 }
-
-impl fmt::Display for QuantityError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} at column {}: expected {}", self.message, self.range.start + 1, self.expected)?;
-        self.help.as_ref().map_or(Ok(()), |help| write!(f, "; {help}"))
-    }
-}
-
-impl std::error::Error for QuantityError {}
 
 impl Quantity {
     /// The most that is ever available at once; `None` for `unlimited`.

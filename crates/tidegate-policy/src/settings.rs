@@ -90,7 +90,6 @@ pub(crate) struct PrefixedSetting {
 }
 
 impl PrefixedSetting {
-    /// The setting of providers.
     pub(crate) fn setting(&self) -> &'static Setting {
         find(&format!("outbound.provider.*.{}", self.path)).expect("invariant: a prefixed name sets a setting")
     }
@@ -168,7 +167,6 @@ pub(crate) fn table_keys(table: &str) -> Vec<&'static str> {
     keys
 }
 
-/// The setting of this path.
 pub(crate) fn find(path: &str) -> Option<&'static Setting> {
     all().find(|setting| setting.path == path)
 }

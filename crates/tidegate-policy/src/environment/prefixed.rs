@@ -41,7 +41,6 @@ impl VariableMerger<'_> {
         }
     }
 
-    /// Sets one setting of every provider.
     fn set_for_all_providers(&mut self, at: TextRange, known: &PrefixedSetting) -> Result<(), Error> {
         let mut node = parse_as(self.texts, at, known.setting().value_type)?;
         if known.path == "retry.max_attempts" {

@@ -110,7 +110,6 @@ fn each_value_in_line<'q>(line: &'q [u8], name: &[u8], found: ValueCallback<'_, 
     ControlFlow::Continue(())
 }
 
-/// The location of a value.
 struct ValueLocation {
     /// From after the `=` to the `;`, without the spaces and commas before the `;`.
     range: Range<usize>,

@@ -30,7 +30,6 @@ const LINE_JOINERS: [&[u8]; 2] = [b", ", b","];
 /// The values that servers may read for one part of a key; empty if it is missing.
 pub(crate) type PartValues<'q> = ArrayVec<Cow<'q, [u8]>, { MAX_VALUES + LINE_JOINERS.len() }>;
 
-/// A part has more than [`MAX_VALUES`] distinct values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TooManyValuesError;
 
@@ -111,7 +110,6 @@ fn add<'q>(values: &mut PartValues<'q>, value: Cow<'q, [u8]>) -> Result<(), TooM
     Ok(())
 }
 
-/// A path's query string.
 fn query_string(path: &str) -> &[u8] {
     let query = path.split_once('?').map_or("", |(_, query)| query);
     query.split_once('#').map_or(query, |(query, _)| query).as_bytes()

@@ -12,7 +12,6 @@ use crate::calendar;
 use crate::quantity::{QuantityError, parse_zone_name};
 use crate::units::Cursor;
 
-/// The expected form, for errors.
 const FORM: &str = "hours such as \"22:00-06:00 in Europe/Berlin\"";
 
 /// Hours of the day, such as `22:00-06:00 in Europe/Berlin`: from the first time up to the second, exclusive. They pass

@@ -20,7 +20,6 @@ use crate::quantity::Quantity;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{Below, read_keys, setting_keys};
 
-/// The most actions in a policy.
 const MAX_ACTIONS: usize = 4095;
 const COUNT_WORDS: [(&str, CountMode); 2] = [("admitted", CountMode::Admitted), ("all", CountMode::All)];
 
@@ -84,7 +83,6 @@ fn limit_name(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Op
     reader.check_name(name, node.at, "limit").then(|| name.to_owned())
 }
 
-/// The penalty for exceeding a limit, as read.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ParsedPenalty {
     None,

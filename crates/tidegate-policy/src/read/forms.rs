@@ -52,7 +52,6 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// Parses a value of a key.
     pub(super) fn parse<T: Clone>(&mut self, node: &TomlNode, key: &SettingKey<T>) -> Option<T> {
         key.form.parse(self, node, key.name())
     }
@@ -99,7 +98,6 @@ pub(super) const HOSTS: Custom<Vec<String>> =
 /// A table with a reader of its own.
 pub(super) const TABLE: Custom<()> = Custom(TableOrTables, "a table", |_, _, _| Some(()));
 
-/// A whole number in a range.
 pub(super) struct Whole(pub(super) u64, pub(super) u64);
 
 impl<T: TryFrom<u64>> Form<T> for Whole {
@@ -112,7 +110,6 @@ impl<T: TryFrom<u64>> Form<T> for Whole {
     }
 }
 
-/// A number of bytes in a range.
 pub(super) struct Bytes(pub(super) u64, pub(super) u64);
 
 impl<T: TryFrom<u64>> Form<T> for Bytes {
@@ -127,7 +124,6 @@ impl<T: TryFrom<u64>> Form<T> for Bytes {
     }
 }
 
-/// One of a few words.
 pub(super) struct Words<T: 'static>(pub(super) &'static [(&'static str, T)]);
 
 impl<T: Copy + Sync> Form<T> for Words<T> {

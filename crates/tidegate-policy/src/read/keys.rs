@@ -20,7 +20,6 @@ const MAX_NAME: usize = 64;
 /// The words of `missing`: the treatment of requests that lack a part.
 pub(super) const MISSING_WORDS: [(&str, OnMissing); 4] =
     [("share", OnMissing::Share), ("by_ip", OnMissing::ByIp), ("refuse", OnMissing::Refuse), ("skip", OnMissing::Skip)];
-/// The form of a `key`.
 pub(super) const KEY: Custom<Vec<KeyPart>> =
     Custom(Strings, "a part of requests, or a list of parts", |reader, node, _| reader.key(node));
 

@@ -11,11 +11,9 @@ use crate::secret::SecretSource;
 use crate::settings::SettingType::{TableOrTables, Text};
 use crate::settings::key::{read_keys, setting_keys};
 
-/// The placeholder of the credential in a login's body.
 pub(super) const CREDENTIAL_PLACEHOLDER: &str = "{credential}";
 /// The longest login body, in bytes.
 const MAX_BODY: usize = 64 << 10;
-/// The most further secrets of a login.
 const MAX_SECRETS: usize = 16;
 
 setting_keys! {

@@ -209,7 +209,6 @@ impl DocumentReader<'_> {
         Reported(self.errors.push_mut(Error::hiding_secret(self.texts, at, message, expected)))
     }
 
-    /// Reports a value of the wrong type.
     fn wrong_type(&mut self, node: &TomlNode, key: &str, expected: impl Into<String>) -> Reported<'_> {
         self.error(node.at, format!("`{key}` is {}", node.describe(self.texts)), expected)
     }
@@ -332,7 +331,6 @@ fn are_different_directions(left: &str, right: &str) -> bool {
     side(left).zip(side(right)).is_some_and(|(left, right)| left != right)
 }
 
-/// The value of a key that may hold a table or a word.
 enum TableOrWord<'n, T> {
     Word(T),
     Table(&'n TomlTable),

@@ -50,7 +50,6 @@ setting_keys! {
     }
 }
 
-/// The method that sets the pace.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum PaceKind {
     Limits,

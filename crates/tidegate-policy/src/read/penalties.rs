@@ -23,7 +23,6 @@ setting_keys! {
     }
 }
 
-/// The form of a `ban`.
 pub(super) const BAN: Custom<Option<Span>> = Custom(Text, "a duration, or `none`", |reader, node, key| {
     if node.is_word("none") { Some(None) } else { reader.duration(node, key).map(Some) }
 });
@@ -38,7 +37,6 @@ fn penalty_mode(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> 
 }
 
 impl DocumentReader<'_> {
-    /// Reads `penalty` or `ban`.
     pub(super) fn penalty_or_ban(
         &mut self,
         table: &TomlTable,

@@ -26,7 +26,6 @@ use crate::secret::SecretSource;
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, read_keys, setting_keys};
 
-/// The path of a provider's settings.
 pub(super) const PROVIDER_PATH: &str = "outbound.provider.*";
 
 setting_keys! {
@@ -265,7 +264,6 @@ impl DocumentReader<'_> {
         self.error(node.at, message, FORMS).did_you_mean(meant).none()
     }
 
-    /// Reads the sources of credentials, in order.
     fn credentials(&mut self, node: &TomlNode) -> Option<Vec<SecretSource>> {
         let expected = " places, such as \"env:API_TOKEN\"";
         self.check_length(node.at, "credentials", node.items().len(), MAX_CREDENTIALS, expected)?;

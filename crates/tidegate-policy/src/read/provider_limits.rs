@@ -1,6 +1,6 @@
 //! A provider's limits, and the rules of its calls.
 
-use tidegate_core::call::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
+use tidegate_core::call::{CallRules, MAX_LEAD, Measure, ProviderLimit};
 use tidegate_core::{
     Cooldown, Key, Lane, LanesSpec, Limit, LimitError, LimitId, LimitKind, MAX_OPS, Sharing, Span, Window,
 };
@@ -138,15 +138,13 @@ impl DocumentReader<'_> {
             max_in_flight = max_in_flight.min(std::mem::replace(&mut max_in_flight_per_credential, u32::MAX));
         }
         let hours = lanes[0].hours.clone();
-        let (mut specs, mut lane_rules, mut lane_limits) = (Vec::new(), Vec::new(), Vec::new());
-        for lane in lanes {
-            specs.push(lane.spec);
-            lane_rules.push(lane.rules(timeout, &retry));
-            lane_limits.push(add(&format!(".{}", lane.lane.name()), lane.limits, false)?.into_boxed_slice());
-        }
+        let specs = lanes.each_ref().map(|lane| lane.spec);
+        let mut lane_rules = lanes.each_ref().map(|lane| lane.rules(timeout, &retry));
+        let lane_limits = lanes.into_iter().map(|lane| add(&format!(".{}", lane.lane.name()), lane.limits, false));
+        let lane_limits: Vec<Box<[ProviderLimit]>> =
+            lane_limits.map(|limits| limits.map(Vec::into_boxed_slice)).collect::<Option<_>>()?;
         let cooldown = self.add_cooldown(section, collected, cooldown?, stagger)?;
         self.check_batch_size(section, &provider_limits, &credential_limits, &lane_limits)?;
-        let mut lane_rules: [LaneRules; 3] = lane_rules.try_into().ok()?;
         if sequential {
             lane_rules = [lane_rules[Lane::User as usize]; 3];
         }
@@ -164,14 +162,13 @@ impl DocumentReader<'_> {
             tracks_remaining: false,
             lead,
             jitter,
-            lanes: LanesSpec { lanes: specs.try_into().ok()?, max_in_flight, window, ..default },
+            lanes: LanesSpec { lanes: specs, max_in_flight, window, ..default },
             lane_rules,
             budget: budget?,
         };
         Some((rules, hours))
     }
 
-    /// Reads the limits of a provider and of its credentials.
     fn provider_limits(&mut self, table: &TomlTable) -> Option<ProviderLimits> {
         let calls = self.parse_limits(table, &PROVIDER.limit, Measure::Calls);
         let cost = self.parse_cost_limits(table, &PROVIDER.cost_limit, "limit");

@@ -13,7 +13,6 @@ use crate::settings::SettingType::{Integer, Strings, TableOrTables, Text};
 use crate::settings::key::{Form, read_struct, setting_keys};
 use crate::units::parse_duration;
 
-/// The most statuses in `status`.
 const MAX_STATUSES: usize = 8;
 const STATUS: Whole = Whole(100, 599);
 /// The most conditions on a body in `contains`.
@@ -78,7 +77,6 @@ impl DocumentReader<'_> {
         Some(Some(BodyRule { statuses: statuses?, contains: contains?, spends_quota: spends_quota? }))
     }
 
-    /// Reads one status or a list.
     fn statuses(&mut self, node: &TomlNode) -> Option<Vec<u16>> {
         self.check_length(node.at, "status", node.items().len(), MAX_STATUSES, "")?;
         all_or_none(node.items().iter().map(|item| STATUS.parse(self, item, "status")))

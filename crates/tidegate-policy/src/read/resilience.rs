@@ -15,7 +15,6 @@ use crate::settings::SettingType::TableOrTables;
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
 use crate::units::describe_duration;
 
-/// The most attempts per call.
 pub(super) const MAX_ATTEMPTS: u64 = 100;
 /// The most calls, retries or probes that a setting counts.
 const COUNT: Whole = Whole(1, 1_000_000);
@@ -93,7 +92,6 @@ setting_keys! {
     }
 }
 
-/// A provider's settings for retries.
 pub(super) struct ParsedRetry {
     /// The provider's own value; `None` leaves it to the lane.
     pub(super) max_attempts: Option<u32>,

@@ -25,9 +25,7 @@ use crate::sections::{
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
 
-/// The most names in `hosts`.
 const MAX_HOSTS: usize = 256;
-/// The most connections of a listener.
 pub(super) const CONNECTIONS: Whole = Whole(1, 1_000_000);
 
 pub(super) const TOKEN: &str = "the place of the bearer token: env:NAME or file:PATH; required beyond loopback";

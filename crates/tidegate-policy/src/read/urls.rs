@@ -84,7 +84,6 @@ impl DocumentReader<'_> {
     }
 }
 
-/// The parts of a URL.
 struct UrlParts<'t> {
     /// `http` or `https`. Any other scheme stays as it is written, and the other parts are then empty.
     scheme: &'t str,

@@ -19,9 +19,7 @@ use crate::quantity::{Quantity, QuantityError, ambiguous_unit};
 use crate::secret::SecretSource;
 use crate::units::{parse_bytes, parse_duration};
 
-/// The longest list of strings.
 const MAX_LIST: usize = 10_000;
-/// The most JSON pointers in a list.
 const MAX_POINTERS: usize = 16;
 /// The separator of alternative pointers to one number.
 const POINTER_SEPARATOR: &str = " or ";
@@ -294,7 +292,6 @@ impl DocumentReader<'_> {
         }))
     }
 
-    /// Reads the address of a listener.
     pub(super) fn listen(&mut self, node: &TomlNode, key: &str) -> Option<SocketAddr> {
         const EXPECTED: &str = "an address and a port in quotes, such as \"127.0.0.1:8080\" or \"[::1]:8080\"";
         let as_port = |text: &str| text.parse::<u16>().ok().map(|port| format!("127.0.0.1:{port}"));
