@@ -1,6 +1,6 @@
 //! Client addresses in the form that limits count, and sets of networks.
 
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
 use ipnet::IpNet;
@@ -42,11 +42,6 @@ impl Ipv6Prefix {
     fn parent(self) -> Self {
         Self(if self.0 > 48 { 48 } else { self.0.saturating_sub(16).max(8) })
     }
-
-    #[inline]
-    pub(crate) fn mask(self, ip: Ipv6Addr) -> u64 {
-        (ip.to_bits() >> 64) as u64 & u64::MAX << (64 - self.0)
-    }
 }
 
 /// The counted bytes of an address: all of an IPv4 address, the prefix of an IPv6 address.
@@ -54,7 +49,10 @@ impl Ipv6Prefix {
 pub(crate) fn counted_network(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
     match canonical_ip(ip) {
         IpAddr::V4(ip) => PrefixBytes::V4(ip.octets()),
-        IpAddr::V6(ip) => PrefixBytes::V6(prefix.mask(ip).to_be_bytes()),
+        IpAddr::V6(ip) => {
+            let counted = (ip.to_bits() >> 64) as u64 & u64::MAX << (64 - prefix.0);
+            PrefixBytes::V6(counted.to_be_bytes())
+        }
     }
 }
 

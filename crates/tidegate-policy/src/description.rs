@@ -63,11 +63,6 @@ pub(crate) fn describe_bound(quantity: &Quantity) -> String {
     }
 }
 
-/// Describes the cool-down of a throttled credential.
-pub(crate) fn describe_cooldown(base: Span, cap: Span) -> String {
-    format!("rests for {} when it is throttled", describe_waits(base, 2, cap))
-}
-
 /// Describes growing waits: "1 s, 2 s … 30 s".
 pub(crate) fn describe_waits(base: Span, factor: u32, cap: Span) -> String {
     let second = base.times(factor.into());

@@ -375,7 +375,7 @@ fn end_segment(out: &mut impl ByteBuffer, segment: &OpenSegment, reading: &Readi
     match &out[begin..] {
         b"." if resolves => out.truncate_to(begin),
         b".." if resolves => {
-            let parent = last_slash(&out[..begin.saturating_sub(1)]);
+            let parent = out[..begin.saturating_sub(1)].iter().rposition(|byte| *byte == b'/').unwrap_or(0);
             out.truncate_to(parent + 1);
         }
         text => {
@@ -419,10 +419,6 @@ pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
         folded.extend_from_slice(chunk.invalid());
     }
     Some(folded)
-}
-
-fn last_slash(bytes: &[u8]) -> usize {
-    bytes.iter().rposition(|byte| *byte == b'/').unwrap_or(0)
 }
 
 /// The byte that the escape `%XX` at this index stands for.

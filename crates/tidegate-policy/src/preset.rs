@@ -51,10 +51,6 @@ impl Preset {
     pub fn ban(self) -> &'static str {
         Self::WORDS[self as usize][3]
     }
-
-    pub(crate) fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|preset| preset.as_str() == name)
-    }
 }
 
 impl fmt::Display for Preset {

@@ -110,11 +110,6 @@ fn add<'q>(values: &mut PartValues<'q>, value: Cow<'q, [u8]>) -> Result<(), TooM
     Ok(())
 }
 
-fn query_string(path: &str) -> &[u8] {
-    let query = path.split_once('?').map_or("", |(_, query)| query);
-    query.split_once('#').map_or(query, |(query, _)| query).as_bytes()
-}
-
 /// Calls `found` with the raw value of each query parameter of this name.
 fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])) {
     let mut pair = |piece: &'q [u8]| {
@@ -125,7 +120,9 @@ fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])
             found(value.trim_ascii());
         }
     };
-    for piece in query_string(path).split(|byte| *byte == b'&') {
+    let query = path.split_once('?').map_or("", |(_, query)| query);
+    let query = query.split_once('#').map_or(query, |(query, _)| query);
+    for piece in query.as_bytes().split(|byte| *byte == b'&') {
         pair(piece);
         if piece.contains(&b';') {
             piece.split(|byte| *byte == b';').for_each(&mut pair);

@@ -19,6 +19,7 @@ use crate::preset::Preset;
 use crate::quantity::Quantity;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{Below, read_keys, setting_keys};
+use crate::units::parse_duration;
 
 const MAX_ACTIONS: usize = 4095;
 const COUNT_WORDS: [(&str, CountMode); 2] = [("admitted", CountMode::Admitted), ("all", CountMode::All)];
@@ -102,11 +103,6 @@ pub(super) struct LimitGroup {
     pub(super) penalty: ParsedPenalty,
     pub(super) count: CountMode,
     pub(super) sharing: Sharing,
-}
-
-#[derive(Debug)]
-pub(super) struct ParsedGlobal {
-    pub(super) group: Option<LimitGroup>,
     pub(super) shadow: bool,
 }
 
@@ -142,10 +138,8 @@ impl DocumentReader<'_> {
         &mut self,
         inbound: Option<&TomlTable>,
         forward_auth: Option<TextRange>,
-    ) -> Option<ParsedGlobal> {
-        let Some(entry) = inbound.and_then(|inbound| inbound.get("global")) else {
-            return Some(ParsedGlobal { group: None, shadow: false });
-        };
+    ) -> Option<Option<LimitGroup>> {
+        let Some(entry) = inbound.and_then(|inbound| inbound.get("global")) else { return Some(None) };
         let table = self.section(inbound, "global", "inbound.global")?;
         read_keys!(self, table, RULES: mode, count);
         let penalty = self.penalty_or_ban(table, "inbound.global", ParsedPenalty::None);
@@ -164,13 +158,13 @@ impl DocumentReader<'_> {
             penalty: penalty?,
             count: count?,
             sharing: sharing?,
+            shadow: mode.unwrap_or_default(),
         };
         let groups = std::slice::from_ref(&group);
         let fits = self.check_count(table, groups)
             & self.check_lease(table, groups)
             & self.check_forward_auth(forward_auth, groups);
-        let shadow = mode.filter(|_| fits)?;
-        Some(ParsedGlobal { group: Some(group), shadow })
+        mode.filter(|_| fits).map(|_| Some(group))
     }
 
     pub(super) fn actions(
@@ -219,10 +213,7 @@ impl DocumentReader<'_> {
         let name = &entry.key;
         let name_is_fine = self.check_name(name, entry.key_at, "action");
         self.section_name.clone_from(name);
-        let Some(table) = entry.node.as_table() else {
-            let message = format!("the action {} is {}", quoted(name), entry.node.describe(self.texts));
-            return self.error(entry.key_at, message, format!("a section of its own, [inbound.action.{name}]")).none();
-        };
+        let table = self.member_table(entry, "inbound", "action")?;
         self.check_keys(table, PATH);
         read_keys!(self, table, ACTION: preset, key, missing, cost);
         read_keys!(self, table, RULES: mode, count);
@@ -231,15 +222,18 @@ impl DocumentReader<'_> {
             None => Some(None),
         };
         // A preset's ban is the default penalty.
-        let preset_penalty = preset.flatten().map_or(ParsedPenalty::None, |preset| preset_ban(preset, entry.key_at));
+        let preset_penalty = preset.flatten().map_or(ParsedPenalty::None, |preset| {
+            let ban = parse_duration(preset.ban()).expect("invariant: presets are tested to parse");
+            ParsedPenalty::Ban(ban, entry.key_at)
+        });
         let penalty = self.penalty_or_ban(table, PATH, preset_penalty);
         let sharing = self.sharing(table, PATH);
         let ipv6_network = self.ipv6_network(table, preset.flatten());
         let groups = match (preset, penalty, count, key, sharing) {
             (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => {
                 let (key_at, missing) = (table.node("key").map(|node| node.at), missing.unwrap_or_default());
-                let quantities = Vec::new();
-                let model = LimitGroup { name: None, key, key_at, missing, quantities, penalty, count, sharing };
+                let (name, quantities, shadow) = (None, Vec::new(), mode.unwrap_or_default());
+                let model = LimitGroup { name, key, key_at, missing, quantities, penalty, count, sharing, shadow };
                 self.limit_groups(entry, table, preset, model)
             }
             _ => {
@@ -260,7 +254,7 @@ impl DocumentReader<'_> {
             cost: cost?,
             cost_at: table.node("cost").map(|node| node.at),
             shadow: mode?,
-            groups: with_ipv6_network(groups?, ipv6_network?, count?, sharing?),
+            groups: with_ipv6_network(groups?, ipv6_network?, count?, sharing?, mode?),
         };
         missing?;
         (name_is_fine && fits).then_some(action)
@@ -365,6 +359,7 @@ impl DocumentReader<'_> {
             penalty: penalty?,
             count: count?,
             sharing: model.sharing,
+            shadow: model.shadow,
         };
         let groups = std::slice::from_ref(&group);
         let fits = self.check_count(table, groups) & self.check_missing(table, groups);
@@ -374,7 +369,7 @@ impl DocumentReader<'_> {
     fn preset(&mut self, node: &TomlNode) -> Option<Preset> {
         let names = Preset::ALL.map(Preset::as_str);
         let text = self.string(node, "preset", &join_names(&names))?;
-        let preset = Preset::from_name(text);
+        let preset = Preset::ALL.into_iter().find(|preset| preset.as_str() == text);
         if preset.is_none() {
             let meant = match text {
                 "signup" | "sign_up" | "sign-up" | "registration" => Some("register"),
@@ -390,17 +385,13 @@ impl DocumentReader<'_> {
     }
 }
 
-fn preset_ban(preset: Preset, at: TextRange) -> ParsedPenalty {
-    let ban = crate::units::parse_duration(preset.ban()).expect("invariant: presets are tested to parse");
-    ParsedPenalty::Ban(ban, at)
-}
-
 /// Adds the limit of each IPv6 /48. It has no penalty, because a /48 may belong to a whole town.
 fn with_ipv6_network(
     mut groups: Vec<LimitGroup>,
     ipv6_network: Option<Vec<(Quantity, TextRange)>>,
     count: CountMode,
     sharing: Sharing,
+    shadow: bool,
 ) -> Vec<LimitGroup> {
     groups.extend(ipv6_network.map(|quantities| LimitGroup {
         name: Some("ipv6".to_owned()),
@@ -411,6 +402,7 @@ fn with_ipv6_network(
         penalty: ParsedPenalty::None,
         count,
         sharing,
+        shadow,
     }));
     groups
 }

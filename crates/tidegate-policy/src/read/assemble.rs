@@ -8,7 +8,7 @@ use http::header::{COOKIE, HeaderName};
 use ipnet::IpNet;
 use tidegate_core::{Concurrency, CountMode, LeaseSpec, Limit, LimitId, LimitKind, Limits, MAX_OPS, Span};
 
-use super::actions::{LimitGroup, ParsedAction, ParsedGlobal};
+use super::actions::{LimitGroup, ParsedAction};
 use super::server::INBOUND;
 use super::{DocumentReader, all_or_none};
 use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
@@ -113,7 +113,7 @@ impl DocumentReader<'_> {
         let lists = self.lists(inbound);
         let forward_auth = self.forward_auth_range(root);
         let global = self.global(inbound, forward_auth);
-        let global_op_count = global.as_ref().and_then(|global| global.group.as_ref()).map_or(0, LimitGroup::op_count);
+        let global_op_count = global.iter().flatten().map(LimitGroup::op_count).sum();
         if global_op_count > MAX_OPS
             && let Some(entry) = inbound.and_then(|inbound| inbound.get("global"))
         {
@@ -170,14 +170,14 @@ impl DocumentReader<'_> {
     fn assemble(
         &mut self,
         collector: &mut PlanCollector,
-        global: ParsedGlobal,
+        global: Option<LimitGroup>,
         parsed_actions: Vec<ParsedAction>,
     ) -> Option<Vec<Action>> {
         let mut is_valid = true;
         let mut global_quantities = Vec::new();
-        if let Some(group) = global.group {
+        if let Some(group) = global {
             global_quantities.clone_from(&group.quantities);
-            let ids = self.add_limits(collector, "global", None, global.shadow, vec![group]);
+            let ids = self.add_limits(collector, "global", None, vec![group]);
             is_valid &= ids.is_some();
             collector.global = ids.unwrap_or_default();
         }
@@ -197,7 +197,7 @@ impl DocumentReader<'_> {
         for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
             is_valid &= self.check_capacity(cost, cost_at, quantity, *at, "the limit");
         }
-        let limits = self.add_limits(collector, &name, Some(id), shadow, groups)?;
+        let limits = self.add_limits(collector, &name, Some(id), groups)?;
         let op_template = collector.op_template(&limits);
         if collector.keeps_keys_together && !op_template.steps.is_empty() && op_template.affinity.is_none() {
             let of_global = if collector.global.is_empty() { "" } else { " with [inbound.global]'s `client_ip`" };
@@ -235,7 +235,6 @@ impl DocumentReader<'_> {
         collector: &mut PlanCollector,
         owner: &str,
         action: Option<ActionId>,
-        shadow: bool,
         groups: Vec<LimitGroup>,
     ) -> Option<Vec<LimitId>> {
         let is_only_limit = groups.iter().map(LimitGroup::op_count).sum::<usize>() == 1;
@@ -265,7 +264,7 @@ impl DocumentReader<'_> {
                     .with_tag(tag)
                     .with_sharing(group.sharing)
                     .with_count_mode(count)
-                    .with_shadow(shadow);
+                    .with_shadow(group.shadow);
                 if let Some(penalty) = penalty {
                     limit = limit.with_penalty(penalty);
                 }

@@ -4,7 +4,7 @@ use tidegate_core::{CountMode, MAX_OPS};
 
 use super::DocumentReader;
 use super::actions::{LimitGroup, ParsedAction, ParsedPenalty};
-use crate::document::{TextRange, TomlTable};
+use crate::document::{TextRange, TomlEntry, TomlTable};
 use crate::error::quoted;
 use crate::key::KeyPart;
 use crate::quantity::Quantity;
@@ -84,6 +84,21 @@ impl DocumentReader<'_> {
         };
         self.report(at, message, expected);
         false
+    }
+
+    /// Returns the table of an action or a provider, which every name in their sections must have.
+    pub(super) fn member_table<'n>(
+        &mut self,
+        entry: &'n TomlEntry,
+        section: &str,
+        what: &str,
+    ) -> Option<&'n TomlTable> {
+        let table = entry.node.as_table();
+        table.or_else(|| {
+            let message = format!("the {what} {} is {}", quoted(&entry.key), entry.node.describe(self.texts));
+            let expected = format!("a section of its own, [{section}.{what}.{}]", entry.key);
+            self.error(entry.key_at, message, expected).none()
+        })
     }
 
     /// Reports an action whose name or match clashes with one before it, or whose limits don't fit into one batch.

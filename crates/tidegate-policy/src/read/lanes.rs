@@ -58,21 +58,16 @@ pub(super) struct ParsedLane {
 }
 
 impl ParsedLane {
-    /// The default timeout of a call and the default number of its retries.
-    fn default_timeout_and_retries(lane: Lane) -> (Span, u32) {
-        match lane {
-            Lane::Background => (Span::from_secs(60), 5),
-            Lane::User | Lane::Webhook => (Span::from_secs(10), 2),
-        }
-    }
-
     /// The rules of the lane: its own values, else the provider's, else the lane's defaults.
     pub(super) fn rules(&self, timeout: Option<Span>, read: &ParsedRetry) -> LaneRules {
-        let (usual_timeout, usual_retries) = Self::default_timeout_and_retries(self.lane);
+        let (default_timeout, default_retries) = match self.lane {
+            Lane::Background => (Span::from_secs(60), 5),
+            Lane::User | Lane::Webhook => (Span::from_secs(10), 2),
+        };
         let retries = self.retries.map(|retries| retries + 1).or(read.max_attempts);
         let mut retry = read.retry;
-        retry.max_attempts = retries.unwrap_or(usual_retries + 1);
-        LaneRules { timeout: self.timeout.or(timeout).unwrap_or(usual_timeout), retry }
+        retry.max_attempts = retries.unwrap_or(default_retries + 1);
+        LaneRules { timeout: self.timeout.or(timeout).unwrap_or(default_timeout), retry }
     }
 }
 

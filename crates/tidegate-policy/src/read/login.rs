@@ -61,10 +61,8 @@ impl DocumentReader<'_> {
         }
         if secrets.is_empty() && !body.contains(CREDENTIAL_PLACEHOLDER) {
             let at = table.get("body").map_or(whole.key_at, |entry| entry.key_at);
-            return self
-                .error(at, "the login's body has no place for the credential", CREDENTIAL_PLACEHOLDER)
-                .help("such as body = '{\"apikey\":\"{credential}\"}'")
-                .none();
+            let error = self.error(at, "the login's body has no place for the credential", CREDENTIAL_PLACEHOLDER);
+            return error.help("such as body = '{\"apikey\":\"{credential}\"}'").none();
         }
         let refresh_before = refresh_before.unwrap_or(lifetime / 10);
         Some(Some(Login { path: path?, body, secrets, pointer: pointer?, lifetime, refresh_before }))

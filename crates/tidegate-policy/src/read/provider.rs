@@ -178,16 +178,13 @@ impl DocumentReader<'_> {
     fn check_provider_name(&mut self, entry: &TomlEntry) -> Option<bool> {
         let name = &entry.key;
         self.section_name.clone_from(name);
-        if entry.node.as_table().is_some() {
-            return Some(self.check_name(name, entry.key_at, "provider"));
-        }
-        if crate::settings::table_keys(PROVIDER_PATH).contains(&name.as_str()) {
+        if entry.node.as_table().is_none() && crate::settings::table_keys(PROVIDER_PATH).contains(&name.as_str()) {
             let message = format!("{} stands outside of any provider", quoted(name));
             let error = self.error(entry.key_at, message, "a section for each API, [outbound.provider.NAME]");
             return error.help("give the provider a name, such as [outbound.provider.tmdb]").none();
         }
-        let message = format!("the provider {} is {}", quoted(name), entry.node.describe(self.texts));
-        self.error(entry.key_at, message, format!("a section of its own, [outbound.provider.{name}]")).none()
+        self.member_table(entry, "outbound", "provider")?;
+        Some(self.check_name(name, entry.key_at, "provider"))
     }
 
     /// Merges the section over its preset. A key of the section wins; nested tables are merged key by key.

@@ -55,15 +55,6 @@ impl ProviderLimits {
         self.cost.iter().chain(&self.credential_cost)
     }
 
-    fn longest_spacing(&self) -> Option<Span> {
-        self.all_calls().filter_map(|limit| spacing(&limit.quantity)).max()
-    }
-
-    fn shortest_rate_spacing(&self) -> Option<Span> {
-        let rates = self.all_calls().filter(|limit| matches!(limit.quantity, Quantity::Rate { .. }));
-        rates.filter_map(|limit| spacing(&limit.quantity)).min()
-    }
-
     /// The longest window of the limits and of the lanes, each at least as long as a lane's turn needs.
     fn longest_window(&self, lanes: &[ParsedLane]) -> Option<Span> {
         let lane_limits = lanes.iter().flat_map(|lane| &lane.limits);
@@ -116,8 +107,10 @@ impl DocumentReader<'_> {
 
         let mut max_in_flight = min_in_flight_limit(&limits.calls).min(if sequential { 1 } else { u32::MAX });
         let mut max_in_flight_per_credential = min_in_flight_limit(&limits.credential_calls);
-        let stagger = limits.longest_spacing().map_or(Cooldown::default().stagger, |spacing| spacing.max(MIN_STAGGER));
-        let jitter = limits.shortest_rate_spacing().map_or(Span::ZERO, transit_jitter);
+        let longest_spacing = limits.all_calls().filter_map(|limit| spacing(&limit.quantity)).max();
+        let stagger = longest_spacing.map_or(Cooldown::default().stagger, |spacing| spacing.max(MIN_STAGGER));
+        let rates = limits.all_calls().filter(|limit| matches!(limit.quantity, Quantity::Rate { .. }));
+        let jitter = rates.filter_map(|limit| spacing(&limit.quantity)).min().map_or(Span::ZERO, transit_jitter);
         let longest_window = limits.longest_window(&lanes);
         // Without a window, no call is counted ahead, so replies have nothing to correct in the store.
         let is_window = |cost: &ParsedLimit| matches!(cost.quantity, Quantity::Window { .. });
@@ -187,7 +180,7 @@ impl DocumentReader<'_> {
         let info = OutboundLimitInfo {
             name: format!("{}.cooldown", section.name),
             quantity: None,
-            description: description::describe_cooldown(base, cap),
+            description: format!("rests for {} when it is throttled", description::describe_waits(base, 2, cap)),
             per_credential: true,
         };
         self.add_outbound_limit(collected, LimitKind::Cooldown(Cooldown { base, cap, stagger }), info, section.name_at)
