@@ -390,9 +390,9 @@ fn convert_errors(texts: &SourceTexts, text: TextRange, parse_errors: &[toml::de
     let mut errors = Vec::new();
     let mut duplicate_header: Option<TextRange> = None;
     let mut last_line = None;
-    for complaint in parse_errors {
-        let at = parsed_range(texts, text, complaint.span().unwrap_or_default());
-        let is_twice = complaint.message().contains("duplicate key");
+    for parse_error in parse_errors {
+        let at = parsed_range(texts, text, parse_error.span().unwrap_or_default());
+        let is_twice = parse_error.message().contains("duplicate key");
         // Each key of a duplicate section is a duplicate too, which need not be reported.
         if let Some(header) = duplicate_header.filter(|_| is_twice && !is_header(at)) {
             let between = &body[header.end..at.start];
@@ -402,7 +402,7 @@ fn convert_errors(texts: &SourceTexts, text: TextRange, parse_errors: &[toml::de
         }
         duplicate_header = if is_twice && is_header(at) { Some(at) } else { duplicate_header };
         let rest_of_line = body[at.start..].lines().next().unwrap_or("");
-        let looks_like_yaml = rest_of_line.starts_with(':') && complaint.message().contains("unquoted key");
+        let looks_like_yaml = rest_of_line.starts_with(':') && parse_error.message().contains("unquoted key");
         if looks_like_yaml {
             let error = Error::new(texts, at, "not valid TOML: a colon behind a key", "`key = value`");
             let help = "this looks like YAML; a policy is TOML: [inbound], and below it listen = \"127.0.0.1:8080\"";
@@ -410,7 +410,7 @@ fn convert_errors(texts: &SourceTexts, text: TextRange, parse_errors: &[toml::de
         }
         // A further error on the same line usually follows from the first.
         if last_line != Some(texts.line(at)) {
-            errors.push(convert_error(texts, at, complaint.message()));
+            errors.push(convert_error(texts, at, parse_error.message()));
         }
         last_line = Some(texts.line(at));
     }

@@ -98,12 +98,6 @@ pub(crate) struct EnvVars {
     pub(crate) prefix: Option<String>,
 }
 
-impl EnvVars {
-    fn is_prefixed(&self, name: &str) -> bool {
-        self.prefix.as_ref().is_some_and(|prefix| prefixed::is_prefixed(name, prefix))
-    }
-}
-
 /// Shows only the names, because any value may be a secret.
 impl fmt::Debug for EnvVars {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -114,12 +108,12 @@ impl fmt::Debug for EnvVars {
 
 /// Merges the variables over the table of the file.
 pub(crate) fn apply_variables(texts: &mut SourceTexts, errors: &mut Vec<Error>, root: &mut TomlTable, env: EnvVars) {
-    let is_said = |value: &str| !value.trim().is_empty();
+    let is_set = |value: &str| !value.trim().is_empty();
+    let EnvVars { variables: mut env, prefix } = env;
+    let is_prefixed = |name: &str| prefix.as_ref().is_some_and(|prefix| prefixed::is_prefixed(name, prefix));
     let prefixed: Vec<(String, String)> =
-        env.variables.iter().filter(|(name, value)| env.is_prefixed(name) && is_said(value)).cloned().collect();
-    let prefix = env.prefix.clone();
-    let mut env: Vec<(String, String)> = env.variables;
-    env.retain(|(name, value)| is_policy_variable(name) && is_said(value));
+        env.iter().filter(|(name, value)| is_prefixed(name) && is_set(value)).cloned().collect();
+    env.retain(|(name, value)| is_policy_variable(name) && is_set(value));
     env.sort();
     let mut secrets = secret_variables(root, &env);
     secrets.extend(prefixed.iter().map(|(name, _)| name.clone()));

@@ -131,7 +131,7 @@ impl Hints {
 
     fn update_remaining(&mut self, measure: Measure, left: u128, limit: Option<u128>, until: Time) {
         let number = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
-        let told = RemainingAmount {
+        let reported = RemainingAmount {
             amount: number(left),
             limit: limit.map(number).filter(|limit| *limit > 0),
             resets_at: until,
@@ -140,8 +140,10 @@ impl Hints {
             Measure::Calls => &mut self.remaining.calls,
             Measure::Cost => &mut self.remaining.cost,
         };
-        if known.is_none_or(|known| (told.amount, Reverse(told.resets_at)) < (known.amount, Reverse(known.resets_at))) {
-            *known = Some(told);
+        if known.is_none_or(|known| {
+            (reported.amount, Reverse(reported.resets_at)) < (known.amount, Reverse(known.resets_at))
+        }) {
+            *known = Some(reported);
         }
     }
 

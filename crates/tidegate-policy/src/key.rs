@@ -17,7 +17,7 @@ use tidegate_core::{Key, LimitKind, MAX_OPS, ShareLevel};
 pub use error::{KeyError, MissingPartError, UncountableError, UnknownPlatformError};
 
 use self::encoder::{KeyEncoder, address_key, encode_part, encode_prefix};
-use self::values::{PartValues, TooManyValuesError};
+use self::values::{PartValues, TooManyValues};
 use crate::address::{Ipv6Prefix, canonical_ip, counted_network, shared_network};
 use crate::path::PathQuirks;
 use crate::query::Query;
@@ -327,7 +327,7 @@ fn part_values<'q>(part: &KeyPart, query: &Query<'q>, limit: &str) -> Result<Opt
     // Requests often lack a part. But a query without request headers comes from a caller that forgot the field, and
     // is an error.
     let headers = || query.headers.ok_or_else(missing);
-    let too_many = |TooManyValuesError| UncountableError::TooManyValues(part.to_string());
+    let too_many = |TooManyValues| UncountableError::TooManyValues(part.to_string());
     Ok(match part {
         KeyPart::Header(name) => Some(values::header_values(headers()?, name).map_err(too_many)?),
         KeyPart::Cookie(name) => Some(values::cookie_values(headers()?, name).map_err(too_many)?),

@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use http::HeaderName;
+use ipnet::IpNet;
 use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, ShareLevel, Time, Verb};
 
 use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
@@ -18,7 +19,6 @@ use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::path_encoding::forwarded_path;
 use crate::query::Query;
 use crate::router::Router;
-use ipnet::IpNet;
 pub use parts::{Action, ActionId, LimitInfo, LimitScope, RateLimitPolicyItem};
 pub(crate) use parts::{OpStep, OpTemplate};
 
@@ -177,7 +177,9 @@ impl Plan {
     /// The status of an address: on the allow list (never limited), on the deny list (always refused), or on neither.
     /// If several networks contain it, the smallest decides.
     pub fn list_status(&self, ip: IpAddr) -> ListStatus {
-        self.lists.find(ip).unwrap_or(ListStatus::Neither)
+        // Most policies have no lists.
+        let found = if self.listed_networks.is_empty() { None } else { self.lists.find(ip) };
+        found.unwrap_or(ListStatus::Neither)
     }
 
     /// The decision about a call from an address on a list; `None` if the limits decide.

@@ -253,45 +253,6 @@ impl Router {
     }
 }
 
-/// Returns the expected result of [`Router::find`] by trying every rule in turn.
-#[cfg(test)]
-fn find_slowly(router: &Router, query: &Query<'_>) -> Result<MatchedActions, PathError> {
-    let Some(text) = query.path else { return Ok(find_slowly_as(router, query, None).into()) };
-    let mut actions = MatchedActions::NONE;
-    let normal = NormalisedPath::new(text, router.quirks);
-    let mut see =
-        |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.insert(action));
-    see(normal.as_bytes())?;
-    if normal.as_bytes() != b"*" {
-        readings::each_reading(text, router.quirks, &mut see)?;
-    }
-    Ok(actions)
-}
-
-#[cfg(test)]
-fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Option<ActionId> {
-    let fits = |segments: &[PatternSegment], open: bool, path: &[u8]| {
-        // An empty segment that isn't merged counts as a segment, but `/` has none.
-        let found: Vec<&[u8]> = path[1..].split(|byte| *byte == b'/').filter(|_| path.len() > 1).collect();
-        path.first() == Some(&b'/')
-            && (found.len() == segments.len() || open && found.len() > segments.len())
-            && segments.iter().zip(found).all(|(segment, found)| match segment {
-                PatternSegment::Literal(text) => text == found,
-                PatternSegment::Glob(pattern) => glob_matches(pattern, found),
-            })
-    };
-    let rule = router.rules.iter().find(|rule| {
-        let patterns = &rule.matcher.paths;
-        rule.matcher.matches_method(query.method)
-            && rule.matcher.matches_host(query.host)
-            && (patterns.is_empty()
-                || path.is_some_and(|path| {
-                    patterns.iter().any(|pattern| fits(&pattern.segments, pattern.matches_below, path))
-                }))
-    });
-    rule.map(|rule| rule.action)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -299,6 +260,43 @@ mod tests {
     use crate::matcher::PathPattern;
     use http::Method;
     use proptest::prelude::*;
+
+    /// Returns the expected result of [`Router::find`] by trying every rule in turn.
+    fn find_slowly(router: &Router, query: &Query<'_>) -> Result<MatchedActions, PathError> {
+        let Some(text) = query.path else { return Ok(find_slowly_as(router, query, None).into()) };
+        let mut actions = MatchedActions::NONE;
+        let normal = NormalisedPath::new(text, router.quirks);
+        let mut visit =
+            |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.insert(action));
+        visit(normal.as_bytes())?;
+        if normal.as_bytes() != b"*" {
+            readings::each_reading(text, router.quirks, &mut visit)?;
+        }
+        Ok(actions)
+    }
+
+    fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Option<ActionId> {
+        let fits = |segments: &[PatternSegment], open: bool, path: &[u8]| {
+            // An empty segment that isn't merged counts as a segment, but `/` has none.
+            let found: Vec<&[u8]> = path[1..].split(|byte| *byte == b'/').filter(|_| path.len() > 1).collect();
+            path.first() == Some(&b'/')
+                && (found.len() == segments.len() || open && found.len() > segments.len())
+                && segments.iter().zip(found).all(|(segment, found)| match segment {
+                    PatternSegment::Literal(text) => text == found,
+                    PatternSegment::Glob(pattern) => glob_matches(pattern, found),
+                })
+        };
+        let rule = router.rules.iter().find(|rule| {
+            let patterns = &rule.matcher.paths;
+            rule.matcher.matches_method(query.method)
+                && rule.matcher.matches_host(query.host)
+                && (patterns.is_empty()
+                    || path.is_some_and(|path| {
+                        patterns.iter().any(|pattern| fits(&pattern.segments, pattern.matches_below, path))
+                    }))
+        });
+        rule.map(|rule| rule.action)
+    }
 
     fn router(rules: &[(&str, &str, &str)]) -> Router {
         let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();

@@ -31,7 +31,7 @@ const LINE_JOINERS: [&[u8]; 2] = [b", ", b","];
 pub(crate) type PartValues<'q> = ArrayVec<Cow<'q, [u8]>, { MAX_VALUES + LINE_JOINERS.len() }>;
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct TooManyValuesError;
+pub(crate) struct TooManyValues;
 
 /// The value of a header that has one line.
 #[inline]
@@ -59,10 +59,7 @@ pub(crate) fn single_parameter_value<'q>(path: &'q str, name: &str) -> Option<&'
 }
 
 /// The values that servers may read for a header.
-pub(crate) fn header_values<'q>(
-    headers: &'q HeaderMap,
-    name: &HeaderName,
-) -> Result<PartValues<'q>, TooManyValuesError> {
+pub(crate) fn header_values<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<PartValues<'q>, TooManyValues> {
     let mut values = PartValues::new();
     let lines = || headers.get_all(name).iter().map(|line| line.as_bytes());
     lines().try_for_each(|line| add(&mut values, Cow::Borrowed(line)))?;
@@ -79,7 +76,7 @@ pub(crate) fn header_values<'q>(
 }
 
 /// The values that servers may read for a cookie.
-pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<PartValues<'q>, TooManyValuesError> {
+pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<PartValues<'q>, TooManyValues> {
     let mut values = PartValues::new();
     let mut added = Ok(());
     cookies::each_value(headers, name, &mut |value| {
@@ -90,7 +87,7 @@ pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<Pa
 }
 
 /// The values that servers may read for a query parameter.
-pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValues<'q>, TooManyValuesError> {
+pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValues<'q>, TooManyValues> {
     let mut values = PartValues::new();
     let mut added = Ok(());
     each_parameter(path, name, &mut |value| {
@@ -99,12 +96,12 @@ pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValu
     added.map(|()| values)
 }
 
-fn add<'q>(values: &mut PartValues<'q>, value: Cow<'q, [u8]>) -> Result<(), TooManyValuesError> {
+fn add<'q>(values: &mut PartValues<'q>, value: Cow<'q, [u8]>) -> Result<(), TooManyValues> {
     if values.contains(&value) {
         return Ok(());
     }
     if values.len() == MAX_VALUES {
-        return Err(TooManyValuesError);
+        return Err(TooManyValues);
     }
     values.push(value);
     Ok(())
@@ -199,7 +196,7 @@ mod tests {
     use http::header::COOKIE;
     use proptest::prelude::*;
 
-    fn texts(values: Result<PartValues<'_>, TooManyValuesError>) -> Option<Vec<String>> {
+    fn texts(values: Result<PartValues<'_>, TooManyValues>) -> Option<Vec<String>> {
         Some(values.ok()?.iter().map(|value| String::from_utf8_lossy(value).into_owned()).collect())
     }
 

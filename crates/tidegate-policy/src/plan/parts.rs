@@ -3,7 +3,6 @@
 use tidegate_core::LimitId;
 
 use crate::matcher::Matcher;
-use crate::preset::Preset;
 use crate::quantity::Quantity;
 
 /// The id of an action within its plan.
@@ -103,7 +102,6 @@ impl LimitInfo {
 pub struct Action {
     pub(crate) name: String,
     pub(crate) matcher: Option<Matcher>,
-    pub(crate) preset: Option<Preset>,
     pub(crate) cost: u64,
     pub(crate) shadow: bool,
     pub(crate) limits: Vec<LimitId>,
@@ -121,11 +119,6 @@ impl Action {
     /// The requests that it matches; `None` if only the decision API reaches it.
     pub fn matcher(&self) -> Option<&Matcher> {
         self.matcher.as_ref()
-    }
-
-    /// The preset that it is made from, if any.
-    pub fn preset(&self) -> Option<Preset> {
-        self.preset
     }
 
     /// The cost of a call that doesn't state its own.

@@ -2,7 +2,7 @@
 
 use tidegate_core::{CountMode, MAX_COST, MAX_OPS, OnOutage, PenaltySpec, Sharing, Span};
 
-use super::forms::{Custom, LIMITS, Maybe, OrWord, TABLE, Whole, Words};
+use super::forms::{Custom, LIMITS, Maybe, OrWord, Quantities, TABLE, Whole, Words};
 use super::keys::{KEY, MISSING_WORDS};
 use super::matching::MATCH;
 use super::penalties::{BAN, PENALTY};
@@ -37,7 +37,7 @@ setting_keys! {
     }
 
     GLOBAL: GlobalKeys {
-        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit of one client address over all actions";
+        limit: Quantities = "", LIMITS, "the limit of one client address over all actions";
         rules: () = "", TABLE, "", Below::Beside(&RULES);
     }
 
@@ -46,12 +46,12 @@ setting_keys! {
         key: Vec<KeyPart> = "client_ip", KEY, "the parts that its calls are counted by";
         missing: OnMissing = "by_ip", Words(&MISSING_WORDS),
             "the rule for requests without a header, cookie or parameter of the key: share, by_ip, refuse or skip";
-        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit, as a quantity";
+        limit: Quantities = "", LIMITS, "the limit, as a quantity";
         limits: () = "", TABLE, "several limits with keys of their own", Below::Items(&ITEM);
         preset: Option<Preset> = "",
             Maybe(Custom(Text, "the name of a preset", |reader, node, _| reader.preset(node))),
             "a ready-made limit: login, otp_request, password_reset, register or api_call";
-        ipv6_network: Option<Vec<(Quantity, TextRange)>> = "", OrWord("preset", LIMITS),
+        ipv6_network: Option<Quantities> = "", OrWord("preset", LIMITS),
             "a second limit, on each IPv6 /48: a quantity, or `preset` for ten times the preset's limit";
         cost: u64 = "1", Whole(1, MAX_COST), "the cost of a call";
         rules: () = "", TABLE, "", Below::Beside(&RULES);
@@ -63,7 +63,7 @@ setting_keys! {
         key: Vec<KeyPart> = "", KEY, "the parts that its calls are counted by; default the action's key";
         missing: OnMissing = "", Words(&MISSING_WORDS),
             "the rule for requests without a part of the key; default the action's";
-        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit, as a quantity";
+        limit: Quantities = "", LIMITS, "the limit, as a quantity";
         penalty: () = "", TABLE, "the penalty for exceeding it; default the action's penalty", Below::Table(&PENALTY);
         ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";
         count: CountMode = "", Words(&COUNT_WORDS), "which calls count; the action's word if unsaid";
@@ -99,7 +99,7 @@ pub(super) struct LimitGroup {
     /// The place of the key in the policy; `None` if the key is a default.
     pub(super) key_at: Option<TextRange>,
     pub(super) missing: OnMissing,
-    pub(super) quantities: Vec<(Quantity, TextRange)>,
+    pub(super) quantities: Quantities,
     pub(super) penalty: ParsedPenalty,
     pub(super) count: CountMode,
     pub(super) sharing: Sharing,
@@ -113,7 +113,6 @@ pub(super) struct ParsedAction {
     pub(super) folded_name: String,
     pub(super) name_at: TextRange,
     pub(super) matcher: Option<(Matcher, TextRange)>,
-    pub(super) preset: Option<Preset>,
     pub(super) cost: u64,
     pub(super) cost_at: Option<TextRange>,
     pub(super) shadow: bool,
@@ -211,9 +210,9 @@ impl DocumentReader<'_> {
     fn action(&mut self, entry: &TomlEntry, quirks: PathQuirks) -> Option<ParsedAction> {
         const PATH: &str = "inbound.action.*";
         let name = &entry.key;
-        let name_is_fine = self.check_name(name, entry.key_at, "action");
+        let name_is_valid = self.check_name(name, entry.key_at, "action");
         self.section_name.clone_from(name);
-        let table = self.member_table(entry, "inbound", "action")?;
+        let table = self.own_table(entry, "inbound", "action")?;
         self.check_keys(table, PATH);
         read_keys!(self, table, ACTION: preset, key, missing, cost);
         read_keys!(self, table, RULES: mode, count);
@@ -250,14 +249,13 @@ impl DocumentReader<'_> {
             folded_name: fold_member_name(name),
             name_at: entry.key_at,
             matcher: matcher?,
-            preset: preset?,
             cost: cost?,
             cost_at: table.node("cost").map(|node| node.at),
             shadow: mode?,
             groups: with_ipv6_network(groups?, ipv6_network?, count?, sharing?, mode?),
         };
         missing?;
-        (name_is_fine && fits).then_some(action)
+        (name_is_valid && fits).then_some(action)
     }
 
     /// Returns true if the entry in an action's place is a setting of an action without a name.
@@ -388,7 +386,7 @@ impl DocumentReader<'_> {
 /// Adds the limit of each IPv6 /48. It has no penalty, because a /48 may belong to a whole town.
 fn with_ipv6_network(
     mut groups: Vec<LimitGroup>,
-    ipv6_network: Option<Vec<(Quantity, TextRange)>>,
+    ipv6_network: Option<Quantities>,
     count: CountMode,
     sharing: Sharing,
     shadow: bool,

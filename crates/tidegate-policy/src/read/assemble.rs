@@ -192,7 +192,7 @@ impl DocumentReader<'_> {
     }
 
     fn assemble_action(&mut self, collector: &mut PlanCollector, id: ActionId, parsed: ParsedAction) -> Option<Action> {
-        let ParsedAction { name, name_at, matcher, preset, cost, cost_at, shadow, groups, .. } = parsed;
+        let ParsedAction { name, name_at, matcher, cost, cost_at, shadow, groups, .. } = parsed;
         let mut is_valid = true;
         for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
             is_valid &= self.check_capacity(cost, cost_at, quantity, *at, "the limit");
@@ -213,7 +213,6 @@ impl DocumentReader<'_> {
         is_valid.then(|| Action {
             name,
             matcher: matcher.map(|(matcher, _)| matcher),
-            preset,
             cost,
             shadow,
             unlimited: limits.is_empty(),

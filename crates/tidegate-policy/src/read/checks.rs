@@ -87,12 +87,7 @@ impl DocumentReader<'_> {
     }
 
     /// Returns the table of an action or a provider, which every name in their sections must have.
-    pub(super) fn member_table<'n>(
-        &mut self,
-        entry: &'n TomlEntry,
-        section: &str,
-        what: &str,
-    ) -> Option<&'n TomlTable> {
+    pub(super) fn own_table<'n>(&mut self, entry: &'n TomlEntry, section: &str, what: &str) -> Option<&'n TomlTable> {
         let table = entry.node.as_table();
         table.or_else(|| {
             let message = format!("the {what} {} is {}", quoted(&entry.key), entry.node.describe(self.texts));

@@ -57,6 +57,9 @@ impl DocumentReader<'_> {
     }
 }
 
+/// Quantities with their places.
+pub(super) type Quantities = Vec<(Quantity, TextRange)>;
+
 /// A form with a parser of its own: its type, its description and the parser.
 pub(super) struct Custom<T>(
     pub(super) SettingType,
@@ -91,7 +94,7 @@ pub(super) const SECRET: Custom<SecretSource> =
     Custom(Text, "the place of a secret: env:NAME or file:PATH", |reader, node, key| reader.secret_source(node, key));
 pub(super) const NETWORKS: Custom<Vec<(IpNet, TextRange)>> =
     Custom(Strings, "a network or an address, or a list of them", |reader, node, key| reader.networks(node, key));
-pub(super) const LIMITS: Custom<Vec<(Quantity, TextRange)>> =
+pub(super) const LIMITS: Custom<Quantities> =
     Custom(Strings, "a limit, or a list of limits", |reader, node, key| reader.quantities(node, key));
 pub(super) const HOSTS: Custom<Vec<String>> =
     Custom(Strings, "a host's name, or a list of them", |reader, node, _| reader.hosts(node));

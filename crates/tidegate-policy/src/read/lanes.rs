@@ -7,14 +7,13 @@ use tidegate_core::lanes::MAX_WAITING;
 use tidegate_core::{Lane, LaneSpec, Span};
 
 use super::DocumentReader;
-use super::forms::{Custom, DURATION, LIMITS, Maybe, Whole};
+use super::forms::{Custom, DURATION, LIMITS, Maybe, Quantities, Whole};
 use super::provider::ProviderSection;
 use super::provider_limits::ParsedLimit;
 use super::resilience::{MAX_ATTEMPTS, ParsedRetry};
-use crate::document::{TextRange, TomlNode, TomlTable};
+use crate::document::{TomlNode, TomlTable};
 use crate::error::quoted;
 use crate::outbound::HoursOfDay;
-use crate::quantity::Quantity;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{read_keys, setting_keys};
 
@@ -23,7 +22,7 @@ macro_rules! lane_keys {
     ($group:ident: $keys:ident, $calls:literal, $timeout:literal, $retries:literal $(, $($hours:tt)+)?) => {
         setting_keys! {
             $group: $keys {
-                limit: Vec<(Quantity, TextRange)> = "", LIMITS, concat!("the limits of ", $calls, " calls");
+                limit: Quantities = "", LIMITS, concat!("the limits of ", $calls, " calls");
                 in_flight: Option<u32> = "", Maybe(Whole(1, 1_000_000)), "their maximum number in flight";
                 timeout: Option<Duration> = "", Maybe(DURATION),
                     concat!("the time for one call; ", $timeout, " if not set anywhere");

@@ -272,13 +272,8 @@ impl DocumentReader<'_> {
 
     /// Returns the table under a key, checked for unknown keys. `None` if the key is absent or holds another value,
     /// which is reported.
-    fn section<'n>(
-        &mut self,
-        parent: impl Into<Option<&'n TomlTable>>,
-        key: &str,
-        path: &str,
-    ) -> Option<&'n TomlTable> {
-        let node = parent.into()?.node(key)?;
+    fn section<'n>(&mut self, parent: Option<&'n TomlTable>, key: &str, path: &str) -> Option<&'n TomlTable> {
+        let node = parent?.node(key)?;
         let Some(table) = node.as_table() else {
             let path = path.replace('*', &self.section_name);
             return self.wrong_type(node, key, format!("a section, [{path}], or a table, {{ … }}")).none();

@@ -72,10 +72,10 @@ impl DocumentReader<'_> {
         read_keys!(self, table, PENALTY: base, factor, cap, forgive_after, mode);
         let (base, cap) = (base?, cap?);
         if cap < base {
-            let (said_base, said_cap) = (table.node("base"), table.node("cap"));
-            let at = said_cap.or(said_base).map_or(node.at, |node| node.at);
-            let message = describe_order("block", base, cap, said_base, said_cap);
-            let pointer = said_base.filter(|node| node.at != at).map(|node| self.texts.describe_location(node.at));
+            let (written_base, written_cap) = (table.node("base"), table.node("cap"));
+            let at = written_cap.or(written_base).map_or(node.at, |node| node.at);
+            let message = describe_order("block", base, cap, written_base, written_cap);
+            let pointer = written_base.filter(|node| node.at != at).map(|node| self.texts.describe_location(node.at));
             let help = pointer.map(|pointer| format!("the base stands {pointer}"));
             return self.error(at, message, "a `cap` no shorter than `base`").help_if(help).none();
         }
@@ -84,8 +84,8 @@ impl DocumentReader<'_> {
     }
 
     /// Builds the penalty of a limit from its window. The flag is true for a ban.
-    pub(super) fn build_penalty(&mut self, cost: ParsedPenalty, window: Span) -> Option<(Option<Penalty>, bool)> {
-        let (made, at, is_ban): (Result<Penalty, LimitError>, TextRange, bool) = match cost {
+    pub(super) fn build_penalty(&mut self, parsed: ParsedPenalty, window: Span) -> Option<(Option<Penalty>, bool)> {
+        let (made, at, is_ban): (Result<Penalty, LimitError>, TextRange, bool) = match parsed {
             ParsedPenalty::None => return Some((None, false)),
             ParsedPenalty::Growing(spec, at) => (Penalty::new(spec, window), at, false),
             ParsedPenalty::Ban(length, at) => (Penalty::ban(length, window), at, true),
@@ -102,14 +102,14 @@ pub(super) fn describe_order(
     of: &str,
     base: Span,
     cap: Span,
-    said_base: Option<&TomlNode>,
-    said_cap: Option<&TomlNode>,
+    written_base: Option<&TomlNode>,
+    written_cap: Option<&TomlNode>,
 ) -> String {
-    let unsaid = match (said_base, said_cap) {
+    let which_is_default = match (written_base, written_cap) {
         (None, _) => " (the default base)",
         (_, None) => " (the default cap)",
         _ => "",
     };
     let (longest, first) = (describe_duration(cap), describe_duration(base));
-    format!("the longest {of}, {longest}, is shorter than the first, {first}{unsaid}")
+    format!("the longest {of}, {longest}, is shorter than the first, {first}{which_is_default}")
 }

@@ -7,11 +7,11 @@ use tidegate_core::call::{CallRules, MAX_LEAD};
 use tidegate_core::credential_pool::MAX_CREDENTIALS;
 use tidegate_core::{Balance, Lane, Span};
 
-use super::forms::{Bytes, Custom, DURATION, FLAG, LIMITS, Maybe, TABLE, TableOr, Words};
+use super::forms::{Bytes, Custom, DURATION, FLAG, LIMITS, Maybe, Quantities, TABLE, TableOr, Words};
 use super::lanes::{BACKGROUND, USER, WEBHOOK};
 use super::login::{CREDENTIAL_PLACEHOLDER, LOGIN};
 use super::pace::{PACE, PACE_KINDS, PaceKind};
-use super::provider_limits::OutboundLimitCollector;
+use super::provider_limits::OutboundLimits;
 use super::replies::{CACHE, COST, THROTTLED};
 use super::resilience::{ADAPTIVE, BREAKER, BUDGET, COOLDOWN, OFF_OR_ON, RETRY};
 use super::urls::KEY_PLACEHOLDER;
@@ -21,7 +21,6 @@ use crate::error::quoted;
 use crate::nearest::nearest;
 use crate::outbound::preset::{PresetRequirement, has_alias, take_requirement};
 use crate::outbound::{Auth, BaseUrl, Login, ProviderConfig};
-use crate::quantity::Quantity;
 use crate::secret::SecretSource;
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, read_keys, setting_keys};
@@ -43,10 +42,10 @@ setting_keys! {
             "the places of its credentials: env:NAME or file:PATH";
         balance: Balance = "round-robin", Words(&BALANCES),
             "the order of credentials for calls: round-robin, random or least-recently-used";
-        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "its limits for all calls together";
-        credential_limit: Vec<(Quantity, TextRange)> = "", LIMITS, "its limits for each credential";
-        cost_limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limits on the cost of all its calls";
-        credential_cost_limit: Vec<(Quantity, TextRange)> = "", LIMITS,
+        limit: Quantities = "", LIMITS, "its limits for all calls together";
+        credential_limit: Quantities = "", LIMITS, "its limits for each credential";
+        cost_limit: Quantities = "", LIMITS, "the limits on the cost of all its calls";
+        credential_cost_limit: Quantities = "", LIMITS,
             "the limits on the cost of calls with each credential";
         background: () = "", TABLE, "the rules of calls in the background", Below::Table(&BACKGROUND);
         user: () = "", TABLE, "the rules of calls for a user that waits", Below::Table(&USER);
@@ -98,12 +97,8 @@ pub(super) struct ProviderSection<'e> {
 }
 
 impl DocumentReader<'_> {
-    pub(super) fn provider(
-        &mut self,
-        entry: &TomlEntry,
-        collected: &mut OutboundLimitCollector,
-    ) -> Option<ProviderConfig> {
-        let name_is_fine = self.check_provider_name(entry)?;
+    pub(super) fn provider(&mut self, entry: &TomlEntry, collected: &mut OutboundLimits) -> Option<ProviderConfig> {
+        let name_is_valid = self.check_provider_name(entry)?;
         let section = self.merge_preset(entry)?;
         let table = &section.table;
         read_keys!(self, table, PROVIDER: base_url, user_agent, lead, replay, sequential, learn_limits);
@@ -133,7 +128,7 @@ impl DocumentReader<'_> {
             return self.error(at, message, expected).none();
         }
         let hedge_after = hedge_after?;
-        name_is_fine.then_some(ProviderConfig {
+        name_is_valid.then_some(ProviderConfig {
             name: section.name.to_owned(),
             preset: section.preset.clone(),
             base_url,
@@ -183,7 +178,7 @@ impl DocumentReader<'_> {
             let error = self.error(entry.key_at, message, "a section for each API, [outbound.provider.NAME]");
             return error.help("give the provider a name, such as [outbound.provider.tmdb]").none();
         }
-        self.member_table(entry, "outbound", "provider")?;
+        self.own_table(entry, "outbound", "provider")?;
         Some(self.check_name(name, entry.key_at, "provider"))
     }
 

@@ -6,6 +6,7 @@ use tidegate_core::{
 };
 
 use super::DocumentReader;
+use super::forms::Quantities;
 use super::lanes::ParsedLane;
 use super::provider::{PROVIDER, ProviderSection};
 use crate::description;
@@ -70,13 +71,13 @@ impl ProviderLimits {
 
 /// The limits of all providers collected so far, each with its information.
 #[derive(Default)]
-pub(super) struct OutboundLimitCollector {
+pub(super) struct OutboundLimits {
     pub(super) limits: Vec<Limit>,
     pub(super) infos: Vec<OutboundLimitInfo>,
     pub(super) sharing: Sharing,
 }
 
-impl OutboundLimitCollector {
+impl OutboundLimits {
     /// Returns true if a calendar quota counts calls under these rules.
     pub(super) fn has_quota(&self, rules: &CallRules) -> bool {
         let provider_limits = rules.provider_limits.iter().chain(&rules.credential_limits);
@@ -89,7 +90,7 @@ impl DocumentReader<'_> {
     pub(super) fn rules(
         &mut self,
         section: &ProviderSection<'_>,
-        collected: &mut OutboundLimitCollector,
+        collected: &mut OutboundLimits,
         credentials: usize,
         renews: bool,
         sequential: bool,
@@ -173,7 +174,7 @@ impl DocumentReader<'_> {
     fn add_cooldown(
         &mut self,
         section: &ProviderSection<'_>,
-        collected: &mut OutboundLimitCollector,
+        collected: &mut OutboundLimits,
         (base, cap): (Span, Span),
         stagger: Span,
     ) -> Option<LimitId> {
@@ -190,7 +191,7 @@ impl DocumentReader<'_> {
     pub(super) fn parse_limits<'n>(
         &mut self,
         table: impl Into<Option<&'n TomlTable>>,
-        key: &SettingKey<Vec<(Quantity, TextRange)>>,
+        key: &SettingKey<Quantities>,
         measure: Measure,
     ) -> Option<Vec<ParsedLimit>> {
         let quantities = self.value_or(table, key, Vec::new())?;
@@ -202,7 +203,7 @@ impl DocumentReader<'_> {
     fn parse_cost_limits(
         &mut self,
         table: &TomlTable,
-        key: &SettingKey<Vec<(Quantity, TextRange)>>,
+        key: &SettingKey<Quantities>,
         calls_key: &str,
     ) -> Option<Vec<ParsedLimit>> {
         let limits = self.parse_limits(table, key, Measure::Cost)?;
@@ -244,7 +245,7 @@ impl DocumentReader<'_> {
     /// out.
     fn add_provider_limits(
         &mut self,
-        collected: &mut OutboundLimitCollector,
+        collected: &mut OutboundLimits,
         name: &str,
         mut parsed_limits: Vec<ParsedLimit>,
         per_credential: bool,
@@ -269,7 +270,7 @@ impl DocumentReader<'_> {
 
     fn add_outbound_limit(
         &mut self,
-        collected: &mut OutboundLimitCollector,
+        collected: &mut OutboundLimits,
         kind: LimitKind,
         info: OutboundLimitInfo,
         at: TextRange,

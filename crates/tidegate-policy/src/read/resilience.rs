@@ -223,7 +223,7 @@ impl DocumentReader<'_> {
         if provider.get(key).is_none() {
             return Some(None);
         }
-        self.section(provider, key, &format!("{PROVIDER_PATH}.{key}")).map(Some)
+        self.section(Some(provider), key, &format!("{PROVIDER_PATH}.{key}")).map(Some)
     }
 
     /// Reads a value that the table under a provider's key must have.
@@ -255,10 +255,10 @@ impl DocumentReader<'_> {
         let defaults = defaults.unwrap_or_else(|| (base.default_value(), cap.default_value()));
         let (base, cap) = (self.value_or(table, base, defaults.0), self.value_or(table, cap, defaults.1));
         let (base, cap) = (base?, cap?);
-        let said = |key: &str| table.and_then(|table| table.node(key));
-        let (said_base, said_cap) = (said("base"), said("cap"));
-        if let Some(node) = said_cap.or(said_base).or(whole).filter(|_| cap < base) {
-            let message = describe_order(what, base, cap, said_base, said_cap);
+        let written = |key: &str| table.and_then(|table| table.node(key));
+        let (written_base, written_cap) = (written("base"), written("cap"));
+        if let Some(node) = written_cap.or(written_base).or(whole).filter(|_| cap < base) {
+            let message = describe_order(what, base, cap, written_base, written_cap);
             return self.error(node.at, message, "a `cap` no shorter than `base`").none();
         }
         Some((base, cap))

@@ -120,7 +120,7 @@ setting_keys! {
 
 impl DocumentReader<'_> {
     pub(crate) fn inbound(&mut self, root: &TomlTable) -> Option<InboundConfig> {
-        let table = self.section(root, "inbound", "inbound");
+        let table = self.section(Some(root), "inbound", "inbound");
         let (trusted, header) = (self.value(table, &INBOUND.trusted_proxies), self.value(table, &INBOUND.forwarded));
         let timeouts = self.timeouts(table);
         let caps = self.caps(table);
@@ -196,7 +196,7 @@ impl DocumentReader<'_> {
     }
 
     pub(crate) fn api(&mut self, root: &TomlTable) -> Option<ApiConfig> {
-        let table = self.section(root, "api", "api");
+        let table = self.section(Some(root), "api", "api");
         let (listen, token) = self.listen_and_token(table, &API.listen, &API.token, "the decision API");
         let forward_auth = self.value_or(table, &API.forward_auth, true);
         read_struct!(self, table, API => ApiConfig {
@@ -219,7 +219,7 @@ impl DocumentReader<'_> {
     }
 
     pub(crate) fn admin(&mut self, root: &TomlTable) -> Option<AdminConfig> {
-        let table = self.section(root, "admin", "admin");
+        let table = self.section(Some(root), "admin", "admin");
         let (listen, token) = self.listen_and_token(table, &ADMIN.listen, &ADMIN.token, "admin");
         read_struct!(self, table, ADMIN => AdminConfig { hosts; listen: listen?, token: token? })
     }
@@ -275,7 +275,7 @@ impl DocumentReader<'_> {
     }
 
     pub(crate) fn log(&mut self, root: &TomlTable) -> Option<LogConfig> {
-        let table = self.section(root, "log", "log");
+        let table = self.section(Some(root), "log", "log");
         read_struct!(self, table, LOG => LogConfig { format, level, refusals_per_second })
     }
 

@@ -57,10 +57,10 @@ setting_keys! {
 
 impl DocumentReader<'_> {
     pub(crate) fn store(&mut self, root: &TomlTable) -> Option<StoreConfig> {
-        let table = self.section(root, "store", "store");
+        let table = self.section(Some(root), "store", "store");
         let sync = self.value(table, &STORE.sync).map(|within| within.map_or(SyncMode::Always, SyncMode::Within));
-        let unsaid = if sync == Some(SyncMode::Always) { OnFull::Deny } else { OnFull::Continue };
-        let on_full = self.value_or(table, &STORE.on_full, unsaid);
+        let default = if sync == Some(SyncMode::Always) { OnFull::Deny } else { OnFull::Continue };
+        let on_full = self.value_or(table, &STORE.on_full, default);
         read_struct!(self, table, STORE => StoreConfig {
             url, max_bytes, on_outage, timeout, prefix, hash_key, nodes, cluster; sync: sync?, on_full: on_full?
         })

@@ -7,7 +7,7 @@ use std::time::Duration;
 use ipnet::IpNet;
 use tidegate_core::Span;
 
-use super::forms::names;
+use super::forms::{Quantities, names};
 use super::{DocumentReader, all_or_none, join_names};
 use crate::address::canonical_network;
 use crate::description::describe_bound;
@@ -15,7 +15,7 @@ use crate::document::{TextRange, TomlNode, TomlValue};
 use crate::error::{Note, quoted};
 use crate::nearest::nearest;
 use crate::outbound::PointerAlternatives;
-use crate::quantity::{Quantity, QuantityError, ambiguous_unit};
+use crate::quantity::{QuantityError, ambiguous_unit};
 use crate::secret::SecretSource;
 use crate::units::{parse_bytes, parse_duration};
 
@@ -227,19 +227,19 @@ impl DocumentReader<'_> {
         all_or_none(node.items().iter().map(|item| self.string(item, key, expected).map(|text| (text, item))))
     }
 
-    /// Reports a list of no items, or of more than `most`. `what` follows the numbers in the expected form.
+    /// Reports a list of no items, or of more than `max`. `what` follows the numbers in the expected form.
     pub(super) fn check_length(
         &mut self,
         at: TextRange,
         key: &str,
         count: usize,
-        most: usize,
+        max: usize,
         what: &str,
     ) -> Option<()> {
-        if (1..=most).contains(&count) {
+        if (1..=max).contains(&count) {
             return Some(());
         }
-        self.error(at, format!("`{key}` has {count} items"), format!("1 to {most}{what}")).none()
+        self.error(at, format!("`{key}` has {count} items"), format!("1 to {max}{what}")).none()
     }
 
     pub(super) fn too_many<T>(&mut self, node: &TomlNode, key: &str, count: usize, most: usize) -> Option<T> {
@@ -265,7 +265,7 @@ impl DocumentReader<'_> {
     }
 
     /// Reads one quantity or a list, with the place of each.
-    pub fn quantities(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(Quantity, TextRange)>> {
+    pub fn quantities(&mut self, node: &TomlNode, key: &str) -> Option<Quantities> {
         const FORMS: &str =
             "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\" or \"8 in flight\"";
         if let TomlValue::Integer(Some(number)) = node.value {
