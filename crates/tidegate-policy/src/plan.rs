@@ -58,7 +58,6 @@ pub struct Plan {
     /// The status of each address by the smallest of the listed networks that contain it.
     pub(crate) lists: NetworkMap<ListStatus>,
     pub(crate) global: Vec<LimitId>,
-    pub(crate) global_has_concurrency: bool,
     pub(crate) unmatched: OpTemplate,
     pub(crate) path_quirks: PathQuirks,
     pub(crate) ambiguous_paths: AmbiguousPaths,
@@ -134,14 +133,14 @@ impl Plan {
 
     /// True if `inbound.global` counts calls in flight.
     pub fn global_has_concurrency(&self) -> bool {
-        self.global_has_concurrency
+        self.global.iter().any(|id| self.limit_info(*id).is_concurrency)
     }
 
     /// True if a limit on calls in flight can apply to a request that names no action: that of `inbound.global`, or of
     /// an action with a matcher.
     pub fn requests_meet_concurrency(&self) -> bool {
         let matched = |action: &Action| action.has_concurrency && action.matcher.is_some();
-        self.global_has_concurrency || self.actions.iter().any(matched)
+        self.global_has_concurrency() || self.actions.iter().any(matched)
     }
 
     /// The action of this name, otherwise the action `default` if there is one.

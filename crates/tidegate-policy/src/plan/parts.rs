@@ -105,7 +105,6 @@ pub struct Action {
     pub(crate) cost: u64,
     pub(crate) shadow: bool,
     pub(crate) limits: Vec<LimitId>,
-    pub(crate) unlimited: bool,
     pub(crate) has_concurrency: bool,
     pub(crate) op_template: OpTemplate,
 }
@@ -138,7 +137,7 @@ impl Action {
 
     /// True if it is `unlimited`, without a limit of its own.
     pub fn is_unlimited(&self) -> bool {
-        self.unlimited
+        self.limits.is_empty()
     }
 
     /// True if one of its own limits counts calls in flight. Forward-auth can't give permits back, so it must not
