@@ -1,6 +1,6 @@
 //! Client addresses in the form that limits count, and sets of networks.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use std::ops::RangeInclusive;
 
 use ipnet::IpNet;
@@ -42,11 +42,6 @@ impl Ipv6Prefix {
     fn parent(self) -> Self {
         Self(if self.0 > 48 { 48 } else { self.0.saturating_sub(16).max(8) })
     }
-
-    #[inline]
-    pub(crate) fn mask(self, ip: Ipv6Addr) -> u64 {
-        (ip.to_bits() >> 64) as u64 & u64::MAX << (64 - self.0)
-    }
 }
 
 /// The counted bytes of an address: all of an IPv4 address, the prefix of an IPv6 address.
@@ -54,7 +49,10 @@ impl Ipv6Prefix {
 pub(crate) fn counted_network(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
     match canonical_ip(ip) {
         IpAddr::V4(ip) => PrefixBytes::V4(ip.octets()),
-        IpAddr::V6(ip) => PrefixBytes::V6(prefix.mask(ip).to_be_bytes()),
+        IpAddr::V6(ip) => {
+            let counted = (ip.to_bits() >> 64) as u64 & u64::MAX << (64 - prefix.0);
+            PrefixBytes::V6(counted.to_be_bytes())
+        }
     }
 }
 
@@ -126,15 +124,16 @@ impl<A: Ord + Copy, L: Copy + PartialEq> RangeMap<A, L> {
     }
 }
 
-/// Networks with labels, IPv4 and IPv6. If several contain an address, the smallest decides.
+/// Networks with labels, IPv4 and IPv6. If several contain an address, the smallest decides; of two labels for one
+/// network, the later.
 #[derive(Clone, Debug)]
-struct NetworkMap<L> {
+pub(crate) struct NetworkMap<L> {
     v4: RangeMap<u32, L>,
     v6: RangeMap<u128, L>,
 }
 
 impl<L: Copy + PartialEq> NetworkMap<L> {
-    fn new(networks: impl IntoIterator<Item = (IpNet, L)>) -> Self {
+    pub(crate) fn new(networks: impl IntoIterator<Item = (IpNet, L)>) -> Self {
         let (mut v4, mut v6) = (Vec::new(), Vec::new());
         for (network, label) in networks {
             match canonical_network(network) {
@@ -146,28 +145,21 @@ impl<L: Copy + PartialEq> NetworkMap<L> {
     }
 
     #[inline]
-    fn find(&self, ip: IpAddr) -> Option<L> {
+    pub(crate) fn find(&self, ip: IpAddr) -> Option<L> {
         match canonical_ip(ip) {
-            IpAddr::V4(ip) => self.v4.find(v4_bits(ip)),
-            IpAddr::V6(ip) => self.v6.find(v6_bits(ip)),
+            IpAddr::V4(ip) => self.v4.find(ip.to_bits()),
+            IpAddr::V6(ip) => self.v6.find(ip.to_bits()),
         }
     }
-}
 
-fn v4_bits(ip: Ipv4Addr) -> u32 {
-    u32::from(ip)
-}
-
-fn v6_bits(ip: Ipv6Addr) -> u128 {
-    u128::from(ip)
+    fn is_empty(&self) -> bool {
+        self.v4.starts.is_empty() && self.v6.starts.is_empty()
+    }
 }
 
 /// A set of networks. A lookup is one binary search, for any number of networks.
 #[derive(Clone, Debug)]
-pub struct Networks {
-    map: NetworkMap<()>,
-    count: usize,
-}
+pub struct Networks(NetworkMap<()>);
 
 impl Default for Networks {
     fn default() -> Self {
@@ -178,23 +170,18 @@ impl Default for Networks {
 impl Networks {
     /// The union of these networks. IPv4-mapped ones count as IPv4.
     pub fn new(networks: impl IntoIterator<Item = IpNet>) -> Self {
-        let mut count = 0;
-        let labelled = NetworkMap::new(networks.into_iter().map(|network| {
-            count += 1;
-            (network, ())
-        }));
-        Self { map: labelled, count }
+        Self(NetworkMap::new(networks.into_iter().map(|network| (network, ()))))
     }
 
     /// True if one of the networks contains the address.
     #[inline]
     pub fn contains(&self, ip: IpAddr) -> bool {
-        self.count > 0 && self.map.find(ip).is_some()
+        self.0.find(ip).is_some()
     }
 
     /// True if there are no networks.
     pub fn is_empty(&self) -> bool {
-        self.count == 0
+        self.0.is_empty()
     }
 }
 
@@ -209,37 +196,10 @@ pub enum ListStatus {
     Neither,
 }
 
-/// The allow list and the deny list. If several networks contain an address, the smallest decides: with
-/// `deny = ["10.0.0.0/8"]` and `allow = ["10.1.0.0/16"]`, 10.1.2.3 is allowed.
-#[derive(Clone, Debug)]
-pub struct AddressLists {
-    map: NetworkMap<ListStatus>,
-    empty: bool,
-}
-
-impl Default for AddressLists {
-    fn default() -> Self {
-        Self::new([], [])
-    }
-}
-
-impl AddressLists {
-    /// Combines both lists. A network on both is denied.
-    pub fn new(allow: impl IntoIterator<Item = IpNet>, deny: impl IntoIterator<Item = IpNet>) -> Self {
-        let mut all: Vec<(IpNet, ListStatus)> = allow.into_iter().map(|network| (network, ListStatus::Allow)).collect();
-        all.extend(deny.into_iter().map(|network| (network, ListStatus::Deny)));
-        Self { empty: all.is_empty(), map: NetworkMap::new(all) }
-    }
-
-    /// Looks the address up in the lists.
-    #[inline]
-    pub fn find(&self, ip: IpAddr) -> ListStatus {
-        if self.empty { ListStatus::Neither } else { self.map.find(ip).unwrap_or(ListStatus::Neither) }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
     use proptest::prelude::*;
 
@@ -249,6 +209,15 @@ mod tests {
 
     fn ip(text: &str) -> IpAddr {
         text.parse().unwrap()
+    }
+
+    fn lists(
+        allow: impl IntoIterator<Item = IpNet>,
+        deny: impl IntoIterator<Item = IpNet>,
+    ) -> impl Fn(IpAddr) -> ListStatus {
+        let allow = allow.into_iter().map(|network| (network, ListStatus::Allow));
+        let map = NetworkMap::new(allow.chain(deny.into_iter().map(|network| (network, ListStatus::Deny))));
+        move |ip| map.find(ip).unwrap_or(ListStatus::Neither)
     }
 
     #[test]
@@ -262,7 +231,7 @@ mod tests {
 
     #[test]
     fn the_most_specific_network_decides() {
-        let lists = AddressLists::new(
+        let status = lists(
             [net("10.1.0.0/16"), net("0.0.0.0/0"), net("2001:db8::/32")],
             [net("10.0.0.0/8"), net("10.1.2.0/24"), net("255.255.255.255/32"), net("2001:db8:1::/48")],
         );
@@ -279,9 +248,9 @@ mod tests {
             ("2001:db8:1::1", ListStatus::Deny),
             ("2001:db9::1", ListStatus::Neither),
         ] {
-            assert_eq!(lists.find(ip(address)), listed, "{address}");
+            assert_eq!(status(ip(address)), listed, "{address}");
         }
-        assert_eq!(AddressLists::new([net("10.0.0.0/8")], [net("10.0.0.0/8")]).find(ip("10.0.0.1")), ListStatus::Deny);
+        assert_eq!(lists([net("10.0.0.0/8")], [net("10.0.0.0/8")])(ip("10.0.0.1")), ListStatus::Deny);
     }
 
     proptest! {
@@ -297,7 +266,7 @@ mod tests {
                 })
                 .collect();
             let of = |want| networks.iter().filter(move |(_, allow)| *allow == want).map(|(network, _)| *network);
-            let lists = AddressLists::new(of(true), of(false));
+            let status = lists(of(true), of(false));
             let edges = networks.iter().flat_map(|(network, _)| match network {
                 IpNet::V4(net) => {
                     let (first, last) = (u32::from(net.network()), u32::from(net.broadcast()));
@@ -312,7 +281,7 @@ mod tests {
                     .filter(|(network, _)| network.contains(&address))
                     .max_by_key(|(network, allow)| (network.prefix_len(), !allow))
                     .map_or(ListStatus::Neither, |(_, allow)| if *allow { ListStatus::Allow } else { ListStatus::Deny });
-                prop_assert_eq!(lists.find(address), expected);
+                prop_assert_eq!(status(address), expected);
             }
         }
     }

@@ -47,45 +47,31 @@ impl PolicyBuilder {
     /// Sets any setting by its path in a policy file, such as `("inbound.timeouts.connect", "2s")`; [`settings::all`]
     /// lists them.
     pub fn setting(mut self, path: &str, value: impl ToString) -> Self {
-        push_entry(&mut self.settings, &toml_key(path), &toml_value(path, value));
+        push_entry(&mut self.settings, path, &toml_value(path, value));
         self
     }
 
     /// The limit over all actions, per client address: `"1000 per 1h"`, or a [`LimitSpec`] with a penalty.
-    pub fn global(mut self, limit: impl Into<LimitSpec>) -> Self {
-        self.tables.push_str("[inbound.global]\n");
-        for (key, value) in limit.into().entries {
-            push_entry(&mut self.tables, key, &value);
-        }
-        self
+    pub fn global(self, limit: impl Into<LimitSpec>) -> Self {
+        self.table("inbound.global", limit.into().entries)
     }
 
     /// Adds an action. If several match a request, the one that was added first wins.
-    pub fn action(mut self, name: &str, action: ActionSpec) -> Self {
-        // Writing to a string can't fail.
-        let _ = writeln!(self.tables, "[inbound.action.{}]", toml_string(name));
-        let ActionSpec { limit, match_entries: matching, limits } = action;
-        for (key, value) in limit.entries {
-            push_entry(&mut self.tables, key, &value);
-        }
-        if !matching.is_empty() {
-            push_entry(&mut self.tables, "match", &toml_table(&matching));
+    pub fn action(self, name: &str, action: ActionSpec) -> Self {
+        let ActionSpec { limit: LimitSpec { mut entries }, match_entries, limits } = action;
+        if !match_entries.is_empty() {
+            entries.push(("match", toml_table(&match_entries)));
         }
         if !limits.is_empty() {
             let limits: Vec<String> = limits.iter().map(|limit| toml_table(&limit.entries)).collect();
-            push_entry(&mut self.tables, "limits", &format!("[{}]", limits.join(", ")));
+            entries.push(("limits", format!("[{}]", limits.join(", "))));
         }
-        self
+        self.table(&format!("inbound.action.{}", toml_string(name)), entries)
     }
 
     /// Adds a provider: an API that is called.
-    pub fn provider(mut self, name: &str, provider: ProviderSpec) -> Self {
-        // Writing to a string can't fail.
-        let _ = writeln!(self.tables, "[outbound.provider.{}]", toml_string(name));
-        for (key, value) in provider.entries {
-            push_entry(&mut self.tables, &toml_key(&key), &value);
-        }
-        self
+    pub fn provider(self, name: &str, provider: ProviderSpec) -> Self {
+        self.table(&format!("outbound.provider.{}", toml_string(name)), provider.entries)
     }
 
     /// Networks and addresses that are never limited.
@@ -121,6 +107,15 @@ impl PolicyBuilder {
     /// The equivalent policy file.
     pub fn to_toml(&self) -> String {
         format!("{}{}", self.settings, self.tables)
+    }
+
+    fn table(mut self, path: &str, entries: impl IntoIterator<Item = (impl AsRef<str>, String)>) -> Self {
+        // Writing to a string can't fail.
+        let _ = writeln!(self.tables, "[{path}]");
+        for (key, value) in entries {
+            push_entry(&mut self.tables, key.as_ref(), &value);
+        }
+        self
     }
 
     fn string_list(mut self, path: &str, words: impl IntoStrings) -> Self {
@@ -368,7 +363,7 @@ fn toml_value(path: &str, value: impl ToString) -> String {
 
 fn push_entry(text: &mut String, key: &str, value: &str) {
     // Writing to a string can't fail.
-    let _ = writeln!(text, "{key} = {value}");
+    let _ = writeln!(text, "{} = {value}", toml_key(key));
 }
 
 fn toml_table(entries: &[(&'static str, String)]) -> String {
@@ -389,19 +384,14 @@ fn toml_key(path: &str) -> String {
 /// One string as a string, several as a list.
 fn toml_strings(words: impl IntoStrings) -> String {
     let words: Vec<String> = words.into_strings().iter().map(|word| toml_string(word)).collect();
-    match words.as_slice() {
-        [word] => word.clone(),
-        words => format!("[{}]", words.join(", ")),
-    }
+    if let [word] = words.as_slice() { word.clone() } else { format!("[{}]", words.join(", ")) }
 }
 
-/// A TOML basic string.
 fn toml_string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for letter in text.chars() {
         match letter {
-            '"' => quoted.push_str("\\\""),
-            '\\' => quoted.push_str("\\\\"),
+            '"' | '\\' => quoted.extend(['\\', letter]),
             control if control.is_control() => {
                 let _ = write!(quoted, "\\u{:04X}", u32::from(control));
             }

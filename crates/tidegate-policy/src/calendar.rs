@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use jiff::civil::Weekday;
+use jiff::civil::{Date, Weekday};
 use jiff::tz::{TimeZone, TimeZoneDatabase};
 use jiff::{SignedDuration, Span as Calendrical, Timestamp, ToSpan as _, Zoned};
 use tidegate_core::{Calendar, Period, Span, Time};
@@ -54,26 +54,25 @@ impl PeriodUnit {
 /// Finds the time zone of this IANA name, in any case: in the system's database, then in the built-in one. Returns the
 /// zone and the usual spelling of its name. The error is the nearest name, if any.
 pub(crate) fn find_zone(name: &str) -> Result<(TimeZone, String), Option<String>> {
-    let zone = TimeZone::get(name).or_else(|_| TimeZoneDatabase::bundled().get(name));
-    match zone {
-        Ok(zone) => {
-            let name = zone.iana_name().unwrap_or(name).to_owned();
-            Ok((zone, name))
-        }
-        Err(_) => {
-            let names: Vec<String> =
-                TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
-            // "Los_Angeles" and "los angeles" resemble no whole name, but the last part of one.
-            let wanted = name.replace(' ', "_");
-            let whole = nearest(&wanted, names.iter().map(String::as_str));
-            let by_city = || {
-                let cities = names.iter().filter_map(|name| name.rsplit_once('/').map(|(_, city)| city));
-                let city = nearest(&wanted, cities)?;
-                names.iter().map(String::as_str).find(|name| name.ends_with(city))
-            };
-            Err(whole.or_else(by_city).map(str::to_owned))
-        }
+    if let Ok(zone) = TimeZone::get(name).or_else(|_| TimeZoneDatabase::bundled().get(name)) {
+        let name = zone.iana_name().unwrap_or(name).to_owned();
+        return Ok((zone, name));
     }
+    let names: Vec<String> = TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
+    // "Los_Angeles" and "los angeles" resemble no whole name, but the last part of one.
+    let wanted = name.replace(' ', "_");
+    let whole = nearest(&wanted, names.iter().map(String::as_str));
+    let by_city = || {
+        let city = nearest(&wanted, names.iter().filter_map(|name| Some(name.rsplit_once('/')?.1)))?;
+        names.iter().map(String::as_str).find(|name| name.ends_with(city))
+    };
+    Err(whole.or_else(by_city).map(str::to_owned))
+}
+
+/// The time zone of this name; UTC without a name. UTC also replaces a zone that the system has lost since its name was
+/// checked.
+pub(crate) fn zone_or_utc(name: Option<&str>) -> TimeZone {
+    name.and_then(|name| find_zone(name).ok()).map_or(TimeZone::UTC, |(zone, _)| zone)
 }
 
 /// The periods of one unit in one zone.
@@ -98,12 +97,16 @@ impl CivilCalendar {
         let secs = i64::try_from(now.as_micros() / 1_000_000).ok()?;
         let at = Timestamp::from_second(secs).ok()?;
         let local = at.to_zoned(self.zone.clone());
+        let date = local.date();
         let (start, end) = match self.unit {
             PeriodUnit::Hour => self.hour(&local)?,
-            PeriodUnit::Day => period_from(&local, local.date().first_day(self.unit)?, 1.day())?,
-            PeriodUnit::Week => period_from(&local, local.date().first_day(self.unit)?, 1.week())?,
-            PeriodUnit::Month => period_from(&local, local.date().first_day(self.unit)?, 1.month())?,
-            PeriodUnit::Year => period_from(&local, local.date().first_day(self.unit)?, 1.year())?,
+            PeriodUnit::Day => self.days(date, 1.day())?,
+            PeriodUnit::Week => {
+                let since_monday = i64::from(date.weekday().since(Weekday::Monday));
+                self.days(date.checked_sub(since_monday.days()).ok()?, 1.week())?
+            }
+            PeriodUnit::Month => self.days(date.first_of_month(), 1.month())?,
+            PeriodUnit::Year => self.days(date.first_of_year(), 1.year())?,
         };
         // Time begins at the epoch, so a period that began before it is cut there.
         let (start, end) = (start.max(0), end.max(start + 1));
@@ -123,34 +126,12 @@ impl CivilCalendar {
         let end = changes.map_or(end, |change| change.timestamp().as_second().min(end));
         Some((start, end))
     }
-}
 
-trait FirstDay: Sized {
-    fn first_day(self, unit: PeriodUnit) -> Option<Self>;
-}
-
-impl FirstDay for jiff::civil::Date {
-    /// The first day of the period that holds the date.
-    fn first_day(self, unit: PeriodUnit) -> Option<Self> {
-        match unit {
-            PeriodUnit::Hour | PeriodUnit::Day => Some(self),
-            PeriodUnit::Week => {
-                let days = self.weekday().since(Weekday::Monday);
-                self.checked_sub(i64::from(days).days()).ok()
-            }
-            PeriodUnit::Month => Some(self.first_of_month()),
-            PeriodUnit::Year => Some(self.first_of_year()),
-        }
+    /// The moments at which the day `first` and the day `length` after it begin, in seconds since the epoch.
+    fn days(&self, first: Date, length: Calendrical) -> Option<(i64, i64)> {
+        let begin = |date: Date| Some(date.to_zoned(self.zone.clone()).ok()?.timestamp().as_second());
+        Some((begin(first)?, begin(first.checked_add(length).ok()?)?))
     }
-}
-
-/// The moments at which the day `first` and the day `length` after it begin, in seconds since the epoch.
-fn period_from(local: &Zoned, first: jiff::civil::Date, length: Calendrical) -> Option<(i64, i64)> {
-    let begins = |date: jiff::civil::Date| {
-        let midnight = date.to_zoned(local.time_zone().clone()).ok()?;
-        Some(midnight.timestamp().as_second())
-    };
-    Some((begins(first)?, begins(first.checked_add(length).ok()?)?))
 }
 
 impl Calendar for CivilCalendar {

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use ipnet::IpNet;
 use tidegate_core::{CountMode, LimitId, Penalty, PenaltyMode, Rate, Span};
 
 use crate::address::{Ipv6Prefix, ListStatus};
@@ -62,11 +63,6 @@ pub(crate) fn describe_bound(quantity: &Quantity) -> String {
     }
 }
 
-/// Describes the cool-down of a throttled credential.
-pub(crate) fn describe_cooldown(base: Span, cap: Span) -> String {
-    format!("rests for {} when it is throttled", describe_waits(base, 2, cap))
-}
-
 /// Describes growing waits: "1 s, 2 s … 30 s".
 pub(crate) fn describe_waits(base: Span, factor: u32, cap: Span) -> String {
     let second = base.times(factor.into());
@@ -81,26 +77,18 @@ pub(crate) fn describe_waits(base: Span, factor: u32, cap: Span) -> String {
 }
 
 fn describe_penalty(penalty: &Penalty, is_ban: bool) -> String {
-    let (first, second, last) = (penalty.block_length(1), penalty.block_length(2), penalty.cap());
-    let steps = penalty.max_strikes();
-    let mut words = if is_ban {
-        format!("blocked for {}", describe_duration(first))
-    } else if steps == 1 {
-        format!("blocks of {} each", describe_duration(first))
-    } else if steps == 2 {
-        format!("blocks of {}, then {}", describe_duration(first), describe_duration(last))
-    } else {
-        format!("blocks of {}, {} … {}", describe_duration(first), describe_duration(second), describe_duration(last))
+    let blocks = describe_waits(penalty.base(), penalty.factor(), penalty.cap());
+    let all_are_equal = penalty.max_strikes() == 1;
+    let mut words = match is_ban {
+        true => format!("blocked for {blocks}"),
+        false => format!("blocks of {blocks}{}", if all_are_equal { " each" } else { "" }),
     };
     if penalty.mode() == PenaltyMode::Strict {
         words.push_str(", or until there is room if that is longer");
     }
-    if steps > 1 {
-        let _ = write!(
-            words,
-            "; one step back after each {} without a refusal",
-            describe_duration(penalty.forgive_after())
-        );
+    if !all_are_equal {
+        let step = describe_duration(penalty.forgive_after());
+        let _ = write!(words, "; one step back after each {step} without a refusal");
     }
     words
 }
@@ -127,9 +115,8 @@ pub(crate) fn rate_limit_policy(name: &str, quantity: &Quantity) -> Option<RateL
 }
 
 /// Joins the parts of a key: "client_ip and header:x-tenant".
-fn describe_parts(parts: &[KeyPart]) -> String {
-    let words: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
-    words.join(" and ")
+fn join_parts<'p>(parts: impl IntoIterator<Item = &'p KeyPart>, word: &str) -> String {
+    parts.into_iter().map(KeyPart::to_string).collect::<Vec<_>>().join(word)
 }
 
 impl Plan {
@@ -161,8 +148,8 @@ impl Plan {
             let _ = writeln!(text, "an IPv6 client is its /{}", self.ipv6_prefix());
         }
         for (what, listed) in [("never limited", ListStatus::Allow), ("always refused", ListStatus::Deny)] {
-            let networks: Vec<String> =
-                self.listed_networks.iter().filter(|(_, label)| *label == listed).map(|(net, _)| net.clone()).collect();
+            let networks = self.listed_networks.iter().filter(|(_, status)| *status == listed);
+            let networks: Vec<String> = networks.map(|(network, _)| format_network(*network)).collect();
             if !networks.is_empty() {
                 let _ = writeln!(text, "{what}: {}", networks.join(", "));
             }
@@ -172,21 +159,16 @@ impl Plan {
 
     /// Describes the handling of requests that lack a part of a limit's key: "requests without header:x-api-key are
     /// counted by their address". `None` if no part can be missing.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this plan has fewer limits.
     pub fn describe_on_missing(&self, limit: LimitId) -> Option<String> {
         let missing = self.on_missing(limit)?;
         let (lackable, rest): (Vec<_>, Vec<_>) = self.key_parts(limit).iter().partition(|part| part.may_be_missing());
-        let listed =
-            |parts: Vec<&KeyPart>, word: &str| parts.into_iter().map(KeyPart::to_string).collect::<Vec<_>>().join(word);
         let who = match &*lackable {
             [KeyPart::Ipv6Network(_)] => "IPv4 clients".to_owned(),
-            _ => format!("requests without {}", listed(lackable, " or ")),
+            _ => format!("requests without {}", join_parts(lackable, " or ")),
         };
         let what = match missing {
             OnMissing::Share if rest.is_empty() => "share one count".to_owned(),
-            OnMissing::Share => format!("share one count for each {}", listed(rest, " and ")),
+            OnMissing::Share => format!("share one count for each {}", join_parts(rest, " and ")),
             OnMissing::ByIp => "are counted by their address".to_owned(),
             OnMissing::Refuse => "are refused with 400".to_owned(),
             OnMissing::Skip => "don't meet it".to_owned(),
@@ -197,18 +179,18 @@ impl Plan {
     fn limit_lines(&self, limits: &[LimitId], text: &mut String) {
         for id in limits {
             let info = self.limit_info(*id);
-            let _ = writeln!(
-                text,
-                "    {}, by {}: {}",
-                info.name(),
-                describe_parts(self.key_parts(*id)),
-                info.description()
-            );
+            let parts = join_parts(self.key_parts(*id), " and ");
+            let _ = writeln!(text, "    {}, by {parts}: {}", info.name(), info.description());
             if let Some(words) = self.describe_on_missing(*id) {
                 let _ = writeln!(text, "        {words}");
             }
         }
     }
+}
+
+/// Formats a network as people write it: a single address has no prefix.
+fn format_network(network: IpNet) -> String {
+    if network.prefix_len() == network.max_prefix_len() { network.addr().to_string() } else { network.to_string() }
 }
 
 #[cfg(test)]

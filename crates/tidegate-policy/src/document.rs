@@ -7,23 +7,21 @@
 use std::ops::Range;
 
 use toml::Spanned;
-use toml::de::{DeArray, DeTable, DeValue};
+use toml::de::{DeTable, DeValue};
 
-use crate::error::{Error, Errors, quoted};
+use crate::error::{Error, Errors, quoted, value_start};
 pub use crate::nearest::nearest;
 pub use crate::read::DocumentReader;
 
 /// The largest policy file, in bytes: 4 MiB.
 const MAX_FILE: usize = 4 << 20;
 
-/// The kind of a source text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SourceKind {
     File,
     Variable,
 }
 
-/// One text that the policy is read from.
 #[derive(Clone, Debug)]
 pub(crate) struct SourceText {
     pub(crate) kind: SourceKind,
@@ -32,43 +30,33 @@ pub(crate) struct SourceText {
     /// True if the text itself may be a secret; it is then never shown.
     pub(crate) secret: bool,
     /// The offset of each line's first byte.
-    line_starts: Vec<u32>,
+    line_starts: Vec<usize>,
 }
 
 impl SourceText {
     pub(crate) fn new(kind: SourceKind, name: &str, body: &str, secret: bool) -> Self {
         let begins = body.match_indices('\n').map(|(newline, _)| newline + 1);
-        let lines = std::iter::once(0).chain(begins).map(|at| u32::try_from(at).unwrap_or(u32::MAX)).collect();
-        Self { kind, name: name.to_owned(), body: body.to_owned(), secret, line_starts: lines }
+        let line_starts = std::iter::once(0).chain(begins).collect();
+        Self { kind, name: name.to_owned(), body: body.to_owned(), secret, line_starts }
     }
 
     /// The number of the line that contains this byte, from 1.
     pub(crate) fn line(&self, at: usize) -> usize {
-        self.line_starts.partition_point(|begin| *begin as usize <= at)
+        self.line_starts.partition_point(|begin| *begin <= at)
     }
 
     /// The offset of the first byte of the line that contains this byte.
     pub(crate) fn line_start(&self, at: usize) -> usize {
-        self.line_starts[self.line(at) - 1] as usize
+        self.line_starts[self.line(at) - 1]
     }
 }
 
 /// A range of bytes in one of the source texts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextRange {
-    source: u32,
-    start: u32,
-    end: u32,
-}
-
-impl TextRange {
-    pub(crate) fn start(self) -> usize {
-        self.start as usize
-    }
-
-    pub(crate) fn end(self) -> usize {
-        self.end as usize
-    }
+    source: usize,
+    pub(crate) start: usize,
+    pub(crate) end: usize,
 }
 
 /// Every text that the policy is read from.
@@ -78,33 +66,25 @@ pub(crate) struct SourceTexts(Vec<SourceText>);
 impl SourceTexts {
     /// Adds a text, and returns its whole range.
     pub(crate) fn add(&mut self, text: SourceText) -> TextRange {
-        let end = u32::try_from(text.body.len()).unwrap_or(u32::MAX);
-        let number = u32::try_from(self.0.len()).unwrap_or(u32::MAX);
+        let range = TextRange { source: self.0.len(), start: 0, end: text.body.len() };
         self.0.push(text);
-        TextRange { source: number, start: 0, end }
+        range
     }
 
     pub(crate) fn get(&self, at: TextRange) -> &SourceText {
-        &self.0[at.source as usize]
+        &self.0[at.source]
     }
 
     pub(crate) fn text_at(&self, at: TextRange) -> &str {
-        self.get(at).body.get(at.start()..at.end()).unwrap_or("")
+        self.get(at).body.get(at.start..at.end).unwrap_or("")
     }
 
     /// A range in the text that contains `at`, extended to whole characters.
     pub(crate) fn subrange(&self, at: TextRange, range: Range<usize>) -> TextRange {
         let body = &self.get(at).body;
-        let mut start = range.start.min(body.len());
-        let mut end = range.end.clamp(start, body.len());
-        while !body.is_char_boundary(start) {
-            start -= 1;
-        }
-        while !body.is_char_boundary(end) {
-            end += 1;
-        }
-        let small = |index: usize| u32::try_from(index).unwrap_or(u32::MAX);
-        TextRange { source: at.source, start: small(start), end: small(end) }
+        let start = body.floor_char_boundary(range.start);
+        let end = body.ceil_char_boundary(range.end.max(start));
+        TextRange { source: at.source, start, end }
     }
 
     /// The range within the contents of a string, if the source has them without escapes; the whole string otherwise.
@@ -117,14 +97,13 @@ impl SourceTexts {
         } else {
             return node.at;
         };
-        let start = node.at.start() + offset;
+        let start = node.at.start + offset;
         // An empty range at the end is shown at the closing quote.
         self.subrange(node.at, start + range.start..start + range.end)
     }
 
-    /// The number of the line on which the range begins.
     pub(crate) fn line(&self, at: TextRange) -> usize {
-        self.get(at).line(at.start())
+        self.get(at).line(at.start)
     }
 
     /// Describes a second location in a message: "on line 12" or "in the variable NAME".
@@ -228,7 +207,15 @@ impl TomlTable {
     }
 
     pub(crate) fn table(&self, key: &str) -> Option<&TomlTable> {
-        self.node(key).and_then(TomlNode::as_table)
+        self.node(key)?.as_table()
+    }
+
+    pub(crate) fn table_mut(&mut self, key: &str) -> Option<&mut TomlTable> {
+        self.get_mut(key)?.node.as_table_mut()
+    }
+
+    pub(crate) fn text(&self, key: &str) -> Option<&str> {
+        self.node(key)?.as_str()
     }
 
     pub(crate) fn remove(&mut self, key: &str) {
@@ -249,17 +236,25 @@ impl TomlTable {
     #[must_use]
     pub fn merged_with(&self, other: &Self) -> Self {
         let mut merged = self.clone();
-        for entry in &other.entries {
-            match (merged.get_mut(&entry.key), &entry.node.value) {
-                (Some(below), TomlValue::Table(above)) if below.node.as_table().is_some() => {
-                    let merged = below.node.as_table().map(|table| table.merged_with(above)).unwrap_or_default();
-                    below.node = TomlNode { at: entry.node.at, value: TomlValue::Table(merged) };
+        merged.merge(other, usize::MAX);
+        merged
+    }
+
+    /// Merges `above` over this table. Two tables under one name are merged as well, down to this depth.
+    pub(crate) fn merge(&mut self, above: &Self, depth: usize) {
+        for entry in &above.entries {
+            let Some(below) = self.get_mut(&entry.key) else {
+                self.entries.push(entry.clone());
+                continue;
+            };
+            match (&mut below.node.value, &entry.node.value) {
+                (TomlValue::Table(table), TomlValue::Table(above)) if depth > 0 => {
+                    table.merge(above, depth - 1);
+                    below.node.at = entry.node.at;
                 }
-                (Some(below), _) => *below = entry.clone(),
-                (None, _) => merged.entries.push(entry.clone()),
+                _ => *below = entry.clone(),
             }
         }
-        merged
     }
 
     /// The table under this key, created if it is missing; `None` if there is a value of another type.
@@ -267,7 +262,7 @@ impl TomlTable {
         if self.get(key).is_none() {
             self.insert(key, at, TomlValue::Table(TomlTable::default()));
         }
-        self.get_mut(key).and_then(|entry| entry.node.as_table_mut())
+        self.table_mut(key)
     }
 }
 
@@ -280,17 +275,23 @@ impl TomlNode {
         }
     }
 
-    /// The string; empty if the value is none.
-    pub(crate) fn as_str(&self) -> &str {
+    /// The items of a list; any other value is one item.
+    pub(crate) fn items(&self) -> &[TomlNode] {
         match &self.value {
-            TomlValue::String(text) => text,
-            _ => "",
+            TomlValue::List(items) => items,
+            _ => std::slice::from_ref(self),
         }
     }
 
-    /// True if the value is this string.
+    pub(crate) fn as_str(&self) -> Option<&str> {
+        match &self.value {
+            TomlValue::String(text) => Some(text),
+            _ => None,
+        }
+    }
+
     pub(crate) fn is_word(&self, word: &str) -> bool {
-        matches!(&self.value, TomlValue::String(text) if text == word)
+        self.as_str() == Some(word)
     }
 
     pub(crate) fn as_table_mut(&mut self) -> Option<&mut TomlTable> {
@@ -304,9 +305,7 @@ impl TomlNode {
     pub(crate) fn describe(&self, texts: &SourceTexts) -> String {
         match &self.value {
             TomlValue::String(text) => format!("the string {}", quoted(text)),
-            TomlValue::Integer(_) | TomlValue::Float => {
-                format!("the number {}", quoted(texts.text_at(self.at)))
-            }
+            TomlValue::Integer(_) | TomlValue::Float => format!("the number {}", quoted(texts.text_at(self.at))),
             TomlValue::Boolean(flag) => format!("`{flag}`"),
             TomlValue::DateTime => "a date or time".to_owned(),
             TomlValue::List(list) if list.is_empty() => "an empty list".to_owned(),
@@ -336,96 +335,82 @@ pub(crate) fn parse_file(texts: &mut SourceTexts, name: &str, body: &[u8]) -> Re
     }
     let (table, errors) = DeTable::parse_recoverable(&text);
     if errors.is_empty() {
-        Ok(convert_table(texts, whole, 0, table.into_inner()))
+        Ok(convert_table(texts, whole, table.into_inner()))
     } else {
-        Err(convert_errors(texts, whole, 0, &errors))
+        Err(convert_errors(texts, whole, &errors))
     }
 }
 
 /// Parses one TOML value from the range `at` of a text.
 pub(crate) fn parse_value(texts: &SourceTexts, at: TextRange) -> Result<TomlNode, Error> {
-    let raw = texts.text_at(at);
-    match DeValue::parse(raw) {
-        Ok(value) => Ok(convert(texts, at, at.start(), value)),
+    match DeValue::parse(texts.text_at(at)) {
+        Ok(value) => Ok(convert(texts, at, value)),
         Err(error) => {
-            let span = error.span().unwrap_or(0..0);
-            let place = texts.subrange(at, span.start + at.start()..span.end + at.start());
+            let place = parsed_range(texts, at, error.span().unwrap_or_default());
             Err(convert_error(texts, place, error.message()))
         }
     }
 }
 
-fn convert(texts: &SourceTexts, text: TextRange, offset: usize, value: Spanned<DeValue<'_>>) -> TomlNode {
-    let span = value.span();
-    let at = texts.subrange(text, span.start + offset..span.end + offset);
+/// The range of a span that the parser found in the text at `text`.
+fn parsed_range(texts: &SourceTexts, text: TextRange, span: Range<usize>) -> TextRange {
+    texts.subrange(text, span.start + text.start..span.end + text.start)
+}
+
+fn convert(texts: &SourceTexts, text: TextRange, value: Spanned<DeValue<'_>>) -> TomlNode {
+    let at = parsed_range(texts, text, value.span());
     let value = match value.into_inner() {
         DeValue::String(string) => TomlValue::String(string.into_owned()),
         DeValue::Integer(integer) => TomlValue::Integer(i64::from_str_radix(integer.as_str(), integer.radix()).ok()),
         DeValue::Float(_) => TomlValue::Float,
         DeValue::Boolean(flag) => TomlValue::Boolean(flag),
         DeValue::Datetime(_) => TomlValue::DateTime,
-        DeValue::Array(array) => TomlValue::List(convert_array(texts, text, offset, array)),
-        DeValue::Table(table) => TomlValue::Table(convert_table(texts, text, offset, table)),
+        DeValue::Array(array) => TomlValue::List(array.into_iter().map(|value| convert(texts, text, value)).collect()),
+        DeValue::Table(table) => TomlValue::Table(convert_table(texts, text, table)),
     };
     TomlNode { at, value }
 }
 
-fn convert_array(texts: &SourceTexts, text: TextRange, offset: usize, array: DeArray<'_>) -> Vec<TomlNode> {
-    array.into_iter().map(|value| convert(texts, text, offset, value)).collect()
-}
-
-fn convert_table(texts: &SourceTexts, text: TextRange, offset: usize, table: DeTable<'_>) -> TomlTable {
-    let mut entries: Vec<TomlEntry> = table
-        .into_iter()
-        .map(|(key, value)| {
-            let span = key.span();
-            TomlEntry {
-                key_at: texts.subrange(text, span.start + offset..span.end + offset),
-                key: key.into_inner().into_owned(),
-                node: convert(texts, text, offset, value),
-            }
-        })
-        .collect();
+fn convert_table(texts: &SourceTexts, text: TextRange, table: DeTable<'_>) -> TomlTable {
+    let entries = table.into_iter().map(|(key, value)| TomlEntry {
+        key_at: parsed_range(texts, text, key.span()),
+        key: key.into_inner().into_owned(),
+        node: convert(texts, text, value),
+    });
+    let mut entries: Vec<TomlEntry> = entries.collect();
     // The parser sorts by name, but the first match in the file has to win.
-    entries.sort_by_key(|entry| entry.key_at.start());
+    entries.sort_by_key(|entry| entry.key_at.start);
     TomlTable { entries }
 }
 
 /// Converts the parser's errors to messages for users who don't know TOML well.
-fn convert_errors(texts: &SourceTexts, text: TextRange, offset: usize, parse_errors: &[toml::de::Error]) -> Vec<Error> {
+fn convert_errors(texts: &SourceTexts, text: TextRange, parse_errors: &[toml::de::Error]) -> Vec<Error> {
     let body = &texts.get(text).body;
-    let place = |complaint: &toml::de::Error| {
-        let span = complaint.span().unwrap_or(0..0);
-        texts.subrange(text, span.start + offset..span.end + offset)
-    };
     let is_header = |at: TextRange| body[line_start(body, at)..].trim_start().starts_with('[');
     let mut errors = Vec::new();
     let mut duplicate_header: Option<TextRange> = None;
     let mut last_line = None;
-    for complaint in parse_errors {
-        let at = place(complaint);
-        let is_twice = complaint.message().contains("duplicate key");
+    for parse_error in parse_errors {
+        let at = parsed_range(texts, text, parse_error.span().unwrap_or_default());
+        let is_twice = parse_error.message().contains("duplicate key");
         // Each key of a duplicate section is a duplicate too, which need not be reported.
         if let Some(header) = duplicate_header.filter(|_| is_twice && !is_header(at)) {
-            let between = &body[header.end()..at.start()];
+            let between = &body[header.end..at.start];
             if !between.lines().skip(1).any(|line| line.trim_start().starts_with('[')) {
                 continue;
             }
         }
         duplicate_header = if is_twice && is_header(at) { Some(at) } else { duplicate_header };
-        let rest_of_line = body[at.start()..].lines().next().unwrap_or("");
-        let looks_like_yaml = rest_of_line.starts_with(':') && complaint.message().contains("unquoted key");
+        let rest_of_line = body[at.start..].lines().next().unwrap_or("");
+        let looks_like_yaml = rest_of_line.starts_with(':') && parse_error.message().contains("unquoted key");
         if looks_like_yaml {
             let error = Error::new(texts, at, "not valid TOML: a colon behind a key", "`key = value`");
-            return vec![
-                error.help(
-                    "this looks like YAML; a policy is TOML: [inbound], and below it listen = \"127.0.0.1:8080\"",
-                ),
-            ];
+            let help = "this looks like YAML; a policy is TOML: [inbound], and below it listen = \"127.0.0.1:8080\"";
+            return vec![error.help(help)];
         }
         // A further error on the same line usually follows from the first.
         if last_line != Some(texts.line(at)) {
-            errors.push(convert_error(texts, at, complaint.message()));
+            errors.push(convert_error(texts, at, parse_error.message()));
         }
         last_line = Some(texts.line(at));
     }
@@ -433,7 +418,7 @@ fn convert_errors(texts: &SourceTexts, text: TextRange, offset: usize, parse_err
 }
 
 fn line_start(body: &str, at: TextRange) -> usize {
-    body[..at.start()].rfind('\n').map_or(0, |newline| newline + 1)
+    body[..at.start].rfind('\n').map_or(0, |newline| newline + 1)
 }
 
 fn convert_error(texts: &SourceTexts, at: TextRange, message: &str) -> Error {
@@ -462,12 +447,12 @@ fn convert_error(texts: &SourceTexts, at: TextRange, message: &str) -> Error {
         return made;
     };
     let value = value.split('#').next().unwrap_or(value).trim();
-    let in_value = at.start() > begins + key.len();
+    let in_value = at.start > begins + key.len();
     if in_value
         && value.starts_with(|first: char| first.is_alphanumeric() || "./:*-".contains(first))
         && !value.contains('"')
     {
-        let start = begins + key.len() + 1 + (line.len() - key.len() - 1 - line[key.len() + 1..].trim_start().len());
+        let start = begins + value_start(line, key.len());
         let whole = texts.subrange(at, start..start + value.len());
         let name = key.trim().to_owned();
         let error =

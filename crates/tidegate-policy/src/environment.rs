@@ -3,7 +3,7 @@
 mod prefixed;
 
 use std::fmt;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use tidegate_core::MAX_LIMIT;
 
@@ -91,18 +91,11 @@ pub(crate) fn fold_member_name(name: &str) -> String {
     fold_name(name).replace('.', "_")
 }
 
-/// The environment variables that a policy is read with.
 #[derive(Clone, Default)]
 pub(crate) struct EnvVars {
     pub(crate) variables: Vec<(String, String)>,
     /// The custom prefix of further variables.
     pub(crate) prefix: Option<String>,
-}
-
-impl EnvVars {
-    fn is_prefixed(&self, name: &str) -> bool {
-        self.prefix.as_ref().is_some_and(|prefix| prefixed::is_prefixed(name, prefix))
-    }
 }
 
 /// Shows only the names, because any value may be a secret.
@@ -115,111 +108,210 @@ impl fmt::Debug for EnvVars {
 
 /// Merges the variables over the table of the file.
 pub(crate) fn apply_variables(texts: &mut SourceTexts, errors: &mut Vec<Error>, root: &mut TomlTable, env: EnvVars) {
-    let is_said = |value: &str| !value.trim().is_empty();
+    let is_set = |value: &str| !value.trim().is_empty();
+    let EnvVars { variables: mut env, prefix } = env;
+    let is_prefixed = |name: &str| prefix.as_ref().is_some_and(|prefix| prefixed::is_prefixed(name, prefix));
     let prefixed: Vec<(String, String)> =
-        env.variables.iter().filter(|(name, value)| env.is_prefixed(name) && is_said(value)).cloned().collect();
-    let prefix = env.prefix.clone();
-    let mut env: Vec<(String, String)> = env.variables;
-    env.retain(|(name, value)| is_policy_variable(name) && is_said(value));
+        env.iter().filter(|(name, value)| is_prefixed(name) && is_set(value)).cloned().collect();
+    env.retain(|(name, value)| is_policy_variable(name) && is_set(value));
     env.sort();
     let mut secrets = secret_variables(root, &env);
     secrets.extend(prefixed.iter().map(|(name, _)| name.clone()));
-    apply_plain_variables(texts, errors, root, &env);
+    let mut merger = VariableMerger { texts, errors, root };
+    merger.apply_plain_variables(&env);
     if let Some(prefix) = prefix {
-        prefixed::apply_prefixed_variables(texts, errors, root, &prefixed, &prefix);
+        merger.apply_prefixed_variables(&prefixed, &prefix);
     }
     let mut seen: Vec<String> = Vec::new();
     for (name, value) in env {
         if let Some(path) = name.strip_prefix(VARIABLE_PREFIX) {
             let path: Vec<String> = path.split("__").map(str::to_ascii_lowercase).collect();
             if seen.contains(&path.join(".")) {
-                let at = add_source(texts, &name, &value, true);
-                errors.push(Error::new(
-                    texts,
-                    at,
-                    format!("{name} sets the same as a variable before it"),
-                    "one of them",
-                ));
+                let at = merger.add_source(&name, &value, true);
+                merger.report(at, format!("{name} sets the same as a variable before it"), "one of them");
                 continue;
             }
             seen.push(path.join("."));
-            if let Err(error) = set_variable(texts, root, &name, &value, &path) {
-                errors.push(error);
+            if let Err(error) = merger.set_variable(&name, &value, &path) {
+                merger.errors.push(error);
             }
         } else if has_reserved_prefix(&name) && !secrets.contains(&name) {
-            let at = add_source(texts, &name, &value, true);
-            errors.push(unknown_variable_error(texts, at, &name, root));
+            let error = merger.unknown_variable_error(&name, &value);
+            merger.errors.push(error);
         }
     }
 }
 
-fn add_source(texts: &mut SourceTexts, name: &str, value: &str, secret: bool) -> TextRange {
-    texts.add(SourceText::new(SourceKind::Variable, name, value, secret))
+/// Merges variables over the table of a file, and collects the errors in them.
+struct VariableMerger<'a> {
+    texts: &'a mut SourceTexts,
+    errors: &'a mut Vec<Error>,
+    root: &'a mut TomlTable,
 }
 
-/// Sets the setting that one variable names.
-fn set_variable(
-    texts: &mut SourceTexts,
-    root: &mut TomlTable,
-    name: &str,
-    value: &str,
-    path: &[String],
-) -> Result<(), Error> {
-    // In `here` the member's own spelling replaces the variable's; in `setting_path` a `*` does.
-    let (mut here, mut setting_path) = (path.to_vec(), path.join("."));
-    if let [section, key, member, rest @ ..] = path
-        && let Some(named) = NAMED_SECTIONS.into_iter().find(|named| named.section == section && named.key == key)
-        && !rest.is_empty()
-    {
-        let members = named.members(root);
-        setting_path = named.path(rest);
-        match members.iter().find(|known| fold_member_name(known) == fold_member_name(member)) {
-            Some(known) => here[2].clone_from(known),
-            None => {
+impl VariableMerger<'_> {
+    fn add_source(&mut self, name: &str, value: &str, secret: bool) -> TextRange {
+        self.texts.add(SourceText::new(SourceKind::Variable, name, value, secret))
+    }
+
+    /// Adds a source, and returns the range of its value without the white space around it.
+    fn add_trimmed(&mut self, name: &str, value: &str, secret: bool) -> TextRange {
+        let at = self.add_source(name, value, secret);
+        self.texts.subrange(at, trimmed_range(value, 0))
+    }
+
+    fn report(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) {
+        self.errors.push(Error::new(self.texts, at, message, expected));
+    }
+
+    fn set_variable(&mut self, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
+        // In `here` the member's own spelling replaces the variable's; in `setting_path` a `*` does.
+        let (mut here, mut setting_path) = (path.to_vec(), path.join("."));
+        if let [section, key, member, rest @ ..] = path
+            && let Some(named) = NAMED_SECTIONS.into_iter().find(|named| named.section == section && named.key == key)
+            && !rest.is_empty()
+        {
+            let members = named.members(self.root);
+            setting_path = named.path(rest);
+            let Some(known) = members.iter().find(|known| fold_member_name(known) == fold_member_name(member)) else {
                 // The value of an unknown name may be anything, even a secret, so it isn't shown.
-                let at = add_source(texts, name, value, true);
+                let at = self.add_source(name, value, true);
                 let meant = nearest(member, members.iter().map(String::as_str));
+                let meant = meant.map(|known| settings::variable_name(&setting_path, known));
                 let message = format!("{name} names no {key} of the policy");
-                let error = Error::new(texts, at, message, describe_members(key, &members));
-                return Err(
-                    error.did_you_mean(meant.map(|known| settings::variable_name(&setting_path, known)).as_deref())
-                );
+                let error = Error::new(self.texts, at, message, describe_members(key, &members));
+                return Err(error.did_you_mean(meant.as_deref()));
+            };
+            here[2].clone_from(known);
+        }
+        let Some(setting) = settings::find(&setting_path).filter(|setting| setting.variable().is_some()) else {
+            return Err(self.unknown_variable_error(name, value));
+        };
+        let holds_secrets = setting.path().rsplit('.').next().is_some_and(|last| SECRET_SETTINGS.contains(&last));
+        let at = self.add_trimmed(name, value, holds_secrets && !is_secret_source(&in_brackets(value)));
+        let node = parse_as(self.texts, at, setting.value_type)?;
+        let (last, sections) = here.split_last().expect("invariant: a setting's path has at least one name");
+        let mut table = &mut *self.root;
+        for section in sections {
+            if section == "penalty" {
+                table.remove("ban");
+            }
+            table = table.table_or_insert(section, at).ok_or_else(|| {
+                let message = format!("{name} can't be set: `{section}` is no table in the file");
+                Error::new(self.texts, at, message, "a table")
+            })?;
+        }
+        // If two settings exclude each other, the environment's replaces the file's.
+        match last.as_str() {
+            "ban" => table.remove("penalty"),
+            "penalty" => table.remove("ban"),
+            // A list says more than one variable can: keys, penalties, several limits.
+            "limit" if table.get("limits").is_some() => {
+                let message = format!("{name} would take the place of the whole list `limits` in the file");
+                let error = Error::new(self.texts, at, message, "no variable here, or one for the whole list");
+                return Err(error.help(format!("{name}S sets the whole list")));
+            }
+            "limits" => table.remove("limit"),
+            _ => {}
+        }
+        table.insert(last, node.at, node.value);
+        Ok(())
+    }
+
+    /// The error of a variable that sets nothing. Its value may be a secret, so it isn't shown.
+    fn unknown_variable_error(&mut self, name: &str, value: &str) -> Error {
+        let at = self.add_source(name, value, true);
+        // Correct the prefix, whatever its case and its number of underscores.
+        let rest = name.get(RESERVED_PREFIX.len()..).unwrap_or_default().trim_start_matches('_').to_ascii_uppercase();
+        let upper = format!("{VARIABLE_PREFIX}{rest}");
+        let members = NAMED_SECTIONS.map(|named| (named.path(&[]), named.members(self.root)));
+        let names: Vec<String> = settings::all()
+            .filter_map(|setting| setting.variable().map(|variable| (setting.path(), variable)))
+            .flat_map(|(path, variable)| match members.iter().find(|(begin, _)| path.starts_with(begin)) {
+                Some((_, members)) => {
+                    members.iter().take(50).map(|member| settings::variable_name(path, member)).collect()
+                }
+                None => vec![variable],
+            })
+            .collect();
+        let mut known = names.iter().map(String::as_str);
+        // A name that differs only in underscores is preferred to any that is merely similar.
+        let bare = |name: &str| name.replace('_', "");
+        let plain = PLAIN_VARIABLES.iter().map(|(plain, _, _)| *plain).find(|plain| bare(plain) == bare(&rest));
+        let same = known.clone().find(|known| bare(known) == bare(&upper)).or(plain).map(str::to_owned);
+        // Two names in one section differ in their last word, so last words are compared, within the section first.
+        let (section, word) = upper.rsplit_once("__").unwrap_or(("", &upper));
+        let siblings = known.clone().filter_map(|name| name.rsplit_once("__"));
+        let siblings: Vec<&str> = siblings.filter(|(inside, _)| *inside == section).map(|(_, word)| word).collect();
+        let sibling = || nearest(word, siblings).map(|word| format!("{section}__{word}"));
+        let meant = same.or_else(sibling).or_else(|| nearest(&upper, &mut known).map(str::to_owned));
+        let message = format!("unknown environment variable {name}");
+        Error::new(self.texts, at, message, "the name of a setting").did_you_mean(meant.as_deref())
+    }
+
+    /// Applies `GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE` and `BACKOFF_MAX`.
+    fn apply_plain_variables(&mut self, env: &[(String, String)]) {
+        let limit = self.plain_number(env, "GLOBAL_RATE_LIMIT", 0..=MAX_LIMIT, "a number of calls");
+        let window = self.plain_number(env, "GLOBAL_RATE_WINDOW", 1..=MAX_SECS, "a number of seconds");
+        let base = self.plain_number(env, "BACKOFF_BASE", 1..=86_400, "the base of the power, in seconds");
+        let cap = self.plain_number(env, "BACKOFF_MAX", 1..=MAX_SECS, "a number of seconds");
+        self.apply_global_limit(limit, window);
+        for penalty in growing_penalties(self.root) {
+            if let Some((at, base)) = base {
+                penalty.insert("base", at, TomlValue::String(format!("{base}s")));
+                penalty.insert("factor", at, TomlValue::Integer(i64::try_from(base).ok()));
+            }
+            if let Some((at, cap)) = cap {
+                penalty.insert("cap", at, TomlValue::String(format!("{cap}s")));
             }
         }
     }
-    let Some(setting) = settings::find(&setting_path).filter(|setting| setting.variable().is_some()) else {
-        let at = add_source(texts, name, value, true);
-        return Err(unknown_variable_error(texts, at, name, root));
-    };
-    let holds_secrets = setting.path().rsplit('.').next().is_some_and(|last| SECRET_SETTINGS.contains(&last));
-    let at = add_source(texts, name, value, holds_secrets && !is_secret_source(&in_brackets(value)));
-    let value_at = trimmed_range(texts, at);
-    let node = parse_as(texts, value_at, setting.value_type)?;
-    let (last, sections) = here.split_last().expect("invariant: a setting's path has at least one name");
-    let mut table = &mut *root;
-    for section in sections {
-        if section == "penalty" {
-            table.remove("ban");
+
+    /// The number in a plain variable, with its place; `None` if the variable isn't set or is wrong.
+    fn plain_number(
+        &mut self,
+        env: &[(String, String)],
+        name: &str,
+        range: RangeInclusive<u64>,
+        what: &str,
+    ) -> Option<(TextRange, u64)> {
+        let (_, value) = env.iter().find(|(found, _)| found == name)?;
+        let at = self.add_trimmed(name, value, false);
+        let number = value.trim().parse();
+        if let Some(number) = number.as_ref().ok().filter(|number| range.contains(number)) {
+            return Some((at, *number));
         }
-        table = table.table_or_insert(section, value_at).ok_or_else(|| {
-            Error::new(texts, value_at, format!("{name} can't be set: `{section}` is no table in the file"), "a table")
-        })?;
+        let wrong = if number.is_ok() { "out of range" } else { "no whole number" };
+        let message = format!("{name} is {}, which is {wrong}", quoted(value.trim()));
+        self.report(at, message, format!("{what}, {} to {}", range.start(), range.end()));
+        None
     }
-    // If two settings exclude each other, the environment's replaces the file's.
-    match last.as_str() {
-        "ban" => table.remove("penalty"),
-        "penalty" => table.remove("ban"),
-        // A list says more than one variable can: keys, penalties, several limits.
-        "limit" if table.get("limits").is_some() => {
-            let message = format!("{name} would take the place of the whole list `limits` in the file");
-            let error = Error::new(texts, value_at, message, "no variable here, or one for the whole list");
-            return Err(error.help(format!("{name}S sets the whole list")));
+
+    fn apply_global_limit(&mut self, limit: Option<(TextRange, u64)>, window: Option<(TextRange, u64)>) {
+        let Some((at, _)) = limit.or(window) else { return };
+        let written = self.root.table("inbound").and_then(|inbound| inbound.table("global"));
+        let in_file = match written.and_then(|global| global.text("limit")).and_then(|text| text.parse().ok()) {
+            Some(Quantity::Window { limit, window }) => Some((limit, window)),
+            _ => None,
+        };
+        let Some(count) = limit.map(|(_, limit)| limit).or(in_file.map(|(limit, _)| limit)) else {
+            let expected = "GLOBAL_RATE_LIMIT beside it, or a limit such as \"1000 per 1h\" in [inbound.global]";
+            return self.report(at, "GLOBAL_RATE_WINDOW is set, but there is no global limit for it", expected);
+        };
+        let length = match (window, in_file) {
+            (Some((_, secs)), _) => format!("{secs}s"),
+            (None, Some((_, window))) => window.to_string(),
+            (None, None) => format!("{DEFAULT_WINDOW_SECS}s"),
+        };
+        let is_new = written.is_none();
+        let inbound = self.root.table_or_insert("inbound", at);
+        // If the file has something else there, the reader reports that.
+        let Some(global) = inbound.and_then(|inbound| inbound.table_or_insert("global", at)) else { return };
+        global.insert("limit", at, TomlValue::String(format!("{count} per {length}")));
+        if is_new {
+            global.insert("penalty", at, TomlValue::Table(TomlTable::default()));
         }
-        "limits" => table.remove("limit"),
-        _ => {}
     }
-    table.insert(last, node.at, node.value);
-    Ok(())
 }
 
 /// A value with the brackets that a list may lack.
@@ -237,41 +329,10 @@ fn describe_members(what: &str, members: &[String]) -> String {
     }
 }
 
-fn unknown_variable_error(texts: &SourceTexts, at: TextRange, name: &str, root: &TomlTable) -> Error {
-    // Correct the prefix, whatever its case and its number of underscores.
-    let rest = name.get(RESERVED_PREFIX.len()..).unwrap_or_default().trim_start_matches('_');
-    let upper = format!("{VARIABLE_PREFIX}{}", rest.to_ascii_uppercase());
-    let members = NAMED_SECTIONS.map(|named| (format!("{}.{}.", named.section, named.key), named.members(root)));
-    let names: Vec<String> = settings::all()
-        .filter_map(|setting| setting.variable().map(|variable| (setting.path(), variable)))
-        .flat_map(|(path, variable)| match members.iter().find(|(begin, _)| path.starts_with(begin)) {
-            Some((_, members)) => members.iter().take(50).map(|member| settings::variable_name(path, member)).collect(),
-            None => vec![variable],
-        })
-        .collect();
-    // A name that differs only in underscores is preferred to any that is merely similar.
-    let bare = |name: &str| name.replace('_', "");
-    let plain =
-        PLAIN_VARIABLES.iter().map(|(plain, _, _)| *plain).find(|plain| bare(plain) == bare(rest).to_ascii_uppercase());
-    let same = names.iter().map(String::as_str).find(|known| bare(known) == bare(&upper)).or(plain);
-    // Two names in one section differ in their last word, so last words are compared, within the section first.
-    let (section, word) = upper.rsplit_once("__").unwrap_or(("", &upper));
-    let siblings: Vec<&str> = names
-        .iter()
-        .filter_map(|name| name.rsplit_once("__").filter(|(inside, _)| *inside == section).map(|(_, word)| word))
-        .collect();
-    let meant = same.map(str::to_owned);
-    let meant = meant.or_else(|| nearest(word, siblings).map(|word| format!("{section}__{word}")));
-    let meant = meant.or_else(|| nearest(&upper, names.iter().map(String::as_str)).map(str::to_owned));
-    Error::new(texts, at, format!("unknown environment variable {name}"), "the name of a setting")
-        .did_you_mean(meant.as_deref())
-}
-
-/// The range of a value without the white space around it.
-fn trimmed_range(texts: &SourceTexts, at: TextRange) -> TextRange {
-    let body = texts.text_at(at);
-    let start = body.len() - body.trim_start().len();
-    texts.subrange(at, start..start + body.trim().len())
+/// The range of a text without the white space around it; the text begins at `begin`.
+fn trimmed_range(text: &str, begin: usize) -> Range<usize> {
+    let start = begin + text.len() - text.trim_start().len();
+    start..start + text.trim().len()
 }
 
 /// Parses a variable's value in the form of its setting. A value that doesn't fit stays text; the reader refuses it.
@@ -285,10 +346,9 @@ pub(crate) fn parse_as(texts: &SourceTexts, at: TextRange, form: SettingType) ->
         SettingType::Strings | SettingType::Integer if first == Some('[') => parse_value(texts, at),
         SettingType::Strings => {
             let mut items = Vec::new();
-            let mut begin = at.start();
+            let mut begin = at.start;
             for piece in raw.split(',') {
-                let place = trimmed_item_range(piece, begin);
-                let item = texts.subrange(at, place);
+                let item = texts.subrange(at, trimmed_range(piece, begin));
                 if matches!(texts.text_at(item).chars().next(), Some('"' | '\'')) {
                     items.push(parse_value(texts, item)?);
                 } else if !texts.text_at(item).is_empty() {
@@ -318,134 +378,25 @@ pub(crate) fn parse_as(texts: &SourceTexts, at: TextRange, form: SettingType) ->
     }
 }
 
-fn trimmed_item_range(piece: &str, begin: usize) -> Range<usize> {
-    let start = begin + piece.len() - piece.trim_start().len();
-    start..start + piece.trim().len()
-}
-
-/// Applies `GLOBAL_RATE_LIMIT`, `GLOBAL_RATE_WINDOW`, `BACKOFF_BASE` and `BACKOFF_MAX`.
-fn apply_plain_variables(
-    texts: &mut SourceTexts,
-    errors: &mut Vec<Error>,
-    root: &mut TomlTable,
-    env: &[(String, String)],
-) {
-    let mut number = |name: &str, least: u64, most: u64, what: &str| -> Option<(TextRange, u64)> {
-        let (_, value) = env.iter().find(|(found, _)| found == name)?;
-        let at = add_source(texts, name, value, false);
-        let at = trimmed_range(texts, at);
-        let raw = texts.text_at(at);
-        match raw.parse::<u64>() {
-            Ok(number) if (least..=most).contains(&number) => return Some((at, number)),
-            Ok(_) => errors.push(Error::new(
-                texts,
-                at,
-                format!("{name} is {}, which is out of range", quoted(raw)),
-                format!("{what}, {least} to {most}"),
-            )),
-            Err(_) => {
-                let message = format!("{name} is {}, which is no whole number", quoted(raw));
-                errors.push(Error::new(texts, at, message, format!("{what}, {least} to {most}")));
-            }
-        }
-        None
-    };
-    let limit = number("GLOBAL_RATE_LIMIT", 0, MAX_LIMIT, "a number of calls");
-    let window = number("GLOBAL_RATE_WINDOW", 1, MAX_SECS, "a number of seconds");
-    let base = number("BACKOFF_BASE", 1, 86_400, "the base of the power, in seconds");
-    let cap = number("BACKOFF_MAX", 1, MAX_SECS, "a number of seconds");
-    apply_global_limit(texts, errors, root, limit, window);
-    if base.is_some() || cap.is_some() {
-        for penalty in growing_penalties(root) {
-            if let Some((at, base)) = base {
-                penalty.insert("base", at, TomlValue::String(format!("{base}s")));
-                penalty.insert("factor", at, TomlValue::Integer(i64::try_from(base).ok()));
-            }
-            if let Some((at, cap)) = cap {
-                penalty.insert("cap", at, TomlValue::String(format!("{cap}s")));
-            }
-        }
-    }
-}
-
-fn apply_global_limit(
-    texts: &SourceTexts,
-    errors: &mut Vec<Error>,
-    root: &mut TomlTable,
-    limit: Option<(TextRange, u64)>,
-    window: Option<(TextRange, u64)>,
-) {
-    let Some((at, _)) = limit.or(window) else {
-        return;
-    };
-    let written = root.table("inbound").and_then(|inbound| inbound.table("global"));
-    let in_file = written.and_then(|global| global.node("limit")).and_then(|node| match &node.value {
-        TomlValue::String(text) => match text.parse::<Quantity>() {
-            Ok(Quantity::Window { limit, window }) => Some((limit, window)),
-            _ => None,
-        },
-        _ => None,
-    });
-    let Some(count) = limit.map(|(_, limit)| limit).or(in_file.map(|(limit, _)| limit)) else {
-        let message = "GLOBAL_RATE_WINDOW is set, but there is no global limit for it";
-        errors.push(Error::new(
-            texts,
-            at,
-            message,
-            "GLOBAL_RATE_LIMIT beside it, or a limit such as \"1000 per 1h\" in [inbound.global]",
-        ));
-        return;
-    };
-    let length = match (window, in_file) {
-        (Some((_, secs)), _) => format!("{secs}s"),
-        (None, Some((_, window))) => window.to_string(),
-        (None, None) => format!("{DEFAULT_WINDOW_SECS}s"),
-    };
-    let is_new = written.is_none();
-    // If the file has something else there, the reader reports that.
-    let Some(global) = root.table_or_insert("inbound", at).and_then(|inbound| inbound.table_or_insert("global", at))
-    else {
-        return;
-    };
-    global.insert("limit", at, TomlValue::String(format!("{count} per {length}")));
-    if is_new {
-        global.insert("penalty", at, TomlValue::Table(TomlTable::default()));
-    }
-}
-
-/// Every penalty table in the file.
 fn growing_penalties(root: &mut TomlTable) -> Vec<&mut TomlTable> {
-    fn tables<'t>(table: &'t mut TomlTable, found: &mut Vec<&'t mut TomlTable>) {
+    fn collect<'t>(table: &'t mut TomlTable, found: &mut Vec<&'t mut TomlTable>) {
         for entry in &mut table.entries {
             match &mut entry.node.value {
                 TomlValue::Table(penalty) if entry.key == "penalty" => found.push(penalty),
                 TomlValue::List(items) if entry.key == "limits" => {
-                    for item in items {
-                        if let TomlValue::Table(limit) = &mut item.value {
-                            tables(limit, found);
-                        }
-                    }
+                    items.iter_mut().filter_map(TomlNode::as_table_mut).for_each(|limit| collect(limit, found));
                 }
                 _ => {}
             }
         }
     }
     let mut found = Vec::new();
-    let Some(TomlValue::Table(inbound)) = root.get_mut("inbound").map(|entry| &mut entry.node.value) else {
-        return found;
-    };
-    for entry in &mut inbound.entries {
-        let TomlValue::Table(table) = &mut entry.node.value else {
-            continue;
-        };
-        match entry.key.as_str() {
-            "global" => tables(table, &mut found),
-            "action" => {
-                for action in &mut table.entries {
-                    if let TomlValue::Table(action) = &mut action.node.value {
-                        tables(action, &mut found);
-                    }
-                }
+    for entry in root.table_mut("inbound").into_iter().flat_map(|inbound| &mut inbound.entries) {
+        match (entry.key.as_str(), entry.node.as_table_mut()) {
+            ("global", Some(global)) => collect(global, &mut found),
+            ("action", Some(actions)) => {
+                let actions = actions.entries.iter_mut().filter_map(|action| action.node.as_table_mut());
+                actions.for_each(|action| collect(action, &mut found));
             }
             _ => {}
         }

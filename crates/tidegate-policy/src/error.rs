@@ -7,7 +7,6 @@ use crate::nearest::similar;
 use crate::printable::{printable, printable_lines};
 use crate::settings;
 
-/// The most errors that are shown at once.
 const MAX_ERRORS: usize = 50;
 /// The most characters of a line that are shown before and after the place of an error.
 const MAX_CHARS_BEFORE: usize = 60;
@@ -39,11 +38,10 @@ pub enum ErrorLocation {
 impl ErrorLocation {
     fn new(texts: &SourceTexts, at: TextRange) -> Self {
         let text = texts.get(at);
-        let start = at.start();
-        let column = text.body[text.line_start(start)..start].chars().count() + 1;
+        let column = text.body[text.line_start(at.start)..at.start].chars().count() + 1;
         let name = text.name.clone();
         match text.kind {
-            SourceKind::File => Self::File { name, line: text.line(start), column },
+            SourceKind::File => Self::File { name, line: text.line(at.start), column },
             SourceKind::Variable => Self::Variable { name, column },
         }
     }
@@ -117,7 +115,7 @@ impl Error {
         message: impl Into<String>,
         expected: impl Into<String>,
     ) -> Self {
-        Self::with_details(texts, at, message.into(), expected.into(), None)
+        Self::with_details(texts, at, message.into(), expected.into(), false)
     }
 
     /// Creates an error at a place that may hold a secret: the line isn't shown from there on.
@@ -127,37 +125,25 @@ impl Error {
         message: impl Into<String>,
         expected: impl Into<String>,
     ) -> Self {
-        Self::with_details(texts, at, message.into(), expected.into(), Some(at.start()))
+        Self::with_details(texts, at, message.into(), expected.into(), true)
     }
 
-    fn with_details(
-        texts: &SourceTexts,
-        at: TextRange,
-        message: String,
-        expected: String,
-        hidden: Option<usize>,
-    ) -> Self {
+    fn with_details(texts: &SourceTexts, at: TextRange, message: String, expected: String, hides: bool) -> Self {
         let text = texts.get(at);
-        let (start, end) = (at.start(), at.end());
-        let begins = text.line_start(start);
-        let ends = text.body[start..].find('\n').map_or(text.body.len(), |length| start + length);
+        let begins = text.line_start(at.start);
+        let ends = text.body[at.start..].find('\n').map_or(text.body.len(), |length| at.start + length);
         let line = text.body[begins..ends].trim_end_matches('\r');
-        let prefix = match text.kind {
-            SourceKind::File => String::new(),
-            SourceKind::Variable => format!("{}=", text.name),
+        let (number, prefix) = match text.kind {
+            SourceKind::File => (text.line(at.start).to_string(), String::new()),
+            SourceKind::Variable => (String::new(), format!("{}=", text.name)),
         };
-        let own = if text.secret { Some(0) } else { secret_start(line) };
-        let own = own.or_else(|| secret_start_in_section(&text.body[..begins], line));
-        let hidden = hidden.map(|at| (at - begins).min(line.len())).into_iter().chain(own).min();
-        let start = (start - begins).min(line.len());
-        let end = end.saturating_sub(begins).clamp(start, line.len());
-        let location = ErrorLocation::new(texts, at);
-        let number = match location {
-            ErrorLocation::File { line, .. } => line.to_string(),
-            ErrorLocation::Variable { .. } => String::new(),
-        };
+        let start = (at.start - begins).min(line.len());
+        let end = at.end.saturating_sub(begins).clamp(start, line.len());
+        let secret = if text.secret { Some(0) } else { secret_start(line) };
+        let secret = secret.or_else(|| secret_start_in_section(&text.body[..begins], line));
+        let hidden = hides.then_some(start).into_iter().chain(secret).min();
         Self(Box::new(ErrorDetails {
-            location,
+            location: ErrorLocation::new(texts, at),
             message: printable(&message).into_owned(),
             expected: printable(&expected).into_owned(),
             help: Vec::new(),
@@ -220,23 +206,19 @@ impl Excerpt {
             .skip(skipped)
             .take(before - skipped + carets.min(MAX_CHARS_AFTER) + MAX_CHARS_AFTER)
             .collect();
-        let cut = shown.chars().count() > skipped + window.len();
-        let mut line: String = if skipped > 0 { "…".to_owned() } else { String::new() };
-        let mut indent = line.replace('…', " ");
-        for (index, letter) in window.into_iter().enumerate() {
-            line.push(letter);
-            if index < before - skipped {
-                indent.push(if letter == '\t' { '\t' } else { ' ' });
-            }
+        let is_cut = shown.chars().count() > skipped + window.len();
+        let (cut_before, cut_after) = (if skipped > 0 { "…" } else { "" }, if is_cut { "…" } else { "" });
+        let blank = |letter: &char| if *letter == '\t' { '\t' } else { ' ' };
+        let indent = cut_before.chars().chain(window[..before - skipped].iter().copied()).map(|letter| blank(&letter));
+        Self {
+            number,
+            indent: indent.collect(),
+            line: format!("{cut_before}{}{cut_after}", String::from_iter(&window)),
+            carets: carets.min(MAX_CHARS_AFTER),
         }
-        if cut {
-            line.push('…');
-        }
-        Self { number, line, indent, carets: carets.min(MAX_CHARS_AFTER) }
     }
 }
 
-/// True if something in a line may be a secret.
 pub(crate) fn may_be_secret(line: &str) -> bool {
     secret_start(line).is_some() || line.contains("://") && line.contains('@')
 }
@@ -254,8 +236,7 @@ fn secret_start(line: &str) -> Option<usize> {
                 && value.trim_start_matches([' ', '"', '\'']).starts_with('{')
         };
         let is_secret = key_matches(line, equals, is_secret_name) || body();
-        let begins = equals + 1 + (value.len() - value.trim_start().len());
-        (is_secret && !value.trim().is_empty() && !is_secret_source(value)).then_some(begins)
+        (is_secret && !value.trim().is_empty() && !is_secret_source(value)).then(|| value_start(line, equals))
     })
 }
 
@@ -272,10 +253,14 @@ fn secret_start_in_section(above: &str, line: &str) -> Option<usize> {
         return (is_secret && !is_secret_source(&format!("[{begin}"))).then_some(0);
     }
     let equals = line.find('=').filter(|equals| !is_secret_source(&line[equals + 1..]))?;
-    let value = equals + 1 + (line.len() - equals - 1 - line[equals + 1..].trim_start().len());
     let header = before.find(|line| line.starts_with('['))?;
     let of_secrets = header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| name.trim() == "secrets");
-    of_secrets.then_some(value)
+    of_secrets.then(|| value_start(line, equals))
+}
+
+/// The offset of the value after an equals sign, without the space before it.
+pub(crate) fn value_start(line: &str, equals: usize) -> usize {
+    line.len() - line[equals + 1..].trim_start().len()
 }
 
 /// True if `is` accepts the key before an equals sign.
@@ -333,14 +318,7 @@ fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize
         }
     }
     shown.push_str(&line[rest..]);
-    let boundary = |mut at: usize| {
-        at = at.min(shown.len());
-        while !shown.is_char_boundary(at) {
-            at -= 1;
-        }
-        at
-    };
-    let (new_start, new_end) = (boundary(new_start), boundary(new_end));
+    let [new_start, new_end] = [new_start, new_end].map(|at| shown.floor_char_boundary(at));
     (shown, new_start, new_end.max(new_start))
 }
 

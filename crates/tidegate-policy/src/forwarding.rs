@@ -68,10 +68,7 @@ impl Forwarding {
                 if hops > MAX_HOPS {
                     return client;
                 }
-                let (before, entry) = match self.header {
-                    ForwardingHeader::XForwardedFor => last_entry(bytes),
-                    ForwardingHeader::Forwarded => last_element(bytes),
-                };
+                let (before, entry) = last_element(bytes, self.header == ForwardingHeader::Forwarded);
                 rest = before;
                 let entry = entry.trim_ascii();
                 // RFC 9110 5.6.1 requires recipients to skip empty list elements.
@@ -93,21 +90,13 @@ impl Forwarding {
     }
 }
 
-/// Splits the last entry off a list at its last comma.
-fn last_entry(list: &[u8]) -> (Option<&[u8]>, &[u8]) {
-    match list.iter().rposition(|byte| *byte == b',') {
-        Some(comma) => (Some(&list[..comma]), &list[comma + 1..]),
-        None => (None, list),
-    }
-}
-
-/// Splits the last element off a list at its last comma outside quotes. Escaped quotes need no handling: an address or
-/// port has no backslash, so an element with an escaped quote isn't an address either way.
-fn last_element(list: &[u8]) -> (Option<&[u8]>, &[u8]) {
+/// Splits the last element off a list at its last comma, or at its last comma outside quotes. Escaped quotes need no
+/// handling: an address or port has no backslash, so an element with an escaped quote isn't an address either way.
+fn last_element(list: &[u8], has_quotes: bool) -> (Option<&[u8]>, &[u8]) {
     let mut quoted = false;
     for (at, byte) in list.iter().enumerate().rev() {
         match byte {
-            b'"' => quoted = !quoted,
+            b'"' if has_quotes => quoted = !quoted,
             b',' if !quoted => return (Some(&list[..at]), &list[at + 1..]),
             _ => {}
         }

@@ -1,6 +1,7 @@
 //! The hints of a provider's reply about the time for the next call.
 
 use std::cmp::Reverse;
+use std::sync::LazyLock;
 use std::time::UNIX_EPOCH;
 
 use http::header::{DATE, HeaderMap, HeaderName, RETRY_AFTER};
@@ -28,51 +29,28 @@ struct HeaderFamily {
     measure: Measure,
 }
 
-const HEADER_FAMILIES: [HeaderFamily; 10] = [
-    calls("x-ratelimit-remaining", "x-ratelimit-reset", "x-ratelimit-limit"),
-    calls("x-ratelimit-remaining", "x-ratelimit-reset-after", "x-ratelimit-limit"),
-    calls("x-rate-limit-remaining", "x-rate-limit-reset", "x-rate-limit-limit"),
-    calls("ratelimit-remaining", "ratelimit-reset", "ratelimit-limit"),
-    calls("x-ratelimit-remaining-requests", "x-ratelimit-reset-requests", "x-ratelimit-limit-requests"),
-    cost("x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens", "x-ratelimit-limit-tokens"),
-    calls(
-        "anthropic-ratelimit-requests-remaining",
-        "anthropic-ratelimit-requests-reset",
-        "anthropic-ratelimit-requests-limit",
-    ),
-    cost(
-        "anthropic-ratelimit-tokens-remaining",
-        "anthropic-ratelimit-tokens-reset",
-        "anthropic-ratelimit-tokens-limit",
-    ),
-    cost(
-        "anthropic-ratelimit-input-tokens-remaining",
-        "anthropic-ratelimit-input-tokens-reset",
-        "anthropic-ratelimit-input-tokens-limit",
-    ),
-    cost(
-        "anthropic-ratelimit-output-tokens-remaining",
-        "anthropic-ratelimit-output-tokens-reset",
-        "anthropic-ratelimit-output-tokens-limit",
-    ),
-];
-
-const fn family(measure: Measure, remaining: &'static str, reset: &'static str, limit: &'static str) -> HeaderFamily {
-    HeaderFamily {
-        remaining: HeaderName::from_static(remaining),
-        reset: HeaderName::from_static(reset),
-        limit: HeaderName::from_static(limit),
-        measure,
-    }
-}
-
-const fn calls(remaining: &'static str, reset: &'static str, limit: &'static str) -> HeaderFamily {
-    family(Measure::Calls, remaining, reset, limit)
-}
-
-const fn cost(remaining: &'static str, reset: &'static str, limit: &'static str) -> HeaderFamily {
-    family(Measure::Cost, remaining, reset, limit)
-}
+static HEADER_FAMILIES: LazyLock<Vec<HeaderFamily>> = LazyLock::new(|| {
+    let family = |(measure, beginning, reset, end): (Measure, &str, &str, &str)| {
+        let name = |word: &str| {
+            let name = format!("{beginning}{word}{end}");
+            HeaderName::try_from(name).expect("invariant: the names are tested to be valid")
+        };
+        HeaderFamily { remaining: name("remaining"), reset: name(reset), limit: name("limit"), measure }
+    };
+    let families = [
+        (Measure::Calls, "x-ratelimit-", "reset", ""),
+        (Measure::Calls, "x-ratelimit-", "reset-after", ""),
+        (Measure::Calls, "x-rate-limit-", "reset", ""),
+        (Measure::Calls, "ratelimit-", "reset", ""),
+        (Measure::Calls, "x-ratelimit-", "reset", "-requests"),
+        (Measure::Cost, "x-ratelimit-", "reset", "-tokens"),
+        (Measure::Calls, "anthropic-ratelimit-requests-", "reset", ""),
+        (Measure::Cost, "anthropic-ratelimit-tokens-", "reset", ""),
+        (Measure::Cost, "anthropic-ratelimit-input-tokens-", "reset", ""),
+        (Measure::Cost, "anthropic-ratelimit-output-tokens-", "reset", ""),
+    ];
+    families.into_iter().map(family).collect()
+});
 
 /// The least number that is read as Unix time in milliseconds: in seconds it would be the year 5138.
 const EPOCH_MILLIS: u128 = 100_000_000_000;
@@ -124,7 +102,7 @@ impl Hints {
             .or_else(|| MILLISECOND_HEADERS.iter().find_map(|name| parse_wait(single_value(headers, name)?, 1_000)))
             .or_else(|| clock.retry_after(single_value(headers, &RETRY_AFTER)?))
             .filter(|wait| !wait.is_zero());
-        for family in &HEADER_FAMILIES {
+        for family in HEADER_FAMILIES.iter() {
             let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
             let wait = single_value(headers, &family.reset).and_then(|text| clock.reset(text));
             hints.update_reset(left.map(|left| left == 0), wait, now);
@@ -153,7 +131,7 @@ impl Hints {
 
     fn update_remaining(&mut self, measure: Measure, left: u128, limit: Option<u128>, until: Time) {
         let number = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
-        let told = RemainingAmount {
+        let reported = RemainingAmount {
             amount: number(left),
             limit: limit.map(number).filter(|limit| *limit > 0),
             resets_at: until,
@@ -162,8 +140,10 @@ impl Hints {
             Measure::Calls => &mut self.remaining.calls,
             Measure::Cost => &mut self.remaining.cost,
         };
-        if known.is_none_or(|known| (told.amount, Reverse(told.resets_at)) < (known.amount, Reverse(known.resets_at))) {
-            *known = Some(told);
+        if known.is_none_or(|known| {
+            (reported.amount, Reverse(reported.resets_at)) < (known.amount, Reverse(known.resets_at))
+        }) {
+            *known = Some(reported);
         }
     }
 
@@ -310,7 +290,7 @@ mod tests {
 
     #[test]
     fn every_used_header_is_a_hint_header() {
-        let families = HEADER_FAMILIES.into_iter().flat_map(|family| [family.remaining, family.reset]);
+        let families = HEADER_FAMILIES.iter().flat_map(|family| [family.remaining.clone(), family.reset.clone()]);
         for name in families.chain(MILLISECOND_HEADERS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER]) {
             assert!(is_hint_header(&name), "{name}");
         }

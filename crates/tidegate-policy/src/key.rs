@@ -17,7 +17,7 @@ use tidegate_core::{Key, LimitKind, MAX_OPS, ShareLevel};
 pub use error::{KeyError, MissingPartError, UncountableError, UnknownPlatformError};
 
 use self::encoder::{KeyEncoder, address_key, encode_part, encode_prefix};
-use self::values::{PartValues, TooManyValuesError};
+use self::values::{PartValues, TooManyValues};
 use crate::address::{Ipv6Prefix, canonical_ip, counted_network, shared_network};
 use crate::path::PathQuirks;
 use crate::query::Query;
@@ -25,7 +25,6 @@ use crate::query::Query;
 /// The platforms that the key part `platform` knows.
 pub const PLATFORMS: [&str; 4] = ["web", "mobile", "api", "admin"];
 
-/// The most parts in one key.
 pub(crate) const MAX_PARTS: usize = 8;
 
 /// One property that calls are counted by. A key is a list of them: `key = ["client_ip", "header:x-tenant"]`.
@@ -154,7 +153,6 @@ impl KeySeed {
         Self::new(hasher.finish128().as_bytes())
     }
 
-    /// The key of a provider's limits.
     pub(crate) fn provider_key(&self, provider: &str) -> Key {
         self.outbound_encoder(provider).finish()
     }
@@ -203,22 +201,14 @@ impl fmt::Debug for KeySeed {
 /// The parts of one key, in order, and the handling of calls that lack one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct KeyTemplate {
-    parts: Box<[KeyPart]>,
-    on_missing: OnMissing,
+    pub(crate) parts: Box<[KeyPart]>,
+    pub(crate) on_missing: OnMissing,
 }
 
-/// The rules for reading addresses and paths.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeyOptions {
     pub(crate) quirks: PathQuirks,
     pub(crate) ipv6: Ipv6Prefix,
-}
-
-/// The reason why a template gives no key.
-pub(crate) enum KeyTemplateError<'r> {
-    Part(&'r KeyPart),
-    Platform(String),
-    Uncountable(UncountableError),
 }
 
 const DOMAIN_KEY: u8 = 0;
@@ -236,14 +226,6 @@ impl KeyTemplate {
         // If no part can be missing, the word has no effect; the default lets equal templates be hashed once.
         let missing = if parts.iter().any(KeyPart::may_be_missing) { missing } else { OnMissing::default() };
         Self { parts: parts.into(), on_missing: missing }
-    }
-
-    pub(crate) fn parts(&self) -> &[KeyPart] {
-        &self.parts
-    }
-
-    pub(crate) fn on_missing(&self) -> OnMissing {
-        self.on_missing
     }
 
     /// The key of a call. Each part follows its tag and its length, so no two lists of parts give the same bytes.
@@ -264,29 +246,30 @@ impl KeyTemplate {
     }
 
     /// All keys of a call: one for each combination of its parts' values; none if the limit doesn't count the call.
+    /// Errors name the limit.
     #[cold]
     pub(crate) fn keys(
         &self,
         query: &Query<'_>,
         rules: KeyOptions,
         seed: &KeySeed,
-    ) -> Result<ArrayVec<Key, MAX_OPS>, KeyTemplateError<'_>> {
+        limit: &str,
+    ) -> Result<ArrayVec<Key, MAX_OPS>, KeyError> {
         let mut encoders = ArrayVec::<KeyEncoder, MAX_OPS>::new();
         encoders.push(KeyEncoder::new(seed, DOMAIN_KEY));
         for part in &self.parts {
-            match part_values(part, query)?.as_deref() {
+            match part_values(part, query, limit)?.as_deref() {
                 None => {
                     for encoder in &mut encoders {
-                        encode_part(part, query, rules, encoder).ok_or_else(|| missing_part_error(part, query))?;
+                        encode_part(part, query, rules, encoder)
+                            .ok_or_else(|| missing_part_error(part, query, limit))?;
                     }
                 }
                 Some([]) => {
                     let by_ip = match self.on_missing {
                         OnMissing::Share => None,
                         OnMissing::ByIp => query.ip.filter(|_| !query.from_log || part.is_absent_if_not_logged()),
-                        OnMissing::Refuse => {
-                            return Err(KeyTemplateError::Uncountable(UncountableError::Missing(part.to_string())));
-                        }
+                        OnMissing::Refuse => return Err(UncountableError::Missing(part.to_string()).into()),
                         OnMissing::Skip => return Ok(ArrayVec::new()),
                     };
                     for encoder in &mut encoders {
@@ -294,7 +277,7 @@ impl KeyTemplate {
                     }
                 }
                 Some(values) if encoders.len() * values.len() > MAX_OPS => {
-                    return Err(KeyTemplateError::Uncountable(UncountableError::TooManyOperations));
+                    return Err(UncountableError::TooManyOperations.into());
                 }
                 Some(values) => {
                     for encoder in std::mem::take(&mut encoders) {
@@ -331,41 +314,36 @@ impl KeyTemplate {
 }
 
 /// The error for a part that [`encode_part`] can't encode, and that is never treated as missing.
-fn missing_part_error<'r>(part: &'r KeyPart, query: &Query<'_>) -> KeyTemplateError<'r> {
+fn missing_part_error(part: &KeyPart, query: &Query<'_>, limit: &str) -> KeyError {
     match (part, query.platform) {
-        (KeyPart::Platform, Some(found)) => KeyTemplateError::Platform(found.chars().take(64).collect()),
-        _ => KeyTemplateError::Part(part),
+        (KeyPart::Platform, Some(found)) => UnknownPlatformError { found: found.chars().take(64).collect() }.into(),
+        _ => MissingPartError { part: part.query_field(), limit: limit.to_owned() }.into(),
     }
 }
 
 /// The values of a part that a call may lack or have several times; `None` for other parts.
-fn part_values<'q, 'r>(part: &'r KeyPart, query: &Query<'q>) -> Result<Option<PartValues<'q>>, KeyTemplateError<'r>> {
+fn part_values<'q>(part: &KeyPart, query: &Query<'q>, limit: &str) -> Result<Option<PartValues<'q>>, KeyError> {
+    let missing = || missing_part_error(part, query, limit);
     // Requests often lack a part. But a query without request headers comes from a caller that forgot the field, and
     // is an error.
-    let headers = query.headers.ok_or(KeyTemplateError::Part(part));
-    let too_many =
-        |TooManyValuesError| KeyTemplateError::Uncountable(UncountableError::TooManyValues(part.to_string()));
+    let headers = || query.headers.ok_or_else(missing);
+    let too_many = |TooManyValues| UncountableError::TooManyValues(part.to_string());
     Ok(match part {
-        KeyPart::Header(name) => Some(values::header_values(headers?, name).map_err(too_many)?),
-        KeyPart::Cookie(name) => Some(values::cookie_values(headers?, name).map_err(too_many)?),
+        KeyPart::Header(name) => Some(values::header_values(headers()?, name).map_err(too_many)?),
+        KeyPart::Cookie(name) => Some(values::cookie_values(headers()?, name).map_err(too_many)?),
         KeyPart::QueryParameter(name) => {
             let values = values::parameter_values(query.path.unwrap_or_default(), name).map_err(too_many)?;
             if values.is_empty() {
-                headers?;
+                headers()?;
             }
             Some(values)
         }
-        KeyPart::Host if query.host.is_none() => headers.map(|_| Some(PartValues::new()))?,
-        KeyPart::Ipv6Network(_)
-            if matches!(canonical_ip(query.ip.ok_or(KeyTemplateError::Part(part))?), IpAddr::V4(_)) =>
-        {
-            Some(PartValues::new())
-        }
+        KeyPart::Host if query.host.is_none() => headers().map(|_| Some(PartValues::new()))?,
+        KeyPart::Ipv6Network(_) => canonical_ip(query.ip.ok_or_else(missing)?).is_ipv4().then(PartValues::new),
         _ => None,
     })
 }
 
-/// The tag of a part that may be missing.
 fn part_tag(part: &KeyPart) -> u8 {
     match part {
         KeyPart::Header(_) => 18,

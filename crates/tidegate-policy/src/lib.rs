@@ -64,7 +64,7 @@ pub mod settings;
 pub mod store;
 mod units;
 
-pub use address::{AddressLists, ListStatus, Networks, canonical_ip};
+pub use address::{ListStatus, Networks, canonical_ip};
 pub use builder::{ActionSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
 pub use error::{Error, ErrorLocation, Errors, Note};
 pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};

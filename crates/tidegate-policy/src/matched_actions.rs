@@ -13,7 +13,6 @@ use crate::readings;
 /// The most actions that apply to one call.
 pub const MAX_ACTIONS: usize = MAX_OPS;
 
-/// The mark of an empty place.
 const NO_ACTION: u16 = u16::MAX;
 
 /// The actions that apply to a call: none, one, or several if its path has several readings. All of them are
@@ -118,7 +117,8 @@ impl Plan {
         let spelled = if self.needs_path_readings(query) { query.path } else { None };
         let unnamed = actions.first().is_none().then_some(None);
         for action in unnamed.into_iter().chain(actions.iter().map(Some)) {
-            match spelled.filter(|_| self.has_path_key(action)) {
+            let mut steps = self.op_template(action).steps.iter();
+            match spelled.filter(|_| steps.any(|step| self.key_parts(step.limit).contains(&KeyPart::Path))) {
                 Some(path) => {
                     for path in readings::path_keys(path, self.path_quirks)? {
                         self.add_action_ops(batch, action, &Query { path: Some(&path), ..*query }, seed, verb)?;
@@ -165,9 +165,5 @@ impl Plan {
             *batch.ops_mut().iter_mut().find(|known| self.is_shadow(known.limit))? = op;
         }
         Some(())
-    }
-
-    fn has_path_key(&self, action: Option<ActionId>) -> bool {
-        self.op_template(action).steps.iter().any(|step| self.key_parts(step.limit).contains(&KeyPart::Path))
     }
 }

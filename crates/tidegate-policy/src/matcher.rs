@@ -9,7 +9,6 @@ use http::Method;
 use crate::host::{bare_host, is_host};
 use crate::path::{NormalisedPath, PathQuirks, decode_escape};
 
-/// The most segments in a path pattern.
 const MAX_SEGMENTS: usize = 32;
 /// The longest path pattern, in bytes.
 const MAX_PATTERN: usize = 1024;
@@ -74,19 +73,18 @@ impl Matcher {
 
     /// True if this matches every request that `later` matches.
     pub(crate) fn covers(&self, later: &Self) -> bool {
-        let methods = self.methods.is_empty()
-            || !later.methods.is_empty()
-                && later.methods.iter().all(|method| self.matches_method(Some(method.as_str())));
-        let hosts = self.hosts.is_empty()
-            || !later.hosts.is_empty() && later.hosts.iter().all(|host| self.hosts.contains(host));
-        let paths = self.paths.is_empty()
-            || !later.paths.is_empty()
-                && later.paths.iter().all(|theirs| self.paths.iter().any(|own| own.covers(theirs)));
-        methods && hosts && paths
+        all_covered(&self.methods, &later.methods, |own, method| is_method_match(own, method.as_str()))
+            && all_covered(&self.hosts, &later.hosts, String::eq)
+            && all_covered(&self.paths, &later.paths, PathPattern::covers)
     }
 }
 
-/// True if a method of a matcher matches the method of a request.
+/// True if each of the later items is covered by one's own; no items stand for all.
+fn all_covered<T>(own: &[T], later: &[T], covers: impl Fn(&T, &T) -> bool) -> bool {
+    let is_covered = |item| own.iter().any(|own| covers(own, item));
+    own.is_empty() || !later.is_empty() && later.iter().all(is_covered)
+}
+
 #[inline]
 fn is_method_match(own: &Method, method: &str) -> bool {
     own.as_str() == method || *own == Method::GET && method == "HEAD"
@@ -113,7 +111,6 @@ impl MethodSet {
         Self(set | head)
     }
 
-    /// The method of a request.
     #[inline]
     pub(crate) fn from_method(method: Option<&str>) -> Self {
         let place = match method {
@@ -157,7 +154,6 @@ impl fmt::Display for Matcher {
     }
 }
 
-/// A parsed path pattern.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PathPattern {
     text: String,
@@ -234,15 +230,11 @@ impl PathPattern {
             let message = "paths are matched in their plain form, and this one isn't in it";
             return wrong(message, "the plain form", Some(format!("{}{below}", normal.trim_end_matches('/'))));
         }
-        let segments: Vec<PatternSegment> = segments(normal.as_bytes())
-            .map(|segment| {
-                if segment.contains(&b'*') {
-                    PatternSegment::Glob(segment.to_vec())
-                } else {
-                    PatternSegment::Literal(segment.to_vec())
-                }
-            })
-            .collect();
+        let segment = |text: &[u8]| match text.contains(&b'*') {
+            true => PatternSegment::Glob(text.to_vec()),
+            false => PatternSegment::Literal(text.to_vec()),
+        };
+        let segments: Vec<PatternSegment> = segments(normal.as_bytes()).map(segment).collect();
         if segments.len() > MAX_SEGMENTS {
             return wrong("the path has more than 32 segments", "fewer; end it with /* to match longer ones", None);
         }
@@ -251,23 +243,12 @@ impl PathPattern {
 
     /// The whole path, if the pattern is exact.
     pub(crate) fn exact_path(&self) -> Option<Vec<u8>> {
-        if self.matches_below {
-            return None;
-        }
-        let mut path = Vec::new();
-        for segment in &self.segments {
-            match segment {
-                PatternSegment::Literal(bytes) => {
-                    path.push(b'/');
-                    path.extend_from_slice(bytes);
-                }
-                PatternSegment::Glob(_) => return None,
-            }
-        }
-        if path.is_empty() {
-            path.push(b'/');
-        }
-        Some(path)
+        let literals = self.segments.iter().map(|segment| match segment {
+            PatternSegment::Literal(bytes) => Some(bytes.as_slice()),
+            PatternSegment::Glob(_) => None,
+        });
+        let literals: Vec<&[u8]> = literals.collect::<Option<_>>().filter(|_| !self.matches_below)?;
+        Some([b"/", literals.join(&b'/').as_slice()].concat())
     }
 
     fn covers(&self, later: &Self) -> bool {

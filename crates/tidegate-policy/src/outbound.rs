@@ -13,6 +13,7 @@ use tidegate_core::{
     LimitId, LimitKind, Limits, LocalPacer, MAX_COST, PacerSpec, Time,
 };
 
+use crate::address::canonical_ip;
 use crate::key::KeySeed;
 use crate::nearest::nearest;
 use crate::quantity::Quantity;
@@ -24,6 +25,9 @@ pub(crate) mod preset;
 
 pub use hours::HoursOfDay;
 pub use preset::preset_names;
+
+/// The invariant of settings that make the state of a provider.
+const CHECKED: &str = "invariant: reading the policy checks its settings";
 
 /// `[outbound]`: the gateway to the APIs of other services, and the settings of each.
 ///
@@ -77,10 +81,7 @@ impl OutboundConfig {
         &self.limits
     }
 
-    /// The name, quantity and description of a limit.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
+    /// The name, quantity and description of a limit. Panics if the id is of another plan, and this one has fewer limits.
     pub fn limit_info(&self, limit: LimitId) -> &OutboundLimitInfo {
         &self.limit_infos[limit.index()]
     }
@@ -183,13 +184,10 @@ impl ProviderConfig {
     /// # Panics
     /// If the rules are of another provider, or a field was set to something that reading a policy refuses.
     pub fn new_state(&self, rules: &CallRules) -> ProviderState {
-        let pool = CredentialPool::new(self.balance, rules.credential_keys.len());
-        let pool = pool.expect("invariant: reading the policy bounds the credentials");
-        let breaker = self.breaker.clone().map_or_else(Breaker::disabled, |spec| {
-            Breaker::new(spec).expect("invariant: reading the policy checks the breaker")
-        });
-        let adaptive_limit =
-            self.adaptive_limit.map(|spec| AdaptiveLimit::new(spec).expect("invariant: reading the policy checks it"));
+        let pool = CredentialPool::new(self.balance, rules.credential_keys.len()).expect(CHECKED);
+        let breaker = self.breaker.clone();
+        let breaker = breaker.map_or_else(Breaker::disabled, |spec| Breaker::new(spec).expect(CHECKED));
+        let adaptive_limit = self.adaptive_limit.map(|spec| AdaptiveLimit::new(spec).expect(CHECKED));
         let mut state = ProviderState::new(rules, pool, breaker, adaptive_limit);
         state.pace = self.pace.build();
         state.store_requests.set_affinity(rules.key.lo().max(1));
@@ -199,30 +197,23 @@ impl ProviderConfig {
     /// The most that one call may cost so that each of its limits can have room for it. `limits` are those of the
     /// [`OutboundConfig::limits`] that it belongs to.
     pub fn max_cost(&self, limits: &Limits) -> u64 {
-        let cost_limits = self.all_provider_limits().filter(|provider_limit| provider_limit.measure == Measure::Cost);
-        let capacities =
-            cost_limits.filter_map(|provider_limit| Some(limits.get(provider_limit.limit)?.kind().capacity()));
-        capacities.min().unwrap_or(MAX_COST)
+        let cost_limits = self.all_provider_limits().filter(|own| own.measure == Measure::Cost);
+        cost_limits.filter_map(|own| Some(limits.get(own.limit)?.kind().capacity())).min().unwrap_or(MAX_COST)
     }
 
     /// The time at which the first of its calendar quotas starts again; `None` if it has none. `limits` are those of
     /// the [`OutboundConfig::limits`] that it belongs to.
     pub fn next_quota_end(&self, limits: &Limits, now: Time) -> Option<Time> {
-        let ends =
-            self.all_provider_limits().filter_map(|provider_limit| match limits.get(provider_limit.limit)?.kind() {
-                LimitKind::Quota(quota) => Some(quota.period(now).end),
-                _ => None,
-            });
+        let ends = self.all_provider_limits().filter_map(|own| match limits.get(own.limit)?.kind() {
+            LimitKind::Quota(quota) => Some(quota.period(now).end),
+            _ => None,
+        });
         ends.min()
     }
 
     fn all_provider_limits(&self) -> impl Iterator<Item = &ProviderLimit> {
-        let lane_limits = self.rules_without_keys.lane_limits.iter().flatten();
-        self.rules_without_keys
-            .provider_limits
-            .iter()
-            .chain(&self.rules_without_keys.credential_limits)
-            .chain(lane_limits)
+        let rules = &self.rules_without_keys;
+        rules.provider_limits.iter().chain(&rules.credential_limits).chain(rules.lane_limits.iter().flatten())
     }
 }
 
@@ -256,19 +247,26 @@ impl BaseUrl {
     /// can tell, to a private network.
     pub fn is_unencrypted_remote(&self) -> bool {
         let host = self.authority.host();
-        let is_near = match host.trim_matches(['[', ']']).parse::<IpAddr>().map(|ip| ip.to_canonical()) {
-            Ok(IpAddr::V4(ip)) => ip.is_loopback() || ip.is_private() || ip.is_link_local(),
-            Ok(IpAddr::V6(ip)) => ip.is_loopback() || ip.is_unique_local() || ip.is_unicast_link_local(),
-            Err(_) => host == "localhost" || !host.contains('.'),
+        let is_near = match self.ip() {
+            Some(IpAddr::V4(ip)) => ip.is_loopback() || ip.is_private() || ip.is_link_local(),
+            Some(IpAddr::V6(ip)) => ip.is_loopback() || ip.is_unique_local() || ip.is_unicast_link_local(),
+            None => host == "localhost" || !host.contains('.'),
         };
         !self.https && !is_near
     }
 
     /// True if it is on this machine, by name or address.
     pub fn is_loopback(&self) -> bool {
-        let host = self.authority.host();
-        let ip = host.trim_matches(['[', ']']).parse::<IpAddr>();
-        host == "localhost" || ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
+        self.authority.host() == "localhost" || self.ip().is_some_and(|ip| ip.is_loopback())
+    }
+
+    /// The host without the brackets of IPv6.
+    pub(crate) fn bare_host(&self) -> &str {
+        self.authority.host().trim_matches(['[', ']'])
+    }
+
+    fn ip(&self) -> Option<IpAddr> {
+        self.bare_host().parse().ok().map(canonical_ip)
     }
 
     /// The path that precedes every request's, without a slash at its end; it may be empty. With [`Auth::Path`] it has
@@ -347,36 +345,30 @@ impl Login {
 
     /// The body with its secrets filled in, each escaped for a JSON string.
     pub fn fill_body(&self, credential: &Secret, named: &[(String, Secret)]) -> Secret {
-        let escape = |secret: &Secret| {
-            secret.expose().chars().fold(String::new(), |mut text, char| {
-                match char {
-                    '"' => text.push_str("\\\""),
-                    '\\' => text.push_str("\\\\"),
+        let escape = |text: &mut String, secret: &Secret| {
+            for letter in secret.expose().chars() {
+                match letter {
+                    '"' | '\\' => text.extend(['\\', letter]),
                     control if control < ' ' => text.push_str(&format!("\\u{:04x}", u32::from(control))),
                     other => text.push(other),
                 }
-                text
-            })
+            }
         };
         // One pass, so that a secret that looks like a placeholder isn't replaced.
         let (mut text, mut rest) = (String::new(), self.body.as_str());
         while let Some(start) = rest.find('{') {
             let (before, from) = rest.split_at(start);
             text.push_str(before);
-            let name = from[1..].split_once('}').map(|(name, _)| name);
-            let secret = name.and_then(|name| match name {
-                "credential" => Some(credential),
-                name => named.iter().find(|(other, _)| other == name).map(|(_, secret)| secret),
+            let placeholder = from[1..].split_once('}').and_then(|(name, after)| {
+                let secret = named.iter().find(|(other, _)| other == name).map(|(_, secret)| secret);
+                Some((if name == "credential" { credential } else { secret? }, after))
             });
-            match (name, secret) {
-                (Some(name), Some(secret)) => {
-                    text.push_str(&escape(secret));
-                    rest = &from[name.len() + 2..];
-                }
-                _ => {
-                    text.push('{');
-                    rest = &from[1..];
-                }
+            if let Some((secret, after)) = placeholder {
+                escape(&mut text, secret);
+                rest = after;
+            } else {
+                text.push('{');
+                rest = &from[1..];
             }
         }
         text.push_str(rest);
@@ -482,12 +474,8 @@ impl PaceConfig {
     pub fn build(&self) -> Option<tidegate_core::Pace> {
         match self {
             Self::Limits => None,
-            Self::Responsive(spec) => {
-                Some(LocalPacer::new(*spec).expect("invariant: reading the policy checks the pace").into())
-            }
-            Self::Adaptive(spec) => {
-                Some(AdaptiveRate::new(*spec).expect("invariant: reading the policy checks the pace").into())
-            }
+            Self::Responsive(spec) => Some(LocalPacer::new(*spec).expect(CHECKED).into()),
+            Self::Adaptive(spec) => Some(AdaptiveRate::new(*spec).expect(CHECKED).into()),
         }
     }
 }

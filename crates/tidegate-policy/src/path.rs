@@ -1,5 +1,7 @@
 //! Paths in the form that is matched, so that no other spelling of a path evades a limit.
 
+use std::ops::Deref;
+
 use arrayvec::ArrayVec;
 
 /// Paths up to this length are normalised without allocating.
@@ -157,7 +159,6 @@ const CLASSES: [u8; 256] = {
 /// A byte of a path, and the number of layers of escapes that it came out of.
 pub(crate) type PathByte = (u8, u8);
 
-/// The bytes of a path without decoding.
 pub(crate) fn raw_bytes(bytes: &[u8]) -> impl Fn(usize) -> Option<PathByte> {
     |at| bytes.get(at).map(|byte| (*byte, 0))
 }
@@ -274,10 +275,9 @@ impl Reading {
 }
 
 /// The operations on a buffer that rewriting needs.
-pub(crate) trait ByteBuffer {
+pub(crate) trait ByteBuffer: Deref<Target = [u8]> {
     fn push_byte(&mut self, byte: u8);
     fn truncate_to(&mut self, length: usize);
-    fn bytes(&self) -> &[u8];
 }
 
 impl ByteBuffer for Vec<u8> {
@@ -287,9 +287,6 @@ impl ByteBuffer for Vec<u8> {
     fn truncate_to(&mut self, length: usize) {
         self.truncate(length);
     }
-    fn bytes(&self) -> &[u8] {
-        self
-    }
 }
 
 impl ByteBuffer for ArrayVec<u8, INLINE> {
@@ -298,9 +295,6 @@ impl ByteBuffer for ArrayVec<u8, INLINE> {
     }
     fn truncate_to(&mut self, length: usize) {
         self.truncate(length);
-    }
-    fn bytes(&self) -> &[u8] {
-        self
     }
 }
 
@@ -327,7 +321,7 @@ pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Re
             // The output already has the first slash.
             if !was_first {
                 end_segment(out, &segment, reading, false);
-                segment = OpenSegment { begin: out.bytes().len(), ..OpenSegment::default() };
+                segment = OpenSegment { begin: out.len(), ..OpenSegment::default() };
             }
             in_parameter = false;
             continue;
@@ -345,7 +339,7 @@ pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Re
                 ParameterMode::EndPath => break,
                 ParameterMode::Stripped => in_parameter = true,
                 ParameterMode::StrippedLast => {
-                    segment.parameters.get_or_insert(out.bytes().len());
+                    segment.parameters.get_or_insert(out.len());
                 }
             }
         }
@@ -362,7 +356,7 @@ pub(crate) fn write_reading(tokens: impl Iterator<Item = PathByte>, reading: &Re
         }
     }
     end_segment(out, &segment, reading, true);
-    let length = out.bytes().len();
+    let length = out.len();
     if length > 1 {
         out.truncate_to(length - 1);
     }
@@ -374,14 +368,14 @@ fn end_segment(out: &mut impl ByteBuffer, segment: &OpenSegment, reading: &Readi
     if is_last && reading.trims_end {
         trim(out, begin);
     }
-    while is_last && reading.is_reparsed && matches!(&out.bytes()[begin..], [.., ..=b' ']) {
-        out.truncate_to(out.bytes().len() - 1);
+    while is_last && reading.is_reparsed && matches!(&out[begin..], [.., ..=b' ']) {
+        out.truncate_to(out.len() - 1);
     }
     let resolves = reading.max_dot_layers.is_some_and(|most| segment.layers <= most);
-    match &out.bytes()[begin..] {
+    match &out[begin..] {
         b"." if resolves => out.truncate_to(begin),
         b".." if resolves => {
-            let parent = last_slash(&out.bytes()[..begin.saturating_sub(1)]);
+            let parent = out[..begin.saturating_sub(1)].iter().rposition(|byte| *byte == b'/').unwrap_or(0);
             out.truncate_to(parent + 1);
         }
         text => {
@@ -392,7 +386,7 @@ fn end_segment(out: &mut impl ByteBuffer, segment: &OpenSegment, reading: &Readi
             if reading.trims_segments && !is_dots {
                 trim(out, begin);
             }
-            let is_empty = out.bytes().len() == begin;
+            let is_empty = out.len() == begin;
             if !is_empty || !is_last && reading.slashes != SlashMode::Merged {
                 out.push_byte(b'/');
             }
@@ -402,8 +396,8 @@ fn end_segment(out: &mut impl ByteBuffer, segment: &OpenSegment, reading: &Readi
 
 /// Drops the dots and spaces at the end of `out`, down to `begin`.
 fn trim(out: &mut impl ByteBuffer, begin: usize) {
-    while let [.., b'.' | b' '] = &out.bytes()[begin..] {
-        out.truncate_to(out.bytes().len() - 1);
+    while let [.., b'.' | b' '] = &out[begin..] {
+        out.truncate_to(out.len() - 1);
     }
 }
 
@@ -425,10 +419,6 @@ pub(crate) fn fold_case(path: &[u8], quirks: PathQuirks) -> Option<Vec<u8>> {
         folded.extend_from_slice(chunk.invalid());
     }
     Some(folded)
-}
-
-fn last_slash(bytes: &[u8]) -> usize {
-    bytes.iter().rposition(|byte| *byte == b'/').unwrap_or(0)
 }
 
 /// The byte that the escape `%XX` at this index stands for.

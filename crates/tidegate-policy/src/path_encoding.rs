@@ -37,19 +37,18 @@ pub(crate) fn forwarded_path(path_and_query: &str) -> Option<String> {
 /// Writes tokens as in a URL: escapes in capitals, and bytes that aren't allowed escaped.
 pub(crate) fn percent_encode(tokens: &[PathByte]) -> String {
     let mut text = String::new();
-    let put = |text: &mut String, byte: u8| text.push_str(&format!("%{byte:02X}"));
     let mut at = 0;
     while let Some((byte, _)) = tokens.get(at) {
         let is_escape = |(byte, layers): &PathByte| *layers == 0 && byte.is_ascii_hexdigit();
         at += 1;
         match tokens.get(at..at + 2) {
             Some([high, low]) if *byte == b'%' && is_escape(high) && is_escape(low) => {
-                let digits = [high.0, low.0].map(|digit| char::from(digit).to_digit(16).unwrap_or_default() as u8);
-                put(&mut text, digits[0] << 4 | digits[1]);
+                text.push('%');
+                text.extend([high.0, low.0].map(|digit| char::from(digit.to_ascii_uppercase())));
                 at += 2;
             }
             _ if byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:@/".contains(byte) => text.push(char::from(*byte)),
-            _ => put(&mut text, *byte),
+            _ => text.push_str(&format!("%{byte:02X}")),
         }
     }
     text

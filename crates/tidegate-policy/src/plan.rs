@@ -8,13 +8,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use http::HeaderName;
+use ipnet::IpNet;
 use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, ShareLevel, Time, Verb};
 
-use crate::address::{AddressLists, Ipv6Prefix, ListStatus};
-use crate::key::{
-    KeyError, KeyOptions, KeyPart, KeySeed, KeyTemplate, KeyTemplateError, MissingPartError, OnMissing,
-    UncountableError, UnknownPlatformError,
-};
+use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
+use crate::key::{KeyError, KeyOptions, KeyPart, KeySeed, KeyTemplate, OnMissing, UncountableError};
 use crate::matched_actions::{MatchedActions, PathError};
 use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks};
@@ -45,7 +43,8 @@ pub enum QueryError {
     Key(#[from] KeyError),
 }
 
-/// A checked policy in the form that the engine runs: immutable, cheap to share, and without clock or state.
+/// A checked policy in the form that the engine runs: immutable, cheap to share, and without clock or state. A method
+/// panics if its [`LimitId`] or [`ActionId`] is of another plan, and this one has fewer of them.
 pub struct Plan {
     pub(crate) limits: Arc<Limits>,
     pub(crate) limit_infos: Vec<LimitInfo>,
@@ -54,15 +53,14 @@ pub struct Plan {
     pub(crate) names: HashMap<String, ActionId>,
     pub(crate) fallback: Option<ActionId>,
     pub(crate) router: Router,
-    pub(crate) lists: AddressLists,
-    /// The lists as written, for descriptions.
-    pub(crate) listed_networks: Vec<(String, ListStatus)>,
+    /// The allow list, then the deny list.
+    pub(crate) listed_networks: Vec<(IpNet, ListStatus)>,
+    /// The status of each address by the smallest of the listed networks that contain it.
+    pub(crate) lists: NetworkMap<ListStatus>,
     pub(crate) global: Vec<LimitId>,
-    pub(crate) global_has_concurrency: bool,
     pub(crate) unmatched: OpTemplate,
     pub(crate) path_quirks: PathQuirks,
     pub(crate) ambiguous_paths: AmbiguousPaths,
-    /// True if any limit counts by path.
     pub(crate) counts_by_path: bool,
     pub(crate) ipv6_prefix: Ipv6Prefix,
     /// The headers that limits count by, `Cookie` included.
@@ -74,10 +72,10 @@ impl fmt::Debug for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Plan")
             .field("limits", &self.limits)
-            .field("infos", &self.limit_infos)
-            .field("recipes", &self.key_templates)
+            .field("limit_infos", &self.limit_infos)
+            .field("key_templates", &self.key_templates)
             .field("actions", &self.actions)
-            .field("listed", &self.listed_networks)
+            .field("listed_networks", &self.listed_networks)
             .field("global", &self.global)
             .field("path_quirks", &self.path_quirks)
             .field("ambiguous_paths", &self.ambiguous_paths)
@@ -93,28 +91,19 @@ impl Plan {
     }
 
     /// The name, quantity and description of a limit.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
     pub fn limit_info(&self, limit: LimitId) -> &LimitInfo {
         &self.limit_infos[limit.index()]
     }
 
     /// The parts of the key that a limit counts by.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
     pub fn key_parts(&self, limit: LimitId) -> &[KeyPart] {
-        self.key_template(limit).parts()
+        &self.key_template(limit).parts
     }
 
     /// The handling of requests that lack a part of a limit's key; `None` if no part can be missing.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
     pub fn on_missing(&self, limit: LimitId) -> Option<OnMissing> {
         let key_template = self.key_template(limit);
-        key_template.parts().iter().any(KeyPart::may_be_missing).then(|| key_template.on_missing())
+        key_template.parts.iter().any(KeyPart::may_be_missing).then_some(key_template.on_missing)
     }
 
     /// The headers that limits count by, `Cookie` included; without those of shadow limits.
@@ -133,9 +122,6 @@ impl Plan {
     }
 
     /// One action.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer actions.
     pub fn action(&self, id: ActionId) -> &Action {
         &self.actions[id.index()]
     }
@@ -147,14 +133,14 @@ impl Plan {
 
     /// True if `inbound.global` counts calls in flight.
     pub fn global_has_concurrency(&self) -> bool {
-        self.global_has_concurrency
+        self.global.iter().any(|id| self.limit_info(*id).is_concurrency)
     }
 
     /// True if a limit on calls in flight can apply to a request that names no action: that of `inbound.global`, or of
     /// an action with a matcher.
     pub fn requests_meet_concurrency(&self) -> bool {
         let matched = |action: &Action| action.has_concurrency && action.matcher.is_some();
-        self.global_has_concurrency || self.actions.iter().any(matched)
+        self.global_has_concurrency() || self.actions.iter().any(matched)
     }
 
     /// The action of this name, otherwise the action `default` if there is one.
@@ -190,7 +176,9 @@ impl Plan {
     /// The status of an address: on the allow list (never limited), on the deny list (always refused), or on neither.
     /// If several networks contain it, the smallest decides.
     pub fn list_status(&self, ip: IpAddr) -> ListStatus {
-        self.lists.find(ip)
+        // Most policies have no lists.
+        let found = if self.listed_networks.is_empty() { None } else { self.lists.find(ip) };
+        found.unwrap_or(ListStatus::Neither)
     }
 
     /// The decision about a call from an address on a list; `None` if the limits decide.
@@ -302,13 +290,8 @@ impl Plan {
             if hashed & 1 << slot == 0 {
                 let key_template = &self.key_templates[usize::from(op_template.key_templates[slot])];
                 let Some(key) = key_template.key(query, rules, seed) else {
-                    self.fill_each_key(
-                        batch,
-                        key_template,
-                        query,
-                        seed,
-                        Op::new(step.limit, verb, Key::default(), cost),
-                    )?;
+                    let op = Op::new(step.limit, verb, Key::default(), cost);
+                    self.fill_each_key(batch, key_template, query, seed, op)?;
                     continue;
                 };
                 keys[slot] = key;
@@ -323,9 +306,6 @@ impl Plan {
     /// The key under which a call from this address is counted for this limit if the store has no room for a less
     /// shared key. It is the key of the network around the address or, if the limit doesn't count by address, one key
     /// of all calls. It comes with the level at which it is shared. Shared keys never equal other keys.
-    ///
-    /// # Panics
-    /// If the id is of another plan, and this one has fewer limits.
     pub fn shared_key(
         &self,
         limit: LimitId,
@@ -370,11 +350,11 @@ impl Plan {
         seed: &KeySeed,
         op: Op,
     ) -> Result<(), KeyError> {
-        let keys = match key_template.keys(query, self.key_options(), seed) {
-            Err(KeyTemplateError::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
-            keys => keys.map_err(|error| self.key_error(error, op.limit))?,
+        let keys = match key_template.keys(query, self.key_options(), seed, self.limit_info(op.limit).name()) {
+            Err(KeyError::Uncountable(_)) if self.is_shadow(op.limit) => return Ok(()),
+            keys => keys,
         };
-        for key in keys {
+        for key in keys? {
             let op = Op { key, ..op };
             batch.push(op).or_else(|_| self.replace_shadow_op(batch, op).ok_or(UncountableError::TooManyOperations))?;
         }
@@ -394,21 +374,10 @@ impl Plan {
         query: &Query<'_>,
         seed: &KeySeed,
     ) -> Result<Key, KeyError> {
-        let keys = key_template.keys(query, self.key_options(), seed).map_err(|error| self.key_error(error, limit))?;
+        let keys = key_template.keys(query, self.key_options(), seed, self.limit_info(limit).name())?;
         match keys.as_slice() {
             [key] => Ok(*key),
             _ => Err(UncountableError::TooManyOperations.into()),
-        }
-    }
-
-    #[cold]
-    fn key_error(&self, error: KeyTemplateError<'_>, limit: LimitId) -> KeyError {
-        match error {
-            KeyTemplateError::Part(part) => {
-                MissingPartError { part: part.query_field(), limit: self.limit_info(limit).name.clone() }.into()
-            }
-            KeyTemplateError::Platform(found) => UnknownPlatformError { found }.into(),
-            KeyTemplateError::Uncountable(uncountable) => uncountable.into(),
         }
     }
 }

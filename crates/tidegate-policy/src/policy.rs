@@ -4,14 +4,13 @@ use std::sync::Arc;
 
 use crate::builder::PolicyBuilder;
 use crate::environment::EnvVars;
-use crate::error::Errors;
-use crate::error::Note;
+use crate::error::{Errors, Note};
 use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
 use crate::sections::{AdminConfig, ApiConfig, InboundConfig, LogConfig};
 use crate::store::StoreConfig;
 
-/// The policy that is used if there is no file.
+/// The policy that is used if there is no file: a gate on 127.0.0.1:8080 in front of 127.0.0.1:3000.
 const DEFAULT_POLICY: &str = include_str!("default.toml");
 
 /// The sources of a policy: at most one file's text, and environment variables. The caller reads them, so a policy
@@ -23,7 +22,8 @@ pub struct PolicySources {
 }
 
 impl PolicySources {
-    /// Creates empty sources, which read as the embedded default policy ([`Policy::default_text`]).
+    /// Creates empty sources, which read as the embedded default policy: a gate on 127.0.0.1:8080 in front of
+    /// 127.0.0.1:3000.
     pub fn new() -> Self {
         Self::default()
     }
@@ -88,11 +88,6 @@ impl Policy {
     /// Makes a policy in Rust, in the same words and with the same checks as a file.
     pub fn builder() -> PolicyBuilder {
         PolicyBuilder::new()
-    }
-
-    /// The text of the embedded default policy: a gate on 127.0.0.1:8080 in front of 127.0.0.1:3000.
-    pub fn default_text() -> &'static str {
-        DEFAULT_POLICY
     }
 
     /// `[store]`.

@@ -23,47 +23,33 @@ impl Preset {
     /// Every preset.
     pub const ALL: [Self; 5] = [Self::Login, Self::OtpRequest, Self::PasswordReset, Self::Register, Self::ApiCall];
 
+    /// The name, the limit, the limit of each IPv6 /48, and the ban of every preset.
+    const WORDS: [[&str; 4]; 5] = [
+        ["login", "5 per 60s", "50 per 60s", "600s"],
+        ["otp_request", "3 per 120s", "30 per 120s", "900s"],
+        ["password_reset", "2 per 300s", "20 per 300s", "1200s"],
+        ["register", "5 per 60s", "50 per 60s", "300s"],
+        ["api_call", "5 per 60s", "50 per 60s", "300s"],
+    ];
+
     /// The preset's name in a policy.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Login => "login",
-            Self::OtpRequest => "otp_request",
-            Self::PasswordReset => "password_reset",
-            Self::Register => "register",
-            Self::ApiCall => "api_call",
-        }
+        Self::WORDS[self as usize][0]
     }
 
     /// Its limit in the words of a policy.
     pub fn limit(self) -> &'static str {
-        match self {
-            Self::Login | Self::Register | Self::ApiCall => "5 per 60s",
-            Self::OtpRequest => "3 per 120s",
-            Self::PasswordReset => "2 per 300s",
-        }
+        Self::WORDS[self as usize][1]
     }
 
     /// Ten times its limit: the limit of each IPv6 /48 with `ipv6_network = "preset"`, without a ban.
     pub fn network_limit(self) -> &'static str {
-        match self {
-            Self::Login | Self::Register | Self::ApiCall => "50 per 60s",
-            Self::OtpRequest => "30 per 120s",
-            Self::PasswordReset => "20 per 300s",
-        }
+        Self::WORDS[self as usize][2]
     }
 
     /// Its ban in the words of a policy.
     pub fn ban(self) -> &'static str {
-        match self {
-            Self::Login => "600s",
-            Self::OtpRequest => "900s",
-            Self::PasswordReset => "1200s",
-            Self::Register | Self::ApiCall => "300s",
-        }
-    }
-
-    pub(crate) fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|preset| preset.as_str() == name)
+        Self::WORDS[self as usize][3]
     }
 }
 

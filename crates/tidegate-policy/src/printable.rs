@@ -7,7 +7,6 @@
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// The replacement for an unprintable character.
 const REPLACEMENT: char = '\u{fffd}';
 
 /// Makes a text for one line printable, such as a name or a value. U+FFFD replaces each character that would control a
@@ -18,24 +17,20 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 
 /// [`printable`] for a text of several lines: line feeds and tabs stay.
 pub fn printable_lines(text: &str) -> Cow<'_, str> {
-    replace_unprintable(
-        text,
-        |letter| !matches!(letter, '\n' | '\t') && is_unprintable(letter),
-        |out, _| out.push(REPLACEMENT),
-    )
+    replace_unprintable(text, is_unprintable_in_lines, |out, _| out.push(REPLACEMENT))
 }
 
 /// [`printable_lines`] for JSON: each such character becomes the escape `\uXXXX`, so that the same value is read back.
 pub fn printable_json(text: &str) -> Cow<'_, str> {
-    replace_unprintable(
-        text,
-        |letter| !matches!(letter, '\n' | '\t') && is_unprintable(letter),
-        |out, letter| {
-            for unit in letter.encode_utf16(&mut [0; 2]) {
-                write!(out, "\\u{unit:04x}").expect("invariant: writing to a string can't fail");
-            }
-        },
-    )
+    replace_unprintable(text, is_unprintable_in_lines, |out, letter| {
+        for unit in letter.encode_utf16(&mut [0; 2]) {
+            write!(out, "\\u{unit:04x}").expect("invariant: writing to a string can't fail");
+        }
+    })
+}
+
+fn is_unprintable_in_lines(letter: char) -> bool {
+    !matches!(letter, '\n' | '\t') && is_unprintable(letter)
 }
 
 fn replace_unprintable(

@@ -68,7 +68,12 @@ pub enum Quantity {
 }
 
 /// An error in a text, with its place.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{message} at column {}: expected {expected}{}",
+    range.start + 1,
+    help.as_ref().map(|help| format!("; {help}")).unwrap_or_default()
+)]
 pub struct QuantityError {
     range: Range<usize>,
     message: String,
@@ -115,15 +120,6 @@ impl QuantityError {
     }
 }
 
-impl fmt::Display for QuantityError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} at column {}: expected {}", self.message, self.range.start + 1, self.expected)?;
-        self.help.as_ref().map_or(Ok(()), |help| write!(f, "; {help}"))
-    }
-}
-
-impl std::error::Error for QuantityError {}
-
 impl Quantity {
     /// The most that is ever available at once; `None` for `unlimited`.
     pub fn capacity(&self) -> Option<u64> {
@@ -132,6 +128,10 @@ impl Quantity {
             Self::Rate { burst, .. } => Some(*burst),
             Self::Unlimited => None,
         }
+    }
+
+    pub(crate) fn is_in_flight(&self) -> bool {
+        matches!(self, Self::InFlight { .. })
     }
 
     /// Returns the limit that enforces this quantity; `None` for `unlimited`.
@@ -143,10 +143,8 @@ impl Quantity {
             Self::Window { limit, window } => LimitKind::Window(Window::new(*limit, *window, WINDOW_ENTRIES)?),
             Self::Rate { count, per, burst } => LimitKind::Rate(Rate::new(*count, *per, *burst)?),
             Self::Quota { limit, unit, zone } => {
-                // If the system has lost the zone since the text was parsed, UTC replaces it instead of an error.
-                let zone = zone.as_deref().and_then(|name| calendar::find_zone(name).ok());
-                let zone = zone.map_or(jiff::tz::TimeZone::UTC, |(zone, _)| zone);
-                LimitKind::Quota(Quota::new(*limit, Arc::new(CivilCalendar::new(*unit, zone)))?)
+                let calendar = CivilCalendar::new(*unit, calendar::zone_or_utc(zone.as_deref()));
+                LimitKind::Quota(Quota::new(*limit, Arc::new(calendar))?)
             }
             Self::InFlight { limit } => LimitKind::Concurrency(Concurrency::new(*limit, Concurrency::DEFAULT_LEASE)?),
             Self::Unlimited => return Ok(None),
@@ -194,9 +192,8 @@ impl FromStr for Quantity {
             return Ok(Self::Unlimited);
         }
         if !word.text.is_empty() {
-            let error =
-                QuantityError::new(word.range, format!("found `{}` where a number should be", word.text), FORMS);
-            return Err(error.did_you_mean(nearest(word.text, ["unlimited"])));
+            let message = format!("found `{}` where a number should be", word.text);
+            return Err(QuantityError::new(word.range, message, FORMS).did_you_mean(nearest(word.text, ["unlimited"])));
         }
         if cursor.rest().is_empty() {
             return Err(QuantityError::new(0..text.len(), "the quantity is empty", FORMS));
@@ -206,18 +203,13 @@ impl FromStr for Quantity {
         let quantity = parse_after_number(limit, &mut cursor)?;
         cursor.skip_space();
         if cursor.rest().starts_with([',', ';']) {
-            return Err(QuantityError::new(
-                cursor.position..cursor.position + 1,
-                "found more than one limit in one string",
-                "one limit",
-            )
-            .help("write a list, [\"10/s\", \"1000 per calendar day\"]: all of its limits must agree"));
+            let at = cursor.position..cursor.position + 1;
+            let error = QuantityError::new(at, "found more than one limit in one string", "one limit");
+            return Err(error.help("write a list, [\"10/s\", \"1000 per calendar day\"]: all of its limits must agree"));
         }
         cursor.expect_end("nothing more after the quantity")?;
-        match quantity.to_limit_kind() {
-            Ok(_) => Ok(quantity),
-            Err(error) => Err(range_error(begin..cursor.position, &error)),
-        }
+        quantity.to_limit_kind().map_err(|error| range_error(begin..cursor.position, &error))?;
+        Ok(quantity)
     }
 }
 
@@ -234,6 +226,7 @@ fn range_error(at: Range<usize>, error: &LimitError) -> QuantityError {
 }
 
 fn parse_after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
+    const EXPECTED: &str = "`per`, `/` or `in flight`";
     if cursor.take_char('/') {
         cursor.skip_space();
         return if cursor.peek().is_some_and(char::is_alphabetic) {
@@ -266,23 +259,21 @@ fn parse_after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Q
         }
         "in-flight" | "inflight" => Ok(Quantity::InFlight { limit }),
         "" if found == "nothing" => {
-            Err(QuantityError::new(here, "only a number", format!("{limit} per what? {FORMS}"))
-                .help(format!("did you mean \"{limit} per 60s\"?")))
+            let error = QuantityError::new(here, "only a number", format!("{limit} per what? {FORMS}"));
+            Err(error.help(format!("did you mean \"{limit} per 60s\"?")))
         }
         "concurrent" | "parallel" | "simultaneous" => {
-            Err(QuantityError::new(here, format!("found {found}"), "`per`, `/` or `in flight`")
-                .help(format!("calls at the same time are written \"{limit} in flight\"")))
+            let error = QuantityError::new(here, format!("found {found}"), EXPECTED);
+            Err(error.help(format!("calls at the same time are written \"{limit} in flight\"")))
         }
         other => {
             // Common mistakes are "5 60s" and "5 requests per 60s".
-            let rest = cursor.rest().find("per").map(|at| cursor.rest()[at..].to_owned());
-            let error =
-                QuantityError::new(here, format!("found {found} after the number"), "`per`, `/` or `in flight`");
-            Err(match rest {
-                Some(rest) if !other.is_empty() => {
-                    error.help(format!("what is counted isn't named: write \"{limit} {rest}\""))
+            let error = QuantityError::new(here, format!("found {found} after the number"), EXPECTED);
+            Err(match cursor.rest().find("per").filter(|_| !other.is_empty()) {
+                Some(at) => {
+                    error.help(format!("what is counted isn't named: write \"{limit} {}\"", &cursor.rest()[at..]))
                 }
-                _ => error.did_you_mean(nearest(other, ["per", "in flight"])),
+                None => error.did_you_mean(nearest(other, ["per", "in flight"])),
             })
         }
     }
@@ -302,12 +293,10 @@ fn parse_window_or_rate(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity,
     cursor.skip_space();
     let word = cursor.word();
     if word.text == "in" {
-        return Err(QuantityError::new(
-            word.range,
-            "a time zone after a length of time",
-            "a calendar period before the zone",
-        )
-        .help(format!("write \"{limit} per day in …\": calendar periods are hour, day, week, month and year")));
+        let message = "a time zone after a length of time";
+        let error = QuantityError::new(word.range, message, "a calendar period before the zone");
+        let help = format!("write \"{limit} per day in …\": calendar periods are hour, day, week, month and year");
+        return Err(error.help(help));
     }
     cursor.position = mark;
     Ok(Quantity::Window { limit, window: per })
@@ -328,26 +317,24 @@ fn parse_rate_per_unit(count: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, 
                 "month" => ("month", "30d"),
                 _ => ("year", "365d"),
             };
-            return Err(QuantityError::new(
-                word.range,
-                format!("`/{}` could mean two things", word.text),
-                "a rate per s, m or h, as in \"10/s burst 20\"",
-            )
-            .help(format!(
-                "write \"{count} per calendar {calendar}\" for a quota that resets with the calendar, or \"{count} per {window}\" \
-                 for any trailing {window}"
-            )));
+            let message = format!("`/{}` could mean two things", word.text);
+            let error = QuantityError::new(word.range, message, "a rate per s, m or h, as in \"10/s burst 20\"");
+            return Err(error.help(quota_or_window(count, calendar, window)));
         }
         other => {
-            return Err(QuantityError::new(
-                word.range,
-                format!("unknown unit `{other}` after `/`"),
-                "s, m or h, as in \"10/s\", or a length of time, as in \"5/60s\"",
-            )
-            .did_you_mean(nearest(other, ["sec", "second", "min", "minute", "hour"])));
+            let expected = "s, m or h, as in \"10/s\", or a length of time, as in \"5/60s\"";
+            let error = QuantityError::new(word.range, format!("unknown unit `{other}` after `/`"), expected);
+            return Err(error.did_you_mean(nearest(other, ["sec", "second", "min", "minute", "hour"])));
         }
     };
     Ok(Quantity::Rate { count, per, burst: parse_burst(cursor)?.unwrap_or(1) })
+}
+
+fn quota_or_window(count: u64, period: &str, window: &str) -> String {
+    format!(
+        "write \"{count} per calendar {period}\" for a quota that resets with the calendar, or \"{count} per {window}\" \
+         for any trailing {window}"
+    )
 }
 
 /// After `per`, a word: a length of time, or a calendar period, which `calendar` or a time zone tells.
@@ -391,8 +378,8 @@ fn parse_period(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Quantit
             Err(QuantityError::new(next.range, message, CALENDAR_PERIODS))
         }
         ("burst", ..) if says_calendar => {
-            Err(QuantityError::new(next.range, "a calendar quota has no burst", "a quota or a rate")
-                .help(format!("drop the burst, or write a rate: \"{limit}/h burst 20\"")))
+            let error = QuantityError::new(next.range, "a calendar quota has no burst", "a quota or a rate");
+            Err(error.help(format!("drop the burst, or write a rate: \"{limit}/h burst 20\"")))
         }
         (_, Some(unit), _) if says_calendar => {
             cursor.position = mark;
@@ -407,16 +394,10 @@ fn parse_period(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Quantit
         }
         (.., None) => {
             let days = if word.text == "month" { "30d" } else { "365d" };
-            Err(QuantityError::new(
-                word.range,
-                format!("`per {}` could mean two things", word.text),
-                format!("`per calendar {}`, a time zone, or a length of time", word.text),
-            )
-            .help(format!(
-                "write \"{limit} per calendar {}\" for a quota that resets with the calendar, or \"{limit} per {days}\" \
-                 for any trailing {days}",
-                word.text
-            )))
+            let message = format!("`per {}` could mean two things", word.text);
+            let expected = format!("`per calendar {}`, a time zone, or a length of time", word.text);
+            let error = QuantityError::new(word.range, message, expected);
+            Err(error.help(quota_or_window(limit, word.text, days)))
         }
     }
 }

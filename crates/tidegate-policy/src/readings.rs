@@ -79,29 +79,27 @@ impl PathFeatures {
     }
 }
 
-/// Passes each reading of a path to `see`, some of them more than once.
+type ReadingCallback<'c> = &'c mut dyn FnMut(&[u8]) -> Result<(), PathError>;
+
+/// Passes each reading of a path to `visit`, some of them more than once.
 ///
 /// # Errors
-/// The error of `see`, or [`PathError::TooMany`] if the readings exceed the budget of rewritten bytes.
-pub(crate) fn each_reading(
-    path: &str,
-    quirks: PathQuirks,
-    see: &mut dyn FnMut(&[u8]) -> Result<(), PathError>,
-) -> Result<(), PathError> {
-    let mut judge = ReadingVisitor { quirks, bytes_left: MAX_REWRITTEN, expanded: HashSet::new(), visitor: see };
+/// The error of `visit`, or [`PathError::TooMany`] if the readings exceed the budget of rewritten bytes.
+pub(crate) fn each_reading(path: &str, quirks: PathQuirks, visit: ReadingCallback<'_>) -> Result<(), PathError> {
+    let mut visitor = ReadingVisitor { quirks, bytes_left: MAX_REWRITTEN, expanded: HashSet::new(), visit };
     for text in raw_paths(path.as_bytes(), quirks) {
-        let once = judge.decode_one_layer(&text, |_| true)?;
-        judge.visit_readings(&once)?;
+        let once = visitor.decode_one_layer(&text, |_| true)?;
+        visitor.visit_readings(&once)?;
         if once.len() < text.len() {
-            let plain = judge.decode_one_layer(&text, |byte| byte == b'.')?;
-            judge.visit_readings(&plain)?;
+            let plain = visitor.decode_one_layer(&text, |byte| byte == b'.')?;
+            visitor.visit_readings(&plain)?;
         }
-        let twice = judge.decode_one_layer(&once, |_| true)?;
+        let twice = visitor.decode_one_layer(&once, |_| true)?;
         if twice.len() < once.len() {
-            judge.visit_readings(&twice)?;
+            visitor.visit_readings(&twice)?;
             if once.iter().any(|(byte, _)| *byte == b';') {
-                let twice = judge.decode_one_layer(&without_parameters(&once, quirks), |_| true)?;
-                judge.visit_readings(&twice)?;
+                let twice = visitor.decode_one_layer(&without_parameters(&once, quirks), |_| true)?;
+                visitor.visit_readings(&twice)?;
             }
         }
     }
@@ -115,7 +113,7 @@ struct ReadingVisitor<'s> {
     bytes_left: usize,
     /// The readings that were already read again.
     expanded: HashSet<Vec<u8>>,
-    visitor: &'s mut dyn FnMut(&[u8]) -> Result<(), PathError>,
+    visit: ReadingCallback<'s>,
 }
 
 impl ReadingVisitor<'_> {
@@ -157,7 +155,7 @@ impl ReadingVisitor<'_> {
         let quirks = self.quirks;
         let mut pending = vec![path];
         while let Some(path) = pending.pop() {
-            (self.visitor)(&path)?;
+            (self.visit)(&path)?;
             let line = without_line_end(&path);
             if line.len() < path.len() {
                 pending.push(line.to_vec());

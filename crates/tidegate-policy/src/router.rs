@@ -140,26 +140,25 @@ impl Router {
         let mut at = 0;
         self.nodes[0].lowest_rule = self.nodes[0].lowest_rule.min(rule);
         for segment in segments {
-            let known = match segment {
-                PatternSegment::Literal(text) => self.nodes[at].literal(text).ok(),
-                PatternSegment::Glob(text) => {
-                    self.nodes[at].globs.iter().find(|(known, _)| known == text).map(|(_, next)| *next)
-                }
-            };
-            let next = known.unwrap_or(self.nodes.len());
-            if known.is_none() {
-                match segment {
-                    PatternSegment::Literal(text) => {
-                        if let Err(place) = self.nodes[at].literal(text) {
-                            self.nodes[at].literals.insert(place, (text.as_slice().into(), next));
-                        }
+            let new = self.nodes.len();
+            let node = &mut self.nodes[at];
+            at = match segment {
+                PatternSegment::Literal(text) => node.literal(text).unwrap_or_else(|place| {
+                    node.literals.insert(place, (text.as_slice().into(), new));
+                    new
+                }),
+                PatternSegment::Glob(text) => match node.globs.iter().find(|(known, _)| known == text) {
+                    Some((_, next)) => *next,
+                    None => {
+                        node.globs.push((text.clone(), new));
+                        new
                     }
-                    PatternSegment::Glob(text) => self.nodes[at].globs.push((text.clone(), next)),
-                }
+                },
+            };
+            if at == new {
                 self.nodes.push(RouteNode { lowest_rule: rule, ..RouteNode::default() });
             }
-            self.nodes[next].lowest_rule = self.nodes[next].lowest_rule.min(rule);
-            at = next;
+            self.nodes[at].lowest_rule = self.nodes[at].lowest_rule.min(rule);
         }
         if open { self.nodes[at].prefix_rules.push(rule) } else { self.nodes[at].exact_rules.push(rule) }
     }
@@ -254,45 +253,6 @@ impl Router {
     }
 }
 
-/// Returns the expected result of [`Router::find`] by trying every rule in turn.
-#[cfg(test)]
-fn find_slowly(router: &Router, query: &Query<'_>) -> Result<MatchedActions, PathError> {
-    let Some(text) = query.path else { return Ok(find_slowly_as(router, query, None).into()) };
-    let mut actions = MatchedActions::NONE;
-    let normal = NormalisedPath::new(text, router.quirks);
-    let mut see =
-        |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.insert(action));
-    see(normal.as_bytes())?;
-    if normal.as_bytes() != b"*" {
-        readings::each_reading(text, router.quirks, &mut see)?;
-    }
-    Ok(actions)
-}
-
-#[cfg(test)]
-fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Option<ActionId> {
-    let fits = |segments: &[PatternSegment], open: bool, path: &[u8]| {
-        // An empty segment that isn't merged counts as a segment, but `/` has none.
-        let found: Vec<&[u8]> = path[1..].split(|byte| *byte == b'/').filter(|_| path.len() > 1).collect();
-        path.first() == Some(&b'/')
-            && (found.len() == segments.len() || open && found.len() > segments.len())
-            && segments.iter().zip(found).all(|(segment, found)| match segment {
-                PatternSegment::Literal(text) => text == found,
-                PatternSegment::Glob(pattern) => glob_matches(pattern, found),
-            })
-    };
-    let rule = router.rules.iter().find(|rule| {
-        let patterns = &rule.matcher.paths;
-        rule.matcher.matches_method(query.method)
-            && rule.matcher.matches_host(query.host)
-            && (patterns.is_empty()
-                || path.is_some_and(|path| {
-                    patterns.iter().any(|pattern| fits(&pattern.segments, pattern.matches_below, path))
-                }))
-    });
-    rule.map(|rule| rule.action)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -300,6 +260,43 @@ mod tests {
     use crate::matcher::PathPattern;
     use http::Method;
     use proptest::prelude::*;
+
+    /// Returns the expected result of [`Router::find`] by trying every rule in turn.
+    fn find_slowly(router: &Router, query: &Query<'_>) -> Result<MatchedActions, PathError> {
+        let Some(text) = query.path else { return Ok(find_slowly_as(router, query, None).into()) };
+        let mut actions = MatchedActions::NONE;
+        let normal = NormalisedPath::new(text, router.quirks);
+        let mut visit =
+            |path: &[u8]| find_slowly_as(router, query, Some(path)).map_or(Ok(()), |action| actions.insert(action));
+        visit(normal.as_bytes())?;
+        if normal.as_bytes() != b"*" {
+            readings::each_reading(text, router.quirks, &mut visit)?;
+        }
+        Ok(actions)
+    }
+
+    fn find_slowly_as(router: &Router, query: &Query<'_>, path: Option<&[u8]>) -> Option<ActionId> {
+        let fits = |segments: &[PatternSegment], open: bool, path: &[u8]| {
+            // An empty segment that isn't merged counts as a segment, but `/` has none.
+            let found: Vec<&[u8]> = path[1..].split(|byte| *byte == b'/').filter(|_| path.len() > 1).collect();
+            path.first() == Some(&b'/')
+                && (found.len() == segments.len() || open && found.len() > segments.len())
+                && segments.iter().zip(found).all(|(segment, found)| match segment {
+                    PatternSegment::Literal(text) => text == found,
+                    PatternSegment::Glob(pattern) => glob_matches(pattern, found),
+                })
+        };
+        let rule = router.rules.iter().find(|rule| {
+            let patterns = &rule.matcher.paths;
+            rule.matcher.matches_method(query.method)
+                && rule.matcher.matches_host(query.host)
+                && (patterns.is_empty()
+                    || path.is_some_and(|path| {
+                        patterns.iter().any(|pattern| fits(&pattern.segments, pattern.matches_below, path))
+                    }))
+        });
+        rule.map(|rule| rule.action)
+    }
 
     fn router(rules: &[(&str, &str, &str)]) -> Router {
         let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use crate::forwarding::Forwarding;
 use crate::path::{AmbiguousPaths, PathQuirks};
-use crate::read;
 use crate::secret::SecretSource;
 
 /// `[inbound]`: the gate in front of a server.
@@ -35,12 +34,6 @@ pub struct InboundConfig {
     pub timeouts: InboundTimeouts,
     /// The limits on connections and on the sizes of requests.
     pub caps: InboundCaps,
-}
-
-impl Default for InboundConfig {
-    fn default() -> Self {
-        read::absent_section(|reader, root| reader.inbound(root))
-    }
 }
 
 /// The server behind the gate: plain HTTP, a host and a port.
@@ -104,12 +97,6 @@ pub struct InboundTimeouts {
     pub shutdown: Duration,
 }
 
-impl Default for InboundTimeouts {
-    fn default() -> Self {
-        InboundConfig::default().timeouts
-    }
-}
-
 /// `[inbound.caps]`: the limits on connections and on the sizes of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -132,12 +119,6 @@ pub struct InboundCaps {
     pub pool_idle: usize,
 }
 
-impl Default for InboundCaps {
-    fn default() -> Self {
-        InboundConfig::default().caps
-    }
-}
-
 /// `[api]`: the decision API and forward-auth.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -157,12 +138,6 @@ pub struct ApiConfig {
     pub deny_status: u16,
 }
 
-impl Default for ApiConfig {
-    fn default() -> Self {
-        read::absent_section(|reader, root| reader.api(root))
-    }
-}
-
 /// `[admin]`: health and readiness.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -173,12 +148,6 @@ pub struct AdminConfig {
     pub token: Option<SecretSource>,
     /// The same as [`ApiConfig::hosts`].
     pub hosts: Vec<String>,
-}
-
-impl Default for AdminConfig {
-    fn default() -> Self {
-        read::absent_section(|reader, root| reader.admin(root))
-    }
 }
 
 /// `[log]`: the log on standard error.
@@ -195,7 +164,7 @@ pub struct LogConfig {
 
 impl Default for LogConfig {
     fn default() -> Self {
-        read::absent_section(|reader, root| reader.log(root))
+        crate::read::default_log()
     }
 }
 

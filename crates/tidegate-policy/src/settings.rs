@@ -90,7 +90,6 @@ pub(crate) struct PrefixedSetting {
 }
 
 impl PrefixedSetting {
-    /// The setting of providers.
     pub(crate) fn setting(&self) -> &'static Setting {
         find(&format!("outbound.provider.*.{}", self.path)).expect("invariant: a prefixed name sets a setting")
     }
@@ -160,23 +159,14 @@ pub fn all() -> impl Iterator<Item = &'static Setting> {
 
 /// The keys that a table may have, by the table's path; `""` for the whole file.
 pub(crate) fn table_keys(table: &str) -> Vec<&'static str> {
-    let mut keys = Vec::new();
-    for setting in all() {
-        let inside = if table.is_empty() {
-            Some(setting.path())
-        } else {
-            setting.path().strip_prefix(table).and_then(|rest| rest.strip_prefix('.'))
-        };
-        if let Some(key) = inside.and_then(|rest| rest.split('.').next())
-            && !keys.contains(&key)
-        {
-            keys.push(key);
-        }
-    }
+    let inside =
+        |path: &'static str| if table.is_empty() { Some(path) } else { path.strip_prefix(table)?.strip_prefix('.') };
+    let mut keys: Vec<&str> = all().filter_map(|setting| inside(&setting.path)?.split('.').next()).collect();
+    // The settings below one key stand together.
+    keys.dedup();
     keys
 }
 
-/// The setting of this path.
 pub(crate) fn find(path: &str) -> Option<&'static Setting> {
     all().find(|setting| setting.path == path)
 }

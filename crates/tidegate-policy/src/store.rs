@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use tidegate_core::OnOutage;
 
-use crate::read;
 use crate::secret::{Secret, SecretSource};
 
 /// `[store]`, checked and with every default filled in.
@@ -44,12 +43,6 @@ impl StoreConfig {
     /// Returns true if the keys of each decision must be kept together.
     pub(crate) fn keeps_keys_together(&self) -> bool {
         matches!(self.url, StoreUrl::Server(StoreEngine::RedisCluster, _)) && self.cluster == ClusterMode::Together
-    }
-}
-
-impl Default for StoreConfig {
-    fn default() -> Self {
-        read::absent_section(|reader, root| reader.store(root))
     }
 }
 

@@ -60,18 +60,16 @@ pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
     let number = cursor.number(u64::MAX >> 1, BYTES)?;
     cursor.skip_space();
     let word = cursor.word();
-    let size = if word.text.is_empty() {
-        1
-    } else {
-        let exact = SIZE_UNITS.iter().find(|(name, _)| *name == word.text);
-        // No two units differ only in case, so letters in the wrong case are accepted. A bare K, M or G is an error
-        // that suggests a unit.
-        let size = exact.or_else(|| SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(word.text)));
-        let Some((_, size)) = size else {
-            return Err(QuantityError::new(word.range, format!("unknown unit `{}`", word.text), BYTES)
-                .did_you_mean(suggest_size_unit(word.text)));
-        };
-        *size
+    // No two units differ only in case, so letters in the wrong case are accepted. A bare K, M or G is an error that
+    // suggests a unit.
+    let unit = SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(word.text));
+    let size = match unit {
+        Some((_, size)) => *size,
+        None if word.text.is_empty() => 1,
+        None => {
+            let error = QuantityError::new(word.range, format!("unknown unit `{}`", word.text), BYTES);
+            return Err(error.did_you_mean(suggest_size_unit(word.text)));
+        }
     };
     cursor.expect_end("nothing more after the unit")?;
     number
@@ -83,14 +81,13 @@ pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
 /// The unit to suggest for an unknown one.
 fn suggest_size_unit(word: &str) -> Option<&'static str> {
     let lower = word.to_ascii_lowercase();
-    let letter = match lower.as_str() {
-        "b" | "byte" | "bytes" => return Some("B"),
-        "k" | "kilobyte" | "kilobytes" | "kibibyte" | "kibibytes" => "KiB",
-        "m" | "megabyte" | "megabytes" | "mebibyte" | "mebibytes" => "MiB",
-        "g" | "gigabyte" | "gigabytes" | "gibibyte" | "gibibytes" => "GiB",
-        _ => return nearest(word, SIZE_UNITS.iter().map(|(name, _)| *name)),
-    };
-    Some(letter)
+    match lower.as_str() {
+        "b" | "byte" | "bytes" => Some("B"),
+        "k" | "kilobyte" | "kilobytes" | "kibibyte" | "kibibytes" => Some("KiB"),
+        "m" | "megabyte" | "megabytes" | "mebibyte" | "mebibytes" => Some("MiB"),
+        "g" | "gigabyte" | "gigabytes" | "gibibyte" | "gibibytes" => Some("GiB"),
+        _ => nearest(word, SIZE_UNITS.iter().map(|(name, _)| *name)),
+    }
 }
 
 /// Reads a duration at the start of the remaining text: at least one number with its unit.
@@ -144,8 +141,8 @@ fn time_unit(word: &TextWord<'_>, number: Range<usize>, number_text: &str) -> Re
         return Ok(*micros);
     }
     if word.text.is_empty() {
-        return Err(QuantityError::new(number, format!("the number {number_text} has no unit"), DURATION)
-            .help(format!("did you mean \"{number_text}s\" or \"{number_text}ms\"?")));
+        let error = QuantityError::new(number, format!("the number {number_text} has no unit"), DURATION);
+        return Err(error.help(format!("did you mean \"{number_text}s\" or \"{number_text}ms\"?")));
     }
     let error = QuantityError::new(word.range.clone(), format!("unknown unit of time `{}`", word.text), DURATION);
     Err(match word.text {
@@ -154,9 +151,7 @@ fn time_unit(word: &TextWord<'_>, number: Range<usize>, number_text: &str) -> Re
             "months and years differ in length: give days (\"30d\"), or a calendar quota (\"1000 per calendar month\") where a \
              limit is wanted",
         ),
-        other => {
-            error.did_you_mean(nearest(other, TIME_UNITS.iter().flat_map(|(spellings, _)| spellings.iter().copied())))
-        }
+        other => error.did_you_mean(nearest(other, TIME_UNITS.iter().flat_map(|(spellings, _)| spellings.iter().copied()))),
     })
 }
 
@@ -277,12 +272,9 @@ impl<'t> Cursor<'t> {
             self.word_while(|next| next.is_ascii_digit() || next == ',');
             let text = self.slice(begin..self.position);
             let plain = text.replace(',', "_");
-            return Err(QuantityError::new(
-                begin..self.position,
-                format!("found a comma in the number {text}"),
-                expected,
-            )
-            .help(format!("write {plain} or {}", text.replace(',', ""))));
+            let message = format!("found a comma in the number {text}");
+            let error = QuantityError::new(begin..self.position, message, expected);
+            return Err(error.help(format!("write {plain} or {}", text.replace(',', ""))));
         }
         let too_long = |at: usize| QuantityError::new(begin..at, "the number has too many digits", expected);
         let digits =
@@ -311,15 +303,14 @@ impl<'t> Cursor<'t> {
 /// Formats a duration for people: `60 s`, `10 min`, `1 h 30 min`, `500 ms`. Whole seconds up to two minutes stay in
 /// seconds.
 pub(crate) fn describe_duration(span: Span) -> String {
-    let micros = span.as_micros();
-    if micros.is_multiple_of(1_000_000) && micros <= 120_000_000 {
-        return format!("{} s", micros / 1_000_000);
+    const UNITS: [(&str, u64); 6] =
+        [("d", 86_400_000_000), ("h", 3_600_000_000), ("min", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("µs", 1)];
+    let mut rest = span.as_micros();
+    if rest.is_multiple_of(1_000_000) && rest <= 120_000_000 {
+        return format!("{} s", rest / 1_000_000);
     }
-    let mut rest = micros;
     let mut pieces = Vec::new();
-    for (unit, size) in
-        [("d", 86_400_000_000), ("h", 3_600_000_000), ("min", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("µs", 1)]
-    {
+    for (unit, size) in UNITS {
         if rest >= size {
             pieces.push(format!("{} {unit}", rest / size));
             rest %= size;

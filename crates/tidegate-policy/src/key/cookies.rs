@@ -41,11 +41,7 @@ pub(super) fn single_value<'q>(headers: &'q HeaderMap, name: &str) -> Option<&'q
 }
 
 /// Calls `found` with each value that some server reads for a cookie, until it breaks. Percent escapes stay.
-pub(super) fn each_value<'q>(
-    headers: &'q HeaderMap,
-    name: &str,
-    found: &mut dyn FnMut(Cow<'q, [u8]>) -> ControlFlow<()>,
-) {
+pub(super) fn each_value<'q>(headers: &'q HeaderMap, name: &str, found: ValueCallback<'_, 'q>) {
     let mut trimming = |value: Cow<'q, [u8]>| match value {
         Cow::Borrowed(value) => found(Cow::Borrowed(trimmed(value))),
         Cow::Owned(value) => found(Cow::Owned(trimmed(&value).to_vec())),
@@ -78,21 +74,13 @@ fn each_value_in_line<'q>(line: &'q [u8], name: &[u8], found: ValueCallback<'_, 
                     continue;
                 }
                 b'=' => {
-                    let is_piece = !has_equals && may_be_read_as(bare_name(&line[begin..at]), name);
-                    if is_piece || !word_has_equals && may_be_read_as(bare_name(&line[word.clone()]), name) {
+                    let is_first_name = !has_equals && may_be_read_as(bare_name(&line[begin..at]), name);
+                    if is_first_name || !word_has_equals && may_be_read_as(bare_name(&line[word.clone()]), name) {
                         // aiohttp also takes the rest of the piece as the value of a word, if the rest has a byte that
                         // no value can have.
-                        let is_all = is_piece || odd > Some(at);
-                        each_value_at(
-                            line,
-                            &ValueLocation {
-                                range: at + 1..end,
-                                has_spaces,
-                                is_first_name: is_piece,
-                                may_be_whole: is_all,
-                            },
-                            found,
-                        )?;
+                        let may_be_whole = is_first_name || odd > Some(at);
+                        let place = ValueLocation { range: at + 1..end, has_spaces, is_first_name, may_be_whole };
+                        each_value_at(line, &place, found)?;
                     }
                 }
                 _ => {}
@@ -110,7 +98,6 @@ fn each_value_in_line<'q>(line: &'q [u8], name: &[u8], found: ValueCallback<'_, 
     ControlFlow::Continue(())
 }
 
-/// The location of a value.
 struct ValueLocation {
     /// From after the `=` to the `;`, without the spaces and commas before the `;`.
     range: Range<usize>,
@@ -166,16 +153,10 @@ fn each_value_at<'q>(line: &'q [u8], place: &ValueLocation, found: ValueCallback
 fn quoted(text: &[u8]) -> Option<&[u8]> {
     let inner = text.strip_prefix(b"\"")?;
     let mut is_escaped = false;
-    let end = inner.iter().position(|byte| match byte {
-        _ if is_escaped => {
-            is_escaped = false;
-            false
-        }
-        b'\\' => {
-            is_escaped = true;
-            false
-        }
-        _ => *byte == b'"',
+    let end = inner.iter().position(|byte| {
+        let is_end = *byte == b'"' && !is_escaped;
+        is_escaped = *byte == b'\\' && !is_escaped;
+        is_end
     })?;
     Some(&inner[..end])
 }

@@ -30,9 +30,8 @@ const LINE_JOINERS: [&[u8]; 2] = [b", ", b","];
 /// The values that servers may read for one part of a key; empty if it is missing.
 pub(crate) type PartValues<'q> = ArrayVec<Cow<'q, [u8]>, { MAX_VALUES + LINE_JOINERS.len() }>;
 
-/// A part has more than [`MAX_VALUES`] distinct values.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct TooManyValuesError;
+pub(crate) struct TooManyValues;
 
 /// The value of a header that has one line.
 #[inline]
@@ -60,10 +59,7 @@ pub(crate) fn single_parameter_value<'q>(path: &'q str, name: &str) -> Option<&'
 }
 
 /// The values that servers may read for a header.
-pub(crate) fn header_values<'q>(
-    headers: &'q HeaderMap,
-    name: &HeaderName,
-) -> Result<PartValues<'q>, TooManyValuesError> {
+pub(crate) fn header_values<'q>(headers: &'q HeaderMap, name: &HeaderName) -> Result<PartValues<'q>, TooManyValues> {
     let mut values = PartValues::new();
     let lines = || headers.get_all(name).iter().map(|line| line.as_bytes());
     lines().try_for_each(|line| add(&mut values, Cow::Borrowed(line)))?;
@@ -80,7 +76,7 @@ pub(crate) fn header_values<'q>(
 }
 
 /// The values that servers may read for a cookie.
-pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<PartValues<'q>, TooManyValuesError> {
+pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<PartValues<'q>, TooManyValues> {
     let mut values = PartValues::new();
     let mut added = Ok(());
     cookies::each_value(headers, name, &mut |value| {
@@ -91,7 +87,7 @@ pub(crate) fn cookie_values<'q>(headers: &'q HeaderMap, name: &str) -> Result<Pa
 }
 
 /// The values that servers may read for a query parameter.
-pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValues<'q>, TooManyValuesError> {
+pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValues<'q>, TooManyValues> {
     let mut values = PartValues::new();
     let mut added = Ok(());
     each_parameter(path, name, &mut |value| {
@@ -100,21 +96,15 @@ pub(crate) fn parameter_values<'q>(path: &'q str, name: &str) -> Result<PartValu
     added.map(|()| values)
 }
 
-fn add<'q>(values: &mut PartValues<'q>, value: Cow<'q, [u8]>) -> Result<(), TooManyValuesError> {
+fn add<'q>(values: &mut PartValues<'q>, value: Cow<'q, [u8]>) -> Result<(), TooManyValues> {
     if values.contains(&value) {
         return Ok(());
     }
     if values.len() == MAX_VALUES {
-        return Err(TooManyValuesError);
+        return Err(TooManyValues);
     }
     values.push(value);
     Ok(())
-}
-
-/// A path's query string.
-fn query_string(path: &str) -> &[u8] {
-    let query = path.split_once('?').map_or("", |(_, query)| query);
-    query.split_once('#').map_or(query, |(query, _)| query).as_bytes()
 }
 
 /// Calls `found` with the raw value of each query parameter of this name.
@@ -127,7 +117,9 @@ fn each_parameter<'q>(path: &'q str, name: &str, found: &mut dyn FnMut(&'q [u8])
             found(value.trim_ascii());
         }
     };
-    for piece in query_string(path).split(|byte| *byte == b'&') {
+    let query = path.split_once('?').map_or("", |(_, query)| query);
+    let query = query.split_once('#').map_or(query, |(query, _)| query);
+    for piece in query.as_bytes().split(|byte| *byte == b'&') {
         pair(piece);
         if piece.contains(&b';') {
             piece.split(|byte| *byte == b';').for_each(&mut pair);
@@ -204,7 +196,7 @@ mod tests {
     use http::header::COOKIE;
     use proptest::prelude::*;
 
-    fn texts(values: Result<PartValues<'_>, TooManyValuesError>) -> Option<Vec<String>> {
+    fn texts(values: Result<PartValues<'_>, TooManyValues>) -> Option<Vec<String>> {
         Some(values.ok()?.iter().map(|value| String::from_utf8_lossy(value).into_owned()).collect())
     }
 

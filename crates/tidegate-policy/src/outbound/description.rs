@@ -38,16 +38,15 @@ impl OutboundConfig {
 
     fn limit_lines(&self, provider: &ProviderConfig) -> Vec<String> {
         let rules = &provider.rules_without_keys;
-        let line = |provider_limit: &ProviderLimit, scope: &str| {
-            format!("{} ({scope})", self.limit_info(provider_limit.limit).description)
+        let mut lines = Vec::new();
+        let mut add_limits = |limits: &[ProviderLimit], scope: &str| {
+            let descriptions = limits.iter().map(|own| &self.limit_info(own.limit).description);
+            lines.extend(descriptions.map(|description| format!("{description} ({scope})")));
         };
-        let mut lines: Vec<String> =
-            rules.provider_limits.iter().map(|provider_limit| line(provider_limit, "all calls")).collect();
-        lines.extend(rules.credential_limits.iter().map(|provider_limit| line(provider_limit, "each credential")));
+        add_limits(&rules.provider_limits, "all calls");
+        add_limits(&rules.credential_limits, "each credential");
         for (lane, lane_limits) in Lane::ALL.iter().zip(&rules.lane_limits) {
-            lines.extend(
-                lane_limits.iter().map(|provider_limit| line(provider_limit, &format!("{} calls", lane.name()))),
-            );
+            add_limits(lane_limits, &format!("{} calls", lane.name()));
         }
         if rules.tracks_remaining {
             lines.push("what replies say is left (each credential), the first call alone".to_owned());
@@ -59,11 +58,9 @@ impl OutboundConfig {
             u32::MAX => {}
             most => lines.push(format!("at most {most} at the same time (all calls{node_note})")),
         }
-        if rules.max_in_flight_per_credential != u32::MAX {
-            lines.push(format!(
-                "at most {} at the same time (each credential{node_note})",
-                rules.max_in_flight_per_credential
-            ));
+        let most = rules.max_in_flight_per_credential;
+        if most != u32::MAX {
+            lines.push(format!("at most {most} at the same time (each credential{node_note})"));
         }
         if lines.is_empty() && provider.pace == PaceConfig::Limits {
             lines.push("unlimited".to_owned());
@@ -87,19 +84,17 @@ fn pace_line(pace: &PaceConfig) -> Option<String> {
                 }
                 pacer::PacerGrowth::Linear => "one more of it at a throttled call, one less".to_owned(),
             };
+            let ([first, last], successes) =
+                ([spec.initial, spec.max].map(format_duration), plural(spec.successes, "success"));
+            Some(format!("a wait between calls once one is throttled: {first} up to {last}, {grows} after {successes}"))
+        }
+        PaceConfig::Adaptive(AdaptiveRateSpec { initial, slowest, fastest }) => {
+            let [first, least, most] = [initial, slowest, fastest].map(|interval| describe_duration(*interval));
             Some(format!(
-                "a wait between calls once one is throttled: {} up to {}, {grows} after {}",
-                format_duration(spec.initial),
-                format_duration(spec.max),
-                plural(spec.successes, "success")
+                "the rate that it bears is found, at first a call each {first}, at least each {least} and at most each \
+                 {most}"
             ))
         }
-        PaceConfig::Adaptive(AdaptiveRateSpec { initial, slowest, fastest }) => Some(format!(
-            "the rate that it bears is found, at first a call each {}, at least each {} and at most each {}",
-            describe_duration(*initial),
-            describe_duration(*slowest),
-            describe_duration(*fastest)
-        )),
     }
 }
 
@@ -128,8 +123,10 @@ fn lane_lines(provider: &ProviderConfig) -> Vec<String> {
     let line = |lane: Lane, name: &str| {
         let LaneSpec { max_waiting, max_in_flight } = rules.lanes.lanes[lane as usize];
         let granted = rules.lane_rules[lane as usize];
-        let retries = granted.retry.max_attempts.saturating_sub(1);
-        let retries = if retries == 1 { "1 retry".to_owned() } else { format!("{retries} retries") };
+        let retries = match granted.retry.max_attempts.saturating_sub(1) {
+            1 => "1 retry".to_owned(),
+            retries => format!("{retries} retries"),
+        };
         let mut text =
             format!("{name}: {} a call, {retries}, up to {max_waiting} waiting", describe_duration(granted.timeout));
         if max_in_flight != u32::MAX {

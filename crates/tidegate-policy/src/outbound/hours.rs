@@ -12,7 +12,6 @@ use crate::calendar;
 use crate::quantity::{QuantityError, parse_zone_name};
 use crate::units::Cursor;
 
-/// The expected form, for errors.
 const FORM: &str = "hours such as \"22:00-06:00 in Europe/Berlin\"";
 
 /// Hours of the day, such as `22:00-06:00 in Europe/Berlin`: from the first time up to the second, exclusive. They pass
@@ -77,8 +76,8 @@ impl FromStr for HoursOfDay {
         cursor.skip_space();
         let (here, found) = cursor.describe_next();
         if !cursor.take_char('-') {
-            return Err(QuantityError::new(here, format!("found {found} after the first time"), FORM)
-                .help("a `-` separates the two times"));
+            let error = QuantityError::new(here, format!("found {found} after the first time"), FORM);
+            return Err(error.help("a `-` separates the two times"));
         }
         cursor.skip_space();
         let to = time_of_day(&mut cursor)?;
@@ -88,38 +87,35 @@ impl FromStr for HoursOfDay {
         }
         cursor.skip_space();
         let (here, found) = cursor.describe_next();
-        let name = match cursor.word().text {
+        let zone_name = match cursor.word().text {
             "" => None,
             "in" => parse_zone_name(&mut cursor)?,
             _ => {
-                return Err(QuantityError::new(here, format!("found {found} after the hours"), FORM)
-                    .help("a time zone is written behind `in`"));
+                let error = QuantityError::new(here, format!("found {found} after the hours"), FORM);
+                return Err(error.help("a time zone is written behind `in`"));
             }
         };
         cursor.expect_end("nothing more after the hours")?;
-        let zone =
-            name.as_deref().and_then(|name| calendar::find_zone(name).ok()).map_or(TimeZone::UTC, |(zone, _)| zone);
-        Ok(Self { from, to, zone, zone_name: name })
+        Ok(Self { from, to, zone: calendar::zone_or_utc(zone_name.as_deref()), zone_name })
     }
 }
 
 /// Parses a time such as `6:30` or `22:00`; `24:00` is midnight.
 fn time_of_day(cursor: &mut Cursor<'_>) -> Result<civil::Time, QuantityError> {
     let word = cursor.word_while(|letter| letter.is_ascii_digit() || letter == ':');
-    let wrong = |message: String| QuantityError::new(word.range.clone(), message, FORM);
     if word.text.is_empty() {
         let (here, found) = cursor.describe_next();
         return Err(QuantityError::new(here, format!("found {found} where a time of day should be"), FORM));
     }
-    let Some((hour, minute)) = word.text.split_once(':').filter(|(hour, minute)| hour.len() <= 2 && minute.len() == 2)
-    else {
-        return Err(wrong(format!("`{}` is no time of day", word.text)).help("a time is written 06:30"));
-    };
-    match (hour.parse::<i8>(), minute.parse::<i8>()) {
+    let error = QuantityError::new(word.range, format!("`{}` is no time of day", word.text), FORM);
+    let parts = word.text.split_once(':').filter(|(hour, minute)| hour.len() <= 2 && minute.len() == 2);
+    let Some((hour, minute)) = parts else { return Err(error.help("a time is written 06:30")) };
+    match (hour.parse(), minute.parse()) {
         (Ok(24), Ok(0)) => Ok(civil::Time::midnight()),
-        (Ok(hour), Ok(minute)) => civil::Time::new(hour, minute, 0, 0)
-            .map_err(|_| wrong(format!("`{}` is no time of day", word.text)).help("a day has 00:00 to 24:00")),
-        _ => Err(wrong(format!("`{}` is no time of day", word.text))),
+        (Ok(hour), Ok(minute)) => {
+            civil::Time::new(hour, minute, 0, 0).map_err(|_| error.help("a day has 00:00 to 24:00"))
+        }
+        _ => Err(error),
     }
 }
 

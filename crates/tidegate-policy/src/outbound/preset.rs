@@ -27,12 +27,11 @@ pub(crate) enum PresetRequirement {
 /// Takes the keys that only presets have out of a preset's table.
 pub(crate) fn take_requirement(preset: &mut TomlTable) -> Option<PresetRequirement> {
     preset.remove("aliases");
-    let requirement = match preset.node("requires").map(|node| &node.value) {
-        Some(TomlValue::String(word)) if word == "contact" => Some(PresetRequirement::Contact),
-        Some(TomlValue::String(word)) if word == "loopback" => Some(PresetRequirement::Loopback),
-        Some(other) => unreachable!("invariant: the presets are tested to parse, and none requires {other:?}"),
-        None => None,
-    };
+    let requirement = preset.text("requires").map(|word| match word {
+        "contact" => PresetRequirement::Contact,
+        "loopback" => PresetRequirement::Loopback,
+        other => unreachable!("invariant: the presets are tested to parse, and none requires {other}"),
+    });
     preset.remove("requires");
     requirement
 }
@@ -41,5 +40,5 @@ pub(crate) fn take_requirement(preset: &mut TomlTable) -> Option<PresetRequireme
 pub(crate) fn has_alias(preset: &TomlEntry, text: &str) -> bool {
     let aliases = preset.node.as_table().and_then(|table| table.node("aliases")).map(|node| &node.value);
     let Some(TomlValue::List(aliases)) = aliases else { return false };
-    aliases.iter().any(|alias| matches!(&alias.value, TomlValue::String(alias) if alias == text))
+    aliases.iter().any(|alias| alias.is_word(text))
 }

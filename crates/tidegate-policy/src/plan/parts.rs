@@ -3,7 +3,6 @@
 use tidegate_core::LimitId;
 
 use crate::matcher::Matcher;
-use crate::preset::Preset;
 use crate::quantity::Quantity;
 
 /// The id of an action within its plan.
@@ -57,7 +56,6 @@ pub struct RateLimitPolicyItem {
 #[derive(Clone, Debug)]
 pub struct LimitInfo {
     pub(crate) name: String,
-    pub(crate) scope: LimitScope,
     pub(crate) action: Option<ActionId>,
     pub(crate) quantity: Quantity,
     pub(crate) description: String,
@@ -75,7 +73,7 @@ impl LimitInfo {
 
     /// The scope: one action or all.
     pub fn scope(&self) -> LimitScope {
-        self.scope
+        if self.action.is_some() { LimitScope::Action } else { LimitScope::Global }
     }
 
     /// The action it belongs to; `None` for a global one.
@@ -104,11 +102,9 @@ impl LimitInfo {
 pub struct Action {
     pub(crate) name: String,
     pub(crate) matcher: Option<Matcher>,
-    pub(crate) preset: Option<Preset>,
     pub(crate) cost: u64,
     pub(crate) shadow: bool,
     pub(crate) limits: Vec<LimitId>,
-    pub(crate) unlimited: bool,
     pub(crate) has_concurrency: bool,
     pub(crate) op_template: OpTemplate,
 }
@@ -122,11 +118,6 @@ impl Action {
     /// The requests that it matches; `None` if only the decision API reaches it.
     pub fn matcher(&self) -> Option<&Matcher> {
         self.matcher.as_ref()
-    }
-
-    /// The preset that it is made from, if any.
-    pub fn preset(&self) -> Option<Preset> {
-        self.preset
     }
 
     /// The cost of a call that doesn't state its own.
@@ -146,7 +137,7 @@ impl Action {
 
     /// True if it is `unlimited`, without a limit of its own.
     pub fn is_unlimited(&self) -> bool {
-        self.unlimited
+        self.limits.is_empty()
     }
 
     /// True if one of its own limits counts calls in flight. Forward-auth can't give permits back, so it must not

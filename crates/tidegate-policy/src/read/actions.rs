@@ -2,12 +2,12 @@
 
 use tidegate_core::{CountMode, MAX_COST, MAX_OPS, OnOutage, PenaltySpec, Sharing, Span};
 
-use super::forms::{Custom, LIMITS, Maybe, OrWord, TABLE, Whole, Words};
+use super::forms::{Custom, LIMITS, Maybe, OrWord, Quantities, TABLE, Whole, Words};
 use super::keys::{KEY, MISSING_WORDS};
 use super::matching::MATCH;
 use super::penalties::{BAN, PENALTY};
 use super::store::{LEASE, OUTAGES};
-use super::{DocumentReader, join_names};
+use super::{DocumentReader, join_names, unknown_entries};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::environment::fold_member_name;
 use crate::error::quoted;
@@ -19,8 +19,8 @@ use crate::preset::Preset;
 use crate::quantity::Quantity;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{Below, read_keys, setting_keys};
+use crate::units::parse_duration;
 
-/// The most actions in a policy.
 const MAX_ACTIONS: usize = 4095;
 const COUNT_WORDS: [(&str, CountMode); 2] = [("admitted", CountMode::Admitted), ("all", CountMode::All)];
 
@@ -35,43 +35,35 @@ setting_keys! {
         on_outage: OnOutage = "", OUTAGES, "the rule while a shared store is away; default the store's";
         lease: () = "", TABLE, "slices of the limit that a node takes from a shared store at once", Below::Table(&LEASE);
     }
-}
 
-setting_keys! {
-    /// The keys of `[inbound.global]`.
     GLOBAL: GlobalKeys {
-        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit of one client address over all actions";
+        limit: Quantities = "", LIMITS, "the limit of one client address over all actions";
         rules: () = "", TABLE, "", Below::Beside(&RULES);
     }
-}
 
-setting_keys! {
-    /// The keys of an action.
     ACTION: ActionKeys {
         r#match: () = "", TABLE, "the requests that it matches; without this only the decision API reaches it", Below::Table(&MATCH);
         key: Vec<KeyPart> = "client_ip", KEY, "the parts that its calls are counted by";
         missing: OnMissing = "by_ip", Words(&MISSING_WORDS),
             "the rule for requests without a header, cookie or parameter of the key: share, by_ip, refuse or skip";
-        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit, as a quantity";
+        limit: Quantities = "", LIMITS, "the limit, as a quantity";
         limits: () = "", TABLE, "several limits with keys of their own", Below::Items(&ITEM);
         preset: Option<Preset> = "",
             Maybe(Custom(Text, "the name of a preset", |reader, node, _| reader.preset(node))),
             "a ready-made limit: login, otp_request, password_reset, register or api_call";
-        ipv6_network: Option<Vec<(Quantity, TextRange)>> = "", OrWord("preset", LIMITS),
+        ipv6_network: Option<Quantities> = "", OrWord("preset", LIMITS),
             "a second limit, on each IPv6 /48: a quantity, or `preset` for ten times the preset's limit";
         cost: u64 = "1", Whole(1, MAX_COST), "the cost of a call";
         rules: () = "", TABLE, "", Below::Beside(&RULES);
     }
-}
 
-setting_keys! {
     /// The keys of an item of `limits`.
     ITEM: ItemKeys {
         name: Option<String> = "", Maybe(Custom(Text, "a name", limit_name)), "its name in decisions and headers";
         key: Vec<KeyPart> = "", KEY, "the parts that its calls are counted by; default the action's key";
         missing: OnMissing = "", Words(&MISSING_WORDS),
             "the rule for requests without a part of the key; default the action's";
-        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limit, as a quantity";
+        limit: Quantities = "", LIMITS, "the limit, as a quantity";
         penalty: () = "", TABLE, "the penalty for exceeding it; default the action's penalty", Below::Table(&PENALTY);
         ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";
         count: CountMode = "", Words(&COUNT_WORDS), "which calls count; the action's word if unsaid";
@@ -92,7 +84,6 @@ fn limit_name(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Op
     reader.check_name(name, node.at, "limit").then(|| name.to_owned())
 }
 
-/// The penalty for exceeding a limit, as read.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ParsedPenalty {
     None,
@@ -108,15 +99,10 @@ pub(super) struct LimitGroup {
     /// The place of the key in the policy; `None` if the key is a default.
     pub(super) key_at: Option<TextRange>,
     pub(super) missing: OnMissing,
-    pub(super) quantities: Vec<(Quantity, TextRange)>,
+    pub(super) quantities: Quantities,
     pub(super) penalty: ParsedPenalty,
     pub(super) count: CountMode,
     pub(super) sharing: Sharing,
-}
-
-#[derive(Debug)]
-pub(super) struct ParsedGlobal {
-    pub(super) group: Option<LimitGroup>,
     pub(super) shadow: bool,
 }
 
@@ -127,7 +113,6 @@ pub(super) struct ParsedAction {
     pub(super) folded_name: String,
     pub(super) name_at: TextRange,
     pub(super) matcher: Option<(Matcher, TextRange)>,
-    pub(super) preset: Option<Preset>,
     pub(super) cost: u64,
     pub(super) cost_at: Option<TextRange>,
     pub(super) shadow: bool,
@@ -152,20 +137,16 @@ impl DocumentReader<'_> {
         &mut self,
         inbound: Option<&TomlTable>,
         forward_auth: Option<TextRange>,
-    ) -> Option<ParsedGlobal> {
-        let Some(table) = inbound.and_then(|inbound| self.section(inbound, "global", "inbound.global")) else {
-            let is_wrong = inbound.is_some_and(|inbound| inbound.get("global").is_some());
-            return (!is_wrong).then_some(ParsedGlobal { group: None, shadow: false });
-        };
+    ) -> Option<Option<LimitGroup>> {
+        let Some(entry) = inbound.and_then(|inbound| inbound.get("global")) else { return Some(None) };
+        let table = self.section(inbound, "global", "inbound.global")?;
         read_keys!(self, table, RULES: mode, count);
         let penalty = self.penalty_or_ban(table, "inbound.global", ParsedPenalty::None);
-        let sharing = self.sharing(table, "inbound.global", &RULES.on_outage);
+        let sharing = self.sharing(table, "inbound.global");
         let Some(limit) = table.node("limit") else {
-            let at = inbound.and_then(|inbound| inbound.get("global")).map(|entry| entry.key_at)?;
-            return self
-                .error(at, "[inbound.global] has no limit", "a limit in it, such as limit = \"1000 per 1h\"")
-                .help("to have no global limit, leave the section out or write limit = \"unlimited\"")
-                .none();
+            let expected = "a limit in it, such as limit = \"1000 per 1h\"";
+            let help = "to have no global limit, leave the section out or write limit = \"unlimited\"";
+            return self.error(entry.key_at, "[inbound.global] has no limit", expected).help(help).none();
         };
         let group = LimitGroup {
             name: None,
@@ -176,13 +157,13 @@ impl DocumentReader<'_> {
             penalty: penalty?,
             count: count?,
             sharing: sharing?,
+            shadow: mode.unwrap_or_default(),
         };
         let groups = std::slice::from_ref(&group);
         let fits = self.check_count(table, groups)
             & self.check_lease(table, groups)
             & self.check_forward_auth(forward_auth, groups);
-        let shadow = mode.filter(|_| fits)?;
-        Some(ParsedGlobal { group: Some(group), shadow })
+        mode.filter(|_| fits).map(|_| Some(group))
     }
 
     pub(super) fn actions(
@@ -206,36 +187,32 @@ impl DocumentReader<'_> {
             return self.error(entry.key_at, message, format!("at most {MAX_ACTIONS}")).none();
         }
         let mut actions: Vec<ParsedAction> = Vec::new();
-        let mut fine = true;
+        let mut is_valid = true;
         for entry in &table.entries {
             if self.is_misplaced_setting(entry) {
                 let message = format!("{} stands outside of any action", quoted(&entry.key));
                 self.error(entry.key_at, message, FORM).help("give the action a name, such as [inbound.action.login]");
-                fine = false;
+                is_valid = false;
                 continue;
             }
-            match self.action(entry, quirks) {
-                Some(action) => {
-                    fine &= self.check_action(&action, &actions, global_op_count);
-                    fine &= !has_proxy || self.check_request_parts(&action);
-                    fine &= action.matcher.is_none() || self.check_forward_auth(forward_auth, &action.groups);
-                    actions.push(action);
-                }
-                None => fine = false,
-            }
+            let Some(action) = self.action(entry, quirks) else {
+                is_valid = false;
+                continue;
+            };
+            is_valid &= self.check_action(&action, &actions, global_op_count);
+            is_valid &= !has_proxy || self.check_request_parts(&action);
+            is_valid &= action.matcher.is_none() || self.check_forward_auth(forward_auth, &action.groups);
+            actions.push(action);
         }
-        fine.then_some(actions)
+        is_valid.then_some(actions)
     }
 
     fn action(&mut self, entry: &TomlEntry, quirks: PathQuirks) -> Option<ParsedAction> {
         const PATH: &str = "inbound.action.*";
         let name = &entry.key;
-        let name_is_fine = self.check_name(name, entry.key_at, "action");
+        let name_is_valid = self.check_name(name, entry.key_at, "action");
         self.section_name.clone_from(name);
-        let Some(table) = entry.node.as_table() else {
-            let message = format!("the action {} is {}", quoted(name), entry.node.describe(self.texts));
-            return self.error(entry.key_at, message, format!("a section of its own, [inbound.action.{name}]")).none();
-        };
+        let table = self.own_table(entry, "inbound", "action")?;
         self.check_keys(table, PATH);
         read_keys!(self, table, ACTION: preset, key, missing, cost);
         read_keys!(self, table, RULES: mode, count);
@@ -244,15 +221,18 @@ impl DocumentReader<'_> {
             None => Some(None),
         };
         // A preset's ban is the default penalty.
-        let preset_penalty = preset.flatten().map_or(ParsedPenalty::None, |preset| preset_ban(preset, entry.key_at));
+        let preset_penalty = preset.flatten().map_or(ParsedPenalty::None, |preset| {
+            let ban = parse_duration(preset.ban()).expect("invariant: presets are tested to parse");
+            ParsedPenalty::Ban(ban, entry.key_at)
+        });
         let penalty = self.penalty_or_ban(table, PATH, preset_penalty);
-        let sharing = self.sharing(table, PATH, &RULES.on_outage);
+        let sharing = self.sharing(table, PATH);
         let ipv6_network = self.ipv6_network(table, preset.flatten());
         let groups = match (preset, penalty, count, key, sharing) {
             (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => {
                 let (key_at, missing) = (table.node("key").map(|node| node.at), missing.unwrap_or_default());
-                let quantities = Vec::new();
-                let model = LimitGroup { name: None, key, key_at, missing, quantities, penalty, count, sharing };
+                let (name, quantities, shadow) = (None, Vec::new(), mode.unwrap_or_default());
+                let model = LimitGroup { name, key, key_at, missing, quantities, penalty, count, sharing, shadow };
                 self.limit_groups(entry, table, preset, model)
             }
             _ => {
@@ -269,14 +249,13 @@ impl DocumentReader<'_> {
             folded_name: fold_member_name(name),
             name_at: entry.key_at,
             matcher: matcher?,
-            preset: preset?,
             cost: cost?,
             cost_at: table.node("cost").map(|node| node.at),
             shadow: mode?,
-            groups: with_ipv6_network(groups?, ipv6_network?, count?, sharing?),
+            groups: with_ipv6_network(groups?, ipv6_network?, count?, sharing?, mode?),
         };
         missing?;
-        (name_is_fine && fits).then_some(action)
+        (name_is_valid && fits).then_some(action)
     }
 
     /// Returns true if the entry in an action's place is a setting of an action without a name.
@@ -285,12 +264,8 @@ impl DocumentReader<'_> {
             return false;
         }
         let inner = crate::settings::table_keys(&format!("inbound.action.*.{}", entry.key));
-        match entry.node.as_table() {
-            Some(table) => {
-                !table.entries.is_empty() && table.entries.iter().all(|entry| inner.contains(&entry.key.as_str()))
-            }
-            None => true,
-        }
+        let Some(table) = entry.node.as_table() else { return true };
+        !table.entries.is_empty() && unknown_entries(table, &inner).next().is_none()
     }
 
     /// The limits of an action: `limit`, `limits`, or the preset's.
@@ -302,10 +277,10 @@ impl DocumentReader<'_> {
         model: LimitGroup,
     ) -> Option<Vec<LimitGroup>> {
         match (table.get("limit"), table.get("limits"), preset) {
-            (Some(_), Some(limits), _) => self
-                .error(limits.key_at, "`limit` and `limits` stand side by side", "one of them")
-                .help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }")
-                .none(),
+            (Some(_), Some(limits), _) => {
+                let error = self.error(limits.key_at, "`limit` and `limits` stand side by side", "one of them");
+                error.help("give the one in `limit` a table in `limits`: { limit = \"5 per 60s\" }").none()
+            }
             (Some(limit), None, _) => {
                 Some(vec![LimitGroup { quantities: self.parse(&limit.node, &ACTION.limit)?, ..model }])
             }
@@ -332,31 +307,18 @@ impl DocumentReader<'_> {
         let TomlValue::List(items) = &node.value else {
             return self.wrong_type(node, "limits", EXPECTED).none();
         };
-        if items.is_empty() || items.len() > MAX_OPS {
-            let message = format!("`limits` has {} items", items.len());
-            return self.error(node.at, message, format!("1 to {MAX_OPS} tables")).none();
-        }
+        self.check_length(node.at, "limits", items.len(), MAX_OPS, " tables")?;
         let mut groups: Vec<LimitGroup> = Vec::new();
-        let mut fine = true;
         for item in items {
             let Some(table) = item.as_table() else {
-                let help = match &item.value {
-                    TomlValue::String(text) => {
-                        Some(format!("write {{ limit = \"{text}\" }}, or use `limit` for a list of strings"))
-                    }
-                    _ => None,
-                };
+                let help = |text| format!("write {{ limit = \"{text}\" }}, or use `limit` for a list of strings");
                 let message = format!("an item of `limits` is {}", item.describe(self.texts));
-                self.error(item.at, message, EXPECTED).help_if(help);
-                fine = false;
+                self.error(item.at, message, EXPECTED).help_if(item.as_str().map(help));
                 continue;
             };
-            match self.limits_item(item, table, &groups, model) {
-                Some(group) => groups.push(group),
-                None => fine = false,
-            }
+            groups.extend(self.limits_item(item, table, &groups, model));
         }
-        fine.then_some(groups)
+        (groups.len() == items.len()).then_some(groups)
     }
 
     fn limits_item(
@@ -374,7 +336,7 @@ impl DocumentReader<'_> {
             let message = format!("two limits of this action are named {}", quoted(name));
             self.report(item.at, message, "names that differ");
         }
-        let twice = twice.is_some();
+        let is_twice = twice.is_some();
         let key = self.value_or(table, &ITEM.key, model.key.clone());
         let missing = self.value_or(table, &ITEM.missing, model.missing);
         let count = self.value_or(table, &ITEM.count, model.count);
@@ -395,16 +357,17 @@ impl DocumentReader<'_> {
             penalty: penalty?,
             count: count?,
             sharing: model.sharing,
+            shadow: model.shadow,
         };
         let groups = std::slice::from_ref(&group);
         let fits = self.check_count(table, groups) & self.check_missing(table, groups);
-        (fits && !twice).then_some(group)
+        (fits && !is_twice).then_some(group)
     }
 
     fn preset(&mut self, node: &TomlNode) -> Option<Preset> {
         let names = Preset::ALL.map(Preset::as_str);
         let text = self.string(node, "preset", &join_names(&names))?;
-        let preset = Preset::from_name(text);
+        let preset = Preset::ALL.into_iter().find(|preset| preset.as_str() == text);
         if preset.is_none() {
             let meant = match text {
                 "signup" | "sign_up" | "sign-up" | "registration" => Some("register"),
@@ -420,17 +383,13 @@ impl DocumentReader<'_> {
     }
 }
 
-fn preset_ban(preset: Preset, at: TextRange) -> ParsedPenalty {
-    let ban = crate::units::parse_duration(preset.ban()).expect("invariant: presets are tested to parse");
-    ParsedPenalty::Ban(ban, at)
-}
-
 /// Adds the limit of each IPv6 /48. It has no penalty, because a /48 may belong to a whole town.
 fn with_ipv6_network(
     mut groups: Vec<LimitGroup>,
-    ipv6_network: Option<Vec<(Quantity, TextRange)>>,
+    ipv6_network: Option<Quantities>,
     count: CountMode,
     sharing: Sharing,
+    shadow: bool,
 ) -> Vec<LimitGroup> {
     groups.extend(ipv6_network.map(|quantities| LimitGroup {
         name: Some("ipv6".to_owned()),
@@ -441,6 +400,7 @@ fn with_ipv6_network(
         penalty: ParsedPenalty::None,
         count,
         sharing,
+        shadow,
     }));
     groups
 }

@@ -52,11 +52,13 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// Parses a value of a key.
     pub(super) fn parse<T: Clone>(&mut self, node: &TomlNode, key: &SettingKey<T>) -> Option<T> {
         key.form.parse(self, node, key.name())
     }
 }
+
+/// Quantities with their places.
+pub(super) type Quantities = Vec<(Quantity, TextRange)>;
 
 /// A form with a parser of its own: its type, its description and the parser.
 pub(super) struct Custom<T>(
@@ -92,14 +94,13 @@ pub(super) const SECRET: Custom<SecretSource> =
     Custom(Text, "the place of a secret: env:NAME or file:PATH", |reader, node, key| reader.secret_source(node, key));
 pub(super) const NETWORKS: Custom<Vec<(IpNet, TextRange)>> =
     Custom(Strings, "a network or an address, or a list of them", |reader, node, key| reader.networks(node, key));
-pub(super) const LIMITS: Custom<Vec<(Quantity, TextRange)>> =
+pub(super) const LIMITS: Custom<Quantities> =
     Custom(Strings, "a limit, or a list of limits", |reader, node, key| reader.quantities(node, key));
 pub(super) const HOSTS: Custom<Vec<String>> =
     Custom(Strings, "a host's name, or a list of them", |reader, node, _| reader.hosts(node));
 /// A table with a reader of its own.
 pub(super) const TABLE: Custom<()> = Custom(TableOrTables, "a table", |_, _, _| Some(()));
 
-/// A whole number in a range.
 pub(super) struct Whole(pub(super) u64, pub(super) u64);
 
 impl<T: TryFrom<u64>> Form<T> for Whole {
@@ -112,7 +113,6 @@ impl<T: TryFrom<u64>> Form<T> for Whole {
     }
 }
 
-/// A number of bytes in a range.
 pub(super) struct Bytes(pub(super) u64, pub(super) u64);
 
 impl<T: TryFrom<u64>> Form<T> for Bytes {
@@ -127,7 +127,6 @@ impl<T: TryFrom<u64>> Form<T> for Bytes {
     }
 }
 
-/// One of a few words.
 pub(super) struct Words<T: 'static>(pub(super) &'static [(&'static str, T)]);
 
 impl<T: Copy + Sync> Form<T> for Words<T> {

@@ -3,15 +3,14 @@
 use http::header::HeaderName;
 
 use super::actions::ACTION;
-use super::forms::Custom;
+use super::forms::{Custom, Quantities};
 use super::{DocumentReader, join_names};
 use crate::address::Ipv6Prefix;
-use crate::document::{TextRange, TomlNode, TomlTable};
+use crate::document::{TomlNode, TomlTable};
 use crate::error::quoted;
 use crate::key::{KeyPart, MAX_PARTS, OnMissing};
 use crate::nearest::nearest;
 use crate::preset::Preset;
-use crate::quantity::Quantity;
 use crate::settings::SettingType::Strings;
 
 /// The longest name of a cookie or a query parameter, in bytes.
@@ -20,7 +19,6 @@ const MAX_NAME: usize = 64;
 /// The words of `missing`: the treatment of requests that lack a part.
 pub(super) const MISSING_WORDS: [(&str, OnMissing); 4] =
     [("share", OnMissing::Share), ("by_ip", OnMissing::ByIp), ("refuse", OnMissing::Refuse), ("skip", OnMissing::Skip)];
-/// The form of a `key`.
 pub(super) const KEY: Custom<Vec<KeyPart>> =
     Custom(Strings, "a part of requests, or a list of parts", |reader, node, _| reader.key(node));
 
@@ -38,11 +36,7 @@ impl DocumentReader<'_> {
     }
 
     /// Reads the limit of each IPv6 /48, besides the action's own limits; `None` inside if there is none.
-    pub(super) fn ipv6_network(
-        &mut self,
-        table: &TomlTable,
-        preset: Option<Preset>,
-    ) -> Option<Option<Vec<(Quantity, TextRange)>>> {
+    pub(super) fn ipv6_network(&mut self, table: &TomlTable, preset: Option<Preset>) -> Option<Option<Quantities>> {
         let Some(node) = table.node("ipv6_network") else { return Some(None) };
         let own = self.parse(node, &ACTION.ipv6_network)?;
         if own.is_some() {

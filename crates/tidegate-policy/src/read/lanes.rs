@@ -7,14 +7,13 @@ use tidegate_core::lanes::MAX_WAITING;
 use tidegate_core::{Lane, LaneSpec, Span};
 
 use super::DocumentReader;
-use super::forms::{Custom, DURATION, LIMITS, Maybe, Whole};
+use super::forms::{Custom, DURATION, LIMITS, Maybe, Quantities, Whole};
 use super::provider::ProviderSection;
 use super::provider_limits::ParsedLimit;
 use super::resilience::{MAX_ATTEMPTS, ParsedRetry};
-use crate::document::{TextRange, TomlNode, TomlTable};
+use crate::document::{TomlNode, TomlTable};
 use crate::error::quoted;
 use crate::outbound::HoursOfDay;
-use crate::quantity::Quantity;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{read_keys, setting_keys};
 
@@ -23,7 +22,7 @@ macro_rules! lane_keys {
     ($group:ident: $keys:ident, $calls:literal, $timeout:literal, $retries:literal $(, $($hours:tt)+)?) => {
         setting_keys! {
             $group: $keys {
-                limit: Vec<(Quantity, TextRange)> = "", LIMITS, concat!("the limits of ", $calls, " calls");
+                limit: Quantities = "", LIMITS, concat!("the limits of ", $calls, " calls");
                 in_flight: Option<u32> = "", Maybe(Whole(1, 1_000_000)), "their maximum number in flight";
                 timeout: Option<Duration> = "", Maybe(DURATION),
                     concat!("the time for one call; ", $timeout, " if not set anywhere");
@@ -58,21 +57,16 @@ pub(super) struct ParsedLane {
 }
 
 impl ParsedLane {
-    /// The default timeout of a call and the default number of its retries.
-    fn default_timeout_and_retries(lane: Lane) -> (Span, u32) {
-        match lane {
-            Lane::Background => (Span::from_secs(60), 5),
-            Lane::User | Lane::Webhook => (Span::from_secs(10), 2),
-        }
-    }
-
     /// The rules of the lane: its own values, else the provider's, else the lane's defaults.
     pub(super) fn rules(&self, timeout: Option<Span>, read: &ParsedRetry) -> LaneRules {
-        let (usual_timeout, usual_retries) = Self::default_timeout_and_retries(self.lane);
+        let (default_timeout, default_retries) = match self.lane {
+            Lane::Background => (Span::from_secs(60), 5),
+            Lane::User | Lane::Webhook => (Span::from_secs(10), 2),
+        };
         let retries = self.retries.map(|retries| retries + 1).or(read.max_attempts);
         let mut retry = read.retry;
-        retry.max_attempts = retries.unwrap_or(usual_retries + 1);
-        LaneRules { timeout: self.timeout.or(timeout).unwrap_or(usual_timeout), retry }
+        retry.max_attempts = retries.unwrap_or(default_retries + 1);
+        LaneRules { timeout: self.timeout.or(timeout).unwrap_or(default_timeout), retry }
     }
 }
 
@@ -109,6 +103,6 @@ impl DocumentReader<'_> {
 
     fn hours(&mut self, node: &TomlNode) -> Option<HoursOfDay> {
         let text = self.string(node, "hours", "hours in quotes, such as \"22:00-06:00 in Europe/Berlin\"")?;
-        text.parse().map_err(|error| self.report_in_string(node, text, "hours", &error)).ok()
+        self.parsed(text.parse(), node, text, "hours")
     }
 }

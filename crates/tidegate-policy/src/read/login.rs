@@ -11,15 +11,12 @@ use crate::secret::SecretSource;
 use crate::settings::SettingType::{TableOrTables, Text};
 use crate::settings::key::{read_keys, setting_keys};
 
-/// The placeholder of the credential in a login's body.
 pub(super) const CREDENTIAL_PLACEHOLDER: &str = "{credential}";
 /// The longest login body, in bytes.
 const MAX_BODY: usize = 64 << 10;
-/// The most further secrets of a login.
 const MAX_SECRETS: usize = 16;
 
 setting_keys! {
-    /// The keys of `login`.
     LOGIN: LoginKeys {
         path: String = "", Custom(Text, "a path", |reader, node, _| reader.login_path(node)),
             "its path, relative to the base URL";
@@ -64,10 +61,8 @@ impl DocumentReader<'_> {
         }
         if secrets.is_empty() && !body.contains(CREDENTIAL_PLACEHOLDER) {
             let at = table.get("body").map_or(whole.key_at, |entry| entry.key_at);
-            return self
-                .error(at, "the login's body has no place for the credential", CREDENTIAL_PLACEHOLDER)
-                .help("such as body = '{\"apikey\":\"{credential}\"}'")
-                .none();
+            let error = self.error(at, "the login's body has no place for the credential", CREDENTIAL_PLACEHOLDER);
+            return error.help("such as body = '{\"apikey\":\"{credential}\"}'").none();
         }
         let refresh_before = refresh_before.unwrap_or(lifetime / 10);
         Some(Some(Login { path: path?, body, secrets, pointer: pointer?, lifetime, refresh_before }))

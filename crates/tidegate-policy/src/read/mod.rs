@@ -33,6 +33,7 @@ use crate::error::{Error, Errors, Note, quoted};
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
 use crate::policy::Policy;
+use crate::sections::LogConfig;
 use crate::settings;
 use crate::settings::key::{Below, SettingKey, setting_keys};
 use provider::PROVIDER_PATH;
@@ -58,19 +59,18 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Er
     let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
     let presets = root.get("outbound").map(|_| preset::load_presets(&mut texts)).unwrap_or_default();
     let mut reader = DocumentReader { errors, presets, ..DocumentReader::with_texts(&texts, whole) };
-    let read = reader.read_policy(&root, whole);
-    match read {
+    match reader.policy(&root) {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
         _ => Err(Errors::new(reader.errors)),
     }
 }
 
-/// Returns a section as it is if a policy doesn't have it.
-pub(crate) fn absent_section<T>(read: impl FnOnce(&mut DocumentReader<'_>, &TomlTable) -> Option<T>) -> T {
+/// The `[log]` section of a policy that has none.
+pub(crate) fn default_log() -> LogConfig {
     let mut texts = SourceTexts::default();
     let whole = texts.add(SourceText::new(SourceKind::File, "", "", false));
-    let section = read(&mut DocumentReader::with_texts(&texts, whole), &TomlTable::default());
-    section.expect("invariant: an absent section has no errors")
+    let log = DocumentReader::with_texts(&texts, whole).log(&TomlTable::default());
+    log.expect("invariant: an absent section has no errors")
 }
 
 /// Reads values and collects the errors in them. A method that returns `None` has reported an error.
@@ -148,13 +148,36 @@ impl<'t> DocumentReader<'t> {
 impl DocumentReader<'_> {
     /// Reads the policy of these sections. The environment has no effect on it.
     pub fn policy(&mut self, root: &TomlTable) -> Option<Policy> {
-        self.read_policy(root, self.full_range)
+        self.check_keys(root, "");
+        let store = self.store(root);
+        self.on_outage = store.as_ref().map(|store| store.on_outage).unwrap_or_default();
+        let inbound = self.inbound(root);
+        let api = self.api(root);
+        let admin = self.admin(root);
+        let log = self.log(root);
+        let outbound = self.outbound(root);
+        self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
+        let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
+        let plan = self.plan(root, paths, store.as_ref());
+        let (mut api, inbound, mut plan) = (api?, inbound?, plan?);
+        plan.ipv6_prefix = Ipv6Prefix::new(inbound.ipv6_prefix)?;
+        api.forward_auth &= !plan.requests_meet_concurrency();
+        Some(Policy {
+            store: store?,
+            inbound,
+            api,
+            admin: admin?,
+            log: log?,
+            plan: Arc::new(plan),
+            outbound: outbound?,
+            notes: std::mem::take(&mut self.notes),
+        })
     }
 
     /// Reports keys of the table that are not `known`; errors call the table `called`. Returns true if there were none.
     pub fn check_names(&mut self, table: &TomlTable, called: &str, known: &[&str]) -> bool {
         let before = self.errors.len();
-        for entry in table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
+        for entry in unknown_entries(table, known) {
             let message = format!("unknown key {} in {called}", quoted(&entry.key));
             self.report_unknown(entry.key_at, &message, &entry.key, known);
         }
@@ -171,33 +194,6 @@ impl DocumentReader<'_> {
         self.error(at, message, join_names(known)).did_you_mean(nearest(found, known.iter().copied()));
     }
 
-    fn read_policy(&mut self, root: &TomlTable, whole: TextRange) -> Option<Policy> {
-        self.check_keys(root, "");
-        let store = self.store(root);
-        self.on_outage = store.as_ref().map(|store| store.on_outage).unwrap_or_default();
-        let inbound = self.inbound(root);
-        let api = self.api(root);
-        let admin = self.admin(root);
-        let log = self.log(root);
-        let outbound = self.outbound(root, whole);
-        self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
-        let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
-        let plan = self.plan(root, paths, store.as_ref(), whole);
-        let (mut api, inbound, mut plan) = (api?, inbound?, plan?);
-        plan.ipv6_prefix = Ipv6Prefix::new(inbound.ipv6_prefix)?;
-        api.forward_auth &= !plan.requests_meet_concurrency();
-        Some(Policy {
-            store: store?,
-            inbound,
-            api,
-            admin: admin?,
-            log: log?,
-            plan: Arc::new(plan),
-            outbound: outbound?,
-            notes: std::mem::take(&mut self.notes),
-        })
-    }
-
     /// Reports an error at a place and the form that is expected.
     pub fn report(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) {
         self.error(at, message, expected);
@@ -205,19 +201,14 @@ impl DocumentReader<'_> {
 
     /// Reports an error to which help can be added.
     fn error(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) -> Reported<'_> {
-        self.add_error(Error::new(self.texts, at, message, expected))
+        Reported(self.errors.push_mut(Error::new(self.texts, at, message, expected)))
     }
 
     /// Reports an error at a place that may hold a secret.
     fn hidden_error(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) -> Reported<'_> {
-        self.add_error(Error::hiding_secret(self.texts, at, message, expected))
+        Reported(self.errors.push_mut(Error::hiding_secret(self.texts, at, message, expected)))
     }
 
-    fn add_error(&mut self, error: Error) -> Reported<'_> {
-        Reported(self.errors.push_mut(error))
-    }
-
-    /// Reports a value of the wrong type.
     fn wrong_type(&mut self, node: &TomlNode, key: &str, expected: impl Into<String>) -> Reported<'_> {
         self.error(node.at, format!("`{key}` is {}", node.describe(self.texts)), expected)
     }
@@ -230,7 +221,7 @@ impl DocumentReader<'_> {
     /// Reports keys that the table of this path doesn't have.
     fn check_keys(&mut self, table: &TomlTable, path: &str) {
         let known = settings::table_keys(path);
-        for entry in table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str())) {
+        for entry in unknown_entries(table, &known) {
             self.errors.push(self.unknown_key(entry, path, &known));
         }
     }
@@ -239,8 +230,7 @@ impl DocumentReader<'_> {
     /// reported.
     fn has_misspelling_of(&self, table: &TomlTable, path: &str, key: &str) -> bool {
         let known = settings::table_keys(path);
-        let unknown = table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str()));
-        unknown.into_iter().any(|entry| nearest(&entry.key, known.iter().copied()) == Some(key))
+        unknown_entries(table, &known).any(|entry| nearest(&entry.key, known.iter().copied()) == Some(key))
     }
 
     fn unknown_key(&self, entry: &TomlEntry, path: &str, known: &[&'static str]) -> Error {
@@ -260,22 +250,19 @@ impl DocumentReader<'_> {
             return error.did_you_mean(Some(meant));
         }
         // The other common mistake is a key in the wrong section.
-        let sections_with_key: Vec<String> = settings::all()
-            .filter_map(|setting| {
-                setting.path().rsplit_once('.').filter(|(_, last)| *last == key).map(|(home, _)| home)
-            })
+        let homes = settings::all().filter_map(|setting| setting.path().rsplit_once('.'));
+        let sections_with_key: Vec<String> = homes
+            .filter_map(|(home, last)| (last == key).then_some(home))
             .filter(|home| !home.contains('#') && *home != path && !are_different_directions(home, path))
-            .map(|home| format!("[{}]", home.replace('*', "NAME")))
+            .map(|home| format!("[{}]", home.replace('*', NAME_PLACEHOLDER)))
             .collect();
-        let section_homes: Vec<String> = ["inbound", "outbound"]
-            .into_iter()
-            .filter(|home| path.is_empty() && settings::table_keys(home).contains(&key))
-            .filter(|home| settings::find(&format!("{home}.{key}")).is_none())
-            .map(|home| match key {
-                "action" | "provider" => format!("[{home}.{key}.NAME]"),
-                other => format!("[{home}.{other}]"),
-            })
-            .collect();
+        let has_section = |home: &&str| {
+            let is_setting = settings::find(&format!("{home}.{key}")).is_some();
+            path.is_empty() && settings::table_keys(home).contains(&key) && !is_setting
+        };
+        let member = if matches!(key, "action" | "provider") { ".NAME" } else { "" };
+        let parents = ["inbound", "outbound"].into_iter().filter(has_section);
+        let section_homes: Vec<String> = parents.map(|home| format!("[{home}.{key}{member}]")).collect();
         match (sections_with_key.as_slice(), section_homes.as_slice()) {
             ([], []) => error.did_you_mean(nearest(key, known.iter().copied())),
             ([], sections) => error.help(format!("the section's whole name is {}", sections.join(" or "))),
@@ -285,8 +272,8 @@ impl DocumentReader<'_> {
 
     /// Returns the table under a key, checked for unknown keys. `None` if the key is absent or holds another value,
     /// which is reported.
-    fn section<'n>(&mut self, parent: &'n TomlTable, key: &str, path: &str) -> Option<&'n TomlTable> {
-        let node = parent.node(key)?;
+    fn section<'n>(&mut self, parent: Option<&'n TomlTable>, key: &str, path: &str) -> Option<&'n TomlTable> {
+        let node = parent?.node(key)?;
         let Some(table) = node.as_table() else {
             let path = path.replace('*', &self.section_name);
             return self.wrong_type(node, key, format!("a section, [{path}], or a table, {{ … }}")).none();
@@ -300,8 +287,9 @@ impl DocumentReader<'_> {
         &mut self,
         provider: &'n TomlTable,
         key: &SettingKey<T>,
+        default: T,
     ) -> Option<TableOrWord<'n, T>> {
-        let Some(node) = provider.node(key.name()) else { return Some(TableOrWord::Absent) };
+        let Some(node) = provider.node(key.name()) else { return Some(TableOrWord::Word(default)) };
         match node.as_table() {
             Some(table) => {
                 self.check_keys(table, &format!("{PROVIDER_PATH}.{}", key.name()));
@@ -310,6 +298,25 @@ impl DocumentReader<'_> {
             None => self.parse(node, key).map(TableOrWord::Word),
         }
     }
+
+    /// Reads a provider's key that holds `on`, `off` or a table. `None` inside for `off`, else the table, if there is
+    /// one.
+    fn table_unless_off<'n>(
+        &mut self,
+        provider: &'n TomlTable,
+        key: &SettingKey<bool>,
+        default: bool,
+    ) -> Option<Option<Option<&'n TomlTable>>> {
+        Some(match self.table_or_word(provider, key, default)? {
+            TableOrWord::Word(is_on) => is_on.then_some(None),
+            TableOrWord::Table(table) => Some(Some(table)),
+        })
+    }
+}
+
+/// The entries of a table whose keys aren't known.
+fn unknown_entries<'n>(table: &'n TomlTable, known: &[&str]) -> impl Iterator<Item = &'n TomlEntry> {
+    table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str()))
 }
 
 /// Returns true if one path is inbound and the other outbound. A key of one side is then no likely mistake for the
@@ -319,9 +326,7 @@ fn are_different_directions(left: &str, right: &str) -> bool {
     side(left).zip(side(right)).is_some_and(|(left, right)| left != right)
 }
 
-/// The value of a key that may hold a table or a word.
 enum TableOrWord<'n, T> {
-    Absent,
     Word(T),
     Table(&'n TomlTable),
 }

@@ -2,13 +2,12 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use tidegate_core::{Limits, Sharing};
+use tidegate_core::Sharing;
 
 use super::forms::{Bytes, Custom, HOSTS, LISTENER, Maybe, OrWord, SECRET, TABLE};
 use super::provider::PROVIDER;
-use super::provider_limits::OutboundLimitCollector;
+use super::provider_limits::OutboundLimits;
 use super::server::{CONNECTIONS, TOKEN};
 use super::{DocumentReader, all_or_none};
 use crate::document::{TextRange, TomlNode, TomlTable};
@@ -19,11 +18,9 @@ use crate::secret::SecretSource;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{Below, read_keys, setting_keys};
 
-/// The most providers in a policy.
 const MAX_PROVIDERS: usize = 256;
 
 setting_keys! {
-    /// The keys of `[outbound]`.
     OUTBOUND: OutboundKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8081", OrWord("off", LISTENER),
             "the address of the gateway to other people's APIs, or off";
@@ -42,22 +39,19 @@ setting_keys! {
 
 impl DocumentReader<'_> {
     /// Reads `[outbound]`; `None` inside if the policy has no such section.
-    pub(super) fn outbound(&mut self, root: &TomlTable, whole: TextRange) -> Option<Option<OutboundConfig>> {
+    pub(super) fn outbound(&mut self, root: &TomlTable) -> Option<Option<OutboundConfig>> {
         let Some(entry) = root.get("outbound") else { return Some(None) };
-        let table = self.section(root, "outbound", "outbound")?;
+        let table = self.section(Some(root), "outbound", "outbound")?;
         let (listen, token) =
             self.listen_and_token(Some(table), &OUTBOUND.listen, &OUTBOUND.token, "the outbound gateway");
         let connections = self.value(table, &OUTBOUND.connections);
         let per_client = self.connections_per_client(Some(table), &OUTBOUND.connections_per_client, connections);
         read_keys!(self, table, OUTBOUND: hosts, cache_bytes, snapshot);
         let sharing = Sharing { on_outage: self.on_outage, lease: None };
-        let mut collected = OutboundLimitCollector { sharing, ..OutboundLimitCollector::default() };
+        let mut collected = OutboundLimits { sharing, ..OutboundLimits::default() };
         let providers = self.providers(table, entry.key_at, &mut collected);
-        let (providers, OutboundLimitCollector { limits, infos, .. }) = (providers?, collected);
-        let limits = match Limits::new(limits) {
-            Ok(limits) => Arc::new(limits),
-            Err(error) => return self.error(whole, error.to_string(), "fewer limits").none(),
-        };
+        let (providers, OutboundLimits { limits, infos, .. }) = (providers?, collected);
+        let limits = self.numbered_limits(limits)?;
         Some(Some(OutboundConfig {
             listen: listen?,
             token: token?,
@@ -87,7 +81,7 @@ impl DocumentReader<'_> {
         &mut self,
         outbound: &TomlTable,
         at: TextRange,
-        collected: &mut OutboundLimitCollector,
+        collected: &mut OutboundLimits,
     ) -> Option<Vec<ProviderConfig>> {
         const FORM: &str = "a section for each API, [outbound.provider.NAME]";
         let Some(entry) = outbound.get("provider") else {

@@ -50,7 +50,6 @@ setting_keys! {
     }
 }
 
-/// The method that sets the pace.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum PaceKind {
     Limits,
@@ -71,8 +70,7 @@ impl PaceKind {
 impl DocumentReader<'_> {
     /// Reads `pace` of a table such as a provider's: a word, or a table with settings.
     pub fn pace(&mut self, provider: &TomlTable) -> Option<PaceConfig> {
-        let (by, table) = match self.table_or_word(provider, &PROVIDER.pace)? {
-            TableOrWord::Absent => return Some(PaceConfig::Limits),
+        let (by, table) = match self.table_or_word(provider, &PROVIDER.pace, PaceKind::Limits)? {
             TableOrWord::Word(by) => (by, None),
             TableOrWord::Table(table) => (self.pace_kind(provider, table)?, Some(table)),
         };
@@ -95,12 +93,11 @@ impl DocumentReader<'_> {
         let by = self.parse(node, &PACE.by)?;
         let is_others = |key: &&str| !by.allowed_keys().contains(key);
         let others: Vec<&str> = RESPONSIVE_KEYS.into_iter().chain(ADAPTIVE_KEYS).filter(is_others).collect();
-        let other = table.entries.iter().find(|entry| others.contains(&entry.key.as_str()));
-        if let Some(entry) = other {
+        if let Some(entry) = table.entries.iter().find(|entry| others.contains(&entry.key.as_str())) {
             let name = PACE_KINDS.iter().find(|(_, other)| *other == by).map_or("", |(name, _)| *name);
             let message = format!("a pace by {name} has no `{}`", entry.key);
-            let expected =
-                if by.allowed_keys().is_empty() { "nothing besides".to_owned() } else { join_names(by.allowed_keys()) };
+            let allowed = by.allowed_keys();
+            let expected = if allowed.is_empty() { "nothing besides".to_owned() } else { join_names(allowed) };
             return self.error(entry.key_at, message, expected).none();
         }
         Some(by)

@@ -5,7 +5,7 @@ use tidegate_core::{LimitError, Penalty, PenaltyMode, PenaltySpec, Span};
 use super::DocumentReader;
 use super::actions::ParsedPenalty;
 use super::forms::{Custom, Maybe, SPAN, Whole};
-use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
+use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable};
 use crate::settings::SettingType::Text;
 use crate::settings::key::{read_keys, setting_keys};
 use crate::units::{describe_duration, parse_duration};
@@ -23,7 +23,6 @@ setting_keys! {
     }
 }
 
-/// The form of a `ban`.
 pub(super) const BAN: Custom<Option<Span>> = Custom(Text, "a duration, or `none`", |reader, node, key| {
     if node.is_word("none") { Some(None) } else { reader.duration(node, key).map(Some) }
 });
@@ -38,7 +37,6 @@ fn penalty_mode(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> 
 }
 
 impl DocumentReader<'_> {
-    /// Reads `penalty` or `ban`.
     pub(super) fn penalty_or_ban(
         &mut self,
         table: &TomlTable,
@@ -46,10 +44,10 @@ impl DocumentReader<'_> {
         default: ParsedPenalty,
     ) -> Option<ParsedPenalty> {
         match (table.get("penalty"), table.get("ban")) {
-            (Some(_), Some(ban)) => self
-                .error(ban.key_at, "`penalty` and `ban` stand side by side", "one of them")
-                .help("a penalty's blocks grow; with a ban every block has the same length")
-                .none(),
+            (Some(_), Some(ban)) => {
+                let error = self.error(ban.key_at, "`penalty` and `ban` stand side by side", "one of them");
+                error.help("a penalty's blocks grow; with a ban every block has the same length").none()
+            }
             (Some(penalty), None) => self.penalty(penalty, &format!("{path}.penalty")),
             (None, Some(ban)) => {
                 let length = (BAN.2)(self, &ban.node, "ban")?;
@@ -65,10 +63,7 @@ impl DocumentReader<'_> {
             if node.is_word("none") {
                 return Some(ParsedPenalty::None);
             }
-            let length = match &node.value {
-                TomlValue::String(text) if parse_duration(text).is_ok() => Some(text),
-                _ => None,
-            };
+            let length = node.as_str().filter(|text| parse_duration(text).is_ok());
             let help = length.map(|text| format!("for blocks that all have this length, write ban = \"{text}\""));
             let expected = "a table such as { base = \"2s\", cap = \"1h\" }, or \"none\"";
             return self.wrong_type(node, "penalty", expected).help_if(help).none();
@@ -77,10 +72,10 @@ impl DocumentReader<'_> {
         read_keys!(self, table, PENALTY: base, factor, cap, forgive_after, mode);
         let (base, cap) = (base?, cap?);
         if cap < base {
-            let (said_base, said_cap) = (table.node("base"), table.node("cap"));
-            let at = said_cap.or(said_base).map_or(node.at, |node| node.at);
-            let message = describe_order("block", base, cap, said_base, said_cap);
-            let pointer = said_base.filter(|node| node.at != at).map(|node| self.texts.describe_location(node.at));
+            let (written_base, written_cap) = (table.node("base"), table.node("cap"));
+            let at = written_cap.or(written_base).map_or(node.at, |node| node.at);
+            let message = describe_order("block", base, cap, written_base, written_cap);
+            let pointer = written_base.filter(|node| node.at != at).map(|node| self.texts.describe_location(node.at));
             let help = pointer.map(|pointer| format!("the base stands {pointer}"));
             return self.error(at, message, "a `cap` no shorter than `base`").help_if(help).none();
         }
@@ -89,8 +84,8 @@ impl DocumentReader<'_> {
     }
 
     /// Builds the penalty of a limit from its window. The flag is true for a ban.
-    pub(super) fn build_penalty(&mut self, cost: ParsedPenalty, window: Span) -> Option<(Option<Penalty>, bool)> {
-        let (made, at, is_ban): (Result<Penalty, LimitError>, TextRange, bool) = match cost {
+    pub(super) fn build_penalty(&mut self, parsed: ParsedPenalty, window: Span) -> Option<(Option<Penalty>, bool)> {
+        let (made, at, is_ban): (Result<Penalty, LimitError>, TextRange, bool) = match parsed {
             ParsedPenalty::None => return Some((None, false)),
             ParsedPenalty::Growing(spec, at) => (Penalty::new(spec, window), at, false),
             ParsedPenalty::Ban(length, at) => (Penalty::ban(length, window), at, true),
@@ -107,14 +102,14 @@ pub(super) fn describe_order(
     of: &str,
     base: Span,
     cap: Span,
-    said_base: Option<&TomlNode>,
-    said_cap: Option<&TomlNode>,
+    written_base: Option<&TomlNode>,
+    written_cap: Option<&TomlNode>,
 ) -> String {
-    let unsaid = match (said_base, said_cap) {
+    let which_is_default = match (written_base, written_cap) {
         (None, _) => " (the default base)",
         (_, None) => " (the default cap)",
         _ => "",
     };
     let (longest, first) = (describe_duration(cap), describe_duration(base));
-    format!("the longest {of}, {longest}, is shorter than the first, {first}{unsaid}")
+    format!("the longest {of}, {longest}, is shorter than the first, {first}{which_is_default}")
 }

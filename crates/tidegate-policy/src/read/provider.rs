@@ -7,30 +7,27 @@ use tidegate_core::call::{CallRules, MAX_LEAD};
 use tidegate_core::credential_pool::MAX_CREDENTIALS;
 use tidegate_core::{Balance, Lane, Span};
 
-use super::forms::{Bytes, Custom, DURATION, FLAG, LIMITS, Maybe, TABLE, TableOr, Words};
+use super::forms::{Bytes, Custom, DURATION, FLAG, LIMITS, Maybe, Quantities, TABLE, TableOr, Words};
 use super::lanes::{BACKGROUND, USER, WEBHOOK};
 use super::login::{CREDENTIAL_PLACEHOLDER, LOGIN};
 use super::pace::{PACE, PACE_KINDS, PaceKind};
-use super::provider_limits::OutboundLimitCollector;
+use super::provider_limits::OutboundLimits;
 use super::replies::{CACHE, COST, THROTTLED};
 use super::resilience::{ADAPTIVE, BREAKER, BUDGET, COOLDOWN, OFF_OR_ON, RETRY};
 use super::urls::KEY_PLACEHOLDER;
 use super::{DocumentReader, join_names};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
-use crate::error::{Error, quoted};
+use crate::error::quoted;
 use crate::nearest::nearest;
 use crate::outbound::preset::{PresetRequirement, has_alias, take_requirement};
 use crate::outbound::{Auth, BaseUrl, Login, ProviderConfig};
-use crate::quantity::Quantity;
 use crate::secret::SecretSource;
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, read_keys, setting_keys};
 
-/// The path of a provider's settings.
 pub(super) const PROVIDER_PATH: &str = "outbound.provider.*";
 
 setting_keys! {
-    /// The keys of a provider.
     PROVIDER: ProviderKeys {
         preset: Option<String> = "",
             Maybe(Custom(Text, "the name of a preset", |reader, node, _| reader.provider_preset(node))),
@@ -45,10 +42,10 @@ setting_keys! {
             "the places of its credentials: env:NAME or file:PATH";
         balance: Balance = "round-robin", Words(&BALANCES),
             "the order of credentials for calls: round-robin, random or least-recently-used";
-        limit: Vec<(Quantity, TextRange)> = "", LIMITS, "its limits for all calls together";
-        credential_limit: Vec<(Quantity, TextRange)> = "", LIMITS, "its limits for each credential";
-        cost_limit: Vec<(Quantity, TextRange)> = "", LIMITS, "the limits on the cost of all its calls";
-        credential_cost_limit: Vec<(Quantity, TextRange)> = "", LIMITS,
+        limit: Quantities = "", LIMITS, "its limits for all calls together";
+        credential_limit: Quantities = "", LIMITS, "its limits for each credential";
+        cost_limit: Quantities = "", LIMITS, "the limits on the cost of all its calls";
+        credential_cost_limit: Quantities = "", LIMITS,
             "the limits on the cost of calls with each credential";
         background: () = "", TABLE, "the rules of calls in the background", Below::Table(&BACKGROUND);
         user: () = "", TABLE, "the rules of calls for a user that waits", Below::Table(&USER);
@@ -100,12 +97,8 @@ pub(super) struct ProviderSection<'e> {
 }
 
 impl DocumentReader<'_> {
-    pub(super) fn provider(
-        &mut self,
-        entry: &TomlEntry,
-        collected: &mut OutboundLimitCollector,
-    ) -> Option<ProviderConfig> {
-        let name_is_fine = self.check_provider_name(entry)?;
+    pub(super) fn provider(&mut self, entry: &TomlEntry, collected: &mut OutboundLimits) -> Option<ProviderConfig> {
+        let name_is_valid = self.check_provider_name(entry)?;
         let section = self.merge_preset(entry)?;
         let table = &section.table;
         read_keys!(self, table, PROVIDER: base_url, user_agent, lead, replay, sequential, learn_limits);
@@ -135,7 +128,7 @@ impl DocumentReader<'_> {
             return self.error(at, message, expected).none();
         }
         let hedge_after = hedge_after?;
-        name_is_fine.then_some(ProviderConfig {
+        name_is_valid.then_some(ProviderConfig {
             name: section.name.to_owned(),
             preset: section.preset.clone(),
             base_url,
@@ -180,16 +173,13 @@ impl DocumentReader<'_> {
     fn check_provider_name(&mut self, entry: &TomlEntry) -> Option<bool> {
         let name = &entry.key;
         self.section_name.clone_from(name);
-        if entry.node.as_table().is_some() {
-            return Some(self.check_name(name, entry.key_at, "provider"));
-        }
-        if crate::settings::table_keys(PROVIDER_PATH).contains(&name.as_str()) {
+        if entry.node.as_table().is_none() && crate::settings::table_keys(PROVIDER_PATH).contains(&name.as_str()) {
             let message = format!("{} stands outside of any provider", quoted(name));
             let error = self.error(entry.key_at, message, "a section for each API, [outbound.provider.NAME]");
             return error.help("give the provider a name, such as [outbound.provider.tmdb]").none();
         }
-        let message = format!("the provider {} is {}", quoted(name), entry.node.describe(self.texts));
-        self.error(entry.key_at, message, format!("a section of its own, [outbound.provider.{name}]")).none()
+        self.own_table(entry, "outbound", "provider")?;
+        Some(self.check_name(name, entry.key_at, "provider"))
     }
 
     /// Merges the section over its preset. A key of the section wins; nested tables are merged key by key.
@@ -202,21 +192,7 @@ impl DocumentReader<'_> {
         if own.node("sequential").is_some_and(|node| matches!(node.value, TomlValue::Boolean(true))) {
             Lane::ALL.iter().for_each(|lane| table.remove(lane.name()));
         }
-        for entry in &own.entries {
-            let below = table.get_mut(&entry.key).map(|below| &mut below.node.value);
-            match (below, &entry.node.value) {
-                (Some(TomlValue::Table(below)), TomlValue::Table(above)) => {
-                    for inner in &above.entries {
-                        below.remove(&inner.key);
-                        below.entries.push(inner.clone());
-                    }
-                }
-                _ => {
-                    table.remove(&entry.key);
-                    table.entries.push(entry.clone());
-                }
-            }
-        }
+        table.merge(own, 1);
         Some(ProviderSection { name: &entry.key, name_at: entry.key_at, table, preset, requirement })
     }
 
@@ -227,12 +203,11 @@ impl DocumentReader<'_> {
         if self.presets.get(text).is_some() {
             return Some(text.to_owned());
         }
-        let names = || self.presets.entries.iter();
-        let alias = names().find(|preset| has_alias(preset, text)).map(|preset| preset.key.as_str());
-        let meant = alias.or_else(|| nearest(text, names().map(|preset| preset.key.as_str())));
-        let error = Error::new(self.texts, node.at, format!("unknown preset {}", quoted(text)), expected);
-        let help = "without a preset, say `base_url` and `limit`";
-        self.add_error(error.did_you_mean(meant).help(help)).none()
+        let alias = self.presets.entries.iter().find(|preset| has_alias(preset, text));
+        let names = self.presets.entries.iter().map(|preset| preset.key.as_str());
+        let meant = alias.map(|preset| preset.key.as_str()).or_else(|| nearest(text, names)).map(str::to_owned);
+        let error = self.error(node.at, format!("unknown preset {}", quoted(text)), expected);
+        error.did_you_mean(meant.as_deref()).help("without a preset, say `base_url` and `limit`").none()
     }
 
     /// Reads `none`, `bearer`, `header:NAME`, `header:NAME PREFIX`, `query:NAME` or `path`.
@@ -240,59 +215,52 @@ impl DocumentReader<'_> {
         const FORMS: &str = "\"none\", \"bearer\", \"header:x-api-key\", \"header:Authorization Token\", \
                              \"query:api_key\" or \"path\"";
         let text = self.string(node, "auth", FORMS)?;
-        let error = |message: String| Error::new(self.texts, node.at, message, FORMS);
-        let error = match text.split_once(':') {
+        let (message, meant) = match text.split_once(':') {
             None => match text {
                 "none" => return Some(Auth::None),
                 "bearer" => return Some(Auth::Bearer),
                 "path" => return Some(Auth::Path),
-                "header" => {
-                    error("`auth` is `header` without a name".to_owned()).did_you_mean(Some("header:x-api-key"))
+                "header" => ("`auth` is `header` without a name".to_owned(), Some("header:x-api-key")),
+                "query" => ("`auth` is `query` without a name".to_owned(), Some("query:api_key")),
+                other => {
+                    let meant = nearest(other, ["none", "bearer", "path", "header", "query"]);
+                    (format!("`auth` is {}", quoted(other)), meant)
                 }
-                "query" => error("`auth` is `query` without a name".to_owned()).did_you_mean(Some("query:api_key")),
-                other => error(format!("`auth` is {}", quoted(other)))
-                    .did_you_mean(nearest(other, ["none", "bearer", "path", "header", "query"])),
             },
             Some(("header", rest)) => {
                 let (name, prefix) = rest.split_once(' ').unwrap_or((rest, ""));
                 let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix} ") };
-                match HeaderName::from_bytes(name.as_bytes()) {
+                let message = match HeaderName::from_bytes(name.as_bytes()) {
                     _ if HeaderValue::from_str(&prefix).is_err() => {
-                        error("`auth`: what comes before the credential can't stand in a header".to_owned())
+                        "`auth`: what comes before the credential can't stand in a header".to_owned()
                     }
                     Ok(name) if CONNECTION_HEADERS.contains(&name.as_str()) => {
-                        error(format!("`auth`: the header `{name}` is the connection's own"))
+                        format!("`auth`: the header `{name}` is the connection's own")
                     }
                     Ok(name) => return Some(Auth::Header { name, prefix }),
-                    Err(_) => error(format!("`auth`: {} is no header's name", quoted(name))),
-                }
+                    Err(_) => format!("`auth`: {} is no header's name", quoted(name)),
+                };
+                (message, None)
             }
             Some(("query", name)) => {
                 let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~[]".contains(&byte);
                 if !name.is_empty() && name.bytes().all(fits) {
                     return Some(Auth::Query { name: name.to_owned() });
                 }
-                error(format!("`auth`: {} is no query parameter's name", quoted(name)))
+                (format!("`auth`: {} is no query parameter's name", quoted(name)), None)
             }
-            Some((other, _)) => error(format!("`auth` begins with {}", quoted(other)))
-                .did_you_mean(nearest(other, ["header:NAME", "query:NAME"])),
+            Some((other, _)) => {
+                (format!("`auth` begins with {}", quoted(other)), nearest(other, ["header:NAME", "query:NAME"]))
+            }
         };
-        self.add_error(error).none()
+        self.error(node.at, message, FORMS).did_you_mean(meant).none()
     }
 
-    /// Reads the sources of credentials, in order.
     fn credentials(&mut self, node: &TomlNode) -> Option<Vec<SecretSource>> {
-        let items = match &node.value {
-            TomlValue::List(items) => items.as_slice(),
-            _ => std::slice::from_ref(node),
-        };
-        if items.is_empty() || items.len() > MAX_CREDENTIALS {
-            let message = format!("`credentials` has {} items", items.len());
-            let expected = format!("1 to {MAX_CREDENTIALS} places, such as \"env:API_TOKEN\"");
-            return self.error(node.at, message, expected).none();
-        }
-        let sources = items.iter().map(|item| (self.secret_source(item, "credentials"), item));
-        let sources: Vec<_> = sources.map(|(source, item)| (source, item.at, item.as_str())).collect();
+        let expected = " places, such as \"env:API_TOKEN\"";
+        self.check_length(node.at, "credentials", node.items().len(), MAX_CREDENTIALS, expected)?;
+        let sources = node.items().iter().map(|item| (self.secret_source(item, "credentials"), item));
+        let sources = sources.map(|(source, item)| (source, item.at, item.as_str().unwrap_or_default())).collect();
         self.distinct(sources, |source| format!("`credentials` has {source} twice"), "each credential once")
     }
 

@@ -1,13 +1,14 @@
 //! A provider's limits, and the rules of its calls.
 
-use tidegate_core::call::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
+use tidegate_core::call::{CallRules, MAX_LEAD, Measure, ProviderLimit};
 use tidegate_core::{
     Cooldown, Key, Lane, LanesSpec, Limit, LimitError, LimitId, LimitKind, MAX_OPS, Sharing, Span, Window,
 };
 
+use super::DocumentReader;
+use super::forms::Quantities;
 use super::lanes::ParsedLane;
 use super::provider::{PROVIDER, ProviderSection};
-use super::{DocumentReader, Reported};
 use crate::description;
 use crate::document::{TextRange, TomlTable};
 use crate::error::quoted;
@@ -55,15 +56,6 @@ impl ProviderLimits {
         self.cost.iter().chain(&self.credential_cost)
     }
 
-    fn longest_spacing(&self) -> Option<Span> {
-        self.all_calls().filter_map(|limit| spacing(&limit.quantity)).max()
-    }
-
-    fn shortest_rate_spacing(&self) -> Option<Span> {
-        let rates = self.all_calls().filter(|limit| matches!(limit.quantity, Quantity::Rate { .. }));
-        rates.filter_map(|limit| spacing(&limit.quantity)).min()
-    }
-
     /// The longest window of the limits and of the lanes, each at least as long as a lane's turn needs.
     fn longest_window(&self, lanes: &[ParsedLane]) -> Option<Span> {
         let lane_limits = lanes.iter().flat_map(|lane| &lane.limits);
@@ -79,21 +71,13 @@ impl ProviderLimits {
 
 /// The limits of all providers collected so far, each with its information.
 #[derive(Default)]
-pub(super) struct OutboundLimitCollector {
+pub(super) struct OutboundLimits {
     pub(super) limits: Vec<Limit>,
     pub(super) infos: Vec<OutboundLimitInfo>,
     pub(super) sharing: Sharing,
 }
 
-impl OutboundLimitCollector {
-    fn add(&mut self, kind: LimitKind, info: OutboundLimitInfo) -> Option<LimitId> {
-        let id = LimitId::from_index(self.limits.len())?;
-        let tag = limit_tag("outbound", &info.name, &kind);
-        self.limits.push(Limit::new(kind).with_tag(tag).with_sharing(self.sharing));
-        self.infos.push(info);
-        Some(id)
-    }
-
+impl OutboundLimits {
     /// Returns true if a calendar quota counts calls under these rules.
     pub(super) fn has_quota(&self, rules: &CallRules) -> bool {
         let provider_limits = rules.provider_limits.iter().chain(&rules.credential_limits);
@@ -106,7 +90,7 @@ impl DocumentReader<'_> {
     pub(super) fn rules(
         &mut self,
         section: &ProviderSection<'_>,
-        collected: &mut OutboundLimitCollector,
+        collected: &mut OutboundLimits,
         credentials: usize,
         renews: bool,
         sequential: bool,
@@ -124,8 +108,10 @@ impl DocumentReader<'_> {
 
         let mut max_in_flight = min_in_flight_limit(&limits.calls).min(if sequential { 1 } else { u32::MAX });
         let mut max_in_flight_per_credential = min_in_flight_limit(&limits.credential_calls);
-        let stagger = limits.longest_spacing().map_or(Cooldown::default().stagger, |spacing| spacing.max(MIN_STAGGER));
-        let jitter = limits.shortest_rate_spacing().map_or(Span::ZERO, transit_jitter);
+        let longest_spacing = limits.all_calls().filter_map(|limit| spacing(&limit.quantity)).max();
+        let stagger = longest_spacing.map_or(Cooldown::default().stagger, |spacing| spacing.max(MIN_STAGGER));
+        let rates = limits.all_calls().filter(|limit| matches!(limit.quantity, Quantity::Rate { .. }));
+        let jitter = rates.filter_map(|limit| spacing(&limit.quantity)).min().map_or(Span::ZERO, transit_jitter);
         let longest_window = limits.longest_window(&lanes);
         // Without a window, no call is counted ahead, so replies have nothing to correct in the store.
         let is_window = |cost: &ParsedLimit| matches!(cost.quantity, Quantity::Window { .. });
@@ -146,15 +132,13 @@ impl DocumentReader<'_> {
             max_in_flight = max_in_flight.min(std::mem::replace(&mut max_in_flight_per_credential, u32::MAX));
         }
         let hours = lanes[0].hours.clone();
-        let (mut specs, mut lane_rules, mut lane_limits) = (Vec::new(), Vec::new(), Vec::new());
-        for lane in lanes {
-            specs.push(lane.spec);
-            lane_rules.push(lane.rules(timeout, &retry));
-            lane_limits.push(add(&format!(".{}", lane.lane.name()), lane.limits, false)?.into_boxed_slice());
-        }
+        let specs = lanes.each_ref().map(|lane| lane.spec);
+        let mut lane_rules = lanes.each_ref().map(|lane| lane.rules(timeout, &retry));
+        let lane_limits = lanes.into_iter().map(|lane| add(&format!(".{}", lane.lane.name()), lane.limits, false));
+        let lane_limits: Vec<Box<[ProviderLimit]>> =
+            lane_limits.map(|limits| limits.map(Vec::into_boxed_slice)).collect::<Option<_>>()?;
         let cooldown = self.add_cooldown(section, collected, cooldown?, stagger)?;
         self.check_batch_size(section, &provider_limits, &credential_limits, &lane_limits)?;
-        let mut lane_rules: [LaneRules; 3] = lane_rules.try_into().ok()?;
         if sequential {
             lane_rules = [lane_rules[Lane::User as usize]; 3];
         }
@@ -172,14 +156,13 @@ impl DocumentReader<'_> {
             tracks_remaining: false,
             lead,
             jitter,
-            lanes: LanesSpec { lanes: specs.try_into().ok()?, max_in_flight, window, ..default },
+            lanes: LanesSpec { lanes: specs, max_in_flight, window, ..default },
             lane_rules,
             budget: budget?,
         };
         Some((rules, hours))
     }
 
-    /// Reads the limits of a provider and of its credentials.
     fn provider_limits(&mut self, table: &TomlTable) -> Option<ProviderLimits> {
         let calls = self.parse_limits(table, &PROVIDER.limit, Measure::Calls);
         let cost = self.parse_cost_limits(table, &PROVIDER.cost_limit, "limit");
@@ -191,25 +174,24 @@ impl DocumentReader<'_> {
     fn add_cooldown(
         &mut self,
         section: &ProviderSection<'_>,
-        collected: &mut OutboundLimitCollector,
+        collected: &mut OutboundLimits,
         (base, cap): (Span, Span),
         stagger: Span,
     ) -> Option<LimitId> {
         let info = OutboundLimitInfo {
             name: format!("{}.cooldown", section.name),
             quantity: None,
-            description: description::describe_cooldown(base, cap),
+            description: format!("rests for {} when it is throttled", description::describe_waits(base, 2, cap)),
             per_credential: true,
         };
-        let id = collected.add(LimitKind::Cooldown(Cooldown { base, cap, stagger }), info);
-        id.or_else(|| self.report_too_many_limits(section.name_at).none())
+        self.add_outbound_limit(collected, LimitKind::Cooldown(Cooldown { base, cap, stagger }), info, section.name_at)
     }
 
     /// Reads quantities of calls or of their cost; none if the key is absent.
     pub(super) fn parse_limits<'n>(
         &mut self,
         table: impl Into<Option<&'n TomlTable>>,
-        key: &SettingKey<Vec<(Quantity, TextRange)>>,
+        key: &SettingKey<Quantities>,
         measure: Measure,
     ) -> Option<Vec<ParsedLimit>> {
         let quantities = self.value_or(table, key, Vec::new())?;
@@ -221,7 +203,7 @@ impl DocumentReader<'_> {
     fn parse_cost_limits(
         &mut self,
         table: &TomlTable,
-        key: &SettingKey<Vec<(Quantity, TextRange)>>,
+        key: &SettingKey<Quantities>,
         calls_key: &str,
     ) -> Option<Vec<ParsedLimit>> {
         let limits = self.parse_limits(table, key, Measure::Cost)?;
@@ -232,7 +214,7 @@ impl DocumentReader<'_> {
     /// Reports a limit on calls in flight, which count only for a whole provider, a credential or a lane. Returns true
     /// if there is none.
     pub(super) fn check_no_in_flight(&mut self, limits: &[ParsedLimit], key: &str, help: &str) -> bool {
-        let in_flight_limit = limits.iter().find(|parsed| matches!(parsed.quantity, Quantity::InFlight { .. }));
+        let in_flight_limit = limits.iter().find(|parsed| parsed.quantity.is_in_flight());
         if let Some(ParsedLimit { quantity, at, .. }) = in_flight_limit {
             let message = format!("{key} is \"{quantity}\", which is not supported here");
             self.error(*at, message, "a limit such as \"40 per 10s\" or \"10/s\"").help(help);
@@ -255,48 +237,52 @@ impl DocumentReader<'_> {
             return self.error(parsed.at, message, "`cost` in the provider").help(help).none();
         };
         let at = section.table.table("cost").and_then(|table| table.node("reserve")).map(|node| node.at);
-        let fits: Vec<bool> = limits
-            .map(|parsed| self.check_capacity(cost.reserve, at, &parsed.quantity, parsed.at, "the limit"))
-            .collect();
-        fits.into_iter().all(|fits| fits).then_some(())
+        let fits = limits.map(|parsed| self.check_capacity(cost.reserve, at, &parsed.quantity, parsed.at, "the limit"));
+        fits.fold(true, |all, fits| all & fits).then_some(())
     }
 
     /// Adds the limits that a store counts under a name, and returns them. Limits in flight and `unlimited` are left
     /// out.
     fn add_provider_limits(
         &mut self,
-        collected: &mut OutboundLimitCollector,
+        collected: &mut OutboundLimits,
         name: &str,
-        parsed_limits: Vec<ParsedLimit>,
+        mut parsed_limits: Vec<ParsedLimit>,
         per_credential: bool,
     ) -> Option<Vec<ProviderLimit>> {
-        let is_counted = |quantity: &Quantity| !matches!(quantity, Quantity::InFlight { .. } | Quantity::Unlimited);
-        let has_several = parsed_limits.iter().filter(|parsed| is_counted(&parsed.quantity)).count() > 1;
-        let mut provider_limits = Vec::new();
-        for ParsedLimit { quantity, at, measure } in
-            parsed_limits.into_iter().filter(|parsed| is_counted(&parsed.quantity))
-        {
-            let name = if has_several { format!("{name}.{}", provider_limits.len() + 1) } else { name.to_owned() };
-            let kind = match limit_kind(&quantity) {
-                Ok(kind) => kind?,
-                Err(error) => return self.error(at, error.to_string(), "another limit").none(),
-            };
+        parsed_limits.retain(|parsed| !matches!(parsed.quantity, Quantity::InFlight { .. } | Quantity::Unlimited));
+        let has_several = parsed_limits.len() > 1;
+        let add = |(number, ParsedLimit { quantity, at, measure })| {
+            let name = if has_several { format!("{name}.{number}") } else { name.to_owned() };
+            let kind = limit_kind(&quantity).map_err(|error| self.report(at, error.to_string(), "another limit"));
+            let kind = kind.ok()??;
             let settles = kind.settles();
             let mut description = description::describe_bound(&quantity);
             if measure == Measure::Cost {
                 description.push_str(", by what calls cost");
             }
             let info = OutboundLimitInfo { name, quantity: Some(quantity), description, per_credential };
-            let Some(limit) = collected.add(kind, info) else {
-                return self.report_too_many_limits(at).none();
-            };
-            provider_limits.push(ProviderLimit { limit, measure, settles });
-        }
-        Some(provider_limits)
+            let limit = self.add_outbound_limit(collected, kind, info, at)?;
+            Some(ProviderLimit { limit, measure, settles })
+        };
+        (1..).zip(parsed_limits).map(add).collect()
     }
 
-    fn report_too_many_limits(&mut self, at: TextRange) -> Reported<'_> {
-        self.error(at, "[outbound] has more than 4095 limits, cool-downs included", "at most 4095")
+    fn add_outbound_limit(
+        &mut self,
+        collected: &mut OutboundLimits,
+        kind: LimitKind,
+        info: OutboundLimitInfo,
+        at: TextRange,
+    ) -> Option<LimitId> {
+        let Some(id) = LimitId::from_index(collected.limits.len()) else {
+            let message = "[outbound] has more than 4095 limits, cool-downs included";
+            return self.error(at, message, "at most 4095").none();
+        };
+        let tag = limit_tag("outbound", &info.name, &kind);
+        collected.limits.push(Limit::new(kind).with_tag(tag).with_sharing(collected.sharing));
+        collected.infos.push(info);
+        Some(id)
     }
 
     fn check_batch_size(
@@ -311,11 +297,8 @@ impl DocumentReader<'_> {
         if operations <= MAX_OPS {
             return Some(());
         }
-        let message = format!(
-            "a call to {} meets {} limits, those of its lane and its credential included",
-            quoted(section.name),
-            operations - 1
-        );
+        let (name, limits) = (quoted(section.name), operations - 1);
+        let message = format!("a call to {name} meets {limits} limits, those of its lane and its credential included");
         self.error(section.name_at, message, format!("at most {}", MAX_OPS - 1)).none()
     }
 }

@@ -6,21 +6,22 @@ use tidegate_core::MAX_COST;
 
 use super::forms::{Bytes, Custom, DURATION, FLAG, Maybe, Whole};
 use super::provider::PROVIDER;
-use super::{DocumentReader, TableOrWord, all_or_none};
-use crate::document::{TomlNode, TomlTable, TomlValue};
+use super::{DocumentReader, all_or_none};
+use crate::document::{TomlNode, TomlTable};
 use crate::outbound::{BodyRule, CacheRules, CostRules, PointerAlternatives};
 use crate::settings::SettingType::{Integer, Strings, TableOrTables, Text};
 use crate::settings::key::{Form, read_struct, setting_keys};
 use crate::units::parse_duration;
 
-/// The most statuses in `status`.
 const MAX_STATUSES: usize = 8;
 const STATUS: Whole = Whole(100, 599);
 /// The most conditions on a body in `contains`.
 const MAX_CONTAINS: usize = 8;
 
+const POINTERS: Custom<Vec<PointerAlternatives>> =
+    Custom(Strings, "a JSON pointer, or a list of them", |reader, node, key| reader.pointers(node, key));
+
 setting_keys! {
-    /// The keys of `cache`.
     CACHE: CacheKeys {
         ttl: Option<Duration> = "", Maybe(Custom(Text, "a duration, or `forever`", ttl)),
             "the time for which replies are fresh, or forever; default as HTTP says";
@@ -28,10 +29,7 @@ setting_keys! {
         stale: Option<Duration> = "", Maybe(DURATION), "the time after that in which they may be used while it is unavailable";
         max_body: usize = "1MiB", Bytes(1, 1 << 30), "the longest body that is kept";
     }
-}
 
-setting_keys! {
-    /// The keys of `throttled_when`.
     THROTTLED: ThrottledKeys {
         status: Vec<u16> = "200",
             Custom(Integer, "a whole number from 100 to 599, or a list", |reader, node, _| reader.statuses(node)),
@@ -41,13 +39,7 @@ setting_keys! {
             "JSON pointers, with a text that each place contains";
         spends_quota: bool = "false", FLAG, "true if the quota is then used up until its period ends";
     }
-}
 
-const POINTERS: Custom<Vec<PointerAlternatives>> =
-    Custom(Strings, "a JSON pointer, or a list of them", |reader, node, key| reader.pointers(node, key));
-
-setting_keys! {
-    /// The keys of `cost`.
     COST: CostKeys {
         reserve: u64 = "1", Whole(0, MAX_COST), "the amount reserved for a call before its reply";
         request: Vec<PointerAlternatives> = "", POINTERS,
@@ -65,17 +57,13 @@ fn ttl(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Du
 impl DocumentReader<'_> {
     pub(super) fn cache(&mut self, provider: &TomlTable) -> Option<Option<CacheRules>> {
         if let Some(node) = provider.node("cache")
-            && let TomlValue::String(text) = &node.value
+            && let Some(text) = node.as_str()
             && (text == "forever" || parse_duration(text).is_ok())
         {
             let error = self.wrong_text(node, "cache", text, "a table, `off` or `on`");
             return error.help(format!("write cache = {{ ttl = \"{text}\" }}")).none();
         }
-        let table = match self.table_or_word(provider, &PROVIDER.cache)? {
-            TableOrWord::Absent | TableOrWord::Word(false) => return Some(None),
-            TableOrWord::Word(true) => None,
-            TableOrWord::Table(table) => Some(table),
-        };
+        let Some(table) = self.table_unless_off(provider, &PROVIDER.cache, false)? else { return Some(None) };
         let stale = self.value(table, &CACHE.stale).map(Option::unwrap_or_default);
         read_struct!(self, table, CACHE => CacheRules { ttl, shared, max_body; stale: stale? }).map(Some)
     }
@@ -89,17 +77,9 @@ impl DocumentReader<'_> {
         Some(Some(BodyRule { statuses: statuses?, contains: contains?, spends_quota: spends_quota? }))
     }
 
-    /// Reads one status or a list.
     fn statuses(&mut self, node: &TomlNode) -> Option<Vec<u16>> {
-        let items = match &node.value {
-            TomlValue::List(items) => items.as_slice(),
-            _ => std::slice::from_ref(node),
-        };
-        if items.is_empty() || items.len() > MAX_STATUSES {
-            let message = format!("`status` has {} items", items.len());
-            return self.error(node.at, message, format!("1 to {MAX_STATUSES}")).none();
-        }
-        all_or_none(items.iter().map(|item| STATUS.parse(self, item, "status")))
+        self.check_length(node.at, "status", node.items().len(), MAX_STATUSES, "")?;
+        all_or_none(node.items().iter().map(|item| STATUS.parse(self, item, "status")))
     }
 
     fn body_conditions(&mut self, node: &TomlNode) -> Option<Vec<(String, String)>> {
@@ -107,10 +87,7 @@ impl DocumentReader<'_> {
         let Some(table) = node.as_table() else {
             return self.wrong_type(node, "contains", FORM).none();
         };
-        if table.entries.is_empty() || table.entries.len() > MAX_CONTAINS {
-            let message = format!("`contains` has {} items", table.entries.len());
-            return self.error(node.at, message, format!("1 to {MAX_CONTAINS}")).none();
-        }
+        self.check_length(node.at, "contains", table.entries.len(), MAX_CONTAINS, "")?;
         all_or_none(table.entries.iter().map(|entry| {
             let pointer = self.pointer(&entry.key, entry.key_at, "contains");
             let text = self.string(&entry.node, &entry.key, "a text that the place contains, in quotes")?;

@@ -8,14 +8,13 @@ use tidegate_core::{
 use super::forms::{Custom, Maybe, OrWord, SHARE, SHARE_OR_ZERO, SPAN, Whole, Words};
 use super::penalties::describe_order;
 use super::provider::{PROVIDER, PROVIDER_PATH};
-use super::{DocumentReader, TableOrWord, all_or_none};
+use super::{DocumentReader, all_or_none};
 use crate::document::{TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
 use crate::settings::SettingType::TableOrTables;
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
 use crate::units::describe_duration;
 
-/// The most attempts per call.
 pub(super) const MAX_ATTEMPTS: u64 = 100;
 /// The most calls, retries or probes that a setting counts.
 const COUNT: Whole = Whole(1, 1_000_000);
@@ -36,8 +35,10 @@ const JITTERS: [(&str, Jitter); 5] = [
 ];
 const OPEN_JITTERS: [(&str, Jitter); 3] = [("none", Jitter::None), ("full", Jitter::Full), ("equal", Jitter::Equal)];
 
+const RAMP: Custom<Vec<RampStep>> =
+    Custom(TableOrTables, "`off`, `on`, or a list of tables", |reader, node, _| reader.ramp(node));
+
 setting_keys! {
-    /// The keys of `retry`.
     RETRY: RetryKeys {
         max_attempts: Option<u32> = "", Maybe(Whole(1, MAX_ATTEMPTS)), "attempts per call; the lane's by default";
         max_token_retries: u32 = "5", Whole(0, MAX_ATTEMPTS), "throttled calls sent again with another credential";
@@ -48,19 +49,13 @@ setting_keys! {
             "the jitter of waits: none, full, equal, decorrelated or additive";
         max_retry_after: Span = "5m", SPAN, "the longest Retry-After that a call waits for";
     }
-}
 
-setting_keys! {
-    /// The keys of `budget`.
     BUDGET: BudgetKeys {
         ratio: u16 = "0.2", SHARE_OR_ZERO, "retries per first attempt";
         min: u32 = "3", Whole(0, 1_000_000), "the number of retries before any is earned";
         reserve: u32 = "10", Whole(0, 1_000_000), "the maximum number of earned retries";
     }
-}
 
-setting_keys! {
-    /// The keys of `breaker`.
     BREAKER: BreakerKeys {
         failures: Option<u32> = "5", OrWord("off", COUNT), "opens at this many failures in a row, or off";
         failure_rate: Option<u16> = "", Maybe(SHARE), "opens at this share of failures in the window";
@@ -77,30 +72,19 @@ setting_keys! {
         successes: u32 = "2", COUNT, "the number of successful probes that closes it";
         ramp: Vec<RampStep> = "off", RAMP, "the share of calls after closing: off, on, or a list of steps", Below::Items(&RAMP_STEP);
     }
-}
 
-const RAMP: Custom<Vec<RampStep>> =
-    Custom(TableOrTables, "`off`, `on`, or a list of tables", |reader, node, _| reader.ramp(node));
-
-setting_keys! {
     /// The keys of a step of `ramp`.
     RAMP_STEP: RampStepKeys {
         share: u16 = "", SHARE, "the share of calls that passes";
         r#for: Span = "", SPAN, "for how long";
     }
-}
 
-setting_keys! {
-    /// The keys of `adaptive`.
     ADAPTIVE: AdaptiveKeys {
         min: u32 = "4", COUNT, "never fewer than this";
         max: u32 = "1000", COUNT, "never more than this";
         initial: u32 = "20", COUNT, "the first number of calls at a time";
     }
-}
 
-setting_keys! {
-    /// The keys of `cooldown`.
     COOLDOWN: CooldownKeys {
         base: Span = "1s", SPAN,
             "the first time; without a second credential retry.base, if retry's waits aren't the default";
@@ -108,7 +92,6 @@ setting_keys! {
     }
 }
 
-/// A provider's settings for retries.
 pub(super) struct ParsedRetry {
     /// The provider's own value; `None` leaves it to the lane.
     pub(super) max_attempts: Option<u32>,
@@ -155,11 +138,7 @@ impl DocumentReader<'_> {
 
     /// Reads `adaptive`; `None` inside for `off`.
     pub(super) fn adaptive_limit(&mut self, provider: &TomlTable) -> Option<Option<AdaptiveLimitSpec>> {
-        let table = match self.table_or_word(provider, &PROVIDER.adaptive)? {
-            TableOrWord::Word(false) => return Some(None),
-            TableOrWord::Absent | TableOrWord::Word(true) => None,
-            TableOrWord::Table(table) => Some(table),
-        };
+        let Some(table) = self.table_unless_off(provider, &PROVIDER.adaptive, true)? else { return Some(None) };
         let spec = read_struct!(self, table, ADAPTIVE => AdaptiveLimitSpec { min, max, initial })?;
         let Err(error) = AdaptiveLimit::new(spec) else { return Some(Some(spec)) };
         let AdaptiveLimitSpec { min, max, initial } = spec;
@@ -170,11 +149,7 @@ impl DocumentReader<'_> {
 
     /// Reads `breaker`; `None` inside for `off`.
     pub(super) fn breaker(&mut self, provider: &TomlTable) -> Option<Option<BreakerSpec>> {
-        let table = match self.table_or_word(provider, &PROVIDER.breaker)? {
-            TableOrWord::Word(false) => return Some(None),
-            TableOrWord::Absent | TableOrWord::Word(true) => None,
-            TableOrWord::Table(table) => Some(table),
-        };
+        let Some(table) = self.table_unless_off(provider, &PROVIDER.breaker, true)? else { return Some(None) };
         let (slow_calls, open) = (self.slow_calls(table), self.open_backoff(table));
         let spec = read_struct!(self, table, BREAKER => BreakerSpec {
             failures, failure_rate, window, min_calls, probes, probe_lease, successes, ramp;
@@ -248,7 +223,7 @@ impl DocumentReader<'_> {
         if provider.get(key).is_none() {
             return Some(None);
         }
-        self.section(provider, key, &format!("{PROVIDER_PATH}.{key}")).map(Some)
+        self.section(Some(provider), key, &format!("{PROVIDER_PATH}.{key}")).map(Some)
     }
 
     /// Reads a value that the table under a provider's key must have.
@@ -280,10 +255,10 @@ impl DocumentReader<'_> {
         let defaults = defaults.unwrap_or_else(|| (base.default_value(), cap.default_value()));
         let (base, cap) = (self.value_or(table, base, defaults.0), self.value_or(table, cap, defaults.1));
         let (base, cap) = (base?, cap?);
-        let said = |key: &str| table.and_then(|table| table.node(key));
-        let (said_base, said_cap) = (said("base"), said("cap"));
-        if let Some(node) = said_cap.or(said_base).or(whole).filter(|_| cap < base) {
-            let message = describe_order(what, base, cap, said_base, said_cap);
+        let written = |key: &str| table.and_then(|table| table.node(key));
+        let (written_base, written_cap) = (written("base"), written("cap"));
+        if let Some(node) = written_cap.or(written_base).or(whole).filter(|_| cap < base) {
+            let message = describe_order(what, base, cap, written_base, written_cap);
             return self.error(node.at, message, "a `cap` no shorter than `base`").none();
         }
         Some((base, cap))

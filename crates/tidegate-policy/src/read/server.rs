@@ -25,13 +25,20 @@ use crate::sections::{
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
 
-/// The most names in `hosts`.
 const MAX_HOSTS: usize = 256;
-/// The most connections of a listener.
 pub(super) const CONNECTIONS: Whole = Whole(1, 1_000_000);
 
+pub(super) const TOKEN: &str = "the place of the bearer token: env:NAME or file:PATH; required beyond loopback";
+
+const QUIRKS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
+const FORWARDING_HEADERS: [(&str, ForwardingHeader); 2] =
+    [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
+const AMBIGUOUS_PATHS: [(&str, AmbiguousPaths); 3] =
+    [("union", AmbiguousPaths::Union), ("refuse", AmbiguousPaths::Refuse), ("normalise", AmbiguousPaths::Normalise)];
+const HEADER_DIALECTS: [(&str, HeaderDialect); 3] =
+    [("draft-10", HeaderDialect::Draft10), ("draft-7", HeaderDialect::Draft7), ("none", HeaderDialect::None)];
+
 setting_keys! {
-    /// The keys of `[inbound]`.
     INBOUND: InboundKeys {
         listen: SocketAddr = "127.0.0.1:8080", LISTENER, "the address of the gate";
         upstream: Option<UpstreamAddress> = "",
@@ -59,18 +66,7 @@ setting_keys! {
         global: () = "", TABLE, "", Below::Table(&GLOBAL);
         action: () = "", TABLE, "", Below::Names(&ACTION);
     }
-}
 
-const QUIRKS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
-const FORWARDING_HEADERS: [(&str, ForwardingHeader); 2] =
-    [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
-const AMBIGUOUS_PATHS: [(&str, AmbiguousPaths); 3] =
-    [("union", AmbiguousPaths::Union), ("refuse", AmbiguousPaths::Refuse), ("normalise", AmbiguousPaths::Normalise)];
-const HEADER_DIALECTS: [(&str, HeaderDialect); 3] =
-    [("draft-10", HeaderDialect::Draft10), ("draft-7", HeaderDialect::Draft7), ("none", HeaderDialect::None)];
-
-setting_keys! {
-    /// The keys of `[inbound.timeouts]`.
     TIMEOUTS: TimeoutKeys {
         header: Duration = "10s", DURATION, "the time for the head of a request to arrive";
         body: Duration = "30s", DURATION, "the time between two pieces of a body";
@@ -79,10 +75,7 @@ setting_keys! {
         idle: Duration = "75s", DURATION, "the time for which a connection without a request is kept";
         shutdown: Duration = "30s", DURATION, "the time that a shutdown waits for requests in flight";
     }
-}
 
-setting_keys! {
-    /// The keys of `[inbound.caps]`.
     CAPS: CapKeys {
         connections: u32 = "10000", CONNECTIONS, "connections open at once";
         connections_per_client: Option<usize> = "", OrWord("off", CONNECTIONS),
@@ -96,10 +89,7 @@ setting_keys! {
             "the least bytes per second of a request's body, or off";
         pool_idle: usize = "128", Whole(0, 100_000), "idle connections kept to the upstream";
     }
-}
 
-setting_keys! {
-    /// The keys of `[api]`.
     API: ApiKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8082", OrWord("off", LISTENER),
             "the address of the decision API and forward-auth, or off";
@@ -111,12 +101,7 @@ setting_keys! {
         deny_status: u16 = "429", Whole(400, 599),
             "the status with which forward-auth refuses; nginx wants 401 or 403";
     }
-}
 
-pub(super) const TOKEN: &str = "the place of the bearer token: env:NAME or file:PATH; required beyond loopback";
-
-setting_keys! {
-    /// The keys of `[admin]`.
     ADMIN: AdminKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8083", OrWord("off", LISTENER),
             "the address of health and readiness, or off";
@@ -124,10 +109,7 @@ setting_keys! {
         hosts: Vec<String> = "", HOSTS,
             "names that a request's Host may have besides loopback's, unless it has the token";
     }
-}
 
-setting_keys! {
-    /// The keys of `[log]`.
     LOG: LogKeys {
         format: LogFormat = "text", Words(&[("text", LogFormat::Text), ("json", LogFormat::Json)]), "text or json";
         level: LogLevel = "info", Words(&LogLevel::WORDS),
@@ -138,7 +120,7 @@ setting_keys! {
 
 impl DocumentReader<'_> {
     pub(crate) fn inbound(&mut self, root: &TomlTable) -> Option<InboundConfig> {
-        let table = self.section(root, "inbound", "inbound");
+        let table = self.section(Some(root), "inbound", "inbound");
         let (trusted, header) = (self.value(table, &INBOUND.trusted_proxies), self.value(table, &INBOUND.forwarded));
         let timeouts = self.timeouts(table);
         let caps = self.caps(table);
@@ -155,12 +137,12 @@ impl DocumentReader<'_> {
     }
 
     fn timeouts(&mut self, inbound: Option<&TomlTable>) -> Option<InboundTimeouts> {
-        let table = inbound.and_then(|inbound| self.section(inbound, "timeouts", "inbound.timeouts"));
+        let table = self.section(inbound, "timeouts", "inbound.timeouts");
         read_struct!(self, table, TIMEOUTS => InboundTimeouts { header, body, connect, response, idle, shutdown })
     }
 
     fn caps(&mut self, inbound: Option<&TomlTable>) -> Option<InboundCaps> {
-        let table = inbound.and_then(|inbound| self.section(inbound, "caps", "inbound.caps"));
+        let table = self.section(inbound, "caps", "inbound.caps");
         let connections = self.value(table, &CAPS.connections);
         let per_client = self.connections_per_client(table, &CAPS.connections_per_client, connections);
         read_struct!(self, table, CAPS => InboundCaps {
@@ -214,7 +196,7 @@ impl DocumentReader<'_> {
     }
 
     pub(crate) fn api(&mut self, root: &TomlTable) -> Option<ApiConfig> {
-        let table = self.section(root, "api", "api");
+        let table = self.section(Some(root), "api", "api");
         let (listen, token) = self.listen_and_token(table, &API.listen, &API.token, "the decision API");
         let forward_auth = self.value_or(table, &API.forward_auth, true);
         read_struct!(self, table, API => ApiConfig {
@@ -237,7 +219,7 @@ impl DocumentReader<'_> {
     }
 
     pub(crate) fn admin(&mut self, root: &TomlTable) -> Option<AdminConfig> {
-        let table = self.section(root, "admin", "admin");
+        let table = self.section(Some(root), "admin", "admin");
         let (listen, token) = self.listen_and_token(table, &ADMIN.listen, &ADMIN.token, "admin");
         read_struct!(self, table, ADMIN => AdminConfig { hosts; listen: listen?, token: token? })
     }
@@ -293,7 +275,7 @@ impl DocumentReader<'_> {
     }
 
     pub(crate) fn log(&mut self, root: &TomlTable) -> Option<LogConfig> {
-        let table = self.section(root, "log", "log");
+        let table = self.section(Some(root), "log", "log");
         read_struct!(self, table, LOG => LogConfig { format, level, refusals_per_second })
     }
 
@@ -319,13 +301,10 @@ impl DocumentReader<'_> {
         ];
         for (index, (name, address)) in listeners.iter().enumerate() {
             for (other, taken) in &listeners[..index] {
-                let (Some(address), Some(taken)) = (address, taken) else {
-                    continue;
-                };
-                let Some(at) = place(name, "listen").or(place(other, "listen")) else {
-                    continue;
-                };
-                if addresses_clash(*address, *taken) {
+                if let (Some(address), Some(taken)) = (address, taken)
+                    && let Some(at) = place(name, "listen").or(place(other, "listen"))
+                    && addresses_clash(*address, *taken)
+                {
                     let message = format!("[{name}] and [{other}] would both listen on {address}");
                     self.report(at, message, "an address or a port of its own for each");
                 }
@@ -340,13 +319,12 @@ impl DocumentReader<'_> {
             self.report(at, message, "the address of the server behind the gate");
         }
         let Some(OutboundConfig { listen: Some(listen), providers, .. }) = outbound else { return };
+        let sections = root.table("outbound").and_then(|table| table.table("provider"));
         for provider in providers {
-            let Some(url) = &provider.base_url else { continue };
-            let port = url.authority.port_u16().unwrap_or(if url.https { 443 } else { 80 });
-            let section = root.table("outbound").and_then(|table| table.table("provider"));
-            let at = section.and_then(|table| table.table(&provider.name)).and_then(|table| table.node("base_url"));
-            if let Some(node) = at
-                && is_own_address(url.authority.host().trim_matches(['[', ']']), port, *listen)
+            let section = sections.and_then(|sections| sections.table(&provider.name));
+            if let (Some(url), Some(node)) = (&provider.base_url, section.and_then(|table| table.node("base_url")))
+                && let port = url.authority.port_u16().unwrap_or(if url.https { 443 } else { 80 })
+                && is_own_address(url.bare_host(), port, *listen)
             {
                 let message = format!("`base_url` is the address that [outbound] listens on, {listen}");
                 self.report(node.at, message, "the root of somebody's API: the gateway would call itself");

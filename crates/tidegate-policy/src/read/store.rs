@@ -6,13 +6,14 @@ use std::time::Duration;
 use tidegate_core::{LeaseSpec, OnOutage, Sharing, Span};
 
 use super::DocumentReader;
+use super::actions::RULES;
 use super::forms::{Bytes, Custom, DURATION, Maybe, OrWord, SECRET, Whole, Words};
 use crate::document::{TomlNode, TomlTable};
 use crate::error::quoted;
 use crate::nearest::nearest;
 use crate::secret::{Secret, SecretSource};
 use crate::settings::SettingType::Text;
-use crate::settings::key::{SettingKey, read_struct, setting_keys};
+use crate::settings::key::{read_struct, setting_keys};
 use crate::store::{ClusterMode, OnFull, StoreConfig, StoreUrl, SyncMode, URL_SCHEMES};
 
 pub(super) const OUTAGES: Words<OnOutage> =
@@ -23,7 +24,6 @@ const MAX_PREFIX: usize = 32;
 const MAX_LEASE_AGE: Span = Span::from_secs(60);
 
 setting_keys! {
-    /// The keys of `[store]`.
     STORE: StoreKeys {
         url: StoreUrl = "memory",
             Custom(Text, "`memory`, `file:PATH` or a server's URL", |reader, node, _| reader.store_url(node)),
@@ -45,9 +45,7 @@ setting_keys! {
             Words(&[("together", ClusterMode::Together), ("reserve", ClusterMode::Reserve)]),
             "a cluster's keys: together, or reserve to take them one by one";
     }
-}
 
-setting_keys! {
     /// The keys of a `lease`.
     LEASE: LeaseKeys {
         share: u16 = "0.1", Custom(Text, "a share from 0.001 to 0.5", lease_share),
@@ -59,10 +57,10 @@ setting_keys! {
 
 impl DocumentReader<'_> {
     pub(crate) fn store(&mut self, root: &TomlTable) -> Option<StoreConfig> {
-        let table = self.section(root, "store", "store");
+        let table = self.section(Some(root), "store", "store");
         let sync = self.value(table, &STORE.sync).map(|within| within.map_or(SyncMode::Always, SyncMode::Within));
-        let unsaid = if sync == Some(SyncMode::Always) { OnFull::Deny } else { OnFull::Continue };
-        let on_full = self.value_or(table, &STORE.on_full, unsaid);
+        let default = if sync == Some(SyncMode::Always) { OnFull::Deny } else { OnFull::Continue };
+        let on_full = self.value_or(table, &STORE.on_full, default);
         read_struct!(self, table, STORE => StoreConfig {
             url, max_bytes, on_outage, timeout, prefix, hash_key, nodes, cluster; sync: sync?, on_full: on_full?
         })
@@ -114,13 +112,8 @@ impl DocumentReader<'_> {
     }
 
     /// Reads the sharing of an action's limits, or of the global ones: `on_outage` and `lease`.
-    pub(super) fn sharing(
-        &mut self,
-        table: &TomlTable,
-        path: &str,
-        on_outage: &SettingKey<OnOutage>,
-    ) -> Option<Sharing> {
-        let on_outage = self.value_or(table, on_outage, self.on_outage);
+    pub(super) fn sharing(&mut self, table: &TomlTable, path: &str) -> Option<Sharing> {
+        let on_outage = self.value_or(table, &RULES.on_outage, self.on_outage);
         let lease = match table.node("lease") {
             Some(node) => self.lease(node, path).map(Some),
             None => Some(None),

@@ -4,7 +4,7 @@ use http::uri::Authority;
 
 use super::DocumentReader;
 use crate::document::TomlNode;
-use crate::error::{Error, quoted};
+use crate::error::quoted;
 use crate::outbound::BaseUrl;
 use crate::sections::UpstreamAddress;
 
@@ -15,96 +15,75 @@ impl DocumentReader<'_> {
     /// Reads the URL of the server behind the gate.
     pub(super) fn upstream(&mut self, node: &TomlNode, key: &str) -> Option<UpstreamAddress> {
         const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\"";
+        const HTTPS: &str =
+            "use http to a server on this machine or in a network of your own, or let a TLS proxy forward to it";
+        const PATH: &str = "requests are passed on with the path they came with";
         let text = self.string(node, key, EXPECTED)?;
-        let error = |message: String| Error::new(self.texts, node.at, message, EXPECTED);
-        let error = match UrlParts::parse(text) {
+        let (wrong, help) = match UrlParts::parse(text) {
             Ok(UrlParts { scheme: "http", host, port, rest: "" | "/" }) => {
                 let (host, explicit_port) = (host.to_ascii_lowercase(), port.is_some());
                 return Some(UpstreamAddress { host, port: port.unwrap_or(80), explicit_port });
             }
-            Ok(UrlParts { scheme: "https", .. }) => error(format!(
-                "`{key}`: https to the upstream is not supported by this version"
-            ))
-            .help("use http to a server on this machine or in a network of your own, or let a TLS proxy forward to it"),
-            Ok(UrlParts { scheme: "http", rest, .. }) => error(format!("`{key}` has the path {} in it", quoted(rest)))
-                .help("requests are passed on with the path they came with"),
-            Ok(UrlParts { scheme, .. }) => error(format!("`{key}` has the scheme {}", quoted(scheme))),
-            Err(UrlError::UserInfo) => {
-                error(format!("`{key}` has a user name or password in it; the gate passes on what clients send"))
+            Ok(UrlParts { scheme: "https", .. }) => {
+                (": https to the upstream is not supported by this version".to_owned(), Some(HTTPS.to_owned()))
             }
-            Err(wrong) => self.url_error(node, key, text, &wrong, "http", EXPECTED),
+            Ok(UrlParts { scheme: "http", rest, .. }) => {
+                (format!(" has the path {} in it", quoted(rest)), Some(PATH.to_owned()))
+            }
+            Ok(UrlParts { scheme, .. }) => (format!(" has the scheme {}", quoted(scheme)), None),
+            Err(UrlError::UserInfo) => {
+                (" has a user name or password in it; the gate passes on what clients send".to_owned(), None)
+            }
+            Err(error) => error.message_and_help(text, "http"),
         };
-        self.add_error(error).none()
+        self.error(node.at, format!("`{key}`{wrong}"), EXPECTED).help_if(help).none()
     }
 
     /// Reads the root of an external API.
     pub(super) fn base_url(&mut self, node: &TomlNode) -> Option<BaseUrl> {
-        const KEY_NAME: &str = "base_url";
         const EXPECTED: &str = "the root of the API, such as \"https://api.example.com/v1\"";
-        let text = self.string(node, KEY_NAME, EXPECTED)?;
-        let error = |message: &str| Error::new(self.texts, node.at, format!("`{KEY_NAME}` {message}"), EXPECTED);
-        let error = match UrlParts::parse(text) {
-            // A query may hold an API key under any name, so the error hides it.
-            _ if text.contains('?') => Error::hiding_secret(
-                self.texts,
-                node.at,
-                format!("`{KEY_NAME}` has a query in it, which belongs to each call"),
-                EXPECTED,
-            )
-            .help("for a key that is a query parameter, write auth = \"query:NAME\" and credentials = [\"env:…\"]"),
-            Ok(UrlParts { rest, .. }) if rest.contains('#') => error("has a fragment in it, which is never sent"),
-            Ok(UrlParts { rest, .. }) if let Some(wrong) = invalid_path_part(rest) => {
-                let error = error(&format!("has {} in its path", quoted(wrong)));
-                match wrong {
-                    "." | ".." => error.help("leave out the segments that it stands for"),
-                    "{" | "}" => error.help(format!("a credential's place is written {KEY_PLACEHOLDER}")),
-                    _ => error.help("what doesn't belong into a URL is written as %20"),
-                }
+        const QUERY: &str =
+            "for a key that is a query parameter, write auth = \"query:NAME\" and credentials = [\"env:…\"]";
+        const PASSWORD: &str = "write where it is: auth = \"bearer\" and credentials = [\"env:NAME\"]";
+        let text = self.string(node, "base_url", EXPECTED)?;
+        let (wrong, help) = match UrlParts::parse(text) {
+            _ if text.contains('?') => {
+                // A query may hold an API key under any name, so the error hides it.
+                let message = "`base_url` has a query in it, which belongs to each call";
+                return self.hidden_error(node.at, message, EXPECTED).help(QUERY).none();
+            }
+            Ok(UrlParts { rest, .. }) if rest.contains('#') => {
+                (" has a fragment in it, which is never sent".to_owned(), None)
+            }
+            Ok(UrlParts { rest, .. }) if let Some(part) = invalid_path_part(rest) => {
+                let help = match part {
+                    "." | ".." => "leave out the segments that it stands for".to_owned(),
+                    "{" | "}" => format!("a credential's place is written {KEY_PLACEHOLDER}"),
+                    _ => "what doesn't belong into a URL is written as %20".to_owned(),
+                };
+                (format!(" has {} in its path", quoted(part)), Some(help))
             }
             Ok(UrlParts { scheme: scheme @ ("http" | "https"), host, port, rest }) => {
                 let host = host.to_ascii_lowercase();
                 let host = if host.contains(':') { format!("[{host}]") } else { host };
                 let authority = port.map_or_else(|| host.clone(), |port| format!("{host}:{port}"));
-                match authority.parse::<Authority>() {
-                    Ok(authority) => {
-                        let path = rest.trim_end_matches('/').to_owned();
-                        return Some(BaseUrl { https: scheme == "https", authority, path });
-                    }
-                    Err(_) => self.url_error(node, KEY_NAME, text, &UrlError::Host, "https", EXPECTED),
+                if let Ok(authority) = authority.parse::<Authority>() {
+                    let path = rest.trim_end_matches('/').to_owned();
+                    return Some(BaseUrl { https: scheme == "https", authority, path });
                 }
+                UrlError::Host.message_and_help(text, "https")
             }
-            Ok(UrlParts { scheme, .. }) => error(&format!("has the scheme {}", quoted(scheme))),
-            Err(UrlError::UserInfo) => error("has a user name or password in it; a secret doesn't belong in a policy")
-                .help("write where it is: auth = \"bearer\" and credentials = [\"env:NAME\"]"),
-            Err(wrong) => self.url_error(node, KEY_NAME, text, &wrong, "https", EXPECTED),
+            Ok(UrlParts { scheme, .. }) => (format!(" has the scheme {}", quoted(scheme)), None),
+            Err(UrlError::UserInfo) => {
+                let wrong = " has a user name or password in it; a secret doesn't belong in a policy";
+                (wrong.to_owned(), Some(PASSWORD.to_owned()))
+            }
+            Err(error) => error.message_and_help(text, "https"),
         };
-        self.add_error(error).none()
-    }
-
-    fn url_error(
-        &self,
-        node: &TomlNode,
-        key: &str,
-        text: &str,
-        wrong: &UrlError<'_>,
-        scheme: &str,
-        expected: &str,
-    ) -> Error {
-        let error = |message: String| Error::new(self.texts, node.at, message, expected);
-        match wrong {
-            UrlError::Scheme => error(format!("`{key}` is {}, which has no scheme", quoted(text))).did_you_mean(
-                Some(&format!("{scheme}://{text}")).filter(|_| text.contains([':', '.'])).map(String::as_str),
-            ),
-            UrlError::UserInfo => error(format!("`{key}` has a user name or password in it")),
-            UrlError::Host => error(format!("`{key}` is {}, which has no valid host", quoted(text))),
-            UrlError::Port(port) => {
-                error(format!("`{key}` has the port {}", quoted(port))).help("a port is a number from 1 to 65535")
-            }
-        }
+        self.error(node.at, format!("`base_url`{wrong}"), EXPECTED).help_if(help).none()
     }
 }
 
-/// The parts of a URL.
 struct UrlParts<'t> {
     /// `http` or `https`. Any other scheme stays as it is written, and the other parts are then empty.
     scheme: &'t str,
@@ -120,6 +99,23 @@ enum UrlError<'t> {
     UserInfo,
     Host,
     Port(&'t str),
+}
+
+impl UrlError<'_> {
+    /// The end of the message that begins with the setting's name, and the help.
+    fn message_and_help(&self, text: &str, scheme: &str) -> (String, Option<String>) {
+        match self {
+            Self::Scheme => {
+                let help = text.contains([':', '.']).then(|| format!("did you mean `{scheme}://{text}`?"));
+                (format!(" is {}, which has no scheme", quoted(text)), help)
+            }
+            Self::UserInfo => (" has a user name or password in it".to_owned(), None),
+            Self::Host => (format!(" is {}, which has no valid host", quoted(text)), None),
+            Self::Port(port) => {
+                (format!(" has the port {}", quoted(port)), Some("a port is a number from 1 to 65535".to_owned()))
+            }
+        }
+    }
 }
 
 impl<'t> UrlParts<'t> {

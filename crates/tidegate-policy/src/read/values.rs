@@ -7,7 +7,7 @@ use std::time::Duration;
 use ipnet::IpNet;
 use tidegate_core::Span;
 
-use super::forms::names;
+use super::forms::{Quantities, names};
 use super::{DocumentReader, all_or_none, join_names};
 use crate::address::canonical_network;
 use crate::description::describe_bound;
@@ -15,13 +15,11 @@ use crate::document::{TextRange, TomlNode, TomlValue};
 use crate::error::{Note, quoted};
 use crate::nearest::nearest;
 use crate::outbound::PointerAlternatives;
-use crate::quantity::{Quantity, QuantityError, ambiguous_unit};
+use crate::quantity::{QuantityError, ambiguous_unit};
 use crate::secret::SecretSource;
 use crate::units::{parse_bytes, parse_duration};
 
-/// The longest list of strings.
 const MAX_LIST: usize = 10_000;
-/// The most JSON pointers in a list.
 const MAX_POINTERS: usize = 16;
 /// The separator of alternative pointers to one number.
 const POINTER_SEPARATOR: &str = " or ";
@@ -41,13 +39,11 @@ impl DocumentReader<'_> {
     pub fn choice<T: Copy>(&mut self, node: &TomlNode, key: &str, words: &[(&'static str, T)]) -> Option<T> {
         let names = names(words);
         let text = self.string(node, key, &join_names(&names))?;
-        match words.iter().find(|(name, _)| *name == text) {
-            Some((_, value)) => Some(*value),
-            None => {
-                let error = self.wrong_text(node, key, text, join_names(&names));
-                error.did_you_mean(nearest(text, names)).none()
-            }
-        }
+        let found = words.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
+        found.or_else(|| {
+            let error = self.wrong_text(node, key, text, join_names(&names));
+            error.did_you_mean(nearest(text, names)).none()
+        })
     }
 
     /// Adds a help text to the first error of `read`.
@@ -161,10 +157,20 @@ impl DocumentReader<'_> {
             .none()
     }
 
-    /// Reports an error inside a string.
-    pub(super) fn report_in_string(&mut self, node: &TomlNode, text: &str, key: &str, error: &QuantityError) {
-        let at = self.texts.range_in_string(node, text, error.range());
-        self.error(at, format!("`{key}`: {}", error.message()), error.expected()).help_if(error.help_text());
+    /// Returns the value that was parsed from a string, or reports the error inside the string.
+    pub(super) fn parsed<T>(
+        &mut self,
+        parsed: Result<T, QuantityError>,
+        node: &TomlNode,
+        text: &str,
+        key: &str,
+    ) -> Option<T> {
+        parsed
+            .map_err(|error| {
+                let at = self.texts.range_in_string(node, text, error.range());
+                self.error(at, format!("`{key}`: {}", error.message()), error.expected()).help_if(error.help_text());
+            })
+            .ok()
     }
 
     /// Reads a duration above zero.
@@ -176,14 +182,11 @@ impl DocumentReader<'_> {
             return self.error(node.at, message, expected).help(help).none();
         }
         let text = self.string(node, key, expected)?;
-        match parse_duration(text) {
-            Ok(span) if !span.is_zero() => Some(span),
-            Ok(_) => self.wrong_text(node, key, text, "a duration of more than nothing").none(),
-            Err(error) => {
-                self.report_in_string(node, text, key, &error);
-                None
-            }
+        let span = self.parsed(parse_duration(text), node, text, key)?;
+        if span.is_zero() {
+            return self.wrong_text(node, key, text, "a duration of more than nothing").none();
         }
+        Some(span)
     }
 
     pub(super) fn timeout(&mut self, node: &TomlNode, key: &str) -> Option<Duration> {
@@ -200,13 +203,7 @@ impl DocumentReader<'_> {
             TomlValue::Integer(Some(number)) if *number >= 0 => number.unsigned_abs(),
             _ => {
                 let text = self.string(node, key, expected)?;
-                match parse_bytes(text) {
-                    Ok(bytes) => bytes,
-                    Err(error) => {
-                        self.report_in_string(node, text, key, &error);
-                        return None;
-                    }
-                }
+                self.parsed(parse_bytes(text), node, text, key)?
             }
         };
         if !range.contains(&bytes) {
@@ -224,13 +221,25 @@ impl DocumentReader<'_> {
         key: &str,
         expected: &str,
     ) -> Option<Vec<(&'n str, &'n TomlNode)>> {
-        let TomlValue::List(items) = &node.value else {
-            return self.string(node, key, expected).map(|text| vec![(text, node)]);
-        };
-        if items.len() > MAX_LIST {
-            return self.too_many(node, key, items.len(), MAX_LIST);
+        if node.items().len() > MAX_LIST {
+            return self.too_many(node, key, node.items().len(), MAX_LIST);
         }
-        all_or_none(items.iter().map(|item| self.string(item, key, expected).map(|text| (text, item))))
+        all_or_none(node.items().iter().map(|item| self.string(item, key, expected).map(|text| (text, item))))
+    }
+
+    /// Reports a list of no items, or of more than `max`. `what` follows the numbers in the expected form.
+    pub(super) fn check_length(
+        &mut self,
+        at: TextRange,
+        key: &str,
+        count: usize,
+        max: usize,
+        what: &str,
+    ) -> Option<()> {
+        if (1..=max).contains(&count) {
+            return Some(());
+        }
+        self.error(at, format!("`{key}` has {count} items"), format!("1 to {max}{what}")).none()
     }
 
     pub(super) fn too_many<T>(&mut self, node: &TomlNode, key: &str, count: usize, most: usize) -> Option<T> {
@@ -256,7 +265,7 @@ impl DocumentReader<'_> {
     }
 
     /// Reads one quantity or a list, with the place of each.
-    pub fn quantities(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(Quantity, TextRange)>> {
+    pub fn quantities(&mut self, node: &TomlNode, key: &str) -> Option<Quantities> {
         const FORMS: &str =
             "a limit in quotes, such as \"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\" or \"8 in flight\"";
         if let TomlValue::Integer(Some(number)) = node.value {
@@ -269,7 +278,7 @@ impl DocumentReader<'_> {
             return error.help("to allow everything, write \"unlimited\"").none();
         }
         all_or_none(words.into_iter().map(|(text, item)| {
-            let quantity = text.parse().map_err(|error| self.report_in_string(item, text, key, &error)).ok()?;
+            let quantity = self.parsed(text.parse(), item, text, key)?;
             if let Some(unit) = ambiguous_unit(&quantity, text) {
                 let (limit, unit) = (quantity.capacity().unwrap_or_default(), unit.as_str());
                 let window = describe_bound(&quantity);
@@ -283,7 +292,6 @@ impl DocumentReader<'_> {
         }))
     }
 
-    /// Reads the address of a listener.
     pub(super) fn listen(&mut self, node: &TomlNode, key: &str) -> Option<SocketAddr> {
         const EXPECTED: &str = "an address and a port in quotes, such as \"127.0.0.1:8080\" or \"[::1]:8080\"";
         let as_port = |text: &str| text.parse::<u16>().ok().map(|port| format!("127.0.0.1:{port}"));

@@ -98,11 +98,11 @@ pub(crate) trait KeyGroup: Sync {
     fn add_settings(&self, path: &str, settings: &mut Vec<Setting>);
 }
 
-/// Declares the keys of a table, each as `name: Type = default, form, description;`, and perhaps the keys below it.
+/// Declares the keys of tables, each as `name: Type = default, form, description;`, and perhaps the keys below it.
 macro_rules! setting_keys {
-    ($(#[$doc:meta])* $group:ident: $keys:ident {
+    ($($(#[$doc:meta])* $group:ident: $keys:ident {
         $($key:ident: $type:ty = $default:literal, $form:expr, $description:expr $(, $below:expr)?;)+
-    }) => {
+    })+) => {$(
         $(#[$doc])*
         pub(super) struct $keys {
             $(pub(super) $key: crate::settings::key::SettingKey<$type>,)+
@@ -124,7 +124,7 @@ macro_rules! setting_keys {
                 below: &[$($below)?],
             },)+
         };
-    };
+    )+};
 }
 
 /// Reads keys of a group. Each name becomes a variable with the value; `None` after an error.
