@@ -6,18 +6,21 @@ use std::sync::Arc;
 
 use sqlx::error::DatabaseError;
 use sqlx::mysql::{MySqlConnectOptions, MySqlConnection, MySqlDatabaseError};
-use sqlx::{AssertSqlSafe, Error, Row as _};
+use sqlx::{AssertSqlSafe, Error};
 use tidegate_core::Limits;
 
 use crate::StoreError;
-use crate::rows::sql::{ReadRows, RowWrite, SqlDialect, SqlDriver, trusted_sql};
-use crate::rows::{DatabaseOptions, GroupExecutor, MAX_GROUP_ROWS, RowKey, SCHEMA_VERSION, impl_remote_store};
+use crate::rows::sql::{ReadRow, RowWrite, SqlDialect, SqlDriver, trusted_sql};
+use crate::rows::{
+    DatabaseOptions, GroupError, GroupExecutor, MAX_CLEAN_ROWS, MAX_GROUP_ROWS, RowKey, SCHEMA_VERSION,
+    impl_remote_store,
+};
 
 /// A store in MySQL 8, or MariaDB 10.6 or later: two tables, `…meta` and `…state`, created at the first request.
 ///
 /// The time of a decision is the server's, read when the decision's rows are locked. A node that freezes during a
 /// decision locks its rows for five seconds with MariaDB, for a minute with MySQL.
-pub struct MySql(GroupExecutor<SqlDriver<MySqlDialect>>);
+pub struct MySql(Arc<GroupExecutor<SqlDriver<MySqlDialect>>>);
 
 impl MySql {
     /// A store for these limits. It connects at the first request, which fails if no server answers.
@@ -28,13 +31,8 @@ impl MySql {
         let connections = options.validate(&["mysql", "mariadb"])?;
         let connect_options: MySqlConnectOptions =
             options.url.parse().map_err(|_| StoreError::Failed("not the URL of a MySQL database".into()))?;
-        Ok(Self(SqlDriver::new_executor(
-            MySqlDialect::new(&options.prefix),
-            connect_options,
-            limits,
-            options,
-            connections,
-        )))
+        let dialect = MySqlDialect::new(&options.prefix);
+        Ok(Self(SqlDriver::new_executor(dialect, connect_options, limits, options, connections)))
     }
 }
 
@@ -59,6 +57,7 @@ struct MySqlDialect {
 
 impl MySqlDialect {
     fn new(prefix: &str) -> Self {
+        let is_expired = format!("expires_at <= COALESCE(?, {SERVER_MICROS_SQL})");
         Self {
             select_version: format!("SELECT value FROM {prefix}meta WHERE name = 'schema'").into(),
             create_tables: format!(
@@ -73,37 +72,29 @@ impl MySqlDialect {
             // One statement locks existing and inserted rows. A read before the insertion would lock gaps, and two
             // transactions that insert into the same gap would block each other.
             lock_rows: ListStatement::new(
-                |list| {
-                    format!("INSERT INTO {prefix}state VALUES {list} ON DUPLICATE KEY UPDATE expires_at = expires_at")
-                },
+                &format!("INSERT INTO {prefix}state VALUES LIST ON DUPLICATE KEY UPDATE expires_at = expires_at"),
                 "(?, '', 0)",
             ),
             read_rows: ListStatement::new(
-                |list| {
-                    format!(
-                        "SELECT clock.micros, found.id, found.state FROM (SELECT {SERVER_MICROS_SQL} AS micros) AS clock
-                     LEFT JOIN {prefix}state AS found ON found.id IN ({list})"
-                    )
-                },
+                &format!(
+                    "SELECT clock.micros, found.id, found.state FROM (SELECT {SERVER_MICROS_SQL} AS micros) AS clock
+                     LEFT JOIN {prefix}state AS found ON found.id IN (LIST)"
+                ),
                 "?",
             ),
             // MariaDB knows the inserted row only as `VALUES`.
             write_rows: ListStatement::new(
-                |list| {
-                    format!(
-                        "INSERT INTO {prefix}state VALUES {list}
+                &format!(
+                    "INSERT INTO {prefix}state VALUES LIST
                      ON DUPLICATE KEY UPDATE state = VALUES(state), expires_at = VALUES(expires_at)"
-                    )
-                },
+                ),
                 "(?, ?, ?)",
             ),
-            remove_rows: ListStatement::new(|list| format!("DELETE FROM {prefix}state WHERE id IN ({list})"), "?"),
-            select_expired: format!(
-                "SELECT id FROM {prefix}state WHERE expires_at <= COALESCE(?, {SERVER_MICROS_SQL}) ORDER BY expires_at LIMIT ?"
-            )
-            .into(),
+            remove_rows: ListStatement::new(&format!("DELETE FROM {prefix}state WHERE id IN (LIST)"), "?"),
+            select_expired: format!("SELECT id FROM {prefix}state WHERE {is_expired} ORDER BY expires_at LIMIT ?")
+                .into(),
             remove_expired: ListStatement::new(
-                |list| format!("DELETE FROM {prefix}state WHERE id IN ({list}) AND expires_at <= COALESCE(?, {SERVER_MICROS_SQL})"),
+                &format!("DELETE FROM {prefix}state WHERE id IN (LIST) AND {is_expired}"),
                 "?",
             ),
             insert_seed: format!("INSERT IGNORE INTO {prefix}meta VALUES ('seed', ?)").into(),
@@ -117,9 +108,10 @@ impl MySqlDialect {
 struct ListStatement(Vec<Arc<str>>);
 
 impl ListStatement {
-    fn new(statement: impl Fn(&str) -> String, item: &str) -> Self {
+    /// A statement with `LIST` in the place of the items.
+    fn new(statement: &str, item: &str) -> Self {
         let sizes = iter::successors(Some(1), |size| Some(size * 2)).take_while(|size| *size <= MAX_GROUP_ROWS);
-        Self(sizes.map(|size| statement(&vec![item; size].join(", ")).into()).collect())
+        Self(sizes.map(|size| statement.replace("LIST", &vec![item; size].join(", ")).into()).collect())
     }
 
     /// The statement for a list, and the list with its last item repeated until it fits. The repetition changes
@@ -128,6 +120,13 @@ impl ListStatement {
         let size = items.len().next_power_of_two();
         let statement = &self.0[size.ilog2() as usize];
         (trusted_sql(statement), items.iter().chain(iter::repeat_n(items.last(), size - items.len()).flatten()))
+    }
+
+    /// Executes the statement for these keys.
+    async fn execute(&self, connection: &mut MySqlConnection, keys: &[RowKey]) -> Result<(), Error> {
+        let (statement, keys) = self.for_items(keys);
+        let query = keys.fold(sqlx::query(statement), |query, key| query.bind(key.as_bytes()));
+        query.execute(connection).await.map(drop)
     }
 }
 
@@ -141,8 +140,8 @@ impl SqlDialect for MySqlDialect {
 
     const BEGIN: &str = "START TRANSACTION";
 
-    async fn run_statement(&self, connection: &mut MySqlConnection, words: &'static str) -> Result<(), Error> {
-        sqlx::raw_sql(words).execute(connection).await.map(drop)
+    async fn run_statement(&self, connection: &mut MySqlConnection, statement: &'static str) -> Result<(), Error> {
+        sqlx::raw_sql(statement).execute(connection).await.map(drop)
     }
 
     async fn init_connection(&self, connection: &mut MySqlConnection) -> Result<(), Error> {
@@ -172,27 +171,15 @@ impl SqlDialect for MySqlDialect {
     }
 
     async fn lock_rows(&self, connection: &mut MySqlConnection, keys: &[RowKey]) -> Result<(), Error> {
-        let (statement, keys) = self.lock_rows.for_items(keys);
-        let query = keys.fold(sqlx::query(statement), |query, key| query.bind(key.as_bytes()));
-        query.execute(connection).await.map(drop)
+        self.lock_rows.execute(connection, keys).await
     }
 
-    async fn read_rows(&self, connection: &mut MySqlConnection, keys: &[RowKey]) -> Result<ReadRows, Error> {
+    async fn read_rows(&self, connection: &mut MySqlConnection, keys: &[RowKey]) -> Result<Vec<ReadRow>, Error> {
         // Without keys, any row will do: the time comes with it.
         let any = [RowKey::default()];
         let (statement, keys) = self.read_rows.for_items(if keys.is_empty() { &any } else { keys });
-        let query = keys.fold(sqlx::query(statement), |query, key| query.bind(key.as_bytes()));
-        let rows = query.fetch_all(connection).await?;
-        let mut found = Vec::with_capacity(rows.len());
-        let mut server_micros = 0;
-        for row in rows {
-            server_micros = row.try_get(0)?;
-            let key = row.try_get::<Option<&[u8]>, _>(1)?.and_then(RowKey::from_bytes);
-            if let (Some(key), Some(state)) = (key, row.try_get(2)?) {
-                found.push((key, state));
-            }
-        }
-        Ok((server_micros, found))
+        let query = keys.fold(sqlx::query_as(statement), |query, key| query.bind(key.as_bytes()));
+        query.fetch_all(connection).await
     }
 
     async fn write_rows(&self, connection: &mut MySqlConnection, rows: &[RowWrite]) -> Result<(), Error> {
@@ -207,26 +194,18 @@ impl SqlDialect for MySqlDialect {
     }
 
     async fn remove_rows(&self, connection: &mut MySqlConnection, keys: &[RowKey]) -> Result<(), Error> {
-        let (statement, keys) = self.remove_rows.for_items(keys);
-        let query = keys.fold(sqlx::query(statement), |query, key| query.bind(key.as_bytes()));
-        query.execute(connection).await.map(drop)
+        self.remove_rows.execute(connection, keys).await
     }
 
-    async fn remove_expired(
-        &self,
-        connection: &mut MySqlConnection,
-        at: Option<i64>,
-        most: usize,
-    ) -> Result<u64, Error> {
-        let most = i64::try_from(most).unwrap_or(i64::MAX);
-        let expired = sqlx::query_scalar(trusted_sql(&self.select_expired)).bind(at).bind(most);
+    async fn remove_expired(&self, connection: &mut MySqlConnection, cutoff: Option<i64>) -> Result<u64, Error> {
+        let expired = sqlx::query_scalar(trusted_sql(&self.select_expired)).bind(cutoff).bind(MAX_CLEAN_ROWS);
         let mut expired: Vec<Vec<u8>> = expired.fetch_all(&mut *connection).await?;
         // In the order in which decisions lock rows.
         expired.sort_unstable();
         for chunk in expired.chunks(MAX_GROUP_ROWS) {
             let (statement, ids) = self.remove_expired.for_items(chunk);
             let query = ids.fold(sqlx::query(statement), |query, id| query.bind(id.as_slice()));
-            query.bind(at).execute(&mut *connection).await?;
+            query.bind(cutoff).execute(&mut *connection).await?;
         }
         Ok(expired.len() as u64)
     }
@@ -236,17 +215,17 @@ impl SqlDialect for MySqlDialect {
         sqlx::query_scalar(trusted_sql(&self.select_seed)).fetch_one(connection).await
     }
 
-    fn is_conflict(&self, error: &dyn DatabaseError) -> bool {
+    fn error_kind(&self, error: &dyn DatabaseError) -> fn(String) -> GroupError {
         const DUPLICATE_KEY: u16 = 1062;
         const LOCK_WAIT_TIMEOUT: u16 = 1205;
         const DEADLOCK: u16 = 1213;
-        [DUPLICATE_KEY, LOCK_WAIT_TIMEOUT, DEADLOCK].contains(&error_number(error))
-    }
-
-    fn is_connection_closing(&self, error: &dyn DatabaseError) -> bool {
         const SHUTDOWN: u16 = 1053;
         const KILLED: u16 = 1927;
         const IDLE_TOO_LONG: u16 = 4031;
-        [SHUTDOWN, KILLED, IDLE_TOO_LONG].contains(&error_number(error))
+        match error_number(error) {
+            DUPLICATE_KEY | LOCK_WAIT_TIMEOUT | DEADLOCK => GroupError::Conflict,
+            SHUTDOWN | KILLED | IDLE_TOO_LONG => GroupError::ConnectionLost,
+            _ => GroupError::Failed,
+        }
     }
 }

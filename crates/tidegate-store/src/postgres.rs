@@ -2,20 +2,22 @@
 
 use std::sync::Arc;
 
+use sqlx::Error;
 use sqlx::error::DatabaseError;
 use sqlx::postgres::{PgConnectOptions, PgConnection};
-use sqlx::{Error, Row as _};
 use tidegate_core::Limits;
 
 use crate::StoreError;
-use crate::rows::sql::{ReadRows, RowWrite, SqlDialect, SqlDriver, trusted_sql};
-use crate::rows::{DatabaseOptions, GroupExecutor, RowKey, SCHEMA_VERSION, impl_remote_store};
+use crate::rows::sql::{ReadRow, RowWrite, SqlDialect, SqlDriver, trusted_sql};
+use crate::rows::{
+    DatabaseOptions, GroupError, GroupExecutor, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, impl_remote_store,
+};
 
 /// A store in PostgreSQL 12 or later: two tables, `…meta` and `…state`, created at the first request.
 ///
 /// The time of a decision is the server's, read when the decision's rows are locked. A node that freezes during a
 /// decision locks its rows for five seconds.
-pub struct Postgres(GroupExecutor<SqlDriver<PostgresDialect>>);
+pub struct Postgres(Arc<GroupExecutor<SqlDriver<PostgresDialect>>>);
 
 impl Postgres {
     /// A store for these limits. It connects at the first request, which fails if no server answers.
@@ -27,13 +29,8 @@ impl Postgres {
         let connect_options: PgConnectOptions =
             options.url.parse().map_err(|_| StoreError::Failed("not the URL of a PostgreSQL database".into()))?;
         let connect_options = connect_options.application_name("tidegate");
-        Ok(Self(SqlDriver::new_executor(
-            PostgresDialect::new(&options.prefix),
-            connect_options,
-            limits,
-            options,
-            connections,
-        )))
+        let dialect = PostgresDialect::new(&options.prefix);
+        Ok(Self(SqlDriver::new_executor(dialect, connect_options, limits, options, connections)))
     }
 }
 
@@ -111,12 +108,8 @@ impl SqlDialect for PostgresDialect {
     const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_seqscan = off; \
         SET LOCAL idle_in_transaction_session_timeout = '5s'; SET LOCAL lock_timeout = '2s'";
 
-    async fn run_statement(&self, connection: &mut PgConnection, words: &'static str) -> Result<(), Error> {
-        sqlx::raw_sql(words).execute(connection).await.map(drop)
-    }
-
-    async fn init_connection(&self, _: &mut PgConnection) -> Result<(), Error> {
-        Ok(())
+    async fn run_statement(&self, connection: &mut PgConnection, statement: &'static str) -> Result<(), Error> {
+        sqlx::raw_sql(statement).execute(connection).await.map(drop)
     }
 
     async fn ensure_schema(&self, connection: &mut PgConnection) -> Result<Vec<u8>, Error> {
@@ -136,18 +129,8 @@ impl SqlDialect for PostgresDialect {
         sqlx::query(trusted_sql(&self.lock_rows)).bind(key_bytes(keys)).execute(connection).await.map(drop)
     }
 
-    async fn read_rows(&self, connection: &mut PgConnection, keys: &[RowKey]) -> Result<ReadRows, Error> {
-        let rows = sqlx::query(trusted_sql(&self.read_rows)).bind(key_bytes(keys)).fetch_all(connection).await?;
-        let mut found = Vec::with_capacity(rows.len());
-        let mut server_micros = 0;
-        for row in rows {
-            server_micros = row.try_get(0)?;
-            let key = row.try_get::<Option<&[u8]>, _>(1)?.and_then(RowKey::from_bytes);
-            if let (Some(key), Some(state)) = (key, row.try_get(2)?) {
-                found.push((key, state));
-            }
-        }
-        Ok((server_micros, found))
+    async fn read_rows(&self, connection: &mut PgConnection, keys: &[RowKey]) -> Result<Vec<ReadRow>, Error> {
+        sqlx::query_as(trusted_sql(&self.read_rows)).bind(key_bytes(keys)).fetch_all(connection).await
     }
 
     async fn write_rows(&self, connection: &mut PgConnection, rows: &[RowWrite]) -> Result<(), Error> {
@@ -162,10 +145,9 @@ impl SqlDialect for PostgresDialect {
         sqlx::query(trusted_sql(&self.remove_rows)).bind(key_bytes(keys)).execute(connection).await.map(drop)
     }
 
-    async fn remove_expired(&self, connection: &mut PgConnection, at: Option<i64>, most: usize) -> Result<u64, Error> {
-        let most = i64::try_from(most).unwrap_or(i64::MAX);
-        let done = sqlx::query(trusted_sql(&self.remove_expired)).bind(at).bind(most).execute(connection).await?;
-        Ok(done.rows_affected())
+    async fn remove_expired(&self, connection: &mut PgConnection, cutoff: Option<i64>) -> Result<u64, Error> {
+        let query = sqlx::query(trusted_sql(&self.remove_expired)).bind(cutoff).bind(MAX_CLEAN_ROWS);
+        Ok(query.execute(connection).await?.rows_affected())
     }
 
     async fn get_or_insert_seed(&self, connection: &mut PgConnection, proposal: &[u8]) -> Result<Vec<u8>, Error> {
@@ -173,18 +155,18 @@ impl SqlDialect for PostgresDialect {
         sqlx::query_scalar(trusted_sql(&self.select_seed)).fetch_one(connection).await
     }
 
-    fn is_connection_closing(&self, error: &dyn DatabaseError) -> bool {
-        const OPERATOR_INTERVENTION: &str = "57P";
-        error.code().is_some_and(|code| code.starts_with(OPERATOR_INTERVENTION))
-    }
-
-    fn is_conflict(&self, error: &dyn DatabaseError) -> bool {
+    fn error_kind(&self, error: &dyn DatabaseError) -> fn(String) -> GroupError {
         const SERIALIZATION_FAILURE: &str = "40001";
         const DEADLOCK_DETECTED: &str = "40P01";
         const LOCK_NOT_AVAILABLE: &str = "55P03";
         const UNIQUE_VIOLATION: &str = "23505";
-        error.code().is_some_and(|code| {
-            [SERIALIZATION_FAILURE, DEADLOCK_DETECTED, LOCK_NOT_AVAILABLE, UNIQUE_VIOLATION].contains(&&*code)
-        })
+        const OPERATOR_INTERVENTION: &str = "57P";
+        match error.code().as_deref() {
+            Some(SERIALIZATION_FAILURE | DEADLOCK_DETECTED | LOCK_NOT_AVAILABLE | UNIQUE_VIOLATION) => {
+                GroupError::Conflict
+            }
+            Some(code) if code.starts_with(OPERATOR_INTERVENTION) => GroupError::ConnectionLost,
+            _ => GroupError::Failed,
+        }
     }
 }

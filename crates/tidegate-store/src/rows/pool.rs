@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use sqlx::{ConnectOptions as _, Connection};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -22,10 +22,6 @@ impl<C: Connection> ConnectionPool<C> {
         Self { options, idle: Mutex::default(), permits: Semaphore::new(max_connections) }
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<C>> {
-        self.idle.lock()
-    }
-
     /// Returns a connection for exclusive use, and true if it is new.
     ///
     /// # Errors
@@ -33,7 +29,7 @@ impl<C: Connection> ConnectionPool<C> {
     pub(crate) async fn acquire(&self) -> Result<(PooledConnection<'_, C>, bool), GroupError> {
         let permit = self.permits.acquire().await.map_err(|_| GroupError::Failed("it was closed".into()))?;
         let pooled = |connection| PooledConnection { pool: self, connection: Some(connection), _permit: permit };
-        let idle = self.idle().pop();
+        let idle = self.idle.lock().pop();
         if let Some(connection) = idle {
             return Ok((pooled(connection), false));
         }
@@ -57,7 +53,7 @@ impl<C: Connection> PooledConnection<'_, C> {
     /// Returns the connection to the pool if its work has ended.
     pub(crate) fn release_after<T>(mut self, result: Result<T, GroupError>) -> Result<T, GroupError> {
         match result {
-            Ok(_) | Err(GroupError::Conflict(_)) => self.pool.idle().extend(self.connection.take()),
+            Ok(_) | Err(GroupError::Conflict(_)) => self.pool.idle.lock().extend(self.connection.take()),
             Err(GroupError::Unreachable(_)) => self.connection = None,
             Err(GroupError::ConnectionLost(_) | GroupError::Failed(_)) => {}
         }
@@ -70,7 +66,7 @@ impl<C: Connection> Drop for PooledConnection<'_, C> {
     /// lost its tables, new connections create them.
     fn drop(&mut self) {
         if self.connection.is_some() {
-            self.pool.idle().clear();
+            self.pool.idle.lock().clear();
         }
     }
 }
