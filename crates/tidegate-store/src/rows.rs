@@ -117,7 +117,7 @@ impl fmt::Debug for DatabaseOptions {
         f.debug_struct("DatabaseOptions")
             .field("prefix", &self.prefix)
             .field("connections", &self.connections)
-            .field("time", &self.time_source)
+            .field("time_source", &self.time_source)
             .finish_non_exhaustive()
     }
 }

@@ -19,11 +19,9 @@ use tidegate_core::{
 };
 
 use super::keys::KeyNames;
-use super::script::{HEADER_BYTES, ScriptKind, kind_number, verb_number};
+use super::script::{HEADER_BYTES, MAX_EXACT_INTEGER, ScriptKind, kind_number, verb_number};
 use crate::TimeSource;
 
-/// The largest relevant cost: no limit is higher.
-const MAX_EXACT_INTEGER: u64 = 1 << 53;
 /// The milliseconds added to a key's expiry, because the server rounds its time down.
 const CLOCK_ROUNDING_MILLIS: u64 = 1;
 /// The same with the caller's time, which may advance more slowly than the server's.
@@ -182,14 +180,9 @@ impl BatchCodec<'_> {
             }
         }
         head.push_number(counted_at.as_micros());
-        let batch::RefusalSummary {
-            enforced_refused: refused,
-            enforced_blocked: blocked,
-            any_refused: watched_refused,
-            any_blocked: watched_blocked,
-        } = self.other_parts;
-        let bits = [refused, blocked, watched_refused, watched_blocked].into_iter().rev();
-        head.push_bytes(&[bits.fold(0, |byte, bit| byte << 1 | u8::from(bit))]);
+        let others = &self.other_parts;
+        let bits = [others.any_blocked, others.any_refused, others.enforced_blocked, others.enforced_refused];
+        head.push_bytes(&[bits.iter().fold(0, |byte, bit| byte << 1 | u8::from(*bit))]);
         head.push_bytes(&holder.to_le_bytes());
         head
     }
@@ -434,8 +427,7 @@ impl ResponseDecoder<'_> {
         let free = if own.count > 0 { 0 } else { free.min(others) };
         let next_to_expire = PermitLease { holder: holder.wrapping_add(1), count: free, expires: free_at };
         let remaining = PermitLease { holder: holder.wrapping_add(2), count: others - free, expires: last };
-        Some(Permits::from_leases(
-            [own, next_to_expire, remaining].into_iter().filter(|permit| permit.count > 0).collect(),
-        ))
+        let leases = [own, next_to_expire, remaining].into_iter().filter(|permit| permit.count > 0);
+        Some(Permits::from_leases(leases.collect()))
     }
 }

@@ -72,9 +72,10 @@ impl<'a> LoadedRows<'a> {
             }
             rows.loaded_bytes[index] = bytes;
         }
-        let execute =
-            |queued: &Box<QueuedBatch>| rows.execute_batch(queued, clock.decision_time(queued.now, server_time));
-        (group.batches.iter().map(execute).collect(), rows)
+        let mut execute =
+            |queued: &QueuedBatch| rows.execute_batch(queued, clock.decision_time(queued.now, server_time));
+        let results = group.batches.iter().map(|queued| execute(queued)).collect();
+        (results, rows)
     }
 
     fn execute_batch(&mut self, queued: &QueuedBatch, now: Time) -> Result<Outcomes, StoreError> {
