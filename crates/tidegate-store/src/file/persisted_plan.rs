@@ -9,7 +9,7 @@ use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, Limits, Time, Verb};
 
 use super::archive::{StoredStates, period_start};
-use super::store_file::{EncodedStates, RowWriter, archived_key, row_key, write_value_header};
+use super::store_file::{EncodedStates, RowWriter, archived_key, encode_value, row_key};
 use crate::memory::{DirtyCursor, DirtySet, Shards};
 
 /// The base-2 logarithm of a file store's number of shards, on every machine and for every size. It is fixed because a
@@ -26,14 +26,14 @@ const MAX_PENDING_RESETS: usize = 1 << 16;
 /// A plan's limits by their tags, and their states.
 pub(super) struct PersistedPlan {
     pub(super) shards: Shards<DirtySet>,
-    /// In order.
-    by_tag: Vec<(u64, LimitId)>,
-    /// The moment at which its states were read.
+    /// The limits by their tags, in order.
+    pub(super) by_tag: Vec<(u64, LimitId)>,
+    /// The time at which its states were read.
     opened_at: Time,
     /// True once the file has its rows as they were arranged then.
-    is_reconciled: AtomicBool,
+    pub(super) is_reconciled: AtomicBool,
     /// Keys that were reset since the file was written.
-    pending_resets: Mutex<ResetKeys>,
+    pub(super) pending_resets: Mutex<ResetKeys>,
 }
 
 /// Keys that were reset: the limit's tag, and the key's bits in the file.
@@ -62,11 +62,6 @@ impl PersistedPlan {
         by_tag.sort_unstable();
         let shards = Shards::new(limits, max_bytes.max(1 << 20), SHARD_BITS);
         Self { shards, by_tag, opened_at: now, is_reconciled: AtomicBool::new(true), pending_resets: Mutex::default() }
-    }
-
-    /// The tags of its limits, in order.
-    pub(super) fn tags(&self) -> impl Iterator<Item = u64> {
-        self.by_tag.iter().map(|(tag, _)| *tag)
     }
 
     /// The limit of this tag.
@@ -103,20 +98,10 @@ impl PersistedPlan {
         self.add_resets(resets.map(|op| (limits.tag(op.limit), key_bits(op.key))));
     }
 
-    /// Takes the keys that were reset, for the next writing to remove.
-    pub(super) fn take_resets(&self) -> ResetKeys {
-        std::mem::take(&mut self.pending_resets.lock())
-    }
-
     pub(super) fn add_resets(&self, resets: impl IntoIterator<Item = (u64, u64)>) {
         let mut pending_resets = self.pending_resets.lock();
         let room = MAX_PENDING_RESETS.saturating_sub(pending_resets.len());
         pending_resets.extend(resets.into_iter().take(room));
-    }
-
-    /// Notes that the file has the rows as they were arranged when they were read.
-    pub(super) fn set_reconciled(&self) {
-        self.is_reconciled.store(true, Relaxed);
     }
 
     /// Arranges the rows, if they aren't yet.
@@ -128,9 +113,12 @@ impl PersistedPlan {
             let Some(limit) = self.shards.limits().get(id) else { continue };
             rows.reconcile(tag, |encoded| {
                 let (stored, has_changed) = decode_states(encoded, limit)?.reconcile(limit, self.opened_at);
-                has_changed.then(|| {
-                    [stored.state, stored.archived].map(|state| state.map(|state| encode_value(&state, limit)))
-                })
+                let value = |state: KeyState| {
+                    let mut value = Vec::new();
+                    encode_value(&state, state.idle_at(limit), &mut value);
+                    value
+                };
+                has_changed.then(|| [stored.state, stored.archived].map(|state| state.map(value)))
             })?;
         }
         Ok(())
@@ -172,8 +160,7 @@ impl PersistedPlan {
                     let idle_at = state_and_limit.map(|(state, limit)| (state, state.idle_at(limit)));
                     let update = match idle_at {
                         Some((state, idle_at)) if idle_at > now => {
-                            write_value_header(idle_at, values);
-                            state.encode(values);
+                            encode_value(state, idle_at, values);
                             // The row of a key that was reset since then isn't set aside.
                             let period = period_start(state).filter(|_| !resets.contains(&tag_and_key));
                             RowUpdate::Put { end: values.len(), period }
@@ -229,14 +216,6 @@ fn decode_states(encoded: EncodedStates<'_>, limit: &Limit) -> Option<StoredStat
     };
     let [own, archived] = encoded;
     Some(StoredStates { state: decode(own)?, archived: decode(archived)? })
-}
-
-/// A row's value.
-fn encode_value(state: &KeyState, limit: &Limit) -> Vec<u8> {
-    let mut value = Vec::new();
-    write_value_header(state.idle_at(limit), &mut value);
-    state.encode(&mut value);
-    value
 }
 
 /// The bits of a key that the file stores.

@@ -15,7 +15,7 @@ use redb::{
     AccessGuard, Builder, Database, Error, ReadableDatabase, ReadableTable, ReadableTableMetadata, StorageError, Table,
     TableDefinition, TableError,
 };
-use tidegate_core::Time;
+use tidegate_core::{KeyState, Time};
 
 use super::FileError;
 use crate::files;
@@ -43,7 +43,7 @@ type OpenDatabaseFn = Box<dyn Fn(&Path) -> Result<Database, Error> + Send>;
 
 /// A file that is open, or that was open until something failed.
 pub(super) struct StoreFile {
-    path: PathBuf,
+    pub(super) path: PathBuf,
     open_database: OpenDatabaseFn,
     database: Option<Database>,
     /// The position where the next check of rows begins.
@@ -55,21 +55,17 @@ impl StoreFile {
     pub(super) fn open(path: &Path) -> Result<Self, FileError> {
         let path = files::resolve(path).map_err(|error| io_error(path, error))?;
         create_if_missing(&path)?;
-        let mut disk = Self::with_opener(&path, Box::new(|path| Ok(builder().create_with_backend(backend(path)?)?)));
-        disk.compact()?;
+        let mut file = Self::with_opener(&path, Box::new(|path| Ok(builder().create_with_backend(backend(path)?)?)));
+        file.compact()?;
         // Its seed is a secret. Only here is the file known to be a store.
         if let Err(error) = files::make_private(&path) {
             tracing::warn!(?path, %error, "others can read the store, which holds a secret");
         }
-        Ok(disk)
+        Ok(file)
     }
 
     pub(super) fn with_opener(path: &Path, open_database: OpenDatabaseFn) -> Self {
         Self { path: path.to_owned(), open_database, database: None, sweep_position: 0 }
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// Returns the database. It is opened again if its last use failed.
@@ -122,12 +118,8 @@ impl StoreFile {
             if bytes < MIN_COMPACT_BYTES {
                 return Ok(());
             }
-            let stored = {
-                let states = database.begin_read()?.open_table(STATES)?;
-                let stats = states.stats()?;
-                stats.stored_bytes() + stats.metadata_bytes()
-            };
-            if stored < bytes / 4 {
+            let stats = database.begin_read()?.open_table(STATES)?.stats()?;
+            if stats.stored_bytes() + stats.metadata_bytes() < bytes / 4 {
                 database.compact()?;
             }
             Ok(())
@@ -217,7 +209,8 @@ pub(super) struct WriteSummary {
 pub(super) struct RowWriter<'a> {
     states: Table<'a, u128, &'static [u8]>,
     sweep_position: &'a mut u128,
-    changed_count: usize,
+    /// The number of rows changed so far.
+    pub(super) changed_count: usize,
 }
 
 /// The action on a row that was checked.
@@ -244,10 +237,9 @@ impl RowWriter<'_> {
         is_other: impl FnOnce(&[u8]) -> bool,
     ) -> Result<(), StorageError> {
         self.changed_count += 1;
-        let previous = self.states.insert(key, value)?;
-        let previous =
-            previous.filter(|before| is_other(encoded_state(before.value()))).map(|before| before.value().to_vec());
-        previous.map_or(Ok(()), |before| self.put_archived(key, &before, now))
+        let other = self.states.insert(key, value)?.filter(|before| is_other(encoded_state(before.value())));
+        let other = other.map(|before| before.value().to_vec());
+        other.map_or(Ok(()), |before| self.put_archived(key, &before, now))
     }
 
     /// Sets a row's value aside. An earlier one that has not ended yet stays: it was used while the clock was
@@ -284,11 +276,6 @@ impl RowWriter<'_> {
             Some(value) => self.put(key, value),
             None => self.remove(key),
         }
-    }
-
-    /// Returns the number of rows changed so far.
-    pub(super) fn changed_count(&self) -> usize {
-        self.changed_count
     }
 
     /// The number of rows.
@@ -384,11 +371,10 @@ fn visit_pairs(
         if !visit(first_bits, [value(0), value(1)]) {
             break;
         }
-        if is_first[0] {
-            next[0] = state_rows.next().transpose()?;
-        }
-        if is_first[1] {
-            next[1] = archived_rows.next().transpose()?;
+        for (at, rows) in [&mut state_rows, &mut archived_rows].into_iter().enumerate() {
+            if is_first[at] {
+                next[at] = rows.next().transpose()?;
+            }
         }
     }
     Ok(())
@@ -408,9 +394,10 @@ fn split_row_key(row: u128) -> (u64, u64) {
     ((row >> 64) as u64, row as u64)
 }
 
-/// Begins a row's value.
-pub(super) fn write_value_header(idle_at: Time, value: &mut Vec<u8>) {
+/// Appends a row's value to `value`.
+pub(super) fn encode_value(state: &KeyState, idle_at: Time, value: &mut Vec<u8>) {
     value.extend(idle_at.as_micros().to_le_bytes());
+    state.encode(value);
 }
 
 /// The state in a row's value, encoded.

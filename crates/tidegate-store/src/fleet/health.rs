@@ -32,7 +32,7 @@ pub(super) struct PartitionHealth {
     /// The local counts. They exist from the first suspicion until the partition is up and none of them is live.
     fallback: RwLock<Option<Arc<LocalFallback>>>,
     /// The place of the last request that failed.
-    failed_key: Mutex<Option<RoutingKey>>,
+    pub(super) failed_key: Mutex<Option<RoutingKey>>,
 }
 
 /// The position of a key in the store.
@@ -60,10 +60,6 @@ impl PartitionHealth {
         })
     }
 
-    pub(super) fn failed_key(&self) -> Option<RoutingKey> {
-        *self.failed_key.lock()
-    }
-
     /// Waits for an answer: until `timeout` at most, and not after the partition goes down.
     pub(super) async fn wait_for_response(
         &self,
@@ -88,7 +84,7 @@ impl PartitionHealth {
         if self.is_up() {
             let new = new_fallback();
             // With another number of nodes, shares differ. Otherwise the existing counts go on.
-            if fallback.as_ref().is_none_or(|local| local.node_count() != new.node_count()) {
+            if fallback.as_ref().is_none_or(|local| local.node_count != new.node_count) {
                 *fallback = Some(Arc::new(new));
             }
             *self.failed_key.lock() = Some(routing_key);

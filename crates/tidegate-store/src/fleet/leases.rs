@@ -16,7 +16,7 @@ use tidegate_core::{Batch, Key, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, 
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 
-use super::FleetNode;
+use super::{FleetNode, new_batch};
 use crate::StoreError;
 
 /// The number of locks, so that callers rarely contend.
@@ -34,7 +34,7 @@ type LeaseShard = HashMap<LeaseKeys, LeaseEntry, RandomState>;
 pub(super) struct Leases {
     limits: Arc<Limits>,
     /// True if any limit has leases.
-    has_leases: bool,
+    pub(super) has_leases: bool,
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
 }
 
@@ -89,10 +89,6 @@ impl Leases {
     pub(super) fn new(limits: Arc<Limits>) -> Self {
         let has_leases = limits.iter().any(|(_, limit)| limit.sharing().lease.is_some());
         Self { limits, has_leases, shards: Default::default() }
-    }
-
-    pub(super) fn has_leases(&self) -> bool {
-        self.has_leases
     }
 
     fn lock_shard(&self, keys: &LeaseKeys) -> MutexGuard<'_, LeaseShard> {
@@ -163,14 +159,11 @@ impl Leases {
             return;
         }
         for shard in &self.shards {
-            let mut shard = shard.lock();
-            shard.retain(|keys, entry| {
-                let is_forgotten = keys.contains(&(limit, key));
-                if let (true, LeaseEntry::Requested(finished)) = (is_forgotten, entry) {
+            for (_, entry) in shard.lock().extract_if(|keys, _| keys.contains(&(limit, key))) {
+                if let LeaseEntry::Requested(finished) = entry {
                     finished.notify_waiters();
                 }
-                !is_forgotten
-            });
+            }
         }
     }
 
@@ -178,8 +171,7 @@ impl Leases {
     pub(super) fn remove_expired(&self, now: Time) -> Vec<Batch> {
         let mut refunds = Vec::new();
         for shard in &self.shards {
-            let mut shard = shard.lock();
-            shard.retain(|keys, entry| match entry {
+            shard.lock().retain(|keys, entry| match entry {
                 LeaseEntry::Slice(slice) if !slice.granted.is_valid(now) => {
                     refunds.extend(slice.take_refund(keys));
                     false
@@ -224,12 +216,9 @@ impl LeaseSlice {
         if units == 0 {
             return None;
         }
-        let mut batch = Batch::new(0).with_charged_at(self.granted.outcomes.now()).with_counted_at(self.counted_at);
-        batch.set_affinity(self.affinity);
-        for &(limit, key) in keys {
-            batch.push(Op::new(limit, Verb::Refund, key, units)).expect("invariant: as many as were taken together");
-        }
-        Some(batch)
+        let ops = keys.iter().map(|&(limit, key)| Op::new(limit, Verb::Refund, key, units));
+        let batch = new_batch(0, self.affinity, ops);
+        Some(batch.with_charged_at(self.granted.outcomes.now()).with_counted_at(self.counted_at))
     }
 }
 
@@ -237,8 +226,9 @@ impl SliceRequest {
     /// Settles the request with its result, unless the keys were reset meanwhile.
     fn finish(&self, entry: Option<LeaseEntry>) {
         let mut shard = self.leases.lock_shard(&self.keys);
-        let is_this_request = |entry: &LeaseEntry| matches!(entry, LeaseEntry::Requested(finished) if Arc::ptr_eq(finished, &self.finished));
-        if shard.get(&self.keys).is_some_and(is_this_request) {
+        if let Some(LeaseEntry::Requested(finished)) = shard.get(&self.keys)
+            && Arc::ptr_eq(finished, &self.finished)
+        {
             match entry {
                 Some(entry) => shard.insert(self.keys.clone(), entry),
                 None => shard.remove(&self.keys),
@@ -287,9 +277,8 @@ async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -
         let slice_batch = batch.with_ops(batch.ops().iter().map(|op| Op { cost: size, ..*op })).with_lead(lease);
         let sent_at = node.clock.now();
         let Ok(outcomes) = node.apply_and_record(&slice_batch, sent_at).await else { break };
-        let remaining_units =
-            outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.remaining);
-        let Some(remaining_units) = remaining_units.min() else {
+        let refusals = outcomes.list().iter().filter(|outcome| outcome.verdict.refuses());
+        let Some(remaining_units) = refusals.map(|outcome| outcome.remaining).min() else {
             let decided_at = outcomes.now();
             // A quota's slice belongs to the period in which it was taken.
             let period_ends = batch.ops().iter().zip(outcomes.list()).filter_map(|(op, outcome)| {

@@ -26,7 +26,7 @@ const SWEPT_PER_INSERT: usize = 4;
 const SLOT_BYTES: usize = 20;
 
 /// The table comes first, so that it shares a cache line with the lock.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C)]
 pub(super) struct Shard {
     table: Table,
@@ -64,21 +64,9 @@ fn limit_for_tag(limits: &Limits, tag: u64) -> Option<&Limit> {
 }
 
 impl Shard {
-    /// An empty shard. It publishes the position of its table in the outlook of this index.
+    /// An empty shard. It publishes the position of its table in the location of this index.
     pub(super) fn new(table_locations: Arc<[TableLocation]>, shard_index: usize) -> Self {
-        Self {
-            table: Table::default(),
-            cells: Vec::new(),
-            first_free: None,
-            free_count: 0,
-            heap_bytes: 0,
-            sweep_position: 0,
-            blocked_bytes: 0,
-            blocked_counted_at: Time::ZERO,
-            losses: Losses::default(),
-            table_locations,
-            shard_index,
-        }
+        Self { table_locations, shard_index, ..Self::default() }
     }
 
     fn resize_table(&mut self, home_count: usize) {
@@ -96,10 +84,7 @@ impl Shard {
     pub(super) fn add_to_stats(&self, stats: &mut MemoryStats) {
         stats.entries += self.table.len();
         stats.bytes += self.table.bytes() + self.cells.capacity() * size_of::<StateCell>() + self.heap_bytes;
-        stats.losses.evicted_used += self.losses.evicted_used;
-        stats.losses.evicted_exhausted += self.losses.evicted_exhausted;
-        stats.losses.refused_blocks += self.losses.refused_blocks;
-        stats.losses.forced_shares += self.losses.forced_shares;
+        stats.losses = stats.losses.plus(self.losses);
     }
 
     #[inline]
@@ -314,8 +299,7 @@ impl Shard {
         if limit.penalty().is_none() || outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
             return false;
         }
-        if self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(op.share_level), now) {
-            self.losses.refused_blocks += 1;
+        if !self.has_room_for_block(op.share_level, now, shard_context) {
             return false;
         }
         let counted_at = self.blocked_counted_at;
@@ -334,12 +318,11 @@ impl Shard {
     /// recount corrects that.
     #[cold]
     pub(super) fn reserve_block(&mut self, op: &Op, now: Time, shard_context: &ShardContext<'_>) -> bool {
-        if self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(op.share_level), now) {
-            self.losses.refused_blocks += 1;
-            return false;
+        let has_room = self.has_room_for_block(op.share_level, now, shard_context);
+        if has_room {
+            self.blocked_bytes += entry_bytes(&self.clone_state(op).unwrap_or_default());
         }
-        self.blocked_bytes += entry_bytes(&self.clone_state(op).unwrap_or_default());
-        true
+        has_room
     }
 
     /// Runs `change` on the key's whole state, which is created if there is none.
@@ -392,19 +375,8 @@ impl Shard {
         self.insert_word(tag, word, now, shard_context);
     }
 
-    /// Runs `change` on the key's state if there is one. Returns true if there is one.
-    pub(super) fn update_existing(
-        &mut self,
-        op: &Op,
-        now: Time,
-        shard_context: &ShardContext<'_>,
-        change: impl FnOnce(&mut KeyState),
-    ) -> bool {
-        let exists = self.find_index(tag(op)).is_some();
-        if exists {
-            self.update_or_insert(op, now, shard_context, change);
-        }
-        exists
+    pub(super) fn has_entry(&self, op: &Op) -> bool {
+        self.find_index(tag(op)).is_some()
     }
 
     pub(super) fn remove_key(&mut self, op: &Op) {

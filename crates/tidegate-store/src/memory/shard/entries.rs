@@ -7,15 +7,15 @@ use super::{Shard, ShardContext, SlotWord, StateCell, entry_bytes};
 use crate::memory::table::SearchResult;
 
 impl Shard {
-    /// Passes the state of an entry to `show`, or `None` if there is no entry.
-    pub(in crate::memory) fn visit_state(&self, tag: u64, show: impl FnOnce(Option<&KeyState>)) {
+    /// Passes the state of an entry to `visit`, or `None` if there is no entry.
+    pub(in crate::memory) fn visit_state(&self, tag: u64, visit: impl FnOnce(Option<&KeyState>)) {
         match self.find_index(tag).map(|at| SlotWord::unpack(self.table.word(at))) {
-            None => show(None),
+            None => visit(None),
             Some(SlotWord::State(index)) => match &self.cells[index as usize] {
-                StateCell::Used(state) => show(Some(state)),
-                StateCell::Free { .. } => show(None),
+                StateCell::Used(state) => visit(Some(state)),
+                StateCell::Free { .. } => visit(None),
             },
-            Some(word) => show(Some(&Self::state_from_word(word))),
+            Some(word) => visit(Some(&Self::state_from_word(word))),
         }
     }
 
@@ -47,9 +47,7 @@ impl Shard {
             return;
         }
         if state.penalty_record().is_blocked(now) {
-            if self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(ShareLevel::SmallNetwork), now)
-            {
-                self.losses.refused_blocks += 1;
+            if !self.has_room_for_block(ShareLevel::SmallNetwork, now, shard_context) {
                 return;
             }
             self.blocked_bytes += entry_bytes(&state);

@@ -160,6 +160,21 @@ impl Shard {
         is_full && self.eviction_candidate(tag(op), true, now, shard_context).is_none()
     }
 
+    /// True if a block of a key of this share level has room. If it hasn't, that is counted as a loss.
+    #[inline]
+    pub(super) fn has_room_for_block(
+        &mut self,
+        share_level: ShareLevel,
+        now: Time,
+        shard_context: &ShardContext<'_>,
+    ) -> bool {
+        let is_full = self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(share_level), now);
+        if is_full {
+            self.losses.refused_blocks += 1;
+        }
+        !is_full
+    }
+
     /// True if blocked entries fill at least `bytes`.
     #[inline]
     pub(super) fn is_blocked_capacity_reached(&mut self, bytes: usize, now: Time) -> bool {
