@@ -48,8 +48,7 @@ pub struct FleetOptions {
     pub max_bytes: usize,
     /// The identity of this node among the others: a random number.
     pub node_id: u64,
-    /// The secret under which keys are hashed, if the store keeps it. It is stored again after the store lost its
-    /// memory.
+    /// The secret under which keys are hashed, if the store keeps it. It is stored again if the store loses it.
     pub seed: Option<[u8; 16]>,
 }
 
@@ -103,8 +102,7 @@ struct FleetNode {
     dropped_count: AtomicU64,
     /// The number of failures that made a partition suspect, since it was last logged.
     late_count: AtomicU64,
-    /// The number of nodes that the store last reported. After a start or an outage, its reports until
-    /// `node_count_reliable_at` may be too low.
+    /// The number of nodes that the store last reported. Until `node_count_reliable_at`, its reports may be too low.
     node_count: AtomicUsize,
     node_count_reliable_at: AtomicU64,
     /// True if the store was found to have another secret, so that it is logged once.
@@ -279,8 +277,7 @@ impl FleetNode {
         outcomes
     }
 
-    /// Asks the store for as long as its partition is up. If the answer lacks a block that should still hold, it is
-    /// accepted only if the key was reset since.
+    /// Asks the store while its partition is up. An answer without a known block counts only after a reset of the key.
     async fn apply_and_record(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let outcomes = self.apply_remote(batch, sent_at).await?;
         if self.blocks.update_from_store(batch, &outcomes, sent_at) {

@@ -79,8 +79,7 @@ pub trait Store: Send + Sync + 'static {
         None::<std::future::Ready<Option<Votes>>>
     }
 
-    /// Does the upkeep, to be called about once a second: forgets a part of the idle entries. Returns the losses since
-    /// the last call.
+    /// Forgets a part of the idle entries, about once a second. Returns the losses since the last call.
     fn maintain(&self, _now: Time) -> Losses {
         Losses::default()
     }

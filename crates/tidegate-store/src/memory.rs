@@ -23,8 +23,7 @@ pub(crate) use dirty_set::{DirtyCursor, DirtySet};
 use shards::NoTracker;
 pub(crate) use shards::{ChangeFlags, Shards};
 
-/// The bytes of one shard: few enough that a copy takes a fraction of a millisecond, and enough that a thousand keys
-/// are close together.
+/// The bytes of one shard: copied in a fraction of a millisecond, and enough for a thousand neighbouring keys.
 const SHARD_BYTES: usize = 1 << 20;
 /// The most bits of a key that select its shard. A tag leaves these twelve bits out.
 const MAX_SHARD_BITS: u32 = 12;

@@ -3,7 +3,6 @@
 mod collections;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use ::mongodb::options::{ClientOptions, ConnectionString, ReadConcern, WriteConcern};
 use ::mongodb::{Client, ClientSession};
@@ -18,9 +17,6 @@ use crate::rows::{
     GroupDriver, GroupError, GroupExecutor, LoadedRows, MAX_CLEAN_STEPS, impl_remote_store, with_timeout,
 };
 
-/// The time for which a client locks the documents of a batch. The documents of a client that dies stay locked until
-/// then.
-const LOCK_DURATION: Duration = Duration::from_secs(1);
 /// The maximum number of repeated readings until two in a row agree.
 const MAX_READS: u32 = 8;
 
@@ -102,11 +98,11 @@ impl MongoDriver {
         limits: &Limits,
         group: &BatchGroup,
     ) -> Result<BatchResults, GroupError> {
-        let (mut server_time, mut found) = documents.read(&group.keys).await?;
+        let (mut server_time, mut found) = documents.read(None, &group.keys).await?;
         if group.keys.len() > 1 {
             let mut reads_left = MAX_READS;
             loop {
-                let (later_time, later_found) = documents.read(&group.keys).await?;
+                let (later_time, later_found) = documents.read(None, &group.keys).await?;
                 let is_unchanged = found.iter().zip(&later_found).all(|(one, later)| one.version == later.version);
                 (server_time, found) = (later_time, later_found);
                 if is_unchanged && found.iter().all(|document| document.is_unlocked(server_time)) {
@@ -121,22 +117,6 @@ impl MongoDriver {
         Ok(self.execute_loaded(limits, group, &found, server_time).0)
     }
 
-    /// Changes one document if it hasn't changed since it was read.
-    async fn execute_one(
-        &self,
-        documents: &Collections,
-        limits: &Limits,
-        group: &BatchGroup,
-    ) -> Result<BatchResults, GroupError> {
-        let (server_time, found) = documents.read(&group.keys).await?;
-        check_unlocked(&found, server_time)?;
-        let (results, rows) = self.execute_loaded(limits, group, &found, server_time);
-        for (document, change) in found.iter().zip(rows.changes()) {
-            documents.write(None, &document.key, document.version, change).await?;
-        }
-        Ok(results)
-    }
-
     /// Changes several documents in a transaction.
     async fn execute_in_transaction(
         &self,
@@ -147,38 +127,35 @@ impl MongoDriver {
         let mut session = documents.client.start_session().await?;
         let begin = session.start_transaction().read_concern(ReadConcern::snapshot());
         begin.write_concern(WriteConcern::majority()).await?;
-        match self.execute_and_write(documents, &mut session, limits, group).await {
+        match self.execute_and_write(documents, Some(&mut session), limits, group).await {
             Ok((results, true)) => {
                 session.commit_transaction().await.map_err(|error| GroupError::from(error).of_commit())?;
                 Ok(results)
             }
             other => {
-                // If the abort is lost, the server ends the transaction when the session's next one begins, or at its
-                // own time limit.
+                // If the abort is lost, the server ends the transaction at the session's next one, or at its time limit.
                 let _ = session.abort_transaction().await;
                 other.map(|(results, _)| results)
             }
         }
     }
 
-    /// The steps between begin and end of a transaction. Returns the results, and true if anything changed.
+    /// Reads, decides and changes documents: in a transaction, or else one document, if it hasn't changed since it was
+    /// read. Returns the results, and true if anything changed.
     async fn execute_and_write(
         &self,
         documents: &Collections,
-        session: &mut ClientSession,
+        mut session: Option<&mut ClientSession>,
         limits: &Limits,
         group: &BatchGroup,
     ) -> Result<(BatchResults, bool), GroupError> {
-        let found = documents.read_in_session(session, &group.keys).await?;
-        // Read after the snapshot: a transaction with an earlier snapshot that commits a change of these documents
-        // later fails.
-        let server_time = documents.server_time().await?;
+        let (server_time, found) = documents.read(session.as_deref_mut(), &group.keys).await?;
         check_unlocked(&found, server_time)?;
         let (results, rows) = self.execute_loaded(limits, group, &found, server_time);
         let mut is_changed = false;
         for (document, change) in found.iter().zip(rows.changes()) {
             is_changed |= change.is_change();
-            documents.write(Some(&mut *session), &document.key, document.version, change).await?;
+            documents.write(session.as_deref_mut(), &document.key, document.version, change).await?;
         }
         Ok((results, is_changed))
     }
@@ -191,11 +168,11 @@ impl MongoDriver {
         limits: &Limits,
         group: &BatchGroup,
     ) -> Result<BatchResults, GroupError> {
-        let (read_at, found) = documents.read(&group.keys).await?;
+        let (read_at, found) = documents.read(None, &group.keys).await?;
         check_unlocked(&found, read_at)?;
         let mut lock_versions = Vec::with_capacity(found.len());
         for document in &found {
-            match documents.lock(&document.key, document.version, read_at, LOCK_DURATION).await {
+            match documents.lock(&document.key, document.version, read_at).await {
                 Ok(version) => lock_versions.push(version),
                 Err(error) => {
                     for (document, version) in found.iter().zip(lock_versions) {
@@ -253,7 +230,7 @@ impl GroupDriver for MongoDriver {
         let documents = self.collections().await?;
         match group.keys.len() {
             _ if group.is_read_only => self.execute_read_only(documents, limits, group).await,
-            0 | 1 => self.execute_one(documents, limits, group).await,
+            0 | 1 => self.execute_and_write(documents, None, limits, group).await.map(|(results, _)| results),
             _ if documents.supports_transactions => self.execute_in_transaction(documents, limits, group).await,
             _ => self.execute_with_locks(documents, limits, group).await,
         }

@@ -103,8 +103,7 @@ impl MySqlDialect {
     }
 }
 
-/// A statement over a list, for 1, 2, 4 … [`MAX_GROUP_ROWS`] items: few enough that each connection keeps all of them
-/// prepared.
+/// A statement over a list, for 1, 2, 4 … [`MAX_GROUP_ROWS`] items: few enough for a connection to prepare all of them.
 struct ListStatement(Vec<Arc<str>>);
 
 impl ListStatement {
@@ -114,8 +113,7 @@ impl ListStatement {
         Self(sizes.map(|size| statement.replace("LIST", &vec![item; size].join(", ")).into()).collect())
     }
 
-    /// The statement for a list, and the list with its last item repeated until it fits. The repetition changes
-    /// nothing.
+    /// The statement for a list, and the list with its last item repeated until it fits, which changes nothing.
     fn for_items<'a, T>(&self, items: &'a [T]) -> (AssertSqlSafe<Arc<str>>, impl Iterator<Item = &'a T>) {
         let size = items.len().next_power_of_two();
         let statement = &self.0[size.ilog2() as usize];

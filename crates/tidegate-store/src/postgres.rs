@@ -65,8 +65,7 @@ impl PostgresDialect {
                  COMMIT"
             )
             .into(),
-            // A row in conflict is locked before its condition is evaluated. So this locks existing rows and inserts
-            // missing ones, in one order.
+            // A row in conflict is locked before its condition is evaluated: old and new rows in one order.
             lock_rows: format!(
                 "INSERT INTO {prefix}state AS old SELECT key, ''::bytea, 0 FROM unnest($1::bytea[]) AS new (key) ORDER BY key
                  ON CONFLICT (key) DO UPDATE SET state = old.state WHERE false"

@@ -35,8 +35,7 @@ use masters::SlotMasters;
 use redis::{Cmd, ServerErrorKind, Value};
 use script::{Script, ScriptCache, ScriptKind};
 
-/// The maximum number of attempts when the server's clock isn't where it was expected. Two are enough, unless a period
-/// ends in between.
+/// The maximum number of attempts when a quota's period isn't the expected one. Two are enough in most cases.
 const MAX_PERIOD_TRIES: u32 = 4;
 
 /// The options of a Redis store.
@@ -308,7 +307,11 @@ impl RedisInner {
     }
 
     fn to_store_error(&self, error: RedisCommandError) -> StoreError {
-        error.into_store_error(self.timeouts)
+        match error {
+            RedisCommandError::Redis(error) if error.is_timeout() => StoreError::Timeout(self.timeouts.answer),
+            RedisCommandError::Redis(error) => StoreError::Failed(error.to_string()),
+            RedisCommandError::NotConnected(reason) => StoreError::Failed(reason.to_string()),
+        }
     }
 }
 

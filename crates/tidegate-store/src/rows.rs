@@ -57,8 +57,7 @@ pub(crate) use impl_remote_store;
 
 /// The maximum time for connecting, TLS and log-in included.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// The maximum time of a group; then its connection is closed. Callers wait for a shorter time, so this releases the
-/// rows of abandoned groups.
+/// The maximum time of a group; then its connection is closed, which releases the rows of abandoned groups.
 pub(crate) const GROUP_TIMEOUT: Duration = Duration::from_secs(2);
 /// The version of the tables or collections that this program creates and reads.
 pub(crate) const SCHEMA_VERSION: u32 = 1;
@@ -93,8 +92,7 @@ impl DatabaseOptions {
         Self { url: url.into(), prefix: "tidegate_".into(), connections: 8, time_source: TimeSource::Store }
     }
 
-    /// Returns the maximum number of connections if all options are in their ranges and the URL has one of these
-    /// schemes.
+    /// Returns the number of connections if all options are in their ranges and the URL has one of these schemes.
     pub(crate) fn validate(&self, schemes: &[&str]) -> Result<usize, StoreError> {
         let invalid = |what: String| Err(StoreError::Failed(what));
         if !schemes.iter().any(|scheme| self.url.strip_prefix(scheme).is_some_and(|rest| rest.starts_with("://"))) {
@@ -177,37 +175,26 @@ impl From<GroupError> for StoreError {
     }
 }
 
-/// The source of decisions' time, and the latest time that callers passed.
+/// The latest time that callers passed, if theirs is the time of decisions; `None` if it is the server's.
 #[derive(Debug)]
-pub(crate) struct DecisionClock {
-    time_source: TimeSource,
-    latest_caller_time: AtomicU64,
-}
+pub(crate) struct DecisionClock(Option<AtomicU64>);
 
 impl DecisionClock {
     pub(crate) fn new(source: TimeSource) -> Self {
-        Self { time_source: source, latest_caller_time: AtomicU64::new(0) }
+        Self((source == TimeSource::Caller).then(AtomicU64::default))
     }
 
     /// Returns the time of a decision: the caller's or the server's.
     pub(crate) fn decision_time(&self, caller_time: Time, server_time: Time) -> Time {
-        match self.time_source {
-            TimeSource::Store => server_time,
-            TimeSource::Caller => {
-                self.latest_caller_time.fetch_max(caller_time.as_micros(), Ordering::Relaxed);
-                caller_time
-            }
-        }
+        let Some(latest_caller_time) = &self.0 else { return server_time };
+        latest_caller_time.fetch_max(caller_time.as_micros(), Ordering::Relaxed);
+        caller_time
     }
 
     /// The time up to which rows have expired, in microseconds. `None` if the server's clock decides.
     pub(crate) fn expiry_cutoff_micros(&self) -> Option<i64> {
-        match self.time_source {
-            TimeSource::Store => None,
-            TimeSource::Caller => {
-                Some(i64::try_from(self.latest_caller_time.load(Ordering::Relaxed)).unwrap_or(i64::MAX))
-            }
-        }
+        let latest_caller_time = self.0.as_ref()?.load(Ordering::Relaxed);
+        Some(i64::try_from(latest_caller_time).unwrap_or(i64::MAX))
     }
 }
 

@@ -88,7 +88,7 @@ fn with_later_block(own: &PenaltyRecord, other: &PenaltyRecord, limit: &Limit, n
 /// The start of the period that a quota's state counts, or `None` for other states.
 pub(super) fn period_start(state: &KeyState) -> Option<Time> {
     match state.usage() {
-        Usage::Quota(ledger) => Some(ledger.period.start),
+        Usage::Quota(usage) => Some(usage.period.start),
         _ => None,
     }
 }

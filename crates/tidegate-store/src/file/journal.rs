@@ -21,8 +21,7 @@ use crate::memory::ChangeFlags;
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 /// The number of rows that are checked then.
 const SWEEP_ROWS_IDLE: usize = 16_384;
-/// The number of rows that are checked for each changed row, so that rows which the memory has dropped never outnumber
-/// the others; and the least number.
+/// The number of rows checked for each changed row, so that dropped rows never outnumber the others; the least number.
 const SWEEP_ROWS_PER_CHANGE: usize = 2;
 const MIN_SWEEP_ROWS: usize = 256;
 
@@ -69,8 +68,7 @@ impl OnWriteFailure {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileHealth {
-    /// The reason why the file can't be written at present, or `None`. A restart would lose the changes since the
-    /// failure.
+    /// The reason why the file can't be written now. A restart would lose the changes since the failure.
     pub failure: Option<String>,
     /// The number of times that it was written.
     pub commits: u64,

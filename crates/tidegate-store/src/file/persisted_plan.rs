@@ -130,8 +130,7 @@ impl PersistedPlan {
         self.shards.has_live_entry(shard, tag, now)
     }
 
-    /// Writes the changes. States are read as they are now, a few at a time, so that decisions don't wait long for a
-    /// lock.
+    /// Writes the changes. Reads few states at a time, so that decisions don't wait long for a lock.
     pub(super) fn write_changes(
         &self,
         rows: &mut RowWriter<'_>,
@@ -166,7 +165,7 @@ impl PersistedPlan {
                             RowUpdate::Put { end: values.len(), period }
                         }
                         // A row of an earlier period is set aside when the rows are checked.
-                        Some((state, _)) if has_quota_usage(state) => return,
+                        Some((state, _)) if matches!(state.usage(), Usage::Quota(usage) if usage.used > 0) => return,
                         _ => RowUpdate::Remove { period: state_and_limit.and_then(|(state, _)| period_start(state)) },
                     };
                     updates.push((key, update));
@@ -196,11 +195,6 @@ impl PersistedPlan {
         }
         Ok(())
     }
-}
-
-/// True if anything of a quota is used in its period.
-fn has_quota_usage(state: &KeyState) -> bool {
-    matches!(state.usage(), Usage::Quota(ledger) if ledger.used > 0)
 }
 
 /// True if an encoded state counts a quota's period that didn't begin at `start`.

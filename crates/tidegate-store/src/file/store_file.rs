@@ -242,8 +242,7 @@ impl RowWriter<'_> {
         other.map_or(Ok(()), |before| self.put_archived(key, &before, now))
     }
 
-    /// Sets a row's value aside. An earlier one that has not ended yet stays: it was used while the clock was
-    /// ahead.
+    /// Sets a row's value aside. An earlier one that has not ended yet stays: it was used while the clock was ahead.
     fn put_archived(&mut self, key: u128, value: &[u8], now: Time) -> Result<(), StorageError> {
         let key = archived_key(key);
         if self.states.get(key)?.is_some_and(|aside| idle_at(aside.value()) > now) {

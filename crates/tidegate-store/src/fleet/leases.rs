@@ -75,8 +75,7 @@ pub(super) enum SpendResult {
     Request(SliceRequest),
 }
 
-/// A request for a slice, of this size at most. Its caller may be cancelled at any time: if the request is dropped
-/// before it is settled, the next caller asks.
+/// A request for a slice of at most this size. If it is dropped before it is settled, the next caller asks.
 pub(super) struct SliceRequest {
     leases: Arc<Leases>,
     keys: LeaseKeys,
@@ -96,8 +95,7 @@ impl Leases {
         self.shards[first as usize % SHARD_COUNT].lock()
     }
 
-    /// The size of a slice, and the time for which it may be spent. `None` unless all limits of the batch have leases
-    /// and all costs are equal.
+    /// The size and the age of a slice. `None` unless all limits of the batch have leases and all costs are equal.
     fn slice_terms(&self, batch: &Batch) -> Option<(u64, Span)> {
         let cost = batch.ops().first()?.cost;
         let mut size_and_age = (u64::MAX, Span::MAX);
@@ -268,8 +266,7 @@ pub(super) async fn decide_with_slice(
     node.apply_or_fall_back(batch, node.clock.now()).await
 }
 
-/// Asks for a slice and spends from it. Near the end of a limit it asks for smaller slices, and at last for this call
-/// alone.
+/// Asks for a slice and spends from it; near the end of a limit, for smaller ones, and at last for this call alone.
 async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -> Result<Outcomes, StoreError> {
     let (mut size, lease) = (request.size, request.lease);
     let cost = batch.ops()[0].cost;

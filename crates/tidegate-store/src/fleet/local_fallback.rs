@@ -22,9 +22,9 @@ pub(super) struct LocalFallback {
     pub(super) memory: Memory,
     /// The number of nodes that share the limits.
     pub(super) node_count: usize,
-    unsynced: Mutex<HashMap<(LimitId, Key), UnsyncedChange>>,
+    pub(super) unsynced: Mutex<HashMap<(LimitId, Key), UnsyncedChange>>,
     /// Batches that release permits which the store may know.
-    releases: Mutex<Vec<Batch>>,
+    pub(super) releases: Mutex<Vec<Batch>>,
 }
 
 /// The changes of a key during the outage.
@@ -33,8 +33,7 @@ pub(super) struct UnsyncedChange {
     was_reset: bool,
     /// The amount charged and not given back, of a limit that counts.
     charged: u64,
-    /// The strikes, and the affinity of the key. The store was sent all strikes that aren't unreported, perhaps without
-    /// success.
+    /// The strikes, and the affinity of the key. Reported strikes may not have reached the store.
     pub(super) penalty: KnownPenalty,
 }
 
@@ -120,16 +119,6 @@ impl LocalFallback {
     pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {
         self.memory.apply_now(&Batch::with_op(0, Op::new(limit, Verb::Reset, key, 1)), now);
         self.unsynced.lock().remove(&(limit, key));
-    }
-
-    /// Takes the changes that the caller must send to the store.
-    pub(super) fn take_unsynced(&self) -> HashMap<(LimitId, Key), UnsyncedChange> {
-        std::mem::take(&mut *self.unsynced.lock())
-    }
-
-    /// Takes the batches that release permits in the store.
-    pub(super) fn take_releases(&self) -> Vec<Batch> {
-        std::mem::take(&mut *self.releases.lock())
     }
 
     /// Puts a key's changes back that could not be sent to the store.

@@ -54,8 +54,7 @@ impl ResetLog {
         (outcome.used > 0 && outcome.reset_at > outcomes.now()).then(|| outcome.reset_at - window)
     }
 
-    /// Batches that reset keys and note the resets, each with its number of operations of `batch`. It is one batch,
-    /// unless that is too large.
+    /// Batches that reset keys and note the resets, with their numbers of operations of `batch`. Mostly one batch.
     pub(super) fn batches_with_log_entries<'a>(
         &'a self,
         batch: &'a Batch,
@@ -80,8 +79,7 @@ pub(super) struct KnownPenalty {
     pub(super) parole_cost: u64,
     /// The time of the last strike by the store's clock. `None` if this node counted it.
     pub(super) last_strike_store_time: Option<Time>,
-    /// The time of the last strike and the end of its block, by this node's clock. They may be too early, never too
-    /// late.
+    /// The time of the last strike and the end of its block, by this node's clock: never too late.
     pub(super) last_strike_at: Time,
     pub(super) block_ends_at: Time,
 }
@@ -92,8 +90,7 @@ pub(super) fn parole_cost(op: &Op, outcome: &Outcome) -> u64 {
 }
 
 impl FleetNode {
-    /// Restores a penalty in the store, unless its key was reset since: then the key is forgotten here. After an error
-    /// the store may have all strikes.
+    /// Restores a penalty in the store, or forgets the key if it was reset since. An error leaves the strikes unknown.
     pub(super) async fn restore_penalty(
         &self,
         (limit, key): (LimitId, Key),
@@ -151,8 +148,7 @@ impl FleetNode {
         Ok(true)
     }
 
-    /// Asks the store if it still knows a block, and restores the block if it doesn't. Without an answer nothing
-    /// changes.
+    /// Asks the store if it still knows a block, and restores it if not. Without an answer nothing changes.
     pub(super) async fn recheck_block(&self, limit: LimitId, key: Key) {
         if let Some(mut penalty) = self.blocks.unconfirmed_penalty(limit, key, self.clock.now()) {
             let _ = self.restore_penalty((limit, key), &mut penalty).await;

@@ -1,5 +1,4 @@
-//! A node's background tasks: they count the nodes, check parts that are down, send batches that need no answer, handle
-//! resets, and give back the rests of leases.
+//! A node's background tasks: heartbeats, checks of partitions, sending, resets, and the rests of leases.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -164,11 +163,13 @@ async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
 /// Sends the store the changes made without it.
 async fn sync_local_changes(node: Arc<FleetNode>, fallback: Arc<LocalFallback>) {
     let mut running = JoinSet::new();
-    for batch in fallback.take_releases() {
+    let releases = std::mem::take(&mut *fallback.releases.lock());
+    for batch in releases {
         spawn_when_free(&mut running, Arc::clone(&node).submit_or_keep(batch, node.clock.now())).await;
     }
     while running.join_next().await.is_some() {}
-    for (limit_and_key, change) in fallback.take_unsynced() {
+    let unsynced = std::mem::take(&mut *fallback.unsynced.lock());
+    for (limit_and_key, change) in unsynced {
         let now = node.clock.now();
         let batches = fallback.sync_batches(limit_and_key, change, now);
         let (node, local) = (Arc::clone(&node), Arc::clone(&fallback));

@@ -59,8 +59,7 @@ impl Shards<DirtySet> {
         changed.read_count = 0;
     }
 
-    /// Passes the next [`READ_BATCH`] noted entries to `visit` with their tags, and `None` for a removed entry. Returns
-    /// false once all were shown.
+    /// Passes the next [`READ_BATCH`] noted entries to `visit`, `None` for a removed one. False once all were passed.
     pub(crate) fn read_next(
         &self,
         shard: usize,

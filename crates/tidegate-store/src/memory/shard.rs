@@ -42,8 +42,7 @@ pub(super) struct Shard {
     shard_index: usize,
 }
 
-/// The tag of a key under a limit: 52 bits of the key, then the limit. The key comes first, so that all limits of one
-/// client are side by side.
+/// The tag of a key under a limit: 52 bits of the key, then the limit. All limits of one client are side by side.
 #[inline]
 pub(super) fn tag(op: &Op) -> u64 {
     op.key.lo() << 12 | u64::from(op.limit.get())
@@ -98,8 +97,7 @@ impl Shard {
         }
     }
 
-    /// Evaluates an operation. Leaves the entry's position in `slot_hint`, so that [`Shard::charge`] needn't search for
-    /// it.
+    /// Evaluates an operation. Leaves the entry's position in `slot_hint`, for [`Shard::charge`].
     #[inline]
     pub(super) fn evaluate(
         &mut self,
@@ -287,8 +285,7 @@ impl Shard {
         true
     }
 
-    /// Adds a strike if the limit has a penalty for the call and there is room for its block. Returns true if it was
-    /// added.
+    /// Adds a strike if the limit has a penalty and its block has room. Returns true if it was added.
     pub(super) fn strike(
         &mut self,
         context: &OpContext<'_>,
@@ -314,8 +311,7 @@ impl Shard {
         true
     }
 
-    /// Returns true if a restored block has room. It is added to the count even if it was counted before: the next
-    /// recount corrects that.
+    /// True if a restored block has room. It may be counted twice, until the next recount.
     #[cold]
     pub(super) fn reserve_block(&mut self, op: &Op, now: Time, shard_context: &ShardContext<'_>) -> bool {
         let has_room = self.has_room_for_block(op.share_level, now, shard_context);

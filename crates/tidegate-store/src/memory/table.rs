@@ -174,8 +174,7 @@ fn home_index(tag: u64, home_count: usize) -> usize {
     ((u128::from(tag) * home_count as u128) >> 64) as usize
 }
 
-/// The recent position of a table's slots. Unlike the table, it can be read without the lock. It is rarely written, so
-/// it stays in the cache of every processor.
+/// The recent position of a table's slots, readable without the lock. It is rarely written, so it stays in caches.
 #[derive(Debug, Default)]
 pub(super) struct TableLocation {
     slots_address: AtomicUsize,

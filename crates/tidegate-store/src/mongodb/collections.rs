@@ -4,17 +4,18 @@
 //! microseconds since the epoch. Every change sets a new random version, so that a document that was removed and
 //! inserted again isn't mistaken for the old one.
 
-use std::time::Duration;
-
 use ::mongodb::bson::{self, Binary, Bson, doc, spec::BinarySubtype};
 use ::mongodb::error::{Error, ErrorKind, TRANSIENT_TRANSACTION_ERROR, WriteFailure};
 use ::mongodb::options::IndexOptions;
 use ::mongodb::{Client, ClientSession, Collection, Database, IndexModel};
 use futures_util::TryStreamExt as _;
-use tidegate_core::Time;
+use tidegate_core::{Span, Time};
 
 use crate::rows::loaded_rows::RowChange;
 use crate::rows::{GroupError, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, check_schema, seed_from_bytes};
+
+/// The maximum time for which a client locks the documents of a batch: it may die meanwhile.
+const LOCK_DURATION: Span = Span::from_secs(1);
 
 /// The collections and the abilities of their server.
 pub(super) struct Collections {
@@ -92,25 +93,22 @@ impl Collections {
         Ok(Time::from_micros(millis.saturating_mul(1000)))
     }
 
-    /// The documents of these keys, in the keys' order, and then the server's time, which is later than every change in
-    /// them.
-    pub(super) async fn read(&self, keys: &[RowKey]) -> Result<(Time, Vec<StateDocument>), GroupError> {
-        let found = match keys {
-            [] => Vec::new(),
-            keys => self.state.find(keys_filter(keys)).await?.try_collect().await?,
+    /// The documents of these keys, in their order, and then the server's time: no earlier than any change in them. In a
+    /// transaction, an earlier one that commits a change of these documents after this reading fails.
+    pub(super) async fn read(
+        &self,
+        session: Option<&mut ClientSession>,
+        keys: &[RowKey],
+    ) -> Result<(Time, Vec<StateDocument>), GroupError> {
+        let found: Vec<_> = match session {
+            _ if keys.is_empty() => Vec::new(),
+            Some(session) => {
+                let mut cursor = self.state.find(keys_filter(keys)).session(&mut *session).await?;
+                cursor.stream(session).try_collect().await?
+            }
+            None => self.state.find(keys_filter(keys)).await?.try_collect().await?,
         };
         Ok((self.server_time().await?, in_key_order(keys, &found)?))
-    }
-
-    /// The documents of these keys, in their order, as a transaction sees them.
-    pub(super) async fn read_in_session(
-        &self,
-        session: &mut ClientSession,
-        keys: &[RowKey],
-    ) -> Result<Vec<StateDocument>, GroupError> {
-        let mut cursor = self.state.find(keys_filter(keys)).session(&mut *session).await?;
-        let found: Vec<_> = cursor.stream(session).try_collect().await?;
-        in_key_order(keys, &found)
     }
 
     /// Changes a document if it has this version, and unlocks it.
@@ -157,14 +155,8 @@ impl Collections {
     }
 
     /// Locks a document of this version, or inserts a locked one. Returns its new version.
-    pub(super) async fn lock(
-        &self,
-        key: &RowKey,
-        version: Option<i64>,
-        server_time: Time,
-        duration: Duration,
-    ) -> Result<i64, GroupError> {
-        let locked_until = micros(server_time).saturating_add(i64::try_from(duration.as_micros()).unwrap_or(i64::MAX));
+    pub(super) async fn lock(&self, key: &RowKey, version: Option<i64>, server_time: Time) -> Result<i64, GroupError> {
+        let locked_until = micros(server_time + LOCK_DURATION);
         let new_version: i64 = rand::random();
         let done = match version {
             Some(version) => {
@@ -189,8 +181,7 @@ impl Collections {
         check_changed_one(freed.map(|freed| freed.matched_count))
     }
 
-    /// Removes some documents that have expired by `cutoff_micros`, or by the server's clock if it is `None`. Returns
-    /// true if there may be more.
+    /// Removes some documents expired by `cutoff_micros` or else by the server's clock. True if there may be more.
     pub(super) async fn remove_expired(&self, cutoff_micros: Option<i64>) -> Result<bool, GroupError> {
         let cutoff_micros = match cutoff_micros {
             Some(micros) => micros,

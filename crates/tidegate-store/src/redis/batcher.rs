@@ -155,8 +155,7 @@ impl RedisInner {
         Ok(if bytes.is_empty() { BatchingOutcome::SendAlone(None) } else { BatchingOutcome::Answered(bytes) })
     }
 
-    /// Queues a request, and returns the receiver of its answer and the number of its arrival. The error is the slot of
-    /// a request that is to be sent alone.
+    /// Queues a request, and returns the receiver of its answer and its arrival. An error: it is to be sent alone.
     fn enqueue(
         self: &Arc<Self>,
         code: u16,

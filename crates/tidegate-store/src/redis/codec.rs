@@ -1,5 +1,4 @@
-//! The encoding of a batch as a script's keys and arguments, and the decoding of the script's answer into core's
-//! outcomes.
+//! The encoding of a batch as a script's keys and argument, and the decoding of the script's answer into outcomes.
 
 use std::time::Duration;
 
@@ -147,8 +146,7 @@ impl BatchCodec<'_> {
         self.known_ops().any(|(op, _)| op.verb == Verb::Reset)
     }
 
-    /// Encodes the names of keys and the argument. `now` is the caller's time, and `expected_now` the expected time of
-    /// the server.
+    /// Encodes the names of keys and the argument. `expected_now` is the expected time of the server.
     pub(super) fn encode(&self, now: Time, expected_now: Time) -> EncodedRequest {
         let mut data = Vec::with_capacity((self.batch.ops().len() + 1) * INITIAL_OP_BYTES);
         let mut ends = ArrayVec::new();
@@ -405,8 +403,7 @@ impl ResponseDecoder<'_> {
         self.number().map(Time::from_micros)
     }
 
-    /// Rebuilds a log with the outcomes of the whole one: the slots that become free together, and the rest at the
-    /// newest time.
+    /// Rebuilds a log with the same outcomes: the slots that become free together, and the rest at the newest time.
     fn log(&mut self) -> Option<WindowLog> {
         let (total, newest) = (self.number()?, self.time()?);
         let (free_from, free) = (self.time()?, self.number()?.min(total));
@@ -415,8 +412,7 @@ impl ResponseDecoder<'_> {
         WindowLog::from_slots(&slots, false)
     }
 
-    /// Rebuilds permits with the outcomes of all: the holder's own, those of others that become free together, and the
-    /// rest with the last lease.
+    /// Rebuilds permits with the same outcomes: the holder's, those that become free together, and the rest.
     fn permits(&mut self, holder: u64) -> Option<Permits> {
         let used = self.number()?;
         let own = PermitLease { holder, count: self.number()?, expires: self.time()? };

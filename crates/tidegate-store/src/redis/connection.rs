@@ -22,14 +22,13 @@ use tokio::sync::{broadcast, watch};
 
 use super::address::{RedisAddress, Topology};
 use super::keys::KeyNames;
-use crate::{KeyReset, StoreError};
+use crate::KeyReset;
 
 /// The waits between attempts to reach the server.
 const RECONNECT_BACKOFF: Backoff = Backoff::exponential(Span::from_millis(50), Span::from_secs(1));
 /// The number of commands that may wait for the socket. Further callers wait for room.
 const PIPELINE_CAPACITY: usize = 1_024;
-/// The maximum number of redirections and retries of a cluster's client: enough for the steps of a slot's move, and few
-/// enough not to flood a node that is down.
+/// The maximum number of redirections and retries of a cluster's client: enough for the steps of a slot's move.
 const MAX_CLUSTER_RETRIES: u32 = 4;
 const CLUSTER_RETRY_MILLIS: (u64, u64) = (5, 50);
 /// The number of resets that a receiver may lag behind before it misses some.
@@ -71,8 +70,7 @@ enum ConnectionState {
 }
 
 impl ConnectionState {
-    /// True if this is the connection of this id, to a single server. A cluster's client replaces its connections by
-    /// itself.
+    /// True if this is the connection of this id, to a single server. A cluster's client reconnects by itself.
     fn is_server_connection(&self, id: u64) -> bool {
         matches!(self, Self::Connected(open) if open.id == id && matches!(open.connection, RedisConnection::Server(_)))
     }
@@ -153,8 +151,7 @@ impl SharedConnection {
         }
     }
 
-    /// Sends a command and waits for its answer. Without a connection, it waits for the running attempt, unless the
-    /// attempt before has failed.
+    /// Sends a command and waits for its answer. Waits for the first attempt to connect, and fails during later ones.
     pub(super) async fn send(self: &Arc<Self>, command: &Cmd) -> Result<Value, RedisCommandError> {
         let mut open = self.open_connection().await?;
         let mut pending = PendingCommand { shared: self, connection_id: open.id, is_answered: false };
@@ -198,14 +195,6 @@ pub(super) enum RedisCommandError {
 impl RedisCommandError {
     pub(super) fn is_server_error(&self, kind: ServerErrorKind) -> bool {
         matches!(self, Self::Redis(error) if error.kind() == ErrorKind::Server(kind))
-    }
-
-    pub(super) fn into_store_error(self, timeouts: RedisTimeouts) -> StoreError {
-        match self {
-            Self::Redis(error) if error.is_timeout() => StoreError::Timeout(timeouts.answer),
-            Self::Redis(error) => StoreError::Failed(error.to_string()),
-            Self::NotConnected(why) => StoreError::Failed(why.to_string()),
-        }
     }
 }
 
@@ -266,8 +255,7 @@ impl SharedConnection {
         self.start_connecting(|state| state.is_server_connection(connection_id), delay_reason);
     }
 
-    /// Starts connecting if the state is the expected one: at once, or after the first wait if there is a reason to
-    /// delay.
+    /// Starts connecting if the state is the expected one: at once, or, with a reason to delay, after the first wait.
     fn start_connecting(
         self: &Arc<Self>,
         expected: impl FnOnce(&ConnectionState) -> bool,
@@ -298,8 +286,6 @@ impl SharedConnection {
             // Fails only if another thread was faster.
             let _ = rustls::crypto::ring::default_provider().install_default();
         }
-        let certificates = || TlsCertificates { client_tls: None, root_cert: self.authorities.clone() };
-        let has_own_authorities = self.address.is_encrypted && self.authorities.is_some();
         let mut nodes = self.address.connection_infos()?;
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.timeouts.connect))
@@ -317,8 +303,8 @@ impl SharedConnection {
                     .min_retry_wait(CLUSTER_RETRY_MILLIS.0)
                     .max_retry_wait(CLUSTER_RETRY_MILLIS.1)
                     .push_sender(self.push_handler(connection_id));
-                if has_own_authorities {
-                    builder = builder.certs(certificates());
+                if let Some(certificates) = self.own_certificates() {
+                    builder = builder.certs(certificates);
                 }
                 let mut cluster = builder.build()?.get_async_connection().await?;
                 let subscribed = cluster.subscribe(reset_channel).await;
@@ -329,10 +315,9 @@ impl SharedConnection {
                     Topology::Sentinel(service) => self.client_from_sentinels(service).await?,
                     _ => {
                         let node = nodes.pop().ok_or((ErrorKind::InvalidClientConfig, "no host"))?;
-                        if has_own_authorities {
-                            Client::build_with_tls(node, certificates())?
-                        } else {
-                            Client::open(node)?
+                        match self.own_certificates() {
+                            Some(certificates) => Client::build_with_tls(node, certificates)?,
+                            None => Client::open(node)?,
                         }
                     }
                 };
@@ -351,6 +336,12 @@ impl SharedConnection {
         // Resets between two connections may have been missed.
         self.broadcast_reset(None);
         Ok(connection)
+    }
+
+    /// The certificates of an encrypted server that has other authorities than the system's.
+    fn own_certificates(&self) -> Option<TlsCertificates> {
+        let root_cert = self.authorities.clone().filter(|_| self.address.is_encrypted)?;
+        Some(TlsCertificates { client_tls: None, root_cert: Some(root_cert) })
     }
 
     fn broadcast_reset(&self, reset: Option<KeyReset>) {
@@ -372,12 +363,11 @@ impl SharedConnection {
         }
         if self.address.is_encrypted {
             builder = builder.set_client_to_redis_tls_mode(TlsMode::Secure);
-            if let Some(root_cert) = &self.authorities {
-                let certificates = || TlsCertificates { client_tls: None, root_cert: Some(root_cert.clone()) };
-                builder = builder
-                    .set_client_to_redis_certificates(certificates())
-                    .set_client_to_sentinel_certificates(certificates());
-            }
+        }
+        if let Some(certificates) = self.own_certificates() {
+            builder = builder
+                .set_client_to_redis_certificates(certificates.clone())
+                .set_client_to_sentinel_certificates(certificates);
         }
         builder.build()?.async_get_client().await
     }

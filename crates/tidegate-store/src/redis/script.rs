@@ -9,8 +9,7 @@ use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
 /// The largest integer of the scripts: doubles have gaps above it. No limit is higher.
 pub(super) const MAX_EXACT_INTEGER: u64 = 1 << 53;
 
-/// The kinds of limit, by their numbers in the scripts: the name, the functions that evaluate and charge, and those that
-/// update.
+/// The kinds of limit, by their numbers in the scripts: the name, the functions that evaluate, those that update.
 const KINDS: [(&str, &str, &str); 6] = [
     ("WINDOW", include_str!("lua/window.lua"), include_str!("lua/window_update.lua")),
     ("RATE", include_str!("lua/rate.lua"), include_str!("lua/rate_update.lua")),

@@ -21,8 +21,7 @@ const MAX_WAITING_BATCHES: usize = 4096;
 pub(crate) const MAX_GROUP_ROWS: usize = 256;
 /// The maximum number of batches of one group.
 const MAX_GROUP_BATCHES: usize = 256;
-/// The maximum number of attempts of a group in conflict with other nodes while a caller waits for it. With the waits
-/// between them, they take about a second.
+/// The maximum number of attempts of a group in conflict with other nodes: with the waits between, about a second.
 const MAX_TRIES: u32 = 32;
 const CONFLICT_BACKOFF: Backoff = Backoff::exponential(Span::from_millis(2), Span::from_millis(64));
 
@@ -93,8 +92,7 @@ pub(crate) struct GroupExecutor<D> {
 #[derive(Default)]
 struct ExecutorQueue {
     waiting: VecDeque<Box<QueuedBatch>>,
-    /// The rows of running groups that change rows. A batch over one of them waits here, instead of for the server's
-    /// lock.
+    /// The rows of running groups that change rows. A batch over one of them waits here, and not in the server.
     busy_rows: HashSet<RowKey>,
     /// The number of tasks that execute groups until the queue is empty.
     workers: usize,
@@ -148,8 +146,7 @@ impl<D: GroupDriver> GroupExecutor<D> {
 }
 
 impl ExecutorQueue {
-    /// Takes the first batch with free rows, and later ones that fit into its group. A batch that changes a row doesn't
-    /// overtake another that does.
+    /// Takes the first batch with free rows, and later ones that fit. Batches that change a row keep their order.
     fn next_group(&mut self, same_rows: bool) -> Option<BatchGroup> {
         let mut batches: Vec<Box<QueuedBatch>> = Vec::new();
         let mut keys = BTreeMap::new();

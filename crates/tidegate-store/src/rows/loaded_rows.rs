@@ -6,8 +6,7 @@ use tidegate_core::{KeyState, Limits, Op, Outcome, Outcomes, Span, Time};
 use super::{BatchGroup, BatchResults, DecisionClock, QueuedBatch, RowKey};
 use crate::StoreError;
 
-/// The resolution of rows' expiry. In steps, the expiry of a busy row mostly stays the same, and so does its index
-/// entry.
+/// The resolution of rows' expiry. In steps, a busy row's expiry and its index entry rarely change.
 const EXPIRY_STEP: Span = Span::from_secs(1);
 
 /// The rows of a group, in key order.
@@ -83,8 +82,14 @@ impl<'a> LoadedRows<'a> {
             return Err(StoreError::Failed("a row is none of this program's, or of a later version's".into()));
         }
         self.earliest_decision = Some(self.earliest_decision.map_or(now, |earliest| earliest.min(now)));
-        let mut batch_rows = BatchRows { keys: &self.group.keys, limits: self.limits, states: &mut self.states };
-        Ok(execute(&queued.batch, self.limits, &mut batch_rows, now))
+        Ok(execute(&queued.batch, self.limits, self, now))
+    }
+
+    /// The state of an operation, as those of a batch of one.
+    fn state_of(&mut self, op: &Op) -> &mut [KeyState] {
+        let key = RowKey::new(self.limits.tag(op.limit), op.key);
+        let index = self.group.keys.binary_search(&key).expect("invariant: a group has the rows of all its batches");
+        &mut self.states[index..=index]
     }
 
     /// The change of each row, in key order. A row is removed if it was idle at the time of the earliest decision.
@@ -112,37 +117,24 @@ impl<'a> LoadedRows<'a> {
 }
 
 /// The states of a group as those of one batch. Operations find their state by key; two on one key share it.
-struct BatchRows<'a> {
-    keys: &'a [RowKey],
-    limits: &'a Limits,
-    states: &'a mut [KeyState],
-}
-
-impl BatchRows<'_> {
-    fn index_of(&self, op: &Op) -> usize {
-        let key = RowKey::new(self.limits.tag(op.limit), op.key);
-        self.keys.binary_search(&key).expect("invariant: a group has the rows of all its batches")
-    }
-}
-
-impl BatchStates for BatchRows<'_> {
+impl BatchStates for LoadedRows<'_> {
     fn evaluate(&mut self, _: usize, context: &OpContext<'_>) -> Outcome {
-        self.states.evaluate(self.index_of(context.op), context)
+        self.state_of(context.op).evaluate(0, context)
     }
 
     fn charge(&mut self, _: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
-        self.states.charge(self.index_of(context.op), context, outcome);
+        self.state_of(context.op).charge(0, context, outcome);
     }
 
     fn strike(&mut self, _: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
-        self.states.strike(self.index_of(context.op), context, outcome);
+        self.state_of(context.op).strike(0, context, outcome);
     }
 
     fn modify(&mut self, _: usize, context: &OpContext<'_>, make: bool, change: &mut dyn FnMut(&mut KeyState)) {
-        self.states.modify(self.index_of(context.op), context, make, change);
+        self.state_of(context.op).modify(0, context, make, change);
     }
 
     fn reset(&mut self, _: usize, op: &Op) {
-        self.states.reset(self.index_of(op), op);
+        self.state_of(op).reset(0, op);
     }
 }

@@ -1,7 +1,5 @@
 //! A pool of connections to a SQL server.
 
-use std::ops::{Deref, DerefMut};
-
 use parking_lot::Mutex;
 use sqlx::{ConnectOptions as _, Connection};
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -41,8 +39,7 @@ impl<C: Connection> ConnectionPool<C> {
     }
 }
 
-/// A connection in use. Dropped without [`PooledConnection::release_after`], it is closed, because a transaction may be
-/// open.
+/// A connection in use. If it is dropped without [`PooledConnection::release_after`], it is closed.
 pub(crate) struct PooledConnection<'a, C: Connection> {
     pool: &'a ConnectionPool<C>,
     connection: Option<C>,
@@ -50,6 +47,10 @@ pub(crate) struct PooledConnection<'a, C: Connection> {
 }
 
 impl<C: Connection> PooledConnection<'_, C> {
+    pub(crate) fn get(&mut self) -> &mut C {
+        self.connection.as_mut().expect("invariant: a pooled connection is present until it is released")
+    }
+
     /// Returns the connection to the pool if its work has ended.
     pub(crate) fn release_after<T>(mut self, result: Result<T, GroupError>) -> Result<T, GroupError> {
         match result {
@@ -68,19 +69,5 @@ impl<C: Connection> Drop for PooledConnection<'_, C> {
         if self.connection.is_some() {
             self.pool.idle.lock().clear();
         }
-    }
-}
-
-impl<C: Connection> Deref for PooledConnection<'_, C> {
-    type Target = C;
-
-    fn deref(&self) -> &C {
-        self.connection.as_ref().expect("invariant: a pooled connection is present until it is released")
-    }
-}
-
-impl<C: Connection> DerefMut for PooledConnection<'_, C> {
-    fn deref_mut(&mut self) -> &mut C {
-        self.connection.as_mut().expect("invariant: a pooled connection is present until it is released")
     }
 }

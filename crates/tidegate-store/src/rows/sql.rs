@@ -15,8 +15,7 @@ use super::{
 };
 use crate::StoreError;
 
-/// The bytes of states after which a statement is full. A server accepts 16 MiB or more by default, and one state has
-/// up to a third of a mebibyte.
+/// The bytes of states after which a statement is full. Servers accept 16 MiB or more; a state has up to ⅓ MiB.
 const MAX_STATEMENT_BYTES: usize = 1 << 20;
 
 /// A statement whose only variable part is a validated prefix.
@@ -59,20 +58,17 @@ pub(crate) trait SqlDialect: Send + Sync + 'static {
     /// Removes rows.
     fn remove_rows(&self, connection: &mut Self::Connection, keys: &[RowKey]) -> impl SqlFuture<()>;
 
-    /// Removes up to [`MAX_CLEAN_ROWS`] rows that have expired by `cutoff_micros`, or by the server's clock if it is
-    /// `None`. Returns their number.
-    fn remove_expired(&self, connection: &mut Self::Connection, cutoff_micros: Option<i64>) -> impl SqlFuture<u64>;
+    /// Removes up to [`MAX_CLEAN_ROWS`] rows expired by `cutoff`, or else by the server's clock. Returns their number.
+    fn remove_expired(&self, connection: &mut Self::Connection, cutoff: Option<i64>) -> impl SqlFuture<u64>;
 
     /// Returns the stored seed. If there is none, stores this one.
     fn get_or_insert_seed(&self, connection: &mut Self::Connection, proposal: &[u8]) -> impl SqlFuture<Vec<u8>>;
 
-    /// The kind of an error that the server reports: a conflict with another transaction, the end of the connection, or
-    /// any other failure.
+    /// The kind of an error that the server reports.
     fn error_kind(&self, error: &dyn DatabaseError) -> fn(String) -> GroupError;
 }
 
-/// The server's time in microseconds since the epoch, read when the statement begins or later; and the key and the
-/// bytes of a row that exists.
+/// The server's time in microseconds, read when the statement begins or later; the key and the bytes of a found row.
 pub(crate) type ReadRow = (i64, Option<Vec<u8>>, Option<Vec<u8>>);
 
 /// A row, its bytes, and its expiry in microseconds.
@@ -102,10 +98,10 @@ impl<D: SqlDialect> SqlDriver<D> {
     async fn connection(&self) -> Result<PooledConnection<'_, D::Connection>, GroupError> {
         let (mut connection, is_new) = self.pool.acquire().await?;
         if is_new {
-            let ready = self.dialect.init_connection(&mut connection).await;
+            let ready = self.dialect.init_connection(connection.get()).await;
             ready.map_err(|error| GroupError::Unreachable(error_message(&error)))?;
             // The server may have lost its tables.
-            let version = self.dialect.ensure_schema(&mut connection).await;
+            let version = self.dialect.ensure_schema(connection.get()).await;
             check_schema(&version.map_err(|error| self.classify_error(&error))?)?;
         }
         Ok(connection)
@@ -189,7 +185,7 @@ impl<D: SqlDialect> SqlDriver<D> {
     pub(crate) async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], StoreError> {
         let seed = async {
             let mut connection = self.connection().await?;
-            let stored = self.dialect.get_or_insert_seed(&mut connection, &proposal).await;
+            let stored = self.dialect.get_or_insert_seed(connection.get(), &proposal).await;
             seed_from_bytes(connection.release_after(stored.map_err(|error| self.classify_error(&error)))?)
         };
         with_timeout(GROUP_TIMEOUT, seed).await
@@ -201,7 +197,7 @@ impl<D: SqlDialect> SqlDriver<D> {
             let cutoff_micros = self.clock.expiry_cutoff_micros();
             for _ in 0..MAX_CLEAN_STEPS {
                 let mut connection = self.connection().await?;
-                let removed = self.dialect.remove_expired(&mut connection, cutoff_micros).await;
+                let removed = self.dialect.remove_expired(connection.get(), cutoff_micros).await;
                 let removed = connection.release_after(removed.map_err(|error| self.classify_error(&error)))?;
                 if removed < MAX_CLEAN_ROWS as u64 {
                     break;
@@ -233,10 +229,10 @@ impl<D: SqlDialect> GroupDriver for SqlDriver<D> {
         let mut connection = self.connection().await?;
         let result = match group.is_read_only {
             true => {
-                let executed = self.read_and_execute(&mut connection, limits, group).await;
+                let executed = self.read_and_execute(connection.get(), limits, group).await;
                 executed.map(|(results, _)| results).map_err(|error| self.classify_error(&error))
             }
-            false => self.execute_in_transaction(&mut connection, limits, group).await,
+            false => self.execute_in_transaction(connection.get(), limits, group).await,
         };
         connection.release_after(result)
     }

@@ -51,8 +51,7 @@ enum RetentionRank {
 }
 
 impl Shard {
-    /// Evicts states until `additional_bytes` fit beside those in use; a free cell counts as room. May move cells, so
-    /// the caller may hold no index.
+    /// Evicts states until `additional_bytes` fit beside those in use. May move cells, so the caller may hold no index.
     pub(super) fn make_room(&mut self, additional_bytes: usize, tag: u64, now: Time, shard_context: &ShardContext<'_>) {
         for _ in 0..=2 * self.table.len() {
             let has_spare_cell = self.first_free.is_some() || self.cells.len() < self.cells.capacity();
@@ -70,8 +69,7 @@ impl Shard {
         }
     }
 
-    /// Removes the least valuable of a few entries. Blocked entries, and all entries of the client that asks, are
-    /// spared.
+    /// Removes the least valuable of a few entries, but no blocked entry and none of the client that asks.
     pub(super) fn evict(&mut self, tag: u64, states_only: bool, now: Time, shard_context: &ShardContext<'_>) -> bool {
         let Some((rank, at)) = self.eviction_candidate(tag, states_only, now, shard_context) else { return false };
         match rank {
@@ -144,8 +142,7 @@ impl Shard {
         })
     }
 
-    /// True if a new key must be shared more widely: its block would have no room, or, for a level without blocks,
-    /// blocked entries leave no room for the key.
+    /// True if a new key must be shared more widely: its block, or without blocks the key itself, has no room.
     #[cold]
     pub(super) fn must_share(&mut self, op: &Op, now: Time, shard_context: &ShardContext<'_>) -> bool {
         if op.must_fit {
@@ -230,8 +227,7 @@ impl Shard {
         }
     }
 
-    /// Frees memory when most of the table, or most of the cells, is empty. May move cells, so the caller may hold no
-    /// index.
+    /// Frees memory of a mostly empty table or mostly free cells. May move cells, so the caller may hold no index.
     fn shrink(&mut self) {
         if self.table.len() == 0 {
             self.table = Table::default();

@@ -210,27 +210,16 @@ save[WINDOW] = function(op, state)
   local idle_at = max(usage_idle_at, record_retained_until(op, state))
   -- More slots were skipped than are live, so all are written again.
   if state.head > size + CHUNK_SLOTS then load_from(state, state.head) end
-  local whole = state.loaded_from <= state.head or idle_at <= now
-  if whole then
+  local is_whole = state.loaded_from <= state.head or idle_at <= now
+  if is_whole then
     state.loaded = string.sub(state.loaded, (state.head - state.loaded_from) * SLOT_BYTES + 1)
     state.head, state.tail, state.loaded_from, state.allocated = 0, size, 0, size
   else
     state.allocated = max(state.allocated, state.tail)
   end
-  local header = pack(
-    '<ddddddBddB',
-    state.total,
-    state.newest,
-    state.oldest,
-    state.head,
-    size,
-    state.allocated,
-    state.merged,
-    state.blocked_until,
-    state.parole,
-    state.strikes
-  )
-  if whole then
+  local header = pack('<ddddddBddB', state.total, state.newest, state.oldest, state.head, size, state.allocated,
+    state.merged, state.blocked_until, state.parole, state.strikes)
+  if is_whole then
     write_or_delete(state, idle_at, header, state.loaded)
   else
     local expires = extend_expiry(state, idle_at)

@@ -58,21 +58,7 @@ do
     kept_until = idle_at + floor((idle_at - now) / 4)
     expires$ = ceil((kept_until - now) / 1000) + expiry_margin
   end
-  value$ = pack(
-    '<dddddddddBddB',
-    at,
-    count,
-    kept_until,
-    total$ + cost$,
-    at,
-    oldest,
-    head,
-    size + 1,
-    head + size + 1,
-    merged,
-    0,
-    0,
-    0
-  )
+  value$ = pack('<dddddddddBddB', at, count, kept_until, total$ + cost$, at, oldest, head, size + 1, head + size + 1,
+    merged, 0, 0, 0)
   if has_expired then any_expired = true end
 end
