@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use tidegate_core::batch::RefusalSummary;
-use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
+use tidegate_core::{Batch, Key, Limits, Outcomes, Time, Verb};
 use tokio::sync::broadcast;
 
 pub use address::RedisUrlError;
@@ -201,11 +201,11 @@ impl RedisInner {
     ) -> Result<Outcomes, StoreError> {
         let (limits, key_names, time_source) = (&*self.limits, &*self.key_names, self.time_source);
         let codec = BatchCodec { batch, limits, key_names, time_source, other_parts };
-        if codec.is_empty() {
+        if codec.known_ops().next().is_none() {
             let at = self.decision_time(now).await?;
             return Ok(tidegate_core::batch::execute(batch, &self.limits, [].as_mut_slice(), at));
         }
-        let script_kind = codec.script_kind();
+        let script_kind = ScriptKind::for_batch(batch, limits, other_parts == RefusalSummary::default());
         let _slot = match script_kind {
             ScriptKind::Quick(code) => match self.send_batched(code, || codec.encode(now, now)).await? {
                 BatchingOutcome::SendAlone(slot) => slot,
@@ -227,8 +227,9 @@ impl RedisInner {
         };
         for _ in 0..MAX_PERIOD_TRIES {
             let request = codec.encode(now, expected_now);
-            // Resets are published on a channel.
-            let arguments = iter::once(request.argument()).chain(codec.has_reset().then(|| key_names.reset_channel()));
+            // Resets are published on a channel, for all nodes.
+            let has_reset = codec.known_ops().any(|(op, _)| op.verb == Verb::Reset);
+            let arguments = iter::once(request.argument()).chain(has_reset.then(|| key_names.reset_channel()));
             let answer = self.run_script(script, request.names(), arguments).await;
             let Value::BulkString(bytes) = answer.map_err(|error| self.to_store_error(error))? else {
                 return Err(StoreError::Failed("the script didn't answer with bytes".into()));

@@ -85,12 +85,6 @@ struct ScheduledFlush {
     is_completed: bool,
 }
 
-impl QueuedRequest {
-    fn can_share_command(&self, other: &Self) -> bool {
-        self.script_code == other.script_code && self.request.ops() == other.request.ops()
-    }
-}
-
 fn return_unsent(waiters: impl IntoIterator<Item = QueuedRequest>) {
     for waiter in waiters {
         // An error means that the caller was cancelled.
@@ -118,7 +112,10 @@ impl BatcherQueue {
                 continue;
             }
             count += 1;
-            match groups.iter_mut().find(|group| group.first().is_some_and(|first| first.can_share_command(&waiter))) {
+            let can_share_command = |first: &QueuedRequest| {
+                first.script_code == waiter.script_code && first.request.ops() == waiter.request.ops()
+            };
+            match groups.iter_mut().find(|group| group.first().is_some_and(can_share_command)) {
                 Some(group) => group.push(waiter),
                 None => groups.push(vec![waiter]),
             }

@@ -18,7 +18,7 @@ use tidegate_core::{
 };
 
 use super::keys::KeyNames;
-use super::script::{HEADER_BYTES, MAX_EXACT_INTEGER, ScriptKind, kind_number, verb_number};
+use super::script::{HEADER_BYTES, MAX_EXACT_INTEGER, kind_number, verb_number};
 use crate::TimeSource;
 
 /// The milliseconds added to a key's expiry, because the server rounds its time down.
@@ -126,24 +126,9 @@ pub(super) struct BatchCodec<'a> {
 pub(super) struct PeriodMismatchError(pub(super) Time);
 
 impl BatchCodec<'_> {
-    /// The script for this batch.
-    pub(super) fn script_kind(&self) -> ScriptKind {
-        ScriptKind::for_batch(self.batch, self.limits, self.other_parts == batch::RefusalSummary::default())
-    }
-
     /// The operations with a known limit.
-    fn known_ops(&self) -> impl Iterator<Item = (&Op, &Limit)> {
+    pub(super) fn known_ops(&self) -> impl Iterator<Item = (&Op, &Limit)> {
         self.batch.ops().iter().filter_map(|op| Some((op, self.limits.get(op.limit)?)))
-    }
-
-    /// True if there are none.
-    pub(super) fn is_empty(&self) -> bool {
-        self.known_ops().next().is_none()
-    }
-
-    /// True if an operation is a reset, which all nodes must learn.
-    pub(super) fn has_reset(&self) -> bool {
-        self.known_ops().any(|(op, _)| op.verb == Verb::Reset)
     }
 
     /// Encodes the names of keys and the argument. `expected_now` is the expected time of the server.

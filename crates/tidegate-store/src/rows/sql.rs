@@ -4,7 +4,7 @@ use std::future::Future;
 use std::sync::Arc;
 
 use sqlx::error::DatabaseError;
-use sqlx::{AssertSqlSafe, Connection, Error};
+use sqlx::{Connection, Error};
 use tidegate_core::{Limits, Time};
 
 use super::loaded_rows::RowChange;
@@ -17,11 +17,6 @@ use crate::StoreError;
 
 /// The bytes of states after which a statement is full. Servers accept 16 MiB or more; a state has up to ⅓ MiB.
 const MAX_STATEMENT_BYTES: usize = 1 << 20;
-
-/// A statement whose only variable part is a validated prefix.
-pub(crate) fn trusted_sql(statement: &Arc<str>) -> AssertSqlSafe<Arc<str>> {
-    AssertSqlSafe(Arc::clone(statement))
-}
 
 /// The future of a statement's result.
 pub(crate) trait SqlFuture<T>: Future<Output = Result<T, Error>> + Send {}
