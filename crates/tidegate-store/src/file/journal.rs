@@ -362,7 +362,7 @@ fn can_archive(rows: u64, plans: &[Arc<PersistedPlan>]) -> bool {
     rows <= archive::MAX_ARCHIVED_ROWS || rows - archive::MAX_ARCHIVED_ROWS <= live_entries()
 }
 
-/// Returns the action on a row: on a state, by its limit's tag and its key, or on one that is set aside.
+/// Returns the action on a row: on a state, by its limit's tag and its key, or on an archived one.
 fn sweep_action(
     state_key: Option<(u64, u64)>,
     idle_at: Time,
@@ -378,7 +378,7 @@ fn sweep_action(
         Some((plan, id, key_bits)) if plan.has_live_entry(id, key_bits, now) => SweepAction::Keep,
         Some((plan, id, _)) if is_over && is_kept && plan.is_quota(id) => SweepAction::Archive,
         Some(_) => SweepAction::Remove,
-        // Set aside, or of a policy that may come back.
+        // Archived, or of a policy that may come back.
         None if is_kept => SweepAction::Keep,
         None => SweepAction::Remove,
     }

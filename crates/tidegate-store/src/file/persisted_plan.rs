@@ -18,9 +18,9 @@ const SHARD_BITS: u32 = 8;
 /// The number of a key's bits in a tag of the memory, beside the shard.
 const TAG_BITS: u32 = 52;
 
-/// The most resets that are remembered until they are written. A further reset doesn't remove the state that was set
-/// aside for its key. If that state still counts after a restart, it is used again: strikes of an earlier period, or a
-/// later period after the clock was set back.
+/// The maximum number of resets that are remembered until they are written. A further reset doesn't remove the archived
+/// state of its key, which a later opening may use again: strikes of an earlier period, or a later period after the
+/// clock was set back.
 const MAX_PENDING_RESETS: usize = 1 << 16;
 
 /// A plan's limits by their tags, and their states.
@@ -50,7 +50,7 @@ pub(super) struct WriteBuffers {
 /// A row's change.
 enum RowUpdate {
     /// The row is put. `end` is where its value ends. `period` is the start of a quota's period: if the row counts
-    /// another period, its earlier value is set aside.
+    /// another period, its earlier value is archived.
     Put { end: usize, period: Option<Time> },
     /// The row is removed. If `period` is the start of a quota's period, it is removed only if it counts that period.
     Remove { period: Option<Time> },
@@ -90,7 +90,7 @@ impl PersistedPlan {
         true
     }
 
-    /// Takes note of keys that were reset: none of their rows may stay or be set aside.
+    /// Takes note of keys that were reset: none of their rows may stay or be archived.
     #[cold]
     pub(super) fn record_resets(&self, batch: &Batch) {
         let limits = self.shards.limits();
@@ -160,11 +160,11 @@ impl PersistedPlan {
                     let update = match idle_at {
                         Some((state, idle_at)) if idle_at > now => {
                             encode_value(state, idle_at, values);
-                            // The row of a key that was reset since then isn't set aside.
+                            // The row of a key that was reset since then isn't archived.
                             let period = period_start(state).filter(|_| !resets.contains(&tag_and_key));
                             RowUpdate::Put { end: values.len(), period }
                         }
-                        // A row of an earlier period is set aside when the rows are checked.
+                        // A row of an earlier period is archived when the rows are checked.
                         Some((state, _)) if matches!(state.usage(), Usage::Quota(usage) if usage.used > 0) => return,
                         _ => RowUpdate::Remove { period: state_and_limit.and_then(|(state, _)| period_start(state)) },
                     };

@@ -1,7 +1,7 @@
 //! The file itself: a redb database with one table about the file and one of states.
 //!
 //! A row's key is 128 bits: the limit's tag, then the 60 bits of the key that the memory stores, a hash under the
-//! file's own seed. The bit above them marks the key's state that is set aside. The row's value is the time when the
+//! file's own seed. The bit above them marks the key's archived state. The row's value is the time when the
 //! state becomes idle, eight bytes, and the state as core encodes it. A new file is made beside its path and moved
 //! there when it is complete, so that there is never half of one.
 
@@ -35,7 +35,7 @@ const CACHE_BYTES: usize = 8 << 20;
 const MIN_COMPACT_BYTES: u64 = 4 << 20;
 /// The number of rows that are checked at once, for those to be removed or moved.
 const BATCH_ROWS: usize = 1024;
-/// The bit of a row's key that marks what is set aside.
+/// The bit of a row's key that marks an archived state.
 const ARCHIVED_BIT: u64 = 1 << 60;
 
 /// Opens the database, again after each failure.
@@ -146,7 +146,7 @@ impl StoreFile {
         })
     }
 
-    /// Passes each stored key of a limit to `visit`: the key's bits, its encoded state and the state that is set aside.
+    /// Passes each stored key of a limit to `visit`: the key's bits, its encoded state and the archived state.
     pub(super) fn visit_states(
         &mut self,
         tag: u64,
@@ -218,7 +218,7 @@ pub(super) struct RowWriter<'a> {
 pub(super) enum SweepAction {
     Keep,
     Remove,
-    /// The row is set aside.
+    /// The row is archived.
     Archive,
 }
 
@@ -228,7 +228,7 @@ impl RowWriter<'_> {
         self.states.insert(key, value).map(drop)
     }
 
-    /// Puts a row. Its earlier value is set aside if `is_other` returns true for the encoded earlier state.
+    /// Puts a row. Its earlier value is archived if `is_other` returns true for the encoded earlier state.
     pub(super) fn put_and_archive_other(
         &mut self,
         key: u128,
@@ -242,10 +242,10 @@ impl RowWriter<'_> {
         other.map_or(Ok(()), |before| self.put_archived(key, &before, now))
     }
 
-    /// Sets a row's value aside. An earlier one that has not ended yet stays: it was used while the clock was ahead.
+    /// Archives a row's value. An earlier one that has not ended yet stays: it was used while the clock was ahead.
     fn put_archived(&mut self, key: u128, value: &[u8], now: Time) -> Result<(), StorageError> {
         let key = archived_key(key);
-        if self.states.get(key)?.is_some_and(|aside| idle_at(aside.value()) > now) {
+        if self.states.get(key)?.is_some_and(|archived| idle_at(archived.value()) > now) {
             return Ok(());
         }
         self.put(key, value)
@@ -270,13 +270,6 @@ impl RowWriter<'_> {
         Ok(())
     }
 
-    fn put_or_remove(&mut self, key: u128, value: Option<&[u8]>) -> Result<(), StorageError> {
-        match value {
-            Some(value) => self.put(key, value),
-            None => self.remove(key),
-        }
-    }
-
     /// The number of rows.
     pub(super) fn row_count(&self) -> Result<u64, StorageError> {
         self.states.len()
@@ -297,8 +290,12 @@ impl RowWriter<'_> {
             })?;
             for (key_bits, [state, archived]) in &reconciled {
                 let key = row_key(tag, *key_bits);
-                self.put_or_remove(key, state.as_deref())?;
-                self.put_or_remove(archived_key(key), archived.as_deref())?;
+                for (key, value) in [(key, state), (archived_key(key), archived)] {
+                    match value {
+                        Some(value) => self.put(key, value)?,
+                        None => self.remove(key)?,
+                    }
+                }
             }
             match reconciled.last() {
                 Some((last, _)) if reconciled.len() == BATCH_ROWS => from = last + 1,
@@ -308,7 +305,7 @@ impl RowWriter<'_> {
     }
 
     /// Checks the next `rows`, each at most once, and does with each what `choose` returns. For a state, `choose` gets
-    /// its limit's tag and key, and the time when it is idle. For a state that is set aside, it gets only the time.
+    /// its limit's tag and key, and the time when it is idle. For an archived state, it gets only the time.
     pub(super) fn sweep(
         &mut self,
         rows: usize,
@@ -336,8 +333,8 @@ impl RowWriter<'_> {
             }
             for (key, archived) in changes.drain(..) {
                 self.remove(key)?;
-                if let Some(aside) = archived {
-                    self.put_archived(key, &aside, now)?;
+                if let Some(value) = archived {
+                    self.put_archived(key, &value, now)?;
                 }
             }
             rows_left -= wanted;
@@ -348,7 +345,7 @@ impl RowWriter<'_> {
 
 type StoredRow<'a> = (AccessGuard<'a, u128>, AccessGuard<'a, &'static [u8]>);
 
-/// A key's state and what is set aside of it, encoded.
+/// A key's state and its archived state, encoded.
 pub(super) type EncodedStates<'a> = [Option<&'a [u8]>; 2];
 
 /// Passes the stored keys of a limit to `visit` in order, starting at `from`, for as long as `visit` returns true.
@@ -384,7 +381,7 @@ pub(super) fn row_key(tag: u64, key_bits: u64) -> u128 {
     u128::from(tag) << 64 | u128::from(key_bits)
 }
 
-/// The key of the row with the state that is set aside beside `row`.
+/// The key of the row with the archived state beside `row`.
 pub(super) fn archived_key(row: u128) -> u128 {
     row | u128::from(ARCHIVED_BIT)
 }

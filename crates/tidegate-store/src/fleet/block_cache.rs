@@ -1,9 +1,9 @@
 //! Keys under a block, refused here until the block ends.
 //!
 //! A block never gets shorter. So the store's answer about it stays true until the block ends, counted from when the
-//! request was sent, unless the key is reset. If the store reports resets, the node hears them. Otherwise the block is
+//! request was sent, unless the key is reset. If the store reports resets, the node receives them. Otherwise the block is
 //! asked for again every second while the store can be reached. An answer without the block doesn't end it, since the
-//! store may have lost it. The block is *doubted* then, as all blocks are after an outage. It ends only if the store
+//! store may have lost it. The block is *unconfirmed* then, as all blocks are after an outage. It ends only if the store
 //! reports that the key was reset.
 
 use std::collections::HashMap;
@@ -32,9 +32,9 @@ pub(super) struct BlockCache {
     limits: Arc<Limits>,
     trust_duration: Span,
     shards: [Mutex<BlockShard>; SHARD_COUNT],
-    /// The last moment at which a key was reset, in microseconds by this node's clock.
+    /// The last time at which a key was reset, in microseconds by this node's clock.
     last_reset_at: AtomicU64,
-    /// Wakes the task that settles doubts.
+    /// Wakes the task that rechecks unconfirmed blocks.
     pub(super) recheck_wakeup: Notify,
 }
 
@@ -163,7 +163,7 @@ impl BlockCache {
                 continue;
             }
             let mut block = CachedBlock::new(batch, outcomes, outcome.block_until, sent_at, BlockStatus::Confirmed);
-            // A reset may have been heard before the answer to an older request.
+            // A reset may have arrived before the answer to an older request.
             let is_reset = self.last_reset_at.load(Ordering::Relaxed) >= sent_at.as_micros();
             let trust_duration = if is_reset { TRUST_DURATION } else { self.trust_duration };
             block.trusted_until = block.ends_at.min(sent_at + trust_duration);
@@ -208,8 +208,8 @@ impl BlockCache {
         }
     }
 
-    /// Doubts these blocks: the store is to be asked if it still knows them. Blocks that this node imposed are left
-    /// out, because the store is told of them anyway.
+    /// Makes these blocks unconfirmed: the store is to be asked if it still knows them. Blocks that this node imposed are left
+    /// out, because they are sent to the store anyway.
     pub(super) fn mark_unconfirmed(&self, is_affected: impl Fn(u64, Key) -> bool) {
         for shard in &self.shards {
             for ((_, key), block) in shard.lock().iter_mut() {
@@ -220,7 +220,7 @@ impl BlockCache {
         }
     }
 
-    /// The keys with doubted blocks.
+    /// The keys with unconfirmed blocks.
     pub(super) fn unconfirmed_keys(&self) -> Vec<(LimitId, Key)> {
         let mut keys = Vec::new();
         for shard in &self.shards {

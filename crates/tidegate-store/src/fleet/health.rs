@@ -31,11 +31,11 @@ pub(super) struct PartitionHealth {
     pub(super) task_wakeup: Notify,
     /// The local counts. They exist from the first suspicion until the partition is up and none of them is live.
     fallback: RwLock<Option<Arc<LocalFallback>>>,
-    /// The place of the last request that failed.
+    /// The routing key of the last request that failed.
     pub(super) failed_key: Mutex<Option<RoutingKey>>,
 }
 
-/// The position of a key in the store.
+/// The values by which a store that is divided finds a key.
 #[derive(Clone, Copy)]
 pub(super) struct RoutingKey {
     /// The common affinity of the keys of its batch.

@@ -17,7 +17,7 @@ const MAX_UNSYNCED_KEYS: usize = 1 << 16;
 /// The most batches that release permits then. Permits of further batches are held until their leases end.
 const MAX_RELEASES: usize = 1 << 12;
 
-/// A memory store of a share of each limit, and the changes there that the store wasn't told.
+/// A memory store of a share of each limit, and the changes there that weren't sent to the store.
 pub(super) struct LocalFallback {
     pub(super) memory: Memory,
     /// The number of nodes that share the limits.

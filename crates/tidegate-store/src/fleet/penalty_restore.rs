@@ -117,7 +117,7 @@ impl FleetNode {
         let before = self.apply_remote(&with_reset_log_op(Op::new(limit, Verb::Peek, key, 1)), asked_at).await?;
         let answered_at = self.clock.now();
         // By the store's clock the comparison is exact, unless the clock was set in between. By this node's clock, the
-        // strike counts as old as it can be: the moment of the store's decision within the round trip is unknown. In
+        // strike counts as old as it can be: the time of the store's decision within the round trip is unknown. In
         // doubt the reset counts.
         let is_after_strike = |reset: Time| {
             penalty.last_strike_store_time.is_some_and(|began| reset >= began)

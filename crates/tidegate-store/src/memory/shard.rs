@@ -76,19 +76,21 @@ impl Shard {
     /// Returns the number of entries.
     #[inline]
     pub(super) fn len(&self) -> usize {
-        self.table.len()
+        self.table.len
     }
 
     /// Adds the shard's contents and losses to `stats`.
     pub(super) fn add_to_stats(&self, stats: &mut MemoryStats) {
-        stats.entries += self.table.len();
-        stats.bytes += self.table.bytes() + self.cells.capacity() * size_of::<StateCell>() + self.heap_bytes;
+        stats.entries += self.table.len;
+        stats.bytes += self.table.slots.len() * size_of::<Slot>()
+            + self.cells.capacity() * size_of::<StateCell>()
+            + self.heap_bytes;
         stats.losses = stats.losses.plus(self.losses);
     }
 
     #[inline]
     fn find_index(&self, tag: u64) -> Option<usize> {
-        if self.table.home_count() == 0 {
+        if self.table.home_count == 0 {
             return None;
         }
         match self.table.find(tag) {
@@ -396,8 +398,8 @@ impl Shard {
         let slot = Slot { tag, word: word.pack() };
         // Each turn either enlarges the table or removes an entry. The table of a store that has any room has room for
         // one entry.
-        for _ in 0..=self.table.slots().len() + 1 {
-            let home_count = self.table.home_count();
+        for _ in 0..=self.table.slots.len() + 1 {
+            let home_count = self.table.home_count;
             if home_count > 0
                 && let SearchResult::Vacant(at) = self.table.find(tag)
                 && self.table.insert(at, slot) == Ok(())

@@ -27,9 +27,10 @@ pub(super) enum SearchResult {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(super) struct Table {
-    slots: Vec<Slot>,
-    home_count: usize,
-    len: usize,
+    pub slots: Vec<Slot>,
+    pub home_count: usize,
+    /// The number of entries.
+    pub len: usize,
 }
 
 /// The error of a table that is as full as it may get: it must grow, or an entry must be removed.
@@ -51,22 +52,6 @@ impl Table {
     /// Returns the number of homes that fit into this many bytes.
     pub(super) fn home_count_within(bytes: usize) -> usize {
         (bytes / size_of::<Slot>()).saturating_sub(tail_slots(0)) * 16 / 17
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
-
-    pub(super) fn slots(&self) -> &[Slot] {
-        &self.slots
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.slots.len() * size_of::<Slot>()
-    }
-
-    pub(super) fn home_count(&self) -> usize {
-        self.home_count
     }
 
     #[inline]
@@ -227,7 +212,7 @@ mod tests {
                     if table.insert(at, Slot { tag, word }).is_ok() {
                         return;
                     }
-                    let homes = table.home_count();
+                    let homes = table.home_count;
                     table.rebuild(homes + homes / 4 + 1);
                 }
             }
@@ -245,13 +230,13 @@ mod tests {
                 if keep {
                     put(&mut table, tag, step as u64);
                     map.insert(tag, step as u64);
-                } else if table.home_count() > 0 && let SearchResult::Found(at) = table.find(tag) {
+                } else if table.home_count > 0 && let SearchResult::Found(at) = table.find(tag) {
                     table.remove(at);
                     prop_assert!(map.remove(&tag).is_some());
                 }
                 check(&table);
             }
-            prop_assert_eq!(table.len(), map.len());
+            prop_assert_eq!(table.len, map.len());
             let held: Vec<_> = table.slots.iter().filter(|slot| slot.tag != 0).map(|slot| (slot.tag, slot.word)).collect();
             prop_assert_eq!(held, map.into_iter().collect::<Vec<_>>());
         }

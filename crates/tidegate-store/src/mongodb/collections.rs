@@ -208,10 +208,10 @@ impl Collections {
     async fn get_or_insert_meta(&self, name: &str, value: &[u8]) -> Result<Vec<u8>, GroupError> {
         match check_changed_one(self.meta.insert_one(doc! { "_id": name, "value": binary(value) }).await.map(|_| 1)) {
             Ok(()) | Err(GroupError::Conflict(_)) => {}
-            Err(fault) => return Err(fault),
+            Err(error) => return Err(error),
         }
-        let kept = self.meta.find_one(doc! { "_id": name }).await?;
-        let value = kept.as_ref().and_then(|kept| kept.get_binary_generic("value").ok());
+        let stored = self.meta.find_one(doc! { "_id": name }).await?;
+        let value = stored.as_ref().and_then(|stored| stored.get_binary_generic("value").ok());
         value.cloned().ok_or_else(|| GroupError::Failed(format!("its {name} is none of this program's")))
     }
 }

@@ -80,7 +80,7 @@ impl ConnectionState {
 #[derive(Clone)]
 struct OpenConnection {
     connection: RedisConnection,
-    /// The number that tells it from earlier connections.
+    /// A number that no earlier connection had.
     id: u64,
     /// The runtime of its tasks.
     runtime: Handle,

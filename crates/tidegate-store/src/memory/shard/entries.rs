@@ -22,17 +22,17 @@ impl Shard {
     /// The tags of entries above a tag, in order.
     pub(in crate::memory) fn tags_above(&self, tag: u64) -> impl Iterator<Item = u64> {
         let from = match tag.checked_add(1) {
-            Some(next) if self.table.home_count() > 0 => match self.table.find(next) {
+            Some(next) if self.table.home_count > 0 => match self.table.find(next) {
                 SearchResult::Found(at) | SearchResult::Vacant(at) => at,
             },
-            _ => self.table.slots().len(),
+            _ => self.table.slots.len(),
         };
-        self.table.slots()[from..].iter().map(|slot| slot.tag).filter(move |found| *found > tag)
+        self.table.slots[from..].iter().map(|slot| slot.tag).filter(move |found| *found > tag)
     }
 
     /// Returns true if there is an entry that isn't idle.
     pub(in crate::memory) fn has_live_entry(&self, tag: u64, now: Time, shard_context: &ShardContext<'_>) -> bool {
-        self.find_index(tag).is_some_and(|at| !self.is_idle(self.table.slots()[at], now, shard_context.limits))
+        self.find_index(tag).is_some_and(|at| !self.is_idle(self.table.slots[at], now, shard_context.limits))
     }
 
     /// Puts a state back that was stored elsewhere, unless there is one already.

@@ -53,7 +53,7 @@ enum RetentionRank {
 impl Shard {
     /// Evicts states until `additional_bytes` fit beside those in use. May move cells, so the caller may hold no index.
     pub(super) fn make_room(&mut self, additional_bytes: usize, tag: u64, now: Time, shard_context: &ShardContext<'_>) {
-        for _ in 0..=2 * self.table.len() {
+        for _ in 0..=2 * self.table.len {
             let has_spare_cell = self.first_free.is_some() || self.cells.len() < self.cells.capacity();
             let new_cells = if additional_bytes == 0 || has_spare_cell { 0 } else { self.cells.len() / 4 + 4 };
             let used_bytes = (self.cells.capacity() + new_cells) * size_of::<StateCell>() + self.heap_bytes;
@@ -90,12 +90,12 @@ impl Shard {
         now: Time,
         shard_context: &ShardContext<'_>,
     ) -> Option<(RetentionRank, usize)> {
-        let slots = self.table.slots().len();
+        let slots = self.table.slots.len();
         let mut best: Option<(RetentionRank, usize)> = None;
         let mut candidates = 0;
         for step in 0..slots {
             let at = (self.sweep_position + step) % slots;
-            let slot = self.table.slots()[at];
+            let slot = self.table.slots[at];
             let word = SlotWord::unpack(slot.word);
             if slot.tag == 0 || slot.tag >> 12 == tag >> 12 || (states_only && !matches!(word, SlotWord::State(_))) {
                 continue;
@@ -194,17 +194,17 @@ impl Shard {
 
     /// Checks a share of the slots. Called once a second, it checks all of them in a minute.
     pub(in crate::memory) fn sweep_share(&mut self, now: Time, shard_context: &ShardContext<'_>) {
-        self.sweep(self.table.slots().len() / SWEEP_SHARES + 1, now, shard_context);
+        self.sweep(self.table.slots.len() / SWEEP_SHARES + 1, now, shard_context);
         self.shrink();
     }
 
     /// Checks the next `slots` slots and removes idle entries.
     pub(super) fn sweep(&mut self, slots: usize, now: Time, shard_context: &ShardContext<'_>) {
         for _ in 0..slots {
-            if self.sweep_position >= self.table.slots().len() {
+            if self.sweep_position >= self.table.slots.len() {
                 self.sweep_position = 0;
             }
-            let Some(&slot) = self.table.slots().get(self.sweep_position) else { return };
+            let Some(&slot) = self.table.slots.get(self.sweep_position) else { return };
             if slot.tag != 0 && self.is_idle(slot, now, shard_context.limits) {
                 self.remove_at(self.sweep_position);
             } else {
@@ -229,16 +229,16 @@ impl Shard {
 
     /// Frees memory of a mostly empty table or mostly free cells. May move cells, so the caller may hold no index.
     fn shrink(&mut self) {
-        if self.table.len() == 0 {
+        if self.table.len == 0 {
             self.table = Table::default();
             self.cells = Vec::new();
             self.first_free = None;
             self.free_count = 0;
             return;
         }
-        let home_count = self.table.home_count();
-        if home_count > 64 && self.table.len() * 4 < home_count {
-            self.resize_table(self.table.len() * 2);
+        let home_count = self.table.home_count;
+        if home_count > 64 && self.table.len * 4 < home_count {
+            self.resize_table(self.table.len * 2);
         }
         if self.free_count > 64 && self.free_count * 4 > self.cells.len() * 3 {
             self.compact();
@@ -252,8 +252,8 @@ impl Shard {
         let mut cells = std::mem::replace(&mut self.cells, used);
         self.first_free = None;
         self.free_count = 0;
-        for at in 0..self.table.slots().len() {
-            let slot = self.table.slots()[at];
+        for at in 0..self.table.slots.len() {
+            let slot = self.table.slots[at];
             if slot.tag != 0
                 && let SlotWord::State(index) = SlotWord::unpack(slot.word)
             {
