@@ -243,10 +243,8 @@ impl FleetNode {
     /// The partitions that hold a batch's keys, one for each key.
     fn partitions_of(&self, batch: &Batch) -> impl Iterator<Item = (&PartitionHealth, RoutingKey)> {
         let affinity = batch.context().affinity;
-        batch
-            .ops()
-            .iter()
-            .map(move |op| (self.partition_of_key(affinity, op.key), RoutingKey { affinity, key: op.key }))
+        let routing_keys = batch.ops().iter().map(move |op| RoutingKey { affinity, key: op.key });
+        routing_keys.map(move |routing_key| (self.partition_of_key(affinity, routing_key.key), routing_key))
     }
 
     fn partition_of_key(&self, affinity: u64, key: Key) -> &PartitionHealth {
@@ -360,7 +358,6 @@ impl FleetNode {
         local_fallback::LocalFallback::new(self.remote.limits(), self.node_count.load(Ordering::Relaxed), bytes)
     }
 
-    /// Decides without the store.
     fn decide_without_store(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
         match self.on_outage(batch) {
             OnOutage::Deny => Err(StoreError::Unavailable),
@@ -429,7 +426,6 @@ impl FleetNode {
         }
     }
 
-    /// Updates the number of nodes from the answer to a heartbeat.
     fn update_node_count(&self, outcomes: &Outcomes) {
         let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok()).unwrap_or(1).max(1);
         if self.clock.now().as_micros() < self.node_count_reliable_at.load(Ordering::Relaxed) {
@@ -439,14 +435,12 @@ impl FleetNode {
         }
     }
 
-    /// A batch about a list of nodes.
     fn node_list_batch(&self, verb: Verb, list: Key, affinity: u64) -> Batch {
         let op = self.heartbeat_limit.map(|limit| Op::new(limit, verb, list, 1));
         new_batch(self.options.node_id, affinity, op)
     }
 }
 
-/// A batch over keys of this affinity.
 fn new_batch(holder: u64, affinity: u64, ops: impl IntoIterator<Item = Op>) -> Batch {
     let mut batch = Batch::new(holder).with_ops(ops);
     batch.set_affinity(affinity);

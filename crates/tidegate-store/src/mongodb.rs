@@ -117,7 +117,6 @@ impl MongoDriver {
         Ok(self.execute_loaded(limits, group, &found, server_time).0)
     }
 
-    /// Changes several documents in a transaction.
     async fn execute_in_transaction(
         &self,
         documents: &Collections,
@@ -237,7 +236,6 @@ impl GroupDriver for MongoDriver {
     }
 }
 
-/// Fails if a client has one of these documents locked.
 fn check_unlocked(found: &[StateDocument], server_time: Time) -> Result<(), GroupError> {
     match found.iter().all(|document| document.is_unlocked(server_time)) {
         true => Ok(()),

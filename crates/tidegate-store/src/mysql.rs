@@ -63,7 +63,6 @@ fn padded_list<'a, T>(items: &'a [T], placeholder: &str) -> (String, impl Iterat
     (vec![placeholder; size].join(", "), items.iter().chain(padding))
 }
 
-/// Executes a statement with these keys.
 async fn execute_with_keys<'a>(
     connection: &mut MySqlConnection,
     statement: String,
@@ -73,7 +72,6 @@ async fn execute_with_keys<'a>(
     query.execute(connection).await.map(drop)
 }
 
-/// The server's error number.
 fn error_number(error: &dyn DatabaseError) -> u16 {
     error.try_downcast_ref::<MySqlDatabaseError>().map_or(0, MySqlDatabaseError::number)
 }

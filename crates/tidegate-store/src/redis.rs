@@ -32,7 +32,7 @@ use codec::{BatchCodec, PeriodMismatchError};
 use connection::{RedisCommandError, RedisTimeouts, SharedConnection};
 use keys::KeyNames;
 use masters::SlotMasters;
-use redis::{Cmd, ServerErrorKind, Value};
+use redis::{Cmd, ErrorKind, ServerErrorKind, Value};
 use script::{Script, ScriptCache, ScriptKind};
 
 /// The maximum number of attempts when a quota's period isn't the expected one. Two are enough in most cases.
@@ -252,7 +252,7 @@ impl RedisInner {
         let script_command =
             |command_name, script| codec::script_command(command_name, script, names.clone(), arguments.clone());
         match self.connection.send(&script_command("EVALSHA", &script.hash)).await {
-            Err(error) if error.is_server_error(ServerErrorKind::NoScript) => {
+            Err(RedisCommandError::Redis(error)) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
                 self.connection.send(&script_command("EVAL", &script.text)).await
             }
             answer => answer,

@@ -63,7 +63,6 @@ pub(crate) const GROUP_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) const SCHEMA_VERSION: u32 = 1;
 /// The number of expired rows that one step removes.
 pub(crate) const MAX_CLEAN_ROWS: i64 = 1000;
-/// The maximum number of steps of one clean-up.
 pub(crate) const MAX_CLEAN_STEPS: usize = 10;
 /// The maximum time of a clean-up. No caller waits for it, and a busy server needs longer for it than for a decision.
 pub(crate) const CLEAN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -206,7 +205,6 @@ pub(crate) async fn with_timeout<T>(
     Ok(tokio::time::timeout(limit, work).await.map_err(|_| StoreError::Timeout(limit))??)
 }
 
-/// The stored seed, from its bytes.
 pub(crate) fn seed_from_bytes(stored: Vec<u8>) -> Result<[u8; 16], GroupError> {
     stored.try_into().map_err(|_| GroupError::Failed("the seed in it isn't 16 bytes long".into()))
 }

@@ -96,9 +96,7 @@ struct JournalInner {
     /// Locked after the disk, where both are locked.
     plans: Mutex<Vec<Arc<PersistedPlan>>>,
     store_file: Mutex<(StoreFile, WriteBuffers)>,
-    /// The number of writings begun.
     writes_started: AtomicU64,
-    /// The last writing that has ended.
     last_write: watch::Sender<FinishedWrite>,
     is_failing: AtomicBool,
     health: Mutex<FileHealth>,
@@ -274,7 +272,6 @@ impl Drop for Journal {
 }
 
 impl JournalInner {
-    /// The writer's thread.
     fn run_writer(&self) {
         loop {
             let delay = match self.flush {

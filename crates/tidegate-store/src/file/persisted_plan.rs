@@ -47,7 +47,6 @@ pub(super) struct WriteBuffers {
     rows: Vec<(u128, RowUpdate)>,
 }
 
-/// A row's change.
 enum RowUpdate {
     /// The row is put. `end` is where its value ends. `period` is the start of a quota's period: if the row counts
     /// another period, its earlier value is archived.
@@ -64,13 +63,11 @@ impl PersistedPlan {
         Self { shards, by_tag, opened_at: now, is_reconciled: AtomicBool::new(true), pending_resets: Mutex::default() }
     }
 
-    /// The limit of this tag.
     pub(super) fn limit_id(&self, tag: u64) -> Option<LimitId> {
         let at = self.by_tag.binary_search_by_key(&tag, |(tag, _)| *tag).ok()?;
         Some(self.by_tag[at].1)
     }
 
-    /// True if the limit is a quota.
     pub(super) fn is_quota(&self, id: LimitId) -> bool {
         self.shards.limits().get(id).is_some_and(|limit| limit.kind().has_periods())
     }

@@ -130,19 +130,14 @@ impl StoreFile {
     pub(super) fn get_or_insert_seed(&mut self, proposal: [u8; 16]) -> Result<[u8; 16], FileError> {
         self.with_database(|database| {
             let write = database.begin_write()?;
-            let seed = {
-                let mut metadata = write.open_table(METADATA)?;
-                let stored = metadata.get(SEED_KEY)?.and_then(|seed| seed.value().try_into().ok());
-                if stored.is_none() {
-                    metadata.insert(SEED_KEY, proposal.as_slice())?;
-                }
-                stored
-            };
-            match seed {
-                Some(_) => write.abort()?,
-                None => write.commit()?,
+            let stored = write.open_table(METADATA)?.get(SEED_KEY)?.and_then(|seed| seed.value().try_into().ok());
+            if let Some(seed) = stored {
+                write.abort()?;
+                return Ok(seed);
             }
-            Ok(seed.unwrap_or(proposal))
+            write.open_table(METADATA)?.insert(SEED_KEY, proposal.as_slice())?;
+            write.commit()?;
+            Ok(proposal)
         })
     }
 
@@ -162,7 +157,6 @@ impl StoreFile {
         })
     }
 
-    /// Returns the number of states.
     pub(super) fn row_count(&mut self) -> Result<u64, FileError> {
         self.with_database(|database| Ok(database.begin_read()?.open_table(STATES)?.len()?))
     }
@@ -175,15 +169,11 @@ impl StoreFile {
         let mut sweep_position = self.sweep_position;
         let result = self.with_database(|database| {
             let write = database.begin_write()?;
-            let written = {
-                let mut rows = RowWriter {
-                    states: write.open_table(STATES)?,
-                    sweep_position: &mut sweep_position,
-                    changed_count: 0,
-                };
-                change(&mut rows)?;
-                WriteSummary { any_changed: rows.changed_count > 0, row_count: rows.states.len()? }
-            };
+            let (states, sweep_position) = (write.open_table(STATES)?, &mut sweep_position);
+            let mut rows = RowWriter { states, sweep_position, changed_count: 0 };
+            change(&mut rows)?;
+            let written = WriteSummary { any_changed: rows.changed_count > 0, row_count: rows.states.len()? };
+            drop(rows);
             if written.any_changed {
                 write.commit()?
             } else {
@@ -196,12 +186,10 @@ impl StoreFile {
     }
 }
 
-/// The result of a writing.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WriteSummary {
     /// True if there was anything to write.
     pub any_changed: bool,
-    /// The number of rows.
     pub row_count: u64,
 }
 
@@ -270,7 +258,6 @@ impl RowWriter<'_> {
         Ok(())
     }
 
-    /// The number of rows.
     pub(super) fn row_count(&self) -> Result<u64, StorageError> {
         self.states.len()
     }
@@ -376,7 +363,6 @@ fn visit_pairs(
     Ok(())
 }
 
-/// The key of a row.
 pub(super) fn row_key(tag: u64, key_bits: u64) -> u128 {
     u128::from(tag) << 64 | u128::from(key_bits)
 }

@@ -47,7 +47,6 @@ struct CachedBlock {
     /// The time of the decision, by the store's clock.
     decided_at: Time,
     ops_and_outcomes: Box<[(Op, Outcome)]>,
-    /// The batch's affinity.
     affinity: u64,
     status: BlockStatus,
 }

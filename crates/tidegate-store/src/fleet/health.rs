@@ -108,7 +108,7 @@ impl PartitionHealth {
     /// Drops the local counts, once the partition is up and none of them is live.
     pub(super) fn drop_unused_fallback(&self) {
         let mut fallback = self.fallback.write();
-        if self.is_up() && fallback.as_ref().is_some_and(|local| local.is_empty()) {
+        if self.is_up() && fallback.as_ref().is_some_and(|local| local.memory.stats().entries == 0) {
             *fallback = None;
         }
     }

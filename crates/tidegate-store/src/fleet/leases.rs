@@ -62,7 +62,6 @@ struct LeaseSlice {
     affinity: u64,
 }
 
-/// The result of spending.
 #[expect(clippy::large_enum_variant, reason = "boxing the common answer would allocate on every decision")]
 pub(super) enum SpendResult {
     /// Decided here.
@@ -151,7 +150,6 @@ impl Leases {
         (SpendResult::Request(SliceRequest { leases: Arc::clone(self), keys, finished, size, lease }), refund)
     }
 
-    /// Forgets the slices of a key.
     pub(super) fn forget(&self, limit: LimitId, key: Key) {
         if !self.has_leases {
             return;

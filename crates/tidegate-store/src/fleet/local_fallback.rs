@@ -53,11 +53,6 @@ impl LocalFallback {
         Self { memory, node_count, unsynced: Mutex::default(), releases: Mutex::default() }
     }
 
-    /// True if no entry here counts.
-    pub(super) fn is_empty(&self) -> bool {
-        self.memory.stats().entries == 0
-    }
-
     pub(super) fn apply(&self, batch: &Batch, now: Time) -> Outcomes {
         let mut outcomes = self.memory.apply_now(batch, now);
         if batch.ops().iter().any(|op| op.verb == Verb::Renew) {

@@ -147,7 +147,6 @@ fn mark_down(node: &FleetNode, partition: &PartitionHealth, error: &str) {
     }
 }
 
-/// Returns to the store.
 async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
     restore_seed(node).await;
     node.node_count_reliable_at.store((node.clock.now() + NODE_LEASE).as_micros(), Ordering::Relaxed);
@@ -201,7 +200,6 @@ async fn spawn_when_free(running: &mut JoinSet<()>, task: impl Future<Output = (
     running.spawn(task);
 }
 
-/// Sends the store batches that need no answer.
 async fn run_submit_queue(node: Arc<FleetNode>, mut submit_receiver: mpsc::Receiver<(Batch, Time)>) {
     let mut running = JoinSet::new();
     while let Some((batch, now)) = submit_receiver.recv().await {

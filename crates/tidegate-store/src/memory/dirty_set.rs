@@ -84,7 +84,6 @@ impl Shards<DirtySet> {
         more
     }
 
-    /// Notes every entry.
     pub(crate) fn mark_all_dirty(&self) {
         for shard in 0..self.len() {
             self.lock_shard(shard).tracker.mark_all();

@@ -53,7 +53,6 @@ fn entry_bytes(state: &KeyState) -> usize {
     size_of::<StateCell>() + SLOT_BYTES + state.heap_bytes()
 }
 
-/// The limit of a tag.
 pub(super) fn limit_id(tag: u64) -> Option<LimitId> {
     LimitId::from_index((tag as usize & 0xfff).checked_sub(1)?)
 }
@@ -73,7 +72,6 @@ impl Shard {
         self.table.publish_location(&self.table_locations[self.shard_index]);
     }
 
-    /// Returns the number of entries.
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.table.len

@@ -148,7 +148,6 @@ impl<N: ChangeTracker> Shards<N> {
         ShardContext { limits: &self.limits, capacity: self.shard_capacity }
     }
 
-    /// Returns the number of shards.
     #[cfg(any(feature = "file", test))]
     pub(crate) fn len(&self) -> usize {
         self.shards.len()

@@ -38,9 +38,7 @@ pub(super) struct Table {
 pub(super) struct TableFullError;
 
 const MIN_HOME_COUNT: usize = 4;
-/// The bytes of a cache line.
 pub(super) const CACHE_LINE: usize = 64;
-/// The number of slots in a cache line.
 const SLOTS_PER_LINE: usize = CACHE_LINE / size_of::<Slot>();
 
 /// Slots behind the last home, for runs that begin near it.

@@ -17,7 +17,6 @@ use crate::rows::{GroupError, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, check_sche
 /// The maximum time for which a client locks the documents of a batch: it may die meanwhile.
 const LOCK_DURATION: Span = Span::from_secs(1);
 
-/// The collections and the abilities of their server.
 pub(super) struct Collections {
     pub(super) client: Client,
     database: Database,
@@ -84,7 +83,6 @@ impl Collections {
         self.database.run_command(doc! { self.hello_command: 1 }).await
     }
 
-    /// The server's clock.
     pub(super) async fn server_time(&self) -> Result<Time, GroupError> {
         let hello = self.hello().await?;
         let clock =

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use percent_encoding::percent_decode_str;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisConnectionInfo};
 
-/// The default ports of a server and of a sentinel.
 const SERVER_PORT: u16 = 6379;
 const SENTINEL_PORT: u16 = 26379;
 
@@ -39,10 +38,8 @@ pub enum RedisUrlError {
     Parameters,
 }
 
-/// The kind of the named hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Topology {
-    /// One server.
     SingleServer,
     /// Some nodes of a cluster.
     Cluster,
@@ -50,7 +47,6 @@ pub(super) enum Topology {
     Sentinel(Arc<str>),
 }
 
-/// The servers and the log-in.
 #[derive(Clone)]
 pub(super) struct RedisAddress {
     pub(super) topology: Topology,

@@ -37,9 +37,7 @@ const RESET_CHANNEL_CAPACITY: usize = 1_024;
 /// The maximum times for connecting and for answers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RedisTimeouts {
-    /// The time to connect and log in.
     pub(super) connect: Duration,
-    /// The time to answer a command.
     pub(super) answer: Duration,
 }
 
@@ -76,7 +74,6 @@ impl ConnectionState {
     }
 }
 
-/// One connection.
 #[derive(Clone)]
 struct OpenConnection {
     connection: RedisConnection,
@@ -192,17 +189,10 @@ pub(super) enum RedisCommandError {
     NotConnected(Arc<str>),
 }
 
-impl RedisCommandError {
-    pub(super) fn is_server_error(&self, kind: ServerErrorKind) -> bool {
-        matches!(self, Self::Redis(error) if error.kind() == ErrorKind::Server(kind))
-    }
-}
-
 /// A command without an answer yet. If its caller is cancelled first, a probe tests if the server still answers.
 /// Otherwise later callers might wait for a dead connection too.
 struct PendingCommand<'a> {
     shared: &'a Arc<SharedConnection>,
-    /// The id of its connection.
     connection_id: u64,
     is_answered: bool,
 }

@@ -30,7 +30,6 @@ impl KeyNames {
         [self.prefix.as_slice(), b"seed"].concat()
     }
 
-    /// The channel on which resets are published.
     pub(super) fn reset_channel(&self) -> &[u8] {
         &self.reset_channel
     }

@@ -35,7 +35,6 @@ struct SlotBatch {
 }
 
 impl SlotBatch {
-    /// The latest known outcomes.
     fn latest_outcomes(&self) -> &Outcomes {
         self.applied.as_ref().map_or(&self.peeked, |(outcomes, _)| outcomes)
     }

@@ -22,10 +22,8 @@ pub(crate) struct LoadedRows<'a> {
     earliest_decision: Option<Time>,
 }
 
-/// The change of a row.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum RowChange {
-    /// No change.
     Keep,
     /// No row existed, and none is needed.
     StayAbsent,

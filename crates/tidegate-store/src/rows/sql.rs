@@ -33,7 +33,6 @@ pub(crate) trait SqlDialect: Send + Sync + 'static {
     /// Runs a statement without parameters.
     fn run_statement(&self, connection: &mut Self::Connection, statement: &'static str) -> impl SqlFuture<()>;
 
-    /// Prepares a new connection.
     fn init_connection(&self, _: &mut Self::Connection) -> impl SqlFuture<()> {
         std::future::ready(Ok(()))
     }
@@ -50,7 +49,6 @@ pub(crate) trait SqlDialect: Send + Sync + 'static {
     /// Writes rows that are locked.
     fn write_rows(&self, connection: &mut Self::Connection, rows: &[RowWrite]) -> impl SqlFuture<()>;
 
-    /// Removes rows.
     fn remove_rows(&self, connection: &mut Self::Connection, keys: &[RowKey]) -> impl SqlFuture<()>;
 
     /// Removes up to [`MAX_CLEAN_ROWS`] rows expired by `cutoff`, or else by the server's clock. Returns their number.
@@ -69,7 +67,6 @@ pub(crate) type ReadRow = (i64, Option<Vec<u8>>, Option<Vec<u8>>);
 /// A row, its bytes, and its expiry in microseconds.
 pub(crate) type RowWrite = (RowKey, Vec<u8>, i64);
 
-/// The driver of a store in SQL.
 pub(crate) struct SqlDriver<D: SqlDialect> {
     dialect: D,
     pool: ConnectionPool<D::Connection>,

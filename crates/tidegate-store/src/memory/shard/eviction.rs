@@ -23,7 +23,6 @@ const RECOUNT_INTERVAL: Span = Span::from_secs(1);
 /// The bytes that a shard's parts may take.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::memory) struct ShardCapacity {
-    /// Homes of the table.
     pub home_count: usize,
     /// Bytes of states, with the memory that they hold outside their cells.
     pub state_bytes: usize,
