@@ -132,7 +132,7 @@ impl MongoDriver {
                 Ok(results)
             }
             other => {
-                // If the abort is lost, the server ends the transaction at the session's next one, or at its time limit.
+                // If the abort is lost, the server ends the transaction at the session's next one or at a time limit.
                 let _ = session.abort_transaction().await;
                 other.map(|(results, _)| results)
             }

@@ -1,10 +1,10 @@
 //! Keys under a block, refused here until the block ends.
 //!
 //! A block never gets shorter. So the store's answer about it stays true until the block ends, counted from when the
-//! request was sent, unless the key is reset. If the store reports resets, the node receives them. Otherwise the block is
-//! asked for again every second while the store can be reached. An answer without the block doesn't end it, since the
-//! store may have lost it. The block is *unconfirmed* then, as all blocks are after an outage. It ends only if the store
-//! reports that the key was reset.
+//! request was sent, unless the key is reset. If the store reports resets, the node receives them. Otherwise the block
+//! is asked for again every second while the store can be reached. An answer without the block doesn't end it, since
+//! the store may have lost it. The block is *unconfirmed* then, as all blocks are after an outage. It ends only if the
+//! store reports that the key was reset.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -207,8 +207,8 @@ impl BlockCache {
         }
     }
 
-    /// Makes these blocks unconfirmed: the store is to be asked if it still knows them. Blocks that this node imposed are left
-    /// out, because they are sent to the store anyway.
+    /// Makes these blocks unconfirmed: the store is to be asked if it still knows them. Blocks that this node imposed
+    /// are left out, because they are sent to the store anyway.
     pub(super) fn mark_unconfirmed(&self, is_affected: impl Fn(u64, Key) -> bool) {
         for shard in &self.shards {
             for ((_, key), block) in shard.lock().iter_mut() {

@@ -48,7 +48,7 @@ impl ResetLog {
         Some(Op::new(log_limit, verb, Key::new(key.hi() ^ self.limits.tag(limit), key.lo()), 1))
     }
 
-    /// The time of a key's last reset by the store's clock, from the outcomes of a batch with that operation at its end.
+    /// The time of a key's last reset by the store's clock, from the outcomes of a batch with that operation second.
     fn last_reset_at(&self, outcomes: &Outcomes) -> Option<Time> {
         let (outcome, (_, window)) = (outcomes.list().get(1)?, self.limit_and_window?);
         (outcome.used > 0 && outcome.reset_at > outcomes.now()).then(|| outcome.reset_at - window)

@@ -52,11 +52,6 @@ impl Table {
         (bytes / size_of::<Slot>()).saturating_sub(tail_slots(0)) * 16 / 17
     }
 
-    #[inline]
-    fn home_index(&self, tag: u64) -> usize {
-        home_index(tag, self.home_count)
-    }
-
     /// Publishes the position of the slots in `location`.
     pub(super) fn publish_location(&self, location: &TableLocation) {
         location.slots_address.store(self.slots.as_ptr().addr(), Relaxed);
@@ -68,7 +63,7 @@ impl Table {
     /// mispredict.
     #[inline]
     pub(super) fn find(&self, tag: u64) -> SearchResult {
-        let mut at = self.home_index(tag);
+        let mut at = home_index(tag, self.home_count);
         while let Some(line) = self.slots.get(at..at + SLOTS_PER_LINE) {
             // An empty slot's 0 wraps to the largest value.
             let smaller = line.iter().map(|slot| usize::from(slot.tag.wrapping_sub(1) < tag - 1)).sum::<usize>();
@@ -121,7 +116,8 @@ impl Table {
     /// Removes an entry and closes the gap, so that no run is broken.
     pub(super) fn remove(&mut self, at: usize) {
         let mut end = at + 1;
-        while end < self.slots.len() && self.slots[end].tag != 0 && self.home_index(self.slots[end].tag) < end {
+        let is_displaced = |slot: &Slot, at| slot.tag != 0 && home_index(slot.tag, self.home_count) < at;
+        while self.slots.get(end).is_some_and(|slot| is_displaced(slot, end)) {
             end += 1;
         }
         self.slots.copy_within(at + 1..end, at);
@@ -142,7 +138,7 @@ impl Table {
             Self { slots: vec![Slot::default(); home_count + tail_slots(home_count)], home_count, len: self.len };
         let mut free = 0;
         for slot in self.slots.iter().filter(|slot| slot.tag != 0) {
-            let at = next.home_index(slot.tag).max(free);
+            let at = home_index(slot.tag, home_count).max(free);
             let Some(target) = next.slots.get_mut(at) else { return false };
             *target = *slot;
             free = at + 1;
@@ -197,7 +193,7 @@ mod tests {
         for (at, slot) in table.slots.iter().enumerate().filter(|(_, slot)| slot.tag != 0) {
             assert!(slot.tag > last, "out of order");
             last = slot.tag;
-            let home = table.home_index(slot.tag);
+            let home = home_index(slot.tag, table.home_count);
             assert!(home <= at && table.slots[home..at].iter().all(|slot| slot.tag != 0), "a broken run");
         }
     }

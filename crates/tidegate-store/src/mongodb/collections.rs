@@ -91,8 +91,8 @@ impl Collections {
         Ok(Time::from_micros(millis.saturating_mul(1000)))
     }
 
-    /// The documents of these keys, in their order, and then the server's time: no earlier than any change in them. In a
-    /// transaction, an earlier one that commits a change of these documents after this reading fails.
+    /// The documents of these keys, in their order, and then the server's time: no earlier than any change in them. If
+    /// this is in a transaction, an earlier transaction that commits a change of these documents later fails.
     pub(super) async fn read(
         &self,
         session: Option<&mut ClientSession>,
@@ -159,7 +159,10 @@ impl Collections {
         let done = match version {
             Some(version) => {
                 // A locked document must not expire.
-                let lock = doc! { "$set": { "version": new_version, "locked_until": locked_until }, "$max": { "expires_at": locked_until } };
+                let lock = doc! {
+                    "$set": { "version": new_version, "locked_until": locked_until },
+                    "$max": { "expires_at": locked_until },
+                };
                 let taken = self.state.update_one(version_filter(key, version), lock).await;
                 taken.map(|taken| taken.matched_count)
             }

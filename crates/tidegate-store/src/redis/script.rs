@@ -54,6 +54,8 @@ const FLAG_BYTES: usize = 8;
 const PENALTY_BYTES: usize = 40;
 const PENALTY_BIT: u8 = 1 << 6;
 const UPDATE_BIT: u8 = 1 << 7;
+/// The bits of rates, quotas, cool-downs and paces, whose states are one value each.
+const ONE_VALUE_KINDS: u8 = 0b11_0110;
 
 /// The script that a batch needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,7 +151,9 @@ fn push_general_text(parts: u8, text: &mut String) {
     if has_penalties && has_updates {
         text.push_str(include_str!("lua/penalty_update.lua"));
     }
-    text.push_str(include_str!("lua/value.lua"));
+    if parts & ONE_VALUE_KINDS != 0 {
+        text.push_str(include_str!("lua/value.lua"));
+    }
     for (_, (_, evaluate_text, update_text)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
         text.push_str(evaluate_text);
         text.push_str(if has_updates { update_text } else { "" });

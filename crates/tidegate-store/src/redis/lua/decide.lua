@@ -1,9 +1,9 @@
 -- core/batch/execute.rs: first all limits are evaluated. Then either all are charged, or those that refuse add their
 -- strikes. Everything is read before anything is written, so an unreadable state changes nothing.
 --
--- The response is the time of the decision, then for each operation: the evaluated state (`encode_state`) and its penalty
--- record; for a verb that updates, whether it did anything; for a step of a pace, the pace before it. If the time is in
--- no period that was sent for a quota, the response is the time alone.
+-- The response is the time of the decision, then for each operation: the evaluated state (`encode_state`) and its
+-- penalty record; for a verb that updates, whether it did anything; for a step of a pace, the pace before it. If the
+-- time is in no period that was sent for a quota, the response is the time alone.
 
 local ADMITTED, PAROLE, REFUSED, BLOCKED = 0, 1, 2, 3
 
@@ -19,7 +19,8 @@ local next_position = 34
 for index, key in ipairs(KEYS) do
   local op = { is_applied = 1 }
   local length
-  length, op.kind, op.verb, op.is_shadow, op.counts_refused, op.allows_parole, op.grants_parole, op.has_penalty, op.exceeds_capacity, op.cost, op.position =
+  length, op.kind, op.verb, op.is_shadow, op.counts_refused, op.allows_parole, op.grants_parole, op.has_penalty,
+    op.exceeds_capacity, op.cost, op.position =
     unpack('<BBBBBBBBBd', bytes, next_position)
   next_position = next_position + 1 + length
   if op.has_penalty == 1 then
@@ -58,7 +59,9 @@ end
 
 -- Charges. Ends a parole that admitted the call, or, if `may_lapse`, one that the room covers.
 local function charge_and_end_parole(op, state, may_lapse)
-  if state.parole > 0 and (op.verdict == PAROLE or may_lapse and has_room_for_parole[op.kind](op, state)) then state.parole = 0 end
+  if state.parole > 0 and (op.verdict == PAROLE or may_lapse and has_room_for_parole[op.kind](op, state)) then
+    state.parole = 0
+  end
   charge[op.kind](op, state)
   state.changed = true
 end

@@ -13,9 +13,9 @@ if now < 0 then
   now = time[1] * 1000000 + time[2]
 end
 
--- The functions of each kind of limit. `load` reads a state, and `save` writes it back. `evaluate` returns true if there
--- is room, and sets `op.free_at` if there is none. `has_room_for_parole` returns true if the room covers the parole.
--- `charge` counts the call. `apply` executes the verbs that update, and returns true if there is anything to save.
+-- The functions of each kind of limit. `load` reads a state, and `save` writes it back. `evaluate` returns true if
+-- there is room, and sets `op.free_at` if there is none. `has_room_for_parole` returns true if the room covers the
+-- parole. `charge` counts the call. `apply` executes the verbs that update, and returns true if there is anything to save.
 -- `encode_state` returns what the caller needs for the outcomes of the whole state.
 local load, evaluate, has_room_for_parole, charge, apply, save, encode_state = {}, {}, {}, {}, {}, {}, {}
 
@@ -31,8 +31,8 @@ local function extend_expiry(state, idle_at)
   return ceil((state.kept_until - now) / 1000) + expiry_margin
 end
 
--- Writes a whole state that is idle from `idle_at` on, or deletes it if it is idle now. The value is `before`, if given,
--- the time until which it is kept, and `value`.
+-- Writes a whole state that is idle from `idle_at` on, or deletes it if it is idle now. The value is `before`, if
+-- given, the time until which it is kept, and `value`.
 local function write_or_delete(state, idle_at, value, before)
   if idle_at > now then
     local expires = extend_expiry(state, min(idle_at, NEVER))

@@ -59,7 +59,8 @@ apply[PACE] = function(op, state)
   else
     local has_failed
     op.response = encode_state[PACE](state)
-    op.max_before_jitter, op.up, op.down, op.randomization, op.max_randomization, op.threshold, op.is_steady, has_failed, op.draw =
+    op.max_before_jitter, op.up, op.down, op.randomization, op.max_randomization, op.threshold, op.is_steady,
+      has_failed, op.draw =
       unpack('<ddddddddd', bytes, op.position + 24)
     if has_failed == 1 then
       record_failure(op, state)

@@ -1,5 +1,5 @@
--- A state that is one value: the time until which it is kept, what `encode_state` returns, and its penalty's record if it
--- isn't empty.
+-- A state that is one value: the time until which it is kept, what `encode_state` returns, and its penalty's record
+-- unless that is empty.
 
 -- Reads a value of `size` bytes and the record behind it. A missing value is all zeros.
 local function read_value(state, size)

@@ -1,11 +1,11 @@
--- core/window. The value is the log's slots, oldest first, 16 bytes each (`at` and `count`), and then the header, so that a
--- new slot and the header are written together. The live slots are those from `head` to before `tail`. An expired slot is
--- skipped by moving `head`. Skipped slots are removed once they outnumber the live ones. There is space for `allocated`
--- slots before the header: more than up to `tail` if some were removed. So a log of thousands of slots is neither read
--- nor written as a whole.
+-- core/window. The value is the log's slots, oldest first, 16 bytes each (`at` and `count`), and then the header, so
+-- that a new slot and the header are written together. The live slots are those from `head` to before `tail`. An
+-- expired slot is skipped by moving `head`. Skipped slots are removed once they outnumber the live ones. There is space
+-- for `allocated` slots before the header: more than up to `tail` if some were removed. So a log of thousands of slots
+-- is neither read nor written as a whole.
 --
--- `loaded` holds the slots from `loaded_from` on as they shall be. Of these, the slots from `edited_from` on differ from
--- the stored ones.
+-- `loaded` holds the slots from `loaded_from` on as they shall be. Of these, the slots from `edited_from` on differ
+-- from the stored ones.
 
 local HEADER_BYTES, SLOT_BYTES, CHUNK_SLOTS = 74, 16, 64
 
@@ -19,7 +19,8 @@ load[WINDOW] = function(state)
   end
   state.exists = true
   local count
-  state.kept_until, state.total, state.newest, state.oldest, state.head, count, state.allocated, state.merged, state.blocked_until, state.parole, state.strikes =
+  state.kept_until, state.total, state.newest, state.oldest, state.head, count, state.allocated, state.merged,
+    state.blocked_until, state.parole, state.strikes =
     unpack('<dddddddBddB', value)
   state.tail = state.head + count
   state.loaded_from = state.tail
