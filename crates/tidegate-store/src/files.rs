@@ -6,7 +6,7 @@
 //! is private to its owner (mode 0600).
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File, FileType, OpenOptions, TryLockError};
+use std::fs::{self, File, FileType, Metadata, OpenOptions, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -34,9 +34,7 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
     for _ in 0..MAX_LINKS {
         match fs::symlink_metadata(&path) {
             Ok(metadata) if metadata.is_symlink() => path = parent_folder(&path).join(fs::read_link(&path)?),
-            Ok(about) => return check_regular(about.file_type()).map(|()| path),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(path),
-            Err(error) => return Err(error),
+            found => return check_regular_or_missing(found).map(|()| path),
         }
     }
     Err(io::Error::other(format!("it leads through more than {MAX_LINKS} symbolic links")))
@@ -47,7 +45,7 @@ pub fn resolve(path: &Path) -> io::Result<PathBuf> {
 /// # Errors
 /// It isn't a regular file, or it can't be opened.
 pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    check_regular_or_missing(path)?;
+    check_regular_or_missing(fs::symlink_metadata(path))?;
     #[cfg(unix)]
     {
         use std::os::unix::fs::OpenOptionsExt as _;
@@ -92,7 +90,7 @@ pub fn replace<E: From<io::Error>>(path: &Path, write: impl FnOnce(&File) -> Res
         .tempfile_in(parent_folder(path))?;
     write(new.as_file())?;
     new.as_file().sync_all()?;
-    check_regular_or_missing(path)?;
+    check_regular_or_missing(fs::symlink_metadata(path))?;
     new.persist(path).map_err(|error| error.error)?;
     // The folder holds the name, so the name survives a power cut only when the folder is written too.
     #[cfg(unix)]
@@ -100,17 +98,16 @@ pub fn replace<E: From<io::Error>>(path: &Path, write: impl FnOnce(&File) -> Res
     Ok(())
 }
 
-/// Removes the files that a process left when it was killed in [`replace`], as far as possible. The caller ensures that
-/// no process replaces the file now.
+/// Removes the files that a process killed in [`replace`] has left, if possible. No process may replace the file now.
 pub fn remove_unfinished(path: &Path) {
     let prefix = temp_prefix(path);
-    let random = |name: &OsStr| {
-        let name = name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes())?;
-        let random = name.strip_suffix(TEMP_SUFFIX.as_bytes())?;
-        (random.len() == RANDOM_CHARS && random.iter().all(u8::is_ascii_alphanumeric)).then_some(())
+    let is_unfinished = |name: &OsStr| {
+        let random = name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes());
+        let random = random.and_then(|name| name.strip_suffix(TEMP_SUFFIX.as_bytes()));
+        random.is_some_and(|random| random.len() == RANDOM_CHARS && random.iter().all(u8::is_ascii_alphanumeric))
     };
     let Ok(entries) = fs::read_dir(parent_folder(path)) else { return };
-    for entry in entries.flatten().filter(|entry| random(&entry.file_name()).is_some()) {
+    for entry in entries.flatten().filter(|entry| is_unfinished(&entry.file_name())) {
         // A file that can't be removed does no harm.
         let _ = fs::remove_file(entry.path());
     }
@@ -152,8 +149,8 @@ fn temp_prefix(path: &Path) -> OsString {
     prefix
 }
 
-fn check_regular_or_missing(path: &Path) -> io::Result<()> {
-    match fs::symlink_metadata(path) {
+fn check_regular_or_missing(found: io::Result<Metadata>) -> io::Result<()> {
+    match found {
         Ok(metadata) => check_regular(metadata.file_type()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),

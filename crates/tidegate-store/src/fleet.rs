@@ -33,7 +33,7 @@ use leases::{Leases, SpendResult};
 use local_fallback::retake_permits_batch;
 use penalty_restore::ResetLog;
 
-/// The number of batches that wait to be told to the store. Further ones are dropped, counted and logged.
+/// The number of batches that wait to be sent to the store. Further ones are dropped, counted and logged.
 const SUBMIT_QUEUE_CAPACITY: usize = 4096;
 
 /// The settings of a node of a fleet.
@@ -48,21 +48,15 @@ pub struct FleetOptions {
     pub max_bytes: usize,
     /// The identity of this node among the others: a random number.
     pub node_id: u64,
-    /// The secret under which keys are hashed, if the store keeps it. It is stored again after the store lost its
-    /// memory.
+    /// The secret under which keys are hashed, if the store keeps it. It is stored again if the store loses it.
     pub seed: Option<[u8; 16]>,
 }
 
 impl FleetOptions {
     /// The defaults, for a node of this number.
-    pub fn new(node: u64) -> Self {
-        Self {
-            timeout: Duration::from_millis(50),
-            nodes: 1,
-            max_bytes: crate::Memory::DEFAULT_MAX_BYTES,
-            node_id: node,
-            seed: None,
-        }
+    pub fn new(node_id: u64) -> Self {
+        let (timeout, max_bytes) = (Duration::from_millis(50), crate::Memory::DEFAULT_MAX_BYTES);
+        Self { timeout, nodes: 1, max_bytes, node_id, seed: None }
     }
 }
 
@@ -108,8 +102,7 @@ struct FleetNode {
     dropped_count: AtomicU64,
     /// The number of failures that made a partition suspect, since it was last logged.
     late_count: AtomicU64,
-    /// The number of nodes that the store last reported. After a start or an outage, its reports until
-    /// `node_count_reliable_at` may be too low.
+    /// The number of nodes that the store last reported. Until `node_count_reliable_at`, its reports may be too low.
     node_count: AtomicUsize,
     node_count_reliable_at: AtomicU64,
     /// True if the store was found to have another secret, so that it is logged once.
@@ -230,7 +223,7 @@ impl Store for Fleet {
             tracing::warn!(late, "answers of the store come too late: decisions are made without it, time and again");
         }
         self.node.partitions.iter().fold(Losses::default(), |losses, partition| {
-            let local = partition.fallback().map(|local| local.memory().maintain(now));
+            let local = partition.fallback().map(|local| local.memory.maintain(now));
             partition.drop_unused_fallback();
             losses.plus(local.unwrap_or_default())
         })
@@ -250,10 +243,8 @@ impl FleetNode {
     /// The partitions that hold a batch's keys, one for each key.
     fn partitions_of(&self, batch: &Batch) -> impl Iterator<Item = (&PartitionHealth, RoutingKey)> {
         let affinity = batch.context().affinity;
-        batch
-            .ops()
-            .iter()
-            .map(move |op| (self.partition_of_key(affinity, op.key), RoutingKey { affinity, key: op.key }))
+        let routing_keys = batch.ops().iter().map(move |op| RoutingKey { affinity, key: op.key });
+        routing_keys.map(move |routing_key| (self.partition_of_key(affinity, routing_key.key), routing_key))
     }
 
     fn partition_of_key(&self, affinity: u64, key: Key) -> &PartitionHealth {
@@ -265,11 +256,6 @@ impl FleetNode {
         let mut partitions = self.partitions_of(batch).map(|(partition, _)| partition);
         let first = partitions.next().unwrap_or(&self.partitions[0]);
         if first.is_up() { partitions.find(|partition| !partition.is_up()).unwrap_or(first) } else { first }
-    }
-
-    /// The partition with the heartbeats.
-    fn heartbeat_partition(&self) -> &PartitionHealth {
-        self.partition_of_key(0, HEARTBEAT_KEY)
     }
 
     /// Asks the store, and decides without it if it doesn't answer.
@@ -289,8 +275,7 @@ impl FleetNode {
         outcomes
     }
 
-    /// Asks the store for as long as its partition is up. If the answer lacks a block that should still hold, it is
-    /// accepted only if the key was reset since.
+    /// Asks the store while its partition is up. An answer without a known block counts only after a reset of the key.
     async fn apply_and_record(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let outcomes = self.apply_remote(batch, sent_at).await?;
         if self.blocks.update_from_store(batch, &outcomes, sent_at) {
@@ -312,41 +297,34 @@ impl FleetNode {
         }
         let mut refusals = RefusalSummary::default();
         refusals.add_part(batch, limits, &outcomes);
-        let is_refundable = |limit: &Limit| !limit.kind().has_permits();
-        let charged = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
-            op.verb == Verb::Take
-                && limits
-                    .get(op.limit)
-                    .is_some_and(|limit| is_refundable(limit) && refusals.must_refund_if_refused(limit, outcome))
-        });
+        let refund_of = |(op, outcome): (&Op, &Outcome)| {
+            let limit = limits.get(op.limit).filter(|limit| !limit.kind().has_permits())?;
+            let is_charged = op.verb == Verb::Take && refusals.must_refund_if_refused(limit, outcome);
+            is_charged.then_some(Op { verb: Verb::Refund, ..*op })
+        };
         let (charged_at, lead) = (outcomes.now(), batch.context().lead);
-        let refund = batch.with_ops(charged.map(|(op, _)| Op { verb: Verb::Refund, ..*op }));
+        let refund = batch.with_ops(batch.ops().iter().zip(outcomes.list()).filter_map(refund_of));
         if !refund.ops().is_empty() {
             self.submit(&refund.with_charged_at(charged_at).with_counted_at(charged_at + lead), now);
         }
         blocked
     }
 
-    /// Asks the store for as long as its partition is up, and learns nothing from the answer.
+    /// Asks the store for as long as its partition is up. Blocks in the answer aren't cached.
     async fn apply_remote(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let partition = self.batch_partition(batch);
         let outcomes = partition.wait_for_response(self.remote.apply(batch, sent_at), self.options.timeout).await;
-        match &outcomes {
-            Ok(_) => {}
-            // The partition went down because another request failed, or isn't up.
-            Err(StoreError::Unavailable) => {}
+        // `Unavailable`: the partition went down because another request failed, or isn't up.
+        if matches!(outcomes, Err(ref error) if !matches!(error, StoreError::Unavailable)) {
+            self.late_count.fetch_add(1, Ordering::Relaxed);
             // The checks of each partition find out which one failed.
-            Err(_) => {
-                self.late_count.fetch_add(1, Ordering::Relaxed);
-                self.partitions_of(batch)
-                    .for_each(|(partition, routing_key)| partition.mark_suspect(|| self.new_fallback(), routing_key));
-            }
+            self.partitions_of(batch)
+                .for_each(|(partition, routing_key)| partition.mark_suspect(|| self.new_fallback(), routing_key));
         }
         outcomes
     }
 
-    /// Resets keys, here and in the store. A reset while the store is away is told later, even if other changes are
-    /// not.
+    /// Resets keys, here and in the store. A reset during an outage is sent later, even if other changes are not.
     #[cold]
     fn reset(self: &Arc<Self>, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
         let (node, batch) = (Arc::clone(self), batch.clone());
@@ -380,7 +358,6 @@ impl FleetNode {
         local_fallback::LocalFallback::new(self.remote.limits(), self.node_count.load(Ordering::Relaxed), bytes)
     }
 
-    /// Decides without the store.
     fn decide_without_store(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
         match self.on_outage(batch) {
             OnOutage::Deny => Err(StoreError::Unavailable),
@@ -394,7 +371,7 @@ impl FleetNode {
         first.map_or(OnOutage::Local, |limit| limit.sharing().on_outage)
     }
 
-    /// Tells the store a batch, and keeps the batch here until the store is back if it doesn't answer.
+    /// Sends the store a batch. If the store doesn't answer, the batch is kept here until it is back.
     async fn submit_or_keep(self: Arc<Self>, batch: Batch, sent_at: Time) {
         // The store may have lost a permit of a call that still runs.
         let is_lost_permit = |(op, outcome): (&Op, &Outcome)| op.verb == Verb::Renew && outcome.verdict.refuses();
@@ -410,7 +387,7 @@ impl FleetNode {
         }
     }
 
-    /// Applies a batch to this node's share. If the store is up, it is told soon.
+    /// Applies a batch to this node's share. If the store is up, the changes are sent to it soon.
     fn apply_locally(&self, batch: &Batch, now: Time) -> Outcomes {
         let partition = self.batch_partition(batch);
         let outcomes = partition.fallback_or_insert(|| self.new_fallback()).apply(batch, now);
@@ -438,23 +415,17 @@ impl FleetNode {
         self.partitions.iter().filter_map(PartitionHealth::fallback).for_each(|local| local.forget(limit, key, now));
     }
 
-    /// The batch by which this node announces itself.
-    fn heartbeat_batch(&self) -> Batch {
-        self.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0)
-    }
-
     /// A batch that shows if a partition of the store takes writes.
     fn probe_batch(&self, partition: &PartitionHealth) -> Batch {
-        match partition.failed_key() {
+        match *partition.failed_key.lock() {
             // The key selects the failed part, and its heartbeat entry is kept there too.
             Some(RoutingKey { affinity, key }) if self.partitions.len() > 1 => {
                 self.node_list_batch(Verb::Take, Key::new(HEARTBEAT_KEY.hi(), key.lo()), affinity)
             }
-            _ => self.heartbeat_batch(),
+            _ => self.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0),
         }
     }
 
-    /// Updates the number of nodes from the answer to a heartbeat.
     fn update_node_count(&self, outcomes: &Outcomes) {
         let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok()).unwrap_or(1).max(1);
         if self.clock.now().as_micros() < self.node_count_reliable_at.load(Ordering::Relaxed) {
@@ -464,11 +435,14 @@ impl FleetNode {
         }
     }
 
-    /// A batch about a list of nodes.
     fn node_list_batch(&self, verb: Verb, list: Key, affinity: u64) -> Batch {
-        let op = self.heartbeat_limit.map(|roll| Op::new(roll, verb, list, 1));
-        let mut batch = Batch::new(self.options.node_id).with_ops(op);
-        batch.set_affinity(affinity);
-        batch
+        let op = self.heartbeat_limit.map(|limit| Op::new(limit, verb, list, 1));
+        new_batch(self.options.node_id, affinity, op)
     }
+}
+
+fn new_batch(holder: u64, affinity: u64, ops: impl IntoIterator<Item = Op>) -> Batch {
+    let mut batch = Batch::new(holder).with_ops(ops);
+    batch.set_affinity(affinity);
+    batch
 }

@@ -79,8 +79,7 @@ pub trait Store: Send + Sync + 'static {
         None::<std::future::Ready<Option<Votes>>>
     }
 
-    /// Does the upkeep, to be called about once a second: forgets a part of the idle entries. Returns the losses since
-    /// the last call.
+    /// Forgets a part of the idle entries, about once a second. Returns the losses since the last call.
     fn maintain(&self, _now: Time) -> Losses {
         Losses::default()
     }
@@ -129,22 +128,21 @@ impl Losses {
     /// Returns the sum of these losses and others.
     #[must_use]
     pub fn plus(&self, other: Self) -> Self {
-        Self {
-            evicted_used: self.evicted_used + other.evicted_used,
-            evicted_exhausted: self.evicted_exhausted + other.evicted_exhausted,
-            refused_blocks: self.refused_blocks + other.refused_blocks,
-            forced_shares: self.forced_shares + other.forced_shares,
-        }
+        self.combine(&other, |one, other| one + other)
     }
 
     /// Returns the losses since `before`, an earlier count of the same store.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
+        self.combine(before, |now, before| now - before)
+    }
+
+    fn combine(&self, other: &Self, count: impl Fn(u64, u64) -> u64) -> Self {
         Self {
-            evicted_used: self.evicted_used - before.evicted_used,
-            evicted_exhausted: self.evicted_exhausted - before.evicted_exhausted,
-            refused_blocks: self.refused_blocks - before.refused_blocks,
-            forced_shares: self.forced_shares - before.forced_shares,
+            evicted_used: count(self.evicted_used, other.evicted_used),
+            evicted_exhausted: count(self.evicted_exhausted, other.evicted_exhausted),
+            refused_blocks: count(self.refused_blocks, other.refused_blocks),
+            forced_shares: count(self.forced_shares, other.forced_shares),
         }
     }
 }

@@ -15,8 +15,7 @@ mod table;
 
 use std::sync::Arc;
 
-use tidegate_core::batch::{Op, Outcome};
-use tidegate_core::{Batch, Clock, KeyState, Limits, Time};
+use tidegate_core::{Batch, Limits, Time};
 
 use crate::{ImmediateStore as _, Losses, Never, Store, StoreResponse};
 #[cfg(feature = "file")]
@@ -24,8 +23,7 @@ pub(crate) use dirty_set::{DirtyCursor, DirtySet};
 use shards::NoTracker;
 pub(crate) use shards::{ChangeFlags, Shards};
 
-/// The bytes of one shard: few enough that a copy takes a fraction of a millisecond, and enough that a thousand keys
-/// are close together.
+/// The bytes of one shard: copied in a fraction of a millisecond, and enough for a thousand neighbouring keys.
 const SHARD_BYTES: usize = 1 << 20;
 /// The most bits of a key that select its shard. A tag leaves these twelve bits out.
 const MAX_SHARD_BITS: u32 = 12;
@@ -39,7 +37,7 @@ pub struct Memory(Shards<NoTracker>);
 
 impl std::fmt::Debug for Memory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Memory").field("max_bytes", &self.0.max_bytes()).finish_non_exhaustive()
+        f.debug_struct("Memory").field("max_bytes", &self.0.max_bytes).finish_non_exhaustive()
     }
 }
 
@@ -82,38 +80,6 @@ impl Memory {
     /// Returns the store's contents and losses. Visits every shard.
     pub fn stats(&self) -> MemoryStats {
         self.0.stats()
-    }
-
-    /// Returns a copy of a key's state under a limit, or `None` if there is none.
-    pub fn clone_state(&self, op: &Op) -> Option<KeyState> {
-        self.0.clone_state(op)
-    }
-
-    /// Fetches the slots of a batch's keys into the processor's cache. For callers that apply the batch soon and
-    /// prepare others until then. It has no effect on any outcome.
-    #[inline]
-    pub fn prefetch(&self, batch: &Batch) {
-        self.0.prefetch(batch);
-    }
-
-    /// [`Memory::prefetch`] of the states that those slots refer to, once the slots are in the cache.
-    #[inline]
-    pub fn prefetch_states(&self, batch: &Batch) {
-        self.0.prefetch_states(batch);
-    }
-
-    /// Takes `op.cost` of one limit for `holder`, without a batch.
-    #[inline]
-    pub fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
-        self.0.take(op, holder, now)
-    }
-
-    /// [`Memory::take`] for callers that need only the wait: returns the time at which the call has room, and the
-    /// present time. If they are the same, the cost was taken. For limits without permits, since there is no holder.
-    /// For a plain rate that is in use, the clock is read only roughly.
-    #[inline]
-    pub fn take_with_clock(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
-        self.0.take_with_clock(op, clock)
     }
 }
 

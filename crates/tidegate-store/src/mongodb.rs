@@ -3,25 +3,21 @@
 mod collections;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use ::mongodb::options::{ClientOptions, ConnectionString, ReadConcern, WriteConcern};
 use ::mongodb::{Client, ClientSession};
 use tidegate_core::{Limits, Time};
 use tokio::sync::OnceCell;
 
-use self::collections::{Collections, StateDocument, classify_error};
+use self::collections::{Collections, StateDocument};
 use crate::StoreError;
 use crate::rows::loaded_rows::RowChange;
 use crate::rows::{
     BatchGroup, BatchResults, CLEAN_TIMEOUT, CONNECT_TIMEOUT, DatabaseOptions, DecisionClock, GROUP_TIMEOUT,
-    GroupDriver, GroupError, GroupExecutor, LoadedRows, MAX_CLEAN_STEPS, RowKey, impl_remote_store, with_timeout,
+    GroupDriver, GroupError, GroupExecutor, LoadedRows, MAX_CLEAN_STEPS, impl_remote_store, with_timeout,
 };
 
-/// The time for which a client locks the documents of a batch. The documents of a client that dies stay locked until
-/// then.
-const LOCK_DURATION: Duration = Duration::from_secs(1);
-/// The maximum number of readings until two in a row agree.
+/// The maximum number of repeated readings until two in a row agree.
 const MAX_READS: u32 = 8;
 
 /// A store in MongoDB 4.4 or later: two collections, `…meta` and `…state`, created at the first request, in the
@@ -34,7 +30,7 @@ const MAX_READS: u32 = 8;
 /// for one second, in which requests for them fail.
 ///
 /// The driver's tasks, and the store with them, live in the tokio runtime of the first request.
-pub struct MongoDb(GroupExecutor<MongoDriver>);
+pub struct MongoDb(Arc<GroupExecutor<MongoDriver>>);
 
 impl MongoDb {
     /// A store for these limits. It connects at the first request, which fails if no server answers.
@@ -70,21 +66,28 @@ struct MongoDriver {
 impl MongoDriver {
     async fn collections(&self) -> Result<&Collections, GroupError> {
         let connect = async || {
-            let mut options = ClientOptions::parse(self.url.clone()).await.map_err(|error| classify_error(&error))?;
+            let mut options = ClientOptions::parse(self.url.clone()).await?;
             options.app_name.get_or_insert_with(|| "tidegate".into());
             options.connect_timeout = Some(CONNECT_TIMEOUT);
             options.server_selection_timeout = Some(CONNECT_TIMEOUT);
             options.max_pool_size = Some(self.connections);
             // A decision that was answered must survive the loss of the server that answered.
             options.write_concern.get_or_insert_with(WriteConcern::majority);
-            let client = Client::with_options(options).map_err(|error| classify_error(&error))?;
-            Collections::new(client, &self.prefix).await
+            Collections::new(Client::with_options(options)?, &self.prefix).await
         };
         self.collections.get_or_try_init(connect).await
     }
 
-    fn execute_group(&self, ledger: &mut LoadedRows<'_>, group: &BatchGroup, server_time: Time) -> BatchResults {
-        ledger.execute_all(group, |queued| self.clock.decision_time(queued.now(), server_time))
+    /// Decides the batches of a group over the documents that were found.
+    fn execute_loaded<'a>(
+        &self,
+        limits: &'a Limits,
+        group: &'a BatchGroup,
+        found: &[StateDocument],
+        server_time: Time,
+    ) -> (BatchResults, LoadedRows<'a>) {
+        let stored = found.iter().map(|document| (document.key, document.state.clone()));
+        LoadedRows::execute(limits, group, stored, &self.clock, server_time)
     }
 
     /// Reads documents without locking them. Every change sets a new version, so two readings in a row that agree show
@@ -95,14 +98,12 @@ impl MongoDriver {
         limits: &Limits,
         group: &BatchGroup,
     ) -> Result<BatchResults, GroupError> {
-        let keys = group_keys(group);
-        let (mut server_time, mut found) = documents.read(&keys).await?;
-        if keys.len() > 1 {
+        let (mut server_time, mut found) = documents.read(None, &group.keys).await?;
+        if group.keys.len() > 1 {
             let mut reads_left = MAX_READS;
             loop {
-                let (later_time, later_found) = documents.read(&keys).await?;
-                let is_unchanged =
-                    found.iter().map(StateDocument::version).eq(later_found.iter().map(StateDocument::version));
+                let (later_time, later_found) = documents.read(None, &group.keys).await?;
+                let is_unchanged = found.iter().zip(&later_found).all(|(one, later)| one.version == later.version);
                 (server_time, found) = (later_time, later_found);
                 if is_unchanged && found.iter().all(|document| document.is_unlocked(server_time)) {
                     break;
@@ -113,77 +114,49 @@ impl MongoDriver {
                 }
             }
         }
-        let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
-        Ok(self.execute_group(&mut ledger, group, server_time))
+        Ok(self.execute_loaded(limits, group, &found, server_time).0)
     }
 
-    /// Changes one document if it hasn't changed since it was read.
-    async fn execute_one(
-        &self,
-        documents: &Collections,
-        limits: &Limits,
-        group: &BatchGroup,
-    ) -> Result<BatchResults, GroupError> {
-        let keys = group_keys(group);
-        let (server_time, found) = documents.read(&keys).await?;
-        check_unlocked(&found, server_time)?;
-        let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
-        let answers = self.execute_group(&mut ledger, group, server_time);
-        for ((key, change), document) in keys.iter().zip(ledger.changes()).zip(&found) {
-            documents.write(None, key, document.version(), change).await?;
-        }
-        Ok(answers)
-    }
-
-    /// Changes several documents in a transaction.
     async fn execute_in_transaction(
         &self,
         documents: &Collections,
         limits: &Limits,
         group: &BatchGroup,
     ) -> Result<BatchResults, GroupError> {
-        let mut session = documents.session().await?;
+        let mut session = documents.client.start_session().await?;
         let begin = session.start_transaction().read_concern(ReadConcern::snapshot());
-        begin.write_concern(WriteConcern::majority()).await.map_err(|error| classify_error(&error))?;
-        match self.execute_and_write(documents, &mut session, limits, group).await {
-            Ok((answers, true)) => {
-                session.commit_transaction().await.map_err(|error| match classify_error(&error) {
-                    GroupError::ConnectionLost(what) => GroupError::Failed(what),
-                    fault => fault,
-                })?;
-                Ok(answers)
+        begin.write_concern(WriteConcern::majority()).await?;
+        match self.execute_and_write(documents, Some(&mut session), limits, group).await {
+            Ok((results, true)) => {
+                session.commit_transaction().await.map_err(|error| GroupError::from(error).of_commit())?;
+                Ok(results)
             }
             other => {
-                // If the abort is lost, the server ends the transaction when the session's next one begins, or at its
-                // own time limit.
+                // If the abort is lost, the server ends the transaction at the session's next one or at a time limit.
                 let _ = session.abort_transaction().await;
-                other.map(|(answers, _)| answers)
+                other.map(|(results, _)| results)
             }
         }
     }
 
-    /// The steps between begin and end of a transaction. Returns the results, and true if anything changed.
+    /// Reads, decides and changes documents: in a transaction, or else one document, if it hasn't changed since it was
+    /// read. Returns the results, and true if anything changed.
     async fn execute_and_write(
         &self,
         documents: &Collections,
-        session: &mut ClientSession,
+        mut session: Option<&mut ClientSession>,
         limits: &Limits,
         group: &BatchGroup,
     ) -> Result<(BatchResults, bool), GroupError> {
-        let keys = group_keys(group);
-        let found = documents.read_in_session(session, &keys).await?;
-        // Read after the snapshot: a transaction with an earlier snapshot that commits a change of these documents
-        // later fails.
-        let server_time = documents.server_time().await?;
+        let (server_time, found) = documents.read(session.as_deref_mut(), &group.keys).await?;
         check_unlocked(&found, server_time)?;
-        let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
-        let answers = self.execute_group(&mut ledger, group, server_time);
+        let (results, rows) = self.execute_loaded(limits, group, &found, server_time);
         let mut is_changed = false;
-        for ((key, change), document) in keys.iter().zip(ledger.changes()).zip(&found) {
-            is_changed |= matches!(change, RowChange::Write(..) | RowChange::Remove);
-            documents.write(Some(&mut *session), key, document.version(), change).await?;
+        for (document, change) in found.iter().zip(rows.changes()) {
+            is_changed |= change.is_change();
+            documents.write(session.as_deref_mut(), &document.key, document.version, change).await?;
         }
-        Ok((answers, is_changed))
+        Ok((results, is_changed))
     }
 
     /// Changes several documents without a transaction: each is locked, in key order, before any is changed. A change
@@ -194,43 +167,41 @@ impl MongoDriver {
         limits: &Limits,
         group: &BatchGroup,
     ) -> Result<BatchResults, GroupError> {
-        let keys = group_keys(group);
-        let (clock, found) = documents.read(&keys).await?;
-        check_unlocked(&found, clock)?;
-        let mut locked: Vec<(RowKey, i64)> = Vec::with_capacity(keys.len());
-        for (key, document) in keys.iter().zip(&found) {
-            match documents.lock(key, document.version(), clock, LOCK_DURATION).await {
-                Ok(version) => locked.push((*key, version)),
-                Err(fault) => {
-                    for (key, version) in locked {
-                        let _ = documents.unlock(&key, version).await;
+        let (read_at, found) = documents.read(None, &group.keys).await?;
+        check_unlocked(&found, read_at)?;
+        let mut lock_versions = Vec::with_capacity(found.len());
+        for document in &found {
+            match documents.lock(&document.key, document.version, read_at).await {
+                Ok(version) => lock_versions.push(version),
+                Err(error) => {
+                    for (document, version) in found.iter().zip(lock_versions) {
+                        let _ = documents.unlock(&document.key, version).await;
                     }
-                    return Err(fault);
+                    return Err(error);
                 }
             }
         }
-        let clock = documents.server_time().await?;
-        let mut ledger = LoadedRows::new(limits, group, stored_states(&found));
-        let answers = self.execute_group(&mut ledger, group, clock);
+        let server_time = documents.server_time().await?;
+        let (results, rows) = self.execute_loaded(limits, group, &found, server_time);
         let mut has_written = false;
-        for ((key, version), change) in locked.iter().zip(ledger.changes()) {
-            let changes = matches!(change, RowChange::Write(..) | RowChange::Remove);
-            let done = match change {
-                RowChange::Keep => documents.unlock(key, *version).await,
+        for ((key, version), change) in group.keys.iter().zip(lock_versions).zip(rows.changes()) {
+            let is_change = change.is_change();
+            let written = match change {
+                RowChange::Keep => documents.unlock(key, version).await,
                 // It was inserted only to be locked.
-                RowChange::StayAbsent => documents.write(None, key, Some(*version), RowChange::Remove).await,
-                change => documents.write(None, key, Some(*version), change).await,
+                RowChange::StayAbsent => documents.write(None, key, Some(version), RowChange::Remove).await,
+                change => documents.write(None, key, Some(version), change).await,
             };
-            match done {
-                Ok(()) => has_written |= changes,
+            match written {
+                Ok(()) => has_written |= is_change,
                 // A retry would charge the written documents twice.
                 Err(GroupError::Conflict(_) | GroupError::ConnectionLost(_)) if has_written => {
                     return Err(GroupError::Failed("the lease ran out halfway".into()));
                 }
-                Err(fault) => return Err(fault),
+                Err(error) => return Err(error),
             }
         }
-        Ok(answers)
+        Ok(results)
     }
 
     async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], StoreError> {
@@ -256,26 +227,17 @@ impl GroupDriver for MongoDriver {
 
     async fn execute(&self, limits: &Limits, group: &BatchGroup) -> Result<BatchResults, GroupError> {
         let documents = self.collections().await?;
-        match group.keys().len() {
-            _ if group.is_read_only() => self.execute_read_only(documents, limits, group).await,
-            0 | 1 => self.execute_one(documents, limits, group).await,
-            _ if documents.supports_transactions() => self.execute_in_transaction(documents, limits, group).await,
+        match group.keys.len() {
+            _ if group.is_read_only => self.execute_read_only(documents, limits, group).await,
+            0 | 1 => self.execute_and_write(documents, None, limits, group).await.map(|(results, _)| results),
+            _ if documents.supports_transactions => self.execute_in_transaction(documents, limits, group).await,
             _ => self.execute_with_locks(documents, limits, group).await,
         }
     }
 }
 
-fn group_keys(group: &BatchGroup) -> Vec<RowKey> {
-    group.keys().iter().map(|(key, _)| *key).collect()
-}
-
-fn stored_states(found: &[StateDocument]) -> impl Iterator<Item = (RowKey, Vec<u8>)> {
-    found.iter().map(|document| (document.key(), document.state().to_vec()))
-}
-
-/// Fails if a client has one of these documents locked.
-fn check_unlocked(found: &[StateDocument], clock: Time) -> Result<(), GroupError> {
-    match found.iter().all(|document| document.is_unlocked(clock)) {
+fn check_unlocked(found: &[StateDocument], server_time: Time) -> Result<(), GroupError> {
+    match found.iter().all(|document| document.is_unlocked(server_time)) {
         true => Ok(()),
         false => Err(GroupError::Conflict("another node has taken a key of it".into())),
     }

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use tidegate_core::batch::RefusalSummary;
-use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
+use tidegate_core::{Batch, Key, Limits, Outcomes, Time, Verb};
 use tokio::sync::broadcast;
 
 pub use address::RedisUrlError;
@@ -32,11 +32,10 @@ use codec::{BatchCodec, PeriodMismatchError};
 use connection::{RedisCommandError, RedisTimeouts, SharedConnection};
 use keys::KeyNames;
 use masters::SlotMasters;
-use redis::{Cmd, ServerErrorKind, Value};
+use redis::{Cmd, ErrorKind, ServerErrorKind, Value};
 use script::{Script, ScriptCache, ScriptKind};
 
-/// The maximum number of attempts when the server's clock isn't where it was expected. Two are enough, unless a period
-/// ends in between.
+/// The maximum number of attempts when a quota's period isn't the expected one. Two are enough in most cases.
 const MAX_PERIOD_TRIES: u32 = 4;
 
 /// The options of a Redis store.
@@ -82,7 +81,7 @@ impl fmt::Debug for RedisOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisOptions")
             .field("prefix", &self.prefix)
-            .field("time", &self.time_source)
+            .field("time_source", &self.time_source)
             .field("reserve", &self.reserve)
             .field("connect_timeout", &self.connect_timeout)
             .field("answer_timeout", &self.answer_timeout)
@@ -102,7 +101,7 @@ struct RedisInner {
     reserve: bool,
     timeouts: RedisTimeouts,
     scripts: ScriptCache,
-    connection: SharedConnection,
+    connection: Arc<SharedConnection>,
     batcher: Batcher,
     masters: SlotMasters,
     /// The server's time minus the caller's in the last answer, in microseconds. It predicts the period of a quota.
@@ -121,25 +120,20 @@ impl Redis {
     /// # Errors
     /// An invalid URL. A server that can't be reached is no error here.
     pub fn new(options: RedisOptions, limits: Arc<Limits>) -> Result<Self, RedisUrlError> {
-        let RedisOptions { url, prefix, time_source: time, reserve, connect_timeout, answer_timeout, authorities } =
-            options;
-        let key_names = Arc::new(KeyNames::new(&prefix));
-        let timeouts = RedisTimeouts { connect: connect_timeout, answer: answer_timeout };
-        let connection =
-            SharedConnection::new(RedisAddress::parse(&url)?, authorities, timeouts, Arc::clone(&key_names));
-        let (scripts, batcher, masters) = (ScriptCache::default(), Batcher::default(), SlotMasters::default());
-        let clock_offset_micros = AtomicI64::new(0);
+        let key_names = Arc::new(KeyNames::new(&options.prefix));
+        let timeouts = RedisTimeouts { connect: options.connect_timeout, answer: options.answer_timeout };
+        let address = RedisAddress::parse(&options.url)?;
         let inner = RedisInner {
             limits,
-            key_names,
-            time_source: time,
-            reserve,
+            time_source: options.time_source,
+            reserve: options.reserve,
             timeouts,
-            scripts,
-            connection,
-            batcher,
-            masters,
-            clock_offset_micros,
+            scripts: ScriptCache::default(),
+            connection: SharedConnection::new(address, options.authorities, timeouts, Arc::clone(&key_names)),
+            key_names,
+            batcher: Batcher::default(),
+            masters: SlotMasters::default(),
+            clock_offset_micros: AtomicI64::new(0),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -165,11 +159,8 @@ impl RemoteStore for Redis {
     }
 
     fn partition(&self, affinity: u64, key: Key) -> usize {
-        if self.inner.connection.is_cluster() {
-            self.inner.masters.index_for_tag(&KeyNames::hash_tag(affinity, key))
-        } else {
-            0
-        }
+        let is_cluster = self.inner.connection.is_cluster();
+        if is_cluster { self.inner.masters.index_for_tag(&KeyNames::hash_tag(affinity, key)) } else { 0 }
     }
 
     fn subscribe_to_resets(&self) -> Option<broadcast::Receiver<Option<KeyReset>>> {
@@ -210,11 +201,11 @@ impl RedisInner {
     ) -> Result<Outcomes, StoreError> {
         let (limits, key_names, time_source) = (&*self.limits, &*self.key_names, self.time_source);
         let codec = BatchCodec { batch, limits, key_names, time_source, other_parts };
-        if codec.is_empty() {
+        if codec.known_ops().next().is_none() {
             let at = self.decision_time(now).await?;
             return Ok(tidegate_core::batch::execute(batch, &self.limits, [].as_mut_slice(), at));
         }
-        let script_kind = codec.script_kind();
+        let script_kind = ScriptKind::for_batch(batch, limits, other_parts == RefusalSummary::default());
         let _slot = match script_kind {
             ScriptKind::Quick(code) => match self.send_batched(code, || codec.encode(now, now)).await? {
                 BatchingOutcome::SendAlone(slot) => slot,
@@ -228,13 +219,17 @@ impl RedisInner {
         };
         let script = self.scripts.get(script_kind);
         let mut expected_now = match time_source {
-            TimeSource::Store => Time::from_micros(now.as_micros().saturating_add_signed(self.clock_offset_micros())),
+            TimeSource::Store => {
+                let offset = self.clock_offset_micros.load(Ordering::Relaxed);
+                Time::from_micros(now.as_micros().saturating_add_signed(offset))
+            }
             TimeSource::Caller => now,
         };
         for _ in 0..MAX_PERIOD_TRIES {
             let request = codec.encode(now, expected_now);
-            // Resets are published on a channel.
-            let arguments = iter::once(request.argument()).chain(codec.has_reset().then(|| key_names.reset_channel()));
+            // Resets are published on a channel, for all nodes.
+            let has_reset = codec.known_ops().any(|(op, _)| op.verb == Verb::Reset);
+            let arguments = iter::once(request.argument()).chain(has_reset.then(|| key_names.reset_channel()));
             let answer = self.run_script(script, request.names(), arguments).await;
             let Value::BulkString(bytes) = answer.map_err(|error| self.to_store_error(error))? else {
                 return Err(StoreError::Failed("the script didn't answer with bytes".into()));
@@ -257,7 +252,7 @@ impl RedisInner {
         let script_command =
             |command_name, script| codec::script_command(command_name, script, names.clone(), arguments.clone());
         match self.connection.send(&script_command("EVALSHA", &script.hash)).await {
-            Err(error) if error.is_server_error(ServerErrorKind::NoScript) => {
+            Err(RedisCommandError::Redis(error)) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
                 self.connection.send(&script_command("EVAL", &script.text)).await
             }
             answer => answer,
@@ -272,26 +267,21 @@ impl RedisInner {
     ) -> Result<Result<Outcomes, PeriodMismatchError>, StoreError> {
         let decoded = codec.decode(bytes).ok_or_else(invalid_response_error)?;
         let at = decoded.as_ref().map_or_else(|PeriodMismatchError(at)| *at, Outcomes::now);
-        self.update_clock_offset(at, now);
+        // Both times are below 2^52.
+        let offset = at.as_micros() as i64 - now.as_micros() as i64;
+        self.clock_offset_micros.store(offset, Ordering::Relaxed);
         Ok(decoded)
-    }
-
-    fn clock_offset_micros(&self) -> i64 {
-        self.clock_offset_micros.load(Ordering::Relaxed)
-    }
-
-    fn update_clock_offset(&self, server_time: Time, caller_time: Time) {
-        // Both are below 2^52.
-        self.clock_offset_micros
-            .store(server_time.as_micros() as i64 - caller_time.as_micros() as i64, Ordering::Relaxed);
     }
 
     /// Returns the time of a decision, after one round trip to the server.
     async fn decision_time(&self, now: Time) -> Result<Time, StoreError> {
-        let time = redis::cmd("TIME");
-        let Value::Array(parts) = self.send(&time).await? else { return Err(missing_time_error()) };
-        let numbers = parts.into_iter().map(redis::from_redis_value::<u64>).collect::<Result<Vec<_>, _>>();
-        let Ok(&[seconds, micros]) = numbers.as_deref() else { return Err(missing_time_error()) };
+        let numbers = match self.send(&redis::cmd("TIME")).await? {
+            Value::Array(parts) => parts.into_iter().map(redis::from_redis_value::<u64>).collect(),
+            _ => Ok(Vec::new()),
+        };
+        let Ok(&[seconds, micros]) = numbers.as_deref() else {
+            return Err(StoreError::Failed("the server doesn't tell the time".into()));
+        };
         Ok(match self.time_source {
             TimeSource::Store => Time::from_micros(seconds.saturating_mul(1_000_000).saturating_add(micros)),
             TimeSource::Caller => now,
@@ -318,14 +308,14 @@ impl RedisInner {
     }
 
     fn to_store_error(&self, error: RedisCommandError) -> StoreError {
-        error.into_store_error(self.timeouts)
+        match error {
+            RedisCommandError::Redis(error) if error.is_timeout() => StoreError::Timeout(self.timeouts.answer),
+            RedisCommandError::Redis(error) => StoreError::Failed(error.to_string()),
+            RedisCommandError::NotConnected(reason) => StoreError::Failed(reason.to_string()),
+        }
     }
 }
 
 fn invalid_response_error() -> StoreError {
     StoreError::Failed("the script's answer can't be read".into())
-}
-
-fn missing_time_error() -> StoreError {
-    StoreError::Failed("the server doesn't tell the time".into())
 }

@@ -25,12 +25,12 @@ pub(crate) use loaded_rows::LoadedRows;
 
 use crate::{StoreError, TimeSource};
 
-/// Implements [`RemoteStore`](crate::RemoteStore) for a type whose only field is a [`GroupExecutor`].
+/// Implements [`RemoteStore`](crate::RemoteStore) for a type whose only field is a shared [`GroupExecutor`].
 macro_rules! impl_remote_store {
     ($store:ty) => {
         impl crate::RemoteStore for $store {
             fn limits(&self) -> &std::sync::Arc<tidegate_core::Limits> {
-                self.0.limits()
+                &self.0.limits
             }
 
             fn apply(
@@ -42,13 +42,13 @@ macro_rules! impl_remote_store {
             }
 
             fn get_or_insert_seed(&self, proposal: [u8; 16]) -> crate::RemoteFuture<[u8; 16]> {
-                let driver = self.0.driver();
-                Box::pin(async move { driver.get_or_insert_seed(proposal).await })
+                let executor = std::sync::Arc::clone(&self.0);
+                Box::pin(async move { executor.driver.get_or_insert_seed(proposal).await })
             }
 
             fn maintain(&self) -> crate::RemoteFuture<()> {
-                let driver = self.0.driver();
-                Box::pin(async move { driver.remove_expired().await })
+                let executor = std::sync::Arc::clone(&self.0);
+                Box::pin(async move { executor.driver.remove_expired().await })
             }
         }
     };
@@ -57,14 +57,12 @@ pub(crate) use impl_remote_store;
 
 /// The maximum time for connecting, TLS and log-in included.
 pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// The maximum time of a group; then its connection is closed. Callers wait for a shorter time, so this releases the
-/// rows of abandoned groups.
+/// The maximum time of a group; then its connection is closed, which releases the rows of abandoned groups.
 pub(crate) const GROUP_TIMEOUT: Duration = Duration::from_secs(2);
 /// The version of the tables or collections that this program creates and reads.
 pub(crate) const SCHEMA_VERSION: u32 = 1;
 /// The number of expired rows that one step removes.
-pub(crate) const MAX_CLEAN_ROWS: usize = 1000;
-/// The maximum number of steps of one clean-up.
+pub(crate) const MAX_CLEAN_ROWS: i64 = 1000;
 pub(crate) const MAX_CLEAN_STEPS: usize = 10;
 /// The maximum time of a clean-up. No caller waits for it, and a busy server needs longer for it than for a decision.
 pub(crate) const CLEAN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -72,20 +70,20 @@ pub(crate) const CLEAN_TIMEOUT: Duration = Duration::from_secs(10);
 /// The options of a store with rows.
 #[derive(Clone)]
 pub struct DatabaseOptions {
-    /// The server and the database, such as `postgres://user:password@host/database`, and how to connect, in the words
-    /// of the driver (`sslmode`, `ssl-mode`, `tls`). A password in it is never shown.
+    /// The server and the database, such as `postgres://user:password@host/database`, with the driver's parameters
+    /// (`sslmode`, `ssl-mode`, `tls`). A password in it is never shown.
     pub url: String,
     /// The beginning of the names of tables or collections: 1 to 32 of `a` to `z`, `0` to `9` and `_`, no digit first.
     /// Default `tidegate_`.
     pub prefix: String,
-    /// The most connections, and so the most groups of callers that are carried out at once: 1 to 256. 8 unless said.
+    /// The maximum number of connections, and so of groups of batches that are executed at once: 1 to 256. Default 8.
     pub connections: u32,
     /// The source of decisions' time. Default the server's clock.
     pub time_source: TimeSource,
 }
 
 impl DatabaseOptions {
-    /// The most connections that can be asked for.
+    /// The largest value of `connections`.
     pub const MAX_CONNECTIONS: u32 = 256;
 
     /// The defaults for the server at this URL.
@@ -93,27 +91,21 @@ impl DatabaseOptions {
         Self { url: url.into(), prefix: "tidegate_".into(), connections: 8, time_source: TimeSource::Store }
     }
 
-    /// Returns the maximum number of connections if all options are in their ranges and the URL has one of these
-    /// schemes.
+    /// Returns the number of connections if all options are in their ranges and the URL has one of these schemes.
     pub(crate) fn validate(&self, schemes: &[&str]) -> Result<usize, StoreError> {
-        let invalid = |what: &str| Err(StoreError::Failed(what.into()));
+        let invalid = |what: String| Err(StoreError::Failed(what));
         if !schemes.iter().any(|scheme| self.url.strip_prefix(scheme).is_some_and(|rest| rest.starts_with("://"))) {
-            return Err(StoreError::Failed(format!(
-                "the store's URL doesn't begin with {}://",
-                schemes.join(":// or ")
-            )));
+            return invalid(format!("the store's URL doesn't begin with {}://", schemes.join(":// or ")));
         }
         let has_valid_chars = self.prefix.bytes().all(|byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'_'));
-        if !has_valid_chars
-            || !(1..=32).contains(&self.prefix.len())
-            || self.prefix.starts_with(|first: char| first.is_ascii_digit())
-        {
-            return invalid("a table prefix is 1 to 32 of a-z, 0-9 and _, and begins with no digit");
+        let begins_with_digit = self.prefix.starts_with(|first: char| first.is_ascii_digit());
+        if !has_valid_chars || !(1..=32).contains(&self.prefix.len()) || begins_with_digit {
+            return invalid("a table prefix is 1 to 32 of a-z, 0-9 and _, and begins with no digit".into());
         }
-        match usize::try_from(self.connections) {
-            Ok(connections) if (1..=Self::MAX_CONNECTIONS).contains(&self.connections) => Ok(connections),
-            _ => invalid("a store keeps 1 to 256 connections"),
+        if !(1..=Self::MAX_CONNECTIONS).contains(&self.connections) {
+            return invalid("a store keeps 1 to 256 connections".into());
         }
+        Ok(self.connections as usize)
     }
 }
 
@@ -122,7 +114,7 @@ impl fmt::Debug for DatabaseOptions {
         f.debug_struct("DatabaseOptions")
             .field("prefix", &self.prefix)
             .field("connections", &self.connections)
-            .field("time", &self.time_source)
+            .field("time_source", &self.time_source)
             .finish_non_exhaustive()
     }
 }
@@ -164,48 +156,44 @@ pub(crate) enum GroupError {
     Failed(String),
 }
 
-impl From<GroupError> for StoreError {
-    fn from(fault: GroupError) -> Self {
-        match fault {
-            GroupError::Conflict(what)
-            | GroupError::ConnectionLost(what)
-            | GroupError::Unreachable(what)
-            | GroupError::Failed(what) => Self::Failed(what),
+impl GroupError {
+    /// The same error at the end of a transaction or of a write that stands alone: it may have been executed.
+    pub(crate) fn of_commit(self) -> Self {
+        match self {
+            Self::ConnectionLost(what) => Self::Failed(what),
+            error => error,
         }
     }
 }
 
-/// The source of decisions' time, and the latest time that callers passed.
-#[derive(Debug)]
-pub(crate) struct DecisionClock {
-    time_source: TimeSource,
-    latest_caller_time: AtomicU64,
+impl From<GroupError> for StoreError {
+    fn from(error: GroupError) -> Self {
+        use GroupError::{Conflict, ConnectionLost, Failed, Unreachable};
+        let (Conflict(what) | ConnectionLost(what) | Unreachable(what) | Failed(what)) = error;
+        Self::Failed(what)
+    }
 }
+
+/// The latest time that callers passed, if theirs is the time of decisions; `None` if it is the server's.
+#[derive(Debug)]
+pub(crate) struct DecisionClock(Option<AtomicU64>);
 
 impl DecisionClock {
     pub(crate) fn new(source: TimeSource) -> Self {
-        Self { time_source: source, latest_caller_time: AtomicU64::new(0) }
+        Self((source == TimeSource::Caller).then(AtomicU64::default))
     }
 
     /// Returns the time of a decision: the caller's or the server's.
     pub(crate) fn decision_time(&self, caller_time: Time, server_time: Time) -> Time {
-        match self.time_source {
-            TimeSource::Store => server_time,
-            TimeSource::Caller => {
-                self.latest_caller_time.fetch_max(caller_time.as_micros(), Ordering::Relaxed);
-                caller_time
-            }
-        }
+        let Some(latest_caller_time) = &self.0 else { return server_time };
+        latest_caller_time.fetch_max(caller_time.as_micros(), Ordering::Relaxed);
+        caller_time
     }
 
     /// The time up to which rows have expired, in microseconds. `None` if the server's clock decides.
     pub(crate) fn expiry_cutoff_micros(&self) -> Option<i64> {
-        match self.time_source {
-            TimeSource::Store => None,
-            TimeSource::Caller => {
-                Some(i64::try_from(self.latest_caller_time.load(Ordering::Relaxed)).unwrap_or(i64::MAX))
-            }
-        }
+        let latest_caller_time = self.0.as_ref()?.load(Ordering::Relaxed);
+        Some(i64::try_from(latest_caller_time).unwrap_or(i64::MAX))
     }
 }
 
@@ -214,10 +202,11 @@ pub(crate) async fn with_timeout<T>(
     limit: Duration,
     work: impl Future<Output = Result<T, GroupError>>,
 ) -> Result<T, StoreError> {
-    match tokio::time::timeout(limit, work).await {
-        Ok(result) => result.map_err(StoreError::from),
-        Err(_) => Err(StoreError::Timeout(limit)),
-    }
+    Ok(tokio::time::timeout(limit, work).await.map_err(|_| StoreError::Timeout(limit))??)
+}
+
+pub(crate) fn seed_from_bytes(stored: Vec<u8>) -> Result<[u8; 16], GroupError> {
+    stored.try_into().map_err(|_| GroupError::Failed("the seed in it isn't 16 bytes long".into()))
 }
 
 /// Checks that the tables or collections have the version that this program knows.

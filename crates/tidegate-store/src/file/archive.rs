@@ -1,9 +1,9 @@
-//! States that are set aside beside a key's own state, for a clock that is set while no process runs.
+//! States that are archived beside a key's own state, for a clock that is set while no process runs.
 //!
 //! If the clock is a day ahead when a process starts, every state seems to have ended. Once the clock is right again,
 //! the process must find the earlier blocks and quotas. So a state that ended while no process ran isn't removed but
-//! set aside. A quota's period makes room for the next one in the same way. A state that ends while a process runs is
-//! removed: that process uses the monotonic clock, which is never set. If a state that was set aside still counts by
+//! archived. A quota's period makes room for the next one in the same way. A state that ends while a process runs is
+//! removed: that process uses the monotonic clock, which is never set. If a state that was archived still counts by
 //! the clock of a later opening, that opening uses it again.
 
 use tidegate_core::batch::{BatchContext, OpContext};
@@ -15,7 +15,7 @@ use tidegate_core::{Key, KeyState, Limit, LimitId, Op, Span, Time, Verb};
 pub(super) const ARCHIVE_DURATION: Span = Span::from_secs(7 * 86_400);
 /// The most rows past their end, about 60 MB. At the bound, the first rows that are checked are removed.
 pub(super) const MAX_ARCHIVED_ROWS: u64 = 1 << 20;
-/// A state that ended less than this before an opening doesn't displace one that was set aside earlier. Between two
+/// A state that ended less than this before an opening doesn't displace one that was archived earlier. Between two
 /// processes that follow each other so closely, the clock wasn't set by much: the earlier state is the one it lost.
 const RESTART_GAP: Span = Span::from_secs(3_600);
 
@@ -34,16 +34,16 @@ impl StoredStates {
         match (self.state, self.archived) {
             (Some(state), None) if is_live(&state) => (without_archived(state), false),
             (Some(state), None) => (Self { state: None, archived: Some(state) }, true),
-            (None, Some(aside)) if is_live(&aside) => (without_archived(aside), true),
-            (None, aside) => (Self { state: None, archived: aside }, false),
-            (Some(state), Some(aside)) => match (is_live(&state), is_live(&aside)) {
-                (true, false) => (Self { state: Some(state), archived: Some(aside) }, false),
-                (false, true) => (Self { state: Some(aside), archived: Some(state) }, true),
-                (true, true) => (merge_live_states(state, aside, limit, now), true),
+            (None, Some(archived)) if is_live(&archived) => (without_archived(archived), true),
+            (None, archived) => (Self { state: None, archived }, false),
+            (Some(state), Some(archived)) => match (is_live(&state), is_live(&archived)) {
+                (true, false) => (Self { state: Some(state), archived: Some(archived) }, false),
+                (false, true) => (Self { state: Some(archived), archived: Some(state) }, true),
+                (true, true) => (merge_live_states(state, archived, limit, now), true),
                 (false, false) => {
                     let replaces_archived =
                         period_start(&state).is_some() || now.since(state.idle_at(limit)) > RESTART_GAP;
-                    (Self { state: None, archived: Some(if replaces_archived { state } else { aside }) }, true)
+                    (Self { state: None, archived: Some(if replaces_archived { state } else { archived }) }, true)
                 }
             },
         }
@@ -51,7 +51,7 @@ impl StoredStates {
 }
 
 /// Merges two states that both count at `now`, since the clock was set back. Of a quota, the nearer period becomes the
-/// state, and the other is set aside. Otherwise the stricter state remains. The later block holds in any case.
+/// state, and the other is archived. Otherwise the stricter state remains. The later block holds in any case.
 fn merge_live_states(state: KeyState, archived: KeyState, limit: &Limit, now: Time) -> StoredStates {
     let record = with_later_block(state.penalty_record(), archived.penalty_record(), limit, now);
     let with_record = |state: &KeyState| KeyState::new(state.usage().clone(), record);
@@ -88,7 +88,7 @@ fn with_later_block(own: &PenaltyRecord, other: &PenaltyRecord, limit: &Limit, n
 /// The start of the period that a quota's state counts, or `None` for other states.
 pub(super) fn period_start(state: &KeyState) -> Option<Time> {
     match state.usage() {
-        Usage::Quota(ledger) => Some(ledger.period.start),
+        Usage::Quota(usage) => Some(usage.period.start),
         _ => None,
     }
 }

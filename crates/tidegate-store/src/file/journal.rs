@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tidegate_core::{Outcomes, Span, Time};
 use tokio::sync::watch;
 
@@ -21,8 +21,7 @@ use crate::memory::ChangeFlags;
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 /// The number of rows that are checked then.
 const SWEEP_ROWS_IDLE: usize = 16_384;
-/// The number of rows that are checked for each changed row, so that rows which the memory has dropped never outnumber
-/// the others; and the least number.
+/// The number of rows checked for each changed row, so that dropped rows never outnumber the others; the least number.
 const SWEEP_ROWS_PER_CHANGE: usize = 2;
 const MIN_SWEEP_ROWS: usize = 256;
 
@@ -69,8 +68,7 @@ impl OnWriteFailure {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FileHealth {
-    /// The reason why the file can't be written at present, or `None`. A restart would lose the changes since the
-    /// failure.
+    /// The reason why the file can't be written now. A restart would lose the changes since the failure.
     pub failure: Option<String>,
     /// The number of times that it was written.
     pub commits: u64,
@@ -98,9 +96,7 @@ struct JournalInner {
     /// Locked after the disk, where both are locked.
     plans: Mutex<Vec<Arc<PersistedPlan>>>,
     store_file: Mutex<(StoreFile, WriteBuffers)>,
-    /// The number of writings begun.
     writes_started: AtomicU64,
-    /// The last writing that has ended.
     last_write: watch::Sender<FinishedWrite>,
     is_failing: AtomicBool,
     health: Mutex<FileHealth>,
@@ -149,7 +145,7 @@ impl Journal {
             FlushMode::Always => Span::ZERO,
             FlushMode::Within(max_lag) => Span::from_duration(max_lag),
         };
-        let path = store_file.path().to_owned();
+        let path = store_file.path.clone();
         let inner = Arc::new(JournalInner {
             flush,
             on_write_failure,
@@ -176,7 +172,7 @@ impl Journal {
     /// # Errors
     /// [`FileError`].
     pub fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], FileError> {
-        self.inner.lock_file().0.get_or_insert_seed(proposal)
+        self.inner.store_file.lock().0.get_or_insert_seed(proposal)
     }
 
     /// Writes what has changed, and waits for it.
@@ -189,32 +185,27 @@ impl Journal {
 
     /// Returns the condition of the file.
     pub fn health(&self) -> FileHealth {
-        self.inner.lock_health().clone()
+        self.inner.health.lock().clone()
     }
 
     /// Registers a plan, and restores the plan's states from the file.
     pub(super) fn add_plan(&self, plan: &Arc<PersistedPlan>, now: Time) -> Result<(), FileError> {
         self.update_time(now);
-        let mut store_file = self.inner.lock_file();
-        let store_file = &mut store_file.0;
+        let store_file = &mut self.inner.store_file.lock().0;
         let mut plans = self.inner.plans.lock();
         let (mut previous_tag, mut unread) = (None, 0_u64);
-        for tag in plan.tags() {
+        for &(tag, _) in &plan.by_tag {
             if previous_tag.replace(tag) == Some(tag) || plans.iter().any(|plan| plan.limit_id(tag).is_some()) {
-                return Err(FileError::TagInUse { path: store_file.path().to_owned(), tag });
+                return Err(FileError::TagInUse { path: store_file.path.clone(), tag });
             }
         }
-        for tag in plan.tags() {
-            if let Some(id) = plan.limit_id(tag) {
-                store_file.visit_states(tag, |key_bits, encoded| {
-                    if !plan.restore(id, key_bits, encoded) {
-                        unread += 1;
-                    }
-                })?;
-            }
+        for &(tag, id) in &plan.by_tag {
+            store_file.visit_states(tag, |key_bits, encoded| {
+                unread += u64::from(!plan.restore(id, key_bits, encoded));
+            })?;
         }
         if unread > 0 {
-            tracing::warn!(path = ?store_file.path(), unread, "states that can't be read were left out");
+            tracing::warn!(path = ?store_file.path, unread, "states that can't be read were left out");
         }
         plans.push(Arc::clone(plan));
         Ok(())
@@ -240,7 +231,7 @@ impl Journal {
         }
         if flags.newly_dirty && inner.write_lag.record_change(now) {
             self.update_time(now);
-            inner.wakeup.signal(|calls| calls.changed = true);
+            inner.wakeup.signal(|signals| signals.changed = true);
         }
         let must_wait = inner.flush == FlushMode::Always || inner.write_lag.exceeds(inner.max_lag, now);
         let continues_in_memory =
@@ -256,7 +247,7 @@ impl Journal {
 
     /// Returns the outcomes when the writing of that number has ended.
     pub(super) fn wait_for_write(&self, write_number: u64, outcomes: Outcomes) -> FileStoreFuture {
-        self.inner.wakeup.signal(|calls| calls.urgent = true);
+        self.inner.wakeup.signal(|signals| signals.urgent = true);
         let mut last_write = self.inner.last_write.subscribe();
         let on_write_failure = self.inner.on_write_failure;
         Box::pin(async move {
@@ -272,7 +263,7 @@ impl Journal {
 
 impl Drop for Journal {
     fn drop(&mut self) {
-        self.inner.wakeup.signal(|calls| calls.closing = true);
+        self.inner.wakeup.signal(|signals| signals.closing = true);
         if let Some(writer) = self.writer.take() {
             // A writer that panicked has nothing more to write.
             let _ = writer.join();
@@ -281,15 +272,6 @@ impl Drop for Journal {
 }
 
 impl JournalInner {
-    fn lock_file(&self) -> MutexGuard<'_, (StoreFile, WriteBuffers)> {
-        self.store_file.lock()
-    }
-
-    fn lock_health(&self) -> MutexGuard<'_, FileHealth> {
-        self.health.lock()
-    }
-
-    /// The writer's thread.
     fn run_writer(&self) {
         loop {
             let delay = match self.flush {
@@ -310,7 +292,7 @@ impl JournalInner {
 
     /// Writes the changes, and checks some rows.
     fn write_changes(&self, sweep_rows: usize) -> Result<(), FileError> {
-        let mut locked = self.lock_file();
+        let mut locked = self.store_file.lock();
         let (store_file, buffers) = &mut *locked;
         // A decision that doesn't see this number yet waits for this writing. It has released its shards by then, since
         // they are locked only after this line. A decision that sees the number waits for the next writing.
@@ -318,18 +300,19 @@ impl JournalInner {
         self.write_lag.start_write();
         let plans = self.plans.lock().clone();
         let now = Time::from_micros(self.latest_time.load(Relaxed));
-        let resets: Vec<ResetKeys> = plans.iter().map(|plan| plan.take_resets()).collect();
+        let resets: Vec<ResetKeys> =
+            plans.iter().map(|plan| std::mem::take(&mut *plan.pending_resets.lock())).collect();
         let written = store_file.write(|rows| {
             for (plan, reset) in plans.iter().zip(&resets) {
                 plan.write_changes(rows, buffers, reset, now)?;
             }
-            let sweep_rows = sweep_rows.max(rows.changed_count() * SWEEP_ROWS_PER_CHANGE);
+            let sweep_rows = sweep_rows.max(rows.changed_count * SWEEP_ROWS_PER_CHANGE);
             let can_archive = can_archive(rows.row_count()?, &plans);
-            rows.sweep(sweep_rows, now, |whose, idle_at| sweep_action(whose, idle_at, &plans, can_archive, now))
+            rows.sweep(sweep_rows, now, |state_key, idle_at| sweep_action(state_key, idle_at, &plans, can_archive, now))
         });
         for (plan, reset) in plans.iter().zip(resets) {
             match written {
-                Ok(_) => plan.set_reconciled(),
+                Ok(_) => plan.is_reconciled.store(true, Relaxed),
                 Err(_) => {
                     plan.shards.mark_all_dirty();
                     plan.add_resets(reset);
@@ -344,14 +327,15 @@ impl JournalInner {
 
     /// Updates `health` with the result, and logs each change between success and failure.
     fn record_result(&self, store_file: &StoreFile, written: Result<WriteSummary, FileError>) -> Result<(), FileError> {
-        let mut health = self.lock_health();
+        let mut health = self.health.lock();
         let was_failing = self.is_failing.swap(written.is_err(), Relaxed);
         match written {
-            Ok(WriteSummary { any_changed: any, row_count: rows }) => {
+            Ok(WriteSummary { any_changed, row_count }) => {
                 if was_failing {
-                    tracing::warn!(path = ?store_file.path(), "the store is written again");
+                    tracing::warn!(path = ?store_file.path, "the store is written again");
                 }
-                *health = FileHealth { failure: None, commits: health.commits + u64::from(any), row_count: rows };
+                let commits = health.commits + u64::from(any_changed);
+                *health = FileHealth { failure: None, commits, row_count };
                 Ok(())
             }
             Err(error) => {
@@ -375,7 +359,7 @@ fn can_archive(rows: u64, plans: &[Arc<PersistedPlan>]) -> bool {
     rows <= archive::MAX_ARCHIVED_ROWS || rows - archive::MAX_ARCHIVED_ROWS <= live_entries()
 }
 
-/// Returns the action on a row: on a state, by its limit's tag and its key, or on one that is set aside.
+/// Returns the action on a row: on a state, by its limit's tag and its key, or on an archived one.
 fn sweep_action(
     state_key: Option<(u64, u64)>,
     idle_at: Time,
@@ -388,10 +372,10 @@ fn sweep_action(
     let owner =
         state_key.and_then(|(tag, key_bits)| plans.iter().find_map(|plan| Some((plan, plan.limit_id(tag)?, key_bits))));
     match owner {
-        Some((plan, id, of_key)) if plan.has_live_entry(id, of_key, now) => SweepAction::Keep,
+        Some((plan, id, key_bits)) if plan.has_live_entry(id, key_bits, now) => SweepAction::Keep,
         Some((plan, id, _)) if is_over && is_kept && plan.is_quota(id) => SweepAction::Archive,
         Some(_) => SweepAction::Remove,
-        // Set aside, or of a policy that may come back.
+        // Archived, or of a policy that may come back.
         None if is_kept => SweepAction::Keep,
         None => SweepAction::Remove,
     }

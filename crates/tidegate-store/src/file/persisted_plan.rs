@@ -9,7 +9,7 @@ use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, Limits, Time, Verb};
 
 use super::archive::{StoredStates, period_start};
-use super::store_file::{EncodedStates, RowWriter, archived_key, row_key, write_value_header};
+use super::store_file::{EncodedStates, RowWriter, archived_key, encode_value, row_key};
 use crate::memory::{DirtyCursor, DirtySet, Shards};
 
 /// The base-2 logarithm of a file store's number of shards, on every machine and for every size. It is fixed because a
@@ -18,22 +18,22 @@ const SHARD_BITS: u32 = 8;
 /// The number of a key's bits in a tag of the memory, beside the shard.
 const TAG_BITS: u32 = 52;
 
-/// The most resets that are remembered until they are written. A further reset doesn't remove the state that was set
-/// aside for its key. If that state still counts after a restart, it is used again: strikes of an earlier period, or a
-/// later period after the clock was set back.
+/// The maximum number of resets that are remembered until they are written. A further reset doesn't remove the archived
+/// state of its key, which a later opening may use again: strikes of an earlier period, or a later period after the
+/// clock was set back.
 const MAX_PENDING_RESETS: usize = 1 << 16;
 
 /// A plan's limits by their tags, and their states.
 pub(super) struct PersistedPlan {
     pub(super) shards: Shards<DirtySet>,
-    /// In order.
-    by_tag: Vec<(u64, LimitId)>,
-    /// The moment at which its states were read.
+    /// The limits by their tags, in order.
+    pub(super) by_tag: Vec<(u64, LimitId)>,
+    /// The time at which its states were read.
     opened_at: Time,
     /// True once the file has its rows as they were arranged then.
-    is_reconciled: AtomicBool,
+    pub(super) is_reconciled: AtomicBool,
     /// Keys that were reset since the file was written.
-    pending_resets: Mutex<ResetKeys>,
+    pub(super) pending_resets: Mutex<ResetKeys>,
 }
 
 /// Keys that were reset: the limit's tag, and the key's bits in the file.
@@ -47,10 +47,9 @@ pub(super) struct WriteBuffers {
     rows: Vec<(u128, RowUpdate)>,
 }
 
-/// A row's change.
 enum RowUpdate {
     /// The row is put. `end` is where its value ends. `period` is the start of a quota's period: if the row counts
-    /// another period, its earlier value is set aside.
+    /// another period, its earlier value is archived.
     Put { end: usize, period: Option<Time> },
     /// The row is removed. If `period` is the start of a quota's period, it is removed only if it counts that period.
     Remove { period: Option<Time> },
@@ -64,18 +63,11 @@ impl PersistedPlan {
         Self { shards, by_tag, opened_at: now, is_reconciled: AtomicBool::new(true), pending_resets: Mutex::default() }
     }
 
-    /// The tags of its limits, in order.
-    pub(super) fn tags(&self) -> impl Iterator<Item = u64> {
-        self.by_tag.iter().map(|(tag, _)| *tag)
-    }
-
-    /// The limit of this tag.
     pub(super) fn limit_id(&self, tag: u64) -> Option<LimitId> {
         let at = self.by_tag.binary_search_by_key(&tag, |(tag, _)| *tag).ok()?;
         Some(self.by_tag[at].1)
     }
 
-    /// True if the limit is a quota.
     pub(super) fn is_quota(&self, id: LimitId) -> bool {
         self.shards.limits().get(id).is_some_and(|limit| limit.kind().has_periods())
     }
@@ -95,7 +87,7 @@ impl PersistedPlan {
         true
     }
 
-    /// Takes note of keys that were reset: none of their rows may stay or be set aside.
+    /// Takes note of keys that were reset: none of their rows may stay or be archived.
     #[cold]
     pub(super) fn record_resets(&self, batch: &Batch) {
         let limits = self.shards.limits();
@@ -103,20 +95,10 @@ impl PersistedPlan {
         self.add_resets(resets.map(|op| (limits.tag(op.limit), key_bits(op.key))));
     }
 
-    /// Takes the keys that were reset, for the next writing to remove.
-    pub(super) fn take_resets(&self) -> ResetKeys {
-        std::mem::take(&mut self.pending_resets.lock())
-    }
-
     pub(super) fn add_resets(&self, resets: impl IntoIterator<Item = (u64, u64)>) {
         let mut pending_resets = self.pending_resets.lock();
         let room = MAX_PENDING_RESETS.saturating_sub(pending_resets.len());
         pending_resets.extend(resets.into_iter().take(room));
-    }
-
-    /// Notes that the file has the rows as they were arranged when they were read.
-    pub(super) fn set_reconciled(&self) {
-        self.is_reconciled.store(true, Relaxed);
     }
 
     /// Arranges the rows, if they aren't yet.
@@ -128,9 +110,12 @@ impl PersistedPlan {
             let Some(limit) = self.shards.limits().get(id) else { continue };
             rows.reconcile(tag, |encoded| {
                 let (stored, has_changed) = decode_states(encoded, limit)?.reconcile(limit, self.opened_at);
-                has_changed.then(|| {
-                    [stored.state, stored.archived].map(|state| state.map(|state| encode_value(&state, limit)))
-                })
+                let value = |state: KeyState| {
+                    let mut value = Vec::new();
+                    encode_value(&state, state.idle_at(limit), &mut value);
+                    value
+                };
+                has_changed.then(|| [stored.state, stored.archived].map(|state| state.map(value)))
             })?;
         }
         Ok(())
@@ -142,8 +127,7 @@ impl PersistedPlan {
         self.shards.has_live_entry(shard, tag, now)
     }
 
-    /// Writes the changes. States are read as they are now, a few at a time, so that decisions don't wait long for a
-    /// lock.
+    /// Writes the changes. Reads few states at a time, so that decisions don't wait long for a lock.
     pub(super) fn write_changes(
         &self,
         rows: &mut RowWriter<'_>,
@@ -172,14 +156,13 @@ impl PersistedPlan {
                     let idle_at = state_and_limit.map(|(state, limit)| (state, state.idle_at(limit)));
                     let update = match idle_at {
                         Some((state, idle_at)) if idle_at > now => {
-                            write_value_header(idle_at, values);
-                            state.encode(values);
-                            // The row of a key that was reset since then isn't set aside.
+                            encode_value(state, idle_at, values);
+                            // The row of a key that was reset since then isn't archived.
                             let period = period_start(state).filter(|_| !resets.contains(&tag_and_key));
                             RowUpdate::Put { end: values.len(), period }
                         }
-                        // A row of an earlier period is set aside when the rows are checked.
-                        Some((state, _)) if has_quota_usage(state) => return,
+                        // A row of an earlier period is archived when the rows are checked.
+                        Some((state, _)) if matches!(state.usage(), Usage::Quota(usage) if usage.used > 0) => return,
                         _ => RowUpdate::Remove { period: state_and_limit.and_then(|(state, _)| period_start(state)) },
                     };
                     updates.push((key, update));
@@ -211,11 +194,6 @@ impl PersistedPlan {
     }
 }
 
-/// True if anything of a quota is used in its period.
-fn has_quota_usage(state: &KeyState) -> bool {
-    matches!(state.usage(), Usage::Quota(ledger) if ledger.used > 0)
-}
-
 /// True if an encoded state counts a quota's period that didn't begin at `start`.
 fn is_other_period(encoded: &[u8], start: Time) -> bool {
     KeyState::decode(encoded).and_then(|state| period_start(&state)).is_some_and(|own_start| own_start != start)
@@ -229,14 +207,6 @@ fn decode_states(encoded: EncodedStates<'_>, limit: &Limit) -> Option<StoredStat
     };
     let [own, archived] = encoded;
     Some(StoredStates { state: decode(own)?, archived: decode(archived)? })
-}
-
-/// A row's value.
-fn encode_value(state: &KeyState, limit: &Limit) -> Vec<u8> {
-    let mut value = Vec::new();
-    write_value_header(state.idle_at(limit), &mut value);
-    state.encode(&mut value);
-    value
 }
 
 /// The bits of a key that the file stores.

@@ -1,7 +1,7 @@
 //! The file itself: a redb database with one table about the file and one of states.
 //!
 //! A row's key is 128 bits: the limit's tag, then the 60 bits of the key that the memory stores, a hash under the
-//! file's own seed. The bit above them marks the key's state that is set aside. The row's value is the time when the
+//! file's own seed. The bit above them marks the key's archived state. The row's value is the time when the
 //! state becomes idle, eight bytes, and the state as core encodes it. A new file is made beside its path and moved
 //! there when it is complete, so that there is never half of one.
 
@@ -15,7 +15,7 @@ use redb::{
     AccessGuard, Builder, Database, Error, ReadableDatabase, ReadableTable, ReadableTableMetadata, StorageError, Table,
     TableDefinition, TableError,
 };
-use tidegate_core::Time;
+use tidegate_core::{KeyState, Time};
 
 use super::FileError;
 use crate::files;
@@ -35,7 +35,7 @@ const CACHE_BYTES: usize = 8 << 20;
 const MIN_COMPACT_BYTES: u64 = 4 << 20;
 /// The number of rows that are checked at once, for those to be removed or moved.
 const BATCH_ROWS: usize = 1024;
-/// The bit of a row's key that marks what is set aside.
+/// The bit of a row's key that marks an archived state.
 const ARCHIVED_BIT: u64 = 1 << 60;
 
 /// Opens the database, again after each failure.
@@ -43,7 +43,7 @@ type OpenDatabaseFn = Box<dyn Fn(&Path) -> Result<Database, Error> + Send>;
 
 /// A file that is open, or that was open until something failed.
 pub(super) struct StoreFile {
-    path: PathBuf,
+    pub(super) path: PathBuf,
     open_database: OpenDatabaseFn,
     database: Option<Database>,
     /// The position where the next check of rows begins.
@@ -55,21 +55,17 @@ impl StoreFile {
     pub(super) fn open(path: &Path) -> Result<Self, FileError> {
         let path = files::resolve(path).map_err(|error| io_error(path, error))?;
         create_if_missing(&path)?;
-        let mut disk = Self::with_opener(&path, Box::new(|path| Ok(builder().create_with_backend(backend(path)?)?)));
-        disk.compact()?;
+        let mut file = Self::with_opener(&path, Box::new(|path| Ok(builder().create_with_backend(backend(path)?)?)));
+        file.compact()?;
         // Its seed is a secret. Only here is the file known to be a store.
         if let Err(error) = files::make_private(&path) {
             tracing::warn!(?path, %error, "others can read the store, which holds a secret");
         }
-        Ok(disk)
+        Ok(file)
     }
 
     pub(super) fn with_opener(path: &Path, open_database: OpenDatabaseFn) -> Self {
         Self { path: path.to_owned(), open_database, database: None, sweep_position: 0 }
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// Returns the database. It is opened again if its last use failed.
@@ -122,12 +118,8 @@ impl StoreFile {
             if bytes < MIN_COMPACT_BYTES {
                 return Ok(());
             }
-            let stored = {
-                let states = database.begin_read()?.open_table(STATES)?;
-                let stats = states.stats()?;
-                stats.stored_bytes() + stats.metadata_bytes()
-            };
-            if stored < bytes / 4 {
+            let stats = database.begin_read()?.open_table(STATES)?.stats()?;
+            if stats.stored_bytes() + stats.metadata_bytes() < bytes / 4 {
                 database.compact()?;
             }
             Ok(())
@@ -138,23 +130,18 @@ impl StoreFile {
     pub(super) fn get_or_insert_seed(&mut self, proposal: [u8; 16]) -> Result<[u8; 16], FileError> {
         self.with_database(|database| {
             let write = database.begin_write()?;
-            let seed = {
-                let mut metadata = write.open_table(METADATA)?;
-                let stored = metadata.get(SEED_KEY)?.and_then(|seed| seed.value().try_into().ok());
-                if stored.is_none() {
-                    metadata.insert(SEED_KEY, proposal.as_slice())?;
-                }
-                stored
-            };
-            match seed {
-                Some(_) => write.abort()?,
-                None => write.commit()?,
+            let stored = write.open_table(METADATA)?.get(SEED_KEY)?.and_then(|seed| seed.value().try_into().ok());
+            if let Some(seed) = stored {
+                write.abort()?;
+                return Ok(seed);
             }
-            Ok(seed.unwrap_or(proposal))
+            write.open_table(METADATA)?.insert(SEED_KEY, proposal.as_slice())?;
+            write.commit()?;
+            Ok(proposal)
         })
     }
 
-    /// Passes each stored key of a limit to `visit`: the key's bits, its encoded state and the state that is set aside.
+    /// Passes each stored key of a limit to `visit`: the key's bits, its encoded state and the archived state.
     pub(super) fn visit_states(
         &mut self,
         tag: u64,
@@ -170,7 +157,6 @@ impl StoreFile {
         })
     }
 
-    /// Returns the number of states.
     pub(super) fn row_count(&mut self) -> Result<u64, FileError> {
         self.with_database(|database| Ok(database.begin_read()?.open_table(STATES)?.len()?))
     }
@@ -183,15 +169,11 @@ impl StoreFile {
         let mut sweep_position = self.sweep_position;
         let result = self.with_database(|database| {
             let write = database.begin_write()?;
-            let written = {
-                let mut rows = RowWriter {
-                    states: write.open_table(STATES)?,
-                    sweep_position: &mut sweep_position,
-                    changed_count: 0,
-                };
-                change(&mut rows)?;
-                WriteSummary { any_changed: rows.changed_count > 0, row_count: rows.states.len()? }
-            };
+            let (states, sweep_position) = (write.open_table(STATES)?, &mut sweep_position);
+            let mut rows = RowWriter { states, sweep_position, changed_count: 0 };
+            change(&mut rows)?;
+            let written = WriteSummary { any_changed: rows.changed_count > 0, row_count: rows.states.len()? };
+            drop(rows);
             if written.any_changed {
                 write.commit()?
             } else {
@@ -204,12 +186,10 @@ impl StoreFile {
     }
 }
 
-/// The result of a writing.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WriteSummary {
     /// True if there was anything to write.
     pub any_changed: bool,
-    /// The number of rows.
     pub row_count: u64,
 }
 
@@ -217,7 +197,8 @@ pub(super) struct WriteSummary {
 pub(super) struct RowWriter<'a> {
     states: Table<'a, u128, &'static [u8]>,
     sweep_position: &'a mut u128,
-    changed_count: usize,
+    /// The number of rows changed so far.
+    pub(super) changed_count: usize,
 }
 
 /// The action on a row that was checked.
@@ -225,7 +206,7 @@ pub(super) struct RowWriter<'a> {
 pub(super) enum SweepAction {
     Keep,
     Remove,
-    /// The row is set aside.
+    /// The row is archived.
     Archive,
 }
 
@@ -235,7 +216,7 @@ impl RowWriter<'_> {
         self.states.insert(key, value).map(drop)
     }
 
-    /// Puts a row. Its earlier value is set aside if `is_other` returns true for the encoded earlier state.
+    /// Puts a row. Its earlier value is archived if `is_other` returns true for the encoded earlier state.
     pub(super) fn put_and_archive_other(
         &mut self,
         key: u128,
@@ -244,17 +225,15 @@ impl RowWriter<'_> {
         is_other: impl FnOnce(&[u8]) -> bool,
     ) -> Result<(), StorageError> {
         self.changed_count += 1;
-        let previous = self.states.insert(key, value)?;
-        let previous =
-            previous.filter(|before| is_other(encoded_state(before.value()))).map(|before| before.value().to_vec());
-        previous.map_or(Ok(()), |before| self.put_archived(key, &before, now))
+        let other = self.states.insert(key, value)?.filter(|before| is_other(encoded_state(before.value())));
+        let other = other.map(|before| before.value().to_vec());
+        other.map_or(Ok(()), |before| self.put_archived(key, &before, now))
     }
 
-    /// Sets a row's value aside. An earlier one that has not ended yet stays: it was used while the clock was
-    /// ahead.
+    /// Archives a row's value. An earlier one that has not ended yet stays: it was used while the clock was ahead.
     fn put_archived(&mut self, key: u128, value: &[u8], now: Time) -> Result<(), StorageError> {
         let key = archived_key(key);
-        if self.states.get(key)?.is_some_and(|aside| idle_at(aside.value()) > now) {
+        if self.states.get(key)?.is_some_and(|archived| idle_at(archived.value()) > now) {
             return Ok(());
         }
         self.put(key, value)
@@ -279,19 +258,6 @@ impl RowWriter<'_> {
         Ok(())
     }
 
-    fn put_or_remove(&mut self, key: u128, value: Option<&[u8]>) -> Result<(), StorageError> {
-        match value {
-            Some(value) => self.put(key, value),
-            None => self.remove(key),
-        }
-    }
-
-    /// Returns the number of rows changed so far.
-    pub(super) fn changed_count(&self) -> usize {
-        self.changed_count
-    }
-
-    /// The number of rows.
     pub(super) fn row_count(&self) -> Result<u64, StorageError> {
         self.states.len()
     }
@@ -311,8 +277,12 @@ impl RowWriter<'_> {
             })?;
             for (key_bits, [state, archived]) in &reconciled {
                 let key = row_key(tag, *key_bits);
-                self.put_or_remove(key, state.as_deref())?;
-                self.put_or_remove(archived_key(key), archived.as_deref())?;
+                for (key, value) in [(key, state), (archived_key(key), archived)] {
+                    match value {
+                        Some(value) => self.put(key, value)?,
+                        None => self.remove(key)?,
+                    }
+                }
             }
             match reconciled.last() {
                 Some((last, _)) if reconciled.len() == BATCH_ROWS => from = last + 1,
@@ -322,7 +292,7 @@ impl RowWriter<'_> {
     }
 
     /// Checks the next `rows`, each at most once, and does with each what `choose` returns. For a state, `choose` gets
-    /// its limit's tag and key, and the time when it is idle. For a state that is set aside, it gets only the time.
+    /// its limit's tag and key, and the time when it is idle. For an archived state, it gets only the time.
     pub(super) fn sweep(
         &mut self,
         rows: usize,
@@ -350,8 +320,8 @@ impl RowWriter<'_> {
             }
             for (key, archived) in changes.drain(..) {
                 self.remove(key)?;
-                if let Some(aside) = archived {
-                    self.put_archived(key, &aside, now)?;
+                if let Some(value) = archived {
+                    self.put_archived(key, &value, now)?;
                 }
             }
             rows_left -= wanted;
@@ -362,7 +332,7 @@ impl RowWriter<'_> {
 
 type StoredRow<'a> = (AccessGuard<'a, u128>, AccessGuard<'a, &'static [u8]>);
 
-/// A key's state and what is set aside of it, encoded.
+/// A key's state and its archived state, encoded.
 pub(super) type EncodedStates<'a> = [Option<&'a [u8]>; 2];
 
 /// Passes the stored keys of a limit to `visit` in order, starting at `from`, for as long as `visit` returns true.
@@ -384,22 +354,20 @@ fn visit_pairs(
         if !visit(first_bits, [value(0), value(1)]) {
             break;
         }
-        if is_first[0] {
-            next[0] = state_rows.next().transpose()?;
-        }
-        if is_first[1] {
-            next[1] = archived_rows.next().transpose()?;
+        for (at, rows) in [&mut state_rows, &mut archived_rows].into_iter().enumerate() {
+            if is_first[at] {
+                next[at] = rows.next().transpose()?;
+            }
         }
     }
     Ok(())
 }
 
-/// The key of a row.
 pub(super) fn row_key(tag: u64, key_bits: u64) -> u128 {
     u128::from(tag) << 64 | u128::from(key_bits)
 }
 
-/// The key of the row with the state that is set aside beside `row`.
+/// The key of the row with the archived state beside `row`.
 pub(super) fn archived_key(row: u128) -> u128 {
     row | u128::from(ARCHIVED_BIT)
 }
@@ -408,9 +376,10 @@ fn split_row_key(row: u128) -> (u64, u64) {
     ((row >> 64) as u64, row as u64)
 }
 
-/// Begins a row's value.
-pub(super) fn write_value_header(idle_at: Time, value: &mut Vec<u8>) {
+/// Appends a row's value to `value`.
+pub(super) fn encode_value(state: &KeyState, idle_at: Time, value: &mut Vec<u8>) {
     value.extend(idle_at.as_micros().to_le_bytes());
+    state.encode(value);
 }
 
 /// The state in a row's value, encoded.

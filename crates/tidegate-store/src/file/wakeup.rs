@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use tidegate_core::{Span, Time};
 
-/// Wakes the writer. Tasks that change something ring it; the writer waits for it.
+/// Wakes the writer after changes.
 #[derive(Default)]
 pub(super) struct WriterWakeup {
     signals: Mutex<WriterSignals>,
@@ -25,12 +25,8 @@ pub(super) struct WriterSignals {
 }
 
 impl WriterWakeup {
-    fn lock_signals(&self) -> MutexGuard<'_, WriterSignals> {
-        self.signals.lock()
-    }
-
     pub(super) fn signal(&self, set_signals: impl FnOnce(&mut WriterSignals)) {
-        let mut signals = self.lock_signals();
+        let mut signals = self.signals.lock();
         let before = *signals;
         set_signals(&mut signals);
         if before != *signals {
@@ -38,11 +34,12 @@ impl WriterWakeup {
         }
     }
 
-    /// Waits for a call, for `idle` at most. Then waits for an urgent one, for `delay` at most.
+    /// Waits for a signal, for `idle` at most. Then waits for an urgent one, for `delay` at most.
     pub(super) fn wait(&self, idle: Duration, delay: Duration) -> WriterSignals {
-        let mut signals = self.lock_signals();
-        self.condvar.wait_while_for(&mut signals, |calls| *calls == WriterSignals::default(), idle);
-        self.condvar.wait_while_for(&mut signals, |calls| calls.changed && !calls.urgent && !calls.closing, delay);
+        let mut signals = self.signals.lock();
+        self.condvar.wait_while_for(&mut signals, |signals| *signals == WriterSignals::default(), idle);
+        let can_wait = |signals: &mut WriterSignals| signals.changed && !signals.urgent && !signals.closing;
+        self.condvar.wait_while_for(&mut signals, can_wait, delay);
         let received = *signals;
         *signals = WriterSignals { closing: received.closing, ..WriterSignals::default() };
         received

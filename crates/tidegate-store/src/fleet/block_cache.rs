@@ -1,10 +1,10 @@
 //! Keys under a block, refused here until the block ends.
 //!
 //! A block never gets shorter. So the store's answer about it stays true until the block ends, counted from when the
-//! request was sent, unless the key is reset. If the store reports resets, the node hears them. Otherwise the block is
-//! asked for again every second while the store can be reached. An answer without the block doesn't end it, since the
-//! store may have lost it. The block is *doubted* then, as all blocks are after an outage. It ends only if the store
-//! reports that the key was reset.
+//! request was sent, unless the key is reset. If the store reports resets, the node receives them. Otherwise the block
+//! is asked for again every second while the store can be reached. An answer without the block doesn't end it, since
+//! the store may have lost it. The block is *unconfirmed* then, as all blocks are after an outage. It ends only if the
+//! store reports that the key was reset.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use tidegate_core::batch::Outcome;
 use tidegate_core::{Batch, Key, Limit, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
 use tokio::sync::Notify;
 
-use super::penalty_restore::KnownPenalty;
+use super::penalty_restore::{KnownPenalty, parole_cost};
 
 /// The number of locks, so that callers rarely contend.
 const SHARD_COUNT: usize = 16;
@@ -32,9 +32,9 @@ pub(super) struct BlockCache {
     limits: Arc<Limits>,
     trust_duration: Span,
     shards: [Mutex<BlockShard>; SHARD_COUNT],
-    /// The last moment at which a key was reset, in microseconds by this node's clock.
+    /// The last time at which a key was reset, in microseconds by this node's clock.
     last_reset_at: AtomicU64,
-    /// Wakes the task that settles doubts.
+    /// Wakes the task that rechecks unconfirmed blocks.
     pub(super) recheck_wakeup: Notify,
 }
 
@@ -47,7 +47,6 @@ struct CachedBlock {
     /// The time of the decision, by the store's clock.
     decided_at: Time,
     ops_and_outcomes: Box<[(Op, Outcome)]>,
-    /// The batch's affinity.
     affinity: u64,
     status: BlockStatus,
 }
@@ -64,18 +63,12 @@ enum BlockStatus {
 }
 
 impl CachedBlock {
-    fn new(batch: &Batch, outcomes: &Outcomes, time_left: Span, sent_at: Time, status: BlockStatus) -> Self {
+    /// The block in one of these outcomes.
+    fn new(batch: &Batch, outcomes: &Outcomes, block_until: Time, sent_at: Time, status: BlockStatus) -> Self {
         let ops_and_outcomes = batch.ops().iter().copied().zip(outcomes.list().iter().copied()).collect();
-        let (ends_at, affinity) = (sent_at + time_left, batch.context().affinity);
-        Self {
-            sent_at,
-            trusted_until: ends_at,
-            ends_at,
-            decided_at: outcomes.now(),
-            ops_and_outcomes,
-            affinity,
-            status,
-        }
+        let (decided_at, affinity) = (outcomes.now(), batch.context().affinity);
+        let ends_at = sent_at + block_until.since(decided_at);
+        Self { sent_at, trusted_until: ends_at, ends_at, decided_at, ops_and_outcomes, affinity, status }
     }
 
     /// The operation on this key and limit that was asked, with its cost, and its outcome.
@@ -109,13 +102,8 @@ impl CachedBlock {
 impl BlockCache {
     pub(super) fn new(limits: Arc<Limits>, has_reset_events: bool) -> Self {
         let trust_duration = if has_reset_events { TRUST_DURATION_WITH_RESETS } else { TRUST_DURATION };
-        Self {
-            limits,
-            trust_duration,
-            shards: Default::default(),
-            last_reset_at: AtomicU64::new(0),
-            recheck_wakeup: Notify::new(),
-        }
+        let (shards, last_reset_at, recheck_wakeup) = Default::default();
+        Self { limits, trust_duration, shards, last_reset_at, recheck_wakeup }
     }
 
     fn lock_shard(&self, key: Key) -> MutexGuard<'_, BlockShard> {
@@ -173,17 +161,11 @@ impl BlockCache {
                 }
                 continue;
             }
-            let mut block = CachedBlock::new(
-                batch,
-                outcomes,
-                outcome.block_until.since(decided_at),
-                sent_at,
-                BlockStatus::Confirmed,
-            );
-            // A reset may have been heard before the answer to an older request.
+            let mut block = CachedBlock::new(batch, outcomes, outcome.block_until, sent_at, BlockStatus::Confirmed);
+            // A reset may have arrived before the answer to an older request.
             let is_reset = self.last_reset_at.load(Ordering::Relaxed) >= sent_at.as_micros();
-            block.trusted_until =
-                block.ends_at.min(sent_at + if is_reset { TRUST_DURATION } else { self.trust_duration });
+            let trust_duration = if is_reset { TRUST_DURATION } else { self.trust_duration };
+            block.trusted_until = block.ends_at.min(sent_at + trust_duration);
             insert_block(&mut shard, limit_and_key, block);
         }
         any_unconfirmed
@@ -193,8 +175,7 @@ impl BlockCache {
     pub(super) fn add_local_blocks(&self, batch: &Batch, outcomes: &Outcomes, now: Time) {
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| self.is_cacheable(op)) {
             if outcome.block_until > now {
-                let block =
-                    CachedBlock::new(batch, outcomes, outcome.block_until.since(now), now, BlockStatus::LocalOnly);
+                let block = CachedBlock::new(batch, outcomes, outcome.block_until, now, BlockStatus::LocalOnly);
                 insert_block(&mut self.lock_shard(op.key), (op.limit, op.key), block);
             }
         }
@@ -202,19 +183,16 @@ impl BlockCache {
 
     /// A block that the store may have lost, if it still holds.
     pub(super) fn unconfirmed_penalty(&self, limit: LimitId, key: Key, now: Time) -> Option<KnownPenalty> {
+        let is_unconfirmed = |block: &&CachedBlock| block.ends_at > now && block.status == BlockStatus::Unconfirmed;
         let shard = self.lock_shard(key);
-        let block =
-            shard.get(&(limit, key)).filter(|block| block.ends_at > now && block.status == BlockStatus::Unconfirmed)?;
+        let block = shard.get(&(limit, key)).filter(is_unconfirmed)?;
         let (op, outcome) = block.cached_outcome(limit, key)?;
         let block_started_at = outcome.block_until - outcome.block;
-        let parole_cost = if outcome.retry_at <= outcome.block_until { op.cost } else { 0 };
         Some(KnownPenalty {
-            limit,
-            key,
             affinity: block.affinity,
             strikes: outcome.strikes,
             unreported_strikes: 0,
-            parole_cost,
+            parole_cost: parole_cost(op, outcome),
             last_strike_store_time: Some(block_started_at),
             last_strike_at: block.sent_at - block.decided_at.since(block_started_at),
             block_ends_at: block.ends_at,
@@ -229,8 +207,8 @@ impl BlockCache {
         }
     }
 
-    /// Doubts these blocks: the store is to be asked if it still knows them. Blocks that this node imposed are left
-    /// out, because the store is told of them anyway.
+    /// Makes these blocks unconfirmed: the store is to be asked if it still knows them. Blocks that this node imposed
+    /// are left out, because they are sent to the store anyway.
     pub(super) fn mark_unconfirmed(&self, is_affected: impl Fn(u64, Key) -> bool) {
         for shard in &self.shards {
             for ((_, key), block) in shard.lock().iter_mut() {
@@ -241,15 +219,15 @@ impl BlockCache {
         }
     }
 
-    /// The keys with doubted blocks.
+    /// The keys with unconfirmed blocks.
     pub(super) fn unconfirmed_keys(&self) -> Vec<(LimitId, Key)> {
-        let unconfirmed_key = |(limit_and_key, block): (&(LimitId, Key), &CachedBlock)| {
-            (block.status == BlockStatus::Unconfirmed).then_some(*limit_and_key)
-        };
-        self.shards
-            .iter()
-            .flat_map(|shard| shard.lock().iter().filter_map(unconfirmed_key).collect::<Vec<_>>())
-            .collect()
+        let mut keys = Vec::new();
+        for shard in &self.shards {
+            let shard = shard.lock();
+            let unconfirmed = shard.iter().filter(|(_, block)| block.status == BlockStatus::Unconfirmed);
+            keys.extend(unconfirmed.map(|(limit_and_key, _)| *limit_and_key));
+        }
+        keys
     }
 
     pub(super) fn forget(&self, limit: LimitId, key: Key, now: Time) {

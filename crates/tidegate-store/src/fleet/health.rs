@@ -31,11 +31,11 @@ pub(super) struct PartitionHealth {
     pub(super) task_wakeup: Notify,
     /// The local counts. They exist from the first suspicion until the partition is up and none of them is live.
     fallback: RwLock<Option<Arc<LocalFallback>>>,
-    /// The place of the last request that failed.
-    failed_key: Mutex<Option<RoutingKey>>,
+    /// The routing key of the last request that failed.
+    pub(super) failed_key: Mutex<Option<RoutingKey>>,
 }
 
-/// The position of a key in the store.
+/// The values by which a store that is divided finds a key.
 #[derive(Clone, Copy)]
 pub(super) struct RoutingKey {
     /// The common affinity of the keys of its batch.
@@ -58,10 +58,6 @@ impl PartitionHealth {
             let mut fallback = self.fallback.write();
             Arc::clone(fallback.get_or_insert_with(|| Arc::new(new_fallback())))
         })
-    }
-
-    pub(super) fn failed_key(&self) -> Option<RoutingKey> {
-        *self.failed_key.lock()
     }
 
     /// Waits for an answer: until `timeout` at most, and not after the partition goes down.
@@ -88,7 +84,7 @@ impl PartitionHealth {
         if self.is_up() {
             let new = new_fallback();
             // With another number of nodes, shares differ. Otherwise the existing counts go on.
-            if fallback.as_ref().is_none_or(|local| local.node_count() != new.node_count()) {
+            if fallback.as_ref().is_none_or(|local| local.node_count != new.node_count) {
                 *fallback = Some(Arc::new(new));
             }
             *self.failed_key.lock() = Some(routing_key);
@@ -112,7 +108,7 @@ impl PartitionHealth {
     /// Drops the local counts, once the partition is up and none of them is live.
     pub(super) fn drop_unused_fallback(&self) {
         let mut fallback = self.fallback.write();
-        if self.is_up() && fallback.as_ref().is_some_and(|local| local.is_empty()) {
+        if self.is_up() && fallback.as_ref().is_some_and(|local| local.memory.stats().entries == 0) {
             *fallback = None;
         }
     }

@@ -16,7 +16,7 @@ use tidegate_core::{Batch, Key, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, 
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 
-use super::FleetNode;
+use super::{FleetNode, new_batch};
 use crate::StoreError;
 
 /// The number of locks, so that callers rarely contend.
@@ -34,7 +34,7 @@ type LeaseShard = HashMap<LeaseKeys, LeaseEntry, RandomState>;
 pub(super) struct Leases {
     limits: Arc<Limits>,
     /// True if any limit has leases.
-    has_leases: bool,
+    pub(super) has_leases: bool,
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
 }
 
@@ -62,7 +62,6 @@ struct LeaseSlice {
     affinity: u64,
 }
 
-/// The result of spending.
 #[expect(clippy::large_enum_variant, reason = "boxing the common answer would allocate on every decision")]
 pub(super) enum SpendResult {
     /// Decided here.
@@ -75,8 +74,7 @@ pub(super) enum SpendResult {
     Request(SliceRequest),
 }
 
-/// A request for a slice, of this size at most. Its caller may be cancelled at any time: if the request is dropped
-/// before it is settled, the next caller asks.
+/// A request for a slice of at most this size. If it is dropped before it is settled, the next caller asks.
 pub(super) struct SliceRequest {
     leases: Arc<Leases>,
     keys: LeaseKeys,
@@ -91,17 +89,12 @@ impl Leases {
         Self { limits, has_leases, shards: Default::default() }
     }
 
-    pub(super) fn has_leases(&self) -> bool {
-        self.has_leases
-    }
-
     fn lock_shard(&self, keys: &LeaseKeys) -> MutexGuard<'_, LeaseShard> {
         let first = keys.first().map_or(0, |(_, key)| key.lo());
         self.shards[first as usize % SHARD_COUNT].lock()
     }
 
-    /// The size of a slice, and the time for which it may be spent. `None` unless all limits of the batch have leases
-    /// and all costs are equal.
+    /// The size and the age of a slice. `None` unless all limits of the batch have leases and all costs are equal.
     fn slice_terms(&self, batch: &Batch) -> Option<(u64, Span)> {
         let cost = batch.ops().first()?.cost;
         let mut size_and_age = (u64::MAX, Span::MAX);
@@ -157,20 +150,16 @@ impl Leases {
         (SpendResult::Request(SliceRequest { leases: Arc::clone(self), keys, finished, size, lease }), refund)
     }
 
-    /// Forgets the slices of a key.
     pub(super) fn forget(&self, limit: LimitId, key: Key) {
         if !self.has_leases {
             return;
         }
         for shard in &self.shards {
-            let mut shard = shard.lock();
-            shard.retain(|keys, entry| {
-                let is_forgotten = keys.contains(&(limit, key));
-                if let (true, LeaseEntry::Requested(finished)) = (is_forgotten, entry) {
+            for (_, entry) in shard.lock().extract_if(|keys, _| keys.contains(&(limit, key))) {
+                if let LeaseEntry::Requested(finished) = entry {
                     finished.notify_waiters();
                 }
-                !is_forgotten
-            });
+            }
         }
     }
 
@@ -178,8 +167,7 @@ impl Leases {
     pub(super) fn remove_expired(&self, now: Time) -> Vec<Batch> {
         let mut refunds = Vec::new();
         for shard in &self.shards {
-            let mut shard = shard.lock();
-            shard.retain(|keys, entry| match entry {
+            shard.lock().retain(|keys, entry| match entry {
                 LeaseEntry::Slice(slice) if !slice.granted.is_valid(now) => {
                     refunds.extend(slice.take_refund(keys));
                     false
@@ -224,12 +212,9 @@ impl LeaseSlice {
         if units == 0 {
             return None;
         }
-        let mut batch = Batch::new(0).with_charged_at(self.granted.outcomes.now()).with_counted_at(self.counted_at);
-        batch.set_affinity(self.affinity);
-        for &(limit, key) in keys {
-            batch.push(Op::new(limit, Verb::Refund, key, units)).expect("invariant: as many as were taken together");
-        }
-        Some(batch)
+        let ops = keys.iter().map(|&(limit, key)| Op::new(limit, Verb::Refund, key, units));
+        let batch = new_batch(0, self.affinity, ops);
+        Some(batch.with_charged_at(self.granted.outcomes.now()).with_counted_at(self.counted_at))
     }
 }
 
@@ -237,8 +222,9 @@ impl SliceRequest {
     /// Settles the request with its result, unless the keys were reset meanwhile.
     fn finish(&self, entry: Option<LeaseEntry>) {
         let mut shard = self.leases.lock_shard(&self.keys);
-        let is_this_request = |entry: &LeaseEntry| matches!(entry, LeaseEntry::Requested(finished) if Arc::ptr_eq(finished, &self.finished));
-        if shard.get(&self.keys).is_some_and(is_this_request) {
+        if let Some(LeaseEntry::Requested(finished)) = shard.get(&self.keys)
+            && Arc::ptr_eq(finished, &self.finished)
+        {
             match entry {
                 Some(entry) => shard.insert(self.keys.clone(), entry),
                 None => shard.remove(&self.keys),
@@ -278,8 +264,7 @@ pub(super) async fn decide_with_slice(
     node.apply_or_fall_back(batch, node.clock.now()).await
 }
 
-/// Asks for a slice and spends from it. Near the end of a limit it asks for smaller slices, and at last for this call
-/// alone.
+/// Asks for a slice and spends from it; near the end of a limit, for smaller ones, and at last for this call alone.
 async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -> Result<Outcomes, StoreError> {
     let (mut size, lease) = (request.size, request.lease);
     let cost = batch.ops()[0].cost;
@@ -287,9 +272,8 @@ async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -
         let slice_batch = batch.with_ops(batch.ops().iter().map(|op| Op { cost: size, ..*op })).with_lead(lease);
         let sent_at = node.clock.now();
         let Ok(outcomes) = node.apply_and_record(&slice_batch, sent_at).await else { break };
-        let remaining_units =
-            outcomes.list().iter().filter(|outcome| outcome.verdict.refuses()).map(|outcome| outcome.remaining);
-        let Some(remaining_units) = remaining_units.min() else {
+        let refusals = outcomes.list().iter().filter(|outcome| outcome.verdict.refuses());
+        let Some(remaining_units) = refusals.map(|outcome| outcome.remaining).min() else {
             let decided_at = outcomes.now();
             // A quota's slice belongs to the period in which it was taken.
             let period_ends = batch.ops().iter().zip(outcomes.list()).filter_map(|(op, outcome)| {

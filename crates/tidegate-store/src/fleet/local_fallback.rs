@@ -8,81 +8,39 @@ use tidegate_core::batch::{OpContext, Outcome, RefusalSummary};
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, LimitId, LimitKind, Limits, Op, Outcomes, Quota, Time, Verb, Verdict};
 
-use super::penalty_restore::KnownPenalty;
+use super::new_batch;
+use super::penalty_restore::{KnownPenalty, parole_cost};
 use crate::{ImmediateStore, Memory, Store};
 
-/// The most keys about which the store is told when it is back. Changes of further keys are forgotten.
+/// The maximum number of keys with changes that are sent to the store when it is back. Other changes are forgotten.
 const MAX_UNSYNCED_KEYS: usize = 1 << 16;
 /// The most batches that release permits then. Permits of further batches are held until their leases end.
 const MAX_RELEASES: usize = 1 << 12;
 
-/// A memory store of a share of each limit, and the changes there that the store wasn't told.
+/// A memory store of a share of each limit, and the changes there that weren't sent to the store.
 pub(super) struct LocalFallback {
-    memory: Memory,
-    node_count: usize,
-    unsynced: Mutex<HashMap<(LimitId, Key), UnsyncedChange>>,
+    pub(super) memory: Memory,
+    /// The number of nodes that share the limits.
+    pub(super) node_count: usize,
+    pub(super) unsynced: Mutex<HashMap<(LimitId, Key), UnsyncedChange>>,
     /// Batches that release permits which the store may know.
-    releases: Mutex<Vec<Batch>>,
+    pub(super) releases: Mutex<Vec<Batch>>,
 }
 
 /// The changes of a key during the outage.
 #[derive(Clone, Copy, Default)]
 pub(super) struct UnsyncedChange {
-    /// The common affinity of the keys of its batch.
-    affinity: u64,
     was_reset: bool,
     /// The amount charged and not given back, of a limit that counts.
     charged: u64,
-    /// The number of strikes that the store was told, perhaps without success. It includes the store's own strikes.
-    reported_strikes: u8,
-    /// The number of further strikes, the time of the last one, the end of its block, and its parole.
-    new_strikes: u8,
-    last_strike_at: Time,
-    block_ends_at: Time,
-    parole_cost: u64,
+    /// The strikes, and the affinity of the key. Reported strikes may not have reached the store.
+    pub(super) penalty: KnownPenalty,
 }
 
 impl UnsyncedChange {
-    /// The penalty of the key, if there is any.
-    pub(super) fn known_penalty(&self, (limit, key): (LimitId, Key)) -> Option<KnownPenalty> {
-        let &Self {
-            affinity,
-            reported_strikes: told,
-            new_strikes: strikes,
-            parole_cost: parole,
-            last_strike_at: struck,
-            block_ends_at: ends,
-            ..
-        } = self;
-        (told > 0 || strikes > 0).then_some(KnownPenalty {
-            limit,
-            key,
-            affinity,
-            strikes: told,
-            unreported_strikes: strikes,
-            parole_cost: parole,
-            last_strike_store_time: None,
-            last_strike_at: struck,
-            block_ends_at: ends,
-        })
-    }
-
-    /// The penalty alone, as far as it was restored, after all else was told.
-    pub(super) fn with_penalty_only(self, penalty: &KnownPenalty) -> Self {
-        Self {
-            charged: 0,
-            was_reset: false,
-            reported_strikes: penalty.strikes,
-            new_strikes: penalty.unreported_strikes,
-            ..self
-        }
-    }
-
-    fn record_strike(&mut self, op: &Op, outcome: &Outcome, now: Time) {
-        self.new_strikes = self.new_strikes.saturating_add(1);
-        self.last_strike_at = now;
-        self.block_ends_at = outcome.block_until;
-        self.parole_cost = if outcome.retry_at <= outcome.block_until { op.cost } else { 0 };
+    /// The penalty alone, after all else was sent.
+    pub(super) fn of_penalty(penalty: KnownPenalty) -> Self {
+        Self { penalty, ..Self::default() }
     }
 }
 
@@ -91,26 +49,8 @@ impl LocalFallback {
     pub(super) fn new(limits: &Limits, node_count: usize, max_bytes: usize) -> Self {
         let shares = limits.iter().map(|(_, limit)| limit.with_kind(limit.kind().share(node_count as u64))).collect();
         let shares = Limits::new(shares).expect("invariant: as many limits as there were");
-        Self {
-            memory: Memory::new(Arc::new(shares), max_bytes),
-            node_count,
-            unsynced: Mutex::default(),
-            releases: Mutex::default(),
-        }
-    }
-
-    pub(super) fn memory(&self) -> &Memory {
-        &self.memory
-    }
-
-    /// The number of nodes that share the limits.
-    pub(super) fn node_count(&self) -> usize {
-        self.node_count
-    }
-
-    /// True if no entry here counts.
-    pub(super) fn is_empty(&self) -> bool {
-        self.memory.stats().entries == 0
+        let memory = Memory::new(Arc::new(shares), max_bytes);
+        Self { memory, node_count, unsynced: Mutex::default(), releases: Mutex::default() }
     }
 
     pub(super) fn apply(&self, batch: &Batch, now: Time) -> Outcomes {
@@ -149,18 +89,22 @@ impl LocalFallback {
                 || must_sync && (is_present || unsynced.len() < MAX_UNSYNCED_KEYS)
             {
                 let change = unsynced.entry(limit_and_key).or_default();
-                change.affinity = batch.context().affinity;
-                change.was_reset |= op.verb == Verb::Reset;
-                if op.verb == Verb::Reset {
-                    change.new_strikes = 0;
-                } else if is_struck {
-                    change.record_strike(op, outcome, now);
+                let penalty = &mut change.penalty;
+                penalty.affinity = batch.context().affinity;
+                if is_struck {
+                    penalty.unreported_strikes = penalty.unreported_strikes.saturating_add(1);
+                    penalty.parole_cost = parole_cost(op, outcome);
+                    (penalty.last_strike_at, penalty.block_ends_at) = (now, outcome.block_until);
                 }
-                change.charged = match op.verb {
-                    Verb::Reset => 0,
-                    Verb::Refund => change.charged.saturating_sub(op.cost),
-                    _ => change.charged.saturating_add(if is_charged { op.cost } else { 0 }),
-                };
+                match op.verb {
+                    Verb::Reset => {
+                        (change.was_reset, change.charged) = (true, 0);
+                        penalty.unreported_strikes = 0;
+                    }
+                    Verb::Refund => change.charged = change.charged.saturating_sub(op.cost),
+                    _ if is_charged => change.charged = change.charged.saturating_add(op.cost),
+                    _ => {}
+                }
             }
         }
         outcomes
@@ -172,45 +116,31 @@ impl LocalFallback {
         self.unsynced.lock().remove(&(limit, key));
     }
 
-    /// Takes the changes that the caller must tell the store.
-    pub(super) fn take_unsynced(&self) -> HashMap<(LimitId, Key), UnsyncedChange> {
-        std::mem::take(&mut *self.unsynced.lock())
-    }
-
-    /// Takes the batches that release permits in the store.
-    pub(super) fn take_releases(&self) -> Vec<Batch> {
-        std::mem::take(&mut *self.releases.lock())
-    }
-
-    /// Puts a key's changes back, after telling the store failed.
+    /// Puts a key's changes back that could not be sent to the store.
     pub(super) fn restore_unsynced(&self, limit_and_key: (LimitId, Key), change: UnsyncedChange) {
         let mut unsynced = self.unsynced.lock();
-        let newer = unsynced
-            .entry(limit_and_key)
-            .or_insert(UnsyncedChange { affinity: change.affinity, ..UnsyncedChange::default() });
+        let newer = unsynced.entry(limit_and_key).or_default();
         if !newer.was_reset {
             newer.charged = newer.charged.saturating_add(change.charged);
-            let latest = if newer.new_strikes > 0 { *newer } else { change };
-            newer.reported_strikes = newer.reported_strikes.max(change.reported_strikes);
-            newer.new_strikes = newer.new_strikes.saturating_add(change.new_strikes);
-            (newer.last_strike_at, newer.block_ends_at, newer.parole_cost) =
-                (latest.last_strike_at, latest.block_ends_at, latest.parole_cost);
+            let (new, old) = (newer.penalty, change.penalty);
+            newer.penalty = KnownPenalty {
+                strikes: new.strikes.max(old.strikes),
+                unreported_strikes: new.unreported_strikes.saturating_add(old.unreported_strikes),
+                ..if new.unreported_strikes > 0 { new } else { old }
+            };
         }
         newer.was_reset |= change.was_reset;
     }
 
-    /// The batches that tell the store about one key, in order. Its penalty is told separately.
+    /// The batches that send the store the changes of one key, in order. Its penalty is sent separately.
     pub(super) fn sync_batches(
         &self,
         (limit, key): (LimitId, Key),
         change: UnsyncedChange,
         now: Time,
     ) -> impl Iterator<Item = Batch> + Send + use<> {
-        let batch = move |holder, verb, cost| {
-            let mut batch = Batch::with_op(holder, Op::new(limit, verb, key, cost));
-            batch.set_affinity(change.affinity);
-            batch
-        };
+        let affinity = change.penalty.affinity;
+        let batch = move |holder, verb, cost| new_batch(holder, affinity, [Op::new(limit, verb, key, cost)]);
         let peek = batch(0, Verb::Peek, 1);
         let outcomes = self.memory.apply_now(&peek, now);
         let state = self.memory.clone_state(&peek.ops()[0]);
@@ -220,9 +150,7 @@ impl LocalFallback {
             Some(Usage::Cooldown(gate)) if gate.opens_at > now => {
                 vec![batch(0, Verb::Throttle { generation: 0 }, gate.opens_at.since(now).as_micros())]
             }
-            Some(Usage::Pace(pacer_state)) if pacer_state.interval > 0 => {
-                vec![batch(0, Verb::Debit, pacer_state.interval)]
-            }
+            Some(Usage::Pace(pacer)) if pacer.interval > 0 => vec![batch(0, Verb::Debit, pacer.interval)],
             Some(Usage::Concurrency(permits)) => {
                 let live = permits.iter().filter(|permit| permit.expires > now);
                 live.map(|permit| batch(permit.holder, Verb::Debit, permit.count)).collect()

@@ -8,11 +8,10 @@ use std::sync::Arc;
 
 use tidegate_core::batch::MAX_OPS;
 use tidegate_core::{
-    Batch, Key, Limit, LimitError, LimitId, LimitKind, Limits, Op, Outcome, Outcomes, Penalty, Span, Time,
+    Batch, Key, Limit, LimitError, LimitId, LimitKind, Limits, Op, Outcome, Outcomes, Penalty, Span, Time, Verb, Window,
 };
-use tidegate_core::{Verb, Window};
 
-use super::FleetNode;
+use super::{FleetNode, new_batch};
 use crate::StoreError;
 
 /// The tag of the limit of resets: the same in every plan.
@@ -34,13 +33,11 @@ pub(super) struct ResetLog {
 
 impl ResetLog {
     pub(super) fn new(limits: Arc<Limits>) -> Self {
-        let kept = limits.iter().filter(|(id, _)| limits.tag(*id) == RESET_LOG_TAG).find_map(|(id, limit)| match limit
-            .kind()
-        {
-            LimitKind::Window(window) => Some((id, window.window())),
+        let limit_and_window = limits.iter().find_map(|(id, limit)| match limit.kind() {
+            LimitKind::Window(window) if limits.tag(id) == RESET_LOG_TAG => Some((id, window.window())),
             _ => None,
         });
-        Self { limits, limit_and_window: kept }
+        Self { limits, limit_and_window }
     }
 
     /// The operation that notes a reset, or asks for the last one.
@@ -51,14 +48,13 @@ impl ResetLog {
         Some(Op::new(log_limit, verb, Key::new(key.hi() ^ self.limits.tag(limit), key.lo()), 1))
     }
 
-    /// The time of a key's last reset by the store's clock, from the outcome of that operation.
-    fn last_reset_at(&self, outcome: &Outcome, decided_at: Time) -> Option<Time> {
-        let (_, length) = self.limit_and_window?;
-        (outcome.used > 0 && outcome.reset_at > decided_at).then(|| outcome.reset_at - length)
+    /// The time of a key's last reset by the store's clock, from the outcomes of a batch with that operation second.
+    fn last_reset_at(&self, outcomes: &Outcomes) -> Option<Time> {
+        let (outcome, (_, window)) = (outcomes.list().get(1)?, self.limit_and_window?);
+        (outcome.used > 0 && outcome.reset_at > outcomes.now()).then(|| outcome.reset_at - window)
     }
 
-    /// Batches that reset keys and note the resets, each with its number of operations of `batch`. It is one batch,
-    /// unless that is too large.
+    /// Batches that reset keys and note the resets, with their numbers of operations of `batch`. Mostly one batch.
     pub(super) fn batches_with_log_entries<'a>(
         &'a self,
         batch: &'a Batch,
@@ -72,11 +68,9 @@ impl ResetLog {
 }
 
 /// A key's penalty as a node knows it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct KnownPenalty {
-    pub(super) limit: LimitId,
-    pub(super) key: Key,
-    /// Its batch's affinity.
+    /// The common affinity of the keys of its batch.
     pub(super) affinity: u64,
     /// Strikes that the store knows or has lost.
     pub(super) strikes: u8,
@@ -85,81 +79,79 @@ pub(super) struct KnownPenalty {
     pub(super) parole_cost: u64,
     /// The time of the last strike by the store's clock. `None` if this node counted it.
     pub(super) last_strike_store_time: Option<Time>,
-    /// The time of the last strike and the end of its block, by this node's clock. They may be too early, never too
-    /// late.
+    /// The time of the last strike and the end of its block, by this node's clock: never too late.
     pub(super) last_strike_at: Time,
     pub(super) block_ends_at: Time,
 }
 
-/// The outcome of restoring a penalty.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RestoreResult {
-    /// The store knows it.
-    Stored,
-    /// The key was reset since.
-    KeyWasReset,
+/// The cost of the call that a refused call's block admits at its end.
+pub(super) fn parole_cost(op: &Op, outcome: &Outcome) -> u64 {
+    if outcome.retry_at <= outcome.block_until { op.cost } else { 0 }
 }
 
 impl FleetNode {
-    /// Restores a penalty in the store, unless its key was reset since. After an error the store may have all strikes.
-    pub(super) async fn restore_penalty(&self, penalty: &mut KnownPenalty) -> Result<RestoreResult, StoreError> {
-        let KnownPenalty { limit, key, affinity, .. } = *penalty;
-        let with_reset_log_op = |op: Op| {
-            let mut batch =
-                Batch::new(0).with_ops([op].into_iter().chain(self.reset_log.reset_log_op(Verb::Peek, limit, key)));
-            batch.set_affinity(affinity);
-            batch
-        };
+    /// Restores a penalty in the store, or forgets the key if it was reset since. An error leaves the strikes unknown.
+    pub(super) async fn restore_penalty(
+        &self,
+        (limit, key): (LimitId, Key),
+        penalty: &mut KnownPenalty,
+    ) -> Result<(), StoreError> {
+        if self.restore_unless_reset(limit, key, penalty).await? {
+            self.blocks.confirm(limit, key, self.clock.now());
+        } else {
+            self.forget(limit, key);
+        }
+        Ok(())
+    }
+
+    /// Returns false if the key was reset since.
+    async fn restore_unless_reset(
+        &self,
+        limit: LimitId,
+        key: Key,
+        penalty: &mut KnownPenalty,
+    ) -> Result<bool, StoreError> {
+        let reset_log_op = self.reset_log.reset_log_op(Verb::Peek, limit, key);
+        let with_reset_log_op = |op: Op| new_batch(0, penalty.affinity, [op].into_iter().chain(reset_log_op));
         let asked_at = self.clock.now();
         let before = self.apply_remote(&with_reset_log_op(Op::new(limit, Verb::Peek, key, 1)), asked_at).await?;
         let answered_at = self.clock.now();
         // By the store's clock the comparison is exact, unless the clock was set in between. By this node's clock, the
-        // strike counts as old as it can be: the moment of the store's decision within the round trip is unknown. In
+        // strike counts as old as it can be: the time of the store's decision within the round trip is unknown. In
         // doubt the reset counts.
         let is_after_strike = |reset: Time| {
             penalty.last_strike_store_time.is_some_and(|began| reset >= began)
                 || before.now().since(reset) <= answered_at.since(penalty.last_strike_at)
         };
-        if self.last_reset_at(&before).is_some_and(is_after_strike) {
-            return Ok(RestoreResult::KeyWasReset);
+        if self.reset_log.last_reset_at(&before).is_some_and(is_after_strike) {
+            return Ok(false);
         }
-        let Some(outcome) = before.list().first() else { return Ok(RestoreResult::Stored) };
+        let Some(outcome) = before.list().first() else { return Ok(true) };
         let strikes = outcome.strikes.max(penalty.strikes).saturating_add(penalty.unreported_strikes);
         (penalty.strikes, penalty.unreported_strikes) = (strikes, 0);
         let now = self.clock.now();
         let time_left = penalty.block_ends_at.since(now);
         let is_blocked = time_left.is_zero() || outcome.block_until > before.now();
         if strikes <= outcome.strikes && is_blocked {
-            return Ok(RestoreResult::Stored);
+            return Ok(true);
         }
-        let parole_cost = u32::try_from(penalty.parole_cost).unwrap_or(u32::MAX);
-        let restore_op =
-            Op::new(limit, Verb::RestorePenalty { strikes, parole: parole_cost }, key, time_left.as_micros());
+        let parole = u32::try_from(penalty.parole_cost).unwrap_or(u32::MAX);
+        let restore_op = Op::new(limit, Verb::RestorePenalty { strikes, parole }, key, time_left.as_micros());
         let after = self.apply_remote(&with_reset_log_op(restore_op), now).await?;
         let since = self.clock.now().since(asked_at);
-        if self.last_reset_at(&after).is_some_and(|reset| after.now().since(reset) <= since) {
-            // It was reset between the two requests.
-            let mut reset = Batch::with_op(0, Op::new(limit, Verb::Reset, key, 1));
-            reset.set_affinity(affinity);
+        let is_reset_meanwhile = |reset: Time| after.now().since(reset) <= since;
+        if self.reset_log.last_reset_at(&after).is_some_and(is_reset_meanwhile) {
+            let reset = new_batch(0, penalty.affinity, [Op::new(limit, Verb::Reset, key, 1)]);
             self.apply_remote(&reset, self.clock.now()).await?;
-            return Ok(RestoreResult::KeyWasReset);
+            return Ok(false);
         }
-        Ok(RestoreResult::Stored)
+        Ok(true)
     }
 
-    fn last_reset_at(&self, outcomes: &Outcomes) -> Option<Time> {
-        self.reset_log.last_reset_at(outcomes.list().get(1)?, outcomes.now())
-    }
-
-    /// Asks the store if it still knows a block, and restores the block if it doesn't. Without an answer nothing
-    /// changes.
+    /// Asks the store if it still knows a block, and restores it if not. Without an answer nothing changes.
     pub(super) async fn recheck_block(&self, limit: LimitId, key: Key) {
-        let now = self.clock.now();
-        let Some(mut penalty) = self.blocks.unconfirmed_penalty(limit, key, now) else { return };
-        match self.restore_penalty(&mut penalty).await {
-            Ok(RestoreResult::Stored) => self.blocks.confirm(limit, key, self.clock.now()),
-            Ok(RestoreResult::KeyWasReset) => self.forget(limit, key),
-            Err(_) => {}
+        if let Some(mut penalty) = self.blocks.unconfirmed_penalty(limit, key, self.clock.now()) {
+            let _ = self.restore_penalty((limit, key), &mut penalty).await;
         }
     }
 }

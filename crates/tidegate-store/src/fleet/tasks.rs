@@ -1,20 +1,18 @@
-//! A node's background tasks: counting the nodes, checking parts that are down, telling the store what needs no answer,
-//! hearing resets, and giving back the rests of leases.
+//! A node's background tasks: heartbeats, checks of partitions, sending, resets, and the rests of leases.
 
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tidegate_core::{Batch, LimitId, Outcomes, Span, Time};
+use tidegate_core::{Batch, LimitId, Outcomes, Span, Time, Verb};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{interval, sleep, timeout};
 
 use super::health::{PartitionHealth, RoutingKey};
-use super::local_fallback::LocalFallback;
-use super::penalty_restore::RestoreResult;
+use super::local_fallback::{LocalFallback, UnsyncedChange};
 use super::{FleetNode, HEARTBEAT_KEY, NODE_LEASE};
 use crate::KeyReset;
 
@@ -23,7 +21,7 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(2);
 const PROBE_INTERVAL: Duration = Duration::from_millis(200);
 /// The factor by which the tasks here wait longer than a decision, and the least wait. A slow store isn't down.
 const TASK_TIMEOUT: (u32, Duration) = (4, Duration::from_millis(200));
-/// The number of batches that are told at the same time.
+/// The number of batches that are sent at the same time.
 const MAX_CONCURRENT_BATCHES: usize = 64;
 /// The interval at which leases are checked.
 const LEASE_SWEEP_INTERVAL: Duration = Duration::from_millis(50);
@@ -50,7 +48,7 @@ pub(super) fn spawn_all(
     if let Some(resets) = reset_receiver {
         tasks.spawn(handle_resets(Arc::clone(node), resets));
     }
-    if node.leases.has_leases() {
+    if node.leases.has_leases {
         tasks.spawn(sweep_leases(Arc::clone(node)));
     }
     tasks
@@ -59,9 +57,9 @@ pub(super) fn spawn_all(
 /// Sends heartbeats: they count the nodes, and detect a failure of the store before a caller does.
 async fn send_heartbeats(node: Arc<FleetNode>) {
     loop {
-        let partition = node.heartbeat_partition();
+        let partition = node.partition_of_key(0, HEARTBEAT_KEY);
         if partition.is_up() {
-            match apply_with_timeout(&node, node.heartbeat_batch()).await {
+            match apply_with_timeout(&node, node.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0)).await {
                 Ok(outcomes) => {
                     node.update_node_count(&outcomes);
                     restore_seed(&node).await;
@@ -75,14 +73,14 @@ async fn send_heartbeats(node: Arc<FleetNode>) {
     }
 }
 
-/// Checks a suspect part until it is back, and then tells it the changes made meanwhile.
+/// Checks a suspect part until it is back, and then sends it the changes made meanwhile.
 async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
     let partition = &node.partitions[index];
     let mut up_since = None;
     loop {
         partition.task_wakeup.notified().await;
         let suspect_at = node.clock.now();
-        if !partition.is_up() && up_since.is_some_and(|rose_at| suspect_at.since(rose_at) < STABLE_AFTER) {
+        if !partition.is_up() && up_since.is_some_and(|up_at| suspect_at.since(up_at) < STABLE_AFTER) {
             // A part that stalls repeatedly is checked only after a pause.
             sleep(PROBE_INTERVAL).await;
         }
@@ -103,7 +101,7 @@ async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
                     }
                     format!("it answers after {elapsed}, and a decision waits for {timeout} at the most")
                 }
-                Err(why) => why,
+                Err(error) => error,
             };
             if node.clock.now().since(suspect_at) >= DOWN_AFTER {
                 mark_down(&node, partition, &error);
@@ -118,10 +116,10 @@ async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
 
 /// Asks the store, whether its partition is up or not. The error is the reason why there is no answer.
 async fn apply_with_timeout(node: &FleetNode, batch: Batch) -> Result<Outcomes, String> {
-    let patience = task_timeout(node);
-    match timeout(patience, node.remote.apply(&batch, node.clock.now())).await {
+    let max_wait = task_timeout(node);
+    match timeout(max_wait, node.remote.apply(&batch, node.clock.now())).await {
         Ok(answer) => answer.map_err(|error| error.to_string()),
-        Err(_) => Err(format!("no answer within {patience:?}")),
+        Err(_) => Err(format!("no answer within {max_wait:?}")),
     }
 }
 
@@ -134,8 +132,7 @@ async fn restore_seed(node: &FleetNode) {
     let Some(seed) = node.options.seed else { return };
     let Ok(Ok(stored_seed)) = timeout(task_timeout(node), node.remote.get_or_insert_seed(seed)).await else { return };
     let has_other_seed = stored_seed != seed;
-    let had_other_seed = node.has_other_seed.swap(has_other_seed, Ordering::Relaxed);
-    if has_other_seed && !had_other_seed {
+    if !node.has_other_seed.swap(has_other_seed, Ordering::Relaxed) && has_other_seed {
         tracing::error!(
             "the store has another secret than this node hashes keys under: they don't count together until this node is \
              started again; store.hash_key keeps that from happening"
@@ -150,7 +147,6 @@ fn mark_down(node: &FleetNode, partition: &PartitionHealth, error: &str) {
     }
 }
 
-/// Returns to the store.
 async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
     restore_seed(node).await;
     node.node_count_reliable_at.store((node.clock.now() + NODE_LEASE).as_micros(), Ordering::Relaxed);
@@ -163,14 +159,16 @@ async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
     }
 }
 
-/// Tells the store the changes made without it.
+/// Sends the store the changes made without it.
 async fn sync_local_changes(node: Arc<FleetNode>, fallback: Arc<LocalFallback>) {
     let mut running = JoinSet::new();
-    for batch in fallback.take_releases() {
+    let releases = std::mem::take(&mut *fallback.releases.lock());
+    for batch in releases {
         spawn_when_free(&mut running, Arc::clone(&node).submit_or_keep(batch, node.clock.now())).await;
     }
     while running.join_next().await.is_some() {}
-    for (limit_and_key, change) in fallback.take_unsynced() {
+    let unsynced = std::mem::take(&mut *fallback.unsynced.lock());
+    for (limit_and_key, change) in unsynced {
         let now = node.clock.now();
         let batches = fallback.sync_batches(limit_and_key, change, now);
         let (node, local) = (Arc::clone(&node), Arc::clone(&fallback));
@@ -183,11 +181,10 @@ async fn sync_local_changes(node: Arc<FleetNode>, fallback: Arc<LocalFallback>) 
                     }
                 }
             }
-            let Some(mut penalty) = change.known_penalty(limit_and_key) else { return };
-            match node.restore_penalty(&mut penalty).await {
-                Ok(RestoreResult::Stored) => node.blocks.confirm(limit_and_key.0, limit_and_key.1, node.clock.now()),
-                Ok(RestoreResult::KeyWasReset) => node.forget(limit_and_key.0, limit_and_key.1),
-                Err(_) => local.restore_unsynced(limit_and_key, change.with_penalty_only(&penalty)),
+            let mut penalty = change.penalty;
+            let has_strikes = penalty.strikes > 0 || penalty.unreported_strikes > 0;
+            if has_strikes && node.restore_penalty(limit_and_key, &mut penalty).await.is_err() {
+                local.restore_unsynced(limit_and_key, UnsyncedChange::of_penalty(penalty));
             }
         };
         spawn_when_free(&mut running, sync).await;
@@ -203,7 +200,6 @@ async fn spawn_when_free(running: &mut JoinSet<()>, task: impl Future<Output = (
     running.spawn(task);
 }
 
-/// Tells the store batches that need no answer.
 async fn run_submit_queue(node: Arc<FleetNode>, mut submit_receiver: mpsc::Receiver<(Batch, Time)>) {
     let mut running = JoinSet::new();
     while let Some((batch, now)) = submit_receiver.recv().await {
@@ -212,7 +208,7 @@ async fn run_submit_queue(node: Arc<FleetNode>, mut submit_receiver: mpsc::Recei
     }
 }
 
-/// Asks the store if it still knows the blocks that it may have lost, and tells it those that it lost.
+/// Asks the store if it still knows the blocks that it may have lost, and restores those that it lost.
 async fn recheck_blocks(node: Arc<FleetNode>) {
     loop {
         node.blocks.recheck_wakeup.notified().await;

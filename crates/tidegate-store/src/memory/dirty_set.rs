@@ -59,8 +59,7 @@ impl Shards<DirtySet> {
         changed.read_count = 0;
     }
 
-    /// Passes the next [`READ_BATCH`] noted entries to `visit` with their tags, and `None` for a removed entry. Returns
-    /// false once all were shown.
+    /// Passes the next [`READ_BATCH`] noted entries to `visit`, `None` for a removed one. False once all were passed.
     pub(crate) fn read_next(
         &self,
         shard: usize,
@@ -85,7 +84,6 @@ impl Shards<DirtySet> {
         more
     }
 
-    /// Notes every entry.
     pub(crate) fn mark_all_dirty(&self) {
         for shard in 0..self.len() {
             self.lock_shard(shard).tracker.mark_all();

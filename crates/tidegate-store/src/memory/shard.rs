@@ -26,7 +26,7 @@ const SWEPT_PER_INSERT: usize = 4;
 const SLOT_BYTES: usize = 20;
 
 /// The table comes first, so that it shares a cache line with the lock.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C)]
 pub(super) struct Shard {
     table: Table,
@@ -42,8 +42,7 @@ pub(super) struct Shard {
     shard_index: usize,
 }
 
-/// The tag of a key under a limit: 52 bits of the key, then the limit. The key comes first, so that all limits of one
-/// client are side by side.
+/// The tag of a key under a limit: 52 bits of the key, then the limit. All limits of one client are side by side.
 #[inline]
 pub(super) fn tag(op: &Op) -> u64 {
     op.key.lo() << 12 | u64::from(op.limit.get())
@@ -54,7 +53,6 @@ fn entry_bytes(state: &KeyState) -> usize {
     size_of::<StateCell>() + SLOT_BYTES + state.heap_bytes()
 }
 
-/// The limit of a tag.
 pub(super) fn limit_id(tag: u64) -> Option<LimitId> {
     LimitId::from_index((tag as usize & 0xfff).checked_sub(1)?)
 }
@@ -64,21 +62,9 @@ fn limit_for_tag(limits: &Limits, tag: u64) -> Option<&Limit> {
 }
 
 impl Shard {
-    /// An empty shard. It publishes the position of its table in the outlook of this index.
+    /// An empty shard. It publishes the position of its table in the location of this index.
     pub(super) fn new(table_locations: Arc<[TableLocation]>, shard_index: usize) -> Self {
-        Self {
-            table: Table::default(),
-            cells: Vec::new(),
-            first_free: None,
-            free_count: 0,
-            heap_bytes: 0,
-            sweep_position: 0,
-            blocked_bytes: 0,
-            blocked_counted_at: Time::ZERO,
-            losses: Losses::default(),
-            table_locations,
-            shard_index,
-        }
+        Self { table_locations, shard_index, ..Self::default() }
     }
 
     fn resize_table(&mut self, home_count: usize) {
@@ -86,25 +72,23 @@ impl Shard {
         self.table.publish_location(&self.table_locations[self.shard_index]);
     }
 
-    /// Returns the number of entries.
     #[inline]
     pub(super) fn len(&self) -> usize {
-        self.table.len()
+        self.table.len
     }
 
     /// Adds the shard's contents and losses to `stats`.
     pub(super) fn add_to_stats(&self, stats: &mut MemoryStats) {
-        stats.entries += self.table.len();
-        stats.bytes += self.table.bytes() + self.cells.capacity() * size_of::<StateCell>() + self.heap_bytes;
-        stats.losses.evicted_used += self.losses.evicted_used;
-        stats.losses.evicted_exhausted += self.losses.evicted_exhausted;
-        stats.losses.refused_blocks += self.losses.refused_blocks;
-        stats.losses.forced_shares += self.losses.forced_shares;
+        stats.entries += self.table.len;
+        stats.bytes += self.table.slots.len() * size_of::<Slot>()
+            + self.cells.capacity() * size_of::<StateCell>()
+            + self.heap_bytes;
+        stats.losses = stats.losses.plus(self.losses);
     }
 
     #[inline]
     fn find_index(&self, tag: u64) -> Option<usize> {
-        if self.table.home_count() == 0 {
+        if self.table.home_count == 0 {
             return None;
         }
         match self.table.find(tag) {
@@ -113,8 +97,7 @@ impl Shard {
         }
     }
 
-    /// Evaluates an operation. Leaves the entry's position in `slot_hint`, so that [`Shard::charge`] needn't search for
-    /// it.
+    /// Evaluates an operation. Leaves the entry's position in `slot_hint`, for [`Shard::charge`].
     #[inline]
     pub(super) fn evaluate(
         &mut self,
@@ -302,8 +285,7 @@ impl Shard {
         true
     }
 
-    /// Adds a strike if the limit has a penalty for the call and there is room for its block. Returns true if it was
-    /// added.
+    /// Adds a strike if the limit has a penalty and its block has room. Returns true if it was added.
     pub(super) fn strike(
         &mut self,
         context: &OpContext<'_>,
@@ -314,8 +296,7 @@ impl Shard {
         if limit.penalty().is_none() || outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
             return false;
         }
-        if self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(op.share_level), now) {
-            self.losses.refused_blocks += 1;
+        if !self.has_room_for_block(op.share_level, now, shard_context) {
             return false;
         }
         let counted_at = self.blocked_counted_at;
@@ -330,16 +311,14 @@ impl Shard {
         true
     }
 
-    /// Returns true if a restored block has room. It is added to the count even if it was counted before: the next
-    /// recount corrects that.
+    /// True if a restored block has room. It may be counted twice, until the next recount.
     #[cold]
     pub(super) fn reserve_block(&mut self, op: &Op, now: Time, shard_context: &ShardContext<'_>) -> bool {
-        if self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(op.share_level), now) {
-            self.losses.refused_blocks += 1;
-            return false;
+        let has_room = self.has_room_for_block(op.share_level, now, shard_context);
+        if has_room {
+            self.blocked_bytes += entry_bytes(&self.clone_state(op).unwrap_or_default());
         }
-        self.blocked_bytes += entry_bytes(&self.clone_state(op).unwrap_or_default());
-        true
+        has_room
     }
 
     /// Runs `change` on the key's whole state, which is created if there is none.
@@ -392,19 +371,8 @@ impl Shard {
         self.insert_word(tag, word, now, shard_context);
     }
 
-    /// Runs `change` on the key's state if there is one. Returns true if there is one.
-    pub(super) fn update_existing(
-        &mut self,
-        op: &Op,
-        now: Time,
-        shard_context: &ShardContext<'_>,
-        change: impl FnOnce(&mut KeyState),
-    ) -> bool {
-        let exists = self.find_index(tag(op)).is_some();
-        if exists {
-            self.update_or_insert(op, now, shard_context, change);
-        }
-        exists
+    pub(super) fn has_entry(&self, op: &Op) -> bool {
+        self.find_index(tag(op)).is_some()
     }
 
     pub(super) fn remove_key(&mut self, op: &Op) {
@@ -428,8 +396,8 @@ impl Shard {
         let slot = Slot { tag, word: word.pack() };
         // Each turn either enlarges the table or removes an entry. The table of a store that has any room has room for
         // one entry.
-        for _ in 0..=self.table.slots().len() + 1 {
-            let home_count = self.table.home_count();
+        for _ in 0..=self.table.slots.len() + 1 {
+            let home_count = self.table.home_count;
             if home_count > 0
                 && let SearchResult::Vacant(at) = self.table.find(tag)
                 && self.table.insert(at, slot) == Ok(())

@@ -7,9 +7,9 @@ use parking_lot::Mutex;
 use tidegate_core::batch::{self, BatchStates, MAX_OPS, Op, OpContext, Outcome, execute};
 use tidegate_core::{Batch, Clock, Key, KeyState, LimitKind, Limits, Outcomes, Time, Verb, Verdict};
 
-use super::MemoryStats;
 use super::shard::{self, Shard, ShardCapacity, ShardContext};
 use super::table::{Table, TableLocation};
+use super::{Memory, MemoryStats};
 use crate::Losses;
 use crate::spin_lock::{SpinLock, SpinLockGuard};
 
@@ -58,7 +58,7 @@ pub(crate) struct Shards<N> {
     table_locations: Arc<[TableLocation]>,
     shift: u32,
     shard_capacity: ShardCapacity,
-    max_bytes: usize,
+    pub(super) max_bytes: usize,
     /// The losses that [`Shards::maintain`] has reported.
     reported_losses: Mutex<Losses>,
 }
@@ -91,23 +91,12 @@ impl<N: ChangeTracker> Shards<N> {
         let new_shard =
             |index| TrackedShard { shard: Shard::new(Arc::clone(&table_locations), index), tracker: N::default() };
         let shards = (0..1_usize << bits).map(|index| CacheAlignedShard(SpinLock::new(new_shard(index)))).collect();
-        Self {
-            limits,
-            shards,
-            table_locations,
-            shift: 63 - bits,
-            shard_capacity,
-            max_bytes,
-            reported_losses: Mutex::default(),
-        }
+        let (shift, reported_losses) = (63 - bits, Mutex::default());
+        Self { limits, shards, table_locations, shift, shard_capacity, max_bytes, reported_losses }
     }
 
     pub(crate) fn limits(&self) -> &Arc<Limits> {
         &self.limits
-    }
-
-    pub(crate) fn max_bytes(&self) -> usize {
-        self.max_bytes
     }
 
     /// Returns the store's contents and losses. Visits every shard.
@@ -117,27 +106,6 @@ impl<N: ChangeTracker> Shards<N> {
             shard.0.lock().shard.add_to_stats(&mut stats);
         }
         stats
-    }
-
-    /// A copy of a key's state under a limit.
-    pub(crate) fn clone_state(&self, op: &Op) -> Option<KeyState> {
-        self.shards[self.shard_index(op.key)].0.lock().shard.clone_state(op)
-    }
-
-    /// [`Memory::prefetch`](crate::Memory::prefetch).
-    #[inline]
-    pub(crate) fn prefetch(&self, batch: &Batch) {
-        for op in batch.ops() {
-            self.table_locations[self.shard_index(op.key)].prefetch(shard::tag(op));
-        }
-    }
-
-    /// [`Memory::prefetch_states`](crate::Memory::prefetch_states).
-    #[inline]
-    pub(crate) fn prefetch_states(&self, batch: &Batch) {
-        for op in batch.ops() {
-            self.shards[self.shard_index(op.key)].0.lock().shard.prefetch_state(op);
-        }
     }
 
     /// [`Store::maintain`](crate::Store::maintain).
@@ -180,13 +148,12 @@ impl<N: ChangeTracker> Shards<N> {
         ShardContext { limits: &self.limits, capacity: self.shard_capacity }
     }
 
-    /// Returns the number of shards.
     #[cfg(any(feature = "file", test))]
     pub(crate) fn len(&self) -> usize {
         self.shards.len()
     }
 
-    #[cfg(feature = "file")]
+    #[inline]
     pub(super) fn lock_shard(&self, shard: usize) -> SpinLockGuard<'_, TrackedShard<N>> {
         self.shards[shard].0.lock()
     }
@@ -198,28 +165,53 @@ impl<N: ChangeTracker> Shards<N> {
     }
 }
 
-/// Shorter paths for stores without notes.
-impl Shards<NoTracker> {
-    /// [`Memory::take`](crate::Memory::take).
+/// Operations on single keys.
+impl Memory {
+    /// Returns a copy of a key's state under a limit, or `None` if there is none.
+    pub fn clone_state(&self, op: &Op) -> Option<KeyState> {
+        self.0.lock_shard(self.0.shard_index(op.key)).shard.clone_state(op)
+    }
+
+    /// Fetches the slots of a batch's keys into the processor's cache. For callers that apply the batch soon and
+    /// prepare others until then. It has no effect on any outcome.
     #[inline]
-    pub(crate) fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
-        let Some(limit) = self.limits.get(op.limit) else { return Outcome::without_limit(Verdict::Admitted, now) };
-        let mut locked = LockedShards::new(self);
-        locked.lock(self.shard_index(op.key));
+    pub fn prefetch(&self, batch: &Batch) {
+        for op in batch.ops() {
+            self.0.table_locations[self.0.shard_index(op.key)].prefetch(shard::tag(op));
+        }
+    }
+
+    /// [`Memory::prefetch`] of the states that those slots refer to, once the slots are in the cache.
+    #[inline]
+    pub fn prefetch_states(&self, batch: &Batch) {
+        for op in batch.ops() {
+            self.0.lock_shard(self.0.shard_index(op.key)).shard.prefetch_state(op);
+        }
+    }
+
+    /// Takes `op.cost` of one limit for `holder`, without a batch.
+    #[inline]
+    pub fn take(&self, op: &Op, holder: u64, now: Time) -> Outcome {
+        let Some(limit) = self.0.limits.get(op.limit) else { return Outcome::without_limit(Verdict::Admitted, now) };
+        let mut locked = LockedShards::new(&self.0);
+        locked.lock(self.0.shard_index(op.key));
         batch::execute_take(op, limit, holder, &mut locked, now)
     }
 
-    /// [`Memory::take_with_clock`](crate::Memory::take_with_clock).
+    /// [`Memory::take`] for callers that need only the wait: returns the time at which the call has room, and the
+    /// present time. If they are the same, the cost was taken. For limits without permits, since there is no holder.
+    /// For a plain rate that is in use, the clock is read only roughly.
     #[inline]
-    pub(crate) fn take_with_clock(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
-        match self.limits.get(op.limit) {
+    pub fn take_with_clock(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
+        let shards = &self.0;
+        match shards.limits.get(op.limit) {
             Some(limit)
                 if limit.penalty().is_none()
                     && let LimitKind::Rate(rate) = limit.kind() =>
             {
-                let index = self.shard_index(op.key);
-                self.table_locations[index].prefetch(shard::tag(op));
-                self.shards[index].0.lock().shard.take_with_clock(op, rate, clock, &self.shard_context())
+                let index = shards.shard_index(op.key);
+                shards.table_locations[index].prefetch(shard::tag(op));
+                shards.lock_shard(index).shard.take_with_clock(op, rate, clock, &shards.shard_context())
             }
             _ => {
                 let now = clock.now();
@@ -242,14 +234,8 @@ struct LockedShards<'a, N> {
 impl<'a, N: ChangeTracker> LockedShards<'a, N> {
     #[inline]
     fn new(store: &'a Shards<N>) -> Self {
-        let slot_hints = [usize::MAX; MAX_OPS];
-        Self {
-            store,
-            shard_context: store.shard_context(),
-            shards: ArrayVec::new(),
-            slot_hints,
-            flags: ChangeFlags::default(),
-        }
+        let (shard_context, slot_hints) = (store.shard_context(), [usize::MAX; MAX_OPS]);
+        Self { store, shard_context, shards: ArrayVec::new(), slot_hints, flags: ChangeFlags::default() }
     }
 
     #[inline]
@@ -325,16 +311,13 @@ impl<N: ChangeTracker> BatchStates for LockedShards<'_, N> {
     ) {
         let shard_context = self.shard_context;
         self.change_and_track(context.op, |shard| {
-            if matches!(context.op.verb, Verb::RestorePenalty { .. })
-                && !shard.reserve_block(context.op, context.now, &shard_context)
-            {
+            let &OpContext { op, now, .. } = context;
+            let is_restore = matches!(op.verb, Verb::RestorePenalty { .. });
+            if is_restore && !shard.reserve_block(op, now, &shard_context) || !creates_state && !shard.has_entry(op) {
                 return false;
             }
-            if creates_state {
-                shard.update_or_insert(context.op, context.now, &shard_context, change);
-                return true;
-            }
-            shard.update_existing(context.op, context.now, &shard_context, change)
+            shard.update_or_insert(op, now, &shard_context, change);
+            true
         });
     }
 

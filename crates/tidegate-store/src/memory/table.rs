@@ -27,9 +27,10 @@ pub(super) enum SearchResult {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(super) struct Table {
-    slots: Vec<Slot>,
-    home_count: usize,
-    len: usize,
+    pub slots: Vec<Slot>,
+    pub home_count: usize,
+    /// The number of entries.
+    pub len: usize,
 }
 
 /// The error of a table that is as full as it may get: it must grow, or an entry must be removed.
@@ -37,9 +38,7 @@ pub(super) struct Table {
 pub(super) struct TableFullError;
 
 const MIN_HOME_COUNT: usize = 4;
-/// The bytes of a cache line.
 pub(super) const CACHE_LINE: usize = 64;
-/// The number of slots in a cache line.
 const SLOTS_PER_LINE: usize = CACHE_LINE / size_of::<Slot>();
 
 /// Slots behind the last home, for runs that begin near it.
@@ -53,27 +52,6 @@ impl Table {
         (bytes / size_of::<Slot>()).saturating_sub(tail_slots(0)) * 16 / 17
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
-
-    pub(super) fn slots(&self) -> &[Slot] {
-        &self.slots
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        self.slots.len() * size_of::<Slot>()
-    }
-
-    pub(super) fn home_count(&self) -> usize {
-        self.home_count
-    }
-
-    #[inline]
-    fn home_index(&self, tag: u64) -> usize {
-        home_index(tag, self.home_count)
-    }
-
     /// Publishes the position of the slots in `location`.
     pub(super) fn publish_location(&self, location: &TableLocation) {
         location.slots_address.store(self.slots.as_ptr().addr(), Relaxed);
@@ -85,7 +63,7 @@ impl Table {
     /// mispredict.
     #[inline]
     pub(super) fn find(&self, tag: u64) -> SearchResult {
-        let mut at = self.home_index(tag);
+        let mut at = home_index(tag, self.home_count);
         while let Some(line) = self.slots.get(at..at + SLOTS_PER_LINE) {
             // An empty slot's 0 wraps to the largest value.
             let smaller = line.iter().map(|slot| usize::from(slot.tag.wrapping_sub(1) < tag - 1)).sum::<usize>();
@@ -138,7 +116,8 @@ impl Table {
     /// Removes an entry and closes the gap, so that no run is broken.
     pub(super) fn remove(&mut self, at: usize) {
         let mut end = at + 1;
-        while end < self.slots.len() && self.slots[end].tag != 0 && self.home_index(self.slots[end].tag) < end {
+        let is_displaced = |slot: &Slot, at| slot.tag != 0 && home_index(slot.tag, self.home_count) < at;
+        while self.slots.get(end).is_some_and(|slot| is_displaced(slot, end)) {
             end += 1;
         }
         self.slots.copy_within(at + 1..end, at);
@@ -159,7 +138,7 @@ impl Table {
             Self { slots: vec![Slot::default(); home_count + tail_slots(home_count)], home_count, len: self.len };
         let mut free = 0;
         for slot in self.slots.iter().filter(|slot| slot.tag != 0) {
-            let at = next.home_index(slot.tag).max(free);
+            let at = home_index(slot.tag, home_count).max(free);
             let Some(target) = next.slots.get_mut(at) else { return false };
             *target = *slot;
             free = at + 1;
@@ -174,8 +153,7 @@ fn home_index(tag: u64, home_count: usize) -> usize {
     ((u128::from(tag) * home_count as u128) >> 64) as usize
 }
 
-/// The recent position of a table's slots. Unlike the table, it can be read without the lock. It is rarely written, so
-/// it stays in the cache of every processor.
+/// The recent position of a table's slots, readable without the lock. It is rarely written, so it stays in caches.
 #[derive(Debug, Default)]
 pub(super) struct TableLocation {
     slots_address: AtomicUsize,
@@ -215,7 +193,7 @@ mod tests {
         for (at, slot) in table.slots.iter().enumerate().filter(|(_, slot)| slot.tag != 0) {
             assert!(slot.tag > last, "out of order");
             last = slot.tag;
-            let home = table.home_index(slot.tag);
+            let home = home_index(slot.tag, table.home_count);
             assert!(home <= at && table.slots[home..at].iter().all(|slot| slot.tag != 0), "a broken run");
         }
     }
@@ -228,7 +206,7 @@ mod tests {
                     if table.insert(at, Slot { tag, word }).is_ok() {
                         return;
                     }
-                    let homes = table.home_count();
+                    let homes = table.home_count;
                     table.rebuild(homes + homes / 4 + 1);
                 }
             }
@@ -246,13 +224,13 @@ mod tests {
                 if keep {
                     put(&mut table, tag, step as u64);
                     map.insert(tag, step as u64);
-                } else if table.home_count() > 0 && let SearchResult::Found(at) = table.find(tag) {
+                } else if table.home_count > 0 && let SearchResult::Found(at) = table.find(tag) {
                     table.remove(at);
                     prop_assert!(map.remove(&tag).is_some());
                 }
                 check(&table);
             }
-            prop_assert_eq!(table.len(), map.len());
+            prop_assert_eq!(table.len, map.len());
             let held: Vec<_> = table.slots.iter().filter(|slot| slot.tag != 0).map(|slot| (slot.tag, slot.word)).collect();
             prop_assert_eq!(held, map.into_iter().collect::<Vec<_>>());
         }

@@ -4,58 +4,42 @@
 //! microseconds since the epoch. Every change sets a new random version, so that a document that was removed and
 //! inserted again isn't mistaken for the old one.
 
-use std::time::Duration;
-
 use ::mongodb::bson::{self, Binary, Bson, doc, spec::BinarySubtype};
 use ::mongodb::error::{Error, ErrorKind, TRANSIENT_TRANSACTION_ERROR, WriteFailure};
 use ::mongodb::options::IndexOptions;
 use ::mongodb::{Client, ClientSession, Collection, Database, IndexModel};
 use futures_util::TryStreamExt as _;
-use tidegate_core::Time;
+use tidegate_core::{Span, Time};
 
 use crate::rows::loaded_rows::RowChange;
-use crate::rows::{GroupError, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, check_schema};
+use crate::rows::{GroupError, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, check_schema, seed_from_bytes};
 
-/// The collections and the abilities of their server.
+/// The maximum time for which a client locks the documents of a batch: it may die meanwhile.
+const LOCK_DURATION: Span = Span::from_secs(1);
+
 pub(super) struct Collections {
-    client: Client,
+    pub(super) client: Client,
     database: Database,
     meta: Collection<bson::Document>,
     state: Collection<bson::Document>,
     /// The command to which the server replies with its kind and the time.
     hello_command: &'static str,
-    supports_transactions: bool,
+    pub(super) supports_transactions: bool,
 }
 
 /// The document of a key, if there is one.
 pub(super) struct StateDocument {
-    key: RowKey,
+    pub(super) key: RowKey,
     /// `None` if there is no document.
-    version: Option<i64>,
-    state: Vec<u8>,
+    pub(super) version: Option<i64>,
+    pub(super) state: Vec<u8>,
     locked_until: i64,
 }
 
 impl StateDocument {
-    pub(super) fn key(&self) -> RowKey {
-        self.key
-    }
-
-    pub(super) fn version(&self) -> Option<i64> {
-        self.version
-    }
-
-    pub(super) fn state(&self) -> &[u8] {
-        &self.state
-    }
-
     /// True if no client has it locked, or the lock has expired.
     pub(super) fn is_unlocked(&self, server_time: Time) -> bool {
         self.locked_until <= micros(server_time)
-    }
-
-    fn missing(key: RowKey) -> Self {
-        Self { key, version: None, state: Vec::new(), locked_until: 0 }
     }
 
     fn from_bson(document: &bson::Document) -> Option<Self> {
@@ -84,61 +68,45 @@ impl Collections {
             }
             hello => hello,
         };
-        let hello = hello.map_err(|error| classify_error(&error))?;
+        let hello = hello?;
         documents.supports_transactions =
             hello.contains_key("setName") || hello.get_str("msg").is_ok_and(|msg| msg == "isdbgrid");
         let version = documents.get_or_insert_meta("schema", SCHEMA_VERSION.to_string().as_bytes()).await?;
         check_schema(&version)?;
         let index = IndexModel::builder().keys(doc! { "expires_at": 1 });
         let index = index.options(IndexOptions::builder().name("expires_at".to_owned()).build()).build();
-        documents.state.create_index(index).await.map_err(|error| classify_error(&error))?;
+        documents.state.create_index(index).await?;
         Ok(documents)
-    }
-
-    pub(super) fn supports_transactions(&self) -> bool {
-        self.supports_transactions
-    }
-
-    pub(super) async fn session(&self) -> Result<ClientSession, GroupError> {
-        self.client.start_session().await.map_err(|error| classify_error(&error))
     }
 
     async fn hello(&self) -> Result<bson::Document, Error> {
         self.database.run_command(doc! { self.hello_command: 1 }).await
     }
 
-    /// The server's clock.
     pub(super) async fn server_time(&self) -> Result<Time, GroupError> {
-        let hello = self.hello().await.map_err(|error| classify_error(&error))?;
+        let hello = self.hello().await?;
         let clock =
             hello.get_datetime("localTime").map_err(|_| GroupError::Failed("it doesn't tell the time".into()))?;
         let millis = u64::try_from(clock.timestamp_millis()).unwrap_or(0);
         Ok(Time::from_micros(millis.saturating_mul(1000)))
     }
 
-    /// The documents of these keys, in the keys' order, and then the server's time, which is later than every change in
-    /// them.
-    pub(super) async fn read(&self, keys: &[RowKey]) -> Result<(Time, Vec<StateDocument>), GroupError> {
-        let found = match keys {
-            [] => Vec::new(),
-            keys => {
-                let cursor = self.state.find(keys_filter(keys)).await.map_err(|error| classify_error(&error))?;
-                cursor.try_collect().await.map_err(|error| classify_error(&error))?
+    /// The documents of these keys, in their order, and then the server's time: no earlier than any change in them. If
+    /// this is in a transaction, an earlier transaction that commits a change of these documents later fails.
+    pub(super) async fn read(
+        &self,
+        session: Option<&mut ClientSession>,
+        keys: &[RowKey],
+    ) -> Result<(Time, Vec<StateDocument>), GroupError> {
+        let found: Vec<_> = match session {
+            _ if keys.is_empty() => Vec::new(),
+            Some(session) => {
+                let mut cursor = self.state.find(keys_filter(keys)).session(&mut *session).await?;
+                cursor.stream(session).try_collect().await?
             }
+            None => self.state.find(keys_filter(keys)).await?.try_collect().await?,
         };
         Ok((self.server_time().await?, in_key_order(keys, &found)?))
-    }
-
-    /// The documents of these keys, in their order, as a transaction sees them.
-    pub(super) async fn read_in_session(
-        &self,
-        session: &mut ClientSession,
-        keys: &[RowKey],
-    ) -> Result<Vec<StateDocument>, GroupError> {
-        let mut cursor =
-            self.state.find(keys_filter(keys)).session(&mut *session).await.map_err(|error| classify_error(&error))?;
-        let found: Vec<_> = cursor.stream(session).try_collect().await.map_err(|error| classify_error(&error))?;
-        in_key_order(keys, &found)
     }
 
     /// Changes a document if it has this version, and unlocks it.
@@ -185,19 +153,16 @@ impl Collections {
     }
 
     /// Locks a document of this version, or inserts a locked one. Returns its new version.
-    pub(super) async fn lock(
-        &self,
-        key: &RowKey,
-        version: Option<i64>,
-        server_time: Time,
-        duration: Duration,
-    ) -> Result<i64, GroupError> {
-        let locked_until = micros(server_time).saturating_add(i64::try_from(duration.as_micros()).unwrap_or(i64::MAX));
+    pub(super) async fn lock(&self, key: &RowKey, version: Option<i64>, server_time: Time) -> Result<i64, GroupError> {
+        let locked_until = micros(server_time + LOCK_DURATION);
         let new_version: i64 = rand::random();
         let done = match version {
             Some(version) => {
                 // A locked document must not expire.
-                let lock = doc! { "$set": { "version": new_version, "locked_until": locked_until }, "$max": { "expires_at": locked_until } };
+                let lock = doc! {
+                    "$set": { "version": new_version, "locked_until": locked_until },
+                    "$max": { "expires_at": locked_until },
+                };
                 let taken = self.state.update_one(version_filter(key, version), lock).await;
                 taken.map(|taken| taken.matched_count)
             }
@@ -217,45 +182,37 @@ impl Collections {
         check_changed_one(freed.map(|freed| freed.matched_count))
     }
 
-    /// Removes some expired documents: those expired at `at`, or by the server's clock if it is `None`. Returns true if
-    /// there may be more.
-    pub(super) async fn remove_expired(&self, at: Option<i64>) -> Result<bool, GroupError> {
-        let cutoff_micros = match at {
-            Some(at) => at,
+    /// Removes some documents expired by `cutoff_micros` or else by the server's clock. True if there may be more.
+    pub(super) async fn remove_expired(&self, cutoff_micros: Option<i64>) -> Result<bool, GroupError> {
+        let cutoff_micros = match cutoff_micros {
+            Some(micros) => micros,
             None => micros(self.server_time().await?),
         };
         let expired = doc! { "expires_at": { "$lte": cutoff_micros } };
-        let most = i64::try_from(MAX_CLEAN_ROWS).unwrap_or(i64::MAX);
-        let find = self.state.find(expired).projection(doc! { "_id": 1 }).limit(most);
-        let found: Vec<bson::Document> = find
-            .await
-            .map_err(|error| classify_error(&error))?
-            .try_collect()
-            .await
-            .map_err(|error| classify_error(&error))?;
+        let find = self.state.find(expired).projection(doc! { "_id": 1 }).limit(MAX_CLEAN_ROWS);
+        let found: Vec<bson::Document> = find.await?.try_collect().await?;
         if found.is_empty() {
             return Ok(false);
         }
         let ids: Vec<Bson> = found.iter().filter_map(|document| document.get("_id").cloned()).collect();
         let still_expired = doc! { "_id": { "$in": ids }, "expires_at": { "$lte": cutoff_micros } };
-        self.state.delete_many(still_expired).await.map_err(|error| classify_error(&error))?;
-        Ok(found.len() == MAX_CLEAN_ROWS)
+        self.state.delete_many(still_expired).await?;
+        Ok(found.len() == MAX_CLEAN_ROWS as usize)
     }
 
     /// Returns the stored seed. If there is none, stores this one.
     pub(super) async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], GroupError> {
-        let kept = self.get_or_insert_meta("seed", &proposal).await?;
-        kept.try_into().map_err(|_| GroupError::Failed("the seed in it isn't 16 bytes long".into()))
+        seed_from_bytes(self.get_or_insert_meta("seed", &proposal).await?)
     }
 
     /// Stores a value under a name that has none, and returns the stored one.
     async fn get_or_insert_meta(&self, name: &str, value: &[u8]) -> Result<Vec<u8>, GroupError> {
         match check_changed_one(self.meta.insert_one(doc! { "_id": name, "value": binary(value) }).await.map(|_| 1)) {
             Ok(()) | Err(GroupError::Conflict(_)) => {}
-            Err(fault) => return Err(fault),
+            Err(error) => return Err(error),
         }
-        let kept = self.meta.find_one(doc! { "_id": name }).await.map_err(|error| classify_error(&error))?;
-        let value = kept.as_ref().and_then(|kept| kept.get_binary_generic("value").ok());
+        let stored = self.meta.find_one(doc! { "_id": name }).await?;
+        let value = stored.as_ref().and_then(|stored| stored.get_binary_generic("value").ok());
         value.cloned().ok_or_else(|| GroupError::Failed(format!("its {name} is none of this program's")))
     }
 }
@@ -287,7 +244,8 @@ fn keys_filter(keys: &[RowKey]) -> bson::Document {
 
 /// The documents in the keys' order, with a missing one for each key without a document.
 fn in_key_order(keys: &[RowKey], found: &[bson::Document]) -> Result<Vec<StateDocument>, GroupError> {
-    let mut documents: Vec<StateDocument> = keys.iter().copied().map(StateDocument::missing).collect();
+    let missing = |key| StateDocument { key, version: None, state: Vec::new(), locked_until: 0 };
+    let mut documents: Vec<StateDocument> = keys.iter().copied().map(missing).collect();
     for document in found {
         let read = StateDocument::from_bson(document)
             .ok_or_else(|| GroupError::Failed("a document is none of this program's".into()))?;
@@ -303,11 +261,7 @@ fn check_changed_one(done: Result<u64, Error>) -> Result<(), GroupError> {
     match done {
         Ok(0) => Err(GroupError::Conflict("another node was quicker".into())),
         Ok(_) => Ok(()),
-        Err(error) => Err(match classify_error(&error) {
-            // The write may have been executed.
-            GroupError::ConnectionLost(what) => GroupError::Failed(what),
-            fault => fault,
-        }),
+        Err(error) => Err(GroupError::from(error).of_commit()),
     }
 }
 
@@ -317,20 +271,21 @@ fn is_unknown_command(error: &Error) -> bool {
     matches!(&*error.kind, ErrorKind::Command(error) if error.code == COMMAND_NOT_FOUND)
 }
 
-/// Classifies an error: its text, and whether a retry can help.
-pub(super) fn classify_error(error: &Error) -> GroupError {
-    const DUPLICATE_KEY: i32 = 11_000;
-    const WRITE_CONFLICT: i32 = 112;
-    let is_conflict = |code| code == DUPLICATE_KEY || code == WRITE_CONFLICT;
-    let what = error.kind.to_string();
-    match &*error.kind {
-        _ if error.contains_label(TRANSIENT_TRANSACTION_ERROR) => GroupError::Conflict(what),
-        ErrorKind::Write(WriteFailure::WriteError(error)) if is_conflict(error.code) => {
-            GroupError::Conflict(error.message.clone())
+impl From<Error> for GroupError {
+    fn from(error: Error) -> Self {
+        const DUPLICATE_KEY: i32 = 11_000;
+        const WRITE_CONFLICT: i32 = 112;
+        let is_conflict = |code| code == DUPLICATE_KEY || code == WRITE_CONFLICT;
+        let what = error.kind.to_string();
+        match &*error.kind {
+            _ if error.contains_label(TRANSIENT_TRANSACTION_ERROR) => Self::Conflict(what),
+            ErrorKind::Write(WriteFailure::WriteError(error)) if is_conflict(error.code) => {
+                Self::Conflict(error.message.clone())
+            }
+            ErrorKind::Command(error) if is_conflict(error.code) => Self::Conflict(error.message.clone()),
+            ErrorKind::ServerSelection { .. } => Self::Unreachable("no server answers".into()),
+            ErrorKind::Io(_) | ErrorKind::ConnectionPoolCleared { .. } => Self::ConnectionLost(what),
+            _ => Self::Failed(what),
         }
-        ErrorKind::Command(error) if is_conflict(error.code) => GroupError::Conflict(error.message.clone()),
-        ErrorKind::ServerSelection { .. } => GroupError::Unreachable("no server answers".into()),
-        ErrorKind::Io(_) | ErrorKind::ConnectionPoolCleared { .. } => GroupError::ConnectionLost(what),
-        _ => GroupError::Failed(what),
     }
 }

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use percent_encoding::percent_decode_str;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion, RedisConnectionInfo};
 
-/// The default ports of a server and of a sentinel.
 const SERVER_PORT: u16 = 6379;
 const SENTINEL_PORT: u16 = 26379;
 
@@ -39,10 +38,8 @@ pub enum RedisUrlError {
     Parameters,
 }
 
-/// The kind of the named hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Topology {
-    /// One server.
     SingleServer,
     /// Some nodes of a cluster.
     Cluster,
@@ -50,18 +47,21 @@ pub(super) enum Topology {
     Sentinel(Arc<str>),
 }
 
-/// The servers and the log-in.
 #[derive(Clone)]
 pub(super) struct RedisAddress {
     pub(super) topology: Topology,
     pub(super) hosts: Vec<(String, u16)>,
     pub(super) is_encrypted: bool,
-    login: RedisConnectionInfo,
+    /// The log-in to the servers; not to the sentinels.
+    pub(super) login: RedisConnectionInfo,
 }
 
 impl fmt::Debug for RedisAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RedisAddress").field("way", &self.topology).field("hosts", &self.hosts).finish_non_exhaustive()
+        f.debug_struct("RedisAddress")
+            .field("topology", &self.topology)
+            .field("hosts", &self.hosts)
+            .finish_non_exhaustive()
     }
 }
 
@@ -69,7 +69,7 @@ impl RedisAddress {
     /// Parses `SCHEME://[[USER]:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DATABASE]`; of sentinels, `/SERVICE[/DATABASE]`.
     pub(super) fn parse(url: &str) -> Result<Self, RedisUrlError> {
         let (scheme, rest) = url.split_once("://").ok_or(RedisUrlError::Scheme)?;
-        let (is_encrypted, topology) = match scheme {
+        let (is_encrypted, mut topology) = match scheme {
             "redis" => (false, Topology::SingleServer),
             "rediss" => (true, Topology::SingleServer),
             "redis-cluster" => (false, Topology::Cluster),
@@ -84,20 +84,16 @@ impl RedisAddress {
         let (login, rest) = rest.rsplit_once('@').map_or((None, rest), |(login, rest)| (Some(login), rest));
         let (hosts, path) = rest.split_once('/').unwrap_or((rest, ""));
         let mut database = path.trim_end_matches('/');
-        let way = match topology {
-            Topology::Sentinel(_) => {
-                let (service, rest) = database.split_once('/').unwrap_or((database, ""));
-                database = rest;
-                if service.is_empty() {
-                    return Err(RedisUrlError::Service);
-                }
-                Topology::Sentinel(service.into())
+        let mut port = SERVER_PORT;
+        if let Topology::Sentinel(name) = &mut topology {
+            let (service, rest) = database.split_once('/').unwrap_or((database, ""));
+            if service.is_empty() {
+                return Err(RedisUrlError::Service);
             }
-            way => way,
-        };
-        let port = if matches!(way, Topology::Sentinel(_)) { SENTINEL_PORT } else { SERVER_PORT };
+            (*name, database, port) = (service.into(), rest, SENTINEL_PORT);
+        }
         let hosts: Vec<_> = hosts.split(',').map(|host| host_and_port(host, port)).collect::<Result<_, _>>()?;
-        if way == Topology::SingleServer && hosts.len() != 1 {
+        if topology == Topology::SingleServer && hosts.len() != 1 {
             return Err(RedisUrlError::Hosts);
         }
         let mut info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3);
@@ -114,12 +110,7 @@ impl RedisAddress {
                 info = info.set_password(decoded(password)?);
             }
         }
-        Ok(Self { topology: way, hosts, is_encrypted, login: info })
-    }
-
-    /// The log-in to the servers. With sentinels, it isn't used for the sentinels themselves.
-    pub(super) fn login(&self) -> &RedisConnectionInfo {
-        &self.login
+        Ok(Self { topology, hosts, is_encrypted, login: info })
     }
 
     /// The named hosts with their connection options.
@@ -132,10 +123,9 @@ impl RedisAddress {
                 ConnectionAddr::Tcp(host, port)
             };
             let info = address.into_connection_info()?;
-            Ok(if matches!(self.topology, Topology::Sentinel(_)) {
-                info
-            } else {
-                info.set_redis_settings(self.login.clone())
+            Ok(match self.topology {
+                Topology::Sentinel(_) => info,
+                _ => info.set_redis_settings(self.login.clone()),
             })
         };
         self.hosts.iter().map(connection_info).collect()
@@ -172,10 +162,10 @@ mod tests {
         let sentinel = RedisAddress::parse("redis-sentinel://u:p%40ss@a,b:5/mymaster/2").unwrap();
         assert_eq!((sentinel.topology.clone(), sentinel.hosts.len()), (Topology::Sentinel("mymaster".into()), 2));
         assert_eq!(sentinel.hosts[0].1, 26379);
-        let login = sentinel.login();
+        let login = &sentinel.login;
         assert_eq!((login.username(), login.password(), login.db()), (Some("u"), Some("p@ss"), 2));
-        let login = RedisAddress::parse("redis://:s%3Acret@h/0").unwrap();
-        assert_eq!((login.login().username(), login.login().password()), (None, Some("s:cret")));
+        let login = RedisAddress::parse("redis://:s%3Acret@h/0").unwrap().login;
+        assert_eq!((login.username(), login.password()), (None, Some("s:cret")));
     }
 
     #[test]

@@ -64,18 +64,12 @@ struct QueuedRequest {
     response_sender: oneshot::Sender<BatchedResponse>,
 }
 
-/// The way of a request.
+/// The outcome of batching a request.
 pub(super) enum BatchingOutcome {
     /// It is to be sent alone. When the slot is dropped, the next ones are sent.
     SendAlone(Option<BatcherSlot>),
     /// It was sent with others, and this is its answer.
     Answered(Vec<u8>),
-}
-
-/// The result of [`RedisInner::enqueue`].
-enum EnqueueResult {
-    SendAlone(Option<BatcherSlot>),
-    Queued { response_receiver: oneshot::Receiver<BatchedResponse>, arrival: u64 },
 }
 
 /// A slot among the flushes in flight.
@@ -89,18 +83,6 @@ pub(super) struct BatcherSlot {
 struct ScheduledFlush {
     redis: Arc<RedisInner>,
     is_completed: bool,
-}
-
-impl Batcher {
-    fn queue(&self) -> MutexGuard<'_, BatcherQueue> {
-        self.queue.lock()
-    }
-}
-
-impl QueuedRequest {
-    fn can_share_command(&self, other: &Self) -> bool {
-        self.script_code == other.script_code && self.request.ops() == other.request.ops()
-    }
 }
 
 fn return_unsent(waiters: impl IntoIterator<Item = QueuedRequest>) {
@@ -130,7 +112,10 @@ impl BatcherQueue {
                 continue;
             }
             count += 1;
-            match groups.iter_mut().find(|group| group.first().is_some_and(|first| first.can_share_command(&waiter))) {
+            let can_share_command = |first: &QueuedRequest| {
+                first.script_code == waiter.script_code && first.request.ops() == waiter.request.ops()
+            };
+            match groups.iter_mut().find(|group| group.first().is_some_and(can_share_command)) {
                 Some(group) => group.push(waiter),
                 None => groups.push(vec![waiter]),
             }
@@ -151,8 +136,8 @@ impl RedisInner {
             return Ok(BatchingOutcome::SendAlone(None));
         }
         let (mut receiver, arrival) = match self.enqueue(code, encode) {
-            EnqueueResult::SendAlone(place) => return Ok(BatchingOutcome::SendAlone(place)),
-            EnqueueResult::Queued { response_receiver: told, arrival: number } => (told, number),
+            Ok(queued) => queued,
+            Err(slot) => return Ok(BatchingOutcome::SendAlone(slot)),
         };
         let answer = match timeout(MAX_QUEUE_TIME, &mut receiver).await {
             Ok(answer) => answer,
@@ -167,21 +152,26 @@ impl RedisInner {
         Ok(if bytes.is_empty() { BatchingOutcome::SendAlone(None) } else { BatchingOutcome::Answered(bytes) })
     }
 
-    fn enqueue(self: &Arc<Self>, code: u16, encode: impl FnOnce() -> EncodedRequest) -> EnqueueResult {
-        let Ok(runtime) = Handle::try_current() else { return EnqueueResult::SendAlone(None) };
-        let send_alone = || EnqueueResult::SendAlone(Some(BatcherSlot { redis: Arc::clone(self), is_completed: true }));
-        if self.batcher.queue().start_if_idle() {
-            return send_alone();
+    /// Queues a request, and returns the receiver of its answer and its arrival. An error: it is to be sent alone.
+    fn enqueue(
+        self: &Arc<Self>,
+        code: u16,
+        encode: impl FnOnce() -> EncodedRequest,
+    ) -> Result<(oneshot::Receiver<BatchedResponse>, u64), Option<BatcherSlot>> {
+        let Ok(runtime) = Handle::try_current() else { return Err(None) };
+        let new_slot = || BatcherSlot { redis: Arc::clone(self), is_completed: true };
+        if self.batcher.queue.lock().start_if_idle() {
+            return Err(Some(new_slot()));
         }
         let (sender, receiver) = oneshot::channel();
         let request = encode();
-        let mut queue = self.batcher.queue();
+        let mut queue = self.batcher.queue.lock();
         // Meanwhile all others may have been answered, and no task would send this one.
         if queue.start_if_idle() {
-            return send_alone();
+            return Err(Some(new_slot()));
         }
         if queue.waiting.len() >= MAX_WAITING {
-            return EnqueueResult::SendAlone(None);
+            return Err(None);
         }
         let arrival = queue.next_arrival;
         queue.next_arrival += 1;
@@ -191,14 +181,14 @@ impl RedisInner {
             drop(queue);
             runtime.spawn(ScheduledFlush { redis: Arc::clone(self), is_completed: false }.run());
         }
-        EnqueueResult::Queued { response_receiver: receiver, arrival }
+        Ok((receiver, arrival))
     }
 
     /// Sends all requests that arrived up to this one.
     fn flush_through(self: &Arc<Self>, last_arrival: u64) {
         let Ok(runtime) = Handle::try_current() else { return };
         loop {
-            let queue = self.batcher.queue();
+            let queue = self.batcher.queue.lock();
             if queue.waiting.front().is_none_or(|waiter| waiter.arrival > last_arrival) {
                 return;
             }
@@ -213,21 +203,16 @@ impl RedisInner {
             queue.in_flight += 1;
             drop(queue);
             let runtime = self.connection.runtime();
-            runtime
-                .as_ref()
-                .unwrap_or(current_runtime)
-                .spawn(BatcherSlot { redis: Arc::clone(self), is_completed: false }.run_groups(groups));
+            let slot = BatcherSlot { redis: Arc::clone(self), is_completed: false };
+            runtime.as_ref().unwrap_or(current_runtime).spawn(slot.run_groups(groups));
         }
     }
 
     /// Sends waiting requests if there is room. If `is_completed` is false, an ending runtime has dropped the task.
     fn continue_flushing(self: &Arc<Self>, mut queue: MutexGuard<'_, BatcherQueue>, is_completed: bool) {
         match Handle::try_current() {
-            Ok(runtime) if is_completed => {
-                if queue.in_flight < MAX_FLUSHES_IN_FLIGHT {
-                    self.flush(queue, &runtime);
-                }
-            }
+            Ok(runtime) if is_completed && queue.in_flight < MAX_FLUSHES_IN_FLIGHT => self.flush(queue, &runtime),
+            Ok(_) if is_completed => {}
             _ => {
                 // No other task may be left to send them.
                 let unsent = std::mem::take(&mut queue.waiting);
@@ -238,9 +223,7 @@ impl RedisInner {
     }
 
     async fn run_group(&self, group: &[QueuedRequest]) -> Result<Vec<Value>, RedisCommandError> {
-        let Some(QueuedRequest { script_code: code, request, .. }) = group.first() else {
-            return Ok(Vec::new());
-        };
+        let Some(QueuedRequest { script_code: code, request, .. }) = group.first() else { return Ok(Vec::new()) };
         let names = group.iter().flat_map(|waiter| waiter.request.names());
         let time_headers = group.iter().map(|waiter| waiter.request.time_header());
         let all_times_equal = time_headers.clone().skip(1).zip(time_headers.clone()).all(|(one, other)| one == other);
@@ -291,7 +274,7 @@ impl ScheduledFlush {
 
 impl Drop for ScheduledFlush {
     fn drop(&mut self) {
-        let mut queue = self.redis.batcher.queue();
+        let mut queue = self.redis.batcher.queue.lock();
         queue.is_flush_scheduled = false;
         self.redis.continue_flushing(queue, self.is_completed);
     }
@@ -312,7 +295,7 @@ impl BatcherSlot {
 
 impl Drop for BatcherSlot {
     fn drop(&mut self) {
-        let mut queue = self.redis.batcher.queue();
+        let mut queue = self.redis.batcher.queue.lock();
         queue.in_flight -= 1;
         self.redis.continue_flushing(queue, self.is_completed);
     }

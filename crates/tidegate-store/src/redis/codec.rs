@@ -1,5 +1,4 @@
-//! The encoding of a batch as a script's keys and arguments, and the decoding of the script's answer into core's
-//! outcomes.
+//! The encoding of a batch as a script's keys and argument, and the decoding of the script's answer into outcomes.
 
 use std::time::Duration;
 
@@ -19,11 +18,9 @@ use tidegate_core::{
 };
 
 use super::keys::KeyNames;
-use super::script::{HEADER_BYTES, ScriptKind, kind_number, verb_number};
+use super::script::{HEADER_BYTES, MAX_EXACT_INTEGER, kind_number, verb_number};
 use crate::TimeSource;
 
-/// The largest relevant cost: no limit is higher.
-const MAX_EXACT_INTEGER: u64 = 1 << 53;
 /// The milliseconds added to a key's expiry, because the server rounds its time down.
 const CLOCK_ROUNDING_MILLIS: u64 = 1;
 /// The same with the caller's time, which may advance more slowly than the server's.
@@ -129,28 +126,12 @@ pub(super) struct BatchCodec<'a> {
 pub(super) struct PeriodMismatchError(pub(super) Time);
 
 impl BatchCodec<'_> {
-    /// The script for this batch.
-    pub(super) fn script_kind(&self) -> ScriptKind {
-        ScriptKind::for_batch(self.batch, self.limits, self.other_parts == batch::RefusalSummary::default())
-    }
-
     /// The operations with a known limit.
-    fn known_ops(&self) -> impl Iterator<Item = (&Op, &Limit)> {
+    pub(super) fn known_ops(&self) -> impl Iterator<Item = (&Op, &Limit)> {
         self.batch.ops().iter().filter_map(|op| Some((op, self.limits.get(op.limit)?)))
     }
 
-    /// True if there are none.
-    pub(super) fn is_empty(&self) -> bool {
-        self.known_ops().next().is_none()
-    }
-
-    /// True if an operation is a reset, which all nodes must learn.
-    pub(super) fn has_reset(&self) -> bool {
-        self.known_ops().any(|(op, _)| op.verb == Verb::Reset)
-    }
-
-    /// Encodes the names of keys and the argument. `now` is the caller's time, and `expected_now` the expected time of
-    /// the server.
+    /// Encodes the names of keys and the argument. `expected_now` is the expected time of the server.
     pub(super) fn encode(&self, now: Time, expected_now: Time) -> EncodedRequest {
         let mut data = Vec::with_capacity((self.batch.ops().len() + 1) * INITIAL_OP_BYTES);
         let mut ends = ArrayVec::new();
@@ -182,14 +163,9 @@ impl BatchCodec<'_> {
             }
         }
         head.push_number(counted_at.as_micros());
-        let batch::RefusalSummary {
-            enforced_refused: refused,
-            enforced_blocked: blocked,
-            any_refused: watched_refused,
-            any_blocked: watched_blocked,
-        } = self.other_parts;
-        let bits = [refused, blocked, watched_refused, watched_blocked].into_iter().rev();
-        head.push_bytes(&[bits.fold(0, |byte, bit| byte << 1 | u8::from(bit))]);
+        let others = &self.other_parts;
+        let bits = [others.any_blocked, others.any_refused, others.enforced_blocked, others.enforced_refused];
+        head.push_bytes(&[bits.iter().fold(0, |byte, bit| byte << 1 | u8::from(*bit))]);
         head.push_bytes(&holder.to_le_bytes());
         head
     }
@@ -412,8 +388,7 @@ impl ResponseDecoder<'_> {
         self.number().map(Time::from_micros)
     }
 
-    /// Rebuilds a log with the outcomes of the whole one: the slots that become free together, and the rest at the
-    /// newest time.
+    /// Rebuilds a log with the same outcomes: the slots that become free together, and the rest at the newest time.
     fn log(&mut self) -> Option<WindowLog> {
         let (total, newest) = (self.number()?, self.time()?);
         let (free_from, free) = (self.time()?, self.number()?.min(total));
@@ -422,8 +397,7 @@ impl ResponseDecoder<'_> {
         WindowLog::from_slots(&slots, false)
     }
 
-    /// Rebuilds permits with the outcomes of all: the holder's own, those of others that become free together, and the
-    /// rest with the last lease.
+    /// Rebuilds permits with the same outcomes: the holder's, those that become free together, and the rest.
     fn permits(&mut self, holder: u64) -> Option<Permits> {
         let used = self.number()?;
         let own = PermitLease { holder, count: self.number()?, expires: self.time()? };
@@ -434,8 +408,7 @@ impl ResponseDecoder<'_> {
         let free = if own.count > 0 { 0 } else { free.min(others) };
         let next_to_expire = PermitLease { holder: holder.wrapping_add(1), count: free, expires: free_at };
         let remaining = PermitLease { holder: holder.wrapping_add(2), count: others - free, expires: last };
-        Some(Permits::from_leases(
-            [own, next_to_expire, remaining].into_iter().filter(|permit| permit.count > 0).collect(),
-        ))
+        let leases = [own, next_to_expire, remaining].into_iter().filter(|permit| permit.count > 0);
+        Some(Permits::from_leases(leases.collect()))
     }
 }

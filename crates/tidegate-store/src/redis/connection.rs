@@ -22,14 +22,13 @@ use tokio::sync::{broadcast, watch};
 
 use super::address::{RedisAddress, Topology};
 use super::keys::KeyNames;
-use crate::{KeyReset, StoreError};
+use crate::KeyReset;
 
 /// The waits between attempts to reach the server.
 const RECONNECT_BACKOFF: Backoff = Backoff::exponential(Span::from_millis(50), Span::from_secs(1));
 /// The number of commands that may wait for the socket. Further callers wait for room.
 const PIPELINE_CAPACITY: usize = 1_024;
-/// The maximum number of redirections and retries of a cluster's client: enough for the steps of a slot's move, and few
-/// enough not to flood a node that is down.
+/// The maximum number of redirections and retries of a cluster's client: enough for the steps of a slot's move.
 const MAX_CLUSTER_RETRIES: u32 = 4;
 const CLUSTER_RETRY_MILLIS: (u64, u64) = (5, 50);
 /// The number of resets that a receiver may lag behind before it misses some.
@@ -38,18 +37,12 @@ const RESET_CHANNEL_CAPACITY: usize = 1_024;
 /// The maximum times for connecting and for answers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RedisTimeouts {
-    /// The time to connect and log in.
     pub(super) connect: Duration,
-    /// The time to answer a command.
     pub(super) answer: Duration,
 }
 
 /// The shared connection, as the module describes it.
 pub(super) struct SharedConnection {
-    inner: Arc<SharedConnectionInner>,
-}
-
-struct SharedConnectionInner {
     address: RedisAddress,
     /// The trusted certificate authorities, as PEM; the system's if `None`.
     authorities: Option<Vec<u8>>,
@@ -74,11 +67,17 @@ enum ConnectionState {
     Failed(Arc<str>),
 }
 
-/// One connection.
+impl ConnectionState {
+    /// True if this is the connection of this id, to a single server. A cluster's client reconnects by itself.
+    fn is_server_connection(&self, id: u64) -> bool {
+        matches!(self, Self::Connected(open) if open.id == id && matches!(open.connection, RedisConnection::Server(_)))
+    }
+}
+
 #[derive(Clone)]
 struct OpenConnection {
     connection: RedisConnection,
-    /// The number that tells it from earlier connections.
+    /// A number that no earlier connection had.
     id: u64,
     /// The runtime of its tasks.
     runtime: Handle,
@@ -102,7 +101,7 @@ impl RedisConnection {
 
 impl fmt::Debug for SharedConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedConnection").field("address", &self.inner.address).finish_non_exhaustive()
+        f.debug_struct("SharedConnection").field("address", &self.address).finish_non_exhaustive()
     }
 }
 
@@ -110,72 +109,69 @@ impl SharedConnection {
     pub(super) fn new(
         address: RedisAddress,
         authorities: Option<Vec<u8>>,
-        patience: RedisTimeouts,
-        keys: Arc<KeyNames>,
-    ) -> Self {
-        let shared = SharedConnectionInner {
+        timeouts: RedisTimeouts,
+        key_names: Arc<KeyNames>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
             address,
             authorities,
-            timeouts: patience,
-            key_names: keys,
+            timeouts,
+            key_names,
             state: watch::Sender::new(ConnectionState::Idle),
             is_probing: AtomicBool::new(false),
             reset_sender: broadcast::Sender::new(RESET_CHANNEL_CAPACITY),
             cannot_subscribe: AtomicBool::new(false),
-        };
-        Self { inner: Arc::new(shared) }
+        })
     }
 
     /// True if keys in different slots may be on different servers.
     pub(super) fn is_cluster(&self) -> bool {
-        self.inner.address.topology == Topology::Cluster
+        self.address.topology == Topology::Cluster
     }
 
     pub(super) fn subscribe_to_resets(&self) -> broadcast::Receiver<Option<KeyReset>> {
-        self.inner.reset_sender.subscribe()
+        self.reset_sender.subscribe()
     }
 
     /// Without a subscription, resets may have been missed at any time.
     pub(super) fn report_possibly_missed_resets(&self) {
-        if self.inner.cannot_subscribe.load(Ordering::Relaxed) {
-            self.inner.broadcast_reset(None);
+        if self.cannot_subscribe.load(Ordering::Relaxed) {
+            self.broadcast_reset(None);
         }
     }
 
     /// The runtime of the connection, if there is one. While it is blocked, no request gets an answer.
     pub(super) fn runtime(&self) -> Option<Handle> {
-        if let ConnectionState::Connected(open) = &*self.inner.state.borrow() {
-            Some(open.runtime.clone())
-        } else {
-            None
+        match &*self.state.borrow() {
+            ConnectionState::Connected(open) => Some(open.runtime.clone()),
+            _ => None,
         }
     }
 
-    /// Sends a command and waits for its answer. Without a connection, it waits for the running attempt, unless the
-    /// attempt before has failed.
-    pub(super) async fn send(&self, command: &Cmd) -> Result<Value, RedisCommandError> {
+    /// Sends a command and waits for its answer. Waits for the first attempt to connect, and fails during later ones.
+    pub(super) async fn send(self: &Arc<Self>, command: &Cmd) -> Result<Value, RedisCommandError> {
         let mut open = self.open_connection().await?;
-        let mut pending = PendingCommand { inner: &self.inner, connection_id: open.id, is_answered: false };
+        let mut pending = PendingCommand { shared: self, connection_id: open.id, is_answered: false };
         let answer = open.connection.send(command).await;
         pending.is_answered = true;
         if let Err(error) = &answer {
-            self.inner.handle_error(&open, error);
+            self.handle_error(open.id, error);
         }
         answer.map_err(RedisCommandError::Redis)
     }
 
-    async fn open_connection(&self) -> Result<OpenConnection, RedisCommandError> {
-        if let ConnectionState::Connected(open) = &*self.inner.state.borrow() {
+    async fn open_connection(self: &Arc<Self>) -> Result<OpenConnection, RedisCommandError> {
+        if let ConnectionState::Connected(open) = &*self.state.borrow() {
             return Ok(open.clone());
         }
-        let mut states = self.inner.state.subscribe();
+        let mut states = self.state.subscribe();
         loop {
             let state = states.borrow_and_update().clone();
             match state {
                 ConnectionState::Connected(open) => return Ok(open),
                 ConnectionState::Failed(reason) => return Err(RedisCommandError::NotConnected(reason)),
                 ConnectionState::Idle => {
-                    self.inner.start_connecting(|state| matches!(state, ConnectionState::Idle), None)
+                    self.start_connecting(|state| matches!(state, ConnectionState::Idle), None);
                 }
                 ConnectionState::Connecting => {
                     // The sender lives as long as `self`.
@@ -193,25 +189,10 @@ pub(super) enum RedisCommandError {
     NotConnected(Arc<str>),
 }
 
-impl RedisCommandError {
-    pub(super) fn is_server_error(&self, kind: ServerErrorKind) -> bool {
-        matches!(self, Self::Redis(error) if error.kind() == ErrorKind::Server(kind))
-    }
-
-    pub(super) fn into_store_error(self, timeouts: RedisTimeouts) -> StoreError {
-        match self {
-            Self::Redis(error) if error.is_timeout() => StoreError::Timeout(timeouts.answer),
-            Self::Redis(error) => StoreError::Failed(error.to_string()),
-            Self::NotConnected(why) => StoreError::Failed(why.to_string()),
-        }
-    }
-}
-
 /// A command without an answer yet. If its caller is cancelled first, a probe tests if the server still answers.
 /// Otherwise later callers might wait for a dead connection too.
 struct PendingCommand<'a> {
-    inner: &'a Arc<SharedConnectionInner>,
-    /// The id of its connection.
+    shared: &'a Arc<SharedConnection>,
     connection_id: u64,
     is_answered: bool,
 }
@@ -221,27 +202,25 @@ impl Drop for PendingCommand<'_> {
         if self.is_answered {
             return;
         }
-        let open = match &*self.inner.state.borrow() {
-            ConnectionState::Connected(
-                line @ OpenConnection { connection: RedisConnection::Server(_), id: number, .. },
-            ) if *number == self.connection_id => line.clone(),
+        let open = match &*self.shared.state.borrow() {
+            state @ ConnectionState::Connected(open) if state.is_server_connection(self.connection_id) => open.clone(),
             _ => return,
         };
         if let Ok(runtime) = Handle::try_current()
-            && !self.inner.is_probing.swap(true, Ordering::Relaxed)
+            && !self.shared.is_probing.swap(true, Ordering::Relaxed)
         {
-            runtime.spawn(LivenessProbe(Arc::clone(self.inner)).run(open));
+            runtime.spawn(LivenessProbe(Arc::clone(self.shared)).run(open));
         }
     }
 }
 
 /// A task that sends the server a `PING`.
-struct LivenessProbe(Arc<SharedConnectionInner>);
+struct LivenessProbe(Arc<SharedConnection>);
 
 impl LivenessProbe {
     async fn run(self, mut open: OpenConnection) {
         if let Err(error) = open.connection.send(&redis::cmd("PING")).await {
-            self.0.handle_error(&open, &error);
+            self.0.handle_error(open.id, &error);
         }
     }
 }
@@ -252,27 +231,21 @@ impl Drop for LivenessProbe {
     }
 }
 
-impl SharedConnectionInner {
-    /// Replaces a connection after an error that makes it unusable.
-    fn handle_error(self: &Arc<Self>, open: &OpenConnection, error: &RedisError) {
-        // A cluster's client replaces its connections by itself.
-        let RedisConnection::Server(_) = open.connection else { return };
-        let is_same_connection =
-            |state: &ConnectionState| matches!(state, ConnectionState::Connected(up) if up.id == open.id);
-        match error.kind() {
+impl SharedConnection {
+    /// Replaces a connection to a single server after an error that makes it unusable.
+    fn handle_error(self: &Arc<Self>, connection_id: u64, error: &RedisError) {
+        let delay_reason = match error.kind() {
             // A new connection to the same address may lead to the same server for a while.
             ErrorKind::Server(ServerErrorKind::ReadOnly | ServerErrorKind::MasterDown) => {
-                self.start_connecting(is_same_connection, Some(error.to_string().into()));
+                Some(error.to_string().into())
             }
-            _ if error.is_unrecoverable_error() || error.is_timeout() => {
-                self.start_connecting(is_same_connection, None)
-            }
-            _ => {}
-        }
+            _ if error.is_unrecoverable_error() || error.is_timeout() => None,
+            _ => return,
+        };
+        self.start_connecting(|state| state.is_server_connection(connection_id), delay_reason);
     }
 
-    /// Starts connecting if the state is the expected one: at once, or after the first wait if there is a reason to
-    /// delay.
+    /// Starts connecting if the state is the expected one: at once, or, with a reason to delay, after the first wait.
     fn start_connecting(
         self: &Arc<Self>,
         expected: impl FnOnce(&ConnectionState) -> bool,
@@ -294,7 +267,7 @@ impl SharedConnectionInner {
             expected
         });
         if let (true, Some(runtime)) = (is_started, runtime) {
-            runtime.spawn(ConnectTask { inner: Arc::downgrade(self), connection_id: id }.run(waits_first));
+            runtime.spawn(ConnectTask { shared: Arc::downgrade(self), connection_id: id }.run(waits_first));
         }
     }
 
@@ -303,8 +276,6 @@ impl SharedConnectionInner {
             // Fails only if another thread was faster.
             let _ = rustls::crypto::ring::default_provider().install_default();
         }
-        let certificates = || TlsCertificates { client_tls: None, root_cert: self.authorities.clone() };
-        let has_own_authorities = self.address.is_encrypted && self.authorities.is_some();
         let mut nodes = self.address.connection_infos()?;
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.timeouts.connect))
@@ -322,22 +293,21 @@ impl SharedConnectionInner {
                     .min_retry_wait(CLUSTER_RETRY_MILLIS.0)
                     .max_retry_wait(CLUSTER_RETRY_MILLIS.1)
                     .push_sender(self.push_handler(connection_id));
-                if has_own_authorities {
-                    builder = builder.certs(certificates());
+                if let Some(certificates) = self.own_certificates() {
+                    builder = builder.certs(certificates);
                 }
                 let mut cluster = builder.build()?.get_async_connection().await?;
                 let subscribed = cluster.subscribe(reset_channel).await;
                 (RedisConnection::Cluster(cluster), subscribed)
             }
-            way => {
-                let client = match way {
+            topology => {
+                let client = match topology {
                     Topology::Sentinel(service) => self.client_from_sentinels(service).await?,
                     _ => {
                         let node = nodes.pop().ok_or((ErrorKind::InvalidClientConfig, "no host"))?;
-                        if has_own_authorities {
-                            Client::build_with_tls(node, certificates())?
-                        } else {
-                            Client::open(node)?
+                        match self.own_certificates() {
+                            Some(certificates) => Client::build_with_tls(node, certificates)?,
+                            None => Client::open(node)?,
                         }
                     }
                 };
@@ -358,13 +328,19 @@ impl SharedConnectionInner {
         Ok(connection)
     }
 
+    /// The certificates of an encrypted server that has other authorities than the system's.
+    fn own_certificates(&self) -> Option<TlsCertificates> {
+        let root_cert = self.authorities.clone().filter(|_| self.address.is_encrypted)?;
+        Some(TlsCertificates { client_tls: None, root_cert: Some(root_cert) })
+    }
+
     fn broadcast_reset(&self, reset: Option<KeyReset>) {
         // An error means that there is no receiver.
         let _ = self.reset_sender.send(reset);
     }
 
     async fn client_from_sentinels(&self, service: &str) -> Result<Client, RedisError> {
-        let login = self.address.login();
+        let login = &self.address.login;
         let sentinels = self.address.connection_infos()?.into_iter().map(|node| node.addr().clone());
         let mut builder = SentinelClientBuilder::new(sentinels, service, SentinelServerType::Master)?
             .set_client_to_redis_db(login.db())
@@ -377,12 +353,11 @@ impl SharedConnectionInner {
         }
         if self.address.is_encrypted {
             builder = builder.set_client_to_redis_tls_mode(TlsMode::Secure);
-            if let Some(root_cert) = &self.authorities {
-                let certificates = || TlsCertificates { client_tls: None, root_cert: Some(root_cert.clone()) };
-                builder = builder
-                    .set_client_to_redis_certificates(certificates())
-                    .set_client_to_sentinel_certificates(certificates());
-            }
+        }
+        if let Some(certificates) = self.own_certificates() {
+            builder = builder
+                .set_client_to_redis_certificates(certificates.clone())
+                .set_client_to_sentinel_certificates(certificates);
         }
         builder.build()?.async_get_client().await
     }
@@ -402,15 +377,7 @@ impl SharedConnectionInner {
                     }
                 }
                 (PushKind::Disconnection, _) => {
-                    let is_same_connection = |state: &ConnectionState| match state {
-                        ConnectionState::Connected(OpenConnection {
-                            connection: RedisConnection::Server(_),
-                            id: up,
-                            ..
-                        }) => *up == connection_id,
-                        _ => false,
-                    };
-                    shared.start_connecting(is_same_connection, None);
+                    shared.start_connecting(|state| state.is_server_connection(connection_id), None);
                 }
                 _ => {}
             }
@@ -421,36 +388,30 @@ impl SharedConnectionInner {
 
 /// A task that tries to connect until it succeeds or the store is dropped.
 struct ConnectTask {
-    inner: Weak<SharedConnectionInner>,
+    shared: Weak<SharedConnection>,
     connection_id: u64,
 }
 
 impl ConnectTask {
-    async fn run(self, waits_first: bool) {
+    async fn run(self, mut waits_first: bool) {
         let mut backoff = BackoffState::default();
         let mut random = SmallRng::from_rng(&mut rand::rng());
-        let mut is_due = !waits_first;
         loop {
-            if !is_due {
+            if std::mem::replace(&mut waits_first, true) {
                 tokio::time::sleep(backoff.next(&RECONNECT_BACKOFF, &mut random).as_duration()).await;
             }
-            is_due = false;
-            let Some(shared) = self.inner.upgrade() else { return };
+            let Some(shared) = self.shared.upgrade() else { return };
             let timeout = shared.timeouts.connect + shared.timeouts.answer;
-            let next = match tokio::time::timeout(timeout, shared.connect(self.connection_id)).await {
-                Ok(Ok(connection)) => ConnectionState::Connected(OpenConnection {
-                    connection,
-                    id: self.connection_id,
-                    runtime: Handle::current(),
-                }),
-                Ok(Err(error)) => ConnectionState::Failed(error.to_string().into()),
-                Err(_) => ConnectionState::Failed("connecting took too long".into()),
+            let reason = match tokio::time::timeout(timeout, shared.connect(self.connection_id)).await {
+                Ok(Ok(connection)) => {
+                    let open = OpenConnection { connection, id: self.connection_id, runtime: Handle::current() };
+                    shared.state.send_replace(ConnectionState::Connected(open));
+                    return;
+                }
+                Ok(Err(error)) => error.to_string().into(),
+                Err(_) => "connecting took too long".into(),
             };
-            let is_up = matches!(next, ConnectionState::Connected(_));
-            shared.state.send_replace(next);
-            if is_up {
-                return;
-            }
+            shared.state.send_replace(ConnectionState::Failed(reason));
         }
     }
 }
@@ -458,7 +419,7 @@ impl ConnectTask {
 impl Drop for ConnectTask {
     /// A runtime that ends drops its tasks. A request in another runtime must then start a new attempt.
     fn drop(&mut self) {
-        if let Some(shared) = self.inner.upgrade() {
+        if let Some(shared) = self.shared.upgrade() {
             shared.state.send_if_modified(|state| {
                 let is_unfinished = !matches!(state, ConnectionState::Connected(_) | ConnectionState::Idle);
                 if is_unfinished {

@@ -30,7 +30,6 @@ impl KeyNames {
         [self.prefix.as_slice(), b"seed"].concat()
     }
 
-    /// The channel on which resets are published.
     pub(super) fn reset_channel(&self) -> &[u8] {
         &self.reset_channel
     }
@@ -45,8 +44,7 @@ impl KeyNames {
         base64_digits(Self::slot_affinity(affinity, key))
     }
 
-    /// Appends the name of a key's state to `name`. Another kind under the same tag belongs to another plan and has its
-    /// own state.
+    /// Appends the name of a key's state to `name`. Kinds under the same tag have states of their own.
     pub(super) fn append_name(&self, affinity: u64, tag: u64, kind: &LimitKind, key: Key, name: &mut Vec<u8>) {
         let letter = KIND_LETTERS[usize::from(kind.id() - 1)];
         name.extend_from_slice(&self.prefix);

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use parking_lot::Mutex;
 use redis::Value;
 
-/// The number of slots of a cluster.
 const SLOT_COUNT: usize = 16_384;
 /// The maximum number of distinct masters. With more, some share a number.
 pub(super) const MAX_MASTERS: usize = 16;

@@ -20,7 +20,7 @@ use crate::StoreError;
 pub(super) fn needs_several_slots(batch: &Batch) -> bool {
     let affinity = batch.context().affinity;
     let mut slot_affinities = batch.ops().iter().map(|op| KeyNames::slot_affinity(affinity, op.key));
-    slot_affinities.next().is_some_and(|first| slot_affinities.any(|place| place != first))
+    slot_affinities.next().is_some_and(|first| slot_affinities.any(|affinity| affinity != first))
 }
 
 /// The operations of a batch in one slot.
@@ -35,7 +35,6 @@ struct SlotBatch {
 }
 
 impl SlotBatch {
-    /// The latest known outcomes.
     fn latest_outcomes(&self) -> &Outcomes {
         self.applied.as_ref().map_or(&self.peeked, |(outcomes, _)| outcomes)
     }
@@ -50,8 +49,8 @@ impl SlotBatch {
 
     /// The operations that were charged as those of an admitted call.
     fn charged_ops(&self, limits: &Limits) -> ArrayVec<usize, MAX_OPS> {
-        let Some((outcomes, elsewhere)) = &self.applied else { return ArrayVec::new() };
-        let mut refusals = *elsewhere;
+        let Some((outcomes, other_parts)) = &self.applied else { return ArrayVec::new() };
+        let mut refusals = *other_parts;
         refusals.add_part(&self.batch, limits, outcomes);
         let is_charged = |(index, (op, outcome)): (usize, (&Op, &Outcome))| {
             let limit = limits.get(op.limit)?;
@@ -64,16 +63,15 @@ impl SlotBatch {
 impl RedisInner {
     pub(super) async fn apply_by_slot(self: &Arc<Self>, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
         let is_take_or_peek = |op: &Op| matches!(op.verb, Verb::Take | Verb::Peek);
-        let mut parts =
-            try_join_all(split_by_slot(batch, is_take_or_peek).map(|(part, places)| self.peek_slot(part, places, now)))
-                .await?;
+        let slots = split_by_slot(batch, is_take_or_peek);
+        let mut parts = try_join_all(slots.map(|(part, positions)| self.peek_slot(part, positions, now))).await?;
         for index in 0..parts.len() {
             self.apply_slot_batch(&mut parts, index, now).await?;
         }
-        for place in 0..parts.len() {
+        for index in 0..parts.len() {
             // A slot that was called with an outdated refusal charged nothing.
-            if parts[place].has_outdated_refusals(&self.refusal_summary(&parts, None)) {
-                self.apply_slot_batch(&mut parts, place, now).await?;
+            if parts[index].has_outdated_refusals(&self.refusal_summary(&parts, None)) {
+                self.apply_slot_batch(&mut parts, index, now).await?;
             }
         }
         let refusals = self.refusal_summary(&parts, None);
@@ -87,11 +85,11 @@ impl RedisInner {
                 outcomes_by_position.push((*position, outcomes.list()[index]));
             }
         }
-        for (part, places) in split_by_slot(batch, |op| !is_take_or_peek(op)) {
+        for (part, positions) in split_by_slot(batch, |op| !is_take_or_peek(op)) {
             let outcomes = self.apply_in_one_slot(&part, now, RefusalSummary::default()).await?;
-            outcomes_by_position.extend(places.into_iter().zip(outcomes.list().iter().copied()));
+            outcomes_by_position.extend(positions.into_iter().zip(outcomes.list().iter().copied()));
         }
-        outcomes_by_position.sort_unstable_by_key(|(place, _)| *place);
+        outcomes_by_position.sort_unstable_by_key(|(position, _)| *position);
         Ok(Outcomes::new(at, outcomes_by_position.into_iter().map(|(_, outcome)| outcome)))
     }
 
@@ -109,7 +107,7 @@ impl RedisInner {
     /// The refusals of all parts, or of all but one.
     fn refusal_summary(&self, parts: &[SlotBatch], except: Option<usize>) -> RefusalSummary {
         let mut refusals = RefusalSummary::default();
-        for (_, part) in parts.iter().enumerate().filter(|(place, _)| Some(*place) != except) {
+        for (_, part) in parts.iter().enumerate().filter(|(index, _)| Some(*index) != except) {
             refusals.add_part(&part.batch, &self.limits, part.latest_outcomes());
         }
         refusals
@@ -156,11 +154,8 @@ impl RedisInner {
             Op { verb: if has_permits { Verb::Release } else { Verb::Refund }, ..op }
         });
         let charged_at = part.latest_outcomes().now();
-        let refund_batch = part
-            .batch
-            .with_ops(refund_ops)
-            .with_charged_at(charged_at)
-            .with_counted_at(charged_at + part.batch.context().lead);
+        let counted_at = charged_at + part.batch.context().lead;
+        let refund_batch = part.batch.with_ops(refund_ops).with_charged_at(charged_at).with_counted_at(counted_at);
         self.apply_in_one_slot(&refund_batch, now, RefusalSummary::default()).await?;
         Ok(refunded)
     }
@@ -181,5 +176,5 @@ fn split_by_slot(
         .chunk_by(|one, other| one.0 == other.0)
         .map(|group| group.iter().map(|(_, index)| *index).collect())
         .collect();
-    groups.into_iter().map(|places| (batch.with_ops(places.iter().map(|&place| batch.ops()[place])), places))
+    groups.into_iter().map(|positions| (batch.with_ops(positions.iter().map(|&at| batch.ops()[at])), positions))
 }

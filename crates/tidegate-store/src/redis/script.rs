@@ -6,11 +6,10 @@ use std::sync::OnceLock;
 use tidegate_core::time::MAX_CLOCK_LAG;
 use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
 
-/// The largest integer of the scripts. Doubles have gaps above it.
-const MAX_EXACT_INTEGER: u64 = 1 << 53;
+/// The largest integer of the scripts: doubles have gaps above it. No limit is higher.
+pub(super) const MAX_EXACT_INTEGER: u64 = 1 << 53;
 
-/// The kinds of limit, by their numbers in the scripts: name, functions that evaluate and charge, functions that
-/// update.
+/// The kinds of limit, by their numbers in the scripts: the name, the functions that evaluate, those that update.
 const KINDS: [(&str, &str, &str); 6] = [
     ("WINDOW", include_str!("lua/window.lua"), include_str!("lua/window_update.lua")),
     ("RATE", include_str!("lua/rate.lua"), include_str!("lua/rate_update.lua")),
@@ -21,21 +20,8 @@ const KINDS: [(&str, &str, &str); 6] = [
 ];
 
 /// The verbs, by their numbers in the scripts. The two that ask for a decision come first.
-const VERBS: [&str; 13] = [
-    "TAKE",
-    "PEEK",
-    "REFUND",
-    "RELEASE",
-    "RENEW",
-    "RESET",
-    "DEBIT",
-    "SETTLE",
-    "THROTTLE",
-    "SUCCESS",
-    "DISABLE",
-    "PACE_STEP",
-    "RESTORE_PENALTY",
-];
+const VERBS: &str = "TAKE, PEEK, REFUND, RELEASE, RENEW, RESET, DEBIT, SETTLE, THROTTLE, SUCCESS, DISABLE, PACE_STEP, \
+                     RESTORE_PENALTY";
 
 /// The index of a kind in [`KINDS`].
 pub(super) fn kind_number(kind: &LimitKind) -> u8 {
@@ -61,7 +47,6 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
     }
 }
 
-/// The maximum number of operations of a quick script.
 const MAX_QUICK_OPS: usize = 4;
 /// The bytes of the argument's header, of an operation's flags and of its penalty.
 pub(super) const HEADER_BYTES: usize = 33;
@@ -69,6 +54,8 @@ const FLAG_BYTES: usize = 8;
 const PENALTY_BYTES: usize = 40;
 const PENALTY_BIT: u8 = 1 << 6;
 const UPDATE_BIT: u8 = 1 << 7;
+/// The bits of rates, quotas, cool-downs and paces, whose states are one value each.
+const ONE_VALUE_KINDS: u8 = 0b11_0110;
 
 /// The script that a batch needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,12 +96,10 @@ impl ScriptKind {
             Self::General(parts) => push_general_text(parts, &mut text),
             Self::Quick(code) => {
                 let quick = QuickScriptText::new(code);
-                text.push_str(&format!("{QUICK_LOCALS}local bytes, behind, present = ARGV[1], 0\nrepeat\n"));
-                text.push_str(&format!(
-                    "{}{}return {}\nuntil true\n",
-                    quick.unpack_text, quick.body, quick.response_text
-                ));
-                push_general_text(quick.general_parts, &mut text);
+                let QuickScriptText { unpack_text, body, response_text, general_parts, .. } = quick;
+                text.push_str(&format!("{QUICK_LOCALS}local bytes, key_offset, server_time = ARGV[1], 0\n"));
+                text.push_str(&format!("repeat\n{unpack_text}{body}return {response_text}\nuntil true\n"));
+                push_general_text(general_parts, &mut text);
             }
         }
         text
@@ -122,19 +107,19 @@ impl ScriptKind {
 }
 
 /// The quick script for many batches with equal operations. The first argument belongs to the first batch. The others,
-/// if there are any, are the times of the rest. The keys of the batches follow each other. It returns an answer for
-/// each batch, up to the first with an error. An empty answer means that nothing was done and the batch must be sent
+/// if there are any, are the times of the rest. The keys of the batches follow each other. It returns a response for
+/// each batch, up to the first with an error. An empty response means that nothing was done and the batch must be sent
 /// alone.
 fn batched_script_text(code: u16) -> String {
-    let QuickScriptText { op_count: count, unpack_text: terms, body, response_text: answer, .. } =
-        QuickScriptText::new(code);
-    let mut text = constants_text();
-    text.push_str(&format!("{QUICK_LOCALS}local answers = {{}}\npcall(function()\n"));
-    text.push_str(&format!("local bytes, present = ARGV[1], nil\n{terms}for index = 1, #KEYS / {count} do\n"));
-    text.push_str(&format!("local behind, answer = (index - 1) * {count}, ''\nbytes = ARGV[index] or bytes\n"));
-    text.push_str(&format!("repeat\n{body}answer = {answer}\nuntil true\nanswers[index] = answer\n"));
-    text.push_str("end\nend)\nreturn answers\n");
-    text
+    let QuickScriptText { op_count, unpack_text, body, response_text, .. } = QuickScriptText::new(code);
+    let constants = constants_text();
+    format!(
+        "{constants}{QUICK_LOCALS}local responses = {{}}\npcall(function()\n\
+         local bytes, server_time = ARGV[1], nil\n{unpack_text}for index = 1, #KEYS / {op_count} do\n\
+         local key_offset, response = (index - 1) * {op_count}, ''\nbytes = ARGV[index] or bytes\n\
+         repeat\n{body}response = {response_text}\nuntil true\nresponses[index] = response\n\
+         end\nend)\nreturn responses\n"
+    )
 }
 
 fn constants_text() -> String {
@@ -156,23 +141,22 @@ fn can_be_quick(limit: &Limit) -> bool {
 }
 
 fn push_general_text(parts: u8, text: &mut String) {
-    let mut push_numbered = |names: &[&str]| {
-        let numbers: Vec<_> = (0..names.len()).map(|number| number.to_string()).collect();
-        text.push_str(&format!("local {} = {}\n", names.join(", "), numbers.join(", ")));
-    };
-    push_numbered(&KINDS.map(|(name, ..)| name));
-    push_numbered(&VERBS);
+    for names in [&*KINDS.map(|(name, ..)| name).join(", "), VERBS] {
+        let numbers: Vec<_> = (0..names.split(", ").count()).map(|number| number.to_string()).collect();
+        text.push_str(&format!("local {names} = {}\n", numbers.join(", ")));
+    }
     text.push_str(include_str!("lua/head.lua"));
-    let has_penalties = parts & PENALTY_BIT != 0;
+    let (has_penalties, has_updates) = (parts & PENALTY_BIT != 0, parts & UPDATE_BIT != 0);
     text.push_str(if has_penalties { include_str!("lua/penalty.lua") } else { include_str!("lua/no_penalty.lua") });
-    if has_penalties && parts & UPDATE_BIT != 0 {
+    if has_penalties && has_updates {
         text.push_str(include_str!("lua/penalty_update.lua"));
     }
-    for (_, (_, check_text, update_text)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
-        text.push_str(check_text);
-        if parts & UPDATE_BIT != 0 {
-            text.push_str(update_text);
-        }
+    if parts & ONE_VALUE_KINDS != 0 {
+        text.push_str(include_str!("lua/value.lua"));
+    }
+    for (_, (_, evaluate_text, update_text)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
+        text.push_str(evaluate_text);
+        text.push_str(if has_updates { update_text } else { "" });
     }
     text.push_str(include_str!("lua/decide.lua"));
 }
@@ -191,25 +175,25 @@ struct QuickOpTemplate {
 const QUICK_RATE: QuickOpTemplate = QuickOpTemplate {
     text: include_str!("lua/quick/rate.lua"),
     // Burst and spacing are for paroles; the lead is for leases.
-    variables: "step$, step_rest$, refill$, refill_rest$",
+    variables: "cost_time$, cost_rest$, refill$, refill_rest$",
     formats: "dddd",
     encoded_bytes: 64,
-    response_values: ", found$, found_rest$",
+    response_values: ", tat$, tat_rest$",
     response_formats: "dd",
 };
 
 const QUICK_WINDOW: QuickOpTemplate = QuickOpTemplate {
     text: include_str!("lua/quick/window.lua"),
-    variables: "limit$, length$, entries$, most$, cell$, lead$, ahead$",
+    variables: "limit$, window$, entries$, max_slots$, cell_length$, lead$, batch_lead$",
     formats: "ddddddd",
     encoded_bytes: 56,
-    response_values: ", used$, newest$, free_from$, free_count$",
+    response_values: ", total$, newest$, free_from$, free_count$",
     response_formats: "dddd",
 };
 
-/// The text of a quick script for one batch, with its argument in `bytes` and its keys after `behind` others.
+/// The text of a quick script for one batch, with its argument in `bytes` and its keys after `key_offset` others.
 struct QuickScriptText {
-    op_count: u16,
+    op_count: u32,
     /// The unpacking of the operations after the header.
     unpack_text: String,
     /// The decision. At a `break`, the general script with `general_parts` takes over.
@@ -220,31 +204,31 @@ struct QuickScriptText {
 
 impl QuickScriptText {
     fn new(code: u16) -> Self {
-        let count = u16::try_from(code.ilog2() / 2).unwrap_or(0);
-        let mut parts = 0;
-        let (mut terms, mut writes) = (String::new(), String::new());
+        let op_count = code.ilog2() / 2;
+        let mut general_parts = 0;
+        let (mut unpack_text, mut writes) = (String::new(), String::new());
         let mut body = include_str!("lua/quick/head.lua").to_owned();
         let (mut response_values, mut formats) = (String::new(), "<d".to_owned());
         // Lua counts from 1. Only the time and the margin of the header are needed, and the last flag.
         let mut position = 1 + HEADER_BYTES;
-        for number in 1..=count {
-            let bits = code >> (2 * (count - number));
-            let (is_window, is_penalised) = (bits & 1 != 0, bits & 2 != 0);
+        for number in 1..=op_count {
+            let bits = code >> (2 * (op_count - number));
+            let (is_window, has_penalty) = (bits & 1 != 0, bits & 2 != 0);
             let template = if is_window { QUICK_WINDOW } else { QUICK_RATE };
-            parts |= if is_window { 1 } else { 2 };
+            general_parts |= if is_window { 1 } else { 2 };
             let numbered = |text: &str| text.replace('$', &number.to_string());
-            let (arguments, format, last_flag_position) = (template.variables, template.formats, position + FLAG_BYTES);
-            terms.push_str(&numbered(&format!(
-                "local is_penalised$ = {is_penalised}\n\
-                 local never$, cost$, {arguments} = unpack('<Bd{format}', bytes, {last_flag_position})\n"
+            let (variables, format, last_flag_position) = (template.variables, template.formats, position + FLAG_BYTES);
+            unpack_text.push_str(&numbered(&format!(
+                "local has_penalty$ = {has_penalty}\n\
+                 local exceeds_capacity$, cost$, {variables} = unpack('<Bd{format}', bytes, {last_flag_position})\n"
             )));
             body.push_str(&numbered(template.text));
             writes.push_str(&numbered(include_str!("lua/quick/write.lua")));
             response_values.push_str(&numbered(template.response_values));
             formats.push_str(template.response_formats);
             position += 1 + FLAG_BYTES + 8 + template.encoded_bytes;
-            if is_penalised {
-                parts |= PENALTY_BIT;
+            if has_penalty {
+                general_parts |= PENALTY_BIT;
                 position += PENALTY_BYTES;
                 response_values.push_str(", 0, 0, 0");
                 formats.push_str("ddB");
@@ -252,13 +236,8 @@ impl QuickScriptText {
         }
         body.push_str(include_str!("lua/quick/tail.lua"));
         body.push_str(&format!("if not is_refused then\n{writes}end\n"));
-        Self {
-            op_count: count,
-            unpack_text: terms,
-            body,
-            general_parts: parts,
-            response_text: format!("pack('{formats}', now{response_values})"),
-        }
+        let response_text = format!("pack('{formats}', now{response_values})");
+        Self { op_count, unpack_text, body, general_parts, response_text }
     }
 }
 
@@ -294,12 +273,12 @@ impl Default for ScriptCache {
 }
 
 impl ScriptCache {
-    pub(super) fn get(&self, parts: ScriptKind) -> &Script {
-        let cell = match parts {
+    pub(super) fn get(&self, kind: ScriptKind) -> &Script {
+        let cell = match kind {
             ScriptKind::General(parts) => &self.general[usize::from(parts)],
             ScriptKind::Quick(code) => &self.quick[usize::from(code)],
         };
-        cell.get_or_init(|| Script::new(parts.script_text()))
+        cell.get_or_init(|| Script::new(kind.script_text()))
     }
 
     /// Returns the script for many batches that each need [`ScriptKind::Quick`] with this code.

@@ -5,7 +5,7 @@ use std::future::Future;
 use std::sync::Arc;
 
 use arrayvec::ArrayVec;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tidegate_core::backoff::{Backoff, BackoffState};
 use tidegate_core::batch::MAX_OPS;
 use tidegate_core::{Batch, LimitId, Limits, Outcomes, Span, Time, Verb};
@@ -17,12 +17,9 @@ use crate::{RemoteFuture, StoreError};
 
 /// The maximum number of waiting batches. Further ones fail at once.
 const MAX_WAITING_BATCHES: usize = 4096;
-/// The maximum number of rows of one group.
 pub(crate) const MAX_GROUP_ROWS: usize = 256;
-/// The maximum number of batches of one group.
 const MAX_GROUP_BATCHES: usize = 256;
-/// The maximum number of attempts of a group in conflict with other nodes while a caller waits for it. With the waits
-/// between them, they take about a second.
+/// The maximum number of attempts of a group in conflict with other nodes: with the waits between, about a second.
 const MAX_TRIES: u32 = 32;
 const CONFLICT_BACKOFF: Backoff = Backoff::exponential(Span::from_millis(2), Span::from_millis(64));
 
@@ -47,28 +44,16 @@ pub(crate) trait GroupDriver: Send + Sync + 'static {
 
 /// A batch that a caller waits for.
 pub(crate) struct QueuedBatch {
-    batch: Batch,
-    now: Time,
-    keys: ArrayVec<(RowKey, LimitId), MAX_OPS>,
+    pub(crate) batch: Batch,
+    /// The time that the caller passed.
+    pub(crate) now: Time,
+    /// The rows of its operations.
+    pub(crate) keys: ArrayVec<(RowKey, LimitId), MAX_OPS>,
     is_read_only: bool,
     result_sender: oneshot::Sender<Result<Outcomes, StoreError>>,
 }
 
 impl QueuedBatch {
-    pub(crate) fn batch(&self) -> &Batch {
-        &self.batch
-    }
-
-    /// The time that the caller passed.
-    pub(crate) fn now(&self) -> Time {
-        self.now
-    }
-
-    /// The rows of its operations.
-    pub(crate) fn keys(&self) -> &[(RowKey, LimitId)] {
-        &self.keys
-    }
-
     /// True if no caller waits for its result and it returns nothing to a limit, such as a permit.
     fn is_abandoned(&self) -> bool {
         self.result_sender.is_closed() && self.batch.ops().iter().all(|op| matches!(op.verb, Verb::Take | Verb::Peek))
@@ -78,35 +63,13 @@ impl QueuedBatch {
 /// Batches that are executed together.
 #[expect(clippy::vec_box, reason = "a call is half a kilobyte, and goes from list to list")]
 pub(crate) struct BatchGroup {
-    batches: Vec<Box<QueuedBatch>>,
-    keys: Vec<(RowKey, LimitId)>,
-    is_read_only: bool,
-}
-
-impl BatchGroup {
-    pub(crate) fn batches(&self) -> &[Box<QueuedBatch>] {
-        &self.batches
-    }
-
+    pub(crate) batches: Vec<Box<QueuedBatch>>,
     /// The rows of all its batches, each once, in key order.
-    pub(crate) fn keys(&self) -> &[(RowKey, LimitId)] {
-        &self.keys
-    }
-
+    pub(crate) keys: Vec<RowKey>,
+    /// The limit of each row.
+    pub(crate) limit_ids: Vec<LimitId>,
     /// True if no batch of it changes a row.
-    pub(crate) fn is_read_only(&self) -> bool {
-        self.is_read_only
-    }
-
-    fn send_results(self, answers: BatchResults) {
-        for (queued, answer) in self.batches.into_iter().zip(answers) {
-            let _ = queued.result_sender.send(answer);
-        }
-    }
-
-    fn send_error(self, error: &StoreError) {
-        send_error_to_all(self.batches, error);
-    }
+    pub(crate) is_read_only: bool,
 }
 
 fn send_error_to_all(batches: impl IntoIterator<Item = Box<QueuedBatch>>, error: &StoreError) {
@@ -116,12 +79,9 @@ fn send_error_to_all(batches: impl IntoIterator<Item = Box<QueuedBatch>>, error:
 }
 
 /// The queue of a store with rows, and the tasks that execute its groups.
-pub(crate) struct GroupExecutor<D>(Arc<GroupExecutorInner<D>>);
-
-struct GroupExecutorInner<D> {
-    driver: Arc<D>,
-    limits: Arc<Limits>,
-    /// The maximum number of groups at once.
+pub(crate) struct GroupExecutor<D> {
+    pub(crate) driver: D,
+    pub(crate) limits: Arc<Limits>,
     max_workers: usize,
     queue: Mutex<ExecutorQueue>,
 }
@@ -129,8 +89,7 @@ struct GroupExecutorInner<D> {
 #[derive(Default)]
 struct ExecutorQueue {
     waiting: VecDeque<Box<QueuedBatch>>,
-    /// The rows of running groups that change rows. A batch over one of them waits here, instead of for the server's
-    /// lock.
+    /// The rows of running groups that change rows. A batch over one of them waits here, and not in the server.
     busy_rows: HashSet<RowKey>,
     /// The number of tasks that execute groups until the queue is empty.
     workers: usize,
@@ -138,33 +97,18 @@ struct ExecutorQueue {
 
 impl<D: GroupDriver> GroupExecutor<D> {
     /// An executor without tasks; the first batch starts one.
-    pub(crate) fn new(driver: D, limits: Arc<Limits>, max_workers: usize) -> Self {
-        Self(Arc::new(GroupExecutorInner { driver: Arc::new(driver), limits, max_workers, queue: Mutex::default() }))
-    }
-
-    /// The driver of the groups, for requests that are no batches.
-    pub(crate) fn driver(&self) -> Arc<D> {
-        Arc::clone(&self.0.driver)
-    }
-
-    pub(crate) fn limits(&self) -> &Arc<Limits> {
-        &self.0.limits
+    pub(crate) fn new(driver: D, limits: Arc<Limits>, max_workers: usize) -> Arc<Self> {
+        Arc::new(Self { driver, limits, max_workers, queue: Mutex::default() })
     }
 
     /// Executes a batch together with others. It is queued at the first poll.
-    pub(crate) fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
-        let (shared, batch) = (Arc::clone(&self.0), batch.clone());
+    pub(crate) fn apply(self: &Arc<Self>, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
+        let (executor, batch) = (Arc::clone(self), batch.clone());
         Box::pin(async move {
             let (sender, answer) = oneshot::channel();
-            shared.enqueue(batch, now, sender)?;
+            executor.enqueue(batch, now, sender)?;
             answer.await.unwrap_or_else(|_| Err(StoreError::Failed("its task ended before an answer".into())))
         })
-    }
-}
-
-impl<D: GroupDriver> GroupExecutorInner<D> {
-    fn queue(&self) -> MutexGuard<'_, ExecutorQueue> {
-        self.queue.lock()
     }
 
     fn enqueue(
@@ -180,16 +124,17 @@ impl<D: GroupDriver> GroupExecutorInner<D> {
         // A batch without rows changes nothing.
         let is_read_only = keys.is_empty() || batch.ops().iter().all(|op| op.verb == Verb::Peek);
         let queued = Box::new(QueuedBatch { batch, now, keys, is_read_only, result_sender });
-        let mut queue = self.queue();
+        let mut queue = self.queue.lock();
         if queue.waiting.len() >= MAX_WAITING_BATCHES {
             return Err(StoreError::Failed(format!("{MAX_WAITING_BATCHES} calls wait for it already")));
         }
         // The worker with a busy row checks the queue again after its group.
-        let needs_worker = queue.workers < self.max_workers && (is_read_only || !queue.has_busy_rows(&queued));
+        let has_busy_rows = || queued.keys.iter().any(|(key, _)| queue.busy_rows.contains(key));
+        let needs_worker = queue.workers < self.max_workers && (is_read_only || !has_busy_rows());
         queue.waiting.push_back(queued);
         if needs_worker {
             queue.workers += 1;
-            let worker = GroupWorker { shared: Arc::clone(self), is_running: true, busy_rows: Vec::new() };
+            let worker = GroupWorker { executor: Arc::clone(self), is_running: true, busy_rows: Vec::new() };
             drop(queue);
             runtime.spawn(worker.run());
         }
@@ -198,12 +143,7 @@ impl<D: GroupDriver> GroupExecutorInner<D> {
 }
 
 impl ExecutorQueue {
-    fn has_busy_rows(&self, queued: &QueuedBatch) -> bool {
-        queued.keys.iter().any(|(key, _)| self.busy_rows.contains(key))
-    }
-
-    /// Takes the first batch with free rows, and later ones that fit into its group. A batch that changes a row doesn't
-    /// overtake another that does.
+    /// Takes the first batch with free rows, and later ones that fit. Batches that change a row keep their order.
     fn next_group(&mut self, same_rows: bool) -> Option<BatchGroup> {
         let mut batches: Vec<Box<QueuedBatch>> = Vec::new();
         let mut keys = BTreeMap::new();
@@ -233,20 +173,21 @@ impl ExecutorQueue {
                 skipped.push(queued);
             }
         }
-        for call in skipped.into_iter().rev() {
-            self.waiting.push_front(call);
+        for queued in skipped.into_iter().rev() {
+            self.waiting.push_front(queued);
         }
         let is_read_only = batches.first()?.is_read_only;
         if !is_read_only {
             self.busy_rows.extend(keys.keys());
         }
-        Some(BatchGroup { batches, keys: keys.into_iter().collect(), is_read_only })
+        let (keys, limit_ids) = keys.into_iter().unzip();
+        Some(BatchGroup { batches, keys, limit_ids, is_read_only })
     }
 }
 
 /// A task that executes groups, and the rows of its group.
 struct GroupWorker<D: GroupDriver> {
-    shared: Arc<GroupExecutorInner<D>>,
+    executor: Arc<GroupExecutor<D>>,
     is_running: bool,
     busy_rows: Vec<RowKey>,
 }
@@ -259,7 +200,7 @@ impl<D: GroupDriver> GroupWorker<D> {
     }
 
     fn next_group(&mut self) -> Option<BatchGroup> {
-        let mut queue = self.shared.queue();
+        let mut queue = self.executor.queue.lock();
         for row in self.busy_rows.drain(..) {
             queue.busy_rows.remove(&row);
         }
@@ -270,20 +211,26 @@ impl<D: GroupDriver> GroupWorker<D> {
             return None;
         };
         if !group.is_read_only {
-            self.busy_rows.extend(group.keys.iter().map(|(key, _)| *key));
+            self.busy_rows.extend(&group.keys);
         }
         Some(group)
     }
 
     async fn execute(&self, group: BatchGroup) {
+        let GroupExecutor { driver, limits, queue, .. } = &*self.executor;
         let mut backoff = BackoffState::default();
         let mut tries_left = MAX_TRIES;
         let error = loop {
-            let attempt = tokio::time::timeout(GROUP_TIMEOUT, self.shared.driver.execute(&self.shared.limits, &group));
+            let attempt = tokio::time::timeout(GROUP_TIMEOUT, driver.execute(limits, &group));
             tries_left -= 1;
             match attempt.await {
-                Ok(Ok(answers)) => return group.send_results(answers),
-                Err(_) => return group.send_error(&StoreError::Timeout(GROUP_TIMEOUT)),
+                Ok(Ok(answers)) => {
+                    for (queued, answer) in group.batches.into_iter().zip(answers) {
+                        let _ = queued.result_sender.send(answer);
+                    }
+                    return;
+                }
+                Err(_) => return send_error_to_all(group.batches, &StoreError::Timeout(GROUP_TIMEOUT)),
                 Ok(Err(GroupError::Conflict(_)))
                     if tries_left > 0 && !group.batches.iter().all(|queued| queued.is_abandoned()) =>
                 {
@@ -291,14 +238,14 @@ impl<D: GroupDriver> GroupWorker<D> {
                     tokio::time::sleep(wait.as_duration()).await;
                 }
                 Ok(Err(GroupError::ConnectionLost(_))) if tries_left > 0 => {}
-                Ok(Err(fault)) => break fault,
+                Ok(Err(error)) => break error,
             }
         };
         let is_unreachable = matches!(error, GroupError::Unreachable(_));
         let error = StoreError::from(error);
-        group.send_error(&error);
+        send_error_to_all(group.batches, &error);
         if is_unreachable {
-            let waiting = std::mem::take(&mut self.shared.queue().waiting);
+            let waiting = std::mem::take(&mut queue.lock().waiting);
             send_error_to_all(waiting, &error);
         }
     }
@@ -309,7 +256,7 @@ impl<D: GroupDriver> Drop for GroupWorker<D> {
         if !self.is_running {
             return;
         }
-        let mut queue = self.shared.queue();
+        let mut queue = self.executor.queue.lock();
         queue.workers -= 1;
         for row in &self.busy_rows {
             queue.busy_rows.remove(row);

@@ -1,8 +1,6 @@
 //! A pool of connections to a SQL server.
 
-use std::ops::{Deref, DerefMut};
-
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use sqlx::{ConnectOptions as _, Connection};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -22,10 +20,6 @@ impl<C: Connection> ConnectionPool<C> {
         Self { options, idle: Mutex::default(), permits: Semaphore::new(max_connections) }
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<C>> {
-        self.idle.lock()
-    }
-
     /// Returns a connection for exclusive use, and true if it is new.
     ///
     /// # Errors
@@ -33,7 +27,7 @@ impl<C: Connection> ConnectionPool<C> {
     pub(crate) async fn acquire(&self) -> Result<(PooledConnection<'_, C>, bool), GroupError> {
         let permit = self.permits.acquire().await.map_err(|_| GroupError::Failed("it was closed".into()))?;
         let pooled = |connection| PooledConnection { pool: self, connection: Some(connection), _permit: permit };
-        let idle = self.idle().pop();
+        let idle = self.idle.lock().pop();
         if let Some(connection) = idle {
             return Ok((pooled(connection), false));
         }
@@ -45,8 +39,7 @@ impl<C: Connection> ConnectionPool<C> {
     }
 }
 
-/// A connection in use. Dropped without [`PooledConnection::release_after`], it is closed, because a transaction may be
-/// open.
+/// A connection in use. If it is dropped without [`PooledConnection::release_after`], it is closed.
 pub(crate) struct PooledConnection<'a, C: Connection> {
     pool: &'a ConnectionPool<C>,
     connection: Option<C>,
@@ -54,10 +47,14 @@ pub(crate) struct PooledConnection<'a, C: Connection> {
 }
 
 impl<C: Connection> PooledConnection<'_, C> {
+    pub(crate) fn get(&mut self) -> &mut C {
+        self.connection.as_mut().expect("invariant: a pooled connection is present until it is released")
+    }
+
     /// Returns the connection to the pool if its work has ended.
     pub(crate) fn release_after<T>(mut self, result: Result<T, GroupError>) -> Result<T, GroupError> {
         match result {
-            Ok(_) | Err(GroupError::Conflict(_)) => self.pool.idle().extend(self.connection.take()),
+            Ok(_) | Err(GroupError::Conflict(_)) => self.pool.idle.lock().extend(self.connection.take()),
             Err(GroupError::Unreachable(_)) => self.connection = None,
             Err(GroupError::ConnectionLost(_) | GroupError::Failed(_)) => {}
         }
@@ -70,21 +67,7 @@ impl<C: Connection> Drop for PooledConnection<'_, C> {
     /// lost its tables, new connections create them.
     fn drop(&mut self) {
         if self.connection.is_some() {
-            self.pool.idle().clear();
+            self.pool.idle.lock().clear();
         }
-    }
-}
-
-impl<C: Connection> Deref for PooledConnection<'_, C> {
-    type Target = C;
-
-    fn deref(&self) -> &C {
-        self.connection.as_ref().expect("invariant: a pooled connection is present until it is released")
-    }
-}
-
-impl<C: Connection> DerefMut for PooledConnection<'_, C> {
-    fn deref_mut(&mut self) -> &mut C {
-        self.connection.as_mut().expect("invariant: a pooled connection is present until it is released")
     }
 }

@@ -7,32 +7,32 @@ use super::{Shard, ShardContext, SlotWord, StateCell, entry_bytes};
 use crate::memory::table::SearchResult;
 
 impl Shard {
-    /// Passes the state of an entry to `show`, or `None` if there is no entry.
-    pub(in crate::memory) fn visit_state(&self, tag: u64, show: impl FnOnce(Option<&KeyState>)) {
+    /// Passes the state of an entry to `visit`, or `None` if there is no entry.
+    pub(in crate::memory) fn visit_state(&self, tag: u64, visit: impl FnOnce(Option<&KeyState>)) {
         match self.find_index(tag).map(|at| SlotWord::unpack(self.table.word(at))) {
-            None => show(None),
+            None => visit(None),
             Some(SlotWord::State(index)) => match &self.cells[index as usize] {
-                StateCell::Used(state) => show(Some(state)),
-                StateCell::Free { .. } => show(None),
+                StateCell::Used(state) => visit(Some(state)),
+                StateCell::Free { .. } => visit(None),
             },
-            Some(word) => show(Some(&Self::state_from_word(word))),
+            Some(word) => visit(Some(&Self::state_from_word(word))),
         }
     }
 
     /// The tags of entries above a tag, in order.
     pub(in crate::memory) fn tags_above(&self, tag: u64) -> impl Iterator<Item = u64> {
         let from = match tag.checked_add(1) {
-            Some(next) if self.table.home_count() > 0 => match self.table.find(next) {
+            Some(next) if self.table.home_count > 0 => match self.table.find(next) {
                 SearchResult::Found(at) | SearchResult::Vacant(at) => at,
             },
-            _ => self.table.slots().len(),
+            _ => self.table.slots.len(),
         };
-        self.table.slots()[from..].iter().map(|slot| slot.tag).filter(move |found| *found > tag)
+        self.table.slots[from..].iter().map(|slot| slot.tag).filter(move |found| *found > tag)
     }
 
     /// Returns true if there is an entry that isn't idle.
     pub(in crate::memory) fn has_live_entry(&self, tag: u64, now: Time, shard_context: &ShardContext<'_>) -> bool {
-        self.find_index(tag).is_some_and(|at| !self.is_idle(self.table.slots()[at], now, shard_context.limits))
+        self.find_index(tag).is_some_and(|at| !self.is_idle(self.table.slots[at], now, shard_context.limits))
     }
 
     /// Puts a state back that was stored elsewhere, unless there is one already.
@@ -47,9 +47,7 @@ impl Shard {
             return;
         }
         if state.penalty_record().is_blocked(now) {
-            if self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(ShareLevel::SmallNetwork), now)
-            {
-                self.losses.refused_blocks += 1;
+            if !self.has_room_for_block(ShareLevel::SmallNetwork, now, shard_context) {
                 return;
             }
             self.blocked_bytes += entry_bytes(&state);

@@ -23,7 +23,6 @@ const RECOUNT_INTERVAL: Span = Span::from_secs(1);
 /// The bytes that a shard's parts may take.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::memory) struct ShardCapacity {
-    /// Homes of the table.
     pub home_count: usize,
     /// Bytes of states, with the memory that they hold outside their cells.
     pub state_bytes: usize,
@@ -51,10 +50,9 @@ enum RetentionRank {
 }
 
 impl Shard {
-    /// Evicts states until `additional_bytes` fit beside those in use; a free cell counts as room. May move cells, so
-    /// the caller may hold no index.
+    /// Evicts states until `additional_bytes` fit beside those in use. May move cells, so the caller may hold no index.
     pub(super) fn make_room(&mut self, additional_bytes: usize, tag: u64, now: Time, shard_context: &ShardContext<'_>) {
-        for _ in 0..=2 * self.table.len() {
+        for _ in 0..=2 * self.table.len {
             let has_spare_cell = self.first_free.is_some() || self.cells.len() < self.cells.capacity();
             let new_cells = if additional_bytes == 0 || has_spare_cell { 0 } else { self.cells.len() / 4 + 4 };
             let used_bytes = (self.cells.capacity() + new_cells) * size_of::<StateCell>() + self.heap_bytes;
@@ -70,8 +68,7 @@ impl Shard {
         }
     }
 
-    /// Removes the least valuable of a few entries. Blocked entries, and all entries of the client that asks, are
-    /// spared.
+    /// Removes the least valuable of a few entries, but no blocked entry and none of the client that asks.
     pub(super) fn evict(&mut self, tag: u64, states_only: bool, now: Time, shard_context: &ShardContext<'_>) -> bool {
         let Some((rank, at)) = self.eviction_candidate(tag, states_only, now, shard_context) else { return false };
         match rank {
@@ -92,12 +89,12 @@ impl Shard {
         now: Time,
         shard_context: &ShardContext<'_>,
     ) -> Option<(RetentionRank, usize)> {
-        let slots = self.table.slots().len();
+        let slots = self.table.slots.len();
         let mut best: Option<(RetentionRank, usize)> = None;
         let mut candidates = 0;
         for step in 0..slots {
             let at = (self.sweep_position + step) % slots;
-            let slot = self.table.slots()[at];
+            let slot = self.table.slots[at];
             let word = SlotWord::unpack(slot.word);
             if slot.tag == 0 || slot.tag >> 12 == tag >> 12 || (states_only && !matches!(word, SlotWord::State(_))) {
                 continue;
@@ -144,8 +141,7 @@ impl Shard {
         })
     }
 
-    /// True if a new key must be shared more widely: its block would have no room, or, for a level without blocks,
-    /// blocked entries leave no room for the key.
+    /// True if a new key must be shared more widely: its block, or without blocks the key itself, has no room.
     #[cold]
     pub(super) fn must_share(&mut self, op: &Op, now: Time, shard_context: &ShardContext<'_>) -> bool {
         if op.must_fit {
@@ -158,6 +154,21 @@ impl Shard {
         let is_full = self.table.is_full(shard_context.capacity.home_count)
             || self.free_count == 0 && used_bytes + size_of::<StateCell>() > shard_context.capacity.state_bytes;
         is_full && self.eviction_candidate(tag(op), true, now, shard_context).is_none()
+    }
+
+    /// True if a block of a key of this share level has room. If it hasn't, that is counted as a loss.
+    #[inline]
+    pub(super) fn has_room_for_block(
+        &mut self,
+        share_level: ShareLevel,
+        now: Time,
+        shard_context: &ShardContext<'_>,
+    ) -> bool {
+        let is_full = self.is_blocked_capacity_reached(shard_context.capacity.max_blocked_bytes(share_level), now);
+        if is_full {
+            self.losses.refused_blocks += 1;
+        }
+        !is_full
     }
 
     /// True if blocked entries fill at least `bytes`.
@@ -182,17 +193,17 @@ impl Shard {
 
     /// Checks a share of the slots. Called once a second, it checks all of them in a minute.
     pub(in crate::memory) fn sweep_share(&mut self, now: Time, shard_context: &ShardContext<'_>) {
-        self.sweep(self.table.slots().len() / SWEEP_SHARES + 1, now, shard_context);
+        self.sweep(self.table.slots.len() / SWEEP_SHARES + 1, now, shard_context);
         self.shrink();
     }
 
     /// Checks the next `slots` slots and removes idle entries.
     pub(super) fn sweep(&mut self, slots: usize, now: Time, shard_context: &ShardContext<'_>) {
         for _ in 0..slots {
-            if self.sweep_position >= self.table.slots().len() {
+            if self.sweep_position >= self.table.slots.len() {
                 self.sweep_position = 0;
             }
-            let Some(&slot) = self.table.slots().get(self.sweep_position) else { return };
+            let Some(&slot) = self.table.slots.get(self.sweep_position) else { return };
             if slot.tag != 0 && self.is_idle(slot, now, shard_context.limits) {
                 self.remove_at(self.sweep_position);
             } else {
@@ -215,19 +226,18 @@ impl Shard {
         }
     }
 
-    /// Frees memory when most of the table, or most of the cells, is empty. May move cells, so the caller may hold no
-    /// index.
+    /// Frees memory of a mostly empty table or mostly free cells. May move cells, so the caller may hold no index.
     fn shrink(&mut self) {
-        if self.table.len() == 0 {
+        if self.table.len == 0 {
             self.table = Table::default();
             self.cells = Vec::new();
             self.first_free = None;
             self.free_count = 0;
             return;
         }
-        let home_count = self.table.home_count();
-        if home_count > 64 && self.table.len() * 4 < home_count {
-            self.resize_table(self.table.len() * 2);
+        let home_count = self.table.home_count;
+        if home_count > 64 && self.table.len * 4 < home_count {
+            self.resize_table(self.table.len * 2);
         }
         if self.free_count > 64 && self.free_count * 4 > self.cells.len() * 3 {
             self.compact();
@@ -241,8 +251,8 @@ impl Shard {
         let mut cells = std::mem::replace(&mut self.cells, used);
         self.first_free = None;
         self.free_count = 0;
-        for at in 0..self.table.slots().len() {
-            let slot = self.table.slots()[at];
+        for at in 0..self.table.slots.len() {
+            let slot = self.table.slots[at];
             if slot.tag != 0
                 && let SlotWord::State(index) = SlotWord::unpack(slot.word)
             {

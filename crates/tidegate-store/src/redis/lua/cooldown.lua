@@ -1,14 +1,8 @@
--- core/cooldown.rs. A gate is `open_at`, `last`, `generation` and `step`.
+-- core/cooldown.rs. A gate is `opens_at`, `last_event_at`, `generation` and `closings_in_row`.
 
 load[COOLDOWN] = function(state)
-  local value = call('GET', state.key)
-  if not value then
-    state.opens_at, state.last_event_at, state.generation, state.closings_in_row = 0, 0, 0, 0
-    return
-  end
-  state.exists = true
-  state.kept, state.opens_at, state.last_event_at, state.generation, state.closings_in_row = unpack('<dddII', value)
-  if #value > 32 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 33) end
+  state.kept_until, state.opens_at, state.last_event_at, state.generation, state.closings_in_row =
+    unpack('<dddII', read_value(state, 32))
 end
 
 local function gate_idle_at(op, state)
@@ -18,7 +12,7 @@ end
 
 local function refresh_gate(op, state)
   op.base_wait, op.cap_wait, op.stagger, op.max_release_time, op.retention, op.generation =
-    unpack('<dddddd', bytes, op.place)
+    unpack('<dddddd', bytes, op.position)
   if state.last_event_at > now + MAX_CLOCK_LAG then
     if state.opens_at > 0 and state.opens_at ~= NEVER then
       state.opens_at = min(now + max(state.opens_at - state.last_event_at, 0), NEVER)
@@ -39,15 +33,15 @@ local function refresh_gate(op, state)
   end
 end
 
-local function gate_free_at(op, state)
-  if state.opens_at == 0 then return now end
-  if state.last_event_at < state.opens_at then return max(state.opens_at, now) end
-  return max(min(state.last_event_at + op.stagger, NEVER), now)
-end
-
 evaluate[COOLDOWN] = function(op, state)
   refresh_gate(op, state)
-  op.free_at = gate_free_at(op, state)
+  if state.opens_at == 0 then
+    op.free_at = now
+  elseif state.last_event_at < state.opens_at then
+    op.free_at = max(state.opens_at, now)
+  else
+    op.free_at = max(min(state.last_event_at + op.stagger, NEVER), now)
+  end
   return op.free_at <= now
 end
 
@@ -60,11 +54,7 @@ charge[COOLDOWN] = function(_, state)
 end
 
 save[COOLDOWN] = function(op, state)
-  local value = pack('<ddII', state.opens_at, state.last_event_at, state.generation, state.closings_in_row)
-  if state.strikes > 0 or state.parole > 0 then
-    value = value .. pack('<ddB', state.ends, state.parole, state.strikes)
-  end
-  write_or_delete(state, max(gate_idle_at(op, state), record_retained_until(op, state)), value)
+  write_value(op, state, gate_idle_at(op, state))
 end
 
 encode_state[COOLDOWN] = function(state)

@@ -1,17 +1,17 @@
 local MAX_GENERATION = 4294967295
 
-local function close(state, open_at)
-  if open_at > max(state.opens_at, now) then state.opens_at, state.last_event_at = open_at, now end
+local function close(state, opens_at)
+  if opens_at > max(state.opens_at, now) then state.opens_at, state.last_event_at = opens_at, now end
 end
 
--- The n-th closing.
-local function wait_for_closing(op, step)
-  local length = op.base_wait
-  for _ = 2, step do
-    if length >= op.cap_wait then break end
-    length = length * 2
+-- The wait after this many closings in a row.
+local function closing_wait(op, closings)
+  local wait = op.base_wait
+  for _ = 2, closings do
+    if wait >= op.cap_wait then break end
+    wait = wait * 2
   end
-  return min(length, op.cap_wait)
+  return min(wait, op.cap_wait)
 end
 
 apply[COOLDOWN] = function(op, state)
@@ -20,13 +20,13 @@ apply[COOLDOWN] = function(op, state)
   if op.verb == SUCCESS then
     if op.generation == state.generation then state.closings_in_row = 0 end
   elseif op.verb == THROTTLE then
-    local length = op.cost
+    local wait = op.cost
     if op.generation >= state.generation then
       state.generation = min(op.generation + 1, MAX_GENERATION)
       state.closings_in_row = min(state.closings_in_row + 1, 255)
-      length = max(length, wait_for_closing(op, state.closings_in_row))
+      wait = max(wait, closing_wait(op, state.closings_in_row))
     end
-    close(state, min(now + length, NEVER))
+    close(state, min(now + wait, NEVER))
   else
     state.generation = min(state.generation + 1, MAX_GENERATION)
     close(state, op.cost == 0 and NEVER or min(now + op.cost, NEVER))

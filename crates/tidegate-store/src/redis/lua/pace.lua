@@ -1,14 +1,7 @@
--- core/pacer/shared.rs. A tempo is `interval`, `successes` and `told_at`; intervals are nanoseconds, below 2^51.
+-- core/pacer/shared.rs. A pace is `interval`, `successes` and `updated_at`; intervals are nanoseconds, below 2^51.
 
 load[PACE] = function(state)
-  local value = call('GET', state.key)
-  if not value then
-    state.interval, state.successes, state.updated_at = 0, 0, 0
-    return
-  end
-  state.exists = true
-  state.kept, state.interval, state.successes, state.updated_at = unpack('<dddd', value)
-  if #value > 32 then state.ends, state.parole, state.strikes = unpack('<ddB', value, 33) end
+  state.kept_until, state.interval, state.successes, state.updated_at = unpack('<dddd', read_value(state, 32))
 end
 
 local function pace_idle_at(op, state)
@@ -17,7 +10,7 @@ local function pace_idle_at(op, state)
 end
 
 local function refresh_pace(op, state)
-  op.retention, op.initial, op.longest = unpack('<ddd', bytes, op.place)
+  op.retention, op.initial, op.longest = unpack('<ddd', bytes, op.position)
   if state.updated_at > now + MAX_CLOCK_LAG then state.updated_at, state.changed = now, true end
   if pace_idle_at(op, state) <= now then
     if state.exists then state.changed = true end
@@ -40,11 +33,7 @@ end
 charge[PACE] = function() end
 
 save[PACE] = function(op, state)
-  local value = pack('<ddd', state.interval, state.successes, state.updated_at)
-  if state.strikes > 0 or state.parole > 0 then
-    value = value .. pack('<ddB', state.ends, state.parole, state.strikes)
-  end
-  write_or_delete(state, max(pace_idle_at(op, state), record_retained_until(op, state)), value)
+  write_value(op, state, pace_idle_at(op, state))
 end
 
 encode_state[PACE] = function(state)

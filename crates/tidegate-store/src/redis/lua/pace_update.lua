@@ -1,20 +1,20 @@
-local HALF, WORD = 65536, 4294967296
+local TWO_POW_16, TWO_POW_32 = 65536, 4294967296
 
--- So many thousandths of it, rounded to the nearest: the whole thousands first, as the product of both may have gaps.
-local function scale_per_mille(nanos, share)
+-- Multiplies by thousandths and rounds to the nearest: whole thousands first, as the whole product may not be exact.
+local function scale_per_mille(nanos, per_mille)
   local rest = math.fmod(nanos, 1000)
-  return (nanos - rest) / 1000 * share + floor((rest * share + 500) / 1000)
+  return (nanos - rest) / 1000 * per_mille + floor((rest * per_mille + 500) / 1000)
 end
 
--- The number from `low` to `high` that 32 random bits stand for: width times draw by 2^32, sixteen bits of the width after
--- the other, so that no product passes 2^53.
+-- The number from `low` to `high` for 32 random bits: width × draw ÷ 2^32, by 16 bits of the width at a time, so that no
+-- product exceeds 2^53.
 local function scale_to_range(low, high, draw)
   local width = high - low + 1
-  local upper = floor(width / WORD)
-  local lower = width - upper * WORD
-  local middle = floor(lower / HALF)
-  lower = lower - middle * HALF
-  return low + draw * upper + floor((draw * middle + floor(draw * lower / HALF)) / HALF)
+  local upper = floor(width / TWO_POW_32)
+  local lower = width - upper * TWO_POW_32
+  local middle = floor(lower / TWO_POW_16)
+  lower = lower - middle * TWO_POW_16
+  return low + draw * upper + floor((draw * middle + floor(draw * lower / TWO_POW_16)) / TWO_POW_16)
 end
 
 local function add_jitter(op, value, max_jitter)
@@ -25,13 +25,13 @@ end
 
 local function record_failure(op, state)
   local before = state.interval
-  if op.steady == 1 then state.successes = 0 end
+  if op.is_steady == 1 then state.successes = 0 end
   if before == 0 then
     state.interval = op.initial
     return
   end
   local value = op.up > 0 and max(scale_per_mille(before, op.up), before + 1) or before + op.initial
-  if op.steady == 0 then
+  if op.is_steady == 0 then
     state.interval = min(max(add_jitter(op, value, math.huge), op.initial), op.longest)
     return
   end
@@ -45,10 +45,10 @@ local function record_success(op, state)
   if state.successes < op.threshold then return end
   local value = op.up > 0 and min(scale_per_mille(state.interval, op.down), state.interval - 1)
     or max(state.interval - op.initial, 0)
-  local max_jitter = op.steady == 1 and state.interval - value - 1 or math.huge
-  local lower = min(add_jitter(op, value, max_jitter), op.longest)
+  local max_jitter = op.is_steady == 1 and state.interval - value - 1 or math.huge
+  local interval = min(add_jitter(op, value, max_jitter), op.longest)
   state.successes = 0
-  state.interval = lower < op.initial and 0 or lower
+  state.interval = interval < op.initial and 0 or interval
 end
 
 apply[PACE] = function(op, state)
@@ -58,9 +58,10 @@ apply[PACE] = function(op, state)
     if op.cost > state.interval then state.interval = min(max(op.cost, op.initial), op.longest) end
   else
     local has_failed
-    op.answer = encode_state[PACE](state)
-    op.max_before_jitter, op.up, op.down, op.randomization, op.max_randomization, op.threshold, op.steady, has_failed, op.draw =
-      unpack('<ddddddddd', bytes, op.place + 24)
+    op.response = encode_state[PACE](state)
+    op.max_before_jitter, op.up, op.down, op.randomization, op.max_randomization, op.threshold, op.is_steady,
+      has_failed, op.draw =
+      unpack('<ddddddddd', bytes, op.position + 24)
     if has_failed == 1 then
       record_failure(op, state)
     else

@@ -1,10 +1,10 @@
--- Brings back what a record lacks.
+-- Restores the parts of a record that are missing.
 local function restore_penalty(op, state)
-  local strikes, parole = unpack('<dd', bytes, op.penalty - 16)
+  local strikes, parole = unpack('<dd', bytes, op.penalty_position - 16)
   refresh_record(op, state)
-  strikes = min(strikes, op.last)
+  strikes = min(strikes, op.max_strikes)
   if strikes == 0 then return end
   state.strikes = max(state.strikes - forgiven_strikes(op, state), strikes)
-  state.ends = max(state.ends, min(now + min(op.cost, block_length(op, strikes)), NEVER))
-  if op.paroles == 1 then state.parole = max(state.parole, parole) end
+  state.blocked_until = max(state.blocked_until, min(now + min(op.cost, block_length(op, strikes)), NEVER))
+  if op.grants_parole == 1 then state.parole = max(state.parole, parole) end
 end

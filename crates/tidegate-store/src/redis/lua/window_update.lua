@@ -1,9 +1,9 @@
--- The last slot that isn't later than `at`.
+-- Returns the index of the last slot that isn't later than `at`, or nil.
 local function find_last_slot(state, at)
-  while state.from > state.head and (state.from == state.tail or read_slot(state, state.from) > at) do
-    load_from(state, state.from - 1)
+  while state.loaded_from > state.head and (state.loaded_from == state.tail or read_slot(state, state.loaded_from) > at) do
+    load_from(state, state.loaded_from - 1)
   end
-  local low, high = max(state.from, state.head) - 1, state.tail - 1
+  local low, high = max(state.loaded_from, state.head) - 1, state.tail - 1
   while low < high do
     local middle = ceil((low + high) / 2)
     if read_slot(state, middle) <= at then
@@ -15,30 +15,30 @@ local function find_last_slot(state, at)
   return low >= state.head and low or nil
 end
 
--- Takes `cost` from the slot made at this moment; false if there is none, or it holds less.
+-- Removes `cost` from the slot at exactly `at`. Returns false if there is none, or it holds less.
 local function remove_from_slot(state, at, cost)
-  local place = find_last_slot(state, at)
-  if not place then return false end
-  local found, count = read_slot(state, place)
+  local index = find_last_slot(state, at)
+  if not index then return false end
+  local found, count = read_slot(state, index)
   if found ~= at or count < cost then return false end
-  splice(state, place, 1, count > cost and pack('<dd', at, count - cost) or '')
+  splice(state, index, 1, count > cost and pack('<dd', at, count - cost) or '')
   state.total = state.total - cost
   update_oldest_and_newest(state)
   return true
 end
 
--- Puts a slot where its moment belongs: behind those that are as old.
+-- Inserts a slot in the order of time, or adds its cost to the slot at the same time.
 local function insert_slot(state, at, cost)
-  local place = find_last_slot(state, at)
+  local index = find_last_slot(state, at)
   state.total = min(state.total + cost, MAX_EXACT_INTEGER)
-  if place then
-    local found, count = read_slot(state, place)
+  if index then
+    local found, count = read_slot(state, index)
     if found == at then
-      splice(state, place, 1, pack('<dd', at, count + cost))
+      splice(state, index, 1, pack('<dd', at, count + cost))
       return
     end
   end
-  splice(state, place and place + 1 or state.head, 0, pack('<dd', at, cost))
+  splice(state, index and index + 1 or state.head, 0, pack('<dd', at, cost))
   update_oldest_and_newest(state)
 end
 

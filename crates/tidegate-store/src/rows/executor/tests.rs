@@ -11,9 +11,9 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use super::{BatchGroup, GroupDriver, GroupExecutor, MAX_WAITING_BATCHES};
-use crate::StoreError;
 use crate::rows::loaded_rows::{LoadedRows, RowChange};
-use crate::rows::{GroupError, RowKey};
+use crate::rows::{DecisionClock, GroupError, RowKey};
+use crate::{StoreError, TimeSource};
 
 /// A driver without rows.
 #[derive(Default)]
@@ -46,8 +46,8 @@ impl<const SAME_ROWS: bool> GroupDriver for Fake<SAME_ROWS> {
         limits: &Limits,
         group: &BatchGroup,
     ) -> Result<Vec<Result<Outcomes, StoreError>>, GroupError> {
-        self.groups.lock().push((group.batches().len(), group.keys().len()));
-        let keys = group.keys().iter().map(|(key, _)| *key).filter(|_| !group.is_read_only());
+        self.groups.lock().push((group.batches.len(), group.keys.len()));
+        let keys = group.keys.iter().copied().filter(|_| !group.is_read_only);
         for key in keys.clone() {
             let mut busy = self.busy.lock();
             assert!(!busy.contains(&key), "two groups have one row");
@@ -61,11 +61,15 @@ impl<const SAME_ROWS: bool> GroupDriver for Fake<SAME_ROWS> {
         if let Some(fault) = self.faults.lock().pop() {
             return Err(fault);
         }
-        Ok(LoadedRows::new(limits, group, []).execute_all(group, |call| call.now()))
+        Ok(LoadedRows::execute(limits, group, [], &caller_clock(), Time::ZERO).0)
     }
 }
 
-fn engine<const SAME_ROWS: bool>(driver: Fake<SAME_ROWS>, most: usize) -> GroupExecutor<Fake<SAME_ROWS>> {
+fn caller_clock() -> DecisionClock {
+    DecisionClock::new(TimeSource::Caller)
+}
+
+fn engine<const SAME_ROWS: bool>(driver: Fake<SAME_ROWS>, most: usize) -> Arc<GroupExecutor<Fake<SAME_ROWS>>> {
     let window = Window::new(10, Span::from_secs(60), 64).unwrap();
     GroupExecutor::new(driver, Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(window)))), most)
 }
@@ -81,7 +85,7 @@ fn batch(verb: Verb, keys: &[u64]) -> Batch {
 type Asked = JoinHandle<Result<Outcomes, StoreError>>;
 
 /// Sends a batch, and waits until it is queued.
-async fn ask<D: GroupDriver>(engine: &GroupExecutor<D>, batch: &Batch) -> Asked {
+async fn ask<D: GroupDriver>(engine: &Arc<GroupExecutor<D>>, batch: &Batch) -> Asked {
     let asked = tokio::spawn(engine.apply(batch, Time::from_secs(1)));
     for _ in 0..3 {
         tokio::task::yield_now().await;
@@ -101,12 +105,12 @@ fn requests_waiting_for_a_row_are_grouped() {
         for key in 2..12 {
             asked.push(ask(&engine, &batch(Verb::Take, &[1, key])).await);
         }
-        assert_eq!(engine.driver().groups(), [(1, 1)]);
-        engine.driver().gate.as_ref().unwrap().add_permits(2);
+        assert_eq!(engine.driver.groups(), [(1, 1)]);
+        engine.driver.gate.as_ref().unwrap().add_permits(2);
         for asked in asked {
             assert!(asked.await.unwrap().is_ok());
         }
-        assert_eq!(engine.driver().groups(), [(1, 1), (10, 11)]);
+        assert_eq!(engine.driver.groups(), [(1, 1), (10, 11)]);
     });
 }
 
@@ -118,12 +122,12 @@ fn different_row_sets_are_grouped_separately() {
         for keys in [&[9][..], &[1, 2], &[2, 1], &[1, 2, 3], &[1], &[4]] {
             asked.push(ask(&engine, &batch(Verb::Take, keys)).await);
         }
-        engine.driver().gate.as_ref().unwrap().add_permits(9);
+        engine.driver.gate.as_ref().unwrap().add_permits(9);
         for asked in asked {
             assert!(asked.await.unwrap().is_ok());
         }
         // The last but one waits behind the third, because it needs the same row. The last is independent.
-        assert_eq!(engine.driver().groups(), [(1, 1), (2, 2), (2, 3), (1, 1)]);
+        assert_eq!(engine.driver.groups(), [(1, 1), (2, 2), (2, 3), (1, 1)]);
     });
 }
 
@@ -138,10 +142,10 @@ fn cancelled_takes_are_dropped_but_refunds_kept() {
             asked.abort();
             assert!(asked.await.unwrap_err().is_cancelled());
         }
-        engine.driver().gate.as_ref().unwrap().add_permits(9);
+        engine.driver.gate.as_ref().unwrap().add_permits(9);
         first.await.unwrap().unwrap();
         ask(&engine, &batch(Verb::Take, &[2])).await.await.unwrap().unwrap();
-        assert_eq!(engine.driver().groups(), [(1, 1), (2, 1), (1, 1)]);
+        assert_eq!(engine.driver.groups(), [(1, 1), (2, 1), (1, 1)]);
     });
 }
 
@@ -155,7 +159,7 @@ fn a_full_queue_refuses_immediately() {
             .collect();
         tokio::task::yield_now().await;
         assert!(matches!(ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap(), Err(StoreError::Failed(_))));
-        engine.driver().gate.as_ref().unwrap().add_permits(MAX_WAITING_BATCHES);
+        engine.driver.gate.as_ref().unwrap().add_permits(MAX_WAITING_BATCHES);
         first.await.unwrap().unwrap();
         for asked in waiting {
             asked.await.unwrap().unwrap();
@@ -168,13 +172,13 @@ fn conflicts_are_retried_and_failures_reported() {
     run(async {
         let engine = engine(Fake::<false>::default(), 1);
         let faults = [GroupError::Conflict("deadlock".into()), GroupError::ConnectionLost("gone".into())];
-        engine.driver().faults.lock().extend(faults);
+        engine.driver.faults.lock().extend(faults);
         ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap();
-        assert_eq!(engine.driver().groups().len(), 3);
-        engine.driver().faults.lock().push(GroupError::Failed("no such table".into()));
+        assert_eq!(engine.driver.groups().len(), 3);
+        engine.driver.faults.lock().push(GroupError::Failed("no such table".into()));
         let error = ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap_err();
         assert_eq!(error.to_string(), "the store failed: no such table");
-        assert_eq!(engine.driver().groups().len(), 4);
+        assert_eq!(engine.driver.groups().len(), 4);
     });
 }
 
@@ -184,10 +188,10 @@ fn an_unreachable_server_fails_all_waiting_requests() {
         let engine = engine(Fake::<false>::shut(), 1);
         let first = ask(&engine, &batch(Verb::Take, &[1])).await;
         let second = ask(&engine, &batch(Verb::Take, &[1])).await;
-        engine.driver().faults.lock().push(GroupError::Unreachable("nobody".into()));
-        engine.driver().gate.as_ref().unwrap().add_permits(1);
+        engine.driver.faults.lock().push(GroupError::Unreachable("nobody".into()));
+        engine.driver.gate.as_ref().unwrap().add_permits(1);
         assert!(first.await.unwrap().is_err() && second.await.unwrap().is_err());
-        assert_eq!(engine.driver().groups().len(), 1);
+        assert_eq!(engine.driver.groups().len(), 1);
     });
 }
 
@@ -206,9 +210,9 @@ impl GroupDriver for Foreign {
         let mut known = Vec::new();
         KeyState::default().encode(&mut known);
         let bytes = [known, vec![0xff, 1]];
-        let mut ledger = LoadedRows::new(limits, group, group.keys().iter().map(|(key, _)| *key).zip(bytes));
-        let answers = ledger.execute_all(group, |call| call.now());
-        *self.0.lock() = ledger.changes();
+        let stored = group.keys.iter().copied().zip(bytes);
+        let (answers, rows) = LoadedRows::execute(limits, group, stored, &caller_clock(), Time::ZERO);
+        *self.0.lock() = rows.changes();
         Ok(answers)
     }
 }
@@ -221,9 +225,9 @@ fn an_unreadable_row_is_an_error_and_unchanged() {
         let engine = GroupExecutor::new(Foreign::default(), limits, 1);
         let both = engine.apply(&batch(Verb::Take, &[1, 2]), Time::from_secs(1)).await;
         assert!(matches!(both, Err(StoreError::Failed(_))));
-        assert_eq!(*engine.driver().0.lock(), [RowChange::Keep, RowChange::Keep]);
+        assert_eq!(*engine.driver.0.lock(), [RowChange::Keep, RowChange::Keep]);
         engine.apply(&batch(Verb::Take, &[1]), Time::from_secs(1)).await.unwrap();
-        assert!(matches!(engine.driver().0.lock()[..], [RowChange::Write(..)]));
+        assert!(matches!(engine.driver.0.lock()[..], [RowChange::Write(..)]));
     });
 }
 

@@ -1,12 +1,12 @@
--- Takes under rates and windows, the ordinary way: nothing here defines a function, and whatever is out of the ordinary
--- leaves this block by `break`, before anything was written, for the general script. `$` is an operation's number. What
--- is known of penalties is only that there is no record; see the other files for what all of it means.
-local now, slack = unpack('<dd', bytes)
+-- Takes under rates and windows in the usual cases. No function is defined here. In an unusual case, this block ends by
+-- `break` before anything is written, and the general script takes over. `$` is an operation's number. Operations with
+-- a penalty are decided here only while there is no record. The other files explain the states.
+local now, expiry_margin = unpack('<dd', bytes)
 if now < 0 then
-  if not present then
+  if not server_time then
     local time = call('TIME')
-    present = time[1] * 1000000 + time[2]
+    server_time = time[1] * 1000000 + time[2]
   end
-  now = present
+  now = server_time
 end
-local is_refused, were_changed = false, false
+local is_refused, any_expired = false, false

@@ -1,3 +1,3 @@
 
--- What a log has lost is kept also where the call is refused, so that no clock brings it back.
-if is_refused and were_changed then break end
+-- Expired slots are removed even if the call is refused, so that a clock that steps back doesn't restore them.
+if is_refused and any_expired then break end
