@@ -51,22 +51,15 @@ impl HeadClassification {
 }
 
 /// Classifies the attempts of one request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptClassifier {
-    method: Method,
-    has_idempotency_key: bool,
+    /// True if a second request is safe although the first may be carried out.
+    pub is_idempotent: bool,
 }
 
 impl AttemptClassifier {
-    /// A classifier for requests with this method. `has_key` is true if they have an idempotency key that the provider
-    /// honours.
-    pub(crate) fn new(method: Method, has_key: bool) -> Self {
-        Self { method, has_idempotency_key: has_key }
-    }
-
-    /// True if a second request is safe although the first may be carried out.
-    pub(crate) fn is_repeatable(&self) -> bool {
-        is_repeatable(self.method.as_str(), self.has_idempotency_key, true)
+    pub(crate) fn new(method: &Method, has_idempotency_key: bool) -> Self {
+        Self { is_idempotent: is_repeatable(method.as_str(), has_idempotency_key, true) }
     }
 
     /// Classifies a reply by its status and headers, received at `now`. `unreplayable` is the reason that the request
@@ -85,7 +78,7 @@ impl AttemptClassifier {
     ) -> AttemptReport {
         let head = HeadClassification::read(status, headers, now);
         AttemptReport {
-            is_repeatable: is_repeatable(self.method.as_str(), self.has_idempotency_key, head.may_have_acted()),
+            is_repeatable: self.is_idempotent || !head.may_have_acted(),
             unreplayable_reason: unreplayable,
             asks_not_to_retry: head.hints.asks_not_to_retry,
             retry_after: head.requested_wait(now),
@@ -95,11 +88,6 @@ impl AttemptClassifier {
         }
     }
 
-    /// The report of a reply with a body that says it is throttled. `wait` is the time to wait, if known.
-    pub(crate) fn throttled_report(&self, reply: AttemptReport, wait: Option<Span>) -> AttemptReport {
-        AttemptReport { class: Class::Throttled, retry_after: wait.or(reply.retry_after), spent_until: None, ..reply }
-    }
-
     /// Classifies an attempt without a reply.
     pub(crate) fn classify_fault(
         &self,
@@ -107,16 +95,16 @@ impl AttemptClassifier {
         unreplayable: Option<UnreplayableReason>,
     ) -> AttemptReport {
         AttemptReport {
-            is_repeatable: is_repeatable(self.method.as_str(), self.has_idempotency_key, fault.was_sent()),
+            is_repeatable: self.is_idempotent || !fault.was_sent(),
             unreplayable_reason: unreplayable,
             ..AttemptReport::new(fault.class(), fault.delivery())
         }
     }
+}
 
-    /// The report of a request that the caller cancelled. It says nothing about the provider.
-    pub(crate) fn cancelled_report(&self) -> AttemptReport {
-        AttemptReport::new(Class::Cancelled, Delivery::Unknown)
-    }
+/// The report of a reply with a body that says it is throttled. `wait` is the time to wait, if known.
+pub(crate) fn throttled_report(reply: AttemptReport, wait: Option<Span>) -> AttemptReport {
+    AttemptReport { class: Class::Throttled, retry_after: wait.or(reply.retry_after), spent_until: None, ..reply }
 }
 
 /// The effective status of a reply: the HTTP status, or for a 200 the one that corresponds to `grpc-status`. An unknown
@@ -195,7 +183,7 @@ mod tests {
             .iter()
             .map(|(name, value)| (HeaderName::from_static(name), http::HeaderValue::from_static(value)))
             .collect();
-        AttemptClassifier::new(method, has_key).classify_reply(
+        AttemptClassifier::new(&method, has_key).classify_reply(
             StatusCode::from_u16(status).unwrap(),
             &headers,
             None,
@@ -247,8 +235,8 @@ mod tests {
             ("", Transient),
             ("ok", Transient),
         ] {
-            let said = reply(Method::POST, false, 200, &[("grpc-status", grpc)]);
-            assert_eq!((said.class, said.is_repeatable), (class, class == Throttled), "{grpc}");
+            let report = reply(Method::POST, false, 200, &[("grpc-status", grpc)]);
+            assert_eq!((report.class, report.is_repeatable), (class, class == Throttled), "{grpc}");
             let with_key = reply(Method::POST, true, 200, &[("grpc-status", grpc)]);
             assert_eq!((with_key.class, with_key.is_repeatable), (class, true), "{grpc}");
             assert_eq!(reply(Method::POST, false, 404, &[("grpc-status", grpc)]).class, Permanent, "HTTP says more");
@@ -295,12 +283,11 @@ mod tests {
         assert!(!reply(Method::POST, false, 503, &[]).is_repeatable);
         assert!(reply(Method::POST, true, 503, &[]).is_repeatable);
         assert!(reply(Method::PUT, false, 503, &[]).is_repeatable);
-        let post = AttemptClassifier::new(Method::POST, false);
+        let post = AttemptClassifier::new(&Method::POST, false);
         assert!(post.classify_fault(TransportFault::Unsent, None).is_repeatable, "nothing was sent");
         assert!(!post.classify_fault(TransportFault::Reset, None).is_repeatable);
         let large = Some(UnreplayableReason::BodyTooLarge);
         assert_eq!(post.classify_fault(TransportFault::Unsent, large).unreplayable_reason, large);
-        assert_eq!(post.cancelled_report().class, Class::Cancelled);
     }
 
     #[test]
@@ -330,9 +317,8 @@ mod tests {
         assert!(!says(r#"{"Response":"False","Error":"Movie not found!"}"#));
         assert!(!says(r#"{"Response":"True","Title":"limit reached"}"#));
         assert!(!says(r#"{"Response":"False","Error":"Request limit rea"#));
-        let judge = AttemptClassifier::new(Method::GET, false);
-        let fine = judge.classify_reply(StatusCode::OK, &HeaderMap::new(), None, NOW);
-        let throttled = judge.throttled_report(fine, Some(Span::from_secs(60)));
+        let success = reply(Method::GET, false, 200, &[]);
+        let throttled = throttled_report(success, Some(Span::from_secs(60)));
         assert_eq!((throttled.class, throttled.retry_after), (Class::Throttled, Some(Span::from_secs(60))));
     }
 }

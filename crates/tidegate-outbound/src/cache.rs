@@ -198,23 +198,17 @@ impl<C: Clock> Cache<C> {
         let (parts, body) = request.into_parts();
         let cacheable =
             origin.rules().copied().and_then(|rules| Some((rules, RequestDirectives::read(&parts, &body)?)));
-        let Some((rules, directives)) = cacheable else {
-            return inner.bypass(origin, options, Request::from_parts(parts, body), send).await;
+        let (rules, directives) = match cacheable {
+            Some((rules, directives)) if rules.shared || origin.credential_count() <= 1 => (rules, directives),
+            Some((_, directives)) if directives.only_if_cached => return Ok(not_cached_response()),
+            _ => return inner.bypass(origin, options, Request::from_parts(parts, body), send).await,
         };
-        if !rules.shared && origin.credential_count() > 1 {
-            if directives.only_if_cached {
-                return Ok(not_cached_response());
-            }
-            return inner.bypass(origin, options, Request::from_parts(parts, body), send).await;
-        }
         // Boxed, because calls that bypass the cache would take the memory for it too.
         let answering = async move {
             let timeout = options.timeout.unwrap_or_else(|| origin.timeout(options.lane));
             let deadline = inner.clock.now() + Span::from_duration(timeout);
             let base_key = inner.key_factory.base_key(origin, &parts);
             let resource_key = inner.resource_key(origin, &rules, base_key).await;
-            let key = inner.key_factory.request_key(resource_key, &parts);
-            let headers = parts.headers.clone();
             let cacheable_request = CacheableRequest {
                 cache: inner,
                 origin,
@@ -222,14 +216,14 @@ impl<C: Clock> Cache<C> {
                 directives,
                 base_key,
                 resource_key,
-                request_key: key,
+                request_key: inner.key_factory.request_key(resource_key, &parts),
                 deadline,
-                headers,
+                headers: parts.headers.clone(),
             };
             match cacheable_request.wait_for_reply(&options).await {
                 WaitOutcome::Answered(reply) => Ok(reply),
-                WaitOutcome::NeedsCall { found, member: seat } => {
-                    cacheable_request.fetch(found, seat, options, (parts, body), send).await
+                WaitOutcome::NeedsCall { found, member } => {
+                    cacheable_request.fetch(found, member, options, (parts, body), send).await
                 }
             }
         };

@@ -73,7 +73,7 @@ mod tests {
     use http::HeaderValue;
     use std::time::Duration;
 
-    fn wishes(lines: &[(&'static str, &'static str)]) -> (Result<CallOptions, CallHeaderError>, HeaderMap) {
+    fn take(lines: &[(&'static str, &'static str)]) -> (Result<CallOptions, CallHeaderError>, HeaderMap) {
         let mut headers = HeaderMap::new();
         for (name, value) in lines {
             headers.append(*name, HeaderValue::from_static(value));
@@ -89,11 +89,11 @@ mod tests {
             ("tidegate-token", "x"),
             ("accept", "*"),
         ];
-        let (options, left) = wishes(&lines);
+        let (options, left) = take(&lines);
         let options = options.unwrap();
         assert_eq!((options.lane, options.timeout), (Lane::Webhook, Some(Duration::from_secs(90))));
         assert_eq!(left.keys().collect::<Vec<_>>(), ["accept"], "the provider isn't told");
-        let (options, _) = wishes(&[]);
+        let (options, _) = take(&[]);
         let options = options.unwrap();
         assert_eq!((options.lane, options.timeout, options.cost), (Lane::User, None, 1));
     }
@@ -108,14 +108,14 @@ mod tests {
             ("tidegate-timeout", "-5s"),
             ("tidegate-timeout", "1e999s"),
         ] {
-            assert_eq!(wishes(&[(name, value)]).0.unwrap_err().name, name, "{value:?}");
+            assert_eq!(take(&[(name, value)]).0.unwrap_err().name, name, "{value:?}");
         }
-        assert!(wishes(&[("tidegate-timeout", "5s"), ("tidegate-timeout", "6s")]).0.is_err());
+        assert!(take(&[("tidegate-timeout", "5s"), ("tidegate-timeout", "6s")]).0.is_err());
     }
 
     #[test]
     fn an_empty_idempotency_key_does_not_count() {
-        let has = |lines: &[_]| has_idempotency_key(&wishes(lines).1);
+        let has = |lines: &[_]| has_idempotency_key(&take(lines).1);
         assert!(has(&[("idempotency-key", "\"8e03978e\"")]));
         assert!(!has(&[("idempotency-key", " ")]));
         assert!(!has(&[]));

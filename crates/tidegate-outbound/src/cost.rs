@@ -28,7 +28,6 @@ pub(super) struct CostReader {
     format: ReplyFormat,
 }
 
-/// The format of a reply.
 enum ReplyFormat {
     Json(BytesMut),
     Events(SseReader),
@@ -83,13 +82,11 @@ fn first_number(pointers: &PointerAlternatives, json: &Value) -> Option<u64> {
     pointers.iter().find_map(|pointer| json.pointer(pointer)?.as_u64())
 }
 
-/// True if a request's content type is JSON.
 pub(super) fn is_json(headers: &HeaderMap) -> bool {
     let kind = media_type(headers).map(str::to_ascii_lowercase);
     kind.is_some_and(|kind| kind == "application/json" || kind.ends_with("+json"))
 }
 
-/// True if a reply is a stream of server-sent events.
 pub(super) fn is_event_stream(headers: &HeaderMap) -> bool {
     media_type(headers).is_some_and(|kind| kind.eq_ignore_ascii_case("text/event-stream"))
 }
@@ -122,14 +119,14 @@ mod tests {
     }
 
     fn cost(kind: &'static str, chunks: &[&[u8]]) -> Option<u64> {
-        let mut price = CostReader::for_reply(&rules(), &headers(kind)).unwrap();
-        chunks.iter().for_each(|chunk| price.read(chunk));
-        price.into_cost()
+        let mut reader = CostReader::for_reply(&rules(), &headers(kind)).unwrap();
+        chunks.iter().for_each(|chunk| reader.read(chunk));
+        reader.into_cost()
     }
 
     #[test]
     fn reservation_adds_requested_tokens_and_body_length() {
-        for (body, asked) in [
+        for (body, requested) in [
             (r#"{"max_tokens":100}"#, 100),
             (r#"{"max_tokens":100,"max_completion_tokens":20}"#, 20),
             (r#"{"max_tokens":100,"max_completion_tokens":null}"#, 100),
@@ -140,7 +137,7 @@ mod tests {
             (r#"{"max_tok"#, 0),
             ("", 0),
         ] {
-            assert_eq!(expected_cost(&rules(), 40, Some(body.as_bytes())), asked.saturating_add(17), "{body}");
+            assert_eq!(expected_cost(&rules(), 40, Some(body.as_bytes())), requested.saturating_add(17), "{body}");
         }
         assert_eq!(expected_cost(&rules(), 43, None), 17);
         assert_eq!(expected_cost(&CostRules::new(7), 43, None), 7);

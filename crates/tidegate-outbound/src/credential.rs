@@ -81,9 +81,6 @@ impl Credentials {
     }
 
     /// Reads secrets, which must be usable for `target`, if there is one.
-    ///
-    /// # Errors
-    /// As [`from_provider`](Self::from_provider).
     pub(crate) fn resolve(
         sources: &[SecretSource],
         target: Option<&Target>,
@@ -93,7 +90,6 @@ impl Credentials {
         Ok(Self(sources.iter().map(slot).collect::<Result<_, _>>()?))
     }
 
-    /// The number of credentials.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
@@ -107,7 +103,7 @@ impl Credentials {
             // After the timeout, the check continues and serves later calls.
             let _ = tokio::time::timeout(CHECK_TIMEOUT, check_task).await;
         }
-        Some(slot.secret())
+        Some(Arc::clone(&slot.secret.read()))
     }
 }
 
@@ -133,10 +129,6 @@ impl CredentialSlot {
             checked_at: AtomicU64::new(0),
             file_state: Mutex::new(TokenFileState { read_stamp: initial_stamp, warned_stamp: None }),
         })
-    }
-
-    fn secret(&self) -> Arc<Secret> {
-        Arc::clone(&self.secret.read())
     }
 
     /// True if a check of the file is due. Only one caller gets true.
@@ -177,10 +169,10 @@ fn fetch_secret(
     env: impl FnOnce(&str) -> Option<String>,
 ) -> Result<Secret, CredentialError> {
     let secret = source.resolve(env)?;
-    target
-        .map_or(Ok(()), |target| target.check_credential(&secret))
-        .map_err(|why| CredentialError::Unusable { origin: source.to_string(), reason: why })?;
-    Ok(secret)
+    match target.map_or(Ok(()), |target| target.check_credential(&secret)) {
+        Ok(()) => Ok(secret),
+        Err(reason) => Err(CredentialError::Unusable { origin: source.to_string(), reason }),
+    }
 }
 
 fn file_path(source: &SecretSource) -> Option<&Path> {
@@ -202,7 +194,7 @@ mod tests {
 
     const NOW: Time = Time::from_secs(1_767_225_600);
 
-    async fn told(credentials: &Credentials, index: usize, now: Time) -> String {
+    async fn secret_text(credentials: &Credentials, index: usize, now: Time) -> String {
         credentials.current(index, now).await.unwrap().expose().to_owned()
     }
 
@@ -214,22 +206,26 @@ mod tests {
         let bearer = Target::new(None, Auth::Bearer, None);
         let credentials = Credentials::resolve(&sources, Some(&bearer), |name| Some(name.to_lowercase())).unwrap();
         assert_eq!(credentials.len(), 2);
-        assert_eq!(told(&credentials, 0, NOW).await, "token");
-        assert_eq!(told(&credentials, 1, NOW).await, "first");
+        assert_eq!(secret_text(&credentials, 0, NOW).await, "token");
+        assert_eq!(secret_text(&credentials, 1, NOW).await, "first");
         std::fs::write(&file, "second token").unwrap();
-        assert_eq!(told(&credentials, 1, NOW + Span::from_millis(999)).await, "first", "looked at less than 1 s ago");
+        assert_eq!(
+            secret_text(&credentials, 1, NOW + Span::from_millis(999)).await,
+            "first",
+            "looked at less than 1 s ago"
+        );
         let mut now = NOW + Span::from_secs(1);
-        assert_eq!(told(&credentials, 1, now).await, "second token");
-        for unfit in ["", "two\nlines"] {
-            std::fs::write(&file, unfit).unwrap();
+        assert_eq!(secret_text(&credentials, 1, now).await, "second token");
+        for unusable in ["", "two\nlines"] {
+            std::fs::write(&file, unusable).unwrap();
             now = now + Span::from_secs(1);
-            assert_eq!(told(&credentials, 1, now).await, "second token", "{unfit:?} is no token");
+            assert_eq!(secret_text(&credentials, 1, now).await, "second token", "{unusable:?} is no token");
         }
         std::fs::remove_file(&file).unwrap();
         now = now + Span::from_secs(1);
-        assert_eq!(told(&credentials, 1, now).await, "second token");
+        assert_eq!(secret_text(&credentials, 1, now).await, "second token");
         std::fs::write(&file, "third").unwrap();
-        assert_eq!(told(&credentials, 1, NOW).await, "third", "a clock that stepped back by some seconds");
+        assert_eq!(secret_text(&credentials, 1, NOW).await, "third", "a clock that stepped back by some seconds");
         assert!(credentials.current(2, now).await.is_none());
     }
 
@@ -239,16 +235,16 @@ mod tests {
         std::fs::write(&file, "first").unwrap();
         let source = [SecretSource::File(file.path().to_owned())];
         let credentials = Credentials::resolve(&source, None, |_| None).unwrap();
-        assert_eq!(told(&credentials, 0, NOW).await, "first");
+        assert_eq!(secret_text(&credentials, 0, NOW).await, "first");
         let same = SystemTime::UNIX_EPOCH + Duration::from_secs(1_767_225_600);
         let write = |bytes: &[u8]| {
             std::fs::write(&file, bytes).unwrap();
             file.as_file().set_modified(same).unwrap();
         };
         write(b"\xff\xfe\xfd\xfc\xfb\xfa");
-        assert_eq!(told(&credentials, 0, NOW + Span::from_secs(1)).await, "first", "that is no text");
+        assert_eq!(secret_text(&credentials, 0, NOW + Span::from_secs(1)).await, "first", "that is no text");
         write(b"second");
-        assert_eq!(told(&credentials, 0, NOW + Span::from_secs(2)).await, "second");
+        assert_eq!(secret_text(&credentials, 0, NOW + Span::from_secs(2)).await, "second");
     }
 
     #[test]
@@ -258,13 +254,13 @@ mod tests {
         let missing = Credentials::resolve(&env, Some(&bearer), |_| None).unwrap_err();
         assert!(matches!(missing, CredentialError::Missing(SecretError::NotSet { .. })));
         let planted = "pl4nted\ns3cr3t";
-        let unfit = Credentials::resolve(&env, Some(&bearer), |_| Some(planted.to_owned())).unwrap_err();
+        let unusable = Credentials::resolve(&env, Some(&bearer), |_| Some(planted.to_owned())).unwrap_err();
         assert_eq!(
-            unfit,
+            unusable,
             CredentialError::Unusable { origin: "env:TOKEN".to_owned(), reason: TargetError::UnusableCredential }
         );
         let good = Credentials::resolve(&env, Some(&bearer), |_| Some("pl4nted-s3cr3t".to_owned())).unwrap();
-        for text in [format!("{unfit} {unfit:?}"), format!("{good:?}")] {
+        for text in [format!("{unusable} {unusable:?}"), format!("{good:?}")] {
             assert!(!text.contains("s3cr3t"), "{text}");
             assert!(text.contains("TOKEN"), "{text}");
         }

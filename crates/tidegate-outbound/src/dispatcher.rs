@@ -17,12 +17,10 @@ use std::task::{Poll, Waker};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
-use tidegate_core::call::{
-    AttemptReport, Call, CallFailure, CallProgress, CallRules, InFlight, NextStep, ProviderState,
-};
+use tidegate_core::call::{AttemptReport, Call, CallProgress, CallRules, InFlight, NextStep, ProviderState};
 use tidegate_core::retry::Delivery;
 use tidegate_core::{Batch, Clock, Lane, Outcomes, QueueStep, Ticket, Time};
-use tidegate_policy::outbound;
+use tidegate_policy::{KeySeed, outbound};
 use tidegate_runtime::random::random_u64;
 use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
 use tidegate_store::{Store, StoreError, StoreResponse};
@@ -53,7 +51,6 @@ struct Dispatcher {
     waiting_by_ticket: Vec<Option<usize>>,
     /// The time when the timer wakes, if it runs.
     timer_wakes_at: Time,
-    /// The time of the last step.
     last_step_at: Time,
 }
 
@@ -131,11 +128,13 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     pub(super) fn new(
         outbound_config: Arc<outbound::OutboundConfig>,
         index: usize,
-        rules: CallRules,
-        state: ProviderState,
+        seed: &KeySeed,
         store: Arc<S>,
         clock: C,
     ) -> Self {
+        let config = &outbound_config.providers()[index];
+        let rules = config.rules(seed);
+        let state = config.new_state(&rules);
         let context = StepContext { state, rng: SmallRng::seed_from_u64(random_u64()), runtime: None };
         let dispatcher = Dispatcher {
             context,
@@ -156,27 +155,19 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         }
     }
 
-    fn lock(&self) -> SpinLockGuard<'_, Dispatcher> {
-        // A panic can only come from a waker, after the step was complete.
-        self.dispatcher.lock()
-    }
-
     /// Takes the lock for a change at the present time.
     fn lock_for_step(&self) -> (SpinLockGuard<'_, Dispatcher>, Time) {
-        let dispatcher = self.lock();
-        self.begin_step_at(dispatcher, self.clock.now())
+        let mut dispatcher = self.dispatcher.lock();
+        let now = self.clock.now();
+        self.begin_step(&mut dispatcher, now);
+        (dispatcher, now)
     }
 
-    fn begin_step_at<'a>(
-        &self,
-        mut dispatcher: SpinLockGuard<'a, Dispatcher>,
-        now: Time,
-    ) -> (SpinLockGuard<'a, Dispatcher>, Time) {
+    fn begin_step(&self, dispatcher: &mut Dispatcher, now: Time) {
         dispatcher.last_step_at = now;
         if let Some(hours) = &self.config().hours {
             dispatcher.context.state.lanes.pause(Lane::Background, hours.next_within(now));
         }
-        (dispatcher, now)
     }
 
     /// Makes a step for a call that doesn't wait, sends its updates to the store, and dispatches the due calls.
@@ -189,9 +180,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         (done, now)
     }
 
-    /// Gives access to the provider's state.
     pub(super) fn inspect<T>(&self, look: impl FnOnce(&ProviderState, Time) -> T) -> T {
-        let dispatcher = self.lock();
+        let dispatcher = self.dispatcher.lock();
         look(&dispatcher.context.state, self.clock.now())
     }
 
@@ -205,9 +195,12 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     ) -> StartOutcome {
         // A later step must not have happened, or windows would count the call at another time than it assumes.
         let uncontended =
-            started_at.and_then(|at| Some((self.dispatcher.try_lock().filter(|floor| floor.last_step_at <= at)?, at)));
+            started_at.and_then(|at| Some((self.dispatcher.try_lock().filter(|free| free.last_step_at <= at)?, at)));
         let (mut dispatcher, now) = match uncontended {
-            Some((floor, at)) => self.begin_step_at(floor, at),
+            Some((mut dispatcher, at)) => {
+                self.begin_step(&mut dispatcher, at);
+                (dispatcher, at)
+            }
             None => self.lock_for_step(),
         };
         let dispatcher = &mut *dispatcher;
@@ -219,7 +212,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let started = call.start(state, now);
         self.submit_updates(state, now);
         if let Err(failure) = started {
-            return StartOutcome::Decided(Err(self.failed(failure)), now);
+            return StartOutcome::Decided(Err(CallErrorKind::new(&self.outbound_config, failure)), now);
         }
         let mut inline_call = InlineCall { call, result: None };
         self.dispatch(dispatcher, Some(&mut inline_call), now);
@@ -248,7 +241,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         self.run_step(|StepContext { state, rng, .. }, now| call.hedge_lost(&self.rules, state, reply, now, rng));
     }
 
-    /// Waits for the result of a waiting call.
     pub(super) async fn wait_for_result(self: &Arc<Self>, index: usize) -> (Call, DispatchResult, Time) {
         let mut timer_stopped = pin!(self.timer_signals.stopped.notified());
         poll_fn(|context| {
@@ -256,21 +248,18 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             while timer_stopped.as_mut().poll(context).is_ready() {
                 timer_stopped.set(self.timer_signals.stopped.notified());
             }
-            let dispatcher = &mut *self.lock();
-            let waiting_call = dispatcher
-                .waiting_calls
-                .get_mut(index)
-                .expect("invariant: a call stays parked until its future takes it");
+            let dispatcher = &mut *self.dispatcher.lock();
+            let waiting_call =
+                dispatcher.waiting_calls.get_mut(index).expect("invariant: a call waits until its future takes it");
             match waiting_call.result.take() {
                 Some(result) => {
-                    let waiting_call = dispatcher.remove_waiting(index).expect("invariant: it was there a moment ago");
+                    let waiting_call =
+                        dispatcher.remove_waiting(index).expect("invariant: it is there under the same lock");
                     Poll::Ready((waiting_call.call, result, self.clock.now()))
                 }
                 None => {
-                    match &mut waiting_call.waker {
-                        Some(waker) => waker.clone_from(context.waker()),
-                        waker => *waker = Some(context.waker().clone()),
-                    }
+                    let own_waker = context.waker();
+                    waiting_call.waker.get_or_insert_with(|| own_waker.clone()).clone_from(own_waker);
                     if !self.timer_signals.is_running.load(Ordering::Acquire) && Handle::try_current().is_ok() {
                         self.schedule_wake(dispatcher, dispatcher.timer_wakes_at);
                     }
@@ -281,7 +270,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         .await
     }
 
-    /// Handles the end of an attempt.
     pub(super) fn handle_reply(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
         self.run_step(|StepContext { state, rng, .. }, now| call.handle_reply(&self.rules, state, reply, now, rng))
     }
@@ -314,7 +302,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         });
     }
 
-    /// Cancels a waiting call.
     pub(super) fn cancel_waiting(self: &Arc<Self>, index: usize) {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
@@ -326,7 +313,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         self.dispatch(dispatcher, None, now);
     }
 
-    /// Raises the priority of a waiting call.
     pub(super) fn raise(self: &Arc<Self>, urgency: &Urgency) {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
@@ -334,10 +320,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let Some(waiting_call) = dispatcher.waiting_calls.get_mut(index) else { return };
         waiting_call.call.raise(urgency.lane(), &mut dispatcher.context.state, now);
         self.dispatch(dispatcher, None, now);
-    }
-
-    fn failed(&self, failure: CallFailure) -> CallErrorKind {
-        CallErrorKind::new(&self.outbound_config, failure)
     }
 
     fn submit_updates(&self, state: &ProviderState, now: Time) {
@@ -411,7 +393,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             match progress {
                 CallProgress::AskStore => {}
                 CallProgress::Send { credential } => return Some(Ok(credential)),
-                CallProgress::Fail(failure) => return Some(Err(self.failed(failure))),
+                CallProgress::Fail(failure) => return Some(Err(CallErrorKind::new(&self.outbound_config, failure))),
                 CallProgress::Wait => return None,
             }
             match self.store.apply(context.state.store_requests.reservation(), now) {

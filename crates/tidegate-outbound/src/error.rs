@@ -128,44 +128,25 @@ fn unreplayable_text(reason: &UnreplayableReason) -> &'static str {
 }
 
 impl CallErrorKind {
-    /// The HTTP status for the caller.
-    fn status(&self) -> u16 {
+    /// The HTTP status for the caller, and the error's name in JSON.
+    fn status_and_name(&self) -> (u16, &'static str) {
         match self {
-            Self::RateLimited { .. }
-            | Self::Paced { .. }
-            | Self::QuotaSpent { .. }
-            | Self::CredentialsCooling { .. }
-            | Self::RetryAfterTooLong { .. } => 429,
-            Self::Unavailable { .. } | Self::LanePaused { .. } | Self::QueueFull { .. } | Self::Store(_) => 503,
-            Self::DeadlineExceeded | Self::NoTimeLeft { .. } => 504,
-            Self::RetriesExhausted { .. }
-            | Self::NotIdempotent
-            | Self::Unreplayable(_)
-            | Self::BudgetSpent
-            | Self::Final => 502,
+            Self::RateLimited { .. } | Self::Paced { .. } => (429, "RateLimitedError"),
+            Self::QuotaSpent { .. } => (429, "QuotaSpentError"),
+            Self::CredentialsCooling { .. } => (429, "CredentialsCoolingError"),
+            Self::RetryAfterTooLong { .. } => (429, "RetryAfterTooLongError"),
+            Self::RetriesExhausted { .. } | Self::BudgetSpent => (502, "RetriesExhaustedError"),
+            Self::NotIdempotent => (502, "NotIdempotentError"),
+            Self::Unreplayable(_) => (502, "UnreplayableBodyError"),
+            Self::Final => (502, "UpstreamError"),
+            Self::Unavailable { .. } => (503, "ProviderUnavailableError"),
+            Self::LanePaused { .. } => (503, "OutsideHoursError"),
+            Self::QueueFull { .. } => (503, "QueueFullError"),
+            Self::Store(_) => (503, "StoreError"),
+            Self::DeadlineExceeded | Self::NoTimeLeft { .. } => (504, "DeadlineExceededError"),
         }
     }
 
-    fn error_name(&self) -> &'static str {
-        match self {
-            Self::Unavailable { .. } => "ProviderUnavailableError",
-            Self::RateLimited { .. } | Self::Paced { .. } => "RateLimitedError",
-            Self::QuotaSpent { .. } => "QuotaSpentError",
-            Self::CredentialsCooling { .. } => "CredentialsCoolingError",
-            Self::LanePaused { .. } => "OutsideHoursError",
-            Self::QueueFull { .. } => "QueueFullError",
-            Self::DeadlineExceeded | Self::NoTimeLeft { .. } => "DeadlineExceededError",
-            Self::RetriesExhausted { .. } | Self::BudgetSpent => "RetriesExhaustedError",
-            Self::RetryAfterTooLong { .. } => "RetryAfterTooLongError",
-            Self::NotIdempotent => "NotIdempotentError",
-            Self::Unreplayable(_) => "UnreplayableBodyError",
-            Self::Final => "UpstreamError",
-            Self::Store(_) => "StoreError",
-        }
-    }
-}
-
-impl CallErrorKind {
     pub(super) fn new(config: &OutboundConfig, failure: CallFailure) -> Self {
         let name = |limit| config.limit_info(limit).name.clone();
         let known_time = |at: Time| (!at.is_never()).then_some(at);
@@ -198,25 +179,31 @@ impl CallErrorKind {
 }
 
 impl<T> CallError<T> {
+    /// Converts the last reply.
+    pub(super) fn map_reply<R>(self, convert: impl FnOnce(T) -> R) -> CallError<R> {
+        let Self { provider, kind, last_reply, stats, failed_at } = self;
+        CallError { provider, kind, last_reply: last_reply.map(convert), stats, failed_at }
+    }
+
     /// The time after which another call can succeed, if known.
     pub fn retry_after(&self) -> Option<Span> {
-        let at = |moment: Time| Some(moment.since(self.failed_at));
-        match self.kind {
-            CallErrorKind::Unavailable { reset_in, .. } => Some(reset_in),
-            CallErrorKind::RateLimited { earliest: moment, .. }
-            | CallErrorKind::QuotaSpent { resets_at: moment, .. }
-            | CallErrorKind::CredentialsCooling { earliest: moment } => moment.and_then(at),
-            CallErrorKind::LanePaused { until: moment }
-            | CallErrorKind::NoTimeLeft { earliest: moment }
-            | CallErrorKind::Paced { earliest: moment } => at(moment),
-            CallErrorKind::RetryAfterTooLong { retry_after } => Some(retry_after),
+        let at = match self.kind {
+            CallErrorKind::Unavailable { reset_in: wait, .. }
+            | CallErrorKind::RetryAfterTooLong { retry_after: wait } => return Some(wait),
+            CallErrorKind::RateLimited { earliest: at, .. }
+            | CallErrorKind::QuotaSpent { resets_at: at, .. }
+            | CallErrorKind::CredentialsCooling { earliest: at } => at,
+            CallErrorKind::LanePaused { until: at }
+            | CallErrorKind::NoTimeLeft { earliest: at }
+            | CallErrorKind::Paced { earliest: at } => Some(at),
             _ => None,
-        }
+        };
+        at.map(|at| at.since(self.failed_at))
     }
 
     /// The HTTP status of the error: 429 for a limit, 502, 503 or 504 for a failure.
     pub fn status(&self) -> u16 {
-        self.kind.status()
+        self.kind.status_and_name().0
     }
 
     /// The error in the form for JSON.
@@ -224,21 +211,20 @@ impl<T> CallError<T> {
         let (mut retry_after, mut attempts) = (self.retry_after(), Some(self.stats.attempts));
         let (mut state, mut failure_count, mut reset_in) = (None, None, None);
         let message = match &self.kind {
-            CallErrorKind::Unavailable { state: found, failures, reset_in: span } => {
-                state = Some(found.name());
-                failure_count = Some(*failures);
-                reset_in = Some(span.as_micros().div_ceil(1000));
+            CallErrorKind::Unavailable { state: found, failures, reset_in: wait } => {
+                (state, failure_count) = (Some(found.name()), Some(*failures));
+                reset_in = Some(wait.as_micros().div_ceil(1000));
                 (retry_after, attempts) = (None, None);
                 format!("Circuit breaker is {} for {}", found.name(), self.provider)
             }
-            why => format!("{}: {why}", self.provider),
+            kind => format!("{}: {kind}", self.provider),
         };
         let limit = match &self.kind {
             CallErrorKind::RateLimited { limit, .. } | CallErrorKind::QuotaSpent { limit, .. } => Some(limit.as_str()),
             _ => None,
         };
         CallErrorBody {
-            error: self.kind.error_name(),
+            error: self.kind.status_and_name().1,
             message,
             provider: &self.provider,
             state,

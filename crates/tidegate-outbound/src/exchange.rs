@@ -14,21 +14,24 @@ use http::{HeaderValue, Request, Response};
 use http_body::Body;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::{Delivery, TransportFault};
-use tidegate_core::{Class, Clock, Time};
+use tidegate_core::{Class, Clock, Span, Time};
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{BodyRule, CostRules};
+use tidegate_store::Store;
 use tower_service::Service;
 
-use super::attempt_classifier::says_throttled;
+use super::attempt_classifier::{says_throttled, throttled_report};
+use super::call_headers::has_idempotency_key;
 use super::causes::causes;
 use super::cost::{expected_cost, is_event_stream, is_json};
-use super::login::MAX_LOGIN_REPLY;
+use super::login::{LoginReply, MAX_LOGIN_REPLY};
 use super::progress_timeout::with_progress_timeout;
 use super::reply_body::PeekedBody;
 use super::reply_headers::contains_secret;
+use super::service::OutboundLayerInner;
 use super::{
-    Attempt, AttemptClassifier, AttemptOutcome, Credentials, LoginError, LoginToken, Logins, ReplayBody, ReplayBuffer,
-    Target, TargetError, Upstream,
+    Attempt, AttemptClassifier, AttemptOutcome, CallOptions, LoginError, LoginToken, ReplayBody, ReplayBuffer,
+    TargetError, Upstream,
 };
 
 /// The longest body that is searched for the texts of throttling, in bytes.
@@ -38,9 +41,7 @@ const MAX_INSPECTED_BODY: usize = 64 << 10;
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
 /// Classifies an error of the inner service.
-type FaultClassifier = dyn Fn(&(dyn Error + 'static)) -> TransportFault + Send + Sync;
-/// Returns the time when the first of the provider's quotas is renewed.
-type NextQuotaEnd = dyn Fn(Time) -> Option<Time> + Send + Sync;
+pub(super) type FaultClassifier = dyn Fn(&(dyn Error + 'static)) -> TransportFault + Send + Sync;
 
 /// The reason that there is no reply. Never contains a credential.
 #[derive(Debug, thiserror::Error)]
@@ -74,34 +75,9 @@ pub enum SendError {
     FollowedRedirect,
 }
 
-/// The transport settings of a provider, which all of its calls share.
-#[derive(Clone)]
-pub(super) struct ExchangeConfig<C> {
-    pub target: Target,
-    pub credentials: Credentials,
-    pub logins: Option<Logins>,
-    /// The path under which clients reach the provider, for redirects.
-    pub mount_path: Option<String>,
-    pub attempt_timeout: Duration,
-    pub throttled_when: Option<BodyRule>,
-    pub cost: Option<CostRules>,
-    /// The largest cost that is reserved for a call.
-    pub max_cost: u64,
-    pub fault_classifier: Arc<FaultClassifier>,
-    pub next_quota_end: Arc<NextQuotaEnd>,
-    pub clock: C,
-}
-
-impl<C> ExchangeConfig<C> {
-    /// True if the content of replies is read, so that they must not be encoded.
-    fn reads_replies(&self) -> bool {
-        self.throttled_when.is_some() || self.cost.as_ref().is_some_and(|cost| !cost.reply.is_empty())
-    }
-}
-
 /// The requests of one call.
-pub(super) struct Exchange<'m, I, Q, C> {
-    config: &'m ExchangeConfig<C>,
+pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
+    shared: &'m OutboundLayerInner<S, C>,
     inner: I,
     parts: Parts,
     body: ReplayBuffer<Q>,
@@ -117,28 +93,30 @@ pub(super) struct Exchange<'m, I, Q, C> {
 /// The result of an attempt.
 pub(super) type ExchangeResult<B> = Result<Response<PeekedBody<B>>, SendError>;
 
-impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
-    /// Makes the requests of a call from these parts and this body.
+impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> {
+    /// Makes the requests of a call from its caller's request.
     ///
     /// # Errors
     /// The request can't be directed to the provider.
     pub(super) fn new(
-        config: &'m ExchangeConfig<C>,
+        shared: &'m OutboundLayerInner<S, C>,
         inner: I,
-        mut parts: Parts,
-        body: ReplayBuffer<Q>,
-        classifier: AttemptClassifier,
+        request: Request<Q>,
     ) -> Result<Self, TargetError> {
-        config.target.resolve_uri(&mut parts.uri)?;
-        if config.reads_replies() {
+        let (mut parts, body) = request.into_parts();
+        parts.extensions.remove::<CallOptions>();
+        shared.target.resolve_uri(&mut parts.uri)?;
+        let config = shared.provider.config();
+        // Replies must not be encoded if their content is read.
+        if config.throttled_when.is_some() || config.cost.as_ref().is_some_and(|cost| !cost.reply.is_empty()) {
             parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         }
         Ok(Self {
-            config,
+            shared,
             inner,
+            classifier: AttemptClassifier::new(&parts.method, has_idempotency_key(&parts.headers)),
             parts,
-            body,
-            classifier,
+            body: ReplayBuffer::new(body, config.replay_bytes),
             attempts_before: 0,
             was_handed_over: false,
             token: None,
@@ -161,66 +139,64 @@ impl<'m, I, Q: Body<Data = Bytes>, C: Clock> Exchange<'m, I, Q, C> {
             return Err(SendError::BrokenBody);
         }
         let cost = expected_cost(rules, self.body.min_size(), body.as_deref());
-        Ok(cost.min(self.config.max_cost))
+        Ok(cost.min(self.shared.max_cost))
     }
 
     fn fault_outcome<B>(&self, error: SendError, fault: TransportFault) -> AttemptOutcome<ExchangeResult<B>> {
         let report = self.classifier.classify_fault(fault, self.body.unreplayable_reason());
         AttemptOutcome { value: Err(error), report }
     }
-
-    fn unsent_outcome<B>(&self, error: SendError) -> AttemptOutcome<ExchangeResult<B>> {
-        let report = AttemptReport { delivery: Delivery::Unsent, ..self.classifier.cancelled_report() };
-        AttemptOutcome { value: Err(error), report }
-    }
 }
 
-impl<I, Q, B, C> Exchange<'_, I, Q, C>
+/// The outcome of an attempt that says nothing about the provider.
+fn cancelled_outcome<B>(error: SendError, delivery: Delivery) -> AttemptOutcome<ExchangeResult<B>> {
+    AttemptOutcome { value: Err(error), report: AttemptReport::new(Class::Cancelled, delivery) }
+}
+
+impl<I, Q, B, S, C> Exchange<'_, I, Q, S, C>
 where
     I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send> + Clone + Send,
     Q: Body<Data = Bytes> + Send,
     B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
+    S: Store,
     C: Clock,
 {
     async fn send_attempt(&mut self, credential: usize) -> AttemptOutcome<ExchangeResult<B>> {
-        let config = self.config;
-        let now = config.clock.now();
-        let mut sent_secret = config.credentials.current(credential, now).await;
-        if let Some(logins) = &config.logins {
+        let shared = self.shared;
+        let now = shared.provider.clock().now();
+        let mut sent_secret = shared.credentials.current(credential, now).await;
+        if let Some(logins) = &shared.logins {
             let secret = sent_secret.unwrap_or_else(empty_secret);
             let inner = self.inner.clone();
             // Boxed, because hardly any call logs in, and each would need the memory for it.
-            let send = |request| log_in(inner, request, &*config.fault_classifier);
+            let send = |request| log_in(inner, request, &*shared.fault_classifier);
             match Box::pin(logins.token(credential, &secret, now, send)).await {
-                Ok(token) => sent_secret = Some(Arc::clone(self.token.insert(token).secret())),
-                Err(error) => {
-                    let report = error.attempt_report(&self.classifier);
-                    return AttemptOutcome { value: Err(error.into()), report };
-                }
+                Ok(token) => sent_secret = Some(Arc::clone(&self.token.insert(token).secret)),
+                Err(error) => return AttemptOutcome { report: error.attempt_report(), value: Err(error.into()) },
             }
         }
         let secret = sent_secret.as_deref();
         let mut parts = self.parts.clone();
-        if let Err(error) = config.target.prepare_attempt(&mut parts, secret) {
-            return self.unsent_outcome(error.into());
+        if let Err(error) = shared.target.prepare_attempt(&mut parts, secret) {
+            return cancelled_outcome(error.into(), Delivery::Unsent);
         }
         let mut inner = self.inner.clone();
         if let Err(error) = poll_fn(|context| inner.poll_ready(context)).await {
             return self.fault_outcome(redact_error(error.into(), secret), TransportFault::Unsent);
         }
-        let Ok(body) = self.body.attempt_body() else { return self.unsent_outcome(SendError::BrokenBody) };
+        let Ok(body) = self.body.attempt_body() else {
+            return cancelled_outcome(SendError::BrokenBody, Delivery::Unsent);
+        };
         self.was_handed_over = true;
         let sent: Result<_, BoxError> = inner.call(Request::from_parts(parts, body)).await.map_err(Into::into);
         match sent {
             Ok(response) => self.process_response(response, sent_secret).await,
-            Err(_) if self.body.is_broken() => {
-                AttemptOutcome { value: Err(SendError::BrokenBody), report: self.classifier.cancelled_report() }
-            }
+            Err(_) if self.body.is_broken() => cancelled_outcome(SendError::BrokenBody, Delivery::Unknown),
             Err(error) if matches!(error.downcast_ref(), Some(SendError::FollowedRedirect)) => {
-                self.unsent_outcome(SendError::FollowedRedirect)
+                cancelled_outcome(SendError::FollowedRedirect, Delivery::Unsent)
             }
             Err(error) => {
-                let fault = (config.fault_classifier)(&*error);
+                let fault = (shared.fault_classifier)(&*error);
                 self.fault_outcome(redact_error(error, secret), fault)
             }
         }
@@ -231,14 +207,14 @@ where
         response: Response<B>,
         sent_secret: Option<Arc<Secret>>,
     ) -> AttemptOutcome<ExchangeResult<B>> {
-        let config = self.config;
-        let now = config.clock.now();
+        let OutboundLayerInner { provider, target, mount_path, .. } = self.shared;
+        let now = provider.clock().now();
         let (mut head, body) = response.into_parts();
         let mut report =
             self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
         // A stream of events isn't a single document, and reading ahead would delay it.
         let is_applicable = |rule: &&BodyRule| rule.matches_status(head.status) && !is_event_stream(&head.headers);
-        let rule = config.throttled_when.as_ref().filter(is_applicable);
+        let rule = provider.config().throttled_when.as_ref().filter(is_applicable);
         let mut peeked = match rule {
             None => PeekedBody::unread(body),
             Some(rule) => {
@@ -246,50 +222,51 @@ where
                 let peeked = match Box::pin(PeekedBody::read(body, MAX_INSPECTED_BODY)).await {
                     Ok(peeked) => peeked,
                     Err(error) => {
-                        return self.fault_outcome(
-                            redact_error(error.into(), sent_secret.as_deref()),
-                            TransportFault::InvalidReply,
-                        );
+                        let error = redact_error(error.into(), sent_secret.as_deref());
+                        return self.fault_outcome(error, TransportFault::InvalidReply);
                     }
                 };
                 if peeked.is_complete() && says_throttled(rule, &peeked.read_ahead) {
-                    let quota_end = if rule.spends_quota { (config.next_quota_end)(now) } else { None };
-                    report = self.classifier.throttled_report(report, quota_end.map(|ends| ends.since(now)));
+                    let limits = provider.0.outbound_config.limits();
+                    let quota_end = rule.spends_quota.then(|| provider.config().next_quota_end(limits, now)).flatten();
+                    report = throttled_report(report, quota_end.map(|ends| ends.since(now)));
                 }
                 peeked
             }
         };
         report.is_streaming = !peeked.is_complete();
-        config.target.sanitize_reply_headers(&mut head.headers, sent_secret.as_deref(), config.mount_path.as_deref());
+        target.sanitize_reply_headers(&mut head.headers, sent_secret.as_deref(), mount_path.as_deref());
         peeked.secret = sent_secret;
         AttemptOutcome { value: Ok(Response::from_parts(head, peeked)), report }
     }
 }
 
-impl<I, Q, B, C> Upstream for Exchange<'_, I, Q, C>
+impl<I, Q, B, S, C> Upstream for Exchange<'_, I, Q, S, C>
 where
     I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>, Future: Send> + Clone + Send,
     Q: Body<Data = Bytes> + Send,
     B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
+    S: Store,
     C: Clock,
 {
     type Reply = ExchangeResult<B>;
 
     async fn send(&mut self, attempt: Attempt) -> AttemptOutcome<ExchangeResult<B>> {
         self.was_handed_over = false;
-        self.deadline = self.config.clock.now() + tidegate_core::Span::from_duration(attempt.time_left);
-        let (body, progress_timeout) = (self.body.clone(), self.config.attempt_timeout);
-        let exchanged = with_progress_timeout(
+        let provider = &self.shared.provider;
+        self.deadline = provider.clock().now() + Span::from_duration(attempt.time_left);
+        let (body, progress_timeout) = (self.body.clone(), provider.config().attempt_timeout);
+        let result = with_progress_timeout(
             pin!(self.send_attempt(attempt.credential)),
             &body,
             progress_timeout,
             attempt.time_left,
         )
         .await;
-        match exchanged {
+        match result {
             Ok(outcome) => outcome,
             Err(_) if self.was_handed_over && body.is_waiting_for_caller() => {
-                AttemptOutcome { value: Err(SendError::BodyTimeout), report: self.classifier.cancelled_report() }
+                cancelled_outcome(SendError::BodyTimeout, Delivery::Unknown)
             }
             Err(quiet_for) => {
                 let fault = if self.was_handed_over { TransportFault::TimedOut } else { TransportFault::Unsent };
@@ -303,11 +280,10 @@ where
     }
 
     fn clone_for_hedge(&self) -> Option<Self> {
-        self.classifier.is_repeatable().then(|| Self {
+        self.classifier.is_idempotent.then(|| Self {
             inner: self.inner.clone(),
             parts: self.parts.clone(),
             body: self.body.clone(),
-            classifier: self.classifier.clone(),
             attempts_before: self.body.attempt_count(),
             token: self.token.clone(),
             ..*self
@@ -319,15 +295,15 @@ where
     }
 
     async fn renew_login(&mut self, credential: usize) -> Result<(), Class> {
-        let config = self.config;
+        let shared = self.shared;
         // Without a token, the login itself was rejected.
-        let (Some(logins), Some(rejected)) = (&config.logins, self.token.take()) else { return Err(Class::Auth) };
-        let now = config.clock.now();
-        let login_timeout = self.deadline.since(now).as_duration().min(config.attempt_timeout);
+        let (Some(logins), Some(rejected)) = (&shared.logins, self.token.take()) else { return Err(Class::Auth) };
+        let now = shared.provider.clock().now();
+        let login_timeout = self.deadline.since(now).as_duration().min(shared.provider.config().attempt_timeout);
         let inner = self.inner.clone();
         let renewal = async {
-            let secret = config.credentials.current(credential, now).await.unwrap_or_else(empty_secret);
-            let send = |request| log_in(inner, request, &*config.fault_classifier);
+            let secret = shared.credentials.current(credential, now).await.unwrap_or_else(empty_secret);
+            let send = |request| log_in(inner, request, &*shared.fault_classifier);
             logins.renew(credential, &rejected, &secret, now, send).await
         };
         match tokio::time::timeout(login_timeout, renewal).await {
@@ -336,7 +312,7 @@ where
             Ok(Err(LoginError::TokenRejected)) => Err(Class::Auth),
             Ok(Err(error)) => {
                 tracing::warn!(%error, credential, "a credential that wasn't accepted can't be logged in anew");
-                Err(error.attempt_report(&self.classifier).class)
+                Err(error.attempt_report().class)
             }
             Err(_) => Err(Class::Transient),
         }
@@ -344,14 +320,9 @@ where
 }
 
 /// Sends a login.
-async fn log_in<I, Q, B>(
-    mut inner: I,
-    request: Request<Secret>,
-    fault_of: &FaultClassifier,
-) -> Result<Response<Bytes>, TransportFault>
+async fn log_in<I, Q, B>(mut inner: I, request: Request<Secret>, fault_of: &FaultClassifier) -> LoginReply
 where
-    I: Service<Request<ReplayBody<Q>>, Response = Response<B>>,
-    I::Error: Into<BoxError>,
+    I: Service<Request<ReplayBody<Q>>, Response = Response<B>, Error: Into<BoxError>>,
     B: Body<Data = Bytes>,
 {
     let fault = |error: I::Error| fault_of(&*error.into());

@@ -26,13 +26,13 @@ impl<S: Store, C: Clock> Provider<S, C> {
         call_guard: &mut CallGuard<'_, S, C>,
         stats: &mut CallStats,
     ) -> AttemptOutcome<U::Reply> {
-        let Some(mut twin) = upstream.clone_for_hedge() else { return upstream.send(attempt).await };
+        let Some(mut second_upstream) = upstream.clone_for_hedge() else { return upstream.send(attempt).await };
         let (outcome, credential) = {
             let mut first = pin!(upstream.send(attempt));
             if let Ok(outcome) = timeout(after, first.as_mut()).await {
                 return outcome;
             }
-            let hedge = if twin.can_hedge() { self.0.new_hedge(call_guard.slot.call()) } else { None };
+            let hedge = if second_upstream.can_hedge() { self.0.new_hedge(call_guard.slot.call()) } else { None };
             let Some(hedge) = hedge else { return first.await };
             let mut hedge_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(hedge) };
             let (result, now) = match select(first.as_mut(), pin!(hedge_guard.wait_for_turn(None, None))).await {
@@ -42,7 +42,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             let Ok(credential) = result else { return first.await };
             stats.attempts += 1;
             let attempt = self.new_attempt(hedge_guard.slot.call(), credential, *stats, now);
-            let mut second = pin!(twin.send(attempt));
+            let mut second = pin!(second_upstream.send(attempt));
             let outcome = match select(first.as_mut(), second.as_mut()).await {
                 Either::Left((ended, _)) if is_decisive(&ended) => return ended,
                 Either::Left((failed, _)) => {
@@ -63,7 +63,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             };
             (outcome, credential)
         };
-        *upstream = twin;
+        *upstream = second_upstream;
         stats.credential = credential;
         outcome
     }

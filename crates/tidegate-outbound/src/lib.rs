@@ -47,13 +47,13 @@ pub use call_headers::{
 pub use causes::causes;
 pub use credential::CredentialError;
 use credential::Credentials;
+use dispatcher::ProviderInner;
 pub use error::{CallError, CallErrorBody, CallErrorKind};
 pub use exchange::{BoxError, SendError};
 pub use login::LoginError;
 use login::{LoginToken, Logins};
 #[cfg(feature = "reqwest")]
 pub use middleware::OutboundMiddleware;
-use provider::CallErrorWithGuard;
 pub use provider::{CompletedCall, InFlightGuard, Provider};
 use replay::ReplayBuffer;
 pub use replay::{ReplayBody, ReplayError};
@@ -132,7 +132,7 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
         let (config, store, shared) = (Arc::new(config), Arc::new(local_store), shared.map(Arc::new));
         let provider = |index: usize| {
             let store = shared.as_ref().filter(|_| config.providers()[index].shared).unwrap_or(&store);
-            Provider::new(Arc::clone(&config), index, seed, Arc::clone(store), clock.clone())
+            Provider(Arc::new(ProviderInner::new(Arc::clone(&config), index, seed, Arc::clone(store), clock.clone())))
         };
         let providers = (0..config.providers().len()).map(provider).collect();
         Self(Arc::new(OutboundInner { config, providers, local_store: store, shared_store: shared, clock }))

@@ -18,7 +18,7 @@ use tidegate_policy::outbound::{Login, ProviderConfig};
 
 pub use self::error::LoginError;
 pub(crate) use self::token_slot::LoginToken;
-use self::token_slot::{NewToken, TokenSlot};
+use self::token_slot::TokenSlot;
 use super::attempt_classifier::HeadClassification;
 use super::{CredentialError, Credentials, Target, TargetError};
 
@@ -27,15 +27,15 @@ pub(super) const MAX_LOGIN_REPLY: usize = 256 << 10;
 /// The longest accepted token, in bytes: headers hold no more.
 const MAX_TOKEN: usize = 16 << 10;
 
-/// The login tokens of a provider's credentials. Cheap to clone: clones share the tokens.
+/// The reply to a login.
+pub(super) type LoginReply = Result<Response<Bytes>, TransportFault>;
+
+/// The login tokens of a provider's credentials.
 ///
 /// A token is valid for its `lifetime`, counted from before its login was sent. From `refresh_before` its end, the
 /// first call that needs it logs in again, and other calls continue with the old token. Without a valid token, all
 /// calls wait for one login, and all share its failure.
-#[derive(Clone)]
-pub(crate) struct Logins(Arc<LoginsInner>);
-
-struct LoginsInner {
+pub(crate) struct Logins {
     login: Login,
     request: Request<()>,
     target: Target,
@@ -57,9 +57,6 @@ impl Logins {
     }
 
     /// Returns logins for this many credentials, at least 1. Their tokens are sent to `target`.
-    ///
-    /// # Errors
-    /// As for [`from_provider`](Self::from_provider).
     pub(crate) fn new(
         login: Login,
         target: Target,
@@ -77,7 +74,7 @@ impl Logins {
         target.without_credential().prepare_request(&mut parts, None).map_err(unusable)?;
         let token_slots = (0..credentials.max(1)).map(|_| TokenSlot::default()).collect();
         let request = Request::from_parts(parts, ());
-        Ok(Self(Arc::new(LoginsInner { login, request, target, secrets, token_slots })))
+        Ok(Self { login, request, target, secrets, token_slots })
     }
 
     /// Returns the token of a credential, by a login if there is no valid one. `send` sends the login's request.
@@ -87,17 +84,14 @@ impl Logins {
     ///
     /// # Panics
     /// If there is no credential with this index.
-    pub(crate) async fn token<F>(
+    pub(crate) async fn token<F: Future<Output = LoginReply>>(
         &self,
         credential: usize,
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<LoginToken, LoginError>
-    where
-        F: Future<Output = Result<Response<Bytes>, TransportFault>>,
-    {
-        self.0.token_slots[credential].token(secret, now, self.log_in(secret, now, send)).await
+    ) -> Result<LoginToken, LoginError> {
+        self.token_slots[credential].token(secret, now, self.log_in(secret, now, send)).await
     }
 
     /// Returns the token that replaces a rejected one: by a login, unless another call has already renewed it.
@@ -105,33 +99,24 @@ impl Logins {
     /// # Errors
     /// As for [`token`](Self::token). [`LoginError::TokenRejected`] for five seconds after a token was replaced, if the
     /// new one is rejected too.
-    ///
-    /// # Panics
-    /// If there is no credential with this index.
-    pub(crate) async fn renew<F>(
+    pub(crate) async fn renew<F: Future<Output = LoginReply>>(
         &self,
         credential: usize,
         rejected: &LoginToken,
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<LoginToken, LoginError>
-    where
-        F: Future<Output = Result<Response<Bytes>, TransportFault>>,
-    {
-        self.0.token_slots[credential].renew(rejected, now, self.log_in(secret, now, send)).await
+    ) -> Result<LoginToken, LoginError> {
+        self.token_slots[credential].renew(rejected, now, self.log_in(secret, now, send)).await
     }
 
-    async fn log_in<F>(
+    async fn log_in<F: Future<Output = LoginReply>>(
         &self,
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<NewToken, LoginError>
-    where
-        F: Future<Output = Result<Response<Bytes>, TransportFault>>,
-    {
-        let LoginsInner { login, request, secrets, .. } = &*self.0;
+    ) -> Result<LoginToken, LoginError> {
+        let Self { login, request, secrets, .. } = self;
         let mut named_secrets = Vec::with_capacity(secrets.len());
         for (index, (name, _)) in login.secrets.iter().enumerate() {
             let secret = secrets.current(index, now).await;
@@ -140,14 +125,19 @@ impl Logins {
         let request = request.clone().map(|()| login.fill_body(secret, &named_secrets));
         let response = send(request).await.map_err(LoginError::NoReply)?;
         let token = self.parse_token(&response, now)?;
-        let lifetime = Span::from_duration(login.lifetime);
-        let refresh_before = Span::from_duration(login.refresh_before);
-        let (refresh_at, expires_at) = (now + (lifetime - refresh_before), now + lifetime);
-        Ok(NewToken { secret: token, credential: secret.clone(), refresh_at, expires_at, replaces_rejected: false })
+        let [lifetime, refresh_before] = [login.lifetime, login.refresh_before].map(Span::from_duration);
+        Ok(LoginToken {
+            secret: Arc::new(token),
+            credential: secret.clone(),
+            login_number: 0,
+            replaced_at: None,
+            refresh_at: now + (lifetime - refresh_before),
+            expires_at: now + lifetime,
+        })
     }
 
     fn parse_token(&self, response: &Response<Bytes>, now: Time) -> Result<Secret, LoginError> {
-        let LoginsInner { login, target, .. } = &*self.0;
+        let Self { login, target, .. } = self;
         let status = response.status();
         if !status.is_success() {
             let head = HeadClassification::read(status, response.headers(), now);
@@ -169,13 +159,12 @@ impl Logins {
 
 impl fmt::Debug for Logins {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Logins").field("path", &self.0.login.path).finish_non_exhaustive()
+        f.debug_struct("Logins").field("path", &self.login.path).finish_non_exhaustive()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::AttemptClassifier;
     use super::*;
     use http::StatusCode;
     use parking_lot::Mutex;
@@ -240,7 +229,7 @@ mod tests {
             assert_eq!(server.logins(), round, "at {now:?}");
             assert!(tokens.iter().all(Result::is_ok));
             let last = token(&logins, &server, now, 200).await.unwrap();
-            assert_eq!(last.secret().expose(), format!("{PLANTED}-{round}"));
+            assert_eq!(last.secret.expose(), format!("{PLANTED}-{round}"));
         }
         assert_eq!(server.most_at_once.load(Ordering::SeqCst), 1);
         assert_eq!(server.logins(), 3);
@@ -251,7 +240,7 @@ mod tests {
         let (logins, server) = (logins(), Server::default());
         for (key, number) in [("key", 1), ("key", 1), ("other", 2), ("other", 2)] {
             let token = logins.token(0, &Secret::new(key), NOW, |_| server.answer(200)).await.unwrap();
-            assert_eq!(token.secret().expose(), format!("{PLANTED}-{number}"));
+            assert_eq!(token.secret.expose(), format!("{PLANTED}-{number}"));
         }
     }
 
@@ -340,7 +329,7 @@ mod tests {
         let (logins, server) = (logins(), Server::default());
         let gone = tokio::time::timeout(Duration::from_millis(10), token(&logins, &server, NOW, 200)).await;
         assert!(gone.is_err());
-        assert_eq!(token(&logins, &server, NOW, 200).await.unwrap().secret().expose(), format!("{PLANTED}-2"));
+        assert_eq!(token(&logins, &server, NOW, 200).await.unwrap().secret.expose(), format!("{PLANTED}-2"));
     }
 
     #[tokio::test(start_paused = true)]
@@ -366,7 +355,6 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn login_errors_contain_no_secret() {
-        let judge = AttemptClassifier::new(http::Method::POST, false);
         let planted = format!("{PLANTED}\\nx");
         for (status, body, class) in [
             (200, format!("{PLANTED} is no JSON"), Class::Permanent),
@@ -383,9 +371,9 @@ mod tests {
             let reply = Response::builder().status(status).header("retry-after", "7").body(Bytes::from(body)).unwrap();
             let failed = logins.token(0, &Secret::new(PLANTED), NOW, |_| std::future::ready(Ok(reply))).await;
             let error = failed.unwrap_err();
-            let text = format!("{error} {error:?} {logins:?} {:?}", logins.0.login);
+            let text = format!("{error} {error:?} {logins:?} {:?}", logins.login);
             assert!(!text.contains(PLANTED), "{text}");
-            let meant = error.attempt_report(&judge);
+            let meant = error.attempt_report();
             assert_eq!((meant.class, meant.is_repeatable), (class, true), "{error}");
             assert_eq!(meant.retry_after.is_some(), status > 300, "{error}");
         }

@@ -120,10 +120,9 @@ impl<S: Store, C: Clock + Clone> OutboundMiddleware<S, C> {
         let layers = with_base_url
             .map(|provider| Ok(OutboundLayer::with_env(provider, &env)?.fault_classifier(fault_of)))
             .collect::<Result<Vec<_>, CredentialError>>()?;
-        let mut caching =
-            layers.iter().map(OutboundLayer::provider).filter(|provider| provider.config().cache.is_some());
+        let caching = layers.iter().map(OutboundLayer::provider).find(|provider| provider.config().cache.is_some());
         let cache =
-            caching.next().map(|provider| Cache::new(provider.0.outbound_config.cache_bytes, provider.clock().clone()));
+            caching.map(|provider| Cache::new(provider.0.outbound_config.cache_bytes, provider.clock().clone()));
         Ok(Self { cache, layers, has_followed_redirect: AtomicBool::new(false) })
     }
 
@@ -196,13 +195,6 @@ struct NextService<'n> {
     has_followed_redirect: &'n AtomicBool,
 }
 
-impl NextService<'_> {
-    fn record_redirect(&self) -> BoxError {
-        self.has_followed_redirect.store(true, Ordering::Relaxed);
-        SendError::FollowedRedirect.into()
-    }
-}
-
 impl<'n> Service<Request<ReplayBody<Body>>> for NextService<'n> {
     type Response = Response<Body>;
     type Error = BoxError;
@@ -220,13 +212,15 @@ impl<'n> Service<Request<ReplayBody<Body>>> for NextService<'n> {
             let mut extensions = next_service.extensions.lock().await;
             match next_service.next.clone().run(request, &mut extensions).await {
                 Ok(response) if *response.url() == sent_to => Ok(response.into()),
-                Ok(_) => Err(next_service.record_redirect()),
-                Err(reqwest_middleware::Error::Reqwest(error)) if error.is_redirect() => {
-                    Err(next_service.record_redirect())
-                }
                 // The error's URL has the credential in the query or the path with some kinds of authentication.
-                Err(reqwest_middleware::Error::Reqwest(error)) => Err(error.without_url().into()),
+                Err(reqwest_middleware::Error::Reqwest(error)) if !error.is_redirect() => {
+                    Err(error.without_url().into())
+                }
                 Err(reqwest_middleware::Error::Middleware(error)) => Err(error.into()),
+                Ok(_) | Err(reqwest_middleware::Error::Reqwest(_)) => {
+                    next_service.has_followed_redirect.store(true, Ordering::Relaxed);
+                    Err(SendError::FollowedRedirect.into())
+                }
             }
         })
     }

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use tidegate_core::call::{Call, InFlight, NextStep, ProviderState};
 use tidegate_core::{Class, Clock, Lane, Span, Time};
-use tidegate_policy::KeySeed;
 use tidegate_policy::outbound;
 use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store};
@@ -37,18 +36,6 @@ pub struct CompletedCall<T, S: Store = Memory, C: Clock = SystemClock> {
     pub stats: CallStats,
     /// The guard to keep until the reply has been read completely.
     pub in_flight_guard: InFlightGuard<S, C>,
-}
-
-/// A failed call. If its error comes with a reply, the guard keeps the call in flight.
-pub(crate) struct CallErrorWithGuard<T, S: Store, C: Clock> {
-    pub(crate) error: CallError<T>,
-    pub(crate) in_flight_guard: Option<InFlightGuard<S, C>>,
-}
-
-impl<T, S: Store, C: Clock> From<CallError<T>> for CallErrorWithGuard<T, S, C> {
-    fn from(error: CallError<T>) -> Self {
-        Self { error, in_flight_guard: None }
-    }
 }
 
 impl<T: fmt::Debug, S: Store, C: Clock> fmt::Debug for CompletedCall<T, S, C> {
@@ -88,19 +75,6 @@ impl<S: Store, C: Clock> Drop for InFlightGuard<S, C> {
 }
 
 impl<S: Store, C: Clock> Provider<S, C> {
-    pub(crate) fn new(
-        outbound_config: Arc<outbound::OutboundConfig>,
-        index: usize,
-        seed: &KeySeed,
-        store: Arc<S>,
-        clock: C,
-    ) -> Self {
-        let config = &outbound_config.providers()[index];
-        let rules = config.rules(seed);
-        let state = config.new_state(&rules);
-        Self(Arc::new(ProviderInner::new(outbound_config, index, rules, state, store, clock)))
-    }
-
     /// The settings of the provider.
     pub fn config(&self) -> &outbound::ProviderConfig {
         self.0.config()
@@ -156,15 +130,15 @@ impl<S: Store, C: Clock> Provider<S, C> {
         options: CallOptions,
         upstream: &mut U,
     ) -> Result<CompletedCall<U::Reply, S, C>, CallError<U::Reply>> {
-        self.call_with_guard(options, upstream).await.map_err(|failed| failed.error)
+        self.call_with_guard(options, upstream).await.map_err(|error| error.map_reply(|(reply, _guard)| reply))
     }
 
-    /// Does a [`call`](Self::call), but a reply in the error keeps the call in flight until it has been read.
+    /// Does a [`call`](Self::call), but the guard of a reply in the error keeps the call in flight.
     pub(crate) async fn call_with_guard<U: Upstream>(
         &self,
         options: CallOptions,
         upstream: &mut U,
-    ) -> Result<CompletedCall<U::Reply, S, C>, CallErrorWithGuard<U::Reply, S, C>> {
+    ) -> Result<CompletedCall<U::Reply, S, C>, CallError<(U::Reply, InFlightGuard<S, C>)>> {
         let CallOptions { lane, cost, timeout, urgency } = options;
         let lane = if self.config().sequential { Lane::User } else { lane };
         let started_at = self.0.clock.now();
@@ -178,7 +152,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             let (result, now) =
                 call_guard.wait_for_turn(urgency, Some(started_at).filter(|_| stats.attempts == 0)).await;
             stats.waited = stats.waited + now.since(waiting_since);
-            let credential = result.map_err(|why| self.call_error(why, None, stats))?;
+            let credential = result.map_err(|kind| self.call_error(kind, None, stats))?;
             stats.attempts += 1;
             stats.credential = credential;
             let attempt = self.new_attempt(call_guard.slot.call(), credential, stats, now);
@@ -193,9 +167,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
                 NextStep::Done => return Ok(call_guard.complete(outcome, stats)),
                 NextStep::Failed(failure) => {
                     let CompletedCall { value, in_flight_guard, .. } = call_guard.complete(outcome, stats);
-                    let error =
-                        self.call_error(CallErrorKind::new(&self.0.outbound_config, failure), Some(value), stats);
-                    return Err(CallErrorWithGuard { error, in_flight_guard: Some(in_flight_guard) });
+                    let kind = CallErrorKind::new(&self.0.outbound_config, failure);
+                    return Err(self.call_error(kind, Some((value, in_flight_guard)), stats));
                 }
                 NextStep::RetryAt(at) => {
                     // No task reads this reply, so its connection is released before the wait.
@@ -234,14 +207,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
         }
     }
 
-    fn call_error<T>(&self, why: CallErrorKind, value: Option<T>, stats: CallStats) -> CallError<T> {
-        CallError {
-            provider: self.config().name.clone(),
-            kind: why,
-            last_reply: value,
-            stats,
-            failed_at: self.0.clock.now(),
-        }
+    fn call_error<T>(&self, kind: CallErrorKind, last_reply: Option<T>, stats: CallStats) -> CallError<T> {
+        CallError { provider: self.config().name.clone(), kind, last_reply, stats, failed_at: self.0.clock.now() }
     }
 }
 
@@ -259,9 +226,9 @@ impl<S: Store, C: Clock> CallGuard<'_, S, C> {
         started_at: Option<Time>,
     ) -> (DispatchResult, Time) {
         match self.provider.start(&mut self.slot, urgency, started_at) {
-            StartOutcome::Decided(verdict, now) => (verdict, now),
-            StartOutcome::Waiting(place) => {
-                let (call, result, now) = self.provider.wait_for_result(place).await;
+            StartOutcome::Decided(result, now) => (result, now),
+            StartOutcome::Waiting(index) => {
+                let (call, result, now) = self.provider.wait_for_result(index).await;
                 self.slot = CallSlot::Owned(call);
                 (result, now)
             }
@@ -280,7 +247,7 @@ impl<S: Store, C: Clock> Drop for CallGuard<'_, S, C> {
     fn drop(&mut self) {
         match &mut self.slot {
             CallSlot::Owned(call) => self.provider.cancel(call),
-            CallSlot::Waiting(place) => self.provider.cancel_waiting(*place),
+            CallSlot::Waiting(index) => self.provider.cancel_waiting(*index),
             CallSlot::Finished => {}
         }
     }

@@ -130,7 +130,6 @@ impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
         Ok(ReplayBody(ReplayBodyKind::Streaming { source: Arc::clone(&self.0), attempt, head, ended: false }))
     }
 
-    /// Returns the number of attempts so far.
     pub(crate) fn attempt_count(&self) -> u64 {
         self.0.lock().attempt_count
     }
@@ -150,20 +149,16 @@ impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
             return Poll::Ready(());
         }
         if !source.has_ended() {
-            match &mut source.progress_waker {
-                Some(watcher) => watcher.clone_from(context.waker()),
-                watcher => *watcher = Some(context.waker().clone()),
-            }
+            let own_waker = context.waker();
+            source.progress_waker.get_or_insert_with(|| own_waker.clone()).clone_from(own_waker);
         }
         Poll::Pending
     }
 
-    /// Returns true if the streaming attempt waits for more of the caller's body.
     pub(super) fn is_waiting_for_caller(&self) -> bool {
         self.0.lock().is_waiting_for_caller
     }
 
-    /// Returns the reason why the body can't be sent again; `None` if it can.
     pub(crate) fn unreplayable_reason(&self) -> Option<UnreplayableReason> {
         self.0.lock().unreplayable_reason
     }
@@ -177,16 +172,6 @@ impl<B: Body<Data = Bytes>> ReplayBuffer<B> {
 impl<B> Clone for ReplayBuffer<B> {
     fn clone(&self) -> Self {
         Self(Arc::clone(&self.0))
-    }
-}
-
-impl<B> fmt::Debug for ReplayBuffer<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let source = self.0.lock();
-        f.debug_struct("ReplayBuffer")
-            .field("buffered", &source.buffered.len())
-            .field("unreplayable_reason", &source.unreplayable_reason)
-            .finish_non_exhaustive()
     }
 }
 
@@ -217,7 +202,7 @@ impl<B: Body<Data = Bytes>> ReplayState<B> {
         let Some(remaining) = &mut self.remaining else {
             return Poll::Ready(self.trailers.clone().map(|trailers| Ok(Frame::trailers(trailers))));
         };
-        let Poll::Ready(polled) = remaining.as_mut().poll_frame(context) else { return Poll::Pending };
+        let polled = ready!(remaining.as_mut().poll_frame(context));
         match &polled {
             None => self.remaining = None,
             Some(Err(_)) => self.record_broken(),
@@ -233,14 +218,11 @@ impl<B: Body<Data = Bytes>> ReplayState<B> {
                 return Poll::Ready(false);
             }
             let Some(remaining) = &mut self.remaining else { return Poll::Ready(true) };
-            match remaining.as_mut().poll_frame(context) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(None) => self.remaining = None,
-                Poll::Ready(Some(Err(_))) => self.record_broken(),
-                Poll::Ready(Some(Ok(frame))) if self.buffered.len() + frame_size(&frame) <= self.limit => {
-                    self.push_frame(&frame)
-                }
-                Poll::Ready(Some(Ok(frame))) => self.next_frame = Some(frame),
+            match ready!(remaining.as_mut().poll_frame(context)) {
+                None => self.remaining = None,
+                Some(Err(_)) => self.record_broken(),
+                Some(Ok(frame)) if self.fits(&frame) => self.push_frame(&frame),
+                Some(Ok(frame)) => self.next_frame = Some(frame),
             }
         }
     }
@@ -248,14 +230,14 @@ impl<B: Body<Data = Bytes>> ReplayState<B> {
     /// Returns the size of the rest, without the buffer.
     fn size_hint(&self) -> SizeHint {
         let remaining = self.remaining.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
-        let next = self.next_frame.as_ref().and_then(Frame::data_ref).map_or(0, |data| data.len() as u64);
-        add_prefix_size(next, &remaining)
+        let next = self.next_frame.as_ref().and_then(Frame::data_ref).map_or(0, Bytes::len);
+        add_prefix_size(next, remaining)
     }
 
     fn record_progress(&mut self) {
         self.progress += 1;
-        if let Some(watcher) = &self.progress_waker {
-            watcher.wake_by_ref();
+        if let Some(waker) = &self.progress_waker {
+            waker.wake_by_ref();
         }
     }
 
@@ -266,22 +248,25 @@ impl<B: Body<Data = Bytes>> ReplayState<B> {
     }
 
     fn push_frame(&mut self, frame: &Frame<Bytes>) {
-        if let Some(trailers) = frame.trailers_ref() {
+        if frame.is_trailers() {
             // No frame follows trailers (RFC 9110 §6.5).
             self.remaining = None;
-            if self.buffered.len() + frame_size(frame) > self.limit {
-                self.set_unreplayable(UnreplayableReason::BodyTooLarge);
-            } else {
-                self.trailers = Some(trailers.clone());
-            }
-        } else if let Some(data) = frame.data_ref().filter(|data| !data.is_empty()) {
-            if self.buffered.len() + frame_size(frame) > self.limit {
-                self.set_unreplayable(UnreplayableReason::BodyTooLarge);
-            } else {
-                // Copied, because a frame may keep a much larger buffer alive.
-                self.buffered.extend_from_slice(data);
-            }
         }
+        if !self.fits(frame) {
+            self.set_unreplayable(UnreplayableReason::BodyTooLarge);
+        } else if let Some(data) = frame.data_ref() {
+            // Copied, because a frame may keep a much larger buffer alive.
+            self.buffered.extend_from_slice(data);
+        } else {
+            self.trailers = frame.trailers_ref().cloned();
+        }
+    }
+
+    /// Returns true if the limit allows to buffer this frame too.
+    fn fits(&self, frame: &Frame<Bytes>) -> bool {
+        let trailers = frame.trailers_ref().into_iter().flatten();
+        let trailers: usize = trailers.map(|(name, value)| name.as_str().len() + value.len()).sum();
+        self.buffered.len() + frame.data_ref().map_or(0, Bytes::len) + trailers <= self.limit
     }
 
     fn set_unreplayable(&mut self, reason: UnreplayableReason) {
@@ -346,16 +331,8 @@ impl<B: Body<Data = Bytes>> Body for ReplayBody<B> {
                 SizeHint::with_exact(data.as_ref().map_or(0, |data| data.len() as u64))
             }
             ReplayBodyKind::Streaming { source, head, .. } => {
-                let head = head.as_ref().map_or(0, |head| head.len() as u64);
-                add_prefix_size(head, &source.lock().size_hint())
+                add_prefix_size(head.as_ref().map_or(0, Bytes::len), source.lock().size_hint())
             }
         }
     }
-}
-
-/// Returns the size that a frame adds to the buffer.
-fn frame_size(frame: &Frame<Bytes>) -> usize {
-    let trailers = frame.trailers_ref().into_iter().flatten();
-    let trailers: usize = trailers.map(|(name, value)| name.as_str().len() + value.len()).sum();
-    frame.data_ref().map_or(0, Bytes::len) + trailers
 }

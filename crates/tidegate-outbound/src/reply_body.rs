@@ -3,27 +3,25 @@
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
+use tidegate_core::Clock;
 use tidegate_policy::Secret;
+use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store};
 
 use super::InFlightGuard;
 use super::cost::CostReader;
 use super::reply_headers::remove_headers_with_secret;
-use tidegate_core::Clock;
-use tidegate_runtime::clock::SystemClock;
 
 /// The body of a provider's reply. Its call is in flight until the body ends or is dropped. Trailers that repeat the
 /// credential are removed.
 pub struct OutboundBody<B, S: Store = Memory, C: Clock = SystemClock> {
-    read_ahead: Option<Frame<Bytes>>,
-    trailers: Option<Frame<Bytes>>,
-    remaining: Option<Pin<Box<B>>>,
-    secret: Option<Arc<Secret>>,
+    peeked: PeekedBody<B>,
     in_flight_guard: Option<InFlightGuard<S, C>>,
+    /// Reads the cost that the reply states, to report it at the end.
     cost_reader: Option<CostReader>,
 }
 
@@ -65,38 +63,17 @@ impl<B: Body<Data = Bytes>> PeekedBody<B> {
         Ok(peeked)
     }
 
-    /// Returns true if the whole body was read.
     pub(super) fn is_complete(&self) -> bool {
         self.remaining.is_none()
     }
 
-    pub(super) fn into_body<S: Store, C: Clock>(self) -> OutboundBody<B, S, C> {
-        let head = (!self.read_ahead.is_empty()).then(|| Frame::data(self.read_ahead));
-        OutboundBody {
-            read_ahead: head,
-            trailers: self.trailers,
-            remaining: self.remaining,
-            secret: self.secret,
-            in_flight_guard: None,
-            cost_reader: None,
-        }
-    }
-}
-
-impl<B, S: Store, C: Clock> OutboundBody<B, S, C> {
-    /// Keeps the call in flight until the body ends. The cost that the reply states is reported then.
-    pub(super) fn attach_guard(&mut self, in_flight_guard: InFlightGuard<S, C>, cost_reader: Option<CostReader>) {
-        self.in_flight_guard = Some(in_flight_guard);
-        self.cost_reader = cost_reader;
-    }
-
-    fn finish(&mut self) {
-        let cost = self.cost_reader.take().and_then(CostReader::into_cost);
-        let Some(tail) = self.in_flight_guard.take() else { return };
-        match cost {
-            Some(cost) => tail.correct_cost(cost),
-            None => drop(tail),
-        }
+    /// Returns the body for the caller, which keeps the call in flight.
+    pub(super) fn into_body<S: Store, C: Clock>(
+        self,
+        guard: InFlightGuard<S, C>,
+        cost_reader: Option<CostReader>,
+    ) -> OutboundBody<B, S, C> {
+        OutboundBody { peeked: self, in_flight_guard: Some(guard), cost_reader }
     }
 }
 
@@ -105,50 +82,55 @@ impl<B: Body<Data = Bytes>, S: Store, C: Clock> Body for OutboundBody<B, S, C> {
     type Error = B::Error;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
-        let this = &mut *self;
-        let mut polled = match (this.read_ahead.take(), &mut this.remaining) {
-            (Some(head), _) => Some(Ok(head)),
-            (None, Some(rest)) => match rest.as_mut().poll_frame(context) {
-                Poll::Pending => return Poll::Pending,
-                Poll::Ready(polled) => polled,
-            },
-            (None, None) => this.trailers.take().map(Ok),
+        let Self { peeked: body, cost_reader, .. } = &mut *self;
+        let mut polled = match (take_frame(&mut body.read_ahead), &mut body.remaining) {
+            (Some(frame), _) => Some(Ok(frame)),
+            (None, Some(remaining)) => ready!(remaining.as_mut().poll_frame(context)),
+            (None, None) => body.trailers.take().map(Ok),
         };
         match &mut polled {
             Some(Ok(frame)) => {
-                if let (Some(price), Some(data)) = (&mut this.cost_reader, frame.data_ref()) {
-                    price.read(data);
+                if let (Some(cost_reader), Some(data)) = (cost_reader, frame.data_ref()) {
+                    cost_reader.read(data);
                 }
-                if let (Some(secret), Some(trailers)) = (&this.secret, frame.trailers_mut()) {
+                if let (Some(secret), Some(trailers)) = (&body.secret, frame.trailers_mut()) {
                     remove_headers_with_secret(trailers, secret);
                 }
             }
-            Some(Err(_)) => this.cost_reader = None,
-            None => {}
+            Some(Err(_)) => {
+                body.remaining = None;
+                *cost_reader = None;
+            }
+            None => body.remaining = None,
         }
-        if !matches!(polled, Some(Ok(_))) {
-            this.remaining = None;
-        }
-        if this.is_end_stream() {
-            this.finish();
+        if self.is_end_stream() {
+            let cost = self.cost_reader.take().and_then(CostReader::into_cost);
+            if let (Some(guard), Some(cost)) = (self.in_flight_guard.take(), cost) {
+                guard.correct_cost(cost);
+            }
         }
         Poll::Ready(polled)
     }
 
     fn is_end_stream(&self) -> bool {
-        let rest_ended = self.remaining.as_ref().is_none_or(|rest| rest.is_end_stream());
-        self.read_ahead.is_none() && self.trailers.is_none() && rest_ended
+        let PeekedBody { read_ahead, trailers, remaining, .. } = &self.peeked;
+        read_ahead.is_empty() && trailers.is_none() && remaining.as_ref().is_none_or(|rest| rest.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        let head = self.read_ahead.as_ref().and_then(Frame::data_ref).map_or(0, |head| head.len() as u64);
-        let remaining = self.remaining.as_ref().map_or_else(|| SizeHint::with_exact(0), |rest| rest.size_hint());
-        add_prefix_size(head, &remaining)
+        let PeekedBody { read_ahead, remaining, .. } = &self.peeked;
+        add_prefix_size(read_ahead.len(), remaining.as_ref().map_or(SizeHint::with_exact(0), |rest| rest.size_hint()))
     }
 }
 
+/// Takes the bytes as a frame, if there are any.
+pub(super) fn take_frame(bytes: &mut Bytes) -> Option<Frame<Bytes>> {
+    (!bytes.is_empty()).then(|| Frame::data(std::mem::take(bytes)))
+}
+
 /// Returns the size of a body with this many bytes before it.
-pub(super) fn add_prefix_size(bytes: u64, remaining: &SizeHint) -> SizeHint {
+pub(super) fn add_prefix_size(bytes: usize, remaining: SizeHint) -> SizeHint {
+    let bytes = bytes as u64;
     let mut hint = SizeHint::new();
     hint.set_lower(remaining.lower().saturating_add(bytes));
     if let Some(upper) = remaining.upper().and_then(|upper| upper.checked_add(bytes)) {

@@ -34,7 +34,7 @@ impl Target {
             let Some(value) = headers.get(&name) else { continue };
             let sanitized = value.to_str().ok().and_then(|text| self.sanitize_location(text, secret, mount_path));
             match sanitized.and_then(|text| HeaderValue::try_from(text).ok()) {
-                Some(told) => drop(headers.insert(&name, told)),
+                Some(sanitized) => drop(headers.insert(&name, sanitized)),
                 None => drop(headers.remove(&name)),
             }
         }
@@ -48,14 +48,11 @@ impl Target {
         let (text, fragment) = split_before(text, '#');
         let (text, query) = split_before(text, '?');
         let query = query.map(|query| self.remove_secret_params(&query[1..], secret)).filter(|query| !query.is_empty());
-        let rewritten = match &self.base {
-            Some(base) => self.rewrite_base(base, text, secret, mount_path),
-            None => Cow::Borrowed(text),
-        };
+        let rewritten = self.base.as_ref().and_then(|base| rewrite_base(base, text, secret, mount_path));
         let query = query.map(|query| format!("?{query}"));
-        let told = [&*rewritten, query.as_deref().unwrap_or_default(), fragment.unwrap_or_default()].concat();
-        let leaks = secret.is_some_and(|secret| contains_secret(told.as_bytes(), secret));
-        (!leaks).then_some(told)
+        let parts = [rewritten.as_deref().unwrap_or(text), query.as_deref().unwrap_or(""), fragment.unwrap_or("")];
+        Some(parts.concat())
+            .filter(|location| !secret.is_some_and(|secret| contains_secret(location.as_bytes(), secret)))
     }
 
     fn remove_secret_params(&self, query: &str, secret: Option<&Secret>) -> String {
@@ -66,51 +63,34 @@ impl Target {
         };
         query.split('&').filter(is_kept).collect::<Vec<_>>().join("&")
     }
-
-    /// Rewrites a location without query and fragment.
-    fn rewrite_base<'t>(
-        &self,
-        base: &BaseUrl,
-        text: &'t str,
-        secret: Option<&Secret>,
-        mount_path: Option<&str>,
-    ) -> Cow<'t, str> {
-        let scheme = if base.is_https() { "https" } else { "http" };
-        let same_host = |rest: &'t str| {
-            let end = rest.find('/').unwrap_or(rest.len());
-            let (authority, path) = rest.split_at(end);
-            authority.eq_ignore_ascii_case(base.authority().as_str()).then_some(path)
-        };
-        // After a slash, it is a URL within a path.
-        let after_scheme = match text.split_once("://").filter(|(found, _)| !found.contains('/')) {
-            Some((found, rest)) if found.eq_ignore_ascii_case(scheme) => Some(rest),
-            Some(_) => return Cow::Borrowed(text),
-            None => text.strip_prefix("//"),
-        };
-        let (whole, path) = match after_scheme {
-            Some(rest) => match same_host(rest) {
-                Some(path) => (true, path),
-                None => return Cow::Borrowed(text),
-            },
-            None if text.starts_with('/') => (false, text),
-            // Relative to the requested path, which is the same below the base as below the mount path.
-            None => return Cow::Borrowed(text),
-        };
-        let root =
-            if whole || mount_path.is_some() { format!("{scheme}://{}", base.authority()) } else { String::new() };
-        match (safe_path_below_base(base, path, secret), mount_path) {
-            (Some(rest), Some(mount)) => Cow::Owned(format!("/{mount}{rest}")),
-            (Some(rest), None) => {
-                Cow::Owned(format!("{root}{}{rest}", base.path().replace(PLACEHOLDER, ENCODED_PLACEHOLDER)))
-            }
-            (None, _) => Cow::Owned(format!("{root}{path}")),
-        }
-    }
 }
 
-/// Returns the rest of a path of the provider's host after the base URL's path, if it stays below that.
-fn safe_path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<&Secret>) -> Option<&'p str> {
-    path_below_base(base, path, secret).filter(|rest| path::check(rest).is_ok())
+/// Rewrites a location without query and fragment; `None` if it stays as it is.
+fn rewrite_base(base: &BaseUrl, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<String> {
+    let scheme = if base.is_https() { "https" } else { "http" };
+    // After a slash, it is a URL within a path.
+    let after_scheme = match text.split_once("://").filter(|(found, _)| !found.contains('/')) {
+        Some((found, _)) if !found.eq_ignore_ascii_case(scheme) => return None,
+        Some((_, rest)) => Some(rest),
+        None => text.strip_prefix("//"),
+    };
+    let path = match after_scheme {
+        Some(rest) => {
+            let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+            authority.eq_ignore_ascii_case(base.authority().as_str()).then_some(path)?
+        }
+        None if text.starts_with('/') => text,
+        // Relative to the requested path, which is the same below the base as below the mount path.
+        None => return None,
+    };
+    let is_whole_url = after_scheme.is_some() || mount_path.is_some();
+    let root = if is_whole_url { format!("{scheme}://{}", base.authority()) } else { String::new() };
+    let below_base = path_below_base(base, path, secret).filter(|rest| path::check(rest).is_ok());
+    Some(match (below_base, mount_path) {
+        (Some(rest), Some(mount)) => format!("/{mount}{rest}"),
+        (Some(rest), None) => format!("{root}{}{rest}", base.path().replace(PLACEHOLDER, ENCODED_PLACEHOLDER)),
+        (None, _) => format!("{root}{path}"),
+    })
 }
 
 /// Returns the rest of a path of the provider's host after the base URL's path, which may contain the credential.
@@ -118,15 +98,15 @@ pub(super) fn path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<
     let mut rest = path;
     for expected in base.path().split('/').skip(1) {
         let after_slash = rest.strip_prefix('/')?;
-        let end = after_slash.find('/').unwrap_or(after_slash.len());
-        let wanted = match secret {
+        let (segment, after_segment) = after_slash.split_at(after_slash.find('/').unwrap_or(after_slash.len()));
+        let expected = match secret {
             Some(secret) => Cow::Owned(expected.replace(PLACEHOLDER, secret.expose())),
             None => Cow::Borrowed(expected),
         };
-        if !percent_decode(&after_slash.as_bytes()[..end]).eq(percent_decode(wanted.as_bytes())) {
+        if !percent_decode(segment.as_bytes()).eq(percent_decode(expected.as_bytes())) {
             return None;
         }
-        rest = &after_slash[end..];
+        rest = after_segment;
     }
     Some(rest)
 }
@@ -178,7 +158,7 @@ mod tests {
         Target::new(Some(base), auth, None)
     }
 
-    fn tidied(target: &Target, location: &str, mount: Option<&str>) -> Option<String> {
+    fn sanitized(target: &Target, location: &str, mount: Option<&str>) -> Option<String> {
         let mut headers = HeaderMap::new();
         headers.insert(LOCATION, HeaderValue::from_str(location).unwrap());
         target.sanitize_reply_headers(&mut headers, Some(&Secret::new(TOKEN)), mount);
@@ -209,28 +189,28 @@ mod tests {
             ("movie?page=2", "movie?page=2", "movie?page=2"),
             ("?page=2", "?page=2", "?page=2"),
         ] {
-            assert_eq!(tidied(&tmdb, location, Some("tmdb")).as_deref(), Some(mounted), "{location}");
-            assert_eq!(tidied(&tmdb, location, None).as_deref(), Some(plain), "{location}");
+            assert_eq!(sanitized(&tmdb, location, Some("tmdb")).as_deref(), Some(mounted), "{location}");
+            assert_eq!(sanitized(&tmdb, location, None).as_deref(), Some(plain), "{location}");
         }
     }
 
     #[test]
     fn credentials_are_removed_from_redirect_urls() {
         let query = target("https://api.example", Auth::Query { name: "api_key".to_owned() });
-        for (location, told) in [
+        for (location, expected) in [
             ("https://api.example/x?api_key=pl4nted-s3cr3t%2Fx&a=b", "https://api.example/x?a=b"),
             ("https://other.example/x?%61pi_key=pl4nted-s3cr3t%2fx", "https://other.example/x"),
             ("https://other.example/x?forwarded=pl4nted%2ds3cr3t%2fx&a=b", "https://other.example/x?a=b"),
         ] {
-            assert_eq!(tidied(&query, location, None).as_deref(), Some(told));
+            assert_eq!(sanitized(&query, location, None).as_deref(), Some(expected));
         }
-        assert_eq!(tidied(&query, "https://other.example/pl4nted-s3cr3t/x", None), None);
-        assert_eq!(tidied(&query, "https://other.example/#pl4nted-s3cr3t/x", None), None);
+        assert_eq!(sanitized(&query, "https://other.example/pl4nted-s3cr3t/x", None), None);
+        assert_eq!(sanitized(&query, "https://other.example/#pl4nted-s3cr3t/x", None), None);
         let path = target("https://api.example/json/{key}", Auth::Path);
         let location = "https://api.example/json/pl4nted-s3cr3t%2fx/album?m=1";
-        assert_eq!(tidied(&path, location, Some("audio")).as_deref(), Some("/audio/album?m=1"));
-        assert_eq!(tidied(&path, location, None).as_deref(), Some("https://api.example/json/%7Bkey%7D/album?m=1"));
-        assert_eq!(tidied(&path, "https://api.example/xml/pl4nted-s3cr3t%2Fx/album", Some("audio")), None);
+        assert_eq!(sanitized(&path, location, Some("audio")).as_deref(), Some("/audio/album?m=1"));
+        assert_eq!(sanitized(&path, location, None).as_deref(), Some("https://api.example/json/%7Bkey%7D/album?m=1"));
+        assert_eq!(sanitized(&path, "https://api.example/xml/pl4nted-s3cr3t%2Fx/album", Some("audio")), None);
     }
 
     #[test]
@@ -290,15 +270,15 @@ mod tests {
             let target = &targets[random.below(3) as usize];
             let begins = random.pick(&["/", "/3/", "https://api.example/3/", "//api.example", "https://", ""]);
             let location = begins.to_owned() + &String::from_utf8_lossy(&random.concat_random(&PIECES, 12));
-            let Some(told) = tidied(target, &location, Some("tmdb")) else { return Ok(()) };
-            let decoded = percent_decode(told.as_bytes()).decode_utf8_lossy();
-            if [&*told, &decoded].iter().any(|text| text.contains(TOKEN)) {
-                return Err(format!("{location} tells the credential: {told}"));
+            let Some(written) = sanitized(target, &location, Some("tmdb")) else { return Ok(()) };
+            let decoded = percent_decode(written.as_bytes()).decode_utf8_lossy();
+            if [&*written, &decoded].iter().any(|text| text.contains(TOKEN)) {
+                return Err(format!("{location} contains the credential: {written}"));
             }
-            let path = told.split(['?', '#']).next().unwrap_or_default();
+            let path = written.split(['?', '#']).next().unwrap_or_default();
             let is_here = path.starts_with('/') && !path.starts_with("//");
             if is_here && readings(path).any(|stack| stack.first().is_none_or(|first| first != "tmdb")) {
-                return Err(format!("{location} leads to {told}"));
+                return Err(format!("{location} leads to {written}"));
             }
             Ok(())
         });

@@ -17,12 +17,12 @@ use tidegate_store::{Memory, Store};
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::call_headers::has_idempotency_key;
 use super::cost::CostReader;
-use super::exchange::{BoxError, Exchange, ExchangeConfig, SendError};
+use super::exchange::{BoxError, Exchange, FaultClassifier, SendError};
+use super::reply_body::PeekedBody;
 use super::{
-    AttemptClassifier, CallError, CallErrorKind, CallErrorWithGuard, CallOptions, CallStats, CredentialError,
-    Credentials, Logins, OutboundBody, Provider, ReplayBody, ReplayBuffer, Target, TargetError, fault_of,
+    CallError, CallErrorKind, CallOptions, CallStats, CompletedCall, CredentialError, Credentials, Logins,
+    OutboundBody, Provider, ReplayBody, Target, TargetError, fault_of,
 };
 
 /// Turns each request through a service into a call to a provider. The call waits for its turn and is sent with a
@@ -75,9 +75,17 @@ use super::{
 /// ```
 pub struct OutboundLayer<S: Store = Memory, C: Clock = SystemClock>(pub(super) Arc<OutboundLayerInner<S, C>>);
 
+/// A provider, and the transport settings that all of its calls share.
 pub(super) struct OutboundLayerInner<S: Store, C: Clock> {
-    provider: Provider<S, C>,
-    config: ExchangeConfig<C>,
+    pub provider: Provider<S, C>,
+    pub target: Target,
+    pub credentials: Credentials,
+    pub logins: Option<Arc<Logins>>,
+    /// The path under which clients reach the provider, for redirects.
+    pub mount_path: Option<String>,
+    /// The largest cost that is reserved for a call.
+    pub max_cost: u64,
+    pub fault_classifier: Arc<FaultClassifier>,
 }
 
 /// The reason why a call through an [`OutboundLayer`] has no response at all. Never contains a credential.
@@ -131,29 +139,23 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
     /// # Errors
     /// As for [`new`](Self::new).
     pub fn with_env(provider: Provider<S, C>, env: impl Fn(&str) -> Option<String>) -> Result<Self, CredentialError> {
-        let provider_config = provider.config();
-        let quotas = provider.clone();
-        let config = ExchangeConfig {
-            target: Target::from_provider(provider_config),
-            credentials: Credentials::from_provider(provider_config, &env)?,
-            logins: Logins::from_provider(provider_config, &env)?,
+        let config = provider.config();
+        Ok(Self(Arc::new(OutboundLayerInner {
+            target: Target::from_provider(config),
+            credentials: Credentials::from_provider(config, &env)?,
+            logins: Logins::from_provider(config, &env)?.map(Arc::new),
             mount_path: None,
-            attempt_timeout: provider_config.attempt_timeout,
-            throttled_when: provider_config.throttled_when.clone(),
-            cost: provider_config.cost.clone(),
-            max_cost: provider_config.max_cost(provider.0.outbound_config.limits()),
+            max_cost: config.max_cost(provider.0.outbound_config.limits()),
             fault_classifier: Arc::new(fault_of),
-            next_quota_end: Arc::new(move |now| quotas.config().next_quota_end(quotas.0.outbound_config.limits(), now)),
-            clock: provider.clock().clone(),
-        };
-        Ok(Self(Arc::new(OutboundLayerInner { provider, config })))
+            provider,
+        })))
     }
 
     /// Turns redirects to URLs below the base URL into redirects to paths below this one, such as `tmdb` for `/tmdb`.
     #[must_use]
     pub fn mount_path(self, path: &str) -> Self {
         let path = path.trim_matches('/').to_owned();
-        self.with_changed_config(|config| config.mount_path = Some(path))
+        self.modify(|layer| layer.mount_path = Some(path))
     }
 
     /// Sets the function that classifies errors of the inner service. Default [`fault_of`].
@@ -162,7 +164,7 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
         self,
         fault_of: impl Fn(&(dyn Error + 'static)) -> TransportFault + Send + Sync + 'static,
     ) -> Self {
-        self.with_changed_config(|config| config.fault_classifier = Arc::new(fault_of))
+        self.modify(|layer| layer.fault_classifier = Arc::new(fault_of))
     }
 
     /// The provider that is called.
@@ -173,14 +175,22 @@ impl<S: Store, C: Clock + Clone> OutboundLayer<S, C> {
     /// Returns the length of the provider's base URL if this URL is below it: see [`Target::base_match_length`].
     #[cfg(feature = "reqwest")]
     pub(super) fn base_match_length(&self, url: &http::Uri) -> Option<usize> {
-        self.0.config.target.base_match_length(url)
+        self.0.target.base_match_length(url)
     }
 
-    fn with_changed_config(self, change: impl FnOnce(&mut ExchangeConfig<C>)) -> Self {
-        let OutboundLayerInner { provider, config } = &*self.0;
-        let mut config = config.clone();
-        change(&mut config);
-        Self(Arc::new(OutboundLayerInner { provider: provider.clone(), config }))
+    fn modify(self, change: impl FnOnce(&mut OutboundLayerInner<S, C>)) -> Self {
+        let old = &self.0;
+        let mut inner = OutboundLayerInner {
+            provider: old.provider.clone(),
+            target: old.target.clone(),
+            credentials: old.credentials.clone(),
+            logins: old.logins.clone(),
+            mount_path: old.mount_path.clone(),
+            max_cost: old.max_cost,
+            fault_classifier: Arc::clone(&old.fault_classifier),
+        };
+        change(&mut inner);
+        Self(Arc::new(inner))
     }
 }
 
@@ -237,8 +247,7 @@ impl<I, S: Store, C: Clock> OutboundService<I, S, C> {
     /// The secret of the first credential, as it would be sent now.
     #[cfg(feature = "cache")]
     pub(super) async fn secret(&self) -> Option<Arc<tidegate_policy::Secret>> {
-        let config = &self.shared.config;
-        config.credentials.current(0, config.clock.now()).await
+        self.shared.credentials.current(0, self.provider().clock().now()).await
     }
 }
 
@@ -295,59 +304,40 @@ impl<S: Store, C: Clock> OutboundLayerInner<S, C> {
         Q: Body<Data = Bytes> + Send,
         B: Body<Data = Bytes, Error: Into<BoxError>> + Send,
     {
-        let (mut parts, body) = request.into_parts();
-        parts.extensions.remove::<CallOptions>();
-        let classifier = AttemptClassifier::new(parts.method.clone(), has_idempotency_key(&parts.headers));
-        let body = ReplayBuffer::new(body, self.provider.config().replay_bytes);
-        let mut exchange = Exchange::new(&self.config, inner, parts, body, classifier);
+        let mut exchange = Exchange::new(self, inner, request);
+        let cost_rules = self.provider.config().cost.as_ref();
         async move {
             let exchange = exchange.as_mut().map_err(|error| *error)?;
             let is_default_cost = options.cost == CallOptions::default().cost;
-            if let Some(rules) = self.config.cost.as_ref().filter(|_| is_default_cost) {
-                let started_at = self.config.clock.now();
+            if let Some(rules) = cost_rules.filter(|_| is_default_cost) {
+                let started_at = self.provider.clock().now();
                 let timeout = options.timeout.unwrap_or_else(|| self.provider.timeout(options.lane));
                 options.cost = exchange.expected_cost(rules, timeout).await?;
-                let elapsed = self.config.clock.now().since(started_at).as_duration();
+                let elapsed = self.provider.clock().now().since(started_at).as_duration();
                 options.timeout = Some(timeout.saturating_sub(elapsed));
             }
-            let with_stats = |happened: CallStats, response: Response<_>| {
-                let mut response = response;
-                response.extensions_mut().insert(happened);
+            let to_response = |reply: Response<PeekedBody<B>>, stats: CallStats, guard, cost_reader| {
+                let mut response = reply.map(|body| body.into_body(guard, cost_reader));
+                response.extensions_mut().insert(stats);
                 response
             };
             match self.provider.call_with_guard(options, exchange).await {
-                Ok(completed) => {
-                    let mut response =
-                        with_stats(completed.stats, completed.value?.map(super::reply_body::PeekedBody::into_body));
-                    let cost_reader =
-                        self.config.cost.as_ref().and_then(|rules| CostReader::for_reply(rules, response.headers()));
-                    response.body_mut().attach_guard(completed.in_flight_guard, cost_reader);
-                    Ok(response)
+                Ok(CompletedCall { value, stats, in_flight_guard }) => {
+                    let reply = value?;
+                    let cost_reader = cost_rules.and_then(|rules| CostReader::for_reply(rules, reply.headers()));
+                    Ok(to_response(reply, stats, in_flight_guard, cost_reader))
                 }
-                Err(CallErrorWithGuard {
-                    error: CallError { provider, kind: why, last_reply: value, stats: happened, failed_at: at },
-                    in_flight_guard: tail,
-                }) => {
-                    let value = match value.transpose() {
-                        Ok(Some(response)) => {
-                            let mut response =
-                                with_stats(happened, response.map(super::reply_body::PeekedBody::into_body));
-                            response.extensions_mut().insert(why);
-                            if let Some(in_flight_guard) = tail {
-                                response.body_mut().attach_guard(in_flight_guard, None);
-                            }
+                Err(CallError { provider, kind, last_reply, stats, failed_at }) => {
+                    let last_reply = match last_reply {
+                        Some((Ok(reply), in_flight_guard)) => {
+                            let mut response = to_response(reply, stats, in_flight_guard, None);
+                            response.extensions_mut().insert(kind);
                             return Ok(response);
                         }
-                        Ok(None) => None,
-                        Err(error) => Some(error),
+                        Some((Err(error), _)) => Some(error),
+                        None => None,
                     };
-                    Err(OutboundError::Call(CallError {
-                        provider,
-                        kind: why,
-                        last_reply: value,
-                        stats: happened,
-                        failed_at: at,
-                    }))
+                    Err(OutboundError::Call(CallError { provider, kind, last_reply, stats, failed_at }))
                 }
             }
         }

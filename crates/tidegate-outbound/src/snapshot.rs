@@ -17,12 +17,11 @@ use parking_lot::Mutex;
 pub use file::SnapshotError;
 use file::{SnapshotDocument, SnapshotFile};
 use record::{RecordKey, RecordState, SnapshotRecord, retained_records};
-use tidegate_core::{Batch, Key, LimitId, LimitKind, MAX_COST, Op, Outcome, Span, Time, Verb};
+use tidegate_core::{Batch, Clock, Key, Limit, LimitId, LimitKind, MAX_COST, Op, Outcome, Span, Time, Verb};
+use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store, StoreResponse};
 
 use super::{Outbound, Provider};
-use tidegate_core::Clock;
-use tidegate_runtime::clock::SystemClock;
 
 /// The most that the present may lie before the last save without a warning that the clock was set back.
 const MAX_CLOCK_STEP_BACK: Span = Span::from_secs(1);
@@ -48,6 +47,7 @@ pub struct Snapshot<S: Store = Memory, C: Clock = SystemClock> {
 }
 
 /// The contents of the file.
+#[derive(Default)]
 struct SavedState {
     /// The records in effect at the last write; `None` before the first one.
     current_records: Option<Vec<SnapshotRecord>>,
@@ -66,14 +66,12 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
     pub fn restore(outbound: &Outbound<S, C>, path: impl AsRef<Path>) -> Result<Self, SnapshotError> {
         let (file, document) = SnapshotFile::open(path.as_ref())?;
         let limits: Vec<_> = outbound.providers().iter().flat_map(persistent_limits).collect();
-        let order = limits.iter().map(|(record_key, _)| record_key.clone()).collect();
-        let saved = Mutex::new(SavedState { current_records: None, all_records: Vec::new() });
         let snapshot = Self {
             outbound: outbound.clone(),
+            record_order: limits.iter().map(|(record_key, _)| record_key.clone()).collect(),
             limit_keys: limits.into_iter().collect(),
-            record_order: order,
             file,
-            saved,
+            saved: Mutex::default(),
         };
         if let Some(document) = document {
             snapshot.restore_records(document);
@@ -90,19 +88,13 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
     pub fn save(&self) -> Result<bool, SnapshotError> {
         let mut saved = self.saved.lock();
         let now = self.outbound.0.clock.now();
-        let present: Vec<_> =
-            self.record_order.iter().filter_map(|record_key| self.current_record(record_key, now)).collect();
+        let present: Vec<_> = self.record_order.iter().filter_map(|key| self.current_record(key, now)).collect();
         if saved.current_records.as_ref() == Some(&present) {
             return Ok(false);
         }
-        let mut all_records = present.clone();
-        all_records.extend(retained_records(
-            &saved.all_records,
-            &present,
-            |record_key| self.limit_keys.contains_key(record_key),
-            now,
-        ));
-        let document = SnapshotDocument::new(now, all_records);
+        let is_known = |key: &RecordKey| self.limit_keys.contains_key(key);
+        let retained = retained_records(&saved.all_records, &present, is_known, now);
+        let document = SnapshotDocument::new(now, [present.as_slice(), &retained].concat());
         self.file.write(&document)?;
         *saved = SavedState { current_records: Some(present), all_records: document.records };
         Ok(true)
@@ -138,11 +130,8 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         }
         let mut earliest_records: HashMap<&RecordKey, &SnapshotRecord> = HashMap::new();
         for record in records.iter().filter(|record| self.is_effective(record, saved_at, now)) {
-            let (began, _) = record.period();
             let earliest = earliest_records.entry(&record.whose).or_insert(record);
-            if began < earliest.period().0 {
-                *earliest = record;
-            }
+            *earliest = std::cmp::min_by_key(*earliest, record, |record| record.period().0);
         }
         let mut restore_ops: Vec<(Time, Op)> = Vec::new();
         for (whose, record) in earliest_records {
@@ -166,17 +155,16 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         for (at, op) in restore_ops {
             self.apply_op(op, at);
         }
-        let mut saved = self.saved.lock();
-        saved.all_records = records;
+        self.saved.lock().all_records = records;
     }
 
     /// Returns true if a record is in effect at `now`. One that has ended isn't. One that begins later is only in
     /// effect if the clock was set back to before it.
     fn is_effective(&self, record: &SnapshotRecord, saved_at: Time, now: Time) -> bool {
         let (began, ends) = record.period();
-        let limit =
-            self.limit_keys.get(&record.whose).and_then(|(limit, _)| self.outbound.config().limits().get(*limit));
-        match (&record.state, limit.map(tidegate_core::Limit::kind)) {
+        let limit = self.limit_keys.get(&record.whose).map(|(limit, _)| *limit);
+        let kind = limit.and_then(|limit| self.outbound.config().limits().get(limit)).map(Limit::kind);
+        match (&record.state, kind) {
             (RecordState::Quota { .. }, Some(LimitKind::Quota(quota))) => {
                 let is_next = || quota.period(now).end == began;
                 ends > now && (began <= now || is_next() || saved_at > now)

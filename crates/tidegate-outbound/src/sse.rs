@@ -7,11 +7,12 @@ const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 ///
 /// At most twice `limit` bytes are held: the current line, and the data of the event so far. An event that is longer is
 /// skipped.
+#[derive(Default)]
 pub(super) struct SseReader {
     limit: usize,
     line: Vec<u8>,
-    /// True if nothing of the current line has arrived yet.
-    is_line_empty: bool,
+    /// True if some of the current line has arrived.
+    has_line_begun: bool,
     /// True if the last byte was a carriage return, so that a line feed would belong to it.
     after_carriage_return: bool,
     data: Vec<u8>,
@@ -20,14 +21,7 @@ pub(super) struct SseReader {
 
 impl SseReader {
     pub(super) fn new(limit: usize) -> Self {
-        Self {
-            limit,
-            line: Vec::new(),
-            is_line_empty: true,
-            after_carriage_return: false,
-            data: Vec::new(),
-            is_too_long: false,
-        }
+        Self { limit, ..Self::default() }
     }
 
     /// Reads more of the stream, and calls `on_data` with the data of each event that has ended.
@@ -48,7 +42,7 @@ impl SseReader {
     }
 
     fn push_line_part(&mut self, part: &[u8]) {
-        self.is_line_empty &= part.is_empty();
+        self.has_line_begun |= !part.is_empty();
         if self.line.len() + self.data.len() + part.len() > self.limit {
             self.is_too_long = true;
             (self.line, self.data) = (Vec::new(), Vec::new());
@@ -58,11 +52,11 @@ impl SseReader {
         }
     }
 
-    /// A blank line ends the event.
-    fn end_line(&mut self, tell: &mut impl FnMut(&[u8])) {
-        if std::mem::replace(&mut self.is_line_empty, true) {
+    /// Handles the end of a line. A blank line ends the event.
+    fn end_line(&mut self, on_data: &mut impl FnMut(&[u8])) {
+        if !std::mem::take(&mut self.has_line_begun) {
             if !self.data.is_empty() {
-                tell(&self.data);
+                on_data(&self.data);
             }
             self.data.clear();
             self.is_too_long = false;
@@ -91,12 +85,12 @@ mod tests {
         &[b"data: ", b"data", b":", b"\n", b"\r", b"\n\n", b"\xef\xbb\xbf", b"\xff", b"a long text"];
 
     fn read<'a>(limit: usize, chunks: impl IntoIterator<Item = &'a [u8]>) -> Vec<String> {
-        let (mut events, mut told) = (SseReader::new(limit), Vec::new());
+        let (mut events, mut found) = (SseReader::new(limit), Vec::new());
         for chunk in chunks {
-            events.read(chunk, |data| told.push(String::from_utf8_lossy(data).into_owned()));
+            events.read(chunk, |data| found.push(String::from_utf8_lossy(data).into_owned()));
             assert!(events.line.len() + events.data.len() <= 2 * limit);
         }
-        told
+        found
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! The destination of a request, and the form of its credential.
 
-use std::borrow::Cow;
 use std::fmt::Write as _;
 
 use bytes::Bytes;
@@ -74,14 +73,11 @@ impl Target {
     /// Returns the target of requests without a credential. If the base URL's path contains the credential, the new
     /// base ends before that segment.
     pub(super) fn without_credential(&self) -> Self {
-        let base_before_credential = |base: &BaseUrl| {
-            let open = base.path().split(PLACEHOLDER).next().and_then(|path| path.rsplit_once('/'));
-            BaseUrl::new(base.is_https(), base.authority().clone(), open.map_or("", |(path, _)| path))
-        };
-        let base = match self.auth {
-            Auth::Path => self.base.as_ref().map(base_before_credential),
-            _ => self.base.clone(),
-        };
+        let mut base = self.base.clone();
+        if let (Auth::Path, Some(base)) = (&self.auth, &mut base) {
+            let public_path = base.path().split(PLACEHOLDER).next().and_then(|path| path.rsplit_once('/'));
+            *base = BaseUrl::new(base.is_https(), base.authority().clone(), public_path.map_or("", |(path, _)| path));
+        }
         Self { base, auth: Auth::None, user_agent: self.user_agent.clone() }
     }
 
@@ -148,10 +144,7 @@ impl Target {
         url_path_below_base(base, url).ok().map(|_| base.path().len())
     }
 
-    /// Checks that this credential can be sent in its place.
-    ///
-    /// # Errors
-    /// [`TargetError::UnusableCredential`].
+    /// Checks that this credential can be sent in its place. Fails with [`TargetError::UnusableCredential`].
     pub(crate) fn check_credential(&self, secret: &Secret) -> Result<(), TargetError> {
         match self.auth {
             Auth::Path if secret.expose().bytes().all(|byte| byte == b'.') => Err(TargetError::UnusableCredential),
@@ -178,7 +171,11 @@ impl Target {
                 let path = if requested.authority().is_some() { url_path_below_base(base, requested)? } else { path };
                 path::check(path)?;
                 let scheme = if base.is_https() { Scheme::HTTPS } else { Scheme::HTTP };
-                (scheme, base.authority().clone(), self.base_path(base, secret).into_owned() + path)
+                let base_path = match secret.filter(|_| self.auth == Auth::Path) {
+                    Some(secret) => base.path().replace(PLACEHOLDER, &percent_encode_secret(secret)),
+                    None => base.path().to_owned(),
+                };
+                (scheme, base.authority().clone(), base_path + path)
             }
             None => {
                 let scheme = requested.scheme().cloned().ok_or(TargetError::NoHost)?;
@@ -195,17 +192,9 @@ impl Target {
         let mut whole = http::uri::Parts::default();
         whole.scheme = Some(scheme);
         whole.authority = Some(authority);
-        whole.path_and_query =
-            Some(PathAndQuery::from_maybe_shared(Bytes::from(target)).map_err(|_| TargetError::MalformedUrl)?);
+        let path_and_query = PathAndQuery::from_maybe_shared(Bytes::from(target));
+        whole.path_and_query = Some(path_and_query.map_err(|_| TargetError::MalformedUrl)?);
         Uri::from_parts(whole).map_err(|_| TargetError::MalformedUrl)
-    }
-
-    /// Returns the base URL's path, with the credential in it if it belongs there.
-    fn base_path<'a>(&self, base: &'a BaseUrl, secret: Option<&Secret>) -> Cow<'a, str> {
-        match secret.filter(|_| self.auth == Auth::Path) {
-            Some(secret) => Cow::Owned(base.path().replace(PLACEHOLDER, &percent_encode_secret(secret))),
-            None => Cow::Borrowed(base.path()),
-        }
     }
 
     fn push_query(&self, target: &mut String, query: Option<&str>, secret: Option<&Secret>) {

@@ -22,8 +22,8 @@ const PRECISE_PART: Duration = Duration::from_millis(2);
 #[expect(clippy::disallowed_methods, reason = "this is the clock")]
 pub async fn sleep(wait: Duration) {
     let until = Instant::now() + wait;
-    if let Some(most) = wait.checked_sub(PRECISE_PART) {
-        tokio::time::sleep(most).await;
+    if let Some(coarse_part) = wait.checked_sub(PRECISE_PART) {
+        tokio::time::sleep(coarse_part).await;
     }
     let Some(timer) = PreciseTimer::get() else { return tokio::time::sleep_until(until.into()).await };
     let mut registered: Option<Arc<TimerWaker>> = None;
@@ -43,17 +43,15 @@ pub async fn sleep(wait: Duration) {
 /// The polling interval for a clock that isn't the machine's: it may be set at any time, and wakes no task.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Waits for so long by this clock, within a tokio runtime whose timers are enabled.
+/// Sleeps for the given time by this clock. Must be called within a tokio runtime with timers enabled.
 pub async fn sleep_by(clock: &impl Clock, wait: Duration) {
     if clock.is_system() {
         return sleep(wait).await;
     }
     let until = clock.now() + Span::from_duration(wait);
-    loop {
-        let left = until.since(clock.now()).as_duration();
-        if left.is_zero() {
-            return;
-        }
+    while let left = until.since(clock.now()).as_duration()
+        && !left.is_zero()
+    {
         tokio::time::sleep(left.min(POLL_INTERVAL)).await;
     }
 }
@@ -169,8 +167,8 @@ mod tests {
         while let Some(slept) = sleepers.join_next().await {
             slept.unwrap();
         }
-        let alarm = PreciseTimer::get().unwrap();
+        let timer = PreciseTimer::get().unwrap();
         tokio::time::sleep(PRECISE_PART * 2).await;
-        assert!(alarm.entries.lock().is_empty(), "nothing stays");
+        assert!(timer.entries.lock().is_empty(), "nothing stays");
     }
 }

@@ -38,25 +38,19 @@ mod shared {
         }
     }
 
-    impl SharedRng {
-        fn with<T>(&self, draw: impl FnOnce(&mut SmallRng) -> Result<T, Infallible>) -> Result<T, Infallible> {
-            draw(&mut self.0.lock())
-        }
-    }
-
     impl TryRng for &SharedRng {
         type Error = Infallible;
 
         fn try_next_u32(&mut self) -> Result<u32, Infallible> {
-            self.with(SmallRng::try_next_u32)
+            self.0.lock().try_next_u32()
         }
 
         fn try_next_u64(&mut self) -> Result<u64, Infallible> {
-            self.with(SmallRng::try_next_u64)
+            self.0.lock().try_next_u64()
         }
 
         fn try_fill_bytes(&mut self, bytes: &mut [u8]) -> Result<(), Infallible> {
-            self.with(|rng| rng.try_fill_bytes(bytes))
+            self.0.lock().try_fill_bytes(bytes)
         }
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, HOST};
+use http::header::{CONTENT_TYPE, HOST, RETRY_AFTER};
 use http::request::Parts;
 use http::uri::Authority;
 use http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode, Uri};
@@ -312,11 +312,10 @@ struct AdmittedCall {
 impl<S: Store, C: Clock> GateLayerInner<S, C> {
     /// Replaces the path by its normal form if the policy requires it.
     fn normalise_path(&self, parts: &mut Parts) {
-        let Some(path) = parts.uri.path_and_query().and_then(|path| self.gate.plan().forwarded_path(path.as_str()))
-        else {
-            return;
-        };
-        if let Ok(path) = path.parse() {
+        let path = parts.uri.path_and_query();
+        if let Some(path) = path.and_then(|path| self.gate.plan().forwarded_path(path.as_str()))
+            && let Ok(path) = path.parse()
+        {
             let mut uri = std::mem::take(&mut parts.uri).into_parts();
             uri.path_and_query = Some(path);
             parts.uri = Uri::from_parts(uri).unwrap_or_default();
@@ -361,24 +360,26 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
         let guard = self.gate.hold_permit(&query, &decision).map_err(error_response)?;
         Ok(AdmittedCall { actions, decision, permit: guard.map(RenewedPermit::start_renewal) })
     }
-}
 
-impl<S: Store, C: Clock> GateLayerInner<S, C> {
     /// The reply to a call that could not be decided. For an uncountable request it gives the reason.
     #[cold]
     fn check_error_response(&self, error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
-        let (status, grpc_status, title, message) = match error {
+        let (status, title, grpc_status, grpc_title, message) = match error {
             CheckError::Key(KeyError::Uncountable(uncountable)) => {
-                (StatusCode::BAD_REQUEST, "3", "Bad Request", uncountable.to_string())
+                tracing::info!(%error, "a request could not be counted");
+                (StatusCode::BAD_REQUEST, "Bad Request", "3", "", uncountable.to_string())
             }
             CheckError::Key(KeyError::Missing(missing)) if missing.part == "key" && self.hooks.key.is_some() => {
-                (StatusCode::UNAUTHORIZED, "16", "Unauthorized", String::new())
+                tracing::info!(%error, "a request could not be counted");
+                (StatusCode::UNAUTHORIZED, "Unauthorized", "16", "Unauthorized", String::new())
             }
-            misuse => return misuse_response(misuse, request),
+            misuse => {
+                let grpc_title = "the request could not be decided about";
+                (StatusCode::INTERNAL_SERVER_ERROR, "Internal server error", "13", grpc_title, misuse_message(misuse))
+            }
         };
-        tracing::info!(%error, "a request could not be counted");
         match grpc_type(request) {
-            Some(kind) => grpc_response(grpc_status, if message.is_empty() { title } else { &message }, kind),
+            Some(kind) => grpc_response(grpc_status, if message.is_empty() { grpc_title } else { &message }, kind),
             None => error_response(status, title, &message),
         }
     }
@@ -394,10 +395,10 @@ fn host_of(parts: &Parts) -> Result<Option<&str>, KeyError> {
         }
         host_name = Some(host);
     }
-    match host_name.filter(|named| !is_host(named.as_bytes())) {
-        Some(_) => Err(UncountableError::InvalidHost.into()),
-        None => Ok(host_name),
+    if host_name.is_some_and(|name| !is_host(name.as_bytes())) {
+        return Err(UncountableError::InvalidHost.into());
     }
+    Ok(host_name)
 }
 
 /// The request's content type, if it is gRPC or gRPC-Web.
@@ -407,16 +408,12 @@ fn grpc_type(headers: &HeaderMap) -> Option<&HeaderValue> {
 
 /// A gRPC response without messages: status 8 and the wait if waiting helps, else status 7.
 fn grpc_refusal(decision: &Decision, kind: &HeaderValue) -> Response<Bytes> {
-    let message = match decision.retry_after {
-        Some(wait) => format!("too many requests; retry after {} s", wait.as_secs_ceil()),
-        None => "not allowed".to_owned(),
-    };
-    let mut response = grpc_response(if decision.retry_after.is_some() { "8" } else { "7" }, &message, kind);
-    if let Some(wait) = decision.retry_after {
-        let millis = wait.as_micros().div_ceil(1000);
-        response.headers_mut().insert("grpc-retry-pushback-ms", HeaderValue::from(millis));
-        response.headers_mut().insert(http::header::RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
-    }
+    let Some(wait) = decision.retry_after else { return grpc_response("7", "not allowed", kind) };
+    let message = format!("too many requests; retry after {} s", wait.as_secs_ceil());
+    let mut response = grpc_response("8", &message, kind);
+    let headers = response.headers_mut();
+    headers.insert("grpc-retry-pushback-ms", HeaderValue::from(wait.as_micros().div_ceil(1000)));
+    headers.insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
     response
 }
 
@@ -431,9 +428,9 @@ fn grpc_response(status: &'static str, message: &str, kind: &HeaderValue) -> Res
     response
 }
 
-/// The reply to a call that could not be decided because of a mistake in the program's setup. Only builds with debug
-/// assertions give the reason, because clients should learn nothing about it.
-fn misuse_response(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
+/// Logs a mistake in the program's setup. Returns it in builds with debug assertions, otherwise an empty text, because
+/// clients should learn nothing about it.
+fn misuse_message(error: &CheckError) -> String {
     let hint = match error {
         CheckError::Key(KeyError::Missing(missing)) if missing.part == "ip" => {
             "; serve an axum router by `into_make_service_with_connect_info::<SocketAddr>()` with tidegate's feature \
@@ -443,12 +440,7 @@ fn misuse_response(error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
         _ => "",
     };
     tracing::error!("a request could not be decided about: {error}{hint}");
-    let message = if cfg!(debug_assertions) { format!("{error}{hint}") } else { String::new() };
-    if let Some(kind) = grpc_type(request) {
-        let message = if message.is_empty() { "the request could not be decided about" } else { &message };
-        return grpc_response("13", message, kind);
-    }
-    error_response(StatusCode::INTERNAL_SERVER_ERROR, "Internal server error", &message)
+    if cfg!(debug_assertions) { format!("{error}{hint}") } else { String::new() }
 }
 
 /// A JSON answer; an empty message is left out.

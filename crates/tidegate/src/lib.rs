@@ -86,17 +86,9 @@ pub mod store {
     pub use tidegate_store::*;
 }
 
-/// The examples of the README, included so that they are tested. One of them needs reqwest.
+/// The examples of the README and of the guides, included so that they are tested. Some need reqwest.
 #[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
 #[doc = include_str!("../../../README.md")]
-struct Readme;
-
-/// The examples of the outbound guide, included so that they are tested.
-#[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
 #[doc = include_str!("../../../docs/outbound.md")]
-struct OutboundGuide;
-
-/// The library guide's examples.
-#[cfg(all(doctest, feature = "axum", feature = "reqwest"))]
 #[doc = include_str!("../../../docs/rust.md")]
-struct RustGuide;
+struct DocumentExamples;

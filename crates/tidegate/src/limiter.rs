@@ -11,9 +11,8 @@ use tidegate_core::{
     Batch, Clock, Key, Limit, LimitError, LimitId, LimitKind, Limits, MAX_NOW_SPREAD, Op, Rate, Span, Time, Verb,
 };
 use tidegate_policy::{Quantity, QuantityError};
-use tidegate_store::{ImmediateStore, Memory};
-
 use tidegate_runtime::clock::SystemClock;
+use tidegate_store::{ImmediateStore, Memory};
 
 /// The decision of a limiter on a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,8 +51,8 @@ pub enum LimiterError {
     #[error(transparent)]
     Quantity(#[from] QuantityError),
     /// The quantity is readable but is not a valid limit.
-    #[error("{0}")]
-    Limit(LimitError),
+    #[error(transparent)]
+    Limit(#[from] LimitError),
     /// A [`Limiter`] keeps one number, which is enough for a rate and for nothing else.
     #[error("`{found}` is not a rate; write one as \"10/s burst 20\", or use a KeyedLimiter")]
     NotARate {
@@ -66,12 +65,6 @@ pub enum LimiterError {
     /// `unlimited` limits nothing.
     #[error("`unlimited` limits nothing; leave the limiter out")]
     Unlimited,
-}
-
-impl From<LimitError> for LimiterError {
-    fn from(error: LimitError) -> Self {
-        Self::Limit(error)
-    }
 }
 
 /// One rate for all calls. It is a single atomic number, without locks.
@@ -199,7 +192,6 @@ impl<C: Clock> Limiter<C> {
 #[derive(Debug)]
 pub struct KeyedLimiter<K: ?Sized, C = SystemClock, S = RandomState> {
     memory: Memory,
-    id: LimitId,
     clock: C,
     hasher: S,
     keys: PhantomData<fn(&K)>,
@@ -234,9 +226,8 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
         if let LimitKind::Concurrency(_) = limit.kind() {
             return Err(LimiterError::InFlight);
         }
-        let limits = Arc::new(Limits::with_limit(limit));
-        let memory = Memory::new(limits, max_bytes);
-        Ok(Self { memory, id: LimitId::FIRST, clock, hasher, keys: PhantomData })
+        let memory = Memory::new(Arc::new(Limits::with_limit(limit)), max_bytes);
+        Ok(Self { memory, clock, hasher, keys: PhantomData })
     }
 
     /// Decides about a call with a cost of 1 for this key, and counts it if admitted.
@@ -262,16 +253,14 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
 
     /// Returns the decision that a call with this cost would get. Counts nothing.
     pub fn peek_cost(&self, key: &K, cost: u64) -> LimiterDecision {
-        let mut batch = Batch::new(0);
-        batch.push(self.op(Verb::Peek, key, cost)).expect("invariant: an empty batch has room");
         let now = self.clock.now();
-        let outcomes = self.memory.apply_now(&batch, now);
+        let outcomes = self.memory.apply_now(&Batch::with_op(0, self.op(Verb::Peek, key, cost)), now);
         LimiterDecision::from_retry_at(outcomes.list().first().map_or(now, |outcome| outcome.retry_at), now)
     }
 
     #[inline]
     fn op(&self, verb: Verb, key: &K, cost: u64) -> Op {
-        let mut op = Op::new(self.id, verb, Key::new(0, self.hasher.hash_one(key)), cost);
+        let mut op = Op::new(LimitId::FIRST, verb, Key::new(0, self.hasher.hash_one(key)), cost);
         op.must_fit = true;
         op
     }
@@ -282,7 +271,7 @@ impl<K: Hash + ?Sized, C: Clock, S: BuildHasher> KeyedLimiter<K, C, S> {
     }
 }
 
-/// Asks until a turn is taken, waiting as long as each answer says; forever if it is never one's turn.
+/// Repeats the check after each wait until the call is admitted. Never returns if no wait helps.
 #[cfg(feature = "tokio")]
 async fn wait_for_turn(clock: &impl Clock, check: impl Fn() -> LimiterDecision) {
     loop {

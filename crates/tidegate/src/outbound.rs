@@ -1,4 +1,4 @@
-//! Calls to other people's APIs: inside their limits, in order of importance, and home through failures.
+//! Calls to other people's APIs: within their limits, by priority, and with retries.
 //!
 //! An [`Outbound`] holds the providers of a policy. An [`OutboundLayer`] makes a tower service call one of them, and
 //! `OutboundMiddleware` (feature `reqwest`) all of them; [`Provider::call`] drives any other client.

@@ -156,7 +156,6 @@ impl<C: Clock> Pacer<C> {
         Ok(Self::from_shared(Arc::new(shared_pace), clock))
     }
 
-    /// Another worker of this pace.
     pub(crate) fn from_shared(shared_pace: Arc<SharedPace>, clock: C) -> Self {
         Self { backend: PaceBackend::Shared(PaceWorker::new(shared_pace)), clock }
     }
@@ -248,14 +247,11 @@ impl<C: Clock> Pacer<C> {
             return std::thread::sleep(wait);
         }
         let until = self.clock.now() + Span::from_duration(wait);
-        while let Some(left) = self.remaining(until) {
-            std::thread::sleep(left.min(POLL_INTERVAL));
+        while let left = until.since(self.clock.now())
+            && !left.is_zero()
+        {
+            std::thread::sleep(left.as_duration().min(POLL_INTERVAL));
         }
-    }
-
-    fn remaining(&self, until: tidegate_core::Time) -> Option<Duration> {
-        let left = until.since(self.clock.now());
-        (!left.is_zero()).then(|| left.as_duration())
     }
 }
 

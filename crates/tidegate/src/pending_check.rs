@@ -11,7 +11,7 @@ use crate::{CheckError, Gate};
 /// A check that was begun.
 #[expect(
     clippy::large_enum_variant,
-    reason = "boxing what waits would cost those stores an allocation that have to be waited for"
+    reason = "a box would cost an allocation for each check of a store that answers later"
 )]
 pub enum Check<S: Store, C: Clock> {
     /// The store answered at once.

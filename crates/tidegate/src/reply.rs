@@ -25,7 +25,7 @@ use tidegate_core::time::UtcText;
 use tidegate_core::{Decision, Limit, LimitId, Reason};
 use tidegate_policy::{ActionId, HeaderDialect, MatchedActions, Plan, RateLimitPolicyItem};
 
-use self::small_buffer::{DecimalDigits, JsonString, QuotedString, SmallBuffer};
+use self::small_buffer::{DecimalDigits, SmallBuffer, quoted_string};
 use crate::DecisionReport;
 
 /// `RateLimit-Policy`.
@@ -82,9 +82,7 @@ struct LimitTexts {
     /// `"login"`, as JSON.
     name_json: Box<str>,
     action: Option<ActionId>,
-    /// The limit's capacity.
     capacity: u64,
-    /// True if it is a shadow limit, which never refuses a call.
     shadow: bool,
     /// The report of an ordinary admission: the text before the value of `remaining`, and after that of `reset_after`.
     plain_report: (Box<str>, Box<str>),
@@ -98,11 +96,8 @@ impl Replies {
             let enforced = own.iter().chain(plan.global()).filter(|id| !is_shadow(plan, **id));
             let items = enforced.map(|id| format_policy_item(plan.limit_info(*id).rate_limit_policy(), dialect));
             let text = items.collect::<Vec<_>>().join(", ");
-            let policy = match dialect {
-                HeaderDialect::None => None,
-                _ if text.is_empty() => None,
-                _ => HeaderValue::from_str(&text).ok(),
-            };
+            let has_policy = dialect != HeaderDialect::None && !text.is_empty();
+            let policy = HeaderValue::from_str(&text).ok().filter(|_| has_policy);
             let template = |refused: bool| {
                 let mut headers = HeaderMap::with_capacity(8);
                 headers.insert(CONTENT_TYPE, JSON);
@@ -122,24 +117,24 @@ impl Replies {
                 }
                 headers
             };
-            let (refusal, admission) = (template(true), template(false));
-            ActionHeaders { policy_header: policy, refusal_template: refusal, admission_template: admission }
+            let (refusal_template, admission_template) = (template(true), template(false));
+            ActionHeaders { policy_header: policy, refusal_template, admission_template }
         };
         let limits = plan.limits().iter().map(|(id, limit)| {
             let name = &plan.limit_info(id).rate_limit_policy().name;
             let state = match dialect {
-                HeaderDialect::Draft10 => format!("{};r=", QuotedString(name)),
+                HeaderDialect::Draft10 => quoted_string(name) + ";r=",
                 HeaderDialect::Draft7 | HeaderDialect::None => String::new(),
             };
             let (capacity, source) = (limit.kind().capacity(), plan.limit_info(id).scope().as_str());
-            let bound_by = JsonString(plan.limit_info(id).name()).to_string();
+            let bound_by = serde_json::Value::from(plan.limit_info(id).name());
             let prefix = format!(r#"{{"allowed":true,"limit":{capacity},"remaining":"#);
             let suffix = format!(
                 r#","retry_after":null,"blocked":false,"backoff_seconds":null,"next_allowed_at":null,"bound_by":{bound_by},"reason":"ok","source":"{source}"}}"#
             );
             LimitTexts {
                 state_prefix: state.into_bytes().into(),
-                name_json: JsonString(name).to_string().into(),
+                name_json: serde_json::Value::from(name.as_str()).to_string().into(),
                 action: plan.limit_info(id).action(),
                 capacity,
                 shadow: limit.is_shadow(),
@@ -299,9 +294,8 @@ impl Replies {
     fn filled_template(&self, actions: MatchedActions, decision: &Decision) -> Option<HeaderMap> {
         let (id, limit, remaining) = (decision.bound_by?, decision.limit?, decision.remaining?);
         let reset = reset_seconds(decision)?;
-        let templates = self.action_headers(actions, id);
-        let mut headers =
-            if decision.allowed { templates.admission_template.clone() } else { templates.refusal_template.clone() };
+        let ActionHeaders { admission_template, refusal_template, .. } = self.action_headers(actions, id);
+        let mut headers = if decision.allowed { admission_template } else { refusal_template }.clone();
         for (name, value) in &mut headers {
             if *name == RETRY_AFTER || *name == X_RATELIMIT_RESET {
                 *value = number_header(reset);
@@ -349,7 +343,10 @@ impl Replies {
 /// `retry_after`, `next_allowed_at` and the brace that ends the object.
 fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
     text.put(r#","retry_after":"#);
-    text.put_optional(decision.retry_after.map(|wait| wait.as_secs_ceil()));
+    match decision.retry_after {
+        Some(wait) => text.put_number(wait.as_secs_ceil()),
+        None => text.put("null"),
+    }
     match decision.next_allowed_at {
         Some(at) => {
             text.put(r#","next_allowed_at":""#);
@@ -404,10 +401,10 @@ fn reset_seconds(decision: &Decision) -> Option<u64> {
 fn format_policy_item(item: &RateLimitPolicyItem, dialect: HeaderDialect) -> String {
     let mut text = match dialect {
         HeaderDialect::Draft7 => item.quota.to_string(),
-        _ => format!("{};q={}", QuotedString(&item.name), item.quota),
+        _ => format!("{};q={}", quoted_string(&item.name), item.quota),
     };
     if let (Some(unit), HeaderDialect::Draft10) = (item.unit, dialect) {
-        text += &format!(";qu={}", QuotedString(unit));
+        text += &format!(";qu={}", quoted_string(unit));
     }
     if let Some(window) = item.window {
         text += &format!(";w={window}");

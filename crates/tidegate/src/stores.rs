@@ -126,20 +126,16 @@ impl Stores {
     /// # Errors
     /// See [`OpenError`].
     pub async fn open(policy: &Policy, env: impl Fn(&str) -> Option<String>) -> Result<Self, OpenError> {
-        let settings = policy.store().clone();
-        let configured = match &settings.hash_key {
+        let config = policy.store().clone();
+        let configured_seed = match &config.hash_key {
             None => None,
-            Some(source) => {
-                let secret = source.resolve(&env)?;
-                let found = secret.expose().len();
-                if found < 16 {
-                    return Err(OpenError::HashKeyTooShort { found });
-                }
-                Some(KeySeed::from_secret(secret.expose().as_bytes()))
-            }
+            Some(source) => match source.resolve(&env)?.expose().as_bytes() {
+                secret if secret.len() < 16 => return Err(OpenError::HashKeyTooShort { found: secret.len() }),
+                secret => Some(KeySeed::from_secret(secret)),
+            },
         };
         let mut stores = Self {
-            config: settings,
+            config,
             seed: KeySeed::new(random_bytes()),
             #[cfg(feature = "remote")]
             stored_seed: None,
@@ -149,7 +145,7 @@ impl Stores {
             pacers: Mutex::default(),
             node: random_u64(),
         };
-        stores.seed = match (configured, &stores.config.url) {
+        stores.seed = match (configured_seed, &stores.config.url) {
             #[cfg(feature = "file")]
             (configured_seed, StoreUrl::File(path)) => {
                 let flush = match stores.config.sync {
@@ -206,15 +202,16 @@ impl Stores {
         clock: C,
     ) -> Result<Option<Outbound<AnyStore, C>>, OpenError> {
         let Some(plan) = policy.outbound() else { return Ok(None) };
+        let open_store = || self.open_store(plan.limits(), clock.clone());
         let local_store = match &self.config.url {
-            StoreUrl::File(_) => self.open_store(plan.limits(), clock.clone())?,
+            StoreUrl::File(_) => open_store()?,
             _ => AnyStore::Memory(self.memory(Arc::clone(plan.limits()))),
         };
         // A store that isn't on a server belongs to this process alone, so the local store already serves.
         let is_shared =
             matches!(self.config.url, StoreUrl::Server(..)) && plan.providers().iter().any(|provider| provider.shared);
-        let shared = if is_shared { Some(self.open_store(plan.limits(), clock.clone())?) } else { None };
-        Ok(Some(Outbound::with_stores(plan.clone(), local_store, shared, clock, &self.seed)))
+        let shared_store = is_shared.then(open_store).transpose()?;
+        Ok(Some(Outbound::with_stores(plan.clone(), local_store, shared_store, clock, &self.seed)))
     }
 
     /// A worker of the pace with this name in these stores ([`Pacer`]). In memory, it is shared by all that open it
@@ -222,6 +219,7 @@ impl Stores {
     /// policies that name the same store. Processes should use the same settings for a name, because each steps by its
     /// own settings.
     ///
+    /// # Errors
     /// The settings are out of range, or too long to count exactly in every store: a failure at the longest wait must
     /// amount to at most 26 days, see [`SharedPacerRules::new`](tidegate_core::SharedPacerRules::new). Or a pacer of
     /// this name has other settings in this process. Or another case of [`OpenError`].
@@ -292,7 +290,6 @@ impl Stores {
         url: &str,
         limits: Arc<Limits>,
     ) -> Result<Box<dyn RemoteStore>, OpenError> {
-        let wrong = |why: String| OpenError::Url { url: self.config.url.to_string(), why };
         #[cfg(any(feature = "mysql", feature = "postgres", feature = "mongodb"))]
         let rows_options = || {
             let mut options = tidegate_store::DatabaseOptions::new(url);
@@ -305,30 +302,27 @@ impl Stores {
                 let mut options = tidegate_store::RedisOptions::new(url);
                 options.prefix = format!("{}:", self.config.prefix);
                 options.reserve = self.config.cluster == tidegate_policy::store::ClusterMode::Reserve;
-                let redis = tidegate_store::Redis::new(options, limits).map_err(|error| wrong(error.to_string()))?;
-                Ok(Box::new(redis))
+                self.boxed(tidegate_store::Redis::new(options, limits))
             }
             #[cfg(feature = "mysql")]
-            StoreEngine::MySql => {
-                let store =
-                    tidegate_store::MySql::new(limits, &rows_options()).map_err(|error| wrong(error.to_string()))?;
-                Ok(Box::new(store))
-            }
+            StoreEngine::MySql => self.boxed(tidegate_store::MySql::new(limits, &rows_options())),
             #[cfg(feature = "postgres")]
-            StoreEngine::Postgres => {
-                let store =
-                    tidegate_store::Postgres::new(limits, &rows_options()).map_err(|error| wrong(error.to_string()))?;
-                Ok(Box::new(store))
-            }
+            StoreEngine::Postgres => self.boxed(tidegate_store::Postgres::new(limits, &rows_options())),
             #[cfg(feature = "mongodb")]
-            StoreEngine::MongoDb => {
-                let store =
-                    tidegate_store::MongoDb::new(limits, &rows_options()).map_err(|error| wrong(error.to_string()))?;
-                Ok(Box::new(store))
-            }
+            StoreEngine::MongoDb => self.boxed(tidegate_store::MongoDb::new(limits, &rows_options())),
             #[allow(unreachable_patterns, reason = "a build with all of them misses none")]
             engine => Err(self.missing_feature(engine.feature())),
         }
+    }
+
+    #[cfg(feature = "remote")]
+    #[allow(dead_code, reason = "a build may have no engine")]
+    fn boxed<R: RemoteStore + 'static, E: std::fmt::Display>(
+        &self,
+        store: Result<R, E>,
+    ) -> Result<Box<dyn RemoteStore>, OpenError> {
+        let unusable = |error: E| OpenError::Url { url: self.config.url.to_string(), why: error.to_string() };
+        Ok(Box::new(store.map_err(unusable)?))
     }
 
     #[allow(dead_code, reason = "nothing is missing where all features are there")]

@@ -13,6 +13,8 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 
+use super::super::reply_body::{add_prefix_size, take_frame};
+
 /// The longest pause of a body that is collected. A longer pause means a stream, and the caller reads it as it arrives.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
@@ -95,38 +97,23 @@ impl<B: Body<Data = Bytes>> Body for CacheBody<B> {
             CacheBodyInner::Whole { bytes } => SizeHint::with_exact(bytes.len() as u64),
             CacheBodyInner::PassedThrough { body } => body.size_hint(),
             CacheBodyInner::PartlyRead { begun } => {
-                let next_frame =
-                    begun.next_frame.as_ref().and_then(|next| next.as_ref().ok()?.data_ref()).map_or(0, Bytes::len);
-                let (buffered, remaining) = ((begun.buffered.len() + next_frame) as u64, begun.remaining.size_hint());
-                let mut hint = SizeHint::new();
-                hint.set_lower(remaining.lower().saturating_add(buffered));
-                if let Some(upper) = remaining.upper() {
-                    hint.set_upper(upper.saturating_add(buffered));
-                }
-                hint
+                let next_frame = begun.next_frame.as_ref().and_then(|next| next.as_ref().ok()?.data_ref());
+                let buffered = begun.buffered.len() + next_frame.map_or(0, Bytes::len);
+                add_prefix_size(buffered, begun.remaining.size_hint())
             }
         }
     }
 }
 
-fn take_frame(bytes: &mut Bytes) -> Option<Frame<Bytes>> {
-    (!bytes.is_empty()).then(|| Frame::data(std::mem::take(bytes)))
-}
-
 /// The limit of the bytes that all bodies being collected take together.
 pub(super) struct BufferCapacity {
-    reserved: AtomicU64,
+    pub reserved: AtomicU64,
     max: u64,
 }
 
 impl BufferCapacity {
     pub(super) fn new(max: u64) -> Arc<Self> {
         Arc::new(Self { reserved: AtomicU64::new(0), max })
-    }
-
-    #[cfg(test)]
-    pub(super) fn reserved(&self) -> u64 {
-        self.reserved.load(Ordering::Relaxed)
     }
 }
 
@@ -141,13 +128,13 @@ impl BufferReservation {
     fn reserve(&mut self, bytes: usize) -> bool {
         let bytes = bytes as u64;
         let before = self.capacity.reserved.fetch_add(bytes, Ordering::Relaxed);
-        self.reserved += bytes;
-        if before.saturating_add(bytes) <= self.capacity.max {
-            return true;
+        let fits = before.saturating_add(bytes) <= self.capacity.max;
+        if fits {
+            self.reserved += bytes;
+        } else {
+            self.capacity.reserved.fetch_sub(bytes, Ordering::Relaxed);
         }
-        self.capacity.reserved.fetch_sub(bytes, Ordering::Relaxed);
-        self.reserved -= bytes;
-        false
+        fits
     }
 }
 
@@ -157,50 +144,39 @@ impl Drop for BufferReservation {
     }
 }
 
-/// The result of reading a body.
-pub(super) enum CollectResult<B: Body> {
-    /// The whole body.
-    Complete(Bytes),
-    /// It is too long, too slow, broken, or has frames other than data. It is to be passed on from its beginning.
-    Partial(CacheBody<B>),
-}
-
 /// Reads a body of at most `max` bytes within `time_left`.
+///
+/// # Errors
+/// The body is too long, too slow, broken, or has frames other than data. It is to be passed on from its beginning.
 pub(super) async fn collect<B: Body<Data = Bytes>>(
     body: B,
     max: usize,
     time_left: Duration,
-    room: &Arc<BufferCapacity>,
-) -> CollectResult<B> {
+    capacity: &Arc<BufferCapacity>,
+) -> Result<Bytes, CacheBody<B>> {
     if body.size_hint().lower() > max as u64 {
-        return CollectResult::Partial(CacheBody::pass_through(body));
+        return Err(CacheBody::pass_through(body));
     }
-    let mut reservation = BufferReservation { capacity: Arc::clone(room), reserved: 0 };
+    let mut reservation = BufferReservation { capacity: Arc::clone(capacity), reserved: 0 };
     let mut remaining = Box::pin(body);
     let mut buffered = Vec::new();
     let reading = async {
         loop {
             let frame = tokio::time::timeout(MAX_PAUSE, poll_fn(|context| remaining.as_mut().poll_frame(context)));
-            match frame.await.ok()?.transpose() {
-                Ok(None) => return Some(Ok(())),
-                Ok(Some(frame)) => match frame.data_ref() {
-                    Some(data) if data.len() <= max - buffered.len() && reservation.reserve(data.len()) => {
-                        buffered.extend_from_slice(data);
-                    }
-                    _ => return Some(Err(Ok(frame))),
-                },
-                Err(error) => return Some(Err(Err(error))),
+            let frame = frame.await.ok()?;
+            match frame.as_ref().and_then(|frame| frame.as_ref().ok()?.data_ref()) {
+                Some(data) if data.len() <= max - buffered.len() && reservation.reserve(data.len()) => {
+                    buffered.extend_from_slice(data);
+                }
+                _ => return Some(frame),
             }
         }
     };
-    let result = tokio::time::timeout(time_left, reading).await.ok().flatten();
+    let last_read = tokio::time::timeout(time_left, reading).await.ok().flatten();
     let buffered = Bytes::from(buffered.into_boxed_slice());
-    let next_frame = match result {
-        Some(Ok(())) => return CollectResult::Complete(buffered),
-        Some(Err(next_frame)) => Some(next_frame),
-        None => None,
-    };
-    CollectResult::Partial(CacheBody {
-        inner: CacheBodyInner::PartlyRead { begun: PartlyReadBody { buffered, next_frame, remaining } },
-    })
+    if let Some(None) = last_read {
+        return Ok(buffered);
+    }
+    let begun = PartlyReadBody { buffered, next_frame: last_read.flatten(), remaining };
+    Err(CacheBody { inner: CacheBodyInner::PartlyRead { begun } })
 }

@@ -6,19 +6,19 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{Extensions, HeaderMap, Request, Response, StatusCode, header};
+use http::response::Parts as ResponseParts;
+use http::{Extensions, HeaderMap, HeaderName, Request, Response, StatusCode, header};
 use http_body::Body;
 use moka::ops::compute::Op;
 use tidegate_core::{Clock, Time};
 use tidegate_policy::outbound::CacheRules;
 
-use super::super::CallErrorKind;
-use super::super::CallOptions;
-use super::body::{CollectResult, collect};
+use super::super::{CallErrorKind, CallOptions};
+use super::body::collect;
 use super::cached_reply::{CachedHead, CachedReply, CachedResource};
 use super::key::CacheKey;
 use super::request_directives::RequestDirectives;
-use super::single_flight::{FlightMember, FlightResult, JoinOutcome};
+use super::single_flight::{FlightMember, FlightResult};
 use super::{CacheBody, CacheCallError, CacheInner, CacheStatus, Origin, not_cached_response, with_status};
 
 /// The number of times that a call waits for others if their reply turns out to be another variant than its own.
@@ -59,21 +59,25 @@ pub(super) enum WaitOutcome<B: Body> {
 impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
     async fn look_up(&self) -> LookupResult {
         let resource = self.cache.replies.get(&self.resource_key).await.unwrap_or_default();
-        let cached = resource.replies().iter().find(|entry| self.matches_request(entry)).cloned();
+        let cached = resource.replies().iter().find(|cached| self.matches_request(cached)).cloned();
         // The next reply is likely to depend on the same headers as the newest.
-        let vary = resource.replies().first().map_or(&[][..], |newest| newest.vary());
-        let key = || self.cache.key_factory.variant_key(self.request_key, vary, &self.headers);
-        LookupResult { key: cached.as_ref().map_or_else(key, |entry| entry.key()), cached }
+        let vary = resource.replies().first().map_or(&[][..], |newest| &newest.head.vary);
+        let key = cached.as_ref().map_or_else(|| self.variant_key(vary), |cached| cached.key);
+        LookupResult { key, cached }
     }
 
     /// Returns true if it is the reply to this request, and not to another variant.
     fn matches_request(&self, cached: &CachedReply) -> bool {
-        self.cache.key_factory.variant_key(self.request_key, cached.vary(), &self.headers) == cached.key()
+        self.variant_key(&cached.head.vary) == cached.key
+    }
+
+    fn variant_key(&self, vary: &[HeaderName]) -> CacheKey {
+        self.cache.key_factory.variant_key(self.request_key, vary, &self.headers)
     }
 
     fn fresh_response<B: Body>(&self, found: &LookupResult) -> Option<Response<CacheBody<B>>> {
         let now = self.cache.clock.now();
-        let cached = found.cached.as_ref().filter(|entry| entry.is_fresh_for(&self.directives, now))?;
+        let cached = found.cached.as_ref().filter(|cached| cached.is_fresh_for(&self.directives, now))?;
         Some(with_status(cached.conditional_response(&self.headers, now), CacheStatus::Hit))
     }
 
@@ -90,30 +94,25 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
             if self.directives.no_cache || self.directives.is_conditional {
                 break;
             }
-            let member = match self.cache.single_flight.join(found.key, options.urgency.as_ref()) {
-                JoinOutcome::Full => break,
-                JoinOutcome::Leader(seat) => seat,
-                JoinOutcome::Follower(mut seat) => {
-                    self.origin.raise(seat.urgency(), options.lane);
-                    match tokio::time::timeout(self.time_left(), seat.wait_for_result()).await {
-                        Ok(None) => seat,
-                        Ok(Some(flight_result)) => {
-                            drop(seat);
-                            if let Some(reply) = self.response_from_flight(&flight_result) {
-                                return WaitOutcome::Answered(reply);
-                            }
-                            if !matches!(flight_result, FlightResult::Reply(_)) {
-                                break;
-                            }
-                            // The reply was for another variant. Its `Vary` is known now.
-                            found = self.look_up().await;
-                            continue;
-                        }
-                        // The call itself reports the timeout, as it does when no other call is under way.
-                        Err(_) => break,
+            let Some(mut member) = self.cache.single_flight.join(found.key, options.urgency.as_ref()) else { break };
+            if !member.is_leader {
+                self.origin.raise(member.urgency(), options.lane);
+                let waited = tokio::time::timeout(self.time_left(), member.wait_for_result()).await;
+                // The call itself reports the timeout, as it does when no other call is under way.
+                let Ok(flight_result) = waited else { break };
+                if let Some(flight_result) = flight_result {
+                    drop(member);
+                    if let Some(reply) = self.response_from_flight(&flight_result) {
+                        return WaitOutcome::Answered(reply);
                     }
+                    if !matches!(flight_result, FlightResult::Reply(_)) {
+                        break;
+                    }
+                    // The reply was for another variant. Its `Vary` is known now.
+                    found = self.look_up().await;
+                    continue;
                 }
-            };
+            }
             // Another call may have stored a reply between the lookup and becoming the leader.
             found = self.look_up().await;
             return match self.fresh_response(&found) {
@@ -127,15 +126,16 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
     /// The reply that another call fetched, if it is one for this request too.
     fn response_from_flight<B: Body>(&self, flight_result: &FlightResult) -> Option<Response<CacheBody<B>>> {
         let now = self.cache.clock.now();
-        let (FlightResult::Reply(cached) | FlightResult::Stale(cached)) = flight_result else { return None };
-        if !self.matches_request(cached) {
-            return None;
-        }
         match flight_result {
-            FlightResult::Stale(_) => cached
-                .can_serve_stale(&self.directives, now)
-                .then(|| with_status(cached.aged_response(now), CacheStatus::Stale)),
-            _ => Some(with_status(cached.original_response(), CacheStatus::Coalesced)),
+            FlightResult::Reply(cached) if self.matches_request(cached) => {
+                Some(with_status(cached.original_response(), CacheStatus::Coalesced))
+            }
+            FlightResult::Stale(cached)
+                if self.matches_request(cached) && cached.can_serve_stale(&self.directives, now) =>
+            {
+                Some(with_status(cached.aged_response(now), CacheStatus::Stale))
+            }
+            _ => None,
         }
     }
 
@@ -170,18 +170,15 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         let outcome = send(options, Request::from_parts(request, body)).await;
         let now = self.cache.clock.now();
         let stale_reply = stored_reply.filter(|cached| cached.can_serve_stale(&self.directives, now));
-        let (mut parts, body) = match outcome {
-            Ok(reply) => {
-                let (parts, body) = reply.into_parts();
-                match stale_reply.filter(|_| is_outage(&parts)) {
-                    Some(cached) => return Ok(self.serve_stale(cached, member, parts.extensions)),
-                    None => (parts, body),
-                }
+        let (mut parts, body) = match (outcome.map(Response::into_parts), stale_reply) {
+            (Ok((parts, _)), Some(cached)) if is_outage(&parts) => {
+                return Ok(self.serve_stale(cached, member, parts.extensions));
             }
-            Err(error) => {
-                if let Some(cached) = stale_reply.filter(|_| error.is_outage()) {
-                    return Ok(self.serve_stale(cached, member, Extensions::new()));
-                }
+            (Err(error), Some(cached)) if error.is_outage() => {
+                return Ok(self.serve_stale(cached, member, Extensions::new()));
+            }
+            (Ok(reply), _) => reply,
+            (Err(error), _) => {
                 if !error.is_call_specific() {
                     finish_flight(member, FlightResult::NotShareable);
                 }
@@ -230,15 +227,15 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         };
         match CachedHead::from_reply(&self.rules, &parts, now) {
             Some(head) => {
-                let fresh = self.store(head, cached.body().clone(), now).await;
+                let fresh = self.store(head, cached.body.clone(), now).await;
                 let reply = fresh.aged_response(now);
                 finish_flight(member, to_flight_result(fresh));
                 reply
             }
             None => {
-                self.replace_stored(cached.key(), None).await;
+                self.replace_stored(cached.key, None).await;
                 finish_flight(member, FlightResult::NotShareable);
-                Response::from_parts(parts, CacheBody::from_bytes(cached.body().clone()))
+                Response::from_parts(parts, CacheBody::from_bytes(cached.body.clone()))
             }
         }
     }
@@ -247,7 +244,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
     async fn store_fetched<B: Body<Data = Bytes>>(
         &self,
         key: CacheKey,
-        parts: &http::response::Parts,
+        parts: &ResponseParts,
         body: B,
         member: Option<FlightMember>,
         now: Time,
@@ -264,27 +261,22 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         // The reply to a HEAD gives the length of a body that it doesn't have.
         let length = parts.headers.get(header::CONTENT_LENGTH).filter(|_| !self.directives.is_head);
         let declared_length = length.and_then(|length| length.to_str().ok()?.parse().ok());
-        match collect(body, self.rules.max_body, self.time_left(), &self.cache.buffer_capacity).await {
-            CollectResult::Partial(body) => {
-                finish_flight(member, FlightResult::NotShareable);
-                body
-            }
-            CollectResult::Complete(bytes)
-                if declared_length.is_some_and(|length: u64| bytes.len() as u64 != length) =>
-            {
-                finish_flight(member, FlightResult::NotShareable);
-                CacheBody::from_bytes(bytes)
-            }
-            CollectResult::Complete(bytes) => {
-                finish_flight(member, to_flight_result(self.store(head, bytes.clone(), now).await));
-                CacheBody::from_bytes(bytes)
-            }
-        }
+        let (body, flight_result) =
+            match collect(body, self.rules.max_body, self.time_left(), &self.cache.buffer_capacity).await {
+                Ok(bytes) if declared_length.is_none_or(|length: u64| bytes.len() as u64 == length) => {
+                    let cached = self.store(head, bytes.clone(), now).await;
+                    (CacheBody::from_bytes(bytes), to_flight_result(cached))
+                }
+                Ok(bytes) => (CacheBody::from_bytes(bytes), FlightResult::NotShareable),
+                Err(body) => (body, FlightResult::NotShareable),
+            };
+        finish_flight(member, flight_result);
+        body
     }
 
     async fn store(&self, head: CachedHead, body: Bytes, now: Time) -> Arc<CachedReply> {
-        let key = self.cache.key_factory.variant_key(self.request_key, head.vary(), &self.headers);
-        let cached = Arc::new(head.into_reply(key, body));
+        let key = self.variant_key(&head.vary);
+        let cached = Arc::new(CachedReply { head, key, body });
         // The credential may have changed since the key was computed, if the call waited for long.
         let is_same_credential =
             self.cache.resource_key(self.origin, &self.rules, self.base_key).await == self.resource_key;
@@ -309,7 +301,7 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
 
 /// The reply in the form that waiting calls may get.
 fn to_flight_result(cached: Arc<CachedReply>) -> FlightResult {
-    if cached.is_shareable() { FlightResult::Reply(cached) } else { FlightResult::NotShareable }
+    if cached.head.no_cache { FlightResult::NotShareable } else { FlightResult::Reply(cached) }
 }
 
 fn finish_flight(member: Option<FlightMember>, flight_result: FlightResult) {
@@ -319,10 +311,10 @@ fn finish_flight(member: Option<FlightMember>, flight_result: FlightResult) {
 }
 
 /// Returns true if a reply says that the provider is unavailable.
-fn is_outage(reply: &http::response::Parts) -> bool {
+fn is_outage(reply: &ResponseParts) -> bool {
     reply.status.is_server_error() || reply.status == StatusCode::TOO_MANY_REQUESTS || is_failed_call(reply)
 }
 
-fn is_failed_call(reply: &http::response::Parts) -> bool {
+fn is_failed_call(reply: &ResponseParts) -> bool {
     reply.extensions.get::<CallErrorKind>().is_some()
 }

@@ -14,7 +14,9 @@ use tidegate_policy::outbound::CacheRules;
 
 use super::body::CacheBody;
 use super::key::CacheKey;
-use super::request_directives::{RequestDirectives, age_header, has_directive, is_not_modified, opaque_tag};
+use super::request_directives::{
+    RequestDirectives, age_header, has_directive, is_not_modified, list_items, opaque_tag,
+};
 
 /// The bytes that an entry takes besides its headers and its body: in the store, the policy and the allocator.
 const REPLY_OVERHEAD: usize = 1024;
@@ -71,9 +73,8 @@ const NOT_MODIFIED_HEADERS: [HeaderName; 8] = [
 pub(super) struct CachedResource(Arc<[Arc<CachedReply>]>);
 
 impl CachedResource {
-    /// The size in memory, in bytes.
     pub(super) fn size_bytes(&self) -> usize {
-        self.0.iter().map(|entry| entry.size_bytes()).sum()
+        self.0.iter().map(|reply| reply.size_bytes()).sum()
     }
 
     pub(super) fn replies(&self) -> &[Arc<CachedReply>] {
@@ -81,9 +82,9 @@ impl CachedResource {
     }
 
     /// Returns the resource with this reply, or none, instead of the one with that key.
-    pub(super) fn with_replaced(&self, key: CacheKey, entry: Option<Arc<CachedReply>>) -> Self {
-        let others = self.0.iter().filter(|entry| entry.key != key).cloned();
-        Self(entry.into_iter().chain(others).take(MAX_VARIANTS).collect())
+    pub(super) fn with_replaced(&self, key: CacheKey, reply: Option<Arc<CachedReply>>) -> Self {
+        let others = self.0.iter().filter(|other| other.key != key).cloned();
+        Self(reply.into_iter().chain(others).take(MAX_VARIANTS).collect())
     }
 }
 
@@ -91,7 +92,8 @@ impl CachedResource {
 pub(super) struct CachedHead {
     status: StatusCode,
     headers: HeaderMap,
-    vary: Arc<[HeaderName]>,
+    /// The headers of the request that the reply depends on.
+    pub vary: Arc<[HeaderName]>,
     policy: CachePolicy,
     stored_at: Time,
     /// The age of the reply when it arrived.
@@ -99,7 +101,8 @@ pub(super) struct CachedHead {
     fresh_until: Time,
     /// The time until which it may be served stale while the provider is unavailable. Zero if it never may.
     stale_until: Time,
-    no_cache: bool,
+    /// True if even calls that waited for it may not have it without revalidation.
+    pub no_cache: bool,
 }
 
 impl CachedHead {
@@ -114,12 +117,14 @@ impl CachedHead {
             return None;
         }
         let ttl = rules.ttl.filter(|_| reply.status.is_success());
+        let (mut selected, initial_age) = match ttl {
+            Some(ttl) => (ttl_headers(headers, ttl), Duration::ZERO),
+            None => (freshness_headers(headers), age_header(headers)),
+        };
+        selected.insert(header::AGE, HeaderValue::from(initial_age.as_secs()));
         let mut freshness_reply = Response::new(());
         *freshness_reply.status_mut() = reply.status;
-        *freshness_reply.headers_mut() =
-            ttl.map_or_else(|| freshness_headers(headers), |ttl| ttl_headers(headers, ttl));
-        let initial_age = if ttl.is_some() { Duration::ZERO } else { age_header(headers) };
-        freshness_reply.headers_mut().insert(header::AGE, HeaderValue::from(initial_age.as_secs()));
+        *freshness_reply.headers_mut() = selected;
         let options = CacheOptions { shared: rules.shared, ..CacheOptions::default() };
         let policy = CachePolicy::new_options(&http::Request::new(()), &freshness_reply, system_time(now), options);
         if !policy.is_storable() {
@@ -143,23 +148,14 @@ impl CachedHead {
             no_cache: no_cache && ttl.is_none(),
         })
     }
-
-    /// The headers of the request that the reply depends on.
-    pub(super) fn vary(&self) -> &Arc<[HeaderName]> {
-        &self.vary
-    }
-
-    /// Adds the body, under the key of its variant.
-    pub(super) fn into_reply(self, key: CacheKey, body: Bytes) -> CachedReply {
-        CachedReply { head: self, key, body }
-    }
 }
 
 /// A reply that is stored, or that several calls share.
 pub(super) struct CachedReply {
-    head: CachedHead,
-    key: CacheKey,
-    body: Bytes,
+    pub head: CachedHead,
+    /// The key of its variant.
+    pub key: CacheKey,
+    pub body: Bytes,
 }
 
 impl fmt::Debug for CachedReply {
@@ -172,18 +168,10 @@ impl fmt::Debug for CachedReply {
 }
 
 impl CachedReply {
-    pub(super) fn key(&self) -> CacheKey {
-        self.key
-    }
-
-    pub(super) fn vary(&self) -> &Arc<[HeaderName]> {
-        &self.head.vary
-    }
-
     fn size_bytes(&self) -> usize {
         // The policy holds a second copy of the headers that determine freshness.
-        let judged = freshness_headers(&self.head.headers);
-        let headers = self.head.headers.iter().chain(&judged);
+        let selected = freshness_headers(&self.head.headers);
+        let headers = self.head.headers.iter().chain(&selected);
         let headers = headers.map(|(name, value)| name.as_str().len() + value.len() + HEADER_OVERHEAD);
         REPLY_OVERHEAD + headers.sum::<usize>() + self.body.len()
     }
@@ -191,11 +179,6 @@ impl CachedReply {
     /// Returns true if it answers this request without revalidation.
     pub(super) fn is_fresh_for(&self, directives: &RequestDirectives, now: Time) -> bool {
         matches!(self.head.policy.before_request(directives, system_time(now)), BeforeRequest::Fresh(_))
-    }
-
-    /// Returns true if calls that waited for it may have it without revalidation.
-    pub(super) fn is_shareable(&self) -> bool {
-        !self.head.no_cache
     }
 
     /// Returns true if it may be served while the provider is unavailable.
@@ -246,10 +229,6 @@ impl CachedReply {
         Some(parts)
     }
 
-    pub(super) fn body(&self) -> &Bytes {
-        &self.body
-    }
-
     /// Returns the reply with its present age.
     pub(super) fn aged_response<B: Body>(&self, now: Time) -> Response<CacheBody<B>> {
         let mut reply = self.original_response();
@@ -273,10 +252,9 @@ impl CachedReply {
     pub(super) fn conditional_response<B: Body>(&self, request: &HeaderMap, now: Time) -> Response<CacheBody<B>> {
         let mut reply = self.aged_response(now);
         if self.head.status == StatusCode::OK && is_not_modified(request, &self.head.headers) {
-            let whole = std::mem::take(reply.headers_mut());
             *reply.status_mut() = StatusCode::NOT_MODIFIED;
-            *reply.headers_mut() = select_headers(&whole, &NOT_MODIFIED_HEADERS);
-            *reply.body_mut() = CacheBody::from_bytes(Bytes::new());
+            *reply.headers_mut() = select_headers(reply.headers(), &NOT_MODIFIED_HEADERS);
+            *reply.body_mut() = CacheBody::default();
         }
         reply
     }
@@ -284,13 +262,9 @@ impl CachedReply {
 
 /// Returns the headers that the reply depends on, in order. `None` if it depends on more than headers, or on too many.
 fn parse_vary(headers: &HeaderMap) -> Option<Arc<[HeaderName]>> {
-    let mut names = Vec::new();
-    for value in headers.get_all(header::VARY) {
-        for name in value.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|name| !name.is_empty())
-        {
-            names.push(HeaderName::from_bytes(name).ok().filter(|name| name.as_str() != "*")?);
-        }
-    }
+    let items = list_items(headers, header::VARY).filter(|name| !name.is_empty());
+    let parse_name = |name| HeaderName::from_bytes(name).ok().filter(|name| name.as_str() != "*");
+    let mut names = items.map(parse_name).collect::<Option<Vec<_>>>()?;
     names.sort_unstable_by(|one, other| one.as_str().cmp(other.as_str()));
     names.dedup();
     (names.len() <= MAX_VARY).then(|| names.into())
@@ -321,32 +295,29 @@ fn copy_value(value: &HeaderValue) -> HeaderValue {
 
 /// Returns the headers that determine freshness, as the provider sent them.
 fn freshness_headers(headers: &HeaderMap) -> HeaderMap {
-    let mut judged = select_headers(headers, &FRESHNESS_HEADERS);
-    if judged.contains_key(header::SET_COOKIE) {
-        judged.insert(header::SET_COOKIE, HeaderValue::from_static("set"));
+    let mut selected = select_headers(headers, &FRESHNESS_HEADERS);
+    if selected.contains_key(header::SET_COOKIE) {
+        selected.insert(header::SET_COOKIE, HeaderValue::from_static("set"));
     }
-    judged
+    selected
 }
 
 /// Returns headers that make a reply fresh for `ttl`, in whole seconds as HTTP counts, rounded up.
 fn ttl_headers(headers: &HeaderMap, ttl: Duration) -> HeaderMap {
     let secs = ttl.as_secs().saturating_add(u64::from(ttl.subsec_nanos() > 0));
-    let mut judged = select_headers(headers, &[header::ETAG, header::LAST_MODIFIED]);
+    let mut selected = select_headers(headers, &[header::ETAG, header::LAST_MODIFIED]);
     let value = HeaderValue::try_from(format!("public, max-age={secs}"));
-    judged.insert(header::CACHE_CONTROL, value.expect("invariant: letters and digits make a header's value"));
-    judged
+    selected.insert(header::CACHE_CONTROL, value.expect("invariant: letters and digits make a header's value"));
+    selected
 }
 
-/// Returns the headers that are stored.
 fn cacheable_headers(headers: &HeaderMap) -> HeaderMap {
     // `Connection` names other headers that concern the connection alone (RFC 9110 §7.6.1).
-    let connection = headers.get_all(header::CONNECTION);
-    let named = |name: &HeaderName| {
-        let mut names = connection.iter().flat_map(|value| value.as_bytes().split(|byte| *byte == b','));
-        names.any(|other| other.trim_ascii().eq_ignore_ascii_case(name.as_str().as_bytes()))
+    let is_named = |name: &HeaderName| {
+        list_items(headers, header::CONNECTION).any(|other| other.eq_ignore_ascii_case(name.as_str().as_bytes()))
     };
     let mut kept = HeaderMap::new();
-    for (name, value) in headers.iter().filter(|(name, _)| !UNCACHED_HEADERS.contains(name) && !named(name)) {
+    for (name, value) in headers.iter().filter(|(name, _)| !UNCACHED_HEADERS.contains(name) && !is_named(name)) {
         let name = HeaderName::from_bytes(name.as_str().as_bytes());
         kept.append(name.expect("invariant: these letters are a header's name already"), copy_value(value));
     }

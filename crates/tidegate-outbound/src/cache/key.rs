@@ -72,7 +72,6 @@ impl fmt::Debug for CacheKey {
     }
 }
 
-/// Computes keys.
 pub(super) struct CacheKeyFactory(SipHasher13);
 
 impl CacheKeyFactory {

@@ -46,15 +46,15 @@ impl RequestDirectives {
             }
         }
         let pragma = headers.get(header::PRAGMA).is_some_and(|value| value.as_bytes() == b"no-cache");
-        let anew = has_directive(headers, "no-cache") || pragma && !headers.contains_key(header::CACHE_CONTROL);
+        let no_cache = has_directive(headers, "no-cache") || pragma && !headers.contains_key(header::CACHE_CONTROL);
         Some(Self {
             directives,
             is_head: request.method == Method::HEAD,
             only_if_cached: has_directive(headers, "only-if-cached"),
-            no_cache: anew,
+            no_cache,
             is_conditional: headers.contains_key(header::IF_NONE_MATCH)
                 || headers.contains_key(header::IF_MODIFIED_SINCE),
-            limits_age: anew || has_directive(headers, "max-age") || has_directive(headers, "min-fresh"),
+            limits_age: no_cache || has_directive(headers, "max-age") || has_directive(headers, "min-fresh"),
         })
     }
 }
@@ -81,12 +81,16 @@ impl RequestLike for RequestDirectives {
 /// Returns true if `Cache-Control` has this directive. The contents of quoted strings count as directives too, which
 /// can only make caching stricter.
 pub(super) fn has_directive(headers: &HeaderMap, directive: &str) -> bool {
-    headers.get_all(header::CACHE_CONTROL).iter().flat_map(|value| value.as_bytes().split(|byte| *byte == b',')).any(
-        |part| {
-            let name = part.split(|byte| *byte == b'=').next().unwrap_or_default();
-            name.trim_ascii().eq_ignore_ascii_case(directive.as_bytes())
-        },
-    )
+    list_items(headers, header::CACHE_CONTROL).any(|item| {
+        let name = item.split(|byte| *byte == b'=').next().unwrap_or_default();
+        name.trim_ascii().eq_ignore_ascii_case(directive.as_bytes())
+    })
+}
+
+/// Returns the items of a header that is a list separated by commas, on all its lines.
+pub(super) fn list_items(headers: &HeaderMap, name: HeaderName) -> impl Iterator<Item = &[u8]> {
+    let lines = headers.get_all(name).iter();
+    lines.flat_map(|line| line.as_bytes().split(|byte| *byte == b',')).map(<[u8]>::trim_ascii)
 }
 
 /// Returns true if the caller's own copy is still valid. An entity tag is compared weakly (RFC 9110 §8.8.3.2). A date
@@ -94,11 +98,8 @@ pub(super) fn has_directive(headers: &HeaderMap, directive: &str) -> bool {
 pub(super) fn is_not_modified(request: &HeaderMap, reply: &HeaderMap) -> bool {
     if request.contains_key(header::IF_NONE_MATCH) {
         let Some(etag) = reply.get(header::ETAG) else { return false };
-        let mut tags = request
-            .get_all(header::IF_NONE_MATCH)
-            .iter()
-            .flat_map(|value| value.as_bytes().split(|byte| *byte == b','));
-        return tags.any(|tag| opaque_tag(tag) == opaque_tag(etag.as_bytes()) || tag.trim_ascii() == b"*");
+        return list_items(request, header::IF_NONE_MATCH)
+            .any(|tag| opaque_tag(tag) == opaque_tag(etag.as_bytes()) || tag == b"*");
     }
     let since = request.get(header::IF_MODIFIED_SINCE);
     since.is_some() && since == reply.get(header::LAST_MODIFIED)

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry as MapEntry;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::super::Urgency;
@@ -18,9 +18,9 @@ pub(super) const MAX_MEMBERS: usize = 1024;
 
 /// The calls that are under way, by the key of their reply.
 #[derive(Default)]
-pub(super) struct SingleFlight(Mutex<HashMap<CacheKey, FlightEntry>>);
+pub(super) struct SingleFlight(pub Mutex<HashMap<CacheKey, FlightEntry>>);
 
-struct FlightEntry {
+pub(super) struct FlightEntry {
     shared: Arc<SharedFlight>,
     members: usize,
 }
@@ -51,52 +51,33 @@ pub(super) enum FlightResult {
     NotShareable,
 }
 
-/// The result of joining a flight.
-pub(super) enum JoinOutcome {
-    /// This call leads.
-    Leader(FlightMember),
-    /// This call waits.
-    Follower(FlightMember),
-    /// The flight, or the number of flights, is at its limit.
-    Full,
-}
-
 impl SingleFlight {
-    fn lock(&self) -> MutexGuard<'_, HashMap<CacheKey, FlightEntry>> {
-        self.0.lock()
-    }
-
-    /// Joins the flight for this reply: waits with the others, or leads a new one. The leader's urgency handle becomes
-    /// the flight's, and later members raise it.
-    pub(super) fn join(self: &Arc<Self>, key: CacheKey, urgency: Option<&Urgency>) -> JoinOutcome {
-        let mut flights = self.lock();
-        let full = flights.len() >= MAX_FLIGHTS;
-        let new_member = |shared: &Arc<SharedFlight>, leads| FlightMember {
+    /// Joins the flight for this reply, or leads a new one. `None` if the flight, or the number of flights, is at its
+    /// limit. The leader's urgency handle becomes the flight's, and later members raise it.
+    pub(super) fn join(self: &Arc<Self>, key: CacheKey, urgency: Option<&Urgency>) -> Option<FlightMember> {
+        let mut flights = self.0.lock();
+        let is_full = flights.len() >= MAX_FLIGHTS;
+        let new_member = |shared: &Arc<SharedFlight>, is_leader| FlightMember {
             flights: Arc::clone(self),
             key,
             shared: Arc::clone(shared),
-            is_leader: leads,
+            is_leader,
         };
         match flights.entry(key) {
-            MapEntry::Occupied(place) if place.get().members >= MAX_MEMBERS => JoinOutcome::Full,
+            MapEntry::Occupied(entry) if entry.get().members >= MAX_MEMBERS => None,
             MapEntry::Occupied(mut entry) => {
                 entry.get_mut().members += 1;
-                JoinOutcome::Follower(new_member(&entry.get().shared, false))
+                Some(new_member(&entry.get().shared, false))
             }
-            MapEntry::Vacant(_) if full => JoinOutcome::Full,
-            MapEntry::Vacant(place) => {
+            MapEntry::Vacant(_) if is_full => None,
+            MapEntry::Vacant(entry) => {
                 let urgency = urgency.cloned().unwrap_or_default();
                 let shared = Arc::new(SharedFlight { urgency, state: watch::Sender::new(FlightState::HasLeader) });
-                let leader = new_member(&shared, true);
-                place.insert(FlightEntry { shared, members: 1 });
-                JoinOutcome::Leader(leader)
+                let leader = Some(new_member(&shared, true));
+                entry.insert(FlightEntry { shared, members: 1 });
+                leader
             }
         }
-    }
-
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
-        self.lock().len()
     }
 }
 
@@ -106,7 +87,7 @@ pub(super) struct FlightMember {
     flights: Arc<SingleFlight>,
     key: CacheKey,
     shared: Arc<SharedFlight>,
-    is_leader: bool,
+    pub is_leader: bool,
 }
 
 impl FlightMember {
@@ -133,38 +114,35 @@ impl FlightMember {
                 self.is_leader = true;
                 return None;
             }
-            state.changed().await.expect("invariant: this seat holds the sender");
+            state.changed().await.expect("invariant: this member holds the sender");
         }
     }
 
     /// Gives the result to all waiting members. A later call begins another flight.
     pub(super) fn finish(mut self, result: FlightResult) {
-        if self.is_leader {
-            self.is_leader = false;
-            let mut flights = self.flights.lock();
-            if let MapEntry::Occupied(entry) = flights.entry(self.key)
-                && Arc::ptr_eq(&entry.get().shared, &self.shared)
-            {
-                entry.remove();
-            }
-            drop(flights);
+        if std::mem::take(&mut self.is_leader) {
+            self.remove_flight_if(|_| true);
             self.shared.state.send_replace(FlightState::Finished(result));
+        }
+    }
+
+    /// Removes the flight if its entry meets a condition. A later flight with the same key stays as it is.
+    fn remove_flight_if(&self, is_over: impl FnOnce(&mut FlightEntry) -> bool) {
+        if let MapEntry::Occupied(mut entry) = self.flights.0.lock().entry(self.key)
+            && Arc::ptr_eq(&entry.get().shared, &self.shared)
+            && is_over(entry.get_mut())
+        {
+            entry.remove();
         }
     }
 }
 
 impl Drop for FlightMember {
     fn drop(&mut self) {
-        let mut flights = self.flights.lock();
-        if let MapEntry::Occupied(mut entry) = flights.entry(self.key)
-            && Arc::ptr_eq(&entry.get().shared, &self.shared)
-        {
-            entry.get_mut().members -= 1;
-            if entry.get().members == 0 {
-                entry.remove();
-            }
-        }
-        drop(flights);
+        self.remove_flight_if(|entry| {
+            entry.members -= 1;
+            entry.members == 0
+        });
         if self.is_leader {
             self.shared.state.send_replace(FlightState::NoLeader);
         }

@@ -22,7 +22,7 @@ use tidegate_policy::outbound::CacheRules;
 use tokio::time::{Instant, Sleep, sleep};
 
 use super::super::Urgency;
-use super::single_flight::JoinOutcome;
+use super::single_flight::FlightMember;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -115,7 +115,7 @@ impl CacheCallError for Failed {
 
 type Reply = Result<Response<Script>, Failed>;
 /// Returns the provider's reply to its n-th request, from 1.
-type Says = Box<dyn Fn(usize, &Parts) -> Reply + Send + Sync>;
+type Answers = Box<dyn Fn(usize, &Parts) -> Reply + Send + Sync>;
 
 /// A scripted provider that records its requests.
 struct Api {
@@ -125,14 +125,14 @@ struct Api {
     secret: Mutex<Option<&'static str>>,
     injects: Option<HeaderName>,
     latency: Duration,
-    says: Says,
+    answers: Answers,
     calls: AtomicUsize,
     seen: Mutex<Vec<(CallOptions, Parts)>>,
     raised: Mutex<Vec<(Urgency, Lane)>>,
 }
 
 impl Api {
-    fn new(says: impl Fn(usize, &Parts) -> Reply + Send + Sync + 'static) -> Self {
+    fn new(answers: impl Fn(usize, &Parts) -> Reply + Send + Sync + 'static) -> Self {
         Self {
             name: "tmdb",
             rules: Some(CacheRules::default()),
@@ -140,7 +140,7 @@ impl Api {
             secret: Mutex::default(),
             injects: None,
             latency: Duration::ZERO,
-            says: Box::new(says),
+            answers: Box::new(answers),
             calls: AtomicUsize::new(0),
             seen: Mutex::default(),
             raised: Mutex::default(),
@@ -180,7 +180,7 @@ impl Api {
         if tokio::time::timeout(timeout.unwrap_or(Duration::MAX), sleep(self.latency)).await.is_err() {
             return Err(Failed::Late);
         }
-        (self.says)(number, &parts)
+        (self.answers)(number, &parts)
     }
 }
 
@@ -275,13 +275,13 @@ async fn call_with(
 }
 
 /// The result of the next call of each of these.
-async fn told(cache: &Cache<Paused>, api: &Api, requests: Vec<Request<Full<Bytes>>>) -> Vec<(CacheStatus, String)> {
-    let mut told = Vec::new();
+async fn call_all(cache: &Cache<Paused>, api: &Api, requests: Vec<Request<Full<Bytes>>>) -> Vec<(CacheStatus, String)> {
+    let mut replies = Vec::new();
     for request in requests {
         let got = call(cache, api, request).await.unwrap();
-        told.push((got.by, got.body));
+        replies.push((got.by, got.body));
     }
-    told
+    replies
 }
 
 /// The key of the flight that calls to this path join while none of its replies is stored.
@@ -290,13 +290,13 @@ fn flight_to(cache: &Cache<Paused>, api: &Api, path: &str) -> CacheKey {
     keys.request_key(keys.base_key(api, &parts), &parts)
 }
 
-async fn pass(secs: u64) {
+async fn advance(secs: u64) {
     tokio::time::advance(Duration::from_secs(secs)).await;
 }
 
 /// True if calls have given back everything that they hold.
 fn is_at_rest(cache: &Cache<Paused>) -> bool {
-    cache.0.single_flight.len() == 0 && cache.0.buffer_capacity.reserved() == 0
+    cache.0.single_flight.0.lock().is_empty() && cache.0.buffer_capacity.reserved.load(Ordering::Relaxed) == 0
 }
 
 /// Polls all of these until all are done.

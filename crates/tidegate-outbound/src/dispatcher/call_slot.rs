@@ -15,23 +15,17 @@ pub(crate) enum CallSlot {
     Finished,
 }
 
+const NOT_OWNED: &str = "a call's task holds it until it waits, and from its turn to its end";
+
 impl CallSlot {
     pub(crate) fn call(&mut self) -> &mut Call {
-        match self {
-            Self::Owned(call) => call,
-            Self::Waiting(_) | Self::Finished => {
-                unreachable!("a call is held until it is parked, and from its turn to its end")
-            }
-        }
+        let Self::Owned(call) = self else { unreachable!("{NOT_OWNED}") };
+        call
     }
 
     pub(crate) fn take(&mut self) -> Call {
-        match std::mem::replace(self, Self::Finished) {
-            Self::Owned(call) => call,
-            Self::Waiting(_) | Self::Finished => {
-                unreachable!("a call is held until it is parked, and from its turn to its end")
-            }
-        }
+        let Self::Owned(call) = std::mem::replace(self, Self::Finished) else { unreachable!("{NOT_OWNED}") };
+        call
     }
 }
 

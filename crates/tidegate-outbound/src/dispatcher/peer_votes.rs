@@ -23,22 +23,21 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     /// half of the nodes. So a bad connection of one node doesn't stop the others.
     pub(crate) async fn run_vote_exchange(self: &Arc<Self>) {
         let (topic, reports_failure) = self.inspect(|state, now| {
-            let open = matches!(state.breaker.state(now), BreakerState::Open | BreakerState::HalfOpen);
-            let found =
-                open && state.breaker.generation() != self.peer_votes.tripped_generation.load(Ordering::Relaxed);
-            (Key::new(self.rules.key.hi(), !self.rules.key.lo()), found)
+            let is_open = matches!(state.breaker.state(now), BreakerState::Open | BreakerState::HalfOpen);
+            let tripped_generation = self.peer_votes.tripped_generation.load(Ordering::Relaxed);
+            let topic = Key::new(self.rules.key.hi(), !self.rules.key.lo());
+            (topic, is_open && state.breaker.generation() != tripped_generation)
         });
         let Some(votes) = self.store.vote(topic, reports_failure, self.clock.now()) else { return };
         let Some(votes) = votes.await else { return };
+        let had_majority = self.peer_votes.majority_failing.swap(votes.has_majority(), Ordering::Relaxed);
         // Only once per majority: old votes of others must not stop a node that has seen the provider recover.
-        if votes.has_majority() && !self.peer_votes.majority_failing.swap(true, Ordering::Relaxed) {
+        if votes.has_majority() && !had_majority {
             self.run_step(|StepContext { state, rng, .. }, now| {
                 if state.breaker.trip(now, rng) {
                     self.peer_votes.tripped_generation.store(state.breaker.generation(), Ordering::Relaxed);
                 }
             });
-        } else if !votes.has_majority() {
-            self.peer_votes.majority_failing.store(false, Ordering::Relaxed);
         }
     }
 }

@@ -5,7 +5,7 @@ use tidegate_core::Span;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::{Class, TransportFault};
 
-use super::super::{AttemptClassifier, TargetError};
+use super::super::TargetError;
 
 /// The reason why a login gave no token. Contains nothing that was sent or received.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -43,8 +43,9 @@ pub enum LoginError {
 
 impl LoginError {
     /// The report for the attempt that needed the token. Nothing of its request was sent.
-    pub(crate) fn attempt_report(&self, judge: &AttemptClassifier) -> AttemptReport {
-        let unsent = judge.classify_fault(TransportFault::Unsent, None);
+    pub(crate) fn attempt_report(&self) -> AttemptReport {
+        let fault = TransportFault::Unsent;
+        let unsent = AttemptReport { is_repeatable: true, ..AttemptReport::new(fault.class(), fault.delivery()) };
         match *self {
             Self::NoReply(_) => unsent,
             Self::Refused { class, retry_after, .. } => AttemptReport { class, retry_after, ..unsent },

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tidegate_core::retry::TransportFault;
 use tidegate_core::{Span, Time};
 use tidegate_policy::Secret;
@@ -20,32 +20,17 @@ const EARLY_REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 /// A token and its validity.
 #[derive(Clone, Debug)]
 pub(crate) struct LoginToken {
-    secret: Arc<Secret>,
+    /// The secret that is sent in the credential's place.
+    pub secret: Arc<Secret>,
     /// The credential that the token was issued for. The slot's credential may have changed since.
-    credential: Secret,
-    /// The number of the login that gave it, which distinguishes a rejected token from its successor.
+    pub(super) credential: Secret,
+    /// The number of the login that gave it, which distinguishes a rejected token from its successor. 0 until the login
+    /// is recorded.
     pub(super) login_number: u64,
     /// The time when it replaced a rejected token; `None` if it didn't.
-    replaced_at: Option<Time>,
-    refresh_at: Time,
-    expires_at: Time,
-}
-
-impl LoginToken {
-    /// The secret that is sent in the credential's place.
-    pub(crate) fn secret(&self) -> &Arc<Secret> {
-        &self.secret
-    }
-}
-
-/// The token that a login gave.
-pub(super) struct NewToken {
-    pub secret: Secret,
-    pub credential: Secret,
-    pub refresh_at: Time,
-    pub expires_at: Time,
-    /// True if it replaces a rejected token.
-    pub replaces_rejected: bool,
+    pub(super) replaced_at: Option<Time>,
+    pub(super) refresh_at: Time,
+    pub(super) expires_at: Time,
 }
 
 /// The login state of one credential.
@@ -69,12 +54,12 @@ impl TokenSlot {
         &self,
         credential: &Secret,
         now: Time,
-        login: impl Future<Output = Result<NewToken, LoginError>>,
+        login: impl Future<Output = Result<LoginToken, LoginError>>,
     ) -> Result<LoginToken, LoginError> {
         let is_by = |token: &LoginToken| token.credential.matches(credential.expose().as_bytes());
         let usable_token =
             |state: &TokenState| state.token.clone().filter(|token| now < token.expires_at && is_by(token));
-        let Some(token) = usable_token(&self.state()) else {
+        let Some(token) = usable_token(&self.state.lock()) else {
             return self.wait_or_log_in(now, usable_token, login).await;
         };
         if now < token.refresh_at {
@@ -83,7 +68,7 @@ impl TokenSlot {
         let Ok(_turn) = self.login_lock.try_lock() else { return Ok(token) };
         {
             // Another call's login may have ended between the first check and the lock.
-            let state = self.state();
+            let state = self.state.lock();
             let renewed = usable_token(&state).filter(|found| found.login_number > token.login_number);
             if renewed.is_some() || state.recent_failure(now).is_some() {
                 return Ok(renewed.unwrap_or(token));
@@ -105,16 +90,17 @@ impl TokenSlot {
         &self,
         rejected: &LoginToken,
         now: Time,
-        login: impl Future<Output = Result<NewToken, LoginError>>,
+        login: impl Future<Output = Result<LoginToken, LoginError>>,
     ) -> Result<LoginToken, LoginError> {
         let usable_token =
             |state: &TokenState| state.token.clone().filter(|token| token.login_number > rejected.login_number);
-        if usable_token(&self.state()).is_none()
+        if usable_token(&self.state.lock()).is_none()
             && rejected.replaced_at.is_some_and(|at| now.since(at) < MIN_RETRY_INTERVAL)
         {
             return Err(LoginError::TokenRejected);
         }
-        self.wait_or_log_in(now, usable_token, async { Ok(NewToken { replaces_rejected: true, ..login.await? }) }).await
+        let login = async { Ok(LoginToken { replaced_at: Some(now), ..login.await? }) };
+        self.wait_or_log_in(now, usable_token, login).await
     }
 
     /// Waits for the login that is under way, or performs this one.
@@ -122,12 +108,12 @@ impl TokenSlot {
         &self,
         now: Time,
         usable_token: impl Fn(&TokenState) -> Option<LoginToken>,
-        login: impl Future<Output = Result<NewToken, LoginError>>,
+        login: impl Future<Output = Result<LoginToken, LoginError>>,
     ) -> Result<LoginToken, LoginError> {
-        let finished_before = self.state().finished_logins;
+        let finished_before = self.state.lock().finished_logins;
         let _turn = self.login_lock.lock().await;
         {
-            let state = self.state();
+            let state = self.state.lock();
             if let Some(token) = usable_token(&state) {
                 return Ok(token);
             }
@@ -141,32 +127,12 @@ impl TokenSlot {
     }
 
     /// Records the result of a login.
-    fn record_login(&self, result: Result<NewToken, LoginError>, now: Time) -> Result<LoginToken, LoginError> {
-        let mut state = self.state();
+    fn record_login(&self, result: Result<LoginToken, LoginError>, now: Time) -> Result<LoginToken, LoginError> {
+        let mut state = self.state.lock();
         state.finished_logins += 1;
-        match result {
-            Ok(NewToken { secret, credential: by, refresh_at, expires_at, replaces_rejected: replaces }) => {
-                let (secret, replaced_at) = (Arc::new(secret), replaces.then_some(now));
-                let token = LoginToken {
-                    secret,
-                    credential: by,
-                    login_number: state.finished_logins,
-                    replaced_at,
-                    refresh_at,
-                    expires_at,
-                };
-                state.last_failure = None;
-                Ok(state.token.insert(token).clone())
-            }
-            Err(error) => {
-                state.last_failure = Some((error.clone(), now));
-                Err(error)
-            }
-        }
-    }
-
-    fn state(&self) -> MutexGuard<'_, TokenState> {
-        self.state.lock()
+        state.last_failure = result.as_ref().err().map(|error| (error.clone(), now));
+        let token = LoginToken { login_number: state.finished_logins, ..result? };
+        Ok(state.token.insert(token).clone())
     }
 }
 

@@ -145,19 +145,16 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 fn parse(path: &Path, bytes: &[u8]) -> Result<SnapshotDocument, SnapshotError> {
-    let path = || path.to_owned();
-    // Only the position of serde's error is reported: its message repeats contents of the file, which may be anything.
-    let broken = |error: serde_json::Error| match error.classify() {
-        serde_json::error::Category::Data => None,
-        _ => Some(SnapshotError::Broken { path: path(), line: error.line(), column: error.column() }),
-    };
-    match serde_json::from_slice(bytes) {
-        Ok(FormatMarker { tidegate_outbound: Some(VERSION) }) => serde_json::from_slice(bytes)
-            .map_err(|error| SnapshotError::Broken { path: path(), line: error.line(), column: error.column() }),
-        Ok(FormatMarker { tidegate_outbound: Some(found) }) if found > VERSION => {
-            Err(SnapshotError::Newer { path: path(), found })
-        }
-        Ok(_) => Err(SnapshotError::Foreign { path: path() }),
-        Err(error) => Err(broken(error).unwrap_or_else(|| SnapshotError::Foreign { path: path() })),
+    let path = path.to_owned();
+    match serde_json::from_slice(bytes).map(|FormatMarker { tidegate_outbound }| tidegate_outbound) {
+        Ok(Some(VERSION)) => serde_json::from_slice(bytes).map_err(|error| broken(path, &error)),
+        Ok(Some(found)) if found > VERSION => Err(SnapshotError::Newer { path, found }),
+        Err(error) if !error.is_data() => Err(broken(path, &error)),
+        Ok(_) | Err(_) => Err(SnapshotError::Foreign { path }),
     }
+}
+
+/// Only the position of serde's error is reported: its message repeats contents of the file, which may be anything.
+fn broken(path: PathBuf, error: &serde_json::Error) -> SnapshotError {
+    SnapshotError::Broken { path, line: error.line(), column: error.column() }
 }

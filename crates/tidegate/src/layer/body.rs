@@ -22,16 +22,16 @@ pub(super) struct RenewedPermit {
 
 impl RenewedPermit {
     pub(super) fn start_renewal<S: Store, C: Clock>(guard: PermitGuard<S, C>) -> Self {
-        let hold = Arc::new(guard);
-        let weak_guard = Arc::downgrade(&hold);
+        let guard = Arc::new(guard);
+        let weak_guard = Arc::downgrade(&guard);
         let task = tokio::spawn(async move {
             loop {
                 tokio::time::sleep(PermitGuard::<S, C>::RENEW_INTERVAL.as_duration()).await;
-                let Some(hold) = weak_guard.upgrade() else { return };
-                hold.renew();
+                let Some(guard) = weak_guard.upgrade() else { return };
+                guard.renew();
             }
         });
-        Self { _guard: hold, renewal_task: task.abort_handle() }
+        Self { _guard: guard, renewal_task: task.abort_handle() }
     }
 }
 

@@ -274,10 +274,9 @@ impl<C: Clock> LimitQueue<C> {
             }
         };
         match self.limiter.peek_cost(&(), cost) {
-            LimiterDecision::Admitted if extra_wait.is_zero() => LimiterDecision::Admitted,
-            LimiterDecision::Admitted => LimiterDecision::RetryAfter(extra_wait),
+            LimiterDecision::Admitted if !extra_wait.is_zero() => LimiterDecision::RetryAfter(extra_wait),
             LimiterDecision::RetryAfter(wait) => LimiterDecision::RetryAfter(wait + extra_wait),
-            LimiterDecision::Never => LimiterDecision::Never,
+            decision => decision,
         }
     }
 }

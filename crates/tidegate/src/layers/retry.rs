@@ -48,11 +48,6 @@ use super::{Classifier, RepeatAll, RepeatPolicy};
 /// ```
 #[derive(Clone, Debug)]
 pub struct RetryLayer<J, P = RepeatAll, C = SystemClock> {
-    config: RetryLayerConfig<J, P, C>,
-}
-
-#[derive(Clone, Debug)]
-struct RetryLayerConfig<J, P, C> {
     retry: Retry,
     budget: Option<Arc<Budget>>,
     timeout: Option<Span>,
@@ -72,7 +67,7 @@ impl<J> RetryLayer<J> {
 impl<J, C: Clock> RetryLayer<J, RepeatAll, C> {
     /// [`RetryLayer::new`] with a clock of your own.
     pub fn with_clock(retry: Retry, budget: Option<Arc<Budget>>, classifier: J, clock: C) -> Self {
-        Self { config: RetryLayerConfig { retry, budget, timeout: None, classifier, repeat_policy: RepeatAll, clock } }
+        Self { retry, budget, timeout: None, classifier, repeat_policy: RepeatAll, clock }
     }
 }
 
@@ -81,15 +76,15 @@ impl<J, P, C> RetryLayer<J, P, C> {
     /// inside of this layer for that. Default none.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.config.timeout = Some(Span::from_duration(timeout));
+        self.timeout = Some(Span::from_duration(timeout));
         self
     }
 
     /// Sets the policy that decides which requests can be sent again, and copies them. Default [`RepeatAll`]: all.
     #[must_use]
     pub fn repeat_policy<Q>(self, repeat_policy: Q) -> RetryLayer<J, Q, C> {
-        let RetryLayerConfig { retry, budget, timeout, classifier, clock, .. } = self.config;
-        RetryLayer { config: RetryLayerConfig { retry, budget, timeout, classifier, repeat_policy, clock } }
+        let Self { retry, budget, timeout, classifier, clock, .. } = self;
+        RetryLayer { retry, budget, timeout, classifier, repeat_policy, clock }
     }
 }
 
@@ -97,10 +92,8 @@ impl<I, J: Clone, P: Clone, C: Clone> Layer<I> for RetryLayer<J, P, C> {
     type Service = RetryService<I, J, P, C>;
 
     fn layer(&self, inner: I) -> Self::Service {
-        RetryService {
-            inner,
-            shared: Arc::new(RetryServiceInner { config: self.config.clone(), rng: SharedRng::default() }),
-        }
+        let shared = RetryServiceInner { layer: self.clone(), rng: SharedRng::default() };
+        RetryService { inner, shared: Arc::new(shared) }
     }
 }
 
@@ -113,7 +106,7 @@ pub struct RetryService<I, J, P = RepeatAll, C = SystemClock> {
 
 #[derive(Debug)]
 struct RetryServiceInner<J, P, C> {
-    config: RetryLayerConfig<J, P, C>,
+    layer: RetryLayer<J, P, C>,
     rng: SharedRng,
 }
 
@@ -147,8 +140,7 @@ where
         let fresh = self.inner.clone();
         let inner = std::mem::replace(&mut self.inner, fresh);
         let shared = Arc::clone(&self.shared);
-        let timeout = shared.config.timeout;
-        let deadline = timeout.map_or(Time::NEVER, |timeout| shared.config.clock.now() + timeout);
+        let deadline = shared.layer.timeout.map_or(Time::NEVER, |timeout| shared.layer.clock.now() + timeout);
         Box::pin(async move { shared.run(inner, request, deadline).await })
     }
 }
@@ -161,7 +153,7 @@ impl<J, P, C: Clock> RetryServiceInner<J, P, C> {
         J: Classifier<I::Response, I::Error>,
         P: RepeatPolicy<Req>,
     {
-        let RetryLayerConfig { retry, budget, classifier, repeat_policy, clock, .. } = &self.config;
+        let RetryLayer { retry, budget, classifier, repeat_policy, clock, .. } = &self.layer;
         let budget = budget.as_deref();
         let mut retry_tracker = RetryTracker::new(deadline);
         let mut budget_guard = BudgetGuard(None);

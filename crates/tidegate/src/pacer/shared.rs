@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use tidegate_core::pacer::{PaceStep, PacerMetrics, PacerState};
@@ -18,10 +18,11 @@ use tidegate_core::{
     PacerSpec, SharedPacerRules, Sharing, Span, Time, Verb,
 };
 use tidegate_policy::{KeySeed, limit_tag};
+use tidegate_runtime::random::random_u64;
 use tidegate_store::{AnyStore, Store, StoreError, StoreResponse};
 use tokio::runtime::Handle;
 
-use tidegate_runtime::random::random_u64;
+use crate::OpenError;
 
 /// The largest number of workers that are counted.
 const MAX_WORKERS: u64 = 4096;
@@ -47,7 +48,6 @@ fn limits(name: &str, rules: SharedPacerRules) -> Result<Limits, LimitError> {
     ])
 }
 
-/// The ids of the two limits.
 fn limit_ids() -> (LimitId, LimitId) {
     (LimitId::FIRST, LimitId::from_index(1).expect("invariant: a plan holds more than two"))
 }
@@ -78,13 +78,13 @@ struct CachedPace {
 
 impl SharedPace {
     /// A pace with this name, in the store that `open` opens for the necessary limits.
-    pub(crate) fn open<E: From<PacerError> + From<LimitError>>(
+    pub(crate) fn open(
         spec: PacerSpec,
         name: &str,
         seed: &KeySeed,
         clock: impl Clock,
-        open: impl FnOnce(Limits) -> Result<AnyStore, E>,
-    ) -> Result<Self, E> {
+        open: impl FnOnce(Limits) -> Result<AnyStore, OpenError>,
+    ) -> Result<Self, OpenError> {
         let rules = SharedPacerRules::new(spec)?;
         let cached = CachedPace {
             state: PacerState::default(),
@@ -109,11 +109,6 @@ impl SharedPace {
         Ok(self.rules == SharedPacerRules::new(spec)?)
     }
 
-    fn lock_cached(&self) -> MutexGuard<'_, CachedPace> {
-        // No code panics under this lock and leaves it half updated.
-        self.cached.lock()
-    }
-
     /// Applies the store's answer to a report, and returns the resulting wait.
     fn apply_answer(&self, call: PaceReport, answer: Result<Outcomes, StoreError>) -> Duration {
         let now = self.clock.now();
@@ -121,8 +116,8 @@ impl SharedPace {
             Ok([pace, workers]) => Some((PaceStep::from_outcome(pace), workers.used.clamp(1, MAX_WORKERS) as u32)),
             _ => None,
         };
-        let (wait, missed) =
-            self.lock_cached().update(&self.rules, call, step, self.local_workers.load(Ordering::Relaxed), now);
+        let local_workers = self.local_workers.load(Ordering::Relaxed);
+        let (wait, missed) = self.cached.lock().update(&self.rules, call, step, local_workers, now);
         if let Some(missed) = missed {
             self.store.submit(&Batch::with_op(0, Op::new(limit_ids().0, Verb::Debit, self.key, missed)), now);
         }
@@ -130,7 +125,7 @@ impl SharedPace {
     }
 
     fn maintain_store(&self, now: Time) {
-        let mut cached = self.lock_cached();
+        let mut cached = self.cached.lock();
         let is_due = now.since(cached.maintained_at) >= MAINTENANCE_INTERVAL || now < cached.maintained_at;
         if is_due {
             cached.maintained_at = now;
@@ -209,11 +204,8 @@ impl PaceWorker {
                 let Some(runtime) = &self.pace.runtime else { return self.pace.apply_answer(call, answer.await) };
                 let pace = Arc::clone(&self.pace);
                 let task = runtime.spawn(async move { pace.apply_answer(call, answer.await) });
-                match task.await {
-                    Ok(wait) => wait,
-                    // The runtime of the store has shut down.
-                    Err(_) => self.pace.apply_answer(call, Err(StoreError::Unavailable)),
-                }
+                // An error means that the runtime of the store has shut down.
+                task.await.unwrap_or_else(|_| self.pace.apply_answer(call, Err(StoreError::Unavailable)))
             }
         }
     }
@@ -234,13 +226,13 @@ impl PaceWorker {
     }
 
     fn new_report(&self, failed: bool) -> PaceReport {
-        PaceReport { failed, draw: self.pace.lock_cached().rng.next_u32() }
+        PaceReport { failed, draw: self.pace.cached.lock().rng.next_u32() }
     }
 
     fn send_report(&self, PaceReport { failed, draw }: PaceReport) -> StoreResponse<<AnyStore as Store>::Future> {
-        let SharedPace { store, key, clock, local_workers: own_workers, .. } = &*self.pace;
+        let SharedPace { store, key, clock, local_workers, .. } = &*self.pace;
         if !self.is_counted.swap(true, Ordering::Relaxed) {
-            own_workers.fetch_add(1, Ordering::Relaxed);
+            local_workers.fetch_add(1, Ordering::Relaxed);
         }
         let now = clock.now();
         self.pace.maintain_store(now);
@@ -259,15 +251,15 @@ impl PaceWorker {
     }
 
     pub(super) fn interval(&self) -> Duration {
-        self.pace.lock_cached().state.wait()
+        self.pace.cached.lock().state.wait()
     }
 
     pub(super) fn workers(&self) -> u32 {
-        self.pace.lock_cached().workers
+        self.pace.cached.lock().workers
     }
 
     pub(super) fn metrics(&self) -> PacerMetrics {
-        self.pace.lock_cached().metrics
+        self.pace.cached.lock().metrics
     }
 }
 
@@ -283,8 +275,8 @@ impl Drop for PaceWorker {
         if !*self.is_counted.get_mut() {
             return;
         }
-        let SharedPace { store, key, clock, local_workers: own_workers, runtime, .. } = &*self.pace;
-        own_workers.fetch_sub(1, Ordering::Relaxed);
+        let SharedPace { store, key, clock, local_workers, runtime, .. } = &*self.pace;
+        local_workers.fetch_sub(1, Ordering::Relaxed);
         let release = Batch::with_op(self.holder, Op::new(limit_ids().1, Verb::Release, *key, 1));
         if let (StoreResponse::Pending(answer), Some(runtime)) = (store.apply(&release, clock.now()), runtime) {
             // The pace must outlive the request, because the store is dropped with its last worker.
@@ -301,7 +293,6 @@ impl Drop for PaceWorker {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::OpenError;
     use tidegate_runtime::clock::ManualClock;
     use tidegate_store::Memory;
 
@@ -311,7 +302,7 @@ mod tests {
     async fn a_pace_is_retained_while_workers_wait() {
         for (renews, remembered) in [(true, true), (false, false)] {
             let clock = ManualClock::default();
-            let open = |limits: Limits| Ok::<_, OpenError>(AnyStore::Memory(Memory::new(Arc::new(limits), 1 << 20)));
+            let open = |limits: Limits| Ok(AnyStore::Memory(Memory::new(Arc::new(limits), 1 << 20)));
             let spec = PacerSpec::default();
             let together = SharedPace::open(spec, "api", &KeySeed::new([1; 16]), clock.clone(), open).unwrap();
             let worker = PaceWorker::new(Arc::new(together));

@@ -1,7 +1,5 @@
 //! Short texts, built on the stack.
 
-use std::fmt;
-
 /// A text that is built from pieces: on the stack up to `N` bytes, beyond that on the heap.
 pub(super) struct SmallBuffer<const N: usize> {
     buffer: [u8; N],
@@ -41,55 +39,23 @@ impl<const N: usize> SmallBuffer<N> {
         self.put(DecimalDigits::from_number(number).as_bytes());
     }
 
-    /// Appends a number in decimal, or `null`.
-    #[inline]
-    pub(super) fn put_optional(&mut self, number: Option<u64>) {
-        match number {
-            Some(number) => self.put_number(number),
-            None => self.put(b"null"),
-        }
-    }
-
     #[inline]
     pub(super) fn as_bytes(&self) -> &[u8] {
         if self.spill.is_empty() { &self.buffer[..self.used] } else { &self.spill }
     }
 }
 
-/// A quoted string of RFC 9651 §3.3.3. `?` replaces the characters that it can't contain.
-pub(super) struct QuotedString<'a>(pub(super) &'a str);
-
-impl fmt::Display for QuotedString<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use fmt::Write as _;
-        f.write_char('"')?;
-        for char in self.0.chars() {
-            match char {
-                '"' | '\\' => write!(f, "\\{char}")?,
-                ' '..='~' => f.write_char(char)?,
-                _ => f.write_char('?')?,
-            }
+/// Quotes a string as RFC 9651 §3.3.3 says. `?` replaces the characters that it can't contain.
+pub(super) fn quoted_string(text: &str) -> String {
+    let mut quoted = String::from('"');
+    for letter in text.chars() {
+        match letter {
+            '"' | '\\' => quoted.extend(['\\', letter]),
+            ' '..='~' => quoted.push(letter),
+            _ => quoted.push('?'),
         }
-        f.write_char('"')
     }
-}
-
-/// A JSON string, with its quotes.
-pub(super) struct JsonString<'a>(pub(super) &'a str);
-
-impl fmt::Display for JsonString<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use fmt::Write as _;
-        f.write_char('"')?;
-        for char in self.0.chars() {
-            match char {
-                '"' | '\\' => write!(f, "\\{char}")?,
-                char if u32::from(char) < 0x20 => write!(f, "\\u{:04x}", u32::from(char))?,
-                _ => f.write_char(char)?,
-            }
-        }
-        f.write_char('"')
-    }
+    quoted + "\""
 }
 
 /// The digits of `00` to `99`. Pairs of digits halve the number of divisions.

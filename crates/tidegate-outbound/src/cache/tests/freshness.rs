@@ -7,10 +7,10 @@ use super::*;
 async fn a_cached_reply_is_served_while_fresh() {
     let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60"), ("age", "10")]));
     assert_eq!(call(&cache, &api, get("/movie/603")).await.unwrap().by, Miss);
-    pass(49).await;
+    advance(49).await;
     let got = call(&cache, &api, get("/movie/603")).await.unwrap();
     assert_eq!((got.by, got.body.as_str(), got.header("age")), (Hit, "reply 1", Some("59")));
-    pass(1).await;
+    advance(1).await;
     let got = call(&cache, &api, get("/movie/603")).await.unwrap();
     assert_eq!((got.by, got.body.as_str()), (Miss, "reply 2"));
     assert_eq!(call(&cache, &api, get("/movie/604")).await.unwrap().by, Miss);
@@ -49,9 +49,9 @@ async fn an_unlimited_ttl_applies_to_successes_only() {
         Ok(reply(status, &[], format!("reply {number}")))
     });
     let api = api.ruled(|rules| rules.ttl = Some(Duration::MAX));
-    told(&cache, &api, vec![get("/there"), get("/gone")]).await;
-    pass(50 * 365 * 86_400).await;
-    let again = told(&cache, &api, vec![get("/there"), get("/gone")]).await;
+    call_all(&cache, &api, vec![get("/there"), get("/gone")]).await;
+    advance(50 * 365 * 86_400).await;
+    let again = call_all(&cache, &api, vec![get("/there"), get("/gone")]).await;
     assert_eq!(again, [(Hit, "reply 1".to_owned()), (Miss, "reply 3".to_owned())]);
 }
 
@@ -74,14 +74,14 @@ async fn a_304_makes_a_stale_reply_fresh() {
         Ok(reply)
     });
     call(&cache, &api, get("/")).await.unwrap();
-    pass(60).await;
+    advance(60).await;
     let got = call(&cache, &api, get("/")).await.unwrap();
     assert_eq!((got.status, got.by, got.body.as_str()), (200, Hit, "reply 1"));
     assert_eq!((got.header("age"), got.header("x-seen")), (Some("0"), Some("2")));
     assert_eq!(got.headers.get_all(header::LINK).iter().count(), 2, "a header with several values keeps them all");
     assert_eq!(api.saw("if-none-match").as_deref(), Some("\"v1\""));
     assert_eq!(api.saw("if-modified-since").as_deref(), Some("Thu, 01 Jan 2026 00:00:00 GMT"));
-    pass(59).await;
+    advance(59).await;
     assert_eq!(call(&cache, &api, get("/")).await.unwrap().by, Hit);
     assert_eq!(api.calls(), 2);
 }
@@ -97,7 +97,7 @@ async fn a_contradicting_304_evicts_the_cached_reply() {
             Ok(reply(200, &[("cache-control", "max-age=60"), ("etag", "W/\"v1\"")], format!("reply {number}")))
         });
         call(&cache, &api, get("/")).await.unwrap();
-        pass(60).await;
+        advance(60).await;
         assert_eq!(call(&cache, &api, get("/")).await.unwrap().body, "reply 1", "{header}");
         call(&cache, &api, get("/")).await.unwrap();
         assert_eq!(api.calls(), calls_then, "{header}");
@@ -108,9 +108,9 @@ async fn a_contradicting_304_evicts_the_cached_reply() {
 async fn a_changed_reply_replaces_the_stale_one() {
     let (cache, api) = (cache(), Api::with(&[("cache-control", "max-age=60"), ("etag", "\"v\"")]));
     call(&cache, &api, get("/")).await.unwrap();
-    pass(60).await;
-    let told = told(&cache, &api, vec![get("/"), get("/")]).await;
-    assert_eq!(told, [(Miss, "reply 2".to_owned()), (Hit, "reply 2".to_owned())]);
+    advance(60).await;
+    let replies = call_all(&cache, &api, vec![get("/"), get("/")]).await;
+    assert_eq!(replies, [(Miss, "reply 2".to_owned()), (Hit, "reply 2".to_owned())]);
 }
 
 /// A provider that answers once and is down afterwards.
@@ -131,12 +131,12 @@ async fn stale_replies_are_served_during_an_outage() {
     for down in downs {
         let (cache, api) = (cache(), falling(&[("cache-control", "max-age=60")], down));
         call(&cache, &api, get("/")).await.unwrap();
-        pass(159).await;
+        advance(159).await;
         let got = call(&cache, &api, get("/")).await.unwrap();
         assert_eq!((got.status, got.by, got.body.as_str(), got.header("age")), (200, Stale, "reply 1", Some("159")));
         let particular = call(&cache, &api, request("GET", "/", &[("cache-control", "no-cache")])).await;
         assert!(particular.is_err() || particular.unwrap().by == Miss, "who wants none from the cache gets none");
-        pass(1).await;
+        advance(1).await;
         let late = call(&cache, &api, get("/")).await;
         assert!(late.is_err() || late.unwrap().by == Miss, "it is too old");
         assert!(is_at_rest(&cache));
@@ -154,17 +154,17 @@ async fn forbidden_stale_replies_are_never_served() {
         for ttl in [None, Some(Duration::from_secs(60))] {
             let (cache, api) = (cache(), falling(headers, down).ruled(|rules| rules.ttl = ttl));
             call(&cache, &api, get("/")).await.unwrap();
-            pass(61).await;
+            advance(61).await;
             assert_eq!(call(&cache, &api, get("/")).await.unwrap_err(), Failed::Outage, "{headers:?} {ttl:?}");
         }
     }
     let (cache, api) = (cache(), falling(&[("cache-control", "max-age=60")], || Err(Failed::Otherwise)));
     call(&cache, &api, get("/")).await.unwrap();
-    pass(61).await;
+    advance(61).await;
     assert_eq!(call(&cache, &api, get("/")).await.unwrap_err(), Failed::Otherwise);
     let never = falling(&[("cache-control", "max-age=60")], down).ruled(|rules| rules.stale = Duration::ZERO);
     call(&cache, &never, get("/never")).await.unwrap();
-    pass(60).await;
+    advance(60).await;
     assert_eq!(call(&cache, &never, get("/never")).await.unwrap_err(), Failed::Outage);
 }
 
@@ -175,7 +175,7 @@ async fn request_cache_directives_are_obeyed() {
     let got = call(&cache, &api, asks("only-if-cached")).await.unwrap();
     assert_eq!((got.status, api.calls()), (504, 0));
     call(&cache, &api, get("/")).await.unwrap();
-    pass(30).await;
+    advance(30).await;
     assert_eq!(call(&cache, &api, asks("only-if-cached")).await.unwrap().by, Hit);
     assert_eq!(call(&cache, &api, asks("max-age=30")).await.unwrap().by, Hit);
     assert_eq!(call(&cache, &api, asks("no-store")).await.unwrap().by, Bypass);
@@ -183,12 +183,12 @@ async fn request_cache_directives_are_obeyed() {
     assert_eq!(call(&cache, &api, asks("no-cache")).await.unwrap().body, "reply 3");
     assert_eq!(api.saw("if-none-match").as_deref(), Some("\"v\""));
     assert_eq!(call(&cache, &api, request("GET", "/", &[("pragma", "no-cache")])).await.unwrap().body, "reply 4");
-    pass(30).await;
+    advance(30).await;
     assert_eq!(call(&cache, &api, asks("max-age=29")).await.unwrap().body, "reply 5");
-    pass(90).await;
+    advance(90).await;
     assert_eq!(call(&cache, &api, asks("max-stale=60")).await.unwrap().by, Hit);
     assert_eq!(call(&cache, &api, asks("max-stale=30")).await.unwrap().by, Miss);
-    pass(61).await;
+    advance(61).await;
     assert_eq!(call(&cache, &api, asks("only-if-cached")).await.unwrap().status, 504);
 }
 
@@ -233,7 +233,7 @@ async fn malformed_caching_headers_never_panic() {
             for _ in 0..2 {
                 let got = call(&cache, &api, request("GET", "/", &[("cache-control", directive)])).await.unwrap();
                 assert_eq!(got.body, "reply", "{name}: {value}");
-                pass(1_000_000).await;
+                advance(1_000_000).await;
             }
         }
     }

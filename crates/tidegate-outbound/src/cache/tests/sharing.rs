@@ -141,8 +141,8 @@ async fn each_vary_variant_is_cached_once() {
     });
     let api = api.slow(Duration::from_millis(10));
     let by = |program| request("GET", "/", &[("user-agent", program)]);
-    told(&cache, &api, vec![by("curl"), by("wget"), get("/")]).await;
-    let again = told(&cache, &api, vec![by("curl"), by("wget"), get("/")]).await;
+    call_all(&cache, &api, vec![by("curl"), by("wget"), get("/")]).await;
+    let again = call_all(&cache, &api, vec![by("curl"), by("wget"), get("/")]).await;
     assert_eq!(again, [(Hit, "curl 1".to_owned()), (Hit, "wget 2".to_owned()), (Hit, "none 3".to_owned())]);
 
     let calls = (0..40).map(|index| {
@@ -171,7 +171,7 @@ async fn requests_with_different_headers_never_share_replies() {
         let (one, other) = tokio::join!(call(&cache, &api, wants("one")), call(&cache, &api, wants("other")));
         let (one, other) = (one.unwrap(), other.unwrap());
         assert_eq!((one.by, other.by), (Miss, Miss), "{name}");
-        let again = told(&cache, &api, vec![wants("one"), wants("other"), get("/")]).await;
+        let again = call_all(&cache, &api, vec![wants("one"), wants("other"), get("/")]).await;
         assert_eq!(again, [(Hit, one.body), (Hit, other.body), (Miss, "reply 3".to_owned())], "{name}");
     }
 }
@@ -190,10 +190,10 @@ async fn a_write_invalidates_its_callers_every_representation() {
     let (cache, api) = (cache(), unaware());
     let wants = |kind: &'static str, tenant| request("GET", "/", &[("accept", kind), ("x-tenant", tenant)]);
     let all = || vec![wants("xml", "1"), wants("json", "1"), wants("xml", "2")];
-    told(&cache, &api, all()).await;
+    call_all(&cache, &api, all()).await;
     let lines = [("content-type", "application/json"), ("accept", "text/plain"), ("x-tenant", "1")];
     call(&cache, &api, request("PUT", "/", &lines)).await.unwrap();
-    let again: Vec<_> = told(&cache, &api, all()).await.into_iter().map(|(by, _)| by).collect();
+    let again: Vec<_> = call_all(&cache, &api, all()).await.into_iter().map(|(by, _)| by).collect();
     assert_eq!(again, [Miss, Miss, Hit]);
 }
 
@@ -201,8 +201,8 @@ async fn a_write_invalidates_its_callers_every_representation() {
 async fn the_variants_of_a_url_are_bounded() {
     let (cache, api) = (cache(), unaware());
     let wants = |number: usize| request("GET", "/", &[("accept", &format!("type/{number}"))]);
-    told(&cache, &api, (0..=MAX_VARIANTS).map(wants).collect()).await;
-    let kept = told(&cache, &api, (1..=MAX_VARIANTS).map(wants).collect()).await;
+    call_all(&cache, &api, (0..=MAX_VARIANTS).map(wants).collect()).await;
+    let kept = call_all(&cache, &api, (1..=MAX_VARIANTS).map(wants).collect()).await;
     assert!(kept.iter().all(|(by, _)| *by == Hit));
     assert_eq!(call(&cache, &api, wants(0)).await.unwrap().by, Miss, "the oldest went");
 }

@@ -179,7 +179,7 @@ async fn followers_share_a_stale_reply_during_outages() {
     let api = Arc::new(api.ruled(|rules| rules.stale = Duration::from_secs(60)).slow(LATENCY));
     let cache = cache();
     call(&cache, &api, get("/")).await.unwrap();
-    pass(61).await;
+    advance(61).await;
     let all = at_once(20, &cache, &api).await;
     assert_eq!((api.calls(), count(&all, Stale)), (2, 20));
 }
@@ -193,7 +193,7 @@ async fn followers_share_a_reply_revalidated_by_304() {
     });
     let (cache, api) = (cache(), Arc::new(api.slow(LATENCY)));
     call(&cache, &api, get("/")).await.unwrap();
-    pass(61).await;
+    advance(61).await;
     let all = at_once(20, &cache, &api).await;
     assert_eq!((api.calls(), count(&all, Hit), count(&all, Coalesced)), (2, 1, 19));
     assert!(all.iter().all(|got| got.as_ref().unwrap().body == "reply 1"));
@@ -239,15 +239,16 @@ async fn flights_and_their_followers_are_bounded() {
     let api = Api::with(&[]);
     let key = |path: &str| flight_to(&cache, &api, path);
     let flights = &cache.0.single_flight;
-    let seats: Vec<_> = (0..MAX_MEMBERS).map(|_| flights.join(key("/"), None)).collect();
-    assert!(matches!(seats[0], JoinOutcome::Leader(_)));
-    assert!(seats[1..].iter().all(|seat| matches!(seat, JoinOutcome::Follower(_))));
-    assert!(matches!(flights.join(key("/"), None), JoinOutcome::Full));
+    let members: Vec<_> = (0..MAX_MEMBERS).map(|_| flights.join(key("/"), None)).collect();
+    let leads = |member: &Option<FlightMember>| member.as_ref().map(|member| member.is_leader);
+    assert_eq!(leads(&members[0]), Some(true));
+    assert!(members[1..].iter().all(|member| leads(member) == Some(false)));
+    assert!(flights.join(key("/"), None).is_none());
     let others: Vec<_> = (1..MAX_FLIGHTS).map(|index| flights.join(key(&format!("/{index}")), None)).collect();
-    assert!(others.iter().all(|seat| matches!(seat, JoinOutcome::Leader(_))));
-    assert!(matches!(flights.join(key("/one/more"), None), JoinOutcome::Full));
+    assert!(others.iter().all(|member| leads(member) == Some(true)));
+    assert!(flights.join(key("/one/more"), None).is_none());
     assert_eq!(call(&cache, &api, get("/one/more")).await.unwrap().by, Miss, "it goes for itself");
-    drop((seats, others));
+    drop((members, others));
     assert!(is_at_rest(&cache));
 }
 
