@@ -361,10 +361,14 @@ fn describe_limit(text: &mut String, limit: &LimitReport) {
     if limit.blocked {
         let _ = writeln!(
             text,
-            "  blocked   for {} s after {} strikes",
+            "  blocked   for {} s after {} strike{}",
             limit.backoff_seconds.unwrap_or_default(),
-            limit.strikes
+            limit.strikes,
+            if limit.strikes == 1 { "" } else { "s" }
         );
+    }
+    if let Some(wait) = limit.next_block {
+        let _ = writeln!(text, "  penalty   a call now would start a block of {wait} s");
     }
     let free = match (limit.allowed, limit.retry_after) {
         (true, _) => "now".to_owned(),

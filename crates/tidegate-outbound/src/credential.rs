@@ -51,7 +51,7 @@ struct FileStamp {
 }
 
 /// The reason that a credential can't be used. Never contains the secret.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CredentialError {
     /// The credential is missing or can't be read.
@@ -65,6 +65,13 @@ pub enum CredentialError {
         /// The reason.
         reason: TargetError,
     },
+}
+
+/// The message, so that `fn main() -> Result<…>` shows it.
+impl fmt::Debug for CredentialError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Credentials {

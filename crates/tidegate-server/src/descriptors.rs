@@ -36,7 +36,8 @@ pub fn raise_limit(policy: &Policy) {
         tracing::warn!(
             limit,
             needed,
-            "fewer file descriptors than connections may take: raise the hard limit (ulimit -Hn) or lower the caps"
+            "fewer file descriptors than connections may take: raise the hard limit (ulimit -Hn), or lower \
+             inbound.caps.connections or outbound.connections"
         );
     }
 }

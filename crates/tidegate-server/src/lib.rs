@@ -131,7 +131,7 @@ pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// A listener's address is in use or doesn't belong to this machine.
-    #[error("{listener} can't listen on {address}: {source}")]
+    #[error("{listener}.listen: can't listen on {address}: {source}")]
     Bind {
         /// `inbound`, `outbound`, `api` or `admin`.
         listener: &'static str,

@@ -1,7 +1,7 @@
 //! The result of a check, with the state of every limit that it asks.
 
 use serde::{Deserialize, Serialize};
-use tidegate_core::{Batch, Clock, Decision, Outcomes, Span};
+use tidegate_core::{Batch, Clock, Decision, Limit, Outcomes, Span};
 use tidegate_policy::MatchedActions;
 use tidegate_store::Store;
 
@@ -50,6 +50,9 @@ pub struct LimitReport {
     pub backoff_seconds: Option<u64>,
     /// The number of strikes that count.
     pub strikes: u8,
+    /// The block that a call would start now, in seconds. `None` if it would start none. Omitted if `None`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next_block: Option<u64>,
     /// True if it is a shadow limit, which never refuses a call.
     pub shadow: bool,
 }
@@ -68,6 +71,10 @@ impl Explanation {
             let info = plan.limit_info(op.limit);
             let blocked = outcome.block_until > now;
             let allowed = !outcome.verdict.refuses();
+            let limit = plan.limits().get(op.limit);
+            let starts_block = !allowed && !blocked && !outcome.retry_at.is_never();
+            let penalty = limit.and_then(Limit::penalty).filter(|_| starts_block);
+            let next_block = penalty.map(|penalty| penalty.block_length(outcome.strikes.saturating_add(1)));
             let wait = (!allowed && !outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now).as_secs_ceil());
             LimitReport {
                 name: info.name().to_owned(),
@@ -83,7 +90,8 @@ impl Explanation {
                 blocked,
                 backoff_seconds: blocked.then(|| Span::as_secs_ceil(outcome.block)),
                 strikes: outcome.strikes,
-                shadow: plan.limits().get(op.limit).is_some_and(tidegate_core::Limit::is_shadow),
+                next_block: next_block.map(Span::as_secs_ceil),
+                shadow: limit.is_some_and(Limit::is_shadow),
             }
         });
         let mut names = actions.iter().map(|id| plan.action(id).name().to_owned());

@@ -43,7 +43,7 @@ impl<S, C> std::fmt::Debug for Gate<S, C> {
 }
 
 /// The reason that no decision could be made for a call. A refusal is a [`Decision`], never an error.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 pub enum CheckError {
     /// The plan has no such action, and none named `default`.
     #[error(transparent)]
@@ -60,6 +60,13 @@ pub enum CheckError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
+}
+
+/// The message, so that `fn main() -> Result<…>` shows it.
+impl std::fmt::Debug for CheckError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl CheckError {

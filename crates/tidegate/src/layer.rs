@@ -83,6 +83,10 @@ use crate::{CheckError, DecisionReport, Gate};
 /// ```
 pub struct GateLayer<S: Store = Memory, C: Clock = SystemClock>(Arc<GateLayerInner<S, C>>);
 
+/// The reason of a 401 in builds with debug assertions, where the order of layers is a likely mistake.
+const MISSING_KEY: &str = "`GateLayer::key` found no key in this request; if authentication provides it, authentication \
+    must run before the gate: in axum, the layer that is added last runs first";
+
 struct GateLayerInner<S: Store, C: Clock> {
     gate: Gate<S, C>,
     replies: Replies,
@@ -154,7 +158,7 @@ impl<S: Store, C: Clock> GateLayer<S, C> {
     /// Takes the `key` of a request, such as its user, API key or tenant, for limits with `key = ["key"]`. It is read
     /// from the request's head, or from what authentication put into its extensions. Authentication must then run
     /// first: in axum it is the *later* `.layer(…)` of the two, in a `tower::ServiceBuilder` the earlier. A request
-    /// without a key is answered 401 if one of its limits counts by `key`.
+    /// without a key is answered 401 if one of its limits counts by `key`; builds with debug assertions add the reason.
     #[must_use]
     pub fn key(self, key: impl Fn(&Parts) -> Option<String> + Send + Sync + 'static) -> Self {
         self.modify(|layer| layer.hooks.key = Some(Arc::new(key)))
@@ -371,7 +375,8 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
             }
             CheckError::Key(KeyError::Missing(missing)) if missing.part == "key" && self.hooks.key.is_some() => {
                 tracing::info!(%error, "a request could not be counted");
-                (StatusCode::UNAUTHORIZED, "Unauthorized", "16", "Unauthorized", String::new())
+                let reason = if cfg!(debug_assertions) { MISSING_KEY } else { "" };
+                (StatusCode::UNAUTHORIZED, "Unauthorized", "16", "Unauthorized", reason.to_owned())
             }
             misuse => {
                 let grpc_title = "the request could not be decided about";

@@ -45,7 +45,7 @@ impl LimiterDecision {
 }
 
 /// The reason that a limiter can't be made.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 pub enum LimiterError {
     /// The quantity can't be read.
     #[error(transparent)]
@@ -65,6 +65,13 @@ pub enum LimiterError {
     /// `unlimited` limits nothing.
     #[error("`unlimited` limits nothing; leave the limiter out")]
     Unlimited,
+}
+
+/// The message, so that `fn main() -> Result<…>` shows it.
+impl std::fmt::Debug for LimiterError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 /// One rate for all calls. It is a single atomic number, without locks.

@@ -58,7 +58,7 @@ impl std::fmt::Debug for Stores {
 }
 
 /// The reason that a policy's store can't be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// This program was built without the feature that the store needs.
@@ -117,6 +117,13 @@ pub enum OpenError {
     /// A plan has too many limits.
     #[error("a policy whose store is shared has at most 4094 limits: {0}")]
     Limits(#[from] LimitError),
+}
+
+/// The message, so that `fn main() -> Result<…>` shows it.
+impl std::fmt::Debug for OpenError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl Stores {

@@ -246,6 +246,25 @@ fn status_and_explain_take_no_permit() {
 }
 
 #[test]
+fn explain_predicts_the_block_of_a_call() {
+    let (gate, clock) = gate(LOGIN);
+    let login = call("login", "203.0.113.7");
+    let next_block = || block_on(gate.explain(&login)).unwrap().limits[0].next_block;
+    assert_eq!(next_block(), None, "a call would pass");
+    for _ in 0..5 {
+        gate.check_now(&login).unwrap();
+    }
+    for block in [2, 4, 8] {
+        assert_eq!(next_block(), Some(block));
+        assert_eq!(gate.check_now(&login).unwrap().retry_after, Some(Span::from_secs(block)));
+        assert_eq!(next_block(), None, "a call during a block changes nothing");
+        clock.advance(Span::from_secs(block));
+        assert_eq!(next_block(), None, "parole");
+        assert!(gate.check_now(&login).unwrap().allowed);
+    }
+}
+
+#[test]
 fn a_reset_clears_only_the_named_limit() {
     let (gate, _) = gate(
         r#"

@@ -84,5 +84,5 @@ async fn an_address_in_use_is_reported() {
         .env([("TIDEGATE__API__LISTEN".to_owned(), address.to_string())]);
     let policy = tidegate_policy::Policy::load(sources).unwrap();
     let error = try_start(&policy, |_| None).err().unwrap().to_string();
-    assert!(error.starts_with(&format!("api can't listen on {address}")), "{error}");
+    assert!(error.starts_with(&format!("api.listen: can't listen on {address}")), "{error}");
 }

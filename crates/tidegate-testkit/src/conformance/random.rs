@@ -85,6 +85,7 @@ pub(super) fn peek<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<()
     let (limits, places) = limits_and_keys_of_every_kind(Key::new(1, 0x9e37_79b9_7f4a_7c15), 3, true)?;
     let (watched, alone) = (StoreUnderTest::open(backend, &limits), StoreUnderTest::open(backend, &limits));
     let can_set_time = watched.set_now(start_time());
+    let mut started = None;
     for call in 0..40_u64 {
         let now = start_time() + Span::from_millis(700).times(call);
         let moments = [now, now - Span::from_secs(10), now - YEAR, now + YEAR];
@@ -104,6 +105,10 @@ pub(super) fn peek<B: Backend>(backend: &B, _: &ConformanceOptions) -> Result<()
             if can_set_time {
                 expect_equal("after looking", after.list(), without.list())?;
             } else {
+                // Later, by the server's time, a block of two seconds may end between two calls.
+                if without.now().since(*started.get_or_insert(after.now())) > Span::from_secs(1) {
+                    return Ok(());
+                }
                 expect_equal("after looking", verdicts(&after), verdicts(&without))?;
             }
         }
