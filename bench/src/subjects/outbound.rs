@@ -31,19 +31,19 @@ pub enum ClockUse {
 }
 
 /// Returns a closed breaker around a call that succeeds at once.
-pub fn breaker(told: ClockUse) -> Box<dyn Subject> {
+pub fn breaker(clock_use: ClockUse) -> Box<dyn Subject> {
     let breaker = Breaker::new(BreakerSpec::default()).expect("the defaults are valid");
     Box::new(BreakerSubject {
         breaker: SharedBreaker::new(MutexBreaker(Mutex::new(breaker))),
-        clock_use: told,
+        clock_use,
         clock: SystemClock::new(),
     })
 }
 
 /// Returns the same breaker as a layer around a tower service that replies at once.
 pub fn breaker_layer() -> Box<dyn Subject> {
-    let judge = |outcome: Result<&(), &Infallible>| outcome.map_or(Class::Transient, |()| Class::Success);
-    let layer = BreakerLayer::new(BreakerSpec::default(), judge).expect("the defaults are valid");
+    let classify = |outcome: Result<&(), &Infallible>| outcome.map_or(Class::Transient, |()| Class::Success);
+    let layer = BreakerLayer::new(BreakerSpec::default(), classify).expect("the defaults are valid");
     Box::new(BreakerLayerSubject(layer.layer(immediate())))
 }
 

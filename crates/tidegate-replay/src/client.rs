@@ -6,8 +6,6 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use tidegate_core::{LimitId, Time};
 use tidegate_policy::{KeyPart, Plan, Query, canonical_ip, printable};
 
-use super::top_k::Weight;
-
 /// The longest label of a key, in characters.
 const MAX_LABEL: usize = 120;
 
@@ -53,6 +51,11 @@ pub struct ClientStats {
 }
 
 impl ClientStats {
+    /// Returns the number of all calls.
+    pub(super) fn calls(&self) -> u64 {
+        u64::from(self.admitted) + u64::from(self.refused)
+    }
+
     pub(super) fn record_refusal(&mut self, limit: Option<LimitId>, now: Time) {
         if self.refused == 0 {
             self.first_refused_at = now;
@@ -62,31 +65,12 @@ impl ClientStats {
     }
 }
 
-impl Weight for ClientStats {
-    fn weight(&self) -> u64 {
-        u64::from(self.admitted) + u64::from(self.refused)
-    }
-}
-
-/// The refusals of one key.
-#[derive(Clone, Debug)]
-pub(super) struct KeyRefusals {
-    pub(super) label: String,
-    pub(super) refused: u64,
-}
-
-impl Weight for KeyRefusals {
-    fn weight(&self) -> u64 {
-        self.refused
-    }
-}
-
 /// Returns a key as text. A part that may be a secret (a header, a cookie, a parameter) is shown only as a hash. Equal
 /// hashes mean equal secrets.
 pub(super) fn key_label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash: u64) -> String {
-    let mut words: Vec<String> = Vec::with_capacity(parts.len());
-    let mut hidden = false;
-    for part in parts {
+    let is_hidden =
+        |part: &KeyPart| matches!(part, KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_));
+    let describe = |part: &KeyPart| {
         let value = match part {
             KeyPart::ClientIp => query.ip.map(|ip| network(ip, plan.ipv6_prefix())),
             KeyPart::Ipv6Network(length) => query.ip.map(|ip| network(ip, *length)),
@@ -95,16 +79,13 @@ pub(super) fn key_label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash:
             KeyPart::Method => query.method.map(str::to_owned),
             KeyPart::Host => query.host.map(str::to_owned),
             KeyPart::Path => query.path.map(|path| path.split(['?', '#']).next().unwrap_or(path).to_owned()),
-            KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => {
-                hidden = true;
-                words.push(part.to_string());
-                continue;
-            }
+            KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => Some(part.to_string()),
         };
-        words.push(value.unwrap_or_else(|| format!("no {part}")));
-    }
+        value.unwrap_or_else(|| format!("no {part}"))
+    };
+    let words: Vec<String> = parts.iter().map(describe).collect();
     let mut label: String = printable(&words.join(" + ")).chars().take(MAX_LABEL).collect();
-    if hidden {
+    if parts.iter().any(is_hidden) {
         label.push_str(&format!(" #{:08x}", hash >> 32));
     }
     if label.is_empty() { "everybody".to_owned() } else { label }

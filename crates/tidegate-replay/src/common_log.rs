@@ -8,19 +8,18 @@ use std::borrow::Cow;
 
 use memchr::{memchr, memchr2, memrchr};
 
-use super::request::{
-    HeaderCollector, LineError, LoggedRequest, ParsedLine, parse_address, parse_request_line, split_target,
-};
+use super::request::{HeaderCollector, LineError, LoggedRequest, parse_address, parse_request_line, split_target};
 use super::timestamp::ClfTimeParser;
 
 /// The quoted fields after the request, the status and the size.
 const TRAILING_HEADERS: [&str; 3] = ["referer", "user-agent", "x-forwarded-for"];
 
+/// Returns the request of a line; `None` if the line holds something else, such as a handshake at the wrong port.
 pub(super) fn parse_line<'l>(
     line: &'l [u8],
     clf: &mut ClfTimeParser,
     headers: &mut HeaderCollector,
-) -> Result<ParsedLine<'l>, LineError> {
+) -> Result<Option<LoggedRequest<'l>>, LineError> {
     let (before, rest) = split_at_time(line).ok_or(LineError::UnknownFormat)?;
     let bracket = memrchr(b'[', before).ok_or(LineError::UnknownFormat)?;
     let (head, time) = (&before[..bracket], &before[bracket + 1..]);
@@ -44,16 +43,16 @@ pub(super) fn parse_line<'l>(
         None => (None, parse_address(first).ok_or(LineError::InvalidAddress)?, rest),
     };
     let user = split_word(rest).map(|(_, user)| user.trim_ascii()).filter(|user| !matches!(*user, b"" | b"-"));
-    let Ok(request) = unescape_str(request) else { return Ok(ParsedLine::NotARequest) };
-    let Some((method, target)) = parse_request_line(&request) else { return Ok(ParsedLine::NotARequest) };
+    let Some(request) = unescape_str(request) else { return Ok(None) };
+    let Some((method, target)) = parse_request_line(&request) else { return Ok(None) };
     let (path, named) = split_target(target);
-    Ok(ParsedLine::Request(LoggedRequest {
+    Ok(Some(LoggedRequest {
         time: at,
         peer: Some(peer),
         method,
         path,
         host: host.map(Cow::Borrowed).or(named.map(Cow::Owned)),
-        user: user.and_then(|user| unescape_str(user).ok()),
+        user: user.and_then(unescape_str),
         action: None,
     }))
 }
@@ -94,32 +93,30 @@ fn read_trailing_headers(mut rest: &[u8], headers: &mut HeaderCollector) {
     for name in TRAILING_HEADERS {
         let Some(open) = memchr(b'"', rest) else { return };
         let Some((value, after)) = split_quoted(&rest[open + 1..]) else { return };
-        match unescape_bytes(value) {
-            Cow::Borrowed(value) => headers.add_if_wanted(name, value),
-            Cow::Owned(value) => headers.add_if_wanted(name, &value),
-        }
+        headers.add_if_wanted(name, &unescape_bytes(value));
         rest = after;
     }
 }
 
-fn unescape_str(text: &[u8]) -> Result<Cow<'_, str>, std::str::Utf8Error> {
-    match unescape_bytes(text) {
-        Cow::Borrowed(text) => str::from_utf8(text).map(Cow::Borrowed),
-        Cow::Owned(text) => String::from_utf8(text).map(Cow::Owned).map_err(|error| error.utf8_error()),
-    }
+/// Returns text without escapes; `None` if it isn't UTF-8.
+fn unescape_str(text: &[u8]) -> Option<Cow<'_, str>> {
+    Some(match unescape_bytes(text) {
+        Cow::Borrowed(text) => str::from_utf8(text).ok()?.into(),
+        Cow::Owned(text) => String::from_utf8(text).ok()?.into(),
+    })
 }
 
-/// Undoes `\x22`, which both servers write, and Apache's `\"`, `\\`, `
-/// `, `\r` and `\t`.
+/// Undoes `\x22`, which both servers write, and Apache's `\"`, `\\`, `\n`, `\r` and `\t`.
 fn unescape_bytes(text: &[u8]) -> Cow<'_, [u8]> {
     let Some(first) = memchr(b'\\', text) else { return Cow::Borrowed(text) };
+    let hex = |digit: u8| char::from(digit).to_digit(16);
     let mut plain = text[..first].to_vec();
     let mut rest = &text[first..];
     loop {
         rest = match rest {
             [] => return Cow::Owned(plain),
-            [b'\\', b'x', high, low, rest @ ..] if high.is_ascii_hexdigit() && low.is_ascii_hexdigit() => {
-                plain.push(hex_value(*high) << 4 | hex_value(*low));
+            [b'\\', b'x', high, low, rest @ ..] if let (Some(high), Some(low)) = (hex(*high), hex(*low)) => {
+                plain.push((high << 4 | low) as u8);
                 rest
             }
             [b'\\', escaped, rest @ ..] => {
@@ -139,13 +136,6 @@ fn unescape_bytes(text: &[u8]) -> Cow<'_, [u8]> {
     }
 }
 
-fn hex_value(digit: u8) -> u8 {
-    match digit {
-        b'0'..=b'9' => digit - b'0',
-        _ => (digit | 0x20) - b'a' + 10,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -153,7 +143,7 @@ mod tests {
 
     use super::*;
 
-    fn request(line: &str) -> Result<ParsedLine<'_>, LineError> {
+    fn request(line: &str) -> Result<Option<LoggedRequest<'_>>, LineError> {
         parse_line(line.as_bytes(), &mut ClfTimeParser::default(), &mut HeaderCollector::default())
     }
 
@@ -199,7 +189,7 @@ mod tests {
                 LoggedRequest { host: Some("example.org".into()), ..plain("GET", "/x") },
             ),
         ] {
-            assert_eq!(request(&line), Ok(ParsedLine::Request(expected)), "{line}");
+            assert_eq!(request(&line), Ok(Some(expected)), "{line}");
         }
     }
 
@@ -207,7 +197,7 @@ mod tests {
     fn non_requests_and_broken_lines_are_distinguished() {
         let with = |request: &str| format!(r#"203.0.113.7 - - [10/Oct/2000:13:55:36 -0700] "{request}" 400 0"#);
         for other in ["-", "", r"\x16\x03\x01", r"\xff\xfe HTTP/1.1", "GET", "GET /", "GET / FTP/1", "G(T / HTTP/1.1"] {
-            assert_eq!(request(&with(other)), Ok(ParsedLine::NotARequest), "{other}");
+            assert_eq!(request(&with(other)), Ok(None), "{other}");
         }
         let good = with("GET / HTTP/1.1");
         for (line, broken) in [

@@ -11,8 +11,9 @@ use tidegate_policy::{
 };
 use tidegate_store::{ImmediateStore, Memory};
 
-use super::client::{ClientNetwork, ClientStats, KeyRefusals, key_label};
-use super::meter::Meter;
+use super::client::{ClientNetwork, ClientStats, key_label};
+use super::findings::KeyFindings;
+use super::meter::{MAX_PEAKS, Meter};
 use super::request::LoggedRequest;
 use super::timeline::Timeline;
 use super::top_k::TopK;
@@ -31,6 +32,13 @@ pub struct RequestCounts {
     pub requests: u64,
     /// Requests that were refused.
     pub refused: u64,
+}
+
+impl RequestCounts {
+    fn record(&mut self, allowed: bool) {
+        self.requests += 1;
+        self.refused += u64::from(!allowed);
+    }
 }
 
 /// The refusals of a limit.
@@ -67,13 +75,12 @@ pub(super) struct PolicyEvaluator {
     pub(super) clients: TopK<ClientNetwork, ClientStats>,
     /// The updates of clients that aren't counted yet.
     pending_updates: Vec<ClientUpdate>,
-    pub(super) refused_keys: TopK<(LimitId, u64), KeyRefusals>,
+    pub(super) refused_keys: TopK<(LimitId, u64), KeyFindings>,
     pub(super) timeline: Timeline,
     /// True if any request had a host.
     pub(super) has_seen_host: bool,
 }
 
-/// The result of one call of a client.
 #[derive(Clone, Copy, Debug)]
 struct ClientUpdate {
     client: ClientNetwork,
@@ -82,7 +89,6 @@ struct ClientUpdate {
     at: Time,
 }
 
-/// A request that is prepared for a decision.
 #[derive(Debug)]
 struct PreparedRequest {
     actions: MatchedActions,
@@ -93,7 +99,6 @@ struct PreparedRequest {
     batch: Batch,
 }
 
-/// The decision about a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RequestDecision {
     pub(super) actions: MatchedActions,
@@ -103,8 +108,7 @@ pub(super) struct RequestDecision {
 
 impl PolicyEvaluator {
     pub(super) fn new(name: String, policy: &Policy) -> Self {
-        let plan = Arc::clone(policy.plan());
-        let (actions, limits) = (plan.actions().len(), plan.limits().len());
+        let plan = policy.plan();
         let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
         Self {
             name,
@@ -113,22 +117,22 @@ impl PolicyEvaluator {
             // A fixed seed, so that the same log gives the same report.
             seed: KeySeed::new([0x7d; 16]),
             holder: 0,
-            requests: (0..super::BATCH_LINES).map(|_| PreparedRequest::default()).collect(),
+            requests: (0..super::BATCH_LINES).map(|_| PreparedRequest::new()).collect(),
             prepared: 0,
-            meter: Meter::new(&plan),
+            meter: Meter::new(plan.limits(), MAX_PEAKS),
             total: RequestCounts::default(),
             refused_by_deny_list: 0,
             shadow_refusals: 0,
             undecided: 0,
             first_undecided: None,
-            actions: vec![RequestCounts::default(); actions + 1],
-            limits: vec![LimitRefusals::default(); limits],
-            clients: TopK::new(MAX_CLIENTS),
+            actions: vec![RequestCounts::default(); plan.actions().len() + 1],
+            limits: vec![LimitRefusals::default(); plan.limits().len()],
+            clients: TopK::new(MAX_CLIENTS, ClientStats::calls),
             pending_updates: Vec::with_capacity(MAX_PENDING_UPDATES),
-            refused_keys: TopK::new(MAX_REFUSED_KEYS),
+            refused_keys: TopK::new(MAX_REFUSED_KEYS, |key| key.refused),
             timeline: Timeline::default(),
             has_seen_host: false,
-            plan,
+            plan: Arc::clone(plan),
         }
     }
 
@@ -158,20 +162,20 @@ impl PolicyEvaluator {
         let client = request.peer.map(|peer| self.client(peer, headers));
         let query = request_query(request, client, headers);
         self.has_seen_host |= query.host.is_some();
-        let turn = &mut self.requests[self.prepared];
+        let prepared = &mut self.requests[self.prepared];
         self.prepared += 1;
-        turn.client = client;
-        turn.batch = Batch::new(self.holder);
-        turn.list_decision = turn.resolve(&self.plan, &query, &self.seed, now);
-        if matches!(turn.list_decision, Ok(None)) {
-            self.store.prefetch(&turn.batch);
+        prepared.client = client;
+        prepared.batch = Batch::new(self.holder);
+        prepared.list_decision = prepared.resolve(&self.plan, &query, &self.seed, now);
+        if matches!(prepared.list_decision, Ok(None)) {
+            self.store.prefetch(&prepared.batch);
         }
     }
 
     /// Prefetches the states of keys with many calls, once all requests are prepared.
     pub(super) fn prefetch_states(&self) {
-        for turn in &self.requests[..self.prepared] {
-            self.store.prefetch_states(&turn.batch);
+        for prepared in &self.requests[..self.prepared] {
+            self.store.prefetch_states(&prepared.batch);
         }
     }
 
@@ -185,9 +189,9 @@ impl PolicyEvaluator {
         headers: &HeaderMap,
         now: Time,
     ) -> Option<RequestDecision> {
-        let turn = &mut self.requests[index];
-        let (actions, client) = (turn.actions, turn.client);
-        let decision = match std::mem::replace(&mut turn.list_decision, Ok(None)) {
+        let prepared = &mut self.requests[index];
+        let (actions, client) = (prepared.actions, prepared.client);
+        let decision = match std::mem::replace(&mut prepared.list_decision, Ok(None)) {
             Ok(Some(decision)) => decision,
             Ok(None) => self.decide(index, &request_query(request, client, headers), now),
             Err(error) => {
@@ -196,9 +200,9 @@ impl PolicyEvaluator {
                 return None;
             }
         };
-        let judged = RequestDecision { actions, client: client.map(ClientNetwork::from), decision };
-        self.record(&judged, now);
-        Some(judged)
+        let decided = RequestDecision { actions, client: client.map(ClientNetwork::from), decision };
+        self.record(&decided, now);
+        Some(decided)
     }
 
     fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
@@ -234,7 +238,7 @@ impl PolicyEvaluator {
                 && let Some(op) = batch.ops().iter().find(|op| op.limit == limit)
             {
                 let hash = op.key.lo();
-                let new = || KeyRefusals { label: key_label(plan, parts, query, hash), refused: 0 };
+                let new = || KeyFindings { key: key_label(plan, parts, query, hash), refused: 0 };
                 self.refused_keys.entry((limit, hash), new).refused += 1;
             }
         }
@@ -242,30 +246,22 @@ impl PolicyEvaluator {
     }
 
     #[inline]
-    fn record(&mut self, judged: &RequestDecision, now: Time) {
-        let RequestDecision { actions, client, decision } = judged;
-        let unmatched = self.actions.len() - 1;
-        let interval = self.timeline.interval_at(now);
+    fn record(&mut self, decided: &RequestDecision, now: Time) {
+        let RequestDecision { actions, client, decision } = decided;
         if let Some(client) = *client {
             if self.pending_updates.len() == MAX_PENDING_UPDATES {
-                flush_updates(&mut self.clients, &mut self.pending_updates);
+                self.flush_clients();
             }
-            self.pending_updates.push(ClientUpdate {
-                client,
-                allowed: decision.allowed,
-                limit: decision.bound_by,
-                at: now,
-            });
+            let (allowed, limit) = (decision.allowed, decision.bound_by);
+            self.pending_updates.push(ClientUpdate { client, allowed, limit, at: now });
         }
         // A request that matches several actions counts for each.
-        let unnamed = actions.first().is_none().then_some(unmatched);
-        for action in unnamed.into_iter().chain(actions.iter().map(ActionId::index)) {
-            self.actions[action].requests += 1;
-            if !decision.allowed {
-                self.actions[action].refused += 1;
-            }
+        let unmatched = actions.first().is_none().then_some(self.actions.len() - 1);
+        for action in unmatched.into_iter().chain(actions.iter().map(ActionId::index)) {
+            self.actions[action].record(decision.allowed);
         }
-        self.total.requests += 1;
+        self.total.record(decision.allowed);
+        let interval = self.timeline.interval_at(now);
         if decision.allowed {
             interval.admitted += 1;
             if decision.shadow {
@@ -276,7 +272,6 @@ impl PolicyEvaluator {
             }
             return;
         }
-        self.total.refused += 1;
         let refusals = decision.bound_by.map(|limit| &mut self.limits[limit.index()]);
         match (refusals, decision.reason) {
             (Some(refusals), Reason::Penalty) => {
@@ -296,8 +291,20 @@ impl PolicyEvaluator {
 
     /// Counts the pending updates of clients and of the meter.
     pub(super) fn flush(&mut self) {
-        flush_updates(&mut self.clients, &mut self.pending_updates);
+        self.flush_clients();
         self.meter.flush();
+    }
+
+    /// Counts the updates of clients one after the other, so that their cache misses overlap.
+    fn flush_clients(&mut self) {
+        for ClientUpdate { client, allowed, limit, at } in self.pending_updates.drain(..) {
+            let stats = self.clients.entry(client, ClientStats::default);
+            if allowed {
+                stats.admitted = stats.admitted.saturating_add(1);
+            } else {
+                stats.record_refusal(limit, at);
+            }
+        }
     }
 
     /// Returns the losses of the full store: entries that it dropped while they still counted, and outcomes that moved
@@ -308,13 +315,11 @@ impl PolicyEvaluator {
     }
 }
 
-impl Default for PreparedRequest {
-    fn default() -> Self {
+impl PreparedRequest {
+    fn new() -> Self {
         Self { actions: MatchedActions::NONE, client: None, list_decision: Ok(None), batch: Batch::new(0) }
     }
-}
 
-impl PreparedRequest {
     /// Finds the actions, and the decision of a list or the operations for the store.
     #[inline]
     fn resolve(
@@ -328,15 +333,14 @@ impl PreparedRequest {
             Some(name) => plan.find_action(name)?.into(),
             None => plan.matching_actions(query).map_err(KeyError::from)?,
         };
-        if let Some(decision) = plan.decide_by_list(query.ip, || now) {
-            return Ok(Some(decision));
+        let decision = plan.decide_by_list(query.ip, || now);
+        if decision.is_none() {
+            plan.fill(&mut self.batch, self.actions, query, seed, Verb::Take)?;
         }
-        plan.fill(&mut self.batch, self.actions, query, seed, Verb::Take)?;
-        Ok(None)
+        Ok(decision)
     }
 }
 
-/// Returns the query of a request.
 fn request_query<'q>(request: &'q LoggedRequest<'_>, client: Option<IpAddr>, headers: &'q HeaderMap) -> Query<'q> {
     Query {
         action: request.action.as_deref(),
@@ -348,17 +352,5 @@ fn request_query<'q>(request: &'q LoggedRequest<'_>, client: Option<IpAddr>, hea
         headers: Some(headers),
         from_log: true,
         ..Query::default()
-    }
-}
-
-/// Counts the updates of clients one after the other, so that their cache misses overlap.
-fn flush_updates(clients: &mut TopK<ClientNetwork, ClientStats>, met: &mut Vec<ClientUpdate>) {
-    for ClientUpdate { client, allowed, limit, at } in met.drain(..) {
-        let fate = clients.entry(client, ClientStats::default);
-        if allowed {
-            fate.admitted = fate.admitted.saturating_add(1);
-        } else {
-            fate.record_refusal(limit, at);
-        }
     }
 }

@@ -8,7 +8,8 @@ use super::evaluator::{LimitRefusals, PolicyEvaluator, RequestCounts};
 use super::meter::{Peaks, REFUSED_SHARES, with_value};
 use super::request::HeaderCollector;
 use super::timeline::Timeline;
-use super::{ChangeCollector, ClientStats, InputStats};
+use super::top_k::TopK;
+use super::{ChangeCollector, ClientStats, InputStats, LogReplay};
 
 /// The number of clients and keys in each list.
 const TOP_COUNT: usize = 10;
@@ -161,67 +162,64 @@ pub(super) fn reason_text(reason: Reason) -> &'static str {
     }
 }
 
-pub(super) fn collect_findings(
-    input: &InputStats,
-    headers: &HeaderCollector,
-    first: &PolicyEvaluator,
-    second: Option<&PolicyEvaluator>,
-    changed: &ChangeCollector,
-) -> Findings {
-    let policies: Vec<PolicyFindings> =
-        std::iter::once(first).chain(second).map(|judge| policy_findings(judge, headers)).collect();
-    let changes = match &*policies {
-        [first, second] => Some(policy_changes(first, second, changed)),
-        _ => None,
-    };
-    Findings { input: input.clone(), policies, changes }
-}
-
-fn policy_findings(judge: &PolicyEvaluator, headers: &HeaderCollector) -> PolicyFindings {
-    let plan = &judge.plan;
-    let named = plan.actions().map(|(_, action)| (Some(action.name().to_owned()), action.is_shadow()));
-    let actions = named
-        .chain([(None, false)])
-        .zip(&judge.actions)
-        .map(|((name, shadow), count)| ActionFindings { name, shadow, counts: *count })
-        .filter(|action| action.name.is_some() || action.counts.requests > 0);
-    let client = |(client, fate): (ClientNetwork, &ClientStats)| ClientFindings { client, stats: *fate };
-    let refused = judge.clients.top(TOP_COUNT, |fate| (fate.refused > 0).then_some(fate.refused));
-    let innocent = judge.clients.top(TOP_COUNT, |fate| (fate.refused == 0).then_some(fate.admitted));
-    PolicyFindings {
-        name: judge.name.clone(),
-        total: judge.total,
-        refused_by_deny_list: judge.refused_by_deny_list,
-        shadow_refusals: judge.shadow_refusals,
-        undecided: judge.undecided,
-        actions: actions.collect(),
-        limits: plan.limits().iter().map(|(id, limit)| limit_findings(judge, id, limit.kind())).collect(),
-        clients: judge.clients.len() as u64,
-        refused_clients: judge.clients.values().filter(|fate| fate.refused > 0).count() as u64,
-        most_refused: refused.into_iter().map(client).collect(),
-        largest_never_refused: innocent.into_iter().map(client).collect(),
-        timeline: judge.timeline.clone(),
-        notes: collect_notes(judge, headers),
+impl LogReplay {
+    /// Returns the findings so far.
+    pub fn findings(&self) -> Findings {
+        let policies: Vec<PolicyFindings> =
+            self.evaluators.iter().map(|evaluator| policy_findings(evaluator, &self.headers)).collect();
+        let changes = match &*policies {
+            [first, second] => Some(policy_changes(first, second, &self.changes)),
+            _ => None,
+        };
+        Findings { input: self.input.clone(), policies, changes }
     }
 }
 
-fn limit_findings(judge: &PolicyEvaluator, id: LimitId, kind: &LimitKind) -> LimitFindings {
-    let info = judge.plan.limit_info(id);
-    let parts = judge.plan.key_parts(id);
-    let peaks = judge.meter.peaks(id);
+fn policy_findings(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> PolicyFindings {
+    let plan = &evaluator.plan;
+    let named = plan.actions().map(|(_, action)| (Some(action.name().to_owned()), action.is_shadow()));
+    let actions = named
+        .chain([(None, false)])
+        .zip(&evaluator.actions)
+        .map(|((name, shadow), count)| ActionFindings { name, shadow, counts: *count })
+        .filter(|action| action.name.is_some() || action.counts.requests > 0);
+    let client = |(client, stats): (ClientNetwork, &ClientStats)| ClientFindings { client, stats: *stats };
+    let refused = evaluator.clients.top(TOP_COUNT, |_, stats| (stats.refused > 0).then_some(stats.refused));
+    let never_refused = evaluator.clients.top(TOP_COUNT, |_, stats| (stats.refused == 0).then_some(stats.admitted));
+    PolicyFindings {
+        name: evaluator.name.clone(),
+        total: evaluator.total,
+        refused_by_deny_list: evaluator.refused_by_deny_list,
+        shadow_refusals: evaluator.shadow_refusals,
+        undecided: evaluator.undecided,
+        actions: actions.collect(),
+        limits: plan.limits().iter().map(|(id, limit)| limit_findings(evaluator, id, limit.kind())).collect(),
+        clients: evaluator.clients.len() as u64,
+        refused_clients: evaluator.clients.values().filter(|stats| stats.refused > 0).count() as u64,
+        most_refused: refused.into_iter().map(client).collect(),
+        largest_never_refused: never_refused.into_iter().map(client).collect(),
+        timeline: evaluator.timeline.clone(),
+        notes: collect_notes(evaluator, headers),
+    }
+}
+
+fn limit_findings(evaluator: &PolicyEvaluator, id: LimitId, kind: &LimitKind) -> LimitFindings {
+    let info = evaluator.plan.limit_info(id);
+    let parts = evaluator.plan.key_parts(id);
+    let peaks = evaluator.meter.peaks(id);
     let value = |peaks: &Peaks, share: f64| {
         let value = peaks.smallest_value_for_share(share);
         let quantity = with_value(info.quantity(), value).to_string();
         AlternativeValue { share, value, quantity, refused: peaks.refused_share(value) }
     };
     let some = peaks.as_ref().filter(|peaks| peaks.key_count() > 0);
-    let keys = judge.refused_keys.top_by_key(TOP_COUNT, |(limit, _), key| (*limit == id).then_some(key.refused));
+    let keys = evaluator.refused_keys.top(TOP_COUNT, |(limit, _), key| (*limit == id).then_some(key.refused));
     LimitFindings {
         name: info.name().to_owned(),
         quantity: info.quantity().to_string(),
         counted_by: key_description(parts),
-        refusals: judge.limits[id.index()],
-        keys: keys.into_iter().map(|(_, key)| KeyFindings { key: key.label.clone(), refused: key.refused }).collect(),
+        refusals: evaluator.limits[id.index()],
+        keys: keys.into_iter().map(|(_, key)| key.clone()).collect(),
         capacity: kind.capacity(),
         values: some.map(|peaks| REFUSED_SHARES.map(|share| value(peaks, share)).to_vec()).unwrap_or_default(),
         peaks,
@@ -234,10 +232,10 @@ fn key_description(parts: &[KeyPart]) -> String {
 }
 
 /// Returns the notes that a reader needs in order to judge the findings.
-fn collect_notes(judge: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<String> {
-    let plan = &judge.plan;
+fn collect_notes(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<String> {
+    let plan = &evaluator.plan;
     let mut notes = Vec::new();
-    if judge.total.requests + judge.undecided == 0 {
+    if evaluator.total.requests + evaluator.undecided == 0 {
         return notes;
     }
     for (id, limit) in plan.limits().iter() {
@@ -249,7 +247,7 @@ fn collect_notes(judge: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<Stri
             let lacks = match part {
                 KeyPart::Header(header) => headers.never_seen().any(|unseen| unseen == header),
                 KeyPart::Cookie(_) => headers.never_seen().any(|unseen| unseen == http::header::COOKIE),
-                KeyPart::Host => !judge.has_seen_host,
+                KeyPart::Host => !evaluator.has_seen_host,
                 _ => false,
             };
             if lacks {
@@ -258,27 +256,29 @@ fn collect_notes(judge: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<Stri
         }
     }
     for (_, action) in plan.actions() {
-        if !judge.has_seen_host && action.matcher().is_some_and(|matcher| !matcher.hosts().is_empty()) {
+        if !evaluator.has_seen_host && action.matcher().is_some_and(|matcher| !matcher.hosts().is_empty()) {
             notes.push(format!("{}: the log doesn't tell hosts, so nothing matched", action.name()));
         }
     }
-    if let Some(error) = &judge.first_undecided {
-        notes.push(format!("{} requests couldn't be decided about; the first: {error}", judge.undecided));
+    if let Some(error) = &evaluator.first_undecided {
+        notes.push(format!("{} requests couldn't be decided about; the first: {error}", evaluator.undecided));
     }
-    let (forgotten, short) = (judge.clients.evicted(), judge.clients.max_undercount());
-    if forgotten > 0 {
-        notes.push(format!("{forgotten} clients with few calls were forgotten; others may have up to {short} more"));
+    let TopK { evicted, max_undercount, .. } = evaluator.clients;
+    if evicted > 0 {
+        notes.push(format!(
+            "{evicted} clients with few calls were forgotten; others may have up to {max_undercount} more"
+        ));
     }
-    if judge.losses() > 0 {
-        notes.push(format!("the policy's store was full and let go {} entries that counted", judge.losses()));
+    if evaluator.losses() > 0 {
+        notes.push(format!("the policy's store was full and let go {} entries that counted", evaluator.losses()));
     }
-    if judge.meter.unmeasured_calls() > 0 {
+    if evaluator.meter.unmeasured_calls > 0 {
         notes.push("too many clients were refused to measure all; values for fewer refusals may be too low".to_owned());
     }
     notes
 }
 
-fn policy_changes(first: &PolicyFindings, second: &PolicyFindings, changed: &ChangeCollector) -> PolicyChanges {
+fn policy_changes(first: &PolicyFindings, second: &PolicyFindings, changes: &ChangeCollector) -> PolicyChanges {
     let find = |policy: &PolicyFindings, name: &Option<String>| {
         policy.actions.iter().find(|action| action.name == *name).map(|action| action.counts)
     };
@@ -289,13 +289,13 @@ fn policy_changes(first: &PolicyFindings, second: &PolicyFindings, changed: &Cha
         ActionChange { name, first, second }
     };
     let only = |of: fn(&super::ClientChangeCounts) -> u32| {
-        let top = changed.clients.top(TOP_COUNT, |change| Some(of(change)).filter(|count| *count > 0));
+        let top = changes.clients.top(TOP_COUNT, |_, change| Some(of(change)).filter(|count| *count > 0));
         top.into_iter().map(|(client, change)| (client, u64::from(of(change)))).collect()
     };
     PolicyChanges {
-        refused_by_both: changed.refused_by_both,
-        only_first: changed.only_first,
-        only_second: changed.only_second,
+        refused_by_both: changes.refused_by_both,
+        only_first: changes.only_first,
+        only_second: changes.only_second,
         actions: names.map(action).collect(),
         newly_admitted: only(|change| change.only_first),
         newly_refused: only(|change| change.only_second),

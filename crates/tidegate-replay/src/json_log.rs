@@ -1,14 +1,14 @@
-//! Logs of one JSON object per line: Caddy's, nginx's with `escape=json`, Envoy's, and others by the names of their
-//! fields.
+//! Logs of one JSON object per line: Caddy's, nginx's with `escape=json`, Envoy's, and others by their fields' names.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
+use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::request::{
-    HeaderCollector, LineError, LoggedRequest, ParsedLine, is_method, parse_address, parse_request_line, split_target,
+    HeaderCollector, LineError, LoggedRequest, is_method, parse_address, parse_request_line, split_target,
 };
 use super::timestamp;
 
@@ -17,14 +17,12 @@ const MAX_DEPTH: usize = 8;
 /// The longest name of a field, with the names of its parents, that is searched.
 const MAX_NAME: usize = 256;
 
-/// The meaning of a field.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum FieldRole {
-    /// The time of the request.
+/// A part of a request, of which a line has one value.
+#[derive(Clone, Copy, Debug)]
+enum RequestPart {
     Time,
-    /// The address of the request's peer.
+    /// The address of the peer.
     Ip,
-    /// The method.
     Method,
     /// The path, with or without the query string.
     Path,
@@ -32,74 +30,50 @@ pub enum FieldRole {
     Query,
     /// Method, path and version as one: `GET / HTTP/1.1`.
     RequestLine,
-    /// The host.
     Host,
     /// The user as the server identified it: the key part `key`.
     User,
     /// The action's name, for a service that asks the decision API.
     Action,
+}
+
+/// The meaning of a field.
+#[derive(Clone, Debug)]
+enum FieldRole {
+    Part(RequestPart),
     /// The header of this name.
     Header(String),
     /// An object with a header in each field.
     Headers,
 }
 
-/// The default names, the likeliest first. If a line has two of them, the first one counts. `a.b` is `b` within `a`. If
-/// a server logs both the peer and the client that it derived, the peer comes first, because the policy itself says
-/// which proxies it trusts.
-const DEFAULT_NAMES: &[(FieldRole, &[&str])] = &[
+/// The parts of a request with their roles in [`FieldNames::add`] and their default names, the likeliest first. If a
+/// line has two of them, the first one counts. `a.b` is `b` within `a`. If a server logs both the peer and the client
+/// that it derived, the peer comes first, because the policy itself says which proxies it trusts.
+const PARTS: [(RequestPart, &str, &str); 9] = [
+    (RequestPart::Time, "time", "ts time time_iso8601 msec start_time @timestamp timestamp time_local datetime date"),
     (
-        FieldRole::Time,
-        &[
-            "ts",
-            "time",
-            "time_iso8601",
-            "msec",
-            "start_time",
-            "@timestamp",
-            "timestamp",
-            "time_local",
-            "datetime",
-            "date",
-        ],
+        RequestPart::Ip,
+        "ip",
+        "request.remote_ip remote_addr remote_ip downstream_direct_remote_address_without_port \
+         downstream_direct_remote_address downstream_remote_address_without_port downstream_remote_address \
+         request.remote_addr request.client_ip client_ip clientip client ip ClientAddr ClientHost",
     ),
-    (
-        FieldRole::Ip,
-        &[
-            "request.remote_ip",
-            "remote_addr",
-            "remote_ip",
-            "downstream_direct_remote_address_without_port",
-            "downstream_direct_remote_address",
-            "downstream_remote_address_without_port",
-            "downstream_remote_address",
-            "request.remote_addr",
-            "request.client_ip",
-            "client_ip",
-            "clientip",
-            "client",
-            "ip",
-            "ClientAddr",
-            "ClientHost",
-        ],
-    ),
-    (FieldRole::Method, &["request.method", "request_method", "method", "verb", "http_method", "RequestMethod"]),
-    (FieldRole::Path, &["request.uri", "request_uri", "uri", "path", "url", "RequestPath"]),
-    (FieldRole::Query, &["query_string", "args"]),
-    (FieldRole::RequestLine, &["request", "request_line"]),
-    (FieldRole::Host, &["request.host", "http_host", "host", "authority", "server_name", "vhost", "RequestHost"]),
-    (FieldRole::User, &["user_id", "remote_user", "user", "ClientUsername"]),
-    (FieldRole::Action, &["action"]),
-    (FieldRole::Headers, &["request.headers", "request_headers", "headers"]),
+    (RequestPart::Method, "method", "request.method request_method method verb http_method RequestMethod"),
+    (RequestPart::Path, "path", "request.uri request_uri uri path url RequestPath"),
+    (RequestPart::Query, "query", "query_string args"),
+    (RequestPart::RequestLine, "request", "request request_line"),
+    (RequestPart::Host, "host", "request.host http_host host authority server_name vhost RequestHost"),
+    (RequestPart::User, "user", "user_id remote_user user ClientUsername"),
+    (RequestPart::Action, "action", "action"),
 ];
-/// The names of header fields other than `http_NAME`.
-const DEFAULT_HEADER_NAMES: &[(&str, &str)] = &[
-    ("user_agent", "user-agent"),
-    ("user-agent", "user-agent"),
-    ("referer", "referer"),
-    ("referrer", "referer"),
-    ("x_forwarded_for", "x-forwarded-for"),
-    ("xff", "x-forwarded-for"),
+/// The default names of objects with a header in each field.
+const HEADERS_NAMES: [&str; 3] = ["request.headers", "request_headers", "headers"];
+/// The default names of header fields other than `http_NAME`, by header.
+const HEADER_NAMES: [(&str, &str); 4] = [
+    ("user-agent", "user_agent user-agent"),
+    ("referer", "referer referrer"),
+    ("x-forwarded-for", "x_forwarded_for xff"),
     ("cookie", "cookie"),
 ];
 /// The prefix of nginx's variables of headers.
@@ -110,7 +84,7 @@ const HEADER_VARIABLE_PREFIX: &str = "http_";
 pub struct FieldNames {
     by_name: HashMap<String, (FieldRole, usize)>,
     /// The names of objects that hold such fields.
-    parents: HashMap<String, ()>,
+    parents: HashSet<String>,
 }
 
 /// The error of a field's name in a wrong form.
@@ -123,15 +97,20 @@ pub struct FieldNameError(String);
 
 impl Default for FieldNames {
     fn default() -> Self {
-        let mut names = Self { by_name: HashMap::new(), parents: HashMap::new() };
-        for (role, usual) in DEFAULT_NAMES {
-            for (rank, name) in usual.iter().enumerate() {
-                // A name that the caller adds has rank 0, before all defaults.
-                names.insert(name, role.clone(), rank + 1);
+        let mut names = Self { by_name: HashMap::new(), parents: HashSet::new() };
+        // A name that the caller adds has rank 0, before all defaults.
+        for (part, _, default_names) in PARTS {
+            for (rank, name) in (1..).zip(default_names.split(' ')) {
+                names.insert(name, FieldRole::Part(part), rank);
             }
         }
-        for (name, header) in DEFAULT_HEADER_NAMES {
-            names.insert(name, FieldRole::Header((*header).to_owned()), 1);
+        for name in HEADERS_NAMES {
+            names.insert(name, FieldRole::Headers, 1);
+        }
+        for (header, default_names) in HEADER_NAMES {
+            for name in default_names.split(' ') {
+                names.insert(name, FieldRole::Header(header.to_owned()), 1);
+            }
         }
         names
     }
@@ -144,214 +123,180 @@ impl FieldNames {
     /// The text has another form, or an unknown role.
     pub fn add(&mut self, text: &str) -> Result<(), FieldNameError> {
         let wrong = || FieldNameError(text.chars().take(128).collect());
-        let (role, name) = text.split_once('=').filter(|(_, name)| !name.is_empty()).ok_or_else(wrong)?;
-        let role = match role {
-            "time" => FieldRole::Time,
-            "ip" => FieldRole::Ip,
-            "method" => FieldRole::Method,
-            "path" => FieldRole::Path,
-            "query" => FieldRole::Query,
-            "request" => FieldRole::RequestLine,
-            "host" => FieldRole::Host,
-            "user" => FieldRole::User,
-            "action" => FieldRole::Action,
-            "headers" => FieldRole::Headers,
-            other => match other.strip_prefix("header:") {
-                Some(header) if !header.is_empty() => FieldRole::Header(header.to_ascii_lowercase()),
-                _ => return Err(wrong()),
-            },
+        let (word, name) = text.split_once('=').filter(|(_, name)| !name.is_empty()).ok_or_else(wrong)?;
+        let role = match word.strip_prefix("header:") {
+            Some("") => None,
+            Some(header) => Some(FieldRole::Header(header.to_ascii_lowercase())),
+            None if word == "headers" => Some(FieldRole::Headers),
+            None => PARTS.iter().find(|(_, role, _)| *role == word).map(|(part, ..)| FieldRole::Part(*part)),
         };
-        self.insert(name, role, 0);
+        self.insert(name, role.ok_or_else(wrong)?, 0);
         Ok(())
     }
 
     fn insert(&mut self, name: &str, role: FieldRole, rank: usize) {
         for (dot, _) in name.match_indices('.') {
-            self.parents.insert(name[..dot].to_owned(), ());
+            self.parents.insert(name[..dot].to_owned());
         }
         self.by_name.insert(name.to_owned(), (role, rank));
     }
 }
 
-/// The values of a line's fields, each with the rank of its name.
-#[derive(Default)]
-struct FieldValues<'l> {
-    slots: [Option<(usize, FieldValue<'l>)>; 9],
-}
+/// The value of each part of a request, with the rank of its field's name.
+type PartValues<'l> = [Option<(usize, FieldValue<'l>)>; PARTS.len()];
 
+#[derive(Clone, Debug)]
 enum FieldValue<'l> {
     Text(Cow<'l, str>),
     Float(f64),
     Integer(i128),
 }
 
-impl<'l> FieldValues<'l> {
-    fn set(&mut self, slot: usize, rank: usize, value: FieldValue<'l>) {
-        // Servers write `-` for a missing value.
-        let is_nothing = matches!(&value, FieldValue::Text(text) if matches!(&**text, "" | "-"));
-        let slot = &mut self.slots[slot];
-        if !is_nothing && slot.as_ref().is_none_or(|(other, _)| rank < *other) {
-            *slot = Some((rank, value));
-        }
-    }
-
-    fn text(&mut self, role: &FieldRole) -> Option<Cow<'l, str>> {
-        match self.slots[slot_index(role)?].take()?.1 {
-            FieldValue::Text(text) => Some(text),
-            FieldValue::Float(number) => Some(Cow::Owned(number.to_string())),
-            FieldValue::Integer(number) => Some(Cow::Owned(number.to_string())),
+impl<'l> FieldValue<'l> {
+    fn into_text(self) -> Cow<'l, str> {
+        match self {
+            Self::Text(text) => text,
+            Self::Float(number) => number.to_string().into(),
+            Self::Integer(number) => number.to_string().into(),
         }
     }
 }
 
-/// Returns the slot of a role's value.
-fn slot_index(role: &FieldRole) -> Option<usize> {
-    match role {
-        FieldRole::Time => Some(0),
-        FieldRole::Ip => Some(1),
-        FieldRole::Method => Some(2),
-        FieldRole::Path => Some(3),
-        FieldRole::Query => Some(4),
-        FieldRole::RequestLine => Some(5),
-        FieldRole::Host => Some(6),
-        FieldRole::User => Some(7),
-        FieldRole::Action => Some(8),
-        FieldRole::Header(_) | FieldRole::Headers => None,
-    }
-}
-
+/// Returns the request of a line; `None` if the line has no method or path.
 pub(super) fn parse_line<'l>(
     line: &'l [u8],
     names: &FieldNames,
     headers: &mut HeaderCollector,
-) -> Result<ParsedLine<'l>, LineError> {
+) -> Result<Option<LoggedRequest<'l>>, LineError> {
     let text = str::from_utf8(line).map_err(|_| LineError::InvalidUtf8)?;
-    let mut found = FieldValues::default();
     let mut json = serde_json::Deserializer::from_str(text);
-    let mut path = String::new();
-    let walk = FieldVisitor { names, path: &mut path, depth: 0, values: &mut found, headers, header_name_start: None };
-    walk.deserialize(&mut json).and_then(|()| json.end()).map_err(|_| LineError::InvalidJson)?;
-    build_request(found)
+    let mut collector = FieldCollector {
+        names,
+        path: String::new(),
+        depth: 0,
+        header_name_start: None,
+        parts: PartValues::default(),
+        headers,
+    };
+    collector.deserialize(&mut json).and_then(|()| json.end()).map_err(|_| LineError::InvalidJson)?;
+    build_request(collector.parts)
 }
 
-fn build_request<'l>(mut found: FieldValues<'l>) -> Result<ParsedLine<'l>, LineError> {
-    let at = match found.slots[0].take() {
-        Some((_, FieldValue::Text(text))) => timestamp::parse_text(&text),
-        Some((_, FieldValue::Float(number))) => timestamp::from_epoch_number(number),
-        Some((_, FieldValue::Integer(number))) => timestamp::from_epoch_number(number as f64),
+fn build_request(mut parts: PartValues<'_>) -> Result<Option<LoggedRequest<'_>>, LineError> {
+    let mut value = |part: RequestPart| Some(parts[part as usize].take()?.1);
+    let time = match value(RequestPart::Time) {
+        Some(FieldValue::Text(text)) => timestamp::parse_text(&text),
+        Some(FieldValue::Float(number)) => timestamp::from_epoch_number(number),
+        Some(FieldValue::Integer(number)) => timestamp::from_epoch_number(number as f64),
         None => None,
     };
-    let at = at.ok_or(LineError::InvalidTime)?;
-    let line = found.text(&FieldRole::RequestLine);
-    let line = line.as_ref().and_then(parse_request_line);
-    let (mut method, mut target) = (found.text(&FieldRole::Method), found.text(&FieldRole::Path));
-    if let Some((first, second)) = line {
-        method = method.or(Some(first));
-        target = target.or(Some(second));
-    }
-    let (Some(method), Some(target)) = (method, target) else { return Ok(ParsedLine::NotARequest) };
+    let time = time.ok_or(LineError::InvalidTime)?;
+    let mut text = |part| value(part).map(FieldValue::into_text);
+    let line = text(RequestPart::RequestLine);
+    let (line_method, line_target) = line.as_ref().and_then(parse_request_line).unzip();
+    let method = text(RequestPart::Method).or(line_method);
+    let target = text(RequestPart::Path).or(line_target);
+    let (Some(method), Some(target)) = (method, target) else { return Ok(None) };
     if !is_method(&method) {
-        return Ok(ParsedLine::NotARequest);
+        return Ok(None);
     }
-    let peer =
-        found.text(&FieldRole::Ip).map(|text| parse_address(&text).ok_or(LineError::InvalidAddress)).transpose()?;
-    let (mut path, named) = split_target(target);
-    if let Some(query) = found.text(&FieldRole::Query)
+    let peer = text(RequestPart::Ip).map(|text| parse_address(&text).ok_or(LineError::InvalidAddress)).transpose()?;
+    let (mut path, target_host) = split_target(target);
+    if let Some(query) = text(RequestPart::Query)
         && !path.contains('?')
     {
         path = Cow::Owned(format!("{path}?{}", query.strip_prefix('?').unwrap_or(&query)));
     }
-    Ok(ParsedLine::Request(LoggedRequest {
-        time: at,
+    Ok(Some(LoggedRequest {
+        time,
         peer,
         method,
         path,
-        host: found.text(&FieldRole::Host).or(named.map(Cow::Owned)),
-        user: found.text(&FieldRole::User),
-        action: found.text(&FieldRole::Action),
+        host: text(RequestPart::Host).or(target_host.map(Cow::Owned)),
+        user: text(RequestPart::User),
+        action: text(RequestPart::Action),
     }))
 }
 
-/// Visits a value and collects the fields of interest.
-struct FieldVisitor<'w, 'l> {
+/// Visits a line and collects the fields of interest.
+struct FieldCollector<'w, 'l> {
     names: &'w FieldNames,
-    /// The name of the value, with the names of its parents.
-    path: &'w mut String,
+    /// The name of the present value, with the names of its parents.
+    path: String,
     depth: usize,
-    values: &'w mut FieldValues<'l>,
-    headers: &'w mut HeaderCollector,
-    /// The start of the header's name in the path, if it is a header.
+    /// The start of the header's name in the path, if the value is a header.
     header_name_start: Option<usize>,
+    parts: PartValues<'l>,
+    headers: &'w mut HeaderCollector,
 }
 
-impl<'l> FieldVisitor<'_, 'l> {
-    fn visit_value(&mut self, value: FieldValue<'l>) {
-        if let Some(at) = self.header_name_start {
-            return offer_header(self.headers, self.path.get(at..).unwrap_or_default(), &value);
+/// A field's name, borrowed from the line unless it has escapes.
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct FieldName<'l>(#[serde(borrow)] Cow<'l, str>);
+
+impl<'l> FieldCollector<'_, 'l> {
+    fn record<E>(&mut self, value: FieldValue<'l>) -> Result<(), E> {
+        if let Some(start) = self.header_name_start {
+            self.headers.add_if_wanted(self.path.get(start..).unwrap_or_default(), value.into_text().as_bytes());
+            return Ok(());
         }
-        match self.names.by_name.get(self.path.as_str()) {
-            Some((FieldRole::Header(name), _)) => offer_header(self.headers, name, &value),
-            Some((role, rank)) => {
-                if let Some(slot) = slot_index(role) {
-                    self.values.set(slot, *rank, value);
+        match self.names.by_name.get(&self.path) {
+            Some((FieldRole::Header(name), _)) => self.headers.add_if_wanted(name, value.into_text().as_bytes()),
+            Some((FieldRole::Part(part), rank)) => {
+                // Servers write `-` for a missing value.
+                let is_missing = matches!(&value, FieldValue::Text(text) if matches!(&**text, "" | "-"));
+                let slot = &mut self.parts[*part as usize];
+                if !is_missing && slot.as_ref().is_none_or(|(other, _)| rank < other) {
+                    *slot = Some((*rank, value));
                 }
             }
+            Some((FieldRole::Headers, _)) => {}
             None => {
                 if let Some(name) = self.path.strip_prefix(HEADER_VARIABLE_PREFIX)
                     && !self.headers.wants_none()
                 {
-                    offer_header(self.headers, &name.replace('_', "-"), &value);
+                    self.headers.add_if_wanted(&name.replace('_', "-"), value.into_text().as_bytes());
                 }
             }
         }
+        Ok(())
     }
 }
 
-fn offer_header(headers: &mut HeaderCollector, name: &str, value: &FieldValue<'_>) {
-    match value {
-        FieldValue::Text(text) => headers.add_if_wanted(name, text.as_bytes()),
-        FieldValue::Float(number) => headers.add_if_wanted(name, number.to_string().as_bytes()),
-        FieldValue::Integer(number) => headers.add_if_wanted(name, number.to_string().as_bytes()),
-    }
-}
-
-impl<'l> DeserializeSeed<'l> for FieldVisitor<'_, 'l> {
+impl<'l> DeserializeSeed<'l> for &mut FieldCollector<'_, 'l> {
     type Value = ();
+
     fn deserialize<D: de::Deserializer<'l>>(self, deserializer: D) -> Result<(), D::Error> {
         deserializer.deserialize_any(self)
     }
 }
 
-impl<'l> Visitor<'l> for FieldVisitor<'_, 'l> {
+impl<'l> Visitor<'l> for &mut FieldCollector<'_, 'l> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a JSON object")
     }
 
-    fn visit_borrowed_str<E: de::Error>(mut self, text: &'l str) -> Result<(), E> {
-        self.visit_value(FieldValue::Text(Cow::Borrowed(text)));
-        Ok(())
+    fn visit_borrowed_str<E: de::Error>(self, text: &'l str) -> Result<(), E> {
+        self.record(FieldValue::Text(Cow::Borrowed(text)))
     }
 
-    fn visit_str<E: de::Error>(mut self, text: &str) -> Result<(), E> {
-        self.visit_value(FieldValue::Text(Cow::Owned(text.to_owned())));
-        Ok(())
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<(), E> {
+        self.record(FieldValue::Text(Cow::Owned(text.to_owned())))
     }
 
-    fn visit_f64<E: de::Error>(mut self, number: f64) -> Result<(), E> {
-        self.visit_value(FieldValue::Float(number));
-        Ok(())
+    fn visit_f64<E: de::Error>(self, number: f64) -> Result<(), E> {
+        self.record(FieldValue::Float(number))
     }
 
-    fn visit_u64<E: de::Error>(mut self, number: u64) -> Result<(), E> {
-        self.visit_value(FieldValue::Integer(number.into()));
-        Ok(())
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<(), E> {
+        self.record(FieldValue::Integer(number.into()))
     }
 
-    fn visit_i64<E: de::Error>(mut self, number: i64) -> Result<(), E> {
-        self.visit_value(FieldValue::Integer(number.into()));
-        Ok(())
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<(), E> {
+        self.record(FieldValue::Integer(number.into()))
     }
 
     fn visit_bool<E: de::Error>(self, _: bool) -> Result<(), E> {
@@ -363,84 +308,38 @@ impl<'l> Visitor<'l> for FieldVisitor<'_, 'l> {
     }
 
     fn visit_seq<A: SeqAccess<'l>>(self, mut list: A) -> Result<(), A::Error> {
-        let Self { names, path, depth, values: found, headers, header_name_start: header_at } = self;
-        if depth >= MAX_DEPTH {
-            while list.next_element::<IgnoredAny>()?.is_some() {}
-            return Ok(());
+        if self.depth >= MAX_DEPTH {
+            return IgnoredAny.visit_seq(list).map(drop);
         }
-        loop {
-            let (path, found, headers) = (&mut *path, &mut *found, &mut *headers);
-            if list
-                .next_element_seed(FieldVisitor {
-                    names,
-                    path,
-                    depth: depth + 1,
-                    values: found,
-                    headers,
-                    header_name_start: header_at,
-                })?
-                .is_none()
-            {
-                return Ok(());
-            }
-        }
+        self.depth += 1;
+        while list.next_element_seed(&mut *self)?.is_some() {}
+        self.depth -= 1;
+        Ok(())
     }
 
     fn visit_map<A: MapAccess<'l>>(self, mut map: A) -> Result<(), A::Error> {
-        let Self { names, path, depth, values: found, headers, header_name_start: outer_header_name_start } = self;
-        let is_headers = matches!(names.by_name.get(path.as_str()), Some((FieldRole::Headers, _)));
-        let outer_length = path.len();
-        let header_at = is_headers.then_some(outer_length + 1);
-        let known = depth == 0 || is_headers || names.parents.contains_key(path.as_str());
-        if outer_header_name_start.is_some() || !known || depth >= MAX_DEPTH {
-            while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-            return Ok(());
+        let is_headers = matches!(self.names.by_name.get(&self.path), Some((FieldRole::Headers, _)));
+        let is_searched = self.depth == 0 || is_headers || self.names.parents.contains(&self.path);
+        if self.header_name_start.is_some() || !is_searched || self.depth >= MAX_DEPTH {
+            return IgnoredAny.visit_map(map).map(drop);
         }
-        loop {
-            path.truncate(outer_length);
-            if map.next_key_seed(FieldPathSeed(&mut *path))?.is_none() {
-                path.truncate(outer_length);
-                return Ok(());
+        let length = self.path.len();
+        self.header_name_start = is_headers.then_some(length + 1);
+        self.depth += 1;
+        while let Some(FieldName(name)) = map.next_key()? {
+            if length > 0 {
+                self.path.push('.');
             }
-            if path.len() > MAX_NAME {
+            self.path.push_str(&name);
+            if self.path.len() > MAX_NAME {
                 map.next_value::<IgnoredAny>()?;
-                continue;
+            } else {
+                map.next_value_seed(&mut *self)?;
             }
-            let (path, found, headers) = (&mut *path, &mut *found, &mut *headers);
-            map.next_value_seed(FieldVisitor {
-                names,
-                path,
-                depth: depth + 1,
-                values: found,
-                headers,
-                header_name_start: header_at,
-            })?;
+            self.path.truncate(length);
         }
-    }
-}
-
-/// Appends a field's name to the path.
-struct FieldPathSeed<'n>(&'n mut String);
-
-impl<'l> DeserializeSeed<'l> for FieldPathSeed<'_> {
-    type Value = ();
-    fn deserialize<D: de::Deserializer<'l>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
-
-impl Visitor<'_> for FieldPathSeed<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a name")
-    }
-
-    fn visit_str<E: de::Error>(self, name: &str) -> Result<(), E> {
-        if !self.0.is_empty() {
-            self.0.push('.');
-        }
-        self.0.push_str(name);
+        self.depth -= 1;
+        self.header_name_start = None;
         Ok(())
     }
 }

@@ -46,16 +46,16 @@ pub use findings::{
     ActionChange, ActionFindings, AlternativeValue, ClientFindings, Findings, KeyFindings, LimitFindings,
     PolicyChanges, PolicyFindings,
 };
-pub use json_log::{FieldNameError, FieldNames, FieldRole};
+pub use json_log::{FieldNameError, FieldNames};
+use lines::LineReader;
 pub use lines::MAX_LINE;
-use lines::{LineReader, LogLine};
 pub use meter::{Peaks, REFUSED_SHARES};
 pub use request::LineError;
-use request::{HeaderCollector, LoggedRequest, ParsedLine};
+use request::{HeaderCollector, LoggedRequest};
 pub use timeline::{IntervalCounts, Timeline};
 use timestamp::ClfTimeParser;
 pub(crate) use timestamp::format_time;
-use top_k::{TopK, Weight};
+use top_k::TopK;
 
 /// The longest time by which a line may be older than the newest one and still count, at the newest one's time. Servers
 /// that log the start of a request write the line at its end, and a download may take long.
@@ -68,7 +68,7 @@ pub const CLOCK_RESET_AFTER: u32 = 1000;
 pub const MAX_FORWARD_JUMP: Span = Span::from_secs(86_400);
 /// The number of broken lines that are shown.
 pub const MAX_SHOWN_BROKEN: usize = 10;
-/// The number of lines that are judged together. While memory is fetched for one line, others are read.
+/// The number of lines that are evaluated together. While memory is fetched for one line, others are read.
 const BATCH_LINES: usize = 32;
 /// The largest number of tracked clients that two policies treat differently.
 const MAX_CHANGED_CLIENTS: usize = 1 << 16;
@@ -86,36 +86,34 @@ pub struct InputStats {
     pub broken: u64,
     /// The first of them: file, line number and error, at most [`MAX_SHOWN_BROKEN`].
     pub first_broken: Vec<(String, u64, LineError)>,
-    /// Requests that were late by up to [`MAX_LATENESS`]. They were judged at the newest time.
+    /// Requests that were late by up to [`MAX_LATENESS`]. They were evaluated at the newest time.
     pub late: u64,
     /// The largest lateness of those.
     pub max_lateness: Span,
-    /// Requests that were later than that, and were not judged.
+    /// Requests that were later than that, and were not evaluated.
     pub too_late: u64,
-    /// The number of times that time went back: after [`CLOCK_RESET_AFTER`] late lines in a row, or after a jump
-    /// forward.
+    /// The number of times that time went back: after [`CLOCK_RESET_AFTER`] late lines in a row, or a jump forward.
     pub clock_resets: u64,
-    /// The time of the first request that was judged.
+    /// The time of the first request that was evaluated.
     pub first_time: Option<Time>,
     /// The newest time of a request.
     pub newest_time: Option<Time>,
 }
 
-/// Reads logs and judges their requests by one policy, or by two that are compared.
+/// Reads logs and evaluates their requests by one policy, or by two that are compared.
 pub struct LogReplay {
     field_names: FieldNames,
     headers: HeaderCollector,
     /// The headers of each line of a batch.
     headers_by_line: Vec<HeaderMap>,
     clf_times: ClfTimeParser,
-    first: PolicyEvaluator,
-    second: Option<PolicyEvaluator>,
+    /// The evaluator of the policy, and of the one that it is compared with.
+    evaluators: Vec<PolicyEvaluator>,
     changes: ChangeCollector,
     input: InputStats,
     clock: LogClock,
 }
 
-/// The clock of the log.
 #[derive(Default)]
 struct LogClock {
     /// The number of lines in a row that are too late.
@@ -139,50 +137,44 @@ pub(crate) struct ClientChangeCounts {
     pub(crate) only_second: u32,
 }
 
-impl Weight for ClientChangeCounts {
-    fn weight(&self) -> u64 {
-        u64::from(self.only_first) + u64::from(self.only_second)
-    }
-}
-
 impl LogReplay {
     /// Creates a replay by the policy of this name. Fields of JSON lines are found by `names`.
     pub fn new(name: impl Into<String>, policy: &Policy, names: FieldNames) -> Self {
-        let changed = ChangeCollector {
+        let changes = ChangeCollector {
             refused_by_both: 0,
             only_first: 0,
             only_second: 0,
-            clients: TopK::new(MAX_CHANGED_CLIENTS),
+            clients: TopK::new(MAX_CHANGED_CLIENTS, |counts: &ClientChangeCounts| {
+                u64::from(counts.only_first) + u64::from(counts.only_second)
+            }),
         };
-        let mut replay = Self {
+        let replay = Self {
             field_names: names,
             headers: HeaderCollector::default(),
             headers_by_line: vec![HeaderMap::new(); BATCH_LINES],
             clf_times: ClfTimeParser::default(),
-            first: PolicyEvaluator::new(name.into(), policy),
-            second: None,
-            changes: changed,
+            evaluators: Vec::new(),
+            changes,
             input: InputStats::default(),
             clock: LogClock::default(),
         };
-        replay.collect_wanted_headers();
-        replay
+        replay.with_policy(name.into(), policy)
     }
 
     /// Adds a second policy to compare with.
     #[must_use]
     pub fn compare_with(mut self, name: impl Into<String>, policy: &Policy) -> Self {
-        self.second = Some(PolicyEvaluator::new(name.into(), policy));
-        self.collect_wanted_headers();
-        self
+        self.evaluators.truncate(1);
+        self.with_policy(name.into(), policy)
     }
 
-    fn collect_wanted_headers(&mut self) {
-        let mut wanted: Vec<HeaderName> =
-            self.first.headers().chain(self.second.iter().flat_map(PolicyEvaluator::headers)).collect();
+    fn with_policy(mut self, name: String, policy: &Policy) -> Self {
+        self.evaluators.push(PolicyEvaluator::new(name, policy));
+        let mut wanted: Vec<HeaderName> = self.evaluators.iter().flat_map(PolicyEvaluator::headers).collect();
         wanted.sort_unstable_by(|one, other| one.as_str().cmp(other.as_str()));
         wanted.dedup();
         self.headers = HeaderCollector::for_names(wanted);
+        self
     }
 
     /// Reads a log to its end. The log is plain, or compressed by gzip or Zstandard. Findings call it `name`. For each
@@ -194,10 +186,7 @@ impl LogReplay {
     /// The log can't be read, its compression is broken, or the refusals can't be written.
     pub fn read(&mut self, name: &str, log: impl Read, refusals: Option<&mut dyn Write>) -> io::Result<()> {
         let read = self.process_log(name, log, refusals);
-        self.first.flush();
-        if let Some(second) = &mut self.second {
-            second.flush();
-        }
+        self.evaluators.iter_mut().for_each(PolicyEvaluator::flush);
         read
     }
 
@@ -211,58 +200,60 @@ impl LogReplay {
                 return Ok(());
             }
             let mut requests = Vec::with_capacity(line_spans.len());
-            self.first.clear_batch();
-            self.second.iter_mut().for_each(PolicyEvaluator::clear_batch);
-            for place in &line_spans {
+            self.evaluators.iter_mut().for_each(PolicyEvaluator::clear_batch);
+            for span in &line_spans {
                 number += 1;
-                let Some((request, now)) = self.parse_line((name, number), lines.line(*place)) else { continue };
+                let Some((request, now)) = self.parse_line((name, number), lines.line(span)) else { continue };
                 let headers = &mut self.headers_by_line[requests.len()];
                 // The swapped-in map is cleared before the next line.
                 std::mem::swap(headers, &mut self.headers.values);
-                self.first.prepare(&request, headers, now);
-                if let Some(second) = &mut self.second {
-                    second.prepare(&request, headers, now);
+                for evaluator in &mut self.evaluators {
+                    evaluator.prepare(&request, headers, now);
                 }
                 requests.push((number, request, now));
             }
-            self.first.prefetch_states();
-            self.second.iter().for_each(PolicyEvaluator::prefetch_states);
-            for (place, ((number, request, now), headers)) in requests.iter().zip(&self.headers_by_line).enumerate() {
-                let judged = self.first.evaluate(place, request, headers, *now);
-                if let Some(second) = &mut self.second {
-                    self.changes.record(judged.as_ref(), second.evaluate(place, request, headers, *now).as_ref());
+            self.evaluators.iter().for_each(PolicyEvaluator::prefetch_states);
+            let [first, others @ ..] = &mut *self.evaluators else { return Ok(()) };
+            for (index, ((number, request, now), headers)) in requests.iter().zip(&self.headers_by_line).enumerate() {
+                let decided = first.evaluate(index, request, headers, *now);
+                for second in &mut *others {
+                    self.changes.record(decided.as_ref(), second.evaluate(index, request, headers, *now).as_ref());
                 }
-                if let (Some(judged), Some(refusals)) = (&judged, &mut refusals)
-                    && !judged.decision.allowed
+                if let (Some(decided), Some(refusals)) = (&decided, &mut refusals)
+                    && !decided.decision.allowed
                 {
-                    write_refusal(*refusals, (name, *number), &self.first.plan, judged)?;
+                    write_refusal(*refusals, (name, *number), &first.plan, decided)?;
                 }
             }
         }
     }
 
-    /// Returns the request of a line, and the time at which it is judged. `None` if there is nothing to judge.
+    /// Returns the request of a line, and the time at which it is evaluated. `None` if there is nothing to evaluate.
     #[inline]
-    fn parse_line<'l>(&mut self, (name, number): (&str, u64), line: LogLine<'l>) -> Option<(LoggedRequest<'l>, Time)> {
+    fn parse_line<'l>(
+        &mut self,
+        (name, number): (&str, u64),
+        line: Option<&'l [u8]>,
+    ) -> Option<(LoggedRequest<'l>, Time)> {
         let read = match line {
-            LogLine::TooLong => Err(LineError::TooLong),
-            LogLine::Complete(line) if line.trim_ascii().is_empty() => return None,
-            LogLine::Complete(line) => {
+            None => Err(LineError::TooLong),
+            Some(line) => {
+                let first = line.trim_ascii_start().first()?;
                 self.headers.clear();
-                match line.trim_ascii_start().first() {
-                    Some(b'{') => json_log::parse_line(line, &self.field_names, &mut self.headers),
+                match first {
+                    b'{' => json_log::parse_line(line, &self.field_names, &mut self.headers),
                     _ => common_log::parse_line(line, &mut self.clf_times, &mut self.headers),
                 }
             }
         };
         self.input.lines += 1;
         match read {
-            Ok(ParsedLine::Request(request)) => {
+            Ok(Some(request)) => {
                 self.input.requests += 1;
                 let now = self.clock.decision_time(&mut self.input, request.time)?;
                 Some((request, now))
             }
-            Ok(ParsedLine::NotARequest) => {
+            Ok(None) => {
                 self.input.non_requests += 1;
                 None
             }
@@ -275,15 +266,10 @@ impl LogReplay {
             }
         }
     }
-
-    /// Returns the findings so far.
-    pub fn findings(&self) -> Findings {
-        findings::collect_findings(&self.input, &self.headers, &self.first, self.second.as_ref(), &self.changes)
-    }
 }
 
 impl LogClock {
-    /// Returns the time at which a request is judged: its own, or the newest before it. `None` if it is too late.
+    /// Returns the time at which a request is evaluated: its own, or the newest before it. `None` if it is too late.
     #[inline]
     fn decision_time(&mut self, input: &mut InputStats, at: Time) -> Option<Time> {
         let newest = *input.newest_time.get_or_insert(at);
@@ -317,22 +303,18 @@ impl LogClock {
 impl ChangeCollector {
     fn record(&mut self, first: Option<&RequestDecision>, second: Option<&RequestDecision>) {
         let (Some(first), Some(second)) = (first, second) else { return };
-        let change = match (first.decision.allowed, second.decision.allowed) {
-            (true, true) => return,
-            (false, false) => {
-                self.refused_by_both += 1;
-                return;
-            }
-            (false, true) => ClientChangeCounts { only_first: 1, only_second: 0 },
-            (true, false) => ClientChangeCounts { only_first: 0, only_second: 1 },
-        };
-        self.only_first += u64::from(change.only_first);
-        self.only_second += u64::from(change.only_second);
+        let (by_first, by_second) = (!first.decision.allowed, !second.decision.allowed);
+        self.refused_by_both += u64::from(by_first && by_second);
+        if by_first == by_second {
+            return;
+        }
+        self.only_first += u64::from(by_first);
+        self.only_second += u64::from(by_second);
         // The client may depend on the policy too, by the proxies that it trusts. The second policy is the future one.
         if let Some(client) = second.client {
             let known = self.clients.entry(client, ClientChangeCounts::default);
-            known.only_first = known.only_first.saturating_add(change.only_first);
-            known.only_second = known.only_second.saturating_add(change.only_second);
+            known.only_first = known.only_first.saturating_add(by_first.into());
+            known.only_second = known.only_second.saturating_add(by_second.into());
         }
     }
 }
@@ -341,9 +323,9 @@ fn write_refusal(
     to: &mut dyn Write,
     (log, line): (&str, u64),
     plan: &Plan,
-    judged: &RequestDecision,
+    decided: &RequestDecision,
 ) -> io::Result<()> {
-    let RequestDecision { actions, decision, .. } = judged;
+    let RequestDecision { actions, decision, .. } = decided;
     let Decision { bound_by, retry_after, reason, .. } = decision;
     let action = plan.action_names(*actions).unwrap_or_else(|| "-".to_owned());
     let limit = bound_by.map_or("-", |limit| plan.limit_info(limit).name());
@@ -357,17 +339,17 @@ mod tests {
 
     #[test]
     fn implausible_future_times_are_corrected_by_later_lines() {
-        let (mut course, mut input) = (LogClock::default(), InputStats::default());
+        let (mut clock, mut input) = (LogClock::default(), InputStats::default());
         let at = |secs: u64| Time::from_secs(1_700_000_000 + secs);
-        let mut judged = |secs: u64| course.decision_time(&mut input, at(secs));
-        assert_eq!(judged(0), Some(at(0)));
-        assert_eq!(judged(300_000_000), Some(at(300_000_000)));
-        assert_eq!(judged(10), Some(at(10)));
-        assert_eq!(judged(5), Some(at(10)), "late as ever");
+        let mut decided_at = |secs: u64| clock.decision_time(&mut input, at(secs));
+        assert_eq!(decided_at(0), Some(at(0)));
+        assert_eq!(decided_at(300_000_000), Some(at(300_000_000)));
+        assert_eq!(decided_at(10), Some(at(10)));
+        assert_eq!(decided_at(5), Some(at(10)), "late by a few seconds");
         // No requests for three days; a line from before is too late then.
-        assert_eq!(judged(300_000), Some(at(300_000)));
-        assert_eq!(judged(300_001), Some(at(300_001)));
-        assert_eq!(judged(150_000), None);
+        assert_eq!(decided_at(300_000), Some(at(300_000)));
+        assert_eq!(decided_at(300_001), Some(at(300_001)));
+        assert_eq!(decided_at(150_000), None);
         assert_eq!((input.clock_resets, input.late, input.too_late), (1, 1, 1));
     }
 

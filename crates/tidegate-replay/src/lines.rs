@@ -1,6 +1,7 @@
 //! Reads a log as lines, compressed or not.
 
 use std::io::{self, Read};
+use std::ops::Range;
 
 use flate2::read::MultiGzDecoder;
 use memchr::memchr;
@@ -13,8 +14,7 @@ const BUFFER_BYTES: usize = 4 * MAX_LINE;
 
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
-/// The magic bytes of Zstandard's skippable frames, with which a file may begin (RFC 8878 §3.1.2). They follow a first
-/// byte with a free low half.
+/// The end of the magic bytes of Zstandard's skippable frames, after a byte with a free low half (RFC 8878 §3.1.2).
 const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 
 /// Returns the content of a compressed log, and of a plain one as it is. The first bytes tell the format (RFC 1952
@@ -22,22 +22,15 @@ const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 ///
 /// # Errors
 /// The log can't be read.
-pub(super) fn decompressed<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
-    let mut start = [0; 4];
-    let mut known = 0;
-    while known < start.len() {
-        match packed.read(&mut start[known..]) {
-            Ok(0) => break,
-            Ok(more) => known += more,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    let whole = io::Cursor::new(start).take(known as u64).chain(packed);
-    let skippable = start[0] & 0xf0 == 0x50 && start[1..] == ZSTD_SKIPPABLE;
-    Ok(if start.starts_with(&GZIP) {
+pub(super) fn decompressed<'r>(mut log: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
+    let mut start = Vec::with_capacity(ZSTD.len());
+    log.by_ref().take(ZSTD.len() as u64).read_to_end(&mut start)?;
+    let is_gzip = start.starts_with(&GZIP);
+    let is_zstd = start == ZSTD || matches!(*start, [0x50..=0x5f, ref rest @ ..] if *rest == ZSTD_SKIPPABLE);
+    let whole = io::Cursor::new(start).chain(log);
+    Ok(if is_gzip {
         Box::new(MultiGzDecoder::new(whole))
-    } else if start == ZSTD || skippable {
+    } else if is_zstd {
         zstd_decoder(whole)?
     } else {
         Box::new(whole)
@@ -45,8 +38,8 @@ pub(super) fn decompressed<'r>(mut packed: impl Read + 'r) -> io::Result<Box<dyn
 }
 
 #[cfg(feature = "zstd")]
-fn zstd_decoder<'r>(packed: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
-    Ok(Box::new(zstd::stream::read::Decoder::new(packed)?))
+fn zstd_decoder<'r>(log: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
+    Ok(Box::new(zstd::stream::read::Decoder::new(log)?))
 }
 
 #[cfg(not(feature = "zstd"))]
@@ -57,21 +50,8 @@ fn zstd_decoder<'r>(_: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
     ))
 }
 
-/// A line, without its line break.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LogLine<'l> {
-    Complete(&'l [u8]),
-    /// The line is longer than [`MAX_LINE`].
-    TooLong,
-}
-
-/// The position of a line, valid until more is read.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum LineSpan {
-    InBuffer(usize, usize),
-    /// The line was too long for the buffer.
-    Skipped,
-}
+/// The position of a line, valid until more is read; `None` if the line was too long for the buffer.
+pub(super) type LineSpan = Option<Range<usize>>;
 
 /// Reads lines into one buffer that never grows.
 pub(super) struct LineReader<R> {
@@ -82,35 +62,30 @@ pub(super) struct LineReader<R> {
 }
 
 impl<R: Read> LineReader<R> {
-    pub(super) fn new(from: R) -> Self {
-        Self { source: from, buffer: vec![0; BUFFER_BYTES].into(), begin: 0, end: 0 }
+    pub(super) fn new(source: R) -> Self {
+        Self { source, buffer: vec![0; BUFFER_BYTES].into(), begin: 0, end: 0 }
     }
 
-    /// Replaces `places` by the next lines, up to `most` of them, as far as they are read already. None means the end.
-    /// The last line needn't end with a line break.
+    /// Replaces `spans` by those of the next lines, up to `max` of them, as far as they are read already. At the end
+    /// there are none. The last line needn't end with a line break.
     ///
     /// # Errors
     /// The log can't be read, or its compression is broken.
-    pub(super) fn read_spans(&mut self, most: usize, places: &mut Vec<LineSpan>) -> io::Result<()> {
-        places.clear();
-        places.extend(self.next_span()?);
-        while !places.is_empty() && places.len() < most {
+    pub(super) fn read_spans(&mut self, max: usize, spans: &mut Vec<LineSpan>) -> io::Result<()> {
+        spans.clear();
+        spans.extend(self.next_span()?);
+        while !spans.is_empty() && spans.len() < max {
             let Some(found) = memchr(b'\n', &self.buffer[self.begin..self.end]) else { break };
-            places.push(LineSpan::InBuffer(self.begin, self.begin + found));
+            spans.push(Some(self.begin..self.begin + found));
             self.begin += found + 1;
         }
         Ok(())
     }
 
-    /// Returns a line that the last [`LineReader::read_spans`] found.
-    pub(super) fn line(&self, place: LineSpan) -> LogLine<'_> {
-        match place {
-            LineSpan::InBuffer(begin, end) if end - begin <= MAX_LINE => {
-                let line = &self.buffer[begin..end];
-                LogLine::Complete(line.strip_suffix(b"\r").unwrap_or(line))
-            }
-            LineSpan::InBuffer(..) | LineSpan::Skipped => LogLine::TooLong,
-        }
+    /// Returns a line of the last [`LineReader::read_spans`], without its line break; `None` beyond [`MAX_LINE`].
+    pub(super) fn line(&self, span: &LineSpan) -> Option<&[u8]> {
+        let line = &self.buffer[span.clone().filter(|span| span.len() <= MAX_LINE)?];
+        Some(line.strip_suffix(b"\r").unwrap_or(line))
     }
 
     fn next_span(&mut self) -> io::Result<Option<LineSpan>> {
@@ -119,11 +94,11 @@ impl<R: Read> LineReader<R> {
             if let Some(found) = memchr(b'\n', &self.buffer[looked_at..self.end]) {
                 let (begin, end) = (self.begin, looked_at + found);
                 self.begin = end + 1;
-                return Ok(Some(LineSpan::InBuffer(begin, end)));
+                return Ok(Some(Some(begin..end)));
             }
             if self.end - self.begin > MAX_LINE {
                 self.skip_line()?;
-                return Ok(Some(LineSpan::Skipped));
+                return Ok(Some(None));
             }
             self.buffer.copy_within(self.begin..self.end, 0);
             self.end -= self.begin;
@@ -131,7 +106,7 @@ impl<R: Read> LineReader<R> {
             looked_at = self.end;
             if self.fill()? == 0 {
                 let end = std::mem::take(&mut self.end);
-                return Ok((end > 0).then_some(LineSpan::InBuffer(0, end)));
+                return Ok((end > 0).then_some(Some(0..end)));
             }
         }
     }
@@ -187,17 +162,14 @@ mod tests {
     fn lines(text: &[u8], at_a_time: usize) -> Vec<Option<Vec<u8>>> {
         let mut lines = LineReader::new(decompressed(Trickle(text, at_a_time)).unwrap());
         let mut all = Vec::new();
-        let mut places = Vec::new();
+        let mut spans = Vec::new();
         loop {
-            lines.read_spans(3, &mut places).unwrap();
-            assert!(places.len() <= 3);
-            if places.is_empty() {
+            lines.read_spans(3, &mut spans).unwrap();
+            assert!(spans.len() <= 3);
+            if spans.is_empty() {
                 return all;
             }
-            all.extend(places.iter().map(|place| match lines.line(*place) {
-                LogLine::Complete(line) => Some(line.to_vec()),
-                LogLine::TooLong => None,
-            }));
+            all.extend(spans.iter().map(|span| lines.line(span).map(<[u8]>::to_vec)));
         }
     }
 
@@ -250,13 +222,13 @@ mod tests {
         }
         assert_eq!(decompressed(&zstd[..]).is_ok(), cfg!(feature = "zstd"));
         let mut cut = LineReader::new(decompressed(&gzip[..gzip.len() - 9]).unwrap());
-        let mut places = Vec::new();
+        let mut spans = Vec::new();
         let ended = loop {
-            match cut.read_spans(100, &mut places) {
-                Ok(()) if !places.is_empty() => {}
+            match cut.read_spans(100, &mut spans) {
+                Ok(()) if !spans.is_empty() => {}
                 other => break other,
             }
         };
-        assert!(ended.is_err(), "a packed log that breaks off is told: {ended:?}");
+        assert!(ended.is_err(), "a compressed log that breaks off is an error: {ended:?}");
     }
 }

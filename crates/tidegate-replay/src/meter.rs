@@ -6,6 +6,7 @@
 //! store counts that use. From then on a copy of the client's state counts it, under the same kind of limit with a
 //! value out of reach.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -14,18 +15,17 @@ use tidegate_core::{
     Batch, KeyState, Limit, LimitId, LimitKind, Limits, MAX_LIMIT, Op, Outcome, Outcomes, Rate, ShareLevel, Verdict,
     Window,
 };
-use tidegate_policy::{Plan, Quantity};
+use tidegate_policy::Quantity;
 use tidegate_store::Memory;
 
 /// The largest number of measured keys under limits: 28 MB in a hash table of 2^20 slots. Beyond it, a random half of
 /// them is dropped, and so is half of all later ones. The rest is a fair sample, and each of its peaks is complete (M.
 /// Wegman's adaptive sampling; P. Flajolet, "On Adaptive Sampling", Computing 43, 1990).
-const MAX_PEAKS: usize = (1 << 20) / 8 * 7;
+pub(super) const MAX_PEAKS: usize = (1 << 20) / 8 * 7;
 /// The largest number of states that are counted on after a refusal, one per key and limit. Each has up to 1.7 KB, so
 /// all have 27 MB. Of further keys it is only known that they exceeded their limit.
 const MAX_UNLIMITED_STATES: usize = 1 << 14;
-/// The least number of distinct moments within a window. Beyond it, calls are counted up to a 64th of the window
-/// longer. See [`Window`].
+/// The least number of distinct moments in a window. Beyond it, calls count up to a 64th of it longer; see [`Window`].
 const MIN_WINDOW_ENTRIES: u32 = 64;
 /// The number of uses that are processed together.
 const MAX_PENDING_USES: usize = 128;
@@ -56,41 +56,31 @@ impl Hasher for IdentityHasher {
     }
 }
 
-/// A use that isn't processed yet.
-#[derive(Clone, Copy, Debug)]
-struct PendingUse {
-    fingerprint: u64,
-    limit: LimitId,
-    used: u32,
-}
-
 /// Measures every key under every limit.
 pub(super) struct Meter {
     /// The plan's limits, each with its value out of reach. `None` for a kind that can't be measured, such as calls in
     /// flight, because logs don't tell their duration.
     unlimited_limits: Vec<Option<Limit>>,
     unlimited_states: HashMap<u64, KeyState, BuildHasherDefault<IdentityHasher>>,
-    /// Calls of keys without room for an unlimited state.
-    unmeasured_calls: u64,
+    /// Calls of keys without room for an unlimited state. It is only known that they exceeded a limit.
+    pub(super) unmeasured_calls: u64,
     peaks: HashMap<u64, Peak, BuildHasherDefault<IdentityHasher>>,
     max_peaks: usize,
-    pending: Vec<PendingUse>,
+    /// The fingerprints and uses that aren't processed yet.
+    pending: Vec<(u64, Peak)>,
     /// One of 2^level keys is in the sample.
     sample_level: u32,
 }
 
 impl Meter {
-    pub(super) fn new(plan: &Plan) -> Self {
-        Self::with_max_peaks(plan.limits(), MAX_PEAKS)
-    }
-
-    fn with_max_peaks(limits: &Limits, most: usize) -> Self {
+    /// Creates a meter that measures at most `max_peaks` keys.
+    pub(super) fn new(limits: &Limits, max_peaks: usize) -> Self {
         Self {
             unlimited_limits: limits.iter().map(|(_, limit)| unlimited_kind(limit.kind()).map(Limit::new)).collect(),
             unlimited_states: HashMap::default(),
             unmeasured_calls: 0,
             peaks: HashMap::default(),
-            max_peaks: most,
+            max_peaks,
             pending: Vec::with_capacity(MAX_PENDING_USES),
             sample_level: 0,
         }
@@ -109,17 +99,17 @@ impl Meter {
         let any_enforced_refuses =
             any_refuses && batch.ops().iter().zip(outcomes.list()).any(|both| refuses(both, false));
         for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
-            let Some(Some(boundless)) = self.unlimited_limits.get(op.limit.index()) else { continue };
+            let Some(Some(unlimited)) = self.unlimited_limits.get(op.limit.index()) else { continue };
             let fingerprint = fingerprint(op);
             // A shared key counts no client's own use.
             if op.share_level != ShareLevel::Own || !is_sampled(fingerprint, self.sample_level) {
                 continue;
             }
-            let ask = OpContext { op, limit: boundless, batch: batch.context(), now: outcomes.now() };
-            let twin =
+            let context = OpContext { op, limit: unlimited, batch: batch.context(), now: outcomes.now() };
+            let state =
                 if self.unlimited_states.is_empty() { None } else { self.unlimited_states.get_mut(&fingerprint) };
-            let used = if let Some(twin) = twin {
-                charge_and_measure(twin, &ask)
+            let used = if let Some(state) = state {
+                charge_and_measure(state, &context)
             } else if any_refuses {
                 let limit = limits.get(op.limit);
                 let other_refuses =
@@ -129,9 +119,9 @@ impl Meter {
                 if was_charged {
                     outcome.used
                 } else if self.unlimited_states.len() < MAX_UNLIMITED_STATES {
-                    let mut twin = store.clone_state(op).unwrap_or_default();
-                    let used = charge_and_measure(&mut twin, &ask);
-                    self.unlimited_states.insert(fingerprint, twin);
+                    let mut state = store.clone_state(op).unwrap_or_default();
+                    let used = charge_and_measure(&mut state, &context);
+                    self.unlimited_states.insert(fingerprint, state);
                     used
                 } else {
                     self.unmeasured_calls += 1;
@@ -140,21 +130,18 @@ impl Meter {
             } else {
                 outcome.used
             };
-            self.pending.push(PendingUse {
-                fingerprint,
-                limit: op.limit,
-                used: u32::try_from(used).unwrap_or(u32::MAX),
-            });
+            let max_used = u32::try_from(used).unwrap_or(u32::MAX);
+            self.pending.push((fingerprint, Peak { max_used, limit: op.limit }));
         }
     }
 
     /// Processes the recorded uses together, so that their cache misses overlap.
     pub(super) fn flush(&mut self) {
         let mut pending = std::mem::take(&mut self.pending);
-        for PendingUse { fingerprint, limit, used } in pending.drain(..) {
+        for (fingerprint, peak) in pending.drain(..) {
             match self.peaks.get_mut(&fingerprint) {
-                Some(peak) => peak.max_used = peak.max_used.max(used),
-                None => self.insert_peak(fingerprint, Peak { max_used: used, limit }),
+                Some(known) => known.max_used = known.max_used.max(peak.max_used),
+                None => self.insert_peak(fingerprint, peak),
             }
         }
         self.pending = pending;
@@ -174,22 +161,17 @@ impl Meter {
     /// Returns the peaks of one limit's keys; `None` if the limit can't be measured.
     pub(super) fn peaks(&self, limit: LimitId) -> Option<Peaks> {
         self.unlimited_limits.get(limit.index())?.as_ref()?;
-        let of = self.peaks.values().filter(|peak| peak.limit == limit);
-        let mut falling: Vec<u32> = of.map(|peak| peak.max_used).collect();
-        falling.sort_unstable_by(|one, other| other.cmp(one));
-        Some(Peaks { descending: falling, sample_level: self.sample_level })
-    }
-
-    /// Returns the number of calls of which it is only known that they exceeded a limit.
-    pub(super) fn unmeasured_calls(&self) -> u64 {
-        self.unmeasured_calls
+        let peaks = self.peaks.values().filter(|peak| peak.limit == limit);
+        let mut descending: Vec<u32> = peaks.map(|peak| peak.max_used).collect();
+        descending.sort_unstable_by_key(|used| Reverse(*used));
+        Some(Peaks { descending, sample_level: self.sample_level })
     }
 }
 
 /// Counts a call and returns the use with it.
-fn charge_and_measure(twin: &mut KeyState, ask: &OpContext<'_>) -> u64 {
-    let mut outcome = twin.evaluate(ask);
-    twin.charge(ask, &mut outcome);
+fn charge_and_measure(state: &mut KeyState, context: &OpContext<'_>) -> u64 {
+    let mut outcome = state.evaluate(context);
+    state.charge(context, &mut outcome);
     outcome.used
 }
 
@@ -254,22 +236,21 @@ impl Peaks {
         self.descending.get(refused_count).copied().map_or(0, u64::from)
     }
 
-    /// Returns values with the share of keys that each would have refused, from a share of `most` down to none.
-    pub fn curve(&self, most: f64) -> Vec<(u64, f64)> {
+    /// Returns values with the share of keys that each would have refused, from a share of `max_share` down to none.
+    pub fn curve(&self, max_share: f64) -> Vec<(u64, f64)> {
         let mut points: Vec<(u64, f64)> = Vec::new();
-        let mut values = self.descending.iter().map(|peak| u64::from(*peak)).collect::<Vec<_>>();
-        values.dedup();
-        for value in values {
+        for equal in self.descending.chunk_by(u32::eq) {
+            let value = u64::from(equal[0]);
             let share = self.refused_share(value);
             points.push((value, share));
-            if share > most {
+            if share > max_share {
                 break;
             }
         }
         points.reverse();
-        let sparse = points.len().div_ceil(MAX_CURVE_POINTS).max(1);
+        let stride = points.len().div_ceil(MAX_CURVE_POINTS).max(1);
         let last = points.last().copied();
-        let mut points: Vec<_> = points.into_iter().step_by(sparse).collect();
+        let mut points: Vec<_> = points.into_iter().step_by(stride).collect();
         points.extend(last.filter(|last| points.last() != Some(last)));
         points
     }
@@ -300,7 +281,7 @@ mod tests {
     /// Takes each call of a key at its second from a store, and returns the meter.
     fn measured(kind: LimitKind, calls: &[(u64, u64)], most: usize) -> Meter {
         let limits = Limits::with_limit(Limit::new(kind));
-        let mut meter = Meter::with_max_peaks(&limits, most);
+        let mut meter = Meter::new(&limits, most);
         let store = Memory::new(Arc::new(limits.clone()), Memory::DEFAULT_MAX_BYTES);
         for (key, second) in calls {
             let mut batch = Batch::new(0);

@@ -14,27 +14,8 @@ use tidegate_report::svg::PictureError;
 impl Findings {
     /// Returns tables for a terminal.
     pub fn table(&self) -> String {
-        let grids = tables::all_tables(self);
-        let mut text = format!("{}\n", tables::summary_lines(self).join("\n"));
-        for grid in grids {
-            text.push('\n');
-            text.push_str(&grid.to_text());
-        }
-        text
-    }
-
-    /// Returns all findings as JSON.
-    pub fn json(&self) -> String {
-        json::findings_json(self)
-    }
-
-    /// Returns the pictures as SVG, light or dark as their reader prefers.
-    ///
-    /// # Errors
-    /// The pictures couldn't be drawn.
-    #[cfg(feature = "pictures")]
-    pub fn svg(&self) -> Result<String, PictureError> {
-        picture::findings_svg(self)
+        let tables: String = tables::all_tables(self).iter().map(|table| format!("\n{}", table.to_text())).collect();
+        format!("{}\n{tables}", tables::summary_lines(self).join("\n"))
     }
 
     /// Returns an HTML page with pictures and tables. It needs no network, and is light or dark as its reader prefers.
@@ -48,6 +29,6 @@ impl Findings {
         let lines: String =
             tables::summary_lines(self).iter().map(|line| format!("{}<br>", escape_xml(line))).collect();
         let tables: String = tables::all_tables(self).iter().map(tables::FindingsTable::to_html).collect();
-        Ok(html_page(&title, &format!("<p>{lines}</p>{}{tables}", picture::findings_svg(self)?)))
+        Ok(html_page(&title, &format!("<p>{lines}</p>{}{tables}", self.svg()?)))
     }
 }

@@ -6,14 +6,6 @@ use std::net::{IpAddr, SocketAddr};
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use tidegate_core::Time;
 
-/// The content of a line.
-#[derive(Debug, PartialEq)]
-pub(super) enum ParsedLine<'l> {
-    Request(LoggedRequest<'l>),
-    /// The line holds something other than a request, such as a handshake at the wrong port, or a line without a path.
-    NotARequest,
-}
-
 /// A request of a log.
 #[derive(Debug, PartialEq)]
 pub(super) struct LoggedRequest<'l> {
@@ -53,16 +45,14 @@ pub enum LineError {
 /// The headers that a policy reads, with their values of one line.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HeaderCollector {
-    wanted: Vec<HeaderName>,
+    /// The headers, with true for each that any line had.
+    wanted: Vec<(HeaderName, bool)>,
     pub(super) values: HeaderMap,
-    /// True for each wanted header that any line had.
-    seen: Vec<bool>,
 }
 
 impl HeaderCollector {
     pub(super) fn for_names(wanted: Vec<HeaderName>) -> Self {
-        let seen = vec![false; wanted.len()];
-        Self { wanted, values: HeaderMap::new(), seen }
+        Self { wanted: wanted.into_iter().map(|name| (name, false)).collect(), values: HeaderMap::new() }
     }
 
     pub(super) fn wants_none(&self) -> bool {
@@ -77,19 +67,19 @@ impl HeaderCollector {
 
     /// Adds a header if it is wanted. Logs write `-` or an empty value for a missing header.
     pub(super) fn add_if_wanted(&mut self, name: &str, value: &[u8]) {
-        let place = self.wanted.iter().position(|wanted| wanted.as_str().eq_ignore_ascii_case(name));
-        if let Some(place) = place
+        let found = self.wanted.iter_mut().find(|(wanted, _)| wanted.as_str().eq_ignore_ascii_case(name));
+        if let Some((name, is_seen)) = found
             && !matches!(value, b"" | b"-")
             && let Ok(value) = HeaderValue::from_bytes(value)
         {
-            self.values.append(self.wanted[place].clone(), value);
-            self.seen[place] = true;
+            self.values.append(name.clone(), value);
+            *is_seen = true;
         }
     }
 
     /// Returns the wanted headers that no line had.
     pub(super) fn never_seen(&self) -> impl Iterator<Item = &HeaderName> {
-        self.wanted.iter().zip(&self.seen).filter(|(_, seen)| !**seen).map(|(name, _)| name)
+        self.wanted.iter().filter(|(_, is_seen)| !is_seen).map(|(name, _)| name)
     }
 }
 
@@ -101,18 +91,15 @@ pub(super) fn parse_address(text: &str) -> Option<IpAddr> {
 
 /// Returns the method and target of a request line; `None` if it is none (RFC 9112 §3).
 pub(super) fn parse_request_line<'l>(line: &Cow<'l, str>) -> Option<(Cow<'l, str>, Cow<'l, str>)> {
-    let (method, rest) = line.split_once(' ')?;
-    let (target, version) = rest.rsplit_once(' ')?;
-    if !is_method(method) || !version.starts_with("HTTP/") || target.is_empty() {
-        return None;
+    fn split(line: &str) -> Option<(&str, &str)> {
+        let (method, rest) = line.split_once(' ')?;
+        let (target, version) = rest.rsplit_once(' ')?;
+        (is_method(method) && version.starts_with("HTTP/") && !target.is_empty()).then_some((method, target))
     }
-    Some(match line {
-        Cow::Borrowed(line) => {
-            let from = method.len() + 1;
-            (Cow::Borrowed(&line[..method.len()]), Cow::Borrowed(&line[from..from + target.len()]))
-        }
-        Cow::Owned(_) => (Cow::Owned(method.to_owned()), Cow::Owned(target.to_owned())),
-    })
+    match line {
+        Cow::Borrowed(line) => split(line).map(|(method, target)| (method.into(), target.into())),
+        Cow::Owned(line) => split(line).map(|(method, target)| (method.to_owned().into(), target.to_owned().into())),
+    }
 }
 
 /// Returns true if the text can be a method: a token (RFC 9110 §5.6.2).

@@ -13,7 +13,7 @@ use plotters::style::{Color, FontDesc, FontFamily, FontStyle, ShapeStyle, TextSt
 
 use crate::theme::{AXIS, Colour, GRID, MUTED, TEXT};
 
-/// A part of a picture to draw in.
+/// A picture, or a part of it, to draw in.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// The reason why a chart cannot be drawn.
 pub type DrawError = DrawingAreaErrorKind<<SVGBackend<'static> as plotters::backend::DrawingBackend>::ErrorType>;
@@ -34,7 +34,12 @@ impl AxisUnit {
     pub fn for_seconds(longest: f64) -> Self {
         let units = [(7200.0 * 24.0, "d", 86_400.0), (7200.0, "h", 3600.0), (300.0, "min", 60.0), (1.0, "s", 1.0)];
         let found = units.into_iter().find(|(least, ..)| longest >= *least);
-        found.map_or(Self { name: "ms", seconds: 1e-3 }, |(_, name, size)| Self { name, seconds: size })
+        found.map_or(Self { name: "ms", seconds: 1e-3 }, |(_, name, seconds)| Self { name, seconds })
+    }
+
+    /// Returns an axis with the name of what it shows, up to a time in seconds.
+    pub fn axis(self, what: &str, seconds: f64) -> (f64, String) {
+        (seconds / self.seconds, format!("{what} ({})", self.name))
     }
 }
 
@@ -78,8 +83,27 @@ pub const THIN_LINE: u32 = 2;
 /// The width of a line that stays visible on both sides of another on top of it, in pixels.
 pub const WIDE_LINE: u32 = 6;
 
-/// Text of this size in pixels.
-pub fn text_style(size: i32, colour: Colour) -> TextStyle<'static> {
+impl ChartLine {
+    /// Creates a line of [`THIN_LINE`]'s width.
+    pub fn thin(colour: Colour, points: Vec<(f64, f64)>) -> Self {
+        Self { colour, points, width: THIN_LINE }
+    }
+}
+
+/// Returns the part of an area from this corner on and of this size, in pixels.
+pub fn sub_area<'a>(area: &Area<'a>, corner: (i32, i32), size: (i32, i32)) -> Area<'a> {
+    area.clone().shrink(corner, (size.0 as u32, size.1 as u32))
+}
+
+/// Draws text of this size in pixels.
+///
+/// # Errors
+/// The text cannot be laid out.
+pub fn draw_text(area: &Area<'_>, text: &str, at: (i32, i32), size: i32, colour: Colour) -> DrawResult {
+    area.draw(&Text::new(text.to_owned(), at, text_style(size, colour)))
+}
+
+fn text_style(size: i32, colour: Colour) -> TextStyle<'static> {
     FontDesc::new(FontFamily::SansSerif, f64::from(size), FontStyle::Normal).color(&colour.light)
 }
 
@@ -99,7 +123,7 @@ pub fn draw_lines(area: &Area<'_>, frame: &ChartConfig<'_>, lines: &[ChartLine])
 /// A mark in a chart: its place, colour and form.
 pub type Mark = ((f64, f64), Colour, SeriesMark);
 
-/// Dots and crosses.
+/// Draws dots and crosses.
 ///
 /// # Errors
 /// The chart cannot be laid out.
@@ -112,7 +136,7 @@ pub fn draw_marks(area: &Area<'_>, frame: &ChartConfig<'_>, marks: &[Mark]) -> D
 }
 
 fn build_chart<'a, 'b>(area: &'a Area<'b>, frame: &ChartConfig<'_>) -> Result<Chart<'a, 'b>, DrawError> {
-    area.draw(&Text::new(frame.title.to_owned(), (12, 8), text_style(14, TEXT)))?;
+    draw_text(area, frame.title, (12, 8), 14, TEXT)?;
     draw_legend(area, (12, 30), frame.legend)?;
     let top = if frame.legend.is_empty() { 34 } else { 52 };
     let (x_most, y_most) = (frame.x_axis.0, frame.y_axis.0);
@@ -182,8 +206,12 @@ fn format_axis_value(value: f64, most: f64) -> String {
     }
 }
 
-/// Returns a little more than the largest of some numbers, so that lines don't touch the frame. The numbers count as at
-/// least `least`.
+/// Returns [`axis_max`] of the heights of some lines.
+pub fn lines_max(lines: &[ChartLine], least: f64) -> f64 {
+    axis_max(lines.iter().flat_map(|line| line.points.iter().map(|point| point.1)), least)
+}
+
+/// Returns a little more than the largest of some numbers and `least`, so that lines don't touch the frame.
 pub fn axis_max(numbers: impl IntoIterator<Item = f64>, least: f64) -> f64 {
     numbers.into_iter().fold(least, f64::max) * 1.08
 }

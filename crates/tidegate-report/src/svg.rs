@@ -63,7 +63,7 @@ pub fn render_svg(
     Ok(format!("{open} role=\"img\"><title>{title}</title><style>{}</style>{rest}", style_sheet()))
 }
 
-/// The SVG in light colours, as a PNG of twice as many pixels each way.
+/// Renders the SVG in light colours as a PNG of twice as many pixels each way, or as many if that is too large.
 ///
 /// # Errors
 /// It can't be read, or is too large.

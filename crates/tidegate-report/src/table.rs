@@ -1,7 +1,6 @@
 //! Rows of cells, aligned for a terminal.
 
-/// Rows in columns as wide as their widest cell, two spaces apart. The first `text_columns` are aligned to the left,
-/// the others, numbers, to the right.
+/// Aligns rows in columns, two spaces apart. The first `text_columns` are aligned left; the others, numbers, right.
 pub fn align_rows(rows: &[Vec<String>], text_columns: usize) -> Vec<String> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {

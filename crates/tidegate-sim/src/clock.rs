@@ -14,8 +14,8 @@ pub(crate) struct NodeClock {
 }
 
 impl NodeClock {
-    pub(crate) fn new(began: Time, drift: f64, steps: &[ClockStep]) -> Self {
-        Self { started_at: began, drift, steps: steps.to_vec() }
+    pub(crate) fn new(started_at: Time, drift: f64, steps: &[ClockStep]) -> Self {
+        Self { started_at, drift, steps: steps.to_vec() }
     }
 
     /// Returns its reading at a moment.
@@ -49,13 +49,13 @@ mod tests {
 
     #[test]
     fn a_node_clock_drifts_steps_and_fires_timers() {
-        let began = Time::from_secs(1_000);
-        let at = |secs| began + Span::from_secs(secs);
+        let start = Time::from_secs(1_000);
+        let at = |secs| start + Span::from_secs(secs);
         let step = ClockStep { at: Span::from_secs(100), amount: Span::from_secs(30), is_backward: true };
-        let clock = NodeClock::new(began, 0.01, &[step]);
-        assert_eq!((clock.reading_at(began), clock.reading_at(at(50))), (began, at(50) + Span::from_millis(500)));
+        let clock = NodeClock::new(start, 0.01, &[step]);
+        assert_eq!((clock.reading_at(start), clock.reading_at(at(50))), (start, at(50) + Span::from_millis(500)));
         assert_eq!(clock.reading_at(at(100)), at(71));
         assert_eq!(clock.timer_fires_at(at(71) + Span::from_millis(1_010), at(100)), at(101));
-        assert_eq!(clock.timer_fires_at(at(0), at(100)), at(100), "what it has shown rings at once");
+        assert_eq!(clock.timer_fires_at(at(0), at(100)), at(100), "a reading of the past fires at once");
     }
 }

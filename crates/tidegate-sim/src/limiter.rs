@@ -15,21 +15,11 @@ pub(crate) const MAX_WINDOW_REQUESTS: u64 = 1 << 20;
 pub(crate) enum ServiceLimiter {
     /// The times of all requests in the trailing window, of which there are at most `limit`.
     Window { limit: usize, window: Span, request_times: VecDeque<Time> },
-    /// A token bucket.
-    Bucket(TokenBucket),
+    /// A token bucket that is full at first. A token has as many parts as its period has microseconds, so that all
+    /// arithmetic is in integers.
+    Bucket { refill_parts_per_micro: u64, parts_per_token: u64, max_parts: u128, parts: u128, refilled_at: Time },
     /// A quota per calendar period.
     Quota { quota: Arc<Quota>, usage: QuotaUsage },
-}
-
-/// A token bucket that is full at first. A token has as many parts as its period has microseconds, so that all
-/// arithmetic is in integers.
-#[derive(Clone, Debug)]
-pub(crate) struct TokenBucket {
-    refill_parts_per_micro: u64,
-    parts_per_token: u64,
-    max_parts: u128,
-    parts: u128,
-    refilled_at: Time,
 }
 
 impl ServiceLimiter {
@@ -42,15 +32,10 @@ impl ServiceLimiter {
                 Some(Self::Window { limit, window: *window, request_times: VecDeque::new() })
             }
             Quantity::Rate { count, per, burst } => {
-                let token = per.as_micros();
-                let most = u128::from(*burst) * u128::from(token);
-                Some(Self::Bucket(TokenBucket {
-                    refill_parts_per_micro: *count,
-                    parts_per_token: token,
-                    max_parts: most,
-                    parts: most,
-                    refilled_at: now,
-                }))
+                let (refill_parts_per_micro, parts_per_token) = (*count, per.as_micros());
+                let max_parts = u128::from(*burst) * u128::from(parts_per_token);
+                let (parts, refilled_at) = (max_parts, now);
+                Some(Self::Bucket { refill_parts_per_micro, parts_per_token, max_parts, parts, refilled_at })
             }
             Quantity::Quota { .. } => match quantity.to_limit_kind() {
                 Ok(Some(LimitKind::Quota(quota))) => {
@@ -65,27 +50,24 @@ impl ServiceLimiter {
     /// Returns the time until a request is allowed; zero if it is allowed now.
     pub(crate) fn time_until_allowed(&mut self, now: Time) -> Span {
         match self {
-            Self::Window { limit, window, request_times: taken } => {
-                while taken.front().is_some_and(|first| *first + *window <= now) {
-                    taken.pop_front();
-                }
-                match taken.front() {
-                    Some(first) if taken.len() >= *limit => (*first + *window).since(now),
+            Self::Window { limit, window, request_times } => {
+                while request_times.pop_front_if(|first| *first + *window <= now).is_some() {}
+                match request_times.front() {
+                    Some(first) if request_times.len() >= *limit => (*first + *window).since(now),
                     None if *limit == 0 => Span::MAX,
                     _ => Span::ZERO,
                 }
             }
-            Self::Bucket(bucket) => {
-                let earned =
-                    u128::from(now.since(bucket.refilled_at).as_micros()) * u128::from(bucket.refill_parts_per_micro);
-                (bucket.parts, bucket.refilled_at) = ((bucket.parts + earned).min(bucket.max_parts), now);
-                let short = u128::from(bucket.parts_per_token).saturating_sub(bucket.parts);
-                let wait = short.div_ceil(u128::from(bucket.refill_parts_per_micro.max(1)));
+            Self::Bucket { refill_parts_per_micro, parts_per_token, max_parts, parts, refilled_at } => {
+                let refilled = u128::from(now.since(*refilled_at).as_micros()) * u128::from(*refill_parts_per_micro);
+                (*parts, *refilled_at) = ((*parts + refilled).min(*max_parts), now);
+                let missing = u128::from(*parts_per_token).saturating_sub(*parts);
+                let wait = missing.div_ceil(u128::from((*refill_parts_per_micro).max(1)));
                 Span::from_micros(u64::try_from(wait).unwrap_or(u64::MAX))
             }
-            Self::Quota { quota, usage: ledger } => {
-                quota.refresh(ledger, now);
-                quota.status(ledger, 1, now).retry_at.since(now)
+            Self::Quota { quota, usage } => {
+                quota.refresh(usage, now);
+                quota.status(usage, 1, now).retry_at.since(now)
             }
         }
     }
@@ -93,9 +75,9 @@ impl ServiceLimiter {
     /// Counts a request that is allowed.
     pub(crate) fn take(&mut self, now: Time) {
         match self {
-            Self::Window { request_times: taken, .. } => taken.push_back(now),
-            Self::Bucket(bucket) => bucket.parts -= u128::from(bucket.parts_per_token).min(bucket.parts),
-            Self::Quota { quota, usage: ledger } => quota.charge(ledger, 1, now),
+            Self::Window { request_times, .. } => request_times.push_back(now),
+            Self::Bucket { parts_per_token, parts, .. } => *parts = parts.saturating_sub(u128::from(*parts_per_token)),
+            Self::Quota { quota, usage } => quota.charge(usage, 1, now),
         }
     }
 }

@@ -2,10 +2,10 @@
 
 use tidegate_core::Span;
 
-/// A number over time, in segments. It can jump between segments. Within a segment it is constant or changes linearly.
-/// Time counts from the run's start; the last segment has no end.
+/// A number over time, in segments of rising ends. It can jump between segments; within one it is constant or changes
+/// linearly. Time counts from the run's start. After the last segment, its end value stays.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Profile(Vec<ProfileSegment>);
+pub struct Profile(pub(crate) Vec<ProfileSegment>);
 
 /// One segment of a profile.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -24,26 +24,20 @@ impl Profile {
         Self(vec![ProfileSegment { start_value: value, end_value: value, end: Span::MAX }])
     }
 
-    /// Returns a profile of these segments, each of which ends after the one before. After the last, its end value
-    /// stays.
-    pub(crate) fn from_segments(pieces: Vec<ProfileSegment>) -> Self {
-        Self(pieces)
-    }
-
     /// Returns the value at a time.
     pub fn value_at(&self, time: Span) -> f64 {
-        let mut begins = Span::ZERO;
-        for piece in &self.0 {
-            if time < piece.end {
-                if piece.start_value == piece.end_value || piece.end == Span::MAX {
-                    return piece.start_value;
+        let mut start = Span::ZERO;
+        for segment in &self.0 {
+            if time < segment.end {
+                if segment.start_value == segment.end_value || segment.end == Span::MAX {
+                    return segment.start_value;
                 }
-                let share = (time - begins).as_micros() as f64 / (piece.end - begins).as_micros() as f64;
-                return piece.start_value + (piece.end_value - piece.start_value) * share;
+                let share = (time - start).as_micros() as f64 / (segment.end - start).as_micros() as f64;
+                return segment.start_value + (segment.end_value - segment.start_value) * share;
             }
-            begins = piece.end;
+            start = segment.end;
         }
-        self.0.last().map_or(0.0, |piece| piece.end_value)
+        self.0.last().map_or(0.0, |segment| segment.end_value)
     }
 
     /// Returns the time at which the integral from `from` on reaches `amount`; `None` if it never does. For a rate,
@@ -54,18 +48,18 @@ impl Profile {
             end_value: last.end_value,
             end: Span::MAX,
         });
-        let (mut left, mut begins) = (amount, Span::ZERO);
-        for piece in self.0.iter().copied().chain(last) {
-            let start = begins.max(from);
-            begins = piece.end;
-            if start >= piece.end {
+        let (mut left, mut segment_start) = (amount, Span::ZERO);
+        for segment in self.0.iter().copied().chain(last) {
+            let start = segment_start.max(from);
+            segment_start = segment.end;
+            if start >= segment.end {
                 continue;
             }
-            let (first, micros) = (self.value_at(start), (piece.end - start).as_micros() as f64);
-            let area = (first + piece.end_value) / 2.0 * (micros / 1e6);
+            let (first, micros) = (self.value_at(start), (segment.end - start).as_micros() as f64);
+            let area = (first + segment.end_value) / 2.0 * (micros / 1e6);
             if area >= left {
                 // The smaller solution of first · t + slope / 2 · t² = left, by the formula that loses no digits.
-                let slope = (piece.end_value - first) / (micros / 1e6);
+                let slope = (segment.end_value - first) / (micros / 1e6);
                 let after = 2e6 * left / (first + (first * first + 2.0 * slope * left).max(0.0).sqrt());
                 return Some(start + Span::from_micros(after.round() as u64));
             }
@@ -76,27 +70,21 @@ impl Profile {
 
     /// Returns its largest value.
     pub fn max(&self) -> f64 {
-        self.0.iter().fold(0.0, |most, piece| most.max(piece.start_value).max(piece.end_value))
+        self.0.iter().fold(0.0, |max, segment| max.max(segment.start_value).max(segment.end_value))
     }
 
     /// Returns the time at which it first leaves its start value; `None` if it never does.
     pub(crate) fn first_change_at(&self) -> Option<Span> {
         let first = self.0.first()?.start_value;
-        let mut begins = Span::ZERO;
-        for piece in &self.0 {
-            if piece.start_value != first || piece.end_value != first {
-                return Some(begins);
-            }
-            begins = piece.end;
-        }
-        None
+        let index = self.0.iter().position(|segment| segment.start_value != first || segment.end_value != first)?;
+        Some(self.0[..index].last().map_or(Span::ZERO, |segment| segment.end))
     }
 
     /// Returns the time at which it reaches its last value for good.
     pub(crate) fn last_change_at(&self) -> Span {
-        let last = self.0.last().map_or(0.0, |piece| piece.end_value);
-        let unsettled = |piece: &&ProfileSegment| piece.start_value != last || piece.end_value != last;
-        self.0.iter().rev().find(unsettled).map_or(Span::ZERO, |piece| piece.end)
+        let last = self.0.last().map_or(0.0, |segment| segment.end_value);
+        let unsettled = |segment: &&ProfileSegment| segment.start_value != last || segment.end_value != last;
+        self.0.iter().rev().find(unsettled).map_or(Span::ZERO, |segment| segment.end)
     }
 }
 
@@ -107,7 +95,7 @@ mod tests {
     #[test]
     fn values_jump_between_segments_and_interpolate_within() {
         let secs = Span::from_secs;
-        let profile = Profile::from_segments(vec![
+        let profile = Profile(vec![
             ProfileSegment { start_value: 40.0, end_value: 40.0, end: secs(10) },
             ProfileSegment { start_value: 40.0, end_value: 80.0, end: secs(20) },
             ProfileSegment { start_value: 10.0, end_value: 10.0, end: Span::MAX },
@@ -127,7 +115,7 @@ mod tests {
         // 0.1 s at 79.8 a second on average, and the rest at 10.
         assert_eq!(comes_to(7.98 + 6.0, 19_900), Some(Span::from_millis(20_600)));
         assert_eq!(comes_to(600.0 + 10.0, 10_000), Some(secs(21)));
-        let up = Profile::from_segments(vec![ProfileSegment { start_value: 0.0, end_value: 10.0, end: secs(10) }]);
+        let up = Profile(vec![ProfileSegment { start_value: 0.0, end_value: 10.0, end: secs(10) }]);
         assert_eq!(
             (up.integral_reaches_at(0.5, Span::ZERO), up.integral_reaches_at(50.0, Span::ZERO)),
             (Some(secs(1)), Some(secs(10)))

@@ -1,16 +1,18 @@
 //! The reader of scenarios: TOML, read as strictly as a policy. The policy's own sections stand beside the scenario's.
+//! A function that returns `None` has reported an error.
 
 mod clients;
 mod environment;
 mod values;
 
 use tidegate_core::{Span, Time};
-use tidegate_policy::document::{DocumentReader, TomlDocument, TomlEntry, TomlNode, TomlTable, TomlValue};
+use tidegate_policy::document::{DocumentReader, TomlDocument, TomlNode, TomlTable};
 use tidegate_policy::{Errors, Policy};
 
 use crate::scenario::Scenario;
 use crate::setup::{Arrivals, ClientSpec, LoadSpec, RecoveryCheckSpec, Setup, TimeRange};
-use crate::simulation::{key_seed, load_action};
+use crate::simulation::check_load;
+use values::{count, optional, reject, value_or};
 
 /// The largest number of cases, and of strategies.
 const MAX_SECTIONS: usize = 100;
@@ -38,241 +40,221 @@ const CASE_KEYS: [&str; 11] = [
     "outbound",
 ];
 
-pub(crate) fn read_scenario(name: &str, body: &[u8]) -> Result<Scenario, Errors> {
-    let document = TomlDocument::parse(name, body)?;
-    let mut reader = DocumentReader::new(&document);
-    let read = ScenarioReader { reader: &mut reader }.scenario(document.root());
-    reader.finish()?;
-    Ok(read.expect("invariant: what couldn't be read was told to be wrong"))
+impl Scenario {
+    /// Reads a scenario; see `docs/simulate.md` for its settings. Errors call the text `name`.
+    ///
+    /// # Errors
+    /// All errors of the text, each with its place and, if there is one, the nearest name that is valid.
+    pub fn read(name: &str, body: &[u8]) -> Result<Self, Errors> {
+        let document = TomlDocument::parse(name, body)?;
+        let mut reader = DocumentReader::new(&document);
+        let scenario = scenario(&mut reader, document.root());
+        reader.finish()?;
+        Ok(scenario.expect("invariant: a reader without a value has reported an error"))
+    }
 }
 
-/// Reads a scenario. A method that returns `None` has reported the error.
-struct ScenarioReader<'r, 't> {
-    reader: &'r mut DocumentReader<'t>,
+fn scenario(reader: &mut DocumentReader<'_>, root: &TomlTable) -> Option<Scenario> {
+    let own = ["title", "about", "seed", "client", "strategy", "case"];
+    reader.check_names(root, "a scenario", &[&own[..], &CASE_KEYS].concat());
+    let title = optional_text(reader, root, "title", "the scenario's title, in quotes");
+    let about = optional_text(reader, root, "about", "what it shows, in quotes");
+    let seed = value_or(reader, root, "seed", 1, |reader, node, key| reader.integer(node, key, 0..=u64::MAX >> 1));
+    let cases = titled_sections(reader, root, "case", &CASE_KEYS);
+    let strategies = titled_sections(reader, root, "strategy", &clients::strategy_keys());
+    let (cases, strategies) = (cases?, strategies?);
+    let pairs = cases.iter().flat_map(|case| strategies.iter().map(move |strategy| (case, strategy)));
+    let setups: Vec<Option<Setup>> = pairs.map(|(case, strategy)| setup(reader, root, case, strategy)).collect();
+    let setups = setups.into_iter().collect::<Option<_>>();
+    Some(Scenario { title: title?, about: about?, seed: seed?, setups: setups? })
 }
 
-impl ScenarioReader<'_, '_> {
-    fn scenario(&mut self, root: &TomlTable) -> Option<Scenario> {
-        let own = ["title", "about", "seed", "client", "strategy", "case"];
-        let known: Vec<&str> = own.into_iter().chain(CASE_KEYS).collect();
-        self.reader.check_names(root, "a scenario", &known);
-        let title = self.optional_text(root, "title", "the scenario's title, in quotes");
-        let about = self.optional_text(root, "about", "what it shows, in quotes");
-        let seed = root.node("seed").map_or(Some(1), |node| self.reader.integer(node, "seed", 0..=u64::MAX >> 1));
-        let cases = self.titled_sections(root, "case", &CASE_KEYS);
-        let strategies = self.titled_sections(root, "strategy", &clients::STRATEGY_KEYS);
-        let (cases, strategies) = (cases?, strategies?);
-        let mut setups = Vec::new();
-        for case in &cases {
-            for strategy in &strategies {
-                setups.push(self.setup(root, case, strategy));
-            }
-        }
-        let setups: Option<Vec<Setup>> = setups.into_iter().collect();
-        Some(Scenario { title: title?, about: about?, seed: seed?, setups: setups? })
-    }
+fn optional_text(reader: &mut DocumentReader<'_>, table: &TomlTable, key: &str, expected: &str) -> Option<String> {
+    value_or(reader, table, key, String::new(), |reader, node, key| {
+        reader.string(node, key, expected).map(str::to_owned)
+    })
+}
 
-    fn optional_text(&mut self, table: &TomlTable, key: &str, expected: &str) -> Option<String> {
-        let Some(node) = table.node(key) else { return Some(String::new()) };
-        self.reader.string(node, key, expected).map(str::to_owned)
+/// Returns the tables within a table. Without any, returns one that is empty and has no name.
+fn titled_sections(
+    reader: &mut DocumentReader<'_>,
+    root: &TomlTable,
+    key: &str,
+    known: &[&str],
+) -> Option<Vec<TitledSection>> {
+    let Some(node) = root.node(key) else { return Some(vec![TitledSection::default()]) };
+    let expected = format!("sections of their own, [{key}.NAME]");
+    let Some(table) = node.as_table() else {
+        return reject(reader, node.at, format!("`{key}` is no section"), expected);
+    };
+    let count = table.entries.len();
+    if count == 0 || count > MAX_SECTIONS {
+        return reject(reader, node.at, format!("`{key}` has {count} sections"), format!("1 to {MAX_SECTIONS}"));
     }
-
-    /// Returns the tables within a table. Without any, returns one that is empty and has no name.
-    fn titled_sections(&mut self, root: &TomlTable, key: &str, known: &[&str]) -> Option<Vec<TitledSection>> {
-        let Some(entry) = root.get(key) else { return Some(vec![TitledSection::default()]) };
-        let expected = format!("sections of their own, [{key}.NAME]");
+    let names = [&["title"], known].concat();
+    let sections = table.entries.iter().map(|entry| {
         let Some(table) = entry.node.as_table() else {
-            self.reader.report(entry.node.at, format!("`{key}` is no section"), expected);
-            return None;
+            return reject(reader, entry.node.at, format!("`{}` is no section", entry.key), &expected);
         };
-        let count = table.entries.len();
-        if count == 0 || count > MAX_SECTIONS {
-            self.reader.report(entry.node.at, format!("`{key}` has {count} sections"), format!("1 to {MAX_SECTIONS}"));
-            return None;
+        reader.check_names(table, &format!("[{key}.{}]", entry.key), &names);
+        let title = optional_text(reader, table, "title", "a title, in quotes")?;
+        let title = if title.is_empty() { entry.key.clone() } else { title };
+        Some(TitledSection { title, table: table.clone() })
+    });
+    sections.collect()
+}
+
+fn setup(
+    reader: &mut DocumentReader<'_>,
+    root: &TomlTable,
+    case: &TitledSection,
+    strategy: &TitledSection,
+) -> Option<Setup> {
+    let root = root.merged_with(&case.table).merged_with(&entries_of(&strategy.table, &clients::OVERRIDE_KEYS));
+    let duration = value_or(reader, &root, "duration", Span::from_secs(60), bounded_duration);
+    let measured_range =
+        optional(reader, &root, "measure", |reader, node, key| measured_range(reader, node, key, duration?));
+    let trials = value_or(reader, &root, "trials", 1, count(1..=MAX_TRIALS));
+    let starts_at = value_or(reader, &root, "starts_at", DEFAULT_START, timestamp);
+    let policy = policy(reader, &root);
+    let service = environment::service(reader, &root);
+    let network = environment::network(reader, &root);
+    let store = environment::store(reader, &root);
+    let loads = environment::loads(reader, &root);
+    let recovery_check = recovery_check(reader, &root);
+    let policy = policy?;
+    let client = clients::client(reader, &root, strategy, policy.as_ref());
+    let has_gate = root.get("inbound").is_some();
+    let gate = value_or(reader, &strategy.table, "gate", has_gate, DocumentReader::boolean);
+    let setup = Setup {
+        case: case.title.clone(),
+        strategy: match (&*strategy.title, client.as_ref()?) {
+            ("", ClientSpec::Plain(_)) => "plain".to_owned(),
+            ("", ClientSpec::Tidegate { .. }) => "tidegate".to_owned(),
+            (title, _) => title.to_owned(),
+        },
+        starts_at: starts_at?,
+        duration: duration?,
+        measured_range: measured_range?,
+        trials: trials?,
+        service: service?,
+        network: network?,
+        loads: loads?,
+        client: client?,
+        store: store?,
+        policy,
+        gate: gate? && has_gate,
+        recovery_check: recovery_check?,
+    };
+    check_retries_take_time(reader, &setup)?;
+    check_gate_decides(reader, &root, &setup)?;
+    check_paced_loads(reader, &root, &setup)?;
+    Some(setup)
+}
+
+fn policy(reader: &mut DocumentReader<'_>, root: &TomlTable) -> Option<Option<Policy>> {
+    let sections = entries_of(root, &POLICY_SECTIONS);
+    if sections.entries.is_empty() { Some(None) } else { reader.policy(&sections).map(Some) }
+}
+
+/// Checks that unlimited attempts take time, so that the virtual clock advances.
+fn check_retries_take_time(reader: &mut DocumentReader<'_>, setup: &Setup) -> Option<()> {
+    let ClientSpec::Plain(plain) = &setup.client else { return Some(()) };
+    let takes_time = plain.backoff.is_some_and(|backoff| !backoff.base.is_zero())
+        || plain.pacer.is_some()
+        || setup.network.delay.can_be_nonzero();
+    if plain.attempts.is_none() && !takes_time {
+        let message = format!("the tries of `{}` are unlimited and may take no time", setup.strategy);
+        reader.report_missing(&message, "a `backoff`, or a `delay` of the network");
+        return None;
+    }
+    Some(())
+}
+
+/// Checks that the gate can decide about all calls.
+fn check_gate_decides(reader: &mut DocumentReader<'_>, root: &TomlTable, setup: &Setup) -> Option<()> {
+    let Some(policy) = setup.policy.as_ref().filter(|_| setup.gate) else { return Some(()) };
+    let mut result = Some(());
+    for load in &setup.loads {
+        let Err(error) = check_load(policy.plan(), load) else { continue };
+        let message = format!("the gate can't decide about `{}`: {error}", load.name);
+        result = reject_load(reader, root, load, message, "an action that counts by client_ip or key");
+    }
+    result
+}
+
+/// Checks that clients with a pace make one call after the other.
+fn check_paced_loads(reader: &mut DocumentReader<'_>, root: &TomlTable, setup: &Setup) -> Option<()> {
+    let is_paced = matches!(&setup.client, ClientSpec::Plain(plain) if plain.pacer.is_some());
+    let open = setup.loads.iter().find(|load| is_paced && !matches!(load.arrivals, Arrivals::Serial { .. }));
+    let Some(open) = open else { return Some(()) };
+    let message = format!("`{}` keeps a `pace` and calls whatever becomes of earlier calls", open.name);
+    reject_load(reader, root, open, message, "`calls` or `think`, one call after the other")
+}
+
+/// Reports an error at the name of a load.
+fn reject_load(
+    reader: &mut DocumentReader<'_>,
+    root: &TomlTable,
+    load: &LoadSpec,
+    message: String,
+    expected: &str,
+) -> Option<()> {
+    let entry = root.node("load").and_then(TomlNode::as_table).and_then(|loads| loads.get(&load.name))?;
+    reject(reader, entry.key_at, message, expected)
+}
+
+fn bounded_duration(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Span> {
+    let span = reader.duration(node, key)?;
+    if span > MAX_DURATION {
+        return reject(reader, node.at, format!("`{key}` is longer than a year"), "a shorter duration");
+    }
+    Some(span)
+}
+
+/// Reads one time range within the run.
+fn measured_range(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str, duration: Span) -> Option<TimeRange> {
+    const EXPECTED: &str = "the stretch of the run that goodput is taken over, such as \"20s to 60s\"";
+    match *values::time_ranges(reader, node, key)? {
+        [range] if range.until <= duration => Some(range),
+        [range] => {
+            let message = format!("`measure` goes to {}, and the run to {duration}", range.until);
+            reject(reader, node.at, message, EXPECTED)
         }
-        let mut kinds = Vec::with_capacity(count);
-        for entry in &table.entries {
-            let Some(table) = entry.node.as_table() else {
-                self.reader.report(entry.node.at, format!("`{}` is no section", entry.key), expected);
-                return None;
-            };
-            let called = format!("[{key}.{}]", entry.key);
-            let names: Vec<&str> = ["title"].into_iter().chain(known.iter().copied()).collect();
-            self.reader.check_names(table, &called, &names);
-            let title = self.optional_text(table, "title", "a title, in quotes")?;
-            kinds.push(TitledSection {
-                title: if title.is_empty() { entry.key.clone() } else { title },
-                table: table.clone(),
-            });
-        }
-        Some(kinds)
-    }
-
-    fn setup(&mut self, root: &TomlTable, case: &TitledSection, strategy: &TitledSection) -> Option<Setup> {
-        let changes =
-            strategy.table.entries.iter().filter(|entry| clients::OVERRIDE_KEYS.contains(&entry.key.as_str()));
-        let root = root.merged_with(&case.table).merged_with(&TomlTable { entries: changes.cloned().collect() });
-        let duration = self.bounded_duration(&root, "duration", Span::from_secs(60));
-        let measured = match root.node("measure") {
-            Some(node) => duration.and_then(|duration| self.measured_range(node, duration)).map(Some),
-            None => Some(None),
-        };
-        let trials = root.node("trials").map_or(Some(1), |node| self.reader.integer(node, "trials", 1..=MAX_TRIALS));
-        let starts_at = root.node("starts_at").map_or(Some(DEFAULT_START), |node| self.timestamp(node));
-        let policy = self.policy(&root);
-        let (service, network, store) = (self.service(&root), self.network(&root), self.store(&root));
-        let loads = self.loads(&root);
-        let check = self.recovery_check(&root);
-        let policy = policy?;
-        let client = self.client(&root, strategy, policy.as_ref());
-        let gates = root.get("inbound").is_some();
-        let gate = match strategy.table.node("gate") {
-            Some(node) => self.reader.boolean(node, "gate"),
-            None => Some(gates),
-        };
-        let setup = Setup {
-            case: case.title.clone(),
-            strategy: if strategy.title.is_empty() {
-                client.as_ref()?.name().to_owned()
-            } else {
-                strategy.title.clone()
-            },
-            starts_at: starts_at?,
-            duration: duration?,
-            measured_range: measured?,
-            trials: trials? as u32,
-            service: service?,
-            network: network?,
-            loads: loads?,
-            client: client?,
-            store: store?,
-            policy,
-            gate: gate? && gates,
-            recovery_check: check?,
-        };
-        self.check_retries_take_time(&setup)?;
-        self.check_gate_decides(&root, &setup)?;
-        self.check_paced_loads(&root, &setup)?;
-        Some(setup)
-    }
-
-    fn policy(&mut self, root: &TomlTable) -> Option<Option<Policy>> {
-        let entries = root.entries.iter().filter(|entry| POLICY_SECTIONS.contains(&entry.key.as_str()));
-        let policy = TomlTable { entries: entries.cloned().collect() };
-        if policy.entries.is_empty() {
-            return Some(None);
-        }
-        self.reader.policy(&policy).map(Some)
-    }
-
-    /// Checks that unlimited attempts take time, so that the virtual clock advances.
-    fn check_retries_take_time(&mut self, setup: &Setup) -> Option<()> {
-        let ClientSpec::Plain(plain) = &setup.client else { return Some(()) };
-        let takes_time =
-            plain.backoff.is_some_and(|backoff| !backoff.base.is_zero()) || setup.network.delay.can_be_nonzero();
-        let takes_time = takes_time || plain.pacer.is_some();
-        if plain.attempts.is_none() && !takes_time {
-            let message = format!("the tries of `{}` are unlimited and may take no time", setup.strategy);
-            self.reader.report_missing(&message, "a `backoff`, or a `delay` of the network");
-            return None;
-        }
-        Some(())
-    }
-
-    /// Checks that the gate can decide about all calls.
-    fn check_gate_decides(&mut self, root: &TomlTable, setup: &Setup) -> Option<()> {
-        let Some(policy) = setup.policy.as_ref().filter(|_| setup.gate) else { return Some(()) };
-        let mut result = Some(());
-        for load in &setup.loads {
-            let Err(error) = load_action(policy.plan(), load, &key_seed()) else { continue };
-            if let Some(entry) = load_entry(root, load) {
-                let expected = "an action that counts by client_ip or key";
-                self.reader.report(
-                    entry.key_at,
-                    format!("the gate can't decide about `{}`: {error}", load.name),
-                    expected,
-                );
-            }
-            result = None;
-        }
-        result
-    }
-
-    /// Checks that clients with a pace make one call after the other.
-    fn check_paced_loads(&mut self, root: &TomlTable, setup: &Setup) -> Option<()> {
-        let paced = matches!(&setup.client, ClientSpec::Plain(plain) if plain.pacer.is_some());
-        let open = setup.loads.iter().find(|load| !matches!(load.arrivals, Arrivals::Serial { .. }));
-        let Some(open) = open.filter(|_| paced) else { return Some(()) };
-        if let Some(entry) = load_entry(root, open) {
-            let message = format!("`{}` keeps a `pace` and calls whatever becomes of earlier calls", open.name);
-            self.reader.report(entry.key_at, message, "`calls` or `think`, one call after the other");
-        }
-        None
-    }
-
-    fn bounded_duration(&mut self, table: &TomlTable, key: &str, default: Span) -> Option<Span> {
-        let Some(node) = table.node(key) else { return Some(default) };
-        let span = self.reader.duration(node, key)?;
-        if span > MAX_DURATION {
-            self.reader.report(node.at, format!("`{key}` is longer than a year"), "a shorter duration");
-            return None;
-        }
-        Some(span)
-    }
-
-    /// Reads one time range within the run.
-    fn measured_range(&mut self, node: &TomlNode, duration: Span) -> Option<TimeRange> {
-        const EXPECTED: &str = "the stretch of the run that goodput is taken over, such as \"20s to 60s\"";
-        match *values::time_ranges(self.reader, node, "measure")? {
-            [stretch] if stretch.until <= duration => Some(stretch),
-            [stretch] => {
-                let message = format!("`measure` goes to {}, and the run to {duration}", stretch.until);
-                self.reader.report(node.at, message, EXPECTED);
-                None
-            }
-            _ => {
-                self.reader.report(node.at, "`measure` is not one stretch of time", EXPECTED);
-                None
-            }
-        }
-    }
-
-    fn timestamp(&mut self, node: &TomlNode) -> Option<Time> {
-        const EXPECTED: &str = "a moment such as \"2026-11-21T20:00:00Z\"";
-        let text = self.reader.string(node, "starts_at", EXPECTED)?;
-        let moment =
-            text.parse::<jiff::Timestamp>().ok().and_then(|moment| u64::try_from(moment.as_microsecond()).ok());
-        if moment.is_none() {
-            self.reader.report(node.at, format!("`starts_at` is `{text}`"), EXPECTED);
-        }
-        moment.map(Time::from_micros)
-    }
-
-    fn recovery_check(&mut self, root: &TomlTable) -> Option<RecoveryCheckSpec> {
-        let default = RecoveryCheckSpec { within: Span::from_secs(10), share: 0.9 };
-        let Some(table) = self.section(root, "check", &["within", "share"])? else { return Some(default) };
-        let within = self.bounded_duration(&table, "within", default.within);
-        let share = table.node("share").map_or(Some(default.share), |node| {
-            self.reader.share(node, "share", 1).map(|share| f64::from(share) / 1000.0)
-        });
-        Some(RecoveryCheckSpec { within: within?, share: share? })
-    }
-
-    /// Reads a section; `Some(None)` if it is missing.
-    fn section(&mut self, table: &TomlTable, key: &str, known: &[&str]) -> Option<Option<TomlTable>> {
-        let Some(entry) = table.get(key) else { return Some(None) };
-        let TomlValue::Table(section) = &entry.node.value else {
-            self.reader.report(entry.node.at, format!("`{key}` is no section"), format!("a section, [{key}]"));
-            return None;
-        };
-        self.reader.check_names(section, &format!("[{key}]"), known);
-        Some(Some(section.clone()))
+        _ => reject(reader, node.at, "`measure` is not one stretch of time", EXPECTED),
     }
 }
 
-/// Returns the place of a load in the document.
-fn load_entry<'t>(root: &'t TomlTable, load: &LoadSpec) -> Option<&'t TomlEntry> {
-    root.node("load").and_then(TomlNode::as_table).and_then(|loads| loads.get(&load.name))
+fn timestamp(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Time> {
+    const EXPECTED: &str = "a moment such as \"2026-11-21T20:00:00Z\"";
+    let text = reader.string(node, key, EXPECTED)?;
+    let micros = text.parse().ok().and_then(|time: jiff::Timestamp| u64::try_from(time.as_microsecond()).ok());
+    let time = micros.map(Time::from_micros);
+    time.or_else(|| reject(reader, node.at, format!("`starts_at` is `{text}`"), EXPECTED))
+}
+
+fn recovery_check(reader: &mut DocumentReader<'_>, root: &TomlTable) -> Option<RecoveryCheckSpec> {
+    let table = section(reader, root, "check", &["within", "share"])?.unwrap_or_default();
+    let within = value_or(reader, &table, "within", Span::from_secs(10), bounded_duration);
+    let share = value_or(reader, &table, "share", 900, |reader, node, key| reader.share(node, key, 1));
+    Some(RecoveryCheckSpec { within: within?, share: f64::from(share?) / 1000.0 })
+}
+
+/// Reads a section; `Some(None)` if it is missing.
+fn section(reader: &mut DocumentReader<'_>, table: &TomlTable, key: &str, known: &[&str]) -> Option<Option<TomlTable>> {
+    optional(reader, table, key, |reader, node, key| {
+        let Some(section) = node.as_table() else {
+            return reject(reader, node.at, format!("`{key}` is no section"), format!("a section, [{key}]"));
+        };
+        reader.check_names(section, &format!("[{key}]"), known);
+        Some(section.clone())
+    })
+}
+
+/// Returns the entries with these keys.
+fn entries_of(table: &TomlTable, keys: &[&str]) -> TomlTable {
+    let entries = table.entries.iter().filter(|entry| keys.contains(&entry.key.as_str()));
+    TomlTable { entries: entries.cloned().collect() }
 }
 
 /// A case or a strategy.

@@ -8,9 +8,8 @@ mod table;
 
 pub use summary::RunSummary;
 pub use tidegate_report::svg::PictureError;
-use tidegate_report::svg::svg_to_png;
 
-use crate::setup::Setup;
+use crate::setup::{ClientSpec, Setup};
 use crate::stats::RunStats;
 
 /// The results of a scenario.
@@ -52,22 +51,20 @@ pub struct Run {
 }
 
 impl Run {
-    pub(crate) fn new(setup: &Setup, results: &[RunSummary], tally: RunStats) -> Self {
+    pub(crate) fn new(setup: &Setup, summaries: &[RunSummary], first_trial: RunStats) -> Self {
         Self {
             case: setup.case.clone(),
             strategy: setup.strategy.clone(),
             loads: setup.loads.iter().map(|load| load.name.clone()).collect(),
             trials: setup.trials,
-            uses_tidegate: matches!(setup.client, crate::setup::ClientSpec::Tidegate { .. }),
+            uses_tidegate: matches!(setup.client, ClientSpec::Tidegate { .. }),
             required_share: setup.recovery_check.share,
-            worst_trial: worst_trial(results, setup.recovery_check.share),
-            summary: RunSummary::mean_of(results),
-            first_trial: tally,
+            worst_trial: worst_trial(summaries, setup.recovery_check.share),
+            summary: RunSummary::mean_of(summaries),
+            first_trial,
         }
     }
-}
 
-impl Run {
     /// Returns true if its goodput recovered after the last disturbance in every repetition. `None` if nothing
     /// disturbs, too little time is left, or nothing succeeded before.
     pub fn recovered(&self) -> Option<bool> {
@@ -78,11 +75,10 @@ impl Run {
 
 /// Returns the success shares of the worst repetition. One without any success before the disturbance ranks between
 /// those that failed to recover and those that recovered.
-fn worst_trial(results: &[RunSummary], wanted: f64) -> Option<(f64, f64)> {
-    let known =
-        results.iter().filter_map(|numbers| Some((numbers.success_share_before?, numbers.success_share_after?)));
-    let kept = |(before, after): (f64, f64)| if before > 0.0 { after / before.min(1.0) } else { wanted };
-    known.min_by(|one, other| kept(*one).total_cmp(&kept(*other)).then((one.0 > 0.0).cmp(&(other.0 > 0.0))))
+fn worst_trial(summaries: &[RunSummary], required_share: f64) -> Option<(f64, f64)> {
+    let shares = summaries.iter().filter_map(|trial| trial.success_share_before.zip(trial.success_share_after));
+    let ratio = |(before, after): (f64, f64)| if before > 0.0 { after / before.min(1.0) } else { required_share };
+    shares.min_by(|one, other| ratio(*one).total_cmp(&ratio(*other)).then((one.0 > 0.0).cmp(&(other.0 > 0.0))))
 }
 
 impl Report {
@@ -92,49 +88,14 @@ impl Report {
         self.runs.iter().filter(move |run| run.uses_tidegate || !any)
     }
 
-    /// Returns a table for a terminal.
-    pub fn table(&self) -> String {
-        table::text_table(self)
-    }
-
-    /// Returns all numbers as JSON.
-    pub fn json(&self) -> String {
-        json::to_json(self)
-    }
-
-    /// Returns an HTML page with a table and pictures. It needs no network, and is light or dark as its reader prefers.
-    ///
-    /// # Errors
-    /// The pictures couldn't be drawn.
-    pub fn html(&self) -> Result<String, PictureError> {
-        html::to_html(self)
-    }
-
-    /// Returns the pictures as SVG, light or dark as their reader prefers.
-    ///
-    /// # Errors
-    /// The pictures couldn't be drawn.
-    pub fn svg(&self) -> Result<String, PictureError> {
-        picture::report_svg(self, picture::Heading::Included)
-    }
-
-    /// Returns the pictures as PNG, in light colours.
-    ///
-    /// # Errors
-    /// The pictures couldn't be drawn, or are too large.
-    pub fn png(&self) -> Result<Vec<u8>, PictureError> {
-        svg_to_png(&self.svg()?)
-    }
-
     /// Returns the run of this case under this strategy, by their titles.
     pub fn run(&self, case: &str, strategy: &str) -> Option<&Run> {
         self.runs.iter().find(|run| run.case == case && run.strategy == strategy)
     }
-}
 
-/// Returns the runs of each case.
-fn runs_by_case(report: &Report) -> Vec<&[Run]> {
-    report.runs.chunk_by(|one, other| one.case == other.case).collect()
+    fn runs_by_case(&self) -> impl Iterator<Item = &[Run]> {
+        self.runs.chunk_by(|one, other| one.case == other.case)
+    }
 }
 
 #[cfg(test)]

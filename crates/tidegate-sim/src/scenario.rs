@@ -1,11 +1,8 @@
 //! A scenario, and the run that makes a report of it.
 
-use tidegate_policy::Errors;
-
-use crate::report::{Report, Run};
+use crate::report::{Report, Run, RunSummary};
 use crate::setup::Setup;
 use crate::simulation::Simulation;
-use crate::stats::RunStats;
 
 /// The number of events between two progress updates.
 const EVENTS_PER_PROGRESS_UPDATE: u64 = 100_000;
@@ -24,14 +21,6 @@ pub struct Scenario {
 }
 
 impl Scenario {
-    /// Reads a scenario; see `docs/simulate.md` for its words. Errors call the text `name`.
-    ///
-    /// # Errors
-    /// All errors of the text, each with its place and, if there is one, the nearest name that is valid.
-    pub fn read(name: &str, body: &[u8]) -> Result<Self, Errors> {
-        crate::read::read_scenario(name, body)
-    }
-
     /// Runs the scenario. The same seed gives the same report, to the byte. `progress` is called from time to time with
     /// the share of all work that is done, from 0 to 1.
     pub fn run(&self, seed: u64, progress: &mut dyn FnMut(f64)) -> Report {
@@ -39,22 +28,18 @@ impl Scenario {
         let mut done = 0_u32;
         let mut runs = Vec::with_capacity(self.setups.len());
         for setup in &self.setups {
-            let mut tallies = Vec::with_capacity(1);
-            let mut results = Vec::new();
+            let (mut first_trial, mut summaries) = (None, Vec::new());
             for trial in 0..setup.trials {
-                let mut world = Simulation::new(setup, seed, trial);
-                while world.run(EVENTS_PER_PROGRESS_UPDATE) {
-                    progress((f64::from(done) + world.progress()) / f64::from(count));
+                let mut simulation = Simulation::new(setup, seed, trial);
+                while simulation.run(EVENTS_PER_PROGRESS_UPDATE) {
+                    progress((f64::from(done) + simulation.progress()) / f64::from(count));
                 }
                 done += 1;
                 progress(f64::from(done) / f64::from(count));
-                let tally: RunStats = world.into_stats();
-                results.push(crate::report::RunSummary::from_stats(&tally));
-                if tallies.is_empty() {
-                    tallies.push(tally);
-                }
+                summaries.push(RunSummary::from_stats(&simulation.stats));
+                first_trial.get_or_insert(simulation.stats);
             }
-            runs.extend(tallies.pop().map(|tally| Run::new(setup, &results, tally)));
+            runs.extend(first_trial.map(|stats| Run::new(setup, &summaries, stats)));
         }
         Report { title: self.title.clone(), about: self.about.clone(), seed, runs }
     }

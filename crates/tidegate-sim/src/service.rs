@@ -10,7 +10,6 @@ use crate::limiter::ServiceLimiter;
 use crate::random::SimRng;
 use crate::setup::{RetryAfterMode, ServiceSpec, TimeRange};
 
-/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RequestKind {
     /// Work without a result.
@@ -21,7 +20,6 @@ pub(crate) enum RequestKind {
     Write { version: u64 },
 }
 
-/// The reply of a service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ServiceReply {
     Done,
@@ -55,15 +53,12 @@ struct Job<R> {
     kind: RequestKind,
 }
 
-/// The result of a request's arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ArrivalOutcome {
     /// The request is not accepted; this is its reply.
-    Replied(ServiceReply),
-    /// A worker has it, for this time.
-    Started(JobId, Span),
-    /// It waits for a worker.
-    Queued(JobId),
+    Rejected(ServiceReply),
+    /// The request is accepted. If a worker has started it, it takes this time; otherwise it waits for a worker.
+    Accepted(JobId, Option<Span>),
 }
 
 /// A job that a worker has finished.
@@ -87,23 +82,22 @@ pub(crate) struct SimService<'s, R> {
     limiters: Vec<ServiceLimiter>,
     jobs: Slab<Job<R>>,
     queue: VecDeque<usize>,
-    busy_workers: u32,
+    pub(crate) busy_workers: u32,
     version: u64,
     last_sequence: u64,
     rng: SimRng,
 }
 
 impl<'s, R: Copy> SimService<'s, R> {
-    pub(crate) fn new(spec: &'s ServiceSpec, began: Time, rng: SimRng) -> Self {
-        let limiters = spec.limits.iter().filter_map(|limit| ServiceLimiter::new(limit, began)).collect();
-        let (jobs, queue) = (Slab::new(), VecDeque::new());
+    pub(crate) fn new(spec: &'s ServiceSpec, started_at: Time, rng: SimRng) -> Self {
+        let limiters = spec.limits.iter().filter_map(|limit| ServiceLimiter::new(limit, started_at)).collect();
         Self {
             spec,
-            started_at: began,
+            started_at,
             last_request_at: None,
             limiters,
-            jobs,
-            queue,
+            jobs: Slab::new(),
+            queue: VecDeque::new(),
             busy_workers: 0,
             version: 0,
             last_sequence: 0,
@@ -116,15 +110,9 @@ impl<'s, R: Copy> SimService<'s, R> {
         self.queue.len() as u32
     }
 
-    /// Returns the number of requests that workers have.
-    pub(crate) fn busy_workers(&self) -> u32 {
-        self.busy_workers
-    }
-
-    /// Handles the arrival of a request.
-    pub(crate) fn submit(&mut self, request: R, asks: RequestKind, now: Time) -> ArrivalOutcome {
+    pub(crate) fn submit(&mut self, request: R, kind: RequestKind, now: Time) -> ArrivalOutcome {
         if TimeRange::any_contains(&self.spec.outages, now.since(self.started_at)) {
-            return ArrivalOutcome::Replied(ServiceReply::ConnectionRefused);
+            return ArrivalOutcome::Rejected(ServiceReply::ConnectionRefused);
         }
         let spacing = Span::from_micros((self.spec.spacing.value_at(now.since(self.started_at)) * 1e6).round() as u64);
         let is_close = self.last_request_at.replace(now).is_some_and(|before| now.since(before) < spacing);
@@ -136,23 +124,22 @@ impl<'s, R: Copy> SimService<'s, R> {
                 RetryAfterMode::Accurate => Some(Span::from_secs(wait.as_secs_ceil())),
                 RetryAfterMode::Fixed(span) => Some(span),
             };
-            return ArrivalOutcome::Replied(ServiceReply::Throttled { retry_after });
+            return ArrivalOutcome::Rejected(ServiceReply::Throttled { retry_after });
         }
         let busy = self.spec.workers.is_some_and(|workers| self.busy_workers >= workers);
         if busy && self.queue.len() >= self.spec.queue as usize {
-            return ArrivalOutcome::Replied(ServiceReply::Failed);
+            return ArrivalOutcome::Rejected(ServiceReply::Failed);
         }
         for limiter in &mut self.limiters {
             limiter.take(now);
         }
         self.last_sequence += 1;
-        let index = self.jobs.insert(Job { sequence: self.last_sequence, request, kind: asks });
+        let index = self.jobs.insert(Job { sequence: self.last_sequence, request, kind });
         let id = JobId { index, sequence: self.last_sequence };
         if busy {
             self.queue.push_back(index);
-            return ArrivalOutcome::Queued(id);
         }
-        ArrivalOutcome::Started(id, self.start_job())
+        ArrivalOutcome::Accepted(id, (!busy).then(|| self.start_job()))
     }
 
     /// Starts a job at a worker and returns its duration.
@@ -169,7 +156,7 @@ impl<'s, R: Copy> SimService<'s, R> {
         let failures = self.spec.failures.value_at(now.since(self.started_at));
         // Drawn even if the share is 0 or 1, so that later random numbers don't depend on the share.
         let fails = self.rng.random::<f64>() < failures;
-        let answer = match job.kind {
+        let reply = match job.kind {
             _ if fails => ServiceReply::Failed,
             RequestKind::Work => ServiceReply::Done,
             RequestKind::Read => ServiceReply::Row { version: self.version },
@@ -179,26 +166,21 @@ impl<'s, R: Copy> SimService<'s, R> {
             }
             RequestKind::Write { .. } => ServiceReply::Conflict,
         };
-        Some(FinishedJob { request: job.request, reply: answer, next_job: self.start_next() })
+        Some(FinishedJob { request: job.request, reply, next_job: self.start_next() })
     }
 
-    /// Drops a request of a client that has gone away, if the service notices. Returns the job that the free worker
-    /// starts next, with its duration.
+    /// Drops a request of a client that has gone away, if the service notices. Returns the next job of a freed worker.
     pub(crate) fn cancel(&mut self, id: JobId) -> Option<(JobId, Span)> {
         if !self.spec.notices_timeouts {
             return None;
         }
         self.remove(id)?;
-        match self.queue.iter().position(|index| *index == id.index) {
-            Some(place) => {
-                self.queue.remove(place);
-                None
-            }
-            None => {
-                self.busy_workers -= 1;
-                self.start_next()
-            }
+        if let Some(place) = self.queue.iter().position(|index| *index == id.index) {
+            self.queue.remove(place);
+            return None;
         }
+        self.busy_workers -= 1;
+        self.start_next()
     }
 
     fn start_next(&mut self) -> Option<(JobId, Span)> {

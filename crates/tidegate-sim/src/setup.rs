@@ -53,8 +53,8 @@ impl Setup {
         });
         let profiles = loads.chain([&self.service.failures, &self.service.spacing, &self.network.loss]);
         let profiles = profiles.filter_map(|profile| Some((profile.first_change_at()?, profile.last_change_at())));
-        let stretches = self.service.outages.iter().chain(&self.network.partitions).chain(&self.store.outages);
-        let changes = profiles.chain(stretches.map(|stretch| (stretch.from, stretch.until)));
+        let ranges = self.service.outages.iter().chain(&self.network.partitions).chain(&self.store.outages);
+        let changes = profiles.chain(ranges.map(|range| (range.from, range.until)));
         changes.reduce(|(from, until), (other, end)| (from.min(other), until.max(end)))
     }
 }
@@ -69,8 +69,12 @@ pub struct TimeRange {
 }
 
 impl TimeRange {
-    pub(crate) fn any_contains(stretches: &[Self], time: Span) -> bool {
-        stretches.iter().any(|stretch| (stretch.from..stretch.until).contains(&time))
+    pub(crate) fn contains(self, time: Span) -> bool {
+        (self.from..self.until).contains(&time)
+    }
+
+    pub(crate) fn any_contains(ranges: &[Self], time: Span) -> bool {
+        ranges.iter().any(|range| range.contains(time))
     }
 }
 
@@ -135,8 +139,7 @@ pub struct LoadSpec {
     pub arrivals: Arrivals,
     /// The priority of its calls.
     pub lane: Lane,
-    /// The inbound action of its calls. If `None`, it is the policy's `default`, or no action if the policy has none of
-    /// that name.
+    /// The inbound action of its calls. If `None`, the policy's `default`, or no action if the policy has no `default`.
     pub action: Option<String>,
     /// The largest clock drift of its clients: the share by which their clocks run faster than time, from -0.5 to 0.5.
     /// Each client draws its own drift between 0 and this. Default 0.
@@ -191,16 +194,6 @@ pub enum ClientSpec {
     },
 }
 
-impl ClientSpec {
-    /// Returns the value of `client` in a strategy: `plain` or `tidegate`.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Plain(_) => "plain",
-            Self::Tidegate { .. } => "tidegate",
-        }
-    }
-}
-
 /// A client that retries by its own replies alone.
 #[derive(Clone, Debug)]
 pub struct PlainClientSpec {
@@ -237,7 +230,6 @@ pub struct StoreSpec {
 pub struct RecoveryCheckSpec {
     /// The time after the last disturbance from which calls must succeed again. Default 10 s.
     pub within: Span,
-    /// The ratio of the share of calls that succeed after the disturbance to the share before it. At least this is
-    /// required. Default 0.9.
+    /// The least ratio of the share of calls that succeed after the disturbance to the share before it. Default 0.9.
     pub share: f64,
 }

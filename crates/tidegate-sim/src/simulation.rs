@@ -2,13 +2,13 @@
 
 mod event;
 mod gate;
-mod network;
 mod node;
 mod plain_client;
 mod tidegate_client;
 
 use std::sync::Arc;
 
+use rand::RngExt;
 use slab::Slab;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::concurrency::Concurrency;
@@ -23,16 +23,15 @@ use crate::random::{RngStreams, SimRng};
 use crate::service::{ArrivalOutcome, FinishedJob, JobId, RequestKind, ServiceReply, SimService};
 use crate::setup::{ClientSpec, Setup, TimeRange};
 use crate::stats::{CallOutcome, RunStats};
-use event::{AttemptResult, CallId, CallState, ClientCall, SharedStoreRequest, SimEvent, SimRequest, attempt_result};
-pub(crate) use gate::load_action;
-use gate::{CallIdentity, SimGate};
+use event::{CallId, CallState, ClientCall, SharedStoreRequest, SimEvent, SimRequest, attempt_report};
+use gate::SimGate;
+pub(crate) use gate::check_load;
 use node::{ClientState, SimNode};
 use plain_client::{PlainClient, RetryState};
 use tidegate_client::{Effect, TidegateClient};
 
-/// Returns a fixed seed, so that keys hash alike in every run. A simulation has no attacker that chooses colliding
-/// keys.
-pub(crate) fn key_seed() -> KeySeed {
+/// Returns a fixed seed, so that keys hash alike in every run. No attacker chooses colliding keys here.
+fn key_seed() -> KeySeed {
     KeySeed::new([0; 16])
 }
 
@@ -40,7 +39,6 @@ pub(crate) fn key_seed() -> KeySeed {
 const STORE_BYTES: usize = 1 << 20;
 /// The timeout of a request to a store that can't be reached.
 const STORE_TIMEOUT: Span = Span::from_secs(1);
-
 /// The shortest timer, as in production.
 const MIN_TIMER_DELAY: Span = Span::from_micros(100);
 
@@ -55,62 +53,52 @@ pub(crate) struct Simulation<'s> {
     calls: Slab<CallState>,
     last_call_sequence: u64,
     shared_store: Option<(Arc<Memory>, Delay, SimRng)>,
-    stats: RunStats,
-    effects: Vec<Effect>,
+    pub(crate) stats: RunStats,
 }
 
 impl<'s> Simulation<'s> {
     pub(crate) fn new(setup: &'s Setup, seed: u64, trial: u32) -> Self {
-        let began = setup.starts_at;
+        let start = setup.starts_at;
         let mut streams = RngStreams::new(seed, trial);
-        let service = SimService::new(&setup.service, began, streams.next_rng());
+        let service = SimService::new(&setup.service, start, streams.next_rng());
         let store_rng = streams.next_rng();
         let outbound = setup.policy.as_ref().and_then(|policy| policy.outbound());
-        let shared = outbound.filter(|_| setup.store.shared).map(|plan| {
+        let shared_store = outbound.filter(|_| setup.store.shared).map(|plan| {
             let store = Arc::new(Memory::reproducible(Arc::clone(plan.limits()), Memory::DEFAULT_MAX_BYTES));
             (store, setup.store.latency.unwrap_or(Delay::NONE), store_rng)
         });
         let is_store_immediate = setup.store.latency.is_none() && setup.store.outages.is_empty();
-        let mut nodes = Vec::new();
-        for (index, load) in setup.loads.iter().enumerate() {
-            for number in 0..load.clients {
-                let mut node = SimNode::new(index, load, number, began, &mut streams);
-                let rng = streams.next_rng();
-                node.client = match &setup.client {
-                    ClientSpec::Plain(spec) => ClientState::Plain(PlainClient::new(spec, rng)),
-                    ClientSpec::Tidegate { provider } => {
-                        let plan = outbound.expect("invariant: reading finds the provider in the policy");
-                        let own = || Arc::new(Memory::reproducible(Arc::clone(plan.limits()), STORE_BYTES));
-                        let store = match &shared {
-                            Some((store, ..)) => Some(Arc::clone(store)).filter(|_| is_store_immediate),
-                            None => Some(own()),
-                        };
-                        let provider = &plan.providers()[*provider];
-                        ClientState::Tidegate(Box::new(TidegateClient::new(plan, provider, store, &key_seed(), rng)))
-                    }
+        let new_client = |rng| match &setup.client {
+            ClientSpec::Plain(spec) => ClientState::Plain(PlainClient::new(spec, rng)),
+            ClientSpec::Tidegate { provider } => {
+                let plan = outbound.expect("invariant: reading finds the provider in the policy");
+                let store = match &shared_store {
+                    Some((store, ..)) => Some(Arc::clone(store)).filter(|_| is_store_immediate),
+                    None => Some(Arc::new(Memory::reproducible(Arc::clone(plan.limits()), STORE_BYTES))),
                 };
-                nodes.push(node);
+                let provider = &plan.providers()[*provider];
+                ClientState::Tidegate(Box::new(TidegateClient::new(plan, provider, store, &key_seed(), rng)))
             }
-        }
+        };
+        let loads = setup.loads.iter().enumerate().flat_map(|load| (0..load.1.clients).map(move |_| load));
+        let nodes = loads.map(|load| SimNode::new(load, start, &mut streams, new_client)).collect();
         let plan = setup.policy.as_ref().map(|policy| &**policy.plan()).filter(|_| setup.gate);
-        let gate = plan.map(|plan| SimGate::new(plan, &setup.loads, key_seed()));
-        let mut world = Self {
+        let mut simulation = Self {
             setup,
-            events: EventQueue::new(began),
-            end: began + setup.duration,
+            events: EventQueue::new(start),
+            end: start + setup.duration,
             service,
-            gate,
+            gate: plan.map(|plan| SimGate::new(plan, &setup.loads)),
             nodes,
             calls: Slab::new(),
             last_call_sequence: 0,
-            shared_store: shared,
+            shared_store,
             stats: RunStats::new(setup),
-            effects: Vec::new(),
         };
-        for node in 0..world.nodes.len() {
-            world.schedule_next_call(node);
+        for node in 0..simulation.nodes.len() {
+            simulation.schedule_next_call(node);
         }
-        world
+        simulation
     }
 
     /// Handles up to this many further events. Returns true if more may follow.
@@ -124,55 +112,42 @@ impl<'s> Simulation<'s> {
 
     /// Returns the share of its duration that has passed.
     pub(crate) fn progress(&self) -> f64 {
-        let elapsed = self.events.now().since(self.setup.starts_at);
+        let elapsed = self.events.now.since(self.setup.starts_at);
         elapsed.as_micros() as f64 / self.setup.duration.as_micros().max(1) as f64
     }
 
-    pub(crate) fn into_stats(self) -> RunStats {
-        self.stats
-    }
-
     fn handle_event(&mut self, event: SimEvent) {
-        let now = self.events.now();
+        let now = self.events.now;
         match event {
             SimEvent::ClientCalls(node) => {
                 self.start_call(node);
-                if !self.nodes[node].is_serial() {
+                if !self.nodes[node].is_serial {
                     self.schedule_next_call(node);
                 }
             }
-            SimEvent::RequestArrives(request, asks) => self.handle_arrival(request, asks),
+            SimEvent::RequestArrives(request, kind) => self.handle_arrival(request, kind),
             SimEvent::JobFinishes(job) => {
-                if let Some(FinishedJob { request, reply: answer, next_job: next }) = self.service.finish(job, now) {
+                if let Some(FinishedJob { request, reply, next_job }) = self.service.finish(job, now) {
                     self.release_permit(request);
-                    self.send_reply(request, answer);
-                    self.schedule_job_end(next);
+                    self.send(request.node, SimEvent::ReplyArrives(request, reply));
+                    self.schedule_job_end(next_job);
                 }
             }
-            SimEvent::ReplyArrives(request, ServiceReply::Row { version }) => {
-                if self.is_reply_awaited(request) {
-                    self.send_to_service(request, RequestKind::Write { version });
+            SimEvent::ReplyArrives(request, reply) if self.is_reply_awaited(request) => match reply {
+                ServiceReply::Row { version } => {
+                    self.send(request.node, SimEvent::RequestArrives(request, RequestKind::Write { version }));
                 }
-            }
-            SimEvent::ReplyArrives(request, answer) => {
-                if self.is_reply_awaited(request) {
-                    self.handle_attempt_end(request.call, attempt_result(answer));
-                }
-            }
-            SimEvent::AttemptTimesOut(request) => {
-                if self.is_reply_awaited(request) {
-                    self.handle_timeout(request);
-                }
-            }
-            SimEvent::CallResumes(call) => {
-                let Some(live) = self.calls.get(call.index).filter(|live| live.sequence == call.sequence) else {
-                    return;
-                };
-                match live.client_call {
-                    ClientCall::Plain(_) => self.start_plain_attempt(call),
-                    ClientCall::Tidegate(place) => {
-                        let node = live.node;
-                        self.with_tidegate_client(node, |hall, now, effects| hall.enqueue(place, now, effects));
+                reply => self.handle_attempt_end(request.call, &attempt_report(reply)),
+            },
+            SimEvent::AttemptTimesOut(request) if self.is_reply_awaited(request) => self.handle_timeout(request),
+            SimEvent::ReplyArrives(..) | SimEvent::AttemptTimesOut(_) => {}
+            SimEvent::CallResumes(id) => {
+                let Some(call) = self.call(id) else { return };
+                match call.client_call {
+                    ClientCall::Plain(_) => self.start_plain_attempt(id),
+                    ClientCall::Tidegate(slot) => {
+                        let node = call.node;
+                        self.with_tidegate_client(node, |client, now| client.enqueue(slot, now));
                     }
                 }
             }
@@ -185,15 +160,15 @@ impl<'s> Simulation<'s> {
             SimEvent::GateRenewsPermits => {
                 if let Some(gate) = &mut self.gate {
                     gate.is_renewal_scheduled = false;
-                    gate.renew(|node| &self.nodes[node].name, now);
+                    gate.renew(now);
                 }
                 self.schedule_renewal();
             }
-            SimEvent::StoreRequestArrives(question) => self.handle_store_request(question),
-            SimEvent::StoreReplyArrives(question, outcomes) => {
-                let SharedStoreRequest { node, waiting_call: asker, batch } = *question;
-                self.with_tidegate_client(node, |hall, now, effects| {
-                    hall.handle_store_reply(asker, &batch, outcomes.as_deref(), now, effects);
+            SimEvent::StoreRequestArrives(request) => self.handle_store_request(request),
+            SimEvent::StoreReplyArrives(request, outcomes) => {
+                let SharedStoreRequest { node, waiting_call, batch } = *request;
+                self.with_tidegate_client(node, |client, now| {
+                    client.handle_store_reply(waiting_call, &batch, outcomes.as_deref(), now);
                 });
             }
             SimEvent::StoreNotificationArrives(batch) => {
@@ -204,205 +179,188 @@ impl<'s> Simulation<'s> {
         }
     }
 
-    /// Schedules a client's next call, if there is one.
     fn schedule_next_call(&mut self, node: usize) {
-        let now = self.events.now();
+        let now = self.events.now;
         if let Some(at) = self.nodes[node].next_call_at(self.setup, now, self.end) {
             self.events.schedule(at, SimEvent::ClientCalls(node));
         }
     }
 
     fn start_call(&mut self, node: usize) {
-        let now = self.events.now();
+        let now = self.events.now;
+        let load = self.nodes[node].load;
+        self.stats.record_start(load, now);
         self.last_call_sequence += 1;
-        self.stats.record_start(self.nodes[node].load, now);
-        let mind = match &self.nodes[node].client {
-            ClientState::Tidegate(_) => ClientCall::Tidegate(usize::MAX),
-            ClientState::Plain(_) | ClientState::None => ClientCall::Plain(RetryState::default()),
+        let sequence = self.last_call_sequence;
+        let client_call = match &self.nodes[node].client {
+            ClientState::Plain(_) => ClientCall::Plain(RetryState::default()),
+            ClientState::Tidegate(client) => ClientCall::Tidegate(client.next_slot()),
         };
-        let live = CallState {
-            sequence: self.last_call_sequence,
+        let index = self.calls.insert(CallState {
+            sequence,
             node,
             started_at: now,
             attempt: 0,
             reply_timeout: Span::MAX,
             conclusive_after: Span::ZERO,
             job: None,
-            client_call: mind,
-        };
-        let id = CallId { index: self.calls.insert(live), sequence: self.last_call_sequence };
-        if let ClientState::Plain(plain) = &self.nodes[node].client {
-            let pause = plain.pace_delay();
-            return if pause.is_zero() {
-                self.start_plain_attempt(id)
-            } else {
-                self.events.schedule(now + pause, SimEvent::CallResumes(id))
-            };
-        }
-        let lane = self.setup.loads[self.nodes[node].load].lane;
-        let calls = &mut self.calls;
-        let (now, nodes, effects) = (self.nodes[node].clock.reading_at(now), &mut self.nodes, &mut self.effects);
-        if let ClientState::Tidegate(hall) = &mut nodes[node].client {
-            let place = hall.begin(id, lane, now, effects);
-            calls[id.index].client_call = ClientCall::Tidegate(place);
-        }
-        self.apply_effects(node);
-    }
-
-    /// Runs one step of a client's state machine and applies its effects.
-    fn with_tidegate_client(
-        &mut self,
-        node: usize,
-        step: impl FnOnce(&mut TidegateClient<'s>, Time, &mut Vec<Effect>),
-    ) {
-        let now = self.nodes[node].clock.reading_at(self.events.now());
-        if let ClientState::Tidegate(hall) = &mut self.nodes[node].client {
-            step(hall, now, &mut self.effects);
-        }
-        self.apply_effects(node);
-    }
-
-    fn apply_effects(&mut self, node: usize) {
-        let now = self.events.now();
-        if let ClientState::Tidegate(hall) = &self.nodes[node].client {
-            let (wakes_at, waiting) = (hall.wake_at, hall.waiting_calls());
-            let rings_at = self.nodes[node].clock.timer_fires_at(wakes_at, now).max(now + MIN_TIMER_DELAY);
-            if rings_at < self.nodes[node].timer_fires_at {
-                self.nodes[node].timer_fires_at = rings_at;
-                self.events.schedule(rings_at, SimEvent::ClientWakes(node, rings_at));
+            client_call,
+        });
+        let id = CallId { index, sequence };
+        match &self.nodes[node].client {
+            ClientState::Plain(client) if client.pace_delay().is_zero() => self.start_plain_attempt(id),
+            ClientState::Plain(client) => {
+                self.events.schedule_after(client.pace_delay(), SimEvent::CallResumes(id));
             }
-            if waiting > 0 {
-                self.stats.record(now, |bucket| bucket.waiting = bucket.waiting.max(waiting));
+            ClientState::Tidegate(_) => {
+                let lane = self.setup.loads[load].lane;
+                self.with_tidegate_client(node, |client, now| client.begin(id, lane, now));
             }
         }
-        let mut effects = std::mem::take(&mut self.effects);
+    }
+
+    /// Runs one step of a client's state machine by its clock, and applies its effects.
+    fn with_tidegate_client(&mut self, node: usize, step: impl FnOnce(&mut TidegateClient<'s>, Time)) {
+        let now = self.events.now;
+        let SimNode { client, clock, timer_fires_at, .. } = &mut self.nodes[node];
+        let ClientState::Tidegate(client) = client else { return };
+        step(client, clock.reading_at(now));
+        let fires_at = clock.timer_fires_at(client.wake_at, now).max(now + MIN_TIMER_DELAY);
+        if fires_at < *timer_fires_at {
+            *timer_fires_at = fires_at;
+            self.events.schedule(fires_at, SimEvent::ClientWakes(node, fires_at));
+        }
+        let waiting = client.waiting_calls();
+        let mut effects = std::mem::take(&mut client.effects);
+        if waiting > 0 {
+            self.stats.record(now, |bucket| bucket.waiting = bucket.waiting.max(waiting));
+        }
         for effect in effects.drain(..) {
-            match effect {
-                Effect::Send { id, reply_timeout: patience, conclusive_after: enough } => {
-                    self.send_attempt(id, patience, enough)
-                }
-                Effect::Resume { id, at } => {
-                    let at = self.nodes[node].clock.timer_fires_at(at, now);
-                    self.events.schedule(at, SimEvent::CallResumes(id));
-                }
-                Effect::Finish { id, outcome: end } => self.finish_call(id, end),
-                Effect::AskStore { slot: place, ticket, batch } => {
-                    let question = SharedStoreRequest { node, waiting_call: (place, ticket), batch };
-                    match self.store_delay(now) {
-                        Some(way) => self.events.schedule(now + way, SimEvent::StoreRequestArrives(Box::new(question))),
-                        None => self
-                            .events
-                            .schedule(now + STORE_TIMEOUT, SimEvent::StoreReplyArrives(Box::new(question), None)),
-                    }
-                }
-                Effect::NotifyStore { batch } => {
-                    if let Some(way) = self.store_delay(now) {
-                        self.events.schedule(now + way, SimEvent::StoreNotificationArrives(batch));
-                    }
-                }
-            }
+            self.apply_effect(node, effect);
         }
         // Kept to reuse its allocation.
-        self.effects = effects;
+        if let ClientState::Tidegate(client) = &mut self.nodes[node].client {
+            client.effects = effects;
+        }
+    }
+
+    fn apply_effect(&mut self, node: usize, effect: Effect) {
+        match effect {
+            Effect::Send { id, reply_timeout, conclusive_after } => {
+                self.send_attempt(id, reply_timeout, conclusive_after);
+            }
+            Effect::Resume { id, at } => {
+                let at = self.nodes[node].clock.timer_fires_at(at, self.events.now);
+                self.events.schedule(at, SimEvent::CallResumes(id));
+            }
+            Effect::Finish { id, outcome } => self.finish_call(id, outcome),
+            Effect::AskStore { slot, ticket, batch } => {
+                let request = SharedStoreRequest { node, waiting_call: (slot, ticket), batch };
+                self.send_store_message(Box::new(request), SimEvent::StoreRequestArrives);
+            }
+            Effect::NotifyStore { batch } => {
+                if let Some(delay) = self.store_delay() {
+                    self.events.schedule_after(delay, SimEvent::StoreNotificationArrives(batch));
+                }
+            }
+        }
     }
 
     /// Returns the delay of a message to or from the shared store; `None` if it is lost.
-    fn store_delay(&mut self, now: Time) -> Option<Span> {
+    fn store_delay(&mut self) -> Option<Span> {
         let (_, latency, rng) = self.shared_store.as_mut()?;
-        let is_unreachable = TimeRange::any_contains(&self.setup.store.outages, now.since(self.setup.starts_at));
-        (!is_unreachable).then(|| latency.sample(rng))
+        let elapsed = self.events.now.since(self.setup.starts_at);
+        (!TimeRange::any_contains(&self.setup.store.outages, elapsed)).then(|| latency.sample(rng))
+    }
+
+    /// Sends a request to the shared store, or its reply. If the message is lost, the request times out.
+    fn send_store_message(
+        &mut self,
+        request: Box<SharedStoreRequest>,
+        arrival: impl FnOnce(Box<SharedStoreRequest>) -> SimEvent,
+    ) {
+        match self.store_delay() {
+            Some(delay) => self.events.schedule_after(delay, arrival(request)),
+            None => self.events.schedule_after(STORE_TIMEOUT, SimEvent::StoreReplyArrives(request, None)),
+        }
     }
 
     /// Answers a store request by the store's own clock, which is right.
-    fn handle_store_request(&mut self, question: Box<SharedStoreRequest>) {
-        let now = self.events.now();
+    fn handle_store_request(&mut self, request: Box<SharedStoreRequest>) {
         let Some((store, ..)) = &self.shared_store else { return };
-        let outcomes = store.apply_now(&question.batch, now);
-        let way = self.store_delay(now);
-        match way {
-            Some(way) => {
-                self.events.schedule(now + way, SimEvent::StoreReplyArrives(question, Some(Box::new(outcomes))))
-            }
-            None => self.events.schedule(now + STORE_TIMEOUT, SimEvent::StoreReplyArrives(question, None)),
-        }
+        let outcomes = Box::new(store.apply_now(&request.batch, self.events.now));
+        self.send_store_message(request, |request| SimEvent::StoreReplyArrives(request, Some(outcomes)));
     }
 
     fn start_plain_attempt(&mut self, id: CallId) {
         let node = self.calls[id.index].node;
         let ClientState::Plain(plain) = &mut self.nodes[node].client else { return };
-        let ClientCall::Plain(tried) = &mut self.calls[id.index].client_call else { return };
-        if plain.try_start_attempt(tried) {
-            let patience = plain.reply_timeout().unwrap_or(Span::MAX);
-            self.send_attempt(id, patience, Span::ZERO);
-        } else {
-            self.finish_call(id, CallOutcome::Declined);
+        let ClientCall::Plain(retry) = &mut self.calls[id.index].client_call else { return };
+        match plain.start_attempt(retry) {
+            Some(reply_timeout) => self.send_attempt(id, reply_timeout, Span::ZERO),
+            None => self.finish_call(id, CallOutcome::Declined),
         }
     }
 
-    /// Sends a request for the next attempt of a call.
-    fn send_attempt(&mut self, id: CallId, patience: Span, enough: Span) {
-        let now = self.events.now();
-        let live = &mut self.calls[id.index];
-        live.attempt += 1;
-        (live.reply_timeout, live.conclusive_after, live.job) = (patience, enough, None);
-        let request = SimRequest { call: id, attempt: live.attempt, node: live.node };
-        self.stats.record(now, |bucket| bucket.attempts += 1);
-        if patience < Span::MAX {
-            self.events.schedule(now + patience, SimEvent::AttemptTimesOut(request));
+    fn send_attempt(&mut self, id: CallId, reply_timeout: Span, conclusive_after: Span) {
+        let call = &mut self.calls[id.index];
+        call.attempt += 1;
+        (call.reply_timeout, call.conclusive_after, call.job) = (reply_timeout, conclusive_after, None);
+        let request = SimRequest { call: id, attempt: call.attempt, node: call.node };
+        self.stats.record(self.events.now, |bucket| bucket.attempts += 1);
+        if reply_timeout < Span::MAX {
+            self.events.schedule_after(reply_timeout, SimEvent::AttemptTimesOut(request));
         }
-        self.send_to_service(request, if self.setup.service.versioned { RequestKind::Read } else { RequestKind::Work });
+        let kind = if self.setup.service.versioned { RequestKind::Read } else { RequestKind::Work };
+        self.send(request.node, SimEvent::RequestArrives(request, kind));
     }
 
-    fn handle_arrival(&mut self, request: SimRequest, asks: RequestKind) {
-        let now = self.events.now();
+    fn handle_arrival(&mut self, request: SimRequest, kind: RequestKind) {
+        let now = self.events.now;
         self.stats.record_arrival(now);
         if let Some(gate) = &mut self.gate
-            && let Err(retry_after) = gate.check(call_identity(&self.nodes, request), now)
+            && let Err(retry_after) = gate.check(request, now)
         {
             self.stats.record(now, |bucket| bucket.throttled += 1);
-            return self.send_reply(request, ServiceReply::Throttled { retry_after });
+            let reply = ServiceReply::Throttled { retry_after };
+            return self.send(request.node, SimEvent::ReplyArrives(request, reply));
         }
         if !self.is_reply_awaited(request) {
             self.release_permit(request);
         }
         self.schedule_renewal();
-        match self.service.submit(request, asks, now) {
-            ArrivalOutcome::Replied(answer) => {
-                if answer != ServiceReply::ConnectionRefused {
+        match self.service.submit(request, kind, now) {
+            ArrivalOutcome::Rejected(reply) => {
+                if reply != ServiceReply::ConnectionRefused {
                     self.stats.record(now, |bucket| bucket.throttled += 1);
                 }
                 self.release_permit(request);
-                self.send_reply(request, answer);
+                self.send(request.node, SimEvent::ReplyArrives(request, reply));
             }
-            ArrivalOutcome::Started(job, length) => {
-                self.record_accepted(request, job);
-                self.schedule_job_end(Some((job, length)));
+            ArrivalOutcome::Accepted(job, duration) => {
+                let (waiting, working) = (self.service.queued_requests(), self.service.busy_workers);
+                self.stats.record(now, |bucket| {
+                    bucket.admitted += 1;
+                    (bucket.queue, bucket.working) = (bucket.queue.max(waiting), bucket.working.max(working));
+                });
+                if self.is_reply_awaited(request) {
+                    self.calls[request.call.index].job = Some(job);
+                }
+                self.schedule_job_end(duration.map(|duration| (job, duration)));
             }
-            ArrivalOutcome::Queued(job) => self.record_accepted(request, job),
-        }
-    }
-
-    fn record_accepted(&mut self, request: SimRequest, job: JobId) {
-        let (waiting, working) = (self.service.queued_requests(), self.service.busy_workers());
-        self.stats.record(self.events.now(), |bucket| {
-            bucket.admitted += 1;
-            (bucket.queue, bucket.working) = (bucket.queue.max(waiting), bucket.working.max(working));
-        });
-        if self.is_reply_awaited(request) {
-            self.calls[request.call.index].job = Some(job);
         }
     }
 
     fn schedule_job_end(&mut self, started: Option<(JobId, Span)>) {
-        if let Some((job, length)) = started {
-            self.events.schedule(self.events.now() + length, SimEvent::JobFinishes(job));
+        if let Some((job, duration)) = started {
+            self.events.schedule_after(duration, SimEvent::JobFinishes(job));
         }
     }
 
     /// Releases the permit of a request at the gate, if it still holds one.
     fn release_permit(&mut self, request: SimRequest) {
         if let Some(gate) = &mut self.gate {
-            gate.release(call_identity(&self.nodes, request), self.events.now());
+            gate.release(request, self.events.now);
         }
     }
 
@@ -410,77 +368,70 @@ impl<'s> Simulation<'s> {
     fn schedule_renewal(&mut self) {
         if let Some(gate) = self.gate.as_mut().filter(|gate| gate.has_permits() && !gate.is_renewal_scheduled) {
             gate.is_renewal_scheduled = true;
-            self.events.schedule(self.events.now() + Concurrency::RENEW_INTERVAL, SimEvent::GateRenewsPermits);
+            self.events.schedule_after(Concurrency::RENEW_INTERVAL, SimEvent::GateRenewsPermits);
         }
+    }
+
+    /// Sends a message between a client and the service. It arrives after the network's delay, unless it is lost.
+    fn send(&mut self, node: usize, arrival: SimEvent) {
+        let elapsed = self.events.now.since(self.setup.starts_at);
+        let network = &self.setup.network;
+        let rng = &mut self.nodes[node].network_rng;
+        let delay = network.delay.sample(rng);
+        let is_lost = rng.random::<f64>() < network.loss.value_at(elapsed);
+        if !is_lost && !TimeRange::any_contains(&network.partitions, elapsed) {
+            self.events.schedule_after(delay, arrival);
+        }
+    }
+
+    /// Returns a call; `None` if it has ended.
+    fn call(&self, id: CallId) -> Option<&CallState> {
+        self.calls.get(id.index).filter(|call| call.sequence == id.sequence)
     }
 
     /// Returns true if the client still waits for a reply to this request.
     fn is_reply_awaited(&self, request: SimRequest) -> bool {
-        let live = self.calls.get(request.call.index).filter(|live| live.sequence == request.call.sequence);
-        live.is_some_and(|live| live.attempt == request.attempt && live.reply_timeout > Span::ZERO)
+        self.call(request.call).is_some_and(|call| call.attempt == request.attempt && call.reply_timeout > Span::ZERO)
     }
 
     fn handle_timeout(&mut self, request: SimRequest) {
         // The gate sees that its client is gone, even if the service behind it doesn't.
         self.release_permit(request);
-        let live = &self.calls[request.call.index];
-        let (job, patience, enough) = (live.job, live.reply_timeout, live.conclusive_after);
-        if let Some(job) = job {
-            let next = self.service.cancel(job);
-            self.schedule_job_end(next);
+        let call = &self.calls[request.call.index];
+        let class = if call.reply_timeout < call.conclusive_after { Class::Cancelled } else { Class::Transient };
+        if let Some(job) = call.job {
+            let next_job = self.service.cancel(job);
+            self.schedule_job_end(next_job);
         }
-        let class = if patience < enough { Class::Cancelled } else { Class::Transient };
-        self.handle_attempt_end(request.call, AttemptResult { class, reach: Delivery::Unknown, retry_after: None });
+        let report = AttemptReport { is_repeatable: true, ..AttemptReport::new(class, Delivery::Unknown) };
+        self.handle_attempt_end(request.call, &report);
     }
 
-    /// Handles the end of an attempt.
-    fn handle_attempt_end(&mut self, id: CallId, ended: AttemptResult) {
-        let live = &mut self.calls[id.index];
+    fn handle_attempt_end(&mut self, id: CallId, report: &AttemptReport) {
+        let call = &mut self.calls[id.index];
         // Later replies and timeouts of this attempt are ignored.
-        live.reply_timeout = Span::ZERO;
-        let node = live.node;
-        match &mut live.client_call {
-            ClientCall::Tidegate(place) => {
-                let (place, reply) = (
-                    *place,
-                    AttemptReport {
-                        is_repeatable: true,
-                        retry_after: ended.retry_after,
-                        ..AttemptReport::new(ended.class, ended.reach)
-                    },
-                );
-                self.with_tidegate_client(node, |hall, now, effects| hall.handle_reply(place, &reply, now, effects));
+        call.reply_timeout = Span::ZERO;
+        let node = call.node;
+        match &mut call.client_call {
+            ClientCall::Tidegate(slot) => {
+                let slot = *slot;
+                self.with_tidegate_client(node, |client, now| client.handle_reply(slot, report, now));
             }
-            ClientCall::Plain(tried) => {
-                let ClientState::Plain(plain) = &mut self.nodes[node].client else { return };
-                plain.end_attempt(ended.class);
-                if ended.class == Class::Success {
-                    return self.finish_call(id, CallOutcome::Succeeded);
-                }
-                match plain.next_retry_delay(tried, ended.retry_after) {
-                    Some(wait) => self.events.schedule(self.events.now() + wait, SimEvent::CallResumes(id)),
-                    None => {
-                        let refused = ended.class == Class::Throttled;
-                        self.finish_call(id, if refused { CallOutcome::Refused } else { CallOutcome::Failed });
-                    }
+            ClientCall::Plain(retry) => {
+                let ClientState::Plain(client) = &mut self.nodes[node].client else { return };
+                match client.end_attempt(retry, report) {
+                    Some(wait) => self.events.schedule_after(wait, SimEvent::CallResumes(id)),
+                    None => self.finish_call(id, CallOutcome::of_last_reply(report.class)),
                 }
             }
         }
     }
 
-    fn finish_call(&mut self, id: CallId, end: CallOutcome) {
-        let live = self.calls.remove(id.index);
-        let node = live.node;
-        self.stats.record_end(self.nodes[node].load, live.started_at, end, self.events.now());
-        if self.nodes[node].is_serial() {
+    fn finish_call(&mut self, id: CallId, outcome: CallOutcome) {
+        let CallState { node, started_at, .. } = self.calls.remove(id.index);
+        self.stats.record_end(self.nodes[node].load, started_at, outcome, self.events.now);
+        if self.nodes[node].is_serial {
             self.schedule_next_call(node);
         }
     }
-}
-
-fn call_identity<'c>(nodes: &'c [SimNode<'_>], request: SimRequest) -> CallIdentity<'c> {
-    let node = &nodes[request.node];
-    // Unique for each attempt of each call, for longer than any run lasts.
-    let holder = (request.call.sequence << 20) | u64::from(request.attempt);
-    CallIdentity { load: node.load, name: &node.name, node: request.node, holder }
 }

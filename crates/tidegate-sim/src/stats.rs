@@ -1,7 +1,7 @@
 //! The statistics of a run.
 
 use hdrhistogram::Histogram;
-use tidegate_core::{Span, Time};
+use tidegate_core::{Class, Span, Time};
 
 use crate::setup::{Setup, TimeRange};
 
@@ -27,8 +27,19 @@ pub enum CallOutcome {
     Declined,
 }
 
+impl CallOutcome {
+    /// Returns the outcome of a call that ends after a reply of this class.
+    pub(crate) fn of_last_reply(class: Class) -> Self {
+        match class {
+            Class::Success => Self::Succeeded,
+            Class::Throttled => Self::Refused,
+            _ => Self::Failed,
+        }
+    }
+}
+
 /// The counts of a range of time.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct TimeBucket {
     /// Calls that began.
     pub offered: u64,
@@ -55,18 +66,20 @@ pub struct TimeBucket {
 }
 
 impl TimeBucket {
-    fn merge(&mut self, other: &Self) {
-        self.offered += other.offered;
-        self.attempts += other.attempts;
-        self.admitted += other.admitted;
-        self.throttled += other.throttled;
-        self.succeeded += other.succeeded;
-        self.failed += other.failed;
-        self.refused += other.refused;
-        self.declined += other.declined;
-        self.queue = self.queue.max(other.queue);
-        self.working = self.working.max(other.working);
-        self.waiting = self.waiting.max(other.waiting);
+    fn merged(buckets: &[Self]) -> Self {
+        buckets.iter().fold(Self::default(), |sum, bucket| Self {
+            offered: sum.offered + bucket.offered,
+            attempts: sum.attempts + bucket.attempts,
+            admitted: sum.admitted + bucket.admitted,
+            throttled: sum.throttled + bucket.throttled,
+            succeeded: sum.succeeded + bucket.succeeded,
+            failed: sum.failed + bucket.failed,
+            refused: sum.refused + bucket.refused,
+            declined: sum.declined + bucket.declined,
+            queue: sum.queue.max(bucket.queue),
+            working: sum.working.max(bucket.working),
+            waiting: sum.waiting.max(bucket.waiting),
+        })
     }
 }
 
@@ -90,17 +103,8 @@ pub struct LoadCounts {
     pub succeeded: u64,
 }
 
-/// The counts of a range of time that is compared with another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct RangeCounts {
-    from: Span,
-    until: Span,
-    offered: u64,
-    succeeded: u64,
-}
-
-impl RangeCounts {
-    fn success_share(&self) -> Option<f64> {
+impl LoadCounts {
+    fn success_share(self) -> Option<f64> {
         (self.offered > 0).then(|| self.succeeded as f64 / self.offered as f64)
     }
 }
@@ -109,34 +113,40 @@ impl RangeCounts {
 #[derive(Clone, Debug)]
 pub struct RunStats {
     started_at: Time,
-    bucket_width: Span,
-    buckets: Vec<TimeBucket>,
-    total: TimeBucket,
-    loads: Vec<LoadCounts>,
+    /// The width of the buckets.
+    pub bucket_width: Span,
+    /// The counts of each range of [`RunStats::bucket_width`].
+    pub buckets: Vec<TimeBucket>,
+    /// The counts of the whole run.
+    pub total: TimeBucket,
+    /// The counts of each load, in the order of the setup.
+    pub loads: Vec<LoadCounts>,
     delays: Histogram<u64>,
     delay_sum: u128,
-    samples: Vec<CallSample>,
+    /// The calls for the picture of delays, evenly thinned out.
+    pub samples: Vec<CallSample>,
     /// One of this many calls is kept.
     sample_stride: u64,
     ended_calls: u64,
-    /// The range of the goodput, then those before and after the disturbances.
-    ranges: [Option<RangeCounts>; 3],
-    last_ended_at: Span,
+    /// The range of the goodput, then those before and after the disturbances, with the counts of their calls.
+    ranges: [Option<(TimeRange, LoadCounts)>; 3],
+    /// The time of the last call's end, from the run's start.
+    pub last_ended_at: Span,
     current_window: u64,
     current_window_requests: u64,
-    busiest: u64,
+    /// The largest number of requests that arrived at the service within one [`BUSIEST_WINDOW`].
+    pub busiest: u64,
 }
 
 impl RunStats {
     pub(crate) fn new(setup: &Setup) -> Self {
         let end = setup.duration;
-        let watch =
-            |from: Span, until: Span| (from < until).then_some(RangeCounts { from, until, offered: 0, succeeded: 0 });
+        let range =
+            |from: Span, until: Span| (from < until).then_some((TimeRange { from, until }, LoadCounts::default()));
         let measured = setup.measured_range.unwrap_or(TimeRange { from: Span::ZERO, until: end });
-        let measured = watch(measured.from, measured.until);
         let disturbed = setup.disturbance_range();
-        let before = disturbed.and_then(|(from, _)| watch(Span::ZERO, from));
-        let after = disturbed.and_then(|(_, until)| watch(until + setup.recovery_check.within, end));
+        let before = disturbed.and_then(|(from, _)| range(Span::ZERO, from));
+        let after = disturbed.and_then(|(_, until)| range(until + setup.recovery_check.within, end));
         // Three significant digits. Nothing takes longer than the run, and a histogram's maximum is at least 2.
         let delays = Histogram::new_with_max(end.as_micros().max(2), 3).expect("invariant: these bounds make sense");
         Self {
@@ -150,7 +160,7 @@ impl RunStats {
             samples: Vec::new(),
             sample_stride: 1,
             ended_calls: 0,
-            ranges: [measured, before, after],
+            ranges: [range(measured.from, measured.until), before, after],
             last_ended_at: Span::ZERO,
             current_window: 0,
             current_window_requests: 0,
@@ -159,71 +169,55 @@ impl RunStats {
     }
 
     /// Records something at the present moment, in its bucket and in the total.
-    pub(crate) fn record(&mut self, now: Time, note: impl Fn(&mut TimeBucket)) {
+    pub(crate) fn record(&mut self, now: Time, update: impl Fn(&mut TimeBucket)) {
         let at = now.since(self.started_at);
-        let mut index = (at.as_micros() / self.bucket_width.as_micros()) as usize;
-        while index >= MAX_BUCKETS {
-            self.double_bucket_width();
-            index = (at.as_micros() / self.bucket_width.as_micros()) as usize;
+        while at >= self.bucket_width.times(MAX_BUCKETS as u64) {
+            self.bucket_width = self.bucket_width.times(2);
+            self.buckets = self.buckets.chunks(2).map(TimeBucket::merged).collect();
         }
+        let index = (at.as_micros() / self.bucket_width.as_micros()) as usize;
         if self.buckets.len() <= index {
             self.buckets.resize(index + 1, TimeBucket::default());
         }
-        note(&mut self.buckets[index]);
-        note(&mut self.total);
-    }
-
-    fn double_bucket_width(&mut self) {
-        self.bucket_width = self.bucket_width.times(2);
-        for index in 0..self.buckets.len().div_ceil(2) {
-            let mut both = self.buckets[2 * index];
-            if let Some(second) = self.buckets.get(2 * index + 1) {
-                both.merge(second);
-            }
-            self.buckets[index] = both;
-        }
-        self.buckets.truncate(self.buckets.len().div_ceil(2));
+        update(&mut self.buckets[index]);
+        update(&mut self.total);
     }
 
     pub(crate) fn record_start(&mut self, load: usize, now: Time) {
         self.record(now, |bucket| bucket.offered += 1);
         self.loads[load].offered += 1;
         let at = now.since(self.started_at);
-        for watched in self.ranges.iter_mut().flatten().filter(|watched| (watched.from..watched.until).contains(&at)) {
-            watched.offered += 1;
-        }
+        self.range_counts_at(at).for_each(|counts| counts.offered += 1);
     }
 
-    pub(crate) fn record_end(&mut self, load: usize, begun_at: Time, end: CallOutcome, now: Time) {
-        let (at, delay) = (now.since(self.started_at), now.since(begun_at));
-        self.record(now, |bucket| match end {
+    /// Returns the counts of the ranges that contain this time.
+    fn range_counts_at(&mut self, at: Span) -> impl Iterator<Item = &mut LoadCounts> {
+        self.ranges.iter_mut().flatten().filter(move |(range, _)| range.contains(at)).map(|(_, counts)| counts)
+    }
+
+    pub(crate) fn record_end(&mut self, load: usize, started_at: Time, outcome: CallOutcome, now: Time) {
+        let (at, delay) = (now.since(self.started_at), now.since(started_at));
+        self.record(now, |bucket| match outcome {
             CallOutcome::Succeeded => bucket.succeeded += 1,
             CallOutcome::Failed => bucket.failed += 1,
             CallOutcome::Refused => bucket.refused += 1,
             CallOutcome::Declined => bucket.declined += 1,
         });
-        if end == CallOutcome::Succeeded {
+        if outcome == CallOutcome::Succeeded {
             self.loads[load].succeeded += 1;
             self.delays.saturating_record(delay.as_micros());
             self.delay_sum += u128::from(delay.as_micros());
-            for watched in
-                self.ranges.iter_mut().flatten().filter(|watched| (watched.from..watched.until).contains(&at))
-            {
-                watched.succeeded += 1;
-            }
+            self.range_counts_at(at).for_each(|counts| counts.succeeded += 1);
         }
         self.last_ended_at = at;
         if self.ended_calls.is_multiple_of(self.sample_stride) {
             if self.samples.len() == MAX_SAMPLES {
-                let mut number = 0_usize;
-                self.samples.retain(|_| {
-                    number += 1;
-                    number % 2 == 1
-                });
+                let mut keeps = [true, false].into_iter().cycle();
+                self.samples.retain(|_| keeps.next() == Some(true));
                 self.sample_stride *= 2;
             }
             if self.ended_calls.is_multiple_of(self.sample_stride) {
-                self.samples.push(CallSample { ended_at: at, delay, outcome: end });
+                self.samples.push(CallSample { ended_at: at, delay, outcome });
             }
         }
         self.ended_calls += 1;
@@ -239,67 +233,27 @@ impl RunStats {
         self.busiest = self.busiest.max(self.current_window_requests);
     }
 
-    /// Returns the counts of each range of [`RunStats::bucket_width`].
-    pub fn buckets(&self) -> &[TimeBucket] {
-        &self.buckets
-    }
-
     /// Returns at most `max_buckets` buckets, merged from neighbours, and the width of each.
     pub(crate) fn merged_buckets(&self, max_buckets: usize) -> (Vec<TimeBucket>, Span) {
         let group_size = self.buckets.len().div_ceil(max_buckets).max(1);
-        let merged = self.buckets.chunks(group_size).map(|chunk| {
-            chunk.iter().fold(TimeBucket::default(), |mut all, bucket| {
-                all.merge(bucket);
-                all
-            })
-        });
-        (merged.collect(), self.bucket_width.times(group_size as u64))
-    }
-
-    /// Returns the width of the buckets.
-    pub fn bucket_width(&self) -> Span {
-        self.bucket_width
-    }
-
-    /// Returns the counts of the whole run.
-    pub fn total(&self) -> &TimeBucket {
-        &self.total
-    }
-
-    /// Returns the counts of each load, in the order of the setup.
-    pub fn loads(&self) -> &[LoadCounts] {
-        &self.loads
-    }
-
-    /// Returns the calls for the picture of delays, evenly thinned out.
-    pub fn samples(&self) -> &[CallSample] {
-        &self.samples
-    }
-
-    /// Returns the time of the last call's end, from the run's start.
-    pub fn last_ended_at(&self) -> Span {
-        self.last_ended_at
-    }
-
-    /// Returns the largest number of requests that arrived at the service within one [`BUSIEST_WINDOW`].
-    pub fn busiest(&self) -> u64 {
-        self.busiest
+        let merged = self.buckets.chunks(group_size).map(TimeBucket::merged).collect();
+        (merged, self.bucket_width.times(group_size as u64))
     }
 
     /// Returns the number of calls that succeeded per second, over the measured range.
     pub fn goodput(&self) -> f64 {
-        self.ranges[0].map_or(0.0, |watched| {
+        self.ranges[0].map_or(0.0, |(TimeRange { from, until }, counts)| {
             // A run may end before its duration.
-            let until = watched.until.min(self.last_ended_at.max(watched.from + Span::from_micros(1)));
-            let secs = if watched.from.is_zero() { until } else { watched.until - watched.from };
-            watched.succeeded as f64 / (secs.as_micros() as f64 / 1e6)
+            let last = until.min(self.last_ended_at.max(from + Span::from_micros(1)));
+            let length = if from.is_zero() { last } else { until - from };
+            counts.succeeded as f64 / length.as_secs_f64()
         })
     }
 
     /// Returns the shares of calls that succeeded before the first disturbance and after the last. `None` without a
     /// disturbance, or without calls before or after it.
     pub fn recovery_shares(&self) -> Option<(f64, f64)> {
-        Some((self.ranges[1]?.success_share()?, self.ranges[2]?.success_share()?))
+        Some((self.ranges[1]?.1.success_share()?, self.ranges[2]?.1.success_share()?))
     }
 
     /// Returns the mean delay of successful calls; `None` if there are none.

@@ -15,7 +15,7 @@ rate = \"5/s\"
 
 /// Returns the line and column of the first mistake, and the whole text as a reader sees it.
 #[track_caller]
-fn told(text: &str) -> (usize, usize, String) {
+fn first_error(text: &str) -> (usize, usize, String) {
     let errors = Scenario::read("s.toml", text.as_bytes()).unwrap_err();
     let error = errors.iter().next().unwrap();
     let ErrorLocation::File { name, line, column } = error.location() else { panic!("{error}") };
@@ -30,6 +30,7 @@ fn mistakes_are_reported_with_position_and_suggestion() {
         ("[servise]\n", (6, 2), "did you mean `service`?"),
         ("[network]\ndelays = \"1ms\"\n", (7, 1), "did you mean `delay`?"),
         ("[network]\ndelay = 5\n", (7, 9), "exponential"),
+        ("[network]\ndelay = {}\n", (7, 9), "is no delay"),
         ("[network]\ndelay = { exponental = \"1ms\" }\n", (7, 11), "did you mean `exponential`?"),
         ("[network]\ndelay = { normal = \"1ms\" }\n", (7, 9), "deviation"),
         ("[network]\ndelay = { uniform = [\"5ms\", \"1ms\"] }\n", (7, 21), "shorter duration to a longer"),
@@ -69,9 +70,9 @@ fn mistakes_are_reported_with_position_and_suggestion() {
     ];
     let mut wrong = String::new();
     for (more, place, words) in cases {
-        let (line, column, told) = told(&format!("{GOOD}{more}"));
-        if (line, column) != place || !told.contains(words) {
-            wrong.push_str(&format!("{more}{line}:{column}, not {place:?}, or without {words:?}\n{told}\n\n"));
+        let (line, column, message) = first_error(&format!("{GOOD}{more}"));
+        if (line, column) != place || !message.contains(words) {
+            wrong.push_str(&format!("{more}{line}:{column}, not {place:?}, or without {words:?}\n{message}\n\n"));
         }
     }
     assert!(wrong.is_empty(), "{wrong}");
@@ -91,34 +92,37 @@ fn top_level_settings_are_validated_strictly() {
         ("seed = -1\n", (1, 8), "out of range"),
     ];
     for (first, place, words) in cases {
-        let (line, column, told) = told(&format!("{first}{GOOD}"));
-        assert_eq!((line, column), place, "{first}\n{told}");
-        assert!(told.contains(words), "{first}\n{told}");
+        let (line, column, message) = first_error(&format!("{first}{GOOD}"));
+        assert_eq!((line, column), place, "{first}\n{message}");
+        assert!(message.contains(words), "{first}\n{message}");
     }
 }
 
 #[test]
 fn missing_settings_are_reported() {
-    assert!(told("title = \"x\"\n").2.contains("nobody calls"));
+    assert!(first_error("title = \"x\"\n").2.contains("nobody calls"));
     let unlimited = format!("{GOOD}[strategy.x]\nattempts = \"unlimited\"\n");
-    assert!(told(&unlimited).2.contains("may take no time"));
+    assert!(first_error(&unlimited).2.contains("may take no time"));
     for delay in ["{ exponential = \"0s\" }", "{ normal = \"0s\", deviation = \"0s\" }"] {
-        assert!(told(&format!("{unlimited}[network]\ndelay = {delay}\n")).2.contains("may take no time"), "{delay}");
+        assert!(
+            first_error(&format!("{unlimited}[network]\ndelay = {delay}\n")).2.contains("may take no time"),
+            "{delay}"
+        );
     }
     assert!(Scenario::read("s", format!("{unlimited}[network]\ndelay = \"1ms\"\n").as_bytes()).is_ok());
     let nobody = format!("{GOOD}[strategy.x]\nclient = \"tidegate\"\n");
-    assert!(told(&nobody).2.contains("it isn't said whom it calls"));
+    assert!(first_error(&nobody).2.contains("it isn't said whom it calls"));
     let wrong = format!(
         "{GOOD}[strategy.x]\nclient = \"tidegate\"\nprovider = \"tmbd\"\n[outbound.provider.tmdb]\nlimit = \"5/s\"\n"
     );
-    assert!(told(&wrong).2.contains("did you mean `tmdb`?"));
+    assert!(first_error(&wrong).2.contains("did you mean `tmdb`?"));
     let hedges = format!("{GOOD}[outbound.provider.x]\nlimit = \"5/s\"\nhedge_after = \"1s\"\n");
-    assert!(told(&hedges).2.contains("can't be simulated"));
+    assert!(first_error(&hedges).2.contains("can't be simulated"));
 }
 
 #[test]
 fn invalid_utf8_and_toml_are_reported() {
-    assert!(told("title = \"x\n").2.contains("isn't closed"));
+    assert!(first_error("title = \"x\n").2.contains("isn't closed"));
     let errors = Scenario::read("s.toml", b"title = \"\xff\"").unwrap_err();
     assert!(errors.to_string().contains("isn't UTF-8"), "{errors}");
 }
@@ -126,6 +130,9 @@ fn invalid_utf8_and_toml_are_reported() {
 #[test]
 fn several_mistakes_are_each_reported_once() {
     let text = format!("{GOOD}lane = \"usr\"\nclients = 0\n[strategy.a]\n[strategy.b]\n[case.c]\n[case.d]\n");
+    let errors = Scenario::read("s.toml", text.as_bytes()).unwrap_err();
+    assert_eq!(errors.count(), 2, "{errors}");
+    let text = format!("{GOOD}[client]\nbackoff = {{ jiter = \"full\" }}\nbudget = {{ rato = 1 }}\n");
     let errors = Scenario::read("s.toml", text.as_bytes()).unwrap_err();
     assert_eq!(errors.count(), 2, "{errors}");
 }

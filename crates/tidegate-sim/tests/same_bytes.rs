@@ -87,7 +87,7 @@ fn one_seed_gives_identical_reports() {
     assert!(all(&report) == all(&run(7)));
     assert_ne!(report.json(), run(8).json());
     for run in &report.runs {
-        let total = run.first_trial.total();
+        let total = run.first_trial.total;
         assert!(total.succeeded > 500 && total.throttled > 0 && total.failed > 0, "{}: {total:?}", run.strategy);
     }
 }
@@ -106,9 +106,9 @@ fn shipped_scenarios_give_identical_reports() {
 #[test]
 fn progress_rises_to_one_and_never_falls() {
     let scenario = Scenario::read("busy", BUSY.as_bytes()).unwrap();
-    let mut told = Vec::new();
-    scenario.run(1, &mut |share| told.push(share));
-    assert!(told.is_sorted() && told.last() == Some(&1.0), "{told:?}");
+    let mut shares = Vec::new();
+    scenario.run(1, &mut |share| shares.push(share));
+    assert!(shares.is_sorted() && shares.last() == Some(&1.0), "{shares:?}");
 }
 
 #[test]

@@ -15,9 +15,9 @@ fn run<'r>(report: &'r Report, case: &str, strategy: &str) -> &'r Run {
 }
 
 #[track_caller]
-fn about(what: &str, found: f64, told: f64, tolerance: f64) {
-    let off = (found - told).abs() / told.max(f64::MIN_POSITIVE);
-    assert!(off <= tolerance, "{what}: {found:.2}, told {told}, off by {:.1} %", off * 100.0);
+fn about(what: &str, found: f64, expected: f64, tolerance: f64) {
+    let off = (found - expected).abs() / expected.max(f64::MIN_POSITIVE);
+    assert!(off <= tolerance, "{what}: {found:.2}, expected {expected}, off by {:.1} %", off * 100.0);
 }
 
 /// Brooker 2015, by his program over 100 trials: milliseconds until the last client has written, and attempts.
@@ -95,7 +95,7 @@ fn tidegate_matches_the_best_methods_against_collapse() {
 fn the_pacer_finds_and_follows_the_services_capacity() {
     let report = report("responsive");
     let run = run(&report, "", "pacer");
-    let waits: Vec<(f64, bool)> = (run.first_trial.samples().iter())
+    let waits: Vec<(f64, bool)> = (run.first_trial.samples.iter())
         .map(|point| (point.delay.as_micros() as f64 / 1e3, point.outcome == CallOutcome::Succeeded))
         .collect();
     // The first call has none before it, and the second doesn't wait.
@@ -156,12 +156,12 @@ fn only_tidegate_recovers_after_a_partition() {
 fn a_noisy_client_is_held_to_its_limit() {
     let report = report("noisy-neighbour");
     let quiet = |strategy| {
-        let seen = run(&report, "", strategy).first_trial.loads()[0];
+        let seen = run(&report, "", strategy).first_trial.loads[0];
         seen.succeeded as f64 / seen.offered as f64
     };
     assert!(quiet("no gate") < 0.7, "{}", quiet("no gate"));
     assert!(quiet("a gate by tenant") > 0.995, "{}", quiet("a gate by tenant"));
-    let noisy = run(&report, "", "a gate by tenant").first_trial.loads()[1];
+    let noisy = run(&report, "", "a gate by tenant").first_trial.loads[1];
     // 20 a second with a burst of 40, over 40 s, and 5 a second for the rest.
     assert!((900..=960).contains(&noisy.succeeded), "{noisy:?}");
 }

@@ -79,7 +79,7 @@ fn outage_failures_are_never_counted_as_served() {
     let text = "duration = \"1m\"\n[service]\nlatency = \"1ms\"\noutages = \"20s to 40s\"\n[load.all]\nrate = \"10/s\"\narrivals = \"even\"\n";
     let report = report(text);
     let run = &report.runs[0];
-    let total = run.first_trial.total();
+    let total = run.first_trial.total;
     assert_eq!((total.failed, total.admitted, total.throttled), (200, 399, 0), "{total:?}");
     assert_eq!(run.recovered(), Some(true));
 }
@@ -144,7 +144,7 @@ fn a_store_outage_fails_calls_then_recovers() {
     "#;
     let report = report(text);
     let run = &report.runs[0];
-    let total = run.first_trial.total();
+    let total = run.first_trial.total;
     assert!((10..=120).contains(&total.failed), "{total:?}");
     assert_eq!(run.recovered(), Some(true));
 }

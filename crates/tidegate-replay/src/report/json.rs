@@ -1,94 +1,78 @@
 //! Findings as JSON.
 
 use serde_json::{Value, json};
-use tidegate_core::Time;
 
-use crate::{ClientFindings, ClientNetwork, Findings, LimitFindings, PolicyFindings, RequestCounts, format_time};
+use crate::{
+    ActionChange, ActionFindings, AlternativeValue, ClientFindings, ClientNetwork, Findings, InputStats,
+    IntervalCounts, KeyFindings, LimitFindings, LineError, Peaks, PolicyFindings, RequestCounts, format_time,
+};
 
 /// The largest share of clients in a limit's curve.
 pub(super) const CURVE_MAX_SHARE: f64 = 0.05;
 
-pub(super) fn findings_json(findings: &Findings) -> String {
-    let input = &findings.input;
-    let broken: Vec<Value> = input
-        .first_broken
-        .iter()
-        .map(|(file, line, why)| json!({ "file": file, "line": line, "why": why.to_string() }))
-        .collect();
-    let read = json!({
+impl Findings {
+    /// Returns all findings as JSON.
+    pub fn json(&self) -> String {
+        let mut whole = json!({ "input": input_json(&self.input), "policies": array(&self.policies, policy_json) });
+        if let Some(changes) = &self.changes {
+            let refused = |counts: Option<RequestCounts>| counts.map(|counts| counts.refused);
+            let action = |action: &ActionChange| json!({ "action": action.name, "first": refused(action.first), "second": refused(action.second) });
+            let client = |(client, requests): &(ClientNetwork, u64)| json!({ "client": client.to_string(), "requests": requests });
+            whole["changes"] = json!({
+                "refused_by_both": changes.refused_by_both,
+                "only_first": changes.only_first,
+                "only_second": changes.only_second,
+                "actions": array(&changes.actions, action),
+                "let_through_from_now_on": array(&changes.newly_admitted, client),
+                "refused_from_now_on": array(&changes.newly_refused, client),
+            });
+        }
+        format!("{whole:#}\n")
+    }
+}
+
+fn array<T>(items: &[T], to_json: impl Fn(&T) -> Value) -> Value {
+    items.iter().map(to_json).collect()
+}
+
+fn input_json(input: &InputStats) -> Value {
+    let broken = |(file, line, error): &(String, u64, LineError)| json!({ "file": file, "line": line, "why": error.to_string() });
+    json!({
         "lines": input.lines,
         "requests": input.requests,
         "others": input.non_requests,
         "broken": input.broken,
-        "first_broken": broken,
+        "first_broken": array(&input.first_broken, broken),
         "late": input.late,
         "latest_by": input.max_lateness.as_secs_f64(),
         "too_late": input.too_late,
         "turns": input.clock_resets,
         "from": input.first_time.map(format_time),
         "to": input.newest_time.map(format_time),
-    });
-    let policies: Vec<Value> = findings.policies.iter().map(policy_json).collect();
-    let mut whole = json!({ "input": read, "policies": policies });
-    if let Some(changes) = &findings.changes {
-        let refused = |count: Option<RequestCounts>| count.map(|count| count.refused);
-        let actions: Vec<Value> = changes
-            .actions
-            .iter()
-            .map(|action| json!({ "action": action.name, "first": refused(action.first), "second": refused(action.second) }))
-            .collect();
-        let clients = |clients: &[(ClientNetwork, u64)]| -> Vec<Value> {
-            let client = |(client, requests): &(ClientNetwork, u64)| json!({ "client": client.to_string(), "requests": requests });
-            clients.iter().map(client).collect()
-        };
-        whole["changes"] = json!({
-            "refused_by_both": changes.refused_by_both,
-            "only_first": changes.only_first,
-            "only_second": changes.only_second,
-            "actions": actions,
-            "let_through_from_now_on": clients(&changes.newly_admitted),
-            "refused_from_now_on": clients(&changes.newly_refused),
-        });
-    }
-    format!("{whole:#}\n")
+    })
 }
 
 fn policy_json(policy: &PolicyFindings) -> Value {
-    let actions: Vec<Value> = policy
-        .actions
-        .iter()
-        .map(|action| {
-            let RequestCounts { requests, refused } = action.counts;
-            json!({ "action": action.name, "shadow": action.shadow, "requests": requests, "refused": refused })
-        })
-        .collect();
-    let limits: Vec<Value> = policy.limits.iter().map(limit_json).collect();
-    let client = |found: &ClientFindings| {
-        let fate = found.stats;
-        let time = |time: Time| (fate.refused > 0).then(|| format_time(time));
+    let action = |action: &ActionFindings| {
+        let RequestCounts { requests, refused } = action.counts;
+        json!({ "action": action.name, "shadow": action.shadow, "requests": requests, "refused": refused })
+    };
+    let client = |ClientFindings { client, stats }: &ClientFindings| {
+        let is_refused = stats.refused > 0;
         json!({
-            "client": found.client.to_string(),
-            "admitted": fate.admitted,
-            "refused": fate.refused,
-            "first_refused": time(fate.first_refused_at),
-            "last_refused": time(fate.last_refused_at),
-            "by": (fate.refused > 0).then(|| policy.limit_name(fate.last_limit)),
+            "client": client.to_string(),
+            "admitted": stats.admitted,
+            "refused": stats.refused,
+            "first_refused": is_refused.then(|| format_time(stats.first_refused_at)),
+            "last_refused": is_refused.then(|| format_time(stats.last_refused_at)),
+            "by": is_refused.then(|| policy.limit_name(stats.last_limit)),
         })
     };
-    let clients = |list: &[ClientFindings]| -> Vec<Value> { list.iter().map(client).collect() };
+    let interval = |interval: &IntervalCounts| {
+        let IntervalCounts { admitted, refused_by_limit, refused_by_block, refused_by_deny_list } = interval;
+        json!([admitted, refused_by_limit, refused_by_block, refused_by_deny_list])
+    };
     let timeline = &policy.timeline;
-    let intervals: Vec<Value> = timeline
-        .intervals()
-        .iter()
-        .map(|interval| {
-            json!([
-                interval.admitted,
-                interval.refused_by_limit,
-                interval.refused_by_block,
-                interval.refused_by_deny_list
-            ])
-        })
-        .collect();
     json!({
         "policy": policy.name,
         "requests": policy.total.requests,
@@ -98,27 +82,24 @@ fn policy_json(policy: &PolicyFindings) -> Value {
         "undecided": policy.undecided,
         "clients": policy.clients,
         "refused_clients": policy.refused_clients,
-        "actions": actions,
-        "limits": limits,
-        "most_refused": clients(&policy.most_refused),
-        "largest_never_refused": clients(&policy.largest_never_refused),
+        "actions": array(&policy.actions, action),
+        "limits": array(&policy.limits, limit_json),
+        "most_refused": array(&policy.most_refused, client),
+        "largest_never_refused": array(&policy.largest_never_refused, client),
         "timeline": {
             "from": format_time(timeline.start()),
             "interval": timeline.width().as_secs_f64(),
             "columns": ["admitted", "by_limit", "by_block", "by_list"],
-            "intervals": intervals,
+            "intervals": array(timeline.intervals(), interval),
         },
         "notes": policy.notes,
     })
 }
 
 fn limit_json(limit: &LimitFindings) -> Value {
-    let keys: Vec<Value> = limit.keys.iter().map(|key| json!({ "key": key.key, "refused": key.refused })).collect();
-    let values: Vec<Value> = limit
-        .values
-        .iter()
-        .map(|value| json!({ "share": value.share, "value": value.value, "limit": value.quantity, "refused": value.refused }))
-        .collect();
+    let key = |key: &KeyFindings| json!({ "key": key.key, "refused": key.refused });
+    let value = |value: &AlternativeValue| json!({ "share": value.share, "value": value.value, "limit": value.quantity, "refused": value.refused });
+    let peaks = limit.peaks.as_ref();
     json!({
         "limit": limit.name,
         "allows": limit.quantity,
@@ -126,12 +107,12 @@ fn limit_json(limit: &LimitFindings) -> Value {
         "full": limit.refusals.by_limit,
         "blocked": limit.refusals.by_block,
         "shadow": limit.refusals.in_shadow,
-        "most_refused": keys,
-        "clients": limit.peaks.as_ref().map(|peaks| peaks.key_count()),
-        "clients_are_counted": limit.peaks.as_ref().map(|peaks| peaks.is_complete()),
+        "most_refused": array(&limit.keys, key),
+        "clients": peaks.map(Peaks::key_count),
+        "clients_are_counted": peaks.map(Peaks::is_complete),
         "refused_share": limit.current_refused_share(),
-        "highest_use": limit.peaks.as_ref().map(|peaks| peaks.highest()),
-        "values": values,
-        "curve": limit.peaks.as_ref().map(|peaks| peaks.curve(CURVE_MAX_SHARE)),
+        "highest_use": peaks.map(Peaks::highest),
+        "values": array(&limit.values, value),
+        "curve": peaks.map(|peaks| peaks.curve(CURVE_MAX_SHARE)),
     })
 }

@@ -1,6 +1,7 @@
 //! Findings as tables, for a terminal and for an HTML page.
 
-use tidegate_core::Time;
+use std::cmp::Ordering;
+
 use tidegate_policy::printable;
 
 use crate::{
@@ -27,19 +28,25 @@ pub(super) struct FindingsTable {
 }
 
 impl FindingsTable {
-    fn new(title: impl Into<String>, words: usize, heads: &[&str]) -> Self {
-        let heads = heads.iter().map(|head| printable(head).into_owned()).collect();
-        Self { title: printable(&title.into()).into_owned(), headers: heads, rows: Vec::new(), text_columns: words }
+    /// Creates a table. Cells may hold text of the log or of a file's name, so all text is made [`printable`] here.
+    fn new(title: &str, text_columns: usize, headers: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Self {
+        let printable = |text: &str| printable(text).into_owned();
+        Self {
+            title: printable(title),
+            headers: headers.iter().map(|header| printable(header)).collect(),
+            rows: rows.into_iter().map(|row| row.iter().map(|cell| printable(cell)).collect()).collect(),
+            text_columns,
+        }
     }
 
-    /// Adds a row. Cells may hold text of the log or of a file's name, so they are made [`printable`] here.
-    fn push_row(&mut self, cells: Vec<String>) {
-        self.rows.push(cells.iter().map(|cell| printable(cell).into_owned()).collect());
+    /// Returns the table, or `None` if it has no rows.
+    fn with_rows(self) -> Option<Self> {
+        (!self.rows.is_empty()).then_some(self)
     }
 
     pub(super) fn to_text(&self) -> String {
-        let heads = Some(&self.headers).filter(|heads| !heads.is_empty());
-        let rows: Vec<Vec<String>> = heads.into_iter().chain(&self.rows).cloned().collect();
+        let headers = Some(&self.headers).filter(|headers| !headers.is_empty());
+        let rows: Vec<Vec<String>> = headers.into_iter().chain(&self.rows).cloned().collect();
         let lines: String = align_rows(&rows, self.text_columns).iter().map(|line| format!("  {line}\n")).collect();
         format!("{}\n{lines}", self.title)
     }
@@ -65,26 +72,23 @@ impl FindingsTable {
 /// Returns a summary of the input and the refusals, in a few lines.
 pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
     let input = &findings.input;
-    let mut lines = Vec::new();
     let span = match (input.first_time, input.newest_time) {
         (Some(first), Some(newest)) => format!(" from {} to {}", format_time(first), format_time(newest)),
         _ => String::new(),
     };
-    lines.push(format!("{} in {}{span}", format_plural(input.requests, "request"), format_plural(input.lines, "line")));
-    let mut remarks = Vec::new();
-    let mut tell = |number: u64, words: String| {
-        if number > 0 {
-            remarks.push(format!("{} {words}", format_number(number)));
-        }
-    };
-    tell(input.non_requests, "lines were no requests".to_owned());
-    tell(input.broken, "broken".to_owned());
-    tell(input.late, format!("late by up to {}, judged at the newest time", input.max_lateness));
-    tell(input.too_late, "more than 1 h late, not judged".to_owned());
-    tell(input.clock_resets, "times the log's clock went back".to_owned());
-    if !remarks.is_empty() {
-        lines.push(remarks.join("; "));
-    }
+    let (requests, in_lines) = (format_plural(input.requests, "request"), format_plural(input.lines, "line"));
+    let mut lines = vec![format!("{requests} in {in_lines}{span}")];
+    let late = format!("late by up to {}, judged at the newest time", input.max_lateness);
+    let remarks = [
+        (input.non_requests, "lines were no requests"),
+        (input.broken, "broken"),
+        (input.late, &late),
+        (input.too_late, "more than 1 h late, not judged"),
+        (input.clock_resets, "times the log's clock went back"),
+    ];
+    let remarks = remarks.iter().filter(|(count, _)| *count > 0);
+    let remarks: Vec<String> = remarks.map(|(count, words)| format!("{} {words}", format_number(*count))).collect();
+    lines.extend((!remarks.is_empty()).then(|| remarks.join("; ")));
     for policy in &findings.policies {
         lines.push(format!(
             "{}: refuses {} of {} ({}), from {} of {}",
@@ -109,206 +113,145 @@ pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
 
 /// Returns all tables, in the order in which they are shown.
 pub(super) fn all_tables(findings: &Findings) -> Vec<FindingsTable> {
-    let mut grids = change_tables(findings);
+    let mut tables = change_tables(findings);
     for policy in &findings.policies {
-        let of = |what: &str| match findings.policies.len() {
-            1 => what.to_owned(),
-            _ => format!("{}: {what}", policy.name),
-        };
-        grids.extend(policy_tables(policy, &of));
+        let prefix = if findings.policies.len() > 1 { format!("{}: ", policy.name) } else { String::new() };
+        tables.extend(policy_tables(policy, &prefix));
     }
-    if !findings.input.first_broken.is_empty() {
-        let mut broken = FindingsTable::new("broken lines", 2, &[]);
-        for (file, line, why) in &findings.input.first_broken {
-            broken.push_row(vec![format!("{file}:{line}"), why.to_string()]);
-        }
-        let more = findings.input.broken - findings.input.first_broken.len() as u64;
-        if more > 0 {
-            broken.push_row(vec!["…".to_owned(), format!("and {} more", format_number(more))]);
-        }
-        grids.push(broken);
-    }
-    grids
+    let input = &findings.input;
+    let broken = input.first_broken.iter().map(|(file, line, error)| vec![format!("{file}:{line}"), error.to_string()]);
+    let more = input.broken - input.first_broken.len() as u64;
+    let more = (more > 0).then(|| vec!["…".to_owned(), format!("and {} more", format_number(more))]);
+    tables.extend(FindingsTable::new("broken lines", 2, &[], broken.chain(more)).with_rows());
+    tables
 }
 
 fn change_tables(findings: &Findings) -> Vec<FindingsTable> {
     let (Some(changes), [first, second]) = (&findings.changes, &*findings.policies) else { return Vec::new() };
-    let mut actions = FindingsTable::new("refused, by action", 1, &["action", &first.name, &second.name, "change"]);
-    for action in &changes.actions {
-        let refused = |count: Option<RequestCounts>| count.map_or(0, |count| count.refused);
-        let (before, after) = (refused(action.first), refused(action.second));
-        let cell =
-            |count: Option<RequestCounts>| count.map_or_else(|| "–".to_owned(), |count| format_number(count.refused));
-        let by = i128::from(after) - i128::from(before);
-        let change = if by == 0 {
-            "0".to_owned()
-        } else {
-            format!("{}{}", if by > 0 { "+" } else { "−" }, format_number(before.abs_diff(after)))
+    let actions = changes.actions.iter().map(|action| {
+        let [before, after] = [action.first, action.second].map(|counts| counts.map(|counts| counts.refused));
+        let cell = |refused: Option<u64>| refused.map_or_else(|| "–".to_owned(), format_number);
+        let [old, new] = [before, after].map(Option::unwrap_or_default);
+        let sign = match new.cmp(&old) {
+            Ordering::Less => "−",
+            Ordering::Equal => "",
+            Ordering::Greater => "+",
         };
-        actions.push_row(vec![action_name(action.name.as_ref()), cell(action.first), cell(action.second), change]);
-    }
-    let clients = |title: &str, clients: &[(ClientNetwork, u64)]| {
-        let mut grid = FindingsTable::new(title, 1, &["client", "requests"]);
-        for (client, requests) in clients {
-            grid.push_row(vec![client.to_string(), format_number(*requests)]);
-        }
-        grid
-    };
-    let mut grids = vec![actions];
-    for (title, list) in
-        [("refused from now on", &changes.newly_refused), ("let through from now on", &changes.newly_admitted)]
-    {
-        if !list.is_empty() {
-            grids.push(clients(title, list));
-        }
-    }
-    grids
+        let change = format!("{sign}{}", format_number(old.abs_diff(new)));
+        vec![action_name(action.name.as_ref()), cell(before), cell(after), change]
+    });
+    let headers = ["action", &first.name, &second.name, "change"];
+    let mut tables = vec![FindingsTable::new("refused, by action", 1, &headers, actions)];
+    tables.extend(client_counts_table("refused from now on", changes.newly_refused.iter().copied()));
+    tables.extend(client_counts_table("let through from now on", changes.newly_admitted.iter().copied()));
+    tables
 }
 
-fn policy_tables(policy: &PolicyFindings, title_of: &dyn Fn(&str) -> String) -> Vec<FindingsTable> {
-    let mut grids = Vec::new();
-    let mut actions = FindingsTable::new(title_of("by action"), 1, &["action", "requests", "refused", "share"]);
-    for action in &policy.actions {
+fn client_counts_table(title: &str, counts: impl Iterator<Item = (ClientNetwork, u64)>) -> Option<FindingsTable> {
+    let rows = counts.map(|(client, requests)| vec![client.to_string(), format_number(requests)]);
+    FindingsTable::new(title, 1, &["client", "requests"], rows).with_rows()
+}
+
+/// Returns the tables of a policy; `prefix` comes before their titles.
+fn policy_tables(policy: &PolicyFindings, prefix: &str) -> Vec<FindingsTable> {
+    let actions = policy.actions.iter().map(|action| {
         let RequestCounts { requests, refused } = action.counts;
-        let mut name = action_name(action.name.as_ref());
-        if action.shadow {
-            name.push_str(" (shadow)");
-        }
-        actions.push_row(vec![name, format_number(requests), format_number(refused), format_share(refused, requests)]);
+        let shadow = if action.shadow { " (shadow)" } else { "" };
+        let name = format!("{}{shadow}", action_name(action.name.as_ref()));
+        vec![name, format_number(requests), format_number(refused), format_share(refused, requests)]
+    });
+    let headers = ["action", "requests", "refused", "share"];
+    let mut tables = vec![FindingsTable::new(&format!("{prefix}by action"), 1, &headers, actions)];
+    tables.push(refusal_reasons_table(policy, prefix));
+    tables.extend(limit_values_table(policy, prefix));
+    tables.extend(worst_intervals_table(&policy.timeline, prefix));
+    tables.extend(clients_table(policy, prefix));
+    for limit in &policy.limits {
+        let rows = limit.keys.iter().map(|key| vec![key.key.clone(), format_number(key.refused)]);
+        let title = format!("{prefix}most refused keys of {}", limit.name);
+        tables.extend(FindingsTable::new(&title, 1, &[&limit.counted_by, "refused"], rows).with_rows());
     }
-    grids.push(actions);
-    grids.push(refusal_reasons_table(policy, title_of));
-    grids.extend(limit_values_table(policy, title_of));
-    grids.extend(worst_intervals_table(&policy.timeline, title_of));
-    grids.extend(clients_table(policy, &policy.most_refused, &title_of("most refused clients")));
-    for limit in policy.limits.iter().filter(|limit| !limit.keys.is_empty()) {
-        let mut keys = FindingsTable::new(
-            title_of(&format!("most refused keys of {}", limit.name)),
-            1,
-            &[&limit.counted_by, "refused"],
-        );
-        for key in &limit.keys {
-            keys.push_row(vec![key.key.clone(), format_number(key.refused)]);
-        }
-        grids.push(keys);
-    }
-    if !policy.largest_never_refused.is_empty() {
-        let mut innocent =
-            FindingsTable::new(title_of("largest clients without a refusal"), 1, &["client", "requests"]);
-        for ClientFindings { client, stats: fate } in &policy.largest_never_refused {
-            innocent.push_row(vec![client.to_string(), format_number(fate.admitted.into())]);
-        }
-        grids.push(innocent);
-    }
-    if !policy.notes.is_empty() {
-        let mut notes = FindingsTable::new(title_of("not covered"), 1, &[]);
-        for note in &policy.notes {
-            notes.push_row(vec![note.clone()]);
-        }
-        grids.push(notes);
-    }
-    grids
+    let never_refused = policy.largest_never_refused.iter().map(|found| (found.client, found.stats.admitted.into()));
+    tables.extend(client_counts_table(&format!("{prefix}largest clients without a refusal"), never_refused));
+    let notes = policy.notes.iter().map(|note| vec![note.clone()]);
+    tables.extend(FindingsTable::new(&format!("{prefix}not covered"), 1, &[], notes).with_rows());
+    tables
 }
 
 /// Returns the refusals of each limit, by reason.
-fn refusal_reasons_table(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> FindingsTable {
-    let mut grid = FindingsTable::new(of("by limit"), 3, &["limit", "allows", "by", "full", "blocked", "in shadow"]);
-    for limit in &policy.limits {
+fn refusal_reasons_table(policy: &PolicyFindings, prefix: &str) -> FindingsTable {
+    let limits = policy.limits.iter().map(|limit| {
+        let names = [&limit.name, &limit.quantity, &limit.counted_by].map(String::clone);
         let refusals = limit.refusals;
-        let numbers = [refusals.by_limit, refusals.by_block, refusals.in_shadow].map(format_number);
-        grid.push_row(
-            [limit.name.clone(), limit.quantity.clone(), limit.counted_by.clone()].into_iter().chain(numbers).collect(),
-        );
-    }
-    if policy.refused_by_deny_list > 0 {
-        grid.push_row(vec![
-            "deny list".to_owned(),
-            String::new(),
-            String::new(),
-            format_number(policy.refused_by_deny_list),
-        ]);
-    }
-    grid
+        let counts = [refusals.by_limit, refusals.by_block, refusals.in_shadow].map(format_number);
+        [names, counts].concat()
+    });
+    let by_list = policy.refused_by_deny_list;
+    let deny_list =
+        (by_list > 0).then(|| vec!["deny list".to_owned(), String::new(), String::new(), format_number(by_list)]);
+    let headers = ["limit", "allows", "by", "full", "blocked", "in shadow"];
+    FindingsTable::new(&format!("{prefix}by limit"), 3, &headers, limits.chain(deny_list))
 }
 
 /// Returns the effect of other values of each limit.
-fn limit_values_table(policy: &PolicyFindings, of: &dyn Fn(&str) -> String) -> Option<FindingsTable> {
+fn limit_values_table(policy: &PolicyFindings, prefix: &str) -> Option<FindingsTable> {
     let shares = REFUSED_SHARES.map(|share| format!("refuses {}", format_percent(share)));
-    let heads: Vec<&str> = ["limit", "allows", "refuses now"]
-        .into_iter()
-        .chain(shares.iter().map(String::as_str))
-        .chain(["highest use"])
-        .collect();
-    let mut grid =
-        FindingsTable::new(of("other values of the limits, by the share of clients that they refuse"), 2, &heads);
-    for limit in &policy.limits {
-        let (Some(peaks), Some(now)) = (&limit.peaks, limit.current_refused_share()) else { continue };
-        if limit.values.is_empty() {
-            continue;
-        }
+    let mut headers = vec!["limit", "allows", "refuses now"];
+    headers.extend(shares.iter().map(String::as_str));
+    headers.push("highest use");
+    let rows = policy.limits.iter().filter(|limit| !limit.values.is_empty()).filter_map(|limit| {
+        let (peaks, now) = (limit.peaks.as_ref()?, limit.current_refused_share()?);
         let about = if peaks.is_complete() { "" } else { "about " };
-        let mut row = vec![
-            limit.name.clone(),
-            limit.quantity.clone(),
-            format!("{} of {about}{}", format_percent(now), format_number(peaks.key_count())),
-        ];
+        let now = format!("{} of {about}{}", format_percent(now), format_number(peaks.key_count()));
+        let mut row = vec![limit.name.clone(), limit.quantity.clone(), now];
         row.extend(limit.values.iter().map(|value| value.quantity.clone()));
         row.push(format_number(peaks.highest()));
-        grid.push_row(row);
-    }
-    (!grid.rows.is_empty()).then_some(grid)
+        Some(row)
+    });
+    let title = format!("{prefix}other values of the limits, by the share of clients that they refuse");
+    FindingsTable::new(&title, 2, &headers, rows).with_rows()
 }
 
-fn worst_intervals_table(timeline: &Timeline, of: &dyn Fn(&str) -> String) -> Option<FindingsTable> {
-    let intervals = timeline.intervals();
-    let begins = |place: usize| {
-        format_time(Time::from_micros(timeline.start().as_micros() + place as u64 * timeline.width().as_micros()))
-    };
-    let mut worst: Vec<(u64, usize)> = intervals.iter().map(IntervalCounts::refused).zip(0..).collect();
-    worst.retain(|(refused, _)| *refused > 0);
-    worst.sort_by_key(|(refused, place)| (std::cmp::Reverse(*refused), *place));
+fn worst_intervals_table(timeline: &Timeline, prefix: &str) -> Option<FindingsTable> {
+    let mut worst: Vec<(u64, &IntervalCounts)> =
+        (0..).zip(timeline.intervals()).filter(|(_, interval)| interval.refused() > 0).collect();
+    worst.sort_by_key(|(_, interval)| std::cmp::Reverse(interval.refused()));
     worst.truncate(MAX_WORST_INTERVALS);
-    if worst.is_empty() {
-        return None;
-    }
-    let title = format!("refusals over time: {}", sparkline(intervals));
+    let rows = worst.into_iter().map(|(index, interval)| {
+        let start = timeline.start() + timeline.width().times(index);
+        let (requests, refused) = (interval.requests(), interval.refused());
+        vec![format_time(start), format_number(requests), format_number(refused), format_share(refused, requests)]
+    });
+    let title = format!("{prefix}refusals over time: {}", sparkline(timeline.intervals()));
     let interval = format!("{} from", timeline.width());
-    let mut grid = FindingsTable::new(of(&title), 1, &[&interval, "requests", "refused", "share"]);
-    for (refused, place) in worst {
-        let requests = intervals[place].requests();
-        grid.push_row(vec![
-            begins(place),
-            format_number(requests),
-            format_number(refused),
-            format_share(refused, requests),
-        ]);
-    }
-    Some(grid)
+    FindingsTable::new(&title, 1, &[&interval, "requests", "refused", "share"], rows).with_rows()
 }
 
 /// Returns the refusals over time as one line of text.
 fn sparkline(intervals: &[IntervalCounts]) -> String {
-    let each = intervals.len().div_ceil(SPARKLINE_WIDTH).max(1);
-    let refused: Vec<u64> = intervals.chunks(each).map(|some| some.iter().map(IntervalCounts::refused).sum()).collect();
-    let most = refused.iter().copied().max().unwrap_or(0).max(1);
-    let level = |refused: u64| (refused * SPARKLINE_LEVELS.len() as u64).div_ceil(most).saturating_sub(1) as usize;
+    let group = intervals.len().div_ceil(SPARKLINE_WIDTH).max(1);
+    let refused: Vec<u64> =
+        intervals.chunks(group).map(|some| some.iter().map(IntervalCounts::refused).sum()).collect();
+    let max = refused.iter().copied().max().unwrap_or(0).max(1);
+    let level = |refused: u64| (refused * SPARKLINE_LEVELS.len() as u64).div_ceil(max).saturating_sub(1) as usize;
     refused.into_iter().map(|refused| if refused == 0 { ' ' } else { SPARKLINE_LEVELS[level(refused)] }).collect()
 }
 
-fn clients_table(policy: &PolicyFindings, clients: &[ClientFindings], title: &str) -> Option<FindingsTable> {
-    let mut grid = FindingsTable::new(title, 1, &["client", "requests", "refused", "share", "first", "last", "by"]);
-    for ClientFindings { client, stats: fate } in clients {
-        let (refused, requests) = (u64::from(fate.refused), u64::from(fate.refused) + u64::from(fate.admitted));
-        let mut row =
-            vec![client.to_string(), format_number(requests), format_number(refused), format_share(refused, requests)];
-        row.extend([
-            format_time(fate.first_refused_at),
-            format_time(fate.last_refused_at),
-            policy.limit_name(fate.last_limit).to_owned(),
-        ]);
-        grid.push_row(row);
-    }
-    (!grid.rows.is_empty()).then_some(grid)
+fn clients_table(policy: &PolicyFindings, prefix: &str) -> Option<FindingsTable> {
+    let rows = policy.most_refused.iter().map(|ClientFindings { client, stats }| {
+        let (refused, requests) = (u64::from(stats.refused), stats.calls());
+        vec![
+            client.to_string(),
+            format_number(requests),
+            format_number(refused),
+            format_share(refused, requests),
+            format_time(stats.first_refused_at),
+            format_time(stats.last_refused_at),
+            policy.limit_name(stats.last_limit).to_owned(),
+        ]
+    });
+    let headers = ["client", "requests", "refused", "share", "first", "last", "by"];
+    FindingsTable::new(&format!("{prefix}most refused clients"), 1, &headers, rows).with_rows()
 }
 
 fn action_name(action: Option<&String>) -> String {

@@ -1,9 +1,11 @@
 //! The summary of a run.
 
+use tidegate_core::Span;
+
 use crate::stats::RunStats;
 
 /// The summary of a run, or the means of several repetitions.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct RunSummary {
     /// Calls that began.
     pub offered: f64,
@@ -24,17 +26,23 @@ pub struct RunSummary {
     /// The number of attempts per call: the amplification of the load.
     pub attempts_per_call: f64,
     /// Calls that succeeded per second, over the measured range.
+    #[serde(rename = "goodput_per_second")]
     pub goodput: f64,
     /// The mean delay of successful calls, in seconds; `None` if there are none. Of several repetitions, the mean over
     /// those with successful calls. The same holds for the next two.
+    #[serde(rename = "mean_delay_seconds")]
     pub mean_delay: Option<f64>,
     /// The median delay of successful calls, in seconds.
+    #[serde(rename = "median_delay_seconds")]
     pub p50_delay: Option<f64>,
     /// The 99th percentile of successful calls' delays, in seconds.
+    #[serde(rename = "p99_delay_seconds")]
     pub p99_delay: Option<f64>,
     /// The time of the last call's end, in seconds.
+    #[serde(rename = "elapsed_seconds")]
     pub elapsed: f64,
     /// The largest number of requests that arrived at the service within 100 ms.
+    #[serde(rename = "busiest_100ms")]
     pub busiest: f64,
     /// The share of calls that succeeded before the first disturbance, from 0 to 1; `None` if nothing disturbs.
     pub success_share_before: Option<f64>,
@@ -43,10 +51,10 @@ pub struct RunSummary {
 }
 
 impl RunSummary {
-    pub(crate) fn from_stats(tally: &RunStats) -> Self {
-        let total = tally.total();
+    pub(crate) fn from_stats(stats: &RunStats) -> Self {
+        let total = &stats.total;
         let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
-        let recovery = tally.recovery_shares();
+        let recovery = stats.recovery_shares();
         Self {
             offered: total.offered as f64,
             succeeded: total.succeeded as f64,
@@ -57,41 +65,41 @@ impl RunSummary {
             throttled: total.throttled as f64,
             success_share: share(total.succeeded, total.succeeded + total.failed + total.refused + total.declined),
             attempts_per_call: share(total.attempts, total.offered),
-            goodput: tally.goodput(),
-            mean_delay: tally.mean_delay().map(tidegate_core::Span::as_secs_f64),
-            p50_delay: tally.delay_quantile(0.5).map(tidegate_core::Span::as_secs_f64),
-            p99_delay: tally.delay_quantile(0.99).map(tidegate_core::Span::as_secs_f64),
-            elapsed: tally.last_ended_at().as_secs_f64(),
-            busiest: tally.busiest() as f64,
+            goodput: stats.goodput(),
+            mean_delay: stats.mean_delay().map(Span::as_secs_f64),
+            p50_delay: stats.delay_quantile(0.5).map(Span::as_secs_f64),
+            p99_delay: stats.delay_quantile(0.99).map(Span::as_secs_f64),
+            elapsed: stats.last_ended_at.as_secs_f64(),
+            busiest: stats.busiest as f64,
             success_share_before: recovery.map(|(before, _)| before),
             success_share_after: recovery.map(|(_, after)| after),
         }
     }
 
-    pub(crate) fn mean_of(results: &[Self]) -> Self {
-        let mean = |of: fn(&Self) -> f64| results.iter().map(of).sum::<f64>() / results.len().max(1) as f64;
+    pub(crate) fn mean_of(summaries: &[Self]) -> Self {
+        let mean = |of: fn(&Self) -> f64| summaries.iter().map(of).sum::<f64>() / summaries.len().max(1) as f64;
         let known = |of: fn(&Self) -> Option<f64>| {
-            let known: Vec<f64> = results.iter().filter_map(of).collect();
+            let known: Vec<f64> = summaries.iter().filter_map(of).collect();
             (!known.is_empty()).then(|| known.iter().sum::<f64>() / known.len() as f64)
         };
         Self {
-            offered: mean(|numbers| numbers.offered),
-            succeeded: mean(|numbers| numbers.succeeded),
-            failed: mean(|numbers| numbers.failed),
-            refused: mean(|numbers| numbers.refused),
-            declined: mean(|numbers| numbers.declined),
-            attempts: mean(|numbers| numbers.attempts),
-            throttled: mean(|numbers| numbers.throttled),
-            success_share: mean(|numbers| numbers.success_share),
-            attempts_per_call: mean(|numbers| numbers.attempts_per_call),
-            goodput: mean(|numbers| numbers.goodput),
-            mean_delay: known(|numbers| numbers.mean_delay),
-            p50_delay: known(|numbers| numbers.p50_delay),
-            p99_delay: known(|numbers| numbers.p99_delay),
-            elapsed: mean(|numbers| numbers.elapsed),
-            busiest: mean(|numbers| numbers.busiest),
-            success_share_before: known(|numbers| numbers.success_share_before),
-            success_share_after: known(|numbers| numbers.success_share_after),
+            offered: mean(|summary| summary.offered),
+            succeeded: mean(|summary| summary.succeeded),
+            failed: mean(|summary| summary.failed),
+            refused: mean(|summary| summary.refused),
+            declined: mean(|summary| summary.declined),
+            attempts: mean(|summary| summary.attempts),
+            throttled: mean(|summary| summary.throttled),
+            success_share: mean(|summary| summary.success_share),
+            attempts_per_call: mean(|summary| summary.attempts_per_call),
+            goodput: mean(|summary| summary.goodput),
+            mean_delay: known(|summary| summary.mean_delay),
+            p50_delay: known(|summary| summary.p50_delay),
+            p99_delay: known(|summary| summary.p99_delay),
+            elapsed: mean(|summary| summary.elapsed),
+            busiest: mean(|summary| summary.busiest),
+            success_share_before: known(|summary| summary.success_share_before),
+            success_share_after: known(|summary| summary.success_share_after),
         }
     }
 }

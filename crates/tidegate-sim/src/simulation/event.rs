@@ -1,5 +1,6 @@
 //! The events of a simulation, and their subjects.
 
+use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::Delivery;
 use tidegate_core::{Batch, Class, Outcomes, Span, Ticket, Time};
 
@@ -13,7 +14,6 @@ pub(crate) struct CallId {
     pub(super) sequence: u64,
 }
 
-/// The state of a call.
 #[derive(Debug)]
 pub(super) struct CallState {
     pub(super) sequence: u64,
@@ -36,12 +36,18 @@ pub(super) enum ClientCall {
     Tidegate(usize),
 }
 
-/// A request that was sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SimRequest {
     pub(super) call: CallId,
     pub(super) attempt: u32,
     pub(super) node: usize,
+}
+
+impl SimRequest {
+    /// Returns the holder of its permit at the gate, which is unique for each attempt of each call of a run.
+    pub(super) fn permit_holder(self) -> u64 {
+        (self.call.sequence << 20) | u64::from(self.attempt)
+    }
 }
 
 #[derive(Debug)]
@@ -58,11 +64,11 @@ pub(super) enum SimEvent {
     /// A client's timer fires, if it is still set for this moment.
     ClientWakes(usize, Time),
     StoreRequestArrives(Box<SharedStoreRequest>),
+    /// The reply of the store, or `None` if the request or the reply was lost.
     StoreReplyArrives(Box<SharedStoreRequest>, Option<Box<Outcomes>>),
     StoreNotificationArrives(Box<Batch>),
 }
 
-/// A request to a shared store.
 #[derive(Debug)]
 pub(super) struct SharedStoreRequest {
     pub(super) node: usize,
@@ -70,20 +76,13 @@ pub(super) struct SharedStoreRequest {
     pub(super) batch: Box<Batch>,
 }
 
-/// The result of an attempt.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct AttemptResult {
-    pub(super) class: Class,
-    pub(super) reach: Delivery,
-    pub(super) retry_after: Option<Span>,
-}
-
-pub(super) fn attempt_result(answer: ServiceReply) -> AttemptResult {
-    let (class, reach, retry_after) = match answer {
+/// Returns the report of an attempt with this reply.
+pub(super) fn attempt_report(reply: ServiceReply) -> AttemptReport {
+    let (class, delivery, retry_after) = match reply {
         ServiceReply::Done | ServiceReply::Row { .. } => (Class::Success, Delivery::Answered, None),
         ServiceReply::Conflict | ServiceReply::Failed => (Class::Transient, Delivery::Answered, None),
         ServiceReply::Throttled { retry_after } => (Class::Throttled, Delivery::Answered, retry_after),
         ServiceReply::ConnectionRefused => (Class::Transient, Delivery::Unsent, None),
     };
-    AttemptResult { class, reach, retry_after }
+    AttemptReport { is_repeatable: true, retry_after, ..AttemptReport::new(class, delivery) }
 }

@@ -4,7 +4,6 @@ use rand::RngExt;
 use rand_distr::Exp1;
 use tidegate_core::{Span, Time};
 
-use super::gate;
 use super::plain_client::PlainClient;
 use super::tidegate_client::TidegateClient;
 use crate::clock::NodeClock;
@@ -16,14 +15,13 @@ use crate::setup::{Arrivals, LoadSpec, Setup};
 pub(super) struct SimNode<'s> {
     /// The index of its load in the setup.
     pub(super) load: usize,
-    /// Its name in the inbound policy.
-    pub(super) name: String,
     pub(super) clock: NodeClock,
     pub(super) client: ClientState<'s>,
     pub(super) network_rng: SimRng,
     /// The moment at which its timer fires.
     pub(super) timer_fires_at: Time,
-    serial: bool,
+    /// True if it makes its next call only after the last has ended.
+    pub(super) is_serial: bool,
     arrivals_rng: SimRng,
     /// The number of calls that it has made.
     calls_made: u32,
@@ -32,41 +30,39 @@ pub(super) struct SimNode<'s> {
 /// The behaviour of a client, with its state.
 #[derive(Debug)]
 pub(super) enum ClientState<'s> {
-    None,
     Plain(PlainClient<'s>),
     Tidegate(Box<TidegateClient<'s>>),
 }
 
-impl SimNode<'_> {
-    pub(super) fn new(index: usize, load: &LoadSpec, number: u32, began: Time, streams: &mut RngStreams) -> Self {
+impl<'s> SimNode<'s> {
+    /// Creates a client of a load. It and its state take their random streams in a fixed order.
+    pub(super) fn new(
+        (index, load): (usize, &LoadSpec),
+        starts_at: Time,
+        streams: &mut RngStreams,
+        new_client: impl FnOnce(SimRng) -> ClientState<'s>,
+    ) -> Self {
         let mut arrivals_rng = streams.next_rng();
         let drift = load.drift * arrivals_rng.random::<f64>();
         Self {
             load: index,
-            name: gate::client_name(load, number),
-            clock: NodeClock::new(began, drift, &load.clock_steps),
-            client: ClientState::None,
+            clock: NodeClock::new(starts_at, drift, &load.clock_steps),
             network_rng: streams.next_rng(),
+            client: new_client(streams.next_rng()),
             timer_fires_at: Time::NEVER,
-            serial: matches!(load.arrivals, Arrivals::Serial { .. }),
+            is_serial: matches!(load.arrivals, Arrivals::Serial { .. }),
             arrivals_rng,
             calls_made: 0,
         }
     }
 
-    /// Returns true if it makes its next call only after the last has ended.
-    pub(super) fn is_serial(&self) -> bool {
-        self.serial
-    }
-
     /// Returns the time of its next call, if that is before `end`.
     pub(super) fn next_call_at(&mut self, setup: &Setup, now: Time, end: Time) -> Option<Time> {
-        let rng = &mut self.arrivals_rng;
-        let began = setup.starts_at;
+        let (rng, start) = (&mut self.arrivals_rng, setup.starts_at);
         let at = match &setup.loads[self.load].arrivals {
-            Arrivals::Poisson(rate) => next_poisson_arrival(rate, began, now, end, rng)?,
-            Arrivals::Even(rate) => next_even_arrival(rate, began, now)?,
-            Arrivals::Trace { times, each } => began + *times.get((self.calls_made / each) as usize)?,
+            Arrivals::Poisson(rate) => next_poisson_arrival(rate, start, now, end, rng)?,
+            Arrivals::Even(rate) => next_even_arrival(rate, start, now)?,
+            Arrivals::Trace { times, each } => start + *times.get((self.calls_made / each) as usize)?,
             Arrivals::Serial { calls, think } => {
                 if calls.is_some_and(|calls| self.calls_made >= calls) {
                     return None;
@@ -79,16 +75,15 @@ impl SimNode<'_> {
     }
 }
 
-/// Returns the next random arrival by thinning: candidates at the largest rate are kept by the present rate (Lewis and
-/// Shedler, 1979).
-fn next_poisson_arrival(rate: &Profile, began: Time, now: Time, end: Time, rng: &mut SimRng) -> Option<Time> {
-    let most = rate.max();
+/// Returns the next random arrival by thinning candidates at the largest rate (Lewis and Shedler, 1979).
+fn next_poisson_arrival(rate: &Profile, start: Time, now: Time, end: Time, rng: &mut SimRng) -> Option<Time> {
+    let max_rate = rate.max();
     let mut at = now;
-    while most > 0.0 && at < end {
-        let gap = rng.sample::<f64, _>(Exp1) / most * 1e6;
+    while max_rate > 0.0 && at < end {
+        let gap = rng.sample::<f64, _>(Exp1) / max_rate * 1e6;
         // At least a microsecond, so that the loop ends.
         at = at + Span::from_micros((gap.round() as u64).max(1));
-        if rng.random::<f64>() * most < rate.value_at(at.since(began)) {
+        if rng.random::<f64>() * max_rate < rate.value_at(at.since(start)) {
             return Some(at);
         }
     }
@@ -96,8 +91,8 @@ fn next_poisson_arrival(rate: &Profile, began: Time, now: Time, end: Time, rng: 
 }
 
 /// Returns the next even arrival: the time at which the rate's integral has grown by one.
-fn next_even_arrival(rate: &Profile, began: Time, now: Time) -> Option<Time> {
-    let at = began + rate.integral_reaches_at(1.0, now.since(began))?;
+fn next_even_arrival(rate: &Profile, start: Time, now: Time) -> Option<Time> {
+    let at = start + rate.integral_reaches_at(1.0, now.since(start))?;
     // At least a microsecond, so that time advances.
     Some(at.max(now + Span::from_micros(1)))
 }

@@ -1,6 +1,7 @@
 //! A client that retries by its own replies alone.
 
 use tidegate_core::backoff::BackoffState;
+use tidegate_core::call::AttemptReport;
 use tidegate_core::{Budget, Class, LocalPacer, Span};
 
 use crate::random::SimRng;
@@ -35,45 +36,34 @@ impl<'s> PlainClient<'s> {
         self.pacer.as_ref().map_or(Span::ZERO, |pacer| Span::from_duration(pacer.interval()))
     }
 
-    /// Returns the timeout of an attempt; `None` if it waits without end.
-    pub(super) fn reply_timeout(&self) -> Option<Span> {
-        self.spec.timeout
-    }
-
-    /// Returns true if an attempt may be sent, and counts it as in flight then.
-    pub(super) fn try_start_attempt(&mut self, tried: &mut RetryState) -> bool {
-        let may_send = self.spec.in_flight.is_none_or(|most| self.in_flight < most);
-        if may_send {
-            self.in_flight += 1;
-            tried.attempts = tried.attempts.saturating_add(1);
-            if let Some(budget) = self.budget.as_ref().filter(|_| tried.attempts == 1) {
-                budget.record_first_try();
-            }
+    /// Counts an attempt as in flight and returns its timeout; `None` if it may not be sent.
+    pub(super) fn start_attempt(&mut self, retry: &mut RetryState) -> Option<Span> {
+        if self.spec.in_flight.is_some_and(|max| self.in_flight >= max) {
+            return None;
         }
-        may_send
+        self.in_flight += 1;
+        retry.attempts = retry.attempts.saturating_add(1);
+        if let Some(budget) = self.budget.as_ref().filter(|_| retry.attempts == 1) {
+            budget.record_first_try();
+        }
+        Some(self.spec.timeout.unwrap_or(Span::MAX))
     }
 
-    /// Removes an attempt from those in flight and tells the pacer its result.
-    pub(super) fn end_attempt(&mut self, class: Class) {
+    /// Counts the end of an attempt and returns the wait before the next one; `None` if the call ends.
+    pub(super) fn end_attempt(&mut self, retry: &mut RetryState, report: &AttemptReport) -> Option<Span> {
         self.in_flight -= 1;
+        let has_succeeded = report.class == Class::Success;
         match &mut self.pacer {
-            Some(pacer) if class == Class::Success => drop(pacer.succeeded(&mut self.rng)),
+            Some(pacer) if has_succeeded => drop(pacer.succeeded(&mut self.rng)),
             Some(pacer) => drop(pacer.failed(&mut self.rng)),
             None => {}
         }
-    }
-
-    /// Returns the wait before the next attempt after a failed one; `None` if there is no next attempt. `retry_after`
-    /// is what the failed attempt's reply asked for.
-    pub(super) fn next_retry_delay(&mut self, tried: &mut RetryState, retry_after: Option<Span>) -> Option<Span> {
-        if self.spec.attempts.is_some_and(|most| tried.attempts >= most) {
+        let is_last = self.spec.attempts.is_some_and(|max| retry.attempts >= max);
+        if has_succeeded || is_last || self.budget.as_ref().is_some_and(|budget| !budget.take()) {
             return None;
         }
-        if self.budget.as_ref().is_some_and(|budget| !budget.take()) {
-            return None;
-        }
-        let wait = self.spec.backoff.map_or(self.pace_delay(), |backoff| tried.backoff.next(&backoff, &mut self.rng));
-        let asked = retry_after.filter(|_| self.spec.honours_retry_after).unwrap_or(Span::ZERO);
+        let wait = self.spec.backoff.map_or(self.pace_delay(), |backoff| retry.backoff.next(&backoff, &mut self.rng));
+        let asked = report.retry_after.filter(|_| self.spec.honours_retry_after).unwrap_or(Span::ZERO);
         Some(wait.max(asked))
     }
 }

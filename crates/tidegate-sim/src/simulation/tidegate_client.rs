@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use slab::Slab;
 use tidegate_core::call::{AttemptReport, Call, CallFailure, CallProgress, CallRules, NextStep, ProviderState};
-use tidegate_core::{Batch, Class, Lane, Limits, Outcomes, QueueStep, Span, Ticket, Time};
+use tidegate_core::{Batch, Lane, Limits, Outcomes, QueueStep, Span, Ticket, Time};
 use tidegate_policy::KeySeed;
 use tidegate_policy::outbound::{OutboundConfig, ProviderConfig};
 use tidegate_store::{ImmediateStore, Memory, Store};
@@ -27,8 +27,10 @@ pub(super) struct TidegateClient<'s> {
     store: Option<Arc<Memory>>,
     calls: Slab<ActiveCall>,
     /// The slot of each queued call, by its ticket's index.
-    slot_by_ticket: Vec<Option<usize>>,
+    slot_by_ticket: Vec<usize>,
     pub(super) wake_at: Time,
+    /// The actions that the simulation is still to carry out.
+    pub(super) effects: Vec<Effect>,
     rng: SimRng,
 }
 
@@ -64,9 +66,19 @@ impl<'s> TidegateClient<'s> {
     ) -> Self {
         let rules = provider.rules(seed);
         let state = provider.new_state(&rules);
-        let (calls, places) = (Slab::new(), Vec::new());
         let limits = Arc::clone(plan.limits());
-        Self { provider, limits, rules, state, store, calls, slot_by_ticket: places, wake_at: Time::NEVER, rng }
+        Self {
+            provider,
+            limits,
+            rules,
+            state,
+            store,
+            calls: Slab::new(),
+            slot_by_ticket: Vec::new(),
+            wake_at: Time::NEVER,
+            effects: Vec::new(),
+            rng,
+        }
     }
 
     /// Returns the number of calls that wait for their turn.
@@ -74,17 +86,20 @@ impl<'s> TidegateClient<'s> {
         Lane::ALL.iter().map(|lane| self.state.lanes.waiting(*lane) as u32).sum()
     }
 
-    /// Starts a call and returns its slot.
-    pub(super) fn begin(&mut self, id: CallId, lane: Lane, now: Time, effects: &mut Vec<Effect>) -> usize {
+    /// Returns the slot of the next call to begin.
+    pub(super) fn next_slot(&self) -> usize {
+        self.calls.vacant_key()
+    }
+
+    pub(super) fn begin(&mut self, id: CallId, lane: Lane, now: Time) {
         let lane = if self.provider.sequential { Lane::User } else { lane };
         let call = Call::new(&self.rules, lane, 1, None, now);
         let slot = self.calls.insert(ActiveCall { call, id });
-        self.enqueue(slot, now, effects);
-        slot
+        self.enqueue(slot, now);
     }
 
     /// Puts a call into the queue, for the first or a further time.
-    pub(super) fn enqueue(&mut self, slot: usize, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn enqueue(&mut self, slot: usize, now: Time) {
         self.pause_outside_hours(now);
         let call = &mut self.calls[slot].call;
         let progress = match call.start(&mut self.state, now) {
@@ -93,35 +108,31 @@ impl<'s> TidegateClient<'s> {
         };
         if let Some(ticket) = call.ticket() {
             if self.slot_by_ticket.len() <= ticket.index() {
-                self.slot_by_ticket.resize(ticket.index() + 1, None);
+                self.slot_by_ticket.resize(ticket.index() + 1, usize::MAX);
             }
-            self.slot_by_ticket[ticket.index()] = Some(slot);
+            self.slot_by_ticket[ticket.index()] = slot;
         }
-        self.advance(progress, slot, now, effects);
-        self.poll_lanes(now, effects);
+        self.advance(progress, slot, now);
+        self.poll_lanes(now);
     }
 
-    /// Handles the end of an attempt.
-    pub(super) fn handle_reply(&mut self, slot: usize, reply: &AttemptReport, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn handle_reply(&mut self, slot: usize, reply: &AttemptReport, now: Time) {
         self.pause_outside_hours(now);
         let next = self.calls[slot].call.handle_reply(&self.rules, &mut self.state, reply, now, &mut self.rng);
-        self.send_notification(now, effects);
-        let id = self.calls[slot].id;
+        self.send_notification(now);
         match next {
-            NextStep::RetryAt(at) => effects.push(Effect::Resume { id, at }),
-            NextStep::Failed(failure) => self.finish_call(slot, outcome_of_failure(&failure, reply.class), effects),
-            NextStep::RenewLogin { .. } | NextStep::Done => {
-                let end = if reply.class == Class::Success { CallOutcome::Succeeded } else { CallOutcome::Failed };
-                self.finish_call(slot, end, effects);
+            NextStep::RetryAt(at) => self.effects.push(Effect::Resume { id: self.calls[slot].id, at }),
+            NextStep::Failed(_) | NextStep::RenewLogin { .. } | NextStep::Done => {
+                self.finish_call(slot, CallOutcome::of_last_reply(reply.class));
             }
         }
-        self.poll_lanes(now, effects);
+        self.poll_lanes(now);
     }
 
     /// Handles the timer that [`TidegateClient::wake_at`] set.
-    pub(super) fn handle_timer(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    pub(super) fn handle_timer(&mut self, now: Time) {
         self.pause_outside_hours(now);
-        self.poll_lanes(now, effects);
+        self.poll_lanes(now);
     }
 
     /// Handles the reply of the shared store; `outcomes` is `None` if the store couldn't be reached.
@@ -131,29 +142,35 @@ impl<'s> TidegateClient<'s> {
         batch: &Batch,
         outcomes: Option<&Outcomes>,
         now: Time,
-        effects: &mut Vec<Effect>,
     ) {
         self.pause_outside_hours(now);
-        let is_still_asking = self.calls.get(slot).is_some_and(|held| held.call.ticket() == Some(ticket));
-        match (is_still_asking, outcomes) {
+        match (self.has_ticket(slot, ticket), outcomes) {
             (true, Some(outcomes)) => {
-                let held = &mut self.calls[slot];
-                let progress =
-                    held.call.handle_outcomes(&self.rules, &self.limits, &mut self.state, outcomes, now, &mut self.rng);
-                self.advance(progress, slot, now, effects);
+                let progress = self.handle_outcomes(slot, outcomes, now);
+                self.advance(progress, slot, now);
             }
             (true, None) => {
                 self.calls[slot].call.handle_store_error(&mut self.state);
-                self.finish_call(slot, CallOutcome::Failed, effects);
+                self.finish_call(slot, CallOutcome::Failed);
             }
             (false, Some(outcomes)) => {
                 let refund = Call::refund_after_cancel(&self.rules, batch, outcomes);
-                effects.extend(refund.map(|batch| Effect::NotifyStore { batch: Box::new(batch) }));
+                self.effects.extend(refund.map(|batch| Effect::NotifyStore { batch: Box::new(batch) }));
                 self.state.lanes.clear_refusals();
             }
             (false, None) => {}
         }
-        self.poll_lanes(now, effects);
+        self.poll_lanes(now);
+    }
+
+    /// Returns true if the call in this slot still waits with this ticket.
+    fn has_ticket(&self, slot: usize, ticket: Ticket) -> bool {
+        self.calls.get(slot).is_some_and(|active| active.call.ticket() == Some(ticket))
+    }
+
+    fn handle_outcomes(&mut self, slot: usize, outcomes: &Outcomes, now: Time) -> CallProgress {
+        let call = &mut self.calls[slot].call;
+        call.handle_outcomes(&self.rules, &self.limits, &mut self.state, outcomes, now, &mut self.rng)
     }
 
     fn pause_outside_hours(&mut self, now: Time) {
@@ -163,7 +180,7 @@ impl<'s> TidegateClient<'s> {
     }
 
     /// Advances the calls that the lanes name, until the lanes have none left for now.
-    fn poll_lanes(&mut self, now: Time, effects: &mut Vec<Effect>) {
+    fn poll_lanes(&mut self, now: Time) {
         loop {
             let (ticket, expired) = match self.state.lanes.poll(now) {
                 QueueStep::Sleep(at) => {
@@ -173,89 +190,65 @@ impl<'s> TidegateClient<'s> {
                 QueueStep::AskStore(ticket) => (ticket, false),
                 QueueStep::Expired(ticket) => (ticket, true),
             };
-            let slot = self.slot_by_ticket.get(ticket.index()).copied().flatten();
-            let Some(place) =
-                slot.filter(|place| self.calls.get(*place).is_some_and(|held| held.call.ticket() == Some(ticket)))
-            else {
+            let slot = self.slot_by_ticket.get(ticket.index()).copied();
+            let Some(slot) = slot.filter(|slot| self.has_ticket(*slot, ticket)) else {
                 self.state.lanes.cancel(ticket);
                 continue;
             };
-            let call = &mut self.calls[place].call;
+            let call = &mut self.calls[slot].call;
             let progress = match expired {
                 true => CallProgress::Fail(call.handle_expiry(&mut self.state)),
                 false => call.handle_turn(&self.rules, &mut self.state, now, &mut self.rng),
             };
-            self.advance(progress, place, now, effects);
+            self.advance(progress, slot, now);
         }
     }
 
     /// Follows a call as far as it gets without waiting.
-    fn advance(&mut self, mut progress: CallProgress, slot: usize, now: Time, effects: &mut Vec<Effect>) {
+    fn advance(&mut self, mut progress: CallProgress, slot: usize, now: Time) {
         loop {
-            self.send_notification(now, effects);
-            let held = &mut self.calls[slot];
+            self.send_notification(now);
+            let active = &self.calls[slot];
             match progress {
                 CallProgress::AskStore => match &self.store {
                     Some(store) => {
                         let outcomes = store.apply_now(self.state.store_requests.reservation(), now);
-                        progress = held.call.handle_outcomes(
-                            &self.rules,
-                            &self.limits,
-                            &mut self.state,
-                            &outcomes,
-                            now,
-                            &mut self.rng,
-                        );
+                        progress = self.handle_outcomes(slot, &outcomes, now);
                     }
                     None => {
                         let batch = Box::new(self.state.store_requests.reservation().clone());
-                        let asking = held.call.ticket();
-                        effects.extend(asking.map(|ticket| Effect::AskStore { slot, ticket, batch }));
+                        let asking = active.call.ticket();
+                        self.effects.extend(asking.map(|ticket| Effect::AskStore { slot, ticket, batch }));
                         return;
                     }
                 },
                 CallProgress::Send { .. } => {
                     let attempt = Span::from_duration(self.provider.attempt_timeout);
-                    let usual = self.rules.lane_rules[held.call.lane() as usize].timeout.min(attempt);
-                    let patience = attempt.min(held.call.deadline().since(now));
+                    let usual = self.rules.lane_rules[active.call.lane() as usize].timeout.min(attempt);
+                    let reply_timeout = attempt.min(active.call.deadline().since(now));
                     let conclusive_after = Span::from_micros(usual.as_micros() / 2);
-                    return effects.push(Effect::Send { id: held.id, reply_timeout: patience, conclusive_after });
+                    return self.effects.push(Effect::Send { id: active.id, reply_timeout, conclusive_after });
                 }
-                CallProgress::Fail(failure) => {
-                    return self.finish_call(slot, outcome_of_failure(&failure, Class::Cancelled), effects);
+                CallProgress::Fail(CallFailure::DeadlineExceeded | CallFailure::NotRetried(_)) => {
+                    return self.finish_call(slot, CallOutcome::Failed);
                 }
+                CallProgress::Fail(_) => return self.finish_call(slot, CallOutcome::Declined),
                 CallProgress::Wait => return,
             }
         }
     }
 
-    fn send_notification(&self, now: Time, effects: &mut Vec<Effect>) {
+    fn send_notification(&mut self, now: Time) {
         let Some(batch) = self.state.store_requests.updates() else { return };
         match &self.store {
             Some(store) => store.submit(batch, now),
-            None => effects.push(Effect::NotifyStore { batch: Box::new(batch.clone()) }),
+            None => self.effects.push(Effect::NotifyStore { batch: Box::new(batch.clone()) }),
         }
     }
 
-    fn finish_call(&mut self, slot: usize, end: CallOutcome, effects: &mut Vec<Effect>) {
-        if let Some(held) = self.calls.try_remove(slot) {
-            effects.push(Effect::Finish { id: held.id, outcome: end });
+    fn finish_call(&mut self, slot: usize, outcome: CallOutcome) {
+        if let Some(active) = self.calls.try_remove(slot) {
+            self.effects.push(Effect::Finish { id: active.id, outcome });
         }
-    }
-}
-
-/// Returns the outcome of a call that failed for this reason, after a last reply of this class.
-fn outcome_of_failure(failure: &CallFailure, last: Class) -> CallOutcome {
-    match failure {
-        CallFailure::DeadlineExceeded => CallOutcome::Failed,
-        CallFailure::NotRetried(_) if last == Class::Throttled => CallOutcome::Refused,
-        CallFailure::NotRetried(_) => CallOutcome::Failed,
-        CallFailure::Unavailable(_)
-        | CallFailure::RateLimited { .. }
-        | CallFailure::QuotaSpent { .. }
-        | CallFailure::CredentialsCooling { .. }
-        | CallFailure::LanePaused { .. }
-        | CallFailure::Paced { .. }
-        | CallFailure::QueueFull(_) => CallOutcome::Declined,
     }
 }
