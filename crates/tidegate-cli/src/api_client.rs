@@ -17,8 +17,8 @@ use tidegate::{DecisionReport, Explanation, LimitReport};
 use tidegate_policy::{ApiConfig, Secret, SecretSource};
 use tokio::net::TcpStream;
 
-use crate::policy::{self, EnvOverrides, print, print_error, print_json};
-use crate::{CallArgs, CliOutcome};
+use crate::policy::{self, EnvOverrides, failure, invalid_input, print, print_error, print_json};
+use crate::{CallArgs, CliOutcome, CommandResult};
 
 /// The hint if a gate requires a token and the command line has none.
 const TOKEN_HELP: &str =
@@ -30,7 +30,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_ANSWER: usize = 1 << 20;
 
 /// `tidegate explain`.
-pub(crate) fn explain(question: &CallArgs) -> CliOutcome {
+pub(crate) fn explain(question: &CallArgs) -> CommandResult {
     call_api(question, Method::GET, "/v1/explain", |text| {
         let explanation: Explanation = serde_json::from_str(text).ok()?;
         let outcome = outcome_of(&explanation.decision);
@@ -39,7 +39,7 @@ pub(crate) fn explain(question: &CallArgs) -> CliOutcome {
 }
 
 /// `tidegate status`.
-pub(crate) fn status(question: &CallArgs) -> CliOutcome {
+pub(crate) fn status(question: &CallArgs) -> CommandResult {
     call_api(question, Method::GET, "/v1/status", |text| {
         let report: DecisionReport = serde_json::from_str(text).ok()?;
         Some((format!("{}\n", describe_report(&report)), outcome_of(&report)))
@@ -47,7 +47,7 @@ pub(crate) fn status(question: &CallArgs) -> CliOutcome {
 }
 
 /// `tidegate reset`.
-pub(crate) fn reset(question: &CallArgs) -> CliOutcome {
+pub(crate) fn reset(question: &CallArgs) -> CommandResult {
     let what = question.action.clone().or_else(|| question.path.clone()).unwrap_or_default();
     call_api(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: reset\n"), CliOutcome::Done)))
 }
@@ -65,7 +65,7 @@ impl ApiTarget {
             (Some(url), None) => (url.clone(), None),
             (url, config) => {
                 let env = EnvOverrides::Used { prefix: question.env_prefix.as_deref() };
-                let policy = policy::load(config.as_deref(), env)?.policy;
+                let policy = policy::load(config.as_deref(), env)?.0;
                 (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
             }
         };
@@ -74,7 +74,7 @@ impl ApiTarget {
             None => ("api.token", in_policy),
         };
         let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
-        let token = token.map_err(|error| report_invalid_input(&format!("{from}: {error}")))?;
+        let token = token.map_err(|error| invalid_input(format!("{from}: {error}")))?;
         Ok(Self { url, token })
     }
 }
@@ -82,10 +82,10 @@ impl ApiTarget {
 /// The URL of the API of a gate on this machine.
 fn api_url(api: &ApiConfig) -> Result<String, CliOutcome> {
     let Some(listen) = api.listen else {
-        return Err(report_invalid_input("the policy turns the gate's API off, with api.listen = \"off\""));
+        return Err(invalid_input("the policy turns the gate's API off, with api.listen = \"off\""));
     };
     if listen.port() == 0 {
-        return Err(report_invalid_input(
+        return Err(invalid_input(
             "the policy leaves the API's port to the system; --url http://HOST:PORT says which it is",
         ));
     }
@@ -95,11 +95,6 @@ fn api_url(api: &ApiConfig) -> Result<String, CliOutcome> {
         ip => ip,
     };
     Ok(format!("http://{}", SocketAddr::new(ip, listen.port())))
-}
-
-fn report_invalid_input(message: &str) -> CliOutcome {
-    print_error(&format!("error: {message}\n"));
-    CliOutcome::InvalidInput
 }
 
 fn outcome_of(report: &DecisionReport) -> CliOutcome {
@@ -113,31 +108,20 @@ fn call_api(
     method: Method,
     path: &str,
     describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
-) -> CliOutcome {
-    let target = match ApiTarget::from_args(question) {
-        Ok(target) => target,
-        Err(outcome) => return outcome,
-    };
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => return report_failure(&format!("can't start: {error}")),
-    };
-    let asked =
+) -> CommandResult {
+    let target = ApiTarget::from_args(question)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| failure(format!("can't start: {error}")))?;
+    let answer =
         runtime.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, send(&target, question, method, path)).await });
-    let (status, text) = match asked {
-        Err(_) => return report_failure(&format!("{} did not answer within {ANSWER_TIMEOUT:?}", target.url)),
-        Ok(Err(ApiCallError::InvalidInput(message))) => return report_invalid_input(&message),
-        Ok(Err(ApiCallError::Failed(message))) => return report_failure(&message),
-        Ok(Ok(answer)) => answer,
-    };
+    let no_answer = |_| failure(format!("{} did not answer within {ANSWER_TIMEOUT:?}", target.url));
+    let (status, text) = answer.map_err(no_answer)??;
     if status.is_success() {
-        return match describe(&text) {
-            Some((words, outcome)) => match if question.json { print_json(&text) } else { print(&words) } {
-                CliOutcome::Done => outcome,
-                other => other,
-            },
+        return Ok(match describe(&text) {
+            Some((_, outcome)) if question.json => print_json(&text).and(outcome),
+            Some((words, outcome)) => print(&words).and(outcome),
             None => print_json(&text),
-        };
+        });
     }
     if question.json {
         print_json(&text);
@@ -152,10 +136,10 @@ fn call_api(
             print_error(&format!("{TOKEN_HELP}\n"));
         }
     }
-    match status {
+    Err(match status {
         StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED => CliOutcome::InvalidInput,
         _ => CliOutcome::Failed,
-    }
+    })
 }
 
 /// The command-line option that provides a request part which a limit counts by.
@@ -172,27 +156,18 @@ fn part_help(field: &str) -> Option<String> {
     ))
 }
 
-fn report_failure(message: &str) -> CliOutcome {
-    print_error(&format!("error: {message}\n"));
-    CliOutcome::Failed
-}
-
-enum ApiCallError {
-    InvalidInput(String),
-    Failed(String),
-}
-
+/// Sends the request and returns the response's status and body. Prints errors to standard error.
 async fn send(
     target: &ApiTarget,
     question: &CallArgs,
     method: Method,
     path: &str,
-) -> Result<(StatusCode, String), ApiCallError> {
+) -> Result<(StatusCode, String), CliOutcome> {
     let ApiTarget { url: address, token } = target;
-    let url: Uri = address.parse().map_err(|error| ApiCallError::InvalidInput(format!("--url {address}: {error}")))?;
+    let url: Uri = address.parse().map_err(|error| invalid_input(format!("--url {address}: {error}")))?;
     let authority = match (url.scheme_str(), url.authority()) {
         (Some("http"), Some(authority)) => authority.clone(),
-        _ => return Err(ApiCallError::InvalidInput(format!("--url {address} isn't of the form http://HOST:PORT"))),
+        _ => return Err(invalid_input(format!("--url {address} isn't of the form http://HOST:PORT"))),
     };
     let (target, body) = if method == Method::GET {
         (format!("{path}?{}", as_query(question)?), Bytes::new())
@@ -206,12 +181,10 @@ async fn send(
     if let Some(token) = token {
         request = request.header(AUTHORIZATION, format!("Bearer {}", token.expose()));
     }
-    let request = request.body(Full::new(body)).map_err(|error| ApiCallError::InvalidInput(error.to_string()))?;
+    let request = request.body(Full::new(body)).map_err(invalid_input)?;
 
     let response = exchange(&authority, request).await.map_err(|error| {
-        ApiCallError::Failed(format!(
-            "no gate answers at {address}: {error}\nIs it running? `tidegate serve` starts one."
-        ))
+        failure(format!("no gate answers at {address}: {error}\nIs it running? `tidegate serve` starts one."))
     })?;
     Ok((response.status(), String::from_utf8_lossy(response.body()).into_owned()))
 }
@@ -247,15 +220,13 @@ fn fields(question: &CallArgs) -> impl Iterator<Item = (&'static str, &str)> {
     texts.into_iter().filter_map(|(name, value)| Some((name, value.as_deref()?)))
 }
 
-fn headers(question: &CallArgs) -> impl Iterator<Item = Result<(&str, &str), ApiCallError>> {
+fn headers(question: &CallArgs) -> impl Iterator<Item = Result<(&str, &str), CliOutcome>> {
     question.headers.iter().map(|header| {
-        header
-            .split_once('=')
-            .ok_or_else(|| ApiCallError::InvalidInput(format!("--header {header} isn't of the form NAME=VALUE")))
+        header.split_once('=').ok_or_else(|| invalid_input(format!("--header {header} isn't of the form NAME=VALUE")))
     })
 }
 
-fn as_query(question: &CallArgs) -> Result<String, ApiCallError> {
+fn as_query(question: &CallArgs) -> Result<String, CliOutcome> {
     let mut text = String::new();
     let mut add = |name: &str, value: &str| {
         if !text.is_empty() {
@@ -278,7 +249,7 @@ fn as_query(question: &CallArgs) -> Result<String, ApiCallError> {
     Ok(text)
 }
 
-fn as_json(question: &CallArgs) -> Result<String, ApiCallError> {
+fn as_json(question: &CallArgs) -> Result<String, CliOutcome> {
     let mut body = serde_json::Map::new();
     for (name, value) in fields(question) {
         body.insert(name.to_owned(), value.into());

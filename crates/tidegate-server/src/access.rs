@@ -47,7 +47,7 @@ impl ListenerKind {
     }
 
     /// The listener's section in the policy.
-    fn section(self) -> &'static str {
+    pub(crate) fn section(self) -> &'static str {
         match self {
             Self::Gateway => "outbound",
             Self::Api => "api",
@@ -86,15 +86,8 @@ impl Access {
         token: Option<Secret>,
         refusals: Arc<RefusalLog>,
     ) -> Self {
-        let usual = [listens.to_string(), format!("localhost:{}", listens.port())];
-        Self {
-            listener,
-            own_ip: listens.ip().to_canonical(),
-            hosts: hosts.to_vec(),
-            usual_names: usual,
-            token,
-            refusals,
-        }
+        let usual_names = [listens.to_string(), format!("localhost:{}", listens.port())];
+        Self { listener, own_ip: listens.ip().to_canonical(), hosts: hosts.to_vec(), usual_names, token, refusals }
     }
 
     /// Returns `Ok` if a request may pass: it has the token, or, if there is no token, it isn't a web page's.

@@ -119,7 +119,7 @@ impl Drop for ClientSlot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::watchdog::PhaseTimeouts;
+    use crate::watchdog::tests::uniform_timeouts;
 
     fn ip(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -151,8 +151,8 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let sweep = Watchdog::new(PhaseTimeouts::uniform(Duration::from_secs(1)), 8);
-        ClientLimit::new(1, 64, Networks::default()).reject_connection(&stream, ip("192.0.2.1"), &sweep);
+        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8);
+        ClientLimit::new(1, 64, Networks::default()).reject_connection(&stream, ip("192.0.2.1"), &watchdog);
         drop(stream);
         let mut answer = String::new();
         tokio::io::AsyncReadExt::read_to_string(&mut client, &mut answer).await.unwrap();

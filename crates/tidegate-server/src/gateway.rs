@@ -8,8 +8,6 @@ mod provider_client;
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::io;
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
@@ -23,25 +21,24 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
-    CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundLayer, OutboundService,
-    Provider, ReplayBody, take_call_options,
+    CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
+    ReplayBody, take_call_options,
 };
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
-use tidegate_policy::Secret;
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
 use tower_layer::Layer as _;
 
 use self::provider_client::{ProviderClient, ProviderConnector};
+use crate::ServeError;
 use crate::access::{Access, ListenerKind};
-use crate::body::{BoxError, ResponseBody, Upload};
+use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
-use crate::local_response::{self, HttpError, error, json};
+use crate::local_response::{self, HttpError, discard_body, error, finish_response, json};
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
-use crate::refusal_log::{FailedCall, RefusalLog};
+use crate::refusal_log::RefusalLog;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
-use crate::wire::http_api::{discard_body, finish_response};
 
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
 const WAITED: HeaderName = HeaderName::from_static("tidegate-waited");
@@ -73,27 +70,23 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     /// A credential can't be read, or the system has no root certificates.
     pub(crate) fn new(
         outbound: &Outbound<S, C>,
-        listens: SocketAddr,
-        token: Option<Secret>,
+        access: Access,
         refusals: Arc<RefusalLog>,
         env: &impl Fn(&str) -> Option<String>,
-    ) -> Result<Self, GatewayError> {
-        let connector = ProviderConnector::new().map_err(GatewayError::Roots)?;
+    ) -> Result<Self, ServeError> {
+        let connector = ProviderConnector::new().map_err(ServeError::RootCertificates)?;
         let mut mounts = HashMap::new();
         for provider in outbound.providers() {
             let plan = provider.config();
             if plan.base_url.is_none() {
                 continue;
             }
-            let to_error = |source| GatewayError::Credential { provider: plan.name.clone(), source };
             let layer = OutboundLayer::with_env(provider.clone(), env)
-                .map_err(to_error)?
+                .map_err(|source| ServeError::Credential { provider: plan.name.clone(), source })?
                 .mount_path(&plan.name)
                 .fault_classifier(provider_client::fault_of);
             mounts.insert(plan.name.clone(), layer.layer(connector.client(plan)));
         }
-        let hosts = &outbound.config().hosts;
-        let access = Access::new(ListenerKind::Gateway, listens, hosts, token, Arc::clone(&refusals));
         Ok(Self { mounts, cache: Cache::for_outbound(outbound), access, refusals, outbound: outbound.clone() })
     }
 
@@ -101,15 +94,6 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> GatewayService<S, C> {
         GatewayService { gateway: Arc::clone(self), context: Arc::new(client) }
     }
-}
-
-/// The reason why the gateway can't start.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum GatewayError {
-    #[error("outbound.provider.{provider}: {source}")]
-    Credential { provider: String, source: CredentialError },
-    #[error("the system's root certificates can't be read: {0}")]
-    Roots(io::Error),
 }
 
 /// The service of one connection's requests.
@@ -131,7 +115,8 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         let (mount, options) = match self.gateway.prepare_request(&mut request, number, &self.context) {
             Ok((mount, options)) => (mount.clone(), options),
             Err(refusal) => {
-                return ResponseFuture::Ready(Some(finish_response(watch, discard_body(watch, request, refusal))));
+                let response = discard_body(watch, request.into_body(), false, refusal);
+                return ResponseFuture::Ready(Some(finish_response(watch, response)));
             }
         };
         let has_body = !request.body().is_end_stream();
@@ -172,8 +157,8 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                 }
                 None => HttpError::ClientTimeout.response(),
             };
-            if has_body && watch.is_uploading() {
-                watch.set_must_linger();
+            if has_body && watch.body.is_uploading.get() {
+                watch.response.must_linger.set(true);
                 local_response::set_connection_close(&mut response);
             }
             finish_response(watch, response)
@@ -228,15 +213,14 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         if failed.status() != 429 && failed.status() < 500 {
             return;
         }
-        let (why, happened) = match failed {
+        let (why, stats) = match failed {
             OutboundError::Call(call) => {
                 let reply_error = call.last_reply.as_ref().map(|trouble| format!(": {}", error_chain(trouble)));
                 (call.kind.to_string() + &reply_error.unwrap_or_default(), Some(call.stats))
             }
             failed => (error_chain(failed), None),
         };
-        let failed = FailedCall { provider: &provider.config().name, why: &why, stats: happened };
-        self.refusals.log_failed_call(provider.clock().now(), &failed);
+        self.refusals.log_failed_call(provider.clock().now(), &provider.config().name, &why, stats);
     }
 
     fn unknown_provider_response(&self, name: &str) -> Response<ResponseBody> {
@@ -259,8 +243,7 @@ const MAX_BODY: u64 = u64::MAX;
 /// Returns a provider's reply as the client receives it.
 fn relay_response<B>(response: Response<B>, watch: &Arc<ConnectionWatch>, plan: &Plan) -> Response<ResponseBody>
 where
-    B: http_body::Body<Data = Bytes> + Send + 'static,
-    B::Error: Into<BoxError>,
+    B: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
 {
     let (mut parts, body) = response.into_parts();
     hop_headers::strip_response(&mut parts.headers);
@@ -274,7 +257,8 @@ where
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(CALL_ERROR, why);
     }
-    Response::from_parts(parts, ResponseBody::relay(body, Arc::clone(watch), plan.attempt_timeout))
+    let body = RelayBody::new(body, Arc::clone(watch), plan.attempt_timeout);
+    Response::from_parts(parts, ResponseBody::Relay(body))
 }
 
 /// Sets the headers about the call. The credential's header is only set if the provider has credentials.

@@ -7,15 +7,13 @@ use tidegate::outbound::Outbound;
 use tidegate::store::{Losses, Store};
 use tidegate_core::Clock;
 
-/// The interval of store maintenance.
-const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// The interval at which the clock is moved towards the wall clock.
-const FOLLOW_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval of all periodic work.
+const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Has the store remove idle entries, and logs entries that it had to drop.
 pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
     loop {
-        tokio::time::sleep(MAINTENANCE_INTERVAL).await;
+        tokio::time::sleep(INTERVAL).await;
         let lost = tend();
         if lost.has_any() {
             tracing::warn!(
@@ -31,9 +29,9 @@ pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
 }
 
 /// Exchanges findings about providers with other nodes.
-pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: &Outbound<S, C>) {
+pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: Outbound<S, C>) {
     loop {
-        tokio::time::sleep(MAINTENANCE_INTERVAL).await;
+        tokio::time::sleep(INTERVAL).await;
         providers.run_vote_exchange().await;
     }
 }
@@ -43,11 +41,11 @@ pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: &Ou
 const MAX_DRIFT_MICROS: u64 = 1_000_000;
 
 /// Moves a clock towards the wall clock, and logs once when it is far off.
-pub(crate) async fn follow_wall_clock(clock: &SystemClock) {
+pub(crate) async fn follow_wall_clock(clock: SystemClock) {
     let mut was_far = false;
     loop {
-        tokio::time::sleep(FOLLOW_INTERVAL).await;
-        clock.follow(tidegate::Span::from_duration(FOLLOW_INTERVAL));
+        tokio::time::sleep(INTERVAL).await;
+        clock.follow(tidegate::Span::from_duration(INTERVAL));
         let drift = clock.drift();
         let is_far = drift.unsigned_abs() > MAX_DRIFT_MICROS;
         if is_far && !was_far {

@@ -6,6 +6,7 @@ use std::future::poll_fn;
 use std::net::IpAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -23,17 +24,16 @@ use tidegate_core::{Clock, Reason};
 use tidegate_policy::{Forwarding, InboundConfig, UpstreamAddress, canonical_ip, is_host, is_same_host};
 
 use crate::body::{ContinueExpectation, ContinueState, Download, ResponseBody, Upload};
-use crate::connection::MAX_DRAINED_BYTES;
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
-use crate::local_response::{self, HttpError};
+use crate::local_response::{HttpError, discard_body, error, set_connection_close};
 use crate::permit_renewer::{PermitHandle, PermitRenewer};
 use crate::refusal_cache::RefusalCache;
 use crate::refusal_log::{RefusalLog, RefusalRecord};
 use crate::rejections::RejectionReason;
 use crate::upgrade;
 use crate::upstream::{PoolConfig, UpstreamClient, UpstreamError};
-use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, UploadFault};
+use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch};
 
 /// The time that an idle connection to the upstream is kept. Node.js, the fastest of the common servers, closes after 5
 /// s.
@@ -55,7 +55,7 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         gate: Gate<S, C>,
         inbound: &InboundConfig,
         upstream: &UpstreamAddress,
-        keeper: Arc<PermitRenewer>,
+        permit_renewer: Arc<PermitRenewer>,
         refusals: Arc<RefusalLog>,
     ) -> Self {
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
@@ -71,7 +71,7 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
             upstream: UpstreamClient::new(&authority, rules),
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
-            permit_renewer: keeper,
+            permit_renewer,
             refusals,
         }
     }
@@ -121,9 +121,18 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
         let number = connection.watch.count_request();
         if let Err(error) = validate_request(&request, number, &connection.watch) {
             if error == HttpError::InvalidHost {
-                connection.log_rejection(RejectionReason::Host, &connection.query(&request), error.message());
+                connection.log_rejection(
+                    RejectionReason::Host,
+                    &connection.query(&request),
+                    error.status_and_message().1,
+                );
             }
-            return connection.ready_response(connection.discard_body(request.into_body(), true, error.response()));
+            return connection.ready_response(discard_body(
+                &connection.watch,
+                request.into_body(),
+                true,
+                error.response(),
+            ));
         }
         connection.normalise_path(&mut request);
         let query = connection.query(&request);
@@ -221,7 +230,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
     /// Makes every response its connection's last while the server drains.
     fn finish_response(&self, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
         if self.watch.is_draining() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
-            local_response::set_connection_close(&mut response);
+            set_connection_close(&mut response);
         }
         response
     }
@@ -253,7 +262,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             proxy.refusals.log_refusal(proxy.gate.plan(), &RefusalRecord { actions, query, decision: &decision });
         }
         if !decision.allowed {
-            self.watch.set_blocked(decision.blocked || decision.reason == Reason::DenyList);
+            self.watch.response.is_blocked.set(decision.blocked || decision.reason == Reason::DenyList);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
             return Err(last.refusal(&proxy.replies, actions, &decision, headers).map(ResponseBody::full));
         }
@@ -269,19 +278,19 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
     /// Answers a request that isn't forwarded.
     fn refuse_request(&self, request: Request<Incoming>, refusal: Response<ResponseBody>) -> Response<ResponseBody> {
         let expects = request.headers().contains_key(EXPECT);
-        self.discard_body(request.into_body(), expects, refusal)
+        discard_body(&self.watch, request.into_body(), expects, refusal)
     }
 
     #[cold]
-    fn check_error_response(&self, query: &Query<'_>, error: &CheckError) -> Response<ResponseBody> {
-        match error.uncountable() {
+    fn check_error_response(&self, query: &Query<'_>, cause: &CheckError) -> Response<ResponseBody> {
+        match cause.uncountable() {
             Some(uncountable) => {
                 let why = uncountable.to_string();
                 self.log_rejection(uncountable.into(), query, &why);
-                local_response::error(StatusCode::BAD_REQUEST, &why)
+                error(StatusCode::BAD_REQUEST, &why)
             }
             None => {
-                self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), error);
+                self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), cause);
                 HttpError::StoreUnavailable.response()
             }
         }
@@ -310,7 +319,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         let proxy = &*self.proxy;
         let has_body = !request.body().is_end_stream();
         if has_body && request.body().size_hint().lower() > proxy.body_cap {
-            return self.discard_body(request.into_body(), true, HttpError::TooLarge.response());
+            return discard_body(&self.watch, request.into_body(), true, HttpError::TooLarge.response());
         }
         let chunked = has_body && request.headers().contains_key(TRANSFER_ENCODING);
         let expectation = (has_body && expects_continue(&request)).then(Arc::<ContinueExpectation>::default);
@@ -321,7 +330,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             let expectation = Arc::clone(expectation);
             hyper::ext::on_informational(&mut request, move |head| {
                 if head.status() == StatusCode::CONTINUE {
-                    expectation.proceed();
+                    expectation.end_wait(ContinueState::Proceed);
                 }
             });
         }
@@ -375,55 +384,30 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         }
         if expectation.as_ref().is_some_and(|it| it.state() == ContinueState::Waiting) {
             // The client was never told to send its body, so it is unknown if it will.
-            local_response::set_connection_close(&mut response);
+            set_connection_close(&mut response);
         }
-        response.map(|body| ResponseBody::stream(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
-    }
-
-    /// Answers without the request's body. A small body is read and discarded after the response, so that the
-    /// connection can be reused. With a large one the response is the connection's last.
-    fn discard_body(
-        &self,
-        body: Incoming,
-        closes: bool,
-        mut response: Response<ResponseBody>,
-    ) -> Response<ResponseBody> {
-        if body.is_end_stream() {
-            self.watch.enter(ConnectionPhase::Idle);
-            return response;
-        }
-        let small = body.size_hint().lower() <= MAX_DRAINED_BYTES as u64;
-        if small && !closes {
-            self.watch.leave_body(body);
-        } else {
-            self.watch.start_linger(false);
-            self.watch.set_must_linger();
-            local_response::set_connection_close(&mut response);
-        }
-        response
+        response.map(|body| {
+            ResponseBody::Stream(Box::new(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
+        })
     }
 
     fn failure_response(&self, failure: &ForwardError, has_body: bool) -> Response<ResponseBody> {
-        let error = match (failure, self.watch.fault()) {
-            (ForwardError::Upstream(UpstreamError::Broken(_)), UploadFault::TooLarge) => HttpError::TooLarge,
-            (ForwardError::Upstream(UpstreamError::Broken(_)), UploadFault::Broken) => HttpError::BrokenBody,
-            (ForwardError::Timeout, _)
-                if self.watch.phase() == ConnectionPhase::Upload && self.watch.waits_on_client() =>
-            {
-                HttpError::ClientTimeout
-            }
-            (ForwardError::Timeout | ForwardError::Upstream(UpstreamError::ConnectTimeout), _) => {
-                HttpError::GatewayTimeout
-            }
-            (ForwardError::UnexpectedUpgrade | ForwardError::Upstream(_), _) => HttpError::BadGateway,
+        let body = &self.watch.body;
+        let waits_on_client = self.watch.phase() == ConnectionPhase::Upload && body.waits_on_client.get();
+        let error = match failure {
+            ForwardError::Upstream(UpstreamError::Broken(_)) if body.is_too_large.get() => HttpError::TooLarge,
+            ForwardError::Upstream(UpstreamError::Broken(_)) if body.is_broken.get() => HttpError::BrokenBody,
+            ForwardError::Timeout if waits_on_client => HttpError::ClientTimeout,
+            ForwardError::Timeout | ForwardError::Upstream(UpstreamError::ConnectTimeout) => HttpError::GatewayTimeout,
+            ForwardError::UnexpectedUpgrade | ForwardError::Upstream(_) => HttpError::BadGateway,
         };
-        if error.status().is_server_error() {
+        if error.status_and_message().0.is_server_error() {
             self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), failure);
         }
         let mut response = error.response();
         if has_body {
-            self.watch.set_must_linger();
-            local_response::set_connection_close(&mut response);
+            self.watch.response.must_linger.set(true);
+            set_connection_close(&mut response);
         }
         self.watch.enter(ConnectionPhase::Idle);
         response
@@ -460,7 +444,7 @@ pub(crate) fn validate_request(
         _ => {}
     }
     if let Some(coding) = coding {
-        if watch.ambiguous_head() == number || headers.contains_key(CONTENT_LENGTH) {
+        if watch.head.first_ambiguous.load(Relaxed) == number || headers.contains_key(CONTENT_LENGTH) {
             return Err(HttpError::ConflictingFraming);
         }
         if !coding.eq_ignore_ascii_case(b"chunked") {

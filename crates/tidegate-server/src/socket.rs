@@ -3,6 +3,7 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll, ready};
 
 use http::StatusCode;
@@ -36,7 +37,7 @@ impl ClientSocket {
     /// Returns true if `answer` is the HTTP library's own response to an unreadable head, and keeps it back. That
     /// response is the connection's last and has no body, so the connection sends a better one.
     fn hold_back_error_response(&mut self, answer: &[u8]) -> bool {
-        if self.watch.is_answering() {
+        if self.watch.response.is_pending.get() {
             return false;
         }
         let status = answer.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
@@ -74,7 +75,7 @@ impl AsyncRead for ClientSocket {
                     if let Some(framing) = &mut this.framing_tracker {
                         framing.feed(bytes);
                         if framing.first_ambiguous_head() != 0 {
-                            this.watch.set_ambiguous_head(framing.first_ambiguous_head());
+                            this.watch.head.first_ambiguous.store(framing.first_ambiguous_head(), Relaxed);
                         }
                     }
                     match phase {
