@@ -81,13 +81,13 @@ pub(crate) enum AccessError {
 impl Access {
     pub(crate) fn new(
         listener: ListenerKind,
-        listens: SocketAddr,
+        address: SocketAddr,
         hosts: &[String],
         token: Option<Secret>,
         refusals: Arc<RefusalLog>,
     ) -> Self {
-        let usual_names = [listens.to_string(), format!("localhost:{}", listens.port())];
-        Self { listener, own_ip: listens.ip().to_canonical(), hosts: hosts.to_vec(), usual_names, token, refusals }
+        let usual_names = [address.to_string(), format!("localhost:{}", address.port())];
+        Self { listener, own_ip: address.ip().to_canonical(), hosts: hosts.to_vec(), usual_names, token, refusals }
     }
 
     /// Returns `Ok` if a request may pass: it has the token, or, if there is no token, it isn't a web page's.
@@ -197,8 +197,8 @@ impl Access {
     }
 
     fn token_required_response(&self) -> Response<ResponseBody> {
-        const ASK: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
-        let (status, ask, message) = match self.listener {
+        const CHALLENGE: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
+        let (status, challenge_header, message) = match self.listener {
             ListenerKind::Gateway => (
                 StatusCode::PROXY_AUTHENTICATION_REQUIRED,
                 PROXY_AUTHENTICATE,
@@ -209,7 +209,7 @@ impl Access {
             }
         };
         let mut response = error(status, message);
-        response.headers_mut().insert(ask, ASK);
+        response.headers_mut().insert(challenge_header, CHALLENGE);
         response
     }
 }

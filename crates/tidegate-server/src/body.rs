@@ -130,7 +130,7 @@ impl Drop for RelayBody {
 
 /// The upstream's body on its way to the client.
 pub(crate) struct Download {
-    inner: UpstreamBody<Upload>,
+    inner: UpstreamBody,
     watch: Arc<ConnectionWatch>,
     /// The request's permit under limits on calls in flight, held until the last byte has passed.
     permit: Option<PermitHandle>,
@@ -139,7 +139,7 @@ pub(crate) struct Download {
 
 impl Download {
     pub(crate) fn new(
-        inner: UpstreamBody<Upload>,
+        inner: UpstreamBody,
         watch: Arc<ConnectionWatch>,
         permit: Option<PermitHandle>,
         expectation: Option<Arc<ContinueExpectation>>,

@@ -14,14 +14,13 @@ use tidegate_core::Clock;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::body::Upload;
 use crate::connection::ConnectionService;
+use crate::housekeeping;
 use crate::listener::{ConnectionContext, Listener};
 use crate::permit_renewer::PermitRenewer;
 use crate::refusal_log::RefusalLog;
 use crate::upstream::UpstreamClient;
 use crate::watchdog::Watchdog;
-use crate::{housekeeping, snapshots};
 
 /// The time that aborted connections get to release their permits and sockets.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -31,7 +30,7 @@ pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) providers: Option<Outbound<S, C>>,
     pub(crate) snapshot: Option<Arc<Snapshot<S, C>>>,
-    pub(crate) upstream: Option<Arc<UpstreamClient<Upload>>>,
+    pub(crate) upstream: Option<Arc<UpstreamClient>>,
     pub(crate) inbound: Option<OpenListener>,
     pub(crate) outbound: Option<OpenListener>,
     pub(crate) api: Option<OpenListener>,
@@ -124,7 +123,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             housekeeping.spawn(housekeeping::run_store_maintenance(move || providers.maintain()));
         }
         if let Some(snapshot) = &self.snapshot {
-            housekeeping.spawn(snapshots::run(Arc::clone(snapshot)));
+            housekeeping.spawn(housekeeping::run_snapshots(Arc::clone(snapshot)));
         }
         if let Some(clock) = self.followed_clock {
             housekeeping.spawn(housekeeping::follow_wall_clock(clock));
@@ -135,7 +134,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         self.draining.store(true, Ordering::Relaxed);
         let summary = shut_down(clients, admin, self.shutdown_timeout).await;
         if let Some(snapshot) = self.snapshot {
-            snapshots::save(&snapshot, &mut true).await;
+            housekeeping::save_snapshot(&snapshot, &mut true).await;
         }
         tracing::info!(cut_off = summary.cut_off, "stopped");
         summary

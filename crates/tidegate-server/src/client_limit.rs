@@ -37,8 +37,8 @@ struct ClientCounts {
 }
 
 impl ClientLimit {
-    pub(crate) fn new(most: usize, ipv6_prefix: u8, trusted: Networks) -> Arc<Self> {
-        Arc::new(Self { max_connections: most.max(1), ipv6_prefix, trusted, state: Mutex::default() })
+    pub(crate) fn new(max_connections: usize, ipv6_prefix: u8, trusted: Networks) -> Arc<Self> {
+        Arc::new(Self { max_connections: max_connections.max(1), ipv6_prefix, trusted, state: Mutex::default() })
     }
 
     /// Counts a connection of this address and returns its slot. `None` if the address isn't counted.
@@ -51,13 +51,13 @@ impl ClientLimit {
             return Ok(None);
         }
         let client = self.client_of(ip);
-        let mut list = self.state.lock();
-        let count = list.counts.entry(client).or_insert(0);
+        let mut state = self.state.lock();
+        let count = state.counts.entry(client).or_insert(0);
         if *count >= self.max_connections {
             return Err(TooManyConnectionsError);
         }
         *count += 1;
-        drop(list);
+        drop(state);
         Ok(Some(ClientSlot { limit: Arc::clone(self), client }))
     }
 
@@ -73,14 +73,14 @@ impl ClientLimit {
         let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
         let _ = socket.send(&response);
         let _ = socket.shutdown(std::net::Shutdown::Write);
-        let mut list = self.state.lock();
-        if list.last_logged.is_some_and(|last_logged| !watchdog.has_elapsed(last_logged, LOG_INTERVAL)) {
-            list.suppressed += 1;
+        let mut state = self.state.lock();
+        if state.last_logged.is_some_and(|last_logged| !watchdog.has_elapsed(last_logged, LOG_INTERVAL)) {
+            state.suppressed += 1;
             return;
         }
-        list.last_logged = Some(watchdog.current_tick());
-        let suppressed = std::mem::take(&mut list.suppressed);
-        drop(list);
+        state.last_logged = Some(watchdog.current_tick());
+        let suppressed = std::mem::take(&mut state.suppressed);
+        drop(state);
         tracing::warn!(%ip, most = self.max_connections, suppressed, "a client address has too many connections");
     }
 
@@ -106,11 +106,11 @@ pub(crate) struct ClientSlot {
 
 impl Drop for ClientSlot {
     fn drop(&mut self) {
-        let mut list = self.limit.state.lock();
-        if let Some(count) = list.counts.get_mut(&self.client) {
+        let mut state = self.limit.state.lock();
+        if let Some(count) = state.counts.get_mut(&self.client) {
             *count -= 1;
             if *count == 0 {
-                list.counts.remove(&self.client);
+                state.counts.remove(&self.client);
             }
         }
     }

@@ -26,15 +26,12 @@ pub(crate) const MAX_DRAINED_BYTES: usize = 64 << 10;
 
 /// The service of a connection's requests.
 pub(crate) trait ConnectionService:
-    Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send> + Send + Unpin + 'static
+    Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send> + Send + 'static
 {
 }
 
-impl<S> ConnectionService for S where
+impl<S: Send + 'static> ConnectionService for S where
     S: Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send>
-        + Send
-        + Unpin
-        + 'static
 {
 }
 

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
-use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
+use http::header::{CONNECTION, EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
 use http::uri::PathAndQuery;
 use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
@@ -126,7 +126,8 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                 return Upload::empty(body);
             }
             watch.begin_body(paced);
-            Upload::new(body, Arc::clone(watch), MAX_BODY, None)
+            // No bound is needed, because no body is kept whole.
+            Upload::new(body, Arc::clone(watch), u64::MAX, None)
         });
         let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.context));
         ResponseFuture::Pending(Box::pin(async move {
@@ -192,13 +193,18 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         *request.uri_mut() = Uri::from(rest);
         let headers = request.headers_mut();
         let options = take_call_options(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
-        let hop = hop_headers::strip_request(headers, &[]);
+        let mut hop = hop_headers::strip_request(headers, &[]);
+        hop.upgrade = None;
         remove_all(headers, |name| {
             name == EXPECT || CLIENT_ORIGIN_HEADERS.contains(name) || name.as_str().starts_with(X_FORWARDED)
         });
         let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
         let over_tls = mount.provider().config().base_url.as_ref().is_some_and(BaseUrl::is_https);
-        hop_headers::add_provider_headers(request.headers_mut(), &hop, chunked, over_tls);
+        hop_headers::add_request_headers(request.headers_mut(), &hop, chunked);
+        if over_tls {
+            // HTTP/2, which may be used over TLS, has no `Connection` (RFC 9113 §8.2.2).
+            request.headers_mut().remove(CONNECTION);
+        }
         Ok((mount, options))
     }
 
@@ -237,9 +243,6 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     }
 }
 
-/// The maximum size of a request's body. There is no bound, because no body is kept whole.
-const MAX_BODY: u64 = u64::MAX;
-
 /// Returns a provider's reply as the client receives it.
 fn relay_response<B>(response: Response<B>, watch: &Arc<ConnectionWatch>, plan: &Plan) -> Response<ResponseBody>
 where
@@ -248,12 +251,12 @@ where
     let (mut parts, body) = response.into_parts();
     hop_headers::strip_response(&mut parts.headers);
     parts.version = Version::HTTP_11;
-    let happened = parts.extensions.get::<CallStats>().copied();
-    let status = parts.extensions.get::<CacheStatus>().copied();
+    let stats = parts.extensions.get::<CallStats>().copied();
+    let cache = parts.extensions.get::<CacheStatus>().copied();
     let why = parts.extensions.get::<CallErrorKind>().map(ToString::to_string);
     // The HTTP library keeps the provider's reason phrase there, which may repeat the credential.
     parts.extensions.clear();
-    set_tidegate_headers(&mut parts.headers, plan, happened, status);
+    set_tidegate_headers(&mut parts.headers, plan, stats, cache);
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(CALL_ERROR, why);
     }
@@ -262,16 +265,16 @@ where
 }
 
 /// Sets the headers about the call. The credential's header is only set if the provider has credentials.
-fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<CallStats>, cache: Option<CacheStatus>) {
+fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, stats: Option<CallStats>, cache: Option<CacheStatus>) {
     remove_all(headers, |name| name.as_str().starts_with("tidegate-"));
     if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
         headers.insert(CACHE, HeaderValue::from_static(cache.name()));
     }
-    let Some(happened) = happened else { return };
+    let Some(stats) = stats else { return };
     // Most calls are sent once and without a wait; this avoids formatting those values for each call.
-    let attempts = if happened.attempts == 1 { HeaderValue::from_static("1") } else { happened.attempts.into() };
+    let attempts = if stats.attempts == 1 { HeaderValue::from_static("1") } else { stats.attempts.into() };
     headers.insert(ATTEMPTS, attempts);
-    let millis = happened.waited.as_micros() / 1000;
+    let millis = stats.waited.as_micros() / 1000;
     let waited = match millis {
         0 => Ok(HeaderValue::from_static("0.000s")),
         millis => HeaderValue::try_from(format!("{}.{:03}s", millis / 1000, millis % 1000)),
@@ -279,8 +282,8 @@ fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<C
     if let Ok(waited) = waited {
         headers.insert(WAITED, waited);
     }
-    if happened.attempts > 0 && !plan.credentials.is_empty() {
-        headers.insert(CREDENTIAL, HeaderValue::from(happened.credential));
+    if stats.attempts > 0 && !plan.credentials.is_empty() {
+        headers.insert(CREDENTIAL, HeaderValue::from(stats.credential));
     }
 }
 

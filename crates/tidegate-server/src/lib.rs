@@ -75,7 +75,6 @@ mod refusal_cache;
 mod refusal_log;
 mod rejections;
 pub mod signals;
-mod snapshots;
 mod socket;
 mod upgrade;
 mod upstream;
@@ -98,7 +97,6 @@ use tidegate_core::Clock;
 use tidegate_policy::{InboundConfig, KeyPart, Policy, SecretError, SecretSource};
 
 use crate::access::{Access, ListenerKind};
-use crate::body::Upload;
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
@@ -304,7 +302,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         &self,
         permit_renewer: &Arc<PermitRenewer>,
         refusals: &Arc<RefusalLog>,
-    ) -> Result<Option<(Arc<UpstreamClient<Upload>>, OpenListener)>, ServeError> {
+    ) -> Result<Option<(Arc<UpstreamClient>, OpenListener)>, ServeError> {
         let inbound = self.policy.inbound();
         let Some(upstream) = &inbound.upstream else { return Ok(None) };
         self.check_proxied_key_parts()?;

@@ -8,7 +8,6 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{Authority, PathAndQuery};
@@ -32,18 +31,14 @@ use crate::refusal_cache::RefusalCache;
 use crate::refusal_log::{RefusalLog, RefusalRecord};
 use crate::rejections::RejectionReason;
 use crate::upgrade;
-use crate::upstream::{PoolConfig, UpstreamClient, UpstreamError};
+use crate::upstream::{UpstreamClient, UpstreamError};
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch};
-
-/// The time that an idle connection to the upstream is kept. Node.js, the fastest of the common servers, closes after 5
-/// s.
-const UPSTREAM_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The state that all connections of the proxy share.
 pub(crate) struct ProxyState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
-    pub(crate) upstream: Arc<UpstreamClient<Upload>>,
+    pub(crate) upstream: Arc<UpstreamClient>,
     pub(crate) forwarding: Forwarding,
     pub(crate) body_cap: u64,
     pub(crate) permit_renewer: Arc<PermitRenewer>,
@@ -60,15 +55,10 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
     ) -> Self {
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
         let authority = Authority::try_from(upstream.authority()).expect("invariant: the policy was read");
-        let rules = PoolConfig {
-            connect_timeout: inbound.timeouts.connect,
-            idle_timeout: UPSTREAM_IDLE_TIMEOUT,
-            max_idle: inbound.caps.pool_idle,
-        };
         Self {
             gate,
             replies,
-            upstream: UpstreamClient::new(&authority, rules),
+            upstream: UpstreamClient::new(&authority, inbound.timeouts.connect, inbound.caps.pool_idle),
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
             permit_renewer,
@@ -80,15 +70,9 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
     pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> ProxyService<S, C> {
         let ip = canonical_ip(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
-        let peer = HeaderValue::try_from(ip.to_string()).unwrap_or_else(|_| HeaderValue::from_static("unknown"));
-        let connection = ProxyConnection {
-            proxy: Arc::clone(self),
-            ip,
-            peer_header: peer,
-            trusted,
-            watch: client.watch,
-            entry: client.entry,
-        };
+        let peer_header = HeaderValue::try_from(ip.to_string()).unwrap_or(HeaderValue::from_static("unknown"));
+        let ConnectionContext { watch, entry, .. } = client;
+        let connection = ProxyConnection { proxy: Arc::clone(self), ip, peer_header, trusted, watch, entry };
         ProxyService { connection: Arc::new(connection), refusal_cache: RefCell::default() }
     }
 }
@@ -111,7 +95,7 @@ pub(crate) struct ProxyService<S: Store, C: Clock> {
     refusal_cache: RefCell<RefusalCache>,
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for ProxyService<S, C> {
+impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
     type Response = Response<ResponseBody>;
     type Error = Infallible;
     type Future = ResponseFuture;
@@ -204,17 +188,6 @@ impl Future for ResponseFuture {
     }
 }
 
-/// The reason why there is no upstream response to forward.
-#[derive(Debug, thiserror::Error)]
-enum ForwardError {
-    #[error(transparent)]
-    Upstream(UpstreamError),
-    #[error("the upstream switched protocols, but the request asked for no upgrade")]
-    UnexpectedUpgrade,
-    #[error("no progress in time")]
-    Timeout,
-}
-
 /// The decision that admitted a request, and its permit.
 struct AdmittedRequest {
     actions: MatchedActions,
@@ -222,7 +195,7 @@ struct AdmittedRequest {
     permit: Option<PermitHandle>,
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
+impl<S: Store, C: Clock> ProxyConnection<S, C> {
     fn ready_response(&self, response: Response<ResponseBody>) -> ResponseFuture {
         ResponseFuture::Ready(Some(self.finish_response(response)))
     }
@@ -242,7 +215,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             method: Some(request.method().as_str()),
             path: Some(request.uri().path_and_query().map_or("/", |path| path.as_str())),
             // HTTP/1.0 may leave out the host; the upstream then receives its own name.
-            host: headers.get(HOST).unwrap_or(self.proxy.upstream.host()).to_str().ok(),
+            host: headers.get(HOST).unwrap_or(&self.proxy.upstream.host).to_str().ok(),
             headers: Some(headers),
             ..Query::default()
         }
@@ -266,13 +239,13 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
             return Err(last.refusal(&proxy.replies, actions, &decision, headers).map(ResponseBody::full));
         }
-        let hold = match decision.permit {
+        let permit = match decision.permit {
             None => None,
             Some(_) => {
                 proxy.gate.hold_permit(query, &decision).map_err(|error| self.check_error_response(query, &error))?
             }
         };
-        Ok(AdmittedRequest { actions, decision, permit: hold.map(|hold| proxy.permit_renewer.add(hold)) })
+        Ok(AdmittedRequest { actions, decision, permit: permit.map(|permit| proxy.permit_renewer.add(permit)) })
     }
 
     /// Answers a request that isn't forwarded.
@@ -342,7 +315,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             proxy.gate.plan().keyed_headers(),
         );
         if !request.headers().contains_key(HOST) {
-            request.headers_mut().insert(HOST, proxy.upstream.host().clone());
+            request.headers_mut().insert(HOST, proxy.upstream.host.clone());
         }
         if request.uri().authority().is_some()
             && let Some(path) = request.uri().path_and_query().cloned()
@@ -362,8 +335,8 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         });
         let mut sending = pin!(Arc::clone(&proxy.upstream).send(request));
         let sent = poll_fn(|cx| match self.watch.must_end_phase() {
-            true => Poll::Ready(Err(ForwardError::Timeout)),
-            false => sending.as_mut().poll(cx).map_err(ForwardError::Upstream),
+            true => Poll::Ready(Err(UpstreamError::Timeout)),
+            false => sending.as_mut().poll(cx),
         });
         let mut response = match sent.await {
             Ok(response) => response,
@@ -374,7 +347,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         proxy.replies.annotate(actions, &decision, response.headers_mut());
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let Some(client) = client_upgrade else {
-                return self.failure_response(&ForwardError::UnexpectedUpgrade, has_body);
+                return self.failure_response(&UpstreamError::UnexpectedUpgrade, has_body);
             };
             hop_headers::add_switch_headers(response.headers_mut(), protocol);
             let upstream = hyper::upgrade::on(&mut response);
@@ -391,15 +364,15 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         })
     }
 
-    fn failure_response(&self, failure: &ForwardError, has_body: bool) -> Response<ResponseBody> {
+    fn failure_response(&self, failure: &UpstreamError, has_body: bool) -> Response<ResponseBody> {
         let body = &self.watch.body;
         let waits_on_client = self.watch.phase() == ConnectionPhase::Upload && body.waits_on_client.get();
         let error = match failure {
-            ForwardError::Upstream(UpstreamError::Broken(_)) if body.is_too_large.get() => HttpError::TooLarge,
-            ForwardError::Upstream(UpstreamError::Broken(_)) if body.is_broken.get() => HttpError::BrokenBody,
-            ForwardError::Timeout if waits_on_client => HttpError::ClientTimeout,
-            ForwardError::Timeout | ForwardError::Upstream(UpstreamError::ConnectTimeout) => HttpError::GatewayTimeout,
-            ForwardError::UnexpectedUpgrade | ForwardError::Upstream(_) => HttpError::BadGateway,
+            UpstreamError::Broken(_) if body.is_too_large.get() => HttpError::TooLarge,
+            UpstreamError::Broken(_) if body.is_broken.get() => HttpError::BrokenBody,
+            UpstreamError::Timeout if waits_on_client => HttpError::ClientTimeout,
+            UpstreamError::Timeout | UpstreamError::ConnectTimeout => HttpError::GatewayTimeout,
+            _ => HttpError::BadGateway,
         };
         if error.status_and_message().0.is_server_error() {
             self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), failure);

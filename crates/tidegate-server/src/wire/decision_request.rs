@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
+use serde_json::error::Category;
 use tidegate::PermitId;
 use tidegate::policy::Query;
 use tidegate_core::MAX_COST;
@@ -45,6 +46,10 @@ pub(crate) struct DecisionRequestError {
 impl DecisionRequestError {
     pub(crate) fn in_field(field: &str, message: impl Into<String>) -> Self {
         Self { field: Some(field.to_owned()), message: message.into(), nearest: None }
+    }
+
+    fn in_body(message: impl Into<String>) -> Self {
+        Self { field: None, message: message.into(), nearest: None }
     }
 
     fn unknown_field(field: &str) -> Self {
@@ -86,34 +91,16 @@ impl<'a> DecisionRequest<'a> {
     /// Reads a JSON object.
     pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
         // One UTF-8 check of all bytes is cheaper than one per string.
-        let Ok(text) = str::from_utf8(bytes) else {
-            return Err(DecisionRequestError {
-                field: None,
-                message: "the body isn't UTF-8".to_owned(),
-                nearest: None,
-            });
-        };
+        let text = str::from_utf8(bytes).map_err(|_| DecisionRequestError::in_body("the body isn't UTF-8"))?;
         let mut reading = RequestVisitor::default();
         let mut json = serde_json::Deserializer::from_str(text);
         let read = (&mut reading).deserialize(&mut json).and_then(|()| json.end());
         match read {
             Ok(()) => Ok(reading.request),
             Err(error) => Err(reading.error.unwrap_or_else(|| match (error.classify(), reading.field) {
-                (serde_json::error::Category::Data, Some(field)) => DecisionRequestError {
-                    field: Some(field.to_owned()),
-                    message: format!("`{field}`: {error}"),
-                    nearest: None,
-                },
-                (serde_json::error::Category::Data, None) => DecisionRequestError {
-                    field: None,
-                    message: "the body is no JSON object".to_owned(),
-                    nearest: None,
-                },
-                _ => DecisionRequestError {
-                    field: None,
-                    message: format!("the body is no JSON: {error}"),
-                    nearest: None,
-                },
+                (Category::Data, Some(field)) => DecisionRequestError::in_field(field, format!("`{field}`: {error}")),
+                (Category::Data, None) => DecisionRequestError::in_body("the body is no JSON object"),
+                _ => DecisionRequestError::in_body(format!("the body is no JSON: {error}")),
             })),
         }
     }
@@ -260,24 +247,16 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
             };
             self.field = Some(field);
             let set = match (slot, field) {
-                (Some(slot), _) => match map.next_value::<Option<TextField<'de>>>()? {
-                    Some(TextField(text)) => set_once(slot, field, text),
-                    None => Ok(()),
-                },
-                (None, "cost") => match map.next_value::<Option<CostField>>()? {
-                    Some(CostField(cost)) => set_once(&mut question.cost, field, cost),
-                    None => Ok(()),
-                },
-                (None, "headers") => match map.next_value::<Option<HeadersField>>()? {
-                    Some(headers) => headers.add_to(question),
-                    None => Ok(()),
-                },
-                (None, _) => match map.next_value::<Option<TextField<'de>>>()? {
-                    Some(TextField(text)) => question.set_text(field, text),
-                    None => Ok(()),
-                },
+                (Some(slot), _) => {
+                    map.next_value::<Option<TextField<'de>>>()?.map(|text| set_once(slot, field, text.0))
+                }
+                (None, "cost") => {
+                    map.next_value::<Option<CostField>>()?.map(|cost| set_once(&mut question.cost, field, cost.0))
+                }
+                (None, "headers") => map.next_value::<Option<HeadersField>>()?.map(|headers| headers.add_to(question)),
+                (None, _) => map.next_value::<Option<TextField<'de>>>()?.map(|text| question.set_text(field, text.0)),
             };
-            if let Err(wrong) = set {
+            if let Some(Err(wrong)) = set {
                 self.error = Some(wrong);
                 return Err(de::Error::custom("wrong value"));
             }
@@ -288,26 +267,9 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
 }
 
 /// A string, borrowed if it has no escapes.
-struct TextField<'a>(Cow<'a, str>);
-
-impl<'de> Deserialize<'de> for TextField<'de> {
-    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct TextVisitor;
-        impl<'de> Visitor<'de> for TextVisitor {
-            type Value = TextField<'de>;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a string")
-            }
-            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<TextField<'de>, E> {
-                Ok(TextField(Cow::Borrowed(text)))
-            }
-            fn visit_str<E>(self, text: &str) -> Result<TextField<'de>, E> {
-                Ok(TextField(Cow::Owned(text.to_owned())))
-            }
-        }
-        deserializer.deserialize_str(TextVisitor)
-    }
-}
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct TextField<'a>(#[serde(borrow)] Cow<'a, str>);
 
 struct CostField(u64);
 
@@ -396,7 +358,7 @@ mod tests {
 
     #[test]
     fn too_many_headers_are_reported_as_such() {
-        let told = "there are more than 64 headers";
+        let expected = "there are more than 64 headers";
         for count in [MAX_HEADERS, MAX_HEADERS + 1, MAX_HEADERS + 2, 300] {
             let members: Vec<String> = (0..count).map(|number| format!(r#""x-{number}":"v""#)).collect();
             let json = format!(r#"{{"action":"login","headers":{{"none":null,{}}},"ip":"::1"}}"#, members.join(","));
@@ -407,7 +369,7 @@ mod tests {
                     Ok(question) => assert!(count <= MAX_HEADERS && question.headers.unwrap().len() == count),
                     Err(wrong) => {
                         assert!(count > MAX_HEADERS, "{wrong:?}");
-                        assert_eq!((wrong.field.as_deref(), &*wrong.message), (Some("headers"), told));
+                        assert_eq!((wrong.field.as_deref(), &*wrong.message), (Some("headers"), expected));
                     }
                 }
             }

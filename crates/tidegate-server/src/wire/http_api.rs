@@ -69,7 +69,7 @@ impl<S: Store, C: Clock> ApiService<S, C> {
     }
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for ApiService<S, C> {
+impl<S: Store, C: Clock> Service<Request<Incoming>> for ApiService<S, C> {
     type Response = Response<ResponseBody>;
     type Error = Infallible;
     type Future = ApiResponseFuture<S, C>;
