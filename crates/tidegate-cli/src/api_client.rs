@@ -17,7 +17,7 @@ use tidegate::{DecisionReport, Explanation, LimitReport};
 use tidegate_policy::{ApiConfig, Secret, SecretSource};
 use tokio::net::TcpStream;
 
-use crate::policy::{self, EnvOverrides, failure, invalid_input, print, print_error, print_json};
+use crate::policy::{self, failure, invalid_input, print, print_error, print_json};
 use crate::{CallArgs, CliOutcome, CommandResult};
 
 /// The hint if a gate requires a token and the command line has none.
@@ -64,8 +64,8 @@ impl ApiTarget {
         let (url, in_policy) = match (&question.url, &question.config) {
             (Some(url), None) => (url.clone(), None),
             (url, config) => {
-                let env = EnvOverrides::Used { prefix: question.env_prefix.as_deref() };
-                let policy = policy::load(config.as_deref(), env)?.0;
+                let environment = policy::environment(question.env_prefix.as_deref());
+                let (policy, _) = policy::load(config.as_deref(), environment)?;
                 (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
             }
         };

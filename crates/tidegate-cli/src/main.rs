@@ -24,9 +24,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
-use tidegate_policy::settings;
-
-use crate::policy::EnvOverrides;
+use tidegate_policy::{PolicySources, settings};
 
 /// A call makes about twenty small allocations. With this allocator the gateway's own time per call is a fifth less
 /// than with the C library's.
@@ -212,8 +210,9 @@ fn main() -> ExitCode {
         Command::Demo => demo::run(),
         Command::Serve { config, env_prefix } => serve::run(config.as_deref(), env_prefix.as_deref()),
         Command::Check { file, config, no_env, env_prefix } => {
-            let env = if no_env { EnvOverrides::Ignored } else { EnvOverrides::Used { prefix: env_prefix.as_deref() } };
-            policy::check(&config.unwrap_or(file), env)
+            let environment = || policy::environment(env_prefix.as_deref());
+            let sources = if no_env { PolicySources::new() } else { environment() };
+            policy::check(&config.unwrap_or(file), sources)
         }
         Command::Explain(question) => api_client::explain(&question),
         Command::Status(question) => api_client::status(&question),

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::error::Error;
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::fmt::Write as _;
 use std::io::{self, Read as _, Write as _};
@@ -15,21 +16,21 @@ use crate::{CliOutcome, CommandResult};
 /// The default policy file.
 const DEFAULT_FILE: &str = "tidegate.toml";
 
-/// The use of environment variables that override the file.
-#[derive(Clone, Copy)]
-pub(crate) enum EnvOverrides<'p> {
-    Ignored,
-    /// The usual variables, and those with a prefix.
-    Used {
-        prefix: Option<&'p str>,
-    },
+/// Returns the environment as a source of policies. `prefix` is that of further outbound settings.
+pub(crate) fn environment(prefix: Option<&str>) -> PolicySources {
+    // Text that isn't Unicode gets a replacement character. For Tidegate's own variables, reading such a value fails.
+    let text = |word: OsString| word.to_string_lossy().into_owned();
+    let sources = PolicySources::new().env(std::env::vars_os().map(|(name, value)| (text(name), text(value))));
+    match prefix {
+        Some(prefix) => sources.env_prefix(prefix),
+        None => sources,
+    }
 }
 
 /// Reads the policy of this file, or of ./tidegate.toml, or the built-in one. Returns it with its source's name. Prints
 /// errors to standard error.
-pub(crate) fn load(file: Option<&Path>, env: EnvOverrides<'_>) -> Result<(Policy, String), CliOutcome> {
+pub(crate) fn load(file: Option<&Path>, mut sources: PolicySources) -> Result<(Policy, String), CliOutcome> {
     let file = file.or_else(|| Some(Path::new(DEFAULT_FILE)).filter(|usual| usual.exists()));
-    let mut sources = PolicySources::new();
     let source_name = match file {
         None => "the built-in default policy".to_owned(),
         Some(file) => {
@@ -39,15 +40,6 @@ pub(crate) fn load(file: Option<&Path>, env: EnvOverrides<'_>) -> Result<(Policy
             name
         }
     };
-    if let EnvOverrides::Used { prefix } = env {
-        // Text that isn't Unicode gets a replacement character. For Tidegate's own variables, reading such a value
-        // fails.
-        let text = |word: std::ffi::OsString| word.to_string_lossy().into_owned();
-        sources = sources.env(std::env::vars_os().map(|(name, value)| (text(name), text(value))));
-        if let Some(prefix) = prefix {
-            sources = sources.env_prefix(prefix);
-        }
-    }
     Ok((Policy::load(sources).map_err(invalid_document)?, source_name))
 }
 
@@ -122,14 +114,12 @@ pub(crate) fn report_writer<'a, R: 'a>(
     formats: &'a [ReportFormat<R>],
     rule: &str,
 ) -> Result<impl FnOnce(&R) -> Result<(), CliOutcome> + 'a, CliOutcome> {
-    let mut chosen = Vec::with_capacity(files.len());
-    for file in files {
-        let is_of = |known: &str| file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case(known));
-        let Some((_, render)) = formats.iter().find(|(known, _)| is_of(known)) else {
-            return Err(invalid_input(format!("{}: {rule}", display_name(file))));
-        };
-        chosen.push((file, render));
-    }
+    let with_format = |file: &'a PathBuf| {
+        let extension = file.extension().unwrap_or_default();
+        let format = formats.iter().find(|(known, _)| extension.eq_ignore_ascii_case(known));
+        format.map(|(_, render)| (file, render)).ok_or_else(|| invalid_input(format!("{}: {rule}", display_name(file))))
+    };
+    let chosen = files.iter().map(with_format).collect::<Result<Vec<_>, _>>()?;
     Ok(move |report: &R| {
         chosen.into_iter().try_for_each(|(file, render)| {
             let written = render(report).and_then(|bytes| Ok(std::fs::write(file, bytes)?));
@@ -139,8 +129,8 @@ pub(crate) fn report_writer<'a, R: 'a>(
 }
 
 /// `tidegate check`.
-pub(crate) fn check(file: &Path, env: EnvOverrides<'_>) -> CommandResult {
-    let (policy, source_name) = load(Some(file), env)?;
+pub(crate) fn check(file: &Path, sources: PolicySources) -> CommandResult {
+    let (policy, source_name) = load(Some(file), sources)?;
     let notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
     Ok(print(&format!("{source_name}: good\n{notes}\n{}", describe(&policy))))
 }

@@ -8,7 +8,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tidegate_replay::{FieldNames, Findings, LogReplay};
 
-use crate::policy::{self, EnvOverrides, ReportFormat, file_failure, invalid_input, print, report_writer};
+use crate::policy::{self, ReportFormat, file_failure, invalid_input, print, report_writer};
 use crate::{CliOutcome, CommandResult};
 
 /// The end of the command's help.
@@ -60,11 +60,10 @@ pub(crate) fn run(arguments: &ReplayArgs) -> CommandResult {
     if arguments.logs.iter().filter(|log| is_stdin(log)).count() > 1 {
         return Err(invalid_input("standard input can be read once"));
     }
-    let env = EnvOverrides::Used { prefix: None };
-    let (policy, source_name) = policy::load(arguments.config.as_deref(), env)?;
+    let (policy, source_name) = policy::load(arguments.config.as_deref(), policy::environment(None))?;
     let mut replay = LogReplay::new(source_name, &policy, names);
     if let Some(other) = &arguments.diff {
-        let (policy, source_name) = policy::load(Some(other), env)?;
+        let (policy, source_name) = policy::load(Some(other), policy::environment(None))?;
         replay = replay.compare_with(source_name, &policy);
     }
     let mut refusals = match &arguments.refusals {

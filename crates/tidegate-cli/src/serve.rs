@@ -7,12 +7,12 @@ use tidegate::store::AnyStore;
 use tidegate_policy::Policy;
 use tidegate_server::{BoundServer, Server, descriptors, log, signals};
 
-use crate::policy::{self, EnvOverrides, failure, invalid_input};
+use crate::policy::{self, failure, invalid_input};
 use crate::{CliOutcome, CommandResult};
 
 /// Runs the server until a stop signal.
 pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult {
-    let (policy, source_name) = policy::load(config, EnvOverrides::Used { prefix })?;
+    let (policy, source_name) = policy::load(config, policy::environment(prefix))?;
     let filter = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
     log::start(policy.log(), filter.as_deref()).map_err(invalid_input)?;
     descriptors::raise_limit(&policy);

@@ -29,13 +29,13 @@ use tidegate_core::{Clock, Time};
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
 use tower_layer::Layer as _;
 
-use self::provider_client::{ProviderClient, ProviderConnector};
+use self::provider_client::ProviderClient;
 use crate::ServeError;
 use crate::access::{Access, ListenerKind};
 use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
-use crate::local_response::{self, HttpError, discard_body, error, finish_response, json};
+use crate::local_response::{HttpError, discard_body, error, finish_response, json, set_connection_close};
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
 use crate::refusal_log::RefusalLog;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
@@ -74,7 +74,8 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         refusals: Arc<RefusalLog>,
         env: &impl Fn(&str) -> Option<String>,
     ) -> Result<Self, ServeError> {
-        let connector = ProviderConnector::new().map_err(ServeError::RootCertificates)?;
+        // Shared, because reading the system's root certificates is slow.
+        let tls = provider_client::tls_config().map_err(ServeError::RootCertificates)?;
         let mut mounts = HashMap::new();
         for provider in outbound.providers() {
             let plan = provider.config();
@@ -85,7 +86,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
                 .map_err(|source| ServeError::Credential { provider: plan.name.clone(), source })?
                 .mount_path(&plan.name)
                 .fault_classifier(provider_client::fault_of);
-            mounts.insert(plan.name.clone(), layer.layer(connector.client(plan)));
+            mounts.insert(plan.name.clone(), layer.layer(provider_client::client(plan, tls.clone())));
         }
         Ok(Self { mounts, cache: Cache::for_outbound(outbound), access, refusals, outbound: outbound.clone() })
     }
@@ -160,7 +161,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
             };
             if has_body && watch.body.is_uploading.get() {
                 watch.response.must_linger.set(true);
-                local_response::set_connection_close(&mut response);
+                set_connection_close(&mut response);
             }
             finish_response(watch, response)
         }))

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead as _, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::sync::OwnedSemaphorePermit;
 
-use crate::watchdog::{ConnectionPhase, ConnectionWatch, LingerSlot};
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
 /// The bytes that are discarded for any client. Beyond that the socket closes, unless the client may go on.
 const MAX_BYTES: usize = 1 << 20;
@@ -27,7 +28,7 @@ pub(crate) struct LingerState {
     read_bytes: usize,
     /// The bytes that were read since progress was last checked.
     progress_bytes: usize,
-    slot: Option<LingerSlot>,
+    slot: Option<OwnedSemaphorePermit>,
 }
 
 impl LingerState {

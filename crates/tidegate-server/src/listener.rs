@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use tidegate_policy::InboundTimeouts;
@@ -149,11 +150,11 @@ impl Listener {
                 *held = self.accept_one().await;
             }
             // An earlier leave would otherwise be mistaken for that of the displaced connection.
-            watchdog.reset_left_signal();
+            let _ = watchdog.connection_left.notified().now_or_never();
             if !self.starter.has_capacity() {
                 displaced.displace_one(watchdog);
                 // A connection that is busy now may be idle soon, but only leaves if it is displaced.
-                let _ = tokio::time::timeout(watchdog.tick, watchdog.wait_for_leave()).await;
+                let _ = tokio::time::timeout(watchdog.tick, watchdog.connection_left.notified()).await;
             } else if let Some(accepted) = held.take() {
                 return accepted;
             }

@@ -28,7 +28,7 @@ use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, set_connection_close};
 use crate::permit_renewer::{PermitHandle, PermitRenewer};
 use crate::refusal_cache::RefusalCache;
-use crate::refusal_log::{RefusalLog, RefusalRecord};
+use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::upgrade;
 use crate::upstream::{UpstreamClient, UpstreamError};
@@ -231,9 +231,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         decision: Decision,
     ) -> Result<AdmittedRequest, Response<ResponseBody>> {
         let proxy = &*self.proxy;
-        if !decision.allowed || decision.shadow {
-            proxy.refusals.log_refusal(proxy.gate.plan(), &RefusalRecord { actions, query, decision: &decision });
-        }
+        proxy.refusals.log_decision(proxy.gate.plan(), actions, query, &decision);
         if !decision.allowed {
             self.watch.response.is_blocked.set(decision.blocked || decision.reason == Reason::DenyList);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");

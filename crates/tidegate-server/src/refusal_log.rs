@@ -24,13 +24,6 @@ pub(crate) struct RefusalLog {
     rejection_counts: [AtomicU64; RejectionReason::COUNT],
 }
 
-/// A refusal, or one that shadow mode admitted.
-pub(crate) struct RefusalRecord<'a> {
-    pub(crate) actions: MatchedActions,
-    pub(crate) query: &'a Query<'a>,
-    pub(crate) decision: &'a Decision,
-}
-
 impl RefusalLog {
     /// Returns a log of at most `lines` of each kind in any second.
     pub(crate) fn new(lines: u32) -> Self {
@@ -42,10 +35,12 @@ impl RefusalLog {
         }
     }
 
-    /// Logs a refusal, unless the limit on lines is reached.
-    pub(crate) fn log_refusal(&self, plan: &Plan, refusal: &RefusalRecord<'_>) {
-        if let Some(suppressed) = self.refusal_throttle.admit(refusal.decision.now) {
-            write_refusal(plan, refusal, suppressed);
+    /// Logs a refusal, or one that shadow mode admitted, unless the limit on lines is reached.
+    pub(crate) fn log_decision(&self, plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
+        if (!decision.allowed || decision.shadow)
+            && let Some(suppressed) = self.refusal_throttle.admit(decision.now)
+        {
+            write_refusal(plan, actions, query, decision, suppressed);
         }
     }
 
@@ -99,10 +94,9 @@ impl RefusalLog {
 }
 
 #[cold]
-fn write_refusal(plan: &Plan, refusal: &RefusalRecord<'_>, suppressed: u64) {
-    let RefusalRecord { actions, query, decision } = refusal;
+fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision, suppressed: u64) {
     tracing::info!(
-        action = plan.action_names(*actions).map(display),
+        action = plan.action_names(actions).map(display),
         limit = decision.bound_by.map(|id| display(plan.limit_info(id).name())),
         ip = query.ip.map(display),
         key = query.key.map(MaskedKey).map(display),

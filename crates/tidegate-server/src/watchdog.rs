@@ -13,26 +13,15 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicUsize};
 use std::time::Duration;
 
-use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 use slab::Slab;
 use tidegate_policy::InboundTimeouts;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 
 pub(crate) use self::connection_watch::{ConnectionWatch, Flag};
 use self::phase::{BODY_RATE_PERIOD, MAX_HEAD_BYTES, phase_timeout, tick_of, ticks};
 pub(crate) use self::phase::{ConnectionPhase, EndReason};
 use crate::client_limit::ClientSlot;
-
-/// A slot of a connection that may linger for long. Dropping it returns the slot.
-#[derive(Debug)]
-pub(crate) struct LingerSlot(Arc<Watchdog>);
-
-impl Drop for LingerSlot {
-    fn drop(&mut self) {
-        self.0.lingering.fetch_sub(1, Relaxed);
-    }
-}
 
 /// A connection's entry in its listener's list. Dropping it removes the entry.
 pub(crate) struct ConnectionEntry {
@@ -66,15 +55,16 @@ pub(crate) struct Watchdog {
     is_aborting: Flag,
     timeout_ticks: [u32; ConnectionPhase::ALL.len()],
     pub(crate) tick: Duration,
-    lingering: AtomicUsize,
-    max_lingering: usize,
+    /// The slots of connections that may linger for long.
+    linger_slots: Arc<Semaphore>,
     /// The bytes of unfinished heads.
     head_bytes: AtomicUsize,
     /// The minimum bytes of a body per number of ticks.
     body_rate: Option<(u64, u32)>,
     pub(crate) connections: Mutex<Slab<Arc<ConnectionWatch>>>,
     not_empty: Notify,
-    connection_left: Notify,
+    /// Notified when a connection leaves.
+    pub(crate) connection_left: Notify,
     all_left: Notify,
 }
 
@@ -99,8 +89,7 @@ impl Watchdog {
             timeout_ticks: ConnectionPhase::ALL
                 .map(|phase| phase_timeout(timeouts, phase).map_or(u32::MAX, |timeout| ticks(timeout, tick))),
             tick,
-            lingering: AtomicUsize::new(0),
-            max_lingering: (connections / LINGER_DIVISOR).max(1),
+            linger_slots: Arc::new(Semaphore::new((connections / LINGER_DIVISOR).max(1))),
             head_bytes: AtomicUsize::new(0),
             body_rate,
             connections: Mutex::default(),
@@ -110,7 +99,6 @@ impl Watchdog {
         })
     }
 
-    /// Adds a connection.
     pub(crate) fn add_connection(self: &Arc<Self>) -> (Arc<ConnectionWatch>, ConnectionEntry) {
         let watch = Arc::new(ConnectionWatch::new(Arc::clone(self)));
         let (index, first) = {
@@ -124,7 +112,6 @@ impl Watchdog {
         (watch, ConnectionEntry { watchdog: Arc::clone(self), index, client_slot: None })
     }
 
-    /// The current tick.
     pub(crate) fn current_tick(&self) -> u32 {
         self.current_tick.load(Relaxed)
     }
@@ -149,19 +136,8 @@ impl Watchdog {
         }
     }
 
-    /// The number of open connections.
     pub(crate) fn len(&self) -> usize {
         self.connections.lock().len()
-    }
-
-    /// Clears the signal of earlier leaves.
-    pub(crate) fn reset_left_signal(&self) {
-        let _ = self.connection_left.notified().now_or_never();
-    }
-
-    /// Returns once a connection has left since the last call.
-    pub(crate) async fn wait_for_leave(&self) {
-        self.connection_left.notified().await;
     }
 
     /// Makes every connection end after its current request.

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use hyper::body::Incoming;
 use parking_lot::Mutex;
+use tokio::sync::OwnedSemaphorePermit;
 
+use super::Watchdog;
 use super::phase::{ConnectionPhase, EndReason, MAX_HEAD_BYTES, PHASE_MASK, UNCOUNTED_HEAD_BYTES, ticks};
-use super::{LingerSlot, Watchdog};
 
 /// A flag that several tasks read and write, without any order towards other memory.
 #[derive(Debug, Default)]
@@ -198,7 +199,6 @@ impl ConnectionWatch {
         if is_lingering { &self.response.linger_started } else { &self.last_progress }.load(Relaxed)
     }
 
-    /// Counts bytes of a body.
     pub(crate) fn count_body(&self, count: u64) {
         self.body.bytes.fetch_add(count, Relaxed);
     }
@@ -234,7 +234,6 @@ impl ConnectionWatch {
             .try_update(Relaxed, Relaxed, |state| (state & PHASE_MASK == from as u8).then_some(to as u8));
     }
 
-    /// Notes progress.
     pub(crate) fn touch(&self) {
         self.last_progress.store(self.watchdog.current_tick(), Relaxed);
     }
@@ -251,7 +250,6 @@ impl ConnectionWatch {
         ConnectionPhase::from_u8(self.phase_and_reason.load(Relaxed) & PHASE_MASK)
     }
 
-    /// Returns true if the connection must end its phase.
     pub(crate) fn must_end_phase(&self) -> bool {
         self.phase_and_reason.load(Relaxed) > PHASE_MASK || self.is_aborted()
     }
@@ -266,14 +264,9 @@ impl ConnectionWatch {
 
     /// Acquires one of the few slots of connections that may linger for long. `None` for a blocked client, or if all
     /// are taken.
-    pub(crate) fn acquire_linger_slot(&self) -> Option<LingerSlot> {
-        if self.response.is_blocked.get() {
-            return None;
-        }
-        let (watchdog, max_lingering) = (&self.watchdog, self.watchdog.max_lingering);
-        let update =
-            watchdog.lingering.try_update(Relaxed, Relaxed, |taken| (taken < max_lingering).then_some(taken + 1));
-        update.is_ok().then(|| LingerSlot(Arc::clone(watchdog)))
+    pub(crate) fn acquire_linger_slot(&self) -> Option<OwnedSemaphorePermit> {
+        let slots = Some(&self.watchdog.linger_slots).filter(|_| !self.response.is_blocked.get());
+        Arc::clone(slots?).try_acquire_owned().ok()
     }
 
     /// Returns true if the shutdown time is over and the connection must end, in any phase.

@@ -28,7 +28,7 @@ use crate::access::{Access, AccessError};
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
 use crate::local_response::{close_after_response, discard_body, error, finish_response, json};
-use crate::refusal_log::{RefusalLog, RefusalRecord};
+use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
@@ -350,9 +350,7 @@ fn decision_response<S: Store, C: Clock>(
     query: &Query<'_>,
     decision: &Decision,
 ) -> Response<ResponseBody> {
-    if !decision.allowed || decision.shadow {
-        api.refusals.log_refusal(api.gate.plan(), &RefusalRecord { actions, query, decision });
-    }
+    api.refusals.log_decision(api.gate.plan(), actions, query, decision);
     api.replies.decision(actions, decision).map(ResponseBody::full)
 }
 
