@@ -52,31 +52,23 @@ pub(crate) fn reset(question: &CallArgs) -> CommandResult {
     call_api(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: reset\n"), CliOutcome::Done)))
 }
 
-/// The destination of a request.
-struct ApiTarget {
-    url: String,
-    token: Option<Secret>,
-}
-
-impl ApiTarget {
-    /// Takes the destination from the command line, and otherwise from the policy. Prints errors to standard error.
-    fn from_args(question: &CallArgs) -> Result<Self, CliOutcome> {
-        let (url, in_policy) = match (&question.url, &question.config) {
-            (Some(url), None) => (url.clone(), None),
-            (url, config) => {
-                let environment = policy::environment(question.env_prefix.as_deref());
-                let (policy, _) = policy::load(config.as_deref(), environment)?;
-                (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
-            }
-        };
-        let (from, source) = match &question.token_env {
-            Some(name) => ("--token-env", Some(SecretSource::Env(name.clone()))),
-            None => ("api.token", in_policy),
-        };
-        let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
-        let token = token.map_err(|error| invalid_input(format!("{from}: {error}")))?;
-        Ok(Self { url, token })
-    }
+/// Takes the URL and the token of the API from the command line, and otherwise from the policy. Prints errors to standard
+/// error.
+fn url_and_token(question: &CallArgs) -> Result<(String, Option<Secret>), CliOutcome> {
+    let (url, in_policy) = match (&question.url, &question.config) {
+        (Some(url), None) => (url.clone(), None),
+        (url, config) => {
+            let environment = policy::environment(question.env_prefix.as_deref());
+            let (policy, _) = policy::load(config.as_deref(), environment)?;
+            (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
+        }
+    };
+    let (from, source) = match &question.token_env {
+        Some(name) => ("--token-env", Some(SecretSource::Env(name.clone()))),
+        None => ("api.token", in_policy),
+    };
+    let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
+    Ok((url, token.map_err(|error| invalid_input(format!("{from}: {error}")))?))
 }
 
 /// The URL of the API of a gate on this machine.
@@ -109,12 +101,12 @@ fn call_api(
     path: &str,
     describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
 ) -> CommandResult {
-    let target = ApiTarget::from_args(question)?;
+    let (url, token) = url_and_token(question)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| failure(format!("can't start: {error}")))?;
-    let answer =
-        runtime.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, send(&target, question, method, path)).await });
-    let no_answer = |_| failure(format!("{} did not answer within {ANSWER_TIMEOUT:?}", target.url));
+    let sending = send(&url, token, question, method, path);
+    let answer = runtime.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, sending).await });
+    let no_answer = |_| failure(format!("{url} did not answer within {ANSWER_TIMEOUT:?}"));
     let (status, text) = answer.map_err(no_answer)??;
     if status.is_success() {
         return Ok(match describe(&text) {
@@ -127,7 +119,7 @@ fn call_api(
         print_json(&text);
     } else {
         let body: Value = serde_json::from_str(&text).unwrap_or_default();
-        let default_message = || format!("{} answered {status}", target.url);
+        let default_message = || format!("{url} answered {status}");
         print_error(&format!("error: {}\n", body["message"].as_str().map_or_else(default_message, str::to_owned)));
         if let Some(help) = body["field"].as_str().and_then(part_help) {
             print_error(&format!("{help}\n"));
@@ -158,12 +150,12 @@ fn part_help(field: &str) -> Option<String> {
 
 /// Sends the request and returns the response's status and body. Prints errors to standard error.
 async fn send(
-    target: &ApiTarget,
+    address: &str,
+    token: Option<Secret>,
     question: &CallArgs,
     method: Method,
     path: &str,
 ) -> Result<(StatusCode, String), CliOutcome> {
-    let ApiTarget { url: address, token } = target;
     let url: Uri = address.parse().map_err(|error| invalid_input(format!("--url {address}: {error}")))?;
     let authority = match (url.scheme_str(), url.authority()) {
         (Some("http"), Some(authority)) => authority.clone(),

@@ -154,21 +154,11 @@ impl<'a> RetryRunner<'a> {
                     "standard input went to the first attempt; the next ones have none (--keep-stdin keeps it)",
                 );
             }
-            let (end, seen) =
-                match self.launcher.run(&self.arguments.patterns, &self.events, &self.clock, self.arguments.timeout) {
-                    Ok(ended) => ended,
-                    Err(error) => {
-                        let name =
-                            self.arguments.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
-                        print_error(&format!("tidegate retry: can't run {name}: {error}\n"));
-                        // It may exist without being runnable: no permission, not a program, or too many arguments.
-                        return if error.kind() == io::ErrorKind::NotFound {
-                            NOT_FOUND_STATUS
-                        } else {
-                            NOT_RUNNABLE_STATUS
-                        };
-                    }
-                };
+            let ended = self.launcher.run(&self.arguments.patterns, &self.events, &self.clock, self.arguments.timeout);
+            let (end, seen) = match ended {
+                Ok(ended) => ended,
+                Err(error) => return self.print_launch_error(&error),
+            };
             let (class, status) = (self.classify(&end, &seen), end.status());
             if class == Class::Success || end.stopped_by.is_some() {
                 return status;
@@ -197,6 +187,17 @@ impl<'a> RetryRunner<'a> {
                     return status;
                 }
             }
+        }
+    }
+
+    /// Prints that the command can't be run, and returns the exit status.
+    fn print_launch_error(&self, error: &io::Error) -> u8 {
+        let name = self.arguments.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
+        print_error(&format!("tidegate retry: can't run {name}: {error}\n"));
+        match error.kind() {
+            io::ErrorKind::NotFound => NOT_FOUND_STATUS,
+            // The command exists but can't be run: no permission, not a program, or too many arguments.
+            _ => NOT_RUNNABLE_STATUS,
         }
     }
 

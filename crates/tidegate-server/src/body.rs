@@ -18,7 +18,6 @@ use crate::permit_renewer::PermitHandle;
 use crate::upstream::UpstreamBody;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
-/// The body of a response to a client.
 pub(crate) enum ResponseBody {
     /// A body of the server's own.
     Full(Option<Bytes>),
@@ -192,7 +191,6 @@ pub(crate) enum UploadError {
 }
 
 impl Upload {
-    /// Returns an empty body.
     pub(crate) fn empty(inner: Incoming) -> Self {
         Self { inner, watch: None, remaining_bytes: 0, expectation: None }
     }

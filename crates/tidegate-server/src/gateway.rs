@@ -288,7 +288,6 @@ fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, stats: Option<Call
     }
 }
 
-/// Removes the headers with matching names.
 fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
     let names: Vec<HeaderName> = headers.keys().filter(|name| matches(name)).cloned().collect();
     for name in names {

@@ -28,7 +28,6 @@ const MIN_BUFFER_BYTES: usize = 8 << 10;
 /// space for the headers anew for each request. That takes a third of the time of reading a request.
 pub(crate) const DEFAULT_MAX_HEADERS: usize = 100;
 
-/// The limits of a listener.
 pub(crate) struct ListenerConfig {
     /// The maximum number of connections. At the cap a new one displaces one without a request in progress, or waits.
     pub(crate) connections: usize,
@@ -65,7 +64,6 @@ pub(crate) struct ConnectionContext {
     pub(crate) entry: Arc<ConnectionEntry>,
 }
 
-/// An accepted connection with its client's slot.
 struct AcceptedConnection {
     stream: TcpStream,
     address: SocketAddr,

@@ -83,7 +83,6 @@ impl HttpError {
     }
 }
 
-/// A response with a JSON body.
 pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::full(body));
     *response.status_mut() = status;
@@ -91,7 +90,6 @@ pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<ResponseBody> {
     response
 }
 
-/// A small error response in JSON.
 pub(crate) fn error(status: StatusCode, message: &str) -> Response<ResponseBody> {
     json(status, error_json(status, message).into())
 }

@@ -77,7 +77,6 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
     }
 }
 
-/// One client connection to the proxy.
 pub(crate) struct ProxyConnection<S: Store, C: Clock> {
     proxy: Arc<ProxyState<S, C>>,
     ip: IpAddr,
@@ -188,7 +187,6 @@ impl Future for ResponseFuture {
     }
 }
 
-/// The decision that admitted a request, and its permit.
 struct AdmittedRequest {
     actions: MatchedActions,
     decision: Decision,
@@ -246,7 +244,6 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         Ok(AdmittedRequest { actions, decision, permit: permit.map(|permit| proxy.permit_renewer.add(permit)) })
     }
 
-    /// Answers a request that isn't forwarded.
     fn refuse_request(&self, request: Request<Incoming>, refusal: Response<ResponseBody>) -> Response<ResponseBody> {
         let expects = request.headers().contains_key(EXPECT);
         discard_body(&self.watch, request.into_body(), expects, refusal)

@@ -193,7 +193,6 @@ fn connect_error(error: &(dyn Error + 'static)) -> UpstreamError {
     }
 }
 
-/// A connection in use.
 struct ActiveConnection {
     sender: SendRequest<Upload>,
     upstream: Arc<UpstreamClient>,

@@ -44,12 +44,8 @@ pub(crate) struct DecisionRequestError {
 }
 
 impl DecisionRequestError {
-    pub(crate) fn in_field(field: &str, message: impl Into<String>) -> Self {
-        Self { field: Some(field.to_owned()), message: message.into(), nearest: None }
-    }
-
-    fn in_body(message: impl Into<String>) -> Self {
-        Self { field: None, message: message.into(), nearest: None }
+    pub(crate) fn new<'f>(field: impl Into<Option<&'f str>>, message: impl Into<String>) -> Self {
+        Self { field: field.into().map(str::to_owned), message: message.into(), nearest: None }
     }
 
     fn unknown_field(field: &str) -> Self {
@@ -91,16 +87,16 @@ impl<'a> DecisionRequest<'a> {
     /// Reads a JSON object.
     pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
         // One UTF-8 check of all bytes is cheaper than one per string.
-        let text = str::from_utf8(bytes).map_err(|_| DecisionRequestError::in_body("the body isn't UTF-8"))?;
+        let text = str::from_utf8(bytes).map_err(|_| DecisionRequestError::new(None, "the body isn't UTF-8"))?;
         let mut reading = RequestVisitor::default();
         let mut json = serde_json::Deserializer::from_str(text);
         let read = (&mut reading).deserialize(&mut json).and_then(|()| json.end());
         match read {
             Ok(()) => Ok(reading.request),
             Err(error) => Err(reading.error.unwrap_or_else(|| match (error.classify(), reading.field) {
-                (Category::Data, Some(field)) => DecisionRequestError::in_field(field, format!("`{field}`: {error}")),
-                (Category::Data, None) => DecisionRequestError::in_body("the body is no JSON object"),
-                _ => DecisionRequestError::in_body(format!("the body is no JSON: {error}")),
+                (Category::Data, Some(field)) => DecisionRequestError::new(field, format!("`{field}`: {error}")),
+                (Category::Data, None) => DecisionRequestError::new(None, "the body is no JSON object"),
+                _ => DecisionRequestError::new(None, format!("the body is no JSON: {error}")),
             })),
         }
     }
@@ -111,7 +107,7 @@ impl<'a> DecisionRequest<'a> {
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             let name = decode(name).ok_or_else(|| DecisionRequestError::unknown_field(name))?;
-            let value = decode(value).ok_or_else(|| DecisionRequestError::in_field(&name, "the value isn't UTF-8"))?;
+            let value = decode(value).ok_or_else(|| DecisionRequestError::new(&*name, "the value isn't UTF-8"))?;
             question.set_text(&name, value)?;
         }
         Ok(question)
@@ -125,14 +121,19 @@ impl<'a> DecisionRequest<'a> {
             "method" => &mut self.method,
             "path" => &mut self.path,
             "host" => &mut self.host,
-            "ip" => return set_once(&mut self.ip, name, parse_ip(&value)?),
-            "permit" => return set_once(&mut self.permit, name, parse_permit(&value)?),
+            "ip" => {
+                let rule = "an `ip` is an IPv4 or IPv6 address without a port";
+                let ip = value.parse().map_err(|_| DecisionRequestError::new(name, rule))?;
+                return set_once(&mut self.ip, name, ip);
+            }
+            "permit" => {
+                let permit = value.parse::<PermitId>();
+                let permit = permit.map_err(|error| DecisionRequestError::new(name, error.to_string()))?;
+                return set_once(&mut self.permit, name, permit);
+            }
             "cost" => {
-                let cost = value
-                    .parse()
-                    .ok()
-                    .filter(|cost| *cost <= MAX_COST)
-                    .ok_or_else(|| DecisionRequestError::in_field(name, COST_RULE))?;
+                let cost = value.parse().ok().filter(|cost| *cost <= MAX_COST);
+                let cost = cost.ok_or_else(|| DecisionRequestError::new(name, COST_RULE))?;
                 return set_once(&mut self.cost, name, cost);
             }
             _ => {
@@ -148,15 +149,12 @@ impl<'a> DecisionRequest<'a> {
     fn set_header(&mut self, name: &str, value: &str) -> Result<(), DecisionRequestError> {
         let field = || format!("header:{}", name.chars().take(64).collect::<String>());
         let header = HeaderName::from_bytes(name.as_bytes())
-            .map_err(|_| DecisionRequestError::in_field(&field(), "this is no header's name"))?;
+            .map_err(|_| DecisionRequestError::new(&*field(), "this is no header's name"))?;
         let value = HeaderValue::from_str(value)
-            .map_err(|_| DecisionRequestError::in_field(&field(), "a header's value has no control characters"))?;
+            .map_err(|_| DecisionRequestError::new(&*field(), "a header's value has no control characters"))?;
         let headers = self.headers.get_or_insert_default();
         if headers.len() >= MAX_HEADERS {
-            return Err(DecisionRequestError::in_field(
-                "headers",
-                format!("there are more than {MAX_HEADERS} headers"),
-            ));
+            return Err(DecisionRequestError::new("headers", format!("there are more than {MAX_HEADERS} headers")));
         }
         headers.append(header, value);
         Ok(())
@@ -168,16 +166,8 @@ const COST_RULE: &str = "a cost is a whole number from 0 to 1099511627776 (2^40)
 fn set_once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), DecisionRequestError> {
     match slot.replace(value) {
         None => Ok(()),
-        Some(_) => Err(DecisionRequestError::in_field(name, format!("`{name}` is there twice"))),
+        Some(_) => Err(DecisionRequestError::new(name, format!("`{name}` is there twice"))),
     }
-}
-
-fn parse_ip(text: &str) -> Result<IpAddr, DecisionRequestError> {
-    text.parse().map_err(|_| DecisionRequestError::in_field("ip", "an `ip` is an IPv4 or IPv6 address without a port"))
-}
-
-fn parse_permit(text: &str) -> Result<PermitId, DecisionRequestError> {
-    text.parse::<PermitId>().map_err(|error| DecisionRequestError::in_field("permit", error.to_string()))
 }
 
 /// Decodes `%41` and `+`. Borrows the text if there is nothing to decode.

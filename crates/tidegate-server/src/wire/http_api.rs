@@ -21,7 +21,7 @@ use hyper::service::Service;
 use tidegate::policy::{Forwarding, KeyError, MatchedActions, Query, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
-use tidegate::{Check, CheckError, Decision, Gate, PendingCheck, PermitId};
+use tidegate::{Check, CheckError, Decision, Gate, PendingCheck};
 use tidegate_core::Clock;
 
 use crate::access::{Access, AccessError};
@@ -54,7 +54,6 @@ pub(crate) struct ApiState<S: Store, C: Clock> {
     pub(crate) untrusted_peer_logged: AtomicBool,
 }
 
-/// The service of one connection's requests.
 pub(crate) struct ApiService<S: Store, C: Clock>(Arc<ApiConnection<S, C>>);
 
 /// One client connection to the API.
@@ -121,7 +120,7 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                     Ok(bytes) => match DecisionRequest::from_json(&bytes)
                         .and_then(|question| check(&call.api, &question))
                     {
-                        Err(wrong) => bad_request(&wrong),
+                        Err(wrong) => bad_request(wrong),
                         Ok(CheckResponse::Ready(response)) => response,
                         Ok(CheckResponse::Pending(actions, deciding)) => {
                             let call = Arc::clone(call);
@@ -133,7 +132,7 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                                     (Err(error), Ok(question)) => {
                                         check_error_response(&call.api, &question.query(), &error)
                                     }
-                                    (_, Err(wrong)) => bad_request(&wrong),
+                                    (_, Err(wrong)) => bad_request(wrong),
                                 };
                                 finish_response(&call.context.watch, response)
                             }));
@@ -177,7 +176,7 @@ async fn route<S: Store, C: Clock>(
     }
     if method == "GET" {
         let query = request.uri().query().unwrap_or_default();
-        let response = handle(api, path, DecisionRequest::from_query(query)).await;
+        let response = handle(api, path, DecisionRequest::from_query(query)).await.unwrap_or_else(bad_request);
         return discard_body(watch, request.into_body(), false, response);
     }
     let (parts, body) = request.into_parts();
@@ -188,7 +187,7 @@ async fn route<S: Store, C: Clock>(
         Err(status) => return unreadable_body_response(watch, status),
     };
     watch.enter(ConnectionPhase::Deciding);
-    handle(api, parts.uri.path(), DecisionRequest::from_json(&bytes)).await
+    handle(api, parts.uri.path(), DecisionRequest::from_json(&bytes)).await.unwrap_or_else(bad_request)
 }
 
 /// The response to a decision request that can't be read.
@@ -268,16 +267,9 @@ async fn handle<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     path: &str,
     question: Result<DecisionRequest<'_>, DecisionRequestError>,
-) -> Response<ResponseBody> {
-    let valid = question.and_then(|question| {
-        require_action_or_path(api, &question)?;
-        check_permit_field(path, question.permit)?;
-        Ok(question)
-    });
-    let question = match valid {
-        Ok(question) => question,
-        Err(wrong) => return bad_request(&wrong),
-    };
+) -> Result<Response<ResponseBody>, DecisionRequestError> {
+    let question = question?;
+    validate(api, path, &question)?;
     let query = &question.query();
     let done = match (path, question.permit) {
         ("/v1/status", _) => status_response(api, query).await,
@@ -287,7 +279,7 @@ async fn handle<S: Store, C: Clock>(
         ("/v1/reset", _) => api.gate.reset(query).await.map(|()| done("reset", true)),
         _ => api.gate.refund(query).await.map(|()| done("refunded", true)),
     };
-    done.unwrap_or_else(|error| check_error_response(api, query, &error))
+    Ok(done.unwrap_or_else(|error| check_error_response(api, query, &error)))
 }
 
 async fn status_response<S: Store, C: Clock>(
@@ -306,18 +298,6 @@ fn done(what: &str, whether: bool) -> Response<ResponseBody> {
     json(StatusCode::OK, format!(r#"{{"{what}":{whether}}}"#).into())
 }
 
-/// Checks that a request has a permit if its path needs one. Requests that change nothing may have one.
-fn check_permit_field(path: &str, permit: Option<PermitId>) -> Result<(), DecisionRequestError> {
-    let message = match (path, permit) {
-        ("/v1/release" | "/v1/renew", None) => "`permit` is missing: the check that was allowed gave one".to_owned(),
-        ("/v1/check" | "/v1/reset" | "/v1/refund", Some(_)) => {
-            format!("`permit` belongs to /v1/release and /v1/renew, not {path}")
-        }
-        _ => return Ok(()),
-    };
-    Err(DecisionRequestError::in_field("permit", message))
-}
-
 /// A check that was answered at once or is pending.
 enum CheckResponse<S: Store, C: Clock> {
     Ready(Response<ResponseBody>),
@@ -328,8 +308,7 @@ fn check<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     question: &DecisionRequest<'_>,
 ) -> Result<CheckResponse<S, C>, DecisionRequestError> {
-    require_action_or_path(api, question)?;
-    check_permit_field("/v1/check", question.permit)?;
+    validate(api, "/v1/check", question)?;
     let query = question.query();
     let started = api.gate.actions(&query).and_then(|actions| {
         let query = Query { actions: Some(actions), ..query };
@@ -354,21 +333,33 @@ fn decision_response<S: Store, C: Clock>(
     api.replies.decision(actions, decision).map(ResponseBody::full)
 }
 
-/// Checks that a request names an action, or has a path that can select one.
-fn require_action_or_path<S: Store, C: Clock>(
+/// Checks that a request names an action, or has a path that can select one, and that it has a permit if its path needs
+/// one. Requests that change nothing may have one.
+fn validate<S: Store, C: Clock>(
     api: &ApiState<S, C>,
+    path: &str,
     question: &DecisionRequest<'_>,
 ) -> Result<(), DecisionRequestError> {
     let query = question.query();
     if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
         let why = "a `host` is a name or an address (IPv6 in brackets) and at most a port";
         api.refusals.log_rejection(api.gate.clock().now(), RejectionReason::Host, &query, why);
-        return Err(DecisionRequestError::in_field("host", why));
+        return Err(DecisionRequestError::new("host", why));
     }
-    if question.action.is_some() || question.path.is_some() {
-        return Ok(());
+    if query.action.is_none() && query.path.is_none() {
+        let message = "`action` is missing (or the `method` and `path` that find one)";
+        return Err(DecisionRequestError::new("action", message));
     }
-    Err(DecisionRequestError::in_field("action", "`action` is missing (or the `method` and `path` that find one)"))
+    match (path, question.permit) {
+        ("/v1/release" | "/v1/renew", None) => {
+            Err(DecisionRequestError::new("permit", "`permit` is missing: the check that was allowed gave one"))
+        }
+        ("/v1/check" | "/v1/reset" | "/v1/refund", Some(_)) => {
+            let message = format!("`permit` belongs to /v1/release and /v1/renew, not {path}");
+            Err(DecisionRequestError::new("permit", message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The response to a decision request that can't be decided.
@@ -377,7 +368,11 @@ pub(crate) fn check_error_response<S: Store, C: Clock>(
     query: &Query<'_>,
     cause: &CheckError,
 ) -> Response<ResponseBody> {
-    match cause {
+    let field = match cause {
+        CheckError::Store(_) => {
+            api.refusals.log_failure(api.gate.clock().now(), cause);
+            return error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written");
+        }
         CheckError::UnknownAction(unknown) => {
             let body = serde_json::json!({
                 "error": "Not Found",
@@ -385,28 +380,20 @@ pub(crate) fn check_error_response<S: Store, C: Clock>(
                 "message": cause.to_string(),
                 "nearest": unknown.nearest,
             });
-            json_response(StatusCode::NOT_FOUND, &body)
-        }
-        CheckError::Key(KeyError::Missing(missing)) => {
-            bad_request(&DecisionRequestError::in_field(&missing.part, cause.to_string()))
+            return json_response(StatusCode::NOT_FOUND, &body);
         }
         CheckError::Key(KeyError::Uncountable(uncountable)) => {
             api.refusals.log_rejection(api.gate.clock().now(), uncountable.into(), query, &uncountable.to_string());
-            let field = uncountable.part().map(str::to_owned);
-            bad_request(&DecisionRequestError { field, message: cause.to_string(), nearest: None })
+            uncountable.part()
         }
-        CheckError::Key(KeyError::Platform(_)) => {
-            bad_request(&DecisionRequestError::in_field("platform", cause.to_string()))
-        }
-        CheckError::Cost { .. } => bad_request(&DecisionRequestError::in_field("cost", cause.to_string())),
-        CheckError::Store(_) => {
-            api.refusals.log_failure(api.gate.clock().now(), cause);
-            error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written")
-        }
-    }
+        CheckError::Key(KeyError::Missing(missing)) => Some(&*missing.part),
+        CheckError::Key(KeyError::Platform(_)) => Some("platform"),
+        CheckError::Cost { .. } => Some("cost"),
+    };
+    bad_request(DecisionRequestError::new(field, cause.to_string()))
 }
 
-fn bad_request(wrong: &DecisionRequestError) -> Response<ResponseBody> {
+fn bad_request(wrong: DecisionRequestError) -> Response<ResponseBody> {
     let mut body = serde_json::json!({ "error": "Bad Request", "field": wrong.field, "message": wrong.message });
     if let Some(nearest) = wrong.nearest {
         body["nearest"] = nearest.into();
