@@ -30,8 +30,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_ANSWER: usize = 1 << 20;
 
 /// `tidegate explain`.
-pub(crate) fn explain(question: &CallArgs) -> CommandResult {
-    call_api(question, Method::GET, "/v1/explain", |text| {
+pub(crate) fn explain(call: &CallArgs) -> CommandResult {
+    call_api(call, Method::GET, "/v1/explain", |text| {
         let explanation: Explanation = serde_json::from_str(text).ok()?;
         let outcome = outcome_of(&explanation.decision);
         Some((describe_explanation(&explanation), outcome))
@@ -39,31 +39,31 @@ pub(crate) fn explain(question: &CallArgs) -> CommandResult {
 }
 
 /// `tidegate status`.
-pub(crate) fn status(question: &CallArgs) -> CommandResult {
-    call_api(question, Method::GET, "/v1/status", |text| {
+pub(crate) fn status(call: &CallArgs) -> CommandResult {
+    call_api(call, Method::GET, "/v1/status", |text| {
         let report: DecisionReport = serde_json::from_str(text).ok()?;
         Some((format!("{}\n", describe_report(&report)), outcome_of(&report)))
     })
 }
 
 /// `tidegate reset`.
-pub(crate) fn reset(question: &CallArgs) -> CommandResult {
-    let what = question.action.clone().or_else(|| question.path.clone()).unwrap_or_default();
-    call_api(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: reset\n"), CliOutcome::Done)))
+pub(crate) fn reset(call: &CallArgs) -> CommandResult {
+    let what = call.action.clone().or_else(|| call.path.clone()).unwrap_or_default();
+    call_api(call, Method::POST, "/v1/reset", |_| Some((format!("{what}: reset\n"), CliOutcome::Done)))
 }
 
 /// Takes the URL and the token of the API from the command line, and otherwise from the policy. Prints errors to standard
 /// error.
-fn url_and_token(question: &CallArgs) -> Result<(String, Option<Secret>), CliOutcome> {
-    let (url, in_policy) = match (&question.url, &question.config) {
+fn url_and_token(call: &CallArgs) -> Result<(String, Option<Secret>), CliOutcome> {
+    let (url, in_policy) = match (&call.url, &call.config) {
         (Some(url), None) => (url.clone(), None),
         (url, config) => {
-            let environment = policy::environment(question.env_prefix.as_deref());
+            let environment = policy::environment(call.env_prefix.as_deref());
             let (policy, _) = policy::load(config.as_deref(), environment)?;
             (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
         }
     };
-    let (from, source) = match &question.token_env {
+    let (from, source) = match &call.token_env {
         Some(name) => ("--token-env", Some(SecretSource::Env(name.clone()))),
         None => ("api.token", in_policy),
     };
@@ -96,26 +96,26 @@ fn outcome_of(report: &DecisionReport) -> CliOutcome {
 /// Sends the request and prints the response, either described in words or as JSON. Prints a response that this version
 /// can't describe unchanged.
 fn call_api(
-    question: &CallArgs,
+    call: &CallArgs,
     method: Method,
     path: &str,
     describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
 ) -> CommandResult {
-    let (url, token) = url_and_token(question)?;
+    let (url, token) = url_and_token(call)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| failure(format!("can't start: {error}")))?;
-    let sending = send(&url, token, question, method, path);
+    let sending = send(&url, token, call, method, path);
     let answer = runtime.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, sending).await });
     let no_answer = |_| failure(format!("{url} did not answer within {ANSWER_TIMEOUT:?}"));
     let (status, text) = answer.map_err(no_answer)??;
     if status.is_success() {
         return Ok(match describe(&text) {
-            Some((_, outcome)) if question.json => print_json(&text).and(outcome),
+            Some((_, outcome)) if call.json => print_json(&text).and(outcome),
             Some((words, outcome)) => print(&words).and(outcome),
             None => print_json(&text),
         });
     }
-    if question.json {
+    if call.json {
         print_json(&text);
     } else {
         let body: Value = serde_json::from_str(&text).unwrap_or_default();
@@ -152,7 +152,7 @@ fn part_help(field: &str) -> Option<String> {
 async fn send(
     address: &str,
     token: Option<Secret>,
-    question: &CallArgs,
+    call: &CallArgs,
     method: Method,
     path: &str,
 ) -> Result<(StatusCode, String), CliOutcome> {
@@ -162,9 +162,9 @@ async fn send(
         _ => return Err(invalid_input(format!("--url {address} isn't of the form http://HOST:PORT"))),
     };
     let (target, body) = if method == Method::GET {
-        (format!("{path}?{}", as_query(question)?), Bytes::new())
+        (format!("{path}?{}", as_query(call)?), Bytes::new())
     } else {
-        (path.to_owned(), as_json(question)?.into())
+        (path.to_owned(), as_json(call)?.into())
     };
     let mut request = Request::builder().method(method).uri(target).header(HOST, authority.as_str());
     if !body.is_empty() {
@@ -199,26 +199,26 @@ pub(crate) async fn exchange(
 }
 
 /// The request's plain fields with their names.
-fn fields(question: &CallArgs) -> impl Iterator<Item = (&'static str, &str)> {
+fn fields(call: &CallArgs) -> impl Iterator<Item = (&'static str, &str)> {
     let texts = [
-        ("action", &question.action),
-        ("ip", &question.ip),
-        ("key", &question.key),
-        ("platform", &question.platform),
-        ("method", &question.method),
-        ("path", &question.path),
-        ("host", &question.host),
+        ("action", &call.action),
+        ("ip", &call.ip),
+        ("key", &call.key),
+        ("platform", &call.platform),
+        ("method", &call.method),
+        ("path", &call.path),
+        ("host", &call.host),
     ];
     texts.into_iter().filter_map(|(name, value)| Some((name, value.as_deref()?)))
 }
 
-fn headers(question: &CallArgs) -> impl Iterator<Item = Result<(&str, &str), CliOutcome>> {
-    question.headers.iter().map(|header| {
+fn headers(call: &CallArgs) -> impl Iterator<Item = Result<(&str, &str), CliOutcome>> {
+    call.headers.iter().map(|header| {
         header.split_once('=').ok_or_else(|| invalid_input(format!("--header {header} isn't of the form NAME=VALUE")))
     })
 }
 
-fn as_query(question: &CallArgs) -> Result<String, CliOutcome> {
+fn as_query(call: &CallArgs) -> Result<String, CliOutcome> {
     let mut text = String::new();
     let mut add = |name: &str, value: &str| {
         if !text.is_empty() {
@@ -228,28 +228,28 @@ fn as_query(question: &CallArgs) -> Result<String, CliOutcome> {
         text.push('=');
         percent_encode(value, &mut text);
     };
-    for (name, value) in fields(question) {
+    for (name, value) in fields(call) {
         add(name, value);
     }
-    if let Some(cost) = question.cost {
+    if let Some(cost) = call.cost {
         add("cost", &cost.to_string());
     }
-    for header in headers(question) {
+    for header in headers(call) {
         let (name, value) = header?;
         add(&format!("header:{name}"), value);
     }
     Ok(text)
 }
 
-fn as_json(question: &CallArgs) -> Result<String, CliOutcome> {
+fn as_json(call: &CallArgs) -> Result<String, CliOutcome> {
     let mut body = serde_json::Map::new();
-    for (name, value) in fields(question) {
+    for (name, value) in fields(call) {
         body.insert(name.to_owned(), value.into());
     }
-    if let Some(cost) = question.cost {
+    if let Some(cost) = call.cost {
         body.insert("cost".to_owned(), cost.into());
     }
-    let given: serde_json::Map<String, Value> = headers(question)
+    let given: serde_json::Map<String, Value> = headers(call)
         .map(|header| header.map(|(name, value)| (name.to_owned(), value.into())))
         .collect::<Result<_, _>>()?;
     if !given.is_empty() {

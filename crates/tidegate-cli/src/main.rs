@@ -214,9 +214,9 @@ fn main() -> ExitCode {
             let sources = if no_env { PolicySources::new() } else { environment() };
             policy::check(&config.unwrap_or(file), sources)
         }
-        Command::Explain(question) => api_client::explain(&question),
-        Command::Status(question) => api_client::status(&question),
-        Command::Reset(question) => api_client::reset(&question),
+        Command::Explain(call) => api_client::explain(&call),
+        Command::Status(call) => api_client::status(&call),
+        Command::Reset(call) => api_client::reset(&call),
         #[cfg(not(feature = "simulate"))]
         Command::Simulate(_) => Err(policy::missing_simulate("the command simulate")),
         #[cfg(feature = "simulate")]

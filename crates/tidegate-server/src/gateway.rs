@@ -21,8 +21,8 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
-    CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
-    ReplayBody, take_call_options,
+    CallError, CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService,
+    Provider, ReplayBody, SendError, take_call_options,
 };
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
@@ -221,10 +221,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
             return;
         }
         let (why, stats) = match failed {
-            OutboundError::Call(call) => {
-                let reply_error = call.last_reply.as_ref().map(|trouble| format!(": {}", error_chain(trouble)));
-                (call.kind.to_string() + &reply_error.unwrap_or_default(), Some(call.stats))
-            }
+            OutboundError::Call(call) => (call.kind.to_string() + &reply_error(call), Some(call.stats)),
             failed => (error_chain(failed), None),
         };
         self.refusals.log_failed_call(provider.clock().now(), &provider.config().name, &why, stats);
@@ -300,10 +297,7 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
     let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
     let OutboundError::Call(call) = failed else { return error(status, &error_chain(failed)) };
     let mut problem = call.to_body();
-    if let Some(reply_error) = &call.last_reply {
-        problem.message += ": ";
-        problem.message += &error_chain(reply_error);
-    }
+    problem.message += &reply_error(call);
     let body = serde_json::to_vec(&problem).unwrap_or_default();
     let mut response = json(status, body.into());
     if let Some(wait) = call.retry_after() {
@@ -311,6 +305,11 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
     }
     set_tidegate_headers(response.headers_mut(), plan, Some(call.stats), None);
     response
+}
+
+/// Returns the error of a call's last reply, to be appended to a message. Empty if there is none.
+fn reply_error(call: &CallError<SendError>) -> String {
+    call.last_reply.as_ref().map(|error| format!(": {}", error_chain(error))).unwrap_or_default()
 }
 
 /// Returns an error's text followed by its causes.

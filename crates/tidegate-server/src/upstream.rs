@@ -109,7 +109,7 @@ impl UpstreamClient {
                     Ok(response) => {
                         // A connection that has switched protocols takes no further request.
                         let stays = response.status() != StatusCode::SWITCHING_PROTOCOLS;
-                        let connection = stays.then_some(ActiveConnection { sender, upstream: self });
+                        let connection = stays.then_some((sender, self));
                         return Ok(response.map(|body| UpstreamBody::new(body, connection)));
                     }
                     Err(mut error) => match error.take_message() {
@@ -193,16 +193,29 @@ fn connect_error(error: &(dyn Error + 'static)) -> UpstreamError {
     }
 }
 
-struct ActiveConnection {
-    sender: SendRequest<Upload>,
-    upstream: Arc<UpstreamClient>,
+/// The body of a response. Its end returns the connection to the pool. Dropping
+/// the body early does the same if the rest of it has already arrived. Otherwise the connection is closed, which tells
+/// the server that the rest isn't read.
+pub(crate) struct UpstreamBody {
+    /// `None` while it is being dropped.
+    inner: Option<Incoming>,
+    /// The connection in use, and the client whose pool it returns to.
+    connection: Option<(SendRequest<Upload>, Arc<UpstreamClient>)>,
 }
 
-impl ActiveConnection {
+impl UpstreamBody {
+    fn new(inner: Incoming, connection: Option<(SendRequest<Upload>, Arc<UpstreamClient>)>) -> Self {
+        let mut body = Self { inner: Some(inner), connection };
+        if body.is_end_stream() {
+            body.return_to_pool();
+        }
+        body
+    }
+
     /// Keeps the connection for the next request. If its last message hasn't quite ended on the wire, a task waits for
     /// that; this is rare under load.
-    fn return_to_pool(self) {
-        let Self { mut sender, upstream } = self;
+    fn return_to_pool(&mut self) {
+        let Some((mut sender, upstream)) = self.connection.take() else { return };
         if sender.is_ready() {
             upstream.put_idle(sender);
         } else if !sender.is_closed()
@@ -213,31 +226,6 @@ impl ActiveConnection {
                     upstream.put_idle(sender);
                 }
             });
-        }
-    }
-}
-
-/// The body of a response. Its end returns the connection to the pool. Dropping
-/// the body early does the same if the rest of it has already arrived. Otherwise the connection is closed, which tells
-/// the server that the rest isn't read.
-pub(crate) struct UpstreamBody {
-    /// `None` while it is being dropped.
-    inner: Option<Incoming>,
-    connection: Option<ActiveConnection>,
-}
-
-impl UpstreamBody {
-    fn new(inner: Incoming, connection: Option<ActiveConnection>) -> Self {
-        let mut body = Self { inner: Some(inner), connection };
-        if body.is_end_stream() {
-            body.return_to_pool();
-        }
-        body
-    }
-
-    fn return_to_pool(&mut self) {
-        if let Some(connection) = self.connection.take() {
-            connection.return_to_pool();
         }
     }
 }

@@ -88,12 +88,12 @@ impl<'a> DecisionRequest<'a> {
     pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
         // One UTF-8 check of all bytes is cheaper than one per string.
         let text = str::from_utf8(bytes).map_err(|_| DecisionRequestError::new(None, "the body isn't UTF-8"))?;
-        let mut reading = RequestVisitor::default();
+        let mut visitor = RequestVisitor::default();
         let mut json = serde_json::Deserializer::from_str(text);
-        let read = (&mut reading).deserialize(&mut json).and_then(|()| json.end());
+        let read = (&mut visitor).deserialize(&mut json).and_then(|()| json.end());
         match read {
-            Ok(()) => Ok(reading.request),
-            Err(error) => Err(reading.error.unwrap_or_else(|| match (error.classify(), reading.field) {
+            Ok(()) => Ok(visitor.request),
+            Err(error) => Err(visitor.error.unwrap_or_else(|| match (error.classify(), visitor.field) {
                 (Category::Data, Some(field)) => DecisionRequestError::new(field, format!("`{field}`: {error}")),
                 (Category::Data, None) => DecisionRequestError::new(None, "the body is no JSON object"),
                 _ => DecisionRequestError::new(None, format!("the body is no JSON: {error}")),
@@ -103,14 +103,14 @@ impl<'a> DecisionRequest<'a> {
 
     /// Reads a query string.
     pub(crate) fn from_query(query: &'a str) -> Result<Self, DecisionRequestError> {
-        let mut question = Self::default();
+        let mut request = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             let name = decode(name).ok_or_else(|| DecisionRequestError::unknown_field(name))?;
             let value = decode(value).ok_or_else(|| DecisionRequestError::new(&*name, "the value isn't UTF-8"))?;
-            question.set_text(&name, value)?;
+            request.set_text(&name, value)?;
         }
-        Ok(question)
+        Ok(request)
     }
 
     fn set_text(&mut self, name: &str, value: Cow<'a, str>) -> Result<(), DecisionRequestError> {
@@ -218,14 +218,14 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         while let Some(TextField(name)) = map.next_key::<TextField<'de>>()? {
-            let question = &mut self.request;
+            let request = &mut self.request;
             let (field, slot) = match &*name {
-                "action" => ("action", Some(&mut question.action)),
-                "key" => ("key", Some(&mut question.key)),
-                "platform" => ("platform", Some(&mut question.platform)),
-                "method" => ("method", Some(&mut question.method)),
-                "path" => ("path", Some(&mut question.path)),
-                "host" => ("host", Some(&mut question.host)),
+                "action" => ("action", Some(&mut request.action)),
+                "key" => ("key", Some(&mut request.key)),
+                "platform" => ("platform", Some(&mut request.platform)),
+                "method" => ("method", Some(&mut request.method)),
+                "path" => ("path", Some(&mut request.path)),
+                "host" => ("host", Some(&mut request.host)),
                 "ip" => ("ip", None),
                 "cost" => ("cost", None),
                 "permit" => ("permit", None),
@@ -241,10 +241,10 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
                     map.next_value::<Option<TextField<'de>>>()?.map(|text| set_once(slot, field, text.0))
                 }
                 (None, "cost") => {
-                    map.next_value::<Option<CostField>>()?.map(|cost| set_once(&mut question.cost, field, cost.0))
+                    map.next_value::<Option<CostField>>()?.map(|cost| set_once(&mut request.cost, field, cost.0))
                 }
-                (None, "headers") => map.next_value::<Option<HeadersField>>()?.map(|headers| headers.add_to(question)),
-                (None, _) => map.next_value::<Option<TextField<'de>>>()?.map(|text| question.set_text(field, text.0)),
+                (None, "headers") => map.next_value::<Option<HeadersField>>()?.map(|headers| headers.add_to(request)),
+                (None, _) => map.next_value::<Option<TextField<'de>>>()?.map(|text| request.set_text(field, text.0)),
             };
             if let Some(Err(wrong)) = set {
                 self.error = Some(wrong);
@@ -288,9 +288,9 @@ impl<'de> Deserialize<'de> for CostField {
 struct HeadersField(Vec<(String, String)>);
 
 impl HeadersField {
-    fn add_to(self, question: &mut DecisionRequest<'_>) -> Result<(), DecisionRequestError> {
-        question.headers.get_or_insert_default();
-        self.0.iter().try_for_each(|(name, value)| question.set_header(name, value))
+    fn add_to(self, request: &mut DecisionRequest<'_>) -> Result<(), DecisionRequestError> {
+        request.headers.get_or_insert_default();
+        self.0.iter().try_for_each(|(name, value)| request.set_header(name, value))
     }
 }
 
@@ -332,16 +332,16 @@ mod tests {
     fn a_complete_decision_request_is_parsed() {
         let json = br#"{"action":"login","ip":"203.0.113.7","key":"a\nb","platform":null,"cost":3,
             "headers":{"X-Tenant":"t1","x-none":null},"method":"POST","path":"/login?x=1","host":"h"}"#;
-        let question = DecisionRequest::from_json(json).unwrap();
-        let query = question.query();
+        let request = DecisionRequest::from_json(json).unwrap();
+        let query = request.query();
         assert_eq!(query.action, Some("login"));
         assert_eq!(query.ip, Some("203.0.113.7".parse().unwrap()));
         assert_eq!(query.key, Some("a\nb"));
         assert_eq!((query.platform, query.cost), (None, Some(3)));
         assert_eq!(query.headers.unwrap()["x-tenant"], "t1");
-        let question =
+        let request =
             DecisionRequest::from_query("action=log%69n&ip=::1&key=a+b%26&cost=3&header:x-tenant=t%201").unwrap();
-        let query = question.query();
+        let query = request.query();
         assert_eq!((query.action, query.key, query.cost), (Some("login"), Some("a b&"), Some(3)));
         assert_eq!(query.headers.unwrap()["x-tenant"], "t 1");
     }
@@ -356,7 +356,7 @@ mod tests {
             let query = format!("action=login{pairs}");
             for read in [DecisionRequest::from_json(json.as_bytes()), DecisionRequest::from_query(&query)] {
                 match read {
-                    Ok(question) => assert!(count <= MAX_HEADERS && question.headers.unwrap().len() == count),
+                    Ok(request) => assert!(count <= MAX_HEADERS && request.headers.unwrap().len() == count),
                     Err(wrong) => {
                         assert!(count > MAX_HEADERS, "{wrong:?}");
                         assert_eq!((wrong.field.as_deref(), &*wrong.message), (Some("headers"), expected));

@@ -117,28 +117,29 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                 let watch = &*call.context.watch;
                 let response = match ready!(collecting.poll(watch, cx)) {
                     Err(status) => unreadable_body_response(watch, status),
-                    Ok(bytes) => match DecisionRequest::from_json(&bytes)
-                        .and_then(|question| check(&call.api, &question))
-                    {
-                        Err(wrong) => bad_request(wrong),
-                        Ok(CheckResponse::Ready(response)) => response,
-                        Ok(CheckResponse::Pending(actions, deciding)) => {
-                            let call = Arc::clone(call);
-                            *self = Self::Pending(Box::pin(async move {
-                                let response = match (deciding.decision().await, DecisionRequest::from_json(&bytes)) {
-                                    (Ok(decision), Ok(question)) => {
-                                        decision_response(&call.api, actions, &question.query(), &decision)
-                                    }
-                                    (Err(error), Ok(question)) => {
-                                        check_error_response(&call.api, &question.query(), &error)
-                                    }
-                                    (_, Err(wrong)) => bad_request(wrong),
-                                };
-                                finish_response(&call.context.watch, response)
-                            }));
-                            return self.poll(cx);
+                    Ok(bytes) => {
+                        match DecisionRequest::from_json(&bytes).and_then(|request| check(&call.api, &request)) {
+                            Err(wrong) => bad_request(wrong),
+                            Ok(CheckResponse::Ready(response)) => response,
+                            Ok(CheckResponse::Pending(actions, deciding)) => {
+                                let call = Arc::clone(call);
+                                *self = Self::Pending(Box::pin(async move {
+                                    let response = match (deciding.decision().await, DecisionRequest::from_json(&bytes))
+                                    {
+                                        (Ok(decision), Ok(request)) => {
+                                            decision_response(&call.api, actions, &request.query(), &decision)
+                                        }
+                                        (Err(error), Ok(request)) => {
+                                            check_error_response(&call.api, &request.query(), &error)
+                                        }
+                                        (_, Err(wrong)) => bad_request(wrong),
+                                    };
+                                    finish_response(&call.context.watch, response)
+                                }));
+                                return self.poll(cx);
+                            }
                         }
-                    },
+                    }
                 };
                 finish_response(watch, response)
             }
@@ -266,12 +267,12 @@ impl BodyCollector {
 async fn handle<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     path: &str,
-    question: Result<DecisionRequest<'_>, DecisionRequestError>,
+    request: Result<DecisionRequest<'_>, DecisionRequestError>,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
-    let question = question?;
-    validate(api, path, &question)?;
-    let query = &question.query();
-    let done = match (path, question.permit) {
+    let request = request?;
+    validate(api, path, &request)?;
+    let query = &request.query();
+    let done = match (path, request.permit) {
         ("/v1/status", _) => status_response(api, query).await,
         ("/v1/explain", _) => api.gate.explain(query).await.map(|explained| json_response(StatusCode::OK, &explained)),
         ("/v1/release", Some(permit)) => api.gate.release(query, permit).await.map(|held| done("released", held)),
@@ -306,10 +307,10 @@ enum CheckResponse<S: Store, C: Clock> {
 
 fn check<S: Store, C: Clock>(
     api: &ApiState<S, C>,
-    question: &DecisionRequest<'_>,
+    request: &DecisionRequest<'_>,
 ) -> Result<CheckResponse<S, C>, DecisionRequestError> {
-    validate(api, "/v1/check", question)?;
-    let query = question.query();
+    validate(api, "/v1/check", request)?;
+    let query = request.query();
     let started = api.gate.actions(&query).and_then(|actions| {
         let query = Query { actions: Some(actions), ..query };
         Ok((actions, api.gate.begin_check(&query)?))
@@ -338,9 +339,9 @@ fn decision_response<S: Store, C: Clock>(
 fn validate<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     path: &str,
-    question: &DecisionRequest<'_>,
+    request: &DecisionRequest<'_>,
 ) -> Result<(), DecisionRequestError> {
-    let query = question.query();
+    let query = request.query();
     if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
         let why = "a `host` is a name or an address (IPv6 in brackets) and at most a port";
         api.refusals.log_rejection(api.gate.clock().now(), RejectionReason::Host, &query, why);
@@ -350,7 +351,7 @@ fn validate<S: Store, C: Clock>(
         let message = "`action` is missing (or the `method` and `path` that find one)";
         return Err(DecisionRequestError::new("action", message));
     }
-    match (path, question.permit) {
+    match (path, request.permit) {
         ("/v1/release" | "/v1/renew", None) => {
             Err(DecisionRequestError::new("permit", "`permit` is missing: the check that was allowed gave one"))
         }
