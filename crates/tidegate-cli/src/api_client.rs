@@ -219,26 +219,14 @@ fn headers(call: &CallArgs) -> impl Iterator<Item = Result<(&str, &str), CliOutc
 }
 
 fn as_query(call: &CallArgs) -> Result<String, CliOutcome> {
-    let mut text = String::new();
-    let mut add = |name: &str, value: &str| {
-        if !text.is_empty() {
-            text.push('&');
-        }
-        percent_encode(name, &mut text);
-        text.push('=');
-        percent_encode(value, &mut text);
-    };
-    for (name, value) in fields(call) {
-        add(name, value);
-    }
-    if let Some(cost) = call.cost {
-        add("cost", &cost.to_string());
-    }
+    let mut pairs: Vec<String> =
+        fields(call).map(|(name, value)| format!("{name}={}", percent_encode(value))).collect();
+    pairs.extend(call.cost.map(|cost| format!("cost={cost}")));
     for header in headers(call) {
         let (name, value) = header?;
-        add(&format!("header:{name}"), value);
+        pairs.push(format!("header:{}={}", percent_encode(name), percent_encode(value)));
     }
-    Ok(text)
+    Ok(pairs.join("&"))
 }
 
 fn as_json(call: &CallArgs) -> Result<String, CliOutcome> {
@@ -258,54 +246,46 @@ fn as_json(call: &CallArgs) -> Result<String, CliOutcome> {
     Ok(Value::Object(body).to_string())
 }
 
-fn percent_encode(text: &str, out: &mut String) {
-    for byte in text.bytes() {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' | b'/' => out.push(byte.into()),
-            _ => {
-                let _ = write!(out, "%{byte:02X}");
-            }
+fn percent_encode(text: &str) -> String {
+    let encode = |byte: u8| match byte {
+        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' | b'/' => {
+            char::from(byte).to_string()
         }
-    }
+        _ => format!("%{byte:02X}"),
+    };
+    text.bytes().map(encode).collect()
 }
 
 fn describe_report(report: &DecisionReport) -> String {
     let mut text = if report.allowed { "would be admitted".to_owned() } else { "would be refused".to_owned() };
-    match (report.reason.as_str(), &report.bound_by) {
-        ("allow_list", _) => text.push_str(": the address is on the allow list"),
-        ("deny_list", _) => text.push_str(": the address is on the deny list"),
-        (_, None) => text.push_str(": no limit applies"),
+    text += &match (report.reason.as_str(), &report.bound_by) {
+        ("allow_list", _) => ": the address is on the allow list".to_owned(),
+        ("deny_list", _) => ": the address is on the deny list".to_owned(),
+        (_, None) => ": no limit applies".to_owned(),
         (_, Some(name)) => {
             let (remaining, limit) = (report.remaining.unwrap_or_default(), report.limit.unwrap_or_default());
-            let _ = write!(text, ": {remaining} of {limit} left under {name}");
+            format!(": {remaining} of {limit} left under {name}")
         }
-    }
+    };
     if let Some(backoff) = report.backoff_seconds {
-        let _ = write!(text, "; blocked for {backoff} s");
+        text += &format!("; blocked for {backoff} s");
     }
     if !report.allowed && report.reason != "deny_list" {
-        match (report.retry_after, &report.next_allowed_at) {
-            (None, _) => text.push_str("; no waiting helps"),
-            (Some(wait), None) => {
-                let _ = write!(text, "; retry in {wait} s");
-            }
-            (Some(wait), Some(at)) => {
-                let _ = write!(text, "; retry in {wait} s, at {at}");
-            }
-        }
+        text += &match (report.retry_after, &report.next_allowed_at) {
+            (None, _) => "; no waiting helps".to_owned(),
+            (Some(wait), None) => format!("; retry in {wait} s"),
+            (Some(wait), Some(at)) => format!("; retry in {wait} s, at {at}"),
+        };
     }
     if report.shadow {
-        text.push_str(" (shadow: it would only be logged)");
+        text += " (shadow: it would only be logged)";
     }
     text
 }
 
 fn describe_explanation(explanation: &Explanation) -> String {
-    let mut text = format!(
-        "{}: {}\n",
-        explanation.action.as_deref().unwrap_or("no action, only the global limit"),
-        describe_report(&explanation.decision)
-    );
+    let action = explanation.action.as_deref().unwrap_or("no action, only the global limit");
+    let mut text = format!("{action}: {}\n", describe_report(&explanation.decision));
     for limit in &explanation.limits {
         text.push('\n');
         describe_limit(&mut text, limit);
@@ -322,12 +302,8 @@ fn describe_limit(text: &mut String, limit: &LimitReport) {
     }
     let _ = writeln!(text, "  used      {} of {}, {} left", limit.used, limit.limit, limit.remaining);
     if limit.blocked {
-        let _ = writeln!(
-            text,
-            "  blocked   for {} s after {} strikes",
-            limit.backoff_seconds.unwrap_or_default(),
-            limit.strikes
-        );
+        let backoff = limit.backoff_seconds.unwrap_or_default();
+        let _ = writeln!(text, "  blocked   for {backoff} s after {} strikes", limit.strikes);
     }
     let free = match (limit.allowed, limit.retry_after) {
         (true, _) => "now".to_owned(),

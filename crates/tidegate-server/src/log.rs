@@ -224,10 +224,10 @@ mod tests {
             });
             let text = String::from_utf8(lines.lock().clone()).unwrap();
             assert!(text.ends_with('\n') && text.contains(shown), "{text:?}");
-            let steers = |letter: char| {
+            let is_unsafe = |letter: char| {
                 letter.is_control() || matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
             };
-            assert!(!text.trim_end().contains(steers), "{text:?}");
+            assert!(!text.trim_end().contains(is_unsafe), "{text:?}");
         }
     }
 
