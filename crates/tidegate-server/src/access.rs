@@ -109,7 +109,7 @@ impl Access {
             let (scheme, token) = value.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
         });
-        [bearer, plain].into_iter().flatten().any(|shown| token.matches(shown))
+        [bearer, plain].into_iter().flatten().any(|value| token.matches(value))
     }
 
     fn check_web_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {

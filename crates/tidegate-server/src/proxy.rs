@@ -133,8 +133,8 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
                 connection.ready_response(connection.refuse_request(request, response))
             }
             Ok(Check::Decided(decision)) => {
-                let mut last = self.refusal_cache.borrow_mut();
-                match connection.apply_decision(&query, &mut last, actions, decision) {
+                let mut refusal_cache = self.refusal_cache.borrow_mut();
+                match connection.apply_decision(&query, &mut refusal_cache, actions, decision) {
                     Err(refusal) => connection.ready_response(connection.refuse_request(request, refusal)),
                     Ok(admitted) => {
                         let connection = Arc::clone(connection);
@@ -145,11 +145,11 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
                     }
                 }
             }
-            Ok(Check::Pending(deciding)) => {
+            Ok(Check::Pending(pending)) => {
                 connection.watch.enter(ConnectionPhase::Deciding);
                 let connection = Arc::clone(connection);
                 ResponseFuture::Pending(Box::pin(async move {
-                    let decided = deciding.decision().await;
+                    let decided = pending.decision().await;
                     let query = connection.query(&request);
                     let concluded = match decided {
                         Ok(decision) => {
@@ -224,7 +224,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
     fn apply_decision(
         &self,
         query: &Query<'_>,
-        last: &mut RefusalCache,
+        refusal_cache: &mut RefusalCache,
         actions: MatchedActions,
         decision: Decision,
     ) -> Result<AdmittedRequest, Response<ResponseBody>> {
@@ -233,7 +233,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         if !decision.allowed {
             self.watch.response.is_blocked.set(decision.blocked || decision.reason == Reason::DenyList);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
-            return Err(last.refusal(&proxy.replies, actions, &decision, headers).map(ResponseBody::full));
+            return Err(refusal_cache.refusal(&proxy.replies, actions, &decision, headers).map(ResponseBody::full));
         }
         let permit = match decision.permit {
             None => None,

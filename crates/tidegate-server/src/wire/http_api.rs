@@ -121,10 +121,10 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                         match DecisionRequest::from_json(&bytes).and_then(|request| check(&call.api, &request)) {
                             Err(wrong) => bad_request(wrong),
                             Ok(CheckResponse::Ready(response)) => response,
-                            Ok(CheckResponse::Pending(actions, deciding)) => {
+                            Ok(CheckResponse::Pending(actions, pending)) => {
                                 let call = Arc::clone(call);
                                 *self = Self::Pending(Box::pin(async move {
-                                    let response = match (deciding.decision().await, DecisionRequest::from_json(&bytes))
+                                    let response = match (pending.decision().await, DecisionRequest::from_json(&bytes))
                                     {
                                         (Ok(decision), Ok(request)) => {
                                             decision_response(&call.api, actions, &request.query(), &decision)
@@ -272,15 +272,17 @@ async fn handle<S: Store, C: Clock>(
     let request = request?;
     validate(api, path, &request)?;
     let query = &request.query();
-    let done = match (path, request.permit) {
+    let response = match (path, request.permit) {
         ("/v1/status", _) => status_response(api, query).await,
         ("/v1/explain", _) => api.gate.explain(query).await.map(|explained| json_response(StatusCode::OK, &explained)),
-        ("/v1/release", Some(permit)) => api.gate.release(query, permit).await.map(|held| done("released", held)),
-        ("/v1/renew", Some(permit)) => api.gate.renew(query, permit).await.map(|held| done("renewed", held)),
-        ("/v1/reset", _) => api.gate.reset(query).await.map(|()| done("reset", true)),
-        _ => api.gate.refund(query).await.map(|()| done("refunded", true)),
+        ("/v1/release", Some(permit)) => {
+            api.gate.release(query, permit).await.map(|held| change_response("released", held))
+        }
+        ("/v1/renew", Some(permit)) => api.gate.renew(query, permit).await.map(|held| change_response("renewed", held)),
+        ("/v1/reset", _) => api.gate.reset(query).await.map(|()| change_response("reset", true)),
+        _ => api.gate.refund(query).await.map(|()| change_response("refunded", true)),
     };
-    Ok(done.unwrap_or_else(|error| check_error_response(api, query, &error)))
+    Ok(response.unwrap_or_else(|error| check_error_response(api, query, &error)))
 }
 
 async fn status_response<S: Store, C: Clock>(
@@ -295,8 +297,8 @@ async fn status_response<S: Store, C: Clock>(
 }
 
 /// The response to a change: `{"released":true}`.
-fn done(what: &str, whether: bool) -> Response<ResponseBody> {
-    json(StatusCode::OK, format!(r#"{{"{what}":{whether}}}"#).into())
+fn change_response(what: &str, value: bool) -> Response<ResponseBody> {
+    json(StatusCode::OK, format!(r#"{{"{what}":{value}}}"#).into())
 }
 
 /// A check that was answered at once or is pending.
@@ -319,7 +321,7 @@ fn check<S: Store, C: Clock>(
         Ok((actions, Check::Decided(decision))) => {
             CheckResponse::Ready(decision_response(api, actions, &query, &decision))
         }
-        Ok((actions, Check::Pending(deciding))) => CheckResponse::Pending(actions, Box::new(deciding)),
+        Ok((actions, Check::Pending(pending))) => CheckResponse::Pending(actions, Box::new(pending)),
         Err(error) => CheckResponse::Ready(check_error_response(api, &query, &error)),
     })
 }
