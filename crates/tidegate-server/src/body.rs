@@ -1,8 +1,7 @@
 //! Bodies in transit: streamed and watched, never collected.
 
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -165,7 +164,7 @@ impl Download {
 impl Drop for Download {
     fn drop(&mut self) {
         if let Some(expectation) = &self.expectation {
-            expectation.end_wait(ContinueState::Abandoned);
+            expectation.end_wait(ContinueOutcome::Abandoned);
         }
     }
 }
@@ -225,11 +224,11 @@ impl Body for Upload {
         let this = &mut *self;
         if let Some((expectation, timeout)) = &mut this.expectation {
             expectation.waker.register(cx.waker());
-            match expectation.state() {
-                ContinueState::Abandoned => return Poll::Ready(Some(Err(UploadError::BodyNotNeeded))),
-                ContinueState::Waiting if timeout.as_mut().poll(cx).is_pending() => return Poll::Pending,
-                ContinueState::Waiting => expectation.end_wait(ContinueState::Proceed),
-                ContinueState::Proceed => {}
+            match expectation.outcome() {
+                Some(ContinueOutcome::Abandoned) => return Poll::Ready(Some(Err(UploadError::BodyNotNeeded))),
+                None if timeout.as_mut().poll(cx).is_pending() => return Poll::Pending,
+                None => expectation.end_wait(ContinueOutcome::Proceed),
+                Some(ContinueOutcome::Proceed) => {}
             }
         }
         let polled = Pin::new(&mut this.inner).poll_frame(cx);
@@ -281,33 +280,28 @@ const CONTINUE_TIMEOUT: Duration = Duration::from_secs(1);
 /// An `Expect: 100-continue`. The client's body isn't requested before the upstream wants it.
 #[derive(Debug, Default)]
 pub(crate) struct ContinueExpectation {
-    state: AtomicU8,
+    outcome: OnceLock<ContinueOutcome>,
     waker: AtomicWaker,
 }
 
+/// The end of the wait for the upstream's answer to an `Expect: 100-continue`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ContinueState {
-    /// The upstream hasn't answered.
-    Waiting = 0,
+pub(crate) enum ContinueOutcome {
     /// The upstream wants the body, or the wait for its answer timed out.
-    Proceed = 1,
+    Proceed,
     /// The final response came first.
-    Abandoned = 2,
+    Abandoned,
 }
 
 impl ContinueExpectation {
-    pub(crate) fn state(&self) -> ContinueState {
-        match self.state.load(Ordering::Acquire) {
-            0 => ContinueState::Waiting,
-            1 => ContinueState::Proceed,
-            _ => ContinueState::Abandoned,
-        }
+    /// `None` while the upstream hasn't answered.
+    pub(crate) fn outcome(&self) -> Option<ContinueOutcome> {
+        self.outcome.get().copied()
     }
 
     /// Ends the wait. Changes nothing if it has ended already.
-    pub(crate) fn end_wait(&self, to: ContinueState) {
-        let waiting = ContinueState::Waiting as u8;
-        if self.state.compare_exchange(waiting, to as u8, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+    pub(crate) fn end_wait(&self, outcome: ContinueOutcome) {
+        if self.outcome.set(outcome).is_ok() {
             self.waker.wake();
         }
     }

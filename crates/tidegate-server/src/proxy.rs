@@ -22,7 +22,7 @@ use tidegate::{Check, CheckError, Decision, Gate};
 use tidegate_core::{Clock, Reason};
 use tidegate_policy::{Forwarding, InboundConfig, UpstreamAddress, canonical_ip, is_host, is_same_host};
 
-use crate::body::{ContinueExpectation, ContinueState, Download, ResponseBody, Upload};
+use crate::body::{ContinueExpectation, ContinueOutcome, Download, ResponseBody, Upload};
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, set_connection_close};
@@ -298,7 +298,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             let expectation = Arc::clone(expectation);
             hyper::ext::on_informational(&mut request, move |head| {
                 if head.status() == StatusCode::CONTINUE {
-                    expectation.end_wait(ContinueState::Proceed);
+                    expectation.end_wait(ContinueOutcome::Proceed);
                 }
             });
         }
@@ -350,7 +350,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             upgrade::spawn_tunnel(client, upstream, Arc::clone(&self.watch), Arc::clone(&self.entry), permit);
             return response.map(|_| ResponseBody::empty());
         }
-        if expectation.as_ref().is_some_and(|it| it.state() == ContinueState::Waiting) {
+        if expectation.as_ref().is_some_and(|it| it.outcome().is_none()) {
             // The client was never told to send its body, so it is unknown if it will.
             set_connection_close(&mut response);
         }
