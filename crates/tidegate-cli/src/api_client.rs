@@ -17,8 +17,8 @@ use tidegate::{DecisionReport, Explanation, LimitReport};
 use tidegate_policy::{ApiConfig, Secret, SecretSource};
 use tokio::net::TcpStream;
 
-use crate::policy::{self, EnvOverrides, print, print_error, print_json};
-use crate::{CallArgs, CliOutcome};
+use crate::policy::{self, failure, invalid_input, print, print_error, print_json};
+use crate::{CallArgs, CliOutcome, CommandResult};
 
 /// The hint if a gate requires a token and the command line has none.
 const TOKEN_HELP: &str =
@@ -30,8 +30,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_ANSWER: usize = 1 << 20;
 
 /// `tidegate explain`.
-pub(crate) fn explain(question: &CallArgs) -> CliOutcome {
-    call_api(question, Method::GET, "/v1/explain", |text| {
+pub(crate) fn explain(call: &CallArgs) -> CommandResult {
+    call_api(call, Method::GET, "/v1/explain", |text| {
         let explanation: Explanation = serde_json::from_str(text).ok()?;
         let outcome = outcome_of(&explanation.decision);
         Some((describe_explanation(&explanation), outcome))
@@ -39,53 +39,45 @@ pub(crate) fn explain(question: &CallArgs) -> CliOutcome {
 }
 
 /// `tidegate status`.
-pub(crate) fn status(question: &CallArgs) -> CliOutcome {
-    call_api(question, Method::GET, "/v1/status", |text| {
+pub(crate) fn status(call: &CallArgs) -> CommandResult {
+    call_api(call, Method::GET, "/v1/status", |text| {
         let report: DecisionReport = serde_json::from_str(text).ok()?;
         Some((format!("{}\n", describe_report(&report)), outcome_of(&report)))
     })
 }
 
 /// `tidegate reset`.
-pub(crate) fn reset(question: &CallArgs) -> CliOutcome {
-    let what = question.action.clone().or_else(|| question.path.clone()).unwrap_or_default();
-    call_api(question, Method::POST, "/v1/reset", |_| Some((format!("{what}: reset\n"), CliOutcome::Done)))
+pub(crate) fn reset(call: &CallArgs) -> CommandResult {
+    let what = call.action.clone().or_else(|| call.path.clone()).unwrap_or_default();
+    call_api(call, Method::POST, "/v1/reset", |_| Some((format!("{what}: reset\n"), CliOutcome::Done)))
 }
 
-/// The destination of a request.
-struct ApiTarget {
-    url: String,
-    token: Option<Secret>,
-}
-
-impl ApiTarget {
-    /// Takes the destination from the command line, and otherwise from the policy. Prints errors to standard error.
-    fn from_args(question: &CallArgs) -> Result<Self, CliOutcome> {
-        let (url, in_policy) = match (&question.url, &question.config) {
-            (Some(url), None) => (url.clone(), None),
-            (url, config) => {
-                let env = EnvOverrides::Used { prefix: question.env_prefix.as_deref() };
-                let policy = policy::load(config.as_deref(), env)?.policy;
-                (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
-            }
-        };
-        let (from, source) = match &question.token_env {
-            Some(name) => ("--token-env", Some(SecretSource::Env(name.clone()))),
-            None => ("api.token", in_policy),
-        };
-        let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
-        let token = token.map_err(|error| report_invalid_input(&format!("{from}: {error}")))?;
-        Ok(Self { url, token })
-    }
+/// Takes the URL and the token of the API from the command line, and otherwise from the policy. Prints errors to standard
+/// error.
+fn url_and_token(call: &CallArgs) -> Result<(String, Option<Secret>), CliOutcome> {
+    let (url, in_policy) = match (&call.url, &call.config) {
+        (Some(url), None) => (url.clone(), None),
+        (url, config) => {
+            let environment = policy::environment(call.env_prefix.as_deref());
+            let (policy, _) = policy::load(config.as_deref(), environment)?;
+            (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
+        }
+    };
+    let (from, source) = match &call.token_env {
+        Some(name) => ("--token-env", Some(SecretSource::Env(name.clone()))),
+        None => ("api.token", in_policy),
+    };
+    let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
+    Ok((url, token.map_err(|error| invalid_input(format!("{from}: {error}")))?))
 }
 
 /// The URL of the API of a gate on this machine.
 fn api_url(api: &ApiConfig) -> Result<String, CliOutcome> {
     let Some(listen) = api.listen else {
-        return Err(report_invalid_input("the policy turns the gate's API off, with api.listen = \"off\""));
+        return Err(invalid_input("the policy turns the gate's API off, with api.listen = \"off\""));
     };
     if listen.port() == 0 {
-        return Err(report_invalid_input(
+        return Err(invalid_input(
             "the policy leaves the API's port to the system; --url http://HOST:PORT says which it is",
         ));
     }
@@ -97,11 +89,6 @@ fn api_url(api: &ApiConfig) -> Result<String, CliOutcome> {
     Ok(format!("http://{}", SocketAddr::new(ip, listen.port())))
 }
 
-fn report_invalid_input(message: &str) -> CliOutcome {
-    print_error(&format!("error: {message}\n"));
-    CliOutcome::InvalidInput
-}
-
 fn outcome_of(report: &DecisionReport) -> CliOutcome {
     if report.allowed { CliOutcome::Done } else { CliOutcome::Refused }
 }
@@ -109,41 +96,30 @@ fn outcome_of(report: &DecisionReport) -> CliOutcome {
 /// Sends the request and prints the response, either described in words or as JSON. Prints a response that this version
 /// can't describe unchanged.
 fn call_api(
-    question: &CallArgs,
+    call: &CallArgs,
     method: Method,
     path: &str,
     describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
-) -> CliOutcome {
-    let target = match ApiTarget::from_args(question) {
-        Ok(target) => target,
-        Err(outcome) => return outcome,
-    };
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => return report_failure(&format!("can't start: {error}")),
-    };
-    let asked =
-        runtime.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, send(&target, question, method, path)).await });
-    let (status, text) = match asked {
-        Err(_) => return report_failure(&format!("{} did not answer within {ANSWER_TIMEOUT:?}", target.url)),
-        Ok(Err(ApiCallError::InvalidInput(message))) => return report_invalid_input(&message),
-        Ok(Err(ApiCallError::Failed(message))) => return report_failure(&message),
-        Ok(Ok(answer)) => answer,
-    };
+) -> CommandResult {
+    let (url, token) = url_and_token(call)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| failure(format!("can't start: {error}")))?;
+    let sending = send(&url, token, call, method, path);
+    let answer = runtime.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, sending).await });
+    let no_answer = |_| failure(format!("{url} did not answer within {ANSWER_TIMEOUT:?}"));
+    let (status, text) = answer.map_err(no_answer)??;
     if status.is_success() {
-        return match describe(&text) {
-            Some((words, outcome)) => match if question.json { print_json(&text) } else { print(&words) } {
-                CliOutcome::Done => outcome,
-                other => other,
-            },
+        return Ok(match describe(&text) {
+            Some((_, outcome)) if call.json => print_json(&text).and(outcome),
+            Some((words, outcome)) => print(&words).and(outcome),
             None => print_json(&text),
-        };
+        });
     }
-    if question.json {
+    if call.json {
         print_json(&text);
     } else {
         let body: Value = serde_json::from_str(&text).unwrap_or_default();
-        let default_message = || format!("{} answered {status}", target.url);
+        let default_message = || format!("{url} answered {status}");
         print_error(&format!("error: {}\n", body["message"].as_str().map_or_else(default_message, str::to_owned)));
         if let Some(help) = body["field"].as_str().and_then(part_help) {
             print_error(&format!("{help}\n"));
@@ -152,10 +128,10 @@ fn call_api(
             print_error(&format!("{TOKEN_HELP}\n"));
         }
     }
-    match status {
+    Err(match status {
         StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED => CliOutcome::InvalidInput,
         _ => CliOutcome::Failed,
-    }
+    })
 }
 
 /// The command-line option that provides a request part which a limit counts by.
@@ -172,32 +148,23 @@ fn part_help(field: &str) -> Option<String> {
     ))
 }
 
-fn report_failure(message: &str) -> CliOutcome {
-    print_error(&format!("error: {message}\n"));
-    CliOutcome::Failed
-}
-
-enum ApiCallError {
-    InvalidInput(String),
-    Failed(String),
-}
-
+/// Sends the request and returns the response's status and body. Prints errors to standard error.
 async fn send(
-    target: &ApiTarget,
-    question: &CallArgs,
+    address: &str,
+    token: Option<Secret>,
+    call: &CallArgs,
     method: Method,
     path: &str,
-) -> Result<(StatusCode, String), ApiCallError> {
-    let ApiTarget { url: address, token } = target;
-    let url: Uri = address.parse().map_err(|error| ApiCallError::InvalidInput(format!("--url {address}: {error}")))?;
+) -> Result<(StatusCode, String), CliOutcome> {
+    let url: Uri = address.parse().map_err(|error| invalid_input(format!("--url {address}: {error}")))?;
     let authority = match (url.scheme_str(), url.authority()) {
         (Some("http"), Some(authority)) => authority.clone(),
-        _ => return Err(ApiCallError::InvalidInput(format!("--url {address} isn't of the form http://HOST:PORT"))),
+        _ => return Err(invalid_input(format!("--url {address} isn't of the form http://HOST:PORT"))),
     };
     let (target, body) = if method == Method::GET {
-        (format!("{path}?{}", as_query(question)?), Bytes::new())
+        (format!("{path}?{}", as_query(call)?), Bytes::new())
     } else {
-        (path.to_owned(), as_json(question)?.into())
+        (path.to_owned(), as_json(call)?.into())
     };
     let mut request = Request::builder().method(method).uri(target).header(HOST, authority.as_str());
     if !body.is_empty() {
@@ -206,12 +173,10 @@ async fn send(
     if let Some(token) = token {
         request = request.header(AUTHORIZATION, format!("Bearer {}", token.expose()));
     }
-    let request = request.body(Full::new(body)).map_err(|error| ApiCallError::InvalidInput(error.to_string()))?;
+    let request = request.body(Full::new(body)).map_err(invalid_input)?;
 
     let response = exchange(&authority, request).await.map_err(|error| {
-        ApiCallError::Failed(format!(
-            "no gate answers at {address}: {error}\nIs it running? `tidegate serve` starts one."
-        ))
+        failure(format!("no gate answers at {address}: {error}\nIs it running? `tidegate serve` starts one."))
     })?;
     Ok((response.status(), String::from_utf8_lossy(response.body()).into_owned()))
 }
@@ -234,59 +199,45 @@ pub(crate) async fn exchange(
 }
 
 /// The request's plain fields with their names.
-fn fields(question: &CallArgs) -> impl Iterator<Item = (&'static str, &str)> {
+fn fields(call: &CallArgs) -> impl Iterator<Item = (&'static str, &str)> {
     let texts = [
-        ("action", &question.action),
-        ("ip", &question.ip),
-        ("key", &question.key),
-        ("platform", &question.platform),
-        ("method", &question.method),
-        ("path", &question.path),
-        ("host", &question.host),
+        ("action", &call.action),
+        ("ip", &call.ip),
+        ("key", &call.key),
+        ("platform", &call.platform),
+        ("method", &call.method),
+        ("path", &call.path),
+        ("host", &call.host),
     ];
     texts.into_iter().filter_map(|(name, value)| Some((name, value.as_deref()?)))
 }
 
-fn headers(question: &CallArgs) -> impl Iterator<Item = Result<(&str, &str), ApiCallError>> {
-    question.headers.iter().map(|header| {
-        header
-            .split_once('=')
-            .ok_or_else(|| ApiCallError::InvalidInput(format!("--header {header} isn't of the form NAME=VALUE")))
+fn headers(call: &CallArgs) -> impl Iterator<Item = Result<(&str, &str), CliOutcome>> {
+    call.headers.iter().map(|header| {
+        header.split_once('=').ok_or_else(|| invalid_input(format!("--header {header} isn't of the form NAME=VALUE")))
     })
 }
 
-fn as_query(question: &CallArgs) -> Result<String, ApiCallError> {
-    let mut text = String::new();
-    let mut add = |name: &str, value: &str| {
-        if !text.is_empty() {
-            text.push('&');
-        }
-        percent_encode(name, &mut text);
-        text.push('=');
-        percent_encode(value, &mut text);
-    };
-    for (name, value) in fields(question) {
-        add(name, value);
-    }
-    if let Some(cost) = question.cost {
-        add("cost", &cost.to_string());
-    }
-    for header in headers(question) {
+fn as_query(call: &CallArgs) -> Result<String, CliOutcome> {
+    let mut pairs: Vec<String> =
+        fields(call).map(|(name, value)| format!("{name}={}", percent_encode(value))).collect();
+    pairs.extend(call.cost.map(|cost| format!("cost={cost}")));
+    for header in headers(call) {
         let (name, value) = header?;
-        add(&format!("header:{name}"), value);
+        pairs.push(format!("header:{}={}", percent_encode(name), percent_encode(value)));
     }
-    Ok(text)
+    Ok(pairs.join("&"))
 }
 
-fn as_json(question: &CallArgs) -> Result<String, ApiCallError> {
+fn as_json(call: &CallArgs) -> Result<String, CliOutcome> {
     let mut body = serde_json::Map::new();
-    for (name, value) in fields(question) {
+    for (name, value) in fields(call) {
         body.insert(name.to_owned(), value.into());
     }
-    if let Some(cost) = question.cost {
+    if let Some(cost) = call.cost {
         body.insert("cost".to_owned(), cost.into());
     }
-    let given: serde_json::Map<String, Value> = headers(question)
+    let given: serde_json::Map<String, Value> = headers(call)
         .map(|header| header.map(|(name, value)| (name.to_owned(), value.into())))
         .collect::<Result<_, _>>()?;
     if !given.is_empty() {
@@ -295,54 +246,46 @@ fn as_json(question: &CallArgs) -> Result<String, ApiCallError> {
     Ok(Value::Object(body).to_string())
 }
 
-fn percent_encode(text: &str, out: &mut String) {
-    for byte in text.bytes() {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' | b'/' => out.push(byte.into()),
-            _ => {
-                let _ = write!(out, "%{byte:02X}");
-            }
+fn percent_encode(text: &str) -> String {
+    let encode = |byte: u8| match byte {
+        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' | b'/' => {
+            char::from(byte).to_string()
         }
-    }
+        _ => format!("%{byte:02X}"),
+    };
+    text.bytes().map(encode).collect()
 }
 
 fn describe_report(report: &DecisionReport) -> String {
     let mut text = if report.allowed { "would be admitted".to_owned() } else { "would be refused".to_owned() };
-    match (&*report.reason, &report.bound_by) {
-        ("allow_list", _) => text.push_str(": the address is on the allow list"),
-        ("deny_list", _) => text.push_str(": the address is on the deny list"),
-        (_, None) => text.push_str(": no limit applies"),
+    text += &match (&*report.reason, &report.bound_by) {
+        ("allow_list", _) => ": the address is on the allow list".to_owned(),
+        ("deny_list", _) => ": the address is on the deny list".to_owned(),
+        (_, None) => ": no limit applies".to_owned(),
         (_, Some(name)) => {
             let (remaining, limit) = (report.remaining.unwrap_or_default(), report.limit.unwrap_or_default());
-            let _ = write!(text, ": {remaining} of {limit} left under {name}");
+            format!(": {remaining} of {limit} left under {name}")
         }
-    }
+    };
     if let Some(backoff) = report.backoff_seconds {
-        let _ = write!(text, "; blocked for {backoff} s");
+        text += &format!("; blocked for {backoff} s");
     }
     if !report.allowed && report.reason != "deny_list" {
-        match (report.retry_after, &report.next_allowed_at) {
-            (None, _) => text.push_str("; no waiting helps"),
-            (Some(wait), None) => {
-                let _ = write!(text, "; retry in {wait} s");
-            }
-            (Some(wait), Some(at)) => {
-                let _ = write!(text, "; retry in {wait} s, at {at}");
-            }
-        }
+        text += &match (report.retry_after, &report.next_allowed_at) {
+            (None, _) => "; no waiting helps".to_owned(),
+            (Some(wait), None) => format!("; retry in {wait} s"),
+            (Some(wait), Some(at)) => format!("; retry in {wait} s, at {at}"),
+        };
     }
     if report.shadow {
-        text.push_str(" (shadow: it would only be logged)");
+        text += " (shadow: it would only be logged)";
     }
     text
 }
 
 fn describe_explanation(explanation: &Explanation) -> String {
-    let mut text = format!(
-        "{}: {}\n",
-        explanation.action.as_deref().unwrap_or("no action, only the global limit"),
-        describe_report(&explanation.decision)
-    );
+    let action = explanation.action.as_deref().unwrap_or("no action, only the global limit");
+    let mut text = format!("{action}: {}\n", describe_report(&explanation.decision));
     for limit in &explanation.limits {
         text.push('\n');
         describe_limit(&mut text, limit);
@@ -359,13 +302,9 @@ fn describe_limit(text: &mut String, limit: &LimitReport) {
     }
     let _ = writeln!(text, "  used      {} of {}, {} left", limit.used, limit.limit, limit.remaining);
     if limit.blocked {
-        let _ = writeln!(
-            text,
-            "  blocked   for {} s after {} strike{}",
-            limit.backoff_seconds.unwrap_or_default(),
-            limit.strikes,
-            if limit.strikes == 1 { "" } else { "s" }
-        );
+        let backoff = limit.backoff_seconds.unwrap_or_default();
+        let plural = if limit.strikes == 1 { "" } else { "s" };
+        let _ = writeln!(text, "  blocked   for {backoff} s after {} strike{plural}", limit.strikes);
     }
     if let Some(wait) = limit.next_block {
         let _ = writeln!(text, "  penalty   a call now would start a block of {wait} s");

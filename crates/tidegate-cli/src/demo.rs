@@ -18,8 +18,8 @@ use tidegate_replay::{FieldNames, LogReplay};
 use tidegate_server::Server;
 use tokio::net::TcpListener;
 
-use crate::policy::{print, print_error};
-use crate::{CallArgs, CliOutcome, api_client};
+use crate::policy::{failure, print};
+use crate::{CallArgs, CliOutcome, CommandResult, api_client};
 
 /// The demo's limit on log-ins.
 const LOGIN: &str = r#"[inbound.action.login]
@@ -33,14 +33,9 @@ const ACCESS_LOG: &str = include_str!("demo/access.log");
 const SHOWN_HEADERS: [&str; 2] = ["retry-after", "ratelimit"];
 
 /// Runs the demo.
-pub(crate) fn run() -> CliOutcome {
-    match try_run() {
-        Ok(()) => CliOutcome::Done,
-        Err(error) => {
-            print_error(&format!("error: the demo can't go on: {error}\n"));
-            CliOutcome::Failed
-        }
-    }
+pub(crate) fn run() -> CommandResult {
+    try_run().map_err(|error| failure(format!("the demo can't go on: {error}")))?;
+    Ok(CliOutcome::Done)
 }
 
 fn try_run() -> Result<(), Box<dyn Error + Send + Sync>> {
@@ -64,7 +59,7 @@ fn try_run() -> Result<(), Box<dyn Error + Send + Sync>> {
         url: Some(format!("http://{api}")),
         ..CallArgs::default()
     };
-    api_client::explain(&call);
+    let _ = api_client::explain(&call);
 
     print("\nA policy can be tried on yesterday's requests, by `tidegate replay access.log`:\n\n");
     let policy = Policy::load(PolicySources::new().file("demo.toml", LOGIN))?;

@@ -24,8 +24,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
-
-use crate::policy::EnvOverrides;
+use tidegate_policy::{PolicySources, settings};
 
 /// A call makes about twenty small allocations. With this allocator the gateway's own time per call is a fifth less
 /// than with the C library's.
@@ -174,20 +173,25 @@ struct CallArgs {
 /// The result of a command; see the exit statuses in the module's documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CliOutcome {
-    Done,
-    Failed,
-    InvalidInput,
-    Refused,
+    Done = 0,
+    Failed = 1,
+    InvalidInput = 2,
+    Refused = 3,
+}
+
+/// The outcome of a command, or of the error that ended it and is already printed.
+type CommandResult = Result<CliOutcome, CliOutcome>;
+
+impl CliOutcome {
+    /// Returns `next` after [`CliOutcome::Done`], otherwise this outcome.
+    fn and(self, next: Self) -> Self {
+        if self == Self::Done { next } else { self }
+    }
 }
 
 impl From<CliOutcome> for ExitCode {
     fn from(outcome: CliOutcome) -> Self {
-        Self::from(match outcome {
-            CliOutcome::Done => 0,
-            CliOutcome::Failed => 1,
-            CliOutcome::InvalidInput => 2,
-            CliOutcome::Refused => 3,
-        })
+        Self::from(outcome as u8)
     }
 }
 
@@ -202,18 +206,19 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return retry::usage_error(&error).unwrap_or_else(|| usage_error(&error)),
     };
-    let outcome = match cli.command {
+    let result = match cli.command {
         Command::Demo => demo::run(),
         Command::Serve { config, env_prefix } => serve::run(config.as_deref(), env_prefix.as_deref()),
         Command::Check { file, config, no_env, env_prefix } => {
-            let env = if no_env { EnvOverrides::Ignored } else { EnvOverrides::Used { prefix: env_prefix.as_deref() } };
-            policy::check(&config.unwrap_or(file), env)
+            let environment = || policy::environment(env_prefix.as_deref());
+            let sources = if no_env { PolicySources::new() } else { environment() };
+            policy::check(&config.unwrap_or(file), sources)
         }
-        Command::Explain(question) => api_client::explain(&question),
-        Command::Status(question) => api_client::status(&question),
-        Command::Reset(question) => api_client::reset(&question),
+        Command::Explain(call) => api_client::explain(&call),
+        Command::Status(call) => api_client::status(&call),
+        Command::Reset(call) => api_client::reset(&call),
         #[cfg(not(feature = "simulate"))]
-        Command::Simulate(_) => policy::report_missing_simulate("the command simulate"),
+        Command::Simulate(_) => Err(policy::missing_simulate("the command simulate")),
         #[cfg(feature = "simulate")]
         Command::Simulate { list: true, .. } => simulate::list(),
         #[cfg(feature = "simulate")]
@@ -222,7 +227,7 @@ fn main() -> ExitCode {
         }
         Command::Replay(arguments) => replay::run(&arguments),
         Command::Retry(arguments) => return retry::run(&arguments),
-        Command::Env => policy::env(),
+        Command::Env => Ok(policy::print(&settings::env_example())),
     };
-    outcome.into()
+    result.unwrap_or_else(|outcome| outcome).into()
 }

@@ -1,67 +1,68 @@
 //! Policies: reading them, and describing their limits.
 
 use std::borrow::Cow;
+use std::error::Error;
+use std::ffi::OsString;
+use std::fmt::Display;
 use std::fmt::Write as _;
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use tidegate::policy::{Action, Plan};
-use tidegate_policy::{Policy, PolicySources, printable, printable_json, printable_lines, settings};
+use tidegate_policy::{Policy, PolicySources, printable, printable_json, printable_lines};
 
-use crate::CliOutcome;
+use crate::{CliOutcome, CommandResult};
 
 /// The default policy file.
 const DEFAULT_FILE: &str = "tidegate.toml";
 
-/// A policy and the name of its source.
-pub(crate) struct LoadedPolicy {
-    pub(crate) policy: Policy,
-    pub(crate) source_name: String,
+/// Returns the environment as a source of policies. `prefix` is that of further outbound settings.
+pub(crate) fn environment(prefix: Option<&str>) -> PolicySources {
+    // Text that isn't Unicode gets a replacement character. For Tidegate's own variables, reading such a value fails.
+    let text = |word: OsString| word.to_string_lossy().into_owned();
+    let sources = PolicySources::new().env(std::env::vars_os().map(|(name, value)| (text(name), text(value))));
+    match prefix {
+        Some(prefix) => sources.env_prefix(prefix),
+        None => sources,
+    }
 }
 
-/// The use of environment variables that override the file.
-#[derive(Clone, Copy)]
-pub(crate) enum EnvOverrides<'p> {
-    Ignored,
-    /// The usual variables, and those with a prefix.
-    Used {
-        prefix: Option<&'p str>,
-    },
-}
-
-/// Reads the policy of this file, or of ./tidegate.toml, or the built-in one. Prints errors to standard error.
-pub(crate) fn load(file: Option<&Path>, env: EnvOverrides<'_>) -> Result<LoadedPolicy, CliOutcome> {
-    let usual = Path::new(DEFAULT_FILE);
-    let file = file.map(Path::to_owned).or_else(|| usual.exists().then(|| PathBuf::from(DEFAULT_FILE)));
-    let mut sources = PolicySources::new();
-    let from = match &file {
+/// Reads the policy of this file, or of ./tidegate.toml, or the built-in one. Returns it with its source's name. Prints
+/// errors to standard error.
+pub(crate) fn load(file: Option<&Path>, mut sources: PolicySources) -> Result<(Policy, String), CliOutcome> {
+    let file = file.or_else(|| Some(Path::new(DEFAULT_FILE)).filter(|usual| usual.exists()));
+    let source_name = match file {
         None => "the built-in default policy".to_owned(),
         Some(file) => {
             let name = display_name(file);
-            let bytes = read_input(file).map_err(|error| {
-                print_error(&format!("error: can't read {name}: {error}\n"));
-                CliOutcome::Failed
-            })?;
+            let bytes = read_input(file).map_err(|error| file_failure("read", file, error))?;
             sources = sources.file_bytes(name.clone(), bytes);
             name
         }
     };
-    if let EnvOverrides::Used { prefix } = env {
-        // Text that isn't Unicode gets a replacement character. For Tidegate's own variables, reading such a value
-        // fails.
-        let text = |word: std::ffi::OsString| word.to_string_lossy().into_owned();
-        sources = sources.env(std::env::vars_os().map(|(name, value)| (text(name), text(value))));
-        if let Some(prefix) = prefix {
-            sources = sources.env_prefix(prefix);
-        }
-    }
-    match Policy::load(sources) {
-        Ok(policy) => Ok(LoadedPolicy { policy, source_name: from }),
-        Err(errors) => {
-            print_error(&format!("{errors}\n"));
-            Err(CliOutcome::InvalidInput)
-        }
-    }
+    Ok((Policy::load(sources).map_err(invalid_document)?, source_name))
+}
+
+/// Prints an error of the input.
+pub(crate) fn invalid_input(error: impl Display) -> CliOutcome {
+    invalid_document(format!("error: {error}"))
+}
+
+/// Prints the errors of a policy or scenario, which say themselves that they are errors.
+pub(crate) fn invalid_document(errors: impl Display) -> CliOutcome {
+    print_error(&format!("{errors}\n"));
+    CliOutcome::InvalidInput
+}
+
+/// Prints an error that isn't one of the input.
+pub(crate) fn failure(error: impl Display) -> CliOutcome {
+    print_error(&format!("error: {error}\n"));
+    CliOutcome::Failed
+}
+
+/// Prints an error of reading or writing a file.
+pub(crate) fn file_failure(verb: &str, file: &Path, error: impl Display) -> CliOutcome {
+    failure(format!("can't {verb} {}: {error}", display_name(file)))
 }
 
 /// A file's name for display; `-` is standard input.
@@ -95,35 +96,43 @@ pub(crate) fn print_usage(error: &clap::Error) {
     }
 }
 
-/// Reports that this build lacks the feature `simulate`, which has what the caller names.
+/// Prints that this build lacks the feature `simulate`, which has what the caller names.
 #[cfg(not(feature = "simulate"))]
-pub(crate) fn report_missing_simulate(what: &str) -> CliOutcome {
-    print_error(&format!(
-        "error: this program was built without the feature `simulate`, which has {what}; build it with --features simulate\n"
-    ));
-    CliOutcome::InvalidInput
+pub(crate) fn missing_simulate(what: &str) -> CliOutcome {
+    invalid_input(format!(
+        "this program was built without the feature `simulate`, which has {what}; build it with --features simulate"
+    ))
 }
 
-/// The format that a file's extension selects.
-pub(crate) fn format_of<F: Copy>(file: &Path, forms: &[(&str, F)]) -> Option<F> {
-    let ending = file.extension()?;
-    forms.iter().find(|(known, _)| ending.eq_ignore_ascii_case(known)).map(|(_, form)| *form)
+/// A format of a report: the extension of its files, and the function that makes their content.
+pub(crate) type ReportFormat<R> = (&'static str, fn(&R) -> Result<Vec<u8>, Box<dyn Error>>);
+
+/// Returns a function that writes a report to these files, each in the format of its extension. `rule` names the
+/// extensions.
+pub(crate) fn report_writer<'a, R: 'a>(
+    files: &'a [PathBuf],
+    formats: &'a [ReportFormat<R>],
+    rule: &str,
+) -> Result<impl FnOnce(&R) -> Result<(), CliOutcome> + 'a, CliOutcome> {
+    let with_format = |file: &'a PathBuf| {
+        let extension = file.extension().unwrap_or_default();
+        let format = formats.iter().find(|(known, _)| extension.eq_ignore_ascii_case(known));
+        format.map(|(_, render)| (file, render)).ok_or_else(|| invalid_input(format!("{}: {rule}", display_name(file))))
+    };
+    let chosen = files.iter().map(with_format).collect::<Result<Vec<_>, _>>()?;
+    Ok(move |report: &R| {
+        chosen.into_iter().try_for_each(|(file, render)| {
+            let written = render(report).and_then(|bytes| Ok(std::fs::write(file, bytes)?));
+            written.map_err(|error| file_failure("write", file, error))
+        })
+    })
 }
 
 /// `tidegate check`.
-pub(crate) fn check(file: &Path, env: EnvOverrides<'_>) -> CliOutcome {
-    match load(Some(file), env) {
-        Err(outcome) => outcome,
-        Ok(LoadedPolicy { policy, source_name: from }) => {
-            let notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
-            print(&format!("{from}: good\n{notes}\n{}", describe(&policy)))
-        }
-    }
-}
-
-/// `tidegate env`.
-pub(crate) fn env() -> CliOutcome {
-    print(&settings::env_example())
+pub(crate) fn check(file: &Path, sources: PolicySources) -> CommandResult {
+    let (policy, source_name) = load(Some(file), sources)?;
+    let notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
+    Ok(print(&format!("{source_name}: good\n{notes}\n{}", describe(&policy))))
 }
 
 /// Writes to standard output, with control characters of terminals escaped.
@@ -140,9 +149,8 @@ pub(crate) fn print_json(text: &str) -> CliOutcome {
 fn write_stdout(text: &str) -> CliOutcome {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Ok(()) => CliOutcome::Done,
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => CliOutcome::Done,
-        Err(_) => CliOutcome::Failed,
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => CliOutcome::Failed,
+        _ => CliOutcome::Done,
     }
 }
 

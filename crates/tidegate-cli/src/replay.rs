@@ -8,8 +8,8 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tidegate_replay::{FieldNames, Findings, LogReplay};
 
-use crate::CliOutcome;
-use crate::policy::{self, EnvOverrides, LoadedPolicy as PolicyRead, display_name, format_of, print, print_error};
+use crate::policy::{self, ReportFormat, file_failure, invalid_input, print, report_writer};
+use crate::{CliOutcome, CommandResult};
 
 /// The end of the command's help.
 pub(crate) const HELP: &str = "\
@@ -42,73 +42,52 @@ pub(crate) struct ReplayArgs {
 }
 
 /// `tidegate replay LOG…`.
-pub(crate) fn run(arguments: &ReplayArgs) -> CliOutcome {
-    match try_run(arguments) {
-        Ok(outcome) | Err(outcome) => outcome,
+pub(crate) fn run(arguments: &ReplayArgs) -> CommandResult {
+    #[cfg(not(feature = "simulate"))]
+    if arguments
+        .out
+        .iter()
+        .filter_map(|file| file.extension())
+        .any(|form| form.eq_ignore_ascii_case("html") || form.eq_ignore_ascii_case("svg"))
+    {
+        return Err(policy::missing_simulate("pictures of findings"));
     }
-}
-
-fn try_run(arguments: &ReplayArgs) -> Result<CliOutcome, CliOutcome> {
-    let mut forms = Vec::with_capacity(arguments.out.len());
-    for file in &arguments.out {
-        let form = format_of(file, &FindingsFormat::ALL);
-        #[cfg(not(feature = "simulate"))]
-        if matches!(form, Some(FindingsFormat::Html | FindingsFormat::Svg)) {
-            return Err(policy::report_missing_simulate("pictures of findings"));
-        }
-        forms.push((
-            file,
-            form.ok_or_else(|| {
-                report_invalid_input(format!("{}: findings end with .html, .svg or .json", display_name(file)))
-            })?,
-        ));
-    }
+    let write_findings = report_writer(&arguments.out, FORMATS, "findings end with .html, .svg or .json")?;
     let mut names = FieldNames::default();
     for field in &arguments.fields {
-        names.add(field).map_err(|error| report_invalid_input(format!("--field: {error}")))?;
+        names.add(field).map_err(|error| invalid_input(format!("--field: {error}")))?;
     }
     if arguments.logs.iter().filter(|log| is_stdin(log)).count() > 1 {
-        return Err(report_invalid_input("standard input can be read once".to_owned()));
+        return Err(invalid_input("standard input can be read once"));
     }
-    let env = EnvOverrides::Used { prefix: None };
-    let PolicyRead { policy, source_name: from } = policy::load(arguments.config.as_deref(), env)?;
-    let mut replay = LogReplay::new(from, &policy, names);
+    let (policy, source_name) = policy::load(arguments.config.as_deref(), policy::environment(None))?;
+    let mut replay = LogReplay::new(source_name, &policy, names);
     if let Some(other) = &arguments.diff {
-        let PolicyRead { policy, source_name: from } = policy::load(Some(other), env)?;
-        replay = replay.compare_with(from, &policy);
+        let (policy, source_name) = policy::load(Some(other), policy::environment(None))?;
+        replay = replay.compare_with(source_name, &policy);
     }
     let mut refusals = match &arguments.refusals {
-        Some(file) => Some(BufWriter::new(File::create(file).map_err(|error| report_failure("write", file, &error))?)),
+        Some(file) => Some(BufWriter::new(File::create(file).map_err(|error| file_failure("write", file, error))?)),
         None => None,
     };
     let read = read_logs(&mut replay, &arguments.logs, refusals.as_mut().map(|to| to as &mut dyn Write))?;
     if let (Some(mut to), Some(file)) = (refusals, &arguments.refusals) {
-        to.flush().map_err(|error| report_failure("write", file, &error))?;
+        to.flush().map_err(|error| file_failure("write", file, error))?;
     }
     let findings = replay.findings();
-    for (file, form) in forms {
-        let written = form.render(&findings).and_then(|text| Ok(std::fs::write(file, text)?));
-        written.map_err(|error| report_failure("write", file, &*error))?;
-    }
-    match print(&findings.table()) {
-        CliOutcome::Done => Ok(read),
-        other => Ok(other),
-    }
+    write_findings(&findings)?;
+    Ok(print(&findings.table()).and(read))
 }
 
 /// Reads all logs, and shows progress on a terminal. Prints an error while reading, and goes on with the remaining
 /// logs.
-fn read_logs(
-    replay: &mut LogReplay,
-    logs: &[PathBuf],
-    mut refusals: Option<&mut dyn Write>,
-) -> Result<CliOutcome, CliOutcome> {
+fn read_logs(replay: &mut LogReplay, logs: &[PathBuf], mut refusals: Option<&mut dyn Write>) -> CommandResult {
     let mut bytes = Some(0);
     for log in logs.iter() {
         let data = if is_stdin(log) {
             None
         } else {
-            Some(fs::metadata(log).map_err(|error| report_failure("read", log, &error))?)
+            Some(fs::metadata(log).map_err(|error| file_failure("read", log, error))?)
         };
         bytes = bytes.zip(data.filter(Metadata::is_file)).map(|(sum, data)| sum + data.len());
     }
@@ -129,7 +108,7 @@ fn read_logs(
         };
         let read = source.and_then(|source| replay.read(&name, bar.wrap_read(source), refusals));
         if let Err(error) = read {
-            outcome = bar.suspend(|| report_failure("read", log, &error));
+            outcome = bar.suspend(|| file_failure("read", log, error));
         }
     }
     bar.finish_and_clear();
@@ -140,40 +119,11 @@ fn is_stdin(log: &Path) -> bool {
     log.as_os_str() == "-"
 }
 
-fn report_invalid_input(what: String) -> CliOutcome {
-    print_error(&format!("error: {what}\n"));
-    CliOutcome::InvalidInput
-}
-
-fn report_failure(what: &str, file: &Path, error: &(impl std::fmt::Display + ?Sized)) -> CliOutcome {
-    print_error(&format!("error: can't {what} {}: {error}\n", display_name(file)));
-    CliOutcome::Failed
-}
-
-/// The format of the findings.
-#[derive(Clone, Copy)]
-enum FindingsFormat {
-    Html,
-    Svg,
-    Json,
-}
-
-impl FindingsFormat {
-    const ALL: [(&str, Self); 3] = [("html", Self::Html), ("svg", Self::Svg), ("json", Self::Json)];
-
-    #[cfg(feature = "simulate")]
-    fn render(self, findings: &Findings) -> Result<String, Box<dyn std::error::Error>> {
-        Ok(match self {
-            Self::Html => findings.html()?,
-            Self::Svg => findings.svg()?,
-            Self::Json => findings.json(),
-        })
-    }
-
-    /// Pictures are refused before anything is read.
-    #[cfg(not(feature = "simulate"))]
-    #[expect(clippy::unnecessary_wraps, reason = "pictures can fail")]
-    fn render(self, findings: &Findings) -> Result<String, Box<dyn std::error::Error>> {
-        Ok(findings.json())
-    }
-}
+#[cfg(feature = "simulate")]
+const FORMATS: &[ReportFormat<Findings>] = &[
+    ("html", |findings| Ok(findings.html()?.into_bytes())),
+    ("svg", |findings| Ok(findings.svg()?.into_bytes())),
+    ("json", |findings| Ok(findings.json().into_bytes())),
+];
+#[cfg(not(feature = "simulate"))]
+const FORMATS: &[ReportFormat<Findings>] = &[("json", |findings| Ok(findings.json().into_bytes()))];

@@ -6,23 +6,23 @@ mod output;
 mod signals;
 
 use std::ffi::OsString;
-use std::io::{IsTerminal as _, Write as _};
+use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, sync_channel};
 
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
-use clap::{Args, ValueEnum};
-use regex::bytes::Regex;
 use tidegate::clock::SystemClock;
 use tidegate_core::retry::RetryTracker;
 use tidegate_core::{Backoff, Class, Clock as _, FailedAttempt, Jitter, NoRetryReason, Retry, Span, Time};
 use tidegate_policy::parse_duration;
 
 use crate::policy::{print_error, print_usage};
-use attempt::{CommandError, CommandExit, CommandLauncher};
+use attempt::{CommandExit, CommandLauncher};
 use input::StdinSource;
 use output::{OutputMatches, OutputPatterns};
-use signals::{CommandEvent, ReceivedSignal};
+use signals::{CommandEvent, MAX_EVENTS, ReceivedSignal};
 
 /// The end of the command's help.
 pub(crate) const HELP: &str = "\
@@ -33,6 +33,8 @@ of the first four there is no retry.";
 /// The exit statuses of GNU's `timeout` and `env`.
 const TIMED_OUT_STATUS: u8 = 124;
 const USAGE_STATUS: u8 = 125;
+const NOT_RUNNABLE_STATUS: u8 = 126;
+const NOT_FOUND_STATUS: u8 = 127;
 
 /// The arguments of `tidegate retry`.
 #[derive(Debug, Args)]
@@ -48,8 +50,8 @@ pub(crate) struct RetryArgs {
     cap: Span,
     /// The randomness of waits: full, between 0 and the wait; equal, in the upper half of the wait; decorrelated,
     /// between the base and three times the previous wait; none.
-    #[arg(long, value_enum, default_value = "full")]
-    jitter: JitterArg,
+    #[arg(long, default_value = "full", value_parser = jitter_parser())]
+    jitter: Jitter,
     /// The timeout of an attempt. It is then ended with TERM, and 5 s later with KILL, together with all processes that
     /// it started unless standard input is a terminal.
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
@@ -63,16 +65,8 @@ pub(crate) struct RetryArgs {
     /// Exit statuses that mean that the command would fail again. It isn't tried again.
     #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "2,126,127")]
     permanent_exit: Vec<u8>,
-    /// If a command fails and a line of its output matches, it was throttled.
-    #[arg(long, value_name = "REGEX")]
-    throttled_output: Option<Regex>,
-    /// If a command fails and a line of its output matches, it would fail again.
-    #[arg(long, value_name = "REGEX")]
-    permanent_output: Option<Regex>,
-    /// A matching line of output gives the minimum wait: its first group is seconds, a time like 1m30s, or an HTTP
-    /// date.
-    #[arg(long, value_name = "REGEX")]
-    retry_after_output: Option<Regex>,
+    #[command(flatten)]
+    patterns: OutputPatterns,
     /// The longest such wait; the command isn't tried again if a longer one is given.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_time)]
     max_retry_after: Span,
@@ -88,13 +82,13 @@ pub(crate) struct RetryArgs {
     command: Vec<OsString>,
 }
 
-/// The randomness of waits.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum JitterArg {
-    None,
-    Full,
-    Equal,
-    Decorrelated,
+fn jitter_parser() -> impl TypedValueParser<Value = Jitter> {
+    PossibleValuesParser::new(["none", "full", "equal", "decorrelated"]).map(|name| match name.as_str() {
+        "none" => Jitter::None,
+        "equal" => Jitter::Equal,
+        "decorrelated" => Jitter::Decorrelated,
+        _ => Jitter::Full,
+    })
 }
 
 fn parse_time(text: &str) -> Result<Span, String> {
@@ -126,39 +120,27 @@ pub(crate) fn run(arguments: &RetryArgs) -> ExitCode {
 struct RetryRunner<'a> {
     arguments: &'a RetryArgs,
     retry: Retry,
-    patterns: OutputPatterns,
     clock: SystemClock,
     events: Receiver<CommandEvent>,
     launcher: CommandLauncher,
 }
 
 impl<'a> RetryRunner<'a> {
-    fn new(arguments: &'a RetryArgs) -> std::io::Result<Self> {
-        let jitter = match arguments.jitter {
-            JitterArg::None => Jitter::None,
-            JitterArg::Full => Jitter::Full,
-            JitterArg::Equal => Jitter::Equal,
-            JitterArg::Decorrelated => Jitter::Decorrelated,
-        };
+    fn new(arguments: &'a RetryArgs) -> io::Result<Self> {
         let retry = Retry {
             max_attempts: arguments.attempts,
-            backoff: Backoff::exponential(arguments.base, arguments.cap).with_jitter(jitter),
+            backoff: Backoff::exponential(arguments.base, arguments.cap).with_jitter(arguments.jitter),
             max_retry_after: arguments.max_retry_after,
             ..Retry::default()
         };
-        let patterns = OutputPatterns {
-            throttled: arguments.throttled_output.clone(),
-            permanent: arguments.permanent_output.clone(),
-            retry_after: arguments.retry_after_output.clone(),
-        };
         // Done before signals are caught, because reading all standard input may never end, and a signal must end it.
         let input = StdinSource::new(arguments.keep_stdin)?;
-        let (sender, events) = signals::channel();
+        let (sender, events) = sync_channel(MAX_EVENTS);
         signals::listen(sender.clone())?;
         // Like GNU's `timeout`, but never if the command may read from a terminal.
-        let is_group = arguments.timeout.is_some() && !std::io::stdin().is_terminal();
-        let launch = CommandLauncher::new(&arguments.command, input, sender, is_group);
-        Ok(Self { arguments, retry, patterns, clock: SystemClock::new(), events, launcher: launch })
+        let is_group = arguments.timeout.is_some() && !io::stdin().is_terminal();
+        let launcher = CommandLauncher::new(&arguments.command, input, sender, is_group);
+        Ok(Self { arguments, retry, clock: SystemClock::new(), events, launcher })
     }
 
     /// Runs the attempts and returns the exit status.
@@ -172,14 +154,10 @@ impl<'a> RetryRunner<'a> {
                     "standard input went to the first attempt; the next ones have none (--keep-stdin keeps it)",
                 );
             }
-            let (end, seen) = match self.launcher.run(&self.patterns, &self.events, &self.clock, self.arguments.timeout)
-            {
+            let ended = self.launcher.run(&self.arguments.patterns, &self.events, &self.clock, self.arguments.timeout);
+            let (end, seen) = match ended {
                 Ok(ended) => ended,
-                Err(CommandError { error, status }) => {
-                    let name = self.arguments.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
-                    print_error(&format!("tidegate retry: can't run {name}: {error}\n"));
-                    return status;
-                }
+                Err(error) => return self.print_launch_error(&error),
             };
             let (class, status) = (self.classify(&end, &seen), end.status());
             if class == Class::Success || end.stopped_by.is_some() {
@@ -212,6 +190,17 @@ impl<'a> RetryRunner<'a> {
         }
     }
 
+    /// Prints that the command can't be run, and returns the exit status.
+    fn print_launch_error(&self, error: &io::Error) -> u8 {
+        let name = self.arguments.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
+        print_error(&format!("tidegate retry: can't run {name}: {error}\n"));
+        match error.kind() {
+            io::ErrorKind::NotFound => NOT_FOUND_STATUS,
+            // The command exists but can't be run: no permission, not a program, or too many arguments.
+            _ => NOT_RUNNABLE_STATUS,
+        }
+    }
+
     fn classify(&self, end: &CommandExit, seen: &OutputMatches) -> Class {
         let status = end.status();
         if status == 0 {
@@ -241,8 +230,8 @@ impl<'a> RetryRunner<'a> {
             match self.events.recv_timeout(rest.as_duration()) {
                 Ok(CommandEvent::Signal(signal)) if signal.stops_retries() => return Some(signal),
                 Ok(_) => {}
-                // Never disconnected, because this process holds the sender.
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
+                // Not disconnected, because this process holds the sender.
+                Err(_) => return None,
             }
         }
     }
@@ -250,8 +239,8 @@ impl<'a> RetryRunner<'a> {
     fn print_status(&self, what: &str) {
         if !self.arguments.quiet {
             // A progress bar of the command may have left the cursor inside a line.
-            if std::io::stderr().is_terminal() {
-                let _ = std::io::stderr().write_all(b"\r");
+            if io::stderr().is_terminal() {
+                let _ = io::stderr().write_all(b"\r");
             }
             print_error(&format!("tidegate retry: {what}\n"));
         }

@@ -7,20 +7,14 @@ use tidegate::store::AnyStore;
 use tidegate_policy::Policy;
 use tidegate_server::{BoundServer, Server, descriptors, log, signals};
 
-use crate::CliOutcome;
-use crate::policy::{self, EnvOverrides, LoadedPolicy, print_error};
+use crate::policy::{self, failure, invalid_input};
+use crate::{CliOutcome, CommandResult};
 
 /// Runs the server until a stop signal.
-pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CliOutcome {
-    let LoadedPolicy { policy, source_name: from } = match policy::load(config, EnvOverrides::Used { prefix }) {
-        Ok(read) => read,
-        Err(outcome) => return outcome,
-    };
+pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult {
+    let (policy, source_name) = policy::load(config, policy::environment(prefix))?;
     let filter = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
-    if let Err(error) = log::start(policy.log(), filter.as_deref()) {
-        print_error(&format!("error: {error}\n"));
-        return CliOutcome::InvalidInput;
-    }
+    log::start(policy.log(), filter.as_deref()).map_err(invalid_input)?;
     descriptors::raise_limit(&policy);
     // On one processor the multi-threaded runtime only adds costs.
     let is_single_core = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
@@ -29,44 +23,21 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CliOutcome {
     } else {
         tokio::runtime::Builder::new_multi_thread()
     };
-    match runtime.enable_all().build() {
-        Ok(runtime) => runtime.block_on(serve(&policy, &from)),
-        Err(error) => {
-            print_error(&format!("error: can't start: {error}\n"));
-            CliOutcome::Failed
-        }
-    }
+    let runtime = runtime.enable_all().build().map_err(|error| failure(format!("can't start: {error}")))?;
+    runtime.block_on(serve(&policy, &source_name))
 }
 
-async fn serve(policy: &Policy, from: &str) -> CliOutcome {
-    let stop = match signals::stop_signal() {
-        Ok(stop) => stop,
-        Err(error) => {
-            print_error(&format!("error: can't listen for signals: {error}\n"));
-            return CliOutcome::Failed;
-        }
-    };
-    let server = match Server::open(policy).await {
-        Ok(server) => server,
-        Err(error) => {
-            print_error(&format!("error: {error}\n"));
-            return CliOutcome::Failed;
-        }
-    };
-    let bound = match server.bind() {
-        Ok(bound) => bound,
-        Err(error) => {
-            print_error(&format!("error: {error}\n"));
-            return CliOutcome::Failed;
-        }
-    };
-    policy::print(&startup_message(policy, from, &bound));
+async fn serve(policy: &Policy, source_name: &str) -> CommandResult {
+    let stop = signals::stop_signal().map_err(|error| failure(format!("can't listen for signals: {error}")))?;
+    let server = Server::open(policy).await.map_err(failure)?;
+    let bound = server.bind().map_err(failure)?;
+    policy::print(&startup_message(policy, source_name, &bound));
     bound.run(stop).await;
-    CliOutcome::Done
+    Ok(CliOutcome::Done)
 }
 
-fn startup_message(policy: &Policy, from: &str, bound: &BoundServer<AnyStore>) -> String {
-    let mut text = format!("tidegate {} runs {from}\n\n", env!("CARGO_PKG_VERSION"));
+fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnyStore>) -> String {
+    let mut text = format!("tidegate {} runs {source_name}\n\n", env!("CARGO_PKG_VERSION"));
     match (bound.inbound(), &policy.inbound().upstream) {
         (Some(address), Some(upstream)) => {
             let _ = writeln!(text, "  gate     http://{address} in front of {upstream}");

@@ -1,15 +1,18 @@
 //! `tidegate simulate`.
 
 use std::fmt::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tidegate::clock::SystemClock;
 use tidegate_core::{Clock as _, Span};
 use tidegate_sim::{Report, Scenario, shipped};
 
-use crate::CliOutcome;
-use crate::policy::{display_name, format_of, print, print_error, read_input};
+use crate::policy::{
+    ReportFormat, display_name, file_failure, invalid_document, invalid_input, print, print_error, read_input,
+    report_writer,
+};
+use crate::{CliOutcome, CommandResult};
 
 /// The time after which a run shows its progress.
 const PROGRESS_DELAY: Span = Span::from_millis(700);
@@ -23,54 +26,26 @@ pub(crate) fn help() -> String {
 }
 
 /// `tidegate simulate --list`.
-pub(crate) fn list() -> CliOutcome {
+pub(crate) fn list() -> CommandResult {
     let mut text = String::new();
     let width = shipped::ALL.iter().map(|shipped| shipped.name.len()).max().unwrap_or(0);
     for shipped in &shipped::ALL {
-        match Scenario::read(shipped.name, shipped.text.as_bytes()) {
-            Ok(scenario) => {
-                let _ =
-                    writeln!(text, "{:width$}  {}\n{:width$}  {}", shipped.name, scenario.title, "", scenario.about);
-            }
-            Err(errors) => return report_invalid_input(&errors),
-        }
+        let scenario = Scenario::read(shipped.name, shipped.text.as_bytes()).map_err(invalid_document)?;
+        let _ = writeln!(text, "{:width$}  {}\n{:width$}  {}", shipped.name, scenario.title, "", scenario.about);
     }
-    print(&text)
+    Ok(print(&text))
 }
 
 /// `tidegate simulate SCENARIO`.
-pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[std::path::PathBuf], check: bool) -> CliOutcome {
-    let mut forms = Vec::with_capacity(out.len());
-    for file in out {
-        let Some(form) = format_of(file, &ReportFormat::ALL) else {
-            return report_invalid_input(&format!(
-                "error: {}: a report ends with .html, .svg, .png or .json",
-                display_name(file)
-            ));
-        };
-        forms.push((file, form));
-    }
-    let read = match load_scenario(scenario) {
-        Ok(read) => read,
-        Err(outcome) => return outcome,
-    };
-    let report = with_progress(&read, seed.unwrap_or(read.seed));
-    for (file, form) in forms {
-        let written = form.render(&report).and_then(|bytes| Ok(std::fs::write(file, bytes)?));
-        if let Err(error) = written {
-            print_error(&format!("error: can't write {}: {error}\n", display_name(file)));
-            return CliOutcome::Failed;
-        }
-    }
+pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[PathBuf], check: bool) -> CommandResult {
+    let write_report = report_writer(out, &FORMATS, "a report ends with .html, .svg, .png or .json")?;
+    let scenario = load_scenario(scenario)?;
+    let report = with_progress(&scenario, seed.unwrap_or(scenario.seed));
+    write_report(&report)?;
     match (print(&report.table()), check) {
         (CliOutcome::Done, true) => check_recovery(&report),
-        (outcome, _) => outcome,
+        (outcome, _) => Ok(outcome),
     }
-}
-
-fn report_invalid_input(what: &dyn std::fmt::Display) -> CliOutcome {
-    print_error(&format!("{what}\n"));
-    CliOutcome::InvalidInput
 }
 
 /// A file takes precedence over a built-in scenario of the same name.
@@ -81,14 +56,11 @@ fn load_scenario(scenario: &Path) -> Result<Scenario, CliOutcome> {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound && !is_input => match shipped::find(&name) {
             Ok(shipped) => shipped.text.as_bytes().to_vec(),
-            Err(unknown) => return Err(report_invalid_input(&format!("error: {unknown}"))),
+            Err(unknown) => return Err(invalid_input(unknown)),
         },
-        Err(error) => {
-            print_error(&format!("error: can't read {name}: {error}\n"));
-            return Err(CliOutcome::Failed);
-        }
+        Err(error) => return Err(file_failure("read", scenario, error)),
     };
-    Scenario::read(&name, &body).map_err(|errors| report_invalid_input(&errors))
+    Scenario::read(&name, &body).map_err(invalid_document)
 }
 
 fn with_progress(scenario: &Scenario, seed: u64) -> Report {
@@ -113,7 +85,7 @@ fn with_progress(scenario: &Scenario, seed: u64) -> Report {
 }
 
 /// Prints for each strategy if goodput has recovered.
-fn check_recovery(report: &Report) -> CliOutcome {
+fn check_recovery(report: &Report) -> CommandResult {
     let (mut text, mut good, mut known, mut dead) = (String::new(), true, false, false);
     for run in report.checked_runs() {
         let case = if run.case.is_empty() { String::new() } else { format!("{}, ", run.case) };
@@ -137,35 +109,20 @@ fn check_recovery(report: &Report) -> CliOutcome {
     }
     print_error(&text);
     match (good, dead, known) {
-        (false, ..) => CliOutcome::Failed,
+        (false, ..) => Err(CliOutcome::Failed),
         (true, true, _) => {
-            report_invalid_input(&"error: --check compares with what succeeds before the disturbance, and nothing does")
+            Err(invalid_input("--check compares with what succeeds before the disturbance, and nothing does"))
         }
-        (true, false, true) => CliOutcome::Done,
-        (true, false, false) => report_invalid_input(
-            &"error: --check needs a disturbance, and at least `check.within` after and some time before it",
-        ),
+        (true, false, true) => Ok(CliOutcome::Done),
+        (true, false, false) => {
+            Err(invalid_input("--check needs a disturbance, and at least `check.within` after and some time before it"))
+        }
     }
 }
 
-/// The format of a report.
-#[derive(Clone, Copy)]
-enum ReportFormat {
-    Html,
-    Svg,
-    Png,
-    Json,
-}
-
-impl ReportFormat {
-    const ALL: [(&str, Self); 4] = [("html", Self::Html), ("svg", Self::Svg), ("png", Self::Png), ("json", Self::Json)];
-
-    fn render(self, report: &Report) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
-        Ok(match self {
-            Self::Html => report.html()?.into_bytes(),
-            Self::Svg => report.svg()?.into_bytes(),
-            Self::Png => report.png()?,
-            Self::Json => report.json().into_bytes(),
-        })
-    }
-}
+const FORMATS: [ReportFormat<Report>; 4] = [
+    ("html", |report| Ok(report.html()?.into_bytes())),
+    ("svg", |report| Ok(report.svg()?.into_bytes())),
+    ("png", |report| Ok(report.png()?)),
+    ("json", |report| Ok(report.json().into_bytes())),
+];

@@ -315,7 +315,7 @@ fn foreign_non_utf8_variables_are_ignored() {
 }
 
 /// Returns true for characters that control a terminal, or that make a line look different from its content.
-fn steers(letter: char) -> bool {
+fn is_unsafe(letter: char) -> bool {
     letter.is_control() && letter != '\n' && letter != '\t'
         || matches!(letter, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{feff}')
 }
@@ -323,7 +323,7 @@ fn steers(letter: char) -> bool {
 /// Runs a command and checks that its output has no characters that control a terminal.
 fn run_safely(arguments: &[&str]) -> (i32, String, String) {
     let (status, out, err) = run(arguments);
-    assert!(!out.contains(steers) && !err.contains(steers), "{arguments:?}: {out:?} {err:?}");
+    assert!(!out.contains(is_unsafe) && !err.contains(is_unsafe), "{arguments:?}: {out:?} {err:?}");
     (status, out, err)
 }
 

@@ -70,16 +70,16 @@ impl Gate {
     }
 
     /// The number of log lines with this text.
-    fn told(&self, what: &str) -> usize {
+    fn log_count(&self, what: &str) -> usize {
         [self.running.read_file("stdout"), self.running.read_file("stderr")]
             .iter()
             .map(|text| text.matches(what).count())
             .sum()
     }
 
-    fn hears(&self, what: &str, within: Duration) -> Duration {
+    fn wait_for_log(&self, what: &str, within: Duration) -> Duration {
         let start = Instant::now();
-        while self.told(what) == 0 {
+        while self.log_count(what) == 0 {
             assert!(start.elapsed() < within, "the log doesn't say {what:?}:\n{}", self.running.read_file("stdout"));
             sleep(Duration::from_millis(20));
         }
@@ -145,7 +145,7 @@ fn densest(asked: &[Asked], from: Instant, to: Instant) -> usize {
 
 /// The failure of the server.
 #[derive(Clone, Copy, Debug)]
-enum Fate {
+enum Failure {
     Killed,
     Frozen,
     Full,
@@ -161,9 +161,9 @@ enum Shared {
 
 impl Shared {
     /// Starts a store for a failure that lasts about this long.
-    fn start(fate: Fate, outage: Duration) -> Option<Self> {
-        Some(match fate {
-            Fate::FailedOver => Self::Pair(RedisSentinelGroup::start(outage)?),
+    fn start(failure: Failure, outage: Duration) -> Option<Self> {
+        Some(match failure {
+            Failure::FailedOver => Self::Pair(RedisSentinelGroup::start(outage)?),
             _ => Self::One(RedisServer::start_with(RedisServerOptions {
                 durable: true,
                 ..RedisServerOptions::default()
@@ -178,24 +178,24 @@ impl Shared {
         }
     }
 
-    fn befall(&mut self, fate: Fate) {
+    fn inject(&mut self, failure: Failure) {
         let redis = match self {
             Self::One(redis) => redis,
             Self::Pair(pair) => &mut pair.master,
         };
-        match fate {
-            Fate::Killed | Fate::FailedOver => redis.kill(),
-            Fate::Frozen => redis.freeze(),
-            Fate::Full => drop(redis.command(&["CONFIG", "SET", "maxmemory", "1"])),
-            Fate::ReadOnly => drop(redis.command(&["REPLICAOF", "127.0.0.1", "1"])),
+        match failure {
+            Failure::Killed | Failure::FailedOver => redis.kill(),
+            Failure::Frozen => redis.freeze(),
+            Failure::Full => drop(redis.command(&["CONFIG", "SET", "maxmemory", "1"])),
+            Failure::ReadOnly => drop(redis.command(&["REPLICAOF", "127.0.0.1", "1"])),
         }
     }
 
     /// Brings the store back, and returns the time since when it is back.
-    fn end(&mut self, fate: Fate) -> Instant {
+    fn end(&mut self, failure: Failure) -> Instant {
         let since = Instant::now();
-        match (fate, self) {
-            (Fate::FailedOver, Self::Pair(pair)) => {
+        match (failure, self) {
+            (Failure::FailedOver, Self::Pair(pair)) => {
                 while !pair.is_failed_over() {
                     assert!(since.elapsed() < Duration::from_secs(20), "no failover");
                     sleep(Duration::from_millis(10));
@@ -203,10 +203,10 @@ impl Shared {
                 return Instant::now();
             }
             (_, Self::Pair(_)) => unreachable!("a pair fails over"),
-            (Fate::Killed | Fate::FailedOver, Self::One(redis)) => redis.restart(),
-            (Fate::Frozen, Self::One(redis)) => redis.thaw(),
-            (Fate::Full, Self::One(redis)) => drop(redis.command(&["CONFIG", "SET", "maxmemory", "0"])),
-            (Fate::ReadOnly, Self::One(redis)) => drop(redis.command(&["REPLICAOF", "NO", "ONE"])),
+            (Failure::Killed | Failure::FailedOver, Self::One(redis)) => redis.restart(),
+            (Failure::Frozen, Self::One(redis)) => redis.thaw(),
+            (Failure::Full, Self::One(redis)) => drop(redis.command(&["CONFIG", "SET", "maxmemory", "0"])),
+            (Failure::ReadOnly, Self::One(redis)) => drop(redis.command(&["REPLICAOF", "NO", "ONE"])),
         }
         since
     }
@@ -222,12 +222,12 @@ impl Drop for LoadGuard<'_> {
 }
 
 /// One test at a time, because the duration of decisions is measured.
-static ALONE: Mutex<()> = Mutex::new(());
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-fn outlives(fate: Fate) {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+fn check_survival(failure: Failure) {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let outage = Duration::from_secs(if random::is_full_run() { 10 } else { 4 });
-    let Some(mut redis) = Shared::start(fate, outage) else { return };
+    let Some(mut redis) = Shared::start(failure, outage) else { return };
     let gates = [Gate::start(&redis.url()), Gate::start(&redis.url())];
     // Until both know each other.
     sleep(Duration::from_secs(3));
@@ -237,80 +237,80 @@ fn outlives(fate: Fate) {
 
     let stop = AtomicBool::new(false);
     let ports = gates.each_ref().map(|gate| gate.port);
-    let (asked, fell, rose) = thread::scope(|scope| {
+    let (asked, failed_at, restored_at) = thread::scope(|scope| {
         let loading = scope.spawn(|| load(ports, &stop));
         let load_guard = LoadGuard(&stop);
         sleep(Duration::from_secs(2));
-        let fell = Instant::now();
-        redis.befall(fate);
+        let failed_at = Instant::now();
+        redis.inject(failure);
         sleep(outage / 2);
         for (gate, cost) in gates.iter().zip([7, 5]) {
             assert_eq!(gate.ask("day", cost).0, 200);
-            assert_eq!(gate.ask("careful", 1).0, 503, "{fate:?}");
+            assert_eq!(gate.ask("careful", 1).0, 503, "{failure:?}");
         }
         sleep(outage / 2);
-        let rose = redis.end(fate);
+        let restored_at = redis.end(failure);
         for gate in &gates {
-            let took = gate.hears("the store is back", Duration::from_secs(5));
-            assert!(took <= Duration::from_secs(2), "{fate:?}: back after {took:?}");
+            let took = gate.wait_for_log("the store is back", Duration::from_secs(5));
+            assert!(took <= Duration::from_secs(2), "{failure:?}: back after {took:?}");
         }
         sleep(Duration::from_secs(2));
         drop(load_guard);
-        (loading.join().expect("the load"), fell, rose)
+        (loading.join().expect("the load"), failed_at, restored_at)
     });
 
     let wrong: Vec<u16> =
         asked.iter().map(|asked| asked.status).filter(|status| ![200, 429].contains(status)).collect();
-    assert!(wrong.is_empty(), "{fate:?}: {wrong:?}");
+    assert!(wrong.is_empty(), "{failure:?}: {wrong:?}");
     // From the time when the first response was overdue.
-    let known = fell + Duration::from_millis(60);
+    let known = failed_at + Duration::from_millis(60);
     let mut took: Vec<Duration> = asked.iter().filter(|asked| asked.at > known).map(|asked| asked.took).collect();
     took.sort_unstable();
     let p99 = took[took.len() * 99 / 100];
-    assert!(p99 <= Duration::from_millis(20), "{fate:?}: p99 {p99:?} of {} decisions", took.len());
-    let during = asked.iter().filter(|asked| asked.status == 200 && (known..rose).contains(&asked.at)).count();
-    let lasted = (rose - known).as_secs_f64();
+    assert!(p99 <= Duration::from_millis(20), "{failure:?}: p99 {p99:?} of {} decisions", took.len());
+    let during = asked.iter().filter(|asked| asked.status == 200 && (known..restored_at).contains(&asked.at)).count();
+    let lasted = (restored_at - known).as_secs_f64();
     // A full limit is admitted as each of its windows begins, so the last second counts in full.
     let (least, most) = (60.0 * lasted, 110.0 * lasted.ceil());
-    assert!((least..=most).contains(&(during as f64)), "{fate:?}: {during} admitted in {lasted} s");
+    assert!((least..=most).contains(&(during as f64)), "{failure:?}: {during} admitted in {lasted} s");
     let (first, last) = (asked[0].at, Instant::now());
     let most = densest(&asked, first, last);
-    assert!(most <= 2 * LIMIT, "{fate:?}: {most} in a second");
-    let before = asked.iter().filter(|asked| asked.status == 200 && asked.at < fell).count();
-    let fair = ((fell - first).as_secs_f64() * LIMIT as f64) as usize;
+    assert!(most <= 2 * LIMIT, "{failure:?}: {most} in a second");
+    let before = asked.iter().filter(|asked| asked.status == 200 && asked.at < failed_at).count();
+    let fair = ((failed_at - first).as_secs_f64() * LIMIT as f64) as usize;
     // One window more, and half of one for a machine that delayed the server's response. Independent gates would
     // together admit twice as much.
-    assert!((fair * 8 / 10..=fair + LIMIT * 3 / 2).contains(&before), "{fate:?}: {before} before, of {fair}");
+    assert!((fair * 8 / 10..=fair + LIMIT * 3 / 2).contains(&before), "{failure:?}: {before} before, of {fair}");
     for gate in &gates {
-        assert_eq!((gate.told("the store is down"), gate.told("the store is back")), (1, 1), "{fate:?}");
+        assert_eq!((gate.log_count("the store is down"), gate.log_count("the store is back")), (1, 1), "{failure:?}");
     }
-    assert_eq!(gates[1].left("day"), 1_000 - 10 - 7 - 5, "{fate:?}: what was used meanwhile");
-    assert_eq!(gates[0].ask("careful", 1).0, 200, "{fate:?}");
+    assert_eq!(gates[1].left("day"), 1_000 - 10 - 7 - 5, "{failure:?}: what was used meanwhile");
+    assert_eq!(gates[0].ask("careful", 1).0, 200, "{failure:?}");
 }
 
 #[test]
 fn the_gate_survives_a_killed_server() {
-    outlives(Fate::Killed);
+    check_survival(Failure::Killed);
 }
 
 #[test]
 fn the_gate_survives_a_frozen_server() {
-    outlives(Fate::Frozen);
+    check_survival(Failure::Frozen);
 }
 
 #[test]
 fn the_gate_survives_a_full_server() {
-    outlives(Fate::Full);
+    check_survival(Failure::Full);
 }
 
 #[test]
 fn the_gate_survives_a_read_only_server() {
-    outlives(Fate::ReadOnly);
+    check_survival(Failure::ReadOnly);
 }
 
 #[test]
 fn the_gate_survives_a_failover() {
-    outlives(Fate::FailedOver);
+    check_survival(Failure::FailedOver);
 }
 
 #[test]
@@ -325,10 +325,10 @@ fn a_missing_store_server_is_reported() {
     };
     let url = format!("redis://:hunter2@127.0.0.1:{port}");
     let output = run(&[("TIDEGATE__STORE__URL", &url)]).output().expect("tidegate runs");
-    let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success(), "{told}");
-    assert!(told.contains("the store redis://… can't be reached") && told.contains("store.hash_key"), "{told}");
-    assert!(!told.contains("hunter2"), "{told}");
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{errors}");
+    assert!(errors.contains("the store redis://… can't be reached") && errors.contains("store.hash_key"), "{errors}");
+    assert!(!errors.contains("hunter2"), "{errors}");
 
     let api = free_port();
     let listen = format!("127.0.0.1:{api}");
@@ -341,13 +341,13 @@ fn a_missing_store_server_is_reported() {
     ];
     let gate = Gate { running: ChildProcess::start(run(&env), ScratchDir::new(), api), port: api };
     assert_eq!(gate.ask("api", 1).0, 200, "a node that knows the secret goes on by itself");
-    gate.hears("the store is down", Duration::from_secs(5));
+    gate.wait_for_log("the store is down", Duration::from_secs(5));
 }
 
 /// A cluster loses one master: its keys are refused if the policy says so, and all others are decided as before.
 #[test]
 fn a_lost_cluster_master_affects_its_keys_only() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(mut cluster) = RedisCluster::start() else { return };
     let gate = Gate::start(&cluster.url());
     let ask = |number: u32| {
@@ -384,8 +384,8 @@ fn a_lost_cluster_master_affects_its_keys_only() {
     took.sort_unstable();
     let p99 = took[took.len() * 99 / 100];
     assert!(p99 <= Duration::from_millis(20), "p99 {p99:?} of {} decisions", took.len());
-    gate.hears("a part of the store is down", Duration::from_secs(1));
+    gate.wait_for_log("a part of the store is down", Duration::from_secs(1));
     cluster.node_mut(0).restart();
-    gate.hears("the store is back", Duration::from_secs(5));
+    gate.wait_for_log("the store is back", Duration::from_secs(5));
     assert!((0..60).all(|number| ask(number).0 == 200));
 }

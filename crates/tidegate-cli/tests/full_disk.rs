@@ -66,7 +66,7 @@ impl Gate {
         prlimit(pid, Resource::Fsize, Rlimit { current: size, maximum: None }).unwrap();
     }
 
-    fn told(&self, what: &str) -> bool {
+    fn has_logged(&self, what: &str) -> bool {
         [self.running.read_file("stdout"), self.running.read_file("stderr")].iter().any(|text| text.contains(what))
     }
 
@@ -91,7 +91,7 @@ fn a_full_disk_refuses_calls_by_default() {
     }
     assert_eq!(gate.check("login", "bad"), 429, "a block is known");
     assert_eq!(gate.post("reset", "login", "bad"), 503, "a reset would be lost as well");
-    assert!(gate.told("can't be written"), "{}", gate.running.read_file("stdout"));
+    assert!(gate.has_logged("can't be written"), "{}", gate.running.read_file("stdout"));
     gate.disk(None);
     let mut tries = 0;
     while gate.check("day", "k") != 200 {
@@ -119,10 +119,10 @@ fn a_full_disk_continues_decisions_if_configured() {
     assert_eq!(gate.check("day", "k"), 200);
     gate.disk(Some(NOTHING));
     assert!((0..20).all(|_| gate.check("day", "k") == 200));
-    assert!(gate.told("can't be written"), "{}", gate.running.read_file("stdout"));
+    assert!(gate.has_logged("can't be written"), "{}", gate.running.read_file("stdout"));
     gate.disk(None);
     let mut tries = 0;
-    while !gate.told("is written again") {
+    while !gate.has_logged("is written again") {
         tries += 1;
         assert!(tries < 400, "it isn't noticed that there is room");
         sleep(Duration::from_millis(50));

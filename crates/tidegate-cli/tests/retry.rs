@@ -22,10 +22,10 @@ fn retry(folder: &ScratchDir, words: &[&str]) -> Command {
 
 /// Runs the command and returns its status, standard output and standard error.
 fn run(folder: &ScratchDir, words: &[&str]) -> (i32, String, String) {
-    told(retry(folder, words).output().unwrap())
+    output_parts(retry(folder, words).output().unwrap())
 }
 
-fn told(Output { status, stdout, stderr }: Output) -> (i32, String, String) {
+fn output_parts(Output { status, stdout, stderr }: Output) -> (i32, String, String) {
     (status.code().unwrap(), String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap())
 }
 
@@ -238,7 +238,7 @@ fn stdin_goes_to_the_first_or_all_attempts() {
     let piped = |folder: &ScratchDir, words: &[&str]| {
         let mut child = retry(folder, words).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         child.stdin.take().unwrap().write_all(b"some words").unwrap();
-        told(child.wait_with_output().unwrap())
+        output_parts(child.wait_with_output().unwrap())
     };
     let folder = ScratchDir::new();
     let (status, _, err) = piped(&folder, &["--base", "1ms", "--", "sh", "-c", &body]);
@@ -253,7 +253,7 @@ fn stdin_goes_to_the_first_or_all_attempts() {
     let folder = ScratchDir::new();
     let file = std::fs::File::open(folder.write("words", "some words")).unwrap();
     let output = retry(&folder, &["--base", "1ms", "--", "sh", "-c", &body]).stdin(file).output().unwrap();
-    assert_eq!((told(output).0, read(&folder)), (0, ["some words".to_owned(), "some words".to_owned()]));
+    assert_eq!((output_parts(output).0, read(&folder)), (0, ["some words".to_owned(), "some words".to_owned()]));
 }
 
 fn signal(child: &Child, name: &str) {
@@ -281,7 +281,7 @@ fn signals_are_forwarded_and_end_the_retries() {
             retry(&folder, &["--base", "1ms", "--", "bash", "-c", &body]).stderr(Stdio::piped()).spawn().unwrap();
         appears(&folder, "ready");
         signal(&child, name);
-        let (status, _, _) = told(child.wait_with_output().unwrap());
+        let (status, _, _) = output_parts(child.wait_with_output().unwrap());
         assert_eq!((status, runs(&folder)), (9, 1), "{name}");
         assert!(folder.path().join("got").exists());
 
@@ -293,7 +293,7 @@ fn signals_are_forwarded_and_end_the_retries() {
         signal(&child, name);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.signal(), None, "it tells the status and doesn't die of it");
-        assert_eq!((told(output).0, runs(&folder)), (128 + number, 1), "{name}");
+        assert_eq!((output_parts(output).0, runs(&folder)), (128 + number, 1), "{name}");
     }
     for name in ["USR1", "USR2", "WINCH"] {
         let folder = ScratchDir::new();
@@ -304,7 +304,7 @@ fn signals_are_forwarded_and_end_the_retries() {
         let child = retry(&folder, &words).stderr(Stdio::piped()).spawn().unwrap();
         appears(&folder, "ready");
         signal(&child, name);
-        assert_eq!((told(child.wait_with_output().unwrap()).0, runs(&folder)), (3, 2), "{name} doesn't end it");
+        assert_eq!((output_parts(child.wait_with_output().unwrap()).0, runs(&folder)), (3, 2), "{name} doesn't end it");
     }
 }
 
@@ -319,7 +319,7 @@ fn a_signal_ends_a_wait() {
     std::thread::sleep(Duration::from_millis(300));
     let began = Instant::now();
     signal(&child, "TERM");
-    let (status, _, _) = told(child.wait_with_output().unwrap());
+    let (status, _, _) = output_parts(child.wait_with_output().unwrap());
     assert_eq!((status, runs(&folder)), (143, 1));
     assert!(began.elapsed() < Duration::from_secs(20));
 }

@@ -47,7 +47,7 @@ impl ListenerKind {
     }
 
     /// The listener's section in the policy.
-    fn section(self) -> &'static str {
+    pub(crate) fn section(self) -> &'static str {
         match self {
             Self::Gateway => "outbound",
             Self::Api => "api",
@@ -81,20 +81,13 @@ pub(crate) enum AccessError {
 impl Access {
     pub(crate) fn new(
         listener: ListenerKind,
-        listens: SocketAddr,
+        address: SocketAddr,
         hosts: &[String],
         token: Option<Secret>,
         refusals: Arc<RefusalLog>,
     ) -> Self {
-        let usual = [listens.to_string(), format!("localhost:{}", listens.port())];
-        Self {
-            listener,
-            own_ip: listens.ip().to_canonical(),
-            hosts: hosts.to_vec(),
-            usual_names: usual,
-            token,
-            refusals,
-        }
+        let usual_names = [address.to_string(), format!("localhost:{}", address.port())];
+        Self { listener, own_ip: address.ip().to_canonical(), hosts: hosts.to_vec(), usual_names, token, refusals }
     }
 
     /// Returns `Ok` if a request may pass: it has the token, or, if there is no token, it isn't a web page's.
@@ -116,7 +109,7 @@ impl Access {
             let (scheme, token) = value.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
         });
-        [bearer, plain].into_iter().flatten().any(|shown| token.matches(shown))
+        [bearer, plain].into_iter().flatten().any(|value| token.matches(value))
     }
 
     fn check_web_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
@@ -204,8 +197,8 @@ impl Access {
     }
 
     fn token_required_response(&self) -> Response<ResponseBody> {
-        const ASK: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
-        let (status, ask, message) = match self.listener {
+        const CHALLENGE: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
+        let (status, challenge_header, message) = match self.listener {
             ListenerKind::Gateway => (
                 StatusCode::PROXY_AUTHENTICATION_REQUIRED,
                 PROXY_AUTHENTICATE,
@@ -216,7 +209,7 @@ impl Access {
             }
         };
         let mut response = error(status, message);
-        response.headers_mut().insert(ask, ASK);
+        response.headers_mut().insert(challenge_header, CHALLENGE);
         response
     }
 }

@@ -1,31 +1,29 @@
 //! Bodies in transit: streamed and watched, never collected.
 
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use atomic_waker::AtomicWaker;
 use bytes::{Buf as _, Bytes};
-use http_body::{Frame, SizeHint};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt as _;
 use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Incoming;
-use pin_project_lite::pin_project;
 use tokio::time::Sleep;
 
 use crate::permit_renewer::PermitHandle;
 use crate::upstream::UpstreamBody;
-use crate::watchdog::{ConnectionPhase, ConnectionWatch, UploadFault};
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
-/// The body of a response to a client.
 pub(crate) enum ResponseBody {
     /// A body of the server's own.
     Full(Option<Bytes>),
     /// The upstream's body.
     Stream(Box<Download>),
     /// The body of a provider's reply to an outbound call.
-    Relay(UnsyncBoxBody<Bytes, BoxError>),
+    Relay(RelayBody),
 }
 
 /// The error that interrupted a body.
@@ -36,25 +34,12 @@ impl ResponseBody {
         Self::Full(None)
     }
 
-    pub(crate) fn stream(download: Download) -> Self {
-        Self::Stream(Box::new(download))
-    }
-
-    /// A provider's body, which must make progress within every `progress_timeout`.
-    pub(crate) fn relay<B>(inner: B, watch: Arc<ConnectionWatch>, progress_timeout: Duration) -> Self
-    where
-        B: http_body::Body<Data = Bytes> + Send + 'static,
-        B::Error: Into<BoxError>,
-    {
-        Self::Relay(UnsyncBoxBody::new(RelayBody::new(inner, watch, progress_timeout)))
-    }
-
     pub(crate) fn full(bytes: Bytes) -> Self {
         Self::Full((!bytes.is_empty()).then_some(bytes))
     }
 }
 
-impl http_body::Body for ResponseBody {
+impl Body for ResponseBody {
     type Data = Bytes;
     type Error = BoxError;
 
@@ -62,7 +47,7 @@ impl http_body::Body for ResponseBody {
         match &mut *self {
             Self::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Self::Stream(download) => download.poll_frame(cx).map_err(Into::into),
-            Self::Relay(relay) => Pin::new(relay).poll_frame(cx),
+            Self::Relay(relay) => relay.poll_frame(cx),
         }
     }
 
@@ -70,7 +55,7 @@ impl http_body::Body for ResponseBody {
         match self {
             Self::Full(bytes) => bytes.is_none(),
             Self::Stream(download) => download.inner.is_end_stream(),
-            Self::Relay(relay) => relay.is_end_stream(),
+            Self::Relay(relay) => relay.inner.is_end_stream(),
         }
     }
 
@@ -78,20 +63,20 @@ impl http_body::Body for ResponseBody {
         match self {
             Self::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Self::Stream(download) => download.inner.size_hint(),
-            Self::Relay(relay) => relay.size_hint(),
+            Self::Relay(relay) => relay.inner.size_hint(),
         }
     }
 }
 
 /// Returns true if this frame is the last of a body. Nothing follows trailers (RFC 9110 §6.5).
-pub(crate) fn is_last(frame: &Frame<Bytes>, body: &impl http_body::Body) -> bool {
+pub(crate) fn is_last(frame: &Frame<Bytes>, body: &impl Body) -> bool {
     frame.is_trailers() || body.is_end_stream()
 }
 
 /// Notes the result of polling a response's body. Returns true if the body has ended.
 fn track_progress<E>(
     polled: &Poll<Option<Result<Frame<Bytes>, E>>>,
-    body: &impl http_body::Body,
+    body: &impl Body,
     watch: &ConnectionWatch,
 ) -> bool {
     let ended = match polled {
@@ -107,63 +92,43 @@ fn track_progress<E>(
     ended
 }
 
-pin_project! {
-    /// The body of a provider's reply on its way to the client.
-    struct RelayBody<B> {
-        #[pin]
-        inner: B,
-        guard: ReplyReadGuard,
-    }
+/// The body of a provider's reply on its way to the client.
+pub(crate) struct RelayBody {
+    inner: UnsyncBoxBody<Bytes, BoxError>,
+    watch: Arc<ConnectionWatch>,
 }
 
-/// Marks that a provider's reply is being read, until it is dropped.
-struct ReplyReadGuard(Arc<ConnectionWatch>);
-
-impl Drop for ReplyReadGuard {
-    /// Ends the phase here, because not every body is read: the response to a HEAD request can have one.
-    fn drop(&mut self) {
-        self.0.enter_from(ConnectionPhase::Download, ConnectionPhase::Idle);
-    }
-}
-
-impl<B: http_body::Body> RelayBody<B> {
-    fn new(inner: B, watch: Arc<ConnectionWatch>, progress_timeout: Duration) -> Self {
+impl RelayBody {
+    /// Returns a body that must make progress within every `progress_timeout`.
+    pub(crate) fn new<B>(inner: B, watch: Arc<ConnectionWatch>, progress_timeout: Duration) -> Self
+    where
+        B: Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
+    {
         if inner.is_end_stream() {
             watch.enter(ConnectionPhase::Idle);
         } else {
             watch.enter_download(progress_timeout);
         }
-        Self { inner, guard: ReplyReadGuard(watch) }
+        Self { inner: inner.map_err(Into::into).boxed_unsync(), watch }
+    }
+
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let polled = Pin::new(&mut self.inner).poll_frame(cx);
+        track_progress(&polled, &self.inner, &self.watch);
+        polled
     }
 }
 
-impl<B> http_body::Body for RelayBody<B>
-where
-    B: http_body::Body<Data = Bytes>,
-    B::Error: Into<BoxError>,
-{
-    type Data = Bytes;
-    type Error = BoxError;
-
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let mut this = self.project();
-        let polled = this.inner.as_mut().poll_frame(cx);
-        track_progress(&polled, &*this.inner, &this.guard.0);
-        polled.map_err(Into::into)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+impl Drop for RelayBody {
+    /// Ends the phase here, because not every body is read: the response to a HEAD request can have one.
+    fn drop(&mut self) {
+        self.watch.enter_from(ConnectionPhase::Download, ConnectionPhase::Idle);
     }
 }
 
 /// The upstream's body on its way to the client.
 pub(crate) struct Download {
-    inner: UpstreamBody<Upload>,
+    inner: UpstreamBody,
     watch: Arc<ConnectionWatch>,
     /// The request's permit under limits on calls in flight, held until the last byte has passed.
     permit: Option<PermitHandle>,
@@ -172,13 +137,13 @@ pub(crate) struct Download {
 
 impl Download {
     pub(crate) fn new(
-        inner: UpstreamBody<Upload>,
+        inner: UpstreamBody,
         watch: Arc<ConnectionWatch>,
         permit: Option<PermitHandle>,
         expectation: Option<Arc<ContinueExpectation>>,
     ) -> Self {
         let mut download = Self { inner, watch, permit, expectation };
-        if http_body::Body::is_end_stream(&download.inner) {
+        if download.inner.is_end_stream() {
             download.permit = None;
             download.watch.enter(ConnectionPhase::Idle);
         } else {
@@ -188,7 +153,7 @@ impl Download {
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let polled = http_body::Body::poll_frame(Pin::new(&mut self.inner), cx);
+        let polled = Pin::new(&mut self.inner).poll_frame(cx);
         if track_progress(&polled, &self.inner, &self.watch) {
             self.permit = None;
         }
@@ -199,7 +164,7 @@ impl Download {
 impl Drop for Download {
     fn drop(&mut self) {
         if let Some(expectation) = &self.expectation {
-            expectation.abandon();
+            expectation.end_wait(ContinueOutcome::Abandoned);
         }
     }
 }
@@ -225,7 +190,6 @@ pub(crate) enum UploadError {
 }
 
 impl Upload {
-    /// Returns an empty body.
     pub(crate) fn empty(inner: Incoming) -> Self {
         Self { inner, watch: None, remaining_bytes: 0, expectation: None }
     }
@@ -247,12 +211,12 @@ impl Drop for Upload {
     /// Ends the wait for a body that isn't read further.
     fn drop(&mut self) {
         if let Some(watch) = &self.watch {
-            watch.set_waits_on_client(false);
+            watch.body.waits_on_client.set(false);
         }
     }
 }
 
-impl http_body::Body for Upload {
+impl Body for Upload {
     type Data = Bytes;
     type Error = UploadError;
 
@@ -260,54 +224,52 @@ impl http_body::Body for Upload {
         let this = &mut *self;
         if let Some((expectation, timeout)) = &mut this.expectation {
             expectation.waker.register(cx.waker());
-            match expectation.state() {
-                ContinueState::Abandoned => return Poll::Ready(Some(Err(UploadError::BodyNotNeeded))),
-                ContinueState::Waiting if timeout.as_mut().poll(cx).is_pending() => return Poll::Pending,
-                ContinueState::Waiting => expectation.proceed(),
-                ContinueState::Proceed => {}
+            match expectation.outcome() {
+                Some(ContinueOutcome::Abandoned) => return Poll::Ready(Some(Err(UploadError::BodyNotNeeded))),
+                None if timeout.as_mut().poll(cx).is_pending() => return Poll::Pending,
+                None => expectation.end_wait(ContinueOutcome::Proceed),
+                Some(ContinueOutcome::Proceed) => {}
             }
         }
-        let polled = http_body::Body::poll_frame(Pin::new(&mut this.inner), cx);
+        let polled = Pin::new(&mut this.inner).poll_frame(cx);
         let Some(watch) = &this.watch else { return polled.map_err(UploadError::Broken) };
-        watch.set_waits_on_client(polled.is_pending());
+        watch.body.waits_on_client.set(polled.is_pending());
         match polled {
             Poll::Pending => Poll::Pending,
             Poll::Ready(Some(Ok(frame))) => {
                 if let Some(data) = frame.data_ref() {
                     let size = data.remaining() as u64;
                     if size > this.remaining_bytes {
-                        watch.set_fault(UploadFault::TooLarge);
+                        watch.body.is_too_large.set(true);
                         return Poll::Ready(Some(Err(UploadError::TooLarge)));
                     }
                     this.remaining_bytes -= size;
                     watch.count_body(size);
                 }
-                if http_body::Body::is_end_stream(&this.inner) {
-                    watch.enter_from(ConnectionPhase::Upload, ConnectionPhase::AwaitResponse);
-                    watch.set_uploading(false);
+                if this.inner.is_end_stream() {
+                    watch.end_body();
                 } else {
                     watch.touch();
                 }
                 Poll::Ready(Some(Ok(frame)))
             }
             Poll::Ready(Some(Err(error))) => {
-                watch.set_fault(UploadFault::Broken);
+                watch.body.is_broken.set(true);
                 Poll::Ready(Some(Err(UploadError::Broken(error))))
             }
             Poll::Ready(None) => {
-                watch.enter_from(ConnectionPhase::Upload, ConnectionPhase::AwaitResponse);
-                watch.set_uploading(false);
+                watch.end_body();
                 Poll::Ready(None)
             }
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        http_body::Body::is_end_stream(&self.inner)
+        self.inner.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        http_body::Body::size_hint(&self.inner)
+        self.inner.size_hint()
     }
 }
 
@@ -315,17 +277,16 @@ impl http_body::Body for Upload {
 /// `Expect` (RFC 9110 §10.1.1 asks not to wait without limit).
 const CONTINUE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The state of an `Expect: 100-continue`. The client's body isn't requested before the upstream wants it.
+/// An `Expect: 100-continue`. The client's body isn't requested before the upstream wants it.
 #[derive(Debug, Default)]
 pub(crate) struct ContinueExpectation {
-    state: AtomicU8,
+    outcome: OnceLock<ContinueOutcome>,
     waker: AtomicWaker,
 }
 
+/// The end of the wait for the upstream's answer to an `Expect: 100-continue`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ContinueState {
-    /// The upstream hasn't answered.
-    Waiting,
+pub(crate) enum ContinueOutcome {
     /// The upstream wants the body, or the wait for its answer timed out.
     Proceed,
     /// The final response came first.
@@ -333,24 +294,14 @@ pub(crate) enum ContinueState {
 }
 
 impl ContinueExpectation {
-    pub(crate) fn state(&self) -> ContinueState {
-        match self.state.load(Ordering::Acquire) {
-            0 => ContinueState::Waiting,
-            1 => ContinueState::Proceed,
-            _ => ContinueState::Abandoned,
-        }
+    /// `None` while the upstream hasn't answered.
+    pub(crate) fn outcome(&self) -> Option<ContinueOutcome> {
+        self.outcome.get().copied()
     }
 
-    pub(crate) fn proceed(&self) {
-        self.set_state(1);
-    }
-
-    pub(crate) fn abandon(&self) {
-        self.set_state(2);
-    }
-
-    fn set_state(&self, to: u8) {
-        if self.state.compare_exchange(0, to, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+    /// Ends the wait. Changes nothing if it has ended already.
+    pub(crate) fn end_wait(&self, outcome: ContinueOutcome) {
+        if self.outcome.set(outcome).is_ok() {
             self.waker.wake();
         }
     }

@@ -37,8 +37,8 @@ struct ClientCounts {
 }
 
 impl ClientLimit {
-    pub(crate) fn new(most: usize, ipv6_prefix: u8, trusted: Networks) -> Arc<Self> {
-        Arc::new(Self { max_connections: most.max(1), ipv6_prefix, trusted, state: Mutex::default() })
+    pub(crate) fn new(max_connections: usize, ipv6_prefix: u8, trusted: Networks) -> Arc<Self> {
+        Arc::new(Self { max_connections: max_connections.max(1), ipv6_prefix, trusted, state: Mutex::default() })
     }
 
     /// Counts a connection of this address and returns its slot. `None` if the address isn't counted.
@@ -51,13 +51,13 @@ impl ClientLimit {
             return Ok(None);
         }
         let client = self.client_of(ip);
-        let mut list = self.state.lock();
-        let count = list.counts.entry(client).or_insert(0);
+        let mut state = self.state.lock();
+        let count = state.counts.entry(client).or_insert(0);
         if *count >= self.max_connections {
             return Err(TooManyConnectionsError);
         }
         *count += 1;
-        drop(list);
+        drop(state);
         Ok(Some(ClientSlot { limit: Arc::clone(self), client }))
     }
 
@@ -73,14 +73,14 @@ impl ClientLimit {
         let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
         let _ = socket.send(&response);
         let _ = socket.shutdown(std::net::Shutdown::Write);
-        let mut list = self.state.lock();
-        if list.last_logged.is_some_and(|last_logged| !watchdog.has_elapsed(last_logged, LOG_INTERVAL)) {
-            list.suppressed += 1;
+        let mut state = self.state.lock();
+        if state.last_logged.is_some_and(|last_logged| !watchdog.has_elapsed(last_logged, LOG_INTERVAL)) {
+            state.suppressed += 1;
             return;
         }
-        list.last_logged = Some(watchdog.current_tick());
-        let suppressed = std::mem::take(&mut list.suppressed);
-        drop(list);
+        state.last_logged = Some(watchdog.current_tick());
+        let suppressed = std::mem::take(&mut state.suppressed);
+        drop(state);
         tracing::warn!(%ip, most = self.max_connections, suppressed, "a client address has too many connections");
     }
 
@@ -106,11 +106,11 @@ pub(crate) struct ClientSlot {
 
 impl Drop for ClientSlot {
     fn drop(&mut self) {
-        let mut list = self.limit.state.lock();
-        if let Some(count) = list.counts.get_mut(&self.client) {
+        let mut state = self.limit.state.lock();
+        if let Some(count) = state.counts.get_mut(&self.client) {
             *count -= 1;
             if *count == 0 {
-                list.counts.remove(&self.client);
+                state.counts.remove(&self.client);
             }
         }
     }
@@ -119,7 +119,7 @@ impl Drop for ClientSlot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::watchdog::PhaseTimeouts;
+    use crate::watchdog::tests::uniform_timeouts;
 
     fn ip(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -151,8 +151,8 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let sweep = Watchdog::new(PhaseTimeouts::uniform(Duration::from_secs(1)), 8);
-        ClientLimit::new(1, 64, Networks::default()).reject_connection(&stream, ip("192.0.2.1"), &sweep);
+        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8);
+        ClientLimit::new(1, 64, Networks::default()).reject_connection(&stream, ip("192.0.2.1"), &watchdog);
         drop(stream);
         let mut answer = String::new();
         tokio::io::AsyncReadExt::read_to_string(&mut client, &mut answer).await.unwrap();

@@ -1,14 +1,16 @@
 //! One client connection, from its first byte to its last.
 
+use std::convert::Infallible;
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use bytes::{Buf as _, Bytes};
+use http::{Request, Response};
 use hyper::body::Incoming;
-use hyper::server::conn::http1::UpgradeableConnection;
-use hyper::service::HttpService;
+use hyper::server::conn::http1::{Parts, UpgradeableConnection};
+use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use tokio::io::AsyncWrite as _;
 use tokio::net::TcpStream;
@@ -22,13 +24,14 @@ use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, EndReas
 /// The maximum bytes of a refused request's body that are discarded to keep its connection.
 pub(crate) const MAX_DRAINED_BYTES: usize = 64 << 10;
 
-/// The requirements on the service of a connection.
+/// The service of a connection's requests.
 pub(crate) trait ConnectionService:
-    HttpService<Incoming, ResBody = ResponseBody, Error = std::convert::Infallible> + Unpin
+    Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send> + Send + 'static
 {
 }
-impl<S: HttpService<Incoming, ResBody = ResponseBody, Error = std::convert::Infallible> + Unpin> ConnectionService
-    for S
+
+impl<S: Send + 'static> ConnectionService for S where
+    S: Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send>
 {
 }
 
@@ -77,31 +80,34 @@ impl<S: ConnectionService> ClientConnection<S> {
                 true
             }
             ConnectionPhase::Head => {
-                let ConnectionStage::Http(http) = mem::replace(&mut self.state, ConnectionStage::Closed) else {
-                    return true;
-                };
-                let Some(parts) = http.into_parts() else { return true };
-                if parts.read_buf.is_empty() {
-                    return true;
-                }
+                let Some(parts) = self.take_parts().filter(|parts| !parts.read_buf.is_empty()) else { return true };
                 let (stream, _) = parts.io.into_inner().into_parts();
-                if self.watch.is_ended_for(EndReason::Displaced) {
+                let is_displaced = self.watch.is_ended_for(EndReason::Displaced);
+                let too_many = is_displaced || self.watch.is_ended_for(EndReason::HeadBytes);
+                let error = if too_many { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
+                if is_displaced {
                     // The slot is needed at once, so only bytes that can be written immediately are sent.
-                    let _ = stream.try_write(&HttpError::TooManyHeads.raw_response());
-                    return true;
+                    let _ = stream.try_write(&error.raw_response());
+                } else {
+                    self.start_closing(stream, error.raw_response());
                 }
-                let is_given_up = self.watch.is_ended_for(EndReason::HeadBytes);
-                let error = if is_given_up { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
-                self.start_closing(stream, error.raw_response());
-                false
+                is_displaced
             }
+        }
+    }
+
+    /// Takes the socket back from the HTTP library. `None` if the connection was upgraded.
+    fn take_parts(&mut self) -> Option<Parts<TokioIo<ClientSocket>, S>> {
+        match mem::replace(&mut self.state, ConnectionStage::Closed) {
+            ConnectionStage::Http(http) => http.into_parts(),
+            _ => None,
         }
     }
 
     fn start_closing(&mut self, stream: TcpStream, response: Bytes) {
         self.watch.start_linger(false);
-        self.state =
-            ConnectionStage::Closing { stream, response, is_shut_down: false, linger: LingerState::new(&self.watch) };
+        let linger = LingerState::default();
+        self.state = ConnectionStage::Closing { stream, response, is_shut_down: false, linger };
     }
 
     /// Discards the rest of a refused request's body. Returns false if there is nothing to do before the connection
@@ -114,7 +120,7 @@ impl<S: ConnectionService> ClientConnection<S> {
         let Some(body) = &mut self.unread_body else { return false };
         match http_body::Body::poll_frame(Pin::new(body), cx) {
             Poll::Pending => {
-                self.watch.set_waits_on_client(true);
+                self.watch.body.waits_on_client.set(true);
                 return false;
             }
             Poll::Ready(Some(Ok(frame))) => {
@@ -124,7 +130,7 @@ impl<S: ConnectionService> ClientConnection<S> {
                 if self.drained_bytes <= MAX_DRAINED_BYTES {
                     return true;
                 }
-                self.watch.set_must_linger();
+                self.watch.response.must_linger.set(true);
             }
             Poll::Ready(Some(Err(_)) | None) => {}
         }
@@ -134,11 +140,7 @@ impl<S: ConnectionService> ClientConnection<S> {
     }
 }
 
-impl<S> Future for ClientConnection<S>
-where
-    S: ConnectionService,
-    UpgradeableConnection<TokioIo<ClientSocket>, S>: Future<Output = hyper::Result<()>> + Unpin,
-{
+impl<S: ConnectionService> Future for ClientConnection<S> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
@@ -168,16 +170,13 @@ where
                     }
                     Poll::Ready(ended) => {
                         let lingers = match &ended {
-                            Ok(()) => this.watch.must_linger(),
-                            Err(error) => error.is_parse(),
+                            Ok(()) => this.watch.response.must_linger.get(),
+                            Err(error) => {
+                                tracing::debug!(%error, "a client connection ended");
+                                error.is_parse()
+                            }
                         };
-                        if let Err(error) = &ended {
-                            tracing::debug!(%error, "a client connection ended");
-                        }
-                        let ConnectionStage::Http(http) = mem::replace(&mut this.state, ConnectionStage::Closed) else {
-                            continue;
-                        };
-                        if let Some(parts) = http.into_parts().filter(|_| lingers) {
+                        if let Some(parts) = this.take_parts().filter(|_| lingers) {
                             let (stream, refusal) = parts.io.into_inner().into_parts();
                             let response = match (ended, refusal) {
                                 (Err(error), Some(status)) => local_response::raw_error_response(

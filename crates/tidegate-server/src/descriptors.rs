@@ -10,14 +10,13 @@ const OTHER_DESCRIPTORS: u64 = 64;
 
 /// The number of open descriptors when every listener is at its cap. A forwarded connection counts twice.
 fn needed(policy: &Policy) -> u64 {
-    let listens = |on: bool, connections: u64| if on { connections } else { 0 };
     let inbound = policy.inbound();
-    let passed_on = listens(inbound.upstream.is_some(), u64::from(inbound.caps.connections));
     let outbound = policy.outbound().filter(|outbound| outbound.listen.is_some());
-    let passed_on = passed_on + outbound.map_or(0, |outbound| outbound.connections as u64);
-    let internal = listens(policy.api().listen.is_some(), API_CONNECTIONS as u64)
-        + listens(policy.admin().listen.is_some(), ADMIN_CONNECTIONS as u64);
-    2 * passed_on + internal + OTHER_DESCRIPTORS
+    let forwarded = inbound.upstream.as_ref().map_or(0, |_| u64::from(inbound.caps.connections))
+        + outbound.map_or(0, |outbound| outbound.connections as u64);
+    let internal =
+        policy.api().listen.map_or(0, |_| API_CONNECTIONS) + policy.admin().listen.map_or(0, |_| ADMIN_CONNECTIONS);
+    2 * forwarded + internal as u64 + OTHER_DESCRIPTORS
 }
 
 /// Raises the process' limit on descriptors (`RLIMIT_NOFILE`) to its hard limit. Warns if that is less than the

@@ -1,7 +1,6 @@
 //! Displacement at the connection cap: a new connection takes the place of one without a request in progress.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason, Watchdog};
 
@@ -22,9 +21,9 @@ enum CandidateKind {
     Silent,
 }
 
-/// A connection as it was when it had no request in progress.
-struct Candidate {
-    watch: Arc<ConnectionWatch>,
+/// The state of a connection without a request in progress.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct CandidateState {
     kind: CandidateKind,
     phase: ConnectionPhase,
     since: u32,
@@ -32,19 +31,20 @@ struct Candidate {
 
 /// The next connections to displace. The last element goes first.
 #[derive(Default)]
-pub(crate) struct DisplacementQueue(Vec<Candidate>);
+pub(crate) struct DisplacementQueue(Vec<(Arc<ConnectionWatch>, CandidateState)>);
 
 impl DisplacementQueue {
     /// Ends the connection that has been idle longest between requests, or silent since it was accepted. If there is
     /// none, ends the oldest that is sending its head, and then the oldest that has its response. Returns false if all
     /// have a request in progress.
     pub(crate) fn displace_one(&mut self, watchdog: &Watchdog) -> bool {
-        if !self.0.iter().any(Candidate::is_current) {
+        let is_current = |watch: &ConnectionWatch, state| CandidateState::of(watch) == Some(state);
+        if !self.0.iter().any(|(watch, state)| is_current(watch, *state)) {
             self.0 = oldest_candidates(watchdog);
         }
-        while let Some(candidate) = self.0.pop() {
-            if candidate.is_current() {
-                candidate.watch.end_phase(candidate.phase, EndReason::Displaced);
+        while let Some((watch, state)) = self.0.pop() {
+            if is_current(&watch, state) {
+                watch.end_phase(state.phase, EndReason::Displaced);
                 return true;
             }
         }
@@ -52,38 +52,32 @@ impl DisplacementQueue {
     }
 }
 
-impl Candidate {
-    fn is_current(&self) -> bool {
-        candidate_kind(&self.watch) == Some((self.kind, self.phase))
-            && self.watch.phase_started(self.phase) == self.since
+impl CandidateState {
+    /// Returns the state of a connection that may be displaced.
+    fn of(watch: &ConnectionWatch) -> Option<Self> {
+        let phase = watch.phase();
+        let kind = match phase {
+            ConnectionPhase::Idle => CandidateKind::Silent,
+            ConnectionPhase::Head if watch.head.has_begun.get() => CandidateKind::ReceivingHead,
+            ConnectionPhase::Head => CandidateKind::Silent,
+            ConnectionPhase::Linger => CandidateKind::Lingering,
+            _ => return None,
+        };
+        (!watch.must_end_phase()).then(|| Self { kind, phase, since: watch.phase_started(phase) })
     }
 }
 
-/// The kind and phase of a connection that may be displaced.
-fn candidate_kind(watch: &ConnectionWatch) -> Option<(CandidateKind, ConnectionPhase)> {
-    let phase = watch.phase();
-    let kind = match phase {
-        ConnectionPhase::Idle => CandidateKind::Silent,
-        ConnectionPhase::Head if watch.has_sent() => CandidateKind::ReceivingHead,
-        ConnectionPhase::Head => CandidateKind::Silent,
-        ConnectionPhase::Linger => CandidateKind::Lingering,
-        _ => return None,
-    };
-    (!watch.must_end_phase()).then_some((kind, phase))
-}
-
-fn oldest_candidates(watchdog: &Watchdog) -> Vec<Candidate> {
-    let now = watchdog.current_tick.load(Ordering::Relaxed);
+fn oldest_candidates(watchdog: &Watchdog) -> Vec<(Arc<ConnectionWatch>, CandidateState)> {
+    let now = watchdog.current_tick();
     let open = watchdog.connections.lock();
     let mut found: Vec<_> = open
         .iter()
-        .filter_map(|(index, watch)| {
-            let (kind, phase) = candidate_kind(watch)?;
-            let since = watch.phase_started(phase);
-            let age = now.wrapping_sub(since);
+        .filter_map(|(_, watch)| {
+            let state = CandidateState::of(watch)?;
+            let (age, is_idle) = (now.wrapping_sub(state.since), state.phase == ConnectionPhase::Idle);
             // The connection with the largest rank is displaced first.
-            let rank = (kind, age, phase == ConnectionPhase::Idle);
-            (phase == ConnectionPhase::Idle || age >= PROTECTED_TICKS).then_some((rank, index, phase, since))
+            let rank = (state.kind, age, is_idle);
+            (is_idle || age >= PROTECTED_TICKS).then_some((rank, watch, state))
         })
         .collect();
     if found.len() > MAX_CANDIDATES {
@@ -92,10 +86,7 @@ fn oldest_candidates(watchdog: &Watchdog) -> Vec<Candidate> {
         found.drain(..rest);
     }
     found.sort_unstable_by_key(|candidate| candidate.0);
-    let candidate = |((kind, ..), index, phase, since): ((CandidateKind, u32, bool), usize, _, _)| {
-        open.get(index).map(|watch| Candidate { watch: Arc::clone(watch), kind, phase, since })
-    };
-    found.into_iter().filter_map(candidate).collect()
+    found.into_iter().map(|(_, watch, state)| (Arc::clone(watch), state)).collect()
 }
 
 #[cfg(test)]
@@ -103,56 +94,56 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::watchdog::PhaseTimeouts;
+    use crate::watchdog::tests::uniform_timeouts;
 
-    fn sweep() -> Arc<Watchdog> {
-        Watchdog::new(PhaseTimeouts::uniform(Duration::from_secs(1)), 8)
+    fn new_watchdog() -> Arc<Watchdog> {
+        Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8)
     }
 
     #[test]
     fn idle_connections_are_displaced_first_busy_never() {
-        let sweep = sweep();
-        let (answered, _a) = sweep.add_connection();
+        let watchdog = new_watchdog();
+        let (answered, _a) = watchdog.add_connection();
         answered.start_linger(true);
-        let (begun, _b) = sweep.add_connection();
+        let (begun, _b) = watchdog.add_connection();
         begun.note_received(1);
-        let (silent, _c) = sweep.add_connection();
-        let (busy, _d) = sweep.add_connection();
+        let (silent, _c) = watchdog.add_connection();
+        let (busy, _d) = watchdog.add_connection();
         busy.enter(ConnectionPhase::AwaitResponse);
-        sweep.sweep_once();
+        watchdog.sweep_once();
         answered.touch();
-        let (older, _e) = sweep.add_connection();
+        let (older, _e) = watchdog.add_connection();
         older.enter(ConnectionPhase::Idle);
-        let (later, _f) = sweep.add_connection();
+        let (later, _f) = watchdog.add_connection();
         later.note_received(1);
-        sweep.sweep_once();
+        watchdog.sweep_once();
         answered.touch();
-        let (newer, _g) = sweep.add_connection();
+        let (newer, _g) = watchdog.add_connection();
         newer.enter(ConnectionPhase::Idle);
         let mut displaced = DisplacementQueue::default();
         for next in [&silent, &older, &newer, &begun, &answered] {
-            assert!(displaced.displace_one(&sweep));
+            assert!(displaced.displace_one(&watchdog));
             assert!(next.must_end_phase());
         }
-        assert!(!displaced.displace_one(&sweep), "a head has some time in peace");
+        assert!(!displaced.displace_one(&watchdog), "a head has some time in peace");
         assert!(!busy.must_end_phase() && !later.must_end_phase());
-        sweep.sweep_once();
-        assert!(displaced.displace_one(&sweep) && later.is_ended_for(EndReason::Displaced));
-        assert!(!displaced.displace_one(&sweep) && !busy.must_end_phase());
+        watchdog.sweep_once();
+        assert!(displaced.displace_one(&watchdog) && later.is_ended_for(EndReason::Displaced));
+        assert!(!displaced.displace_one(&watchdog) && !busy.must_end_phase());
     }
 
     #[test]
     fn a_candidate_with_a_new_request_is_skipped() {
-        let sweep = sweep();
-        let entered: Vec<_> = (0..3).map(|_| sweep.add_connection()).collect();
+        let watchdog = new_watchdog();
+        let entered: Vec<_> = (0..3).map(|_| watchdog.add_connection()).collect();
         entered.iter().for_each(|(watch, _)| watch.enter(ConnectionPhase::Idle));
         let mut displaced = DisplacementQueue::default();
-        assert!(displaced.displace_one(&sweep));
+        assert!(displaced.displace_one(&watchdog));
         let left: Vec<_> = entered.iter().filter(|(watch, _)| !watch.must_end_phase()).collect();
         left[0].0.enter(ConnectionPhase::Head);
         left[0].0.note_received(1);
-        assert!(displaced.displace_one(&sweep));
+        assert!(displaced.displace_one(&watchdog));
         assert!(!left[0].0.must_end_phase() && left[1].0.must_end_phase());
-        assert!(!displaced.displace_one(&sweep));
+        assert!(!displaced.displace_one(&watchdog));
     }
 }

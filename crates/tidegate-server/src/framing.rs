@@ -20,7 +20,8 @@ pub(crate) struct FramingTracker {
     partial_len: usize,
     head: HeadFraming,
     head_count: u32,
-    first_ambiguous: u32,
+    /// The number, from 1, of the first head with both `Transfer-Encoding` and `Content-Length`; 0 if there is none.
+    pub(crate) first_ambiguous_head: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,13 +53,8 @@ impl FramingTracker {
             partial_len: 0,
             head: HeadFraming::default(),
             head_count: 0,
-            first_ambiguous: 0,
+            first_ambiguous_head: 0,
         }
-    }
-
-    /// The number, from 1, of the first head with both `Transfer-Encoding` and `Content-Length`; 0 if there is none.
-    pub(crate) fn first_ambiguous_head(&self) -> u32 {
-        self.first_ambiguous
     }
 
     /// Processes the next bytes from the client.
@@ -158,8 +154,8 @@ impl FramingTracker {
     fn finish_head(&mut self) {
         let head = std::mem::take(&mut self.head);
         self.head_count = self.head_count.wrapping_add(1);
-        if head.has_transfer_encoding && head.content_length.is_some() && self.first_ambiguous == 0 {
-            self.first_ambiguous = self.head_count;
+        if head.has_transfer_encoding && head.content_length.is_some() && self.first_ambiguous_head == 0 {
+            self.first_ambiguous_head = self.head_count;
         }
         self.state = match head.content_length {
             _ if head.has_transfer_encoding => FramingState::ChunkSize,
@@ -195,9 +191,9 @@ mod tests {
         for byte in bytes {
             pieces.feed(std::slice::from_ref(byte));
         }
-        assert_eq!(whole.first_ambiguous_head(), pieces.first_ambiguous_head(), "the same however the bytes arrive");
+        assert_eq!(whole.first_ambiguous_head, pieces.first_ambiguous_head, "the same however the bytes arrive");
         assert_eq!(whole.state, pieces.state);
-        whole.first_ambiguous_head()
+        whole.first_ambiguous_head
     }
 
     #[test]

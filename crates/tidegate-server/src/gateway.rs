@@ -8,14 +8,12 @@ mod provider_client;
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::io;
-use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
-use http::header::{EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
+use http::header::{CONNECTION, EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
 use http::uri::PathAndQuery;
 use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
@@ -23,25 +21,24 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
-    CallErrorKind, CallOptions, CallStats, CredentialError, Outbound, OutboundError, OutboundLayer, OutboundService,
-    Provider, ReplayBody, take_call_options,
+    CallError, CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService,
+    Provider, ReplayBody, SendError, take_call_options,
 };
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
-use tidegate_policy::Secret;
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
 use tower_layer::Layer as _;
 
-use self::provider_client::{ProviderClient, ProviderConnector};
+use self::provider_client::ProviderClient;
+use crate::ServeError;
 use crate::access::{Access, ListenerKind};
-use crate::body::{BoxError, ResponseBody, Upload};
+use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
-use crate::local_response::{self, HttpError, error, json};
+use crate::local_response::{HttpError, discard_body, error, finish_response, json, set_connection_close};
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
-use crate::refusal_log::{FailedCall, RefusalLog};
+use crate::refusal_log::RefusalLog;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
-use crate::wire::http_api::{discard_body, finish_response};
 
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
 const WAITED: HeaderName = HeaderName::from_static("tidegate-waited");
@@ -73,27 +70,24 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     /// A credential can't be read, or the system has no root certificates.
     pub(crate) fn new(
         outbound: &Outbound<S, C>,
-        listens: SocketAddr,
-        token: Option<Secret>,
+        access: Access,
         refusals: Arc<RefusalLog>,
         env: &impl Fn(&str) -> Option<String>,
-    ) -> Result<Self, GatewayError> {
-        let connector = ProviderConnector::new().map_err(GatewayError::Roots)?;
+    ) -> Result<Self, ServeError> {
+        // Shared, because reading the system's root certificates is slow.
+        let tls = provider_client::tls_config().map_err(ServeError::RootCertificates)?;
         let mut mounts = HashMap::new();
         for provider in outbound.providers() {
             let plan = provider.config();
             if plan.base_url.is_none() {
                 continue;
             }
-            let to_error = |source| GatewayError::Credential { provider: plan.name.clone(), source };
             let layer = OutboundLayer::with_env(provider.clone(), env)
-                .map_err(to_error)?
+                .map_err(|source| ServeError::Credential { provider: plan.name.clone(), source })?
                 .mount_path(&plan.name)
                 .fault_classifier(provider_client::fault_of);
-            mounts.insert(plan.name.clone(), layer.layer(connector.client(plan)));
+            mounts.insert(plan.name.clone(), layer.layer(provider_client::client(plan, tls.clone())));
         }
-        let hosts = &outbound.config().hosts;
-        let access = Access::new(ListenerKind::Gateway, listens, hosts, token, Arc::clone(&refusals));
         Ok(Self { mounts, cache: Cache::for_outbound(outbound), access, refusals, outbound: outbound.clone() })
     }
 
@@ -101,15 +95,6 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> GatewayService<S, C> {
         GatewayService { gateway: Arc::clone(self), context: Arc::new(client) }
     }
-}
-
-/// The reason why the gateway can't start.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum GatewayError {
-    #[error("outbound.provider.{provider}: {source}")]
-    Credential { provider: String, source: CredentialError },
-    #[error("the system's root certificates can't be read: {0}")]
-    Roots(io::Error),
 }
 
 /// The service of one connection's requests.
@@ -131,7 +116,8 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         let (mount, options) = match self.gateway.prepare_request(&mut request, number, &self.context) {
             Ok((mount, options)) => (mount.clone(), options),
             Err(refusal) => {
-                return ResponseFuture::Ready(Some(finish_response(watch, discard_body(watch, request, refusal))));
+                let response = discard_body(watch, request.into_body(), false, refusal);
+                return ResponseFuture::Ready(Some(finish_response(watch, response)));
             }
         };
         let has_body = !request.body().is_end_stream();
@@ -141,7 +127,8 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                 return Upload::empty(body);
             }
             watch.begin_body(paced);
-            Upload::new(body, Arc::clone(watch), MAX_BODY, None)
+            // No bound is needed, because no body is kept whole.
+            Upload::new(body, Arc::clone(watch), u64::MAX, None)
         });
         let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.context));
         ResponseFuture::Pending(Box::pin(async move {
@@ -172,9 +159,9 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                 }
                 None => HttpError::ClientTimeout.response(),
             };
-            if has_body && watch.is_uploading() {
-                watch.set_must_linger();
-                local_response::set_connection_close(&mut response);
+            if has_body && watch.body.is_uploading.get() {
+                watch.response.must_linger.set(true);
+                set_connection_close(&mut response);
             }
             finish_response(watch, response)
         }))
@@ -207,13 +194,18 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         *request.uri_mut() = Uri::from(rest);
         let headers = request.headers_mut();
         let options = take_call_options(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
-        let hop = hop_headers::strip_request(headers, &[]);
+        let mut hop = hop_headers::strip_request(headers, &[]);
+        hop.upgrade = None;
         remove_all(headers, |name| {
             name == EXPECT || CLIENT_ORIGIN_HEADERS.contains(name) || name.as_str().starts_with(X_FORWARDED)
         });
         let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
         let over_tls = mount.provider().config().base_url.as_ref().is_some_and(BaseUrl::is_https);
-        hop_headers::add_provider_headers(request.headers_mut(), &hop, chunked, over_tls);
+        hop_headers::add_request_headers(request.headers_mut(), &hop, chunked);
+        if over_tls {
+            // HTTP/2, which may be used over TLS, has no `Connection` (RFC 9113 §8.2.2).
+            request.headers_mut().remove(CONNECTION);
+        }
         Ok((mount, options))
     }
 
@@ -228,15 +220,11 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         if failed.status() != 429 && failed.status() < 500 {
             return;
         }
-        let (why, happened) = match failed {
-            OutboundError::Call(call) => {
-                let reply_error = call.last_reply.as_ref().map(|trouble| format!(": {}", error_chain(trouble)));
-                (call.kind.to_string() + &reply_error.unwrap_or_default(), Some(call.stats))
-            }
+        let (why, stats) = match failed {
+            OutboundError::Call(call) => (call.kind.to_string() + &reply_error(call), Some(call.stats)),
             failed => (error_chain(failed), None),
         };
-        let failed = FailedCall { provider: &provider.config().name, why: &why, stats: happened };
-        self.refusals.log_failed_call(provider.clock().now(), &failed);
+        self.refusals.log_failed_call(provider.clock().now(), &provider.config().name, &why, stats);
     }
 
     fn unknown_provider_response(&self, name: &str) -> Response<ResponseBody> {
@@ -253,41 +241,38 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     }
 }
 
-/// The maximum size of a request's body. There is no bound, because no body is kept whole.
-const MAX_BODY: u64 = u64::MAX;
-
 /// Returns a provider's reply as the client receives it.
 fn relay_response<B>(response: Response<B>, watch: &Arc<ConnectionWatch>, plan: &Plan) -> Response<ResponseBody>
 where
-    B: http_body::Body<Data = Bytes> + Send + 'static,
-    B::Error: Into<BoxError>,
+    B: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
 {
     let (mut parts, body) = response.into_parts();
     hop_headers::strip_response(&mut parts.headers);
     parts.version = Version::HTTP_11;
-    let happened = parts.extensions.get::<CallStats>().copied();
-    let status = parts.extensions.get::<CacheStatus>().copied();
+    let stats = parts.extensions.get::<CallStats>().copied();
+    let cache = parts.extensions.get::<CacheStatus>().copied();
     let why = parts.extensions.get::<CallErrorKind>().map(ToString::to_string);
     // The HTTP library keeps the provider's reason phrase there, which may repeat the credential.
     parts.extensions.clear();
-    set_tidegate_headers(&mut parts.headers, plan, happened, status);
+    set_tidegate_headers(&mut parts.headers, plan, stats, cache);
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(CALL_ERROR, why);
     }
-    Response::from_parts(parts, ResponseBody::relay(body, Arc::clone(watch), plan.attempt_timeout))
+    let body = RelayBody::new(body, Arc::clone(watch), plan.attempt_timeout);
+    Response::from_parts(parts, ResponseBody::Relay(body))
 }
 
 /// Sets the headers about the call. The credential's header is only set if the provider has credentials.
-fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<CallStats>, cache: Option<CacheStatus>) {
+fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, stats: Option<CallStats>, cache: Option<CacheStatus>) {
     remove_all(headers, |name| name.as_str().starts_with("tidegate-"));
     if let Some(cache) = cache.filter(|cache| *cache != CacheStatus::Bypass) {
         headers.insert(CACHE, HeaderValue::from_static(cache.name()));
     }
-    let Some(happened) = happened else { return };
+    let Some(stats) = stats else { return };
     // Most calls are sent once and without a wait; this avoids formatting those values for each call.
-    let attempts = if happened.attempts == 1 { HeaderValue::from_static("1") } else { happened.attempts.into() };
+    let attempts = if stats.attempts == 1 { HeaderValue::from_static("1") } else { stats.attempts.into() };
     headers.insert(ATTEMPTS, attempts);
-    let millis = happened.waited.as_micros() / 1000;
+    let millis = stats.waited.as_micros() / 1000;
     let waited = match millis {
         0 => Ok(HeaderValue::from_static("0.000s")),
         millis => HeaderValue::try_from(format!("{}.{:03}s", millis / 1000, millis % 1000)),
@@ -295,12 +280,11 @@ fn set_tidegate_headers(headers: &mut HeaderMap, plan: &Plan, happened: Option<C
     if let Ok(waited) = waited {
         headers.insert(WAITED, waited);
     }
-    if happened.attempts > 0 && !plan.credentials.is_empty() {
-        headers.insert(CREDENTIAL, HeaderValue::from(happened.credential));
+    if stats.attempts > 0 && !plan.credentials.is_empty() {
+        headers.insert(CREDENTIAL, HeaderValue::from(stats.credential));
     }
 }
 
-/// Removes the headers with matching names.
 fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
     let names: Vec<HeaderName> = headers.keys().filter(|name| matches(name)).cloned().collect();
     for name in names {
@@ -313,10 +297,7 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
     let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
     let OutboundError::Call(call) = failed else { return error(status, &error_chain(failed)) };
     let mut problem = call.to_body();
-    if let Some(reply_error) = &call.last_reply {
-        problem.message += ": ";
-        problem.message += &error_chain(reply_error);
-    }
+    problem.message += &reply_error(call);
     let body = serde_json::to_vec(&problem).unwrap_or_default();
     let mut response = json(status, body.into());
     if let Some(wait) = call.retry_after() {
@@ -324,6 +305,11 @@ fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody>
     }
     set_tidegate_headers(response.headers_mut(), plan, Some(call.stats), None);
     response
+}
+
+/// Returns the error of a call's last reply, to be appended to a message. Empty if there is none.
+fn reply_error(call: &CallError<SendError>) -> String {
+    call.last_reply.as_ref().map(|error| format!(": {}", error_chain(error))).unwrap_or_default()
 }
 
 /// Returns an error's text followed by its causes.

@@ -91,15 +91,6 @@ pub(crate) fn add_request_headers(headers: &mut HeaderMap, hop: &HopOptions, chu
     }
 }
 
-/// Adds the hop-by-hop headers of a request to an external API, never an upgrade. HTTP/2, which may be used over TLS,
-/// has no `Connection` (RFC 9113 §8.2.2), so that header is left out there.
-pub(crate) fn add_provider_headers(headers: &mut HeaderMap, hop: &HopOptions, chunked: bool, over_tls: bool) {
-    add_request_headers(headers, &HopOptions { upgrade: None, trailers: hop.trailers }, chunked);
-    if over_tls {
-        headers.remove(CONNECTION);
-    }
-}
-
 /// Adds the headers of a protocol switch to a 101 response.
 pub(crate) fn add_switch_headers(headers: &mut HeaderMap, protocol: Option<HeaderValue>) {
     headers.insert(CONNECTION, CONNECTION_UPGRADE);
@@ -108,7 +99,7 @@ pub(crate) fn add_switch_headers(headers: &mut HeaderMap, protocol: Option<Heade
     }
 }
 
-/// Sets the headers that tell the upstream the client's address. `peer` is the peer's address as a header value.
+/// Sets the headers with the client's address for the upstream. `peer` is the peer's address as a header value.
 /// Earlier values of these headers count only if the peer is trusted. `keyed` are the headers that limits count by.
 pub(crate) fn set_forwarded_headers(
     headers: &mut HeaderMap,
@@ -359,20 +350,20 @@ mod tests {
     #[test]
     fn forwarded_headers_state_the_caller() {
         let peer = HeaderValue::from_static("192.0.2.7");
-        let lies = [
+        let spoofed = [
             ("host", "a"),
             ("x-forwarded-for", "1.1.1.1"),
             ("x-forwarded-proto", "https"),
             ("x-forwarded-host", "b"),
             ("forwarded", "for=1.1.1.1"),
         ];
-        let mut map = headers(&lies);
+        let mut map = headers(&spoofed);
         set_forwarded_headers(&mut map, &peer, false, &[]);
         assert_eq!(
             shown(&map),
             ["host: a", "x-forwarded-for: 192.0.2.7", "x-forwarded-host: a", "x-forwarded-proto: http"]
         );
-        let mut map = headers(&lies);
+        let mut map = headers(&spoofed);
         map.append(X_FORWARDED_FOR, HeaderValue::from_static("2.2.2.2"));
         set_forwarded_headers(&mut map, &peer, true, &[]);
         assert_eq!(

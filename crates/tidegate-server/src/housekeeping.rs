@@ -1,22 +1,22 @@
-//! Periodic work of a running server: store maintenance, and moving the clock towards the wall clock.
+//! Periodic work of a running server: store maintenance, moving the clock towards the wall clock, and saving outbound
+//! state.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::clock::SystemClock;
-use tidegate::outbound::Outbound;
+use tidegate::outbound::{Outbound, Snapshot};
 use tidegate::store::{Losses, Store};
 use tidegate_core::Clock;
 
-/// The interval of store maintenance.
-const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// The interval at which the clock is moved towards the wall clock.
-const FOLLOW_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval of all periodic work.
+const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Has the store remove idle entries, and logs entries that it had to drop.
-pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
+pub(crate) async fn run_store_maintenance(maintain: impl Fn() -> Losses) {
     loop {
-        tokio::time::sleep(MAINTENANCE_INTERVAL).await;
-        let lost = tend();
+        tokio::time::sleep(INTERVAL).await;
+        let lost = maintain();
         if lost.has_any() {
             tracing::warn!(
                 used = lost.evicted_used,
@@ -31,9 +31,9 @@ pub(crate) async fn run_store_maintenance(tend: impl Fn() -> Losses) {
 }
 
 /// Exchanges findings about providers with other nodes.
-pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: &Outbound<S, C>) {
+pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: Outbound<S, C>) {
     loop {
-        tokio::time::sleep(MAINTENANCE_INTERVAL).await;
+        tokio::time::sleep(INTERVAL).await;
         providers.run_vote_exchange().await;
     }
 }
@@ -43,11 +43,11 @@ pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: &Ou
 const MAX_DRIFT_MICROS: u64 = 1_000_000;
 
 /// Moves a clock towards the wall clock, and logs once when it is far off.
-pub(crate) async fn follow_wall_clock(clock: &SystemClock) {
+pub(crate) async fn follow_wall_clock(clock: SystemClock) {
     let mut was_far = false;
     loop {
-        tokio::time::sleep(FOLLOW_INTERVAL).await;
-        clock.follow(tidegate::Span::from_duration(FOLLOW_INTERVAL));
+        tokio::time::sleep(INTERVAL).await;
+        clock.follow(tidegate::Span::from_duration(INTERVAL));
         let drift = clock.drift();
         let is_far = drift.unsigned_abs() > MAX_DRIFT_MICROS;
         if is_far && !was_far {
@@ -60,4 +60,28 @@ pub(crate) async fn follow_wall_clock(clock: &SystemClock) {
         }
         was_far = is_far;
     }
+}
+
+/// Saves outbound state periodically; never returns. A killed process loses at most the changes of one interval.
+pub(crate) async fn run_snapshots<S: Store, C: Clock + Clone>(snapshot: Arc<Snapshot<S, C>>) {
+    let mut last_save_ok = true;
+    loop {
+        tokio::time::sleep(INTERVAL).await;
+        save_snapshot(&snapshot, &mut last_save_ok).await;
+    }
+}
+
+/// Saves changes on a blocking thread, so that requests don't wait. Logs a failure once, until a save succeeds again.
+pub(crate) async fn save_snapshot<S: Store, C: Clock + Clone>(snapshot: &Arc<Snapshot<S, C>>, last_save_ok: &mut bool) {
+    let snapshot = Arc::clone(snapshot);
+    // Without a result, the runtime is shutting down or the save panicked, which has been logged.
+    let Ok(saved) = tokio::task::spawn_blocking(move || snapshot.save()).await else { return };
+    match &saved {
+        Ok(_) if !*last_save_ok => tracing::info!("outbound state is saved again"),
+        Err(error) if *last_save_ok => {
+            tracing::error!(%error, "outbound state isn't saved: a restart would grant spent quotas again");
+        }
+        _ => {}
+    }
+    *last_save_ok = saved.is_ok();
 }

@@ -75,7 +75,6 @@ mod refusal_cache;
 mod refusal_log;
 mod rejections;
 pub mod signals;
-mod snapshots;
 mod socket;
 mod upgrade;
 mod upstream;
@@ -88,25 +87,28 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use http::StatusCode;
+use hyper::service::service_fn;
 use tidegate::clock::SystemClock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::reply::Replies;
 use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
-use tidegate_policy::{InboundConfig, KeyPart, Policy, Secret, SecretError, SecretSource};
+use tidegate_policy::{InboundConfig, KeyPart, Policy, SecretError, SecretSource};
 
-use crate::access::Access;
+use crate::access::{Access, ListenerKind};
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
-use crate::gateway::{GatewayError, GatewayState};
-use crate::listener::{Listener, ListenerConfig};
+use crate::client_limit::ClientLimit;
+use crate::connection::ConnectionService;
+use crate::gateway::GatewayState;
+use crate::listener::{ConnectionContext, Listener, ListenerConfig};
 use crate::permit_renewer::PermitRenewer;
 use crate::proxy::ProxyState;
 use crate::refusal_log::RefusalLog;
-use crate::watchdog::PhaseTimeouts;
-use crate::wire::admin::AdminState;
-use crate::wire::http_api::ApiState;
+use crate::upstream::UpstreamClient;
+use crate::wire::admin::{self, AdminState};
+use crate::wire::http_api::{ApiService, ApiState};
 
 /// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
 const API_CONNECTIONS: usize = 1024;
@@ -240,30 +242,29 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// # Errors
     /// See [`ServeError`]. On an error no listener stays open.
     pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
-        let (api, admin) = (self.policy.api(), self.policy.admin());
-        let api_token = self.resolve_token("api", api.listen, api.token.as_ref())?;
-        let admin_token = self.resolve_token("admin", admin.listen, admin.token.as_ref())?;
-        if self.policy.inbound().upstream.is_some() {
-            self.check_proxied_key_parts()?;
-        }
         let refusals = Arc::new(RefusalLog::new(self.policy.log().refusals_per_second));
+        let (api, admin) = (self.policy.api(), self.policy.admin());
+        let api_access = self.access(ListenerKind::Api, api.listen, api.token.as_ref(), &api.hosts, &refusals)?;
+        let admin_access =
+            self.access(ListenerKind::Admin, admin.listen, admin.token.as_ref(), &admin.hosts, &refusals)?;
         let permit_renewer = Arc::new(PermitRenewer::default());
         let draining = Arc::new(AtomicBool::new(false));
-        let inbound = self.open_proxy(&permit_renewer, &refusals)?;
-        let restore = |outbound: &Outbound<S, C>| {
-            outbound.config().snapshot.as_ref().map(|path| Snapshot::restore(outbound, path)).transpose()
-        };
-        let snapshot = self.outbound.as_ref().map(restore).transpose()?.flatten();
-        let outbound =
-            self.outbound.as_ref().map(|outbound| self.open_gateway(outbound, &refusals)).transpose()?.flatten();
-        let api = api.listen.map(|address| self.open_api(address, api_token, &refusals)).transpose()?;
-        let admin =
-            admin.listen.map(|address| self.open_admin(address, admin_token, &refusals, &draining)).transpose()?;
+        let proxy = self.open_proxy(&permit_renewer, &refusals)?;
+        let (upstream, inbound) = proxy.unzip();
+        let (mut snapshot, mut outbound) = (None, None);
+        if let Some(providers) = &self.outbound {
+            let file = providers.config().snapshot.as_ref();
+            snapshot = file.map(|file| Snapshot::restore(providers, file)).transpose()?.map(Arc::new);
+            outbound = self.open_gateway(providers, &refusals)?;
+        }
+        let api = api_access.map(|(address, access)| self.open_api(address, access, &refusals)).transpose()?;
+        let admin = admin_access.map(|(address, access)| self.open_admin(address, access, &draining)).transpose()?;
         Ok(BoundServer {
             shutdown_timeout: self.policy.inbound().timeouts.shutdown,
             gate: self.gate,
             providers: self.outbound,
-            snapshot: snapshot.map(Arc::new),
+            snapshot,
+            upstream,
             inbound,
             outbound,
             api,
@@ -275,148 +276,137 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         })
     }
 
-    fn phase_timeouts(&self) -> PhaseTimeouts {
+    /// The limits of a listener that answers by itself.
+    fn internal_config(&self, connections: usize) -> ListenerConfig {
         let InboundConfig { timeouts, caps, .. } = self.policy.inbound();
-        PhaseTimeouts {
-            idle: timeouts.idle,
-            head: timeouts.header,
-            body: timeouts.body,
-            response: timeouts.response,
-            tunnel: timeouts.idle,
+        ListenerConfig {
+            connections,
+            client_limit: None,
+            header_bytes: INTERNAL_HEADER_BYTES,
+            headers: listener::DEFAULT_MAX_HEADERS,
+            timeouts: *timeouts,
             body_rate: caps.body_rate,
+            forwards: false,
         }
     }
 
-    /// The bounds of a listener that answers by itself.
-    fn internal_config(&self, connections: usize) -> ListenerConfig {
-        ListenerConfig {
-            connections,
-            header_bytes: INTERNAL_HEADER_BYTES,
-            headers: listener::DEFAULT_MAX_HEADERS,
-            timeouts: self.phase_timeouts(),
-            forwards: false,
-        }
+    /// The limits of a listener that forwards requests.
+    fn forwarding_config(&self, connections: usize, per_client: Option<usize>) -> ListenerConfig {
+        let trusted = &self.policy.inbound().forwarding.trusted;
+        let client_limit =
+            per_client.map(|most| ClientLimit::new(most, self.gate.plan().ipv6_prefix(), trusted.clone()));
+        ListenerConfig { client_limit, forwards: true, ..self.internal_config(connections) }
     }
 
     fn open_proxy(
         &self,
         permit_renewer: &Arc<PermitRenewer>,
         refusals: &Arc<RefusalLog>,
-    ) -> Result<Option<OpenListener<ProxyState<S, C>>>, ServeError> {
+    ) -> Result<Option<(Arc<UpstreamClient>, OpenListener)>, ServeError> {
         let inbound = self.policy.inbound();
         let Some(upstream) = &inbound.upstream else { return Ok(None) };
+        self.check_proxied_key_parts()?;
+        let caps = &inbound.caps;
         let config = ListenerConfig {
-            connections: usize::try_from(inbound.caps.connections).unwrap_or(usize::MAX).max(1),
-            header_bytes: inbound.caps.header_bytes,
-            headers: inbound.caps.headers,
-            timeouts: self.phase_timeouts(),
-            forwards: true,
+            header_bytes: caps.header_bytes,
+            headers: caps.headers,
+            ..self.forwarding_config(caps.connections.max(1) as usize, caps.connections_per_client)
         };
-        let listener = bind_listener("inbound", inbound.listen, config)?.limit_per_client(
-            inbound.caps.connections_per_client,
-            self.gate.plan().ipv6_prefix(),
-            &inbound.forwarding.trusted,
-        );
         let (permit_renewer, refusals) = (Arc::clone(permit_renewer), Arc::clone(refusals));
-        let proxy = ProxyState::new(self.gate.clone(), inbound, upstream, permit_renewer, refusals);
-        Ok(Some(OpenListener { listener, service: Arc::new(proxy) }))
+        let proxy = Arc::new(ProxyState::new(self.gate.clone(), inbound, upstream, permit_renewer, refusals));
+        let upstream = Arc::clone(&proxy.upstream);
+        let listener =
+            open_listener("inbound", inbound.listen, config, move |client| proxy.connection_service(client))?;
+        Ok(Some((upstream, listener)))
     }
 
     fn open_api(
         &self,
         address: SocketAddr,
-        token: Option<Secret>,
+        access: Access,
         refusals: &Arc<RefusalLog>,
-    ) -> Result<OpenListener<ApiState<S, C>>, ServeError> {
+    ) -> Result<OpenListener, ServeError> {
         let (inbound, api) = (self.policy.inbound(), self.policy.api());
-        let kind = access::ListenerKind::Api;
-        let state = ApiState {
+        let state = Arc::new(ApiState {
             gate: self.gate.clone(),
             replies: Replies::new(self.gate.plan(), inbound.headers, inbound.x_ratelimit),
-            access: Access::new(kind, address, &api.hosts, token, Arc::clone(refusals)),
+            access,
             forwarding: inbound.forwarding.clone(),
             forward_auth: api.forward_auth,
             deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
             refusals: Arc::clone(refusals),
             untrusted_peer_logged: AtomicBool::new(false),
-        };
-        let listener = bind_listener("api", address, self.internal_config(API_CONNECTIONS))?;
-        Ok(OpenListener { listener, service: Arc::new(state) })
+        });
+        let config = self.internal_config(API_CONNECTIONS);
+        open_listener("api", address, config, move |client| ApiService::new(&state, client))
     }
 
     fn open_admin(
         &self,
         address: SocketAddr,
-        token: Option<Secret>,
-        refusals: &Arc<RefusalLog>,
+        access: Access,
         draining: &Arc<AtomicBool>,
-    ) -> Result<OpenListener<AdminState<S, C>>, ServeError> {
-        let (kind, hosts) = (access::ListenerKind::Admin, &self.policy.admin().hosts);
-        let state = AdminState {
-            gate: self.gate.clone(),
-            access: Access::new(kind, address, hosts, token, Arc::clone(refusals)),
-            draining: Arc::clone(draining),
-        };
-        let listener = bind_listener("admin", address, self.internal_config(ADMIN_CONNECTIONS))?;
-        Ok(OpenListener { listener, service: Arc::new(state) })
+    ) -> Result<OpenListener, ServeError> {
+        let state = Arc::new(AdminState { gate: self.gate.clone(), access, draining: Arc::clone(draining) });
+        open_listener("admin", address, self.internal_config(ADMIN_CONNECTIONS), move |client| {
+            let (state, client) = (Arc::clone(&state), Arc::new(client));
+            service_fn(move |request| admin::serve(Arc::clone(&state), Arc::clone(&client), request))
+        })
     }
 
     fn open_gateway(
         &self,
-        outbound: &Outbound<S, C>,
+        providers: &Outbound<S, C>,
         refusals: &Arc<RefusalLog>,
-    ) -> Result<Option<OpenListener<GatewayState<S, C>>>, ServeError> {
-        let plan = outbound.config();
-        let token = self.resolve_token("outbound", plan.listen, plan.token.as_ref())?;
-        let Some(address) = plan.listen else { return Ok(None) };
-        let gateway = GatewayState::new(outbound, address, token, Arc::clone(refusals), &self.env).map_err(
-            |error| match error {
-                GatewayError::Credential { provider, source } => ServeError::Credential { provider, source },
-                GatewayError::Roots(error) => ServeError::RootCertificates(error),
-            },
-        )?;
-        let (ipv6_prefix, trusted) = (self.gate.plan().ipv6_prefix(), &self.policy.inbound().forwarding.trusted);
-        let config = ListenerConfig { forwards: true, ..self.internal_config(plan.connections) };
-        let listener = bind_listener("outbound", address, config)?.limit_per_client(
-            plan.connections_per_client,
-            ipv6_prefix,
-            trusted,
-        );
-        Ok(Some(OpenListener { listener, service: Arc::new(gateway) }))
+    ) -> Result<Option<OpenListener>, ServeError> {
+        let plan = providers.config();
+        let access = self.access(ListenerKind::Gateway, plan.listen, plan.token.as_ref(), &plan.hosts, refusals)?;
+        let Some((address, access)) = access else { return Ok(None) };
+        let gateway = Arc::new(GatewayState::new(providers, access, Arc::clone(refusals), &self.env)?);
+        let config = self.forwarding_config(plan.connections, plan.connections_per_client);
+        open_listener("outbound", address, config, move |client| gateway.connection_service(client)).map(Some)
     }
 
-    fn resolve_token(
+    /// Returns the address and the access check of a listener. `None` if the policy turns it off.
+    fn access(
         &self,
-        listener: &'static str,
+        kind: ListenerKind,
         address: Option<SocketAddr>,
-        source: Option<&SecretSource>,
-    ) -> Result<Option<Secret>, ServeError> {
-        match (address, source) {
-            (None, _) => Ok(None),
-            (Some(address), None) if !address.ip().to_canonical().is_loopback() => {
-                Err(ServeError::TokenRequired { listener, address })
-            }
-            (Some(_), None) => Ok(None),
-            (Some(_), Some(source)) => {
-                let secret = source.resolve(&self.env).map_err(|source| ServeError::Token { listener, source })?;
-                Ok(Some(secret))
-            }
+        token: Option<&SecretSource>,
+        hosts: &[String],
+        refusals: &Arc<RefusalLog>,
+    ) -> Result<Option<(SocketAddr, Access)>, ServeError> {
+        let (Some(address), listener) = (address, kind.section()) else { return Ok(None) };
+        if token.is_none() && !address.ip().to_canonical().is_loopback() {
+            return Err(ServeError::TokenRequired { listener, address });
         }
+        let token = token.map(|token| token.resolve(&self.env)).transpose();
+        let token = token.map_err(|source| ServeError::Token { listener, source })?;
+        Ok(Some((address, Access::new(kind, address, hosts, token, Arc::clone(refusals)))))
     }
 
     fn check_proxied_key_parts(&self) -> Result<(), ServeError> {
         let plan = self.gate.plan();
         let matched = plan.actions().filter(|(_, action)| action.matcher().is_some()).map(|(id, _)| Some(id));
-        for action in matched.chain([None]) {
-            if let Some((limit, part)) = plan.part_not_in_requests(action) {
+        match matched.chain([None]).find_map(|action| plan.part_not_in_requests(action)) {
+            None => Ok(()),
+            Some((limit, part)) => {
                 let (limit, part) = (plan.limit_info(limit).name().to_owned(), KeyPart::to_string(part));
-                return Err(ServeError::MissingKeyPart { limit, part });
+                Err(ServeError::MissingKeyPart { limit, part })
             }
         }
-        Ok(())
     }
 }
 
-fn bind_listener(listener: &'static str, address: SocketAddr, bounds: ListenerConfig) -> Result<Listener, ServeError> {
-    Listener::bind(address, bounds).map_err(|source| ServeError::Bind { listener, address, source })
+/// Opens a listener with a service for each of its connections.
+fn open_listener<T: ConnectionService>(
+    listener: &'static str,
+    address: SocketAddr,
+    config: ListenerConfig,
+    new_service: impl Fn(ConnectionContext) -> T + Send + Sync + 'static,
+) -> Result<OpenListener, ServeError> {
+    match Listener::bind(address, config) {
+        Ok(bound) => Ok(OpenListener::new(bound, new_service)),
+        Err(source) => Err(ServeError::Bind { listener, address, source }),
+    }
 }

@@ -4,14 +4,14 @@
 
 use std::mem::MaybeUninit;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead as _, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::sync::OwnedSemaphorePermit;
 
-use crate::watchdog::{ConnectionWatch, LingerSlot};
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
 /// The bytes that are discarded for any client. Beyond that the socket closes, unless the client may go on.
 const MAX_BYTES: usize = 1 << 20;
@@ -23,29 +23,19 @@ const MAX_TIME: Duration = Duration::from_secs(30);
 const BUFFER: usize = 32 << 10;
 
 /// The progress of reading and discarding on one connection.
+#[derive(Default)]
 pub(crate) struct LingerState {
     read_bytes: usize,
     /// The bytes that were read since progress was last checked.
     progress_bytes: usize,
-    /// The tick at which lingering began.
-    started_tick: u32,
-    slot: Option<LingerSlot>,
+    slot: Option<OwnedSemaphorePermit>,
 }
 
 impl LingerState {
-    pub(crate) fn new(watch: &ConnectionWatch) -> Self {
-        Self { read_bytes: 0, progress_bytes: 0, started_tick: watch.current_tick(), slot: None }
-    }
-
     /// Reads until the client closes, or may not go on.
     #[cold]
     #[inline(never)]
-    pub(crate) fn poll(
-        &mut self,
-        stream: &mut TcpStream,
-        watch: &Arc<ConnectionWatch>,
-        cx: &mut Context<'_>,
-    ) -> Poll<()> {
+    pub(crate) fn poll(&mut self, stream: &mut TcpStream, watch: &ConnectionWatch, cx: &mut Context<'_>) -> Poll<()> {
         let mut buffer = [MaybeUninit::uninit(); BUFFER];
         loop {
             let mut buf = ReadBuf::uninit(&mut buffer);
@@ -56,7 +46,7 @@ impl LingerState {
         }
     }
 
-    fn may_continue(&mut self, count: usize, watch: &Arc<ConnectionWatch>) -> bool {
+    fn may_continue(&mut self, count: usize, watch: &ConnectionWatch) -> bool {
         self.read_bytes += count;
         self.progress_bytes += count;
         if self.progress_bytes < PROGRESS_BYTES {
@@ -66,7 +56,8 @@ impl LingerState {
         if self.slot.is_none() {
             self.slot = watch.acquire_linger_slot();
         }
-        if self.slot.is_some() && !watch.is_draining() && !watch.has_elapsed(self.started_tick, MAX_TIME) {
+        let started = watch.phase_started(ConnectionPhase::Linger);
+        if self.slot.is_some() && !watch.is_draining() && !watch.watchdog.has_elapsed(started, MAX_TIME) {
             watch.touch();
             return true;
         }
@@ -77,24 +68,23 @@ impl LingerState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::watchdog::{PhaseTimeouts, Watchdog};
+    use crate::watchdog::Watchdog;
+    use crate::watchdog::tests::uniform_timeouts;
 
     #[test]
     fn lingering_ends_by_time_or_server_drain() {
-        let patience = PhaseTimeouts::uniform(Duration::from_secs(1));
-        let sweep = Watchdog::new(patience, 8);
-        let (watch, _entry) = sweep.add_connection();
-        let mut linger = LingerState::new(&watch);
-        let tick = patience.tick();
-        for _ in 0..MAX_TIME.as_nanos() / tick.as_nanos() {
+        let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8);
+        let (watch, _entry) = watchdog.add_connection();
+        let mut linger = LingerState::default();
+        for _ in 0..MAX_TIME.as_nanos() / watchdog.tick.as_nanos() {
             assert!(linger.may_continue(PROGRESS_BYTES, &watch));
-            sweep.sweep_once();
+            watchdog.sweep_once();
         }
-        sweep.sweep_once();
+        watchdog.sweep_once();
         assert!(!linger.may_continue(PROGRESS_BYTES, &watch), "1 MiB is behind it");
 
-        let mut linger = LingerState::new(&watch);
-        sweep.drain();
+        let mut linger = LingerState::default();
+        watchdog.drain();
         let pieces = (0..100).take_while(|_| linger.may_continue(PROGRESS_BYTES, &watch)).count();
         assert_eq!(pieces, MAX_BYTES / PROGRESS_BYTES - 1);
     }

@@ -5,18 +5,17 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper::body::Incoming;
+use futures_util::FutureExt as _;
 use hyper::server::conn::http1;
-use hyper::service::HttpService;
 use hyper_util::rt::TokioIo;
-use tidegate_policy::Networks;
+use tidegate_policy::InboundTimeouts;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::{ClientConnection, ConnectionService};
 use crate::displacement::DisplacementQueue;
 use crate::socket::ClientSocket;
-use crate::watchdog::{ConnectionEntry, ConnectionWatch, PhaseTimeouts, Watchdog};
+use crate::watchdog::{ConnectionEntry, ConnectionWatch, Watchdog};
 
 /// The maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 1024;
@@ -29,16 +28,18 @@ const MIN_BUFFER_BYTES: usize = 8 << 10;
 /// space for the headers anew for each request. That takes a third of the time of reading a request.
 pub(crate) const DEFAULT_MAX_HEADERS: usize = 100;
 
-/// The limits of a listener.
-#[derive(Clone, Copy, Debug)]
 pub(crate) struct ListenerConfig {
     /// The maximum number of connections. At the cap a new one displaces one without a request in progress, or waits.
     pub(crate) connections: usize,
+    /// The limit on connections of one client address, if there is one.
+    pub(crate) client_limit: Option<Arc<ClientLimit>>,
     /// The maximum size of a head in bytes; beyond it the response is 431.
     pub(crate) header_bytes: usize,
     /// The maximum number of lines of a head; beyond it the response is 431.
     pub(crate) headers: usize,
-    pub(crate) timeouts: PhaseTimeouts,
+    pub(crate) timeouts: InboundTimeouts,
+    /// The minimum bytes per second of a request's body, if there is such a limit.
+    pub(crate) body_rate: Option<u64>,
     /// True if requests are forwarded, so that their framing must be unambiguous.
     pub(crate) forwards: bool,
 }
@@ -46,10 +47,14 @@ pub(crate) struct ListenerConfig {
 /// A listening socket and its connections.
 pub(crate) struct Listener {
     socket: TcpListener,
+    starter: ConnectionStarter,
+}
+
+/// Starts the connections of a listener.
+struct ConnectionStarter {
     config: ListenerConfig,
-    pub(crate) watchdog: Arc<Watchdog>,
+    watchdog: Arc<Watchdog>,
     http: http1::Builder,
-    client_limit: Option<Arc<ClientLimit>>,
 }
 
 /// The facts about a connection that its service needs.
@@ -57,6 +62,12 @@ pub(crate) struct ConnectionContext {
     pub(crate) address: SocketAddr,
     pub(crate) watch: Arc<ConnectionWatch>,
     pub(crate) entry: Arc<ConnectionEntry>,
+}
+
+struct AcceptedConnection {
+    stream: TcpStream,
+    address: SocketAddr,
+    client_slot: Option<ClientSlot>,
 }
 
 impl Listener {
@@ -70,34 +81,24 @@ impl Listener {
         if config.headers != DEFAULT_MAX_HEADERS {
             http.max_headers(config.headers);
         }
-        Ok(Self {
-            socket: socket.listen(BACKLOG)?,
-            config,
-            watchdog: Watchdog::new(config.timeouts, config.connections),
-            http,
-            client_limit: None,
-        })
-    }
-
-    /// Limits the connections of one client address, IPv6 by the first `ipv6_prefix` bits. Trusted proxies aren't
-    /// limited.
-    pub(crate) fn limit_per_client(mut self, most: Option<usize>, ipv6_prefix: u8, trusted: &Networks) -> Self {
-        self.client_limit = most.map(|most| ClientLimit::new(most, ipv6_prefix, trusted.clone()));
-        self
+        let watchdog = Watchdog::new(&config.timeouts, config.body_rate, config.connections);
+        Ok(Self { socket: socket.listen(BACKLOG)?, starter: ConnectionStarter { config, watchdog, http } })
     }
 
     pub(crate) fn address(&self) -> io::Result<SocketAddr> {
         self.socket.local_addr()
     }
 
+    pub(crate) fn watchdog(&self) -> &Arc<Watchdog> {
+        &self.starter.watchdog
+    }
+
     /// Accepts until `stop` ends, then the connections that were already waiting.
-    pub(crate) async fn run<S>(self, serve: impl Fn(ConnectionContext) -> S, stop: impl Future<Output = ()>)
-    where
-        S: ConnectionService + Send + 'static,
-        ClientConnection<S>: Future<Output = ()> + Send,
-        S: HttpService<Incoming, ResBody = crate::body::ResponseBody>,
-        <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
-    {
+    pub(crate) async fn run<S: ConnectionService>(
+        self,
+        new_service: impl Fn(ConnectionContext) -> S,
+        stop: impl Future<Output = ()>,
+    ) {
         let mut stop = std::pin::pin!(stop);
         let (mut waiting, mut displaced) = (None, DisplacementQueue::default());
         loop {
@@ -105,38 +106,31 @@ impl Listener {
                 biased;
                 () = &mut stop => break,
                 accepted = self.accept_with_capacity(&mut waiting, &mut displaced) => {
-                    spawn_connection(&self.watchdog, &self.http, self.config.forwards, accepted, &serve);
+                    self.starter.spawn(accepted, &new_service);
                 }
             }
         }
-        if let Some(held) = waiting.filter(|_| self.watchdog.len() < self.config.connections) {
-            spawn_connection(&self.watchdog, &self.http, self.config.forwards, held, &serve);
+        if let Some(held) = waiting.filter(|_| self.starter.has_capacity()) {
+            self.starter.spawn(held, &new_service);
         }
-        self.accept_backlog(&serve);
+        self.accept_backlog(&new_service);
     }
 
     /// Accepts the connections that the system has already established, then closes the socket. The system may
     /// establish one more before the close, which is then reset. The queue is closed first so that it is at most one.
-    fn accept_backlog<S>(self, serve: &impl Fn(ConnectionContext) -> S)
-    where
-        S: ConnectionService + Send + 'static,
-        ClientConnection<S>: Future<Output = ()> + Send,
-        S: HttpService<Incoming, ResBody = crate::body::ResponseBody>,
-        <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
-    {
-        let Self { socket, config, watchdog, http, client_limit } = self;
-        let Ok(socket) = socket.into_std() else { return };
+    fn accept_backlog<S: ConnectionService>(self, new_service: &impl Fn(ConnectionContext) -> S) {
+        let Ok(socket) = self.socket.into_std() else { return };
         // If this fails, a few more connections may be reset.
         let _ = socket2::SockRef::from(&socket).listen(0);
         // The socket's own accept, because tokio may not know of the latest connections yet.
-        while watchdog.len() < config.connections
+        while self.starter.has_capacity()
             && let Ok((stream, address)) = socket.accept()
         {
             if stream.set_nonblocking(true).is_ok()
                 && let Ok(stream) = TcpStream::from_std(stream)
-                && let Some(accepted) = acquire_client_slot(client_limit.as_ref(), &watchdog, stream, address)
+                && let Some(accepted) = self.starter.admit(stream, address)
             {
-                spawn_connection(&watchdog, &http, config.forwards, accepted, serve);
+                self.starter.spawn(accepted, new_service);
             }
         }
     }
@@ -148,16 +142,17 @@ impl Listener {
         held: &mut Option<AcceptedConnection>,
         displaced: &mut DisplacementQueue,
     ) -> AcceptedConnection {
+        let watchdog = &self.starter.watchdog;
         loop {
             if held.is_none() {
                 *held = self.accept_one().await;
             }
             // An earlier leave would otherwise be mistaken for that of the displaced connection.
-            self.watchdog.reset_left_signal();
-            if self.watchdog.len() >= self.config.connections {
-                displaced.displace_one(&self.watchdog);
+            let _ = watchdog.connection_left.notified().now_or_never();
+            if !self.starter.has_capacity() {
+                displaced.displace_one(watchdog);
                 // A connection that is busy now may be idle soon, but only leaves if it is displaced.
-                let _ = tokio::time::timeout(self.watchdog.tick, self.watchdog.wait_for_leave()).await;
+                let _ = tokio::time::timeout(watchdog.tick, watchdog.connection_left.notified()).await;
             } else if let Some(accepted) = held.take() {
                 return accepted;
             }
@@ -165,9 +160,11 @@ impl Listener {
     }
 
     async fn accept_one(&self) -> Option<AcceptedConnection> {
+        use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
         match self.socket.accept().await {
-            Ok((stream, address)) => acquire_client_slot(self.client_limit.as_ref(), &self.watchdog, stream, address),
-            Err(error) if is_connection_error(&error) => None,
+            Ok((stream, address)) => self.starter.admit(stream, address),
+            // These errors concern one connection only.
+            Err(error) if matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset) => None,
             Err(error) => {
                 tracing::warn!(%error, "can't accept connections");
                 tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
@@ -177,59 +174,40 @@ impl Listener {
     }
 }
 
-/// An accepted connection with its client's slot.
-struct AcceptedConnection {
-    stream: TcpStream,
-    address: SocketAddr,
-    client_slot: Option<ClientSlot>,
-}
-
-/// Returns the new connection, unless its client has too many.
-fn acquire_client_slot(
-    client_limit: Option<&Arc<ClientLimit>>,
-    watchdog: &Watchdog,
-    stream: TcpStream,
-    address: SocketAddr,
-) -> Option<AcceptedConnection> {
-    let client_slot = match client_limit {
-        None => None,
-        Some(clients) => match clients.acquire(address.ip()) {
-            Ok(client_slot) => client_slot,
-            Err(TooManyConnectionsError) => {
-                clients.reject_connection(&stream, address.ip(), watchdog);
-                return None;
-            }
-        },
-    };
-    Some(AcceptedConnection { stream, address, client_slot })
-}
-
-fn spawn_connection<S>(
-    watchdog: &Arc<Watchdog>,
-    http: &http1::Builder,
-    forwards: bool,
-    AcceptedConnection { stream, address, client_slot }: AcceptedConnection,
-    serve: &impl Fn(ConnectionContext) -> S,
-) where
-    S: ConnectionService + Send + 'static,
-    ClientConnection<S>: Future<Output = ()> + Send,
-    S: HttpService<Incoming, ResBody = crate::body::ResponseBody>,
-    <S as HttpService<Incoming>>::Error: Into<Box<dyn std::error::Error + Send + Sync>>,
-{
-    if stream.set_nodelay(true).is_err() {
-        return;
+impl ConnectionStarter {
+    fn has_capacity(&self) -> bool {
+        self.watchdog.len() < self.config.connections
     }
-    let (watch, mut entry) = watchdog.add_connection();
-    entry.client_slot = client_slot;
-    let entry = Arc::new(entry);
-    let service = serve(ConnectionContext { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
-    let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), forwards));
-    let http = http.serve_connection(io, service).with_upgrades();
-    tokio::spawn(ClientConnection::new(http, watch, entry));
-}
 
-/// True if an error of `accept` concerns one connection only.
-fn is_connection_error(error: &io::Error) -> bool {
-    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
-    matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
+    /// Returns the new connection, unless its client has too many.
+    fn admit(&self, stream: TcpStream, address: SocketAddr) -> Option<AcceptedConnection> {
+        let mut client_slot = None;
+        if let Some(clients) = &self.config.client_limit {
+            match clients.acquire(address.ip()) {
+                Ok(slot) => client_slot = slot,
+                Err(TooManyConnectionsError) => {
+                    clients.reject_connection(&stream, address.ip(), &self.watchdog);
+                    return None;
+                }
+            }
+        }
+        Some(AcceptedConnection { stream, address, client_slot })
+    }
+
+    fn spawn<S: ConnectionService>(
+        &self,
+        AcceptedConnection { stream, address, client_slot }: AcceptedConnection,
+        new_service: &impl Fn(ConnectionContext) -> S,
+    ) {
+        if stream.set_nodelay(true).is_err() {
+            return;
+        }
+        let (watch, mut entry) = self.watchdog.add_connection();
+        entry.client_slot = client_slot;
+        let entry = Arc::new(entry);
+        let service = new_service(ConnectionContext { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
+        let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), self.config.forwards));
+        let http = self.http.serve_connection(io, service).with_upgrades();
+        tokio::spawn(ClientConnection::new(http, watch, entry));
+    }
 }

@@ -3,8 +3,12 @@
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE, HeaderValue};
 use http::{Response, StatusCode};
+use http_body::Body as _;
+use hyper::body::Incoming;
 
 use crate::body::ResponseBody;
+use crate::connection::MAX_DRAINED_BYTES;
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
@@ -12,68 +16,44 @@ const CLOSE: HeaderValue = HeaderValue::from_static("close");
 /// The reasons for which the server itself answers a request, other than limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HttpError {
-    /// `Content-Length` and `Transfer-Encoding` in one request.
     ConflictingFraming,
-    /// A transfer coding other than one `chunked`.
     UnsupportedTransferCoding,
-    /// No `Host`, several, or one that isn't a host.
     InvalidHost,
-    /// A request target that is neither a path nor a full http URL.
     InvalidTarget,
-    /// The request target names another host than `Host`.
     HostConflict,
-    /// The body ended early or has bad framing.
     BrokenBody,
-    /// The client took too long to send its request.
     ClientTimeout,
-    /// The body is over the cap.
     TooLarge,
-    /// CONNECT or TRACE.
     MethodNotAllowed,
-    /// The upstream refuses connections or closes them early.
     BadGateway,
-    /// The upstream doesn't answer in time.
     GatewayTimeout,
-    /// Too many unfinished heads.
     TooManyHeads,
-    /// The store can't be read or written, and the policy says to refuse.
     StoreUnavailable,
 }
 
 impl HttpError {
-    pub(crate) fn status(self) -> StatusCode {
+    /// The status of the response, and a short description of the error.
+    pub(crate) fn status_and_message(self) -> (StatusCode, &'static str) {
         match self {
-            Self::ConflictingFraming
-            | Self::UnsupportedTransferCoding
-            | Self::InvalidHost
-            | Self::InvalidTarget
-            | Self::HostConflict
-            | Self::BrokenBody => StatusCode::BAD_REQUEST,
-            Self::ClientTimeout => StatusCode::REQUEST_TIMEOUT,
-            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::MethodNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
-            Self::BadGateway => StatusCode::BAD_GATEWAY,
-            Self::GatewayTimeout => StatusCode::GATEWAY_TIMEOUT,
-            Self::TooManyHeads | Self::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
-        }
-    }
-
-    /// A short description of the error.
-    pub(crate) fn message(self) -> &'static str {
-        match self {
-            Self::ConflictingFraming => "Content-Length and Transfer-Encoding in one request",
-            Self::UnsupportedTransferCoding => "the only transfer coding taken is chunked, once",
-            Self::InvalidHost => "a request has one valid Host: a name or an address, and at most a port",
-            Self::InvalidTarget => "the request target is a path or a whole http URL",
-            Self::HostConflict => "the request target and Host name different hosts",
-            Self::BrokenBody => "the request's body broke off or is badly framed",
-            Self::ClientTimeout => "the request took too long to arrive",
-            Self::TooLarge => "the request's body is too large",
-            Self::MethodNotAllowed => "CONNECT and TRACE are not served",
-            Self::BadGateway => "the upstream refused or broke the connection",
-            Self::GatewayTimeout => "the upstream did not answer in time",
-            Self::TooManyHeads => "too many requests are arriving at once",
-            Self::StoreUnavailable => "the store can't be reached or written",
+            Self::ConflictingFraming => {
+                (StatusCode::BAD_REQUEST, "Content-Length and Transfer-Encoding in one request")
+            }
+            Self::UnsupportedTransferCoding => {
+                (StatusCode::BAD_REQUEST, "the only transfer coding taken is chunked, once")
+            }
+            Self::InvalidHost => {
+                (StatusCode::BAD_REQUEST, "a request has one valid Host: a name or an address, and at most a port")
+            }
+            Self::InvalidTarget => (StatusCode::BAD_REQUEST, "the request target is a path or a whole http URL"),
+            Self::HostConflict => (StatusCode::BAD_REQUEST, "the request target and Host name different hosts"),
+            Self::BrokenBody => (StatusCode::BAD_REQUEST, "the request's body broke off or is badly framed"),
+            Self::ClientTimeout => (StatusCode::REQUEST_TIMEOUT, "the request took too long to arrive"),
+            Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, "the request's body is too large"),
+            Self::MethodNotAllowed => (StatusCode::METHOD_NOT_ALLOWED, "CONNECT and TRACE are not served"),
+            Self::BadGateway => (StatusCode::BAD_GATEWAY, "the upstream refused or broke the connection"),
+            Self::GatewayTimeout => (StatusCode::GATEWAY_TIMEOUT, "the upstream did not answer in time"),
+            Self::TooManyHeads => (StatusCode::SERVICE_UNAVAILABLE, "too many requests are arriving at once"),
+            Self::StoreUnavailable => (StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written"),
         }
     }
 
@@ -85,11 +65,13 @@ impl HttpError {
 
     /// The response as bytes on the wire, for a connection that the HTTP library has given up.
     pub(crate) fn raw_response(self) -> Bytes {
-        raw_error_response(self.status(), self.message())
+        let (status, message) = self.status_and_message();
+        raw_error_response(status, message)
     }
 
     pub(crate) fn response(self) -> Response<ResponseBody> {
-        let mut response = error(self.status(), self.message());
+        let (status, message) = self.status_and_message();
+        let mut response = error(status, message);
         if self.closes_connection() {
             set_connection_close(&mut response);
         }
@@ -101,7 +83,6 @@ impl HttpError {
     }
 }
 
-/// A response with a JSON body.
 pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::full(body));
     *response.status_mut() = status;
@@ -109,7 +90,6 @@ pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<ResponseBody> {
     response
 }
 
-/// A small error response in JSON.
 pub(crate) fn error(status: StatusCode, message: &str) -> Response<ResponseBody> {
     json(status, error_json(status, message).into())
 }
@@ -135,4 +115,45 @@ fn reason_phrase(status: StatusCode) -> &'static str {
 /// Makes a response the connection's last.
 pub(crate) fn set_connection_close<B>(response: &mut Response<B>) {
     response.headers_mut().insert(CONNECTION, CLOSE);
+}
+
+/// Ends a request. The connection is idle again, unless its response streams or its request is being discarded. While
+/// the server drains, the response is the connection's last.
+pub(crate) fn finish_response(watch: &ConnectionWatch, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
+    if !matches!(watch.phase(), ConnectionPhase::Linger | ConnectionPhase::Download) {
+        watch.enter(ConnectionPhase::Idle);
+    }
+    if watch.is_draining() {
+        set_connection_close(&mut response);
+    }
+    response
+}
+
+/// Answers without the request's body. A small body is read and discarded after the response, so that the connection
+/// can be reused. With a large one, or if `closes`, the response is the connection's last.
+pub(crate) fn discard_body(
+    watch: &ConnectionWatch,
+    body: Incoming,
+    closes: bool,
+    response: Response<ResponseBody>,
+) -> Response<ResponseBody> {
+    if body.is_end_stream() {
+        watch.enter(ConnectionPhase::Idle);
+    } else if body.size_hint().lower() <= MAX_DRAINED_BYTES as u64 && !closes {
+        watch.leave_body(body);
+    } else {
+        return close_after_response(watch, response);
+    }
+    response
+}
+
+/// Makes a response the connection's last, after which the rest of the request is read and discarded.
+pub(crate) fn close_after_response(
+    watch: &ConnectionWatch,
+    mut response: Response<ResponseBody>,
+) -> Response<ResponseBody> {
+    watch.start_linger(false);
+    watch.response.must_linger.set(true);
+    set_connection_close(&mut response);
+    response
 }

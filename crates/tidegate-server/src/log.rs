@@ -10,8 +10,7 @@ use parking_lot::Mutex;
 use tidegate::Span;
 use tidegate_core::batch::execute_take;
 use tidegate_core::{Key, KeyState, Limit, LimitId, LimitKind, Op, Time, Verb, Verdict, Window};
-use tidegate_policy::sections;
-use tidegate_policy::{LogFormat, LogLevel, printable_json, printable_lines};
+use tidegate_policy::{LogConfig, LogFormat, LogLevel, printable_json, printable_lines};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -20,19 +19,8 @@ use tracing_subscriber::fmt::MakeWriter;
 ///
 /// # Errors
 /// The filter is invalid, or this process logs already.
-pub fn start(settings: &sections::LogConfig, filter: Option<&str>) -> Result<(), StartError> {
-    start_to(settings, filter, std::io::stderr)
-}
-
-/// Starts logging as [`start`] does, but to `writer`.
-///
-/// # Errors
-/// As [`start`].
-pub fn start_to<W>(settings: &sections::LogConfig, filter: Option<&str>, writer: W) -> Result<(), StartError>
-where
-    W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
-{
-    let subscriber = subscriber(settings, filter, writer)?;
+pub fn start(settings: &LogConfig, filter: Option<&str>) -> Result<(), StartError> {
+    let subscriber = subscriber(settings, filter, io::stderr)?;
     tracing::dispatcher::set_global_default(subscriber).map_err(|_| StartError::AlreadyStarted)
 }
 
@@ -40,11 +28,7 @@ where
 ///
 /// # Errors
 /// The filter is invalid.
-pub fn subscriber<W>(
-    settings: &sections::LogConfig,
-    filter: Option<&str>,
-    writer: W,
-) -> Result<tracing::Dispatch, StartError>
+pub fn subscriber<W>(settings: &LogConfig, filter: Option<&str>, writer: W) -> Result<tracing::Dispatch, StartError>
 where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
@@ -117,7 +101,7 @@ const MAX_ERROR_CHARS: usize = 512;
 /// A client's text, safe to log. Control characters, ANSI sequences, line and direction marks and quotes are escaped.
 /// Text over 128 characters is cut off with `…`.
 #[derive(Clone, Copy)]
-pub struct EscapedText<'a>(pub &'a str);
+pub(crate) struct EscapedText<'a>(pub(crate) &'a str);
 
 impl fmt::Display for EscapedText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -146,12 +130,6 @@ fn escape(text: &str, max_chars: usize, f: &mut fmt::Formatter<'_>) -> fmt::Resu
         }
     }
     if chars.next().is_some() { f.write_char('…') } else { Ok(()) }
-}
-
-impl fmt::Debug for EscapedText<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "\"{self}\"")
-    }
 }
 
 /// A caller's key, which may be a secret. Displays its first four characters and its length.
@@ -237,7 +215,7 @@ mod tests {
     fn log_lines_contain_no_control_characters() {
         for (format, shown) in [(LogFormat::Text, "a store\u{fffd} is"), (LogFormat::Json, "a store\\u2066 is")] {
             let lines = Arc::new(Mutex::new(Vec::new()));
-            let mut settings = sections::LogConfig::default();
+            let mut settings = LogConfig::default();
             settings.format = format;
             let writer = Arc::clone(&lines);
             let dispatch = subscriber(&settings, None, move || Shared(Arc::clone(&writer))).unwrap();
@@ -246,10 +224,10 @@ mod tests {
             });
             let text = String::from_utf8(lines.lock().clone()).unwrap();
             assert!(text.ends_with('\n') && text.contains(shown), "{text:?}");
-            let steers = |letter: char| {
+            let is_unsafe = |letter: char| {
                 letter.is_control() || matches!(letter, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
             };
-            assert!(!text.trim_end().contains(steers), "{text:?}");
+            assert!(!text.trim_end().contains(is_unsafe), "{text:?}");
         }
     }
 

@@ -10,17 +10,6 @@ use tidegate::store::Store;
 use tidegate_core::Clock;
 use tokio::sync::Notify;
 
-/// A held object that must be renewed in time.
-trait Renewable: Send {
-    fn renew(&self);
-}
-
-impl<S: Store, C: Clock + Send + Sync + 'static> Renewable for PermitGuard<S, C> {
-    fn renew(&self) {
-        PermitGuard::renew(self);
-    }
-}
-
 /// The renewal interval: a third of a lease.
 const RENEW_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -28,18 +17,16 @@ const RENEW_INTERVAL: Duration = Duration::from_secs(10);
 /// one request in flight.
 #[derive(Default)]
 pub(crate) struct PermitRenewer {
-    permits: Mutex<Slab<Box<dyn Renewable>>>,
+    /// The permits. Each is held by the function that renews it.
+    permits: Mutex<Slab<Box<dyn Fn() + Send>>>,
     not_empty: Notify,
 }
 
 impl PermitRenewer {
     /// Keeps the permit renewed until the returned handle is dropped.
-    pub(crate) fn add<S: Store, C: Clock + Send + Sync + 'static>(
-        self: &Arc<Self>,
-        guard: PermitGuard<S, C>,
-    ) -> PermitHandle {
+    pub(crate) fn add<S: Store, C: Clock>(self: &Arc<Self>, permit: PermitGuard<S, C>) -> PermitHandle {
         let mut held = self.permits.lock();
-        let index = held.insert(Box::new(guard));
+        let index = held.insert(Box::new(move || permit.renew()));
         if held.len() == 1 {
             self.not_empty.notify_one();
         }
@@ -53,8 +40,8 @@ impl PermitRenewer {
                 self.not_empty.notified().await;
             }
             tokio::time::sleep(RENEW_INTERVAL).await;
-            for (_, hold) in &*self.permits.lock() {
-                hold.renew();
+            for (_, renew) in &*self.permits.lock() {
+                renew();
             }
         }
     }
@@ -68,7 +55,8 @@ pub(crate) struct PermitHandle {
 
 impl Drop for PermitHandle {
     fn drop(&mut self) {
-        let hold = self.renewer.permits.lock().try_remove(self.index);
-        drop(hold);
+        let permit = self.renewer.permits.lock().try_remove(self.index);
+        // Released without the lock.
+        drop(permit);
     }
 }

@@ -6,8 +6,8 @@ use std::future::poll_fn;
 use std::net::IpAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{Authority, PathAndQuery};
@@ -22,28 +22,23 @@ use tidegate::{Check, CheckError, Decision, Gate};
 use tidegate_core::{Clock, Reason};
 use tidegate_policy::{Forwarding, InboundConfig, UpstreamAddress, canonical_ip, is_host, is_same_host};
 
-use crate::body::{ContinueExpectation, ContinueState, Download, ResponseBody, Upload};
-use crate::connection::MAX_DRAINED_BYTES;
+use crate::body::{ContinueExpectation, ContinueOutcome, Download, ResponseBody, Upload};
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
-use crate::local_response::{self, HttpError};
+use crate::local_response::{HttpError, discard_body, error, set_connection_close};
 use crate::permit_renewer::{PermitHandle, PermitRenewer};
 use crate::refusal_cache::RefusalCache;
-use crate::refusal_log::{RefusalLog, RefusalRecord};
+use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::upgrade;
-use crate::upstream::{PoolConfig, UpstreamClient, UpstreamError};
-use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, UploadFault};
-
-/// The time that an idle connection to the upstream is kept. Node.js, the fastest of the common servers, closes after 5
-/// s.
-const UPSTREAM_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+use crate::upstream::{UpstreamClient, UpstreamError};
+use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch};
 
 /// The state that all connections of the proxy share.
 pub(crate) struct ProxyState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
-    pub(crate) upstream: Arc<UpstreamClient<Upload>>,
+    pub(crate) upstream: Arc<UpstreamClient>,
     pub(crate) forwarding: Forwarding,
     pub(crate) body_cap: u64,
     pub(crate) permit_renewer: Arc<PermitRenewer>,
@@ -55,23 +50,18 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         gate: Gate<S, C>,
         inbound: &InboundConfig,
         upstream: &UpstreamAddress,
-        keeper: Arc<PermitRenewer>,
+        permit_renewer: Arc<PermitRenewer>,
         refusals: Arc<RefusalLog>,
     ) -> Self {
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
         let authority = Authority::try_from(upstream.authority()).expect("invariant: the policy was read");
-        let rules = PoolConfig {
-            connect_timeout: inbound.timeouts.connect,
-            idle_timeout: UPSTREAM_IDLE_TIMEOUT,
-            max_idle: inbound.caps.pool_idle,
-        };
         Self {
             gate,
             replies,
-            upstream: UpstreamClient::new(&authority, rules),
+            upstream: UpstreamClient::new(&authority, inbound.timeouts.connect, inbound.caps.pool_idle),
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
-            permit_renewer: keeper,
+            permit_renewer,
             refusals,
         }
     }
@@ -80,20 +70,13 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
     pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> ProxyService<S, C> {
         let ip = canonical_ip(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
-        let peer = HeaderValue::try_from(ip.to_string()).unwrap_or_else(|_| HeaderValue::from_static("unknown"));
-        let connection = ProxyConnection {
-            proxy: Arc::clone(self),
-            ip,
-            peer_header: peer,
-            trusted,
-            watch: client.watch,
-            entry: client.entry,
-        };
+        let peer_header = HeaderValue::try_from(ip.to_string()).unwrap_or(HeaderValue::from_static("unknown"));
+        let ConnectionContext { watch, entry, .. } = client;
+        let connection = ProxyConnection { proxy: Arc::clone(self), ip, peer_header, trusted, watch, entry };
         ProxyService { connection: Arc::new(connection), refusal_cache: RefCell::default() }
     }
 }
 
-/// One client connection to the proxy.
 pub(crate) struct ProxyConnection<S: Store, C: Clock> {
     proxy: Arc<ProxyState<S, C>>,
     ip: IpAddr,
@@ -111,7 +94,7 @@ pub(crate) struct ProxyService<S: Store, C: Clock> {
     refusal_cache: RefCell<RefusalCache>,
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for ProxyService<S, C> {
+impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
     type Response = Response<ResponseBody>;
     type Error = Infallible;
     type Future = ResponseFuture;
@@ -121,9 +104,18 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
         let number = connection.watch.count_request();
         if let Err(error) = validate_request(&request, number, &connection.watch) {
             if error == HttpError::InvalidHost {
-                connection.log_rejection(RejectionReason::Host, &connection.query(&request), error.message());
+                connection.log_rejection(
+                    RejectionReason::Host,
+                    &connection.query(&request),
+                    error.status_and_message().1,
+                );
             }
-            return connection.ready_response(connection.discard_body(request.into_body(), true, error.response()));
+            return connection.ready_response(discard_body(
+                &connection.watch,
+                request.into_body(),
+                true,
+                error.response(),
+            ));
         }
         connection.normalise_path(&mut request);
         let query = connection.query(&request);
@@ -141,8 +133,8 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
                 connection.ready_response(connection.refuse_request(request, response))
             }
             Ok(Check::Decided(decision)) => {
-                let mut last = self.refusal_cache.borrow_mut();
-                match connection.apply_decision(&query, &mut last, actions, decision) {
+                let mut refusal_cache = self.refusal_cache.borrow_mut();
+                match connection.apply_decision(&query, &mut refusal_cache, actions, decision) {
                     Err(refusal) => connection.ready_response(connection.refuse_request(request, refusal)),
                     Ok(admitted) => {
                         let connection = Arc::clone(connection);
@@ -153,11 +145,11 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
                     }
                 }
             }
-            Ok(Check::Pending(deciding)) => {
+            Ok(Check::Pending(pending)) => {
                 connection.watch.enter(ConnectionPhase::Deciding);
                 let connection = Arc::clone(connection);
                 ResponseFuture::Pending(Box::pin(async move {
-                    let decided = deciding.decision().await;
+                    let decided = pending.decision().await;
                     let query = connection.query(&request);
                     let concluded = match decided {
                         Ok(decision) => {
@@ -195,25 +187,13 @@ impl Future for ResponseFuture {
     }
 }
 
-/// The reason why there is no upstream response to forward.
-#[derive(Debug, thiserror::Error)]
-enum ForwardError {
-    #[error(transparent)]
-    Upstream(UpstreamError),
-    #[error("the upstream switched protocols, but the request asked for no upgrade")]
-    UnexpectedUpgrade,
-    #[error("no progress in time")]
-    Timeout,
-}
-
-/// The decision that admitted a request, and its permit.
 struct AdmittedRequest {
     actions: MatchedActions,
     decision: Decision,
     permit: Option<PermitHandle>,
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
+impl<S: Store, C: Clock> ProxyConnection<S, C> {
     fn ready_response(&self, response: Response<ResponseBody>) -> ResponseFuture {
         ResponseFuture::Ready(Some(self.finish_response(response)))
     }
@@ -221,7 +201,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
     /// Makes every response its connection's last while the server drains.
     fn finish_response(&self, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
         if self.watch.is_draining() && response.status() != StatusCode::SWITCHING_PROTOCOLS {
-            local_response::set_connection_close(&mut response);
+            set_connection_close(&mut response);
         }
         response
     }
@@ -233,7 +213,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             method: Some(request.method().as_str()),
             path: Some(request.uri().path_and_query().map_or("/", |path| path.as_str())),
             // HTTP/1.0 may leave out the host; the upstream then receives its own name.
-            host: headers.get(HOST).unwrap_or(self.proxy.upstream.host()).to_str().ok(),
+            host: headers.get(HOST).unwrap_or(&self.proxy.upstream.host).to_str().ok(),
             headers: Some(headers),
             ..Query::default()
         }
@@ -244,44 +224,41 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
     fn apply_decision(
         &self,
         query: &Query<'_>,
-        last: &mut RefusalCache,
+        refusal_cache: &mut RefusalCache,
         actions: MatchedActions,
         decision: Decision,
     ) -> Result<AdmittedRequest, Response<ResponseBody>> {
         let proxy = &*self.proxy;
-        if !decision.allowed || decision.shadow {
-            proxy.refusals.log_refusal(proxy.gate.plan(), &RefusalRecord { actions, query, decision: &decision });
-        }
+        proxy.refusals.log_decision(proxy.gate.plan(), actions, query, &decision);
         if !decision.allowed {
-            self.watch.set_blocked(decision.blocked || decision.reason == Reason::DenyList);
+            self.watch.response.is_blocked.set(decision.blocked || decision.reason == Reason::DenyList);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
-            return Err(last.refusal(&proxy.replies, actions, &decision, headers).map(ResponseBody::full));
+            return Err(refusal_cache.refusal(&proxy.replies, actions, &decision, headers).map(ResponseBody::full));
         }
-        let hold = match decision.permit {
+        let permit = match decision.permit {
             None => None,
             Some(_) => {
                 proxy.gate.hold_permit(query, &decision).map_err(|error| self.check_error_response(query, &error))?
             }
         };
-        Ok(AdmittedRequest { actions, decision, permit: hold.map(|hold| proxy.permit_renewer.add(hold)) })
+        Ok(AdmittedRequest { actions, decision, permit: permit.map(|permit| proxy.permit_renewer.add(permit)) })
     }
 
-    /// Answers a request that isn't forwarded.
     fn refuse_request(&self, request: Request<Incoming>, refusal: Response<ResponseBody>) -> Response<ResponseBody> {
         let expects = request.headers().contains_key(EXPECT);
-        self.discard_body(request.into_body(), expects, refusal)
+        discard_body(&self.watch, request.into_body(), expects, refusal)
     }
 
     #[cold]
-    fn check_error_response(&self, query: &Query<'_>, error: &CheckError) -> Response<ResponseBody> {
-        match error.uncountable() {
+    fn check_error_response(&self, query: &Query<'_>, cause: &CheckError) -> Response<ResponseBody> {
+        match cause.uncountable() {
             Some(uncountable) => {
                 let why = uncountable.to_string();
                 self.log_rejection(uncountable.into(), query, &why);
-                local_response::error(StatusCode::BAD_REQUEST, &why)
+                error(StatusCode::BAD_REQUEST, &why)
             }
             None => {
-                self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), error);
+                self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), cause);
                 HttpError::StoreUnavailable.response()
             }
         }
@@ -310,7 +287,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         let proxy = &*self.proxy;
         let has_body = !request.body().is_end_stream();
         if has_body && request.body().size_hint().lower() > proxy.body_cap {
-            return self.discard_body(request.into_body(), true, HttpError::TooLarge.response());
+            return discard_body(&self.watch, request.into_body(), true, HttpError::TooLarge.response());
         }
         let chunked = has_body && request.headers().contains_key(TRANSFER_ENCODING);
         let expectation = (has_body && expects_continue(&request)).then(Arc::<ContinueExpectation>::default);
@@ -321,7 +298,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             let expectation = Arc::clone(expectation);
             hyper::ext::on_informational(&mut request, move |head| {
                 if head.status() == StatusCode::CONTINUE {
-                    expectation.proceed();
+                    expectation.end_wait(ContinueOutcome::Proceed);
                 }
             });
         }
@@ -333,7 +310,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             proxy.gate.plan().keyed_headers(),
         );
         if !request.headers().contains_key(HOST) {
-            request.headers_mut().insert(HOST, proxy.upstream.host().clone());
+            request.headers_mut().insert(HOST, proxy.upstream.host.clone());
         }
         if request.uri().authority().is_some()
             && let Some(path) = request.uri().path_and_query().cloned()
@@ -353,8 +330,8 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         });
         let mut sending = pin!(Arc::clone(&proxy.upstream).send(request));
         let sent = poll_fn(|cx| match self.watch.must_end_phase() {
-            true => Poll::Ready(Err(ForwardError::Timeout)),
-            false => sending.as_mut().poll(cx).map_err(ForwardError::Upstream),
+            true => Poll::Ready(Err(UpstreamError::Timeout)),
+            false => sending.as_mut().poll(cx),
         });
         let mut response = match sent.await {
             Ok(response) => response,
@@ -365,7 +342,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
         proxy.replies.annotate(actions, &decision, response.headers_mut());
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let Some(client) = client_upgrade else {
-                return self.failure_response(&ForwardError::UnexpectedUpgrade, has_body);
+                return self.failure_response(&UpstreamError::UnexpectedUpgrade, has_body);
             };
             hop_headers::add_switch_headers(response.headers_mut(), protocol);
             let upstream = hyper::upgrade::on(&mut response);
@@ -373,57 +350,32 @@ impl<S: Store, C: Clock + Send + Sync + 'static> ProxyConnection<S, C> {
             upgrade::spawn_tunnel(client, upstream, Arc::clone(&self.watch), Arc::clone(&self.entry), permit);
             return response.map(|_| ResponseBody::empty());
         }
-        if expectation.as_ref().is_some_and(|it| it.state() == ContinueState::Waiting) {
+        if expectation.as_ref().is_some_and(|it| it.outcome().is_none()) {
             // The client was never told to send its body, so it is unknown if it will.
-            local_response::set_connection_close(&mut response);
+            set_connection_close(&mut response);
         }
-        response.map(|body| ResponseBody::stream(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
+        response.map(|body| {
+            ResponseBody::Stream(Box::new(Download::new(body, Arc::clone(&self.watch), permit, expectation)))
+        })
     }
 
-    /// Answers without the request's body. A small body is read and discarded after the response, so that the
-    /// connection can be reused. With a large one the response is the connection's last.
-    fn discard_body(
-        &self,
-        body: Incoming,
-        closes: bool,
-        mut response: Response<ResponseBody>,
-    ) -> Response<ResponseBody> {
-        if body.is_end_stream() {
-            self.watch.enter(ConnectionPhase::Idle);
-            return response;
-        }
-        let small = body.size_hint().lower() <= MAX_DRAINED_BYTES as u64;
-        if small && !closes {
-            self.watch.leave_body(body);
-        } else {
-            self.watch.start_linger(false);
-            self.watch.set_must_linger();
-            local_response::set_connection_close(&mut response);
-        }
-        response
-    }
-
-    fn failure_response(&self, failure: &ForwardError, has_body: bool) -> Response<ResponseBody> {
-        let error = match (failure, self.watch.fault()) {
-            (ForwardError::Upstream(UpstreamError::Broken(_)), UploadFault::TooLarge) => HttpError::TooLarge,
-            (ForwardError::Upstream(UpstreamError::Broken(_)), UploadFault::Broken) => HttpError::BrokenBody,
-            (ForwardError::Timeout, _)
-                if self.watch.phase() == ConnectionPhase::Upload && self.watch.waits_on_client() =>
-            {
-                HttpError::ClientTimeout
-            }
-            (ForwardError::Timeout | ForwardError::Upstream(UpstreamError::ConnectTimeout), _) => {
-                HttpError::GatewayTimeout
-            }
-            (ForwardError::UnexpectedUpgrade | ForwardError::Upstream(_), _) => HttpError::BadGateway,
+    fn failure_response(&self, failure: &UpstreamError, has_body: bool) -> Response<ResponseBody> {
+        let body = &self.watch.body;
+        let waits_on_client = self.watch.phase() == ConnectionPhase::Upload && body.waits_on_client.get();
+        let error = match failure {
+            UpstreamError::Broken(_) if body.is_too_large.get() => HttpError::TooLarge,
+            UpstreamError::Broken(_) if body.is_broken.get() => HttpError::BrokenBody,
+            UpstreamError::Timeout if waits_on_client => HttpError::ClientTimeout,
+            UpstreamError::Timeout | UpstreamError::ConnectTimeout => HttpError::GatewayTimeout,
+            _ => HttpError::BadGateway,
         };
-        if error.status().is_server_error() {
+        if error.status_and_message().0.is_server_error() {
             self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), failure);
         }
         let mut response = error.response();
         if has_body {
-            self.watch.set_must_linger();
-            local_response::set_connection_close(&mut response);
+            self.watch.response.must_linger.set(true);
+            set_connection_close(&mut response);
         }
         self.watch.enter(ConnectionPhase::Idle);
         response
@@ -460,7 +412,7 @@ pub(crate) fn validate_request(
         _ => {}
     }
     if let Some(coding) = coding {
-        if watch.ambiguous_head() == number || headers.contains_key(CONTENT_LENGTH) {
+        if watch.head.first_ambiguous.load(Relaxed) == number || headers.contains_key(CONTENT_LENGTH) {
             return Err(HttpError::ConflictingFraming);
         }
         if !coding.eq_ignore_ascii_case(b"chunked") {

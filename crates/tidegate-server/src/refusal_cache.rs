@@ -54,10 +54,7 @@ impl RefusalCache {
         if let Some((cached_key, response)) = &self.0
             && *cached_key == key
         {
-            let mut copy = Response::new(response.body().clone());
-            *copy.status_mut() = response.status();
-            *copy.headers_mut() = response.headers().clone();
-            return copy;
+            return response.clone();
         }
         let response = replies.refusal(actions, decision, request);
         self.0 = Some((key, response.clone()));

@@ -1,6 +1,7 @@
 //! The log of refusals and failures: at most one line each, and a limited number per second.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tidegate::Decision;
@@ -9,7 +10,7 @@ use tidegate::policy::{MatchedActions, Plan, Query};
 use tidegate_core::Time;
 
 use crate::log::{EscapedError, EscapedText, LogThrottle, MaskedKey};
-use crate::rejections::{RejectionCounts, RejectionReason};
+use crate::rejections::RejectionReason;
 
 /// The interval at which suppressed lines are summed up, if no line was written after them.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(5);
@@ -19,22 +20,8 @@ pub(crate) struct RefusalLog {
     refusal_throttle: LogThrottle,
     failure_throttle: LogThrottle,
     rejection_throttle: LogThrottle,
-    rejection_counts: RejectionCounts,
-}
-
-/// A refusal, or one that shadow mode admitted.
-pub(crate) struct RefusalRecord<'a> {
-    pub(crate) actions: MatchedActions,
-    pub(crate) query: &'a Query<'a>,
-    pub(crate) decision: &'a Decision,
-}
-
-/// An outbound call without a reply.
-pub(crate) struct FailedCall<'a> {
-    pub(crate) provider: &'a str,
-    /// The reason with its causes. It never contains a credential or the requested path.
-    pub(crate) why: &'a str,
-    pub(crate) stats: Option<CallStats>,
+    /// The number of rejected requests for each reason since the start.
+    rejection_counts: [AtomicU64; RejectionReason::COUNT],
 }
 
 impl RefusalLog {
@@ -44,31 +31,31 @@ impl RefusalLog {
             refusal_throttle: LogThrottle::new(lines),
             failure_throttle: LogThrottle::new(lines),
             rejection_throttle: LogThrottle::new(lines),
-            rejection_counts: RejectionCounts::default(),
+            rejection_counts: Default::default(),
         }
     }
 
-    /// Logs a refusal, unless the limit on lines is reached.
-    pub(crate) fn log_refusal(&self, plan: &Plan, refusal: &RefusalRecord<'_>) {
-        if let Some(suppressed) = self.refusal_throttle.admit(refusal.decision.now) {
-            write_refusal(plan, refusal, suppressed);
+    /// Logs a refusal, or one that shadow mode admitted, unless the limit on lines is reached.
+    pub(crate) fn log_decision(&self, plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
+        if (!decision.allowed || decision.shadow)
+            && let Some(suppressed) = self.refusal_throttle.admit(decision.now)
+        {
+            write_refusal(plan, actions, query, decision, suppressed);
         }
     }
 
     /// Counts a request that was rejected before any decision, and logs it unless the limit on lines is reached.
     #[cold]
     pub(crate) fn log_rejection(&self, now: Time, reason: RejectionReason, query: &Query<'_>, why: &str) {
-        let total = self.rejection_counts.add(reason);
+        let total = self.rejection_counts[reason as usize].fetch_add(1, Ordering::Relaxed) + 1;
         let Some(suppressed) = self.rejection_throttle.admit(now) else { return };
-        let host = query.host.map(EscapedText);
-        let path = query.path.map(|path| EscapedText(path.split('?').next().unwrap_or(path)));
         tracing::info!(
             reason = reason.as_str(),
             why = %EscapedText(why),
             total,
-            ip = query.ip.map(tracing::field::display),
-            host = host.map(tracing::field::display),
-            path = path.map(tracing::field::display),
+            ip = query.ip.map(display),
+            host = query.host.map(EscapedText).map(display),
+            path = query.path.map(escaped_path).map(display),
             suppressed,
             "rejected"
         );
@@ -81,11 +68,11 @@ impl RefusalLog {
         }
     }
 
-    /// Logs a call without a reply, unless the limit on lines is reached.
-    pub(crate) fn log_failed_call(&self, now: Time, failed: &FailedCall<'_>) {
+    /// Logs a call without a reply, unless the limit on lines is reached. `why` is the reason with its causes. It never
+    /// contains a credential or the requested path.
+    pub(crate) fn log_failed_call(&self, now: Time, provider: &str, why: &str, stats: Option<CallStats>) {
         let Some(suppressed) = self.failure_throttle.admit(now) else { return };
-        let FailedCall { provider, why, stats: happened } = failed;
-        let attempts = happened.map(|happened| happened.attempts);
+        let attempts = stats.map(|stats| stats.attempts);
         tracing::warn!(provider, attempts, why = %EscapedError(why), suppressed, "a call failed");
     }
 
@@ -93,16 +80,13 @@ impl RefusalLog {
     pub(crate) async fn run(&self) {
         loop {
             tokio::time::sleep(SUMMARY_INTERVAL).await;
-            let suppressed = self.refusal_throttle.take_suppressed();
-            if suppressed > 0 {
+            if let suppressed @ 1.. = self.refusal_throttle.take_suppressed() {
                 tracing::info!(suppressed, "refusals not logged one by one");
             }
-            let suppressed = self.failure_throttle.take_suppressed();
-            if suppressed > 0 {
+            if let suppressed @ 1.. = self.failure_throttle.take_suppressed() {
                 tracing::warn!(suppressed, "failures not logged one by one");
             }
-            let suppressed = self.rejection_throttle.take_suppressed();
-            if suppressed > 0 {
+            if let suppressed @ 1.. = self.rejection_throttle.take_suppressed() {
                 tracing::info!(suppressed, "rejected requests not logged one by one");
             }
         }
@@ -110,25 +94,23 @@ impl RefusalLog {
 }
 
 #[cold]
-fn write_refusal(plan: &Plan, refusal: &RefusalRecord<'_>, suppressed: u64) {
-    let RefusalRecord { actions, query, decision } = refusal;
-    let action = plan.action_names(*actions);
-    let limit = decision.bound_by.map(|id| plan.limit_info(id).name());
-    let path = query.path.map(|path| EscapedText(path.split('?').next().unwrap_or(path)));
-    let method = query.method.map(EscapedText);
-    let key = query.key.map(MaskedKey);
-    let ip = query.ip;
+fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision, suppressed: u64) {
     tracing::info!(
-        action = action.map(tracing::field::display),
-        limit = limit.map(tracing::field::display),
-        ip = ip.map(tracing::field::display),
-        key = key.map(tracing::field::display),
-        method = method.map(tracing::field::display),
-        path = path.map(tracing::field::display),
+        action = plan.action_names(actions).map(display),
+        limit = decision.bound_by.map(|id| display(plan.limit_info(id).name())),
+        ip = query.ip.map(display),
+        key = query.key.map(MaskedKey).map(display),
+        method = query.method.map(EscapedText).map(display),
+        path = query.path.map(escaped_path).map(display),
         retry_after = decision.retry_after.map(|wait| wait.as_secs_ceil()),
         blocked = decision.blocked,
         shadow = decision.shadow,
         suppressed,
         "refused"
     );
+}
+
+/// Returns a path without its query string, safe to log.
+fn escaped_path(path: &str) -> EscapedText<'_> {
+    EscapedText(path.split('?').next().unwrap_or(path))
 }

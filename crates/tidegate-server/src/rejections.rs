@@ -1,6 +1,4 @@
-//! The number of requests that are rejected before any decision, by reason.
-
-use std::sync::atomic::{AtomicU64, Ordering};
+//! The reasons for which requests are rejected before any decision.
 
 use tidegate_policy::{PathError, UncountableError};
 
@@ -26,7 +24,7 @@ pub(crate) enum RejectionReason {
 }
 
 impl RejectionReason {
-    const COUNT: usize = 8;
+    pub(crate) const COUNT: usize = 8;
 
     /// The reason's name in the log.
     pub(crate) fn as_str(self) -> &'static str {
@@ -53,16 +51,5 @@ impl From<&UncountableError> for RejectionReason {
             UncountableError::SimilarHeader(_) => Self::Lookalike,
             UncountableError::InvalidHost => Self::Host,
         }
-    }
-}
-
-/// The number of requests that were refused for each reason since the start.
-#[derive(Debug, Default)]
-pub(crate) struct RejectionCounts([AtomicU64; RejectionReason::COUNT]);
-
-impl RejectionCounts {
-    /// Counts one more and returns the new total.
-    pub(crate) fn add(&self, why: RejectionReason) -> u64 {
-        self.0[why as usize].fetch_add(1, Ordering::Relaxed) + 1
     }
 }

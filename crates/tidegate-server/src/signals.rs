@@ -6,7 +6,6 @@ use std::io;
 ///
 /// # Errors
 /// The signal handlers can't be installed.
-#[cfg(unix)]
 pub fn stop_signal() -> io::Result<impl Future<Output = ()> + Send + 'static> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut terminate = signal(SignalKind::terminate())?;
@@ -21,21 +20,6 @@ pub fn stop_signal() -> io::Result<impl Future<Output = ()> + Send + 'static> {
         next().await;
         tokio::spawn(async move {
             next().await;
-            std::process::exit(130);
-        });
-    })
-}
-
-/// Returns a future that ends with the first Ctrl-C. A second one ends the process at once, with status 130.
-///
-/// # Errors
-/// None. The signature is the same as on Unix.
-#[cfg(not(unix))]
-pub fn stop_signal() -> io::Result<impl Future<Output = ()> + Send + 'static> {
-    Ok(async {
-        let _ = tokio::signal::ctrl_c().await;
-        tokio::spawn(async {
-            let _ = tokio::signal::ctrl_c().await;
             std::process::exit(130);
         });
     })

@@ -3,6 +3,7 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll, ready};
 
 use http::StatusCode;
@@ -36,7 +37,7 @@ impl ClientSocket {
     /// Returns true if `answer` is the HTTP library's own response to an unreadable head, and keeps it back. That
     /// response is the connection's last and has no body, so the connection sends a better one.
     fn hold_back_error_response(&mut self, answer: &[u8]) -> bool {
-        if self.watch.is_answering() {
+        if self.watch.response.is_pending.get() {
             return false;
         }
         let status = answer.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
@@ -73,8 +74,8 @@ impl AsyncRead for ClientSocket {
                 phase => {
                     if let Some(framing) = &mut this.framing_tracker {
                         framing.feed(bytes);
-                        if framing.first_ambiguous_head() != 0 {
-                            this.watch.set_ambiguous_head(framing.first_ambiguous_head());
+                        if framing.first_ambiguous_head != 0 {
+                            this.watch.head.first_ambiguous.store(framing.first_ambiguous_head, Relaxed);
                         }
                     }
                     match phase {
@@ -142,14 +143,14 @@ mod tests {
 
     #[test]
     fn small_write_pieces_are_gathered() {
-        let mut sheet = [0; MAX_GATHERED_BYTES];
+        let mut buffer = [0; MAX_GATHERED_BYTES];
         let (large, small) = (vec![b'x'; MAX_GATHERED_BYTES], b"abc");
         let pieces = |list: &[&'static [u8]]| list.iter().map(|piece| io::IoSlice::new(piece)).collect::<Vec<_>>();
-        assert_eq!(gather(&pieces(&[b"ab", b"", b"c"]), &mut sheet), Some(&b"abc"[..]));
-        assert_eq!(gather(&pieces(&[b"abc"]), &mut sheet), None);
-        assert_eq!(gather(&[io::IoSlice::new(small), io::IoSlice::new(&large)], &mut sheet), None);
+        assert_eq!(gather(&pieces(&[b"ab", b"", b"c"]), &mut buffer), Some(&b"abc"[..]));
+        assert_eq!(gather(&pieces(&[b"abc"]), &mut buffer), None);
+        assert_eq!(gather(&[io::IoSlice::new(small), io::IoSlice::new(&large)], &mut buffer), None);
         let fits = &large[..MAX_GATHERED_BYTES - 3];
         let whole = [small, fits].concat();
-        assert_eq!(gather(&[io::IoSlice::new(small), io::IoSlice::new(fits)], &mut sheet), Some(&whole[..]));
+        assert_eq!(gather(&[io::IoSlice::new(small), io::IoSlice::new(fits)], &mut buffer), Some(&whole[..]));
     }
 }

@@ -24,9 +24,11 @@ pub(crate) fn spawn_tunnel(
         let _entry = entry;
         let _permit = permit;
         let joined = async {
-            let (client, upstream) = tokio::try_join!(client, upstream)?;
+            let upgraded = tokio::try_join!(client, upstream);
+            let (client, upstream) = upgraded.map_err(|error| format!("one side did not upgrade: {error}"))?;
             let (mut client, mut upstream) = (TokioIo::new(client), TokioIo::new(upstream));
-            tokio::io::copy_bidirectional(&mut client, &mut upstream).await.map_err(TunnelError::Broken)
+            let copied = tokio::io::copy_bidirectional(&mut client, &mut upstream).await;
+            copied.map_err(|error| format!("one side broke off: {error}"))
         };
         let mut joined = pin!(joined);
         let mut registered = false;
@@ -35,20 +37,13 @@ pub(crate) fn spawn_tunnel(
             if !std::mem::replace(&mut registered, true) {
                 watch.register(cx.waker());
             }
-            if watch.must_end_phase() { Poll::Ready(Err(TunnelError::Timeout)) } else { joined.as_mut().poll(cx) }
+            match watch.must_end_phase() {
+                true => Poll::Ready(Err("nothing moved for too long".to_owned())),
+                false => joined.as_mut().poll(cx),
+            }
         });
         if let Err(ended) = ended.await {
             tracing::debug!(%ended, "an upgraded connection ended");
         }
     });
-}
-
-#[derive(Debug, thiserror::Error)]
-enum TunnelError {
-    #[error("nothing moved for too long")]
-    Timeout,
-    #[error("one side broke off: {0}")]
-    Broken(#[source] std::io::Error),
-    #[error("one side did not upgrade: {0}")]
-    NotUpgraded(#[from] hyper::Error),
 }

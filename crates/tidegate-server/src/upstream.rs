@@ -24,45 +24,34 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tower_service::Service as _;
 
-use crate::body::{BoxError, is_last};
+use crate::body::{Upload, is_last};
 
+/// The time that an idle connection is kept. Node.js, the fastest of the common servers, closes after 5 s.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 /// The number of steps in which an idle connection ages.
 const AGE_STEPS: u32 = 4;
 
 /// A server and the idle connections to it.
-pub(crate) struct UpstreamClient<B> {
+pub(crate) struct UpstreamClient {
     address: Uri,
-    host: HeaderValue,
+    /// The server's name as a `Host` value.
+    pub(crate) host: HeaderValue,
     connector: HttpConnector,
-    config: PoolConfig,
+    connect_timeout: Duration,
+    /// The maximum number of idle connections.
+    max_idle: usize,
     http: http1::Builder,
-    idle: Mutex<IdleConnections<B>>,
+    idle: Mutex<IdleConnections>,
     not_empty: Notify,
 }
 
-/// The settings of connections to a server.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PoolConfig {
-    /// The timeout of connecting, including the name look-up.
-    pub(crate) connect_timeout: Duration,
-    /// The time that an idle connection is kept.
-    pub(crate) idle_timeout: Duration,
-    /// The maximum number of idle connections.
-    pub(crate) max_idle: usize,
-}
-
-struct IdleConnections<B> {
+#[derive(Default)]
+struct IdleConnections {
     current_age: u32,
-    stack: Vec<(u32, SendRequest<B>)>,
+    stack: Vec<(u32, SendRequest<Upload>)>,
 }
 
-impl<B> Default for IdleConnections<B> {
-    fn default() -> Self {
-        Self { current_age: 0, stack: Vec::new() }
-    }
-}
-
-/// The reason why the server gave no response.
+/// The reason why there is no response of the server to forward.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UpstreamError {
     #[error("can't connect to the upstream: {0}")]
@@ -74,25 +63,27 @@ pub(crate) enum UpstreamError {
     /// The request was never sent, because its connection ended before that.
     #[error("the upstream broke off: {0}")]
     Unsent(#[source] hyper::Error),
+    #[error("the upstream switched protocols, but the request asked for no upgrade")]
+    UnexpectedUpgrade,
+    #[error("no progress in time")]
+    Timeout,
 }
 
-impl<B> UpstreamClient<B>
-where
-    B: Body<Data = Bytes> + Send + 'static,
-    B::Error: Into<BoxError>,
-{
-    /// Returns a client of the server at this host and port. Port 80 may be left out.
-    pub(crate) fn new(authority: &Authority, rules: PoolConfig) -> Arc<Self> {
-        let place = Uri::try_from(format!("http://{authority}")).expect("invariant: an authority is part of a URL");
+impl UpstreamClient {
+    /// Returns a client of the server at this host and port. Port 80 may be left out. `connect_timeout` includes the
+    /// name look-up; `max_idle` is the maximum number of idle connections.
+    pub(crate) fn new(authority: &Authority, connect_timeout: Duration, max_idle: usize) -> Arc<Self> {
+        let address = Uri::try_from(format!("http://{authority}")).expect("invariant: an authority is part of a URL");
         // Most clients leave out the default port of HTTP, and some sign the header that way.
         let port = authority.port_u16().filter(|port| *port != 80);
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
         Arc::new(Self {
-            address: place,
+            address,
             host,
-            connector: tcp_connector(rules.connect_timeout),
-            config: rules,
+            connector: tcp_connector(connect_timeout),
+            connect_timeout,
+            max_idle,
             http: http1::Builder::new(),
             idle: Mutex::default(),
             not_empty: Notify::new(),
@@ -105,8 +96,8 @@ where
     #[expect(clippy::manual_async_fn, reason = "one would hold the request twice, as it came and as it goes on")]
     pub(crate) fn send(
         self: Arc<Self>,
-        mut request: Request<B>,
-    ) -> impl Future<Output = Result<Response<UpstreamBody<B>>, UpstreamError>> + Send {
+        mut request: Request<Upload>,
+    ) -> impl Future<Output = Result<Response<UpstreamBody>, UpstreamError>> + Send {
         async move {
             loop {
                 let (mut sender, kept) = match self.take_idle() {
@@ -118,8 +109,8 @@ where
                     Ok(response) => {
                         // A connection that has switched protocols takes no further request.
                         let stays = response.status() != StatusCode::SWITCHING_PROTOCOLS;
-                        let lease = stays.then_some(ActiveConnection { sender, upstream: self });
-                        return Ok(response.map(|body| UpstreamBody::new(body, lease)));
+                        let connection = stays.then_some((sender, self));
+                        return Ok(response.map(|body| UpstreamBody::new(body, connection)));
                     }
                     Err(mut error) => match error.take_message() {
                         Some(unsent) if kept => request = unsent,
@@ -131,9 +122,9 @@ where
         }
     }
 
-    async fn connect(&self) -> Result<SendRequest<B>, UpstreamError> {
+    async fn connect(&self) -> Result<SendRequest<Upload>, UpstreamError> {
         let connecting = self.connector.clone().call(self.address.clone());
-        let stream = match tokio::time::timeout(self.config.connect_timeout, connecting).await {
+        let stream = match tokio::time::timeout(self.connect_timeout, connecting).await {
             Ok(connected) => connected.map_err(|error| connect_error(&error))?,
             Err(_) => return Err(UpstreamError::ConnectTimeout),
         };
@@ -145,15 +136,8 @@ where
         });
         Ok(sender)
     }
-}
 
-impl<B> UpstreamClient<B> {
-    /// The server's name as a `Host` value.
-    pub(crate) fn host(&self) -> &HeaderValue {
-        &self.host
-    }
-
-    fn take_idle(&self) -> Option<SendRequest<B>> {
+    fn take_idle(&self) -> Option<SendRequest<Upload>> {
         let mut idle = self.idle.lock();
         while let Some((_, sender)) = idle.stack.pop() {
             if sender.is_ready() {
@@ -163,9 +147,9 @@ impl<B> UpstreamClient<B> {
         None
     }
 
-    fn put_idle(&self, sender: SendRequest<B>) {
+    fn put_idle(&self, sender: SendRequest<Upload>) {
         let mut idle = self.idle.lock();
-        if idle.stack.len() < self.config.max_idle {
+        if idle.stack.len() < self.max_idle {
             let age = idle.current_age;
             idle.stack.push((age, sender));
             if idle.stack.len() == 1 {
@@ -180,7 +164,7 @@ impl<B> UpstreamClient<B> {
             while self.idle.lock().stack.is_empty() {
                 self.not_empty.notified().await;
             }
-            tokio::time::sleep(self.config.idle_timeout / AGE_STEPS).await;
+            tokio::time::sleep(IDLE_TIMEOUT / AGE_STEPS).await;
             let mut idle = self.idle.lock();
             idle.current_age = idle.current_age.wrapping_add(1);
             let age = idle.current_age;
@@ -209,17 +193,29 @@ fn connect_error(error: &(dyn Error + 'static)) -> UpstreamError {
     }
 }
 
-/// A connection in use.
-struct ActiveConnection<B> {
-    sender: SendRequest<B>,
-    upstream: Arc<UpstreamClient<B>>,
+/// The body of a response. Its end returns the connection to the pool. Dropping
+/// the body early does the same if the rest of it has already arrived. Otherwise the connection is closed, which tells
+/// the server that the rest isn't read.
+pub(crate) struct UpstreamBody {
+    /// `None` while it is being dropped.
+    inner: Option<Incoming>,
+    /// The connection in use, and the client whose pool it returns to.
+    connection: Option<(SendRequest<Upload>, Arc<UpstreamClient>)>,
 }
 
-impl<B: Send + 'static> ActiveConnection<B> {
+impl UpstreamBody {
+    fn new(inner: Incoming, connection: Option<(SendRequest<Upload>, Arc<UpstreamClient>)>) -> Self {
+        let mut body = Self { inner: Some(inner), connection };
+        if body.is_end_stream() {
+            body.return_to_pool();
+        }
+        body
+    }
+
     /// Keeps the connection for the next request. If its last message hasn't quite ended on the wire, a task waits for
     /// that; this is rare under load.
-    fn return_to_pool(self) {
-        let Self { mut sender, upstream } = self;
+    fn return_to_pool(&mut self) {
+        let Some((mut sender, upstream)) = self.connection.take() else { return };
         if sender.is_ready() {
             upstream.put_idle(sender);
         } else if !sender.is_closed()
@@ -234,32 +230,7 @@ impl<B: Send + 'static> ActiveConnection<B> {
     }
 }
 
-/// The body of a response. Its end returns the connection to the pool, if it came from an [`UpstreamClient`]. Dropping
-/// the body early does the same if the rest of it has already arrived. Otherwise the connection is closed, which tells
-/// the server that the rest isn't read.
-pub(crate) struct UpstreamBody<B: Send + 'static> {
-    /// `None` while it is being dropped.
-    inner: Option<Incoming>,
-    connection: Option<ActiveConnection<B>>,
-}
-
-impl<B: Send + 'static> UpstreamBody<B> {
-    fn new(inner: Incoming, lease: Option<ActiveConnection<B>>) -> Self {
-        let mut reply = Self { inner: Some(inner), connection: lease };
-        if reply.is_end_stream() {
-            reply.return_to_pool();
-        }
-        reply
-    }
-
-    fn return_to_pool(&mut self) {
-        if let Some(lease) = self.connection.take() {
-            lease.return_to_pool();
-        }
-    }
-}
-
-impl<B: Send + 'static> Drop for UpstreamBody<B> {
+impl Drop for UpstreamBody {
     fn drop(&mut self) {
         // Dropped first: the connection can then discard the rest of the body that has already arrived, and become
         // ready.
@@ -268,7 +239,7 @@ impl<B: Send + 'static> Drop for UpstreamBody<B> {
     }
 }
 
-impl<B: Send + 'static> Body for UpstreamBody<B> {
+impl Body for UpstreamBody {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -296,12 +267,9 @@ impl<B: Send + 'static> Body for UpstreamBody<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::body::Upload;
 
     #[test]
     fn the_host_header_omits_the_default_port() {
-        let rules =
-            PoolConfig { connect_timeout: Duration::from_secs(1), idle_timeout: Duration::from_secs(4), max_idle: 1 };
         for (authority, host) in [
             ("a.example", "a.example"),
             ("a.example:80", "a.example"),
@@ -311,7 +279,8 @@ mod tests {
             ("[::1]:81", "[::1]:81"),
             ("user@a.example:81", "a.example:81"),
         ] {
-            assert_eq!(UpstreamClient::<Upload>::new(&authority.parse().unwrap(), rules).host(), host, "{authority}");
+            let client = UpstreamClient::new(&authority.parse().unwrap(), Duration::from_secs(1), 1);
+            assert_eq!(client.host, host, "{authority}");
         }
     }
 }

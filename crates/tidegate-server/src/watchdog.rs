@@ -9,28 +9,19 @@ mod connection_watch;
 mod phase;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicUsize};
 use std::time::Duration;
 
-use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 use slab::Slab;
-use tokio::sync::Notify;
+use tidegate_policy::InboundTimeouts;
+use tokio::sync::{Notify, Semaphore};
 
-pub(crate) use self::connection_watch::{ConnectionWatch, UploadFault};
-use self::phase::{BODY_RATE_PERIOD, MAX_HEAD_BYTES, ticks};
-pub(crate) use self::phase::{ConnectionPhase, EndReason, PhaseTimeouts};
+pub(crate) use self::connection_watch::{ConnectionWatch, Flag};
+use self::phase::{BODY_RATE_PERIOD, MAX_HEAD_BYTES, phase_timeout, tick_of, ticks};
+pub(crate) use self::phase::{ConnectionPhase, EndReason};
 use crate::client_limit::ClientSlot;
-
-/// A slot of a connection that may linger for long. Dropping it returns the slot.
-#[derive(Debug)]
-pub(crate) struct LingerSlot(Arc<Watchdog>);
-
-impl Drop for LingerSlot {
-    fn drop(&mut self) {
-        self.0.lingering.fetch_sub(1, Ordering::Relaxed);
-    }
-}
 
 /// A connection's entry in its listener's list. Dropping it removes the entry.
 pub(crate) struct ConnectionEntry {
@@ -59,20 +50,21 @@ impl Drop for ConnectionEntry {
 /// All connections of one listener.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
-    pub(crate) current_tick: AtomicU32,
-    draining: AtomicBool,
-    aborting: AtomicBool,
+    current_tick: AtomicU32,
+    is_draining: Flag,
+    is_aborting: Flag,
     timeout_ticks: [u32; ConnectionPhase::ALL.len()],
     pub(crate) tick: Duration,
-    lingering: AtomicUsize,
-    max_lingering: usize,
+    /// The slots of connections that may linger for long.
+    linger_slots: Arc<Semaphore>,
     /// The bytes of unfinished heads.
     head_bytes: AtomicUsize,
     /// The minimum bytes of a body per number of ticks.
     body_rate: Option<(u64, u32)>,
     pub(crate) connections: Mutex<Slab<Arc<ConnectionWatch>>>,
     not_empty: Notify,
-    connection_left: Notify,
+    /// Notified when a connection leaves.
+    pub(crate) connection_left: Notify,
     all_left: Notify,
 }
 
@@ -84,20 +76,22 @@ const LINGER_DIVISOR: usize = 8;
 const DRAIN_TICKS: u32 = 2;
 
 impl Watchdog {
-    /// Returns the watchdog of a listener with this maximum number of connections.
-    pub(crate) fn new(patience: PhaseTimeouts, connections: usize) -> Arc<Self> {
+    /// Returns the watchdog of a listener with this maximum number of connections. `body_rate` is the minimum bytes per
+    /// second of a request's body; `None` if there is no such limit.
+    pub(crate) fn new(timeouts: &InboundTimeouts, body_rate: Option<u64>, connections: usize) -> Arc<Self> {
+        let tick = tick_of(timeouts);
+        let body_rate =
+            body_rate.map(|rate| (rate.saturating_mul(BODY_RATE_PERIOD.as_secs()), ticks(BODY_RATE_PERIOD, tick)));
         Arc::new(Self {
             current_tick: AtomicU32::new(0),
-            draining: AtomicBool::new(false),
-            aborting: AtomicBool::new(false),
-            timeout_ticks: ConnectionPhase::ALL.map(|phase| patience.ticks(phase)),
-            tick: patience.tick(),
-            lingering: AtomicUsize::new(0),
-            max_lingering: (connections / LINGER_DIVISOR).max(1),
+            is_draining: Flag::default(),
+            is_aborting: Flag::default(),
+            timeout_ticks: ConnectionPhase::ALL
+                .map(|phase| phase_timeout(timeouts, phase).map_or(u32::MAX, |timeout| ticks(timeout, tick))),
+            tick,
+            linger_slots: Arc::new(Semaphore::new((connections / LINGER_DIVISOR).max(1))),
             head_bytes: AtomicUsize::new(0),
-            body_rate: patience.body_rate.map(|rate| {
-                (rate.saturating_mul(BODY_RATE_PERIOD.as_secs()), ticks(BODY_RATE_PERIOD, patience.tick()))
-            }),
+            body_rate,
             connections: Mutex::default(),
             not_empty: Notify::new(),
             connection_left: Notify::new(),
@@ -105,31 +99,8 @@ impl Watchdog {
         })
     }
 
-    /// Adds a connection.
     pub(crate) fn add_connection(self: &Arc<Self>) -> (Arc<ConnectionWatch>, ConnectionEntry) {
-        let watch = Arc::new(ConnectionWatch {
-            watchdog: Arc::clone(self),
-            phase_and_reason: AtomicU8::new(ConnectionPhase::Head as u8),
-            last_progress: AtomicU32::new(self.current_tick.load(Ordering::Relaxed)),
-            download_timeout_ticks: AtomicU32::new(0),
-            answering: AtomicBool::new(false),
-            waits_on_client: AtomicBool::new(false),
-            uploading: AtomicBool::new(false),
-            first_ambiguous_head: AtomicU32::new(0),
-            fault: AtomicU8::new(UploadFault::None as u8),
-            request_count: AtomicU32::new(0),
-            must_linger: AtomicBool::new(false),
-            blocked: AtomicBool::new(false),
-            has_sent: AtomicBool::new(false),
-            head_bytes: AtomicUsize::new(0),
-            has_min_rate: AtomicBool::new(false),
-            body_bytes: AtomicU64::new(0),
-            waited_ticks: AtomicU32::new(0),
-            linger_started: AtomicU32::new(0),
-            waker: Mutex::new(None),
-            has_unread_body: AtomicBool::new(false),
-            unread_body: Mutex::new(None),
-        });
+        let watch = Arc::new(ConnectionWatch::new(Arc::clone(self)));
         let (index, first) = {
             let mut open = self.connections.lock();
             let first = open.is_empty();
@@ -141,9 +112,8 @@ impl Watchdog {
         (watch, ConnectionEntry { watchdog: Arc::clone(self), index, client_slot: None })
     }
 
-    /// The current tick.
     pub(crate) fn current_tick(&self) -> u32 {
-        self.current_tick.load(Ordering::Relaxed)
+        self.current_tick.load(Relaxed)
     }
 
     /// Returns true if this much time has passed since a tick.
@@ -155,41 +125,29 @@ impl Watchdog {
     #[cold]
     fn end_oldest_heads(&self) {
         let open = self.connections.lock();
-        while self.head_bytes.load(Ordering::Relaxed) > MAX_HEAD_BYTES {
+        while self.head_bytes.load(Relaxed) > MAX_HEAD_BYTES {
             let counted =
-                open.iter().rev().map(|(_, watch)| watch).filter(|watch| watch.head_bytes.load(Ordering::Relaxed) > 0);
-            let age = |watch: &&Arc<ConnectionWatch>| {
-                self.current_tick().wrapping_sub(watch.last_progress.load(Ordering::Relaxed))
-            };
+                open.iter().rev().map(|(_, watch)| watch).filter(|watch| watch.head.counted_bytes.load(Relaxed) > 0);
+            let age =
+                |watch: &&Arc<ConnectionWatch>| self.current_tick().wrapping_sub(watch.last_progress.load(Relaxed));
             let Some(oldest) = counted.max_by_key(age) else { return };
             oldest.release_head_bytes();
             oldest.end_phase(ConnectionPhase::Head, EndReason::HeadBytes);
         }
     }
 
-    /// The number of open connections.
     pub(crate) fn len(&self) -> usize {
         self.connections.lock().len()
     }
 
-    /// Clears the signal of earlier leaves.
-    pub(crate) fn reset_left_signal(&self) {
-        let _ = self.connection_left.notified().now_or_never();
-    }
-
-    /// Returns once a connection has left since the last call.
-    pub(crate) async fn wait_for_leave(&self) {
-        self.connection_left.notified().await;
-    }
-
     /// Makes every connection end after its current request.
     pub(crate) fn drain(&self) {
-        self.draining.store(true, Ordering::Relaxed);
+        self.is_draining.set(true);
     }
 
     /// Ends every connection that is still open.
     pub(crate) fn abort(&self) {
-        self.aborting.store(true, Ordering::Relaxed);
+        self.is_aborting.set(true);
         for (_, watch) in &*self.connections.lock() {
             watch.wake();
         }
@@ -218,19 +176,19 @@ impl Watchdog {
     }
 
     pub(crate) fn sweep_once(&self) {
-        let now = self.current_tick.load(Ordering::Relaxed).wrapping_add(1);
-        self.current_tick.store(now, Ordering::Relaxed);
-        let draining = self.draining.load(Ordering::Relaxed);
+        let now = self.current_tick().wrapping_add(1);
+        self.current_tick.store(now, Relaxed);
+        let draining = self.is_draining.get();
         for (_, watch) in &*self.connections.lock() {
             let phase = watch.phase();
-            let mut limit = match watch.download_timeout_ticks.load(Ordering::Relaxed) {
+            let mut limit = match watch.response.timeout_ticks.load(Relaxed) {
                 granted if granted > 0 && phase == ConnectionPhase::Download => granted,
                 _ => self.timeout_ticks[phase as usize],
             };
             if draining && phase == ConnectionPhase::Idle {
                 limit = limit.min(DRAIN_TICKS);
             }
-            let silent = now.wrapping_sub(watch.last_progress.load(Ordering::Relaxed)) > limit;
+            let silent = now.wrapping_sub(watch.last_progress.load(Relaxed)) > limit;
             let has_body =
                 matches!(phase, ConnectionPhase::Upload | ConnectionPhase::Deciding | ConnectionPhase::Linger);
             if silent || has_body && watch.is_below_min_rate() {
@@ -241,4 +199,4 @@ impl Watchdog {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -99,7 +99,7 @@ pub struct ClockReading {
 
 /// Returns `len` readings of a clock with this fault, up to `max_gap` of true time apart.
 pub fn readings(
-    trouble: ClockFault,
+    fault: ClockFault,
     start: Time,
     max_gap: Span,
     len: usize,
@@ -107,7 +107,7 @@ pub fn readings(
 ) -> Vec<ClockReading> {
     const YEAR: Span = Span::from_secs(365 * 86_400);
     let mut clock = FaultyClock::new(start);
-    match trouble {
+    match fault {
         ClockFault::Skewed => clock.jump_ahead(Span::from_micros(random.below(60_000_000))),
         ClockFault::Drifts => clock.drift(random.between(0, 100_000) as i64 - 50_000),
         _ => {}
@@ -122,7 +122,7 @@ pub fn readings(
                     clock.reset();
                 }
             } else if random.chance(5) {
-                match trouble {
+                match fault {
                     ClockFault::StepsBack => clock.step_back(Span::from_micros(random.below(10_000_001))),
                     ClockFault::JumpsAYear => {
                         clock.jump_ahead(YEAR);
@@ -160,12 +160,12 @@ mod tests {
 
     #[test]
     fn every_clock_fault_changes_the_readings() {
-        for trouble in ClockFault::ALL {
+        for fault in ClockFault::ALL {
             let mut random = RandomSource::from_seed(3);
-            let readings = readings(trouble, Time::from_secs(1_000_000), Span::from_secs(1), 300, &mut random);
+            let readings = readings(fault, Time::from_secs(1_000_000), Span::from_secs(1), 300, &mut random);
             assert!(readings.windows(2).all(|pair| pair[0].true_time <= pair[1].true_time));
             let wrong = readings.iter().any(|reading| reading.true_time != reading.shown_time);
-            assert_eq!(wrong, trouble != ClockFault::None, "{trouble:?}");
+            assert_eq!(wrong, fault != ClockFault::None, "{fault:?}");
         }
     }
 }

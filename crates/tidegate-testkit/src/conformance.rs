@@ -102,7 +102,7 @@ impl std::error::Error for ConformanceError {}
 ///
 /// # Errors
 /// The first [`ConformanceError`].
-pub fn check_conformance<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), ConformanceError> {
+pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), ConformanceError> {
     type CheckFn<B> = fn(&B, &ConformanceOptions) -> Result<(), String>;
     let checks: [(&str, CheckFn<B>); 11] = [
         ("random batches against the model", random::random_batches::<B>),
@@ -118,7 +118,7 @@ pub fn check_conformance<B: Backend>(backend: &B, effort: &ConformanceOptions) -
         ("a clock that jumps a year and back", random::clock_jump::<B>),
     ];
     for (check, run) in checks {
-        run(backend, effort).map_err(|what| ConformanceError { check, seed: effort.seed, message: what })?;
+        run(backend, options).map_err(|what| ConformanceError { check, seed: options.seed, message: what })?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Property tests on random tapes.
+//! Property tests on random sequences of words.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -12,10 +12,10 @@ use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, Test
 
 use crate::random::{self, RandomSource};
 
-/// Tests a property on `cases` tapes of up to `words` draws, and shrinks the first that fails.
+/// Tests a property on `cases` sequences of up to `words` words, and shrinks the first that fails.
 ///
 /// # Panics
-/// If the property fails or panics. The message has the reason, the shortest tape that fails, and the seed of the run.
+/// If the property fails or panics. The message has the reason, the shortest sequence that fails, and the seed of the run.
 pub fn check(cases: u32, words: usize, property: impl Fn(RandomSource) -> Result<(), String>) {
     check_with_seed(random::run_seed(), cases, words, property);
 }
@@ -29,22 +29,22 @@ pub fn check_with_seed(seed: u64, cases: u32, words: usize, property: impl Fn(Ra
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 4_000, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-    let found = runner.run(&vec(ANY, 1..=words.max(1)), |tape| {
-        catch_panic(|| property(RandomSource::from_words(tape))).map_err(TestCaseError::fail)
+    let found = runner.run(&vec(ANY, 1..=words.max(1)), |words| {
+        catch_panic(|| property(RandomSource::from_words(words))).map_err(TestCaseError::fail)
     });
     match found {
         Ok(()) => {}
-        Err(TestError::Fail(reason, tape)) => {
-            panic!("{reason}\n  with Dice::tape(vec!{tape:?})\n  repeat with TIDEGATE_SEED={seed}")
+        Err(TestError::Fail(reason, words)) => {
+            panic!("{reason}\n  with RandomSource::from_words(vec!{words:?})\n  repeat with TIDEGATE_SEED={seed}")
         }
         Err(TestError::Abort(reason)) => panic!("gave up: {reason}"),
     }
 }
 
-/// The number of tapes between two looks at the time.
+/// The number of sequences between two checks of the time.
 const CASES_PER_SEED: u32 = 20;
 
-/// Tests a property on new tapes of up to `words` draws, for `TIDEGATE_FUZZ_SECONDS` seconds; 5 by default.
+/// Tests a property on new sequences of up to `words` words, for `TIDEGATE_FUZZ_SECONDS` seconds; 5 by default.
 ///
 /// # Panics
 /// The same as [`check`].
@@ -68,10 +68,10 @@ thread_local! {
 fn catch_panic(property: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
-        let loud = panic::take_hook();
+        let default_hook = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             if !PANIC_OUTPUT_OFF.get() {
-                loud(info);
+                default_hook(info);
             }
         }));
     });

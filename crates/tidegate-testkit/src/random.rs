@@ -1,9 +1,9 @@
-//! The source of random choices in tests: a seeded generator, or a tape of words that a test runner can shrink.
+//! The source of random choices in tests: a seeded generator, or recorded words that a test runner can shrink.
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// A source of random choices. The same seed or tape makes the same choices on every machine of one word size.
+/// A source of random choices. The same seed or words make the same choices on every machine of one word size.
 #[derive(Clone, Debug)]
 pub struct RandomSource {
     source: WordSource,
@@ -21,12 +21,13 @@ impl RandomSource {
         Self { source: WordSource::Seeded(Box::new(SmallRng::seed_from_u64(seed))) }
     }
 
-    /// Returns a source of choices from a tape. Past its end every draw is 0, which is always the first choice.
+    /// Returns a source of choices from recorded words. After the last one every word is 0, which is always the first
+    /// choice.
     pub fn from_words(words: Vec<u64>) -> Self {
         Self { source: WordSource::Recorded { words, position: 0 } }
     }
 
-    /// Returns true if a tape is used up; a seed never is.
+    /// Returns true if the recorded words are used up; a seed never is.
     pub fn is_exhausted(&self) -> bool {
         matches!(&self.source, WordSource::Recorded { words, position } if *position >= words.len())
     }
@@ -35,9 +36,9 @@ impl RandomSource {
     pub fn next_u64(&mut self) -> u64 {
         match &mut self.source {
             WordSource::Seeded(rng) => rng.next_u64(),
-            WordSource::Recorded { words, position: at } => {
-                let word = words.get(*at).copied().unwrap_or(0);
-                *at += 1;
+            WordSource::Recorded { words, position } => {
+                let word = words.get(*position).copied().unwrap_or(0);
+                *position += 1;
                 word
             }
         }
@@ -55,7 +56,7 @@ impl RandomSource {
 
     /// Returns true with a probability of `percent` in a hundred.
     pub fn chance(&mut self, percent: u64) -> bool {
-        // Inverted, so that the zeros past a tape's end give false.
+        // Inverted, so that the zeros after the recorded words give false.
         self.below(100) >= 100 - percent.min(100)
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb, batch};
 use tidegate_store::{ImmediateStore as _, Never, Store, StoreResponse};
@@ -33,34 +33,30 @@ impl ReferenceStore {
     pub fn fork(&self) -> Self {
         Self {
             limits: Arc::clone(&self.limits),
-            states: Mutex::new(self.states().clone()),
+            states: Mutex::new(self.states.lock().clone()),
             round_trips_states: self.round_trips_states,
         }
     }
 
     /// Returns the number of states.
     pub fn len(&self) -> usize {
-        self.states().len()
+        self.states.lock().len()
     }
 
     /// Returns true if it has no states.
     pub fn is_empty(&self) -> bool {
-        self.states().is_empty()
+        self.states.lock().is_empty()
     }
 
     /// Returns every state that isn't idle at `now` as text, without expired parts. Equal snapshots mean that nothing
     /// changed.
     pub fn snapshot(&self, now: Time) -> BTreeMap<(LimitId, Key), String> {
-        let states = self.states();
+        let states = self.states.lock();
         let entries = states.iter().filter_map(|(&(limit, key), state)| {
             let plan = self.limits.get(limit)?;
             (state.idle_at(plan) > now).then(|| ((limit, key), state_text(plan, state, now)))
         });
         entries.collect()
-    }
-
-    fn states(&self) -> MutexGuard<'_, BTreeMap<(LimitId, Key), KeyState>> {
-        self.states.lock()
     }
 }
 
@@ -114,7 +110,7 @@ impl Store for ReferenceStore {
     }
 
     fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
-        let mut states = self.states();
+        let mut states = self.states.lock();
         let loaded = batch.ops().iter().map(|op| states.get(&(op.limit, op.key)).cloned().unwrap_or_default());
         let mut cells: Vec<KeyState> = loaded.collect();
         let outcomes = batch::execute(batch, &self.limits, cells.as_mut_slice(), now);

@@ -49,14 +49,12 @@ impl FlakyRemote {
     /// Creates a store with this clock. It sends notifications of resets if `tells_resets` is true.
     pub fn new(limits: Arc<Limits>, clock: impl Clock, tells_resets: bool) -> Self {
         let resets = tells_resets.then(|| broadcast::Sender::new(1024));
-        let near = ReferenceStore::new(limits);
-        let (mood, seed) = (Mutex::default(), Mutex::default());
         Self(Arc::new(FlakyRemoteInner {
-            store: near,
+            store: ReferenceStore::new(limits),
             clock: Box::new(clock),
-            behaviour: mood,
+            behaviour: Mutex::default(),
             request_count: AtomicU64::new(0),
-            seed,
+            seed: Mutex::default(),
             resets,
         }))
     }
@@ -72,17 +70,13 @@ impl FlakyRemote {
     }
 
     /// Sets the behaviour from now on.
-    pub fn set_behaviour(&self, mood: RemoteBehaviour) {
-        *self.0.behaviour.lock() = mood;
+    pub fn set_behaviour(&self, behaviour: RemoteBehaviour) {
+        *self.0.behaviour.lock() = behaviour;
     }
 
     /// Loses the secret under which keys are hashed.
     pub fn forget_seed(&self) {
         *self.0.seed.lock() = None;
-    }
-
-    fn behaviour(&self) -> RemoteBehaviour {
-        *self.0.behaviour.lock()
     }
 
     fn apply(&self, batch: &Batch) -> Outcomes {
@@ -104,9 +98,9 @@ impl RemoteStore for FlakyRemote {
 
     fn apply(&self, batch: &Batch, _: Time) -> RemoteFuture<Outcomes> {
         self.0.request_count.fetch_add(1, Ordering::SeqCst);
-        let (store, batch, mood) = (self.clone(), batch.clone(), self.behaviour());
+        let (store, batch, behaviour) = (self.clone(), batch.clone(), *self.0.behaviour.lock());
         Box::pin(async move {
-            match mood {
+            match behaviour {
                 RemoteBehaviour::Normal => {}
                 RemoteBehaviour::SlowExecution(delay) => tokio::time::sleep(delay).await,
                 RemoteBehaviour::SlowReply(delay) => {

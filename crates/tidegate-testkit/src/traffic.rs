@@ -65,22 +65,21 @@ impl TrafficGenerator {
             _ => Span::from_millis(random.pick(&[500, 60_000])),
         };
         let limits = (0..count).map(|_| random_limit(&mut random, wanted, lead)).collect();
-        // Distinct keys, even if a tape gives only zeros.
+        // Distinct keys, even if all words are zero.
         let keys =
             (0..random.between(1, 4)).map(|key| Key::new(key, random.next_u64() ^ ((key << 61) | key))).collect();
         let now = Time::from_micros(1_700_000_000_000_000 + random.below(86_400_000_000));
         let limits = Arc::new(Limits::new(limits).expect("invariant: at most 5 limits"));
-        let (told, under_way) = (Vec::new(), Vec::new());
         Self {
             random,
             limits,
             keys,
             now,
-            reported_times: told,
+            reported_times: Vec::new(),
             contents: wanted,
             lead,
             last_batch: Batch::new(0),
-            tracked_calls: under_way,
+            tracked_calls: Vec::new(),
         }
     }
 

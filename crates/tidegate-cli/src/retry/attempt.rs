@@ -50,24 +50,6 @@ impl CommandExit {
     }
 }
 
-/// A command that can't be run.
-#[derive(Debug)]
-pub(super) struct CommandError {
-    pub(super) error: io::Error,
-    pub(super) status: u8,
-}
-
-impl From<io::Error> for CommandError {
-    fn from(error: io::Error) -> Self {
-        let status = match error.kind() {
-            io::ErrorKind::NotFound => 127,
-            // The command exists but can't be run: no permission, not a program, or too many arguments.
-            _ => 126,
-        };
-        Self { error, status }
-    }
-}
-
 /// The settings of attempts, and their shared state.
 pub(super) struct CommandLauncher {
     command: Command,
@@ -86,10 +68,8 @@ impl CommandLauncher {
         events: SyncSender<CommandEvent>,
         is_group: bool,
     ) -> Self {
-        let (name, arguments) =
-            words.split_first().map_or((OsString::new(), &[][..]), |(name, rest)| (name.clone(), rest));
-        let mut command = Command::new(name);
-        command.args(arguments);
+        let mut command = Command::new(words.first().cloned().unwrap_or_default());
+        command.args(words.iter().skip(1));
         if is_group {
             command.process_group(0);
         }
@@ -106,7 +86,7 @@ impl CommandLauncher {
         events: &Receiver<CommandEvent>,
         clock: &SystemClock,
         timeout: Option<Span>,
-    ) -> Result<(CommandExit, OutputMatches), CommandError> {
+    ) -> io::Result<(CommandExit, OutputMatches)> {
         self.attempt += 1;
         let (stdin, kept) = self.input.next_stdin()?;
         self.command.stdin(stdin);
@@ -122,7 +102,7 @@ impl CommandLauncher {
             let _ = child.kill();
             let _ = child.wait();
         }
-        Ok(running?)
+        running
     }
 
     /// Starts the threads that wait for the command, write its input and read its output.

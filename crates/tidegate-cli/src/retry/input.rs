@@ -65,8 +65,8 @@ impl StdinSource {
                 file.seek(SeekFrom::Start(*start))?;
                 (Stdio::inherit(), None)
             }
-            Self::Pipe { is_used: given } => {
-                let first = !std::mem::replace(given, true);
+            Self::Pipe { is_used } => {
+                let first = !std::mem::replace(is_used, true);
                 (if first { Stdio::inherit() } else { Stdio::null() }, None)
             }
             Self::Buffered(bytes) => (Stdio::piped(), Some(Arc::clone(bytes))),

@@ -2,7 +2,8 @@
 
 use std::io::{Read, Write};
 
-use parking_lot::{Mutex, MutexGuard};
+use clap::Args;
+use parking_lot::Mutex;
 use regex::bytes::Regex;
 use tidegate_core::{Clock, Span, Time};
 use tidegate_policy::parse_duration;
@@ -13,16 +14,23 @@ const CHUNK_BYTES: usize = 1 << 16;
 const MAX_LINE: usize = 1 << 16;
 
 /// The patterns to search for.
-#[derive(Clone, Debug, Default)]
+#[derive(Args, Clone, Debug, Default)]
 pub(super) struct OutputPatterns {
-    pub(super) throttled: Option<Regex>,
-    pub(super) permanent: Option<Regex>,
-    pub(super) retry_after: Option<Regex>,
+    /// If a command fails and a line of its output matches, it was throttled.
+    #[arg(long, value_name = "REGEX")]
+    throttled_output: Option<Regex>,
+    /// If a command fails and a line of its output matches, it would fail again.
+    #[arg(long, value_name = "REGEX")]
+    permanent_output: Option<Regex>,
+    /// A matching line of output gives the minimum wait: its first group is seconds, a time like 1m30s, or an HTTP
+    /// date.
+    #[arg(long, value_name = "REGEX")]
+    retry_after_output: Option<Regex>,
 }
 
 impl OutputPatterns {
     pub(super) fn any(&self) -> bool {
-        self.throttled.is_some() || self.permanent.is_some() || self.retry_after.is_some()
+        self.throttled_output.is_some() || self.permanent_output.is_some() || self.retry_after_output.is_some()
     }
 }
 
@@ -63,8 +71,8 @@ struct OutputState {
 
 impl<C: Clock> OutputForwarder<C> {
     pub(super) fn new(patterns: OutputPatterns, clock: C) -> Self {
-        let looker = LineMatcher { patterns, line: Vec::new(), matches: OutputMatches::default() };
-        let state = OutputState { matcher: looker, idle_since: None, idle: Span::ZERO, is_closed: false };
+        let matcher = LineMatcher { patterns, line: Vec::new(), matches: OutputMatches::default() };
+        let state = OutputState { matcher, idle_since: None, idle: Span::ZERO, is_closed: false };
         Self { clock, state: Mutex::new(state) }
     }
 
@@ -72,9 +80,13 @@ impl<C: Clock> OutputForwarder<C> {
     pub(super) fn forward(&self, mut from: impl Read, mut to: impl Write) {
         let mut chunk = vec![0; CHUNK_BYTES];
         loop {
-            self.state().idle_since = Some(self.clock.now());
+            self.state.lock().idle_since = Some(self.clock.now());
             let read = from.read(&mut chunk);
-            self.state().mark_busy(self.clock.now());
+            let mut state = self.state.lock();
+            if let Some(since) = state.idle_since.take() {
+                state.idle = state.idle + self.clock.now().since(since);
+            }
+            drop(state);
             let count = match read {
                 Ok(0) => break,
                 Ok(count) => count,
@@ -85,15 +97,14 @@ impl<C: Clock> OutputForwarder<C> {
             if to.write_all(&chunk[..count]).and_then(|()| to.flush()).is_err() {
                 break;
             }
-            let mut state = self.state();
-            state.matcher.feed(&chunk[..count], self.clock.now());
+            self.state.lock().matcher.feed(&chunk[..count], self.clock.now());
         }
-        self.state().is_closed = true;
+        self.state.lock().is_closed = true;
     }
 
     /// Starts the count of idle time again.
     pub(super) fn restart_idle_time(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.idle = Span::ZERO;
         state.idle_since = state.idle_since.map(|_| self.clock.now());
     }
@@ -101,7 +112,7 @@ impl<C: Clock> OutputForwarder<C> {
     /// Returns the remaining time to wait for output if the total idle time may be `most`; `None` if the wait is over.
     /// Time spent forwarding doesn't count.
     pub(super) fn remaining_wait(&self, most: Span) -> Option<Span> {
-        let state = self.state();
+        let state = self.state.lock();
         let idle = state.idle + state.idle_since.map_or(Span::ZERO, |since| self.clock.now().since(since));
         let is_over = state.is_closed || state.idle_since.is_some() && idle >= most;
         (!is_over).then_some(most - idle)
@@ -109,22 +120,9 @@ impl<C: Clock> OutputForwarder<C> {
 
     /// Returns all matches, including those in a last line without a line end.
     pub(super) fn matches(&self) -> OutputMatches {
-        let OutputState { matcher: looker, .. } = &mut *self.state();
-        looker.match_line(self.clock.now());
-        looker.matches
-    }
-
-    fn state(&self) -> MutexGuard<'_, OutputState> {
-        // No code under this lock panics with the state half-changed.
-        self.state.lock()
-    }
-}
-
-impl OutputState {
-    fn mark_busy(&mut self, now: Time) {
-        if let Some(since) = self.idle_since.take() {
-            self.idle = self.idle + now.since(since);
-        }
+        let matcher = &mut self.state.lock().matcher;
+        matcher.match_line(self.clock.now());
+        matcher.matches
     }
 }
 
@@ -157,9 +155,9 @@ impl LineMatcher {
     fn match_line(&mut self, now: Time) {
         let line = &*self.line;
         let matches = |pattern: &Option<Regex>| pattern.as_ref().is_some_and(|pattern| pattern.is_match(line));
-        self.matches.throttled |= matches(&self.patterns.throttled);
-        self.matches.permanent |= matches(&self.patterns.permanent);
-        if let Some(found) = self.patterns.retry_after.as_ref().and_then(|pattern| pattern.captures(line)) {
+        self.matches.throttled |= matches(&self.patterns.throttled_output);
+        self.matches.permanent |= matches(&self.patterns.permanent_output);
+        if let Some(found) = self.patterns.retry_after_output.as_ref().and_then(|pattern| pattern.captures(line)) {
             let wait = found.get(1).or(found.get(0)).and_then(|wait| str::from_utf8(wait.as_bytes()).ok());
             self.matches.retry_after = self.matches.retry_after.max(wait.and_then(|text| parse_wait(text, now)));
         }
@@ -186,9 +184,9 @@ mod tests {
     fn patterns() -> OutputPatterns {
         let regex = |text| Some(Regex::new(text).unwrap());
         OutputPatterns {
-            throttled: regex("429|slow down"),
-            permanent: regex("^no such "),
-            retry_after: regex("(?i)retry[- ]after:? (.*)"),
+            throttled_output: regex("429|slow down"),
+            permanent_output: regex("^no such "),
+            retry_after_output: regex("(?i)retry[- ]after:? (.*)"),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The signals that are forwarded to the command, and the other events of an attempt.
 
 use std::io;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::SyncSender;
 use std::thread;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -12,7 +12,7 @@ use signal_hook::low_level::siginfo::Cause;
 /// The signals that are forwarded.
 const FORWARDED_SIGNALS: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, signal_hook::consts::SIGWINCH];
 /// The maximum number of queued events. A sender waits while the queue is full.
-const MAX_EVENTS: usize = 64;
+pub(super) const MAX_EVENTS: usize = 64;
 
 /// An event while a command runs or the next attempt waits.
 #[derive(Debug)]
@@ -43,10 +43,6 @@ impl ReceivedSignal {
     pub(super) fn status(self) -> u8 {
         u8::try_from(128 + self.number).unwrap_or(u8::MAX)
     }
-}
-
-pub(super) fn channel() -> (SyncSender<CommandEvent>, Receiver<CommandEvent>) {
-    sync_channel(MAX_EVENTS)
 }
 
 /// Receives the signals from now on. Ignored signals stay ignored, for the command too, as `nohup` requires.

@@ -53,7 +53,7 @@ impl Api {
             handshakes: Arc::clone(&handshakes),
             _runtime: runtime,
         };
-        let app = Router::new().fallback(told).with_state(seen);
+        let app = Router::new().fallback(record_request).with_state(seen);
         api._runtime.spawn(async move {
             loop {
                 let (stream, _): (_, SocketAddr) = listener.accept().await.unwrap();
@@ -83,7 +83,7 @@ impl Api {
     }
 }
 
-async fn told(State(seen): State<Arc<Mutex<Vec<String>>>>, request: Request) -> String {
+async fn record_request(State(seen): State<Arc<Mutex<Vec<String>>>>, request: Request) -> String {
     let version = format!("{:?}", request.version());
     let uri = request.uri();
     let host = uri.authority().map(ToString::to_string);

@@ -27,35 +27,30 @@ const HTTP2_PING: (Duration, Duration) = (Duration::from_secs(20), Duration::fro
 /// The HTTP client of one provider, which pools its connections.
 pub(super) type ProviderClient<B> = Client<HttpsConnector<HttpConnector>, B>;
 
-/// Makes the clients of all providers. Shared, because reading the system's root certificates is slow.
-pub(super) struct ProviderConnector(ClientConfig);
+/// Returns the TLS settings of all clients, with trust in the system's root certificates. `SSL_CERT_FILE` and
+/// `SSL_CERT_DIR` name other ones.
+///
+/// # Errors
+/// The system has no root certificates to trust.
+pub(super) fn tls_config() -> io::Result<ClientConfig> {
+    Ok(ClientConfig::builder().with_native_roots()?.with_no_client_auth())
+}
 
-impl ProviderConnector {
-    /// Trusts the system's root certificates. `SSL_CERT_FILE` and `SSL_CERT_DIR` name other ones.
-    ///
-    /// # Errors
-    /// The system has no root certificates to trust.
-    pub(super) fn new() -> io::Result<Self> {
-        Ok(Self(ClientConfig::builder().with_native_roots()?.with_no_client_auth()))
-    }
-
-    pub(super) fn client<B>(&self, provider: &ProviderConfig) -> ProviderClient<B>
-    where
-        B: Body<Data = Bytes> + Send + Unpin + 'static,
-        B::Error: Into<BoxError>,
-    {
-        let mut tcp = tcp_connector(provider.connect_timeout);
-        tcp.enforce_http(false);
-        let tls = HttpsConnectorBuilder::new().with_tls_config(self.0.clone());
-        Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .timer(TokioTimer::new())
-            .pool_idle_timeout(IDLE_TIMEOUT)
-            .pool_max_idle_per_host(MAX_IDLE)
-            .http2_keep_alive_interval(HTTP2_PING.0)
-            .http2_keep_alive_timeout(HTTP2_PING.1)
-            .build(tls.https_or_http().enable_all_versions().wrap_connector(tcp))
-    }
+pub(super) fn client<B>(provider: &ProviderConfig, tls: ClientConfig) -> ProviderClient<B>
+where
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static,
+{
+    let mut tcp = tcp_connector(provider.connect_timeout);
+    tcp.enforce_http(false);
+    let tls = HttpsConnectorBuilder::new().with_tls_config(tls);
+    Client::builder(TokioExecutor::new())
+        .pool_timer(TokioTimer::new())
+        .timer(TokioTimer::new())
+        .pool_idle_timeout(IDLE_TIMEOUT)
+        .pool_max_idle_per_host(MAX_IDLE)
+        .http2_keep_alive_interval(HTTP2_PING.0)
+        .http2_keep_alive_timeout(HTTP2_PING.1)
+        .build(tls.https_or_http().enable_all_versions().wrap_connector(tcp))
 }
 
 /// Describes one cause of a failed call; the client's own errors only name themselves.
@@ -67,7 +62,7 @@ pub(super) fn describe_cause(cause: &(dyn std::error::Error + 'static)) -> Strin
     }
 }
 
-/// Classifies an error of a connection: `Fault::Unsent` if the request wasn't sent.
+/// Classifies an error of a connection: [`TransportFault::Unsent`] if the request wasn't sent.
 pub(super) fn fault_of(error: &(dyn std::error::Error + 'static)) -> TransportFault {
     match error.downcast_ref::<Error>() {
         Some(error) if error.is_connect() => TransportFault::Unsent,

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use tidegate_policy::InboundTimeouts;
+
 /// The phase of a connection's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -67,47 +69,25 @@ pub(super) const MAX_HEAD_BYTES: usize = 32 << 20;
 /// The maximum bytes of a head's first piece that don't count as unfinished, so that a usual head is never counted.
 pub(super) const UNCOUNTED_HEAD_BYTES: usize = 8 << 10;
 
-/// The time that each phase may go without progress.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PhaseTimeouts {
-    pub(crate) idle: Duration,
-    pub(crate) head: Duration,
-    pub(crate) body: Duration,
-    pub(crate) response: Duration,
-    pub(crate) tunnel: Duration,
-    /// The minimum bytes per second of a request's body. `None` if there is no such limit.
-    pub(crate) body_rate: Option<u64>,
-}
-
-impl PhaseTimeouts {
-    /// Returns the same timeout for each phase, and no minimum rate of bodies.
-    #[cfg(test)]
-    pub(crate) fn uniform(time: Duration) -> Self {
-        Self { idle: time, head: time, body: time, response: time, tunnel: time, body_rate: None }
-    }
-
-    pub(super) fn timeout_of(&self, phase: ConnectionPhase) -> Option<Duration> {
-        match phase {
-            ConnectionPhase::Idle => Some(self.idle),
-            ConnectionPhase::Head => Some(self.head),
-            ConnectionPhase::Deciding => None,
-            ConnectionPhase::Upload | ConnectionPhase::Download => Some(self.body),
-            ConnectionPhase::AwaitResponse => Some(self.response),
-            ConnectionPhase::Tunnel => Some(self.tunnel),
-            ConnectionPhase::Linger => Some(LINGER_TIMEOUT),
-        }
-    }
-
-    pub(crate) fn tick(&self) -> Duration {
-        let shortest = [self.idle, self.head, self.body, self.response, self.tunnel, LINGER_TIMEOUT].into_iter().min();
-        (shortest.unwrap_or(Duration::from_secs(8)) / 8).clamp(Duration::from_millis(5), Duration::from_secs(1))
-    }
-
-    pub(super) fn ticks(&self, phase: ConnectionPhase) -> u32 {
-        self.timeout_of(phase).map_or(u32::MAX, |patience| ticks(patience, self.tick()))
+/// The time that a phase may go without progress. `None` if there is no such limit.
+pub(super) fn phase_timeout(timeouts: &InboundTimeouts, phase: ConnectionPhase) -> Option<Duration> {
+    match phase {
+        ConnectionPhase::Idle | ConnectionPhase::Tunnel => Some(timeouts.idle),
+        ConnectionPhase::Head => Some(timeouts.header),
+        ConnectionPhase::Deciding => None,
+        ConnectionPhase::Upload | ConnectionPhase::Download => Some(timeouts.body),
+        ConnectionPhase::AwaitResponse => Some(timeouts.response),
+        ConnectionPhase::Linger => Some(LINGER_TIMEOUT),
     }
 }
 
+/// The length of a tick.
+pub(super) fn tick_of(timeouts: &InboundTimeouts) -> Duration {
+    let shortest = ConnectionPhase::ALL.into_iter().filter_map(|phase| phase_timeout(timeouts, phase)).min();
+    (shortest.unwrap_or(LINGER_TIMEOUT) / 8).clamp(Duration::from_millis(5), Duration::from_secs(1))
+}
+
+/// The number of ticks after which a timeout is over.
 pub(super) fn ticks(timeout: Duration, tick: Duration) -> u32 {
     // One more, because the first tick may come right after the phase began.
     let whole = timeout.as_nanos().div_ceil(tick.as_nanos().max(1));

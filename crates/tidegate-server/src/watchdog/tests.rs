@@ -1,21 +1,30 @@
 use super::phase::UNCOUNTED_HEAD_BYTES;
 use super::*;
 
-fn patience() -> PhaseTimeouts {
-    PhaseTimeouts {
-        idle: Duration::from_millis(800),
-        head: Duration::from_millis(80),
-        body: Duration::from_millis(160),
-        response: Duration::from_millis(240),
-        body_rate: Some(100),
-        tunnel: Duration::from_secs(3600),
-    }
+/// The same timeout for each phase.
+pub(crate) fn uniform_timeouts(time: Duration) -> InboundTimeouts {
+    let mut timeouts = InboundTimeouts::default();
+    (timeouts.idle, timeouts.header, timeouts.body, timeouts.response) = (time, time, time, time);
+    timeouts
 }
 
-fn ticks_until_overdue(sweep: &Arc<Watchdog>, watch: &ConnectionWatch) -> u32 {
+fn timeouts() -> InboundTimeouts {
+    let mut timeouts = InboundTimeouts::default();
+    timeouts.idle = Duration::from_millis(800);
+    timeouts.header = Duration::from_millis(80);
+    timeouts.body = Duration::from_millis(160);
+    timeouts.response = Duration::from_millis(240);
+    timeouts
+}
+
+fn new_watchdog(body_rate: Option<u64>) -> Arc<Watchdog> {
+    Watchdog::new(&timeouts(), body_rate, 8)
+}
+
+fn ticks_until_overdue(watchdog: &Arc<Watchdog>, watch: &ConnectionWatch) -> u32 {
     let mut ticks = 0;
     while !watch.must_end_phase() {
-        sweep.sweep_once();
+        watchdog.sweep_once();
         ticks += 1;
         assert!(ticks < 1000);
     }
@@ -24,7 +33,7 @@ fn ticks_until_overdue(sweep: &Arc<Watchdog>, watch: &ConnectionWatch) -> u32 {
 
 #[test]
 fn each_phase_has_its_own_exact_timeout() {
-    let tick = patience().tick();
+    let tick = new_watchdog(None).tick;
     assert_eq!(tick, Duration::from_millis(10));
     for (phase, whole) in [
         (ConnectionPhase::Head, 8),
@@ -32,21 +41,21 @@ fn each_phase_has_its_own_exact_timeout() {
         (ConnectionPhase::AwaitResponse, 24),
         (ConnectionPhase::Idle, 80),
     ] {
-        let sweep = Watchdog::new(patience(), 8);
-        let (watch, _entry) = sweep.add_connection();
+        let watchdog = new_watchdog(Some(100));
+        let (watch, _entry) = watchdog.add_connection();
         watch.enter(phase);
-        let ticks = ticks_until_overdue(&sweep, &watch);
+        let ticks = ticks_until_overdue(&watchdog, &watch);
         assert!((whole + 1..=whole + 2).contains(&ticks), "{phase:?}: {ticks}");
     }
 }
 
 #[test]
 fn progress_restarts_the_timeout() {
-    let sweep = Watchdog::new(patience(), 8);
-    let (watch, _entry) = sweep.add_connection();
+    let watchdog = new_watchdog(Some(100));
+    let (watch, _entry) = watchdog.add_connection();
     watch.enter(ConnectionPhase::Upload);
     for _ in 0..100 {
-        sweep.sweep_once();
+        watchdog.sweep_once();
         watch.touch();
     }
     assert!(!watch.must_end_phase());
@@ -54,94 +63,94 @@ fn progress_restarts_the_timeout() {
 
 #[test]
 fn a_decision_never_expires_despite_tick_overflow() {
-    let sweep = Watchdog::new(patience(), 8);
-    sweep.current_tick.store(u32::MAX - 3, Ordering::Relaxed);
-    let (watch, _entry) = sweep.add_connection();
+    let watchdog = new_watchdog(Some(100));
+    watchdog.current_tick.store(u32::MAX - 3, Relaxed);
+    let (watch, _entry) = watchdog.add_connection();
     watch.enter(ConnectionPhase::Deciding);
     for _ in 0..1000 {
-        sweep.sweep_once();
+        watchdog.sweep_once();
     }
     assert!(!watch.must_end_phase());
     watch.enter(ConnectionPhase::Head);
-    sweep.sweep_once();
+    watchdog.sweep_once();
     assert!(!watch.must_end_phase());
 }
 
 #[test]
 fn a_dropped_entry_leaves_the_list() {
-    let sweep = Watchdog::new(patience(), 8);
-    let (_watch, entry) = sweep.add_connection();
-    assert_eq!(sweep.len(), 1);
+    let watchdog = new_watchdog(Some(100));
+    let (_watch, entry) = watchdog.add_connection();
+    assert_eq!(watchdog.len(), 1);
     drop(entry);
-    assert_eq!(sweep.len(), 0);
+    assert_eq!(watchdog.len(), 0);
 }
 
 /// A connection that waits for the client's body.
-fn upload(sweep: &Arc<Watchdog>, paced: bool) -> (Arc<ConnectionWatch>, ConnectionEntry) {
-    let (watch, entry) = sweep.add_connection();
+fn upload(watchdog: &Arc<Watchdog>, paced: bool) -> (Arc<ConnectionWatch>, ConnectionEntry) {
+    let (watch, entry) = watchdog.add_connection();
     watch.enter(ConnectionPhase::Upload);
     watch.begin_body(paced);
-    watch.set_waits_on_client(true);
+    watch.body.waits_on_client.set(true);
     (watch, entry)
 }
 
 /// Receives so many bytes every second, for a minute of ticks or until the body is overdue.
-fn trickle(sweep: &Arc<Watchdog>, watch: &ConnectionWatch, bytes: u64) -> bool {
-    let second = (Duration::from_secs(1).as_nanos() / sweep.tick.as_nanos()) as u32;
+fn trickle(watchdog: &Arc<Watchdog>, watch: &ConnectionWatch, bytes: u64) -> bool {
+    let second = (Duration::from_secs(1).as_nanos() / watchdog.tick.as_nanos()) as u32;
     (0..60 * second).any(|tick| {
         if tick % second == 0 {
             watch.count_body(bytes);
         }
         watch.touch();
-        sweep.sweep_once();
+        watchdog.sweep_once();
         watch.must_end_phase()
     })
 }
 
 #[test]
 fn only_slow_bodies_being_waited_for_expire() {
-    let sweep = Watchdog::new(patience(), 8);
+    let watchdog = new_watchdog(Some(100));
     for (paced, rate, overdue) in [(true, 1, true), (true, 80, true), (true, 120, false), (false, 1, false)] {
-        let (watch, _entry) = upload(&sweep, paced);
-        assert_eq!(trickle(&sweep, &watch, rate), overdue, "{paced} {rate}");
+        let (watch, _entry) = upload(&watchdog, paced);
+        assert_eq!(trickle(&watchdog, &watch, rate), overdue, "{paced} {rate}");
     }
-    let (watch, _entry) = upload(&sweep, true);
-    watch.set_waits_on_client(false);
-    assert!(!trickle(&sweep, &watch, 1), "the upstream doesn't take more");
-    let (watch, _entry) = upload(&sweep, true);
-    assert!(!trickle(&sweep, &watch, 0), "silence has a time of its own");
-    let off = Watchdog::new(PhaseTimeouts { body_rate: None, ..patience() }, 8);
+    let (watch, _entry) = upload(&watchdog, true);
+    watch.body.waits_on_client.set(false);
+    assert!(!trickle(&watchdog, &watch, 1), "the upstream doesn't take more");
+    let (watch, _entry) = upload(&watchdog, true);
+    assert!(!trickle(&watchdog, &watch, 0), "silence has a time of its own");
+    let off = new_watchdog(None);
     let (watch, _entry) = upload(&off, true);
     assert!(!trickle(&off, &watch, 1));
 }
 
 #[test]
 fn too_many_unfinished_heads_end_the_oldest() {
-    let sweep = Watchdog::new(patience(), 8);
-    let (oldest, _a) = sweep.add_connection();
+    let watchdog = new_watchdog(Some(100));
+    let (oldest, _a) = watchdog.add_connection();
     oldest.note_received(UNCOUNTED_HEAD_BYTES);
     oldest.note_received(1000);
-    sweep.sweep_once();
-    let (younger, _b) = sweep.add_connection();
+    watchdog.sweep_once();
+    let (younger, _b) = watchdog.add_connection();
     younger.note_received(MAX_HEAD_BYTES - 1000);
     assert!(!oldest.must_end_phase() && !younger.must_end_phase());
-    let (whole, _c) = sweep.add_connection();
+    let (whole, _c) = watchdog.add_connection();
     whole.note_received(UNCOUNTED_HEAD_BYTES);
     assert!(!oldest.must_end_phase(), "a head in one piece is no burden");
     younger.note_received(1);
     assert!(oldest.is_ended_for(EndReason::HeadBytes) && !younger.must_end_phase());
     younger.enter(ConnectionPhase::AwaitResponse);
-    assert_eq!(sweep.head_bytes.load(Ordering::Relaxed), 0, "a whole head gives back what it took");
-    let (gone, entry) = sweep.add_connection();
+    assert_eq!(watchdog.head_bytes.load(Relaxed), 0, "a whole head gives back what it took");
+    let (gone, entry) = watchdog.add_connection();
     gone.note_received(UNCOUNTED_HEAD_BYTES + 1);
     drop(entry);
-    assert_eq!(sweep.head_bytes.load(Ordering::Relaxed), 0, "and so does a connection that ends");
+    assert_eq!(watchdog.head_bytes.load(Relaxed), 0, "and so does a connection that ends");
 }
 
 #[test]
 fn a_finished_phase_clears_its_end_reason() {
-    let sweep = Watchdog::new(patience(), 8);
-    let (watch, _entry) = sweep.add_connection();
+    let watchdog = new_watchdog(Some(100));
+    let (watch, _entry) = watchdog.add_connection();
     watch.note_received(1);
     watch.enter(ConnectionPhase::AwaitResponse);
     watch.end_phase(ConnectionPhase::Head, EndReason::HeadBytes);
@@ -166,12 +175,12 @@ fn a_finished_phase_clears_its_end_reason() {
 
 #[test]
 fn slow_bodies_expire_during_decisions_and_lingering() {
-    let sweep = Watchdog::new(patience(), 8);
-    let (watch, _entry) = upload(&sweep, true);
+    let watchdog = new_watchdog(Some(100));
+    let (watch, _entry) = upload(&watchdog, true);
     watch.enter(ConnectionPhase::Deciding);
-    assert!(trickle(&sweep, &watch, 1));
-    let (watch, _entry) = sweep.add_connection();
+    assert!(trickle(&watchdog, &watch, 1));
+    let (watch, _entry) = watchdog.add_connection();
     watch.start_linger(true);
-    watch.set_waits_on_client(true);
-    assert!(trickle(&sweep, &watch, 1));
+    watch.body.waits_on_client.set(true);
+    assert!(trickle(&watchdog, &watch, 1));
 }

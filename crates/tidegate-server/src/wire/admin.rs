@@ -15,9 +15,8 @@ use tidegate_core::{Batch, Clock};
 use crate::access::Access;
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
-use crate::local_response::{self, error, json};
+use crate::local_response::{discard_body, error, finish_response, json};
 use crate::watchdog::ConnectionPhase;
-use crate::wire::http_api::discard_body;
 
 /// The time in which the store must answer, or the gate counts as not ready.
 const STORE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -50,14 +49,7 @@ pub(crate) async fn serve<S: Store, C: Clock>(
             _ => error(StatusCode::NOT_FOUND, "no such path; there are /healthz and /readyz"),
         }
     };
-    let mut response = discard_body(watch, request, response);
-    if watch.phase() != ConnectionPhase::Linger {
-        watch.enter(ConnectionPhase::Idle);
-    }
-    if watch.is_draining() {
-        local_response::set_connection_close(&mut response);
-    }
-    Ok(response)
+    Ok(finish_response(watch, discard_body(watch, request.into_body(), false, response)))
 }
 
 async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Response<ResponseBody> {
@@ -68,9 +60,8 @@ async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Res
         StoreResponse::Ready(_) => true,
         StoreResponse::Pending(later) => matches!(tokio::time::timeout(STORE_TIMEOUT, later).await, Ok(Ok(_))),
     };
-    if answers {
-        json(StatusCode::OK, r#"{"status":"ready"}"#.into())
-    } else {
-        json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"the store does not answer"}"#.into())
+    match answers {
+        true => json(StatusCode::OK, r#"{"status":"ready"}"#.into()),
+        false => json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"the store does not answer"}"#.into()),
     }
 }

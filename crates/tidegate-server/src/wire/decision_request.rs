@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
+use serde_json::error::Category;
 use tidegate::PermitId;
 use tidegate::policy::Query;
 use tidegate_core::MAX_COST;
@@ -43,8 +44,8 @@ pub(crate) struct DecisionRequestError {
 }
 
 impl DecisionRequestError {
-    pub(crate) fn in_field(field: &str, message: impl Into<String>) -> Self {
-        Self { field: Some(field.to_owned()), message: message.into(), nearest: None }
+    pub(crate) fn new<'f>(field: impl Into<Option<&'f str>>, message: impl Into<String>) -> Self {
+        Self { field: field.into().map(str::to_owned), message: message.into(), nearest: None }
     }
 
     fn unknown_field(field: &str) -> Self {
@@ -86,48 +87,30 @@ impl<'a> DecisionRequest<'a> {
     /// Reads a JSON object.
     pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
         // One UTF-8 check of all bytes is cheaper than one per string.
-        let Ok(text) = str::from_utf8(bytes) else {
-            return Err(DecisionRequestError {
-                field: None,
-                message: "the body isn't UTF-8".to_owned(),
-                nearest: None,
-            });
-        };
-        let mut reading = RequestVisitor::default();
+        let text = str::from_utf8(bytes).map_err(|_| DecisionRequestError::new(None, "the body isn't UTF-8"))?;
+        let mut visitor = RequestVisitor::default();
         let mut json = serde_json::Deserializer::from_str(text);
-        let read = (&mut reading).deserialize(&mut json).and_then(|()| json.end());
+        let read = (&mut visitor).deserialize(&mut json).and_then(|()| json.end());
         match read {
-            Ok(()) => Ok(reading.request),
-            Err(error) => Err(reading.error.unwrap_or_else(|| match (error.classify(), reading.field) {
-                (serde_json::error::Category::Data, Some(field)) => DecisionRequestError {
-                    field: Some(field.to_owned()),
-                    message: format!("`{field}`: {error}"),
-                    nearest: None,
-                },
-                (serde_json::error::Category::Data, None) => DecisionRequestError {
-                    field: None,
-                    message: "the body is no JSON object".to_owned(),
-                    nearest: None,
-                },
-                _ => DecisionRequestError {
-                    field: None,
-                    message: format!("the body is no JSON: {error}"),
-                    nearest: None,
-                },
+            Ok(()) => Ok(visitor.request),
+            Err(error) => Err(visitor.error.unwrap_or_else(|| match (error.classify(), visitor.field) {
+                (Category::Data, Some(field)) => DecisionRequestError::new(field, format!("`{field}`: {error}")),
+                (Category::Data, None) => DecisionRequestError::new(None, "the body is no JSON object"),
+                _ => DecisionRequestError::new(None, format!("the body is no JSON: {error}")),
             })),
         }
     }
 
     /// Reads a query string.
     pub(crate) fn from_query(query: &'a str) -> Result<Self, DecisionRequestError> {
-        let mut question = Self::default();
+        let mut request = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             let name = decode(name).ok_or_else(|| DecisionRequestError::unknown_field(name))?;
-            let value = decode(value).ok_or_else(|| DecisionRequestError::in_field(&name, "the value isn't UTF-8"))?;
-            question.set_text(&name, value)?;
+            let value = decode(value).ok_or_else(|| DecisionRequestError::new(&*name, "the value isn't UTF-8"))?;
+            request.set_text(&name, value)?;
         }
-        Ok(question)
+        Ok(request)
     }
 
     fn set_text(&mut self, name: &str, value: Cow<'a, str>) -> Result<(), DecisionRequestError> {
@@ -138,14 +121,19 @@ impl<'a> DecisionRequest<'a> {
             "method" => &mut self.method,
             "path" => &mut self.path,
             "host" => &mut self.host,
-            "ip" => return set_once(&mut self.ip, name, parse_ip(&value)?),
-            "permit" => return set_once(&mut self.permit, name, parse_permit(&value)?),
+            "ip" => {
+                let rule = "an `ip` is an IPv4 or IPv6 address without a port";
+                let ip = value.parse().map_err(|_| DecisionRequestError::new(name, rule))?;
+                return set_once(&mut self.ip, name, ip);
+            }
+            "permit" => {
+                let permit = value.parse::<PermitId>();
+                let permit = permit.map_err(|error| DecisionRequestError::new(name, error.to_string()))?;
+                return set_once(&mut self.permit, name, permit);
+            }
             "cost" => {
-                let cost = value
-                    .parse()
-                    .ok()
-                    .filter(|cost| *cost <= MAX_COST)
-                    .ok_or_else(|| DecisionRequestError::in_field(name, COST_RULE))?;
+                let cost = value.parse().ok().filter(|cost| *cost <= MAX_COST);
+                let cost = cost.ok_or_else(|| DecisionRequestError::new(name, COST_RULE))?;
                 return set_once(&mut self.cost, name, cost);
             }
             _ => {
@@ -161,15 +149,12 @@ impl<'a> DecisionRequest<'a> {
     fn set_header(&mut self, name: &str, value: &str) -> Result<(), DecisionRequestError> {
         let field = || format!("header:{}", name.chars().take(64).collect::<String>());
         let header = HeaderName::from_bytes(name.as_bytes())
-            .map_err(|_| DecisionRequestError::in_field(&field(), "this is no header's name"))?;
+            .map_err(|_| DecisionRequestError::new(&*field(), "this is no header's name"))?;
         let value = HeaderValue::from_str(value)
-            .map_err(|_| DecisionRequestError::in_field(&field(), "a header's value has no control characters"))?;
+            .map_err(|_| DecisionRequestError::new(&*field(), "a header's value has no control characters"))?;
         let headers = self.headers.get_or_insert_default();
         if headers.len() >= MAX_HEADERS {
-            return Err(DecisionRequestError::in_field(
-                "headers",
-                format!("there are more than {MAX_HEADERS} headers"),
-            ));
+            return Err(DecisionRequestError::new("headers", format!("there are more than {MAX_HEADERS} headers")));
         }
         headers.append(header, value);
         Ok(())
@@ -181,16 +166,8 @@ const COST_RULE: &str = "a cost is a whole number from 0 to 1099511627776 (2^40)
 fn set_once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), DecisionRequestError> {
     match slot.replace(value) {
         None => Ok(()),
-        Some(_) => Err(DecisionRequestError::in_field(name, format!("`{name}` is there twice"))),
+        Some(_) => Err(DecisionRequestError::new(name, format!("`{name}` is there twice"))),
     }
-}
-
-fn parse_ip(text: &str) -> Result<IpAddr, DecisionRequestError> {
-    text.parse().map_err(|_| DecisionRequestError::in_field("ip", "an `ip` is an IPv4 or IPv6 address without a port"))
-}
-
-fn parse_permit(text: &str) -> Result<PermitId, DecisionRequestError> {
-    text.parse::<PermitId>().map_err(|error| DecisionRequestError::in_field("permit", error.to_string()))
 }
 
 /// Decodes `%41` and `+`. Borrows the text if there is nothing to decode.
@@ -241,14 +218,14 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         while let Some(TextField(name)) = map.next_key::<TextField<'de>>()? {
-            let question = &mut self.request;
+            let request = &mut self.request;
             let (field, slot) = match &*name {
-                "action" => ("action", Some(&mut question.action)),
-                "key" => ("key", Some(&mut question.key)),
-                "platform" => ("platform", Some(&mut question.platform)),
-                "method" => ("method", Some(&mut question.method)),
-                "path" => ("path", Some(&mut question.path)),
-                "host" => ("host", Some(&mut question.host)),
+                "action" => ("action", Some(&mut request.action)),
+                "key" => ("key", Some(&mut request.key)),
+                "platform" => ("platform", Some(&mut request.platform)),
+                "method" => ("method", Some(&mut request.method)),
+                "path" => ("path", Some(&mut request.path)),
+                "host" => ("host", Some(&mut request.host)),
                 "ip" => ("ip", None),
                 "cost" => ("cost", None),
                 "permit" => ("permit", None),
@@ -260,24 +237,16 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
             };
             self.field = Some(field);
             let set = match (slot, field) {
-                (Some(slot), _) => match map.next_value::<Option<TextField<'de>>>()? {
-                    Some(TextField(text)) => set_once(slot, field, text),
-                    None => Ok(()),
-                },
-                (None, "cost") => match map.next_value::<Option<CostField>>()? {
-                    Some(CostField(cost)) => set_once(&mut question.cost, field, cost),
-                    None => Ok(()),
-                },
-                (None, "headers") => match map.next_value::<Option<HeadersField>>()? {
-                    Some(headers) => headers.add_to(question),
-                    None => Ok(()),
-                },
-                (None, _) => match map.next_value::<Option<TextField<'de>>>()? {
-                    Some(TextField(text)) => question.set_text(field, text),
-                    None => Ok(()),
-                },
+                (Some(slot), _) => {
+                    map.next_value::<Option<TextField<'de>>>()?.map(|text| set_once(slot, field, text.0))
+                }
+                (None, "cost") => {
+                    map.next_value::<Option<CostField>>()?.map(|cost| set_once(&mut request.cost, field, cost.0))
+                }
+                (None, "headers") => map.next_value::<Option<HeadersField>>()?.map(|headers| headers.add_to(request)),
+                (None, _) => map.next_value::<Option<TextField<'de>>>()?.map(|text| request.set_text(field, text.0)),
             };
-            if let Err(wrong) = set {
+            if let Some(Err(wrong)) = set {
                 self.error = Some(wrong);
                 return Err(de::Error::custom("wrong value"));
             }
@@ -288,26 +257,9 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
 }
 
 /// A string, borrowed if it has no escapes.
-struct TextField<'a>(Cow<'a, str>);
-
-impl<'de> Deserialize<'de> for TextField<'de> {
-    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct TextVisitor;
-        impl<'de> Visitor<'de> for TextVisitor {
-            type Value = TextField<'de>;
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a string")
-            }
-            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<TextField<'de>, E> {
-                Ok(TextField(Cow::Borrowed(text)))
-            }
-            fn visit_str<E>(self, text: &str) -> Result<TextField<'de>, E> {
-                Ok(TextField(Cow::Owned(text.to_owned())))
-            }
-        }
-        deserializer.deserialize_str(TextVisitor)
-    }
-}
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct TextField<'a>(#[serde(borrow)] Cow<'a, str>);
 
 struct CostField(u64);
 
@@ -336,9 +288,9 @@ impl<'de> Deserialize<'de> for CostField {
 struct HeadersField(Vec<(String, String)>);
 
 impl HeadersField {
-    fn add_to(self, question: &mut DecisionRequest<'_>) -> Result<(), DecisionRequestError> {
-        question.headers.get_or_insert_default();
-        self.0.iter().try_for_each(|(name, value)| question.set_header(name, value))
+    fn add_to(self, request: &mut DecisionRequest<'_>) -> Result<(), DecisionRequestError> {
+        request.headers.get_or_insert_default();
+        self.0.iter().try_for_each(|(name, value)| request.set_header(name, value))
     }
 }
 
@@ -380,23 +332,23 @@ mod tests {
     fn a_complete_decision_request_is_parsed() {
         let json = br#"{"action":"login","ip":"203.0.113.7","key":"a\nb","platform":null,"cost":3,
             "headers":{"X-Tenant":"t1","x-none":null},"method":"POST","path":"/login?x=1","host":"h"}"#;
-        let question = DecisionRequest::from_json(json).unwrap();
-        let query = question.query();
+        let request = DecisionRequest::from_json(json).unwrap();
+        let query = request.query();
         assert_eq!(query.action, Some("login"));
         assert_eq!(query.ip, Some("203.0.113.7".parse().unwrap()));
         assert_eq!(query.key, Some("a\nb"));
         assert_eq!((query.platform, query.cost), (None, Some(3)));
         assert_eq!(query.headers.unwrap()["x-tenant"], "t1");
-        let question =
+        let request =
             DecisionRequest::from_query("action=log%69n&ip=::1&key=a+b%26&cost=3&header:x-tenant=t%201").unwrap();
-        let query = question.query();
+        let query = request.query();
         assert_eq!((query.action, query.key, query.cost), (Some("login"), Some("a b&"), Some(3)));
         assert_eq!(query.headers.unwrap()["x-tenant"], "t 1");
     }
 
     #[test]
     fn too_many_headers_are_reported_as_such() {
-        let told = "there are more than 64 headers";
+        let expected = "there are more than 64 headers";
         for count in [MAX_HEADERS, MAX_HEADERS + 1, MAX_HEADERS + 2, 300] {
             let members: Vec<String> = (0..count).map(|number| format!(r#""x-{number}":"v""#)).collect();
             let json = format!(r#"{{"action":"login","headers":{{"none":null,{}}},"ip":"::1"}}"#, members.join(","));
@@ -404,10 +356,10 @@ mod tests {
             let query = format!("action=login{pairs}");
             for read in [DecisionRequest::from_json(json.as_bytes()), DecisionRequest::from_query(&query)] {
                 match read {
-                    Ok(question) => assert!(count <= MAX_HEADERS && question.headers.unwrap().len() == count),
+                    Ok(request) => assert!(count <= MAX_HEADERS && request.headers.unwrap().len() == count),
                     Err(wrong) => {
                         assert!(count > MAX_HEADERS, "{wrong:?}");
-                        assert_eq!((wrong.field.as_deref(), &*wrong.message), (Some("headers"), told));
+                        assert_eq!((wrong.field.as_deref(), &*wrong.message), (Some("headers"), expected));
                     }
                 }
             }

@@ -23,7 +23,6 @@ use crate::body::ResponseBody;
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::error;
-use crate::refusal_log::RefusalRecord;
 use crate::rejections::RejectionReason;
 use crate::wire::http_api::{ApiState, check_error_response};
 
@@ -107,9 +106,7 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         Ok(decision) => decision,
         Err(error) => return error_response(&error),
     };
-    if !decision.allowed || decision.shadow {
-        api.refusals.log_refusal(api.gate.plan(), &RefusalRecord { actions, query: &query, decision: &decision });
-    }
+    api.refusals.log_decision(api.gate.plan(), actions, &query, &decision);
     if decision.allowed {
         let mut response = Response::new(ResponseBody::empty());
         api.replies.annotate(actions, &decision, response.headers_mut());

@@ -26,10 +26,9 @@ use tidegate_core::Clock;
 
 use crate::access::{Access, AccessError};
 use crate::body::ResponseBody;
-use crate::connection::MAX_DRAINED_BYTES;
 use crate::listener::ConnectionContext;
-use crate::local_response::{self, error, json};
-use crate::refusal_log::{RefusalLog, RefusalRecord};
+use crate::local_response::{close_after_response, discard_body, error, finish_response, json};
+use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
@@ -55,7 +54,6 @@ pub(crate) struct ApiState<S: Store, C: Clock> {
     pub(crate) untrusted_peer_logged: AtomicBool,
 }
 
-/// The service of one connection's requests.
 pub(crate) struct ApiService<S: Store, C: Clock>(Arc<ApiConnection<S, C>>);
 
 /// One client connection to the API.
@@ -70,7 +68,7 @@ impl<S: Store, C: Clock> ApiService<S, C> {
     }
 }
 
-impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for ApiService<S, C> {
+impl<S: Store, C: Clock> Service<Request<Incoming>> for ApiService<S, C> {
     type Response = Response<ResponseBody>;
     type Error = Infallible;
     type Future = ApiResponseFuture<S, C>;
@@ -83,7 +81,7 @@ impl<S: Store, C: Clock + Send + Sync + 'static> Service<Request<Incoming>> for 
         {
             client.watch.enter(ConnectionPhase::Deciding);
             let denial = api.access.denied_response(denied, &request, client.address, api.gate.clock().now());
-            let response = discard_body(&client.watch, request, denial);
+            let response = discard_body(&client.watch, request.into_body(), false, denial);
             return ApiResponseFuture::Ready(Some(finish_response(&client.watch, response)));
         }
         if request.uri().path() == "/v1/check" && request.method() == Method::POST {
@@ -118,67 +116,36 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
             Self::CheckBody { call, collecting } => {
                 let watch = &*call.context.watch;
                 let response = match ready!(collecting.poll(watch, cx)) {
-                    Ok(bytes) => match DecisionRequest::from_json(&bytes)
-                        .and_then(|question| check(&call.api, &question))
-                    {
-                        Ok(CheckResponse::Ready(response)) => response,
-                        Ok(CheckResponse::Pending(actions, deciding)) => {
-                            let call = Arc::clone(call);
-                            *self = Self::Pending(Box::pin(async move {
-                                let response = match (deciding.decision().await, DecisionRequest::from_json(&bytes)) {
-                                    (Ok(decision), Ok(question)) => {
-                                        decision_response(&call.api, actions, &question.query(), &decision)
-                                    }
-                                    (Err(error), Ok(question)) => {
-                                        check_error_response(&call.api, &question.query(), &error)
-                                    }
-                                    (_, Err(wrong)) => bad_request(&wrong),
-                                };
-                                finish_response(&call.context.watch, response)
-                            }));
-                            return self.poll(cx);
-                        }
-                        Err(wrong) => bad_request(&wrong),
-                    },
                     Err(status) => unreadable_body_response(watch, status),
+                    Ok(bytes) => {
+                        match DecisionRequest::from_json(&bytes).and_then(|request| check(&call.api, &request)) {
+                            Err(wrong) => bad_request(wrong),
+                            Ok(CheckResponse::Ready(response)) => response,
+                            Ok(CheckResponse::Pending(actions, pending)) => {
+                                let call = Arc::clone(call);
+                                *self = Self::Pending(Box::pin(async move {
+                                    let response = match (pending.decision().await, DecisionRequest::from_json(&bytes))
+                                    {
+                                        (Ok(decision), Ok(request)) => {
+                                            decision_response(&call.api, actions, &request.query(), &decision)
+                                        }
+                                        (Err(error), Ok(request)) => {
+                                            check_error_response(&call.api, &request.query(), &error)
+                                        }
+                                        (_, Err(wrong)) => bad_request(wrong),
+                                    };
+                                    finish_response(&call.context.watch, response)
+                                }));
+                                return self.poll(cx);
+                            }
+                        }
+                    }
                 };
                 finish_response(watch, response)
             }
         };
         Poll::Ready(Ok(response))
     }
-}
-
-/// Ends a request. The connection is idle again, unless its response streams or its request is being discarded. While
-/// the server drains, the response is the connection's last.
-pub(crate) fn finish_response(watch: &ConnectionWatch, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
-    if !matches!(watch.phase(), ConnectionPhase::Linger | ConnectionPhase::Download) {
-        watch.enter(ConnectionPhase::Idle);
-    }
-    if watch.is_draining() {
-        local_response::set_connection_close(&mut response);
-    }
-    response
-}
-
-/// Answers a request without its body. A small body is read and discarded after the response.
-pub(crate) fn discard_body(
-    watch: &ConnectionWatch,
-    request: Request<Incoming>,
-    mut response: Response<ResponseBody>,
-) -> Response<ResponseBody> {
-    let body = request.into_body();
-    if body.is_end_stream() {
-        return response;
-    }
-    if body.size_hint().lower() <= MAX_DRAINED_BYTES as u64 {
-        watch.leave_body(body);
-    } else {
-        watch.start_linger(false);
-        watch.set_must_linger();
-        local_response::set_connection_close(&mut response);
-    }
-    response
 }
 
 async fn route<S: Store, C: Clock>(
@@ -188,32 +155,30 @@ async fn route<S: Store, C: Clock>(
 ) -> Response<ResponseBody> {
     let watch = &*client.watch;
     let path = request.uri().path();
-    let (method, allow) = match path {
-        "/v1/check" | "/v1/reset" | "/v1/refund" | "/v1/release" | "/v1/renew" => (Method::POST, "POST"),
-        "/v1/status" | "/v1/explain" => (Method::GET, "GET"),
+    let method = match path {
+        "/v1/check" | "/v1/reset" | "/v1/refund" | "/v1/release" | "/v1/renew" => "POST",
+        "/v1/status" | "/v1/explain" => "GET",
         _ if forward_auth::is_forward_auth_path(path) => {
             let response = forward_auth::handle(api, client, &request).await;
-            return discard_body(watch, request, response);
+            return discard_body(watch, request.into_body(), false, response);
         }
         _ => {
             let message = match nearest(path, PATHS.into_iter()) {
                 Some(nearest) => format!("no such path; did you mean {nearest}?"),
                 None => format!("no such path; there are {}", PATHS.join(", ")),
             };
-            return discard_body(watch, request, error(StatusCode::NOT_FOUND, &message));
+            return discard_body(watch, request.into_body(), false, error(StatusCode::NOT_FOUND, &message));
         }
     };
     if *request.method() != method {
-        let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("{path} takes {allow}"));
-        response.headers_mut().insert(ALLOW, HeaderValue::from_static(allow));
-        return discard_body(watch, request, response);
+        let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("{path} takes {method}"));
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static(method));
+        return discard_body(watch, request.into_body(), false, response);
     }
-    if method == Method::GET {
-        let response = match DecisionRequest::from_query(request.uri().query().unwrap_or_default()) {
-            Ok(question) => handle_read(api, path, &question).await,
-            Err(wrong) => bad_request(&wrong),
-        };
-        return discard_body(watch, request, response);
+    if method == "GET" {
+        let query = request.uri().query().unwrap_or_default();
+        let response = handle(api, path, DecisionRequest::from_query(query)).await.unwrap_or_else(bad_request);
+        return discard_body(watch, request.into_body(), false, response);
     }
     let (parts, body) = request.into_parts();
     watch.enter(ConnectionPhase::Upload);
@@ -223,19 +188,12 @@ async fn route<S: Store, C: Clock>(
         Err(status) => return unreadable_body_response(watch, status),
     };
     watch.enter(ConnectionPhase::Deciding);
-    match DecisionRequest::from_json(&bytes) {
-        Ok(question) => handle_change(api, parts.uri.path(), &question).await,
-        Err(wrong) => bad_request(&wrong),
-    }
+    handle(api, parts.uri.path(), DecisionRequest::from_json(&bytes)).await.unwrap_or_else(bad_request)
 }
 
 /// The response to a decision request that can't be read.
 fn unreadable_body_response(watch: &ConnectionWatch, status: StatusCode) -> Response<ResponseBody> {
-    watch.set_must_linger();
-    let mut response = error(status, "a question has at most 16384 bytes, and arrives whole");
-    local_response::set_connection_close(&mut response);
-    watch.start_linger(false);
-    response
+    close_after_response(watch, error(status, "a question has at most 16384 bytes, and arrives whole"))
 }
 
 /// Collects a small body. Copies nothing if the body arrives in one piece.
@@ -278,10 +236,10 @@ impl BodyCollector {
                 if !mem::replace(&mut self.has_min_rate, true) {
                     watch.set_min_rate(true);
                 }
-                watch.set_waits_on_client(true);
+                watch.body.waits_on_client.set(true);
                 return Poll::Pending;
             };
-            watch.set_waits_on_client(false);
+            watch.body.waits_on_client.set(false);
             let Some(frame) = polled else { break };
             let Ok(frame) = frame else { return Poll::Ready(Err(StatusCode::BAD_REQUEST)) };
             watch.touch();
@@ -305,71 +263,42 @@ impl BodyCollector {
     }
 }
 
-/// Handles requests that change nothing.
-async fn handle_read<S: Store, C: Clock>(
+/// Handles a request other than a check.
+async fn handle<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     path: &str,
-    question: &DecisionRequest<'_>,
-) -> Response<ResponseBody> {
-    let query = match require_action_or_path(api, question) {
-        Ok(()) => question.query(),
-        Err(wrong) => return bad_request(&wrong),
-    };
-    if path == "/v1/explain" {
-        return match api.gate.explain(&query).await {
-            Ok(explanation) => json_response(StatusCode::OK, &explanation),
-            Err(error) => check_error_response(api, &query, &error),
-        };
-    }
-    let actions = match api.gate.actions(&query) {
-        Ok(actions) => actions,
-        Err(error) => return check_error_response(api, &query, &error),
-    };
-    match api.gate.status(&query).await {
-        Ok(decision) => {
-            let mut response = json(StatusCode::OK, api.replies.report(&decision));
-            api.replies.annotate(actions, &decision, response.headers_mut());
-            response
+    request: Result<DecisionRequest<'_>, DecisionRequestError>,
+) -> Result<Response<ResponseBody>, DecisionRequestError> {
+    let request = request?;
+    validate(api, path, &request)?;
+    let query = &request.query();
+    let response = match (path, request.permit) {
+        ("/v1/status", _) => status_response(api, query).await,
+        ("/v1/explain", _) => api.gate.explain(query).await.map(|explained| json_response(StatusCode::OK, &explained)),
+        ("/v1/release", Some(permit)) => {
+            api.gate.release(query, permit).await.map(|held| change_response("released", held))
         }
-        Err(error) => check_error_response(api, &query, &error),
-    }
+        ("/v1/renew", Some(permit)) => api.gate.renew(query, permit).await.map(|held| change_response("renewed", held)),
+        ("/v1/reset", _) => api.gate.reset(query).await.map(|()| change_response("reset", true)),
+        _ => api.gate.refund(query).await.map(|()| change_response("refunded", true)),
+    };
+    Ok(response.unwrap_or_else(|error| check_error_response(api, query, &error)))
 }
 
-/// Handles requests that change state without a check: release, renew, reset and refund.
-async fn handle_change<S: Store, C: Clock>(
+async fn status_response<S: Store, C: Clock>(
     api: &ApiState<S, C>,
-    path: &str,
-    question: &DecisionRequest<'_>,
-) -> Response<ResponseBody> {
-    let query = match require_action_or_path(api, question) {
-        Ok(()) => question.query(),
-        Err(wrong) => return bad_request(&wrong),
-    };
-    let needs_permit = matches!(path, "/v1/release" | "/v1/renew");
-    let permit = match question.permit {
-        Some(_) if !needs_permit => return bad_request(&unexpected_permit(path)),
-        None if needs_permit => {
-            return bad_request(&DecisionRequestError::in_field(
-                "permit",
-                "`permit` is missing: the check that was allowed gave one",
-            ));
-        }
-        permit => permit,
-    };
-    let done = match (path, permit) {
-        ("/v1/release", Some(permit)) => api.gate.release(&query, permit).await.map(|held| ("released", held)),
-        ("/v1/renew", Some(permit)) => api.gate.renew(&query, permit).await.map(|held| ("renewed", held)),
-        ("/v1/reset", _) => api.gate.reset(&query).await.map(|()| ("reset", true)),
-        _ => api.gate.refund(&query).await.map(|()| ("refunded", true)),
-    };
-    match done {
-        Ok((what, whether)) => json(StatusCode::OK, format!(r#"{{"{what}":{whether}}}"#).into()),
-        Err(error) => check_error_response(api, &query, &error),
-    }
+    query: &Query<'_>,
+) -> Result<Response<ResponseBody>, CheckError> {
+    let actions = api.gate.actions(query)?;
+    let decision = api.gate.status(query).await?;
+    let mut response = json(StatusCode::OK, api.replies.report(&decision));
+    api.replies.annotate(actions, &decision, response.headers_mut());
+    Ok(response)
 }
 
-fn unexpected_permit(path: &str) -> DecisionRequestError {
-    DecisionRequestError::in_field("permit", format!("`permit` belongs to /v1/release and /v1/renew, not {path}"))
+/// The response to a change: `{"released":true}`.
+fn change_response(what: &str, value: bool) -> Response<ResponseBody> {
+    json(StatusCode::OK, format!(r#"{{"{what}":{value}}}"#).into())
 }
 
 /// A check that was answered at once or is pending.
@@ -380,13 +309,10 @@ enum CheckResponse<S: Store, C: Clock> {
 
 fn check<S: Store, C: Clock>(
     api: &ApiState<S, C>,
-    question: &DecisionRequest<'_>,
+    request: &DecisionRequest<'_>,
 ) -> Result<CheckResponse<S, C>, DecisionRequestError> {
-    require_action_or_path(api, question)?;
-    if question.permit.is_some() {
-        return Err(unexpected_permit("/v1/check"));
-    }
-    let query = question.query();
+    validate(api, "/v1/check", request)?;
+    let query = request.query();
     let started = api.gate.actions(&query).and_then(|actions| {
         let query = Query { actions: Some(actions), ..query };
         Ok((actions, api.gate.begin_check(&query)?))
@@ -395,7 +321,7 @@ fn check<S: Store, C: Clock>(
         Ok((actions, Check::Decided(decision))) => {
             CheckResponse::Ready(decision_response(api, actions, &query, &decision))
         }
-        Ok((actions, Check::Pending(deciding))) => CheckResponse::Pending(actions, Box::new(deciding)),
+        Ok((actions, Check::Pending(pending))) => CheckResponse::Pending(actions, Box::new(pending)),
         Err(error) => CheckResponse::Ready(check_error_response(api, &query, &error)),
     })
 }
@@ -406,65 +332,71 @@ fn decision_response<S: Store, C: Clock>(
     query: &Query<'_>,
     decision: &Decision,
 ) -> Response<ResponseBody> {
-    if !decision.allowed || decision.shadow {
-        api.refusals.log_refusal(api.gate.plan(), &RefusalRecord { actions, query, decision });
-    }
+    api.refusals.log_decision(api.gate.plan(), actions, query, decision);
     api.replies.decision(actions, decision).map(ResponseBody::full)
 }
 
-/// Checks that a request names an action, or has a path that can select one.
-fn require_action_or_path<S: Store, C: Clock>(
+/// Checks that a request names an action, or has a path that can select one, and that it has a permit if its path needs
+/// one. Requests that change nothing may have one.
+fn validate<S: Store, C: Clock>(
     api: &ApiState<S, C>,
-    question: &DecisionRequest<'_>,
+    path: &str,
+    request: &DecisionRequest<'_>,
 ) -> Result<(), DecisionRequestError> {
-    let query = question.query();
+    let query = request.query();
     if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
         let why = "a `host` is a name or an address (IPv6 in brackets) and at most a port";
         api.refusals.log_rejection(api.gate.clock().now(), RejectionReason::Host, &query, why);
-        return Err(DecisionRequestError::in_field("host", why));
+        return Err(DecisionRequestError::new("host", why));
     }
-    if question.action.is_some() || question.path.is_some() {
-        return Ok(());
+    if query.action.is_none() && query.path.is_none() {
+        let message = "`action` is missing (or the `method` and `path` that find one)";
+        return Err(DecisionRequestError::new("action", message));
     }
-    Err(DecisionRequestError::in_field("action", "`action` is missing (or the `method` and `path` that find one)"))
+    match (path, request.permit) {
+        ("/v1/release" | "/v1/renew", None) => {
+            Err(DecisionRequestError::new("permit", "`permit` is missing: the check that was allowed gave one"))
+        }
+        ("/v1/check" | "/v1/reset" | "/v1/refund", Some(_)) => {
+            let message = format!("`permit` belongs to /v1/release and /v1/renew, not {path}");
+            Err(DecisionRequestError::new("permit", message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The response to a decision request that can't be decided.
 pub(crate) fn check_error_response<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     query: &Query<'_>,
-    error: &CheckError,
+    cause: &CheckError,
 ) -> Response<ResponseBody> {
-    match error {
+    let field = match cause {
+        CheckError::Store(_) => {
+            api.refusals.log_failure(api.gate.clock().now(), cause);
+            return error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written");
+        }
         CheckError::UnknownAction(unknown) => {
             let body = serde_json::json!({
                 "error": "Not Found",
                 "field": "action",
-                "message": error.to_string(),
+                "message": cause.to_string(),
                 "nearest": unknown.nearest,
             });
-            json_response(StatusCode::NOT_FOUND, &body)
-        }
-        CheckError::Key(KeyError::Missing(missing)) => {
-            bad_request(&DecisionRequestError::in_field(&missing.part, error.to_string()))
+            return json_response(StatusCode::NOT_FOUND, &body);
         }
         CheckError::Key(KeyError::Uncountable(uncountable)) => {
             api.refusals.log_rejection(api.gate.clock().now(), uncountable.into(), query, &uncountable.to_string());
-            let field = uncountable.part().map(str::to_owned);
-            bad_request(&DecisionRequestError { field, message: error.to_string(), nearest: None })
+            uncountable.part()
         }
-        CheckError::Key(KeyError::Platform(_)) => {
-            bad_request(&DecisionRequestError::in_field("platform", error.to_string()))
-        }
-        CheckError::Cost { .. } => bad_request(&DecisionRequestError::in_field("cost", error.to_string())),
-        CheckError::Store(_) => {
-            api.refusals.log_failure(api.gate.clock().now(), error);
-            local_response::error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written")
-        }
-    }
+        CheckError::Key(KeyError::Missing(missing)) => Some(&*missing.part),
+        CheckError::Key(KeyError::Platform(_)) => Some("platform"),
+        CheckError::Cost { .. } => Some("cost"),
+    };
+    bad_request(DecisionRequestError::new(field, cause.to_string()))
 }
 
-fn bad_request(wrong: &DecisionRequestError) -> Response<ResponseBody> {
+fn bad_request(wrong: DecisionRequestError) -> Response<ResponseBody> {
     let mut body = serde_json::json!({ "error": "Bad Request", "field": wrong.field, "message": wrong.message });
     if let Some(nearest) = wrong.nearest {
         body["nearest"] = nearest.into();

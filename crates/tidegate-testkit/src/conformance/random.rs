@@ -16,9 +16,9 @@ use crate::traffic::{PlanContents, TrafficGenerator};
 /// The number of batches for one random plan.
 const BATCHES_PER_PLAN: u32 = 250;
 
-pub(super) fn random_batches<B: Backend>(backend: &B, effort: &ConformanceOptions) -> Result<(), String> {
-    let mut seeds = RandomSource::from_seed(effort.seed);
-    let mut left = effort.batches;
+pub(super) fn random_batches<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), String> {
+    let mut seeds = RandomSource::from_seed(options.seed);
+    let mut left = options.batches;
     while left > 0 {
         let batches = left.min(BATCHES_PER_PLAN);
         let seed = seeds.next_u64();

@@ -47,9 +47,9 @@ impl RedisServer {
     ///
     /// # Panics
     /// If it doesn't start. The message has the server's output.
-    pub fn start_with(setup: RedisServerOptions) -> Option<Self> {
+    pub fn start_with(options: RedisServerOptions) -> Option<Self> {
         let program = require_program("redis-server")?;
-        let mut server = Self { program, options: setup, port: free_port(), child: None, scratch: ScratchDir::new() };
+        let mut server = Self { program, options, port: free_port(), child: None, scratch: ScratchDir::new() };
         server.launch();
         Some(server)
     }
@@ -137,9 +137,9 @@ impl RedisServer {
     /// # Panics
     /// If it doesn't reply.
     pub fn script_count(&self) -> u64 {
-        let told = self.command(&["INFO", "commandstats"]);
+        let stats = self.command(&["INFO", "commandstats"]);
         let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
-        told.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum()
+        stats.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum()
     }
 
     /// Ends it with SIGKILL, without a clean shutdown.
