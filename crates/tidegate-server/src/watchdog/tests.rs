@@ -1,15 +1,20 @@
 use super::phase::UNCOUNTED_HEAD_BYTES;
 use super::*;
+use tidegate_policy::Policy;
+
+fn default_timeouts() -> InboundTimeouts {
+    Policy::builder().build().unwrap().inbound().timeouts
+}
 
 /// The same timeout for each phase.
 pub(crate) fn uniform_timeouts(time: Duration) -> InboundTimeouts {
-    let mut timeouts = InboundTimeouts::default();
+    let mut timeouts = default_timeouts();
     (timeouts.idle, timeouts.header, timeouts.body, timeouts.response) = (time, time, time, time);
     timeouts
 }
 
 fn timeouts() -> InboundTimeouts {
-    let mut timeouts = InboundTimeouts::default();
+    let mut timeouts = default_timeouts();
     timeouts.idle = Duration::from_millis(800);
     timeouts.header = Duration::from_millis(80);
     timeouts.body = Duration::from_millis(160);
