@@ -191,7 +191,7 @@ fn describe_matcher(action: &Action, forward_auth: bool) -> String {
         None => ": by name, through the decision API".to_owned(),
     };
     if action.cost() != 1 {
-        let _ = write!(text, "; a call weighs {}", action.cost());
+        let _ = write!(text, "; a call costs {}", action.cost());
     }
     if action.is_shadow() {
         text.push_str("; shadow: decides and logs, refuses nothing");

@@ -123,7 +123,7 @@ fn check_describes_the_outbound_providers() {
         "good\n\ncalls to other people's APIs\ntmdb: https://api.themoviedb.org/3 (preset tmdb)\n",
         "  at most 40 in any 10 s (each credential)\n",
         "  user: 10 s a call, 1 retry, up to 1024 waiting\n",
-        "  credentials env:APP_TOKEN[1], env:APP_TOKEN[2] in turn, as Authorization: Bearer; each rests for 1 s, 2 s … 32 s",
+        "  credentials env:APP_TOKEN[1], env:APP_TOKEN[2] in turn, as Authorization: Bearer; each cools down for 1 s, 2 s … 32 s",
         "plain: http://api.example.com; warning: http sends everything in the clear, credentials included\n  unlimited\n",
     ] {
         assert!(out.contains(expected), "{expected}\n{out}");

@@ -311,7 +311,7 @@ where
             // Every call gets this error. The failure before it is already in the log.
             Ok(Err(LoginError::TokenRejected)) => Err(Class::Auth),
             Ok(Err(error)) => {
-                tracing::warn!(%error, credential, "a credential that wasn't accepted can't be logged in anew");
+                tracing::warn!(%error, credential, "the login for a credential that wasn't accepted failed");
                 Err(error.attempt_report().class)
             }
             Err(_) => Err(Class::Transient),

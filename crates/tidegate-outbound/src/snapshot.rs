@@ -125,7 +125,7 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         if saved_at > now + MAX_CLOCK_STEP_BACK {
             tracing::warn!(
                 behind_secs = saved_at.since(now).as_secs_ceil(),
-                "the clock is behind the one that saved outbound state: quotas go on in the period that it had reached"
+                "the clock is behind the one that saved outbound state: quotas continue in the period that was saved"
             );
         }
         let mut earliest_records: HashMap<&RecordKey, &SnapshotRecord> = HashMap::new();

@@ -88,7 +88,7 @@ fn describe_penalty(penalty: &Penalty, is_ban: bool) -> String {
     }
     if !all_are_equal {
         let step = describe_duration(penalty.forgive_after());
-        let _ = write!(words, "; one step back after each {step} without a refusal");
+        let _ = write!(words, "; one strike less after each {step} without a refusal");
     }
     words
 }
@@ -137,7 +137,7 @@ impl Plan {
             };
             let shadow = if action.is_shadow() { ", in shadow: logged, never refused" } else { "" };
             let weight =
-                if action.cost() == 1 { String::new() } else { format!(", each call weighs {}", action.cost()) };
+                if action.cost() == 1 { String::new() } else { format!(", each call costs {}", action.cost()) };
             let _ = writeln!(text, "{}: {reached}{weight}{shadow}", action.name());
             if action.is_unlimited() {
                 let _ = writeln!(text, "    unlimited");
@@ -224,10 +224,10 @@ mod tests {
         let window = Span::from_secs(60);
         let words = |spec: PenaltySpec| describe_penalty(&Penalty::new(spec, window).unwrap(), false);
         let spec = PenaltySpec::default();
-        assert_eq!(words(spec), "blocks of 2 s, 4 s … 1 h; one step back after each 1 h without a refusal");
+        assert_eq!(words(spec), "blocks of 2 s, 4 s … 1 h; one strike less after each 1 h without a refusal");
         assert_eq!(
             words(PenaltySpec { cap: Span::from_secs(3), mode: PenaltyMode::Strict, ..spec }),
-            "blocks of 2 s, then 3 s, or until there is room if that is longer; one step back after each 60 s without \
+            "blocks of 2 s, then 3 s, or until there is room if that is longer; one strike less after each 60 s without \
              a refusal"
         );
         assert_eq!(words(PenaltySpec { factor: 1, ..spec }), "blocks of 2 s each");

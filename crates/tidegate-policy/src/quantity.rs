@@ -271,7 +271,7 @@ fn parse_after_number(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Q
             let error = QuantityError::new(here, format!("found {found} after the number"), EXPECTED);
             Err(match cursor.rest().find("per").filter(|_| !other.is_empty()) {
                 Some(at) => {
-                    error.help(format!("what is counted isn't named: write \"{limit} {}\"", &cursor.rest()[at..]))
+                    error.help(format!("leave out the counted thing: write \"{limit} {}\"", &cursor.rest()[at..]))
                 }
                 None => error.did_you_mean(nearest(other, ["per", "in flight"])),
             })

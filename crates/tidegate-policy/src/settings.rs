@@ -106,7 +106,11 @@ pub(crate) static PREFIXED_SETTINGS: [PrefixedSetting; 11] = [
     prefixed("API_MAX_BACKOFF_TIME", "retry.cap", "the longest wait before a retry"),
     prefixed("TOKEN", "credentials", "the tokens themselves, with commas between them"),
     prefixed("TOKEN_LOAD_BALANCING", "balance", "round-robin, random or least-recently-used"),
-    prefixed("MAX_RETRIES", "retry.max_token_retries", "throttled calls sent again with another token"),
+    prefixed(
+        "MAX_RETRIES",
+        "retry.max_token_retries",
+        "the maximum number of retries of a throttled call with another token",
+    ),
     prefixed("TOKEN_MAX_RETRIES", "retry.max_token_retries", "the same; beats MAX_RETRIES"),
     prefixed("BASE_TIMEOUT", "cooldown.base", "the first cool-down of a throttled token"),
     prefixed("TOKEN_BASE_TIMEOUT", "cooldown.base", "the same; beats BASE_TIMEOUT"),
@@ -175,7 +179,7 @@ pub(crate) fn find(path: &str) -> Option<&'static Setting> {
 /// out.
 pub fn env_example() -> String {
     let mut text = String::from(
-        "# Every environment variable that Tidegate reads, with its default. The environment beats the policy file.\n\
+        "# Every environment variable that Tidegate reads, with its default. The environment overrides the policy file.\n\
          # NAME stands for the name of an action or a provider in the policy file, in capitals.\n\n",
     );
     let plain = PLAIN_VARIABLES.iter().map(|(name, default, meaning)| ((*name).to_owned(), *default, *meaning));

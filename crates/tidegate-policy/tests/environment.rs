@@ -58,10 +58,10 @@ fn the_embedded_default_policy_needs_no_file() {
     assert_eq!(
         policy.plan().describe(),
         "inbound.global, over all actions\n    \
-         global, by client_ip: at most 1000 in any 1 h; over that, blocks of 2 s, 4 s … 1 h; one step back after each \
+         global, by client_ip: at most 1000 in any 1 h; over that, blocks of 2 s, 4 s … 1 h; one strike less after each \
          1 h without a refusal\n\
          login: POST /login\n    \
-         login, by client_ip: at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h; one step back after each \
+         login, by client_ip: at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h; one strike less after each \
          1 h without a refusal\n"
     );
 }

@@ -251,7 +251,9 @@ fn collect_notes(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<
                 _ => false,
             };
             if lacks {
-                notes.push(format!("{name}: the log never tells {part}, so all its calls were counted as if without"));
+                notes.push(format!(
+                    "{name}: the log doesn't contain {part}, so all calls were counted as calls without it"
+                ));
             }
         }
     }

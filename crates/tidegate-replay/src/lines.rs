@@ -46,7 +46,7 @@ fn zstd_decoder<'r>(log: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
 fn zstd_decoder<'r>(_: impl Read + 'r) -> io::Result<Box<dyn Read + 'r>> {
     Err(io::Error::new(
         io::ErrorKind::Unsupported,
-        "it is packed by Zstandard, which this program was built without; unpack it, or build with --features simulate",
+        "it is compressed with Zstandard, which this build can't read; decompress it, or build with --features simulate",
     ))
 }
 

@@ -130,7 +130,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         }
 
         stop.await;
-        tracing::info!(patience = ?self.shutdown_timeout, "stopping: no more connections; requests in flight get their answers");
+        tracing::info!(timeout = ?self.shutdown_timeout, "stopping: no more connections; requests in flight get their answers");
         self.draining.store(true, Ordering::Relaxed);
         let summary = shut_down(clients, admin, self.shutdown_timeout).await;
         if let Some(snapshot) = self.snapshot {

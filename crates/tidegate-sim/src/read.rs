@@ -214,7 +214,7 @@ fn bounded_duration(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str)
 
 /// Reads one time range within the run.
 fn measured_range(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str, duration: Span) -> Option<TimeRange> {
-    const EXPECTED: &str = "the stretch of the run that goodput is taken over, such as \"20s to 60s\"";
+    const EXPECTED: &str = "the span of time for which goodput is measured, such as \"20s to 60s\"";
     match *values::time_ranges(reader, node, key)? {
         [range] if range.until <= duration => Some(range),
         [range] => {

@@ -216,11 +216,11 @@ impl Store for Fleet {
     fn maintain(&self, now: Time) -> Losses {
         let untold = self.node.dropped_count.swap(0, Ordering::Relaxed);
         if untold > 0 {
-            tracing::warn!(untold, "the store is too slow for what it is told: refunds and the like were dropped");
+            tracing::warn!(untold, "the store is too slow: refunds and other reports were dropped");
         }
         let late = self.node.late_count.swap(0, Ordering::Relaxed);
         if late >= LATE_WARNING_THRESHOLD {
-            tracing::warn!(late, "answers of the store come too late: decisions are made without it, time and again");
+            tracing::warn!(late, "answers of the store repeatedly come too late: decisions are made without it");
         }
         self.node.partitions.iter().fold(Losses::default(), |losses, partition| {
             let local = partition.fallback().map(|local| local.memory.maintain(now));

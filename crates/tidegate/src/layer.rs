@@ -359,7 +359,7 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
         }
         if decision.shadow {
             let limit = decision.bound_by.map_or("", |id| self.gate.plan().limit_info(id).name());
-            tracing::info!(limit, ip = ?query.ip, "would be refused, but the limit only watches");
+            tracing::info!(limit, ip = ?query.ip, "would be refused, but the limit is in shadow mode");
         }
         let guard = self.gate.hold_permit(&query, &decision).map_err(error_response)?;
         Ok(AdmittedCall { actions, decision, permit: guard.map(RenewedPermit::start_renewal) })

@@ -30,6 +30,6 @@ fn listening_beyond_loopback_requires_a_token() {
         .unwrap();
     assert!(!serve.status.success());
     let told = String::from_utf8(serve.stderr).unwrap();
-    let open = "the outbound gateway listens beyond loopback (0.0.0.0:0) without a token, so anybody could use it";
+    let open = "the outbound gateway listens beyond loopback (0.0.0.0:0) without a token, so every host that reaches it could use it";
     assert!(told.contains(open), "{told}");
 }

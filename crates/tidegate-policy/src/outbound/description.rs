@@ -49,7 +49,7 @@ impl OutboundConfig {
             add_limits(lane_limits, &format!("{} calls", lane.name()));
         }
         if rules.tracks_remaining {
-            lines.push("what replies say is left (each credential), the first call alone".to_owned());
+            lines.push("the remaining amount that replies report (each credential), the first call alone".to_owned());
         }
         // No store counts these, even if the rest is shared.
         let node_note = if provider.shared { ", in each node" } else { "" };
@@ -67,7 +67,7 @@ impl OutboundConfig {
         }
         if let Some(spec) = &provider.adaptive_limit {
             let (min, max, initial) = (spec.min, spec.max, spec.initial);
-            lines.push(format!("as many at the same time as it bears, {min} to {max}, at first {initial}"));
+            lines.push(format!("as many at the same time as it can serve, {min} to {max}, at first {initial}"));
         }
         lines.extend(pace_line(&provider.pace));
         lines
@@ -91,7 +91,7 @@ fn pace_line(pace: &PaceConfig) -> Option<String> {
         PaceConfig::Adaptive(AdaptiveRateSpec { initial, slowest, fastest }) => {
             let [first, least, most] = [initial, slowest, fastest].map(|interval| describe_duration(*interval));
             Some(format!(
-                "the rate that it bears is found, at first a call each {first}, at least each {least} and at most each \
+                "the accepted rate is found by trials: at first a call each {first}, at least each {least} and at most each \
                  {most}"
             ))
         }

@@ -67,7 +67,7 @@ fn quantity_errors_state_position_and_help() {
             "5 requests per 60s",
             2..10,
             "found `requests` after the number",
-            "what is counted isn't named: write \"5 per 60s\"",
+            "leave out the counted thing: write \"5 per 60s\"",
         ),
         ("5 per 60", 6..8, "the number 60 has no unit", "did you mean \"60s\" or \"60ms\"?"),
         ("5 per", 5..5, "found nothing where a number should be", ""),

@@ -66,7 +66,7 @@ setting_keys! {
         limit: Quantities = "", LIMITS, "the limit, as a quantity";
         penalty: () = "", TABLE, "the penalty for exceeding it; default the action's penalty", Below::Table(&PENALTY);
         ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";
-        count: CountMode = "", Words(&COUNT_WORDS), "which calls count; the action's word if unsaid";
+        count: CountMode = "", Words(&COUNT_WORDS), "the calls that count; default the action's";
     }
 }
 

@@ -159,8 +159,8 @@ impl DocumentReader<'_> {
             return true;
         }
         let message =
-            format!("each call weighs {cost}, but {whose} \"{quantity}\" never has room for more than {capacity}");
-        self.report(cost_at.unwrap_or(at), message, "a cost that fits: a heavier call would never pass");
+            format!("each call costs {cost}, but {whose} \"{quantity}\" never has room for more than {capacity}");
+        self.report(cost_at.unwrap_or(at), message, "a cost that fits: a call with a higher cost would never pass");
         false
     }
 

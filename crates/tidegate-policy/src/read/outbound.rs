@@ -26,9 +26,9 @@ setting_keys! {
             "the address of the gateway to other people's APIs, or off";
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
         hosts: Vec<String> = "", HOSTS, "names that a request's Host may have besides loopback's";
-        connections: u32 = "1024", CONNECTIONS, "connections of callers open at once";
+        connections: u32 = "1024", CONNECTIONS, "the maximum number of open connections of callers";
         connections_per_client: Option<usize> = "", OrWord("off", CONNECTIONS),
-            "connections of one caller's address open at once, or off; default a quarter of connections";
+            "the maximum number of open connections of one caller's address, or off; default a quarter of connections";
         cache_bytes: u64 = "64MiB", Bytes(64 << 10, 1 << 44), "the maximum memory for the cached replies of all providers";
         snapshot: Option<PathBuf> = "off",
             Custom(Text, "a file's path, or `off`", |reader, node, _| reader.snapshot(node)),

@@ -57,7 +57,7 @@ setting_keys! {
         timeout: Option<Duration> = "", Maybe(DURATION), "the time for a whole call, in every lane";
         connect_timeout: Duration = "5s", DURATION, "the time for connecting";
         attempt_timeout: Duration = "30s", DURATION,
-            "the time from the last progress of the request's body to the begin of its reply, and the longest pause of \
+            "the time from the last progress of the request's body to the beginning of its reply, and the longest pause of \
              the reply";
         replay: usize = "64KiB", Bytes(0, 64 << 20), "the longest request body that is kept for another attempt";
         lead: Span = "500ms", Custom(Text, "a duration", lead), "the longest time that a request is on its way to it";

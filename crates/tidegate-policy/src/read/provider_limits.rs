@@ -181,7 +181,7 @@ impl DocumentReader<'_> {
         let info = OutboundLimitInfo {
             name: format!("{}.cooldown", section.name),
             quantity: None,
-            description: format!("rests for {} when it is throttled", description::describe_waits(base, 2, cap)),
+            description: format!("cools down for {} when it is throttled", description::describe_waits(base, 2, cap)),
             per_credential: true,
         };
         self.add_outbound_limit(collected, LimitKind::Cooldown(Cooldown { base, cap, stagger }), info, section.name_at)
@@ -207,7 +207,7 @@ impl DocumentReader<'_> {
         calls_key: &str,
     ) -> Option<Vec<ParsedLimit>> {
         let limits = self.parse_limits(table, key, Measure::Cost)?;
-        let help = format!("what is in flight is counted in calls: `{calls_key}`");
+        let help = format!("a limit on calls in flight belongs in `{calls_key}`");
         self.check_no_in_flight(&limits, &format!("`{}`", key.name()), &help).then_some(limits)
     }
 

@@ -26,7 +26,7 @@ setting_keys! {
         ttl: Option<Duration> = "", Maybe(Custom(Text, "a duration, or `forever`", ttl)),
             "the time for which replies are fresh, or forever; default as HTTP says";
         shared: bool = "false", FLAG, "true if credentials share replies; otherwise several credentials keep none";
-        stale: Option<Duration> = "", Maybe(DURATION), "the time after that in which they may be used while it is unavailable";
+        stale: Option<Duration> = "", Maybe(DURATION), "the time after that in which replies may be used while the provider is unavailable";
         max_body: usize = "1MiB", Bytes(1, 1 << 30), "the longest body that is kept";
     }
 

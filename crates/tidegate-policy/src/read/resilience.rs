@@ -41,7 +41,7 @@ const RAMP: Custom<Vec<RampStep>> =
 setting_keys! {
     RETRY: RetryKeys {
         max_attempts: Option<u32> = "", Maybe(Whole(1, MAX_ATTEMPTS)), "attempts per call; the lane's by default";
-        max_token_retries: u32 = "5", Whole(0, MAX_ATTEMPTS), "throttled calls sent again with another credential";
+        max_token_retries: u32 = "5", Whole(0, MAX_ATTEMPTS), "the maximum number of retries of a throttled call with another credential";
         base: Span = "500ms", SPAN, "the first wait; 1s with a preset";
         factor: u32 = "2", FACTOR, "the factor of each further wait";
         cap: Span = "8s", SPAN, "the longest wait; 30s with a preset";
@@ -60,7 +60,7 @@ setting_keys! {
         failures: Option<u32> = "5", OrWord("off", COUNT), "opens at this many failures in a row, or off";
         failure_rate: Option<u16> = "", Maybe(SHARE), "opens at this share of failures in the window";
         window: Span = "60s", SPAN, "the time for which shares are calculated";
-        min_calls: u32 = "10", COUNT, "the least calls in the window for shares to count";
+        min_calls: u32 = "10", COUNT, "the minimum number of calls in the window before shares count";
         slow_after: Option<Span> = "", Maybe(SPAN), "a call that takes longer is slow";
         slow_rate: Option<u16> = "", Maybe(SHARE), "opens at this share of slow calls; default 0.5";
         open: Span = "5m", SPAN, "the time for which it stays open";
@@ -80,15 +80,15 @@ setting_keys! {
     }
 
     ADAPTIVE: AdaptiveKeys {
-        min: u32 = "4", COUNT, "never fewer than this";
-        max: u32 = "1000", COUNT, "never more than this";
+        min: u32 = "4", COUNT, "the minimum number of calls at a time";
+        max: u32 = "1000", COUNT, "the maximum number of calls at a time";
         initial: u32 = "20", COUNT, "the first number of calls at a time";
     }
 
     COOLDOWN: CooldownKeys {
         base: Span = "1s", SPAN,
-            "the first time; without a second credential retry.base, if retry's waits aren't the default";
-        cap: Span = "32s", SPAN, "the longest time; without a second credential retry.cap, if retry's waits aren't the default";
+            "the first cool-down; with a single credential retry.base, if retry's waits aren't the default";
+        cap: Span = "32s", SPAN, "the longest cool-down; with a single credential retry.cap, if retry's waits aren't the default";
     }
 }
 

@@ -77,16 +77,16 @@ setting_keys! {
     }
 
     CAPS: CapKeys {
-        connections: u32 = "10000", CONNECTIONS, "connections open at once";
+        connections: u32 = "10000", CONNECTIONS, "the maximum number of open connections";
         connections_per_client: Option<usize> = "", OrWord("off", CONNECTIONS),
-            "connections of one client address open at once, or off; default a quarter of connections";
+            "the maximum number of open connections of one client address, or off; default a quarter of connections";
         // 8 KiB is the smallest buffer with which hyper reads heads.
-        header_bytes: usize = "64KiB", Bytes(8 << 10, 1 << 20), "bytes in the head of a request";
-        headers: usize = "100", Whole(1, 10_000), "header lines in a request";
+        header_bytes: usize = "64KiB", Bytes(8 << 10, 1 << 20), "the maximum number of bytes in the head of a request";
+        headers: usize = "100", Whole(1, 10_000), "the maximum number of header lines in a request";
         body: Option<u64> = "unlimited", Custom(Text, "a number of bytes, or `unlimited`", body_cap),
-            "bytes in the body of a request";
+            "the maximum number of bytes in the body of a request";
         body_rate: Option<u64> = "100B", OrWord("off", Bytes(1, 1 << 30)),
-            "the least bytes per second of a request's body, or off";
+            "the minimum rate of a request's body in bytes per second, or off";
         pool_idle: usize = "128", Whole(0, 100_000), "idle connections kept to the upstream";
     }
 
@@ -99,7 +99,7 @@ setting_keys! {
         forward_auth: bool = "", FLAG,
             "true to answer forward-auth; default true unless requests can meet a limit on calls in flight";
         deny_status: u16 = "429", Whole(400, 599),
-            "the status with which forward-auth refuses; nginx wants 401 or 403";
+            "the status with which forward-auth refuses; nginx accepts only 401 and 403";
     }
 
     ADMIN: AdminKeys {
@@ -240,8 +240,9 @@ impl DocumentReader<'_> {
             && token == Some(None)
             && !self.has_misspelling_of(table, "admin", "token")
         {
-            let message =
-                format!("{what} listens beyond loopback ({address}) without a token, so anybody could use it");
+            let message = format!(
+                "{what} listens beyond loopback ({address}) without a token, so every host that reaches it could use it"
+            );
             let expected = format!("a `token` beside it, or an address on loopback such as \"{}\"", listen_key.default);
             self.error(node.at, message, expected)
                 .help("add token = \"env:NAME\", with the token in the environment variable NAME")
@@ -327,7 +328,7 @@ impl DocumentReader<'_> {
                 && is_own_address(url.bare_host(), port, *listen)
             {
                 let message = format!("`base_url` is the address that [outbound] listens on, {listen}");
-                self.report(node.at, message, "the root of somebody's API: the gateway would call itself");
+                self.report(node.at, message, "the root of another API: the gateway would call itself");
             }
         }
     }

@@ -36,14 +36,14 @@ setting_keys! {
             "the beginning of all names in a shared store";
         hash_key: Option<SecretSource> = "", Maybe(SECRET),
             "the secret that keys are hashed under, as env:NAME; by default kept in the store";
-        nodes: u32 = "1", Whole(1, 4096), "the number of nodes that share the store, until the store tells it";
+        nodes: u32 = "1", Whole(1, 4096), "the number of nodes that share the store, until the store reports it";
         sync: Option<Duration> = "100ms", OrWord("always", DURATION),
             "the longest time from a change to its write to the file, or always";
         on_full: OnFull = "", Words(&[("continue", OnFull::Continue), ("deny", OnFull::Deny)]),
             "the rule while a file can't be written: continue or deny; default deny with sync = always, else continue";
         cluster: ClusterMode = "together",
             Words(&[("together", ClusterMode::Together), ("reserve", ClusterMode::Reserve)]),
-            "a cluster's keys: together, or reserve to take them one by one";
+            "a decision's keys in a cluster: together on one server, or reserve to charge one after the other";
     }
 
     /// The keys of a `lease`.

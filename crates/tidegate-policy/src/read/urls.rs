@@ -59,7 +59,7 @@ impl DocumentReader<'_> {
                 let help = match part {
                     "." | ".." => "leave out the segments that it stands for".to_owned(),
                     "{" | "}" => format!("a credential's place is written {KEY_PLACEHOLDER}"),
-                    _ => "what doesn't belong into a URL is written as %20".to_owned(),
+                    _ => "characters that a URL can't contain are escaped, such as %20".to_owned(),
                 };
                 (format!(" has {} in its path", quoted(part)), Some(help))
             }

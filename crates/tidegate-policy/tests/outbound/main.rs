@@ -304,7 +304,7 @@ fn a_pace_may_be_word_or_table() {
             "\"adaptive\"",
             PaceConfig::Adaptive(AdaptiveRateSpec::default()),
             Some(
-                "the rate that it bears is found, at first a call each 100 ms, at least each 60 s and at most each 1 µs",
+                "the accepted rate is found by trials: at first a call each 100 ms, at least each 60 s and at most each 1 µs",
             ),
         ),
     ] {

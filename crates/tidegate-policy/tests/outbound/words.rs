@@ -13,7 +13,7 @@ fn descriptions_state_true_bounds_without_secrets() {
         "  1000 per calendar day in America/Los_Angeles: up to 2000 around midnight (each credential)\n",
         "  1 per second, evenly spaced: at most 61 in any 60 s (background calls)\n",
         "  at most 8 at the same time (all calls)\n",
-        "  as many at the same time as it bears, 2 to 30, at first 3\n",
+        "  as many at the same time as it can serve, 2 to 30, at first 3\n",
         "  webhook: 5 s a call, 0 retries, up to 300 waiting, at most 6 at the same time\n",
         "at most 2 at the same time, only 22:00-06:00 in Europe/Berlin\n",
         "  before a retry half to all of 2 s, 6 s … 40 s, or Retry-After up to 60 s; retries up to 12.5 % of first tries, \
@@ -22,7 +22,7 @@ fn descriptions_state_true_bounds_without_secrets() {
          20 calls or more in 30 s, for half to all of 1 s, 3 s … 60 s; 2 probes at a time, closes after 3 successes; \
          then 10 % for 10 s, 50 % for 20 s of calls\n",
         "  credentials env:KEY_A, env:KEYS[2], file:/run/key, the one unused for longest, as authorization Token; each \
-         rests for 2 s, 4 s … 16 s when it is throttled\n",
+         cools down for 2 s, 4 s … 16 s when it is throttled\n",
         "  logs in by POST /login with pin from env:PIN, for 12 h, renewed 1 h before\n",
         "  a reply 403 or 429 with \"slow down\" in /error is throttled, until the quota's period ends\n",
         "  a call reserves a cost of 5, 1 for each 4 bytes of its body, what /max_tokens in it says; its reply settles that \
