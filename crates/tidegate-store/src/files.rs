@@ -20,8 +20,7 @@ const MAX_LINKS: usize = 40;
 const RANDOM_CHARS: usize = 12;
 /// The end of a temporary name.
 const TEMP_SUFFIX: &str = ".new";
-/// The retries of a lock that is held, and the wait before each: a child process has a copy of all locks of its parent
-/// until it executes its own program.
+/// The retries of a lock that is held, and the wait before each.
 const LOCK_RETRIES: u32 = 20;
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -68,13 +67,23 @@ pub fn lock(path: &Path) -> Result<File, TryLockError> {
     let mut options = File::options();
     options.read(true).write(true).create(true).truncate(false);
     let file = open(path, &mut options).map_err(TryLockError::Error)?;
-    let mut retries = 0..LOCK_RETRIES;
-    loop {
-        match file.try_lock() {
-            Err(TryLockError::WouldBlock) if retries.next().is_some() => thread::sleep(LOCK_RETRY_INTERVAL),
-            locked => return locked.map(|()| file),
+    retry_while_locked(|| file.try_lock(), |error| matches!(error, TryLockError::WouldBlock))?;
+    Ok(file)
+}
+
+/// Repeats an attempt for a moment while another process holds a lock: a child process has a copy of all locks of its
+/// parent until it executes its own program.
+pub(crate) fn retry_while_locked<T, E>(
+    mut attempt: impl FnMut() -> Result<T, E>,
+    is_locked: impl Fn(&E) -> bool,
+) -> Result<T, E> {
+    for _ in 0..LOCK_RETRIES {
+        match attempt() {
+            Err(error) if is_locked(&error) => thread::sleep(LOCK_RETRY_INTERVAL),
+            result => return result,
         }
     }
+    attempt()
 }
 
 /// Replaces the file at a resolved path by what `write` writes. Readers find all of the old contents or all of the new

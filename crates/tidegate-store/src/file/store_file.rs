@@ -55,7 +55,10 @@ impl StoreFile {
     pub(super) fn open(path: &Path) -> Result<Self, FileError> {
         let path = files::resolve(path).map_err(|error| io_error(path, error))?;
         create_if_missing(&path)?;
-        let mut file = Self::with_opener(&path, Box::new(|path| Ok(builder().create_with_backend(backend(path)?)?)));
+        let open = |path: &Path| -> Result<Database, Error> { Ok(builder().create_with_backend(backend(path)?)?) };
+        let is_locked = |error: &Error| matches!(error, Error::DatabaseAlreadyOpen);
+        let open = move |path: &Path| files::retry_while_locked(|| open(path), is_locked);
+        let mut file = Self::with_opener(&path, Box::new(open));
         file.compact()?;
         // Its seed is a secret. Only here is the file known to be a store.
         if let Err(error) = files::make_private(&path) {
