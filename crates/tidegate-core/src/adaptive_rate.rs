@@ -48,6 +48,7 @@ const MIN_MONITOR_TIME: Span = Span::from_millis(500);
 const MIN_TIME_TO_RESET: Span = Span::from_secs(5);
 /// The maximum number of unanswered calls above the ceiling. A strict limiter would throttle every second of them.
 const MAX_PROBE_CALLS: u32 = 3;
+/// The longest pause that compensates for an excess.
 const MAX_PAUSE: Span = Span::from_millis(250);
 /// The credit that a success earns, in thousandths of a throttle: one call in a hundred may be throttled.
 const CREDIT_PER_SUCCESS: i64 = 10;

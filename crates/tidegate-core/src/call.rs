@@ -77,7 +77,8 @@ pub struct Call {
     retry_tracker: RetryTracker,
     stage: CallStage,
     requests: u32,
-    /// The time of the last charge, and the time at which windows counted it. Set at the end of its request.
+    /// The time of the last charge, and the time at which windows counted it. Set by each grant and at the end of its
+    /// request.
     charged_at: Time,
     counted_at: Time,
     has_renewed_login: bool,

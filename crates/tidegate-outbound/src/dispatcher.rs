@@ -157,6 +157,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
 
     /// Takes the lock for a change at the present time.
     fn lock_for_step(&self) -> (SpinLockGuard<'_, Dispatcher>, Time) {
+        // A panic can only come from a waker, after the step was complete.
         let mut dispatcher = self.dispatcher.lock();
         let now = self.clock.now();
         self.begin_step(&mut dispatcher, now);

@@ -7,6 +7,7 @@ use crate::nearest::similar;
 use crate::printable::{printable, printable_lines};
 use crate::settings;
 
+/// The most errors that are shown at once. Further ones are only counted.
 const MAX_ERRORS: usize = 50;
 /// The most characters of a line that are shown before and after the place of an error.
 const MAX_CHARS_BEFORE: usize = 60;

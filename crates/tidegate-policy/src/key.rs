@@ -25,6 +25,7 @@ use crate::query::Query;
 /// The platforms that the key part `platform` knows.
 pub const PLATFORMS: [&str; 4] = ["web", "mobile", "api", "admin"];
 
+/// The most parts in one key.
 pub(crate) const MAX_PARTS: usize = 8;
 
 /// One property that calls are counted by. A key is a list of them: `key = ["client_ip", "header:x-tenant"]`.

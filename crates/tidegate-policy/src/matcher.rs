@@ -9,6 +9,7 @@ use http::Method;
 use crate::host::{bare_host, is_host};
 use crate::path::{NormalisedPath, PathQuirks, decode_escape};
 
+/// The most segments in a path pattern.
 const MAX_SEGMENTS: usize = 32;
 /// The longest path pattern, in bytes.
 const MAX_PATTERN: usize = 1024;

@@ -2,6 +2,7 @@
 
 /// The longest name that is compared, in bytes. Longer ones aren't typing errors.
 const MAX_LENGTH: usize = 64;
+/// The most names that are compared. Further ones are never suggested.
 const MAX_NAMES: usize = 4096;
 
 /// Returns the similar name, otherwise the first that shares its beginning with `found`; `None` if there is neither.

@@ -22,8 +22,7 @@ pub struct PolicySources {
 }
 
 impl PolicySources {
-    /// Creates empty sources, which read as the embedded default policy: a gate on 127.0.0.1:8080 in front of
-    /// 127.0.0.1:3000.
+    /// Creates empty sources, which read as the embedded default policy ([`Policy::default_text`]).
     pub fn new() -> Self {
         Self::default()
     }
@@ -88,6 +87,11 @@ impl Policy {
     /// Makes a policy in Rust, in the same words and with the same checks as a file.
     pub fn builder() -> PolicyBuilder {
         PolicyBuilder::new()
+    }
+
+    /// The text of the embedded default policy: a gate on 127.0.0.1:8080 in front of 127.0.0.1:3000.
+    pub fn default_text() -> &'static str {
+        DEFAULT_POLICY
     }
 
     /// `[store]`.

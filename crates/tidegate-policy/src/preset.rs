@@ -23,33 +23,35 @@ impl Preset {
     /// Every preset.
     pub const ALL: [Self; 5] = [Self::Login, Self::OtpRequest, Self::PasswordReset, Self::Register, Self::ApiCall];
 
-    /// The name, the limit, the limit of each IPv6 /48, and the ban of every preset.
-    const WORDS: [[&str; 4]; 5] = [
-        ["login", "5 per 60s", "50 per 60s", "600s"],
-        ["otp_request", "3 per 120s", "30 per 120s", "900s"],
-        ["password_reset", "2 per 300s", "20 per 300s", "1200s"],
-        ["register", "5 per 60s", "50 per 60s", "300s"],
-        ["api_call", "5 per 60s", "50 per 60s", "300s"],
-    ];
+    /// The name, the limit, the limit of each IPv6 /48, and the ban.
+    fn words(self) -> [&'static str; 4] {
+        match self {
+            Self::Login => ["login", "5 per 60s", "50 per 60s", "600s"],
+            Self::OtpRequest => ["otp_request", "3 per 120s", "30 per 120s", "900s"],
+            Self::PasswordReset => ["password_reset", "2 per 300s", "20 per 300s", "1200s"],
+            Self::Register => ["register", "5 per 60s", "50 per 60s", "300s"],
+            Self::ApiCall => ["api_call", "5 per 60s", "50 per 60s", "300s"],
+        }
+    }
 
     /// The preset's name in a policy.
     pub fn as_str(self) -> &'static str {
-        Self::WORDS[self as usize][0]
+        self.words()[0]
     }
 
     /// Its limit in the words of a policy.
     pub fn limit(self) -> &'static str {
-        Self::WORDS[self as usize][1]
+        self.words()[1]
     }
 
     /// Ten times its limit: the limit of each IPv6 /48 with `ipv6_network = "preset"`, without a ban.
     pub fn network_limit(self) -> &'static str {
-        Self::WORDS[self as usize][2]
+        self.words()[2]
     }
 
     /// Its ban in the words of a policy.
     pub fn ban(self) -> &'static str {
-        Self::WORDS[self as usize][3]
+        self.words()[3]
     }
 }
 

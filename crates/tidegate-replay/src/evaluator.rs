@@ -37,7 +37,9 @@ pub struct RequestCounts {
 impl RequestCounts {
     fn record(&mut self, allowed: bool) {
         self.requests += 1;
-        self.refused += u64::from(!allowed);
+        if !allowed {
+            self.refused += 1;
+        }
     }
 }
 

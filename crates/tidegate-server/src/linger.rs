@@ -75,6 +75,7 @@ mod tests {
     fn lingering_ends_by_time_or_server_drain() {
         let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8);
         let (watch, _entry) = watchdog.add_connection();
+        watch.start_linger(false);
         let mut linger = LingerState::default();
         for _ in 0..MAX_TIME.as_nanos() / watchdog.tick.as_nanos() {
             assert!(linger.may_continue(PROGRESS_BYTES, &watch));
@@ -83,6 +84,7 @@ mod tests {
         watchdog.sweep_once();
         assert!(!linger.may_continue(PROGRESS_BYTES, &watch), "1 MiB is behind it");
 
+        watch.start_linger(false);
         let mut linger = LingerState::default();
         watchdog.drain();
         let pieces = (0..100).take_while(|_| linger.may_continue(PROGRESS_BYTES, &watch)).count();

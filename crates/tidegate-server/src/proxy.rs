@@ -367,7 +367,10 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             UpstreamError::Broken(_) if body.is_broken.get() => HttpError::BrokenBody,
             UpstreamError::Timeout if waits_on_client => HttpError::ClientTimeout,
             UpstreamError::Timeout | UpstreamError::ConnectTimeout => HttpError::GatewayTimeout,
-            _ => HttpError::BadGateway,
+            UpstreamError::Broken(_)
+            | UpstreamError::Unsent(_)
+            | UpstreamError::Connect(_)
+            | UpstreamError::UnexpectedUpgrade => HttpError::BadGateway,
         };
         if error.status_and_message().0.is_server_error() {
             self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), failure);

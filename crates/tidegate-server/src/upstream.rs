@@ -193,9 +193,8 @@ fn connect_error(error: &(dyn Error + 'static)) -> UpstreamError {
     }
 }
 
-/// The body of a response. Its end returns the connection to the pool. Dropping
-/// the body early does the same if the rest of it has already arrived. Otherwise the connection is closed, which tells
-/// the server that the rest isn't read.
+/// The body of a response. Its end returns the connection to the pool. Dropping the body early does the same if the rest
+/// of it has already arrived. Otherwise the connection is closed, which tells the server that the rest isn't read.
 pub(crate) struct UpstreamBody {
     /// `None` while it is being dropped.
     inner: Option<Incoming>,

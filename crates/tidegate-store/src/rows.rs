@@ -63,6 +63,7 @@ pub(crate) const GROUP_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) const SCHEMA_VERSION: u32 = 1;
 /// The number of expired rows that one step removes.
 pub(crate) const MAX_CLEAN_ROWS: i64 = 1000;
+/// The maximum number of steps of one clean-up.
 pub(crate) const MAX_CLEAN_STEPS: usize = 10;
 /// The maximum time of a clean-up. No caller waits for it, and a busy server needs longer for it than for a decision.
 pub(crate) const CLEAN_TIMEOUT: Duration = Duration::from_secs(10);

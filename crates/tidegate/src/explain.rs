@@ -1,7 +1,7 @@
 //! The result of a check, with the state of every limit that it asks.
 
 use serde::{Deserialize, Serialize};
-use tidegate_core::{Batch, Clock, Decision, Limit, Outcomes, Span};
+use tidegate_core::{Batch, Clock, Decision, Limit, Op, Outcomes, Reason, Span};
 use tidegate_policy::MatchedActions;
 use tidegate_store::Store;
 
@@ -67,13 +67,20 @@ impl Explanation {
     ) -> Self {
         let plan = gate.plan();
         let now = outcomes.now();
+        let is_listed = matches!(decision.reason, Reason::AllowList | Reason::DenyList);
+        let is_shadow = |op: &Op| plan.limits().get(op.limit).is_some_and(Limit::is_shadow);
+        let blocks = || batch.ops().iter().zip(outcomes.list()).filter(|(_, outcome)| outcome.block_until > now);
+        let any_blocked = blocks().next().is_some();
+        let enforced_blocked = blocks().any(|(op, _)| !is_shadow(op));
         let limits = batch.ops().iter().zip(outcomes.list()).map(|(op, outcome)| {
             let info = plan.limit_info(op.limit);
             let blocked = outcome.block_until > now;
             let allowed = !outcome.verdict.refuses();
-            let limit = plan.limits().get(op.limit);
-            let starts_block = !allowed && !blocked && !outcome.retry_at.is_never();
-            let penalty = limit.and_then(Limit::penalty).filter(|_| starts_block);
+            // As in a check: while a block lasts, nothing changes, and a shared key gets no strikes.
+            let is_frozen = is_listed || if is_shadow(op) { any_blocked } else { enforced_blocked };
+            let starts_block =
+                !allowed && !is_frozen && !outcome.retry_at.is_never() && op.share_level.allows_strikes();
+            let penalty = plan.limits().get(op.limit).and_then(Limit::penalty).filter(|_| starts_block);
             let next_block = penalty.map(|penalty| penalty.block_length(outcome.strikes.saturating_add(1)));
             let wait = (!allowed && !outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now).as_secs_ceil());
             LimitReport {
@@ -91,7 +98,7 @@ impl Explanation {
                 backoff_seconds: blocked.then(|| Span::as_secs_ceil(outcome.block)),
                 strikes: outcome.strikes,
                 next_block: next_block.map(Span::as_secs_ceil),
-                shadow: limit.is_some_and(Limit::is_shadow),
+                shadow: is_shadow(op),
             }
         });
         let mut names = actions.iter().map(|id| plan.action(id).name().to_owned());

@@ -344,8 +344,9 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
         let actions = self.gate.actions(&query).map_err(error_response)?;
         query.actions = Some(actions);
         let decision = self.gate.check(&query).await.map_err(error_response)?;
+        let report = || self.gate.report(&decision);
         if let Some(on_decision) = &self.hooks.on_decision {
-            on_decision(parts, &self.gate.report(&decision));
+            on_decision(parts, &report());
         }
         if !decision.allowed {
             let standard = match grpc_type(&parts.headers) {
@@ -353,7 +354,7 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
                 None => self.replies.refusal(actions, &decision, &parts.headers),
             };
             return Err(match &self.hooks.refusal {
-                Some(refusal) => refusal(parts, &self.gate.report(&decision), standard),
+                Some(refusal) => refusal(parts, &report(), standard),
                 None => standard,
             });
         }
@@ -368,26 +369,51 @@ impl<S: Store, C: Clock> GateLayerInner<S, C> {
     /// The reply to a call that could not be decided. For an uncountable request it gives the reason.
     #[cold]
     fn check_error_response(&self, error: &CheckError, request: &HeaderMap) -> Response<Bytes> {
-        let (status, title, grpc_status, grpc_title, message) = match error {
+        let failure = match error {
             CheckError::Key(KeyError::Uncountable(uncountable)) => {
                 tracing::info!(%error, "a request could not be counted");
-                (StatusCode::BAD_REQUEST, "Bad Request", "3", "", uncountable.to_string())
+                FailureReply {
+                    status: StatusCode::BAD_REQUEST,
+                    title: "Bad Request",
+                    grpc_status: "3",
+                    grpc_title: "Bad Request",
+                    message: uncountable.to_string(),
+                }
             }
             CheckError::Key(KeyError::Missing(missing)) if missing.part == "key" && self.hooks.key.is_some() => {
                 tracing::info!(%error, "a request could not be counted");
-                let reason = if cfg!(debug_assertions) { MISSING_KEY } else { "" };
-                (StatusCode::UNAUTHORIZED, "Unauthorized", "16", "Unauthorized", reason.to_owned())
+                FailureReply {
+                    status: StatusCode::UNAUTHORIZED,
+                    title: "Unauthorized",
+                    grpc_status: "16",
+                    grpc_title: "Unauthorized",
+                    message: if cfg!(debug_assertions) { MISSING_KEY.to_owned() } else { String::new() },
+                }
             }
-            misuse => {
-                let grpc_title = "the request could not be decided about";
-                (StatusCode::INTERNAL_SERVER_ERROR, "Internal server error", "13", grpc_title, misuse_message(misuse))
-            }
+            misuse => FailureReply {
+                status: StatusCode::INTERNAL_SERVER_ERROR,
+                title: "Internal server error",
+                grpc_status: "13",
+                grpc_title: "the request could not be decided about",
+                message: misuse_message(misuse),
+            },
         };
+        let FailureReply { status, title, grpc_status, grpc_title, message } = failure;
         match grpc_type(request) {
             Some(kind) => grpc_response(grpc_status, if message.is_empty() { grpc_title } else { &message }, kind),
             None => error_response(status, title, &message),
         }
     }
+}
+
+/// The reply to a call that could not be decided. The message may be empty.
+struct FailureReply {
+    status: StatusCode,
+    title: &'static str,
+    grpc_status: &'static str,
+    /// The message for gRPC if there is no other.
+    grpc_title: &'static str,
+    message: String,
 }
 
 /// The host in the request's target or `Host`. Both must name the same host if both are present.

@@ -265,6 +265,26 @@ fn explain_predicts_the_block_of_a_call() {
 }
 
 #[test]
+fn explain_predicts_no_block_during_another_one() {
+    let penalty = "penalty = { base = \"2s\", cap = \"1h\" }";
+    let (gate, _) = gate(&format!(
+        "[inbound.global]\nlimit = \"4 per 1h\"\n{penalty}\n[inbound.action.page]\nlimit = \"100 per 1h\"\n\
+         [inbound.action.login]\nlimit = \"3 per 60s\"\n{penalty}\n"
+    ));
+    let (login, page) = (call("login", "203.0.113.7"), call("page", "203.0.113.7"));
+    for query in [&login, &login, &login, &page] {
+        assert!(gate.check_now(query).unwrap().allowed);
+    }
+    let next_blocks = || {
+        let explained = block_on(gate.explain(&login)).unwrap();
+        explained.limits.into_iter().map(|limit| limit.next_block).collect::<Vec<_>>()
+    };
+    assert_eq!(next_blocks(), [Some(2), Some(2)]);
+    assert!(gate.check_now(&page).unwrap().blocked);
+    assert_eq!(next_blocks(), [None, None], "nothing changes while the global block lasts");
+}
+
+#[test]
 fn a_reset_clears_only_the_named_limit() {
     let (gate, _) = gate(
         r#"

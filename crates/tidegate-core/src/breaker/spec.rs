@@ -128,7 +128,7 @@ impl BreakerSpec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum BreakerError {
     /// None of the conditions that open it is set.
-    #[error("nothing opens the breaker: set failures, failure_rate or slow_after")]
+    #[error("nothing opens the breaker: set a number of failures, a failure rate or a share of slow calls")]
     NeverOpens,
     /// A setting that must not be 0.
     #[error("{setting} must not be 0")]

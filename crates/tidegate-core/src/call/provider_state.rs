@@ -48,6 +48,9 @@ pub(super) struct RoundTripStats {
 }
 
 impl RoundTripStats {
+    /// Each longer time raises the shortest one by the difference divided by this.
+    const DRIFT: u64 = 256;
+
     pub(super) fn record_grant(&mut self, now: Time) {
         (self.granted_at, self.last_excess) = (now, Span::ZERO);
     }
@@ -61,7 +64,7 @@ impl RoundTripStats {
         let quickest = self.shortest.map_or(elapsed, |quickest| quickest.min(elapsed));
         let excess = elapsed.as_micros() - quickest.as_micros();
         if delivery == Delivery::Answered {
-            self.shortest = Some(Span::from_micros(quickest.as_micros() + excess / 256));
+            self.shortest = Some(Span::from_micros(quickest.as_micros() + excess / Self::DRIFT));
             self.update_smoothed(elapsed.as_micros(), is_first);
         }
         // The first one can't be compared, and its time includes the connection setup.

@@ -21,6 +21,7 @@ use crate::settings::SettingType::Text;
 use crate::settings::key::{Below, read_keys, setting_keys};
 use crate::units::parse_duration;
 
+/// The most actions in a policy.
 const MAX_ACTIONS: usize = 4095;
 const COUNT_WORDS: [(&str, CountMode); 2] = [("admitted", CountMode::Admitted), ("all", CountMode::All)];
 

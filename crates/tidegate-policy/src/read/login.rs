@@ -14,6 +14,7 @@ use crate::settings::key::{read_keys, setting_keys};
 pub(super) const CREDENTIAL_PLACEHOLDER: &str = "{credential}";
 /// The longest login body, in bytes.
 const MAX_BODY: usize = 64 << 10;
+/// The most further secrets of a login.
 const MAX_SECRETS: usize = 16;
 
 setting_keys! {

@@ -18,6 +18,7 @@ use crate::secret::SecretSource;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{Below, read_keys, setting_keys};
 
+/// The most providers in a policy.
 const MAX_PROVIDERS: usize = 256;
 
 setting_keys! {

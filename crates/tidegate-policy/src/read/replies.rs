@@ -13,6 +13,7 @@ use crate::settings::SettingType::{Integer, Strings, TableOrTables, Text};
 use crate::settings::key::{Form, read_struct, setting_keys};
 use crate::units::parse_duration;
 
+/// The most statuses in `status`.
 const MAX_STATUSES: usize = 8;
 const STATUS: Whole = Whole(100, 599);
 /// The most conditions on a body in `contains`.

@@ -15,6 +15,7 @@ use crate::settings::SettingType::TableOrTables;
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
 use crate::units::describe_duration;
 
+/// The most attempts per call.
 pub(super) const MAX_ATTEMPTS: u64 = 100;
 /// The most calls, retries or probes that a setting counts.
 const COUNT: Whole = Whole(1, 1_000_000);

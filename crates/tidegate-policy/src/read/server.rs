@@ -25,6 +25,7 @@ use crate::sections::{
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
 
+/// The most names in `hosts`.
 const MAX_HOSTS: usize = 256;
 pub(super) const CONNECTIONS: Whole = Whole(1, 1_000_000);
 

@@ -19,7 +19,9 @@ use crate::quantity::{QuantityError, ambiguous_unit};
 use crate::secret::SecretSource;
 use crate::units::{parse_bytes, parse_duration};
 
+/// The longest list of strings.
 const MAX_LIST: usize = 10_000;
+/// The most JSON pointers in a list.
 const MAX_POINTERS: usize = 16;
 /// The separator of alternative pointers to one number.
 const POINTER_SEPARATOR: &str = " or ";

@@ -33,7 +33,7 @@ impl Findings {
             self.policies.iter().map(|policy| (policy, charted_limits(policy))).collect();
         let rows: usize = charted.iter().map(|(_, limits)| limits.len().div_ceil(2)).sum();
         let is_comparison = charted.len() > 1;
-        let timelines = charted.len() + usize::from(is_comparison);
+        let timelines = if is_comparison { charted.len() + 1 } else { charted.len() };
         let height = TIMELINE_HEIGHT * timelines as i32 + LIMIT_HEIGHT * rows as i32;
         render_svg("What would have been refused", height, |root| {
             let newest = self.input.newest_time;

@@ -265,8 +265,10 @@ impl ConnectionWatch {
     /// Acquires one of the few slots of connections that may linger for long. `None` for a blocked client, or if all
     /// are taken.
     pub(crate) fn acquire_linger_slot(&self) -> Option<OwnedSemaphorePermit> {
-        let slots = Some(&self.watchdog.linger_slots).filter(|_| !self.response.is_blocked.get());
-        Arc::clone(slots?).try_acquire_owned().ok()
+        if self.response.is_blocked.get() {
+            return None;
+        }
+        Arc::clone(&self.watchdog.linger_slots).try_acquire_owned().ok()
     }
 
     /// Returns true if the shutdown time is over and the connection must end, in any phase.

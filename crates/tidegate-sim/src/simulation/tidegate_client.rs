@@ -232,7 +232,15 @@ impl<'s> TidegateClient<'s> {
                 CallProgress::Fail(CallFailure::DeadlineExceeded | CallFailure::NotRetried(_)) => {
                     return self.finish_call(slot, CallOutcome::Failed);
                 }
-                CallProgress::Fail(_) => return self.finish_call(slot, CallOutcome::Declined),
+                CallProgress::Fail(
+                    CallFailure::Unavailable(_)
+                    | CallFailure::RateLimited { .. }
+                    | CallFailure::QuotaSpent { .. }
+                    | CallFailure::CredentialsCooling { .. }
+                    | CallFailure::LanePaused { .. }
+                    | CallFailure::Paced { .. }
+                    | CallFailure::QueueFull(_),
+                ) => return self.finish_call(slot, CallOutcome::Declined),
                 CallProgress::Wait => return,
             }
         }

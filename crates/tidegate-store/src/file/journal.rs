@@ -201,7 +201,9 @@ impl Journal {
         }
         for &(tag, id) in &plan.by_tag {
             store_file.visit_states(tag, |key_bits, encoded| {
-                unread += u64::from(!plan.restore(id, key_bits, encoded));
+                if !plan.restore(id, key_bits, encoded) {
+                    unread += 1;
+                }
             })?;
         }
         if unread > 0 {

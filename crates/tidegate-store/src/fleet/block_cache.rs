@@ -102,8 +102,13 @@ impl CachedBlock {
 impl BlockCache {
     pub(super) fn new(limits: Arc<Limits>, has_reset_events: bool) -> Self {
         let trust_duration = if has_reset_events { TRUST_DURATION_WITH_RESETS } else { TRUST_DURATION };
-        let (shards, last_reset_at, recheck_wakeup) = Default::default();
-        Self { limits, trust_duration, shards, last_reset_at, recheck_wakeup }
+        Self {
+            limits,
+            trust_duration,
+            shards: Default::default(),
+            last_reset_at: Default::default(),
+            recheck_wakeup: Default::default(),
+        }
     }
 
     fn lock_shard(&self, key: Key) -> MutexGuard<'_, BlockShard> {

@@ -47,6 +47,7 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
     }
 }
 
+/// The maximum number of operations of a quick script.
 const MAX_QUICK_OPS: usize = 4;
 /// The bytes of the argument's header, of an operation's flags and of its penalty.
 pub(super) const HEADER_BYTES: usize = 33;

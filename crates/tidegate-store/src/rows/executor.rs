@@ -17,7 +17,9 @@ use crate::{RemoteFuture, StoreError};
 
 /// The maximum number of waiting batches. Further ones fail at once.
 const MAX_WAITING_BATCHES: usize = 4096;
+/// The maximum number of rows of one group.
 pub(crate) const MAX_GROUP_ROWS: usize = 256;
+/// The maximum number of batches of one group.
 const MAX_GROUP_BATCHES: usize = 256;
 /// The maximum number of attempts of a group in conflict with other nodes: with the waits between, about a second.
 const MAX_TRIES: u32 = 32;

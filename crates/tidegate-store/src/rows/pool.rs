@@ -39,7 +39,8 @@ impl<C: Connection> ConnectionPool<C> {
     }
 }
 
-/// A connection in use. If it is dropped without [`PooledConnection::release_after`], it is closed.
+/// A connection in use. If it is dropped without [`PooledConnection::release_after`], it is closed, because a transaction
+/// may be open.
 pub(crate) struct PooledConnection<'a, C: Connection> {
     pool: &'a ConnectionPool<C>,
     connection: Option<C>,

@@ -16,7 +16,8 @@ end
 -- The functions of each kind of limit. `load` reads a state, and `save` writes it back. `evaluate` returns true if
 -- there is room, and sets `op.free_at` if there is none. `has_room_for_parole` returns true if the room covers the
 -- parole. `charge` counts the call. `apply` executes the verbs that update, and returns true if there is anything to save.
--- `encode_state` returns what the caller needs for the outcomes of the whole state.
+-- `encode_state` returns what the caller needs for the outcomes of the whole state. For kinds whose state is one value
+-- (`value.lua`), that is also what is stored.
 local load, evaluate, has_room_for_parole, charge, apply, save, encode_state = {}, {}, {}, {}, {}, {}, {}
 
 -- Selects a quota's period; see `quota.lua`.
