@@ -6,7 +6,7 @@ mod outcome;
 use arrayvec::ArrayVec;
 use thiserror::Error;
 
-pub use self::execute::{BatchStates, clamp_now, execute, execute_part, execute_take};
+pub use self::execute::{BatchStates, clamp_now, execute, execute_into, execute_part, execute_take};
 pub use self::outcome::{Outcome, Outcomes, RefusalSummary, Verdict};
 
 use crate::{Limit, LimitId, LimitKind, Limits, Span, Time};

@@ -110,16 +110,18 @@ impl Store for FileStore {
             return StoreResponse::Pending(self.apply_if_unchanged(batch, now));
         }
         let mut flags = ChangeFlags::default();
-        let outcomes = self.plan.shards.apply(batch, now, &mut flags);
-        match self.record_change(batch, flags, now) {
-            None => StoreResponse::Ready(outcomes),
-            Some(write_number) => StoreResponse::Pending(self.journal.wait_for_write(write_number, outcomes)),
+        let response = StoreResponse::write(|outcomes| self.plan.shards.apply(batch, now, &mut flags, outcomes));
+        match (self.record_change(batch, flags, now), response) {
+            (Some(write_number), StoreResponse::Ready(outcomes)) => {
+                StoreResponse::Pending(self.journal.wait_for_write(write_number, outcomes))
+            }
+            (_, response) => response,
         }
     }
 
     fn submit(&self, batch: &Batch, now: Time) {
         let mut flags = ChangeFlags::default();
-        self.plan.shards.apply(batch, now, &mut flags);
+        self.plan.shards.apply(batch, now, &mut flags, &mut Outcomes::new(now, []));
         self.record_change(batch, flags, now);
     }
 

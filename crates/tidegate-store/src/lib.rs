@@ -181,6 +181,18 @@ pub enum StoreResponse<F> {
     Pending(F),
 }
 
+impl<F> StoreResponse<F> {
+    /// Returns an answer whose outcomes are written to their place: they are large, and would be copied into it.
+    #[inline]
+    fn write(write: impl FnOnce(&mut Outcomes)) -> Self {
+        let mut response = Self::Ready(Outcomes::new(Time::ZERO, []));
+        if let Self::Ready(outcomes) = &mut response {
+            write(outcomes);
+        }
+        response
+    }
+}
+
 /// An error of a store. A refusal is never an error.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StoreError {

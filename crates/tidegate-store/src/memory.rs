@@ -91,7 +91,7 @@ impl Store for Memory {
     }
 
     fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Self::Future> {
-        StoreResponse::Ready(self.0.apply(batch, now, &mut ChangeFlags::default()))
+        StoreResponse::write(|outcomes| self.0.apply(batch, now, &mut ChangeFlags::default(), outcomes))
     }
 
     fn submit(&self, batch: &Batch, now: Time) {

@@ -285,9 +285,11 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
         let mut batch = Batch::new(self.0.holder_ids.next());
         self.fill(&mut batch, actions, query, verb)?;
-        let answer = self.0.store.apply(&batch, self.0.clock.now());
-        Ok(match self.ask_again(&mut batch, query.ip, answer) {
-            StoreResponse::Ready(outcomes) => Check::Decided(decide(&batch, self.0.plan.limits(), &outcomes)),
+        let mut answer = self.0.store.apply(&batch, self.0.clock.now());
+        self.ask_again(&mut batch, query.ip, &mut answer);
+        Ok(match answer {
+            // By reference: moving them would copy them.
+            StoreResponse::Ready(ref outcomes) => Check::Decided(decide(&batch, self.0.plan.limits(), outcomes)),
             StoreResponse::Pending(answer) => Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, answer)),
         })
     }
@@ -299,21 +301,16 @@ impl<S: Store, C: Clock> Gate<S, C> {
         }
     }
 
-    /// Applies the batch again under shared keys, while the store answers at once and has no room for some keys.
+    /// Applies the batch again under shared keys, while the store answers at once and has no room for some keys. The
+    /// answer stays in its place, because it is large.
     #[inline]
-    fn ask_again(
-        &self,
-        batch: &mut Batch,
-        ip: Option<IpAddr>,
-        mut answer: StoreResponse<S::Future>,
-    ) -> StoreResponse<S::Future> {
+    fn ask_again(&self, batch: &mut Batch, ip: Option<IpAddr>, answer: &mut StoreResponse<S::Future>) {
         let shared = |limit, share| self.0.plan.shared_key(limit, share, ip, &self.0.seed);
-        while let StoreResponse::Ready(outcomes) = &answer
+        while let StoreResponse::Ready(outcomes) = answer
             && move_to_shared_keys(batch, outcomes, shared)
         {
-            answer = self.0.store.apply(batch, self.0.clock.now());
+            *answer = self.0.store.apply(batch, self.0.clock.now());
         }
-        answer
     }
 
     /// The outcomes of a batch with this first answer, under shared keys if the store has no room for others.
@@ -324,7 +321,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         mut answer: StoreResponse<S::Future>,
     ) -> Result<Outcomes, StoreError> {
         loop {
-            match self.ask_again(batch, ip, answer) {
+            self.ask_again(batch, ip, &mut answer);
+            match answer {
                 StoreResponse::Ready(outcomes) => return Ok(outcomes),
                 StoreResponse::Pending(later) => answer = StoreResponse::Ready(later.await?),
             }

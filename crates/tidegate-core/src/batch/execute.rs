@@ -35,6 +35,19 @@ pub fn execute(batch: &Batch, limits: &Limits, states: &mut (impl BatchStates + 
     execute_part(batch, limits, states, now, RefusalSummary::default())
 }
 
+/// Executes a batch like [`execute`], into outcomes whose place is known. They are large, and returning them would copy
+/// them.
+#[inline]
+pub fn execute_into(
+    batch: &Batch,
+    limits: &Limits,
+    states: &mut (impl BatchStates + ?Sized),
+    now: Time,
+    outcomes: &mut Outcomes,
+) {
+    execute_part_into(batch, limits, states, now, RefusalSummary::default(), outcomes);
+}
+
 /// Executes a part of a batch like [`execute`]. Refusals in the other parts count as if they were in this one.
 #[inline]
 pub fn execute_part(
@@ -44,12 +57,26 @@ pub fn execute_part(
     now: Time,
     other_parts: RefusalSummary,
 ) -> Outcomes {
+    let mut outcomes = Outcomes::new(now, []);
+    execute_part_into(batch, limits, states, now, other_parts, &mut outcomes);
+    outcomes
+}
+
+#[inline]
+fn execute_part_into(
+    batch: &Batch,
+    limits: &Limits,
+    states: &mut (impl BatchStates + ?Sized),
+    now: Time,
+    other_parts: RefusalSummary,
+    outcomes: &mut Outcomes,
+) {
     let now = clamp_now(now);
-    let mut outcomes = Outcomes { now, list: ArrayVec::new() };
+    outcomes.now = now;
+    outcomes.list.clear();
     if let Some(refusals) = evaluate_ops(batch, limits, states, now, &mut outcomes.list, other_parts) {
         apply_ops(batch, limits, states, now, &mut outcomes.list, refusals);
     }
-    outcomes
 }
 
 /// The first half: evaluates the operations and collects the refusals. `None` if the store has no room for a key.

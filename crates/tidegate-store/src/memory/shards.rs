@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use arrayvec::ArrayVec;
 use parking_lot::Mutex;
-use tidegate_core::batch::{self, BatchStates, MAX_OPS, Op, OpContext, Outcome, execute};
+use tidegate_core::batch::{self, BatchStates, MAX_OPS, Op, OpContext, Outcome, execute_into};
 use tidegate_core::{Batch, Clock, Key, KeyState, LimitKind, Limits, Outcomes, Time, Verb, Verdict};
 
 use super::shard::{self, Shard, ShardCapacity, ShardContext};
@@ -124,14 +124,13 @@ impl<N: ChangeTracker> Shards<N> {
         new_losses
     }
 
-    /// [`Store::apply`](crate::Store::apply), immediately. Adds the changes to `change`. They aren't returned with the
-    /// outcomes, because those are large and would be copied.
-    pub(crate) fn apply(&self, batch: &Batch, now: Time, flags: &mut ChangeFlags) -> Outcomes {
+    /// [`Store::apply`](crate::Store::apply), immediately. Adds the changes to `flags`. The outcomes are written to
+    /// their place, because they are large and would be copied.
+    pub(crate) fn apply(&self, batch: &Batch, now: Time, flags: &mut ChangeFlags, outcomes: &mut Outcomes) {
         let mut locked = LockedShards::new(self);
         locked.lock_all(batch);
-        let outcomes = execute(batch, &self.limits, &mut locked, now);
+        execute_into(batch, &self.limits, &mut locked, now, outcomes);
         flags.merge(locked.flags);
-        outcomes
     }
 
     /// The outcomes of a batch that changes nothing. `None` if it would change something; it isn't applied then.
@@ -140,7 +139,7 @@ impl<N: ChangeTracker> Shards<N> {
         let mut locked = LockedShards::new(self);
         locked.lock_all(batch);
         let mut dry_run = DryRunShards { locked, would_change: false };
-        let outcomes = execute(batch, &self.limits, &mut dry_run, now);
+        let outcomes = batch::execute(batch, &self.limits, &mut dry_run, now);
         (!dry_run.would_change).then_some(outcomes)
     }
 
