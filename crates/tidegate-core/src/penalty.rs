@@ -4,6 +4,8 @@
 //! itself. While it lasts, refused calls change nothing. Then it leaves a *parole* for one call, so that the announced
 //! wait stays true even if the window is still full.
 
+mod bound;
+
 use crate::limit::LimitError;
 use crate::time::MAX_CLOCK_LAG;
 use crate::{Span, Time};

@@ -4,8 +4,8 @@ use tidegate_core::batch::{BatchContext, OpContext};
 use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::state::Usage;
 use tidegate_core::{
-    Key, KeyState, Limit, LimitId, LimitKind, Op, Penalty, PenaltyMode, PenaltySpec, Reason, Span, Time, Verb, Verdict,
-    Window,
+    Key, KeyState, Limit, LimitId, LimitKind, Op, Penalty, PenaltyMode, PenaltySpec, Rate, Reason, Span, Time, Verb,
+    Verdict, Window,
 };
 use tidegate_testkit::fixtures::{TestLimiter, client_key, doubling_penalty, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
@@ -372,5 +372,81 @@ fn penalties_never_waive_a_quota_or_a_permit() {
         assert!(!ask(3, test_time(2_000)).allowed, "no parole");
         let told = ask(4, test_time(2_001)).retry_after.unwrap();
         assert!(ask(5, test_time(2_001) + told).allowed);
+    }
+}
+
+/// The most calls that a client gets in the first `seconds` if it obeys every wait, by trying all ways to call at whole
+/// seconds.
+fn most_admitted(limiter: &TestLimiter, second: u64, seconds: u64, wait_until: u64) -> u64 {
+    if second >= seconds {
+        return 0;
+    }
+    let mut most = most_admitted(limiter, second + 1, seconds, wait_until);
+    if second < wait_until {
+        return most;
+    }
+    let now = test_time(second * 1_000);
+    let limiter = limiter.fork();
+    let mut admitted = 0;
+    loop {
+        let decision = limiter.call(1, now);
+        if let Some(wait) = decision.retry_after {
+            return most.max(admitted + most_admitted(&limiter, second + 1, seconds, second + wait.as_secs_ceil()));
+        }
+        admitted += 1;
+        most = most.max(admitted + most_admitted(&limiter, second + 1, seconds, second));
+    }
+}
+
+fn penalty(base: u64, factor: u32, cap: u64, forgive_after: u64, window: Span) -> Penalty {
+    let (base, cap, forgive_after) = (Span::from_secs(base), Span::from_secs(cap), Span::from_secs(forgive_after));
+    let spec = PenaltySpec { base, factor, cap, forgive_after: Some(forgive_after), ..PenaltySpec::default() };
+    Penalty::new(spec, window).unwrap()
+}
+
+#[test]
+fn the_most_that_obedient_clients_get_is_known() {
+    for (base, factor, cap, forgive_after, window) in [
+        (1, 1, 1, 9, 7),
+        (1, 2, 2, 9, 8),
+        (1, 2, 4, 1, 9),
+        (1, 2, 8, 1, 9),
+        (1, 2, 8, 2, 10),
+        (2, 2, 8, 1, 10),
+        (1, 3, 9, 3, 11),
+        (2, 2, 4, 1, 10),
+        (3, 1, 3, 1, 10),
+        (9, 1, 9, 1, 9),
+        (1, 2, 4, 60, 10),
+        (1, 4, 4, 2, 11),
+    ] {
+        let span = Span::from_secs(window);
+        let penalty = penalty(base, factor, cap, forgive_after, span);
+        let limiter = TestLimiter::new([window_limit(2, window).with_penalty(penalty)]);
+        let most = 2 + penalty.max_extra_calls(span, Span::MAX);
+        let name = format!("{base} s × {factor} up to {cap} s, forgiven after {forgive_after} s, in {window} s");
+        assert_eq!(most_admitted(&limiter, 0, window, 0), most, "{name}");
+    }
+}
+
+#[test]
+fn the_same_is_known_of_rates() {
+    for (per, burst, base, factor, cap, forgive_after, within) in [
+        (3, 2, 1, 2, 4, 60, 9),
+        (3, 1, 1, 1, 1, 60, 9),
+        (2, 2, 1, 2, 8, 2, 8),
+        (4, 1, 2, 2, 8, 1, 12),
+        (1, 2, 4, 2, 8, 9, 6),
+        (5, 2, 1, 2, 2, 1, 10),
+        (6, 1, 1, 3, 9, 1, 12),
+    ] {
+        let rate = Rate::new(1, Span::from_secs(per), burst).unwrap();
+        let refill = Span::from_secs(per * burst);
+        let penalty = penalty(base, factor, cap, forgive_after, refill);
+        let limiter = TestLimiter::new([Limit::new(LimitKind::Rate(rate)).with_penalty(penalty)]);
+        let within_and_at_end = Span::from_secs(within) + Span::from_micros(1);
+        let most = burst + penalty.max_extra_calls(within_and_at_end, Span::from_secs(per));
+        let name = format!("1 in {per} s, {burst} at once, {base} s × {factor} up to {cap} s, in {within} s");
+        assert_eq!(most_admitted(&limiter, 0, within + 1, 0), most, "{name}");
     }
 }
