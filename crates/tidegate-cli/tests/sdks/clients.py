@@ -1,0 +1,82 @@
+"""Unmodified SDKs, pointed at a gateway whose URL is the argument. Prints a line for each call that ended as it should."""
+
+import sys
+
+import anthropic
+import github
+import openai
+import tmdbsimple
+
+GATEWAY = sys.argv[1]
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def check(name, found, expected):
+    if found != expected:
+        sys.exit(f"{name}: {found!r} instead of {expected!r}")
+    print(f"ok {name}", flush=True)
+
+
+def check_openai():
+    client = openai.OpenAI(base_url=f"{GATEWAY}/openai", api_key="the gateway has the key")
+
+    def say(model):
+        return client.chat.completions.create(model=model, messages=HELLO).choices[0].message.content
+
+    for model in ["m", "python-throttled", "python-failing"]:
+        check(f"openai {model}", say(model), "Hello you")
+    stream = client.chat.completions.create(model="m", messages=HELLO, stream=True)
+    check("openai stream", "".join(chunk.choices[0].delta.content for chunk in stream), "Hello you")
+    check("openai pages", [file.id for file in client.files.list()], [f"file-{n}" for n in range(1, 7)])
+    try:
+        say("broken")
+    except openai.InternalServerError as error:
+        check("openai error", error.message.count("an internal error"), 1)
+
+
+def check_anthropic():
+    client = anthropic.Anthropic(base_url=f"{GATEWAY}/anthropic", api_key="the gateway has the key")
+
+    def say(model):
+        return client.messages.create(model=model, max_tokens=9, messages=HELLO).content[0].text
+
+    for model in ["m", "python-throttled", "python-failing"]:
+        check(f"anthropic {model}", say(model), "Hello you")
+    with client.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
+        check("anthropic stream", "".join(stream.text_stream), "Hello you")
+    check("anthropic pages", [model.id for model in client.models.list()], [f"m{n}" for n in range(1, 7)])
+    try:
+        say("broken")
+    except anthropic.InternalServerError as error:
+        check("anthropic error", error.message.count("an internal error"), 1)
+
+
+def check_github():
+    client = github.Github(base_url=f"{GATEWAY}/github", auth=github.Auth.Token("the gateway has it"), retry=None, per_page=2)
+    check("github user", client.get_user().login, "o")
+    repository = client.get_repo("o/python-throttled")
+    check("github throttled", repository.full_name, "o/r")
+    check("github failing", client.get_repo("o/python-failing").full_name, "o/r")
+    issues = client.get_repo("o/r", lazy=True).get_issues()
+    check("github pages", [issue.number for issue in issues], [1, 2, 3, 4, 5, 6])
+
+
+def check_tmdb():
+    tmdbsimple.API_KEY = "the gateway has the key"
+    tmdbsimple.USE_BEARER_AUTH = True
+
+    def movie(number):
+        found = tmdbsimple.Movies(number)
+        found.base_uri = f"{GATEWAY}/tmdb"
+        return found
+
+    check("tmdb movie", movie(603).info()["title"], "The Matrix")
+    check("tmdb pages", [movie(603).reviews(page=page)["page"] for page in (1, 2)], [1, 2])
+    for trouble in ["python-throttled", "python-failing"]:
+        check(f"tmdb {trouble}", movie(trouble).info()["title"], "The Matrix")
+
+
+check_openai()
+check_anthropic()
+check_github()
+check_tmdb()

@@ -1,0 +1,73 @@
+//! The SDKs of providers, unmodified, through the gateway with the providers' presets.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, require_program};
+
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/sdks");
+const CREDENTIAL: &str = "the-real-credential";
+
+/// A directory of packages that outlives the test, so that they are installed once for each list of them.
+fn installed(list: &str, install: impl Fn(&Path)) -> PathBuf {
+    let text = fs::read_to_string(Path::new(SOURCES).join(list)).unwrap();
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("sdks-{list}"));
+    let done = folder.join("installed");
+    if fs::read_to_string(&done).is_ok_and(|found| found == text) {
+        return folder;
+    }
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).unwrap();
+    install(&folder);
+    fs::write(done, text).unwrap();
+    folder
+}
+
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {text}");
+    text
+}
+
+/// Starts the providers and a gateway to them; returns the gateway's URL.
+fn start() -> Option<([ChildProcess; 2], String)> {
+    let python = require_program("python3")?;
+    let port = free_port();
+    let mut providers = Command::new(python);
+    providers.arg(format!("{SOURCES}/providers.py")).arg(port.to_string());
+    let providers = ChildProcess::start(providers, ScratchDir::new(), port);
+    let policy = fs::read_to_string(format!("{SOURCES}/policy.toml")).unwrap().replace("PORT", &port.to_string());
+    let (gateway, port) = common::gateway(&policy, &[("PROVIDER_KEY", CREDENTIAL)]);
+    Some(([providers, gateway], format!("http://127.0.0.1:{port}")))
+}
+
+#[test]
+fn python_sdks_work_through_the_gateway() {
+    let (Some(python), Some((_running, gateway))) = (require_program("python3"), start()) else { return };
+    let packages = installed("requirements.txt", |folder| {
+        run(Command::new(&python).args(["-m", "venv"]).arg(folder));
+        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
+        run(Command::new(folder.join("bin/python")).args(pip).arg(format!("{SOURCES}/requirements.txt")));
+    });
+    let said = run(Command::new(packages.join("bin/python")).arg(format!("{SOURCES}/clients.py")).arg(gateway));
+    assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 20, "{said}");
+}
+
+#[test]
+fn node_sdks_work_through_the_gateway() {
+    let (Some(npm), Some(node)) = (require_program("npm"), require_program("node")) else { return };
+    let Some((_running, gateway)) = start() else { return };
+    let packages = installed("package.json", |folder| {
+        fs::copy(format!("{SOURCES}/package.json"), folder.join("package.json")).unwrap();
+        let flags = ["install", "--silent", "--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts"];
+        run(Command::new(&npm).args(flags).current_dir(folder));
+    });
+    let said = run(Command::new(node).arg(format!("{SOURCES}/clients.mjs")).arg(gateway).arg(packages));
+    assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 16, "{said}");
+}
