@@ -46,7 +46,7 @@ fn check_describes_the_inbound_limits() {
     assert_eq!((status, err.as_str()), (0, ""));
     assert!(out.starts_with(&format!("{}: good\n\nevery call, over all actions\n", file.display())), "{out}");
     assert!(out.contains("  at most 1000 in any 1 h (by client_ip)\n"), "{out}");
-    assert!(out.contains("login: POST /login\n  at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h"), "{out}");
+    assert!(out.contains("login: POST /login\n  at most 9 in any 60 s (5, and one after each block); over that, blocks of 2 s, 4 s … 1 h"), "{out}");
     assert!(out.contains("otp: by name, through the decision API or forward-auth\n"), "{out}");
     assert!(out.contains("(by key + platform)\n"), "{out}");
 }

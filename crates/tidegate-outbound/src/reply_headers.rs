@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 
 use http::HeaderValue;
-use http::header::{CONTENT_LOCATION, HeaderMap, HeaderName, LOCATION};
+use http::header::{CONTENT_LOCATION, HeaderMap, HeaderName, LINK, LOCATION};
 use percent_encoding::percent_decode;
 use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Auth, BaseUrl};
@@ -19,8 +19,8 @@ const MIN_SECRET_LENGTH: usize = 8;
 const ENCODED_PLACEHOLDER: &str = "%7Bkey%7D";
 
 impl Target {
-    /// Removes the credential from a reply's headers: from the URLs of `Location` and `Content-Location`. Any other
-    /// header that repeats it is removed.
+    /// Removes the credential from a reply's headers: from the URLs of `Location`, `Content-Location` and `Link`. Any
+    /// other header that repeats it is removed.
     ///
     /// With `mount_path`, such as `tmdb`, URLs below the base URL become paths below `/tmdb`, so that a client that
     /// follows them comes back through the gateway. Other paths of the provider's host become full URLs.
@@ -38,9 +38,38 @@ impl Target {
                 None => drop(headers.remove(&name)),
             }
         }
+        if headers.contains_key(LINK) {
+            let sanitize = |value: &HeaderValue| {
+                HeaderValue::try_from(self.sanitize_links(value.to_str().ok()?, secret, mount_path)?).ok()
+            };
+            let links: Vec<HeaderValue> = headers.get_all(LINK).iter().filter_map(sanitize).collect();
+            headers.remove(LINK);
+            headers.extend(links.into_iter().map(|value| (LINK, value)));
+        }
         if let Some(secret) = secret {
             remove_headers_with_secret(headers, secret);
         }
+    }
+
+    /// Returns a `Link` header without the credential; `None` if the credential can't be removed, or if a bracket isn't
+    /// closed. Its URLs stand in angle brackets outside quoted strings (RFC 8288).
+    fn sanitize_links(&self, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<String> {
+        let mut sanitized = String::with_capacity(text.len());
+        let mut rest = text;
+        while let Some(at) = rest.find(['<', '"']) {
+            let (before, found) = rest.split_at(at);
+            sanitized += before;
+            if let Some(found) = found.strip_prefix('<') {
+                let (url, after) = found.split_once('>')?;
+                sanitized += &format!("<{}>", self.sanitize_location(url, secret, mount_path)?);
+                rest = after;
+            } else {
+                let (quoted, after) = found.split_at(quoted_length(found));
+                sanitized += quoted;
+                rest = after;
+            }
+        }
+        Some(sanitized + rest)
     }
 
     /// Returns a location without the credential; `None` if the credential can't be removed.
@@ -109,6 +138,17 @@ pub(super) fn path_below_base<'p>(base: &BaseUrl, path: &'p str, secret: Option<
         rest = after_segment;
     }
     Some(rest)
+}
+
+/// Returns the length of the quoted string at the start of a text. A backslash escapes the next character.
+fn quoted_length(text: &str) -> usize {
+    let mut is_escaped = false;
+    let is_end = |(_, char): &(usize, char)| {
+        let is_end = *char == '"' && !is_escaped;
+        is_escaped = *char == '\\' && !is_escaped;
+        is_end
+    };
+    text.char_indices().skip(1).find(is_end).map_or(text.len(), |(at, _)| at + 1)
 }
 
 /// Returns the text before a character, and the text from it on.
@@ -214,6 +254,33 @@ mod tests {
     }
 
     #[test]
+    fn links_lead_back_through_the_gateway() {
+        let github = target("https://api.example", Auth::Query { name: "k".to_owned() });
+        for (link, expected) in [
+            (
+                "<https://api.example/x?page=2>; rel=\"next\", <https://api.example/x?page=9>; rel=\"last\"",
+                Some("</github/x?page=2>; rel=\"next\", </github/x?page=9>; rel=\"last\""),
+            ),
+            ("<https://other.example/x>; rel=next", Some("<https://other.example/x>; rel=next")),
+            (
+                "</x,y>;title=\"<https://api.example/z> \\\"<\"",
+                Some("</github/x,y>;title=\"<https://api.example/z> \\\"<\""),
+            ),
+            ("<https://api.example/x?k=pl4nted-s3cr3t%2Fx&page=2>", Some("</github/x?page=2>")),
+            ("<https://api.example/pl4nted-s3cr3t%2Fx>", None),
+            ("<https://api.example/x", None),
+            ("</x>; title=\"open", Some("</github/x>; title=\"open")),
+        ] {
+            let mut headers = HeaderMap::new();
+            headers.append(LINK, HeaderValue::from_static("</first>"));
+            headers.append(LINK, HeaderValue::from_static(link));
+            github.sanitize_reply_headers(&mut headers, Some(&Secret::new(TOKEN)), Some("github"));
+            let links: Vec<&str> = headers.get_all(LINK).iter().map(|value| value.to_str().unwrap()).collect();
+            assert_eq!(links, ["</github/first>"].into_iter().chain(expected).collect::<Vec<_>>(), "{link}");
+        }
+    }
+
+    #[test]
     fn reply_headers_repeating_the_credential_are_dropped() {
         let mut headers = HeaderMap::new();
         headers.insert("x-echo", HeaderValue::from_static("Bearer pl4nted-s3cr3t/x"));
@@ -226,7 +293,8 @@ mod tests {
         assert!(!headers.contains_key("x-pl4nted-s3cr3t"));
         let query = target("https://api.example", Auth::Query { name: "k".to_owned() });
         query.sanitize_reply_headers(&mut headers, Some(&Secret::new(TOKEN)), None);
-        assert_eq!(headers.keys().collect::<Vec<_>>(), ["etag"]);
+        assert_eq!(headers.len(), 3, "with the etag: {headers:?}");
+        assert_eq!(headers.get_all(LINK).iter().collect::<Vec<_>>(), ["</x?page=1>", "</x>"]);
         let mut headers = HeaderMap::new();
         headers.insert("etag", HeaderValue::from_static("\"22\""));
         query.sanitize_reply_headers(&mut headers, Some(&Secret::new("2")), None);

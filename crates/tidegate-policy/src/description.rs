@@ -12,9 +12,10 @@ use crate::plan::{Plan, RateLimitPolicyItem};
 use crate::quantity::Quantity;
 use crate::units::describe_duration;
 
-/// Describes a limit and its penalty: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
+/// Describes a limit and its penalty: "at most 9 in any 60 s (5, and one after each block); over that, blocks of 2 s, 4 s
+/// … 1 h".
 pub(crate) fn describe_limit(quantity: &Quantity, penalty: Option<&Penalty>, is_ban: bool, count: CountMode) -> String {
-    let mut words = describe_bound(quantity);
+    let mut words = describe_bound(quantity, penalty);
     if count == CountMode::All {
         words.push_str(", refused calls counted");
     }
@@ -25,14 +26,15 @@ pub(crate) fn describe_limit(quantity: &Quantity, penalty: Option<&Penalty>, is_
     words
 }
 
-/// Describes the most that a quantity allows.
-pub(crate) fn describe_bound(quantity: &Quantity) -> String {
+/// Describes the most that a quantity allows with its penalty, whose paroles admit further calls.
+pub(crate) fn describe_bound(quantity: &Quantity, penalty: Option<&Penalty>) -> String {
     match quantity {
         Quantity::Window { limit: 0, .. } | Quantity::Quota { limit: 0, .. } | Quantity::InFlight { limit: 0 } => {
             "refuses every call".to_owned()
         }
         Quantity::Window { limit, window } => {
-            format!("at most {limit} in any {}", describe_duration(*window))
+            let paroles = penalty.map_or(0, |penalty| penalty.max_extra_calls(*window, Span::MAX));
+            describe_most(*limit, limit.saturating_add(paroles), *window)
         }
         Quantity::Rate { count, per, burst } => {
             let unit = match per.as_micros() {
@@ -43,8 +45,13 @@ pub(crate) fn describe_bound(quantity: &Quantity) -> String {
             };
             let window = (*per).max(Span::from_secs(60));
             let shape = if *burst == 1 { "evenly spaced".to_owned() } else { format!("bursts of {burst}") };
-            let most = Rate::new(*count, *per, *burst).map_or(0, |rate| rate.max_in(window));
-            format!("{count} per {unit}, {shape}: at most {most} in any {}", describe_duration(window))
+            let alone = Rate::new(*count, *per, *burst).map_or(0, |rate| rate.max_in(window));
+            // A rate has room again at the very end of the time.
+            let (time, interval) =
+                (window + Span::from_micros(1), Span::from_micros(per.as_micros() / (*count).max(1)));
+            let more = penalty.map_or(0, |penalty| penalty.max_extra_calls(time, interval));
+            let most = describe_most(alone, alone.max(burst.saturating_add(more)), window);
+            format!("{count} per {unit}, {shape}: {most}")
         }
         Quantity::Quota { limit, unit, zone } => {
             let zone = zone.as_deref().unwrap_or("UTC");
@@ -61,6 +68,12 @@ pub(crate) fn describe_bound(quantity: &Quantity) -> String {
         Quantity::InFlight { limit } => format!("at most {limit} at the same time"),
         Quantity::Unlimited => "unlimited".to_owned(),
     }
+}
+
+/// Describes the most calls in a time, without a penalty and with its paroles.
+fn describe_most(alone: u64, most: u64, time: Span) -> String {
+    let paroles = if most > alone { format!(" ({alone}, and one after each block)") } else { String::new() };
+    format!("at most {most} in any {}{paroles}", describe_duration(time))
 }
 
 /// Describes growing waits: "1 s, 2 s … 30 s".
@@ -215,7 +228,7 @@ mod tests {
             ("0 per 60s", "refuses every call"),
             ("unlimited", "unlimited"),
         ] {
-            assert_eq!(describe_bound(&quantity.parse().unwrap()), words);
+            assert_eq!(describe_bound(&quantity.parse().unwrap(), None), words);
         }
     }
 

@@ -58,10 +58,12 @@ fn the_embedded_default_policy_needs_no_file() {
     assert_eq!(
         policy.plan().describe(),
         "inbound.global, over all actions\n    \
-         global, by client_ip: at most 1000 in any 1 h; over that, blocks of 2 s, 4 s … 1 h; one strike less after each \
+         global, by client_ip: at most 1010 in any 1 h (1000, and one after each block); over that, blocks of 2 s, 4 s \
+         … 1 h; one strike less after each \
          1 h without a refusal\n\
          login: POST /login\n    \
-         login, by client_ip: at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h; one strike less after each \
+         login, by client_ip: at most 9 in any 60 s (5, and one after each block); over that, blocks of 2 s, 4 s \
+         … 1 h; one strike less after each \
          1 h without a refusal\n"
     );
 }
@@ -105,7 +107,7 @@ fn every_kind_of_setting_can_be_overridden() {
     assert_eq!((policy.admin().listen, policy.log().level), (None, LogLevel::Debug));
     let words = policy.plan().describe();
     for expected in [
-        "global, by client_ip: at most 1000 in any 1 h; over that, blocks of 5 s, 10 s … 1 h",
+        "global, by client_ip: at most 1009 in any 1 h (1000, and one after each block); over that, blocks of 5 s, 10 s … 1 h",
         "login.1, by client_ip: at most 10 in any 60 s",
         "login.2, by client_ip: 100 per calendar day in UTC: up to 200 around midnight",
         "otp-request: any method /otp",
@@ -126,14 +128,22 @@ fn short_variable_names_set_common_limits() {
         "{found}"
     );
     assert!(
-        found.contains("login, by client_ip: at most 5 in any 60 s; over that, blocks of 3 s, 9 s … 100 s"),
+        found.contains("login, by client_ip: at most 8 in any 60 s (5, and one after each block); over that, blocks of 3 s, 9 s … 100 s"),
         "{found}"
     );
 
     // The environment beats the file for every growing penalty; bans stay.
     let found = words(Some(FILE), &all[2..]);
-    assert!(found.contains("at most 1000 in any 1 h; over that, blocks of 3 s, 9 s … 100 s"), "{found}");
-    assert!(found.contains("at most 5 in any 60 s; over that, blocks of 3 s, 9 s … 100 s"), "{found}");
+    assert!(
+        found.contains(
+            "at most 1038 in any 1 h (1000, and one after each block); over that, blocks of 3 s, 9 s … 100 s"
+        ),
+        "{found}"
+    );
+    assert!(
+        found.contains("at most 8 in any 60 s (5, and one after each block); over that, blocks of 3 s, 9 s … 100 s"),
+        "{found}"
+    );
     assert!(found.contains("at most 3 in any 120 s; over that, blocked for 15 min"), "{found}");
 
     // Each variable also works alone.
@@ -143,14 +153,20 @@ fn short_variable_names_set_common_limits() {
     // A file without a global limit gets one, with a penalty.
     let bare = "[inbound.action.x]\nlimit = \"1 per 1s\"\n";
     assert!(words(Some(bare), &[]).contains("inbound.global: no limit"));
-    assert!(words(Some(bare), &all[..1]).contains("at most 50 in any 1 h; over that, blocks of 2 s, 4 s … 1 h"));
+    assert!(
+        words(Some(bare), &all[..1])
+            .contains("at most 60 in any 1 h (50, and one after each block); over that, blocks of 2 s, 4 s … 1 h")
+    );
     assert!(words(Some(bare), &all).contains("at most 50 in any 120 s; over that, blocks of 3 s, 9 s … 100 s"));
 
     // The longer names win.
     let both = [("GLOBAL_RATE_LIMIT", "50"), ("TIDEGATE__INBOUND__GLOBAL__LIMIT", "7 per 1s")];
     assert!(words(None, &both).contains("at most 7 in any 1 s"));
     let both = [("BACKOFF_BASE", "3"), ("TIDEGATE__INBOUND__ACTION__LOGIN__PENALTY__BASE", "4s")];
-    assert!(words(Some(FILE), &both).contains("at most 5 in any 60 s; over that, blocks of 4 s, 12 s … 1 h"));
+    assert!(
+        words(Some(FILE), &both)
+            .contains("at most 8 in any 60 s (5, and one after each block); over that, blocks of 4 s, 12 s … 1 h")
+    );
 }
 
 #[test]

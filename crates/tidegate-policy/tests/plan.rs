@@ -418,7 +418,10 @@ fn settings_beside_a_preset_override_it() {
     assert_eq!(words("limit = \"9 per 60s\""), "at most 9 in any 60 s; over that, blocked for 10 min");
     assert_eq!(words("ban = \"60s\""), "at most 5 in any 60 s; over that, blocked for 60 s");
     assert_eq!(words("ban = \"none\""), "at most 5 in any 60 s");
-    assert!(words("penalty = {}").starts_with("at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h"));
+    assert!(
+        words("penalty = {}")
+            .starts_with("at most 9 in any 60 s (5, and one after each block); over that, blocks of 2 s, 4 s … 1 h")
+    );
 }
 
 #[test]

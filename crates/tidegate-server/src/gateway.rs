@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
-use http::header::{CONNECTION, EXPECT, FORWARDED, HeaderMap, HeaderName, HeaderValue, RETRY_AFTER, VIA};
+use http::header::{CONNECTION, EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, LINK, RETRY_AFTER, VIA};
 use http::uri::PathAndQuery;
 use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
@@ -122,6 +122,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         };
         let has_body = !request.body().is_end_stream();
         let paced = !is_grpc(&request);
+        let host = request.headers().get(HOST).cloned();
         let request = request.map(|body| {
             if !has_body {
                 return Upload::empty(body);
@@ -152,7 +153,12 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                 false => called.as_mut().poll(cx).map(Some),
             });
             let mut response = match called.await {
-                Some(Ok(response)) => response,
+                Some(Ok(mut response)) => {
+                    if let Some(host) = &host {
+                        complete_links(response.headers_mut(), host, &plan.name);
+                    }
+                    response
+                }
                 Some(Err(failed)) => {
                     gateway.log_failed_call(mount.provider(), &failed);
                     error_response(&failed, plan)
@@ -238,6 +244,22 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
             Err(unknown) => unknown.to_string(),
         };
         error(StatusCode::NOT_FOUND, &message)
+    }
+}
+
+/// Turns the paths of this gateway in `Link` into whole URLs, because some SDKs add a path to their base URL, which has
+/// the provider's name already.
+fn complete_links(headers: &mut HeaderMap, host: &HeaderValue, provider: &str) {
+    let http::header::Entry::Occupied(mut links) = headers.entry(LINK) else { return };
+    let Ok(host) = host.to_str() else { return };
+    for link in links.iter_mut() {
+        let complete = link
+            .to_str()
+            .ok()
+            .map(|text| text.replace(&format!("</{provider}"), &format!("<http://{host}/{provider}")));
+        if let Some(complete) = complete.and_then(|text| HeaderValue::try_from(text).ok()) {
+            *link = complete;
+        }
     }
 }
 

@@ -86,7 +86,7 @@ impl LimitInfo {
         &self.quantity
     }
 
-    /// The limit in words with its true bound: "at most 5 in any 60 s; over that, blocks of 2 s, 4 s … 1 h".
+    /// The limit in words with its true bound: "at most 5 in any 60 s; over that, blocked for 10 min".
     pub fn description(&self) -> &str {
         &self.description
     }

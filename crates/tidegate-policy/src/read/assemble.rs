@@ -250,7 +250,7 @@ impl DocumentReader<'_> {
                     None => format!("{owner}.{}", ids.len() + 1),
                 };
                 let kind = quantity.to_limit_kind().ok().flatten()?;
-                let (penalty, is_ban) = self.build_penalty(group.penalty, forget_time(&quantity))?;
+                let (penalty, is_ban) = self.build_penalty(group.penalty, &quantity)?;
                 let is_concurrency = kind.has_permits();
                 // A refused call is never in flight.
                 let count = if is_concurrency { CountMode::Admitted } else { group.count };
@@ -294,7 +294,7 @@ fn with_lease_lead(kind: LimitKind, lease: Option<LeaseSpec>) -> LimitKind {
 }
 
 /// The time after which a limit has forgotten all calls.
-fn forget_time(quantity: &Quantity) -> Span {
+pub(super) fn forget_time(quantity: &Quantity) -> Span {
     match quantity {
         Quantity::Window { window, .. } => *window,
         Quantity::Rate { count, per, burst } => {

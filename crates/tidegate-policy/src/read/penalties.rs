@@ -4,8 +4,11 @@ use tidegate_core::{LimitError, Penalty, PenaltyMode, PenaltySpec, Span};
 
 use super::DocumentReader;
 use super::actions::ParsedPenalty;
+use super::assemble::forget_time;
 use super::forms::{Custom, Maybe, SPAN, Whole};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable};
+use crate::error::Note;
+use crate::quantity::Quantity;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{read_keys, setting_keys};
 use crate::units::{describe_duration, parse_duration};
@@ -19,7 +22,8 @@ setting_keys! {
         forgive_after: Option<Span> = "", Maybe(SPAN),
             "the time without a refusal that removes one strike; default the longer of cap and window";
         mode: PenaltyMode = "parole", Custom(Text, "`parole` or `strict`", penalty_mode),
-            "parole, or strict: announce the longer of block and window";
+            "parole: one call passes after each block, even if the limit is still full; strict: no call passes a full limit, and the \
+             announced wait is the longer of block and window";
     }
 }
 
@@ -83,15 +87,33 @@ impl DocumentReader<'_> {
         Some(ParsedPenalty::Growing(spec, node.at))
     }
 
-    /// Builds the penalty of a limit from its window. The flag is true for a ban.
-    pub(super) fn build_penalty(&mut self, parsed: ParsedPenalty, window: Span) -> Option<(Option<Penalty>, bool)> {
+    /// Builds the penalty of a limit. The flag is true for a ban.
+    pub(super) fn build_penalty(
+        &mut self,
+        parsed: ParsedPenalty,
+        quantity: &Quantity,
+    ) -> Option<(Option<Penalty>, bool)> {
+        let window = forget_time(quantity);
         let (made, at, is_ban): (Result<Penalty, LimitError>, TextRange, bool) = match parsed {
             ParsedPenalty::None => return Some((None, false)),
             ParsedPenalty::Growing(spec, at) => (Penalty::new(spec, window), at, false),
             ParsedPenalty::Ban(length, at) => (Penalty::ban(length, window), at, true),
         };
         match made {
-            Ok(penalty) => Some((Some(penalty), is_ban)),
+            Ok(penalty) => {
+                let has_parole = matches!(quantity, Quantity::Window { .. } | Quantity::Rate { .. })
+                    && penalty.mode() == PenaltyMode::Parole;
+                if has_parole && penalty.cap() < window {
+                    let (longest, window) = (describe_duration(penalty.cap()), describe_duration(window));
+                    let remedy = if is_ban { "a longer ban" } else { "a longer `cap`, or mode = \"strict\"," };
+                    let message = format!(
+                        "blocks of at most {longest} are shorter than the limit's {window}, and one call passes after each \
+                         of them even if the limit is still full; {remedy} prevents that"
+                    );
+                    self.notes.push(Note::new(self.texts, at, &message));
+                }
+                Some((Some(penalty), is_ban))
+            }
             Err(error) => self.error(at, error.to_string(), "a penalty such as { base = \"2s\", cap = \"1h\" }").none(),
         }
     }
