@@ -108,7 +108,7 @@ fn every_kind_of_setting_can_be_overridden() {
     let words = policy.plan().describe();
     for expected in [
         "global, by client_ip: at most 1009 in any 1 h (1000, and one after each block); over that, blocks of 5 s, 10 s … 1 h",
-        "login.1, by client_ip: at most 10 in any 60 s",
+        "login.1, by client_ip: at most 14 in any 60 s (10, and one after each block)",
         "login.2, by client_ip: 100 per calendar day in UTC: up to 200 around midnight",
         "otp-request: any method /otp",
         "at most 3 in any 120 s; over that, blocked for 5 min",
@@ -124,7 +124,7 @@ fn short_variable_names_set_common_limits() {
         [("GLOBAL_RATE_LIMIT", "50"), ("GLOBAL_RATE_WINDOW", "120"), ("BACKOFF_BASE", "3"), ("BACKOFF_MAX", "100")];
     let found = words(None, &all);
     assert!(
-        found.contains("global, by client_ip: at most 50 in any 120 s; over that, blocks of 3 s, 9 s … 100 s"),
+        found.contains("global, by client_ip: at most 53 in any 120 s (50, and one after each block); over that, blocks of 3 s, 9 s … 100 s"),
         "{found}"
     );
     assert!(

@@ -239,7 +239,7 @@ mod tests {
 
     fn open(listens: &str, hosts: &[&str]) -> Access {
         let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-        Access::new(ListenerKind::Api, listens.parse().unwrap(), &hosts, None, Arc::new(RefusalLog::new(1)))
+        Access::new(ListenerKind::Api, listens.parse().unwrap(), &hosts, None, Arc::new(RefusalLog::new(1, 0)))
     }
 
     #[test]
@@ -362,7 +362,7 @@ mod tests {
     fn a_valid_token_suffices_in_either_header() {
         let with = |listener| {
             let token = Some(Secret::new("s3cret"));
-            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, Arc::new(RefusalLog::new(1)))
+            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, Arc::new(RefusalLog::new(1, 0)))
         };
         let (gateway, api) = (with(ListenerKind::Gateway), with(ListenerKind::Api));
         for (name, value, passes_gateway, passes_api) in [

@@ -114,9 +114,9 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         }
         let permit_renewer = self.permit_renewer;
         housekeeping.spawn(async move { permit_renewer.run().await });
-        let refusals = self.refusals;
-        housekeeping.spawn(async move { refusals.run().await });
-        let gate = self.gate;
+        let (refusals, plan) = (Arc::clone(&self.refusals), Arc::clone(self.gate.plan()));
+        housekeeping.spawn(async move { refusals.run(&plan).await });
+        let gate = self.gate.clone();
         housekeeping.spawn(housekeeping::run_store_maintenance(move || gate.maintain()));
         if let Some(providers) = self.providers {
             housekeeping.spawn(housekeeping::run_vote_exchange(providers.clone()));
@@ -136,6 +136,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         if let Some(snapshot) = self.snapshot {
             housekeeping::save_snapshot(&snapshot, &mut true).await;
         }
+        self.refusals.log_summary(self.gate.plan());
         tracing::info!(cut_off = summary.cut_off, "stopped");
         summary
     }

@@ -242,7 +242,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// # Errors
     /// See [`ServeError`]. On an error no listener stays open.
     pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
-        let refusals = Arc::new(RefusalLog::new(self.policy.log().refusals_per_second));
+        let refusals =
+            Arc::new(RefusalLog::new(self.policy.log().refusals_per_second, self.policy.plan().limits().len()));
         let (api, admin) = (self.policy.api(), self.policy.admin());
         let api_access = self.access(ListenerKind::Api, api.listen, api.token.as_ref(), &api.hosts, &refusals)?;
         let admin_access =

@@ -7,40 +7,58 @@ use std::time::Duration;
 use tidegate::Decision;
 use tidegate::outbound::CallStats;
 use tidegate::policy::{MatchedActions, Plan, Query};
-use tidegate_core::Time;
+use tidegate_core::{LimitId, Time};
 
 use crate::log::{EscapedError, EscapedText, LogThrottle, MaskedKey};
 use crate::rejections::RejectionReason;
 
-/// The interval at which suppressed lines are summed up, if no line was written after them.
+/// The interval at which lines that weren't written are summed up.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(5);
+/// The maximum number of limits that a summary names. The refusals of further ones are summed up without a name.
+const MAX_SUMMARY_LIMITS: usize = 32;
 
 /// The log of refusals, of rejected requests, and of failures of the store, the upstream or providers.
 pub(crate) struct RefusalLog {
     refusal_throttle: LogThrottle,
+    /// The refusals that weren't logged one by one, for each limit, and at last those without a limit.
+    unlogged_refusals: Box<[UnloggedRefusals]>,
     failure_throttle: LogThrottle,
     rejection_throttle: LogThrottle,
     /// The number of rejected requests for each reason since the start.
     rejection_counts: [AtomicU64; RejectionReason::COUNT],
 }
 
+#[derive(Default)]
+struct UnloggedRefusals {
+    enforced: AtomicU64,
+    shadow: AtomicU64,
+}
+
 impl RefusalLog {
-    /// Returns a log of at most `lines` of each kind in any second.
-    pub(crate) fn new(lines: u32) -> Self {
+    /// Returns a log of at most `lines` of each kind in any second, for a plan with this number of limits.
+    pub(crate) fn new(lines: u32, limits: usize) -> Self {
         Self {
             refusal_throttle: LogThrottle::new(lines),
+            unlogged_refusals: (0..=limits).map(|_| UnloggedRefusals::default()).collect(),
             failure_throttle: LogThrottle::new(lines),
             rejection_throttle: LogThrottle::new(lines),
             rejection_counts: Default::default(),
         }
     }
 
-    /// Logs a refusal, or one that shadow mode admitted, unless the limit on lines is reached.
+    /// Logs a refusal, or one that shadow mode admitted. If the limit on lines is reached, counts it for the next
+    /// summary.
     pub(crate) fn log_decision(&self, plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
-        if (!decision.allowed || decision.shadow)
-            && let Some(suppressed) = self.refusal_throttle.admit(decision.now)
-        {
-            write_refusal(plan, actions, query, decision, suppressed);
+        if decision.allowed && !decision.shadow {
+            return;
+        }
+        if self.refusal_throttle.admit(decision.now).is_some() {
+            return write_refusal(plan, actions, query, decision);
+        }
+        let index = decision.bound_by.map_or(self.unlogged_refusals.len() - 1, LimitId::index);
+        if let Some(unlogged) = self.unlogged_refusals.get(index) {
+            let count = if decision.shadow { &unlogged.shadow } else { &unlogged.enforced };
+            count.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -76,25 +94,43 @@ impl RefusalLog {
         tracing::warn!(provider, attempts, why = %EscapedError(why), suppressed, "a call failed");
     }
 
-    /// Logs the number of suppressed lines; never returns.
-    pub(crate) async fn run(&self) {
+    /// Logs the lines that weren't written at every interval; never returns.
+    pub(crate) async fn run(&self, plan: &Plan) {
         loop {
             tokio::time::sleep(SUMMARY_INTERVAL).await;
-            if let suppressed @ 1.. = self.refusal_throttle.take_suppressed() {
-                tracing::info!(suppressed, "refusals not logged one by one");
+            self.log_summary(plan);
+        }
+    }
+
+    /// Logs the number of lines that weren't written since the last summary; refusals by limit.
+    pub(crate) fn log_summary(&self, plan: &Plan) {
+        let ids = plan.limits().iter().map(|(id, _)| Some(id)).chain([None]);
+        let (mut named, mut rest) = (0..MAX_SUMMARY_LIMITS, 0);
+        for (id, unlogged) in ids.zip(&self.unlogged_refusals) {
+            for (count, shadow) in [(&unlogged.enforced, false), (&unlogged.shadow, true)] {
+                let count = count.swap(0, Ordering::Relaxed);
+                if count > 0 && named.next().is_some() {
+                    let limit = id.map(|id| tracing::field::display(plan.limit_info(id).name()));
+                    tracing::info!(limit, shadow, count, "refused, not logged one by one");
+                } else {
+                    rest += count;
+                }
             }
-            if let suppressed @ 1.. = self.failure_throttle.take_suppressed() {
-                tracing::warn!(suppressed, "failures not logged one by one");
-            }
-            if let suppressed @ 1.. = self.rejection_throttle.take_suppressed() {
-                tracing::info!(suppressed, "rejected requests not logged one by one");
-            }
+        }
+        if rest > 0 {
+            tracing::info!(count = rest, "refused by further limits, not logged one by one");
+        }
+        if let suppressed @ 1.. = self.failure_throttle.take_suppressed() {
+            tracing::warn!(suppressed, "failures not logged one by one");
+        }
+        if let suppressed @ 1.. = self.rejection_throttle.take_suppressed() {
+            tracing::info!(suppressed, "rejected requests not logged one by one");
         }
     }
 }
 
 #[cold]
-fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision, suppressed: u64) {
+fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
     tracing::info!(
         action = plan.action_names(actions).map(display),
         limit = decision.bound_by.map(|id| display(plan.limit_info(id).name())),
@@ -105,7 +141,6 @@ fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decisi
         retry_after = decision.retry_after.map(|wait| wait.as_secs_ceil()),
         blocked = decision.blocked,
         shadow = decision.shadow,
-        suppressed,
         "refused"
     );
 }

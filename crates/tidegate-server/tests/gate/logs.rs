@@ -45,18 +45,25 @@ async fn hostile_text_is_escaped_and_secrets_are_masked() {
 async fn refusals_log_at_most_ten_lines_per_second() {
     let (lines, _guard) = capture("text");
     let upstream = Echo::start(HELLO).await;
-    let gate = start(upstream.address, NO).await;
+    let shadow = "[inbound.action.watched]\nmatch = { path = \"/watched\" }\nlimit = \"0 per 1s\"\nmode = \"shadow\"\n";
+    let mut gate = start(upstream.address, &format!("{NO}{shadow}")).await;
     let mut client = crate::common::Peer::connect(gate.inbound).await;
     for _ in 0..200 {
         assert_eq!(status(&client.ask(crate::common::get("/no")).await), 429);
     }
     let refused = |text: &str| text.lines().filter(|line| line.contains("refused ")).count();
     assert_eq!(refused(&lines.text()), 10);
+    for _ in 0..5 {
+        assert_eq!(status(&client.ask(crate::common::get("/watched")).await), 200);
+    }
     gate.clock.advance(Span::from_secs(1));
     client.ask(crate::common::get("/no")).await;
+    assert_eq!(refused(&lines.text()), 11);
+    gate.stop().await.unwrap();
     let text = lines.text();
-    assert_eq!(refused(&text), 11);
-    assert!(text.lines().last().unwrap().contains("suppressed=190"), "{text}");
+    for summary in ["limit=no shadow=false count=190", "limit=watched shadow=true count=5"] {
+        assert!(text.lines().any(|line| line.contains("not logged one by one") && line.contains(summary)), "{text}");
+    }
 }
 
 #[tokio::test]
