@@ -147,8 +147,8 @@ fn short_variable_names_set_common_limits() {
     assert!(found.contains("at most 3 in any 120 s; over that, blocked for 15 min"), "{found}");
 
     // Each variable also works alone.
-    assert!(words(Some(FILE), &all[..1]).contains("at most 50 in any 1 h"));
-    assert!(words(Some(FILE), &all[1..2]).contains("at most 1000 in any 120 s"));
+    assert!(words(Some(FILE), &all[..1]).contains("in any 1 h (50, and one after each block)"));
+    assert!(words(Some(FILE), &all[1..2]).contains("in any 120 s (1000, and one after each block)"));
 
     // A file without a global limit gets one, with a penalty.
     let bare = "[inbound.action.x]\nlimit = \"1 per 1s\"\n";
@@ -157,7 +157,10 @@ fn short_variable_names_set_common_limits() {
         words(Some(bare), &all[..1])
             .contains("at most 60 in any 1 h (50, and one after each block); over that, blocks of 2 s, 4 s … 1 h")
     );
-    assert!(words(Some(bare), &all).contains("at most 50 in any 120 s; over that, blocks of 3 s, 9 s … 100 s"));
+    assert!(
+        words(Some(bare), &all)
+            .contains("at most 53 in any 120 s (50, and one after each block); over that, blocks of 3 s, 9 s")
+    );
 
     // The longer names win.
     let both = [("GLOBAL_RATE_LIMIT", "50"), ("TIDEGATE__INBOUND__GLOBAL__LIMIT", "7 per 1s")];

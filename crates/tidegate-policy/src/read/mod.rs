@@ -275,8 +275,10 @@ impl DocumentReader<'_> {
     fn section<'n>(&mut self, parent: Option<&'n TomlTable>, key: &str, path: &str) -> Option<&'n TomlTable> {
         let node = parent?.node(key)?;
         let Some(table) = node.as_table() else {
+            let keys = settings::table_keys(path).join(", ");
             let path = path.replace('*', &self.section_name);
-            return self.wrong_type(node, key, format!("a section, [{path}], or a table, {{ … }}")).none();
+            let expected = format!("a section, [{path}], or a table, {{ … }}");
+            return self.wrong_type(node, key, expected).help(format!("its keys are {keys}")).none();
         };
         self.check_keys(table, path);
         Some(table)

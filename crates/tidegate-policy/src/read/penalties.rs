@@ -22,8 +22,8 @@ setting_keys! {
         forgive_after: Option<Span> = "", Maybe(SPAN),
             "the time without a refusal that removes one strike; default the longer of cap and window";
         mode: PenaltyMode = "parole", Custom(Text, "`parole` or `strict`", penalty_mode),
-            "parole: one call passes after each block, even if the limit is still full; strict: no call passes a full limit, and the \
-             announced wait is the longer of block and window";
+            "parole: one call passes after each block, however full the limit is; strict: the wait is the longer of block \
+             and window";
     }
 }
 
