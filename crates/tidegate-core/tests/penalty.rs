@@ -401,7 +401,7 @@ fn most_admitted(limiter: &TestLimiter, second: u64, seconds: u64, wait_until: u
 fn penalty(base: u64, factor: u32, cap: u64, forgive_after: u64, window: Span) -> Penalty {
     let (base, cap, forgive_after) = (Span::from_secs(base), Span::from_secs(cap), Span::from_secs(forgive_after));
     let spec = PenaltySpec { base, factor, cap, forgive_after: Some(forgive_after), ..PenaltySpec::default() };
-    Penalty::new(spec, window).unwrap()
+    Penalty::new(spec, window).expect("a valid penalty")
 }
 
 #[test]
@@ -440,7 +440,7 @@ fn the_same_is_known_of_rates() {
         (5, 2, 1, 2, 2, 1, 10),
         (6, 1, 1, 3, 9, 1, 12),
     ] {
-        let rate = Rate::new(1, Span::from_secs(per), burst).unwrap();
+        let rate = Rate::new(1, Span::from_secs(per), burst).expect("a valid rate");
         let refill = Span::from_secs(per * burst);
         let penalty = penalty(base, factor, cap, forgive_after, refill);
         let limiter = TestLimiter::new([Limit::new(LimitKind::Rate(rate)).with_penalty(penalty)]);

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod permits;
+mod sdks;
 mod secrets;
 mod shutdown;
 mod tls;

@@ -1,8 +1,4 @@
 //! The SDKs of providers, unmodified, through the gateway with the providers' presets.
-#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
-
-#[path = "../common/mod.rs"]
-mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +6,9 @@ use std::process::Command;
 
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, require_program};
 
-const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/sdks");
+use crate::common;
+
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/outbound/sdks");
 const CREDENTIAL: &str = "the-real-credential";
 
 /// A directory of packages that outlives the test, so that they are installed once for each list of them.
