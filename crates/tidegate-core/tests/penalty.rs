@@ -419,18 +419,19 @@ fn the_most_that_obedient_clients_get_is_known() {
         (9, 1, 9, 1, 9),
         (1, 2, 4, 60, 10),
         (1, 4, 4, 2, 11),
+        (1, 1, 5, 60, 7),
     ] {
         let span = Span::from_secs(window);
         let penalty = penalty(base, factor, cap, forgive_after, span);
         let limiter = TestLimiter::new([window_limit(2, window).with_penalty(penalty)]);
-        let most = 2 + penalty.max_extra_calls(span, Span::MAX);
+        let most = 2 + penalty.max_paroles(span);
         let name = format!("{base} s × {factor} up to {cap} s, forgiven after {forgive_after} s, in {window} s");
         assert_eq!(most_admitted(&limiter, 0, window, 0), most, "{name}");
     }
 }
 
 #[test]
-fn the_same_is_known_of_rates() {
+fn rates_admit_obedient_clients_no_more() {
     for (per, burst, base, factor, cap, forgive_after, within) in [
         (3, 2, 1, 2, 4, 60, 9),
         (3, 1, 1, 1, 1, 60, 9),
@@ -439,14 +440,16 @@ fn the_same_is_known_of_rates() {
         (1, 2, 4, 2, 8, 9, 6),
         (5, 2, 1, 2, 2, 1, 10),
         (6, 1, 1, 3, 9, 1, 12),
+        (8, 1, 1, 2, 16, 4, 14),
     ] {
         let rate = Rate::new(1, Span::from_secs(per), burst).expect("a valid rate");
         let refill = Span::from_secs(per * burst);
         let penalty = penalty(base, factor, cap, forgive_after, refill);
         let limiter = TestLimiter::new([Limit::new(LimitKind::Rate(rate)).with_penalty(penalty)]);
-        let within_and_at_end = Span::from_secs(within) + Span::from_micros(1);
-        let most = burst + penalty.max_extra_calls(within_and_at_end, Span::from_secs(per));
-        let name = format!("1 in {per} s, {burst} at once, {base} s × {factor} up to {cap} s, in {within} s");
-        assert_eq!(most_admitted(&limiter, 0, within + 1, 0), most, "{name}");
+        let within = Span::from_secs(within);
+        let most = rate.max_in(within) + penalty.max_paroles(within + Span::from_micros(1));
+        let name = format!("1 in {per} s, {burst} at once, {base} s × {factor} up to {cap} s, in {within:?}");
+        let found = most_admitted(&limiter, 0, within.as_secs_ceil() + 1, 0);
+        assert!(found <= most && found >= rate.max_in(within), "{name}: {found} of at most {most}");
     }
 }

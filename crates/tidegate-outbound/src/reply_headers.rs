@@ -15,6 +15,8 @@ use super::target::{PLACEHOLDER, Target, param_has_name};
 
 /// A shorter credential is public, like the `2` of a free tier, and occurs in harmless values by accident.
 const MIN_SECRET_LENGTH: usize = 8;
+/// The longest `Link` header that is rewritten. A longer one stays as it is.
+const MAX_LINK_BYTES: usize = 16 << 10;
 /// The replacement of the credential in a path that is shown.
 const ENCODED_PLACEHOLDER: &str = "%7Bkey%7D";
 
@@ -39,8 +41,14 @@ impl Target {
             }
         }
         if headers.contains_key(LINK) {
-            let sanitize = |value: &HeaderValue| {
-                HeaderValue::try_from(self.sanitize_links(value.to_str().ok()?, secret, mount_path)?).ok()
+            // A value that can't be read stays as it is, unless it repeats the credential.
+            let sanitize = |value: &HeaderValue| match value.to_str() {
+                Ok(text) if text.len() <= MAX_LINK_BYTES => match self.sanitize_links(text, secret, mount_path) {
+                    Some(Some(links)) => HeaderValue::try_from(links).ok(),
+                    Some(None) => None,
+                    None => Some(value.clone()),
+                },
+                _ => Some(value.clone()),
             };
             let links: Vec<HeaderValue> = headers.get_all(LINK).iter().filter_map(sanitize).collect();
             headers.remove(LINK);
@@ -51,9 +59,9 @@ impl Target {
         }
     }
 
-    /// Returns a `Link` header without the credential; `None` if the credential can't be removed, or if a bracket isn't
-    /// closed. Its URLs stand in angle brackets outside quoted strings (RFC 8288).
-    fn sanitize_links(&self, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<String> {
+    /// Returns a `Link` header without the credential; `None` inside if the credential can't be removed, and `None` if a
+    /// bracket isn't closed. Its URLs stand in angle brackets outside quoted strings (RFC 8288).
+    fn sanitize_links(&self, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<Option<String>> {
         let mut sanitized = String::with_capacity(text.len());
         let mut rest = text;
         while let Some(at) = rest.find(['<', '"']) {
@@ -61,7 +69,8 @@ impl Target {
             sanitized += before;
             if let Some(found) = found.strip_prefix('<') {
                 let (url, after) = found.split_once('>')?;
-                sanitized += &format!("<{}>", self.sanitize_location(url, secret, mount_path)?);
+                let Some(url) = self.sanitize_location(url, secret, mount_path) else { return Some(None) };
+                sanitized += &format!("<{url}>");
                 rest = after;
             } else {
                 let (quoted, after) = found.split_at(quoted_length(found));
@@ -69,7 +78,7 @@ impl Target {
                 rest = after;
             }
         }
-        Some(sanitized + rest)
+        Some(Some(sanitized + rest))
     }
 
     /// Returns a location without the credential; `None` if the credential can't be removed.
@@ -268,7 +277,7 @@ mod tests {
             ),
             ("<https://api.example/x?k=pl4nted-s3cr3t%2Fx&page=2>", Some("</github/x?page=2>")),
             ("<https://api.example/pl4nted-s3cr3t%2Fx>", None),
-            ("<https://api.example/x", None),
+            ("<https://api.example/x", Some("<https://api.example/x")),
             ("</x>; title=\"open", Some("</github/x>; title=\"open")),
         ] {
             let mut headers = HeaderMap::new();

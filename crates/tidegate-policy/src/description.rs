@@ -14,8 +14,14 @@ use crate::units::describe_duration;
 
 /// Describes a limit and its penalty: "at most 9 in any 60 s (5, and one after each block); over that, blocks of 2 s, 4 s
 /// … 1 h".
-pub(crate) fn describe_limit(quantity: &Quantity, penalty: Option<&Penalty>, is_ban: bool, count: CountMode) -> String {
-    let mut words = describe_bound(quantity, penalty);
+pub(crate) fn describe_limit(
+    quantity: &Quantity,
+    penalty: Option<&Penalty>,
+    is_ban: bool,
+    count: CountMode,
+    cost: u64,
+) -> String {
+    let mut words = describe_bound(quantity, penalty, cost);
     if count == CountMode::All {
         words.push_str(", refused calls counted");
     }
@@ -26,16 +32,14 @@ pub(crate) fn describe_limit(quantity: &Quantity, penalty: Option<&Penalty>, is_
     words
 }
 
-/// Describes the most that a quantity allows with its penalty, whose paroles admit further calls.
-pub(crate) fn describe_bound(quantity: &Quantity, penalty: Option<&Penalty>) -> String {
+/// Describes the most that a quantity allows with its penalty, whose paroles admit further calls of this cost.
+pub(crate) fn describe_bound(quantity: &Quantity, penalty: Option<&Penalty>, cost: u64) -> String {
+    let paroles = |time| penalty.map_or(0, |penalty| penalty.max_paroles(time));
     match quantity {
         Quantity::Window { limit: 0, .. } | Quantity::Quota { limit: 0, .. } | Quantity::InFlight { limit: 0 } => {
             "refuses every call".to_owned()
         }
-        Quantity::Window { limit, window } => {
-            let paroles = penalty.map_or(0, |penalty| penalty.max_extra_calls(*window, Span::MAX));
-            describe_most(*limit, limit.saturating_add(paroles), *window)
-        }
+        Quantity::Window { limit, window } => describe_most(*limit, paroles(*window), cost, *window),
         Quantity::Rate { count, per, burst } => {
             let unit = match per.as_micros() {
                 1_000_000 => "second".to_owned(),
@@ -47,10 +51,7 @@ pub(crate) fn describe_bound(quantity: &Quantity, penalty: Option<&Penalty>) -> 
             let shape = if *burst == 1 { "evenly spaced".to_owned() } else { format!("bursts of {burst}") };
             let alone = Rate::new(*count, *per, *burst).map_or(0, |rate| rate.max_in(window));
             // A rate has room again at the very end of the time.
-            let (time, interval) =
-                (window + Span::from_micros(1), Span::from_micros(per.as_micros() / (*count).max(1)));
-            let more = penalty.map_or(0, |penalty| penalty.max_extra_calls(time, interval));
-            let most = describe_most(alone, alone.max(burst.saturating_add(more)), window);
+            let most = describe_most(alone, paroles(window + Span::from_micros(1)), cost, window);
             format!("{count} per {unit}, {shape}: {most}")
         }
         Quantity::Quota { limit, unit, zone } => {
@@ -70,10 +71,15 @@ pub(crate) fn describe_bound(quantity: &Quantity, penalty: Option<&Penalty>) -> 
     }
 }
 
-/// Describes the most calls in a time, without a penalty and with its paroles.
-fn describe_most(alone: u64, most: u64, time: Span) -> String {
-    let paroles = if most > alone { format!(" ({alone}, and one after each block)") } else { String::new() };
-    format!("at most {most} in any {}{paroles}", describe_duration(time))
+/// Describes the most calls in a time: those that the limit admits `alone`, and paroles of this cost.
+fn describe_most(alone: u64, paroles: u64, cost: u64, time: Span) -> String {
+    let most = alone.saturating_add(paroles.saturating_mul(cost));
+    let time = describe_duration(time);
+    match (paroles, cost) {
+        (0, _) => format!("at most {most} in any {time}"),
+        (_, 1) => format!("at most {most} in any {time} ({alone}, and one after each block)"),
+        _ => format!("at most {most} in any {time} ({alone}, and a call of {cost} after each block)"),
+    }
 }
 
 /// Describes growing waits: "1 s, 2 s … 30 s".
@@ -228,7 +234,7 @@ mod tests {
             ("0 per 60s", "refuses every call"),
             ("unlimited", "unlimited"),
         ] {
-            assert_eq!(describe_bound(&quantity.parse().unwrap(), None), words);
+            assert_eq!(describe_bound(&quantity.parse().unwrap(), None, 1), words);
         }
     }
 
@@ -247,7 +253,7 @@ mod tests {
         let ban = Penalty::ban(Span::from_secs(600), window).unwrap();
         let quantity = "5 per 60s".parse().unwrap();
         assert_eq!(
-            describe_limit(&quantity, Some(&ban), true, CountMode::All),
+            describe_limit(&quantity, Some(&ban), true, CountMode::All, 1),
             "at most 5 in any 60 s, refused calls counted; over that, blocked for 10 min"
         );
     }

@@ -113,6 +113,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         let number = watch.count_request();
         // The call has a deadline of its own, and may be queued for longer than the idle timeout of connections.
         watch.enter(ConnectionPhase::Deciding);
+        let origin = CallerOrigin::from_headers(request.headers());
         let (mount, options) = match self.gateway.prepare_request(&mut request, number, &self.context) {
             Ok((mount, options)) => (mount.clone(), options),
             Err(refusal) => {
@@ -122,7 +123,6 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         };
         let has_body = !request.body().is_end_stream();
         let paced = !is_grpc(&request);
-        let host = request.headers().get(HOST).cloned();
         let request = request.map(|body| {
             if !has_body {
                 return Upload::empty(body);
@@ -154,8 +154,8 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
             });
             let mut response = match called.await {
                 Some(Ok(mut response)) => {
-                    if let Some(host) = &host {
-                        complete_links(response.headers_mut(), host, &plan.name);
+                    if let Some(origin) = &origin {
+                        complete_links(response.headers_mut(), origin, &plan.name);
                     }
                     response
                 }
@@ -247,18 +247,30 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     }
 }
 
+/// The origin by which a caller reaches the gateway, through a TLS proxy or not.
+struct CallerOrigin {
+    scheme: &'static str,
+    host: HeaderValue,
+}
+
+impl CallerOrigin {
+    fn from_headers(headers: &HeaderMap) -> Option<Self> {
+        let is_https = headers.get("x-forwarded-proto").is_some_and(|proto| proto == "https");
+        let host = headers.get(HOST).filter(|host| !host.is_empty())?.clone();
+        Some(Self { scheme: if is_https { "https" } else { "http" }, host })
+    }
+}
+
 /// Turns the paths of this gateway in `Link` into whole URLs, because some SDKs add a path to their base URL, which has
 /// the provider's name already.
-fn complete_links(headers: &mut HeaderMap, host: &HeaderValue, provider: &str) {
+fn complete_links(headers: &mut HeaderMap, origin: &CallerOrigin, provider: &str) {
     let http::header::Entry::Occupied(mut links) = headers.entry(LINK) else { return };
-    let Ok(host) = host.to_str() else { return };
+    let Ok(host) = origin.host.to_str() else { return };
+    let complete = format!("<{}://{host}/{provider}", origin.scheme);
     for link in links.iter_mut() {
-        let complete = link
-            .to_str()
-            .ok()
-            .map(|text| text.replace(&format!("</{provider}"), &format!("<http://{host}/{provider}")));
-        if let Some(complete) = complete.and_then(|text| HeaderValue::try_from(text).ok()) {
-            *link = complete;
+        let completed = link.to_str().ok().map(|text| text.replace(&format!("</{provider}"), &complete));
+        if let Some(completed) = completed.and_then(|text| HeaderValue::try_from(text).ok()) {
+            *link = completed;
         }
     }
 }

@@ -40,7 +40,8 @@ where
         LogLevel::Trace => "trace",
     };
     let filter = EnvFilter::try_new(filter.unwrap_or(level)).map_err(|error| StartError::Filter(error.to_string()))?;
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false);
+    // A line that can't be written, as to a closed terminal, must not end the task that logs it.
+    let lines = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter).with_ansi(false);
     Ok(match settings.format {
         LogFormat::Text => {
             lines.with_writer(SanitizingWriter { inner: writer, sanitize: printable_lines }).finish().into()

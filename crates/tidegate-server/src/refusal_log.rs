@@ -1,5 +1,6 @@
 //! The log of refusals and failures: at most one line each, and a limited number per second.
 
+use std::cmp::Reverse;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -14,7 +15,7 @@ use crate::rejections::RejectionReason;
 
 /// The interval at which lines that weren't written are summed up.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(5);
-/// The maximum number of limits that a summary names. The refusals of further ones are summed up without a name.
+/// The maximum number of limits that a summary names, those with most refusals. Those of others are summed up.
 const MAX_SUMMARY_LIMITS: usize = 32;
 
 /// The log of refusals, of rejected requests, and of failures of the store, the upstream or providers.
@@ -105,20 +106,23 @@ impl RefusalLog {
     /// Logs the number of lines that weren't written since the last summary; refusals by limit.
     pub(crate) fn log_summary(&self, plan: &Plan) {
         let ids = plan.limits().iter().map(|(id, _)| Some(id)).chain([None]);
-        let (mut named, mut rest) = (0..MAX_SUMMARY_LIMITS, 0);
-        for (id, unlogged) in ids.zip(&self.unlogged_refusals) {
-            for (count, shadow) in [(&unlogged.enforced, false), (&unlogged.shadow, true)] {
-                let count = count.swap(0, Ordering::Relaxed);
-                if count > 0 && named.next().is_some() {
-                    let limit = id.map(|id| tracing::field::display(plan.limit_info(id).name()));
-                    tracing::info!(limit, shadow, count, "refused, not logged one by one");
-                } else {
-                    rest += count;
-                }
-            }
+        let mut counts: Vec<(u64, bool, Option<LimitId>)> = ids
+            .zip(&self.unlogged_refusals)
+            .flat_map(|(id, unlogged)| [(&unlogged.enforced, false, id), (&unlogged.shadow, true, id)])
+            .map(|(count, shadow, id)| (count.swap(0, Ordering::Relaxed), shadow, id))
+            .filter(|(count, ..)| *count > 0)
+            .collect();
+        counts.sort_unstable_by_key(|(count, ..)| Reverse(*count));
+        let rest = counts.split_off(counts.len().min(MAX_SUMMARY_LIMITS));
+        for (count, shadow, id) in counts {
+            let limit = id.map(|id| tracing::field::display(plan.limit_info(id).name()));
+            tracing::info!(limit, shadow, count, "refused, not logged one by one");
         }
-        if rest > 0 {
-            tracing::info!(count = rest, "refused by further limits, not logged one by one");
+        for shadow in [false, true] {
+            let count: u64 = rest.iter().filter(|found| found.1 == shadow).map(|found| found.0).sum();
+            if count > 0 {
+                tracing::info!(shadow, count, "refused by further limits, not logged one by one");
+            }
         }
         if let suppressed @ 1.. = self.failure_throttle.take_suppressed() {
             tracing::warn!(suppressed, "failures not logged one by one");

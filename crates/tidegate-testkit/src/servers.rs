@@ -76,11 +76,11 @@ fn find_program(name: &str, directories: &[PathBuf]) -> Option<PathBuf> {
     directories.iter().cloned().chain(usual).map(|place| place.join(name)).find(|file| file.is_file())
 }
 
-/// Reports that a test is skipped.
+/// Reports that a test is skipped, for want of something that it needs.
 ///
 /// # Panics
 /// If the environment requires everything.
-fn skip_test(why: &str) {
+pub fn skip_test(why: &str) {
     let demanded = |variable: &str, value: &str| std::env::var(variable).is_ok_and(|found| found == value);
     assert!(!demanded("CI", "true") && !demanded("TIDEGATE_REQUIRE_ALL", "1"), "{why}");
     print_line(&format!("skipped: {why}"));

@@ -1,19 +1,24 @@
 //! The SDKs of providers, unmodified, through the gateway with the providers' presets.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, require_program};
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, require_program, skip_test};
 
 use crate::common;
 
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/outbound/sdks");
 const CREDENTIAL: &str = "the-real-credential";
 
-/// A directory of packages that outlives the test, so that they are installed once for each list of them.
-fn installed(list: &str, install: impl Fn(&Path)) -> PathBuf {
-    let text = fs::read_to_string(Path::new(SOURCES).join(list)).unwrap();
+/// A directory of packages that outlives the test, so that they are installed once for each list of them and each
+/// version of their program.
+fn installed(list: &str, program: &Path, install: impl Fn(&Path)) -> PathBuf {
+    let version = Command::new(program).arg("--version").output().unwrap();
+    let text = fs::read_to_string(Path::new(SOURCES).join(list)).unwrap() + &String::from_utf8_lossy(&version.stdout);
+    // Several test runs may share the directory.
+    let lock = File::create(Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("sdks-{list}.lock"))).unwrap();
+    lock.lock().unwrap();
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("sdks-{list}"));
     let done = folder.join("installed");
     if fs::read_to_string(&done).is_ok_and(|found| found == text) {
@@ -26,11 +31,27 @@ fn installed(list: &str, install: impl Fn(&Path)) -> PathBuf {
     folder
 }
 
+/// Runs a program for at most five minutes, without the machine's HTTP proxy.
 fn run(command: &mut Command) -> String {
-    let output = command.output().unwrap();
+    let mut limited = Command::new("timeout");
+    limited.arg("300").arg(command.get_program()).args(command.get_args());
+    limited.env("NO_PROXY", "127.0.0.1").env("no_proxy", "127.0.0.1");
+    if let Some(folder) = command.get_current_dir() {
+        limited.current_dir(folder);
+    }
+    let output = limited.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{command:?}: {text}");
     text
+}
+
+/// Returns true if a program with these arguments succeeds. Otherwise the test is skipped for this reason.
+fn has(program: &Path, arguments: [&str; 2], why: &str) -> bool {
+    let found = Command::new(program).args(arguments).output().is_ok_and(|output| output.status.success());
+    if !found {
+        skip_test(why);
+    }
+    found
 }
 
 /// Starts the providers and a gateway to them; returns the gateway's URL.
@@ -48,7 +69,10 @@ fn start() -> Option<([ChildProcess; 2], String)> {
 #[test]
 fn python_sdks_work_through_the_gateway() {
     let (Some(python), Some((_running, gateway))) = (require_program("python3"), start()) else { return };
-    let packages = installed("requirements.txt", |folder| {
+    if !has(&python, ["-c", "import ensurepip, venv"], "python3-venv not found") {
+        return;
+    }
+    let packages = installed("requirements.txt", &python, |folder| {
         run(Command::new(&python).args(["-m", "venv"]).arg(folder));
         let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
         run(Command::new(folder.join("bin/python")).args(pip).arg(format!("{SOURCES}/requirements.txt")));
@@ -61,9 +85,13 @@ fn python_sdks_work_through_the_gateway() {
 fn node_sdks_work_through_the_gateway() {
     let (Some(npm), Some(node)) = (require_program("npm"), require_program("node")) else { return };
     let Some((_running, gateway)) = start() else { return };
-    let packages = installed("package.json", |folder| {
+    let is_recent = "process.exit(parseInt(process.versions.node) >= 20 ? 0 : 1)";
+    if !has(&node, ["-e", is_recent], "Node 20 or later not found") {
+        return;
+    }
+    let packages = installed("package.json", &node, |folder| {
         fs::copy(format!("{SOURCES}/package.json"), folder.join("package.json")).unwrap();
-        let flags = ["install", "--silent", "--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts"];
+        let flags = ["install", "--loglevel=error", "--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts"];
         run(Command::new(&npm).args(flags).current_dir(folder));
     });
     let said = run(Command::new(node).arg(format!("{SOURCES}/clients.mjs")).arg(gateway).arg(packages));

@@ -176,7 +176,7 @@ impl DocumentReader<'_> {
         let mut global_quantities = Vec::new();
         if let Some(group) = global {
             global_quantities.clone_from(&group.quantities);
-            let ids = self.add_limits(collector, "global", None, vec![group]);
+            let ids = self.add_limits(collector, "global", None, 1, vec![group]);
             is_valid &= ids.is_some();
             collector.global = ids.unwrap_or_default();
         }
@@ -196,7 +196,7 @@ impl DocumentReader<'_> {
         for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
             is_valid &= self.check_capacity(cost, cost_at, quantity, *at, "the limit");
         }
-        let limits = self.add_limits(collector, &name, Some(id), groups)?;
+        let limits = self.add_limits(collector, &name, Some(id), cost, groups)?;
         let op_template = collector.op_template(&limits);
         if collector.keeps_keys_together && !op_template.steps.is_empty() && op_template.affinity.is_none() {
             let of_global = if collector.global.is_empty() { "" } else { " with [inbound.global]'s `client_ip`" };
@@ -232,6 +232,7 @@ impl DocumentReader<'_> {
         collector: &mut PlanCollector,
         owner: &str,
         action: Option<ActionId>,
+        cost: u64,
         groups: Vec<LimitGroup>,
     ) -> Option<Vec<LimitId>> {
         let is_only_limit = groups.iter().map(LimitGroup::op_count).sum::<usize>() == 1;
@@ -254,7 +255,7 @@ impl DocumentReader<'_> {
                 let is_concurrency = kind.has_permits();
                 // A refused call is never in flight.
                 let count = if is_concurrency { CountMode::Admitted } else { group.count };
-                let description = description::describe_limit(&quantity, penalty.as_ref(), is_ban, count);
+                let description = description::describe_limit(&quantity, penalty.as_ref(), is_ban, count, cost);
                 let rate_limit_policy = description::rate_limit_policy(&name, &quantity)?;
                 let tag = limit_tag("inbound", &name, &kind);
                 let mut limit = Limit::new(with_lease_lead(kind, group.sharing.lease))

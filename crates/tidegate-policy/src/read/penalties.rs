@@ -22,8 +22,8 @@ setting_keys! {
         forgive_after: Option<Span> = "", Maybe(SPAN),
             "the time without a refusal that removes one strike; default the longer of cap and window";
         mode: PenaltyMode = "parole", Custom(Text, "`parole` or `strict`", penalty_mode),
-            "parole: one call passes after each block, however full the limit is; strict: the wait is the longer of block \
-             and window";
+            "parole: one call passes after each block of a window or a rate, however full that is; strict: the wait is the \
+             longer of block and window";
     }
 }
 
@@ -103,9 +103,14 @@ impl DocumentReader<'_> {
             Ok(penalty) => {
                 let has_parole = matches!(quantity, Quantity::Window { .. } | Quantity::Rate { .. })
                     && penalty.mode() == PenaltyMode::Parole;
-                if has_parole && penalty.cap() < window {
-                    let (longest, window) = (describe_duration(penalty.cap()), describe_duration(window));
-                    let remedy = if is_ban { "a longer ban" } else { "a longer `cap`, or mode = \"strict\"," };
+                let longest = penalty.block_length(penalty.max_strikes());
+                if has_parole && longest < window {
+                    let (longest, window) = (describe_duration(longest), describe_duration(window));
+                    let remedy = match (is_ban, penalty.factor()) {
+                        (true, _) => "a longer ban",
+                        (false, 1) => "a longer `base`, or mode = \"strict\",",
+                        _ => "a longer `cap`, or mode = \"strict\",",
+                    };
                     let message = format!(
                         "blocks of at most {longest} are shorter than the limit's {window}, and one call passes after each \
                          of them even if the limit is still full; {remedy} prevents that"

@@ -257,7 +257,7 @@ impl DocumentReader<'_> {
             let kind = limit_kind(&quantity).map_err(|error| self.report(at, error.to_string(), "another limit"));
             let kind = kind.ok()??;
             let settles = kind.settles();
-            let mut description = description::describe_bound(&quantity, None);
+            let mut description = description::describe_bound(&quantity, None, 1);
             if measure == Measure::Cost {
                 description.push_str(", by what calls cost");
             }

@@ -283,7 +283,7 @@ impl DocumentReader<'_> {
             let quantity = self.parsed(text.parse(), item, text, key)?;
             if let Some(unit) = ambiguous_unit(&quantity, text) {
                 let (limit, unit) = (quantity.capacity().unwrap_or_default(), unit.as_str());
-                let window = describe_bound(&quantity, None);
+                let window = describe_bound(&quantity, None, 1);
                 let message = format!(
                     "\"{text}\" is a window: {window}; for a quota that resets with the calendar, write \"{limit} per \
                      calendar {unit}\""

@@ -81,7 +81,7 @@ async fn explain_reports_every_limit() {
         (&json!("global"), &json!("global"), &json!(2))
     );
     assert_eq!(limits[0]["key"], json!(["client_ip"]));
-    assert!(limits[0]["words"].as_str().unwrap().starts_with("at most 5 in any 60 s"));
+    assert!(limits[0]["words"].as_str().unwrap().starts_with("at most 9 in any 60 s (5, and one after each block)"));
 }
 
 #[tokio::test]

@@ -20,10 +20,13 @@ def check(name, found, expected):
 def check_openai():
     client = openai.OpenAI(base_url=f"{GATEWAY}/openai", api_key="the gateway has the key")
 
-    def say(model):
-        return client.chat.completions.create(model=model, messages=HELLO).choices[0].message.content
+    def say(model, retries=2):
+        completions = client.with_options(max_retries=retries).chat.completions
+        return completions.create(model=model, messages=HELLO).choices[0].message.content
 
-    for model in ["m", "python-throttled", "python-failing"]:
+    # The gateway waits for the limit. It doesn't repeat a failed POST, but the SDK does.
+    check("openai throttled", say("python-throttled", retries=0), "Hello you")
+    for model in ["m", "python-failing"]:
         check(f"openai {model}", say(model), "Hello you")
     stream = client.chat.completions.create(model="m", messages=HELLO, stream=True)
     check("openai stream", "".join(chunk.choices[0].delta.content for chunk in stream), "Hello you")
@@ -37,10 +40,12 @@ def check_openai():
 def check_anthropic():
     client = anthropic.Anthropic(base_url=f"{GATEWAY}/anthropic", api_key="the gateway has the key")
 
-    def say(model):
-        return client.messages.create(model=model, max_tokens=9, messages=HELLO).content[0].text
+    def say(model, retries=2):
+        messages = client.with_options(max_retries=retries).messages
+        return messages.create(model=model, max_tokens=9, messages=HELLO).content[0].text
 
-    for model in ["m", "python-throttled", "python-failing"]:
+    check("anthropic throttled", say("python-throttled", retries=0), "Hello you")
+    for model in ["m", "python-failing"]:
         check(f"anthropic {model}", say(model), "Hello you")
     with client.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream:
         check("anthropic stream", "".join(stream.text_stream), "Hello you")
