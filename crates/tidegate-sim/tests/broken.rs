@@ -100,7 +100,7 @@ fn top_level_settings_are_validated_strictly() {
 
 #[test]
 fn missing_settings_are_reported() {
-    assert!(first_error("title = \"x\"\n").2.contains("nobody calls"));
+    assert!(first_error("title = \"x\"\n").2.contains("the scenario has no load"));
     let unlimited = format!("{GOOD}[strategy.x]\nattempts = \"unlimited\"\n");
     assert!(first_error(&unlimited).2.contains("may take no time"));
     for delay in ["{ exponential = \"0s\" }", "{ normal = \"0s\", deviation = \"0s\" }"] {
@@ -110,8 +110,8 @@ fn missing_settings_are_reported() {
         );
     }
     assert!(Scenario::read("s", format!("{unlimited}[network]\ndelay = \"1ms\"\n").as_bytes()).is_ok());
-    let nobody = format!("{GOOD}[strategy.x]\nclient = \"tidegate\"\n");
-    assert!(first_error(&nobody).2.contains("it isn't said whom it calls"));
+    let no_provider = format!("{GOOD}[strategy.x]\nclient = \"tidegate\"\n");
+    assert!(first_error(&no_provider).2.contains("the provider that it calls is missing"));
     let wrong = format!(
         "{GOOD}[strategy.x]\nclient = \"tidegate\"\nprovider = \"tmbd\"\n[outbound.provider.tmdb]\nlimit = \"5/s\"\n"
     );

@@ -57,7 +57,7 @@ fn provider(reader: &mut DocumentReader<'_>, own: &TomlTable, policy: Option<&Po
         None if names.len() == 1 => 0,
         None => {
             reader.report_missing(
-                "a strategy's `client` is \"tidegate\", and it isn't said whom it calls",
+                "a strategy's `client` is \"tidegate\", but the provider that it calls is missing",
                 "one [outbound.provider.NAME], or `provider = \"NAME\"` in the strategy",
             );
             return None;

@@ -118,7 +118,7 @@ pub(super) fn store(reader: &mut DocumentReader<'_>, root: &TomlTable) -> Option
 pub(super) fn loads(reader: &mut DocumentReader<'_>, root: &TomlTable) -> Option<Vec<LoadSpec>> {
     const EXPECTED: &str = "sections of their own, such as [load.all] with rate = \"40/s\"";
     let Some(node) = root.node("load") else {
-        reader.report_missing("nobody calls", EXPECTED);
+        reader.report_missing("the scenario has no load", EXPECTED);
         return None;
     };
     let entries = node.as_table().map_or(&[][..], |table| &table.entries);
