@@ -41,13 +41,10 @@ impl Target {
             }
         }
         if headers.contains_key(LINK) {
-            // A value that can't be read stays as it is, unless it repeats the credential.
             let sanitize = |value: &HeaderValue| match value.to_str() {
-                Ok(text) if text.len() <= MAX_LINK_BYTES => match self.sanitize_links(text, secret, mount_path) {
-                    Some(Some(links)) => HeaderValue::try_from(links).ok(),
-                    Some(None) => None,
-                    None => Some(value.clone()),
-                },
+                Ok(text) if text.len() <= MAX_LINK_BYTES => {
+                    HeaderValue::try_from(self.sanitize_links(text, secret, mount_path)?).ok()
+                }
                 _ => Some(value.clone()),
             };
             let links: Vec<HeaderValue> = headers.get_all(LINK).iter().filter_map(sanitize).collect();
@@ -59,18 +56,17 @@ impl Target {
         }
     }
 
-    /// Returns a `Link` header without the credential; `None` inside if the credential can't be removed, and `None` if a
-    /// bracket isn't closed. Its URLs stand in angle brackets outside quoted strings (RFC 8288).
-    fn sanitize_links(&self, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<Option<String>> {
+    /// Returns a `Link` header with its URLs without the credential; `None` if that can't be removed. They stand in
+    /// angle brackets outside quoted strings (RFC 8288). A header with an unclosed bracket stays as it is.
+    fn sanitize_links(&self, text: &str, secret: Option<&Secret>, mount_path: Option<&str>) -> Option<String> {
         let mut sanitized = String::with_capacity(text.len());
         let mut rest = text;
         while let Some(at) = rest.find(['<', '"']) {
             let (before, found) = rest.split_at(at);
             sanitized += before;
             if let Some(found) = found.strip_prefix('<') {
-                let (url, after) = found.split_once('>')?;
-                let Some(url) = self.sanitize_location(url, secret, mount_path) else { return Some(None) };
-                sanitized += &format!("<{url}>");
+                let Some((url, after)) = found.split_once('>') else { return Some(text.to_owned()) };
+                sanitized += &format!("<{}>", self.sanitize_location(url, secret, mount_path)?);
                 rest = after;
             } else {
                 let (quoted, after) = found.split_at(quoted_length(found));
@@ -78,7 +74,7 @@ impl Target {
                 rest = after;
             }
         }
-        Some(Some(sanitized + rest))
+        Some(sanitized + rest)
     }
 
     /// Returns a location without the credential; `None` if the credential can't be removed.

@@ -266,9 +266,9 @@ impl CallerOrigin {
 fn complete_links(headers: &mut HeaderMap, origin: &CallerOrigin, provider: &str) {
     let http::header::Entry::Occupied(mut links) = headers.entry(LINK) else { return };
     let Ok(host) = origin.host.to_str() else { return };
-    let complete = format!("<{}://{host}/{provider}", origin.scheme);
+    let (path, url) = (format!("</{provider}"), format!("<{}://{host}/{provider}", origin.scheme));
     for link in links.iter_mut() {
-        let completed = link.to_str().ok().map(|text| text.replace(&format!("</{provider}"), &complete));
+        let completed = link.to_str().ok().map(|text| text.replace(&path, &url));
         if let Some(completed) = completed.and_then(|text| HeaderValue::try_from(text).ok()) {
             *link = completed;
         }

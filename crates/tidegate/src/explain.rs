@@ -1,6 +1,7 @@
 //! The result of a check, with the state of every limit that it asks.
 
 use serde::{Deserialize, Serialize};
+use tidegate_core::batch::RefusalSummary;
 use tidegate_core::{Batch, Clock, Decision, Limit, Op, Outcomes, Reason, Span};
 use tidegate_policy::MatchedActions;
 use tidegate_store::Store;
@@ -69,19 +70,20 @@ impl Explanation {
         let now = outcomes.now();
         let is_listed = matches!(decision.reason, Reason::AllowList | Reason::DenyList);
         let is_shadow = |op: &Op| plan.limits().get(op.limit).is_some_and(Limit::is_shadow);
-        let blocks = || batch.ops().iter().zip(outcomes.list()).filter(|(_, outcome)| outcome.block_until > now);
-        let any_blocked = blocks().next().is_some();
-        let enforced_blocked = blocks().any(|(op, _)| !is_shadow(op));
+        let mut refusals = RefusalSummary::default();
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
+            refusals.add(outcome.verdict, is_shadow(op));
+        }
         let limits = batch.ops().iter().zip(outcomes.list()).map(|(op, outcome)| {
             let info = plan.limit_info(op.limit);
             let blocked = outcome.block_until > now;
             let allowed = !outcome.verdict.refuses();
             // As in a check: while a block lasts, nothing changes, and a shared key gets no strikes.
-            let is_frozen = is_listed || if is_shadow(op) { any_blocked } else { enforced_blocked };
-            let starts_block =
-                !allowed && !is_frozen && !outcome.retry_at.is_never() && op.share_level.allows_strikes();
-            let penalty = plan.limits().get(op.limit).and_then(Limit::penalty).filter(|_| starts_block);
-            let next_block = penalty.map(|penalty| penalty.block_length(outcome.strikes.saturating_add(1)));
+            let takes_strike =
+                !allowed && !is_listed && !outcome.retry_at.is_never() && op.share_level.allows_strikes();
+            let limit = plan.limits().get(op.limit).filter(|limit| takes_strike && !refusals.has_block_for(limit));
+            let next_block =
+                limit.and_then(Limit::penalty).map(|penalty| penalty.block_length(outcome.strikes.saturating_add(1)));
             let wait = (!allowed && !outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now).as_secs_ceil());
             LimitReport {
                 name: info.name().to_owned(),

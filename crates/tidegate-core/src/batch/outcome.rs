@@ -135,8 +135,9 @@ impl RefusalSummary {
         }
     }
 
+    /// Adds the verdict of a limit, in shadow or not.
     #[inline]
-    pub(super) fn add(&mut self, verdict: Verdict, shadow: bool) {
+    pub fn add(&mut self, verdict: Verdict, shadow: bool) {
         let (refuses, blocks) = (verdict.refuses(), verdict == Verdict::Blocked);
         self.any_refused |= refuses;
         self.any_blocked |= blocks;
@@ -162,8 +163,9 @@ impl RefusalSummary {
         if limit.is_shadow() { self.any_refused } else { self.enforced_refused }
     }
 
+    /// True if a take changes nothing under this limit, because a block is in force.
     #[inline]
-    pub(super) fn has_block_for(&self, limit: &Limit) -> bool {
+    pub fn has_block_for(&self, limit: &Limit) -> bool {
         if limit.is_shadow() { self.any_blocked } else { self.enforced_blocked }
     }
 }
