@@ -78,6 +78,16 @@ impl Backoff {
         self.base.times(times).min(self.cap)
     }
 
+    /// The longest sum of the first n waits, jitter included.
+    pub fn total_waits(&self, n: u32) -> Span {
+        let longest = |n| match self.jitter {
+            Jitter::None | Jitter::Full | Jitter::Equal => self.base_wait(n),
+            Jitter::Decorrelated => self.base.times(3_u64.saturating_pow(n)).min(self.cap),
+            Jitter::Additive(most) => (self.base_wait(n) + most).min(self.cap),
+        };
+        (1..=n).map(longest).fold(Span::ZERO, |sum, wait| sum + wait)
+    }
+
     /// The n-th wait with jitter. Decorrelated jitter uses `before`, the previous wait, or the base for the first one.
     pub fn jittered_wait(&self, n: u32, before: Span, rng: &mut impl Rng) -> Span {
         let wait = self.base_wait(n);

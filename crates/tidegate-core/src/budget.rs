@@ -19,6 +19,11 @@ pub struct BudgetSpec {
     pub reserve: u32,
 }
 
+impl BudgetSpec {
+    /// No budget in practice: four billion retries at the start, and one more for each first try.
+    pub const UNLIMITED: Self = Self { ratio: 1000, min: u32::MAX, reserve: u32::MAX };
+}
+
 impl Default for BudgetSpec {
     fn default() -> Self {
         Self { ratio: 200, min: 3, reserve: 10 }

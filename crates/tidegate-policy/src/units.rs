@@ -329,6 +329,14 @@ pub(crate) fn format_duration(span: Span) -> String {
     }
 }
 
+/// Formats thousandths as a percentage: "20 %", "12.5 %".
+pub(crate) fn format_percent(thousandths: u16) -> String {
+    match thousandths % 10 {
+        0 => format!("{} %", thousandths / 10),
+        tenths => format!("{}.{tenths} %", thousandths / 10),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use tidegate_core::call::ProviderLimit;
-use tidegate_core::{AdaptiveRateSpec, Backoff, Balance, BreakerSpec, Growth, Jitter, Lane, LaneSpec, Span, pacer};
+use tidegate_core::{AdaptiveRateSpec, Backoff, Balance, BreakerSpec, BudgetSpec, Growth, Jitter, Lane, LaneSpec, Span, pacer};
 
 use super::{Auth, BaseUrl, CacheRules, CostRules, OutboundConfig, PaceConfig, ProviderConfig};
 use crate::description::describe_waits;
 use crate::secret::SecretSource;
-use crate::units::describe_duration;
+use crate::units::{describe_duration, format_percent};
 
 impl OutboundConfig {
     /// Describes every provider: its URL, each of its limits with its true bound, and the handling of calls that wait
@@ -147,13 +147,18 @@ fn retry_line(provider: &ProviderConfig) -> String {
     let rules = &provider.rules_without_keys;
     let retry = rules.lane_rules[Lane::User as usize].retry;
     let budget = rules.budget;
-    format!(
-        "before a retry {}, or Retry-After up to {}; retries up to {} of first tries, and {} more",
+    let mut text = format!(
+        "before a retry {}, or Retry-After up to {}; ",
         describe_backoff(&retry.backoff),
         describe_duration(retry.max_retry_after),
-        format_percent(budget.ratio),
-        budget.min
-    )
+    );
+    let _ = match budget {
+        BudgetSpec::UNLIMITED => write!(text, "no budget for retries"),
+        BudgetSpec { ratio, min, .. } => {
+            write!(text, "retries up to {} of first tries, and {min} more", format_percent(ratio))
+        }
+    };
+    text
 }
 
 fn describe_backoff(backoff: &Backoff) -> String {
@@ -286,13 +291,5 @@ fn plural(count: u32, what: &str) -> String {
         1 => format!("1 {what}"),
         _ if what.ends_with('s') => format!("{count} {what}es"),
         _ => format!("{count} {what}s"),
-    }
-}
-
-/// Formats thousandths as a percentage: "20 %", "12.5 %".
-fn format_percent(thousandths: u16) -> String {
-    match thousandths % 10 {
-        0 => format!("{} %", thousandths / 10),
-        tenths => format!("{}.{tenths} %", thousandths / 10),
     }
 }

@@ -68,7 +68,7 @@ setting_keys! {
         pace: PaceKind = "", TableOr(&PACE_KINDS),
             "the way in which the pace is found below the limits: responsive, adaptive or limits", Below::Table(&PACE);
         retry: () = "", TABLE, "the rules of retries", Below::Table(&RETRY);
-        budget: () = "", TABLE, "the bound on retries", Below::Table(&BUDGET);
+        budget: bool = "", TableOr(&OFF_OR_ON), "the bound on retries, or off", Below::Table(&BUDGET);
         breaker: bool = "", TableOr(&OFF_OR_ON), "the breaker that stops calls to it, or off", Below::Table(&BREAKER);
         adaptive: bool = "", TableOr(&OFF_OR_ON),
             "the adaptive cap on calls at a time, or off", Below::Table(&ADAPTIVE);
@@ -118,7 +118,9 @@ impl DocumentReader<'_> {
         self.check_preset_requirements(&section, base_url.as_ref(), user_agent.as_ref())?;
         let (login, sequential) = (login?, sequential?);
         let rules = self.rules(&section, collected, credentials.len(), login.is_some(), sequential, cost.as_ref())?;
-        let (rules, hours) = rules;
+        let (mut rules, hours) = rules;
+        let mut breaker = breaker?;
+        self.make_room_for_attempts(table, &mut rules, breaker.as_mut());
         let throttled_when = throttled_when?;
         if throttled_when.as_ref().is_some_and(|rule| rule.spends_quota) && !collected.has_quota(&rules) {
             let at = table.table("throttled_when").and_then(|table| table.get("spends_quota"));
@@ -137,7 +139,7 @@ impl DocumentReader<'_> {
             balance: balance?,
             login,
             user_agent: user_agent?,
-            breaker: breaker?,
+            breaker,
             adaptive_limit: adaptive_limit?.filter(|_| !sequential),
             connect_timeout: connect_timeout?,
             attempt_timeout: attempt_timeout?,

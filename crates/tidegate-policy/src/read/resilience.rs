@@ -1,8 +1,9 @@
 //! The settings for a provider's failures: `retry`, `budget`, `breaker`, `adaptive`, `cooldown`.
 
 use tidegate_core::breaker::{MAX_PROBES, MAX_RAMP, RampStep, SlowCalls};
+use tidegate_core::call::{CallRules, LaneRules};
 use tidegate_core::{
-    AdaptiveLimit, AdaptiveLimitSpec, Backoff, Breaker, BreakerSpec, BudgetSpec, Growth, Jitter, Retry, Span,
+    AdaptiveLimit, AdaptiveLimitSpec, Backoff, Breaker, BreakerSpec, BudgetSpec, Growth, Jitter, Lane, Retry, Span,
 };
 
 use super::forms::{Custom, Maybe, OrWord, SHARE, SHARE_OR_ZERO, SPAN, Whole, Words};
@@ -10,10 +11,10 @@ use super::penalties::describe_order;
 use super::provider::{PROVIDER, PROVIDER_PATH};
 use super::{DocumentReader, all_or_none};
 use crate::document::{TomlEntry, TomlNode, TomlTable, TomlValue};
-use crate::error::quoted;
+use crate::error::{Note, quoted};
 use crate::settings::SettingType::TableOrTables;
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
-use crate::units::describe_duration;
+use crate::units::{describe_duration, format_percent};
 
 /// The most attempts per call.
 pub(super) const MAX_ATTEMPTS: u64 = 100;
@@ -53,12 +54,13 @@ setting_keys! {
 
     BUDGET: BudgetKeys {
         ratio: u16 = "0.2", SHARE_OR_ZERO, "retries per first attempt";
-        min: u32 = "3", Whole(0, 1_000_000), "the number of retries before any is earned";
+        min: u32 = "3", Whole(0, 1_000_000), "the number of retries before any is earned; no less than `retry.max_attempts`";
         reserve: u32 = "10", Whole(0, 1_000_000), "the maximum number of earned retries";
     }
 
     BREAKER: BreakerKeys {
-        failures: Option<u32> = "5", OrWord("off", COUNT), "opens at this many failures in a row, or off";
+        failures: Option<u32> = "5", OrWord("off", COUNT),
+            "opens at this many failures in a row, or off; no less than `retry.max_attempts`";
         failure_rate: Option<u16> = "", Maybe(SHARE), "opens at this share of failures in the window";
         window: Span = "60s", SPAN, "the time for which shares are calculated";
         min_calls: u32 = "10", COUNT, "the minimum number of calls in the window before shares count";
@@ -116,8 +118,62 @@ impl DocumentReader<'_> {
     }
 
     pub(super) fn budget(&mut self, provider: &TomlTable) -> Option<BudgetSpec> {
-        let table = self.provider_section(provider, "budget")?;
+        let Some(table) = self.table_unless_off(provider, &PROVIDER.budget, true)? else {
+            return Some(BudgetSpec::UNLIMITED);
+        };
         read_struct!(self, table, BUDGET => BudgetSpec { ratio, min, reserve })
+    }
+
+    /// Lets a call make the attempts that the policy asks for: raises the budget's minimum and the breaker's failures to
+    /// at least their number, unless they are written. Notes what still keeps a call from making them.
+    pub(super) fn make_room_for_attempts(
+        &mut self,
+        provider: &TomlTable,
+        rules: &mut CallRules,
+        breaker: Option<&mut BreakerSpec>,
+    ) {
+        let written = |section: &str, key: &str| provider.table(section).and_then(|table| table.node(key));
+        let of_all = written("retry", "max_attempts").map(|node| ("retry.max_attempts".to_owned(), node));
+        let asked = Lane::ALL.into_iter().filter_map(|lane| {
+            let own = written(lane.name(), "retries").map(|node| (format!("{}.retries", lane.name()), node));
+            let (setting, node) = own.or_else(|| of_all.clone())?;
+            Some((lane, rules.lane_rules[lane as usize], setting, node.at))
+        });
+        let asked: Vec<_> = asked.collect();
+        let Some((_, most, setting, at)) = asked.iter().max_by_key(|(_, rules, ..)| rules.retry.max_attempts) else {
+            return;
+        };
+        let attempts = most.retry.max_attempts;
+        let mut note = |at, message: String| self.notes.push(Note::new(self.texts, at, &message));
+        let budget = &mut rules.budget;
+        if written("budget", "min").is_none() {
+            budget.min = budget.min.max(attempts);
+        } else if budget.min + 1 < attempts {
+            let (min, share) = (budget.min, format_percent(budget.ratio));
+            note(*at, format!(
+                "`{setting}` allows a call {attempts} attempts, but `budget.min` allows all calls together {min} retries and \
+                 `budget.ratio` {share} of first attempts more"
+            ));
+        }
+        if let Some(failures) = breaker.and_then(|breaker| breaker.failures.as_mut()) {
+            if written("breaker", "failures").is_none() {
+                *failures = attempts.max(*failures);
+            } else if *failures < attempts {
+                note(*at, format!(
+                    "`{setting}` allows a call {attempts} attempts, but the breaker opens at {failures} failures in a row \
+                     (`breaker.failures`)"
+                ));
+            }
+        }
+        let longest = |rules: &LaneRules| rules.retry.backoff.total_waits(rules.retry.max_attempts.saturating_sub(1));
+        if let Some((lane, rules, setting, at)) = asked.iter().find(|(_, rules, ..)| longest(rules) >= rules.timeout) {
+            let (waits, timeout) = (describe_duration(longest(rules)), describe_duration(rules.timeout));
+            let (attempts, lane) = (rules.retry.max_attempts, lane.name());
+            note(*at, format!(
+                "`{setting}` allows a call {attempts} attempts, but the waits between them may add up to {waits}, and a {lane} \
+                 call has {timeout} (`timeout`)"
+            ));
+        }
     }
 
     /// Reads the first and the longest cool-down. Without a second credential, a throttled call waits for the cool-down

@@ -353,6 +353,69 @@ fn off_and_unlimited_disable_settings() {
     assert!(rules(y).provider_limits.is_empty() && rules(y).lane_limits.iter().all(|lane| lane.is_empty()));
 }
 
+/// The budget's minimum, the breaker's failures and the notes of a provider with these settings.
+fn room_for_attempts(settings: &str) -> (u32, Option<u32>, Vec<String>) {
+    let text = format!("[outbound.provider.x]\nbase_url = \"https://example.com\"\n{settings}\n");
+    let policy = Policy::load(PolicySources::new().file("test.toml", text)).unwrap_or_else(|errors| panic!("{errors}"));
+    let provider = policy.outbound().unwrap().find("x").unwrap();
+    let notes = policy.notes().iter().map(|note| note.message().to_owned()).collect();
+    (rules(provider).budget.min, provider.breaker.as_ref().and_then(|breaker| breaker.failures), notes)
+}
+
+#[test]
+fn attempts_that_are_set_get_room() {
+    for (settings, room) in [
+        ("", (3, Some(5))),
+        ("retry = { base = \"1s\" }", (3, Some(5))),
+        ("retry = { max_attempts = 2 }", (3, Some(5))),
+        ("retry = { max_attempts = 6 }\nuser = { timeout = \"1m\" }\nwebhook = { timeout = \"1m\" }", (6, Some(6))),
+        ("background = { retries = 8 }", (9, Some(9))),
+        ("retry = { max_attempts = 4 }\nbackground = { retries = 6 }", (7, Some(7))),
+        ("retry = { max_attempts = 5 }\nbreaker = { failures = \"off\", failure_rate = 0.5 }", (5, None)),
+        ("retry = { max_attempts = 5 }\nbreaker = \"off\"", (5, None)),
+        ("retry = { max_attempts = 5 }\nbudget = \"off\"", (u32::MAX, Some(5))),
+        ("retry = { max_attempts = 5 }\nbudget = { ratio = 0.5 }", (5, Some(5))),
+        ("retry = { max_attempts = 5 }\nbudget = { min = 4 }\nbreaker = { failures = 5 }", (4, Some(5))),
+    ] {
+        let (min, failures, notes) = room_for_attempts(settings);
+        assert_eq!(((min, failures), notes), (room, Vec::new()), "{settings}");
+    }
+}
+
+#[test]
+fn notes_name_what_ends_a_call_early() {
+    let (min, failures, notes) = room_for_attempts(
+        "retry = { max_attempts = 8, base = \"2s\" }\nbudget = { min = 2 }\nbreaker = { failures = 3 }",
+    );
+    assert_eq!((min, failures), (2, Some(3)));
+    assert_eq!(
+        notes,
+        [
+            "`retry.max_attempts` allows a call 8 attempts, but `budget.min` allows all calls together 2 retries and \
+             `budget.ratio` 20 % of first attempts more",
+            "`retry.max_attempts` allows a call 8 attempts, but the breaker opens at 3 failures in a row \
+             (`breaker.failures`)",
+            "`retry.max_attempts` allows a call 8 attempts, but the waits between them may add up to 46 s, and a user call \
+             has 10 s (`timeout`)",
+        ]
+    );
+    let (_, _, notes) = room_for_attempts("background = { retries = 20 }\ntimeout = \"1m\"");
+    assert_eq!(
+        notes,
+        ["`background.retries` allows a call 21 attempts, but the waits between them may add up to 2 min 15 s 500 ms, and a \
+          background call has 60 s (`timeout`)"]
+    );
+    let sequential = "sequential = true\nretry = { max_attempts = 30 }\ntimeout = \"5s\"";
+    assert_eq!(room_for_attempts(sequential).2.len(), 1);
+}
+
+#[test]
+fn a_budget_may_be_off() {
+    let outbound = outbound("[outbound.provider.x]\nbase_url = \"https://example.com\"\nbudget = \"off\"\n");
+    assert_eq!(rules(outbound.find("x").unwrap()).budget, BudgetSpec::UNLIMITED);
+    assert!(outbound.describe().contains("or Retry-After up to 5 min; no budget for retries\n"), "{}", outbound.describe());
+}
+
 #[test]
 fn a_section_overrides_its_preset_key_by_key() {
     let outbound = outbound(
