@@ -18,6 +18,8 @@ mod reply;
 mod rules;
 mod step;
 
+use alloc::vec::Vec;
+
 pub use in_flight::InFlight;
 pub use provider_state::{ProviderState, StoreRequests};
 use rand_core::Rng;
@@ -82,6 +84,8 @@ pub struct Call {
     charged_at: Time,
     counted_at: Time,
     has_renewed_login: bool,
+    /// The credentials that were rejected for this call. Bounded by the token retries.
+    rejected: Vec<usize>,
     /// True if it holds a retry of the budget that wasn't sent yet.
     holds_budget_retry: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
@@ -107,6 +111,7 @@ impl Call {
             charged_at: Time::ZERO,
             counted_at: Time::ZERO,
             has_renewed_login: false,
+            rejected: Vec::new(),
             holds_budget_retry: false,
             is_hedge: false,
         }
@@ -191,7 +196,7 @@ impl Call {
             let failure = CallFailure::Paced { earliest };
             return self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now);
         }
-        match state.next_credential(self.cost, now, rng) {
+        match state.next_credential(self.cost, &self.rejected, now, rng) {
             Some(credential) => {
                 (self.stage, self.charged_lane) = (CallStage::Asking(ticket, credential), self.lane);
                 self.fill_batch(&mut state.store_requests.reservation, rules, credential, Verb::Take);

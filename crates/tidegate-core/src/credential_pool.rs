@@ -117,6 +117,17 @@ impl CredentialPool {
         Some(credential as usize)
     }
 
+    /// The credential to try next, other than those in `rejected`.
+    pub fn next_except(&mut self, rejected: &[usize], now: Time, rng: &mut impl Rng) -> Option<usize> {
+        let next = self.next(now, rng)?;
+        if !rejected.contains(&next) {
+            return Some(next);
+        }
+        let available = (0..self.available.len()).filter_map(|place| self.available.nth(place));
+        let others = available.filter(|(_, credential)| !rejected.contains(&(*credential as usize)));
+        others.min().map(|(_, credential)| credential as usize)
+    }
+
     /// True if any other credential isn't cooling.
     pub fn has_other_not_cooling(&mut self, credential: usize, now: Time) -> bool {
         self.end_cooldowns(now);

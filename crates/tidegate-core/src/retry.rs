@@ -150,7 +150,8 @@ pub struct FailedAttempt {
 pub struct Retry {
     /// The maximum number of attempts per call, including the first. Default 3. With 0 or 1, calls are never retried.
     pub max_attempts: u32,
-    /// The maximum number of token retries: throttled requests sent again at once with another credential. Default 5.
+    /// The maximum number of token retries: requests sent again at once with another credential, because the first was
+    /// throttled or rejected. Default 5.
     pub max_token_retries: u32,
     /// The waits between attempts. Default 500 ms, doubling up to 8 s, with full jitter.
     pub backoff: Backoff,
@@ -217,9 +218,16 @@ impl RetryTracker {
         self.attempts
     }
 
-    /// The number of token retries: throttled requests that were sent again with another credential.
+    /// The number of token retries: requests that were sent again at once with another credential.
     pub fn token_retries(&self) -> u32 {
         self.token_retries
+    }
+
+    /// Counts a token retry. Returns false if the call has made all that the rules allow.
+    pub(crate) fn take_token_retry(&mut self, retry: &Retry) -> bool {
+        let is_allowed = self.token_retries < retry.max_token_retries;
+        self.token_retries += u32::from(is_allowed);
+        is_allowed
     }
 
     /// The time at which a request that failed at `now` is sent again: immediately with another credential, otherwise

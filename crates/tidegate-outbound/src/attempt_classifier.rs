@@ -81,6 +81,7 @@ impl AttemptClassifier {
             is_repeatable: self.is_idempotent || !head.may_have_acted(),
             unreplayable_reason: unreplayable,
             asks_not_to_retry: head.hints.asks_not_to_retry,
+            rejects_credential: effective_status(status, headers) == StatusCode::UNAUTHORIZED,
             retry_after: head.requested_wait(now),
             spent_until: head.hints.spent_until.filter(|_| head.class != Class::Throttled),
             remaining: head.hints.remaining,

@@ -17,9 +17,11 @@ use std::task::{Poll, Waker};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
-use tidegate_core::call::{AttemptReport, Call, CallProgress, CallRules, InFlight, NextStep, ProviderState};
+use tidegate_core::call::{
+    AttemptReport, Call, CallProgress, CallRules, DISABLE_TIME, InFlight, NextStep, ProviderState,
+};
 use tidegate_core::retry::Delivery;
-use tidegate_core::{Batch, Clock, Lane, Outcomes, QueueStep, Ticket, Time};
+use tidegate_core::{Batch, Clock, Lane, Outcomes, QueueStep, Ticket, Time, Verb};
 use tidegate_policy::{KeySeed, outbound};
 use tidegate_runtime::random::random_u64;
 use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
@@ -289,11 +291,12 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         self.dispatch(dispatcher, None, now);
     }
 
-    /// Handles the failure of a credential's login.
-    pub(super) fn handle_renewal_failure(self: &Arc<Self>, call: &mut Call, credential: usize) {
-        self.run_step(|StepContext { state, .. }, now| {
-            call.handle_renewal_failure(&self.rules, state, credential, now)
+    /// Handles the rejection of a credential's login. Returns true if the request is to be sent again with another one.
+    pub(super) fn handle_renewal_failure(self: &Arc<Self>, call: &mut Call, credential: usize) -> bool {
+        let (switches, _) = self.run_step(|StepContext { state, rng, .. }, now| {
+            call.handle_renewal_failure(&self.rules, state, credential, now, rng)
         });
+        switches
     }
 
     /// Cancels a call that its own task holds.
@@ -324,8 +327,16 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     fn submit_updates(&self, state: &ProviderState, now: Time) {
-        if let Some(batch) = state.store_requests.updates() {
-            self.store.submit(batch, now);
+        let Some(batch) = state.store_requests.updates() else { return };
+        self.store.submit(batch, now);
+        for op in batch.ops().iter().filter(|op| op.verb == Verb::Disable) {
+            let credential = self.rules.credential_keys.iter().position(|key| *key == op.key);
+            tracing::warn!(
+                provider = self.config().name,
+                credential,
+                seconds = DISABLE_TIME.as_secs_ceil(),
+                "a credential was rejected and is left out"
+            );
         }
     }
 

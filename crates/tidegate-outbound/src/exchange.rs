@@ -30,8 +30,8 @@ use super::reply_body::PeekedBody;
 use super::reply_headers::contains_secret;
 use super::service::OutboundLayerInner;
 use super::{
-    Attempt, AttemptClassifier, AttemptOutcome, CallOptions, LoginError, LoginToken, ReplayBody, ReplayBuffer,
-    TargetError, Upstream,
+    Attempt, AttemptClassifier, AttemptOutcome, CallOptions, LoginError, LoginFailure, LoginToken, ReplayBody,
+    ReplayBuffer, TargetError, Upstream,
 };
 
 /// The longest body that is searched for the texts of throttling, in bytes.
@@ -172,7 +172,10 @@ where
             let send = |request| log_in(inner, request, &*shared.fault_classifier);
             match Box::pin(logins.token(credential, &secret, now, send)).await {
                 Ok(token) => sent_secret = Some(Arc::clone(&self.token.insert(token).secret)),
-                Err(error) => return AttemptOutcome { report: error.attempt_report(), value: Err(error.into()) },
+                Err(failure) => {
+                    let report = failure.attempt_report(shared.provider.clock().now());
+                    return AttemptOutcome { report, value: Err(failure.error.into()) };
+                }
             }
         }
         let secret = sent_secret.as_deref();
@@ -309,10 +312,10 @@ where
         match tokio::time::timeout(login_timeout, renewal).await {
             Ok(Ok(_)) => Ok(()),
             // Every call gets this error. The failure before it is already in the log.
-            Ok(Err(LoginError::TokenRejected)) => Err(Class::Auth),
-            Ok(Err(error)) => {
+            Ok(Err(LoginFailure { error: LoginError::TokenRejected, .. })) => Err(Class::Auth),
+            Ok(Err(LoginFailure { error, .. })) => {
                 tracing::warn!(%error, credential, "the login for a credential that wasn't accepted failed");
-                Err(error.attempt_report().class)
+                Err(error.class())
             }
             Err(_) => Err(Class::Transient),
         }

@@ -51,7 +51,7 @@ use dispatcher::ProviderInner;
 pub use error::{CallError, CallErrorBody, CallErrorKind};
 pub use exchange::{BoxError, SendError};
 pub use login::LoginError;
-use login::{LoginToken, Logins};
+use login::{LoginFailure, LoginToken, Logins};
 #[cfg(feature = "reqwest")]
 pub use middleware::OutboundMiddleware;
 pub use provider::{CompletedCall, InFlightGuard, Provider};

@@ -17,6 +17,7 @@ use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Login, ProviderConfig};
 
 pub use self::error::LoginError;
+pub(crate) use self::error::LoginFailure;
 pub(crate) use self::token_slot::LoginToken;
 use self::token_slot::TokenSlot;
 use super::attempt_classifier::HeadClassification;
@@ -80,7 +81,8 @@ impl Logins {
     /// Returns the token of a credential, by a login if there is no valid one. `send` sends the login's request.
     ///
     /// # Errors
-    /// The reason for no token. For five seconds after a failed login there is no other login, and calls get its error.
+    /// The reason for no token. For five seconds after a failed login, or as long as the provider asks, there is no other
+    /// login, and calls get its failure.
     ///
     /// # Panics
     /// If there is no credential with this index.
@@ -90,7 +92,7 @@ impl Logins {
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<LoginToken, LoginError> {
+    ) -> Result<LoginToken, LoginFailure> {
         self.token_slots[credential].token(secret, now, self.log_in(secret, now, send)).await
     }
 
@@ -106,7 +108,7 @@ impl Logins {
         secret: &Secret,
         now: Time,
         send: impl FnOnce(Request<Secret>) -> F,
-    ) -> Result<LoginToken, LoginError> {
+    ) -> Result<LoginToken, LoginFailure> {
         self.token_slots[credential].renew(rejected, now, self.log_in(secret, now, send)).await
     }
 
@@ -211,7 +213,7 @@ mod tests {
         }
     }
 
-    async fn token(logins: &Logins, server: &Server, now: Time, status: u16) -> Result<LoginToken, LoginError> {
+    async fn token(logins: &Logins, server: &Server, now: Time, status: u16) -> Result<LoginToken, LoginFailure> {
         logins.token(0, &Secret::new("key"), now, |_| server.answer(status)).await
     }
 
@@ -257,7 +259,7 @@ mod tests {
             assert_eq!((still.login_number, server.logins()), (2, count));
         }
         let refused = token(&logins, &server, NOW + hours(46), 503).await.unwrap_err();
-        assert!(matches!(refused, LoginError::Refused { .. }), "it has ended");
+        assert!(matches!(refused.error, LoginError::Refused { .. }), "it has ended");
     }
 
     #[tokio::test(start_paused = true)]
@@ -301,7 +303,7 @@ mod tests {
         renew(&first, 1).await.unwrap();
         let second = token(&logins, &server, NOW + Span::from_secs(1), 200).await.unwrap();
         for after in [1, 5] {
-            assert_eq!(renew(&second, after).await.unwrap_err(), LoginError::TokenRejected);
+            assert_eq!(renew(&second, after).await.unwrap_err().error, LoginError::TokenRejected);
             assert_eq!(renew(&first, after).await.unwrap().login_number, 2, "who still had the first gets the second");
         }
         assert_eq!(server.logins(), 2);
@@ -314,7 +316,7 @@ mod tests {
         let calls = (0..20).map(|_| token(&logins, &server, NOW, 401));
         for failed in futures_util::future::join_all(calls).await {
             assert_eq!(
-                failed.unwrap_err(),
+                failed.unwrap_err().error,
                 LoginError::Refused { status: StatusCode::UNAUTHORIZED, class: Class::Auth, retry_after: None }
             );
         }
@@ -322,6 +324,27 @@ mod tests {
         token(&logins, &server, NOW + Span::from_secs(4), 200).await.unwrap_err();
         assert_eq!(server.logins(), 1);
         token(&logins, &server, NOW + Span::from_secs(5), 200).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn no_login_is_sent_before_its_time() {
+        for (asked, quiet) in [(None, 5), (Some("1"), 5), (Some("9"), 9)] {
+            let logins = logins();
+            let sent = AtomicUsize::new(0);
+            let throttles = |_| {
+                sent.fetch_add(1, Ordering::SeqCst);
+                let mut reply = Response::builder().status(429);
+                reply = asked.into_iter().fold(reply, |reply, asked| reply.header("retry-after", asked));
+                std::future::ready(Ok(reply.body(Bytes::new()).unwrap()))
+            };
+            for (after, logins_sent) in [(0, 1), (quiet - 1, 1), (quiet, 2)] {
+                let now = NOW + Span::from_secs(after);
+                let failure = logins.token(0, &Secret::new("key"), now, throttles).await.unwrap_err();
+                assert_eq!(sent.load(Ordering::SeqCst), logins_sent, "{asked:?} after {after} s");
+                let wait = if logins_sent == 1 { quiet - after } else { quiet };
+                assert_eq!(failure.attempt_report(now).retry_after, Some(Span::from_secs(wait)));
+            }
+        }
     }
 
     #[tokio::test(start_paused = true)]
@@ -370,12 +393,14 @@ mod tests {
             let logins = logins();
             let reply = Response::builder().status(status).header("retry-after", "7").body(Bytes::from(body)).unwrap();
             let failed = logins.token(0, &Secret::new(PLANTED), NOW, |_| std::future::ready(Ok(reply))).await;
-            let error = failed.unwrap_err();
-            let text = format!("{error} {error:?} {logins:?} {:?}", logins.login);
+            let failure = failed.unwrap_err();
+            let error = &failure.error;
+            let text = format!("{error} {failure:?} {logins:?} {:?}", logins.login);
             assert!(!text.contains(PLANTED), "{text}");
-            let meant = error.attempt_report();
-            assert_eq!((meant.class, meant.is_repeatable), (class, true), "{error}");
-            assert_eq!(meant.retry_after.is_some(), status > 300, "{error}");
+            let report = failure.attempt_report(NOW + Span::from_secs(1));
+            assert_eq!((report.class, report.is_repeatable), (class, true), "{error}");
+            let wait = class.is_retryable().then_some(Span::from_secs(6));
+            assert_eq!((report.retry_after, report.rejects_credential), (wait, class == Class::Auth), "{error}");
         }
         let token = token(&logins(), &Server::default(), NOW, 200).await.unwrap();
         assert!(!format!("{token:?}").contains(PLANTED));

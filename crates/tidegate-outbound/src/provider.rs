@@ -179,8 +179,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
                 }
                 NextStep::RenewLogin { credential } => {
                     if let Err(class) = Box::pin(upstream.renew_login(credential)).await {
-                        if class == Class::Auth {
-                            self.0.handle_renewal_failure(call_guard.slot.call(), credential);
+                        if class == Class::Auth && self.0.handle_renewal_failure(call_guard.slot.call(), credential) {
+                            continue;
                         }
                         return Ok(call_guard.complete(outcome, stats));
                     }

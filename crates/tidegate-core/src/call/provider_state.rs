@@ -125,10 +125,17 @@ impl ProviderState {
         }
     }
 
-    /// The next credential to try. Skips those that are known to be cooling, to be busy or to have too little left.
-    pub(super) fn next_credential(&mut self, cost: u64, now: Time, rng: &mut impl Rng) -> Option<usize> {
+    /// The next credential to try. Skips those that have rejected the call, and those that are known to be cooling, to
+    /// be busy or to have too little left.
+    pub(super) fn next_credential(
+        &mut self,
+        cost: u64,
+        rejected: &[usize],
+        now: Time,
+        rng: &mut impl Rng,
+    ) -> Option<usize> {
         loop {
-            let credential = self.pool.next(now, rng)?;
+            let credential = self.pool.next_except(rejected, now, rng)?;
             let tracker = self.remaining_trackers.get_mut(credential);
             let free_at = tracker.map_or(now, |tracker| tracker.free_at(cost, now));
             if free_at <= now {

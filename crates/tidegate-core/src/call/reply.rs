@@ -25,6 +25,15 @@ impl Call {
             self.has_renewed_login = true;
             return NextStep::RenewLogin { credential };
         }
+        if reply.class == Class::Auth
+            && reply.rejects_credential
+            && reply.unreplayable_reason.is_none()
+            && !reply.asks_not_to_retry
+            && self.switch_credential(rules, state, credential, now, rng)
+        {
+            self.end_streaming(state);
+            return NextStep::RetryAt(now);
+        }
         if reply.class == Class::Cancelled && now >= self.deadline {
             return NextStep::Failed(CallFailure::DeadlineExceeded);
         }
@@ -59,16 +68,39 @@ impl Call {
             && reply.unreplayable_reason.is_none()
     }
 
-    /// Called when the login requested by [`NextStep::RenewLogin`] has failed.
+    /// Called when the login requested by [`NextStep::RenewLogin`] was rejected. Returns true if the request is to be
+    /// sent again at once, with another credential; otherwise the call is done.
     pub fn handle_renewal_failure(
         &mut self,
         rules: &CallRules,
         state: &mut ProviderState,
         credential: usize,
         now: Time,
-    ) {
+        rng: &mut impl Rng,
+    ) -> bool {
         state.store_requests.updates.clear();
-        disable_credential(rules, state, credential, now);
+        self.switch_credential(rules, state, credential, now, rng)
+    }
+
+    /// Notes that a credential was rejected for this call. Returns true if another one can be tried now. A rejected
+    /// credential is disabled only after another one was accepted for the same request, because a provider may also
+    /// reject the request.
+    fn switch_credential(
+        &mut self,
+        rules: &CallRules,
+        state: &mut ProviderState,
+        credential: usize,
+        now: Time,
+        rng: &mut impl Rng,
+    ) -> bool {
+        let retry = &rules.lane_rules[self.retry_lane as usize].retry;
+        if rules.credential_keys.len() == 1 || now >= self.deadline {
+            return false;
+        }
+        self.rejected.push(credential);
+        self.has_renewed_login = false;
+        state.next_credential(self.cost, &self.rejected, now, rng).is_some()
+            && self.retry_tracker.take_token_retry(retry)
     }
 
     /// Reports the end of the request under way, if there is one, to all that learn from it. Returns its credential.
@@ -139,10 +171,15 @@ impl Call {
             Class::Success if generation > 0 => {
                 update_cooldown(rules, state, sent.credential, Verb::Success { generation }, Span::ZERO)
             }
-            Class::Auth if !rules.can_renew_login || self.has_renewed_login => {
+            Class::Auth if !reply.rejects_credential && (!rules.can_renew_login || self.has_renewed_login) => {
                 disable_credential(rules, state, sent.credential, now)
             }
             _ => {}
+        }
+        if reply.class == Class::Success {
+            for rejected in core::mem::take(&mut self.rejected) {
+                disable_credential(rules, state, rejected, now);
+            }
         }
         if let Some(until) = reply.spent_until.filter(|until| *until > now) {
             state.pool.set_cooling_until(sent.credential, until, now);
@@ -176,12 +213,18 @@ impl Call {
 /// Disables a rejected credential, unless no other is good: the provider may reject this one request for all of them.
 fn disable_credential(rules: &CallRules, state: &mut ProviderState, credential: usize, now: Time) {
     if state.pool.has_other_not_cooling(credential, now) {
-        update_cooldown(rules, state, credential, Verb::Disable, DISABLE_TIME);
+        let op = cooldown_op(rules, credential, Verb::Disable, DISABLE_TIME);
+        // With many limits, several rejected credentials don't fit into one batch. The others are disabled in this
+        // process alone.
+        let _ = state.store_requests.updates.push(op);
         state.pool.set_cooling_until(credential, now + DISABLE_TIME, now);
     }
 }
 
 fn update_cooldown(rules: &CallRules, state: &mut ProviderState, credential: usize, verb: Verb, cost: Span) {
-    let op = Op::new(rules.cooldown, verb, rules.credential_keys[credential], cost.as_micros());
-    push_required(&mut state.store_requests.updates, op);
+    push_required(&mut state.store_requests.updates, cooldown_op(rules, credential, verb, cost));
+}
+
+fn cooldown_op(rules: &CallRules, credential: usize, verb: Verb, cost: Span) -> Op {
+    Op::new(rules.cooldown, verb, rules.credential_keys[credential], cost.as_micros())
 }

@@ -17,6 +17,9 @@ pub struct AttemptReport {
     pub unreplayable_reason: Option<UnreplayableReason>,
     /// True if the provider asks not to send it again, whatever its class is.
     pub asks_not_to_retry: bool,
+    /// True if the reply, of [`Class::Auth`], rejects the credential itself (401), so that another one may be accepted.
+    /// False if it refuses what this credential asks for (403).
+    pub rejects_credential: bool,
     /// The wait that the provider asks for.
     pub retry_after: Option<Span>,
     /// The time until which the provider reports that the credential has nothing left.
@@ -38,6 +41,7 @@ impl AttemptReport {
             is_repeatable: false,
             unreplayable_reason: None,
             asks_not_to_retry: false,
+            rejects_credential: false,
             retry_after: None,
             spent_until: None,
             remaining: Remaining { calls: None, cost: None },

@@ -5,15 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tidegate_core::Time;
 use tidegate_core::retry::TransportFault;
-use tidegate_core::{Span, Time};
 use tidegate_policy::Secret;
 
 use super::LoginError;
+use super::error::{LoginFailure, MIN_LOGIN_INTERVAL};
 
-/// The shortest time between logins after one failed or its token was rejected. Providers lock accounts that log in too
-/// often.
-const MIN_RETRY_INTERVAL: Span = Span::from_secs(5);
 /// The longest time that a call waits for an early renewal before it continues with the token that is still valid.
 const EARLY_REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -43,7 +41,7 @@ pub(super) struct TokenSlot {
 #[derive(Default)]
 struct TokenState {
     token: Option<LoginToken>,
-    last_failure: Option<(LoginError, Time)>,
+    last_failure: Option<LoginFailure>,
     /// The number of logins that have finished.
     finished_logins: u64,
 }
@@ -55,7 +53,7 @@ impl TokenSlot {
         credential: &Secret,
         now: Time,
         login: impl Future<Output = Result<LoginToken, LoginError>>,
-    ) -> Result<LoginToken, LoginError> {
+    ) -> Result<LoginToken, LoginFailure> {
         let is_by = |token: &LoginToken| token.credential.matches(credential.expose().as_bytes());
         let usable_token =
             |state: &TokenState| state.token.clone().filter(|token| now < token.expires_at && is_by(token));
@@ -77,7 +75,7 @@ impl TokenSlot {
         let login_result = tokio::time::timeout(EARLY_REFRESH_TIMEOUT, login).await;
         match self.record_login(login_result.unwrap_or(Err(LoginError::NoReply(TransportFault::TimedOut))), now) {
             Ok(next) => Ok(next),
-            Err(error) => {
+            Err(LoginFailure { error, .. }) => {
                 tracing::warn!(%error, "a login ahead of time failed; the token is still good");
                 Ok(token)
             }
@@ -91,13 +89,12 @@ impl TokenSlot {
         rejected: &LoginToken,
         now: Time,
         login: impl Future<Output = Result<LoginToken, LoginError>>,
-    ) -> Result<LoginToken, LoginError> {
+    ) -> Result<LoginToken, LoginFailure> {
         let usable_token =
             |state: &TokenState| state.token.clone().filter(|token| token.login_number > rejected.login_number);
-        if usable_token(&self.state.lock()).is_none()
-            && rejected.replaced_at.is_some_and(|at| now.since(at) < MIN_RETRY_INTERVAL)
-        {
-            return Err(LoginError::TokenRejected);
+        let next_login_at = rejected.replaced_at.map_or(Time::ZERO, |at| at + MIN_LOGIN_INTERVAL);
+        if now < next_login_at && usable_token(&self.state.lock()).is_none() {
+            return Err(LoginFailure { error: LoginError::TokenRejected, next_login_at });
         }
         let login = async { Ok(LoginToken { replaced_at: Some(now), ..login.await? }) };
         self.wait_or_log_in(now, usable_token, login).await
@@ -109,7 +106,7 @@ impl TokenSlot {
         now: Time,
         usable_token: impl Fn(&TokenState) -> Option<LoginToken>,
         login: impl Future<Output = Result<LoginToken, LoginError>>,
-    ) -> Result<LoginToken, LoginError> {
+    ) -> Result<LoginToken, LoginFailure> {
         let finished_before = self.state.lock().finished_logins;
         let _turn = self.login_lock.lock().await;
         {
@@ -117,29 +114,28 @@ impl TokenSlot {
             if let Some(token) = usable_token(&state) {
                 return Ok(token);
             }
-            let shared =
-                state.last_failure.as_ref().filter(|_| state.finished_logins > finished_before).map(|(error, _)| error);
-            if let Some(error) = shared.or(state.recent_failure(now)) {
-                return Err(error.clone());
+            let shared = state.last_failure.as_ref().filter(|_| state.finished_logins > finished_before);
+            if let Some(failure) = shared.or(state.recent_failure(now)) {
+                return Err(failure.clone());
             }
         }
         self.record_login(login.await, now)
     }
 
     /// Records the result of a login.
-    fn record_login(&self, result: Result<LoginToken, LoginError>, now: Time) -> Result<LoginToken, LoginError> {
+    fn record_login(&self, result: Result<LoginToken, LoginError>, now: Time) -> Result<LoginToken, LoginFailure> {
         let mut state = self.state.lock();
         state.finished_logins += 1;
-        state.last_failure = result.as_ref().err().map(|error| (error.clone(), now));
+        let result = result.map_err(|error| LoginFailure { next_login_at: now + error.quiet_time(), error });
+        state.last_failure = result.as_ref().err().cloned();
         let token = LoginToken { login_number: state.finished_logins, ..result? };
         Ok(state.token.insert(token).clone())
     }
 }
 
 impl TokenState {
-    /// The error of a login that failed too recently to be repeated.
-    fn recent_failure(&self, now: Time) -> Option<&LoginError> {
-        let (error, at) = self.last_failure.as_ref()?;
-        (now.since(*at) < MIN_RETRY_INTERVAL).then_some(error)
+    /// The failure of a login that is too recent to be repeated.
+    fn recent_failure(&self, now: Time) -> Option<&LoginFailure> {
+        self.last_failure.as_ref().filter(|failure| now < failure.next_login_at)
     }
 }

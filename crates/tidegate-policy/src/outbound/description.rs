@@ -4,7 +4,9 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use tidegate_core::call::ProviderLimit;
-use tidegate_core::{AdaptiveRateSpec, Backoff, Balance, BreakerSpec, BudgetSpec, Growth, Jitter, Lane, LaneSpec, Span, pacer};
+use tidegate_core::{
+    AdaptiveRateSpec, Backoff, Balance, BreakerSpec, BudgetSpec, Growth, Jitter, Lane, LaneSpec, Span, pacer,
+};
 
 use super::{Auth, BaseUrl, CacheRules, CostRules, OutboundConfig, PaceConfig, ProviderConfig};
 use crate::description::describe_waits;

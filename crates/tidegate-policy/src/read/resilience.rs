@@ -150,29 +150,38 @@ impl DocumentReader<'_> {
             budget.min = budget.min.max(attempts);
         } else if budget.min + 1 < attempts {
             let (min, share) = (budget.min, format_percent(budget.ratio));
-            note(*at, format!(
-                "`{setting}` allows a call {attempts} attempts, but `budget.min` allows all calls together {min} retries and \
+            note(
+                *at,
+                format!(
+                    "`{setting}` allows a call {attempts} attempts, but `budget.min` allows all calls together {min} retries and \
                  `budget.ratio` {share} of first attempts more"
-            ));
+                ),
+            );
         }
         if let Some(failures) = breaker.and_then(|breaker| breaker.failures.as_mut()) {
             if written("breaker", "failures").is_none() {
                 *failures = attempts.max(*failures);
             } else if *failures < attempts {
-                note(*at, format!(
-                    "`{setting}` allows a call {attempts} attempts, but the breaker opens at {failures} failures in a row \
+                note(
+                    *at,
+                    format!(
+                        "`{setting}` allows a call {attempts} attempts, but the breaker opens at {failures} failures in a row \
                      (`breaker.failures`)"
-                ));
+                    ),
+                );
             }
         }
         let longest = |rules: &LaneRules| rules.retry.backoff.total_waits(rules.retry.max_attempts.saturating_sub(1));
         if let Some((lane, rules, setting, at)) = asked.iter().find(|(_, rules, ..)| longest(rules) >= rules.timeout) {
             let (waits, timeout) = (describe_duration(longest(rules)), describe_duration(rules.timeout));
             let (attempts, lane) = (rules.retry.max_attempts, lane.name());
-            note(*at, format!(
-                "`{setting}` allows a call {attempts} attempts, but the waits between them may add up to {waits}, and a {lane} \
+            note(
+                *at,
+                format!(
+                    "`{setting}` allows a call {attempts} attempts, but the waits between them may add up to {waits}, and a {lane} \
                  call has {timeout} (`timeout`)"
-            ));
+                ),
+            );
         }
     }
 

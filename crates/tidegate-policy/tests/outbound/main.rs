@@ -402,8 +402,10 @@ fn notes_name_what_ends_a_call_early() {
     let (_, _, notes) = room_for_attempts("background = { retries = 20 }\ntimeout = \"1m\"");
     assert_eq!(
         notes,
-        ["`background.retries` allows a call 21 attempts, but the waits between them may add up to 2 min 15 s 500 ms, and a \
-          background call has 60 s (`timeout`)"]
+        [
+            "`background.retries` allows a call 21 attempts, but the waits between them may add up to 2 min 15 s 500 ms, and a \
+          background call has 60 s (`timeout`)"
+        ]
     );
     let sequential = "sequential = true\nretry = { max_attempts = 30 }\ntimeout = \"5s\"";
     assert_eq!(room_for_attempts(sequential).2.len(), 1);
@@ -413,7 +415,11 @@ fn notes_name_what_ends_a_call_early() {
 fn a_budget_may_be_off() {
     let outbound = outbound("[outbound.provider.x]\nbase_url = \"https://example.com\"\nbudget = \"off\"\n");
     assert_eq!(rules(outbound.find("x").unwrap()).budget, BudgetSpec::UNLIMITED);
-    assert!(outbound.describe().contains("or Retry-After up to 5 min; no budget for retries\n"), "{}", outbound.describe());
+    assert!(
+        outbound.describe().contains("or Retry-After up to 5 min; no budget for retries\n"),
+        "{}",
+        outbound.describe()
+    );
 }
 
 #[test]

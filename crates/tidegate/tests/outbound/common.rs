@@ -17,8 +17,10 @@ pub(crate) const GOOD: AttemptReport =
     AttemptReport { is_repeatable: true, ..AttemptReport::new(Class::Success, Delivery::Answered) };
 pub(crate) const FAILED: AttemptReport = AttemptReport { class: Class::Transient, ..GOOD };
 pub(crate) const THROTTLED: AttemptReport = AttemptReport { class: Class::Throttled, ..GOOD };
+/// A 403.
+pub(crate) const FORBIDDEN: AttemptReport = AttemptReport { class: Class::Auth, ..GOOD };
 /// A 401.
-pub(crate) const UNAUTHORIZED: AttemptReport = AttemptReport { class: Class::Auth, ..GOOD };
+pub(crate) const UNAUTHORIZED: AttemptReport = AttemptReport { rejects_credential: true, ..FORBIDDEN };
 /// A refused connection.
 pub(crate) const UNSENT: AttemptReport = AttemptReport { delivery: Delivery::Unsent, ..FAILED };
 /// A 404.

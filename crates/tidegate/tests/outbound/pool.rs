@@ -8,12 +8,13 @@ use tidegate::store::Memory;
 use tidegate::{Clock as _, Span};
 use tidegate_core::Lane;
 use tidegate_core::call::AttemptReport;
+use tidegate_core::retry::UnreplayableReason;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
 use crate::common::{
-    Answers, FAILED, GOOD, Log, MISSING, THROTTLED, UNAUTHORIZED, options, provider, spawn, starts, throttled_for,
-    within,
+    Answers, FAILED, FORBIDDEN, GOOD, Log, MISSING, THROTTLED, UNAUTHORIZED, options, provider, spawn, starts,
+    throttled_for, within,
 };
 
 type Api = Provider<Memory, TokioClock>;
@@ -164,7 +165,7 @@ async fn not_found_replies_do_not_affect_credentials() {
 async fn the_last_good_credential_is_never_excluded() {
     let (api, log) = (pool("AB"), Log::default());
     for _ in 0..4 {
-        call(&api, CallOptions::default(), UNAUTHORIZED, &log).await.unwrap();
+        call(&api, CallOptions::default(), FORBIDDEN, &log).await.unwrap();
     }
     let asked: Vec<_> = log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
     assert_eq!(asked, [0, 1, 1, 1], "one is left out, the other is asked again and again");
@@ -176,11 +177,63 @@ async fn the_last_good_credential_is_never_excluded() {
 #[tokio::test(start_paused = true)]
 async fn a_credential_with_failed_login_is_excluded() {
     let login = "login = { path = \"/login\", body = '{\"key\":\"{credential}\"}', pointer = \"/token\" }";
-    let (api, log) = (provider(&format!("{POOL}credentials = [\"env:A\", \"env:B\"]\n{login}")), Log::default());
-    let mut upstream = Answers::of(&api, &[UNAUTHORIZED], &log, 0);
+    let (api, log) = (switching_pool("AB", login), Log::default());
+    let mut upstream = Answers::of(&api, &[UNAUTHORIZED, GOOD], &log, 0);
     upstream.logs_in = false;
-    api.call(CallOptions::default(), &mut upstream).await.unwrap();
+    assert_eq!(api.call(CallOptions::default(), &mut upstream).await.unwrap().stats.credential, 1);
     assert_eq!(used(&api, 4).await, "BBBB");
+}
+
+/// A pool with token retries.
+fn switching_pool(names: &str, settings: &str) -> Api {
+    let credentials: Vec<_> = names.chars().map(|name| format!("\"env:{name}\"")).collect();
+    let pool = POOL.replace("max_token_retries = 0", "max_token_retries = 5");
+    provider(&format!("{pool}credentials = [{}]\n{settings}", credentials.join(", ")))
+}
+
+/// A rejected credential is left out only if another one is accepted for the same request.
+#[tokio::test(start_paused = true)]
+async fn a_rejected_credential_is_replaced_once_each() {
+    let once = AttemptReport { unreplayable_reason: Some(UnreplayableReason::OneShotBody), ..UNAUTHORIZED };
+    let stops = AttemptReport { asks_not_to_retry: true, ..UNAUTHORIZED };
+    for (names, replies, sent, left) in [
+        ("A", &[UNAUTHORIZED][..], &[0][..], "AAAA"),
+        ("AB", &[UNAUTHORIZED, GOOD], &[0, 1], "BBBB"),
+        ("ABC", &[UNAUTHORIZED, UNAUTHORIZED, GOOD], &[0, 1, 2], "CCCC"),
+        ("ABC", &[UNAUTHORIZED], &[0, 1, 2], "ABCA"),
+        ("ABC", &[UNAUTHORIZED, MISSING], &[0, 1], "CABC"),
+        ("ABC", &[FORBIDDEN], &[0], "BCBC"),
+        ("ABC", &[once], &[0], "BCAB"),
+        ("ABC", &[stops], &[0], "BCAB"),
+        ("ABCDEFGH", &[UNAUTHORIZED], &[0, 1, 2, 3, 4, 5], "GHAB"),
+    ] {
+        let (api, log) = (switching_pool(names, ""), Log::default());
+        api.call(CallOptions::default(), &mut Answers::of(&api, replies, &log, 0)).await.unwrap();
+        let asked: Vec<_> = log.lock().unwrap().iter().map(|(_, _, credential)| *credential).collect();
+        assert_eq!((&*asked, &*used(&api, 4).await), (sent, left), "{names}, {} replies", replies.len());
+        sleep(Duration::from_secs(300)).await;
+        let mut again: Vec<char> = used(&api, names.len()).await.chars().collect();
+        again.sort_unstable();
+        assert_eq!(again, names.chars().collect::<Vec<_>>());
+    }
+}
+
+/// Round robin may come back to a rejected credential while other calls take their turns.
+#[tokio::test(start_paused = true)]
+async fn concurrent_calls_never_repeat_a_rejected_credential() {
+    let (api, log) = (switching_pool("ABCD", "balance = \"random\""), Log::default());
+    let calls = (0..40).map(|name| {
+        let answers = Answers::of(&api, &[UNAUTHORIZED], &log, name).after(Duration::from_millis(u64::from(name % 7)));
+        spawn(&api, CallOptions::default(), answers)
+    });
+    let calls: Vec<_> = calls.collect();
+    for call in calls {
+        assert_eq!(call.await.unwrap().unwrap(), 4);
+    }
+    let mut sent: Vec<_> = log.lock().unwrap().iter().map(|(_, name, credential)| (*name, *credential)).collect();
+    sent.sort_unstable();
+    sent.dedup();
+    assert_eq!(sent.len(), 160, "each call asks each credential once");
 }
 
 /// A pool of credentials, with a limit on the concurrent calls of each.
