@@ -62,12 +62,13 @@ pub(crate) struct RetryArgs {
     /// Exit statuses that mean that the command was throttled. It is tried again.
     #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "75")]
     throttled_exit: Vec<u8>,
-    /// Exit statuses that mean that the command would fail again. It isn't tried again.
-    #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "2,126,127")]
+    /// Exit statuses that mean that the command would fail again. It isn't tried again. 141 is the end by SIGPIPE: the
+    /// reader of its output is gone.
+    #[arg(long, value_name = "STATUS,…", value_delimiter = ',', default_value = "2,126,127,141")]
     permanent_exit: Vec<u8>,
     #[command(flatten)]
     patterns: OutputPatterns,
-    /// The longest such wait; the command isn't tried again if a longer one is given.
+    /// The longest wait that its output may ask for. With a longer one, it isn't tried again.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_time)]
     max_retry_after: Span,
     /// Read all standard input first, up to 64 MiB, and pass it to every attempt. Otherwise a pipe goes to the first
@@ -177,13 +178,13 @@ impl<'a> RetryRunner<'a> {
                 format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, describe_end(&end, class));
             match next {
                 Ok(at) => {
-                    self.print_status(&format!("{of}; the next in {}", rounded_up(at.since(now))));
+                    self.print_status(&format!("{of}; trying again in {}", describe_wait(at.since(now))));
                     if let Some(signal) = self.wait_until(at) {
                         return signal.status();
                     }
                 }
                 Err(why) => {
-                    self.print_status(&format!("{of}; {}", describe_give_up(why)));
+                    self.print_status(&format!("{of}; {}", self.describe_give_up(why, status)));
                     return status;
                 }
             }
@@ -220,6 +221,21 @@ impl<'a> RetryRunner<'a> {
         }
     }
 
+    fn describe_give_up(&self, why: NoRetryReason, status: u8) -> String {
+        match why {
+            NoRetryReason::Final if self.arguments.permanent_exit.contains(&status) => {
+                let listed: Vec<String> = self.arguments.permanent_exit.iter().map(u8::to_string).collect();
+                format!("not retried, because --permanent-exit is {}", listed.join(","))
+            }
+            NoRetryReason::Final => "not retried, because its output matches --permanent-output".to_owned(),
+            NoRetryReason::RetryAfterTooLong { retry_after } => {
+                format!("it asks for a wait of {retry_after}, which is too long")
+            }
+            NoRetryReason::Deadline { .. } => "the next would start after the deadline".to_owned(),
+            _ => "that was the last".to_owned(),
+        }
+    }
+
     /// Waits until `at`. Returns early with a signal that stops retries.
     fn wait_until(&self, at: Time) -> Option<ReceivedSignal> {
         loop {
@@ -250,28 +266,16 @@ impl<'a> RetryRunner<'a> {
 fn describe_end(end: &CommandExit, class: Class) -> String {
     let how = match end.signal() {
         _ if end.timed_out => "took too long".to_owned(),
-        Some(signal) => format!("was ended by signal {signal}"),
+        Some(signal) => format!("was ended by signal {signal}, status {}", end.status()),
         None => format!("ended with status {}", end.status()),
     };
     match class {
-        Class::Throttled | Class::Permanent => format!("{how} ({})", class.name()),
-        _ => how,
+        Class::Transient => how,
+        _ => format!("{how} ({})", class.name()),
     }
 }
 
-fn describe_give_up(why: NoRetryReason) -> String {
-    match why {
-        NoRetryReason::Final => "it would fail again".to_owned(),
-        NoRetryReason::RetryAfterTooLong { retry_after } => {
-            format!("it asks for a wait of {}, which is too long", rounded_up(retry_after))
-        }
-        NoRetryReason::Deadline { .. } => "the next would start after the deadline".to_owned(),
-        _ => "that was the last".to_owned(),
-    }
-}
-
-/// A wait for display, rounded up to a tenth of a second.
-fn rounded_up(wait: Span) -> String {
-    const TENTH: u64 = 100_000;
-    Span::from_micros(wait.as_micros().div_ceil(TENTH) * TENTH).to_string()
+/// A wait in seconds, rounded up to a millisecond.
+fn describe_wait(wait: Span) -> String {
+    format!("{:.3} s", wait.as_micros().div_ceil(1000) as f64 / 1000.0)
 }

@@ -44,8 +44,8 @@ fn retry_repeats_until_success_and_reports_waits() {
     let body = counting("echo out $n; echo err $n >&2; [ $n = 3 ] || exit 7");
     let (status, out, err) = run(&folder, &["--base", "10ms", "--jitter", "none", "--", "sh", "-c", &body]);
     assert_eq!((status, out.as_str()), (0, "out 1\nout 2\nout 3\n"));
-    let expected = "err 1\ntidegate retry: attempt 1 of 5 ended with status 7; the next in 100ms\n\
-                    err 2\ntidegate retry: attempt 2 of 5 ended with status 7; the next in 100ms\nerr 3\n";
+    let expected = "err 1\ntidegate retry: attempt 1 of 5 ended with status 7; trying again in 0.010 s\n\
+                    err 2\ntidegate retry: attempt 2 of 5 ended with status 7; trying again in 0.020 s\nerr 3\n";
     assert_eq!(err, expected);
     let folder = ScratchDir::new();
     let (status, _, err) = run(&folder, &["-q", "--base", "1ms", "--", "sh", "-c", &counting("[ $n = 3 ] || exit 7")]);
@@ -86,12 +86,19 @@ fn exit_statuses_and_output_decide_the_class() {
     let flags = ["--base", "1ms", "--cap", "2ms", "--attempts", "3"];
     let outputs = ["--throttled-output", "slow down", "--permanent-output", "^no such"];
     for (more, body, expected_runs, told) in [
-        (&[][..], "exit 2", 1, "status 2 (permanent); it would fail again"),
+        (&[][..], "exit 2", 1, "status 2 (permanent); not retried, because --permanent-exit is 2,126,127,141\n"),
         (&[], "exit 75", 3, "status 75 (throttled)"),
-        (&["--permanent-exit", "4,5"], "exit 5", 1, "(permanent)"),
+        (&["--permanent-exit", "4,5"], "exit 5", 1, "(permanent); not retried, because --permanent-exit is 4,5\n"),
         (&["--permanent-exit", "4,5"], "exit 2", 3, "status 2;"),
         (&["--throttled-exit", "9"], "exit 9", 3, "(throttled)"),
-        (&outputs, "echo no such thing; exit 1", 1, "(permanent)"),
+        (
+            &outputs,
+            "echo no such thing; exit 1",
+            1,
+            "(permanent); not retried, because its output matches --permanent-output\n",
+        ),
+        // Its status is 128 and the number of SIGPIPE.
+        (&[], "kill -PIPE $$", 1, "signal 13, status 141 (permanent); not retried, because --permanent-exit is "),
         (&outputs, "echo no such thing >&2; exit 1", 1, "(permanent)"),
         (&outputs, "printf 'please slow down'; exit 1", 3, "(throttled)"),
         (&outputs, "echo there is no such thing; exit 1", 3, "status 1;"),
@@ -117,7 +124,7 @@ fn waits_grow_and_requested_waits_are_minimums() {
     // 100, 200 and 250 ms.
     assert_eq!(status, 1);
     assert!(took >= Duration::from_millis(550) && took < Duration::from_millis(2500), "{took:?}\n{err}");
-    assert!(err.contains("in 100ms\n") && err.contains("in 200ms\n") && err.contains("in 300ms\n"), "{err}");
+    assert_eq!(told_waits(&err), ["0.100 s", "0.200 s", "0.250 s"], "{err}");
 
     let asks = counting("echo retry-after: 0.4 >&2; exit 1");
     let words =
@@ -125,7 +132,7 @@ fn waits_grow_and_requested_waits_are_minimums() {
     let began = Instant::now();
     let (_, _, err) = run(&folder, &words);
     assert!(began.elapsed() >= Duration::from_millis(400), "{err}");
-    assert!(err.contains("(throttled); the next in 400ms"), "{err}");
+    assert!(err.contains("(throttled); trying again in 0.4"), "{err}");
 
     let words =
         ["--retry-after-output", "after (.*)", "--max-retry-after", "1m", "--", "sh", "-c", "echo after 1h; exit 1"];
@@ -135,6 +142,11 @@ fn waits_grow_and_requested_waits_are_minimums() {
     let (status, _, err) = run(&folder, &words);
     assert_eq!(status, 1);
     assert!(err.ends_with("the next would start after the deadline\n"), "{err}");
+}
+
+/// The waits in the messages of `retry`.
+fn told_waits(err: &str) -> Vec<&str> {
+    err.lines().filter_map(|line| line.split_once("trying again in ")).map(|(_, wait)| wait).collect()
 }
 
 #[test]
@@ -147,7 +159,7 @@ fn an_attempt_beyond_its_timeout_is_ended() {
         run(&folder, &["--timeout", "200ms", "--attempts", "2", "--base", "1ms", "--", "sh", "-c", &body]);
     assert_eq!((status, runs(&folder)), (124, 2));
     assert!(began.elapsed() < Duration::from_secs(10), "{err}");
-    assert!(err.contains("attempt 1 of 2 took too long; the next"), "{err}");
+    assert!(err.contains("attempt 1 of 2 took too long; trying again"), "{err}");
     // A command that ignores TERM is killed.
     let body = counting("trap '' TERM; while :; do sleep 1; done");
     let (status, _, _) = run(&folder, &["--timeout", "200ms", "--attempts", "1", "--", "sh", "-c", &body]);
@@ -217,8 +229,8 @@ fn printed_output_counts_despite_an_open_pipe() {
     let began = Instant::now();
     let patterns = ["--permanent-output", "^no such", "--retry-after-output", "^after (.*)", "--base", "1ms"];
     for (print, told) in [
-        ("echo no such thing", "it would fail again"),
-        ("printf 'no such thing'", "it would fail again"),
+        ("echo no such thing", "not retried, because its output matches --permanent-output"),
+        ("printf 'no such thing'", "not retried, because its output matches --permanent-output"),
         ("echo after 1h >&2", "it asks for a wait of 1h, which is too long"),
     ] {
         let folder = ScratchDir::new();

@@ -153,7 +153,7 @@ impl LineMatcher {
 
     /// Searches the current line and starts the next.
     fn match_line(&mut self, now: Time) {
-        let line = &*self.line;
+        let line = self.line.strip_suffix(b"\r").unwrap_or(&self.line);
         let matches = |pattern: &Option<Regex>| pattern.as_ref().is_some_and(|pattern| pattern.is_match(line));
         self.matches.throttled |= matches(&self.patterns.throttled_output);
         self.matches.permanent |= matches(&self.patterns.permanent_output);
@@ -184,7 +184,7 @@ mod tests {
     fn patterns() -> OutputPatterns {
         let regex = |text| Some(Regex::new(text).unwrap());
         OutputPatterns {
-            throttled_output: regex("429|slow down"),
+            throttled_output: regex("429|slow down|busy$"),
             permanent_output: regex("^no such "),
             retry_after_output: regex("(?i)retry[- ]after:? (.*)"),
         }
@@ -213,6 +213,13 @@ mod tests {
             line.extend(b"slow down\n");
             assert_eq!(seen(&line), throttled, "{length}");
         }
+    }
+
+    #[test]
+    fn lines_end_before_their_carriage_return() {
+        assert!(seen(b"busy\r\nmore").throttled);
+        assert!(seen(b"busy\r").throttled);
+        assert!(!seen(b"busy\r \n").throttled);
     }
 
     #[test]
