@@ -14,6 +14,7 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use tidegate::clock::SystemClock;
+use tidegate_core::backoff::Growth;
 use tidegate_core::retry::RetryTracker;
 use tidegate_core::{Backoff, Class, Clock as _, FailedAttempt, Jitter, NoRetryReason, Retry, Span, Time};
 use tidegate_policy::parse_duration;
@@ -42,15 +43,20 @@ pub(crate) struct RetryArgs {
     /// The maximum number of attempts, including the first.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     attempts: u32,
-    /// The first wait; each later wait is twice as long.
+    /// The first wait.
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_time)]
     base: Span,
     /// The longest wait.
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_time)]
     cap: Span,
+    /// The growth of waits: exponential, each is twice as long as the one before; linear, each is longer by the base;
+    /// fibonacci, each is the sum of the two before; constant.
+    #[arg(long, default_value = "exponential", value_parser = word_parser(&GROWTHS))]
+    growth: Growth,
     /// The randomness of waits: full, between 0 and the wait; equal, in the upper half of the wait; decorrelated,
-    /// between the base and three times the previous wait; none.
-    #[arg(long, default_value = "full", value_parser = jitter_parser())]
+    /// between the base and three times the previous wait, whatever the growth; additive, up to 1 s longer; none. None
+    /// exceeds the cap.
+    #[arg(long, default_value = "full", value_parser = word_parser(&JITTERS))]
     jitter: Jitter,
     /// The timeout of an attempt. It is then ended with TERM, and 5 s later with KILL, together with all processes that
     /// it started unless standard input is a terminal.
@@ -83,12 +89,25 @@ pub(crate) struct RetryArgs {
     command: Vec<OsString>,
 }
 
-fn jitter_parser() -> impl TypedValueParser<Value = Jitter> {
-    PossibleValuesParser::new(["none", "full", "equal", "decorrelated"]).map(|name| match name.as_str() {
-        "none" => Jitter::None,
-        "equal" => Jitter::Equal,
-        "decorrelated" => Jitter::Decorrelated,
-        _ => Jitter::Full,
+const GROWTHS: [(&str, Growth); 4] = [
+    ("exponential", Growth::Exponential { factor: 2 }),
+    ("linear", Growth::Linear),
+    ("fibonacci", Growth::Fibonacci),
+    ("constant", Growth::Constant),
+];
+/// `additive` adds as much as Google's published algorithm.
+const JITTERS: [(&str, Jitter); 5] = [
+    ("full", Jitter::Full),
+    ("equal", Jitter::Equal),
+    ("decorrelated", Jitter::Decorrelated),
+    ("additive", Jitter::Additive(Span::from_secs(1))),
+    ("none", Jitter::None),
+];
+
+fn word_parser<T: Copy + Send + Sync + 'static>(words: &'static [(&str, T)]) -> impl TypedValueParser<Value = T> {
+    PossibleValuesParser::new(words.iter().map(|(word, _)| *word)).map(|found| {
+        let value = words.iter().find(|(word, _)| *word == found).map(|(_, value)| *value);
+        value.expect("invariant: only these words are possible")
     })
 }
 
@@ -130,7 +149,12 @@ impl<'a> RetryRunner<'a> {
     fn new(arguments: &'a RetryArgs) -> io::Result<Self> {
         let retry = Retry {
             max_attempts: arguments.attempts,
-            backoff: Backoff::exponential(arguments.base, arguments.cap).with_jitter(arguments.jitter),
+            backoff: Backoff {
+                growth: arguments.growth,
+                base: arguments.base,
+                cap: arguments.cap,
+                jitter: arguments.jitter,
+            },
             max_retry_after: arguments.max_retry_after,
             ..Retry::default()
         };

@@ -150,6 +150,24 @@ fn told_waits(err: &str) -> Vec<&str> {
 }
 
 #[test]
+fn growth_and_additive_jitter_shape_the_waits() {
+    let folder = ScratchDir::new();
+    for (flags, expected) in [
+        (["--growth", "exponential", "--jitter", "none"], ["0.010 s", "0.020 s", "0.040 s", "0.050 s"]),
+        (["--growth", "linear", "--jitter", "none"], ["0.010 s", "0.020 s", "0.030 s", "0.040 s"]),
+        (["--growth", "fibonacci", "--jitter", "none"], ["0.010 s", "0.010 s", "0.020 s", "0.030 s"]),
+        (["--growth", "constant", "--jitter", "none"], ["0.010 s", "0.010 s", "0.010 s", "0.010 s"]),
+    ] {
+        let (_, _, err) = run(&folder, &[&["--base", "10ms", "--cap", "50ms"], &flags[..], &["--", "false"]].concat());
+        assert_eq!(told_waits(&err), expected, "{flags:?}");
+    }
+    // Google's jitter never shortens a wait, and is truncated with it.
+    let words = ["--base", "20ms", "--cap", "20ms", "--attempts", "3", "--jitter", "additive", "--", "false"];
+    let (_, _, err) = run(&folder, &words);
+    assert_eq!(told_waits(&err), ["0.020 s", "0.020 s"]);
+}
+
+#[test]
 #[expect(clippy::disallowed_methods, reason = "how long a program takes is measured")]
 fn an_attempt_beyond_its_timeout_is_ended() {
     let folder = ScratchDir::new();
