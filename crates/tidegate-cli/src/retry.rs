@@ -1,6 +1,7 @@
 //! `tidegate retry`: runs a command again until it succeeds, by the retry rules of calls to providers.
 
 mod attempt;
+mod curl;
 mod input;
 mod output;
 mod signals;
@@ -208,7 +209,7 @@ impl<'a> RetryRunner<'a> {
                     }
                 }
                 Err(why) => {
-                    self.print_status(&format!("{of}; {}", self.describe_give_up(why, status)));
+                    self.print_status(&format!("{of}; {}", self.describe_give_up(why, status, &seen)));
                     return status;
                 }
             }
@@ -238,20 +239,27 @@ impl<'a> RetryRunner<'a> {
             Class::Throttled
         } else if seen.permanent {
             Class::Permanent
-        } else if seen.throttled || seen.retry_after.is_some() {
+        } else if seen.throttled {
+            Class::Throttled
+        } else if self.arguments.patterns.curl {
+            curl::class_of_exit(status, seen.http_status)
+        } else if seen.retry_after.is_some() {
             Class::Throttled
         } else {
             Class::Transient
         }
     }
 
-    fn describe_give_up(&self, why: NoRetryReason, status: u8) -> String {
+    fn describe_give_up(&self, why: NoRetryReason, status: u8, seen: &OutputMatches) -> String {
         match why {
             NoRetryReason::Final if self.arguments.permanent_exit.contains(&status) => {
                 let listed: Vec<String> = self.arguments.permanent_exit.iter().map(u8::to_string).collect();
                 format!("not retried, because --permanent-exit is {}", listed.join(","))
             }
-            NoRetryReason::Final => "not retried, because its output matches --permanent-output".to_owned(),
+            NoRetryReason::Final if seen.permanent => {
+                "not retried, because its output matches --permanent-output".to_owned()
+            }
+            NoRetryReason::Final => format!("not retried because of --curl; --throttled-exit {status} changes that"),
             NoRetryReason::RetryAfterTooLong { retry_after } => {
                 format!("it asks for a wait of {retry_after}, which is too long")
             }

@@ -1,13 +1,14 @@
 //! `tidegate retry` with real commands.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
-use std::io::{Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use tidegate_testkit::servers::ScratchDir;
+use tidegate_testkit::servers::{ScratchDir, require_program};
 
 /// Resets ignored signals, which are inherited: INT and QUIT from a shell with background jobs, HUP from `nohup`.
 fn retry(folder: &ScratchDir, words: &[&str]) -> Command {
@@ -110,6 +111,65 @@ fn exit_statuses_and_output_decide_the_class() {
         let (_, _, err) = run(&folder, &words);
         assert_eq!(runs(&folder), expected_runs, "{words:?}: {err}");
         assert!(err.contains(told), "{words:?}: {err}");
+    }
+}
+
+#[test]
+fn curls_exit_codes_and_messages_decide() {
+    let flags = ["--curl", "--base", "1ms", "--cap", "2ms", "--attempts", "3"];
+    let http = |status: u16| format!("echo 'curl: (22) The requested URL returned error: {status}' >&2; exit 22");
+    for (more, body, expected_runs, told) in [
+        (&[][..], "exit 7".to_owned(), 3, "status 7;"),
+        (
+            &[],
+            "exit 3".to_owned(),
+            1,
+            "status 3 (permanent); not retried because of --curl; --throttled-exit 3 changes that\n",
+        ),
+        (&[], http(404), 1, "status 22 (permanent); not retried because of --curl"),
+        (&[], http(401), 1, "status 22 (auth); not retried because of --curl"),
+        (&[], http(501), 1, "(permanent)"),
+        (&[], http(408), 3, "status 22;"),
+        (&[], http(429), 3, "(throttled)"),
+        (&[], format!("echo retry-after: 0; {}", http(404)), 1, "status 22 (permanent)"),
+        (&[], http(503), 3, "status 22;"),
+        (&[], "exit 22".to_owned(), 3, "status 22;"),
+        (&["--throttled-exit", "22"], http(404), 3, "(throttled)"),
+        (&["--permanent-exit", "7"], "exit 7".to_owned(), 1, "not retried, because --permanent-exit is 7\n"),
+        (&["--permanent-output", "503"], http(503), 1, "matches --permanent-output"),
+        (&["--throttled-output", "404"], http(404), 3, "(throttled)"),
+    ] {
+        let folder = ScratchDir::new();
+        let body = counting(&body);
+        let words = [&flags[..], more, &["--", "sh", "-c", &body]].concat();
+        let (_, _, err) = run(&folder, &words);
+        assert_eq!(runs(&folder), expected_runs, "{words:?}: {err}");
+        assert!(err.contains(told), "{words:?}: {err}");
+    }
+}
+
+#[test]
+fn curls_headers_give_the_wait() {
+    if require_program("curl").is_none() {
+        return;
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for reply in ["429 Too Many Requests", "200 OK", "503 Service Unavailable", "200 OK"] {
+            let (mut connection, _) = listener.accept().unwrap();
+            let head = BufReader::new(&connection).lines().map(Result::unwrap);
+            head.take_while(|line| !line.is_empty()).for_each(drop);
+            let headers = "retry-after: 0.3\r\ncontent-length: 3\r\nconnection: close";
+            write!(connection, "HTTP/1.1 {reply}\r\n{headers}\r\n\r\nyes").unwrap();
+        }
+    });
+    let folder = ScratchDir::new();
+    for shows_headers in [&["-D", "/dev/stderr"][..], &["-i"]] {
+        let words = [&["--curl", "--base", "1ms", "--", "curl", "-fsS", &url][..], shows_headers].concat();
+        let (status, out, err) = run(&folder, &words);
+        assert!(status == 0 && out.ends_with("yes"), "{status} {out} {err}");
+        assert_eq!(told_waits(&err), ["0.300 s"], "{err}");
     }
 }
 

@@ -3,10 +3,13 @@
 use std::io::{Read, Write};
 
 use clap::Args;
+use clap::builder::ArgPredicate;
 use parking_lot::Mutex;
 use regex::bytes::Regex;
 use tidegate_core::{Clock, Span, Time};
 use tidegate_policy::parse_duration;
+
+use super::curl;
 
 /// The maximum bytes that are forwarded at a time.
 const CHUNK_BYTES: usize = 1 << 16;
@@ -24,8 +27,12 @@ pub(super) struct OutputPatterns {
     permanent_output: Option<Regex>,
     /// A matching line of output gives the minimum wait: its first group is seconds, a time like 1m30s, or an HTTP
     /// date.
-    #[arg(long, value_name = "REGEX")]
+    #[arg(long, value_name = "REGEX", default_value_if("curl", ArgPredicate::IsPresent, curl::RETRY_AFTER_LINE))]
     retry_after_output: Option<Regex>,
+    /// The command is curl: its exit codes, the HTTP status in its message and the header Retry-After in its output
+    /// decide, unless another of these flags does.
+    #[arg(long)]
+    pub(super) curl: bool,
 }
 
 impl OutputPatterns {
@@ -41,6 +48,8 @@ pub(super) struct OutputMatches {
     pub(super) permanent: bool,
     /// The longest requested wait.
     pub(super) retry_after: Option<Span>,
+    /// The HTTP status in the last message of curl.
+    pub(super) http_status: Option<u16>,
 }
 
 impl OutputMatches {
@@ -49,6 +58,7 @@ impl OutputMatches {
             throttled: self.throttled | other.throttled,
             permanent: self.permanent | other.permanent,
             retry_after: self.retry_after.max(other.retry_after),
+            http_status: other.http_status.or(self.http_status),
         }
     }
 }
@@ -161,6 +171,9 @@ impl LineMatcher {
             let wait = found.get(1).or(found.get(0)).and_then(|wait| str::from_utf8(wait.as_bytes()).ok());
             self.matches.retry_after = self.matches.retry_after.max(wait.and_then(|text| parse_wait(text, now)));
         }
+        if self.patterns.curl {
+            self.matches.http_status = curl::http_status(line).or(self.matches.http_status);
+        }
         self.line.clear();
     }
 }
@@ -187,6 +200,7 @@ mod tests {
             throttled_output: regex("429|slow down|busy$"),
             permanent_output: regex("^no such "),
             retry_after_output: regex("(?i)retry[- ]after:? (.*)"),
+            curl: true,
         }
     }
 
@@ -220,6 +234,17 @@ mod tests {
         assert!(seen(b"busy\r\nmore").throttled);
         assert!(seen(b"busy\r").throttled);
         assert!(!seen(b"busy\r \n").throttled);
+    }
+
+    #[test]
+    fn curls_last_message_gives_the_http_status() {
+        let status = |output: &str| seen(output.as_bytes()).http_status;
+        assert_eq!(status("\r  0  0\ncurl: (22) The requested URL returned error: 503\n"), Some(503));
+        assert_eq!(status("curl: (22) The requested URL returned error: 404 Not Found"), Some(404));
+        let message = "curl: (22) The requested URL returned error: ";
+        assert_eq!(status(&format!("{message}503\n{message}429\ndone")), Some(429));
+        assert_eq!(status(&format!("{message}200")), None, "no error");
+        assert_eq!(status("curl: (7) Failed to connect"), None);
     }
 
     #[test]
