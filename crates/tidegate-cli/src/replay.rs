@@ -36,7 +36,8 @@ pub(crate) struct ReplayArgs {
     /// Also write the findings to this file: .html, .svg or .json. May be repeated.
     #[arg(long, value_name = "FILE")]
     out: Vec<PathBuf>,
-    /// Also write a line for each refused request: log, line, action, limit, seconds to wait, reason.
+    /// Also write a line for each request that is refused, or would be without shadow mode: log, line, action, limit,
+    /// seconds to wait, reason, mode.
     #[arg(long, value_name = "FILE")]
     refusals: Option<PathBuf>,
 }

@@ -124,7 +124,7 @@ fn requests(seed: u64, count: usize) -> Vec<Asked> {
     requests
 }
 
-/// The refusals of a running gate, in the format of `replay --refusals`. `resolution` is the log's, in microseconds.
+/// The refusals of a running gate, in shadow too, in the format of `replay --refusals`. `resolution` is the log's, in microseconds.
 fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str) -> Vec<String> {
     let policy = Policy::load(PolicySources::new().file("tidegate.toml", policy)).unwrap();
     let clock = ManualClock::at(Time::ZERO);
@@ -153,7 +153,7 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
         let actions = gate.actions(&query).unwrap();
         let decision = gate.check_now(&query).unwrap();
         drop(gate.hold_permit(&query, &decision).unwrap());
-        if decision.allowed {
+        if decision.allowed && !decision.shadow {
             continue;
         }
         let report = gate.report(&decision);
@@ -165,7 +165,8 @@ fn refused_by_gate(policy: &str, requests: &[Asked], resolution: u64, log: &str)
         };
         let action = gate.plan().action_names(actions).unwrap_or_else(|| "-".to_owned());
         let limit = decision.bound_by.map_or("-", |limit| gate.plan().limit_info(limit).name());
-        refused.push(format!("{log}\t{line}\t{action}\t{limit}\t{wait}\t{why}"));
+        let mode = if decision.shadow { "shadow" } else { "enforce" };
+        refused.push(format!("{log}\t{line}\t{action}\t{limit}\t{wait}\t{why}\t{mode}"));
     }
     refused
 }
@@ -247,7 +248,9 @@ fn replay_refuses_exactly_what_a_gate_refuses() {
                 "search\tsearch.2\t",
                 "\tpath\t",
                 "\t-\t-\tdeny list",
-                "\tpenalty",
+                "\tpenalty\tenforce",
+                "trial\ttrial\t",
+                "\tlimit\tshadow",
             ] {
                 assert!(found.iter().any(|line| line.contains(kind)), "{kind} in {}", found.len());
             }
@@ -361,6 +364,40 @@ fn tables_show_clients_times_reasons_and_alternatives() {
     let legend = both.split("requests over time").next().unwrap();
     assert!(["tidegate.toml", "other.toml"].iter().all(|policy| legend.contains(policy)), "{legend}");
     assert!(!html.contains("src=") && !html.contains("href=") && !html.contains("url("), "nothing is fetched");
+}
+
+#[test]
+fn shadow_refusals_are_counted_and_listed_apart() {
+    let folder = ScratchDir::new();
+    folder.write(
+        "tidegate.toml",
+        "[inbound.action.login]\nmatch = { path = \"/login\" }\nlimit = \"2 per 60s\"\n\n\
+         [inbound.action.trial]\nmatch = { path = \"/trial\" }\nlimit = \"1 per 60s\"\nmode = \"shadow\"\n",
+    );
+    let line = |second: u32, path: &str| {
+        format!("192.0.2.1 - - [21/Nov/2026:12:00:{second:02} +0000] \"GET {path} HTTP/1.1\" 200 1\n")
+    };
+    let log: String = (0..4).map(|second| line(second, "/login") + &line(second, "/trial")).collect();
+    folder.write("access.log", &log);
+    let arguments = ["access.log", "--refusals", "refusals", "--out", "x.json"];
+    let (status, out, err) = replay(&folder, &arguments);
+    assert_eq!((status, err.as_str()), (0, ""));
+    for expected in [
+        "refuses 2 of 8 requests (25.0 %), from 1 of 1 client; would refuse 3 more in shadow\n",
+        "  action          requests  refused   share  in shadow\n",
+        "  login                  4        2  50.0 %          0\n",
+        "  trial (shadow)         4        0     0 %          3\n",
+    ] {
+        assert!(out.contains(expected), "{expected}\n{out}");
+    }
+    let refusals = ["login\tlogin\t58\tlimit\tenforce", "trial\ttrial\t58\tlimit\tshadow"];
+    let found = lines(&folder.path().join("refusals"));
+    for (line, refusal) in [(5, refusals[0]), (6, refusals[1])] {
+        assert!(found.contains(&format!("access.log\t{line}\t{refusal}")), "{found:?}");
+    }
+    assert_eq!(found.len(), 5);
+    let json: Value = serde_json::from_slice(&std::fs::read(folder.path().join("x.json")).unwrap()).unwrap();
+    assert_eq!(json["policies"][0]["actions"][1]["refused_in_shadow"], 3);
 }
 
 #[test]

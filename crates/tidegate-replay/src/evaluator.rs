@@ -32,13 +32,17 @@ pub struct RequestCounts {
     pub requests: u64,
     /// Requests that were refused.
     pub refused: u64,
+    /// Requests that were admitted, although a limit in shadow would have refused them.
+    pub refused_in_shadow: u64,
 }
 
 impl RequestCounts {
-    fn record(&mut self, allowed: bool) {
+    fn record(&mut self, decision: &Decision) {
         self.requests += 1;
-        if !allowed {
+        if !decision.allowed {
             self.refused += 1;
+        } else if decision.shadow {
+            self.refused_in_shadow += 1;
         }
     }
 }
@@ -68,7 +72,6 @@ pub(super) struct PolicyEvaluator {
     pub(super) meter: Meter,
     pub(super) total: RequestCounts,
     pub(super) refused_by_deny_list: u64,
-    pub(super) shadow_refusals: u64,
     pub(super) undecided: u64,
     pub(super) first_undecided: Option<QueryError>,
     /// The counts of each action, and last those of requests that match none.
@@ -124,7 +127,6 @@ impl PolicyEvaluator {
             meter: Meter::new(plan.limits(), MAX_PEAKS),
             total: RequestCounts::default(),
             refused_by_deny_list: 0,
-            shadow_refusals: 0,
             undecided: 0,
             first_undecided: None,
             actions: vec![RequestCounts::default(); plan.actions().len() + 1],
@@ -260,17 +262,16 @@ impl PolicyEvaluator {
         // A request that matches several actions counts for each.
         let unmatched = actions.first().is_none().then_some(self.actions.len() - 1);
         for action in unmatched.into_iter().chain(actions.iter().map(ActionId::index)) {
-            self.actions[action].record(decision.allowed);
+            self.actions[action].record(decision);
         }
-        self.total.record(decision.allowed);
+        self.total.record(decision);
         let interval = self.timeline.interval_at(now);
         if decision.allowed {
             interval.admitted += 1;
-            if decision.shadow {
-                self.shadow_refusals += 1;
-                if let Some(limit) = decision.bound_by {
-                    self.limits[limit.index()].in_shadow += 1;
-                }
+            if let Some(limit) = decision.bound_by
+                && decision.shadow
+            {
+                self.limits[limit.index()].in_shadow += 1;
             }
             return;
         }

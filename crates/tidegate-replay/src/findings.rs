@@ -34,8 +34,6 @@ pub struct PolicyFindings {
     pub total: RequestCounts,
     /// Requests that were refused because the client is on the deny list.
     pub refused_by_deny_list: u64,
-    /// Requests that were admitted, although a limit in shadow would have refused them.
-    pub shadow_refusals: u64,
     /// Requests that it can't decide about; a gate answers them with 503.
     pub undecided: u64,
     /// The actions in file order; last the requests that match none, if there are any.
@@ -190,7 +188,6 @@ fn policy_findings(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Po
         name: evaluator.name.clone(),
         total: evaluator.total,
         refused_by_deny_list: evaluator.refused_by_deny_list,
-        shadow_refusals: evaluator.shadow_refusals,
         undecided: evaluator.undecided,
         actions: actions.collect(),
         limits: plan.limits().iter().map(|(id, limit)| limit_findings(evaluator, id, limit.kind())).collect(),

@@ -178,9 +178,9 @@ impl LogReplay {
     }
 
     /// Reads a log to its end. The log is plain, or compressed by gzip or Zstandard. Findings call it `name`. For each
-    /// request that the first policy refuses, a line is written to `refusals`. Its fields are the log, line, action,
-    /// limit, seconds to wait and reason, separated by tabs. The seconds are rounded up, as in a reply, or `-` if the
-    /// refusal has no end.
+    /// request that the first policy refuses, or would refuse if none of its limits were in shadow, a line is written to
+    /// `refusals`. Its fields are the log, line, action, limit, seconds to wait, reason and mode (`enforce` or
+    /// `shadow`), separated by tabs. The seconds are rounded up, as in a reply, or `-` if the refusal has no end.
     ///
     /// # Errors
     /// The log can't be read, its compression is broken, or the refusals can't be written.
@@ -220,7 +220,7 @@ impl LogReplay {
                     self.changes.record(decided.as_ref(), second.evaluate(index, request, headers, *now).as_ref());
                 }
                 if let (Some(decided), Some(refusals)) = (&decided, &mut refusals)
-                    && !decided.decision.allowed
+                    && (!decided.decision.allowed || decided.decision.shadow)
                 {
                     write_refusal(*refusals, (name, *number), &first.plan, decided)?;
                 }
@@ -326,11 +326,12 @@ fn write_refusal(
     decided: &RequestDecision,
 ) -> io::Result<()> {
     let RequestDecision { actions, decision, .. } = decided;
-    let Decision { bound_by, retry_after, reason, .. } = decision;
+    let Decision { bound_by, retry_after, reason, shadow, .. } = decision;
     let action = plan.action_names(*actions).unwrap_or_else(|| "-".to_owned());
     let limit = bound_by.map_or("-", |limit| plan.limit_info(limit).name());
     let wait = retry_after.map_or_else(|| "-".to_owned(), |wait| wait.as_secs_ceil().to_string());
-    writeln!(to, "{log}\t{line}\t{action}\t{limit}\t{wait}\t{}", findings::reason_text(*reason))
+    let (reason, mode) = (findings::reason_text(*reason), if *shadow { "shadow" } else { "enforce" });
+    writeln!(to, "{log}\t{line}\t{action}\t{limit}\t{wait}\t{reason}\t{mode}")
 }
 
 #[cfg(test)]

@@ -54,8 +54,8 @@ fn input_json(input: &InputStats) -> Value {
 
 fn policy_json(policy: &PolicyFindings) -> Value {
     let action = |action: &ActionFindings| {
-        let RequestCounts { requests, refused } = action.counts;
-        json!({ "action": action.name, "shadow": action.shadow, "requests": requests, "refused": refused })
+        let RequestCounts { requests, refused, refused_in_shadow } = action.counts;
+        json!({ "action": action.name, "shadow": action.shadow, "requests": requests, "refused": refused, "refused_in_shadow": refused_in_shadow })
     };
     let client = |ClientFindings { client, stats }: &ClientFindings| {
         let is_refused = stats.refused > 0;
@@ -78,7 +78,7 @@ fn policy_json(policy: &PolicyFindings) -> Value {
         "requests": policy.total.requests,
         "refused": policy.total.refused,
         "refused_by_deny_list": policy.refused_by_deny_list,
-        "shadow": policy.shadow_refusals,
+        "shadow": policy.total.refused_in_shadow,
         "undecided": policy.undecided,
         "clients": policy.clients,
         "refused_clients": policy.refused_clients,

@@ -90,14 +90,17 @@ pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
     let remarks: Vec<String> = remarks.map(|(count, words)| format!("{} {words}", format_number(*count))).collect();
     lines.extend((!remarks.is_empty()).then(|| remarks.join("; ")));
     for policy in &findings.policies {
+        let in_shadow = policy.total.refused_in_shadow;
+        let in_shadow = (in_shadow > 0).then(|| format!("; would refuse {} more in shadow", format_number(in_shadow)));
         lines.push(format!(
-            "{}: refuses {} of {} ({}), from {} of {}",
+            "{}: refuses {} of {} ({}), from {} of {}{}",
             printable(&policy.name),
             format_number(policy.total.refused),
             format_plural(policy.total.requests, "request"),
             format_share(policy.total.refused, policy.total.requests),
             format_number(policy.refused_clients),
             format_plural(policy.clients, "client"),
+            in_shadow.unwrap_or_default(),
         ));
     }
     if let Some(changes) = &findings.changes {
@@ -155,12 +158,13 @@ fn client_counts_table(title: &str, counts: impl Iterator<Item = (ClientNetwork,
 /// Returns the tables of a policy; `prefix` comes before their titles.
 fn policy_tables(policy: &PolicyFindings, prefix: &str) -> Vec<FindingsTable> {
     let actions = policy.actions.iter().map(|action| {
-        let RequestCounts { requests, refused } = action.counts;
+        let RequestCounts { requests, refused, refused_in_shadow } = action.counts;
         let shadow = if action.shadow { " (shadow)" } else { "" };
         let name = format!("{}{shadow}", action_name(action.name.as_ref()));
-        vec![name, format_number(requests), format_number(refused), format_share(refused, requests)]
+        let share = format_share(refused, requests);
+        vec![name, format_number(requests), format_number(refused), share, format_number(refused_in_shadow)]
     });
-    let headers = ["action", "requests", "refused", "share"];
+    let headers = ["action", "requests", "refused", "share", "in shadow"];
     let mut tables = vec![FindingsTable::new(&format!("{prefix}by action"), 1, &headers, actions)];
     tables.push(refusal_reasons_table(policy, prefix));
     tables.extend(limit_values_table(policy, prefix));
