@@ -185,15 +185,18 @@ fn start_tidegate_with(
 ) -> Result<BenchServer, ProgramError> {
     let program = tidegate_program()?;
     let (proxy, api, admin) = (free_port()?, free_port()?, free_port()?);
-    let text = policy
-        .replace("{proxy}", &proxy.to_string())
-        .replace("{upstream}", &upstream.to_string())
-        .replace("{api}", &api.to_string())
-        .replace("{admin}", &admin.to_string());
+    let text = policy_text(policy, [proxy, upstream, api, admin]);
     let file = folder.write("tidegate.toml", &text)?;
     let port = if work == GateWork::DecisionApi { api } else { proxy };
     let arguments = ["serve".to_owned(), "--config".to_owned(), file.display().to_string()];
     BenchServer::start(PROXY_CORE, OURS, &program, &arguments, port)
+}
+
+/// Returns a policy with these ports and a log of errors only, because refusals would be printed between the rows.
+fn policy_text(policy: &str, ports: [u16; 4]) -> String {
+    let names = ["{proxy}", "{upstream}", "{api}", "{admin}"];
+    let quiet = format!("{policy}\n[log]\nlevel = \"error\"\n");
+    names.iter().zip(ports).fold(quiet, |text, (name, port)| text.replace(name, &port.to_string()))
 }
 
 const UPSTREAM: &str = "\
@@ -261,3 +264,18 @@ listen = "off"
 [admin]
 listen = "off"
 "#;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::subjects::tidegate::load_policy;
+    use tidegate::policy::LogLevel;
+
+    #[test]
+    fn measured_gates_log_errors_only() {
+        for policy in [POLICY, OUTBOUND_POLICY] {
+            let policy = load_policy(&policy_text(policy, [1, 2, 3, 4]));
+            assert_eq!(policy.log().level, LogLevel::Error);
+        }
+    }
+}
