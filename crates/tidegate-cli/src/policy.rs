@@ -159,7 +159,8 @@ pub(crate) fn describe(policy: &Policy) -> String {
     let plan = policy.plan();
     let mut text = String::new();
     if !plan.global().is_empty() {
-        let _ = writeln!(text, "every call, over all actions");
+        let is_shadow = plan.global().iter().all(|id| plan.limits().get(*id).is_some_and(tidegate_core::Limit::is_shadow));
+        let _ = writeln!(text, "every call, over all actions{}", if is_shadow { SHADOW_NOTE } else { "" });
         describe_limits(&mut text, plan, plan.global());
     }
     for (_, action) in plan.actions() {
@@ -182,6 +183,9 @@ pub(crate) fn describe(policy: &Policy) -> String {
     text
 }
 
+/// The remark on limits that only observe.
+const SHADOW_NOTE: &str = "; shadow: decides and logs, refuses nothing";
+
 fn describe_matcher(action: &Action, forward_auth: bool) -> String {
     let mut text = match action.matcher() {
         Some(matcher) => format!(": {matcher}"),
@@ -194,7 +198,7 @@ fn describe_matcher(action: &Action, forward_auth: bool) -> String {
         let _ = write!(text, "; a call costs {}", action.cost());
     }
     if action.is_shadow() {
-        text.push_str("; shadow: decides and logs, refuses nothing");
+        text.push_str(SHADOW_NOTE);
     }
     text
 }

@@ -156,7 +156,7 @@ impl Call {
     /// Enqueues it, unless waiting is certainly useless. Only times that can't come earlier count: the end of a pause,
     /// of a closing, or of the period of a quota that counts calls.
     fn enqueue(&self, state: &mut ProviderState, now: Time) -> Result<Ticket, CallFailure> {
-        state.breaker.peek(now).map_err(CallFailure::Unavailable)?;
+        state.breaker.peek(now).map_err(|refusal| state.unavailable(refusal))?;
         if now >= self.deadline {
             return Err(CallFailure::DeadlineExceeded);
         }
@@ -186,7 +186,7 @@ impl Call {
         state.store_requests.updates.clear();
         let CallStage::Queued(ticket) = self.stage else { return CallProgress::Wait };
         if let Err(refusal) = state.breaker.peek(now) {
-            return self.fail(CallFailure::Unavailable(refusal), state);
+            return self.fail(state.unavailable(refusal), state);
         }
         if self.is_too_late(state, now) {
             return self.fail(CallFailure::DeadlineExceeded, state);
@@ -305,7 +305,7 @@ impl Call {
             state.breaker.take(now).map(|permit| (lane, permit)).map_err(|refusal| {
                 state.lanes.record_end(lane);
                 state.lanes.clear_refusals();
-                CallFailure::Unavailable(refusal)
+                state.unavailable(refusal)
             })
         });
         let (lane, permit) = match granted {

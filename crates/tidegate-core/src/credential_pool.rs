@@ -205,9 +205,11 @@ impl CredentialPool {
         }
     }
 
-    /// A quota that is spent until exactly `at`: the reason for a wait until then. Searches all credentials.
+    /// A quota that is spent until `at`: the reason for a wait until then. Searches all credentials.
     pub fn quota_spent_until(&self, at: Time) -> Option<LimitId> {
-        self.spent_quotas.iter().flatten().find(|(_, until)| *until == at).map(|(quota, _)| *quota)
+        // The store's clock may differ from the clock of the entry.
+        let ends_then = |until: Time| until <= at + MAX_CLOCK_LAG && at <= until + MAX_CLOCK_LAG;
+        self.spent_quotas.iter().flatten().find(|(_, until)| ends_then(*until)).map(|(quota, _)| *quota)
     }
 
     /// The earliest end of a closing, if all credentials are closed ([`CredentialPool::set_closed_until`]). A call with

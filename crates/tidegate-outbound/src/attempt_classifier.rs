@@ -8,7 +8,7 @@ use http::{Method, StatusCode};
 use serde_json::Value;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::{Class, Delivery, TransportFault, UnreplayableReason, is_repeatable};
-use tidegate_core::{Span, Time};
+use tidegate_core::{LimitId, Span, Time};
 use tidegate_policy::Hints;
 use tidegate_policy::outbound::BodyRule;
 
@@ -103,9 +103,15 @@ impl AttemptClassifier {
     }
 }
 
-/// The report of a reply with a body that says it is throttled. `wait` is the time to wait, if known.
-pub(crate) fn throttled_report(reply: AttemptReport, wait: Option<Span>) -> AttemptReport {
-    AttemptReport { class: Class::Throttled, retry_after: wait.or(reply.retry_after), spent_until: None, ..reply }
+/// The report of a reply with a body that says it is throttled; `quota` is the quota that is then spent, and its end.
+pub(crate) fn throttled_report(reply: AttemptReport, quota: Option<(LimitId, Time)>, now: Time) -> AttemptReport {
+    AttemptReport {
+        class: Class::Throttled,
+        retry_after: quota.map(|(_, ends)| ends.since(now)).or(reply.retry_after),
+        spent_quota: quota.map(|(quota, _)| quota),
+        spent_until: None,
+        ..reply
+    }
 }
 
 /// The effective status of a reply: the HTTP status, or for a 200 the one that corresponds to `grpc-status`. An unknown
@@ -319,7 +325,8 @@ mod tests {
         assert!(!says(r#"{"Response":"True","Title":"limit reached"}"#));
         assert!(!says(r#"{"Response":"False","Error":"Request limit rea"#));
         let success = reply(Method::GET, false, 200, &[]);
-        let throttled = throttled_report(success, Some(Span::from_secs(60)));
+        let throttled =
+            throttled_report(success, LimitId::from_index(0).map(|quota| (quota, NOW + Span::from_secs(60))), NOW);
         assert_eq!((throttled.class, throttled.retry_after), (Class::Throttled, Some(Span::from_secs(60))));
     }
 }

@@ -18,10 +18,10 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use slab::Slab;
 use tidegate_core::call::{
-    AttemptReport, Call, CallProgress, CallRules, DISABLE_TIME, InFlight, NextStep, ProviderState,
+    AttemptReport, Call, CallFailure, CallProgress, CallRules, DISABLE_TIME, InFlight, NextStep, ProviderState,
 };
 use tidegate_core::retry::Delivery;
-use tidegate_core::{Batch, Clock, Lane, Outcomes, QueueStep, Ticket, Time, Verb};
+use tidegate_core::{Batch, Clock, Lane, Op, Outcomes, QueueStep, Ticket, Time, Verb};
 use tidegate_policy::{KeySeed, outbound};
 use tidegate_runtime::random::random_u64;
 use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
@@ -124,6 +124,10 @@ impl<S, C> ProviderInner<S, C> {
     pub(super) fn config(&self) -> &outbound::ProviderConfig {
         &self.outbound_config.providers()[self.index]
     }
+
+    pub(super) fn error_kind(&self, failure: CallFailure) -> CallErrorKind {
+        CallErrorKind::new(&self.outbound_config, self.config(), failure)
+    }
 }
 
 impl<S: Store, C: Clock> ProviderInner<S, C> {
@@ -215,7 +219,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let started = call.start(state, now);
         self.submit_updates(state, now);
         if let Err(failure) = started {
-            return StartOutcome::Decided(Err(CallErrorKind::new(&self.outbound_config, failure)), now);
+            return StartOutcome::Decided(Err(self.error_kind(failure)), now);
         }
         let mut inline_call = InlineCall { call, result: None };
         self.dispatch(dispatcher, Some(&mut inline_call), now);
@@ -232,6 +236,20 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             urgency.set_waiting_index(index);
         }
         StartOutcome::Waiting(index)
+    }
+
+    /// The end of the first cool-down among the credentials, as the store has it; `None` if one is free, or the store
+    /// doesn't answer. Of more than a batch holds, only the first are asked for.
+    pub(super) async fn cooling_until(&self) -> Option<Time> {
+        let mut batch = Batch::new(self.rules.key.lo().max(1));
+        let ops = self.rules.credential_keys.iter().map(|key| Op::new(self.rules.cooldown, Verb::Peek, *key, 1));
+        ops.take_while(|op| batch.push(*op).is_ok()).for_each(drop);
+        let outcomes = match self.store.apply(&batch, self.clock.now()) {
+            StoreResponse::Ready(outcomes) => outcomes,
+            StoreResponse::Pending(answer) => answer.await.ok()?,
+        };
+        let first = outcomes.list().iter().map(|outcome| outcome.retry_at).min();
+        first.filter(|at| *at > outcomes.now() && !at.is_never())
     }
 
     /// Makes the call of a hedged request; `None` if the retry budget is spent.
@@ -405,7 +423,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             match progress {
                 CallProgress::AskStore => {}
                 CallProgress::Send { credential } => return Some(Ok(credential)),
-                CallProgress::Fail(failure) => return Some(Err(CallErrorKind::new(&self.outbound_config, failure))),
+                CallProgress::Fail(failure) => return Some(Err(self.error_kind(failure))),
                 CallProgress::Wait => return None,
             }
             match self.store.apply(context.state.store_requests.reservation(), now) {

@@ -8,7 +8,7 @@ use tidegate_core::call::CallFailure;
 use tidegate_core::retry::{NoRetryReason, UnreplayableReason};
 use tidegate_core::time::UtcText;
 use tidegate_core::{Lane, Span, Time};
-use tidegate_policy::outbound::OutboundConfig;
+use tidegate_policy::outbound::{OutboundConfig, ProviderConfig};
 use tidegate_store::StoreError;
 
 use super::CallStats;
@@ -26,6 +26,8 @@ pub struct CallError<T = ()> {
     pub stats: CallStats,
     /// The time of the failure.
     pub failed_at: Time,
+    /// The end of the cool-down that the last reply started, if it was throttled.
+    pub cooling_until: Option<Time>,
 }
 
 /// The reason that a call failed.
@@ -70,6 +72,12 @@ pub enum CallErrorKind {
         /// The time when the first is usable again; `None` if none becomes usable without a change.
         earliest: Option<Time>,
     },
+    /// The provider has no credentials, throttled a call, and takes none before the deadline.
+    #[error("the provider has throttled calls, so all calls to it wait")]
+    CoolingDown {
+        /// The time when calls are sent again; `None` if not without a change.
+        earliest: Option<Time>,
+    },
     /// The call's lane is paused until after the deadline.
     #[error("background calls rest outside their hours")]
     LanePaused {
@@ -86,13 +94,13 @@ pub enum CallErrorKind {
     #[error("the deadline passed before there was a reply")]
     DeadlineExceeded,
     /// No attempt succeeded.
-    #[error("none of {attempts} attempts succeeded")]
+    #[error("{}", exhausted_text(*attempts))]
     RetriesExhausted {
-        /// The number of attempts, except those made with other credentials.
+        /// The number of requests that were sent.
         attempts: u32,
     },
     /// The provider asks for a longer pause than calls may wait.
-    #[error("the provider asks to be left alone for {} s", retry_after.as_secs_ceil())]
+    #[error("the provider takes calls again in {} s, later than calls wait (`retry.max_retry_after`)", retry_after.as_secs_ceil())]
     RetryAfterTooLong {
         /// The length of the pause.
         retry_after: Span,
@@ -120,6 +128,10 @@ pub enum CallErrorKind {
     Store(#[from] StoreError),
 }
 
+fn exhausted_text(attempts: u32) -> String {
+    if attempts == 1 { "the only attempt failed".to_owned() } else { format!("none of {attempts} attempts succeeded") }
+}
+
 fn unreplayable_text(reason: &UnreplayableReason) -> &'static str {
     match reason {
         UnreplayableReason::BodyTooLarge => "its body is larger than what is kept for another attempt",
@@ -131,7 +143,7 @@ impl CallErrorKind {
     /// The HTTP status for the caller, and the error's name in JSON.
     fn status_and_name(&self) -> (u16, &'static str) {
         match self {
-            Self::RateLimited { .. } | Self::Paced { .. } => (429, "RateLimitedError"),
+            Self::RateLimited { .. } | Self::Paced { .. } | Self::CoolingDown { .. } => (429, "RateLimitedError"),
             Self::QuotaSpent { .. } => (429, "QuotaSpentError"),
             Self::CredentialsCooling { .. } => (429, "CredentialsCoolingError"),
             Self::RetryAfterTooLong { .. } => (429, "RetryAfterTooLongError"),
@@ -147,7 +159,7 @@ impl CallErrorKind {
         }
     }
 
-    pub(super) fn new(config: &OutboundConfig, failure: CallFailure) -> Self {
+    pub(super) fn new(config: &OutboundConfig, provider: &ProviderConfig, failure: CallFailure) -> Self {
         let name = |limit| config.limit_info(limit).name.clone();
         let known_time = |at: Time| (!at.is_never()).then_some(at);
         match failure {
@@ -161,6 +173,9 @@ impl CallErrorKind {
                 Self::QuotaSpent { limit: name(limit), resets_at: known_time(resets_at) }
             }
             CallFailure::Paced { earliest } => Self::Paced { earliest },
+            CallFailure::CredentialsCooling { earliest } if provider.credentials.is_empty() => {
+                Self::CoolingDown { earliest: known_time(earliest) }
+            }
             CallFailure::CredentialsCooling { earliest } => Self::CredentialsCooling { earliest: known_time(earliest) },
             CallFailure::LanePaused { until } => Self::LanePaused { until },
             CallFailure::QueueFull(full) => Self::QueueFull { lane: full.lane },
@@ -181,8 +196,8 @@ impl CallErrorKind {
 impl<T> CallError<T> {
     /// Converts the last reply.
     pub(super) fn map_reply<R>(self, convert: impl FnOnce(T) -> R) -> CallError<R> {
-        let Self { provider, kind, last_reply, stats, failed_at } = self;
-        CallError { provider, kind, last_reply: last_reply.map(convert), stats, failed_at }
+        let Self { provider, kind, last_reply, stats, failed_at, cooling_until } = self;
+        CallError { provider, kind, last_reply: last_reply.map(convert), stats, failed_at, cooling_until }
     }
 
     /// The time after which another call can succeed, if known.
@@ -192,11 +207,12 @@ impl<T> CallError<T> {
             | CallErrorKind::RetryAfterTooLong { retry_after: wait } => return Some(wait),
             CallErrorKind::RateLimited { earliest: at, .. }
             | CallErrorKind::QuotaSpent { resets_at: at, .. }
-            | CallErrorKind::CredentialsCooling { earliest: at } => at,
+            | CallErrorKind::CredentialsCooling { earliest: at }
+            | CallErrorKind::CoolingDown { earliest: at } => at,
             CallErrorKind::LanePaused { until: at }
             | CallErrorKind::NoTimeLeft { earliest: at }
             | CallErrorKind::Paced { earliest: at } => Some(at),
-            _ => None,
+            _ => self.cooling_until,
         };
         at.map(|at| at.since(self.failed_at))
     }
@@ -240,7 +256,11 @@ impl<T> CallError<T> {
 
 impl<T> fmt::Display for CallError<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the call to {} failed: {}", self.provider, self.kind)
+        write!(f, "the call to {} failed: {}", self.provider, self.kind)?;
+        match self.retry_after() {
+            Some(wait) => write!(f, "; another can succeed in {} s", wait.as_secs_ceil()),
+            None => Ok(()),
+        }
     }
 }
 

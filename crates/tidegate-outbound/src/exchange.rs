@@ -232,7 +232,7 @@ where
                 if peeked.is_complete() && says_throttled(rule, &peeked.read_ahead) {
                     let limits = provider.0.outbound_config.limits();
                     let quota_end = rule.spends_quota.then(|| provider.config().next_quota_end(limits, now)).flatten();
-                    report = throttled_report(report, quota_end.map(|ends| ends.since(now)));
+                    report = throttled_report(report, quota_end, now);
                 }
                 peeked
             }

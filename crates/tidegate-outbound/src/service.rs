@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use http::header::RETRY_AFTER;
 use http::{Request, Response};
 use http_body::Body;
 use tidegate_core::Clock;
@@ -327,17 +328,22 @@ impl<S: Store, C: Clock> OutboundLayerInner<S, C> {
                     let cost_reader = cost_rules.and_then(|rules| CostReader::for_reply(rules, reply.headers()));
                     Ok(to_response(reply, stats, in_flight_guard, cost_reader))
                 }
-                Err(CallError { provider, kind, last_reply, stats, failed_at }) => {
+                Err(error) => {
+                    let wait = error.retry_after().filter(|_| error.cooling_until.is_some());
+                    let CallError { provider, kind, last_reply, stats, failed_at, cooling_until } = error;
                     let last_reply = match last_reply {
                         Some((Ok(reply), in_flight_guard)) => {
                             let mut response = to_response(reply, stats, in_flight_guard, None);
                             response.extensions_mut().insert(kind);
+                            if let Some(wait) = wait {
+                                response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| wait.as_secs_ceil().into());
+                            }
                             return Ok(response);
                         }
                         Some((Err(error), _)) => Some(error),
                         None => None,
                     };
-                    Err(OutboundError::Call(CallError { provider, kind, last_reply, stats, failed_at }))
+                    Err(OutboundError::Call(CallError { provider, kind, last_reply, stats, failed_at, cooling_until }))
                 }
             }
         }

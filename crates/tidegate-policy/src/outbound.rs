@@ -201,14 +201,14 @@ impl ProviderConfig {
         cost_limits.filter_map(|own| Some(limits.get(own.limit)?.kind().capacity())).min().unwrap_or(MAX_COST)
     }
 
-    /// The time at which the first of its calendar quotas starts again; `None` if it has none. `limits` are those of
-    /// the [`OutboundConfig::limits`] that it belongs to.
-    pub fn next_quota_end(&self, limits: &Limits, now: Time) -> Option<Time> {
+    /// The first of its calendar quotas to start again, and the time of that; `None` if it has none. `limits` are those
+    /// of the [`OutboundConfig::limits`] that it belongs to.
+    pub fn next_quota_end(&self, limits: &Limits, now: Time) -> Option<(LimitId, Time)> {
         let ends = self.all_provider_limits().filter_map(|own| match limits.get(own.limit)?.kind() {
-            LimitKind::Quota(quota) => Some(quota.period(now).end),
+            LimitKind::Quota(quota) => Some((own.limit, quota.period(now).end)),
             _ => None,
         });
-        ends.min()
+        ends.min_by_key(|(_, end)| *end)
     }
 
     fn all_provider_limits(&self) -> impl Iterator<Item = &ProviderLimit> {

@@ -4,10 +4,14 @@ use alloc::vec::Vec;
 
 use rand_core::Rng;
 
-use super::{CallRules, MAX_LEAD};
+use super::{CallFailure, CallRules, MAX_LEAD};
+use crate::breaker::{BreakerRefusal, BreakerState};
 use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
 use crate::{AdaptiveLimit, Batch, Breaker, Budget, CredentialPool, Lane, Lanes, LimitKind, Pace, Span, Time};
+
+/// The shortest time that callers are told to wait for a probe.
+const MIN_PROBE_TIME: Span = Span::from_secs(1);
 
 /// The state that all calls to one provider in one process share and change. A driver locks it for each step.
 #[derive(Debug)]
@@ -143,6 +147,14 @@ impl ProviderState {
             }
             self.pool.set_cooling_until(credential, free_at, now);
         }
+    }
+
+    /// The failure of a call that the breaker refuses. The end of a probe is unknown, so the usual time of a call is told.
+    pub(super) fn unavailable(&self, mut refusal: BreakerRefusal) -> CallFailure {
+        if refusal.state == BreakerState::HalfOpen {
+            refusal.reset_in = refusal.reset_in.min(self.round_trips.usual_max().max(MIN_PROBE_TIME));
+        }
+        CallFailure::Unavailable(refusal)
     }
 
     pub(super) fn record_end(&mut self, lane: Lane, credential: usize) {

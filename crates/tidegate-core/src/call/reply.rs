@@ -6,7 +6,7 @@ use super::{
     AttemptReport, Call, CallFailure, CallRules, CallStage, DISABLE_TIME, NextStep, ProviderState, SentRequest,
     push_required,
 };
-use crate::retry::{Delivery, FailedAttempt};
+use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
 use crate::{Class, MAX_COST, Op, Span, Time, Verb};
 
 impl Call {
@@ -56,7 +56,12 @@ impl Call {
                 self.end_streaming(state);
                 NextStep::RetryAt(at)
             }
-            Err(why) => NextStep::Failed(CallFailure::NotRetried(why)),
+            Err(reason) => NextStep::Failed(match (reason, reply.spent_quota, reply.retry_after) {
+                (NoRetryReason::RetryAfterTooLong { .. } | NoRetryReason::Deadline { .. }, Some(limit), Some(wait)) => {
+                    CallFailure::QuotaSpent { limit, resets_at: now + wait }
+                }
+                _ => CallFailure::NotRetried(reason),
+            }),
         }
     }
 
@@ -166,6 +171,9 @@ impl Call {
                     state.pool.set_cooling_until(sent.credential, now + Span::from_micros(1), now);
                 } else {
                     state.pool.set_closed_until(sent.credential, now + requested_wait, now);
+                    if let Some(quota) = reply.spent_quota {
+                        state.pool.set_spent_quota(sent.credential, quota, now + requested_wait);
+                    }
                 }
             }
             Class::Success if generation > 0 => {

@@ -22,6 +22,9 @@ pub struct AttemptReport {
     pub rejects_credential: bool,
     /// The wait that the provider asks for.
     pub retry_after: Option<Span>,
+    /// The calendar quota that the provider reports to be spent, with a throttled reply. `retry_after` is then the time
+    /// until its period ends.
+    pub spent_quota: Option<LimitId>,
     /// The time until which the provider reports that the credential has nothing left.
     pub spent_until: Option<Time>,
     /// The remaining amounts of the credential's limits, as the provider reports them.
@@ -43,6 +46,7 @@ impl AttemptReport {
             asks_not_to_retry: false,
             rejects_credential: false,
             retry_after: None,
+            spent_quota: None,
             spent_until: None,
             remaining: Remaining { calls: None, cost: None },
             delivery,

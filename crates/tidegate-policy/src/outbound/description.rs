@@ -204,7 +204,11 @@ fn breaker_line(spec: &BreakerSpec) -> String {
 }
 
 fn credential_lines(outbound: &OutboundConfig, provider: &ProviderConfig) -> Vec<String> {
-    let rest = &outbound.limit_info(provider.rules_without_keys.cooldown).description;
+    let mut rest = outbound.limit_info(provider.rules_without_keys.cooldown).description.clone();
+    if provider.pace != PaceConfig::Limits && provider.credentials.len() <= 1 {
+        // A throttled reply that asks for no wait slows the pace down instead.
+        rest = "waits as long as a throttled reply asks".to_owned();
+    }
     let goes = match &provider.auth {
         Auth::None => return vec![format!("no credentials; {rest}")],
         Auth::Bearer => "Authorization: Bearer".to_owned(),

@@ -133,7 +133,7 @@ impl<'a> DecisionRequest<'a> {
             }
             "cost" => {
                 let cost = value.parse().ok().filter(|cost| *cost <= MAX_COST);
-                let cost = cost.ok_or_else(|| DecisionRequestError::new(name, COST_RULE))?;
+                let cost = cost.ok_or_else(|| DecisionRequestError::new(name, format!("a cost is {COST_FORM}")))?;
                 return set_once(&mut self.cost, name, cost);
             }
             _ => {
@@ -161,7 +161,7 @@ impl<'a> DecisionRequest<'a> {
     }
 }
 
-const COST_RULE: &str = "a cost is a whole number from 0 to 1099511627776 (2^40)";
+const COST_FORM: &str = "a whole number from 0 to 1099511627776 (2^40)";
 
 fn set_once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), DecisionRequestError> {
     match slot.replace(value) {
@@ -269,7 +269,7 @@ impl<'de> Deserialize<'de> for CostField {
         impl Visitor<'_> for CostVisitor {
             type Value = CostField;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(COST_RULE)
+                f.write_str(COST_FORM)
             }
             fn visit_u64<E: de::Error>(self, cost: u64) -> Result<CostField, E> {
                 if cost <= MAX_COST {

@@ -38,6 +38,29 @@ async fn an_open_breaker_gives_503_with_state() {
     assert_eq!(api.count(), 5);
 }
 
+/// A probe under way ends when it is answered, which is usually long before its lease ends.
+#[tokio::test]
+async fn a_half_open_breaker_tells_an_estimate() {
+    let api = Api::start(|number, _| match number {
+        0..5 => Answer::new(503, "unwell"),
+        _ => Answer::new(200, "hello").taking(3_000),
+    })
+    .await;
+    let gateway = standing(&api.policy(ONCE));
+    for _ in 0..5 {
+        assert_eq!(status(&gateway.ask(get("/api/x")).await), 503);
+    }
+    gateway.clock.advance(Span::from_secs(300));
+    let mut probe = Peer::connect(gateway.address).await;
+    probe.send(get("/api/x")).await;
+    while api.count() < 6 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!((status(&answer), header(&answer, "retry-after")), (503, Some("1")), "not the lease's 30 s");
+    assert_eq!(json(&answer)["state"], "half-open");
+}
+
 #[tokio::test]
 async fn a_wait_beyond_the_deadline_gives_429() {
     let api = Api::start(|_, _| Answer::new(200, "hello")).await;
@@ -65,6 +88,54 @@ async fn cooling_credentials_give_429_with_earliest_time() {
     let answer = undated(&gateway.ask(get("/api/x")).await);
     assert_eq!(answer, error("429 Too Many Requests", Some(3), 0, body));
     assert_eq!(api.count(), 2, "nothing is sent");
+}
+
+/// The gate knows the end of the cool-down that a throttled reply starts, even if the reply names no time.
+#[tokio::test]
+async fn throttled_replies_are_passed_on_with_a_wait() {
+    for (headers, settings, wait) in [
+        (&[][..], "cooldown = { base = \"3s\" }\n", "3"),
+        (&[("x-ratelimit-remaining", "0"), ("x-ratelimit-reset", "60")], "", "60"),
+        (&[("retry-after", "7")], "", "7"),
+    ] {
+        let answer =
+            |_, _: &_| headers.iter().fold(Answer::new(429, "slow"), |answer, (name, value)| answer.with(name, *value));
+        let api = Api::start(answer).await;
+        let gateway = standing(&api.policy(&format!("{ONCE}{settings}timeout = \"1s\"\n")));
+        let reply = gateway.ask(get("/api/x")).await;
+        assert_eq!((status(&reply), header(&reply, "retry-after")), (429, Some(wait)));
+        gateway.clock.advance(Span::from_millis(1));
+        let next = json(&gateway.ask(get("/api/x")).await);
+        // There are no credentials that could cool down.
+        assert_eq!(next["error"], "RateLimitedError");
+        assert_eq!(next["message"], "api: the provider has throttled calls, so all calls to it wait");
+        assert_eq!(next["retry_after"].to_string(), wait);
+    }
+}
+
+#[tokio::test]
+async fn all_requests_count_as_attempts() {
+    let api = Api::start(|_, _| Answer::new(429, "slow down")).await;
+    let three = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\", \"env:C\"]\n";
+    let gateway = standing(&api.policy(&format!("{ONCE}{three}")));
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!(header(&answer, "tidegate-attempts"), Some("3"));
+    assert_eq!(header(&answer, "tidegate-error"), Some("none of 3 attempts succeeded"));
+}
+
+#[tokio::test]
+async fn a_quota_that_a_reply_spends_is_named() {
+    let rule = "throttled_when = { contains = { \"/error\" = \"limit\" }, spends_quota = true }\n";
+    let api = Api::start(|_, _| Answer::new(200, "{\"error\":\"limit\"}")).await;
+    let gateway = standing(&api.policy(&format!("limit = \"1000 per calendar day\"\n{rule}")));
+    gateway.clock.advance(Span::from_secs(3_600));
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!((status(&answer), header(&answer, "tidegate-error")), (200, Some("the quota `api` is spent")));
+    assert_eq!(header(&answer, "retry-after"), Some("82800"));
+    let next = json(&gateway.ask(get("/api/x")).await);
+    assert_eq!((&next["error"], &next["limit"]), (&"QuotaSpentError".into(), &"api".into()));
+    assert_eq!(next["retry_after"], 82_800);
+    assert_eq!(api.count(), 1);
 }
 
 #[tokio::test]
@@ -111,10 +182,10 @@ async fn too_long_retry_after_is_passed_on() {
     let answer = gateway.ask(get("/api/x")).await;
     assert_eq!((status(&answer), body(&answer)), (429, "slow down"));
     assert_eq!(header(&answer, "retry-after"), Some("86400"));
-    let why = "the provider asks to be left alone for 86400 s";
+    let why = "the provider takes calls again in 86400 s, later than calls wait (`retry.max_retry_after`)";
     assert_eq!(header(&answer, "tidegate-error"), Some(why));
     let next = json(&gateway.ask(get("/api/x")).await);
-    assert_eq!((&next["error"], &next["retry_after"]), (&"CredentialsCoolingError".into(), &86_400.into()));
+    assert_eq!((&next["error"], &next["retry_after"]), (&"RateLimitedError".into(), &86_400.into()));
     assert_eq!(api.count(), 1, "the gate is closed");
 }
 

@@ -16,7 +16,7 @@ async fn failed_calls_are_logged_without_the_request() {
     let line: serde_json::Value = serde_json::from_str(failed[0]).unwrap();
     assert_eq!((&line["provider"], &line["attempts"], &line["level"]), (&"api".into(), &1.into(), &"WARN".into()));
     let why = line["why"].as_str().unwrap();
-    let told = "none of 1 attempts succeeded: the request got no reply: can't connect to the \
+    let told = "the only attempt failed: the request got no reply: can't connect to the \
                 provider: tcp connect error: Connection refused (os error 111)";
     assert_eq!(why, told);
     for secret in [PLANTED, "qu3ry", "path?"] {

@@ -46,7 +46,7 @@ async fn a_day_of_retry_after_fails_calls_immediately() {
     let error = api.call(within(Duration::from_secs(60)), &mut upstream).await.unwrap_err();
     assert_eq!((error.retry_after(), api.clock().now()), (Some(Span::from_secs(86_400)), began), "{error:?}");
     let other = api.call(within(Duration::from_secs(60)), &mut upstream).await.unwrap_err();
-    assert!(matches!(other.kind, CallErrorKind::CredentialsCooling { .. }), "{other:?}");
+    assert!(matches!(other.kind, CallErrorKind::CoolingDown { .. }), "{other:?}");
     assert_eq!((other.retry_after(), api.clock().now()), (Some(Span::from_secs(86_400)), began));
     assert_eq!(log.lock().unwrap().len(), 1, "nobody else is sent");
 }

@@ -110,7 +110,7 @@ async fn one_nodes_throttled_reply_pauses_all_nodes() {
     assert!(nodes.call(0, throttled_for(600)).await.is_err());
     sleep(Duration::from_millis(10)).await;
     let refused = nodes.call(1, GOOD).await;
-    assert!(matches!(refused, Err(CallErrorKind::CredentialsCooling { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(CallErrorKind::CoolingDown { .. })), "{refused:?}");
     assert_eq!(nodes.log.lock().unwrap().len(), 1, "nothing was sent");
 }
 

@@ -232,7 +232,7 @@ async fn restored_cool_downs_end_at_their_time() {
     let process = host.start(now + Span::from_secs(200));
     let error = process.call().await.unwrap_err();
     assert!(
-        matches!(error.kind, CallErrorKind::CredentialsCooling { earliest: Some(at) } if at == now + Span::from_secs(600)),
+        matches!(error.kind, CallErrorKind::CoolingDown { earliest: Some(at) } if at == now + Span::from_secs(600)),
         "{error:?}"
     );
     let log = Log::default();

@@ -219,6 +219,7 @@ fn errors_distinguish_outages_from_own_refusals() {
             last_reply: None,
             stats: happened,
             failed_at: Time::ZERO,
+            cooling_until: None,
         }
     };
     let faults = |why: CallErrorKind| (error(why.clone()).is_outage(), error(why).is_call_specific());
