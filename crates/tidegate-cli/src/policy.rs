@@ -159,7 +159,8 @@ pub(crate) fn describe(policy: &Policy) -> String {
     let plan = policy.plan();
     let mut text = String::new();
     if !plan.global().is_empty() {
-        let is_shadow = plan.global().iter().all(|id| plan.limits().get(*id).is_some_and(tidegate_core::Limit::is_shadow));
+        let is_shadow =
+            plan.global().iter().all(|id| plan.limits().get(*id).is_some_and(tidegate_core::Limit::is_shadow));
         let _ = writeln!(text, "every call, over all actions{}", if is_shadow { SHADOW_NOTE } else { "" });
         describe_limits(&mut text, plan, plan.global());
     }

@@ -8,7 +8,7 @@ use std::ops::{Range, RangeInclusive};
 use tidegate_core::MAX_LIMIT;
 
 use crate::document::{SourceKind, SourceText, SourceTexts, TextRange, TomlNode, TomlTable, TomlValue, parse_value};
-use crate::error::{Error, SECRET_SETTINGS, is_secret_source, quoted};
+use crate::error::{Error, Note, SECRET_SETTINGS, is_secret_source, quoted};
 use crate::nearest::{fold_name, nearest};
 use crate::quantity::Quantity;
 use crate::settings::{self, PLAIN_VARIABLES, SettingType, VARIABLE_PREFIX};
@@ -107,7 +107,13 @@ impl fmt::Debug for EnvVars {
 }
 
 /// Merges the variables over the table of the file.
-pub(crate) fn apply_variables(texts: &mut SourceTexts, errors: &mut Vec<Error>, root: &mut TomlTable, env: EnvVars) {
+pub(crate) fn apply_variables(
+    texts: &mut SourceTexts,
+    errors: &mut Vec<Error>,
+    notes: &mut Vec<Note>,
+    root: &mut TomlTable,
+    env: EnvVars,
+) {
     let is_set = |value: &str| !value.trim().is_empty();
     let EnvVars { variables: mut env, prefix } = env;
     let is_prefixed = |name: &str| prefix.as_ref().is_some_and(|prefix| prefixed::is_prefixed(name, prefix));
@@ -117,7 +123,7 @@ pub(crate) fn apply_variables(texts: &mut SourceTexts, errors: &mut Vec<Error>, 
     env.sort();
     let mut secrets = secret_variables(root, &env);
     secrets.extend(prefixed.iter().map(|(name, _)| name.clone()));
-    let mut merger = VariableMerger { texts, errors, root };
+    let mut merger = VariableMerger { texts, errors, notes, root };
     merger.apply_plain_variables(&env);
     if let Some(prefix) = prefix {
         merger.apply_prefixed_variables(&prefixed, &prefix);
@@ -146,6 +152,7 @@ pub(crate) fn apply_variables(texts: &mut SourceTexts, errors: &mut Vec<Error>, 
 struct VariableMerger<'a> {
     texts: &'a mut SourceTexts,
     errors: &'a mut Vec<Error>,
+    notes: &'a mut Vec<Note>,
     root: &'a mut TomlTable,
 }
 
@@ -162,6 +169,11 @@ impl VariableMerger<'_> {
 
     fn report(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) {
         self.errors.push(Error::new(self.texts, at, message, expected));
+    }
+
+    /// Notes that a variable changes nothing.
+    fn note_without_effect(&mut self, at: TextRange, reason: &str) {
+        self.notes.push(Note::new(self.texts, at, &format!("no effect: {reason}")));
     }
 
     fn set_variable(&mut self, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
@@ -255,7 +267,19 @@ impl VariableMerger<'_> {
         let window = self.plain_number(env, "GLOBAL_RATE_WINDOW", 1..=MAX_SECS, "a number of seconds");
         let base = self.plain_number(env, "BACKOFF_BASE", 1..=86_400, "the base of the power, in seconds");
         let cap = self.plain_number(env, "BACKOFF_MAX", 1..=MAX_SECS, "a number of seconds");
+        if let Some((at, _)) = limit
+            && self.root.get("inbound").is_none()
+            && self.root.get("outbound").is_some()
+        {
+            let reason = "it limits the calls of clients, and the policy has no section [inbound]";
+            self.note_without_effect(at, reason);
+        }
         self.apply_global_limit(limit, window);
+        if growing_penalties(self.root).is_empty() {
+            for (at, _) in [base, cap].into_iter().flatten() {
+                self.note_without_effect(at, "no limit has a `penalty`, whose blocks it would set");
+            }
+        }
         for penalty in growing_penalties(self.root) {
             if let Some((at, base)) = base {
                 penalty.insert("base", at, TomlValue::String(format!("{base}s")));

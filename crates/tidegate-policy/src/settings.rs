@@ -75,10 +75,14 @@ static SETTINGS: LazyLock<Vec<Setting>> = LazyLock::new(|| {
 
 /// The plain names: name, default, meaning.
 pub(crate) const PLAIN_VARIABLES: [(&str, &str, &str); 4] = [
-    ("GLOBAL_RATE_LIMIT", "1000", "the number of calls of one client address over all actions"),
+    (
+        "GLOBAL_RATE_LIMIT",
+        "1000",
+        "the number of calls of one client address over all actions; without it and [inbound.global], there is no such limit",
+    ),
     ("GLOBAL_RATE_WINDOW", "3600", "the window of GLOBAL_RATE_LIMIT, in seconds"),
-    ("BACKOFF_BASE", "2", "the base of the power in blocks: with 3, blocks of 3, 9, 27 s"),
-    ("BACKOFF_MAX", "3600", "the longest block, in seconds"),
+    ("BACKOFF_BASE", "2", "the base of the power in the blocks of every penalty: with 3, blocks of 3, 9, 27 s"),
+    ("BACKOFF_MAX", "3600", "the longest block of every penalty, in seconds"),
 ];
 
 /// A name after a custom prefix, and the setting of every provider that it sets.

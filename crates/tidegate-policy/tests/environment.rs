@@ -51,6 +51,43 @@ fn words(file: Option<&str>, env: &[(&str, &str)]) -> String {
 }
 
 #[test]
+fn variables_without_effect_are_noted() {
+    const LIMITED: &str = "[inbound.action.a]\nlimit = \"5 per 1m\"\n";
+    const CALLS: &str = "[outbound.provider.x]\nbase_url = \"https://example.com\"\n";
+    let no_penalty = "no effect: no limit has a `penalty`, whose blocks it would set";
+    for (file, env, expected) in [
+        (FILE, [("GLOBAL_RATE_LIMIT", "5"), ("BACKOFF_BASE", "3")], Vec::new()),
+        (
+            LIMITED,
+            [("BACKOFF_BASE", "3"), ("BACKOFF_MAX", "9")],
+            vec![
+                format!("environment variable BACKOFF_BASE: {no_penalty}"),
+                format!("environment variable BACKOFF_MAX: {no_penalty}"),
+            ],
+        ),
+        // The global limit that the variable makes has a penalty.
+        (LIMITED, [("GLOBAL_RATE_LIMIT", "5"), ("BACKOFF_MAX", "9")], Vec::new()),
+        (
+            CALLS,
+            [("GLOBAL_RATE_LIMIT", "5"), ("X_RETRY_MAX", "9")],
+            vec![
+            "environment variable GLOBAL_RATE_LIMIT: no effect: it limits the calls of clients, and the policy has no \
+             section [inbound]"
+                .to_owned(),
+        ],
+        ),
+    ] {
+        let policy = load(Some(file), &env).unwrap();
+        let notes: Vec<_> =
+            policy.notes().iter().map(|note| format!("{}: {}", note.location(), note.message())).collect();
+        assert_eq!(notes, expected, "{env:?}");
+    }
+    let sources = PolicySources::new().env([("APP_API_MAX_RETRIES", "5")]).env_prefix("APP").file("t.toml", LIMITED);
+    let policy = Policy::load(sources).unwrap();
+    assert_eq!(policy.notes()[0].message(), "no effect: the policy has no provider");
+}
+
+#[test]
 fn the_embedded_default_policy_needs_no_file() {
     let policy = load(None, &[]).unwrap();
     assert_eq!(policy.inbound().listen.to_string(), "127.0.0.1:8080");

@@ -54,11 +54,11 @@ setting_keys! {
 pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Errors> {
     let mut texts = SourceTexts::default();
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
-    let mut errors = Vec::new();
-    apply_variables(&mut texts, &mut errors, &mut root, env);
+    let (mut errors, mut notes) = (Vec::new(), Vec::new());
+    apply_variables(&mut texts, &mut errors, &mut notes, &mut root, env);
     let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
     let presets = root.get("outbound").map(|_| preset::load_presets(&mut texts)).unwrap_or_default();
-    let mut reader = DocumentReader { errors, presets, ..DocumentReader::with_texts(&texts, whole) };
+    let mut reader = DocumentReader { errors, notes, presets, ..DocumentReader::with_texts(&texts, whole) };
     match reader.policy(&root) {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
         _ => Err(Errors::new(reader.errors)),
