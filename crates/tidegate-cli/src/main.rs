@@ -49,24 +49,19 @@ struct Cli {
 enum Command {
     /// Show the gate at work, with a web server and a log of its own. Takes three seconds and changes nothing.
     Demo,
-    /// Run the gate: the proxy, the gateway, the decision API with forward-auth, and health checks.
+    /// Run the gate: the proxy, the gateway, the decision API with forward-auth, and health checks. Without a policy file,
+    /// a built-in policy guards http://127.0.0.1:3000 on http://127.0.0.1:8080.
     Serve {
-        /// The policy file. The default is ./tidegate.toml; if that doesn't exist, a built-in policy that guards
-        /// http://127.0.0.1:3000 on http://127.0.0.1:8080.
-        #[arg(long, short, value_name = "FILE")]
-        config: Option<PathBuf>,
+        #[command(flatten)]
+        file: PolicyFile,
         /// Also read outbound settings from PREFIX_TOKEN, PREFIX_API_MAX_RETRIES and the others that `env` lists.
         #[arg(long, value_name = "PREFIX")]
         env_prefix: Option<String>,
     },
     /// Check a policy and describe its limits.
     Check {
-        /// The policy file; `-` reads standard input.
-        #[arg(value_name = "FILE", default_value = "tidegate.toml")]
-        file: PathBuf,
-        /// The policy file, named as for `serve`.
-        #[arg(long, short, value_name = "FILE", conflicts_with = "file")]
-        config: Option<PathBuf>,
+        #[command(flatten)]
+        file: PolicyFile,
         /// Ignore TIDEGATE__… and all other variables that override the file.
         #[arg(long)]
         no_env: bool,
@@ -112,6 +107,32 @@ enum Command {
     Retry(retry::RetryArgs),
     /// Print every environment variable with its default, as a .env file.
     Env,
+}
+
+/// The policy file of a command, as an argument or as an option.
+#[derive(Debug, Args)]
+struct PolicyFile {
+    /// The policy file; `-` reads standard input. The default is ./tidegate.toml.
+    #[arg(value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// The same as FILE.
+    #[arg(long, short, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+impl PolicyFile {
+    /// Returns the file that the command line names.
+    fn path(self) -> Result<Option<PathBuf>, CliOutcome> {
+        match (self.file, self.config) {
+            (Some(file), Some(config)) if file != config => {
+                let [file, config] = [file, config].map(|path| policy::display_name(&path));
+                Err(policy::invalid_input(format!(
+                    "there are two policy files, {file} and --config {config}; name one"
+                )))
+            }
+            (file, config) => Ok(file.or(config)),
+        }
+    }
 }
 
 /// The words of a command that this build lacks.
@@ -208,11 +229,13 @@ fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Demo => demo::run(),
-        Command::Serve { config, env_prefix } => serve::run(config.as_deref(), env_prefix.as_deref()),
-        Command::Check { file, config, no_env, env_prefix } => {
+        Command::Serve { file, env_prefix } => {
+            file.path().and_then(|file| serve::run(file.as_deref(), env_prefix.as_deref()))
+        }
+        Command::Check { file, no_env, env_prefix } => {
             let environment = || policy::environment(env_prefix.as_deref());
             let sources = if no_env { PolicySources::new() } else { environment() };
-            policy::check(&config.unwrap_or(file), sources)
+            file.path().and_then(|file| policy::check(file.as_deref(), sources))
         }
         Command::Explain(call) => api_client::explain(&call),
         Command::Status(call) => api_client::status(&call),

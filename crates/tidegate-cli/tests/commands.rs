@@ -151,6 +151,23 @@ fn check_shows_the_position_of_mistakes() {
 }
 
 #[test]
+fn serve_takes_its_file_as_check_does() {
+    let scratch = ScratchDir::new();
+    let bad = scratch.write("bad.toml", "[inbound.action.login]\nlimt = \"5 per 60s\"\n");
+    let (bad, other) = (bad.to_str().unwrap(), scratch.write("other.toml", POLICY));
+    for command in ["serve", "check"] {
+        for file in [&[bad][..], &["-c", bad], &[bad, "-c", bad]] {
+            let (status, _, err) = run(&[&[command], file].concat());
+            assert!(status == 2 && err.contains("bad.toml:2:1"), "{file:?} {err}");
+        }
+        let (status, out, err) = run(&[command, bad, "--config", other.to_str().unwrap()]);
+        assert_eq!((status, out.as_str()), (2, ""));
+        let expected = format!("error: there are two policy files, {bad} and --config {}; name one\n", other.display());
+        assert_eq!(err, expected);
+    }
+}
+
+#[test]
 fn env_prints_an_env_file() {
     let (status, out, _) = run(&["env"]);
     assert_eq!(status, 0);
