@@ -57,6 +57,7 @@ mod query;
 mod raw_paths;
 mod read;
 mod readings;
+mod regex_hint;
 mod router;
 mod secret;
 pub mod sections;

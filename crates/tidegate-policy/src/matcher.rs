@@ -8,6 +8,7 @@ use http::Method;
 
 use crate::host::{bare_host, is_host};
 use crate::path::{NormalisedPath, PathQuirks, decode_escape};
+use crate::regex_hint::{is_regex, nearest_pattern};
 
 /// The most segments in a path pattern.
 const MAX_SEGMENTS: usize = 32;
@@ -186,6 +187,12 @@ impl PathPattern {
             |message, expected, instead| Err(PatternError { message, expected, suggestion: instead, range: None });
         if text.is_empty() {
             return wrong("the path is empty", "a path such as \"/login\" or \"/api/*\"", None);
+        }
+        if is_regex(text) {
+            let message = "a regular expression; a pattern is a plain path, with `*` as its only wildcard";
+            let is_valid = |pattern: &String| !is_regex(pattern) && Self::new(pattern, quirks).is_ok();
+            let expected = "a path such as \"/login\", \"/api/*\" or \"/users/*/avatar\", or a list of them";
+            return wrong(message, expected, nearest_pattern(text).filter(is_valid));
         }
         if !text.starts_with('/') {
             let message = "the path doesn't begin with a slash";

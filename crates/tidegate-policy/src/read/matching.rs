@@ -5,7 +5,7 @@ use http::Method;
 use super::DocumentReader;
 use super::forms::Custom;
 use crate::document::{TomlNode, TomlTable, TomlValue};
-use crate::error::quoted;
+use crate::error::{Note, quoted};
 use crate::matcher::{self, Matcher, PathPattern};
 use crate::nearest::nearest;
 use crate::path::PathQuirks;
@@ -103,7 +103,16 @@ impl DocumentReader<'_> {
 
     fn pattern(&mut self, text: &str, node: &TomlNode, quirks: PathQuirks) -> Option<PathPattern> {
         match PathPattern::new(text, quirks) {
-            Ok(pattern) => Some(pattern),
+            Ok(pattern) => {
+                if let Some(head) = text.strip_suffix("/.*") {
+                    let message = format!(
+                        "\"{text}\" matches names that begin with a dot; for {head}/ and everything below it, write \
+                         \"{head}/*\""
+                    );
+                    self.notes.push(Note::new(self.texts, node.at, &message));
+                }
+                Some(pattern)
+            }
             Err(wrong) => {
                 let at = wrong.range.map_or(node.at, |at| self.texts.range_in_string(node, text, at));
                 let message = format!("`path` is {}: {}", quoted(text), wrong.message);
