@@ -52,6 +52,10 @@ impl Store for CountingStore {
         self.memory.submit(batch, now);
     }
 
+    fn outage(&self) -> Option<&str> {
+        self.memory.outage()
+    }
+
     fn maintain(&self, now: Time) -> Losses {
         self.memory.maintain(now)
     }

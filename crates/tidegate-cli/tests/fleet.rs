@@ -327,21 +327,29 @@ fn a_missing_store_server_is_reported() {
     let output = run(&[("TIDEGATE__STORE__URL", &url)]).output().expect("tidegate runs");
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success(), "{errors}");
-    assert!(errors.contains("the store redis://… can't be reached") && errors.contains("store.hash_key"), "{errors}");
+    let named = format!("the store redis://127.0.0.1:{port} can't be reached: ");
+    assert!(errors.contains(&named) && errors.contains("store.hash_key"), "{errors}");
     assert!(!errors.contains("hunter2"), "{errors}");
 
-    let api = free_port();
-    let listen = format!("127.0.0.1:{api}");
+    let (api, admin) = (free_port(), free_port());
+    let [listen, admin_listen] = [api, admin].map(|port| format!("127.0.0.1:{port}"));
     let env = [
         ("TIDEGATE__STORE__URL", url.as_str()),
         ("TIDEGATE__STORE__HASH_KEY", "env:GATE_HASH_KEY"),
         ("GATE_HASH_KEY", "0123456789abcdef0123"),
         ("TIDEGATE__API__LISTEN", &listen),
-        ("TIDEGATE__ADMIN__LISTEN", "off"),
+        ("TIDEGATE__ADMIN__LISTEN", &admin_listen),
     ];
     let gate = Gate { running: ChildProcess::start(run(&env), ScratchDir::new(), api), port: api };
     assert_eq!(gate.ask("api", 1).0, 200, "a node that knows the secret goes on by itself");
     gate.wait_for_log("the store is down", Duration::from_secs(5));
+    gate.wait_for_log(&format!("store=\"redis://127.0.0.1:{port}\" error=\""), Duration::from_secs(1));
+    let mut health = HttpClient::connect(admin).expect("the gate listens");
+    let ready = health.request(tidegate_testkit::http_client::get_request("/readyz"));
+    let body = format!("{{\"status\":\"degraded\",\"store\":\"redis://127.0.0.1:{port}\"}}");
+    assert_eq!((ready.status, ready.body), (200, body));
+    let log = gate.running.read_file("stdout") + &gate.running.read_file("stderr");
+    assert!(!log.contains("hunter2"), "{log}");
 }
 
 /// A cluster loses one master: its keys are refused if the policy says so, and all others are decided as before.

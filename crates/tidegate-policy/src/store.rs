@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tidegate_core::OnOutage;
 
+use crate::host::is_host;
 use crate::secret::{Secret, SecretSource};
 
 /// `[store]`, checked and with every default filled in.
@@ -65,14 +66,27 @@ impl fmt::Debug for StoreUrl {
 }
 
 impl fmt::Display for StoreUrl {
-    /// Leaves out all that could be a secret: `redis://…`.
+    /// Writes a server's kind, hosts and ports, such as `redis://127.0.0.1:6379`, and leaves out all that could be a
+    /// secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Memory => f.write_str("memory"),
             Self::File(path) => write!(f, "file:{}", path.display()),
-            Self::Server(_, url) => write!(f, "{}://…", url.expose().split(':').next().unwrap_or_default()),
+            Self::Server(_, url) => {
+                let (scheme, rest) = url.expose().split_once("://").unwrap_or_default();
+                write!(f, "{scheme}://{}", hosts(rest).unwrap_or("…"))
+            }
         }
     }
+}
+
+/// The hosts of a URL without its scheme. `None` if they can't be told from a log-in with certainty, as when a password
+/// has a slash that isn't escaped.
+fn hosts(rest: &str) -> Option<&str> {
+    let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    let hosts = authority.rsplit_once('@').map_or(authority, |(_, hosts)| hosts);
+    let is_certain = !path.contains('@') && hosts.split(',').all(|host| !host.is_empty() && is_host(host.as_bytes()));
+    is_certain.then_some(hosts)
 }
 
 /// A server that several nodes share.

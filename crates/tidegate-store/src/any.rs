@@ -73,6 +73,16 @@ impl Store for AnyStore {
         }
     }
 
+    fn outage(&self) -> Option<&str> {
+        match self {
+            Self::Memory(memory) => memory.outage(),
+            #[cfg(feature = "file")]
+            Self::File(file) => file.outage(),
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.outage(),
+        }
+    }
+
     fn maintain(&self, now: Time) -> Losses {
         match self {
             Self::Memory(memory) => memory.maintain(now),

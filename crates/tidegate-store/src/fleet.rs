@@ -37,7 +37,7 @@ use penalty_restore::ResetLog;
 const SUBMIT_QUEUE_CAPACITY: usize = 4096;
 
 /// The settings of a node of a fleet.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 #[non_exhaustive]
 pub struct FleetOptions {
     /// The time that a decision waits for the store. Default 50 ms.
@@ -50,13 +50,15 @@ pub struct FleetOptions {
     pub node_id: u64,
     /// The secret under which keys are hashed, if the store keeps it. It is stored again if the store loses it.
     pub seed: Option<[u8; 16]>,
+    /// The store's name in the log and in [`Store::outage`], without secrets. Default `shared`.
+    pub name: String,
 }
 
 impl FleetOptions {
     /// The defaults, for a node of this number.
     pub fn new(node_id: u64) -> Self {
         let (timeout, max_bytes) = (Duration::from_millis(50), crate::Memory::DEFAULT_MAX_BYTES);
-        Self { timeout, nodes: 1, max_bytes, node_id, seed: None }
+        Self { timeout, nodes: 1, max_bytes, node_id, seed: None, name: "shared".into() }
     }
 }
 
@@ -129,6 +131,7 @@ impl Fleet {
         let node = Arc::new(FleetNode {
             heartbeat_limit: limits.iter().map(|(id, _)| id).last(),
             partitions: (0..partition_count).map(|_| PartitionHealth::default()).collect(),
+            node_count: AtomicUsize::new(options.nodes.max(1) as usize),
             blocks: BlockCache::new(Arc::clone(&limits), reset_receiver.is_some()),
             reset_log: ResetLog::new(Arc::clone(&limits)),
             leases: Arc::new(Leases::new(limits)),
@@ -138,7 +141,6 @@ impl Fleet {
             submit_sender,
             dropped_count: AtomicU64::new(0),
             late_count: AtomicU64::new(0),
-            node_count: AtomicUsize::new(options.nodes.max(1) as usize),
             node_count_reliable_at,
             has_other_seed: AtomicBool::new(false),
             down_count: AtomicUsize::new(0),
@@ -211,6 +213,10 @@ impl Store for Fleet {
             let yes = usize::try_from(outcomes.list().first()?.used).ok()?;
             Some(Votes { yes, nodes: node.node_count.load(Ordering::Relaxed) })
         })
+    }
+
+    fn outage(&self) -> Option<&str> {
+        (self.node.down_count.load(Ordering::Relaxed) > 0).then_some(&self.node.options.name)
     }
 
     fn maintain(&self, now: Time) -> Losses {

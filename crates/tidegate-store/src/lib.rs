@@ -79,6 +79,11 @@ pub trait Store: Send + Sync + 'static {
         None::<std::future::Ready<Option<Votes>>>
     }
 
+    /// The name of the store while it is away and decisions go on without it: its kind and its hosts, no secrets.
+    fn outage(&self) -> Option<&str> {
+        None
+    }
+
     /// Forgets a part of the idle entries, about once a second. Returns the losses since the last call.
     fn maintain(&self, _now: Time) -> Losses {
         Losses::default()

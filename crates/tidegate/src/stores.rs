@@ -269,6 +269,7 @@ impl Stores {
                 options.timeout = self.config.timeout;
                 options.nodes = self.config.nodes;
                 options.max_bytes = self.max_bytes();
+                options.name = self.config.url.to_string();
                 Ok(AnyStore::Fleet(Fleet::start(remote, clock, options)))
             }
             #[cfg(feature = "file")]

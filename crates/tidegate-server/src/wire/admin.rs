@@ -9,8 +9,9 @@ use http::header::{ALLOW, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tidegate::Gate;
+use tidegate::policy::Plan;
 use tidegate::store::{Store, StoreResponse};
-use tidegate_core::{Batch, Clock};
+use tidegate_core::{Batch, Clock, OnOutage};
 
 use crate::access::Access;
 use crate::body::ResponseBody;
@@ -56,12 +57,26 @@ async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Res
     if admin.draining.load(Ordering::Relaxed) {
         return json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"draining"}"#.into());
     }
-    let answers = match admin.gate.store().apply(&Batch::new(0), admin.gate.clock().now()) {
-        StoreResponse::Ready(_) => true,
-        StoreResponse::Pending(later) => matches!(tokio::time::timeout(STORE_TIMEOUT, later).await, Ok(Ok(_))),
+    let store = admin.gate.store();
+    let answers = match store.outage() {
+        Some(_) if denies_in_outages(admin.gate.plan()) => false,
+        Some(name) => {
+            let body = serde_json::json!({ "status": "degraded", "store": name });
+            return json(StatusCode::OK, body.to_string().into());
+        }
+        None => match store.apply(&Batch::new(0), admin.gate.clock().now()) {
+            StoreResponse::Ready(_) => true,
+            StoreResponse::Pending(later) => matches!(tokio::time::timeout(STORE_TIMEOUT, later).await, Ok(Ok(_))),
+        },
     };
     match answers {
         true => json(StatusCode::OK, r#"{"status":"ready"}"#.into()),
         false => json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"the store does not answer"}"#.into()),
     }
+}
+
+/// True if no limit of a plan admits a call while the store is away.
+fn denies_in_outages(plan: &Plan) -> bool {
+    let mut rules = plan.limits().iter().map(|(_, limit)| limit.sharing().on_outage).peekable();
+    rules.peek().is_some() && rules.all(|rule| rule == OnOutage::Deny)
 }

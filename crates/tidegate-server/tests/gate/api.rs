@@ -1,9 +1,17 @@
 //! The decision API.
 
-use serde_json::{Value, json};
-use tidegate::{DecisionReport, Span};
+use std::sync::Arc;
 
-use crate::common::{Peer, body, get, header, json as parsed, nobody, once, post, start, status, undated};
+use serde_json::{Value, json};
+use tidegate::clock::ManualClock;
+use tidegate::store::{Memory, Never, Store, StoreResponse};
+use tidegate::{DecisionReport, Gate, Span};
+use tidegate_core::{Batch, Limits, Time};
+use tidegate_policy::KeySeed;
+
+use crate::common::{
+    Peer, body, get, header, json as parsed, nobody, once, policy, post, serve, start, status, undated,
+};
 
 const FILE: &str = r#"
     [inbound.global]
@@ -230,4 +238,46 @@ async fn health_endpoints_answer() {
     }
     let refused = once(gate.admin, post("/healthz", "x")).await;
     assert_eq!((status(&refused), header(&refused, "allow")), (405, Some("GET, HEAD")));
+}
+
+/// A store that is away, while decisions go on in memory.
+struct Away(Memory);
+
+impl Store for Away {
+    type Future = Never;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.0.limits()
+    }
+
+    fn apply(&self, batch: &Batch, now: Time) -> StoreResponse<Never> {
+        self.0.apply(batch, now)
+    }
+
+    fn submit(&self, batch: &Batch, now: Time) {
+        self.0.submit(batch, now);
+    }
+
+    fn outage(&self) -> Option<&str> {
+        Some("redis://db:6379")
+    }
+}
+
+#[tokio::test]
+async fn readiness_is_degraded_while_the_store_is_away() {
+    let limit = "[inbound.action.a]\nlimit = \"5 per 60s\"\non_outage = ";
+    let degraded = r#"{"status":"degraded","store":"redis://db:6379"}"#;
+    for (file, expected, answer) in [
+        (String::new(), 200, degraded),
+        (format!("{limit}\"local\"\n"), 200, degraded),
+        (format!("{limit}\"deny\"\n[inbound.global]\nlimit = \"9/s\"\n"), 200, degraded),
+        (format!("{limit}\"deny\"\n"), 503, r#"{"status":"the store does not answer"}"#),
+    ] {
+        let policy = policy(nobody(), &file);
+        let store = Away(Memory::new(Arc::clone(policy.plan().limits()), 1 << 20));
+        let (plan, clock) = (Arc::clone(policy.plan()), ManualClock::default());
+        let gate = serve(Gate::from_parts(plan, store, clock, KeySeed::new([7; 16])), &policy, |_| None).unwrap();
+        let ready = once(gate.admin, get("/readyz")).await;
+        assert_eq!((status(&ready), body(&ready)), (expected, answer), "{file}");
+    }
 }

@@ -143,7 +143,7 @@ async fn restore_seed(node: &FleetNode) {
 fn mark_down(node: &FleetNode, partition: &PartitionHealth, error: &str) {
     if partition.mark_down() && node.down_count.fetch_add(1, Ordering::Relaxed) == 0 {
         let what = if node.partitions.len() > 1 { "a part of the store" } else { "the store" };
-        tracing::warn!(error, "{what} is down: each limit goes on as its on_outage says");
+        tracing::warn!(store = node.options.name, error, "{what} is down: each limit goes on as its on_outage says");
     }
 }
 
@@ -155,7 +155,7 @@ async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
     let was_down = partition.mark_up();
     node.blocks.recheck_wakeup.notify_one();
     if was_down && node.down_count.fetch_sub(1, Ordering::Relaxed) == 1 {
-        tracing::warn!("the store is back");
+        tracing::warn!(store = node.options.name, "the store is back");
     }
 }
 
