@@ -164,8 +164,9 @@ pub(crate) fn describe(policy: &Policy) -> String {
         let _ = writeln!(text, "every call, over all actions{}", if is_shadow { SHADOW_NOTE } else { "" });
         describe_limits(&mut text, plan, plan.global());
     }
-    for (_, action) in plan.actions() {
-        let _ = writeln!(text, "{}{}", action.name(), describe_matcher(action, policy.api().forward_auth));
+    for (id, action) in plan.actions() {
+        let is_asked = policy.api().forward_auth && plan.part_not_in_requests(Some(id)).is_none();
+        let _ = writeln!(text, "{}{}", action.name(), describe_matcher(action, is_asked));
         if action.is_unlimited() {
             let _ = writeln!(text, "  unlimited");
         }
@@ -191,7 +192,7 @@ fn describe_matcher(action: &Action, forward_auth: bool) -> String {
     let mut text = match action.matcher() {
         Some(matcher) => format!(": {matcher}"),
         None if forward_auth && !action.has_concurrency() => {
-            ": by name, through the decision API or forward-auth".to_owned()
+            format!(": by name, through the decision API or /v1/auth?action={}", action.name())
         }
         None => ": by name, through the decision API".to_owned(),
     };

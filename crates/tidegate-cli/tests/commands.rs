@@ -47,8 +47,24 @@ fn check_describes_the_inbound_limits() {
     assert!(out.starts_with(&format!("{}: good\n\nevery call, over all actions\n", file.display())), "{out}");
     assert!(out.contains("  at most 1000 in any 1 h (by client_ip)\n"), "{out}");
     assert!(out.contains("login: POST /login\n  at most 9 in any 60 s (5, and one after each block); over that, blocks of 2 s, 4 s … 1 h"), "{out}");
-    assert!(out.contains("otp: by name, through the decision API or forward-auth\n"), "{out}");
+    assert!(out.contains("otp: by name, through the decision API\n"), "{out}");
     assert!(out.contains("(by key + platform)\n"), "{out}");
+}
+
+#[test]
+fn check_names_the_forward_auth_path_of_actions() {
+    let scratch = ScratchDir::new();
+    let file = scratch.write("named.toml", "[inbound.action.export]\nlimit = \"5 per 60s\"\n");
+    let (_, out, _) = run(&["check", file.to_str().unwrap()]);
+    assert!(out.contains("export: by name, through the decision API or /v1/auth?action=export\n"), "{out}");
+}
+
+#[test]
+fn check_notes_a_wildcard_of_regular_expressions() {
+    let scratch = ScratchDir::new();
+    let file = scratch.write("dots.toml", "[inbound.action.a]\nmatch = { path = \"/api/.*\" }\nlimit = \"9/s\"\n");
+    let (status, out, _) = run(&["check", file.to_str().unwrap()]);
+    assert!(status == 0 && out.contains("dots.toml:2:18: \"/api/.*\" matches names that begin with a dot"), "{out}");
 }
 
 #[test]

@@ -252,11 +252,7 @@ fn the_proxy_enforces_limits() {
 fn nginx_with_the_snippet_enforces_limits() {
     let (front, upstream) = (free_port(), free_port());
     let (_gate, ports) = gate(&format!("{LOGIN}\n[api]\ndeny_status = 403\n"), upstream);
-    let snippet = include_str!("../../../docs/snippets/nginx.conf")
-        .replace("127.0.0.1:8082", &format!("127.0.0.1:{}", ports.api))
-        .replace("127.0.0.1:8000", &format!("127.0.0.1:{front}"))
-        .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"));
-    let Some(server) = pages(&snippet, upstream, front) else { return };
+    let Some(server) = pages(&nginx_snippet(front, ports.api, upstream, false), upstream, front) else { return };
     assert_eq!(enforced(front), expected());
     let seen = server.read_file("access.log");
     assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
@@ -264,16 +260,105 @@ fn nginx_with_the_snippet_enforces_limits() {
     assert_eq!(answer.body, "a page of nginx");
 }
 
+/// The lines with which the guide lets requests pass while the gate is away: into a block, and beside it.
+const NGINX_OPEN: [&str; 2] = [
+    "        proxy_connect_timeout 1s;\n        proxy_read_timeout 1s;\n        error_page 502 504 = @tidegate_away;\n",
+    "    location @tidegate_away {\n        return 204;\n    }\n",
+];
+const CADDY_OPEN: [&str; 2] = [
+    "\t\ttransport http {\n\t\t\tdial_timeout 1s\n\t\t\tresponse_header_timeout 1s\n\t\t}\n",
+    "\thandle_errors {\n\t\t@away expression `{err.status_code} in [502, 504]`\n\t\treverse_proxy @away 127.0.0.1:3000\n\t}\n",
+];
+
+/// The guide's configuration of nginx with these ports, open while the gate is away if `open`.
+fn nginx_snippet(front: u16, api: u16, upstream: u16, open: bool) -> String {
+    let mut snippet = include_str!("../../../docs/snippets/nginx.conf").to_owned();
+    if open {
+        let [inside, beside] = NGINX_OPEN;
+        let place = "    location = /tidegate-auth {\n";
+        snippet = snippet.replace(place, &format!("{beside}{place}{inside}"));
+    }
+    snippet
+        .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
+        .replace("127.0.0.1:8000", &format!("127.0.0.1:{front}"))
+        .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"))
+}
+
+/// The guide's configuration of Caddy, as [`nginx_snippet`].
+fn caddy_snippet(front: u16, api: u16, upstream: u16, open: bool) -> String {
+    let mut snippet = include_str!("../../../docs/snippets/Caddyfile").to_owned();
+    if open {
+        let [inside, beside] = CADDY_OPEN;
+        let place = "\tforward_auth 127.0.0.1:8082 {\n";
+        snippet = snippet.replace(place, &format!("{beside}{place}{inside}"));
+    }
+    snippet
+        .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
+        .replace("http://:8000", &format!("http://:{front}"))
+        .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"))
+}
+
+/// The status of a request through a front server.
+fn through(front: u16, path: &str) -> u16 {
+    HttpClient::connect(front).unwrap().request(get_request(path)).status
+}
+
+/// An address that accepts connections and never answers.
+fn silent() -> (std::net::TcpListener, u16) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    (listener, port)
+}
+
+#[test]
+fn nginx_fails_closed_or_open_without_gate() {
+    let upstream = free_port();
+    let (_silent, silent) = silent();
+    for (api, open, expected) in [(free_port(), false, 500), (free_port(), true, 200), (silent, true, 200)] {
+        let front = free_port();
+        let Some(_nginx) = pages(&nginx_snippet(front, api, upstream, open), upstream, front) else { return };
+        assert_eq!(through(front, "/page"), expected, "{open}");
+    }
+    let front = free_port();
+    let (_gate, ports) = gate(&LOGIN.replace("[inbound]", "[inbound]\ndeny = [\"127.0.0.1\"]"), upstream);
+    let Some(_nginx) = pages(&nginx_snippet(front, ports.api, upstream, true), upstream, front) else { return };
+    assert_eq!(through(front, "/page"), 403, "a refusal stays one");
+}
+
+#[test]
+fn caddy_fails_closed_or_open_without_gate() {
+    let upstream = free_port();
+    let Some(_server) = pages("", upstream, upstream) else { return };
+    let (_silent, silent) = silent();
+    for (api, open, expected) in [(free_port(), false, 502), (free_port(), true, 200), (silent, true, 200)] {
+        let front = free_port();
+        let Some(_caddy) = caddy(&caddy_snippet(front, api, upstream, open), front) else { return };
+        assert_eq!(through(front, "/page"), expected, "{open}");
+    }
+    let front = free_port();
+    let (_gate, ports) = gate(&LOGIN.replace("[inbound]", "[inbound]\ndeny = [\"127.0.0.1\"]"), upstream);
+    let Some(_caddy) = caddy(&caddy_snippet(front, ports.api, upstream, true), front) else { return };
+    assert_eq!(through(front, "/page"), 403, "a refusal stays one");
+}
+
+#[test]
+fn nginx_may_name_an_action() {
+    let (front, upstream) = (free_port(), free_port());
+    let (gate, ports) = gate("[inbound.action.any]\nlimit = \"1 per 60s\"\n", upstream);
+    let snippet = nginx_snippet(front, ports.api, upstream, false).replace("/v1/auth;", "/v1/auth?action=any;");
+    let Some(_nginx) = pages(&snippet, upstream, front) else { return };
+    // Without api.deny_status = 403, nginx turns the refusal into a 500.
+    assert_eq!(["/a?action=b", "/b", "/c"].map(|path| through(front, path)), [200, 500, 500]);
+    let log = gate.read_file("stderr");
+    assert_eq!(log.matches("set api.deny_status = 403").count(), 1, "{log}");
+}
+
 #[test]
 fn caddy_with_the_snippet_enforces_limits() {
     let (front, upstream) = (free_port(), free_port());
     let (_gate, ports) = gate(LOGIN, upstream);
     let Some(server) = pages("", upstream, upstream) else { return };
-    let snippet = include_str!("../../../docs/snippets/Caddyfile")
-        .replace("127.0.0.1:8082", &format!("127.0.0.1:{}", ports.api))
-        .replace("http://:8000", &format!("http://:{front}"))
-        .replace("127.0.0.1:3000", &format!("127.0.0.1:{upstream}"));
-    let Some(_caddy) = caddy(&snippet, front) else { return };
+    let Some(_caddy) = caddy(&caddy_snippet(front, ports.api, upstream, false), front) else { return };
     assert_eq!(enforced(front), expected());
     let seen = server.read_file("access.log");
     assert_eq!(seen.lines().filter(|line| line.contains("POST /login")).count(), 5, "{seen}");
@@ -318,6 +403,48 @@ fn simulated_traefik_with_the_snippet_enforces_limits() {
     assert_eq!(answers, expected());
 }
 
+/// Envoy isn't among Debian's packages, so the test itself sends the requests of its `ext_authz` with the snippet: the
+/// original method, Host and appended path, the allowed headers, and Envoy's own address in `X-Forwarded-For`.
+#[test]
+fn simulated_envoy_with_the_snippet_enforces_limits() {
+    let snippet = YamlLoader::load_from_str(include_str!("../../../docs/snippets/envoy.yaml")).unwrap().remove(0);
+    let resources = &snippet["static_resources"];
+    let manager = &resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
+    assert_eq!(manager["use_remote_address"].as_bool(), Some(true));
+    let names = [0, 1].map(|place| manager["http_filters"][place]["name"].as_str().unwrap());
+    assert_eq!(names, ["envoy.filters.http.ext_authz", "envoy.filters.http.router"]);
+    let filter = &manager["http_filters"][0]["typed_config"];
+    let service = &filter["http_service"];
+    assert_eq!(service["server_uri"]["cluster"].as_str(), Some("tidegate"));
+    let gate_address = &resources["clusters"][0]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"];
+    assert_eq!(gate_address["address"]["socket_address"]["port_value"].as_i64(), Some(8082));
+    let prefix = service["path_prefix"].as_str().unwrap();
+    let allowed = filter["allowed_headers"]["patterns"].as_vec().unwrap();
+    let is_allowed = |name: &str| allowed.iter().any(|pattern| pattern["exact"].as_str() == Some(name));
+
+    let policy = LOGIN.replace("[\"127.0.0.0/8\"]", "[\"127.0.0.0/8\", \"192.0.2.10\"]");
+    let (_gate, ports) = gate(&policy, free_port());
+    let mut front = HttpClient::connect(ports.api).unwrap();
+    let lies = [("x-forwarded-uri", "/"), ("x-forwarded-method", "GET"), ("x-original-uri", "/")];
+    let lies: String = lies.iter().filter(|(name, _)| is_allowed(name)).map(|(n, v)| format!("{n}: {v}\r\n")).collect();
+    let client = if is_allowed("x-forwarded-for") { "198.51.100.1, 203.0.113.7," } else { "" };
+    let mut ask = |method: &str, path: &str| {
+        let answer = front.request(format!(
+            "{method} {prefix}{path} HTTP/1.1\r\nhost: a.test\r\ncontent-length: 0\r\n{lies}\
+             x-forwarded-for: {client}192.0.2.10\r\nx-envoy-internal: true\r\n\
+             x-envoy-expected-rq-timeout-ms: 250\r\n\r\n"
+        ));
+        let wait = answer.head.lines().find_map(|line| line.strip_prefix("retry-after: "));
+        (answer.status, wait.map(str::to_owned))
+    };
+    let mut answers: Vec<_> = (0..7).map(|_| ask("POST", "/login?next=/")).collect();
+    answers.push(ask("GET", "/elsewhere"));
+    assert_eq!(answers, expected());
+    let explained =
+        HttpClient::connect(ports.api).unwrap().request(get_request("/v1/status?action=login&ip=203.0.113.7"));
+    assert!(explained.body.contains("\"blocked\":true"), "{}", explained.body);
+}
+
 #[test]
 fn axum_with_the_layer_enforces_limits() {
     use axum::Router;
@@ -348,7 +475,12 @@ fn the_guide_contains_the_tested_snippets() {
         include_str!("../../../docs/snippets/nginx.conf"),
         include_str!("../../../docs/snippets/Caddyfile"),
         include_str!("../../../docs/snippets/traefik.yml"),
-    ] {
+        include_str!("../../../docs/snippets/envoy.yaml"),
+    ]
+    .into_iter()
+    .chain(NGINX_OPEN)
+    .chain(CADDY_OPEN)
+    {
         assert!(guide.contains(snippet), "{snippet}");
     }
 }

@@ -60,7 +60,10 @@ impl MatchedActions {
     }
 
     /// Adds an action, unless it is there already.
-    pub(crate) fn insert(&mut self, action: ActionId) -> Result<(), PathError> {
+    ///
+    /// # Errors
+    /// There are [`MAX_ACTIONS`] others.
+    pub fn insert(&mut self, action: ActionId) -> Result<(), PathError> {
         if !self.contains(action) {
             *self.0.iter_mut().find(|place| **place == NO_ACTION).ok_or(PathError::TooMany)? = action.0;
         }

@@ -108,6 +108,7 @@ use crate::proxy::ProxyState;
 use crate::refusal_log::RefusalLog;
 use crate::upstream::UpstreamClient;
 use crate::wire::admin::{self, AdminState};
+use crate::wire::forward_auth::ForwardAuthWarnings;
 use crate::wire::http_api::{ApiService, ApiState};
 
 /// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
@@ -336,7 +337,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             forward_auth: api.forward_auth,
             deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
             refusals: Arc::clone(refusals),
-            untrusted_peer_logged: AtomicBool::new(false),
+            warnings: ForwardAuthWarnings::default(),
         });
         let config = self.internal_config(API_CONNECTIONS);
         open_listener("api", address, config, move |client| ApiService::new(&state, client))

@@ -171,7 +171,7 @@ fn set_once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), Decisio
 }
 
 /// Decodes `%41` and `+`. Borrows the text if there is nothing to decode.
-fn decode(text: &str) -> Option<Cow<'_, str>> {
+pub(crate) fn decode(text: &str) -> Option<Cow<'_, str>> {
     if !text.bytes().any(|byte| matches!(byte, b'%' | b'+')) {
         return Some(Cow::Borrowed(text));
     }

@@ -9,7 +9,6 @@ use std::future::poll_fn;
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
@@ -32,7 +31,7 @@ use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
-use crate::wire::forward_auth;
+use crate::wire::forward_auth::{self, ForwardAuthWarnings};
 
 /// The maximum size of a decision request in bytes. One with eight long key parts has a few hundred bytes.
 const MAX_REQUEST_BYTES: usize = 16 << 10;
@@ -50,8 +49,7 @@ pub(crate) struct ApiState<S: Store, C: Clock> {
     pub(crate) forward_auth: bool,
     pub(crate) deny_status: StatusCode,
     pub(crate) refusals: Arc<RefusalLog>,
-    /// True once a forward-auth request of an untrusted peer has been logged. It is logged once only.
-    pub(crate) untrusted_peer_logged: AtomicBool,
+    pub(crate) warnings: ForwardAuthWarnings,
 }
 
 pub(crate) struct ApiService<S: Store, C: Clock>(Arc<ApiConnection<S, C>>);

@@ -100,14 +100,15 @@ async fn forward_auth_accepts_browser_headers() {
         if lines.matches("host: ").count() > 1 {
             continue;
         }
-        for path in ["/v1/auth", "/v1/auth/login"] {
+        for path in ["/v1/auth", "/v1/auth?action=login"] {
             let answer = once(gate.api, request("GET", path, &format!("{lines}{FORWARDED}"), "")).await;
             assert!([200, 429].contains(&status(&answer)), "{path} {lines}: {answer}");
         }
     }
     for path in ["/v1/authx", "/v1/auth%2f", "/v1/AUTH", "/v1/auth/../reset"] {
         let asked = request("POST", path, "host: evil.example\r\n", ABOUT);
-        let expected = if path.starts_with("/v1/auth/") { 404 } else { 421 };
+        // A question about a request to /../reset.
+        let expected = if path.starts_with("/v1/auth/") { 200 } else { 421 };
         assert_eq!(status(&once(gate.api, asked).await), expected, "{path}");
     }
 }

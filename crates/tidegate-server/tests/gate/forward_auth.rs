@@ -1,6 +1,6 @@
-//! Forward-auth with the requests of nginx, Traefik and Caddy.
+//! Forward-auth with the requests of nginx, Traefik, Caddy and Envoy.
 
-use crate::common::{Peer, body, get, header, json, nobody, once, start, status, undated};
+use crate::common::{Peer, body, capture, get, header, json, nobody, once, start, status, undated};
 
 const FILE: &str = r#"
     [inbound]
@@ -73,21 +73,140 @@ async fn the_status_of_a_refusal_is_configurable() {
 }
 
 #[tokio::test]
-async fn the_path_names_actions_headers_give_keys() {
+async fn the_query_names_actions_headers_give_keys() {
     let gate = start(nobody(), FILE).await;
-    let ask =
-        |tenant: &str| format!("GET /v1/auth/tenant?action=login HTTP/1.1\r\nhost: gate\r\nx-tenant: {tenant}\r\n\r\n");
+    let ask = |tenant: &str| format!("GET /v1/auth?action=tenant HTTP/1.1\r\nhost: gate\r\nx-tenant: {tenant}\r\n\r\n");
     assert_eq!(status(&once(gate.api, ask("a")).await), 200);
     assert_eq!(status(&once(gate.api, ask("b")).await), 200);
     assert_eq!(status(&once(gate.api, ask("a")).await), 429);
-    // The client's query string, which Caddy passes on, selects no action.
-    let query = "GET /v1/auth?action=tenant HTTP/1.1\r\nhost: gate\r\nx-forwarded-method: POST\r\nx-forwarded-uri: /login?action=tenant\r\n\r\n";
-    assert_eq!(header(&once(gate.api, query).await, "ratelimit"), Some("\"login\";r=0;t=60"));
     // The same with any method of the front server.
     let mut front = Peer::connect(gate.api).await;
-    let post = "POST /v1/auth/tenant HTTP/1.1\r\nhost: gate\r\nx-tenant: c\r\ncontent-length: 2\r\n\r\n{}";
+    let post = "POST /v1/auth?action=tenant HTTP/1.1\r\nhost: gate\r\nx-tenant: c\r\ncontent-length: 2\r\n\r\n{}";
     assert_eq!(status(&front.ask(post).await), 200);
     assert_eq!(status(&front.ask(post).await), 429);
+}
+
+/// A front server may pass on its client's query string, as Caddy does, or ask with one of its own.
+#[tokio::test]
+async fn a_clients_query_evades_no_action() {
+    let about = |query: &str, uri: &str| {
+        format!(
+            "GET /v1/auth?{query} HTTP/1.1\r\nhost: gate\r\nx-tenant: a\r\nx-forwarded-proto: http\r\n\
+             x-forwarded-method: POST\r\nx-forwarded-uri: {uri}\r\n\r\n"
+        )
+    };
+    for (query, uri, charged) in [
+        ("action=tenant", "/login?action=tenant", &["login", "tenant"][..]),
+        ("action=tenant", "/login?action=tenant#x", &["login", "tenant"]),
+        ("action=tenant", "/login?a&%61ction=tenant", &["login", "tenant"]),
+        ("action=login", "/other?action=login", &["login"]),
+        ("action=login", "/other?action=tenant", &["login"]),
+        ("action=login&action=tenant", "/other?action=tenant", &["login", "tenant"]),
+        ("action=tenant&action=login", "/other?action=tenant", &["login", "tenant"]),
+        ("action=nothing", "/login?action=nothing", &["login"]),
+        ("action=busy&action=account", "/login?action=busy&action=account", &["login"]),
+        ("action=tenant", "/login?a=1", &["tenant"]),
+        ("actions=tenant", "/login", &["login"]),
+    ] {
+        let gate = start(nobody(), FILE).await;
+        assert_eq!(status(&once(gate.api, about(query, uri)).await), 200, "{query} {uri}");
+        for action in ["login", "tenant"] {
+            let left = get(&format!("/v1/status?action={action}&ip=127.0.0.1&header:x-tenant=a"));
+            let expected = if charged.contains(&action) { 0 } else { 1 };
+            assert_eq!(json(&once(gate.api, left).await)["remaining"], expected, "{query} {uri}: {action}");
+        }
+    }
+    let gate = start(nobody(), FILE).await;
+    assert_eq!(status(&once(gate.api, about("action=login&action=tenant", "/login")).await), 400);
+}
+
+/// Envoy's `ext_authz` over HTTP sends the original method, Host and path behind `path_prefix`, no body, the allowed
+/// headers, and at the end of `x-forwarded-for` its own address.
+fn envoy(method: &str, path: &str, lines: &str) -> String {
+    format!(
+        "{method} /v1/auth{path} HTTP/1.1\r\nhost: app.example\r\ncontent-length: 0\r\n{lines}\
+         x-forwarded-for: 203.0.113.1,127.0.0.1\r\nx-envoy-internal: true\r\n\
+         x-envoy-expected-rq-timeout-ms: 200\r\n\r\n"
+    )
+}
+
+#[tokio::test]
+async fn a_path_of_envoy_is_judged() {
+    let file = "[inbound]\ntrusted_proxies = [\"127.0.0.0/8\"]\n\
+        [inbound.action.login]\nmatch = { method = \"POST\", path = \"/login\", host = \"app.example\" }\n\
+        key = [\"client_ip\", \"query:user\"]\nlimit = \"1 per 60s\"\n\
+        [inbound.action.reading]\nlimit = \"0 per 60s\"\n";
+    for path in [
+        "/login",
+        "//login",
+        "/./login",
+        "/x/../login",
+        "/x%2f../login",
+        "/%6cogin",
+        "/login/",
+        "/login;x",
+        "/..//login",
+        "//app.example/login",
+        "/http://app.example/../../login",
+    ] {
+        let gate = start(nobody(), file).await;
+        let mut front = Peer::connect(gate.api).await;
+        let asked = front.ask(envoy("POST", "/login?user=a", "")).await;
+        assert_eq!((status(&asked), header(&asked, "ratelimit")), (200, Some("\"login\";r=0;t=60")));
+        let refused = front.ask(envoy("POST", &format!("{path}?user=a"), "")).await;
+        assert_eq!((status(&refused), header(&refused, "retry-after")), (429, Some("60")), "{path}");
+        assert_eq!(status(&front.ask(envoy("POST", &format!("{path}?user=b"), "")).await), 200, "{path}");
+    }
+    let gate = start(nobody(), file).await;
+    for (method, path) in [("GET", "/login"), ("POST", "/"), ("POST", "/reading"), ("POST", "/other?action=reading")] {
+        let asked = once(gate.api, envoy(method, path, "")).await;
+        assert_eq!((status(&asked), header(&asked, "ratelimit")), (200, None), "{method} {path}");
+    }
+    for lines in ["x-forwarded-uri: /other\r\n", "x-original-uri: /login?\r\n", "x-forwarded-method: GET\r\n"] {
+        let answer = once(gate.api, envoy("POST", "/login", lines)).await;
+        assert_eq!(status(&answer), 400, "{lines}{answer}");
+        assert!(body(&answer).contains("/v1/auth?action=NAME"), "{answer}");
+    }
+    let absolute = envoy("POST", "/login", "").replace("/v1/", "http://other.example/v1/");
+    assert_eq!(status(&once(gate.api, absolute).await), 400);
+}
+
+#[tokio::test]
+async fn an_action_name_as_path_is_logged_once() {
+    let (lines, _guard) = capture("text");
+    let gate = start(nobody(), FILE).await;
+    let told = |lines: &crate::common::Lines| lines.text().matches("ask at /v1/auth?action=tenant").count();
+    assert_eq!(status(&once(gate.api, envoy("POST", "/login", "")).await), 200);
+    assert_eq!(status(&once(gate.api, envoy("GET", "/tenants", "")).await), 200);
+    assert_eq!(told(&lines), 0, "{}", lines.text());
+    assert_eq!(status(&once(gate.api, envoy("GET", "/tenant", "")).await), 200);
+    assert_eq!(status(&once(gate.api, envoy("GET", "/tenant", "x-forwarded-uri: /login\r\n")).await), 400);
+    assert_eq!(told(&lines), 1, "{}", lines.text());
+}
+
+#[tokio::test]
+async fn a_status_that_nginx_rejects_is_logged() {
+    let old_nginx = |lines: &[&str]| ask(lines).replace("HTTP/1.1", "HTTP/1.0");
+    let proto = ["x-forwarded-proto: https", "x-forwarded-method: POST", "x-forwarded-uri: /login"];
+    let original = ["x-forwarded-proto: https", "x-original-method: POST", "x-original-uri: /login"];
+    for (question, deny_status, is_told) in [
+        (ask(&proto[1..]), 429, true),
+        (ask(&original), 429, true),
+        (old_nginx(&proto), 429, true),
+        (ask(&proto), 429, false),
+        (envoy("POST", "/login", ""), 429, false),
+        (ask(&proto[1..]), 403, false),
+        (ask(&proto[1..]), 401, false),
+    ] {
+        let (lines, _guard) = capture("text");
+        let gate = start(nobody(), &format!("{FILE}[api]\ndeny_status = {deny_status}\n")).await;
+        let statuses = [&question, &question, &question].map(|question| once(gate.api, question));
+        for (answer, expected) in statuses.into_iter().zip([200, deny_status, deny_status]) {
+            assert_eq!(status(&answer.await), expected, "{question}");
+        }
+        let count = lines.text().matches("set api.deny_status = 403").count();
+        assert_eq!(count, usize::from(is_told), "{question}{}", lines.text());
+    }
 }
 
 #[tokio::test]
@@ -98,10 +217,11 @@ async fn undecidable_requests_state_the_reason() {
         (ask(&["x-original-uri: /login"]), 400, "X-Forwarded-Method"),
         (ask(&["x-forwarded-method: GET", "x-forwarded-uri: /a", "x-original-uri: /login"]), 400, "different requests"),
         (ask(&["x-forwarded-method: GET", "x-forwarded-uri: /a", "x-forwarded-uri: /b"]), 400, "twice"),
-        (get("/v1/auth/busy"), 400, "calls in flight"),
-        (get("/v1/auth/account"), 400, "`key` is missing"),
-        (get("/v1/auth/logn"), 404, "did you mean \\\"login\\\"?"),
-        (get("/v1/auth?action=login"), 400, "/v1/auth/NAME"),
+        (get("/v1/auth?action=busy"), 400, "calls in flight"),
+        (get("/v1/auth?action=account"), 400, "`key` is missing"),
+        (get("/v1/auth?action=logn"), 404, "did you mean \\\"login\\\"?"),
+        (get("/v1/auth?actions=login"), 400, "/v1/auth?action=NAME"),
+        (get("/v1/auth?action=login&action=tenant"), 400, "more than one action"),
         (get("/v1/author"), 404, "no such path"),
     ] {
         let answer = once(gate.api, &request).await;
@@ -119,7 +239,7 @@ async fn forward_auth_is_off_with_in_flight_limits() {
         "[inbound.global]\nlimit = \"1 in flight\"\n",
     ] {
         let gate = start(nobody(), file).await;
-        for request in [ask(&["x-forwarded-method: GET", "x-forwarded-uri: /"]), get("/v1/auth/busy")] {
+        for request in [ask(&["x-forwarded-method: GET", "x-forwarded-uri: /"]), get("/v1/auth?action=busy")] {
             let answer = once(gate.api, request).await;
             assert_eq!(status(&answer), 404, "{file}{answer}");
             assert!(json(&answer)["message"].as_str().unwrap().starts_with("forward-auth is off: "), "{answer}");
