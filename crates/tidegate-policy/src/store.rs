@@ -74,19 +74,31 @@ impl fmt::Display for StoreUrl {
             Self::File(path) => write!(f, "file:{}", path.display()),
             Self::Server(_, url) => {
                 let (scheme, rest) = url.expose().split_once("://").unwrap_or_default();
-                write!(f, "{scheme}://{}", hosts(rest).unwrap_or("…"))
+                write!(f, "{scheme}://{}", addresses(scheme, rest).as_deref().unwrap_or("…"))
             }
         }
     }
 }
 
-/// The hosts of a URL without its scheme. `None` if they can't be told from a log-in with certainty, as when a password
-/// has a slash that isn't escaped.
-fn hosts(rest: &str) -> Option<&str> {
+/// The hosts and ports of a URL. `None` if they can't be told from a log-in with certainty, as when a password has a
+/// slash that isn't escaped.
+fn addresses(scheme: &str, rest: &str) -> Option<String> {
+    let default_port = match scheme {
+        "redis-sentinel" | "rediss-sentinel" => 26379,
+        "mysql" | "mariadb" => 3306,
+        "postgres" | "postgresql" => 5432,
+        "mongodb" => 27017,
+        _ => 6379,
+    };
     let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
     let hosts = authority.rsplit_once('@').map_or(authority, |(_, hosts)| hosts);
-    let is_certain = !path.contains('@') && hosts.split(',').all(|host| !host.is_empty() && is_host(host.as_bytes()));
-    is_certain.then_some(hosts)
+    let address = |host: &str| {
+        let has_port = host.rsplit(']').next().is_some_and(|end| end.contains(':'));
+        let is_certain = !path.contains('@') && !host.is_empty() && is_host(host.as_bytes());
+        is_certain.then(|| if has_port { host.to_owned() } else { format!("{host}:{default_port}") })
+    };
+    let addresses: Option<Vec<String>> = hosts.split(',').map(address).collect();
+    addresses.map(|addresses| addresses.join(","))
 }
 
 /// A server that several nodes share.

@@ -44,11 +44,12 @@ fn store_urls_select_the_engine() {
 #[test]
 fn shown_urls_have_hosts_and_no_login() {
     for (url, shown) in [
-        ("redis://127.0.0.1", "redis://127.0.0.1"),
+        ("redis://127.0.0.1", "redis://127.0.0.1:6379"),
+        ("redis://[::1]", "redis://[::1]:6379"),
         ("rediss://hunter2:hunter2@redis.example:6380/2", "rediss://redis.example:6380"),
         ("redis://:hunter2@[::1]:6379", "redis://[::1]:6379"),
-        ("redis-sentinel://:hunter2@a:26379,b/main", "redis-sentinel://a:26379,b"),
-        ("mysql://hunter2:hunt@er2@db/limits?tls=hunter2", "mysql://db"),
+        ("redis-sentinel://:hunter2@a:1,b/main", "redis-sentinel://a:1,b:26379"),
+        ("mysql://hunter2:hunt@er2@db/limits?tls=hunter2", "mysql://db:3306"),
         ("redis://:hunter2", "redis://…"),
         ("redis://:9/hunter2@db", "redis://…"),
         ("redis://h:9?hunter2@db", "redis://…"),

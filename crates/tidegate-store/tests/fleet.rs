@@ -309,9 +309,11 @@ async fn a_permanently_slow_store_grants_one_share() {
     }
     assert_eq!(admitted, 5);
     assert!(!node.fleet.is_up());
+    assert_eq!(node.fleet.outage(), Some("shared"));
     store.set_behaviour(RemoteBehaviour::Normal);
     sleep(Duration::from_millis(500)).await;
     assert!(node.fleet.is_up());
+    assert_eq!(node.fleet.outage(), None);
     assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, 5);
 }
 

@@ -103,13 +103,8 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         ..Query::default()
     };
     if original.host.is_some_and(|host| !is_host(host.as_bytes())) {
-        return reject(
-            api,
-            request,
-            RejectionReason::Host,
-            &query,
-            "the host is no name or address with at most a port",
-        );
+        let why = "the host is no name or address with at most a port";
+        return reject(api, request, RejectionReason::Host, &query, why);
     }
     let error_response = |error: &CheckError| match error.uncountable() {
         Some(uncountable) => reject(api, request, uncountable.into(), &query, &uncountable.to_string()),

@@ -35,6 +35,11 @@ fn described(path: &str, client: u8, lines: &str) -> String {
     through("/v1/auth", client, &format!("{about}{lines}"))
 }
 
+/// The same request as Envoy asks about it.
+fn appended(path: &str, client: u8, lines: &str) -> String {
+    through(&format!("/v1/auth{path}"), client, lines)
+}
+
 type Form = fn(&str, u8, &str) -> String;
 
 async fn gate() -> (Running, Echo) {
@@ -65,7 +70,7 @@ const SPELLINGS: [(&str, &str); 18] = [
 
 #[tokio::test]
 async fn no_key_spelling_gives_a_fresh_count() {
-    for (form, via_proxy) in [(through as Form, true), (described as Form, false)] {
+    for (form, via_proxy) in [(through as Form, true), (described as Form, false), (appended as Form, false)] {
         for part in ["/cookie", "/header", "/query"] {
             let (gate, _echo) = gate().await;
             let mut peer = Peer::connect(if via_proxy { gate.inbound } else { gate.api }).await;
