@@ -38,6 +38,9 @@ async fn serve(policy: &Policy, source_name: &str) -> CommandResult {
 
 fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnyStore>) -> String {
     let mut text = format!("tidegate {} runs {source_name}\n\n", env!("CARGO_PKG_VERSION"));
+    for note in policy.notes() {
+        let _ = writeln!(text, "{note}\n");
+    }
     match (bound.inbound(), &policy.inbound().upstream) {
         (Some(address), Some(upstream)) => {
             let _ = writeln!(text, "  gate     http://{address} in front of {upstream}");

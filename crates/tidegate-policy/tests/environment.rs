@@ -66,7 +66,7 @@ fn variables_without_effect_are_noted() {
             ],
         ),
         // The global limit that the variable makes has a penalty.
-        (LIMITED, [("GLOBAL_RATE_LIMIT", "5"), ("BACKOFF_MAX", "9")], Vec::new()),
+        (LIMITED, [("GLOBAL_RATE_LIMIT", "5"), ("BACKOFF_MAX", "7200")], Vec::new()),
         (
             CALLS,
             [("GLOBAL_RATE_LIMIT", "5"), ("X_RETRY_MAX", "9")],
