@@ -12,6 +12,7 @@ use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
 
 use crate::explain::Explanation;
+use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
 use crate::report::{DecisionReport, PermitId};
@@ -28,6 +29,7 @@ struct GateInner<S, C> {
     clock: C,
     seed: KeySeed,
     holder_ids: HolderIds,
+    hold_times: HoldTimes,
 }
 
 impl<S, C> Clone for Gate<S, C> {
@@ -107,7 +109,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// A gate of these parts. The store's limits must be the plan's. `seed` is random if only this process uses the
     /// store, and the same on every node if the store is shared.
     pub fn from_parts(plan: Arc<Plan>, store: S, clock: C, seed: KeySeed) -> Self {
-        Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids: HolderIds::new() }))
+        let hold_times = HoldTimes::new(plan.limits());
+        Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids: HolderIds::new(), hold_times }))
     }
 
     /// The plan by which this gate decides.
@@ -175,8 +178,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let actions = self.actions(query)?;
         let mut batch = self.batch(actions, query, Verb::Peek, 0)?;
         let answer = self.0.store.apply(&batch, self.0.clock.now());
-        let outcomes = self.outcomes(&mut batch, query.ip, answer).await?;
-        let decision = self.decide_by_list(query).unwrap_or_else(|| decide(&batch, self.0.plan.limits(), &outcomes));
+        let mut outcomes = self.outcomes(&mut batch, query.ip, answer).await?;
+        let decided = self.decide_outcomes(&batch, &mut outcomes);
+        let decision = self.decide_by_list(query).unwrap_or(decided);
         Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
     }
 
@@ -289,9 +293,24 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.ask_again(&mut batch, query.ip, &mut answer);
         Ok(match answer {
             // By reference: moving them would copy them.
-            StoreResponse::Ready(ref outcomes) => Check::Decided(decide(&batch, self.0.plan.limits(), outcomes)),
+            StoreResponse::Ready(ref mut outcomes) => Check::Decided(self.decide_outcomes(&batch, outcomes)),
             StoreResponse::Pending(answer) => Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, answer)),
         })
+    }
+
+    /// The decision of these outcomes. Waits for calls in flight are estimated.
+    #[inline]
+    pub(crate) fn decide_outcomes(&self, batch: &Batch, outcomes: &mut Outcomes) -> Decision {
+        let GateInner { plan, hold_times, .. } = &*self.0;
+        if hold_times.is_empty() {
+            return decide(batch, plan.limits(), outcomes);
+        }
+        hold_times.estimate_waits(batch, outcomes);
+        let decision = decide(batch, plan.limits(), outcomes);
+        if let Some(holder) = decision.permit {
+            hold_times.begin(holder, self.0.clock.now());
+        }
+        decision
     }
 
     async fn decide(&self, query: &Query<'_>, verb: Verb) -> Result<Decision, CheckError> {
@@ -338,6 +357,9 @@ impl<S: Store, C: Clock> Gate<S, C> {
                 done |= is_done(&self.apply(&batch).await?);
             }
         }
+        if done && verb == Verb::Release {
+            self.end_hold(&batch);
+        }
         Ok(done)
     }
 
@@ -371,6 +393,11 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// removed because the store is full. A long-running program calls it about once a second.
     pub fn maintain(&self) -> Losses {
         self.0.store.maintain(self.0.clock.now())
+    }
+
+    /// Measures the time for which the holder of this batch had its permits.
+    pub(crate) fn end_hold(&self, batch: &Batch) {
+        self.0.hold_times.end(batch, self.0.clock.now());
     }
 
     pub(crate) fn submit(&self, batch: &Batch) {

@@ -43,6 +43,7 @@
 
 mod explain;
 mod gate;
+mod hold_times;
 #[cfg(feature = "tower")]
 mod layer;
 #[cfg(feature = "outbound")]

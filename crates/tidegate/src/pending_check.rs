@@ -2,7 +2,6 @@
 
 use std::net::IpAddr;
 
-use tidegate_core::decision::decide;
 use tidegate_core::{Batch, Clock, Decision};
 use tidegate_store::{Store, StoreResponse};
 
@@ -43,9 +42,9 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
     pub async fn decision(self) -> Result<Decision, CheckError> {
         let Self { mut request, ip, answer } = self;
         let ReleaseGuard { gate, batch, is_answered } = &mut request;
-        let outcomes = gate.outcomes(batch, ip, StoreResponse::Pending(answer)).await?;
+        let mut outcomes = gate.outcomes(batch, ip, StoreResponse::Pending(answer)).await?;
         *is_answered = true;
-        Ok(decide(batch, gate.plan().limits(), &outcomes))
+        Ok(gate.decide_outcomes(batch, &mut outcomes))
     }
 }
 

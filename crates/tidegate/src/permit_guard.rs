@@ -34,6 +34,7 @@ impl<S: Store, C: Clock> PermitGuard<S, C> {
 
 impl<S: Store, C: Clock> Drop for PermitGuard<S, C> {
     fn drop(&mut self) {
+        self.gate.end_hold(&self.own_keys);
         for batch in self.shared_keys.iter_mut().chain([&mut self.own_keys]) {
             batch.ops_mut().iter_mut().for_each(|op| op.verb = Verb::Release);
             self.gate.submit(batch);

@@ -237,6 +237,32 @@ fn permits_are_held_and_returned() {
     assert!(!block_on(gate.release(&export, permit)).unwrap());
 }
 
+/// Permits that are given back, by guards or by their number, show how soon the next one is free.
+#[test]
+fn the_wait_for_a_permit_is_estimated() {
+    let (gate, clock) = gate("[inbound.action.export]\nlimit = \"1 in flight\"\n");
+    let export = call("export", "203.0.113.7");
+    let wait = || {
+        let decision = gate.check_now(&export).unwrap();
+        assert!(!decision.allowed);
+        decision.retry_after.unwrap().as_secs_ceil()
+    };
+    let first = gate.check_now(&export).unwrap();
+    assert_eq!(wait(), 30, "nothing is known but the lease");
+    clock.advance(Span::from_millis(300));
+    drop(gate.hold_permit(&export, &first).unwrap());
+    let second = gate.check_now(&export).unwrap();
+    assert_eq!(wait(), 1);
+    clock.advance(Span::from_secs(5));
+    assert!(block_on(gate.release(&export, gate.report(&second).permit.unwrap())).unwrap());
+    let _third = gate.check_now(&export).unwrap();
+    assert_eq!(wait(), 6, "the longer of two, rounded up");
+    let explained = block_on(gate.explain(&export)).unwrap();
+    assert_eq!((explained.decision.retry_after, explained.limits[0].retry_after), (Some(6), Some(6)));
+    clock.advance(Span::from_secs(26));
+    assert_eq!(wait(), 4, "the lease ends before that");
+}
+
 #[test]
 fn status_and_explain_take_no_permit() {
     let (gate, _) = gate("[inbound.action.export]\nlimit = \"2 in flight\"\n");

@@ -108,6 +108,11 @@ impl Outcomes {
         &self.list
     }
 
+    /// The outcomes, to be changed.
+    pub fn list_mut(&mut self) -> &mut [Outcome] {
+        &mut self.list
+    }
+
     /// True if any limit refuses, in shadow or not.
     pub fn refuses(&self) -> bool {
         self.list.iter().any(|outcome| outcome.verdict.refuses())

@@ -1,0 +1,171 @@
+//! The times for which calls hold their permits: an estimate of the wait for the next permit.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use tidegate_core::{Batch, LimitId, LimitKind, Limits, Outcomes, Span, Time};
+
+/// The maximum number of permits whose start is remembered. Further ones aren't measured.
+const MAX_MEASURED: usize = 1024;
+/// The time after which a permit that wasn't given back is no longer measured.
+const MAX_HOLD: Span = Span::from_secs(3600);
+/// The parts of the lease by which hold times are counted.
+const BUCKETS: usize = 64;
+/// At this number of hold times, the earlier ones count half.
+const MAX_SAMPLES: u32 = 256;
+/// The shortest estimate.
+const MIN_ESTIMATE: Span = Span::from_secs(1);
+
+/// The hold times of all limits on calls in flight, as this process has seen them.
+#[derive(Debug)]
+pub(crate) struct HoldTimes {
+    limits: Box<[LimitHoldTimes]>,
+    /// The start of each measured permit, by its holder.
+    started: Mutex<HashMap<u64, Time>>,
+}
+
+#[derive(Debug)]
+struct LimitHoldTimes {
+    limit: LimitId,
+    lease: Span,
+    histogram: Mutex<[u32; BUCKETS]>,
+    /// The 90th percentile of hold times in microseconds, at most the lease. [`u64::MAX`] if none is known.
+    estimate: AtomicU64,
+}
+
+impl HoldTimes {
+    pub(crate) fn new(limits: &Limits) -> Self {
+        let concurrency = |(limit, kind): (LimitId, &LimitKind)| match kind {
+            LimitKind::Concurrency(concurrency) => Some(LimitHoldTimes {
+                limit,
+                lease: concurrency.lease(),
+                histogram: Mutex::new([0; BUCKETS]),
+                estimate: AtomicU64::new(u64::MAX),
+            }),
+            _ => None,
+        };
+        let kinds = limits.iter().map(|(id, limit)| (id, limit.kind()));
+        Self { limits: kinds.filter_map(concurrency).collect(), started: Mutex::default() }
+    }
+
+    /// True if the plan has no limit on calls in flight.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.limits.is_empty()
+    }
+
+    /// Begins to measure the permit of this holder.
+    pub(crate) fn begin(&self, holder: u64, now: Time) {
+        let mut started = self.started.lock();
+        if started.len() >= MAX_MEASURED {
+            started.retain(|_, at| now.since(*at) < MAX_HOLD);
+        }
+        if started.len() < MAX_MEASURED {
+            started.insert(holder, now);
+        }
+    }
+
+    /// Records that the holder of a batch has given its permits back.
+    pub(crate) fn end(&self, batch: &Batch, now: Time) {
+        let Some(began) = self.started.lock().remove(&batch.holder()) else { return };
+        for op in batch.ops() {
+            if let Some(of_limit) = self.of(op.limit) {
+                of_limit.record(now.since(began));
+            }
+        }
+    }
+
+    /// Replaces the wait for the end of a lease by the estimate, if that is shorter. A block isn't shortened.
+    pub(crate) fn estimate_waits(&self, batch: &Batch, outcomes: &mut Outcomes) {
+        let now = outcomes.now();
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list_mut()) {
+            let estimate = self.of(op.limit).map_or(u64::MAX, |of_limit| of_limit.estimate.load(Ordering::Relaxed));
+            if outcome.verdict.refuses() && estimate != u64::MAX && !outcome.retry_at.is_never() {
+                let freed_at = now + Span::from_micros(estimate);
+                outcome.retry_at = outcome.retry_at.min(freed_at.max(outcome.block_until));
+            }
+        }
+    }
+
+    fn of(&self, limit: LimitId) -> Option<&LimitHoldTimes> {
+        self.limits.iter().find(|of_limit| of_limit.limit == limit)
+    }
+}
+
+impl LimitHoldTimes {
+    fn record(&self, held: Span) {
+        let width = (self.lease.as_micros() / BUCKETS as u64).max(1);
+        let bucket = usize::try_from(held.as_micros() / width).unwrap_or(usize::MAX).min(BUCKETS - 1);
+        let mut histogram = self.histogram.lock();
+        histogram[bucket] += 1;
+        let total: u32 = histogram.iter().sum();
+        let mut rest = total.div_ceil(10);
+        // The bucket in which the longest tenth begins, from the longest times downwards.
+        let percentile = (0..BUCKETS).rev().find(|bucket| {
+            rest = rest.saturating_sub(histogram[*bucket]);
+            rest == 0
+        });
+        let micros = width * (percentile.unwrap_or(BUCKETS - 1) as u64 + 1);
+        let estimate = micros.max(MIN_ESTIMATE.as_micros()).min(self.lease.as_micros());
+        self.estimate.store(estimate, Ordering::Relaxed);
+        if total >= MAX_SAMPLES {
+            histogram.iter_mut().for_each(|count| *count /= 2);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tidegate_core::concurrency::Concurrency;
+    use tidegate_core::{Key, Limit, Op, Verb};
+
+    /// The estimate in milliseconds after permits were held for these many seconds each.
+    fn estimate(held: &[u64]) -> Option<u64> {
+        let kind = LimitKind::Concurrency(Concurrency::new(1, Span::from_secs(30)).unwrap());
+        let limits = Limits::new(vec![Limit::new(kind)]).unwrap();
+        let times = HoldTimes::new(&limits);
+        let limit = LimitId::from_index(0).unwrap();
+        for (holder, secs) in (0..).zip(held) {
+            let mut batch = Batch::new(holder);
+            batch.push(Op::new(limit, Verb::Release, Key::default(), 1)).unwrap();
+            times.begin(holder, Time::ZERO);
+            times.end(&batch, Time::from_secs(*secs));
+            // A second release measures nothing.
+            times.end(&batch, Time::from_secs(3_000));
+        }
+        let estimate = times.of(limit).unwrap().estimate.load(Ordering::Relaxed);
+        (estimate != u64::MAX).then_some(estimate / 1_000)
+    }
+
+    #[test]
+    fn the_estimate_is_the_90th_percentile() {
+        assert_eq!(estimate(&[]), None);
+        assert_eq!(estimate(&[0]), Some(1_000), "at least a second");
+        assert_eq!(estimate(&[50]), Some(30_000), "at most the lease");
+        let (mut nine, mut eight) = ([3_u64; 10], [3_u64; 10]);
+        (nine[9], eight[8], eight[9]) = (20, 20, 20);
+        assert_eq!(estimate(&nine), Some(20_156), "one of ten is the longest tenth");
+        assert_eq!(estimate(&[&nine[..9], &nine[..9], &nine[8..]].concat()), Some(3_281));
+        assert_eq!(estimate(&eight), Some(20_156));
+    }
+
+    #[test]
+    fn recent_hold_times_outweigh_old_ones() {
+        let mut held = vec![20; 1_000];
+        held.extend([1; 1_000]);
+        assert_eq!(estimate(&held), Some(1_406));
+    }
+
+    #[test]
+    fn measured_permits_are_bounded() {
+        let times = HoldTimes::new(&Limits::new(Vec::new()).unwrap());
+        for holder in 0..5_000 {
+            times.begin(holder, Time::ZERO);
+        }
+        assert_eq!(times.started.lock().len(), MAX_MEASURED);
+        times.begin(5_000, Time::from_secs(3_600));
+        assert_eq!(times.started.lock().len(), 1, "permits that were lost make room");
+    }
+}
