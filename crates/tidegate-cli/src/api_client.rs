@@ -13,7 +13,7 @@ use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
-use tidegate::{DecisionReport, Explanation, LimitReport};
+use tidegate::{DecisionReport, Explanation, LimitReport, ResetReport};
 use tidegate_policy::{ApiConfig, Secret, SecretSource};
 use tokio::net::TcpStream;
 
@@ -48,8 +48,34 @@ pub(crate) fn status(call: &CallArgs) -> CommandResult {
 
 /// `tidegate reset`.
 pub(crate) fn reset(call: &CallArgs) -> CommandResult {
-    let what = call.action.clone().or_else(|| call.path.clone()).unwrap_or_default();
-    call_api(call, Method::POST, "/v1/reset", |_| Some((format!("{what}: reset\n"), CliOutcome::Done)))
+    let what = call.action.as_deref().or(call.path.as_deref()).unwrap_or("all actions");
+    call_api(call, Method::POST, "/v1/reset", |text| {
+        let report: ResetReport = serde_json::from_str(text).ok()?;
+        Some((describe_reset(what, &report), CliOutcome::Done))
+    })
+}
+
+fn describe_reset(what: &str, report: &ResetReport) -> String {
+    let mut text = String::new();
+    for LimitReport { name, used, limit, strikes, backoff_seconds, .. } in &report.limits {
+        let _ = write!(text, "{name}: reset; {used} of {limit} were used");
+        let blocked = backoff_seconds.map(|backoff| format!(", blocked for {backoff} s")).unwrap_or_default();
+        let _ = match strikes {
+            0 => writeln!(text, "{blocked}"),
+            _ => writeln!(text, "{blocked} after {strikes} strike{}", if *strikes == 1 { "" } else { "s" }),
+        };
+    }
+    if text.is_empty() {
+        let _ = writeln!(text, "{what}: nothing was counted for this client");
+    }
+    for LimitReport { name, retry_after, .. } in &report.still_blocked {
+        let wait = retry_after.map(|wait| format!(" for {wait} s")).unwrap_or_default();
+        let _ = writeln!(text, "{name} still blocks this client{wait}: `tidegate reset {name}` ends that, too");
+    }
+    if !report.skipped.is_empty() {
+        let _ = writeln!(text, "not reset, because they count by more than was given: {}", report.skipped.join(", "));
+    }
+    text
 }
 
 /// Takes the URL and the token of the API from the command line, and otherwise from the policy. Prints errors to standard

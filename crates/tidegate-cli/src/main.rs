@@ -146,8 +146,8 @@ struct MissingCommand {
 /// A call, as a decision request describes it.
 #[derive(Debug, Default, Args)]
 struct CallArgs {
-    /// The action.
-    #[arg(required_unless_present = "path")]
+    /// The action. `reset` without one, and without a path, resets a client under all actions.
+    #[arg(required_unless_present_any = ["path", "ip", "key"])]
     action: Option<String>,
     /// The client's address.
     #[arg(long)]

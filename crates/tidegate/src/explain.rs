@@ -58,6 +58,23 @@ pub struct LimitReport {
     pub shadow: bool,
 }
 
+/// What a reset found and did. Limits are described as they were before it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResetReport {
+    /// Always true.
+    pub reset: bool,
+    /// The reset limits that had counted or blocked the caller. Omitted if empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub limits: Vec<LimitReport>,
+    /// The limits that still block the caller, because they aren't the action's own. Omitted if empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub still_blocked: Vec<LimitReport>,
+    /// The actions that were left out of a reset of all, because they count by a part of calls that wasn't given.
+    /// Omitted if empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub skipped: Vec<String>,
+}
+
 impl Explanation {
     pub(crate) fn new<S: Store, C: Clock>(
         gate: &Gate<S, C>,

@@ -5,13 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::decision::{decide, move_to_shared_keys};
-use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
-use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
+use tidegate_core::{Batch, Clock, Decision, LimitId, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
+use tidegate_policy::{
+    KeyError, KeyPart, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError,
+};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
 
-use crate::explain::Explanation;
+use crate::explain::{Explanation, ResetReport};
 use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
@@ -188,9 +190,17 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// what the caller shares with its network while the store is full stay as they are. Repeating it changes nothing.
     /// The action `global` is the global limit.
     ///
+    /// Without an action and a path, resets the caller's address or key, as far as given, in all limits that count by
+    /// it.
+    ///
     /// # Errors
     /// As [`Gate::check`].
-    pub async fn reset(&self, query: &Query<'_>) -> Result<(), CheckError> {
+    pub async fn reset(&self, query: &Query<'_>) -> Result<ResetReport, CheckError> {
+        let mut report = ResetReport { reset: true, ..ResetReport::default() };
+        if query.actions.is_none() && query.action.is_none() && query.path.is_none() {
+            self.reset_all(query, &mut report).await?;
+            return Ok(report);
+        }
         let actions = match query.action {
             Some(GLOBAL) => MatchedActions::NONE,
             _ => self.actions(query)?,
@@ -201,8 +211,57 @@ impl<S: Store, C: Clock> Gate<S, C> {
         {
             return Err(UnknownActionError { found: found.chars().take(128).collect(), nearest: None }.into());
         }
-        let batch = self.batch(actions, query, Verb::Reset, 0)?;
-        self.apply(&batch).await?;
+        self.reset_actions(actions, query, |_| true, &mut report).await?;
+        Ok(report)
+    }
+
+    /// Resets the caller in the limits of all actions and in the global one that count by its address or key.
+    async fn reset_all(&self, query: &Query<'_>, report: &mut ResetReport) -> Result<(), CheckError> {
+        let plan = &self.0.plan;
+        let counts_by_caller = |limit| {
+            plan.key_parts(limit).iter().any(|part| match part {
+                KeyPart::ClientIp | KeyPart::Ipv6Network(_) => query.ip.is_some(),
+                KeyPart::Key => query.key.is_some(),
+                _ => false,
+            })
+        };
+        let actions = plan.actions().map(|(id, _)| MatchedActions::from(id));
+        for actions in [MatchedActions::NONE].into_iter().chain(actions) {
+            match self.reset_actions(actions, query, counts_by_caller, report).await {
+                Err(CheckError::Key(_)) => {
+                    report.skipped.extend(actions.first().map(|id| plan.action(id).name().to_owned()));
+                }
+                done => done?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Resets the caller in the own limits of these actions that are `wanted`.
+    async fn reset_actions(
+        &self,
+        actions: MatchedActions,
+        query: &Query<'_>,
+        wanted: impl Fn(LimitId) -> bool,
+        report: &mut ResetReport,
+    ) -> Result<(), CheckError> {
+        let own = self.batch(actions, query, Verb::Reset, 0)?;
+        let own = own.with_ops(own.ops().iter().filter(|op| wanted(op.limit)).copied());
+        let peek = self.batch(actions, query, Verb::Peek, 0)?;
+        let before = self.apply(&peek).await?;
+        let decision = decide(&peek, self.0.plan.limits(), &before);
+        let found = Explanation::new(self, actions, &decision, &peek, &before).limits;
+        if !own.ops().is_empty() {
+            self.apply(&own).await?;
+        }
+        for (op, limit) in peek.ops().iter().zip(found) {
+            let is_reset = own.ops().iter().any(|own| own.limit == op.limit && own.key == op.key);
+            if is_reset && (limit.used > 0 || limit.blocked || limit.strikes > 0) {
+                report.limits.push(limit);
+            } else if !is_reset && limit.blocked && !report.still_blocked.contains(&limit) {
+                report.still_blocked.push(limit);
+            }
+        }
         Ok(())
     }
 

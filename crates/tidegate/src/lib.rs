@@ -59,7 +59,7 @@ pub mod reply;
 mod report;
 mod stores;
 
-pub use explain::{Explanation, LimitReport};
+pub use explain::{Explanation, LimitReport, ResetReport};
 pub use gate::{CheckError, Gate};
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};

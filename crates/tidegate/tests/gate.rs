@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use tidegate::clock::ManualClock;
 use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
 use tidegate::store::{Memory, Never, Store, StoreError, StoreResponse};
-use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Reason, Span, Time};
+use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Reason, ResetReport, Span, Time};
 use tidegate_core::batch::{BatchStates, OpContext, execute};
 use tidegate_core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
 
@@ -328,6 +328,50 @@ fn a_reset_clears_only_the_named_limit() {
     assert!(!gate.check_now(&anything).unwrap().allowed, "the global limit is left alone");
     block_on(gate.reset(&call("global", "203.0.113.7"))).unwrap();
     assert!(gate.check_now(&anything).unwrap().allowed);
+}
+
+#[test]
+fn a_reset_reports_what_it_found() {
+    let (gate, _) = gate(
+        r#"
+        [inbound.global]
+        limit = "4 per 1h"
+        penalty = { base = "2s", cap = "1h" }
+        [inbound.action.login]
+        limit = "2 per 1h"
+        penalty = { base = "4s", cap = "1h" }
+        [inbound.action.page]
+        limit = "9 per 1h"
+        [inbound.action.tenant]
+        key = ["client_ip", "key"]
+        limit = "9 per 1h"
+        [inbound.action.site]
+        key = []
+        limit = "9 per 1h"
+        "#,
+    );
+    let reset = |query: &Query<'_>| {
+        let ResetReport { limits, still_blocked, skipped, .. } = block_on(gate.reset(query)).unwrap();
+        let found = limits.into_iter().map(|limit| (limit.name, limit.used, limit.blocked)).collect::<Vec<_>>();
+        (found, still_blocked.into_iter().map(|limit| limit.name).collect::<Vec<_>>(), skipped)
+    };
+    let client = "203.0.113.7";
+    let spend = || {
+        for action in ["login", "login", "page", "site", "login"] {
+            gate.check_now(&call(action, client)).unwrap();
+        }
+    };
+    let found = |name: &str, used, blocked| (name.to_owned(), used, blocked);
+    let only = |name: &str| vec![name.to_owned()];
+    assert_eq!(reset(&call("login", client)), (vec![], vec![], vec![]), "nothing was counted");
+    spend();
+    assert_eq!(reset(&call("login", client)), (vec![found("login", 2, true)], only("global"), vec![]));
+    assert_eq!(reset(&call("global", client)), (vec![found("global", 4, true)], vec![], vec![]));
+    gate.check_now(&call("login", client)).unwrap();
+    let everything = Query { action: None, ..call("login", client) };
+    let all = vec![found("global", 1, false), found("login", 1, false), found("page", 1, false)];
+    assert_eq!(reset(&everything), (all, vec![], only("tenant")), "the site is counted for all clients together");
+    assert_eq!(block_on(gate.status(&call("site", client))).unwrap().remaining, Some(4), "by the global limit");
 }
 
 #[test]

@@ -277,7 +277,7 @@ async fn handle<S: Store, C: Clock>(
             api.gate.release(query, permit).await.map(|held| change_response("released", held))
         }
         ("/v1/renew", Some(permit)) => api.gate.renew(query, permit).await.map(|held| change_response("renewed", held)),
-        ("/v1/reset", _) => api.gate.reset(query).await.map(|()| change_response("reset", true)),
+        ("/v1/reset", _) => api.gate.reset(query).await.map(|report| json_response(StatusCode::OK, &report)),
         _ => api.gate.refund(query).await.map(|()| change_response("refunded", true)),
     };
     Ok(response.unwrap_or_else(|error| check_error_response(api, query, &error)))
@@ -348,7 +348,11 @@ fn validate<S: Store, C: Clock>(
         return Err(DecisionRequestError::new("host", why));
     }
     if query.action.is_none() && query.path.is_none() {
-        let message = "`action` is missing (or the `method` and `path` that find one)";
+        let message = match path {
+            "/v1/reset" if query.ip.is_some() || query.key.is_some() => return Ok(()),
+            "/v1/reset" => "`action` is missing (or an `ip` or `key`, which is then reset under all actions)",
+            _ => "`action` is missing (or the `method` and `path` that find one)",
+        };
         return Err(DecisionRequestError::new("action", message));
     }
     match (path, request.permit) {
