@@ -303,6 +303,9 @@ fn through(front: u16, path: &str) -> u16 {
     HttpClient::connect(front).unwrap().request(get_request(path)).status
 }
 
+/// A port on which no program listens, and that the system gives to none.
+const NO_GATE: u16 = 1;
+
 /// An address that accepts connections and never answers.
 fn silent() -> (std::net::TcpListener, u16) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -312,14 +315,11 @@ fn silent() -> (std::net::TcpListener, u16) {
 
 #[test]
 fn nginx_fails_closed_or_open_without_gate() {
-    let upstream = free_port();
-    let (_silent, silent) = silent();
-    for (api, open, expected) in [(free_port(), false, 500), (free_port(), true, 200), (silent, true, 200)] {
-        let front = free_port();
+    let (front, upstream, (_silent, silent)) = (free_port(), free_port(), silent());
+    for (api, open, expected) in [(NO_GATE, false, 500), (NO_GATE, true, 200), (silent, true, 200)] {
         let Some(_nginx) = pages(&nginx_snippet(front, api, upstream, open), upstream, front) else { return };
         assert_eq!(through(front, "/page"), expected, "{open}");
     }
-    let front = free_port();
     let (_gate, ports) = gate(&LOGIN.replace("[inbound]", "[inbound]\ndeny = [\"127.0.0.1\"]"), upstream);
     let Some(_nginx) = pages(&nginx_snippet(front, ports.api, upstream, true), upstream, front) else { return };
     assert_eq!(through(front, "/page"), 403, "a refusal stays one");
@@ -327,15 +327,13 @@ fn nginx_fails_closed_or_open_without_gate() {
 
 #[test]
 fn caddy_fails_closed_or_open_without_gate() {
-    let upstream = free_port();
+    let (front, upstream) = (free_port(), free_port());
     let Some(_server) = pages("", upstream, upstream) else { return };
     let (_silent, silent) = silent();
-    for (api, open, expected) in [(free_port(), false, 502), (free_port(), true, 200), (silent, true, 200)] {
-        let front = free_port();
+    for (api, open, expected) in [(NO_GATE, false, 502), (NO_GATE, true, 200), (silent, true, 200)] {
         let Some(_caddy) = caddy(&caddy_snippet(front, api, upstream, open), front) else { return };
         assert_eq!(through(front, "/page"), expected, "{open}");
     }
-    let front = free_port();
     let (_gate, ports) = gate(&LOGIN.replace("[inbound]", "[inbound]\ndeny = [\"127.0.0.1\"]"), upstream);
     let Some(_caddy) = caddy(&caddy_snippet(front, ports.api, upstream, true), front) else { return };
     assert_eq!(through(front, "/page"), 403, "a refusal stays one");
@@ -351,6 +349,24 @@ fn nginx_may_name_an_action() {
     assert_eq!(["/a?action=b", "/b", "/c"].map(|path| through(front, path)), [200, 500, 500]);
     let log = gate.read_file("stderr");
     assert_eq!(log.matches("set api.deny_status = 403").count(), 1, "{log}");
+}
+
+/// Caddy passes its client's query string on, unless the guide's `uri` has one.
+#[test]
+fn clients_of_caddy_evade_no_action_by_query() {
+    let (front, upstream) = (free_port(), free_port());
+    let Some(_server) = pages("", upstream, upstream) else { return };
+    let policy = "[inbound]\ntrusted_proxies = [\"127.0.0.0/8\"]\n\
+        [inbound.action.page]\nmatch = { path = \"/page\" }\nlimit = \"1 per 60s\"\n\
+        [inbound.action.named]\nlimit = \"1 per 60s\"\n[inbound.action.other]\nlimit = \"unlimited\"\n";
+    for (uri, path) in [("uri /v1/auth", "/page"), ("uri /v1/auth?action=named", "/elsewhere")] {
+        let (_gate, ports) = gate(policy, upstream);
+        let snippet = caddy_snippet(front, ports.api, upstream, false).replace("uri /v1/auth", uri);
+        let Some(_caddy) = caddy(&snippet, front) else { return };
+        let queries = ["?a=1", "?action=other", "?action=named#", "?%61ction=other"];
+        let statuses = queries.map(|query| through(front, &format!("{path}{query}")));
+        assert_eq!(statuses, [200, 429, 429, 429], "{uri}");
+    }
 }
 
 #[test]
