@@ -346,7 +346,7 @@ fn a_reset_reports_what_it_found() {
         key = ["client_ip", "key"]
         limit = "9 per 1h"
         [inbound.action.site]
-        key = []
+        key = ["platform"]
         limit = "9 per 1h"
         "#,
     );
@@ -355,23 +355,23 @@ fn a_reset_reports_what_it_found() {
         let found = limits.into_iter().map(|limit| (limit.name, limit.used, limit.blocked)).collect::<Vec<_>>();
         (found, still_blocked.into_iter().map(|limit| limit.name).collect::<Vec<_>>(), skipped)
     };
-    let client = "203.0.113.7";
+    let call = |action| Query { platform: Some("web"), ..call(action, "203.0.113.7") };
     let spend = || {
         for action in ["login", "login", "page", "site", "login"] {
-            gate.check_now(&call(action, client)).unwrap();
+            gate.check_now(&call(action)).unwrap();
         }
     };
     let found = |name: &str, used, blocked| (name.to_owned(), used, blocked);
     let only = |name: &str| vec![name.to_owned()];
-    assert_eq!(reset(&call("login", client)), (vec![], vec![], vec![]), "nothing was counted");
+    assert_eq!(reset(&call("login")), (vec![], vec![], vec![]), "nothing was counted");
     spend();
-    assert_eq!(reset(&call("login", client)), (vec![found("login", 2, true)], only("global"), vec![]));
-    assert_eq!(reset(&call("global", client)), (vec![found("global", 4, true)], vec![], vec![]));
-    gate.check_now(&call("login", client)).unwrap();
-    let everything = Query { action: None, ..call("login", client) };
+    assert_eq!(reset(&call("login")), (vec![found("login", 2, true)], only("global"), vec![]));
+    assert_eq!(reset(&call("global")), (vec![found("global", 4, true)], vec![], vec![]));
+    gate.check_now(&call("login")).unwrap();
+    let everything = Query { action: None, ..call("login") };
     let all = vec![found("global", 1, false), found("login", 1, false), found("page", 1, false)];
     assert_eq!(reset(&everything), (all, vec![], only("tenant")), "the site is counted for all clients together");
-    assert_eq!(block_on(gate.status(&call("site", client))).unwrap().remaining, Some(4), "by the global limit");
+    assert_eq!(block_on(gate.status(&call("site"))).unwrap().remaining, Some(4), "by the global limit");
 }
 
 #[test]
