@@ -315,6 +315,8 @@ fn a_pace_may_be_word_or_table() {
         assert_eq!(provider.pace.build().is_some(), pace != PaceConfig::Limits);
         assert!(words.is_none_or(|words| outbound.describe().contains(words)), "{}", outbound.describe());
         assert_eq!(outbound.describe().contains("unlimited"), pace == PaceConfig::Limits);
+        let cools = "cools down for 1 s, 2 s … 32 s when it is throttled";
+        assert_eq!(outbound.describe().contains(cools), pace == PaceConfig::Limits, "a pace takes its place");
     }
 }
 
