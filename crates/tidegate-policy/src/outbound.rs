@@ -133,6 +133,8 @@ pub struct ProviderConfig {
     pub login: Option<Login>,
     /// The `User-Agent` of every request, instead of the caller's.
     pub user_agent: Option<HeaderValue>,
+    /// The form of the gateway's own errors about calls to it.
+    pub error_format: ErrorFormat,
     /// The settings of the breaker; `None` for `breaker = "off"`.
     pub breaker: Option<BreakerSpec>,
     /// The settings of the adaptive limit on calls in flight; `None` for `adaptive = "off"`.
@@ -309,6 +311,17 @@ pub enum Auth {
     },
     /// The `{key}` in the base URL's path.
     Path,
+}
+
+/// The form of an error that the gateway reports itself, in place of a reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorFormat {
+    /// Tidegate's own JSON.
+    Tidegate,
+    /// The JSON that the SDKs of OpenAI read: `{"error":{"message":…,"type":…,"code":…,"param":null}}`.
+    OpenAi,
+    /// The JSON that the SDKs of Anthropic read: `{"type":"error","error":{"type":…,"message":…}}`.
+    Anthropic,
 }
 
 /// The exchange of a credential for a token: a `POST` of a JSON body, whose reply has the token.

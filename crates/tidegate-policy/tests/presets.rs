@@ -3,7 +3,7 @@
 
 use tidegate_core::call::{CallRules, Measure};
 use tidegate_core::{Batch, Lane, Op, Span, Time, Verb};
-use tidegate_policy::outbound::{OutboundConfig, preset_names};
+use tidegate_policy::outbound::{ErrorFormat, OutboundConfig, preset_names};
 use tidegate_policy::{KeySeed, Policy, PolicySources};
 use tidegate_testkit::fixtures::TestLimiter;
 
@@ -146,6 +146,18 @@ fn language_model_presets_learn_limits_from_replies() {
     for preset in ["openai", "anthropic"] {
         let counter = Counter::new(preset, "");
         assert!(counter.rules.tracks_remaining && counter.rules.provider_limits.is_empty(), "{preset}");
+    }
+}
+
+#[test]
+fn presets_choose_the_error_format_of_their_sdks() {
+    for preset in preset_names() {
+        let format = match preset.as_str() {
+            "openai" => ErrorFormat::OpenAi,
+            "anthropic" => ErrorFormat::Anthropic,
+            _ => ErrorFormat::Tidegate,
+        };
+        assert_eq!(load(&preset, "").unwrap().find("x").unwrap().error_format, format, "{preset}");
     }
 }
 

@@ -1,8 +1,10 @@
 //! The gateway to external APIs: `/{provider}/{path…}` becomes the provider's base URL and that path.
 //!
 //! Request headers that it reads: `Tidegate-Priority`, `Tidegate-Timeout`, `Idempotency-Key`. Response headers that it
-//! sets: `Tidegate-Attempts`, `Tidegate-Waited`, `Tidegate-Credential`, `Tidegate-Cache`, `Tidegate-Error`.
+//! sets: `Tidegate-Attempts`, `Tidegate-Waited`, `Tidegate-Credential`, `Tidegate-Cache`, `Tidegate-Error`,
+//! `x-should-retry`.
 
+mod call_error;
 mod provider_client;
 
 use std::collections::HashMap;
@@ -13,7 +15,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
-use http::header::{CONNECTION, EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, LINK, RETRY_AFTER, VIA};
+use http::header::{CONNECTION, EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, LINK, VIA};
 use http::uri::PathAndQuery;
 use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
@@ -21,8 +23,8 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
-    CallError, CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService,
-    Provider, ReplayBody, SendError, take_call_options,
+    CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
+    ReplayBody, take_call_options,
 };
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
@@ -35,7 +37,7 @@ use crate::access::{Access, ListenerKind};
 use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
-use crate::local_response::{HttpError, discard_body, error, finish_response, json, set_connection_close};
+use crate::local_response::{HttpError, discard_body, error, finish_response, set_connection_close};
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
 use crate::refusal_log::RefusalLog;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
@@ -43,7 +45,8 @@ use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
 const WAITED: HeaderName = HeaderName::from_static("tidegate-waited");
 const CREDENTIAL: HeaderName = HeaderName::from_static("tidegate-credential");
-/// The reason why an unsuccessful reply was the last attempt.
+/// The reason why an unsuccessful reply was the last attempt. In an answer without a reply, if its body has the form of
+/// another API: the name of the error.
 const CALL_ERROR: HeaderName = HeaderName::from_static("tidegate-error");
 const CACHE: HeaderName = HeaderName::from_static("tidegate-cache");
 /// Headers about the origin of a request, which an external API must not see. `X-Forwarded-…` headers are removed as
@@ -161,9 +164,14 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                 }
                 Some(Err(failed)) => {
                     gateway.log_failed_call(mount.provider(), &failed);
-                    error_response(&failed, plan)
+                    call_error::response(&failed, plan)
                 }
-                None => HttpError::ClientTimeout.response(),
+                None => {
+                    let (status, message) = HttpError::ClientTimeout.status_and_message();
+                    let mut response = call_error::formatted(plan.error_format, status, message);
+                    set_connection_close(&mut response);
+                    response
+                }
             };
             if has_body && watch.body.is_uploading.get() {
                 watch.response.must_linger.set(true);
@@ -194,19 +202,21 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         let whole = path.strip_prefix('/').unwrap_or(path);
         let (name, rest) = whole.split_at(whole.find(['/', '?']).unwrap_or(whole.len()));
         let Some(mount) = self.mounts.get(name) else { return Err(self.unknown_provider_response(name)) };
+        let plan = mount.provider().config();
+        let bad_request = |why: &str| call_error::formatted(plan.error_format, StatusCode::BAD_REQUEST, why);
         let rest = if rest.starts_with('/') { rest.to_owned() } else { format!("/{rest}") };
-        let rest = PathAndQuery::try_from(rest)
-            .map_err(|_| error(StatusCode::BAD_REQUEST, "the path has a character that a URL can't have"))?;
+        let rest =
+            PathAndQuery::try_from(rest).map_err(|_| bad_request("the path has a character that a URL can't have"))?;
         *request.uri_mut() = Uri::from(rest);
         let headers = request.headers_mut();
-        let options = take_call_options(headers).map_err(|wrong| error(StatusCode::BAD_REQUEST, &wrong.to_string()))?;
+        let options = take_call_options(headers).map_err(|wrong| bad_request(&wrong.to_string()))?;
         let mut hop = hop_headers::strip_request(headers, &[]);
         hop.upgrade = None;
         remove_all(headers, |name| {
             name == EXPECT || CLIENT_ORIGIN_HEADERS.contains(name) || name.as_str().starts_with(X_FORWARDED)
         });
         let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
-        let over_tls = mount.provider().config().base_url.as_ref().is_some_and(BaseUrl::is_https);
+        let over_tls = plan.base_url.as_ref().is_some_and(BaseUrl::is_https);
         hop_headers::add_request_headers(request.headers_mut(), &hop, chunked);
         if over_tls {
             // HTTP/2, which may be used over TLS, has no `Connection` (RFC 9113 §8.2.2).
@@ -227,8 +237,8 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
             return;
         }
         let (why, stats) = match failed {
-            OutboundError::Call(call) => (call.kind.to_string() + &reply_error(call), Some(call.stats)),
-            failed => (error_chain(failed), None),
+            OutboundError::Call(call) => (call.kind.to_string() + &call_error::reply_error(call), Some(call.stats)),
+            failed => (call_error::error_chain(failed), None),
         };
         self.refusals.log_failed_call(provider.clock().now(), &provider.config().name, &why, stats);
     }
@@ -324,33 +334,4 @@ fn remove_all(headers: &mut HeaderMap, matches: impl Fn(&HeaderName) -> bool) {
     for name in names {
         headers.remove(name);
     }
-}
-
-/// The response to a call without a reply.
-fn error_response(failed: &OutboundError, plan: &Plan) -> Response<ResponseBody> {
-    let status = StatusCode::from_u16(failed.status()).unwrap_or(StatusCode::BAD_GATEWAY);
-    let OutboundError::Call(call) = failed else { return error(status, &error_chain(failed)) };
-    let mut problem = call.to_body();
-    problem.message += &reply_error(call);
-    let body = serde_json::to_vec(&problem).unwrap_or_default();
-    let mut response = json(status, body.into());
-    if let Some(wait) = call.retry_after() {
-        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
-    }
-    set_tidegate_headers(response.headers_mut(), plan, Some(call.stats), None);
-    response
-}
-
-/// Returns the error of a call's last reply, to be appended to a message. Empty if there is none.
-fn reply_error(call: &CallError<SendError>) -> String {
-    call.last_reply.as_ref().map(|error| format!(": {}", error_chain(error))).unwrap_or_default()
-}
-
-/// Returns an error's text followed by its causes.
-fn error_chain(error: &(dyn std::error::Error + 'static)) -> String {
-    tidegate_outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
-        let cause = provider_client::describe_cause(cause);
-        // Some errors include the text of their cause.
-        if text.ends_with(&cause) { text } else { format!("{text}: {cause}") }
-    })
 }

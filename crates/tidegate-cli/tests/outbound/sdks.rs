@@ -78,7 +78,7 @@ fn python_sdks_work_through_the_gateway() {
         run(Command::new(folder.join("bin/python")).args(pip).arg(format!("{SOURCES}/requirements.txt")));
     });
     let said = run(Command::new(packages.join("bin/python")).arg(format!("{SOURCES}/clients.py")).arg(gateway));
-    assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 20, "{said}");
+    assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 23, "{said}");
 }
 
 #[test]
@@ -95,5 +95,5 @@ fn node_sdks_work_through_the_gateway() {
         run(Command::new(&npm).args(flags).current_dir(folder));
     });
     let said = run(Command::new(node).arg(format!("{SOURCES}/clients.mjs")).arg(gateway).arg(packages));
-    assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 16, "{said}");
+    assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 18, "{said}");
 }

@@ -20,7 +20,7 @@ use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
 use crate::nearest::nearest;
 use crate::outbound::preset::{PresetRequirement, has_alias, take_requirement};
-use crate::outbound::{Auth, BaseUrl, Login, ProviderConfig};
+use crate::outbound::{Auth, BaseUrl, ErrorFormat, Login, ProviderConfig};
 use crate::secret::SecretSource;
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, read_keys, setting_keys};
@@ -64,6 +64,8 @@ setting_keys! {
         user_agent: Option<HeaderValue> = "",
             Maybe(Custom(Text, "a text", |reader, node, _| reader.user_agent(node))),
             "the value of User-Agent, replacing the caller's";
+        error_format: ErrorFormat = "tidegate", Words(&ERROR_FORMATS),
+            "the form of the gateway's own errors, for the SDK that reads them: tidegate, openai or anthropic";
         hedge_after: Option<Duration> = "", Maybe(DURATION), "the time without a reply after which a second request is sent";
         pace: PaceKind = "", TableOr(&PACE_KINDS),
             "the way in which the pace is found below the limits: responsive, adaptive or limits", Below::Table(&PACE);
@@ -87,6 +89,9 @@ const BALANCES: [(&str, Balance); 3] = [
     ("least-recently-used", Balance::LeastRecentlyUsed),
 ];
 
+const ERROR_FORMATS: [(&str, ErrorFormat); 3] =
+    [("tidegate", ErrorFormat::Tidegate), ("openai", ErrorFormat::OpenAi), ("anthropic", ErrorFormat::Anthropic)];
+
 /// A provider's own section, merged over its preset.
 pub(super) struct ProviderSection<'e> {
     pub(super) name: &'e str,
@@ -102,7 +107,7 @@ impl DocumentReader<'_> {
         let section = self.merge_preset(entry)?;
         let table = &section.table;
         read_keys!(self, table, PROVIDER: base_url, user_agent, lead, replay, sequential, learn_limits);
-        read_keys!(self, table, PROVIDER: balance, shared, connect_timeout, attempt_timeout, hedge_after);
+        read_keys!(self, table, PROVIDER: balance, shared, connect_timeout, attempt_timeout, hedge_after, error_format);
         let (auth, credentials) = (self.placed(table, &PROVIDER.auth), self.placed(table, &PROVIDER.credentials));
         let login = self.login(table);
         let hedge_after = self.check_hedge(table, hedge_after, connect_timeout.and(attempt_timeout));
@@ -139,6 +144,7 @@ impl DocumentReader<'_> {
             balance: balance?,
             login,
             user_agent: user_agent?,
+            error_format: error_format?,
             breaker,
             adaptive_limit: adaptive_limit?.filter(|_| !sequential),
             connect_timeout: connect_timeout?,

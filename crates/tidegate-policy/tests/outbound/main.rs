@@ -12,7 +12,7 @@ use tidegate_core::{
     AdaptiveLimitSpec, AdaptiveRateSpec, Balance, BreakerSpec, BudgetSpec, Jitter, Lane, LanesSpec, LimitKind,
     PacerSpec, Retry, Span,
 };
-use tidegate_policy::outbound::{Auth, OutboundConfig, PaceConfig, ProviderConfig};
+use tidegate_policy::outbound::{Auth, ErrorFormat, OutboundConfig, PaceConfig, ProviderConfig};
 use tidegate_policy::{KeySeed, Policy, PolicySources};
 
 fn outbound(text: &str) -> OutboundConfig {
@@ -119,6 +119,7 @@ attempt_timeout = "3s"
 replay = "1MiB"
 lead = "1s"
 user_agent = "Own/1.0"
+error_format = "openai"
 hedge_after = "1s"
 pace = { by = "responsive", mode = "classic", growth = "exponential", initial = "1s", max = "1m", up = 2, down = "50%", randomization = 0.1, max_randomization = "5s", successes = 3 }
 retry = { max_attempts = 4, max_token_retries = 2, base = "2s", factor = 3, cap = "40s", jitter = "equal", max_retry_after = "1m" }
@@ -203,6 +204,7 @@ fn every_outbound_key_is_read() {
     let secs = Duration::from_secs;
     assert_eq!((own.connect_timeout, own.attempt_timeout, own.hedge_after), (secs(2), secs(3), Some(secs(1))));
     assert_eq!(own.user_agent.as_ref().unwrap(), "Own/1.0");
+    assert_eq!(own.error_format, ErrorFormat::OpenAi);
     let cache = own.cache.unwrap();
     assert_eq!(
         (cache.ttl, cache.shared, cache.stale, cache.max_body),

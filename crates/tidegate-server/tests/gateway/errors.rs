@@ -76,6 +76,70 @@ async fn a_wait_beyond_the_deadline_gives_429() {
 }
 
 #[tokio::test]
+async fn errors_have_the_form_of_the_providers_sdk() {
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    let message = "api: the limit `api` has no room before the deadline";
+    for (format, body) in [
+        (
+            "openai",
+            format!(
+                "{{\"error\":{{\"code\":\"rate_limit_exceeded\",\"message\":\"{message}\",\"param\":null,\
+                 \"type\":\"rate_limit_error\"}}}}"
+            ),
+        ),
+        (
+            "anthropic",
+            format!("{{\"error\":{{\"message\":\"{message}\",\"type\":\"rate_limit_error\"}},\"type\":\"error\"}}"),
+        ),
+    ] {
+        let settings = format!("limit = \"1 per 60s\"\nerror_format = \"{format}\"\n");
+        let gateway = standing(&api.policy(&settings));
+        assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+        let expected = error("429 Too Many Requests", Some(60), 0, &body)
+            .replace("tidegate-waited: 0.000s\r\n", "tidegate-waited: 0.000s\r\ntidegate-error: RateLimitedError\r\n");
+        assert_eq!(undated(&gateway.ask(get("/api/x")).await), expected, "{format}");
+    }
+}
+
+#[tokio::test]
+async fn failures_have_types_that_sdks_know() {
+    let broken = provider(nobody(), "limit = \"2 per 1h\"\nretry = { max_attempts = 1 }\nbreaker = { failures = 2 }\n");
+    for (format, types) in [
+        ("openai", ["invalid_request_error", "server_error", "server_error", "service_unavailable_error"]),
+        ("anthropic", ["invalid_request_error", "api_error", "api_error", "overloaded_error"]),
+    ] {
+        let gateway = standing(&format!("{broken}error_format = \"{format}\"\n"));
+        for (path, status_code, expected) in [
+            ("/api/../x", 400, types[0]),
+            ("/api/x", 502, types[1]),
+            ("/api/x", 502, types[2]),
+            ("/api/x", 503, types[3]),
+        ] {
+            let answer = gateway.ask(get(path)).await;
+            assert_eq!((status(&answer), json(&answer)["error"]["type"].as_str()), (status_code, Some(expected)));
+        }
+        let invalid = gateway.ask(request("GET", "/api/x", "tidegate-timeout: soon\r\n", "")).await;
+        assert_eq!(json(&invalid)["error"]["type"], "invalid_request_error");
+    }
+}
+
+#[tokio::test]
+async fn sdks_are_told_not_to_wait_long() {
+    let api = Api::start(|_, _| Answer::new(200, "hello")).await;
+    for (limit, format, told) in [
+        ("1 per calendar day", "openai", Some("false")),
+        ("1 per calendar day", "anthropic", Some("false")),
+        ("1 per calendar day", "tidegate", None),
+        ("1 per 60s", "anthropic", None),
+    ] {
+        let gateway = standing(&api.policy(&format!("limit = \"{limit}\"\nerror_format = \"{format}\"\n")));
+        assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+        let answer = gateway.ask(get("/api/x")).await;
+        assert_eq!((status(&answer), header(&answer, "x-should-retry")), (429, told), "{limit} {format}");
+    }
+}
+
+#[tokio::test]
 async fn cooling_credentials_give_429_with_earliest_time() {
     let api = Api::start(|number, _| Answer::new(429, "slow down").with("retry-after", ["5", "3"][number % 2])).await;
     let pair = "auth = \"bearer\"\ncredentials = [\"env:A\", \"env:B\"]\ntimeout = \"1s\"\n";

@@ -45,6 +45,11 @@ async function checkOpenai() {
   check("openai stream", text, "Hello you");
   check("openai pages", await collect(client.files.list()), [1, 2, 3, 4, 5, 6].map((n) => `file-${n}`));
   check("openai error", (await errorOf(say("broken"))).message.includes("an internal error"), true);
+  const spent = new OpenAI({ baseURL: `${gateway}/openai-spent`, apiKey: key });
+  await spent.files.list();
+  const { code, type, message } = await errorOf(spent.files.list());
+  const why = "429 openai-spent: the quota `openai-spent` is spent";
+  check("openai refusal", [code, type, message], ["rate_limit_exceeded", "rate_limit_error", why]);
 }
 
 async function checkAnthropic() {
@@ -58,6 +63,11 @@ async function checkAnthropic() {
   check("anthropic stream", await stream.finalText(), "Hello you");
   check("anthropic pages", await collect(client.models.list()), [1, 2, 3, 4, 5, 6].map((n) => `m${n}`));
   check("anthropic error", (await errorOf(say("broken"))).message.includes("an internal error"), true);
+  const spent = new Anthropic({ baseURL: `${gateway}/anthropic-spent`, apiKey: key });
+  await spent.models.list();
+  const { type, apiMessage } = await errorOf(spent.models.list());
+  const why = "anthropic-spent: the quota `anthropic-spent` is spent";
+  check("anthropic refusal", [type, apiMessage], ["rate_limit_error", why]);
 }
 
 async function checkGithub() {

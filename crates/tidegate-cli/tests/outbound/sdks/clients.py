@@ -35,6 +35,13 @@ def check_openai():
         say("broken")
     except openai.InternalServerError as error:
         check("openai error", error.message.count("an internal error"), 1)
+    spent = openai.OpenAI(base_url=f"{GATEWAY}/openai-spent", api_key="the gateway has the key")
+    spent.files.list()
+    try:
+        spent.files.list()
+    except openai.RateLimitError as error:
+        seen = (error.code, error.type, error.message.count("the quota `openai-spent` is spent"))
+        check("openai refusal", seen, ("rate_limit_exceeded", "rate_limit_error", 1))
 
 
 def check_anthropic():
@@ -54,16 +61,28 @@ def check_anthropic():
         say("broken")
     except anthropic.InternalServerError as error:
         check("anthropic error", error.message.count("an internal error"), 1)
+    spent = anthropic.Anthropic(base_url=f"{GATEWAY}/anthropic-spent", api_key="the gateway has the key")
+    spent.models.list()
+    try:
+        spent.models.list()
+    except anthropic.RateLimitError as error:
+        check("anthropic refusal", error.message.count("the quota `anthropic-spent` is spent"), 1)
 
 
 def check_github():
-    client = github.Github(base_url=f"{GATEWAY}/github", auth=github.Auth.Token("the gateway has it"), retry=None, per_page=2)
+    auth = github.Auth.Token("the gateway has it")
+    options = {"base_url": f"{GATEWAY}/github", "auth": auth, "retry": None, "per_page": 2}
+    client = github.Github(**options)
     check("github user", client.get_user().login, "o")
     repository = client.get_repo("o/python-throttled")
     check("github throttled", repository.full_name, "o/r")
     check("github failing", client.get_repo("o/python-failing").full_name, "o/r")
-    issues = client.get_repo("o/r", lazy=True).get_issues()
+    issues = github.Github(**options, lazy=True).get_repo("o/r").get_issues()
     check("github pages", [issue.number for issue in issues], [1, 2, 3, 4, 5, 6])
+    try:
+        repository.get_issues()[0]
+    except AssertionError as error:
+        check("github url in a body", str(error), "api.github.com")
 
 
 def check_tmdb():

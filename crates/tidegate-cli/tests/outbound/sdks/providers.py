@@ -148,20 +148,21 @@ class Provider(BaseHTTPRequestHandler):
         if self.trouble(f"github {path}", error):
             return None
         base = f"http://{self.headers['Host']}/github"
+        own = "https://api.github.com"
         repository = {
-            "id": 1, "name": "r", "full_name": "o/r", "url": f"{base}/repos/o/r", "owner": {"login": "o"},
-            "issues_url": f"{base}/repos/o/r/issues{{/number}}",
+            "id": 1, "name": "r", "full_name": "o/r", "url": f"{own}/repos/o/r", "owner": {"login": "o"},
+            "issues_url": f"{own}/repos/o/r/issues{{/number}}",
         }
         if path in ("repos/o/r/issues", "repositories/1/issues"):
             page = int(query.get("page", "1"))
             size = int(query.get("per_page", "2"))
-            issues = [{"id": n, "number": n, "title": f"issue {n}", "url": f"{base}/repos/o/r/issues/{n}"}
+            issues = [{"id": n, "number": n, "title": f"issue {n}", "url": f"{own}/repos/o/r/issues/{n}"}
                       for n in range(1 + (page - 1) * size, 1 + page * size)]
             link = [(rel, number) for rel, number in [("next", page + 1), ("last", 3)] if page < 3]
             links = ", ".join(f'<{base}/repositories/1/issues?per_page={size}&page={n}>; rel="{rel}"' for rel, n in link)
             return self.reply(200, issues, [("Link", links)] if links else [])
         if path == "user":
-            return self.reply(200, {"login": "o", "id": 1, "url": f"{base}/users/o"})
+            return self.reply(200, {"login": "o", "id": 1, "url": f"{own}/users/o"})
         return self.reply(200, repository)
 
     def tmdb(self, path, query, _):
