@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::ACCEPT_ENCODING;
+use http::header::{ACCEPT_ENCODING, UPGRADE};
 use http::request::Parts;
-use http::{HeaderValue, Request, Response};
+use http::{HeaderValue, Request, Response, StatusCode};
 use http_body::Body;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::{Delivery, TransportFault};
@@ -69,6 +69,9 @@ pub enum SendError {
     /// by the call's deadline.
     #[error("the request's body didn't come in time")]
     BodyTimeout,
+    /// The provider switched protocols, although the request has no `Upgrade`.
+    #[error("the provider switched protocols, but the request asks for no upgrade")]
+    UnrequestedSwitch,
     /// The inner service followed a redirect, perhaps to another host and with the credential. A service that detects
     /// this returns this value as its error, and the request isn't retried.
     #[error("the client followed a redirect, which can tell the credential to another host; make it follow none")]
@@ -213,6 +216,10 @@ where
         let OutboundLayerInner { provider, target, mount_path, .. } = self.shared;
         let now = provider.clock().now();
         let (mut head, body) = response.into_parts();
+        let has_switched = head.status == StatusCode::SWITCHING_PROTOCOLS;
+        if has_switched && !self.parts.headers.contains_key(UPGRADE) {
+            return self.fault_outcome(SendError::UnrequestedSwitch, TransportFault::InvalidReply);
+        }
         let mut report =
             self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
         // A stream of events isn't a single document, and reading ahead would delay it.
@@ -237,7 +244,8 @@ where
                 peeked
             }
         };
-        report.is_streaming = !peeked.is_complete();
+        // After a protocol switch, the caller exchanges data with the provider until it drops the response.
+        report.is_streaming = !peeked.is_complete() || has_switched;
         target.sanitize_reply_headers(&mut head.headers, sent_secret.as_deref(), mount_path.as_deref());
         peeked.secret = sent_secret;
         AttemptOutcome { value: Ok(Response::from_parts(head, peeked)), report }

@@ -15,12 +15,13 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use bytes::Bytes;
-use http::header::{CONNECTION, EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, LINK, VIA};
+use http::header::{CONNECTION, EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, LINK, UPGRADE, VIA};
 use http::uri::PathAndQuery;
 use http::{Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
+use hyper::upgrade::OnUpgrade;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
     CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
@@ -40,7 +41,8 @@ use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, finish_response, set_connection_close};
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
 use crate::refusal_log::RefusalLog;
-use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason};
+use crate::upgrade::spawn_tunnel;
+use crate::watchdog::{ConnectionPhase, EndReason};
 
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
 const WAITED: HeaderName = HeaderName::from_static("tidegate-waited");
@@ -124,6 +126,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                 return ResponseFuture::Ready(Some(finish_response(watch, response)));
             }
         };
+        let client_upgrade = request.headers().contains_key(UPGRADE).then(|| hyper::upgrade::on(&mut request));
         let has_body = !request.body().is_end_stream();
         let paced = !is_grpc(&request);
         let request = request.map(|body| {
@@ -139,13 +142,16 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
             let watch = &client.watch;
             let plan = mount.provider().config();
             let call = async {
-                match plan.cache {
-                    None => mount.send(options, request).await.map(|response| relay_response(response, watch, plan)),
-                    Some(_) => {
+                match (plan.cache, client_upgrade) {
+                    (Some(_), None) => {
                         let send = |options, request| mount.send(options, request);
                         // Boxed, because calls that aren't cached would need the space for it too.
                         let called = Box::pin(gateway.cache.call(&mount, options, request, send)).await;
-                        called.map(|response| relay_response(response, watch, plan))
+                        called.map(|response| relay_response(response, &client, plan, None))
+                    }
+                    (_, client_upgrade) => {
+                        let called = mount.send(options, request).await;
+                        called.map(|response| relay_response(response, &client, plan, client_upgrade))
                     }
                 }
             };
@@ -208,17 +214,18 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         let rest =
             PathAndQuery::try_from(rest).map_err(|_| bad_request("the path has a character that a URL can't have"))?;
         *request.uri_mut() = Uri::from(rest);
+        let has_body = !request.body().is_end_stream();
         let headers = request.headers_mut();
         let options = take_call_options(headers).map_err(|wrong| bad_request(&wrong.to_string()))?;
         let mut hop = hop_headers::strip_request(headers, &[]);
-        hop.upgrade = None;
+        // A connection can't switch protocols before the whole request has arrived (RFC 9110 §7.8).
+        hop.upgrade = hop.upgrade.filter(|_| !has_body);
         remove_all(headers, |name| {
             name == EXPECT || CLIENT_ORIGIN_HEADERS.contains(name) || name.as_str().starts_with(X_FORWARDED)
         });
-        let chunked = !request.body().is_end_stream() && request.body().size_hint().exact().is_none();
-        let over_tls = plan.base_url.as_ref().is_some_and(BaseUrl::is_https);
+        let chunked = has_body && request.body().size_hint().exact().is_none();
         hop_headers::add_request_headers(request.headers_mut(), &hop, chunked);
-        if over_tls {
+        if hop.upgrade.is_none() && plan.base_url.as_ref().is_some_and(BaseUrl::is_https) {
             // HTTP/2, which may be used over TLS, has no `Connection` (RFC 9113 §8.2.2).
             request.headers_mut().remove(CONNECTION);
         }
@@ -285,13 +292,21 @@ fn complete_links(headers: &mut HeaderMap, origin: &CallerOrigin, provider: &str
     }
 }
 
-/// Returns a provider's reply as the client receives it.
-fn relay_response<B>(response: Response<B>, watch: &Arc<ConnectionWatch>, plan: &Plan) -> Response<ResponseBody>
+/// Returns a provider's reply as the client receives it. If it switches protocols, a tunnel begins, which keeps the call
+/// in flight.
+fn relay_response<B>(
+    mut response: Response<B>,
+    client: &ConnectionContext,
+    plan: &Plan,
+    client_upgrade: Option<OnUpgrade>,
+) -> Response<ResponseBody>
 where
     B: http_body::Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,
 {
+    let is_switch = response.status() == StatusCode::SWITCHING_PROTOCOLS;
+    let upgrades = client_upgrade.filter(|_| is_switch).map(|client| (client, hyper::upgrade::on(&mut response)));
     let (mut parts, body) = response.into_parts();
-    hop_headers::strip_response(&mut parts.headers);
+    let protocol = hop_headers::strip_response(&mut parts.headers);
     parts.version = Version::HTTP_11;
     let stats = parts.extensions.get::<CallStats>().copied();
     let cache = parts.extensions.get::<CacheStatus>().copied();
@@ -302,8 +317,17 @@ where
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(CALL_ERROR, why);
     }
-    let body = RelayBody::new(body, Arc::clone(watch), plan.attempt_timeout);
-    Response::from_parts(parts, ResponseBody::Relay(body))
+    let watch = Arc::clone(&client.watch);
+    let body = match upgrades {
+        None => ResponseBody::Relay(RelayBody::new(body, watch, plan.attempt_timeout)),
+        Some((caller, provider)) => {
+            hop_headers::add_switch_headers(&mut parts.headers, protocol);
+            watch.enter(ConnectionPhase::Tunnel);
+            spawn_tunnel(caller, provider, watch, Arc::clone(&client.entry), body);
+            ResponseBody::empty()
+        }
+    };
+    Response::from_parts(parts, body)
 }
 
 /// Sets the headers about the call. The credential's header is only set if the provider has credentials.

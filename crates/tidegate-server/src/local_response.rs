@@ -117,13 +117,14 @@ pub(crate) fn set_connection_close<B>(response: &mut Response<B>) {
     response.headers_mut().insert(CONNECTION, CLOSE);
 }
 
-/// Ends a request. The connection is idle again, unless its response streams or its request is being discarded. While
-/// the server drains, the response is the connection's last.
+/// Ends a request. The connection is idle again, unless its response streams, its request is being discarded, or it was
+/// upgraded. While the server drains, the response is the connection's last.
 pub(crate) fn finish_response(watch: &ConnectionWatch, mut response: Response<ResponseBody>) -> Response<ResponseBody> {
-    if !matches!(watch.phase(), ConnectionPhase::Linger | ConnectionPhase::Download) {
+    let phase = watch.phase();
+    if !matches!(phase, ConnectionPhase::Linger | ConnectionPhase::Download | ConnectionPhase::Tunnel) {
         watch.enter(ConnectionPhase::Idle);
     }
-    if watch.is_draining() {
+    if watch.is_draining() && phase != ConnectionPhase::Tunnel {
         set_connection_close(&mut response);
     }
     response

@@ -8,21 +8,20 @@ use std::task::Poll;
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 
-use crate::permit_renewer::PermitHandle;
 use crate::watchdog::{ConnectionEntry, ConnectionWatch};
 
 /// Joins both sides until both have ended, no byte has moved for the idle timeout, or the server's shutdown time is
-/// over. The tunnel counts as its client's connection, and keeps its request's permit.
+/// over. The tunnel counts as its client's connection, and keeps `in_flight`, the guard of its request, until it ends.
 pub(crate) fn spawn_tunnel(
     client: OnUpgrade,
     upstream: OnUpgrade,
     watch: Arc<ConnectionWatch>,
     entry: Arc<ConnectionEntry>,
-    permit: Option<PermitHandle>,
+    in_flight: impl Send + 'static,
 ) {
     tokio::spawn(async move {
         let _entry = entry;
-        let _permit = permit;
+        let _in_flight = in_flight;
         let joined = async {
             let upgraded = tokio::try_join!(client, upstream);
             let (client, upstream) = upgraded.map_err(|error| format!("one side did not upgrade: {error}"))?;

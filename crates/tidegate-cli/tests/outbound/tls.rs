@@ -123,6 +123,15 @@ fn http2_is_used_where_offered() {
 }
 
 #[test]
+fn upgrades_over_tls_use_http1() {
+    let api = Api::start(&["h2", "http/1.1"]);
+    let upgrading = "GET /api/x HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n";
+    let (answer, _) = asked(&api, &api.authority, upgrading);
+    assert_eq!((answer.status, answer.body.as_str()), (200, "over HTTP/1.1"));
+    assert_eq!(api.seen(), [format!("HTTP/1.1 localhost:{} /v1/x Bearer {} te: of this hop", api.port, PLANTED.1)]);
+}
+
+#[test]
 fn untrusted_certificates_receive_no_request() {
     let (api, other) = (Api::start(&["h2", "http/1.1"]), Api::start(&[]));
     let post = "POST /api/x HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\norder";

@@ -1,18 +1,24 @@
 //! Connections to providers: plain HTTP/1.1, or TLS if the base URL is `https`, with HTTP/2 if the provider offers it.
 
 use std::io;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::header::UPGRADE;
+use http::{Request, Response};
 use http_body::Body;
+use hyper::body::Incoming;
 use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::client::legacy::{Client, Error};
+use hyper_util::client::legacy::{Client, Error, ResponseFuture};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use rustls::ClientConfig;
 use tidegate::outbound;
 use tidegate_core::retry::TransportFault;
 use tidegate_policy::outbound::ProviderConfig;
+use tower_service::Service;
 
 use crate::body::BoxError;
 use crate::upstream::tcp_connector;
@@ -24,8 +30,40 @@ const MAX_IDLE: usize = 128;
 /// The interval of pings on an HTTP/2 connection in use, and the time to answer one.
 const HTTP2_PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
-/// The HTTP client of one provider, which pools its connections.
-pub(super) type ProviderClient<B> = Client<HttpsConnector<HttpConnector>, B>;
+/// The HTTP clients of one provider, which pool its connections. A request with `Upgrade` uses HTTP/1.1, because HTTP/2
+/// can't switch protocols (RFC 9113 §8.6).
+pub(super) struct ProviderClient<B>(Arc<HttpClients<B>>);
+
+struct HttpClients<B> {
+    all_versions: HttpClient<B>,
+    http1: HttpClient<B>,
+}
+
+type HttpClient<B> = Client<HttpsConnector<HttpConnector>, B>;
+
+impl<B> Clone for ProviderClient<B> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<B> Service<Request<B>> for ProviderClient<B>
+where
+    B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static,
+{
+    type Response = Response<Incoming>;
+    type Error = Error;
+    type Future = ResponseFuture;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<B>) -> ResponseFuture {
+        let HttpClients { all_versions, http1 } = &*self.0;
+        if request.headers().contains_key(UPGRADE) { http1 } else { all_versions }.request(request)
+    }
+}
 
 /// Returns the TLS settings of all clients, with trust in the system's root certificates. `SSL_CERT_FILE` and
 /// `SSL_CERT_DIR` name other ones.
@@ -42,15 +80,19 @@ where
 {
     let mut tcp = tcp_connector(provider.connect_timeout);
     tcp.enforce_http(false);
-    let tls = HttpsConnectorBuilder::new().with_tls_config(tls);
-    Client::builder(TokioExecutor::new())
+    let connector = || HttpsConnectorBuilder::new().with_tls_config(tls.clone()).https_or_http();
+    let mut builder = Client::builder(TokioExecutor::new());
+    builder
         .pool_timer(TokioTimer::new())
         .timer(TokioTimer::new())
         .pool_idle_timeout(IDLE_TIMEOUT)
         .pool_max_idle_per_host(MAX_IDLE)
         .http2_keep_alive_interval(HTTP2_PING.0)
-        .http2_keep_alive_timeout(HTTP2_PING.1)
-        .build(tls.https_or_http().enable_all_versions().wrap_connector(tcp))
+        .http2_keep_alive_timeout(HTTP2_PING.1);
+    ProviderClient(Arc::new(HttpClients {
+        all_versions: builder.build(connector().enable_all_versions().wrap_connector(tcp.clone())),
+        http1: builder.build(connector().enable_http1().wrap_connector(tcp)),
+    }))
 }
 
 /// Describes one cause of a failed call; the client's own errors only name themselves.

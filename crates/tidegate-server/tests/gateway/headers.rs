@@ -128,12 +128,22 @@ async fn te_trailers_is_forwarded_if_requested() {
     let api = Api::start(hello).await;
     let gateway = running(&api.policy(FREE));
     for (te, told) in [("gzip, trailers;q=0.5", Some("trailers")), ("gzip", None)] {
-        let lines = format!("te: {te}\r\nconnection: te, upgrade\r\nupgrade: websocket\r\n");
+        let lines = format!("te: {te}\r\nconnection: te, upgrade\r\nupgrade: h2c\r\n");
         assert_eq!(status(&gateway.ask(request("GET", "/api/x", &lines, "")).await), 200);
         let arrived = api.arrived().pop().unwrap();
         assert_eq!((arrived.header("te"), arrived.header("connection")), (told, told.map(|_| "te")));
         assert_eq!(arrived.header("upgrade"), None);
     }
+}
+
+#[tokio::test]
+async fn informational_replies_are_left_out() {
+    let early = "HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </style.css>; rel=preload\r\n\r\n";
+    let answer = format!("{early}{early}HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello").leak();
+    let gateway = running(&provider(closing(answer).await, ONCE));
+    let expected =
+        "HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntidegate-attempts: 1\r\ntidegate-waited: 0.000s\r\n\r\nhello";
+    assert_eq!(undated(&gateway.ask(get("/api/x")).await), expected);
 }
 
 #[tokio::test]
@@ -145,6 +155,15 @@ async fn head_replies_have_length_but_no_body() {
     let answer = client.all().await;
     assert_eq!((status(&answer), header(&answer, "content-length"), body(&answer)), (200, Some("5"), ""));
     assert_eq!(api.arrived()[0].method, "HEAD");
+}
+
+#[tokio::test]
+async fn the_credential_replaces_the_callers_parameter() {
+    let api = Api::start(hello).await;
+    let auth = "auth = \"query:api_key\"\ncredentials = \"env:A\"\n";
+    let gateway = running(&api.policy(&format!("{FREE}{auth}")));
+    gateway.ask(get("/api/x?b=%41&api%5Fkey=mine&&API_KEY=mine&a=+")).await;
+    assert_eq!(api.arrived()[0].target, format!("/v1/x?b=%41&&a=+&api_key={PLANTED}"));
 }
 
 #[tokio::test]

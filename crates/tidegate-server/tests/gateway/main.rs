@@ -11,6 +11,7 @@ mod login;
 mod logs;
 mod retries;
 mod streaming;
+mod upgrade;
 #[expect(dead_code, reason = "what only the gate's tests use")]
 #[path = "../gate/common.rs"]
 mod wire;
