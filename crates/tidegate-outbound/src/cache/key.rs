@@ -9,6 +9,7 @@ use siphasher::sip128::{Hasher128, SipHasher13};
 use tidegate_policy::Secret;
 use tidegate_runtime::random::random_u64;
 
+use super::super::target::param_has_name;
 use super::Origin;
 
 /// Headers that affect neither the choice of the reply nor its caller: those of the connection and of caches, and those
@@ -80,14 +81,22 @@ impl CacheKeyFactory {
     }
 
     /// Returns the key of the resource and the caller of a request: its provider, its URL, and its headers. Left out
-    /// are headers that are neutral, choose a representation, or are replaced by the provider's own credential.
+    /// are headers that are neutral or choose a representation, and the header or the parameter of the URL that the
+    /// provider's own credential replaces.
     pub(super) fn base_key(&self, origin: &impl Origin, request: &Parts) -> CacheKey {
         let mut hasher = CacheKeyHasher(self.0);
         hasher.write_part(origin.name().as_bytes());
         let uri = &request.uri;
         hasher.write_part(uri.scheme_str().unwrap_or_default().as_bytes());
         hasher.write_part(uri.authority().map_or("", |authority| authority.as_str()).as_bytes());
-        hasher.write_part(uri.path_and_query().map_or("/", |path| path.as_str()).as_bytes());
+        match origin.injected_parameter() {
+            Some(name) => {
+                let pairs = uri.query().unwrap_or_default().split('&').filter(|pair| !param_has_name(pair, name));
+                hasher.write_part(uri.path().as_bytes());
+                hasher.write_part(pairs.collect::<Vec<_>>().join("&").as_bytes());
+            }
+            None => hasher.write_part(uri.path_and_query().map_or("/", |path| path.as_str()).as_bytes()),
+        }
         let injected_header = origin.injected_header();
         hasher.write_matching_headers(&request.headers, |name| {
             injected_header.as_ref() != Some(name) && !has_prefix(name, &NEGOTIATION_PREFIXES)

@@ -29,6 +29,10 @@ pub trait Origin {
     fn secret(&self) -> impl Future<Output = Option<Arc<Secret>>> + Send;
     /// The header that the provider's own credential replaces, even if the caller set it.
     fn injected_header(&self) -> Option<HeaderName>;
+    /// The query parameter that the provider's own credential replaces, even if the caller set it. Default `None`.
+    fn injected_parameter(&self) -> Option<&str> {
+        None
+    }
     /// The default timeout of a call of this lane.
     fn timeout(&self, lane: Lane) -> Duration;
     /// Raises the priority of the call with this handle to this lane, if it still waits.
@@ -61,6 +65,14 @@ impl<S: Store, C: Clock> Origin for Provider<S, C> {
         }
     }
 
+    fn injected_parameter(&self) -> Option<&str> {
+        match &self.config().auth {
+            _ if self.config().credentials.is_empty() => None,
+            Auth::Query { name } => Some(name),
+            Auth::None | Auth::Bearer | Auth::Header { .. } | Auth::Path => None,
+        }
+    }
+
     fn timeout(&self, lane: Lane) -> Duration {
         Self::timeout(self, lane)
     }
@@ -89,6 +101,10 @@ impl<I: Sync, S: Store, C: Clock> Origin for OutboundService<I, S, C> {
 
     fn injected_header(&self) -> Option<HeaderName> {
         self.provider().injected_header()
+    }
+
+    fn injected_parameter(&self) -> Option<&str> {
+        self.provider().injected_parameter()
     }
 
     fn timeout(&self, lane: Lane) -> Duration {

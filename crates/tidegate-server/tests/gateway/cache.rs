@@ -52,6 +52,22 @@ async fn cached_replies_are_separate_per_account() {
 }
 
 #[tokio::test]
+async fn a_replaced_parameter_separates_no_replies() {
+    let api = Api::start(|number, _| Answer::new(200, format!("reply {number}"))).await;
+    let auth = "auth = \"query:api_key\"\ncredentials = \"env:A\"\ncache = { ttl = \"1h\" }\n";
+    let gateway = standing(&api.policy(&format!("{FREE}{auth}")));
+    for (path, expected) in [
+        ("/api/x", ("reply 0", Some("miss"))),
+        ("/api/x?api%5Fkey=mine", ("reply 0", Some("hit"))),
+        ("/api/x?api_key=yours&page=2", ("reply 1", Some("miss"))),
+        ("/api/x?page=2", ("reply 1", Some("hit"))),
+    ] {
+        let answer = gateway.ask(get(path)).await;
+        assert_eq!((body(&answer), told(&answer)), expected, "{path}");
+    }
+}
+
+#[tokio::test]
 async fn concurrent_calls_are_coalesced() {
     let api = Api::start(|_, _| Answer::new(200, "reply").taking(300)).await;
     let gateway = running(&api.policy(&format!("{FREE}cache = \"on\"\n")));
