@@ -253,7 +253,11 @@ fn commands_query_a_running_gate() {
     let (_, by_path) = ask(&["explain", "--method", "POST", "--path", "/login?a=b&c", "--ip", "203.0.113.7"]);
     assert_eq!(by_path, text);
 
-    assert_eq!(ask(&[&["reset"][..], &login].concat()), (0, "login: reset\n".to_owned()));
+    let unknown = "login: nothing was counted for this client\n";
+    assert_eq!(ask(&[&["reset"][..], &login].concat()), (0, unknown.to_owned()));
+    let (status, text) = ask(&["reset", "--ip", "203.0.113.7"]);
+    assert_eq!(status, 0);
+    assert!(text.starts_with("all actions: nothing was counted for this client\nnot reset, because"), "{text}");
     let (status, text) = ask(&["status", "otp", "--key", "a b&c=ü", "--ip", "::1"]);
     assert_eq!(status, 2);
     assert!(text.contains("`platform` is missing"), "{text}");

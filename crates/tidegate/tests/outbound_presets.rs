@@ -153,7 +153,7 @@ async fn omdbs_limit_message_spends_the_daily_quota() {
         let spent = api.ask(get()).await.unwrap();
         assert_eq!(spent.status(), status);
         assert!(
-            matches!(spent.extensions().get::<CallErrorKind>(), Some(CallErrorKind::RetryAfterTooLong { .. })),
+            matches!(spent.extensions().get::<CallErrorKind>(), Some(CallErrorKind::QuotaSpent { .. })),
             "{spent:?}"
         );
         api.ask(get()).await.unwrap_err();
@@ -171,7 +171,7 @@ async fn omdbs_limit_message_spends_the_daily_quota() {
 async fn musicbrainz_503_throttle_is_no_outage() {
     const MANY: &str = r#"{"error":"Your requests are exceeding the allowable rate limit. Please see …","help":"…"}"#;
     let settings = "preset = \"musicbrainz\"\nuser_agent = \"Tagger/1.2 ( me@example.org )\"\ntimeout = \"1h\"\n\
-                    retry = { max_attempts = 20 }\nbudget = { min = 20, reserve = 20 }";
+                    retry = { max_attempts = 20 }\nbudget = { min = 20, reserve = 20 }\nbreaker = { failures = 5 }";
     for (body, fine) in [(MANY, true), (r#"{"error":"The server is down"}"#, false)] {
         let api = Ready::made(settings, move |number| match number {
             0..6 => (503, "application/json", body),
