@@ -226,7 +226,9 @@ impl RetryTracker {
     /// Counts a token retry. Returns false if the call has made all that the rules allow.
     pub(crate) fn take_token_retry(&mut self, retry: &Retry) -> bool {
         let is_allowed = self.token_retries < retry.max_token_retries;
-        self.token_retries += u32::from(is_allowed);
+        if is_allowed {
+            self.token_retries += 1;
+        }
         is_allowed
     }
 

@@ -101,12 +101,23 @@ async fn resets_and_refunds_change_the_counts() {
     for _ in 0..6 {
         once(gate.api, post("/v1/check", about)).await;
     }
-    for _ in 0..2 {
-        assert_eq!(body(&once(gate.api, post("/v1/reset", about)).await), r#"{"reset":true}"#);
-        assert_eq!(left().await, 5, "idempotent");
-    }
+    let reset = async |about| once(gate.api, post("/v1/reset", about)).await;
+    let report = parsed(&reset(about).await);
+    let found = &report["limits"][0];
+    assert_eq!((&report["reset"], &found["name"], &found["used"]), (&json!(true), &json!("login"), &json!(5)));
+    assert_eq!((&found["blocked"], &report["still_blocked"]), (&json!(true), &json!(null)));
+    assert_eq!(left().await, 5);
+    assert_eq!(body(&reset(about).await), r#"{"reset":true}"#, "nothing is left to be found");
+    assert_eq!(left().await, 5, "idempotent");
+    let missing = reset(r#"{"platform":"web"}"#).await;
+    assert_eq!((status(&missing), parsed(&missing)["field"].clone()), (400, json!("action")));
     let global = parsed(&once(gate.api, get("/v1/explain?action=login&ip=203.0.113.7")).await);
     assert_eq!(global["limits"][1]["used"], 5, "global is left alone");
+    once(gate.api, post("/v1/check", about)).await;
+    assert_eq!(left().await, 4);
+    let everywhere = parsed(&reset(r#"{"ip":"203.0.113.7"}"#).await);
+    let names = everywhere["limits"].as_array().unwrap().iter().map(|limit| limit["name"].clone());
+    assert_eq!(names.collect::<Vec<_>>(), ["global", "login"]);
     once(gate.api, post("/v1/check", about)).await;
     assert_eq!(left().await, 4);
     for expected in [5, 5] {
@@ -138,7 +149,12 @@ async fn invalid_api_requests_give_exact_errors() {
         (post("/v1/check", r#"{"action":7}"#), 400, json!("action"), "expected a string"),
         (post("/v1/check", r#"{"action":"login"}"#), 400, json!("ip"), "`ip` is missing"),
         (post("/v1/check", r#"{"action":"login","ip":"here"}"#), 400, json!("ip"), "IPv4 or IPv6"),
-        (post("/v1/check", r#"{"action":"login","ip":"::1","cost":1.5}"#), 400, json!("cost"), "whole number"),
+        (
+            post("/v1/check", r#"{"action":"login","ip":"::1","cost":1.5}"#),
+            400,
+            json!("cost"),
+            "expected a whole number from 0 to",
+        ),
         (post("/v1/check", r#"{"action":"login","ip":"::1","cost":-1}"#), 400, json!("cost"), "whole number"),
         (post("/v1/check", r#"{"action":"login","ip":"::1","cost":9223372036854775807}"#), 400, json!("cost"), "2^40"),
         (post("/v1/check", r#"{"action":"login","ip":"::1","cost":NaN}"#), 400, Value::Null, "no JSON"),

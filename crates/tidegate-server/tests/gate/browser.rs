@@ -128,5 +128,5 @@ async fn browser_pages_cannot_reset_but_curl_can() {
     });
     let Some((before, reset, after)) = read.await.unwrap() else { return };
     assert!(before.contains("\"used\":3") && after.contains("\"used\":0"), "{before}{after}");
-    assert_eq!(reset, "{\"reset\":true}");
+    assert!(reset.starts_with("{\"reset\":true"), "{reset}");
 }
