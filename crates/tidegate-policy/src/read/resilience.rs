@@ -10,7 +10,7 @@ use super::forms::{Custom, Maybe, OrWord, SHARE, SHARE_OR_ZERO, SPAN, Whole, Wor
 use super::penalties::describe_order;
 use super::provider::{PROVIDER, PROVIDER_PATH};
 use super::{DocumentReader, all_or_none};
-use crate::document::{TomlEntry, TomlNode, TomlTable, TomlValue};
+use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
 use crate::error::{Note, quoted};
 use crate::settings::SettingType::TableOrTables;
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
@@ -101,6 +101,14 @@ pub(super) struct ParsedRetry {
     pub(super) retry: Retry,
 }
 
+/// The number of attempts that the policy sets for a lane, and the setting.
+struct AskedAttempts {
+    lane: Lane,
+    rules: LaneRules,
+    setting: String,
+    at: TextRange,
+}
+
 impl DocumentReader<'_> {
     pub(super) fn retry(&mut self, provider: &TomlTable, has_preset: bool) -> Option<ParsedRetry> {
         let table = self.provider_section(provider, "retry")?;
@@ -137,50 +145,38 @@ impl DocumentReader<'_> {
         let asked = Lane::ALL.into_iter().filter_map(|lane| {
             let own = written(lane.name(), "retries").map(|node| (format!("{}.retries", lane.name()), node));
             let (setting, node) = own.or_else(|| of_all.clone())?;
-            Some((lane, rules.lane_rules[lane as usize], setting, node.at))
+            Some(AskedAttempts { lane, rules: rules.lane_rules[lane as usize], setting, at: node.at })
         });
         let asked: Vec<_> = asked.collect();
-        let Some((_, most, setting, at)) = asked.iter().max_by_key(|(_, rules, ..)| rules.retry.max_attempts) else {
-            return;
+        let Some(most) = asked.iter().max_by_key(|asked| asked.rules.retry.max_attempts) else { return };
+        let attempts = most.rules.retry.max_attempts;
+        let mut note = |asked: &AskedAttempts, bound: String| {
+            let (setting, attempts) = (&asked.setting, asked.rules.retry.max_attempts);
+            let message = format!("`{setting}` allows a call {attempts} attempts, but {bound}");
+            self.notes.push(Note::new(self.texts, asked.at, &message));
         };
-        let attempts = most.retry.max_attempts;
-        let mut note = |at, message: String| self.notes.push(Note::new(self.texts, at, &message));
         let budget = &mut rules.budget;
         if written("budget", "min").is_none() {
             budget.min = budget.min.max(attempts);
         } else if budget.min + 1 < attempts {
             let (min, share) = (budget.min, format_percent(budget.ratio));
-            note(
-                *at,
-                format!(
-                    "`{setting}` allows a call {attempts} attempts, but `budget.min` allows all calls together {min} retries and \
-                 `budget.ratio` {share} of first attempts more"
-                ),
-            );
+            let bound = "`budget.min` allows all calls together";
+            note(most, format!("{bound} {min} retries and `budget.ratio` {share} of first attempts more"));
         }
         if let Some(failures) = breaker.and_then(|breaker| breaker.failures.as_mut()) {
             if written("breaker", "failures").is_none() {
                 *failures = attempts.max(*failures);
             } else if *failures < attempts {
-                note(
-                    *at,
-                    format!(
-                        "`{setting}` allows a call {attempts} attempts, but the breaker opens at {failures} failures in a row \
-                     (`breaker.failures`)"
-                    ),
-                );
+                note(most, format!("the breaker opens at {failures} failures in a row (`breaker.failures`)"));
             }
         }
-        let longest = |rules: &LaneRules| rules.retry.backoff.total_waits(rules.retry.max_attempts.saturating_sub(1));
-        if let Some((lane, rules, setting, at)) = asked.iter().find(|(_, rules, ..)| longest(rules) >= rules.timeout) {
-            let (waits, timeout) = (describe_duration(longest(rules)), describe_duration(rules.timeout));
-            let (attempts, lane) = (rules.retry.max_attempts, lane.name());
+        let waits = |rules: &LaneRules| rules.retry.backoff.total_waits(rules.retry.max_attempts.saturating_sub(1));
+        if let Some(late) = asked.iter().find(|asked| waits(&asked.rules) >= asked.rules.timeout) {
+            let (sum, timeout) = (describe_duration(waits(&late.rules)), describe_duration(late.rules.timeout));
+            let lane = late.lane.name();
             note(
-                *at,
-                format!(
-                    "`{setting}` allows a call {attempts} attempts, but the waits between them may add up to {waits}, and a {lane} \
-                 call has {timeout} (`timeout`)"
-                ),
+                late,
+                format!("the waits between them may add up to {sum}, and a {lane} call has {timeout} (`timeout`)"),
             );
         }
     }
