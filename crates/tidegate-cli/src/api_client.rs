@@ -70,7 +70,7 @@ fn describe_reset(what: &str, report: &ResetReport) -> String {
     }
     for LimitReport { name, retry_after, .. } in &report.still_blocked {
         let wait = retry_after.map(|wait| format!(" for {wait} s")).unwrap_or_default();
-        let _ = writeln!(text, "{name} still blocks this client{wait}: `tidegate reset {name}` ends that, too");
+        let _ = writeln!(text, "{name} still blocks this client{wait}; reset {name} with the same --ip or --key, too");
     }
     if !report.skipped.is_empty() {
         let _ = writeln!(text, "not reset, because they count by more than was given: {}", report.skipped.join(", "));

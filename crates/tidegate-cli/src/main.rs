@@ -70,10 +70,14 @@ enum Command {
         env_prefix: Option<String>,
     },
     /// Show every limit of a running gate that applies to a call. Changes nothing.
+    #[command(mut_arg("action", |action| action.required_unless_present("path")))]
     Explain(CallArgs),
     /// Show if a running gate would admit a call. Changes nothing.
+    #[command(mut_arg("action", |action| action.required_unless_present("path")))]
     Status(CallArgs),
-    /// Reset a caller's state under an action's own limits on a running gate.
+    /// Reset a caller's state under an action's own limits on a running gate. Without an action and a path, under all
+    /// limits that count by its --ip or --key.
+    #[command(mut_arg("action", |action| action.required_unless_present_any(["path", "ip", "key"])))]
     Reset(CallArgs),
     /// Run a scenario: the production code in a simulated environment, on a virtual clock.
     #[cfg(feature = "simulate")]
@@ -146,8 +150,7 @@ struct MissingCommand {
 /// A call, as a decision request describes it.
 #[derive(Debug, Default, Args)]
 struct CallArgs {
-    /// The action. `reset` without one, and without a path, resets a client under all actions.
-    #[arg(required_unless_present_any = ["path", "ip", "key"])]
+    /// The action.
     action: Option<String>,
     /// The client's address.
     #[arg(long)]

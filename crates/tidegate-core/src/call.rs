@@ -18,8 +18,6 @@ mod reply;
 mod rules;
 mod step;
 
-use alloc::vec::Vec;
-
 pub use in_flight::InFlight;
 pub use provider_state::{ProviderState, StoreRequests};
 use rand_core::Rng;
@@ -36,8 +34,43 @@ use crate::{
 /// The time for which a rejected credential isn't used.
 pub const DISABLE_TIME: Span = Span::from_secs(300);
 
+/// A credential that is left out for longer than this isn't disabled again.
+const MIN_SECOND_DISABLE: Span = Span::from_secs(270);
+
 /// The minimum time before a refused credential is tried again.
 const MIN_CREDENTIAL_WAIT: Span = Span::from_millis(1);
+
+/// The credentials that were rejected for one call, in a few bytes, because calls are moved often.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct RejectedCredentials([u16; 4]);
+
+const NO_CREDENTIAL: u16 = u16::MAX;
+
+impl Default for RejectedCredentials {
+    fn default() -> Self {
+        Self([NO_CREDENTIAL; 4])
+    }
+}
+
+impl RejectedCredentials {
+    fn is_empty(self) -> bool {
+        self.0[0] == NO_CREDENTIAL
+    }
+
+    fn contains(self, credential: usize) -> bool {
+        self.iter().any(|rejected| rejected == credential)
+    }
+
+    fn iter(self) -> impl Iterator<Item = usize> {
+        self.0.into_iter().filter(|credential| *credential != NO_CREDENTIAL).map(usize::from)
+    }
+
+    /// Adds a credential. Returns false if the list is full.
+    fn push(&mut self, credential: usize) -> bool {
+        let place = self.0.iter_mut().find(|place| **place == NO_CREDENTIAL).zip(u16::try_from(credential).ok());
+        place.map(|(place, credential)| *place = credential).is_some()
+    }
+}
 
 #[derive(Debug)]
 enum CallStage {
@@ -84,8 +117,8 @@ pub struct Call {
     charged_at: Time,
     counted_at: Time,
     has_renewed_login: bool,
-    /// The credentials that were rejected for this call. Bounded by the token retries.
-    rejected: Vec<usize>,
+    /// The credentials that were rejected for this call.
+    rejected: RejectedCredentials,
     /// True if it holds a retry of the budget that wasn't sent yet.
     holds_budget_retry: bool,
     /// True if it is a hedge: a second request beside another one, which waits for nothing.
@@ -111,7 +144,7 @@ impl Call {
             charged_at: Time::ZERO,
             counted_at: Time::ZERO,
             has_renewed_login: false,
-            rejected: Vec::new(),
+            rejected: RejectedCredentials::default(),
             holds_budget_retry: false,
             is_hedge: false,
         }
@@ -125,6 +158,11 @@ impl Call {
     /// Its lane.
     pub fn lane(&self) -> Lane {
         self.lane
+    }
+
+    /// True if a credential was rejected for it, and it continues with others.
+    pub fn has_switched_credential(&self) -> bool {
+        !self.rejected.is_empty()
     }
 
     /// The number of requests sent, without hedges.
@@ -196,7 +234,15 @@ impl Call {
             let failure = CallFailure::Paced { earliest };
             return self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now);
         }
-        match state.next_credential(self.cost, &self.rejected, now, rng) {
+        let next = match state.next_credential(self.cost, self.rejected, now, rng) {
+            // The others were taken meanwhile. The rejection is the call's answer then, and no reason for other calls to
+            // wait.
+            None if !self.rejected.is_empty() => {
+                state.next_credential(self.cost, RejectedCredentials::default(), now, rng)
+            }
+            next => next,
+        };
+        match next {
             Some(credential) => {
                 (self.stage, self.charged_lane) = (CallStage::Asking(ticket, credential), self.lane);
                 self.fill_batch(&mut state.store_requests.reservation, rules, credential, Verb::Take);

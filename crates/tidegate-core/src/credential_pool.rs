@@ -145,6 +145,11 @@ impl CredentialPool {
         self.in_flight.get(credential).copied().unwrap_or(0)
     }
 
+    /// The end of this credential's cool-down; `None` if it isn't cooling.
+    pub fn cooling_until(&self, credential: usize) -> Option<Time> {
+        self.cooling.key(self.checked_index(credential)?)
+    }
+
     /// The end of the first cool-down. [`Time::NEVER`] if no credential is cooling. If [`CredentialPool::next`] returns
     /// `None`, wait until then, or until [`CredentialPool::record_end`] returns true.
     pub fn next_rejoin_at(&self) -> Time {

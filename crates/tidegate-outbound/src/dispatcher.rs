@@ -21,7 +21,7 @@ use tidegate_core::call::{
     AttemptReport, Call, CallFailure, CallProgress, CallRules, DISABLE_TIME, InFlight, NextStep, ProviderState,
 };
 use tidegate_core::retry::Delivery;
-use tidegate_core::{Batch, Clock, Lane, Op, Outcomes, QueueStep, Ticket, Time, Verb};
+use tidegate_core::{Batch, Class, Clock, Lane, Op, Outcomes, QueueStep, Span, Ticket, Time, Verb};
 use tidegate_policy::{KeySeed, outbound};
 use tidegate_runtime::random::random_u64;
 use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
@@ -111,6 +111,9 @@ impl Dispatcher {
     }
 }
 
+/// The shortest cool-down that is told. The entry about a cool-down whose end only the store knows is shorter.
+const MIN_TOLD_WAIT: Span = Span::from_millis(1);
+
 /// The largest capacity that is kept while no call waits.
 const MAX_IDLE_CAPACITY: usize = 1024;
 
@@ -125,8 +128,9 @@ impl<S, C> ProviderInner<S, C> {
         &self.outbound_config.providers()[self.index]
     }
 
-    pub(super) fn error_kind(&self, failure: CallFailure) -> CallErrorKind {
-        CallErrorKind::new(&self.outbound_config, self.config(), failure)
+    /// The kind of a failure after this number of requests.
+    pub(super) fn error_kind(&self, failure: CallFailure, requests: u32) -> CallErrorKind {
+        CallErrorKind::new(&self.outbound_config, self.config(), failure, requests)
     }
 }
 
@@ -219,7 +223,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let started = call.start(state, now);
         self.submit_updates(state, now);
         if let Err(failure) = started {
-            return StartOutcome::Decided(Err(self.error_kind(failure)), now);
+            return StartOutcome::Decided(Err(self.error_kind(failure, call.requests())), now);
         }
         let mut inline_call = InlineCall { call, result: None };
         self.dispatch(dispatcher, Some(&mut inline_call), now);
@@ -238,18 +242,28 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         StartOutcome::Waiting(index)
     }
 
-    /// The end of the first cool-down among the credentials, as the store has it; `None` if one is free, or the store
-    /// doesn't answer. Of more than a batch holds, only the first are asked for.
-    pub(super) async fn cooling_until(&self) -> Option<Time> {
-        let mut batch = Batch::new(self.rules.key.lo().max(1));
-        let ops = self.rules.credential_keys.iter().map(|key| Op::new(self.rules.cooldown, Verb::Peek, *key, 1));
-        ops.take_while(|op| batch.push(*op).is_ok()).for_each(drop);
-        let outcomes = match self.store.apply(&batch, self.clock.now()) {
-            StoreResponse::Ready(outcomes) => outcomes,
-            StoreResponse::Pending(answer) => answer.await.ok()?,
+    /// The end of the first cool-down, if all credentials are cooling. A store that answers at once knows it exactly.
+    pub(super) fn cooling_until(&self) -> Option<Time> {
+        let (known, now) = {
+            let (mut dispatcher, now) = self.lock_for_step();
+            let StepContext { state, rng, .. } = &mut dispatcher.context;
+            (state.cooling_until(now, rng)?, now)
         };
-        let first = outcomes.list().iter().map(|outcome| outcome.retry_at).min();
-        first.filter(|at| *at > outcomes.now() && !at.is_never())
+        let mut batch = Batch::new(0);
+        batch.set_affinity(self.rules.affinity());
+        for key in &self.rules.credential_keys {
+            // Of a larger pool than a batch holds, the first are asked for.
+            if batch.push(Op::new(self.rules.cooldown, Verb::Peek, *key, 1)).is_err() {
+                break;
+            }
+        }
+        let first = match self.store.apply(&batch, now) {
+            StoreResponse::Ready(outcomes) => outcomes.list().iter().map(|outcome| outcome.retry_at).min(),
+            StoreResponse::Pending(_) => None,
+        };
+        first
+            .map_or(Some(known), |first| Some(first.max(known)))
+            .filter(|at| *at > now + MIN_TOLD_WAIT && !at.is_never())
     }
 
     /// Makes the call of a hedged request; `None` if the retry budget is spent.
@@ -292,7 +306,14 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     pub(super) fn handle_reply(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
-        self.run_step(|StepContext { state, rng, .. }, now| call.handle_reply(&self.rules, state, reply, now, rng))
+        let may_disable = reply.class == Class::Auth || call.has_switched_credential();
+        self.run_step(|StepContext { state, rng, .. }, now| {
+            let next_step = call.handle_reply(&self.rules, state, reply, now, rng);
+            if may_disable {
+                self.log_disabled_credentials(state);
+            }
+            next_step
+        })
     }
 
     /// Ends a call after its reply's body, and corrects the cost if it is known now.
@@ -345,9 +366,16 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     fn submit_updates(&self, state: &ProviderState, now: Time) {
-        let Some(batch) = state.store_requests.updates() else { return };
-        self.store.submit(batch, now);
-        for op in batch.ops().iter().filter(|op| op.verb == Verb::Disable) {
+        if let Some(batch) = state.store_requests.updates() {
+            self.store.submit(batch, now);
+        }
+    }
+
+    /// Logs the credentials that the last step has disabled.
+    #[cold]
+    fn log_disabled_credentials(&self, state: &ProviderState) {
+        let ops = state.store_requests.updates().into_iter().flat_map(Batch::ops);
+        for op in ops.filter(|op| op.verb == Verb::Disable) {
             let credential = self.rules.credential_keys.iter().position(|key| *key == op.key);
             tracing::warn!(
                 provider = self.config().name,
@@ -423,7 +451,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             match progress {
                 CallProgress::AskStore => {}
                 CallProgress::Send { credential } => return Some(Ok(credential)),
-                CallProgress::Fail(failure) => return Some(Err(self.error_kind(failure))),
+                CallProgress::Fail(failure) => return Some(Err(self.error_kind(failure, call.requests()))),
                 CallProgress::Wait => return None,
             }
             match self.store.apply(context.state.store_requests.reservation(), now) {

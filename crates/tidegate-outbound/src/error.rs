@@ -72,8 +72,8 @@ pub enum CallErrorKind {
         /// The time when the first is usable again; `None` if none becomes usable without a change.
         earliest: Option<Time>,
     },
-    /// The provider has no credentials, throttled a call, and takes none before the deadline.
-    #[error("the provider has throttled calls, so all calls to it wait")]
+    /// The provider, which has no credentials, has throttled a call and takes none before the deadline.
+    #[error("the provider has throttled calls and takes none before the deadline")]
     CoolingDown {
         /// The time when calls are sent again; `None` if not without a change.
         earliest: Option<Time>,
@@ -159,7 +159,7 @@ impl CallErrorKind {
         }
     }
 
-    pub(super) fn new(config: &OutboundConfig, provider: &ProviderConfig, failure: CallFailure) -> Self {
+    pub(super) fn new(config: &OutboundConfig, provider: &ProviderConfig, failure: CallFailure, requests: u32) -> Self {
         let name = |limit| config.limit_info(limit).name.clone();
         let known_time = |at: Time| (!at.is_never()).then_some(at);
         match failure {
@@ -184,7 +184,8 @@ impl CallErrorKind {
                 NoRetryReason::Final => Self::Final,
                 NoRetryReason::NotIdempotent => Self::NotIdempotent,
                 NoRetryReason::Unreplayable(why) => Self::Unreplayable(why),
-                NoRetryReason::Exhausted { attempts } => Self::RetriesExhausted { attempts },
+                // Attempts with other credentials and hedges are attempts, too.
+                NoRetryReason::Exhausted { .. } => Self::RetriesExhausted { attempts: requests },
                 NoRetryReason::RetryAfterTooLong { retry_after } => Self::RetryAfterTooLong { retry_after },
                 NoRetryReason::Deadline { earliest } => Self::NoTimeLeft { earliest },
                 NoRetryReason::BudgetSpent => Self::BudgetSpent,
@@ -257,8 +258,8 @@ impl<T> CallError<T> {
 impl<T> fmt::Display for CallError<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the call to {} failed: {}", self.provider, self.kind)?;
-        match self.retry_after() {
-            Some(wait) => write!(f, "; another can succeed in {} s", wait.as_secs_ceil()),
+        match self.retry_after().filter(|_| !matches!(self.kind, CallErrorKind::RetryAfterTooLong { .. })) {
+            Some(wait) => write!(f, "; retry in {} s", wait.as_secs_ceil()),
             None => Ok(()),
         }
     }

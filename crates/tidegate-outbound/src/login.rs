@@ -17,9 +17,8 @@ use tidegate_policy::Secret;
 use tidegate_policy::outbound::{Login, ProviderConfig};
 
 pub use self::error::LoginError;
-pub(crate) use self::error::LoginFailure;
-pub(crate) use self::token_slot::LoginToken;
 use self::token_slot::TokenSlot;
+pub(crate) use self::token_slot::{LoginFailure, LoginToken};
 use super::attempt_classifier::HeadClassification;
 use super::{CredentialError, Credentials, Target, TargetError};
 

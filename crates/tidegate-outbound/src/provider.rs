@@ -168,14 +168,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
                 NextStep::Failed(failure) => {
                     let is_throttled = outcome.report.class == Class::Throttled;
                     let CompletedCall { value, in_flight_guard, .. } = call_guard.complete(outcome, stats);
-                    let kind = match self.0.error_kind(failure) {
-                        // Attempts with other credentials and hedges are attempts, too.
-                        CallErrorKind::RetriesExhausted { .. } => {
-                            CallErrorKind::RetriesExhausted { attempts: stats.attempts }
-                        }
-                        kind => kind,
-                    };
-                    let cooling_until = if is_throttled { Box::pin(self.0.cooling_until()).await } else { None };
+                    let kind = self.0.error_kind(failure, stats.attempts);
+                    let cooling_until = if is_throttled { self.0.cooling_until() } else { None };
                     return Err(self.call_error(kind, Some((value, in_flight_guard)), stats, cooling_until));
                 }
                 NextStep::RetryAt(at) => {
@@ -186,10 +180,9 @@ impl<S: Store, C: Clock> Provider<S, C> {
                     }
                 }
                 NextStep::RenewLogin { credential } => {
-                    if let Err(class) = Box::pin(upstream.renew_login(credential)).await {
-                        if class == Class::Auth && self.0.handle_renewal_failure(call_guard.slot.call(), credential) {
-                            continue;
-                        }
+                    if let Err(class) = Box::pin(upstream.renew_login(credential)).await
+                        && !(class == Class::Auth && self.0.handle_renewal_failure(call_guard.slot.call(), credential))
+                    {
                         return Ok(call_guard.complete(outcome, stats));
                     }
                 }

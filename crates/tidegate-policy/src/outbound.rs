@@ -192,7 +192,7 @@ impl ProviderConfig {
         let adaptive_limit = self.adaptive_limit.map(|spec| AdaptiveLimit::new(spec).expect(CHECKED));
         let mut state = ProviderState::new(rules, pool, breaker, adaptive_limit);
         state.pace = self.pace.build();
-        state.store_requests.set_affinity(rules.key.lo().max(1));
+        state.store_requests.set_affinity(rules.affinity());
         state
     }
 

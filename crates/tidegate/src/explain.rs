@@ -58,7 +58,7 @@ pub struct LimitReport {
     pub shadow: bool,
 }
 
-/// What a reset found and did. Limits are described as they were before it.
+/// The result of a reset. Limits are described as they were before it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResetReport {
     /// Always true.

@@ -13,7 +13,7 @@ use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
 
-use crate::explain::{Explanation, ResetReport};
+use crate::explain::{Explanation, LimitReport, ResetReport};
 use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
@@ -229,7 +229,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         for actions in [MatchedActions::NONE].into_iter().chain(actions) {
             match self.reset_actions(actions, query, counts_by_caller, report).await {
                 Err(CheckError::Key(_)) => {
-                    report.skipped.extend(actions.first().map(|id| plan.action(id).name().to_owned()));
+                    report.skipped.push(actions.first().map_or(GLOBAL, |id| plan.action(id).name()).to_owned());
                 }
                 done => done?,
             }
@@ -247,22 +247,31 @@ impl<S: Store, C: Clock> Gate<S, C> {
     ) -> Result<(), CheckError> {
         let own = self.batch(actions, query, Verb::Reset, 0)?;
         let own = own.with_ops(own.ops().iter().filter(|op| wanted(op.limit)).copied());
-        let peek = self.batch(actions, query, Verb::Peek, 0)?;
-        let before = self.apply(&peek).await?;
-        let decision = decide(&peek, self.0.plan.limits(), &before);
-        let found = Explanation::new(self, actions, &decision, &peek, &before).limits;
+        let found = self.peek(actions, &own).await?;
+        report.limits.extend(found.into_iter().filter(|limit| limit.used > 0 || limit.blocked || limit.strikes > 0));
         if !own.ops().is_empty() {
             self.apply(&own).await?;
         }
-        for (op, limit) in peek.ops().iter().zip(found) {
-            let is_reset = own.ops().iter().any(|own| own.limit == op.limit && own.key == op.key);
-            if is_reset && (limit.used > 0 || limit.blocked || limit.strikes > 0) {
-                report.limits.push(limit);
-            } else if !is_reset && limit.blocked && !report.still_blocked.contains(&limit) {
+        // The other limits may count by more than was given.
+        let Ok(all) = self.batch(actions, query, Verb::Peek, 0) else { return Ok(()) };
+        let others = all.ops().iter().filter(|op| !own.ops().iter().any(|own| own.limit == op.limit));
+        for limit in self.peek(actions, &all.with_ops(others.copied())).await? {
+            if limit.blocked && !report.still_blocked.iter().any(|known| known.name == limit.name) {
                 report.still_blocked.push(limit);
             }
         }
         Ok(())
+    }
+
+    /// The state of the limits of a batch's operations.
+    async fn peek(&self, actions: MatchedActions, batch: &Batch) -> Result<Vec<LimitReport>, StoreError> {
+        let batch = batch.with_ops(batch.ops().iter().map(|op| Op { verb: Verb::Peek, ..*op }));
+        if batch.ops().is_empty() {
+            return Ok(Vec::new());
+        }
+        let outcomes = self.apply(&batch).await?;
+        let decision = decide(&batch, self.0.plan.limits(), &outcomes);
+        Ok(Explanation::new(self, actions, &decision, &batch, &outcomes).limits)
     }
 
     /// Gives back the cost of an admitted call, never beyond the capacity. A cost charged to the caller's network while

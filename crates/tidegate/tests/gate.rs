@@ -375,6 +375,27 @@ fn a_reset_reports_what_it_found() {
 }
 
 #[test]
+fn a_reset_needs_only_its_own_key_parts() {
+    let (gate, _) = gate(
+        r#"
+        [inbound.global]
+        limit = "9 per 1h"
+        [inbound.action.export]
+        key = ["key"]
+        limit = "2 per 1h"
+        "#,
+    );
+    let call = Query { key: Some("alice"), ..call("export", "203.0.113.7") };
+    let by_key = |action| Query { action, key: Some("alice"), ..Query::default() };
+    for (query, skipped) in [(by_key(Some("export")), vec![]), (by_key(None), vec!["global".to_owned()])] {
+        gate.check_now(&call).unwrap();
+        let report = block_on(gate.reset(&query)).unwrap();
+        assert_eq!((report.limits[0].name.as_str(), report.limits[0].used, report.skipped), ("export", 1, skipped));
+        assert_eq!(block_on(gate.status(&call)).unwrap().remaining, Some(2));
+    }
+}
+
+#[test]
 fn undecidable_queries_are_errors() {
     let (gate, _) =
         gate(&format!("{LOGIN}\n[inbound.action.api]\nkey = [\"key\", \"platform\"]\nlimit = \"5 per 60s\"\n"));

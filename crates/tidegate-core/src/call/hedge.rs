@@ -17,7 +17,6 @@ impl Call {
             stage: CallStage::Idle,
             holds_budget_retry: true,
             is_hedge: true,
-            rejected: self.rejected.clone(),
             ..*self
         })
     }

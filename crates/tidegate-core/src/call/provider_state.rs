@@ -129,8 +129,8 @@ impl ProviderState {
         }
     }
 
-    /// The next credential to try. Skips those that have rejected the call, and those that are known to be cooling, to
-    /// be busy or to have too little left.
+    /// The next credential to try, other than those in `rejected`. Skips credentials that are known to be cooling, to be
+    /// busy or to have too little left.
     pub(super) fn next_credential(
         &mut self,
         cost: u64,
@@ -149,7 +149,12 @@ impl ProviderState {
         }
     }
 
-    /// The failure of a call that the breaker refuses. The end of a probe is unknown, so the usual time of a call is told.
+    /// The time at which the first credential is free again, as far as this process knows. `None` if one is free now.
+    pub fn cooling_until(&mut self, now: Time, rng: &mut impl Rng) -> Option<Time> {
+        if self.pool.next(now, rng).is_some() { None } else { Some(self.pool.next_rejoin_at()) }
+    }
+
+    /// The failure of a call that the breaker refuses. The end of a probe is unknown, so the wait is at most the usual time of a call.
     pub(super) fn unavailable(&self, mut refusal: BreakerRefusal) -> CallFailure {
         if refusal.state == BreakerState::HalfOpen {
             refusal.reset_in = refusal.reset_in.min(self.round_trips.usual_max().max(MIN_PROBE_TIME));

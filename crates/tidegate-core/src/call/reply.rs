@@ -3,8 +3,8 @@
 use rand_core::Rng;
 
 use super::{
-    AttemptReport, Call, CallFailure, CallRules, CallStage, DISABLE_TIME, NextStep, ProviderState, SentRequest,
-    push_required,
+    AttemptReport, Call, CallFailure, CallRules, CallStage, DISABLE_TIME, MIN_SECOND_DISABLE, NextStep, ProviderState,
+    SentRequest, push_required,
 };
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
 use crate::{Class, MAX_COST, Op, Span, Time, Verb};
@@ -25,10 +25,10 @@ impl Call {
             self.has_renewed_login = true;
             return NextStep::RenewLogin { credential };
         }
+        // A provider that asks not to retry means the rejected credential.
         if reply.class == Class::Auth
             && reply.rejects_credential
             && reply.unreplayable_reason.is_none()
-            && !reply.asks_not_to_retry
             && self.switch_credential(rules, state, credential, now, rng)
         {
             self.end_streaming(state);
@@ -57,9 +57,13 @@ impl Call {
                 NextStep::RetryAt(at)
             }
             Err(reason) => NextStep::Failed(match (reason, reply.spent_quota, reply.retry_after) {
-                (NoRetryReason::RetryAfterTooLong { .. } | NoRetryReason::Deadline { .. }, Some(limit), Some(wait)) => {
-                    CallFailure::QuotaSpent { limit, resets_at: now + wait }
-                }
+                (
+                    NoRetryReason::RetryAfterTooLong { .. }
+                    | NoRetryReason::Deadline { .. }
+                    | NoRetryReason::Exhausted { .. },
+                    Some(limit),
+                    Some(wait),
+                ) => CallFailure::QuotaSpent { limit, resets_at: now + wait },
                 _ => CallFailure::NotRetried(reason),
             }),
         }
@@ -219,8 +223,10 @@ impl Call {
 }
 
 /// Disables a rejected credential, unless no other is good: the provider may reject this one request for all of them.
+/// Of many calls that were rejected together, only the first disables it.
 fn disable_credential(rules: &CallRules, state: &mut ProviderState, credential: usize, now: Time) {
-    if state.pool.has_other_not_cooling(credential, now) {
+    let is_disabled = state.pool.cooling_until(credential).is_some_and(|until| until.since(now) > MIN_SECOND_DISABLE);
+    if !is_disabled && state.pool.has_other_not_cooling(credential, now) {
         let op = cooldown_op(rules, credential, Verb::Disable, DISABLE_TIME);
         // With many limits, several rejected credentials don't fit into one batch. The others are disabled in this
         // process alone.

@@ -79,6 +79,11 @@ pub struct CallRules {
 }
 
 impl CallRules {
+    /// The hash of the part that the keys of all batches of the provider share ([`Batch::set_affinity`](crate::Batch)).
+    pub fn affinity(&self) -> u64 {
+        self.key.lo().max(1)
+    }
+
     /// The limits of a call of this lane with this credential, with their keys.
     pub(super) fn limits_with_keys(
         &self,

@@ -1,15 +1,10 @@
 //! The reasons why a login gives no token.
 
 use http::StatusCode;
-use tidegate_core::call::AttemptReport;
-use tidegate_core::retry::{Class, Delivery, TransportFault};
-use tidegate_core::{Span, Time};
+use tidegate_core::Span;
+use tidegate_core::retry::{Class, TransportFault};
 
 use super::super::TargetError;
-
-/// The shortest time between logins after one failed or its token was rejected. Providers lock accounts that log in too
-/// often.
-pub(super) const MIN_LOGIN_INTERVAL: Span = Span::from_secs(5);
 
 /// The reason why a login gave no token. Contains nothing that was sent or received.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -53,36 +48,6 @@ impl LoginError {
             Self::Refused { class, .. } => *class,
             Self::TokenRejected => Class::Auth,
             Self::NotJson | Self::NoToken { .. } | Self::UnusableToken(_) => Class::Permanent,
-        }
-    }
-
-    /// The time until which there is no other login.
-    pub(super) fn quiet_time(&self) -> Span {
-        match self {
-            Self::Refused { retry_after: Some(asked), .. } => MIN_LOGIN_INTERVAL.max(*asked),
-            _ => MIN_LOGIN_INTERVAL,
-        }
-    }
-}
-
-/// A login without a token, and the time of the next one.
-#[derive(Clone, Debug)]
-pub(crate) struct LoginFailure {
-    pub error: LoginError,
-    /// The time before which there is no other login.
-    pub next_login_at: Time,
-}
-
-impl LoginFailure {
-    /// The report for the attempt that needed the token. Nothing of its request was sent. Another attempt waits for the
-    /// next login.
-    pub(crate) fn attempt_report(&self, now: Time) -> AttemptReport {
-        let class = self.error.class();
-        AttemptReport {
-            is_repeatable: true,
-            rejects_credential: class == Class::Auth,
-            retry_after: class.is_retryable().then(|| self.next_login_at.since(now)),
-            ..AttemptReport::new(class, Delivery::Unsent)
         }
     }
 }

@@ -5,13 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tidegate_core::Time;
-use tidegate_core::retry::TransportFault;
+use tidegate_core::call::AttemptReport;
+use tidegate_core::retry::{Class, Delivery, TransportFault};
+use tidegate_core::{Span, Time};
 use tidegate_policy::Secret;
 
 use super::LoginError;
-use super::error::{LoginFailure, MIN_LOGIN_INTERVAL};
 
+/// The shortest time between logins after one failed or its token was rejected. Providers lock accounts that log in too
+/// often.
+const MIN_LOGIN_INTERVAL: Span = Span::from_secs(5);
 /// The longest time that a call waits for an early renewal before it continues with the token that is still valid.
 const EARLY_REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -29,6 +32,36 @@ pub(crate) struct LoginToken {
     pub(super) replaced_at: Option<Time>,
     pub(super) refresh_at: Time,
     pub(super) expires_at: Time,
+}
+
+/// A login without a token, and the time of the next one.
+#[derive(Clone, Debug)]
+pub(crate) struct LoginFailure {
+    pub error: LoginError,
+    /// The time before which there is no other login.
+    pub next_login_at: Time,
+}
+
+impl LoginFailure {
+    fn new(error: LoginError, failed_at: Time) -> Self {
+        let interval = match error {
+            LoginError::Refused { retry_after: Some(asked), .. } => MIN_LOGIN_INTERVAL.max(asked),
+            _ => MIN_LOGIN_INTERVAL,
+        };
+        Self { error, next_login_at: failed_at + interval }
+    }
+
+    /// The report for the attempt that needed the token. Nothing of its request was sent. Another attempt waits for the
+    /// next login.
+    pub(crate) fn attempt_report(&self, now: Time) -> AttemptReport {
+        let class = self.error.class();
+        AttemptReport {
+            is_repeatable: true,
+            rejects_credential: class == Class::Auth,
+            retry_after: class.is_retryable().then(|| self.next_login_at.since(now)),
+            ..AttemptReport::new(class, Delivery::Unsent)
+        }
+    }
 }
 
 /// The login state of one credential.
@@ -126,7 +159,7 @@ impl TokenSlot {
     fn record_login(&self, result: Result<LoginToken, LoginError>, now: Time) -> Result<LoginToken, LoginFailure> {
         let mut state = self.state.lock();
         state.finished_logins += 1;
-        let result = result.map_err(|error| LoginFailure { next_login_at: now + error.quiet_time(), error });
+        let result = result.map_err(|error| LoginFailure::new(error, now));
         state.last_failure = result.as_ref().err().cloned();
         let token = LoginToken { login_number: state.finished_logins, ..result? };
         Ok(state.token.insert(token).clone())

@@ -11,7 +11,7 @@ use hyper::body::Incoming;
 use tidegate::Gate;
 use tidegate::policy::Plan;
 use tidegate::store::{Store, StoreResponse};
-use tidegate_core::{Batch, Clock, OnOutage};
+use tidegate_core::{Batch, Clock, Limit, OnOutage};
 
 use crate::access::Access;
 use crate::body::ResponseBody;
@@ -75,8 +75,10 @@ async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Res
     }
 }
 
-/// True if no limit of a plan admits a call while the store is away.
+/// True if the plan admits no call while the store is away: a global limit denies them, or all limits do.
 fn denies_in_outages(plan: &Plan) -> bool {
-    let mut rules = plan.limits().iter().map(|(_, limit)| limit.sharing().on_outage).peekable();
-    rules.peek().is_some() && rules.all(|rule| rule == OnOutage::Deny)
+    let denies = |limit: &Limit| !limit.is_shadow() && limit.sharing().on_outage == OnOutage::Deny;
+    let (limits, global) = (plan.limits(), plan.global());
+    global.iter().filter_map(|id| limits.get(*id)).any(denies)
+        || (!limits.is_empty() && limits.iter().all(|(_, limit)| denies(limit)))
 }

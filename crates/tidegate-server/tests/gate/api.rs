@@ -282,12 +282,14 @@ impl Store for Away {
 #[tokio::test]
 async fn readiness_is_degraded_while_the_store_is_away() {
     let limit = "[inbound.action.a]\nlimit = \"5 per 60s\"\non_outage = ";
+    let away = r#"{"status":"the store does not answer"}"#;
     let degraded = r#"{"status":"degraded","store":"redis://db:6379"}"#;
     for (file, expected, answer) in [
         (String::new(), 200, degraded),
         (format!("{limit}\"local\"\n"), 200, degraded),
         (format!("{limit}\"deny\"\n[inbound.global]\nlimit = \"9/s\"\n"), 200, degraded),
-        (format!("{limit}\"deny\"\n"), 503, r#"{"status":"the store does not answer"}"#),
+        (format!("{limit}\"deny\"\n"), 503, away),
+        (format!("{limit}\"local\"\n[inbound.global]\nlimit = \"9/s\"\non_outage = \"deny\"\n"), 503, away),
     ] {
         let policy = policy(nobody(), &file);
         let store = Away(Memory::new(Arc::clone(policy.plan().limits()), 1 << 20));

@@ -172,7 +172,7 @@ async fn throttled_replies_are_passed_on_with_a_wait() {
         let next = json(&gateway.ask(get("/api/x")).await);
         // There are no credentials that could cool down.
         assert_eq!(next["error"], "RateLimitedError");
-        assert_eq!(next["message"], "api: the provider has throttled calls, so all calls to it wait");
+        assert_eq!(next["message"], "api: the provider has throttled calls and takes none before the deadline");
         assert_eq!(next["retry_after"].to_string(), wait);
     }
 }
@@ -191,15 +191,18 @@ async fn all_requests_count_as_attempts() {
 async fn a_quota_that_a_reply_spends_is_named() {
     let rule = "throttled_when = { contains = { \"/error\" = \"limit\" }, spends_quota = true }\n";
     let api = Api::start(|_, _| Answer::new(200, "{\"error\":\"limit\"}")).await;
-    let gateway = standing(&api.policy(&format!("limit = \"1000 per calendar day\"\n{rule}")));
-    gateway.clock.advance(Span::from_secs(3_600));
-    let answer = gateway.ask(get("/api/x")).await;
-    assert_eq!((status(&answer), header(&answer, "tidegate-error")), (200, Some("the quota `api` is spent")));
-    assert_eq!(header(&answer, "retry-after"), Some("82800"));
-    let next = json(&gateway.ask(get("/api/x")).await);
-    assert_eq!((&next["error"], &next["limit"]), (&"QuotaSpentError".into(), &"api".into()));
-    assert_eq!(next["retry_after"], 82_800);
-    assert_eq!(api.count(), 1);
+    for (attempts, requests) in [(3, 1), (1, 2)] {
+        let retry = format!("retry = {{ max_attempts = {attempts} }}\n");
+        let gateway = standing(&api.policy(&format!("limit = \"1000 per calendar day\"\n{rule}{retry}")));
+        gateway.clock.advance(Span::from_secs(3_600));
+        let answer = gateway.ask(get("/api/x")).await;
+        assert_eq!((status(&answer), header(&answer, "tidegate-error")), (200, Some("the quota `api` is spent")));
+        assert_eq!(header(&answer, "retry-after"), Some("82800"));
+        let next = json(&gateway.ask(get("/api/x")).await);
+        assert_eq!((&next["error"], &next["limit"]), (&"QuotaSpentError".into(), &"api".into()));
+        assert_eq!(next["retry_after"], 82_800);
+        assert_eq!(api.count(), requests);
+    }
 }
 
 #[tokio::test]

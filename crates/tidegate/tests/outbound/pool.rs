@@ -204,7 +204,7 @@ async fn a_rejected_credential_is_replaced_once_each() {
         ("ABC", &[UNAUTHORIZED, MISSING], &[0, 1], "CABC"),
         ("ABC", &[FORBIDDEN], &[0], "BCBC"),
         ("ABC", &[once], &[0], "BCAB"),
-        ("ABC", &[stops], &[0], "BCAB"),
+        ("ABC", &[stops], &[0, 1, 2], "ABCA"),
         ("ABCDEFGH", &[UNAUTHORIZED], &[0, 1, 2, 3, 4, 5], "GHAB"),
     ] {
         let (api, log) = (switching_pool(names, ""), Log::default());
@@ -215,6 +215,31 @@ async fn a_rejected_credential_is_replaced_once_each() {
         let mut again: Vec<char> = used(&api, names.len()).await.chars().collect();
         again.sort_unstable();
         assert_eq!(again, names.chars().collect::<Vec<_>>());
+    }
+}
+
+/// The other credential is taken between the rejection and the call's next turn. The call gets the rejection, and no other
+/// call waits for it.
+#[tokio::test(start_paused = true)]
+async fn a_rejected_call_holds_up_no_other() {
+    for (limit, other) in [("1 in flight", [GOOD, GOOD]), ("5 in flight", [throttled_for(60), GOOD])] {
+        let (api, log) =
+            (switching_pool("AB", &format!("credential_limit = \"{limit}\"\nlimit = \"1 per 1s\"")), Log::default());
+        // It takes A, and has its 401 while the limit lets no call pass.
+        let rejected = Answers::of(&api, &[UNAUTHORIZED, UNAUTHORIZED], &log, 1).after(Duration::from_millis(10));
+        let rejected = spawn(&api, CallOptions::default(), rejected);
+        // It is queued before the other goes on, and takes B for a minute.
+        let taker =
+            Answers::of(&api, &other, &log, 2).after(Duration::from_secs(if limit == "1 in flight" { 60 } else { 0 }));
+        sleep(Duration::from_millis(1)).await;
+        let taker = spawn(&api, CallOptions::default(), taker);
+        assert_eq!(rejected.await.unwrap().unwrap(), 2, "{limit}");
+        for _ in 0..3 {
+            let began = api.clock().now();
+            call(&api, CallOptions::default(), GOOD, &log).await.unwrap();
+            assert!(api.clock().now().since(began) < Span::from_secs(10), "{limit}: not until B is free");
+        }
+        drop(taker);
     }
 }
 
