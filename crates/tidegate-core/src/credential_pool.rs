@@ -117,14 +117,14 @@ impl CredentialPool {
         Some(credential as usize)
     }
 
-    /// The credential to try next, other than those in `rejected`.
-    pub fn next_except(&mut self, rejected: &[usize], now: Time, rng: &mut impl Rng) -> Option<usize> {
+    /// The credential to try next, except those that are excluded.
+    pub fn next_except(&mut self, is_excluded: impl Fn(usize) -> bool, now: Time, rng: &mut impl Rng) -> Option<usize> {
         let next = self.next(now, rng)?;
-        if !rejected.contains(&next) {
+        if !is_excluded(next) {
             return Some(next);
         }
         let available = (0..self.available.len()).filter_map(|place| self.available.nth(place));
-        let others = available.filter(|(_, credential)| !rejected.contains(&(*credential as usize)));
+        let others = available.filter(|(_, credential)| !is_excluded(*credential as usize));
         others.min().map(|(_, credential)| credential as usize)
     }
 

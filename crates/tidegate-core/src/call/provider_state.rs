@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 
 use rand_core::Rng;
 
-use super::{CallFailure, CallRules, MAX_LEAD};
+use super::{CallFailure, CallRules, MAX_LEAD, RejectedCredentials};
 use crate::breaker::{BreakerRefusal, BreakerState};
 use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
@@ -134,12 +134,12 @@ impl ProviderState {
     pub(super) fn next_credential(
         &mut self,
         cost: u64,
-        rejected: &[usize],
+        rejected: RejectedCredentials,
         now: Time,
         rng: &mut impl Rng,
     ) -> Option<usize> {
         loop {
-            let credential = self.pool.next_except(rejected, now, rng)?;
+            let credential = self.pool.next_except(|credential| rejected.contains(credential), now, rng)?;
             let tracker = self.remaining_trackers.get_mut(credential);
             let free_at = tracker.map_or(now, |tracker| tracker.free_at(cost, now));
             if free_at <= now {

@@ -106,9 +106,9 @@ impl Call {
         if rules.credential_keys.len() == 1 || now >= self.deadline {
             return false;
         }
-        self.rejected.push(credential);
         self.has_renewed_login = false;
-        state.next_credential(self.cost, &self.rejected, now, rng).is_some()
+        self.rejected.push(credential)
+            && state.next_credential(self.cost, self.rejected, now, rng).is_some()
             && self.retry_tracker.take_token_retry(retry)
     }
 
@@ -189,7 +189,7 @@ impl Call {
             _ => {}
         }
         if reply.class == Class::Success {
-            for rejected in core::mem::take(&mut self.rejected) {
+            for rejected in core::mem::take(&mut self.rejected).iter() {
                 disable_credential(rules, state, rejected, now);
             }
         }

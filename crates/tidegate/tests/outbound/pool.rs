@@ -205,7 +205,7 @@ async fn a_rejected_credential_is_replaced_once_each() {
         ("ABC", &[FORBIDDEN], &[0], "BCBC"),
         ("ABC", &[once], &[0], "BCAB"),
         ("ABC", &[stops], &[0, 1, 2], "ABCA"),
-        ("ABCDEFGH", &[UNAUTHORIZED], &[0, 1, 2, 3, 4, 5], "GHAB"),
+        ("ABCDEFGH", &[UNAUTHORIZED], &[0, 1, 2, 3, 4], "FGHA"),
     ] {
         let (api, log) = (switching_pool(names, ""), Log::default());
         api.call(CallOptions::default(), &mut Answers::of(&api, replies, &log, 0)).await.unwrap();
