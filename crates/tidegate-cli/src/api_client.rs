@@ -68,12 +68,16 @@ fn describe_reset(what: &str, report: &ResetReport) -> String {
     if text.is_empty() {
         let _ = writeln!(text, "{what}: nothing was counted for this client");
     }
-    for LimitReport { name, retry_after, .. } in &report.still_blocked {
+    for LimitReport { name, retry_after, .. } in &report.still_refusing {
         let wait = retry_after.map(|wait| format!(" for {wait} s")).unwrap_or_default();
-        let _ = writeln!(text, "{name} still blocks this client{wait}; reset {name} with the same --ip or --key, too");
+        let _ = writeln!(text, "{name} still refuses this client{wait}; reset {name} with the same --ip or --key, too");
     }
     if !report.skipped.is_empty() {
-        let _ = writeln!(text, "not reset, because they count by more than was given: {}", report.skipped.join(", "));
+        let _ = writeln!(
+            text,
+            "not reset, because they count by something that was not given: {}",
+            report.skipped.join(", ")
+        );
     }
     text
 }
@@ -119,14 +123,16 @@ fn outcome_of(report: &DecisionReport) -> CliOutcome {
     if report.allowed { CliOutcome::Done } else { CliOutcome::Refused }
 }
 
-/// Sends the request and prints the response, either described in words or as JSON. Prints a response that this version
-/// can't describe unchanged.
+/// Sends the request and prints the response, either described in words or as JSON.
 fn call_api(
     call: &CallArgs,
     method: Method,
     path: &str,
     describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
 ) -> CommandResult {
+    if call.action.is_none() && call.path.is_some() && call.method.is_none() {
+        return Err(invalid_input("--path finds an action together with --method, such as --method GET"));
+    }
     let (url, token) = url_and_token(call)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| failure(format!("can't start: {error}")))?;
@@ -138,7 +144,9 @@ fn call_api(
         return Ok(match describe(&text) {
             Some((_, outcome)) if call.json => print_json(&text).and(outcome),
             Some((words, outcome)) => print(&words).and(outcome),
-            None => print_json(&text),
+            None => {
+                return Err(failure(format!("{url} answers, but it is no decision API of this version of Tidegate")));
+            }
         });
     }
     if call.json {
@@ -310,7 +318,7 @@ fn describe_report(report: &DecisionReport) -> String {
 }
 
 fn describe_explanation(explanation: &Explanation) -> String {
-    let action = explanation.action.as_deref().unwrap_or("no action, only the global limit");
+    let action = explanation.action.as_deref().unwrap_or("no action matches");
     let mut text = format!("{action}: {}\n", describe_report(&explanation.decision));
     for limit in &explanation.limits {
         text.push('\n');

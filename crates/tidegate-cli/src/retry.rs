@@ -261,10 +261,10 @@ impl<'a> RetryRunner<'a> {
             }
             NoRetryReason::Final => format!("not retried because of --curl; --throttled-exit {status} changes that"),
             NoRetryReason::RetryAfterTooLong { retry_after } => {
-                format!("it asks for a wait of {retry_after}, which is too long")
+                format!("it asks for a wait of {}, longer than --max-retry-after", describe_wait(retry_after))
             }
-            NoRetryReason::Deadline { .. } => "the next would start after the deadline".to_owned(),
-            _ => "that was the last".to_owned(),
+            NoRetryReason::Deadline { .. } => "the next would start after --deadline".to_owned(),
+            _ => "that was the last of --attempts".to_owned(),
         }
     }
 

@@ -411,7 +411,11 @@ fn control_characters_in_input_are_escaped() {
 
 #[test]
 fn control_characters_in_gate_replies_are_escaped() {
+    let explained = "{\"action\":\"\u{202e}\u{9b}\",\"decision\":{\"allowed\":true,\"limit\":5,\"remaining\":4,\"reset_after\":60,\
+         \"retry_after\":null,\"blocked\":false,\"backoff_seconds\":null,\"next_allowed_at\":null,\"bound_by\":\"login\",\
+         \"reason\":\"ok\",\"source\":\"action\"},\"limits\":[]}";
     for (code, body) in [
+        (200, explained),
         (200, "{\"x\":\"\u{1b}[2J\u{202e}\u{9b}\"}"),
         (200, "\u{1b}[2J\u{202e}"),
         (400, "{\"message\":\"\\u001b[2J\\u202e\"}"),
@@ -429,9 +433,11 @@ fn control_characters_in_gate_replies_are_escaped() {
         for json in [&[][..], &["--json"]] {
             let (status, out, err) = run_safely(&[&["explain", "login", "--url", &url], json].concat());
             assert!(!out.is_empty() || !err.is_empty());
-            assert_eq!(status == 0, code == 200);
-            if code == 200 && body.starts_with('{') {
-                assert_eq!(out, "{\"x\":\"\\u001b[2J\\u202e\\u009b\"}\n");
+            // The reply of any other server isn't taken for a decision.
+            assert_eq!(status == 0, body == explained, "{err}");
+            assert_eq!(err.contains("no decision API"), code == 200 && body != explained, "{err}");
+            if body == explained && !json.is_empty() {
+                assert!(out.starts_with("{\"action\":\"\\u202e\\u009b\","), "{out}");
             }
         }
         gate.join().unwrap();

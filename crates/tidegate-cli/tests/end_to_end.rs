@@ -267,7 +267,8 @@ const NGINX_OPEN: [&str; 2] = [
 ];
 const CADDY_OPEN: [&str; 2] = [
     "\t\ttransport http {\n\t\t\tdial_timeout 1s\n\t\t\tresponse_header_timeout 1s\n\t\t}\n",
-    "\thandle_errors {\n\t\t@away expression `{err.status_code} in [502, 504]`\n\t\treverse_proxy @away 127.0.0.1:3000\n\t}\n",
+    "\thandle_errors {\n\t\t@away {\n\t\t\texpression `{err.status_code} in [502, 504]`\n\t\t\tnot vars tidegate answered\n\t\t}\n\
+     \t\treverse_proxy @away 127.0.0.1:3000\n\t}\n",
 ];
 
 /// The guide's configuration of nginx with these ports, open while the gate is away if `open`.
@@ -289,8 +290,9 @@ fn caddy_snippet(front: u16, api: u16, upstream: u16, open: bool) -> String {
     let mut snippet = include_str!("../../../docs/snippets/Caddyfile").to_owned();
     if open {
         let [inside, beside] = CADDY_OPEN;
-        let place = "\tforward_auth 127.0.0.1:8082 {\n";
-        snippet = snippet.replace(place, &format!("{beside}{place}{inside}"));
+        let (begin, end) = ("\tforward_auth 127.0.0.1:8082 {\n", "\treverse_proxy 127.0.0.1:3000\n");
+        snippet = snippet.replace(begin, &format!("\troute {{\n{begin}{inside}"));
+        snippet = snippet.replace(end, &format!("\t\tvars tidegate answered\n{end}\t}}\n{beside}"));
     }
     snippet
         .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
@@ -339,6 +341,34 @@ fn caddy_fails_closed_or_open_without_gate() {
     assert_eq!(through(front, "/page"), 403, "a refusal stays one");
 }
 
+/// The application closes the connection after it has read the request.
+#[test]
+fn an_open_caddy_repeats_no_request() {
+    let front = free_port();
+    let application = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (_gate, ports) = gate(LOGIN, free_port());
+    let upstream = application.local_addr().unwrap().port();
+    let Some(_caddy) = caddy(&caddy_snippet(front, ports.api, upstream, true), front) else { return };
+    let requests = std::thread::spawn(move || {
+        let mut count = 0;
+        application.set_nonblocking(true).unwrap();
+        for _ in 0..400 {
+            match application.accept() {
+                Ok((mut stream, _)) => {
+                    let _ = std::io::Read::read(&mut stream, &mut [0; 4096]);
+                    count += 1;
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+        count
+    });
+    let answer = HttpClient::connect(front)
+        .unwrap()
+        .request("POST /order HTTP/1.1\r\nHost: a.test\r\nContent-Length: 5\r\nConnection: close\r\n\r\nabc=1");
+    assert_eq!((answer.status, requests.join().unwrap()), (502, 1));
+}
+
 #[test]
 fn nginx_may_name_an_action() {
     let (front, upstream) = (free_port(), free_port());
@@ -359,13 +389,18 @@ fn clients_of_caddy_evade_no_action_by_query() {
     let policy = "[inbound]\ntrusted_proxies = [\"127.0.0.0/8\"]\n\
         [inbound.action.page]\nmatch = { path = \"/page\" }\nlimit = \"1 per 60s\"\n\
         [inbound.action.named]\nlimit = \"1 per 60s\"\n[inbound.action.other]\nlimit = \"unlimited\"\n";
-    for (uri, path) in [("uri /v1/auth", "/page"), ("uri /v1/auth?action=named", "/elsewhere")] {
+    for (uri, path, expected) in [
+        ("uri /v1/auth?", "/page", [200, 429, 429, 429, 429]),
+        ("uri /v1/auth?action=named", "/elsewhere", [200, 429, 400, 429, 400]),
+        // It passes its client's query string on, so a name in it isn't trusted.
+        ("uri /v1/auth", "/page", [200, 400, 400, 429, 400]),
+    ] {
         let (_gate, ports) = gate(policy, upstream);
-        let snippet = caddy_snippet(front, ports.api, upstream, false).replace("uri /v1/auth", uri);
+        let snippet = caddy_snippet(front, ports.api, upstream, false).replace("uri /v1/auth?", uri);
         let Some(_caddy) = caddy(&snippet, front) else { return };
-        let queries = ["?a=1", "?action=other", "?action=named#", "?%61ction=other"];
+        let queries = ["?a=1", "?action=other", "?action=named", "?transaction=other", "?x&action=named"];
         let statuses = queries.map(|query| through(front, &format!("{path}{query}")));
-        assert_eq!(statuses, [200, 429, 429, 429], "{uri}");
+        assert_eq!(statuses, expected, "{uri}");
     }
 }
 

@@ -59,7 +59,7 @@ fn retry_exits_with_the_commands_status() {
     let (status, _, err) =
         run(&folder, &["--attempts", "3", "--base", "1ms", "--", "sh", "-c", &counting("exit $((40 + n))")]);
     assert_eq!((status, runs(&folder)), (43, 3));
-    assert!(err.ends_with("attempt 3 of 3 ended with status 43; that was the last\n"), "{err}");
+    assert!(err.ends_with("attempt 3 of 3 ended with status 43; that was the last of --attempts\n"), "{err}");
     let (status, _, err) = run(&folder, &["--attempts", "1", "--", "sh", "-c", "kill -9 $$"]);
     assert_eq!(status, 137);
     assert!(err.contains("was ended by signal 9"), "{err}");
@@ -197,11 +197,11 @@ fn waits_grow_and_requested_waits_are_minimums() {
     let words =
         ["--retry-after-output", "after (.*)", "--max-retry-after", "1m", "--", "sh", "-c", "echo after 1h; exit 1"];
     let (_, _, err) = run(&folder, &words);
-    assert!(err.ends_with("it asks for a wait of 1h, which is too long\n"), "{err}");
+    assert!(err.ends_with("it asks for a wait of 3600.000 s, longer than --max-retry-after\n"), "{err}");
     let words = ["--deadline", "300ms", "--base", "2s", "--jitter", "none", "--", "false"];
     let (status, _, err) = run(&folder, &words);
     assert_eq!(status, 1);
-    assert!(err.ends_with("the next would start after the deadline\n"), "{err}");
+    assert!(err.ends_with("the next would start after --deadline\n"), "{err}");
 }
 
 /// The waits in the messages of `retry`.
@@ -225,6 +225,10 @@ fn growth_and_additive_jitter_shape_the_waits() {
     let words = ["--base", "20ms", "--cap", "20ms", "--attempts", "3", "--jitter", "additive", "--", "false"];
     let (_, _, err) = run(&folder, &words);
     assert_eq!(told_waits(&err), ["0.020 s", "0.020 s"]);
+    // Up to a second is added, so hardly any of five waits stays below the cap.
+    let words = ["--base", "1ms", "--cap", "60ms", "--attempts", "6", "--jitter", "additive", "--", "false"];
+    let (_, _, err) = run(&folder, &words);
+    assert!(told_waits(&err).contains(&"0.060 s"), "{err}");
 }
 
 #[test]
@@ -309,7 +313,7 @@ fn printed_output_counts_despite_an_open_pipe() {
     for (print, told) in [
         ("echo no such thing", "not retried, because its output matches --permanent-output"),
         ("printf 'no such thing'", "not retried, because its output matches --permanent-output"),
-        ("echo after 1h >&2", "it asks for a wait of 1h, which is too long"),
+        ("echo after 1h >&2", "it asks for a wait of 3600.000 s, longer than --max-retry-after"),
     ] {
         let folder = ScratchDir::new();
         let body = counting(&format!("sleep 20 & {print}; exit 1"));

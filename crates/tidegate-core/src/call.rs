@@ -116,7 +116,10 @@ pub struct Call {
     /// request.
     charged_at: Time,
     counted_at: Time,
-    has_renewed_login: bool,
+    /// The credential that has logged in again for this call.
+    renewed_credential: u16,
+    /// True if its connection has switched protocols.
+    is_tunnel: bool,
     /// The credentials that were rejected for this call.
     rejected: RejectedCredentials,
     /// True if it holds a retry of the budget that wasn't sent yet.
@@ -143,7 +146,8 @@ impl Call {
             requests: 0,
             charged_at: Time::ZERO,
             counted_at: Time::ZERO,
-            has_renewed_login: false,
+            renewed_credential: NO_CREDENTIAL,
+            is_tunnel: false,
             rejected: RejectedCredentials::default(),
             holds_budget_retry: false,
             is_hedge: false,
@@ -234,7 +238,7 @@ impl Call {
             let failure = CallFailure::Paced { earliest };
             return self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now);
         }
-        let next = match state.next_credential(self.cost, self.rejected, now, rng) {
+        let next = match self.next_credential(state, now, rng) {
             // The others were taken meanwhile. The rejection is the call's answer then, and no reason for other calls to
             // wait.
             None if !self.rejected.is_empty() => {
@@ -257,6 +261,19 @@ impl Call {
                 self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now)
             }
         }
+    }
+
+    /// The credential to ask the store about: first the one that has just logged in again.
+    fn next_credential(&self, state: &mut ProviderState, now: Time, rng: &mut impl Rng) -> Option<usize> {
+        let renewed = usize::from(self.renewed_credential);
+        if self.renewed_credential != NO_CREDENTIAL && state.pool.is_free(renewed, now) {
+            return Some(renewed);
+        }
+        state.next_credential(self.cost, self.rejected, now, rng)
+    }
+
+    fn has_renewed(&self, credential: usize) -> bool {
+        usize::from(self.renewed_credential) == credential
     }
 
     /// True if its reply would hardly arrive in time after its wait, while other calls could still succeed: under
@@ -384,12 +401,13 @@ impl Call {
             lane,
             permit,
             generation,
-            in_flight: state.lanes.total_in_flight(),
+            in_flight: state.lanes.total_in_flight().saturating_sub(state.tunnels),
         });
         CallProgress::Send { credential }
     }
 
     fn end_streaming(&mut self, state: &mut ProviderState) {
+        // A connection that has switched protocols has the call's last reply, so it isn't ended here.
         if let CallStage::Streaming(lane, credential) = self.stage {
             state.record_end(lane, credential);
             self.stage = CallStage::Idle;

@@ -128,6 +128,12 @@ impl CredentialPool {
         others.min().map(|(_, credential)| credential as usize)
     }
 
+    /// True if this credential is available.
+    pub fn is_free(&mut self, credential: usize, now: Time) -> bool {
+        self.end_cooldowns(now);
+        self.checked_index(credential).is_some_and(|index| self.is_available(index))
+    }
+
     /// True if any other credential isn't cooling.
     pub fn has_other_not_cooling(&mut self, credential: usize, now: Time) -> bool {
         self.end_cooldowns(now);

@@ -128,9 +128,8 @@ impl<S, C> ProviderInner<S, C> {
         &self.outbound_config.providers()[self.index]
     }
 
-    /// The kind of a failure after this number of requests.
-    pub(super) fn error_kind(&self, failure: CallFailure, requests: u32) -> CallErrorKind {
-        CallErrorKind::new(&self.outbound_config, self.config(), failure, requests)
+    pub(super) fn error_kind(&self, failure: CallFailure) -> CallErrorKind {
+        CallErrorKind::new(&self.outbound_config, self.config(), failure)
     }
 }
 
@@ -223,7 +222,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let started = call.start(state, now);
         self.submit_updates(state, now);
         if let Err(failure) = started {
-            return StartOutcome::Decided(Err(self.error_kind(failure, call.requests())), now);
+            return StartOutcome::Decided(Err(self.error_kind(failure)), now);
         }
         let mut inline_call = InlineCall { call, result: None };
         self.dispatch(dispatcher, Some(&mut inline_call), now);
@@ -321,7 +320,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let (mut dispatcher, now) = self.lock_for_step();
         let dispatcher = &mut *dispatcher;
         let state = &mut dispatcher.context.state;
-        in_flight.end(state);
+        in_flight.end(&self.rules, state);
         if let Some(cost) = cost {
             in_flight.correct_cost(&self.rules, state, cost);
             self.submit_updates(state, now);
@@ -451,7 +450,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             match progress {
                 CallProgress::AskStore => {}
                 CallProgress::Send { credential } => return Some(Ok(credential)),
-                CallProgress::Fail(failure) => return Some(Err(self.error_kind(failure, call.requests()))),
+                CallProgress::Fail(failure) => return Some(Err(self.error_kind(failure))),
                 CallProgress::Wait => return None,
             }
             match self.store.apply(context.state.store_requests.reservation(), now) {

@@ -26,8 +26,6 @@ pub struct CallError<T = ()> {
     pub stats: CallStats,
     /// The time of the failure.
     pub failed_at: Time,
-    /// The end of the cool-down that the last reply started, if it was throttled.
-    pub cooling_until: Option<Time>,
 }
 
 /// The reason that a call failed.
@@ -98,6 +96,8 @@ pub enum CallErrorKind {
     RetriesExhausted {
         /// The number of requests that were sent.
         attempts: u32,
+        /// The time when calls are sent again, if the provider has throttled the last request and this is known.
+        earliest: Option<Time>,
     },
     /// The provider asks for a longer pause than calls may wait.
     #[error("the provider takes calls again in {} s, later than calls wait (`retry.max_retry_after`)", retry_after.as_secs_ceil())]
@@ -159,7 +159,7 @@ impl CallErrorKind {
         }
     }
 
-    pub(super) fn new(config: &OutboundConfig, provider: &ProviderConfig, failure: CallFailure, requests: u32) -> Self {
+    pub(super) fn new(config: &OutboundConfig, provider: &ProviderConfig, failure: CallFailure) -> Self {
         let name = |limit| config.limit_info(limit).name.clone();
         let known_time = |at: Time| (!at.is_never()).then_some(at);
         match failure {
@@ -184,8 +184,7 @@ impl CallErrorKind {
                 NoRetryReason::Final => Self::Final,
                 NoRetryReason::NotIdempotent => Self::NotIdempotent,
                 NoRetryReason::Unreplayable(why) => Self::Unreplayable(why),
-                // Attempts with other credentials and hedges are attempts, too.
-                NoRetryReason::Exhausted { .. } => Self::RetriesExhausted { attempts: requests },
+                NoRetryReason::Exhausted { attempts } => Self::RetriesExhausted { attempts, earliest: None },
                 NoRetryReason::RetryAfterTooLong { retry_after } => Self::RetryAfterTooLong { retry_after },
                 NoRetryReason::Deadline { earliest } => Self::NoTimeLeft { earliest },
                 NoRetryReason::BudgetSpent => Self::BudgetSpent,
@@ -197,8 +196,8 @@ impl CallErrorKind {
 impl<T> CallError<T> {
     /// Converts the last reply.
     pub(super) fn map_reply<R>(self, convert: impl FnOnce(T) -> R) -> CallError<R> {
-        let Self { provider, kind, last_reply, stats, failed_at, cooling_until } = self;
-        CallError { provider, kind, last_reply: last_reply.map(convert), stats, failed_at, cooling_until }
+        let Self { provider, kind, last_reply, stats, failed_at } = self;
+        CallError { provider, kind, last_reply: last_reply.map(convert), stats, failed_at }
     }
 
     /// The time after which another call can succeed, if known.
@@ -209,11 +208,12 @@ impl<T> CallError<T> {
             CallErrorKind::RateLimited { earliest: at, .. }
             | CallErrorKind::QuotaSpent { resets_at: at, .. }
             | CallErrorKind::CredentialsCooling { earliest: at }
-            | CallErrorKind::CoolingDown { earliest: at } => at,
+            | CallErrorKind::CoolingDown { earliest: at }
+            | CallErrorKind::RetriesExhausted { earliest: at, .. } => at,
             CallErrorKind::LanePaused { until: at }
             | CallErrorKind::NoTimeLeft { earliest: at }
             | CallErrorKind::Paced { earliest: at } => Some(at),
-            _ => self.cooling_until,
+            _ => None,
         };
         at.map(|at| at.since(self.failed_at))
     }

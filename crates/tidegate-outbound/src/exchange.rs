@@ -246,6 +246,7 @@ where
         };
         // After a protocol switch, the caller exchanges data with the provider until it drops the response.
         report.is_streaming = !peeked.is_complete() || has_switched;
+        report.is_tunnel = has_switched;
         target.sanitize_reply_headers(&mut head.headers, sent_secret.as_deref(), mount_path.as_deref());
         peeked.secret = sent_secret;
         AttemptOutcome { value: Ok(Response::from_parts(head, peeked)), report }
@@ -291,7 +292,8 @@ where
     }
 
     fn clone_for_hedge(&self) -> Option<Self> {
-        self.classifier.is_idempotent.then(|| Self {
+        let can_repeat = self.classifier.is_idempotent && !self.parts.headers.contains_key(UPGRADE);
+        can_repeat.then(|| Self {
             inner: self.inner.clone(),
             parts: self.parts.clone(),
             body: self.body.clone(),

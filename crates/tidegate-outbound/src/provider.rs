@@ -152,7 +152,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             let (result, now) =
                 call_guard.wait_for_turn(urgency, Some(started_at).filter(|_| stats.attempts == 0)).await;
             stats.waited = stats.waited + now.since(waiting_since);
-            let credential = result.map_err(|kind| self.call_error(kind, None, stats, None))?;
+            let credential = result.map_err(|kind| self.call_error(kind, None, stats))?;
             stats.attempts += 1;
             stats.credential = credential;
             let attempt = self.new_attempt(call_guard.slot.call(), credential, stats, now);
@@ -166,11 +166,16 @@ impl<S: Store, C: Clock> Provider<S, C> {
             match next_step {
                 NextStep::Done => return Ok(call_guard.complete(outcome, stats)),
                 NextStep::Failed(failure) => {
-                    let is_throttled = outcome.report.class == Class::Throttled;
+                    let mut kind = self.0.error_kind(failure);
+                    if let CallErrorKind::RetriesExhausted { attempts, earliest } = &mut kind {
+                        // Attempts with other credentials and hedges are attempts, too.
+                        *attempts = stats.attempts;
+                        if outcome.report.class == Class::Throttled {
+                            *earliest = self.0.cooling_until();
+                        }
+                    }
                     let CompletedCall { value, in_flight_guard, .. } = call_guard.complete(outcome, stats);
-                    let kind = self.0.error_kind(failure, stats.attempts);
-                    let cooling_until = if is_throttled { self.0.cooling_until() } else { None };
-                    return Err(self.call_error(kind, Some((value, in_flight_guard)), stats, cooling_until));
+                    return Err(self.call_error(kind, Some((value, in_flight_guard)), stats));
                 }
                 NextStep::RetryAt(at) => {
                     // No task reads this reply, so its connection is released before the wait.
@@ -208,15 +213,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
         }
     }
 
-    fn call_error<T>(
-        &self,
-        kind: CallErrorKind,
-        last_reply: Option<T>,
-        stats: CallStats,
-        cooling_until: Option<Time>,
-    ) -> CallError<T> {
-        let (provider, failed_at) = (self.config().name.clone(), self.0.clock.now());
-        CallError { provider, kind, last_reply, stats, failed_at, cooling_until }
+    fn call_error<T>(&self, kind: CallErrorKind, last_reply: Option<T>, stats: CallStats) -> CallError<T> {
+        CallError { provider: self.config().name.clone(), kind, last_reply, stats, failed_at: self.0.clock.now() }
     }
 }
 

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http::header::RETRY_AFTER;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use http_body::Body;
 use tidegate_core::Clock;
 use tidegate_core::retry::TransportFault;
@@ -114,11 +114,7 @@ impl OutboundError {
             | Self::Send(SendError::BrokenBody) => 400,
             Self::Call(CallError { last_reply: Some(SendError::BodyTimeout), .. })
             | Self::Send(SendError::BodyTimeout) => 408,
-            Self::Call(CallError {
-                kind: CallErrorKind::RetriesExhausted { .. },
-                last_reply: Some(SendError::TimedOut),
-                ..
-            }) => 504,
+            Self::Call(error) if error.status() == 502 && matches!(error.last_reply, Some(SendError::TimedOut)) => 504,
             Self::Call(error) => error.status(),
             Self::Send(SendError::TimedOut) => 504,
             Self::Send(_) => 502,
@@ -329,21 +325,23 @@ impl<S: Store, C: Clock> OutboundLayerInner<S, C> {
                     Ok(to_response(reply, stats, in_flight_guard, cost_reader))
                 }
                 Err(error) => {
-                    let wait = error.retry_after().filter(|_| error.cooling_until.is_some());
-                    let CallError { provider, kind, last_reply, stats, failed_at, cooling_until } = error;
+                    let wait = error.retry_after();
+                    let CallError { provider, kind, last_reply, stats, failed_at } = error;
                     let last_reply = match last_reply {
                         Some((Ok(reply), in_flight_guard)) => {
                             let mut response = to_response(reply, stats, in_flight_guard, None);
-                            response.extensions_mut().insert(kind);
-                            if let Some(wait) = wait {
+                            let is_throttled = response.status() == StatusCode::TOO_MANY_REQUESTS
+                                || matches!(kind, CallErrorKind::QuotaSpent { .. });
+                            if let Some(wait) = wait.filter(|_| is_throttled) {
                                 response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| wait.as_secs_ceil().into());
                             }
+                            response.extensions_mut().insert(kind);
                             return Ok(response);
                         }
                         Some((Err(error), _)) => Some(error),
                         None => None,
                     };
-                    Err(OutboundError::Call(CallError { provider, kind, last_reply, stats, failed_at, cooling_until }))
+                    Err(OutboundError::Call(CallError { provider, kind, last_reply, stats, failed_at }))
                 }
             }
         }

@@ -31,6 +31,15 @@ pub(crate) fn is_policy_variable(name: &str) -> bool {
 
 fn has_reserved_prefix(name: &str) -> bool {
     name.get(..RESERVED_PREFIX.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(RESERVED_PREFIX))
+        && !is_service_link(name)
+}
+
+/// True for the variables that Kubernetes sets in each pod for a Service called `tidegate`, such as `TIDEGATE_PORT`.
+fn is_service_link(name: &str) -> bool {
+    let rest = name.get(RESERVED_PREFIX.len()..).unwrap_or_default();
+    ["SERVICE_HOST", "SERVICE_PORT", "PORT"].iter().any(|link| {
+        rest.strip_prefix(link).is_some_and(|rest| rest.is_empty() || rest.starts_with('_') && !rest.starts_with("__"))
+    })
 }
 
 /// A section of the policy with members that have names.
@@ -119,6 +128,14 @@ pub(crate) fn apply_variables(
     let is_prefixed = |name: &str| prefix.as_ref().is_some_and(|prefix| prefixed::is_prefixed(name, prefix));
     let prefixed: Vec<(String, String)> =
         env.iter().filter(|(name, value)| is_prefixed(name) && is_set(value)).cloned().collect();
+    for (name, value) in env.iter().filter(|(name, value)| is_set(value) && !is_policy_variable(name)) {
+        let plain = PLAIN_VARIABLES.iter().map(|(plain, _, _)| *plain);
+        let has_begin = ["GLOBAL_RATE_", "BACKOFF_"].iter().any(|begin| name.starts_with(begin));
+        if let Some(meant) = nearest(name, plain).filter(|_| has_begin) {
+            let at = texts.add(SourceText::new(SourceKind::Variable, name, value, true));
+            notes.push(Note::new(texts, at, &format!("no effect: no variable has this name; did you mean `{meant}`?")));
+        }
+    }
     env.retain(|(name, value)| is_policy_variable(name) && is_set(value));
     env.sort();
     let mut secrets = secret_variables(root, &env);
@@ -171,9 +188,8 @@ impl VariableMerger<'_> {
         self.errors.push(Error::new(self.texts, at, message, expected));
     }
 
-    /// Notes that a variable changes nothing.
-    fn note_without_effect(&mut self, at: TextRange, reason: &str) {
-        self.notes.push(Note::new(self.texts, at, &format!("no effect: {reason}")));
+    fn note(&mut self, at: TextRange, message: &str) {
+        self.notes.push(Note::new(self.texts, at, message));
     }
 
     fn set_variable(&mut self, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
@@ -267,20 +283,20 @@ impl VariableMerger<'_> {
         let window = self.plain_number(env, "GLOBAL_RATE_WINDOW", 1..=MAX_SECS, "a number of seconds");
         let base = self.plain_number(env, "BACKOFF_BASE", 1..=86_400, "the base of the power, in seconds");
         let cap = self.plain_number(env, "BACKOFF_MAX", 1..=MAX_SECS, "a number of seconds");
-        if let Some((at, _)) = limit
-            && self.root.get("inbound").is_none()
-            && self.root.get("outbound").is_some()
-        {
-            let reason = "it limits the calls of clients, and the policy has no section [inbound]";
-            self.note_without_effect(at, reason);
+        let has_inbound = self.root.get("inbound").is_some()
+            || env.iter().any(|(name, _)| name.starts_with(&format!("{VARIABLE_PREFIX}INBOUND__")));
+        if let Some((at, _)) = limit.filter(|_| !has_inbound && self.root.get("outbound").is_some()) {
+            self.note(at, "it limits the calls of clients to this gate, and none to other people's APIs");
         }
         self.apply_global_limit(limit, window);
-        if growing_penalties(self.root).is_empty() {
+        let penalties = growing_penalties(self.root);
+        if penalties.is_empty() {
             for (at, _) in [base, cap].into_iter().flatten() {
-                self.note_without_effect(at, "no limit has a `penalty`, whose blocks it would set");
+                self.note(at, "no effect: no limit has a `penalty`, whose blocks it would set");
             }
+            return;
         }
-        for penalty in growing_penalties(self.root) {
+        for penalty in penalties {
             if let Some((at, base)) = base {
                 penalty.insert("base", at, TomlValue::String(format!("{base}s")));
                 penalty.insert("factor", at, TomlValue::Integer(i64::try_from(base).ok()));

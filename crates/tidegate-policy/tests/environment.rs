@@ -65,14 +65,22 @@ fn variables_without_effect_are_noted() {
                 format!("environment variable BACKOFF_MAX: {no_penalty}"),
             ],
         ),
+        (LIMITED, [("GLOBAL_RATE_LIMT", "5"), ("BACKOFF_BAS", "3")], vec![
+            "environment variable GLOBAL_RATE_LIMT: no effect: no variable has this name; did you mean `GLOBAL_RATE_LIMIT`?"
+                .to_owned(),
+            "environment variable BACKOFF_BAS: no effect: no variable has this name; did you mean `BACKOFF_BASE`?"
+                .to_owned(),
+        ]),
+        // Kubernetes sets such variables for a Service called `tidegate`.
+        (LIMITED, [("TIDEGATE_PORT", "tcp://10.0.0.7:8080"), ("TIDEGATE_SERVICE_PORT_HTTP", "8080")], Vec::new()),
         // The global limit that the variable makes has a penalty.
         (LIMITED, [("GLOBAL_RATE_LIMIT", "5"), ("BACKOFF_MAX", "7200")], Vec::new()),
         (
             CALLS,
             [("GLOBAL_RATE_LIMIT", "5"), ("X_RETRY_MAX", "9")],
             vec![
-            "environment variable GLOBAL_RATE_LIMIT: no effect: it limits the calls of clients, and the policy has no \
-             section [inbound]"
+            "environment variable GLOBAL_RATE_LIMIT: it limits the calls of clients to this gate, and none to other \
+             people's APIs"
                 .to_owned(),
         ],
         ),

@@ -135,3 +135,21 @@ fn equal_limits_have_equal_tags_across_plans() {
     let other_kind = tags(&load("[inbound.action.a]\nlimit = \"5/s\"\n"));
     assert_ne!(one["a"], other_kind["a"], "a rate remembers nothing that a window could use");
 }
+
+#[test]
+fn errors_of_urls_show_no_password() {
+    for url in [
+        "redis:/u:hunter2pw@h",
+        "redis//u:hunter2pw@h",
+        "mysql:u:hunter2pw@h/db",
+        "u:hunter2pw@h:1",
+        "memory u:hunter2pw@h",
+    ] {
+        let file = PolicySources::new().file("t.toml", format!("[store]\nurl = \"{url}\"\n"));
+        let variable = PolicySources::new().file("t.toml", "").env([("TIDEGATE__STORE__URL", url)]);
+        for sources in [file, variable] {
+            let error = Policy::load(sources).unwrap_err().to_string();
+            assert!(!error.contains("hunter2pw") && error.contains("URL"), "{error}");
+        }
+    }
+}

@@ -214,12 +214,12 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         let rest =
             PathAndQuery::try_from(rest).map_err(|_| bad_request("the path has a character that a URL can't have"))?;
         *request.uri_mut() = Uri::from(rest);
-        let has_body = !request.body().is_end_stream();
+        let (has_body, is_http10) = (!request.body().is_end_stream(), request.version() == Version::HTTP_10);
         let headers = request.headers_mut();
         let options = take_call_options(headers).map_err(|wrong| bad_request(&wrong.to_string()))?;
         let mut hop = hop_headers::strip_request(headers, &[]);
-        // A connection can't switch protocols before the whole request has arrived (RFC 9110 §7.8).
-        hop.upgrade = hop.upgrade.filter(|_| !has_body);
+        // A connection can't switch protocols before the whole request has arrived, or with HTTP/1.0 (RFC 9110 §7.8).
+        hop.upgrade = hop.upgrade.filter(|_| !has_body && !is_http10);
         remove_all(headers, |name| {
             name == EXPECT || CLIENT_ORIGIN_HEADERS.contains(name) || name.as_str().starts_with(X_FORWARDED)
         });
@@ -316,6 +316,7 @@ where
     set_tidegate_headers(&mut parts.headers, plan, stats, cache);
     if let Some(why) = why.and_then(|why| HeaderValue::try_from(why).ok()) {
         parts.headers.insert(CALL_ERROR, why);
+        call_error::stop_long_waits(&mut parts.headers, plan);
     }
     let watch = Arc::clone(&client.watch);
     let body = match upgrades {

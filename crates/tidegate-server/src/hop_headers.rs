@@ -40,6 +40,14 @@ pub(crate) struct HopOptions {
     trailers: bool,
 }
 
+/// True for the protocol HTTP/2 in `Upgrade`, with or without a version: `h2c`, `h2c/1.0`, `HTTP/2.0`.
+fn is_http2(protocol: &[u8]) -> bool {
+    let mut parts = protocol.split(|byte| *byte == b'/');
+    let name = parts.next().unwrap_or_default();
+    name.eq_ignore_ascii_case(b"h2c")
+        || (name.eq_ignore_ascii_case(b"http") && parts.next().is_some_and(|version| version.starts_with(b"2")))
+}
+
 /// Removes the hop-by-hop headers of a request and returns their options. Keeps `counted_headers`, the headers that
 /// limits count by, so that the upstream receives the values that were counted.
 pub(crate) fn strip_request(headers: &mut HeaderMap, counted_headers: &[HeaderName]) -> HopOptions {
@@ -51,7 +59,7 @@ pub(crate) fn strip_request(headers: &mut HeaderMap, counted_headers: &[HeaderNa
     }
     if found.upgrade && tokens(headers, &CONNECTION).any(|token| token.eq_ignore_ascii_case(b"upgrade")) {
         // Over an h2c connection a client could send requests that the gate doesn't see.
-        let to_h2c = tokens(headers, &UPGRADE).any(|token| token.eq_ignore_ascii_case(b"h2c"));
+        let to_h2c = tokens(headers, &UPGRADE).any(is_http2);
         hop.upgrade = headers.get(UPGRADE).filter(|_| !to_h2c).cloned();
     }
     strip(headers, &found, counted_headers);
@@ -322,6 +330,10 @@ mod tests {
             ["connection: upgrade", "upgrade: websocket"]
         );
         assert!(forwarded(&[("upgrade", "websocket")]).is_empty(), "not named by Connection");
+        assert!(
+            forwarded(&[("upgrade", "h2c/1.0"), ("connection", "Upgrade")]).is_empty()
+                && forwarded(&[("upgrade", "HTTP/2.0"), ("connection", "Upgrade")]).is_empty()
+        );
         assert!(
             forwarded(&[("upgrade", "h2c"), ("http2-settings", "AAA"), ("connection", "Upgrade, HTTP2-Settings")])
                 .is_empty()

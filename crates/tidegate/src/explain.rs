@@ -66,9 +66,9 @@ pub struct ResetReport {
     /// The reset limits that had counted or blocked the caller. Omitted if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub limits: Vec<LimitReport>,
-    /// The limits that still block the caller, because they aren't the action's own. Omitted if empty.
+    /// The limits that still refuse the caller, because they aren't the action's own. Omitted if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub still_blocked: Vec<LimitReport>,
+    pub still_refusing: Vec<LimitReport>,
     /// The actions that were left out of a reset of all, because they count by a part of calls that wasn't given.
     /// Omitted if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

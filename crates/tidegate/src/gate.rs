@@ -226,15 +226,17 @@ impl<S: Store, C: Clock> Gate<S, C> {
             })
         };
         let actions = plan.actions().map(|(id, _)| MatchedActions::from(id));
+        let mut result = Ok(());
         for actions in [MatchedActions::NONE].into_iter().chain(actions) {
             match self.reset_actions(actions, query, counts_by_caller, report).await {
                 Err(CheckError::Key(_)) => {
                     report.skipped.push(actions.first().map_or(GLOBAL, |id| plan.action(id).name()).to_owned());
                 }
-                done => done?,
+                Err(error) => result = Err(error),
+                Ok(()) => {}
             }
         }
-        Ok(())
+        result
     }
 
     /// Resets the caller in the own limits of these actions that are `wanted`.
@@ -256,8 +258,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let Ok(all) = self.batch(actions, query, Verb::Peek, 0) else { return Ok(()) };
         let others = all.ops().iter().filter(|op| !own.ops().iter().any(|own| own.limit == op.limit));
         for limit in self.peek(actions, &all.with_ops(others.copied())).await? {
-            if limit.blocked && !report.still_blocked.iter().any(|known| known.name == limit.name) {
-                report.still_blocked.push(limit);
+            if !limit.allowed && !limit.shadow && !report.still_refusing.iter().any(|known| known.name == limit.name) {
+                report.still_refusing.push(limit);
             }
         }
         Ok(())

@@ -8,8 +8,8 @@ use tidegate_core::{Batch, LimitId, LimitKind, Limits, Outcomes, Span, Time};
 
 /// The maximum number of permits whose start is remembered. Further ones aren't measured.
 const MAX_MEASURED: usize = 1024;
-/// The time after which a permit that wasn't given back is no longer measured.
-const MAX_HOLD: Span = Span::from_secs(3600);
+/// The time between two searches for permits that were lost, or given back to another process.
+const PURGE_INTERVAL: Span = Span::from_secs(1);
 /// The parts of the lease by which hold times are counted.
 const BUCKETS: usize = 64;
 /// At this number of hold times, the earlier ones count half.
@@ -21,13 +21,20 @@ const MIN_ESTIMATE: Span = Span::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct HoldTimes {
     limits: Box<[LimitHoldTimes]>,
-    /// The start of each measured permit, by its holder.
-    started: Mutex<HashMap<u64, Time>>,
+    longest_lease: Span,
+    measured: Mutex<MeasuredPermits>,
+}
+
+#[derive(Debug, Default)]
+struct MeasuredPermits {
+    /// The start of each permit, by its holder.
+    starts: HashMap<u64, Time>,
+    purged_at: Time,
 }
 
 #[derive(Debug)]
 struct LimitHoldTimes {
-    limit: LimitId,
+    id: LimitId,
     lease: Span,
     histogram: Mutex<[u32; BUCKETS]>,
     /// The 90th percentile of hold times in microseconds, at most the lease. [`u64::MAX`] if none is known.
@@ -36,9 +43,9 @@ struct LimitHoldTimes {
 
 impl HoldTimes {
     pub(crate) fn new(limits: &Limits) -> Self {
-        let concurrency = |(limit, kind): (LimitId, &LimitKind)| match kind {
+        let concurrency = |(id, kind): (LimitId, &LimitKind)| match kind {
             LimitKind::Concurrency(concurrency) => Some(LimitHoldTimes {
-                limit,
+                id,
                 lease: concurrency.lease(),
                 histogram: Mutex::new([0; BUCKETS]),
                 estimate: AtomicU64::new(u64::MAX),
@@ -46,7 +53,9 @@ impl HoldTimes {
             _ => None,
         };
         let kinds = limits.iter().map(|(id, limit)| (id, limit.kind()));
-        Self { limits: kinds.filter_map(concurrency).collect(), started: Mutex::default() }
+        let limits: Box<[LimitHoldTimes]> = kinds.filter_map(concurrency).collect();
+        let longest_lease = limits.iter().map(|limit| limit.lease).max().unwrap_or(Span::ZERO);
+        Self { limits, longest_lease, measured: Mutex::default() }
     }
 
     /// True if the plan has no limit on calls in flight.
@@ -57,22 +66,22 @@ impl HoldTimes {
 
     /// Begins to measure the permit of this holder.
     pub(crate) fn begin(&self, holder: u64, now: Time) {
-        let mut started = self.started.lock();
-        if started.len() >= MAX_MEASURED {
-            started.retain(|_, at| now.since(*at) < MAX_HOLD);
+        let MeasuredPermits { starts, purged_at } = &mut *self.measured.lock();
+        if starts.len() >= MAX_MEASURED && now.since(*purged_at) >= PURGE_INTERVAL {
+            // A time longer than the lease doesn't change the estimate.
+            starts.retain(|_, at| now.since(*at) < self.longest_lease);
+            *purged_at = now;
         }
-        if started.len() < MAX_MEASURED {
-            started.insert(holder, now);
+        if starts.len() < MAX_MEASURED {
+            starts.insert(holder, now);
         }
     }
 
     /// Records that the holder of a batch has given its permits back.
     pub(crate) fn end(&self, batch: &Batch, now: Time) {
-        let Some(began) = self.started.lock().remove(&batch.holder()) else { return };
-        for op in batch.ops() {
-            if let Some(of_limit) = self.of(op.limit) {
-                of_limit.record(now.since(began));
-            }
+        let Some(start) = self.measured.lock().starts.remove(&batch.holder()) else { return };
+        for limit in batch.ops().iter().filter_map(|op| self.limit(op.limit)) {
+            limit.record(now.since(start));
         }
     }
 
@@ -80,7 +89,7 @@ impl HoldTimes {
     pub(crate) fn estimate_waits(&self, batch: &Batch, outcomes: &mut Outcomes) {
         let now = outcomes.now();
         for (op, outcome) in batch.ops().iter().zip(outcomes.list_mut()) {
-            let estimate = self.of(op.limit).map_or(u64::MAX, |of_limit| of_limit.estimate.load(Ordering::Relaxed));
+            let estimate = self.limit(op.limit).map_or(u64::MAX, |limit| limit.estimate.load(Ordering::Relaxed));
             if outcome.verdict.refuses() && estimate != u64::MAX && !outcome.retry_at.is_never() {
                 let freed_at = now + Span::from_micros(estimate);
                 outcome.retry_at = outcome.retry_at.min(freed_at.max(outcome.block_until));
@@ -88,8 +97,8 @@ impl HoldTimes {
         }
     }
 
-    fn of(&self, limit: LimitId) -> Option<&LimitHoldTimes> {
-        self.limits.iter().find(|of_limit| of_limit.limit == limit)
+    fn limit(&self, id: LimitId) -> Option<&LimitHoldTimes> {
+        self.limits.iter().find(|limit| limit.id == id)
     }
 }
 
@@ -135,7 +144,7 @@ mod tests {
             // A second release measures nothing.
             times.end(&batch, Time::from_secs(3_000));
         }
-        let estimate = times.of(limit).unwrap().estimate.load(Ordering::Relaxed);
+        let estimate = times.limit(limit).unwrap().estimate.load(Ordering::Relaxed);
         (estimate != u64::MAX).then_some(estimate / 1_000)
     }
 
@@ -160,12 +169,16 @@ mod tests {
 
     #[test]
     fn measured_permits_are_bounded() {
-        let times = HoldTimes::new(&Limits::new(Vec::new()).unwrap());
+        let kind = LimitKind::Concurrency(Concurrency::new(1, Span::from_secs(30)).unwrap());
+        let times = HoldTimes::new(&Limits::new(vec![Limit::new(kind)]).unwrap());
+        let begin = |holder, secs| {
+            times.begin(holder, Time::from_secs(secs));
+            times.measured.lock().starts.len()
+        };
         for holder in 0..5_000 {
-            times.begin(holder, Time::ZERO);
+            begin(holder, 100);
         }
-        assert_eq!(times.started.lock().len(), MAX_MEASURED);
-        times.begin(5_000, Time::from_secs(3_600));
-        assert_eq!(times.started.lock().len(), 1, "permits that were lost make room");
+        assert_eq!(begin(5_000, 129), MAX_MEASURED);
+        assert_eq!(begin(5_001, 130), 1, "permits that were lost make room");
     }
 }

@@ -351,9 +351,9 @@ fn a_reset_reports_what_it_found() {
         "#,
     );
     let reset = |query: &Query<'_>| {
-        let ResetReport { limits, still_blocked, skipped, .. } = block_on(gate.reset(query)).unwrap();
+        let ResetReport { limits, still_refusing, skipped, .. } = block_on(gate.reset(query)).unwrap();
         let found = limits.into_iter().map(|limit| (limit.name, limit.used, limit.blocked)).collect::<Vec<_>>();
-        (found, still_blocked.into_iter().map(|limit| limit.name).collect::<Vec<_>>(), skipped)
+        (found, still_refusing.into_iter().map(|limit| limit.name).collect::<Vec<_>>(), skipped)
     };
     let call = |action| Query { platform: Some("web"), ..call(action, "203.0.113.7") };
     let spend = || {

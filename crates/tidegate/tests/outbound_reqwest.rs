@@ -250,7 +250,7 @@ async fn oversized_uploads_are_sent_once_and_whole() {
     assert!(matches!(why(&reply), CallErrorKind::Unreplayable(UnreplayableReason::BodyTooLarge)), "{:?}", why(&reply));
     assert_eq!(server.told(|arrived| arrived.body.len()), [64 << 10], "once, and whole");
     let reply = client.put(server.url("/v1/x")).body(upload(4)).send().await.unwrap();
-    assert!(matches!(why(&reply), CallErrorKind::RetriesExhausted { attempts: 3 }), "{:?}", why(&reply));
+    assert!(matches!(why(&reply), CallErrorKind::RetriesExhausted { attempts: 3, .. }), "{:?}", why(&reply));
     assert_eq!(server.told(|arrived| arrived.body.len())[1..], [4 << 10; 3], "what was kept is sent again");
 }
 
@@ -291,7 +291,7 @@ async fn errors_contain_no_credential() {
         let client = client(&outbound);
         let error = client.get(format!("http://{address}{path}")).send().await.unwrap_err();
         let OutboundError::Call(failed) = outbound_error(&error) else { panic!("{error:?}") };
-        assert!(matches!(failed.kind, CallErrorKind::RetriesExhausted { attempts: 2 }), "{error:?}");
+        assert!(matches!(failed.kind, CallErrorKind::RetriesExhausted { attempts: 2, .. }), "{error:?}");
         assert!(matches!(failed.last_reply, Some(SendError::Inner(_))), "told, but for its URL: {error:?}");
         let told = format!("{} {client:?} {:?}", in_full(&error), middleware(&outbound));
         assert!(!told.contains(PLANTED), "{told}");

@@ -23,8 +23,8 @@ pub(super) fn class_of_exit(code: u8, http_status: Option<u16>) -> Class {
         | 33 | 34 | 39
         // Internal errors, interfaces, redirects, options.
         | 41..=43 | 45 | 47..=49
-        // Certificates and TLS settings, encodings, sizes, rewinds, log-ins.
-        | 51 | 53 | 54 | 58..=67
+        // Certificates and TLS settings, sizes, rewinds, log-ins.
+        | 51 | 53 | 54 | 58..=60 | 62..=67
         // TFTP, except a full disk and an unknown transfer.
         | 68 | 69 | 71 | 73 | 74
         // CA files, missing resources, revocation lists, issuers.
@@ -49,7 +49,7 @@ mod tests {
 
     #[test]
     fn exit_codes_have_classes() {
-        for code in [5, 6, 7, 8, 16, 18, 28, 35, 52, 55, 56, 79, 92, 95, 97, 200] {
+        for code in [5, 6, 7, 8, 16, 18, 28, 35, 52, 55, 56, 61, 79, 92, 95, 97, 200] {
             assert_eq!(class_of_exit(code, None), Class::Transient, "{code}");
         }
         for code in [1, 2, 3, 4, 23, 26, 37, 47, 58, 60, 67, 77, 78, 90] {

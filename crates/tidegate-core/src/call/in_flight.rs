@@ -9,6 +9,7 @@ use crate::{Lane, Op, Time, Verb};
 pub struct InFlight {
     /// The lane in which it is in flight until its reply has been read.
     streaming_lane: Option<Lane>,
+    is_tunnel: bool,
     charged_lane: Lane,
     credential: usize,
     cost: u64,
@@ -25,8 +26,8 @@ impl Call {
             debug_assert_eq!(streaming_credential, credential);
             (self.stage, streaming_lane) = (CallStage::Idle, Some(lane));
         }
-        let Self { charged_lane, cost, charged_at, counted_at, .. } = *self;
-        InFlight { streaming_lane, charged_lane, credential, cost, charged_at, counted_at }
+        let Self { is_tunnel, charged_lane, cost, charged_at, counted_at, .. } = *self;
+        InFlight { streaming_lane, is_tunnel, charged_lane, credential, cost, charged_at, counted_at }
     }
 }
 
@@ -37,9 +38,12 @@ impl InFlight {
     }
 
     /// Called when the body of the reply has ended or isn't read further.
-    pub fn end(&mut self, state: &mut ProviderState) {
-        if let Some(lane) = self.streaming_lane.take() {
-            state.record_end(lane, self.credential);
+    pub fn end(&mut self, rules: &CallRules, state: &mut ProviderState) {
+        let Some(lane) = self.streaming_lane.take() else { return };
+        state.record_end(lane, self.credential);
+        if self.is_tunnel {
+            state.tunnels -= 1;
+            state.apply_adaptive_limit(rules);
         }
     }
 

@@ -27,6 +27,8 @@ pub struct ProviderState {
     /// With a pace and a single credential, a throttled reply without a retry time doesn't start the cool-down.
     pub pace: Option<Pace>,
     pub(super) remaining_trackers: Vec<RemainingTracker>,
+    /// The calls in flight whose connections have switched protocols.
+    pub(super) tunnels: u32,
     /// The circuit breaker of the provider.
     pub breaker: Breaker,
     /// The budget of retries.
@@ -102,6 +104,7 @@ impl ProviderState {
         let mut state = Self {
             lanes: Lanes::new(rules.lanes),
             remaining_trackers: alloc::vec![RemainingTracker::default(); trackers],
+            tunnels: 0,
             pool: pool.with_max_in_flight(rules.max_in_flight_per_credential),
             adaptive_limit: limit,
             pace: None,
@@ -171,7 +174,7 @@ impl ProviderState {
 
     pub(super) fn apply_adaptive_limit(&mut self, rules: &CallRules) {
         if let Some(adaptive) = &self.adaptive_limit {
-            self.lanes.set_max_in_flight(adaptive.limit().min(rules.lanes.max_in_flight));
+            self.lanes.set_max_in_flight(adaptive.limit().saturating_add(self.tunnels).min(rules.lanes.max_in_flight));
         }
     }
 

@@ -3,8 +3,8 @@
 use rand_core::Rng;
 
 use super::{
-    AttemptReport, Call, CallFailure, CallRules, CallStage, DISABLE_TIME, MIN_SECOND_DISABLE, NextStep, ProviderState,
-    SentRequest, push_required,
+    AttemptReport, Call, CallFailure, CallRules, CallStage, DISABLE_TIME, MIN_SECOND_DISABLE, NO_CREDENTIAL, NextStep,
+    ProviderState, SentRequest, push_required,
 };
 use crate::retry::{Delivery, FailedAttempt, NoRetryReason};
 use crate::{Class, MAX_COST, Op, Span, Time, Verb};
@@ -21,8 +21,8 @@ impl Call {
     ) -> NextStep {
         state.store_requests.updates.clear();
         let Some(credential) = self.finish_attempt(rules, state, reply, now, rng) else { return NextStep::Done };
-        if self.needs_login_renewal(rules, reply) {
-            self.has_renewed_login = true;
+        if self.needs_login_renewal(rules, reply, credential) {
+            self.renewed_credential = u16::try_from(credential).unwrap_or(NO_CREDENTIAL);
             return NextStep::RenewLogin { credential };
         }
         // A provider that asks not to retry means the rejected credential.
@@ -70,10 +70,10 @@ impl Call {
     }
 
     /// True if the reply asks for a new login and the request can be sent again after it.
-    fn needs_login_renewal(&self, rules: &CallRules, reply: &AttemptReport) -> bool {
+    fn needs_login_renewal(&self, rules: &CallRules, reply: &AttemptReport, credential: usize) -> bool {
         reply.class == Class::Auth
             && rules.can_renew_login
-            && !self.has_renewed_login
+            && !self.has_renewed(credential)
             && reply.unreplayable_reason.is_none()
     }
 
@@ -106,7 +106,7 @@ impl Call {
         if rules.credential_keys.len() == 1 || now >= self.deadline {
             return false;
         }
-        self.has_renewed_login = false;
+        self.renewed_credential = NO_CREDENTIAL;
         self.rejected.push(credential)
             && state.next_credential(self.cost, self.rejected, now, rng).is_some()
             && self.retry_tracker.take_token_retry(retry)
@@ -142,8 +142,13 @@ impl Call {
             adaptive.sample(elapsed, sent.in_flight, reply.class, now);
             state.apply_adaptive_limit(rules);
         }
-        if reply.is_streaming && !self.needs_login_renewal(rules, reply) {
+        if reply.is_streaming && !self.needs_login_renewal(rules, reply, sent.credential) {
             self.stage = CallStage::Streaming(sent.lane, sent.credential);
+            self.is_tunnel = reply.is_tunnel;
+            if reply.is_tunnel {
+                state.tunnels += 1;
+                state.apply_adaptive_limit(rules);
+            }
         } else {
             state.record_end(sent.lane, sent.credential);
         }
@@ -183,7 +188,9 @@ impl Call {
             Class::Success if generation > 0 => {
                 update_cooldown(rules, state, sent.credential, Verb::Success { generation }, Span::ZERO)
             }
-            Class::Auth if !reply.rejects_credential && (!rules.can_renew_login || self.has_renewed_login) => {
+            Class::Auth
+                if !reply.rejects_credential && (!rules.can_renew_login || self.has_renewed(sent.credential)) =>
+            {
                 disable_credential(rules, state, sent.credential, now)
             }
             _ => {}

@@ -34,6 +34,9 @@ pub struct AttemptReport {
     /// True if the body is still to be read. After its last reply, a call is then in flight until
     /// [`InFlight::end`](super::InFlight::end).
     pub is_streaming: bool,
+    /// True if the connection has switched protocols. Such a call may last for hours, so the adaptive limit doesn't count
+    /// it.
+    pub is_tunnel: bool,
 }
 
 impl AttemptReport {
@@ -51,6 +54,7 @@ impl AttemptReport {
             remaining: Remaining { calls: None, cost: None },
             delivery,
             is_streaming: false,
+            is_tunnel: false,
         }
     }
 }

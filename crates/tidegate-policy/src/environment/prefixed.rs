@@ -37,7 +37,7 @@ impl VariableMerger<'_> {
             let secret = known.path == "credentials";
             let at = self.add_trimmed(&name, value, secret);
             if providers(self.root).next().is_none() {
-                self.note_without_effect(at, "the policy has no provider");
+                self.note(at, "no effect: the policy has no provider");
                 continue;
             }
             let outcome = if secret { self.set_credentials(&name, at) } else { self.set_for_all_providers(at, known) };

@@ -160,6 +160,9 @@ fn retry_line(provider: &ProviderConfig) -> String {
             write!(text, "retries up to {} of first tries, and {min} more", format_percent(ratio))
         }
     };
+    if provider.credentials.len() > 1 && retry.max_token_retries > 0 {
+        let _ = write!(text, "; up to {} more with another credential", retry.max_token_retries);
+    }
     text
 }
 

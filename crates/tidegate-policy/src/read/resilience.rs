@@ -43,7 +43,7 @@ const RAMP: Custom<Vec<RampStep>> =
 setting_keys! {
     RETRY: RetryKeys {
         max_attempts: Option<u32> = "", Maybe(Whole(1, MAX_ATTEMPTS)), "attempts per call; the lane's by default";
-        max_token_retries: u32 = "5", Whole(0, MAX_ATTEMPTS), "the maximum number of retries of a throttled call with another credential";
+        max_token_retries: u32 = "5", Whole(0, MAX_ATTEMPTS), "the maximum number of requests that go at once to another credential, in addition to `max_attempts`";
         base: Span = "500ms", SPAN, "the first wait; 1s with a preset";
         factor: u32 = "2", FACTOR, "the factor of each further wait";
         cap: Span = "8s", SPAN, "the longest wait; 30s with a preset";
@@ -54,13 +54,13 @@ setting_keys! {
 
     BUDGET: BudgetKeys {
         ratio: u16 = "0.2", SHARE_OR_ZERO, "retries per first attempt";
-        min: u32 = "3", Whole(0, 1_000_000), "the number of retries before any is earned; no less than `retry.max_attempts`";
+        min: u32 = "3", Whole(0, 1_000_000), "the number of retries before any is earned; raised to the attempts that the policy sets, unless it is set";
         reserve: u32 = "10", Whole(0, 1_000_000), "the maximum number of earned retries";
     }
 
     BREAKER: BreakerKeys {
         failures: Option<u32> = "5", OrWord("off", COUNT),
-            "opens at this many failures in a row, or off; no less than `retry.max_attempts`";
+            "opens at this many failures in a row, or off; raised above the attempts that the policy sets, unless it is set";
         failure_rate: Option<u16> = "", Maybe(SHARE), "opens at this share of failures in the window";
         window: Span = "60s", SPAN, "the time for which shares are calculated";
         min_calls: u32 = "10", COUNT, "the minimum number of calls in the window before shares count";
@@ -163,11 +163,20 @@ impl DocumentReader<'_> {
             let bound = "`budget.min` allows all calls together";
             note(most, format!("{bound} {min} retries and `budget.ratio` {share} of first attempts more"));
         }
-        if let Some(failures) = breaker.and_then(|breaker| breaker.failures.as_mut()) {
-            if written("breaker", "failures").is_none() {
-                *failures = attempts.max(*failures);
-            } else if *failures < attempts {
-                note(most, format!("the breaker opens at {failures} failures in a row (`breaker.failures`)"));
+        if let Some(breaker) = breaker {
+            match &mut breaker.failures {
+                // A single call doesn't open it.
+                Some(failures) if written("breaker", "failures").is_none() => *failures = (*failures).max(attempts + 1),
+                Some(failures) if *failures < attempts => {
+                    note(most, format!("the breaker opens at {failures} failures in a row (`breaker.failures`)"));
+                }
+                _ => {}
+            }
+            if let (Some(rate), calls) = (breaker.failure_rate, breaker.min_calls)
+                && calls < attempts
+            {
+                let rate = format_percent(rate);
+                note(most, format!("the breaker opens at {rate} failures of {calls} calls (`breaker.failure_rate`)"));
             }
         }
         let waits = |rules: &LaneRules| rules.retry.backoff.total_waits(rules.retry.max_attempts.saturating_sub(1));

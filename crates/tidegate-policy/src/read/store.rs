@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tidegate_core::{LeaseSpec, OnOutage, Sharing, Span};
 
-use super::DocumentReader;
 use super::actions::RULES;
 use super::forms::{Bytes, Custom, DURATION, Maybe, OrWord, SECRET, Whole, Words};
+use super::{DocumentReader, Reported};
 use crate::document::{TomlNode, TomlTable};
 use crate::error::quoted;
 use crate::nearest::nearest;
@@ -89,14 +89,22 @@ impl DocumentReader<'_> {
             }
             Some(_) => {
                 let message = format!("`url` begins with {scheme}, but names no server");
-                self.error(node.at, message, format!("a URL such as \"{scheme}://127.0.0.1\"")).none()
+                self.url_error(node, text, message, format!("a URL such as \"{scheme}://127.0.0.1\"")).none()
             }
             None => {
                 // The text after the scheme may be a secret, so the error doesn't show it.
                 let known = URL_SCHEMES.map(|(scheme, _)| scheme).into_iter().chain(["memory", "file"]);
                 let message = format!("unknown store {}", quoted(scheme));
-                self.error(node.at, message, expected_url()).did_you_mean(nearest(scheme, known)).none()
+                self.url_error(node, text, message, expected_url()).did_you_mean(nearest(scheme, known)).none()
             }
+        }
+    }
+
+    /// Reports a wrong URL, and hides one that may have a password in an unusual place.
+    fn url_error(&mut self, node: &TomlNode, text: &str, message: String, expected: String) -> Reported<'_> {
+        match text.contains('@') && !text.contains("://") {
+            true => self.hidden_error(node.at, message, expected),
+            false => self.error(node.at, message, expected),
         }
     }
 

@@ -372,13 +372,13 @@ fn attempts_that_are_set_get_room() {
         ("", (3, Some(5))),
         ("retry = { base = \"1s\" }", (3, Some(5))),
         ("retry = { max_attempts = 2 }", (3, Some(5))),
-        ("retry = { max_attempts = 6 }\nuser = { timeout = \"1m\" }\nwebhook = { timeout = \"1m\" }", (6, Some(6))),
-        ("background = { retries = 8 }", (9, Some(9))),
-        ("retry = { max_attempts = 4 }\nbackground = { retries = 6 }", (7, Some(7))),
+        ("retry = { max_attempts = 6 }\nuser = { timeout = \"1m\" }\nwebhook = { timeout = \"1m\" }", (6, Some(7))),
+        ("background = { retries = 8 }", (9, Some(10))),
+        ("retry = { max_attempts = 4 }\nbackground = { retries = 6 }", (7, Some(8))),
         ("retry = { max_attempts = 5 }\nbreaker = { failures = \"off\", failure_rate = 0.5 }", (5, None)),
         ("retry = { max_attempts = 5 }\nbreaker = \"off\"", (5, None)),
-        ("retry = { max_attempts = 5 }\nbudget = \"off\"", (u32::MAX, Some(5))),
-        ("retry = { max_attempts = 5 }\nbudget = { ratio = 0.5 }", (5, Some(5))),
+        ("retry = { max_attempts = 5 }\nbudget = \"off\"", (u32::MAX, Some(6))),
+        ("retry = { max_attempts = 5 }\nbudget = { ratio = 0.5 }", (5, Some(6))),
         ("retry = { max_attempts = 5 }\nbudget = { min = 4 }\nbreaker = { failures = 5 }", (4, Some(5))),
     ] {
         let (min, failures, notes) = room_for_attempts(settings);
@@ -403,6 +403,10 @@ fn notes_name_what_ends_a_call_early() {
              has 10 s (`timeout`)",
         ]
     );
+    let (_, _, notes) =
+        room_for_attempts("retry = { max_attempts = 5 }\nbreaker = { failure_rate = 0.5, min_calls = 3 }");
+    let bound = "the breaker opens at 50 % failures of 3 calls (`breaker.failure_rate`)";
+    assert_eq!(notes, [format!("`retry.max_attempts` allows a call 5 attempts, but {bound}")]);
     let (_, _, notes) = room_for_attempts("background = { retries = 20 }\ntimeout = \"1m\"");
     assert_eq!(
         notes,

@@ -17,7 +17,7 @@ fn descriptions_state_true_bounds_without_secrets() {
         "  webhook: 5 s a call, 0 retries, up to 300 waiting, at most 6 at the same time\n",
         "at most 2 at the same time, only 22:00-06:00 in Europe/Berlin\n",
         "  before a retry half to all of 2 s, 6 s … 40 s, or Retry-After up to 60 s; retries up to 12.5 % of first tries, \
-         and 1 more\n",
+         and 1 more; up to 2 more with another credential\n",
         "  breaker opens at 3 failures in a row or 50 % failures of 20 calls or more in 30 s or 25 % slower than 2 s of \
          20 calls or more in 30 s, for half to all of 1 s, 3 s … 60 s; 2 probes at a time, closes after 3 successes; \
          then 10 % for 10 s, 50 % for 20 s of calls\n",

@@ -1,6 +1,6 @@
 //! The gateway's own errors about calls to a provider, in the form that its callers read.
 
-use http::header::{HeaderName, HeaderValue, RETRY_AFTER};
+use http::header::{HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use http::{Response, StatusCode};
 use serde_json::json;
 use tidegate::outbound::{CallError, OutboundError, SendError};
@@ -31,18 +31,23 @@ pub(super) fn response(failed: &OutboundError, plan: &Plan) -> Response<Response
     };
     let mut response = local_response::json(status, body.unwrap_or_default().into());
     let headers = response.headers_mut();
-    let wait = call.retry_after();
-    if let Some(wait) = wait {
+    if let Some(wait) = call.retry_after() {
         headers.insert(RETRY_AFTER, HeaderValue::from(wait.as_secs_ceil()));
     }
     set_tidegate_headers(headers, plan, Some(call.stats), None);
     if sdk_body.is_some() {
         headers.insert(CALL_ERROR, HeaderValue::from_static(problem.error));
-        if wait > Some(LONGEST_SDK_WAIT) {
-            headers.insert(SHOULD_RETRY, FALSE);
-        }
     }
+    stop_long_waits(headers, plan);
     response
+}
+
+/// Tells an SDK not to retry if `Retry-After` asks for a longer wait than it is left to.
+pub(super) fn stop_long_waits(headers: &mut HeaderMap, plan: &Plan) {
+    let wait = headers.get(RETRY_AFTER).and_then(|wait| wait.to_str().ok()?.parse().ok()).map(Span::from_secs);
+    if plan.error_format != ErrorFormat::Tidegate && wait > Some(LONGEST_SDK_WAIT) {
+        headers.entry(SHOULD_RETRY).or_insert(FALSE);
+    }
 }
 
 /// An error response about a provider's request.

@@ -6,20 +6,18 @@
 //! the question's method and `Host` are the original ones. Front servers pass on their clients' headers. So if two
 //! descriptions disagree, one of them is a client's and the response is 400.
 //!
-//! `/v1/auth?action=NAME` names the action instead. Caddy passes on its client's query string. So if the original
-//! request has such a parameter too, the client may have written the name. The actions that match the original request
-//! are then charged as well.
+//! `/v1/auth?action=NAME` names the action instead. Caddy passes on its client's query string, unless its `uri` has one.
+//! So if the original request has the same parameter, the client may have written the name, and the response is 400.
 
 mod original_request;
 
-use std::collections::HashSet;
-use std::sync::OnceLock;
+use std::sync::Once;
 
 use http::header::HeaderName;
 use http::{Request, Response, StatusCode, Uri, Version};
 use hyper::body::Incoming;
 use tidegate::CheckError;
-use tidegate::policy::{KeyError, ListStatus, MatchedActions, Plan, Query, UncountableError, canonical_ip, is_host};
+use tidegate::policy::{ListStatus, MatchedActions, Plan, Query, UncountableError, canonical_ip, is_host};
 use tidegate::store::Store;
 use tidegate_core::{Clock, Reason};
 
@@ -39,11 +37,17 @@ const ACTION_PARAMETER: &str = "action=";
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 
 /// The warnings about front servers, each written at most once.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct ForwardAuthWarnings {
-    untrusted_peer: OnceLock<()>,
-    action_in_path: OnceLock<()>,
-    nginx_status: OnceLock<()>,
+    untrusted_peer: Once,
+    action_in_path: Once,
+    nginx_status: Once,
+}
+
+impl Default for ForwardAuthWarnings {
+    fn default() -> Self {
+        Self { untrusted_peer: Once::new(), action_in_path: Once::new(), nginx_status: Once::new() }
+    }
 }
 
 /// Returns true if a request to this path belongs to forward-auth.
@@ -67,7 +71,7 @@ pub(crate) async fn handle<S: Store, C: Clock>(
     let peer = canonical_ip(client.address.ip());
     let ip = api.forwarding.client_ip(peer, headers);
     if !api.forwarding.trusted.contains(peer) {
-        api.warnings.untrusted_peer.get_or_init(|| {
+        api.warnings.untrusted_peer.call_once(|| {
             tracing::warn!(
                 %peer,
                 "forward-auth is asked by a peer that is not in inbound.trusted_proxies: all of its clients count as one"
@@ -82,12 +86,10 @@ pub(crate) async fn handle<S: Store, C: Clock>(
             return error(StatusCode::BAD_REQUEST, message);
         }
     };
-    let names = named_actions(request.uri());
-    let client_may_name = original.path.is_some_and(has_action_parameter);
-    if names.len() > 1 && !client_may_name {
-        return error(StatusCode::BAD_REQUEST, "the query string names more than one action");
-    }
-    let action_name = names.iter().next().copied().filter(|_| !client_may_name);
+    let action_name = match named_action(request.uri(), original.path) {
+        Ok(name) => name,
+        Err(message) => return error(StatusCode::BAD_REQUEST, message),
+    };
     if action_name.is_none() && (original.method.is_none() || original.path.is_none()) {
         let message = "nothing says which request this is about: X-Forwarded-Method and X-Forwarded-Uri, or \
             X-Original-Method and X-Original-URI, or a path after /v1/auth, or /v1/auth?action=NAME";
@@ -110,13 +112,10 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         Some(uncountable) => reject(api, request, uncountable.into(), &query, &uncountable.to_string()),
         None => check_error_response(api, &query, error),
     };
-    let mut actions = match api.gate.actions(&query) {
+    let actions = match api.gate.actions(&query) {
         Ok(actions) => actions,
         Err(error) => return error_response(&error),
     };
-    if client_may_name && let Err(error) = add_actions(&mut actions, plan, &names) {
-        return error_response(&error);
-    }
     if actions == MatchedActions::NONE {
         api.warnings.log_action_in_path(plan, request.uri());
     }
@@ -164,7 +163,7 @@ fn reject<S: Store, C: Clock>(
 fn deny_status<S: Store, C: Clock>(api: &ApiState<S, C>, question: &Request<Incoming>) -> StatusCode {
     let status = api.deny_status;
     if !matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) && may_be_nginx(question) {
-        api.warnings.nginx_status.get_or_init(|| {
+        api.warnings.nginx_status.call_once(|| {
             tracing::warn!(
                 status = status.as_u16(),
                 "forward-auth refuses with a status that nginx turns into a 500: if nginx asks, set api.deny_status = 403"
@@ -185,34 +184,38 @@ fn may_be_nginx<B>(question: &Request<B>) -> bool {
             || [X_ORIGINAL_METHOD, X_ORIGINAL_URI, X_ORIGINAL_URL].iter().any(has_value))
 }
 
-/// The actions that a question names in its query string. A question with an appended path names none.
-fn named_actions(question: &Uri) -> HashSet<&str> {
+/// The action that a question names in its query string. A question with an appended path names none.
+///
+/// # Errors
+/// It names several, or the client may have written the name.
+fn named_action<'q>(question: &'q Uri, original_path: Option<&str>) -> Result<Option<&'q str>, &'static str> {
     let query = question.query().filter(|_| appended_path(question).is_none()).unwrap_or_default();
-    query.split('&').filter_map(|pair| pair.strip_prefix(ACTION_PARAMETER)).collect()
-}
-
-/// True if the query string of an original request may name actions itself.
-fn has_action_parameter(path: &str) -> bool {
-    let query = path.split_once('?').map_or("", |(_, query)| query);
-    decode(query).is_none_or(|query| query.contains(ACTION_PARAMETER))
-}
-
-/// Adds the named actions that a request without further knowledge can meet and forward-auth can keep.
-fn add_actions(actions: &mut MatchedActions, plan: &Plan, names: &HashSet<&str>) -> Result<(), CheckError> {
-    let named = plan.actions().filter(|(_, action)| names.contains(action.name()) && !action.has_concurrency());
-    for (id, _) in named.filter(|(id, _)| plan.part_not_in_requests(Some(*id)).is_none()) {
-        actions.insert(id).map_err(KeyError::from)?;
+    let mut names = query.split('&').filter_map(|pair| pair.strip_prefix(ACTION_PARAMETER));
+    let Some(name) = names.next() else { return Ok(None) };
+    if original_path.is_some_and(|path| has_action_parameter(path, name)) {
+        return Err(
+            "the client's query string names an action, too; let the front server ask without that query string \
+            (Caddy: uri /v1/auth?)",
+        );
     }
-    Ok(())
+    if names.next().is_some() { Err("the query string names more than one action") } else { Ok(Some(name)) }
+}
+
+/// True if the query string of an original request has this name as its parameter `action`, in any spelling.
+fn has_action_parameter(path: &str, name: &str) -> bool {
+    let query = path.split_once('?').map_or("", |(_, query)| query);
+    let parameter = format!("{ACTION_PARAMETER}{name}");
+    let same = |pair: &str| pair == parameter || decode(pair) == decode(&parameter);
+    query.split(['&', ';', '#']).any(same)
 }
 
 impl ForwardAuthWarnings {
     /// Warns once of a question whose appended path is an action's name: a front server may mean the action.
     fn log_action_in_path(&self, plan: &Plan, question: &Uri) {
-        let Some(path) = appended_path(question).filter(|_| self.action_in_path.get().is_none()) else { return };
+        let Some(path) = appended_path(question).filter(|_| !self.action_in_path.is_completed()) else { return };
         let name = path.split('?').next().unwrap_or(path).trim_matches('/');
         if let Some((_, action)) = plan.actions().find(|(_, action)| action.name() == name) {
-            self.action_in_path.get_or_init(|| {
+            self.action_in_path.call_once(|| {
                 let name = action.name();
                 tracing::warn!(
                     "forward-auth is asked at /v1/auth/{name}, which is about a request to /{name}: if the action {name} \

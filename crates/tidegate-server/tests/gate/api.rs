@@ -105,7 +105,7 @@ async fn resets_and_refunds_change_the_counts() {
     let report = parsed(&reset(about).await);
     let found = &report["limits"][0];
     assert_eq!((&report["reset"], &found["name"], &found["used"]), (&json!(true), &json!("login"), &json!(5)));
-    assert_eq!((&found["blocked"], &report["still_blocked"]), (&json!(true), &json!(null)));
+    assert_eq!((&found["blocked"], &report["still_refusing"]), (&json!(true), &json!(null)));
     assert_eq!(left().await, 5);
     assert_eq!(body(&reset(about).await), r#"{"reset":true}"#, "nothing is left to be found");
     assert_eq!(left().await, 5, "idempotent");

@@ -122,7 +122,7 @@ async fn failures_are_retried_and_the_last_is_returned() {
     let settings = "retry = { max_attempts = 3, base = \"500ms\", cap = \"8s\", jitter = \"none\" }\ntimeout = \"60s\"";
     let (api, log) = (provider(settings), Log::default());
     let error = api.call(CallOptions::default(), &mut Answers::of(&api, &[FAILED], &log, 0)).await.unwrap_err();
-    assert!(matches!(error.kind, CallErrorKind::RetriesExhausted { attempts: 3 }), "{error}");
+    assert!(matches!(error.kind, CallErrorKind::RetriesExhausted { attempts: 3, .. }), "{error}");
     assert_eq!(error.last_reply, Some(3));
     assert_eq!(starts(&log), [(0, 0), (500, 0), (1500, 0)]);
     assert_eq!(error.stats.attempts, 3);

@@ -272,7 +272,7 @@ async fn an_urgent_follower_raises_the_background_leader() {
 
 fn plain<T>(error: CallError<T>) -> CallError {
     let CallError { provider, kind: why, stats: happened, failed_at: at, .. } = error;
-    CallError { provider, kind: why, last_reply: None, stats: happened, failed_at: at, cooling_until: None }
+    CallError { provider, kind: why, last_reply: None, stats: happened, failed_at: at }
 }
 
 /// Answers after a delay. If the time runs out before, it reports the timeout as a client does.

@@ -69,7 +69,7 @@ async fn a_post_is_retried_only_with_idempotency_key() {
         assert_eq!(text(response).await, "down");
         match key {
             None => assert!(matches!(why, CallErrorKind::NotIdempotent)),
-            Some(_) => assert!(matches!(why, CallErrorKind::RetriesExhausted { attempts: 3 })),
+            Some(_) => assert!(matches!(why, CallErrorKind::RetriesExhausted { attempts: 3, .. })),
         }
         let arrived = api.arrived();
         assert_eq!(arrived.len(), sends as usize);

@@ -219,13 +219,12 @@ fn errors_distinguish_outages_from_own_refusals() {
             last_reply: None,
             stats: happened,
             failed_at: Time::ZERO,
-            cooling_until: None,
         }
     };
     let faults = |why: CallErrorKind| (error(why.clone()).is_outage(), error(why).is_call_specific());
     let open = CallErrorKind::Unavailable { state: BreakerState::Open, failures: 5, reset_in: Span::from_secs(300) };
     assert_eq!(faults(open), (true, false));
-    assert_eq!(faults(CallErrorKind::RetriesExhausted { attempts: 3 }), (true, false));
+    assert_eq!(faults(CallErrorKind::RetriesExhausted { attempts: 3, earliest: None }), (true, false));
     assert_eq!(faults(CallErrorKind::CredentialsCooling { earliest: None }), (true, true));
     let spent = CallErrorKind::QuotaSpent { limit: "tmdb".to_owned(), resets_at: None };
     assert_eq!(faults(spent), (true, true));
