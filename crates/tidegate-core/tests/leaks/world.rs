@@ -363,7 +363,7 @@ impl World {
 
     fn end(&mut self, id: usize) {
         let Stage::Streaming(_, mut remainder) = self.take(id).stage else { panic!("no reply is being read") };
-        remainder.end(&mut self.state);
+        remainder.end(&self.rules, &mut self.state);
         self.finished.push((id, Ok(())));
     }
 
@@ -387,7 +387,7 @@ impl World {
     pub(crate) fn abandon(&mut self, id: usize) {
         let mut known = self.take(id);
         if let Stage::Streaming(_, remainder) = &mut known.stage {
-            remainder.end(&mut self.state);
+            remainder.end(&self.rules, &mut self.state);
         }
         let retries = known.retries || matches!(known.stage, Stage::Sleeping(_, true));
         self.cancel_waiting(&mut known);
