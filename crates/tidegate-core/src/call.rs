@@ -238,13 +238,9 @@ impl Call {
             let failure = CallFailure::Paced { earliest };
             return self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now);
         }
-        let next = match self.next_credential(state, now, rng) {
-            // The others were taken meanwhile. The rejection is the call's answer then, and no reason for other calls to
-            // wait.
-            None if !self.rejected.is_empty() => {
-                state.next_credential(self.cost, RejectedCredentials::default(), now, rng)
-            }
-            next => next,
+        let next = match self.renewed_credential == NO_CREDENTIAL && self.rejected.is_empty() {
+            true => state.next_credential(self.cost, now, rng),
+            false => self.credential_after_rejection(state, now, rng),
         };
         match next {
             Some(credential) => {
@@ -263,13 +259,17 @@ impl Call {
         }
     }
 
-    /// The credential to ask the store about: first the one that has just logged in again.
-    fn next_credential(&self, state: &mut ProviderState, now: Time, rng: &mut impl Rng) -> Option<usize> {
+    /// The credential to try after one was rejected: the one that has just logged in again, or one that wasn't rejected.
+    #[cold]
+    fn credential_after_rejection(&self, state: &mut ProviderState, now: Time, rng: &mut impl Rng) -> Option<usize> {
         let renewed = usize::from(self.renewed_credential);
         if self.renewed_credential != NO_CREDENTIAL && state.pool.is_free(renewed, now) {
             return Some(renewed);
         }
-        state.next_credential(self.cost, self.rejected, now, rng)
+        // If the others were taken meanwhile, the rejection is the call's answer, and no reason for other calls to wait.
+        state
+            .other_credential(self.cost, self.rejected, now, rng)
+            .or_else(|| state.next_credential(self.cost, now, rng))
     }
 
     fn has_renewed(&self, credential: usize) -> bool {

@@ -242,6 +242,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     /// The end of the first cool-down, if all credentials are cooling. A store that answers at once knows it exactly.
+    #[cold]
     pub(super) fn cooling_until(&self) -> Option<Time> {
         let (known, now) = {
             let (mut dispatcher, now) = self.lock_for_step();
@@ -305,12 +306,18 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     pub(super) fn handle_reply(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
-        let may_disable = reply.class == Class::Auth || call.has_switched_credential();
+        if reply.class == Class::Auth || call.has_switched_credential() {
+            return self.handle_rejection(call, reply);
+        }
+        self.run_step(|StepContext { state, rng, .. }, now| call.handle_reply(&self.rules, state, reply, now, rng))
+    }
+
+    /// Handles a reply after which a credential may be left out.
+    #[cold]
+    fn handle_rejection(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
         self.run_step(|StepContext { state, rng, .. }, now| {
             let next_step = call.handle_reply(&self.rules, state, reply, now, rng);
-            if may_disable {
-                self.log_disabled_credentials(state);
-            }
+            self.log_disabled_credentials(state);
             next_step
         })
     }
@@ -330,6 +337,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     /// Handles the rejection of a credential's login. Returns true if the request is to be sent again with another one.
+    #[cold]
     pub(super) fn handle_renewal_failure(self: &Arc<Self>, call: &mut Call, credential: usize) -> bool {
         let (switches, _) = self.run_step(|StepContext { state, rng, .. }, now| {
             call.handle_renewal_failure(&self.rules, state, credential, now, rng)
@@ -371,7 +379,6 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     /// Logs the credentials that the last step has disabled.
-    #[cold]
     fn log_disabled_credentials(&self, state: &ProviderState) {
         let ops = state.store_requests.updates().into_iter().flat_map(Batch::ops);
         for op in ops.filter(|op| op.verb == Verb::Disable) {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate_core::call::{Call, InFlight, NextStep, ProviderState};
+use tidegate_core::call::{Call, CallFailure, InFlight, NextStep, ProviderState};
 use tidegate_core::{Class, Clock, Lane, Span, Time};
 use tidegate_policy::outbound;
 use tidegate_runtime::clock::SystemClock;
@@ -166,14 +166,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             match next_step {
                 NextStep::Done => return Ok(call_guard.complete(outcome, stats)),
                 NextStep::Failed(failure) => {
-                    let mut kind = self.0.error_kind(failure);
-                    if let CallErrorKind::RetriesExhausted { attempts, earliest } = &mut kind {
-                        // Attempts with other credentials and hedges are attempts, too.
-                        *attempts = stats.attempts;
-                        if outcome.report.class == Class::Throttled {
-                            *earliest = self.0.cooling_until();
-                        }
-                    }
+                    let kind = self.failure_kind(failure, outcome.report.class, stats);
                     let CompletedCall { value, in_flight_guard, .. } = call_guard.complete(outcome, stats);
                     return Err(self.call_error(kind, Some((value, in_flight_guard)), stats));
                 }
@@ -211,6 +204,18 @@ impl<S: Store, C: Clock> Provider<S, C> {
         if urgency.raise_to(lane) && !self.config().sequential {
             self.0.raise(urgency);
         }
+    }
+
+    /// The kind of a call's failure after its last reply.
+    #[cold]
+    fn failure_kind(&self, failure: CallFailure, class: Class, stats: CallStats) -> CallErrorKind {
+        let mut kind = self.0.error_kind(failure);
+        if let CallErrorKind::RetriesExhausted { attempts, earliest } = &mut kind {
+            // Attempts with other credentials and hedges are attempts, too.
+            *attempts = stats.attempts;
+            *earliest = if class == Class::Throttled { self.0.cooling_until() } else { None };
+        }
+        kind
     }
 
     fn call_error<T>(&self, kind: CallErrorKind, last_reply: Option<T>, stats: CallStats) -> CallError<T> {

@@ -132,9 +132,20 @@ impl ProviderState {
         }
     }
 
-    /// The next credential to try, other than those in `rejected`. Skips credentials that are known to be cooling, to be
-    /// busy or to have too little left.
-    pub(super) fn next_credential(
+    /// The next credential to try. Skips those that are known to be cooling, to be busy or to have too little left.
+    #[inline]
+    pub(super) fn next_credential(&mut self, cost: u64, now: Time, rng: &mut impl Rng) -> Option<usize> {
+        loop {
+            let credential = self.pool.next(now, rng)?;
+            if self.has_enough_left(credential, cost, now) {
+                return Some(credential);
+            }
+        }
+    }
+
+    /// The next credential to try, other than those that were rejected.
+    #[cold]
+    pub(super) fn other_credential(
         &mut self,
         cost: u64,
         rejected: RejectedCredentials,
@@ -143,13 +154,21 @@ impl ProviderState {
     ) -> Option<usize> {
         loop {
             let credential = self.pool.next_except(|credential| rejected.contains(credential), now, rng)?;
-            let tracker = self.remaining_trackers.get_mut(credential);
-            let free_at = tracker.map_or(now, |tracker| tracker.free_at(cost, now));
-            if free_at <= now {
+            if self.has_enough_left(credential, cost, now) {
                 return Some(credential);
             }
+        }
+    }
+
+    /// True if the provider has reported enough left for this cost. Otherwise the credential cools until it has.
+    #[inline]
+    fn has_enough_left(&mut self, credential: usize, cost: u64, now: Time) -> bool {
+        let tracker = self.remaining_trackers.get_mut(credential);
+        let free_at = tracker.map_or(now, |tracker| tracker.free_at(cost, now));
+        if free_at > now {
             self.pool.set_cooling_until(credential, free_at, now);
         }
+        free_at <= now
     }
 
     /// The time at which the first credential is free again, as far as this process knows. `None` if one is free now.

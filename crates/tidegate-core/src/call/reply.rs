@@ -108,7 +108,7 @@ impl Call {
         }
         self.renewed_credential = NO_CREDENTIAL;
         self.rejected.push(credential)
-            && state.next_credential(self.cost, self.rejected, now, rng).is_some()
+            && state.other_credential(self.cost, self.rejected, now, rng).is_some()
             && self.retry_tracker.take_token_retry(retry)
     }
 
