@@ -333,7 +333,7 @@ fn paths_routed_by_caddy_forward_auth_are_counted() {
     let snippet = include_str!("../../../../docs/snippets/Caddyfile")
         .replace("127.0.0.1:8082", &format!("127.0.0.1:{api}"))
         .replace("http://:8000", &format!("http://:{front}"))
-        .replace("uri /v1/auth", "uri /v1/auth\n\t\tcopy_headers RateLimit")
+        .replace("uri /v1/auth?", "uri /v1/auth?\n\t\tcopy_headers RateLimit")
         .replace("reverse_proxy 127.0.0.1:3000", &caddy_routes(&told));
     let Some(_caddy) = caddy(&snippet, front) else { return };
     assert_counted("Caddy with the snippet", front);
