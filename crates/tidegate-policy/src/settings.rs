@@ -115,11 +115,11 @@ pub(crate) static PREFIXED_SETTINGS: [PrefixedSetting; 11] = [
         "retry.max_token_retries",
         "the maximum number of retries of a throttled call with another token",
     ),
-    prefixed("TOKEN_MAX_RETRIES", "retry.max_token_retries", "the same; beats MAX_RETRIES"),
+    prefixed("TOKEN_MAX_RETRIES", "retry.max_token_retries", "the same, and overrides MAX_RETRIES"),
     prefixed("BASE_TIMEOUT", "cooldown.base", "the first cool-down of a throttled token"),
-    prefixed("TOKEN_BASE_TIMEOUT", "cooldown.base", "the same; beats BASE_TIMEOUT"),
+    prefixed("TOKEN_BASE_TIMEOUT", "cooldown.base", "the same, and overrides BASE_TIMEOUT"),
     prefixed("MAX_BACKOFF_TIME", "cooldown.cap", "the longest cool-down of a throttled token"),
-    prefixed("TOKEN_MAX_BACKOFF_TIME", "cooldown.cap", "the same; beats MAX_BACKOFF_TIME"),
+    prefixed("TOKEN_MAX_BACKOFF_TIME", "cooldown.cap", "the same, and overrides MAX_BACKOFF_TIME"),
 ];
 
 /// The prefix of all other variables' names.
