@@ -62,7 +62,7 @@ fn describe_reset(what: &str, report: &ResetReport) -> String {
         let blocked = backoff_seconds.map(|backoff| format!(", blocked for {backoff} s")).unwrap_or_default();
         let _ = match strikes {
             0 => writeln!(text, "{blocked}"),
-            _ => writeln!(text, "{blocked} after {strikes} strike{}", if *strikes == 1 { "" } else { "s" }),
+            strikes => writeln!(text, "{blocked} after {}", describe_strikes(*strikes)),
         };
     }
     if text.is_empty() {
@@ -317,6 +317,10 @@ fn describe_report(report: &DecisionReport) -> String {
     text
 }
 
+fn describe_strikes(strikes: u8) -> String {
+    format!("{strikes} strike{}", if strikes == 1 { "" } else { "s" })
+}
+
 fn describe_explanation(explanation: &Explanation) -> String {
     let action = explanation.action.as_deref().unwrap_or("no action matches");
     let mut text = format!("{action}: {}\n", describe_report(&explanation.decision));
@@ -337,8 +341,7 @@ fn describe_limit(text: &mut String, limit: &LimitReport) {
     let _ = writeln!(text, "  used      {} of {}, {} left", limit.used, limit.limit, limit.remaining);
     if limit.blocked {
         let backoff = limit.backoff_seconds.unwrap_or_default();
-        let plural = if limit.strikes == 1 { "" } else { "s" };
-        let _ = writeln!(text, "  blocked   for {backoff} s after {} strike{plural}", limit.strikes);
+        let _ = writeln!(text, "  blocked   for {backoff} s after {}", describe_strikes(limit.strikes));
     }
     if let Some(wait) = limit.next_block {
         let _ = writeln!(text, "  penalty   a call now would start a block of {wait} s");

@@ -261,9 +261,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             StoreResponse::Ready(outcomes) => outcomes.list().iter().map(|outcome| outcome.retry_at).min(),
             StoreResponse::Pending(_) => None,
         };
-        first
-            .map_or(Some(known), |first| Some(first.max(known)))
-            .filter(|at| *at > now + MIN_TOLD_WAIT && !at.is_never())
+        let until = first.map_or(known, |first| first.max(known));
+        (until > now + MIN_TOLD_WAIT && !until.is_never()).then_some(until)
     }
 
     /// Makes the call of a hedged request; `None` if the retry budget is spent.

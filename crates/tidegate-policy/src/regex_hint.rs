@@ -21,12 +21,10 @@ pub(crate) fn nearest_pattern(regex: &str) -> Option<String> {
             '\\' => pattern.push(letters.next().map_or('*', |next| if next.is_alphanumeric() { '*' } else { next })),
             '.' if matches!(letters.peek(), Some('*' | '+' | '{')) => pattern.push('*'),
             '[' | '(' | '{' => {
-                let end = if letter == '[' {
-                    ']'
-                } else if letter == '(' {
-                    ')'
-                } else {
-                    '}'
+                let end = match letter {
+                    '[' => ']',
+                    '(' => ')',
+                    _ => '}',
                 };
                 letters.by_ref().find(|next| *next == end)?;
                 if letter != '{' {

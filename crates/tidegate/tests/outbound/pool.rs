@@ -23,9 +23,14 @@ const POOL: &str = "auth = \"bearer\"\nadaptive = \"off\"\nbreaker = \"off\"\n\
                     retry = { max_attempts = 1, max_token_retries = 0, max_retry_after = \"10m\" }\n\
                     cooldown = { base = \"1s\", cap = \"8s\" }\ntimeout = \"1h\"\n";
 
+/// The setting of a pool with these credentials, a letter each.
+fn credentials(names: &str) -> String {
+    let sources: Vec<_> = names.chars().map(|name| format!("\"env:{name}\"")).collect();
+    format!("credentials = [{}]\n", sources.join(", "))
+}
+
 fn pool(names: &str) -> Api {
-    let credentials: Vec<_> = names.chars().map(|name| format!("\"env:{name}\"")).collect();
-    provider(&format!("{POOL}credentials = [{}]", credentials.join(", ")))
+    provider(&format!("{POOL}{}", credentials(names)))
 }
 
 async fn call(api: &Api, options: CallOptions, reply: AttemptReport, log: &Log) -> Result<usize, CallError<u32>> {
@@ -186,9 +191,8 @@ async fn a_credential_with_failed_login_is_excluded() {
 
 /// A pool with token retries.
 fn switching_pool(names: &str, settings: &str) -> Api {
-    let credentials: Vec<_> = names.chars().map(|name| format!("\"env:{name}\"")).collect();
     let pool = POOL.replace("max_token_retries = 0", "max_token_retries = 5");
-    provider(&format!("{pool}credentials = [{}]\n{settings}", credentials.join(", ")))
+    provider(&format!("{pool}{}{settings}", credentials(names)))
 }
 
 /// A rejected credential is left out only if another one is accepted for the same request.
@@ -263,9 +267,7 @@ async fn concurrent_calls_never_repeat_a_rejected_credential() {
 
 /// A pool of credentials, with a limit on the concurrent calls of each.
 fn busy_pool(names: &str, each: u32) -> Api {
-    let credentials: Vec<_> = names.chars().map(|name| format!("\"env:{name}\"")).collect();
-    let credentials = credentials.join(", ");
-    provider(&format!("{POOL}credentials = [{credentials}]\ncredential_limit = \"{each} in flight\""))
+    provider(&format!("{POOL}{}credential_limit = \"{each} in flight\"", credentials(names)))
 }
 
 fn in_flight(api: &Api, credentials: usize) -> Vec<u32> {
