@@ -36,6 +36,9 @@ pub enum BreakerState {
 }
 
 impl BreakerState {
+    /// All states.
+    pub const ALL: [Self; 4] = [Self::Closed, Self::Ramping, Self::Open, Self::HalfOpen];
+
     /// The name of the state in replies, logs and metrics.
     pub const fn name(self) -> &'static str {
         match self {
@@ -98,6 +101,8 @@ pub struct Breaker {
     spec: BreakerSpec,
     phase: BreakerPhase,
     generation: u64,
+    /// The number of changes of its phase.
+    transitions: u64,
     failures: u32,
     call_window: Option<CallWindow>,
     open_backoff: BackoffState,
@@ -131,6 +136,7 @@ impl Breaker {
         Self {
             phase: BreakerPhase::Closed,
             generation: 0,
+            transitions: 0,
             failures: 0,
             call_window: has_rates.then(|| CallWindow::new(spec.window)),
             open_backoff: BackoffState::default(),
@@ -162,6 +168,13 @@ impl Breaker {
     /// The number of times it has opened, closed or been reset.
     pub fn generation(&self) -> u64 {
         self.generation
+    }
+
+    /// The number of changes of its state that its steps have made. The state also changes without a step, by time
+    /// alone; the next step then counts it.
+    #[inline]
+    pub fn transitions(&self) -> u64 {
+        self.transitions
     }
 
     /// Checks if a call may be admitted, and changes nothing.
@@ -314,11 +327,16 @@ impl Breaker {
     }
 
     fn enter_phase(&mut self, phase: BreakerPhase) {
-        self.phase = phase;
+        self.set_phase(phase);
         self.generation += 1;
         if let Some(calls) = &mut self.call_window {
             calls.clear();
         }
+    }
+
+    fn set_phase(&mut self, phase: BreakerPhase) {
+        self.phase = phase;
+        self.transitions += 1;
     }
 
     /// Ends everything that is over at `now`, and corrects ends that are impossible.
@@ -333,14 +351,14 @@ impl Breaker {
             BreakerPhase::Ramping { ends, .. } => {
                 clamp_end(ends, self.spec.ramp_length());
                 if now >= *ends {
-                    self.phase = BreakerPhase::Closed;
+                    self.set_phase(BreakerPhase::Closed);
                     self.open_backoff = BackoffState::default();
                 }
             }
             BreakerPhase::Open { until, length } => {
                 clamp_end(until, *length);
                 if now >= *until {
-                    self.phase = BreakerPhase::HalfOpen { successes: 0, probes: Vec::new() };
+                    self.set_phase(BreakerPhase::HalfOpen { successes: 0, probes: Vec::new() });
                 }
             }
             BreakerPhase::HalfOpen { probes, .. } => probes.retain_mut(|probe| {

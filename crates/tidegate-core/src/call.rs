@@ -16,12 +16,14 @@ mod in_flight;
 mod provider_state;
 mod reply;
 mod rules;
+mod stats;
 mod step;
 
 pub use in_flight::InFlight;
 pub use provider_state::{ProviderState, StoreRequests};
 use rand_core::Rng;
 pub use rules::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
+pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
@@ -190,6 +192,9 @@ impl Call {
     /// Enters the queue, for the first or for another attempt.
     pub fn start(&mut self, state: &mut ProviderState, now: Time) -> Result<(), CallFailure> {
         state.store_requests.updates.clear();
+        if self.requests == 0 {
+            state.stats.calls[self.lane as usize] += 1;
+        }
         let ticket = self.enqueue(state, now).inspect_err(|_| self.leave_queue(state))?;
         (self.stage, self.queued_at, self.failure_at_deadline) = (CallStage::Queued(ticket), now, None);
         Ok(())
@@ -387,8 +392,12 @@ impl Call {
         if let Some(pace) = &mut state.pace {
             pace.sent(now);
         }
+        state.stats.waits[lane as usize].record(now.since(self.queued_at));
         if self.requests == 0 {
             state.budget.record_first_try();
+            state.stats.first_tries += 1;
+        } else {
+            state.stats.retries += 1;
         }
         self.holds_budget_retry = false;
         self.requests += 1;

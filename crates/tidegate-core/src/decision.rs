@@ -1,7 +1,7 @@
 //! The decision about one inbound request: the meaning of a store's outcomes, or of an allow or deny list.
 
 use crate::batch::{Outcome, Outcomes, ShareLevel, Verdict};
-use crate::{Batch, Key, LimitId, Limits, Span, Time, Verb};
+use crate::{Batch, Key, LimitId, Limits, Op, Span, Time, Verb};
 
 /// The reason of a decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,6 +48,10 @@ pub struct Decision {
     pub next_allowed_at: Option<Time>,
     /// On refusal, the limit with the longest wait. On admission, the one with the smallest remaining amount.
     pub bound_by: Option<LimitId>,
+    /// The key under which that limit counted the call.
+    pub key: Key,
+    /// The strikes of that key. They determine the length of its next block.
+    pub strikes: u8,
     /// The reason of the decision.
     pub reason: Reason,
     /// The permit that the call must give back at its end, if a concurrency limit applies to it.
@@ -71,6 +75,8 @@ impl Decision {
             backoff: None,
             next_allowed_at: None,
             bound_by: None,
+            key: Key::default(),
+            strikes: 0,
             reason,
             permit: None,
             share_level: ShareLevel::Own,
@@ -104,13 +110,13 @@ pub fn move_to_shared_keys(
 pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     let now = outcomes.now();
     let mut decision = Decision::without_limit(true, Reason::Unlimited, now);
-    let mut refusal: Option<(LimitId, &Outcome)> = None;
-    let mut shadow_refusal: Option<(LimitId, &Outcome)> = None;
+    let mut refusal: Option<(&Op, &Outcome)> = None;
+    let mut shadow_refusal: Option<(&Op, &Outcome)> = None;
     let mut least_remaining: Option<((bool, u64), _)> = None;
     let mut paroled = false;
     for (op, outcome) in batch.ops().iter().zip(outcomes.list()) {
         let Some(limit) = limits.get(op.limit) else { continue };
-        let candidate = (op.limit, outcome);
+        let candidate = (op, outcome);
         if outcome.verdict.refuses() {
             let worst = if limit.is_shadow() { &mut shadow_refusal } else { &mut refusal };
             if worst.is_none_or(|(_, other)| outcome.retry_at > other.retry_at) {
@@ -134,8 +140,8 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     if !decision.allowed {
         decision.permit = None;
     }
-    if let Some((id, outcome)) = refusal.or(shadow_refusal) {
-        set_limit_fields(&mut decision, id, outcome);
+    if let Some((op, outcome)) = refusal.or(shadow_refusal) {
+        set_limit_fields(&mut decision, op, outcome);
         let blocks = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
             let enforced = limits.get(op.limit).is_some_and(|limit| !limit.is_shadow());
             enforced != decision.shadow && outcome.verdict.refuses() && outcome.block_until > now
@@ -147,15 +153,15 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
             decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);
         }
         decision.reason = if outcome.block_until > now { Reason::Penalty } else { Reason::Limit };
-    } else if let Some((_, (id, outcome))) = least_remaining {
-        set_limit_fields(&mut decision, id, outcome);
+    } else if let Some((_, (op, outcome))) = least_remaining {
+        set_limit_fields(&mut decision, op, outcome);
         decision.reason = if paroled { Reason::Parole } else { Reason::Ok };
     }
     decision
 }
 
-fn set_limit_fields(decision: &mut Decision, id: LimitId, outcome: &Outcome) {
-    decision.bound_by = Some(id);
+fn set_limit_fields(decision: &mut Decision, op: &Op, outcome: &Outcome) {
+    (decision.bound_by, decision.key, decision.strikes) = (Some(op.limit), op.key, outcome.strikes);
     decision.limit = Some(outcome.limit);
     decision.remaining = Some(outcome.remaining);
     decision.reset_after = outcome.reset_at.since(decision.now);

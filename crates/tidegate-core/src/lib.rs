@@ -37,6 +37,7 @@ pub mod cooldown;
 pub mod credential_pool;
 pub mod decision;
 mod heap;
+pub mod histogram;
 pub mod lanes;
 pub mod limit;
 pub mod pace;
@@ -61,6 +62,7 @@ pub use concurrency::Concurrency;
 pub use cooldown::Cooldown;
 pub use credential_pool::{Balance, CredentialPool, MAX_CREDENTIALS, PoolSizeError};
 pub use decision::{Decision, Reason};
+pub use histogram::DurationHistogram;
 pub use lanes::{Lane, LaneSpec, Lanes, LanesSpec, QueueFullError, QueueStep, RefusalScope, Ticket};
 pub use limit::{
     CountMode, LeaseSpec, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST, MAX_LIMIT, OnOutage, Sharing,

@@ -26,6 +26,10 @@ pub enum Class {
 }
 
 impl Class {
+    /// All classes.
+    pub const ALL: [Self; 6] =
+        [Self::Success, Self::Throttled, Self::Transient, Self::Permanent, Self::Auth, Self::Cancelled];
+
     /// The class of an HTTP reply by its status code.
     ///
     /// | status | class |

@@ -120,6 +120,14 @@ pub struct Losses {
 }
 
 impl Losses {
+    /// The names of the kinds of losses, in the order of [`counts`](Self::counts).
+    pub const KINDS: [&str; 4] = ["used", "exhausted", "unblocked", "shared"];
+
+    /// The number of losses of each kind.
+    pub fn counts(&self) -> [u64; Self::KINDS.len()] {
+        [self.evicted_used, self.evicted_exhausted, self.refused_blocks, self.forced_shares]
+    }
+
     /// Returns the number of dropped entries.
     pub fn evicted(&self) -> u64 {
         self.evicted_used + self.evicted_exhausted

@@ -4,7 +4,7 @@ use alloc::vec::Vec;
 
 use rand_core::Rng;
 
-use super::{CallFailure, CallRules, MAX_LEAD, RejectedCredentials};
+use super::{CallFailure, CallRules, MAX_LEAD, ProviderStats, RejectedCredentials};
 use crate::breaker::{BreakerRefusal, BreakerState};
 use crate::remaining::RemainingTracker;
 use crate::retry::Delivery;
@@ -33,6 +33,8 @@ pub struct ProviderState {
     pub breaker: Breaker,
     /// The budget of retries.
     pub budget: Budget,
+    /// The counts of calls and attempts.
+    pub stats: ProviderStats,
     /// The store requests of the last step.
     pub store_requests: StoreRequests,
     pub(super) lead: Span,
@@ -110,6 +112,7 @@ impl ProviderState {
             pace: None,
             breaker,
             budget: Budget::new(rules.budget),
+            stats: ProviderStats::default(),
             store_requests: StoreRequests::default(),
             lead: rules.lead,
             lead_doubled_at: Time::ZERO,

@@ -123,6 +123,10 @@ impl Call {
     ) -> Option<usize> {
         let sent = self.take_sent()?;
         let elapsed = now.since(sent.sent_at);
+        state.stats.attempts[reply.class as usize] += 1;
+        if reply.delivery == Delivery::Answered {
+            state.stats.reply_times.record(elapsed);
+        }
         state.breaker.report(sent.permit, reply.class, elapsed, now, rng);
         // Earlier refusals by a rate were computed without this round trip.
         if state.round_trips.record_end(sent.sent_at, elapsed, reply.delivery) && !rules.jitter.is_zero() {

@@ -1,0 +1,20 @@
+//! Counts of a provider's calls and attempts.
+
+use crate::{Class, DurationHistogram, Lane};
+
+/// The calls and attempts of one provider since the process started, as far as they were seen by this process.
+#[derive(Clone, Debug, Default)]
+pub struct ProviderStats {
+    /// The calls that have started, in the order of [`Lane::ALL`].
+    pub calls: [u64; Lane::ALL.len()],
+    /// The first requests of calls that were sent.
+    pub first_tries: u64,
+    /// The further requests of calls that were sent: retries and hedges.
+    pub retries: u64,
+    /// The requests that have ended, in the order of [`Class::ALL`].
+    pub attempts: [u64; Class::ALL.len()],
+    /// The time from sending a request to the head of its reply.
+    pub reply_times: DurationHistogram,
+    /// The time for which each sent request had waited in the queue, in the order of [`Lane::ALL`].
+    pub waits: [DurationHistogram; Lane::ALL.len()],
+}
