@@ -109,6 +109,9 @@ pub enum CacheStatus {
 }
 
 impl CacheStatus {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Hit, Self::Miss, Self::Stale, Self::Coalesced, Self::Bypass];
+
     /// The value of the header `Tidegate-Cache`: `hit`, `miss`, `stale`, `coalesced` or `bypass`.
     pub const fn name(self) -> &'static str {
         match self {

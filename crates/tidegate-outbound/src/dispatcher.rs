@@ -6,12 +6,13 @@
 
 mod call_slot;
 mod peer_votes;
+mod step_guard;
 mod timer;
 
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Poll, Waker};
 
 use rand::SeedableRng;
@@ -21,28 +22,36 @@ use tidegate_core::call::{
     AttemptReport, Call, CallFailure, CallProgress, CallRules, DISABLE_TIME, InFlight, NextStep, ProviderState,
 };
 use tidegate_core::retry::Delivery;
-use tidegate_core::{Batch, Class, Clock, Lane, Op, Outcomes, QueueStep, Span, Ticket, Time, Verb};
+use tidegate_core::{
+    AdaptiveLimit, Batch, BudgetSpec, Class, Clock, Key, Lane, Op, Outcomes, QueueStep, Span, Ticket, Time, Verb,
+};
 use tidegate_policy::{KeySeed, outbound};
 use tidegate_runtime::random::random_u64;
-use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
+use tidegate_store::spin_lock::SpinLock;
 use tidegate_store::{Store, StoreError, StoreResponse};
 use tokio::runtime::Handle;
 
+use super::events::{ProviderChange, ProviderEvents};
+use super::report::{BreakerReport, CredentialReport, DispatcherSnapshot};
 use super::{CallErrorKind, Urgency};
 pub(super) use call_slot::{CallSlot, StartOutcome};
 use peer_votes::PeerVotes;
+use step_guard::StepGuard;
 use timer::{Timer, TimerSignals};
 
 /// The state that all calls to one provider share.
 pub(super) struct ProviderInner<S, C> {
     pub outbound_config: Arc<outbound::OutboundConfig>,
-    index: usize,
+    pub index: usize,
     pub rules: CallRules,
     pub store: Arc<S>,
     pub clock: C,
     dispatcher: SpinLock<Dispatcher>,
     timer_signals: Arc<TimerSignals>,
     peer_votes: PeerVotes,
+    events: Arc<ProviderEvents>,
+    /// The number of calls that have failed for each reason of [`CallErrorKind::REASONS`].
+    pub failures: [AtomicU64; CallErrorKind::REASONS.len()],
 }
 
 struct Dispatcher {
@@ -54,6 +63,20 @@ struct Dispatcher {
     /// The time when the timer wakes, if it runs.
     timer_wakes_at: Time,
     last_step_at: Time,
+    /// The number of the breaker's transitions that were published.
+    seen_transitions: u64,
+    /// The last published change of each credential; empty before the first.
+    published_changes: Vec<CredentialChange>,
+    /// The changes to be published after this step.
+    changes: Vec<ProviderChange>,
+}
+
+/// A period in which a credential isn't used.
+#[derive(Clone, Copy, Default)]
+struct CredentialChange {
+    until: Time,
+    /// True if the provider has rejected it; false if it has throttled it.
+    is_rejected: bool,
 }
 
 /// The input of a step besides its call.
@@ -114,6 +137,9 @@ impl Dispatcher {
 /// The shortest cool-down that is told. The entry about a cool-down whose end only the store knows is shorter.
 const MIN_TOLD_WAIT: Span = Span::from_millis(1);
 
+/// The time after a cool-down of unknown length began in which another one isn't told.
+const UNKNOWN_COOLDOWN: Span = Span::from_secs(1);
+
 /// The largest capacity that is kept while no call waits.
 const MAX_IDLE_CAPACITY: usize = 1024;
 
@@ -140,6 +166,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         seed: &KeySeed,
         store: Arc<S>,
         clock: C,
+        events: Arc<ProviderEvents>,
     ) -> Self {
         let config = &outbound_config.providers()[index];
         let rules = config.rules(seed);
@@ -151,6 +178,9 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             waiting_by_ticket: Vec::new(),
             timer_wakes_at: Time::NEVER,
             last_step_at: Time::ZERO,
+            seen_transitions: 0,
+            published_changes: Vec::new(),
+            changes: Vec::new(),
         };
         Self {
             outbound_config,
@@ -161,13 +191,15 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             dispatcher: SpinLock::new(dispatcher),
             timer_signals: Arc::default(),
             peer_votes: PeerVotes::default(),
+            events,
+            failures: Default::default(),
         }
     }
 
     /// Takes the lock for a change at the present time.
-    fn lock_for_step(&self) -> (SpinLockGuard<'_, Dispatcher>, Time) {
+    fn lock_for_step(&self) -> (StepGuard<'_, S, C>, Time) {
         // A panic can only come from a waker, after the step was complete.
-        let mut dispatcher = self.dispatcher.lock();
+        let mut dispatcher = StepGuard::new(self, self.dispatcher.lock());
         let now = self.clock.now();
         self.begin_step(&mut dispatcher, now);
         (dispatcher, now)
@@ -207,7 +239,8 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let uncontended =
             started_at.and_then(|at| Some((self.dispatcher.try_lock().filter(|free| free.last_step_at <= at)?, at)));
         let (mut dispatcher, now) = match uncontended {
-            Some((mut dispatcher, at)) => {
+            Some((dispatcher, at)) => {
+                let mut dispatcher = StepGuard::new(self, dispatcher);
                 self.begin_step(&mut dispatcher, at);
                 (dispatcher, at)
             }
@@ -249,20 +282,25 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             let StepContext { state, rng, .. } = &mut dispatcher.context;
             (state.cooling_until(now, rng)?, now)
         };
+        let first = self.first_cooldown_end(&self.rules.credential_keys, now);
+        let until = first.map_or(known, |first| first.max(known));
+        (until > now + MIN_TOLD_WAIT && !until.is_never()).then_some(until)
+    }
+
+    /// The end of the first of these credentials' cool-downs, if the store answers at once.
+    fn first_cooldown_end(&self, credential_keys: &[Key], now: Time) -> Option<Time> {
         let mut batch = Batch::new(0);
         batch.set_affinity(self.rules.affinity());
-        for key in &self.rules.credential_keys {
+        for key in credential_keys {
             // Of a larger pool than a batch holds, the first are asked for.
             if batch.push(Op::new(self.rules.cooldown, Verb::Peek, *key, 1)).is_err() {
                 break;
             }
         }
-        let first = match self.store.apply(&batch, now) {
+        match self.store.apply(&batch, now) {
             StoreResponse::Ready(outcomes) => outcomes.list().iter().map(|outcome| outcome.retry_at).min(),
             StoreResponse::Pending(_) => None,
-        };
-        let until = first.map_or(known, |first| first.max(known));
-        (until > now + MIN_TOLD_WAIT && !until.is_never()).then_some(until)
+        }
     }
 
     /// Makes the call of a hedged request; `None` if the retry budget is spent.
@@ -305,20 +343,23 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     pub(super) fn handle_reply(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
-        if reply.class == Class::Auth || call.has_switched_credential() {
+        if matches!(reply.class, Class::Auth | Class::Throttled) || call.has_switched_credential() {
             return self.handle_rejection(call, reply);
         }
         self.run_step(|StepContext { state, rng, .. }, now| call.handle_reply(&self.rules, state, reply, now, rng))
     }
 
-    /// Handles a reply after which a credential may be left out.
+    /// Handles a reply after which a credential may not be used for a while.
     #[cold]
     fn handle_rejection(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
-        self.run_step(|StepContext { state, rng, .. }, now| {
-            let next_step = call.handle_reply(&self.rules, state, reply, now, rng);
-            self.log_disabled_credentials(state);
-            next_step
-        })
+        let (mut dispatcher, now) = self.lock_for_step();
+        let dispatcher = &mut *dispatcher;
+        let StepContext { state, rng, .. } = &mut dispatcher.context;
+        let next_step = call.handle_reply(&self.rules, state, reply, now, rng);
+        self.submit_updates(state, now);
+        self.note_credential_changes(dispatcher, now);
+        self.dispatch(dispatcher, None, now);
+        (next_step, now)
     }
 
     /// Ends a call after its reply's body, and corrects the cost if it is known now.
@@ -377,17 +418,54 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         }
     }
 
-    /// Logs the credentials that the last step has disabled.
-    fn log_disabled_credentials(&self, state: &ProviderState) {
+    /// Notes the credentials that the last step has disabled or let cool down, after its updates were submitted.
+    fn note_credential_changes(&self, dispatcher: &mut Dispatcher, now: Time) {
+        let Dispatcher { context: StepContext { state, .. }, published_changes, changes, .. } = dispatcher;
+        let pool = &mut state.pool;
         let ops = state.store_requests.updates().into_iter().flat_map(Batch::ops);
-        for op in ops.filter(|op| op.verb == Verb::Disable) {
-            let credential = self.rules.credential_keys.iter().position(|key| *key == op.key);
-            tracing::warn!(
-                provider = self.config().name,
-                credential,
-                seconds = DISABLE_TIME.as_secs_ceil(),
-                "a credential was rejected and is left out"
-            );
+        for op in ops.filter(|op| matches!(op.verb, Verb::Disable | Verb::Throttle { .. })) {
+            let Some(credential) = self.rules.credential_keys.iter().position(|key| *key == op.key) else { continue };
+            published_changes.resize(self.rules.credential_keys.len(), CredentialChange::default());
+            let last = &mut published_changes[credential];
+            if op.verb == Verb::Disable {
+                *last = CredentialChange { until: now + DISABLE_TIME, is_rejected: true };
+                changes.push(ProviderChange::CredentialRejected { credential, until: last.until });
+                continue;
+            }
+            let known_end = pool.cooling_until(credential).max(self.first_cooldown_end(&[op.key], now));
+            let until = known_end.filter(|until| *until > now + MIN_TOLD_WAIT);
+            // Replies to requests that were under way together let the credential cool down once.
+            if until.unwrap_or(now) > last.until {
+                *last = CredentialChange { until: until.unwrap_or(now + UNKNOWN_COOLDOWN), is_rejected: false };
+                let all_cooling = !pool.has_other_not_cooling(credential, now);
+                changes.push(ProviderChange::CoolingDown { credential, until, all_cooling });
+            }
+        }
+    }
+
+    /// The parts of a report that need the lock.
+    pub(super) fn dispatcher_snapshot(&self) -> DispatcherSnapshot {
+        let (dispatcher, now) = (self.dispatcher.lock(), self.clock.now());
+        let Dispatcher { context: StepContext { state, .. }, published_changes, .. } = &*dispatcher;
+        let credential_report = |credential| {
+            let change = published_changes.get(credential).copied().unwrap_or_default();
+            let until = state.pool.cooling_until(credential).filter(|until| *until > now + MIN_TOLD_WAIT);
+            let until = until.max((change.until > now).then_some(change.until));
+            CredentialReport::new(until, change.is_rejected, state.pool.in_flight(credential), now)
+        };
+        DispatcherSnapshot {
+            breaker: BreakerReport {
+                state: state.breaker.state(now).name(),
+                failures: state.breaker.failures(),
+                reset_in: state.breaker.peek(now).err().map_or(0, |refusal| refusal.reset_in.as_secs_ceil()),
+            },
+            waiting: Lane::ALL.map(|lane| state.lanes.waiting(lane)),
+            in_flight: Lane::ALL.map(|lane| state.lanes.in_flight(lane)),
+            credentials: (0..state.pool.size()).map(credential_report).collect(),
+            retry_budget: (self.rules.budget != BudgetSpec::UNLIMITED).then(|| state.budget.remaining()),
+            adaptive_limit: state.adaptive_limit.as_ref().map(AdaptiveLimit::limit),
+            pace_interval: state.pace.as_ref().map(|pace| pace.interval().as_secs_f64()),
+            stats: state.stats.clone(),
         }
     }
 

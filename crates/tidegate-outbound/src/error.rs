@@ -140,6 +140,50 @@ fn unreplayable_text(reason: &UnreplayableReason) -> &'static str {
 }
 
 impl CallErrorKind {
+    /// The reasons of failures, as in metrics.
+    pub const REASONS: [&str; 17] = [
+        "breaker",
+        "rate_limited",
+        "paced",
+        "quota_spent",
+        "credentials_cooling",
+        "cooling_down",
+        "lane_paused",
+        "queue_full",
+        "deadline_exceeded",
+        "retries_exhausted",
+        "retry_after_too_long",
+        "no_time_left",
+        "not_idempotent",
+        "unreplayable",
+        "budget_spent",
+        "final",
+        "store",
+    ];
+
+    /// The index of its reason in [`REASONS`](Self::REASONS).
+    pub(super) fn reason_index(&self) -> usize {
+        match self {
+            Self::Unavailable { .. } => 0,
+            Self::RateLimited { .. } => 1,
+            Self::Paced { .. } => 2,
+            Self::QuotaSpent { .. } => 3,
+            Self::CredentialsCooling { .. } => 4,
+            Self::CoolingDown { .. } => 5,
+            Self::LanePaused { .. } => 6,
+            Self::QueueFull { .. } => 7,
+            Self::DeadlineExceeded => 8,
+            Self::RetriesExhausted { .. } => 9,
+            Self::RetryAfterTooLong { .. } => 10,
+            Self::NoTimeLeft { .. } => 11,
+            Self::NotIdempotent => 12,
+            Self::Unreplayable(_) => 13,
+            Self::BudgetSpent => 14,
+            Self::Final => 15,
+            Self::Store(_) => 16,
+        }
+    }
+
     /// The HTTP status for the caller, and the error's name in JSON.
     fn status_and_name(&self) -> (u16, &'static str) {
         match self {

@@ -17,6 +17,7 @@ mod cost;
 mod credential;
 mod dispatcher;
 mod error;
+mod events;
 mod exchange;
 mod hedge;
 mod login;
@@ -28,6 +29,7 @@ mod provider;
 mod replay;
 mod reply_body;
 mod reply_headers;
+mod report;
 mod service;
 mod snapshot;
 mod sse;
@@ -49,6 +51,8 @@ pub use credential::CredentialError;
 use credential::Credentials;
 use dispatcher::ProviderInner;
 pub use error::{CallError, CallErrorBody, CallErrorKind};
+use events::ProviderEvents;
+pub use events::{ProviderChange, ProviderEvent};
 pub use exchange::{BoxError, SendError};
 pub use login::LoginError;
 use login::{LoginFailure, LoginToken, Logins};
@@ -58,6 +62,9 @@ pub use provider::{CompletedCall, InFlightGuard, Provider};
 use replay::ReplayBuffer;
 pub use replay::{ReplayBody, ReplayError};
 pub use reply_body::OutboundBody;
+pub use report::{
+    BreakerReport, CredentialReport, CredentialStates, DurationReport, LaneReport, LimitUsage, ProviderReport,
+};
 pub use service::{OutboundError, OutboundLayer, OutboundService};
 pub use snapshot::{Snapshot, SnapshotError};
 use target::Target;
@@ -83,6 +90,7 @@ struct OutboundInner<S, C> {
     local_store: Arc<S>,
     shared_store: Option<Arc<S>>,
     clock: C,
+    events: Arc<ProviderEvents>,
 }
 
 impl<S, C> Clone for Outbound<S, C> {
@@ -130,12 +138,14 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
         seed: &KeySeed,
     ) -> Self {
         let (config, store, shared) = (Arc::new(config), Arc::new(local_store), shared.map(Arc::new));
+        let events = Arc::new(ProviderEvents::default());
         let provider = |index: usize| {
-            let store = shared.as_ref().filter(|_| config.providers()[index].shared).unwrap_or(&store);
-            Provider(Arc::new(ProviderInner::new(Arc::clone(&config), index, seed, Arc::clone(store), clock.clone())))
+            let store = Arc::clone(shared.as_ref().filter(|_| config.providers()[index].shared).unwrap_or(&store));
+            let (config, events) = (Arc::clone(&config), Arc::clone(&events));
+            Provider(Arc::new(ProviderInner::new(config, index, seed, store, clock.clone(), events)))
         };
         let providers = (0..config.providers().len()).map(provider).collect();
-        Self(Arc::new(OutboundInner { config, providers, local_store: store, shared_store: shared, clock }))
+        Self(Arc::new(OutboundInner { config, providers, local_store: store, shared_store: shared, clock, events }))
     }
 
     /// The settings of the providers.
@@ -156,6 +166,13 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
         let config = self.0.config.find(name)?;
         let found = self.0.providers.iter().find(|provider| provider.config().name == config.name);
         Ok(found.expect("invariant: there is a provider for each of the plan's"))
+    }
+
+    /// Calls this function after each change of a provider's state. It runs in the task of a call, so it must not wait;
+    /// it may call the providers. Returns false, and changes nothing, if there is such a function already. Changes are
+    /// logged in any case.
+    pub fn observe(&self, observer: impl Fn(&ProviderEvent) + Send + Sync + 'static) -> bool {
+        self.0.events.observe(Box::new(observer))
     }
 
     /// Reports to other nodes which shared providers' breakers are open here. Opens the breakers that are open on more

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tidegate_core::call::{Call, CallFailure, InFlight, NextStep, ProviderState};
@@ -80,6 +81,11 @@ impl<S: Store, C: Clock> Provider<S, C> {
         self.0.config()
     }
 
+    /// Its position in [`Outbound::providers`](crate::Outbound::providers).
+    pub fn index(&self) -> usize {
+        self.0.index
+    }
+
     /// The clock that gives the time.
     pub fn clock(&self) -> &C {
         &self.0.clock
@@ -88,6 +94,11 @@ impl<S: Store, C: Clock> Provider<S, C> {
     /// Gives access to the current state of its queue, breaker, budget and credentials.
     pub fn inspect<T>(&self, look: impl FnOnce(&ProviderState, Time) -> T) -> T {
         self.0.inspect(look)
+    }
+
+    /// The number of calls that have failed for each reason of [`CallErrorKind::REASONS`].
+    pub fn failures(&self) -> [u64; CallErrorKind::REASONS.len()] {
+        self.0.failures.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
     /// Makes a call: waits in the queue, sends, and retries by the provider's rules.
@@ -219,6 +230,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
     }
 
     fn call_error<T>(&self, kind: CallErrorKind, last_reply: Option<T>, stats: CallStats) -> CallError<T> {
+        self.0.failures[kind.reason_index()].fetch_add(1, Ordering::Relaxed);
         CallError { provider: self.config().name.clone(), kind, last_reply, stats, failed_at: self.0.clock.now() }
     }
 }

@@ -138,7 +138,7 @@ pub struct ApiConfig {
     pub deny_status: u16,
 }
 
-/// `[admin]`: health and readiness.
+/// `[admin]`: health, readiness and metrics.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AdminConfig {
@@ -148,6 +148,8 @@ pub struct AdminConfig {
     pub token: Option<SecretSource>,
     /// The same as [`ApiConfig::hosts`].
     pub hosts: Vec<String>,
+    /// True to count requests and calls, and to answer `/metrics`. Default true.
+    pub metrics: bool,
 }
 
 /// `[log]`: the log on standard error.

@@ -105,10 +105,11 @@ setting_keys! {
 
     ADMIN: AdminKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8083", OrWord("off", LISTENER),
-            "the address of health and readiness, or off";
+            "the address of health, readiness and metrics, or off";
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
         hosts: Vec<String> = "", HOSTS,
             "names that a request's Host may have besides loopback's, unless it has the token";
+        metrics: bool = "true", FLAG, "true to count requests and calls, and to answer /metrics";
     }
 
     LOG: LogKeys {
@@ -222,7 +223,7 @@ impl DocumentReader<'_> {
     pub(crate) fn admin(&mut self, root: &TomlTable) -> Option<AdminConfig> {
         let table = self.section(Some(root), "admin", "admin");
         let (listen, token) = self.listen_and_token(table, &ADMIN.listen, &ADMIN.token, "admin");
-        read_struct!(self, table, ADMIN => AdminConfig { hosts; listen: listen?, token: token? })
+        read_struct!(self, table, ADMIN => AdminConfig { hosts, metrics; listen: listen?, token: token? })
     }
 
     /// Reads a listener, which may be off and needs a token beyond loopback, and its token.

@@ -1,0 +1,280 @@
+//! The state of a provider as a report, for metrics, dashboards and command lines.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use tidegate_core::call::{ProviderLimit, ProviderStats};
+use tidegate_core::{
+    Batch, Class, Clock, DurationHistogram, Key, Lane, Limit, LimitId, LimitKind, Op, Outcome, Time, Verb,
+};
+use tidegate_store::{Store, StoreResponse};
+
+use crate::{CallErrorKind, Provider};
+
+/// The maximum number of credentials that a report describes one by one.
+const MAX_CREDENTIALS: usize = 100;
+
+/// The state of a provider, as this process sees it. It serialises to JSON. Times are in seconds.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct ProviderReport {
+    /// Its name.
+    pub name: String,
+    /// Its circuit breaker.
+    pub breaker: BreakerReport,
+    /// Its lanes, least urgent first.
+    pub lanes: Vec<LaneReport>,
+    /// Its limits, beginning with those of all credentials.
+    pub limits: Vec<LimitUsage>,
+    /// Its credentials, at most the first hundred; empty if it has none.
+    pub credentials: Vec<CredentialReport>,
+    /// The number of credentials in each state. A provider without credentials has one anonymous credential.
+    pub credential_states: CredentialStates,
+    /// The number of retries that can be spent now; `None` without a retry budget.
+    pub retry_budget: Option<u64>,
+    /// The present adaptive limit on calls in flight; `None` if it isn't used.
+    pub adaptive_limit: Option<u32>,
+    /// The present time between two calls by a pace, in seconds; `None` if only limits apply.
+    pub pace_interval: Option<f64>,
+    /// The number of first requests of calls that were sent.
+    pub first_tries: u64,
+    /// The number of further requests of calls that were sent: retries and hedges.
+    pub retries: u64,
+    /// The number of requests that have ended, by class.
+    pub attempts: BTreeMap<&'static str, u64>,
+    /// The number of calls that have failed, by reason. Reasons without a call are left out.
+    pub failures: BTreeMap<&'static str, u64>,
+    /// The time from sending a request to the head of its reply.
+    pub reply_time: DurationReport,
+    /// The counts with complete histograms.
+    #[serde(skip)]
+    pub stats: ProviderStats,
+}
+
+/// The state of a circuit breaker.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct BreakerReport {
+    /// `closed`, `ramping`, `open` or `half-open`.
+    pub state: &'static str,
+    /// The failures since the last reply that proves a working provider.
+    pub failures: u32,
+    /// Seconds, rounded up, until it admits a call; 0 if it does now.
+    pub reset_in: u64,
+}
+
+/// The state of a lane.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct LaneReport {
+    /// `background`, `user` or `webhook`.
+    pub lane: &'static str,
+    /// The number of calls that have started.
+    pub calls: u64,
+    /// The number of calls that wait in the queue.
+    pub waiting: usize,
+    /// The number of calls in flight.
+    pub in_flight: u32,
+    /// The time for which sent requests had waited in the queue.
+    pub wait: DurationReport,
+}
+
+/// The use of a limit.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct LimitUsage {
+    /// The limit.
+    #[serde(skip)]
+    pub id: LimitId,
+    /// The name of the limit.
+    pub name: String,
+    /// A description of what the limit allows.
+    pub words: String,
+    /// The index of the credential that it counts; `None` if it counts the calls of all.
+    pub credential: Option<usize>,
+    /// The capacity.
+    pub limit: u64,
+    /// The used part of the capacity.
+    pub used: u64,
+    /// The remaining part of the capacity.
+    pub remaining: u64,
+    /// Seconds, rounded up, until the full capacity is available again.
+    pub reset_after: u64,
+    /// True if it is a calendar quota.
+    pub is_quota: bool,
+}
+
+/// The state of a credential. It never contains the secret.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct CredentialReport {
+    /// The source of the secret, such as `env:TOKEN_A`.
+    pub source: String,
+    /// `usable`, `cooling` or `rejected`.
+    pub state: &'static str,
+    /// Seconds, rounded up, until it is used again; 0 if it is used now.
+    pub usable_in: u64,
+    /// The number of its calls in flight.
+    pub in_flight: u32,
+}
+
+/// The number of credentials in each state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct CredentialStates {
+    /// Those that calls use.
+    pub usable: usize,
+    /// Those that the provider has throttled.
+    pub cooling: usize,
+    /// Those that the provider has rejected.
+    pub rejected: usize,
+}
+
+/// A summary of durations. Percentiles are estimated from a histogram: the true value is at most that.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct DurationReport {
+    /// Their number.
+    pub count: u64,
+    /// Their mean in seconds; 0 if there are none.
+    pub mean: f64,
+    /// The median in seconds.
+    pub p50: f64,
+    /// The 90th percentile in seconds.
+    pub p90: f64,
+    /// The 99th percentile in seconds.
+    pub p99: f64,
+}
+
+impl From<&DurationHistogram> for DurationReport {
+    fn from(histogram: &DurationHistogram) -> Self {
+        let count = histogram.count();
+        let mean = if count == 0 { 0.0 } else { histogram.sum().as_secs_f64() / count as f64 };
+        let [p50, p90, p99] = [500, 900, 990].map(|rank| histogram.percentile(rank).as_secs_f64());
+        Self { count, mean, p50, p90, p99 }
+    }
+}
+
+impl<S: Store, C: Clock> Provider<S, C> {
+    /// The present state. A store outside this process is asked for the use of the limits; they are left out if it
+    /// fails.
+    pub async fn report(&self) -> ProviderReport {
+        let mut report = self.local_report();
+        report.limits = self.limit_usage().await;
+        report
+    }
+
+    fn local_report(&self) -> ProviderReport {
+        let (config, inner) = (self.config(), &*self.0);
+        let failures = CallErrorKind::REASONS.into_iter().zip(self.failures());
+        let dispatcher = inner.dispatcher_snapshot();
+        let mut credential_states = CredentialStates::default();
+        for credential in &dispatcher.credentials {
+            match credential.state {
+                "usable" => credential_states.usable += 1,
+                "cooling" => credential_states.cooling += 1,
+                _ => credential_states.rejected += 1,
+            }
+        }
+        let sources = config.credentials.iter().map(ToString::to_string);
+        let mut credentials = dispatcher.credentials;
+        credentials.truncate(config.credentials.len().min(MAX_CREDENTIALS));
+        for (credential, source) in credentials.iter_mut().zip(sources) {
+            credential.source = source;
+        }
+        let stats = dispatcher.stats;
+        let lanes = Lane::ALL.map(|lane| LaneReport {
+            lane: lane.name(),
+            calls: stats.calls[lane as usize],
+            waiting: dispatcher.waiting[lane as usize],
+            in_flight: dispatcher.in_flight[lane as usize],
+            wait: (&stats.waits[lane as usize]).into(),
+        });
+        ProviderReport {
+            name: config.name.clone(),
+            breaker: dispatcher.breaker,
+            lanes: lanes.into(),
+            limits: Vec::new(),
+            credentials,
+            credential_states,
+            retry_budget: dispatcher.retry_budget,
+            adaptive_limit: dispatcher.adaptive_limit,
+            pace_interval: dispatcher.pace_interval,
+            first_tries: stats.first_tries,
+            retries: stats.retries,
+            attempts: Class::ALL.map(|class| (class.name(), stats.attempts[class as usize])).into(),
+            failures: failures.filter(|(_, count)| *count > 0).collect(),
+            reply_time: (&stats.reply_times).into(),
+            stats,
+        }
+    }
+
+    async fn limit_usage(&self) -> Vec<LimitUsage> {
+        let mut usage = Vec::new();
+        for (limit, key, credential) in self.counted_limits() {
+            let Some(outcome) = self.peek(limit, key).await else { continue };
+            let info = self.0.outbound_config.limit_info(limit);
+            let kind = self.0.outbound_config.limits().get(limit).map(Limit::kind);
+            usage.push(LimitUsage {
+                id: limit,
+                name: info.name.clone(),
+                words: info.description.clone(),
+                credential,
+                limit: outcome.limit,
+                used: outcome.used,
+                remaining: outcome.remaining,
+                reset_after: outcome.reset_at.since(self.0.clock.now()).as_secs_ceil(),
+                is_quota: matches!(kind, Some(LimitKind::Quota(_))),
+            });
+        }
+        usage
+    }
+
+    /// The limits with their keys and credentials.
+    fn counted_limits(&self) -> Vec<(LimitId, Key, Option<usize>)> {
+        let rules = &self.0.rules;
+        let shared = rules.provider_limits.iter().chain(rules.lane_limits.iter().flatten());
+        let shared = shared.map(|ProviderLimit { limit, .. }| (*limit, rules.key, None));
+        let credentials = rules.credential_keys.iter().enumerate().take(MAX_CREDENTIALS);
+        let own = credentials.flat_map(|(index, key)| {
+            rules.credential_limits.iter().map(move |ProviderLimit { limit, .. }| (*limit, *key, Some(index)))
+        });
+        shared.chain(own).collect()
+    }
+
+    async fn peek(&self, limit: LimitId, key: Key) -> Option<Outcome> {
+        let mut batch = Batch::new(0);
+        batch.set_affinity(self.0.rules.affinity());
+        batch.push(Op::new(limit, Verb::Peek, key, 1)).ok()?;
+        let outcomes = match self.0.store.apply(&batch, self.0.clock.now()) {
+            StoreResponse::Ready(outcomes) => outcomes,
+            StoreResponse::Pending(later) => later.await.ok()?,
+        };
+        outcomes.list().first().copied()
+    }
+}
+
+/// The parts of a report that are read under the dispatcher's lock.
+pub(crate) struct DispatcherSnapshot {
+    pub(crate) breaker: BreakerReport,
+    pub(crate) waiting: [usize; Lane::ALL.len()],
+    pub(crate) in_flight: [u32; Lane::ALL.len()],
+    /// The state of each credential, without its source.
+    pub(crate) credentials: Vec<CredentialReport>,
+    pub(crate) retry_budget: Option<u64>,
+    pub(crate) adaptive_limit: Option<u32>,
+    pub(crate) pace_interval: Option<f64>,
+    pub(crate) stats: ProviderStats,
+}
+
+impl CredentialReport {
+    pub(crate) fn new(until: Option<Time>, is_rejected: bool, in_flight: u32, now: Time) -> Self {
+        let usable_in = until.map_or(0, |until| until.since(now).as_secs_ceil());
+        let state = match usable_in {
+            0 => "usable",
+            _ if is_rejected => "rejected",
+            _ => "cooling",
+        };
+        Self { source: String::new(), state, usable_in, in_flight }
+    }
+}
