@@ -13,6 +13,7 @@ use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
 
+use crate::decision_counts::{DecisionCount, DecisionCounts};
 use crate::explain::{Explanation, LimitReport, ResetReport};
 use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
@@ -32,6 +33,7 @@ struct GateInner<S, C> {
     seed: KeySeed,
     holder_ids: HolderIds,
     hold_times: HoldTimes,
+    decision_counts: Option<DecisionCounts>,
 }
 
 impl<S, C> Clone for Gate<S, C> {
@@ -95,7 +97,9 @@ impl<C: Clock> Gate<Memory, C> {
     pub fn in_memory(policy: &Policy, clock: C) -> Self {
         let limits = Arc::clone(policy.plan().limits());
         let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
-        Self::from_parts(Arc::clone(policy.plan()), Memory::new(limits, max_bytes), clock, KeySeed::new(random_bytes()))
+        let store = Memory::new(limits, max_bytes);
+        let seed = KeySeed::new(random_bytes());
+        Self::from_parts_counting(Arc::clone(policy.plan()), store, clock, seed, policy.admin().metrics)
     }
 }
 
@@ -111,8 +115,21 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// A gate of these parts. The store's limits must be the plan's. `seed` is random if only this process uses the
     /// store, and the same on every node if the store is shared.
     pub fn from_parts(plan: Arc<Plan>, store: S, clock: C, seed: KeySeed) -> Self {
+        Self::from_parts_counting(plan, store, clock, seed, true)
+    }
+
+    /// As [`Gate::from_parts`]; counts decisions if `counts` is true.
+    pub(crate) fn from_parts_counting(plan: Arc<Plan>, store: S, clock: C, seed: KeySeed, counts: bool) -> Self {
         let hold_times = HoldTimes::new(plan.limits());
-        Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids: HolderIds::new(), hold_times }))
+        let decision_counts = counts.then(|| DecisionCounts::new(&plan));
+        let holder_ids = HolderIds::new();
+        Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids, hold_times, decision_counts }))
+    }
+
+    /// The decisions of [`check`](Self::check) so far, by action, limit, outcome and reason. Each decision is counted
+    /// once, when the caller is given it.
+    pub fn decision_counts(&self) -> Vec<DecisionCount> {
+        self.0.decision_counts.as_ref().map(|counts| counts.list(&self.0.plan)).unwrap_or_default()
     }
 
     /// The plan by which this gate decides.
@@ -354,18 +371,36 @@ impl<S: Store, C: Clock> Gate<S, C> {
     #[inline]
     fn begin(&self, query: &Query<'_>, verb: Verb) -> Result<Check<S, C>, CheckError> {
         let actions = self.actions(query)?;
-        if let Some(decision) = self.decide_by_list(query) {
-            return Ok(Check::Decided(decision));
+        let decision = match self.decide_by_list(query) {
+            Some(decision) => decision,
+            None => {
+                let mut batch = Batch::new(self.0.holder_ids.next());
+                self.fill(&mut batch, actions, query, verb)?;
+                let mut answer = self.0.store.apply(&batch, self.0.clock.now());
+                self.ask_again(&mut batch, query.ip, &mut answer);
+                match answer {
+                    // By reference: moving them would copy them.
+                    StoreResponse::Ready(ref mut outcomes) => self.decide_outcomes(&batch, outcomes),
+                    StoreResponse::Pending(answer) => {
+                        let counted = (verb == Verb::Take).then_some(actions);
+                        let pending = PendingCheck::new(self.clone(), batch, query.ip, counted, answer);
+                        return Ok(Check::Pending(pending));
+                    }
+                }
+            }
+        };
+        if verb == Verb::Take {
+            self.count(actions, &decision);
         }
-        let mut batch = Batch::new(self.0.holder_ids.next());
-        self.fill(&mut batch, actions, query, verb)?;
-        let mut answer = self.0.store.apply(&batch, self.0.clock.now());
-        self.ask_again(&mut batch, query.ip, &mut answer);
-        Ok(match answer {
-            // By reference: moving them would copy them.
-            StoreResponse::Ready(ref mut outcomes) => Check::Decided(self.decide_outcomes(&batch, outcomes)),
-            StoreResponse::Pending(answer) => Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, answer)),
-        })
+        Ok(Check::Decided(decision))
+    }
+
+    /// Counts a decision that the caller is given.
+    #[inline]
+    pub(crate) fn count(&self, actions: MatchedActions, decision: &Decision) {
+        if let Some(counts) = &self.0.decision_counts {
+            counts.record(actions, decision);
+        }
     }
 
     /// The decision of these outcomes. Waits for calls in flight are estimated.

@@ -41,6 +41,7 @@
 //! | test with a clock of your own | [`clock::ManualClock`] |
 //! | write a decision out | [`Gate::report`], [`reply::Replies`] |
 
+mod decision_counts;
 mod explain;
 mod gate;
 mod hold_times;
@@ -59,6 +60,7 @@ pub mod reply;
 mod report;
 mod stores;
 
+pub use decision_counts::{DecisionCount, DecisionOutcome};
 pub use explain::{Explanation, LimitReport, ResetReport};
 pub use gate::{CheckError, Gate};
 #[cfg(feature = "tower")]

@@ -8,9 +8,10 @@ pub use tidegate_outbound::OutboundMiddleware;
 #[cfg(feature = "cache")]
 pub use tidegate_outbound::cache;
 pub use tidegate_outbound::{
-    Attempt, AttemptOutcome, AttemptReport, BreakerState, CallError, CallErrorBody, CallErrorKind, CallHeaderError,
-    CallOptions, CallStats, Class, CompletedCall, CredentialError, Delivery, IDEMPOTENCY_KEY, InFlightGuard, Lane,
-    Outbound, OutboundBody, OutboundError, OutboundLayer, OutboundService, Provider, ReplayBody, ReplayError,
-    SendError, Snapshot, SnapshotError, TIDEGATE_PRIORITY, TIDEGATE_TIMEOUT, TargetError, UnreplayableReason, Upstream,
-    Urgency, fault_of, take_call_options,
+    Attempt, AttemptOutcome, AttemptReport, BreakerReport, BreakerState, CallError, CallErrorBody, CallErrorKind,
+    CallHeaderError, CallOptions, CallStats, Class, CompletedCall, CredentialError, CredentialReport, CredentialStates,
+    Delivery, DurationReport, IDEMPOTENCY_KEY, InFlightGuard, Lane, LaneReport, LimitUsage, Outbound, OutboundBody,
+    OutboundError, OutboundLayer, OutboundService, Provider, ProviderChange, ProviderEvent, ProviderReport, ReplayBody,
+    ReplayError, SendError, Snapshot, SnapshotError, TIDEGATE_PRIORITY, TIDEGATE_TIMEOUT, TargetError,
+    UnreplayableReason, Upstream, Urgency, fault_of, take_call_options,
 };

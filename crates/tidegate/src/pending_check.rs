@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 
 use tidegate_core::{Batch, Clock, Decision};
+use tidegate_policy::MatchedActions;
 use tidegate_store::{Store, StoreResponse};
 
 use crate::{CheckError, Gate};
@@ -27,12 +28,20 @@ pub struct PendingCheck<S: Store, C: Clock> {
     request: ReleaseGuard<S, C>,
     /// The caller's address, from which shared keys are derived if the store has no room.
     ip: Option<IpAddr>,
+    /// The actions under which the decision is counted; `None` if it is only looked up.
+    counted: Option<MatchedActions>,
     pub(crate) answer: S::Future,
 }
 
 impl<S: Store, C: Clock> PendingCheck<S, C> {
-    pub(crate) fn new(gate: Gate<S, C>, batch: Batch, ip: Option<IpAddr>, answer: S::Future) -> Self {
-        Self { request: ReleaseGuard { gate, batch, is_answered: false }, ip, answer }
+    pub(crate) fn new(
+        gate: Gate<S, C>,
+        batch: Batch,
+        ip: Option<IpAddr>,
+        counted: Option<MatchedActions>,
+        answer: S::Future,
+    ) -> Self {
+        Self { request: ReleaseGuard { gate, batch, is_answered: false }, ip, counted, answer }
     }
 
     /// Waits for the decision.
@@ -40,11 +49,15 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
     /// # Errors
     /// The store failed.
     pub async fn decision(self) -> Result<Decision, CheckError> {
-        let Self { mut request, ip, answer } = self;
+        let Self { mut request, ip, counted, answer } = self;
         let ReleaseGuard { gate, batch, is_answered } = &mut request;
         let mut outcomes = gate.outcomes(batch, ip, StoreResponse::Pending(answer)).await?;
         *is_answered = true;
-        Ok(gate.decide_outcomes(batch, &mut outcomes))
+        let decision = gate.decide_outcomes(batch, &mut outcomes);
+        if let Some(actions) = counted {
+            gate.count(actions, &decision);
+        }
+        Ok(decision)
     }
 }
 

@@ -66,7 +66,7 @@ impl DecisionReport {
     }
 }
 
-fn reason_name(reason: Reason) -> &'static str {
+pub(crate) fn reason_name(reason: Reason) -> &'static str {
     match reason {
         Reason::Ok => "ok",
         Reason::Unlimited => "unlimited",

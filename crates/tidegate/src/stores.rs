@@ -194,7 +194,7 @@ impl Stores {
     pub fn gate<C: Clock + Clone>(&self, policy: &Policy, clock: C) -> Result<Gate<AnyStore, C>, OpenError> {
         let plan = Arc::clone(policy.plan());
         let store = self.open_store(plan.limits(), clock.clone())?;
-        Ok(Gate::from_parts(plan, store, clock, self.seed.clone()))
+        Ok(Gate::from_parts_counting(plan, store, clock, self.seed.clone(), policy.admin().metrics))
     }
 
     /// The providers of the policy that these stores were opened for. `None` if it has none. Providers with `shared`
