@@ -228,6 +228,11 @@ fn host_of(name: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::server_events;
+
+    fn refusal_log() -> Arc<RefusalLog> {
+        Arc::new(RefusalLog::new(1, 0, Arc::new(server_events())))
+    }
 
     fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = HeaderMap::new();
@@ -239,7 +244,7 @@ mod tests {
 
     fn open(listens: &str, hosts: &[&str]) -> Access {
         let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-        Access::new(ListenerKind::Api, listens.parse().unwrap(), &hosts, None, Arc::new(RefusalLog::new(1, 0)))
+        Access::new(ListenerKind::Api, listens.parse().unwrap(), &hosts, None, refusal_log())
     }
 
     #[test]
@@ -362,7 +367,7 @@ mod tests {
     fn a_valid_token_suffices_in_either_header() {
         let with = |listener| {
             let token = Some(Secret::new("s3cret"));
-            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, Arc::new(RefusalLog::new(1, 0)))
+            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, refusal_log())
         };
         let (gateway, api) = (with(ListenerKind::Gateway), with(ListenerKind::Api));
         for (name, value, passes_gateway, passes_api) in [

@@ -9,14 +9,17 @@ use std::time::Duration;
 use tidegate::Gate;
 use tidegate::clock::SystemClock;
 use tidegate::outbound::{Outbound, Snapshot};
-use tidegate::store::{Memory, Store};
+use tidegate::store::{Losses, Memory, Store};
 use tidegate_core::Clock;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::connection::ConnectionService;
+use crate::events::{ServerEvent, ServerEvents, StateWatcher};
+use crate::gateway::PlainClient;
 use crate::housekeeping;
 use crate::listener::{ConnectionContext, Listener};
+use crate::metrics::RequestMetrics;
 use crate::permit_renewer::PermitRenewer;
 use crate::refusal_log::RefusalLog;
 use crate::upstream::UpstreamClient;
@@ -31,12 +34,15 @@ pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
     pub(crate) providers: Option<Outbound<S, C>>,
     pub(crate) snapshot: Option<Arc<Snapshot<S, C>>>,
     pub(crate) upstream: Option<Arc<UpstreamClient>>,
+    pub(crate) plain_clients: Vec<Arc<PlainClient>>,
     pub(crate) inbound: Option<OpenListener>,
     pub(crate) outbound: Option<OpenListener>,
     pub(crate) api: Option<OpenListener>,
     pub(crate) admin: Option<OpenListener>,
     pub(crate) permit_renewer: Arc<PermitRenewer>,
     pub(crate) refusals: Arc<RefusalLog>,
+    pub(crate) metrics: Arc<RequestMetrics>,
+    pub(crate) events: Arc<ServerEvents>,
     pub(crate) draining: Arc<AtomicBool>,
     pub(crate) shutdown_timeout: Duration,
     pub(crate) followed_clock: Option<SystemClock>,
@@ -53,6 +59,11 @@ pub(crate) struct OpenListener {
 type AcceptTask = Box<dyn FnOnce(watch::Receiver<bool>) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
 impl OpenListener {
+    /// The list of its connections.
+    pub(crate) fn watchdog(&self) -> &Arc<Watchdog> {
+        &self.watchdog
+    }
+
     pub(crate) fn new<T: ConnectionService>(
         listener: Listener,
         new_service: impl Fn(ConnectionContext) -> T + Send + Sync + 'static,
@@ -112,15 +123,24 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         if let Some(upstream) = self.upstream {
             housekeeping.spawn(async move { upstream.run_idle_cleanup().await });
         }
+        for client in self.plain_clients {
+            housekeeping.spawn(async move { client.run_idle_cleanup().await });
+        }
         let permit_renewer = self.permit_renewer;
         housekeeping.spawn(async move { permit_renewer.run().await });
         let (refusals, plan) = (Arc::clone(&self.refusals), Arc::clone(self.gate.plan()));
         housekeeping.spawn(async move { refusals.run(&plan).await });
-        let gate = self.gate.clone();
-        housekeeping.spawn(housekeeping::run_store_maintenance(move || gate.maintain()));
+        let watcher = StateWatcher::new(self.gate.clone(), self.providers.clone(), Arc::clone(&self.events));
+        housekeeping.spawn(watcher.run());
+        let (gate, clock) = (self.gate.clone(), self.gate.clock().clone());
+        let on_loss = move |losses: &Losses| {
+            self.metrics.record_losses(losses);
+            self.events.publish(ServerEvent { at: clock.now(), change: losses.into() });
+        };
+        housekeeping.spawn(housekeeping::run_store_maintenance(move || gate.maintain(), on_loss.clone()));
         if let Some(providers) = self.providers {
             housekeeping.spawn(housekeeping::run_vote_exchange(providers.clone()));
-            housekeeping.spawn(housekeeping::run_store_maintenance(move || providers.maintain()));
+            housekeeping.spawn(housekeeping::run_store_maintenance(move || providers.maintain(), on_loss));
         }
         if let Some(snapshot) = &self.snapshot {
             housekeeping.spawn(housekeeping::run_snapshots(Arc::clone(snapshot)));

@@ -39,9 +39,11 @@ use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, finish_response, set_connection_close};
+use crate::metrics::RequestMetrics;
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
-use crate::refusal_log::RefusalLog;
+use crate::refusal_log::{RefusalLog, trace_parent};
 use crate::upgrade::spawn_tunnel;
+use crate::upstream::UpstreamClient;
 use crate::watchdog::{ConnectionPhase, EndReason};
 
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
@@ -59,14 +61,20 @@ const X_FORWARDED: &str = "x-forwarded-";
 /// The state that all connections of the gateway share.
 pub(crate) struct GatewayState<S: Store, C: Clock> {
     mounts: HashMap<String, Mount<S, C>>,
+    /// The clients of providers without TLS. [`UpstreamClient::run_idle_cleanup`] must run for each.
+    pub(crate) plain_clients: Vec<Arc<PlainClient>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
     access: Access,
     refusals: Arc<RefusalLog>,
+    metrics: Arc<RequestMetrics>,
 }
 
 /// A provider as the gateway calls it.
 type Mount<S, C> = OutboundService<ProviderClient<ReplayBody<Upload>>, S, C>;
+
+/// The client of a provider without TLS.
+pub(crate) type PlainClient = UpstreamClient<ReplayBody<Upload>>;
 
 impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
     /// Returns a gateway to these providers. It leaves out providers without a base URL.
@@ -77,23 +85,34 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         outbound: &Outbound<S, C>,
         access: Access,
         refusals: Arc<RefusalLog>,
+        metrics: Arc<RequestMetrics>,
         env: &impl Fn(&str) -> Option<String>,
     ) -> Result<Self, ServeError> {
         // Shared, because reading the system's root certificates is slow.
         let tls = provider_client::tls_config().map_err(ServeError::RootCertificates)?;
-        let mut mounts = HashMap::new();
+        let (mut mounts, mut plain_clients) = (HashMap::new(), Vec::new());
         for provider in outbound.providers() {
             let plan = provider.config();
-            if plan.base_url.is_none() {
-                continue;
-            }
+            let Some(base) = &plan.base_url else { continue };
             let layer = OutboundLayer::with_env(provider.clone(), env)
                 .map_err(|source| ServeError::Credential { provider: plan.name.clone(), source })?
                 .mount_path(&plan.name)
                 .fault_classifier(provider_client::fault_of);
-            mounts.insert(plan.name.clone(), layer.layer(provider_client::client(plan, tls.clone())));
+            let client = provider_client::client(plan, base, tls.clone());
+            if let ProviderClient::Plain(client) = &client {
+                plain_clients.push(Arc::clone(client));
+            }
+            mounts.insert(plan.name.clone(), layer.layer(client));
         }
-        Ok(Self { mounts, cache: Cache::for_outbound(outbound), access, refusals, outbound: outbound.clone() })
+        Ok(Self {
+            mounts,
+            plain_clients,
+            cache: Cache::for_outbound(outbound),
+            access,
+            refusals,
+            metrics,
+            outbound: outbound.clone(),
+        })
     }
 
     /// Returns the service of one connection's requests.
@@ -119,6 +138,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         // The call has a deadline of its own, and may be queued for longer than the idle timeout of connections.
         watch.enter(ConnectionPhase::Deciding);
         let origin = CallerOrigin::from_headers(request.headers());
+        let traceparent = trace_parent(request.headers()).map(str::to_owned);
         let (mount, options) = match self.gateway.prepare_request(&mut request, number, &self.context) {
             Ok((mount, options)) => (mount.clone(), options),
             Err(refusal) => {
@@ -147,7 +167,12 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                         let send = |options, request| mount.send(options, request);
                         // Boxed, because calls that aren't cached would need the space for it too.
                         let called = Box::pin(gateway.cache.call(&mount, options, request, send)).await;
-                        called.map(|response| relay_response(response, &client, plan, None))
+                        called.map(|response| {
+                            if let Some(status) = response.extensions().get::<CacheStatus>() {
+                                gateway.metrics.record_cache(mount.provider().index(), *status);
+                            }
+                            relay_response(response, &client, plan, None)
+                        })
                     }
                     (_, client_upgrade) => {
                         let called = mount.send(options, request).await;
@@ -169,7 +194,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                     response
                 }
                 Some(Err(failed)) => {
-                    gateway.log_failed_call(mount.provider(), &failed);
+                    gateway.log_failed_call(mount.provider(), &failed, traceparent.as_deref());
                     call_error::response(&failed, plan)
                 }
                 None => {
@@ -239,7 +264,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
 
     /// Logs a failed call, unless the caller caused the failure.
     #[cold]
-    fn log_failed_call(&self, provider: &Provider<S, C>, failed: &OutboundError) {
+    fn log_failed_call(&self, provider: &Provider<S, C>, failed: &OutboundError, traceparent: Option<&str>) {
         if failed.status() != 429 && failed.status() < 500 {
             return;
         }
@@ -247,7 +272,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
             OutboundError::Call(call) => (call.kind.to_string() + &call_error::reply_error(call), Some(call.stats)),
             failed => (call_error::error_chain(failed), None),
         };
-        self.refusals.log_failed_call(provider.clock().now(), &provider.config().name, &why, stats);
+        self.refusals.log_failed_call(provider.clock().now(), &provider.config().name, &why, stats, traceparent);
     }
 
     fn unknown_provider_response(&self, name: &str) -> Response<ResponseBody> {

@@ -12,12 +12,13 @@ use tidegate_core::Clock;
 /// The interval of all periodic work.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Has the store remove idle entries, and logs entries that it had to drop.
-pub(crate) async fn run_store_maintenance(maintain: impl Fn() -> Losses) {
+/// Has the store remove idle entries. Logs and reports entries that it had to drop.
+pub(crate) async fn run_store_maintenance(maintain: impl Fn() -> Losses, on_loss: impl Fn(&Losses)) {
     loop {
         tokio::time::sleep(INTERVAL).await;
         let lost = maintain();
         if lost.has_any() {
+            on_loss(&lost);
             tracing::warn!(
                 used = lost.evicted_used,
                 full = lost.evicted_exhausted,

@@ -61,6 +61,7 @@ mod client_limit;
 mod connection;
 pub mod descriptors;
 mod displacement;
+mod events;
 mod framing;
 mod gateway;
 mod hop_headers;
@@ -69,10 +70,12 @@ mod linger;
 mod listener;
 mod local_response;
 pub mod log;
+pub mod metrics;
 mod permit_renewer;
 mod proxy;
 mod refusal_cache;
 mod refusal_log;
+mod refused_clients;
 mod rejections;
 pub mod signals;
 mod socket;
@@ -101,8 +104,10 @@ use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
 use crate::connection::ConnectionService;
-use crate::gateway::GatewayState;
+use crate::events::{ServerEvent, ServerEvents, server_events};
+use crate::gateway::{GatewayState, PlainClient};
 use crate::listener::{ConnectionContext, Listener, ListenerConfig};
+use crate::metrics::{MetricsSource, RequestMetrics};
 use crate::permit_renewer::PermitRenewer;
 use crate::proxy::ProxyState;
 use crate::refusal_log::RefusalLog;
@@ -117,6 +122,9 @@ const API_CONNECTIONS: usize = 1024;
 const ADMIN_CONNECTIONS: usize = 64;
 /// The maximum size of a request head on the API and admin listeners, and on the outbound listener, in bytes.
 const INTERNAL_HEADER_BYTES: usize = 64 << 10;
+
+/// The gateway's listener, and its clients whose idle connections must be closed in time.
+type OpenGateway = (Vec<Arc<PlainClient>>, OpenListener);
 
 /// A function that looks up the value of an environment variable.
 type EnvLookup = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
@@ -243,36 +251,64 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// # Errors
     /// See [`ServeError`]. On an error no listener stays open.
     pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
-        let refusals =
-            Arc::new(RefusalLog::new(self.policy.log().refusals_per_second, self.policy.plan().limits().len()));
+        let events = Arc::new(server_events());
+        let (lines, limits) = (self.policy.log().refusals_per_second, self.policy.plan().limits().len());
+        let refusals = Arc::new(RefusalLog::new(lines, limits, Arc::clone(&events)));
         let (api, admin) = (self.policy.api(), self.policy.admin());
         let api_access = self.access(ListenerKind::Api, api.listen, api.token.as_ref(), &api.hosts, &refusals)?;
         let admin_access =
             self.access(ListenerKind::Admin, admin.listen, admin.token.as_ref(), &admin.hosts, &refusals)?;
         let permit_renewer = Arc::new(PermitRenewer::default());
         let draining = Arc::new(AtomicBool::new(false));
-        let proxy = self.open_proxy(&permit_renewer, &refusals)?;
+        let providers = self.outbound.as_ref().map_or(0, |outbound| outbound.providers().len());
+        let metrics = Arc::new(RequestMetrics::new(admin.metrics, providers));
+        if let Some(providers) = &self.outbound {
+            let events = Arc::clone(&events);
+            providers.observe(move |event| {
+                if let Some(event) = ServerEvent::from_provider(event) {
+                    events.publish(event);
+                }
+            });
+        }
+        let proxy = self.open_proxy(&permit_renewer, &refusals, &metrics)?;
         let (upstream, inbound) = proxy.unzip();
         let (mut snapshot, mut outbound) = (None, None);
         if let Some(providers) = &self.outbound {
             let file = providers.config().snapshot.as_ref();
             snapshot = file.map(|file| Snapshot::restore(providers, file)).transpose()?.map(Arc::new);
-            outbound = self.open_gateway(providers, &refusals)?;
+            outbound = self.open_gateway(providers, &refusals, &metrics)?;
         }
-        let api = api_access.map(|(address, access)| self.open_api(address, access, &refusals)).transpose()?;
-        let admin = admin_access.map(|(address, access)| self.open_admin(address, access, &draining)).transpose()?;
+        let (plain_clients, outbound) = outbound.unzip();
+        let api =
+            api_access.map(|(address, access)| self.open_api(address, access, &refusals, &metrics)).transpose()?;
+        let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api)];
+        let listeners = listeners.into_iter().filter_map(|(name, open)| Some((name, open.as_ref()?.watchdog())));
+        let source = MetricsSource {
+            gate: self.gate.clone(),
+            providers: self.outbound.clone(),
+            requests: Arc::clone(&metrics),
+            refusals: Arc::clone(&refusals),
+            listeners: listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect(),
+            started_at: self.gate.clock().now(),
+        };
+        let admin = admin_access
+            .map(|(address, access)| self.open_admin(address, access, &draining, source, &events))
+            .transpose()?;
         Ok(BoundServer {
             shutdown_timeout: self.policy.inbound().timeouts.shutdown,
             gate: self.gate,
             providers: self.outbound,
             snapshot,
             upstream,
+            plain_clients: plain_clients.unwrap_or_default(),
             inbound,
             outbound,
             api,
             admin,
             permit_renewer,
             refusals,
+            metrics,
+            events,
             draining,
             followed_clock: self.followed_clock,
         })
@@ -304,6 +340,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         &self,
         permit_renewer: &Arc<PermitRenewer>,
         refusals: &Arc<RefusalLog>,
+        metrics: &Arc<RequestMetrics>,
     ) -> Result<Option<(Arc<UpstreamClient>, OpenListener)>, ServeError> {
         let inbound = self.policy.inbound();
         let Some(upstream) = &inbound.upstream else { return Ok(None) };
@@ -314,8 +351,15 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             headers: caps.headers,
             ..self.forwarding_config(caps.connections.max(1) as usize, caps.connections_per_client)
         };
-        let (permit_renewer, refusals) = (Arc::clone(permit_renewer), Arc::clone(refusals));
-        let proxy = Arc::new(ProxyState::new(self.gate.clone(), inbound, upstream, permit_renewer, refusals));
+        let proxy = ProxyState::new(
+            self.gate.clone(),
+            inbound,
+            upstream,
+            Arc::clone(permit_renewer),
+            Arc::clone(refusals),
+            Arc::clone(metrics),
+        );
+        let proxy = Arc::new(proxy);
         let upstream = Arc::clone(&proxy.upstream);
         let listener =
             open_listener("inbound", inbound.listen, config, move |client| proxy.connection_service(client))?;
@@ -327,6 +371,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         address: SocketAddr,
         access: Access,
         refusals: &Arc<RefusalLog>,
+        metrics: &Arc<RequestMetrics>,
     ) -> Result<OpenListener, ServeError> {
         let (inbound, api) = (self.policy.inbound(), self.policy.api());
         let state = Arc::new(ApiState {
@@ -337,6 +382,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             forward_auth: api.forward_auth,
             deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
             refusals: Arc::clone(refusals),
+            metrics: Arc::clone(metrics),
             warnings: ForwardAuthWarnings::default(),
         });
         let config = self.internal_config(API_CONNECTIONS);
@@ -348,8 +394,16 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         address: SocketAddr,
         access: Access,
         draining: &Arc<AtomicBool>,
+        metrics: MetricsSource<S, C>,
+        events: &Arc<ServerEvents>,
     ) -> Result<OpenListener, ServeError> {
-        let state = Arc::new(AdminState { gate: self.gate.clone(), access, draining: Arc::clone(draining) });
+        let state = Arc::new(AdminState {
+            gate: self.gate.clone(),
+            access,
+            draining: Arc::clone(draining),
+            metrics,
+            events: Arc::clone(events),
+        });
         open_listener("admin", address, self.internal_config(ADMIN_CONNECTIONS), move |client| {
             let (state, client) = (Arc::clone(&state), Arc::new(client));
             service_fn(move |request| admin::serve(Arc::clone(&state), Arc::clone(&client), request))
@@ -360,13 +414,17 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         &self,
         providers: &Outbound<S, C>,
         refusals: &Arc<RefusalLog>,
-    ) -> Result<Option<OpenListener>, ServeError> {
+        metrics: &Arc<RequestMetrics>,
+    ) -> Result<Option<OpenGateway>, ServeError> {
         let plan = providers.config();
         let access = self.access(ListenerKind::Gateway, plan.listen, plan.token.as_ref(), &plan.hosts, refusals)?;
         let Some((address, access)) = access else { return Ok(None) };
-        let gateway = Arc::new(GatewayState::new(providers, access, Arc::clone(refusals), &self.env)?);
+        let (refusals, metrics) = (Arc::clone(refusals), Arc::clone(metrics));
+        let gateway = Arc::new(GatewayState::new(providers, access, refusals, metrics, &self.env)?);
         let config = self.forwarding_config(plan.connections, plan.connections_per_client);
-        open_listener("outbound", address, config, move |client| gateway.connection_service(client)).map(Some)
+        let plain_clients = gateway.plain_clients.clone();
+        let listener = open_listener("outbound", address, config, move |client| gateway.connection_service(client))?;
+        Ok(Some((plain_clients, listener)))
     }
 
     /// Returns the address and the access check of a listener. `None` if the policy turns it off.

@@ -90,6 +90,15 @@ pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<ResponseBody> {
     response
 }
 
+/// A response with the JSON of a value.
+pub(crate) fn json_response(status: StatusCode, body: &impl serde::Serialize) -> Response<ResponseBody> {
+    match serde_json::to_vec(body) {
+        Ok(text) => json(status, text.into()),
+        // Not reachable: all values written here have string keys and finite numbers, which serde_json always accepts.
+        Err(_) => json(StatusCode::INTERNAL_SERVER_ERROR, Bytes::from_static(br#"{"error":"Internal Server Error"}"#)),
+    }
+}
+
 pub(crate) fn error(status: StatusCode, message: &str) -> Response<ResponseBody> {
     json(status, error_json(status, message).into())
 }

@@ -1,15 +1,9 @@
-//! The log: its set-up, its protection against text of hostile clients, and its throttling.
+//! The log: its set-up, and its protection against text of hostile clients.
 
 use std::borrow::Cow;
 use std::fmt;
 use std::io;
-use std::slice;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
-use tidegate::Span;
-use tidegate_core::batch::execute_take;
-use tidegate_core::{Key, KeyState, Limit, LimitId, LimitKind, Op, Time, Verb, Verdict, Window};
 use tidegate_policy::{LogConfig, LogFormat, LogLevel, printable_json, printable_lines};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
@@ -146,54 +140,11 @@ impl fmt::Display for MaskedKey<'_> {
     }
 }
 
-/// Admits a number of lines per second, by the same strict window that limits clients, and counts the others.
-pub(crate) struct LogThrottle {
-    limit: Limit,
-    state: Mutex<KeyState>,
-    /// The time, in microseconds, until which every line is suppressed.
-    closed_until_micros: AtomicU64,
-    suppressed: AtomicU64,
-}
-
-impl LogThrottle {
-    /// Admits at most `lines` (at least 1) in any second.
-    pub(crate) fn new(lines: u32) -> Self {
-        let lines = lines.max(1);
-        let window = Window::new(u64::from(lines), Span::from_secs(1), lines.min(1024))
-            .expect("invariant: a window of a second with 1 to 2^32 entries is a valid limit");
-        Self {
-            limit: Limit::new(LimitKind::Window(window)),
-            state: Mutex::default(),
-            closed_until_micros: AtomicU64::new(0),
-            suppressed: AtomicU64::new(0),
-        }
-    }
-
-    /// Returns `None` if no line may be written at `now`; otherwise the number of lines that were suppressed before it.
-    pub(crate) fn admit(&self, now: Time) -> Option<u64> {
-        if now.as_micros() < self.closed_until_micros.load(Ordering::Relaxed) {
-            self.suppressed.fetch_add(1, Ordering::Relaxed);
-            return None;
-        }
-        let line = Op::new(LimitId::FIRST, Verb::Take, Key::default(), 1);
-        let outcome = execute_take(&line, &self.limit, 0, slice::from_mut(&mut *self.state.lock()), now);
-        if outcome.verdict != Verdict::Admitted {
-            self.closed_until_micros.store(outcome.retry_at.as_micros(), Ordering::Relaxed);
-            self.suppressed.fetch_add(1, Ordering::Relaxed);
-            return None;
-        }
-        Some(self.take_suppressed())
-    }
-
-    /// Returns and resets the number of lines that were suppressed since the last written one.
-    pub(crate) fn take_suppressed(&self) -> u64 {
-        self.suppressed.swap(0, Ordering::Relaxed)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+
+    use parking_lot::Mutex;
 
     use super::*;
 
@@ -249,15 +200,5 @@ mod tests {
         assert_eq!(MaskedKey("bob").to_string(), "bob");
         assert_eq!(MaskedKey("sk_live_51H8").to_string(), "sk_l…(12)");
         assert_eq!(MaskedKey("\n\n").to_string(), "\\u{a}\\u{a}");
-    }
-
-    #[test]
-    fn log_lines_per_second_are_limited() {
-        let throttle = LogThrottle::new(10);
-        let at = |millis: u64| Time::from_secs(1_800_000_000) + Span::from_millis(millis);
-        let written = (0..1000).filter(|millis| throttle.admit(at(*millis)).is_some()).count();
-        assert_eq!(written, 10);
-        assert_eq!(throttle.admit(at(1000)), Some(990));
-        assert_eq!(throttle.take_suppressed(), 0);
     }
 }

@@ -8,6 +8,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{Authority, PathAndQuery};
@@ -19,20 +20,24 @@ use tidegate::policy::{MatchedActions, Query};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{Check, CheckError, Decision, Gate};
-use tidegate_core::{Clock, Reason};
+use tidegate_core::{Clock, Reason, Time};
 use tidegate_policy::{Forwarding, InboundConfig, UpstreamAddress, canonical_ip, is_host, is_same_host};
 
 use crate::body::{ContinueExpectation, ContinueOutcome, Download, ResponseBody, Upload};
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, set_connection_close};
+use crate::metrics::RequestMetrics;
 use crate::permit_renewer::{PermitHandle, PermitRenewer};
 use crate::refusal_cache::RefusalCache;
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::upgrade;
-use crate::upstream::{UpstreamClient, UpstreamError};
+use crate::upstream::{PoolSettings, UpstreamClient, UpstreamError};
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch};
+
+/// The time that an idle connection to the upstream is kept. Node.js, the fastest of the common servers, closes after 5 s.
+const UPSTREAM_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The state that all connections of the proxy share.
 pub(crate) struct ProxyState<S: Store, C: Clock> {
@@ -43,6 +48,7 @@ pub(crate) struct ProxyState<S: Store, C: Clock> {
     pub(crate) body_cap: u64,
     pub(crate) permit_renewer: Arc<PermitRenewer>,
     pub(crate) refusals: Arc<RefusalLog>,
+    pub(crate) metrics: Arc<RequestMetrics>,
 }
 
 impl<S: Store, C: Clock> ProxyState<S, C> {
@@ -52,17 +58,24 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         upstream: &UpstreamAddress,
         permit_renewer: Arc<PermitRenewer>,
         refusals: Arc<RefusalLog>,
+        metrics: Arc<RequestMetrics>,
     ) -> Self {
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
         let authority = Authority::try_from(upstream.authority()).expect("invariant: the policy was read");
+        let pool = PoolSettings {
+            connect_timeout: inbound.timeouts.connect,
+            idle_timeout: UPSTREAM_IDLE_TIMEOUT,
+            max_idle: inbound.caps.pool_idle,
+        };
         Self {
             gate,
             replies,
-            upstream: UpstreamClient::new(&authority, inbound.timeouts.connect, inbound.caps.pool_idle),
+            upstream: UpstreamClient::new(&authority, pool),
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
             permit_renewer,
             refusals,
+            metrics,
         }
     }
 
@@ -133,8 +146,9 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
                 connection.ready_response(connection.refuse_request(request, response))
             }
             Ok(Check::Decided(decision)) => {
+                let decided_at = connection.proxy.metrics.record_decision(decision.now, connection.proxy.gate.clock());
                 let mut refusal_cache = self.refusal_cache.borrow_mut();
-                match connection.apply_decision(&query, &mut refusal_cache, actions, decision) {
+                match connection.apply_decision(&query, &mut refusal_cache, actions, decision, decided_at) {
                     Err(refusal) => connection.ready_response(connection.refuse_request(request, refusal)),
                     Ok(admitted) => {
                         let connection = Arc::clone(connection);
@@ -149,11 +163,15 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
                 connection.watch.enter(ConnectionPhase::Deciding);
                 let connection = Arc::clone(connection);
                 ResponseFuture::Pending(Box::pin(async move {
+                    let proxy = &connection.proxy;
+                    let asked_at = proxy.gate.clock().now();
                     let decided = pending.decision().await;
+                    let decided_at = proxy.metrics.record_store_decision(asked_at, proxy.gate.clock());
                     let query = connection.query(&request);
                     let concluded = match decided {
                         Ok(decision) => {
-                            connection.apply_decision(&query, &mut RefusalCache::default(), actions, decision)
+                            let mut refusal_cache = RefusalCache::default();
+                            connection.apply_decision(&query, &mut refusal_cache, actions, decision, decided_at)
                         }
                         Err(error) => Err(connection.check_error_response(&query, &error)),
                     };
@@ -190,6 +208,7 @@ impl Future for ResponseFuture {
 struct AdmittedRequest {
     actions: MatchedActions,
     decision: Decision,
+    decided_at: Time,
     permit: Option<PermitHandle>,
 }
 
@@ -227,6 +246,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         refusal_cache: &mut RefusalCache,
         actions: MatchedActions,
         decision: Decision,
+        decided_at: Time,
     ) -> Result<AdmittedRequest, Response<ResponseBody>> {
         let proxy = &*self.proxy;
         proxy.refusals.log_decision(proxy.gate.plan(), actions, query, &decision);
@@ -241,7 +261,12 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
                 proxy.gate.hold_permit(query, &decision).map_err(|error| self.check_error_response(query, &error))?
             }
         };
-        Ok(AdmittedRequest { actions, decision, permit: permit.map(|permit| proxy.permit_renewer.add(permit)) })
+        Ok(AdmittedRequest {
+            actions,
+            decision,
+            decided_at,
+            permit: permit.map(|permit| proxy.permit_renewer.add(permit)),
+        })
     }
 
     fn refuse_request(&self, request: Request<Incoming>, refusal: Response<ResponseBody>) -> Response<ResponseBody> {
@@ -258,6 +283,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
                 error(StatusCode::BAD_REQUEST, &why)
             }
             None => {
+                self.proxy.metrics.record_store_error();
                 self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), cause);
                 HttpError::StoreUnavailable.response()
             }
@@ -282,7 +308,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
     async fn forward(
         &self,
         mut request: Request<Incoming>,
-        AdmittedRequest { actions, decision, permit }: AdmittedRequest,
+        AdmittedRequest { actions, decision, decided_at, permit }: AdmittedRequest,
     ) -> Response<ResponseBody> {
         let proxy = &*self.proxy;
         let has_body = !request.body().is_end_stream();
@@ -337,6 +363,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             Ok(response) => response,
             Err(failure) => return self.failure_response(&failure, has_body),
         };
+        proxy.metrics.record_upstream_reply(decided_at, response.status(), proxy.gate.clock());
         let protocol = hop_headers::strip_response(response.headers_mut());
         *response.version_mut() = Version::HTTP_11;
         proxy.replies.annotate(actions, &decision, response.headers_mut());
@@ -360,6 +387,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
     }
 
     fn failure_response(&self, failure: &UpstreamError, has_body: bool) -> Response<ResponseBody> {
+        self.proxy.metrics.record_upstream_failure(failure);
         let body = &self.watch.body;
         let waits_on_client = self.watch.phase() == ConnectionPhase::Upload && body.waits_on_client.get();
         let error = match failure {

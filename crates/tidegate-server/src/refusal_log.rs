@@ -2,19 +2,27 @@
 
 use std::cmp::Reverse;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use http::HeaderMap;
 use tidegate::Decision;
 use tidegate::outbound::CallStats;
 use tidegate::policy::{MatchedActions, Plan, Query};
 use tidegate_core::{LimitId, Time};
+use tidegate_runtime::log_throttle::LogThrottle;
+use tracing::field::display;
 
-use crate::log::{EscapedError, EscapedText, LogThrottle, MaskedKey};
+use crate::events::{Change, ServerEvent, ServerEvents};
+use crate::log::{EscapedError, EscapedText, MaskedKey};
+use crate::refused_clients::RefusedClients;
 use crate::rejections::RejectionReason;
 
 /// The interval at which lines that weren't written are summed up.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(5);
+/// The maximum number of events about blocks in any second, so that a flood doesn't displace other events.
+const MAX_BLOCK_EVENTS: u32 = 5;
 /// The maximum number of limits that a summary names, those with most refusals. Those of others are summed up.
 const MAX_SUMMARY_LIMITS: usize = 32;
 
@@ -25,6 +33,10 @@ pub(crate) struct RefusalLog {
     unlogged_refusals: Box<[UnloggedRefusals]>,
     failure_throttle: LogThrottle,
     rejection_throttle: LogThrottle,
+    /// The clients that were refused.
+    pub(crate) clients: RefusedClients,
+    events: Arc<ServerEvents>,
+    event_throttle: LogThrottle,
     /// The number of rejected requests for each reason since the start.
     rejection_counts: [AtomicU64; RejectionReason::COUNT],
 }
@@ -37,12 +49,15 @@ struct UnloggedRefusals {
 
 impl RefusalLog {
     /// Returns a log of at most `lines` of each kind in any second, for a plan with this number of limits.
-    pub(crate) fn new(lines: u32, limits: usize) -> Self {
+    pub(crate) fn new(lines: u32, limits: usize, events: Arc<ServerEvents>) -> Self {
         Self {
             refusal_throttle: LogThrottle::new(lines),
             unlogged_refusals: (0..=limits).map(|_| UnloggedRefusals::default()).collect(),
             failure_throttle: LogThrottle::new(lines),
             rejection_throttle: LogThrottle::new(lines),
+            clients: RefusedClients::default(),
+            events,
+            event_throttle: LogThrottle::new(MAX_BLOCK_EVENTS),
             rejection_counts: Default::default(),
         }
     }
@@ -53,6 +68,10 @@ impl RefusalLog {
         if decision.allowed && !decision.shadow {
             return;
         }
+        self.clients.record(plan, actions, query, decision);
+        if decision.blocked && decision.backoff == decision.retry_after {
+            self.publish_block(plan, query, decision);
+        }
         if self.refusal_throttle.admit(decision.now).is_some() {
             return write_refusal(plan, actions, query, decision);
         }
@@ -61,6 +80,23 @@ impl RefusalLog {
             let count = if decision.shadow { &unlogged.shadow } else { &unlogged.enforced };
             count.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Publishes that a block has begun.
+    #[cold]
+    fn publish_block(&self, plan: &Plan, query: &Query<'_>, decision: &Decision) {
+        let (Some(limit), Some(unpublished)) = (decision.bound_by, self.event_throttle.admit(decision.now)) else {
+            return;
+        };
+        let change = Change::Blocked {
+            limit: plan.limit_info(limit).name().to_owned(),
+            ip: query.ip,
+            seconds: decision.backoff.unwrap_or_default().as_secs_ceil(),
+            strikes: decision.strikes,
+            shadow: decision.shadow,
+            unpublished,
+        };
+        self.events.publish(ServerEvent { at: decision.now, change });
     }
 
     /// Counts a request that was rejected before any decision, and logs it unless the limit on lines is reached.
@@ -80,6 +116,11 @@ impl RefusalLog {
         );
     }
 
+    /// The number of rejected requests for each reason since the start, in the order of [`RejectionReason::ALL`].
+    pub(crate) fn rejection_counts(&self) -> [u64; RejectionReason::COUNT] {
+        self.rejection_counts.each_ref().map(|count| count.load(Ordering::Relaxed))
+    }
+
     /// Logs a failure, unless the limit on lines is reached.
     pub(crate) fn log_failure(&self, now: Time, failure: &dyn fmt::Display) {
         if let Some(suppressed) = self.failure_throttle.admit(now) {
@@ -89,10 +130,18 @@ impl RefusalLog {
 
     /// Logs a call without a reply, unless the limit on lines is reached. `why` is the reason with its causes. It never
     /// contains a credential or the requested path.
-    pub(crate) fn log_failed_call(&self, now: Time, provider: &str, why: &str, stats: Option<CallStats>) {
+    pub(crate) fn log_failed_call(
+        &self,
+        now: Time,
+        provider: &str,
+        why: &str,
+        stats: Option<CallStats>,
+        traceparent: Option<&str>,
+    ) {
         let Some(suppressed) = self.failure_throttle.admit(now) else { return };
         let attempts = stats.map(|stats| stats.attempts);
-        tracing::warn!(provider, attempts, why = %EscapedError(why), suppressed, "a call failed");
+        let traceparent = traceparent.map(EscapedText).map(display);
+        tracing::warn!(provider, attempts, why = %EscapedError(why), traceparent, suppressed, "a call failed");
     }
 
     /// Logs the lines that weren't written at every interval; never returns.
@@ -145,8 +194,14 @@ fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decisi
         retry_after = decision.retry_after.map(|wait| wait.as_secs_ceil()),
         blocked = decision.blocked,
         shadow = decision.shadow,
+        traceparent = query.headers.and_then(trace_parent).map(EscapedText).map(display),
         "refused"
     );
+}
+
+/// The W3C trace context of a request, by which its log lines are found from its trace.
+pub(crate) fn trace_parent(headers: &HeaderMap) -> Option<&str> {
+    headers.get("traceparent")?.to_str().ok()
 }
 
 /// Returns a path without its query string, safe to log.

@@ -24,9 +24,19 @@ pub(crate) enum RejectionReason {
 }
 
 impl RejectionReason {
-    pub(crate) const COUNT: usize = 8;
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Host,
+        Self::AmbiguousPath,
+        Self::TooManyPathReadings,
+        Self::MissingPart,
+        Self::TooManyValues,
+        Self::Lookalike,
+        Self::ForeignHost,
+        Self::WebPage,
+    ];
+    pub(crate) const COUNT: usize = Self::ALL.len();
 
-    /// The reason's name in the log.
+    /// The reason's name in the log and in metrics.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Host => "host",

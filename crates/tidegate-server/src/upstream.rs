@@ -24,31 +24,37 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tower_service::Service as _;
 
-use crate::body::{Upload, is_last};
+use crate::body::{BoxError, Upload, is_last};
 
-/// The time that an idle connection is kept. Node.js, the fastest of the common servers, closes after 5 s.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+/// The settings of a pool of connections.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PoolSettings {
+    /// The time for connecting, including the name look-up.
+    pub(crate) connect_timeout: Duration,
+    /// The time that an idle connection is kept.
+    pub(crate) idle_timeout: Duration,
+    /// The maximum number of idle connections.
+    pub(crate) max_idle: usize,
+}
+
 /// The number of steps in which an idle connection ages.
 const AGE_STEPS: u32 = 4;
 
-/// A server and the idle connections to it.
-pub(crate) struct UpstreamClient {
+/// A server without TLS, and the idle connections to it. Requests have bodies of type `B`.
+pub(crate) struct UpstreamClient<B = Upload> {
     address: Uri,
     /// The server's name as a `Host` value.
     pub(crate) host: HeaderValue,
     connector: HttpConnector,
-    connect_timeout: Duration,
-    /// The maximum number of idle connections.
-    max_idle: usize,
+    settings: PoolSettings,
     http: http1::Builder,
-    idle: Mutex<IdleConnections>,
+    idle: Mutex<IdleConnections<B>>,
     not_empty: Notify,
 }
 
-#[derive(Default)]
-struct IdleConnections {
+struct IdleConnections<B> {
     current_age: u32,
-    stack: Vec<(u32, SendRequest<Upload>)>,
+    stack: Vec<(u32, SendRequest<B>)>,
 }
 
 /// The reason why there is no response of the server to forward.
@@ -69,10 +75,25 @@ pub(crate) enum UpstreamError {
     Timeout,
 }
 
-impl UpstreamClient {
-    /// Returns a client of the server at this host and port. Port 80 may be left out. `connect_timeout` includes the
-    /// name look-up; `max_idle` is the maximum number of idle connections.
-    pub(crate) fn new(authority: &Authority, connect_timeout: Duration, max_idle: usize) -> Arc<Self> {
+impl UpstreamError {
+    /// The reasons in metrics.
+    pub(crate) const REASONS: [&str; 5] = ["connect", "connect_timeout", "broken", "unexpected_upgrade", "timeout"];
+
+    /// The index of its reason in [`REASONS`](Self::REASONS).
+    pub(crate) fn reason_index(&self) -> usize {
+        match self {
+            Self::Connect(_) => 0,
+            Self::ConnectTimeout => 1,
+            Self::Broken(_) | Self::Unsent(_) => 2,
+            Self::UnexpectedUpgrade => 3,
+            Self::Timeout => 4,
+        }
+    }
+}
+
+impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> UpstreamClient<B> {
+    /// Returns a client of the server at this host and port. Port 80 may be left out.
+    pub(crate) fn new(authority: &Authority, settings: PoolSettings) -> Arc<Self> {
         let address = Uri::try_from(format!("http://{authority}")).expect("invariant: an authority is part of a URL");
         // Most clients leave out the default port of HTTP, and some sign the header that way.
         let port = authority.port_u16().filter(|port| *port != 80);
@@ -81,11 +102,10 @@ impl UpstreamClient {
         Arc::new(Self {
             address,
             host,
-            connector: tcp_connector(connect_timeout),
-            connect_timeout,
-            max_idle,
+            connector: tcp_connector(settings.connect_timeout),
+            settings,
             http: http1::Builder::new(),
-            idle: Mutex::default(),
+            idle: Mutex::new(IdleConnections { current_age: 0, stack: Vec::new() }),
             not_empty: Notify::new(),
         })
     }
@@ -96,8 +116,8 @@ impl UpstreamClient {
     #[expect(clippy::manual_async_fn, reason = "one would hold the request twice, as it came and as it goes on")]
     pub(crate) fn send(
         self: Arc<Self>,
-        mut request: Request<Upload>,
-    ) -> impl Future<Output = Result<Response<UpstreamBody>, UpstreamError>> + Send {
+        mut request: Request<B>,
+    ) -> impl Future<Output = Result<Response<UpstreamBody<B>>, UpstreamError>> + Send {
         async move {
             loop {
                 let (mut sender, kept) = match self.take_idle() {
@@ -122,9 +142,9 @@ impl UpstreamClient {
         }
     }
 
-    async fn connect(&self) -> Result<SendRequest<Upload>, UpstreamError> {
+    async fn connect(&self) -> Result<SendRequest<B>, UpstreamError> {
         let connecting = self.connector.clone().call(self.address.clone());
-        let stream = match tokio::time::timeout(self.connect_timeout, connecting).await {
+        let stream = match tokio::time::timeout(self.settings.connect_timeout, connecting).await {
             Ok(connected) => connected.map_err(|error| connect_error(&error))?,
             Err(_) => return Err(UpstreamError::ConnectTimeout),
         };
@@ -137,7 +157,23 @@ impl UpstreamClient {
         Ok(sender)
     }
 
-    fn take_idle(&self) -> Option<SendRequest<Upload>> {
+    /// Closes connections that have been idle for too long; never returns.
+    pub(crate) async fn run_idle_cleanup(&self) {
+        loop {
+            while self.idle.lock().stack.is_empty() {
+                self.not_empty.notified().await;
+            }
+            tokio::time::sleep(self.settings.idle_timeout / AGE_STEPS).await;
+            let mut idle = self.idle.lock();
+            idle.current_age = idle.current_age.wrapping_add(1);
+            let age = idle.current_age;
+            idle.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGE_STEPS && !sender.is_closed());
+        }
+    }
+}
+
+impl<B> UpstreamClient<B> {
+    fn take_idle(&self) -> Option<SendRequest<B>> {
         let mut idle = self.idle.lock();
         while let Some((_, sender)) = idle.stack.pop() {
             if sender.is_ready() {
@@ -147,28 +183,14 @@ impl UpstreamClient {
         None
     }
 
-    fn put_idle(&self, sender: SendRequest<Upload>) {
+    fn put_idle(&self, sender: SendRequest<B>) {
         let mut idle = self.idle.lock();
-        if idle.stack.len() < self.max_idle {
+        if idle.stack.len() < self.settings.max_idle {
             let age = idle.current_age;
             idle.stack.push((age, sender));
             if idle.stack.len() == 1 {
                 self.not_empty.notify_one();
             }
-        }
-    }
-
-    /// Closes connections that have been idle for too long; never returns.
-    pub(crate) async fn run_idle_cleanup(&self) {
-        loop {
-            while self.idle.lock().stack.is_empty() {
-                self.not_empty.notified().await;
-            }
-            tokio::time::sleep(IDLE_TIMEOUT / AGE_STEPS).await;
-            let mut idle = self.idle.lock();
-            idle.current_age = idle.current_age.wrapping_add(1);
-            let age = idle.current_age;
-            idle.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGE_STEPS && !sender.is_closed());
         }
     }
 }
@@ -195,15 +217,22 @@ fn connect_error(error: &(dyn Error + 'static)) -> UpstreamError {
 
 /// The body of a response. Its end returns the connection to the pool. Dropping the body early does the same if the rest
 /// of it has already arrived. Otherwise the connection is closed, which tells the server that the rest isn't read.
-pub(crate) struct UpstreamBody {
+pub(crate) struct UpstreamBody<B: Send + 'static = Upload> {
     /// `None` while it is being dropped.
     inner: Option<Incoming>,
-    /// The connection in use, and the client whose pool it returns to.
-    connection: Option<(SendRequest<Upload>, Arc<UpstreamClient>)>,
+    /// The connection in use, and the client whose pool it returns to. `None` if another client made the connection.
+    connection: Option<ActiveConnection<B>>,
 }
 
-impl UpstreamBody {
-    fn new(inner: Incoming, connection: Option<(SendRequest<Upload>, Arc<UpstreamClient>)>) -> Self {
+type ActiveConnection<B> = (SendRequest<B>, Arc<UpstreamClient<B>>);
+
+impl<B: Send + 'static> UpstreamBody<B> {
+    /// Returns a body that came over a connection of another client.
+    pub(crate) fn unpooled(inner: Incoming) -> Self {
+        Self { inner: Some(inner), connection: None }
+    }
+
+    fn new(inner: Incoming, connection: Option<ActiveConnection<B>>) -> Self {
         let mut body = Self { inner: Some(inner), connection };
         if body.is_end_stream() {
             body.return_to_pool();
@@ -229,7 +258,7 @@ impl UpstreamBody {
     }
 }
 
-impl Drop for UpstreamBody {
+impl<B: Send + 'static> Drop for UpstreamBody<B> {
     fn drop(&mut self) {
         // Dropped first: the connection can then discard the rest of the body that has already arrived, and become
         // ready.
@@ -238,7 +267,7 @@ impl Drop for UpstreamBody {
     }
 }
 
-impl Body for UpstreamBody {
+impl<B: Send + 'static> Body for UpstreamBody<B> {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -278,7 +307,9 @@ mod tests {
             ("[::1]:81", "[::1]:81"),
             ("user@a.example:81", "a.example:81"),
         ] {
-            let client = UpstreamClient::new(&authority.parse().unwrap(), Duration::from_secs(1), 1);
+            let second = Duration::from_secs(1);
+            let settings = PoolSettings { connect_timeout: second, idle_timeout: second, max_idle: 1 };
+            let client = UpstreamClient::<Upload>::new(&authority.parse().unwrap(), settings);
             assert_eq!(client.host, host, "{authority}");
         }
     }

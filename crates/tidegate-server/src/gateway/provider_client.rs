@@ -1,27 +1,28 @@
 //! Connections to providers: plain HTTP/1.1, or TLS if the base URL is `https`, with HTTP/2 if the provider offers it.
 
 use std::io;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::UPGRADE;
-use http::{Request, Response};
+use futures_util::TryFutureExt as _;
+use http::header::{HOST, UPGRADE};
+use http::{Request, Response, Uri};
 use http_body::Body;
-use hyper::body::Incoming;
 use hyper_rustls::{ConfigBuilderExt as _, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::client::legacy::{Client, Error, ResponseFuture};
+use hyper_util::client::legacy::{Client, Error};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use rustls::ClientConfig;
 use tidegate::outbound;
 use tidegate_core::retry::TransportFault;
-use tidegate_policy::outbound::ProviderConfig;
+use tidegate_policy::outbound::{BaseUrl, ProviderConfig};
 use tower_service::Service;
 
 use crate::body::BoxError;
-use crate::upstream::tcp_connector;
+use crate::upstream::{PoolSettings, UpstreamBody, UpstreamClient, UpstreamError, tcp_connector};
 
 /// The time that an idle connection is kept. It is shorter than the minute after which many servers close theirs.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(50);
@@ -30,20 +31,29 @@ const MAX_IDLE: usize = 128;
 /// The interval of pings on an HTTP/2 connection in use, and the time to answer one.
 const HTTP2_PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
-/// The HTTP clients of one provider, which pool its connections. A request with `Upgrade` uses HTTP/1.1, because HTTP/2
-/// can't switch protocols (RFC 9113 §8.6).
-pub(super) struct ProviderClient<B>(Arc<HttpClients<B>>);
-
-struct HttpClients<B> {
-    all_versions: HttpClient<B>,
-    http1: HttpClient<B>,
+/// The HTTP client of one provider, which pools its connections.
+pub(super) enum ProviderClient<B> {
+    /// Plain HTTP/1.1. Its [`UpstreamClient::run_idle_cleanup`] must run.
+    Plain(Arc<UpstreamClient<B>>),
+    /// TLS.
+    Tls(Arc<TlsClients<B>>),
 }
 
-type HttpClient<B> = Client<HttpsConnector<HttpConnector>, B>;
+/// The clients of a provider with TLS. A request with `Upgrade` uses HTTP/1.1, because HTTP/2 can't switch protocols
+/// (RFC 9113 §8.6).
+pub(super) struct TlsClients<B> {
+    all_versions: TlsClient<B>,
+    http1: TlsClient<B>,
+}
+
+type TlsClient<B> = Client<HttpsConnector<HttpConnector>, B>;
 
 impl<B> Clone for ProviderClient<B> {
     fn clone(&self) -> Self {
-        Self(Arc::clone(&self.0))
+        match self {
+            Self::Plain(client) => Self::Plain(Arc::clone(client)),
+            Self::Tls(clients) => Self::Tls(Arc::clone(clients)),
+        }
     }
 }
 
@@ -51,17 +61,28 @@ impl<B> Service<Request<B>> for ProviderClient<B>
 where
     B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static,
 {
-    type Response = Response<Incoming>;
-    type Error = Error;
-    type Future = ResponseFuture;
+    type Response = Response<UpstreamBody<B>>;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, BoxError>> + Send>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<B>) -> ResponseFuture {
-        let HttpClients { all_versions, http1 } = &*self.0;
-        if request.headers().contains_key(UPGRADE) { http1 } else { all_versions }.request(request)
+    fn call(&mut self, mut request: Request<B>) -> Self::Future {
+        match self {
+            Self::Plain(client) => {
+                request.headers_mut().insert(HOST, client.host.clone());
+                let path = request.uri().path_and_query().cloned();
+                *request.uri_mut() = path.map_or_else(Uri::default, Uri::from);
+                Box::pin(Arc::clone(client).send(request).err_into())
+            }
+            Self::Tls(clients) => {
+                let TlsClients { all_versions, http1 } = &**clients;
+                let client = if request.headers().contains_key(UPGRADE) { http1 } else { all_versions };
+                Box::pin(client.request(request).map_ok(|response| response.map(UpstreamBody::unpooled)).err_into())
+            }
+        }
     }
 }
 
@@ -74,13 +95,19 @@ pub(super) fn tls_config() -> io::Result<ClientConfig> {
     Ok(ClientConfig::builder().with_native_roots()?.with_no_client_auth())
 }
 
-pub(super) fn client<B>(provider: &ProviderConfig, tls: ClientConfig) -> ProviderClient<B>
+/// Returns the client of a provider with this base URL.
+pub(super) fn client<B>(provider: &ProviderConfig, base: &BaseUrl, tls: ClientConfig) -> ProviderClient<B>
 where
     B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static,
 {
+    if !base.is_https() {
+        let connect_timeout = provider.connect_timeout;
+        let settings = PoolSettings { connect_timeout, idle_timeout: IDLE_TIMEOUT, max_idle: MAX_IDLE };
+        return ProviderClient::Plain(UpstreamClient::new(base.authority(), settings));
+    }
     let mut tcp = tcp_connector(provider.connect_timeout);
     tcp.enforce_http(false);
-    let connector = || HttpsConnectorBuilder::new().with_tls_config(tls.clone()).https_or_http();
+    let connector = || HttpsConnectorBuilder::new().with_tls_config(tls.clone()).https_only();
     let mut builder = Client::builder(TokioExecutor::new());
     builder
         .pool_timer(TokioTimer::new())
@@ -89,25 +116,31 @@ where
         .pool_max_idle_per_host(MAX_IDLE)
         .http2_keep_alive_interval(HTTP2_PING.0)
         .http2_keep_alive_timeout(HTTP2_PING.1);
-    ProviderClient(Arc::new(HttpClients {
+    ProviderClient::Tls(Arc::new(TlsClients {
         all_versions: builder.build(connector().enable_all_versions().wrap_connector(tcp.clone())),
         http1: builder.build(connector().enable_http1().wrap_connector(tcp)),
     }))
 }
 
-/// Describes one cause of a failed call; the client's own errors only name themselves.
+/// Describes one cause of a failed call; the clients' own errors only name themselves, or the proxy's upstream.
 pub(super) fn describe_cause(cause: &(dyn std::error::Error + 'static)) -> String {
-    match cause.downcast_ref::<Error>() {
-        Some(error) if error.is_connect() => "can't connect to the provider".to_owned(),
-        Some(_) => "the connection to the provider broke off".to_owned(),
-        None => cause.to_string(),
+    const BROKEN_OFF: &str = "the connection to the provider broke off";
+    match (cause.downcast_ref::<UpstreamError>(), cause.downcast_ref::<Error>()) {
+        (Some(UpstreamError::Connect(error)), _) => format!("can't connect to the provider: {error}"),
+        (Some(UpstreamError::ConnectTimeout), _) => "connecting to the provider takes too long".to_owned(),
+        (Some(UpstreamError::Broken(_) | UpstreamError::Unsent(_)), _) => BROKEN_OFF.to_owned(),
+        (None, Some(error)) if error.is_connect() => "can't connect to the provider".to_owned(),
+        (None, Some(_)) => BROKEN_OFF.to_owned(),
+        _ => cause.to_string(),
     }
 }
 
 /// Classifies an error of a connection: [`TransportFault::Unsent`] if the request wasn't sent.
 pub(super) fn fault_of(error: &(dyn std::error::Error + 'static)) -> TransportFault {
-    match error.downcast_ref::<Error>() {
-        Some(error) if error.is_connect() => TransportFault::Unsent,
-        _ => outbound::fault_of(error),
-    }
+    let is_unsent = match (error.downcast_ref(), error.downcast_ref::<Error>()) {
+        (Some(UpstreamError::Connect(_) | UpstreamError::ConnectTimeout | UpstreamError::Unsent(_)), _) => true,
+        (None, Some(error)) => error.is_connect(),
+        _ => false,
+    };
+    if is_unsent { TransportFault::Unsent } else { outbound::fault_of(error) }
 }

@@ -1,12 +1,13 @@
-//! The admin listener: `/healthz` (the process is alive) and `/readyz` (it can take requests).
+//! The admin listener: `/healthz` (the process is alive), `/readyz` (it can take requests), `/metrics`, and the state as
+//! JSON: `/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`.
 
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use http::header::{ALLOW, HeaderValue};
-use http::{Method, Request, Response, StatusCode};
+use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderValue};
+use http::{Method, Request, Response, StatusCode, Uri};
 use hyper::body::Incoming;
 use tidegate::Gate;
 use tidegate::policy::Plan;
@@ -14,10 +15,13 @@ use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock, Limit, OnOutage};
 
 use crate::access::Access;
-use crate::body::ResponseBody;
+use crate::body::{RelayBody, ResponseBody};
+use crate::events::{EventStream, ServerEvents};
 use crate::listener::ConnectionContext;
-use crate::local_response::{discard_body, error, finish_response, json};
+use crate::local_response::{discard_body, error, finish_response, json, json_response};
+use crate::metrics::{MetricsSource, TextFormat};
 use crate::watchdog::ConnectionPhase;
+use crate::wire::decision_request::nearest;
 
 /// The time in which the store must answer, or the gate counts as not ready.
 const STORE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -27,10 +31,12 @@ pub(crate) struct AdminState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) access: Access,
     pub(crate) draining: Arc<AtomicBool>,
+    pub(crate) metrics: MetricsSource<S, C>,
+    pub(crate) events: Arc<ServerEvents>,
 }
 
 /// Answers one request of a connection.
-pub(crate) async fn serve<S: Store, C: Clock>(
+pub(crate) async fn serve<S: Store, C: Clock + Clone>(
     admin: Arc<AdminState<S, C>>,
     client: Arc<ConnectionContext>,
     request: Request<Incoming>,
@@ -47,10 +53,113 @@ pub(crate) async fn serve<S: Store, C: Clock>(
         match request.uri().path() {
             "/healthz" => json(StatusCode::OK, r#"{"status":"alive"}"#.into()),
             "/readyz" => readiness_response(&admin).await,
-            _ => error(StatusCode::NOT_FOUND, "no such path; there are /healthz and /readyz"),
+            "/metrics" => metrics_response(&admin, request.headers()).await,
+            "/v1/state" => json_response(StatusCode::OK, &admin.metrics.state().await),
+            "/v1/providers" => providers_response(&admin).await,
+            "/v1/blocks" => blocks_response(&admin, request.uri()),
+            "/v1/events" => return Ok(events_response(&admin, &client, &request)),
+            path => match path.strip_prefix(PROVIDERS) {
+                Some(name) => provider_response(&admin, name).await,
+                None => not_found(path),
+            },
         }
     };
     Ok(finish_response(watch, discard_body(watch, request.into_body(), false, response)))
+}
+
+/// The paths of the listener.
+const PATHS: [&str; 7] = ["/healthz", "/readyz", "/metrics", "/v1/state", "/v1/blocks", "/v1/providers", "/v1/events"];
+/// The start of the path of a provider.
+const PROVIDERS: &str = "/v1/providers/";
+
+fn not_found(path: &str) -> Response<ResponseBody> {
+    let message = match nearest(path, PATHS.into_iter()) {
+        Some(nearest) => format!("no such path; did you mean {nearest}?"),
+        None => format!("no such path; there are {}", PATHS.join(", ")),
+    };
+    error(StatusCode::NOT_FOUND, &message)
+}
+
+async fn providers_response<S: Store, C: Clock + Clone>(admin: &AdminState<S, C>) -> Response<ResponseBody> {
+    json_response(StatusCode::OK, &serde_json::json!({ "providers": admin.metrics.providers().await }))
+}
+
+async fn provider_response<S: Store, C: Clock + Clone>(admin: &AdminState<S, C>, name: &str) -> Response<ResponseBody> {
+    let Some(providers) = &admin.metrics.providers else {
+        return error(StatusCode::NOT_FOUND, "the policy has no providers");
+    };
+    match providers.provider(name) {
+        Ok(provider) => json_response(StatusCode::OK, &provider.report().await),
+        Err(unknown) => error(StatusCode::NOT_FOUND, &unknown.to_string()),
+    }
+}
+
+/// The clients that are blocked or were refused, of all actions or of the one that `action` names.
+fn blocks_response<S: Store, C: Clock + Clone>(admin: &AdminState<S, C>, uri: &Uri) -> Response<ResponseBody> {
+    let plan = admin.gate.plan();
+    let action = match parameter(uri, "action").map(|name| plan.find_action(name)).transpose() {
+        Ok(action) => action,
+        Err(unknown) => return error(StatusCode::NOT_FOUND, &unknown.to_string()),
+    };
+    let clients = admin.metrics.refusals.clients.json(plan, action, admin.gate.clock().now());
+    json_response(StatusCode::OK, &clients)
+}
+
+/// The value of a parameter in a query string.
+fn parameter<'u>(uri: &'u Uri, name: &str) -> Option<&'u str> {
+    let mut pairs = uri.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
+    pairs.find(|(found, _)| *found == name).map(|(_, value)| value)
+}
+
+/// The events after the one that the request names in `Last-Event-ID` or `after`, or all that are kept: a stream, or
+/// with `follow=false` a list.
+fn events_response<S: Store, C: Clock + Clone>(
+    admin: &AdminState<S, C>,
+    client: &ConnectionContext,
+    request: &Request<Incoming>,
+) -> Response<ResponseBody> {
+    let watch = &client.watch;
+    let header = request.headers().get("last-event-id").and_then(|value| value.to_str().ok());
+    let seen = match header.or_else(|| parameter(request.uri(), "after")).map(str::parse) {
+        None => 0,
+        Some(Ok(seen)) => seen,
+        Some(Err(_)) => {
+            return finish_response(watch, error(StatusCode::BAD_REQUEST, "`after` is the number of an event"));
+        }
+    };
+    match parameter(request.uri(), "follow") {
+        None | Some("true") => {
+            let stream = EventStream::new(Arc::clone(&admin.events), seen, Arc::clone(watch));
+            let body = RelayBody::new(stream, Arc::clone(watch), EventStream::LONGEST_PAUSE);
+            let mut response = Response::new(ResponseBody::Relay(body));
+            response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+            response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+            finish_response(watch, response)
+        }
+        Some("false") => {
+            let news = admin.events.after(seen);
+            let first = news.last - news.events.len() as u64 + 1;
+            let events: Vec<_> = (first..).zip(&news.events).map(|(number, event)| event.json(number)).collect();
+            let list = serde_json::json!({ "events": events, "last": news.last, "missed": news.missed });
+            finish_response(watch, json_response(StatusCode::OK, &list))
+        }
+        Some(_) => finish_response(watch, error(StatusCode::BAD_REQUEST, "`follow` is true or false")),
+    }
+}
+
+async fn metrics_response<S: Store, C: Clock + Clone>(
+    admin: &AdminState<S, C>,
+    headers: &HeaderMap,
+) -> Response<ResponseBody> {
+    let format = TextFormat::from_accept(headers);
+    match admin.metrics.page(format).await {
+        Some(page) => {
+            let mut response = Response::new(ResponseBody::full(page.into()));
+            response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(format.content_type()));
+            response
+        }
+        None => error(StatusCode::NOT_FOUND, "metrics are off: admin.metrics is false"),
+    }
 }
 
 async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Response<ResponseBody> {

@@ -16,9 +16,9 @@ use std::sync::Once;
 use http::header::HeaderName;
 use http::{Request, Response, StatusCode, Uri, Version};
 use hyper::body::Incoming;
-use tidegate::CheckError;
 use tidegate::policy::{ListStatus, MatchedActions, Plan, Query, UncountableError, canonical_ip, is_host};
 use tidegate::store::Store;
+use tidegate::{Check, CheckError};
 use tidegate_core::{Clock, Reason};
 
 use crate::body::ResponseBody;
@@ -129,7 +129,20 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         let why = UncountableError::SimilarHeader(lookalike.to_string());
         return reject(api, request, (&why).into(), &query, &why.to_string());
     }
-    let decision = match api.gate.check(&Query { actions: Some(actions), ..query }).await {
+    let asked_at = api.gate.clock().now();
+    let decided = match api.gate.begin_check(&Query { actions: Some(actions), ..query }) {
+        Ok(Check::Decided(decision)) => {
+            api.metrics.record_decision(asked_at, api.gate.clock());
+            Ok(decision)
+        }
+        Ok(Check::Pending(pending)) => {
+            let decided = pending.decision().await;
+            api.metrics.record_store_decision(asked_at, api.gate.clock());
+            decided
+        }
+        Err(error) => Err(error),
+    };
+    let decision = match decided {
         Ok(decision) => decision,
         Err(error) => return error_response(&error),
     };

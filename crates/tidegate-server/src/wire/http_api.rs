@@ -26,7 +26,8 @@ use tidegate_core::Clock;
 use crate::access::{Access, AccessError};
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
-use crate::local_response::{close_after_response, discard_body, error, finish_response, json};
+use crate::local_response::{close_after_response, discard_body, error, finish_response, json, json_response};
+use crate::metrics::RequestMetrics;
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
@@ -49,6 +50,7 @@ pub(crate) struct ApiState<S: Store, C: Clock> {
     pub(crate) forward_auth: bool,
     pub(crate) deny_status: StatusCode,
     pub(crate) refusals: Arc<RefusalLog>,
+    pub(crate) metrics: Arc<RequestMetrics>,
     pub(crate) warnings: ForwardAuthWarnings,
 }
 
@@ -122,8 +124,11 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                             Ok(CheckResponse::Pending(actions, pending)) => {
                                 let call = Arc::clone(call);
                                 *self = Self::Pending(Box::pin(async move {
-                                    let response = match (pending.decision().await, DecisionRequest::from_json(&bytes))
-                                    {
+                                    let (metrics, clock) = (&call.api.metrics, call.api.gate.clock());
+                                    let asked_at = clock.now();
+                                    let decided = pending.decision().await;
+                                    metrics.record_store_decision(asked_at, clock);
+                                    let response = match (decided, DecisionRequest::from_json(&bytes)) {
                                         (Ok(decision), Ok(request)) => {
                                             decision_response(&call.api, actions, &request.query(), &decision)
                                         }
@@ -277,7 +282,13 @@ async fn handle<S: Store, C: Clock>(
             api.gate.release(query, permit).await.map(|held| change_response("released", held))
         }
         ("/v1/renew", Some(permit)) => api.gate.renew(query, permit).await.map(|held| change_response("renewed", held)),
-        ("/v1/reset", _) => api.gate.reset(query).await.map(|report| json_response(StatusCode::OK, &report)),
+        ("/v1/reset", _) => api.gate.reset(query).await.map(|report| {
+            let plan = api.gate.plan();
+            let is_reset = |name: &str| report.limits.iter().any(|limit| limit.name == name);
+            let limits = plan.limits().iter().map(|(id, _)| id).filter(|id| is_reset(plan.limit_info(*id).name()));
+            api.refusals.clients.forget(&limits.collect::<Vec<_>>(), query);
+            json_response(StatusCode::OK, &report)
+        }),
         _ => api.gate.refund(query).await.map(|()| change_response("refunded", true)),
     };
     Ok(response.unwrap_or_else(|error| check_error_response(api, query, &error)))
@@ -317,6 +328,7 @@ fn check<S: Store, C: Clock>(
     });
     Ok(match started {
         Ok((actions, Check::Decided(decision))) => {
+            api.metrics.record_decision(decision.now, api.gate.clock());
             CheckResponse::Ready(decision_response(api, actions, &query, &decision))
         }
         Ok((actions, Check::Pending(pending))) => CheckResponse::Pending(actions, Box::new(pending)),
@@ -375,6 +387,7 @@ pub(crate) fn check_error_response<S: Store, C: Clock>(
 ) -> Response<ResponseBody> {
     let field = match cause {
         CheckError::Store(_) => {
+            api.metrics.record_store_error();
             api.refusals.log_failure(api.gate.clock().now(), cause);
             return error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written");
         }
@@ -404,12 +417,4 @@ fn bad_request(wrong: DecisionRequestError) -> Response<ResponseBody> {
         body["nearest"] = nearest.into();
     }
     json_response(StatusCode::BAD_REQUEST, &body)
-}
-
-fn json_response(status: StatusCode, body: &impl serde::Serialize) -> Response<ResponseBody> {
-    match serde_json::to_vec(body) {
-        Ok(text) => json(status, text.into()),
-        // Not reachable: all values written here have string keys and finite numbers, which serde_json always accepts.
-        Err(_) => json(StatusCode::INTERNAL_SERVER_ERROR, Bytes::from_static(br#"{"error":"Internal Server Error"}"#)),
-    }
 }

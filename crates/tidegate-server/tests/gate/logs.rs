@@ -81,3 +81,16 @@ async fn a_wrong_clock_is_reported_once() {
     assert_eq!(told.len(), 1, "{text}");
     assert!(told[0].contains(" WARN ") && told[0].contains("drift_secs=3599"), "{}", told[0]);
 }
+
+#[tokio::test]
+async fn refusals_name_their_trace() {
+    const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    let (lines, _guard) = capture("text");
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, NO).await;
+    let traced = |path: &str| format!("GET {path} HTTP/1.1\r\nhost: a\r\ntraceparent: {TRACE}\r\n\r\n");
+    assert_eq!(status(&once(gate.inbound, traced("/no")).await), 429);
+    assert_eq!(status(&once(gate.inbound, traced("/yes")).await), 200);
+    assert!(upstream.seen()[0].contains(&format!("traceparent: {TRACE}\r\n")), "it passes unchanged");
+    assert!(lines.text().contains(&format!("traceparent={TRACE}")), "{}", lines.text());
+}

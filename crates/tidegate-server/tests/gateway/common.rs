@@ -158,6 +158,7 @@ pub(crate) fn provider(address: SocketAddr, settings: &str) -> String {
 /// A running gateway.
 pub(crate) struct Gateway<C> {
     pub(crate) address: SocketAddr,
+    pub(crate) admin: SocketAddr,
     pub(crate) clock: C,
     stop: oneshot::Sender<()>,
     ended: JoinHandle<ShutdownSummary>,
@@ -192,8 +193,8 @@ pub(crate) fn running(policy: &str) -> Gateway<SystemClock> {
 
 /// A gateway of this policy. The value of a credential is `pl4nted-s3cr3t-` and the variable's name in lower case.
 fn gateway<C: Clock + Clone>(policy: &str, clock: C) -> Gateway<C> {
-    let off = ["TIDEGATE__API__LISTEN", "TIDEGATE__ADMIN__LISTEN"].map(|name| (name, "off"));
-    let mut sources = PolicySources::new().file("test.toml", policy).env(off);
+    let listeners = [("TIDEGATE__API__LISTEN", "off"), ("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0")];
+    let mut sources = PolicySources::new().file("test.toml", policy).env(listeners);
     if !policy.contains("listen") {
         sources = sources.env([("TIDEGATE__OUTBOUND__LISTEN", "127.0.0.1:0")]);
     }
@@ -202,11 +203,12 @@ fn gateway<C: Clock + Clone>(policy: &str, clock: C) -> Gateway<C> {
     let server = Server::from_gate(Gate::in_memory(&policy, clock.clone()), &policy).outbound(outbound);
     let bound = server.env(|name| Some(format!("pl4nted-s3cr3t-{}", name.to_lowercase()))).bind().unwrap();
     let address = SocketAddr::from(([127, 0, 0, 1], bound.outbound().unwrap().port()));
+    let admin = bound.admin().unwrap();
     let (stop, stopped) = oneshot::channel::<()>();
     let ended = tokio::spawn(bound.run(async {
         let _ = stopped.await;
     }));
-    Gateway { address, clock, stop, ended }
+    Gateway { address, admin, clock, stop, ended }
 }
 
 /// A provider that reads one request per connection, answers with these bytes and closes.

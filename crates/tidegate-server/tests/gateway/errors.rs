@@ -236,7 +236,7 @@ async fn exhausted_retries_forward_the_last_reply() {
 async fn exhausted_retries_without_reply_give_502() {
     let gateway = standing(&provider(nobody(), FREE));
     let body = "{\"error\":\"RetriesExhaustedError\",\"message\":\"api: none of 3 attempts succeeded: \
-        the request got no reply: can't connect to the provider: tcp connect error: Connection refused (os error 111)\",\
+        the request got no reply: can't connect to the provider: Connection refused (os error 111)\",\
         \"provider\":\"api\",\"attempts\":3}";
     let answer = undated(&gateway.ask(get("/api/x")).await);
     assert_eq!(answer, error("502 Bad Gateway", None, 3, body));
@@ -334,4 +334,29 @@ async fn non_idempotent_requests_without_reply_give_502() {
     );
     let answer = undated(&gateway.ask(request("POST", "/api/x", "", "order")).await);
     assert_eq!(answer, error("502 Bad Gateway", None, 1, &body));
+}
+
+#[tokio::test]
+async fn replies_with_long_waits_stop_sdks() {
+    for (wait, format, told) in [
+        ("61", "openai", Some("false")),
+        ("59", "openai", None),
+        ("61", "tidegate", None),
+        ("61", "anthropic", Some("false")),
+    ] {
+        let api = Api::start(move |_, _| Answer::new(429, "slow down").with("retry-after", wait)).await;
+        let gateway = standing(&api.policy(&format!("{ONCE}error_format = \"{format}\"\n")));
+        let answer = gateway.ask(get("/api/x")).await;
+        assert_eq!((status(&answer), body(&answer)), (429, "slow down"), "{wait} {format}");
+        assert_eq!(header(&answer, "x-should-retry"), told, "{wait} {format}");
+    }
+}
+
+#[tokio::test]
+async fn a_timeout_that_is_not_retried_is_504() {
+    let api = Api::start(|_, _| Answer::new(200, "late").taking(2_000)).await;
+    let gateway = running(&api.policy("limit = \"100/s\"\nattempt_timeout = \"100ms\"\ntimeout = \"1s\"\n"));
+    let answer = gateway.ask(request("POST", "/api/x", "", "order")).await;
+    assert_eq!((status(&answer), &json(&answer)["error"]), (504, &"NotIdempotentError".into()), "{answer}");
+    assert_eq!(api.count(), 1);
 }

@@ -78,3 +78,26 @@ async fn a_failed_login_hides_the_login_reply() {
     }
     assert_eq!(api.count(), 1, "an account isn't locked out by trying again and again");
 }
+
+#[tokio::test]
+async fn the_renewed_credential_is_tried_first() {
+    // Each first token is rejected, so that the call can only succeed with the credential that has logged in again.
+    let logins = std::sync::atomic::AtomicUsize::new(0);
+    let api = Api::start(move |_, arrived| {
+        if arrived.target == "/v1/login" {
+            let key = String::from_utf8_lossy(&arrived.body).contains("-a\"");
+            let number = logins.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
+            return Answer::new(200, format!("{{\"token\":\"{}-{number}\"}}", if key { "a" } else { "b" }));
+        }
+        match arrived.header("authorization") {
+            Some("Bearer a-1") => Answer::new(401, "no"),
+            Some(token) => Answer::new(200, token),
+            None => Answer::new(400, "no token"),
+        }
+    })
+    .await;
+    let two = LOGIN.replace("\"env:A\"", "[\"env:A\", \"env:B\"]");
+    let gateway = standing(&api.policy(&format!("{FREE}{two}")));
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!((status(&answer), body(&answer)), (200, "Bearer a-2"), "{answer}");
+}

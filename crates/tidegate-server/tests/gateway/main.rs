@@ -10,6 +10,7 @@ mod headers;
 mod login;
 mod logs;
 mod retries;
+mod state;
 mod streaming;
 mod upgrade;
 #[expect(dead_code, reason = "what only the gate's tests use")]

@@ -160,3 +160,33 @@ async fn shutdown_ends_tunnels_after_the_drain() {
     assert_eq!(gateway.stop().await.cut_off, 1);
     assert!(caller.ends().await);
 }
+
+#[tokio::test]
+async fn tunnels_leave_the_adaptive_cap_to_calls() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let capped = format!("{FREE}adaptive = {{ min = 1, initial = 1, max = 1 }}\ntimeout = \"2s\"\n");
+    let gateway = running(&provider(listener.local_addr().unwrap(), &capped));
+    let tunnels = [tunnel(&gateway, &listener).await, tunnel(&gateway, &listener).await];
+    let mut caller = Peer::connect(gateway.address).await;
+    caller.send(get("/api/x")).await;
+    let mut served = Peer::over(listener.accept().await.unwrap().0);
+    served.message().await;
+    let waits = gateway.ask(request("GET", "/api/y", "tidegate-timeout: 300ms\r\n", "")).await;
+    assert_eq!((status(&waits), &json(&waits)["attempts"]), (504, &0.into()), "a second call waits: {waits}");
+    served.send(HELLO).await;
+    assert_eq!(body(&caller.message().await), "hello");
+    drop(tunnels);
+}
+
+#[tokio::test]
+async fn a_switch_by_http_1_0_is_a_plain_call() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gateway = running(&provider(listener.local_addr().unwrap(), FREE));
+    let mut caller = Peer::connect(gateway.address).await;
+    caller.send(upgrading("").replace("HTTP/1.1", "HTTP/1.0")).await;
+    let mut served = Peer::over(listener.accept().await.unwrap().0);
+    assert_eq!(header(&served.message().await, "upgrade"), None);
+    served.send(HELLO).await;
+    let answer = caller.message().await;
+    assert_eq!((status(&answer), body(&answer)), (200, "hello"));
+}

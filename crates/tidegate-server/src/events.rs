@@ -1,0 +1,140 @@
+//! The changes of state that operators watch: of providers, credentials, breakers, the store and quotas.
+
+mod stream;
+mod watcher;
+
+use std::fmt;
+use std::net::IpAddr;
+
+use serde::Serialize;
+use tidegate::Time;
+use tidegate::outbound::{ProviderChange, ProviderEvent};
+use tidegate::store::Losses;
+use tidegate_core::time::UtcText;
+use tidegate_runtime::event_log::EventLog;
+
+pub(crate) use self::stream::EventStream;
+pub(crate) use self::watcher::StateWatcher;
+
+/// The number of events that are kept.
+const CAPACITY: usize = 1024;
+
+/// The events of a server.
+pub(crate) type ServerEvents = EventLog<ServerEvent>;
+
+/// Returns an empty log of events.
+pub(crate) fn server_events() -> ServerEvents {
+    EventLog::new(CAPACITY)
+}
+
+/// A change of state.
+#[derive(Clone, Debug)]
+pub(crate) struct ServerEvent {
+    pub(crate) at: Time,
+    pub(crate) change: Change,
+}
+
+/// The change of a [`ServerEvent`]. Times are in seconds, rounded up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub(crate) enum Change {
+    /// A block of a client has begun. Of a flood of blocks, only some are published: `unpublished` is the number of
+    /// others before this one.
+    Blocked { limit: String, ip: Option<IpAddr>, seconds: u64, strikes: u8, shadow: bool, unpublished: u64 },
+    /// The circuit breaker of a provider has changed its state.
+    Breaker { provider: String, state: &'static str, failures: u32, reset_in: u64 },
+    /// A provider has throttled a credential.
+    CoolingDown { provider: String, credential: usize, seconds: Option<u64>, all_cooling: bool },
+    /// A provider has rejected a credential.
+    CredentialRejected { provider: String, credential: usize, seconds: u64 },
+    /// Decisions are made without the store.
+    StoreLost { store: String },
+    /// The store answers again.
+    StoreBack { store: String, seconds: u64 },
+    /// The store is full and has lost state that still counted.
+    StoreFull { used: u64, exhausted: u64, unblocked: u64, shared: u64 },
+    /// A share of a calendar quota of a provider is used: 80 or 100 per cent.
+    QuotaUsed { provider: String, limit: String, credential: Option<usize>, percent: u64, resets_in: u64 },
+}
+
+impl From<&Losses> for Change {
+    fn from(losses: &Losses) -> Self {
+        let [used, exhausted, unblocked, shared] = losses.counts();
+        Self::StoreFull { used, exhausted, unblocked, shared }
+    }
+}
+
+impl ServerEvent {
+    /// The event for a change of a provider. `None` if this server doesn't know the change.
+    pub(crate) fn from_provider(ProviderEvent { at, provider, change }: &ProviderEvent) -> Option<Self> {
+        let provider = provider.clone();
+        let seconds_until = |until: Time| until.since(*at).as_secs_ceil();
+        let change = match *change {
+            ProviderChange::Breaker { state, failures, reset_in } => {
+                Change::Breaker { provider, state: state.name(), failures, reset_in: reset_in.as_secs_ceil() }
+            }
+            ProviderChange::CoolingDown { credential, until, all_cooling } => {
+                Change::CoolingDown { provider, credential, seconds: until.map(seconds_until), all_cooling }
+            }
+            ProviderChange::CredentialRejected { credential, until } => {
+                Change::CredentialRejected { provider, credential, seconds: seconds_until(until) }
+            }
+            _ => return None,
+        };
+        Some(Self { at: *at, change })
+    }
+
+    /// The event as a JSON object, with its number.
+    pub(crate) fn json(&self, number: u64) -> serde_json::Value {
+        let mut object = serde_json::to_value(&self.change).unwrap_or_default();
+        object["id"] = number.into();
+        object["time"] = UtcText::from(self.at).to_string().into();
+        object["unix_ms"] = (self.at.as_micros() / 1000).into();
+        object["message"] = self.change.to_string().into();
+        object
+    }
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Blocked { limit, ip, seconds, strikes, shadow, unpublished } => {
+                match ip {
+                    Some(ip) => write!(f, "{ip}")?,
+                    None => f.write_str("a client")?,
+                }
+                f.write_str(if *shadow { " would be" } else { " is" })?;
+                write!(f, " blocked under {limit} for {seconds} s after strike {strikes}")?;
+                if *unpublished > 0 { write!(f, "; {unpublished} others before it") } else { Ok(()) }
+            }
+            Self::Breaker { provider, state: "open", failures, reset_in } => {
+                write!(f, "{provider}: the circuit breaker is open after {failures} failures, for {reset_in} s")
+            }
+            Self::Breaker { provider, state, .. } => write!(f, "{provider}: the circuit breaker is {state}"),
+            Self::CoolingDown { provider, credential, seconds, all_cooling } => {
+                write!(f, "{provider}: credential {credential} was throttled and cools down")?;
+                if let Some(seconds) = seconds {
+                    write!(f, " for {seconds} s")?;
+                }
+                if *all_cooling { f.write_str("; no other is usable, so calls wait") } else { Ok(()) }
+            }
+            Self::CredentialRejected { provider, credential, seconds } => {
+                write!(f, "{provider}: credential {credential} was rejected and is left out for {seconds} s")
+            }
+            Self::StoreLost { store } => write!(f, "the store {store} is away: decisions are made without it"),
+            Self::StoreBack { store, seconds } => write!(f, "the store {store} is back after {seconds} s"),
+            Self::StoreFull { used, exhausted, unblocked, shared } => write!(
+                f,
+                "the store is full: {used} clients with a part of their limit and {exhausted} with none left were \
+                 forgotten, {unblocked} weren't blocked, {shared} answers by a network's limit"
+            ),
+            Self::QuotaUsed { provider, limit, credential, percent, resets_in } => {
+                write!(f, "{provider}: {percent} % of {limit} are used")?;
+                if let Some(credential) = credential {
+                    write!(f, " by credential {credential}")?;
+                }
+                write!(f, "; it starts again in {resets_in} s")
+            }
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! The values of all metrics at one time, and as JSON.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use tidegate::outbound::cache::CacheStatus;
+use tidegate::outbound::{DurationReport, ProviderReport};
+use tidegate::policy::Plan;
+use tidegate::store::Losses;
+use tidegate::{DecisionCount, DecisionOutcome, Time};
+use tidegate_core::DurationHistogram;
+use tidegate_core::time::UtcText;
+
+use crate::rejections::RejectionReason;
+use crate::upstream::UpstreamError;
+
+/// The classes of HTTP statuses.
+pub(super) const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
+
+/// The values of all metrics at one time.
+pub(super) struct ServerSnapshot {
+    pub(super) plan: Arc<Plan>,
+    pub(super) started_at: Time,
+    pub(super) connections: Vec<(&'static str, usize)>,
+    pub(super) decisions: Vec<DecisionCount>,
+    pub(super) rejections: [u64; RejectionReason::COUNT],
+    pub(super) decision_times: DurationHistogram,
+    pub(super) store_times: DurationHistogram,
+    pub(super) store_errors: u64,
+    /// The name of the store while it is away.
+    pub(super) lost_store: Option<String>,
+    pub(super) store_losses: [u64; Losses::KINDS.len()],
+    pub(super) upstream_times: DurationHistogram,
+    pub(super) upstream_replies: [u64; STATUS_CLASSES.len()],
+    pub(super) upstream_failures: [u64; UpstreamError::REASONS.len()],
+    /// For each provider, a count for each [`CacheStatus`].
+    pub(super) cache_results: Vec<u64>,
+    pub(super) providers: Vec<ProviderReport>,
+}
+
+impl ServerSnapshot {
+    /// The state as JSON, with totals since the start.
+    pub(super) fn json(&self, now: Time) -> Value {
+        let total = |outcome: DecisionOutcome| -> u64 {
+            self.decisions.iter().filter(|found| found.outcome == outcome).map(|found| found.count).sum()
+        };
+        let by_limit = self.decisions.iter().map(|found| {
+            json!({
+                "action": found.action.map(|action| self.plan.action(action).name()),
+                "limit": found.limit.map(|limit| self.plan.limit_info(limit).name()),
+                "outcome": found.outcome.name(),
+                "reason": found.reason,
+                "count": found.count,
+            })
+        });
+        let limits = self.plan.limits().iter().map(|(id, limit)| {
+            let info = self.plan.limit_info(id);
+            json!({
+                "name": info.name(),
+                "action": info.action().map(|action| self.plan.action(action).name()),
+                "words": info.description(),
+                "shadow": limit.is_shadow(),
+            })
+        });
+        let providers = self.providers.iter().zip(self.cache_results.chunks(CacheStatus::ALL.len()));
+        let providers = providers.map(|(report, cache)| {
+            let mut provider = json!(report);
+            provider["cache"] = json!(counts(CacheStatus::ALL.map(CacheStatus::name), cache));
+            provider
+        });
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "started_at": UtcText::from(self.started_at).to_string(),
+            "now": UtcText::from(now).to_string(),
+            "uptime": now.since(self.started_at).as_secs_ceil(),
+            "connections": self.connections.iter().copied().collect::<BTreeMap<_, _>>(),
+            "decisions": {
+                "allowed": total(DecisionOutcome::Allowed),
+                "refused": total(DecisionOutcome::Refused),
+                "shadow": total(DecisionOutcome::Shadow),
+                "time": DurationReport::from(&self.decision_times),
+                "by_limit": by_limit.collect::<Vec<_>>(),
+            },
+            "rejections": counts(RejectionReason::ALL.map(RejectionReason::as_str), &self.rejections),
+            "limits": limits.collect::<Vec<_>>(),
+            "store": {
+                "up": self.lost_store.is_none(),
+                "lost": self.lost_store,
+                "time": DurationReport::from(&self.store_times),
+                "errors": self.store_errors,
+                "losses": counts(Losses::KINDS, &self.store_losses),
+            },
+            "upstream": {
+                "time": DurationReport::from(&self.upstream_times),
+                "replies": counts(STATUS_CLASSES, &self.upstream_replies),
+                "failures": counts(UpstreamError::REASONS, &self.upstream_failures),
+            },
+            "providers": providers.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Counts by their names.
+fn counts<const N: usize>(names: [&'static str; N], counts: &[u64]) -> BTreeMap<&'static str, u64> {
+    names.into_iter().zip(counts.iter().copied()).collect()
+}

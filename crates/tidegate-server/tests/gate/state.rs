@@ -1,0 +1,152 @@
+//! The API of state: `/v1/state`, `/v1/blocks` and `/v1/events`.
+
+use tidegate::Span;
+
+use crate::common::{Echo, HELLO, Peer, get, header, json, nobody, once, post, start, status};
+
+const PENALTY: &str = r#"
+    [inbound.action.login]
+    match = { path = "/login" }
+    key = ["client_ip"]
+    limit = "1 per 60s"
+    penalty = { base = "10s", cap = "1h" }
+    [inbound.action.account]
+    key = ["key", "header:x-device"]
+    limit = "1 per 60s"
+"#;
+
+#[tokio::test]
+async fn the_state_has_decisions_and_limits() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, PENALTY).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    for _ in 0..3 {
+        client.ask(get("/login")).await;
+    }
+    gate.clock.advance(Span::from_secs(5));
+    let state = json(&once(gate.admin, get("/v1/state")).await);
+    assert_eq!((&state["decisions"]["allowed"], &state["decisions"]["refused"]), (&1.into(), &2.into()), "{state}");
+    assert_eq!(state["uptime"], 5, "{state}");
+    assert_eq!(state["store"]["up"], true, "{state}");
+    assert_eq!(state["upstream"]["replies"]["2xx"], 1, "{state}");
+    assert_eq!(state["connections"]["inbound"], 1, "{state}");
+    assert_eq!(state["limits"][0]["name"], "login", "{state}");
+}
+
+#[tokio::test]
+async fn blocked_clients_are_listed_until_reset() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, PENALTY).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    for _ in 0..4 {
+        client.ask(get("/login")).await;
+    }
+    let blocks = json(&once(gate.admin, get("/v1/blocks")).await);
+    let first = &blocks["clients"][0];
+    assert_eq!((&blocks["blocked"], &first["client"]["client_ip"]), (&1.into(), &"127.0.0.1".into()), "{blocks}");
+    assert_eq!((&first["strikes"], &first["retry_after"], &first["refusals"]), (&1.into(), &10.into(), &3.into()));
+    assert_eq!((&first["limit"], &first["blocked"]), (&"login".into(), &true.into()));
+
+    gate.clock.advance(Span::from_secs(4));
+    let blocks = json(&once(gate.admin, get("/v1/blocks?action=login")).await);
+    assert_eq!(blocks["clients"][0]["retry_after"], 6, "{blocks}");
+    assert_eq!(json(&once(gate.admin, get("/v1/blocks?action=account")).await)["known"], 0);
+    assert_eq!(status(&once(gate.admin, get("/v1/blocks?action=unknown")).await), 404);
+
+    once(gate.api, post("/v1/reset", r#"{"action":"login","ip":"127.0.0.1"}"#)).await;
+    let blocks = json(&once(gate.admin, get("/v1/blocks")).await);
+    assert_eq!((&blocks["blocked"], &blocks["clients"][0]["blocked"]), (&0.into(), &false.into()), "{blocks}");
+}
+
+#[tokio::test]
+async fn values_of_headers_are_shown_as_hashes() {
+    let gate = start(nobody(), PENALTY).await;
+    let question = r#"{"action":"account","key":"bob","headers":{"x-device":"s3cret"}}"#;
+    for _ in 0..2 {
+        once(gate.api, post("/v1/check", question)).await;
+    }
+    let page = once(gate.admin, get("/v1/blocks")).await;
+    let client = &json(&page)["clients"][0]["client"];
+    assert_eq!(client["key"], "bob", "{page}");
+    assert!(client["header:x-device"].as_str().is_some_and(|hash| hash.starts_with('#')), "{page}");
+    assert!(!page.contains("s3cret"), "{page}");
+}
+
+#[tokio::test]
+async fn the_stream_has_each_event_once() {
+    let gate = start(nobody(), PENALTY).await;
+    let refuse = |ip: &'static str| async move {
+        for _ in 0..2 {
+            once(gate.api, post("/v1/check", &format!(r#"{{"action":"login","ip":"{ip}"}}"#))).await;
+        }
+    };
+    refuse("192.0.2.1").await;
+    let list = json(&once(gate.admin, get("/v1/events?follow=false")).await);
+    assert_eq!((&list["last"], &list["missed"]), (&1.into(), &0.into()), "{list}");
+    let event = &list["events"][0];
+    assert_eq!((&event["kind"], &event["ip"], &event["seconds"]), (&"blocked".into(), &"192.0.2.1".into(), &10.into()));
+
+    let mut reader = Peer::connect(gate.admin).await;
+    reader.send(get("/v1/events")).await;
+    let mut text = read_until(&mut reader, "id: 1").await;
+    assert_eq!(header(&text, "content-type"), Some("text/event-stream"), "{text}");
+    refuse("192.0.2.2").await;
+    text += &read_until(&mut reader, "id: 2").await;
+    assert_eq!(text.matches("\"ip\":\"192.0.2.1\"").count(), 1, "{text}");
+
+    let mut resumed = Peer::connect(gate.admin).await;
+    resumed.send("GET /v1/events HTTP/1.1\r\nhost: gate.test\r\nlast-event-id: 1\r\n\r\n").await;
+    let text = read_until(&mut resumed, "id: 2").await;
+    assert!(!text.contains("id: 1\n"), "{text}");
+}
+
+#[tokio::test]
+async fn a_flood_of_blocks_publishes_few_events() {
+    let gate = start(nobody(), PENALTY).await;
+    let mut client = Peer::connect(gate.api).await;
+    for number in 0..50 {
+        for _ in 0..2 {
+            client.ask(post("/v1/check", &format!(r#"{{"action":"login","ip":"192.0.2.{number}"}}"#))).await;
+        }
+    }
+    gate.clock.advance(Span::from_secs(2));
+    for _ in 0..2 {
+        client.ask(post("/v1/check", r#"{"action":"login","ip":"192.0.2.77"}"#)).await;
+    }
+    let list = json(&once(gate.admin, get("/v1/events?follow=false")).await);
+    assert_eq!((&list["last"], &list["events"][5]["unpublished"]), (&6.into(), &45.into()), "{list}");
+}
+
+#[tokio::test]
+async fn a_stream_ends_when_the_server_stops() {
+    let mut gate = start(nobody(), "").await;
+    let mut reader = Peer::connect(gate.admin).await;
+    reader.send(get("/v1/events")).await;
+    read_until(&mut reader, ":\n\n").await;
+    let stopped = gate.stop();
+    reader.all().await;
+    assert_eq!(stopped.await.unwrap().cut_off, 0);
+}
+
+#[tokio::test]
+async fn unusable_questions_say_why() {
+    let gate = start(nobody(), "").await;
+    for (path, expected) in [
+        ("/v1/stats", "did you mean /v1/state?"),
+        ("/v1/events?after=x", "`after` is the number of an event"),
+        ("/v1/events?follow=maybe", "`follow` is true or false"),
+        ("/v1/providers/tmdb", "the policy has no providers"),
+    ] {
+        let reply = once(gate.admin, get(path)).await;
+        assert!(json(&reply)["message"].as_str().unwrap().contains(expected), "{path}: {reply}");
+    }
+}
+
+/// Reads a stream until this text has arrived.
+async fn read_until(reader: &mut Peer, expected: &str) -> String {
+    let mut text = String::new();
+    while !text.contains(expected) {
+        text += &reader.exactly(1).await;
+    }
+    text
+}

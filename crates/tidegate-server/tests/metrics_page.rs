@@ -1,0 +1,87 @@
+//! The reference page of all metrics, generated from their list. `UPDATE_EXPECT=1` rewrites it.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fmt::Write as _;
+use std::{env, fs};
+
+use tidegate_server::metrics::{METRICS, MetricKind};
+
+const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md");
+
+const INTRODUCTION: &str = "\
+# Metrics
+
+The admin listener (`admin.listen`, default `127.0.0.1:8083`) answers `GET /metrics` in the OpenMetrics text format, and in
+Prometheus' older one if the reader accepts only `text/plain`. The page is generated from the program's own list, and a test
+compares them. `admin.metrics = false` turns metrics off.
+
+```yaml
+# prometheus.yml
+scrape_configs:
+  - job_name: tidegate
+    static_configs:
+      - targets: [\"127.0.0.1:8083\"]
+    # Beyond loopback, the listener has a token:
+    # authorization: { credentials_file: /etc/prometheus/tidegate.token }
+```
+
+Values belong to this process; sum them over the nodes of a fleet. The policy bounds the number of series: no label has a value
+that a client can choose. Histograms have buckets from 0.1 ms to 100 s. A grown counter is never reset while the process runs.
+
+| metric | labels | meaning |
+| --- | --- | --- |
+";
+
+const QUERIES: &str = "
+## Useful queries
+
+| question | query |
+| --- | --- |
+| Refused requests per second, by limit | `sum by (limit) (rate(tidegate_decisions_total{outcome=\"refused\"}[5m]))` |
+| Share of requests that a shadow limit would refuse | `sum by (limit) (rate(tidegate_decisions_total{outcome=\"shadow\"}[1h])) / ignoring (limit) group_left sum (rate(tidegate_decisions_total[1h]))` |
+| 99th percentile of a decision's time | `histogram_quantile(0.99, sum by (le) (rate(tidegate_decision_duration_seconds_bucket[5m])))` |
+| Amplification of a provider's traffic by retries | `1 + rate(tidegate_provider_retries_total[5m]) / rate(tidegate_provider_first_tries_total[5m])` |
+| Providers with an open breaker | `tidegate_provider_breaker_state{state=\"open\"} == 1` |
+| Providers without a usable credential | `tidegate_provider_credentials{state=\"usable\"} == 0` |
+| Limits of which less than a fifth is left | `tidegate_provider_limit_remaining / tidegate_provider_limit < 0.2` |
+| Share of calls that the cache answers | `sum by (provider) (rate(tidegate_provider_cache_results_total{result=~\"hit\\|coalesced\"}[5m])) / sum by (provider) (rate(tidegate_provider_cache_results_total[5m]))` |
+
+[`deploy/grafana.json`](../deploy/grafana.json) is a dashboard with these, and
+[`deploy/alerts.yml`](../deploy/alerts.yml) has rules for Prometheus.
+";
+
+#[test]
+fn the_page_is_the_list() {
+    let mut page = INTRODUCTION.to_owned();
+    for metric in METRICS {
+        let labels: Vec<String> = metric.labels.iter().map(|label| format!("`{label}`")).collect();
+        let kind = match metric.kind {
+            MetricKind::Counter => "Counter",
+            MetricKind::Gauge => "Gauge",
+            MetricKind::Histogram => "Histogram",
+            MetricKind::Info => "Info",
+        };
+        writeln!(page, "| `{}` | {} | {kind}. {}. |", metric.full_name(), labels.join(", "), metric.help).unwrap();
+    }
+    page += QUERIES;
+    if env::var_os("UPDATE_EXPECT").is_some() {
+        return fs::write(PAGE, page).unwrap();
+    }
+    let found = fs::read_to_string(PAGE).unwrap_or_default();
+    assert!(found == page, "docs/metrics.md isn't the list of metrics; UPDATE_EXPECT=1 rewrites it");
+}
+
+#[test]
+fn dashboards_and_rules_use_listed_metrics() {
+    let mut names: Vec<String> = METRICS.iter().map(|metric| metric.full_name()).collect();
+    names.extend(METRICS.iter().map(|metric| format!("{}_bucket", metric.full_name())));
+    for (file, least) in [("grafana.json", 20), ("alerts.yml", 8)] {
+        let text = fs::read_to_string(format!("{}/../../deploy/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+        let words = text.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
+        let used: Vec<&str> = words.filter(|word| word.starts_with("tidegate_")).collect();
+        assert!(used.len() >= least, "{file}: {used:?}");
+        for name in used {
+            assert!(names.iter().any(|listed| listed == name), "{file} uses {name}, which isn't a metric");
+        }
+    }
+}
