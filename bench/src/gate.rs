@@ -20,10 +20,20 @@ enum GateWork {
     Refused,
     DecisionApi,
     Outbound,
+    /// Admitted and refused requests, with and without metrics.
+    MetricsAdmitted,
+    MetricsRefused,
 }
 
 impl GateWork {
-    const ALL: [Self; 4] = [Self::Admitted, Self::Refused, Self::DecisionApi, Self::Outbound];
+    const ALL: [Self; 6] = [
+        Self::Admitted,
+        Self::Refused,
+        Self::DecisionApi,
+        Self::Outbound,
+        Self::MetricsAdmitted,
+        Self::MetricsRefused,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -31,13 +41,15 @@ impl GateWork {
             Self::Refused => "gate/refused",
             Self::DecisionApi => "gate/decision-api",
             Self::Outbound => "gate/outbound",
+            Self::MetricsAdmitted => "gate/metrics-admitted",
+            Self::MetricsRefused => "gate/metrics-refused",
         }
     }
 
     fn load(self) -> WrkRequest {
         match self {
-            Self::Admitted => WrkRequest::Get { path: "/admit", refused: false },
-            Self::Refused => WrkRequest::Get { path: "/refuse", refused: true },
+            Self::Admitted | Self::MetricsAdmitted => WrkRequest::Get { path: "/admit", refused: false },
+            Self::Refused | Self::MetricsRefused => WrkRequest::Get { path: "/refuse", refused: true },
             Self::DecisionApi => WrkRequest::Post { path: "/v1/check", body: r#"{"action":"ask","ip":"192.0.2.7"}"# },
             Self::Outbound => WrkRequest::Get { path: "/api/page", refused: false },
         }
@@ -124,6 +136,9 @@ fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut Ben
         }
         GateWork::DecisionApi => vec![(OURS, start_tidegate), ("bare hyper POST", start_bare)],
         GateWork::Outbound => vec![(OURS, start_tidegate), ("bare hyper-util proxy", start_bare)],
+        GateWork::MetricsAdmitted | GateWork::MetricsRefused => {
+            vec![(OURS, start_tidegate), ("metrics off", start_without_metrics)]
+        }
     };
     let mut running = Vec::new();
     for (name, start) in subjects {
@@ -159,8 +174,8 @@ fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut Ben
 
 fn start_bare(_: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
     let program = match work {
-        GateWork::Admitted | GateWork::Outbound => "bare-proxy",
-        GateWork::Refused => "bare-refuser",
+        GateWork::Admitted | GateWork::Outbound | GateWork::MetricsAdmitted => "bare-proxy",
+        GateWork::Refused | GateWork::MetricsRefused => "bare-refuser",
         GateWork::DecisionApi => "bare-api",
     };
     let port = free_port()?;
@@ -175,6 +190,10 @@ fn start_nginx_limit_req(folder: &TempFolder, _: GateWork, upstream: u16) -> Res
 
 fn start_tidegate(folder: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
     start_tidegate_with(folder, work, upstream, if work == GateWork::Outbound { OUTBOUND_POLICY } else { POLICY })
+}
+
+fn start_without_metrics(folder: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
+    start_tidegate_with(folder, work, upstream, &POLICY.replace("[admin]\n", "[admin]\nmetrics = false\n"))
 }
 
 fn start_tidegate_with(

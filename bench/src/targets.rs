@@ -66,6 +66,8 @@ pub const TARGETS: &[RowTarget] = &[
     target("gate/refused/cpu", TargetBound::Ratio("bare hyper 429", 1.05)),
     target("gate/decision-api/cpu", TargetBound::Ratio("bare hyper POST", 1.1)),
     target("gate/outbound/cpu", TargetBound::Ratio("bare hyper-util proxy", 1.15)),
+    target("gate/metrics-admitted/cpu", TargetBound::Ratio("metrics off", 1.03)),
+    target("gate/metrics-refused/cpu", TargetBound::Ratio("metrics off", 1.03)),
     target("gate/one-client-of-redis", TargetBound::AtMost(300_000.0)),
     target("stores/redis/rate", TargetBound::RatioAtLeast("smallest GCRA script", 1.0)),
     target("stores/redis/two-limits-and-penalty", TargetBound::RatioAtLeast("smallest GCRA script", 0.7)),

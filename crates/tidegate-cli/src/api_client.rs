@@ -1,33 +1,14 @@
 //! `tidegate explain`, `status` and `reset`: requests to a running gate.
 
-use std::error::Error;
 use std::fmt::Write as _;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::time::Duration;
 
-use bytes::Bytes;
-use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
-use http::uri::Authority;
-use http::{Method, Request, Response, StatusCode, Uri};
-use http_body_util::{BodyExt as _, Full, Limited};
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
+use http::Method;
 use serde_json::{Value, json};
 use tidegate::{DecisionReport, Explanation, LimitReport, ResetReport};
-use tidegate_policy::{ApiConfig, Secret, SecretSource};
-use tokio::net::TcpStream;
 
-use crate::policy::{self, failure, invalid_input, print, print_error, print_json};
+use crate::gate_client::{GateClient, ListenerKind};
+use crate::policy::invalid_input;
 use crate::{CallArgs, CliOutcome, CommandResult};
-
-/// The hint if a gate requires a token and the command line has none.
-const TOKEN_HELP: &str =
-    "--token-env NAME says which environment variable holds it, -c FILE which policy knows where it is";
-
-/// The timeout of a gate's response.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The maximum size of a response. An explanation of eight limits has a few kilobytes.
-const MAX_ANSWER: usize = 1 << 20;
 
 /// `tidegate explain`.
 pub(crate) fn explain(call: &CallArgs) -> CommandResult {
@@ -82,43 +63,6 @@ fn describe_reset(what: &str, report: &ResetReport) -> String {
     text
 }
 
-/// Takes the URL and the token of the API from the command line, and otherwise from the policy. Prints errors to standard
-/// error.
-fn url_and_token(call: &CallArgs) -> Result<(String, Option<Secret>), CliOutcome> {
-    let (url, in_policy) = match (&call.url, &call.config) {
-        (Some(url), None) => (url.clone(), None),
-        (url, config) => {
-            let environment = policy::environment(call.env_prefix.as_deref());
-            let (policy, _) = policy::load(config.as_deref(), environment)?;
-            (url.clone().map_or_else(|| api_url(policy.api()), Ok)?, policy.api().token.clone())
-        }
-    };
-    let (from, source) = match &call.token_env {
-        Some(name) => ("--token-env", Some(SecretSource::Env(name.clone()))),
-        None => ("api.token", in_policy),
-    };
-    let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
-    Ok((url, token.map_err(|error| invalid_input(format!("{from}: {error}")))?))
-}
-
-/// The URL of the API of a gate on this machine.
-fn api_url(api: &ApiConfig) -> Result<String, CliOutcome> {
-    let Some(listen) = api.listen else {
-        return Err(invalid_input("the policy turns the gate's API off, with api.listen = \"off\""));
-    };
-    if listen.port() == 0 {
-        return Err(invalid_input(
-            "the policy leaves the API's port to the system; --url http://HOST:PORT says which it is",
-        ));
-    }
-    let ip = match listen.ip() {
-        IpAddr::V4(Ipv4Addr::UNSPECIFIED) => IpAddr::V4(Ipv4Addr::LOCALHOST),
-        IpAddr::V6(Ipv6Addr::UNSPECIFIED) => IpAddr::V6(Ipv6Addr::LOCALHOST),
-        ip => ip,
-    };
-    Ok(format!("http://{}", SocketAddr::new(ip, listen.port())))
-}
-
 fn outcome_of(report: &DecisionReport) -> CliOutcome {
     if report.allowed { CliOutcome::Done } else { CliOutcome::Refused }
 }
@@ -133,39 +77,13 @@ fn call_api(
     if call.action.is_none() && call.path.is_some() && call.method.is_none() {
         return Err(invalid_input("--path finds an action together with --method, such as --method GET"));
     }
-    let (url, token) = url_and_token(call)?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| failure(format!("can't start: {error}")))?;
-    let sending = send(&url, token, call, method, path);
-    let answer = runtime.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, sending).await });
-    let no_answer = |_| failure(format!("{url} did not answer within {ANSWER_TIMEOUT:?}"));
-    let (status, text) = answer.map_err(no_answer)??;
-    if status.is_success() {
-        return Ok(match describe(&text) {
-            Some((_, outcome)) if call.json => print_json(&text).and(outcome),
-            Some((words, outcome)) => print(&words).and(outcome),
-            None => {
-                return Err(failure(format!("{url} answers, but it is no decision API of this version of Tidegate")));
-            }
-        });
-    }
-    if call.json {
-        print_json(&text);
+    let (target, body) = if method == Method::GET {
+        (format!("{path}?{}", as_query(call)?), String::new())
     } else {
-        let body: Value = serde_json::from_str(&text).unwrap_or_default();
-        let default_message = || format!("{url} answered {status}");
-        print_error(&format!("error: {}\n", body["message"].as_str().map_or_else(default_message, str::to_owned)));
-        if let Some(help) = body["field"].as_str().and_then(part_help) {
-            print_error(&format!("{help}\n"));
-        }
-        if status == StatusCode::UNAUTHORIZED {
-            print_error(&format!("{TOKEN_HELP}\n"));
-        }
-    }
-    Err(match status {
-        StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED => CliOutcome::InvalidInput,
-        _ => CliOutcome::Failed,
-    })
+        (path.to_owned(), as_json(call)?)
+    };
+    let client = GateClient::new(&call.gate, ListenerKind::Api)?;
+    client.ask(method, &target, body, describe, part_help)
 }
 
 /// The command-line option that provides a request part which a limit counts by.
@@ -180,56 +98,6 @@ fn part_help(field: &str) -> Option<String> {
     Some(format!(
         "{given} gives it; for a client that sends none, give another header that it sends: --header accept=*/*"
     ))
-}
-
-/// Sends the request and returns the response's status and body. Prints errors to standard error.
-async fn send(
-    address: &str,
-    token: Option<Secret>,
-    call: &CallArgs,
-    method: Method,
-    path: &str,
-) -> Result<(StatusCode, String), CliOutcome> {
-    let url: Uri = address.parse().map_err(|error| invalid_input(format!("--url {address}: {error}")))?;
-    let authority = match (url.scheme_str(), url.authority()) {
-        (Some("http"), Some(authority)) => authority.clone(),
-        _ => return Err(invalid_input(format!("--url {address} isn't of the form http://HOST:PORT"))),
-    };
-    let (target, body) = if method == Method::GET {
-        (format!("{path}?{}", as_query(call)?), Bytes::new())
-    } else {
-        (path.to_owned(), as_json(call)?.into())
-    };
-    let mut request = Request::builder().method(method).uri(target).header(HOST, authority.as_str());
-    if !body.is_empty() {
-        request = request.header(CONTENT_TYPE, "application/json");
-    }
-    if let Some(token) = token {
-        request = request.header(AUTHORIZATION, format!("Bearer {}", token.expose()));
-    }
-    let request = request.body(Full::new(body)).map_err(invalid_input)?;
-
-    let response = exchange(&authority, request).await.map_err(|error| {
-        failure(format!("no gate answers at {address}: {error}\nIs it running? `tidegate serve` starts one."))
-    })?;
-    Ok((response.status(), String::from_utf8_lossy(response.body()).into_owned()))
-}
-
-/// Sends one request over a connection of its own, and reads the response.
-///
-/// # Errors
-/// The server can't be reached, or its response is too long or isn't HTTP.
-pub(crate) async fn exchange(
-    authority: &Authority,
-    request: Request<Full<Bytes>>,
-) -> Result<Response<Bytes>, Box<dyn Error + Send + Sync>> {
-    let host = authority.host().trim_matches(['[', ']']);
-    let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80))).await?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    tokio::spawn(connection);
-    let (parts, body) = sender.send_request(request).await?.into_parts();
-    let body = Limited::new(body, MAX_ANSWER).collect().await?.to_bytes();
-    Ok(Response::from_parts(parts, body))
 }
 
 /// The request's plain fields with their names.

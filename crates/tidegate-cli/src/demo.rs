@@ -19,7 +19,7 @@ use tidegate_server::Server;
 use tokio::net::TcpListener;
 
 use crate::policy::{failure, print};
-use crate::{CallArgs, CliOutcome, CommandResult, api_client};
+use crate::{CallArgs, CliOutcome, CommandResult, GateArgs, api_client, gate_client};
 
 /// The demo's limit on log-ins.
 const LOGIN: &str = r#"[inbound.action.login]
@@ -56,7 +56,7 @@ fn try_run() -> Result<(), Box<dyn Error + Send + Sync>> {
     let call = CallArgs {
         action: Some("login".to_owned()),
         ip: Some("127.0.0.1".to_owned()),
-        url: Some(format!("http://{api}")),
+        gate: GateArgs { url: Some(format!("http://{api}")), ..GateArgs::default() },
         ..CallArgs::default()
     };
     let _ = api_client::explain(&call);
@@ -95,7 +95,7 @@ async fn start_servers() -> Result<(SocketAddr, SocketAddr), Box<dyn Error + Sen
 async fn log_in(gate: SocketAddr) -> Result<u64, Box<dyn Error + Send + Sync>> {
     let authority: Authority = gate.to_string().parse()?;
     let request = Request::post("/login").header(HOST, authority.as_str()).body(Full::default())?;
-    let response = api_client::exchange(&authority, request).await?;
+    let response = gate_client::exchange(&authority, request).await?;
     let mut text = format!("POST /login  {}\n", response.status());
     if response.status() != StatusCode::OK {
         for name in SHOWN_HEADERS {

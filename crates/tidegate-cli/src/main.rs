@@ -11,19 +11,22 @@
 //! `retry` ends with its command's status, or as GNU's `timeout` and `env` do: 124 for an attempt that took too long,
 //! 125 for an invalid command line, 126 and 127 for a command that can't be run or found.
 
+mod admin_client;
 mod api_client;
 mod demo;
+mod gate_client;
 mod policy;
 mod replay;
 mod retry;
 mod serve;
+mod shell_help;
 #[cfg(feature = "simulate")]
 mod simulate;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use tidegate_policy::{PolicySources, settings};
 
 /// A call makes about twenty small allocations. With this allocator the gateway's own time per call is a fifth less
@@ -79,6 +82,29 @@ enum Command {
     /// limits that count by its --ip or --key.
     #[command(mut_arg("action", |action| action.required_unless_present_any(["path", "ip", "key"])))]
     Reset(CallArgs),
+    /// Show the clients that a running gate blocks, and those that it has refused most lately.
+    Blocks {
+        /// Only clients of this action.
+        #[arg(long)]
+        action: Option<String>,
+        #[command(flatten)]
+        gate: GateArgs,
+    },
+    /// Show the providers of a running gate: breakers, credentials, limits, queues and retries.
+    Providers {
+        /// The provider; all of them by default.
+        name: Option<String>,
+        #[command(flatten)]
+        gate: GateArgs,
+    },
+    /// Show the latest changes of state of a running gate: of breakers, credentials, quotas and the store.
+    Events {
+        /// Continue to show events as they happen.
+        #[arg(long, short)]
+        follow: bool,
+        #[command(flatten)]
+        gate: GateArgs,
+    },
     /// Run a scenario: the production code in a simulated environment, on a virtual clock.
     #[cfg(feature = "simulate")]
     #[command(after_help = simulate::help())]
@@ -111,6 +137,20 @@ enum Command {
     Retry(retry::RetryArgs),
     /// Print every environment variable with its default, as a .env file.
     Env,
+    /// Print a script by which a shell completes the command line of `tidegate`.
+    #[command(after_help = shell_help::COMPLETIONS_HELP)]
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page of `tidegate` or of one of its commands, or write all of them to a directory.
+    Man {
+        /// The command.
+        command: Option<String>,
+        /// Write all pages to this directory, which must exist.
+        #[arg(long, value_name = "DIRECTORY", conflicts_with = "command")]
+        out: Option<PathBuf>,
+    },
 }
 
 /// The policy file of a command, as an argument or as an option.
@@ -176,17 +216,24 @@ struct CallArgs {
     /// A header of the request, as NAME=VALUE; may be repeated.
     #[arg(long = "header", value_name = "NAME=VALUE")]
     headers: Vec<String>,
-    /// The gate's policy, which has the address of its API and the source of the token. By default the policy that
+    #[command(flatten)]
+    gate: GateArgs,
+}
+
+/// The running gate that a command asks.
+#[derive(Debug, Default, Args)]
+struct GateArgs {
+    /// The gate's policy, which has the address of its listener and the source of the token. By default the policy that
     /// `serve` would use, unless --url is given.
     #[arg(long, short, value_name = "FILE")]
     config: Option<PathBuf>,
     /// The prefix of outbound settings in the environment, as for `serve`.
     #[arg(long, value_name = "PREFIX")]
     env_prefix: Option<String>,
-    /// The gate's decision API, as http://HOST:PORT; the policy's by default.
+    /// The gate's listener, as http://HOST:PORT; the policy's by default.
     #[arg(long)]
     url: Option<String>,
-    /// The environment variable with the API's bearer token; the policy's by default.
+    /// The environment variable with the listener's bearer token; the policy's by default.
     #[arg(long, value_name = "NAME")]
     token_env: Option<String>,
     /// Print the gate's JSON response unchanged.
@@ -243,6 +290,9 @@ fn main() -> ExitCode {
         Command::Explain(call) => api_client::explain(&call),
         Command::Status(call) => api_client::status(&call),
         Command::Reset(call) => api_client::reset(&call),
+        Command::Blocks { action, gate } => admin_client::blocks(&gate, action.as_deref()),
+        Command::Providers { name, gate } => admin_client::providers(&gate, name.as_deref()),
+        Command::Events { follow, gate } => admin_client::events(&gate, follow),
         #[cfg(not(feature = "simulate"))]
         Command::Simulate(_) => Err(policy::missing_simulate("the command simulate")),
         #[cfg(feature = "simulate")]
@@ -254,6 +304,8 @@ fn main() -> ExitCode {
         Command::Replay(arguments) => replay::run(&arguments),
         Command::Retry(arguments) => return retry::run(&arguments),
         Command::Env => Ok(policy::print(&settings::env_example())),
+        Command::Completions { shell } => Ok(shell_help::print_completions(Cli::command(), shell)),
+        Command::Man { command, out } => shell_help::man(Cli::command(), command.as_deref(), out.as_deref()),
     };
     result.unwrap_or_else(|outcome| outcome).into()
 }

@@ -145,8 +145,8 @@ pub(crate) fn print_json(text: &str) -> CliOutcome {
     write_stdout(&format!("{}\n", printable_json(text)))
 }
 
-/// A closed pipe (`| head`) is no error.
-fn write_stdout(text: &str) -> CliOutcome {
+/// Writes to standard output as it is. A closed pipe (`| head`) is no error.
+pub(crate) fn write_stdout(text: &str) -> CliOutcome {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => CliOutcome::Failed,

@@ -443,3 +443,67 @@ fn control_characters_in_gate_replies_are_escaped() {
         gate.join().unwrap();
     }
 }
+
+#[test]
+fn commands_show_the_state_of_a_running_gate() {
+    let scratch = ScratchDir::new();
+    let provider = "[outbound]\nlisten = \"off\"\n[outbound.provider.weather]\nbase_url = \"http://127.0.0.1:9\"\nlimit = \"10 per 1h\"\n";
+    let (api, admin) = (free_port(), free_port());
+    let listeners = format!("[api]\nlisten = \"127.0.0.1:{api}\"\n[admin]\nlisten = \"127.0.0.1:{admin}\"\n");
+    let strict = POLICY.replace("5 per 60s", "1 per 60s");
+    let file = scratch.write("tidegate.toml", &format!("{strict}{listeners}{provider}"));
+    let named = file.to_str().unwrap().to_owned();
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    serve.args(["serve", "-c"]).arg(&file);
+    let _gate = ChildProcess::start(serve, scratch, admin);
+    let ask = |arguments: &[&str]| run(&[arguments, &["-c", &named]].concat());
+
+    assert_eq!(ask(&["blocks"]), (0, "no client was refused\n".to_owned(), String::new()));
+    assert_eq!(ask(&["events"]), (0, "nothing has changed\n".to_owned(), String::new()));
+    let (status, text, _) = ask(&["providers"]);
+    assert_eq!(status, 0);
+    assert!(text.starts_with("weather\n  breaker      closed\n  credentials  1 usable\n"), "{text}");
+    assert!(text.contains("  limit        weather: 10 of 10 left ("), "{text}");
+    assert_eq!(ask(&["providers", "weather"]).1, text);
+    let (status, _, err) = ask(&["providers", "wether"]);
+    assert!(status == 2 && err.contains("did you mean \"weather\"?"), "{err}");
+
+    let check = r#"{"action":"login","ip":"203.0.113.7"}"#;
+    for _ in 0..2 {
+        let mut gate = std::net::TcpStream::connect(("127.0.0.1", api)).unwrap();
+        let request = format!(
+            "POST /v1/check HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{check}",
+            check.len()
+        );
+        gate.write_all(request.as_bytes()).unwrap();
+        gate.read_to_end(&mut Vec::new()).unwrap();
+    }
+    let (status, text, _) = ask(&["blocks", "--action", "login"]);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!((status, lines[0], lines[1]), (0, "1 blocked now, 1 refused lately", ""), "{text}");
+    assert!(lines[2].starts_with("CLIENT       LIMIT  STATE"), "{text}");
+    assert!(lines[3].starts_with("203.0.113.7  login  blocked, ") && lines[3].ends_with('Z'), "{text}");
+    let (_, text, _) = ask(&["events"]);
+    assert!(text.ends_with("203.0.113.7 is blocked under login for 2 s after strike 1\n"), "{text}");
+    let (_, text, _) = ask(&["events", "--json"]);
+    assert!(text.starts_with("{\"events\":[{") && text.contains("\"kind\":\"blocked\""), "{text}");
+}
+
+#[test]
+fn shells_get_completions_and_pages() {
+    for (shell, expected) in
+        [("bash", "complete -F _tidegate"), ("zsh", "#compdef tidegate"), ("fish", "complete -c tidegate")]
+    {
+        let (status, out, _) = run(&["completions", shell]);
+        assert!(status == 0 && out.contains(expected) && out.contains("replay"), "{shell}: {out}");
+    }
+    let (status, out, _) = run(&["man"]);
+    assert!(status == 0 && out.contains(".TH tidegate 1") && out.contains("serve"), "{out}");
+    let (status, out, _) = run(&["man", "replay"]);
+    assert!(status == 0 && out.contains(".TH tidegate-replay 1"), "{out}");
+    let (status, _, err) = run(&["man", "rplay"]);
+    assert!(status == 2 && err.contains("no command rplay"), "{err}");
+    let scratch = ScratchDir::new();
+    assert_eq!(run(&["man", "--out", scratch.path().to_str().unwrap()]).0, 0);
+    assert!(scratch.path().join("tidegate-serve.1").exists() && scratch.path().join("tidegate.1").exists());
+}

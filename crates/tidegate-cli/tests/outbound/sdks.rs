@@ -66,18 +66,23 @@ fn start() -> Option<([ChildProcess; 2], String)> {
     Some(([providers, gateway], format!("http://127.0.0.1:{port}")))
 }
 
+/// The program of an environment with the packages of Python.
+fn python_with_packages(python: &Path) -> PathBuf {
+    let packages = installed("requirements.txt", python, |folder| {
+        run(Command::new(python).args(["-m", "venv"]).arg(folder));
+        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
+        run(Command::new(folder.join("bin/python")).args(pip).arg(format!("{SOURCES}/requirements.txt")));
+    });
+    packages.join("bin/python")
+}
+
 #[test]
 fn python_sdks_work_through_the_gateway() {
     let (Some(python), Some((_running, gateway))) = (require_program("python3"), start()) else { return };
     if !has(&python, ["-c", "import ensurepip, venv"], "python3-venv not found") {
         return;
     }
-    let packages = installed("requirements.txt", &python, |folder| {
-        run(Command::new(&python).args(["-m", "venv"]).arg(folder));
-        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
-        run(Command::new(folder.join("bin/python")).args(pip).arg(format!("{SOURCES}/requirements.txt")));
-    });
-    let said = run(Command::new(packages.join("bin/python")).arg(format!("{SOURCES}/clients.py")).arg(gateway));
+    let said = run(Command::new(python_with_packages(&python)).arg(format!("{SOURCES}/clients.py")).arg(gateway));
     assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 23, "{said}");
 }
 
@@ -96,4 +101,40 @@ fn node_sdks_work_through_the_gateway() {
     });
     let said = run(Command::new(node).arg(format!("{SOURCES}/clients.mjs")).arg(gateway).arg(packages));
     assert_eq!(said.lines().filter(|line| line.starts_with("ok ")).count(), 18, "{said}");
+}
+
+#[test]
+fn prometheus_reads_the_metrics() {
+    let Some(python) = require_program("python3") else { return };
+    if !has(&python, ["-c", "import ensurepip, venv"], "python3-venv not found") {
+        return;
+    }
+    let admin = free_port();
+    let listen = format!("[admin]\nlisten = \"127.0.0.1:{admin}\"\n");
+    let policy = listen
+        + &common::provider(free_port(), "limit = [\"100/s\", \"5 per calendar day\"]\nretry = { max_attempts = 1 }\n");
+    let scratch = ScratchDir::new();
+    let file = scratch.write("tidegate.toml", &policy);
+    let gateway = free_port();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.args(["serve", "--config"]).arg(file).env("TIDEGATE__OUTBOUND__LISTEN", format!("127.0.0.1:{gateway}"));
+    command.env("TIDEGATE__API__LISTEN", "off");
+    let _running = ChildProcess::start(command, scratch, gateway);
+    for _ in 0..3 {
+        let status = ["-s", "-o", "/dev/null", "-w", "%{http_code}"];
+        let told = run(Command::new("curl").args(status).arg(format!("http://127.0.0.1:{gateway}/api/x")));
+        assert_eq!(told, "502");
+    }
+    let url = format!("http://127.0.0.1:{admin}/metrics");
+    let said = run(Command::new(python_with_packages(&python)).arg(format!("{SOURCES}/metrics.py")).arg(&url));
+    assert!(said.starts_with("ok ") && said.ends_with("True, 3 calls\n"), "{said}");
+
+    let Some(promtool) = require_program("promtool") else { return };
+    let page = run(Command::new("curl").args(["-s", "-H", "accept: text/plain", &url]));
+    let scratch = ScratchDir::new();
+    let page = File::open(scratch.write("metrics", &page)).unwrap();
+    let checked = Command::new(&promtool).args(["check", "metrics"]).stdin(page).output().unwrap();
+    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stderr));
+    let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/alerts.yml");
+    run(Command::new(&promtool).args(["check", "rules", rules]));
 }

@@ -1,0 +1,167 @@
+//! `tidegate blocks`, `providers` and `events`: the state of a running gate, from its admin listener.
+
+use std::fmt::Write as _;
+
+use http::Method;
+use serde_json::Value;
+
+use crate::gate_client::{GateClient, ListenerKind};
+use crate::policy::{print, print_json};
+use crate::{CliOutcome, CommandResult, GateArgs};
+
+/// The maximum number of clients in a table.
+const MAX_ROWS: usize = 50;
+
+/// `tidegate blocks`.
+pub(crate) fn blocks(arguments: &GateArgs, action: Option<&str>) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    let target = action.map_or_else(|| "/v1/blocks".to_owned(), |action| format!("/v1/blocks?action={action}"));
+    let describe = |text: &str| Some((describe_blocks(&serde_json::from_str(text).ok()?)?, CliOutcome::Done));
+    client.ask(Method::GET, &target, String::new(), describe, |_| None)
+}
+
+fn describe_blocks(report: &Value) -> Option<String> {
+    let clients = report["clients"].as_array()?;
+    if clients.is_empty() {
+        return Some("no client was refused\n".to_owned());
+    }
+    let mut text = format!("{} blocked now, {} refused lately\n\n", report["blocked"], report["known"]);
+    let mut rows = vec![["CLIENT", "LIMIT", "STATE", "STRIKES", "REFUSALS", "LAST"].map(str::to_owned).to_vec()];
+    for client in clients.iter().take(MAX_ROWS) {
+        let name: Vec<String> = client["client"]
+            .as_object()?
+            .iter()
+            .map(|(part, value)| {
+                let value = value.as_str().unwrap_or_default();
+                if part == "client_ip" { value.to_owned() } else { format!("{part}={value}") }
+            })
+            .collect();
+        let name = if name.is_empty() { "all together".to_owned() } else { name.join(" ") };
+        let wait = client["retry_after"].as_u64().unwrap_or_default();
+        let state = match (client["blocked"].as_bool()?, client["shadow"].as_bool()?, wait) {
+            (true, ..) => format!("blocked, {wait} s left"),
+            (_, true, _) => "shadow".to_owned(),
+            (.., 0) => "free".to_owned(),
+            (.., wait) => format!("full, {wait} s left"),
+        };
+        let word = |field: &str| client[field].as_str().unwrap_or_default().to_owned();
+        let number = |field: &str| client[field].as_u64().unwrap_or_default().to_string();
+        rows.push(vec![name, word("limit"), state, number("strikes"), number("refusals"), word("last")]);
+    }
+    push_table(&mut text, &rows);
+    if clients.len() > MAX_ROWS {
+        let _ = writeln!(text, "\n{} more; --json shows up to a thousand", clients.len() - MAX_ROWS);
+    }
+    Some(text)
+}
+
+/// Appends rows with aligned columns.
+fn push_table(text: &mut String, rows: &[Vec<String>]) {
+    let columns = rows.first().map_or(0, Vec::len);
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    for row in rows {
+        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        let _ = writeln!(text, "{}", cells.join("  ").trim_end());
+    }
+}
+
+/// `tidegate providers`.
+pub(crate) fn providers(arguments: &GateArgs, name: Option<&str>) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    let target = name.map_or_else(|| "/v1/providers".to_owned(), |name| format!("/v1/providers/{name}"));
+    let describe = |text: &str| {
+        let found: Value = serde_json::from_str(text).ok()?;
+        let providers = found["providers"].as_array().cloned().unwrap_or_else(|| vec![found]);
+        let words: Option<Vec<String>> = providers.iter().map(describe_provider).collect();
+        Some((words?.join("\n"), CliOutcome::Done))
+    };
+    client.ask(Method::GET, &target, String::new(), describe, |_| None)
+}
+
+/// `tidegate events`.
+pub(crate) fn events(arguments: &GateArgs, follow: bool) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    if follow {
+        return client.follow("/v1/events", |data| {
+            let event: Value = serde_json::from_str(data).unwrap_or_default();
+            let printed = if arguments.json { print_json(data) } else { print(&describe_event(&event)) };
+            printed == CliOutcome::Done
+        });
+    }
+    let describe = |text: &str| {
+        let found: Value = serde_json::from_str(text).ok()?;
+        let events = found["events"].as_array()?;
+        let words = events.iter().map(describe_event).collect::<String>();
+        Some((if words.is_empty() { "nothing has changed\n".to_owned() } else { words }, CliOutcome::Done))
+    };
+    client.ask(Method::GET, "/v1/events?follow=false", String::new(), describe, |_| None)
+}
+
+fn describe_event(event: &Value) -> String {
+    match (event["missed"].as_u64(), event["time"].as_str(), event["message"].as_str()) {
+        (Some(missed), ..) => format!("{missed} earlier events are no longer kept\n"),
+        (_, time, message) => format!("{}  {}\n", time.unwrap_or_default(), message.unwrap_or_default()),
+    }
+}
+
+fn describe_provider(report: &Value) -> Option<String> {
+    let number = |value: &Value| value.as_u64().unwrap_or_default();
+    let mut text = format!("{}\n", report["name"].as_str()?);
+    let breaker = &report["breaker"];
+    let _ = write!(text, "  breaker      {}", breaker["state"].as_str()?);
+    let _ = match number(&breaker["reset_in"]) {
+        0 => writeln!(text),
+        seconds => writeln!(text, ", admits a call in {seconds} s"),
+    };
+    let states = report["credential_states"].as_object()?;
+    let states: Vec<String> = states
+        .iter()
+        .filter(|(_, count)| number(count) > 0)
+        .map(|(state, count)| format!("{} {state}", number(count)))
+        .collect();
+    let _ = writeln!(text, "  credentials  {}", states.join(", "));
+    for lane in report["lanes"].as_array()?.iter().filter(|lane| number(&lane["calls"]) > 0) {
+        let (name, calls, waiting) = (lane["lane"].as_str()?, number(&lane["calls"]), number(&lane["waiting"]));
+        let (in_flight, wait) = (number(&lane["in_flight"]), seconds(&lane["wait"]["p99"]));
+        let _ = writeln!(text, "  {name:<11}  {calls} calls, {waiting} waiting (p99 {wait}), {in_flight} in flight");
+    }
+    let (first_tries, retries) = (number(&report["first_tries"]), number(&report["retries"]));
+    if first_tries > 0 {
+        let reply = seconds(&report["reply_time"]["p99"]);
+        let amplification = (first_tries + retries) as f64 / first_tries as f64;
+        let _ = writeln!(
+            text,
+            "  sent         {first_tries} first tries, {retries} retries (x {amplification:.2}), replies p99 {reply}"
+        );
+    }
+    for (reason, count) in report["failures"].as_object()? {
+        let _ = writeln!(text, "  failed       {} {}", number(count), reason.replace('_', " "));
+    }
+    for limit in report["limits"].as_array()? {
+        let (left, capacity) = (number(&limit["remaining"]), number(&limit["limit"]));
+        let credential = limit["credential"].as_u64().map(|index| format!(" [{index}]")).unwrap_or_default();
+        let (name, words) = (limit["name"].as_str()?, limit["words"].as_str()?);
+        let _ = writeln!(text, "  limit        {name}{credential}: {left} of {capacity} left ({words})");
+    }
+    if let Some(retries) = report["retry_budget"].as_u64() {
+        let _ = writeln!(text, "  budget       {retries} retries");
+    }
+    if let Some(limit) = report["adaptive_limit"].as_u64() {
+        let _ = writeln!(text, "  adaptive     {limit} calls in flight");
+    }
+    if let Some(interval) = report["pace_interval"].as_f64().filter(|interval| *interval > 0.0) {
+        let _ = writeln!(text, "  pace         {:.2} calls per second", 1.0 / interval);
+    }
+    Some(text)
+}
+
+/// A number of seconds with a fitting unit. The bounds of buckets have at most three digits.
+fn seconds(value: &Value) -> String {
+    match value.as_f64().unwrap_or_default() {
+        0.0 => "-".to_owned(),
+        long if long > 100.0 => "over 100 s".to_owned(),
+        short if short < 1.0 => format!("{} ms", short * 1000.0),
+        seconds => format!("{seconds} s"),
+    }
+}

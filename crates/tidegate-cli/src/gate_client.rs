@@ -1,0 +1,236 @@
+//! Requests to the listeners of a running gate.
+
+use std::error::Error;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use http::uri::Authority;
+use http::{Method, Request, Response, StatusCode, Uri};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tidegate_policy::{Policy, Secret, SecretSource};
+use tokio::net::TcpStream;
+
+use crate::policy::{self, failure, invalid_input, print, print_error, print_json};
+use crate::{CliOutcome, CommandResult, GateArgs};
+
+/// The hint if a gate requires a token and the command line has none.
+const TOKEN_HELP: &str =
+    "--token-env NAME says which environment variable holds it, -c FILE which policy knows where it is";
+
+/// The timeout of a gate's response.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The maximum size of a response. The state of a hundred providers has some hundred kilobytes.
+const MAX_ANSWER: usize = 16 << 20;
+
+/// A listener of a gate that answers by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ListenerKind {
+    Api,
+    Admin,
+}
+
+impl ListenerKind {
+    /// Its section in the policy, and its name for people.
+    fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Api => ("api", "decision API"),
+            Self::Admin => ("admin", "admin listener"),
+        }
+    }
+
+    fn settings(self, policy: &Policy) -> (Option<SocketAddr>, Option<SecretSource>) {
+        match self {
+            Self::Api => (policy.api().listen, policy.api().token.clone()),
+            Self::Admin => (policy.admin().listen, policy.admin().token.clone()),
+        }
+    }
+}
+
+/// The client of one listener of a running gate.
+pub(crate) struct GateClient<'a> {
+    arguments: &'a GateArgs,
+    kind: ListenerKind,
+    url: String,
+    authority: Authority,
+    token: Option<Secret>,
+}
+
+impl<'a> GateClient<'a> {
+    /// Takes the URL and the token from the command line, and otherwise from the policy. Prints errors to standard error.
+    pub(crate) fn new(arguments: &'a GateArgs, kind: ListenerKind) -> Result<Self, CliOutcome> {
+        let (section, _) = kind.names();
+        let (url, in_policy) = match (&arguments.url, &arguments.config) {
+            (Some(url), None) => (url.clone(), None),
+            (url, config) => {
+                let environment = policy::environment(arguments.env_prefix.as_deref());
+                let (policy, _) = policy::load(config.as_deref(), environment)?;
+                let (listen, token) = kind.settings(&policy);
+                (url.clone().map_or_else(|| local_url(kind, listen), Ok)?, token)
+            }
+        };
+        let (from, source) = match &arguments.token_env {
+            Some(name) => ("--token-env".to_owned(), Some(SecretSource::Env(name.clone()))),
+            None => (format!("{section}.token"), in_policy),
+        };
+        let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
+        let token = token.map_err(|error| invalid_input(format!("{from}: {error}")))?;
+        let parsed: Uri = url.parse().map_err(|error| invalid_input(format!("--url {url}: {error}")))?;
+        let authority = match (parsed.scheme_str(), parsed.authority()) {
+            (Some("http"), Some(authority)) => authority.clone(),
+            _ => return Err(invalid_input(format!("--url {url} isn't of the form http://HOST:PORT"))),
+        };
+        Ok(Self { arguments, kind, url, authority, token })
+    }
+
+    /// Sends a request and prints the response, either described in words or as JSON. `help` is a hint about the field
+    /// that the gate calls wrong.
+    pub(crate) fn ask(
+        &self,
+        method: Method,
+        target: &str,
+        body: String,
+        describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
+        help: impl FnOnce(&str) -> Option<String>,
+    ) -> CommandResult {
+        let request = self.request(method, target, body)?;
+        let sending = exchange(&self.authority, request);
+        let answer = runtime()?.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, sending).await });
+        let no_answer = |_| failure(format!("{} did not answer within {ANSWER_TIMEOUT:?}", self.url));
+        let response = answer.map_err(no_answer)?.map_err(|error| self.unreachable(&*error))?;
+        let text = String::from_utf8_lossy(response.body());
+        if !response.status().is_success() {
+            return Err(self.print_refusal(response.status(), &text, help));
+        }
+        match describe(&text) {
+            Some((_, outcome)) if self.arguments.json => Ok(print_json(&text).and(outcome)),
+            Some((words, outcome)) => Ok(print(&words).and(outcome)),
+            None => {
+                let (url, (_, name)) = (&self.url, self.kind.names());
+                Err(failure(format!("{url} answers, but it is no {name} of this version of Tidegate")))
+            }
+        }
+    }
+
+    /// Reads a stream of server-sent events until the gate ends it. `print_data` gets the data of each event, and ends
+    /// the stream if it returns false.
+    pub(crate) fn follow(&self, target: &str, mut print_data: impl FnMut(&str) -> bool) -> CommandResult {
+        let request = self.request(Method::GET, target, String::new())?;
+        runtime()?.block_on(async {
+            let response = open(&self.authority, request).await.map_err(|error| self.unreachable(&*error))?;
+            let (parts, mut body) = response.into_parts();
+            if !parts.status.is_success() {
+                let text = Limited::new(body, MAX_ANSWER).collect().await.map(|text| text.to_bytes());
+                let text = String::from_utf8_lossy(&text.unwrap_or_default()).into_owned();
+                return Err(self.print_refusal(parts.status, &text, |_| None));
+            }
+            let mut unread = String::new();
+            while let Some(frame) = body.frame().await {
+                let frame = frame.map_err(|error| failure(format!("{} broke off: {error}", self.url)))?;
+                let Ok(data) = frame.into_data() else { continue };
+                unread.push_str(&String::from_utf8_lossy(&data));
+                while let Some((event, rest)) = unread.split_once("\n\n") {
+                    let data = event.lines().find_map(|line| line.strip_prefix("data: "));
+                    if data.is_some_and(|data| !print_data(data)) {
+                        return Ok(CliOutcome::Done);
+                    }
+                    unread = rest.to_owned();
+                }
+                if unread.len() > MAX_ANSWER {
+                    return Err(failure(format!("{} sends an event without an end", self.url)));
+                }
+            }
+            Err(failure(format!("{} has ended the stream", self.url)))
+        })
+    }
+
+    fn request(&self, method: Method, target: &str, body: String) -> Result<Request<Full<Bytes>>, CliOutcome> {
+        let mut request = Request::builder().method(method).uri(target).header(HOST, self.authority.as_str());
+        if !body.is_empty() {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        if let Some(token) = &self.token {
+            request = request.header(AUTHORIZATION, format!("Bearer {}", token.expose()));
+        }
+        request.body(Full::from(body)).map_err(invalid_input)
+    }
+
+    fn unreachable(&self, error: &(dyn Error + Send + Sync)) -> CliOutcome {
+        let url = &self.url;
+        failure(format!("no gate answers at {url}: {error}\nIs it running? `tidegate serve` starts one."))
+    }
+
+    fn print_refusal(&self, status: StatusCode, text: &str, help: impl FnOnce(&str) -> Option<String>) -> CliOutcome {
+        if self.arguments.json {
+            print_json(text);
+        } else {
+            let body: Value = serde_json::from_str(text).unwrap_or_default();
+            let default_message = || format!("{} answered {status}", self.url);
+            print_error(&format!("error: {}\n", body["message"].as_str().map_or_else(default_message, str::to_owned)));
+            if let Some(help) = body["field"].as_str().and_then(help) {
+                print_error(&format!("{help}\n"));
+            }
+            if status == StatusCode::UNAUTHORIZED {
+                print_error(&format!("{TOKEN_HELP}\n"));
+            }
+        }
+        match status {
+            StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED => CliOutcome::InvalidInput,
+            _ => CliOutcome::Failed,
+        }
+    }
+}
+
+fn runtime() -> Result<tokio::runtime::Runtime, CliOutcome> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.map_err(|error| failure(format!("can't start: {error}")))
+}
+
+/// The URL of a listener of a gate on this machine.
+fn local_url(kind: ListenerKind, listen: Option<SocketAddr>) -> Result<String, CliOutcome> {
+    let (section, name) = kind.names();
+    let Some(listen) = listen else {
+        return Err(invalid_input(format!("the policy turns the gate's {name} off, with {section}.listen = \"off\"")));
+    };
+    if listen.port() == 0 {
+        return Err(invalid_input(format!(
+            "the policy leaves the port of {section}.listen to the system; --url http://HOST:PORT says which it is"
+        )));
+    }
+    let ip = match listen.ip() {
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED) => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED) => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ip => ip,
+    };
+    Ok(format!("http://{}", SocketAddr::new(ip, listen.port())))
+}
+
+/// Sends one request over a connection of its own, and reads the response.
+///
+/// # Errors
+/// The server can't be reached, or its response is too long or isn't HTTP.
+pub(crate) async fn exchange(
+    authority: &Authority,
+    request: Request<Full<Bytes>>,
+) -> Result<Response<Bytes>, Box<dyn Error + Send + Sync>> {
+    let (parts, body) = open(authority, request).await?.into_parts();
+    let body = Limited::new(body, MAX_ANSWER).collect().await?.to_bytes();
+    Ok(Response::from_parts(parts, body))
+}
+
+/// Sends one request over a connection of its own.
+async fn open(
+    authority: &Authority,
+    request: Request<Full<Bytes>>,
+) -> Result<Response<Incoming>, Box<dyn Error + Send + Sync>> {
+    let host = authority.host().trim_matches(['[', ']']);
+    let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80))).await?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    tokio::spawn(connection);
+    Ok(sender.send_request(request).await?)
+}
