@@ -395,7 +395,6 @@ impl Call {
         state.stats.waits[lane as usize].record(now.since(self.queued_at));
         if self.requests == 0 {
             state.budget.record_first_try();
-            state.stats.first_tries += 1;
         } else {
             state.stats.retries += 1;
         }

@@ -48,9 +48,9 @@ pub struct Decision {
     pub next_allowed_at: Option<Time>,
     /// On refusal, the limit with the longest wait. On admission, the one with the smallest remaining amount.
     pub bound_by: Option<LimitId>,
-    /// The key under which that limit counted the call.
+    /// On refusal, the key under which that limit counts the call.
     pub key: Key,
-    /// The strikes of that key. They determine the length of its next block.
+    /// On refusal, the strikes of that key. They determine the length of its next block.
     pub strikes: u8,
     /// The reason of the decision.
     pub reason: Reason,
@@ -142,6 +142,7 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     }
     if let Some((op, outcome)) = refusal.or(shadow_refusal) {
         set_limit_fields(&mut decision, op, outcome);
+        (decision.key, decision.strikes) = (op.key, outcome.strikes);
         let blocks = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
             let enforced = limits.get(op.limit).is_some_and(|limit| !limit.is_shadow());
             enforced != decision.shadow && outcome.verdict.refuses() && outcome.block_until > now
@@ -161,7 +162,7 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
 }
 
 fn set_limit_fields(decision: &mut Decision, op: &Op, outcome: &Outcome) {
-    (decision.bound_by, decision.key, decision.strikes) = (Some(op.limit), op.key, outcome.strikes);
+    decision.bound_by = Some(op.limit);
     decision.limit = Some(outcome.limit);
     decision.remaining = Some(outcome.remaining);
     decision.reset_after = outcome.reset_at.since(decision.now);

@@ -50,20 +50,20 @@ pub const BUCKETS: usize = BUCKET_BOUNDS.len() + 1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DurationHistogram {
     counts: [u64; BUCKETS],
-    sum: Span,
+    sum_micros: u64,
 }
 
 impl DurationHistogram {
     /// A histogram of these counts and this sum.
     pub const fn new(counts: [u64; BUCKETS], sum: Span) -> Self {
-        Self { counts, sum }
+        Self { counts, sum_micros: sum.as_micros() }
     }
 
     /// Counts a duration.
     #[inline]
     pub fn record(&mut self, duration: Span) {
         self.counts[bucket_of(duration)] += 1;
-        self.sum = self.sum + duration;
+        self.sum_micros = self.sum_micros.wrapping_add(duration.as_micros());
     }
 
     /// The number of durations in each bucket, in the order of [`BUCKET_BOUNDS`], and last those above all bounds.
@@ -78,7 +78,7 @@ impl DurationHistogram {
 
     /// The sum of all durations.
     pub fn sum(&self) -> Span {
-        self.sum
+        Span::from_micros(self.sum_micros)
     }
 
     /// An upper bound of the duration that this many thousandths of all durations don't exceed: the bound of its bucket.
@@ -95,10 +95,33 @@ impl DurationHistogram {
     }
 }
 
+/// For each length of a number in bits, the first bucket of numbers of this length, and its bound in microseconds. A
+/// number of this length is in this bucket or in the next one, because each bound is at least twice the one before.
+const BUCKETS_BY_LENGTH: [(usize, u64); MAX_LENGTH + 1] = {
+    let mut buckets = [(0, u64::MAX); MAX_LENGTH + 1];
+    let mut length = 0;
+    while length <= MAX_LENGTH {
+        let least = if length == 0 { 0 } else { 1 << (length - 1) };
+        let mut bucket = 0;
+        while bucket < BUCKET_BOUNDS.len() && BUCKET_BOUNDS[bucket].as_micros() < least {
+            bucket += 1;
+        }
+        buckets[length] =
+            (bucket, if bucket < BUCKET_BOUNDS.len() { BUCKET_BOUNDS[bucket].as_micros() } else { u64::MAX });
+        length += 1;
+    }
+    buckets
+};
+
+/// The length in bits from which numbers are above all bounds.
+const MAX_LENGTH: usize = 28;
+
 /// The index of a duration's bucket.
 #[inline]
 pub fn bucket_of(duration: Span) -> usize {
-    BUCKET_BOUNDS.partition_point(|bound| duration > *bound)
+    let length = (u64::BITS - duration.as_micros().leading_zeros()) as usize;
+    let (bucket, bound) = BUCKETS_BY_LENGTH[length.min(MAX_LENGTH)];
+    if duration.as_micros() > bound { bucket + 1 } else { bucket }
 }
 
 #[cfg(test)]

@@ -6,10 +6,10 @@
 
 mod call_slot;
 mod peer_votes;
-mod step_guard;
 mod timer;
 
 use std::future::poll_fn;
+use std::mem;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,16 +27,15 @@ use tidegate_core::{
 };
 use tidegate_policy::{KeySeed, outbound};
 use tidegate_runtime::random::random_u64;
-use tidegate_store::spin_lock::SpinLock;
+use tidegate_store::spin_lock::{SpinLock, SpinLockGuard};
 use tidegate_store::{Store, StoreError, StoreResponse};
 use tokio::runtime::Handle;
 
-use super::events::{ProviderChange, ProviderEvents};
+use super::events::{ProviderChange, ProviderEvent, ProviderEvents};
 use super::report::{BreakerReport, CredentialReport, DispatcherSnapshot};
 use super::{CallErrorKind, Urgency};
 pub(super) use call_slot::{CallSlot, StartOutcome};
 use peer_votes::PeerVotes;
-use step_guard::StepGuard;
 use timer::{Timer, TimerSignals};
 
 /// The state that all calls to one provider share.
@@ -63,11 +62,11 @@ struct Dispatcher {
     /// The time when the timer wakes, if it runs.
     timer_wakes_at: Time,
     last_step_at: Time,
-    /// The number of the breaker's transitions that were published.
-    seen_transitions: u64,
+    /// The number of the breaker's transitions that were published. Only replies and votes cause others.
+    published_transitions: u64,
     /// The last published change of each credential; empty before the first.
     published_changes: Vec<CredentialChange>,
-    /// The changes to be published after this step.
+    /// The changes of credentials to be published after this step.
     changes: Vec<ProviderChange>,
 }
 
@@ -178,7 +177,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             waiting_by_ticket: Vec::new(),
             timer_wakes_at: Time::NEVER,
             last_step_at: Time::ZERO,
-            seen_transitions: 0,
+            published_transitions: 0,
             published_changes: Vec::new(),
             changes: Vec::new(),
         };
@@ -197,9 +196,9 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     }
 
     /// Takes the lock for a change at the present time.
-    fn lock_for_step(&self) -> (StepGuard<'_, S, C>, Time) {
+    fn lock_for_step(&self) -> (SpinLockGuard<'_, Dispatcher>, Time) {
         // A panic can only come from a waker, after the step was complete.
-        let mut dispatcher = StepGuard::new(self, self.dispatcher.lock());
+        let mut dispatcher = self.dispatcher.lock();
         let now = self.clock.now();
         self.begin_step(&mut dispatcher, now);
         (dispatcher, now)
@@ -214,11 +213,16 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
 
     /// Makes a step for a call that doesn't wait, sends its updates to the store, and dispatches the due calls.
     fn run_step<T>(self: &Arc<Self>, step: impl FnOnce(&mut StepContext, Time) -> T) -> (T, Time) {
-        let (mut dispatcher, now) = self.lock_for_step();
-        let dispatcher = &mut *dispatcher;
+        let (mut guard, now) = self.lock_for_step();
+        let dispatcher = &mut *guard;
         let done = step(&mut dispatcher.context, now);
         self.submit_updates(&dispatcher.context.state, now);
         self.dispatch(dispatcher, None, now);
+        let has_changed = dispatcher.context.state.breaker.transitions() != dispatcher.published_transitions;
+        drop(guard);
+        if has_changed {
+            self.publish_changes();
+        }
         (done, now)
     }
 
@@ -239,8 +243,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         let uncontended =
             started_at.and_then(|at| Some((self.dispatcher.try_lock().filter(|free| free.last_step_at <= at)?, at)));
         let (mut dispatcher, now) = match uncontended {
-            Some((dispatcher, at)) => {
-                let mut dispatcher = StepGuard::new(self, dispatcher);
+            Some((mut dispatcher, at)) => {
                 self.begin_step(&mut dispatcher, at);
                 (dispatcher, at)
             }
@@ -352,14 +355,35 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     /// Handles a reply after which a credential may not be used for a while.
     #[cold]
     fn handle_rejection(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
-        let (mut dispatcher, now) = self.lock_for_step();
-        let dispatcher = &mut *dispatcher;
+        let (mut guard, now) = self.lock_for_step();
+        let dispatcher = &mut *guard;
         let StepContext { state, rng, .. } = &mut dispatcher.context;
         let next_step = call.handle_reply(&self.rules, state, reply, now, rng);
         self.submit_updates(state, now);
         self.note_credential_changes(dispatcher, now);
         self.dispatch(dispatcher, None, now);
+        drop(guard);
+        self.publish_changes();
         (next_step, now)
+    }
+
+    /// Publishes the changes of the last steps. The lock isn't held meanwhile, because a log or an observer may be slow.
+    #[cold]
+    fn publish_changes(&self) {
+        let (changes, at) = {
+            let dispatcher = &mut *self.dispatcher.lock();
+            let (breaker, now) = (&dispatcher.context.state.breaker, dispatcher.last_step_at);
+            let mut changes = mem::take(&mut dispatcher.changes);
+            if mem::replace(&mut dispatcher.published_transitions, breaker.transitions()) != breaker.transitions() {
+                let reset_in = breaker.peek(now).err().map_or(Span::ZERO, |refusal| refusal.reset_in);
+                let (state, failures) = (breaker.state(now), breaker.failures());
+                changes.push(ProviderChange::Breaker { state, failures, reset_in });
+            }
+            (changes, now)
+        };
+        for change in changes {
+            self.events.publish(&ProviderEvent { at, provider: self.config().name.clone(), change });
+        }
     }
 
     /// Ends a call after its reply's body, and corrects the cost if it is known now.

@@ -25,7 +25,8 @@ pub struct ProviderEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ProviderChange {
-    /// The circuit breaker has changed its state.
+    /// A reply, or the votes of other nodes, has changed the state of the circuit breaker. A state that was over before
+    /// the first reply to a probe isn't reported.
     Breaker {
         /// The new state.
         state: BreakerState,

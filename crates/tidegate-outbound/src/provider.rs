@@ -229,6 +229,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
         kind
     }
 
+    #[cold]
     fn call_error<T>(&self, kind: CallErrorKind, last_reply: Option<T>, stats: CallStats) -> CallError<T> {
         self.0.failures[kind.reason_index()].fetch_add(1, Ordering::Relaxed);
         CallError { provider: self.config().name.clone(), kind, last_reply, stats, failed_at: self.0.clock.now() }

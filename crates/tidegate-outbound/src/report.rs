@@ -200,7 +200,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
             retry_budget: dispatcher.retry_budget,
             adaptive_limit: dispatcher.adaptive_limit,
             pace_interval: dispatcher.pace_interval,
-            first_tries: stats.first_tries,
+            first_tries: stats.first_tries(),
             retries: stats.retries,
             attempts: Class::ALL.map(|class| (class.name(), stats.attempts[class as usize])).into(),
             failures: failures.filter(|(_, count)| *count > 0).collect(),

@@ -43,7 +43,8 @@ pub struct DecisionCount {
     pub count: u64,
 }
 
-/// The combinations of outcome and reason that decisions have, in the order of their counters.
+/// The combinations of outcome and reason that decisions have. Those of an action's limit that are listed even if there
+/// are none come first.
 const RESULTS: [(DecisionOutcome, Reason); 9] = [
     (DecisionOutcome::Allowed, Reason::Ok),
     (DecisionOutcome::Refused, Reason::Limit),
@@ -55,94 +56,80 @@ const RESULTS: [(DecisionOutcome, Reason); 9] = [
     (DecisionOutcome::Shadow, Reason::Limit),
     (DecisionOutcome::Shadow, Reason::Penalty),
 ];
+const ALWAYS_LISTED: usize = 2;
 
-/// Counts the decisions of a gate. A row has a counter for each result. There is a row for each limit of an action; for
-/// each combination of an action, or none, with a global limit, or none; so the plan bounds their number.
-pub(crate) struct DecisionCounts {
-    counters: Counters,
-    /// The position of each limit among the global ones, or [`OF_ACTION`], by its id.
-    global_positions: Box<[u16]>,
-    /// The number of rows of each action beside those of its own limits.
-    rows_per_action: usize,
+/// The counters of a row: one for each reason, and again for decisions in shadow mode.
+const ROW: usize = 16;
+
+/// The counter of a decision within its row.
+#[inline]
+fn column(is_shadow: bool, reason: Reason) -> usize {
+    reason as usize + if is_shadow { ROW / 2 } else { 0 }
 }
 
-/// Stands for the position of a limit that belongs to an action.
-const OF_ACTION: u16 = u16::MAX;
+/// The place of the rows of one limit.
+#[derive(Clone, Copy, Debug)]
+struct LimitRows {
+    /// The first counter.
+    first: usize,
+    /// The distance between the rows of two actions. 0 if the limit has one row, because it belongs to one action.
+    per_action: usize,
+}
+
+/// Counts the decisions of a gate. A limit of an action has a row of counters. A global limit, and decisions without a
+/// limit, have a row for each action and one for calls without an action. So the plan bounds the number of rows.
+pub(crate) struct DecisionCounts {
+    counters: Counters,
+    /// The rows of decisions without a limit, and then those of each limit by its id.
+    rows: Box<[LimitRows]>,
+}
 
 impl DecisionCounts {
     pub(crate) fn new(plan: &Plan) -> Self {
-        let position = |id| plan.global().iter().position(|global| *global == id);
-        let position = |id| position(id).and_then(|at| u16::try_from(at).ok()).unwrap_or(OF_ACTION);
-        let global_positions: Box<[u16]> = plan.limits().iter().map(|(id, _)| position(id)).collect();
-        let rows_per_action = plan.global().len() + 1;
-        let rows = global_positions.len() + (plan.actions().len() + 1) * rows_per_action;
-        Self { counters: Counters::new(rows * RESULTS.len()), global_positions, rows_per_action }
+        let mut len = 0;
+        let mut add_rows = |is_of_action| {
+            let (first, per_action) = (len, if is_of_action { 0 } else { ROW });
+            len += if is_of_action { ROW } else { ROW * (plan.actions().len() + 1) };
+            LimitRows { first, per_action }
+        };
+        let mut rows = vec![add_rows(false)];
+        rows.extend(plan.limits().iter().map(|(id, _)| add_rows(plan.limit_info(id).action().is_some())));
+        Self { counters: Counters::new(len), rows: rows.into() }
     }
 
     /// Counts one decision that a client is given.
     #[inline]
     pub(crate) fn record(&self, actions: MatchedActions, decision: &Decision) {
-        let position = match decision.bound_by {
-            None => 0,
-            Some(limit) => match self.global_positions.get(limit.index()) {
-                Some(&OF_ACTION) => return self.add(limit.index(), decision),
-                Some(&global) => usize::from(global) + 1,
-                None => 0,
-            },
-        };
-        self.add(self.row_of_action(actions.first(), position), decision);
-    }
-
-    #[inline]
-    fn row_of_action(&self, action: Option<ActionId>, position: usize) -> usize {
-        let action = action.map_or(0, |action| action.index() + 1);
-        self.global_positions.len() + action * self.rows_per_action + position
-    }
-
-    #[inline]
-    fn add(&self, row: usize, decision: &Decision) {
-        let column = match (decision.shadow, decision.reason) {
-            (false, Reason::Ok) => 0,
-            (false, Reason::Limit) => 1,
-            (false, Reason::Penalty) => 2,
-            (_, Reason::Unlimited) => 3,
-            (_, Reason::Parole) => 4,
-            (_, Reason::AllowList) => 5,
-            (_, Reason::DenyList) => 6,
-            (true, Reason::Limit | Reason::Ok) => 7,
-            (true, Reason::Penalty) => 8,
-        };
-        self.counters.add(row * RESULTS.len() + column, 1);
+        let rows = self.rows[decision.bound_by.map_or(0, |limit| limit.index() + 1)];
+        self.counters.add(row(rows, actions.first()) + column(decision.shadow, decision.reason), 1);
     }
 
     /// The decisions so far. Those of an action's limit that were admitted or refused by it are always there; others if
     /// there are any.
     pub(crate) fn list(&self, plan: &Plan) -> Vec<DecisionCount> {
-        let own = plan.limits().iter().filter_map(|(id, _)| {
-            let action = plan.limit_info(id).action()?;
-            Some((id.index(), Some(action), Some(id)))
-        });
-        let actions = plan.actions().map(|(id, _)| Some(id));
-        let shared = [None].into_iter().chain(actions).flat_map(|action| {
-            let limits = [None].into_iter().chain(plan.global().iter().copied().map(Some));
-            limits.enumerate().map(move |(position, limit)| (self.row_of_action(action, position), action, limit))
-        });
-        let counts = own.chain(shared).flat_map(|(row, action, limit)| {
-            let is_own = row < self.global_positions.len();
-            RESULTS.iter().enumerate().filter_map(move |(column, (outcome, reason))| {
-                let count = self.counters.get(row * RESULTS.len() + column);
-                let is_listed = count > 0 || is_own && column < 2;
-                is_listed.then(|| DecisionCount {
-                    action,
-                    limit,
-                    outcome: *outcome,
-                    reason: reason_name(*reason),
-                    count,
-                })
-            })
-        });
-        counts.collect()
+        let limits = [None].into_iter().chain(plan.limits().iter().map(|(id, _)| Some(id)));
+        let mut counts = Vec::new();
+        for (limit, rows) in limits.zip(&self.rows) {
+            let of_action = limit.and_then(|limit| plan.limit_info(limit).action());
+            let actions = plan.actions().map(|(id, _)| Some(id)).filter(|_| of_action.is_none());
+            for action in [of_action].into_iter().chain(actions) {
+                for (place, (outcome, reason)) in RESULTS.into_iter().enumerate() {
+                    let column = column(outcome == DecisionOutcome::Shadow, reason);
+                    let count = self.counters.get(row(*rows, action) + column);
+                    if count > 0 || of_action.is_some() && place < ALWAYS_LISTED {
+                        counts.push(DecisionCount { action, limit, outcome, reason: reason_name(reason), count });
+                    }
+                }
+            }
+        }
+        counts
     }
+}
+
+/// The first counter of the row of a limit and an action.
+#[inline]
+fn row(rows: LimitRows, action: Option<ActionId>) -> usize {
+    rows.first + rows.per_action * action.map_or(0, |action| action.index() + 1)
 }
 
 #[cfg(test)]

@@ -371,34 +371,32 @@ impl<S: Store, C: Clock> Gate<S, C> {
     #[inline]
     fn begin(&self, query: &Query<'_>, verb: Verb) -> Result<Check<S, C>, CheckError> {
         let actions = self.actions(query)?;
-        let decision = match self.decide_by_list(query) {
-            Some(decision) => decision,
-            None => {
-                let mut batch = Batch::new(self.0.holder_ids.next());
-                self.fill(&mut batch, actions, query, verb)?;
-                let mut answer = self.0.store.apply(&batch, self.0.clock.now());
-                self.ask_again(&mut batch, query.ip, &mut answer);
-                match answer {
-                    // By reference: moving them would copy them.
-                    StoreResponse::Ready(ref mut outcomes) => self.decide_outcomes(&batch, outcomes),
-                    StoreResponse::Pending(answer) => {
-                        let counted = (verb == Verb::Take).then_some(actions);
-                        let pending = PendingCheck::new(self.clone(), batch, query.ip, counted, answer);
-                        return Ok(Check::Pending(pending));
-                    }
-                }
-            }
-        };
-        if verb == Verb::Take {
-            self.count(actions, &decision);
+        let counted = (verb == Verb::Take).then_some(actions);
+        if let Some(decision) = self.decide_by_list(query) {
+            self.count(counted, &decision);
+            return Ok(Check::Decided(decision));
         }
-        Ok(Check::Decided(decision))
+        let mut batch = Batch::new(self.0.holder_ids.next());
+        self.fill(&mut batch, actions, query, verb)?;
+        let mut answer = self.0.store.apply(&batch, self.0.clock.now());
+        self.ask_again(&mut batch, query.ip, &mut answer);
+        Ok(match answer {
+            // By reference: moving them would copy them.
+            StoreResponse::Ready(ref mut outcomes) => {
+                let decision = self.decide_outcomes(&batch, outcomes);
+                self.count(counted, &decision);
+                Check::Decided(decision)
+            }
+            StoreResponse::Pending(answer) => {
+                Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, counted, answer))
+            }
+        })
     }
 
-    /// Counts a decision that the caller is given.
+    /// Counts a decision that the caller is given, unless it was only looked up.
     #[inline]
-    pub(crate) fn count(&self, actions: MatchedActions, decision: &Decision) {
-        if let Some(counts) = &self.0.decision_counts {
+    pub(crate) fn count(&self, counted: Option<MatchedActions>, decision: &Decision) {
+        if let (Some(counts), Some(actions)) = (&self.0.decision_counts, counted) {
             counts.record(actions, decision);
         }
     }

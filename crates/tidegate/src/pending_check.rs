@@ -54,9 +54,7 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
         let mut outcomes = gate.outcomes(batch, ip, StoreResponse::Pending(answer)).await?;
         *is_answered = true;
         let decision = gate.decide_outcomes(batch, &mut outcomes);
-        if let Some(actions) = counted {
-            gate.count(actions, &decision);
-        }
+        gate.count(counted, &decision);
         Ok(decision)
     }
 }

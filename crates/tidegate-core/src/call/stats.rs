@@ -7,8 +7,6 @@ use crate::{Class, DurationHistogram, Lane};
 pub struct ProviderStats {
     /// The calls that have started, in the order of [`Lane::ALL`].
     pub calls: [u64; Lane::ALL.len()],
-    /// The first requests of calls that were sent.
-    pub first_tries: u64,
     /// The further requests of calls that were sent: retries and hedges.
     pub retries: u64,
     /// The requests that have ended, in the order of [`Class::ALL`].
@@ -17,4 +15,12 @@ pub struct ProviderStats {
     pub reply_times: DurationHistogram,
     /// The time for which each sent request had waited in the queue, in the order of [`Lane::ALL`].
     pub waits: [DurationHistogram; Lane::ALL.len()],
+}
+
+impl ProviderStats {
+    /// The first requests of calls that were sent.
+    pub fn first_tries(&self) -> u64 {
+        let sent: u64 = self.waits.iter().map(DurationHistogram::count).sum();
+        sent.saturating_sub(self.retries)
+    }
 }
