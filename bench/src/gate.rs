@@ -26,14 +26,8 @@ enum GateWork {
 }
 
 impl GateWork {
-    const ALL: [Self; 6] = [
-        Self::Admitted,
-        Self::Refused,
-        Self::DecisionApi,
-        Self::Outbound,
-        Self::MetricsAdmitted,
-        Self::MetricsRefused,
-    ];
+    const ALL: [Self; 6] =
+        [Self::Admitted, Self::Refused, Self::DecisionApi, Self::Outbound, Self::MetricsAdmitted, Self::MetricsRefused];
 
     fn name(self) -> &'static str {
         match self {
