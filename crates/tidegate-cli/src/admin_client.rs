@@ -32,8 +32,9 @@ fn describe_blocks(report: &Value) -> Option<String> {
             .as_object()?
             .iter()
             .map(|(part, value)| {
-                let value = value.as_str().unwrap_or_default();
-                if part == "client_ip" { value.to_owned() } else { format!("{part}={value}") }
+                // A caller's key may have line ends, which must not make a row.
+                let value = printable_text(value.as_str().unwrap_or_default());
+                if part == "client_ip" { value } else { format!("{part}={value}") }
             })
             .collect();
         let name = if name.is_empty() { "all together".to_owned() } else { name.join(" ") };
@@ -53,6 +54,11 @@ fn describe_blocks(report: &Value) -> Option<String> {
         let _ = writeln!(text, "\n{} more; --json shows up to a thousand", clients.len() - MAX_ROWS);
     }
     Some(text)
+}
+
+/// A text on one line.
+fn printable_text(text: &str) -> String {
+    text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
 }
 
 /// Appends rows with aligned columns.

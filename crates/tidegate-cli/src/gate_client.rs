@@ -25,6 +25,8 @@ const TOKEN_HELP: &str =
 
 /// The timeout of a gate's response.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest pause in a stream of events. The gate sends a comment every ten seconds.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// The maximum size of a response. The state of a hundred providers has some hundred kilobytes.
 const MAX_ANSWER: usize = 16 << 20;
 
@@ -122,7 +124,9 @@ impl<'a> GateClient<'a> {
     pub(crate) fn follow(&self, target: &str, mut print_data: impl FnMut(&str) -> bool) -> CommandResult {
         let request = self.request(Method::GET, target, String::new())?;
         runtime()?.block_on(async {
-            let response = open(&self.authority, request).await.map_err(|error| self.unreachable(&*error))?;
+            let opening = tokio::time::timeout(ANSWER_TIMEOUT, open(&self.authority, request));
+            let no_answer = |_| failure(format!("{} did not answer within {ANSWER_TIMEOUT:?}", self.url));
+            let response = opening.await.map_err(no_answer)?.map_err(|error| self.unreachable(&*error))?;
             let (parts, mut body) = response.into_parts();
             if !parts.status.is_success() {
                 let text = Limited::new(body, MAX_ANSWER).collect().await.map(|text| text.to_bytes());
@@ -130,7 +134,8 @@ impl<'a> GateClient<'a> {
                 return Err(self.print_refusal(parts.status, &text, |_| None));
             }
             let mut unread = String::new();
-            while let Some(frame) = body.frame().await {
+            let silent = |_| failure(format!("{} has sent nothing for {LONGEST_PAUSE:?}", self.url));
+            while let Some(frame) = tokio::time::timeout(LONGEST_PAUSE, body.frame()).await.map_err(silent)? {
                 let frame = frame.map_err(|error| failure(format!("{} broke off: {error}", self.url)))?;
                 let Ok(data) = frame.into_data() else { continue };
                 unread.push_str(&String::from_utf8_lossy(&data));

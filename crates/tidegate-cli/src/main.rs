@@ -97,7 +97,7 @@ enum Command {
         #[command(flatten)]
         gate: GateArgs,
     },
-    /// Show the latest changes of state of a running gate: of breakers, credentials, quotas and the store.
+    /// Show the latest changes of state of a running gate: of blocked clients, breakers, credentials, quotas and the store.
     Events {
         /// Continue to show events as they happen.
         #[arg(long, short)]

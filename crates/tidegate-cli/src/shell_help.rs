@@ -8,7 +8,7 @@ use clap_mangen::Man;
 
 use crate::{CliOutcome, CommandResult, policy};
 
-/// Where each shell reads its completions.
+/// The places where shells read their completions.
 pub(crate) const COMPLETIONS_HELP: &str = "\
 bash:  tidegate completions bash > ~/.local/share/bash-completion/completions/tidegate
 zsh:   tidegate completions zsh > ~/.zfunc/_tidegate     (with ~/.zfunc in fpath)

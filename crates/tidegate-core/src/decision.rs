@@ -42,6 +42,8 @@ pub struct Decision {
     pub retry_after: Option<Span>,
     /// True if a block is in force.
     pub blocked: bool,
+    /// True if this call has begun a block.
+    pub begins_block: bool,
     /// The whole length of the block in force.
     pub backoff: Option<Span>,
     /// The time at which a blocked client may call again.
@@ -72,6 +74,7 @@ impl Decision {
             reset_after: Span::ZERO,
             retry_after: None,
             blocked: false,
+            begins_block: false,
             backoff: None,
             next_allowed_at: None,
             bound_by: None,
@@ -147,6 +150,8 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
             let enforced = limits.get(op.limit).is_some_and(|limit| !limit.is_shadow());
             enforced != decision.shadow && outcome.verdict.refuses() && outcome.block_until > now
         });
+        // A call that finds a block is answered `Blocked`; one that causes it is refused by the limit.
+        decision.begins_block = blocks.clone().any(|(_, outcome)| outcome.verdict == Verdict::Refused);
         decision.backoff = blocks.map(|(_, outcome)| outcome.block).max();
         decision.blocked = decision.backoff.is_some();
         decision.retry_after = (!outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now));

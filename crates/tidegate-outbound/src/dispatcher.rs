@@ -313,7 +313,9 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
 
     /// Handles the failure of one of two parallel requests, while the other is still running.
     pub(super) fn hedge_lost(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) {
-        self.run_step(|StepContext { state, rng, .. }, now| call.hedge_lost(&self.rules, state, reply, now, rng));
+        self.run_credential_step(|StepContext { state, rng, .. }, now| {
+            call.hedge_lost(&self.rules, state, reply, now, rng);
+        });
     }
 
     pub(super) async fn wait_for_result(self: &Arc<Self>, index: usize) -> (Call, DispatchResult, Time) {
@@ -347,24 +349,25 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
 
     pub(super) fn handle_reply(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
         if matches!(reply.class, Class::Auth | Class::Throttled) || call.has_switched_credential() {
-            return self.handle_rejection(call, reply);
+            return self.run_credential_step(|StepContext { state, rng, .. }, now| {
+                call.handle_reply(&self.rules, state, reply, now, rng)
+            });
         }
         self.run_step(|StepContext { state, rng, .. }, now| call.handle_reply(&self.rules, state, reply, now, rng))
     }
 
-    /// Handles a reply after which a credential may not be used for a while.
+    /// As [`run_step`](Self::run_step), for a reply after which a credential may not be used for a while.
     #[cold]
-    fn handle_rejection(self: &Arc<Self>, call: &mut Call, reply: &AttemptReport) -> (NextStep, Time) {
+    fn run_credential_step<T>(self: &Arc<Self>, step: impl FnOnce(&mut StepContext, Time) -> T) -> (T, Time) {
         let (mut guard, now) = self.lock_for_step();
         let dispatcher = &mut *guard;
-        let StepContext { state, rng, .. } = &mut dispatcher.context;
-        let next_step = call.handle_reply(&self.rules, state, reply, now, rng);
-        self.submit_updates(state, now);
+        let done = step(&mut dispatcher.context, now);
+        self.submit_updates(&dispatcher.context.state, now);
         self.note_credential_changes(dispatcher, now);
         self.dispatch(dispatcher, None, now);
         drop(guard);
         self.publish_changes();
-        (next_step, now)
+        (done, now)
     }
 
     /// Publishes the changes of the last steps. The lock isn't held meanwhile, because a log or an observer may be slow.
@@ -475,7 +478,12 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             let change = published_changes.get(credential).copied().unwrap_or_default();
             let until = state.pool.cooling_until(credential).filter(|until| *until > now + MIN_TOLD_WAIT);
             let until = until.max((change.until > now).then_some(change.until));
-            CredentialReport::new(until, change.is_rejected, state.pool.in_flight(credential), now)
+            CredentialReport::new(
+                until,
+                change.is_rejected && change.until > now,
+                state.pool.in_flight(credential),
+                now,
+            )
         };
         DispatcherSnapshot {
             breaker: BreakerReport {

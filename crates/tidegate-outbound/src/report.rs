@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use tidegate_core::call::{ProviderLimit, ProviderStats};
 use tidegate_core::{
-    Batch, Class, Clock, DurationHistogram, Key, Lane, Limit, LimitId, LimitKind, Op, Outcome, Time, Verb,
+    Batch, Class, Clock, DurationHistogram, Key, Lane, Limit, LimitId, LimitKind, MAX_OPS, Op, Outcome, Time, Verb,
 };
 use tidegate_store::{Store, StoreResponse};
 
@@ -100,8 +100,6 @@ pub struct LimitUsage {
     pub remaining: u64,
     /// Seconds, rounded up, until the full capacity is available again.
     pub reset_after: u64,
-    /// True if it is a calendar quota.
-    pub is_quota: bool,
 }
 
 /// The state of a credential. It never contains the secret.
@@ -124,7 +122,7 @@ pub struct CredentialReport {
 pub struct CredentialStates {
     /// Those that calls use.
     pub usable: usize,
-    /// Those that the provider has throttled.
+    /// Those that the provider has throttled, or whose own limit has no room.
     pub cooling: usize,
     /// Those that the provider has rejected.
     pub rejected: usize,
@@ -160,8 +158,14 @@ impl<S: Store, C: Clock> Provider<S, C> {
     /// fails.
     pub async fn report(&self) -> ProviderReport {
         let mut report = self.local_report();
-        report.limits = self.limit_usage().await;
+        report.limits = self.limit_usage(|_| true).await;
         report
+    }
+
+    /// The present use of its calendar quotas. A store outside this process is asked for it; quotas are left out if it
+    /// fails.
+    pub async fn quota_usage(&self) -> Vec<LimitUsage> {
+        self.limit_usage(|kind| matches!(kind, LimitKind::Quota(_))).await
     }
 
     fn local_report(&self) -> ProviderReport {
@@ -209,23 +213,26 @@ impl<S: Store, C: Clock> Provider<S, C> {
         }
     }
 
-    async fn limit_usage(&self) -> Vec<LimitUsage> {
+    async fn limit_usage(&self, is_wanted: impl Fn(&LimitKind) -> bool) -> Vec<LimitUsage> {
+        let limits = self.0.outbound_config.limits();
+        let kind = |limit| limits.get(limit).map(Limit::kind);
+        let mut wanted = self.counted_limits();
+        wanted.retain(|(limit, ..)| kind(*limit).is_some_and(&is_wanted));
         let mut usage = Vec::new();
-        for (limit, key, credential) in self.counted_limits() {
-            let Some(outcome) = self.peek(limit, key).await else { continue };
-            let info = self.0.outbound_config.limit_info(limit);
-            let kind = self.0.outbound_config.limits().get(limit).map(Limit::kind);
-            usage.push(LimitUsage {
-                id: limit,
-                name: info.name.clone(),
-                words: info.description.clone(),
-                credential,
-                limit: outcome.limit,
-                used: outcome.used,
-                remaining: outcome.remaining,
-                reset_after: outcome.reset_at.since(self.0.clock.now()).as_secs_ceil(),
-                is_quota: matches!(kind, Some(LimitKind::Quota(_))),
-            });
+        for group in wanted.chunks(MAX_OPS) {
+            for ((limit, _, credential), outcome) in group.iter().zip(self.peek(group).await) {
+                let info = self.0.outbound_config.limit_info(*limit);
+                usage.push(LimitUsage {
+                    id: *limit,
+                    name: info.name.clone(),
+                    words: info.description.clone(),
+                    credential: *credential,
+                    limit: outcome.limit,
+                    used: outcome.used,
+                    remaining: outcome.remaining,
+                    reset_after: outcome.reset_at.since(self.0.clock.now()).as_secs_ceil(),
+                });
+            }
         }
         usage
     }
@@ -242,15 +249,23 @@ impl<S: Store, C: Clock> Provider<S, C> {
         shared.chain(own).collect()
     }
 
-    async fn peek(&self, limit: LimitId, key: Key) -> Option<Outcome> {
+    /// The state of at most [`MAX_OPS`] limits; empty if the store fails.
+    async fn peek(&self, limits: &[(LimitId, Key, Option<usize>)]) -> Vec<Outcome> {
         let mut batch = Batch::new(0);
         batch.set_affinity(self.0.rules.affinity());
-        batch.push(Op::new(limit, Verb::Peek, key, 1)).ok()?;
+        for (limit, key, _) in limits {
+            if batch.push(Op::new(*limit, Verb::Peek, *key, 1)).is_err() {
+                break;
+            }
+        }
         let outcomes = match self.0.store.apply(&batch, self.0.clock.now()) {
             StoreResponse::Ready(outcomes) => outcomes,
-            StoreResponse::Pending(later) => later.await.ok()?,
+            StoreResponse::Pending(later) => match later.await {
+                Ok(outcomes) => outcomes,
+                Err(_) => return Vec::new(),
+            },
         };
-        outcomes.list().first().copied()
+        outcomes.list().to_vec()
     }
 }
 

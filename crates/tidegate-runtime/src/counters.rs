@@ -34,6 +34,7 @@ struct CacheLine([AtomicU64; COUNTERS_PER_LINE]);
 #[derive(Debug)]
 pub struct Counters {
     lines: Box<[CacheLine]>,
+    len: usize,
     lines_per_shard: usize,
     shard_mask: usize,
 }
@@ -48,7 +49,7 @@ impl Counters {
             shards /= 2;
         }
         let lines = iter::repeat_with(CacheLine::default).take(shards * lines_per_shard).collect();
-        Self { lines, lines_per_shard, shard_mask: shards - 1 }
+        Self { lines, len, lines_per_shard, shard_mask: shards - 1 }
     }
 
     /// Adds to a counter. An index that doesn't exist is ignored.
@@ -67,6 +68,9 @@ impl Counters {
 
     #[inline]
     fn counter(&self, shard: usize, index: usize) -> Option<&AtomicU64> {
+        if index >= self.len {
+            return None;
+        }
         let line = self.lines.get(shard * self.lines_per_shard + index / COUNTERS_PER_LINE)?;
         Some(&line.0[index % COUNTERS_PER_LINE])
     }
@@ -144,8 +148,13 @@ mod tests {
 
     #[test]
     fn an_unknown_index_is_ignored() {
-        let counters = Counters::new(0);
-        counters.add(0, 1);
-        assert_eq!(counters.get(0), 0);
+        for len in [0, 5] {
+            let counters = Counters::new(len);
+            for index in [len, len + 3, 8] {
+                counters.add(index, 1);
+                std::thread::scope(|scope| scope.spawn(|| counters.add(index, 1)).join()).expect("no panic");
+            }
+            assert!((0..16).all(|index| counters.get(index) == 0));
+        }
     }
 }

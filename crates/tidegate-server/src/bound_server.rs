@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::connection::ConnectionService;
-use crate::events::{ServerEvent, ServerEvents, StateWatcher};
+use crate::events::{ServerEvent, ServerEvents, watch_quotas, watch_store};
 use crate::gateway::PlainClient;
 use crate::housekeeping;
 use crate::listener::{ConnectionContext, Listener};
@@ -130,8 +130,10 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         housekeeping.spawn(async move { permit_renewer.run().await });
         let (refusals, plan) = (Arc::clone(&self.refusals), Arc::clone(self.gate.plan()));
         housekeeping.spawn(async move { refusals.run(&plan).await });
-        let watcher = StateWatcher::new(self.gate.clone(), self.providers.clone(), Arc::clone(&self.events));
-        housekeeping.spawn(watcher.run());
+        housekeeping.spawn(watch_store(self.gate.clone(), Arc::clone(&self.events)));
+        if let Some(providers) = &self.providers {
+            housekeeping.spawn(watch_quotas(providers.clone(), Arc::clone(&self.events)));
+        }
         let (gate, clock) = (self.gate.clone(), self.gate.clock().clone());
         let on_loss = move |losses: &Losses| {
             self.metrics.record_losses(losses);

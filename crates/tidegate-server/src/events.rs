@@ -1,4 +1,4 @@
-//! The changes of state that operators watch: of providers, credentials, breakers, the store and quotas.
+//! The changes of state that operators watch: blocks of clients, providers, credentials, breakers, the store and quotas.
 
 mod stream;
 mod watcher;
@@ -14,7 +14,7 @@ use tidegate_core::time::UtcText;
 use tidegate_runtime::event_log::EventLog;
 
 pub(crate) use self::stream::EventStream;
-pub(crate) use self::watcher::StateWatcher;
+pub(crate) use self::watcher::{watch_quotas, watch_store};
 
 /// The number of events that are kept.
 const CAPACITY: usize = 1024;

@@ -262,14 +262,6 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let draining = Arc::new(AtomicBool::new(false));
         let providers = self.outbound.as_ref().map_or(0, |outbound| outbound.providers().len());
         let metrics = Arc::new(RequestMetrics::new(admin.metrics, providers));
-        if let Some(providers) = &self.outbound {
-            let events = Arc::clone(&events);
-            providers.observe(move |event| {
-                if let Some(event) = ServerEvent::from_provider(event) {
-                    events.publish(event);
-                }
-            });
-        }
         let proxy = self.open_proxy(&permit_renewer, &refusals, &metrics)?;
         let (upstream, inbound) = proxy.unzip();
         let (mut snapshot, mut outbound) = (None, None);
@@ -294,6 +286,15 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let admin = admin_access
             .map(|(address, access)| self.open_admin(address, access, &draining, source, &events))
             .transpose()?;
+        // Last, because only one server can observe the providers.
+        if let Some(providers) = &self.outbound {
+            let events = Arc::clone(&events);
+            providers.observe(move |event| {
+                if let Some(event) = ServerEvent::from_provider(event) {
+                    events.publish(event);
+                }
+            });
+        }
         Ok(BoundServer {
             shutdown_timeout: self.policy.inbound().timeouts.shutdown,
             gate: self.gate,

@@ -140,13 +140,15 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
             }
         };
         let query = Query { actions: Some(actions), ..query };
+        // The decision's own time may be that of a store with another clock.
+        let asked_at = connection.proxy.gate.clock().now();
         match connection.proxy.gate.begin_check(&query) {
             Err(error) => {
                 let response = connection.check_error_response(&query, &error);
                 connection.ready_response(connection.refuse_request(request, response))
             }
             Ok(Check::Decided(decision)) => {
-                let decided_at = connection.proxy.metrics.record_decision(decision.now, connection.proxy.gate.clock());
+                let decided_at = connection.proxy.metrics.record_decision(asked_at, connection.proxy.gate.clock());
                 let mut refusal_cache = self.refusal_cache.borrow_mut();
                 match connection.apply_decision(&query, &mut refusal_cache, actions, decision, decided_at) {
                     Err(refusal) => connection.ready_response(connection.refuse_request(request, refusal)),
@@ -164,9 +166,8 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
                 let connection = Arc::clone(connection);
                 ResponseFuture::Pending(Box::pin(async move {
                     let proxy = &connection.proxy;
-                    let asked_at = proxy.gate.clock().now();
                     let decided = pending.decision().await;
-                    let decided_at = proxy.metrics.record_store_decision(asked_at, proxy.gate.clock());
+                    let decided_at = proxy.metrics.record_store_decision(asked_at, decided.is_ok(), proxy.gate.clock());
                     let query = connection.query(&request);
                     let concluded = match decided {
                         Ok(decision) => {
@@ -283,7 +284,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
                 error(StatusCode::BAD_REQUEST, &why)
             }
             None => {
-                self.proxy.metrics.record_store_error();
+                self.proxy.metrics.record_check_error(cause);
                 self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), cause);
                 HttpError::StoreUnavailable.response()
             }
@@ -363,7 +364,6 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             Ok(response) => response,
             Err(failure) => return self.failure_response(&failure, has_body),
         };
-        proxy.metrics.record_upstream_reply(decided_at, response.status(), proxy.gate.clock());
         let protocol = hop_headers::strip_response(response.headers_mut());
         *response.version_mut() = Version::HTTP_11;
         proxy.replies.annotate(actions, &decision, response.headers_mut());
@@ -371,12 +371,14 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             let Some(client) = client_upgrade else {
                 return self.failure_response(&UpstreamError::UnexpectedUpgrade, has_body);
             };
+            proxy.metrics.record_upstream_reply(decided_at, response.status(), proxy.gate.clock());
             hop_headers::add_switch_headers(response.headers_mut(), protocol);
             let upstream = hyper::upgrade::on(&mut response);
             self.watch.enter(ConnectionPhase::Tunnel);
             upgrade::spawn_tunnel(client, upstream, Arc::clone(&self.watch), Arc::clone(&self.entry), permit);
             return response.map(|_| ResponseBody::empty());
         }
+        proxy.metrics.record_upstream_reply(decided_at, response.status(), proxy.gate.clock());
         if expectation.as_ref().is_some_and(|it| it.outcome().is_none()) {
             // The client was never told to send its body, so it is unknown if it will.
             set_connection_close(&mut response);
@@ -387,7 +389,6 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
     }
 
     fn failure_response(&self, failure: &UpstreamError, has_body: bool) -> Response<ResponseBody> {
-        self.proxy.metrics.record_upstream_failure(failure);
         let body = &self.watch.body;
         let waits_on_client = self.watch.phase() == ConnectionPhase::Upload && body.waits_on_client.get();
         let error = match failure {
@@ -401,6 +402,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             | UpstreamError::UnexpectedUpgrade => HttpError::BadGateway,
         };
         if error.status_and_message().0.is_server_error() {
+            self.proxy.metrics.record_upstream_failure(failure);
             self.proxy.refusals.log_failure(self.proxy.gate.clock().now(), failure);
         }
         let mut response = error.response();

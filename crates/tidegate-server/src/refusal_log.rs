@@ -69,7 +69,7 @@ impl RefusalLog {
             return;
         }
         self.clients.record(plan, actions, query, decision);
-        if decision.blocked && decision.backoff == decision.retry_after {
+        if decision.begins_block {
             self.publish_block(plan, query, decision);
         }
         if self.refusal_throttle.admit(decision.now).is_some() {

@@ -7,7 +7,7 @@ use foldhash::fast::FixedState;
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
 use tidegate::policy::{ActionId, KeyPart, MatchedActions, Plan, Query};
-use tidegate::{Decision, Time};
+use tidegate::{Decision, Reason, Time};
 use tidegate_core::time::UtcText;
 use tidegate_core::{Key, LimitId};
 
@@ -68,13 +68,13 @@ impl RefusedClients {
         shard.clients[position].update(decision);
     }
 
-    /// Forgets that these limits block or refuse the client of this address or this key.
-    pub(crate) fn forget(&self, limits: &[LimitId], query: &Query<'_>) {
-        for shard in &self.shards {
-            for client in &mut shard.lock().clients {
-                if limits.contains(&client.limit) && client.is_client_of(query) {
-                    (client.is_blocked, client.until, client.strikes) = (false, None, 0);
-                }
+    /// Notes that the state of these keys was reset.
+    pub(crate) fn forget(&self, keys: &[(LimitId, Key)]) {
+        for (limit, key) in keys {
+            let shard = &mut *self.shards[key.lo() as usize % SHARDS].lock();
+            if let Some(position) = shard.positions.get(&(*limit, *key)) {
+                let client = &mut shard.clients[*position];
+                (client.is_blocked, client.until, client.strikes) = (false, None, 0);
             }
         }
     }
@@ -139,7 +139,8 @@ impl RefusedClient {
     fn update(&mut self, decision: &Decision) {
         self.refusals += 1;
         self.strikes = decision.strikes;
-        self.is_blocked = decision.blocked;
+        // Another limit of the call may block it, and then has the shorter wait.
+        self.is_blocked = decision.reason == Reason::Penalty;
         self.is_shadow = decision.shadow;
         self.until = decision.retry_after.map(|wait| decision.now + wait);
         self.last_at = decision.now;
@@ -147,11 +148,6 @@ impl RefusedClient {
 
     fn is_blocked_at(&self, now: Time) -> bool {
         self.is_blocked && !self.is_shadow && self.until.is_none_or(|until| until > now)
-    }
-
-    fn is_client_of(&self, query: &Query<'_>) -> bool {
-        let matches_ip = self.ip.is_none() || self.ip == query.ip;
-        matches_ip && (self.caller.is_none() || self.caller.as_deref() == query.key)
     }
 
     fn json(&self, plan: &Plan, now: Time) -> Value {
@@ -185,8 +181,8 @@ impl RefusedClient {
 
 #[cfg(test)]
 mod tests {
+    use tidegate::Span;
     use tidegate::policy::{Policy, PolicySources};
-    use tidegate::{Reason, Span};
 
     use super::*;
 
@@ -196,8 +192,8 @@ mod tests {
         Decision {
             bound_by: Some(LimitId::FIRST),
             key: Key::new(0, client),
-            blocked,
-            strikes: u8::from(blocked),
+            reason: if blocked { Reason::Penalty } else { Reason::Limit },
+            strikes: if blocked { 1 } else { 0 },
             retry_after: Some(Span::from_secs(1000)),
             ..Decision::without_limit(false, Reason::Limit, Time::from_secs(at))
         }

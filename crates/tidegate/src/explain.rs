@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use tidegate_core::batch::RefusalSummary;
-use tidegate_core::{Batch, Clock, Decision, Limit, Op, Outcomes, Reason, Span};
+use tidegate_core::{Batch, Clock, Decision, Key, Limit, LimitId, Op, Outcomes, Reason, Span};
 use tidegate_policy::MatchedActions;
 use tidegate_store::Store;
 
@@ -73,6 +73,9 @@ pub struct ResetReport {
     /// Omitted if empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub skipped: Vec<String>,
+    /// The keys whose state was reset. They aren't part of the JSON.
+    #[serde(skip)]
+    pub keys: Vec<(LimitId, Key)>,
 }
 
 impl Explanation {

@@ -127,7 +127,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
     }
 
     /// The decisions of [`check`](Self::check) so far, by action, limit, outcome and reason. Each decision is counted
-    /// once, when the caller is given it.
+    /// once, when the caller is given it. Empty with `admin.metrics = false`.
     pub fn decision_counts(&self) -> Vec<DecisionCount> {
         self.0.decision_counts.as_ref().map(|counts| counts.list(&self.0.plan)).unwrap_or_default()
     }
@@ -270,6 +270,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         report.limits.extend(found.into_iter().filter(|limit| limit.used > 0 || limit.blocked || limit.strikes > 0));
         if !own.ops().is_empty() {
             self.apply(&own).await?;
+            report.keys.extend(own.ops().iter().map(|op| (op.limit, op.key)));
         }
         // The other limits may count by more than was given.
         let Ok(all) = self.batch(actions, query, Verb::Peek, 0) else { return Ok(()) };

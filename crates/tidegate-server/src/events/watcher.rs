@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate::outbound::{LimitUsage, Outbound};
+use tidegate::outbound::{Outbound, Provider};
 use tidegate::store::Store;
 use tidegate::{Gate, Time};
 use tidegate_core::{Clock, LimitId};
@@ -12,85 +12,88 @@ use tidegate_core::{Clock, LimitId};
 use super::{Change, ServerEvent, ServerEvents};
 
 /// The interval of looks at the store.
-const INTERVAL: Duration = Duration::from_millis(500);
-/// The number of intervals between two looks at quotas, which a store outside this process may have to be asked for.
-const QUOTA_INTERVALS: u32 = 4;
+const STORE_INTERVAL: Duration = Duration::from_millis(500);
+/// The interval of looks at quotas, which a store outside this process may have to be asked for.
+const QUOTA_INTERVAL: Duration = Duration::from_secs(2);
 /// The shares of a quota that are reported, in per cent.
 const QUOTA_SHARES: [u64; 2] = [80, 100];
+/// The share, in per cent, below which a quota must have started again. Corrections of costs lower it by less.
+const RESTARTED_SHARE: u64 = 40;
 
-/// Watches the store and the quotas of a server.
-pub(crate) struct StateWatcher<S: Store, C: Clock> {
-    gate: Gate<S, C>,
-    providers: Option<Outbound<S, C>>,
-    events: Arc<ServerEvents>,
-    /// The time since which the store is away, and its name.
-    lost_store: Option<(Time, String)>,
-    /// The reported share of each quota, by provider, limit and credential.
-    quota_shares: HashMap<(usize, LimitId, Option<usize>), u64>,
+/// Publishes when the store is lost and when it is back; never returns.
+pub(crate) async fn watch_store<S: Store, C: Clock>(gate: Gate<S, C>, events: Arc<ServerEvents>) {
+    let mut lost: Option<(Time, String)> = None;
+    loop {
+        tokio::time::sleep(STORE_INTERVAL).await;
+        let at = gate.clock().now();
+        let change = match (gate.store().outage(), lost.take()) {
+            (Some(store), None) => {
+                lost = Some((at, store.to_owned()));
+                Change::StoreLost { store: store.to_owned() }
+            }
+            (None, Some((since, store))) => Change::StoreBack { store, seconds: at.since(since).as_secs_ceil() },
+            (_, still_lost) => {
+                lost = still_lost;
+                continue;
+            }
+        };
+        events.publish(ServerEvent { at, change });
+    }
 }
 
-impl<S: Store, C: Clock + Clone> StateWatcher<S, C> {
-    pub(crate) fn new(gate: Gate<S, C>, providers: Option<Outbound<S, C>>, events: Arc<ServerEvents>) -> Self {
-        Self { gate, providers, events, lost_store: None, quota_shares: HashMap::new() }
-    }
-
-    /// Looks at every interval; never returns.
-    pub(crate) async fn run(mut self) {
-        let has_quotas = self.providers.as_ref().is_some_and(|providers| {
-            let (config, now) = (providers.config(), self.gate.clock().now());
-            config.providers().iter().any(|provider| provider.next_quota_end(config.limits(), now).is_some())
-        });
-        for round in (0..QUOTA_INTERVALS).cycle() {
-            tokio::time::sleep(INTERVAL).await;
-            self.look_at_store();
-            if has_quotas && round == 0 {
-                self.look_at_quotas().await;
+/// Publishes and logs when a share of a provider's quota is used. Ends at once if there are no quotas.
+pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(providers: Outbound<S, C>, events: Arc<ServerEvents>) {
+    // The reported share of each quota, by provider, limit and credential.
+    let mut reported: HashMap<(usize, LimitId, Option<usize>), u64> = HashMap::new();
+    let config = providers.config();
+    let has_quota = |provider: &&Provider<S, C>| {
+        provider.config().next_quota_end(config.limits(), provider.clock().now()).is_some()
+    };
+    let with_quotas: Vec<&Provider<S, C>> = providers.providers().iter().filter(has_quota).collect();
+    while !with_quotas.is_empty() {
+        tokio::time::sleep(QUOTA_INTERVAL).await;
+        for provider in &with_quotas {
+            for usage in provider.quota_usage().await {
+                let share = reported.entry((provider.index(), usage.id, usage.credential)).or_default();
+                if let Some(percent) = newly_used_share(share, usage.used, usage.limit) {
+                    let change = Change::QuotaUsed {
+                        provider: provider.config().name.clone(),
+                        limit: usage.name,
+                        credential: usage.credential,
+                        percent,
+                        resets_in: usage.reset_after,
+                    };
+                    tracing::warn!("{change}");
+                    events.publish(ServerEvent { at: provider.clock().now(), change });
+                }
             }
         }
     }
+}
 
-    fn publish(&self, change: Change) {
-        self.events.publish(ServerEvent { at: self.gate.clock().now(), change });
+/// The share to report, if it is used now and wasn't reported in this period.
+fn newly_used_share(reported: &mut u64, used: u64, limit: u64) -> Option<u64> {
+    let percent = used.saturating_mul(100) / limit.max(1);
+    if percent < RESTARTED_SHARE {
+        *reported = 0;
     }
+    let share = QUOTA_SHARES.into_iter().rfind(|share| percent >= *share).filter(|share| share > reported)?;
+    *reported = share;
+    Some(share)
+}
 
-    fn look_at_store(&mut self) {
-        match (self.gate.store().outage(), &self.lost_store) {
-            (Some(store), None) => {
-                self.lost_store = Some((self.gate.clock().now(), store.to_owned()));
-                self.publish(Change::StoreLost { store: store.to_owned() });
-            }
-            (None, Some((since, store))) => {
-                let seconds = self.gate.clock().now().since(*since).as_secs_ceil();
-                self.publish(Change::StoreBack { store: store.clone(), seconds });
-                self.lost_store = None;
-            }
-            _ => {}
-        }
-    }
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    async fn look_at_quotas(&mut self) {
-        let Some(providers) = self.providers.clone() else { return };
-        for (index, provider) in providers.providers().iter().enumerate() {
-            for usage in provider.report().await.limits.iter().filter(|usage| usage.is_quota) {
-                self.look_at_quota(index, &provider.config().name, usage);
-            }
-        }
-    }
-
-    fn look_at_quota(&mut self, index: usize, provider: &str, usage: &LimitUsage) {
-        let used = usage.used.saturating_mul(100) / usage.limit.max(1);
-        let share = QUOTA_SHARES.into_iter().rfind(|share| used >= *share).unwrap_or(0);
-        let reported = self.quota_shares.entry((index, usage.id, usage.credential)).or_default();
-        if share > std::mem::replace(reported, share) {
-            let change = Change::QuotaUsed {
-                provider: provider.to_owned(),
-                limit: usage.name.clone(),
-                credential: usage.credential,
-                percent: share,
-                resets_in: usage.reset_after,
-            };
-            tracing::warn!("{change}");
-            self.publish(change);
-        }
+    #[test]
+    fn each_share_is_reported_once_a_period() {
+        let mut reported = 0;
+        let told: Vec<_> = [79, 80, 79, 81, 100, 99, 100, 3, 85]
+            .map(|used| newly_used_share(&mut reported, used, 100))
+            .into_iter()
+            .flatten()
+            .collect();
+        assert_eq!(told, [80, 100, 80]);
     }
 }

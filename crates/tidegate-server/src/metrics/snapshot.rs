@@ -22,6 +22,8 @@ pub(super) const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"]
 pub(super) struct ServerSnapshot {
     pub(super) plan: Arc<Plan>,
     pub(super) started_at: Time,
+    /// False if the policy turns metrics off.
+    pub(super) has_metrics: bool,
     pub(super) connections: Vec<(&'static str, usize)>,
     pub(super) decisions: Vec<DecisionCount>,
     pub(super) rejections: [u64; RejectionReason::COUNT],
@@ -40,7 +42,7 @@ pub(super) struct ServerSnapshot {
 }
 
 impl ServerSnapshot {
-    /// The state as JSON, with totals since the start.
+    /// The state as JSON, with totals since the start. Without metrics, there are no decisions and no times.
     pub(super) fn json(&self, now: Time) -> Value {
         let total = |outcome: DecisionOutcome| -> u64 {
             self.decisions.iter().filter(|found| found.outcome == outcome).map(|found| found.count).sum()
@@ -75,6 +77,7 @@ impl ServerSnapshot {
             "now": UtcText::from(now).to_string(),
             "uptime": now.since(self.started_at).as_secs_ceil(),
             "connections": self.connections.iter().copied().collect::<BTreeMap<_, _>>(),
+            "metrics": self.has_metrics,
             "decisions": {
                 "allowed": total(DecisionOutcome::Allowed),
                 "refused": total(DecisionOutcome::Refused),

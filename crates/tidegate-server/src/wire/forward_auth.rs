@@ -137,14 +137,17 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         }
         Ok(Check::Pending(pending)) => {
             let decided = pending.decision().await;
-            api.metrics.record_store_decision(asked_at, api.gate.clock());
+            api.metrics.record_store_decision(asked_at, decided.is_ok(), api.gate.clock());
             decided
         }
         Err(error) => Err(error),
     };
     let decision = match decided {
         Ok(decision) => decision,
-        Err(error) => return error_response(&error),
+        Err(error) => {
+            api.metrics.record_check_error(&error);
+            return error_response(&error);
+        }
     };
     api.refusals.log_decision(plan, actions, &query, &decision);
     if decision.allowed {

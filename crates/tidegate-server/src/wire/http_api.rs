@@ -21,7 +21,7 @@ use tidegate::policy::{Forwarding, KeyError, MatchedActions, Query, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{Check, CheckError, Decision, Gate, PendingCheck};
-use tidegate_core::Clock;
+use tidegate_core::{Clock, Time};
 
 use crate::access::{Access, AccessError};
 use crate::body::ResponseBody;
@@ -121,18 +121,18 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                         match DecisionRequest::from_json(&bytes).and_then(|request| check(&call.api, &request)) {
                             Err(wrong) => bad_request(wrong),
                             Ok(CheckResponse::Ready(response)) => response,
-                            Ok(CheckResponse::Pending(actions, pending)) => {
+                            Ok(CheckResponse::Pending(actions, asked_at, pending)) => {
                                 let call = Arc::clone(call);
                                 *self = Self::Pending(Box::pin(async move {
                                     let (metrics, clock) = (&call.api.metrics, call.api.gate.clock());
-                                    let asked_at = clock.now();
                                     let decided = pending.decision().await;
-                                    metrics.record_store_decision(asked_at, clock);
+                                    metrics.record_store_decision(asked_at, decided.is_ok(), clock);
                                     let response = match (decided, DecisionRequest::from_json(&bytes)) {
                                         (Ok(decision), Ok(request)) => {
                                             decision_response(&call.api, actions, &request.query(), &decision)
                                         }
                                         (Err(error), Ok(request)) => {
+                                            metrics.record_check_error(&error);
                                             check_error_response(&call.api, &request.query(), &error)
                                         }
                                         (_, Err(wrong)) => bad_request(wrong),
@@ -283,10 +283,7 @@ async fn handle<S: Store, C: Clock>(
         }
         ("/v1/renew", Some(permit)) => api.gate.renew(query, permit).await.map(|held| change_response("renewed", held)),
         ("/v1/reset", _) => api.gate.reset(query).await.map(|report| {
-            let plan = api.gate.plan();
-            let is_reset = |name: &str| report.limits.iter().any(|limit| limit.name == name);
-            let limits = plan.limits().iter().map(|(id, _)| id).filter(|id| is_reset(plan.limit_info(*id).name()));
-            api.refusals.clients.forget(&limits.collect::<Vec<_>>(), query);
+            api.refusals.clients.forget(&report.keys);
             json_response(StatusCode::OK, &report)
         }),
         _ => api.gate.refund(query).await.map(|()| change_response("refunded", true)),
@@ -313,7 +310,8 @@ fn change_response(what: &str, value: bool) -> Response<ResponseBody> {
 /// A check that was answered at once or is pending.
 enum CheckResponse<S: Store, C: Clock> {
     Ready(Response<ResponseBody>),
-    Pending(MatchedActions, Box<PendingCheck<S, C>>),
+    /// The actions, the time at which the check began, and the check.
+    Pending(MatchedActions, Time, Box<PendingCheck<S, C>>),
 }
 
 fn check<S: Store, C: Clock>(
@@ -321,18 +319,21 @@ fn check<S: Store, C: Clock>(
     request: &DecisionRequest<'_>,
 ) -> Result<CheckResponse<S, C>, DecisionRequestError> {
     validate(api, "/v1/check", request)?;
-    let query = request.query();
+    let (query, asked_at) = (request.query(), api.gate.clock().now());
     let started = api.gate.actions(&query).and_then(|actions| {
         let query = Query { actions: Some(actions), ..query };
         Ok((actions, api.gate.begin_check(&query)?))
     });
     Ok(match started {
         Ok((actions, Check::Decided(decision))) => {
-            api.metrics.record_decision(decision.now, api.gate.clock());
+            api.metrics.record_decision(asked_at, api.gate.clock());
             CheckResponse::Ready(decision_response(api, actions, &query, &decision))
         }
-        Ok((actions, Check::Pending(pending))) => CheckResponse::Pending(actions, Box::new(pending)),
-        Err(error) => CheckResponse::Ready(check_error_response(api, &query, &error)),
+        Ok((actions, Check::Pending(pending))) => CheckResponse::Pending(actions, asked_at, Box::new(pending)),
+        Err(error) => {
+            api.metrics.record_check_error(&error);
+            CheckResponse::Ready(check_error_response(api, &query, &error))
+        }
     })
 }
 
@@ -387,7 +388,6 @@ pub(crate) fn check_error_response<S: Store, C: Clock>(
 ) -> Response<ResponseBody> {
     let field = match cause {
         CheckError::Store(_) => {
-            api.metrics.record_store_error();
             api.refusals.log_failure(api.gate.clock().now(), cause);
             return error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written");
         }

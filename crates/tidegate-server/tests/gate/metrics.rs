@@ -165,3 +165,14 @@ async fn the_page_has_only_listed_metrics() {
         assert!(listed.contains(&format!("{name}{suffix}")), "{line}");
     }
 }
+
+#[tokio::test]
+async fn broken_uploads_are_no_failures_of_the_upstream() {
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, "").await;
+    let broken = "POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nnonsense\r\n";
+    assert_eq!(status(&once(gate.inbound, broken).await), 400);
+    let found = values(&once(gate.admin, get("/metrics")).await);
+    assert_eq!(sum(&found, "tidegate_upstream_failures_total"), 0.0);
+    assert!(found.contains_key("tidegate_upstream_failures_total{reason=\"broken\"}"));
+}

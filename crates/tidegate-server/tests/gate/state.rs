@@ -150,3 +150,50 @@ async fn read_until(reader: &mut Peer, expected: &str) -> String {
     }
     text
 }
+
+#[tokio::test]
+async fn each_kind_of_limit_publishes_its_blocks() {
+    const KINDS: &str = r#"
+        [inbound.action.strict]
+        limit = "1 per 60s"
+        penalty = { base = "2s", cap = "1h", mode = "strict" }
+        [inbound.action.quota]
+        limit = "1 per calendar day"
+        penalty = { base = "2s", cap = "1h" }
+        [inbound.action.both]
+        limit = ["1 per 60s", "1 per calendar day"]
+        penalty = { base = "2s", cap = "1h" }
+    "#;
+    let gate = start(nobody(), KINDS).await;
+    for (number, action) in ["strict", "quota", "both"].into_iter().enumerate() {
+        for _ in 0..3 {
+            once(gate.api, post("/v1/check", &format!(r#"{{"action":"{action}","ip":"192.0.2.1"}}"#))).await;
+        }
+        let list = json(&once(gate.admin, get("/v1/events?follow=false")).await);
+        let events = list["events"].as_array().unwrap();
+        assert_eq!(events.len(), number + 1, "{action}: {list}");
+        assert_eq!(
+            (&events[number]["seconds"], &events[number]["strikes"]),
+            (&2.into(), &1.into()),
+            "{action}: {list}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_reset_frees_only_its_client_in_the_list() {
+    const BY_HEADER: &str = r#"
+        [inbound.action.device]
+        key = ["header:x-device"]
+        limit = "1 per 60s"
+        penalty = { base = "10s", cap = "1h" }
+    "#;
+    let gate = start(nobody(), BY_HEADER).await;
+    let question = |device: &str| format!(r#"{{"action":"device","headers":{{"x-device":"{device}"}}}}"#);
+    for device in ["a", "a", "b", "b"] {
+        once(gate.api, post("/v1/check", &question(device))).await;
+    }
+    assert_eq!(json(&once(gate.admin, get("/v1/blocks")).await)["blocked"], 2);
+    assert_eq!(status(&once(gate.api, post("/v1/reset", &question("a"))).await), 200);
+    assert_eq!(json(&once(gate.admin, get("/v1/blocks")).await)["blocked"], 1);
+}

@@ -160,3 +160,18 @@ async fn a_spent_quota_is_reported_twice() {
     }
     assert!(told[0].starts_with("api: 80 % of api are used") && told[1].starts_with("api: 100 % of api are used"));
 }
+
+#[tokio::test]
+async fn a_throttled_hedge_is_reported() {
+    // The first request hangs, so that the second is sent, which is throttled.
+    let api = Api::start(|number, _| match number {
+        0 => Answer::new(200, "late").taking(500),
+        _ => Answer::new(429, ""),
+    })
+    .await;
+    let hedged = format!("limit = \"100/s burst 100\"\nhedge_after = \"50ms\"\n{TWO}");
+    let gateway = running(&api.policy(&hedged));
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+    let told = events(&gateway).await;
+    assert!(told.iter().any(|message| message.contains("was throttled and cools down")), "{told:?}");
+}
