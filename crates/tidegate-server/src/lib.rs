@@ -98,13 +98,14 @@ use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
 use tidegate_policy::{InboundConfig, KeyPart, Policy, SecretError, SecretSource};
+use tokio::sync::Semaphore;
 
 use crate::access::{Access, ListenerKind};
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
 use crate::connection::ConnectionService;
-use crate::events::{ServerEvent, ServerEvents, server_events};
+use crate::events::{EventStream, ServerEvent, ServerEvents, server_events};
 use crate::gateway::{GatewayState, PlainClient};
 use crate::listener::{ConnectionContext, Listener, ListenerConfig};
 use crate::metrics::{MetricsSource, RequestMetrics};
@@ -404,6 +405,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             draining: Arc::clone(draining),
             metrics,
             events: Arc::clone(events),
+            streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
         });
         open_listener("admin", address, self.internal_config(ADMIN_CONNECTIONS), move |client| {
             let (state, client) = (Arc::clone(&state), Arc::new(client));

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Body, Frame};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Interval, MissedTickBehavior};
 
 use super::ServerEvents;
@@ -26,18 +27,28 @@ pub(crate) struct EventStream {
     ticks: Interval,
     quiet_intervals: u32,
     watch: Arc<ConnectionWatch>,
+    /// The permission to stream, which ends with the stream.
+    _permit: OwnedSemaphorePermit,
 }
 
 impl EventStream {
     /// The longest time without any byte in a stream.
     pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
+    /// The maximum number of streams at the same time, so that connections for health checks remain.
+    pub(crate) const MAX_STREAMS: usize = 16;
+
     /// Returns a stream of the events after the one with this number.
-    pub(crate) fn new(events: Arc<ServerEvents>, seen: u64, watch: Arc<ConnectionWatch>) -> Self {
+    pub(crate) fn new(
+        events: Arc<ServerEvents>,
+        seen: u64,
+        watch: Arc<ConnectionWatch>,
+        permit: OwnedSemaphorePermit,
+    ) -> Self {
         let mut ticks = tokio::time::interval(INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // The first look sends a comment, so that the client knows at once that the stream is open.
-        Self { events, seen, ticks, quiet_intervals: QUIET_INTERVALS, watch }
+        Self { events, seen, ticks, quiet_intervals: QUIET_INTERVALS, watch, _permit: permit }
     }
 
     /// The text of new events, or of a comment if there has been nothing to send for long.

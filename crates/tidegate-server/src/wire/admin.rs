@@ -13,6 +13,7 @@ use tidegate::Gate;
 use tidegate::policy::Plan;
 use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock, Limit, OnOutage};
+use tokio::sync::Semaphore;
 
 use crate::access::Access;
 use crate::body::{RelayBody, ResponseBody};
@@ -33,6 +34,8 @@ pub(crate) struct AdminState<S: Store, C: Clock> {
     pub(crate) draining: Arc<AtomicBool>,
     pub(crate) metrics: MetricsSource<S, C>,
     pub(crate) events: Arc<ServerEvents>,
+    /// The permits of [`EventStream::MAX_STREAMS`] streams.
+    pub(crate) streams: Arc<Semaphore>,
 }
 
 /// Answers one request of a connection.
@@ -129,7 +132,10 @@ fn events_response<S: Store, C: Clock + Clone>(
     };
     match parameter(request.uri(), "follow") {
         None | Some("true") => {
-            let stream = EventStream::new(Arc::clone(&admin.events), seen, Arc::clone(watch));
+            let Ok(permit) = Arc::clone(&admin.streams).try_acquire_owned() else {
+                return finish_response(watch, error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open"));
+            };
+            let stream = EventStream::new(Arc::clone(&admin.events), seen, Arc::clone(watch), permit);
             let body = RelayBody::new(stream, Arc::clone(watch), EventStream::LONGEST_PAUSE);
             let mut response = Response::new(ResponseBody::Relay(body));
             response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));

@@ -197,3 +197,27 @@ async fn a_reset_frees_only_its_client_in_the_list() {
     assert_eq!(status(&once(gate.api, post("/v1/reset", &question("a"))).await), 200);
     assert_eq!(json(&once(gate.admin, get("/v1/blocks")).await)["blocked"], 1);
 }
+
+#[tokio::test]
+async fn open_streams_leave_connections_to_health_checks() {
+    let gate = start(nobody(), "").await;
+    let mut readers = Vec::new();
+    for number in 0..17 {
+        let mut reader = Peer::connect(gate.admin).await;
+        reader.send(get("/v1/events")).await;
+        let expected = if number < 16 { "HTTP/1.1 200 OK" } else { "HTTP/1.1 503 Service Unavailable" };
+        assert_eq!(reader.exactly(expected.len()).await, expected);
+        readers.push(reader);
+    }
+    assert_eq!(status(&once(gate.admin, get("/healthz")).await), 200);
+    drop(readers);
+    for _ in 0..100 {
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        let mut reader = Peer::connect(gate.admin).await;
+        reader.send(get("/v1/events")).await;
+        if reader.exactly(15).await == "HTTP/1.1 200 OK" {
+            return;
+        }
+    }
+    panic!("ended streams give back their places");
+}
