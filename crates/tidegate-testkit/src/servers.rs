@@ -158,22 +158,24 @@ impl ChildProcess {
     ///
     /// # Panics
     /// If it doesn't start. The message has the program's output.
-    pub fn start(mut command: Command, scratch: ScratchDir, port: u16) -> Self {
+    pub fn start(command: Command, scratch: ScratchDir, port: u16) -> Self {
+        Self::try_start(command, scratch, port).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// As [`start`](Self::start), but returns the output of a program that has ended.
+    fn try_start(mut command: Command, scratch: ScratchDir, port: u16) -> Result<Self, String> {
         let mut running = Self::spawn(&mut command, scratch);
         for _ in 0..MAX_POLLS {
             if TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).is_ok() {
-                return running;
+                return Ok(running);
             }
             if let Ok(Some(status)) = running.child.try_wait() {
-                panic!(
-                    "{command:?} ended with {status}: {}{}",
-                    running.read_file("stdout"),
-                    running.read_file("stderr")
-                );
+                let output = running.read_file("stdout") + &running.read_file("stderr");
+                return Err(format!("{command:?} ended with {status}: {output}"));
             }
             sleep(POLL_INTERVAL);
         }
-        panic!("{command:?} doesn't listen on {port}: {}", running.read_file("stderr"));
+        Err(format!("{command:?} doesn't listen on {port}: {}", running.read_file("stderr")))
     }
 
     fn spawn(command: &mut Command, scratch: ScratchDir) -> Self {

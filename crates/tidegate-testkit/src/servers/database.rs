@@ -54,7 +54,18 @@ impl DatabaseServer {
     /// # Panics
     /// If it doesn't start.
     pub fn restart(&self) {
-        let running = ChildProcess::start((self.command)(), ScratchDir::new(), self.port);
+        let start = || ChildProcess::try_start((self.command)(), ScratchDir::new(), self.port);
+        // A child that was forked just before its parent was killed keeps the shared memory for a moment.
+        let is_taken = |started: &Result<_, String>| matches!(started, Err(error) if error.contains("still in use"));
+        let mut started = start();
+        for _ in 0..MAX_POLLS {
+            if !is_taken(&started) {
+                break;
+            }
+            sleep(POLL_INTERVAL);
+            started = start();
+        }
+        let running = started.unwrap_or_else(|error| panic!("{error}"));
         let ready = (0..MAX_POLLS).any(|_| {
             let ready = ["stdout", "stderr"].iter().any(|output| running.read_file(output).contains(self.ready_text));
             if !ready {
