@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use http::Method;
 use serde_json::Value;
+use tidegate_policy::printable;
 
 use crate::gate_client::{GateClient, ListenerKind};
 use crate::policy::{print, print_json};
@@ -33,7 +34,7 @@ fn describe_blocks(report: &Value) -> Option<String> {
             .iter()
             .map(|(part, value)| {
                 // A caller's key may have line ends, which must not make a row.
-                let value = printable_text(value.as_str().unwrap_or_default());
+                let value = printable(value.as_str().unwrap_or_default()).into_owned();
                 if part == "client_ip" { value } else { format!("{part}={value}") }
             })
             .collect();
@@ -54,11 +55,6 @@ fn describe_blocks(report: &Value) -> Option<String> {
         let _ = writeln!(text, "\n{} more; --json shows up to a thousand", clients.len() - MAX_ROWS);
     }
     Some(text)
-}
-
-/// A text on one line.
-fn printable_text(text: &str) -> String {
-    text.chars().map(|letter| if letter.is_control() { '\u{fffd}' } else { letter }).collect()
 }
 
 /// Appends rows with aligned columns.

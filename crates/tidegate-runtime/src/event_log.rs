@@ -43,6 +43,13 @@ pub struct NewEvents<T> {
     pub missed: u64,
 }
 
+impl<T> NewEvents<T> {
+    /// The events with their numbers.
+    pub fn numbered(&self) -> impl Iterator<Item = (u64, &T)> {
+        (self.last - self.events.len() as u64 + 1..).zip(self.events.iter().map(|event| &**event))
+    }
+}
+
 impl<T> EventLog<T> {
     /// Returns a log that keeps this number of events, at least 1.
     pub fn new(capacity: usize) -> Self {

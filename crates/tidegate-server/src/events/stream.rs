@@ -58,8 +58,7 @@ impl EventStream {
         if news.missed > 0 {
             let _ = write!(text, "event: missed\ndata: {{\"missed\":{}}}\n\n", news.missed);
         }
-        let first = news.last - news.events.len() as u64 + 1;
-        for (number, event) in (first..).zip(&news.events) {
+        for (number, event) in news.numbered() {
             let _ = write!(text, "id: {number}\ndata: {}\n\n", event.json(number));
         }
         self.seen = news.last;

@@ -144,8 +144,7 @@ fn events_response<S: Store, C: Clock + Clone>(
         }
         Some("false") => {
             let news = admin.events.after(seen);
-            let first = news.last - news.events.len() as u64 + 1;
-            let events: Vec<_> = (first..).zip(&news.events).map(|(number, event)| event.json(number)).collect();
+            let events: Vec<_> = news.numbered().map(|(number, event)| event.json(number)).collect();
             let list = serde_json::json!({ "events": events, "last": news.last, "missed": news.missed });
             finish_response(watch, json_response(StatusCode::OK, &list))
         }
