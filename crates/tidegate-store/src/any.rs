@@ -83,6 +83,16 @@ impl Store for AnyStore {
         }
     }
 
+    fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError> {
+        Ok(match self {
+            Self::Memory(memory) => memory.with_limits(limits, now)?.map(Self::Memory),
+            #[cfg(feature = "file")]
+            Self::File(file) => file.with_limits(limits, now)?.map(Self::File),
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.with_limits(limits, now)?.map(Self::Fleet),
+        })
+    }
+
     fn maintain(&self, now: Time) -> Losses {
         match self {
             Self::Memory(memory) => memory.maintain(now),

@@ -84,6 +84,26 @@ pub trait Store: Send + Sync + 'static {
         None
     }
 
+    /// Returns a handle to the same state that decides by these limits. The earlier handle keeps working, for calls that
+    /// began with it, and each sees what the other decides. `None` if the store can't have other limits, which is the
+    /// default.
+    ///
+    /// State is found by [`LimitId`](tidegate_core::LimitId), so ids must be stable: at every id of the earlier limits,
+    /// the new ones have the limit of the same name, even if no call uses it any longer. Further limits follow. Ids are
+    /// never used again, also not those of a handle that was dropped. Everything else about a limit may change. What was
+    /// used under it counts under the new terms. A live block lasts at most as long as one of the new penalty. If its
+    /// kind changes, the usage starts anew, and a store that finds state by [tags](Limits::tag) forgets the penalty too.
+    ///
+    /// # Errors
+    /// The store can't have these limits, or can't read the state of new ones. The earlier handle goes on.
+    fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError>
+    where
+        Self: Sized,
+    {
+        let _ = (limits, now);
+        Ok(None)
+    }
+
     /// Forgets a part of the idle entries, about once a second. Returns the losses since the last call.
     fn maintain(&self, _now: Time) -> Losses {
         Losses::default()

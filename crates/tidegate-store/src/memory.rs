@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use tidegate_core::{Batch, Limits, Time};
 
-use crate::{ImmediateStore as _, Losses, Never, Store, StoreResponse};
+use crate::{ImmediateStore as _, Losses, Never, Store, StoreError, StoreResponse};
 #[cfg(feature = "file")]
 pub(crate) use dirty_set::{DirtyCursor, DirtySet};
 use shards::NoTracker;
@@ -32,7 +32,7 @@ const SHARDS_PER_PROCESSOR: usize = 16;
 /// The least bytes of one shard, so that half of it holds many blocks.
 const MIN_SHARD_BYTES: usize = 16 << 10;
 
-/// State in this process' memory, within a fixed number of bytes.
+/// State in this process' memory, within a fixed number of bytes. [`Store::with_limits`] makes a further handle to it.
 pub struct Memory(Shards<NoTracker>);
 
 impl std::fmt::Debug for Memory {
@@ -96,6 +96,10 @@ impl Store for Memory {
 
     fn submit(&self, batch: &Batch, now: Time) {
         self.apply_now(batch, now);
+    }
+
+    fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError> {
+        Ok(Some(Self(self.0.with_limits(limits, now))))
     }
 
     fn maintain(&self, now: Time) -> Losses {

@@ -30,7 +30,7 @@ const MAX_READS: u32 = 8;
 /// for one second, in which requests for them fail.
 ///
 /// The driver's tasks, and the store with them, live in the tokio runtime of the first request.
-pub struct MongoDb(Arc<GroupExecutor<MongoDriver>>);
+pub struct MongoDb(GroupExecutor<MongoDriver>);
 
 impl MongoDb {
     /// A store for these limits. It connects at the first request, which fails if no server answers.

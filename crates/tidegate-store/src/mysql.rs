@@ -20,7 +20,7 @@ use crate::rows::{
 ///
 /// The time of a decision is the server's, read when the decision's rows are locked. A node that freezes during a
 /// decision locks its rows for five seconds with MariaDB, for a minute with MySQL.
-pub struct MySql(Arc<GroupExecutor<SqlDriver<MySqlDialect>>>);
+pub struct MySql(GroupExecutor<SqlDriver<MySqlDialect>>);
 
 impl MySql {
     /// A store for these limits. It connects at the first request, which fails if no server answers.

@@ -17,7 +17,7 @@ use crate::rows::{
 ///
 /// The time of a decision is the server's, read when the decision's rows are locked. A node that freezes during a
 /// decision locks its rows for five seconds.
-pub struct Postgres(Arc<GroupExecutor<SqlDriver<PostgresDialect>>>);
+pub struct Postgres(GroupExecutor<SqlDriver<PostgresDialect>>);
 
 impl Postgres {
     /// A store for these limits. It connects at the first request, which fails if no server answers.

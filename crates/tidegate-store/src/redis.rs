@@ -94,18 +94,20 @@ pub struct Redis {
     inner: Arc<RedisInner>,
 }
 
+/// A handle that decides by its own limits. Clones share all else.
+#[derive(Clone)]
 struct RedisInner {
     limits: Arc<Limits>,
     key_names: Arc<KeyNames>,
     time_source: TimeSource,
     reserve: bool,
     timeouts: RedisTimeouts,
-    scripts: ScriptCache,
+    scripts: Arc<ScriptCache>,
     connection: Arc<SharedConnection>,
-    batcher: Batcher,
-    masters: SlotMasters,
+    batcher: Arc<Batcher>,
+    masters: Arc<SlotMasters>,
     /// The server's time minus the caller's in the last answer, in microseconds. It predicts the period of a quota.
-    clock_offset_micros: AtomicI64,
+    clock_offset_micros: Arc<AtomicI64>,
 }
 
 impl fmt::Debug for Redis {
@@ -128,12 +130,12 @@ impl Redis {
             time_source: options.time_source,
             reserve: options.reserve,
             timeouts,
-            scripts: ScriptCache::default(),
+            scripts: Arc::default(),
             connection: SharedConnection::new(address, options.authorities, timeouts, Arc::clone(&key_names)),
             key_names,
-            batcher: Batcher::default(),
-            masters: SlotMasters::default(),
-            clock_offset_micros: AtomicI64::new(0),
+            batcher: Arc::default(),
+            masters: Arc::default(),
+            clock_offset_micros: Arc::default(),
         };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -165,6 +167,10 @@ impl RemoteStore for Redis {
 
     fn subscribe_to_resets(&self) -> Option<broadcast::Receiver<Option<KeyReset>>> {
         Some(self.inner.connection.subscribe_to_resets())
+    }
+
+    fn with_limits(&self, limits: Arc<Limits>) -> Option<Box<dyn RemoteStore>> {
+        Some(Box::new(Self { inner: Arc::new(RedisInner { limits, ..(*self.inner).clone() }) }))
     }
 
     fn maintain(&self) -> RemoteFuture<()> {

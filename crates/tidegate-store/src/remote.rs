@@ -65,6 +65,13 @@ pub trait RemoteStore: Send + Sync + 'static {
         None
     }
 
+    /// Returns a handle to the same store that decides by these limits, with the ids of [`Store::with_limits`]. `None` if
+    /// the store can't have other limits, which is the default.
+    fn with_limits(&self, limits: Arc<Limits>) -> Option<Box<dyn RemoteStore>> {
+        let _ = limits;
+        None
+    }
+
     /// Removes some expired entries, in a bounded number of steps, if the store doesn't do so itself. Also updates
     /// which part holds which keys. Called about once a second by one node or by all.
     fn maintain(&self) -> RemoteFuture<()> {
@@ -73,10 +80,15 @@ pub trait RemoteStore: Send + Sync + 'static {
 }
 
 /// A remote store without local state: every decision is a round trip, and an outage is an error.
-#[derive(Debug)]
-pub struct DirectStore<R>(pub R);
+pub struct DirectStore(pub Box<dyn RemoteStore>);
 
-impl<R: RemoteStore> Store for DirectStore<R> {
+impl std::fmt::Debug for DirectStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DirectStore").finish_non_exhaustive()
+    }
+}
+
+impl Store for DirectStore {
     type Future = RemoteFuture<Outcomes>;
 
     fn limits(&self) -> &Arc<Limits> {
@@ -93,5 +105,9 @@ impl<R: RemoteStore> Store for DirectStore<R> {
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(self.0.apply(batch, now));
         }
+    }
+
+    fn with_limits(&self, limits: Arc<Limits>, _: Time) -> Result<Option<Self>, StoreError> {
+        Ok(self.0.with_limits(limits).map(Self))
     }
 }

@@ -25,7 +25,7 @@ pub(crate) use loaded_rows::LoadedRows;
 
 use crate::{StoreError, TimeSource};
 
-/// Implements [`RemoteStore`](crate::RemoteStore) for a type whose only field is a shared [`GroupExecutor`].
+/// Implements [`RemoteStore`](crate::RemoteStore) for a type whose only field is a [`GroupExecutor`].
 macro_rules! impl_remote_store {
     ($store:ty) => {
         impl crate::RemoteStore for $store {
@@ -42,13 +42,20 @@ macro_rules! impl_remote_store {
             }
 
             fn get_or_insert_seed(&self, proposal: [u8; 16]) -> crate::RemoteFuture<[u8; 16]> {
-                let executor = std::sync::Arc::clone(&self.0);
-                Box::pin(async move { executor.driver.get_or_insert_seed(proposal).await })
+                let driver = self.0.driver();
+                Box::pin(async move { driver.get_or_insert_seed(proposal).await })
             }
 
             fn maintain(&self) -> crate::RemoteFuture<()> {
-                let executor = std::sync::Arc::clone(&self.0);
-                Box::pin(async move { executor.driver.remove_expired().await })
+                let driver = self.0.driver();
+                Box::pin(async move { driver.remove_expired().await })
+            }
+
+            fn with_limits(
+                &self,
+                limits: std::sync::Arc<tidegate_core::Limits>,
+            ) -> Option<Box<dyn crate::RemoteStore>> {
+                Some(Box::new(Self(self.0.with_limits(limits))))
             }
         }
     };

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use tidegate_core::{Batch, Clock, Key, Limit, LimitKind, Limits, Op, Rate, Span, Time, Verb};
+use tidegate_core::batch::Outcome;
+use tidegate_core::{
+    Batch, Clock, Key, Limit, LimitKind, Limits, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
+};
 use tidegate_store::{ImmediateStore, Memory, Store as _};
 use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
 use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};
@@ -138,5 +141,100 @@ fn costs_beyond_the_reservation_count_per_key() {
     }
     for key in 1..=20 {
         assert_eq!(of(key, Verb::Peek, 1).used, 7, "{key}");
+    }
+}
+
+fn limits(limits: impl IntoIterator<Item = Limit>) -> Arc<Limits> {
+    Arc::new(Limits::new(limits.into_iter().collect()).unwrap())
+}
+
+fn plain_rate(per_second: u64) -> Limit {
+    Limit::new(LimitKind::Rate(Rate::new(per_second, Span::from_secs(1), per_second).unwrap()))
+}
+
+fn reload(store: &Memory, limits: &Arc<Limits>) -> Memory {
+    store.with_limits(Arc::clone(limits), fixtures::test_time(0)).unwrap().unwrap()
+}
+
+fn one(store: &Memory, verb: Verb, limit: usize, client: u64) -> Outcome {
+    let op = Op::new(fixtures::limit_id(limit), verb, fixtures::client_key(client), 1);
+    store.apply_now(&Batch::with_op(0, op), fixtures::test_time(0)).list()[0]
+}
+
+#[test]
+fn a_block_survives_another_kind_of_limit() {
+    let penalty = || fixtures::doubling_penalty(600, 3600, PenaltyMode::Parole, Span::from_secs(60));
+    let store = memory(limits([fixtures::window_limit(1, 60).with_penalty(penalty())]));
+    one(&store, Verb::Take, 0, 1);
+    let block_until = one(&store, Verb::Take, 0, 1).block_until;
+    let reloaded = reload(&store, &limits([plain_rate(1_000).with_penalty(penalty())]));
+    let outcome = one(&reloaded, Verb::Take, 0, 1);
+    assert_eq!((outcome.verdict, outcome.block_until), (Verdict::Blocked, block_until));
+}
+
+#[test]
+fn a_thousand_reloads_take_no_memory() {
+    let plans = [limits([fixtures::window_limit(5, 60)]), limits([fixtures::window_limit(9, 60), plain_rate(3)])];
+    let mut store = memory(Arc::clone(&plans[0]));
+    for client in 0..100 {
+        one(&store, Verb::Take, 0, client);
+        one(&store, Verb::Take, 0, client);
+    }
+    let before = store.stats();
+    for turn in 1..=1_000 {
+        store = reload(&store, &plans[turn % 2]);
+    }
+    assert_eq!(store.stats(), before);
+    assert_eq!(plans.each_ref().map(Arc::strong_count), [2, 1], "only the last handle has limits");
+    assert_eq!(one(&store, Verb::Peek, 0, 7).used, 2);
+}
+
+/// A store for plain rates gives all its memory to their table.
+#[test]
+fn a_window_finds_room_among_plain_rates() {
+    let slow = || Limit::new(LimitKind::Rate(Rate::new(5, Span::from_secs(3600), 5).unwrap()));
+    let store = Memory::reproducible(limits([slow()]), 1 << 20);
+    for client in 0..60_000 {
+        one(&store, Verb::Take, 0, client);
+    }
+    let reloaded = reload(&store, &limits([slow(), fixtures::window_limit(3, 60)]));
+    let admitted = |client| (0..5).filter(|_| !one(&reloaded, Verb::Take, 1, client).verdict.refuses()).count();
+    assert_eq!((0..500).map(admitted).filter(|count| *count != 3).count(), 0);
+    let stats = reloaded.stats();
+    assert!(stats.bytes <= stats.max_bytes, "{stats:?}");
+}
+
+/// The entries of a limit that only the new handle has stay, whatever room the earlier one needs.
+#[test]
+fn an_earlier_handle_keeps_new_entries() {
+    let store = Memory::reproducible(limits([fixtures::window_limit(5, 60)]), 1 << 20);
+    let reloaded = reload(&store, &limits([fixtures::window_limit(5, 60), fixtures::window_limit(1, 60)]));
+    one(&reloaded, Verb::Take, 1, 1);
+    for client in 10..1_000 {
+        one(&store, Verb::Take, 0, client);
+    }
+    for _ in 0..120 {
+        store.maintain(fixtures::test_time(0));
+    }
+    assert_eq!(one(&reloaded, Verb::Take, 1, 1).verdict, Verdict::Refused);
+}
+
+#[test]
+fn fast_takes_agree_after_other_terms() {
+    let penalty = fixtures::doubling_penalty(600, 3600, PenaltyMode::Parole, Span::from_secs(60));
+    for before in [fixtures::window_limit(2, 60), plain_rate(2).with_penalty(penalty)] {
+        let store = memory(limits([before]));
+        for client in 0..100 {
+            for _ in 0..client % 4 {
+                one(&store, Verb::Take, 0, client);
+            }
+        }
+        let now = fixtures::test_time(0);
+        let reloaded = reload(&store, &limits([plain_rate(5)]));
+        for client in 0..100 {
+            let op = Op::new(fixtures::limit_id(0), Verb::Take, fixtures::client_key(client), 1);
+            let is_refused = one(&reloaded, Verb::Peek, 0, client).verdict.refuses();
+            assert_eq!(reloaded.take_with_clock(&op, &Rough(now)).0 > now, is_refused, "client {client}");
+        }
     }
 }

@@ -13,6 +13,7 @@
 
 mod concurrent;
 mod random;
+mod reload;
 
 use std::fmt;
 use std::future::Future;
@@ -104,7 +105,7 @@ impl std::error::Error for ConformanceError {}
 /// The first [`ConformanceError`].
 pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), ConformanceError> {
     type CheckFn<B> = fn(&B, &ConformanceOptions) -> Result<(), String>;
-    let checks: [(&str, CheckFn<B>); 11] = [
+    let checks: [(&str, CheckFn<B>); 16] = [
         ("random batches against the model", random::random_batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
@@ -116,6 +117,11 @@ pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) 
         ("peeking changes nothing", random::peek::<B>),
         ("resetting", random::reset::<B>),
         ("a clock that jumps a year and back", random::clock_jump::<B>),
+        ("usage under changed limits", reload::usage::<B>),
+        ("blocks under changed limits", reload::blocks::<B>),
+        ("limits of another kind", reload::other_kinds::<B>),
+        ("permits under changed limits", reload::permits::<B>),
+        ("calls during a change of limits", reload::concurrent_calls::<B>),
     ];
     for (check, run) in checks {
         run(backend, options).map_err(|what| ConformanceError { check, seed: options.seed, message: what })?;
@@ -132,6 +138,12 @@ struct StoreUnderTest<'a, B: Backend> {
 impl<'a, B: Backend> StoreUnderTest<'a, B> {
     fn open(backend: &'a B, limits: &Arc<Limits>) -> Self {
         Self { backend, store: backend.open(Arc::clone(limits)) }
+    }
+
+    /// A handle to the same state with these limits. `None` if the store can't have other limits.
+    fn with_limits(&self, limits: &Arc<Limits>, now: Time) -> Result<Option<Self>, String> {
+        let store = self.store.with_limits(Arc::clone(limits), now).map_err(|error| error.to_string())?;
+        Ok(store.map(|store| Self { backend: self.backend, store }))
     }
 
     fn set_now(&self, now: Time) -> bool {

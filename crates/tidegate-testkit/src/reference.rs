@@ -6,21 +6,21 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Time, Verb, batch};
-use tidegate_store::{ImmediateStore as _, Never, Store, StoreResponse};
+use tidegate_store::{ImmediateStore as _, Never, Store, StoreError, StoreResponse};
 
 /// A store with a sorted map that handles one batch at a time. It grows with the number of keys. It drops an idle state
 /// only when a batch touches it.
 #[derive(Debug)]
 pub struct ReferenceStore {
     limits: Arc<Limits>,
-    states: Mutex<BTreeMap<(LimitId, Key), KeyState>>,
+    states: Arc<Mutex<BTreeMap<(LimitId, Key), KeyState>>>,
     round_trips_states: bool,
 }
 
 impl ReferenceStore {
     /// Creates an empty store.
     pub fn new(limits: Arc<Limits>) -> Self {
-        Self { limits, states: Mutex::new(BTreeMap::new()), round_trips_states: false }
+        Self { limits, states: Arc::default(), round_trips_states: false }
     }
 
     /// Creates an empty store that encodes and decodes each state after a change, as stores with rows do.
@@ -33,7 +33,7 @@ impl ReferenceStore {
     pub fn fork(&self) -> Self {
         Self {
             limits: Arc::clone(&self.limits),
-            states: Mutex::new(self.states.lock().clone()),
+            states: Arc::new(Mutex::new(self.states.lock().clone())),
             round_trips_states: self.round_trips_states,
         }
     }
@@ -115,8 +115,8 @@ impl Store for ReferenceStore {
         let mut cells: Vec<KeyState> = loaded.collect();
         let outcomes = batch::execute(batch, &self.limits, cells.as_mut_slice(), now);
         for (op, state) in batch.ops().iter().zip(cells).filter(|(op, _)| op.verb != Verb::Peek) {
-            let idle = self.limits.get(op.limit).is_none_or(|limit| state.idle_at(limit) <= now);
-            if idle {
+            let Some(limit) = self.limits.get(op.limit) else { continue };
+            if state.idle_at(limit) <= now {
                 states.remove(&(op.limit, op.key));
             } else {
                 let state = if self.round_trips_states { encode_and_decode(&state) } else { state };
@@ -128,5 +128,10 @@ impl Store for ReferenceStore {
 
     fn submit(&self, batch: &Batch, now: Time) {
         self.apply_now(batch, now);
+    }
+
+    fn with_limits(&self, limits: Arc<Limits>, _: Time) -> Result<Option<Self>, StoreError> {
+        let states = Arc::clone(&self.states);
+        Ok(Some(Self { limits, states, round_trips_states: self.round_trips_states }))
     }
 }

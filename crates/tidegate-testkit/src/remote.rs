@@ -34,10 +34,9 @@ pub enum RemoteBehaviour {
 
 /// A store behind its own network. Clones are connections to the same store.
 #[derive(Clone)]
-pub struct FlakyRemote(Arc<FlakyRemoteInner>);
+pub struct FlakyRemote(Arc<FlakyRemoteInner>, Arc<ReferenceStore>);
 
 struct FlakyRemoteInner {
-    store: ReferenceStore,
     clock: Box<dyn Clock>,
     behaviour: Mutex<RemoteBehaviour>,
     request_count: AtomicU64,

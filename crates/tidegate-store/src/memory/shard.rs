@@ -148,7 +148,8 @@ impl Shard {
         }
     }
 
-    /// Takes from a plain rate. Returns the time at which the cost has room, and the present time.
+    /// Takes from a plain rate. Returns the time at which the cost has room, and the present time. `None` if the entry
+    /// isn't one of a plain rate, because the limit had other terms.
     #[inline]
     pub(super) fn take_with_clock(
         &mut self,
@@ -156,33 +157,38 @@ impl Shard {
         rate: &Rate,
         clock: &impl Clock,
         shard_context: &ShardContext<'_>,
-    ) -> (Time, Time) {
+    ) -> Option<(Time, Time)> {
         let tag = tag(op);
-        let found = self.find_index(tag);
-        if let Some(at) = found
+        let found = match self.find_index(tag) {
+            Some(at) => match SlotWord::unpack(self.table.word(at)) {
+                SlotWord::Arrival(arrival) => Some((at, arrival)),
+                _ => return None,
+            },
+            None => None,
+        };
+        if let Some((at, arrival)) = found
             && rate.can_take_between(MAX_NOW_SPREAD)
         {
             let (earliest, latest) = clock.now_bounds();
-            let arrival = ArrivalTime::from_bits(self.table.word(at));
             if let Some(arrival) = rate.take_between(arrival, op.cost, (earliest, latest)) {
                 self.table.set_word(at, SlotWord::Arrival(arrival).pack());
-                return (earliest, earliest);
+                return Some((earliest, earliest));
             }
         }
         let now = clock.now();
         let arrival = match found {
-            Some(at) => self.refresh_arrival(at, ArrivalTime::from_bits(self.table.word(at)), rate, now),
+            Some((at, arrival)) => self.refresh_arrival(at, arrival, rate, now),
             None => ArrivalTime::default(),
         };
         let retry_at = rate.retry_at(arrival, op.cost, now);
         if retry_at <= now {
             let word = SlotWord::Arrival(rate.charge(arrival, op.cost, now));
             match found {
-                Some(at) => self.table.set_word(at, word.pack()),
+                Some((at, _)) => self.table.set_word(at, word.pack()),
                 None => self.insert_word(tag, word, now, shard_context),
             }
         }
-        (retry_at, now)
+        Some((retry_at, now))
     }
 
     /// The arrival time as it counts now. If the clock was set back, the changed time is kept.

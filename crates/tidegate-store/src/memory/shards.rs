@@ -50,17 +50,18 @@ impl ChangeFlags {
     }
 }
 
-/// Shards under a fixed number of bytes, each with its notes.
+/// Shards under a fixed number of bytes, each with its notes: a handle that decides by its own limits. Several handles
+/// may share the shards.
 pub(crate) struct Shards<N> {
     limits: Arc<Limits>,
-    shards: Box<[CacheAlignedShard<N>]>,
+    shards: Arc<[CacheAlignedShard<N>]>,
     /// One for each shard.
     table_locations: Arc<[TableLocation]>,
     shift: u32,
     shard_capacity: ShardCapacity,
     pub(super) max_bytes: usize,
     /// The losses that [`Shards::maintain`] has reported.
-    reported_losses: Mutex<Losses>,
+    reported_losses: Arc<Mutex<Losses>>,
 }
 
 /// A shard on cache lines of its own.
@@ -77,22 +78,38 @@ pub(super) struct TrackedShard<N> {
 impl<N: ChangeTracker> Shards<N> {
     /// Two to the power of `bits` shards, within `max_bytes` in total.
     pub(crate) fn new(limits: Arc<Limits>, max_bytes: usize, bits: u32) -> Self {
-        let shard_bytes = max_bytes >> bits;
-        let is_all_plain_rates =
-            limits.iter().all(|(_, limit)| matches!(limit.kind(), LimitKind::Rate(_)) && limit.penalty().is_none());
-        // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
-        let table_bytes = if is_all_plain_rates { shard_bytes } else { shard_bytes / 3 };
-        let shard_capacity = ShardCapacity {
-            home_count: Table::home_count_within(table_bytes),
-            state_bytes: shard_bytes - table_bytes,
-            blocked_bytes: shard_bytes / 2,
-        };
+        let shard_capacity = shard_capacity(&limits, max_bytes >> bits);
         let table_locations: Arc<[TableLocation]> = (0..1_usize << bits).map(|_| TableLocation::default()).collect();
         let new_shard =
             |index| TrackedShard { shard: Shard::new(Arc::clone(&table_locations), index), tracker: N::default() };
         let shards = (0..1_usize << bits).map(|index| CacheAlignedShard(SpinLock::new(new_shard(index)))).collect();
-        let (shift, reported_losses) = (63 - bits, Mutex::default());
+        let (shift, reported_losses) = (63 - bits, Arc::default());
         Self { limits, shards, table_locations, shift, shard_capacity, max_bytes, reported_losses }
+    }
+
+    /// A handle to the same shards that decides by these limits, with the ids of [`Store::with_limits`].
+    ///
+    /// [`Store::with_limits`]: crate::Store::with_limits
+    pub(crate) fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Self {
+        let needed_capacity = shard_capacity(&limits, self.max_bytes / self.shards.len());
+        // Plain rates left no room for states. Otherwise the shards keep their room for states, even if all limits are
+        // plain rates now: earlier handles may need it.
+        let must_shrink_tables = needed_capacity.home_count < self.shard_capacity.home_count;
+        let shard_capacity = if must_shrink_tables { needed_capacity } else { self.shard_capacity };
+        let handle = Self {
+            limits,
+            shards: Arc::clone(&self.shards),
+            table_locations: Arc::clone(&self.table_locations),
+            shift: self.shift,
+            shard_capacity,
+            max_bytes: self.max_bytes,
+            reported_losses: Arc::clone(&self.reported_losses),
+        };
+        if must_shrink_tables {
+            let shard_context = handle.shard_context();
+            handle.shards.iter().for_each(|shard| shard.0.lock().shard.shrink_table_to_capacity(now, &shard_context));
+        }
+        handle
     }
 
     pub(crate) fn limits(&self) -> &Arc<Limits> {
@@ -102,7 +119,7 @@ impl<N: ChangeTracker> Shards<N> {
     /// Returns the store's contents and losses. Visits every shard.
     pub(crate) fn stats(&self) -> MemoryStats {
         let mut stats = MemoryStats { max_bytes: self.max_bytes, ..MemoryStats::default() };
-        for shard in &self.shards {
+        for shard in &*self.shards {
             shard.0.lock().shard.add_to_stats(&mut stats);
         }
         stats
@@ -114,7 +131,7 @@ impl<N: ChangeTracker> Shards<N> {
         let mut stats = MemoryStats::default();
         // Held throughout, so that two concurrent calls don't report the same losses.
         let mut reported_losses = self.reported_losses.lock();
-        for shard in &self.shards {
+        for shard in &*self.shards {
             let shard = &mut shard.0.lock().shard;
             shard.sweep_share(now, &shard_context);
             shard.add_to_stats(&mut stats);
@@ -164,6 +181,19 @@ impl<N: ChangeTracker> Shards<N> {
     }
 }
 
+/// The division of a shard's bytes for states under these limits.
+fn shard_capacity(limits: &Limits, shard_bytes: usize) -> ShardCapacity {
+    let is_all_plain_rates =
+        limits.iter().all(|(_, limit)| matches!(limit.kind(), LimitKind::Rate(_)) && limit.penalty().is_none());
+    // A state takes about four times its slot; a third for the table leaves half of it to keys seen once.
+    let table_bytes = if is_all_plain_rates { shard_bytes } else { shard_bytes / 3 };
+    ShardCapacity {
+        home_count: Table::home_count_within(table_bytes),
+        state_bytes: shard_bytes - table_bytes,
+        blocked_bytes: shard_bytes / 2,
+    }
+}
+
 /// Operations on single keys.
 impl Memory {
     /// Returns a copy of a key's state under a limit, or `None` if there is none.
@@ -210,13 +240,16 @@ impl Memory {
             {
                 let index = shards.shard_index(op.key);
                 shards.table_locations[index].prefetch(shard::tag(op));
-                shards.lock_shard(index).shard.take_with_clock(op, rate, clock, &shards.shard_context())
+                let taken = shards.lock_shard(index).shard.take_with_clock(op, rate, clock, &shards.shard_context());
+                taken.unwrap_or_else(|| self.take_at_exact_time(op, clock))
             }
-            _ => {
-                let now = clock.now();
-                (self.take(op, 0, now).retry_at, now)
-            }
+            _ => self.take_at_exact_time(op, clock),
         }
+    }
+
+    fn take_at_exact_time(&self, op: &Op, clock: &impl Clock) -> (Time, Time) {
+        let now = clock.now();
+        (self.take(op, 0, now).retry_at, now)
     }
 }
 

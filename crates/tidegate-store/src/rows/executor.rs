@@ -47,6 +47,7 @@ pub(crate) trait GroupDriver: Send + Sync + 'static {
 /// A batch that a caller waits for.
 pub(crate) struct QueuedBatch {
     pub(crate) batch: Batch,
+    limits: Arc<Limits>,
     /// The time that the caller passed.
     pub(crate) now: Time,
     /// The rows of its operations.
@@ -62,10 +63,11 @@ impl QueuedBatch {
     }
 }
 
-/// Batches that are executed together.
+/// Batches that are executed together, under the same limits.
 #[expect(clippy::vec_box, reason = "a call is half a kilobyte, and goes from list to list")]
 pub(crate) struct BatchGroup {
     pub(crate) batches: Vec<Box<QueuedBatch>>,
+    limits: Arc<Limits>,
     /// The rows of all its batches, each once, in key order.
     pub(crate) keys: Vec<RowKey>,
     /// The limit of each row.
@@ -80,10 +82,15 @@ fn send_error_to_all(batches: impl IntoIterator<Item = Box<QueuedBatch>>, error:
     }
 }
 
-/// The queue of a store with rows, and the tasks that execute its groups.
+/// The executor of batches of a store with rows: a handle that decides by its own limits.
 pub(crate) struct GroupExecutor<D> {
-    pub(crate) driver: D,
     pub(crate) limits: Arc<Limits>,
+    shared: Arc<SharedExecutor<D>>,
+}
+
+/// The queue of a store with rows, and the tasks that execute its groups.
+struct SharedExecutor<D> {
+    driver: Arc<D>,
     max_workers: usize,
     queue: Mutex<ExecutorQueue>,
 }
@@ -99,33 +106,46 @@ struct ExecutorQueue {
 
 impl<D: GroupDriver> GroupExecutor<D> {
     /// An executor without tasks; the first batch starts one.
-    pub(crate) fn new(driver: D, limits: Arc<Limits>, max_workers: usize) -> Arc<Self> {
-        Arc::new(Self { driver, limits, max_workers, queue: Mutex::default() })
+    pub(crate) fn new(driver: D, limits: Arc<Limits>, max_workers: usize) -> Self {
+        let shared = SharedExecutor { driver: Arc::new(driver), max_workers, queue: Mutex::default() };
+        Self { limits, shared: Arc::new(shared) }
+    }
+
+    /// A handle to the same queue that decides by these limits.
+    pub(crate) fn with_limits(&self, limits: Arc<Limits>) -> Self {
+        Self { limits, shared: Arc::clone(&self.shared) }
+    }
+
+    pub(crate) fn driver(&self) -> Arc<D> {
+        Arc::clone(&self.shared.driver)
     }
 
     /// Executes a batch together with others. It is queued at the first poll.
-    pub(crate) fn apply(self: &Arc<Self>, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
-        let (executor, batch) = (Arc::clone(self), batch.clone());
+    pub(crate) fn apply(&self, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
+        let (shared, limits, batch) = (Arc::clone(&self.shared), Arc::clone(&self.limits), batch.clone());
         Box::pin(async move {
             let (sender, answer) = oneshot::channel();
-            executor.enqueue(batch, now, sender)?;
+            shared.enqueue(batch, limits, now, sender)?;
             answer.await.unwrap_or_else(|_| Err(StoreError::Failed("its task ended before an answer".into())))
         })
     }
+}
 
+impl<D: GroupDriver> SharedExecutor<D> {
     fn enqueue(
         self: &Arc<Self>,
         batch: Batch,
+        limits: Arc<Limits>,
         now: Time,
         result_sender: oneshot::Sender<Result<Outcomes, StoreError>>,
     ) -> Result<(), StoreError> {
         let runtime = Handle::try_current().map_err(|_| StoreError::Failed("asked outside a tokio runtime".into()))?;
-        let known_ops = batch.ops().iter().filter(|op| self.limits.get(op.limit).is_some());
+        let known_ops = batch.ops().iter().filter(|op| limits.get(op.limit).is_some());
         let keys: ArrayVec<_, MAX_OPS> =
-            known_ops.map(|op| (RowKey::new(self.limits.tag(op.limit), op.key), op.limit)).collect();
+            known_ops.map(|op| (RowKey::new(limits.tag(op.limit), op.key), op.limit)).collect();
         // A batch without rows changes nothing.
         let is_read_only = keys.is_empty() || batch.ops().iter().all(|op| op.verb == Verb::Peek);
-        let queued = Box::new(QueuedBatch { batch, now, keys, is_read_only, result_sender });
+        let queued = Box::new(QueuedBatch { batch, limits, now, keys, is_read_only, result_sender });
         let mut queue = self.queue.lock();
         if queue.waiting.len() >= MAX_WAITING_BATCHES {
             return Err(StoreError::Failed(format!("{MAX_WAITING_BATCHES} calls wait for it already")));
@@ -158,7 +178,8 @@ impl ExecutorQueue {
             let new_rows = queued.keys.iter().filter(|(key, _)| !keys.contains_key(key)).count();
             let fits = batches.first().is_none_or(|first| {
                 let is_compatible = first.is_read_only == queued.is_read_only && (new_rows == 0 || !same_rows);
-                is_compatible && keys.len() + new_rows <= MAX_GROUP_ROWS
+                let has_same_limits = Arc::ptr_eq(&first.limits, &queued.limits);
+                is_compatible && has_same_limits && keys.len() + new_rows <= MAX_GROUP_ROWS
             });
             let is_free = queued.is_read_only
                 || !queued.keys.iter().any(|(key, _)| self.busy_rows.contains(key) || reserved_rows.contains(key));
@@ -178,18 +199,19 @@ impl ExecutorQueue {
         for queued in skipped.into_iter().rev() {
             self.waiting.push_front(queued);
         }
-        let is_read_only = batches.first()?.is_read_only;
+        let first = batches.first()?;
+        let (is_read_only, limits) = (first.is_read_only, Arc::clone(&first.limits));
         if !is_read_only {
             self.busy_rows.extend(keys.keys());
         }
         let (keys, limit_ids) = keys.into_iter().unzip();
-        Some(BatchGroup { batches, keys, limit_ids, is_read_only })
+        Some(BatchGroup { batches, limits, keys, limit_ids, is_read_only })
     }
 }
 
 /// A task that executes groups, and the rows of its group.
 struct GroupWorker<D: GroupDriver> {
-    executor: Arc<GroupExecutor<D>>,
+    executor: Arc<SharedExecutor<D>>,
     is_running: bool,
     busy_rows: Vec<RowKey>,
 }
@@ -219,11 +241,11 @@ impl<D: GroupDriver> GroupWorker<D> {
     }
 
     async fn execute(&self, group: BatchGroup) {
-        let GroupExecutor { driver, limits, queue, .. } = &*self.executor;
+        let SharedExecutor { driver, queue, .. } = &*self.executor;
         let mut backoff = BackoffState::default();
         let mut tries_left = MAX_TRIES;
         let error = loop {
-            let attempt = tokio::time::timeout(GROUP_TIMEOUT, driver.execute(limits, &group));
+            let attempt = tokio::time::timeout(GROUP_TIMEOUT, driver.execute(&group.limits, &group));
             tries_left -= 1;
             match attempt.await {
                 Ok(Ok(answers)) => {

@@ -81,7 +81,7 @@ impl<D: SqlDialect> SqlDriver<D> {
         limits: Arc<Limits>,
         options: &DatabaseOptions,
         connections: usize,
-    ) -> Arc<GroupExecutor<Self>> {
+    ) -> GroupExecutor<Self> {
         let pool = ConnectionPool::new(connect_options, connections);
         let driver = Self { dialect, pool, clock: DecisionClock::new(options.time_source) };
         GroupExecutor::new(driver, limits, connections)

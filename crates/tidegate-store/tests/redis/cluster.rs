@@ -15,7 +15,7 @@ use crate::common::Stores;
 const HOUR: Span = Span::from_secs(3600);
 
 /// A store that gives all batches an affinity.
-struct Together(DirectStore<Redis>);
+struct Together(DirectStore);
 
 impl Store for Together {
     type Future = RemoteFuture<Outcomes>;

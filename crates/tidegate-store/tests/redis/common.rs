@@ -31,11 +31,11 @@ impl Stores {
 }
 
 impl Backend for Stores {
-    type Store = DirectStore<Redis>;
+    type Store = DirectStore;
 
     fn open(&self, limits: Arc<Limits>) -> Self::Store {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        DirectStore(self.under(&format!("{number}:"), &limits))
+        DirectStore(Box::new(self.under(&format!("{number}:"), &limits)))
     }
 
     fn set_now(&self, _: &Self::Store, _: Time) -> bool {

@@ -21,7 +21,7 @@ use crate::common::Stores;
 /// Two stores that are asked the same.
 struct Pair<'a> {
     stores: &'a Stores,
-    redis: DirectStore<Redis>,
+    redis: DirectStore,
     reference: ReferenceStore,
 }
 

@@ -176,11 +176,11 @@ fn options(url: &str, prefix: &str, time: TimeSource) -> DatabaseOptions {
 }
 
 impl<K: Kind> Backend for Stores<'_, K> {
-    type Store = DirectStore<K::Store>;
+    type Store = DirectStore;
 
     fn open(&self, limits: Arc<Limits>) -> Self::Store {
         let prefix = format!("t{}_", self.next.fetch_add(1, Ordering::Relaxed));
-        DirectStore(K::open(limits, &options(self.server.url(), &prefix, self.time)).unwrap())
+        DirectStore(Box::new(K::open(limits, &options(self.server.url(), &prefix, self.time)).unwrap()))
     }
 
     fn set_now(&self, _: &Self::Store, _: Time) -> bool {

@@ -30,7 +30,7 @@ fn minute_window(limit: u64) -> Result<LimitKind, LimitError> {
 }
 
 /// Calls `ask` from `tasks` threads, `calls` times each, and counts how often it returns true.
-fn count_admitted(
+pub(super) fn count_admitted(
     tasks: u32,
     calls: u32,
     ask: impl Fn(u32, u32) -> Result<bool, String> + Sync,

@@ -35,7 +35,7 @@ impl Shard {
         self.find_index(tag).is_some_and(|at| !self.is_idle(self.table.slots[at], now, shard_context.limits))
     }
 
-    /// Puts a state back that was stored elsewhere, unless there is one already.
+    /// Puts a state back that was stored elsewhere, unless there is one already that isn't idle.
     pub(in crate::memory) fn restore(
         &mut self,
         tag: u64,
@@ -43,8 +43,11 @@ impl Shard {
         now: Time,
         shard_context: &ShardContext<'_>,
     ) {
-        if self.find_index(tag).is_some() {
-            return;
+        if let Some(at) = self.find_index(tag) {
+            if !self.is_idle(self.table.slots[at], now, shard_context.limits) {
+                return;
+            }
+            self.remove_at(at);
         }
         if state.penalty_record().is_blocked(now) {
             if !self.has_room_for_block(ShareLevel::SmallNetwork, now, shard_context) {

@@ -115,9 +115,9 @@ impl Shard {
         best
     }
 
-    /// The worth of an entry, or `None` if it is blocked.
+    /// The worth of an entry, or `None` if it is blocked. An entry of a limit that only a later handle has is worth as
+    /// much as an exhausted one, because its terms are unknown here.
     fn retention_rank(&mut self, slot: Slot, now: Time, limits: &Limits) -> Option<RetentionRank> {
-        let Some(limit) = limit_for_tag(limits, slot.tag) else { return Some(RetentionRank::Idle) };
         let word = SlotWord::unpack(slot.word);
         let mut owned_state;
         let state = match word {
@@ -127,12 +127,14 @@ impl Shard {
                 &mut owned_state
             }
         };
-        if state.idle_at(limit) <= now {
+        let limit = limit_for_tag(limits, slot.tag);
+        if limit.is_some_and(|limit| state.idle_at(limit) <= now) {
             return Some(RetentionRank::Idle);
         }
         if state.penalty_record().is_blocked(now) {
             return None;
         }
+        let Some(limit) = limit else { return Some(RetentionRank::Exhausted) };
         let op = Op::new(LimitId::FIRST, Verb::Peek, Key::default(), 0);
         let outcome = state.evaluate(&OpContext { op: &op, limit, batch: BatchContext::default(), now });
         Some(match outcome.remaining {
@@ -214,7 +216,8 @@ impl Shard {
 
     #[inline]
     pub(super) fn is_idle(&self, slot: Slot, now: Time, limits: &Limits) -> bool {
-        let Some(limit) = limit_for_tag(limits, slot.tag) else { return true };
+        // Only a later handle knows when an entry of its new limits is idle.
+        let Some(limit) = limit_for_tag(limits, slot.tag) else { return false };
         match (SlotWord::unpack(slot.word), limit.kind()) {
             (SlotWord::Arrival(arrival), _) => arrival.idle_at() <= now,
             (SlotWord::SingleCall(at), LimitKind::Window(window)) => now.since(at) >= window.window(),
@@ -224,6 +227,17 @@ impl Shard {
                 StateCell::Free { .. } => true,
             },
         }
+    }
+
+    /// Makes the table as small as its capacity. Entries that then have no room are evicted, the least valuable first.
+    pub(in crate::memory) fn shrink_table_to_capacity(&mut self, now: Time, shard_context: &ShardContext<'_>) {
+        let max_home_count = shard_context.capacity.home_count;
+        if self.table.home_count <= max_home_count {
+            return;
+        }
+        // A rebuilt table has a fifth of its slots free at least.
+        while self.table.len * 5 / 4 >= max_home_count && self.evict(0, false, now, shard_context) {}
+        self.resize_table(max_home_count);
     }
 
     /// Frees memory of a mostly empty table or mostly free cells. May move cells, so the caller may hold no index.

@@ -69,7 +69,7 @@ fn caller_clock() -> DecisionClock {
     DecisionClock::new(TimeSource::Caller)
 }
 
-fn engine<const SAME_ROWS: bool>(driver: Fake<SAME_ROWS>, most: usize) -> Arc<GroupExecutor<Fake<SAME_ROWS>>> {
+fn engine<const SAME_ROWS: bool>(driver: Fake<SAME_ROWS>, most: usize) -> GroupExecutor<Fake<SAME_ROWS>> {
     let window = Window::new(10, Span::from_secs(60), 64).unwrap();
     GroupExecutor::new(driver, Arc::new(Limits::with_limit(Limit::new(LimitKind::Window(window)))), most)
 }
@@ -85,7 +85,7 @@ fn batch(verb: Verb, keys: &[u64]) -> Batch {
 type Asked = JoinHandle<Result<Outcomes, StoreError>>;
 
 /// Sends a batch, and waits until it is queued.
-async fn ask<D: GroupDriver>(engine: &Arc<GroupExecutor<D>>, batch: &Batch) -> Asked {
+async fn ask<D: GroupDriver>(engine: &GroupExecutor<D>, batch: &Batch) -> Asked {
     let asked = tokio::spawn(engine.apply(batch, Time::from_secs(1)));
     for _ in 0..3 {
         tokio::task::yield_now().await;
