@@ -34,7 +34,10 @@ pub enum RemoteBehaviour {
 
 /// A store behind its own network. Clones are connections to the same store.
 #[derive(Clone)]
-pub struct FlakyRemote(Arc<FlakyRemoteInner>, Arc<ReferenceStore>);
+pub struct FlakyRemote {
+    store: Arc<ReferenceStore>,
+    inner: Arc<FlakyRemoteInner>,
+}
 
 struct FlakyRemoteInner {
     clock: Box<dyn Clock>,
@@ -48,39 +51,39 @@ impl FlakyRemote {
     /// Creates a store with this clock. It sends notifications of resets if `tells_resets` is true.
     pub fn new(limits: Arc<Limits>, clock: impl Clock, tells_resets: bool) -> Self {
         let resets = tells_resets.then(|| broadcast::Sender::new(1024));
-        Self(Arc::new(FlakyRemoteInner {
-            store: ReferenceStore::new(limits),
+        let inner = FlakyRemoteInner {
             clock: Box::new(clock),
             behaviour: Mutex::default(),
             request_count: AtomicU64::new(0),
             seed: Mutex::default(),
             resets,
-        }))
+        };
+        Self { store: Arc::new(ReferenceStore::new(limits)), inner: Arc::new(inner) }
     }
 
     /// Returns the store behind the network.
     pub fn store(&self) -> &ReferenceStore {
-        &self.0.store
+        &self.store
     }
 
     /// Returns the number of requests.
     pub fn request_count(&self) -> u64 {
-        self.0.request_count.load(Ordering::SeqCst)
+        self.inner.request_count.load(Ordering::SeqCst)
     }
 
     /// Sets the behaviour from now on.
     pub fn set_behaviour(&self, behaviour: RemoteBehaviour) {
-        *self.0.behaviour.lock() = behaviour;
+        *self.inner.behaviour.lock() = behaviour;
     }
 
     /// Loses the secret under which keys are hashed.
     pub fn forget_seed(&self) {
-        *self.0.seed.lock() = None;
+        *self.inner.seed.lock() = None;
     }
 
     fn apply(&self, batch: &Batch) -> Outcomes {
-        let outcomes = self.0.store.apply_now(batch, self.0.clock.now());
-        if let Some(resets) = &self.0.resets {
+        let outcomes = self.store.apply_now(batch, self.inner.clock.now());
+        if let Some(resets) = &self.inner.resets {
             for op in batch.ops().iter().filter(|op| op.verb == Verb::Reset) {
                 // There may be no listener.
                 let _ = resets.send(Some(KeyReset { tag: self.limits().tag(op.limit), key: op.key }));
@@ -92,12 +95,12 @@ impl FlakyRemote {
 
 impl RemoteStore for FlakyRemote {
     fn limits(&self) -> &Arc<Limits> {
-        self.0.store.limits()
+        self.store.limits()
     }
 
     fn apply(&self, batch: &Batch, _: Time) -> RemoteFuture<Outcomes> {
-        self.0.request_count.fetch_add(1, Ordering::SeqCst);
-        let (store, batch, behaviour) = (self.clone(), batch.clone(), *self.0.behaviour.lock());
+        self.inner.request_count.fetch_add(1, Ordering::SeqCst);
+        let (store, batch, behaviour) = (self.clone(), batch.clone(), *self.inner.behaviour.lock());
         Box::pin(async move {
             match behaviour {
                 RemoteBehaviour::Normal => {}
@@ -123,12 +126,17 @@ impl RemoteStore for FlakyRemote {
     fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]> {
         let store = self.clone();
         Box::pin(async move {
-            let mut seed = store.0.seed.lock();
+            let mut seed = store.inner.seed.lock();
             Ok(*seed.get_or_insert(proposal))
         })
     }
 
+    fn with_limits(&self, limits: Arc<Limits>) -> Option<Box<dyn RemoteStore>> {
+        let store = self.store.with_limits(limits, Time::ZERO).ok()??;
+        Some(Box::new(Self { store: Arc::new(store), inner: Arc::clone(&self.inner) }))
+    }
+
     fn subscribe_to_resets(&self) -> Option<broadcast::Receiver<Option<KeyReset>>> {
-        self.0.resets.as_ref().map(broadcast::Sender::subscribe)
+        self.inner.resets.as_ref().map(broadcast::Sender::subscribe)
     }
 }

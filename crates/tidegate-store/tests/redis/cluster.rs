@@ -35,6 +35,10 @@ impl Store for Together {
         batch.set_affinity(0xfeed);
         self.0.submit(&batch, now);
     }
+
+    fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError> {
+        Ok(self.0.with_limits(limits, now)?.map(Self))
+    }
 }
 
 struct Gathered(Stores);

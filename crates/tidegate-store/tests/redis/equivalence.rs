@@ -9,7 +9,7 @@ use tidegate_core::{
     Batch, Concurrency, Cooldown, Key, Limit, LimitId, LimitKind, Limits, Op, Outcomes, PacerSpec, Penalty,
     PenaltySpec, Quota, Rate, SharedPacerRules, Span, Time, Verb, Window,
 };
-use tidegate_store::{DirectStore, ImmediateStore as _, Redis, RemoteStore as _, TimeSource};
+use tidegate_store::{DirectStore, ImmediateStore as _, TimeSource};
 use tidegate_testkit::conformance::Backend as _;
 use tidegate_testkit::random::{self, RandomSource};
 use tidegate_testkit::reference::ReferenceStore;

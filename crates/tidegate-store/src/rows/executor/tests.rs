@@ -105,12 +105,12 @@ fn requests_waiting_for_a_row_are_grouped() {
         for key in 2..12 {
             asked.push(ask(&engine, &batch(Verb::Take, &[1, key])).await);
         }
-        assert_eq!(engine.driver.groups(), [(1, 1)]);
-        engine.driver.gate.as_ref().unwrap().add_permits(2);
+        assert_eq!(engine.driver().groups(), [(1, 1)]);
+        engine.driver().gate.as_ref().unwrap().add_permits(2);
         for asked in asked {
             assert!(asked.await.unwrap().is_ok());
         }
-        assert_eq!(engine.driver.groups(), [(1, 1), (10, 11)]);
+        assert_eq!(engine.driver().groups(), [(1, 1), (10, 11)]);
     });
 }
 
@@ -122,12 +122,12 @@ fn different_row_sets_are_grouped_separately() {
         for keys in [&[9][..], &[1, 2], &[2, 1], &[1, 2, 3], &[1], &[4]] {
             asked.push(ask(&engine, &batch(Verb::Take, keys)).await);
         }
-        engine.driver.gate.as_ref().unwrap().add_permits(9);
+        engine.driver().gate.as_ref().unwrap().add_permits(9);
         for asked in asked {
             assert!(asked.await.unwrap().is_ok());
         }
         // The last but one waits behind the third, because it needs the same row. The last is independent.
-        assert_eq!(engine.driver.groups(), [(1, 1), (2, 2), (2, 3), (1, 1)]);
+        assert_eq!(engine.driver().groups(), [(1, 1), (2, 2), (2, 3), (1, 1)]);
     });
 }
 
@@ -142,10 +142,10 @@ fn cancelled_takes_are_dropped_but_refunds_kept() {
             asked.abort();
             assert!(asked.await.unwrap_err().is_cancelled());
         }
-        engine.driver.gate.as_ref().unwrap().add_permits(9);
+        engine.driver().gate.as_ref().unwrap().add_permits(9);
         first.await.unwrap().unwrap();
         ask(&engine, &batch(Verb::Take, &[2])).await.await.unwrap().unwrap();
-        assert_eq!(engine.driver.groups(), [(1, 1), (2, 1), (1, 1)]);
+        assert_eq!(engine.driver().groups(), [(1, 1), (2, 1), (1, 1)]);
     });
 }
 
@@ -159,7 +159,7 @@ fn a_full_queue_refuses_immediately() {
             .collect();
         tokio::task::yield_now().await;
         assert!(matches!(ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap(), Err(StoreError::Failed(_))));
-        engine.driver.gate.as_ref().unwrap().add_permits(MAX_WAITING_BATCHES);
+        engine.driver().gate.as_ref().unwrap().add_permits(MAX_WAITING_BATCHES);
         first.await.unwrap().unwrap();
         for asked in waiting {
             asked.await.unwrap().unwrap();
@@ -172,13 +172,13 @@ fn conflicts_are_retried_and_failures_reported() {
     run(async {
         let engine = engine(Fake::<false>::default(), 1);
         let faults = [GroupError::Conflict("deadlock".into()), GroupError::ConnectionLost("gone".into())];
-        engine.driver.faults.lock().extend(faults);
+        engine.driver().faults.lock().extend(faults);
         ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap();
-        assert_eq!(engine.driver.groups().len(), 3);
-        engine.driver.faults.lock().push(GroupError::Failed("no such table".into()));
+        assert_eq!(engine.driver().groups().len(), 3);
+        engine.driver().faults.lock().push(GroupError::Failed("no such table".into()));
         let error = ask(&engine, &batch(Verb::Take, &[1])).await.await.unwrap().unwrap_err();
         assert_eq!(error.to_string(), "the store failed: no such table");
-        assert_eq!(engine.driver.groups().len(), 4);
+        assert_eq!(engine.driver().groups().len(), 4);
     });
 }
 
@@ -188,10 +188,10 @@ fn an_unreachable_server_fails_all_waiting_requests() {
         let engine = engine(Fake::<false>::shut(), 1);
         let first = ask(&engine, &batch(Verb::Take, &[1])).await;
         let second = ask(&engine, &batch(Verb::Take, &[1])).await;
-        engine.driver.faults.lock().push(GroupError::Unreachable("nobody".into()));
-        engine.driver.gate.as_ref().unwrap().add_permits(1);
+        engine.driver().faults.lock().push(GroupError::Unreachable("nobody".into()));
+        engine.driver().gate.as_ref().unwrap().add_permits(1);
         assert!(first.await.unwrap().is_err() && second.await.unwrap().is_err());
-        assert_eq!(engine.driver.groups().len(), 1);
+        assert_eq!(engine.driver().groups().len(), 1);
     });
 }
 
@@ -225,9 +225,9 @@ fn an_unreadable_row_is_an_error_and_unchanged() {
         let engine = GroupExecutor::new(Foreign::default(), limits, 1);
         let both = engine.apply(&batch(Verb::Take, &[1, 2]), Time::from_secs(1)).await;
         assert!(matches!(both, Err(StoreError::Failed(_))));
-        assert_eq!(*engine.driver.0.lock(), [RowChange::Keep, RowChange::Keep]);
+        assert_eq!(*engine.driver().0.lock(), [RowChange::Keep, RowChange::Keep]);
         engine.apply(&batch(Verb::Take, &[1]), Time::from_secs(1)).await.unwrap();
-        assert!(matches!(engine.driver.0.lock()[..], [RowChange::Write(..)]));
+        assert!(matches!(engine.driver().0.lock()[..], [RowChange::Write(..)]));
     });
 }
 
