@@ -41,10 +41,23 @@ type FileStoreFuture = Pin<Box<dyn Future<Output = Result<Outcomes, StoreError>>
 /// The time is the one that comes with each batch. Answers are immediate, except those that wait for the disk. With
 /// [`FlushMode::Always`], all answers that change something wait; otherwise only those that the disk is too slow for.
 /// No answer is immediate while the file can't be written and [`OnWriteFailure::Deny`] holds. Dropping the store waits
-/// for the disk.
+/// for the disk, if it is the last handle.
 pub struct FileStore {
     plan: Arc<PersistedPlan>,
     journal: Arc<Journal>,
+    registration: Arc<PlanRegistration>,
+}
+
+/// The place of a store among the plans that the journal writes. It ends with the last handle to the store.
+struct PlanRegistration {
+    plan: Arc<PersistedPlan>,
+    journal: Arc<Journal>,
+}
+
+impl Drop for PlanRegistration {
+    fn drop(&mut self) {
+        self.journal.remove_plan(&self.plan);
+    }
 }
 
 impl std::fmt::Debug for FileStore {
@@ -66,7 +79,8 @@ impl FileStore {
     pub fn new(limits: Arc<Limits>, max_bytes: usize, journal: &Arc<Journal>, now: Time) -> Result<Self, FileError> {
         let plan = Arc::new(PersistedPlan::new(limits, max_bytes, now));
         journal.add_plan(&plan, now)?;
-        Ok(Self { plan, journal: Arc::clone(journal) })
+        let registration = PlanRegistration { plan: Arc::clone(&plan), journal: Arc::clone(journal) };
+        Ok(Self { plan, journal: Arc::clone(journal), registration: Arc::new(registration) })
     }
 
     /// The journal that writes the file.
@@ -125,14 +139,17 @@ impl Store for FileStore {
         self.record_change(batch, flags, now);
     }
 
+    /// The file is written by the new limits from then on. The states that it has of new [tags](Limits::tag) are
+    /// restored, unless the memory has one already.
+    fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError> {
+        let plan = self.journal.replace_plan(&self.plan, limits, now);
+        let plan = plan.map_err(|error| StoreError::Failed(error.to_string()))?;
+        let (journal, registration) = (Arc::clone(&self.journal), Arc::clone(&self.registration));
+        Ok(Some(Self { plan, journal, registration: registration }))
+    }
+
     fn maintain(&self, now: Time) -> Losses {
         self.journal.update_time(now);
         self.plan.shards.maintain(now)
-    }
-}
-
-impl Drop for FileStore {
-    fn drop(&mut self) {
-        self.journal.remove_plan(&self.plan);
     }
 }

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tidegate_core::{Outcomes, Span, Time};
+use tidegate_core::{Limits, Outcomes, Span, Time};
 use tokio::sync::watch;
 
 use super::persisted_plan::{PersistedPlan, ResetKeys, WriteBuffers};
@@ -193,31 +193,46 @@ impl Journal {
         self.update_time(now);
         let store_file = &mut self.inner.store_file.lock().0;
         let mut plans = self.inner.plans.lock();
-        let (mut previous_tag, mut unread) = (None, 0_u64);
-        for &(tag, _) in &plan.by_tag {
-            if previous_tag.replace(tag) == Some(tag) || plans.iter().any(|plan| plan.limit_id(tag).is_some()) {
-                return Err(FileError::TagInUse { path: store_file.path.clone(), tag });
-            }
-        }
-        for &(tag, id) in &plan.by_tag {
-            store_file.visit_states(tag, |key_bits, encoded| {
-                if !plan.restore(id, key_bits, encoded) {
-                    unread += 1;
-                }
-            })?;
-        }
-        if unread > 0 {
-            tracing::warn!(path = ?store_file.path, unread, "states that can't be read were left out");
-        }
+        restore_plan(store_file, &plans, plan)?;
         plans.push(Arc::clone(plan));
         Ok(())
     }
 
-    /// Writes a plan's states for the last time.
-    pub(super) fn remove_plan(&self, plan: &Arc<PersistedPlan>) {
+    /// Replaces the plan of a store by one with these limits, and restores the states of its new tags from the file.
+    pub(super) fn replace_plan(
+        &self,
+        plan: &PersistedPlan,
+        limits: Arc<Limits>,
+        now: Time,
+    ) -> Result<Arc<PersistedPlan>, FileError> {
+        self.update_time(now);
+        let changes_a_tag = plan.by_tag.iter().any(|(tag, id)| limits.tag(*id) != *tag);
+        if changes_a_tag {
+            // The states under the old tag, which may come back. A failure is in the log already.
+            let _ = self.inner.write_changes(0);
+        }
+        let store_file = &mut self.inner.store_file.lock().0;
+        let mut plans = self.inner.plans.lock();
+        // The latest one, which another handle may have put there.
+        let index = plans.iter().position(|kept| kept.is_same_store(plan));
+        let index = index.expect("invariant: a store's plan is registered while it has a handle");
+        let mut new_plan = plans[index].with_limits(limits, now);
+        restore_plan(store_file, &plans, &new_plan)?;
+        if changes_a_tag {
+            // A penalty that the memory keeps belongs into the rows of the new tag.
+            new_plan.shards.mark_all_dirty();
+        }
+        new_plan.take_over_rows(&plans[index]);
+        let new_plan = Arc::new(new_plan);
+        plans[index] = Arc::clone(&new_plan);
+        Ok(new_plan)
+    }
+
+    /// Writes the states of a plan's store for the last time.
+    pub(super) fn remove_plan(&self, plan: &PersistedPlan) {
         // A failure is in the log already.
         let _ = self.inner.write_changes(0);
-        self.inner.plans.lock().retain(|kept| !Arc::ptr_eq(kept, plan));
+        self.inner.plans.lock().retain(|kept| !kept.is_same_store(plan));
     }
 
     pub(super) fn update_time(&self, now: Time) {
@@ -353,6 +368,32 @@ impl JournalInner {
             }
         }
     }
+}
+
+/// Restores the states of the tags that are new in a plan. No other store among `plans` may have one of its tags.
+fn restore_plan(
+    store_file: &mut StoreFile,
+    plans: &[Arc<PersistedPlan>],
+    plan: &PersistedPlan,
+) -> Result<(), FileError> {
+    let others = plans.iter().filter(|other| !other.is_same_store(plan));
+    let has_other = |tag| others.clone().any(|other| other.limit_id(tag).is_some());
+    let repeated = plan.by_tag.windows(2).find(|pair| pair[0].0 == pair[1].0).map(|pair| pair[0].0);
+    if let Some(tag) = repeated.or_else(|| plan.by_tag.iter().map(|(tag, _)| *tag).find(|tag| has_other(*tag))) {
+        return Err(FileError::TagInUse { path: store_file.path.clone(), tag });
+    }
+    let mut unread = 0_u64;
+    for &(tag, id, now) in &plan.restored_tags {
+        store_file.visit_states(tag, |key_bits, encoded| {
+            if !plan.restore(id, key_bits, encoded, now) {
+                unread += 1;
+            }
+        })?;
+    }
+    if unread > 0 {
+        tracing::warn!(path = ?store_file.path, unread, "states that can't be read were left out");
+    }
+    Ok(())
 }
 
 /// True if more rows past their end may be kept.

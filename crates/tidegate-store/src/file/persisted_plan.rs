@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use parking_lot::Mutex;
+use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::state::Usage;
 use tidegate_core::{Batch, Key, KeyState, Limit, LimitId, Limits, Time, Verb};
 
@@ -23,17 +24,17 @@ const TAG_BITS: u32 = 52;
 /// clock was set back.
 const MAX_PENDING_RESETS: usize = 1 << 16;
 
-/// A plan's limits by their tags, and their states.
+/// A plan's limits by their tags, and their states. Plans of one store with different limits share the states.
 pub(super) struct PersistedPlan {
     pub(super) shards: Shards<DirtySet>,
     /// The limits by their tags, in order.
     pub(super) by_tag: Vec<(u64, LimitId)>,
-    /// The time at which its states were read.
-    opened_at: Time,
+    /// The tags whose states are read from the file, and when.
+    pub(super) restored_tags: Vec<(u64, LimitId, Time)>,
     /// True once the file has its rows as they were arranged then.
     pub(super) is_reconciled: AtomicBool,
     /// Keys that were reset since the file was written.
-    pub(super) pending_resets: Mutex<ResetKeys>,
+    pub(super) pending_resets: Arc<Mutex<ResetKeys>>,
 }
 
 /// Keys that were reset: the limit's tag, and the key's bits in the file.
@@ -57,10 +58,40 @@ enum RowUpdate {
 
 impl PersistedPlan {
     pub(super) fn new(limits: Arc<Limits>, max_bytes: usize, now: Time) -> Self {
-        let mut by_tag: Vec<_> = limits.iter().map(|(id, _)| (limits.tag(id), id)).collect();
-        by_tag.sort_unstable();
+        let by_tag = limits_by_tag(&limits);
+        let restored_tags = by_tag.iter().map(|&(tag, id)| (tag, id, now)).collect();
         let shards = Shards::new(limits, max_bytes.max(1 << 20), SHARD_BITS);
-        Self { shards, by_tag, opened_at: now, is_reconciled: AtomicBool::new(true), pending_resets: Mutex::default() }
+        let is_reconciled = AtomicBool::new(true);
+        Self { shards, by_tag, restored_tags, is_reconciled, pending_resets: Arc::default() }
+    }
+
+    /// A plan of the same store with these limits. Only the states of tags that are new remain to be restored.
+    pub(super) fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Self {
+        let by_tag = limits_by_tag(&limits);
+        let new_tags = by_tag.iter().filter(|(tag, _)| self.limit_id(*tag).is_none());
+        let restored_tags = new_tags.map(|&(tag, id)| (tag, id, now)).collect();
+        Self {
+            shards: self.shards.with_limits(limits, now),
+            by_tag,
+            restored_tags,
+            is_reconciled: AtomicBool::new(true),
+            pending_resets: Arc::clone(&self.pending_resets),
+        }
+    }
+
+    pub(super) fn is_same_store(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.pending_resets, &other.pending_resets)
+    }
+
+    /// Takes over the rows that an earlier plan of the store has yet to arrange.
+    pub(super) fn take_over_rows(&mut self, earlier: &Self) {
+        if earlier.is_reconciled.load(Relaxed) {
+            return;
+        }
+        let has_tag = |tag: u64| self.by_tag.binary_search_by_key(&tag, |(tag, _)| *tag).is_ok();
+        let unarranged = earlier.restored_tags.iter().copied().filter(|(tag, ..)| has_tag(*tag));
+        self.restored_tags.extend(unarranged.collect::<Vec<_>>());
+        self.is_reconciled.store(false, Relaxed);
     }
 
     pub(super) fn limit_id(&self, tag: u64) -> Option<LimitId> {
@@ -73,16 +104,16 @@ impl PersistedPlan {
     }
 
     /// Restores the states of a key from its rows. Returns false if they can't be read.
-    pub(super) fn restore(&self, id: LimitId, key_bits: u64, encoded: EncodedStates<'_>) -> bool {
+    pub(super) fn restore(&self, id: LimitId, key_bits: u64, encoded: EncodedStates<'_>, now: Time) -> bool {
         let Some(limit) = self.shards.limits().get(id) else { return true };
         let Some(stored) = decode_states(encoded, limit) else { return false };
-        let (stored, has_changed) = stored.reconcile(limit, self.opened_at);
+        let (stored, has_changed) = stored.reconcile(limit, now);
         if has_changed {
             self.is_reconciled.store(false, Relaxed);
         }
         if let Some(state) = stored.state {
             let (shard, tag) = shard_and_tag(id, key_bits);
-            self.shards.restore(shard, tag, state, self.opened_at);
+            self.shards.restore(shard, tag, state, now);
         }
         true
     }
@@ -106,10 +137,10 @@ impl PersistedPlan {
         if self.is_reconciled.load(Relaxed) {
             return Ok(());
         }
-        for &(tag, id) in &self.by_tag {
+        for &(tag, id, restored_at) in &self.restored_tags {
             let Some(limit) = self.shards.limits().get(id) else { continue };
             rows.reconcile(tag, |encoded| {
-                let (stored, has_changed) = decode_states(encoded, limit)?.reconcile(limit, self.opened_at);
+                let (stored, has_changed) = decode_states(encoded, limit)?.reconcile(limit, restored_at);
                 let value = |state: KeyState| {
                     let mut value = Vec::new();
                     encode_value(&state, state.idle_at(limit), &mut value);
@@ -194,6 +225,12 @@ impl PersistedPlan {
     }
 }
 
+fn limits_by_tag(limits: &Limits) -> Vec<(u64, LimitId)> {
+    let mut by_tag: Vec<_> = limits.iter().map(|(id, _)| (limits.tag(id), id)).collect();
+    by_tag.sort_unstable();
+    by_tag
+}
+
 /// True if an encoded state counts a quota's period that didn't begin at `start`.
 fn is_other_period(encoded: &[u8], start: Time) -> bool {
     KeyState::decode(encoded).and_then(|state| period_start(&state)).is_some_and(|own_start| own_start != start)
@@ -220,9 +257,11 @@ fn shard_and_tag(id: LimitId, key_bits: u64) -> (usize, u64) {
     (shard as usize, key_bits << (64 - TAG_BITS) | u64::from(id.get()))
 }
 
-/// The state as one of this limit, or `None` if it is of another kind: another policy may use the name differently.
+/// The state as one of this limit. Of another kind, which another policy or an earlier one may have given it, only the
+/// penalty remains, or `None` without one.
 fn for_limit(state: KeyState, limit: &Limit) -> Option<KeyState> {
     let is_same_kind = state.usage().kind_id().is_none_or(|id| id == limit.kind().id());
     let record = limit.penalty().map(|_| *state.penalty_record()).unwrap_or_default();
-    is_same_kind.then(|| KeyState::new(state.usage().clone(), record))
+    let usage = if is_same_kind { state.usage().clone() } else { Usage::None };
+    (is_same_kind || record != PenaltyRecord::default()).then(|| KeyState::new(usage, record))
 }

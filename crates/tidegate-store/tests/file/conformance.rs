@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use tidegate_core::{Batch, Limits, Time};
-use tidegate_store::{FileStore, FlushMode, Losses, Store, StoreResponse};
+use tidegate_store::{FileStore, FlushMode, Losses, Store, StoreError, StoreResponse};
 use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
 use tidegate_testkit::random;
 
@@ -10,13 +10,13 @@ use crate::common::Place;
 /// A store with a file of its own.
 struct Own {
     store: FileStore,
-    _place: Place,
+    place: Arc<Place>,
 }
 
 impl Own {
     fn new(limits: Arc<Limits>, flush: FlushMode) -> Self {
         let place = Place::quick();
-        Self { store: place.store(&limits, flush, Time::ZERO), _place: place }
+        Self { store: place.store(&limits, flush, Time::ZERO), place: Arc::new(place) }
     }
 }
 
@@ -33,6 +33,11 @@ impl Store for Own {
 
     fn submit(&self, batch: &Batch, now: Time) {
         self.store.submit(batch, now);
+    }
+
+    fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError> {
+        let store = self.store.with_limits(limits, now)?;
+        Ok(store.map(|store| Self { store, place: Arc::clone(&self.place) }))
     }
 
     fn maintain(&self, now: Time) -> Losses {

@@ -6,5 +6,6 @@ mod clock;
 mod common;
 mod conformance;
 mod kill;
+mod reload;
 mod restart;
 mod torn;

@@ -1,9 +1,10 @@
 //! The entries of a shard, for a store that keeps them in a file.
 
 use tidegate_core::batch::ShareLevel;
+use tidegate_core::penalty::PenaltyRecord;
 use tidegate_core::{KeyState, Time};
 
-use super::{Shard, ShardContext, SlotWord, StateCell, entry_bytes};
+use super::{Shard, ShardContext, SlotWord, StateCell, entry_bytes, limit_for_tag};
 use crate::memory::table::SearchResult;
 
 impl Shard {
@@ -35,17 +36,30 @@ impl Shard {
         self.find_index(tag).is_some_and(|at| !self.is_idle(self.table.slots[at], now, shard_context.limits))
     }
 
-    /// Puts a state back that was stored elsewhere, unless there is one already that isn't idle.
+    /// Puts a state back that was stored elsewhere, unless there is one already that isn't idle. If that one has usage of
+    /// another kind, only its penalty remains.
     pub(in crate::memory) fn restore(
         &mut self,
         tag: u64,
-        state: KeyState,
+        mut state: KeyState,
         now: Time,
         shard_context: &ShardContext<'_>,
     ) {
         if let Some(at) = self.find_index(tag) {
             if !self.is_idle(self.table.slots[at], now, shard_context.limits) {
-                return;
+                let kind_id = limit_for_tag(shard_context.limits, tag).map(|limit| limit.kind().id());
+                let (mut is_same_kind, mut record) = (true, PenaltyRecord::default());
+                self.visit_state(tag, |found| {
+                    let Some(found) = found else { return };
+                    is_same_kind = found.usage().kind_id() == kind_id;
+                    record = *found.penalty_record();
+                });
+                if is_same_kind {
+                    return;
+                }
+                if record != PenaltyRecord::default() {
+                    state = KeyState::new(state.usage().clone(), record);
+                }
             }
             self.remove_at(at);
         }
