@@ -18,20 +18,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use parking_lot::RwLock;
 use tidegate_core::batch::{Outcome, RefusalSummary};
 use tidegate_core::{
     Batch, Clock, Concurrency, Key, Limit, LimitError, LimitId, LimitKind, Limits, OnOutage, Op, Outcomes, ShareLevel,
     Span, Time, Verb,
 };
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
 
 use crate::{Losses, RemoteFuture, RemoteStore, Store, StoreError, StoreResponse, Votes};
 use block_cache::BlockCache;
 use health::{PartitionHealth, RoutingKey};
-use leases::{Leases, SpendResult};
+use leases::{LeaseSweeper, Leases, SpendResult};
 use local_fallback::retake_permits_batch;
 use penalty_restore::ResetLog;
+use tasks::{FleetTasks, QueuedSubmit};
 
 /// The number of batches that wait to be sent to the store. Further ones are dropped, counted and logged.
 const SUBMIT_QUEUE_CAPACITY: usize = 4096;
@@ -82,25 +83,34 @@ const NODE_LEASE: Span = Span::from_secs(10);
 /// The key under which the nodes are counted.
 const HEARTBEAT_KEY: Key = Key::new(0x726f_6c6c, 0x7469_6465_6761_7465);
 
-/// One node's view of a store that many nodes share. Clones are the same node.
+/// One node's view of a store that many nodes share. Clones, and handles with other limits, are the same node.
 #[derive(Clone)]
 pub struct Fleet {
     node: Arc<FleetNode>,
-    /// Ends with the last clone.
-    _tasks: Arc<JoinSet<()>>,
+    /// Ends with the last clone of a handle.
+    _lease_sweeper: Option<Arc<LeaseSweeper>>,
+    /// End with the last handle.
+    tasks: Arc<FleetTasks>,
 }
 
-/// The state that decisions and tasks share.
+/// A node with the limits of one handle.
 struct FleetNode {
     remote: Box<dyn RemoteStore>,
-    clock: Box<dyn Clock>,
-    options: FleetOptions,
     heartbeat_limit: Option<LimitId>,
-    partitions: Box<[PartitionHealth]>,
-    blocks: BlockCache,
     reset_log: ResetLog,
     leases: Arc<Leases>,
-    submit_sender: mpsc::Sender<(Batch, Time)>,
+    state: Arc<NodeState>,
+}
+
+/// The state that all handles and tasks of a node share.
+struct NodeState {
+    clock: Box<dyn Clock>,
+    options: FleetOptions,
+    partitions: Box<[PartitionHealth]>,
+    blocks: BlockCache,
+    /// The latest limits, for local counts.
+    latest_limits: RwLock<Arc<Limits>>,
+    submit_sender: mpsc::Sender<QueuedSubmit>,
     dropped_count: AtomicU64,
     /// The number of failures that made a partition suspect, since it was last logged.
     late_count: AtomicU64,
@@ -128,14 +138,11 @@ impl Fleet {
         let partition_count = remote.partition_count().max(1);
         let reset_receiver = remote.subscribe_to_resets();
         let node_count_reliable_at = AtomicU64::new((clock.now() + NODE_LEASE).as_micros());
-        let node = Arc::new(FleetNode {
-            heartbeat_limit: limits.iter().map(|(id, _)| id).last(),
+        let state = Arc::new(NodeState {
             partitions: (0..partition_count).map(|_| PartitionHealth::default()).collect(),
             node_count: AtomicUsize::new(options.nodes.max(1) as usize),
-            blocks: BlockCache::new(Arc::clone(&limits), reset_receiver.is_some()),
-            reset_log: ResetLog::new(Arc::clone(&limits)),
-            leases: Arc::new(Leases::new(limits)),
-            remote,
+            blocks: BlockCache::new(reset_receiver.is_some()),
+            latest_limits: RwLock::new(limits),
             clock: Box::new(clock),
             options,
             submit_sender,
@@ -145,18 +152,24 @@ impl Fleet {
             has_other_seed: AtomicBool::new(false),
             down_count: AtomicUsize::new(0),
         });
-        let tasks = tasks::spawn_all(&node, submit_receiver, reset_receiver);
-        Self { node, _tasks: Arc::new(tasks) }
+        let node = FleetNode::new(remote, state);
+        let tasks = FleetTasks::start(&node, submit_receiver, reset_receiver);
+        Self::with_node(node, Arc::new(tasks))
+    }
+
+    fn with_node(node: Arc<FleetNode>, tasks: Arc<FleetTasks>) -> Self {
+        let sweeper = node.leases.has_leases.then(|| Arc::new(LeaseSweeper::start(&node)));
+        Self { node, _lease_sweeper: sweeper, tasks }
     }
 
     /// Returns the number of nodes that share the store, as it last reported.
     pub fn node_count(&self) -> usize {
-        self.node.node_count.load(Ordering::Relaxed)
+        self.node.state.node_count.load(Ordering::Relaxed)
     }
 
     /// Returns true if all parts of the store can be reached.
     pub fn is_up(&self) -> bool {
-        self.node.partitions.iter().all(PartitionHealth::is_up)
+        self.node.state.partitions.iter().all(PartitionHealth::is_up)
     }
 }
 
@@ -175,7 +188,7 @@ impl Store for Fleet {
         // A key that is shared because this node's memory had no room stays in that memory.
         let is_up =
             node.batch_partition(batch).is_up() && batch.ops().iter().all(|op| op.share_level == ShareLevel::Own);
-        if let Some(outcomes) = node.blocks.refusal_from_cache(batch, is_up, now) {
+        if let Some(outcomes) = node.state.blocks.refusal_from_cache(node.remote.limits(), batch, is_up, now) {
             return StoreResponse::Ready(outcomes);
         }
         let spend_result = node.spend_slice(batch, now);
@@ -211,24 +224,42 @@ impl Store for Fleet {
         Some(async move {
             let outcomes = node.apply_and_record(&batch, now).await.ok()?;
             let yes = usize::try_from(outcomes.list().first()?.used).ok()?;
-            Some(Votes { yes, nodes: node.node_count.load(Ordering::Relaxed) })
+            Some(Votes { yes, nodes: node.state.node_count.load(Ordering::Relaxed) })
         })
     }
 
     fn outage(&self) -> Option<&str> {
-        (self.node.down_count.load(Ordering::Relaxed) > 0).then_some(&self.node.options.name)
+        (self.node.state.down_count.load(Ordering::Relaxed) > 0).then_some(&self.node.state.options.name)
+    }
+
+    /// These limits are those of the plan, to which the ones of [`fleet_limits`] are added. The node keeps its tasks, its
+    /// blocks and its counts of an outage. Slices of limits are given back with the last clone of their handle. Needs
+    /// the runtime that [`Fleet::start`] needs.
+    fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError> {
+        let limits = fleet_limits(&limits).map_err(|error| StoreError::Failed(error.to_string()))?;
+        let limits = Arc::new(limits);
+        let Some(remote) = self.node.remote.with_limits(Arc::clone(&limits)) else { return Ok(None) };
+        let state = &self.node.state;
+        // Before the existing counts are changed, so that none with earlier limits are made afterwards.
+        *state.latest_limits.write() = Arc::clone(&limits);
+        state.partitions.iter().for_each(|partition| partition.change_limits(&limits, now));
+        // The waits in cached answers are those of earlier limits.
+        state.blocks.expire_trust();
+        let node = FleetNode::new(remote, Arc::clone(state));
+        self.tasks.latest.send_replace(Arc::clone(&node));
+        Ok(Some(Self::with_node(node, Arc::clone(&self.tasks))))
     }
 
     fn maintain(&self, now: Time) -> Losses {
-        let untold = self.node.dropped_count.swap(0, Ordering::Relaxed);
+        let untold = self.node.state.dropped_count.swap(0, Ordering::Relaxed);
         if untold > 0 {
             tracing::warn!(untold, "the store is too slow: refunds and other reports were dropped");
         }
-        let late = self.node.late_count.swap(0, Ordering::Relaxed);
+        let late = self.node.state.late_count.swap(0, Ordering::Relaxed);
         if late >= LATE_WARNING_THRESHOLD {
             tracing::warn!(late, "answers of the store repeatedly come too late: decisions are made without it");
         }
-        self.node.partitions.iter().fold(Losses::default(), |losses, partition| {
+        self.node.state.partitions.iter().fold(Losses::default(), |losses, partition| {
             let local = partition.fallback().map(|local| local.memory.maintain(now));
             partition.drop_unused_fallback();
             losses.plus(local.unwrap_or_default())
@@ -237,8 +268,15 @@ impl Store for Fleet {
 }
 
 impl FleetNode {
+    fn new(remote: Box<dyn RemoteStore>, state: Arc<NodeState>) -> Arc<Self> {
+        let limits = remote.limits();
+        let heartbeat_limit = limits.iter().map(|(id, _)| id).last();
+        let (reset_log, leases) = (ResetLog::new(Arc::clone(limits)), Arc::new(Leases::new(Arc::clone(limits))));
+        Arc::new(Self { remote, heartbeat_limit, reset_log, leases, state })
+    }
+
     /// Spends from a local slice, and gives back the rest of a slice that isn't enough.
-    fn spend_slice(&self, batch: &Batch, now: Time) -> SpendResult {
+    fn spend_slice(self: &Arc<Self>, batch: &Batch, now: Time) -> SpendResult {
         let (spend_result, unspent) = self.leases.spend_or_request(batch, now);
         if let Some(unspent) = unspent {
             self.submit(&unspent, now);
@@ -254,24 +292,27 @@ impl FleetNode {
     }
 
     fn partition_of_key(&self, affinity: u64, key: Key) -> &PartitionHealth {
-        self.partitions.get(self.remote.partition(affinity, key)).unwrap_or(&self.partitions[0])
+        self.state.partitions.get(self.remote.partition(affinity, key)).unwrap_or(&self.state.partitions[0])
     }
 
     /// The partition on which a batch depends: one that isn't up, if there is any.
     fn batch_partition(&self, batch: &Batch) -> &PartitionHealth {
         let mut partitions = self.partitions_of(batch).map(|(partition, _)| partition);
-        let first = partitions.next().unwrap_or(&self.partitions[0]);
+        let first = partitions.next().unwrap_or(&self.state.partitions[0]);
         if first.is_up() { partitions.find(|partition| !partition.is_up()).unwrap_or(first) } else { first }
     }
 
     /// Asks the store, and decides without it if it doesn't answer.
-    async fn apply_or_fall_back(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
+    async fn apply_or_fall_back(self: &Arc<Self>, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         if let Ok(outcomes) = self.apply_and_record(batch, sent_at).await {
             return Ok(outcomes);
         }
-        let now = self.clock.now();
-        let outcomes =
-            self.blocks.refusal_from_cache(batch, false, now).map_or_else(|| self.decide_without_store(batch, now), Ok);
+        let now = self.state.clock.now();
+        let outcomes = self
+            .state
+            .blocks
+            .refusal_from_cache(self.remote.limits(), batch, false, now)
+            .map_or_else(|| self.decide_without_store(batch, now), Ok);
         // The store may have granted a permit that no call holds. A call admitted here releases it at its end.
         if outcomes.as_ref().map_or(true, Outcomes::refuses)
             && let Some(release) = batch.to_release(self.remote.limits())
@@ -282,21 +323,23 @@ impl FleetNode {
     }
 
     /// Asks the store while its partition is up. An answer without a known block counts only after a reset of the key.
-    async fn apply_and_record(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
+    async fn apply_and_record(self: &Arc<Self>, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let outcomes = self.apply_remote(batch, sent_at).await?;
-        if self.blocks.update_from_store(batch, &outcomes, sent_at) {
+        if self.state.blocks.update_from_store(self.remote.limits(), batch, &outcomes, sent_at) {
             return Ok(Box::pin(self.recheck_outcomes(batch, outcomes)).await);
         }
         Ok(outcomes)
     }
 
     /// The outcomes in place of an answer that lacks a block. The charges of that answer are given back.
-    async fn recheck_outcomes(&self, batch: &Batch, outcomes: Outcomes) -> Outcomes {
+    async fn recheck_outcomes(self: &Arc<Self>, batch: &Batch, outcomes: Outcomes) -> Outcomes {
         for op in batch.ops() {
             self.recheck_block(op.limit, op.key).await;
         }
-        let now = self.clock.now();
-        let Some(blocked) = self.blocks.refusal_from_cache(batch, false, now) else { return outcomes };
+        let now = self.state.clock.now();
+        let Some(blocked) = self.state.blocks.refusal_from_cache(self.remote.limits(), batch, false, now) else {
+            return outcomes;
+        };
         let limits = self.remote.limits();
         if let Some(release) = batch.to_release(limits) {
             self.submit(&release, now);
@@ -319,10 +362,10 @@ impl FleetNode {
     /// Asks the store for as long as its partition is up. Blocks in the answer aren't cached.
     async fn apply_remote(&self, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let partition = self.batch_partition(batch);
-        let outcomes = partition.wait_for_response(self.remote.apply(batch, sent_at), self.options.timeout).await;
+        let outcomes = partition.wait_for_response(self.remote.apply(batch, sent_at), self.state.options.timeout).await;
         // `Unavailable`: the partition went down because another request failed, or isn't up.
         if matches!(outcomes, Err(ref error) if !matches!(error, StoreError::Unavailable)) {
-            self.late_count.fetch_add(1, Ordering::Relaxed);
+            self.state.late_count.fetch_add(1, Ordering::Relaxed);
             // The checks of each partition find out which one failed.
             self.partitions_of(batch)
                 .for_each(|(partition, routing_key)| partition.mark_suspect(|| self.new_fallback(), routing_key));
@@ -350,7 +393,7 @@ impl FleetNode {
                         list.extend(outcomes.list().iter().take(op_count));
                     }
                     Err(_) if node.on_outage(&batch) == OnOutage::Deny => return Err(StoreError::Unavailable),
-                    Err(_) => return Ok(node.apply_locally(&batch, node.clock.now())),
+                    Err(_) => return Ok(node.apply_locally(&batch, node.state.clock.now())),
                 }
             }
             forget();
@@ -360,8 +403,12 @@ impl FleetNode {
 
     /// The state with which a node decides while a part of the store is gone.
     fn new_fallback(&self) -> local_fallback::LocalFallback {
-        let bytes = self.options.max_bytes / self.partitions.len();
-        local_fallback::LocalFallback::new(self.remote.limits(), self.node_count.load(Ordering::Relaxed), bytes)
+        let bytes = self.state.options.max_bytes / self.state.partitions.len();
+        local_fallback::LocalFallback::new(
+            &self.state.latest_limits.read(),
+            self.state.node_count.load(Ordering::Relaxed),
+            bytes,
+        )
     }
 
     fn decide_without_store(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
@@ -389,7 +436,7 @@ impl FleetNode {
             }
         };
         if !is_stored {
-            self.apply_locally(&batch, self.clock.now());
+            self.apply_locally(&batch, self.state.clock.now());
         }
     }
 
@@ -397,35 +444,39 @@ impl FleetNode {
     fn apply_locally(&self, batch: &Batch, now: Time) -> Outcomes {
         let partition = self.batch_partition(batch);
         let outcomes = partition.fallback_or_insert(|| self.new_fallback()).apply(batch, now);
-        self.blocks.add_local_blocks(batch, &outcomes, now);
+        self.state.blocks.add_local_blocks(self.remote.limits(), batch, &outcomes, now);
         if partition.is_up() {
             partition.task_wakeup.notify_one();
         }
         outcomes
     }
 
-    fn submit(&self, batch: &Batch, now: Time) {
+    fn submit(self: &Arc<Self>, batch: &Batch, now: Time) {
         let partition = self.batch_partition(batch);
         if !partition.is_up() {
             self.apply_locally(batch, now);
-        } else if self.submit_sender.try_send((batch.clone(), now)).is_err() {
-            self.dropped_count.fetch_add(1, Ordering::Relaxed);
+        } else if self.state.submit_sender.try_send((Arc::clone(self), batch.clone(), now)).is_err() {
+            self.state.dropped_count.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     /// Forgets this node's state of a key that was reset.
     fn forget(&self, limit: LimitId, key: Key) {
-        let now = self.clock.now();
-        self.blocks.forget(limit, key, now);
+        let now = self.state.clock.now();
+        self.state.blocks.forget(limit, key, now);
         self.leases.forget(limit, key);
-        self.partitions.iter().filter_map(PartitionHealth::fallback).for_each(|local| local.forget(limit, key, now));
+        self.state
+            .partitions
+            .iter()
+            .filter_map(PartitionHealth::fallback)
+            .for_each(|local| local.forget(limit, key, now));
     }
 
     /// A batch that shows if a partition of the store takes writes.
     fn probe_batch(&self, partition: &PartitionHealth) -> Batch {
         match *partition.failed_key.lock() {
             // The key selects the failed part, and its heartbeat entry is kept there too.
-            Some(RoutingKey { affinity, key }) if self.partitions.len() > 1 => {
+            Some(RoutingKey { affinity, key }) if self.state.partitions.len() > 1 => {
                 self.node_list_batch(Verb::Take, Key::new(HEARTBEAT_KEY.hi(), key.lo()), affinity)
             }
             _ => self.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0),
@@ -434,16 +485,16 @@ impl FleetNode {
 
     fn update_node_count(&self, outcomes: &Outcomes) {
         let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok()).unwrap_or(1).max(1);
-        if self.clock.now().as_micros() < self.node_count_reliable_at.load(Ordering::Relaxed) {
-            self.node_count.fetch_max(nodes, Ordering::Relaxed);
+        if self.state.clock.now().as_micros() < self.state.node_count_reliable_at.load(Ordering::Relaxed) {
+            self.state.node_count.fetch_max(nodes, Ordering::Relaxed);
         } else {
-            self.node_count.store(nodes, Ordering::Relaxed);
+            self.state.node_count.store(nodes, Ordering::Relaxed);
         }
     }
 
     fn node_list_batch(&self, verb: Verb, list: Key, affinity: u64) -> Batch {
         let op = self.heartbeat_limit.map(|limit| Op::new(limit, verb, list, 1));
-        new_batch(self.options.node_id, affinity, op)
+        new_batch(self.state.options.node_id, affinity, op)
     }
 }
 

@@ -77,6 +77,11 @@ impl Memory {
         Self(Shards::new(limits, max_bytes, (max_bytes / SHARD_BYTES).ilog2().min(MAX_SHARD_BITS)))
     }
 
+    /// [`Store::with_limits`], which never fails here.
+    pub(crate) fn handle_with_limits(&self, limits: Arc<Limits>, now: Time) -> Self {
+        Self(self.0.with_limits(limits, now))
+    }
+
     /// Returns the store's contents and losses. Visits every shard.
     pub fn stats(&self) -> MemoryStats {
         self.0.stats()
@@ -99,7 +104,7 @@ impl Store for Memory {
     }
 
     fn with_limits(&self, limits: Arc<Limits>, now: Time) -> Result<Option<Self>, StoreError> {
-        Ok(Some(Self(self.0.with_limits(limits, now))))
+        Ok(Some(self.handle_with_limits(limits, now)))
     }
 
     fn maintain(&self, now: Time) -> Losses {

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use tidegate_core::batch::Outcome;
-use tidegate_core::{
-    Batch, Clock, Key, Limit, LimitKind, Limits, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
-};
+use tidegate_core::{Batch, Clock, Key, Limit, LimitKind, Limits, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict};
 use tidegate_store::{ImmediateStore, Memory, Store as _};
 use tidegate_testkit::conformance::{ConformanceOptions, check_conformance};
 use tidegate_testkit::traffic::{PlanContents, TrafficGenerator};

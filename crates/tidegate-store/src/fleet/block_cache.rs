@@ -7,7 +7,6 @@
 //! store reports that the key was reset.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -29,7 +28,6 @@ const TRUST_DURATION_WITH_RESETS: Span = Span::from_secs(60);
 type BlockShard = HashMap<(LimitId, Key), CachedBlock>;
 
 pub(super) struct BlockCache {
-    limits: Arc<Limits>,
     trust_duration: Span,
     shards: [Mutex<BlockShard>; SHARD_COUNT],
     /// The last time at which a key was reset, in microseconds by this node's clock.
@@ -100,10 +98,9 @@ impl CachedBlock {
 }
 
 impl BlockCache {
-    pub(super) fn new(limits: Arc<Limits>, has_reset_events: bool) -> Self {
+    pub(super) fn new(has_reset_events: bool) -> Self {
         let trust_duration = if has_reset_events { TRUST_DURATION_WITH_RESETS } else { TRUST_DURATION };
         Self {
-            limits,
             trust_duration,
             shards: Default::default(),
             last_reset_at: Default::default(),
@@ -117,20 +114,30 @@ impl BlockCache {
 
     /// The answer to a batch that a known block refuses. If the store can't be reached, or may have lost the block, the
     /// batch is refused until the reported end of the block.
-    pub(super) fn refusal_from_cache(&self, batch: &Batch, is_up: bool, now: Time) -> Option<Outcomes> {
+    pub(super) fn refusal_from_cache(
+        &self,
+        limits: &Limits,
+        batch: &Batch,
+        is_up: bool,
+        now: Time,
+    ) -> Option<Outcomes> {
         for op in batch.ops() {
             if !matches!(op.verb, Verb::Take | Verb::Peek) {
                 return None;
             }
             let shard = self.lock_shard(op.key);
             let Some(block) = shard.get(&(op.limit, op.key)) else { continue };
+            // Under earlier limits it may have been cacheable.
+            if !is_cacheable(limits, op) {
+                continue;
+            }
             let is_store_preferred = is_up && block.status == BlockStatus::Confirmed;
             let valid_until = if is_store_preferred { block.trusted_until } else { block.ends_at };
             let is_conclusive = !is_store_preferred || batch.ops().iter().all(|op| block.determines_wait(op));
             if now < block.sent_at || now >= valid_until || !is_conclusive {
                 continue;
             }
-            let counts_refused = |other: &Op| self.limits.get(other.limit).is_some_and(Limit::counts_refused);
+            let counts_refused = |other: &Op| limits.get(other.limit).is_some_and(Limit::counts_refused);
             let must_reach_store = |other: &Op| op.verb == Verb::Take && counts_refused(other);
             if is_store_preferred && batch.ops().iter().any(must_reach_store) {
                 // A limit that counts refused calls must count this one.
@@ -142,17 +149,11 @@ impl BlockCache {
         None
     }
 
-    /// True if a node remembers the blocks in the answer to such an operation.
-    fn is_cacheable(&self, op: &Op) -> bool {
-        let is_enforced = |limit: &Limit| !limit.is_shadow() && limit.penalty().is_some();
-        matches!(op.verb, Verb::Take | Verb::Peek) && self.limits.get(op.limit).is_some_and(is_enforced)
-    }
-
     /// Takes note of the blocks in an answer. Returns true if the answer lacks a block that should still hold.
-    pub(super) fn update_from_store(&self, batch: &Batch, outcomes: &Outcomes, sent_at: Time) -> bool {
+    pub(super) fn update_from_store(&self, limits: &Limits, batch: &Batch, outcomes: &Outcomes, sent_at: Time) -> bool {
         let mut any_unconfirmed = false;
         let decided_at = outcomes.now();
-        for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| self.is_cacheable(op)) {
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| is_cacheable(limits, op)) {
             let limit_and_key = (op.limit, op.key);
             let mut shard = self.lock_shard(op.key);
             if outcome.block_until <= decided_at {
@@ -177,8 +178,8 @@ impl BlockCache {
     }
 
     /// Takes note of the blocks that this node imposed without the store.
-    pub(super) fn add_local_blocks(&self, batch: &Batch, outcomes: &Outcomes, now: Time) {
-        for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| self.is_cacheable(op)) {
+    pub(super) fn add_local_blocks(&self, limits: &Limits, batch: &Batch, outcomes: &Outcomes, now: Time) {
+        for (op, outcome) in batch.ops().iter().zip(outcomes.list()).filter(|(op, _)| is_cacheable(limits, op)) {
             if outcome.block_until > now {
                 let block = CachedBlock::new(batch, outcomes, outcome.block_until, now, BlockStatus::LocalOnly);
                 insert_block(&mut self.lock_shard(op.key), (op.limit, op.key), block);
@@ -246,6 +247,12 @@ impl BlockCache {
             shard.lock().values_mut().for_each(|block| block.trusted_until = block.sent_at);
         }
     }
+}
+
+/// True if a node remembers the blocks in the answer to such an operation.
+fn is_cacheable(limits: &Limits, op: &Op) -> bool {
+    let is_enforced = |limit: &Limit| !limit.is_shadow() && limit.penalty().is_some();
+    matches!(op.verb, Verb::Take | Verb::Peek) && limits.get(op.limit).is_some_and(is_enforced)
 }
 
 /// Stores a block if there is room. One that this node imposed doesn't replace a block that ends later.

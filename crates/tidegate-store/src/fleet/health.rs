@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
-use tidegate_core::{Key, Outcomes};
+use tidegate_core::{Key, Limits, Outcomes, Time};
 use tokio::sync::Notify;
 
 use super::local_fallback::LocalFallback;
@@ -103,6 +103,14 @@ impl PartitionHealth {
     pub(super) fn mark_up(&self) -> bool {
         let _local = self.fallback.write();
         self.state.swap(STATE_UP, Ordering::AcqRel) == STATE_DOWN
+    }
+
+    /// Makes the local counts, if there are any, go on under shares of these limits.
+    pub(super) fn change_limits(&self, limits: &Limits, now: Time) {
+        let mut fallback = self.fallback.write();
+        if let Some(local) = &*fallback {
+            *fallback = Some(Arc::new(local.with_limits(limits, now)));
+        }
     }
 
     /// Drops the local counts, once the partition is up and none of them is live.

@@ -7,6 +7,7 @@
 use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use arrayvec::ArrayVec;
 use foldhash::fast::RandomState;
@@ -15,6 +16,8 @@ use tidegate_core::batch::{MAX_OPS, Outcome};
 use tidegate_core::{Batch, Key, LeaseSpec, LimitId, Limits, Op, Outcomes, Span, Time, Verb, Verdict};
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
+use tokio::task::JoinSet;
+use tokio::time::interval;
 
 use super::{FleetNode, new_batch};
 use crate::StoreError;
@@ -26,6 +29,9 @@ const MAX_ENTRIES_PER_SHARD: usize = 4096;
 
 /// The number of times that a call waits for a slice of another request, and finds it spent, before it asks itself.
 const MAX_WAITS: usize = 8;
+
+/// The interval at which leases are checked.
+const SWEEP_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The keys of a slice.
 type LeaseKeys = ArrayVec<(LimitId, Key), MAX_OPS>;
@@ -163,20 +169,51 @@ impl Leases {
         }
     }
 
-    /// Removes the slices of leases that have ended, and returns their refunds.
-    pub(super) fn remove_expired(&self, now: Time) -> Vec<Batch> {
+    /// Removes the slices of leases that have ended, or all slices, and returns their refunds.
+    fn remove_slices(&self, only_expired_at: Option<Time>) -> Vec<Batch> {
         let mut refunds = Vec::new();
+        let is_valid = |cached: &CachedOutcomes| only_expired_at.is_some_and(|now| cached.is_valid(now));
         for shard in &self.shards {
             shard.lock().retain(|keys, entry| match entry {
-                LeaseEntry::Slice(slice) if !slice.granted.is_valid(now) => {
+                LeaseEntry::Slice(slice) if !is_valid(&slice.granted) => {
                     refunds.extend(slice.take_refund(keys));
                     false
                 }
-                LeaseEntry::Refusal(_, cached) => cached.is_valid(now),
+                LeaseEntry::Refusal(_, cached) => is_valid(cached),
                 LeaseEntry::Slice(_) | LeaseEntry::Requested(_) => true,
             });
         }
         refunds
+    }
+}
+
+/// The task that gives back the slices of a handle when their leases end. Dropped, it gives back all.
+pub(super) struct LeaseSweeper {
+    node: Arc<FleetNode>,
+    _task: JoinSet<()>,
+}
+
+impl LeaseSweeper {
+    pub(super) fn start(node: &Arc<FleetNode>) -> Self {
+        let mut task = JoinSet::new();
+        task.spawn(sweep_leases(Arc::clone(node)));
+        Self { node: Arc::clone(node), _task: task }
+    }
+}
+
+impl Drop for LeaseSweeper {
+    fn drop(&mut self) {
+        let now = self.node.state.clock.now();
+        self.node.leases.remove_slices(None).iter().for_each(|refund| self.node.submit(refund, now));
+    }
+}
+
+async fn sweep_leases(node: Arc<FleetNode>) {
+    let mut ticks = interval(SWEEP_INTERVAL);
+    loop {
+        ticks.tick().await;
+        let now = node.state.clock.now();
+        node.leases.remove_slices(Some(now)).iter().for_each(|refund| node.submit(refund, now));
     }
 }
 
@@ -242,7 +279,7 @@ impl Drop for SliceRequest {
 
 /// Decides a batch for which no slice was ready.
 pub(super) async fn decide_with_slice(
-    node: &FleetNode,
+    node: &Arc<FleetNode>,
     batch: &Batch,
     mut spend_result: SpendResult,
 ) -> Result<Outcomes, StoreError> {
@@ -252,25 +289,25 @@ pub(super) async fn decide_with_slice(
             SpendResult::Request(request) => return request_slice(node, batch, request).await,
             SpendResult::Wait(finished) if waits < MAX_WAITS => {
                 // The other caller is done within a few timeouts; its keys may have been reset meanwhile.
-                let _ = tokio::time::timeout(node.options.timeout, finished).await;
+                let _ = tokio::time::timeout(node.state.options.timeout, finished).await;
                 if !node.batch_partition(batch).is_up() {
-                    return node.decide_without_store(batch, node.clock.now());
+                    return node.decide_without_store(batch, node.state.clock.now());
                 }
             }
             SpendResult::NotLeased | SpendResult::Wait(_) => break,
         }
-        spend_result = node.spend_slice(batch, node.clock.now());
+        spend_result = node.spend_slice(batch, node.state.clock.now());
     }
-    node.apply_or_fall_back(batch, node.clock.now()).await
+    node.apply_or_fall_back(batch, node.state.clock.now()).await
 }
 
 /// Asks for a slice and spends from it; near the end of a limit, for smaller ones, and at last for this call alone.
-async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -> Result<Outcomes, StoreError> {
+async fn request_slice(node: &Arc<FleetNode>, batch: &Batch, request: SliceRequest) -> Result<Outcomes, StoreError> {
     let (mut size, lease) = (request.size, request.lease);
     let cost = batch.ops()[0].cost;
     while size >= cost.saturating_mul(2) {
         let slice_batch = batch.with_ops(batch.ops().iter().map(|op| Op { cost: size, ..*op })).with_lead(lease);
-        let sent_at = node.clock.now();
+        let sent_at = node.state.clock.now();
         let Ok(outcomes) = node.apply_and_record(&slice_batch, sent_at).await else { break };
         let refusals = outcomes.list().iter().filter(|outcome| outcome.verdict.refuses());
         let Some(remaining_units) = refusals.map(|outcome| outcome.remaining).min() else {
@@ -290,7 +327,7 @@ async fn request_slice(node: &FleetNode, batch: &Batch, request: SliceRequest) -
         };
         size = (remaining_units / 2).min(size / 2);
     }
-    let sent_at = node.clock.now();
+    let sent_at = node.state.clock.now();
     let outcomes = node.apply_or_fall_back(batch, sent_at).await?;
     let waits = outcomes.list().iter().filter(|outcome| outcome.verdict == Verdict::Refused);
     let wait = waits.map(|outcome| outcome.retry_at.since(outcomes.now())).max();

@@ -22,9 +22,9 @@ pub(super) struct LocalFallback {
     pub(super) memory: Memory,
     /// The number of nodes that share the limits.
     pub(super) node_count: usize,
-    pub(super) unsynced: Mutex<HashMap<(LimitId, Key), UnsyncedChange>>,
+    pub(super) unsynced: Arc<Mutex<HashMap<(LimitId, Key), UnsyncedChange>>>,
     /// Batches that release permits which the store may know.
-    pub(super) releases: Mutex<Vec<Batch>>,
+    pub(super) releases: Arc<Mutex<Vec<Batch>>>,
 }
 
 /// The changes of a key during the outage.
@@ -47,10 +47,18 @@ impl UnsyncedChange {
 impl LocalFallback {
     /// A share of one in `node_count`.
     pub(super) fn new(limits: &Limits, node_count: usize, max_bytes: usize) -> Self {
-        let shares = limits.iter().map(|(_, limit)| limit.with_kind(limit.kind().share(node_count as u64))).collect();
-        let shares = Limits::new(shares).expect("invariant: as many limits as there were");
-        let memory = Memory::new(Arc::new(shares), max_bytes);
-        Self { memory, node_count, unsynced: Mutex::default(), releases: Mutex::default() }
+        let memory = Memory::new(Arc::new(shares(limits, node_count)), max_bytes);
+        Self { memory, node_count, unsynced: Arc::default(), releases: Arc::default() }
+    }
+
+    /// The same counts and changes, under shares of these limits.
+    pub(super) fn with_limits(&self, limits: &Limits, now: Time) -> Self {
+        Self {
+            memory: self.memory.handle_with_limits(Arc::new(shares(limits, self.node_count)), now),
+            node_count: self.node_count,
+            unsynced: Arc::clone(&self.unsynced),
+            releases: Arc::clone(&self.releases),
+        }
     }
 
     pub(super) fn apply(&self, batch: &Batch, now: Time) -> Outcomes {
@@ -165,6 +173,11 @@ impl LocalFallback {
         let reset = change.was_reset.then(|| batch(0, Verb::Reset, 1));
         reset.into_iter().chain(batches)
     }
+}
+
+fn shares(limits: &Limits, node_count: usize) -> Limits {
+    let shares = limits.iter().map(|(_, limit)| limit.with_kind(limit.kind().share(node_count as u64))).collect();
+    Limits::new(shares).expect("invariant: as many limits as there were")
 }
 
 /// A batch that holds the permits that `renew` was to renew.

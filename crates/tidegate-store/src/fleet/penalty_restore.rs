@@ -97,7 +97,7 @@ impl FleetNode {
         penalty: &mut KnownPenalty,
     ) -> Result<(), StoreError> {
         if self.restore_unless_reset(limit, key, penalty).await? {
-            self.blocks.confirm(limit, key, self.clock.now());
+            self.state.blocks.confirm(limit, key, self.state.clock.now());
         } else {
             self.forget(limit, key);
         }
@@ -113,9 +113,9 @@ impl FleetNode {
     ) -> Result<bool, StoreError> {
         let reset_log_op = self.reset_log.reset_log_op(Verb::Peek, limit, key);
         let with_reset_log_op = |op: Op| new_batch(0, penalty.affinity, [op].into_iter().chain(reset_log_op));
-        let asked_at = self.clock.now();
+        let asked_at = self.state.clock.now();
         let before = self.apply_remote(&with_reset_log_op(Op::new(limit, Verb::Peek, key, 1)), asked_at).await?;
-        let answered_at = self.clock.now();
+        let answered_at = self.state.clock.now();
         // By the store's clock the comparison is exact, unless the clock was set in between. By this node's clock, the
         // strike counts as old as it can be: the time of the store's decision within the round trip is unknown. In
         // doubt the reset counts.
@@ -129,7 +129,7 @@ impl FleetNode {
         let Some(outcome) = before.list().first() else { return Ok(true) };
         let strikes = outcome.strikes.max(penalty.strikes).saturating_add(penalty.unreported_strikes);
         (penalty.strikes, penalty.unreported_strikes) = (strikes, 0);
-        let now = self.clock.now();
+        let now = self.state.clock.now();
         let time_left = penalty.block_ends_at.since(now);
         let is_blocked = time_left.is_zero() || outcome.block_until > before.now();
         if strikes <= outcome.strikes && is_blocked {
@@ -138,11 +138,11 @@ impl FleetNode {
         let parole = u32::try_from(penalty.parole_cost).unwrap_or(u32::MAX);
         let restore_op = Op::new(limit, Verb::RestorePenalty { strikes, parole }, key, time_left.as_micros());
         let after = self.apply_remote(&with_reset_log_op(restore_op), now).await?;
-        let since = self.clock.now().since(asked_at);
+        let since = self.state.clock.now().since(asked_at);
         let is_reset_meanwhile = |reset: Time| after.now().since(reset) <= since;
         if self.reset_log.last_reset_at(&after).is_some_and(is_reset_meanwhile) {
             let reset = new_batch(0, penalty.affinity, [Op::new(limit, Verb::Reset, key, 1)]);
-            self.apply_remote(&reset, self.clock.now()).await?;
+            self.apply_remote(&reset, self.state.clock.now()).await?;
             return Ok(false);
         }
         Ok(true)
@@ -150,7 +150,7 @@ impl FleetNode {
 
     /// Asks the store if it still knows a block, and restores it if not. Without an answer nothing changes.
     pub(super) async fn recheck_block(&self, limit: LimitId, key: Key) {
-        if let Some(mut penalty) = self.blocks.unconfirmed_penalty(limit, key, self.clock.now()) {
+        if let Some(mut penalty) = self.state.blocks.unconfirmed_penalty(limit, key, self.state.clock.now()) {
             let _ = self.restore_penalty((limit, key), &mut penalty).await;
         }
     }

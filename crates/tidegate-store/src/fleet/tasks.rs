@@ -1,4 +1,4 @@
-//! A node's background tasks: heartbeats, checks of partitions, sending, resets, and the rests of leases.
+//! A node's background tasks: heartbeats, checks of partitions, sending, and resets.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use tidegate_core::{Batch, LimitId, Outcomes, Span, Time, Verb};
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::{broadcast, mpsc};
+use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::{interval, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
 use super::health::{PartitionHealth, RoutingKey};
 use super::local_fallback::{LocalFallback, UnsyncedChange};
-use super::{FleetNode, HEARTBEAT_KEY, NODE_LEASE};
+use super::{FleetNode, HEARTBEAT_KEY, NODE_LEASE, NodeState};
 use crate::KeyReset;
 
 /// The intervals of heartbeats, and of probes of a partition that is down.
@@ -23,8 +23,6 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(200);
 const TASK_TIMEOUT: (u32, Duration) = (4, Duration::from_millis(200));
 /// The number of batches that are sent at the same time.
 const MAX_CONCURRENT_BATCHES: usize = 64;
-/// The interval at which leases are checked.
-const LEASE_SWEEP_INTERVAL: Duration = Duration::from_millis(50);
 /// The interval at which the store is asked to remove what has expired, and for similar upkeep.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// The time for which a part is suspect before it counts as down, which is logged.
@@ -32,31 +30,50 @@ const DOWN_AFTER: Span = Span::from_millis(500);
 /// The time for which a part has to stay up. One that stalls earlier isn't checked at once.
 const STABLE_AFTER: Span = Span::from_secs(1);
 
-pub(super) fn spawn_all(
-    node: &Arc<FleetNode>,
-    submit_receiver: mpsc::Receiver<(Batch, Time)>,
-    reset_receiver: Option<broadcast::Receiver<Option<KeyReset>>>,
-) -> JoinSet<()> {
-    let mut tasks = JoinSet::new();
-    tasks.spawn(send_heartbeats(Arc::clone(node)));
-    for index in 0..node.partitions.len() {
-        tasks.spawn(monitor_partition(Arc::clone(node), index));
+/// The handle with the latest limits.
+type LatestNode = watch::Receiver<Arc<FleetNode>>;
+
+fn current(latest: &LatestNode) -> Arc<FleetNode> {
+    Arc::clone(&latest.borrow())
+}
+
+/// A batch without an answer, with the handle by whose limits it is sent.
+pub(super) type QueuedSubmit = (Arc<FleetNode>, Batch, Time);
+
+/// The tasks of a node, which end with this value.
+pub(super) struct FleetTasks {
+    /// The handle by whose limits they work.
+    pub(super) latest: watch::Sender<Arc<FleetNode>>,
+    _running: JoinSet<()>,
+}
+
+impl FleetTasks {
+    pub(super) fn start(
+        node: &Arc<FleetNode>,
+        submit_receiver: mpsc::Receiver<QueuedSubmit>,
+        reset_receiver: Option<broadcast::Receiver<Option<KeyReset>>>,
+    ) -> Self {
+        let latest = watch::Sender::new(Arc::clone(node));
+        let mut tasks = JoinSet::new();
+        let state = Arc::clone(&node.state);
+        tasks.spawn(send_heartbeats(latest.subscribe()));
+        for index in 0..state.partitions.len() {
+            tasks.spawn(monitor_partition(latest.subscribe(), Arc::clone(&state), index));
+        }
+        tasks.spawn(run_submit_queue(submit_receiver));
+        tasks.spawn(recheck_blocks(latest.subscribe(), state));
+        tasks.spawn(maintain_store(latest.subscribe()));
+        if let Some(resets) = reset_receiver {
+            tasks.spawn(handle_resets(latest.subscribe(), resets));
+        }
+        Self { latest, _running: tasks }
     }
-    tasks.spawn(run_submit_queue(Arc::clone(node), submit_receiver));
-    tasks.spawn(recheck_blocks(Arc::clone(node)));
-    tasks.spawn(maintain_store(Arc::clone(node)));
-    if let Some(resets) = reset_receiver {
-        tasks.spawn(handle_resets(Arc::clone(node), resets));
-    }
-    if node.leases.has_leases {
-        tasks.spawn(sweep_leases(Arc::clone(node)));
-    }
-    tasks
 }
 
 /// Sends heartbeats: they count the nodes, and detect a failure of the store before a caller does.
-async fn send_heartbeats(node: Arc<FleetNode>) {
+async fn send_heartbeats(latest: LatestNode) {
     loop {
+        let node = current(&latest);
         let partition = node.partition_of_key(0, HEARTBEAT_KEY);
         if partition.is_up() {
             match apply_with_timeout(&node, node.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0)).await {
@@ -74,23 +91,24 @@ async fn send_heartbeats(node: Arc<FleetNode>) {
 }
 
 /// Checks a suspect part until it is back, and then sends it the changes made meanwhile.
-async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
-    let partition = &node.partitions[index];
+async fn monitor_partition(latest: LatestNode, state: Arc<NodeState>, index: usize) {
+    let partition = &state.partitions[index];
     let mut up_since = None;
     loop {
         partition.task_wakeup.notified().await;
-        let suspect_at = node.clock.now();
+        let suspect_at = state.clock.now();
         if !partition.is_up() && up_since.is_some_and(|up_at| suspect_at.since(up_at) < STABLE_AFTER) {
             // A part that stalls repeatedly is checked only after a pause.
             sleep(PROBE_INTERVAL).await;
         }
         while !partition.is_up() {
-            let (batch, sent_at) = (node.probe_batch(partition), node.clock.now());
+            let node = current(&latest);
+            let (batch, sent_at) = (node.probe_batch(partition), node.state.clock.now());
             let is_heartbeat = batch.ops().iter().any(|op| op.key == HEARTBEAT_KEY);
             let error = match apply_with_timeout(&node, batch).await {
                 Ok(outcomes) => {
-                    let now = node.clock.now();
-                    let (elapsed, timeout) = (now.since(sent_at), Span::from_duration(node.options.timeout));
+                    let now = node.state.clock.now();
+                    let (elapsed, timeout) = (now.since(sent_at), Span::from_duration(node.state.options.timeout));
                     if elapsed <= timeout {
                         mark_up(&node, partition).await;
                         if is_heartbeat {
@@ -103,13 +121,13 @@ async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
                 }
                 Err(error) => error,
             };
-            if node.clock.now().since(suspect_at) >= DOWN_AFTER {
+            if node.state.clock.now().since(suspect_at) >= DOWN_AFTER {
                 mark_down(&node, partition, &error);
             }
             sleep(PROBE_INTERVAL).await;
         }
         if let Some(local) = partition.fallback() {
-            tokio::spawn(sync_local_changes(Arc::clone(&node), local));
+            tokio::spawn(sync_local_changes(current(&latest), local));
         }
     }
 }
@@ -117,22 +135,22 @@ async fn monitor_partition(node: Arc<FleetNode>, index: usize) {
 /// Asks the store, whether its partition is up or not. The error is the reason why there is no answer.
 async fn apply_with_timeout(node: &FleetNode, batch: Batch) -> Result<Outcomes, String> {
     let max_wait = task_timeout(node);
-    match timeout(max_wait, node.remote.apply(&batch, node.clock.now())).await {
+    match timeout(max_wait, node.remote.apply(&batch, node.state.clock.now())).await {
         Ok(answer) => answer.map_err(|error| error.to_string()),
         Err(_) => Err(format!("no answer within {max_wait:?}")),
     }
 }
 
 fn task_timeout(node: &FleetNode) -> Duration {
-    (node.options.timeout * TASK_TIMEOUT.0).max(TASK_TIMEOUT.1)
+    (node.state.options.timeout * TASK_TIMEOUT.0).max(TASK_TIMEOUT.1)
 }
 
 /// Stores the secret under which keys are hashed again if the store lost it, before a new node makes another one.
 async fn restore_seed(node: &FleetNode) {
-    let Some(seed) = node.options.seed else { return };
+    let Some(seed) = node.state.options.seed else { return };
     let Ok(Ok(stored_seed)) = timeout(task_timeout(node), node.remote.get_or_insert_seed(seed)).await else { return };
     let has_other_seed = stored_seed != seed;
-    if !node.has_other_seed.swap(has_other_seed, Ordering::Relaxed) && has_other_seed {
+    if !node.state.has_other_seed.swap(has_other_seed, Ordering::Relaxed) && has_other_seed {
         tracing::error!(
             "the store has another secret than this node hashes keys under: they don't count together until this node is \
              started again; store.hash_key keeps that from happening"
@@ -141,21 +159,25 @@ async fn restore_seed(node: &FleetNode) {
 }
 
 fn mark_down(node: &FleetNode, partition: &PartitionHealth, error: &str) {
-    if partition.mark_down() && node.down_count.fetch_add(1, Ordering::Relaxed) == 0 {
-        let what = if node.partitions.len() > 1 { "a part of the store" } else { "the store" };
-        tracing::warn!(store = node.options.name, error, "{what} is down: each limit goes on as its on_outage says");
+    if partition.mark_down() && node.state.down_count.fetch_add(1, Ordering::Relaxed) == 0 {
+        let what = if node.state.partitions.len() > 1 { "a part of the store" } else { "the store" };
+        tracing::warn!(
+            store = node.state.options.name,
+            error,
+            "{what} is down: each limit goes on as its on_outage says"
+        );
     }
 }
 
 async fn mark_up(node: &FleetNode, partition: &PartitionHealth) {
     restore_seed(node).await;
-    node.node_count_reliable_at.store((node.clock.now() + NODE_LEASE).as_micros(), Ordering::Relaxed);
+    node.state.node_count_reliable_at.store((node.state.clock.now() + NODE_LEASE).as_micros(), Ordering::Relaxed);
     // Happens before any caller asks the store, which may have lost the blocks.
-    node.blocks.mark_unconfirmed(|affinity, key| std::ptr::eq(node.partition_of_key(affinity, key), partition));
+    node.state.blocks.mark_unconfirmed(|affinity, key| std::ptr::eq(node.partition_of_key(affinity, key), partition));
     let was_down = partition.mark_up();
-    node.blocks.recheck_wakeup.notify_one();
-    if was_down && node.down_count.fetch_sub(1, Ordering::Relaxed) == 1 {
-        tracing::warn!(store = node.options.name, "the store is back");
+    node.state.blocks.recheck_wakeup.notify_one();
+    if was_down && node.state.down_count.fetch_sub(1, Ordering::Relaxed) == 1 {
+        tracing::warn!(store = node.state.options.name, "the store is back");
     }
 }
 
@@ -164,12 +186,12 @@ async fn sync_local_changes(node: Arc<FleetNode>, fallback: Arc<LocalFallback>) 
     let mut running = JoinSet::new();
     let releases = std::mem::take(&mut *fallback.releases.lock());
     for batch in releases {
-        spawn_when_free(&mut running, Arc::clone(&node).submit_or_keep(batch, node.clock.now())).await;
+        spawn_when_free(&mut running, Arc::clone(&node).submit_or_keep(batch, node.state.clock.now())).await;
     }
     while running.join_next().await.is_some() {}
     let unsynced = std::mem::take(&mut *fallback.unsynced.lock());
     for (limit_and_key, change) in unsynced {
-        let now = node.clock.now();
+        let now = node.state.clock.now();
         let batches = fallback.sync_batches(limit_and_key, change, now);
         let (node, local) = (Arc::clone(&node), Arc::clone(&fallback));
         let sync = async move {
@@ -200,20 +222,21 @@ async fn spawn_when_free(running: &mut JoinSet<()>, task: impl Future<Output = (
     running.spawn(task);
 }
 
-async fn run_submit_queue(node: Arc<FleetNode>, mut submit_receiver: mpsc::Receiver<(Batch, Time)>) {
+async fn run_submit_queue(mut submit_receiver: mpsc::Receiver<QueuedSubmit>) {
     let mut running = JoinSet::new();
-    while let Some((batch, now)) = submit_receiver.recv().await {
-        spawn_when_free(&mut running, Arc::clone(&node).submit_or_keep(batch, now)).await;
+    while let Some((node, batch, now)) = submit_receiver.recv().await {
+        spawn_when_free(&mut running, node.submit_or_keep(batch, now)).await;
         while running.try_join_next().is_some() {}
     }
 }
 
 /// Asks the store if it still knows the blocks that it may have lost, and restores those that it lost.
-async fn recheck_blocks(node: Arc<FleetNode>) {
+async fn recheck_blocks(latest: LatestNode, state: Arc<NodeState>) {
     loop {
-        node.blocks.recheck_wakeup.notified().await;
+        state.blocks.recheck_wakeup.notified().await;
+        let node = current(&latest);
         let mut running = JoinSet::new();
-        for (limit, key) in node.blocks.unconfirmed_keys() {
+        for (limit, key) in node.state.blocks.unconfirmed_keys() {
             let node = Arc::clone(&node);
             spawn_when_free(&mut running, async move { node.recheck_block(limit, key).await }).await;
         }
@@ -221,9 +244,11 @@ async fn recheck_blocks(node: Arc<FleetNode>) {
     }
 }
 
-async fn handle_resets(node: Arc<FleetNode>, mut reset_receiver: broadcast::Receiver<Option<KeyReset>>) {
+async fn handle_resets(latest: LatestNode, mut reset_receiver: broadcast::Receiver<Option<KeyReset>>) {
     loop {
-        match reset_receiver.recv().await {
+        let received = reset_receiver.recv().await;
+        let node = current(&latest);
+        match received {
             Ok(Some(KeyReset { tag, key })) => {
                 let limits = node.remote.limits();
                 let has_tag = |id: &LimitId| limits.tag(*id) == tag;
@@ -231,26 +256,16 @@ async fn handle_resets(node: Arc<FleetNode>, mut reset_receiver: broadcast::Rece
                     node.forget(limit, key);
                 }
             }
-            Ok(None) | Err(RecvError::Lagged(_)) => node.blocks.expire_trust(),
+            Ok(None) | Err(RecvError::Lagged(_)) => node.state.blocks.expire_trust(),
             Err(RecvError::Closed) => return,
         }
     }
 }
 
-async fn sweep_leases(node: Arc<FleetNode>) {
-    let mut ticks = interval(LEASE_SWEEP_INTERVAL);
+async fn maintain_store(latest: LatestNode) {
     loop {
-        ticks.tick().await;
-        let now = node.clock.now();
-        for batch in node.leases.remove_expired(now) {
-            node.submit(&batch, now);
-        }
-    }
-}
-
-async fn maintain_store(node: Arc<FleetNode>) {
-    loop {
-        if node.partitions.iter().any(PartitionHealth::is_up) {
+        let node = current(&latest);
+        if node.state.partitions.iter().any(PartitionHealth::is_up) {
             // A failed run is made up for by the next one.
             let _ = node.remote.maintain().await;
         }

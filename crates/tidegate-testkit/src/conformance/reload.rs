@@ -19,7 +19,8 @@ fn named_limits(limits: impl IntoIterator<Item = Result<Limit, LimitError>>) -> 
         let tag = 0x1000 + name as u64 * 16 + u64::from(limit.kind().id());
         Ok(limit.with_tag(tag))
     });
-    let limits = limits.collect::<Result<_, _>>().and_then(Limits::new).map_err(|error: LimitError| error.to_string())?;
+    let limits =
+        limits.collect::<Result<_, _>>().and_then(Limits::new).map_err(|error: LimitError| error.to_string())?;
     Ok(Arc::new(limits))
 }
 
@@ -154,9 +155,14 @@ pub(super) fn concurrent_calls<B: Backend>(backend: &B, options: &ConformanceOpt
         let subject = StoreUnderTest::open(backend, &named_limits([window(limit)])?);
         subject.set_now(start_time());
         let reloaded = reload!(subject, [window(new_limit), window(limit)]);
-        let admitted = count_admitted(tasks, calls, |task, _| {
-            if task % 2 == 0 { subject.is_admitted(0) } else { reloaded.is_admitted(0) }
-        })?;
+        let admitted =
+            count_admitted(
+                tasks,
+                calls,
+                |task, _| {
+                    if task % 2 == 0 { subject.is_admitted(0) } else { reloaded.is_admitted(0) }
+                },
+            )?;
         if admitted > limit.max(new_limit) {
             return Err(format!("{admitted} admitted by limits of {limit} and {new_limit}"));
         }
