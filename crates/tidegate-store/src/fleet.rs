@@ -472,26 +472,6 @@ impl FleetNode {
             .for_each(|local| local.forget(limit, key, now));
     }
 
-    /// A batch that shows if a partition of the store takes writes.
-    fn probe_batch(&self, partition: &PartitionHealth) -> Batch {
-        match *partition.failed_key.lock() {
-            // The key selects the failed part, and its heartbeat entry is kept there too.
-            Some(RoutingKey { affinity, key }) if self.state.partitions.len() > 1 => {
-                self.node_list_batch(Verb::Take, Key::new(HEARTBEAT_KEY.hi(), key.lo()), affinity)
-            }
-            _ => self.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0),
-        }
-    }
-
-    fn update_node_count(&self, outcomes: &Outcomes) {
-        let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok()).unwrap_or(1).max(1);
-        if self.state.clock.now().as_micros() < self.state.node_count_reliable_at.load(Ordering::Relaxed) {
-            self.state.node_count.fetch_max(nodes, Ordering::Relaxed);
-        } else {
-            self.state.node_count.store(nodes, Ordering::Relaxed);
-        }
-    }
-
     fn node_list_batch(&self, verb: Verb, list: Key, affinity: u64) -> Batch {
         let op = self.heartbeat_limit.map(|limit| Op::new(limit, verb, list, 1));
         new_batch(self.state.options.node_id, affinity, op)

@@ -7,6 +7,8 @@
 mod blocks;
 #[path = "fleet/leases.rs"]
 mod leases;
+#[path = "fleet/reload.rs"]
+mod reload;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tidegate_core::{Batch, LimitId, Outcomes, Span, Time, Verb};
+use tidegate_core::{Batch, Key, LimitId, Outcomes, Span, Time, Verb};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::JoinSet;
@@ -67,6 +67,28 @@ impl FleetTasks {
             tasks.spawn(handle_resets(latest.subscribe(), resets));
         }
         Self { latest, _running: tasks }
+    }
+}
+
+impl FleetNode {
+    /// A batch that shows if a partition of the store takes writes.
+    fn probe_batch(&self, partition: &PartitionHealth) -> Batch {
+        match *partition.failed_key.lock() {
+            // The key selects the failed part, and its heartbeat entry is kept there too.
+            Some(RoutingKey { affinity, key }) if self.state.partitions.len() > 1 => {
+                self.node_list_batch(Verb::Take, Key::new(HEARTBEAT_KEY.hi(), key.lo()), affinity)
+            }
+            _ => self.node_list_batch(Verb::Take, HEARTBEAT_KEY, 0),
+        }
+    }
+
+    fn update_node_count(&self, outcomes: &Outcomes) {
+        let nodes = outcomes.list().first().and_then(|outcome| usize::try_from(outcome.used).ok()).unwrap_or(1).max(1);
+        if self.state.clock.now().as_micros() < self.state.node_count_reliable_at.load(Ordering::Relaxed) {
+            self.state.node_count.fetch_max(nodes, Ordering::Relaxed);
+        } else {
+            self.state.node_count.store(nodes, Ordering::Relaxed);
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use super::*;
 
 const LEASE: Span = Span::from_millis(250);
 
-fn leased(limit: u64, secs: u64, permille: u16, max_age: Span) -> Limit {
+pub(crate) fn leased(limit: u64, secs: u64, permille: u16, max_age: Span) -> Limit {
     let window = Window::new(limit, Span::from_secs(secs), 4096).unwrap().with_lead(max_age);
     let lease = Some(LeaseSpec { permille, max_age });
     Limit::new(LimitKind::Window(window)).with_sharing(Sharing { on_outage: OnOutage::Local, lease })
