@@ -145,7 +145,7 @@ impl Store for FileStore {
         let plan = self.journal.replace_plan(&self.plan, limits, now);
         let plan = plan.map_err(|error| StoreError::Failed(error.to_string()))?;
         let (journal, registration) = (Arc::clone(&self.journal), Arc::clone(&self.registration));
-        Ok(Some(Self { plan, journal, registration: registration }))
+        Ok(Some(Self { plan, journal, registration }))
     }
 
     fn maintain(&self, now: Time) -> Losses {

@@ -1,4 +1,5 @@
 //! The memory store answers as every store must.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::sync::Arc;
 
