@@ -75,10 +75,10 @@ pub use tidegate_core::retry::{Delivery, UnreplayableReason};
 pub use tidegate_core::{Class, Lane};
 use tidegate_core::{Clock, Span};
 use tidegate_policy::outbound::{self, UnknownProviderError};
-use tidegate_policy::{KeySeed, Policy};
+use tidegate_policy::{KeySeed, Policy, StoreUrl};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::random_bytes;
-use tidegate_store::{Losses, Memory, Store};
+use tidegate_store::{Losses, Memory, Store, StoreError};
 pub use urgency::Urgency;
 
 /// The providers of a policy. Cheap to clone; all clones share one state.
@@ -90,6 +90,7 @@ struct OutboundInner<S, C> {
     local_store: Arc<S>,
     shared_store: Option<Arc<S>>,
     clock: C,
+    seed: KeySeed,
     events: Arc<ProviderEvents>,
 }
 
@@ -137,15 +138,55 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
         clock: C,
         seed: &KeySeed,
     ) -> Self {
-        let (config, store, shared) = (Arc::new(config), Arc::new(local_store), shared.map(Arc::new));
-        let events = Arc::new(ProviderEvents::default());
+        let events = Arc::default();
+        Self::from_parts(config, Arc::new(local_store), shared.map(Arc::new), clock, seed.clone(), events, None)
+    }
+
+    /// Providers of these settings, on the state of these ones. A provider whose settings are the same stays as it is.
+    /// Another one keeps what its limits have counted and its cool-downs; it starts with a closed breaker and an empty
+    /// queue, while calls that began before end by the settings that they began with. `policy` is read with
+    /// [`Policy::load_next`].
+    ///
+    /// # Errors
+    /// The policy has no `[outbound]`, or the stores can't go on with its limits.
+    pub fn next(&self, policy: &Policy) -> Result<Self, NextOutboundError> {
+        let config = policy.outbound().ok_or(NextOutboundError::Section)?.clone();
+        let OutboundInner { local_store, shared_store, clock, seed, events, .. } = &*self.0;
+        if shared_store.is_none() && matches!(policy.store().url, StoreUrl::Server(..)) && config.providers().iter().any(|it| it.shared) {
+            return Err(NextOutboundError::Store);
+        }
+        let next_store = |store: &Arc<S>| {
+            let next = store.with_limits(Arc::clone(config.limits()), clock.now())?;
+            next.map(Arc::new).ok_or(NextOutboundError::Store)
+        };
+        let local_store = next_store(local_store)?;
+        let shared_store = shared_store.as_ref().map(next_store).transpose()?;
+        let (clock, seed, events) = (clock.clone(), seed.clone(), Arc::clone(events));
+        Ok(Self::from_parts(config, local_store, shared_store, clock, seed, events, Some(self)))
+    }
+
+    fn from_parts(
+        config: outbound::OutboundConfig,
+        local_store: Arc<S>,
+        shared_store: Option<Arc<S>>,
+        clock: C,
+        seed: KeySeed,
+        events: Arc<ProviderEvents>,
+        earlier: Option<&Self>,
+    ) -> Self {
+        let config = Arc::new(config);
         let provider = |index: usize| {
-            let store = Arc::clone(shared.as_ref().filter(|_| config.providers()[index].shared).unwrap_or(&store));
-            let (config, events) = (Arc::clone(&config), Arc::clone(&events));
-            Provider(Arc::new(ProviderInner::new(config, index, seed, store, clock.clone(), events)))
+            let own = &config.providers()[index];
+            let is_same = |it: &&Provider<S, C>| config.has_unchanged(it.config(), &it.0.outbound_config);
+            let earlier = earlier.and_then(|earlier| earlier.provider(&own.name).ok()).filter(is_same);
+            earlier.cloned().unwrap_or_else(|| {
+                let store = Arc::clone(shared_store.as_ref().filter(|_| own.shared).unwrap_or(&local_store));
+                let (config, events) = (Arc::clone(&config), Arc::clone(&events));
+                Provider(Arc::new(ProviderInner::new(config, index, &seed, store, clock.clone(), events)))
+            })
         };
         let providers = (0..config.providers().len()).map(provider).collect();
-        Self(Arc::new(OutboundInner { config, providers, local_store: store, shared_store: shared, clock, events }))
+        Self(Arc::new(OutboundInner { config, providers, local_store, shared_store, clock, seed, events }))
     }
 
     /// The settings of the providers.
@@ -189,6 +230,21 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
         let local_losses = self.0.local_store.maintain(now);
         self.0.shared_store.as_ref().map_or(local_losses, |shared| local_losses.plus(shared.maintain(now)))
     }
+}
+
+/// The reason why providers can't go on by another policy.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NextOutboundError {
+    /// The policy has no providers.
+    #[error("the policy has no [outbound]")]
+    Section,
+    /// The stores can't go on with other limits, or the first shared provider needs a store that isn't open.
+    #[error("the providers' store can't go on with other limits; a restart is needed")]
+    Store,
+    /// The store failed.
+    #[error(transparent)]
+    StoreFailed(#[from] StoreError),
 }
 
 /// The options of a call.

@@ -81,9 +81,9 @@ impl<S: Store, C: Clock> Provider<S, C> {
         self.0.config()
     }
 
-    /// Its position in [`Outbound::providers`](crate::Outbound::providers).
-    pub fn index(&self) -> usize {
-        self.0.index
+    /// True if both are the same provider, with one state.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// The clock that gives the time.

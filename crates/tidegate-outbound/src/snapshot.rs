@@ -11,6 +11,7 @@ mod record;
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
@@ -38,12 +39,17 @@ const MAX_CLOCK_STEP_BACK: Span = Span::from_secs(1);
 /// that. In neither case is a quota granted twice. A cool-down that was saved by a clock ahead of the present keeps its
 /// remaining time.
 pub struct Snapshot<S: Store = Memory, C: Clock = SystemClock> {
+    subject: Mutex<Arc<Subject<S, C>>>,
+    file: SnapshotFile,
+    saved: Mutex<SavedState>,
+}
+
+/// The providers whose state is saved.
+struct Subject<S, C> {
     outbound: Outbound<S, C>,
     limit_keys: HashMap<RecordKey, (LimitId, Key)>,
     /// In the order of the policy, so that equal state is written in the same way.
     record_order: Vec<RecordKey>,
-    file: SnapshotFile,
-    saved: Mutex<SavedState>,
 }
 
 /// The contents of the file.
@@ -65,19 +71,17 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
     /// The file can't be read or written, belongs to another gate, or isn't a snapshot. It is left unchanged.
     pub fn restore(outbound: &Outbound<S, C>, path: impl AsRef<Path>) -> Result<Self, SnapshotError> {
         let (file, document) = SnapshotFile::open(path.as_ref())?;
-        let limits: Vec<_> = outbound.providers().iter().flat_map(persistent_limits).collect();
-        let snapshot = Self {
-            outbound: outbound.clone(),
-            record_order: limits.iter().map(|(record_key, _)| record_key.clone()).collect(),
-            limit_keys: limits.into_iter().collect(),
-            file,
-            saved: Mutex::default(),
-        };
-        if let Some(document) = document {
-            snapshot.restore_records(document);
-        }
+        let subject = Subject::new(outbound);
+        let all_records = document.map(|document| subject.restore_records(document)).unwrap_or_default();
+        let saved = Mutex::new(SavedState { all_records, ..SavedState::default() });
+        let snapshot = Self { subject: Mutex::new(Arc::new(subject)), file, saved };
         snapshot.save()?;
         Ok(snapshot)
+    }
+
+    /// Saves the state of these providers from now on, which are the [next](Outbound::next) ones.
+    pub fn follow(&self, outbound: &Outbound<S, C>) {
+        *self.subject.lock() = Arc::new(Subject::new(outbound));
     }
 
     /// Writes the file if anything has changed since the last write. Returns true if it was written. Blocks until it is
@@ -87,17 +91,29 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
     /// The file can't be written. The last state that was written is still there.
     pub fn save(&self) -> Result<bool, SnapshotError> {
         let mut saved = self.saved.lock();
-        let now = self.outbound.0.clock.now();
-        let present: Vec<_> = self.record_order.iter().filter_map(|key| self.current_record(key, now)).collect();
+        let subject = Arc::clone(&self.subject.lock());
+        let now = subject.outbound.0.clock.now();
+        let present: Vec<_> = subject.record_order.iter().filter_map(|key| subject.current_record(key, now)).collect();
         if saved.current_records.as_ref() == Some(&present) {
             return Ok(false);
         }
-        let is_known = |key: &RecordKey| self.limit_keys.contains_key(key);
+        let is_known = |key: &RecordKey| subject.limit_keys.contains_key(key);
         let retained = retained_records(&saved.all_records, &present, is_known, now);
         let document = SnapshotDocument::new(now, [present.as_slice(), &retained].concat());
         self.file.write(&document)?;
         *saved = SavedState { current_records: Some(present), all_records: document.records };
         Ok(true)
+    }
+}
+
+impl<S: Store, C: Clock + Clone> Subject<S, C> {
+    fn new(outbound: &Outbound<S, C>) -> Self {
+        let limits: Vec<_> = outbound.providers().iter().flat_map(persistent_limits).collect();
+        Self {
+            outbound: outbound.clone(),
+            record_order: limits.iter().map(|(record_key, _)| record_key.clone()).collect(),
+            limit_keys: limits.into_iter().collect(),
+        }
     }
 
     /// Returns the record of a limit; `None` if there is nothing to save.
@@ -118,8 +134,8 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         Some(SnapshotRecord { whose: record_key.clone(), state })
     }
 
-    /// Applies the records of a document to the store.
-    fn restore_records(&self, document: SnapshotDocument) {
+    /// Applies the records of a document to the store, and returns them.
+    fn restore_records(&self, document: SnapshotDocument) -> Vec<SnapshotRecord> {
         let SnapshotDocument { saved_at, records, .. } = document;
         let now = self.outbound.0.clock.now();
         if saved_at > now + MAX_CLOCK_STEP_BACK {
@@ -155,7 +171,7 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         for (at, op) in restore_ops {
             self.apply_op(op, at);
         }
-        self.saved.lock().all_records = records;
+        records
     }
 
     /// Returns true if a record is in effect at `now`. One that has ended isn't. One that begins later is only in
@@ -212,6 +228,6 @@ fn persistent_limits<S: Store, C: Clock>(
 
 impl<S: Store, C: Clock> fmt::Debug for Snapshot<S, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Snapshot").field("outbound", &self.outbound).finish_non_exhaustive()
+        f.debug_struct("Snapshot").field("outbound", &self.subject.lock().outbound).finish_non_exhaustive()
     }
 }

@@ -101,7 +101,7 @@ impl PolicyBuilder {
     /// # Errors
     /// All errors of the policy, as [`Policy::load`] reports them.
     pub fn build(self) -> Result<Policy, Errors> {
-        crate::read::policy(SOURCE_NAME, self.to_toml().as_bytes(), self.variables)
+        crate::read::policy(SOURCE_NAME, self.to_toml().as_bytes(), self.variables, None)
     }
 
     /// The equivalent policy file.

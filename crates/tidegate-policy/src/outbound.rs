@@ -76,6 +76,14 @@ impl OutboundConfig {
         })
     }
 
+    /// True if a provider of the [earlier policy](crate::Policy::load_next) is the same in this one, with its limits.
+    pub fn has_unchanged(&self, provider: &ProviderConfig, earlier: &Self) -> bool {
+        // Equal rules have the same ids of limits.
+        let is_same_limit = |id| self.limit_info(id) == earlier.limit_info(id);
+        let limits = provider.all_provider_limits().map(|own| own.limit).chain([provider.rules_without_keys.cooldown]);
+        self.providers.contains(provider) && limits.into_iter().all(is_same_limit)
+    }
+
     /// The limits of all providers.
     pub fn limits(&self) -> &Arc<Limits> {
         &self.limits
@@ -98,7 +106,7 @@ pub struct UnknownProviderError {
 }
 
 /// The name, quantity and description of a provider's limit.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct OutboundLimitInfo {
     /// The name in errors and in `explain`: `tmdb`, `tmdb.cost`, `tmdb.credential`, `tmdb.credential.cost`,
@@ -113,7 +121,7 @@ pub struct OutboundLimitInfo {
 }
 
 /// A provider: an API that is called.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ProviderConfig {
     /// Its name in the file, which is also the first segment of paths that lead to it.
@@ -325,7 +333,7 @@ pub enum ErrorFormat {
 }
 
 /// The exchange of a credential for a token: a `POST` of a JSON body, whose reply has the token.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Login {
     /// The path below the base URL; with [`Auth::Path`], below the part of it that precedes the credential's segment.

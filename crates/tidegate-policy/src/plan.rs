@@ -48,6 +48,8 @@ pub enum QueryError {
 pub struct Plan {
     pub(crate) limits: Arc<Limits>,
     pub(crate) limit_infos: Vec<LimitInfo>,
+    /// The limits of earlier policies, in order.
+    pub(crate) retired: Vec<LimitId>,
     pub(crate) key_templates: Vec<KeyTemplate>,
     pub(crate) actions: Vec<Action>,
     pub(crate) names: HashMap<String, ActionId>,
@@ -85,9 +87,20 @@ impl fmt::Debug for Plan {
 }
 
 impl Plan {
-    /// Every limit, by id.
+    /// Every limit, by id; with the retired ones.
     pub fn limits(&self) -> &Arc<Limits> {
         &self.limits
+    }
+
+    /// Every limit that calls can meet.
+    pub fn active_limits(&self) -> impl Iterator<Item = (LimitId, &Limit)> {
+        self.limits.iter().filter(|(id, _)| !self.is_retired(*id))
+    }
+
+    /// True if a limit belongs to an [earlier policy](crate::Policy::load_next). No new call meets it, but calls that
+    /// began before end by it.
+    pub fn is_retired(&self, limit: LimitId) -> bool {
+        self.retired.binary_search(&limit).is_ok()
     }
 
     /// The name, quantity and description of a limit.

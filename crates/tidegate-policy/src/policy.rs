@@ -50,6 +50,12 @@ impl PolicySources {
         self
     }
 
+    fn read(self, predecessor: Option<&Policy>) -> Result<Policy, Errors> {
+        let (name, body) =
+            self.file.unwrap_or_else(|| ("the built-in default policy".to_owned(), DEFAULT_POLICY.into()));
+        crate::read::policy(&name, &body, self.variables, predecessor)
+    }
+
     /// Also reads names that begin with a custom prefix, such as `PIXIVFE`. `PIXIVFE_TOKEN` and the others that
     /// [`settings`](crate::settings) lists apply to every provider of `[outbound]`.
     #[must_use]
@@ -79,9 +85,30 @@ impl Policy {
     /// # Errors
     /// All errors, not only the first; see [`Errors`].
     pub fn load(sources: PolicySources) -> Result<Self, Errors> {
-        let (name, body) =
-            sources.file.unwrap_or_else(|| ("the built-in default policy".to_owned(), DEFAULT_POLICY.into()));
-        crate::read::policy(&name, &body, sources.variables)
+        sources.read(None)
+    }
+
+    /// Reads a policy that replaces this one while the program runs, as [`Policy::load`] does. A limit of the same name
+    /// keeps its [`LimitId`](tidegate_core::LimitId), and so its state. A limit that isn't there any more stays in the
+    /// plan as a [retired](Plan::is_retired) one, for calls that began with it.
+    ///
+    /// ```
+    /// use tidegate_policy::{Policy, PolicySources};
+    ///
+    /// let read = |text: &str| PolicySources::new().file("tidegate.toml", text);
+    /// let earlier = Policy::load(read("[inbound.action.login]\nlimit = \"5 per 60s\"\n"))?;
+    /// let later = earlier.load_next(read(
+    ///     "[inbound.action.search]\nlimit = \"9 per 1s\"\n[inbound.action.login]\nlimit = \"3 per 60s\"\n",
+    /// ))?;
+    /// let (login, _) = earlier.plan().limits().iter().next().expect("a limit");
+    /// assert_eq!(later.plan().limit_info(login).name(), "login");
+    /// # Ok::<(), tidegate_policy::Errors>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Policy::load`]. Retired limits count among the 4095 that a policy may have.
+    pub fn load_next(&self, sources: PolicySources) -> Result<Self, Errors> {
+        sources.read(Some(self))
     }
 
     /// Makes a policy in Rust, in the same words and with the same checks as a file.

@@ -3,6 +3,7 @@
 use std::array;
 use std::cell::Cell;
 use std::iter;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use tidegate_core::histogram::{BUCKETS, bucket_of};
@@ -31,9 +32,11 @@ struct CacheLine([AtomicU64; COUNTERS_PER_LINE]);
 /// counters.add(1, 5);
 /// assert_eq!((counters.get(0), counters.get(1)), (0, 5));
 /// ```
-#[derive(Debug)]
+///
+/// Cheap to clone; all clones are the same counters.
+#[derive(Clone, Debug)]
 pub struct Counters {
-    lines: Box<[CacheLine]>,
+    lines: Arc<[CacheLine]>,
     len: usize,
     lines_per_shard: usize,
     shard_mask: usize,
@@ -64,6 +67,11 @@ impl Counters {
     pub fn get(&self, index: usize) -> u64 {
         let counters = (0..=self.shard_mask).filter_map(|shard| self.counter(shard, index));
         counters.fold(0, |sum, counter| sum.wrapping_add(counter.load(Ordering::Relaxed)))
+    }
+
+    /// True if there is no other clone, so that nothing else can increment them.
+    pub fn is_only_clone(&self) -> bool {
+        Arc::strong_count(&self.lines) == 1
     }
 
     #[inline]

@@ -231,7 +231,7 @@ mod tests {
     use crate::events::server_events;
 
     fn refusal_log() -> Arc<RefusalLog> {
-        Arc::new(RefusalLog::new(1, 0, Arc::new(server_events())))
+        Arc::new(RefusalLog::new(1, Arc::new(server_events())))
     }
 
     fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {

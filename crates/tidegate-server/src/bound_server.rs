@@ -3,10 +3,9 @@
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tidegate::Gate;
 use tidegate::clock::SystemClock;
 use tidegate::outbound::{Outbound, Snapshot};
 use tidegate::store::{Losses, Memory, Store};
@@ -15,14 +14,11 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::connection::ConnectionService;
-use crate::events::{ServerEvent, ServerEvents, watch_quotas, watch_store};
-use crate::gateway::PlainClient;
+use crate::events::{ServerEvent, watch_quotas, watch_store};
 use crate::housekeeping;
 use crate::listener::{ConnectionContext, Listener};
-use crate::metrics::RequestMetrics;
-use crate::permit_renewer::PermitRenewer;
-use crate::refusal_log::RefusalLog;
-use crate::upstream::UpstreamClient;
+use crate::reload::{ReloadHandle, Reloader};
+use crate::states::{Engine, SharedParts};
 use crate::watchdog::Watchdog;
 
 /// The time that aborted connections get to release their permits and sockets.
@@ -30,21 +26,12 @@ const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A server with open listeners.
 pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
-    pub(crate) gate: Gate<S, C>,
-    pub(crate) providers: Option<Outbound<S, C>>,
+    pub(crate) reloader: Reloader<S, C>,
     pub(crate) snapshot: Option<Arc<Snapshot<S, C>>>,
-    pub(crate) upstream: Option<Arc<UpstreamClient>>,
-    pub(crate) plain_clients: Vec<Arc<PlainClient>>,
     pub(crate) inbound: Option<OpenListener>,
     pub(crate) outbound: Option<OpenListener>,
     pub(crate) api: Option<OpenListener>,
     pub(crate) admin: Option<OpenListener>,
-    pub(crate) permit_renewer: Arc<PermitRenewer>,
-    pub(crate) refusals: Arc<RefusalLog>,
-    pub(crate) metrics: Arc<RequestMetrics>,
-    pub(crate) events: Arc<ServerEvents>,
-    pub(crate) draining: Arc<AtomicBool>,
-    pub(crate) shutdown_timeout: Duration,
     pub(crate) followed_clock: Option<SystemClock>,
 }
 
@@ -109,6 +96,11 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         self.admin.as_ref()?.address
     }
 
+    /// Asks the running server to read its policy again.
+    pub fn reload_handle(&self) -> ReloadHandle {
+        self.reloader.parts().reload.clone()
+    }
+
     /// Serves until `stop` ends, and then until every request in flight has its response or the policy's
     /// `timeouts.shutdown` is over. Dropping the future stops accepting and housekeeping at once, and leaves the
     /// connections to the runtime.
@@ -120,30 +112,40 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             let watchdog = Arc::clone(watchdog);
             housekeeping.spawn(async move { watchdog.run().await });
         }
-        if let Some(upstream) = self.upstream {
-            housekeeping.spawn(async move { upstream.run_idle_cleanup().await });
-        }
-        for client in self.plain_clients {
-            housekeeping.spawn(async move { client.run_idle_cleanup().await });
-        }
-        let permit_renewer = self.permit_renewer;
-        housekeeping.spawn(async move { permit_renewer.run().await });
-        let (refusals, plan) = (Arc::clone(&self.refusals), Arc::clone(self.gate.plan()));
-        housekeeping.spawn(async move { refusals.run(&plan).await });
-        housekeeping.spawn(watch_store(self.gate.clone(), Arc::clone(&self.events)));
-        if let Some(providers) = &self.providers {
-            housekeeping.spawn(watch_quotas(providers.clone(), Arc::clone(&self.events)));
-        }
-        let (gate, clock) = (self.gate.clone(), self.gate.clock().clone());
-        let on_loss = move |losses: &Losses| {
-            self.metrics.record_losses(losses);
-            self.events.publish(ServerEvent { at: clock.now(), change: losses.into() });
+        let parts = Arc::clone(self.reloader.parts());
+        let engine = Arc::clone(&self.reloader.cells().engine);
+        let SharedParts { refusals, metrics, events, permit_renewer, .. } = &*parts;
+        housekeeping.spawn({
+            let permit_renewer = Arc::clone(permit_renewer);
+            async move { permit_renewer.run().await }
+        });
+        housekeeping.spawn({
+            let (refusals, engine) = (Arc::clone(refusals), Arc::clone(&engine));
+            async move { refusals.run(|| Arc::clone(engine.load().gate.plan())).await }
+        });
+        let Engine { gate, providers, .. } = &*engine.load();
+        housekeeping.spawn(watch_store(Arc::clone(&engine), Arc::clone(events)));
+        let on_loss = {
+            let (metrics, events, clock) = (Arc::clone(metrics), Arc::clone(events), gate.clock().clone());
+            move |losses: &Losses| {
+                metrics.record_losses(losses);
+                events.publish(ServerEvent { at: clock.now(), change: losses.into() });
+            }
         };
-        housekeeping.spawn(housekeeping::run_store_maintenance(move || gate.maintain(), on_loss.clone()));
-        if let Some(providers) = self.providers {
-            housekeeping.spawn(housekeeping::run_vote_exchange(providers.clone()));
-            housekeeping.spawn(housekeeping::run_store_maintenance(move || providers.maintain(), on_loss));
+        let maintain = {
+            let engine = Arc::clone(&engine);
+            move || engine.load().gate.maintain()
+        };
+        housekeeping.spawn(housekeeping::run_store_maintenance(maintain, on_loss.clone()));
+        if providers.is_some() {
+            housekeeping.spawn(watch_quotas(Arc::clone(&engine), Arc::clone(events)));
+            housekeeping.spawn(housekeeping::run_vote_exchange(Arc::clone(&engine)));
+            let engine = Arc::clone(&engine);
+            let maintain = move || engine.load().providers.as_ref().map(Outbound::maintain).unwrap_or_default();
+            housekeeping.spawn(housekeeping::run_store_maintenance(maintain, on_loss));
         }
+        let shutdown_timeout = engine.load().policy.inbound().timeouts.shutdown;
+        housekeeping.spawn(self.reloader.run());
         if let Some(snapshot) = &self.snapshot {
             housekeeping.spawn(housekeeping::run_snapshots(Arc::clone(snapshot)));
         }
@@ -152,13 +154,13 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         }
 
         stop.await;
-        tracing::info!(timeout = ?self.shutdown_timeout, "stopping: no more connections; requests in flight get their answers");
-        self.draining.store(true, Ordering::Relaxed);
-        let summary = shut_down(clients, admin, self.shutdown_timeout).await;
+        tracing::info!(timeout = ?shutdown_timeout, "stopping: no more connections; requests in flight get their answers");
+        parts.draining.store(true, Ordering::Relaxed);
+        let summary = shut_down(clients, admin, shutdown_timeout).await;
         if let Some(snapshot) = self.snapshot {
             housekeeping::save_snapshot(&snapshot, &mut true).await;
         }
-        self.refusals.log_summary(self.gate.plan());
+        refusals.log_summary(engine.load().gate.plan());
         tracing::info!(cut_off = summary.cut_off, "stopped");
         summary
     }

@@ -55,6 +55,10 @@ pub(crate) enum Change {
     StoreFull { used: u64, exhausted: u64, unblocked: u64, shared: u64 },
     /// A share of a calendar quota of a provider is used: 80 or 100 per cent.
     QuotaUsed { provider: String, limit: String, credential: Option<usize>, percent: u64, resets_in: u64 },
+    /// Another policy is in force. The settings of `restart_needed` changed, too, but are as before until a restart.
+    Reloaded { restart_needed: Vec<&'static str> },
+    /// The policy was read again, but can't be used, so that the one before goes on.
+    ReloadFailed { error: String },
 }
 
 impl From<&Losses> for Change {
@@ -135,6 +139,11 @@ impl fmt::Display for Change {
                 }
                 write!(f, "; it starts again in {resets_in} s")
             }
+            Self::Reloaded { restart_needed } if restart_needed.is_empty() => f.write_str("the policy was reloaded"),
+            Self::Reloaded { restart_needed } => {
+                write!(f, "the policy was reloaded; a restart is needed for {}", restart_needed.join(", "))
+            }
+            Self::ReloadFailed { error } => write!(f, "the policy wasn't reloaded: {error}"),
         }
     }
 }

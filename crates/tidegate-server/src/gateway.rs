@@ -30,6 +30,8 @@ use tidegate::outbound::{
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
+use rustls::ClientConfig;
+use tidegate_runtime::counters::Counters;
 use tower_layer::Layer as _;
 
 use self::provider_client::ProviderClient;
@@ -42,8 +44,8 @@ use crate::local_response::{HttpError, discard_body, error, finish_response, set
 use crate::metrics::RequestMetrics;
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
 use crate::refusal_log::{RefusalLog, trace_parent};
+use crate::state_cell::ListenerState;
 use crate::upgrade::spawn_tunnel;
-use crate::upstream::UpstreamClient;
 use crate::watchdog::{ConnectionPhase, EndReason};
 
 const ATTEMPTS: HeaderName = HeaderName::from_static("tidegate-attempts");
@@ -61,23 +63,28 @@ const X_FORWARDED: &str = "x-forwarded-";
 /// The state that all connections of the gateway share.
 pub(crate) struct GatewayState<S: Store, C: Clock> {
     mounts: HashMap<String, Mount<S, C>>,
-    /// The clients of providers without TLS. [`UpstreamClient::run_idle_cleanup`] must run for each.
-    pub(crate) plain_clients: Vec<Arc<PlainClient>>,
     outbound: Outbound<S, C>,
     cache: Cache<C>,
+    tls: ClientConfig,
     access: Access,
     refusals: Arc<RefusalLog>,
-    metrics: Arc<RequestMetrics>,
 }
 
 /// A provider as the gateway calls it.
-type Mount<S, C> = OutboundService<ProviderClient<ReplayBody<Upload>>, S, C>;
+struct Mount<S: Store, C: Clock> {
+    service: OutboundService<ProviderClient<ReplayBody<Upload>>, S, C>,
+    cache_results: Counters,
+}
 
-/// The client of a provider without TLS.
-pub(crate) type PlainClient = UpstreamClient<ReplayBody<Upload>>;
+impl<S: Store, C: Clock> Clone for Mount<S, C> {
+    fn clone(&self) -> Self {
+        Self { service: self.service.clone(), cache_results: self.cache_results.clone() }
+    }
+}
 
 impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
-    /// Returns a gateway to these providers. It leaves out providers without a base URL.
+    /// Returns a gateway to these providers. It leaves out providers without a base URL. Connections to providers that
+    /// are the same, and the cache, are taken over from an earlier gateway.
     ///
     /// # Errors
     /// A credential can't be read, or the system has no root certificates.
@@ -85,39 +92,48 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         outbound: &Outbound<S, C>,
         access: Access,
         refusals: Arc<RefusalLog>,
-        metrics: Arc<RequestMetrics>,
+        metrics: &RequestMetrics,
         env: &impl Fn(&str) -> Option<String>,
+        earlier: Option<&Self>,
     ) -> Result<Self, ServeError> {
         // Shared, because reading the system's root certificates is slow.
-        let tls = provider_client::tls_config().map_err(ServeError::RootCertificates)?;
-        let (mut mounts, mut plain_clients) = (HashMap::new(), Vec::new());
+        let tls = match earlier {
+            Some(earlier) => earlier.tls.clone(),
+            None => provider_client::tls_config().map_err(ServeError::RootCertificates)?,
+        };
+        let mut mounts = HashMap::new();
         for provider in outbound.providers() {
             let plan = provider.config();
             let Some(base) = &plan.base_url else { continue };
+            let known = earlier.and_then(|earlier| earlier.mounts.get(&plan.name));
+            if let Some(known) = known.filter(|known| known.service.provider().is_same(provider)) {
+                mounts.insert(plan.name.clone(), known.clone());
+                continue;
+            }
             let layer = OutboundLayer::with_env(provider.clone(), env)
                 .map_err(|source| ServeError::Credential { provider: plan.name.clone(), source })?
                 .mount_path(&plan.name)
                 .fault_classifier(provider_client::fault_of);
             let client = provider_client::client(plan, base, tls.clone());
-            if let ProviderClient::Plain(client) = &client {
-                plain_clients.push(Arc::clone(client));
-            }
-            mounts.insert(plan.name.clone(), layer.layer(client));
+            let mount = Mount { service: layer.layer(client), cache_results: metrics.cache_results(&plan.name) };
+            mounts.insert(plan.name.clone(), mount);
         }
         Ok(Self {
             mounts,
-            plain_clients,
-            cache: Cache::for_outbound(outbound),
+            cache: earlier.map_or_else(|| Cache::for_outbound(outbound), |earlier| earlier.cache.clone()),
+            tls,
             access,
             refusals,
-            metrics,
             outbound: outbound.clone(),
         })
     }
+}
 
-    /// Returns the service of one connection's requests.
-    pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> GatewayService<S, C> {
-        GatewayService { gateway: Arc::clone(self), context: Arc::new(client) }
+impl<S: Store, C: Clock + Clone> ListenerState for GatewayState<S, C> {
+    type Service = GatewayService<S, C>;
+
+    fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> GatewayService<S, C> {
+        GatewayService { gateway: self, context: client }
     }
 }
 
@@ -160,22 +176,22 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         let (gateway, client) = (Arc::clone(&self.gateway), Arc::clone(&self.context));
         ResponseFuture::Pending(Box::pin(async move {
             let watch = &client.watch;
-            let plan = mount.provider().config();
+            let plan = mount.service.provider().config();
             let call = async {
                 match (plan.cache, client_upgrade) {
                     (Some(_), None) => {
-                        let send = |options, request| mount.send(options, request);
+                        let send = |options, request| mount.service.send(options, request);
                         // Boxed, because calls that aren't cached would need the space for it too.
-                        let called = Box::pin(gateway.cache.call(&mount, options, request, send)).await;
+                        let called = Box::pin(gateway.cache.call(&mount.service, options, request, send)).await;
                         called.map(|response| {
                             if let Some(status) = response.extensions().get::<CacheStatus>() {
-                                gateway.metrics.record_cache(mount.provider().index(), *status);
+                                mount.cache_results.add(*status as usize, 1);
                             }
                             relay_response(response, &client, plan, None)
                         })
                     }
                     (_, client_upgrade) => {
-                        let called = mount.send(options, request).await;
+                        let called = mount.service.send(options, request).await;
                         called.map(|response| relay_response(response, &client, plan, client_upgrade))
                     }
                 }
@@ -194,7 +210,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                     response
                 }
                 Some(Err(failed)) => {
-                    gateway.log_failed_call(mount.provider(), &failed, traceparent.as_deref());
+                    gateway.log_failed_call(mount.service.provider(), &failed, traceparent.as_deref());
                     call_error::response(&failed, plan)
                 }
                 None => {
@@ -233,7 +249,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         let whole = path.strip_prefix('/').unwrap_or(path);
         let (name, rest) = whole.split_at(whole.find(['/', '?']).unwrap_or(whole.len()));
         let Some(mount) = self.mounts.get(name) else { return Err(self.unknown_provider_response(name)) };
-        let plan = mount.provider().config();
+        let plan = mount.service.provider().config();
         let bad_request = |why: &str| call_error::formatted(plan.error_format, StatusCode::BAD_REQUEST, why);
         let rest = if rest.starts_with('/') { rest.to_owned() } else { format!("/{rest}") };
         let rest =

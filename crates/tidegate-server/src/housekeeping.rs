@@ -5,9 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tidegate::clock::SystemClock;
-use tidegate::outbound::{Outbound, Snapshot};
+use tidegate::outbound::Snapshot;
 use tidegate::store::{Losses, Store};
 use tidegate_core::Clock;
+
+use crate::state_cell::StateCell;
+use crate::states::Engine;
 
 /// The interval of all periodic work.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -32,10 +35,12 @@ pub(crate) async fn run_store_maintenance(maintain: impl Fn() -> Losses, on_loss
 }
 
 /// Exchanges findings about providers with other nodes.
-pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(providers: Outbound<S, C>) {
+pub(crate) async fn run_vote_exchange<S: Store, C: Clock + Clone>(engine: Arc<StateCell<Engine<S, C>>>) {
     loop {
         tokio::time::sleep(INTERVAL).await;
-        providers.run_vote_exchange().await;
+        if let Some(providers) = engine.load().providers.clone() {
+            providers.run_vote_exchange().await;
+        }
     }
 }
 

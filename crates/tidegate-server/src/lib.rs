@@ -77,8 +77,11 @@ mod refusal_cache;
 mod refusal_log;
 mod refused_clients;
 mod rejections;
+mod reload;
 pub mod signals;
 mod socket;
+mod state_cell;
+mod states;
 mod upgrade;
 mod upstream;
 mod watchdog;
@@ -86,36 +89,27 @@ mod wire;
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
-use http::StatusCode;
-use hyper::service::service_fn;
 use tidegate::clock::SystemClock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
-use tidegate::reply::Replies;
 use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
-use tidegate_policy::{InboundConfig, KeyPart, Policy, SecretError, SecretSource};
+use tidegate_policy::{Errors, InboundConfig, Policy, SecretError};
 use tokio::sync::Semaphore;
 
-use crate::access::{Access, ListenerKind};
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
-use crate::connection::ConnectionService;
-use crate::events::{EventStream, ServerEvent, ServerEvents, server_events};
-use crate::gateway::{GatewayState, PlainClient};
-use crate::listener::{ConnectionContext, Listener, ListenerConfig};
-use crate::metrics::{MetricsSource, RequestMetrics};
-use crate::permit_renewer::PermitRenewer;
-use crate::proxy::ProxyState;
+use crate::events::{EventStream, ServerEvent, server_events};
+use crate::listener::{Listener, ListenerConfig};
+use crate::metrics::RequestMetrics;
 use crate::refusal_log::RefusalLog;
-use crate::upstream::UpstreamClient;
-use crate::wire::admin::{self, AdminState};
-use crate::wire::forward_auth::ForwardAuthWarnings;
-use crate::wire::http_api::{ApiService, ApiState};
+pub use crate::reload::{ReloadError, ReloadHandle, ReloadReport};
+use crate::reload::{Reloader, reload_channel};
+use crate::state_cell::{CurrentService, ListenerState, StateCell};
+use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
 
 /// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
 const API_CONNECTIONS: usize = 1024;
@@ -124,11 +118,11 @@ const ADMIN_CONNECTIONS: usize = 64;
 /// The maximum size of a request head on the API and admin listeners, and on the outbound listener, in bytes.
 const INTERNAL_HEADER_BYTES: usize = 64 << 10;
 
-/// The gateway's listener, and its clients whose idle connections must be closed in time.
-type OpenGateway = (Vec<Arc<PlainClient>>, OpenListener);
-
 /// A function that looks up the value of an environment variable.
 type EnvLookup = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
+
+/// A function that reads the policy again, given the present one.
+type PolicySource = Box<dyn Fn(&Policy) -> Result<Policy, Errors> + Send + Sync>;
 
 /// A server to be started: a policy, and the gate that decides by it.
 pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
@@ -136,6 +130,7 @@ pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
     outbound: Option<Outbound<S, C>>,
     policy: Policy,
     env: EnvLookup,
+    policy_source: Option<PolicySource>,
     followed_clock: Option<SystemClock>,
 }
 
@@ -221,7 +216,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// Returns a server for a gate that was made from this policy.
     pub fn from_gate(gate: Gate<S, C>, policy: &Policy) -> Self {
         let env = Box::new(|name: &str| std::env::var(name).ok());
-        Self { gate, outbound: None, policy: policy.clone(), env, followed_clock: None }
+        Self { gate, outbound: None, policy: policy.clone(), env, policy_source: None, followed_clock: None }
     }
 
     /// Serves these providers, which were made from the same policy. [`Server::new`] does so by itself.
@@ -246,79 +241,106 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         self
     }
 
+    /// Reads the policy again with this function, when a [`Reloader`] is asked to. The function gets the present policy,
+    /// whose [`Policy::load_next`] reads the next one.
+    #[must_use]
+    pub fn policy_source(mut self, read: impl Fn(&Policy) -> Result<Policy, Errors> + Send + Sync + 'static) -> Self {
+        self.policy_source = Some(Box::new(read));
+        self
+    }
+
     /// Opens the listeners. Clients can connect from then on; [`BoundServer::run`] answers them. Needs a tokio runtime
     /// with IO and time.
     ///
     /// # Errors
     /// See [`ServeError`]. On an error no listener stays open.
     pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
+        let admin = self.policy.admin();
         let events = Arc::new(server_events());
-        let (lines, limits) = (self.policy.log().refusals_per_second, self.policy.plan().limits().len());
-        let refusals = Arc::new(RefusalLog::new(lines, limits, Arc::clone(&events)));
-        let (api, admin) = (self.policy.api(), self.policy.admin());
-        let api_access = self.access(ListenerKind::Api, api.listen, api.token.as_ref(), &api.hosts, &refusals)?;
-        let admin_access =
-            self.access(ListenerKind::Admin, admin.listen, admin.token.as_ref(), &admin.hosts, &refusals)?;
-        let permit_renewer = Arc::new(PermitRenewer::default());
-        let draining = Arc::new(AtomicBool::new(false));
-        let providers = self.outbound.as_ref().map_or(0, |outbound| outbound.providers().len());
-        let metrics = Arc::new(RequestMetrics::new(admin.metrics, providers));
-        let proxy = self.open_proxy(&permit_renewer, &refusals, &metrics)?;
-        let (upstream, inbound) = proxy.unzip();
-        let (mut snapshot, mut outbound) = (None, None);
-        if let Some(providers) = &self.outbound {
-            let file = providers.config().snapshot.as_ref();
-            snapshot = file.map(|file| Snapshot::restore(providers, file)).transpose()?.map(Arc::new);
-            outbound = self.open_gateway(providers, &refusals, &metrics)?;
-        }
-        let (plain_clients, outbound) = outbound.unzip();
-        let api =
-            api_access.map(|(address, access)| self.open_api(address, access, &refusals, &metrics)).transpose()?;
+        let (reload, reload_requests) = reload_channel();
+        let parts = Arc::new(SharedParts {
+            env: self.env,
+            permit_renewer: Arc::default(),
+            refusals: Arc::new(RefusalLog::new(self.policy.log().refusals_per_second, Arc::clone(&events))),
+            metrics: Arc::new(RequestMetrics::new(admin.metrics)),
+            events,
+            reload,
+            event_streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
+            draining: Arc::default(),
+            started_at: self.gate.clock().now(),
+            connections: OnceLock::new(),
+        });
+        let engine = Engine { policy: self.policy, gate: self.gate, providers: self.outbound };
+        let states = ListenerStates::new(&engine, &parts, None)?;
+        let snapshot = match &engine.providers {
+            Some(providers) => {
+                let file = providers.config().snapshot.as_ref();
+                file.map(|file| Snapshot::restore(providers, file)).transpose()?.map(Arc::new)
+            }
+            None => None,
+        };
+        let configs = ListenerConfigs(&engine.policy);
+        let (inbound, proxy) = open("inbound", configs.inbound(), states.proxy)?.unzip();
+        let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway)?.unzip();
+        let (api, api_cell) = open("api", configs.api(), states.api)?.unzip();
+        let (admin, admin_cell) = open("admin", configs.admin(), states.admin)?.unzip();
         let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api)];
         let listeners = listeners.into_iter().filter_map(|(name, open)| Some((name, open.as_ref()?.watchdog())));
-        let source = MetricsSource {
-            gate: self.gate.clone(),
-            providers: self.outbound.clone(),
-            requests: Arc::clone(&metrics),
-            refusals: Arc::clone(&refusals),
-            listeners: listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect(),
-            started_at: self.gate.clock().now(),
-        };
-        let admin = admin_access
-            .map(|(address, access)| self.open_admin(address, access, &draining, source, &events))
-            .transpose()?;
+        parts.connections.get_or_init(|| listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect());
         // Last, because only one server can observe the providers.
-        if let Some(providers) = &self.outbound {
-            let events = Arc::clone(&events);
+        if let Some(providers) = &engine.providers {
+            let events = Arc::clone(&parts.events);
             providers.observe(move |event| {
                 if let Some(event) = ServerEvent::from_provider(event) {
                     events.publish(event);
                 }
             });
         }
+        let cells =
+            StateCells { engine: StateCell::new(engine), proxy, gateway, api: api_cell, admin: admin_cell };
         Ok(BoundServer {
-            shutdown_timeout: self.policy.inbound().timeouts.shutdown,
-            gate: self.gate,
-            providers: self.outbound,
+            reloader: Reloader::new(cells, parts, self.policy_source, snapshot.clone(), reload_requests),
             snapshot,
-            upstream,
-            plain_clients: plain_clients.unwrap_or_default(),
             inbound,
             outbound,
             api,
             admin,
-            permit_renewer,
-            refusals,
-            metrics,
-            events,
-            draining,
             followed_clock: self.followed_clock,
         })
     }
+}
+
+/// The limits of the listeners that a policy opens.
+struct ListenerConfigs<'p>(&'p Policy);
+
+impl ListenerConfigs<'_> {
+    fn inbound(&self) -> Option<(SocketAddr, ListenerConfig)> {
+        let inbound = self.0.inbound();
+        let caps = &inbound.caps;
+        let config = ListenerConfig {
+            header_bytes: caps.header_bytes,
+            headers: caps.headers,
+            ..self.forwarding(caps.connections.max(1) as usize, caps.connections_per_client)
+        };
+        Some((inbound.listen, config))
+    }
+
+    fn outbound(&self) -> Option<(SocketAddr, ListenerConfig)> {
+        let outbound = self.0.outbound()?;
+        Some((outbound.listen?, self.forwarding(outbound.connections, outbound.connections_per_client)))
+    }
+
+    fn api(&self) -> Option<(SocketAddr, ListenerConfig)> {
+        Some((self.0.api().listen?, self.internal(API_CONNECTIONS)))
+    }
+
+    fn admin(&self) -> Option<(SocketAddr, ListenerConfig)> {
+        Some((self.0.admin().listen?, self.internal(ADMIN_CONNECTIONS)))
+    }
 
     /// The limits of a listener that answers by itself.
-    fn internal_config(&self, connections: usize) -> ListenerConfig {
-        let InboundConfig { timeouts, caps, .. } = self.policy.inbound();
+    fn internal(&self, connections: usize) -> ListenerConfig {
+        let InboundConfig { timeouts, caps, .. } = self.0.inbound();
         ListenerConfig {
             connections,
             client_limit: None,
@@ -331,145 +353,27 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     }
 
     /// The limits of a listener that forwards requests.
-    fn forwarding_config(&self, connections: usize, per_client: Option<usize>) -> ListenerConfig {
-        let trusted = &self.policy.inbound().forwarding.trusted;
+    fn forwarding(&self, connections: usize, per_client: Option<usize>) -> ListenerConfig {
+        let trusted = &self.0.inbound().forwarding.trusted;
         let client_limit =
-            per_client.map(|most| ClientLimit::new(most, self.gate.plan().ipv6_prefix(), trusted.clone()));
-        ListenerConfig { client_limit, forwards: true, ..self.internal_config(connections) }
-    }
-
-    fn open_proxy(
-        &self,
-        permit_renewer: &Arc<PermitRenewer>,
-        refusals: &Arc<RefusalLog>,
-        metrics: &Arc<RequestMetrics>,
-    ) -> Result<Option<(Arc<UpstreamClient>, OpenListener)>, ServeError> {
-        let inbound = self.policy.inbound();
-        let Some(upstream) = &inbound.upstream else { return Ok(None) };
-        self.check_proxied_key_parts()?;
-        let caps = &inbound.caps;
-        let config = ListenerConfig {
-            header_bytes: caps.header_bytes,
-            headers: caps.headers,
-            ..self.forwarding_config(caps.connections.max(1) as usize, caps.connections_per_client)
-        };
-        let proxy = ProxyState::new(
-            self.gate.clone(),
-            inbound,
-            upstream,
-            Arc::clone(permit_renewer),
-            Arc::clone(refusals),
-            Arc::clone(metrics),
-        );
-        let proxy = Arc::new(proxy);
-        let upstream = Arc::clone(&proxy.upstream);
-        let listener =
-            open_listener("inbound", inbound.listen, config, move |client| proxy.connection_service(client))?;
-        Ok(Some((upstream, listener)))
-    }
-
-    fn open_api(
-        &self,
-        address: SocketAddr,
-        access: Access,
-        refusals: &Arc<RefusalLog>,
-        metrics: &Arc<RequestMetrics>,
-    ) -> Result<OpenListener, ServeError> {
-        let (inbound, api) = (self.policy.inbound(), self.policy.api());
-        let state = Arc::new(ApiState {
-            gate: self.gate.clone(),
-            replies: Replies::new(self.gate.plan(), inbound.headers, inbound.x_ratelimit),
-            access,
-            forwarding: inbound.forwarding.clone(),
-            forward_auth: api.forward_auth,
-            deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
-            refusals: Arc::clone(refusals),
-            metrics: Arc::clone(metrics),
-            warnings: ForwardAuthWarnings::default(),
-        });
-        let config = self.internal_config(API_CONNECTIONS);
-        open_listener("api", address, config, move |client| ApiService::new(&state, client))
-    }
-
-    fn open_admin(
-        &self,
-        address: SocketAddr,
-        access: Access,
-        draining: &Arc<AtomicBool>,
-        metrics: MetricsSource<S, C>,
-        events: &Arc<ServerEvents>,
-    ) -> Result<OpenListener, ServeError> {
-        let state = Arc::new(AdminState {
-            gate: self.gate.clone(),
-            access,
-            draining: Arc::clone(draining),
-            metrics,
-            events: Arc::clone(events),
-            streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
-        });
-        open_listener("admin", address, self.internal_config(ADMIN_CONNECTIONS), move |client| {
-            let (state, client) = (Arc::clone(&state), Arc::new(client));
-            service_fn(move |request| admin::serve(Arc::clone(&state), Arc::clone(&client), request))
-        })
-    }
-
-    fn open_gateway(
-        &self,
-        providers: &Outbound<S, C>,
-        refusals: &Arc<RefusalLog>,
-        metrics: &Arc<RequestMetrics>,
-    ) -> Result<Option<OpenGateway>, ServeError> {
-        let plan = providers.config();
-        let access = self.access(ListenerKind::Gateway, plan.listen, plan.token.as_ref(), &plan.hosts, refusals)?;
-        let Some((address, access)) = access else { return Ok(None) };
-        let (refusals, metrics) = (Arc::clone(refusals), Arc::clone(metrics));
-        let gateway = Arc::new(GatewayState::new(providers, access, refusals, metrics, &self.env)?);
-        let config = self.forwarding_config(plan.connections, plan.connections_per_client);
-        let plain_clients = gateway.plain_clients.clone();
-        let listener = open_listener("outbound", address, config, move |client| gateway.connection_service(client))?;
-        Ok(Some((plain_clients, listener)))
-    }
-
-    /// Returns the address and the access check of a listener. `None` if the policy turns it off.
-    fn access(
-        &self,
-        kind: ListenerKind,
-        address: Option<SocketAddr>,
-        token: Option<&SecretSource>,
-        hosts: &[String],
-        refusals: &Arc<RefusalLog>,
-    ) -> Result<Option<(SocketAddr, Access)>, ServeError> {
-        let (Some(address), listener) = (address, kind.section()) else { return Ok(None) };
-        if token.is_none() && !address.ip().to_canonical().is_loopback() {
-            return Err(ServeError::TokenRequired { listener, address });
-        }
-        let token = token.map(|token| token.resolve(&self.env)).transpose();
-        let token = token.map_err(|source| ServeError::Token { listener, source })?;
-        Ok(Some((address, Access::new(kind, address, hosts, token, Arc::clone(refusals)))))
-    }
-
-    fn check_proxied_key_parts(&self) -> Result<(), ServeError> {
-        let plan = self.gate.plan();
-        let matched = plan.actions().filter(|(_, action)| action.matcher().is_some()).map(|(id, _)| Some(id));
-        match matched.chain([None]).find_map(|action| plan.part_not_in_requests(action)) {
-            None => Ok(()),
-            Some((limit, part)) => {
-                let (limit, part) = (plan.limit_info(limit).name().to_owned(), KeyPart::to_string(part));
-                Err(ServeError::MissingKeyPart { limit, part })
-            }
-        }
+            per_client.map(|most| ClientLimit::new(most, self.0.plan().ipv6_prefix(), trusted.clone()));
+        ListenerConfig { client_limit, forwards: true, ..self.internal(connections) }
     }
 }
 
-/// Opens a listener with a service for each of its connections.
-fn open_listener<T: ConnectionService>(
+/// An open listener, and the state of its connections.
+type Opened<T> = (OpenListener, Arc<StateCell<T>>);
+
+/// Opens a listener whose connections share this state. `None` if the policy has none.
+fn open<T: ListenerState>(
     listener: &'static str,
-    address: SocketAddr,
-    config: ListenerConfig,
-    new_service: impl Fn(ConnectionContext) -> T + Send + Sync + 'static,
-) -> Result<OpenListener, ServeError> {
-    match Listener::bind(address, config) {
-        Ok(bound) => Ok(OpenListener::new(bound, new_service)),
-        Err(source) => Err(ServeError::Bind { listener, address, source }),
-    }
+    config: Option<(SocketAddr, ListenerConfig)>,
+    state: Option<T>,
+) -> Result<Option<Opened<T>>, ServeError> {
+    let (Some((address, config)), Some(state)) = (config, state) else { return Ok(None) };
+    let bound =
+        Listener::bind(address, config).map_err(|source| ServeError::Bind { listener, address, source })?;
+    let cell = StateCell::new(state);
+    let shared = Arc::clone(&cell);
+    Ok(Some((OpenListener::new(bound, move |client| CurrentService::new(Arc::clone(&shared), client)), cell)))
 }

@@ -5,8 +5,11 @@ mod exposition;
 mod snapshot;
 
 use std::array;
+use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use parking_lot::Mutex;
 use tidegate::outbound::cache::CacheStatus;
 use tidegate::outbound::{Outbound, ProviderReport};
 use tidegate::store::{Losses, Store};
@@ -18,9 +21,8 @@ pub use self::catalogue::{METRICS, MetricInfo, MetricKind};
 use self::exposition::Exposition;
 pub(crate) use self::exposition::TextFormat;
 use self::snapshot::{STATUS_CLASSES, ServerSnapshot};
-use crate::refusal_log::RefusalLog;
+use crate::states::SharedParts;
 use crate::upstream::UpstreamError;
-use crate::watchdog::Watchdog;
 
 /// The counts and times of the requests that pass through the server, beside the decisions of its gate and the calls of its
 /// providers.
@@ -30,27 +32,31 @@ pub(crate) struct RequestMetrics {
     decision_times: SharedHistogram,
     store_times: SharedHistogram,
     store_errors: Counters,
+    /// Failed reloads of the policy, and those that succeeded.
+    reloads: Counters,
+    is_last_reload_ok: AtomicBool,
     store_losses: Counters,
     upstream_times: SharedHistogram,
     upstream_replies: Counters,
     upstream_failures: Counters,
-    /// For each provider, in file order, a counter for each [`CacheStatus`].
-    cache_results: Counters,
+    /// For each provider by its name, a counter for each [`CacheStatus`].
+    cache_results: Mutex<HashMap<String, Counters>>,
 }
 
 impl RequestMetrics {
-    /// Returns the metrics of a server with this number of providers.
-    pub(crate) fn new(is_enabled: bool, providers: usize) -> Self {
+    pub(crate) fn new(is_enabled: bool) -> Self {
         Self {
             is_enabled,
             decision_times: SharedHistogram::default(),
             store_times: SharedHistogram::default(),
             store_errors: Counters::new(1),
+            reloads: Counters::new(2),
+            is_last_reload_ok: AtomicBool::new(true),
             store_losses: Counters::new(Losses::KINDS.len()),
             upstream_times: SharedHistogram::default(),
             upstream_replies: Counters::new(STATUS_CLASSES.len()),
             upstream_failures: Counters::new(UpstreamError::REASONS.len()),
-            cache_results: Counters::new(providers * CacheStatus::ALL.len()),
+            cache_results: Mutex::default(),
         }
     }
 
@@ -85,6 +91,11 @@ impl RequestMetrics {
         }
     }
 
+    pub(crate) fn record_reload(&self, is_ok: bool) {
+        self.reloads.add(usize::from(is_ok), 1);
+        self.is_last_reload_ok.store(is_ok, Ordering::Relaxed);
+    }
+
     pub(crate) fn record_losses(&self, losses: &Losses) {
         for (index, count) in losses.counts().into_iter().enumerate() {
             self.store_losses.add(index, count);
@@ -105,8 +116,10 @@ impl RequestMetrics {
         self.upstream_failures.add(failure.reason_index(), 1);
     }
 
-    pub(crate) fn record_cache(&self, provider: usize, status: CacheStatus) {
-        self.cache_results.add(provider * CacheStatus::ALL.len() + status as usize, 1);
+    /// The counters of a provider's [`CacheStatus`]es.
+    pub(crate) fn cache_results(&self, provider: &str) -> Counters {
+        let mut all = self.cache_results.lock();
+        all.entry(provider.to_owned()).or_insert_with(|| Counters::new(CacheStatus::ALL.len())).clone()
     }
 }
 
@@ -114,17 +127,13 @@ impl RequestMetrics {
 pub(crate) struct MetricsSource<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) providers: Option<Outbound<S, C>>,
-    pub(crate) requests: Arc<RequestMetrics>,
-    pub(crate) refusals: Arc<RefusalLog>,
-    /// The connections of each listener, by its section in the policy.
-    pub(crate) listeners: Vec<(&'static str, Arc<Watchdog>)>,
-    pub(crate) started_at: Time,
+    pub(crate) parts: Arc<SharedParts>,
 }
 
 impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
     /// The metrics page. `None` if the policy turns metrics off.
     pub(crate) async fn page(&self, format: TextFormat) -> Option<String> {
-        if self.requests.is_enabled { Some(Exposition::text(self.snapshot().await, format)) } else { None }
+        if self.parts.metrics.is_enabled { Some(Exposition::text(self.snapshot().await, format)) } else { None }
     }
 
     /// The present state as JSON.
@@ -143,15 +152,18 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
 
     async fn snapshot(&self) -> ServerSnapshot {
         let providers = self.providers().await;
-        let (gate, requests) = (&self.gate, &self.requests);
-        let cache_results =
-            (0..providers.len() * CacheStatus::ALL.len()).map(|index| requests.cache_results.get(index));
+        let (gate, requests, parts) = (&self.gate, &*self.parts.metrics, &*self.parts);
+        let connections = parts.connections.get().into_iter().flatten();
+        let cache_results = providers.iter().flat_map(|provider| {
+            let counters = requests.cache_results(&provider.name);
+            CacheStatus::ALL.map(|status| counters.get(status as usize))
+        });
         ServerSnapshot {
             plan: Arc::clone(gate.plan()),
-            started_at: self.started_at,
+            started_at: parts.started_at,
             has_metrics: requests.is_enabled,
             decisions: gate.decision_counts(),
-            rejections: self.refusals.rejection_counts(),
+            rejections: parts.refusals.rejection_counts(),
             decision_times: requests.decision_times.snapshot(),
             store_times: requests.store_times.snapshot(),
             store_errors: requests.store_errors.get(0),
@@ -160,7 +172,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             upstream_times: requests.upstream_times.snapshot(),
             upstream_replies: array::from_fn(|index| requests.upstream_replies.get(index)),
             upstream_failures: array::from_fn(|index| requests.upstream_failures.get(index)),
-            connections: self.listeners.iter().map(|(name, watchdog)| (*name, watchdog.len())).collect(),
+            connections: connections.map(|(name, watchdog)| (*name, watchdog.len())).collect(),
             cache_results: cache_results.collect(),
             providers,
         }

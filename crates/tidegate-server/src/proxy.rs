@@ -32,6 +32,7 @@ use crate::permit_renewer::{PermitHandle, PermitRenewer};
 use crate::refusal_cache::RefusalCache;
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
+use crate::state_cell::ListenerState;
 use crate::upgrade;
 use crate::upstream::{PoolSettings, UpstreamClient, UpstreamError};
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch};
@@ -55,22 +56,16 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
     pub(crate) fn new(
         gate: Gate<S, C>,
         inbound: &InboundConfig,
-        upstream: &UpstreamAddress,
+        upstream: Arc<UpstreamClient>,
         permit_renewer: Arc<PermitRenewer>,
         refusals: Arc<RefusalLog>,
         metrics: Arc<RequestMetrics>,
     ) -> Self {
         let replies = Replies::new(gate.plan(), inbound.headers, inbound.x_ratelimit);
-        let authority = Authority::try_from(upstream.authority()).expect("invariant: the policy was read");
-        let pool = PoolSettings {
-            connect_timeout: inbound.timeouts.connect,
-            idle_timeout: UPSTREAM_IDLE_TIMEOUT,
-            max_idle: inbound.caps.pool_idle,
-        };
         Self {
             gate,
             replies,
-            upstream: UpstreamClient::new(&authority, pool),
+            upstream,
             forwarding: inbound.forwarding.clone(),
             body_cap: inbound.caps.body.unwrap_or(u64::MAX),
             permit_renewer,
@@ -79,13 +74,34 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         }
     }
 
-    /// Returns the service of one connection's requests.
-    pub(crate) fn connection_service(self: &Arc<Self>, client: ConnectionContext) -> ProxyService<S, C> {
+    /// Returns the client of the upstream: the one of an earlier state, if its settings are the same.
+    pub(crate) fn upstream_client(
+        inbound: &InboundConfig,
+        upstream: &UpstreamAddress,
+        earlier: Option<&Self>,
+    ) -> Arc<UpstreamClient> {
+        let authority = Authority::try_from(upstream.authority()).expect("invariant: the policy was read");
+        let settings = PoolSettings {
+            connect_timeout: inbound.timeouts.connect,
+            idle_timeout: UPSTREAM_IDLE_TIMEOUT,
+            max_idle: inbound.caps.pool_idle,
+        };
+        match earlier {
+            Some(earlier) if earlier.upstream.is_for(&authority, settings) => Arc::clone(&earlier.upstream),
+            _ => UpstreamClient::new(&authority, settings),
+        }
+    }
+}
+
+impl<S: Store, C: Clock> ListenerState for ProxyState<S, C> {
+    type Service = ProxyService<S, C>;
+
+    fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> ProxyService<S, C> {
         let ip = canonical_ip(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
         let peer_header = HeaderValue::try_from(ip.to_string()).unwrap_or(HeaderValue::from_static("unknown"));
-        let ConnectionContext { watch, entry, .. } = client;
-        let connection = ProxyConnection { proxy: Arc::clone(self), ip, peer_header, trusted, watch, entry };
+        let (watch, entry) = (Arc::clone(&client.watch), Arc::clone(&client.entry));
+        let connection = ProxyConnection { proxy: self, ip, peer_header, trusted, watch, entry };
         ProxyService { connection: Arc::new(connection), refusal_cache: RefCell::default() }
     }
 }

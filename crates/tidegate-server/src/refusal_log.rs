@@ -10,7 +10,7 @@ use http::HeaderMap;
 use tidegate::Decision;
 use tidegate::outbound::CallStats;
 use tidegate::policy::{MatchedActions, Plan, Query};
-use tidegate_core::{LimitId, Time};
+use tidegate_core::{LimitId, MAX_LIMITS, Time};
 use tidegate_runtime::log_throttle::LogThrottle;
 use tracing::field::display;
 
@@ -29,7 +29,8 @@ const MAX_SUMMARY_LIMITS: usize = 32;
 /// The log of refusals, of rejected requests, and of failures of the store, the upstream or providers.
 pub(crate) struct RefusalLog {
     refusal_throttle: LogThrottle,
-    /// The refusals that weren't logged one by one, for each limit, and at last those without a limit.
+    /// The refusals that weren't logged one by one, for each limit that a policy can have, and at last those without a
+    /// limit.
     unlogged_refusals: Box<[UnloggedRefusals]>,
     failure_throttle: LogThrottle,
     rejection_throttle: LogThrottle,
@@ -48,11 +49,11 @@ struct UnloggedRefusals {
 }
 
 impl RefusalLog {
-    /// Returns a log of at most `lines` of each kind in any second, for a plan with this number of limits.
-    pub(crate) fn new(lines: u32, limits: usize, events: Arc<ServerEvents>) -> Self {
+    /// Returns a log of at most `lines` of each kind in any second.
+    pub(crate) fn new(lines: u32, events: Arc<ServerEvents>) -> Self {
         Self {
             refusal_throttle: LogThrottle::new(lines),
-            unlogged_refusals: (0..=limits).map(|_| UnloggedRefusals::default()).collect(),
+            unlogged_refusals: (0..=MAX_LIMITS).map(|_| UnloggedRefusals::default()).collect(),
             failure_throttle: LogThrottle::new(lines),
             rejection_throttle: LogThrottle::new(lines),
             clients: RefusedClients::default(),
@@ -75,7 +76,7 @@ impl RefusalLog {
         if self.refusal_throttle.admit(decision.now).is_some() {
             return write_refusal(plan, actions, query, decision);
         }
-        let index = decision.bound_by.map_or(self.unlogged_refusals.len() - 1, LimitId::index);
+        let index = decision.bound_by.map_or(MAX_LIMITS, LimitId::index);
         if let Some(unlogged) = self.unlogged_refusals.get(index) {
             let count = if decision.shadow { &unlogged.shadow } else { &unlogged.enforced };
             count.fetch_add(1, Ordering::Relaxed);
@@ -145,18 +146,18 @@ impl RefusalLog {
     }
 
     /// Logs the lines that weren't written at every interval; never returns.
-    pub(crate) async fn run(&self, plan: &Plan) {
+    pub(crate) async fn run(&self, plan: impl Fn() -> Arc<Plan>) {
         loop {
             tokio::time::sleep(SUMMARY_INTERVAL).await;
-            self.log_summary(plan);
+            self.log_summary(&plan());
         }
     }
 
     /// Logs the number of lines that weren't written since the last summary; refusals by limit.
     pub(crate) fn log_summary(&self, plan: &Plan) {
-        let ids = plan.limits().iter().map(|(id, _)| Some(id)).chain([None]);
-        let mut counts: Vec<(u64, bool, Option<LimitId>)> = ids
-            .zip(&self.unlogged_refusals)
+        let of_limits = plan.limits().iter().map(|(id, _)| (Some(id), &self.unlogged_refusals[id.index()]));
+        let mut counts: Vec<(u64, bool, Option<LimitId>)> = of_limits
+            .chain([(None, &self.unlogged_refusals[MAX_LIMITS])])
             .flat_map(|(id, unlogged)| [(&unlogged.enforced, false, id), (&unlogged.shadow, true, id)])
             .map(|(count, shadow, id)| (count.swap(0, Ordering::Relaxed), shadow, id))
             .filter(|(count, ..)| *count > 0)

@@ -22,12 +22,13 @@ use parking_lot::Mutex;
 use tidegate_outbound::causes;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
+use tokio::task::AbortHandle;
 use tower_service::Service as _;
 
 use crate::body::{BoxError, Upload, is_last};
 
 /// The settings of a pool of connections.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PoolSettings {
     /// The time for connecting, including the name look-up.
     pub(crate) connect_timeout: Duration,
@@ -48,7 +49,13 @@ pub(crate) struct UpstreamClient<B = Upload> {
     connector: HttpConnector,
     settings: PoolSettings,
     http: http1::Builder,
-    idle: Mutex<IdleConnections<B>>,
+    idle: Arc<IdlePool<B>>,
+    /// The task that closes connections that have been idle for too long.
+    cleanup: AbortHandle,
+}
+
+struct IdlePool<B> {
+    connections: Mutex<IdleConnections<B>>,
     not_empty: Notify,
 }
 
@@ -99,15 +106,21 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         let port = authority.port_u16().filter(|port| *port != 80);
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
+        let idle = Arc::new(IdlePool { connections: Mutex::new(IdleConnections { current_age: 0, stack: Vec::new() }), not_empty: Notify::new() });
         Arc::new(Self {
             address,
             host,
             connector: tcp_connector(settings.connect_timeout),
             settings,
             http: http1::Builder::new(),
-            idle: Mutex::new(IdleConnections { current_age: 0, stack: Vec::new() }),
-            not_empty: Notify::new(),
+            cleanup: tokio::spawn(run_idle_cleanup(Arc::clone(&idle), settings.idle_timeout)).abort_handle(),
+            idle,
         })
+    }
+
+    /// True if the client is for this server, with these settings.
+    pub(crate) fn is_for(&self, authority: &Authority, settings: PoolSettings) -> bool {
+        self.address.authority() == Some(authority) && self.settings == settings
     }
 
     /// Sends a request and waits for the head of the response.
@@ -157,24 +170,31 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         Ok(sender)
     }
 
-    /// Closes connections that have been idle for too long; never returns.
-    pub(crate) async fn run_idle_cleanup(&self) {
-        loop {
-            while self.idle.lock().stack.is_empty() {
-                self.not_empty.notified().await;
-            }
-            tokio::time::sleep(self.settings.idle_timeout / AGE_STEPS).await;
-            let mut idle = self.idle.lock();
-            idle.current_age = idle.current_age.wrapping_add(1);
-            let age = idle.current_age;
-            idle.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGE_STEPS && !sender.is_closed());
+}
+
+/// Closes connections that have been idle for too long; never returns.
+async fn run_idle_cleanup<B>(idle: Arc<IdlePool<B>>, idle_timeout: Duration) {
+    loop {
+        while idle.connections.lock().stack.is_empty() {
+            idle.not_empty.notified().await;
         }
+        tokio::time::sleep(idle_timeout / AGE_STEPS).await;
+        let mut connections = idle.connections.lock();
+        connections.current_age = connections.current_age.wrapping_add(1);
+        let age = connections.current_age;
+        connections.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGE_STEPS && !sender.is_closed());
+    }
+}
+
+impl<B> Drop for UpstreamClient<B> {
+    fn drop(&mut self) {
+        self.cleanup.abort();
     }
 }
 
 impl<B> UpstreamClient<B> {
     fn take_idle(&self) -> Option<SendRequest<B>> {
-        let mut idle = self.idle.lock();
+        let mut idle = self.idle.connections.lock();
         while let Some((_, sender)) = idle.stack.pop() {
             if sender.is_ready() {
                 return Some(sender);
@@ -184,12 +204,12 @@ impl<B> UpstreamClient<B> {
     }
 
     fn put_idle(&self, sender: SendRequest<B>) {
-        let mut idle = self.idle.lock();
+        let mut idle = self.idle.connections.lock();
         if idle.stack.len() < self.settings.max_idle {
             let age = idle.current_age;
             idle.stack.push((age, sender));
             if idle.stack.len() == 1 {
-                self.not_empty.notify_one();
+                self.idle.not_empty.notify_one();
             }
         }
     }

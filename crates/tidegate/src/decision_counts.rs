@@ -1,5 +1,9 @@
 //! Counts of decisions by action, limit and reason.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 use tidegate_core::{Decision, LimitId, Reason};
 use tidegate_policy::{ActionId, MatchedActions, Plan};
 use tidegate_runtime::counters::Counters;
@@ -57,6 +61,8 @@ const RESULTS: [(DecisionOutcome, Reason); 9] = [
     (DecisionOutcome::Shadow, Reason::Penalty),
 ];
 const ALWAYS_LISTED: usize = 2;
+/// The maximum number of counts that are kept of earlier policies. Further ones start again at 0.
+const MAX_EARLIER: usize = 1 << 16;
 
 /// The counters of a row: one for each reason, and again for decisions in shadow mode.
 const ROW: usize = 16;
@@ -76,16 +82,71 @@ struct LimitRows {
     per_action: usize,
 }
 
-/// Counts the decisions of a gate. A limit of an action has a row of counters. A global limit, and decisions without a
-/// limit, have a row for each action and one for calls without an action. So the plan bounds the number of rows.
+/// Counts the decisions of a gate, with those that it made by earlier policies.
 pub(crate) struct DecisionCounts {
+    table: CountTable,
+    earlier: Arc<Mutex<EarlierCounts>>,
+}
+
+/// The counters of a plan. A limit of an action has a row of counters. A global limit, and decisions without a limit,
+/// have a row for each action and one for calls without an action. So the plan bounds the number of rows.
+#[derive(Clone)]
+struct CountTable {
     counters: Counters,
     /// The rows of decisions without a limit, and then those of each limit by its id.
-    rows: Box<[LimitRows]>,
+    rows: Arc<[LimitRows]>,
+}
+
+/// The action by its name, the limit, and the index in [`RESULTS`]. An action's id is of one plan only.
+type CountName = (Option<String>, Option<LimitId>, usize);
+
+/// The counts of earlier policies.
+#[derive(Default)]
+struct EarlierCounts {
+    totals: HashMap<CountName, u64>,
+    /// The tables of earlier plans in which calls that began by them may still be counted.
+    tables: Vec<(Arc<Plan>, CountTable)>,
 }
 
 impl DecisionCounts {
     pub(crate) fn new(plan: &Plan) -> Self {
+        Self { table: CountTable::new(plan), earlier: Arc::default() }
+    }
+
+    /// The counts of a gate that decides by the plan `next` instead of `plan`.
+    pub(crate) fn next(&self, plan: &Arc<Plan>, next: &Plan) -> Self {
+        let mut earlier = self.earlier.lock();
+        earlier.merge_ended();
+        earlier.tables.push((Arc::clone(plan), self.table.clone()));
+        Self { table: CountTable::new(next), earlier: Arc::clone(&self.earlier) }
+    }
+
+    /// Counts one decision that a client is given.
+    #[inline]
+    pub(crate) fn record(&self, actions: MatchedActions, decision: &Decision) {
+        self.table.record(actions, decision);
+    }
+
+    /// The decisions so far. Those of an action's limit that were admitted or refused by it are always there; others if
+    /// there are any. Those of actions that the plan doesn't have are left out.
+    pub(crate) fn list(&self, plan: &Plan) -> Vec<DecisionCount> {
+        let earlier = self.earlier.lock().current_totals();
+        let mut counts = Vec::new();
+        self.table.for_each(plan, |action, limit, result, own_count| {
+            let name = || (action.map(|action| plan.action(action).name().to_owned()), limit, result);
+            let count = own_count + if earlier.is_empty() { 0 } else { earlier.get(&name()).copied().unwrap_or(0) };
+            let is_of_action = limit.is_some_and(|limit| plan.limit_info(limit).action().is_some());
+            if count > 0 || is_of_action && result < ALWAYS_LISTED {
+                let (outcome, reason) = RESULTS[result];
+                counts.push(DecisionCount { action, limit, outcome, reason: reason_name(reason), count });
+            }
+        });
+        counts
+    }
+}
+
+impl CountTable {
+    fn new(plan: &Plan) -> Self {
         let mut len = 0;
         let mut add_rows = |is_of_action| {
             let (first, per_action) = (len, if is_of_action { 0 } else { ROW });
@@ -97,32 +158,57 @@ impl DecisionCounts {
         Self { counters: Counters::new(len), rows: rows.into() }
     }
 
-    /// Counts one decision that a client is given.
     #[inline]
-    pub(crate) fn record(&self, actions: MatchedActions, decision: &Decision) {
+    fn record(&self, actions: MatchedActions, decision: &Decision) {
         let rows = self.rows[decision.bound_by.map_or(0, |limit| limit.index() + 1)];
         self.counters.add(row(rows, actions.first()) + column(decision.shadow, decision.reason), 1);
     }
 
-    /// The decisions so far. Those of an action's limit that were admitted or refused by it are always there; others if
-    /// there are any.
-    pub(crate) fn list(&self, plan: &Plan) -> Vec<DecisionCount> {
+    /// Calls `visit` with each action, limit, index in [`RESULTS`] and count.
+    fn for_each(&self, plan: &Plan, mut visit: impl FnMut(Option<ActionId>, Option<LimitId>, usize, u64)) {
         let limits = [None].into_iter().chain(plan.limits().iter().map(|(id, _)| Some(id)));
-        let mut counts = Vec::new();
-        for (limit, rows) in limits.zip(&self.rows) {
+        for (limit, rows) in limits.zip(&*self.rows) {
             let of_action = limit.and_then(|limit| plan.limit_info(limit).action());
             let actions = plan.actions().map(|(id, _)| Some(id)).filter(|_| of_action.is_none());
             for action in [of_action].into_iter().chain(actions) {
-                for (place, (outcome, reason)) in RESULTS.into_iter().enumerate() {
+                for (result, (outcome, reason)) in RESULTS.into_iter().enumerate() {
                     let column = column(outcome == DecisionOutcome::Shadow, reason);
-                    let count = self.counters.get(row(*rows, action) + column);
-                    if count > 0 || of_action.is_some() && place < ALWAYS_LISTED {
-                        counts.push(DecisionCount { action, limit, outcome, reason: reason_name(reason), count });
-                    }
+                    visit(action, limit, result, self.counters.get(row(*rows, action) + column));
                 }
             }
         }
-        counts
+    }
+
+    fn add_to(&self, plan: &Plan, totals: &mut HashMap<CountName, u64>) {
+        self.for_each(plan, |action, limit, result, count| {
+            let name = (action.map(|action| plan.action(action).name().to_owned()), limit, result);
+            if count > 0 && (totals.len() < MAX_EARLIER || totals.contains_key(&name)) {
+                *totals.entry(name).or_default() += count;
+            }
+        });
+    }
+}
+
+impl EarlierCounts {
+    /// Adds the tables in which nothing is counted any more to the totals.
+    fn merge_ended(&mut self) {
+        let totals = &mut self.totals;
+        self.tables.retain(|(plan, table)| {
+            let has_ended = table.counters.is_only_clone();
+            if has_ended {
+                table.add_to(plan, totals);
+            }
+            !has_ended
+        });
+    }
+
+    fn current_totals(&mut self) -> HashMap<CountName, u64> {
+        self.merge_ended();
+        let mut totals = self.totals.clone();
+        for (plan, table) in &self.tables {
+            table.add_to(plan, &mut totals);
+        }
+        totals
     }
 }
 

@@ -1,5 +1,7 @@
 //! The gate: asks a store for a decision on each call, by the rules of a policy.
 
+mod next;
+
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,6 +21,7 @@ use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
 use crate::report::{DecisionReport, PermitId};
+pub use next::NextPolicyError;
 
 /// The name of the global limit in decisions and in [`Gate::reset`]. No action has this name.
 const GLOBAL: &str = "global";

@@ -1,10 +1,11 @@
 //! The times for which calls hold their permits: an estimate of the wait for the next permit.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use tidegate_core::{Batch, LimitId, LimitKind, Limits, Outcomes, Span, Time};
+use tidegate_core::{Batch, Limit, LimitId, LimitKind, Limits, Outcomes, Span, Time};
 
 /// The maximum number of permits whose start is remembered. Further ones aren't measured.
 const MAX_MEASURED: usize = 1024;
@@ -20,9 +21,9 @@ const MIN_ESTIMATE: Span = Span::from_secs(1);
 /// The hold times of all limits on calls in flight, as this process has seen them.
 #[derive(Debug)]
 pub(crate) struct HoldTimes {
-    limits: Box<[LimitHoldTimes]>,
+    limits: Box<[Arc<LimitHoldTimes>]>,
     longest_lease: Span,
-    measured: Mutex<MeasuredPermits>,
+    measured: Arc<Mutex<MeasuredPermits>>,
 }
 
 #[derive(Debug, Default)]
@@ -43,19 +44,20 @@ struct LimitHoldTimes {
 
 impl HoldTimes {
     pub(crate) fn new(limits: &Limits) -> Self {
-        let concurrency = |(id, kind): (LimitId, &LimitKind)| match kind {
-            LimitKind::Concurrency(concurrency) => Some(LimitHoldTimes {
-                id,
-                lease: concurrency.lease(),
-                histogram: Mutex::new([0; BUCKETS]),
-                estimate: AtomicU64::new(u64::MAX),
-            }),
-            _ => None,
+        Self { limits: Box::default(), longest_lease: Span::ZERO, measured: Arc::default() }.next(limits)
+    }
+
+    /// The hold times of these limits. A limit that had the same id and lease keeps its own.
+    pub(crate) fn next(&self, limits: &Limits) -> Self {
+        let concurrency = |(id, limit): (LimitId, &Limit)| {
+            let LimitKind::Concurrency(concurrency) = limit.kind() else { return None };
+            let lease = concurrency.lease();
+            let known = self.limits.iter().find(|known| known.id == id && known.lease == lease);
+            Some(known.map_or_else(|| Arc::new(LimitHoldTimes::new(id, lease)), Arc::clone))
         };
-        let kinds = limits.iter().map(|(id, limit)| (id, limit.kind()));
-        let limits: Box<[LimitHoldTimes]> = kinds.filter_map(concurrency).collect();
+        let limits: Box<[Arc<LimitHoldTimes>]> = limits.iter().filter_map(concurrency).collect();
         let longest_lease = limits.iter().map(|limit| limit.lease).max().unwrap_or(Span::ZERO);
-        Self { limits, longest_lease, measured: Mutex::default() }
+        Self { limits, longest_lease, measured: Arc::clone(&self.measured) }
     }
 
     /// True if the plan has no limit on calls in flight.
@@ -98,11 +100,15 @@ impl HoldTimes {
     }
 
     fn limit(&self, id: LimitId) -> Option<&LimitHoldTimes> {
-        self.limits.iter().find(|limit| limit.id == id)
+        self.limits.iter().map(Arc::as_ref).find(|limit| limit.id == id)
     }
 }
 
 impl LimitHoldTimes {
+    fn new(id: LimitId, lease: Span) -> Self {
+        Self { id, lease, histogram: Mutex::new([0; BUCKETS]), estimate: AtomicU64::new(u64::MAX) }
+    }
+
     fn record(&self, held: Span) {
         let width = (self.lease.as_micros() / BUCKETS as u64).max(1);
         let bucket = usize::try_from(held.as_micros() / width).unwrap_or(usize::MAX).min(BUCKETS - 1);

@@ -62,7 +62,7 @@ mod stores;
 
 pub use decision_counts::{DecisionCount, DecisionOutcome};
 pub use explain::{Explanation, LimitReport, ResetReport};
-pub use gate::{CheckError, Gate};
+pub use gate::{CheckError, Gate, NextPolicyError};
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};
 pub use limiter::{KeyedLimiter, Limiter, LimiterDecision, LimiterError};

@@ -43,7 +43,7 @@ pub struct LaneRules {
 ///
 /// A call's limits, its lane's, its credential's and the cool-down must fit into one batch
 /// ([`MAX_OPS`](crate::MAX_OPS)).
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct CallRules {
     /// The limits of all its calls.
     pub provider_limits: Box<[ProviderLimit]>,

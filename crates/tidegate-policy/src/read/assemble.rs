@@ -1,7 +1,6 @@
 //! Assembles the parsed sections into a plan.
 
 use std::collections::HashMap;
-use std::mem;
 use std::sync::Arc;
 
 use http::header::{COOKIE, HeaderName};
@@ -9,12 +8,13 @@ use ipnet::IpNet;
 use tidegate_core::{Concurrency, CountMode, LeaseSpec, Limit, LimitId, LimitKind, Limits, MAX_OPS, Span};
 
 use super::actions::{LimitGroup, ParsedAction};
+use super::limit_list::LimitList;
 use super::server::INBOUND;
-use super::{DocumentReader, all_or_none};
+use super::{DocumentReader, Reported, all_or_none};
 use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
 use crate::calendar::PeriodUnit;
 use crate::description;
-use crate::document::TomlTable;
+use crate::document::{TextRange, TomlTable};
 use crate::error::quoted;
 use crate::key::{KeyPart, KeyTemplate, OnMissing, limit_tag};
 use crate::path::{AmbiguousPaths, PathQuirks};
@@ -23,11 +23,10 @@ use crate::quantity::Quantity;
 use crate::router::Router;
 use crate::store::StoreConfig;
 
-/// The limits collected so far, each with its information.
+/// The limits collected so far.
 #[derive(Default)]
 struct PlanCollector {
-    limits: Vec<Limit>,
-    infos: Vec<LimitInfo>,
+    limits: LimitList<LimitInfo>,
     key_templates: Vec<KeyTemplate>,
     /// The limits of `inbound.global`.
     global: Vec<LimitId>,
@@ -36,12 +35,22 @@ struct PlanCollector {
 }
 
 impl PlanCollector {
+    /// Returns a collector that begins with the limits of an earlier plan.
+    fn following(plan: &Plan) -> Self {
+        let infos = plan.limit_infos.iter().map(|info| (info.name.clone(), LimitInfo { action: None, ..info.clone() }));
+        Self {
+            limits: LimitList::following(&plan.limits, infos),
+            key_templates: plan.key_templates.clone(),
+            ..Self::default()
+        }
+    }
+
     /// Returns the operations of an action's calls: its own limits, then the global ones.
     fn op_template(&mut self, own: &[LimitId]) -> OpTemplate {
         let mut op_template = OpTemplate::default();
         let own = own.iter().map(|id| (id, false));
         for (id, is_global) in own.chain(self.global.iter().map(|id| (id, true))) {
-            let info = &self.infos[id.index()];
+            let info = self.limits.info(*id);
             let slot = position_or_push(&mut op_template.key_templates, info.key_template_index);
             let key_template_index = u8::try_from(slot)
                 .expect("invariant: an action has at most as many key templates as a batch has operations");
@@ -58,7 +67,7 @@ impl PlanCollector {
     /// server. With a global limit, which every action contains, it must be the global limit's whole key. It is then
     /// the same for all actions. `None` if there is no such template.
     fn affinity_template(&mut self, op_template: &OpTemplate) -> Option<u16> {
-        let parts = |limit: LimitId| self.key_parts(&self.infos[limit.index()]);
+        let parts = |limit| self.key_parts(limit);
         let reference_step = op_template.steps.iter().find(|step| step.is_global).or(op_template.steps.first())?;
         let is_in_all_steps = |part: &&KeyPart| op_template.steps.iter().all(|step| parts(step.limit).contains(part));
         let common: Vec<KeyPart> = parts(reference_step.limit).iter().filter(is_in_all_steps).cloned().collect();
@@ -71,15 +80,20 @@ impl PlanCollector {
         u16::try_from(position_or_push(&mut self.key_templates, key_template)).ok()
     }
 
-    fn key_parts(&self, info: &LimitInfo) -> &[KeyPart] {
-        &self.key_templates[usize::from(info.key_template_index)].parts
+    fn key_parts(&self, limit: LimitId) -> &[KeyPart] {
+        &self.key_templates[usize::from(self.limits.info(limit).key_template_index)].parts
+    }
+
+    /// The limits that calls of these actions meet.
+    fn active_limits<'c>(&'c self, actions: &'c [Action]) -> impl Iterator<Item = LimitId> + 'c {
+        self.global.iter().chain(actions.iter().flat_map(|action| &action.limits)).copied()
     }
 
     /// Returns the request headers that enforced limits count by.
-    fn keyed_headers(&self, limits: &Limits) -> Vec<HeaderName> {
+    fn keyed_headers(&self, actions: &[Action]) -> Vec<HeaderName> {
         let mut keyed_headers = Vec::new();
-        let enforced = limits.iter().filter(|(_, limit)| !limit.is_shadow()).map(|(id, _)| &self.infos[id.index()]);
-        for part in enforced.flat_map(|info| self.key_parts(info)) {
+        let enforced = self.active_limits(actions).filter(|id| !self.limits.limit(*id).is_shadow());
+        for part in enforced.flat_map(|id| self.key_parts(id)) {
             match part {
                 KeyPart::Header(name) => position_or_push(&mut keyed_headers, name.clone()),
                 KeyPart::Cookie(_) => position_or_push(&mut keyed_headers, COOKIE),
@@ -90,7 +104,7 @@ impl PlanCollector {
     }
 
     fn has_concurrency(&self, limits: &[LimitId]) -> bool {
-        limits.iter().any(|id| self.infos[id.index()].is_concurrency)
+        limits.iter().any(|id| self.limits.info(*id).is_concurrency)
     }
 }
 
@@ -123,9 +137,14 @@ impl DocumentReader<'_> {
         let actions = self.actions(inbound, path_quirks, global_op_count, forward_auth);
         let (lists, global, actions) = (lists?, global?, actions?);
         let keeps_keys_together = store.is_some_and(StoreConfig::keeps_keys_together);
-        let mut collector = PlanCollector { keeps_keys_together, ..PlanCollector::default() };
+        let mut collector = self.predecessor.map(|policy| PlanCollector::following(policy.plan())).unwrap_or_default();
+        collector.keeps_keys_together = keeps_keys_together;
         let actions = self.assemble(&mut collector, global, actions)?;
-        let limits = self.numbered_limits(mem::take(&mut collector.limits))?;
+        let counts_by_path = collector.active_limits(&actions).any(|id| collector.key_parts(id).contains(&KeyPart::Path));
+        let keyed_headers = collector.keyed_headers(&actions);
+        let unmatched = collector.op_template(&[]);
+        let (limits, limit_infos, retired) = collector.limits.into_parts();
+        let limits = self.numbered_limits(limits)?;
         let ids = || (0..).map(ActionId::from_index);
         let names: HashMap<String, ActionId> = actions.iter().map(|action| action.name.clone()).zip(ids()).collect();
         let matchers = ids().zip(&actions).filter_map(|(id, action)| Some((id, action.matcher.clone()?)));
@@ -136,12 +155,13 @@ impl DocumentReader<'_> {
             actions,
             lists: NetworkMap::new(lists.iter().copied()),
             listed_networks: lists,
-            unmatched: collector.op_template(&[]),
-            counts_by_path: collector.key_templates.iter().any(|template| template.parts.contains(&KeyPart::Path)),
-            keyed_headers: collector.keyed_headers(&limits),
+            unmatched,
+            counts_by_path,
+            keyed_headers,
             global: collector.global,
             limits,
-            limit_infos: collector.infos,
+            limit_infos,
+            retired,
             key_templates: collector.key_templates,
             path_quirks,
             ambiguous_paths,
@@ -226,6 +246,12 @@ impl DocumentReader<'_> {
         limits.map_err(|error| self.report(self.full_range, error.to_string(), "fewer limits")).ok()
     }
 
+    /// Reports that the ids of limits are used up.
+    pub(super) fn too_many_limits(&mut self, at: TextRange, owner: &str) -> Reported<'_> {
+        let help = self.predecessor.map(|_| "the limits of earlier policies count until a restart");
+        self.error(at, format!("{owner} has more than 4095 limits"), "at most 4095").help_if(help)
+    }
+
     /// Adds the limits of an action or of `inbound.global`, and returns their ids.
     fn add_limits(
         &mut self,
@@ -266,19 +292,18 @@ impl DocumentReader<'_> {
                 if let Some(penalty) = penalty {
                     limit = limit.with_penalty(penalty);
                 }
-                let Some(id) = LimitId::from_index(collector.limits.len()) else {
-                    return self.error(at, "the policy has more than 4095 limits", "at most 4095").none();
-                };
-                collector.limits.push(limit);
-                collector.infos.push(LimitInfo {
-                    name,
+                let info = LimitInfo {
+                    name: name.clone(),
                     action,
                     quantity,
                     description,
                     rate_limit_policy,
                     key_template_index,
                     is_concurrency,
-                });
+                };
+                let Some(id) = collector.limits.add(&name, limit, info) else {
+                    return self.too_many_limits(at, "the policy").none();
+                };
                 ids.push(id);
             }
         }

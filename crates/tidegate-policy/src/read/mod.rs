@@ -6,6 +6,7 @@ mod checks;
 mod forms;
 mod keys;
 mod lanes;
+mod limit_list;
 mod login;
 mod matching;
 mod outbound;
@@ -50,15 +51,15 @@ setting_keys! {
     }
 }
 
-/// Reads a policy from a file's content and from the environment.
-pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars) -> Result<Policy, Errors> {
+/// Reads a policy from a file's content and from the environment. It may follow an earlier one.
+pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars, predecessor: Option<&Policy>) -> Result<Policy, Errors> {
     let mut texts = SourceTexts::default();
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
     let (mut errors, mut notes) = (Vec::new(), Vec::new());
     apply_variables(&mut texts, &mut errors, &mut notes, &mut root, env);
     let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
     let presets = root.get("outbound").map(|_| preset::load_presets(&mut texts)).unwrap_or_default();
-    let mut reader = DocumentReader { errors, notes, presets, ..DocumentReader::with_texts(&texts, whole) };
+    let mut reader = DocumentReader { errors, notes, presets, predecessor, ..DocumentReader::with_texts(&texts, whole) };
     match reader.policy(&root) {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
         _ => Err(Errors::new(reader.errors)),
@@ -87,6 +88,8 @@ pub struct DocumentReader<'t> {
     on_outage: OnOutage,
     /// The place that is reported for missing parts.
     full_range: TextRange,
+    /// The policy that this one replaces, if it does.
+    predecessor: Option<&'t Policy>,
 }
 
 /// An error that was reported.
@@ -133,6 +136,7 @@ impl<'t> DocumentReader<'t> {
             presets: TomlTable::default(),
             on_outage: OnOutage::Local,
             full_range,
+            predecessor: None,
         }
     }
 

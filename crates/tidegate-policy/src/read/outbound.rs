@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use tidegate_core::Sharing;
 
 use super::forms::{Bytes, Custom, HOSTS, LISTENER, Maybe, OrWord, SECRET, TABLE};
+use super::limit_list::LimitList;
 use super::provider::PROVIDER;
 use super::provider_limits::OutboundLimits;
 use super::server::{CONNECTIONS, TOKEN};
@@ -14,6 +15,7 @@ use crate::document::{TextRange, TomlNode, TomlTable};
 use crate::environment::fold_member_name;
 use crate::error::quoted;
 use crate::outbound::{OutboundConfig, ProviderConfig};
+use crate::policy::Policy;
 use crate::secret::SecretSource;
 use crate::settings::SettingType::Text;
 use crate::settings::key::{Below, read_keys, setting_keys};
@@ -49,9 +51,13 @@ impl DocumentReader<'_> {
         let per_client = self.connections_per_client(Some(table), &OUTBOUND.connections_per_client, connections);
         read_keys!(self, table, OUTBOUND: hosts, cache_bytes, snapshot);
         let sharing = Sharing { on_outage: self.on_outage, lease: None };
-        let mut collected = OutboundLimits { sharing, ..OutboundLimits::default() };
+        let limits = self.predecessor.and_then(Policy::outbound).map(|earlier| {
+            let infos = earlier.limit_infos.iter().map(|info| (info.name.clone(), info.clone()));
+            LimitList::following(&earlier.limits, infos)
+        });
+        let mut collected = OutboundLimits { limits: limits.unwrap_or_default(), sharing };
         let providers = self.providers(table, entry.key_at, &mut collected);
-        let (providers, OutboundLimits { limits, infos, .. }) = (providers?, collected);
+        let (providers, (limits, infos, _)) = (providers?, collected.limits.into_parts());
         let limits = self.numbered_limits(limits)?;
         Some(Some(OutboundConfig {
             listen: listen?,

@@ -8,6 +8,7 @@ use tidegate_core::{
 use super::DocumentReader;
 use super::forms::Quantities;
 use super::lanes::ParsedLane;
+use super::limit_list::LimitList;
 use super::provider::{PROVIDER, ProviderSection};
 use crate::description;
 use crate::document::{TextRange, TomlTable};
@@ -69,11 +70,9 @@ impl ProviderLimits {
     }
 }
 
-/// The limits of all providers collected so far, each with its information.
-#[derive(Default)]
+/// The limits of all providers collected so far.
 pub(super) struct OutboundLimits {
-    pub(super) limits: Vec<Limit>,
-    pub(super) infos: Vec<OutboundLimitInfo>,
+    pub(super) limits: LimitList<OutboundLimitInfo>,
     pub(super) sharing: Sharing,
 }
 
@@ -81,7 +80,7 @@ impl OutboundLimits {
     /// Returns true if a calendar quota counts calls under these rules.
     pub(super) fn has_quota(&self, rules: &CallRules) -> bool {
         let provider_limits = rules.provider_limits.iter().chain(&rules.credential_limits);
-        provider_limits.into_iter().any(|provider_limit| self.limits[provider_limit.limit.index()].kind().has_periods())
+        provider_limits.into_iter().any(|provider_limit| self.limits.limit(provider_limit.limit).kind().has_periods())
     }
 }
 
@@ -275,14 +274,13 @@ impl DocumentReader<'_> {
         info: OutboundLimitInfo,
         at: TextRange,
     ) -> Option<LimitId> {
-        let Some(id) = LimitId::from_index(collected.limits.len()) else {
-            let message = "[outbound] has more than 4095 limits, cool-downs included";
-            return self.error(at, message, "at most 4095").none();
-        };
         let tag = limit_tag("outbound", &info.name, &kind);
-        collected.limits.push(Limit::new(kind).with_tag(tag).with_sharing(collected.sharing));
-        collected.infos.push(info);
-        Some(id)
+        let limit = Limit::new(kind).with_tag(tag).with_sharing(collected.sharing);
+        let id = collected.limits.add(&info.name.clone(), limit, info);
+        if id.is_none() {
+            self.too_many_limits(at, "with the cool-downs, [outbound]");
+        }
+        id
     }
 
     fn check_batch_size(

@@ -4,12 +4,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tidegate::outbound::{Outbound, Provider};
+use tidegate::outbound::Provider;
 use tidegate::store::Store;
-use tidegate::{Gate, Time};
+use tidegate::Time;
 use tidegate_core::{Clock, LimitId};
 
 use super::{Change, ServerEvent, ServerEvents};
+use crate::state_cell::StateCell;
+use crate::states::Engine;
 
 /// The interval of looks at the store.
 const STORE_INTERVAL: Duration = Duration::from_millis(500);
@@ -21,10 +23,11 @@ const QUOTA_SHARES: [u64; 2] = [80, 100];
 const RESTARTED_SHARE: u64 = 40;
 
 /// Publishes when the store is lost and when it is back; never returns.
-pub(crate) async fn watch_store<S: Store, C: Clock>(gate: Gate<S, C>, events: Arc<ServerEvents>) {
+pub(crate) async fn watch_store<S: Store, C: Clock>(engine: Arc<StateCell<Engine<S, C>>>, events: Arc<ServerEvents>) {
     let mut lost: Option<(Time, String)> = None;
     loop {
         tokio::time::sleep(STORE_INTERVAL).await;
+        let gate = &engine.load().gate;
         let at = gate.clock().now();
         let change = match (gate.store().outage(), lost.take()) {
             (Some(store), None) => {
@@ -41,23 +44,29 @@ pub(crate) async fn watch_store<S: Store, C: Clock>(gate: Gate<S, C>, events: Ar
     }
 }
 
-/// Publishes and logs when a share of a provider's quota is used. Ends at once if there are no quotas.
-pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(providers: Outbound<S, C>, events: Arc<ServerEvents>) {
+/// Publishes and logs when a share of a provider's quota is used; never returns.
+pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
+    engine: Arc<StateCell<Engine<S, C>>>,
+    events: Arc<ServerEvents>,
+) {
     // The reported share of each quota, by provider, limit and credential.
-    let mut reported: HashMap<(usize, LimitId, Option<usize>), u64> = HashMap::new();
-    let config = providers.config();
-    let has_quota = |provider: &&Provider<S, C>| {
-        provider.config().next_quota_end(config.limits(), provider.clock().now()).is_some()
-    };
-    let with_quotas: Vec<&Provider<S, C>> = providers.providers().iter().filter(has_quota).collect();
-    while !with_quotas.is_empty() {
+    let mut reported: HashMap<(String, LimitId, Option<usize>), u64> = HashMap::new();
+    loop {
         tokio::time::sleep(QUOTA_INTERVAL).await;
-        for provider in &with_quotas {
+        let Some(providers) = engine.load().providers.clone() else { continue };
+        let limits = providers.config().limits();
+        let has_quota = |provider: &&Provider<S, C>| {
+            provider.config().next_quota_end(limits, provider.clock().now()).is_some()
+        };
+        // Those of providers that are gone aren't needed.
+        reported.retain(|(name, ..), _| providers.provider(name).is_ok());
+        for provider in providers.providers().iter().filter(has_quota) {
+            let name = &provider.config().name;
             for usage in provider.quota_usage().await {
-                let share = reported.entry((provider.index(), usage.id, usage.credential)).or_default();
+                let share = reported.entry((name.clone(), usage.id, usage.credential)).or_default();
                 if let Some(percent) = newly_used_share(share, usage.used, usage.limit) {
                     let change = Change::QuotaUsed {
-                        provider: provider.config().name.clone(),
+                        provider: name.clone(),
                         limit: usage.name,
                         credential: usage.credential,
                         percent,

@@ -56,7 +56,7 @@ impl ServerSnapshot {
                 "count": found.count,
             })
         });
-        let limits = self.plan.limits().iter().map(|(id, limit)| {
+        let limits = self.plan.active_limits().map(|(id, limit)| {
             let info = self.plan.limit_info(id);
             json!({
                 "name": info.name(),

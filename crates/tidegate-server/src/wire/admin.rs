@@ -2,25 +2,27 @@
 //! JSON: `/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`.
 
 use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderMap, HeaderValue};
 use http::{Method, Request, Response, StatusCode, Uri};
 use hyper::body::Incoming;
+use hyper::service::Service;
 use tidegate::Gate;
 use tidegate::policy::Plan;
 use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock, Limit, OnOutage};
-use tokio::sync::Semaphore;
 
 use crate::access::Access;
 use crate::body::{RelayBody, ResponseBody};
-use crate::events::{EventStream, ServerEvents};
+use crate::events::EventStream;
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, finish_response, json, json_response};
 use crate::metrics::{MetricsSource, TextFormat};
+use crate::state_cell::ListenerState;
 use crate::watchdog::ConnectionPhase;
 use crate::wire::decision_request::nearest;
 
@@ -31,15 +33,35 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(1);
 pub(crate) struct AdminState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) access: Access,
-    pub(crate) draining: Arc<AtomicBool>,
     pub(crate) metrics: MetricsSource<S, C>,
-    pub(crate) events: Arc<ServerEvents>,
-    /// The permits of [`EventStream::MAX_STREAMS`] streams.
-    pub(crate) streams: Arc<Semaphore>,
+}
+
+impl<S: Store, C: Clock + Clone> ListenerState for AdminState<S, C> {
+    type Service = AdminService<S, C>;
+
+    fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> AdminService<S, C> {
+        AdminService { admin: self, client }
+    }
+}
+
+/// The service of one connection's requests.
+pub(crate) struct AdminService<S: Store, C: Clock> {
+    admin: Arc<AdminState<S, C>>,
+    client: Arc<ConnectionContext>,
+}
+
+impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for AdminService<S, C> {
+    type Response = Response<ResponseBody>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<ResponseBody>, Infallible>> + Send>>;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        Box::pin(serve(Arc::clone(&self.admin), Arc::clone(&self.client), request))
+    }
 }
 
 /// Answers one request of a connection.
-pub(crate) async fn serve<S: Store, C: Clock + Clone>(
+async fn serve<S: Store, C: Clock + Clone>(
     admin: Arc<AdminState<S, C>>,
     client: Arc<ConnectionContext>,
     request: Request<Incoming>,
@@ -104,7 +126,7 @@ fn blocks_response<S: Store, C: Clock + Clone>(admin: &AdminState<S, C>, uri: &U
         Ok(action) => action,
         Err(unknown) => return error(StatusCode::NOT_FOUND, &unknown.to_string()),
     };
-    let clients = admin.metrics.refusals.clients.json(plan, action, admin.gate.clock().now());
+    let clients = admin.metrics.parts.refusals.clients.json(plan, action, admin.gate.clock().now());
     json_response(StatusCode::OK, &clients)
 }
 
@@ -132,10 +154,10 @@ fn events_response<S: Store, C: Clock + Clone>(
     };
     match parameter(request.uri(), "follow") {
         None | Some("true") => {
-            let Ok(permit) = Arc::clone(&admin.streams).try_acquire_owned() else {
+            let Ok(permit) = Arc::clone(&admin.metrics.parts.event_streams).try_acquire_owned() else {
                 return finish_response(watch, error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open"));
             };
-            let stream = EventStream::new(Arc::clone(&admin.events), seen, Arc::clone(watch), permit);
+            let stream = EventStream::new(Arc::clone(&admin.metrics.parts.events), seen, Arc::clone(watch), permit);
             let body = RelayBody::new(stream, Arc::clone(watch), EventStream::LONGEST_PAUSE);
             let mut response = Response::new(ResponseBody::Relay(body));
             response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -143,7 +165,7 @@ fn events_response<S: Store, C: Clock + Clone>(
             finish_response(watch, response)
         }
         Some("false") => {
-            let news = admin.events.after(seen);
+            let news = admin.metrics.parts.events.after(seen);
             let events: Vec<_> = news.numbered().map(|(number, event)| event.json(number)).collect();
             let list = serde_json::json!({ "events": events, "last": news.last, "missed": news.missed });
             finish_response(watch, json_response(StatusCode::OK, &list))
@@ -168,7 +190,7 @@ async fn metrics_response<S: Store, C: Clock + Clone>(
 }
 
 async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Response<ResponseBody> {
-    if admin.draining.load(Ordering::Relaxed) {
+    if admin.metrics.parts.draining.load(Ordering::Relaxed) {
         return json(StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"draining"}"#.into());
     }
     let store = admin.gate.store();
@@ -192,7 +214,7 @@ async fn readiness_response<S: Store, C: Clock>(admin: &AdminState<S, C>) -> Res
 /// True if the plan admits no call while the store is away: a global limit denies them, or all limits do.
 fn denies_in_outages(plan: &Plan) -> bool {
     let denies = |limit: &Limit| !limit.is_shadow() && limit.sharing().on_outage == OnOutage::Deny;
-    let (limits, global) = (plan.limits(), plan.global());
-    global.iter().filter_map(|id| limits.get(*id)).any(denies)
-        || (!limits.is_empty() && limits.iter().all(|(_, limit)| denies(limit)))
+    let mut limits = plan.active_limits().map(|(_, limit)| limit).peekable();
+    plan.global().iter().filter_map(|id| plan.limits().get(*id)).any(denies)
+        || (limits.peek().is_some() && limits.all(denies))
 }

@@ -30,6 +30,7 @@ use crate::local_response::{close_after_response, discard_body, error, finish_re
 use crate::metrics::RequestMetrics;
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
+use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
 use crate::wire::forward_auth::{self, ForwardAuthWarnings};
@@ -59,12 +60,14 @@ pub(crate) struct ApiService<S: Store, C: Clock>(Arc<ApiConnection<S, C>>);
 /// One client connection to the API.
 pub(crate) struct ApiConnection<S: Store, C: Clock> {
     api: Arc<ApiState<S, C>>,
-    context: ConnectionContext,
+    context: Arc<ConnectionContext>,
 }
 
-impl<S: Store, C: Clock> ApiService<S, C> {
-    pub(crate) fn new(api: &Arc<ApiState<S, C>>, client: ConnectionContext) -> Self {
-        Self(Arc::new(ApiConnection { api: Arc::clone(api), context: client }))
+impl<S: Store, C: Clock> ListenerState for ApiState<S, C> {
+    type Service = ApiService<S, C>;
+
+    fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> ApiService<S, C> {
+        ApiService(Arc::new(ApiConnection { api: self, context: client }))
     }
 }
 

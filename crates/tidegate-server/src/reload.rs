@@ -1,0 +1,201 @@
+//! The replacement of the policy while the server runs.
+
+use std::sync::Arc;
+
+use tidegate::NextPolicyError;
+use tidegate::outbound::{NextOutboundError, Snapshot};
+use tidegate::store::Store;
+use tidegate_core::Clock;
+use tidegate_policy::{Errors, Policy};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::events::{Change, ServerEvent};
+use crate::state_cell::StateCell;
+use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
+use crate::{PolicySource, ServeError};
+
+/// The maximum number of requests for a reload that wait.
+const MAX_WAITING: usize = 16;
+
+/// Asks a running server to read its policy again. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct ReloadHandle(mpsc::Sender<ReloadRequest>);
+
+/// The place for the result of a reload.
+type ReloadRequest = oneshot::Sender<Result<ReloadReport, Arc<ReloadError>>>;
+
+/// The result of a reload.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct ReloadReport {
+    /// The settings that differ from those that the server was started with, and stay as they were until a restart.
+    pub restart_needed: Vec<&'static str>,
+}
+
+/// The reason why the policy wasn't replaced. The one before is still in force.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReloadError {
+    /// The server was started without [`Server::policy_source`](crate::Server::policy_source).
+    #[error("this server can't read its policy again")]
+    NoSource,
+    /// The policy has errors.
+    #[error(transparent)]
+    Policy(#[from] Errors),
+    /// The gate can't go on by the new policy.
+    #[error(transparent)]
+    Gate(#[from] NextPolicyError),
+    /// The providers can't go on by the new policy.
+    #[error(transparent)]
+    Outbound(#[from] NextOutboundError),
+    /// A token of the new policy can't be read, or a listener can't serve by it.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+    /// The server has stopped, or the reload broke off.
+    #[error("the server has stopped")]
+    Stopped,
+}
+
+impl ReloadHandle {
+    /// Has the server read its policy again, and waits for the result. The server must be
+    /// [running](crate::BoundServer::run). Reloads are done one after the other.
+    ///
+    /// # Errors
+    /// See [`ReloadError`]. Every request goes on by the policy before.
+    pub async fn reload(&self) -> Result<ReloadReport, Arc<ReloadError>> {
+        let (result, told) = oneshot::channel();
+        let stopped = || Arc::new(ReloadError::Stopped);
+        self.0.send(result).await.map_err(|_| stopped())?;
+        told.await.unwrap_or_else(|_| Err(stopped()))
+    }
+}
+
+/// Replaces the policy of a server.
+pub(crate) struct Reloader<S: Store, C: Clock> {
+    cells: StateCells<S, C>,
+    parts: Arc<SharedParts>,
+    source: Option<PolicySource>,
+    snapshot: Option<Arc<Snapshot<S, C>>>,
+    /// The policy that the server was started with.
+    first_policy: Policy,
+    requests: mpsc::Receiver<ReloadRequest>,
+}
+
+/// Returns a channel for requests to reload.
+pub(crate) fn reload_channel() -> (ReloadHandle, mpsc::Receiver<ReloadRequest>) {
+    let (sender, receiver) = mpsc::channel(MAX_WAITING);
+    (ReloadHandle(sender), receiver)
+}
+
+impl<S: Store, C: Clock + Clone> Reloader<S, C> {
+    pub(crate) fn new(
+        cells: StateCells<S, C>,
+        parts: Arc<SharedParts>,
+        source: Option<PolicySource>,
+        snapshot: Option<Arc<Snapshot<S, C>>>,
+        requests: mpsc::Receiver<ReloadRequest>,
+    ) -> Self {
+        let first_policy = cells.engine.load().policy.clone();
+        Self { cells, parts, source, snapshot, first_policy, requests }
+    }
+
+    /// Reloads whenever it is asked to; never returns.
+    pub(crate) async fn run(mut self) {
+        while let Some(request) = self.requests.recv().await {
+            let result = self.reload();
+            self.publish(&result);
+            // The caller may have gone.
+            let _ = request.send(result.map_err(Arc::new));
+        }
+    }
+
+    fn reload(&self) -> Result<ReloadReport, ReloadError> {
+        let source = self.source.as_ref().ok_or(ReloadError::NoSource)?;
+        let engine = self.cells.engine.load();
+        let policy = source(&engine.policy)?;
+        let report = ReloadReport { restart_needed: changed_fixed_settings(&self.first_policy, &policy) };
+        let new_states = |engine: &Engine<S, C>| ListenerStates::new(engine, &self.parts, Some(&self.cells));
+        // First with the present machines, because a store may not be able to go back to its earlier limits.
+        let present = Engine { policy, gate: engine.gate.clone(), providers: engine.providers.clone() };
+        new_states(&present)?;
+        let policy = &present.policy;
+        let providers = match &engine.providers {
+            // A section that is new or gone needs a restart.
+            Some(providers) if policy.outbound().is_some() => Some(providers.next(policy)?),
+            providers => providers.clone(),
+        };
+        let next = Engine { gate: engine.gate.next(policy)?, providers, ..present };
+        let states = new_states(&next)?;
+        if let (Some(snapshot), Some(providers)) = (&self.snapshot, &next.providers) {
+            snapshot.follow(providers);
+        }
+        let StateCells { engine, proxy, gateway, api, admin } = &self.cells;
+        engine.replace(next);
+        replace(proxy, states.proxy);
+        replace(gateway, states.gateway);
+        replace(api, states.api);
+        replace(admin, states.admin);
+        Ok(report)
+    }
+
+    /// Logs, counts and publishes a reload.
+    fn publish(&self, result: &Result<ReloadReport, ReloadError>) {
+        self.parts.metrics.record_reload(result.is_ok());
+        let change = match result {
+            Ok(report) => Change::Reloaded { restart_needed: report.restart_needed.clone() },
+            Err(error) => Change::ReloadFailed { error: error.to_string() },
+        };
+        match result {
+            Ok(_) => tracing::info!("{change}"),
+            Err(_) => tracing::error!("{change}"),
+        }
+        let at = self.cells.engine.load().gate.clock().now();
+        self.parts.events.publish(ServerEvent { at, change });
+    }
+
+    pub(crate) fn cells(&self) -> &StateCells<S, C> {
+        &self.cells
+    }
+
+    pub(crate) fn parts(&self) -> &Arc<SharedParts> {
+        &self.parts
+    }
+}
+
+/// Replaces the state of an open listener.
+fn replace<T>(cell: &Option<Arc<StateCell<T>>>, state: Option<T>) {
+    if let (Some(cell), Some(state)) = (cell, state) {
+        cell.replace(state);
+    }
+}
+
+/// The settings that a running server can't change, and that differ.
+fn changed_fixed_settings(first: &Policy, next: &Policy) -> Vec<&'static str> {
+    let (inbound, next_inbound) = (first.inbound(), next.inbound());
+    let listeners = |policy: &Policy| (policy.api().listen, policy.admin().listen);
+    let has_upstream = |policy: &Policy| policy.inbound().upstream.is_some();
+    let outbound = |policy: &Policy| {
+        let outbound = policy.outbound()?;
+        Some((outbound.listen, outbound.connections, outbound.connections_per_client))
+    };
+    let kept = |policy: &Policy| policy.outbound().map(|it| (it.cache_bytes, it.snapshot.clone()));
+    let mut caps = inbound.caps;
+    caps.pool_idle = next_inbound.caps.pool_idle;
+    caps.body = next_inbound.caps.body;
+    let mut timeouts = inbound.timeouts;
+    timeouts.connect = next_inbound.timeouts.connect;
+    let settings = [
+        ("store", first.store() != next.store()),
+        ("inbound.listen", inbound.listen != next_inbound.listen),
+        ("inbound.upstream", has_upstream(first) != has_upstream(next)),
+        ("inbound.caps", caps != next_inbound.caps),
+        ("inbound.timeouts", timeouts != next_inbound.timeouts),
+        ("api.listen", listeners(first).0 != listeners(next).0),
+        ("admin.listen", listeners(first).1 != listeners(next).1),
+        ("admin.metrics", first.admin().metrics != next.admin().metrics),
+        ("log", first.log() != next.log()),
+        ("outbound.listen or its connections", outbound(first) != outbound(next)),
+        ("outbound.cache_bytes or outbound.snapshot", kept(first) != kept(next)),
+    ];
+    settings.into_iter().filter_map(|(name, has_changed)| has_changed.then_some(name)).collect()
+}

@@ -1,0 +1,82 @@
+//! The state that the connections of a listener share, until another policy replaces it.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::Request;
+use hyper::body::Incoming;
+use hyper::service::Service;
+use parking_lot::RwLock;
+
+use crate::connection::ConnectionService;
+use crate::listener::ConnectionContext;
+
+/// A state that can be replaced while it is in use.
+pub(crate) struct StateCell<T> {
+    state: RwLock<Arc<T>>,
+    version: AtomicUsize,
+}
+
+impl<T> StateCell<T> {
+    pub(crate) fn new(state: T) -> Arc<Self> {
+        Arc::new(Self { state: RwLock::new(Arc::new(state)), version: AtomicUsize::new(0) })
+    }
+
+    /// The present state.
+    pub(crate) fn load(&self) -> Arc<T> {
+        Arc::clone(&self.state.read())
+    }
+
+    /// Replaces the state. Requests that have begun go on with the one before.
+    pub(crate) fn replace(&self, state: T) {
+        *self.state.write() = Arc::new(state);
+        self.version.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// The state of a listener.
+pub(crate) trait ListenerState: Send + Sync + Sized + 'static {
+    /// The service of one connection's requests.
+    type Service: ConnectionService;
+
+    fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> Self::Service;
+}
+
+/// The service of one connection, which takes each request by the listener's present state.
+pub(crate) struct CurrentService<T: ListenerState> {
+    cell: Arc<StateCell<T>>,
+    client: Arc<ConnectionContext>,
+    version: Cell<usize>,
+    service: RefCell<T::Service>,
+}
+
+impl<T: ListenerState> CurrentService<T> {
+    pub(crate) fn new(cell: Arc<StateCell<T>>, client: ConnectionContext) -> Self {
+        let client = Arc::new(client);
+        // Read before the state: a replacement in between is then noticed at the next request.
+        let version = cell.version.load(Ordering::Acquire);
+        let service = cell.load().connection_service(Arc::clone(&client));
+        Self { cell, client, version: Cell::new(version), service: RefCell::new(service) }
+    }
+
+    #[cold]
+    fn update(&self, version: usize) {
+        self.version.set(version);
+        *self.service.borrow_mut() = self.cell.load().connection_service(Arc::clone(&self.client));
+    }
+}
+
+impl<T: ListenerState> Service<Request<Incoming>> for CurrentService<T> {
+    type Response = <T::Service as Service<Request<Incoming>>>::Response;
+    type Error = <T::Service as Service<Request<Incoming>>>::Error;
+    type Future = <T::Service as Service<Request<Incoming>>>::Future;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let version = self.cell.version.load(Ordering::Acquire);
+        if version != self.version.get() {
+            self.update(version);
+        }
+        self.service.borrow().call(request)
+    }
+}

@@ -1,0 +1,174 @@
+//! The states of the listeners, made from a policy.
+
+use std::net::SocketAddr;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+
+use http::StatusCode;
+use tidegate::outbound::Outbound;
+use tidegate::reply::Replies;
+use tidegate::store::Store;
+use tidegate::{Gate, Time};
+use tidegate_core::Clock;
+use tidegate_policy::{KeyPart, Plan, Policy, SecretSource};
+use tokio::sync::Semaphore;
+
+use crate::access::{Access, ListenerKind};
+use crate::events::ServerEvents;
+use crate::gateway::GatewayState;
+use crate::metrics::{MetricsSource, RequestMetrics};
+use crate::permit_renewer::PermitRenewer;
+use crate::proxy::ProxyState;
+use crate::refusal_log::RefusalLog;
+use crate::reload::ReloadHandle;
+use crate::state_cell::StateCell;
+use crate::watchdog::Watchdog;
+use crate::wire::admin::AdminState;
+use crate::wire::forward_auth::ForwardAuthWarnings;
+use crate::wire::http_api::ApiState;
+use crate::{EnvLookup, ServeError};
+
+/// A policy, and the machines that decide by it.
+pub(crate) struct Engine<S: Store, C: Clock> {
+    pub(crate) policy: Policy,
+    pub(crate) gate: Gate<S, C>,
+    pub(crate) providers: Option<Outbound<S, C>>,
+}
+
+/// The parts of a server that stay when another policy replaces its own.
+pub(crate) struct SharedParts {
+    pub(crate) env: EnvLookup,
+    pub(crate) permit_renewer: Arc<PermitRenewer>,
+    pub(crate) refusals: Arc<RefusalLog>,
+    pub(crate) metrics: Arc<RequestMetrics>,
+    pub(crate) events: Arc<ServerEvents>,
+    pub(crate) reload: ReloadHandle,
+    /// The permits of the streams of events.
+    pub(crate) event_streams: Arc<Semaphore>,
+    pub(crate) draining: Arc<AtomicBool>,
+    pub(crate) started_at: Time,
+    /// The connections of each listener, by its section in the policy.
+    pub(crate) connections: OnceLock<Vec<(&'static str, Arc<Watchdog>)>>,
+}
+
+/// The states of the listeners that a policy opens.
+pub(crate) struct ListenerStates<S: Store, C: Clock> {
+    pub(crate) proxy: Option<ProxyState<S, C>>,
+    pub(crate) gateway: Option<GatewayState<S, C>>,
+    pub(crate) api: Option<ApiState<S, C>>,
+    pub(crate) admin: Option<AdminState<S, C>>,
+}
+
+/// The present engine, and the present states of open listeners.
+pub(crate) struct StateCells<S: Store, C: Clock> {
+    pub(crate) engine: Arc<StateCell<Engine<S, C>>>,
+    pub(crate) proxy: Option<Arc<StateCell<ProxyState<S, C>>>>,
+    pub(crate) gateway: Option<Arc<StateCell<GatewayState<S, C>>>>,
+    pub(crate) api: Option<Arc<StateCell<ApiState<S, C>>>>,
+    pub(crate) admin: Option<Arc<StateCell<AdminState<S, C>>>>,
+}
+
+impl<S: Store, C: Clock + Clone> ListenerStates<S, C> {
+    /// Makes the states. Connections to other servers are taken over from the present states.
+    pub(crate) fn new(
+        engine: &Engine<S, C>,
+        parts: &Arc<SharedParts>,
+        present: Option<&StateCells<S, C>>,
+    ) -> Result<Self, ServeError> {
+        let proxy = present.and_then(|cells| Some(cells.proxy.as_ref()?.load()));
+        let gateway = present.and_then(|cells| Some(cells.gateway.as_ref()?.load()));
+        let (api, admin) = (engine.policy.api(), engine.policy.admin());
+        let api_access = access(parts, ListenerKind::Api, api.listen, api.token.as_ref(), &api.hosts)?;
+        let admin_access = access(parts, ListenerKind::Admin, admin.listen, admin.token.as_ref(), &admin.hosts)?;
+        Ok(Self {
+            proxy: proxy_state(engine, parts, proxy.as_deref())?,
+            gateway: gateway_state(engine, parts, gateway.as_deref())?,
+            api: api_access.map(|access| api_state(engine, parts, access)),
+            admin: admin_access.map(|access| admin_state(engine, parts, access)),
+        })
+    }
+}
+
+fn proxy_state<S: Store, C: Clock>(
+    engine: &Engine<S, C>,
+    parts: &SharedParts,
+    earlier: Option<&ProxyState<S, C>>,
+) -> Result<Option<ProxyState<S, C>>, ServeError> {
+    let inbound = engine.policy.inbound();
+    let Some(upstream) = &inbound.upstream else { return Ok(None) };
+    check_proxied_key_parts(engine.policy.plan())?;
+    Ok(Some(ProxyState::new(
+        engine.gate.clone(),
+        inbound,
+        ProxyState::upstream_client(inbound, upstream, earlier),
+        Arc::clone(&parts.permit_renewer),
+        Arc::clone(&parts.refusals),
+        Arc::clone(&parts.metrics),
+    )))
+}
+
+fn gateway_state<S: Store, C: Clock + Clone>(
+    engine: &Engine<S, C>,
+    parts: &SharedParts,
+    earlier: Option<&GatewayState<S, C>>,
+) -> Result<Option<GatewayState<S, C>>, ServeError> {
+    let (Some(providers), Some(config)) = (&engine.providers, engine.policy.outbound()) else { return Ok(None) };
+    let access = access(parts, ListenerKind::Gateway, config.listen, config.token.as_ref(), &config.hosts)?;
+    let new_state = |access| {
+        GatewayState::new(providers, access, Arc::clone(&parts.refusals), &parts.metrics, &parts.env, earlier)
+    };
+    access.map(new_state).transpose()
+}
+
+fn api_state<S: Store, C: Clock>(engine: &Engine<S, C>, parts: &SharedParts, access: Access) -> ApiState<S, C> {
+    let (inbound, api) = (engine.policy.inbound(), engine.policy.api());
+    ApiState {
+        gate: engine.gate.clone(),
+        replies: Replies::new(engine.gate.plan(), inbound.headers, inbound.x_ratelimit),
+        access,
+        forwarding: inbound.forwarding.clone(),
+        forward_auth: api.forward_auth,
+        deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
+        refusals: Arc::clone(&parts.refusals),
+        metrics: Arc::clone(&parts.metrics),
+        warnings: ForwardAuthWarnings::default(),
+    }
+}
+
+fn admin_state<S: Store, C: Clock>(
+    engine: &Engine<S, C>,
+    parts: &Arc<SharedParts>,
+    access: Access,
+) -> AdminState<S, C> {
+    let metrics =
+        MetricsSource { gate: engine.gate.clone(), providers: engine.providers.clone(), parts: Arc::clone(parts) };
+    AdminState { gate: engine.gate.clone(), access, metrics }
+}
+
+/// Returns the access check of a listener. `None` if the policy turns it off.
+fn access(
+    parts: &SharedParts,
+    kind: ListenerKind,
+    address: Option<SocketAddr>,
+    token: Option<&SecretSource>,
+    hosts: &[String],
+) -> Result<Option<Access>, ServeError> {
+    let (Some(address), listener) = (address, kind.section()) else { return Ok(None) };
+    if token.is_none() && !address.ip().to_canonical().is_loopback() {
+        return Err(ServeError::TokenRequired { listener, address });
+    }
+    let token = token.map(|token| token.resolve(&parts.env)).transpose();
+    let token = token.map_err(|source| ServeError::Token { listener, source })?;
+    Ok(Some(Access::new(kind, address, hosts, token, Arc::clone(&parts.refusals))))
+}
+
+fn check_proxied_key_parts(plan: &Plan) -> Result<(), ServeError> {
+    let matched = plan.actions().filter(|(_, action)| action.matcher().is_some()).map(|(id, _)| Some(id));
+    match matched.chain([None]).find_map(|action| plan.part_not_in_requests(action)) {
+        None => Ok(()),
+        Some((limit, part)) => {
+            let (limit, part) = (plan.limit_info(limit).name().to_owned(), KeyPart::to_string(part));
+            Err(ServeError::MissingKeyPart { limit, part })
+        }
+    }
+}

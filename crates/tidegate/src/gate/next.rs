@@ -1,0 +1,80 @@
+//! A gate that goes on by another policy.
+
+use std::sync::Arc;
+
+use tidegate_core::Clock;
+use tidegate_policy::{Plan, Policy};
+use tidegate_store::{Store, StoreError};
+
+use super::{Gate, GateInner, HolderIds};
+use crate::decision_counts::DecisionCounts;
+
+/// The reason why a gate can't go on by another policy.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NextPolicyError {
+    /// The policy wasn't read with [`Policy::load_next`] from the policy that the gate decides by.
+    #[error("the policy doesn't follow the present one: its limits have other ids")]
+    OtherIds,
+    /// The store can't go on with other limits.
+    #[error("the store can't go on with other limits; a restart is needed")]
+    Store,
+    /// The store failed.
+    #[error(transparent)]
+    StoreFailed(#[from] StoreError),
+}
+
+impl<S: Store, C: Clock + Clone> Gate<S, C> {
+    /// A gate that decides by this policy, on the state of this gate. What clients have used stays used, and blocks stay.
+    /// This gate goes on for calls that began with it. The new policy is read with [`Policy::load_next`].
+    ///
+    /// ```
+    /// use tidegate::Gate;
+    /// use tidegate::policy::{Policy, PolicySources, Query};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let read = |limit: &str| {
+    ///     PolicySources::new().file("tidegate.toml", format!("[inbound.action.login]\nlimit = \"{limit}\"\n"))
+    /// };
+    /// let policy = Policy::load(read("5 per 60s"))?;
+    /// let gate = Gate::new(&policy);
+    /// let client = Query { action: Some("login"), ip: Some("203.0.113.9".parse()?), ..Query::default() };
+    /// assert_eq!(gate.check_now(&client)?.remaining, 4);
+    ///
+    /// let gate = gate.next(&policy.load_next(read("3 per 60s"))?)?;
+    /// assert_eq!(gate.check_now(&client)?.remaining, 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// See [`NextPolicyError`].
+    pub fn next(&self, policy: &Policy) -> Result<Self, NextPolicyError> {
+        let GateInner { plan, store, clock, seed, hold_times, decision_counts, .. } = &*self.0;
+        let next = policy.plan();
+        if !has_same_ids(plan, next) {
+            return Err(NextPolicyError::OtherIds);
+        }
+        let limits = Arc::clone(next.limits());
+        let store = store.with_limits(limits, clock.now())?.ok_or(NextPolicyError::Store)?;
+        let decision_counts = policy.admin().metrics.then(|| match decision_counts {
+            Some(counts) => counts.next(plan, next),
+            None => DecisionCounts::new(next),
+        });
+        Ok(Self(Arc::new(GateInner {
+            plan: Arc::clone(next),
+            store,
+            clock: clock.clone(),
+            seed: seed.clone(),
+            holder_ids: HolderIds::new(),
+            hold_times: hold_times.next(next.limits()),
+            decision_counts,
+        })))
+    }
+}
+
+/// True if each limit of the plan has the same id in the next one.
+fn has_same_ids(plan: &Plan, next: &Plan) -> bool {
+    let is_same = |id| plan.limit_info(id).name() == next.limit_info(id).name();
+    plan.limits().len() <= next.limits().len() && plan.limits().iter().all(|(id, _)| is_same(id))
+}
