@@ -29,18 +29,34 @@ pub(crate) fn environment(prefix: Option<&str>) -> PolicySources {
 
 /// Reads the policy of this file, or of ./tidegate.toml, or the built-in one. Returns it with its source's name. Prints
 /// errors to standard error.
-pub(crate) fn load(file: Option<&Path>, mut sources: PolicySources) -> Result<(Policy, String), CliOutcome> {
-    let file = file.or_else(|| Some(Path::new(DEFAULT_FILE)).filter(|usual| usual.exists()));
-    let source_name = match file {
-        None => "the built-in default policy".to_owned(),
-        Some(file) => {
-            let name = display_name(file);
-            let bytes = read_input(file).map_err(|error| file_failure("read", file, error))?;
-            sources = sources.file_bytes(name.clone(), bytes);
-            name
-        }
-    };
+pub(crate) fn load(file: Option<&Path>, sources: PolicySources) -> Result<(Policy, String), CliOutcome> {
+    let file = existing_file(file);
+    let source_name = file.map_or_else(|| "the built-in default policy".to_owned(), display_name);
+    let sources = with_file(file, sources).map_err(|error| file_failure("read", file.unwrap_or(Path::new("")), error))?;
     Ok((Policy::load(sources).map_err(invalid_document)?, source_name))
+}
+
+/// Reads the policy again that [`load`] has read, as the next one of a running server.
+pub(crate) fn load_next(
+    present: &Policy,
+    file: Option<&Path>,
+    sources: PolicySources,
+) -> Result<Policy, Box<dyn Error + Send + Sync>> {
+    let file = existing_file(file);
+    let unreadable = |error| format!("can't read {}: {error}", file.map(display_name).unwrap_or_default());
+    Ok(present.load_next(with_file(file, sources).map_err(unreadable)?)?)
+}
+
+fn existing_file(file: Option<&Path>) -> Option<&Path> {
+    file.or_else(|| Some(Path::new(DEFAULT_FILE)).filter(|usual| usual.exists()))
+}
+
+/// Adds the text of a file to the sources.
+fn with_file(file: Option<&Path>, sources: PolicySources) -> io::Result<PolicySources> {
+    match file {
+        None => Ok(sources),
+        Some(file) => Ok(sources.file_bytes(display_name(file), read_input(file)?)),
+    }
 }
 
 /// Prints an error of the input.

@@ -1,11 +1,14 @@
 //! `tidegate serve`.
 
+use std::error::Error;
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::Arc;
 
 use tidegate::store::AnyStore;
 use tidegate_policy::Policy;
 use tidegate_server::{BoundServer, Server, descriptors, log, signals};
+use tokio::sync::Notify;
 
 use crate::policy::{self, failure, invalid_input};
 use crate::{CliOutcome, CommandResult};
@@ -24,14 +27,31 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult 
         tokio::runtime::Builder::new_multi_thread()
     };
     let runtime = runtime.enable_all().build().map_err(|error| failure(format!("can't start: {error}")))?;
-    runtime.block_on(serve(&policy, &source_name))
+    let (config, prefix) = (config.map(Path::to_owned), prefix.map(str::to_owned));
+    let read_again =
+        move |present: &Policy| policy::load_next(present, config.as_deref(), policy::environment(prefix.as_deref()));
+    runtime.block_on(serve(&policy, &source_name, read_again))
 }
 
-async fn serve(policy: &Policy, source_name: &str) -> CommandResult {
-    let stop = signals::stop_signal().map_err(|error| failure(format!("can't listen for signals: {error}")))?;
+async fn serve(
+    policy: &Policy,
+    source_name: &str,
+    read_again: impl Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync + 'static,
+) -> CommandResult {
+    let hangup = Arc::new(Notify::new());
+    let stop = signals::stop_signal(Arc::clone(&hangup));
+    let stop = stop.map_err(|error| failure(format!("can't listen for signals: {error}")))?;
     let server = Server::open(policy).await.map_err(failure)?;
-    let bound = server.bind().map_err(failure)?;
+    let bound = server.policy_source(read_again).bind().map_err(failure)?;
     policy::print(&startup_message(policy, source_name, &bound));
+    let handle = bound.reload_handle();
+    tokio::spawn(async move {
+        loop {
+            hangup.notified().await;
+            // The server logs the result.
+            let _ = handle.reload().await;
+        }
+    });
     bound.run(stop).await;
     Ok(CliOutcome::Done)
 }

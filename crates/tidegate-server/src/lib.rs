@@ -8,7 +8,7 @@
 //! let policy = Policy::load(PolicySources::new().env(std::env::vars()))?;
 //! let server = Server::new(&policy).bind()?;
 //! println!("guarding {:?}", server.inbound());
-//! server.run(signals::stop_signal()?).await;
+//! server.run(signals::stop_signal(Default::default())?).await;
 //! # Ok(())
 //! # }
 //! ```
@@ -87,6 +87,7 @@ mod upstream;
 mod watchdog;
 mod wire;
 
+use std::error::Error;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
@@ -96,7 +97,7 @@ use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
-use tidegate_policy::{Errors, InboundConfig, Policy, SecretError};
+use tidegate_policy::{InboundConfig, Policy, SecretError};
 use tokio::sync::Semaphore;
 
 use crate::bound_server::OpenListener;
@@ -122,7 +123,7 @@ const INTERNAL_HEADER_BYTES: usize = 64 << 10;
 type EnvLookup = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
 /// A function that reads the policy again, given the present one.
-type PolicySource = Box<dyn Fn(&Policy) -> Result<Policy, Errors> + Send + Sync>;
+type PolicySource = Box<dyn Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync>;
 
 /// A server to be started: a policy, and the gate that decides by it.
 pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
@@ -241,10 +242,10 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         self
     }
 
-    /// Reads the policy again with this function, when a [`Reloader`] is asked to. The function gets the present policy,
+    /// Reads the policy again with this function, when a [`ReloadHandle`] asks for it. The function gets the present policy,
     /// whose [`Policy::load_next`] reads the next one.
     #[must_use]
-    pub fn policy_source(mut self, read: impl Fn(&Policy) -> Result<Policy, Errors> + Send + Sync + 'static) -> Self {
+    pub fn policy_source(mut self, read: impl Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync + 'static) -> Self {
         self.policy_source = Some(Box::new(read));
         self
     }

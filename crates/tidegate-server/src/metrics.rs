@@ -166,6 +166,8 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             rejections: parts.refusals.rejection_counts(),
             decision_times: requests.decision_times.snapshot(),
             store_times: requests.store_times.snapshot(),
+            reloads: [0, 1].map(|result| requests.reloads.get(result)),
+            is_last_reload_ok: requests.is_last_reload_ok.load(Ordering::Relaxed),
             store_errors: requests.store_errors.get(0),
             lost_store: gate.store().outage().map(str::to_owned),
             store_losses: array::from_fn(|index| requests.store_losses.get(index)),

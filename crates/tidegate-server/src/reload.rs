@@ -1,12 +1,13 @@
 //! The replacement of the policy while the server runs.
 
+use std::error::Error;
 use std::sync::Arc;
 
 use tidegate::NextPolicyError;
 use tidegate::outbound::{NextOutboundError, Snapshot};
 use tidegate::store::Store;
 use tidegate_core::Clock;
-use tidegate_policy::{Errors, Policy};
+use tidegate_policy::Policy;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::events::{Change, ServerEvent};
@@ -39,9 +40,9 @@ pub enum ReloadError {
     /// The server was started without [`Server::policy_source`](crate::Server::policy_source).
     #[error("this server can't read its policy again")]
     NoSource,
-    /// The policy has errors.
-    #[error(transparent)]
-    Policy(#[from] Errors),
+    /// The policy can't be read, or has errors.
+    #[error("{0}")]
+    Policy(Box<dyn Error + Send + Sync>),
     /// The gate can't go on by the new policy.
     #[error(transparent)]
     Gate(#[from] NextPolicyError),
@@ -112,7 +113,7 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
     fn reload(&self) -> Result<ReloadReport, ReloadError> {
         let source = self.source.as_ref().ok_or(ReloadError::NoSource)?;
         let engine = self.cells.engine.load();
-        let policy = source(&engine.policy)?;
+        let policy = source(&engine.policy).map_err(ReloadError::Policy)?;
         let report = ReloadReport { restart_needed: changed_fixed_settings(&self.first_policy, &policy) };
         let new_states = |engine: &Engine<S, C>| ListenerStates::new(engine, &self.parts, Some(&self.cells));
         // First with the present machines, because a store may not be able to go back to its earlier limits.

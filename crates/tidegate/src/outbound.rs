@@ -8,6 +8,7 @@ pub use tidegate_outbound::OutboundMiddleware;
 #[cfg(feature = "cache")]
 pub use tidegate_outbound::cache;
 pub use tidegate_outbound::{
+    NextOutboundError,
     Attempt, AttemptOutcome, AttemptReport, BreakerReport, BreakerState, CallError, CallErrorBody, CallErrorKind,
     CallHeaderError, CallOptions, CallStats, Class, CompletedCall, CredentialError, CredentialReport, CredentialStates,
     Delivery, DurationReport, IDEMPOTENCY_KEY, InFlightGuard, Lane, LaneReport, LimitUsage, Outbound, OutboundBody,

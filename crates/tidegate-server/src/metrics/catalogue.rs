@@ -70,6 +70,9 @@ metrics! {
     START_TIME: Gauge "start_time" [] "The time at which the server started, since 1970";
     CONNECTIONS: Gauge "connections" ["listener"] "Open connections of clients";
 
+    RELOADS: Counter "policy_reloads" ["result"] "Reloads of the policy, by result: ok or failed";
+    LAST_RELOAD: Gauge "policy_last_reload_ok" [] "0 if the last reload failed, so that the policy before goes on; else 1";
+
     DECISIONS: Counter "decisions" ["action", "limit", "outcome", "reason"]
         "Decisions that clients were given, each counted once. The outcome is allowed, refused, or shadow: admitted, but a limit in shadow mode would have refused it. Labels are empty if no action or no limit took part";
     REJECTIONS: Counter "rejections" ["reason"]

@@ -29,6 +29,9 @@ pub(super) struct ServerSnapshot {
     pub(super) rejections: [u64; RejectionReason::COUNT],
     pub(super) decision_times: DurationHistogram,
     pub(super) store_times: DurationHistogram,
+    /// Failed reloads of the policy, and those that succeeded.
+    pub(super) reloads: [u64; 2],
+    pub(super) is_last_reload_ok: bool,
     pub(super) store_errors: u64,
     /// The name of the store while it is away.
     pub(super) lost_store: Option<String>,
@@ -86,6 +89,7 @@ impl ServerSnapshot {
                 "by_limit": by_limit.collect::<Vec<_>>(),
             },
             "rejections": counts(RejectionReason::ALL.map(RejectionReason::as_str), &self.rejections),
+            "reloads": { "failed": self.reloads[0], "ok": self.reloads[1], "last_ok": self.is_last_reload_ok },
             "limits": limits.collect::<Vec<_>>(),
             "store": {
                 "up": self.lost_store.is_none(),

@@ -9,7 +9,7 @@ use tidegate::Gate;
 use tidegate::clock::ManualClock;
 use tidegate::store::Store;
 use tidegate_policy::{Policy, PolicySources};
-use tidegate_server::{ServeError, Server, ShutdownSummary, log};
+use tidegate_server::{ReloadHandle, ServeError, Server, ShutdownSummary, log};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -24,6 +24,9 @@ pub(crate) struct Running {
     pub(crate) api: SocketAddr,
     pub(crate) admin: SocketAddr,
     pub(crate) clock: ManualClock,
+    pub(crate) reload: ReloadHandle,
+    /// The text that a reload reads.
+    pub(crate) file: Arc<Mutex<String>>,
     stop: Option<oneshot::Sender<()>>,
     ended: Option<JoinHandle<ShutdownSummary>>,
 }
@@ -38,13 +41,17 @@ impl Running {
 
 /// Reads a policy with ports that the system selects.
 pub(crate) fn policy(upstream: SocketAddr, rest: &str) -> Policy {
+    Policy::load(sources(&format!("http://{upstream}"), rest)).unwrap_or_else(|errors| panic!("{errors}"))
+}
+
+fn sources(upstream: &str, rest: &str) -> PolicySources {
     let ports = [("TIDEGATE__INBOUND__LISTEN", "127.0.0.1:0"), ("TIDEGATE__API__LISTEN", "127.0.0.1:0")];
     // The host names that the tests' requests use.
     let hosts = [("TIDEGATE__API__HOSTS", "gate.test,a"), ("TIDEGATE__ADMIN__HOSTS", "gate.test")];
     let more = [("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0")].into_iter().chain(hosts);
-    let upstream = [("TIDEGATE__INBOUND__UPSTREAM".to_owned(), format!("http://{upstream}"))];
-    let sources = PolicySources::new().file("test.toml", rest).env(ports).env(more).env(upstream);
-    Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"))
+    // A file that names an upstream means another one.
+    let upstream = [("TIDEGATE__INBOUND__UPSTREAM", upstream)].into_iter().filter(|_| !rest.contains("upstream ="));
+    PolicySources::new().file("test.toml", rest).env(ports).env(more).env(upstream)
 }
 
 /// Starts a gate in front of this upstream.
@@ -67,7 +74,13 @@ pub(crate) fn serve<S: Store>(
     env: impl Fn(&str) -> Option<String> + Send + Sync + 'static,
 ) -> Result<Running, ServeError> {
     let clock = gate.clock().clone();
-    let bound = Server::from_gate(gate, policy).env(env).bind()?;
+    let (file, upstream) = (Arc::<Mutex<String>>::default(), policy.inbound().upstream.clone());
+    let server = Server::from_gate(gate, policy).env(env).policy_source({
+        let (file, upstream) = (Arc::clone(&file), upstream.map(|upstream| upstream.to_string()).unwrap_or_default());
+        move |present| Ok(present.load_next(sources(&upstream, &file.lock().unwrap()))?)
+    });
+    let bound = server.bind()?;
+    let reload = bound.reload_handle();
     let (stop, stopped) = oneshot::channel::<()>();
     let nowhere = SocketAddr::from(([127, 0, 0, 1], 1));
     let (inbound, api, admin) = (bound.inbound(), bound.api(), bound.admin());
@@ -79,6 +92,8 @@ pub(crate) fn serve<S: Store>(
         api: api.unwrap_or(nowhere),
         admin: admin.unwrap_or(nowhere),
         clock,
+        reload,
+        file,
         stop: Some(stop),
         ended: Some(ended),
     })

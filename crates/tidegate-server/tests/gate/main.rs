@@ -14,6 +14,7 @@ mod logs;
 mod metrics;
 mod paths;
 mod permits;
+mod reload;
 mod shutdown;
 mod smuggling;
 mod state;
