@@ -97,10 +97,10 @@ use tidegate::reply::Replies;
 use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
-use tidegate_policy::{InboundConfig, KeyPart, Policy, SecretError, SecretSource};
+use tidegate_policy::{InboundConfig, KeyPart, NamedToken, Policy, SecretError, SecretSource};
 use tokio::sync::Semaphore;
 
-use crate::access::{Access, ListenerKind};
+use crate::access::{Access, AccessToken, ListenerKind};
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
@@ -161,10 +161,10 @@ pub enum ServeError {
         address: SocketAddr,
     },
     /// A listener's token can't be read.
-    #[error("{listener}.token: {source}")]
+    #[error("{setting}: {source}")]
     Token {
-        /// `outbound`, `api` or `admin`.
-        listener: &'static str,
+        /// The setting: `api.token`, `admin.tokens.NAME`.
+        setting: String,
         /// The cause.
         source: SecretError,
     },
@@ -256,9 +256,10 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let (lines, limits) = (self.policy.log().refusals_per_second, self.policy.plan().limits().len());
         let refusals = Arc::new(RefusalLog::new(lines, limits, Arc::clone(&events)));
         let (api, admin) = (self.policy.api(), self.policy.admin());
-        let api_access = self.access(ListenerKind::Api, api.listen, api.token.as_ref(), &api.hosts, &refusals)?;
+        let api_access = self.access(ListenerKind::Api, api.listen, api.token.as_ref(), &[], &api.hosts, &refusals)?;
+        let (token, tokens) = (admin.token.as_ref(), &admin.tokens);
         let admin_access =
-            self.access(ListenerKind::Admin, admin.listen, admin.token.as_ref(), &admin.hosts, &refusals)?;
+            self.access(ListenerKind::Admin, admin.listen, token, tokens, &admin.hosts, &refusals)?;
         let permit_renewer = Arc::new(PermitRenewer::default());
         let draining = Arc::new(AtomicBool::new(false));
         let providers = self.outbound.as_ref().map_or(0, |outbound| outbound.providers().len());
@@ -420,7 +421,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         metrics: &Arc<RequestMetrics>,
     ) -> Result<Option<OpenGateway>, ServeError> {
         let plan = providers.config();
-        let access = self.access(ListenerKind::Gateway, plan.listen, plan.token.as_ref(), &plan.hosts, refusals)?;
+        let access = self.access(ListenerKind::Gateway, plan.listen, plan.token.as_ref(), &[], &plan.hosts, refusals)?;
         let Some((address, access)) = access else { return Ok(None) };
         let (refusals, metrics) = (Arc::clone(refusals), Arc::clone(metrics));
         let gateway = Arc::new(GatewayState::new(providers, access, refusals, metrics, &self.env)?);
@@ -436,16 +437,24 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         kind: ListenerKind,
         address: Option<SocketAddr>,
         token: Option<&SecretSource>,
+        named: &[NamedToken],
         hosts: &[String],
         refusals: &Arc<RefusalLog>,
     ) -> Result<Option<(SocketAddr, Access)>, ServeError> {
         let (Some(address), listener) = (address, kind.section()) else { return Ok(None) };
-        if token.is_none() && !address.ip().to_canonical().is_loopback() {
+        let resolve = |setting: String, name: &str, source: &SecretSource, read_only| {
+            let secret = source.resolve(&self.env).map_err(|source| ServeError::Token { setting, source })?;
+            Ok(AccessToken { name: name.into(), secret, read_only })
+        };
+        let token = token.map(|source| resolve(format!("{listener}.token"), "token", source, false));
+        let named = named.iter().map(|NamedToken { name, source, read_only, .. }| {
+            resolve(format!("{listener}.tokens.{name}"), name, source, *read_only)
+        });
+        let tokens: Vec<AccessToken> = token.into_iter().chain(named).collect::<Result<_, ServeError>>()?;
+        if tokens.is_empty() && !address.ip().to_canonical().is_loopback() {
             return Err(ServeError::TokenRequired { listener, address });
         }
-        let token = token.map(|token| token.resolve(&self.env)).transpose();
-        let token = token.map_err(|source| ServeError::Token { listener, source })?;
-        Ok(Some((address, Access::new(kind, address, hosts, token, Arc::clone(refusals)))))
+        Ok(Some((address, Access::new(kind, address, hosts, tokens, Arc::clone(refusals)))))
     }
 
     fn check_proxied_key_parts(&self) -> Result<(), ServeError> {
