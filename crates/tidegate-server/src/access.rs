@@ -14,13 +14,13 @@ use std::sync::Arc;
 use http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION};
 use http::header::{HeaderValue, WWW_AUTHENTICATE};
 use http::uri::Authority;
-use http::{Request, Response, StatusCode};
+use http::{Request, Response, StatusCode, Version};
 use tidegate::policy::Query;
 use tidegate_core::Time;
 use tidegate_policy::Secret;
 
 use crate::body::ResponseBody;
-use crate::local_response::error;
+use crate::local_response::{HttpError, error};
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 
@@ -100,6 +100,8 @@ pub(crate) enum AccessError {
     Origin,
     /// The request doesn't have the token.
     Token,
+    /// The request has no `Host`, which HTTP/1.1 requires.
+    NoHost,
 }
 
 impl Access {
@@ -116,6 +118,10 @@ impl Access {
 
     /// Returns the caller of a request that may pass: it has a token, or, if there are no tokens, it isn't a web page's.
     pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<Identity<'_>, AccessError> {
+        let must_have_host = self.listener != ListenerKind::Gateway && request.version() == Version::HTTP_11;
+        if must_have_host && !request.headers().contains_key(HOST) {
+            return Err(AccessError::NoHost);
+        }
         self.identify(request.headers(), request.uri().authority())
     }
 
@@ -205,6 +211,7 @@ impl Access {
     ) -> Response<ResponseBody> {
         let section = self.listener.section();
         let (status, reason, message) = match denied {
+            AccessError::NoHost => return HttpError::InvalidHost.response(),
             AccessError::Token if self.listener != ListenerKind::Admin => return self.token_required_response(),
             AccessError::Token => {
                 (StatusCode::UNAUTHORIZED, RejectionReason::Token, "the request has no valid token".to_owned())

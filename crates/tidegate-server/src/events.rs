@@ -40,13 +40,27 @@ pub(crate) struct ServerEvent {
 pub(crate) enum Change {
     /// A block of a client has begun. Of a flood of blocks, only some are published: `unpublished` is the number of
     /// others before this one.
-    Blocked { limit: String, ip: Option<IpAddr>, seconds: u64, strikes: u8, shadow: bool, unpublished: u64 },
+    Blocked {
+        limit: String,
+        ip: Option<IpAddr>,
+        seconds: u64,
+        strikes: u8,
+        by_operator: bool,
+        shadow: bool,
+        unpublished: u64,
+    },
     /// The circuit breaker of a provider has changed its state.
     Breaker { provider: String, state: &'static str, failures: u32, reset_in: u64 },
     /// A provider has throttled a credential.
     CoolingDown { provider: String, credential: usize, seconds: Option<u64>, all_cooling: bool },
     /// A provider has rejected a credential.
     CredentialRejected { provider: String, credential: usize, seconds: u64 },
+    /// An operator has stopped the calls to a provider.
+    Paused { provider: String },
+    /// An operator lets calls to a provider start again.
+    Resumed { provider: String },
+    /// An operator has closed the breaker of a provider and ended its cool-downs.
+    Reset { provider: String },
     /// Decisions are made without the store.
     StoreLost { store: String },
     /// The store answers again.
@@ -79,6 +93,9 @@ impl ServerEvent {
             ProviderChange::CredentialRejected { credential, until } => {
                 Change::CredentialRejected { provider, credential, seconds: seconds_until(until) }
             }
+            ProviderChange::Paused => Change::Paused { provider },
+            ProviderChange::Resumed => Change::Resumed { provider },
+            ProviderChange::Reset => Change::Reset { provider },
             _ => return None,
         };
         Some(Self { at: *at, change })
@@ -98,13 +115,17 @@ impl ServerEvent {
 impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Blocked { limit, ip, seconds, strikes, shadow, unpublished } => {
+            Self::Blocked { limit, ip, seconds, strikes, by_operator, shadow, unpublished } => {
                 match ip {
                     Some(ip) => write!(f, "{ip}")?,
                     None => f.write_str("a client")?,
                 }
                 f.write_str(if *shadow { " would be" } else { " is" })?;
-                write!(f, " blocked under {limit} for {seconds} s after strike {strikes}")?;
+                write!(f, " blocked under {limit} for {seconds} s ")?;
+                match by_operator {
+                    true => f.write_str("by an operator")?,
+                    false => write!(f, "after strike {strikes}")?,
+                }
                 if *unpublished > 0 { write!(f, "; {unpublished} others before it") } else { Ok(()) }
             }
             Self::Breaker { provider, state: "open", failures, reset_in } => {
@@ -120,6 +141,11 @@ impl fmt::Display for Change {
             }
             Self::CredentialRejected { provider, credential, seconds } => {
                 write!(f, "{provider}: credential {credential} was rejected and is left out for {seconds} s")
+            }
+            Self::Paused { provider } => write!(f, "{provider}: an operator has paused it, so calls are refused"),
+            Self::Resumed { provider } => write!(f, "{provider}: an operator has resumed it"),
+            Self::Reset { provider } => {
+                write!(f, "{provider}: an operator has closed the circuit breaker and ended the cool-downs")
             }
             Self::StoreLost { store } => write!(f, "the store {store} is away: decisions are made without it"),
             Self::StoreBack { store, seconds } => write!(f, "the store {store} is back after {seconds} s"),

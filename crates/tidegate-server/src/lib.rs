@@ -55,6 +55,7 @@
 //!   closes idle connections after two ticks, and ends the remaining connections after `timeouts.shutdown`.
 
 mod access;
+mod audit_log;
 mod body;
 mod bound_server;
 mod client_limit;

@@ -59,6 +59,22 @@ struct RefusedClient {
 impl RefusedClients {
     /// Notes a refusal, or one that shadow mode admitted.
     pub(crate) fn record(&self, plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
+        self.update(plan, actions, query, decision, |client| client.refusals += 1);
+    }
+
+    /// Notes a block that an operator has imposed.
+    pub(crate) fn record_block(&self, plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
+        self.update(plan, actions, query, decision, |_| {});
+    }
+
+    fn update(
+        &self,
+        plan: &Plan,
+        actions: MatchedActions,
+        query: &Query<'_>,
+        decision: &Decision,
+        count: impl FnOnce(&mut RefusedClient),
+    ) {
         let Some(limit) = decision.bound_by else { return };
         let mut shard = self.shards[decision.key.lo() as usize % SHARDS].lock();
         let position = match shard.positions.get(&(limit, decision.key)) {
@@ -66,6 +82,7 @@ impl RefusedClients {
             None => shard.insert(RefusedClient::new(plan, limit, actions, query, decision)),
         };
         shard.clients[position].update(decision);
+        count(&mut shard.clients[position]);
     }
 
     /// Notes that the state of these keys was reset.
@@ -137,7 +154,6 @@ impl RefusedClient {
     }
 
     fn update(&mut self, decision: &Decision) {
-        self.refusals += 1;
         self.strikes = decision.strikes;
         // Another limit of the call may block it, and then has the shorter wait.
         self.is_blocked = decision.reason == Reason::Penalty;

@@ -106,6 +106,7 @@ metrics! {
     PROVIDER_IN_FLIGHT: Gauge "provider_calls_in_flight" ["provider", "lane"] "Calls in flight";
     PROVIDER_BREAKER: Gauge "provider_breaker_state" ["provider", "state"]
         "1 for the present state of the circuit breaker, 0 for the others";
+    PROVIDER_PAUSED: Gauge "provider_paused" ["provider"] "1 while an operator has paused the provider, else 0";
     PROVIDER_CREDENTIALS: Gauge "provider_credentials" ["provider", "state"]
         "Credentials by state: usable, cooling (throttled, or without room under a limit of its own) or rejected. A provider without credentials has one anonymous credential";
     PROVIDER_LIMIT: Gauge "provider_limit" ["provider", "limit", "credential"]

@@ -132,6 +132,8 @@ impl ServerSnapshot {
             })
         });
         page.gauges(&PROVIDER_BREAKER, breakers)?;
+        let paused = all.iter().map(|of| ([of.name.as_str()], if of.paused { 1.0 } else { 0.0 }));
+        page.gauges(&PROVIDER_PAUSED, paused)?;
         let credentials = all.iter().flat_map(|of| {
             let states = of.credential_states;
             [("usable", states.usable), ("cooling", states.cooling), ("rejected", states.rejected)]
