@@ -109,7 +109,8 @@ fn describe_event(event: &Value) -> String {
 
 fn describe_provider(report: &Value) -> Option<String> {
     let number = |value: &Value| value.as_u64().unwrap_or_default();
-    let mut text = format!("{}\n", report["name"].as_str()?);
+    let mut text = report["name"].as_str()?.to_owned();
+    text.push_str(if report["paused"].as_bool()? { ", paused by an operator\n" } else { "\n" });
     let breaker = &report["breaker"];
     let _ = write!(text, "  breaker      {}", breaker["state"].as_str()?);
     let _ = match number(&breaker["reset_in"]) {

@@ -46,11 +46,16 @@ impl ListenerKind {
         }
     }
 
-    fn settings(self, policy: &Policy) -> (Option<SocketAddr>, Option<SecretSource>) {
-        match self {
-            Self::Api => (policy.api().listen, policy.api().token.clone()),
-            Self::Admin => (policy.admin().listen, policy.admin().token.clone()),
-        }
+    /// Its address, and the name and the place of its token. Of several tokens, the first that may change something.
+    fn settings(self, policy: &Policy) -> (Option<SocketAddr>, Option<(String, SecretSource)>) {
+        let (section, _) = self.names();
+        let (listen, token, named) = match self {
+            Self::Api => (policy.api().listen, &policy.api().token, &[][..]),
+            Self::Admin => (policy.admin().listen, &policy.admin().token, &*policy.admin().tokens),
+        };
+        let token = token.as_ref().map(|source| (format!("{section}.token"), source.clone()));
+        let named = named.iter().min_by_key(|token| token.read_only);
+        (listen, token.or_else(|| named.map(|token| (format!("{section}.tokens.{}", token.name), token.source.clone()))))
     }
 }
 
@@ -66,7 +71,6 @@ pub(crate) struct GateClient<'a> {
 impl<'a> GateClient<'a> {
     /// Takes the URL and the token from the command line, and otherwise from the policy. Prints errors to standard error.
     pub(crate) fn new(arguments: &'a GateArgs, kind: ListenerKind) -> Result<Self, CliOutcome> {
-        let (section, _) = kind.names();
         let (url, in_policy) = match (&arguments.url, &arguments.config) {
             (Some(url), None) => (url.clone(), None),
             (url, config) => {
@@ -76,12 +80,13 @@ impl<'a> GateClient<'a> {
                 (url.clone().map_or_else(|| local_url(kind, listen), Ok)?, token)
             }
         };
-        let (from, source) = match &arguments.token_env {
-            Some(name) => ("--token-env".to_owned(), Some(SecretSource::Env(name.clone()))),
-            None => (format!("{section}.token"), in_policy),
+        let in_arguments = arguments.token_env.as_ref();
+        let source = in_arguments.map(|name| ("--token-env".to_owned(), SecretSource::Env(name.clone()))).or(in_policy);
+        let resolve = |(from, source): (String, SecretSource)| {
+            let token = source.resolve(|name| std::env::var(name).ok());
+            token.map_err(|error| invalid_input(format!("{from}: {error}")))
         };
-        let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
-        let token = token.map_err(|error| invalid_input(format!("{from}: {error}")))?;
+        let token = source.map(resolve).transpose()?;
         let parsed: Uri = url.parse().map_err(|error| invalid_input(format!("--url {url}: {error}")))?;
         let authority = match (parsed.scheme_str(), parsed.authority()) {
             (Some("http"), Some(authority)) => authority.clone(),

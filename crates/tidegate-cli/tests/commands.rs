@@ -490,6 +490,51 @@ fn commands_show_the_state_of_a_running_gate() {
 }
 
 #[test]
+fn commands_change_the_state_of_a_running_gate() {
+    let scratch = ScratchDir::new();
+    let provider = "[outbound]\nlisten = \"off\"\n[outbound.provider.weather]\nbase_url = \"http://127.0.0.1:9\"\nlimit = \"10 per 1h\"\n";
+    let (api, admin) = (free_port(), free_port());
+    let listeners = format!(
+        "[api]\nlisten = \"127.0.0.1:{api}\"\n[admin]\nlisten = \"127.0.0.1:{admin}\"\n\
+         tokens = {{ dash = {{ secret = \"env:DASH\", read_only = true }}, ops = \"env:OPS\" }}\n"
+    );
+    let file = scratch.write("tidegate.toml", &format!("{POLICY}{listeners}{provider}"));
+    let named = file.to_str().unwrap().to_owned();
+    let tokens = [("DASH", "look"), ("OPS", "s3cret")];
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    serve.args(["serve", "-c"]).arg(&file).envs(tokens);
+    let _gate = ChildProcess::start(serve, scratch, admin);
+    let ask = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        let output = command.args(arguments).args(["-c", &named]).envs(tokens).output().unwrap();
+        let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        (output.status.code().unwrap(), text)
+    };
+    let login = ["login", "--ip", "203.0.113.7"];
+    let done = |text: &str| (0, text.to_owned());
+    assert_eq!(ask(&[&["block"][..], &login, &["--for", "10m"]].concat()), done("login: blocked for 600 s\n"));
+    let (status, text) = ask(&[&["status"][..], &login].concat());
+    assert!(status == 3 && text.contains("600 s") || text.contains("599 s"), "{text}");
+    let (status, text) = ask(&[&["block"][..], &login, &["--for", "2d"]].concat());
+    assert!(status == 2 && text.contains("the longest block is 1h"), "{text}");
+    let (status, text) = ask(&[&["block"][..], &login, &["--for", "1m", "--json"]].concat());
+    assert!(status == 0 && text.starts_with("{\"blocked\":true,"), "{text}");
+    let refused = ask(&[&["block"][..], &login, &["--for", "1m", "--token-env", "DASH"]].concat());
+    assert_eq!(refused, (1, "error: the token `dash` is only for reading\n".to_owned()));
+
+    let paused = "weather: paused; calls are refused until `tidegate resume weather`\n";
+    assert_eq!(ask(&["pause", "weather"]), done(paused));
+    assert_eq!(ask(&["pause", "weather"]), done("weather: was paused already\n"));
+    let (_, text) = ask(&["providers", "weather"]);
+    assert!(text.starts_with("weather, paused by an operator\n"), "{text}");
+    assert_eq!(ask(&["resume", "weather"]), done("weather: resumed\n"));
+    let reset = "weather: the breaker is closed and no credential cools down\n";
+    assert_eq!(ask(&["reset-provider", "weather"]), done(reset));
+    let (status, text) = ask(&["pause", "wether"]);
+    assert!(status == 2 && text.contains("did you mean \"weather\"?"), "{text}");
+}
+
+#[test]
 fn shells_get_completions_and_pages() {
     for (shell, expected) in
         [("bash", "complete -F _tidegate"), ("zsh", "#compdef tidegate"), ("fish", "complete -c tidegate")]
