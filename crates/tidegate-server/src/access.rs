@@ -279,7 +279,7 @@ mod tests {
     }
 
     fn refusal_log() -> Arc<RefusalLog> {
-        Arc::new(RefusalLog::new(1, 0, Arc::new(server_events())))
+        Arc::new(RefusalLog::new(1, 0, Arc::new(server_events(Time::ZERO))))
     }
 
     fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {

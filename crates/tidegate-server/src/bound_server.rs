@@ -137,7 +137,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         let (gate, clock) = (self.gate.clone(), self.gate.clock().clone());
         let on_loss = move |losses: &Losses| {
             self.metrics.record_losses(losses);
-            self.events.publish(ServerEvent { at: clock.now(), change: losses.into() });
+            self.events.publish(ServerEvent::new(clock.now(), losses.into()));
         };
         housekeeping.spawn(housekeeping::run_store_maintenance(move || gate.maintain(), on_loss.clone()));
         if let Some(providers) = self.providers {

@@ -106,7 +106,7 @@ use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
 use crate::connection::ConnectionService;
-use crate::events::{EventStream, ServerEvent, ServerEvents, server_events};
+use crate::events::{EventStream, ProviderEventPublisher, ServerEvents, server_events};
 use crate::gateway::{GatewayState, PlainClient};
 use crate::listener::{ConnectionContext, Listener, ListenerConfig};
 use crate::metrics::{MetricsSource, RequestMetrics};
@@ -253,7 +253,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// # Errors
     /// See [`ServeError`]. On an error no listener stays open.
     pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
-        let events = Arc::new(server_events());
+        let events = Arc::new(server_events(self.gate.clock().now()));
         let (lines, limits) = (self.policy.log().refusals_per_second, self.policy.plan().limits().len());
         let refusals = Arc::new(RefusalLog::new(lines, limits, Arc::clone(&events)));
         let (api, admin) = (self.policy.api(), self.policy.admin());
@@ -291,12 +291,9 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             .transpose()?;
         // Last, because only one server can observe the providers.
         if let Some(providers) = &self.outbound {
-            let events = Arc::clone(&events);
-            providers.observe(move |event| {
-                if let Some(event) = ServerEvent::from_provider(event) {
-                    events.publish(event);
-                }
-            });
+            let names = providers.config().providers().iter().map(|provider| provider.name.as_str());
+            let publisher = ProviderEventPublisher::new(names, Arc::clone(&events));
+            providers.observe(move |event| publisher.publish(event));
         }
         Ok(BoundServer {
             shutdown_timeout: self.policy.inbound().timeouts.shutdown,

@@ -17,7 +17,7 @@ use tracing::field::display;
 use crate::audit_log::AuditLog;
 use crate::events::{Change, ServerEvent, ServerEvents};
 use crate::log::{EscapedError, EscapedText, MaskedKey};
-use crate::refused_clients::RefusedClients;
+use crate::refused_clients::{RefusedClients, shown_client};
 use crate::rejections::RejectionReason;
 
 /// The interval at which lines that weren't written are summed up.
@@ -72,7 +72,7 @@ impl RefusalLog {
         if decision.allowed && !decision.shadow {
             return;
         }
-        self.clients.record(plan, actions, query, decision);
+        self.clients.record(plan, query, decision);
         if decision.begins_block {
             self.publish_block(plan, query, decision, false);
         }
@@ -87,8 +87,8 @@ impl RefusalLog {
     }
 
     /// Notes a block that an operator has imposed.
-    pub(crate) fn note_block(&self, plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
-        self.clients.record_block(plan, actions, query, decision);
+    pub(crate) fn note_block(&self, plan: &Plan, query: &Query<'_>, decision: &Decision) {
+        self.clients.record_block(plan, query, decision);
         self.publish_block(plan, query, decision, true);
     }
 
@@ -101,14 +101,14 @@ impl RefusalLog {
         let change = Change::Blocked {
             limit: plan.limit_info(limit).name().to_owned(),
             ip: query.ip,
+            client: shown_client(plan, limit, decision.key, query),
             // The block of an operator may be shorter than that of its strikes.
             seconds: if by_operator { decision.retry_after } else { decision.backoff }.unwrap_or_default().as_secs_ceil(),
             by_operator,
             strikes: decision.strikes,
             shadow: decision.shadow,
-            unpublished,
         };
-        self.events.publish(ServerEvent { at: decision.now, change });
+        self.events.publish(ServerEvent::after_unpublished(decision.now, change, unpublished));
     }
 
     /// Counts a request that was rejected before any decision, and logs it unless the limit on lines is reached.

@@ -91,7 +91,7 @@ pub struct BlockReport {
     pub skipped: Vec<String>,
     /// The decision of each limit that blocks the caller. They aren't part of the JSON.
     #[serde(skip)]
-    pub decisions: Vec<(MatchedActions, Decision)>,
+    pub decisions: Vec<Decision>,
 }
 
 impl Explanation {

@@ -37,7 +37,7 @@ pub(crate) async fn watch_store<S: Store, C: Clock>(gate: Gate<S, C>, events: Ar
                 continue;
             }
         };
-        events.publish(ServerEvent { at, change });
+        events.publish(ServerEvent::new(at, change));
     }
 }
 
@@ -64,7 +64,7 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(providers: Outbound
                         resets_in: usage.reset_after,
                     };
                     tracing::warn!("{change}");
-                    events.publish(ServerEvent { at: provider.clock().now(), change });
+                    events.publish(ServerEvent::new(provider.clock().now(), change));
                 }
             }
         }

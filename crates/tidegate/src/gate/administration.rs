@@ -189,7 +189,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         for (op, outcome) in peek.ops().iter().zip(outcomes.list()) {
             let decision = decide(&peek.with_ops([*op]), limits, &Outcomes::new(outcomes.now(), [*outcome]));
             if decision.blocked {
-                report.decisions.push((actions, decision));
+                report.decisions.push(decision);
             }
         }
         report.limits.extend(self.limit_reports(actions, &peek, &outcomes));

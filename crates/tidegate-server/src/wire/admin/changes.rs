@@ -190,9 +190,7 @@ async fn block<S: Store, C: Clock + Clone>(
     let query = &request.query();
     Ok(match gate.block(query, length).await {
         Ok(report) => {
-            for (actions, decision) in &report.decisions {
-                refusals.note_block(gate.plan(), *actions, query, decision);
-            }
+            report.decisions.iter().for_each(|decision| refusals.note_block(gate.plan(), query, decision));
             let status = if report.blocked { StatusCode::OK } else { StatusCode::INSUFFICIENT_STORAGE };
             json_response(status, &report)
         }
