@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 
 use http::Method;
 use serde_json::Value;
-use tidegate_policy::printable;
+use tidegate_policy::{printable, printable_json};
 
 use crate::gate_client::{GateClient, ListenerKind};
-use crate::policy::{print, print_json};
+use crate::policy::print_while_read;
 use crate::{CliOutcome, CommandResult, GateArgs};
 
 /// The maximum number of clients in a table.
@@ -87,8 +87,8 @@ pub(crate) fn events(arguments: &GateArgs, follow: bool) -> CommandResult {
     if follow {
         return client.follow("/v1/events", |data| {
             let event: Value = serde_json::from_str(data).unwrap_or_default();
-            let printed = if arguments.json { print_json(data) } else { print(&describe_event(&event)) };
-            printed == CliOutcome::Done
+            let text = if arguments.json { format!("{}\n", printable_json(data)) } else { describe_event(&event) };
+            print_while_read(&text)
         });
     }
     let describe = |text: &str| {
@@ -124,6 +124,10 @@ fn describe_provider(report: &Value) -> Option<String> {
         .map(|(state, count)| format!("{} {state}", number(count)))
         .collect();
     let _ = writeln!(text, "  credentials  {}", states.join(", "));
+    for credential in report["credentials"].as_array()?.iter().filter(|credential| credential["state"] != "usable") {
+        let (source, state) = (credential["source"].as_str()?, credential["state"].as_str()?);
+        let _ = writeln!(text, "               {source} {state}, usable in {} s", number(&credential["usable_in"]));
+    }
     for lane in report["lanes"].as_array()?.iter().filter(|lane| number(&lane["calls"]) > 0) {
         let (name, calls, waiting) = (lane["lane"].as_str()?, number(&lane["calls"]), number(&lane["waiting"]));
         let (in_flight, wait) = (number(&lane["in_flight"]), seconds(&lane["wait"]["p99"]));

@@ -489,6 +489,47 @@ fn commands_show_the_state_of_a_running_gate() {
     assert!(text.starts_with("{\"events\":[{") && text.contains("\"kind\":\"blocked\""), "{text}");
 }
 
+/// A gate that gives each request the next of these answers, a status and a stream, and returns the requests.
+fn streams(answers: Vec<(&'static str, String)>) -> (String, thread::JoinHandle<Vec<String>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let serve = move |(status, body): (&str, String)| {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut request = [0; 4096];
+        let length = stream.read(&mut request).unwrap();
+        let head = format!("HTTP/1.1 {status}\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n");
+        // The reader may be gone.
+        let _ = stream.write_all(format!("{head}{body}").as_bytes());
+        String::from_utf8_lossy(&request[..length]).into_owned()
+    };
+    (url, thread::spawn(move || answers.into_iter().map(serve).collect()))
+}
+
+fn event(id: u64) -> String {
+    format!("id: {id}\ndata: {{\"id\":{id},\"time\":\"now\",\"message\":\"event {id}\"}}\n\n")
+}
+
+#[test]
+fn followed_events_continue_after_a_lost_stream() {
+    let (url, gate) = streams(vec![("200 OK", event(7) + &event(8)), ("200 OK", event(9)), ("401 No", "{}".to_owned())]);
+    let (status, out, err) = run(&["events", "--follow", "--url", &url]);
+    assert_eq!((status, out.as_str()), (2, "now  event 7\nnow  event 8\nnow  event 9\n"), "{err}");
+    assert!(err.contains("has ended the stream; connecting again in 1 s\n"), "{err}");
+    let requests = gate.join().unwrap();
+    assert!(!requests[0].contains("last-event-id") && requests[1].contains("last-event-id: 8\r\n"), "{requests:?}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn followed_events_end_if_nothing_can_be_written() {
+    let (url, gate) = streams(vec![("200 OK", event(7))]);
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    let status = command.args(["events", "--follow", "--url", &url]).stdout(full).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+    gate.join().unwrap();
+}
+
 #[test]
 fn commands_change_the_state_of_a_running_gate() {
     let scratch = ScratchDir::new();

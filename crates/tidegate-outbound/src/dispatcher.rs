@@ -488,7 +488,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         };
         DispatcherSnapshot {
             breaker: BreakerReport {
-                state: state.breaker.state(now).name(),
+                state: if self.config().breaker.is_some() { state.breaker.state(now).name() } else { "off" },
                 failures: state.breaker.failures(),
                 reset_in: state.breaker.peek(now).err().map_or(0, |refusal| refusal.reset_in.as_secs_ceil()),
             },

@@ -57,7 +57,7 @@ pub struct ProviderReport {
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct BreakerReport {
-    /// `closed`, `ramping`, `open` or `half-open`.
+    /// `closed`, `ramping`, `open` or `half-open`; `off` if the provider has no breaker.
     pub state: &'static str,
     /// The failures since the last reply that proves a working provider.
     pub failures: u32,
