@@ -6,6 +6,7 @@ use http::Method;
 use serde_json::Value;
 use tidegate_policy::{printable, printable_json};
 
+use crate::api_client::percent_encode;
 use crate::gate_client::{GateClient, ListenerKind};
 use crate::policy::print_while_read;
 use crate::{CliOutcome, CommandResult, GateArgs};
@@ -16,7 +17,8 @@ const MAX_ROWS: usize = 50;
 /// `tidegate blocks`.
 pub(crate) fn blocks(arguments: &GateArgs, action: Option<&str>) -> CommandResult {
     let client = GateClient::new(arguments, ListenerKind::Admin)?;
-    let target = action.map_or_else(|| "/v1/blocks".to_owned(), |action| format!("/v1/blocks?action={action}"));
+    let parameter = action.map(|action| format!("?action={}", percent_encode(action))).unwrap_or_default();
+    let target = format!("/v1/blocks{parameter}");
     let describe = |text: &str| Some((describe_blocks(&serde_json::from_str(text).ok()?)?, CliOutcome::Done));
     client.ask(Method::GET, &target, String::new(), describe, |_| None)
 }

@@ -154,7 +154,7 @@ pub(crate) fn as_json(call: &CallArgs) -> Result<serde_json::Map<String, Value>,
     Ok(body)
 }
 
-fn percent_encode(text: &str) -> String {
+pub(crate) fn percent_encode(text: &str) -> String {
     let encode = |byte: u8| match byte {
         b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' | b'/' => {
             char::from(byte).to_string()
