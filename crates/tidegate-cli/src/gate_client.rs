@@ -66,7 +66,10 @@ impl ListenerKind {
         };
         let token = token.as_ref().map(|source| (format!("{section}.token"), source.clone()));
         let named = named.iter().min_by_key(|token| token.read_only);
-        (listen, token.or_else(|| named.map(|token| (format!("{section}.tokens.{}", token.name), token.source.clone()))))
+        (
+            listen,
+            token.or_else(|| named.map(|token| (format!("{section}.tokens.{}", token.name), token.source.clone()))),
+        )
     }
 }
 

@@ -511,7 +511,8 @@ fn event(id: u64) -> String {
 
 #[test]
 fn followed_events_continue_after_a_lost_stream() {
-    let (url, gate) = streams(vec![("200 OK", event(7) + &event(8)), ("200 OK", event(9)), ("401 No", "{}".to_owned())]);
+    let (url, gate) =
+        streams(vec![("200 OK", event(7) + &event(8)), ("200 OK", event(9)), ("401 No", "{}".to_owned())]);
     let (status, out, err) = run(&["events", "--follow", "--url", &url]);
     assert_eq!((status, out.as_str()), (2, "now  event 7\nnow  event 8\nnow  event 9\n"), "{err}");
     assert!(err.contains("has ended the stream; connecting again in 1 s\n"), "{err}");

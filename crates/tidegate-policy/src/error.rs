@@ -255,7 +255,8 @@ fn secret_start_in_section(above: &str, line: &str) -> Option<usize> {
     }
     let equals = line.find('=').filter(|equals| !is_secret_source(&line[equals + 1..]))?;
     let header = before.find(|line| line.starts_with('['))?;
-    let of_secrets = header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| matches!(name.trim(), "secrets" | "tokens"));
+    let of_secrets =
+        header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| matches!(name.trim(), "secrets" | "tokens"));
     of_secrets.then(|| value_start(line, equals))
 }
 

@@ -113,7 +113,14 @@ impl Access {
         refusals: Arc<RefusalLog>,
     ) -> Self {
         let usual_names = [address.to_string(), format!("localhost:{}", address.port())];
-        Self { listener, own_ip: address.ip().to_canonical(), hosts: hosts.to_vec(), usual_names, tokens: tokens.into(), refusals }
+        Self {
+            listener,
+            own_ip: address.ip().to_canonical(),
+            hosts: hosts.to_vec(),
+            usual_names,
+            tokens: tokens.into(),
+            refusals,
+        }
     }
 
     /// Returns the caller of a request that may pass: it has a token, or, if there are no tokens, it isn't a web page's.
@@ -443,8 +450,7 @@ mod tests {
     #[test]
     fn tokens_tell_the_callers_name_and_rights() {
         let tokens = vec![token("token", "s3cret", false), token("ops", "s3cret2", false), token("dash", "look", true)];
-        let access =
-            Access::new(ListenerKind::Admin, "0.0.0.0:8083".parse().unwrap(), &[], tokens, refusal_log());
+        let access = Access::new(ListenerKind::Admin, "0.0.0.0:8083".parse().unwrap(), &[], tokens, refusal_log());
         for (secret, token, read_only) in
             [("Bearer s3cret", "token", false), ("Bearer s3cret2", "ops", false), ("Bearer look", "dash", true)]
         {

@@ -49,7 +49,19 @@ impl AuditLog {
         let path = query.path.map(escaped_path).map(display);
         let (ip, span, status_code) = (query.ip.map(display), entry.span.map(display), status.as_u16());
         if status.is_success() {
-            tracing::info!(token, peer, change, action, path, ip, key, span, provider, status = status_code, "admin: changed");
+            tracing::info!(
+                token,
+                peer,
+                change,
+                action,
+                path,
+                ip,
+                key,
+                span,
+                provider,
+                status = status_code,
+                "admin: changed"
+            );
         } else if let Some(suppressed) = self.refused_throttle.admit(now) {
             tracing::warn!(
                 token,

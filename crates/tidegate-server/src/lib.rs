@@ -260,8 +260,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let (api, admin) = (self.policy.api(), self.policy.admin());
         let api_access = self.access(ListenerKind::Api, api.listen, api.token.as_ref(), &[], &api.hosts, &refusals)?;
         let (token, tokens) = (admin.token.as_ref(), &admin.tokens);
-        let admin_access =
-            self.access(ListenerKind::Admin, admin.listen, token, tokens, &admin.hosts, &refusals)?;
+        let admin_access = self.access(ListenerKind::Admin, admin.listen, token, tokens, &admin.hosts, &refusals)?;
         let permit_renewer = Arc::new(PermitRenewer::default());
         let draining = Arc::new(AtomicBool::new(false));
         let providers = self.outbound.as_ref().map_or(0, |outbound| outbound.providers().len());
@@ -420,7 +419,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         metrics: &Arc<RequestMetrics>,
     ) -> Result<Option<OpenGateway>, ServeError> {
         let plan = providers.config();
-        let access = self.access(ListenerKind::Gateway, plan.listen, plan.token.as_ref(), &[], &plan.hosts, refusals)?;
+        let access =
+            self.access(ListenerKind::Gateway, plan.listen, plan.token.as_ref(), &[], &plan.hosts, refusals)?;
         let Some((address, access)) = access else { return Ok(None) };
         let (refusals, metrics) = (Arc::clone(refusals), Arc::clone(metrics));
         let gateway = Arc::new(GatewayState::new(providers, access, refusals, metrics, &self.env)?);

@@ -103,7 +103,9 @@ impl RefusalLog {
             ip: query.ip,
             client: shown_client(plan, limit, decision.key, query),
             // The block of an operator may be shorter than that of its strikes.
-            seconds: if by_operator { decision.retry_after } else { decision.backoff }.unwrap_or_default().as_secs_ceil(),
+            seconds: if by_operator { decision.retry_after } else { decision.backoff }
+                .unwrap_or_default()
+                .as_secs_ceil(),
             by_operator,
             strikes: decision.strikes,
             shadow: decision.shadow,

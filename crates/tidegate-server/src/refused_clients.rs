@@ -266,10 +266,8 @@ mod tests {
     #[test]
     fn a_flood_of_short_blocks_keeps_long_ones() {
         let long = (0..256).map(|client| refusal(client, 10, true));
-        let short = (1000..101_000).map(|client| Decision {
-            retry_after: Some(Span::from_secs(90)),
-            ..refusal(client, 20, true)
-        });
+        let short = (1000..101_000)
+            .map(|client| Decision { retry_after: Some(Span::from_secs(90)), ..refusal(client, 20, true) });
         let report = recorded(long.chain(short));
         assert_eq!((&report["known"], &report["displaced"]), (&json!(4096), &json!(96_160)));
         let clients = report["clients"].as_array().expect("a list");

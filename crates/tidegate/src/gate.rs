@@ -8,9 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::decision::{decide, move_to_shared_keys};
 use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
-use tidegate_policy::{
-    KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError,
-};
+use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};

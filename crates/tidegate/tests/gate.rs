@@ -591,7 +591,8 @@ fn a_block_refuses_with_a_true_wait() {
 
 #[test]
 fn a_blocks_wait_covers_a_full_window() {
-    let (gate, clock) = gate("[inbound.action.login]\nlimit = \"1 per 1h\"\npenalty = { base = \"2s\", cap = \"1h\" }\n");
+    let (gate, clock) =
+        gate("[inbound.action.login]\nlimit = \"1 per 1h\"\npenalty = { base = \"2s\", cap = \"1h\" }\n");
     let login = call("login", "203.0.113.7");
     gate.check_now(&login).unwrap();
     block_on(gate.block(&login, Span::from_secs(60))).unwrap();

@@ -132,9 +132,7 @@ async fn a_read_only_token_can_change_nothing() {
     let named = "[admin]\ntokens = { ops = \"env:OPS\", dash = { secret = \"env:DASH\", read_only = true } }\n";
     let policy = policy(nobody(), &format!("{FILE}\n{named}"));
     let gate = try_start(&policy, |name| Some(format!("{}-s3cret", name.to_lowercase()))).unwrap();
-    let with = |token: &str, body: &str| {
-        change("/v1/block", &format!("authorization: Bearer {token}\r\n"), body)
-    };
+    let with = |token: &str, body: &str| change("/v1/block", &format!("authorization: Bearer {token}\r\n"), body);
     assert_eq!(status(&once(gate.admin, with("dash-s3cret", BLOCK)).await), 403);
     assert_eq!(status(&once(gate.admin, with("wrong", BLOCK)).await), 401);
     assert_eq!(check(&gate, ABOUT).await["allowed"], true);
@@ -144,7 +142,8 @@ async fn a_read_only_token_can_change_nothing() {
     let audit: Vec<&str> = text.lines().filter(|line| line.contains("admin: ")).collect();
     assert_eq!(audit.len(), 2, "{text}");
     assert!(audit[0].contains("not changed token=\"dash\"") && audit[0].contains("status=403"), "{text}");
-    for part in ["admin: changed token=\"ops\" peer=127.0.0.1:", "change=\"block\" action=login ip=203.0.113.7 span=10m"]
+    for part in
+        ["admin: changed token=\"ops\" peer=127.0.0.1:", "change=\"block\" action=login ip=203.0.113.7 span=10m"]
     {
         assert!(audit[1].contains(part), "{text}");
     }

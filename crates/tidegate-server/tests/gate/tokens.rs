@@ -96,7 +96,7 @@ async fn named_tokens_open_the_admin_listener() {
         let asked = format!("GET /healthz HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {token}\r\n\r\n");
         assert_eq!(status(&once(gate.admin, asked).await), expected, "{token}");
     }
-    let counted = format!("GET /metrics HTTP/1.1\r\nhost: a\r\nx-tidegate-token: look\r\n\r\n");
+    let counted = "GET /metrics HTTP/1.1\r\nhost: a\r\nx-tidegate-token: look\r\n\r\n";
     let page = once(gate.admin, counted).await;
     assert!(page.contains("tidegate_rejections_total{reason=\"token\"} 2\n"), "{page}");
     let missing = with_env(NAMED, &[("ADMIN", "s3cret")]).err().unwrap().to_string();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::{Answer, Api, FREE, ONCE, Gateway, get, running, standing};
+use crate::common::{Answer, Api, FREE, Gateway, ONCE, get, running, standing};
 use crate::wire::{Peer, body, header, json, once, status};
 
 fn change(path: &str) -> String {

@@ -185,7 +185,10 @@ async fn block<S: Store, C: Clock + Clone>(
     let (gate, refusals) = (&admin.gate, &admin.metrics.refusals);
     validate(gate, refusals, "/v1/block", request)?;
     let Some(length) = request.block_length else {
-        return Err(DecisionRequestError::new("for", "`for` is missing: the time to block the client, such as \"10m\""));
+        return Err(DecisionRequestError::new(
+            "for",
+            "`for` is missing: the time to block the client, such as \"10m\"",
+        ));
     };
     let query = &request.query();
     Ok(match gate.block(query, length).await {
