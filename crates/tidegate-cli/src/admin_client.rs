@@ -4,10 +4,11 @@ use std::fmt::Write as _;
 
 use http::Method;
 use serde_json::Value;
-use tidegate_policy::printable;
+use tidegate_policy::{printable, printable_json};
 
+use crate::api_client::percent_encode;
 use crate::gate_client::{GateClient, ListenerKind};
-use crate::policy::{print, print_json};
+use crate::policy::print_while_read;
 use crate::{CliOutcome, CommandResult, GateArgs};
 
 /// The maximum number of clients in a table.
@@ -16,7 +17,8 @@ const MAX_ROWS: usize = 50;
 /// `tidegate blocks`.
 pub(crate) fn blocks(arguments: &GateArgs, action: Option<&str>) -> CommandResult {
     let client = GateClient::new(arguments, ListenerKind::Admin)?;
-    let target = action.map_or_else(|| "/v1/blocks".to_owned(), |action| format!("/v1/blocks?action={action}"));
+    let parameter = action.map(|action| format!("?action={}", percent_encode(action))).unwrap_or_default();
+    let target = format!("/v1/blocks{parameter}");
     let describe = |text: &str| Some((describe_blocks(&serde_json::from_str(text).ok()?)?, CliOutcome::Done));
     client.ask(Method::GET, &target, String::new(), describe, |_| None)
 }
@@ -87,8 +89,8 @@ pub(crate) fn events(arguments: &GateArgs, follow: bool) -> CommandResult {
     if follow {
         return client.follow("/v1/events", |data| {
             let event: Value = serde_json::from_str(data).unwrap_or_default();
-            let printed = if arguments.json { print_json(data) } else { print(&describe_event(&event)) };
-            printed == CliOutcome::Done
+            let text = if arguments.json { format!("{}\n", printable_json(data)) } else { describe_event(&event) };
+            print_while_read(&text)
         });
     }
     let describe = |text: &str| {
@@ -109,7 +111,8 @@ fn describe_event(event: &Value) -> String {
 
 fn describe_provider(report: &Value) -> Option<String> {
     let number = |value: &Value| value.as_u64().unwrap_or_default();
-    let mut text = format!("{}\n", report["name"].as_str()?);
+    let mut text = report["name"].as_str()?.to_owned();
+    text.push_str(if report["paused"].as_bool()? { ", paused by an operator\n" } else { "\n" });
     let breaker = &report["breaker"];
     let _ = write!(text, "  breaker      {}", breaker["state"].as_str()?);
     let _ = match number(&breaker["reset_in"]) {
@@ -123,6 +126,10 @@ fn describe_provider(report: &Value) -> Option<String> {
         .map(|(state, count)| format!("{} {state}", number(count)))
         .collect();
     let _ = writeln!(text, "  credentials  {}", states.join(", "));
+    for credential in report["credentials"].as_array()?.iter().filter(|credential| credential["state"] != "usable") {
+        let (source, state) = (credential["source"].as_str()?, credential["state"].as_str()?);
+        let _ = writeln!(text, "               {source} {state}, usable in {} s", number(&credential["usable_in"]));
+    }
     for lane in report["lanes"].as_array()?.iter().filter(|lane| number(&lane["calls"]) > 0) {
         let (name, calls, waiting) = (lane["lane"].as_str()?, number(&lane["calls"]), number(&lane["waiting"]));
         let (in_flight, wait) = (number(&lane["in_flight"]), seconds(&lane["wait"]["p99"]));

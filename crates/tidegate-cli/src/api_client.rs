@@ -74,20 +74,26 @@ fn call_api(
     path: &str,
     describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
 ) -> CommandResult {
-    if call.action.is_none() && call.path.is_some() && call.method.is_none() {
-        return Err(invalid_input("--path finds an action together with --method, such as --method GET"));
-    }
+    check_selection(call)?;
     let (target, body) = if method == Method::GET {
         (format!("{path}?{}", as_query(call)?), String::new())
     } else {
-        (path.to_owned(), as_json(call)?)
+        (path.to_owned(), Value::Object(as_json(call)?).to_string())
     };
     let client = GateClient::new(&call.gate, ListenerKind::Api)?;
     client.ask(method, &target, body, describe, part_help)
 }
 
+/// Checks that a path comes with a method.
+pub(crate) fn check_selection(call: &CallArgs) -> Result<(), CliOutcome> {
+    if call.action.is_none() && call.path.is_some() && call.method.is_none() {
+        return Err(invalid_input("--path finds an action together with --method, such as --method GET"));
+    }
+    Ok(())
+}
+
 /// The command-line option that provides a request part which a limit counts by.
-fn part_help(field: &str) -> Option<String> {
+pub(crate) fn part_help(field: &str) -> Option<String> {
     let (kind, name) = field.split_once(':')?;
     let given = match kind {
         "header" => format!("--header {name}=VALUE"),
@@ -131,7 +137,7 @@ fn as_query(call: &CallArgs) -> Result<String, CliOutcome> {
     Ok(pairs.join("&"))
 }
 
-fn as_json(call: &CallArgs) -> Result<String, CliOutcome> {
+pub(crate) fn as_json(call: &CallArgs) -> Result<serde_json::Map<String, Value>, CliOutcome> {
     let mut body = serde_json::Map::new();
     for (name, value) in fields(call) {
         body.insert(name.to_owned(), value.into());
@@ -145,10 +151,10 @@ fn as_json(call: &CallArgs) -> Result<String, CliOutcome> {
     if !given.is_empty() {
         body.insert("headers".to_owned(), json!(given));
     }
-    Ok(Value::Object(body).to_string())
+    Ok(body)
 }
 
-fn percent_encode(text: &str) -> String {
+pub(crate) fn percent_encode(text: &str) -> String {
     let encode = |byte: u8| match byte {
         b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b':' | b'/' => {
             char::from(byte).to_string()

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderName, HeaderValue};
 use http::uri::Authority;
 use http::{Method, Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt as _, Full, Limited};
@@ -30,6 +30,17 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// The maximum size of a response. The state of a hundred providers has some hundred kilobytes.
 const MAX_ANSWER: usize = 16 << 20;
 
+/// The pauses before another connection for a stream that has ended. Each is twice as long as the last.
+const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_RECONNECT_PAUSE: Duration = Duration::from_secs(10);
+const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
+
+/// The reason that there is no stream.
+enum StreamError {
+    Unreachable(Box<dyn Error + Send + Sync>),
+    Refused(StatusCode, String),
+}
+
 /// A listener of a gate that answers by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ListenerKind {
@@ -46,11 +57,19 @@ impl ListenerKind {
         }
     }
 
-    fn settings(self, policy: &Policy) -> (Option<SocketAddr>, Option<SecretSource>) {
-        match self {
-            Self::Api => (policy.api().listen, policy.api().token.clone()),
-            Self::Admin => (policy.admin().listen, policy.admin().token.clone()),
-        }
+    /// Its address, and the name and the place of its token. Of several tokens, the first that may change something.
+    fn settings(self, policy: &Policy) -> (Option<SocketAddr>, Option<(String, SecretSource)>) {
+        let (section, _) = self.names();
+        let (listen, token, named) = match self {
+            Self::Api => (policy.api().listen, &policy.api().token, &[][..]),
+            Self::Admin => (policy.admin().listen, &policy.admin().token, &*policy.admin().tokens),
+        };
+        let token = token.as_ref().map(|source| (format!("{section}.token"), source.clone()));
+        let named = named.iter().min_by_key(|token| token.read_only);
+        (
+            listen,
+            token.or_else(|| named.map(|token| (format!("{section}.tokens.{}", token.name), token.source.clone()))),
+        )
     }
 }
 
@@ -66,7 +85,6 @@ pub(crate) struct GateClient<'a> {
 impl<'a> GateClient<'a> {
     /// Takes the URL and the token from the command line, and otherwise from the policy. Prints errors to standard error.
     pub(crate) fn new(arguments: &'a GateArgs, kind: ListenerKind) -> Result<Self, CliOutcome> {
-        let (section, _) = kind.names();
         let (url, in_policy) = match (&arguments.url, &arguments.config) {
             (Some(url), None) => (url.clone(), None),
             (url, config) => {
@@ -76,12 +94,13 @@ impl<'a> GateClient<'a> {
                 (url.clone().map_or_else(|| local_url(kind, listen), Ok)?, token)
             }
         };
-        let (from, source) = match &arguments.token_env {
-            Some(name) => ("--token-env".to_owned(), Some(SecretSource::Env(name.clone()))),
-            None => (format!("{section}.token"), in_policy),
+        let in_arguments = arguments.token_env.as_ref();
+        let source = in_arguments.map(|name| ("--token-env".to_owned(), SecretSource::Env(name.clone()))).or(in_policy);
+        let resolve = |(from, source): (String, SecretSource)| {
+            let token = source.resolve(|name| std::env::var(name).ok());
+            token.map_err(|error| invalid_input(format!("{from}: {error}")))
         };
-        let token = source.map(|source| source.resolve(|name| std::env::var(name).ok())).transpose();
-        let token = token.map_err(|error| invalid_input(format!("{from}: {error}")))?;
+        let token = source.map(resolve).transpose()?;
         let parsed: Uri = url.parse().map_err(|error| invalid_input(format!("--url {url}: {error}")))?;
         let authority = match (parsed.scheme_str(), parsed.authority()) {
             (Some("http"), Some(authority)) => authority.clone(),
@@ -119,39 +138,83 @@ impl<'a> GateClient<'a> {
         }
     }
 
-    /// Reads a stream of server-sent events until the gate ends it. `print_data` gets the data of each event, and ends
-    /// the stream if it returns false.
-    pub(crate) fn follow(&self, target: &str, mut print_data: impl FnMut(&str) -> bool) -> CommandResult {
-        let request = self.request(Method::GET, target, String::new())?;
+    /// Reads a stream of server-sent events. `print_data` gets the data of each event, and ends the command if it returns
+    /// an outcome. After a stream has ended, continues with the next one from the last event.
+    pub(crate) fn follow(
+        &self,
+        target: &str,
+        mut print_data: impl FnMut(&str) -> Result<(), CliOutcome>,
+    ) -> CommandResult {
         runtime()?.block_on(async {
-            let opening = tokio::time::timeout(ANSWER_TIMEOUT, open(&self.authority, request));
-            let no_answer = |_| failure(format!("{} did not answer within {ANSWER_TIMEOUT:?}", self.url));
-            let response = opening.await.map_err(no_answer)?.map_err(|error| self.unreachable(&*error))?;
-            let (parts, mut body) = response.into_parts();
-            if !parts.status.is_success() {
-                let text = Limited::new(body, MAX_ANSWER).collect().await.map(|text| text.to_bytes());
-                let text = String::from_utf8_lossy(&text.unwrap_or_default()).into_owned();
-                return Err(self.print_refusal(parts.status, &text, |_| None));
-            }
-            let mut unread = String::new();
-            let silent = |_| failure(format!("{} has sent nothing for {LONGEST_PAUSE:?}", self.url));
-            while let Some(frame) = tokio::time::timeout(LONGEST_PAUSE, body.frame()).await.map_err(silent)? {
-                let frame = frame.map_err(|error| failure(format!("{} broke off: {error}", self.url)))?;
-                let Ok(data) = frame.into_data() else { continue };
-                unread.push_str(&String::from_utf8_lossy(&data));
-                while let Some((event, rest)) = unread.split_once("\n\n") {
-                    let data = event.lines().find_map(|line| line.strip_prefix("data: "));
-                    if data.is_some_and(|data| !print_data(data)) {
-                        return Ok(CliOutcome::Done);
+            let (mut last_id, mut was_open) = (None, false);
+            let mut opened = self.open_stream(target, None).await;
+            let mut pause = SHORTEST_PAUSE;
+            loop {
+                let reason = match opened {
+                    Ok(body) => {
+                        (pause, was_open) = (SHORTEST_PAUSE, true);
+                        self.read_stream(body, &mut last_id, &mut print_data).await?
                     }
-                    unread = rest.to_owned();
-                }
-                if unread.len() > MAX_ANSWER {
-                    return Err(failure(format!("{} sends an event without an end", self.url)));
-                }
+                    Err(StreamError::Unreachable(error)) if !was_open => return Err(self.unreachable(&*error)),
+                    Err(StreamError::Unreachable(error)) => format!("no gate answers at {}: {error}", self.url),
+                    Err(StreamError::Refused(status, _)) if was_open && status.is_server_error() => {
+                        format!("{} answers {status}", self.url)
+                    }
+                    Err(StreamError::Refused(status, text)) => return Err(self.print_refusal(status, &text, |_| None)),
+                };
+                print_error(&format!("{reason}; connecting again in {} s\n", pause.as_secs()));
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_RECONNECT_PAUSE);
+                opened = self.open_stream(target, last_id.as_deref()).await;
             }
-            Err(failure(format!("{} has ended the stream", self.url)))
         })
+    }
+
+    async fn open_stream(&self, target: &str, last_id: Option<&str>) -> Result<Incoming, StreamError> {
+        let request = self.request(Method::GET, target, String::new());
+        let mut request = request.map_err(|_| StreamError::Unreachable("the request is invalid".into()))?;
+        if let Some(id) = last_id.and_then(|id| HeaderValue::from_str(id).ok()) {
+            request.headers_mut().insert(LAST_EVENT_ID, id);
+        }
+        let opening = tokio::time::timeout(ANSWER_TIMEOUT, open(&self.authority, request)).await;
+        let no_answer = |_| StreamError::Unreachable(format!("there is none within {ANSWER_TIMEOUT:?}").into());
+        let (parts, body) = opening.map_err(no_answer)?.map_err(StreamError::Unreachable)?.into_parts();
+        if parts.status.is_success() {
+            return Ok(body);
+        }
+        let text = Limited::new(body, MAX_ANSWER).collect().await.map(|text| text.to_bytes());
+        Err(StreamError::Refused(parts.status, String::from_utf8_lossy(&text.unwrap_or_default()).into_owned()))
+    }
+
+    /// Reads a stream until it ends, and returns the reason.
+    async fn read_stream(
+        &self,
+        mut body: Incoming,
+        last_id: &mut Option<String>,
+        print_data: &mut impl FnMut(&str) -> Result<(), CliOutcome>,
+    ) -> Result<String, CliOutcome> {
+        let url = &self.url;
+        let mut unread = String::new();
+        loop {
+            let data = match tokio::time::timeout(LONGEST_PAUSE, body.frame()).await {
+                Err(_) => return Ok(format!("{url} has sent nothing for {LONGEST_PAUSE:?}")),
+                Ok(None) => return Ok(format!("{url} has ended the stream")),
+                Ok(Some(Err(error))) => return Ok(format!("{url} broke off: {error}")),
+                Ok(Some(Ok(frame))) => frame.into_data().unwrap_or_default(),
+            };
+            unread.push_str(&String::from_utf8_lossy(&data));
+            while let Some((event, rest)) = unread.split_once("\n\n") {
+                let field = |name| event.lines().find_map(|line| line.strip_prefix(name));
+                if let Some(data) = field("data: ") {
+                    print_data(data)?;
+                }
+                *last_id = field("id: ").map(str::to_owned).or(last_id.take());
+                unread = rest.to_owned();
+            }
+            if unread.len() > MAX_ANSWER {
+                return Err(failure(format!("{url} sends an event without an end")));
+            }
+        }
     }
 
     fn request(&self, method: Method, target: &str, body: String) -> Result<Request<Full<Bytes>>, CliOutcome> {

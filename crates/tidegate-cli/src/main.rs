@@ -15,6 +15,7 @@ mod admin_client;
 mod api_client;
 mod demo;
 mod gate_client;
+mod operator;
 mod policy;
 mod replay;
 mod retry;
@@ -82,6 +83,17 @@ enum Command {
     /// limits that count by its --ip or --key.
     #[command(mut_arg("action", |action| action.required_unless_present_any(["path", "ip", "key"])))]
     Reset(CallArgs),
+    /// Block a caller under an action's own limits on a running gate, as far as they have a penalty. Without an action and
+    /// a path, under all limits that count by its --ip or --key. `reset` ends the block.
+    #[command(mut_arg("action", |action| action.required_unless_present_any(["path", "ip", "key"])))]
+    #[command(mut_arg("cost", |cost| cost.hide(true)))]
+    Block {
+        /// The length of the block: 30s, 10m, 2h. At most the longest block of the limits' penalties.
+        #[arg(long = "for", value_name = "DURATION")]
+        length: String,
+        #[command(flatten)]
+        call: CallArgs,
+    },
     /// Show the clients that a running gate blocks, and those that it has refused most lately.
     Blocks {
         /// Only clients of this action.
@@ -94,6 +106,28 @@ enum Command {
     Providers {
         /// The provider; all of them by default.
         name: Option<String>,
+        #[command(flatten)]
+        gate: GateArgs,
+    },
+    /// Pause a provider on a running gate: calls to it are refused until `resume`. Requests under way continue.
+    Pause {
+        /// The provider.
+        name: String,
+        #[command(flatten)]
+        gate: GateArgs,
+    },
+    /// Let calls to a paused provider start again.
+    Resume {
+        /// The provider.
+        name: String,
+        #[command(flatten)]
+        gate: GateArgs,
+    },
+    /// Close the circuit breaker of a provider on a running gate, and end the cool-downs of its credentials. Used limits and
+    /// quotas stay.
+    ResetProvider {
+        /// The provider.
+        name: String,
         #[command(flatten)]
         gate: GateArgs,
     },
@@ -290,6 +324,12 @@ fn main() -> ExitCode {
         Command::Explain(call) => api_client::explain(&call),
         Command::Status(call) => api_client::status(&call),
         Command::Reset(call) => api_client::reset(&call),
+        Command::Block { length, call } => operator::block(&call, &length),
+        Command::Pause { name, gate } => operator::change_provider(&gate, &name, operator::ProviderChange::Pause),
+        Command::Resume { name, gate } => operator::change_provider(&gate, &name, operator::ProviderChange::Resume),
+        Command::ResetProvider { name, gate } => {
+            operator::change_provider(&gate, &name, operator::ProviderChange::Reset)
+        }
         Command::Blocks { action, gate } => admin_client::blocks(&gate, action.as_deref()),
         Command::Providers { name, gate } => admin_client::providers(&gate, name.as_deref()),
         Command::Events { follow, gate } => admin_client::events(&gate, follow),

@@ -156,6 +156,17 @@ pub(crate) fn print(text: &str) -> CliOutcome {
     write_stdout(&printable_lines(text))
 }
 
+/// Prints a part of an endless text. Returns the outcome of the command if nothing more can be printed: success if the
+/// reader has closed the pipe.
+pub(crate) fn print_while_read(text: &str) -> Result<(), CliOutcome> {
+    let mut out = io::stdout().lock();
+    let written = out.write_all(printable_lines(text).as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => CliOutcome::Done,
+        _ => failure(format!("can't write to standard output: {error}")),
+    })
+}
+
 /// Prints JSON as [`print`] does text, escaped so that it parses to the same value.
 pub(crate) fn print_json(text: &str) -> CliOutcome {
     write_stdout(&format!("{}\n", printable_json(text)))

@@ -489,6 +489,93 @@ fn commands_show_the_state_of_a_running_gate() {
     assert!(text.starts_with("{\"events\":[{") && text.contains("\"kind\":\"blocked\""), "{text}");
 }
 
+/// A gate that gives each request the next of these answers, a status and a stream, and returns the requests.
+fn streams(answers: Vec<(&'static str, String)>) -> (String, thread::JoinHandle<Vec<String>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let serve = move |(status, body): (&str, String)| {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut request = [0; 4096];
+        let length = stream.read(&mut request).unwrap();
+        let head = format!("HTTP/1.1 {status}\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n");
+        // The reader may be gone.
+        let _ = stream.write_all(format!("{head}{body}").as_bytes());
+        String::from_utf8_lossy(&request[..length]).into_owned()
+    };
+    (url, thread::spawn(move || answers.into_iter().map(serve).collect()))
+}
+
+fn event(id: u64) -> String {
+    format!("id: {id}\ndata: {{\"id\":{id},\"time\":\"now\",\"message\":\"event {id}\"}}\n\n")
+}
+
+#[test]
+fn followed_events_continue_after_a_lost_stream() {
+    let (url, gate) =
+        streams(vec![("200 OK", event(7) + &event(8)), ("200 OK", event(9)), ("401 No", "{}".to_owned())]);
+    let (status, out, err) = run(&["events", "--follow", "--url", &url]);
+    assert_eq!((status, out.as_str()), (2, "now  event 7\nnow  event 8\nnow  event 9\n"), "{err}");
+    assert!(err.contains("has ended the stream; connecting again in 1 s\n"), "{err}");
+    let requests = gate.join().unwrap();
+    assert!(!requests[0].contains("last-event-id") && requests[1].contains("last-event-id: 8\r\n"), "{requests:?}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn followed_events_end_if_nothing_can_be_written() {
+    let (url, gate) = streams(vec![("200 OK", event(7))]);
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    let status = command.args(["events", "--follow", "--url", &url]).stdout(full).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+    gate.join().unwrap();
+}
+
+#[test]
+fn commands_change_the_state_of_a_running_gate() {
+    let scratch = ScratchDir::new();
+    let provider = "[outbound]\nlisten = \"off\"\n[outbound.provider.weather]\nbase_url = \"http://127.0.0.1:9\"\nlimit = \"10 per 1h\"\n";
+    let (api, admin) = (free_port(), free_port());
+    let listeners = format!(
+        "[api]\nlisten = \"127.0.0.1:{api}\"\n[admin]\nlisten = \"127.0.0.1:{admin}\"\n\
+         tokens = {{ dash = {{ secret = \"env:DASH\", read_only = true }}, ops = \"env:OPS\" }}\n"
+    );
+    let file = scratch.write("tidegate.toml", &format!("{POLICY}{listeners}{provider}"));
+    let named = file.to_str().unwrap().to_owned();
+    let tokens = [("DASH", "look"), ("OPS", "s3cret")];
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    serve.args(["serve", "-c"]).arg(&file).envs(tokens);
+    let _gate = ChildProcess::start(serve, scratch, admin);
+    let ask = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        let output = command.args(arguments).args(["-c", &named]).envs(tokens).output().unwrap();
+        let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        (output.status.code().unwrap(), text)
+    };
+    let login = ["login", "--ip", "203.0.113.7"];
+    let done = |text: &str| (0, text.to_owned());
+    assert_eq!(ask(&[&["block"][..], &login, &["--for", "10m"]].concat()), done("login: blocked for 600 s\n"));
+    let (status, text) = ask(&[&["status"][..], &login].concat());
+    assert!(status == 3 && text.contains("600 s") || text.contains("599 s"), "{text}");
+    let (status, text) = ask(&[&["block"][..], &login, &["--for", "2d"]].concat());
+    assert!(status == 2 && text.contains("the longest block is 1h"), "{text}");
+    let (status, text) = ask(&[&["block"][..], &login, &["--for", "1m", "--json"]].concat());
+    assert!(status == 0 && text.starts_with("{\"blocked\":true,"), "{text}");
+    let refused = ask(&[&["block"][..], &login, &["--for", "1m", "--token-env", "DASH"]].concat());
+    assert_eq!(refused, (1, "error: the token `dash` is only for reading\n".to_owned()));
+
+    let paused = "weather: paused; calls are refused until `tidegate resume weather`\n";
+    assert_eq!(ask(&["pause", "weather"]), done(paused));
+    assert_eq!(ask(&["pause", "weather"]), done("weather: was paused already\n"));
+    let (_, text) = ask(&["providers", "weather"]);
+    assert!(text.starts_with("weather, paused by an operator\n"), "{text}");
+    assert_eq!(ask(&["resume", "weather"]), done("weather: resumed\n"));
+    let reset = "weather: the breaker is closed and no credential cools down\n";
+    assert_eq!(ask(&["reset-provider", "weather"]), done(reset));
+    let (status, text) = ask(&["pause", "wether"]);
+    assert!(status == 2 && text.contains("did you mean \"weather\"?"), "{text}");
+}
+
 #[test]
 fn shells_get_completions_and_pages() {
     for (shell, expected) in

@@ -203,6 +203,9 @@ impl Call {
     /// Enqueues it, unless waiting is certainly useless. Only times that can't come earlier count: the end of a pause,
     /// of a closing, or of the period of a quota that counts calls.
     fn enqueue(&self, state: &mut ProviderState, now: Time) -> Result<Ticket, CallFailure> {
+        if state.is_paused {
+            return Err(CallFailure::ProviderPaused);
+        }
         state.breaker.peek(now).map_err(|refusal| state.unavailable(refusal))?;
         if now >= self.deadline {
             return Err(CallFailure::DeadlineExceeded);
@@ -232,6 +235,9 @@ impl Call {
     ) -> CallProgress {
         state.store_requests.updates.clear();
         let CallStage::Queued(ticket) = self.stage else { return CallProgress::Wait };
+        if state.is_paused {
+            return self.fail(CallFailure::ProviderPaused, state);
+        }
         if let Err(refusal) = state.breaker.peek(now) {
             return self.fail(state.unavailable(refusal), state);
         }
@@ -295,6 +301,14 @@ impl Call {
         state.store_requests.updates.clear();
         self.leave_queue(state);
         self.failure_at_deadline.unwrap_or(CallFailure::DeadlineExceeded)
+    }
+
+    /// Called for a waiting call when an operator stops the calls to the provider. An answer of the store that is still
+    /// pending is then for [`refund_after_cancel`](Self::refund_after_cancel).
+    pub fn handle_pause(&mut self, state: &mut ProviderState) -> CallFailure {
+        state.store_requests.updates.clear();
+        self.leave_queue(state);
+        CallFailure::ProviderPaused
     }
 
     /// Handles the outcomes of [`StoreRequests::reservation`], which the last step of the call has filled.

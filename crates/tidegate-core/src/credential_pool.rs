@@ -231,6 +231,11 @@ impl CredentialPool {
         first.filter(|first| *first > now)
     }
 
+    /// Makes every credential available that isn't busy.
+    pub fn end_all_cooldowns(&mut self) {
+        (0..self.size()).for_each(|credential| self.clear_cooling(credential));
+    }
+
     /// Ends the credential's cool-down and deletes all entries about it.
     fn clear_cooling(&mut self, credential: usize) {
         let Some(index) = self.checked_index(credential) else { return };

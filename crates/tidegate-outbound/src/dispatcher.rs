@@ -5,6 +5,7 @@
 //! future that isn't polled for a while doesn't block the calls behind it.
 
 mod call_slot;
+mod operator;
 mod peer_votes;
 mod timer;
 
@@ -487,10 +488,11 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         };
         DispatcherSnapshot {
             breaker: BreakerReport {
-                state: state.breaker.state(now).name(),
+                state: if self.config().breaker.is_some() { state.breaker.state(now).name() } else { "off" },
                 failures: state.breaker.failures(),
                 reset_in: state.breaker.peek(now).err().map_or(0, |refusal| refusal.reset_in.as_secs_ceil()),
             },
+            is_paused: state.is_paused,
             waiting: Lane::ALL.map(|lane| state.lanes.waiting(lane)),
             in_flight: Lane::ALL.map(|lane| state.lanes.in_flight(lane)),
             credentials: (0..state.pool.size()).map(credential_report).collect(),

@@ -76,6 +76,9 @@ pub enum CallErrorKind {
         /// The time when calls are sent again; `None` if not without a change.
         earliest: Option<Time>,
     },
+    /// An operator has stopped the calls to the provider, and ends that when it is time.
+    #[error("an operator has paused the provider")]
+    ProviderPaused,
     /// The call's lane is paused until after the deadline.
     #[error("background calls rest outside their hours")]
     LanePaused {
@@ -141,7 +144,7 @@ fn unreplayable_text(reason: &UnreplayableReason) -> &'static str {
 
 impl CallErrorKind {
     /// The reasons of failures, as in metrics.
-    pub const REASONS: [&str; 17] = [
+    pub const REASONS: [&str; 18] = [
         "breaker",
         "rate_limited",
         "paced",
@@ -159,6 +162,7 @@ impl CallErrorKind {
         "budget_spent",
         "final",
         "store",
+        "provider_paused",
     ];
 
     /// The index of its reason in [`REASONS`](Self::REASONS).
@@ -181,6 +185,7 @@ impl CallErrorKind {
             Self::BudgetSpent => 14,
             Self::Final => 15,
             Self::Store(_) => 16,
+            Self::ProviderPaused => 17,
         }
     }
 
@@ -196,6 +201,7 @@ impl CallErrorKind {
             Self::Unreplayable(_) => (502, "UnreplayableBodyError"),
             Self::Final => (502, "UpstreamError"),
             Self::Unavailable { .. } => (503, "ProviderUnavailableError"),
+            Self::ProviderPaused => (503, "ProviderPausedError"),
             Self::LanePaused { .. } => (503, "OutsideHoursError"),
             Self::QueueFull { .. } => (503, "QueueFullError"),
             Self::Store(_) => (503, "StoreError"),
@@ -221,6 +227,7 @@ impl CallErrorKind {
                 Self::CoolingDown { earliest: known_time(earliest) }
             }
             CallFailure::CredentialsCooling { earliest } => Self::CredentialsCooling { earliest: known_time(earliest) },
+            CallFailure::ProviderPaused => Self::ProviderPaused,
             CallFailure::LanePaused { until } => Self::LanePaused { until },
             CallFailure::QueueFull(full) => Self::QueueFull { lane: full.lane },
             CallFailure::DeadlineExceeded => Self::DeadlineExceeded,

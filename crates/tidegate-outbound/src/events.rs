@@ -51,6 +51,12 @@ pub enum ProviderChange {
         /// The time until it is tried again.
         until: Time,
     },
+    /// An operator has stopped the calls to the provider.
+    Paused,
+    /// An operator lets calls to the provider start again.
+    Resumed,
+    /// An operator has closed the breaker and ended the cool-downs.
+    Reset,
 }
 
 type Observer = Box<dyn Fn(&ProviderEvent) + Send + Sync>;
@@ -112,6 +118,11 @@ fn log(event: &ProviderEvent, suppressed: u64) {
         ProviderChange::CredentialRejected { credential, until } => {
             let seconds = seconds(until);
             tracing::warn!(provider, credential, seconds, suppressed, "a credential was rejected and is left out");
+        }
+        ProviderChange::Paused => tracing::warn!(provider, suppressed, "an operator has paused the provider"),
+        ProviderChange::Resumed => tracing::info!(provider, suppressed, "an operator has resumed the provider"),
+        ProviderChange::Reset => {
+            tracing::info!(provider, suppressed, "an operator has closed the breaker and ended the cool-downs");
         }
     }
 }

@@ -9,7 +9,7 @@ use tidegate_core::call::{Call, CallFailure, InFlight, NextStep, ProviderState};
 use tidegate_core::{Class, Clock, Lane, Span, Time};
 use tidegate_policy::outbound;
 use tidegate_runtime::clock::SystemClock;
-use tidegate_store::{Memory, Store};
+use tidegate_store::{Memory, Store, StoreError};
 
 use crate::dispatcher::{CallSlot, DispatchResult, ProviderInner, StartOutcome};
 use crate::{Attempt, AttemptOutcome, CallError, CallErrorKind, CallOptions, CallStats, Upstream, Urgency};
@@ -99,6 +99,27 @@ impl<S: Store, C: Clock> Provider<S, C> {
     /// The number of calls that have failed for each reason of [`CallErrorKind::REASONS`].
     pub fn failures(&self) -> [u64; CallErrorKind::REASONS.len()] {
         self.0.failures.each_ref().map(|count| count.load(Ordering::Relaxed))
+    }
+
+    /// Stops the calls of this process: those that start or wait fail with [`CallErrorKind::ProviderPaused`], and nothing
+    /// more is sent. Requests under way continue. Returns false if the provider is paused already.
+    pub fn pause(&self) -> bool {
+        self.0.set_paused(true)
+    }
+
+    /// Ends a [`pause`](Self::pause). Returns false if there is none.
+    pub fn resume(&self) -> bool {
+        self.0.set_paused(false)
+    }
+
+    /// Forgets the failures of the provider: closes the breaker, ends the cool-downs and rejections of its credentials,
+    /// and starts to learn pace and adaptive limit again. Counts of limits and quotas stay, and so does a pause. Nodes
+    /// that share the cool-downs notice their end after a while.
+    ///
+    /// # Errors
+    /// The store failed. Cool-downs that it keeps may then last.
+    pub async fn reset(&self) -> Result<(), StoreError> {
+        self.0.reset().await
     }
 
     /// Makes a call: waits in the queue, sends, and retries by the provider's rules.

@@ -20,6 +20,8 @@ const MAX_CREDENTIALS: usize = 100;
 pub struct ProviderReport {
     /// Its name.
     pub name: String,
+    /// True while an operator has stopped its calls.
+    pub paused: bool,
     /// Its circuit breaker.
     pub breaker: BreakerReport,
     /// Its lanes, least urgent first.
@@ -55,7 +57,7 @@ pub struct ProviderReport {
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct BreakerReport {
-    /// `closed`, `ramping`, `open` or `half-open`.
+    /// `closed`, `ramping`, `open` or `half-open`; `off` if the provider has no breaker.
     pub state: &'static str,
     /// The failures since the last reply that proves a working provider.
     pub failures: u32,
@@ -196,6 +198,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
         });
         ProviderReport {
             name: config.name.clone(),
+            paused: dispatcher.is_paused,
             breaker: dispatcher.breaker,
             lanes: lanes.into(),
             limits: Vec::new(),
@@ -272,6 +275,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
 /// The parts of a report that are read under the dispatcher's lock.
 pub(crate) struct DispatcherSnapshot {
     pub(crate) breaker: BreakerReport,
+    pub(crate) is_paused: bool,
     pub(crate) waiting: [usize; Lane::ALL.len()],
     pub(crate) in_flight: [u32; Lane::ALL.len()],
     /// The state of each credential, without its source.

@@ -225,7 +225,7 @@ pub(crate) fn may_be_secret(line: &str) -> bool {
 }
 
 /// Settings whose value is the source of a secret; an author may write the secret itself there.
-pub(crate) const SECRET_SETTINGS: [&str; 3] = ["token", "credentials", "secrets"];
+pub(crate) const SECRET_SETTINGS: [&str; 4] = ["token", "tokens", "credentials", "secrets"];
 
 /// The offset of a value that may be a secret: after the `=` of a key that reads like one, unless the value only says
 /// where the secret is.
@@ -255,7 +255,8 @@ fn secret_start_in_section(above: &str, line: &str) -> Option<usize> {
     }
     let equals = line.find('=').filter(|equals| !is_secret_source(&line[equals + 1..]))?;
     let header = before.find(|line| line.starts_with('['))?;
-    let of_secrets = header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| name.trim() == "secrets");
+    let of_secrets =
+        header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| matches!(name.trim(), "secrets" | "tokens"));
     of_secrets.then(|| value_start(line, equals))
 }
 

@@ -88,7 +88,7 @@ pub use query::Query;
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
     AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, LogFormat, LogLevel,
-    UpstreamAddress,
+    NamedToken, UpstreamAddress,
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;

@@ -138,18 +138,32 @@ pub struct ApiConfig {
     pub deny_status: u16,
 }
 
-/// `[admin]`: health, readiness and metrics.
+/// `[admin]`: health, metrics, the state and changes to it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AdminConfig {
     /// The address on which it listens; `None` for `listen = "off"`. Default 127.0.0.1:8083.
     pub listen: Option<SocketAddr>,
-    /// The bearer token that callers must send. Required beyond loopback.
+    /// The bearer token that callers must send, with full rights. Beyond loopback this or one of `tokens` is required.
     pub token: Option<SecretSource>,
+    /// More tokens, of which callers send one. At most 64.
+    pub tokens: Vec<NamedToken>,
     /// The same as [`ApiConfig::hosts`].
     pub hosts: Vec<String>,
     /// True to count requests and calls, and to answer `/metrics`. Default true.
     pub metrics: bool,
+}
+
+/// A bearer token with a name, by which log lines tell its requests from others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NamedToken {
+    /// The name: at most 64 letters, digits, `-`, `_` and `.`.
+    pub name: String,
+    /// The place of the token.
+    pub source: SecretSource,
+    /// True if requests with the token can't change anything. Default false.
+    pub read_only: bool,
 }
 
 /// `[log]`: the log on standard error.

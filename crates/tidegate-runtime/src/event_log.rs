@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// The latest events, each with a number, from 1. A new event displaces the oldest one when the log is full. So a writer
+/// The latest events, each with a number, from one after a given number. A log that begins with the time in milliseconds
+/// has higher numbers than one of an earlier process, unless that one had more than a thousand events a second. A new event displaces the oldest one when the log is full. So a writer
 /// never waits for a reader, and a reader that is too slow learns how many events it has missed.
 ///
 /// ```
 /// use tidegate_runtime::event_log::EventLog;
 ///
-/// let log = EventLog::new(2);
+/// let log = EventLog::new(2, 0);
 /// for event in ["opened", "half-open", "closed"] {
 ///     log.publish(event);
 /// }
@@ -27,6 +28,8 @@ pub struct EventLog<T> {
 
 #[derive(Debug)]
 struct Events<T> {
+    /// The number before that of the first event.
+    start: u64,
     /// The number of the last event.
     last: u64,
     kept: VecDeque<Arc<T>>,
@@ -51,9 +54,9 @@ impl<T> NewEvents<T> {
 }
 
 impl<T> EventLog<T> {
-    /// Returns a log that keeps this number of events, at least 1.
-    pub fn new(capacity: usize) -> Self {
-        Self { capacity: capacity.max(1), events: Mutex::new(Events { last: 0, kept: VecDeque::new() }) }
+    /// Returns a log that keeps `capacity` events, at least 1. The first event has the number after `start`.
+    pub fn new(capacity: usize, start: u64) -> Self {
+        Self { capacity: capacity.max(1), events: Mutex::new(Events { start, last: start, kept: VecDeque::new() }) }
     }
 
     /// Adds an event.
@@ -67,11 +70,11 @@ impl<T> EventLog<T> {
         drop(events);
     }
 
-    /// The kept events after the one with this number; all of them after 0. A number that the log hasn't reached counts
-    /// as 0, because it belongs to an earlier log.
+    /// The kept events after the one with this number; all of them after 0. A number outside the log counts as 0, because
+    /// it belongs to an earlier log.
     pub fn after(&self, seen: u64) -> NewEvents<T> {
         let events = self.events.lock();
-        let seen = if seen > events.last { 0 } else { seen };
+        let seen = if (events.start..=events.last).contains(&seen) { seen } else { events.start };
         let unseen = events.last - seen;
         let kept = events.kept.len();
         let new = usize::try_from(unseen).unwrap_or(usize::MAX).min(kept);
@@ -89,7 +92,7 @@ mod tests {
 
     #[test]
     fn a_reader_gets_each_event_once() {
-        let log = EventLog::new(4);
+        let log = EventLog::new(4, 0);
         assert_eq!((log.after(0).events.len(), log.after(7).last), (0, 0));
         let mut seen = 0;
         for round in 0..10u32 {
@@ -105,11 +108,21 @@ mod tests {
 
     #[test]
     fn a_slow_reader_learns_the_number_of_missed_events() {
-        let log = EventLog::new(4);
+        let log = EventLog::new(4, 0);
         (1..=10).for_each(|number| log.publish(number));
         let news = log.after(3);
         assert_eq!((news.missed, news.last), (3, 10));
         assert_eq!(news.events.iter().map(|event| **event).collect::<Vec<_>>(), [7, 8, 9, 10]);
         assert_eq!(log.after(11).events.len(), 4);
+    }
+
+    #[test]
+    fn numbers_of_an_earlier_log_skip_nothing() {
+        let log = EventLog::new(4, 1000);
+        (1..=6).for_each(|number| log.publish(number));
+        for (seen, events, missed) in [(0, 4, 2), (7, 4, 2), (1000, 4, 2), (1005, 1, 0), (1007, 4, 2)] {
+            let news = log.after(seen);
+            assert_eq!((news.events.len(), news.missed, news.last), (events, missed, 1006), "{seen}");
+        }
     }
 }

@@ -14,13 +14,13 @@ use std::sync::Arc;
 use http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION};
 use http::header::{HeaderValue, WWW_AUTHENTICATE};
 use http::uri::Authority;
-use http::{Request, Response, StatusCode};
+use http::{Request, Response, StatusCode, Version};
 use tidegate::policy::Query;
 use tidegate_core::Time;
 use tidegate_policy::Secret;
 
 use crate::body::ResponseBody;
-use crate::local_response::error;
+use crate::local_response::{HttpError, error};
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 
@@ -63,8 +63,32 @@ pub(crate) struct Access {
     hosts: Vec<String>,
     /// The usual names of the listener, which are compared before a name is parsed.
     usual_names: [String; 2],
-    token: Option<Secret>,
+    /// Empty if programs on this machine may call without one.
+    tokens: Box<[AccessToken]>,
     refusals: Arc<RefusalLog>,
+}
+
+/// A token of a listener.
+pub(crate) struct AccessToken {
+    pub(crate) name: Box<str>,
+    pub(crate) secret: Secret,
+    pub(crate) read_only: bool,
+}
+
+/// The caller of a request, as far as its token tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity<'a> {
+    /// The name of its token. `None` if the listener has no tokens.
+    pub(crate) token: Option<&'a str>,
+    /// True if it may not change anything.
+    pub(crate) read_only: bool,
+}
+
+impl Identity<'_> {
+    /// The name of its token for the log.
+    pub(crate) fn name(&self) -> &str {
+        self.token.unwrap_or("none")
+    }
 }
 
 /// The reason why a request is denied.
@@ -76,6 +100,8 @@ pub(crate) enum AccessError {
     Origin,
     /// The request doesn't have the token.
     Token,
+    /// The request has no `Host`, which HTTP/1.1 requires.
+    NoHost,
 }
 
 impl Access {
@@ -83,33 +109,47 @@ impl Access {
         listener: ListenerKind,
         address: SocketAddr,
         hosts: &[String],
-        token: Option<Secret>,
+        tokens: Vec<AccessToken>,
         refusals: Arc<RefusalLog>,
     ) -> Self {
         let usual_names = [address.to_string(), format!("localhost:{}", address.port())];
-        Self { listener, own_ip: address.ip().to_canonical(), hosts: hosts.to_vec(), usual_names, token, refusals }
-    }
-
-    /// Returns `Ok` if a request may pass: it has the token, or, if there is no token, it isn't a web page's.
-    pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<(), AccessError> {
-        self.check_headers(request.headers(), request.uri().authority())
-    }
-
-    fn check_headers(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
-        match &self.token {
-            Some(token) if self.has_token(token, headers) => Ok(()),
-            Some(_) => Err(AccessError::Token),
-            None => self.check_web_page(headers, target),
+        Self {
+            listener,
+            own_ip: address.ip().to_canonical(),
+            hosts: hosts.to_vec(),
+            usual_names,
+            tokens: tokens.into(),
+            refusals,
         }
     }
 
-    fn has_token(&self, token: &Secret, headers: &HeaderMap) -> bool {
+    /// Returns the caller of a request that may pass: it has a token, or, if there are no tokens, it isn't a web page's.
+    pub(crate) fn check<B>(&self, request: &Request<B>) -> Result<Identity<'_>, AccessError> {
+        let must_have_host = self.listener != ListenerKind::Gateway && request.version() == Version::HTTP_11;
+        if must_have_host && !request.headers().contains_key(HOST) {
+            return Err(AccessError::NoHost);
+        }
+        self.identify(request.headers(), request.uri().authority())
+    }
+
+    fn identify(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<Identity<'_>, AccessError> {
+        if self.tokens.is_empty() {
+            return self.check_web_page(headers, target).map(|()| Identity { token: None, read_only: false });
+        }
+        let token = self.find_token(headers).ok_or(AccessError::Token)?;
+        Ok(Identity { token: Some(&token.name), read_only: token.read_only })
+    }
+
+    /// The token of a request. All tokens are compared, so that the time doesn't tell which one is nearly right.
+    fn find_token(&self, headers: &HeaderMap) -> Option<&AccessToken> {
         let [bearer, plain] = self.listener.token_headers().map(|name| headers.get(name).map(HeaderValue::as_bytes));
         let bearer = bearer.and_then(|value| {
             let (scheme, token) = value.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
         });
-        [bearer, plain].into_iter().flatten().any(|value| token.matches(value))
+        [bearer, plain].into_iter().flatten().find_map(|value| {
+            self.tokens.iter().fold(None, |found, token| if token.secret.matches(value) { Some(token) } else { found })
+        })
     }
 
     fn check_web_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
@@ -166,7 +206,8 @@ impl Access {
         })
     }
 
-    /// The response to a denied request. Denials of web pages are counted and logged.
+    /// The response to a denied request. Denials of web pages, and on the admin listener of wrong tokens, are counted and
+    /// logged.
     #[cold]
     pub(crate) fn denied_response<B>(
         &self,
@@ -177,7 +218,11 @@ impl Access {
     ) -> Response<ResponseBody> {
         let section = self.listener.section();
         let (status, reason, message) = match denied {
-            AccessError::Token => return self.token_required_response(),
+            AccessError::NoHost => return HttpError::InvalidHost.response(),
+            AccessError::Token if self.listener != ListenerKind::Admin => return self.token_required_response(),
+            AccessError::Token => {
+                (StatusCode::UNAUTHORIZED, RejectionReason::Token, "the request has no valid token".to_owned())
+            }
             AccessError::Host => (
                 StatusCode::MISDIRECTED_REQUEST,
                 RejectionReason::ForeignHost,
@@ -193,7 +238,7 @@ impl Access {
         let (ip, path) = (Some(peer.ip().to_canonical()), Some(request.uri().path()));
         let query = Query { ip, host, path, ..Query::default() };
         self.refusals.log_rejection(now, reason, &query, &message);
-        error(status, &message)
+        if denied == AccessError::Token { self.token_required_response() } else { error(status, &message) }
     }
 
     fn token_required_response(&self) -> Response<ResponseBody> {
@@ -230,8 +275,18 @@ mod tests {
     use super::*;
     use crate::events::server_events;
 
+    impl Access {
+        fn check_headers(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
+            self.identify(headers, target).map(drop)
+        }
+    }
+
+    fn token(name: &str, secret: &str, read_only: bool) -> AccessToken {
+        AccessToken { name: name.into(), secret: Secret::new(secret), read_only }
+    }
+
     fn refusal_log() -> Arc<RefusalLog> {
-        Arc::new(RefusalLog::new(1, Arc::new(server_events())))
+        Arc::new(RefusalLog::new(1, Arc::new(server_events(Time::ZERO))))
     }
 
     fn headers(lines: &[(&'static str, &'static str)]) -> HeaderMap {
@@ -244,7 +299,7 @@ mod tests {
 
     fn open(listens: &str, hosts: &[&str]) -> Access {
         let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-        Access::new(ListenerKind::Api, listens.parse().unwrap(), &hosts, None, refusal_log())
+        Access::new(ListenerKind::Api, listens.parse().unwrap(), &hosts, Vec::new(), refusal_log())
     }
 
     #[test]
@@ -366,8 +421,8 @@ mod tests {
     #[test]
     fn a_valid_token_suffices_in_either_header() {
         let with = |listener| {
-            let token = Some(Secret::new("s3cret"));
-            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], token, refusal_log())
+            let tokens = vec![token("token", "s3cret", false)];
+            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], tokens, refusal_log())
         };
         let (gateway, api) = (with(ListenerKind::Gateway), with(ListenerKind::Api));
         for (name, value, passes_gateway, passes_api) in [
@@ -390,5 +445,20 @@ mod tests {
             }
         }
         assert_eq!(api.check_headers(&headers(&[("host", "10.1.2.3")]), None), Err(AccessError::Token));
+    }
+
+    #[test]
+    fn tokens_tell_the_callers_name_and_rights() {
+        let tokens = vec![token("token", "s3cret", false), token("ops", "s3cret2", false), token("dash", "look", true)];
+        let access = Access::new(ListenerKind::Admin, "0.0.0.0:8083".parse().unwrap(), &[], tokens, refusal_log());
+        for (secret, token, read_only) in
+            [("Bearer s3cret", "token", false), ("Bearer s3cret2", "ops", false), ("Bearer look", "dash", true)]
+        {
+            let found = access.identify(&headers(&[("authorization", secret)]), None);
+            assert_eq!(found, Ok(Identity { token: Some(token), read_only }));
+        }
+        let both = headers(&[("authorization", "Bearer wrong"), ("x-tidegate-token", "look")]);
+        assert_eq!(access.identify(&both, None).map(|caller| caller.token), Ok(Some("dash")));
+        assert_eq!(access.identify(&headers(&[("authorization", "Bearer ops")]), None), Err(AccessError::Token));
     }
 }

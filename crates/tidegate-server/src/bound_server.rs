@@ -129,7 +129,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             let (metrics, events, clock) = (Arc::clone(metrics), Arc::clone(events), gate.clock().clone());
             move |losses: &Losses| {
                 metrics.record_losses(losses);
-                events.publish(ServerEvent { at: clock.now(), change: losses.into() });
+                events.publish(ServerEvent::new(clock.now(), losses.into()));
             }
         };
         let maintain = {

@@ -1,5 +1,6 @@
 //! The changes of state that operators watch: blocks of clients, providers, credentials, breakers, the store and quotas.
 
+mod provider_events;
 mod stream;
 mod watcher;
 
@@ -7,12 +8,13 @@ use std::fmt;
 use std::net::IpAddr;
 
 use serde::Serialize;
+use serde_json::{Map, Value};
 use tidegate::Time;
-use tidegate::outbound::{ProviderChange, ProviderEvent};
 use tidegate::store::Losses;
 use tidegate_core::time::UtcText;
 use tidegate_runtime::event_log::EventLog;
 
+pub(crate) use self::provider_events::ProviderEventPublisher;
 pub(crate) use self::stream::EventStream;
 pub(crate) use self::watcher::{watch_quotas, watch_store};
 
@@ -22,9 +24,10 @@ const CAPACITY: usize = 1024;
 /// The events of a server.
 pub(crate) type ServerEvents = EventLog<ServerEvent>;
 
-/// Returns an empty log of events.
-pub(crate) fn server_events() -> ServerEvents {
-    EventLog::new(CAPACITY)
+/// Returns an empty log of events. Numbers begin at the time, so that a reader that knows those of an earlier process
+/// misses nothing.
+pub(crate) fn server_events(now: Time) -> ServerEvents {
+    EventLog::new(CAPACITY, now.as_micros() / 1000)
 }
 
 /// A change of state.
@@ -32,21 +35,37 @@ pub(crate) fn server_events() -> ServerEvents {
 pub(crate) struct ServerEvent {
     pub(crate) at: Time,
     pub(crate) change: Change,
+    /// The number of similar events before this one that weren't published.
+    unpublished: u64,
 }
 
 /// The change of a [`ServerEvent`]. Times are in seconds, rounded up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub(crate) enum Change {
-    /// A block of a client has begun. Of a flood of blocks, only some are published: `unpublished` is the number of
-    /// others before this one.
-    Blocked { limit: String, ip: Option<IpAddr>, seconds: u64, strikes: u8, shadow: bool, unpublished: u64 },
+    /// A block of a client has begun.
+    Blocked {
+        limit: String,
+        ip: Option<IpAddr>,
+        /// The parts of the key, as far as they may be shown.
+        client: Map<String, Value>,
+        seconds: u64,
+        strikes: u8,
+        by_operator: bool,
+        shadow: bool,
+    },
     /// The circuit breaker of a provider has changed its state.
     Breaker { provider: String, state: &'static str, failures: u32, reset_in: u64 },
     /// A provider has throttled a credential.
     CoolingDown { provider: String, credential: usize, seconds: Option<u64>, all_cooling: bool },
     /// A provider has rejected a credential.
     CredentialRejected { provider: String, credential: usize, seconds: u64 },
+    /// An operator has stopped the calls to a provider.
+    Paused { provider: String },
+    /// An operator lets calls to a provider start again.
+    Resumed { provider: String },
+    /// An operator has closed the breaker of a provider and ended its cool-downs.
+    Reset { provider: String },
     /// Decisions are made without the store.
     StoreLost { store: String },
     /// The store answers again.
@@ -69,23 +88,13 @@ impl From<&Losses> for Change {
 }
 
 impl ServerEvent {
-    /// The event for a change of a provider. `None` if this server doesn't know the change.
-    pub(crate) fn from_provider(ProviderEvent { at, provider, change }: &ProviderEvent) -> Option<Self> {
-        let provider = provider.clone();
-        let seconds_until = |until: Time| until.since(*at).as_secs_ceil();
-        let change = match *change {
-            ProviderChange::Breaker { state, failures, reset_in } => {
-                Change::Breaker { provider, state: state.name(), failures, reset_in: reset_in.as_secs_ceil() }
-            }
-            ProviderChange::CoolingDown { credential, until, all_cooling } => {
-                Change::CoolingDown { provider, credential, seconds: until.map(seconds_until), all_cooling }
-            }
-            ProviderChange::CredentialRejected { credential, until } => {
-                Change::CredentialRejected { provider, credential, seconds: seconds_until(until) }
-            }
-            _ => return None,
-        };
-        Some(Self { at: *at, change })
+    pub(crate) fn new(at: Time, change: Change) -> Self {
+        Self { at, change, unpublished: 0 }
+    }
+
+    /// One of many similar events.
+    pub(crate) fn after_unpublished(at: Time, change: Change, unpublished: u64) -> Self {
+        Self { at, change, unpublished }
     }
 
     /// The event as a JSON object, with its number.
@@ -94,22 +103,33 @@ impl ServerEvent {
         object["id"] = number.into();
         object["time"] = UtcText::from(self.at).to_string().into();
         object["unix_ms"] = (self.at.as_micros() / 1000).into();
-        object["message"] = self.change.to_string().into();
+        object["unpublished"] = self.unpublished.into();
+        object["message"] = match self.unpublished {
+            0 => self.change.to_string(),
+            others => format!("{}; {others} others before it", self.change),
+        }
+        .into();
         object
     }
+}
+
+/// The parts of a client's key as text, such as `203.0.113.7 key=alice`.
+fn client_text(client: &Map<String, Value>) -> String {
+    let part = |(name, value): (&String, &Value)| {
+        let value = value.as_str().unwrap_or_default();
+        if name == "client_ip" { value.to_owned() } else { format!("{name}={value}") }
+    };
+    if client.is_empty() { "everybody".to_owned() } else { client.iter().map(part).collect::<Vec<_>>().join(" ") }
 }
 
 impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Blocked { limit, ip, seconds, strikes, shadow, unpublished } => {
-                match ip {
-                    Some(ip) => write!(f, "{ip}")?,
-                    None => f.write_str("a client")?,
-                }
+            Self::Blocked { limit, client, seconds, strikes, by_operator, shadow, .. } => {
+                f.write_str(&client_text(client))?;
                 f.write_str(if *shadow { " would be" } else { " is" })?;
-                write!(f, " blocked under {limit} for {seconds} s after strike {strikes}")?;
-                if *unpublished > 0 { write!(f, "; {unpublished} others before it") } else { Ok(()) }
+                write!(f, " blocked under {limit} for {seconds} s ")?;
+                if *by_operator { f.write_str("by an operator") } else { write!(f, "after strike {strikes}") }
             }
             Self::Breaker { provider, state: "open", failures, reset_in } => {
                 write!(f, "{provider}: the circuit breaker is open after {failures} failures, for {reset_in} s")
@@ -124,6 +144,11 @@ impl fmt::Display for Change {
             }
             Self::CredentialRejected { provider, credential, seconds } => {
                 write!(f, "{provider}: credential {credential} was rejected and is left out for {seconds} s")
+            }
+            Self::Paused { provider } => write!(f, "{provider}: an operator has paused it, so calls are refused"),
+            Self::Resumed { provider } => write!(f, "{provider}: an operator has resumed it"),
+            Self::Reset { provider } => {
+                write!(f, "{provider}: an operator has closed the circuit breaker and ended the cool-downs")
             }
             Self::StoreLost { store } => write!(f, "the store {store} is away: decisions are made without it"),
             Self::StoreBack { store, seconds } => write!(f, "the store {store} is back after {seconds} s"),

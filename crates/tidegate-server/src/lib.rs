@@ -18,10 +18,11 @@
 //! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
 //! | outbound, 8081 | the gateway to external APIs, with `[outbound]` | `outbound.connections`, 64 KiB per head |
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB per decision request |
-//! | admin, 8083 | `/healthz`, `/readyz` | 64 connections |
+//! | admin, 8083 | health, metrics, the state as JSON, and changes by operators | 64 connections, 16 KiB per change |
 //!
 //! # Access
-//! Every listener except inbound checks its token, if it has one. Beyond loopback a token is required.
+//! Every listener except inbound checks its token, if it has one. Beyond loopback a token is required. The admin listener
+//! may have several; some may only be for reading.
 //!
 //! Without a token, a listener accepts requests of programs on this machine, but not of web pages:
 //! - `Host` must be loopback, the listener's own address or one of the section's `hosts` (else 421).
@@ -55,6 +56,7 @@
 //!   closes idle connections after two ticks, and ends the remaining connections after `timeouts.shutdown`.
 
 mod access;
+mod audit_log;
 mod body;
 mod bound_server;
 mod client_limit;
@@ -103,7 +105,7 @@ use tokio::sync::Semaphore;
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
-use crate::events::{EventStream, ServerEvent, server_events};
+use crate::events::{EventStream, ProviderEventPublisher, server_events};
 use crate::listener::{Listener, ListenerConfig};
 use crate::metrics::RequestMetrics;
 use crate::refusal_log::RefusalLog;
@@ -157,10 +159,10 @@ pub enum ServeError {
         address: SocketAddr,
     },
     /// A listener's token can't be read.
-    #[error("{listener}.token: {source}")]
+    #[error("{setting}: {source}")]
     Token {
-        /// `outbound`, `api` or `admin`.
-        listener: &'static str,
+        /// The setting: `api.token`, `admin.tokens.NAME`.
+        setting: String,
         /// The cause.
         source: SecretError,
     },
@@ -257,7 +259,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// See [`ServeError`]. On an error no listener stays open.
     pub fn bind(self) -> Result<BoundServer<S, C>, ServeError> {
         let admin = self.policy.admin();
-        let events = Arc::new(server_events());
+        let events = Arc::new(server_events(self.gate.clock().now()));
         let (reload, reload_requests) = reload_channel();
         let parts = Arc::new(SharedParts {
             env: self.env,
@@ -290,12 +292,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         parts.connections.get_or_init(|| listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect());
         // Last, because only one server can observe the providers.
         if let Some(providers) = &engine.providers {
-            let events = Arc::clone(&parts.events);
-            providers.observe(move |event| {
-                if let Some(event) = ServerEvent::from_provider(event) {
-                    events.publish(event);
-                }
-            });
+            let publisher = ProviderEventPublisher::new(Arc::clone(&parts.events));
+            providers.observe(move |event| publisher.publish(event));
         }
         let cells =
             StateCells { engine: StateCell::new(engine), proxy, gateway, api: api_cell, admin: admin_cell };

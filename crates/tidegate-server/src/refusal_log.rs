@@ -14,9 +14,10 @@ use tidegate_core::{LimitId, MAX_LIMITS, Time};
 use tidegate_runtime::log_throttle::LogThrottle;
 use tracing::field::display;
 
+use crate::audit_log::AuditLog;
 use crate::events::{Change, ServerEvent, ServerEvents};
 use crate::log::{EscapedError, EscapedText, MaskedKey};
-use crate::refused_clients::RefusedClients;
+use crate::refused_clients::{RefusedClients, shown_client};
 use crate::rejections::RejectionReason;
 
 /// The interval at which lines that weren't written are summed up.
@@ -34,6 +35,8 @@ pub(crate) struct RefusalLog {
     unlogged_refusals: Box<[UnloggedRefusals]>,
     failure_throttle: LogThrottle,
     rejection_throttle: LogThrottle,
+    /// The changes that operators ask for.
+    pub(crate) audit: AuditLog,
     /// The clients that were refused.
     pub(crate) clients: RefusedClients,
     events: Arc<ServerEvents>,
@@ -56,6 +59,7 @@ impl RefusalLog {
             unlogged_refusals: (0..=MAX_LIMITS).map(|_| UnloggedRefusals::default()).collect(),
             failure_throttle: LogThrottle::new(lines),
             rejection_throttle: LogThrottle::new(lines),
+            audit: AuditLog::new(lines),
             clients: RefusedClients::default(),
             events,
             event_throttle: LogThrottle::new(MAX_BLOCK_EVENTS),
@@ -69,9 +73,9 @@ impl RefusalLog {
         if decision.allowed && !decision.shadow {
             return;
         }
-        self.clients.record(plan, actions, query, decision);
+        self.clients.record(plan, query, decision);
         if decision.begins_block {
-            self.publish_block(plan, query, decision);
+            self.publish_block(plan, query, decision, false);
         }
         if self.refusal_throttle.admit(decision.now).is_some() {
             return write_refusal(plan, actions, query, decision);
@@ -83,27 +87,37 @@ impl RefusalLog {
         }
     }
 
+    /// Notes a block that an operator has imposed.
+    pub(crate) fn note_block(&self, plan: &Plan, query: &Query<'_>, decision: &Decision) {
+        self.clients.record_block(plan, query, decision);
+        self.publish_block(plan, query, decision, true);
+    }
+
     /// Publishes that a block has begun.
     #[cold]
-    fn publish_block(&self, plan: &Plan, query: &Query<'_>, decision: &Decision) {
+    fn publish_block(&self, plan: &Plan, query: &Query<'_>, decision: &Decision, by_operator: bool) {
         let (Some(limit), Some(unpublished)) = (decision.bound_by, self.event_throttle.admit(decision.now)) else {
             return;
         };
         let change = Change::Blocked {
             limit: plan.limit_info(limit).name().to_owned(),
             ip: query.ip,
-            seconds: decision.backoff.unwrap_or_default().as_secs_ceil(),
+            client: shown_client(plan, limit, decision.key, query),
+            // The block of an operator may be shorter than that of its strikes.
+            seconds: if by_operator { decision.retry_after } else { decision.backoff }
+                .unwrap_or_default()
+                .as_secs_ceil(),
+            by_operator,
             strikes: decision.strikes,
             shadow: decision.shadow,
-            unpublished,
         };
-        self.events.publish(ServerEvent { at: decision.now, change });
+        self.events.publish(ServerEvent::after_unpublished(decision.now, change, unpublished));
     }
 
     /// Counts a request that was rejected before any decision, and logs it unless the limit on lines is reached.
     #[cold]
     pub(crate) fn log_rejection(&self, now: Time, reason: RejectionReason, query: &Query<'_>, why: &str) {
-        let total = self.rejection_counts[reason as usize].fetch_add(1, Ordering::Relaxed) + 1;
+        let total = self.count_rejection(reason);
         let Some(suppressed) = self.rejection_throttle.admit(now) else { return };
         tracing::info!(
             reason = reason.as_str(),
@@ -115,6 +129,11 @@ impl RefusalLog {
             suppressed,
             "rejected"
         );
+    }
+
+    /// Counts a request that was rejected. Returns the number of those with this reason.
+    pub(crate) fn count_rejection(&self, reason: RejectionReason) -> u64 {
+        self.rejection_counts[reason as usize].fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// The number of rejected requests for each reason since the start, in the order of [`RejectionReason::ALL`].
@@ -180,6 +199,7 @@ impl RefusalLog {
         if let suppressed @ 1.. = self.rejection_throttle.take_suppressed() {
             tracing::info!(suppressed, "rejected requests not logged one by one");
         }
+        self.audit.log_summary();
     }
 }
 
@@ -206,6 +226,6 @@ pub(crate) fn trace_parent(headers: &HeaderMap) -> Option<&str> {
 }
 
 /// Returns a path without its query string, safe to log.
-fn escaped_path(path: &str) -> EscapedText<'_> {
+pub(crate) fn escaped_path(path: &str) -> EscapedText<'_> {
     EscapedText(path.split('?').next().unwrap_or(path))
 }

@@ -1,12 +1,11 @@
 //! The clients that are blocked or were refused lately, in bounded memory.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 
 use foldhash::fast::FixedState;
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
-use tidegate::policy::{ActionId, KeyPart, MatchedActions, Plan, Query};
+use tidegate::policy::{ActionId, KeyPart, Plan, Query};
 use tidegate::{Decision, Reason, Time};
 use tidegate_core::time::UtcText;
 use tidegate_core::{Key, LimitId};
@@ -17,13 +16,14 @@ const SHARDS: usize = 16;
 const SHARD_CAPACITY: usize = 256;
 /// The number of clients of which a new one replaces the least important.
 const CANDIDATES: usize = 4;
-/// The maximum length of a caller's key, in characters.
-const MAX_CALLER_CHARS: usize = 128;
+/// The maximum length of a part of a key, in characters.
+const MAX_PART_CHARS: usize = 128;
 /// The maximum number of clients in one report.
 pub(crate) const MAX_REPORTED: usize = 1_000;
 
-/// The clients that were refused, each under the limit that refused it. At the bound, a new client replaces one of a few:
-/// rather one that isn't blocked, and of those the one that was refused longest ago.
+/// The clients that were refused, each under the limit that refused it. At the bound, the least important of a new client
+/// and a few others is left out: rather one that isn't blocked, then the one whose block ends first, then the one that was
+/// refused longest ago.
 #[derive(Default)]
 pub(crate) struct RefusedClients {
     shards: [Mutex<Shard>; SHARDS],
@@ -36,16 +36,16 @@ struct Shard {
     positions: HashMap<(LimitId, Key), usize, FixedState>,
     /// The first candidate for the next replacement.
     next_candidate: usize,
+    /// The number of clients that were left out.
+    displaced: u64,
 }
 
 #[derive(Clone, Debug)]
 struct RefusedClient {
     limit: LimitId,
     key: Key,
-    action: Option<ActionId>,
-    ip: Option<IpAddr>,
-    /// The caller's key of the decision API.
-    caller: Option<Box<str>>,
+    /// The values of the key's parts. `None` for those that may be secrets.
+    parts: Box<[Option<Box<str>>]>,
     refusals: u64,
     strikes: u8,
     is_blocked: bool,
@@ -56,16 +56,55 @@ struct RefusedClient {
     last_at: Time,
 }
 
+/// The parts of a client's key under a limit. A hash of the whole key stands for values that may be secrets.
+pub(crate) fn shown_client(plan: &Plan, limit: LimitId, key: Key, query: &Query<'_>) -> Map<String, Value> {
+    client_json(plan, limit, key, &shown_parts(plan, limit, query))
+}
+
+fn client_json(plan: &Plan, limit: LimitId, key: Key, parts: &[Option<Box<str>>]) -> Map<String, Value> {
+    let hash = || format!("#{:08x}", key.lo() >> 32);
+    let names = plan.key_parts(limit).iter().map(ToString::to_string);
+    names.zip(parts).map(|(name, value)| (name, value.as_deref().map_or_else(hash, str::to_owned).into())).collect()
+}
+
+fn shown_parts(plan: &Plan, limit: LimitId, query: &Query<'_>) -> Box<[Option<Box<str>>]> {
+    let shown = |part: &KeyPart| -> Option<Box<str>> {
+        let text = match part {
+            KeyPart::ClientIp | KeyPart::Ipv6Network(_) => return query.ip.map(|ip| ip.to_string().into()),
+            KeyPart::Key => query.key,
+            KeyPart::Platform => query.platform,
+            KeyPart::Method => query.method,
+            KeyPart::Host => query.host,
+            KeyPart::Path => query.path.map(|path| path.split('?').next().unwrap_or(path)),
+            KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => None,
+        };
+        text.map(|text| text.chars().take(MAX_PART_CHARS).collect())
+    };
+    plan.key_parts(limit).iter().map(shown).collect()
+}
+
 impl RefusedClients {
     /// Notes a refusal, or one that shadow mode admitted.
-    pub(crate) fn record(&self, plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
+    pub(crate) fn record(&self, plan: &Plan, query: &Query<'_>, decision: &Decision) {
+        self.update(plan, query, decision, 1);
+    }
+
+    /// Notes a block that an operator has imposed.
+    pub(crate) fn record_block(&self, plan: &Plan, query: &Query<'_>, decision: &Decision) {
+        self.update(plan, query, decision, 0);
+    }
+
+    fn update(&self, plan: &Plan, query: &Query<'_>, decision: &Decision, refusals: u64) {
         let Some(limit) = decision.bound_by else { return };
         let mut shard = self.shards[decision.key.lo() as usize % SHARDS].lock();
-        let position = match shard.positions.get(&(limit, decision.key)) {
-            Some(position) => *position,
-            None => shard.insert(RefusedClient::new(plan, limit, actions, query, decision)),
-        };
-        shard.clients[position].update(decision);
+        match shard.positions.get(&(limit, decision.key)).copied() {
+            Some(position) => shard.clients[position].update(decision, refusals),
+            None => {
+                let mut client = RefusedClient::new(plan, limit, query, decision);
+                client.update(decision, refusals);
+                shard.insert(client);
+            }
+        }
     }
 
     /// Notes that the state of these keys was reset.
@@ -82,50 +121,53 @@ impl RefusedClients {
     /// The clients as JSON: those that are blocked now first, then those that were refused most. Only those of this
     /// action, if one is given.
     pub(crate) fn json(&self, plan: &Plan, action: Option<ActionId>, now: Time) -> Value {
-        let all = self.shards.iter().flat_map(|shard| shard.lock().clients.clone());
-        let mut clients: Vec<RefusedClient> =
-            all.filter(|client| action.is_none_or(|action| client.action == Some(action))).collect();
-        clients.sort_unstable_by_key(|client| std::cmp::Reverse((client.is_blocked_at(now), client.refusals)));
+        let (mut clients, mut displaced) = (Vec::new(), 0);
+        for shard in &self.shards {
+            let shard = shard.lock();
+            displaced += shard.displaced;
+            clients.extend(shard.clients.iter().cloned());
+        }
+        clients.retain(|client| action.is_none() || plan.limit_info(client.limit).action() == action);
+        clients.sort_unstable_by_key(|client| {
+            std::cmp::Reverse((client.is_blocked_at(now), client.refusals, client.importance(now)))
+        });
         let blocked = clients.iter().filter(|client| client.is_blocked_at(now)).count();
-        let shown = clients.iter().take(MAX_REPORTED).map(|client| client.json(plan, now));
-        json!({ "clients": shown.collect::<Vec<_>>(), "blocked": blocked, "known": clients.len() })
+        let shown: Vec<Value> = clients.iter().take(MAX_REPORTED).map(|client| client.json(plan, now)).collect();
+        json!({ "clients": shown, "blocked": blocked, "known": clients.len(), "displaced": displaced })
     }
 }
 
 impl Shard {
-    /// Inserts a client, and returns its position.
-    fn insert(&mut self, client: RefusedClient) -> usize {
+    /// Inserts a client, unless there is no room and it is the least important one.
+    fn insert(&mut self, client: RefusedClient) {
         let (identity, now) = ((client.limit, client.key), client.last_at);
         let position = if self.clients.len() < SHARD_CAPACITY {
             self.clients.push(client);
             self.clients.len() - 1
         } else {
+            self.displaced += 1;
             // Far apart, because clients that were blocked together are neighbours.
             let distance = SHARD_CAPACITY / CANDIDATES;
             let candidates = (0..CANDIDATES).map(|number| self.next_candidate + number * distance);
-            let least = candidates.min_by_key(|at| (self.clients[*at].is_blocked_at(now), self.clients[*at].last_at));
-            let least = least.unwrap_or(self.next_candidate);
+            let least = candidates.min_by_key(|at| self.clients[*at].importance(now)).unwrap_or(self.next_candidate);
             self.next_candidate = (self.next_candidate + 1) % distance;
+            if client.importance(now) < self.clients[least].importance(now) {
+                return;
+            }
             let replaced = std::mem::replace(&mut self.clients[least], client);
             self.positions.remove(&(replaced.limit, replaced.key));
             least
         };
         self.positions.insert(identity, position);
-        position
     }
 }
 
 impl RefusedClient {
-    fn new(plan: &Plan, limit: LimitId, actions: MatchedActions, query: &Query<'_>, decision: &Decision) -> Self {
-        let parts = plan.key_parts(limit);
-        let has_ip = parts.iter().any(|part| matches!(part, KeyPart::ClientIp | KeyPart::Ipv6Network(_)));
-        let caller = query.key.filter(|_| parts.contains(&KeyPart::Key));
+    fn new(plan: &Plan, limit: LimitId, query: &Query<'_>, decision: &Decision) -> Self {
         Self {
             limit,
             key: decision.key,
-            action: plan.limit_info(limit).action().or(actions.first()),
-            ip: query.ip.filter(|_| has_ip),
-            caller: caller.map(|caller| caller.chars().take(MAX_CALLER_CHARS).collect()),
+            parts: shown_parts(plan, limit, query),
             refusals: 0,
             strikes: 0,
             is_blocked: false,
@@ -136,8 +178,8 @@ impl RefusedClient {
         }
     }
 
-    fn update(&mut self, decision: &Decision) {
-        self.refusals += 1;
+    fn update(&mut self, decision: &Decision, refusals: u64) {
+        self.refusals += refusals;
         self.strikes = decision.strikes;
         // Another limit of the call may block it, and then has the shorter wait.
         self.is_blocked = decision.reason == Reason::Penalty;
@@ -146,27 +188,21 @@ impl RefusedClient {
         self.last_at = decision.now;
     }
 
+    /// The end of its block, if it is blocked, and the time of its last refusal.
+    fn importance(&self, now: Time) -> (Option<Time>, Time) {
+        (self.is_blocked_at(now).then(|| self.until.unwrap_or(Time::NEVER)), self.last_at)
+    }
+
     fn is_blocked_at(&self, now: Time) -> bool {
         self.is_blocked && !self.is_shadow && self.until.is_none_or(|until| until > now)
     }
 
     fn json(&self, plan: &Plan, now: Time) -> Value {
-        let mut client = Map::new();
-        for part in plan.key_parts(self.limit) {
-            let value = match part {
-                KeyPart::ClientIp | KeyPart::Ipv6Network(_) => self.ip.map(|ip| ip.to_string()),
-                KeyPart::Key => self.caller.as_deref().map(str::to_owned),
-                // These may be secrets, so that only the hash of the whole key is shown.
-                _ => None,
-            };
-            let hash = || format!("#{:08x}", self.key.lo() >> 32);
-            client.insert(part.to_string(), value.unwrap_or_else(hash).into());
-        }
         let time = |at: Time| UtcText::from(at).to_string();
         json!({
-            "action": self.action.map(|action| plan.action(action).name()),
+            "action": plan.limit_info(self.limit).action().map(|action| plan.action(action).name()),
             "limit": plan.limit_info(self.limit).name(),
-            "client": client,
+            "client": client_json(plan, self.limit, self.key, &self.parts),
             "blocked": self.is_blocked_at(now),
             "shadow": self.is_shadow,
             "strikes": self.strikes,
@@ -203,7 +239,7 @@ mod tests {
         let policy = Policy::load(PolicySources::new().file("test.toml", LIMIT)).expect("a policy");
         let clients = RefusedClients::default();
         for decision in refusals {
-            clients.record(policy.plan(), MatchedActions::NONE, &Query::default(), &decision);
+            clients.record(policy.plan(), &Query::default(), &decision);
         }
         clients.json(policy.plan(), None, Time::from_secs(100))
     }
@@ -225,5 +261,17 @@ mod tests {
         let report = recorded(blocked.chain(flood));
         assert_eq!((&report["blocked"], &report["known"]), (&json!(256), &json!(SHARDS * SHARD_CAPACITY)));
         assert_eq!(report["clients"].as_array().map(Vec::len), Some(MAX_REPORTED));
+    }
+
+    #[test]
+    fn a_flood_of_short_blocks_keeps_long_ones() {
+        let long = (0..256).map(|client| refusal(client, 10, true));
+        let short = (1000..101_000)
+            .map(|client| Decision { retry_after: Some(Span::from_secs(90)), ..refusal(client, 20, true) });
+        let report = recorded(long.chain(short));
+        assert_eq!((&report["known"], &report["displaced"]), (&json!(4096), &json!(96_160)));
+        let clients = report["clients"].as_array().expect("a list");
+        assert!(clients.iter().all(|client| client["blocked"] == true), "{report}");
+        assert_eq!(clients.iter().filter(|client| client["retry_after"] == 910).count(), 256, "{report}");
     }
 }

@@ -2,7 +2,8 @@
 
 use tidegate_policy::{PathError, UncountableError};
 
-/// The reason for a rejection with 400 (by forward-auth with its `deny_status`), or of a web page with 403 or 421.
+/// The reason for a rejection with 400 (by forward-auth with its `deny_status`), of a web page with 403 or 421,
+/// or of a caller of the admin listener with 401 or 403.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RejectionReason {
     /// The host is invalid.
@@ -21,10 +22,14 @@ pub(crate) enum RejectionReason {
     ForeignHost,
     /// The request comes from a web page.
     WebPage,
+    /// The request to the admin listener has no valid token.
+    Token,
+    /// The request to the admin listener may not make the change that it asks for.
+    ReadOnly,
 }
 
 impl RejectionReason {
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::Host,
         Self::AmbiguousPath,
         Self::TooManyPathReadings,
@@ -33,6 +38,8 @@ impl RejectionReason {
         Self::Lookalike,
         Self::ForeignHost,
         Self::WebPage,
+        Self::Token,
+        Self::ReadOnly,
     ];
     pub(crate) const COUNT: usize = Self::ALL.len();
 
@@ -47,6 +54,8 @@ impl RejectionReason {
             Self::Lookalike => "lookalike",
             Self::ForeignHost => "foreign_host",
             Self::WebPage => "web_page",
+            Self::Token => "token",
+            Self::ReadOnly => "read_only",
         }
     }
 }

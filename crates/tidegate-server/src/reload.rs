@@ -151,7 +151,7 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
             Err(_) => tracing::error!("{change}"),
         }
         let at = self.cells.engine.load().gate.clock().now();
-        self.parts.events.publish(ServerEvent { at, change });
+        self.parts.events.publish(ServerEvent::new(at, change));
     }
 
     pub(crate) fn cells(&self) -> &StateCells<S, C> {

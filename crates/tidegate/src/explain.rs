@@ -78,6 +78,22 @@ pub struct ResetReport {
     pub keys: Vec<(LimitId, Key)>,
 }
 
+/// The result of a block.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockReport {
+    /// True if a limit blocks the caller now. False only if a full store has no room for the block.
+    pub blocked: bool,
+    /// The limits that can block the caller, as they are now.
+    pub limits: Vec<LimitReport>,
+    /// The actions that were left out of a block of all, because they count by a part of calls that wasn't given.
+    /// Omitted if empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub skipped: Vec<String>,
+    /// The decision of each limit that blocks the caller. They aren't part of the JSON.
+    #[serde(skip)]
+    pub decisions: Vec<Decision>,
+}
+
 impl Explanation {
     pub(crate) fn new<S: Store, C: Clock>(
         gate: &Gate<S, C>,

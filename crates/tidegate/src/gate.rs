@@ -1,5 +1,6 @@
 //! The gate: asks a store for a decision on each call, by the rules of a policy.
 
+mod administration;
 mod next;
 
 use std::net::IpAddr;
@@ -7,24 +8,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tidegate_core::decision::{decide, move_to_shared_keys};
-use tidegate_core::{Batch, Clock, Decision, LimitId, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
-use tidegate_policy::{
-    KeyError, KeyPart, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError,
-};
+use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
+use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
 
 use crate::decision_counts::{DecisionCount, DecisionCounts};
-use crate::explain::{Explanation, LimitReport, ResetReport};
+use crate::explain::Explanation;
 use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
 use crate::report::{DecisionReport, PermitId};
 pub use next::NextPolicyError;
 
-/// The name of the global limit in decisions and in [`Gate::reset`]. No action has this name.
-const GLOBAL: &str = "global";
+pub use self::administration::BlockError;
 
 /// Decides about inbound calls, from a plan, a store and a clock. Cheap to clone; all clones share one state.
 pub struct Gate<S = Memory, C = SystemClock>(Arc<GateInner<S, C>>);
@@ -66,6 +64,9 @@ pub enum CheckError {
         /// The cost of the call.
         found: u64,
     },
+    /// The limits can't block the client as asked.
+    #[error(transparent)]
+    Block(#[from] BlockError),
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -204,97 +205,6 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let decided = self.decide_outcomes(&batch, &mut outcomes);
         let decision = self.decide_by_list(query).unwrap_or(decided);
         Ok(Explanation::new(self, actions, &decision, &batch, &outcomes))
-    }
-
-    /// Resets usage, block and strikes of the caller in the action's own limits. Other actions, the global limit and
-    /// what the caller shares with its network while the store is full stay as they are. Repeating it changes nothing.
-    /// The action `global` is the global limit.
-    ///
-    /// Without an action and a path, resets the caller's address or key, as far as given, in all limits that count by
-    /// it.
-    ///
-    /// # Errors
-    /// As [`Gate::check`].
-    pub async fn reset(&self, query: &Query<'_>) -> Result<ResetReport, CheckError> {
-        let mut report = ResetReport { reset: true, ..ResetReport::default() };
-        if query.actions.is_none() && query.action.is_none() && query.path.is_none() {
-            self.reset_all(query, &mut report).await?;
-            return Ok(report);
-        }
-        let actions = match query.action {
-            Some(GLOBAL) => MatchedActions::NONE,
-            _ => self.actions(query)?,
-        };
-        // The action `default` applies to all unknown names, but it is not the action that the caller asked to reset.
-        if let (Some(id), Some(found)) = (actions.first(), query.action)
-            && self.0.plan.action(id).name() != found
-        {
-            return Err(UnknownActionError { found: found.chars().take(128).collect(), nearest: None }.into());
-        }
-        self.reset_actions(actions, query, |_| true, &mut report).await?;
-        Ok(report)
-    }
-
-    /// Resets the caller in the limits of all actions and in the global one that count by its address or key.
-    async fn reset_all(&self, query: &Query<'_>, report: &mut ResetReport) -> Result<(), CheckError> {
-        let plan = &self.0.plan;
-        let counts_by_caller = |limit| {
-            plan.key_parts(limit).iter().any(|part| match part {
-                KeyPart::ClientIp | KeyPart::Ipv6Network(_) => query.ip.is_some(),
-                KeyPart::Key => query.key.is_some(),
-                _ => false,
-            })
-        };
-        let actions = plan.actions().map(|(id, _)| MatchedActions::from(id));
-        let mut result = Ok(());
-        for actions in [MatchedActions::NONE].into_iter().chain(actions) {
-            match self.reset_actions(actions, query, counts_by_caller, report).await {
-                Err(CheckError::Key(_)) => {
-                    report.skipped.push(actions.first().map_or(GLOBAL, |id| plan.action(id).name()).to_owned());
-                }
-                Err(error) => result = Err(error),
-                Ok(()) => {}
-            }
-        }
-        result
-    }
-
-    /// Resets the caller in the own limits of these actions that are `wanted`.
-    async fn reset_actions(
-        &self,
-        actions: MatchedActions,
-        query: &Query<'_>,
-        wanted: impl Fn(LimitId) -> bool,
-        report: &mut ResetReport,
-    ) -> Result<(), CheckError> {
-        let own = self.batch(actions, query, Verb::Reset, 0)?;
-        let own = own.with_ops(own.ops().iter().filter(|op| wanted(op.limit)).copied());
-        let found = self.peek(actions, &own).await?;
-        report.limits.extend(found.into_iter().filter(|limit| limit.used > 0 || limit.blocked || limit.strikes > 0));
-        if !own.ops().is_empty() {
-            self.apply(&own).await?;
-            report.keys.extend(own.ops().iter().map(|op| (op.limit, op.key)));
-        }
-        // The other limits may count by more than was given.
-        let Ok(all) = self.batch(actions, query, Verb::Peek, 0) else { return Ok(()) };
-        let others = all.ops().iter().filter(|op| !own.ops().iter().any(|own| own.limit == op.limit));
-        for limit in self.peek(actions, &all.with_ops(others.copied())).await? {
-            if !limit.allowed && !limit.shadow && !report.still_refusing.iter().any(|known| known.name == limit.name) {
-                report.still_refusing.push(limit);
-            }
-        }
-        Ok(())
-    }
-
-    /// The state of the limits of a batch's operations.
-    async fn peek(&self, actions: MatchedActions, batch: &Batch) -> Result<Vec<LimitReport>, StoreError> {
-        let batch = batch.with_ops(batch.ops().iter().map(|op| Op { verb: Verb::Peek, ..*op }));
-        if batch.ops().is_empty() {
-            return Ok(Vec::new());
-        }
-        let outcomes = self.apply(&batch).await?;
-        let decision = decide(&batch, self.0.plan.limits(), &outcomes);
-        Ok(Explanation::new(self, actions, &decision, &batch, &outcomes).limits)
     }
 
     /// Gives back the cost of an admitted call, never beyond the capacity. A cost charged to the caller's network while

@@ -61,8 +61,8 @@ mod report;
 mod stores;
 
 pub use decision_counts::{DecisionCount, DecisionOutcome};
-pub use explain::{Explanation, LimitReport, ResetReport};
-pub use gate::{CheckError, Gate, NextPolicyError};
+pub use explain::{BlockReport, Explanation, LimitReport, ResetReport};
+pub use gate::{BlockError, CheckError, Gate, NextPolicyError};
 #[cfg(feature = "tower")]
 pub use layer::{GateBody, GateLayer, GateService};
 pub use limiter::{KeyedLimiter, Limiter, LimiterDecision, LimiterError};

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use tidegate::clock::ManualClock;
 use tidegate::policy::{KeySeed, Policy, PolicySources, Query};
 use tidegate::store::{Memory, Never, Store, StoreError, StoreResponse};
-use tidegate::{CheckError, Clock, Decision, DecisionReport, Gate, Reason, ResetReport, Span, Time};
+use tidegate::{BlockError, CheckError, Clock, Decision, DecisionReport, Gate, Reason, ResetReport, Span, Time};
 use tidegate_core::batch::{BatchStates, OpContext, execute};
 use tidegate_core::{Batch, KeyState, Limits, Op, Outcome, Outcomes, ShareLevel, Verdict};
 
@@ -572,4 +572,61 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
         std::task::Poll::Ready(value) => value,
         std::task::Poll::Pending => panic!("memory answers in place"),
     }
+}
+
+#[test]
+fn a_block_refuses_with_a_true_wait() {
+    let (gate, clock) = gate(LOGIN);
+    let login = call("login", "203.0.113.7");
+    let report = block_on(gate.block(&login, Span::from_secs(600))).unwrap();
+    assert_eq!((report.blocked, report.limits[0].retry_after, report.limits[0].strikes), (true, Some(600), 10));
+    let refused = gate.check_now(&login).unwrap();
+    assert_eq!((refused.reason, refused.retry_after), (Reason::Penalty, Some(Span::from_secs(600))));
+    assert!(gate.check_now(&call("login", "203.0.113.8")).unwrap().allowed);
+    block_on(gate.block(&login, Span::from_secs(5))).unwrap();
+    assert_eq!(gate.check_now(&login).unwrap().retry_after, Some(Span::from_secs(600)), "it isn't shortened");
+    clock.advance(Span::from_secs(600));
+    assert!(gate.check_now(&login).unwrap().allowed);
+}
+
+#[test]
+fn a_blocks_wait_covers_a_full_window() {
+    let (gate, clock) =
+        gate("[inbound.action.login]\nlimit = \"1 per 1h\"\npenalty = { base = \"2s\", cap = \"1h\" }\n");
+    let login = call("login", "203.0.113.7");
+    gate.check_now(&login).unwrap();
+    block_on(gate.block(&login, Span::from_secs(60))).unwrap();
+    assert_eq!(gate.check_now(&login).unwrap().retry_after, Some(Span::from_secs(3600)));
+    clock.advance(Span::from_secs(3600));
+    assert!(gate.check_now(&login).unwrap().allowed);
+}
+
+#[test]
+fn only_enforced_penalties_can_block() {
+    let (gate, _) = gate(
+        r#"
+        [inbound.action.page]
+        limit = "9 per 60s"
+        [inbound.action.trial]
+        limit = "9 per 60s"
+        mode = "shadow"
+        penalty = { base = "2s", cap = "1h" }
+        [inbound.action.login]
+        limits = [
+            { name = "short", limit = "5 per 60s", penalty = { base = "2s", cap = "10s" } },
+            { name = "long", limit = "50 per 1h", ban = "2h" },
+        ]
+        "#,
+    );
+    let block = |action, seconds| block_on(gate.block(&call(action, "203.0.113.7"), Span::from_secs(seconds)));
+    for action in ["page", "trial"] {
+        assert!(matches!(block(action, 60), Err(CheckError::Block(BlockError::NoPenalty))), "{action}");
+    }
+    let too_long = block("login", 7201).unwrap_err().to_string();
+    assert!(too_long.contains("2h") && too_long.contains("login.long"), "{too_long}");
+    let waits = block("login", 7200).unwrap().limits.into_iter().map(|limit| limit.retry_after).collect::<Vec<_>>();
+    assert_eq!(waits, [Some(10), Some(7200)]);
+    let everything = Query { action: None, ..call("", "203.0.113.9") };
+    let report = block_on(gate.block(&everything, Span::from_secs(10))).unwrap();
+    assert_eq!(report.limits.len(), 2, "{report:?}");
 }

@@ -33,6 +33,8 @@ pub struct ProviderState {
     pub breaker: Breaker,
     /// The budget of retries.
     pub budget: Budget,
+    /// True while an operator has stopped the calls. No call starts or is sent; those under way continue.
+    pub is_paused: bool,
     /// The counts of calls and attempts.
     pub stats: ProviderStats,
     /// The store requests of the last step.
@@ -112,6 +114,7 @@ impl ProviderState {
             pace: None,
             breaker,
             budget: Budget::new(rules.budget),
+            is_paused: false,
             stats: ProviderStats::default(),
             store_requests: StoreRequests::default(),
             lead: rules.lead,
@@ -120,6 +123,17 @@ impl ProviderState {
         };
         state.apply_adaptive_limit(rules);
         state
+    }
+
+    /// Forgets what failures and replies have taught: closes the breaker, ends the cool-downs, and starts with this pace
+    /// and this adaptive limit. Counts of limits stay, as do cool-downs in the store.
+    pub fn forget_failures(&mut self, rules: &CallRules, pace: Option<Pace>, limit: Option<AdaptiveLimit>) {
+        self.breaker.reset();
+        self.pool.end_all_cooldowns();
+        self.remaining_trackers.fill(RemainingTracker::default());
+        (self.pace, self.adaptive_limit, self.lead) = (pace, limit, rules.lead);
+        self.apply_adaptive_limit(rules);
+        self.lanes.clear_refusals();
     }
 
     /// The present lead: the time between the start of a call and the time at which windows count it.

@@ -83,6 +83,8 @@ pub enum CallFailure {
         /// The time at which the first one is good. [`Time::NEVER`] if none becomes good by itself.
         earliest: Time,
     },
+    /// An operator has stopped the calls to the provider.
+    ProviderPaused,
     /// The call's lane is paused until after the deadline, like the background lane outside its hours.
     LanePaused {
         /// The time at which the lane continues.

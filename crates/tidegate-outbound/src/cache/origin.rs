@@ -133,6 +133,7 @@ impl<T> CacheCallError for CallError<T> {
         matches!(
             self.kind,
             CallErrorKind::Unavailable { .. }
+                | CallErrorKind::ProviderPaused
                 | CallErrorKind::CredentialsCooling { .. }
                 | CallErrorKind::QuotaSpent { .. }
                 | CallErrorKind::RetriesExhausted { .. }

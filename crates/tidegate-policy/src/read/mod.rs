@@ -18,6 +18,7 @@ mod replies;
 mod resilience;
 mod server;
 mod store;
+mod tokens;
 mod urls;
 mod values;
 

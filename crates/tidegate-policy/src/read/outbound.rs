@@ -46,7 +46,7 @@ impl DocumentReader<'_> {
         let Some(entry) = root.get("outbound") else { return Some(None) };
         let table = self.section(Some(root), "outbound", "outbound")?;
         let (listen, token) =
-            self.listen_and_token(Some(table), &OUTBOUND.listen, &OUTBOUND.token, "the outbound gateway");
+            self.listen_and_token(Some(table), &OUTBOUND.listen, &OUTBOUND.token, false, "the outbound gateway");
         let connections = self.value(table, &OUTBOUND.connections);
         let per_client = self.connections_per_client(Some(table), &OUTBOUND.connections_per_client, connections);
         read_keys!(self, table, OUTBOUND: hosts, cache_bytes, snapshot);

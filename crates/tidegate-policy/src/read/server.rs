@@ -9,6 +9,7 @@ use super::actions::{ACTION, GLOBAL};
 use super::forms::{
     Bytes, Custom, DURATION, FLAG, HOSTS, LISTENER, Maybe, NETWORKS, OrWord, SECRET, TABLE, Whole, Words,
 };
+use super::tokens::TOKENS;
 use super::{DocumentReader, all_or_none, join_names};
 use crate::address::{Ipv6Prefix, Networks};
 use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
@@ -20,7 +21,7 @@ use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
     AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, LogFormat, LogLevel,
-    UpstreamAddress,
+    NamedToken, UpstreamAddress,
 };
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
@@ -105,8 +106,10 @@ setting_keys! {
 
     ADMIN: AdminKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8083", OrWord("off", LISTENER),
-            "the address of health, readiness and metrics, or off";
+            "the address of health, metrics, the state and changes to it, or off";
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
+        tokens: Vec<NamedToken> = "", TOKENS,
+            "more bearer tokens by name, each as env:NAME, file:PATH or { secret = \"env:NAME\", read_only = true }";
         hosts: Vec<String> = "", HOSTS,
             "names that a request's Host may have besides loopback's, unless it has the token";
         metrics: bool = "true", FLAG, "true to count requests and calls, and to answer /metrics";
@@ -199,7 +202,7 @@ impl DocumentReader<'_> {
 
     pub(crate) fn api(&mut self, root: &TomlTable) -> Option<ApiConfig> {
         let table = self.section(Some(root), "api", "api");
-        let (listen, token) = self.listen_and_token(table, &API.listen, &API.token, "the decision API");
+        let (listen, token) = self.listen_and_token(table, &API.listen, &API.token, false, "the decision API");
         let forward_auth = self.value_or(table, &API.forward_auth, true);
         read_struct!(self, table, API => ApiConfig {
             hosts, deny_status; listen: listen?, token: token?, forward_auth: forward_auth?
@@ -222,16 +225,23 @@ impl DocumentReader<'_> {
 
     pub(crate) fn admin(&mut self, root: &TomlTable) -> Option<AdminConfig> {
         let table = self.section(Some(root), "admin", "admin");
-        let (listen, token) = self.listen_and_token(table, &ADMIN.listen, &ADMIN.token, "admin");
-        read_struct!(self, table, ADMIN => AdminConfig { hosts, metrics; listen: listen?, token: token? })
+        let tokens = self.value_or(table, &ADMIN.tokens, Vec::new());
+        // Tokens with an error are reported themselves.
+        let has_token = tokens.as_ref().is_none_or(|tokens| !tokens.is_empty());
+        let (listen, token) = self.listen_and_token(table, &ADMIN.listen, &ADMIN.token, has_token, "admin");
+        read_struct!(self, table, ADMIN => AdminConfig {
+            hosts, metrics; listen: listen?, token: token?, tokens: tokens?
+        })
     }
 
-    /// Reads a listener, which may be off and needs a token beyond loopback, and its token.
+    /// Reads a listener, which may be off and needs a token beyond loopback, and its token. `has_token` if the section
+    /// has another one.
     pub(super) fn listen_and_token(
         &mut self,
         table: Option<&TomlTable>,
         listen_key: &SettingKey<Option<SocketAddr>>,
         token_key: &SettingKey<Option<SecretSource>>,
+        has_token: bool,
         what: &str,
     ) -> (Option<Option<SocketAddr>>, Option<Option<SecretSource>>) {
         let token = self.value(table, token_key);
@@ -240,6 +250,7 @@ impl DocumentReader<'_> {
             && let Some(node) = table.node("listen")
             && !address.ip().to_canonical().is_loopback()
             && token == Some(None)
+            && !has_token
             && !self.has_misspelling_of(table, "admin", "token")
         {
             let message = format!(

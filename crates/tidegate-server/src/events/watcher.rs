@@ -40,7 +40,7 @@ pub(crate) async fn watch_store<S: Store, C: Clock>(engine: Arc<StateCell<Engine
                 continue;
             }
         };
-        events.publish(ServerEvent { at, change });
+        events.publish(ServerEvent::new(at, change));
     }
 }
 
@@ -73,7 +73,7 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
                         resets_in: usage.reset_after,
                     };
                     tracing::warn!("{change}");
-                    events.publish(ServerEvent { at: provider.clock().now(), change });
+                    events.publish(ServerEvent::new(provider.clock().now(), change));
                 }
             }
         }

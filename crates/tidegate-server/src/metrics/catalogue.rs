@@ -76,7 +76,7 @@ metrics! {
     DECISIONS: Counter "decisions" ["action", "limit", "outcome", "reason"]
         "Decisions that clients were given, each counted once. The outcome is allowed, refused, or shadow: admitted, but a limit in shadow mode would have refused it. Labels are empty if no action or no limit took part";
     REJECTIONS: Counter "rejections" ["reason"]
-        "Requests that were rejected before any decision, because they can't be counted or come from a web page";
+        "Requests that were rejected before any decision, because they can't be counted, come from a web page, or lack the token (token) or the right to change something (read_only) on the admin listener";
     #[seconds]
     DECISION_TIME: Histogram "decision_duration" [] "The time of a decision, including the wait for the store";
 
@@ -109,6 +109,7 @@ metrics! {
     PROVIDER_IN_FLIGHT: Gauge "provider_calls_in_flight" ["provider", "lane"] "Calls in flight";
     PROVIDER_BREAKER: Gauge "provider_breaker_state" ["provider", "state"]
         "1 for the present state of the circuit breaker, 0 for the others";
+    PROVIDER_PAUSED: Gauge "provider_paused" ["provider"] "1 while an operator has paused the provider, else 0";
     PROVIDER_CREDENTIALS: Gauge "provider_credentials" ["provider", "state"]
         "Credentials by state: usable, cooling (throttled, or without room under a limit of its own) or rejected. A provider without credentials has one anonymous credential";
     PROVIDER_LIMIT: Gauge "provider_limit" ["provider", "limit", "credential"]

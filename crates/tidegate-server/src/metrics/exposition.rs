@@ -129,11 +129,15 @@ impl ServerSnapshot {
         page.gauges(&PROVIDER_IN_FLIGHT, lanes().map(|(labels, lane)| (labels, f64::from(lane.in_flight))))?;
         let breakers = all.iter().flat_map(|of| {
             BreakerState::ALL.into_iter().map(move |state| {
-                let is_present = state.name() == of.breaker.state;
+                // A breaker that is off admits all calls, as a closed one.
+                let is_closed = state == BreakerState::Closed && of.breaker.state == "off";
+                let is_present = is_closed || state.name() == of.breaker.state;
                 ([of.name.as_str(), state.name()], if is_present { 1.0 } else { 0.0 })
             })
         });
         page.gauges(&PROVIDER_BREAKER, breakers)?;
+        let paused = all.iter().map(|of| ([of.name.as_str()], if of.paused { 1.0 } else { 0.0 }));
+        page.gauges(&PROVIDER_PAUSED, paused)?;
         let credentials = all.iter().flat_map(|of| {
             let states = of.credential_states;
             [("usable", states.usable), ("cooling", states.cooling), ("rejected", states.rejected)]

@@ -1,6 +1,9 @@
-//! The admin listener: `/healthz` (the process is alive), `/readyz` (it can take requests), `/metrics`, and the state as
-//! JSON: `/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`.
+//! The admin listener: `/healthz` (the process is alive), `/readyz` (it can take requests), `/metrics`, the state as JSON
+//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), and the changes of operators in [`changes`].
 
+mod changes;
+
+use std::borrow::Cow;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,15 +19,17 @@ use tidegate::policy::Plan;
 use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock, Limit, OnOutage};
 
-use crate::access::Access;
+use crate::access::{Access, Identity};
 use crate::body::{RelayBody, ResponseBody};
 use crate::events::EventStream;
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, finish_response, json, json_response};
 use crate::metrics::{MetricsSource, TextFormat};
 use crate::state_cell::ListenerState;
-use crate::watchdog::ConnectionPhase;
-use crate::wire::decision_request::nearest;
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
+use crate::wire::admin::changes::Change;
+use crate::wire::decision_request::{DecisionRequestError, decode, nearest, set_once};
+use crate::wire::http_api::bad_request;
 
 /// The time in which the store must answer, or the gate counts as not ready.
 const STORE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -68,32 +73,91 @@ async fn serve<S: Store, C: Clock + Clone>(
 ) -> Result<Response<ResponseBody>, Infallible> {
     let watch = &*client.watch;
     watch.enter(ConnectionPhase::Deciding);
-    let response = if let Err(denied) = admin.access.check(&request) {
-        admin.access.denied_response(denied, &request, client.address, admin.gate.clock().now())
-    } else if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let mut response = error(StatusCode::METHOD_NOT_ALLOWED, "this listener takes GET and HEAD");
-        response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+    let mut response = match admin.access.check(&request) {
+        Err(denied) => {
+            let response = admin.access.denied_response(denied, &request, client.address, admin.gate.clock().now());
+            discard_body(watch, request.into_body(), false, response)
+        }
+        Ok(caller) => route(&admin, &client, caller, request).await,
+    };
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    Ok(finish_response(watch, response))
+}
+
+async fn route<S: Store, C: Clock + Clone>(
+    admin: &Arc<AdminState<S, C>>,
+    client: &ConnectionContext,
+    caller: Identity<'_>,
+    request: Request<Incoming>,
+) -> Response<ResponseBody> {
+    let watch = &client.watch;
+    let change = Change::from_path(request.uri().path());
+    let (allows, allowed): (fn(&Method) -> bool, _) = match change {
+        Some(_) => (|method| method == Method::POST, "POST"),
+        None => (|method| matches!(*method, Method::GET | Method::HEAD), "GET, HEAD"),
+    };
+    let response = if !allows(request.method()) {
+        let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("this path takes {allowed}"));
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
         response
+    } else if let Some(change) = change {
+        return changes::respond(admin, client, change, caller, request).await;
     } else {
-        match request.uri().path() {
-            "/healthz" => json(StatusCode::OK, r#"{"status":"alive"}"#.into()),
-            "/readyz" => readiness_response(&admin).await,
-            "/metrics" => metrics_response(&admin, request.headers()).await,
-            "/v1/state" => json_response(StatusCode::OK, &admin.metrics.state().await),
-            "/v1/providers" => providers_response(&admin).await,
-            "/v1/blocks" => blocks_response(&admin, request.uri()),
-            "/v1/events" => return Ok(events_response(&admin, &client, &request)),
-            path => match path.strip_prefix(PROVIDERS) {
-                Some(name) => provider_response(&admin, name).await,
-                None => not_found(path),
-            },
+        match page(admin, watch, &request).await {
+            Ok(response) => response,
+            Err(wrong) => bad_request(wrong),
         }
     };
-    Ok(finish_response(watch, discard_body(watch, request.into_body(), false, response)))
+    if matches!(response.body(), ResponseBody::Relay(_)) {
+        return response;
+    }
+    discard_body(watch, request.into_body(), false, response)
+}
+
+/// The response to a request that changes nothing.
+async fn page<S: Store, C: Clock + Clone>(
+    admin: &AdminState<S, C>,
+    watch: &Arc<ConnectionWatch>,
+    request: &Request<Incoming>,
+) -> Result<Response<ResponseBody>, DecisionRequestError> {
+    let uri = request.uri();
+    Ok(match uri.path() {
+        // Monitors may add parameters of their own.
+        "/healthz" => json(StatusCode::OK, r#"{"status":"alive"}"#.into()),
+        "/readyz" => readiness_response(admin).await,
+        "/metrics" => metrics_response(admin, request.headers()).await,
+        "/v1/state" => {
+            parameters(uri, [])?;
+            json_response(StatusCode::OK, &admin.metrics.state().await)
+        }
+        "/v1/providers" => {
+            parameters(uri, [])?;
+            providers_response(admin).await
+        }
+        "/v1/blocks" => blocks_response(admin, uri)?,
+        "/v1/events" => events_response(admin, watch, request)?,
+        path => match path.strip_prefix(PROVIDERS) {
+            Some(name) => {
+                parameters(uri, [])?;
+                provider_response(admin, name).await
+            }
+            None => not_found(path),
+        },
+    })
 }
 
 /// The paths of the listener.
-const PATHS: [&str; 7] = ["/healthz", "/readyz", "/metrics", "/v1/state", "/v1/blocks", "/v1/providers", "/v1/events"];
+const PATHS: [&str; 9] = [
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/v1/state",
+    "/v1/blocks",
+    "/v1/providers",
+    "/v1/events",
+    "/v1/reset",
+    "/v1/block",
+];
 /// The start of the path of a provider.
 const PROVIDERS: &str = "/v1/providers/";
 
@@ -120,57 +184,70 @@ async fn provider_response<S: Store, C: Clock + Clone>(admin: &AdminState<S, C>,
 }
 
 /// The clients that are blocked or were refused, of all actions or of the one that `action` names.
-fn blocks_response<S: Store, C: Clock + Clone>(admin: &AdminState<S, C>, uri: &Uri) -> Response<ResponseBody> {
+fn blocks_response<S: Store, C: Clock + Clone>(
+    admin: &AdminState<S, C>,
+    uri: &Uri,
+) -> Result<Response<ResponseBody>, DecisionRequestError> {
     let plan = admin.gate.plan();
-    let action = match parameter(uri, "action").map(|name| plan.find_action(name)).transpose() {
-        Ok(action) => action,
-        Err(unknown) => return error(StatusCode::NOT_FOUND, &unknown.to_string()),
-    };
-    let clients = admin.metrics.parts.refusals.clients.json(plan, action, admin.gate.clock().now());
-    json_response(StatusCode::OK, &clients)
+    let [name] = parameters(uri, ["action"])?;
+    Ok(match name.map(|name| plan.find_action(&name)).transpose() {
+        Ok(action) => {
+            let clients = admin.metrics.parts.refusals.clients.json(plan, action, admin.gate.clock().now());
+            json_response(StatusCode::OK, &clients)
+        }
+        Err(unknown) => error(StatusCode::NOT_FOUND, &unknown.to_string()),
+    })
 }
 
-/// The value of a parameter in a query string.
-fn parameter<'u>(uri: &'u Uri, name: &str) -> Option<&'u str> {
-    let mut pairs = uri.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
-    pairs.find(|(found, _)| *found == name).map(|(_, value)| value)
+/// The values of the parameters in a query string, which may have only these.
+fn parameters<'u, const N: usize>(
+    uri: &'u Uri,
+    names: [&'static str; N],
+) -> Result<[Option<Cow<'u, str>>; N], DecisionRequestError> {
+    let mut values = [const { None }; N];
+    for pair in uri.query().unwrap_or_default().split('&').filter(|pair| !pair.is_empty()) {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let position = decode(name).and_then(|name| names.iter().position(|known| *known == name));
+        let position = position.ok_or_else(|| DecisionRequestError::unknown_field(name, &names))?;
+        let (name, decoded) = (names[position], decode(value));
+        let value = decoded.ok_or_else(|| DecisionRequestError::new(name, format!("`{name}` isn't UTF-8")))?;
+        set_once(&mut values[position], name, value)?;
+    }
+    Ok(values)
 }
 
 /// The events after the one that the request names in `Last-Event-ID` or `after`, or all that are kept: a stream, or
 /// with `follow=false` a list.
 fn events_response<S: Store, C: Clock + Clone>(
     admin: &AdminState<S, C>,
-    client: &ConnectionContext,
+    watch: &Arc<ConnectionWatch>,
     request: &Request<Incoming>,
-) -> Response<ResponseBody> {
-    let watch = &client.watch;
+) -> Result<Response<ResponseBody>, DecisionRequestError> {
     let header = request.headers().get("last-event-id").and_then(|value| value.to_str().ok());
-    let seen = match header.or_else(|| parameter(request.uri(), "after")).map(str::parse) {
+    let [after, follow] = parameters(request.uri(), ["after", "follow"])?;
+    let seen = match header.or(after.as_deref()).map(str::parse) {
         None => 0,
         Some(Ok(seen)) => seen,
-        Some(Err(_)) => {
-            return finish_response(watch, error(StatusCode::BAD_REQUEST, "`after` is the number of an event"));
-        }
+        Some(Err(_)) => return Err(DecisionRequestError::new("after", "`after` is the number of an event")),
     };
-    match parameter(request.uri(), "follow") {
+    match follow.as_deref() {
         None | Some("true") => {
             let Ok(permit) = Arc::clone(&admin.metrics.parts.event_streams).try_acquire_owned() else {
-                return finish_response(watch, error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open"));
+                return Ok(error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open"));
             };
             let stream = EventStream::new(Arc::clone(&admin.metrics.parts.events), seen, Arc::clone(watch), permit);
             let body = RelayBody::new(stream, Arc::clone(watch), EventStream::LONGEST_PAUSE);
             let mut response = Response::new(ResponseBody::Relay(body));
             response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-            response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-            finish_response(watch, response)
+            Ok(response)
         }
         Some("false") => {
             let news = admin.metrics.parts.events.after(seen);
             let events: Vec<_> = news.numbered().map(|(number, event)| event.json(number)).collect();
             let list = serde_json::json!({ "events": events, "last": news.last, "missed": news.missed });
-            finish_response(watch, json_response(StatusCode::OK, &list))
+            Ok(json_response(StatusCode::OK, &list))
         }
-        Some(_) => finish_response(watch, error(StatusCode::BAD_REQUEST, "`follow` is true or false")),
+        Some(_) => Err(DecisionRequestError::new("follow", "`follow` is true or false")),
     }
 }
 

@@ -3,18 +3,23 @@
 use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 use serde_json::error::Category;
-use tidegate::PermitId;
-use tidegate::policy::Query;
+use tidegate::policy::{Query, parse_duration};
+use tidegate::{PermitId, Span};
 use tidegate_core::MAX_COST;
 
 /// The fields of a decision request. In a query string `header:NAME` stands for any header; in JSON headers are an
 /// object.
-const FIELDS: [&str; 10] = ["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
+const FIELDS: &[&str] = &["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
+/// The fields of a request to block a client.
+const BLOCK_FIELDS: &[&str] = &["action", "ip", "key", "platform", "method", "path", "host", "headers", "for"];
+/// The lengths of blocks that operators impose.
+const BLOCK_LENGTHS: RangeInclusive<Span> = Span::from_secs(1)..=Span::from_secs(30 * 86_400);
 /// The maximum number of headers in one decision request.
 const MAX_HEADERS: usize = 64;
 
@@ -31,6 +36,8 @@ pub(crate) struct DecisionRequest<'a> {
     pub(crate) path: Option<Cow<'a, str>>,
     host: Option<Cow<'a, str>>,
     headers: Option<HeaderMap>,
+    /// The length of a block.
+    pub(crate) block_length: Option<Span>,
 }
 
 /// An error in a decision request.
@@ -48,12 +55,14 @@ impl DecisionRequestError {
         Self { field: field.into().map(str::to_owned), message: message.into(), nearest: None }
     }
 
-    fn unknown_field(field: &str) -> Self {
+    /// The error for a field, or a parameter, that isn't one of these.
+    pub(crate) fn unknown_field(field: &str, known: &[&'static str]) -> Self {
         let field: String = field.chars().take(64).collect();
-        let nearest = nearest(&field, FIELDS.iter().copied());
-        let message = match nearest {
-            Some(name) => format!("unknown field `{field}`; did you mean `{name}`?"),
-            None => format!("unknown field `{field}`; the fields are {}", FIELDS.join(", ")),
+        let nearest = nearest(&field, known.iter().copied());
+        let message = match (nearest, known) {
+            (Some(name), _) => format!("unknown field `{field}`; did you mean `{name}`?"),
+            (None, []) => format!("unknown field `{field}`; there are none here"),
+            (None, known) => format!("unknown field `{field}`; the fields are {}", known.join(", ")),
         };
         Self { field: Some(field), message, nearest }
     }
@@ -86,9 +95,23 @@ impl<'a> DecisionRequest<'a> {
 
     /// Reads a JSON object.
     pub(crate) fn from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
+        Self::from_json_with(bytes, FIELDS)
+    }
+
+    /// Reads the JSON object of a request to block a client.
+    pub(crate) fn block_from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
+        Self::from_json_with(bytes, BLOCK_FIELDS)
+    }
+
+    /// Reads a JSON object that has no fields.
+    pub(crate) fn empty_from_json(bytes: &'a [u8]) -> Result<Self, DecisionRequestError> {
+        Self::from_json_with(bytes, &[])
+    }
+
+    fn from_json_with(bytes: &'a [u8], known: &'static [&'static str]) -> Result<Self, DecisionRequestError> {
         // One UTF-8 check of all bytes is cheaper than one per string.
         let text = str::from_utf8(bytes).map_err(|_| DecisionRequestError::new(None, "the body isn't UTF-8"))?;
-        let mut visitor = RequestVisitor::default();
+        let mut visitor = RequestVisitor { request: Self::default(), known, field: None, error: None };
         let mut json = serde_json::Deserializer::from_str(text);
         let read = (&mut visitor).deserialize(&mut json).and_then(|()| json.end());
         match read {
@@ -106,7 +129,7 @@ impl<'a> DecisionRequest<'a> {
         let mut request = Self::default();
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-            let name = decode(name).ok_or_else(|| DecisionRequestError::unknown_field(name))?;
+            let name = decode(name).ok_or_else(|| DecisionRequestError::unknown_field(name, FIELDS))?;
             let value = decode(value).ok_or_else(|| DecisionRequestError::new(&*name, "the value isn't UTF-8"))?;
             request.set_text(&name, value)?;
         }
@@ -138,7 +161,7 @@ impl<'a> DecisionRequest<'a> {
             }
             _ => {
                 let Some(header) = name.strip_prefix("header:") else {
-                    return Err(DecisionRequestError::unknown_field(name));
+                    return Err(DecisionRequestError::unknown_field(name, FIELDS));
                 };
                 return self.set_header(header, &value);
             }
@@ -163,7 +186,7 @@ impl<'a> DecisionRequest<'a> {
 
 const COST_FORM: &str = "a whole number from 0 to 1099511627776 (2^40)";
 
-fn set_once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), DecisionRequestError> {
+pub(crate) fn set_once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), DecisionRequestError> {
     match slot.replace(value) {
         None => Ok(()),
         Some(_) => Err(DecisionRequestError::new(name, format!("`{name}` is there twice"))),
@@ -195,9 +218,9 @@ pub(crate) fn decode(text: &str) -> Option<Cow<'_, str>> {
 }
 
 /// The progress of reading a JSON request, so that an error can name its field.
-#[derive(Default)]
 struct RequestVisitor<'a> {
     request: DecisionRequest<'a>,
+    known: &'static [&'static str],
     field: Option<&'static str>,
     error: Option<DecisionRequestError>,
 }
@@ -218,22 +241,19 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         while let Some(TextField(name)) = map.next_key::<TextField<'de>>()? {
+            let Some(&field) = self.known.iter().find(|known| **known == name) else {
+                self.error = Some(DecisionRequestError::unknown_field(&name, self.known));
+                return Err(de::Error::custom("unknown field"));
+            };
             let request = &mut self.request;
-            let (field, slot) = match &*name {
-                "action" => ("action", Some(&mut request.action)),
-                "key" => ("key", Some(&mut request.key)),
-                "platform" => ("platform", Some(&mut request.platform)),
-                "method" => ("method", Some(&mut request.method)),
-                "path" => ("path", Some(&mut request.path)),
-                "host" => ("host", Some(&mut request.host)),
-                "ip" => ("ip", None),
-                "cost" => ("cost", None),
-                "permit" => ("permit", None),
-                "headers" => ("headers", None),
-                _ => {
-                    self.error = Some(DecisionRequestError::unknown_field(&name));
-                    return Err(de::Error::custom("unknown field"));
-                }
+            let slot = match field {
+                "action" => Some(&mut request.action),
+                "key" => Some(&mut request.key),
+                "platform" => Some(&mut request.platform),
+                "method" => Some(&mut request.method),
+                "path" => Some(&mut request.path),
+                "host" => Some(&mut request.host),
+                _ => None,
             };
             self.field = Some(field);
             let set = match (slot, field) {
@@ -243,6 +263,9 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
                 (None, "cost") => {
                     map.next_value::<Option<CostField>>()?.map(|cost| set_once(&mut request.cost, field, cost.0))
                 }
+                (None, "for") => map
+                    .next_value::<Option<LengthField>>()?
+                    .map(|length| set_once(&mut request.block_length, field, length.0)),
                 (None, "headers") => map.next_value::<Option<HeadersField>>()?.map(|headers| headers.add_to(request)),
                 (None, _) => map.next_value::<Option<TextField<'de>>>()?.map(|text| request.set_text(field, text.0)),
             };
@@ -280,6 +303,30 @@ impl<'de> Deserialize<'de> for CostField {
             }
         }
         deserializer.deserialize_u64(CostVisitor)
+    }
+}
+
+/// The length of a block: text such as `"10m"`, or a number of seconds.
+struct LengthField(Span);
+
+impl<'de> Deserialize<'de> for LengthField {
+    fn deserialize<D: de::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct LengthVisitor;
+        impl Visitor<'_> for LengthVisitor {
+            type Value = LengthField;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a duration such as \"10m\", or a number of seconds, from 1 s to 30 days")
+            }
+            fn visit_u64<E: de::Error>(self, seconds: u64) -> Result<LengthField, E> {
+                let length = Some(Span::from_secs(seconds)).filter(|length| BLOCK_LENGTHS.contains(length));
+                length.map(LengthField).ok_or_else(|| E::invalid_value(de::Unexpected::Unsigned(seconds), &self))
+            }
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<LengthField, E> {
+                let length = parse_duration(text).ok().filter(|length| BLOCK_LENGTHS.contains(length));
+                length.map(LengthField).ok_or_else(|| E::invalid_value(de::Unexpected::Str(text), &self))
+            }
+        }
+        deserializer.deserialize_any(LengthVisitor)
     }
 }
 

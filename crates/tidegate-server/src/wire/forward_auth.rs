@@ -110,7 +110,7 @@ pub(crate) async fn handle<S: Store, C: Clock>(
     }
     let error_response = |error: &CheckError| match error.uncountable() {
         Some(uncountable) => reject(api, request, uncountable.into(), &query, &uncountable.to_string()),
-        None => check_error_response(api, &query, error),
+        None => check_error_response(&api.gate, &api.refusals, &query, error),
     };
     let actions = match api.gate.actions(&query) {
         Ok(actions) => actions,

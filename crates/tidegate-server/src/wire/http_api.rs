@@ -20,7 +20,7 @@ use hyper::service::Service;
 use tidegate::policy::{Forwarding, KeyError, MatchedActions, Query, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
-use tidegate::{Check, CheckError, Decision, Gate, PendingCheck};
+use tidegate::{BlockError, Check, CheckError, Decision, Gate, PendingCheck};
 use tidegate_core::{Clock, Time};
 
 use crate::access::{Access, AccessError};
@@ -136,7 +136,12 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                                         }
                                         (Err(error), Ok(request)) => {
                                             metrics.record_check_error(&error);
-                                            check_error_response(&call.api, &request.query(), &error)
+                                            check_error_response(
+                                                &call.api.gate,
+                                                &call.api.refusals,
+                                                &request.query(),
+                                                &error,
+                                            )
                                         }
                                         (_, Err(wrong)) => bad_request(wrong),
                                     };
@@ -187,14 +192,21 @@ async fn route<S: Store, C: Clock>(
         return discard_body(watch, request.into_body(), false, response);
     }
     let (parts, body) = request.into_parts();
+    let bytes = match collect_body(watch, body).await {
+        Ok(bytes) => bytes,
+        Err(response) => return response,
+    };
+    handle(api, parts.uri.path(), DecisionRequest::from_json(&bytes)).await.unwrap_or_else(bad_request)
+}
+
+/// Reads the body of a decision request, or returns the response to one that can't be read.
+pub(crate) async fn collect_body(watch: &ConnectionWatch, body: Incoming) -> Result<Bytes, Response<ResponseBody>> {
     watch.enter(ConnectionPhase::Upload);
     let mut collecting = BodyCollector::new(body);
-    let bytes = match poll_fn(|cx| collecting.poll(watch, cx)).await {
-        Ok(bytes) => bytes,
-        Err(status) => return unreadable_body_response(watch, status),
-    };
+    let bytes = poll_fn(|cx| collecting.poll(watch, cx)).await;
+    let bytes = bytes.map_err(|status| unreadable_body_response(watch, status))?;
     watch.enter(ConnectionPhase::Deciding);
-    handle(api, parts.uri.path(), DecisionRequest::from_json(&bytes)).await.unwrap_or_else(bad_request)
+    Ok(bytes)
 }
 
 /// The response to a decision request that can't be read.
@@ -276,7 +288,10 @@ async fn handle<S: Store, C: Clock>(
     request: Result<DecisionRequest<'_>, DecisionRequestError>,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
     let request = request?;
-    validate(api, path, &request)?;
+    if path == "/v1/reset" {
+        return reset(&api.gate, &api.refusals, &request).await;
+    }
+    validate(&api.gate, &api.refusals, path, &request)?;
     let query = &request.query();
     let response = match (path, request.permit) {
         ("/v1/status", _) => status_response(api, query).await,
@@ -285,13 +300,26 @@ async fn handle<S: Store, C: Clock>(
             api.gate.release(query, permit).await.map(|held| change_response("released", held))
         }
         ("/v1/renew", Some(permit)) => api.gate.renew(query, permit).await.map(|held| change_response("renewed", held)),
-        ("/v1/reset", _) => api.gate.reset(query).await.map(|report| {
-            api.refusals.clients.forget(&report.keys);
-            json_response(StatusCode::OK, &report)
-        }),
         _ => api.gate.refund(query).await.map(|()| change_response("refunded", true)),
     };
-    Ok(response.unwrap_or_else(|error| check_error_response(api, query, &error)))
+    Ok(response.unwrap_or_else(|error| check_error_response(&api.gate, &api.refusals, query, &error)))
+}
+
+/// Handles a reset.
+pub(crate) async fn reset<S: Store, C: Clock>(
+    gate: &Gate<S, C>,
+    refusals: &RefusalLog,
+    request: &DecisionRequest<'_>,
+) -> Result<Response<ResponseBody>, DecisionRequestError> {
+    validate(gate, refusals, "/v1/reset", request)?;
+    let query = &request.query();
+    Ok(match gate.reset(query).await {
+        Ok(report) => {
+            refusals.clients.forget(&report.keys);
+            json_response(StatusCode::OK, &report)
+        }
+        Err(error) => check_error_response(gate, refusals, query, &error),
+    })
 }
 
 async fn status_response<S: Store, C: Clock>(
@@ -321,7 +349,7 @@ fn check<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     request: &DecisionRequest<'_>,
 ) -> Result<CheckResponse<S, C>, DecisionRequestError> {
-    validate(api, "/v1/check", request)?;
+    validate(&api.gate, &api.refusals, "/v1/check", request)?;
     let (query, asked_at) = (request.query(), api.gate.clock().now());
     let started = api.gate.actions(&query).and_then(|actions| {
         let query = Query { actions: Some(actions), ..query };
@@ -335,7 +363,7 @@ fn check<S: Store, C: Clock>(
         Ok((actions, Check::Pending(pending))) => CheckResponse::Pending(actions, asked_at, Box::new(pending)),
         Err(error) => {
             api.metrics.record_check_error(&error);
-            CheckResponse::Ready(check_error_response(api, &query, &error))
+            CheckResponse::Ready(check_error_response(&api.gate, &api.refusals, &query, &error))
         }
     })
 }
@@ -352,21 +380,23 @@ fn decision_response<S: Store, C: Clock>(
 
 /// Checks that a request names an action, or has a path that can select one, and that it has a permit if its path needs
 /// one. Requests that change nothing may have one.
-fn validate<S: Store, C: Clock>(
-    api: &ApiState<S, C>,
+pub(crate) fn validate<S: Store, C: Clock>(
+    gate: &Gate<S, C>,
+    refusals: &RefusalLog,
     path: &str,
     request: &DecisionRequest<'_>,
 ) -> Result<(), DecisionRequestError> {
     let query = request.query();
     if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
         let why = "a `host` is a name or an address (IPv6 in brackets) and at most a port";
-        api.refusals.log_rejection(api.gate.clock().now(), RejectionReason::Host, &query, why);
+        refusals.log_rejection(gate.clock().now(), RejectionReason::Host, &query, why);
         return Err(DecisionRequestError::new("host", why));
     }
     if query.action.is_none() && query.path.is_none() {
         let message = match path {
-            "/v1/reset" if query.ip.is_some() || query.key.is_some() => return Ok(()),
+            "/v1/reset" | "/v1/block" if query.ip.is_some() || query.key.is_some() => return Ok(()),
             "/v1/reset" => "`action` is missing (or an `ip` or `key`, which is then reset under all actions)",
+            "/v1/block" => "`action` is missing (or an `ip` or `key`, which is then blocked under all actions)",
             _ => "`action` is missing (or the `method` and `path` that find one)",
         };
         return Err(DecisionRequestError::new("action", message));
@@ -375,7 +405,7 @@ fn validate<S: Store, C: Clock>(
         ("/v1/release" | "/v1/renew", None) => {
             Err(DecisionRequestError::new("permit", "`permit` is missing: the check that was allowed gave one"))
         }
-        ("/v1/check" | "/v1/reset" | "/v1/refund", Some(_)) => {
+        ("/v1/check" | "/v1/reset" | "/v1/block" | "/v1/refund", Some(_)) => {
             let message = format!("`permit` belongs to /v1/release and /v1/renew, not {path}");
             Err(DecisionRequestError::new("permit", message))
         }
@@ -385,13 +415,14 @@ fn validate<S: Store, C: Clock>(
 
 /// The response to a decision request that can't be decided.
 pub(crate) fn check_error_response<S: Store, C: Clock>(
-    api: &ApiState<S, C>,
+    gate: &Gate<S, C>,
+    refusals: &RefusalLog,
     query: &Query<'_>,
     cause: &CheckError,
 ) -> Response<ResponseBody> {
     let field = match cause {
         CheckError::Store(_) => {
-            api.refusals.log_failure(api.gate.clock().now(), cause);
+            refusals.log_failure(gate.clock().now(), cause);
             return error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written");
         }
         CheckError::UnknownAction(unknown) => {
@@ -404,17 +435,19 @@ pub(crate) fn check_error_response<S: Store, C: Clock>(
             return json_response(StatusCode::NOT_FOUND, &body);
         }
         CheckError::Key(KeyError::Uncountable(uncountable)) => {
-            api.refusals.log_rejection(api.gate.clock().now(), uncountable.into(), query, &uncountable.to_string());
+            refusals.log_rejection(gate.clock().now(), uncountable.into(), query, &uncountable.to_string());
             uncountable.part()
         }
         CheckError::Key(KeyError::Missing(missing)) => Some(&*missing.part),
         CheckError::Key(KeyError::Platform(_)) => Some("platform"),
         CheckError::Cost { .. } => Some("cost"),
+        CheckError::Block(BlockError::TooLong { .. }) => Some("for"),
+        CheckError::Block(BlockError::NoPenalty) => Some("action").filter(|_| query.action.is_some()),
     };
     bad_request(DecisionRequestError::new(field, cause.to_string()))
 }
 
-fn bad_request(wrong: DecisionRequestError) -> Response<ResponseBody> {
+pub(crate) fn bad_request(wrong: DecisionRequestError) -> Response<ResponseBody> {
     let mut body = serde_json::json!({ "error": "Bad Request", "field": wrong.field, "message": wrong.message });
     if let Some(nearest) = wrong.nearest {
         body["nearest"] = nearest.into();

@@ -2,13 +2,13 @@
 
 use std::io::Write;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use tidegate::Gate;
 use tidegate::clock::ManualClock;
 use tidegate::store::Store;
-use tidegate_policy::{Policy, PolicySources};
+use tidegate_policy::{LogConfig, Policy, PolicySources};
 use tidegate_server::{ReloadHandle, ServeError, Server, ShutdownSummary, log};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -316,8 +316,13 @@ impl Lines {
     }
 }
 
+/// A subscriber that nobody uses. While there is only one, `tracing` turns off lines that another thread, which has
+/// none, writes first.
+static SECOND: OnceLock<tracing::Dispatch> = OnceLock::new();
+
 /// Captures the log of this thread until the guard is dropped.
 pub(crate) fn capture(format: &str) -> (Lines, tracing::subscriber::DefaultGuard) {
+    SECOND.get_or_init(|| log::subscriber(&LogConfig::default(), None, std::io::sink).unwrap());
     let policy = Policy::load(PolicySources::new().file("t", format!("[log]\nformat = \"{format}\"\n"))).unwrap();
     let lines = Lines::default();
     let writer = lines.clone();

@@ -5,6 +5,7 @@ mod access;
 mod api;
 mod browser;
 mod caps;
+mod changes;
 mod common;
 mod flow;
 mod forward_auth;

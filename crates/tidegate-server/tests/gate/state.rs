@@ -15,6 +15,9 @@ const PENALTY: &str = r#"
     limit = "1 per 60s"
 "#;
 
+/// The number of the first event: numbers begin at the time of the start in milliseconds.
+const FIRST: u64 = 1_767_225_600_001;
+
 #[tokio::test]
 async fn the_state_has_decisions_and_limits() {
     let upstream = Echo::start(HELLO).await;
@@ -73,6 +76,43 @@ async fn values_of_headers_are_shown_as_hashes() {
 }
 
 #[tokio::test]
+async fn rows_tell_the_parts_of_their_key() {
+    const PARTS: &str = r#"
+        [inbound.global]
+        limit = "2 per 60s"
+        [inbound.action.page]
+        key = ["key", "method", "path", "header:x-device"]
+        limit = "1 per 60s"
+        penalty = { base = "10s", cap = "1h" }
+    "#;
+    let gate = start(nobody(), PARTS).await;
+    let question = r#"{"action":"page","ip":"192.0.2.1","key":"bob","method":"GET","path":"/a?s3cret",
+        "headers":{"x-device":"s3cret"}}"#;
+    for _ in 0..2 {
+        once(gate.api, post("/v1/check", question)).await;
+    }
+    let page = once(gate.admin, get("/v1/blocks")).await;
+    let row = &json(&page)["clients"][0];
+    assert_eq!((&row["action"], &row["client"]["path"]), (&"page".into(), &"/a".into()), "{page}");
+    assert_eq!((&row["client"]["key"], &row["client"]["method"]), (&"bob".into(), &"GET".into()), "{page}");
+    assert!(!page.contains("s3cret"), "{page}");
+    let events = json(&once(gate.admin, get("/v1/events?follow=false")).await);
+    let message = events["events"][0]["message"].as_str().unwrap();
+    assert!(message.contains("key=bob") && message.contains("header:x-device=#"), "{message}");
+
+    for device in ["1", "2", "3"] {
+        let question = format!(
+            r#"{{"action":"page","ip":"::1","key":"eve","method":"PUT","path":"/a","headers":{{"x-device":"{device}"}}}}"#
+        );
+        once(gate.api, post("/v1/check", &question)).await;
+    }
+    let report = json(&once(gate.admin, get("/v1/blocks")).await);
+    let global = report["clients"].as_array().unwrap().iter().find(|row| row["limit"] == "global").unwrap().clone();
+    assert_eq!((&global["action"], &global["client"]["client_ip"]), (&().into(), &"::1".into()), "{report}");
+    assert_eq!(json(&once(gate.admin, get("/v1/blocks?action=page")).await)["known"], 1);
+}
+
+#[tokio::test]
 async fn the_stream_has_each_event_once() {
     let gate = start(nobody(), PENALTY).await;
     let refuse = |ip: &'static str| async move {
@@ -82,22 +122,26 @@ async fn the_stream_has_each_event_once() {
     };
     refuse("192.0.2.1").await;
     let list = json(&once(gate.admin, get("/v1/events?follow=false")).await);
-    assert_eq!((&list["last"], &list["missed"]), (&1.into(), &0.into()), "{list}");
+    assert_eq!((&list["last"], &list["missed"]), (&FIRST.into(), &0.into()), "{list}");
     let event = &list["events"][0];
     assert_eq!((&event["kind"], &event["ip"], &event["seconds"]), (&"blocked".into(), &"192.0.2.1".into(), &10.into()));
 
     let mut reader = Peer::connect(gate.admin).await;
     reader.send(get("/v1/events")).await;
-    let mut text = read_until(&mut reader, "id: 1").await;
+    let mut text = read_until(&mut reader, &format!("id: {FIRST}")).await;
     assert_eq!(header(&text, "content-type"), Some("text/event-stream"), "{text}");
     refuse("192.0.2.2").await;
-    text += &read_until(&mut reader, "id: 2").await;
+    text += &read_until(&mut reader, &format!("id: {}", FIRST + 1)).await;
     assert_eq!(text.matches("\"ip\":\"192.0.2.1\"").count(), 1, "{text}");
 
     let mut resumed = Peer::connect(gate.admin).await;
-    resumed.send("GET /v1/events HTTP/1.1\r\nhost: gate.test\r\nlast-event-id: 1\r\n\r\n").await;
-    let text = read_until(&mut resumed, "id: 2").await;
-    assert!(!text.contains("id: 1\n"), "{text}");
+    let resume = format!("GET /v1/events HTTP/1.1\r\nhost: gate.test\r\nlast-event-id: {FIRST}\r\n\r\n");
+    resumed.send(resume).await;
+    let text = read_until(&mut resumed, &format!("id: {}", FIRST + 1)).await;
+    assert!(!text.contains(&format!("id: {FIRST}\n")), "{text}");
+    // A number of an earlier process.
+    let all = json(&once(gate.admin, get("/v1/events?follow=false&after=2")).await);
+    assert_eq!((all["events"].as_array().map(Vec::len), &all["missed"]), (Some(2), &0.into()), "{all}");
 }
 
 #[tokio::test]
@@ -114,7 +158,7 @@ async fn a_flood_of_blocks_publishes_few_events() {
         client.ask(post("/v1/check", r#"{"action":"login","ip":"192.0.2.77"}"#)).await;
     }
     let list = json(&once(gate.admin, get("/v1/events?follow=false")).await);
-    assert_eq!((&list["last"], &list["events"][5]["unpublished"]), (&6.into(), &45.into()), "{list}");
+    assert_eq!((&list["last"], &list["events"][5]["unpublished"]), (&(FIRST + 5).into(), &45.into()), "{list}");
 }
 
 #[tokio::test]

@@ -86,3 +86,19 @@ async fn an_address_in_use_is_reported() {
     let error = try_start(&policy, |_| None).err().unwrap().to_string();
     assert!(error.starts_with(&format!("api.listen: can't listen on {address}")), "{error}");
 }
+
+const NAMED: &str = "[admin]\ntoken = \"env:ADMIN\"\ntokens = { dash = { secret = \"env:DASH\", read_only = true } }\n";
+
+#[tokio::test]
+async fn named_tokens_open_the_admin_listener() {
+    let gate = with_env(NAMED, &[("ADMIN", "s3cret"), ("DASH", "look")]).unwrap();
+    for (token, expected) in [("s3cret", 200), ("look", 200), ("dash", 401), ("", 401)] {
+        let asked = format!("GET /healthz HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {token}\r\n\r\n");
+        assert_eq!(status(&once(gate.admin, asked).await), expected, "{token}");
+    }
+    let counted = "GET /metrics HTTP/1.1\r\nhost: a\r\nx-tidegate-token: look\r\n\r\n";
+    let page = once(gate.admin, counted).await;
+    assert!(page.contains("tidegate_rejections_total{reason=\"token\"} 2\n"), "{page}");
+    let missing = with_env(NAMED, &[("ADMIN", "s3cret")]).err().unwrap().to_string();
+    assert!(missing.starts_with("admin.tokens.dash: "), "{missing}");
+}

@@ -9,6 +9,7 @@ mod errors;
 mod headers;
 mod login;
 mod logs;
+mod operators;
 mod retries;
 mod state;
 mod streaming;

@@ -237,6 +237,7 @@ impl<'s> TidegateClient<'s> {
                     | CallFailure::RateLimited { .. }
                     | CallFailure::QuotaSpent { .. }
                     | CallFailure::CredentialsCooling { .. }
+                    | CallFailure::ProviderPaused
                     | CallFailure::LanePaused { .. }
                     | CallFailure::Paced { .. }
                     | CallFailure::QueueFull(_),

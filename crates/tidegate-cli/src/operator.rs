@@ -1,0 +1,72 @@
+//! `tidegate block`, `pause`, `resume` and `reset-provider`: changes that operators make to a running gate, over its
+//! admin listener.
+
+use std::fmt::Write as _;
+
+use http::Method;
+use serde_json::Value;
+use tidegate::{BlockReport, LimitReport};
+
+use crate::api_client::{as_json, check_selection, part_help};
+use crate::gate_client::{GateClient, ListenerKind};
+use crate::{CallArgs, CliOutcome, CommandResult, GateArgs};
+
+/// `tidegate block`.
+pub(crate) fn block(call: &CallArgs, length: &str) -> CommandResult {
+    check_selection(call)?;
+    let mut body = as_json(call)?;
+    body.insert("for".to_owned(), length.into());
+    let client = GateClient::new(&call.gate, ListenerKind::Admin)?;
+    let describe = |text: &str| {
+        let report: BlockReport = serde_json::from_str(text).ok()?;
+        Some((describe_block(&report), CliOutcome::Done))
+    };
+    client.ask(Method::POST, "/v1/block", Value::Object(body).to_string(), describe, part_help)
+}
+
+fn describe_block(report: &BlockReport) -> String {
+    let mut text = String::new();
+    for LimitReport { name, retry_after, blocked, .. } in &report.limits {
+        let _ = match retry_after.filter(|_| *blocked) {
+            Some(wait) => writeln!(text, "{name}: blocked for {wait} s"),
+            None => writeln!(text, "{name}: not blocked, because the store is full"),
+        };
+    }
+    if !report.skipped.is_empty() {
+        let skipped = report.skipped.join(", ");
+        let _ = writeln!(text, "not blocked, because they count by something that was not given: {skipped}");
+    }
+    text
+}
+
+/// A change to a provider.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ProviderChange {
+    Pause,
+    Resume,
+    Reset,
+}
+
+/// `tidegate pause`, `resume` and `reset-provider`.
+pub(crate) fn change_provider(arguments: &GateArgs, name: &str, change: ProviderChange) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    let command = match change {
+        ProviderChange::Pause => "pause",
+        ProviderChange::Resume => "resume",
+        ProviderChange::Reset => "reset",
+    };
+    let describe = |text: &str| {
+        let report: Value = serde_json::from_str(text).ok()?;
+        let name = report["provider"].as_str()?;
+        let has_changed = report["changed"].as_bool();
+        let words = match (change, has_changed) {
+            (ProviderChange::Pause, Some(true)) => format!("paused; calls are refused until `tidegate resume {name}`"),
+            (ProviderChange::Pause, _) => "was paused already".to_owned(),
+            (ProviderChange::Resume, Some(true)) => "resumed".to_owned(),
+            (ProviderChange::Resume, _) => "was not paused".to_owned(),
+            (ProviderChange::Reset, _) => "the breaker is closed and no credential cools down".to_owned(),
+        };
+        Some((format!("{name}: {words}\n"), CliOutcome::Done))
+    };
+    client.ask(Method::POST, &format!("/v1/providers/{name}/{command}"), "{}".to_owned(), describe, |_| None)
+}

@@ -1,0 +1,63 @@
+//! The changes that operators make to a provider.
+
+use std::mem;
+use std::sync::Arc;
+
+use tidegate_core::{Batch, Clock, MAX_OPS, Op, Verb};
+use tidegate_store::{Store, StoreError, StoreResponse};
+
+use super::{Dispatcher, ProviderChange, ProviderInner};
+
+impl<S: Store, C: Clock> ProviderInner<S, C> {
+    /// Stops calls, or lets them start again. Returns false if that is so already.
+    pub(crate) fn set_paused(self: &Arc<Self>, paused: bool) -> bool {
+        self.change(|dispatcher| {
+            let has_changed = mem::replace(&mut dispatcher.context.state.is_paused, paused) != paused;
+            if has_changed && paused {
+                self.fail_waiting_calls(dispatcher);
+            }
+            let change = if paused { ProviderChange::Paused } else { ProviderChange::Resumed };
+            (has_changed, has_changed.then_some(change))
+        })
+    }
+
+    /// Forgets failures, here and in the store.
+    pub(crate) async fn reset(self: &Arc<Self>) -> Result<(), StoreError> {
+        // The store comes first. Otherwise a call could learn of an old cool-down again.
+        for keys in self.rules.credential_keys.chunks(MAX_OPS) {
+            let mut batch =
+                Batch::new(0).with_ops(keys.iter().map(|key| Op::new(self.rules.cooldown, Verb::Reset, *key, 1)));
+            batch.set_affinity(self.rules.affinity());
+            if let StoreResponse::Pending(answer) = self.store.apply(&batch, self.clock.now()) {
+                answer.await?;
+            }
+        }
+        let fresh = self.config().new_state(&self.rules);
+        self.change(|dispatcher| {
+            dispatcher.context.state.forget_failures(&self.rules, fresh.pace, fresh.adaptive_limit);
+            dispatcher.published_changes.clear();
+            ((), Some(ProviderChange::Reset))
+        });
+        Ok(())
+    }
+
+    /// Makes a change, dispatches the calls that are due after it, and publishes it.
+    fn change<T>(self: &Arc<Self>, change: impl FnOnce(&mut Dispatcher) -> (T, Option<ProviderChange>)) -> T {
+        let (mut guard, now) = self.lock_for_step();
+        let dispatcher = &mut *guard;
+        let (done, published) = change(dispatcher);
+        dispatcher.changes.extend(published);
+        self.dispatch(dispatcher, None, now);
+        drop(guard);
+        self.publish_changes();
+        done
+    }
+
+    fn fail_waiting_calls(&self, dispatcher: &mut Dispatcher) {
+        let waiting = dispatcher.waiting_calls.iter().filter(|(_, waiting_call)| waiting_call.result.is_none());
+        for index in waiting.map(|(index, _)| index).collect::<Vec<_>>() {
+            let failure = dispatcher.waiting_calls[index].call.handle_pause(&mut dispatcher.context.state);
+            dispatcher.set_result(index, Err(self.error_kind(failure)));
+        }
+    }
+}
