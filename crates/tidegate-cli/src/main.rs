@@ -131,6 +131,11 @@ enum Command {
         #[command(flatten)]
         gate: GateArgs,
     },
+    /// Read the policy of a running gate again. If it has errors, the gate goes on with the one before.
+    Reload {
+        #[command(flatten)]
+        gate: GateArgs,
+    },
     /// Show the latest changes of state of a running gate: of blocked clients, breakers, credentials, quotas and the store.
     Events {
         /// Continue to show events as they happen.
@@ -325,6 +330,7 @@ fn main() -> ExitCode {
         Command::Status(call) => api_client::status(&call),
         Command::Reset(call) => api_client::reset(&call),
         Command::Block { length, call } => operator::block(&call, &length),
+        Command::Reload { gate } => operator::reload(&gate),
         Command::Pause { name, gate } => operator::change_provider(&gate, &name, operator::ProviderChange::Pause),
         Command::Resume { name, gate } => operator::change_provider(&gate, &name, operator::ProviderChange::Resume),
         Command::ResetProvider { name, gate } => {

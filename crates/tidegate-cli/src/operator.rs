@@ -1,4 +1,4 @@
-//! `tidegate block`, `pause`, `resume` and `reset-provider`: changes that operators make to a running gate, over its
+//! `tidegate block`, `pause`, `resume`, `reset-provider` and `reload`: changes that operators make to a running gate, over its
 //! admin listener.
 
 use std::fmt::Write as _;
@@ -69,4 +69,19 @@ pub(crate) fn change_provider(arguments: &GateArgs, name: &str, change: Provider
         Some((format!("{name}: {words}\n"), CliOutcome::Done))
     };
     client.ask(Method::POST, &format!("/v1/providers/{name}/{command}"), "{}".to_owned(), describe, |_| None)
+}
+
+/// `tidegate reload`.
+pub(crate) fn reload(arguments: &GateArgs) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    let describe = |text: &str| {
+        let report: Value = serde_json::from_str(text).ok()?;
+        let fixed: Option<Vec<&str>> = report["restart_needed"].as_array()?.iter().map(Value::as_str).collect();
+        let words = match fixed?.as_slice() {
+            [] => "reloaded\n".to_owned(),
+            fixed => format!("reloaded; a restart is needed for {}\n", fixed.join(", ")),
+        };
+        Some((words, CliOutcome::Done))
+    };
+    client.ask(Method::POST, "/v1/reload", "{}".to_owned(), describe, |_| None)
 }

@@ -178,12 +178,19 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
         let provider = |index: usize| {
             let own = &config.providers()[index];
             let is_same = |it: &&Provider<S, C>| config.has_unchanged(it.config(), &it.0.outbound_config);
-            let earlier = earlier.and_then(|earlier| earlier.provider(&own.name).ok()).filter(is_same);
-            earlier.cloned().unwrap_or_else(|| {
+            let known = earlier.and_then(|earlier| earlier.provider(&own.name).ok());
+            if let Some(same) = known.filter(is_same) {
+                return same.clone();
+            }
+            let provider = {
                 let store = Arc::clone(shared_store.as_ref().filter(|_| own.shared).unwrap_or(&local_store));
                 let (config, events) = (Arc::clone(&config), Arc::clone(&events));
                 Provider(Arc::new(ProviderInner::new(config, index, &seed, store, clock.clone(), events)))
-            })
+            };
+            if known.is_some_and(|known| known.inspect(|state, _| state.is_paused)) {
+                provider.pause();
+            }
+            provider
         };
         let providers = (0..config.providers().len()).map(provider).collect();
         Self(Arc::new(OutboundInner { config, providers, local_store, shared_store, clock, seed, events }))

@@ -147,7 +147,7 @@ async fn page<S: Store, C: Clock + Clone>(
 }
 
 /// The paths of the listener.
-const PATHS: [&str; 9] = [
+const PATHS: [&str; 10] = [
     "/healthz",
     "/readyz",
     "/metrics",
@@ -157,6 +157,7 @@ const PATHS: [&str; 9] = [
     "/v1/events",
     "/v1/reset",
     "/v1/block",
+    "/v1/reload",
 ];
 /// The start of the path of a provider.
 const PROVIDERS: &str = "/v1/providers/";

@@ -18,6 +18,7 @@ use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, json_response};
 use crate::rejections::RejectionReason;
+use crate::reload::{ReloadError, ReloadHandle};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::http_api::{bad_request, check_error_response, collect_body, reset, validate};
 
@@ -28,6 +29,8 @@ pub(super) enum Change {
     Reset,
     /// `/v1/block`: blocks a client.
     Block,
+    /// `/v1/reload`: reads the policy again.
+    Reload,
     /// `/v1/providers/NAME/COMMAND`.
     Provider(String, ProviderCommand),
 }
@@ -45,6 +48,7 @@ impl Change {
         match path {
             "/v1/reset" => Some(Self::Reset),
             "/v1/block" => Some(Self::Block),
+            "/v1/reload" => Some(Self::Reload),
             _ => {
                 let (provider, command) = path.strip_prefix(PROVIDERS)?.split_once('/')?;
                 let command = match command {
@@ -62,6 +66,7 @@ impl Change {
         match self {
             Self::Reset => "reset",
             Self::Block => "block",
+            Self::Reload => "reload",
             Self::Provider(_, ProviderCommand::Pause) => "pause",
             Self::Provider(_, ProviderCommand::Resume) => "resume",
             Self::Provider(_, ProviderCommand::Reset) => "reset_provider",
@@ -73,7 +78,7 @@ impl Change {
         match self {
             Self::Reset => DecisionRequest::from_json(body),
             Self::Block => DecisionRequest::block_from_json(body),
-            Self::Provider(..) => DecisionRequest::empty_from_json(body),
+            Self::Reload | Self::Provider(..) => DecisionRequest::empty_from_json(body),
         }
     }
 }
@@ -140,7 +145,7 @@ impl ChangeRequest {
     fn log<S: Store, C: Clock>(&self, admin: &AdminState<S, C>, request: &DecisionRequest<'_>, status: StatusCode) {
         let provider = match &self.change {
             Change::Provider(name, _) => Some(name.as_str()),
-            Change::Reset | Change::Block => None,
+            Change::Reset | Change::Block | Change::Reload => None,
         };
         let entry = AuditEntry {
             token: &self.token,
@@ -164,6 +169,7 @@ impl Change {
         match self {
             Self::Reset => reset(&admin.gate, &admin.metrics.parts.refusals, request).await,
             Self::Block => block(admin, request).await,
+            Self::Reload => Ok(reload(&admin.metrics.parts.reload).await),
             Self::Provider(name, command) => {
                 let Some(providers) = &admin.metrics.providers else {
                     return Ok(error(StatusCode::NOT_FOUND, "the policy has no providers"));
@@ -199,6 +205,23 @@ async fn block<S: Store, C: Clock + Clone>(
         }
         Err(error) => check_error_response(gate, refusals, query, &error),
     })
+}
+
+/// Reads the policy again.
+async fn reload(server: &ReloadHandle) -> Response<ResponseBody> {
+    match server.reload().await {
+        Ok(report) => {
+            json_response(StatusCode::OK, &json!({ "reloaded": true, "restart_needed": report.restart_needed }))
+        }
+        Err(failure) => {
+            let status = match &*failure {
+                ReloadError::NoSource => StatusCode::NOT_IMPLEMENTED,
+                ReloadError::Stopped => StatusCode::SERVICE_UNAVAILABLE,
+                _ => StatusCode::UNPROCESSABLE_ENTITY,
+            };
+            error(status, &failure.to_string())
+        }
+    }
 }
 
 impl ProviderCommand {
