@@ -32,7 +32,8 @@ pub(crate) fn environment(prefix: Option<&str>) -> PolicySources {
 pub(crate) fn load(file: Option<&Path>, sources: PolicySources) -> Result<(Policy, String), CliOutcome> {
     let file = existing_file(file);
     let source_name = file.map_or_else(|| "the built-in default policy".to_owned(), display_name);
-    let sources = with_file(file, sources).map_err(|error| file_failure("read", file.unwrap_or(Path::new("")), error))?;
+    let sources =
+        with_file(file, sources).map_err(|error| file_failure("read", file.unwrap_or(Path::new("")), error))?;
     Ok((Policy::load(sources).map_err(invalid_document)?, source_name))
 }
 

@@ -64,7 +64,10 @@ pub use credential_pool::{Balance, CredentialPool, MAX_CREDENTIALS, PoolSizeErro
 pub use decision::{Decision, Reason};
 pub use histogram::DurationHistogram;
 pub use lanes::{Lane, LaneSpec, Lanes, LanesSpec, QueueFullError, QueueStep, RefusalScope, Ticket};
-pub use limit::{CountMode, LeaseSpec, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST, MAX_LIMIT, OnOutage, Sharing, MAX_LIMITS};
+pub use limit::{
+    CountMode, LeaseSpec, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST, MAX_LIMIT, MAX_LIMITS, OnOutage,
+    Sharing,
+};
 pub use pace::Pace;
 pub use pacer::{LocalPacer, PacerError, PacerSpec, SharedPacerRules};
 pub use penalty::{Penalty, PenaltyMode, PenaltySpec};

@@ -152,7 +152,10 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     pub fn next(&self, policy: &Policy) -> Result<Self, NextOutboundError> {
         let config = policy.outbound().ok_or(NextOutboundError::Section)?.clone();
         let OutboundInner { local_store, shared_store, clock, seed, events, .. } = &*self.0;
-        if shared_store.is_none() && matches!(policy.store().url, StoreUrl::Server(..)) && config.providers().iter().any(|it| it.shared) {
+        if shared_store.is_none()
+            && matches!(policy.store().url, StoreUrl::Server(..))
+            && config.providers().iter().any(|it| it.shared)
+        {
             return Err(NextOutboundError::Store);
         }
         let next_store = |store: &Arc<S>| {

@@ -22,6 +22,7 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use hyper::upgrade::OnUpgrade;
+use rustls::ClientConfig;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
     CallErrorKind, CallOptions, CallStats, Outbound, OutboundError, OutboundLayer, OutboundService, Provider,
@@ -30,7 +31,6 @@ use tidegate::outbound::{
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
-use rustls::ClientConfig;
 use tidegate_runtime::counters::Counters;
 use tower_layer::Layer as _;
 

@@ -247,7 +247,10 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// Reads the policy again with this function, when a [`ReloadHandle`] asks for it. The function gets the present policy,
     /// whose [`Policy::load_next`] reads the next one.
     #[must_use]
-    pub fn policy_source(mut self, read: impl Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync + 'static) -> Self {
+    pub fn policy_source(
+        mut self,
+        read: impl Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync + 'static,
+    ) -> Self {
         self.policy_source = Some(Box::new(read));
         self
     }
@@ -295,8 +298,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             let publisher = ProviderEventPublisher::new(Arc::clone(&parts.events));
             providers.observe(move |event| publisher.publish(event));
         }
-        let cells =
-            StateCells { engine: StateCell::new(engine), proxy, gateway, api: api_cell, admin: admin_cell };
+        let cells = StateCells { engine: StateCell::new(engine), proxy, gateway, api: api_cell, admin: admin_cell };
         Ok(BoundServer {
             reloader: Reloader::new(cells, parts, self.policy_source, snapshot.clone(), reload_requests),
             snapshot,
@@ -354,8 +356,7 @@ impl ListenerConfigs<'_> {
     /// The limits of a listener that forwards requests.
     fn forwarding(&self, connections: usize, per_client: Option<usize>) -> ListenerConfig {
         let trusted = &self.0.inbound().forwarding.trusted;
-        let client_limit =
-            per_client.map(|most| ClientLimit::new(most, self.0.plan().ipv6_prefix(), trusted.clone()));
+        let client_limit = per_client.map(|most| ClientLimit::new(most, self.0.plan().ipv6_prefix(), trusted.clone()));
         ListenerConfig { client_limit, forwards: true, ..self.internal(connections) }
     }
 }
@@ -370,8 +371,7 @@ fn open<T: ListenerState>(
     state: Option<T>,
 ) -> Result<Option<Opened<T>>, ServeError> {
     let (Some((address, config)), Some(state)) = (config, state) else { return Ok(None) };
-    let bound =
-        Listener::bind(address, config).map_err(|source| ServeError::Bind { listener, address, source })?;
+    let bound = Listener::bind(address, config).map_err(|source| ServeError::Bind { listener, address, source })?;
     let cell = StateCell::new(state);
     let shared = Arc::clone(&cell);
     Ok(Some((OpenListener::new(bound, move |client| CurrentService::new(Arc::clone(&shared), client)), cell)))

@@ -79,6 +79,8 @@ pub(crate) struct Reloader<S: Store, C: Clock> {
     snapshot: Option<Arc<Snapshot<S, C>>>,
     /// The policy that the server was started with.
     first_policy: Policy,
+    /// The policy that was read last, and used as far as that went. The stores may know the ids of its limits.
+    last_policy: Policy,
     requests: mpsc::Receiver<ReloadRequest>,
 }
 
@@ -97,7 +99,8 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         requests: mpsc::Receiver<ReloadRequest>,
     ) -> Self {
         let first_policy = cells.engine.load().policy.clone();
-        Self { cells, parts, source, snapshot, first_policy, requests }
+        let last_policy = first_policy.clone();
+        Self { cells, parts, source, snapshot, first_policy, last_policy, requests }
     }
 
     /// Reloads whenever it is asked to; never returns.
@@ -110,15 +113,16 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         }
     }
 
-    fn reload(&self) -> Result<ReloadReport, ReloadError> {
+    fn reload(&mut self) -> Result<ReloadReport, ReloadError> {
         let source = self.source.as_ref().ok_or(ReloadError::NoSource)?;
         let engine = self.cells.engine.load();
-        let policy = source(&engine.policy).map_err(ReloadError::Policy)?;
+        let policy = source(&self.last_policy).map_err(ReloadError::Policy)?;
         let report = ReloadReport { restart_needed: changed_fixed_settings(&self.first_policy, &policy) };
         let new_states = |engine: &Engine<S, C>| ListenerStates::new(engine, &self.parts, Some(&self.cells));
         // First with the present machines, because a store may not be able to go back to its earlier limits.
         let present = Engine { policy, gate: engine.gate.clone(), providers: engine.providers.clone() };
         new_states(&present)?;
+        self.last_policy = present.policy.clone();
         let policy = &present.policy;
         let providers = match &engine.providers {
             // A section that is new or gone needs a restart.

@@ -115,9 +115,8 @@ fn gateway_state<S: Store, C: Clock + Clone>(
 ) -> Result<Option<GatewayState<S, C>>, ServeError> {
     let (Some(providers), Some(config)) = (&engine.providers, engine.policy.outbound()) else { return Ok(None) };
     let access = access(parts, ListenerKind::Gateway, config.listen, config.token.as_ref(), &[], &config.hosts)?;
-    let new_state = |access| {
-        GatewayState::new(providers, access, Arc::clone(&parts.refusals), &parts.metrics, &parts.env, earlier)
-    };
+    let new_state =
+        |access| GatewayState::new(providers, access, Arc::clone(&parts.refusals), &parts.metrics, &parts.env, earlier);
     access.map(new_state).transpose()
 }
 

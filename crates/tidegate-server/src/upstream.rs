@@ -106,7 +106,10 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         let port = authority.port_u16().filter(|port| *port != 80);
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
-        let idle = Arc::new(IdlePool { connections: Mutex::new(IdleConnections { current_age: 0, stack: Vec::new() }), not_empty: Notify::new() });
+        let idle = Arc::new(IdlePool {
+            connections: Mutex::new(IdleConnections { current_age: 0, stack: Vec::new() }),
+            not_empty: Notify::new(),
+        });
         Arc::new(Self {
             address,
             host,
@@ -169,7 +172,6 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         });
         Ok(sender)
     }
-
 }
 
 /// Closes connections that have been idle for too long; never returns.

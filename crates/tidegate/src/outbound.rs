@@ -8,11 +8,10 @@ pub use tidegate_outbound::OutboundMiddleware;
 #[cfg(feature = "cache")]
 pub use tidegate_outbound::cache;
 pub use tidegate_outbound::{
-    NextOutboundError,
     Attempt, AttemptOutcome, AttemptReport, BreakerReport, BreakerState, CallError, CallErrorBody, CallErrorKind,
     CallHeaderError, CallOptions, CallStats, Class, CompletedCall, CredentialError, CredentialReport, CredentialStates,
-    Delivery, DurationReport, IDEMPOTENCY_KEY, InFlightGuard, Lane, LaneReport, LimitUsage, Outbound, OutboundBody,
-    OutboundError, OutboundLayer, OutboundService, Provider, ProviderChange, ProviderEvent, ProviderReport, ReplayBody,
-    ReplayError, SendError, Snapshot, SnapshotError, TIDEGATE_PRIORITY, TIDEGATE_TIMEOUT, TargetError,
-    UnreplayableReason, Upstream, Urgency, fault_of, take_call_options,
+    Delivery, DurationReport, IDEMPOTENCY_KEY, InFlightGuard, Lane, LaneReport, LimitUsage, NextOutboundError,
+    Outbound, OutboundBody, OutboundError, OutboundLayer, OutboundService, Provider, ProviderChange, ProviderEvent,
+    ProviderReport, ReplayBody, ReplayError, SendError, Snapshot, SnapshotError, TIDEGATE_PRIORITY, TIDEGATE_TIMEOUT,
+    TargetError, UnreplayableReason, Upstream, Urgency, fault_of, take_call_options,
 };

@@ -140,7 +140,8 @@ impl DocumentReader<'_> {
         let mut collector = self.predecessor.map(|policy| PlanCollector::following(policy.plan())).unwrap_or_default();
         collector.keeps_keys_together = keeps_keys_together;
         let actions = self.assemble(&mut collector, global, actions)?;
-        let counts_by_path = collector.active_limits(&actions).any(|id| collector.key_parts(id).contains(&KeyPart::Path));
+        let counts_by_path =
+            collector.active_limits(&actions).any(|id| collector.key_parts(id).contains(&KeyPart::Path));
         let keyed_headers = collector.keyed_headers(&actions);
         let unmatched = collector.op_template(&[]);
         let (limits, limit_infos, retired) = collector.limits.into_parts();

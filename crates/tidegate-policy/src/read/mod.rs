@@ -60,7 +60,8 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars, predecessor: Option<
     apply_variables(&mut texts, &mut errors, &mut notes, &mut root, env);
     let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
     let presets = root.get("outbound").map(|_| preset::load_presets(&mut texts)).unwrap_or_default();
-    let mut reader = DocumentReader { errors, notes, presets, predecessor, ..DocumentReader::with_texts(&texts, whole) };
+    let mut reader =
+        DocumentReader { errors, notes, presets, predecessor, ..DocumentReader::with_texts(&texts, whole) };
     match reader.policy(&root) {
         Some(policy) if reader.errors.is_empty() => Ok(policy),
         _ => Err(Errors::new(reader.errors)),

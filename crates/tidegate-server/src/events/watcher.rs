@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tidegate::Time;
 use tidegate::outbound::Provider;
 use tidegate::store::Store;
-use tidegate::Time;
 use tidegate_core::{Clock, LimitId};
 
 use super::{Change, ServerEvent, ServerEvents};
@@ -55,9 +55,8 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
         tokio::time::sleep(QUOTA_INTERVAL).await;
         let Some(providers) = engine.load().providers.clone() else { continue };
         let limits = providers.config().limits();
-        let has_quota = |provider: &&Provider<S, C>| {
-            provider.config().next_quota_end(limits, provider.clock().now()).is_some()
-        };
+        let has_quota =
+            |provider: &&Provider<S, C>| provider.config().next_quota_end(limits, provider.clock().now()).is_some();
         // Those of providers that are gone aren't needed.
         reported.retain(|(name, ..), _| providers.provider(name).is_ok());
         for provider in providers.providers().iter().filter(has_quota) {

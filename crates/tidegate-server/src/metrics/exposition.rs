@@ -90,7 +90,10 @@ impl ServerSnapshot {
         page.counters(&DECISIONS, decisions)?;
         let rejections = RejectionReason::ALL.iter().zip(self.rejections);
         page.counters(&REJECTIONS, rejections.map(|(reason, count)| ([reason.as_str()], count)))?;
-        page.counters(&RELOADS, ["failed", "ok"].into_iter().zip(self.reloads).map(|(result, count)| ([result], count)))?;
+        page.counters(
+            &RELOADS,
+            ["failed", "ok"].into_iter().zip(self.reloads).map(|(result, count)| ([result], count)),
+        )?;
         page.gauges(&LAST_RELOAD, [([], if self.is_last_reload_ok { 1.0 } else { 0.0 })])?;
         page.histograms(&DECISION_TIME, [([], &self.decision_times)])?;
         page.gauges(&STORE_UP, [([], if self.lost_store.is_none() { 1.0 } else { 0.0 })])?;
