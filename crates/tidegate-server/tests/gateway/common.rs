@@ -17,7 +17,7 @@ use tidegate::clock::{ManualClock, SystemClock};
 use tidegate::outbound::Outbound;
 use tidegate::{Clock, Gate};
 use tidegate_policy::{Policy, PolicySources};
-use tidegate_server::{Server, ShutdownSummary};
+use tidegate_server::{ReloadHandle, Server, ShutdownSummary};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -160,6 +160,9 @@ pub(crate) struct Gateway<C> {
     pub(crate) address: SocketAddr,
     pub(crate) admin: SocketAddr,
     pub(crate) clock: C,
+    pub(crate) reload: ReloadHandle,
+    /// The text that a reload reads.
+    pub(crate) file: Arc<Mutex<String>>,
     stop: oneshot::Sender<()>,
     ended: JoinHandle<ShutdownSummary>,
 }
@@ -173,6 +176,12 @@ impl<C> Gateway<C> {
     /// Sends the same request `count` times at once.
     pub(crate) async fn ask_at_once(&self, count: usize, request: &str) -> Vec<String> {
         join_all((0..count).map(|_| self.ask(request))).await
+    }
+
+    /// Reloads this policy, and returns the settings that need a restart, or the error.
+    pub(crate) async fn reload(&self, policy: &str) -> Result<Vec<&'static str>, String> {
+        policy.clone_into(&mut self.file.lock().unwrap());
+        self.reload.reload().await.map(|report| report.restart_needed).map_err(|error| error.to_string())
     }
 
     pub(crate) async fn stop(self) -> ShutdownSummary {
@@ -193,22 +202,29 @@ pub(crate) fn running(policy: &str) -> Gateway<SystemClock> {
 
 /// A gateway of this policy. The value of a credential is `pl4nted-s3cr3t-` and the variable's name in lower case.
 fn gateway<C: Clock + Clone>(policy: &str, clock: C) -> Gateway<C> {
-    let listeners = [("TIDEGATE__API__LISTEN", "off"), ("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0")];
-    let mut sources = PolicySources::new().file("test.toml", policy).env(listeners);
-    if !policy.contains("listen") {
-        sources = sources.env([("TIDEGATE__OUTBOUND__LISTEN", "127.0.0.1:0")]);
-    }
-    let policy = Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"));
+    let file = Arc::new(Mutex::new(policy.to_owned()));
+    let policy = Policy::load(sources(policy)).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = Outbound::in_memory(&policy, clock.clone()).unwrap();
     let server = Server::from_gate(Gate::in_memory(&policy, clock.clone()), &policy).outbound(outbound);
+    let server = server.policy_source({
+        let file = Arc::clone(&file);
+        move |present| Ok(present.load_next(sources(&file.lock().unwrap()))?)
+    });
     let bound = server.env(|name| Some(format!("pl4nted-s3cr3t-{}", name.to_lowercase()))).bind().unwrap();
+    let reload = bound.reload_handle();
     let address = SocketAddr::from(([127, 0, 0, 1], bound.outbound().unwrap().port()));
     let admin = bound.admin().unwrap();
     let (stop, stopped) = oneshot::channel::<()>();
     let ended = tokio::spawn(bound.run(async {
         let _ = stopped.await;
     }));
-    Gateway { address, admin, clock, stop, ended }
+    Gateway { address, admin, clock, reload, file, stop, ended }
+}
+
+fn sources(policy: &str) -> PolicySources {
+    let listeners = [("TIDEGATE__API__LISTEN", "off"), ("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0")];
+    let sources = PolicySources::new().file("test.toml", policy).env(listeners);
+    if policy.contains("listen") { sources } else { sources.env([("TIDEGATE__OUTBOUND__LISTEN", "127.0.0.1:0")]) }
 }
 
 /// A provider that reads one request per connection, answers with these bytes and closes.

@@ -10,6 +10,7 @@ mod headers;
 mod login;
 mod logs;
 mod operators;
+mod reload;
 mod retries;
 mod state;
 mod streaming;

@@ -7,13 +7,13 @@ use serde_json::Value;
 use crate::common::{Answer, Api, FREE, Gateway, ONCE, get, running, standing};
 use crate::wire::{Peer, body, header, json, once, status};
 
-fn change(path: &str) -> String {
+pub(crate) fn change(path: &str) -> String {
     format!(
         "POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}"
     )
 }
 
-async fn ask<C>(gateway: &Gateway<C>, path: &str) -> Value {
+pub(crate) async fn ask<C>(gateway: &Gateway<C>, path: &str) -> Value {
     json(&once(gateway.admin, format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")).await)
 }
 

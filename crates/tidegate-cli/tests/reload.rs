@@ -1,0 +1,125 @@
+//! A running program takes over a changed policy file.
+#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tidegate_testkit::random::case_count;
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
+
+struct Gate {
+    running: ChildProcess,
+    file: PathBuf,
+    ports: [u16; 2],
+}
+
+fn policy(limit: &str) -> String {
+    format!("[inbound.action.login]\nkey = [\"key\"]\nlimit = \"{limit}\"\npenalty = {{ base = \"10m\", cap = \"1h\" }}\n")
+}
+
+impl Gate {
+    fn start(store: &str) -> Self {
+        let scratch = ScratchDir::new();
+        let (file, ports) = (scratch.write("tidegate.toml", &policy("5 per 1h")), [free_port(), free_port()]);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command
+            .args(["serve", "--config"])
+            .arg(&file)
+            .env("TIDEGATE__STORE__URL", store)
+            .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{}", ports[0]))
+            .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{}", ports[1]));
+        Self { running: ChildProcess::start(command, scratch, ports[1]), file, ports }
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        let [api, admin] = self.ports.map(|port| format!("127.0.0.1:{port}"));
+        command.args(arguments).env("TIDEGATE__API__LISTEN", api).env("TIDEGATE__ADMIN__LISTEN", admin);
+        command.env("TIDEGATE__INBOUND__UPSTREAM", "http://127.0.0.1:1").output().unwrap()
+    }
+
+    /// Writes this policy, and reloads it by the command. Returns the command's output.
+    fn reload(&self, text: &str) -> Result<String, String> {
+        fs::write(&self.file, text).unwrap();
+        let output = self.run(&["reload"]);
+        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+        if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
+    }
+
+    fn check(&self, key: &str) -> u16 {
+        let body = format!("{{\"action\":\"login\",\"key\":\"{key}\"}}");
+        let head = "POST /v1/check HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n";
+        ask(self.ports[0], &format!("{head}content-length: {}\r\n\r\n{body}", body.len()))
+    }
+
+    fn reload_over_http(&self) -> u16 {
+        let head = "POST /v1/reload HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n";
+        ask(self.ports[1], &format!("{head}content-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}"))
+    }
+
+    fn resident_bytes(&self) -> usize {
+        let pages = fs::read_to_string(Path::new("/proc").join(self.running.id().to_string()).join("statm")).unwrap();
+        pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+    }
+}
+
+/// The status of the answer to this request.
+fn ask(port: u16, request: &str) -> u16 {
+    use std::io::{Read as _, Write as _};
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn the_command_and_sighup_reload() {
+    let folder = ScratchDir::new();
+    for store in ["memory".to_owned(), format!("file:{}", folder.path().join("state.redb").display())] {
+        let gate = Gate::start(&store);
+        assert_eq!([(); 5].map(|()| gate.check("a")), [200; 5], "{store}");
+        assert_eq!([(); 4].map(|()| gate.check("b")), [200; 4], "{store}");
+        assert_eq!(gate.check("a"), 429, "{store}: the block begins");
+        assert_eq!(gate.reload(&policy("7 per 1h")).unwrap(), "reloaded\n");
+        assert_eq!([(); 4].map(|()| gate.check("b")), [200, 200, 200, 429], "{store}: 4 of 7 were used");
+        assert_eq!(gate.check("a"), 429, "{store}: the block stays");
+
+        let wrong = gate.reload(&policy("7 per 1h").replace("limit", "limmit")).unwrap_err();
+        assert!(wrong.contains("tidegate.toml:3:1") && wrong.contains("did you mean `limit`"), "{wrong}");
+        let fixed = format!("{}[log]\nrefusals_per_second = 99\n", policy("7 per 1h"));
+        assert_eq!(gate.reload(&fixed).unwrap(), "reloaded; a restart is needed for log\n");
+
+        fs::write(&gate.file, policy("unlimited")).unwrap();
+        gate.running.send_signal("HUP");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while gate.check("a") != 200 {
+            assert!(Instant::now() < deadline, "{store}: {}", gate.running.read_file("stderr"));
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+#[test]
+fn memory_does_not_grow_over_reloads() {
+    let folder = ScratchDir::new();
+    for store in ["memory".to_owned(), format!("file:{}", folder.path().join("state.redb").display())] {
+        let gate = Gate::start(&store);
+        let reload = |count: usize| {
+            for number in 0..count {
+                fs::write(&gate.file, policy(&format!("{} per 1h", 5 + number % 9))).unwrap();
+                assert_eq!(gate.reload_over_http(), 200);
+            }
+        };
+        // The first ones fill what is kept: events, log lines, connections.
+        reload(1100);
+        let before = gate.resident_bytes();
+        reload(case_count(400, 1000) as usize);
+        let grown = gate.resident_bytes().saturating_sub(before);
+        assert!(grown < 1 << 20, "{store}: {grown} bytes");
+    }
+}
