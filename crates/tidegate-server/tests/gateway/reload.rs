@@ -27,7 +27,8 @@ async fn counted_calls_stay_counted() {
 #[tokio::test]
 async fn an_unchanged_provider_keeps_its_breaker() {
     let api = Api::start(|_, _| Answer::new(500, "")).await;
-    let breaker = format!("{}breaker = {{ failures = 2, open = \"60s\" }}\n", FIVE.replace("5 per 1h", "100/s burst 9"));
+    let breaker =
+        format!("{}breaker = {{ failures = 2, open = \"60s\" }}\n", FIVE.replace("5 per 1h", "100/s burst 9"));
     let gateway = standing(&api.policy(&breaker));
     for expected in [500, 500, 503] {
         assert_eq!(status(&gateway.ask(get("/api/x")).await), expected);
@@ -58,7 +59,10 @@ async fn a_cool_down_outlives_a_changed_provider() {
 
 #[tokio::test]
 async fn calls_in_flight_end_by_the_old_rules() {
-    let (first, second) = (Api::start(|_, _| Answer::new(200, "old").taking(300)).await, Api::start(|_, _| Answer::new(200, "new")).await);
+    let (first, second) = (
+        Api::start(|_, _| Answer::new(200, "old").taking(300)).await,
+        Api::start(|_, _| Answer::new(200, "new")).await,
+    );
     let gateway = running(&first.policy(FIVE));
     let (slow, changed) = tokio::join!(gateway.ask(get("/api/x")), async {
         tokio::time::sleep(Duration::from_millis(100)).await;
