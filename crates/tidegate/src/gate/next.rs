@@ -39,10 +39,10 @@ impl<S: Store, C: Clock + Clone> Gate<S, C> {
     /// let policy = Policy::load(read("5 per 60s"))?;
     /// let gate = Gate::new(&policy);
     /// let client = Query { action: Some("login"), ip: Some("203.0.113.9".parse()?), ..Query::default() };
-    /// assert_eq!(gate.check_now(&client)?.remaining, 4);
+    /// assert_eq!(gate.check_now(&client)?.remaining, Some(4));
     ///
     /// let gate = gate.next(&policy.load_next(read("3 per 60s"))?)?;
-    /// assert_eq!(gate.check_now(&client)?.remaining, 1);
+    /// assert_eq!(gate.check_now(&client)?.remaining, Some(1));
     /// # Ok(())
     /// # }
     /// ```
