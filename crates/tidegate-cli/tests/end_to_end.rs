@@ -182,23 +182,6 @@ fn a_second_signal_exits_immediately() {
     assert_eq!(gate.wait().and_then(|status| status.code()), Some(130));
 }
 
-#[test]
-fn a_hangup_is_ignored_and_logged() {
-    let (mut gate, ports) = gate("", free_port());
-    gate.send_signal("HUP");
-    for _ in 0..100 {
-        if gate.read_file("stderr").contains("SIGHUP is ignored") {
-            break;
-        }
-        thread::sleep(Duration::from_millis(50));
-    }
-    let mut admin = HttpClient::connect(ports.admin).unwrap();
-    assert_eq!(admin.request(get_request("/readyz")).status, 200);
-    assert!(gate.read_file("stderr").contains("SIGHUP is ignored"));
-    gate.send_signal("TERM");
-    assert!(gate.wait().expect("the gate ends").success());
-}
-
 /// A login with a growing penalty, as every front server enforces it.
 const LOGIN: &str = r#"
     [inbound]

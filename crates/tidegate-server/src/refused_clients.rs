@@ -127,7 +127,11 @@ impl RefusedClients {
             displaced += shard.displaced;
             clients.extend(shard.clients.iter().cloned());
         }
-        clients.retain(|client| action.is_none() || plan.limit_info(client.limit).action() == action);
+        // A reload may have recorded a client under a limit that this plan doesn't have yet.
+        let is_active = |limit: LimitId| limit.index() < plan.limits().len() && !plan.is_retired(limit);
+        clients.retain(|client| {
+            is_active(client.limit) && (action.is_none() || plan.limit_info(client.limit).action() == action)
+        });
         clients.sort_unstable_by_key(|client| {
             std::cmp::Reverse((client.is_blocked_at(now), client.refusals, client.importance(now)))
         });

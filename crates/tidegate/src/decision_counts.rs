@@ -128,7 +128,7 @@ impl DecisionCounts {
     }
 
     /// The decisions so far. Those of an action's limit that were admitted or refused by it are always there; others if
-    /// there are any. Those of actions that the plan doesn't have are left out.
+    /// there are any. Those of actions that the plan doesn't have, and of retired limits, are left out.
     pub(crate) fn list(&self, plan: &Plan) -> Vec<DecisionCount> {
         let earlier = self.earlier.lock().current_totals();
         let mut counts = Vec::new();
@@ -136,6 +136,9 @@ impl DecisionCounts {
             let name = || (action.map(|action| plan.action(action).name().to_owned()), limit, result);
             let count = own_count + if earlier.is_empty() { 0 } else { earlier.get(&name()).copied().unwrap_or(0) };
             let is_of_action = limit.is_some_and(|limit| plan.limit_info(limit).action().is_some());
+            if limit.is_some_and(|limit| plan.is_retired(limit)) {
+                return;
+            }
             if count > 0 || is_of_action && result < ALWAYS_LISTED {
                 let (outcome, reason) = RESULTS[result];
                 counts.push(DecisionCount { action, limit, outcome, reason: reason_name(reason), count });
@@ -154,7 +157,7 @@ impl CountTable {
             LimitRows { first, per_action }
         };
         let mut rows = vec![add_rows(false)];
-        rows.extend(plan.limits().iter().map(|(id, _)| add_rows(plan.limit_info(id).action().is_some())));
+        rows.extend(plan.limits().iter().map(|(id, _)| add_rows(has_one_row(plan, id))));
         Self { counters: Counters::new(len), rows: rows.into() }
     }
 
@@ -169,7 +172,8 @@ impl CountTable {
         let limits = [None].into_iter().chain(plan.limits().iter().map(|(id, _)| Some(id)));
         for (limit, rows) in limits.zip(&*self.rows) {
             let of_action = limit.and_then(|limit| plan.limit_info(limit).action());
-            let actions = plan.actions().map(|(id, _)| Some(id)).filter(|_| of_action.is_none());
+            let has_one_row = limit.is_some_and(|limit| has_one_row(plan, limit));
+            let actions = plan.actions().map(|(id, _)| Some(id)).filter(|_| !has_one_row);
             for action in [of_action].into_iter().chain(actions) {
                 for (result, (outcome, reason)) in RESULTS.into_iter().enumerate() {
                     let column = column(outcome == DecisionOutcome::Shadow, reason);
@@ -210,6 +214,11 @@ impl EarlierCounts {
         }
         totals
     }
+}
+
+/// True if all decisions of a limit are of one action, or there are none, because the limit is retired.
+fn has_one_row(plan: &Plan, limit: LimitId) -> bool {
+    plan.limit_info(limit).action().is_some() || plan.is_retired(limit)
 }
 
 /// The first counter of the row of a limit and an action.

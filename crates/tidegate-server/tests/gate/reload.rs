@@ -86,6 +86,8 @@ async fn limits_come_and_go() {
     }
     let limits = json(&once(gate.admin, get("/v1/state")).await)["limits"].clone();
     assert_eq!((limits.as_array().unwrap().len(), &limits[0]["name"]), (1, &"search".into()), "{limits}");
+    let blocks = json(&once(gate.admin, get("/v1/blocks")).await);
+    assert_eq!((&blocks["known"], &blocks["clients"][0]["limit"]), (&1.into(), &"search".into()), "{blocks}");
     assert_eq!(gate.reload(&format!("{search}{LOGIN}")).await, Ok(vec![]));
     assert_eq!(status(&client.ask(get("/login")).await), 429, "what was used is still known");
 }
