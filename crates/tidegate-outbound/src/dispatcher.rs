@@ -12,8 +12,8 @@ mod timer;
 use std::future::poll_fn;
 use std::mem;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::{Poll, Waker};
 
 use rand::SeedableRng;
@@ -50,6 +50,8 @@ pub(super) struct ProviderInner<S, C> {
     timer_signals: Arc<TimerSignals>,
     peer_votes: PeerVotes,
     events: Arc<ProviderEvents>,
+    /// The provider of this name by an earlier policy, while calls that began with it go on.
+    earlier: Weak<Self>,
     /// The number of calls that have failed for each reason of [`CallErrorKind::REASONS`].
     pub failures: [AtomicU64; CallErrorKind::REASONS.len()],
 }
@@ -167,10 +169,12 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
         store: Arc<S>,
         clock: C,
         events: Arc<ProviderEvents>,
+        earlier: Option<&Arc<Self>>,
     ) -> Self {
         let config = &outbound_config.providers()[index];
         let rules = config.rules(seed);
-        let state = config.new_state(&rules);
+        let mut state = config.new_state(&rules);
+        state.is_paused = earlier.is_some_and(|earlier| earlier.inspect(|state, _| state.is_paused));
         let context = StepContext { state, rng: SmallRng::seed_from_u64(random_u64()), runtime: None };
         let dispatcher = Dispatcher {
             context,
@@ -192,6 +196,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             timer_signals: Arc::default(),
             peer_votes: PeerVotes::default(),
             events,
+            earlier: earlier.map(Arc::downgrade).unwrap_or_default(),
             failures: Default::default(),
         }
     }

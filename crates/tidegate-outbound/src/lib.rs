@@ -151,6 +151,9 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
     /// The policy has no `[outbound]`, or the stores can't go on with its limits.
     pub fn next(&self, policy: &Policy) -> Result<Self, NextOutboundError> {
         let config = policy.outbound().ok_or(NextOutboundError::Section)?.clone();
+        if !config.has_ids_of(&self.0.config) {
+            return Err(NextOutboundError::OtherIds);
+        }
         let OutboundInner { local_store, shared_store, clock, seed, events, .. } = &*self.0;
         if shared_store.is_none()
             && matches!(policy.store().url, StoreUrl::Server(..))
@@ -185,15 +188,10 @@ impl<S: Store, C: Clock + Clone> Outbound<S, C> {
             if let Some(same) = known.filter(is_same) {
                 return same.clone();
             }
-            let provider = {
-                let store = Arc::clone(shared_store.as_ref().filter(|_| own.shared).unwrap_or(&local_store));
-                let (config, events) = (Arc::clone(&config), Arc::clone(&events));
-                Provider(Arc::new(ProviderInner::new(config, index, &seed, store, clock.clone(), events)))
-            };
-            if known.is_some_and(|known| known.inspect(|state, _| state.is_paused)) {
-                provider.pause();
-            }
-            provider
+            let store = Arc::clone(shared_store.as_ref().filter(|_| own.shared).unwrap_or(&local_store));
+            let (config, events) = (Arc::clone(&config), Arc::clone(&events));
+            let earlier = known.map(|known| &known.0);
+            Provider(Arc::new(ProviderInner::new(config, index, &seed, store, clock.clone(), events, earlier)))
         };
         let providers = (0..config.providers().len()).map(provider).collect();
         Self(Arc::new(OutboundInner { config, providers, local_store, shared_store, clock, seed, events }))
@@ -249,6 +247,9 @@ pub enum NextOutboundError {
     /// The policy has no providers.
     #[error("the policy has no [outbound]")]
     Section,
+    /// The policy wasn't read with [`Policy::load_next`] from the policy of the providers.
+    #[error("the policy doesn't follow the present one: its limits have other ids")]
+    OtherIds,
     /// The stores can't go on with other limits, or the first shared provider needs a store that isn't open.
     #[error("the providers' store can't go on with other limits; a restart is needed")]
     Store,

@@ -79,9 +79,19 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         Ok(snapshot)
     }
 
-    /// Saves the state of these providers from now on, which are the [next](Outbound::next) ones.
+    /// Saves the state of these providers from now on, which are the [next](Outbound::next) ones. Restores the records
+    /// of providers that are back, unless the store still has their state.
     pub fn follow(&self, outbound: &Outbound<S, C>) {
-        *self.subject.lock() = Arc::new(Subject::new(outbound));
+        let (saved, next) = (self.saved.lock(), Subject::new(outbound));
+        let mut subject = self.subject.lock();
+        let now = outbound.0.clock.now();
+        let is_back = |record: &&SnapshotRecord| {
+            let key = &record.whose;
+            !subject.limit_keys.contains_key(key) && next.current_record(key, now).is_none()
+        };
+        let records = saved.all_records.iter().filter(is_back).cloned().collect();
+        next.restore_records(SnapshotDocument::new(now, records));
+        *subject = Arc::new(next);
     }
 
     /// Writes the file if anything has changed since the last write. Returns true if it was written. Blocks until it is

@@ -76,6 +76,12 @@ impl OutboundConfig {
         })
     }
 
+    /// True if each limit of an earlier policy has the same id here.
+    pub fn has_ids_of(&self, earlier: &Self) -> bool {
+        earlier.limit_infos.len() <= self.limit_infos.len()
+            && earlier.limit_infos.iter().zip(&self.limit_infos).all(|(earlier, own)| earlier.name == own.name)
+    }
+
     /// True if a provider of the [earlier policy](crate::Policy::load_next) is the same in this one, with its limits.
     pub fn has_unchanged(&self, provider: &ProviderConfig, earlier: &Self) -> bool {
         // Equal rules have the same ids of limits.

@@ -7,7 +7,7 @@ use crate::environment::EnvVars;
 use crate::error::{Errors, Note};
 use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
-use crate::sections::{AdminConfig, ApiConfig, InboundConfig, LogConfig};
+use crate::sections::{AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig};
 use crate::store::StoreConfig;
 
 /// The policy that is used if there is no file: a gate on 127.0.0.1:8080 in front of 127.0.0.1:3000.
@@ -76,6 +76,7 @@ pub struct Policy {
     pub(crate) plan: Arc<Plan>,
     pub(crate) outbound: Option<OutboundConfig>,
     pub(crate) notes: Vec<Note>,
+    pub(crate) restart_needed: Vec<&'static str>,
 }
 
 impl Policy {
@@ -91,6 +92,9 @@ impl Policy {
     /// Reads a policy that replaces this one while the program runs, as [`Policy::load`] does. A limit of the same name
     /// keeps its [`LimitId`](tidegate_core::LimitId), and so its state. A limit that isn't there any more stays in the
     /// plan as a [retired](Plan::is_retired) one, for calls that began with it.
+    ///
+    /// Settings that a running program can't change keep their present values: the store, the addresses and caps of
+    /// listeners, the log, and sections that appear or disappear. [`Policy::restart_needed`] names those that differ.
     ///
     /// ```
     /// use tidegate_policy::{Policy, PolicySources};
@@ -108,7 +112,49 @@ impl Policy {
     /// # Errors
     /// As [`Policy::load`]. Retired limits count among the 4095 that a policy may have.
     pub fn load_next(&self, sources: PolicySources) -> Result<Self, Errors> {
-        sources.read(Some(self))
+        let mut next = sources.read(Some(self))?;
+        next.keep_fixed_settings(self);
+        Ok(next)
+    }
+
+    /// The settings of a [next](Self::load_next) policy that differ from those in force, which stay until a restart.
+    pub fn restart_needed(&self) -> &[&'static str] {
+        &self.restart_needed
+    }
+
+    /// Takes over the settings of the present policy that a running program can't change.
+    fn keep_fixed_settings(&mut self, present: &Self) {
+        let mut differ = Vec::new();
+        keep("store", &mut self.store, present.store.clone(), &mut differ);
+        let (inbound, fixed) = (&mut self.inbound, &present.inbound);
+        keep("inbound.listen", &mut inbound.listen, fixed.listen, &mut differ);
+        if inbound.upstream.is_some() != fixed.upstream.is_some() {
+            keep("inbound.upstream", &mut inbound.upstream, fixed.upstream.clone(), &mut differ);
+        }
+        let caps = InboundCaps { pool_idle: inbound.caps.pool_idle, body: inbound.caps.body, ..fixed.caps };
+        keep("inbound.caps", &mut inbound.caps, caps, &mut differ);
+        let timeouts = InboundTimeouts { connect: inbound.timeouts.connect, ..fixed.timeouts };
+        keep("inbound.timeouts", &mut inbound.timeouts, timeouts, &mut differ);
+        keep("api.listen", &mut self.api.listen, present.api.listen, &mut differ);
+        keep("admin.listen", &mut self.admin.listen, present.admin.listen, &mut differ);
+        keep("admin.metrics", &mut self.admin.metrics, present.admin.metrics, &mut differ);
+        keep("log", &mut self.log, present.log, &mut differ);
+        match (&mut self.outbound, &present.outbound) {
+            (Some(outbound), Some(fixed)) => {
+                keep("outbound.listen", &mut outbound.listen, fixed.listen, &mut differ);
+                keep("outbound.connections", &mut outbound.connections, fixed.connections, &mut differ);
+                let per_client = &mut outbound.connections_per_client;
+                keep("outbound.connections_per_client", per_client, fixed.connections_per_client, &mut differ);
+                keep("outbound.cache_bytes", &mut outbound.cache_bytes, fixed.cache_bytes, &mut differ);
+                keep("outbound.snapshot", &mut outbound.snapshot, fixed.snapshot.clone(), &mut differ);
+            }
+            (None, None) => {}
+            (outbound, fixed) => {
+                outbound.clone_from(fixed);
+                differ.push("outbound");
+            }
+        }
+        self.restart_needed = differ;
     }
 
     /// Makes a policy in Rust, in the same words and with the same checks as a file.
@@ -160,5 +206,44 @@ impl Policy {
     /// The plan that the engine runs for incoming calls.
     pub fn plan(&self) -> &Arc<Plan> {
         &self.plan
+    }
+}
+
+/// Sets a setting to its fixed value, and notes its name if it differed.
+fn keep<T: PartialEq>(name: &'static str, setting: &mut T, fixed: T, differ: &mut Vec<&'static str>) {
+    if *setting != fixed {
+        *setting = fixed;
+        differ.push(name);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> PolicySources {
+        PolicySources::new().file("test.toml", text)
+    }
+
+    #[test]
+    fn a_next_policy_keeps_fixed_settings() {
+        let first = "[admin]\nlisten = \"0.0.0.0:8083\"\ntoken = \"env:A\"\n[store]\non_outage = \"deny\"\n\
+            [inbound.action.a]\nlimit = \"5 per 1m\"\n";
+        let next = "[admin]\nlisten = \"127.0.0.1:8083\"\n[api]\nlisten = \"off\"\n[inbound]\nupstream = \"http://a\"\n\
+            [inbound.caps]\nbody = \"1MiB\"\nconnections = 7\n[outbound.provider.b]\nbase_url = \"http://b\"\n\
+            [inbound.action.a]\nlimit = \"6 per 1m\"\n";
+        let first = Policy::load(read(first)).expect("a policy");
+        for _ in 0..2 {
+            let next = first.load_next(read(next)).expect("a policy");
+            let names = ["store", "inbound.upstream", "inbound.caps", "api.listen", "admin.listen", "outbound"];
+            assert_eq!(next.restart_needed(), names);
+            assert_eq!((next.admin().listen, &next.admin().token), (first.admin().listen, &None));
+            assert_eq!((next.api().listen, next.store()), (first.api().listen, first.store()));
+            assert_eq!(next.inbound().caps, InboundCaps { body: next.inbound().caps.body, ..first.inbound().caps });
+            assert!(next.inbound().caps.body == Some(1 << 20) && next.outbound().is_none());
+            let on_outage =
+                |policy: &Policy| policy.plan().limits().iter().map(|(_, it)| it.sharing().on_outage).next();
+            assert_eq!(on_outage(&next), on_outage(&first));
+        }
     }
 }

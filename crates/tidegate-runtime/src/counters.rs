@@ -70,8 +70,14 @@ impl Counters {
     }
 
     /// True if there is no other clone, so that nothing else can increment them.
-    pub fn is_only_clone(&self) -> bool {
-        Arc::strong_count(&self.lines) == 1
+    pub fn is_only_clone(&mut self) -> bool {
+        // Unlike the number of clones, this also waits for the increments of a clone that was dropped.
+        Arc::get_mut(&mut self.lines).is_some()
+    }
+
+    /// True if both are the same counters.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.lines, &other.lines)
     }
 
     #[inline]

@@ -8,7 +8,7 @@ use tidegate::{Span, Time};
 use tidegate_runtime::log_throttle::LogThrottle;
 use tracing::field::display;
 
-use crate::log::EscapedText;
+use crate::log::{EscapedText, MaskedKey};
 use crate::refusal_log::escaped_path;
 
 /// Logs every change that was made, and a limited number of those that were refused or have failed.
@@ -45,7 +45,8 @@ impl AuditLog {
         let &AuditEntry { token, change, ref query, status, .. } = entry;
         let peer = display(entry.peer);
         let escaped = |text: Option<&'_ str>| text.map(|text| display(EscapedText(text).to_string()));
-        let (action, key, provider) = (escaped(query.action), escaped(query.key), escaped(entry.provider));
+        let (action, provider) = (escaped(query.action), escaped(entry.provider));
+        let key = query.key.map(MaskedKey).map(display);
         let path = query.path.map(escaped_path).map(display);
         let (ip, span, status_code) = (query.ip.map(display), entry.span.map(display), status.as_u16());
         if status.is_success() {

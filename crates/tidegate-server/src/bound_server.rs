@@ -123,10 +123,13 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             let (refusals, engine) = (Arc::clone(refusals), Arc::clone(&engine));
             async move { refusals.run(|| Arc::clone(engine.load().gate.plan())).await }
         });
-        let Engine { gate, providers, .. } = &*engine.load();
+        let (clock, has_providers, shutdown_timeout) = {
+            let Engine { gate, providers, policy } = &*engine.load();
+            (gate.clock().clone(), providers.is_some(), policy.inbound().timeouts.shutdown)
+        };
         housekeeping.spawn(watch_store(Arc::clone(&engine), Arc::clone(events)));
         let on_loss = {
-            let (metrics, events, clock) = (Arc::clone(metrics), Arc::clone(events), gate.clock().clone());
+            let (metrics, events, clock) = (Arc::clone(metrics), Arc::clone(events), clock);
             move |losses: &Losses| {
                 metrics.record_losses(losses);
                 events.publish(ServerEvent::new(clock.now(), losses.into()));
@@ -137,14 +140,13 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             move || engine.load().gate.maintain()
         };
         housekeeping.spawn(housekeeping::run_store_maintenance(maintain, on_loss.clone()));
-        if providers.is_some() {
+        if has_providers {
             housekeeping.spawn(watch_quotas(Arc::clone(&engine), Arc::clone(events)));
             housekeeping.spawn(housekeeping::run_vote_exchange(Arc::clone(&engine)));
             let engine = Arc::clone(&engine);
             let maintain = move || engine.load().providers.as_ref().map(Outbound::maintain).unwrap_or_default();
             housekeeping.spawn(housekeeping::run_store_maintenance(maintain, on_loss));
         }
-        let shutdown_timeout = engine.load().policy.inbound().timeouts.shutdown;
         housekeeping.spawn(self.reloader.run());
         if let Some(snapshot) = &self.snapshot {
             housekeeping.spawn(housekeeping::run_snapshots(Arc::clone(snapshot)));

@@ -1,6 +1,6 @@
 //! The clients that are blocked or were refused lately, in bounded memory.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use foldhash::fast::FixedState;
 use parking_lot::Mutex;
@@ -118,6 +118,19 @@ impl RefusedClients {
         }
     }
 
+    /// Leaves out the clients of limits whose keys or penalties differ in the next plan: what is known of them isn't true
+    /// any more.
+    pub(crate) fn follow(&self, present: &Plan, next: &Plan) {
+        let penalty = |plan: &Plan, limit| plan.limits().get(limit).and_then(|limit| limit.penalty().copied());
+        let is_same = |limit: LimitId| {
+            present.key_parts(limit) == next.key_parts(limit) && penalty(present, limit) == penalty(next, limit)
+        };
+        let changed: HashSet<LimitId> = present.limits().iter().map(|(id, _)| id).filter(|id| !is_same(*id)).collect();
+        if !changed.is_empty() {
+            self.shards.iter().for_each(|shard| shard.lock().retain(|client| !changed.contains(&client.limit)));
+        }
+    }
+
     /// The clients as JSON: those that are blocked now first, then those that were refused most. Only those of this
     /// action, if one is given.
     pub(crate) fn json(&self, plan: &Plan, action: Option<ActionId>, now: Time) -> Value {
@@ -142,6 +155,13 @@ impl RefusedClients {
 }
 
 impl Shard {
+    fn retain(&mut self, is_kept: impl Fn(&RefusedClient) -> bool) {
+        self.clients.retain(is_kept);
+        let identities = self.clients.iter().map(|client| (client.limit, client.key));
+        self.positions = identities.zip(0..).collect();
+        self.next_candidate = 0;
+    }
+
     /// Inserts a client, unless there is no room and it is the least important one.
     fn insert(&mut self, client: RefusedClient) {
         let (identity, now) = ((client.limit, client.key), client.last_at);

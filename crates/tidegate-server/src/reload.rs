@@ -4,7 +4,7 @@ use std::error::Error;
 use std::sync::Arc;
 
 use tidegate::NextPolicyError;
-use tidegate::outbound::{NextOutboundError, Snapshot};
+use tidegate::outbound::{NextOutboundError, Outbound, OutboundLayer, Snapshot};
 use tidegate::store::Store;
 use tidegate_core::Clock;
 use tidegate_policy::Policy;
@@ -77,8 +77,6 @@ pub(crate) struct Reloader<S: Store, C: Clock> {
     parts: Arc<SharedParts>,
     source: Option<PolicySource>,
     snapshot: Option<Arc<Snapshot<S, C>>>,
-    /// The policy that the server was started with.
-    first_policy: Policy,
     /// The policy that was read last, and used as far as that went. The stores may know the ids of its limits.
     last_policy: Policy,
     requests: mpsc::Receiver<ReloadRequest>,
@@ -98,9 +96,8 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         snapshot: Option<Arc<Snapshot<S, C>>>,
         requests: mpsc::Receiver<ReloadRequest>,
     ) -> Self {
-        let first_policy = cells.engine.load().policy.clone();
-        let last_policy = first_policy.clone();
-        Self { cells, parts, source, snapshot, first_policy, last_policy, requests }
+        let last_policy = cells.engine.load().policy.clone();
+        Self { cells, parts, source, snapshot, last_policy, requests }
     }
 
     /// Reloads whenever it is asked to; never returns.
@@ -117,23 +114,21 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         let source = self.source.as_ref().ok_or(ReloadError::NoSource)?;
         let engine = self.cells.engine.load();
         let policy = source(&self.last_policy).map_err(ReloadError::Policy)?;
-        let report = ReloadReport { restart_needed: changed_fixed_settings(&self.first_policy, &policy) };
+        let report = ReloadReport { restart_needed: policy.restart_needed().to_vec() };
         let new_states = |engine: &Engine<S, C>| ListenerStates::new(engine, &self.parts, Some(&self.cells));
         // First with the present machines, because a store may not be able to go back to its earlier limits.
         let present = Engine { policy, gate: engine.gate.clone(), providers: engine.providers.clone() };
         new_states(&present)?;
+        self.check_credentials(&present)?;
         self.last_policy = present.policy.clone();
         let policy = &present.policy;
-        let providers = match &engine.providers {
-            // A section that is new or gone needs a restart.
-            Some(providers) if policy.outbound().is_some() => Some(providers.next(policy)?),
-            providers => providers.clone(),
-        };
+        let providers = engine.providers.as_ref().map(|providers| providers.next(policy)).transpose()?;
         let next = Engine { gate: engine.gate.next(policy)?, providers, ..present };
         let states = new_states(&next)?;
         if let (Some(snapshot), Some(providers)) = (&self.snapshot, &next.providers) {
             snapshot.follow(providers);
         }
+        self.parts.refusals.clients.follow(engine.gate.plan(), next.gate.plan());
         let StateCells { engine, proxy, gateway, api, admin } = &self.cells;
         engine.replace(next);
         replace(proxy, states.proxy);
@@ -141,6 +136,17 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         replace(api, states.api);
         replace(admin, states.admin);
         Ok(report)
+    }
+
+    /// Checks that the credentials of the new policy's providers can be read.
+    fn check_credentials(&self, present: &Engine<S, C>) -> Result<(), ServeError> {
+        let Some(providers) = Outbound::in_memory(&present.policy, present.gate.clock().clone()) else { return Ok(()) };
+        for provider in providers.providers() {
+            let name = &provider.config().name;
+            OutboundLayer::with_env(provider.clone(), &self.parts.env)
+                .map_err(|source| ServeError::Credential { provider: name.clone(), source })?;
+        }
+        Ok(())
     }
 
     /// Logs, counts and publishes a reload.
@@ -172,35 +178,4 @@ fn replace<T>(cell: &Option<Arc<StateCell<T>>>, state: Option<T>) {
     if let (Some(cell), Some(state)) = (cell, state) {
         cell.replace(state);
     }
-}
-
-/// The settings that a running server can't change, and that differ.
-fn changed_fixed_settings(first: &Policy, next: &Policy) -> Vec<&'static str> {
-    let (inbound, next_inbound) = (first.inbound(), next.inbound());
-    let listeners = |policy: &Policy| (policy.api().listen, policy.admin().listen);
-    let has_upstream = |policy: &Policy| policy.inbound().upstream.is_some();
-    let outbound = |policy: &Policy| {
-        let outbound = policy.outbound()?;
-        Some((outbound.listen, outbound.connections, outbound.connections_per_client))
-    };
-    let kept = |policy: &Policy| policy.outbound().map(|it| (it.cache_bytes, it.snapshot.clone()));
-    let mut caps = inbound.caps;
-    caps.pool_idle = next_inbound.caps.pool_idle;
-    caps.body = next_inbound.caps.body;
-    let mut timeouts = inbound.timeouts;
-    timeouts.connect = next_inbound.timeouts.connect;
-    let settings = [
-        ("store", first.store() != next.store()),
-        ("inbound.listen", inbound.listen != next_inbound.listen),
-        ("inbound.upstream", has_upstream(first) != has_upstream(next)),
-        ("inbound.caps", caps != next_inbound.caps),
-        ("inbound.timeouts", timeouts != next_inbound.timeouts),
-        ("api.listen", listeners(first).0 != listeners(next).0),
-        ("admin.listen", listeners(first).1 != listeners(next).1),
-        ("admin.metrics", first.admin().metrics != next.admin().metrics),
-        ("log", first.log() != next.log()),
-        ("outbound.listen or its connections", outbound(first) != outbound(next)),
-        ("outbound.cache_bytes or outbound.snapshot", kept(first) != kept(next)),
-    ];
-    settings.into_iter().filter_map(|(name, has_changed)| has_changed.then_some(name)).collect()
 }

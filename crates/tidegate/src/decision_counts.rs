@@ -117,7 +117,10 @@ impl DecisionCounts {
     pub(crate) fn next(&self, plan: &Arc<Plan>, next: &Plan) -> Self {
         let mut earlier = self.earlier.lock();
         earlier.merge_ended();
-        earlier.tables.push((Arc::clone(plan), self.table.clone()));
+        // A next gate that was given up has left the table there.
+        if !earlier.tables.iter().any(|(_, table)| table.counters.is_same(&self.table.counters)) {
+            earlier.tables.push((Arc::clone(plan), self.table.clone()));
+        }
         Self { table: CountTable::new(next), earlier: Arc::clone(&self.earlier) }
     }
 
@@ -130,7 +133,7 @@ impl DecisionCounts {
     /// The decisions so far. Those of an action's limit that were admitted or refused by it are always there; others if
     /// there are any. Those of actions that the plan doesn't have, and of retired limits, are left out.
     pub(crate) fn list(&self, plan: &Plan) -> Vec<DecisionCount> {
-        let earlier = self.earlier.lock().current_totals();
+        let earlier = self.earlier.lock().totals_without(&self.table);
         let mut counts = Vec::new();
         self.table.for_each(plan, |action, limit, result, own_count| {
             let name = || (action.map(|action| plan.action(action).name().to_owned()), limit, result);
@@ -197,7 +200,7 @@ impl EarlierCounts {
     /// Adds the tables in which nothing is counted any more to the totals.
     fn merge_ended(&mut self) {
         let totals = &mut self.totals;
-        self.tables.retain(|(plan, table)| {
+        self.tables.retain_mut(|(plan, table)| {
             let has_ended = table.counters.is_only_clone();
             if has_ended {
                 table.add_to(plan, totals);
@@ -206,10 +209,11 @@ impl EarlierCounts {
         });
     }
 
-    fn current_totals(&mut self) -> HashMap<CountName, u64> {
+    /// The counts of all tables but this one.
+    fn totals_without(&mut self, own: &CountTable) -> HashMap<CountName, u64> {
         self.merge_ended();
         let mut totals = self.totals.clone();
-        for (plan, table) in &self.tables {
+        for (plan, table) in self.tables.iter().filter(|(_, table)| !table.counters.is_same(&own.counters)) {
             table.add_to(plan, &mut totals);
         }
         totals

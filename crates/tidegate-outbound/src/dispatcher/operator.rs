@@ -9,15 +9,26 @@ use tidegate_store::{Store, StoreError, StoreResponse};
 use super::{Dispatcher, ProviderChange, ProviderInner};
 
 impl<S: Store, C: Clock> ProviderInner<S, C> {
-    /// Stops calls, or lets them start again. Returns false if that is so already.
+    /// Stops calls, or lets them start again, also those that began by an earlier policy. Returns false if that is so
+    /// already.
     pub(crate) fn set_paused(self: &Arc<Self>, paused: bool) -> bool {
+        let change = if paused { ProviderChange::Paused } else { ProviderChange::Resumed };
+        let has_changed = self.set_own_paused(paused, Some(change));
+        let mut earlier = self.earlier.upgrade();
+        while let Some(provider) = earlier {
+            provider.set_own_paused(paused, None);
+            earlier = provider.earlier.upgrade();
+        }
+        has_changed
+    }
+
+    fn set_own_paused(self: &Arc<Self>, paused: bool, published: Option<ProviderChange>) -> bool {
         self.change(|dispatcher| {
             let has_changed = mem::replace(&mut dispatcher.context.state.is_paused, paused) != paused;
             if has_changed && paused {
                 self.fail_waiting_calls(dispatcher);
             }
-            let change = if paused { ProviderChange::Paused } else { ProviderChange::Resumed };
-            (has_changed, has_changed.then_some(change))
+            (has_changed, published.filter(|_| has_changed))
         })
     }
 

@@ -156,7 +156,9 @@ impl DocumentReader<'_> {
     pub fn policy(&mut self, root: &TomlTable) -> Option<Policy> {
         self.check_keys(root, "");
         let store = self.store(root);
-        self.on_outage = store.as_ref().map(|store| store.on_outage).unwrap_or_default();
+        // The store of a running program stays until a restart.
+        let present_store = self.predecessor.map(Policy::store).or(store.as_ref());
+        self.on_outage = present_store.map(|store| store.on_outage).unwrap_or_default();
         let inbound = self.inbound(root);
         let api = self.api(root);
         let admin = self.admin(root);
@@ -164,7 +166,7 @@ impl DocumentReader<'_> {
         let outbound = self.outbound(root);
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
         let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
-        let plan = self.plan(root, paths, store.as_ref());
+        let plan = self.plan(root, paths, present_store);
         let (mut api, inbound, mut plan) = (api?, inbound?, plan?);
         plan.ipv6_prefix = Ipv6Prefix::new(inbound.ipv6_prefix)?;
         api.forward_auth &= !plan.requests_meet_concurrency();
@@ -177,6 +179,7 @@ impl DocumentReader<'_> {
             plan: Arc::new(plan),
             outbound: outbound?,
             notes: std::mem::take(&mut self.notes),
+            restart_needed: Vec::new(),
         })
     }
 

@@ -91,11 +91,47 @@ async fn a_section_that_comes_or_goes_is_named() {
     let moved = format!("[outbound]\nconnections = 9\ncache_bytes = \"1MiB\"\n{}", api.policy(FIVE));
     assert_eq!(
         gateway.reload(&moved).await,
-        Ok(vec!["outbound.listen or its connections", "outbound.cache_bytes or outbound.snapshot"])
+        Ok(vec!["outbound.connections", "outbound.connections_per_client", "outbound.cache_bytes"])
     );
     let broken = gateway.reload(&api.policy(&FIVE.replace("limit", "limmit"))).await.unwrap_err();
     assert!(broken.contains("did you mean `limit`"), "{broken}");
     assert_eq!(gateway.reload(&api.policy(&format!("{FIVE}{BEARER}"))).await, Ok(vec![]));
     gateway.ask(get("/api/x")).await;
     assert_eq!(api.arrived()[0].header("authorization"), Some("Bearer pl4nted-s3cr3t-a"));
+}
+
+#[tokio::test]
+async fn providers_stay_if_their_section_goes() {
+    let api = Api::start(|_, _| Answer::new(200, "")).await;
+    let other = format!("[outbound.provider.other]\nbase_url = \"http://{}\"\nlimit = \"9 per 1h\"\n", api.address);
+    let gateway = standing(&format!("{other}{}", api.policy(FIVE)));
+    for _ in 0..4 {
+        assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+    }
+    let empty = "[inbound.action.a]\nlimit = \"1 per 1h\"\n[outbound]\nlisten = \"127.0.0.1:0\"\n";
+    assert_eq!(
+        gateway.reload(&empty.replace("[outbound]\nlisten = \"127.0.0.1:0\"\n", "# listen")).await,
+        Ok(vec!["outbound"])
+    );
+    assert_eq!(gateway.reload(&api.policy(FIVE)).await, Ok(vec![]));
+    for expected in [200, 429] {
+        assert_eq!(status(&gateway.ask(get("/api/x")).await), expected);
+    }
+}
+
+#[tokio::test]
+async fn a_pause_stops_calls_of_earlier_policies() {
+    let api = Api::start(|number, _| Answer::new(if number == 0 { 200 } else { 500 }, "").taking(50)).await;
+    let one = "limit = \"1 in flight\"\n";
+    let slow = Api::start(|_, _| Answer::new(200, "").taking(500)).await;
+    let gateway = running(&slow.policy(one));
+    let (first, (second, ())) = tokio::join!(gateway.ask(get("/api/a")), async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        tokio::join!(gateway.ask(get("/api/b")), async {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            assert_eq!(gateway.reload(&api.policy(one)).await, Ok(vec![]));
+            assert_eq!(status(&once(gateway.admin, change("/v1/providers/api/pause")).await), 200);
+        })
+    });
+    assert_eq!((status(&first), status(&second), slow.count()), (200, 503, 1), "{second}");
 }

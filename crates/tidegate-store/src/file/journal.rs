@@ -206,14 +206,16 @@ impl Journal {
         now: Time,
     ) -> Result<Arc<PersistedPlan>, FileError> {
         self.update_time(now);
-        let changes_a_tag = plan.by_tag.iter().any(|(tag, id)| limits.tag(*id) != *tag);
+        // The latest plan, which another handle may have put there.
+        let latest = self.inner.plans.lock().iter().find(|kept| kept.is_same_store(plan)).cloned();
+        let latest_tags = latest.iter().flat_map(|latest| &latest.by_tag);
+        let changes_a_tag = latest_tags.into_iter().any(|(tag, id)| limits.tag(*id) != *tag);
         if changes_a_tag {
             // The states under the old tag, which may come back. A failure is in the log already.
             let _ = self.inner.write_changes(0);
         }
         let store_file = &mut self.inner.store_file.lock().0;
         let mut plans = self.inner.plans.lock();
-        // The latest one, which another handle may have put there.
         let index = plans.iter().position(|kept| kept.is_same_store(plan));
         let index = index.expect("invariant: a store's plan is registered while it has a handle");
         let mut new_plan = plans[index].with_limits(limits, now);

@@ -78,3 +78,51 @@ fn has_same_ids(plan: &Plan, next: &Plan) -> bool {
     let is_same = |id| plan.limit_info(id).name() == next.limit_info(id).name();
     plan.limits().len() <= next.limits().len() && plan.limits().iter().all(|(id, _)| is_same(id))
 }
+
+#[cfg(test)]
+mod tests {
+    use tidegate_policy::{PolicySources, Query};
+    use tidegate_runtime::clock::ManualClock;
+
+    use super::*;
+
+    fn read(limit: &str) -> PolicySources {
+        PolicySources::new().file("test.toml", format!("[inbound.action.a]\nlimit = \"{limit}\"\n"))
+    }
+
+    fn count<S: Store, C: Clock>(gate: &Gate<S, C>) -> u64 {
+        gate.decision_counts().iter().map(|found| found.count).sum()
+    }
+
+    #[test]
+    fn each_decision_is_counted_once_over_policies() {
+        let policy = Policy::load(read("100 per 1h")).expect("a policy");
+        let first = Gate::in_memory(&policy, ManualClock::default());
+        let ip = "203.0.113.1".parse().ok();
+        let check = |gate: &Gate<_, _>| {
+            gate.check_now(&Query { action: Some("a"), ip, ..Query::default() }).expect("a decision");
+        };
+        check(&first);
+        // Two next gates that are given up.
+        for _ in 0..2 {
+            drop(first.next(&policy.load_next(read("90 per 1h")).expect("a policy")).expect("a gate"));
+        }
+        check(&first);
+        assert_eq!(count(&first), 2);
+        let second = first.next(&policy.load_next(read("80 per 1h")).expect("a policy")).expect("a gate");
+        check(&first);
+        check(&second);
+        assert_eq!((count(&first), count(&second)), (3, 4));
+        drop(first);
+        assert_eq!(count(&second), 4);
+    }
+
+    #[test]
+    fn a_policy_that_does_not_follow_is_refused() {
+        let policy = Policy::load(read("5 per 1h")).expect("a policy");
+        let gate = Gate::in_memory(&policy, ManualClock::default());
+        let other = PolicySources::new().file("b.toml", "[inbound.action.b]\nlimit = \"5 per 1h\"\n");
+        let other = Policy::load(other).expect("a policy");
+        assert!(matches!(gate.next(&other), Err(NextPolicyError::OtherIds)));
+    }
+}
