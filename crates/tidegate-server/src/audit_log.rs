@@ -30,6 +30,8 @@ pub(crate) struct AuditEntry<'a> {
     pub(crate) span: Option<Span>,
     /// The provider that it is about.
     pub(crate) provider: Option<&'a str>,
+    /// The alert that it is about.
+    pub(crate) alert: Option<&'a str>,
     /// The status of the response.
     pub(crate) status: StatusCode,
 }
@@ -46,6 +48,7 @@ impl AuditLog {
         let peer = display(entry.peer);
         let escaped = |text: Option<&'_ str>| text.map(|text| display(EscapedText(text).to_string()));
         let (action, key, provider) = (escaped(query.action), escaped(query.key), escaped(entry.provider));
+        let alert = escaped(entry.alert);
         let path = query.path.map(escaped_path).map(display);
         let (ip, span, status_code) = (query.ip.map(display), entry.span.map(display), status.as_u16());
         if status.is_success() {
@@ -59,6 +62,7 @@ impl AuditLog {
                 key,
                 span,
                 provider,
+                alert,
                 status = status_code,
                 "admin: changed"
             );
@@ -73,6 +77,7 @@ impl AuditLog {
                 key,
                 span,
                 provider,
+                alert,
                 status = status_code,
                 suppressed,
                 "admin: not changed"
