@@ -296,7 +296,53 @@ fn shadow_shares<S: Store, C: Clock>(gate: &Gate<S, C>) -> BTreeMap<String, Tota
 
 #[cfg(test)]
 mod tests {
+    use tidegate_policy::{Policy, PolicySources};
+
     use super::*;
+
+    #[test]
+    fn each_event_belongs_to_a_state() {
+        let text = "[alert.all]\nlog = true\nquota = 0.5\non = [\"blocked\", \"store_lost\", \"store_full\", \"quota\"]\n\
+                    [alert.none]\nlog = true\non = \"flood\"\n";
+        let policy = Policy::load(PolicySources::new().file("t", text)).unwrap();
+        let [all, none] = policy.alerts() else { panic!("two alerts") };
+        let store = || "redis".to_owned();
+        let blocked = |shadow| Change::Blocked {
+            limit: "login".to_owned(),
+            ip: None,
+            client: serde_json::Map::new(),
+            seconds: 2,
+            strikes: 1,
+            by_operator: false,
+            shadow,
+        };
+        let quota = |percent| Change::QuotaUsed {
+            provider: "api".to_owned(),
+            limit: "day".to_owned(),
+            credential: None,
+            percent,
+            resets_in: 60,
+        };
+        for (change, expected) in [
+            (blocked(false), Some((AlertTrigger::Blocked, Phase::Happened, 7))),
+            (blocked(true), None),
+            (Change::StoreLost { store: store() }, Some((AlertTrigger::StoreLost, Phase::Begins, 0))),
+            (Change::StoreBack { store: store(), seconds: 5 }, Some((AlertTrigger::StoreLost, Phase::Ends, 0))),
+            (
+                Change::StoreFull { used: 1, exhausted: 0, unblocked: 0, shared: 0 },
+                Some((AlertTrigger::StoreFull, Phase::Happened, 0)),
+            ),
+            (quota(50), Some((AlertTrigger::Quota, Phase::Happened, 0))),
+            (quota(80), None),
+            (quota(100), Some((AlertTrigger::Quota, Phase::Happened, 0))),
+            (Change::ReloadFailed { error: String::new() }, None),
+        ] {
+            let event = ServerEvent::after_unpublished(Time::from_secs(1), change, 7);
+            let found = alert_event(&event, all).map(|event| (event.trigger, event.phase, event.others));
+            assert_eq!(found, expected, "{:?}", event.change);
+            assert_eq!(alert_event(&event, none), None);
+        }
+    }
 
     #[test]
     fn few_calls_are_no_share() {

@@ -310,7 +310,7 @@ async fn a_test_tells_the_result_of_each_sink() {
     let unknown = test(&gate, "opps").await;
     assert_eq!(
         (status(&unknown), json(&unknown)["message"].as_str()),
-        (404, Some("the policy has no such alert; did you mean ops?"))
+        (404, Some("the policy has no such alert; did you mean `ops`?"))
     );
     let text = log.text();
     assert!(text.contains("change=\"test_alert\" alert=ops status=200"), "{text}");

@@ -223,7 +223,7 @@ async fn test_alert(alerts: &AlertSet, name: &str) -> Response<ResponseBody> {
     match alerts.find(name) {
         Some(alert) => json_response(StatusCode::OK, &alert.test().await),
         None => {
-            let meant = nearest(name, alerts.names()).map(|meant| format!("; did you mean {meant}?"));
+            let meant = nearest(name, alerts.names()).map(|meant| format!("; did you mean `{meant}`?"));
             error(StatusCode::NOT_FOUND, &format!("the policy has no such alert{}", meant.unwrap_or_default()))
         }
     }
