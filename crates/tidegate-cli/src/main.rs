@@ -136,6 +136,11 @@ enum Command {
         #[command(flatten)]
         gate: GateArgs,
     },
+    /// Alerts of a running gate.
+    Alert {
+        #[command(subcommand)]
+        command: AlertCommand,
+    },
     /// Show the latest changes of state of a running gate: of blocked clients, breakers, credentials, quotas and the store.
     Events {
         /// Continue to show events as they happen.
@@ -189,6 +194,17 @@ enum Command {
         /// Write all pages to this directory, which must exist.
         #[arg(long, value_name = "DIRECTORY", conflicts_with = "command")]
         out: Option<PathBuf>,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+enum AlertCommand {
+    /// Send a test message to all receivers of an alert, and show the result of each.
+    Test {
+        /// The alert.
+        name: String,
+        #[command(flatten)]
+        gate: GateArgs,
     },
 }
 
@@ -336,6 +352,7 @@ fn main() -> ExitCode {
         Command::ResetProvider { name, gate } => {
             operator::change_provider(&gate, &name, operator::ProviderChange::Reset)
         }
+        Command::Alert { command: AlertCommand::Test { name, gate } } => operator::test_alert(&gate, &name),
         Command::Blocks { action, gate } => admin_client::blocks(&gate, action.as_deref()),
         Command::Providers { name, gate } => admin_client::providers(&gate, name.as_deref()),
         Command::Events { follow, gate } => admin_client::events(&gate, follow),

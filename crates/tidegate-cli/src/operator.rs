@@ -1,4 +1,4 @@
-//! `tidegate block`, `pause`, `resume`, `reset-provider` and `reload`: changes that operators make to a running gate, over its
+//! `tidegate block`, `pause`, `resume`, `reset-provider`, `reload` and `alert test`: changes that operators make to a running gate, over its
 //! admin listener.
 
 use std::fmt::Write as _;
@@ -84,4 +84,25 @@ pub(crate) fn reload(arguments: &GateArgs) -> CommandResult {
         Some((words, CliOutcome::Done))
     };
     client.ask(Method::POST, "/v1/reload", "{}".to_owned(), describe, |_| None)
+}
+
+/// `tidegate alert test`.
+pub(crate) fn test_alert(arguments: &GateArgs, name: &str) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    let describe = |text: &str| {
+        let report: Value = serde_json::from_str(text).ok()?;
+        let (mut words, mut outcome) = (String::new(), CliOutcome::Done);
+        for sink in report["sinks"].as_array()? {
+            let kind = sink["sink"].as_str()?;
+            let _ = match sink["error"].as_str() {
+                None => writeln!(words, "{kind}: sent"),
+                Some(error) => {
+                    outcome = CliOutcome::Failed;
+                    writeln!(words, "{kind}: not sent: {error}")
+                }
+            };
+        }
+        Some((words, outcome))
+    };
+    client.ask(Method::POST, &format!("/v1/alerts/{name}/test"), "{}".to_owned(), describe, |_| None)
 }

@@ -9,6 +9,7 @@ use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use tidegate::policy::{Action, Plan};
+use tidegate_policy::alerts::AlertConfig;
 use tidegate_policy::{Policy, PolicySources, printable, printable_json, printable_lines};
 
 use crate::{CliOutcome, CommandResult};
@@ -206,6 +207,10 @@ pub(crate) fn describe(policy: &Policy) -> String {
     }
     if text.is_empty() {
         text.push_str("nothing is limited\n");
+    }
+    if !policy.alerts().is_empty() {
+        let words: String = policy.alerts().iter().map(AlertConfig::describe).collect();
+        let _ = write!(text, "\nalerts\n{words}");
     }
     if policy.api().listen.is_some() && plan.requests_meet_concurrency() {
         text.push_str("forward-auth is off: it can't keep a limit on calls in flight\n");

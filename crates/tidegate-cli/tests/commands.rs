@@ -540,7 +540,8 @@ fn commands_change_the_state_of_a_running_gate() {
         "[api]\nlisten = \"127.0.0.1:{api}\"\n[admin]\nlisten = \"127.0.0.1:{admin}\"\n\
          tokens = {{ dash = {{ secret = \"env:DASH\", read_only = true }}, ops = \"env:OPS\" }}\n"
     );
-    let file = scratch.write("tidegate.toml", &format!("{POLICY}{listeners}{provider}"));
+    let alert = "[alert.night]\non = \"store_lost\"\nlog = true\n";
+    let file = scratch.write("tidegate.toml", &format!("{POLICY}{listeners}{provider}{alert}"));
     let named = file.to_str().unwrap().to_owned();
     let tokens = [("DASH", "look"), ("OPS", "s3cret")];
     let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
@@ -572,6 +573,11 @@ fn commands_change_the_state_of_a_running_gate() {
     assert_eq!(ask(&["resume", "weather"]), done("weather: resumed\n"));
     let reset = "weather: the breaker is closed and no credential cools down\n";
     assert_eq!(ask(&["reset-provider", "weather"]), done(reset));
+    assert_eq!(ask(&["alert", "test", "night"]), done("log: sent\n"));
+    let (status, text) = ask(&["alert", "test", "nigth"]);
+    assert!(status == 2 && text.contains("did you mean `night`?"), "{text}");
+    let (_, text) = ask(&["check"]);
+    assert!(text.contains("\nalerts\nnight: store_lost\n  to the log\n"), "{text}");
     let (status, text) = ask(&["pause", "wether"]);
     assert!(status == 2 && text.contains("did you mean \"weather\"?"), "{text}");
 }

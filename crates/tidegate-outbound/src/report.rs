@@ -170,7 +170,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
         self.limit_usage(|kind| matches!(kind, LimitKind::Quota(_))).await
     }
 
-    fn local_report(&self) -> ProviderReport {
+    /// The present state without the use of the limits, which a store may have to be asked for.
+    pub fn local_report(&self) -> ProviderReport {
         let (config, inner) = (self.config(), &*self.0);
         let failures = CallErrorKind::REASONS.into_iter().zip(self.failures());
         let dispatcher = inner.dispatcher_snapshot();

@@ -8,7 +8,7 @@ use std::ops::{Range, RangeInclusive};
 use tidegate_core::MAX_LIMIT;
 
 use crate::document::{SourceKind, SourceText, SourceTexts, TextRange, TomlNode, TomlTable, TomlValue, parse_value};
-use crate::error::{Error, Note, SECRET_SETTINGS, is_secret_source, quoted};
+use crate::error::{Error, Note, SECRET_SETTINGS, WEBHOOK, is_secret_source, quoted};
 use crate::nearest::{fold_name, nearest};
 use crate::quantity::Quantity;
 use crate::settings::{self, PLAIN_VARIABLES, SettingType, VARIABLE_PREFIX};
@@ -45,23 +45,43 @@ fn is_service_link(name: &str) -> bool {
 /// A section of the policy with members that have names.
 #[derive(Clone, Copy)]
 struct NamedSection {
-    section: &'static str,
-    /// The key in the section, which is also the word for a member in messages.
+    /// The section around it, if there is one.
+    section: Option<&'static str>,
+    /// The key of the members, which is also the word for a member in messages.
     key: &'static str,
 }
 
-const NAMED_SECTIONS: [NamedSection; 2] =
-    [NamedSection { section: "inbound", key: "action" }, NamedSection { section: "outbound", key: "provider" }];
+const NAMED_SECTIONS: [NamedSection; 3] = [
+    NamedSection { section: Some("inbound"), key: "action" },
+    NamedSection { section: Some("outbound"), key: "provider" },
+    NamedSection { section: None, key: "alert" },
+];
 
 impl NamedSection {
+    /// The words of a setting's path below the names of the members: the member's own name, and the rest.
+    fn split_path(self, path: &[String]) -> Option<(&String, &[String])> {
+        let path = match (self.section, path) {
+            (Some(section), [first, rest @ ..]) => (section == first).then_some(rest)?,
+            (_, path) => path,
+        };
+        let [key, member, rest @ ..] = path else { return None };
+        (self.key == key && !rest.is_empty()).then_some((member, rest))
+    }
+
     fn members(self, root: &TomlTable) -> Vec<String> {
-        let members = root.table(self.section).and_then(|section| section.table(self.key));
+        let section = self.section.map_or(Some(root), |section| root.table(section));
+        let members = section.and_then(|section| section.table(self.key));
         members.map(|members| members.entries.iter().map(|entry| entry.key.clone()).collect()).unwrap_or_default()
     }
 
     fn path(self, rest: &[String]) -> String {
-        format!("{}.{}.*.{}", self.section, self.key, rest.join("."))
+        let section = self.section.map_or_else(String::new, |section| format!("{section}."));
+        format!("{section}{}.*.{}", self.key, rest.join("."))
     }
+}
+
+fn is_secret_key(key: &str) -> bool {
+    key == WEBHOOK || SECRET_SETTINGS.contains(&key)
 }
 
 /// The variables that secrets are read from; they may have any name.
@@ -78,6 +98,7 @@ fn secret_variables(root: &TomlTable, env: &[(String, String)]) -> Vec<String> {
         for entry in &table.entries {
             match entry.node.as_table() {
                 _ if SECRET_SETTINGS.contains(&entry.key.as_str()) => texts(&entry.node, found),
+                None if entry.key == WEBHOOK => texts(&entry.node, found),
                 Some(table) => holders(table, found),
                 None => {}
             }
@@ -85,9 +106,7 @@ fn secret_variables(root: &TomlTable, env: &[(String, String)]) -> Vec<String> {
     }
     let mut sources = Vec::new();
     holders(root, &mut sources);
-    let holds = |name: &str| {
-        name.rsplit("__").next().is_some_and(|last| SECRET_SETTINGS.contains(&&*last.to_ascii_lowercase()))
-    };
+    let holds = |name: &str| name.rsplit("__").next().is_some_and(|last| is_secret_key(&last.to_ascii_lowercase()));
     let in_env = env.iter().filter(|(name, _)| holds(name)).map(|(_, value)| value);
     // A source may also be inside a table or a list, as in `{ pin = "env:PIN" }`.
     sources.extend(in_env.flat_map(|value| value.split([',', '"', '\'', '[', ']', ' ']).map(str::trim)));
@@ -195,10 +214,9 @@ impl VariableMerger<'_> {
     fn set_variable(&mut self, name: &str, value: &str, path: &[String]) -> Result<(), Error> {
         // In `here` the member's own spelling replaces the variable's; in `setting_path` a `*` does.
         let (mut here, mut setting_path) = (path.to_vec(), path.join("."));
-        if let [section, key, member, rest @ ..] = path
-            && let Some(named) = NAMED_SECTIONS.into_iter().find(|named| named.section == section && named.key == key)
-            && !rest.is_empty()
-        {
+        let split = |named: NamedSection| Some((named, named.split_path(path)?));
+        if let Some((named, (member, rest))) = NAMED_SECTIONS.into_iter().find_map(split) {
+            let key = named.key;
             let members = named.members(self.root);
             setting_path = named.path(rest);
             let Some(known) = members.iter().find(|known| fold_member_name(known) == fold_member_name(member)) else {
@@ -210,12 +228,12 @@ impl VariableMerger<'_> {
                 let error = Error::new(self.texts, at, message, describe_members(key, &members));
                 return Err(error.did_you_mean(meant.as_deref()));
             };
-            here[2].clone_from(known);
+            here[path.len() - rest.len() - 1].clone_from(known);
         }
         let Some(setting) = settings::find(&setting_path).filter(|setting| setting.variable().is_some()) else {
             return Err(self.unknown_variable_error(name, value));
         };
-        let holds_secrets = setting.path().rsplit('.').next().is_some_and(|last| SECRET_SETTINGS.contains(&last));
+        let holds_secrets = setting.path().rsplit('.').next().is_some_and(is_secret_key);
         let at = self.add_trimmed(name, value, holds_secrets && !is_secret_source(&in_brackets(value)));
         let node = parse_as(self.texts, at, setting.value_type)?;
         let (last, sections) = here.split_last().expect("invariant: a setting's path has at least one name");

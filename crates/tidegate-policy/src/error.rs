@@ -226,6 +226,8 @@ pub(crate) fn may_be_secret(line: &str) -> bool {
 
 /// Settings whose value is the source of a secret; an author may write the secret itself there.
 pub(crate) const SECRET_SETTINGS: [&str; 4] = ["token", "tokens", "credentials", "secrets"];
+/// The setting whose text is a secret, and whose table isn't: an alert's URL, or a lane of a provider.
+pub(crate) const WEBHOOK: &str = "webhook";
 
 /// The offset of a value that may be a secret: after the `=` of a key that reads like one, unless the value only says
 /// where the secret is.
@@ -236,7 +238,8 @@ fn secret_start(line: &str) -> Option<usize> {
             key_matches(line, equals, |key| key == "body")
                 && value.trim_start_matches([' ', '"', '\'']).starts_with('{')
         };
-        let is_secret = key_matches(line, equals, is_secret_name) || body();
+        let webhook = || key_matches(line, equals, |key| key == WEBHOOK) && value.trim_start().starts_with(['"', '\'']);
+        let is_secret = key_matches(line, equals, is_secret_name) || body() || webhook();
         (is_secret && !value.trim().is_empty() && !is_secret_source(value)).then(|| value_start(line, equals))
     })
 }

@@ -32,6 +32,7 @@
 #![forbid(unsafe_code)]
 
 mod address;
+pub mod alerts;
 mod builder;
 pub mod calendar;
 mod description;

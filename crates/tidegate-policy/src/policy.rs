@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::alerts::AlertConfig;
 use crate::builder::PolicyBuilder;
 use crate::environment::EnvVars;
 use crate::error::{Errors, Note};
@@ -75,6 +76,7 @@ pub struct Policy {
     pub(crate) log: LogConfig,
     pub(crate) plan: Arc<Plan>,
     pub(crate) outbound: Option<OutboundConfig>,
+    pub(crate) alerts: Vec<AlertConfig>,
     pub(crate) notes: Vec<Note>,
     pub(crate) restart_needed: Vec<&'static str>,
 }
@@ -195,6 +197,11 @@ impl Policy {
     /// `[outbound]`, if the policy has one.
     pub fn outbound(&self) -> Option<&OutboundConfig> {
         self.outbound.as_ref()
+    }
+
+    /// The alerts, in file order.
+    pub fn alerts(&self) -> &[AlertConfig] {
+        &self.alerts
     }
 
     /// Remarks on texts that are valid, but may be read differently from what their author expects. `tidegate check`

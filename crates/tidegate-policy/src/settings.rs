@@ -184,7 +184,7 @@ pub(crate) fn find(path: &str) -> Option<&'static Setting> {
 pub fn env_example() -> String {
     let mut text = String::from(
         "# Every environment variable that Tidegate reads, with its default. The environment overrides the policy file.\n\
-         # NAME stands for the name of an action or a provider in the policy file, in capitals.\n\n",
+         # NAME stands for the name of an action, a provider or an alert in the policy file, in capitals.\n\n",
     );
     let plain = PLAIN_VARIABLES.iter().map(|(name, default, meaning)| ((*name).to_owned(), *default, *meaning));
     let rest = all().filter_map(|setting| Some((setting.variable()?, setting.default, setting.description)));
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn table_keys_come_from_the_settings_list() {
-        assert_eq!(table_keys(""), ["store", "inbound", "api", "admin", "log", "outbound"]);
+        assert_eq!(table_keys(""), ["store", "inbound", "api", "admin", "log", "outbound", "alert"]);
         assert_eq!(table_keys("api"), ["listen", "token", "hosts", "forward_auth", "deny_status"]);
         assert_eq!(table_keys("inbound.action.*.match"), ["method", "path", "host"]);
     }

@@ -288,16 +288,21 @@ fn errors_hide_secrets_in_variables() {
         ("TIDEGATE__STORE__URL", "reddis://:hunter2@127.0.0.1/0"),
         ("TIDEGATE__INBOUND__UPSTREAM", "http://user:hunter2@127.0.0.1:3000"),
         ("TIDEGATE__OUTBOUND__PROVIDER__X__CREDENTIALS", "hunter2"),
+        ("TIDEGATE__ALERT__OPS__WEBHOOK", "ftp://hooks.example.com/hunter2"),
     ] {
         let told = load(Some(FILE), &[(name, value)]).expect_err(name);
         assert!(told.contains(name) && !told.contains("hunter2"), "{told}");
     }
 }
 
+/// An alert whose settings all have an effect.
+const ALERT: &str = "[alert.login]\non = [\"flood\", \"quota\", \"retries\", \"shadow\"]\nlog = false\n\
+                     webhook = \"env:HOOK\"\ntelegram = { token = \"env:BOT\", chat = \"1\" }\n";
+
 /// Every name in the settings must be read.
 #[test]
 fn every_setting_is_read() {
-    let file = format!("{FILE}{PROVIDER}");
+    let file = format!("{FILE}{PROVIDER}{ALERT}");
     for setting in settings::all() {
         let Some(variable) = setting.variable() else {
             continue;
@@ -316,7 +321,7 @@ fn every_documented_default_is_the_default() {
     let file = "[inbound.action.login]\nlimit = \"5 per 60s\"\npenalty = {}\n\
                 [inbound.global]\nlimit = \"1000 per 1h\"\npenalty = {}\n\
                 [inbound]\nupstream = \"http://127.0.0.1:3000\"\n";
-    let file = &format!("{file}{PROVIDER}");
+    let file = &format!("{file}{PROVIDER}{ALERT}");
     // A limit with a penalty can't be leased.
     let leased = &file.replace("penalty = {}", "lease = {}");
     let usual = |file: &str| format!("{:?}", load(Some(file), &[]).unwrap());
@@ -390,6 +395,8 @@ fn test_suite_and_token_variables_are_accepted() {
         let value = if name == "TIDEGATE_" { "" } else { "1" };
         assert!(load(Some(FILE), &[(name, value)]).is_ok(), "{name}");
     }
+    let with_webhook = format!("{FILE}\n[alert.ops]\non = \"blocked\"\nwebhook = \"env:TIDEGATE_HOOK\"\n");
+    assert!(load(Some(&with_webhook), &[("TIDEGATE_HOOK", "https://hooks.example.com")]).is_ok());
     let with_token = format!("{FILE}\n[api]\ntoken = \"env:TIDEGATE_TOKEN\"\n");
     assert!(load(Some(&with_token), &[("TIDEGATE_TOKEN", "hunter2")]).is_ok());
     let variables = [("TIDEGATE__ADMIN__TOKEN", "env:TIDEGATE_TOKEN"), ("TIDEGATE_TOKEN", "hunter2")];

@@ -16,8 +16,8 @@ Every setting of a policy. The page is generated from the program's own list, an
 
 A policy is a TOML file, `./tidegate.toml` unless the command names another. `tidegate check FILE` reads it, reports mistakes
 with their line and column, and says in words what each limit admits. Each setting has an environment variable that
-overrides the file: `TIDEGATE__` and the path in capitals, joined by two underscores. `NAME` stands for the name of an action
-or a provider. [.env.example](../.env.example) lists them all.
+overrides the file: `TIDEGATE__` and the path in capitals, joined by two underscores. `NAME` stands for the name of an action,
+a provider or an alert. [.env.example](../.env.example) lists them all.
 
 | value | written as |
 | --- | --- |
@@ -32,7 +32,7 @@ providers on [calls to other people's APIs](outbound.md).
 ";
 
 /// An example for each main section. All of them together are one valid policy.
-const EXAMPLES: [(&str, &str); 9] = [
+const EXAMPLES: [(&str, &str); 10] = [
     ("store", "[store]\nurl = \"file:/var/lib/tidegate/state\"\nmax_bytes = \"128MiB\""),
     (
         "inbound",
@@ -51,6 +51,10 @@ const EXAMPLES: [(&str, &str); 9] = [
         "outbound.provider.NAME",
         "[outbound.provider.weather]\nbase_url = \"https://api.weather.example/v1\"\nauth = \"bearer\"\ncredentials = [\"env:WEATHER_TOKEN\"]\nlimit = [\"10/s\", \"1000 per calendar day\"]",
     ),
+    (
+        "alert.NAME",
+        "[alert.ops]\non = [\"blocked\", \"breaker_open\", \"store_lost\"]\nlog = true\nwebhook = \"env:OPS_WEBHOOK\"",
+    ),
 ];
 
 /// The section that a setting is listed under: its path without the last name, and without inline tables.
@@ -59,7 +63,7 @@ fn section(setting: &Setting) -> String {
     let names: Vec<&str> = path.split('.').collect();
     let length = match names.as_slice() {
         ["inbound" | "outbound", "action" | "provider" | "lanes", ..] => 3,
-        ["inbound", "timeouts" | "caps" | "global", ..] => 2,
+        ["inbound", "timeouts" | "caps" | "global", ..] | ["alert", ..] => 2,
         _ => 1,
     };
     names[..length.min(names.len() - 1)].join(".")

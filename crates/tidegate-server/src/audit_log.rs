@@ -30,6 +30,8 @@ pub(crate) struct AuditEntry<'a> {
     pub(crate) span: Option<Span>,
     /// The provider that it is about.
     pub(crate) provider: Option<&'a str>,
+    /// The alert that it is about.
+    pub(crate) alert: Option<&'a str>,
     /// The status of the response.
     pub(crate) status: StatusCode,
 }
@@ -47,6 +49,7 @@ impl AuditLog {
         let escaped = |text: Option<&'_ str>| text.map(|text| display(EscapedText(text).to_string()));
         let (action, provider) = (escaped(query.action), escaped(entry.provider));
         let key = query.key.map(MaskedKey).map(display);
+        let alert = escaped(entry.alert);
         let path = query.path.map(escaped_path).map(display);
         let (ip, span, status_code) = (query.ip.map(display), entry.span.map(display), status.as_u16());
         if status.is_success() {
@@ -60,6 +63,7 @@ impl AuditLog {
                 key,
                 span,
                 provider,
+                alert,
                 status = status_code,
                 "admin: changed"
             );
@@ -74,6 +78,7 @@ impl AuditLog {
                 key,
                 span,
                 provider,
+                alert,
                 status = status_code,
                 suppressed,
                 "admin: not changed"

@@ -13,6 +13,7 @@ use tidegate_core::Clock;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use crate::alerts::run_alerts;
 use crate::connection::ConnectionService;
 use crate::events::{ServerEvent, watch_quotas, watch_store};
 use crate::housekeeping;
@@ -128,6 +129,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             (gate.clock().clone(), providers.is_some(), policy.inbound().timeouts.shutdown)
         };
         housekeeping.spawn(watch_store(Arc::clone(&engine), Arc::clone(events)));
+        housekeeping.spawn(run_alerts(Arc::clone(&engine), Arc::clone(events)));
         let on_loss = {
             let (metrics, events, clock) = (Arc::clone(metrics), Arc::clone(events), clock);
             move |losses: &Losses| {

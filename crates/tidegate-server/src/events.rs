@@ -36,7 +36,7 @@ pub(crate) struct ServerEvent {
     pub(crate) at: Time,
     pub(crate) change: Change,
     /// The number of similar events before this one that weren't published.
-    unpublished: u64,
+    pub(crate) unpublished: u64,
 }
 
 /// The change of a [`ServerEvent`]. Times are in seconds, rounded up.
@@ -114,7 +114,7 @@ impl ServerEvent {
 }
 
 /// The parts of a client's key as text, such as `203.0.113.7 key=alice`.
-fn client_text(client: &Map<String, Value>) -> String {
+pub(crate) fn client_text(client: &Map<String, Value>) -> String {
     let part = |(name, value): (&String, &Value)| {
         let value = value.as_str().unwrap_or_default();
         if name == "client_ip" { value.to_owned() } else { format!("{name}={value}") }

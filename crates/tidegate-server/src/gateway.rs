@@ -4,8 +4,8 @@
 //! sets: `Tidegate-Attempts`, `Tidegate-Waited`, `Tidegate-Credential`, `Tidegate-Cache`, `Tidegate-Error`,
 //! `x-should-retry`.
 
-mod call_error;
-mod provider_client;
+pub(crate) mod call_error;
+pub(crate) mod provider_client;
 
 use std::collections::HashMap;
 use std::convert::Infallible;

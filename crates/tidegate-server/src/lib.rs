@@ -56,6 +56,7 @@
 //!   closes idle connections after two ticks, and ends the remaining connections after `timeouts.shutdown`.
 
 mod access;
+mod alerts;
 mod audit_log;
 mod body;
 mod bound_server;
@@ -99,9 +100,11 @@ use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
 use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
+use tidegate_policy::alerts::WebhookError;
 use tidegate_policy::{InboundConfig, Policy, SecretError};
 use tokio::sync::Semaphore;
 
+use crate::alerts::AlertSet;
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
@@ -174,7 +177,15 @@ pub enum ServeError {
         /// The cause.
         source: CredentialError,
     },
-    /// The system's root certificates can't be read, so no provider can be trusted.
+    /// The secret of an alert's receiver can't be read, or isn't valid.
+    #[error("alert.{alert}: {source}")]
+    Alert {
+        /// The alert.
+        alert: String,
+        /// The cause.
+        source: WebhookError,
+    },
+    /// The system's root certificates can't be read, so no provider or webhook can be trusted.
     #[error("the system's root certificates can't be read: {0}")]
     RootCertificates(io::Error),
     /// The snapshot file of the outbound state can't be used.
@@ -276,7 +287,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             started_at: self.gate.clock().now(),
             connections: OnceLock::new(),
         });
-        let engine = Engine { policy: self.policy, gate: self.gate, providers: self.outbound };
+        let alerts = Arc::new(AlertSet::new(&self.policy, &parts, None)?);
+        let engine = Engine { policy: self.policy, gate: self.gate, providers: self.outbound, alerts };
         let states = ListenerStates::new(&engine, &parts, None)?;
         let snapshot = match &engine.providers {
             Some(providers) => {

@@ -5,7 +5,7 @@ mod exposition;
 mod snapshot;
 
 use std::array;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -21,6 +21,7 @@ pub use self::catalogue::{METRICS, MetricInfo, MetricKind};
 use self::exposition::Exposition;
 pub(crate) use self::exposition::TextFormat;
 use self::snapshot::{STATUS_CLASSES, ServerSnapshot};
+use crate::alerts::SinkResult;
 use crate::states::SharedParts;
 use crate::upstream::UpstreamError;
 
@@ -41,6 +42,9 @@ pub(crate) struct RequestMetrics {
     upstream_failures: Counters,
     /// For each provider by its name, a counter for each [`CacheStatus`].
     cache_results: Mutex<HashMap<String, Counters>>,
+    /// For each alert and each of its receivers, a counter for each [`SinkResult`]. A reload adds at most those of another
+    /// policy.
+    alert_results: Mutex<BTreeMap<(String, &'static str), Counters>>,
 }
 
 impl RequestMetrics {
@@ -57,6 +61,7 @@ impl RequestMetrics {
             upstream_replies: Counters::new(STATUS_CLASSES.len()),
             upstream_failures: Counters::new(UpstreamError::REASONS.len()),
             cache_results: Mutex::default(),
+            alert_results: Mutex::default(),
         }
     }
 
@@ -116,7 +121,13 @@ impl RequestMetrics {
         self.upstream_failures.add(failure.reason_index(), 1);
     }
 
-    /// The counters of a provider's [`CacheStatus`]es.
+    /// The counters of the [`SinkResult`]s of one receiver of an alert.
+    pub(crate) fn alert_results(&self, alert: &str, sink: &'static str) -> Counters {
+        let mut all = self.alert_results.lock();
+        all.entry((alert.to_owned(), sink)).or_insert_with(|| Counters::new(SinkResult::NAMES.len())).clone()
+    }
+
+    /// The counters of the [`CacheStatus`]es of one provider.
     pub(crate) fn cache_results(&self, provider: &str) -> Counters {
         let mut all = self.cache_results.lock();
         all.entry(provider.to_owned()).or_insert_with(|| Counters::new(CacheStatus::ALL.len())).clone()
@@ -158,6 +169,11 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             let counters = requests.cache_results(&provider.name);
             CacheStatus::ALL.map(|status| counters.get(status as usize))
         });
+        let alert_results = requests.alert_results.lock().clone();
+        let alerts = alert_results.into_iter().map(|((alert, sink), counters)| {
+            let counts = array::from_fn(|result| counters.get(result));
+            (alert, sink, counts)
+        });
         ServerSnapshot {
             plan: Arc::clone(gate.plan()),
             started_at: parts.started_at,
@@ -176,6 +192,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             upstream_failures: array::from_fn(|index| requests.upstream_failures.get(index)),
             connections: connections.map(|(name, watchdog)| (*name, watchdog.len())).collect(),
             cache_results: cache_results.collect(),
+            alerts: alerts.collect(),
             providers,
         }
     }

@@ -10,6 +10,7 @@ use tidegate_core::Clock;
 use tidegate_policy::Policy;
 use tokio::sync::{mpsc, oneshot};
 
+use crate::alerts::AlertSet;
 use crate::events::{Change, ServerEvent};
 use crate::state_cell::StateCell;
 use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
@@ -117,7 +118,8 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         let report = ReloadReport { restart_needed: policy.restart_needed().to_vec() };
         let new_states = |engine: &Engine<S, C>| ListenerStates::new(engine, &self.parts, Some(&self.cells));
         // First with the present machines, because a store may not be able to go back to its earlier limits.
-        let present = Engine { policy, gate: engine.gate.clone(), providers: engine.providers.clone() };
+        let alerts = Arc::new(AlertSet::new(&policy, &self.parts, Some(&engine.alerts))?);
+        let present = Engine { policy, gate: engine.gate.clone(), providers: engine.providers.clone(), alerts };
         new_states(&present)?;
         self.check_credentials(&present)?;
         self.last_policy = present.policy.clone();

@@ -14,6 +14,7 @@ use tidegate_policy::{KeyPart, NamedToken, Plan, Policy, SecretSource};
 use tokio::sync::Semaphore;
 
 use crate::access::{Access, AccessToken, ListenerKind};
+use crate::alerts::AlertSet;
 use crate::events::ServerEvents;
 use crate::gateway::GatewayState;
 use crate::metrics::{MetricsSource, RequestMetrics};
@@ -33,6 +34,7 @@ pub(crate) struct Engine<S: Store, C: Clock> {
     pub(crate) policy: Policy,
     pub(crate) gate: Gate<S, C>,
     pub(crate) providers: Option<Outbound<S, C>>,
+    pub(crate) alerts: Arc<AlertSet>,
 }
 
 /// The parts of a server that stay when another policy replaces its own.
@@ -142,7 +144,7 @@ fn admin_state<S: Store, C: Clock>(
 ) -> AdminState<S, C> {
     let metrics =
         MetricsSource { gate: engine.gate.clone(), providers: engine.providers.clone(), parts: Arc::clone(parts) };
-    AdminState { gate: engine.gate.clone(), access, metrics }
+    AdminState { gate: engine.gate.clone(), access, metrics, alerts: Arc::clone(&engine.alerts) }
 }
 
 /// Returns the access check of a listener. `None` if the policy turns it off.

@@ -1,6 +1,7 @@
 //! Reads a policy from a document. Every value is checked, and every error is reported.
 
 mod actions;
+mod alerts;
 mod assemble;
 mod checks;
 mod forms;
@@ -49,6 +50,7 @@ setting_keys! {
         admin: () = "", forms::TABLE, "", Below::Table(&server::ADMIN);
         log: () = "", forms::TABLE, "", Below::Table(&server::LOG);
         outbound: () = "", forms::TABLE, "", Below::Table(&outbound::OUTBOUND);
+        alert: () = "", forms::TABLE, "", Below::Names(&alerts::ALERT);
     }
 }
 
@@ -164,6 +166,7 @@ impl DocumentReader<'_> {
         let admin = self.admin(root);
         let log = self.log(root);
         let outbound = self.outbound(root);
+        let alerts = self.alerts(root, admin.as_ref().is_none_or(|admin| admin.metrics));
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
         let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
         let plan = self.plan(root, paths, present_store);
@@ -178,6 +181,7 @@ impl DocumentReader<'_> {
             log: log?,
             plan: Arc::new(plan),
             outbound: outbound?,
+            alerts: alerts?,
             notes: std::mem::take(&mut self.notes),
             restart_needed: Vec::new(),
         })
@@ -262,7 +266,12 @@ impl DocumentReader<'_> {
         let homes = settings::all().filter_map(|setting| setting.path().rsplit_once('.'));
         let sections_with_key: Vec<String> = homes
             .filter_map(|(home, last)| (last == key).then_some(home))
-            .filter(|home| !home.contains('#') && *home != path && !are_different_directions(home, path))
+            .filter(|home| {
+                !home.contains('#')
+                    && !home.starts_with("alert.")
+                    && *home != path
+                    && !are_different_directions(home, path)
+            })
             .map(|home| format!("[{}]", home.replace('*', NAME_PLACEHOLDER)))
             .collect();
         let has_section = |home: &&str| {

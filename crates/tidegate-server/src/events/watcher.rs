@@ -8,8 +8,10 @@ use tidegate::Time;
 use tidegate::outbound::Provider;
 use tidegate::store::Store;
 use tidegate_core::{Clock, LimitId};
+use tidegate_policy::alerts::{AlertConfig, AlertTrigger};
 
 use super::{Change, ServerEvent, ServerEvents};
+use crate::alerts::quota_percent;
 use crate::state_cell::StateCell;
 use crate::states::Engine;
 
@@ -17,10 +19,8 @@ use crate::states::Engine;
 const STORE_INTERVAL: Duration = Duration::from_millis(500);
 /// The interval of looks at quotas, which a store outside this process may have to be asked for.
 const QUOTA_INTERVAL: Duration = Duration::from_secs(2);
-/// The shares of a quota that are reported, in per cent.
+/// The shares of a quota that are reported, in per cent, besides those of alerts.
 const QUOTA_SHARES: [u64; 2] = [80, 100];
-/// The share, in per cent, below which a quota must have started again. Corrections of costs lower it by less.
-const RESTARTED_SHARE: u64 = 40;
 
 /// Publishes when the store is lost and when it is back; never returns.
 pub(crate) async fn watch_store<S: Store, C: Clock>(engine: Arc<StateCell<Engine<S, C>>>, events: Arc<ServerEvents>) {
@@ -54,6 +54,7 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
     loop {
         tokio::time::sleep(QUOTA_INTERVAL).await;
         let Some(providers) = engine.load().providers.clone() else { continue };
+        let shares = quota_shares(engine.load().policy.alerts());
         let limits = providers.config().limits();
         let has_quota =
             |provider: &&Provider<S, C>| provider.config().next_quota_end(limits, provider.clock().now()).is_some();
@@ -63,7 +64,7 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
             let name = &provider.config().name;
             for usage in provider.quota_usage().await {
                 let share = reported.entry((name.clone(), usage.id, usage.credential)).or_default();
-                if let Some(percent) = newly_used_share(share, usage.used, usage.limit) {
+                if let Some(percent) = newly_used_share(share, usage.used, usage.limit, &shares) {
                     let change = Change::QuotaUsed {
                         provider: name.clone(),
                         limit: usage.name,
@@ -79,13 +80,22 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
     }
 }
 
+/// The shares that are reported, in per cent, smallest first.
+fn quota_shares(alerts: &[AlertConfig]) -> Vec<u64> {
+    let of_alerts = alerts.iter().filter(|alert| alert.on.contains(&AlertTrigger::Quota)).map(quota_percent);
+    let mut shares: Vec<u64> = of_alerts.chain(QUOTA_SHARES).collect();
+    shares.sort_unstable();
+    shares
+}
+
 /// The share to report, if it is used now and wasn't reported in this period.
-fn newly_used_share(reported: &mut u64, used: u64, limit: u64) -> Option<u64> {
+fn newly_used_share(reported: &mut u64, used: u64, limit: u64, shares: &[u64]) -> Option<u64> {
     let percent = used.saturating_mul(100) / limit.max(1);
-    if percent < RESTARTED_SHARE {
+    // Corrections of costs lower the share by less than a half, so the quota has started again.
+    if percent < shares.first()? / 2 {
         *reported = 0;
     }
-    let share = QUOTA_SHARES.into_iter().rfind(|share| percent >= *share).filter(|share| share > reported)?;
+    let share = shares.iter().copied().rfind(|share| percent >= *share).filter(|share| share > reported)?;
     *reported = share;
     Some(share)
 }
@@ -98,7 +108,7 @@ mod tests {
     fn each_share_is_reported_once_a_period() {
         let mut reported = 0;
         let told: Vec<_> = [79, 80, 79, 81, 100, 99, 100, 3, 85]
-            .map(|used| newly_used_share(&mut reported, used, 100))
+            .map(|used| newly_used_share(&mut reported, used, 100, &QUOTA_SHARES))
             .into_iter()
             .flatten()
             .collect();

@@ -86,12 +86,12 @@ fn sdk_body(format: ErrorFormat, status: StatusCode, message: &str) -> Option<se
 }
 
 /// Returns the error of a call's last reply, to be appended to a message. Empty if there is none.
-pub(super) fn reply_error(call: &CallError<SendError>) -> String {
+pub(crate) fn reply_error(call: &CallError<SendError>) -> String {
     call.last_reply.as_ref().map(|error| format!(": {}", error_chain(error))).unwrap_or_default()
 }
 
 /// Returns an error's text followed by its causes.
-pub(super) fn error_chain(error: &(dyn std::error::Error + 'static)) -> String {
+pub(crate) fn error_chain(error: &(dyn std::error::Error + 'static)) -> String {
     tidegate_outbound::causes(error).skip(1).fold(error.to_string(), |text, cause| {
         let cause = provider_client::describe_cause(cause);
         // Some errors include the text of their cause.

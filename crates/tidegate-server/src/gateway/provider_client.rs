@@ -32,7 +32,7 @@ const MAX_IDLE: usize = 128;
 const HTTP2_PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
 /// The HTTP client of one provider, which pools its connections.
-pub(super) enum ProviderClient<B> {
+pub(crate) enum ProviderClient<B> {
     /// Plain HTTP/1.1. Its [`UpstreamClient::run_idle_cleanup`] must run.
     Plain(Arc<UpstreamClient<B>>),
     /// TLS.
@@ -41,7 +41,7 @@ pub(super) enum ProviderClient<B> {
 
 /// The clients of a provider with TLS. A request with `Upgrade` uses HTTP/1.1, because HTTP/2 can't switch protocols
 /// (RFC 9113 §8.6).
-pub(super) struct TlsClients<B> {
+pub(crate) struct TlsClients<B> {
     all_versions: TlsClient<B>,
     http1: TlsClient<B>,
 }
@@ -91,12 +91,12 @@ where
 ///
 /// # Errors
 /// The system has no root certificates to trust.
-pub(super) fn tls_config() -> io::Result<ClientConfig> {
+pub(crate) fn tls_config() -> io::Result<ClientConfig> {
     Ok(ClientConfig::builder().with_native_roots()?.with_no_client_auth())
 }
 
 /// Returns the client of a provider with this base URL.
-pub(super) fn client<B>(provider: &ProviderConfig, base: &BaseUrl, tls: ClientConfig) -> ProviderClient<B>
+pub(crate) fn client<B>(provider: &ProviderConfig, base: &BaseUrl, tls: ClientConfig) -> ProviderClient<B>
 where
     B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static,
 {
@@ -123,7 +123,7 @@ where
 }
 
 /// Describes one cause of a failed call; the clients' own errors only name themselves, or the proxy's upstream.
-pub(super) fn describe_cause(cause: &(dyn std::error::Error + 'static)) -> String {
+pub(crate) fn describe_cause(cause: &(dyn std::error::Error + 'static)) -> String {
     const BROKEN_OFF: &str = "the connection to the provider broke off";
     match (cause.downcast_ref::<UpstreamError>(), cause.downcast_ref::<Error>()) {
         (Some(UpstreamError::Connect(error)), _) => format!("can't connect to the provider: {error}"),
@@ -136,7 +136,7 @@ pub(super) fn describe_cause(cause: &(dyn std::error::Error + 'static)) -> Strin
 }
 
 /// Classifies an error of a connection: [`TransportFault::Unsent`] if the request wasn't sent.
-pub(super) fn fault_of(error: &(dyn std::error::Error + 'static)) -> TransportFault {
+pub(crate) fn fault_of(error: &(dyn std::error::Error + 'static)) -> TransportFault {
     let is_unsent = match (error.downcast_ref(), error.downcast_ref::<Error>()) {
         (Some(UpstreamError::Connect(_) | UpstreamError::ConnectTimeout | UpstreamError::Unsent(_)), _) => true,
         (None, Some(error)) => error.is_connect(),

@@ -87,6 +87,9 @@ metrics! {
     STORE_LOSSES: Counter "store_losses" ["kind"]
         "Losses of a full store. used, exhausted: dropped entries that had used a part, or all, of their limit; unblocked: blocks that weren't imposed; shared: answers by which a new key shares its network's limit";
 
+    ALERTS: Counter "alerts" ["alert", "sink", "result"]
+        "Messages of alerts to each receiver (log, webhook, telegram), by result: sent, failed after all attempts, or dropped because too many waited";
+
     #[seconds]
     UPSTREAM_TIME: Histogram "upstream_duration" [] "The time from a decision to the head of the upstream's reply";
     UPSTREAM_REPLIES: Counter "upstream_replies" ["status"] "Replies of the upstream by class of status: 2xx and so on";

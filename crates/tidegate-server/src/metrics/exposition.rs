@@ -17,6 +17,7 @@ use tidegate_core::histogram::BUCKET_BOUNDS;
 
 use super::catalogue::*;
 use super::snapshot::{STATUS_CLASSES, ServerSnapshot};
+use crate::alerts::SinkResult;
 use crate::rejections::RejectionReason;
 use crate::upstream::UpstreamError;
 
@@ -100,6 +101,10 @@ impl ServerSnapshot {
         page.histograms(&STORE_TIME, [([], &self.store_times)])?;
         page.counters(&STORE_ERRORS, [([], self.store_errors)])?;
         page.counters(&STORE_LOSSES, Losses::KINDS.iter().zip(self.store_losses).map(|(kind, lost)| ([*kind], lost)))?;
+        let alerts = self.alerts.iter().flat_map(|(alert, sink, counts)| {
+            SinkResult::NAMES.iter().zip(counts).map(move |(result, count)| ([alert.as_str(), sink, *result], *count))
+        });
+        page.counters(&ALERTS, alerts)?;
         page.histograms(&UPSTREAM_TIME, [([], &self.upstream_times)])?;
         let replies = STATUS_CLASSES.iter().zip(self.upstream_replies);
         page.counters(&UPSTREAM_REPLIES, replies.map(|(class, count)| ([*class], count)))?;

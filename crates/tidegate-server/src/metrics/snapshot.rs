@@ -12,6 +12,7 @@ use tidegate::{DecisionCount, DecisionOutcome, Time};
 use tidegate_core::DurationHistogram;
 use tidegate_core::time::UtcText;
 
+use crate::alerts::SinkResult;
 use crate::rejections::RejectionReason;
 use crate::upstream::UpstreamError;
 
@@ -41,6 +42,8 @@ pub(super) struct ServerSnapshot {
     pub(super) upstream_failures: [u64; UpstreamError::REASONS.len()],
     /// For each provider, a count for each [`CacheStatus`].
     pub(super) cache_results: Vec<u64>,
+    /// For each alert and each of its receivers, a count for each [`SinkResult`].
+    pub(super) alerts: Vec<(String, &'static str, [u64; SinkResult::NAMES.len()])>,
     pub(super) providers: Vec<ProviderReport>,
 }
 

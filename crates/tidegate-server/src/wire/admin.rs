@@ -20,6 +20,7 @@ use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock, Limit, OnOutage};
 
 use crate::access::{Access, Identity};
+use crate::alerts::AlertSet;
 use crate::body::{RelayBody, ResponseBody};
 use crate::events::EventStream;
 use crate::listener::ConnectionContext;
@@ -39,6 +40,7 @@ pub(crate) struct AdminState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) access: Access,
     pub(crate) metrics: MetricsSource<S, C>,
+    pub(crate) alerts: Arc<AlertSet>,
 }
 
 impl<S: Store, C: Clock + Clone> ListenerState for AdminState<S, C> {
@@ -161,6 +163,8 @@ const PATHS: [&str; 10] = [
 ];
 /// The start of the path of a provider.
 const PROVIDERS: &str = "/v1/providers/";
+/// The start of the path of an alert.
+const ALERTS: &str = "/v1/alerts/";
 
 fn not_found(path: &str) -> Response<ResponseBody> {
     let message = match nearest(path, PATHS.into_iter()) {

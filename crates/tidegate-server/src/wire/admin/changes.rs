@@ -11,15 +11,16 @@ use tidegate::outbound::Provider;
 use tidegate::store::Store;
 use tidegate_core::Clock;
 
-use super::{AdminState, PROVIDERS};
+use super::{ALERTS, AdminState, PROVIDERS};
 use crate::access::Identity;
+use crate::alerts::AlertSet;
 use crate::audit_log::AuditEntry;
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, json_response};
 use crate::rejections::RejectionReason;
 use crate::reload::{ReloadError, ReloadHandle};
-use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
+use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
 use crate::wire::http_api::{bad_request, check_error_response, collect_body, reset, validate};
 
 /// A change, as a path names it.
@@ -33,6 +34,8 @@ pub(super) enum Change {
     Reload,
     /// `/v1/providers/NAME/COMMAND`.
     Provider(String, ProviderCommand),
+    /// `/v1/alerts/NAME/test`: sends a message to the receivers of an alert.
+    TestAlert(String),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +52,10 @@ impl Change {
             "/v1/reset" => Some(Self::Reset),
             "/v1/block" => Some(Self::Block),
             "/v1/reload" => Some(Self::Reload),
+            _ if path.starts_with(ALERTS) => {
+                let alert = path.strip_prefix(ALERTS)?.strip_suffix("/test")?;
+                Some(Self::TestAlert(alert.to_owned()))
+            }
             _ => {
                 let (provider, command) = path.strip_prefix(PROVIDERS)?.split_once('/')?;
                 let command = match command {
@@ -70,6 +77,7 @@ impl Change {
             Self::Provider(_, ProviderCommand::Pause) => "pause",
             Self::Provider(_, ProviderCommand::Resume) => "resume",
             Self::Provider(_, ProviderCommand::Reset) => "reset_provider",
+            Self::TestAlert(_) => "test_alert",
         }
     }
 
@@ -78,7 +86,7 @@ impl Change {
         match self {
             Self::Reset => DecisionRequest::from_json(body),
             Self::Block => DecisionRequest::block_from_json(body),
-            Self::Reload | Self::Provider(..) => DecisionRequest::empty_from_json(body),
+            Self::Reload | Self::Provider(..) | Self::TestAlert(_) => DecisionRequest::empty_from_json(body),
         }
     }
 }
@@ -143,9 +151,10 @@ fn is_json(headers: &HeaderMap) -> bool {
 
 impl ChangeRequest {
     fn log<S: Store, C: Clock>(&self, admin: &AdminState<S, C>, request: &DecisionRequest<'_>, status: StatusCode) {
-        let provider = match &self.change {
-            Change::Provider(name, _) => Some(name.as_str()),
-            Change::Reset | Change::Block | Change::Reload => None,
+        let (provider, alert) = match &self.change {
+            Change::Provider(name, _) => (Some(name.as_str()), None),
+            Change::TestAlert(name) => (None, Some(name.as_str())),
+            Change::Reset | Change::Block | Change::Reload => (None, None),
         };
         let entry = AuditEntry {
             token: &self.token,
@@ -154,6 +163,7 @@ impl ChangeRequest {
             query: request.query(),
             span: request.block_length,
             provider,
+            alert,
             status,
         };
         admin.metrics.parts.refusals.audit.log(admin.gate.clock().now(), &entry);
@@ -170,6 +180,7 @@ impl Change {
             Self::Reset => reset(&admin.gate, &admin.metrics.parts.refusals, request).await,
             Self::Block => block(admin, request).await,
             Self::Reload => Ok(reload(&admin.metrics.parts.reload).await),
+            Self::TestAlert(name) => Ok(test_alert(&admin.alerts, name).await),
             Self::Provider(name, command) => {
                 let Some(providers) = &admin.metrics.providers else {
                     return Ok(error(StatusCode::NOT_FOUND, "the policy has no providers"));
@@ -205,6 +216,17 @@ async fn block<S: Store, C: Clock + Clone>(
         }
         Err(error) => check_error_response(gate, refusals, query, &error),
     })
+}
+
+/// Sends a message to the receivers of an alert.
+async fn test_alert(alerts: &AlertSet, name: &str) -> Response<ResponseBody> {
+    match alerts.find(name) {
+        Some(alert) => json_response(StatusCode::OK, &alert.test().await),
+        None => {
+            let meant = nearest(name, alerts.names()).map(|meant| format!("; did you mean `{meant}`?"));
+            error(StatusCode::NOT_FOUND, &format!("the policy has no such alert{}", meant.unwrap_or_default()))
+        }
+    }
 }
 
 /// Reads the policy again.

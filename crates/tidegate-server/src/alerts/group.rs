@@ -1,0 +1,302 @@
+//! The state machine of one alert: the events that make a message, and the time when it is due. It reads no clock.
+
+use std::collections::BTreeMap;
+
+use tidegate::{Span, Time};
+use tidegate_policy::alerts::AlertTrigger;
+
+/// The maximum number of events that a message names.
+const MAX_NAMED: usize = 5;
+/// The maximum number of characters of an event's text.
+const MAX_TEXT: usize = 300;
+/// The maximum number of states that an alert remembers. Beyond it, the one that was reported first is forgotten, so that
+/// it may be reported again too early.
+const MAX_STATES: usize = 1024;
+
+/// An event, as an alert sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct AlertEvent {
+    pub(super) trigger: AlertTrigger,
+    /// The client, provider or limit. With the trigger, it names a state.
+    pub(super) subject: String,
+    pub(super) text: String,
+    /// The number of similar events that nothing else is known of.
+    pub(super) others: u64,
+    pub(super) phase: Phase,
+}
+
+/// The part of a state that an event is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// The state has no end that is noticed.
+    Happened,
+    /// The state begins, or continues.
+    Begins,
+    /// The state is over.
+    Ends,
+}
+
+/// A message: events, reminders of states that continue, and states that are over.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Message {
+    pub(super) new: EventList,
+    pub(super) continuing: EventList,
+    pub(super) resolved: EventList,
+}
+
+/// Events: their number, and the first few by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct EventList {
+    pub(super) count: u64,
+    pub(super) named: Vec<(AlertTrigger, String)>,
+}
+
+impl EventList {
+    fn add(&mut self, trigger: AlertTrigger, text: &str) {
+        self.count = self.count.saturating_add(1);
+        if self.named.len() < MAX_NAMED {
+            self.named.push((trigger, text.to_owned()));
+        }
+    }
+
+    /// The number of events without a name.
+    pub(super) fn unnamed(&self) -> u64 {
+        self.count.saturating_sub(self.named.len() as u64)
+    }
+}
+
+/// The events of an alert since its last message, and the states that it has reported.
+#[derive(Debug)]
+pub(super) struct Group {
+    length: Span,
+    repeat: Span,
+    /// The end of the time within which events are collected.
+    open_until: Option<Time>,
+    pending: Message,
+    states: BTreeMap<(AlertTrigger, String), KnownState>,
+}
+
+#[derive(Debug)]
+struct KnownState {
+    reported_at: Time,
+    /// True if the state has begun and isn't over.
+    is_active: bool,
+    text: String,
+}
+
+impl Group {
+    /// Returns a group of events within `length`. The same state is reported again after `repeat`.
+    pub(super) fn new(length: Span, repeat: Span) -> Self {
+        Self { length, repeat, open_until: None, pending: Message::default(), states: BTreeMap::new() }
+    }
+
+    /// Notes an event.
+    pub(super) fn record(&mut self, now: Time, event: AlertEvent) {
+        let AlertEvent { trigger, subject, text, others, phase } = event;
+        let text: String = text.chars().map(|it| if it.is_control() { ' ' } else { it }).take(MAX_TEXT).collect();
+        self.pending.new.count = self.pending.new.count.saturating_add(others);
+        let key = (trigger, subject);
+        let known = self.states.get(&key);
+        if phase == Phase::Ends {
+            if known.is_some_and(|state| state.is_active) {
+                self.states.remove(&key);
+                self.pending.resolved.add(trigger, &text);
+            }
+            return;
+        }
+        let is_told = |state: &KnownState| state.is_active || now.since(state.reported_at) < self.repeat;
+        if known.is_some_and(is_told) {
+            return;
+        }
+        self.make_room();
+        self.pending.new.add(trigger, &text);
+        self.states.insert(key, KnownState { reported_at: now, is_active: phase == Phase::Begins, text });
+    }
+
+    fn make_room(&mut self) {
+        if self.states.len() >= MAX_STATES {
+            let first = self.states.iter().min_by_key(|(_, state)| (state.is_active, state.reported_at));
+            if let Some(key) = first.map(|(key, _)| key.clone()) {
+                self.states.remove(&key);
+            }
+        }
+    }
+
+    /// The subjects of this event that have begun and aren't over.
+    pub(super) fn active_subjects(&self, trigger: AlertTrigger) -> Vec<String> {
+        let active = self.states.iter().filter(|((found, _), state)| *found == trigger && state.is_active);
+        active.map(|((_, subject), _)| subject.clone()).collect()
+    }
+
+    /// The message that is due, if there is one. The first event after a pause is due at once.
+    pub(super) fn poll(&mut self, now: Time) -> Option<Message> {
+        // An end that is further away than a group was set by a clock that has been set back since.
+        if self.open_until.is_some_and(|end| now < end && end.since(now) <= self.length) {
+            return None;
+        }
+        for ((trigger, _), state) in &mut self.states {
+            if state.is_active && now.since(state.reported_at) >= self.repeat {
+                state.reported_at = now;
+                self.pending.continuing.add(*trigger, &state.text);
+            }
+        }
+        let message = self.take_pending()?;
+        self.open_until = Some(now + self.length);
+        Some(message)
+    }
+
+    /// The message of all events that wait, due or not.
+    pub(super) fn take_pending(&mut self) -> Option<Message> {
+        if self.pending == Message::default() { None } else { Some(std::mem::take(&mut self.pending)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Phase::{Begins, Ends, Happened};
+
+    const HOUR: u64 = 3600;
+
+    fn group() -> Group {
+        Group::new(Span::from_secs(10), Span::from_secs(HOUR))
+    }
+
+    fn at(millis: u64) -> Time {
+        Time::from_secs(1_800_000_000) + Span::from_millis(millis)
+    }
+
+    fn event(trigger: AlertTrigger, subject: &str, phase: Phase) -> AlertEvent {
+        let text = format!("{} {subject} {phase:?}", trigger.name());
+        AlertEvent { trigger, subject: subject.to_owned(), text, others: 0, phase }
+    }
+
+    /// The numbers of new events, reminders and ends in a message.
+    fn counts(message: Option<Message>) -> [u64; 3] {
+        message.map_or([0; 3], |it| [it.new.count, it.continuing.count, it.resolved.count])
+    }
+
+    #[test]
+    fn messages_are_due_at_these_times() {
+        use AlertTrigger::{Blocked, BreakerOpen as Breaker, StoreLost as Store};
+        // The time in seconds, the event at that time, and the message that is due.
+        type Row = (u64, Option<(AlertTrigger, &'static str, Phase)>, [u64; 3]);
+        let tables: [&[Row]; 6] = [
+            // The first event at once, further ones together.
+            &[
+                (0, Some((Blocked, "a", Happened)), [1, 0, 0]),
+                (1, Some((Blocked, "b", Happened)), [0; 3]),
+                (2, Some((Blocked, "c", Happened)), [0; 3]),
+                (9, None, [0; 3]),
+                (10, None, [2, 0, 0]),
+                (20, None, [0; 3]),
+                (21, Some((Blocked, "d", Happened)), [1, 0, 0]),
+            ],
+            // The same client isn't reported again before an hour is over.
+            &[
+                (0, Some((Blocked, "a", Happened)), [1, 0, 0]),
+                (HOUR - 1, Some((Blocked, "a", Happened)), [0; 3]),
+                (HOUR, Some((Blocked, "a", Happened)), [1, 0, 0]),
+            ],
+            // A state that continues is reported again each hour, until it is over.
+            &[
+                (0, Some((Store, "s", Begins)), [1, 0, 0]),
+                (100, Some((Store, "s", Begins)), [0; 3]),
+                (HOUR - 1, None, [0; 3]),
+                (HOUR, None, [0, 1, 0]),
+                (HOUR + 1, None, [0; 3]),
+                (HOUR + 20, Some((Store, "s", Ends)), [0, 0, 1]),
+                (3 * HOUR, None, [0; 3]),
+            ],
+            // A state that is over and begins again is new.
+            &[
+                (0, Some((Breaker, "p", Begins)), [1, 0, 0]),
+                (5, Some((Breaker, "p", Ends)), [0; 3]),
+                (6, Some((Breaker, "p", Begins)), [0; 3]),
+                (10, None, [1, 0, 1]),
+                (30, Some((Breaker, "p", Ends)), [0, 0, 1]),
+                (31, Some((Breaker, "p", Ends)), [0; 3]),
+                (50, None, [0; 3]),
+            ],
+            // The end of a state that wasn't reported is no news, and neither is that of another subject.
+            &[
+                (0, Some((Breaker, "p", Ends)), [0; 3]),
+                (1, Some((Breaker, "p", Begins)), [1, 0, 0]),
+                (20, Some((Breaker, "q", Ends)), [0; 3]),
+                (21, Some((Store, "p", Ends)), [0; 3]),
+            ],
+            // Different states don't hide each other.
+            &[
+                (0, Some((Breaker, "p", Begins)), [1, 0, 0]),
+                (1, Some((Breaker, "q", Begins)), [0; 3]),
+                (2, Some((Store, "p", Begins)), [0; 3]),
+                (10, None, [2, 0, 0]),
+            ],
+        ];
+        for (number, table) in tables.into_iter().enumerate() {
+            let mut group = group();
+            for (seconds, found, expected) in table {
+                if let Some((trigger, subject, phase)) = found {
+                    group.record(at(seconds * 1000), event(*trigger, subject, *phase));
+                }
+                assert_eq!(counts(group.poll(at(seconds * 1000))), *expected, "table {number}, second {seconds}");
+            }
+        }
+    }
+
+    #[test]
+    fn ten_thousand_events_make_one_message() {
+        let mut group = group();
+        let mut messages = Vec::new();
+        for number in 0..10_000 {
+            let now = at(number / 10);
+            group.record(now, event(AlertTrigger::Blocked, &number.to_string(), Happened));
+            messages.extend(group.poll(now));
+        }
+        assert!(group.states.len() <= MAX_STATES);
+        assert_eq!(messages.len(), 1, "the first event, at once");
+        let rest = group.poll(at(10_000)).unwrap();
+        assert_eq!((rest.new.count, rest.new.named.len(), rest.new.unnamed()), (9_999, MAX_NAMED, 9_994));
+        assert_eq!(rest.new.named[0].1, "blocked 1 Happened");
+        assert_eq!(group.poll(at(20_000)), None);
+    }
+
+    #[test]
+    fn events_without_a_name_are_counted() {
+        let mut group = group();
+        group.record(at(0), AlertEvent { others: 41, ..event(AlertTrigger::Blocked, "a", Happened) });
+        assert_eq!(counts(group.poll(at(0))), [42, 0, 0]);
+        // A known client, but others are with it.
+        group.record(at(20_000), AlertEvent { others: 7, ..event(AlertTrigger::Blocked, "a", Happened) });
+        assert_eq!(counts(group.poll(at(20_000))), [7, 0, 0]);
+    }
+
+    #[test]
+    fn active_states_outlive_single_events() {
+        let mut group = group();
+        group.record(at(0), event(AlertTrigger::StoreLost, "s", Begins));
+        for number in 0..2 * MAX_STATES {
+            group.record(at(1), event(AlertTrigger::Blocked, &number.to_string(), Happened));
+        }
+        assert_eq!(group.active_subjects(AlertTrigger::StoreLost), ["s"]);
+        assert!(group.active_subjects(AlertTrigger::Blocked).is_empty());
+    }
+
+    #[test]
+    fn a_clock_set_back_holds_nothing() {
+        let mut group = group();
+        group.record(at(HOUR * 1000), event(AlertTrigger::Blocked, "a", Happened));
+        assert!(group.poll(at(HOUR * 1000)).is_some());
+        group.record(at(0), event(AlertTrigger::Blocked, "b", Happened));
+        assert_eq!(counts(group.poll(at(0))), [1, 0, 0]);
+    }
+
+    #[test]
+    fn long_and_hostile_texts_are_cut() {
+        let mut group = group();
+        let text = format!("a\r\nb{}", "x".repeat(10_000));
+        group.record(at(0), AlertEvent { text, ..event(AlertTrigger::ReloadFailed, "policy", Begins) });
+        let text = group.poll(at(0)).unwrap().new.named[0].1.clone();
+        assert!(text.starts_with("a  bx") && text.chars().count() == MAX_TEXT, "{text}");
+    }
+}

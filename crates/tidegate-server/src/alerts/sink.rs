@@ -1,0 +1,226 @@
+//! The receivers of an alert's messages, and their delivery.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, HeaderValue, USER_AGENT};
+use http::{Request, StatusCode};
+use http_body_util::Full;
+use rustls::ClientConfig;
+use serde_json::Value;
+use tidegate::Time;
+use tidegate::outbound::{
+    CallOptions, IDEMPOTENCY_KEY, Outbound, OutboundError, OutboundLayer, OutboundService, ReplayBody,
+};
+use tidegate_core::Clock as _;
+use tidegate_policy::alerts::{AlertConfig, WebhookError, WebhookFormat};
+use tidegate_policy::outbound::BaseUrl;
+use tidegate_policy::{Policy, ProviderSpec, Secret};
+use tidegate_runtime::clock::SystemClock;
+use tidegate_runtime::counters::Counters;
+use tidegate_runtime::log_throttle::LogThrottle;
+use tidegate_runtime::random::random_bytes;
+use tokio::sync::mpsc;
+use tower_layer::Layer as _;
+
+use super::group::Message;
+use super::message;
+use crate::gateway::call_error::{error_chain, reply_error};
+use crate::gateway::provider_client::{self, ProviderClient};
+use crate::log::EscapedError;
+
+/// The maximum number of messages that wait for a receiver. Further ones are dropped and counted.
+const MAX_WAITING: usize = 16;
+/// The limit on requests to a receiver, below what Slack and Telegram allow.
+const LIMIT: &str = "20 per 60s";
+/// The time for a message with all its attempts, and for the message of a test.
+const TIMEOUT: &str = "5m";
+const TEST_TIMEOUT: Duration = Duration::from_secs(8);
+/// The maximum number of log lines per second about messages that weren't delivered.
+const LINES_PER_SECOND: u32 = 1;
+const AGENT: &str = concat!("tidegate/", env!("CARGO_PKG_VERSION"));
+
+/// The result of a message, and its place among the counters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SinkResult {
+    /// The receiver has taken it.
+    Sent,
+    /// The receiver has refused it, or didn't answer in time.
+    Failed,
+    /// Too many messages waited.
+    Dropped,
+}
+
+impl SinkResult {
+    /// The names in metrics.
+    pub(crate) const NAMES: [&'static str; 3] = ["sent", "failed", "dropped"];
+}
+
+/// The form of a receiver's messages.
+#[derive(Clone, Debug)]
+pub(super) enum SinkForm {
+    Json,
+    Slack,
+    Telegram { chat: String },
+}
+
+impl From<WebhookFormat> for SinkForm {
+    fn from(format: WebhookFormat) -> Self {
+        match format {
+            WebhookFormat::Json => Self::Json,
+            WebhookFormat::Slack => Self::Slack,
+        }
+    }
+}
+
+impl SinkForm {
+    /// The receiver's kind in metrics and answers.
+    pub(super) fn kind(&self) -> &'static str {
+        match self {
+            Self::Json | Self::Slack => "webhook",
+            Self::Telegram { .. } => "telegram",
+        }
+    }
+
+    pub(super) fn body(&self, alert: &str, message: &Message, now: Time) -> Value {
+        match self {
+            Self::Json => message::json(alert, message, now),
+            Self::Slack => message::slack(&message::text(alert, message)),
+            Self::Telegram { chat } => message::telegram(chat, &message::text(alert, message)),
+        }
+    }
+
+    /// The body of a test.
+    pub(super) fn test_body(&self, alert: &str) -> Value {
+        let text = format!("tidegate alert {alert}: this is a test");
+        match self {
+            Self::Json => serde_json::json!({ "alert": alert, "test": true, "text": text }),
+            Self::Slack => message::slack(&text),
+            Self::Telegram { chat } => message::telegram(chat, &text),
+        }
+    }
+}
+
+/// A receiver outside this process, and the messages that wait for it.
+pub(super) struct RemoteSink {
+    pub(super) form: SinkForm,
+    receiver: Arc<Receiver>,
+    queue: mpsc::Sender<Bytes>,
+    results: Counters,
+}
+
+/// The connection to a receiver: calls to a provider of its own.
+struct Receiver {
+    service: OutboundService<ProviderClient<ReplayBody<Full<Bytes>>>>,
+    /// The path and query of requests.
+    target: Secret,
+}
+
+impl RemoteSink {
+    /// Returns a receiver at this URL, and starts a task for its messages. The task ends after the last message when the
+    /// receiver is dropped.
+    pub(super) fn start(
+        alert: &AlertConfig,
+        form: SinkForm,
+        base: &BaseUrl,
+        target: Secret,
+        tls: ClientConfig,
+        results: Counters,
+    ) -> Result<Self, WebhookError> {
+        let scheme = if base.is_https() { "https" } else { "http" };
+        let url = format!("{scheme}://{}{}", base.authority(), base.path());
+        let provider = ProviderSpec::new(&url)
+            .limit(LIMIT)
+            .set("timeout", TIMEOUT)
+            .set("attempt_timeout", "10s")
+            .set("retry.max_attempts", 8)
+            .set("retry.base", "500ms")
+            .set("retry.cap", "1m")
+            .set("retry.max_retry_after", TIMEOUT)
+            // Messages are few and bounded, and each is worth its attempts.
+            .set("budget", "off")
+            .set("breaker", "off");
+        // A text of the policy builder's errors could show the URL.
+        let policy = Policy::builder().provider(&alert.name, provider).build().map_err(|_| WebhookError::Malformed)?;
+        let outbound = Outbound::new(&policy).ok_or(WebhookError::Malformed)?;
+        let [provider] = outbound.providers() else { return Err(WebhookError::Malformed) };
+        let layer = OutboundLayer::with_env(provider.clone(), |_: &str| None).map_err(|_| WebhookError::Malformed)?;
+        let client = provider_client::client(provider.config(), base, tls);
+        let service = layer.fault_classifier(provider_client::fault_of).layer(client);
+        let receiver = Arc::new(Receiver { service, target });
+        let (queue, waiting) = mpsc::channel(MAX_WAITING);
+        let (name, kind) = (alert.name.clone(), form.kind());
+        tokio::spawn(deliver(waiting, Arc::clone(&receiver), name, kind, results.clone()));
+        Ok(Self { form, receiver, queue, results })
+    }
+
+    /// Puts a message into the queue, or drops it if the queue is full.
+    pub(super) fn send(&self, body: &Value) {
+        if self.queue.try_send(body.to_string().into()).is_err() {
+            self.results.add(SinkResult::Dropped as usize, 1);
+        }
+    }
+
+    /// Sends the message of a test, and waits for its result.
+    pub(super) async fn test(&self, alert: &str) -> Result<(), String> {
+        let sent = self.receiver.send(self.form.test_body(alert).to_string().into(), Some(TEST_TIMEOUT)).await;
+        count(&self.results, &sent);
+        sent
+    }
+}
+
+fn count(results: &Counters, sent: &Result<(), String>) {
+    results.add(if sent.is_ok() { SinkResult::Sent } else { SinkResult::Failed } as usize, 1);
+}
+
+/// Delivers messages one after the other.
+async fn deliver(
+    mut waiting: mpsc::Receiver<Bytes>,
+    receiver: Arc<Receiver>,
+    alert: String,
+    sink: &'static str,
+    results: Counters,
+) {
+    let (clock, throttle) = (SystemClock::new(), LogThrottle::new(LINES_PER_SECOND));
+    while let Some(body) = waiting.recv().await {
+        let sent = receiver.send(body, None).await;
+        count(&results, &sent);
+        if let Err(why) = sent
+            && let Some(suppressed) = throttle.admit(clock.now())
+        {
+            tracing::warn!(alert, sink, why = %EscapedError(&why), suppressed, "an alert wasn't delivered");
+        }
+    }
+}
+
+impl Receiver {
+    /// Sends a body, with retries. The error never has the path or the token.
+    async fn send(&self, body: Bytes, timeout: Option<Duration>) -> Result<(), String> {
+        let json = HeaderValue::from_static("application/json");
+        let request = Request::post(self.target.expose())
+            .header(CONTENT_TYPE, json)
+            .header(USER_AGENT, AGENT)
+            // A POST with a key may be sent again.
+            .header(IDEMPOTENCY_KEY, format!("{:032x}", u128::from_be_bytes(random_bytes())))
+            .body(Full::new(body))
+            .map_err(|_| WebhookError::Malformed.to_string())?;
+        let options = CallOptions { timeout, ..CallOptions::default() };
+        match self.service.send(options, request).await {
+            Ok(response) if response.status().is_success() => Ok(()),
+            Ok(response) => Err(describe_status(response.status())),
+            Err(failed) => Err(describe_failure(&failed)),
+        }
+    }
+}
+
+fn describe_status(status: StatusCode) -> String {
+    format!("the receiver answered {status}")
+}
+
+fn describe_failure(failed: &OutboundError) -> String {
+    match failed {
+        OutboundError::Call(call) => format!("{}{}", call.kind, reply_error(call)),
+        other => error_chain(other),
+    }
+}

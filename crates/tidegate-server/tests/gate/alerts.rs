@@ -1,0 +1,351 @@
+//! Alerts: their messages, as real receivers see them.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, Request, Response};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tidegate::Span;
+use tokio::net::TcpListener;
+
+use crate::common::{
+    Lines, PATIENCE, Peer, Running, capture, get, json, nobody, once, policy, post, status, try_start,
+};
+
+/// A value that nothing may show.
+const PLANTED: &str = "pl4nted-s3cr3t";
+const LOGIN: &str = "[inbound.action.login]\nlimit = \"1 per 60s\"\npenalty = { base = \"2s\", cap = \"1h\" }\n";
+
+/// A receiver that answers the n-th request, counted from 0, with a status.
+#[derive(Clone)]
+struct Receiver {
+    address: SocketAddr,
+    arrived: Arc<Mutex<Vec<Arrived>>>,
+}
+
+#[derive(Clone, Debug)]
+struct Arrived {
+    target: String,
+    headers: HeaderMap,
+    body: Value,
+}
+
+impl Receiver {
+    /// Status 0 is no answer at all.
+    async fn start(status: impl Fn(usize) -> u16 + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let receiver = Self { address: listener.local_addr().unwrap(), arrived: Arc::default() };
+        let (arrived, status) = (Arc::clone(&receiver.arrived), Arc::new(status));
+        tokio::spawn(async move {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let (arrived, status) = (Arc::clone(&arrived), Arc::clone(&status));
+                let service = service_fn(move |request: Request<Incoming>| {
+                    let (arrived, status) = (Arc::clone(&arrived), Arc::clone(&status));
+                    async move {
+                        let (parts, body) = request.into_parts();
+                        let body = body.collect().await.unwrap().to_bytes();
+                        let status = {
+                            let mut arrived = arrived.lock().unwrap();
+                            let body = serde_json::from_slice(&body).unwrap();
+                            let target = format!("{} {}", parts.method, parts.uri);
+                            arrived.push(Arrived { target, headers: parts.headers, body });
+                            status(arrived.len() - 1)
+                        };
+                        if status == 0 {
+                            std::future::pending::<()>().await;
+                        }
+                        Ok::<_, Infallible>(Response::builder().status(status).body(Full::<Bytes>::default()).unwrap())
+                    }
+                });
+                let http = hyper::server::conn::http1::Builder::new();
+                tokio::spawn(http.serve_connection(TokioIo::new(stream), service));
+            }
+        });
+        receiver
+    }
+
+    fn arrived(&self) -> Vec<Arrived> {
+        self.arrived.lock().unwrap().clone()
+    }
+
+    /// Waits for this many requests.
+    async fn wait_for(&self, count: usize) -> Vec<Arrived> {
+        self.wait_within(PATIENCE, count).await
+    }
+
+    async fn wait_within(&self, time: Duration, count: usize) -> Vec<Arrived> {
+        let waiting = async {
+            while self.arrived().len() < count {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let waited = tokio::time::timeout(time, waiting).await;
+        assert!(waited.is_ok(), "{count} requests, but there are {:?}", self.arrived());
+        self.arrived()
+    }
+}
+
+/// An alert about blocks with this webhook.
+fn alert(receiver: SocketAddr, more: &str) -> String {
+    format!(
+        "{LOGIN}[alert.ops]\non = [\"blocked\", \"reload_failed\"]\nwebhook = \"http://{receiver}/in?k={PLANTED}\"\n{more}\n"
+    )
+}
+
+fn start(text: &str) -> Running {
+    try_start(&policy(nobody(), text), |_| Some(PLANTED.to_owned())).unwrap()
+}
+
+/// Has a client with this number be blocked.
+async fn block(api: &mut Peer, number: u32) {
+    let ip = std::net::Ipv4Addr::from(0x0a00_0000 + number);
+    let call = post("/v1/check", &format!(r#"{{"action":"login","ip":"{ip}"}}"#));
+    api.ask(&call).await;
+    let refused = json(&api.ask(&call).await);
+    assert_eq!(refused["blocked"], true, "{refused}");
+}
+
+/// Has an alert be tested.
+async fn test(gate: &Running, name: &str) -> String {
+    let head = "host: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 2";
+    once(gate.admin, format!("POST /v1/alerts/{name}/test HTTP/1.1\r\n{head}\r\n\r\n{{}}")).await
+}
+
+/// The value of the metric with these labels.
+async fn count(gate: &Running, result: &str) -> Option<u64> {
+    let page = once(gate.admin, get("/metrics")).await;
+    let labels = format!("tidegate_alerts_total{{alert=\"ops\",sink=\"webhook\",result=\"{result}\"}} ");
+    page.lines().find_map(|line| line.strip_prefix(&labels)?.parse().ok())
+}
+
+/// Waits for a value of the metric.
+async fn wait_for_count(gate: &Running, result: &str, expected: u64) {
+    let waiting = async {
+        while count(gate, result).await != Some(expected) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let waited = tokio::time::timeout(PATIENCE, waiting).await;
+    assert!(waited.is_ok(), "{result} is {:?}", count(gate, result).await);
+}
+
+/// The whole log has no planted value.
+fn assert_no_secret(log: &Lines, pages: &[String]) {
+    for text in pages.iter().chain([&log.text()]) {
+        assert!(!text.contains(PLANTED), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn the_first_block_arrives_at_once() {
+    let receiver = Receiver::start(|_| 200).await;
+    let gate = start(&alert(receiver.address, ""));
+    let mut api = Peer::connect(gate.api).await;
+    block(&mut api, 1).await;
+    let arrived = receiver.wait_within(Duration::from_secs(1), 1).await;
+    let Arrived { target, headers, body } = &arrived[0];
+    assert_eq!(target, &format!("POST /in?k={PLANTED}"));
+    assert_eq!((headers["content-type"].to_str().unwrap(), &body["alert"]), ("application/json", &"ops".into()));
+    assert_eq!(body["new"]["count"], 1, "{body}");
+    let event = json!({ "kind": "blocked", "message": "10.0.0.1 is blocked under login for 2 s after strike 1" });
+    assert_eq!(body["new"]["events"][0], event, "{body}");
+    assert!(headers.contains_key("idempotency-key") && headers.contains_key("content-length"), "{headers:?}");
+}
+
+#[tokio::test]
+async fn ten_thousand_blocks_make_one_grouped_message() {
+    let receiver = Receiver::start(|_| 200).await;
+    let gate = start(&alert(receiver.address, ""));
+    let mut api = Peer::connect(gate.api).await;
+    block(&mut api, 0).await;
+    receiver.wait_for(1).await;
+    for number in 1..9_999 {
+        block(&mut api, number).await;
+    }
+    // The gate publishes five of them, and tells the number of the others with the next one.
+    gate.clock.advance(Span::from_secs(1));
+    block(&mut api, 9_999).await;
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    assert_eq!(receiver.arrived().len(), 1, "the group is open");
+    gate.clock.advance(Span::from_secs(9));
+    let grouped = receiver.wait_for(2).await[1].body.clone();
+    assert_eq!(grouped["new"]["count"], 9_999, "{grouped}");
+    assert_eq!(grouped["new"]["events"].as_array().unwrap().len(), 5, "{grouped}");
+    assert!(grouped["text"].as_str().unwrap().ends_with("\n9994 more"), "{grouped}");
+    gate.clock.advance(Span::from_secs(60));
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    assert_eq!(receiver.arrived().len(), 2);
+}
+
+#[tokio::test]
+async fn a_failing_receiver_gets_the_message_once() {
+    let (log, _guard) = capture("text");
+    let receiver = Receiver::start(|number| if number < 2 { 500 } else { 200 }).await;
+    let gate = start(&alert(receiver.address, "format = \"slack\"\nlog = true"));
+    block(&mut Peer::connect(gate.api).await, 1).await;
+    let arrived = receiver.wait_for(3).await;
+    let text = "tidegate alert ops\n10.0.0.1 is blocked under login for 2 s after strike 1";
+    assert!(arrived.iter().all(|request| request.body == json!({ "text": text })), "{arrived:?}");
+    let keys: Vec<_> = arrived.iter().map(|request| &request.headers["idempotency-key"]).collect();
+    assert!(keys[0] == keys[1] && keys[1] == keys[2], "a receiver can tell that it is the same message");
+    wait_for_count(&gate, "sent", 1).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!((receiver.arrived().len(), count(&gate, "failed").await), (3, Some(0)));
+    assert!(log.text().contains("tidegate alert ops; 10.0.0.1 is blocked"), "{}", log.text());
+}
+
+#[tokio::test]
+async fn telegram_gets_its_exact_form() {
+    let receiver = Receiver::start(|_| 200).await;
+    let bot = format!("{{ token = \"env:BOT\", chat = -1001234, base_url = \"http://{}\" }}", receiver.address);
+    let text = format!("{LOGIN}[alert.ops]\non = \"blocked\"\ntelegram = {bot}\n");
+    let gate = try_start(&policy(nobody(), &text), |_| Some("110201543:AAHdqTcvCH1vGWJxfSeofSAs0K5PALDsaw".to_owned()));
+    let gate = gate.unwrap();
+    block(&mut Peer::connect(gate.api).await, 1).await;
+    let arrived = receiver.wait_for(1).await;
+    assert_eq!(arrived[0].target, "POST /bot110201543:AAHdqTcvCH1vGWJxfSeofSAs0K5PALDsaw/sendMessage");
+    let text = "tidegate alert ops\n10.0.0.1 is blocked under login for 2 s after strike 1";
+    assert_eq!(arrived[0].body, json!({ "chat_id": "-1001234", "text": text }));
+    assert_eq!(arrived[0].headers["content-type"], "application/json");
+}
+
+#[tokio::test]
+async fn a_silent_receiver_blocks_nothing() {
+    let (log, _guard) = capture("text");
+    let receiver = Receiver::start(|_| 0).await;
+    let gate = start(&alert(receiver.address, "group = \"1ms\""));
+    let mut api = Peer::connect(gate.api).await;
+    for number in 0..20 {
+        // A message for each block, more than may wait.
+        tokio::time::timeout(Duration::from_millis(500), block(&mut api, number)).await.unwrap();
+        gate.clock.advance(Span::from_secs(1));
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+    let dropped = count(&gate, "dropped").await.unwrap();
+    assert!((1..=4).contains(&dropped), "{dropped}");
+    assert_no_secret(&log, &[once(gate.admin, get("/metrics")).await]);
+}
+
+#[tokio::test]
+async fn a_reload_keeps_pending_groups() {
+    let receiver = Receiver::start(|_| 200).await;
+    let text = alert(receiver.address, "");
+    let gate = start(&text);
+    let mut api = Peer::connect(gate.api).await;
+    block(&mut api, 1).await;
+    receiver.wait_for(1).await;
+    block(&mut api, 2).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let reload = async |text: &str| {
+        text.clone_into(&mut gate.file.lock().unwrap());
+        gate.reload.reload().await.map(drop).map_err(|error| error.to_string())
+    };
+    // Another alert beside it, and a policy that can't be used.
+    reload(&format!("{text}[alert.second]\non = \"store_lost\"\nlog = true\n")).await.unwrap();
+    reload("[inbound.action.login]\n").await.unwrap_err();
+    block(&mut api, 3).await;
+    gate.clock.advance(Span::from_secs(10));
+    let grouped = receiver.wait_for(2).await[1].body.clone();
+    assert_eq!((&grouped["new"]["count"], &grouped["resolved"]["count"]), (&3.into(), &0.into()), "{grouped}");
+    assert_eq!(grouped["new"]["events"][1]["kind"], "reload_failed", "{grouped}");
+    // A changed alert first sends what waits.
+    block(&mut api, 4).await;
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    reload(&text.replace("\"reload_failed\"", "\"store_lost\"")).await.unwrap();
+    let last = receiver.wait_for(3).await[2].body.clone();
+    assert_eq!(last["new"]["events"][0]["message"], "10.0.0.4 is blocked under login for 2 s after strike 1", "{last}");
+    assert_eq!(test(&gate, "second").await.split(' ').nth(1), Some("404"));
+}
+
+#[tokio::test]
+async fn secrets_appear_nowhere() {
+    let (log, _guard) = capture("json");
+    let receiver = Receiver::start(|_| 404).await;
+    let bot = format!("telegram = {{ token = \"file:TOKEN\", chat = \"@ops\", base_url = \"http://{}\" }}", nobody());
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), PLANTED).unwrap();
+    let bot = bot.replace("TOKEN", file.path().to_str().unwrap());
+    let text = alert(receiver.address, &bot)
+        .replace(&format!("\"http://{}/in?k={PLANTED}\"", receiver.address), "\"env:HOOK\"");
+    let policy = policy(nobody(), &text);
+    let url = format!("http://{}/{PLANTED}", receiver.address);
+    let gate = try_start(&policy, move |_| Some(url.clone())).unwrap();
+    block(&mut Peer::connect(gate.api).await, 1).await;
+    wait_for_count(&gate, "failed", 1).await;
+    let tested = test(&gate, "ops").await;
+    assert_eq!(receiver.arrived()[0].target, format!("POST /{PLANTED}"));
+    let sinks = json(&tested)["sinks"].clone();
+    assert_eq!(sinks[0], json!({ "sink": "webhook", "sent": false, "error": "the receiver answered 404 Not Found" }));
+    assert_eq!((&sinks[1]["sink"], &sinks[1]["sent"]), (&"telegram".into(), &false.into()), "{tested}");
+    assert!(log.text().contains("an alert wasn't delivered"), "{}", log.text());
+    let mut pages = vec![tested, format!("{policy:?}")];
+    for path in ["/metrics", "/v1/state", "/v1/events?follow=false", "/v1/providers"] {
+        pages.push(once(gate.admin, get(path)).await);
+    }
+    assert_no_secret(&log, &pages);
+    let wrong = try_start(&policy, |_| Some(format!("no url: {PLANTED}"))).err().unwrap();
+    let told = format!("{wrong} {wrong:?}");
+    assert!(told.contains("alert.ops: ") && !told.contains(PLANTED), "{told}");
+}
+
+#[tokio::test]
+async fn a_test_tells_the_result_of_each_sink() {
+    let (log, _guard) = capture("text");
+    let receiver = Receiver::start(|_| 204).await;
+    let gate = start(&alert(receiver.address, "log = true"));
+    let answer = test(&gate, "ops").await;
+    let expected =
+        json!({ "alert": "ops", "sinks": [{ "sink": "log", "sent": true }, { "sink": "webhook", "sent": true }] });
+    assert_eq!((status(&answer), json(&answer)), (200, expected), "{answer}");
+    let body = receiver.arrived()[0].body.clone();
+    assert_eq!((&body["test"], &body["text"]), (&true.into(), &"tidegate alert ops: this is a test".into()));
+    let unknown = test(&gate, "opps").await;
+    assert_eq!(
+        (status(&unknown), json(&unknown)["message"].as_str()),
+        (404, Some("the policy has no such alert; did you mean `ops`?"))
+    );
+    let text = log.text();
+    assert!(text.contains("change=\"test_alert\" alert=ops status=200"), "{text}");
+    assert_eq!(status(&once(gate.admin, get("/v1/alerts/ops/test")).await), 405);
+}
+
+#[tokio::test]
+async fn floods_and_shadow_limits_begin_and_end() {
+    let receiver = Receiver::start(|_| 200).await;
+    let shadow = "[inbound.action.page]\nlimit = \"1 per 1h\"\nmode = \"shadow\"\n";
+    let text = format!(
+        "{LOGIN}{shadow}[alert.ops]\non = [\"flood\", \"shadow\"]\nflood = 20\nwebhook = \"http://{}/\"\n",
+        receiver.address
+    );
+    let gate = start(&text);
+    let mut api = Peer::connect(gate.api).await;
+    let second = async || {
+        gate.clock.advance(Span::from_secs(1));
+        tokio::time::sleep(Duration::from_millis(1200)).await;
+    };
+    second().await;
+    for number in 0..100 {
+        block(&mut api, number).await;
+        api.ask(post("/v1/check", r#"{"action":"page","ip":"10.0.0.1"}"#)).await;
+    }
+    second().await;
+    let begun = receiver.wait_for(1).await[0].body["new"]["events"].clone();
+    let kinds: Vec<_> = begun.as_array().unwrap().iter().map(|event| event["kind"].as_str().unwrap()).collect();
+    assert_eq!(kinds, ["flood", "shadow"], "{begun}");
+    let message = begun[1]["message"].as_str().unwrap();
+    assert_eq!(message, "the shadow limit page would refuse 99 of 100 calls in the last minute");
+    gate.clock.advance(Span::from_secs(60));
+    tokio::time::sleep(Duration::from_millis(1200)).await;
+    gate.clock.advance(Span::from_secs(61));
+    let arrived = receiver.wait_for(2).await;
+    let resolved = &arrived[1].body["resolved"]["events"];
+    assert_eq!(resolved[0]["message"], "0 requests per second are refused", "{resolved}");
+}
