@@ -106,6 +106,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
     /// connections to the runtime.
     pub async fn run(self, stop: impl Future<Output = ()>) -> ShutdownSummary {
         let clients = ListenerGroup::start([self.inbound, self.outbound, self.api]);
+        let has_admin = self.admin.is_some();
         let admin = ListenerGroup::start([self.admin]);
         let mut housekeeping = JoinSet::new();
         for watchdog in clients.watchdogs.iter().chain(&admin.watchdogs) {
@@ -115,6 +116,9 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         let parts = Arc::clone(self.reloader.parts());
         let engine = Arc::clone(&self.reloader.cells().engine);
         let SharedParts { refusals, metrics, events, permit_renewer, .. } = &*parts;
+        if has_admin {
+            housekeeping.spawn(housekeeping::record_history(Arc::clone(&engine), Arc::clone(&parts)));
+        }
         housekeeping.spawn({
             let permit_renewer = Arc::clone(permit_renewer);
             async move { permit_renewer.run().await }

@@ -61,6 +61,7 @@ mod body;
 mod bound_server;
 mod client_limit;
 mod connection;
+mod dashboard;
 pub mod descriptors;
 mod displacement;
 mod events;
@@ -105,9 +106,10 @@ use tokio::sync::Semaphore;
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
+use crate::dashboard::{Sessions, sign_in_limiter};
 use crate::events::{EventStream, ProviderEventPublisher, server_events};
 use crate::listener::{Listener, ListenerConfig};
-use crate::metrics::RequestMetrics;
+use crate::metrics::{History, RequestMetrics};
 use crate::refusal_log::RefusalLog;
 pub use crate::reload::{ReloadError, ReloadHandle, ReloadReport};
 use crate::reload::{Reloader, reload_channel};
@@ -271,6 +273,9 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             metrics: Arc::new(RequestMetrics::new(admin.metrics)),
             events,
             reload,
+            history: History::default(),
+            sessions: Sessions::default(),
+            sign_in_limiter: sign_in_limiter(self.gate.clock().clone()),
             event_streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
             draining: Arc::default(),
             started_at: self.gate.clock().now(),

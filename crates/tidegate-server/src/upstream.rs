@@ -318,8 +318,8 @@ impl<B: Send + 'static> Body for UpstreamBody<B> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_host_header_omits_the_default_port() {
+    #[tokio::test]
+    async fn the_host_header_omits_the_default_port() {
         for (authority, host) in [
             ("a.example", "a.example"),
             ("a.example:80", "a.example"),

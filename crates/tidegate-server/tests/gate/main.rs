@@ -7,6 +7,7 @@ mod browser;
 mod caps;
 mod changes;
 mod common;
+mod dashboard;
 mod flow;
 mod forward_auth;
 mod hop;
