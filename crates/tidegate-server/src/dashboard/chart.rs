@@ -72,10 +72,10 @@ fn points(values: impl ExactSizeIterator<Item = f64>, top: f64) -> String {
     points
 }
 
-/// The first number of 1, 2 or 5 with zeros that isn't below the highest value, and at least 1.
+/// The first number of 1, 2, 3 or 5 with zeros that isn't below the highest value, and at least 1.
 fn axis_top(highest: f64) -> f64 {
     let scale = 10_f64.powf(highest.max(1.0).log10().floor());
-    [1.0, 2.0, 5.0, 10.0].into_iter().map(|step| step * scale).find(|top| *top >= highest).unwrap_or(highest)
+    [1.0, 2.0, 3.0, 5.0, 10.0].into_iter().map(|step| step * scale).find(|top| *top >= highest).unwrap_or(highest)
 }
 
 #[cfg(test)]
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn the_axis_ends_at_a_round_number() {
-        assert_eq!([0.0, 0.3, 1.0, 1.1, 42.0, 500.0, 501.0].map(axis_top), [1.0, 1.0, 1.0, 2.0, 50.0, 500.0, 1000.0]);
+        assert_eq!([0.0, 0.3, 1.0, 1.1, 21.0, 42.0, 501.0].map(axis_top), [1.0, 1.0, 1.0, 2.0, 30.0, 50.0, 1000.0]);
     }
 
     #[test]

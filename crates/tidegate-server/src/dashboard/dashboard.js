@@ -94,6 +94,7 @@ const refresh = async () => {
 const tell = (text, isGood) => {
   const message = document.getElementById("message");
   message.className = `message ${isGood ? "good" : "bad"}`;
+  message.classList.toggle("code", text.includes("\n"));
   message.hidden = false;
   message.textContent = text;
   message.scrollIntoView({ block: "nearest" });

@@ -1,7 +1,7 @@
 //! The page Now: rates, and the most urgent problems first.
 
 use maud::{Markup, html};
-use tidegate_core::Lane;
+use tidegate::DecisionOutcome::{Allowed, Refused, Shadow};
 
 use super::layout::{badge, limit_cell, percent, table};
 use super::{View, chart, events_page, words};
@@ -16,6 +16,16 @@ struct Problem {
     kind: &'static str,
     text: String,
     page: &'static str,
+}
+
+impl Problem {
+    fn name(&self) -> &'static str {
+        match self.kind {
+            "bad" => "Error",
+            "warn" => "Warning",
+            _ => "Note",
+        }
+    }
 }
 
 pub(super) fn render(view: &View<'_>) -> Markup {
@@ -57,7 +67,7 @@ fn problem_list(view: &View<'_>) -> Markup {
                 ul class="problems" {
                     @for problem in &problems {
                         li class={ "problem " (problem.kind) } {
-                            (badge(problem.kind, if problem.kind == "bad" { "Error" } else { "Warning" }))
+                            (badge(problem.kind, problem.name()))
                             " " a href=(problem.page) { (problem.text) }
                         }
                     }
@@ -101,22 +111,23 @@ fn problems(view: &View<'_>) -> Vec<Problem> {
     if !view.state.is_last_reload_ok {
         bad.push(("The last reload of the policy has failed: an earlier one is in force".to_owned(), "/policy"));
     }
+    let (time, refusals) = view.parts.history.latest_refusals(view.now, &view.state.decisions);
+    let note = refusals.first().map(|(limit, count)| {
+        let (name, time) = (view.plan.limit_info(*limit).name(), words::span(time.as_secs_ceil()));
+        (format!("{name} refuses most: {} calls in the last {time}", words::count(*count)), "/who")
+    });
     let (bad, warn) = (bad.into_iter().map(|found| ("bad", found)), warn.into_iter().map(|found| ("warn", found)));
-    bad.chain(warn).map(|(kind, (text, page))| Problem { kind, text, page }).collect()
+    bad.chain(warn)
+        .chain(note.map(|found| ("quiet", found)))
+        .map(|(kind, (text, page))| Problem { kind, text, page })
+        .collect()
 }
 
 fn tiles(view: &View<'_>) -> Markup {
     let rates = view.parts.history.present_rates();
     let total = |outcome| words::count(view.state.decided(outcome));
-    let waiting = |lane: Lane| -> usize {
-        view.state
-            .providers
-            .iter()
-            .filter_map(|provider| provider.lanes.get(lane as usize))
-            .map(|lane| lane.waiting)
-            .sum()
-    };
-    let waits = Lane::ALL.map(waiting);
+    let lanes = view.state.providers.iter().flat_map(|provider| &provider.lanes);
+    let waiting = lanes.map(|lane| lane.waiting as u64).sum();
     let tile = |id: &str, name: &str, value: String, unit: &str, detail: Markup| {
         html! {
             div class="tile" id=(id) {
@@ -127,13 +138,12 @@ fn tiles(view: &View<'_>) -> Markup {
         }
     };
     let since_start = |outcome| html! { (total(outcome)) " since the start" };
-    use tidegate::DecisionOutcome::{Allowed, Refused, Shadow};
     html! {
         dl id="tiles" class="tiles" data-live {
             (tile("admitted", "Admitted", words::rate(rates.admitted), "/s", since_start(Allowed)))
             (tile("refused", "Refused", words::rate(rates.refused), "/s", since_start(Refused)))
             (tile("shadow", "Shadow", words::rate(rates.shadow), "/s", since_start(Shadow)))
-            (tile("waiting", "Waiting", words::count(waits.iter().sum::<usize>() as u64), "", html! { "calls to providers" }))
+            (tile("waiting", "Waiting", words::count(waiting), "", html! { "calls to providers" }))
             (tile("errors", "Errors", words::rate(rates.errors), "/s", html! { "store, upstream, providers" }))
         }
         @if !view.state.has_metrics {

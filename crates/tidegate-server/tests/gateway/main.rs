@@ -4,6 +4,7 @@
 mod cache;
 mod common;
 mod connections;
+mod dashboard;
 mod door;
 mod errors;
 mod headers;
