@@ -1,7 +1,8 @@
 //! The dashboard: pages for a browser on the admin listener.
 //!
-//! Its pages read the structs that `/v1/…` gives as JSON, and its buttons ask for the same changes. The script asks for the
-//! present page once a second or two, and replaces the parts that have changed, so that each part is written in one place.
+//! Its pages read the structs that `/v1/…` gives as JSON, and its buttons ask for the same changes. The script loads the
+//! present page once a second or two, and replaces the parts that have changed, so that each part is written in one
+//! place.
 
 mod assets;
 mod chart;
@@ -15,7 +16,9 @@ mod sign_in;
 mod who_page;
 mod words;
 
-use http::header::{ALLOW, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, HeaderValue, LOCATION, REFERRER_POLICY};
+use http::header::{
+    ALLOW, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, HeaderValue, LOCATION, ORIGIN, REFERRER_POLICY,
+};
 use http::header::{X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
@@ -42,8 +45,8 @@ const CSRF: HeaderName = HeaderName::from_static("x-tidegate-csrf");
 
 /// A page may load scripts, styles and data only from this listener, and no other page may show it in a frame.
 const CONTENT_POLICY: HeaderValue = HeaderValue::from_static(
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; form-action 'self'; \
-     base-uri 'none'; frame-ancestors 'none'",
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; \
+     form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
 );
 
 /// A path of the dashboard.
@@ -137,7 +140,7 @@ impl<'a> Caller<'a> {
             Err(AccessError::Token) => {
                 let session = admin.metrics.parts.sessions.find(&admin.access, request.headers(), now);
                 let (identity, session) = session.ok_or(AccessError::Token)?;
-                if !admin.access.is_same_origin(request.headers()) {
+                if !admin.access.is_same_origin(request.headers()) && !is_opened_by_link(request) {
                     return Err(AccessError::Origin);
                 }
                 Ok(Self { identity, session: Some(session) })
@@ -151,6 +154,14 @@ impl<'a> Caller<'a> {
         let Some(session) = &self.session else { return true };
         headers.get(CSRF).is_some_and(|value| session.csrf.matches(value.as_bytes()))
     }
+}
+
+/// Returns true for a page that a link of another page opens in the browser's window. That page can't read or frame it.
+fn is_opened_by_link(request: &Request<Incoming>) -> bool {
+    let headers = request.headers();
+    let is_page = matches!(DashboardPath::from_path(request.uri().path()), Some(DashboardPath::Page(_)));
+    let says = |name: &str, value: &str| headers.get(name).is_some_and(|found| found == value);
+    is_page && says("sec-fetch-mode", "navigate") && says("sec-fetch-dest", "document") && !headers.contains_key(ORIGIN)
 }
 
 /// The response to a change by a page that doesn't send the token of its session.

@@ -12,7 +12,7 @@ const MAX_EVENTS: usize = 200;
 pub(super) fn render(view: &View<'_>) -> Markup {
     html! {
         h1 { "Events" }
-        p class="muted" { "Changes of state, the latest first. Times are UTC. Programs read them from " code { "/v1/events" } "." }
+        p class="muted" { "Changes of state, the latest first, in UTC. Programs read them from " code { "/v1/events" } "." }
         section class="card" id="events" data-live data-events=(view.parts.events.after(0).last) {
             (list(view, MAX_EVENTS))
         }

@@ -59,7 +59,7 @@ pub(super) fn frame(page: Page, view: &View<'_>, content: Markup) -> Markup {
             }
         }
         main id="main" tabindex="-1" data-refresh=(page.refresh_millis()) {
-            noscript { p class="message warn" { "Without scripts, this page doesn't update by itself, and its buttons don't work." } }
+            noscript { p class="message warn" { "Without scripts, this page isn't updated, and its buttons don't work." } }
             div id="message" class="message" role="status" hidden {}
             (content)
         }

@@ -23,7 +23,11 @@ pub(super) fn render(view: &View<'_>) -> Markup {
         }
         div id="reloads" data-live {
             @if !view.state.is_last_reload_ok {
-                p class="message bad" { "The last reload has failed: an earlier policy is in force. The page Events tells the error." }
+                p class="message bad" {
+                    "The last reload has failed: an earlier policy is in force. "
+                    a href="/events" { "The events tell the error" }
+                    "."
+                }
             }
         }
         div id="actions" data-live {

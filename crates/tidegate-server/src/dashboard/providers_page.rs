@@ -141,7 +141,9 @@ fn credentials(provider: &ProviderReport) -> Markup {
                         "cooling" => (badge("warn", "Cooling")),
                         _ => (badge("bad", "Rejected")),
                     }
-                    @if credential.usable_in > 0 { " " span class="number left" { (words::span(credential.usable_in)) } }
+                    @if credential.usable_in > 0 {
+                        " " span class="number left" { (words::span(credential.usable_in)) }
+                    }
                 }
                 td class="number" { (words::count(credential.in_flight.into())) }
             }

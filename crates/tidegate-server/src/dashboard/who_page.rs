@@ -38,7 +38,9 @@ fn clients(view: &View<'_>) -> Markup {
                     strong { (words::count(report.blocked as u64)) } " blocked now, "
                     strong { (words::count(report.known as u64)) } " refused lately"
                     @if report.known > MAX_CLIENTS { span class="muted" { "; these are the first " (MAX_CLIENTS) } }
-                    @if report.displaced > 0 { span class="muted" { "; " (words::count(report.displaced)) " others were left out" } }
+                    @if report.displaced > 0 {
+                        span class="muted" { "; " (words::count(report.displaced)) " others were left out" }
+                    }
                 }
                 @if report.clients.is_empty() {
                     p class="muted" { "No client was refused." }
@@ -88,7 +90,10 @@ fn block_form(view: &View<'_>) -> Markup {
     html! {
         section class="card" {
             h2 { "Block a client" }
-            p class="muted" { "Under all limits of the action that have a penalty, or without an action under all that count by the address or key." }
+            p class="muted" {
+                "Under all limits of the action that have a penalty, or without an action under all that count by the "
+                "address or key."
+            }
             form class="fields" data-post="/v1/block" data-done="The client is blocked." {
                 p {
                     label for="ip" { "Address" }

@@ -97,6 +97,24 @@ async fn signing_in_sets_a_strict_cookie() {
 }
 
 #[tokio::test]
+async fn links_open_pages_and_nothing_else() {
+    let gate = with_tokens();
+    let browser = Browser::sign_in(&gate, "ops-s3cret").await;
+    let link = "sec-fetch-site: same-site\r\nsec-fetch-mode: navigate\r\nsec-fetch-dest: document\r\n";
+    let framed = link.replace("document", "iframe");
+    let fetched = link.replace("navigate", "cors");
+    for (path, lines, expected) in [
+        ("/who", link, 200),
+        ("/who", &framed, 403),
+        ("/who", &fetched, 403),
+        ("/who", &format!("{link}origin: http://127.0.0.1:3000\r\n"), 403),
+        ("/v1/state", link, 403),
+    ] {
+        assert_eq!(status(&browser.ask(&gate, "GET", path, lines, "").await), expected, "{path} {lines}");
+    }
+}
+
+#[tokio::test]
 async fn wrong_tokens_are_counted_and_limited() {
     let gate = with_tokens();
     for token in ["", "wrong", "ops", "ops-s3cret2"] {
