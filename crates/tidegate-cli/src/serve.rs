@@ -73,7 +73,7 @@ fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnySt
         let _ = writeln!(text, "  outbound http://{address} ({})", paths.join(", "));
     }
     let api = if policy.api().forward_auth { "/v1/check, /v1/auth" } else { "/v1/check" };
-    let other = [("API", bound.api(), api), ("admin", bound.admin(), "/healthz, /readyz, /metrics")];
+    let other = [("API", bound.api(), api), ("admin", bound.admin(), "dashboard, /healthz, /readyz, /metrics")];
     for (name, address, paths) in other {
         if let Some(address) = address {
             let _ = writeln!(text, "  {name:<8} http://{address} ({paths})");

@@ -92,6 +92,9 @@ pub struct LimitUsage {
     pub name: String,
     /// A description of what the limit allows.
     pub words: String,
+    /// True if it is a calendar quota.
+    #[serde(skip)]
+    pub is_quota: bool,
     /// The index of the credential that it counts; `None` if it counts the calls of all.
     pub credential: Option<usize>,
     /// The capacity.
@@ -230,6 +233,7 @@ impl<S: Store, C: Clock> Provider<S, C> {
                     id: *limit,
                     name: info.name.clone(),
                     words: info.description.clone(),
+                    is_quota: matches!(kind(*limit), Some(LimitKind::Quota(_))),
                     credential: *credential,
                     limit: outcome.limit,
                     used: outcome.used,

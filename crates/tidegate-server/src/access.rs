@@ -75,6 +75,13 @@ pub(crate) struct AccessToken {
     pub(crate) read_only: bool,
 }
 
+impl AccessToken {
+    /// A caller with this token.
+    pub(crate) fn identity(&self) -> Identity<'_> {
+        Identity { token: Some(&self.name), read_only: self.read_only }
+    }
+}
+
 /// The caller of a request, as far as its token tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity<'a> {
@@ -85,6 +92,9 @@ pub(crate) struct Identity<'a> {
 }
 
 impl Identity<'_> {
+    /// A caller without a token.
+    pub(crate) const ANONYMOUS: Self = Self { token: None, read_only: true };
+
     /// The name of its token for the log.
     pub(crate) fn name(&self) -> &str {
         self.token.unwrap_or("none")
@@ -136,20 +146,32 @@ impl Access {
         if self.tokens.is_empty() {
             return self.check_web_page(headers, target).map(|()| Identity { token: None, read_only: false });
         }
-        let token = self.find_token(headers).ok_or(AccessError::Token)?;
-        Ok(Identity { token: Some(&token.name), read_only: token.read_only })
+        self.find_token(headers).map(AccessToken::identity).ok_or(AccessError::Token)
     }
 
-    /// The token of a request. All tokens are compared, so that the time doesn't tell which one is nearly right.
+    /// The token of a request.
     fn find_token(&self, headers: &HeaderMap) -> Option<&AccessToken> {
         let [bearer, plain] = self.listener.token_headers().map(|name| headers.get(name).map(HeaderValue::as_bytes));
         let bearer = bearer.and_then(|value| {
             let (scheme, token) = value.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
         });
-        [bearer, plain].into_iter().flatten().find_map(|value| {
-            self.tokens.iter().fold(None, |found, token| if token.secret.matches(value) { Some(token) } else { found })
-        })
+        [bearer, plain].into_iter().flatten().find_map(|value| self.token_of(value))
+    }
+
+    /// The token with this value. All tokens are compared, so that the time doesn't tell which one is nearly right.
+    pub(crate) fn token_of(&self, value: &[u8]) -> Option<&AccessToken> {
+        self.tokens.iter().fold(None, |found, token| if token.secret.matches(value) { Some(token) } else { found })
+    }
+
+    /// The tokens; empty if programs on this machine may call without one.
+    pub(crate) fn tokens(&self) -> &[AccessToken] {
+        &self.tokens
+    }
+
+    /// Returns true if no header says that a page of another origin has sent the request.
+    pub(crate) fn is_same_origin(&self, headers: &HeaderMap) -> bool {
+        !self.is_cross_origin(headers, headers.get(HOST).map(HeaderValue::as_bytes))
     }
 
     fn check_web_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {

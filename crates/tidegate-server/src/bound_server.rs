@@ -107,6 +107,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
     /// connections to the runtime.
     pub async fn run(self, stop: impl Future<Output = ()>) -> ShutdownSummary {
         let clients = ListenerGroup::start([self.inbound, self.outbound, self.api]);
+        let has_admin = self.admin.is_some();
         let admin = ListenerGroup::start([self.admin]);
         let mut housekeeping = JoinSet::new();
         for watchdog in clients.watchdogs.iter().chain(&admin.watchdogs) {
@@ -116,6 +117,9 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         let parts = Arc::clone(self.reloader.parts());
         let engine = Arc::clone(&self.reloader.cells().engine);
         let SharedParts { refusals, metrics, events, permit_renewer, .. } = &*parts;
+        if has_admin {
+            housekeeping.spawn(housekeeping::record_history(Arc::clone(&engine), Arc::clone(&parts)));
+        }
         housekeeping.spawn({
             let permit_renewer = Arc::clone(permit_renewer);
             async move { permit_renewer.run().await }
@@ -125,7 +129,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             async move { refusals.run(|| Arc::clone(engine.load().gate.plan())).await }
         });
         let (clock, has_providers, shutdown_timeout) = {
-            let Engine { gate, providers, policy } = &*engine.load();
+            let Engine { gate, providers, policy, .. } = &*engine.load();
             (gate.clock().clone(), providers.is_some(), policy.inbound().timeouts.shutdown)
         };
         housekeeping.spawn(watch_store(Arc::clone(&engine), Arc::clone(events)));

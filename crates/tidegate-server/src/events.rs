@@ -101,15 +101,24 @@ impl ServerEvent {
     pub(crate) fn json(&self, number: u64) -> serde_json::Value {
         let mut object = serde_json::to_value(&self.change).unwrap_or_default();
         object["id"] = number.into();
-        object["time"] = UtcText::from(self.at).to_string().into();
+        object["time"] = self.utc().into();
         object["unix_ms"] = (self.at.as_micros() / 1000).into();
         object["unpublished"] = self.unpublished.into();
-        object["message"] = match self.unpublished {
+        object["message"] = self.message().into();
+        object
+    }
+
+    /// Its time, such as `2026-11-21 12:01:45Z`.
+    pub(crate) fn utc(&self) -> String {
+        UtcText::from(self.at).to_string()
+    }
+
+    /// The event in words.
+    pub(crate) fn message(&self) -> String {
+        match self.unpublished {
             0 => self.change.to_string(),
             others => format!("{}; {others} others before it", self.change),
         }
-        .into();
-        object
     }
 }
 

@@ -9,8 +9,9 @@ use tidegate::outbound::Snapshot;
 use tidegate::store::{Losses, Store};
 use tidegate_core::Clock;
 
+use crate::metrics::MetricsSource;
 use crate::state_cell::StateCell;
-use crate::states::Engine;
+use crate::states::{Engine, SharedParts};
 
 /// The interval of all periodic work.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -31,6 +32,17 @@ pub(crate) async fn run_store_maintenance(maintain: impl Fn() -> Losses, on_loss
                  aren't blocked; raise store.max_bytes"
             );
         }
+    }
+}
+
+/// Keeps the totals of each second for the dashboard; never returns.
+pub(crate) async fn record_history<S: Store, C: Clock + Clone>(
+    engine: Arc<StateCell<Engine<S, C>>>,
+    parts: Arc<SharedParts>,
+) {
+    loop {
+        MetricsSource::new(&engine.load(), &parts).record_history();
+        tokio::time::sleep(INTERVAL).await;
     }
 }
 

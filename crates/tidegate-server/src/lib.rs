@@ -18,11 +18,12 @@
 //! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
 //! | outbound, 8081 | the gateway to external APIs, with `[outbound]` | `outbound.connections`, 64 KiB per head |
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB per decision request |
-//! | admin, 8083 | health, metrics, the state as JSON, and changes by operators | 64 connections, 16 KiB per change |
+//! | admin, 8083 | the dashboard, health, metrics, the state as JSON, and changes by operators | 64 connections, 16 KiB per change |
 //!
 //! # Access
 //! Every listener except inbound checks its token, if it has one. Beyond loopback a token is required. The admin listener
-//! may have several; some may only be for reading.
+//! may have several; some may only be for reading. There, browsers exchange a token for a session, and health checks need
+//! neither.
 //!
 //! Without a token, a listener accepts requests of programs on this machine, but not of web pages:
 //! - `Host` must be loopback, the listener's own address or one of the section's `hosts` (else 421).
@@ -62,6 +63,7 @@ mod body;
 mod bound_server;
 mod client_limit;
 mod connection;
+mod dashboard;
 pub mod descriptors;
 mod displacement;
 mod events;
@@ -108,9 +110,10 @@ use crate::alerts::AlertSet;
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
+use crate::dashboard::{Sessions, sign_in_limiter};
 use crate::events::{EventStream, ProviderEventPublisher, server_events};
 use crate::listener::{Listener, ListenerConfig};
-use crate::metrics::RequestMetrics;
+use crate::metrics::{History, RequestMetrics};
 use crate::refusal_log::RefusalLog;
 pub use crate::reload::{ReloadError, ReloadHandle, ReloadReport};
 use crate::reload::{Reloader, reload_channel};
@@ -282,6 +285,9 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             metrics: Arc::new(RequestMetrics::new(admin.metrics)),
             events,
             reload,
+            history: History::default(),
+            sessions: Sessions::default(),
+            sign_in_limiter: sign_in_limiter(self.gate.clock().clone()),
             event_streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
             draining: Arc::default(),
             started_at: self.gate.clock().now(),

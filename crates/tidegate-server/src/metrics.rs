@@ -2,6 +2,7 @@
 
 mod catalogue;
 mod exposition;
+mod history;
 mod snapshot;
 
 use std::array;
@@ -13,16 +14,18 @@ use parking_lot::Mutex;
 use tidegate::outbound::cache::CacheStatus;
 use tidegate::outbound::{Outbound, ProviderReport};
 use tidegate::store::{Losses, Store};
-use tidegate::{CheckError, Gate, Time};
+use tidegate::{CheckError, DecisionCount, DecisionOutcome, Gate, Time};
 use tidegate_core::Clock;
 use tidegate_runtime::counters::{Counters, SharedHistogram};
 
 pub use self::catalogue::{METRICS, MetricInfo, MetricKind};
 use self::exposition::Exposition;
 pub(crate) use self::exposition::TextFormat;
-use self::snapshot::{STATUS_CLASSES, ServerSnapshot};
+pub(crate) use self::history::{History, MAX_SAMPLES, Rates, Totals};
+use self::snapshot::STATUS_CLASSES;
+pub(crate) use self::snapshot::ServerSnapshot;
 use crate::alerts::SinkResult;
-use crate::states::SharedParts;
+use crate::states::{Engine, SharedParts};
 use crate::upstream::UpstreamError;
 
 /// The counts and times of the requests that pass through the server, beside the decisions of its gate and the calls of its
@@ -142,9 +145,28 @@ pub(crate) struct MetricsSource<S: Store, C: Clock> {
 }
 
 impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
+    pub(crate) fn new(engine: &Engine<S, C>, parts: &Arc<SharedParts>) -> Self {
+        Self { gate: engine.gate.clone(), providers: engine.providers.clone(), parts: Arc::clone(parts) }
+    }
+
     /// The metrics page. `None` if the policy turns metrics off.
     pub(crate) async fn page(&self, format: TextFormat) -> Option<String> {
         if self.parts.metrics.is_enabled { Some(Exposition::text(self.snapshot().await, format)) } else { None }
+    }
+
+    /// Keeps the present totals for the history.
+    pub(crate) fn record_history(&self) {
+        let (requests, decisions) = (&self.parts.metrics, self.gate.decision_counts());
+        let failed_calls = self.providers.iter().flat_map(Outbound::providers).flat_map(|provider| provider.failures());
+        let upstream_failures = (0..UpstreamError::REASONS.len()).map(|index| requests.upstream_failures.get(index));
+        let errors = requests.store_errors.get(0) + requests.upstream_replies.get(STATUS_CLASSES.len() - 1);
+        let totals = Totals {
+            admitted: count_of(&decisions, DecisionOutcome::Allowed),
+            refused: count_of(&decisions, DecisionOutcome::Refused),
+            shadow: count_of(&decisions, DecisionOutcome::Shadow),
+            errors: errors + upstream_failures.chain(failed_calls).sum::<u64>(),
+        };
+        self.parts.history.record(self.gate.clock().now(), totals, &decisions);
     }
 
     /// The present state as JSON.
@@ -161,7 +183,8 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
         reports
     }
 
-    async fn snapshot(&self) -> ServerSnapshot {
+    /// The values of all metrics.
+    pub(crate) async fn snapshot(&self) -> ServerSnapshot {
         let providers = self.providers().await;
         let (gate, requests, parts) = (&self.gate, &*self.parts.metrics, &*self.parts);
         let connections = parts.connections.get().into_iter().flatten();
@@ -196,4 +219,9 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             providers,
         }
     }
+}
+
+/// The number of decisions with this outcome.
+fn count_of(decisions: &[DecisionCount], outcome: DecisionOutcome) -> u64 {
+    decisions.iter().filter(|found| found.outcome == outcome).map(|found| found.count).sum()
 }

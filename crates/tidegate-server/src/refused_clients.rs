@@ -4,7 +4,8 @@ use std::collections::{HashMap, HashSet};
 
 use foldhash::fast::FixedState;
 use parking_lot::Mutex;
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde_json::{Map, Value};
 use tidegate::policy::{ActionId, KeyPart, Plan, Query};
 use tidegate::{Decision, Reason, Time};
 use tidegate_core::time::UtcText;
@@ -54,6 +55,38 @@ struct RefusedClient {
     until: Option<Time>,
     first_at: Time,
     last_at: Time,
+}
+
+/// The clients that were refused, as a report.
+#[derive(Debug, Serialize)]
+pub(crate) struct ClientsReport {
+    pub(crate) clients: Vec<ClientReport>,
+    /// The number of clients that are blocked now.
+    pub(crate) blocked: usize,
+    /// The number of all kept clients.
+    pub(crate) known: usize,
+    /// The number of clients that were left out.
+    pub(crate) displaced: u64,
+}
+
+/// A client that was refused. Times are in seconds, rounded up, or UTC.
+#[derive(Debug, Serialize)]
+pub(crate) struct ClientReport {
+    /// The action of the limit; `None` for the global limit.
+    pub(crate) action: Option<String>,
+    pub(crate) limit: String,
+    /// The parts of its key, as far as they may be shown.
+    pub(crate) client: Map<String, Value>,
+    pub(crate) blocked: bool,
+    pub(crate) shadow: bool,
+    pub(crate) strikes: u8,
+    pub(crate) retry_after: Option<u64>,
+    pub(crate) until: Option<String>,
+    pub(crate) refusals: u64,
+    pub(crate) first: String,
+    pub(crate) last: String,
+    /// The body of the request that resets it. `None` if its key isn't known.
+    pub(crate) reset: Option<Map<String, Value>>,
 }
 
 /// The parts of a client's key under a limit. A hash of the whole key stands for values that may be secrets.
@@ -131,9 +164,9 @@ impl RefusedClients {
         }
     }
 
-    /// The clients as JSON: those that are blocked now first, then those that were refused most. Only those of this
+    /// At most `most` clients: those that are blocked now first, then those that were refused most. Only those of this
     /// action, if one is given.
-    pub(crate) fn json(&self, plan: &Plan, action: Option<ActionId>, now: Time) -> Value {
+    pub(crate) fn report(&self, plan: &Plan, action: Option<ActionId>, most: usize, now: Time) -> ClientsReport {
         let (mut clients, mut displaced) = (Vec::new(), 0);
         for shard in &self.shards {
             let shard = shard.lock();
@@ -149,8 +182,19 @@ impl RefusedClients {
             std::cmp::Reverse((client.is_blocked_at(now), client.refusals, client.importance(now)))
         });
         let blocked = clients.iter().filter(|client| client.is_blocked_at(now)).count();
-        let shown: Vec<Value> = clients.iter().take(MAX_REPORTED).map(|client| client.json(plan, now)).collect();
-        json!({ "clients": shown, "blocked": blocked, "known": clients.len(), "displaced": displaced })
+        let shown = clients.iter().take(most).map(|client| client.report(plan, now)).collect();
+        ClientsReport { clients: shown, blocked, known: clients.len(), displaced }
+    }
+
+    /// The number of clients that each limit blocks now.
+    pub(crate) fn blocked_by_limit(&self, now: Time) -> HashMap<LimitId, usize> {
+        let mut blocked = HashMap::new();
+        for shard in &self.shards {
+            for client in shard.lock().clients.iter().filter(|client| client.is_blocked_at(now)) {
+                *blocked.entry(client.limit).or_default() += 1;
+            }
+        }
+        blocked
     }
 }
 
@@ -221,26 +265,48 @@ impl RefusedClient {
         self.is_blocked && !self.is_shadow && self.until.is_none_or(|until| until > now)
     }
 
-    fn json(&self, plan: &Plan, now: Time) -> Value {
+    fn report(&self, plan: &Plan, now: Time) -> ClientReport {
         let time = |at: Time| UtcText::from(at).to_string();
-        json!({
-            "action": plan.limit_info(self.limit).action().map(|action| plan.action(action).name()),
-            "limit": plan.limit_info(self.limit).name(),
-            "client": client_json(plan, self.limit, self.key, &self.parts),
-            "blocked": self.is_blocked_at(now),
-            "shadow": self.is_shadow,
-            "strikes": self.strikes,
-            "retry_after": self.until.map(|until| until.since(now).as_secs_ceil()),
-            "until": self.until.map(time),
-            "refusals": self.refusals,
-            "first": time(self.first_at),
-            "last": time(self.last_at),
-        })
+        ClientReport {
+            action: plan.limit_info(self.limit).action().map(|action| plan.action(action).name().to_owned()),
+            limit: plan.limit_info(self.limit).name().to_owned(),
+            client: client_json(plan, self.limit, self.key, &self.parts),
+            blocked: self.is_blocked_at(now),
+            shadow: self.is_shadow,
+            strikes: self.strikes,
+            retry_after: self.until.map(|until| until.since(now).as_secs_ceil()),
+            until: self.until.map(time),
+            refusals: self.refusals,
+            first: time(self.first_at),
+            last: time(self.last_at),
+            reset: self.reset_request(plan),
+        }
+    }
+
+    /// The body of the request that resets this client. `None` if a part of its key isn't kept whole.
+    fn reset_request(&self, plan: &Plan) -> Option<Map<String, Value>> {
+        let action = plan.limit_info(self.limit).action().map_or("global", |action| plan.action(action).name());
+        let mut request = Map::from_iter([("action".to_owned(), Value::from(action))]);
+        for (part, value) in plan.key_parts(self.limit).iter().zip(&self.parts) {
+            let field = match part {
+                KeyPart::ClientIp | KeyPart::Ipv6Network(_) => "ip",
+                KeyPart::Key => "key",
+                KeyPart::Platform => "platform",
+                KeyPart::Method => "method",
+                KeyPart::Host => "host",
+                KeyPart::Path => "path",
+                KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => return None,
+            };
+            let value = value.as_deref().filter(|value| value.chars().count() < MAX_PART_CHARS)?;
+            request.insert(field.to_owned(), value.into());
+        }
+        Some(request)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
     use tidegate::Span;
     use tidegate::policy::{Policy, PolicySources};
 
@@ -265,7 +331,7 @@ mod tests {
         for decision in refusals {
             clients.record(policy.plan(), &Query::default(), &decision);
         }
-        clients.json(policy.plan(), None, Time::from_secs(100))
+        json!(clients.report(policy.plan(), None, MAX_REPORTED, Time::from_secs(100)))
     }
 
     #[test]

@@ -15,9 +15,10 @@ use tokio::sync::Semaphore;
 
 use crate::access::{Access, AccessToken, ListenerKind};
 use crate::alerts::AlertSet;
+use crate::dashboard::{Sessions, SignInLimiter};
 use crate::events::ServerEvents;
 use crate::gateway::GatewayState;
-use crate::metrics::{MetricsSource, RequestMetrics};
+use crate::metrics::{History, MetricsSource, RequestMetrics};
 use crate::permit_renewer::PermitRenewer;
 use crate::proxy::ProxyState;
 use crate::refusal_log::RefusalLog;
@@ -43,8 +44,13 @@ pub(crate) struct SharedParts {
     pub(crate) permit_renewer: Arc<PermitRenewer>,
     pub(crate) refusals: Arc<RefusalLog>,
     pub(crate) metrics: Arc<RequestMetrics>,
+    pub(crate) history: History,
     pub(crate) events: Arc<ServerEvents>,
     pub(crate) reload: ReloadHandle,
+    /// The sessions of the dashboard.
+    pub(crate) sessions: Sessions,
+    /// The limit on tries to sign in to it.
+    pub(crate) sign_in_limiter: SignInLimiter,
     /// The permits of the streams of events.
     pub(crate) event_streams: Arc<Semaphore>,
     pub(crate) draining: Arc<AtomicBool>,
@@ -137,14 +143,13 @@ fn api_state<S: Store, C: Clock>(engine: &Engine<S, C>, parts: &SharedParts, acc
     }
 }
 
-fn admin_state<S: Store, C: Clock>(
+fn admin_state<S: Store, C: Clock + Clone>(
     engine: &Engine<S, C>,
     parts: &Arc<SharedParts>,
     access: Access,
 ) -> AdminState<S, C> {
-    let metrics =
-        MetricsSource { gate: engine.gate.clone(), providers: engine.providers.clone(), parts: Arc::clone(parts) };
-    AdminState { gate: engine.gate.clone(), access, metrics, alerts: Arc::clone(&engine.alerts) }
+    let alerts = Arc::clone(&engine.alerts);
+    AdminState { gate: engine.gate.clone(), access, metrics: MetricsSource::new(engine, parts), alerts }
 }
 
 /// Returns the access check of a listener. `None` if the policy turns it off.

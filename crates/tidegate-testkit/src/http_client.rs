@@ -85,23 +85,23 @@ impl HttpClient {
         let mut bytes = Vec::new();
         let mut buffer = [0; 16 << 10];
         loop {
-            let text = String::from_utf8_lossy(&bytes);
-            if let Some((head, body)) = text.split_once("\r\n\r\n") {
-                let head = head.to_ascii_lowercase();
+            if let Some(end) = bytes.windows(4).position(|window| window == b"\r\n\r\n") {
+                let head = String::from_utf8_lossy(&bytes[..end]).to_ascii_lowercase();
+                let body = &bytes[end + 4..];
                 let chunked = head.contains("transfer-encoding: chunked");
-                let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
-                if (chunked && body.ends_with("0\r\n\r\n")) || (!chunked && body.len() >= length.unwrap_or(0)) {
+                let length = head.lines().find_map(|line| line.strip_prefix("content-length:")?.trim().parse().ok());
+                if (chunked && body.ends_with(b"0\r\n\r\n")) || (!chunked && body.len() >= length.unwrap_or(0)) {
                     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
                     return HttpResponse {
                         status,
                         closes_connection: head.contains("connection: close"),
-                        body: body.to_owned(),
+                        body: String::from_utf8_lossy(body).into_owned(),
                         head,
                     };
                 }
             }
             let count = self.0.read(&mut buffer).expect("an answer in time");
-            assert!(count > 0, "the connection ended without the answer: {text}");
+            assert!(count > 0, "the connection ended without the answer: {}", String::from_utf8_lossy(&bytes));
             bytes.extend_from_slice(&buffer[..count]);
         }
     }

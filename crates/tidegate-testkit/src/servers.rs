@@ -4,6 +4,7 @@
 //! If a program isn't installed, its name is written to standard error and its test is skipped. With `CI=true` or
 //! `TIDEGATE_REQUIRE_ALL=1` the test fails instead.
 
+pub mod browser;
 pub mod database;
 pub mod mariadb;
 pub mod mongo;

@@ -106,7 +106,7 @@ setting_keys! {
 
     ADMIN: AdminKeys {
         listen: Option<SocketAddr> = "127.0.0.1:8083", OrWord("off", LISTENER),
-            "the address of health, metrics, the state and changes to it, or off";
+            "the address of the dashboard, health, metrics, the state and changes to it, or off";
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
         tokens: Vec<NamedToken> = "", TOKENS,
             "more bearer tokens by name, each as env:NAME, file:PATH or { secret = \"env:NAME\", read_only = true }";

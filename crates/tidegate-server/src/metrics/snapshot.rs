@@ -12,6 +12,7 @@ use tidegate::{DecisionCount, DecisionOutcome, Time};
 use tidegate_core::DurationHistogram;
 use tidegate_core::time::UtcText;
 
+use super::count_of;
 use crate::alerts::SinkResult;
 use crate::rejections::RejectionReason;
 use crate::upstream::UpstreamError;
@@ -20,39 +21,41 @@ use crate::upstream::UpstreamError;
 pub(super) const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
 /// The values of all metrics at one time.
-pub(super) struct ServerSnapshot {
-    pub(super) plan: Arc<Plan>,
-    pub(super) started_at: Time,
+pub(crate) struct ServerSnapshot {
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) started_at: Time,
     /// False if the policy turns metrics off.
-    pub(super) has_metrics: bool,
-    pub(super) connections: Vec<(&'static str, usize)>,
-    pub(super) decisions: Vec<DecisionCount>,
-    pub(super) rejections: [u64; RejectionReason::COUNT],
-    pub(super) decision_times: DurationHistogram,
-    pub(super) store_times: DurationHistogram,
+    pub(crate) has_metrics: bool,
+    pub(crate) connections: Vec<(&'static str, usize)>,
+    pub(crate) decisions: Vec<DecisionCount>,
+    pub(crate) rejections: [u64; RejectionReason::COUNT],
+    pub(crate) decision_times: DurationHistogram,
+    pub(crate) store_times: DurationHistogram,
     /// Failed reloads of the policy, and those that succeeded.
-    pub(super) reloads: [u64; 2],
-    pub(super) is_last_reload_ok: bool,
-    pub(super) store_errors: u64,
+    pub(crate) reloads: [u64; 2],
+    pub(crate) is_last_reload_ok: bool,
+    pub(crate) store_errors: u64,
     /// The name of the store while it is away.
-    pub(super) lost_store: Option<String>,
-    pub(super) store_losses: [u64; Losses::KINDS.len()],
-    pub(super) upstream_times: DurationHistogram,
-    pub(super) upstream_replies: [u64; STATUS_CLASSES.len()],
-    pub(super) upstream_failures: [u64; UpstreamError::REASONS.len()],
+    pub(crate) lost_store: Option<String>,
+    pub(crate) store_losses: [u64; Losses::KINDS.len()],
+    pub(crate) upstream_times: DurationHistogram,
+    pub(crate) upstream_replies: [u64; STATUS_CLASSES.len()],
+    pub(crate) upstream_failures: [u64; UpstreamError::REASONS.len()],
     /// For each provider, a count for each [`CacheStatus`].
-    pub(super) cache_results: Vec<u64>,
+    pub(crate) cache_results: Vec<u64>,
     /// For each alert and each of its receivers, a count for each [`SinkResult`].
-    pub(super) alerts: Vec<(String, &'static str, [u64; SinkResult::NAMES.len()])>,
-    pub(super) providers: Vec<ProviderReport>,
+    pub(crate) alerts: Vec<(String, &'static str, [u64; SinkResult::NAMES.len()])>,
+    pub(crate) providers: Vec<ProviderReport>,
 }
 
 impl ServerSnapshot {
+    /// The number of decisions with this outcome since the start.
+    pub(crate) fn decided(&self, outcome: DecisionOutcome) -> u64 {
+        count_of(&self.decisions, outcome)
+    }
+
     /// The state as JSON, with totals since the start. Without metrics, there are no decisions and no times.
     pub(super) fn json(&self, now: Time) -> Value {
-        let total = |outcome: DecisionOutcome| -> u64 {
-            self.decisions.iter().filter(|found| found.outcome == outcome).map(|found| found.count).sum()
-        };
         let by_limit = self.decisions.iter().map(|found| {
             json!({
                 "action": found.action.map(|action| self.plan.action(action).name()),
@@ -85,9 +88,9 @@ impl ServerSnapshot {
             "connections": self.connections.iter().copied().collect::<BTreeMap<_, _>>(),
             "metrics": self.has_metrics,
             "decisions": {
-                "allowed": total(DecisionOutcome::Allowed),
-                "refused": total(DecisionOutcome::Refused),
-                "shadow": total(DecisionOutcome::Shadow),
+                "allowed": self.decided(DecisionOutcome::Allowed),
+                "refused": self.decided(DecisionOutcome::Refused),
+                "shadow": self.decided(DecisionOutcome::Shadow),
                 "time": DurationReport::from(&self.decision_times),
                 "by_limit": by_limit.collect::<Vec<_>>(),
             },

@@ -1,5 +1,6 @@
 //! The admin listener: `/healthz` (the process is alive), `/readyz` (it can take requests), `/metrics`, the state as JSON
-//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), and the changes of operators in [`changes`].
+//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`], and the
+//! [`dashboard`].
 
 mod changes;
 
@@ -19,13 +20,15 @@ use tidegate::policy::Plan;
 use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock, Limit, OnOutage};
 
-use crate::access::{Access, Identity};
+use crate::access::{Access, AccessError, Identity};
 use crate::alerts::AlertSet;
 use crate::body::{RelayBody, ResponseBody};
+use crate::dashboard::{self, Caller, DashboardPath, csrf_response};
 use crate::events::EventStream;
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, finish_response, json, json_response};
 use crate::metrics::{MetricsSource, TextFormat};
+use crate::refused_clients::MAX_REPORTED;
 use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::admin::changes::Change;
@@ -75,21 +78,33 @@ async fn serve<S: Store, C: Clock + Clone>(
 ) -> Result<Response<ResponseBody>, Infallible> {
     let watch = &*client.watch;
     watch.enter(ConnectionPhase::Deciding);
-    let mut response = match admin.access.check(&request) {
-        Err(denied) => {
-            let response = admin.access.denied_response(denied, &request, client.address, admin.gate.clock().now());
+    let (now, path) = (admin.gate.clock().now(), DashboardPath::from_path(request.uri().path()));
+    let mut response = match (Caller::authorize(&admin, &request, now), path) {
+        (Ok(caller), Some(path)) => dashboard::respond(&admin, &client, Some(caller), path, request).await,
+        (Ok(caller), None) => route(&admin, &client, caller, request).await,
+        (Err(AccessError::Token), Some(path)) => dashboard::respond(&admin, &client, None, path, request).await,
+        (Err(AccessError::Token), None) if is_health_check(request.uri().path()) => {
+            let caller = Caller { identity: Identity::ANONYMOUS, session: None };
+            route(&admin, &client, caller, request).await
+        }
+        (Err(denied), _) => {
+            let response = admin.access.denied_response(denied, &request, client.address, now);
             discard_body(watch, request.into_body(), false, response)
         }
-        Ok(caller) => route(&admin, &client, caller, request).await,
     };
-    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response.headers_mut().entry(CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
     Ok(finish_response(watch, response))
+}
+
+/// True for the paths that load balancers ask without a token.
+fn is_health_check(path: &str) -> bool {
+    matches!(path, "/healthz" | "/readyz")
 }
 
 async fn route<S: Store, C: Clock + Clone>(
     admin: &Arc<AdminState<S, C>>,
     client: &ConnectionContext,
-    caller: Identity<'_>,
+    caller: Caller<'_>,
     request: Request<Incoming>,
 ) -> Response<ResponseBody> {
     let watch = &client.watch;
@@ -103,7 +118,10 @@ async fn route<S: Store, C: Clock + Clone>(
         response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
         response
     } else if let Some(change) = change {
-        return changes::respond(admin, client, change, caller, request).await;
+        if caller.has_csrf_token(request.headers()) {
+            return changes::respond(admin, client, change, caller.identity, request).await;
+        }
+        csrf_response(&admin.metrics.parts)
     } else {
         match page(admin, watch, &request).await {
             Ok(response) => response,
@@ -149,7 +167,8 @@ async fn page<S: Store, C: Clock + Clone>(
 }
 
 /// The paths of the listener.
-const PATHS: [&str; 10] = [
+const PATHS: [&str; 11] = [
+    "/",
     "/healthz",
     "/readyz",
     "/metrics",
@@ -197,7 +216,8 @@ fn blocks_response<S: Store, C: Clock + Clone>(
     let [name] = parameters(uri, ["action"])?;
     Ok(match name.map(|name| plan.find_action(&name)).transpose() {
         Ok(action) => {
-            let clients = admin.metrics.parts.refusals.clients.json(plan, action, admin.gate.clock().now());
+            let clients =
+                admin.metrics.parts.refusals.clients.report(plan, action, MAX_REPORTED, admin.gate.clock().now());
             json_response(StatusCode::OK, &clients)
         }
         Err(unknown) => error(StatusCode::NOT_FOUND, &unknown.to_string()),

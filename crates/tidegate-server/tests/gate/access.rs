@@ -123,7 +123,7 @@ async fn a_token_makes_origin_checks_unnecessary() {
         assert_eq!(status(&once(gate.api, request("POST", "/v1/reset", &lines, ABOUT)).await), 401, "{lines}");
         assert_eq!(status(&once(gate.api, request("GET", "/v1/auth", &lines, "")).await), 401, "{lines}");
         let shown = format!("{lines}x-tidegate-token: admin\r\n");
-        assert_eq!(status(&once(gate.admin, request("GET", "/healthz", &shown, "")).await), 200, "{lines}");
-        assert_eq!(status(&once(gate.admin, request("GET", "/healthz", &lines, "")).await), 401, "{lines}");
+        assert_eq!(status(&once(gate.admin, request("GET", "/v1/state", &shown, "")).await), 200, "{lines}");
+        assert_eq!(status(&once(gate.admin, request("GET", "/v1/state", &lines, "")).await), 401, "{lines}");
     }
 }

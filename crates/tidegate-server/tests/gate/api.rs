@@ -295,6 +295,7 @@ async fn readiness_is_degraded_while_the_store_is_away() {
         let store = Away(Memory::new(Arc::clone(policy.plan().limits()), 1 << 20));
         let (plan, clock) = (Arc::clone(policy.plan()), ManualClock::default());
         let gate = serve(Gate::from_parts(plan, store, clock, KeySeed::new([7; 16])), &policy, |_| None).unwrap();
+        assert!(once(gate.admin, get("/")).await.contains("is away: decisions are made without it"));
         let ready = once(gate.admin, get("/readyz")).await;
         assert_eq!((status(&ready), body(&ready)), (expected, answer), "{file}");
     }

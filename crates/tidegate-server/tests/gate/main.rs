@@ -8,6 +8,8 @@ mod browser;
 mod caps;
 mod changes;
 mod common;
+mod dashboard;
+mod dashboard_browser;
 mod flow;
 mod forward_auth;
 mod hop;

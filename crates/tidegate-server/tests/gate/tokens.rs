@@ -37,8 +37,8 @@ async fn each_listener_requires_its_token() {
     {
         assert_eq!(status(&once(gate.api, ask("/v1/status?path=/", line)).await), 200, "{line}");
     }
-    assert_eq!(status(&once(gate.admin, get("/healthz")).await), 401);
-    assert_eq!(status(&once(gate.admin, ask("/healthz", "authorization: Bearer other\r\n")).await), 200);
+    assert_eq!(status(&once(gate.admin, get("/v1/state")).await), 401);
+    assert_eq!(status(&once(gate.admin, ask("/v1/state", "authorization: Bearer other\r\n")).await), 200);
     // The request's body is discarded, and the connection stays open.
     let mut client = crate::common::Peer::connect(gate.api).await;
     for _ in 0..2 {
@@ -93,7 +93,7 @@ const NAMED: &str = "[admin]\ntoken = \"env:ADMIN\"\ntokens = { dash = { secret 
 async fn named_tokens_open_the_admin_listener() {
     let gate = with_env(NAMED, &[("ADMIN", "s3cret"), ("DASH", "look")]).unwrap();
     for (token, expected) in [("s3cret", 200), ("look", 200), ("dash", 401), ("", 401)] {
-        let asked = format!("GET /healthz HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {token}\r\n\r\n");
+        let asked = format!("GET /v1/state HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {token}\r\n\r\n");
         assert_eq!(status(&once(gate.admin, asked).await), expected, "{token}");
     }
     let counted = "GET /metrics HTTP/1.1\r\nhost: a\r\nx-tidegate-token: look\r\n\r\n";
@@ -101,4 +101,15 @@ async fn named_tokens_open_the_admin_listener() {
     assert!(page.contains("tidegate_rejections_total{reason=\"token\"} 2\n"), "{page}");
     let missing = with_env(NAMED, &[("ADMIN", "s3cret")]).err().unwrap().to_string();
     assert!(missing.starts_with("admin.tokens.dash: "), "{missing}");
+}
+
+#[tokio::test]
+async fn health_checks_need_no_token() {
+    let gate = with_env(NAMED, &[("ADMIN", "s3cret"), ("DASH", "look")]).unwrap();
+    for path in ["/healthz", "/readyz", "/readyz?probe=1"] {
+        assert_eq!(status(&once(gate.admin, get(path)).await), 200, "{path}");
+        let asked = format!("GET {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer wrong\r\n\r\n");
+        assert_eq!(status(&once(gate.admin, asked).await), 200, "{path}");
+        assert_eq!(status(&once(gate.admin, post(path, "{}")).await), 405, "{path}");
+    }
 }

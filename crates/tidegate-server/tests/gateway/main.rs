@@ -5,6 +5,7 @@ mod alerts;
 mod cache;
 mod common;
 mod connections;
+mod dashboard;
 mod door;
 mod errors;
 mod headers;

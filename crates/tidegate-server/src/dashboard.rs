@@ -1,0 +1,267 @@
+//! The dashboard: pages for a browser on the admin listener.
+//!
+//! Its pages read the structs that `/v1/…` gives as JSON, and its buttons ask for the same changes. The script loads the
+//! present page once a second or two, and replaces the parts that have changed, so that each part is written in one
+//! place.
+
+mod assets;
+mod chart;
+mod events_page;
+mod layout;
+mod now_page;
+mod policy_page;
+mod providers_page;
+mod sessions;
+mod sign_in;
+mod who_page;
+mod words;
+
+use http::header::{
+    ALLOW, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, HeaderValue, LOCATION, ORIGIN, REFERRER_POLICY,
+};
+use http::header::{X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS};
+use http::{HeaderMap, Method, Request, Response, StatusCode};
+use hyper::body::Incoming;
+use maud::Markup;
+use tidegate::policy::Plan;
+use tidegate::store::Store;
+use tidegate::{Span, Time};
+use tidegate_core::Clock;
+
+use self::assets::Asset;
+pub(crate) use self::sessions::{Session, Sessions};
+pub(crate) use self::sign_in::{SignInLimiter, sign_in_limiter};
+use crate::access::{AccessError, Identity};
+use crate::body::ResponseBody;
+use crate::listener::ConnectionContext;
+use crate::local_response::{discard_body, error};
+use crate::metrics::ServerSnapshot;
+use crate::rejections::RejectionReason;
+use crate::states::SharedParts;
+use crate::wire::admin::AdminState;
+
+/// The header with the CSRF token of a session.
+const CSRF: HeaderName = HeaderName::from_static("x-tidegate-csrf");
+
+/// A page may load scripts, styles and data only from this listener, and no other page may show it in a frame.
+const CONTENT_POLICY: HeaderValue = HeaderValue::from_static(
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; \
+     form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+);
+
+/// A path of the dashboard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DashboardPath {
+    Page(Page),
+    Asset(&'static Asset),
+    SignIn,
+    SignOut,
+}
+
+/// A page that needs a session if the listener has tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Page {
+    Now,
+    Who,
+    Providers,
+    Policy,
+    Events,
+}
+
+impl Page {
+    const ALL: [Self; 5] = [Self::Now, Self::Who, Self::Providers, Self::Policy, Self::Events];
+
+    fn path(self) -> &'static str {
+        match self {
+            Self::Now => "/",
+            Self::Who => "/who",
+            Self::Providers => "/providers",
+            Self::Policy => "/policy",
+            Self::Events => "/events",
+        }
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Self::Now => "Now",
+            Self::Who => "Who",
+            Self::Providers => "Providers",
+            Self::Policy => "Policy",
+            Self::Events => "Events",
+        }
+    }
+
+    /// The time between two updates, in milliseconds.
+    fn refresh_millis(self) -> u32 {
+        match self {
+            Self::Now | Self::Who => 1000,
+            Self::Providers | Self::Policy | Self::Events => 2000,
+        }
+    }
+}
+
+impl DashboardPath {
+    pub(crate) fn from_path(path: &str) -> Option<Self> {
+        match path {
+            "/sign-in" => Some(Self::SignIn),
+            "/sign-out" => Some(Self::SignOut),
+            _ => match Page::ALL.into_iter().find(|page| page.path() == path) {
+                Some(page) => Some(Self::Page(page)),
+                None => Asset::find(path).map(Self::Asset),
+            },
+        }
+    }
+
+    fn allowed_methods(self) -> &'static str {
+        match self {
+            Self::Page(_) | Self::Asset(_) => "GET, HEAD",
+            Self::SignIn => "GET, HEAD, POST",
+            Self::SignOut => "POST",
+        }
+    }
+}
+
+/// The caller of a request, with its session if a cookie names one.
+#[derive(Clone, Debug)]
+pub(crate) struct Caller<'a> {
+    pub(crate) identity: Identity<'a>,
+    pub(crate) session: Option<Session>,
+}
+
+impl<'a> Caller<'a> {
+    /// The caller of a request that has a token, needs none, or has the cookie of a session.
+    pub(crate) fn authorize<S: Store, C: Clock>(
+        admin: &'a AdminState<S, C>,
+        request: &Request<Incoming>,
+        now: Time,
+    ) -> Result<Self, AccessError> {
+        match admin.access.check(request) {
+            Ok(identity) => Ok(Self { identity, session: None }),
+            Err(AccessError::Token) => {
+                let session = admin.metrics.parts.sessions.find(&admin.access, request.headers(), now);
+                let (identity, session) = session.ok_or(AccessError::Token)?;
+                if !admin.access.is_same_origin(request.headers()) && !is_opened_by_link(request) {
+                    return Err(AccessError::Origin);
+                }
+                Ok(Self { identity, session: Some(session) })
+            }
+            Err(denied) => Err(denied),
+        }
+    }
+
+    /// Returns true if the request comes from a page of this session, or if there is no session.
+    pub(crate) fn has_csrf_token(&self, headers: &HeaderMap) -> bool {
+        let Some(session) = &self.session else { return true };
+        headers.get(CSRF).is_some_and(|value| session.csrf.matches(value.as_bytes()))
+    }
+}
+
+/// Returns true for a page that a link of another page opens in the browser's window. That page can't read or frame it.
+fn is_opened_by_link(request: &Request<Incoming>) -> bool {
+    let headers = request.headers();
+    let is_page = matches!(DashboardPath::from_path(request.uri().path()), Some(DashboardPath::Page(_)));
+    let says = |name: &str, value: &str| headers.get(name).is_some_and(|found| found == value);
+    is_page && says("sec-fetch-mode", "navigate") && says("sec-fetch-dest", "document") && !headers.contains_key(ORIGIN)
+}
+
+/// The response to a change by a page that doesn't send the token of its session.
+pub(crate) fn csrf_response(parts: &SharedParts) -> Response<ResponseBody> {
+    parts.refusals.count_rejection(RejectionReason::WebPage);
+    error(StatusCode::FORBIDDEN, "the request lacks the X-Tidegate-CSRF of its session; load the page again")
+}
+
+/// Answers a request for a path of the dashboard. `caller` is `None` without a token or a session.
+pub(crate) async fn respond<S: Store, C: Clock + Clone>(
+    admin: &AdminState<S, C>,
+    client: &ConnectionContext,
+    caller: Option<Caller<'_>>,
+    path: DashboardPath,
+    request: Request<Incoming>,
+) -> Response<ResponseBody> {
+    let (method, allowed) = (request.method(), path.allowed_methods());
+    let response = if !allowed.split(", ").any(|allowed| allowed == method) {
+        let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("this path takes {allowed}"));
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+        response
+    } else {
+        match (path, caller) {
+            (DashboardPath::Asset(asset), _) => asset.response(request.headers()),
+            (DashboardPath::SignIn, None) if method == Method::POST => {
+                return sign_in::respond(admin, client, request).await;
+            }
+            (DashboardPath::SignIn, None) => sign_in::page(StatusCode::OK, None),
+            (DashboardPath::SignIn, Some(_)) => redirect("/"),
+            (DashboardPath::Page(_) | DashboardPath::SignOut, None) => redirect("/sign-in"),
+            (DashboardPath::SignOut, Some(caller)) if caller.has_csrf_token(request.headers()) => {
+                sign_in::sign_out(&admin.metrics.parts, request.headers())
+            }
+            (DashboardPath::SignOut, Some(_)) => csrf_response(&admin.metrics.parts),
+            (DashboardPath::Page(page), Some(caller)) => {
+                let view = View::new(admin, caller).await;
+                html(StatusCode::OK, layout::frame(page, &view, page_content(page, &view)))
+            }
+        }
+    };
+    discard_body(&client.watch, request.into_body(), false, response)
+}
+
+/// All that a page shows.
+struct View<'a> {
+    caller: Caller<'a>,
+    parts: &'a SharedParts,
+    plan: &'a Plan,
+    state: ServerSnapshot,
+    now: Time,
+}
+
+impl<'a> View<'a> {
+    async fn new<S: Store, C: Clock + Clone>(admin: &'a AdminState<S, C>, caller: Caller<'a>) -> Self {
+        let state = admin.metrics.snapshot().await;
+        Self { caller, parts: &admin.metrics.parts, plan: admin.gate.plan(), state, now: admin.gate.clock().now() }
+    }
+
+    /// False if the caller may only read.
+    fn may_change(&self) -> bool {
+        !self.caller.identity.read_only
+    }
+
+    fn uptime(&self) -> Span {
+        self.now.since(self.state.started_at)
+    }
+}
+
+fn page_content(page: Page, view: &View<'_>) -> Markup {
+    match page {
+        Page::Now => now_page::render(view),
+        Page::Who => who_page::render(view),
+        Page::Providers => providers_page::render(view),
+        Page::Policy => policy_page::render(view),
+        Page::Events => events_page::render(view),
+    }
+}
+
+fn html(status: StatusCode, page: Markup) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::full(page.into_string().into()));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));
+    protect(&mut response);
+    response
+}
+
+/// Sends a browser to another page.
+fn redirect(path: &'static str) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::empty());
+    *response.status_mut() = StatusCode::SEE_OTHER;
+    response.headers_mut().insert(LOCATION, HeaderValue::from_static(path));
+    response
+}
+
+/// Adds the headers that bind a browser to this listener.
+fn protect(response: &mut Response<ResponseBody>) {
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_SECURITY_POLICY, CONTENT_POLICY);
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    headers.insert(X_FRAME_OPTIONS, HeaderValue::from_static("DENY"));
+    // With `no-referrer`, browsers would hide the origin of the form for signing in.
+    headers.insert(REFERRER_POLICY, HeaderValue::from_static("same-origin"));
+}

@@ -1,0 +1,126 @@
+//! Signing in with a token, and out.
+
+use std::net::{IpAddr, Ipv6Addr};
+
+use http::header::{HeaderValue, ORIGIN, RETRY_AFTER, SET_COOKIE, WWW_AUTHENTICATE};
+use http::{HeaderMap, Request, Response, StatusCode};
+use hyper::body::Incoming;
+use maud::html;
+use tidegate::policy::Query;
+use tidegate::store::Store;
+use tidegate::{KeyedLimiter, LimiterDecision};
+use tidegate_core::Clock;
+
+use super::sessions::{COOKIE_NAME, LIFETIME};
+use super::{html as html_response, layout, redirect};
+use crate::access::AccessError;
+use crate::body::ResponseBody;
+use crate::listener::ConnectionContext;
+use crate::local_response::discard_body;
+use crate::rejections::RejectionReason;
+use crate::states::SharedParts;
+use crate::wire::admin::AdminState;
+use crate::wire::decision_request::decode;
+use crate::wire::http_api::collect_body;
+
+/// The limit on tries to sign in, for each address or IPv6 network.
+const TRIES: &str = "5 per 60s";
+/// The size of the memory for tries. Beyond it addresses share a limit with their network.
+const TRIES_BYTES: usize = 1 << 20;
+
+/// Decides about a try to sign in from an address, and counts it if admitted.
+pub(crate) type SignInLimiter = Box<dyn Fn(IpAddr) -> LimiterDecision + Send + Sync>;
+
+pub(crate) fn sign_in_limiter(clock: impl Clock) -> SignInLimiter {
+    let limiter = KeyedLimiter::<IpAddr, _>::with_clock(TRIES, TRIES_BYTES, clock);
+    let limiter = limiter.expect("invariant: the limit is a valid window");
+    Box::new(move |address| limiter.check(&network_of(address)))
+}
+
+/// An IPv4 address, or the /64 of an IPv6 address.
+fn network_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
+        address => address,
+    }
+}
+
+/// Answers a try to sign in.
+pub(super) async fn respond<S: Store, C: Clock + Clone>(
+    admin: &AdminState<S, C>,
+    client: &ConnectionContext,
+    request: Request<Incoming>,
+) -> Response<ResponseBody> {
+    let (watch, peer, parts) = (&*client.watch, client.address, &*admin.metrics.parts);
+    let now = admin.gate.clock().now();
+    if !admin.access.is_same_origin(request.headers()) {
+        let response = admin.access.denied_response(AccessError::Origin, &request, peer, now);
+        return discard_body(watch, request.into_body(), false, response);
+    }
+    if let LimiterDecision::RetryAfter(wait) = (parts.sign_in_limiter)(peer.ip()) {
+        let seconds = wait.as_secs_ceil();
+        let message = format!("Too many tries from your address. Try again in {seconds} s.");
+        let mut response = page(StatusCode::TOO_MANY_REQUESTS, Some(&message));
+        response.headers_mut().insert(RETRY_AFTER, seconds.into());
+        return discard_body(watch, request.into_body(), false, response);
+    }
+    let is_https = request.headers().get(ORIGIN).is_some_and(|origin| origin.as_bytes().starts_with(b"https://"));
+    let body = match collect_body(watch, request.into_body()).await {
+        Ok(body) => body,
+        Err(response) => return response,
+    };
+    let fields = str::from_utf8(&body).unwrap_or_default().split('&');
+    let given = fields.filter_map(|field| decode(field.strip_prefix("token=")?)).next().unwrap_or_default();
+    let Some(token) = admin.access.token_of(given.trim().as_bytes()) else {
+        let query = Query { ip: Some(peer.ip().to_canonical()), path: Some("/sign-in"), ..Query::default() };
+        parts.refusals.log_rejection(now, RejectionReason::Token, &query, "the token isn't valid");
+        let mut response = page(StatusCode::UNAUTHORIZED, Some("This token isn't valid."));
+        let challenge = HeaderValue::from_static("Bearer realm=\"tidegate\"");
+        response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
+        return response;
+    };
+    tracing::info!(token = &*token.name, %peer, "admin: signed in");
+    let secure = if is_https { "; Secure" } else { "" };
+    let id = parts.sessions.start(token, now);
+    let mut response = redirect("/");
+    set_cookie(&mut response, &id, LIFETIME.as_secs_ceil(), secure);
+    response
+}
+
+/// Ends the session of a request.
+pub(super) fn sign_out(parts: &SharedParts, headers: &HeaderMap) -> Response<ResponseBody> {
+    parts.sessions.end(headers);
+    let mut response = redirect("/sign-in");
+    set_cookie(&mut response, "", 0, "");
+    response
+}
+
+fn set_cookie(response: &mut Response<ResponseBody>, id: &str, seconds: u64, more: &str) {
+    let cookie = format!("{COOKIE_NAME}={id}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{more}");
+    if let Ok(cookie) = HeaderValue::from_str(&cookie) {
+        response.headers_mut().insert(SET_COOKIE, cookie);
+    }
+}
+
+/// The page for signing in.
+pub(super) fn page(status: StatusCode, message: Option<&str>) -> Response<ResponseBody> {
+    let content = html! {
+        main id="main" class="sign-in" {
+            form class="card" method="post" action="/sign-in" {
+                (layout::brand())
+                h1 { "Sign in" }
+                @if let Some(message) = message {
+                    p class="message bad" role="alert" { (message) }
+                }
+                p {
+                    label for="token" { "Token" }
+                    input id="token" name="token" type="password" autocomplete="current-password" required autofocus
+                        aria-describedby="token-help";
+                }
+                p class="muted" id="token-help" { "A token of " code { "[admin]" } " in the policy of this gate." }
+                button type="submit" class="primary" { "Sign in" }
+            }
+        }
+    };
+    html_response(status, layout::document("Sign in", None, content))
+}

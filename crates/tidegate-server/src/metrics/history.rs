@@ -1,0 +1,152 @@
+//! The totals of the last minutes, one sample a second.
+
+use std::collections::{HashMap, VecDeque};
+
+use parking_lot::Mutex;
+use tidegate::{DecisionCount, DecisionOutcome, Span, Time};
+use tidegate_core::LimitId;
+
+/// The maximum number of samples: those of five minutes. A new one displaces the oldest.
+pub(crate) const MAX_SAMPLES: usize = 301;
+/// The number of samples after which the refusals of each limit are kept, for the time since then.
+const SAMPLES_PER_MARK: u64 = 60;
+/// The number of samples that a present rate covers.
+const RATE_SAMPLES: usize = 3;
+
+/// Totals since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Totals {
+    pub(crate) admitted: u64,
+    pub(crate) refused: u64,
+    pub(crate) shadow: u64,
+    /// Decisions without the store, failures and 5xx replies of the upstream, and failed calls to providers.
+    pub(crate) errors: u64,
+}
+
+/// Numbers a second.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Rates {
+    pub(crate) admitted: f64,
+    pub(crate) refused: f64,
+    pub(crate) shadow: f64,
+    pub(crate) errors: f64,
+}
+
+/// The samples of the last minutes.
+#[derive(Debug, Default)]
+pub(crate) struct History(Mutex<Samples>);
+
+#[derive(Debug, Default)]
+struct Samples {
+    taken: u64,
+    kept: VecDeque<(Time, Totals)>,
+    /// The refusals of each limit at the last two marks, older first.
+    marks: VecDeque<(Time, HashMap<LimitId, u64>)>,
+}
+
+/// A limit with the number of calls that it has refused.
+pub(crate) type LimitRefusals = (LimitId, u64);
+
+impl History {
+    /// Keeps the totals of a time.
+    pub(crate) fn record(&self, now: Time, totals: Totals, decisions: &[DecisionCount]) {
+        let samples = &mut *self.0.lock();
+        if samples.taken.is_multiple_of(SAMPLES_PER_MARK) {
+            samples.marks.push_back((now, refused_by_limit(decisions)));
+            keep_latest(&mut samples.marks, 2);
+        }
+        samples.taken += 1;
+        samples.kept.push_back((now, totals));
+        keep_latest(&mut samples.kept, MAX_SAMPLES);
+    }
+
+    /// The rates between each sample and the next, oldest first.
+    pub(crate) fn rates(&self) -> Vec<Rates> {
+        let samples = self.0.lock();
+        samples.kept.iter().zip(samples.kept.iter().skip(1)).map(|(from, to)| Rates::between(from, to)).collect()
+    }
+
+    /// The rates of the last seconds.
+    pub(crate) fn present_rates(&self) -> Rates {
+        let kept = &self.0.lock().kept;
+        let first = kept.len().saturating_sub(RATE_SAMPLES + 1);
+        match (kept.get(first), kept.back()) {
+            (Some(from), Some(to)) => Rates::between(from, to),
+            _ => Rates::default(),
+        }
+    }
+
+    /// The limits that have refused calls in the last minute or two, most refusals first, and that time.
+    pub(crate) fn latest_refusals(&self, now: Time, decisions: &[DecisionCount]) -> (Span, Vec<LimitRefusals>) {
+        let samples = self.0.lock();
+        let Some((since, earlier)) = samples.marks.front() else { return (Span::ZERO, Vec::new()) };
+        let new =
+            |(limit, count): (LimitId, u64)| (limit, count - earlier.get(&limit).copied().unwrap_or(0).min(count));
+        let mut refusals: Vec<_> = refused_by_limit(decisions).into_iter().map(new).collect();
+        refusals.retain(|(_, count)| *count > 0);
+        refusals.sort_unstable_by_key(|(limit, count)| (std::cmp::Reverse(*count), limit.index()));
+        (now.since(*since), refusals)
+    }
+}
+
+/// Keeps the latest elements, at most this number.
+fn keep_latest<T>(elements: &mut VecDeque<T>, most: usize) {
+    elements.drain(..elements.len().saturating_sub(most));
+}
+
+impl Rates {
+    fn between((start, from): &(Time, Totals), (end, to): &(Time, Totals)) -> Self {
+        let seconds = end.since(*start).as_secs_f64();
+        // A policy may have fewer counters than the one before.
+        let rate = |from: u64, to: u64| if seconds > 0.0 { to.saturating_sub(from) as f64 / seconds } else { 0.0 };
+        Self {
+            admitted: rate(from.admitted, to.admitted),
+            refused: rate(from.refused, to.refused),
+            shadow: rate(from.shadow, to.shadow),
+            errors: rate(from.errors, to.errors),
+        }
+    }
+}
+
+fn refused_by_limit(decisions: &[DecisionCount]) -> HashMap<LimitId, u64> {
+    let mut refused = HashMap::new();
+    for found in decisions.iter().filter(|found| found.outcome == DecisionOutcome::Refused) {
+        if let Some(limit) = found.limit {
+            *refused.entry(limit).or_default() += found.count;
+        }
+    }
+    refused
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusals(count: u64) -> [DecisionCount; 1] {
+        let (outcome, limit) = (DecisionOutcome::Refused, Some(LimitId::FIRST));
+        [DecisionCount { action: None, limit, outcome, reason: "limit", count }]
+    }
+
+    #[test]
+    fn rates_are_those_of_the_last_seconds() {
+        let history = History::default();
+        assert_eq!(history.present_rates(), Rates::default());
+        for (at, admitted) in [(0, 0), (1, 100), (2, 100), (3, 110), (5, 150)] {
+            history.record(Time::from_secs(at), Totals { admitted, ..Totals::default() }, &[]);
+        }
+        let admitted: Vec<f64> = history.rates().iter().map(|rates| rates.admitted).collect();
+        assert_eq!(admitted, [100.0, 0.0, 10.0, 20.0]);
+        assert_eq!(history.present_rates().admitted, 12.5);
+    }
+
+    #[test]
+    fn refusals_count_since_the_minute_before() {
+        let history = History::default();
+        for second in 0..1000 {
+            history.record(Time::from_secs(second), Totals::default(), &refusals(second));
+        }
+        let found = history.latest_refusals(Time::from_secs(1000), &refusals(1000));
+        assert_eq!(found, (Span::from_secs(100), vec![(LimitId::FIRST, 100)]));
+        assert_eq!(history.rates().len(), MAX_SAMPLES - 1);
+    }
+}

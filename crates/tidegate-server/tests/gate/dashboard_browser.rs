@@ -1,0 +1,174 @@
+//! The dashboard in a real browser, used with the keyboard alone.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use tidegate::Span;
+use tidegate_testkit::http_client::{HttpClient, get_request};
+use tidegate_testkit::servers::browser::{BrowserWindow, ENTER, TAB};
+
+use crate::common::{Echo, HELLO, Running, policy, try_start};
+
+const FILE: &str = r#"
+    [inbound.action.login]
+    match = { path = "/login" }
+    limit = "2 per 30m"
+    penalty = { base = "10m", cap = "1h" }
+    [admin]
+    tokens = { ops = "env:OPS" }
+"#;
+const PAGES: [&str; 5] = ["/", "/who", "/providers", "/policy", "/events"];
+const FOCUSED: &str = "return document.activeElement.textContent.trim()";
+/// True if the focus can be seen, or has come to the end of the page.
+const IS_MARKED: &str = "const focused = document.activeElement;
+    return focused === document.body || getComputedStyle(focused).outlineStyle === 'solid'";
+/// The number of seconds that the first blocked client must wait, as the page shows it.
+const SECONDS_LEFT: &str =
+    "const [, minutes, seconds] = /(\\d+)m(?: (\\d+)s)?/.exec(document.querySelector('td .left').textContent);
+    return Number(minutes) * 60 + Number(seconds ?? 0)";
+
+/// Moves the focus to an element with this text. Every element on the way must show that it has the focus.
+fn tab_to(window: &BrowserWindow, text: &str) {
+    for _ in 0..30 {
+        window.press(TAB);
+        let focused = window.run(FOCUSED);
+        assert_eq!(window.run(IS_MARKED), true, "{focused}");
+        if focused == text {
+            return;
+        }
+    }
+    panic!("no way to {text}: {}", window.run("return document.body.innerHTML"));
+}
+
+fn login_status(gate: SocketAddr) -> u16 {
+    HttpClient::connect(gate.port()).unwrap().request(get_request("/login")).status
+}
+
+/// Calls until it is stopped.
+fn start_load(gate: SocketAddr) -> (Arc<AtomicBool>, thread::JoinHandle<()>) {
+    let is_over = Arc::new(AtomicBool::new(false));
+    let stop = Arc::clone(&is_over);
+    let calling = thread::spawn(move || {
+        let mut client = HttpClient::connect(gate.port()).unwrap();
+        while !stop.load(Ordering::Relaxed) {
+            client.request(get_request("/page"));
+            thread::sleep(Duration::from_millis(10));
+        }
+    });
+    (is_over, calling)
+}
+
+fn sign_in(window: &BrowserWindow, admin: &str) {
+    window.load(admin);
+    window.wait_until("return location.pathname === '/sign-in' && document.activeElement.id === 'token'");
+    window.press("ops-s3cret");
+    window.press(ENTER);
+    window.wait_until("return document.title === 'Now · Tidegate'");
+}
+
+fn numbers_move_under_load(window: &BrowserWindow, gate: SocketAddr) {
+    let (is_over, calling) = start_load(gate);
+    window.wait_until("return parseFloat(document.querySelector('#admitted .value').textContent) > 1");
+    window.wait_until("return document.querySelector('#chart .plot .admitted').getAttribute('points').length > 20");
+    is_over.store(true, Ordering::Relaxed);
+    calling.join().unwrap();
+    window.wait_until("return document.querySelector('#admitted .value').textContent === '0'");
+}
+
+fn a_blocked_client_is_unblocked(window: &BrowserWindow, gate: SocketAddr) {
+    assert_eq!([(); 4].map(|()| login_status(gate)), [200, 200, 429, 429]);
+    tab_to(window, "Who");
+    window.press(ENTER);
+    window.wait_until("return document.querySelector('td .badge')?.textContent === 'Blocked'");
+    let before = window.run(SECONDS_LEFT).as_u64().unwrap();
+    assert!((500..=600).contains(&before), "{before}");
+    tab_to(window, "Unblock");
+    thread::sleep(Duration::from_secs(3));
+    let after = window.run(SECONDS_LEFT).as_u64().unwrap();
+    assert!(after < before, "{after} of {before} s");
+    assert_eq!(window.run(FOCUSED), "Unblock", "the focus stays while the page is updated");
+    window.press(ENTER);
+    window.wait_until("return document.getElementById('message').textContent.includes('127.0.0.1 starts again')");
+    window.wait_until("return document.querySelector('td .badge').textContent === 'Free'");
+    assert_eq!(login_status(gate), 200);
+}
+
+fn the_colours_are_remembered(window: &BrowserWindow, admin: &str) {
+    let ground = || window.run("return getComputedStyle(document.body).backgroundColor");
+    let light = ground();
+    window.load(admin);
+    tab_to(window, "Dark");
+    window.press(ENTER);
+    let dark = ground();
+    assert_ne!(light, dark);
+    window.load(admin);
+    assert_eq!(ground(), dark);
+    tab_to(window, "Light");
+    window.press(ENTER);
+    assert_eq!(ground(), light);
+}
+
+fn pages_fit_a_phone(window: &BrowserWindow, admin: &str) {
+    window.set_width(390);
+    for page in PAGES {
+        window.load(&format!("{admin}{page}"));
+        let wide = window.run("return document.documentElement.scrollWidth - innerWidth");
+        assert!(wide.as_i64().unwrap() <= 0, "{page}: {wide}");
+    }
+    window.set_width(1280);
+}
+
+fn a_failed_reload_shows_its_error(window: &BrowserWindow, admin: &str) {
+    window.load(&format!("{admin}/policy"));
+    tab_to(window, "Reload");
+    window.press(ENTER);
+    window.wait_until("return document.getElementById('message').textContent.includes('did you mean `limit`')");
+    window.wait_until("return document.getElementById('reloads').textContent.includes('The last reload has failed')");
+}
+
+fn use_dashboard(window: &BrowserWindow, gate: SocketAddr, admin: &str) {
+    sign_in(window, admin);
+    numbers_move_under_load(window, gate);
+    window.press(TAB);
+    assert_eq!(window.run(FOCUSED), "Skip to content");
+    a_blocked_client_is_unblocked(window, gate);
+    the_colours_are_remembered(window, admin);
+    pages_fit_a_phone(window, admin);
+    window.load(&format!("{admin}/events"));
+    window.wait_until("return document.querySelector('#events li').textContent.includes('127.0.0.1 is blocked')");
+    a_failed_reload_shows_its_error(window, admin);
+    tab_to(window, "Sign out");
+    window.press(ENTER);
+    window.wait_until("return location.pathname === '/sign-in'");
+    window.load(admin);
+    window.wait_until("return location.pathname === '/sign-in'");
+
+    let errors = window.console_errors();
+    assert!(errors.iter().all(|line| line.contains("/v1/reload") && line.contains("422")), "{errors:?}");
+    let urls = window.requested_urls();
+    assert!(urls.len() > 20 && urls.iter().all(|url| url.starts_with(&format!("{admin}/"))), "{urls:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_dashboard_works_without_a_mouse() {
+    let upstream = Echo::start(HELLO).await;
+    let gate: Running = try_start(&policy(upstream.address, FILE), |_| Some("ops-s3cret".to_owned())).unwrap();
+    let (inbound, admin) = (gate.inbound, format!("http://{}", gate.admin));
+    "[inbound.action.login]\nlmit = \"1 per 60s\"\n".clone_into(&mut gate.file.lock().unwrap());
+    let clock = gate.clock.clone();
+    let ticking = tokio::spawn(async move {
+        loop {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            clock.advance(Span::from_millis(100));
+        }
+    });
+    let used = tokio::task::spawn_blocking(move || {
+        let Some(window) = BrowserWindow::open() else { return };
+        use_dashboard(&window, inbound, &admin);
+    });
+    used.await.unwrap();
+    ticking.abort();
+}
