@@ -31,7 +31,8 @@ impl DocumentReader<'_> {
         for (index, (token, entry)) in tokens.iter().zip(&table.entries).enumerate() {
             if let Some(same) = tokens[..index].iter().find(|other| other.source == token.source) {
                 let [name, other] = [&token.name, &same.name].map(|name| quoted(name));
-                let message = format!("the tokens {other} and {name} are the same, so nobody could tell them apart");
+                let message =
+                    format!("the tokens {other} and {name} have the same place, so the log could not tell them apart");
                 return self.error(entry.key_at, message, "a token of its own for each name").none();
             }
         }
