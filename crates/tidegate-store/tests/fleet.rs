@@ -336,7 +336,7 @@ async fn repeated_stalls_grant_no_share_twice() {
         sleep(Duration::from_secs(1)).await;
         assert!(node.fleet.is_up());
         if stall < 10 {
-            assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, admitted.into(), "after stall {stall}");
+            assert_eq!(node.one(Verb::Peek, &[0], KEY).await.used, u64::from(admitted), "after stall {stall}");
         }
     }
     assert_eq!(admitted, 50);
