@@ -4,8 +4,8 @@ use crate::path::{PathByte, PathQuirks};
 
 /// Returns the texts that servers read as the path of a request target, as tokens. Each ends at the target's `?`. With
 /// a `#` before that, one text ends at the `#` and another includes it. Text after two leading slashes would be a host
-/// in a URL, so the text after that host is included, too. Each text also comes with `%2f` for `%u002f`, and without
-/// the parameters that are cut before escapes are decoded.
+/// in a URL, so the text after that host is included, too. Each text also comes with `%2f` for `%u002f`, with its plain
+/// slashes merged before escaped ones are decoded, and without the parameters that are cut before that.
 pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>> {
     let until = |end: u8, text: &[u8]| text.iter().position(|byte| *byte == end).unwrap_or(text.len());
     let whole = &target[..until(b'?', target)];
@@ -24,6 +24,8 @@ pub(crate) fn raw_paths(target: &[u8], quirks: PathQuirks) -> Vec<Vec<PathByte>>
     }
     let shorter: Vec<_> = texts.iter().filter_map(|text| rewrite_percent_u(text)).collect();
     texts.extend(shorter);
+    let merged: Vec<_> = texts.iter().filter_map(|text| merge_plain_slashes(text)).collect();
+    texts.extend(merged);
     let mut texts: Vec<Vec<PathByte>> =
         texts.into_iter().map(|text| text.into_iter().map(|byte| (byte, 0)).collect()).collect();
     for at in 0..texts.len() {
@@ -54,6 +56,14 @@ pub(crate) fn without_parameters(tokens: &[PathByte], quirks: PathQuirks) -> Vec
         !is_in
     };
     tokens.iter().filter(is_left).copied().collect()
+}
+
+/// Returns the text without repeated slashes, as Envoy's `merge_slashes` writes it. `None` if there are none, or no
+/// escapes: then slashes can be merged after decoding with the same result.
+fn merge_plain_slashes(text: &[u8]) -> Option<Vec<u8>> {
+    let mut merged = text.to_vec();
+    merged.dedup_by(|one, before| *one == b'/' && *before == b'/');
+    (merged.len() < text.len() && text.contains(&b'%')).then_some(merged)
 }
 
 /// Returns the text with `%6c` for each `%u006c`, and `%256c` for each `%25u006c`. Jetty 9.4 and old versions of IIS

@@ -319,6 +319,8 @@ mod tests {
             ("/a%2fb\\..\\login", &["/login", "/a/login"]),
             ("/y/../api/%2e%2e/x", &["/x", "/api/../x", "/y/../api/../x"]),
             ("/login;z/a/..;/../..", &["/login", "/"]),
+            // One server merges plain slashes, and the next decodes the other and keeps the empty segment.
+            ("/a//%2fb", &["/a/b", "/a//b", "/a///b"]),
         ] {
             let found = readings(path, PathQuirks::default());
             for reading in expected {
