@@ -227,6 +227,18 @@ fn several_actions_ask_each_limit_once() {
 }
 
 #[test]
+fn the_mode_of_inbound_is_the_default() {
+    let shadows = |inbound: &str| -> Vec<bool> {
+        let actions = [("a", ""), ("b", "mode = \"enforce\""), ("c", "mode = \"shadow\"")]
+            .map(|(name, mode)| format!("[inbound.action.{name}]\nlimit = \"5/s\"\n{mode}\n"));
+        let plan = plan(&format!("[inbound]\n{inbound}\n[inbound.global]\nlimit = \"9/s\"\n{}", actions.concat()));
+        plan.limits().iter().map(|(_, limit)| limit.is_shadow()).collect()
+    };
+    assert_eq!(shadows(""), [false, false, false, true]);
+    assert_eq!(shadows("mode = \"shadow\""), [true, true, false, true]);
+}
+
+#[test]
 fn too_many_limits_for_a_decision_are_errors() {
     let limits = |name: &str, path: &str| {
         let limits: String = (2..7).map(|n| format!("\"{n} per 60s\", ")).collect();

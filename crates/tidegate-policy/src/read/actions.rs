@@ -25,12 +25,14 @@ use crate::units::parse_duration;
 const MAX_ACTIONS: usize = 4095;
 const COUNT_WORDS: [(&str, CountMode); 2] = [("admitted", CountMode::Admitted), ("all", CountMode::All)];
 
+/// The type of `mode`: true in shadow.
+pub(super) const MODE: Custom<bool> = Custom(Text, "`enforce` or `shadow`", shadow);
+
 setting_keys! {
     /// The keys that `[inbound.global]` and an action have in common.
     RULES: RuleKeys {
         count: CountMode = "admitted", Words(&COUNT_WORDS), "the calls that count: admitted, or all to include refused ones";
-        mode: bool = "enforce", Custom(Text, "`enforce` or `shadow`", shadow),
-            "enforce, or shadow: decide, log and admit";
+        mode: bool = "", MODE, "enforce, or shadow: decide, log and admit; default the mode of [inbound]";
         penalty: () = "", TABLE, "the penalty for exceeding it: growing blocks", Below::Table(&PENALTY);
         ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";
         on_outage: OnOutage = "", OUTAGES, "the rule while a shared store is away; default the store's";
@@ -141,7 +143,8 @@ impl DocumentReader<'_> {
     ) -> Option<Option<LimitGroup>> {
         let Some(entry) = inbound.and_then(|inbound| inbound.get("global")) else { return Some(None) };
         let table = self.section(inbound, "global", "inbound.global")?;
-        read_keys!(self, table, RULES: mode, count);
+        read_keys!(self, table, RULES: count);
+        let mode = self.value_or(table, &RULES.mode, self.in_shadow);
         let penalty = self.penalty_or_ban(table, "inbound.global", ParsedPenalty::None);
         let sharing = self.sharing(table, "inbound.global");
         let Some(limit) = table.node("limit") else {
@@ -216,7 +219,8 @@ impl DocumentReader<'_> {
         let table = self.own_table(entry, "inbound", "action")?;
         self.check_keys(table, PATH);
         read_keys!(self, table, ACTION: preset, key, missing, cost);
-        read_keys!(self, table, RULES: mode, count);
+        read_keys!(self, table, RULES: count);
+        let mode = self.value_or(table, &RULES.mode, self.in_shadow);
         let matcher = match table.node("match") {
             Some(node) => self.matcher(node, quirks).map(|matcher| Some((matcher, node.at))),
             None => Some(None),

@@ -90,6 +90,8 @@ pub struct DocumentReader<'t> {
     presets: TomlTable,
     /// The behaviour while the store can't be reached, where a section sets none of its own.
     on_outage: OnOutage,
+    /// The default mode of actions: true in shadow.
+    in_shadow: bool,
     /// The place that is reported for missing parts.
     full_range: TextRange,
     /// The policy that this one replaces, if it does.
@@ -139,6 +141,7 @@ impl<'t> DocumentReader<'t> {
             section_name: NAME_PLACEHOLDER.to_owned(),
             presets: TomlTable::default(),
             on_outage: OnOutage::Local,
+            in_shadow: false,
             full_range,
             predecessor: None,
         }

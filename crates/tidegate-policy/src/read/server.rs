@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 
-use super::actions::{ACTION, GLOBAL};
+use super::actions::{ACTION, GLOBAL, MODE};
 use super::forms::{
     Bytes, Custom, DURATION, FLAG, HOSTS, LISTENER, Maybe, NETWORKS, OrWord, SECRET, TABLE, Whole, Words,
 };
@@ -51,6 +51,7 @@ setting_keys! {
             "networks with trusted forwarding headers";
         forwarded: ForwardingHeader = "x-forwarded-for", Words(&FORWARDING_HEADERS),
             "the header that trusted proxies write: x-forwarded-for or forwarded (RFC 7239)";
+        mode: bool = "enforce", MODE, "enforce, or shadow: limits decide and log, and admit; an action's own mode comes first";
         allow: Vec<(IpNet, TextRange)> = "", NETWORKS, "networks that are never limited";
         deny: Vec<(IpNet, TextRange)> = "", NETWORKS, "networks that are always refused";
         path_quirks: PathQuirks = "encoded_slash",
@@ -127,6 +128,7 @@ impl DocumentReader<'_> {
     pub(crate) fn inbound(&mut self, root: &TomlTable) -> Option<InboundConfig> {
         let table = self.section(Some(root), "inbound", "inbound");
         let (trusted, header) = (self.value(table, &INBOUND.trusted_proxies), self.value(table, &INBOUND.forwarded));
+        self.in_shadow = self.value(table, &INBOUND.mode).unwrap_or_default();
         let timeouts = self.timeouts(table);
         let caps = self.caps(table);
         if let Some(entry) = table.filter(|table| table.get("upstream").is_none()).and_then(|table| table.get("listen"))
