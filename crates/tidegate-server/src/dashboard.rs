@@ -31,6 +31,7 @@ use tidegate_core::Clock;
 use self::assets::Asset;
 pub(crate) use self::sessions::{Session, Sessions};
 pub(crate) use self::sign_in::{SignInLimiter, sign_in_limiter};
+pub(crate) use self::words::count;
 use crate::access::{AccessError, Identity};
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
