@@ -253,7 +253,12 @@ mod tests {
                 "[inbound.action.search]\nlimits = [{ name = \"each\", limit = \"9 per 1s\" }, \
                  { name = \"all\", key = [\"host\"], limit = \"50 per 1s\", ban = \"1m\" }]\n",
             ),
-            ("search.ipv6", "500 per 1s", "at most 500 in any 1 s", "[inbound.action.search]\nipv6_network = \"500 per 1s\"\n"),
+            (
+                "search.ipv6",
+                "500 per 1s",
+                "at most 500 in any 1 s",
+                "[inbound.action.search]\nipv6_network = \"500 per 1s\"\n",
+            ),
             (
                 "global",
                 "\"300 per 1m\"",

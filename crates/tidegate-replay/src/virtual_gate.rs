@@ -32,9 +32,8 @@ impl VirtualGate {
     pub(super) fn apply(&self, batch: &mut Batch, ip: Option<IpAddr>, now: Time) -> Outcomes {
         loop {
             let outcomes = self.store.apply_now(batch, now);
-            if !move_to_shared_keys(batch, &outcomes, |limit, share| {
-                self.plan.shared_key(limit, share, ip, &self.seed)
-            }) {
+            if !move_to_shared_keys(batch, &outcomes, |limit, share| self.plan.shared_key(limit, share, ip, &self.seed))
+            {
                 return outcomes;
             }
         }

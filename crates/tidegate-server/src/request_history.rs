@@ -260,7 +260,8 @@ impl RequestHistory {
     pub(crate) fn calls(&self, now: Time) -> RememberedCalls {
         let level = self.sampling.lock().level_of_all(self.level.load(Ordering::Relaxed), now);
         let start = now - REMEMBERED;
-        let shards: Vec<Vec<u64>> = self.shards.iter().map(|shard| shard.lock().words.iter().copied().collect()).collect();
+        let shards: Vec<Vec<u64>> =
+            self.shards.iter().map(|shard| shard.lock().words.iter().copied().collect()).collect();
         let mut order = Vec::new();
         for (shard, words) in shards.iter().enumerate() {
             let mut place = 0;
@@ -280,9 +281,7 @@ impl RequestHistory {
 /// True if a call is one of those of a limit. It may have no operation, if a list decides or the limit skips it.
 fn is_limited(call: &DecidedCall<'_>) -> bool {
     let is_unlimited = |action: ActionId| call.plan.action(action).is_unlimited();
-    !call.ops.is_empty()
-        || !call.plan.global().is_empty()
-        || call.actions.iter().any(|action| !is_unlimited(action))
+    !call.ops.is_empty() || !call.plan.global().is_empty() || call.actions.iter().any(|action| !is_unlimited(action))
 }
 
 /// A copy of the remembered requests.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use http::StatusCode;
 use serde::Serialize;
-use tidegate::{Span, Time};
+use tidegate::Time;
 use tidegate_core::time::UtcText;
 use tidegate_core::{LimitId, LimitKind};
 use tidegate_policy::{ActionId, EditedLimit, KeyPart, LimitTermsError, Plan, Policy};
@@ -147,7 +147,8 @@ impl Trial {
         let plan = policy.plan();
         let (action, limits) = find_action(plan, &request.action)?;
         let limit = find_limit(plan, limits, &request.action, &request.limit)?;
-        let is_concurrency = |plan: &Plan| matches!(plan.limits().get(limit).map(|limit| limit.kind()), Some(LimitKind::Concurrency(_)));
+        let is_concurrency =
+            |plan: &Plan| matches!(plan.limits().get(limit).map(|limit| limit.kind()), Some(LimitKind::Concurrency(_)));
         let terms = |message: String| TrialError::Field("terms", message);
         let edited = policy.with_limit_terms(limit, &request.terms).map_err(|error| match error {
             LimitTermsError::FixedKey { key } => terms(format!(
@@ -170,7 +171,8 @@ impl Trial {
         let judge = |policy: &Policy| judge_calls(policy, self.action, self.limit, calls.iter(plan));
         let (current, edited) = (judge(&self.policy), judge(&self.edited.policy));
         let intervals = current.timeline.intervals().iter().zip(edited.timeline.intervals());
-        let (start, interval) = (current.timeline.start().as_micros() / 1_000_000, current.timeline.width().as_secs_ceil());
+        let (start, interval) =
+            (current.timeline.start().as_micros() / 1_000_000, current.timeline.width().as_secs_ceil());
         let series = intervals.zip(0..).map(|((current, edited), index)| IntervalReport {
             at: start + index * interval,
             requests: current.requests(),
@@ -203,7 +205,11 @@ impl Trial {
         let plan = self.policy.plan();
         let own = self.action.map_or(&[][..], |action| plan.action(action).limits());
         let is_shared = |limit: &&LimitId| !plan.key_parts(**limit).contains(&KeyPart::ClientIp);
-        own.iter().chain(plan.global()).filter(is_shared).map(|limit| plan.limit_info(*limit).name().to_owned()).collect()
+        own.iter()
+            .chain(plan.global())
+            .filter(is_shared)
+            .map(|limit| plan.limit_info(*limit).name().to_owned())
+            .collect()
     }
 
     fn notes(&self, calls: &RememberedCalls, sampled: &[String], losses: u64, now: Time) -> Vec<String> {
@@ -218,15 +224,18 @@ impl Trial {
                 sampled.join(", ")
             ));
         }
-        let known = calls.first_time().map_or(Span::ZERO, |from| now.since(from));
+        let known = calls.first_time().map_or(REMEMBERED, |from| now.since(from));
         let period = |plan: &Plan| plan.limit_info(self.limit).quantity().forget_time();
         if period(self.policy.plan()).max(period(self.edited.policy.plan())) > known {
             notes.push(
-                "The limit counts for longer than requests are remembered. Both terms begin with nothing used.".to_owned(),
+                "The limit counts for longer than requests are remembered. Both terms begin with nothing used."
+                    .to_owned(),
             );
         }
         if losses > 0 {
-            notes.push("The memory of `store.max_bytes` was too small for the trial, so some counts are shared.".to_owned());
+            notes.push(
+                "The memory of `store.max_bytes` was too small for the trial, so some counts are shared.".to_owned(),
+            );
         }
         notes
     }
@@ -311,7 +320,10 @@ fn find_limit(plan: &Plan, limits: &[LimitId], action: &str, name: &str) -> Resu
         ([], None) => Err(TrialError::Field("action", format!("`{action}` has no limit"))),
         (_, None) => {
             let names: Vec<&str> = limits.iter().map(|limit| name_of(*limit)).collect();
-            Err(TrialError::Field("limit", format!("`limit` is the name of a limit of `{action}`: {}", names.join(", "))))
+            Err(TrialError::Field(
+                "limit",
+                format!("`limit` is the name of a limit of `{action}`: {}", names.join(", ")),
+            ))
         }
     }
 }

@@ -83,9 +83,7 @@ pub(crate) fn plan(texts: &SourceTexts, root: &TomlTable, predecessor: &Policy) 
         ..DocumentReader::with_texts(texts, texts.last_range())
     };
     match reader.plan(root, (inbound.path_quirks, inbound.ambiguous_paths), Some(store)) {
-        Some(plan) if reader.errors.is_empty() => {
-            Ok(Plan { ipv6_prefix: predecessor.plan().ipv6_prefix, ..plan })
-        }
+        Some(plan) if reader.errors.is_empty() => Ok(Plan { ipv6_prefix: predecessor.plan().ipv6_prefix, ..plan }),
         _ => Err(Errors::new(reader.errors)),
     }
 }

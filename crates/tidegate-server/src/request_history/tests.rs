@@ -60,7 +60,10 @@ fn requests_come_back_as_they_were_decided() {
         let name = |op: &Op| plan.limit_info(op.limit).name().to_owned();
         call.batch.ops().iter().map(|op| (name(op), op.cost)).collect()
     };
-    assert_eq!(limits(&calls[0]), [("login.1", 3), ("login.2", 3), ("global", 3)].map(|(name, cost)| (name.into(), cost)));
+    assert_eq!(
+        limits(&calls[0]),
+        [("login.1", 3), ("login.2", 3), ("global", 3)].map(|(name, cost)| (name.into(), cost))
+    );
     assert_eq!(limits(&calls[2]), [("global".to_owned(), 1)]);
     assert_eq!(calls[0].batch.ops()[2].key, calls[2].batch.ops()[0].key);
     assert_eq!((calls[0].client, calls[0].actions.first()), (calls[2].client, plan.find_action("login").ok()));

@@ -38,13 +38,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
 
     /// Counts and observes a decision that the caller is given, unless it was only looked up.
     #[inline]
-    pub(crate) fn count(
-        &self,
-        counted: Option<MatchedActions>,
-        ip: Option<IpAddr>,
-        ops: &[Op],
-        decision: &Decision,
-    ) {
+    pub(crate) fn count(&self, counted: Option<MatchedActions>, ip: Option<IpAddr>, ops: &[Op], decision: &Decision) {
         let Some(actions) = counted else { return };
         if let Some(counts) = &self.0.decision_counts {
             counts.record(actions, decision);
