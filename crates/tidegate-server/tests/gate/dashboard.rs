@@ -80,7 +80,7 @@ async fn a_limit_is_tried_without_a_script() {
     let origin = "origin: http://127.0.0.1\r\ncontent-type: application/x-www-form-urlencoded\r\n";
     let lines = "limit+%3D+%222+per+60s%22%0D%0Apenalty+%3D+%22none%22";
     let answer = browser.ask(&gate, "POST", "/try", origin, &send(lines, &browser.csrf)).await;
-    assert!(answer.contains("login would have refused 50.0 % of requests, 1 of 1 client"), "{answer}");
+    assert!(answer.contains("login would have refused 25.0 % of requests, 1 of 1 client"), "{answer}");
     assert!(answer.contains("limit = &quot;2 per 60s&quot;\npenalty = &quot;none&quot;"), "{answer}");
     let answer = browser.ask(&gate, "POST", "/try", origin, &send("limt+%3D+%221+per+60s%22", &browser.csrf)).await;
     assert!(status(&answer) == 400 && answer.contains("did you mean `limit`?"), "{answer}");
