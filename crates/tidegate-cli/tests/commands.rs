@@ -489,7 +489,7 @@ fn commands_show_the_state_of_a_running_gate() {
     assert!(text.ends_with("\n[inbound.action.login]\nlimit = \"5 per 60s\"\n"), "{text}");
     let (status, text, _) = ask(&["try", "login", "login", "ban = \"1m\"", "--json"]);
     assert!(status == 0 && text.starts_with("{\"action\":\"login\","), "{text}");
-    let (status, _, err) = ask(&["try", "login", "5 per minute"]);
+    let (status, _, err) = ask(&["try", "login", "5 par 60s"]);
     assert!(status == 2 && err.contains("terms:1:"), "{err}");
     let (_, text, _) = ask(&["events"]);
     assert!(text.ends_with("203.0.113.7 is blocked under login for 2 s after strike 1\n"), "{text}");

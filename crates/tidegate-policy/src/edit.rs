@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use tidegate_core::LimitId;
 
+use crate::builder::toml_string;
 use crate::document::{SourceKind, SourceTexts, TomlEntry, TomlNode, TomlTable, TomlValue, parse_file};
 use crate::error::Errors;
 use crate::plan::LimitPlace;
@@ -95,7 +96,11 @@ impl Policy {
             None => inbound.and_then(|inbound| inbound.table_mut("global")),
         };
         let section = section.ok_or(LimitTermsError::NoText)?;
-        let mut toml = action.map_or("[inbound.global]\n".to_owned(), |name| format!("[inbound.action.{name}]\n"));
+        let mut toml = match action {
+            Some(name) if name.contains('.') => format!("[inbound.action.{}]\n", toml_string(name)),
+            Some(name) => format!("[inbound.action.{name}]\n"),
+            None => "[inbound.global]\n".to_owned(),
+        };
         let changed = set_terms(section, info.place, &terms);
         for key in changed {
             let before = source_node(&source.root, action, &key);
@@ -117,7 +122,7 @@ fn as_lines(terms: &str) -> String {
     match terms.chars().next() {
         _ if terms.contains('=') => terms.to_owned(),
         Some('"' | '\'' | '[') => format!("limit = {terms}"),
-        _ => format!("limit = {}", quoted(terms)),
+        _ => format!("limit = {}", toml_string(terms)),
     }
 }
 
@@ -185,7 +190,7 @@ fn set_term(table: &mut TomlTable, quantity: usize, entry: TomlEntry) {
 /// A value as TOML on one line.
 fn to_toml(texts: &SourceTexts, node: &TomlNode) -> String {
     match &node.value {
-        TomlValue::String(text) => quoted(text),
+        TomlValue::String(text) => toml_string(text),
         TomlValue::List(items) => {
             let items: Vec<String> = items.iter().map(|item| to_toml(texts, item)).collect();
             format!("[{}]", items.join(", "))
@@ -197,10 +202,6 @@ fn to_toml(texts: &SourceTexts, node: &TomlNode) -> String {
         }
         _ => texts.text_at(node.at).to_owned(),
     }
-}
-
-fn quoted(text: &str) -> String {
-    toml::Value::from(text).to_string()
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@
 //! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
 //! | outbound, 8081 | the gateway to external APIs, with `[outbound]` | `outbound.connections`, 64 KiB per head |
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB per decision request |
-//! | admin, 8083 | the dashboard, health, metrics, the state as JSON, and changes by operators | 64 connections, 16 KiB per change |
+//! | admin, 8083 | the dashboard, health, metrics, the state as JSON, trials, and changes by operators | 64 connections, 16 KiB per change |
 //!
 //! # Access
 //! Every listener except inbound checks its token, if it has one. Beyond loopback a token is required. The admin listener

@@ -155,7 +155,7 @@ impl Trial {
                 "`{key}` can't be tried, because requests are remembered with hashes of their keys only; the terms are \
                  `limit`, `penalty`, `ban`, `count` and `mode`"
             )),
-            error => terms(error.to_string()),
+            error => terms(error.to_string().trim_start_matches("error: ").to_owned()),
         })?;
         if !plan.counts_same_requests(edited.policy.plan()) {
             return Err(terms("these terms change the names of limits; name the whole list, or as many limits".into()));

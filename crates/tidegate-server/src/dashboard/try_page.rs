@@ -197,7 +197,6 @@ fn chart(report: &TrialReport) -> Markup {
         words::count(report.current.refused),
         words::count(report.edited.refused),
     );
-    let ticks: Vec<String> =
-        (1..=TICKS).rev().map(|tick| format!("-{}", words::span(interval * count * tick / TICKS))).collect();
+    let ticks: Vec<String> = (1..=TICKS).rev().map(|tick| words::span(interval * count * tick / TICKS)).collect();
     plot(&lines, &label, report.series.len() + 1, &ticks)
 }

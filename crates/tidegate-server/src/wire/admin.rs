@@ -1,6 +1,6 @@
 //! The admin listener: `/healthz` (the process is alive), `/readyz` (it can take requests), `/metrics`, the state as JSON
-//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`], and the
-//! [`dashboard`].
+//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`], `/v1/try` in
+//! [`trials`], and the [`dashboard`].
 
 mod changes;
 mod trials;

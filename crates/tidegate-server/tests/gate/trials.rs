@@ -208,7 +208,7 @@ async fn wrong_trials_name_their_field() {
         ("", "", "1 per 60s", "action", "`action` is missing"),
         ("logn", "", "1 per 60s", "action", "did you mean `login`?"),
         ("login", "", "1 per 60s", "limit", "login.1, login.2"),
-        ("page", "", "", "terms", "error: "),
+        ("page", "", "", "terms", "terms:1:"),
         ("page", "", "1 par 60s", "terms", "terms:1:"),
         ("page", "", "key = [\"key\"]", "terms", "`key` can't be tried"),
         ("login", "1", "limit = [\"1 per 60s\"]", "terms", "change the names of limits"),
