@@ -258,7 +258,8 @@ impl PolicyEvaluator {
         self.timeline.interval_at(now).record(decision);
         match decision.bound_by {
             Some(limit) => self.limits[limit.index()].record(decision),
-            None => self.refused_by_deny_list += u64::from(!decision.allowed),
+            None if !decision.allowed => self.refused_by_deny_list += 1,
+            None => {}
         }
     }
 
