@@ -18,11 +18,15 @@ struct Recorder {
 
 impl Recorder {
     fn new(bytes: usize) -> Self {
-        Self::recording(bytes, |history, call| history.record(0, call))
+        Self::with_policy(TEXT, bytes, |history, call| history.record(0, call))
     }
 
-    fn recording(bytes: usize, record: impl Fn(&RequestHistory, &DecidedCall<'_>) + Send + Sync + 'static) -> Self {
-        let policy = Policy::load(PolicySources::new().file("test.toml", TEXT)).expect("a policy");
+    fn with_policy(
+        text: &str,
+        bytes: usize,
+        record: impl Fn(&RequestHistory, &DecidedCall<'_>) + Send + Sync + 'static,
+    ) -> Self {
+        let policy = Policy::load(PolicySources::new().file("test.toml", text)).expect("a policy");
         let gate = Gate::in_memory(&policy, ManualClock::default());
         gate.clock().advance(Span::from_secs(1_000_000));
         let history = std::sync::Arc::new(RequestHistory::new(bytes));
@@ -72,6 +76,20 @@ fn requests_come_back_as_they_were_decided() {
 }
 
 #[test]
+fn calls_of_many_actions_come_back() {
+    let text: String = (0..6).map(|name| format!("[inbound.action.a{name}]\nlimit = \"9 per 60s\"\n")).collect();
+    let recorder = Recorder::with_policy(&text, 1 << 20, |history, call| history.record(0, call));
+    let plan = recorder.gate.plan();
+    let mut actions = MatchedActions::NONE;
+    let ids: Vec<ActionId> = plan.actions().map(|(id, _)| id).collect();
+    ids.iter().rev().for_each(|id| actions.insert(*id).expect("room for six"));
+    let query = Query { actions: Some(actions), ip: "2001:db8::1".parse().ok(), ..Query::default() };
+    recorder.gate.check_now(&query).expect("a decision");
+    let call = recorder.calls().iter(plan).next().expect("a call");
+    assert_eq!((call.actions, call.batch.ops().len()), (actions, 6));
+}
+
+#[test]
 fn a_full_history_keeps_whole_clients() {
     let recorder = Recorder::new(256 << 10);
     // Each has 30 requests of 32 bytes: 2.9 MB.
@@ -107,7 +125,7 @@ fn after_an_hour_with_room_all_clients_are_kept() {
 
 #[test]
 fn one_client_beyond_the_memory_stays_bounded() {
-    let recorder = Recorder::recording(64 << 10, |history, call| history.keep(0, 0, call));
+    let recorder = Recorder::with_policy(TEXT, 64 << 10, |history, call| history.keep(0, 0, call));
     (0..30_000).for_each(|_| recorder.check(1, "/other"));
     let words: usize = recorder.history.shards.iter().map(|shard| shard.lock().words.len()).sum();
     assert!((7000..=8192).contains(&words), "{words}");
