@@ -1,9 +1,9 @@
-//! `tidegate blocks`, `providers` and `events`: the state of a running gate, from its admin listener.
+//! `tidegate blocks`, `providers`, `events` and `try`: the state of a running gate, and trials, from its admin listener.
 
 use std::fmt::Write as _;
 
 use http::Method;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tidegate_policy::{printable, printable_json};
 
 use crate::api_client::percent_encode;
@@ -162,6 +162,45 @@ fn describe_provider(report: &Value) -> Option<String> {
     if let Some(interval) = report["pace_interval"].as_f64().filter(|interval| *interval > 0.0) {
         let _ = writeln!(text, "  pace         {:.2} calls per second", 1.0 / interval);
     }
+    Some(text)
+}
+
+/// `tidegate try`.
+pub(crate) fn try_terms(arguments: &GateArgs, action: &str, limit: &str, terms: &str) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    let body = json!({ "action": action, "limit": limit, "terms": terms });
+    let describe = |text: &str| Some((describe_trial(&serde_json::from_str(text).ok()?)?, CliOutcome::Done));
+    client.ask(Method::POST, "/v1/try", body.to_string(), describe, |_| None)
+}
+
+fn describe_trial(report: &Value) -> Option<String> {
+    let word = |field: &str| report[field].as_str();
+    let mut text = format!("{} {}\n", word("limit")?, word("summary")?);
+    let (requests, clients) = (report["requests"].as_u64()?, report["clients"].as_u64()?);
+    let _ = match word("from") {
+        Some(from) => writeln!(text, "{requests} requests of {clients} clients from {from} to {}\n", word("to")?),
+        None => writeln!(text, "no requests are remembered\n"),
+    };
+    let mut rows = vec![["", "REFUSED", "SHARE", "CLIENTS", "IN SHADOW", "TERMS"].map(str::to_owned).to_vec()];
+    for (name, terms) in [("present", &report["current"]), ("tried", &report["edited"])] {
+        let number = |field: &str| terms[field].as_u64().map(|number| number.to_string());
+        let share = format!("{:.2} %", terms["refused_share"].as_f64()? * 100.0);
+        let (clients, shadow) = (number("refused_clients")?, number("refused_in_shadow")?);
+        rows.push(vec![
+            name.to_owned(),
+            number("refused")?,
+            share,
+            clients,
+            shadow,
+            terms["description"].as_str()?.to_owned(),
+        ]);
+    }
+    push_table(&mut text, &rows);
+    text.push('\n');
+    for note in report["notes"].as_array()? {
+        let _ = writeln!(text, "{}", note.as_str()?);
+    }
+    text.push_str(word("toml")?);
     Some(text)
 }
 

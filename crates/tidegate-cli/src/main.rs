@@ -131,6 +131,19 @@ enum Command {
         #[command(flatten)]
         gate: GateArgs,
     },
+    /// Show what other terms of a limit would have decided about the requests that a running gate has had in the last hour.
+    /// Changes nothing.
+    Try {
+        /// The action of the limit, or `global`.
+        action: String,
+        /// The limit; only the terms if the action has one limit.
+        #[arg(value_name = "LIMIT")]
+        limit_or_terms: String,
+        /// The terms: a quantity such as "3 per 60s", or lines of a policy such as 'ban = "10m"'.
+        terms: Option<String>,
+        #[command(flatten)]
+        gate: GateArgs,
+    },
     /// Read the policy of a running gate again. If it has errors, the gate goes on with the one before.
     Reload {
         #[command(flatten)]
@@ -346,6 +359,13 @@ fn main() -> ExitCode {
         Command::Status(call) => api_client::status(&call),
         Command::Reset(call) => api_client::reset(&call),
         Command::Block { length, call } => operator::block(&call, &length),
+        Command::Try { action, limit_or_terms, terms, gate } => {
+            let (limit, terms) = match terms {
+                Some(terms) => (limit_or_terms, terms),
+                None => (String::new(), limit_or_terms),
+            };
+            admin_client::try_terms(&gate, &action, &limit, &terms)
+        }
         Command::Reload { gate } => operator::reload(&gate),
         Command::Pause { name, gate } => operator::change_provider(&gate, &name, operator::ProviderChange::Pause),
         Command::Resume { name, gate } => operator::change_provider(&gate, &name, operator::ProviderChange::Resume),

@@ -387,7 +387,7 @@ fn toml_strings(words: impl IntoStrings) -> String {
     if let [word] = words.as_slice() { word.clone() } else { format!("[{}]", words.join(", ")) }
 }
 
-fn toml_string(text: &str) -> String {
+pub(crate) fn toml_string(text: &str) -> String {
     let mut quoted = String::from("\"");
     for letter in text.chars() {
         match letter {

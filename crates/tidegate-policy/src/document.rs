@@ -60,7 +60,7 @@ pub struct TextRange {
 }
 
 /// Every text that the policy is read from.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct SourceTexts(Vec<SourceText>);
 
 impl SourceTexts {
@@ -69,6 +69,12 @@ impl SourceTexts {
         let range = TextRange { source: self.0.len(), start: 0, end: text.body.len() };
         self.0.push(text);
         range
+    }
+
+    /// The whole range of the text that was added last.
+    pub(crate) fn last_range(&self) -> TextRange {
+        let end = self.0.last().map_or(0, |text| text.body.len());
+        TextRange { source: self.0.len().saturating_sub(1), start: 0, end }
     }
 
     pub(crate) fn get(&self, at: TextRange) -> &SourceText {

@@ -37,6 +37,7 @@ mod builder;
 pub mod calendar;
 mod description;
 pub mod document;
+mod edit;
 mod environment;
 mod error;
 mod forwarding;
@@ -68,6 +69,7 @@ mod units;
 
 pub use address::{ListStatus, Networks, canonical_ip};
 pub use builder::{ActionSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
+pub use edit::{EditedLimit, LimitTermsError};
 pub use error::{Error, ErrorLocation, Errors, Note};
 pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};
 pub use hints::Hints;

@@ -1,6 +1,7 @@
 //! The plan that the engine runs: limits with their names, actions with their matchers, and the batch of a call.
 
 mod parts;
+mod same_requests;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,7 +21,7 @@ use crate::path_encoding::forwarded_path;
 use crate::query::Query;
 use crate::router::Router;
 pub use parts::{Action, ActionId, LimitInfo, LimitScope, RateLimitPolicyItem};
-pub(crate) use parts::{OpStep, OpTemplate};
+pub(crate) use parts::{LimitPlace, OpStep, OpTemplate};
 
 /// An action that the plan doesn't have.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

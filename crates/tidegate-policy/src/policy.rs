@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::alerts::AlertConfig;
 use crate::builder::PolicyBuilder;
+use crate::edit::LimitSections;
 use crate::environment::EnvVars;
 use crate::error::{Errors, Note};
 use crate::outbound::OutboundConfig;
@@ -79,6 +80,8 @@ pub struct Policy {
     pub(crate) alerts: Vec<AlertConfig>,
     pub(crate) notes: Vec<Note>,
     pub(crate) restart_needed: Vec<&'static str>,
+    /// The text that it was read from; `None` for a policy within another document.
+    pub(crate) source: Option<Arc<LimitSections>>,
 }
 
 impl Policy {
@@ -140,6 +143,7 @@ impl Policy {
         keep("api.listen", &mut self.api.listen, present.api.listen, &mut differ);
         keep("admin.listen", &mut self.admin.listen, present.admin.listen, &mut differ);
         keep("admin.metrics", &mut self.admin.metrics, present.admin.metrics, &mut differ);
+        keep("admin.history_bytes", &mut self.admin.history_bytes, present.admin.history_bytes, &mut differ);
         keep("log", &mut self.log, present.log, &mut differ);
         match (&mut self.outbound, &present.outbound) {
             (Some(outbound), Some(fixed)) => {

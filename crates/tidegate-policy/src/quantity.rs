@@ -121,6 +121,23 @@ impl QuantityError {
 }
 
 impl Quantity {
+    /// The time after which a limit has forgotten all calls. The longest period, if its periods differ.
+    pub fn forget_time(&self) -> Span {
+        match self {
+            Self::Window { window, .. } => *window,
+            Self::Rate { count, per, burst } => {
+                let refill = (u128::from(per.as_micros()) * u128::from(*burst)).div_ceil(u128::from((*count).max(1)));
+                Span::from_micros(u64::try_from(refill).unwrap_or(u64::MAX))
+            }
+            Self::Quota { unit, .. } => unit.fixed_length().unwrap_or_else(|| {
+                let days = if *unit == PeriodUnit::Month { 31 } else { 366 };
+                Span::from_secs(days * 86_400)
+            }),
+            Self::InFlight { .. } => Concurrency::DEFAULT_LEASE,
+            Self::Unlimited => Span::ZERO,
+        }
+    }
+
     /// The most that is ever available at once; `None` for `unlimited`.
     pub fn capacity(&self) -> Option<u64> {
         match self {

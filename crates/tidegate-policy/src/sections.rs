@@ -152,6 +152,9 @@ pub struct AdminConfig {
     pub hosts: Vec<String>,
     /// True to count requests and calls, and to answer `/metrics`. Default true.
     pub metrics: bool,
+    /// The maximum memory for the requests of the last hour, over which other limits can be tried, in bytes. `None`
+    /// keeps none. Default 16 MiB.
+    pub history_bytes: Option<usize>,
 }
 
 /// A bearer token with a name, by which log lines tell its requests from others.

@@ -1,15 +1,12 @@
 //! A policy and its memory store, on a log's own clock.
 
 use std::net::IpAddr;
-use std::sync::Arc;
 
 use http::header::HeaderMap;
-use tidegate_core::decision::{decide, move_to_shared_keys};
 use tidegate_core::{Batch, Decision, LimitId, Reason, Time, Verb};
 use tidegate_policy::{
     ActionId, Forwarding, KeyError, KeyPart, KeySeed, MatchedActions, Plan, Policy, Query, QueryError, canonical_ip,
 };
-use tidegate_store::{ImmediateStore, Memory};
 
 use super::client::{ClientNetwork, ClientStats, key_label};
 use super::findings::KeyFindings;
@@ -17,6 +14,7 @@ use super::meter::{MAX_PEAKS, Meter};
 use super::request::LoggedRequest;
 use super::timeline::Timeline;
 use super::top_k::TopK;
+use super::virtual_gate::VirtualGate;
 
 /// The largest number of tracked clients: 35 MB in a hash table of 2^20 slots.
 const MAX_CLIENTS: usize = (1 << 20) / 8 * 7;
@@ -37,7 +35,7 @@ pub struct RequestCounts {
 }
 
 impl RequestCounts {
-    fn record(&mut self, decision: &Decision) {
+    pub(super) fn record(&mut self, decision: &Decision) {
         self.requests += 1;
         if !decision.allowed {
             self.refused += 1;
@@ -58,12 +56,21 @@ pub struct LimitRefusals {
     pub in_shadow: u64,
 }
 
+impl LimitRefusals {
+    /// Counts a decision that this limit has determined.
+    pub(super) fn record(&mut self, decision: &Decision) {
+        match (decision.allowed, decision.reason) {
+            (false, Reason::Penalty) => self.by_block += 1,
+            (false, _) => self.by_limit += 1,
+            (true, _) => self.in_shadow += u64::from(decision.shadow),
+        }
+    }
+}
+
 pub(super) struct PolicyEvaluator {
     pub(super) name: String,
-    pub(super) plan: Arc<Plan>,
+    pub(super) gate: VirtualGate,
     forwarding: Forwarding,
-    store: Memory,
-    seed: KeySeed,
     holder: u64,
     /// The requests that are decided about together. They are written in place, because they are too large to move.
     requests: Box<[PreparedRequest]>,
@@ -114,13 +121,10 @@ pub(super) struct RequestDecision {
 impl PolicyEvaluator {
     pub(super) fn new(name: String, policy: &Policy) -> Self {
         let plan = policy.plan();
-        let max_bytes = usize::try_from(policy.store().max_bytes).unwrap_or(usize::MAX);
         Self {
             name,
+            gate: VirtualGate::new(policy),
             forwarding: policy.inbound().forwarding.clone(),
-            store: Memory::reproducible(Arc::clone(plan.limits()), max_bytes),
-            // A fixed seed, so that the same log gives the same report.
-            seed: KeySeed::new([0x7d; 16]),
             holder: 0,
             requests: (0..super::BATCH_LINES).map(|_| PreparedRequest::new()).collect(),
             prepared: 0,
@@ -136,13 +140,13 @@ impl PolicyEvaluator {
             refused_keys: TopK::new(MAX_REFUSED_KEYS, |key| key.refused),
             timeline: Timeline::default(),
             has_seen_host: false,
-            plan: Arc::clone(plan),
         }
     }
 
     /// Returns the headers that the policy reads.
     pub(super) fn headers(&self) -> impl Iterator<Item = http::HeaderName> + '_ {
-        let parts = self.plan.limits().iter().flat_map(|(id, _)| self.plan.key_parts(id));
+        let plan = &self.gate.plan;
+        let parts = plan.limits().iter().flat_map(|(id, _)| plan.key_parts(id));
         let counted = parts.filter_map(|part| match part {
             KeyPart::Header(name) => Some(name.clone()),
             KeyPart::Cookie(_) => Some(http::header::COOKIE),
@@ -170,16 +174,16 @@ impl PolicyEvaluator {
         self.prepared += 1;
         prepared.client = client;
         prepared.batch = Batch::new(self.holder);
-        prepared.list_decision = prepared.resolve(&self.plan, &query, &self.seed, now);
+        prepared.list_decision = prepared.resolve(&self.gate.plan, &query, &self.gate.seed, now);
         if matches!(prepared.list_decision, Ok(None)) {
-            self.store.prefetch(&prepared.batch);
+            self.gate.store.prefetch(&prepared.batch);
         }
     }
 
     /// Prefetches the states of keys with many calls, once all requests are prepared.
     pub(super) fn prefetch_states(&self) {
         for prepared in &self.requests[..self.prepared] {
-            self.store.prefetch_states(&prepared.batch);
+            self.gate.store.prefetch_states(&prepared.batch);
         }
     }
 
@@ -215,25 +219,11 @@ impl PolicyEvaluator {
 
     #[inline]
     fn decide(&mut self, index: usize, query: &Query<'_>, now: Time) -> Decision {
-        let plan = &*self.plan;
-        let batch = &mut self.requests[index].batch;
-        let outcomes = loop {
-            let outcomes = self.store.apply_now(batch, now);
-            if !move_to_shared_keys(batch, &outcomes, |limit, share| {
-                plan.shared_key(limit, share, query.ip, &self.seed)
-            }) {
-                break outcomes;
-            }
-        };
-        self.meter.record(batch, plan.limits(), &outcomes, &self.store);
-        let decision = decide(batch, plan.limits(), &outcomes);
-        if decision.permit.is_some() {
-            // The duration of the call isn't known, so it counts as zero.
-            for op in batch.ops_mut() {
-                op.verb = Verb::Release;
-            }
-            self.store.apply_now(batch, now);
-        }
+        let (gate, batch) = (&self.gate, &mut self.requests[index].batch);
+        let plan = &*gate.plan;
+        let outcomes = gate.apply(batch, query.ip, now);
+        self.meter.record(batch, plan.limits(), &outcomes, &gate.store);
+        let decision = gate.decide(batch, &outcomes, now);
         if let Some(limit) = decision.bound_by
             && !decision.allowed
         {
@@ -265,30 +255,11 @@ impl PolicyEvaluator {
             self.actions[action].record(decision);
         }
         self.total.record(decision);
-        let interval = self.timeline.interval_at(now);
-        if decision.allowed {
-            interval.admitted += 1;
-            if let Some(limit) = decision.bound_by
-                && decision.shadow
-            {
-                self.limits[limit.index()].in_shadow += 1;
-            }
-            return;
-        }
-        let refusals = decision.bound_by.map(|limit| &mut self.limits[limit.index()]);
-        match (refusals, decision.reason) {
-            (Some(refusals), Reason::Penalty) => {
-                refusals.by_block += 1;
-                interval.refused_by_block += 1;
-            }
-            (Some(refusals), _) => {
-                refusals.by_limit += 1;
-                interval.refused_by_limit += 1;
-            }
-            (None, _) => {
-                self.refused_by_deny_list += 1;
-                interval.refused_by_deny_list += 1;
-            }
+        self.timeline.interval_at(now).record(decision);
+        match decision.bound_by {
+            Some(limit) => self.limits[limit.index()].record(decision),
+            None if !decision.allowed => self.refused_by_deny_list += 1,
+            None => {}
         }
     }
 
@@ -308,13 +279,6 @@ impl PolicyEvaluator {
                 stats.record_refusal(limit, at);
             }
         }
-    }
-
-    /// Returns the losses of the full store: entries that it dropped while they still counted, and outcomes that moved
-    /// a new key to a shared limit. A gate with more memory might have decided differently.
-    pub(super) fn losses(&self) -> u64 {
-        let losses = self.store.stats().losses;
-        losses.evicted() + losses.forced_shares
     }
 }
 

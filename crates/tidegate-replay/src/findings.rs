@@ -174,7 +174,7 @@ impl LogReplay {
 }
 
 fn policy_findings(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> PolicyFindings {
-    let plan = &evaluator.plan;
+    let plan = &evaluator.gate.plan;
     let named = plan.actions().map(|(_, action)| (Some(action.name().to_owned()), action.is_shadow()));
     let actions = named
         .chain([(None, false)])
@@ -201,8 +201,8 @@ fn policy_findings(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Po
 }
 
 fn limit_findings(evaluator: &PolicyEvaluator, id: LimitId, kind: &LimitKind) -> LimitFindings {
-    let info = evaluator.plan.limit_info(id);
-    let parts = evaluator.plan.key_parts(id);
+    let info = evaluator.gate.plan.limit_info(id);
+    let parts = evaluator.gate.plan.key_parts(id);
     let peaks = evaluator.meter.peaks(id);
     let value = |peaks: &Peaks, share: f64| {
         let value = peaks.smallest_value_for_share(share);
@@ -230,7 +230,7 @@ fn key_description(parts: &[KeyPart]) -> String {
 
 /// Returns the notes that a reader needs in order to judge the findings.
 fn collect_notes(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<String> {
-    let plan = &evaluator.plan;
+    let plan = &evaluator.gate.plan;
     let mut notes = Vec::new();
     if evaluator.total.requests + evaluator.undecided == 0 {
         return notes;
@@ -268,8 +268,8 @@ fn collect_notes(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<
             "{evicted} clients with few calls were forgotten; others may have up to {max_undercount} more"
         ));
     }
-    if evaluator.losses() > 0 {
-        notes.push(format!("the policy's store was full and let go {} entries that counted", evaluator.losses()));
+    if evaluator.gate.losses() > 0 {
+        notes.push(format!("the policy's store was full and let go {} entries that counted", evaluator.gate.losses()));
     }
     if evaluator.meter.unmeasured_calls > 0 {
         notes.push("too many clients were refused to measure all; values for fewer refusals may be too low".to_owned());

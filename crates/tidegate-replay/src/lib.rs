@@ -32,6 +32,8 @@ mod request;
 mod timeline;
 mod timestamp;
 mod top_k;
+mod trial;
+mod virtual_gate;
 
 use std::io::{self, Read, Write};
 
@@ -56,6 +58,7 @@ pub use timeline::{IntervalCounts, Timeline};
 use timestamp::ClfTimeParser;
 pub(crate) use timestamp::format_time;
 use top_k::TopK;
+pub use trial::{JudgedCalls, RecordedCall, judge_calls};
 
 /// The longest time by which a line may be older than the newest one and still count, at the newest one's time. Servers
 /// that log the start of a request write the line at its end, and a download may take long.
@@ -222,7 +225,7 @@ impl LogReplay {
                 if let (Some(decided), Some(refusals)) = (&decided, &mut refusals)
                     && (!decided.decision.allowed || decided.decision.shadow)
                 {
-                    write_refusal(*refusals, (name, *number), &first.plan, decided)?;
+                    write_refusal(*refusals, (name, *number), &first.gate.plan, decided)?;
                 }
             }
         }

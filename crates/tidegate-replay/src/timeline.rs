@@ -1,8 +1,8 @@
 //! The counts of requests over time, in as many intervals as a picture shows.
 
-use tidegate_core::{Span, Time};
+use tidegate_core::{Decision, Reason, Span, Time};
 
-/// The largest number of intervals. Beyond it, neighbours are merged.
+/// The largest number of intervals of a log. Beyond it, neighbours are merged.
 const MAX_INTERVALS: usize = 600;
 /// The lengths of an interval in seconds, each a multiple of the one before. Longer ones grow tenfold.
 const WIDTHS: [u64; 10] = [1, 5, 15, 60, 300, 900, 3600, 21_600, 86_400, 604_800];
@@ -31,6 +31,16 @@ impl IntervalCounts {
         self.refused_by_limit + self.refused_by_block + self.refused_by_deny_list
     }
 
+    pub(super) fn record(&mut self, decision: &Decision) {
+        let count = match (decision.allowed, decision.bound_by, decision.reason) {
+            (true, ..) => &mut self.admitted,
+            (false, Some(_), Reason::Penalty) => &mut self.refused_by_block,
+            (false, Some(_), _) => &mut self.refused_by_limit,
+            (false, None, _) => &mut self.refused_by_deny_list,
+        };
+        *count += 1;
+    }
+
     fn merge(&mut self, other: &Self) {
         self.admitted += other.admitted;
         self.refused_by_limit += other.refused_by_limit;
@@ -47,15 +57,20 @@ pub struct Timeline {
     /// The start of the first interval, in widths since the Unix epoch.
     first_index: u64,
     intervals: Vec<IntervalCounts>,
+    max_intervals: usize,
 }
 
 impl Default for Timeline {
     fn default() -> Self {
-        Self { width_seconds: WIDTHS[0], first_index: 0, intervals: Vec::new() }
+        Self::new(MAX_INTERVALS)
     }
 }
 
 impl Timeline {
+    pub(super) fn new(max_intervals: usize) -> Self {
+        Self { width_seconds: WIDTHS[0], first_index: 0, intervals: Vec::new(), max_intervals }
+    }
+
     /// Returns the length of an interval.
     pub fn width(&self) -> Span {
         Span::from_secs(self.width_seconds)
@@ -79,7 +94,7 @@ impl Timeline {
         }
         loop {
             let place = (second / self.width_seconds).saturating_sub(self.first_index) as usize;
-            if place < MAX_INTERVALS {
+            if place < self.max_intervals {
                 if place >= self.intervals.len() {
                     self.intervals.resize(place + 1, IntervalCounts::default());
                 }

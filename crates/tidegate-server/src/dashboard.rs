@@ -13,6 +13,7 @@ mod policy_page;
 mod providers_page;
 mod sessions;
 mod sign_in;
+mod try_page;
 mod who_page;
 mod words;
 
@@ -31,6 +32,7 @@ use tidegate_core::Clock;
 use self::assets::Asset;
 pub(crate) use self::sessions::{Session, Sessions};
 pub(crate) use self::sign_in::{SignInLimiter, sign_in_limiter};
+pub(crate) use self::words::count;
 use crate::access::{AccessError, Identity};
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
@@ -65,11 +67,12 @@ pub(crate) enum Page {
     Who,
     Providers,
     Policy,
+    Try,
     Events,
 }
 
 impl Page {
-    const ALL: [Self; 5] = [Self::Now, Self::Who, Self::Providers, Self::Policy, Self::Events];
+    const ALL: [Self; 6] = [Self::Now, Self::Who, Self::Providers, Self::Policy, Self::Try, Self::Events];
 
     fn path(self) -> &'static str {
         match self {
@@ -77,6 +80,7 @@ impl Page {
             Self::Who => "/who",
             Self::Providers => "/providers",
             Self::Policy => "/policy",
+            Self::Try => "/try",
             Self::Events => "/events",
         }
     }
@@ -87,6 +91,7 @@ impl Page {
             Self::Who => "Who",
             Self::Providers => "Providers",
             Self::Policy => "Policy",
+            Self::Try => "Try",
             Self::Events => "Events",
         }
     }
@@ -95,7 +100,7 @@ impl Page {
     fn refresh_millis(self) -> u32 {
         match self {
             Self::Now | Self::Who => 1000,
-            Self::Providers | Self::Policy | Self::Events => 2000,
+            Self::Providers | Self::Policy | Self::Try | Self::Events => 2000,
         }
     }
 }
@@ -114,8 +119,8 @@ impl DashboardPath {
 
     fn allowed_methods(self) -> &'static str {
         match self {
+            Self::SignIn | Self::Page(Page::Try) => "GET, HEAD, POST",
             Self::Page(_) | Self::Asset(_) => "GET, HEAD",
-            Self::SignIn => "GET, HEAD, POST",
             Self::SignOut => "POST",
         }
     }
@@ -196,8 +201,11 @@ pub(crate) async fn respond<S: Store, C: Clock + Clone>(
                 sign_in::sign_out(&admin.metrics.parts, request.headers())
             }
             (DashboardPath::SignOut, Some(_)) => csrf_response(&admin.metrics.parts),
+            (DashboardPath::Page(Page::Try), Some(caller)) if method == Method::POST => {
+                return try_page::respond(admin, client, caller, request).await;
+            }
             (DashboardPath::Page(page), Some(caller)) => {
-                let view = View::new(admin, caller).await;
+                let view = View { query: request.uri().query(), ..View::new(admin, caller).await };
                 html(StatusCode::OK, layout::frame(page, &view, page_content(page, &view)))
             }
         }
@@ -208,6 +216,8 @@ pub(crate) async fn respond<S: Store, C: Clock + Clone>(
 /// All that a page shows.
 struct View<'a> {
     caller: Caller<'a>,
+    /// The query string of the page.
+    query: Option<&'a str>,
     parts: &'a SharedParts,
     plan: &'a Plan,
     state: ServerSnapshot,
@@ -217,7 +227,13 @@ struct View<'a> {
 impl<'a> View<'a> {
     async fn new<S: Store, C: Clock + Clone>(admin: &'a AdminState<S, C>, caller: Caller<'a>) -> Self {
         let state = admin.metrics.snapshot().await;
-        Self { caller, parts: &admin.metrics.parts, plan: admin.gate.plan(), state, now: admin.gate.clock().now() }
+        let (parts, plan, now) = (&*admin.metrics.parts, &**admin.gate.plan(), admin.gate.clock().now());
+        Self { caller, query: None, parts, plan, state, now }
+    }
+
+    /// True if the caller may try other terms of limits.
+    fn may_try(&self) -> bool {
+        self.may_change() && self.parts.request_history.is_some()
     }
 
     /// False if the caller may only read.
@@ -236,6 +252,7 @@ fn page_content(page: Page, view: &View<'_>) -> Markup {
         Page::Who => who_page::render(view),
         Page::Providers => providers_page::render(view),
         Page::Policy => policy_page::render(view),
+        Page::Try => try_page::render(view, &try_page::Form::from_fields(view.query.unwrap_or_default()), None),
         Page::Events => events_page::render(view),
     }
 }

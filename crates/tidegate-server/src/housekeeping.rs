@@ -35,13 +35,18 @@ pub(crate) async fn run_store_maintenance(maintain: impl Fn() -> Losses, on_loss
     }
 }
 
-/// Keeps the totals of each second for the dashboard; never returns.
+/// Keeps the totals of each second for the dashboard, and forgets requests after an hour; never returns.
 pub(crate) async fn record_history<S: Store, C: Clock + Clone>(
     engine: Arc<StateCell<Engine<S, C>>>,
     parts: Arc<SharedParts>,
 ) {
     loop {
-        MetricsSource::new(&engine.load(), &parts).record_history();
+        let engine = engine.load();
+        MetricsSource::new(&engine, &parts).record_history();
+        if let Some(history) = &parts.request_history {
+            history.maintain(engine.gate.clock().now());
+        }
+        drop(engine);
         tokio::time::sleep(INTERVAL).await;
     }
 }

@@ -18,7 +18,7 @@
 //! | inbound, 8080 | the reverse proxy, if the policy has an upstream | `inbound.caps`, `inbound.timeouts` |
 //! | outbound, 8081 | the gateway to external APIs, with `[outbound]` | `outbound.connections`, 64 KiB per head |
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB per decision request |
-//! | admin, 8083 | the dashboard, health, metrics, the state as JSON, and changes by operators | 64 connections, 16 KiB per change |
+//! | admin, 8083 | the dashboard, health, metrics, the state as JSON, trials, and changes by operators | 64 connections, 16 KiB per change |
 //!
 //! # Access
 //! Every listener except inbound checks its token, if it has one. Beyond loopback a token is required. The admin listener
@@ -83,10 +83,12 @@ mod refusal_log;
 mod refused_clients;
 mod rejections;
 mod reload;
+mod request_history;
 pub mod signals;
 mod socket;
 mod state_cell;
 mod states;
+mod trial;
 mod upgrade;
 mod upstream;
 mod watchdog;
@@ -117,6 +119,7 @@ use crate::metrics::{History, RequestMetrics};
 use crate::refusal_log::RefusalLog;
 pub use crate::reload::{ReloadError, ReloadHandle, ReloadReport};
 use crate::reload::{Reloader, reload_channel};
+use crate::request_history::RequestHistory;
 use crate::state_cell::{CurrentService, ListenerState, StateCell};
 use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
 
@@ -289,10 +292,13 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             sessions: Sessions::default(),
             sign_in_limiter: sign_in_limiter(self.gate.clock().clone()),
             event_streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
+            request_history: admin.listen.and(admin.history_bytes).map(|bytes| Arc::new(RequestHistory::new(bytes))),
+            trials: Arc::new(Semaphore::new(1)),
             draining: Arc::default(),
             started_at: self.gate.clock().now(),
             connections: OnceLock::new(),
         });
+        parts.remember_requests(&self.gate, 0);
         let alerts = Arc::new(AlertSet::new(&self.policy, &parts, None)?);
         let engine = Engine { policy: self.policy, gate: self.gate, providers: self.outbound, alerts };
         let states = ListenerStates::new(&engine, &parts, None)?;

@@ -131,6 +131,9 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
             snapshot.follow(providers);
         }
         self.parts.refusals.clients.follow(engine.gate.plan(), next.gate.plan());
+        if let Some(history) = &self.parts.request_history {
+            self.parts.remember_requests(&next.gate, history.follow(engine.gate.plan(), next.gate.plan()));
+        }
         let StateCells { engine, proxy, gateway, api, admin } = &self.cells;
         engine.replace(next);
         replace(proxy, states.proxy);

@@ -23,6 +23,7 @@ use crate::permit_renewer::PermitRenewer;
 use crate::proxy::ProxyState;
 use crate::refusal_log::RefusalLog;
 use crate::reload::ReloadHandle;
+use crate::request_history::RequestHistory;
 use crate::state_cell::StateCell;
 use crate::watchdog::Watchdog;
 use crate::wire::admin::AdminState;
@@ -53,10 +54,23 @@ pub(crate) struct SharedParts {
     pub(crate) sign_in_limiter: SignInLimiter,
     /// The permits of the streams of events.
     pub(crate) event_streams: Arc<Semaphore>,
+    /// The requests of the last hour, if the policy has them remembered.
+    pub(crate) request_history: Option<Arc<RequestHistory>>,
+    /// The permit of the one trial that may run.
+    pub(crate) trials: Arc<Semaphore>,
     pub(crate) draining: Arc<AtomicBool>,
     pub(crate) started_at: Time,
     /// The connections of each listener, by its section in the policy.
     pub(crate) connections: OnceLock<Vec<(&'static str, Arc<Watchdog>)>>,
+}
+
+impl SharedParts {
+    /// Remembers the calls of a gate, which is of this generation of the history.
+    pub(crate) fn remember_requests<S: Store, C: Clock>(&self, gate: &Gate<S, C>, generation: u32) {
+        if let Some(history) = self.request_history.clone() {
+            gate.observe_decisions(move |call| history.record(generation, call));
+        }
+    }
 }
 
 /// The states of the listeners that a policy opens.
@@ -149,7 +163,8 @@ fn admin_state<S: Store, C: Clock + Clone>(
     access: Access,
 ) -> AdminState<S, C> {
     let alerts = Arc::clone(&engine.alerts);
-    AdminState { gate: engine.gate.clone(), access, metrics: MetricsSource::new(engine, parts), alerts }
+    let (policy, gate, metrics) = (engine.policy.clone(), engine.gate.clone(), MetricsSource::new(engine, parts));
+    AdminState { policy, gate, access, metrics, alerts }
 }
 
 /// Returns the access check of a listener. `None` if the policy turns it off.

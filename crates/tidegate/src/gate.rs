@@ -2,10 +2,11 @@
 
 mod administration;
 mod next;
+mod observation;
 
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use tidegate_core::decision::{decide, move_to_shared_keys};
 use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
@@ -21,6 +22,8 @@ use crate::pending_check::{Check, PendingCheck};
 use crate::permit_guard::PermitGuard;
 use crate::report::{DecisionReport, PermitId};
 pub use next::NextPolicyError;
+pub use observation::DecidedCall;
+use observation::DecisionObserver;
 
 pub use self::administration::BlockError;
 
@@ -35,6 +38,7 @@ struct GateInner<S, C> {
     holder_ids: HolderIds,
     hold_times: HoldTimes,
     decision_counts: Option<DecisionCounts>,
+    observer: OnceLock<DecisionObserver>,
 }
 
 impl<S, C> Clone for Gate<S, C> {
@@ -127,7 +131,8 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let hold_times = HoldTimes::new(plan.limits());
         let decision_counts = counts.then(|| DecisionCounts::new(&plan));
         let holder_ids = HolderIds::new();
-        Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids, hold_times, decision_counts }))
+        let observer = OnceLock::new();
+        Self(Arc::new(GateInner { plan, store, clock, seed, holder_ids, hold_times, decision_counts, observer }))
     }
 
     /// The decisions of [`check`](Self::check) so far, by action, limit, outcome and reason. Each decision is counted
@@ -287,7 +292,7 @@ impl<S: Store, C: Clock> Gate<S, C> {
         let actions = self.actions(query)?;
         let counted = (verb == Verb::Take).then_some(actions);
         if let Some(decision) = self.decide_by_list(query) {
-            self.count(counted, &decision);
+            self.count(counted, query.ip, &[], &decision);
             return Ok(Check::Decided(decision));
         }
         let mut batch = Batch::new(self.0.holder_ids.next());
@@ -298,21 +303,13 @@ impl<S: Store, C: Clock> Gate<S, C> {
             // By reference: moving them would copy them.
             StoreResponse::Ready(ref mut outcomes) => {
                 let decision = self.decide_outcomes(&batch, outcomes);
-                self.count(counted, &decision);
+                self.count(counted, query.ip, batch.ops(), &decision);
                 Check::Decided(decision)
             }
             StoreResponse::Pending(answer) => {
                 Check::Pending(PendingCheck::new(self.clone(), batch, query.ip, counted, answer))
             }
         })
-    }
-
-    /// Counts a decision that the caller is given, unless it was only looked up.
-    #[inline]
-    pub(crate) fn count(&self, counted: Option<MatchedActions>, decision: &Decision) {
-        if let (Some(counts), Some(actions)) = (&self.0.decision_counts, counted) {
-            counts.record(actions, decision);
-        }
     }
 
     /// The decision of these outcomes. Waits for calls in flight are estimated.

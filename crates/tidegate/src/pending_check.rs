@@ -54,7 +54,7 @@ impl<S: Store, C: Clock> PendingCheck<S, C> {
         let mut outcomes = gate.outcomes(batch, ip, StoreResponse::Pending(answer)).await?;
         *is_answered = true;
         let decision = gate.decide_outcomes(batch, &mut outcomes);
-        gate.count(counted, &decision);
+        gate.count(counted, ip, batch.ops(), &decision);
         Ok(decision)
     }
 }

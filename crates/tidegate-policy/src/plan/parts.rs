@@ -62,6 +62,16 @@ pub struct LimitInfo {
     pub(crate) rate_limit_policy: RateLimitPolicyItem,
     pub(crate) key_template_index: u16,
     pub(crate) is_concurrency: bool,
+    pub(crate) place: LimitPlace,
+}
+
+/// The place of a limit in its section.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LimitPlace {
+    /// The index of its group: of the item of `limits`, or 0 for `limit`. That of `ipv6_network` follows.
+    pub(crate) group: usize,
+    /// The index of its quantity in the group.
+    pub(crate) quantity: usize,
 }
 
 impl LimitInfo {

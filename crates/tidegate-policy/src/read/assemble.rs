@@ -5,20 +5,19 @@ use std::sync::Arc;
 
 use http::header::{COOKIE, HeaderName};
 use ipnet::IpNet;
-use tidegate_core::{Concurrency, CountMode, LeaseSpec, Limit, LimitId, LimitKind, Limits, MAX_OPS, Span};
+use tidegate_core::{CountMode, LeaseSpec, Limit, LimitId, LimitKind, Limits, MAX_OPS};
 
 use super::actions::{LimitGroup, ParsedAction};
 use super::limit_list::LimitList;
 use super::server::INBOUND;
 use super::{DocumentReader, Reported, all_or_none};
 use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
-use crate::calendar::PeriodUnit;
 use crate::description;
 use crate::document::{TextRange, TomlTable};
 use crate::error::quoted;
 use crate::key::{KeyPart, KeyTemplate, OnMissing, limit_tag};
 use crate::path::{AmbiguousPaths, PathQuirks};
-use crate::plan::{Action, ActionId, LimitInfo, OpStep, OpTemplate, Plan};
+use crate::plan::{Action, ActionId, LimitInfo, LimitPlace, OpStep, OpTemplate, Plan};
 use crate::quantity::Quantity;
 use crate::router::Router;
 use crate::store::StoreConfig;
@@ -264,13 +263,14 @@ impl DocumentReader<'_> {
     ) -> Option<Vec<LimitId>> {
         let is_only_limit = groups.iter().map(LimitGroup::op_count).sum::<usize>() == 1;
         let mut ids = Vec::new();
-        for group in groups {
+        for (group_index, group) in groups.into_iter().enumerate() {
             let has_several = group.op_count() > 1;
             let key_template = KeyTemplate::new(group.key, group.missing);
             let key_template_index =
                 u16::try_from(position_or_push(&mut collector.key_templates, key_template)).ok()?;
-            let counted = group.quantities.into_iter().filter(|(quantity, _)| *quantity != Quantity::Unlimited);
-            for (number, (quantity, at)) in (1..).zip(counted) {
+            let quantities = group.quantities.into_iter().enumerate();
+            let counted = quantities.filter(|(_, (quantity, _))| *quantity != Quantity::Unlimited);
+            for (number, (index, (quantity, at))) in (1..).zip(counted) {
                 let name = match &group.name {
                     Some(name) if has_several => format!("{owner}.{name}.{number}"),
                     Some(name) => format!("{owner}.{name}"),
@@ -301,6 +301,7 @@ impl DocumentReader<'_> {
                     rate_limit_policy,
                     key_template_index,
                     is_concurrency,
+                    place: LimitPlace { group: group_index, quantity: index },
                 };
                 let Some(id) = collector.limits.add(&name, limit, info) else {
                     return self.too_many_limits(at, "the policy").none();
@@ -317,22 +318,5 @@ fn with_lease_lead(kind: LimitKind, lease: Option<LeaseSpec>) -> LimitKind {
     match (kind, lease) {
         (LimitKind::Window(window), Some(lease)) => LimitKind::Window(window.with_lead(lease.max_age)),
         (kind, _) => kind,
-    }
-}
-
-/// The time after which a limit has forgotten all calls.
-pub(super) fn forget_time(quantity: &Quantity) -> Span {
-    match quantity {
-        Quantity::Window { window, .. } => *window,
-        Quantity::Rate { count, per, burst } => {
-            let refill = (u128::from(per.as_micros()) * u128::from(*burst)).div_ceil(u128::from((*count).max(1)));
-            Span::from_micros(u64::try_from(refill).unwrap_or(u64::MAX))
-        }
-        Quantity::Quota { unit, .. } => unit.fixed_length().unwrap_or_else(|| {
-            let days = if *unit == PeriodUnit::Month { 31 } else { 366 };
-            Span::from_secs(days * 86_400)
-        }),
-        Quantity::InFlight { .. } => Concurrency::DEFAULT_LEASE,
-        Quantity::Unlimited => Span::ZERO,
     }
 }

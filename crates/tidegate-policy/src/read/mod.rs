@@ -31,10 +31,12 @@ use crate::address::Ipv6Prefix;
 use crate::document::{
     SourceKind, SourceText, SourceTexts, TextRange, TomlDocument, TomlEntry, TomlNode, TomlTable, parse_file,
 };
+use crate::edit::LimitSections;
 use crate::environment::{EnvVars, apply_variables};
 use crate::error::{Error, Errors, Note, quoted};
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
+use crate::plan::Plan;
 use crate::policy::Policy;
 use crate::sections::LogConfig;
 use crate::settings;
@@ -65,7 +67,23 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars, predecessor: Option<
     let mut reader =
         DocumentReader { errors, notes, presets, predecessor, ..DocumentReader::with_texts(&texts, whole) };
     match reader.policy(&root) {
-        Some(policy) if reader.errors.is_empty() => Ok(policy),
+        Some(policy) if reader.errors.is_empty() => {
+            Ok(Policy { source: Some(Arc::new(LimitSections::new(texts, root))), ..policy })
+        }
+        _ => Err(Errors::new(reader.errors)),
+    }
+}
+
+/// Reads the plan of these sections, which follows that of a policy and has its settings beside the limits.
+pub(crate) fn plan(texts: &SourceTexts, root: &TomlTable, predecessor: &Policy) -> Result<Plan, Errors> {
+    let (store, inbound) = (predecessor.store(), predecessor.inbound());
+    let mut reader = DocumentReader {
+        on_outage: store.on_outage,
+        predecessor: Some(predecessor),
+        ..DocumentReader::with_texts(texts, texts.last_range())
+    };
+    match reader.plan(root, (inbound.path_quirks, inbound.ambiguous_paths), Some(store)) {
+        Some(plan) if reader.errors.is_empty() => Ok(Plan { ipv6_prefix: predecessor.plan().ipv6_prefix, ..plan }),
         _ => Err(Errors::new(reader.errors)),
     }
 }
@@ -187,6 +205,7 @@ impl DocumentReader<'_> {
             alerts: alerts?,
             notes: std::mem::take(&mut self.notes),
             restart_needed: Vec::new(),
+            source: None,
         })
     }
 

@@ -4,7 +4,6 @@ use tidegate_core::{LimitError, Penalty, PenaltyMode, PenaltySpec, Span};
 
 use super::DocumentReader;
 use super::actions::ParsedPenalty;
-use super::assemble::forget_time;
 use super::forms::{Custom, Maybe, SPAN, Whole};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable};
 use crate::error::Note;
@@ -93,7 +92,7 @@ impl DocumentReader<'_> {
         parsed: ParsedPenalty,
         quantity: &Quantity,
     ) -> Option<(Option<Penalty>, bool)> {
-        let window = forget_time(quantity);
+        let window = quantity.forget_time();
         let (made, at, is_ban): (Result<Penalty, LimitError>, TextRange, bool) = match parsed {
             ParsedPenalty::None => return Some((None, false)),
             ParsedPenalty::Growing(spec, at) => (Penalty::new(spec, window), at, false),

@@ -114,6 +114,8 @@ setting_keys! {
         hosts: Vec<String> = "", HOSTS,
             "names that a request's Host may have besides loopback's, unless it has the token";
         metrics: bool = "true", FLAG, "true to count requests and calls, and to answer /metrics";
+        history_bytes: Option<usize> = "16MiB", OrWord("off", Bytes(64 << 10, 1 << 34)),
+            "the maximum memory for the requests of the last hour, over which other limits can be tried, or off";
     }
 
     LOG: LogKeys {
@@ -232,7 +234,7 @@ impl DocumentReader<'_> {
         let has_token = tokens.as_ref().is_none_or(|tokens| !tokens.is_empty());
         let (listen, token) = self.listen_and_token(table, &ADMIN.listen, &ADMIN.token, has_token, "admin");
         read_struct!(self, table, ADMIN => AdminConfig {
-            hosts, metrics; listen: listen?, token: token?, tokens: tokens?
+            hosts, metrics, history_bytes; listen: listen?, token: token?, tokens: tokens?
         })
     }
 

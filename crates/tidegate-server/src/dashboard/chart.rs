@@ -1,4 +1,4 @@
-//! The chart of the last minutes.
+//! Charts of the time until now.
 
 use std::fmt::Write as _;
 
@@ -12,30 +12,39 @@ const HEIGHT: f64 = 180.0;
 /// The free space above the highest point.
 const TOP: f64 = 8.0;
 
-/// A line of the chart: its name, its class in the style sheet, and its value in a sample.
-struct Series(&'static str, &'static str, fn(&Rates) -> f64);
-
-const SERIES: [Series; 4] = [
-    Series("Admitted", "admitted", |rates| rates.admitted),
-    Series("Shadow", "shadow", |rates| rates.shadow),
-    Series("Errors", "errors", |rates| rates.errors),
-    Series("Refused", "refused", |rates| rates.refused),
-];
+/// A line of a chart: its name, its class in the style sheet, and its values, of which the last is at the right.
+pub(super) struct Line<'n> {
+    pub(super) name: &'n str,
+    pub(super) class: &'static str,
+    pub(super) values: Vec<f64>,
+}
 
 /// Draws rates, of which the last one is that of now.
 pub(super) fn render(rates: &[Rates]) -> Markup {
-    let highest = SERIES.iter().flat_map(|series| rates.iter().map(series.2)).fold(0.0, f64::max);
-    let top = axis_top(highest);
+    let line = |name, class, value: fn(&Rates) -> f64| Line { name, class, values: rates.iter().map(value).collect() };
+    let lines = [
+        line("Admitted", "admitted", |rates| rates.admitted),
+        line("Shadow", "shadow", |rates| rates.shadow),
+        line("Errors", "errors", |rates| rates.errors),
+        line("Refused", "refused", |rates| rates.refused),
+    ];
     let minutes = (MAX_SAMPLES - 1) / 60;
-    let latest = rates.last().copied().unwrap_or_default();
-    let summary =
-        SERIES.iter().map(|series| format!("{} {}", series.0.to_lowercase(), words::rate((series.2)(&latest))));
+    let latest = |line: &Line<'_>| words::rate(line.values.last().copied().unwrap_or_default());
+    let summary = lines.iter().map(|line| format!("{} {}", line.name.to_lowercase(), latest(line)));
     let label =
         format!("Calls a second in the last {minutes} minutes. Now: {}", summary.collect::<Vec<_>>().join(", "));
+    let ticks: Vec<String> = (1..=minutes).rev().map(|left| format!("{left} min")).collect();
+    plot(&lines, &label, MAX_SAMPLES, &ticks)
+}
+
+/// Draws lines over the time until now, which has places for this many values. `ticks` are the times below it.
+pub(super) fn plot(lines: &[Line<'_>], label: &str, places: usize, ticks: &[String]) -> Markup {
+    let highest = lines.iter().flat_map(|line| &line.values).copied().fold(0.0, f64::max);
+    let top = axis_top(highest);
     html! {
         figure class="chart" {
             ul class="legend" aria-hidden="true" {
-                @for Series(name, class, _) in &SERIES { li class=(class) { (name) } }
+                @for line in lines { li class=(line.class) { (line.name) } }
             }
             div class="plot" {
                 div class="axis y" aria-hidden="true" {
@@ -46,13 +55,13 @@ pub(super) fn render(rates: &[Rates]) -> Markup {
                         @let y = TOP + (HEIGHT - TOP - 1.0) * f64::from(part) / 2.0;
                         line class="grid" x1="0" x2=(WIDTH) y1=(y) y2=(y) {}
                     }
-                    @for Series(_, class, value) in &SERIES {
-                        polyline class=(class) points=(points(rates.iter().map(value), top)) {}
+                    @for line in lines {
+                        polyline class=(line.class) points=(points(&line.values, top, places)) {}
                     }
                 }
             }
             div class="axis x" aria-hidden="true" {
-                @for left in (1..=minutes).rev() { span { (left) " min" } }
+                @for tick in ticks { span { (tick) } }
                 span { "now" }
             }
         }
@@ -60,11 +69,12 @@ pub(super) fn render(rates: &[Rates]) -> Markup {
 }
 
 /// The points of a line that ends at the right.
-fn points(values: impl ExactSizeIterator<Item = f64>, top: f64) -> String {
-    let missing = (MAX_SAMPLES - 1).saturating_sub(values.len());
+fn points(values: &[f64], top: f64, places: usize) -> String {
+    let last = places.saturating_sub(2).max(1);
+    let missing = (last + 1).saturating_sub(values.len());
     let mut points = String::new();
-    for (index, value) in values.enumerate() {
-        let x = (missing + index) as f64 / (MAX_SAMPLES - 2) as f64 * WIDTH;
+    for (index, value) in values.iter().enumerate() {
+        let x = (missing + index) as f64 / last as f64 * WIDTH;
         let y = TOP + (HEIGHT - TOP - 1.0) * (1.0 - value / top);
         // Writing to a string can't fail.
         let _ = write!(points, "{x:.0},{y:.1} ");
@@ -89,6 +99,6 @@ mod tests {
 
     #[test]
     fn the_latest_value_is_at_the_right() {
-        assert_eq!(points([0.0, 10.0].into_iter(), 10.0), "897,179.0 900,8.0 ");
+        assert_eq!(points(&[0.0, 10.0], 10.0, MAX_SAMPLES), "897,179.0 900,8.0 ");
     }
 }

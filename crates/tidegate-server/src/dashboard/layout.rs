@@ -59,7 +59,9 @@ pub(super) fn frame(page: Page, view: &View<'_>, content: Markup) -> Markup {
             }
         }
         main id="main" tabindex="-1" data-refresh=(page.refresh_millis()) {
-            noscript { p class="message warn" { "Without scripts, this page isn't updated, and its buttons don't work." } }
+            @if page != Page::Try {
+                noscript { p class="message warn" { "Without scripts, this page isn't updated, and its buttons don't work." } }
+            }
             div id="message" class="message" role="status" hidden {}
             (content)
         }

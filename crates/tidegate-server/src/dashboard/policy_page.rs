@@ -68,8 +68,11 @@ pub(super) fn render(view: &View<'_>) -> Markup {
 }
 
 fn limits(view: &View<'_>, scope: &str, limits: &[LimitId], blocked: &HashMap<LimitId, usize>) -> Markup {
-    let head =
-        [("", "Limit"), ("wide", "Counts by"), ("", "Mode"), ("number", "Refused"), ("number wide", "Blocked now")];
+    let mut head =
+        vec![("", "Limit"), ("wide", "Counts by"), ("", "Mode"), ("number", "Refused"), ("number wide", "Blocked now")];
+    if view.may_try() {
+        head.push(("action", "Other terms"));
+    }
     let rows = html! {
         @for id in limits.iter().copied() {
             @let info = view.plan.limit_info(id);
@@ -85,6 +88,11 @@ fn limits(view: &View<'_>, scope: &str, limits: &[LimitId], blocked: &HashMap<Li
                 td { @if is_shadow { (badge("quiet", "Shadow")) } @else { (badge("good", "Enforced")) } }
                 td class="number" { (words::count(decided(&view.state.decisions, id, outcome))) }
                 td class="number wide" { (words::count(blocked.get(&id).copied().unwrap_or_default() as u64)) }
+                @if view.may_try() {
+                    td class="action" {
+                        a href={ "/try?limit=" (info.name()) } { "Try" span class="hidden" { " other terms of " (info.name()) } }
+                    }
+                }
             }
         }
     };

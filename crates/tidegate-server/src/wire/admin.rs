@@ -1,8 +1,9 @@
 //! The admin listener: `/healthz` (the process is alive), `/readyz` (it can take requests), `/metrics`, the state as JSON
-//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`], and the
-//! [`dashboard`].
+//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`], `/v1/try` in
+//! [`trials`], and the [`dashboard`].
 
 mod changes;
+mod trials;
 
 use std::borrow::Cow;
 use std::convert::Infallible;
@@ -16,7 +17,7 @@ use http::{Method, Request, Response, StatusCode, Uri};
 use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::Gate;
-use tidegate::policy::Plan;
+use tidegate::policy::{Plan, Policy};
 use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock, Limit, OnOutage};
 
@@ -40,6 +41,7 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The state that all connections of the admin listener share.
 pub(crate) struct AdminState<S: Store, C: Clock> {
+    pub(crate) policy: Policy,
     pub(crate) gate: Gate<S, C>,
     pub(crate) access: Access,
     pub(crate) metrics: MetricsSource<S, C>,
@@ -109,19 +111,21 @@ async fn route<S: Store, C: Clock + Clone>(
 ) -> Response<ResponseBody> {
     let watch = &client.watch;
     let change = Change::from_path(request.uri().path());
-    let (allows, allowed): (fn(&Method) -> bool, _) = match change {
-        Some(_) => (|method| method == Method::POST, "POST"),
-        None => (|method| matches!(*method, Method::GET | Method::HEAD), "GET, HEAD"),
+    let is_trial = request.uri().path() == TRY;
+    let (allows, allowed): (fn(&Method) -> bool, _) = match is_trial || change.is_some() {
+        true => (|method| method == Method::POST, "POST"),
+        false => (|method| matches!(*method, Method::GET | Method::HEAD), "GET, HEAD"),
     };
     let response = if !allows(request.method()) {
         let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("this path takes {allowed}"));
         response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
         response
-    } else if let Some(change) = change {
-        if caller.has_csrf_token(request.headers()) {
-            return changes::respond(admin, client, change, caller.identity, request).await;
+    } else if is_trial || change.is_some() {
+        match (caller.has_csrf_token(request.headers()), change) {
+            (true, Some(change)) => return changes::respond(admin, client, change, caller.identity, request).await,
+            (true, None) => return trials::respond(admin, client, caller.identity, request).await,
+            (false, _) => csrf_response(&admin.metrics.parts),
         }
-        csrf_response(&admin.metrics.parts)
     } else {
         match page(admin, watch, &request).await {
             Ok(response) => response,
@@ -167,7 +171,7 @@ async fn page<S: Store, C: Clock + Clone>(
 }
 
 /// The paths of the listener.
-const PATHS: [&str; 11] = [
+const PATHS: [&str; 12] = [
     "/",
     "/healthz",
     "/readyz",
@@ -179,7 +183,10 @@ const PATHS: [&str; 11] = [
     "/v1/reset",
     "/v1/block",
     "/v1/reload",
+    TRY,
 ];
+/// The path that tries other terms of a limit.
+const TRY: &str = "/v1/try";
 /// The start of the path of a provider.
 const PROVIDERS: &str = "/v1/providers/";
 /// The start of the path of an alert.

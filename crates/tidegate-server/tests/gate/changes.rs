@@ -15,7 +15,7 @@ const ABOUT: &str = r#"{"action":"login","ip":"203.0.113.7"}"#;
 const BLOCK: &str = r#"{"action":"login","ip":"203.0.113.7","for":"10m"}"#;
 
 /// A POST request with JSON and further header lines.
-fn change(path: &str, lines: &str, body: &str) -> String {
+pub(crate) fn change(path: &str, lines: &str, body: &str) -> String {
     format!(
         "POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n{lines}content-length: {}\r\n\r\n{body}",
         body.len()

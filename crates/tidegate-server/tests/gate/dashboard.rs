@@ -18,7 +18,7 @@ const FILE: &str = r#"
     token = "env:ADMIN"
     tokens = { ops = "env:OPS", dash = { secret = "env:DASH", read_only = true } }
 "#;
-const PAGES: [&str; 5] = ["/", "/who", "/providers", "/policy", "/events"];
+const PAGES: [&str; 6] = ["/", "/who", "/providers", "/policy", "/try", "/events"];
 const RESET: &str = r#"{"action":"login","ip":"192.0.2.1"}"#;
 
 /// A gate whose tokens are `admin-s3cret`, `ops-s3cret` and `dash-s3cret`.
@@ -62,6 +62,34 @@ impl Browser {
         let lines = format!("content-type: application/json\r\nx-tidegate-csrf: {}\r\n", self.csrf);
         self.ask(gate, "POST", path, &lines, body).await
     }
+}
+
+#[tokio::test]
+async fn a_limit_is_tried_without_a_script() {
+    let gate = with_tokens();
+    for _ in 0..4 {
+        once(gate.api, post("/v1/check", r#"{"action":"login","ip":"192.0.2.1"}"#)).await;
+        gate.clock.advance(Span::from_secs(20));
+    }
+    let browser = Browser::sign_in(&gate, "ops-s3cret").await;
+    let policy = browser.ask(&gate, "GET", "/policy", "", "").await;
+    assert!(policy.contains("href=\"/try?limit=login\""), "{policy}");
+    let page = browser.ask(&gate, "GET", "/try?limit=login", "", "").await;
+    assert!(page.contains("<option value=\"login\" selected>") && page.contains(">1 per 60s</textarea>"), "{page}");
+    let send = |terms: &str, csrf: &str| format!("csrf={csrf}&limit=login&terms={terms}");
+    let origin = "origin: http://127.0.0.1\r\ncontent-type: application/x-www-form-urlencoded\r\n";
+    let lines = "limit+%3D+%222+per+60s%22%0D%0Apenalty+%3D+%22none%22";
+    let answer = browser.ask(&gate, "POST", "/try", origin, &send(lines, &browser.csrf)).await;
+    assert!(answer.contains("login would have refused 25.0 % of requests, 1 of 1 client"), "{answer}");
+    assert!(answer.contains("limit = &quot;2 per 60s&quot;\npenalty = &quot;none&quot;"), "{answer}");
+    let answer = browser.ask(&gate, "POST", "/try", origin, &send("limt+%3D+%221+per+60s%22", &browser.csrf)).await;
+    assert!(status(&answer) == 400 && answer.contains("did you mean `limit`?"), "{answer}");
+    assert!(answer.contains("limt = &quot;1 per 60s&quot;</textarea>"), "the text stays: {answer}");
+    assert_eq!(status(&browser.ask(&gate, "POST", "/try", origin, &send("1+per+60s", "")).await), 403);
+    let reader = Browser::sign_in(&gate, "dash-s3cret").await;
+    let page = reader.ask(&gate, "GET", "/try", "", "").await;
+    assert!(status(&page) == 200 && !page.contains("<textarea"), "{page}");
+    assert_eq!(status(&reader.ask(&gate, "POST", "/try", origin, &send("1+per+60s", &reader.csrf)).await), 403);
 }
 
 #[tokio::test]

@@ -20,7 +20,7 @@ const FILE: &str = r#"
     [admin]
     tokens = { ops = "env:OPS" }
 "#;
-const PAGES: [&str; 5] = ["/", "/who", "/providers", "/policy", "/events"];
+const PAGES: [&str; 6] = ["/", "/who", "/providers", "/policy", "/try", "/events"];
 const FOCUSED: &str = "return document.activeElement.textContent.trim()";
 /// True if the focus can be seen, or has come to the end of the page.
 const IS_MARKED: &str = "const focused = document.activeElement;
@@ -111,6 +111,30 @@ fn the_colours_are_remembered(window: &BrowserWindow, admin: &str) {
     assert_eq!(ground(), light);
 }
 
+/// Tries the limit on logins, of which three were admitted and two refused.
+fn a_limit_is_tried(window: &BrowserWindow, admin: &str) {
+    window.load(&format!("{admin}/policy"));
+    tab_to(window, "Try other terms of login");
+    window.press(ENTER);
+    window.wait_until("return location.pathname === '/try' && document.getElementById('limit').value === 'login'");
+    window.run("document.getElementById('terms').value = ''; document.getElementById('terms').focus()");
+    window.press("1 per 30m");
+    window.press(TAB);
+    window.press(ENTER);
+    window.wait_until("return document.activeElement.id === 'result'");
+    let result = window.run("return document.getElementById('result').textContent");
+    assert_eq!(result, "login would have refused 80.0 % of requests, 1 of 1 client");
+    let refused =
+        "return [...document.querySelectorAll('#trial tbody tr')].map((row) => row.cells[1].textContent).join()";
+    assert_eq!(window.run(refused), "3,4");
+    let lines = window.run("return document.querySelector('pre').textContent");
+    assert_eq!(lines, "[inbound.action.login]\nlimit = \"1 per 30m\"\n");
+    window.set_width(390);
+    let wide = window.run("return document.documentElement.scrollWidth - innerWidth");
+    assert!(wide.as_i64().unwrap() <= 0, "{wide}");
+    window.set_width(1280);
+}
+
 fn pages_fit_a_phone(window: &BrowserWindow, admin: &str) {
     window.set_width(390);
     for page in PAGES {
@@ -135,6 +159,7 @@ fn use_dashboard(window: &BrowserWindow, gate: SocketAddr, admin: &str) {
     window.press(TAB);
     assert_eq!(window.run(FOCUSED), "Skip to content");
     a_blocked_client_is_unblocked(window, gate);
+    a_limit_is_tried(window, admin);
     the_colours_are_remembered(window, admin);
     pages_fit_a_phone(window, admin);
     window.load(&format!("{admin}/events"));

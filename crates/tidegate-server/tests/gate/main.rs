@@ -25,6 +25,7 @@ mod state;
 mod streaming;
 mod timeouts;
 mod tokens;
+mod trials;
 mod upgrade;
 mod uploads;
 mod wire;

@@ -1,6 +1,6 @@
 //! A gate that goes on by another policy.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use tidegate_core::Clock;
 use tidegate_policy::{Plan, Policy};
@@ -69,6 +69,7 @@ impl<S: Store, C: Clock + Clone> Gate<S, C> {
             holder_ids: HolderIds::new(),
             hold_times: hold_times.next(next.limits()),
             decision_counts,
+            observer: OnceLock::new(),
         })))
     }
 }

@@ -108,16 +108,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
 ) -> Response<ResponseBody> {
     let watch = &*client.watch;
     let asked = ChangeRequest { change, token: caller.name().to_owned(), peer: client.address };
-    let denied = if caller.read_only {
-        admin.metrics.parts.refusals.count_rejection(RejectionReason::ReadOnly);
-        Some((StatusCode::FORBIDDEN, format!("the token `{}` is only for reading", asked.token)))
-    } else if !is_json(request.headers()) {
-        let message = "a change is asked for as JSON, with Content-Type: application/json";
-        Some((StatusCode::UNSUPPORTED_MEDIA_TYPE, message.to_owned()))
-    } else {
-        None
-    };
-    if let Some((status, message)) = denied {
+    if let Some((status, message)) = denial(admin, caller, request.headers()) {
         asked.log(admin, &DecisionRequest::default(), status);
         return discard_body(watch, request.into_body(), false, error(status, &message));
     }
@@ -141,6 +132,20 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
         response
     });
     changing.await.unwrap_or_else(|_| error(StatusCode::INTERNAL_SERVER_ERROR, "the change has failed"))
+}
+
+/// The status and the message for a caller that may only read, or for a request that isn't JSON.
+pub(super) fn denial<S: Store, C: Clock>(
+    admin: &AdminState<S, C>,
+    caller: Identity<'_>,
+    headers: &HeaderMap,
+) -> Option<(StatusCode, String)> {
+    if caller.read_only {
+        admin.metrics.parts.refusals.count_rejection(RejectionReason::ReadOnly);
+        return Some((StatusCode::FORBIDDEN, format!("the token `{}` is only for reading", caller.name())));
+    }
+    let message = "this path takes JSON, with Content-Type: application/json";
+    (!is_json(headers)).then(|| (StatusCode::UNSUPPORTED_MEDIA_TYPE, message.to_owned()))
 }
 
 fn is_json(headers: &HeaderMap) -> bool {
