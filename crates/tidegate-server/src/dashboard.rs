@@ -7,6 +7,7 @@
 mod assets;
 mod chart;
 mod events_page;
+mod fleet_page;
 mod layout;
 mod now_page;
 mod policy_page;
@@ -64,18 +65,20 @@ pub(crate) enum Page {
     Now,
     Who,
     Providers,
+    Fleet,
     Policy,
     Events,
 }
 
 impl Page {
-    const ALL: [Self; 5] = [Self::Now, Self::Who, Self::Providers, Self::Policy, Self::Events];
+    const ALL: [Self; 6] = [Self::Now, Self::Who, Self::Providers, Self::Fleet, Self::Policy, Self::Events];
 
     fn path(self) -> &'static str {
         match self {
             Self::Now => "/",
             Self::Who => "/who",
             Self::Providers => "/providers",
+            Self::Fleet => "/fleet",
             Self::Policy => "/policy",
             Self::Events => "/events",
         }
@@ -86,6 +89,7 @@ impl Page {
             Self::Now => "Now",
             Self::Who => "Who",
             Self::Providers => "Providers",
+            Self::Fleet => "Fleet",
             Self::Policy => "Policy",
             Self::Events => "Events",
         }
@@ -95,7 +99,7 @@ impl Page {
     fn refresh_millis(self) -> u32 {
         match self {
             Self::Now | Self::Who => 1000,
-            Self::Providers | Self::Policy | Self::Events => 2000,
+            Self::Providers | Self::Fleet | Self::Policy | Self::Events => 2000,
         }
     }
 }
@@ -235,6 +239,7 @@ fn page_content(page: Page, view: &View<'_>) -> Markup {
         Page::Now => now_page::render(view),
         Page::Who => who_page::render(view),
         Page::Providers => providers_page::render(view),
+        Page::Fleet => fleet_page::render(view),
         Page::Policy => policy_page::render(view),
         Page::Events => events_page::render(view),
     }

@@ -26,9 +26,7 @@ use tidegate_core::{
 };
 use tokio::sync::mpsc;
 
-use crate::{
-    AnnouncedNode, Announcement, Losses, RemoteFuture, RemoteStore, Store, StoreError, StoreResponse, Votes,
-};
+use crate::{AnnouncedNode, Announcement, Losses, RemoteFuture, RemoteStore, Store, StoreError, StoreResponse, Votes};
 use block_cache::BlockCache;
 use health::{PartitionHealth, RoutingKey};
 use leases::{LeaseSweeper, Leases, SpendResult};

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tidegate_core::{Batch, Clock, Limits, Outcomes, Time, Verb};
-use tidegate_store::{AnnouncedNode, Announcement, ImmediateStore as _, KeyReset, RemoteFuture, RemoteStore, Store as _, StoreError};
+use tidegate_store::{
+    AnnouncedNode, Announcement, ImmediateStore as _, KeyReset, RemoteFuture, RemoteStore, Store as _, StoreError,
+};
 use tokio::sync::broadcast;
 
 use crate::reference::ReferenceStore;

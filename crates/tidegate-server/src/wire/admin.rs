@@ -1,5 +1,5 @@
 //! The admin listener: `/healthz` (the process is alive), `/readyz` (it can take requests), `/metrics`, the state as JSON
-//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`], and the
+//! (`/v1/state`, `/v1/fleet`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`], and the
 //! [`dashboard`].
 
 mod changes;
@@ -150,6 +150,10 @@ async fn page<S: Store, C: Clock + Clone>(
             parameters(uri, [])?;
             json_response(StatusCode::OK, &admin.metrics.state().await)
         }
+        "/v1/fleet" => {
+            parameters(uri, [])?;
+            json_response(StatusCode::OK, &admin.metrics.fleet())
+        }
         "/v1/providers" => {
             parameters(uri, [])?;
             providers_response(admin).await
@@ -167,12 +171,13 @@ async fn page<S: Store, C: Clock + Clone>(
 }
 
 /// The paths of the listener.
-const PATHS: [&str; 11] = [
+const PATHS: [&str; 12] = [
     "/",
     "/healthz",
     "/readyz",
     "/metrics",
     "/v1/state",
+    "/v1/fleet",
     "/v1/blocks",
     "/v1/providers",
     "/v1/events",
