@@ -1,4 +1,5 @@
-//! `tidegate blocks`, `providers`, `events` and `try`: the state of a running gate, and trials, from its admin listener.
+//! `tidegate blocks`, `fleet`, `providers`, `events` and `try`: the state of a running gate, and trials, from its admin
+//! listener.
 
 use std::fmt::Write as _;
 
@@ -68,6 +69,41 @@ fn push_table(text: &mut String, rows: &[Vec<String>]) {
         let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
         let _ = writeln!(text, "{}", cells.join("  ").trim_end());
     }
+}
+
+/// `tidegate fleet`.
+pub(crate) fn fleet(arguments: &GateArgs) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    let describe = |text: &str| Some((describe_fleet(&serde_json::from_str(text).ok()?)?, CliOutcome::Done));
+    client.ask(Method::GET, "/v1/fleet", String::new(), describe, |_| None)
+}
+
+fn describe_fleet(report: &Value) -> Option<String> {
+    let mut text = report["message"].as_str().map(|message| format!("{message}\n\n")).unwrap_or_default();
+    let seconds = |value: &Value, after: &str| value.as_u64().map(|seconds| format!("{seconds} s{after}"));
+    let head = ["NODE", "STATE", "LAST HEARD", "DECISIONS/S", "STORE LINK", "VERSION", "UPTIME"];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for node in report["nodes"].as_array()? {
+        let word = |field: &str| printable(node[field].as_str().unwrap_or_default()).into_owned();
+        let mark = if node["this"].as_bool()? { " (this node)" } else { "" };
+        let link = &node["link"];
+        let link_time = seconds(&link["seconds"], "").unwrap_or_default();
+        let link = match link["up"].as_bool() {
+            Some(true) => format!("up, {link_time}"),
+            Some(false) => format!("down, {link_time}"),
+            None => "-".to_owned(),
+        };
+        let heard = seconds(&node["age"], " ago").unwrap_or_else(|| "never".to_owned());
+        let decisions = node["decisions_per_second"].as_f64().map_or("-".to_owned(), |rate| format!("{rate:.1}"));
+        let uptime = seconds(&node["uptime"], "").unwrap_or_default();
+        let name = format!("{}{mark}", word("name"));
+        rows.push(vec![name, word("state"), heard, decisions, link, word("version"), uptime]);
+    }
+    push_table(&mut text, &rows);
+    if let Some(error) = report["error"].as_str() {
+        let _ = writeln!(text, "\nthis node can't announce itself: {}", printable(error));
+    }
+    Some(text)
 }
 
 /// `tidegate providers`.

@@ -102,6 +102,11 @@ enum Command {
         #[command(flatten)]
         gate: GateArgs,
     },
+    /// Show the nodes that share the store of a running gate: last heard, decisions per second, link to the store.
+    Fleet {
+        #[command(flatten)]
+        gate: GateArgs,
+    },
     /// Show the providers of a running gate: breakers, credentials, limits, queues and retries.
     Providers {
         /// The provider; all of them by default.
@@ -374,6 +379,7 @@ fn main() -> ExitCode {
         }
         Command::Alert { command: AlertCommand::Test { name, gate } } => operator::test_alert(&gate, &name),
         Command::Blocks { action, gate } => admin_client::blocks(&gate, action.as_deref()),
+        Command::Fleet { gate } => admin_client::fleet(&gate),
         Command::Providers { name, gate } => admin_client::providers(&gate, name.as_deref()),
         Command::Events { follow, gate } => admin_client::events(&gate, follow),
         #[cfg(not(feature = "simulate"))]

@@ -459,6 +459,11 @@ fn commands_show_the_state_of_a_running_gate() {
     let ask = |arguments: &[&str]| run(&[arguments, &["-c", &named]].concat());
 
     assert_eq!(ask(&["blocks"]), (0, "no client was refused\n".to_owned(), String::new()));
+    let (status, text, _) = ask(&["fleet"]);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!((status, lines[0]), (0, "This node keeps its state in memory: no other node shares it."), "{text}");
+    assert!(lines[2].starts_with("NODE ") && lines[3].contains(" (this node)  live "), "{text}");
+    assert!(ask(&["fleet", "--json"]).1.contains("\"shared\":false"));
     assert_eq!(ask(&["events"]), (0, "nothing has changed\n".to_owned(), String::new()));
     let (status, text, _) = ask(&["providers"]);
     assert_eq!(status, 0);

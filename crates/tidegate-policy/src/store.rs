@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tidegate_core::OnOutage;
+use tidegate_core::{OnOutage, Span};
 
 use crate::host::is_host;
 use crate::secret::{Secret, SecretSource};
@@ -31,6 +31,12 @@ pub struct StoreConfig {
     pub hash_key: Option<SecretSource>,
     /// The number of nodes that share the store, until the store itself reports it. Default 1; 1 to 4096.
     pub nodes: u32,
+    /// The name of this node in the list of nodes that share the store: 1 to 64 letters, digits and `.`, `_`, `:`, `/`,
+    /// `-`. By default its host name and the number of its process.
+    pub node_name: Option<String>,
+    /// The time for which a node that has fallen silent stays in the list of nodes. Default 10 minutes; 2 seconds to a
+    /// day.
+    pub node_expiry: Span,
     /// The time at which a file is written. Default: 100 ms after a change at the latest.
     pub sync: SyncMode,
     /// The behaviour while a file can't be written. Default: [`OnFull::Deny`] with [`SyncMode::Always`], else

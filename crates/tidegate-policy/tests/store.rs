@@ -64,12 +64,14 @@ fn shown_urls_have_hosts_and_no_login() {
 fn store_settings_are_applied() {
     let policy = load(
         "[store]\nurl = \"redis://127.0.0.1\"\non_outage = \"deny\"\ntimeout = \"20ms\"\nprefix = \"shop\"\nnodes = 3\n\
+         node_name = \"web-1:8080\"\nnode_expiry = \"90s\"\n\
          sync = \"always\"\non_full = \"continue\"\ncluster = \"reserve\"\n\
          [inbound.action.a]\nlimit = \"100 per 60s\"\non_outage = \"allow\"\nlease = { share = \"20%\", max_age = \"1s\" }\n\
          [inbound.action.b]\nlimit = \"100 per 60s\"\n",
     );
     let store = policy.store();
     assert_eq!((store.timeout, store.prefix.as_str(), store.nodes), (Duration::from_millis(20), "shop", 3));
+    assert_eq!((store.node_name.as_deref(), store.node_expiry), (Some("web-1:8080"), Span::from_secs(90)));
     assert_eq!((store.sync, store.cluster, store.on_full), (SyncMode::Always, ClusterMode::Reserve, OnFull::Continue));
     let limits: Vec<_> = policy.plan().limits().iter().map(|(_, limit)| limit).collect();
     assert_eq!(limits[0].sharing().on_outage, OnOutage::Allow);

@@ -154,6 +154,11 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             housekeeping.spawn(housekeeping::run_store_maintenance(maintain, on_loss));
         }
         housekeeping.spawn(self.reloader.run());
+        let mut announcing = JoinSet::new();
+        announcing.spawn({
+            let (parts, engine) = (Arc::clone(&parts), Arc::clone(&engine));
+            async move { parts.fleet.run(engine).await }
+        });
         if let Some(snapshot) = &self.snapshot {
             housekeeping.spawn(housekeeping::run_snapshots(Arc::clone(snapshot)));
         }
@@ -165,6 +170,9 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         tracing::info!(timeout = ?shutdown_timeout, "stopping: no more connections; requests in flight get their answers");
         parts.draining.store(true, Ordering::Relaxed);
         let summary = shut_down(clients, admin, shutdown_timeout).await;
+        announcing.shutdown().await;
+        let gate = engine.load().gate.clone();
+        parts.fleet.withdraw(&gate).await;
         if let Some(snapshot) = self.snapshot {
             housekeeping::save_snapshot(&snapshot, &mut true).await;
         }

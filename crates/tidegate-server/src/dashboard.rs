@@ -7,6 +7,7 @@
 mod assets;
 mod chart;
 mod events_page;
+mod fleet_page;
 mod layout;
 mod now_page;
 mod policy_page;
@@ -66,19 +67,21 @@ pub(crate) enum Page {
     Now,
     Who,
     Providers,
+    Fleet,
     Policy,
     Try,
     Events,
 }
 
 impl Page {
-    const ALL: [Self; 6] = [Self::Now, Self::Who, Self::Providers, Self::Policy, Self::Try, Self::Events];
+    const ALL: [Self; 7] = [Self::Now, Self::Who, Self::Providers, Self::Fleet, Self::Policy, Self::Try, Self::Events];
 
     fn path(self) -> &'static str {
         match self {
             Self::Now => "/",
             Self::Who => "/who",
             Self::Providers => "/providers",
+            Self::Fleet => "/fleet",
             Self::Policy => "/policy",
             Self::Try => "/try",
             Self::Events => "/events",
@@ -90,6 +93,7 @@ impl Page {
             Self::Now => "Now",
             Self::Who => "Who",
             Self::Providers => "Providers",
+            Self::Fleet => "Fleet",
             Self::Policy => "Policy",
             Self::Try => "Try",
             Self::Events => "Events",
@@ -100,7 +104,7 @@ impl Page {
     fn refresh_millis(self) -> u32 {
         match self {
             Self::Now | Self::Who => 1000,
-            Self::Providers | Self::Policy | Self::Try | Self::Events => 2000,
+            Self::Providers | Self::Fleet | Self::Policy | Self::Try | Self::Events => 2000,
         }
     }
 }
@@ -251,6 +255,7 @@ fn page_content(page: Page, view: &View<'_>) -> Markup {
         Page::Now => now_page::render(view),
         Page::Who => who_page::render(view),
         Page::Providers => providers_page::render(view),
+        Page::Fleet => fleet_page::render(view),
         Page::Policy => policy_page::render(view),
         Page::Try => try_page::render(view, &try_page::Form::from_fields(view.query.unwrap_or_default()), None),
         Page::Events => events_page::render(view),

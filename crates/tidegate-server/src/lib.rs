@@ -67,6 +67,7 @@ mod dashboard;
 pub mod descriptors;
 mod displacement;
 mod events;
+mod fleet;
 mod framing;
 mod gateway;
 mod hop_headers;
@@ -114,6 +115,7 @@ pub use crate::bound_server::{BoundServer, ShutdownSummary};
 use crate::client_limit::ClientLimit;
 use crate::dashboard::{Sessions, sign_in_limiter};
 use crate::events::{EventStream, ProviderEventPublisher, server_events};
+use crate::fleet::FleetView;
 use crate::listener::{Listener, ListenerConfig};
 use crate::metrics::{History, RequestMetrics};
 use crate::refusal_log::RefusalLog;
@@ -289,6 +291,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             events,
             reload,
             history: History::default(),
+            fleet: FleetView::new(self.policy.store(), self.gate.clock().now()),
             sessions: Sessions::default(),
             sign_in_limiter: sign_in_limiter(self.gate.clock().clone()),
             event_streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),

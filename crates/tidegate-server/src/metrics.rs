@@ -25,6 +25,7 @@ pub(crate) use self::history::{History, MAX_SAMPLES, Rates, Totals};
 use self::snapshot::STATUS_CLASSES;
 pub(crate) use self::snapshot::ServerSnapshot;
 use crate::alerts::SinkResult;
+use crate::fleet::FleetReport;
 use crate::states::{Engine, SharedParts};
 use crate::upstream::UpstreamError;
 
@@ -174,6 +175,11 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
         self.snapshot().await.json(self.gate.clock().now())
     }
 
+    /// The nodes that share the store.
+    pub(crate) fn fleet(&self) -> FleetReport {
+        self.parts.fleet.report(self.gate.store().outage().is_some(), self.gate.clock().now())
+    }
+
     /// The present state of each provider.
     pub(crate) async fn providers(&self) -> Vec<ProviderReport> {
         let mut reports = Vec::new();
@@ -209,6 +215,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             is_last_reload_ok: requests.is_last_reload_ok.load(Ordering::Relaxed),
             store_errors: requests.store_errors.get(0),
             lost_store: gate.store().outage().map(str::to_owned),
+            fleet: self.fleet(),
             store_losses: array::from_fn(|index| requests.store_losses.get(index)),
             upstream_times: requests.upstream_times.snapshot(),
             upstream_replies: array::from_fn(|index| requests.upstream_replies.get(index)),

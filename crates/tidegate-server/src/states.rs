@@ -17,6 +17,7 @@ use crate::access::{Access, AccessToken, ListenerKind};
 use crate::alerts::AlertSet;
 use crate::dashboard::{Sessions, SignInLimiter};
 use crate::events::ServerEvents;
+use crate::fleet::FleetView;
 use crate::gateway::GatewayState;
 use crate::metrics::{History, MetricsSource, RequestMetrics};
 use crate::permit_renewer::PermitRenewer;
@@ -46,6 +47,7 @@ pub(crate) struct SharedParts {
     pub(crate) refusals: Arc<RefusalLog>,
     pub(crate) metrics: Arc<RequestMetrics>,
     pub(crate) history: History,
+    pub(crate) fleet: FleetView,
     pub(crate) events: Arc<ServerEvents>,
     pub(crate) reload: ReloadHandle,
     /// The sessions of the dashboard.

@@ -10,9 +10,12 @@ use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 use crate::FileStore;
 #[cfg(feature = "remote")]
 use crate::Fleet;
-use crate::{ImmediateStore as _, Losses, Memory, Store, StoreError, StoreResponse, Votes};
+use crate::{
+    AnnouncedNode, Announcement, ImmediateStore as _, Losses, Memory, Store, StoreError, StoreResponse, Votes,
+};
 
 type VoteFuture = Pin<Box<dyn Future<Output = Option<Votes>> + Send>>;
+type NodesFuture = Pin<Box<dyn Future<Output = Result<Vec<AnnouncedNode>, StoreError>> + Send>>;
 
 /// One of the stores, chosen when the program starts.
 #[derive(Debug)]
@@ -70,6 +73,21 @@ impl Store for AnyStore {
             Self::File(_) => None,
             #[cfg(feature = "remote")]
             Self::Fleet(fleet) => fleet.vote(topic, yes, now).map(|votes| Box::pin(votes) as VoteFuture),
+        }
+    }
+
+    #[cfg_attr(not(feature = "remote"), expect(unused_variables, reason = "there is nobody else"))]
+    fn announce(
+        &self,
+        announcement: Announcement,
+        now: Time,
+    ) -> Option<impl Future<Output = Result<Vec<AnnouncedNode>, StoreError>> + Send + 'static> {
+        match self {
+            Self::Memory(_) => None::<NodesFuture>,
+            #[cfg(feature = "file")]
+            Self::File(_) => None,
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.announce(announcement, now).map(|nodes| Box::pin(nodes) as NodesFuture),
         }
     }
 

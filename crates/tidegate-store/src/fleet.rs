@@ -26,7 +26,7 @@ use tidegate_core::{
 };
 use tokio::sync::mpsc;
 
-use crate::{Losses, RemoteFuture, RemoteStore, Store, StoreError, StoreResponse, Votes};
+use crate::{AnnouncedNode, Announcement, Losses, RemoteFuture, RemoteStore, Store, StoreError, StoreResponse, Votes};
 use block_cache::BlockCache;
 use health::{PartitionHealth, RoutingKey};
 use leases::{LeaseSweeper, Leases, SpendResult};
@@ -226,6 +226,14 @@ impl Store for Fleet {
             let yes = usize::try_from(outcomes.list().first()?.used).ok()?;
             Some(Votes { yes, nodes: node.state.node_count.load(Ordering::Relaxed) })
         })
+    }
+
+    fn announce(
+        &self,
+        announcement: Announcement,
+        now: Time,
+    ) -> Option<impl Future<Output = Result<Vec<AnnouncedNode>, StoreError>> + Send + 'static> {
+        Some(self.node.remote.announce(announcement, now))
     }
 
     fn outage(&self) -> Option<&str> {

@@ -8,6 +8,7 @@
 //! - Keys are hashes. A store never holds the values that were hashed.
 #![deny(unsafe_code)]
 
+mod announcement;
 mod any;
 #[cfg(feature = "file")]
 mod file;
@@ -35,6 +36,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+pub use announcement::{AnnouncedNode, Announcement};
 pub use any::AnyStore;
 #[cfg(feature = "file")]
 pub use file::{FileError, FileHealth, FileStore, FlushMode, Journal, OnWriteFailure};
@@ -58,7 +60,8 @@ use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 /// A store of state.
 ///
 /// A store that wraps another one passes every method on, also those with a default: without [`Store::maintain`], idle
-/// entries stay; without [`Store::vote`], a node of a fleet decides by itself alone.
+/// entries stay; without [`Store::vote`], a node of a fleet decides by itself alone; without [`Store::announce`], other
+/// nodes don't see it.
 pub trait Store: Send + Sync + 'static {
     /// The future of an answer that isn't immediate.
     type Future: Future<Output = Result<Outcomes, StoreError>> + Send;
@@ -77,6 +80,21 @@ pub trait Store: Send + Sync + 'static {
     fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
         let _ = (topic, yes, now);
         None::<std::future::Ready<Option<Votes>>>
+    }
+
+    /// Sends this node's announcement, and returns those of all nodes that share the store, at most
+    /// [`AnnouncedNode::MAX_LISTED`]. `None` if the store belongs to this process alone, which is the default. Has no
+    /// influence on decisions.
+    ///
+    /// # Errors
+    /// The future: the store failed, or doesn't accept the announcement.
+    fn announce(
+        &self,
+        announcement: Announcement,
+        now: Time,
+    ) -> Option<impl Future<Output = Result<Vec<AnnouncedNode>, StoreError>> + Send + 'static> {
+        let _ = (announcement, now);
+        None::<std::future::Ready<Result<Vec<AnnouncedNode>, StoreError>>>
     }
 
     /// The name of the store while it is away and decisions go on without it: its kind and its hosts, no secrets.

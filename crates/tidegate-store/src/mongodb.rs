@@ -10,12 +10,13 @@ use tidegate_core::{Limits, Time};
 use tokio::sync::OnceCell;
 
 use self::collections::{Collections, StateDocument};
-use crate::StoreError;
+use crate::announcement::stored::{self, StoredNodes};
 use crate::rows::loaded_rows::RowChange;
 use crate::rows::{
     BatchGroup, BatchResults, CLEAN_TIMEOUT, CONNECT_TIMEOUT, DatabaseOptions, DecisionClock, GROUP_TIMEOUT,
     GroupDriver, GroupError, GroupExecutor, LoadedRows, MAX_CLEAN_STEPS, impl_remote_store, with_timeout,
 };
+use crate::{AnnouncedNode, Announcement, StoreError};
 
 /// The maximum number of repeated readings until two in a row agree.
 const MAX_READS: u32 = 8;
@@ -206,6 +207,21 @@ impl MongoDriver {
 
     async fn get_or_insert_seed(&self, proposal: [u8; 16]) -> Result<[u8; 16], StoreError> {
         with_timeout(GROUP_TIMEOUT, async { self.collections().await?.get_or_insert_seed(proposal).await }).await
+    }
+
+    /// Keeps a node's announcement, and returns those of all nodes.
+    async fn announce(&self, announcement: &Announcement, now: Time) -> Result<Vec<AnnouncedNode>, StoreError> {
+        let announce = async {
+            let documents = self.collections().await?;
+            let now = self.clock.decision_time(now, documents.server_time().await?);
+            let node = (announcement.node_id(), stored::encode(announcement, now));
+            let nodes = StoredNodes::read(documents.write_node(node).await?, now);
+            if !nodes.removable.is_empty() {
+                documents.remove_nodes(&nodes.removable).await?;
+            }
+            Ok(nodes.listed)
+        };
+        with_timeout(GROUP_TIMEOUT, announce).await
     }
 
     async fn remove_expired(&self) -> Result<(), StoreError> {

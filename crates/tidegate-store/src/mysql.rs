@@ -141,6 +141,18 @@ impl SqlDialect for MySqlDialect {
         keys.fold(query, |query, key| query.bind(key.as_bytes())).fetch_all(connection).await
     }
 
+    async fn read_range(
+        &self,
+        connection: &mut MySqlConnection,
+        first: &RowKey,
+        last: &RowKey,
+        limit: i64,
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        let statement = format!("SELECT state FROM {} WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?", self.state);
+        let query = sqlx::query_scalar(AssertSqlSafe(statement)).bind(first.as_bytes()).bind(last.as_bytes());
+        query.bind(limit).fetch_all(connection).await
+    }
+
     async fn write_rows(&self, connection: &mut MySqlConnection, rows: &[RowWrite]) -> Result<(), Error> {
         // The last row is repeated, so it is the one with the fewest bytes.
         let mut rows: Vec<&RowWrite> = rows.iter().collect();

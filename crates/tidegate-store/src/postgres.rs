@@ -108,6 +108,19 @@ impl SqlDialect for PostgresDialect {
         sqlx::query_as(AssertSqlSafe(statement)).bind(key_bytes(keys)).fetch_all(connection).await
     }
 
+    async fn read_range(
+        &self,
+        connection: &mut PgConnection,
+        first: &RowKey,
+        last: &RowKey,
+        limit: i64,
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        let statement = format!("SELECT state FROM {} WHERE key BETWEEN $1 AND $2 ORDER BY key LIMIT $3", self.state);
+        let query = sqlx::query_scalar(AssertSqlSafe(statement)).bind(first.as_bytes()).bind(last.as_bytes());
+        // Planned each time: a plan that was made for an empty table would scan the whole table.
+        query.bind(limit).persistent(false).fetch_all(connection).await
+    }
+
     async fn write_rows(&self, connection: &mut PgConnection, rows: &[RowWrite]) -> Result<(), Error> {
         let statement = format!(
             "INSERT INTO {} SELECT * FROM unnest($1::bytea[], $2::bytea[], $3::bigint[])

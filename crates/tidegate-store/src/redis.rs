@@ -11,6 +11,7 @@ mod connection;
 mod keys;
 mod masters;
 mod multi_slot;
+mod nodes;
 mod script;
 
 use std::fmt;
@@ -25,7 +26,7 @@ use tokio::sync::broadcast;
 
 pub use address::RedisUrlError;
 
-use crate::{KeyReset, RemoteFuture, RemoteStore, StoreError, TimeSource};
+use crate::{AnnouncedNode, Announcement, KeyReset, RemoteFuture, RemoteStore, StoreError, TimeSource};
 use address::RedisAddress;
 use batcher::{Batcher, BatchingOutcome};
 use codec::{BatchCodec, PeriodMismatchError};
@@ -154,6 +155,11 @@ impl RemoteStore for Redis {
     fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]> {
         let inner = Arc::clone(&self.inner);
         Box::pin(async move { inner.get_or_insert_seed(proposal).await })
+    }
+
+    fn announce(&self, announcement: Announcement, now: Time) -> RemoteFuture<Vec<AnnouncedNode>> {
+        let inner = Arc::clone(&self.inner);
+        Box::pin(async move { inner.announce(&announcement, now).await })
     }
 
     fn partition_count(&self) -> usize {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 
-use crate::{Store, StoreError, StoreResponse};
+use crate::{AnnouncedNode, Announcement, Store, StoreError, StoreResponse};
 
 /// A reply of a store, after a round trip.
 pub type RemoteFuture<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
@@ -46,6 +46,9 @@ pub trait RemoteStore: Send + Sync + 'static {
     /// Returns the seed under which all nodes hash their keys: the one in the store, or else `proposal`, which is then
     /// stored for good.
     fn get_or_insert_seed(&self, proposal: [u8; 16]) -> RemoteFuture<[u8; 16]>;
+
+    /// Keeps a node's announcement, and returns those of all nodes, as [`Store::announce`] does.
+    fn announce(&self, announcement: Announcement, now: Time) -> RemoteFuture<Vec<AnnouncedNode>>;
 
     /// The most parts that can fail by themselves, such as a cluster's masters. At least 1.
     fn partition_count(&self) -> usize {
@@ -105,6 +108,14 @@ impl Store for DirectStore {
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             runtime.spawn(self.0.apply(batch, now));
         }
+    }
+
+    fn announce(
+        &self,
+        announcement: Announcement,
+        now: Time,
+    ) -> Option<impl Future<Output = Result<Vec<AnnouncedNode>, StoreError>> + Send + 'static> {
+        Some(self.0.announce(announcement, now))
     }
 
     fn with_limits(&self, limits: Arc<Limits>, _: Time) -> Result<Option<Self>, StoreError> {

@@ -46,6 +46,15 @@ macro_rules! impl_remote_store {
                 Box::pin(async move { driver.get_or_insert_seed(proposal).await })
             }
 
+            fn announce(
+                &self,
+                announcement: crate::Announcement,
+                now: tidegate_core::Time,
+            ) -> crate::RemoteFuture<Vec<crate::AnnouncedNode>> {
+                let driver = self.0.driver();
+                Box::pin(async move { driver.announce(&announcement, now).await })
+            }
+
             fn maintain(&self) -> crate::RemoteFuture<()> {
                 let driver = self.0.driver();
                 Box::pin(async move { driver.remove_expired().await })

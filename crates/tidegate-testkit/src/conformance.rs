@@ -11,6 +11,7 @@
 //! check_conformance(&ReferenceStore::new, &options).unwrap();
 //! ```
 
+mod announcements;
 mod concurrent;
 mod random;
 mod reload;
@@ -105,7 +106,7 @@ impl std::error::Error for ConformanceError {}
 /// The first [`ConformanceError`].
 pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), ConformanceError> {
     type CheckFn<B> = fn(&B, &ConformanceOptions) -> Result<(), String>;
-    let checks: [(&str, CheckFn<B>); 16] = [
+    let checks: [(&str, CheckFn<B>); 18] = [
         ("random batches against the model", random::random_batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
@@ -122,6 +123,8 @@ pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) 
         ("limits of another kind", reload::other_kinds::<B>),
         ("permits under changed limits", reload::permits::<B>),
         ("calls during a change of limits", reload::concurrent_calls::<B>),
+        ("announcements of nodes", announcements::all_nodes_are_listed::<B>),
+        ("more nodes than are listed", announcements::the_list_is_bounded::<B>),
     ];
     for (check, run) in checks {
         run(backend, options).map_err(|what| ConformanceError { check, seed: options.seed, message: what })?;

@@ -1,5 +1,6 @@
 //! A remote store that misbehaves on demand, to test the code in front of stores.
 
+use std::collections::BTreeMap;
 use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +8,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tidegate_core::{Batch, Clock, Limits, Outcomes, Time, Verb};
-use tidegate_store::{ImmediateStore as _, KeyReset, RemoteFuture, RemoteStore, Store as _, StoreError};
+use tidegate_store::{
+    AnnouncedNode, Announcement, ImmediateStore as _, KeyReset, RemoteFuture, RemoteStore, Store as _, StoreError,
+};
 use tokio::sync::broadcast;
 
 use crate::reference::ReferenceStore;
@@ -44,6 +47,8 @@ struct FlakyRemoteInner {
     behaviour: Mutex<RemoteBehaviour>,
     request_count: AtomicU64,
     seed: Mutex<Option<[u8; 16]>>,
+    /// The announcement of each node, and its time.
+    announcements: Mutex<BTreeMap<u64, (Time, Announcement)>>,
     resets: Option<broadcast::Sender<Option<KeyReset>>>,
 }
 
@@ -56,6 +61,7 @@ impl FlakyRemote {
             behaviour: Mutex::default(),
             request_count: AtomicU64::new(0),
             seed: Mutex::default(),
+            announcements: Mutex::default(),
             resets,
         };
         Self { store: Arc::new(ReferenceStore::new(limits)), inner: Arc::new(inner) }
@@ -128,6 +134,25 @@ impl RemoteStore for FlakyRemote {
         Box::pin(async move {
             let mut seed = store.inner.seed.lock();
             Ok(*seed.get_or_insert(proposal))
+        })
+    }
+
+    fn announce(&self, announcement: Announcement, _: Time) -> RemoteFuture<Vec<AnnouncedNode>> {
+        let (store, behaviour) = (self.clone(), *self.inner.behaviour.lock());
+        Box::pin(async move {
+            if behaviour != RemoteBehaviour::Normal {
+                return Err(StoreError::Failed("OOM command not allowed".to_owned()));
+            }
+            let now = store.inner.clock.now();
+            let mut announcements = store.inner.announcements.lock();
+            announcements.insert(announcement.node_id(), (now, announcement));
+            announcements.retain(|_, (at, announcement)| now.since(*at) < announcement.kept_for());
+            let nodes = announcements.iter().map(|(node_id, (at, announcement))| AnnouncedNode {
+                node_id: *node_id,
+                age: now.since(*at),
+                record: announcement.record().to_vec(),
+            });
+            Ok(nodes.collect())
         })
     }
 

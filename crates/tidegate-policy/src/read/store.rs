@@ -1,5 +1,6 @@
 //! `[store]`, and the settings of actions for sharing their limits.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -20,6 +21,10 @@ pub(super) const OUTAGES: Words<OnOutage> =
     Words(&[("local", OnOutage::Local), ("allow", OnOutage::Allow), ("deny", OnOutage::Deny)]);
 /// The longest prefix, in bytes.
 const MAX_PREFIX: usize = 32;
+/// The longest name of a node, in bytes.
+const MAX_NODE_NAME: usize = 64;
+/// The least and the longest time for which a silent node is listed.
+const NODE_EXPIRY: RangeInclusive<Span> = Span::from_secs(2)..=Span::from_secs(86_400);
 /// The longest time for which a leased slice may be spent. Part of a limit may stay unused for this long.
 const MAX_LEASE_AGE: Span = Span::from_secs(60);
 
@@ -37,6 +42,12 @@ setting_keys! {
         hash_key: Option<SecretSource> = "", Maybe(SECRET),
             "the secret that keys are hashed under, as env:NAME; by default kept in the store";
         nodes: u32 = "1", Whole(1, 4096), "the number of nodes that share the store, until the store reports it";
+        node_name: Option<String> = "",
+            Maybe(Custom(Text, "letters, digits and . _ : / -, at most 64", |reader, node, _| reader.node_name(node))),
+            "the name of this node in the list of nodes; by default its host name and the number of its process";
+        node_expiry: Span = "10m",
+            Custom(Text, "a duration from 2s to 24h", |reader, node, key| reader.node_expiry(node, key)),
+            "the time for which a node that has fallen silent stays in the list of nodes";
         sync: Option<Duration> = "100ms", OrWord("always", DURATION),
             "the longest time from a change to its write to the file, or always";
         on_full: OnFull = "", Words(&[("continue", OnFull::Continue), ("deny", OnFull::Deny)]),
@@ -62,7 +73,8 @@ impl DocumentReader<'_> {
         let default = if sync == Some(SyncMode::Always) { OnFull::Deny } else { OnFull::Continue };
         let on_full = self.value_or(table, &STORE.on_full, default);
         read_struct!(self, table, STORE => StoreConfig {
-            url, max_bytes, on_outage, timeout, prefix, hash_key, nodes, cluster; sync: sync?, on_full: on_full?
+            url, max_bytes, on_outage, timeout, prefix, hash_key, nodes, node_name, node_expiry,
+            cluster; sync: sync?, on_full: on_full?
         })
     }
 
@@ -117,6 +129,24 @@ impl DocumentReader<'_> {
             return self.wrong_text(node, "prefix", text, expected).none();
         }
         Some(text.to_owned())
+    }
+
+    fn node_name(&mut self, node: &TomlNode) -> Option<String> {
+        let expected = "letters, digits and . _ : / -, such as \"web-1\", at most 64";
+        let text = self.string(node, "node_name", expected)?;
+        let fits = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._:/-".contains(&byte));
+        if !fits || text.is_empty() || text.len() > MAX_NODE_NAME {
+            return self.wrong_text(node, "node_name", text, expected).none();
+        }
+        Some(text.to_owned())
+    }
+
+    fn node_expiry(&mut self, node: &TomlNode, key: &str) -> Option<Span> {
+        let span = self.duration(node, key)?;
+        if !NODE_EXPIRY.contains(&span) {
+            return self.error(node.at, format!("`{key}` is out of range"), "a duration from \"2s\" to \"24h\"").none();
+        }
+        Some(span)
     }
 
     /// Reads the sharing of an action's limits, or of the global ones: `on_outage` and `lease`.

@@ -5,6 +5,7 @@ use tidegate::DecisionOutcome::{Allowed, Refused, Shadow};
 
 use super::layout::{badge, limit_cell, percent, table};
 use super::{View, chart, events_page, words};
+use crate::fleet::NodeState;
 
 /// The used part of a quota, in per cent, from which it is a problem.
 const QUOTA_WARNING: u64 = 80;
@@ -82,6 +83,10 @@ fn problems(view: &View<'_>) -> Vec<Problem> {
     let (mut bad, mut warn) = (Vec::new(), Vec::new());
     if let Some(store) = &view.state.lost_store {
         bad.push((format!("The store {store} is away: decisions are made without it"), "/events"));
+    }
+    for node in view.state.fleet.nodes.iter().filter(|node| node.state == NodeState::Silent) {
+        let age = words::span(node.age.unwrap_or(0));
+        warn.push((format!("The node {} was last heard {age} ago", node.name), "/fleet"));
     }
     for provider in &view.state.providers {
         let name = &provider.name;

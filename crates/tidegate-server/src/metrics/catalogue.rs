@@ -86,6 +86,8 @@ metrics! {
     STORE_ERRORS: Counter "store_errors" [] "Requests without a decision, because the store failed";
     STORE_LOSSES: Counter "store_losses" ["kind"]
         "Losses of a full store. used, exhausted: dropped entries that had used a part, or all, of their limit; unblocked: blocks that weren't imposed; shared: answers by which a new key shares its network's limit";
+    FLEET_NODES: Gauge "fleet_nodes" ["state"]
+        "Nodes that share the store: live, silent, or unknown because this node's own list is old. A node whose state is its own counts itself as live";
 
     ALERTS: Counter "alerts" ["alert", "sink", "result"]
         "Messages of alerts to each receiver (log, webhook, telegram), by result: sent, failed after all attempts, or dropped because too many waited";

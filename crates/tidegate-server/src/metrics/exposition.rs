@@ -18,6 +18,7 @@ use tidegate_core::histogram::BUCKET_BOUNDS;
 use super::catalogue::*;
 use super::snapshot::{STATUS_CLASSES, ServerSnapshot};
 use crate::alerts::SinkResult;
+use crate::fleet::NodeState;
 use crate::rejections::RejectionReason;
 use crate::upstream::UpstreamError;
 
@@ -101,6 +102,8 @@ impl ServerSnapshot {
         page.histograms(&STORE_TIME, [([], &self.store_times)])?;
         page.counters(&STORE_ERRORS, [([], self.store_errors)])?;
         page.counters(&STORE_LOSSES, Losses::KINDS.iter().zip(self.store_losses).map(|(kind, lost)| ([*kind], lost)))?;
+        let nodes = NodeState::ALL.map(|state| ([state.name()], self.fleet.count(state) as f64));
+        page.gauges(&FLEET_NODES, nodes)?;
         let alerts = self.alerts.iter().flat_map(|(alert, sink, counts)| {
             SinkResult::NAMES.iter().zip(counts).map(move |(result, count)| ([alert.as_str(), sink, *result], *count))
         });

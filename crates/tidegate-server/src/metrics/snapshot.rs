@@ -14,6 +14,7 @@ use tidegate_core::time::UtcText;
 
 use super::count_of;
 use crate::alerts::SinkResult;
+use crate::fleet::FleetReport;
 use crate::rejections::RejectionReason;
 use crate::upstream::UpstreamError;
 
@@ -37,6 +38,7 @@ pub(crate) struct ServerSnapshot {
     pub(crate) store_errors: u64,
     /// The name of the store while it is away.
     pub(crate) lost_store: Option<String>,
+    pub(crate) fleet: FleetReport,
     pub(crate) store_losses: [u64; Losses::KINDS.len()],
     pub(crate) upstream_times: DurationHistogram,
     pub(crate) upstream_replies: [u64; STATUS_CLASSES.len()],
@@ -104,6 +106,7 @@ impl ServerSnapshot {
                 "errors": self.store_errors,
                 "losses": counts(Losses::KINDS, &self.store_losses),
             },
+            "fleet": self.fleet.summary(),
             "upstream": {
                 "time": DurationReport::from(&self.upstream_times),
                 "replies": counts(STATUS_CLASSES, &self.upstream_replies),

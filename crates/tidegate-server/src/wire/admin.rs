@@ -1,6 +1,6 @@
 //! The admin listener: `/healthz` (the process is alive), `/readyz` (it can take requests), `/metrics`, the state as JSON
-//! (`/v1/state`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`], `/v1/try` in
-//! [`trials`], and the [`dashboard`].
+//! (`/v1/state`, `/v1/fleet`, `/v1/blocks`, `/v1/providers` and `/v1/events`), the changes of operators in [`changes`],
+//! `/v1/try` in [`trials`], and the [`dashboard`].
 
 mod changes;
 mod trials;
@@ -154,6 +154,10 @@ async fn page<S: Store, C: Clock + Clone>(
             parameters(uri, [])?;
             json_response(StatusCode::OK, &admin.metrics.state().await)
         }
+        "/v1/fleet" => {
+            parameters(uri, [])?;
+            json_response(StatusCode::OK, &admin.metrics.fleet())
+        }
         "/v1/providers" => {
             parameters(uri, [])?;
             providers_response(admin).await
@@ -177,6 +181,7 @@ const PATHS: [&str; 12] = [
     "/readyz",
     "/metrics",
     "/v1/state",
+    "/v1/fleet",
     "/v1/blocks",
     "/v1/providers",
     "/v1/events",

@@ -18,7 +18,7 @@ const FILE: &str = r#"
     token = "env:ADMIN"
     tokens = { ops = "env:OPS", dash = { secret = "env:DASH", read_only = true } }
 "#;
-const PAGES: [&str; 6] = ["/", "/who", "/providers", "/policy", "/try", "/events"];
+const PAGES: [&str; 7] = ["/", "/who", "/providers", "/fleet", "/policy", "/try", "/events"];
 const RESET: &str = r#"{"action":"login","ip":"192.0.2.1"}"#;
 
 /// A gate whose tokens are `admin-s3cret`, `ops-s3cret` and `dash-s3cret`.

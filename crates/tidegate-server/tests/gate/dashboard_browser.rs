@@ -20,7 +20,7 @@ const FILE: &str = r#"
     [admin]
     tokens = { ops = "env:OPS" }
 "#;
-const PAGES: [&str; 6] = ["/", "/who", "/providers", "/policy", "/try", "/events"];
+const PAGES: [&str; 7] = ["/", "/who", "/providers", "/fleet", "/policy", "/try", "/events"];
 const FOCUSED: &str = "return document.activeElement.textContent.trim()";
 /// True if the focus can be seen, or has come to the end of the page.
 const IS_MARKED: &str = "const focused = document.activeElement;

@@ -10,6 +10,7 @@ mod changes;
 mod common;
 mod dashboard;
 mod dashboard_browser;
+mod fleet;
 mod flow;
 mod forward_auth;
 mod hop;

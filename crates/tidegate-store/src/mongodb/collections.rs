@@ -6,7 +6,7 @@
 
 use ::mongodb::bson::{self, Binary, Bson, doc, spec::BinarySubtype};
 use ::mongodb::error::{Error, ErrorKind, TRANSIENT_TRANSACTION_ERROR, WriteFailure};
-use ::mongodb::options::IndexOptions;
+use ::mongodb::options::{IndexOptions, ReturnDocument};
 use ::mongodb::{Client, ClientSession, Collection, Database, IndexModel};
 use futures_util::TryStreamExt as _;
 use tidegate_core::{Span, Time};
@@ -16,6 +16,9 @@ use crate::rows::{GroupError, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, check_sche
 
 /// The maximum time for which a client locks the documents of a batch: it may die meanwhile.
 const LOCK_DURATION: Span = Span::from_secs(1);
+/// The id of the document with the announcements of all nodes, in the collection of the seed. A single document, because
+/// not every server with this protocol uses the index for a range of ids.
+const NODES: &str = "nodes";
 
 pub(super) struct Collections {
     pub(super) client: Client,
@@ -205,6 +208,21 @@ impl Collections {
         seed_from_bytes(self.get_or_insert_meta("seed", &proposal).await?)
     }
 
+    /// Stores a node's announcement, and returns those of all nodes.
+    pub(super) async fn write_node(&self, (node_id, announcement): (u64, Vec<u8>)) -> Result<Vec<Vec<u8>>, GroupError> {
+        let set = doc! { "$set": { node_field(node_id): binary(&announcement) } };
+        let update = self.meta.find_one_and_update(doc! { "_id": NODES }, set).upsert(true);
+        let nodes = update.return_document(ReturnDocument::After).await?.unwrap_or_default();
+        let values = nodes.get_document("nodes").into_iter().flat_map(bson::Document::values);
+        Ok(values.filter_map(bytes_of).collect())
+    }
+
+    pub(super) async fn remove_nodes(&self, node_ids: &[u64]) -> Result<(), GroupError> {
+        let fields: bson::Document = node_ids.iter().map(|id| (node_field(*id), Bson::from(""))).collect();
+        self.meta.update_one(doc! { "_id": NODES }, doc! { "$unset": fields }).await?;
+        Ok(())
+    }
+
     /// Stores a value under a name that has none, and returns the stored one.
     async fn get_or_insert_meta(&self, name: &str, value: &[u8]) -> Result<Vec<u8>, GroupError> {
         match check_changed_one(self.meta.insert_one(doc! { "_id": name, "value": binary(value) }).await.map(|_| 1)) {
@@ -227,6 +245,18 @@ fn binary(bytes: &[u8]) -> Binary {
 
 fn new_bson_document(key: &RowKey, version: i64, state: &[u8], expires_at: i64) -> bson::Document {
     doc! { "_id": binary(key.as_bytes()), "version": version, "state": binary(state), "expires_at": expires_at }
+}
+
+/// The name of a node's announcement in the document of nodes.
+fn node_field(node_id: u64) -> String {
+    format!("nodes.{node_id:016x}")
+}
+
+fn bytes_of(value: &Bson) -> Option<Vec<u8>> {
+    match value {
+        Bson::Binary(binary) => Some(binary.bytes.clone()),
+        _ => None,
+    }
 }
 
 fn version_filter(key: &RowKey, version: i64) -> bson::Document {

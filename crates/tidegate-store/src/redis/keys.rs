@@ -30,6 +30,11 @@ impl KeyNames {
         [self.prefix.as_slice(), b"seed"].concat()
     }
 
+    /// The name of the hash of nodes' announcements.
+    pub(super) fn nodes_name(&self) -> Vec<u8> {
+        [self.prefix.as_slice(), b"nodes"].concat()
+    }
+
     pub(super) fn reset_channel(&self) -> &[u8] {
         &self.reset_channel
     }

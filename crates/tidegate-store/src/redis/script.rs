@@ -261,6 +261,7 @@ pub(super) struct ScriptCache {
     general: [OnceLock<Script>; 1 << 8],
     quick: [OnceLock<Script>; 2 << (2 * MAX_QUICK_OPS)],
     batched: [OnceLock<Script>; 2 << (2 * MAX_QUICK_OPS)],
+    announce: OnceLock<Script>,
 }
 
 impl Default for ScriptCache {
@@ -269,6 +270,7 @@ impl Default for ScriptCache {
             general: [const { OnceLock::new() }; _],
             quick: [const { OnceLock::new() }; _],
             batched: [const { OnceLock::new() }; _],
+            announce: OnceLock::new(),
         }
     }
 }
@@ -285,6 +287,11 @@ impl ScriptCache {
     /// Returns the script for many batches that each need [`ScriptKind::Quick`] with this code.
     pub(super) fn batched(&self, code: u16) -> &Script {
         self.batched[usize::from(code)].get_or_init(|| Script::new(batched_script_text(code)))
+    }
+
+    /// Returns the script that keeps a node's announcement.
+    pub(super) fn announce(&self) -> &Script {
+        self.announce.get_or_init(|| Script::new(include_str!("lua/announce.lua").to_owned()))
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use sqlx::error::DatabaseError;
 use sqlx::{Connection, Error};
-use tidegate_core::{Limits, Time};
+use tidegate_core::{Key, Limits, Time};
 
 use super::loaded_rows::RowChange;
 use super::pool::{ConnectionPool, PooledConnection};
@@ -13,10 +13,16 @@ use super::{
     BatchGroup, BatchResults, CLEAN_TIMEOUT, DatabaseOptions, DecisionClock, GROUP_TIMEOUT, GroupDriver, GroupError,
     GroupExecutor, LoadedRows, MAX_CLEAN_ROWS, MAX_CLEAN_STEPS, RowKey, check_schema, seed_from_bytes, with_timeout,
 };
-use crate::StoreError;
+use crate::announcement::stored::{self, StoredNodes};
+use crate::{AnnouncedNode, Announcement, StoreError};
 
 /// The bytes of states after which a statement is full. Servers accept 16 MiB or more; a state has up to ⅓ MiB.
 const MAX_STATEMENT_BYTES: usize = 1 << 20;
+/// The beginning of the names of the rows with nodes' announcements, where other rows have their limit's tag. A clean-up
+/// removes them when they have expired, also one by a program that doesn't know them.
+const ANNOUNCEMENT_TAG: u64 = 0x7469_6465_6e6f_6465;
+/// The maximum number of announcements that are read. More nodes than are listed may have started and died lately.
+const MAX_READ_ANNOUNCEMENTS: i64 = 1024;
 
 /// The future of a statement's result.
 pub(crate) trait SqlFuture<T>: Future<Output = Result<T, Error>> + Send {}
@@ -46,7 +52,16 @@ pub(crate) trait SqlDialect: Send + Sync + 'static {
     /// Reads rows. Returns at least one, even if none is found.
     fn read_rows(&self, connection: &mut Self::Connection, keys: &[RowKey]) -> impl SqlFuture<Vec<ReadRow>>;
 
-    /// Writes rows that are locked.
+    /// Reads the states of at most `limit` rows from `first` to `last`, in key order.
+    fn read_range(
+        &self,
+        connection: &mut Self::Connection,
+        first: &RowKey,
+        last: &RowKey,
+        limit: i64,
+    ) -> impl SqlFuture<Vec<Vec<u8>>>;
+
+    /// Writes rows that are locked, or that no other node writes.
     fn write_rows(&self, connection: &mut Self::Connection, rows: &[RowWrite]) -> impl SqlFuture<()>;
 
     fn remove_rows(&self, connection: &mut Self::Connection, keys: &[RowKey]) -> impl SqlFuture<()>;
@@ -117,8 +132,7 @@ impl<D: SqlDialect> SqlDriver<D> {
         group: &'a BatchGroup,
     ) -> Result<(BatchResults, LoadedRows<'a>), Error> {
         let rows = self.dialect.read_rows(connection, &group.keys).await?;
-        let server_micros = rows.last().map_or(0, |(micros, ..)| *micros);
-        let server_time = Time::from_micros(u64::try_from(server_micros).unwrap_or(0));
+        let server_time = server_time(&rows);
         let stored = rows.into_iter().filter_map(|(_, key, state)| Some((RowKey::from_bytes(&key?)?, state?)));
         Ok(LoadedRows::execute(limits, group, stored, &self.clock, server_time))
     }
@@ -183,6 +197,37 @@ impl<D: SqlDialect> SqlDriver<D> {
         with_timeout(GROUP_TIMEOUT, seed).await
     }
 
+    /// Keeps a node's announcement as a row, and returns those of all nodes.
+    pub(crate) async fn announce(
+        &self,
+        announcement: &Announcement,
+        now: Time,
+    ) -> Result<Vec<AnnouncedNode>, StoreError> {
+        let announce = async {
+            let mut connection = self.connection().await?;
+            let nodes = self.write_and_read_announcements(connection.get(), announcement, now).await;
+            connection.release_after(nodes.map_err(|error| self.classify_error(&error)))
+        };
+        with_timeout(GROUP_TIMEOUT, announce).await
+    }
+
+    async fn write_and_read_announcements(
+        &self,
+        connection: &mut D::Connection,
+        announcement: &Announcement,
+        now: Time,
+    ) -> Result<Vec<AnnouncedNode>, Error> {
+        let key = |node_id| RowKey::new(ANNOUNCEMENT_TAG, Key::new(0, node_id));
+        let now = self.clock.decision_time(now, server_time(&self.dialect.read_rows(connection, &[]).await?));
+        let expires_at = i64::try_from((now + announcement.kept_for()).as_micros()).unwrap_or(i64::MAX);
+        let row = (key(announcement.node_id()), stored::encode(announcement, now), expires_at);
+        self.dialect.write_rows(connection, &[row]).await?;
+        let (first, last) = (key(0), key(u64::MAX));
+        let found = self.dialect.read_range(connection, &first, &last, MAX_READ_ANNOUNCEMENTS).await?;
+        // A clean-up removes the others.
+        Ok(StoredNodes::read(found, now).listed)
+    }
+
     /// Removes a bounded number of expired rows.
     pub(crate) async fn remove_expired(&self) -> Result<(), StoreError> {
         let clean = async {
@@ -199,6 +244,12 @@ impl<D: SqlDialect> SqlDriver<D> {
         };
         with_timeout(CLEAN_TIMEOUT, clean).await
     }
+}
+
+/// The server's time, which comes with each row.
+fn server_time(rows: &[ReadRow]) -> Time {
+    let micros = rows.last().map_or(0, |(micros, ..)| *micros);
+    Time::from_micros(u64::try_from(micros).unwrap_or(0))
 }
 
 /// Splits rows into parts for one statement each.

@@ -8,4 +8,5 @@ mod conformance;
 mod connection;
 mod equivalence;
 mod outages;
+mod rights;
 mod shares;

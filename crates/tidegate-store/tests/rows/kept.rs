@@ -7,7 +7,8 @@ use tidegate_core::{
     Batch, Clock, Concurrency, Key, Limit, LimitKind, Op, PenaltyMode, Rate, Span, Time, Verb, Verdict,
 };
 use tidegate_store::{
-    DatabaseOptions, Fleet, FleetOptions, RemoteStore, Store as _, StoreError, StoreResponse, TimeSource, fleet_limits,
+    Announcement, DatabaseOptions, Fleet, FleetOptions, RemoteStore, Store as _, StoreError, StoreResponse, TimeSource,
+    fleet_limits,
 };
 use tidegate_testkit::fixtures;
 
@@ -37,7 +38,7 @@ pub(crate) fn outlives_restarts<K: Kind>() {
     });
 }
 
-/// After all windows, blocks, rates and permits have ended, a clean-up leaves no rows. Before, it leaves the rows that
+/// After all windows, blocks, rates, permits and announcements have ended, a clean-up leaves no rows. Before, it leaves the rows that
 /// count.
 pub(crate) fn expires<K: Kind>() {
     let Some(server) = K::server() else { return };
@@ -63,6 +64,8 @@ pub(crate) fn expires<K: Kind>() {
         // What is given back leaves no row.
         store.apply(&batch(Verb::Refund, &[(0, 3), (1, 3)]), fixtures::test_time(40_000)).await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 1398);
+        let announcement = Announcement::new(1, Span::from_secs(1), b"node".to_vec()).unwrap();
+        store.announce(announcement, fixtures::test_time(40_000)).await.unwrap();
         store.apply(&Batch::new(0), fixtures::test_time(3_700_000)).await.unwrap();
         store.maintain().await.unwrap();
         assert_eq!(K::rows(&server, "e_").await, 0);
