@@ -175,7 +175,7 @@ async fn page<S: Store, C: Clock + Clone>(
 }
 
 /// The paths of the listener.
-const PATHS: [&str; 12] = [
+const PATHS: [&str; 13] = [
     "/",
     "/healthz",
     "/readyz",
