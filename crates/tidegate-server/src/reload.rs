@@ -131,6 +131,9 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
             snapshot.follow(providers);
         }
         self.parts.refusals.clients.follow(engine.gate.plan(), next.gate.plan());
+        if let Some(admin) = &states.admin {
+            self.parts.sessions.follow(&admin.access);
+        }
         let StateCells { engine, proxy, gateway, api, admin } = &self.cells;
         engine.replace(next);
         replace(proxy, states.proxy);
