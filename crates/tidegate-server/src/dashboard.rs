@@ -145,11 +145,11 @@ impl<'a> Caller<'a> {
         let (access, headers) = (&admin.access, request.headers());
         match access.check(request) {
             Ok(identity) => Ok(Self { identity, session: None }),
-            // Without tokens. The Host is the listener's, because that is checked first.
+            // A listener without tokens checks the host before the origin.
             Err(AccessError::Origin) if is_opened_by_link(request) => {
                 Ok(Self { identity: Identity::LOCAL, session: None })
             }
-            // With a session as well, a wrong token is denied and counted: it may be a guess.
+            // A session doesn't make up for a wrong token, which may be a guess and is counted.
             Err(AccessError::Token) if !access.has_token(headers) => {
                 let session = admin.metrics.parts.sessions.find(access, headers, now);
                 let (identity, session) = session.ok_or(AccessError::Token)?;

@@ -76,10 +76,12 @@ impl Sessions {
         now: Time,
     ) -> Option<(Identity<'a>, Arc<Session>)> {
         let by_id = self.by_id.lock();
-        session_ids(headers).filter_map(|id| by_id.get(id)).filter(|session| session.ends_at > now).find_map(|session| {
-            let token = access.tokens().iter().find(|token| self.fingerprint(token) == session.token)?;
-            Some((token.identity(), Arc::clone(session)))
-        })
+        session_ids(headers).filter_map(|id| by_id.get(id)).filter(|session| session.ends_at > now).find_map(
+            |session| {
+                let token = access.tokens().iter().find(|token| self.fingerprint(token) == session.token)?;
+                Some((token.identity(), Arc::clone(session)))
+            },
+        )
     }
 
     /// The right of a caller that `access` lets pass.

@@ -171,7 +171,7 @@ async fn route<S: Store, C: Clock>(
         "/v1/check" | "/v1/reset" | "/v1/refund" | "/v1/release" | "/v1/renew" => "POST",
         "/v1/status" | "/v1/explain" => "GET",
         _ if forward_auth::is_forward_auth_path(path) => {
-            // So that both count the same, as the proxy.
+            // As the proxy, so that both count the same values.
             remove_session_cookies(request.headers_mut());
             let response = forward_auth::handle(api, client, &request).await;
             return discard_body(watch, request.into_body(), false, response);
