@@ -1,14 +1,15 @@
 //! The dashboard in a real browser, used with the keyboard alone.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
 use tidegate::Span;
 use tidegate_testkit::http_client::{HttpClient, get_request};
 use tidegate_testkit::servers::browser::{BrowserWindow, ENTER, TAB};
+use tokio::runtime::Handle;
 
 use crate::common::{Echo, HELLO, Running, nobody, policy, try_start};
 
@@ -129,31 +130,23 @@ fn a_failed_reload_shows_its_error(window: &BrowserWindow, admin: &str) {
     window.wait_until("return document.getElementById('reloads').textContent.includes('The last reload has failed')");
 }
 
-/// Reloads the policy with this text, as another operator would.
-fn reload(admin: SocketAddr, file: &Mutex<String>, text: &str) {
-    text.clone_into(&mut file.lock().unwrap());
-    let lines = "authorization: Bearer ops-s3cret\r\ncontent-type: application/json\r\ncontent-length: 2";
-    let request = format!("POST /v1/reload HTTP/1.1\r\nhost: 127.0.0.1\r\n{lines}\r\n\r\n{{}}");
-    assert_eq!(HttpClient::connect(admin.port()).unwrap().request(request).status, 200);
-}
-
-fn open_pages_follow_a_reload(window: &BrowserWindow, admin: SocketAddr, file: &Mutex<String>) {
+fn open_pages_follow_a_reload(window: &BrowserWindow, admin: &str, reload: impl Fn(&str)) {
     const ACTIONS: &str = "return [...document.querySelectorAll('#action option')].map((it) => it.value).join()";
     let choose =
         "const list = document.getElementById('action'); list.value = 'login'; list.form.ip.value = '192.0.2.9'";
     let chosen = "const list = document.getElementById('action'); return list.value + ' ' + list.form.ip.value";
-    let another = "[inbound.action.another]\nlimit = \"1 per 60s\"\n";
-    window.load(&format!("http://{admin}/who"));
+    window.load(&format!("{admin}/who"));
     assert_eq!(window.run(ACTIONS), ",login");
     window.run(choose);
-    reload(admin, file, &format!("{another}{FILE}"));
-    window.wait_until(&format!("{}.includes('another')", ACTIONS));
+    reload(&format!("[inbound.action.another]\nlimit = \"1 per 60s\"\n{FILE}"));
+    window.wait_until(&ACTIONS.replace("join()", "includes('another')"));
     assert_eq!(window.run(chosen), "login 192.0.2.9", "what the operator has entered stays");
-    reload(admin, file, &FILE.replace("\"env:OPS\"", "{ secret = \"env:OPS\", read_only = true }"));
+    reload(&FILE.replace("\"env:OPS\"", "{ secret = \"env:OPS\", read_only = true }"));
     window.wait_until("return document.getElementById('action') === null");
     window.wait_until("return document.getElementById('caller').textContent.includes('read only')");
-    window.load(&format!("http://{admin}/policy"));
-    assert_eq!(window.run("return document.querySelector('#reload button')"), serde_json::Value::Null);
+    window.load(&format!("{admin}/policy"));
+    reload(FILE);
+    window.wait_until("return document.querySelector('#reload button')?.textContent === 'Reload'");
 }
 
 fn many_pages_share_the_connections(window: &BrowserWindow, admin: &str) {
@@ -191,14 +184,17 @@ fn use_dashboard(window: &BrowserWindow, gate: SocketAddr, admin: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn open_pages_share_connections_and_follow_reloads() {
     let gate: Running = try_start(&policy(nobody(), FILE), |_| Some("ops-s3cret".to_owned())).unwrap();
-    let (admin, file) = (gate.admin, Arc::clone(&gate.file));
     let used = tokio::task::spawn_blocking(move || {
         let Some(window) = BrowserWindow::open() else { return };
-        let url = format!("http://{admin}");
-        sign_in(&window, &url);
-        reload(admin, &file, FILE);
-        many_pages_share_the_connections(&window, &url);
-        open_pages_follow_a_reload(&window, admin, &file);
+        let admin = format!("http://{}", gate.admin);
+        let reload = |text: &str| {
+            text.clone_into(&mut gate.file.lock().unwrap());
+            Handle::current().block_on(gate.reload.reload()).unwrap();
+        };
+        sign_in(&window, &admin);
+        reload(FILE);
+        many_pages_share_the_connections(&window, &admin);
+        open_pages_follow_a_reload(&window, &admin, reload);
     });
     used.await.unwrap();
 }
