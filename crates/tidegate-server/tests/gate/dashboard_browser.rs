@@ -147,6 +147,11 @@ fn open_pages_follow_a_reload(window: &BrowserWindow, admin: &str, reload: impl 
     window.load(&format!("{admin}/policy"));
     reload(FILE);
     window.wait_until("return document.querySelector('#reload button')?.textContent === 'Reload'");
+    // The browser signs in again, in another tab.
+    let csrf = "document.querySelector('meta[name=csrf]').content";
+    let sign_in = "fetch('/sign-in', { method: 'POST', body: new URLSearchParams({ token: 'ops-s3cret' }) })";
+    window.run(&format!("window.before = {csrf}; {sign_in}"));
+    window.wait_until(&format!("return {csrf} !== window.before"));
 }
 
 fn many_pages_share_the_connections(window: &BrowserWindow, admin: &str) {
