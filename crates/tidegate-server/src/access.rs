@@ -95,6 +95,9 @@ impl Identity<'_> {
     /// A caller without a token.
     pub(crate) const ANONYMOUS: Self = Self { token: None, read_only: true };
 
+    /// A caller of a listener without tokens.
+    pub(crate) const LOCAL: Self = Self { token: None, read_only: false };
+
     /// The name of its token for the log.
     pub(crate) fn name(&self) -> &str {
         self.token.unwrap_or("none")
@@ -144,19 +147,28 @@ impl Access {
 
     fn identify(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<Identity<'_>, AccessError> {
         if self.tokens.is_empty() {
-            return self.check_web_page(headers, target).map(|()| Identity { token: None, read_only: false });
+            return self.check_web_page(headers, target).map(|()| Identity::LOCAL);
         }
         self.find_token(headers).map(AccessToken::identity).ok_or(AccessError::Token)
     }
 
     /// The token of a request.
     fn find_token(&self, headers: &HeaderMap) -> Option<&AccessToken> {
+        self.given_tokens(headers).find_map(|value| self.token_of(value))
+    }
+
+    /// Returns true if a request has a token, right or wrong.
+    pub(crate) fn has_token(&self, headers: &HeaderMap) -> bool {
+        self.given_tokens(headers).next().is_some()
+    }
+
+    fn given_tokens<'h>(&self, headers: &'h HeaderMap) -> impl Iterator<Item = &'h [u8]> + use<'h> {
         let [bearer, plain] = self.listener.token_headers().map(|name| headers.get(name).map(HeaderValue::as_bytes));
         let bearer = bearer.and_then(|value| {
             let (scheme, token) = value.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"bearer ").then_some(token)
         });
-        [bearer, plain].into_iter().flatten().find_map(|value| self.token_of(value))
+        [bearer, plain].into_iter().flatten()
     }
 
     /// The token with this value. All tokens are compared, so that the time doesn't tell which one is nearly right.

@@ -18,6 +18,8 @@ mod try_page;
 mod who_page;
 mod words;
 
+use std::sync::Arc;
+
 use http::header::{
     ALLOW, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, HeaderValue, LOCATION, ORIGIN, REFERRER_POLICY,
 };
@@ -31,7 +33,7 @@ use tidegate::{Span, Time};
 use tidegate_core::Clock;
 
 use self::assets::Asset;
-pub(crate) use self::sessions::{Session, Sessions};
+pub(crate) use self::sessions::{Session, Sessions, remove_session_cookies};
 pub(crate) use self::sign_in::{SignInLimiter, sign_in_limiter};
 pub(crate) use self::words::count;
 use crate::access::{AccessError, Identity};
@@ -100,6 +102,11 @@ impl Page {
         }
     }
 
+    /// True if it shows the use of the providers' limits.
+    fn shows_limits(self) -> bool {
+        matches!(self, Self::Now | Self::Providers | Self::Policy)
+    }
+
     /// The time between two updates, in milliseconds.
     fn refresh_millis(self) -> u32 {
         match self {
@@ -134,7 +141,7 @@ impl DashboardPath {
 #[derive(Clone, Debug)]
 pub(crate) struct Caller<'a> {
     pub(crate) identity: Identity<'a>,
-    pub(crate) session: Option<Session>,
+    pub(crate) session: Option<Arc<Session>>,
 }
 
 impl<'a> Caller<'a> {
@@ -144,12 +151,18 @@ impl<'a> Caller<'a> {
         request: &Request<Incoming>,
         now: Time,
     ) -> Result<Self, AccessError> {
-        match admin.access.check(request) {
+        let (access, headers) = (&admin.access, request.headers());
+        match access.check(request) {
             Ok(identity) => Ok(Self { identity, session: None }),
-            Err(AccessError::Token) => {
-                let session = admin.metrics.parts.sessions.find(&admin.access, request.headers(), now);
+            // A listener without tokens checks the host before the origin.
+            Err(AccessError::Origin) if is_opened_by_link(request) => {
+                Ok(Self { identity: Identity::LOCAL, session: None })
+            }
+            // A session doesn't make up for a wrong token, which may be a guess and is counted.
+            Err(AccessError::Token) if !access.has_token(headers) => {
+                let session = admin.metrics.parts.sessions.find(access, headers, now);
                 let (identity, session) = session.ok_or(AccessError::Token)?;
-                if !admin.access.is_same_origin(request.headers()) && !is_opened_by_link(request) {
+                if !access.is_same_origin(headers) && !is_opened_by_link(request) {
                     return Err(AccessError::Origin);
                 }
                 Ok(Self { identity, session: Some(session) })
@@ -168,7 +181,8 @@ impl<'a> Caller<'a> {
 /// Returns true for a page that a link of another page opens in the browser's window. That page can't read or frame it.
 fn is_opened_by_link(request: &Request<Incoming>) -> bool {
     let headers = request.headers();
-    let is_page = matches!(DashboardPath::from_path(request.uri().path()), Some(DashboardPath::Page(_)));
+    let path = DashboardPath::from_path(request.uri().path());
+    let is_page = matches!(path, Some(DashboardPath::Page(_) | DashboardPath::SignIn));
     let says = |name: &str, value: &str| headers.get(name).is_some_and(|found| found == value);
     is_page && says("sec-fetch-mode", "navigate") && says("sec-fetch-dest", "document") && !headers.contains_key(ORIGIN)
 }
@@ -209,7 +223,8 @@ pub(crate) async fn respond<S: Store, C: Clock + Clone>(
                 return try_page::respond(admin, client, caller, request).await;
             }
             (DashboardPath::Page(page), Some(caller)) => {
-                let view = View { query: request.uri().query(), ..View::new(admin, caller).await };
+                let query = request.uri().query();
+                let view = View { query, ..View::new(admin, caller, page).await };
                 html(StatusCode::OK, layout::frame(page, &view, page_content(page, &view)))
             }
         }
@@ -229,9 +244,11 @@ struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    async fn new<S: Store, C: Clock + Clone>(admin: &'a AdminState<S, C>, caller: Caller<'a>) -> Self {
-        let state = admin.metrics.snapshot().await;
-        let (parts, plan, now) = (&*admin.metrics.parts, &**admin.gate.plan(), admin.gate.clock().now());
+    async fn new<S: Store, C: Clock + Clone>(admin: &'a AdminState<S, C>, caller: Caller<'a>, page: Page) -> Self {
+        let metrics = &admin.metrics;
+        let providers = if page.shows_limits() { metrics.providers().await } else { metrics.local_providers() };
+        let state = metrics.snapshot_with(providers);
+        let (parts, plan, now) = (&*metrics.parts, &**admin.gate.plan(), admin.gate.clock().now());
         Self { caller, query: None, parts, plan, state, now }
     }
 

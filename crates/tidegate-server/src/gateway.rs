@@ -38,6 +38,7 @@ use self::provider_client::ProviderClient;
 use crate::ServeError;
 use crate::access::{Access, ListenerKind};
 use crate::body::{BoxError, RelayBody, ResponseBody, Upload};
+use crate::dashboard::remove_session_cookies;
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, finish_response, set_connection_close};
@@ -245,6 +246,7 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         for name in ListenerKind::Gateway.token_headers() {
             request.headers_mut().remove(name);
         }
+        remove_session_cookies(request.headers_mut());
         let path = request.uri().path_and_query().map_or("/", PathAndQuery::as_str);
         let whole = path.strip_prefix('/').unwrap_or(path);
         let (name, rest) = whole.split_at(whole.find(['/', '?']).unwrap_or(whole.len()));

@@ -305,6 +305,9 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let alerts = Arc::new(AlertSet::new(&self.policy, &parts, None)?);
         let engine = Engine { policy: self.policy, gate: self.gate, providers: self.outbound, alerts };
         let states = ListenerStates::new(&engine, &parts, None)?;
+        if let Some(admin) = &states.admin {
+            parts.sessions.follow(&admin.access);
+        }
         let snapshot = match &engine.providers {
             Some(providers) => {
                 let file = providers.config().snapshot.as_ref();

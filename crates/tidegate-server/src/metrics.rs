@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use tidegate::outbound::cache::CacheStatus;
-use tidegate::outbound::{Outbound, ProviderReport};
+use tidegate::outbound::{Outbound, Provider, ProviderReport};
 use tidegate::store::{Losses, Store};
 use tidegate::{CheckError, DecisionCount, DecisionOutcome, Gate, Time};
 use tidegate_core::Clock;
@@ -189,9 +189,18 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
         reports
     }
 
+    /// The present state of each provider without the use of its limits, which a store may have to be asked for.
+    pub(crate) fn local_providers(&self) -> Vec<ProviderReport> {
+        self.providers.iter().flat_map(Outbound::providers).map(Provider::local_report).collect()
+    }
+
     /// The values of all metrics.
-    pub(crate) async fn snapshot(&self) -> ServerSnapshot {
-        let providers = self.providers().await;
+    async fn snapshot(&self) -> ServerSnapshot {
+        self.snapshot_with(self.providers().await)
+    }
+
+    /// The values of all metrics, with these of the providers.
+    pub(crate) fn snapshot_with(&self, providers: Vec<ProviderReport>) -> ServerSnapshot {
         let (gate, requests, parts) = (&self.gate, &*self.parts.metrics, &*self.parts);
         let connections = parts.connections.get().into_iter().flatten();
         let cache_results = providers.iter().flat_map(|provider| {

@@ -146,6 +146,7 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
                 error.response(),
             ));
         }
+        crate::dashboard::remove_session_cookies(request.headers_mut());
         connection.normalise_path(&mut request);
         let query = connection.query(&request);
         let actions = match connection.proxy.gate.actions(&query) {

@@ -134,6 +134,9 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         if let Some(history) = &self.parts.request_history {
             self.parts.remember_requests(&next.gate, history.follow(engine.gate.plan(), next.gate.plan()));
         }
+        if let Some(admin) = &states.admin {
+            self.parts.sessions.follow(&admin.access);
+        }
         let StateCells { engine, proxy, gateway, api, admin } = &self.cells;
         engine.replace(next);
         replace(proxy, states.proxy);

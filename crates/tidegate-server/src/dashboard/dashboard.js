@@ -139,8 +139,14 @@ document.addEventListener("DOMContentLoaded", () => {
   document.addEventListener("visibilitychange", () => document.hidden || refresh());
   const events = document.querySelector("[data-events]");
   if (!events) return;
-  const stream = new EventSource(`/v1/events?after=${events.dataset.events}`);
-  stream.addEventListener("message", refresh);
-  // A hidden page is updated when it is shown again, and its stream is left to others.
-  addEventListener("pagehide", () => stream.close());
+  // Only a shown page has a stream: a browser has six connections to a host for all of its pages.
+  let stream;
+  const follow = () => {
+    stream?.close();
+    if (document.hidden) return;
+    stream = new EventSource(`/v1/events?after=${events.dataset.events}`);
+    stream.addEventListener("message", refresh);
+  };
+  document.addEventListener("visibilitychange", follow);
+  follow();
 });

@@ -15,7 +15,7 @@ pub(super) fn document(title: &str, csrf: Option<&str>, body: Markup) -> Markup 
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 meta name="color-scheme" content="light dark";
-                @if let Some(csrf) = csrf { meta name="csrf" content=(csrf); }
+                @if let Some(csrf) = csrf { meta name="csrf" content=(csrf) id="csrf" data-live; }
                 title { (title) " · Tidegate" }
                 link rel="icon" href=(ICON.url());
                 link rel="stylesheet" href=(STYLE.url());
@@ -49,7 +49,7 @@ pub(super) fn frame(page: Page, view: &View<'_>, content: Markup) -> Markup {
                 div class="tools" {
                     span id="connection" class="connection" role="status" { "Live" }
                     @if let Some(name) = identity.token {
-                        span class="who" { (name) @if identity.read_only { " · read only" } }
+                        span class="who" id="caller" data-live { (name) @if identity.read_only { " · read only" } }
                     }
                     button type="button" id="theme" hidden { "Dark" }
                     @if view.caller.session.is_some() {

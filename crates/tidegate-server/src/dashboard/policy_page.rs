@@ -15,8 +15,8 @@ pub(super) fn render(view: &View<'_>) -> Markup {
     html! {
         div class="heading" {
             h1 { "Policy" }
-            @if view.may_change() {
-                div class="buttons" {
+            div class="buttons" id="reload" data-live {
+                @if view.may_change() {
                     (button("Reload", "/v1/reload", &serde_json::json!({}), "The policy was reloaded."))
                 }
             }

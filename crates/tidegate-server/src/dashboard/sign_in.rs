@@ -2,33 +2,31 @@
 
 use std::net::{IpAddr, Ipv6Addr};
 
-use http::header::{HeaderValue, ORIGIN, RETRY_AFTER, SET_COOKIE, WWW_AUTHENTICATE};
+use http::header::{HeaderValue, ORIGIN, RETRY_AFTER, SET_COOKIE};
 use http::{HeaderMap, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use maud::html;
-use tidegate::policy::Query;
 use tidegate::store::Store;
 use tidegate::{KeyedLimiter, LimiterDecision};
 use tidegate_core::Clock;
 
-use super::sessions::{COOKIE_NAME, LIFETIME};
+use super::sessions::{LIFETIME, cookie_name};
 use super::{html as html_response, layout, redirect};
 use crate::access::AccessError;
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
 use crate::local_response::discard_body;
-use crate::rejections::RejectionReason;
 use crate::states::SharedParts;
 use crate::wire::admin::AdminState;
 use crate::wire::decision_request::decode;
 use crate::wire::http_api::collect_body;
 
-/// The limit on tries to sign in, for each address or IPv6 network.
+/// The limit on wrong tokens, for each address or IPv6 network.
 const TRIES: &str = "5 per 60s";
-/// The size of the memory for tries. Beyond it addresses share a limit with their network.
+/// The size of the memory for them. Beyond it addresses share a limit with their network.
 const TRIES_BYTES: usize = 1 << 20;
 
-/// Decides about a try to sign in from an address, and counts it if admitted.
+/// Decides about a wrong token from an address, and counts it if admitted.
 pub(crate) type SignInLimiter = Box<dyn Fn(IpAddr) -> LimiterDecision + Send + Sync>;
 
 pub(crate) fn sign_in_limiter(clock: impl Clock) -> SignInLimiter {
@@ -57,46 +55,52 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
         let response = admin.access.denied_response(AccessError::Origin, &request, peer, now);
         return discard_body(watch, request.into_body(), false, response);
     }
-    if let LimiterDecision::RetryAfter(wait) = (parts.sign_in_limiter)(peer.ip()) {
-        let seconds = wait.as_secs_ceil();
-        let message = format!("Too many tries from your address. Try again in {seconds} s.");
-        let mut response = page(StatusCode::TOO_MANY_REQUESTS, Some(&message));
-        response.headers_mut().insert(RETRY_AFTER, seconds.into());
-        return discard_body(watch, request.into_body(), false, response);
-    }
-    let is_https = request.headers().get(ORIGIN).is_some_and(|origin| origin.as_bytes().starts_with(b"https://"));
-    let body = match collect_body(watch, request.into_body()).await {
+    let (head, body) = request.into_parts();
+    let head = Request::from_parts(head, ());
+    let body = match collect_body(watch, body).await {
         Ok(body) => body,
         Err(response) => return response,
     };
     let fields = str::from_utf8(&body).unwrap_or_default().split('&');
     let given = fields.filter_map(|field| decode(field.strip_prefix("token=")?)).next().unwrap_or_default();
+    // The right token always passes. Others at the same address could otherwise lock its owner out.
     let Some(token) = admin.access.token_of(given.trim().as_bytes()) else {
-        let query = Query { ip: Some(peer.ip().to_canonical()), path: Some("/sign-in"), ..Query::default() };
-        parts.refusals.log_rejection(now, RejectionReason::Token, &query, "the token isn't valid");
-        let mut response = page(StatusCode::UNAUTHORIZED, Some("This token isn't valid."));
-        let challenge = HeaderValue::from_static("Bearer realm=\"tidegate\"");
-        response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
-        return response;
+        let denied = admin.access.denied_response(AccessError::Token, &head, peer, now);
+        return wrong_token_response(denied, (parts.sign_in_limiter)(peer.ip()));
     };
     tracing::info!(token = &*token.name, %peer, "admin: signed in");
+    let is_https = head.headers().get(ORIGIN).is_some_and(|origin| origin.as_bytes().starts_with(b"https://"));
     let secure = if is_https { "; Secure" } else { "" };
     let id = parts.sessions.start(token, now);
     let mut response = redirect("/");
-    set_cookie(&mut response, &id, LIFETIME.as_secs_ceil(), secure);
+    set_cookie(&mut response, head.headers(), &id, LIFETIME.as_secs_ceil(), secure);
     response
+}
+
+/// The page for a wrong token, which has been counted and logged.
+fn wrong_token_response(mut denied: Response<ResponseBody>, tries: LimiterDecision) -> Response<ResponseBody> {
+    if let LimiterDecision::RetryAfter(wait) = tries {
+        let seconds = wait.as_secs_ceil();
+        let message = format!("Too many wrong tokens from your address. Try again in {seconds} s.");
+        let mut response = page(StatusCode::TOO_MANY_REQUESTS, Some(&message));
+        response.headers_mut().insert(RETRY_AFTER, seconds.into());
+        return response;
+    }
+    let (head, body) = page(denied.status(), Some("This token isn't valid.")).into_parts();
+    denied.headers_mut().extend(head.headers);
+    denied.map(|_| body)
 }
 
 /// Ends the session of a request.
 pub(super) fn sign_out(parts: &SharedParts, headers: &HeaderMap) -> Response<ResponseBody> {
     parts.sessions.end(headers);
     let mut response = redirect("/sign-in");
-    set_cookie(&mut response, "", 0, "");
+    set_cookie(&mut response, headers, "", 0, "");
     response
 }
 
-fn set_cookie(response: &mut Response<ResponseBody>, id: &str, seconds: u64, more: &str) {
-    let cookie = format!("{COOKIE_NAME}={id}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{more}");
+fn set_cookie(response: &mut Response<ResponseBody>, asked: &HeaderMap, id: &str, seconds: u64, more: &str) {
+    let cookie = format!("{}={id}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict{more}", cookie_name(asked));
     if let Ok(cookie) = HeaderValue::from_str(&cookie) {
         response.headers_mut().insert(SET_COOKIE, cookie);
     }

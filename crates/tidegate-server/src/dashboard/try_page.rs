@@ -73,7 +73,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
     if caller.session.as_ref().is_some_and(|session| !session.csrf.matches(form.csrf.as_bytes())) {
         return csrf_response(parts);
     }
-    let view = View::new(admin, caller).await;
+    let view = View::new(admin, caller, Page::Try).await;
     if !view.may_change() {
         parts.refusals.count_rejection(RejectionReason::ReadOnly);
         return html_response(StatusCode::FORBIDDEN, frame(Page::Try, &view, render(&view, &form, None)));

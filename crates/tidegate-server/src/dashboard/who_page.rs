@@ -14,7 +14,7 @@ pub(super) fn render(view: &View<'_>) -> Markup {
     html! {
         h1 { "Who" }
         (clients(view))
-        @if view.may_change() { (block_form(view)) }
+        div id="block" data-live { @if view.may_change() { (block_form(view)) } }
     }
 }
 
@@ -107,8 +107,8 @@ fn block_form(view: &View<'_>) -> Markup {
                     label for="action" { "Action" }
                     select id="action" name="action" {
                         option value="" { "all" }
-                        @if !view.plan.global().is_empty() { option { "global" } }
-                        @for (_, action) in view.plan.actions() { option { (action.name()) } }
+                        @if !view.plan.global().is_empty() { option data-key="global" { "global" } }
+                        @for (_, action) in view.plan.actions() { option data-key=(action.name()) { (action.name()) } }
                     }
                 }
                 p {

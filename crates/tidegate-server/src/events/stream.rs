@@ -20,13 +20,14 @@ const INTERVAL: Duration = Duration::from_millis(250);
 /// The number of intervals without an event after which a comment shows that the connection works.
 const QUIET_INTERVALS: u32 = 40;
 
-/// The body of a response with the events as they happen. It ends when the server stops.
+/// The body of a response with the events as they happen. It ends when the server stops, and with the right to read it.
 pub(crate) struct EventStream {
     events: Arc<ServerEvents>,
     seen: u64,
     ticks: Interval,
     quiet_intervals: u32,
     watch: Arc<ConnectionWatch>,
+    may_go_on: Box<dyn Fn() -> bool + Send>,
     /// The permission to stream, which ends with the stream.
     _permit: OwnedSemaphorePermit,
 }
@@ -38,17 +39,18 @@ impl EventStream {
     /// The maximum number of streams at the same time, so that connections for health checks remain.
     pub(crate) const MAX_STREAMS: usize = 16;
 
-    /// Returns a stream of the events after the one with this number.
+    /// Returns a stream of the events after the one with this number, while `may_go_on` is true.
     pub(crate) fn new(
         events: Arc<ServerEvents>,
         seen: u64,
         watch: Arc<ConnectionWatch>,
+        may_go_on: Box<dyn Fn() -> bool + Send>,
         permit: OwnedSemaphorePermit,
     ) -> Self {
         let mut ticks = tokio::time::interval(INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         // The first look sends a comment, so that the client knows at once that the stream is open.
-        Self { events, seen, ticks, quiet_intervals: QUIET_INTERVALS, watch, _permit: permit }
+        Self { events, seen, ticks, quiet_intervals: QUIET_INTERVALS, watch, may_go_on, _permit: permit }
     }
 
     /// The text of new events, or of a comment if there has been nothing to send for long.
@@ -80,7 +82,7 @@ impl Body for EventStream {
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         loop {
             ready!(self.ticks.poll_tick(cx));
-            if self.watch.is_draining() {
+            if self.watch.is_draining() || !(self.may_go_on)() {
                 return Poll::Ready(None);
             }
             let text = self.news();

@@ -84,7 +84,9 @@ async fn serve<S: Store, C: Clock + Clone>(
     let mut response = match (Caller::authorize(&admin, &request, now), path) {
         (Ok(caller), Some(path)) => dashboard::respond(&admin, &client, Some(caller), path, request).await,
         (Ok(caller), None) => route(&admin, &client, caller, request).await,
-        (Err(AccessError::Token), Some(path)) => dashboard::respond(&admin, &client, None, path, request).await,
+        (Err(AccessError::Token), Some(path)) if !admin.access.has_token(request.headers()) => {
+            dashboard::respond(&admin, &client, None, path, request).await
+        }
         (Err(AccessError::Token), None) if is_health_check(request.uri().path()) => {
             let caller = Caller { identity: Identity::ANONYMOUS, session: None };
             route(&admin, &client, caller, request).await
@@ -127,7 +129,7 @@ async fn route<S: Store, C: Clock + Clone>(
             (false, _) => csrf_response(&admin.metrics.parts),
         }
     } else {
-        match page(admin, watch, &request).await {
+        match page(admin, watch, &caller, &request).await {
             Ok(response) => response,
             Err(wrong) => bad_request(wrong),
         }
@@ -142,6 +144,7 @@ async fn route<S: Store, C: Clock + Clone>(
 async fn page<S: Store, C: Clock + Clone>(
     admin: &AdminState<S, C>,
     watch: &Arc<ConnectionWatch>,
+    caller: &Caller<'_>,
     request: &Request<Incoming>,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
     let uri = request.uri();
@@ -163,7 +166,7 @@ async fn page<S: Store, C: Clock + Clone>(
             providers_response(admin).await
         }
         "/v1/blocks" => blocks_response(admin, uri)?,
-        "/v1/events" => events_response(admin, watch, request)?,
+        "/v1/events" => events_response(admin, watch, caller, request)?,
         path => match path.strip_prefix(PROVIDERS) {
             Some(name) => {
                 parameters(uri, [])?;
@@ -258,8 +261,10 @@ fn parameters<'u, const N: usize>(
 fn events_response<S: Store, C: Clock + Clone>(
     admin: &AdminState<S, C>,
     watch: &Arc<ConnectionWatch>,
+    caller: &Caller<'_>,
     request: &Request<Incoming>,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
+    let parts = &admin.metrics.parts;
     let header = request.headers().get("last-event-id").and_then(|value| value.to_str().ok());
     let [after, follow] = parameters(request.uri(), ["after", "follow"])?;
     let seen = match header.or(after.as_deref()).map(str::parse) {
@@ -269,17 +274,20 @@ fn events_response<S: Store, C: Clock + Clone>(
     };
     match follow.as_deref() {
         None | Some("true") => {
-            let Ok(permit) = Arc::clone(&admin.metrics.parts.event_streams).try_acquire_owned() else {
+            let Ok(permit) = Arc::clone(&parts.event_streams).try_acquire_owned() else {
                 return Ok(error(StatusCode::SERVICE_UNAVAILABLE, "too many streams are open"));
             };
-            let stream = EventStream::new(Arc::clone(&admin.metrics.parts.events), seen, Arc::clone(watch), permit);
+            let right = parts.sessions.reading_right(&admin.access, caller);
+            let (shared, clock) = (Arc::clone(parts), admin.gate.clock().clone());
+            let may_go_on = Box::new(move || shared.sessions.is_valid(&right, clock.now()));
+            let stream = EventStream::new(Arc::clone(&parts.events), seen, Arc::clone(watch), may_go_on, permit);
             let body = RelayBody::new(stream, Arc::clone(watch), EventStream::LONGEST_PAUSE);
             let mut response = Response::new(ResponseBody::Relay(body));
             response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
             Ok(response)
         }
         Some("false") => {
-            let news = admin.metrics.parts.events.after(seen);
+            let news = parts.events.after(seen);
             let events: Vec<_> = news.numbered().map(|(number, event)| event.json(number)).collect();
             let list = serde_json::json!({ "events": events, "last": news.last, "missed": news.missed });
             Ok(json_response(StatusCode::OK, &list))

@@ -25,6 +25,7 @@ use tidegate_core::{Clock, Time};
 
 use crate::access::{Access, AccessError};
 use crate::body::ResponseBody;
+use crate::dashboard::remove_session_cookies;
 use crate::listener::ConnectionContext;
 use crate::local_response::{close_after_response, discard_body, error, finish_response, json, json_response};
 use crate::metrics::RequestMetrics;
@@ -162,7 +163,7 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
 async fn route<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     client: &ConnectionContext,
-    request: Request<Incoming>,
+    mut request: Request<Incoming>,
 ) -> Response<ResponseBody> {
     let watch = &*client.watch;
     let path = request.uri().path();
@@ -170,6 +171,8 @@ async fn route<S: Store, C: Clock>(
         "/v1/check" | "/v1/reset" | "/v1/refund" | "/v1/release" | "/v1/renew" => "POST",
         "/v1/status" | "/v1/explain" => "GET",
         _ if forward_auth::is_forward_auth_path(path) => {
+            // As the proxy, so that both count the same values.
+            remove_session_cookies(request.headers_mut());
             let response = forward_auth::handle(api, client, &request).await;
             return discard_body(watch, request.into_body(), false, response);
         }

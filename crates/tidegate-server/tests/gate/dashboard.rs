@@ -1,8 +1,12 @@
 //! The dashboard over exact bytes: signing in, sessions, and the bounds of its pages.
 
+use std::time::Duration;
+
 use tidegate::Span;
 
-use crate::common::{Peer, Running, body, get, header, json, nobody, once, policy, post, start, status, try_start};
+use crate::common::{
+    Echo, HELLO, PATIENCE, Peer, Running, body, get, header, json, nobody, once, policy, post, start, status, try_start,
+};
 
 const FILE: &str = r#"
     [inbound.global]
@@ -19,6 +23,8 @@ const FILE: &str = r#"
     tokens = { ops = "env:OPS", dash = { secret = "env:DASH", read_only = true } }
 "#;
 const PAGES: [&str; 7] = ["/", "/who", "/providers", "/fleet", "/policy", "/try", "/events"];
+/// Longer than the time between a stream's looks at its token.
+const SEVERAL_LOOKS: Duration = Duration::from_secs(1);
 const RESET: &str = r#"{"action":"login","ip":"192.0.2.1"}"#;
 
 /// A gate whose tokens are `admin-s3cret`, `ops-s3cret` and `dash-s3cret`.
@@ -136,10 +142,79 @@ async fn links_open_pages_and_nothing_else() {
         ("/who", &framed, 403),
         ("/who", &fetched, 403),
         ("/who", &format!("{link}origin: http://127.0.0.1:3000\r\n"), 403),
+        ("/sign-in", link, 303),
         ("/v1/state", link, 403),
     ] {
         assert_eq!(status(&browser.ask(&gate, "GET", path, lines, "").await), expected, "{path} {lines}");
+        let open = start(nobody(), "").await;
+        assert_eq!(status(&once(open.admin, request("GET", path, lines, "")).await), expected, "open: {path} {lines}");
+        let rebound = request("GET", path, lines, "").replace("127.0.0.1\r", "evil.example\r");
+        assert_eq!(status(&once(open.admin, rebound).await), 421, "{path} {lines}");
     }
+}
+
+#[tokio::test]
+async fn no_other_server_sees_the_sessions_cookie() {
+    let upstream = Echo::start(HELLO).await;
+    let key = "[inbound]\ntrusted_proxies = [\"127.0.0.0/8\"]\n[inbound.action.a]\nmatch = { path = \"/a\" }\n\
+        key = [\"cookie:tidegate_session_8083\"]\nlimit = \"1 per 60s\"\n";
+    let gate = start(upstream.address, key).await;
+    for (sent, seen) in [
+        ("cookie: tidegate_session_8083=secret\r\n", &[][..]),
+        ("cookie: a=1; tidegate_session=secret; b=2; tidegate_session_9=secret\r\n", &["cookie: a=1; b=2"]),
+        ("cookie: tidegate_session_1=secret;a=\u{e9}\r\ncookie: tidegate_session=secret\r\n", &["cookie: a=\u{e9}"]),
+        ("cookie: a=tidegate_session\r\ncookie: b=1\r\n", &["cookie: a=tidegate_session", "cookie: b=1"]),
+    ] {
+        assert_eq!(status(&once(gate.inbound, request("GET", "/", sent, "")).await), 200, "{sent}");
+        let arrived = upstream.seen().pop().unwrap();
+        let cookies: Vec<&str> = arrived.lines().filter(|line| line.starts_with("cookie:")).collect();
+        assert_eq!(cookies, seen, "{sent}: {arrived}");
+    }
+    let about = "x-forwarded-method: GET\r\nx-forwarded-uri: /a\r\nx-forwarded-for: 203.0.113.1\r\n";
+    for (address, path, lines) in [(gate.inbound, "/a", ""), (gate.api, "/v1/auth", about)] {
+        let ask = async |id: &str| {
+            let lines = format!("{lines}cookie: tidegate_session_8083={id}\r\n");
+            status(&once(address, request("GET", path, &lines, "")).await)
+        };
+        assert_eq!((ask("1").await, ask("2").await), (200, 429), "{path}: the cookie isn't there to count by");
+    }
+}
+
+#[tokio::test]
+async fn sessions_of_two_ports_are_kept_apart() {
+    let (gate, other) = (with_tokens(), with_tokens());
+    let sign_in = async |gate: &Running| {
+        let asked = request("POST", "/sign-in", "", "token=ops-s3cret");
+        let host = format!("host: 127.0.0.1:{}\r", gate.admin.port());
+        let answer = once(gate.admin, asked.replace("host: 127.0.0.1\r", &host)).await;
+        header(&answer, "set-cookie").unwrap().split(';').next().unwrap().to_owned()
+    };
+    let (cookie, of_other) = (sign_in(&gate).await, sign_in(&other).await);
+    assert!(cookie.starts_with(&format!("tidegate_session_{}=", gate.admin.port())), "{cookie}");
+    let both = format!("cookie: {of_other}; {cookie}\r\n");
+    for gate in [&gate, &other] {
+        assert_eq!(status(&once(gate.admin, request("GET", "/v1/state", &both, "")).await), 200);
+    }
+}
+
+#[tokio::test]
+async fn wrong_bearer_tokens_are_denied_everywhere() {
+    let gate = with_tokens();
+    let browser = Browser::sign_in(&gate, "ops-s3cret").await;
+    let paths = PAGES.into_iter().chain(["/sign-in", "/dashboard.css", "/v1/state"]);
+    for (number, path) in paths.enumerate() {
+        for line in ["authorization: Bearer wrong\r\n", "x-tidegate-token: wrong\r\n"] {
+            let answer = once(gate.admin, request("GET", path, line, "")).await;
+            assert_eq!((status(&answer), header(&answer, "location")), (401, None), "{path} {line}");
+            assert_eq!(status(&browser.ask(&gate, "GET", path, line, "").await), 401, "{path} {line}");
+        }
+        let state = json(&browser.ask(&gate, "GET", "/v1/state", "", "").await);
+        assert_eq!(state["rejections"]["token"], 4 * (number + 1), "{path}");
+    }
+    // A proxy's own login isn't a token of this listener.
+    let basic = "authorization: Basic dTpw\r\n";
+    assert_eq!(header(&once(gate.admin, request("GET", "/", basic, "")).await, "location"), Some("/sign-in"));
+    assert_eq!(status(&browser.ask(&gate, "GET", "/", basic, "").await), 200);
 }
 
 #[tokio::test]
@@ -149,16 +224,21 @@ async fn wrong_tokens_are_counted_and_limited() {
         let answer = sign_in(&gate, token, "").await;
         assert_eq!((status(&answer), header(&answer, "set-cookie")), (401, None), "{answer}");
     }
-    assert_eq!(status(&sign_in(&gate, "ops-s3cret", "").await), 303);
-    let refused = sign_in(&gate, "ops-s3cret", "").await;
+    for _ in 0..3 {
+        assert_eq!(status(&sign_in(&gate, "ops-s3cret", "").await), 303, "the right one isn't counted");
+    }
+    assert_eq!(status(&sign_in(&gate, "wrong", "").await), 401);
+    let refused = sign_in(&gate, "wrong", "").await;
     assert_eq!((status(&refused), header(&refused, "retry-after")), (429, Some("60")), "{refused}");
     gate.clock.advance(Span::from_secs(59));
-    let refused = sign_in(&gate, "ops-s3cret", "").await;
+    let refused = sign_in(&gate, "wrong", "").await;
     assert_eq!((status(&refused), header(&refused, "retry-after")), (429, Some("1")), "{refused}");
-    gate.clock.advance(Span::from_secs(1));
+    // Others at the same address can't lock the operator out.
     let browser = Browser::sign_in(&gate, "ops-s3cret").await;
+    gate.clock.advance(Span::from_secs(1));
+    assert_eq!(status(&sign_in(&gate, "wrong", "").await), 401);
     let state = json(&browser.ask(&gate, "GET", "/v1/state", "", "").await);
-    assert_eq!(state["rejections"]["token"], 4, "{state}");
+    assert_eq!(state["rejections"]["token"], 8, "{state}");
     for lines in ["origin: http://evil.example\r\n", "origin: null\r\n", "sec-fetch-site: cross-site\r\n"] {
         assert_eq!(status(&sign_in(&gate, "ops-s3cret", lines).await), 403, "{lines}");
     }
@@ -224,6 +304,59 @@ async fn sessions_end() {
     assert_eq!(state(&second).await, 401);
     let forged = Browser { cookie: "tidegate_session=".to_owned(), csrf: String::new() };
     assert_eq!(state(&forged).await, 401);
+}
+
+/// A stream of events that has begun, on a connection that ends with it.
+async fn stream(gate: &Running, lines: &str) -> Peer {
+    let mut reader = Peer::connect(gate.admin).await;
+    reader.send(request("GET", "/v1/events", &format!("connection: close\r\n{lines}"), "")).await;
+    assert_eq!(reader.exactly(15).await, "HTTP/1.1 200 OK", "{lines}");
+    reader
+}
+
+/// True if a stream ends within this time.
+async fn ends(reader: &mut Peer, within: Duration) -> bool {
+    let ended = tokio::time::timeout(within, reader.all()).await;
+    ended.is_ok_and(|rest| rest.ends_with("0\r\n\r\n"))
+}
+
+#[tokio::test]
+async fn streams_end_with_their_token_or_session() {
+    let gate = with_tokens();
+    let (first, ops) = (Browser::sign_in(&gate, "admin-s3cret").await, Browser::sign_in(&gate, "ops-s3cret").await);
+    let cookie = |browser: &Browser| format!("cookie: {}\r\n", browser.cookie);
+    let mut of_first = stream(&gate, &cookie(&first)).await;
+    let mut of_ops = [
+        stream(&gate, &cookie(&ops)).await,
+        stream(&gate, "authorization: Bearer ops-s3cret\r\n").await,
+        stream(&gate, "x-tidegate-token: ops-s3cret\r\n").await,
+    ];
+    let second = Browser::sign_in(&gate, "admin-s3cret").await;
+    let mut of_second = stream(&gate, &cookie(&second)).await;
+    let mut bearer = stream(&gate, "authorization: Bearer admin-s3cret\r\n").await;
+
+    assert_eq!(status(&first.change(&gate, "/sign-out", "{}").await), 303);
+    assert!(ends(&mut of_first, PATIENCE).await);
+    FILE.replace("ops = \"env:OPS\"", "ops = \"env:OTHER\"").clone_into(&mut gate.file.lock().unwrap());
+    gate.reload.reload().await.unwrap();
+    for reader in &mut of_ops {
+        assert!(ends(reader, PATIENCE).await);
+    }
+    gate.clock.advance(Span::from_secs(12 * 3600));
+    assert!(ends(&mut of_second, PATIENCE).await);
+    assert!(!ends(&mut bearer, SEVERAL_LOOKS).await, "a token that stays in force keeps its stream");
+}
+
+#[tokio::test]
+async fn streams_without_a_token_end_with_tokens() {
+    let open = try_start(&policy(nobody(), ""), |_| Some("s3cret".to_owned())).unwrap();
+    let mut reader = stream(&open, "").await;
+    "[admin]\ntoken = \"file:/nowhere\"\n".clone_into(&mut open.file.lock().unwrap());
+    assert!(open.reload.reload().await.is_err());
+    assert!(!ends(&mut reader, SEVERAL_LOOKS).await, "a reload that fails ends nothing");
+    "[admin]\ntoken = \"env:ADMIN\"\n".clone_into(&mut open.file.lock().unwrap());
+    open.reload.reload().await.unwrap();
+    assert!(ends(&mut reader, PATIENCE).await);
 }
 
 #[tokio::test]

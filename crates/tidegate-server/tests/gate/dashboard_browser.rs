@@ -9,8 +9,9 @@ use std::time::Duration;
 use tidegate::Span;
 use tidegate_testkit::http_client::{HttpClient, get_request};
 use tidegate_testkit::servers::browser::{BrowserWindow, ENTER, TAB};
+use tokio::runtime::Handle;
 
-use crate::common::{Echo, HELLO, Running, policy, try_start};
+use crate::common::{Echo, HELLO, Running, nobody, policy, try_start};
 
 const FILE: &str = r#"
     [inbound.action.login]
@@ -153,6 +154,38 @@ fn a_failed_reload_shows_its_error(window: &BrowserWindow, admin: &str) {
     window.wait_until("return document.getElementById('reloads').textContent.includes('The last reload has failed')");
 }
 
+fn open_pages_follow_a_reload(window: &BrowserWindow, admin: &str, reload: impl Fn(&str)) {
+    const ACTIONS: &str = "return [...document.querySelectorAll('#action option')].map((it) => it.value).join()";
+    let choose =
+        "const list = document.getElementById('action'); list.value = 'login'; list.form.ip.value = '192.0.2.9'";
+    let chosen = "const list = document.getElementById('action'); return list.value + ' ' + list.form.ip.value";
+    window.load(&format!("{admin}/who"));
+    assert_eq!(window.run(ACTIONS), ",login");
+    window.run(choose);
+    reload(&format!("[inbound.action.another]\nlimit = \"1 per 60s\"\n{FILE}"));
+    window.wait_until(&ACTIONS.replace("join()", "includes('another')"));
+    assert_eq!(window.run(chosen), "login 192.0.2.9", "what the operator has entered stays");
+    reload(&FILE.replace("\"env:OPS\"", "{ secret = \"env:OPS\", read_only = true }"));
+    window.wait_until("return document.getElementById('action') === null");
+    window.wait_until("return document.getElementById('caller').textContent.includes('read only')");
+    window.load(&format!("{admin}/policy"));
+    reload(FILE);
+    window.wait_until("return document.querySelector('#reload button')?.textContent === 'Reload'");
+    // As after another tab has signed out and in again.
+    let csrf = "document.querySelector('meta[name=csrf]').content";
+    window.run(&format!("{csrf} = 'old'"));
+    window.wait_until(&format!("return {csrf} !== 'old'"));
+}
+
+fn many_pages_share_the_connections(window: &BrowserWindow, admin: &str) {
+    // A browser has six connections to a host.
+    for _ in 0..8 {
+        window.open_tab();
+        window.load(&format!("{admin}/events"));
+        window.wait_until("return document.querySelector('#events li') !== null");
+    }
+}
+
 fn use_dashboard(window: &BrowserWindow, gate: SocketAddr, admin: &str) {
     sign_in(window, admin);
     numbers_move_under_load(window, gate);
@@ -178,10 +211,28 @@ fn use_dashboard(window: &BrowserWindow, gate: SocketAddr, admin: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn open_pages_share_connections_and_follow_reloads() {
+    let gate: Running = try_start(&policy(nobody(), FILE), |_| Some("ops-s3cret".to_owned())).unwrap();
+    let used = tokio::task::spawn_blocking(move || {
+        let Some(window) = BrowserWindow::open() else { return };
+        let admin = format!("http://{}", gate.admin);
+        let reload = |text: &str| {
+            text.clone_into(&mut gate.file.lock().unwrap());
+            Handle::current().block_on(gate.reload.reload()).unwrap();
+        };
+        sign_in(&window, &admin);
+        reload(FILE);
+        many_pages_share_the_connections(&window, &admin);
+        open_pages_follow_a_reload(&window, &admin, reload);
+    });
+    used.await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_dashboard_works_without_a_mouse() {
     let upstream = Echo::start(HELLO).await;
     let gate: Running = try_start(&policy(upstream.address, FILE), |_| Some("ops-s3cret".to_owned())).unwrap();
-    let (inbound, admin) = (gate.inbound, format!("http://{}", gate.admin));
+    let (inbound, admin) = (gate.inbound, gate.admin);
     "[inbound.action.login]\nlmit = \"1 per 60s\"\n".clone_into(&mut gate.file.lock().unwrap());
     let clock = gate.clock.clone();
     let ticking = tokio::spawn(async move {
@@ -192,7 +243,7 @@ async fn the_dashboard_works_without_a_mouse() {
     });
     let used = tokio::task::spawn_blocking(move || {
         let Some(window) = BrowserWindow::open() else { return };
-        use_dashboard(&window, inbound, &admin);
+        use_dashboard(&window, inbound, &format!("http://{admin}"));
     });
     used.await.unwrap();
     ticking.abort();

@@ -253,8 +253,15 @@ async fn open_streams_leave_connections_to_health_checks() {
         assert_eq!(reader.exactly(expected.len()).await, expected);
         readers.push(reader);
     }
+    // More than there are connections. Those of open pages, which are idle between two updates, leave first.
+    let mut pages = Vec::new();
+    for _ in 0..70 {
+        let mut page = Peer::connect(gate.admin).await;
+        assert_eq!(status(&page.ask(get("/")).await), 200);
+        pages.push(page);
+    }
     assert_eq!(status(&once(gate.admin, get("/healthz")).await), 200);
-    drop(readers);
+    drop((readers, pages));
     for _ in 0..100 {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         let mut reader = Peer::connect(gate.admin).await;

@@ -15,6 +15,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use tidegate::clock::{ManualClock, SystemClock};
 use tidegate::outbound::Outbound;
+use tidegate::store::Store;
 use tidegate::{Clock, Gate};
 use tidegate_policy::{Policy, PolicySources};
 use tidegate_server::{ReloadHandle, Server, ShutdownSummary};
@@ -202,10 +203,21 @@ pub(crate) fn running(policy: &str) -> Gateway<SystemClock> {
 
 /// A gateway of this policy. The value of a credential is `pl4nted-s3cr3t-` and the variable's name in lower case.
 fn gateway<C: Clock + Clone>(policy: &str, clock: C) -> Gateway<C> {
+    serve(policy, |policy| {
+        (Gate::in_memory(policy, clock.clone()), Outbound::in_memory(policy, clock.clone()).unwrap())
+    })
+}
+
+/// As [`gateway`], with these machines.
+pub(crate) fn serve<S: Store, C: Clock + Clone>(
+    policy: &str,
+    machines: impl FnOnce(&Policy) -> (Gate<S, C>, Outbound<S, C>),
+) -> Gateway<C> {
     let file = Arc::new(Mutex::new(policy.to_owned()));
     let policy = Policy::load(sources(policy)).unwrap_or_else(|errors| panic!("{errors}"));
-    let outbound = Outbound::in_memory(&policy, clock.clone()).unwrap();
-    let server = Server::from_gate(Gate::in_memory(&policy, clock.clone()), &policy).outbound(outbound);
+    let (gate, outbound) = machines(&policy);
+    let clock = gate.clock().clone();
+    let server = Server::from_gate(gate, &policy).outbound(outbound);
     let server = server.policy_source({
         let file = Arc::clone(&file);
         move |present| Ok(present.load_next(sources(&file.lock().unwrap()))?)

@@ -1,6 +1,15 @@
 //! Providers on the dashboard.
 
-use crate::common::{Answer, Api, Gateway, ONCE, get, standing};
+use std::future::{Pending, pending};
+use std::sync::Arc;
+
+use tidegate::clock::ManualClock;
+use tidegate::outbound::Outbound;
+use tidegate::store::{Batch, Limits, Memory, Outcomes, Store, StoreError, StoreResponse};
+use tidegate::{Gate, Time};
+use tidegate_policy::KeySeed;
+
+use crate::common::{Answer, Api, FREE, Gateway, ONCE, get, provider, serve, standing};
 use crate::wire::{body, once, status};
 
 async fn page<C>(gateway: &Gateway<C>, path: &str) -> String {
@@ -50,4 +59,35 @@ async fn throttled_credentials_are_a_problem() {
     let providers = page(&gateway, "/providers").await;
     assert!(providers.contains("env:A") && providers.contains("Cooling") && providers.contains("10m"), "{providers}");
     assert!(!providers.contains("pl4nted"), "{providers}");
+}
+
+/// A store that never answers.
+struct Silent(Memory);
+
+impl Store for Silent {
+    type Future = Pending<Result<Outcomes, StoreError>>;
+
+    fn limits(&self) -> &Arc<Limits> {
+        self.0.limits()
+    }
+
+    fn apply(&self, _: &Batch, _: Time) -> StoreResponse<Self::Future> {
+        StoreResponse::Pending(pending())
+    }
+
+    fn submit(&self, _: &Batch, _: Time) {}
+}
+
+#[tokio::test]
+async fn pages_without_limits_ask_no_store() {
+    let gateway = serve(&provider("127.0.0.1:9".parse().unwrap(), FREE), |policy| {
+        let (clock, seed) = (ManualClock::default(), KeySeed::new([7; 16]));
+        let store = |limits: &Arc<Limits>| Silent(Memory::new(Arc::clone(limits), 1 << 20));
+        let (plan, config) = (policy.plan(), policy.outbound().unwrap());
+        let gate = Gate::from_parts(Arc::clone(plan), store(plan.limits()), clock.clone(), seed.clone());
+        (gate, Outbound::with_store(config.clone(), store(config.limits()), clock, &seed))
+    });
+    for path in ["/who", "/events"] {
+        page(&gateway, path).await;
+    }
 }

@@ -109,13 +109,14 @@ async fn gateway_and_hop_headers_are_not_forwarded() {
         connection: close, x-hop\r\nx-hop: 1\r\n\
         keep-alive: 5\r\nte: gzip\r\nproxy-connection: close\r\nproxy-authorization: Bearer x\r\n\
         expect: 100-continue\r\nupgrade: websocket\r\n\
-        idempotency-key: 8e03978e\r\naccept: text/plain\r\ncookie: c=d\r\n";
+        idempotency-key: 8e03978e\r\naccept: text/plain\r\ncookie: c=d; tidegate_session_8083=x\r\n";
     let answer = gateway.ask(request("GET", "/api/x", lines, "")).await;
     assert_eq!((status(&answer), body(&answer)), (200, "hello"));
     let arrived = api.arrived().pop().unwrap();
     let mut names: Vec<&str> = arrived.headers.keys().map(http::HeaderName::as_str).collect();
     names.sort_unstable();
     assert_eq!(names, ["accept", "cookie", "host", "idempotency-key", "user-agent"]);
+    assert_eq!(arrived.header("cookie"), Some("c=d"), "without the session of the dashboard");
     assert_eq!(arrived.header("user-agent"), Some("App/1.0 ( me@example.org )"));
     assert_eq!(header(&answer, "tidegate-attempts"), Some("1"), "a provider can't speak for the gateway");
     assert_eq!(header(&answer, "tidegate-credential"), None);

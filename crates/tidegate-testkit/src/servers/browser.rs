@@ -37,7 +37,8 @@ impl BrowserWindow {
             ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"];
         let options = json!({ "binary": chromium, "args": arguments });
         let logs = json!({ "browser": "ALL", "performance": "ALL" });
-        let wanted = json!({ "browserName": "chrome", "goog:loggingPrefs": logs, "goog:chromeOptions": options });
+        let mut wanted = json!({ "browserName": "chrome", "goog:loggingPrefs": logs, "goog:chromeOptions": options });
+        wanted["timeouts"] = json!({ "pageLoad": 20_000 });
         let mut window = Self { port, session: String::new(), _driver: driver };
         let created = window.send("POST", "/session", &json!({ "capabilities": { "alwaysMatch": wanted } }));
         created["sessionId"].as_str().expect("a session").clone_into(&mut window.session);
@@ -50,6 +51,15 @@ impl BrowserWindow {
     /// If it can't be loaded.
     pub fn load(&self, url: &str) {
         self.command("url", &json!({ "url": url }));
+    }
+
+    /// Opens a tab in front of the others, and uses it from then on.
+    ///
+    /// # Panics
+    /// If the browser has ended.
+    pub fn open_tab(&self) {
+        let tab = self.command("window/new", &json!({ "type": "tab" }));
+        self.command("window", &json!({ "handle": tab["handle"] }));
     }
 
     /// Runs a function body in the page and returns its result.
