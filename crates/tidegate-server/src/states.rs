@@ -148,8 +148,7 @@ fn admin_state<S: Store, C: Clock + Clone>(
     parts: &Arc<SharedParts>,
     access: Access,
 ) -> AdminState<S, C> {
-    let alerts = Arc::clone(&engine.alerts);
-    AdminState { gate: engine.gate.clone(), access, metrics: MetricsSource::new(engine, parts), alerts }
+    AdminState { gate: engine.gate.clone(), access, metrics: MetricsSource::new(engine, parts) }
 }
 
 /// Returns the access check of a listener. `None` if the policy turns it off.

@@ -149,6 +149,20 @@ impl DecisionCounts {
         });
         counts
     }
+
+    /// The number of decisions with this outcome so far, with those of retired limits and of actions that are gone.
+    pub(crate) fn total(&self, plan: &Plan, outcome: DecisionOutcome) -> u64 {
+        let mut earlier = self.earlier.lock();
+        earlier.merge_ended();
+        let is_meant = |result: usize| RESULTS[result].0 == outcome;
+        let ended = earlier.totals.iter().filter(|((.., result), _)| is_meant(*result));
+        let mut total = ended.map(|(_, count)| count).sum();
+        let others = earlier.tables.iter().filter(|(_, table)| !table.counters.is_same(&self.table.counters));
+        for (plan, table) in others.map(|(plan, table)| (&**plan, table)).chain([(plan, &self.table)]) {
+            table.for_each(plan, |_, _, result, count| total += if is_meant(result) { count } else { 0 });
+        }
+        total
+    }
 }
 
 impl CountTable {
