@@ -288,4 +288,31 @@ mod tests {
         found.sort_by_key(|count| count.4);
         assert_eq!(found, expected);
     }
+
+    #[test]
+    fn totals_outlive_limits_and_actions() {
+        let read = |text: &str| PolicySources::new().file("test.toml", text);
+        let (a, both) = ("[inbound.action.a]\nlimit = \"5/s\"\n", "[inbound.action.b]\nlimit = \"5/s\"\n");
+        let both = Policy::load(read(&format!("{a}{both}"))).expect("a policy");
+        let refuse = |counts: &DecisionCounts, plan: &Plan| {
+            for (limit, _) in plan.active_limits() {
+                let decision =
+                    Decision { bound_by: Some(limit), ..Decision::without_limit(false, Reason::Limit, Time::ZERO) };
+                counts.record(MatchedActions::from(plan.limit_info(limit).action()), &decision);
+            }
+        };
+        let first = DecisionCounts::new(both.plan());
+        refuse(&first, both.plan());
+        let one = both.load_next(read(a)).expect("a policy");
+        let second = first.next(both.plan(), one.plan());
+        for (counts, plan, total) in [(&second, one.plan(), 2), (&first, both.plan(), 2)] {
+            assert_eq!(counts.total(plan, DecisionOutcome::Refused), total);
+        }
+        drop(first);
+        refuse(&second, one.plan());
+        assert_eq!(second.total(one.plan(), DecisionOutcome::Refused), 3);
+        assert_eq!(second.total(one.plan(), DecisionOutcome::Allowed), 0);
+        let listed: u64 = second.list(one.plan()).iter().map(|found| found.count).sum();
+        assert_eq!(listed, 2, "the list leaves out the action that is gone");
+    }
 }
