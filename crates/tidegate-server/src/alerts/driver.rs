@@ -97,7 +97,9 @@ impl Driver {
             tracing::warn!(missed = news.missed, "alerts don't report events that came too fast");
         }
         for event in &news.events {
-            self.known_blocks += u64::from(matches!(event.change, Change::Blocked { shadow: false, .. }));
+            if matches!(event.change, Change::Blocked { shadow: false, .. }) {
+                self.known_blocks += 1;
+            }
             for alert in &self.alerts.alerts {
                 if let Some(event) = alert_event(event, &alert.config) {
                     alert.group.lock().record(now, event);
