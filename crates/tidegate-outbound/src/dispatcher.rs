@@ -501,6 +501,10 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             waiting: Lane::ALL.map(|lane| state.lanes.waiting(lane)),
             in_flight: Lane::ALL.map(|lane| state.lanes.in_flight(lane)),
             credentials: (0..state.pool.size()).map(credential_report).collect(),
+            throttled_credentials: published_changes
+                .iter()
+                .filter(|change| change.until > now && !change.is_rejected)
+                .count(),
             retry_budget: (self.rules.budget != BudgetSpec::UNLIMITED).then(|| state.budget.remaining()),
             adaptive_limit: state.adaptive_limit.as_ref().map(AdaptiveLimit::limit),
             pace_interval: state.pace.as_ref().map(|pace| pace.interval().as_secs_f64()),

@@ -107,6 +107,13 @@ pub struct LimitUsage {
     pub reset_after: u64,
 }
 
+impl LimitUsage {
+    /// The used share of the capacity in per cent, rounded down. 100 if the capacity is 0.
+    pub fn percent(&self) -> u64 {
+        self.used.saturating_mul(100).checked_div(self.limit).unwrap_or(100)
+    }
+}
+
 /// The state of a credential. It never contains the secret.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
@@ -131,6 +138,9 @@ pub struct CredentialStates {
     pub cooling: usize,
     /// Those that the provider has rejected.
     pub rejected: usize,
+    /// Those of the cooling ones that the provider has throttled.
+    #[serde(skip)]
+    pub throttled: usize,
 }
 
 /// A summary of durations. Percentiles are estimated from a histogram: the true value is at most that.
@@ -178,7 +188,8 @@ impl<S: Store, C: Clock> Provider<S, C> {
         let (config, inner) = (self.config(), &*self.0);
         let failures = CallErrorKind::REASONS.into_iter().zip(self.failures());
         let dispatcher = inner.dispatcher_snapshot();
-        let mut credential_states = CredentialStates::default();
+        let mut credential_states =
+            CredentialStates { throttled: dispatcher.throttled_credentials, ..CredentialStates::default() };
         for credential in &dispatcher.credentials {
             match credential.state {
                 "usable" => credential_states.usable += 1,
@@ -285,6 +296,8 @@ pub(crate) struct DispatcherSnapshot {
     pub(crate) in_flight: [u32; Lane::ALL.len()],
     /// The state of each credential, without its source.
     pub(crate) credentials: Vec<CredentialReport>,
+    /// The number of credentials that the provider has throttled.
+    pub(crate) throttled_credentials: usize,
     pub(crate) retry_budget: Option<u64>,
     pub(crate) adaptive_limit: Option<u32>,
     pub(crate) pace_interval: Option<f64>,

@@ -268,6 +268,23 @@ group = "1m"
     }
 
     #[test]
+    fn counts_for_alerts_are_those_of_the_running_program() {
+        let read = |text: &str| PolicySources::new().file("t", text);
+        let alert = "[alert.ops]\non = \"flood\"\nlog = true\n";
+        let (counting, uncounted) = ("", "[admin]\nmetrics = false\n");
+        for (present, next, is_fine) in
+            [(counting, counting, true), (counting, uncounted, true), (uncounted, counting, false)]
+        {
+            let present = Policy::load(read(&format!("{present}[api]\n"))).unwrap();
+            let next = present.load_next(read(&format!("{next}{alert}")));
+            let told = next.as_ref().map_or_else(ToString::to_string, |_| String::new());
+            assert_eq!(told.contains("needs the counts of decisions"), !is_fine, "{told}");
+            assert_eq!(next.is_ok(), is_fine, "{told}");
+        }
+        assert!(Policy::load(read(&format!("{uncounted}{alert}"))).is_err());
+    }
+
+    #[test]
     fn webhook_urls_keep_their_query() {
         let url = WebhookUrl::parse("https://a.example:8443/in?x=1&y=%20").unwrap();
         assert_eq!((url.base().is_https(), url.base().authority().as_str()), (true, "a.example:8443"));

@@ -59,6 +59,13 @@ pub struct TextRange {
     pub(crate) end: usize,
 }
 
+impl TextRange {
+    /// True if this range begins in the same text as another one, after its end.
+    pub(crate) fn is_after(self, other: Self) -> bool {
+        self.source == other.source && self.start >= other.end
+    }
+}
+
 /// Every text that the policy is read from.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SourceTexts(Vec<SourceText>);
@@ -464,7 +471,7 @@ fn convert_error(texts: &SourceTexts, at: TextRange, message: &str) -> Error {
         let error =
             Error::new(texts, whole, format!("the value of {} isn't in quotes", quoted(&name)), "a string in quotes");
         // A value that may be a secret isn't repeated.
-        return match crate::error::may_be_secret(line) {
+        return match crate::error::may_be_secret(&body[..begins], line) {
             true => error.help("a secret doesn't belong in a policy; write where it is, such as \"env:NAME\""),
             false => error.help(format!("write {name} = \"{value}\"")),
         };

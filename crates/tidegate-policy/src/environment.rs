@@ -80,7 +80,7 @@ impl NamedSection {
     }
 }
 
-fn is_secret_key(key: &str) -> bool {
+pub(crate) fn is_secret_key(key: &str) -> bool {
     key == WEBHOOK || SECRET_SETTINGS.contains(&key)
 }
 

@@ -12,6 +12,8 @@ const MAX_ERRORS: usize = 50;
 /// The most characters of a line that are shown before and after the place of an error.
 const MAX_CHARS_BEFORE: usize = 60;
 const MAX_CHARS_AFTER: usize = 60;
+/// The most lines above a place that are searched for the list or the section that it is in.
+const MAX_LINES_ABOVE: usize = 1100;
 /// The replacement for a secret.
 const MASK: &str = "…";
 
@@ -116,20 +118,27 @@ impl Error {
         message: impl Into<String>,
         expected: impl Into<String>,
     ) -> Self {
-        Self::with_details(texts, at, message.into(), expected.into(), false)
+        Self::with_details(texts, at, None, message.into(), expected.into())
     }
 
-    /// Creates an error at a place that may hold a secret: the line isn't shown from there on.
+    /// Creates an error about a place that may hold a secret: a line isn't shown from there on.
     pub(crate) fn hiding_secret(
         texts: &SourceTexts,
         at: TextRange,
+        secret: TextRange,
         message: impl Into<String>,
         expected: impl Into<String>,
     ) -> Self {
-        Self::with_details(texts, at, message.into(), expected.into(), true)
+        Self::with_details(texts, at, Some(secret), message.into(), expected.into())
     }
 
-    fn with_details(texts: &SourceTexts, at: TextRange, message: String, expected: String, hides: bool) -> Self {
+    fn with_details(
+        texts: &SourceTexts,
+        at: TextRange,
+        secret: Option<TextRange>,
+        message: String,
+        expected: String,
+    ) -> Self {
         let text = texts.get(at);
         let begins = text.line_start(at.start);
         let ends = text.body[at.start..].find('\n').map_or(text.body.len(), |length| at.start + length);
@@ -140,9 +149,11 @@ impl Error {
         };
         let start = (at.start - begins).min(line.len());
         let end = at.end.saturating_sub(begins).clamp(start, line.len());
-        let secret = if text.secret { Some(0) } else { secret_start(line) };
-        let secret = secret.or_else(|| secret_start_in_section(&text.body[..begins], line));
-        let hidden = hides.then_some(start).into_iter().chain(secret).min();
+        // The value of a key may stand on another line, or come from a variable.
+        let secret = secret.filter(|secret| *secret == at || secret.is_after(at) && secret.start <= ends);
+        let secret = secret.map(|secret| (secret.start - begins).min(line.len()));
+        let found = if text.secret { Some(0) } else { secret_start(&text.body[..begins], line) };
+        let hidden = secret.into_iter().chain(found).min();
         Self(Box::new(ErrorDetails {
             location: ErrorLocation::new(texts, at),
             message: printable(&message).into_owned(),
@@ -220,8 +231,9 @@ impl Excerpt {
     }
 }
 
-pub(crate) fn may_be_secret(line: &str) -> bool {
-    secret_start(line).is_some() || line.contains("://") && line.contains('@')
+/// True if a line, below the text above it, may hold a secret.
+pub(crate) fn may_be_secret(above: &str, line: &str) -> bool {
+    secret_start(above, line).is_some() || line.contains("://") && line.contains('@')
 }
 
 /// Settings whose value is the source of a secret; an author may write the secret itself there.
@@ -229,38 +241,77 @@ pub(crate) const SECRET_SETTINGS: [&str; 4] = ["token", "tokens", "credentials",
 /// The setting whose text is a secret, and whose table isn't: an alert's URL, or a lane of a provider.
 pub(crate) const WEBHOOK: &str = "webhook";
 
-/// The offset of a value that may be a secret: after the `=` of a key that reads like one, unless the value only says
-/// where the secret is.
-fn secret_start(line: &str) -> Option<usize> {
+/// The offset of a text that may be a secret: the value of a key that reads like one, or that the lines above announce,
+/// unless it only says where the secret is.
+fn secret_start(above: &str, line: &str) -> Option<usize> {
+    let header = [line]
+        .into_iter()
+        .chain(above.lines().rev().take(MAX_LINES_ABOVE))
+        .find(|line| line.trim_start().starts_with('['));
+    let header = header.unwrap_or_default().trim();
+    let is_in_alert = [header, line].into_iter().any(is_of_alert);
+    let value = secret_value_start(line, is_in_alert);
+    let url = || if is_in_alert { url_path_start(line) } else { None };
+    let item = || secret_item_start(above, line, is_in_alert);
+    let value = value.or_else(item).or_else(|| secret_table_value_start(header, line));
+    value.into_iter().chain(url()).min()
+}
+
+fn secret_value_start(line: &str, is_in_alert: bool) -> Option<usize> {
     line.match_indices('=').find_map(|(equals, _)| {
-        let value = &line[equals + 1..];
-        let body = || {
-            key_matches(line, equals, |key| key == "body")
-                && value.trim_start_matches([' ', '"', '\'']).starts_with('{')
-        };
-        let webhook = || key_matches(line, equals, |key| key == WEBHOOK) && value.trim_start().starts_with(['"', '\'']);
-        let is_secret = key_matches(line, equals, is_secret_name) || body() || webhook();
-        (is_secret && !value.trim().is_empty() && !is_secret_source(value)).then(|| value_start(line, equals))
+        let value = line[equals + 1..].trim_start();
+        let key = key_parts(line, equals).pop().unwrap_or_default();
+        let is_secret = names_secret(line, equals, is_in_alert && !value.starts_with('{'))
+            || key == "body" && value.trim_start_matches(['"', '\'']).starts_with('{')
+            || key == WEBHOOK && value.starts_with(['"', '\'']);
+        (is_secret && !value.is_empty() && !is_secret_source(value)).then(|| value_start(line, equals))
     })
 }
 
-/// The offset of a secret that the lines above announce: an item of a list, or the value of a key in a table of
-/// secrets.
-fn secret_start_in_section(above: &str, line: &str) -> Option<usize> {
-    const FAR: usize = 1100;
+/// The offset of an item of a list of secrets that begins on a line above.
+fn secret_item_start(above: &str, line: &str, is_in_alert: bool) -> Option<usize> {
     let begin = line.trim_start();
-    let mut before = above.lines().rev().take(FAR).map(str::trim);
-    if begin.starts_with(['"', '\'']) {
-        let opens = before.find(|line| !line.is_empty() && !line.starts_with(['"', '\'', '#', ']']))?;
-        let is_list = |equals: usize| key_matches(opens, equals, is_secret_name) && opens.ends_with(['[', ',']);
-        let is_secret = opens.match_indices('=').any(|(equals, _)| is_list(equals)) || opens.starts_with('[');
-        return (is_secret && !is_secret_source(&format!("[{begin}"))).then_some(0);
+    if !begin.starts_with(['"', '\'']) {
+        return None;
     }
+    let mut before = above.lines().rev().take(MAX_LINES_ABOVE).map(str::trim);
+    let opens = before.find(|line| !line.is_empty() && !line.starts_with(['"', '\'', '#', ']']))?;
+    let is_list = |equals: usize| names_secret(opens, equals, is_in_alert) && opens.ends_with(['[', ',']);
+    let is_secret = opens.match_indices('=').any(|(equals, _)| is_list(equals)) || opens.starts_with('[');
+    (is_secret && !is_secret_source(&format!("[{begin}"))).then_some(0)
+}
+
+/// The offset of a value in a table of secrets.
+fn secret_table_value_start(header: &str, line: &str) -> Option<usize> {
     let equals = line.find('=').filter(|equals| !is_secret_source(&line[equals + 1..]))?;
-    let header = before.find(|line| line.starts_with('['))?;
     let of_secrets =
         header.trim_end_matches(']').rsplit('.').next().is_some_and(|name| matches!(name.trim(), "secrets" | "tokens"));
     of_secrets.then(|| value_start(line, equals))
+}
+
+/// True if a line is the header of an alert, or sets one of its keys by its whole name.
+fn is_of_alert(line: &str) -> bool {
+    let first = line.trim_start().trim_start_matches(['[', '"', '\'', ' ', '\t']);
+    first.strip_prefix("alert").is_some_and(|rest| rest.starts_with(['.', ']', '=', '"', '\'', ' ', '\t']))
+}
+
+/// True if the key before an equals sign reads like that of a secret. In an alert, any key may be a misspelled
+/// `webhook` or `telegram`, unless it is another one.
+fn names_secret(line: &str, equals: usize, is_in_alert: bool) -> bool {
+    let is_alert_key = |key: &String| {
+        let tables = ["alert.*", "alert.*.telegram"];
+        let mut known = tables.iter().flat_map(|table| settings::table_keys(table));
+        known.any(|known| known == key && !["webhook", "telegram"].contains(&known))
+    };
+    let parts = key_parts(line, equals);
+    parts.iter().any(|part| is_secret_name(part)) || is_in_alert && !parts.last().is_some_and(is_alert_key)
+}
+
+/// The offset of the path of the first URL with one.
+fn url_path_start(line: &str) -> Option<usize> {
+    let host = line.find("://")? + 3;
+    let stop = host + line[host..].find(['/', '?', '"', '\'', ' ', '\t'])?;
+    line[stop..].starts_with(['/', '?']).then_some(stop)
 }
 
 /// The offset of the value after an equals sign, without the space before it.
@@ -268,11 +319,15 @@ pub(crate) fn value_start(line: &str, equals: usize) -> usize {
     line.len() - line[equals + 1..].trim_start().len()
 }
 
-/// True if `is` accepts the key before an equals sign.
-fn key_matches(line: &str, equals: usize, is: impl FnOnce(&str) -> bool) -> bool {
-    let before = line[..equals].trim_end().trim_end_matches(['"', '\'']);
-    let is_part = |letter: char| letter.is_alphanumeric() || "_-".contains(letter);
-    is(&before.rsplit(|letter| !is_part(letter)).next().unwrap_or(before).to_ascii_lowercase())
+/// The parts of the key before an equals sign, in lower case.
+fn key_parts(line: &str, equals: usize) -> Vec<String> {
+    let is_part = |letter: char| letter.is_alphanumeric() || "_-.\"' \t".contains(letter);
+    let key = line[..equals].rsplit(|letter| !is_part(letter)).next().unwrap_or_default();
+    let word = |part: &str| {
+        let part = part.trim_matches(['"', '\'', ' ', '\t']);
+        part.rsplit(['"', '\'', ' ', '\t']).next().unwrap_or(part).to_ascii_lowercase()
+    };
+    key.split('.').map(word).collect()
 }
 
 fn is_secret_name(key: &str) -> bool {
@@ -329,7 +384,11 @@ fn hide_passwords(line: &str, start: usize, end: usize) -> (String, usize, usize
 
 /// A found text for a message: [`printable`], in quotes, and cut to 60 characters.
 pub(crate) fn quoted(text: &str) -> String {
-    let shown = hide_passwords(text, 0, 0).0;
+    let mut shown = hide_passwords(text, 0, 0).0;
+    // A URL's path may hold a secret, as that of a webhook does.
+    if let Some(path) = url_path_start(&shown).filter(|path| shown.starts_with("http") && path + 1 < shown.len()) {
+        shown.replace_range(path + 1.., MASK);
+    }
     let mut cut: String = printable(&shown).chars().take(60).collect();
     if shown.chars().count() > 60 {
         cut.push('…');
@@ -384,6 +443,16 @@ impl Errors {
     /// The errors, at most 50.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &Error> {
         self.errors.iter()
+    }
+
+    /// The errors in one line: the place and the message of each, without the text of the policy.
+    pub fn brief(&self) -> String {
+        let errors: Vec<String> =
+            self.errors.iter().map(|error| format!("{}: {}", error.location(), error.message())).collect();
+        match self.omitted {
+            0 => errors.join("; "),
+            omitted => format!("{}; {omitted} more", errors.join("; ")),
+        }
     }
 
     /// The number of errors, including those that [`Errors::iter`] leaves out.

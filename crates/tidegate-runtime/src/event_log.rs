@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// The latest events, each with a number, from one after a given number. A log that begins with the time in milliseconds
-/// has higher numbers than one of an earlier process, unless that one had more than a thousand events a second. A new event displaces the oldest one when the log is full. So a writer
-/// never waits for a reader, and a reader that is too slow learns how many events it has missed.
+/// The latest events, each with a number, from one after a given number. A new event displaces the oldest one when the
+/// log is full. So a writer never waits for a reader, and a reader that is too slow learns how many events it has missed.
+/// A log that begins with the time in milliseconds has higher numbers than one of an earlier process, unless that one had
+/// more than a thousand events a second.
 ///
 /// ```
 /// use tidegate_runtime::event_log::EventLog;

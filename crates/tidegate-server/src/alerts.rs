@@ -7,7 +7,9 @@ mod message;
 mod meter;
 mod sink;
 
+use std::array;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustls::{ClientConfig, RootCertStore};
@@ -17,6 +19,7 @@ use tidegate_policy::alerts::{AlertConfig, TelegramConfig, WebhookError, Webhook
 use tidegate_policy::outbound::BaseUrl;
 use tidegate_policy::{Policy, Secret};
 use tidegate_runtime::counters::Counters;
+use tokio::sync::watch;
 
 pub(crate) use self::driver::{quota_percent, run_alerts};
 use self::group::{Group, Message};
@@ -27,9 +30,15 @@ use crate::gateway::provider_client::tls_config;
 use crate::log::EscapedError;
 use crate::states::SharedParts;
 
+/// The time for the last messages when the server stops.
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// The alerts of a policy.
-#[derive(Default)]
-pub(crate) struct AlertSet(Vec<Arc<Alert>>);
+pub(crate) struct AlertSet {
+    alerts: Vec<Arc<Alert>>,
+    /// The number of messages that are on their way, also of alerts of earlier policies.
+    undelivered: watch::Sender<usize>,
+}
 
 /// A running alert.
 pub(crate) struct Alert {
@@ -55,11 +64,13 @@ impl AlertSet {
     /// A secret can't be read, or isn't a URL; or the system has no root certificates.
     pub(crate) fn new(policy: &Policy, parts: &SharedParts, earlier: Option<&Self>) -> Result<Self, ServeError> {
         let mut tls = None;
+        let undelivered = earlier.map(|earlier| earlier.undelivered.clone()).unwrap_or_default();
         let alerts = policy.alerts().iter().map(|config| {
             let invalid = |source| ServeError::Alert { alert: config.name.clone(), source };
             let places = SinkPlaces::resolve(config, parts).map_err(invalid)?;
             let is_same = |alert: &&Arc<Alert>| alert.config == *config && alert.places == places;
-            if let Some(same) = earlier.and_then(|earlier| earlier.0.iter().find(is_same)) {
+            let earlier = earlier.and_then(|earlier| earlier.find(&config.name));
+            if let Some(same) = earlier.filter(is_same) {
                 return Ok(Arc::clone(same));
             }
             // Reading the system's root certificates is slow, and some systems have none.
@@ -68,19 +79,40 @@ impl AlertSet {
                 None if places.uses_tls(config) => tls.insert(tls_config().map_err(ServeError::RootCertificates)?),
                 None => &mut no_tls(),
             };
-            Alert::start(config, places, parts, tls).map(Arc::new).map_err(invalid)
+            Alert::start(config, places, tls, &undelivered, earlier).map(Arc::new).map_err(invalid)
         });
-        alerts.collect::<Result<_, _>>().map(Self)
+        Ok(Self { alerts: alerts.collect::<Result<_, _>>()?, undelivered: undelivered.clone() })
     }
 
     /// The alert with this name.
     pub(crate) fn find(&self, name: &str) -> Option<&Arc<Alert>> {
-        self.0.iter().find(|alert| alert.config.name == name)
+        self.alerts.iter().find(|alert| alert.config.name == name)
     }
 
     /// The names of the alerts.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().map(|alert| alert.config.name.as_str())
+        self.alerts.iter().map(|alert| alert.config.name.as_str())
+    }
+
+    /// For each alert and each of its receivers, the number of each [`SinkResult`].
+    pub(crate) fn results(&self) -> Vec<(String, &'static str, [u64; SinkResult::NAMES.len()])> {
+        let of_alert = |alert: &Arc<Alert>| {
+            let name = alert.config.name.clone();
+            let counts = |counters: &Counters| array::from_fn(|result| counters.get(result));
+            alert.results().map(|(sink, counters)| (name.clone(), sink, counts(counters))).collect::<Vec<_>>()
+        };
+        self.alerts.iter().flat_map(of_alert).collect()
+    }
+
+    /// Sends what waits, and gives the last messages a short time to arrive.
+    pub(crate) async fn finish(&self, now: Time) {
+        self.alerts.iter().for_each(|alert| alert.send_pending(now));
+        let mut undelivered = self.undelivered.subscribe();
+        let all_delivered = undelivered.wait_for(|messages| *messages == 0);
+        if tokio::time::timeout(STOP_TIMEOUT, all_delivered).await.is_err() {
+            let messages = *self.undelivered.borrow();
+            tracing::warn!(messages, "the last messages of alerts weren't delivered");
+        }
     }
 }
 
@@ -108,13 +140,18 @@ impl Alert {
     fn start(
         config: &AlertConfig,
         places: SinkPlaces,
-        parts: &SharedParts,
         tls: &ClientConfig,
+        undelivered: &watch::Sender<usize>,
+        earlier: Option<&Arc<Self>>,
     ) -> Result<Self, WebhookError> {
-        let results = |sink| parts.metrics.alert_results(&config.name, sink);
+        // Counts go on with those of the alert that had the name before.
+        let results = |sink| {
+            let known = earlier.and_then(|earlier| earlier.results().find(|(found, _)| *found == sink));
+            known.map_or_else(|| Counters::new(SinkResult::NAMES.len()), |(_, results)| results.clone())
+        };
         let start = |form: SinkForm, base, target: &Secret| {
             let results = results(form.kind());
-            RemoteSink::start(config, form, base, target.clone(), tls.clone(), results)
+            RemoteSink::start(config, form, base, target.clone(), tls.clone(), results, undelivered.clone())
         };
         let mut remote = Vec::new();
         if let (Some(webhook), Some(url)) = (&config.webhook, &places.webhook) {
@@ -126,6 +163,25 @@ impl Alert {
         let log_results = config.log.then(|| results("log"));
         let group = Mutex::new(Group::new(config.group, config.repeat));
         Ok(Self { config: config.clone(), places, log_results, remote, group })
+    }
+
+    /// The counters of its receivers, by kind.
+    fn results(&self) -> impl Iterator<Item = (&'static str, &Counters)> {
+        let log = self.log_results.as_ref().map(|results| ("log", results));
+        log.into_iter().chain(self.remote.iter().map(|sink| (sink.form.kind(), sink.results())))
+    }
+
+    /// Goes on with the states that an earlier alert of this name has reported.
+    fn follow(&self, earlier: &Self) {
+        self.group.lock().take_states(&mut earlier.group.lock(), &self.config.on);
+    }
+
+    /// Sends what waits, due or not.
+    fn send_pending(&self, now: Time) {
+        let pending = self.group.lock().take_pending();
+        if let Some(message) = pending {
+            self.send(&message, now);
+        }
     }
 
     /// Writes a message to the log, and puts it into the queues of the other receivers.

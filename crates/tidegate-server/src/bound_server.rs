@@ -133,7 +133,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             (gate.clock().clone(), providers.is_some(), policy.inbound().timeouts.shutdown)
         };
         housekeeping.spawn(watch_store(Arc::clone(&engine), Arc::clone(events)));
-        housekeeping.spawn(run_alerts(Arc::clone(&engine), Arc::clone(events)));
+        housekeeping.spawn(run_alerts(Arc::clone(&engine), Arc::clone(&parts)));
         let on_loss = {
             let (metrics, events, clock) = (Arc::clone(metrics), Arc::clone(events), clock);
             move |losses: &Losses| {
@@ -176,7 +176,9 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         if let Some(snapshot) = self.snapshot {
             housekeeping::save_snapshot(&snapshot, &mut true).await;
         }
-        refusals.log_summary(engine.load().gate.plan());
+        let engine = engine.load();
+        engine.alerts.finish(engine.gate.clock().now()).await;
+        refusals.log_summary(engine.gate.plan());
         tracing::info!(cut_off = summary.cut_off, "stopped");
         summary
     }

@@ -72,8 +72,17 @@ pub(crate) enum Change {
     StoreBack { store: String, seconds: u64 },
     /// The store is full and has lost state that still counted.
     StoreFull { used: u64, exhausted: u64, unblocked: u64, shared: u64 },
-    /// A share of a calendar quota of a provider is used: 80 or 100 per cent.
-    QuotaUsed { provider: String, limit: String, credential: Option<usize>, percent: u64, resets_in: u64 },
+    /// A share of a calendar quota of a provider is used: 80 or 100 per cent, or the share of an alert.
+    QuotaUsed {
+        provider: String,
+        limit: String,
+        credential: Option<usize>,
+        percent: u64,
+        /// The share that was reported before in the same period, in per cent.
+        #[serde(skip)]
+        reported: u64,
+        resets_in: u64,
+    },
     /// Another policy is in force. The settings of `restart_needed` changed, too, but are as before until a restart.
     Reloaded { restart_needed: Vec<&'static str> },
     /// The policy was read again, but can't be used, so that the one before goes on.
@@ -128,7 +137,7 @@ pub(crate) fn client_text(client: &Map<String, Value>) -> String {
         let value = value.as_str().unwrap_or_default();
         if name == "client_ip" { value.to_owned() } else { format!("{name}={value}") }
     };
-    if client.is_empty() { "everybody".to_owned() } else { client.iter().map(part).collect::<Vec<_>>().join(" ") }
+    if client.is_empty() { "all clients".to_owned() } else { client.iter().map(part).collect::<Vec<_>>().join(" ") }
 }
 
 impl fmt::Display for Change {
@@ -166,7 +175,7 @@ impl fmt::Display for Change {
                 "the store is full: {used} clients with a part of their limit and {exhausted} with none left were \
                  forgotten, {unblocked} weren't blocked, {shared} answers by a network's limit"
             ),
-            Self::QuotaUsed { provider, limit, credential, percent, resets_in } => {
+            Self::QuotaUsed { provider, limit, credential, percent, resets_in, .. } => {
                 write!(f, "{provider}: {percent} % of {limit} are used")?;
                 if let Some(credential) = credential {
                     write!(f, " by credential {credential}")?;

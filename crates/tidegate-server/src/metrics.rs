@@ -6,7 +6,7 @@ mod history;
 mod snapshot;
 
 use std::array;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use tidegate::outbound::cache::CacheStatus;
 use tidegate::outbound::{Outbound, Provider, ProviderReport};
 use tidegate::store::{Losses, Store};
-use tidegate::{CheckError, DecisionCount, DecisionOutcome, Gate, Time};
+use tidegate::{CheckError, DecisionOutcome, Gate, Time};
 use tidegate_core::Clock;
 use tidegate_runtime::counters::{Counters, SharedHistogram};
 
@@ -24,7 +24,7 @@ pub(crate) use self::exposition::TextFormat;
 pub(crate) use self::history::{History, MAX_SAMPLES, Rates, Totals};
 use self::snapshot::STATUS_CLASSES;
 pub(crate) use self::snapshot::ServerSnapshot;
-use crate::alerts::SinkResult;
+use crate::alerts::AlertSet;
 use crate::fleet::FleetReport;
 use crate::states::{Engine, SharedParts};
 use crate::upstream::UpstreamError;
@@ -46,9 +46,6 @@ pub(crate) struct RequestMetrics {
     upstream_failures: Counters,
     /// For each provider by its name, a counter for each [`CacheStatus`].
     cache_results: Mutex<HashMap<String, Counters>>,
-    /// For each alert and each of its receivers, a counter for each [`SinkResult`]. A reload adds at most those of another
-    /// policy.
-    alert_results: Mutex<BTreeMap<(String, &'static str), Counters>>,
 }
 
 impl RequestMetrics {
@@ -65,7 +62,6 @@ impl RequestMetrics {
             upstream_replies: Counters::new(STATUS_CLASSES.len()),
             upstream_failures: Counters::new(UpstreamError::REASONS.len()),
             cache_results: Mutex::default(),
-            alert_results: Mutex::default(),
         }
     }
 
@@ -125,10 +121,9 @@ impl RequestMetrics {
         self.upstream_failures.add(failure.reason_index(), 1);
     }
 
-    /// The counters of the [`SinkResult`]s of one receiver of an alert.
-    pub(crate) fn alert_results(&self, alert: &str, sink: &'static str) -> Counters {
-        let mut all = self.alert_results.lock();
-        all.entry((alert.to_owned(), sink)).or_insert_with(|| Counters::new(SinkResult::NAMES.len())).clone()
+    /// True if there was no reload yet, or the last one succeeded.
+    pub(crate) fn is_last_reload_ok(&self) -> bool {
+        self.is_last_reload_ok.load(Ordering::Relaxed)
     }
 
     /// The counters of the [`CacheStatus`]es of one provider.
@@ -142,12 +137,14 @@ impl RequestMetrics {
 pub(crate) struct MetricsSource<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) providers: Option<Outbound<S, C>>,
+    pub(crate) alerts: Arc<AlertSet>,
     pub(crate) parts: Arc<SharedParts>,
 }
 
 impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
     pub(crate) fn new(engine: &Engine<S, C>, parts: &Arc<SharedParts>) -> Self {
-        Self { gate: engine.gate.clone(), providers: engine.providers.clone(), parts: Arc::clone(parts) }
+        let Engine { gate, providers, alerts, .. } = engine;
+        Self { gate: gate.clone(), providers: providers.clone(), alerts: Arc::clone(alerts), parts: Arc::clone(parts) }
     }
 
     /// The metrics page. `None` if the policy turns metrics off.
@@ -157,17 +154,17 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
 
     /// Keeps the present totals for the history.
     pub(crate) fn record_history(&self) {
-        let (requests, decisions) = (&self.parts.metrics, self.gate.decision_counts());
+        let (requests, gate) = (&self.parts.metrics, &self.gate);
         let failed_calls = self.providers.iter().flat_map(Outbound::providers).flat_map(|provider| provider.failures());
         let upstream_failures = (0..UpstreamError::REASONS.len()).map(|index| requests.upstream_failures.get(index));
         let errors = requests.store_errors.get(0) + requests.upstream_replies.get(STATUS_CLASSES.len() - 1);
         let totals = Totals {
-            admitted: count_of(&decisions, DecisionOutcome::Allowed),
-            refused: count_of(&decisions, DecisionOutcome::Refused),
-            shadow: count_of(&decisions, DecisionOutcome::Shadow),
+            admitted: gate.decision_total(DecisionOutcome::Allowed),
+            refused: gate.decision_total(DecisionOutcome::Refused),
+            shadow: gate.decision_total(DecisionOutcome::Shadow),
             errors: errors + upstream_failures.chain(failed_calls).sum::<u64>(),
         };
-        self.parts.history.record(self.gate.clock().now(), totals, &decisions);
+        self.parts.history.record(gate.clock().now(), gate.plan(), totals, &gate.decision_counts());
     }
 
     /// The present state as JSON.
@@ -207,11 +204,6 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             let counters = requests.cache_results(&provider.name);
             CacheStatus::ALL.map(|status| counters.get(status as usize))
         });
-        let alert_results = requests.alert_results.lock().clone();
-        let alerts = alert_results.into_iter().map(|((alert, sink), counters)| {
-            let counts = array::from_fn(|result| counters.get(result));
-            (alert, sink, counts)
-        });
         ServerSnapshot {
             plan: Arc::clone(gate.plan()),
             started_at: parts.started_at,
@@ -221,7 +213,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             decision_times: requests.decision_times.snapshot(),
             store_times: requests.store_times.snapshot(),
             reloads: [0, 1].map(|result| requests.reloads.get(result)),
-            is_last_reload_ok: requests.is_last_reload_ok.load(Ordering::Relaxed),
+            is_last_reload_ok: requests.is_last_reload_ok(),
             store_errors: requests.store_errors.get(0),
             lost_store: gate.store().outage().map(str::to_owned),
             fleet: self.fleet(),
@@ -231,13 +223,8 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             upstream_failures: array::from_fn(|index| requests.upstream_failures.get(index)),
             connections: connections.map(|(name, watchdog)| (*name, watchdog.len())).collect(),
             cache_results: cache_results.collect(),
-            alerts: alerts.collect(),
+            alerts: self.alerts.results(),
             providers,
         }
     }
-}
-
-/// The number of decisions with this outcome.
-fn count_of(decisions: &[DecisionCount], outcome: DecisionOutcome) -> u64 {
-    decisions.iter().filter(|found| found.outcome == outcome).map(|found| found.count).sum()
 }

@@ -22,7 +22,7 @@ use crate::rejections::RejectionReason;
 
 /// The interval at which lines that weren't written are summed up.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(5);
-/// The maximum number of events about blocks in any second, so that a flood doesn't displace other events.
+/// The maximum number of events about blocks in any second, and again about those in shadow mode, so that a flood doesn't displace other events.
 const MAX_BLOCK_EVENTS: u32 = 5;
 /// The maximum number of limits that a summary names, those with most refusals. Those of others are summed up.
 const MAX_SUMMARY_LIMITS: usize = 32;
@@ -40,7 +40,10 @@ pub(crate) struct RefusalLog {
     /// The clients that were refused.
     pub(crate) clients: RefusedClients,
     events: Arc<ServerEvents>,
-    event_throttle: LogThrottle,
+    /// For blocks, and for those that shadow mode doesn't enforce.
+    event_throttles: [LogThrottle; 2],
+    /// The number of enforced blocks that have begun since the start.
+    begun_blocks: AtomicU64,
     /// The number of rejected requests for each reason since the start.
     rejection_counts: [AtomicU64; RejectionReason::COUNT],
 }
@@ -62,7 +65,8 @@ impl RefusalLog {
             audit: AuditLog::new(lines),
             clients: RefusedClients::default(),
             events,
-            event_throttle: LogThrottle::new(MAX_BLOCK_EVENTS),
+            event_throttles: [(); 2].map(|()| LogThrottle::new(MAX_BLOCK_EVENTS)),
+            begun_blocks: AtomicU64::new(0),
             rejection_counts: Default::default(),
         }
     }
@@ -96,9 +100,12 @@ impl RefusalLog {
     /// Publishes that a block has begun.
     #[cold]
     fn publish_block(&self, plan: &Plan, query: &Query<'_>, decision: &Decision, by_operator: bool) {
-        let (Some(limit), Some(unpublished)) = (decision.bound_by, self.event_throttle.admit(decision.now)) else {
-            return;
-        };
+        let Some(limit) = decision.bound_by else { return };
+        if !decision.shadow {
+            self.begun_blocks.fetch_add(1, Ordering::Relaxed);
+        }
+        let throttle = &self.event_throttles[usize::from(decision.shadow)];
+        let Some(unpublished) = throttle.admit(decision.now) else { return };
         let change = Change::Blocked {
             limit: plan.limit_info(limit).name().to_owned(),
             ip: query.ip,
@@ -112,6 +119,11 @@ impl RefusalLog {
             shadow: decision.shadow,
         };
         self.events.publish(ServerEvent::after_unpublished(decision.now, change, unpublished));
+    }
+
+    /// The number of enforced blocks that have begun since the start, published or not.
+    pub(crate) fn begun_blocks(&self) -> u64 {
+        self.begun_blocks.load(Ordering::Relaxed)
     }
 
     /// Counts a request that was rejected before any decision, and logs it unless the limit on lines is reached.

@@ -7,7 +7,7 @@ use tidegate::NextPolicyError;
 use tidegate::outbound::{NextOutboundError, Outbound, OutboundLayer, Snapshot};
 use tidegate::store::Store;
 use tidegate_core::Clock;
-use tidegate_policy::Policy;
+use tidegate_policy::{Errors, Policy};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::alerts::AlertSet;
@@ -56,6 +56,16 @@ pub enum ReloadError {
     /// The server has stopped, or the reload broke off.
     #[error("the server has stopped")]
     Stopped,
+}
+
+impl ReloadError {
+    /// The error without lines of the policy, which readers of events may not know.
+    fn brief(&self) -> String {
+        match self {
+            Self::Policy(error) => error.downcast_ref().map_or_else(|| error.to_string(), Errors::brief),
+            other => other.to_string(),
+        }
+    }
 }
 
 impl ReloadHandle {
@@ -162,11 +172,11 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         self.parts.metrics.record_reload(result.is_ok());
         let change = match result {
             Ok(report) => Change::Reloaded { restart_needed: report.restart_needed.clone() },
-            Err(error) => Change::ReloadFailed { error: error.to_string() },
+            Err(error) => Change::ReloadFailed { error: error.brief() },
         };
         match result {
             Ok(_) => tracing::info!("{change}"),
-            Err(_) => tracing::error!("{change}"),
+            Err(error) => tracing::error!("the policy wasn't reloaded: {error}"),
         }
         let at = self.cells.engine.load().gate.clock().now();
         self.parts.events.publish(ServerEvent::new(at, change));

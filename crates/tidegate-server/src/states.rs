@@ -164,9 +164,8 @@ fn admin_state<S: Store, C: Clock + Clone>(
     parts: &Arc<SharedParts>,
     access: Access,
 ) -> AdminState<S, C> {
-    let alerts = Arc::clone(&engine.alerts);
     let (policy, gate, metrics) = (engine.policy.clone(), engine.gate.clone(), MetricsSource::new(engine, parts));
-    AdminState { policy, gate, access, metrics, alerts }
+    AdminState { policy, gate, access, metrics }
 }
 
 /// Returns the access check of a listener. `None` if the policy turns it off.

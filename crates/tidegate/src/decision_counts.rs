@@ -149,6 +149,20 @@ impl DecisionCounts {
         });
         counts
     }
+
+    /// The number of decisions with this outcome so far, with those of retired limits and of actions that are gone.
+    pub(crate) fn total(&self, plan: &Plan, outcome: DecisionOutcome) -> u64 {
+        let mut earlier = self.earlier.lock();
+        earlier.merge_ended();
+        let is_meant = |result: usize| RESULTS[result].0 == outcome;
+        let ended = earlier.totals.iter().filter(|((.., result), _)| is_meant(*result));
+        let mut total = ended.map(|(_, count)| count).sum();
+        let others = earlier.tables.iter().filter(|(_, table)| !table.counters.is_same(&self.table.counters));
+        for (plan, table) in others.map(|(plan, table)| (&**plan, table)).chain([(plan, &self.table)]) {
+            table.for_each(plan, |_, _, result, count| total += if is_meant(result) { count } else { 0 });
+        }
+        total
+    }
 }
 
 impl CountTable {
@@ -273,5 +287,32 @@ mod tests {
             .collect();
         found.sort_by_key(|count| count.4);
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn totals_outlive_limits_and_actions() {
+        let read = |text: &str| PolicySources::new().file("test.toml", text);
+        let (a, both) = ("[inbound.action.a]\nlimit = \"5/s\"\n", "[inbound.action.b]\nlimit = \"5/s\"\n");
+        let both = Policy::load(read(&format!("{a}{both}"))).expect("a policy");
+        let refuse = |counts: &DecisionCounts, plan: &Plan| {
+            for (limit, _) in plan.active_limits() {
+                let decision =
+                    Decision { bound_by: Some(limit), ..Decision::without_limit(false, Reason::Limit, Time::ZERO) };
+                counts.record(MatchedActions::from(plan.limit_info(limit).action()), &decision);
+            }
+        };
+        let first = DecisionCounts::new(both.plan());
+        refuse(&first, both.plan());
+        let one = both.load_next(read(a)).expect("a policy");
+        let second = first.next(both.plan(), one.plan());
+        for (counts, plan, total) in [(&second, one.plan(), 2), (&first, both.plan(), 2)] {
+            assert_eq!(counts.total(plan, DecisionOutcome::Refused), total);
+        }
+        drop(first);
+        refuse(&second, one.plan());
+        assert_eq!(second.total(one.plan(), DecisionOutcome::Refused), 3);
+        assert_eq!(second.total(one.plan(), DecisionOutcome::Allowed), 0);
+        let listed: u64 = second.list(one.plan()).iter().map(|found| found.count).sum();
+        assert_eq!(listed, 2, "the list leaves out the action that is gone");
     }
 }

@@ -15,7 +15,7 @@ use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
 
-use crate::decision_counts::{DecisionCount, DecisionCounts};
+use crate::decision_counts::{DecisionCount, DecisionCounts, DecisionOutcome};
 use crate::explain::Explanation;
 use crate::hold_times::HoldTimes;
 use crate::pending_check::{Check, PendingCheck};
@@ -139,6 +139,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// once, when the caller is given it. Empty with `admin.metrics = false`.
     pub fn decision_counts(&self) -> Vec<DecisionCount> {
         self.0.decision_counts.as_ref().map(|counts| counts.list(&self.0.plan)).unwrap_or_default()
+    }
+
+    /// The number of decisions with this outcome so far, also by limits and actions that earlier policies had. Unlike
+    /// the sum of [`Gate::decision_counts`], it doesn't change when another policy is taken over.
+    pub fn decision_total(&self, outcome: DecisionOutcome) -> u64 {
+        self.0.decision_counts.as_ref().map_or(0, |counts| counts.total(&self.0.plan, outcome))
     }
 
     /// The plan by which this gate decides.

@@ -71,8 +71,8 @@ impl DocumentReader<'_> {
         const FORM: &str = "a section for each alert, [alert.NAME]";
         let Some(entry) = root.get("alert") else { return Some(Vec::new()) };
         let Some(table) = entry.node.as_table() else {
-            let message = format!("`alert` is {}", entry.node.describe(self.texts));
-            return self.error(entry.key_at, message, FORM).none();
+            // The value may be a misplaced secret.
+            return self.error(entry.key_at, "`alert` is no table", FORM).none();
         };
         if table.entries.len() > MAX_ALERTS {
             let message = format!("there are {} alerts", table.entries.len());
@@ -97,7 +97,7 @@ impl DocumentReader<'_> {
                 let error = self.error(entry.key_at, message, "a section for each alert, [alert.NAME]");
                 return error.help("give the alert a name, such as [alert.ops]").none();
             }
-            let message = format!("the alert {} is {}", quoted(name), entry.node.describe(self.texts));
+            let message = format!("the alert {} is no table", quoted(name));
             return self.error(entry.key_at, message, format!("a section of its own, [alert.{name}]")).none();
         };
         let name_is_valid = self.check_name(name, entry.key_at, "alert");
@@ -150,7 +150,7 @@ impl DocumentReader<'_> {
         if let Some(trigger) = counted.filter(|_| !has_metrics) {
             let at = table.node("on").map_or(at, |node| node.at);
             let message = format!("`{}` needs the counts of decisions, which admin.metrics turns off", trigger.name());
-            self.report(at, message, "admin.metrics = true, or another event");
+            self.report(at, message, "admin.metrics = true from the start of the program, or another event");
         }
         self.errors.len() == before
     }
@@ -189,15 +189,19 @@ impl DocumentReader<'_> {
 
     /// Reads `telegram`; `None` inside if the alert has none.
     fn telegram(&mut self, alert: &TomlTable) -> Option<Option<TelegramConfig>> {
+        const FORM: &str = "telegram = { token = \"env:NAME\", chat = \"NUMBER\" }";
         let Some(entry) = alert.get("telegram") else { return Some(None) };
         let path = format!("{PATH}.telegram");
+        if entry.node.as_table().is_none() {
+            return self.hidden_error(entry.node.at, "`telegram` is no table", FORM).none();
+        }
         let table = self.section(Some(alert), "telegram", &path)?;
         read_keys!(self, table, TELEGRAM: token, chat, base_url);
         let (token, chat, base_url) = (token?, chat?, base_url?);
         for (key, is_missing) in [("token", token.is_none()), ("chat", chat.is_none())] {
             if is_missing && !self.has_misspelling_of(table, &path, key) {
                 let message = format!("`telegram` has no `{key}`");
-                self.report(entry.key_at, message, "telegram = { token = \"env:NAME\", chat = \"NUMBER\" }");
+                self.report(entry.key_at, message, FORM);
             }
         }
         Some(Some(TelegramConfig { token: token?, chat: chat?, base_url }))
@@ -209,12 +213,13 @@ impl DocumentReader<'_> {
         if let TomlValue::Integer(Some(number)) = node.value {
             return Some(number.to_string());
         }
-        let text = self.string(node, "chat", EXPECTED)?;
+        let text = node.as_str().unwrap_or_default();
         let fits = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
         let name = text.strip_prefix(['@', '-']).unwrap_or(text);
         let is_chat = text.starts_with('@') || name.bytes().all(|byte| byte.is_ascii_digit());
         if !is_chat || name.is_empty() || !name.bytes().all(fits) || text.len() > MAX_CHAT {
-            return self.wrong_text(node, "chat", text, EXPECTED).none();
+            // The token of the bot may stand in its place.
+            return self.hidden_error(node.at, "`chat` is neither a number nor a channel's name", EXPECTED).none();
         }
         Some(text.to_owned())
     }

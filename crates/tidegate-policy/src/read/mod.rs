@@ -29,11 +29,11 @@ use tidegate_core::OnOutage;
 
 use crate::address::Ipv6Prefix;
 use crate::document::{
-    SourceKind, SourceText, SourceTexts, TextRange, TomlDocument, TomlEntry, TomlNode, TomlTable, parse_file,
+    SourceKind, SourceText, SourceTexts, TextRange, TomlDocument, TomlEntry, TomlNode, TomlTable, TomlValue, parse_file,
 };
 use crate::edit::LimitSections;
-use crate::environment::{EnvVars, apply_variables};
-use crate::error::{Error, Errors, Note, quoted};
+use crate::environment::{EnvVars, apply_variables, is_secret_key};
+use crate::error::{Error, Errors, Note, is_secret_source, quoted};
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
 use crate::plan::Plan;
@@ -187,7 +187,9 @@ impl DocumentReader<'_> {
         let admin = self.admin(root);
         let log = self.log(root);
         let outbound = self.outbound(root);
-        let alerts = self.alerts(root, admin.as_ref().is_none_or(|admin| admin.metrics));
+        // Whether decisions are counted stays until a restart, too.
+        let present_admin = self.predecessor.map(|present| &present.admin).or(admin.as_ref());
+        let alerts = self.alerts(root, present_admin.is_none_or(|admin| admin.metrics));
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
         let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
         let plan = self.plan(root, paths, present_store);
@@ -241,7 +243,7 @@ impl DocumentReader<'_> {
 
     /// Reports an error at a place that may hold a secret.
     fn hidden_error(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) -> Reported<'_> {
-        Reported(self.errors.push_mut(Error::hiding_secret(self.texts, at, message, expected)))
+        Reported(self.errors.push_mut(Error::hiding_secret(self.texts, at, at, message, expected)))
     }
 
     fn wrong_type(&mut self, node: &TomlNode, key: &str, expected: impl Into<String>) -> Reported<'_> {
@@ -280,9 +282,14 @@ impl DocumentReader<'_> {
             [only] => format!("only `{only}`"),
             known => join_names(known),
         };
-        let error = Error::new(self.texts, entry.key_at, message, expected);
-        if let Some(meant) = similar(key, known.iter().copied()) {
-            return error.did_you_mean(Some(meant));
+        let meant = similar(key, known.iter().copied());
+        let error = if may_be_secret(entry, meant, known) && !is_secret_source(self.texts.text_at(entry.node.at)) {
+            Error::hiding_secret(self.texts, entry.key_at, entry.node.at, message, expected)
+        } else {
+            Error::new(self.texts, entry.key_at, message, expected)
+        };
+        if meant.is_some() {
+            return error.did_you_mean(meant);
         }
         // The other common mistake is a key in the wrong section.
         let homes = settings::all().filter_map(|setting| setting.path().rsplit_once('.'));
@@ -359,6 +366,15 @@ impl DocumentReader<'_> {
 /// The entries of a table whose keys aren't known.
 fn unknown_entries<'n>(table: &'n TomlTable, known: &[&str]) -> impl Iterator<Item = &'n TomlEntry> {
     table.entries.iter().filter(|entry| !known.contains(&entry.key.as_str()))
+}
+
+/// True if the value of an unknown key may be a secret of its table under a wrong name.
+fn may_be_secret(entry: &TomlEntry, meant: Option<&str>, known: &[&str]) -> bool {
+    let is_secret = |key: &str| key == "url" || is_secret_key(key);
+    let is_text = !matches!(entry.node.value, TomlValue::Integer(_) | TomlValue::Float | TomlValue::Boolean(_));
+    // The table of a header begins at its key.
+    let has_value = is_text && entry.node.at != entry.key_at;
+    has_value && known.iter().any(|key| is_secret(key)) && meant.is_none_or(is_secret)
 }
 
 /// Returns true if one path is inbound and the other outbound. A key of one side is then no likely mistake for the

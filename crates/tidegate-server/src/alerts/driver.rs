@@ -14,9 +14,9 @@ use tokio::time::MissedTickBehavior;
 use super::group::{AlertEvent, Phase};
 use super::meter::{Growth, Meter, Totals};
 use super::{Alert, AlertSet};
-use crate::events::{Change, ServerEvent, ServerEvents, client_text};
+use crate::events::{Change, ServerEvent, client_text};
 use crate::state_cell::StateCell;
-use crate::states::Engine;
+use crate::states::{Engine, SharedParts};
 
 /// The interval of looks at events.
 const INTERVAL: Duration = Duration::from_millis(250);
@@ -33,11 +33,12 @@ const GATE: &str = "gate";
 /// Sends messages about events; never returns.
 pub(crate) async fn run_alerts<S: Store, C: Clock + Clone>(
     engine: Arc<StateCell<Engine<S, C>>>,
-    events: Arc<ServerEvents>,
+    parts: Arc<SharedParts>,
 ) {
     let mut driver = Driver {
         alerts: Arc::clone(&engine.load().alerts),
         seen: 0,
+        known_blocks: 0,
         refusals: Meter::new(FLOOD_WINDOW),
         shadow: Meter::new(SHARE_WINDOW),
         retries: Meter::new(SHARE_WINDOW),
@@ -49,9 +50,9 @@ pub(crate) async fn run_alerts<S: Store, C: Clock + Clone>(
         let engine = engine.load();
         let now = engine.gate.clock().now();
         driver.follow(&engine.alerts, now);
-        driver.read_events(&events, now);
+        driver.read_events(&parts, now);
         if number == 0 {
-            driver.measure(&engine, now);
+            driver.measure(&engine, parts.metrics.is_last_reload_ok(), now);
         }
         driver.send_due(now);
     }
@@ -61,6 +62,8 @@ struct Driver {
     alerts: Arc<AlertSet>,
     /// The number of the last event that was read.
     seen: u64,
+    /// The number of begun blocks that alerts know of, by an event or only by their number.
+    known_blocks: u64,
     refusals: Meter,
     shadow: Meter,
     retries: Meter,
@@ -72,108 +75,107 @@ impl Driver {
         if Arc::ptr_eq(&self.alerts, alerts) {
             return;
         }
-        let stays = |alert: &&Arc<Alert>| alerts.0.iter().any(|next| Arc::ptr_eq(next, alert));
-        for gone in self.alerts.0.iter().filter(|alert| !stays(alert)) {
-            if let Some(message) = gone.group.lock().take_pending() {
-                gone.send(&message, now);
+        let stays = |alert: &&Arc<Alert>| alerts.alerts.iter().any(|next| Arc::ptr_eq(next, alert));
+        for gone in self.alerts.alerts.iter().filter(|alert| !stays(alert)) {
+            gone.send_pending(now);
+            if let Some(next) = alerts.find(&gone.config.name) {
+                next.follow(gone);
             }
         }
         self.alerts = Arc::clone(alerts);
+        // Limits and providers come with the counts of earlier policies, and go with them.
+        self.shadow.clear();
+        self.retries.clear();
     }
 
-    fn read_events(&mut self, events: &ServerEvents, now: Time) {
-        let news = events.after(self.seen);
+    fn read_events(&mut self, parts: &SharedParts, now: Time) {
+        // Before the events, so that no block is only known by its number whose event is read.
+        let begun_blocks = parts.refusals.begun_blocks();
+        let news = parts.events.after(self.seen);
         self.seen = news.last;
-        if news.missed > 0 && !self.alerts.0.is_empty() {
+        if news.missed > 0 && !self.alerts.alerts.is_empty() {
             tracing::warn!(missed = news.missed, "alerts don't report events that came too fast");
         }
         for event in &news.events {
-            for alert in &self.alerts.0 {
+            if matches!(event.change, Change::Blocked { shadow: false, .. }) {
+                self.known_blocks += 1;
+            }
+            for alert in &self.alerts.alerts {
                 if let Some(event) = alert_event(event, &alert.config) {
                     alert.group.lock().record(now, event);
                 }
             }
         }
+        let others = begun_blocks.saturating_sub(self.known_blocks);
+        self.known_blocks += others;
+        for alert in self.alerts_on(AlertTrigger::Blocked) {
+            alert.group.lock().count_unnamed(others);
+        }
     }
 
-    /// Measures counts, and looks for the ends of providers' states.
-    fn measure<S: Store, C: Clock + Clone>(&mut self, engine: &Engine<S, C>, now: Time) {
-        use AlertTrigger::{AllCooling, BreakerOpen, Flood, Retries, Shadow};
-        let has = |wanted: &[AlertTrigger]| {
-            self.alerts.0.iter().any(|alert| wanted.iter().any(|trigger| alert.config.on.contains(trigger)))
-        };
-        if has(&[Flood]) {
-            let growth = self.refusals.measure(now, refusals(&engine.gate));
-            self.judge(now, Flood, growth.as_ref(), judge_flood);
+    /// The alerts that report this.
+    fn alerts_on(&self, trigger: AlertTrigger) -> impl Iterator<Item = &Arc<Alert>> {
+        self.alerts.alerts.iter().filter(move |alert| alert.config.on.contains(&trigger))
+    }
+
+    /// Begins and ends states by what is. Events tell of them sooner, but aren't all published.
+    fn measure<S: Store, C: Clock + Clone>(&mut self, engine: &Engine<S, C>, is_last_reload_ok: bool, now: Time) {
+        use AlertTrigger::{AllCooling, BreakerOpen, Flood, ReloadFailed, Retries, Shadow, StoreLost};
+        self.judge(now, StoreLost, &of_gate(engine.gate.store().outage()), |_, _, outage| judge_store(*outage));
+        self.judge(now, ReloadFailed, &of_gate(is_last_reload_ok), |_, _, is_ok| judge_reload(*is_ok));
+        let has = |trigger| self.alerts_on(trigger).next().is_some();
+        let (has_flood, has_shadow, has_retries) = (has(Flood), has(Shadow), has(Retries));
+        let has_provider = has_retries || has(BreakerOpen) || has(AllCooling);
+        let refusals = has_flood.then(|| of_gate(refusals(&engine.gate)));
+        if let Some(Growth { elapsed, counts }) = self.refusals.measure_or_clear(now, refusals) {
+            self.judge(now, Flood, &counts, |alert, _, refusals| judge_flood(alert, *refusals, elapsed));
         }
-        if has(&[Shadow]) {
-            let growth = self.shadow.measure(now, shadow_shares(&engine.gate));
-            self.judge(now, Shadow, growth.as_ref(), judge_shadow);
+        let shadow = has_shadow.then(|| shadow_shares(&engine.gate));
+        if let Some(Growth { counts, .. }) = self.shadow.measure_or_clear(now, shadow) {
+            self.judge(now, Shadow, &counts, judge_shadow);
         }
-        if !has(&[BreakerOpen, AllCooling, Retries]) {
-            return;
-        }
-        let providers = engine.providers.iter().flat_map(Outbound::providers);
+        let providers = engine.providers.iter().flat_map(Outbound::providers).filter(|_| has_provider);
         let reports: BTreeMap<String, ProviderReport> =
             providers.map(|provider| (provider.config().name.clone(), provider.local_report())).collect();
         let totals = |report: &ProviderReport| Totals { part: report.retries, whole: report.first_tries };
-        let totals = reports.iter().map(|(name, report)| (name.clone(), totals(report))).collect();
-        let growth = self.retries.measure(now, totals);
-        self.judge(now, Retries, growth.as_ref(), judge_retries);
-        self.end_states(now, BreakerOpen, |name| match reports.get(name).map(|report| report.breaker.state) {
-            Some("open" | "half-open") => None,
-            Some(state) => Some(format!("{name}: the circuit breaker is {state}")),
-            None => Some(format!("{name} isn't in the policy any more")),
-        });
-        self.end_states(now, AllCooling, |name| {
-            match reports.get(name).map(|report| report.credential_states.usable) {
-                Some(0) => None,
-                Some(_) => Some(format!("{name}: a credential is usable again")),
-                None => Some(format!("{name} isn't in the policy any more")),
-            }
-        });
+        let totals = has_retries.then(|| reports.iter().map(|(name, report)| (name.clone(), totals(report))).collect());
+        if let Some(Growth { counts, .. }) = self.retries.measure_or_clear(now, totals) {
+            self.judge(now, Retries, &counts, judge_retries);
+        }
+        self.judge(now, BreakerOpen, &reports, judge_breaker);
+        self.judge(now, AllCooling, &reports, judge_credentials);
     }
 
-    /// Begins and ends states by measured counts.
-    fn judge(
+    /// Begins and ends the states of these subjects, and ends those of others.
+    fn judge<T>(
         &self,
         now: Time,
         trigger: AlertTrigger,
-        growth: Option<&Growth>,
-        judge: impl Fn(&AlertConfig, &str, Totals, Span) -> Judgement,
+        subjects: &BTreeMap<String, T>,
+        judge: impl Fn(&AlertConfig, &str, &T) -> Judgement,
     ) {
-        let Some(Growth { elapsed, counts }) = growth else { return };
-        for alert in self.alerts.0.iter().filter(|alert| alert.config.on.contains(&trigger)) {
+        for alert in self.alerts_on(trigger) {
             let mut group = alert.group.lock();
-            for (subject, totals) in counts {
-                let Judgement { level, text } = judge(&alert.config, subject, *totals, *elapsed);
+            for (subject, found) in subjects {
+                let Judgement { level, text } = judge(&alert.config, subject, found);
                 let phase = match level {
                     Level::High => Phase::Begins,
                     Level::Between => continue,
                     Level::Low => Phase::Ends,
                 };
-                group.record(now, AlertEvent { trigger, subject: subject.clone(), text, others: 0, phase });
+                group.record(now, AlertEvent { trigger, subject: subject.clone(), text, phase });
             }
-        }
-        self.end_states(now, trigger, |subject| {
-            (!counts.contains_key(subject)).then(|| format!("{subject} isn't in the policy any more"))
-        });
-    }
-
-    /// Ends the states for which there is a text.
-    fn end_states(&self, now: Time, trigger: AlertTrigger, end: impl Fn(&str) -> Option<String>) {
-        for alert in &self.alerts.0 {
-            let mut group = alert.group.lock();
             for subject in group.active_subjects(trigger) {
-                if let Some(text) = end(&subject) {
-                    group.record(now, AlertEvent { trigger, subject, text, others: 0, phase: Phase::Ends });
+                if !subjects.contains_key(&subject) {
+                    let text = format!("{subject} isn't in the policy any more");
+                    group.record(now, AlertEvent { trigger, subject, text, phase: Phase::Ends });
                 }
             }
         }
     }
 
     fn send_due(&self, now: Time) {
-        for alert in &self.alerts.0 {
+        for alert in &self.alerts.alerts {
             let due = alert.group.lock().poll(now);
             if let Some(message) = due {
                 alert.send(&message, now);
@@ -195,21 +197,17 @@ fn alert_event(event: &ServerEvent, alert: &AlertConfig) -> Option<AlertEvent> {
             (CredentialOut, format!("{provider} {credential}"), Phase::Happened)
         }
         Change::StoreLost { .. } => (StoreLost, GATE.to_owned(), Phase::Begins),
-        Change::StoreBack { .. } => (StoreLost, GATE.to_owned(), Phase::Ends),
         Change::StoreFull { .. } => (StoreFull, GATE.to_owned(), Phase::Happened),
-        Change::QuotaUsed { provider, limit, credential, percent, .. }
-            if *percent >= 100 || *percent == quota_percent(alert) =>
-        {
-            (Quota, format!("{provider} {limit} {credential:?} {percent}"), Phase::Happened)
+        Change::QuotaUsed { provider, limit, credential, percent, reported, .. } => {
+            let is_news = |share: &u64| *reported < *share && *share <= *percent;
+            let share = [100, quota_percent(alert)].into_iter().find(is_news)?;
+            (Quota, format!("{provider} {limit} {credential:?} {share}"), Phase::Happened)
         }
         Change::ReloadFailed { .. } => (ReloadFailed, GATE.to_owned(), Phase::Begins),
-        Change::Reloaded { .. } => (ReloadFailed, GATE.to_owned(), Phase::Ends),
         _ => return None,
     };
-    // Those of a provider may be events of another trigger.
-    let others = if trigger == Blocked { event.unpublished } else { 0 };
     let text = event.change.to_string();
-    alert.on.contains(&trigger).then_some(AlertEvent { trigger, subject, text, others, phase })
+    alert.on.contains(&trigger).then_some(AlertEvent { trigger, subject, text, phase })
 }
 
 /// The share of a quota that an alert reports, in per cent.
@@ -251,14 +249,65 @@ impl Level {
     }
 }
 
-fn judge_flood(alert: &AlertConfig, _: &str, refusals: Totals, elapsed: Span) -> Judgement {
+impl Judgement {
+    fn high(text: String) -> Self {
+        Self { level: Level::High, text }
+    }
+
+    fn low(text: impl Into<String>) -> Self {
+        Self { level: Level::Low, text: text.into() }
+    }
+}
+
+/// What is known about the gate, as its subject.
+fn of_gate<T>(value: T) -> BTreeMap<String, T> {
+    BTreeMap::from([(GATE.to_owned(), value)])
+}
+
+fn judge_store(outage: Option<&str>) -> Judgement {
+    match outage {
+        Some(store) => Judgement::high(Change::StoreLost { store: store.to_owned() }.to_string()),
+        None => Judgement::low("the store answers again"),
+    }
+}
+
+fn judge_reload(is_ok: bool) -> Judgement {
+    match is_ok {
+        true => Judgement::low("the policy was reloaded"),
+        false => Judgement::high("the last reload failed, so the policy before it goes on".to_owned()),
+    }
+}
+
+fn judge_breaker(_: &AlertConfig, provider: &str, report: &ProviderReport) -> Judgement {
+    let state = report.breaker.state;
+    let level = match state {
+        "open" => Level::High,
+        "half-open" | "ramping" => Level::Between,
+        _ => Level::Low,
+    };
+    Judgement { level, text: format!("{provider}: the circuit breaker is {state}") }
+}
+
+fn judge_credentials(_: &AlertConfig, provider: &str, report: &ProviderReport) -> Judgement {
+    let states = report.credential_states;
+    match states.usable {
+        // Credentials whose own limits have no room are usual.
+        0 if states.rejected + states.throttled > 0 => {
+            Judgement::high(format!("{provider}: no credential is usable, so calls wait"))
+        }
+        0 => Judgement { level: Level::Between, text: String::new() },
+        _ => Judgement::low(format!("{provider}: a credential is usable again")),
+    }
+}
+
+fn judge_flood(alert: &AlertConfig, refusals: Totals, elapsed: Span) -> Judgement {
     let per_second = refusals.part.saturating_mul(1_000_000) / elapsed.as_micros().max(1);
     let text = format!("{per_second} requests per second are refused");
     Judgement { level: Level::of(per_second, alert.flood), text }
 }
 
-fn judge_shadow(alert: &AlertConfig, limit: &str, calls: Totals, _: Span) -> Judgement {
-    let Totals { part, whole } = calls;
+fn judge_shadow(alert: &AlertConfig, limit: &str, calls: &Totals) -> Judgement {
+    let Totals { part, whole } = *calls;
     let text = format!("the shadow limit {limit} would refuse {part} of {whole} calls in the last minute");
     Judgement {
         level: Level::of_share(part.saturating_mul(1000), whole.saturating_mul(alert.shadow.into()), whole),
@@ -266,17 +315,16 @@ fn judge_shadow(alert: &AlertConfig, limit: &str, calls: Totals, _: Span) -> Jud
     }
 }
 
-fn judge_retries(alert: &AlertConfig, provider: &str, calls: Totals, _: Span) -> Judgement {
-    let Totals { part, whole } = calls;
+fn judge_retries(alert: &AlertConfig, provider: &str, calls: &Totals) -> Judgement {
+    let Totals { part, whole } = *calls;
     let text = format!("{provider}: {part} retries of {whole} calls in the last minute");
     let threshold = whole.saturating_mul(u64::from(alert.retries).saturating_sub(1000));
     Judgement { level: Level::of_share(part.saturating_mul(1000), threshold, whole), text }
 }
 
 /// The refused requests of the gate.
-fn refusals<S: Store, C: Clock>(gate: &Gate<S, C>) -> BTreeMap<String, Totals> {
-    let refused = gate.decision_counts().into_iter().filter(|found| found.outcome == DecisionOutcome::Refused);
-    BTreeMap::from([(GATE.to_owned(), Totals { part: refused.map(|found| found.count).sum(), whole: 0 })])
+fn refusals<S: Store, C: Clock>(gate: &Gate<S, C>) -> Totals {
+    Totals { part: gate.decision_total(DecisionOutcome::Refused), whole: 0 }
 }
 
 /// For each shadow limit, the calls that it would have refused, and those of its action, or of all.
@@ -316,29 +364,32 @@ mod tests {
             by_operator: false,
             shadow,
         };
-        let quota = |percent| Change::QuotaUsed {
+        let quota = |reported, percent| Change::QuotaUsed {
             provider: "api".to_owned(),
             limit: "day".to_owned(),
             credential: None,
             percent,
+            reported,
             resets_in: 60,
         };
         for (change, expected) in [
-            (blocked(false), Some((AlertTrigger::Blocked, Phase::Happened, 7))),
+            (blocked(false), Some((AlertTrigger::Blocked, Phase::Happened))),
             (blocked(true), None),
-            (Change::StoreLost { store: store() }, Some((AlertTrigger::StoreLost, Phase::Begins, 0))),
-            (Change::StoreBack { store: store(), seconds: 5 }, Some((AlertTrigger::StoreLost, Phase::Ends, 0))),
+            (Change::StoreLost { store: store() }, Some((AlertTrigger::StoreLost, Phase::Begins))),
+            (Change::StoreBack { store: store(), seconds: 5 }, None),
             (
                 Change::StoreFull { used: 1, exhausted: 0, unblocked: 0, shared: 0 },
-                Some((AlertTrigger::StoreFull, Phase::Happened, 0)),
+                Some((AlertTrigger::StoreFull, Phase::Happened)),
             ),
-            (quota(50), Some((AlertTrigger::Quota, Phase::Happened, 0))),
-            (quota(80), None),
-            (quota(100), Some((AlertTrigger::Quota, Phase::Happened, 0))),
+            (quota(0, 50), Some((AlertTrigger::Quota, Phase::Happened))),
+            (quota(0, 80), Some((AlertTrigger::Quota, Phase::Happened))),
+            (quota(50, 80), None),
+            (quota(80, 100), Some((AlertTrigger::Quota, Phase::Happened))),
+            (quota(100, 120), None),
             (Change::ReloadFailed { error: String::new() }, None),
         ] {
-            let event = ServerEvent::after_unpublished(Time::from_secs(1), change, 7);
-            let found = alert_event(&event, all).map(|event| (event.trigger, event.phase, event.others));
+            let event = ServerEvent::new(Time::from_secs(1), change);
+            let found = alert_event(&event, all).map(|event| (event.trigger, event.phase));
             assert_eq!(found, expected, "{:?}", event.change);
             assert_eq!(alert_event(&event, none), None);
         }

@@ -20,8 +20,6 @@ pub(super) struct AlertEvent {
     /// The client, provider or limit. With the trigger, it names a state.
     pub(super) subject: String,
     pub(super) text: String,
-    /// The number of similar events that nothing else is known of.
-    pub(super) others: u64,
     pub(super) phase: Phase,
 }
 
@@ -78,10 +76,46 @@ pub(super) struct Group {
 
 #[derive(Debug)]
 struct KnownState {
+    /// The time when receivers were told of it last.
     reported_at: Time,
-    /// True if the state has begun and isn't over.
-    is_active: bool,
+    progress: Progress,
     text: String,
+}
+
+/// The part of a state that receivers were told last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    /// A single event, or the end of the state.
+    Over,
+    /// The state has begun. If it did so soon after its end was told, the next end is told when it has lasted, so that a
+    /// state that comes and goes doesn't make a message each time.
+    Active { is_unsteady: bool },
+    /// The state has begun. It has ended since, but may begin again.
+    Ending { since: Time },
+}
+
+impl KnownState {
+    fn is_active(&self) -> bool {
+        self.progress != Progress::Over
+    }
+
+    /// Notes that the state has begun or ended. Returns true if receivers are to be told so.
+    fn changes(&mut self, now: Time, phase: Phase, repeat: Span) -> bool {
+        let is_recent = now.since(self.reported_at) < repeat;
+        let (progress, is_news) = match (self.progress, phase) {
+            (Progress::Over, Phase::Happened) => (Progress::Over, !is_recent),
+            (Progress::Over, Phase::Begins) => (Progress::Active { is_unsteady: is_recent }, true),
+            (Progress::Active { is_unsteady: false }, Phase::Ends) => (Progress::Over, true),
+            (Progress::Active { .. }, Phase::Ends) => (Progress::Ending { since: now }, false),
+            (Progress::Ending { .. }, Phase::Begins) => (Progress::Active { is_unsteady: true }, false),
+            (progress, _) => (progress, false),
+        };
+        self.progress = progress;
+        if is_news {
+            self.reported_at = now;
+        }
+        is_news
+    }
 }
 
 impl Group {
@@ -92,30 +126,41 @@ impl Group {
 
     /// Notes an event.
     pub(super) fn record(&mut self, now: Time, event: AlertEvent) {
-        let AlertEvent { trigger, subject, text, others, phase } = event;
+        let AlertEvent { trigger, subject, text, phase } = event;
         let text: String = text.chars().map(|it| if it.is_control() { ' ' } else { it }).take(MAX_TEXT).collect();
-        self.pending.new.count = self.pending.new.count.saturating_add(others);
+        let list = if phase == Phase::Ends { &mut self.pending.resolved } else { &mut self.pending.new };
         let key = (trigger, subject);
-        let known = self.states.get(&key);
-        if phase == Phase::Ends {
-            if known.is_some_and(|state| state.is_active) {
-                self.states.remove(&key);
-                self.pending.resolved.add(trigger, &text);
+        if let Some(state) = self.states.get_mut(&key) {
+            let before = state.progress;
+            if state.changes(now, phase, self.repeat) {
+                list.add(trigger, &text);
             }
-            return;
+            if before != state.progress {
+                state.text = text;
+            }
+        } else if phase != Phase::Ends {
+            list.add(trigger, &text);
+            self.make_room();
+            let is_single = phase == Phase::Happened;
+            let progress = if is_single { Progress::Over } else { Progress::Active { is_unsteady: false } };
+            self.states.insert(key, KnownState { reported_at: now, progress, text });
         }
-        let is_told = |state: &KnownState| state.is_active || now.since(state.reported_at) < self.repeat;
-        if known.is_some_and(is_told) {
-            return;
-        }
-        self.make_room();
-        self.pending.new.add(trigger, &text);
-        self.states.insert(key, KnownState { reported_at: now, is_active: phase == Phase::Begins, text });
+    }
+
+    /// Notes events of which only the number is known.
+    pub(super) fn count_unnamed(&mut self, events: u64) {
+        self.pending.new.count = self.pending.new.count.saturating_add(events);
+    }
+
+    /// Takes over the states of these triggers from an earlier alert.
+    pub(super) fn take_states(&mut self, earlier: &mut Self, triggers: &[AlertTrigger]) {
+        self.states = std::mem::take(&mut earlier.states);
+        self.states.retain(|(trigger, _), _| triggers.contains(trigger));
     }
 
     fn make_room(&mut self) {
         if self.states.len() >= MAX_STATES {
-            let first = self.states.iter().min_by_key(|(_, state)| (state.is_active, state.reported_at));
+            let first = self.states.iter().min_by_key(|(_, state)| (state.is_active(), state.reported_at));
             if let Some(key) = first.map(|(key, _)| key.clone()) {
                 self.states.remove(&key);
             }
@@ -124,7 +169,7 @@ impl Group {
 
     /// The subjects of this event that have begun and aren't over.
     pub(super) fn active_subjects(&self, trigger: AlertTrigger) -> Vec<String> {
-        let active = self.states.iter().filter(|((found, _), state)| *found == trigger && state.is_active);
+        let active = self.states.iter().filter(|((found, _), state)| *found == trigger && state.is_active());
         active.map(|((_, subject), _)| subject.clone()).collect()
     }
 
@@ -135,9 +180,16 @@ impl Group {
             return None;
         }
         for ((trigger, _), state) in &mut self.states {
-            if state.is_active && now.since(state.reported_at) >= self.repeat {
-                state.reported_at = now;
-                self.pending.continuing.add(*trigger, &state.text);
+            let (list, told_at, progress) = match state.progress {
+                Progress::Over => continue,
+                Progress::Active { .. } => {
+                    (&mut self.pending.continuing, state.reported_at, Progress::Active { is_unsteady: false })
+                }
+                Progress::Ending { since } => (&mut self.pending.resolved, since, Progress::Over),
+            };
+            if now.since(told_at) >= self.repeat {
+                list.add(*trigger, &state.text);
+                (state.reported_at, state.progress) = (now, progress);
             }
         }
         let message = self.take_pending()?;
@@ -168,7 +220,7 @@ mod tests {
 
     fn event(trigger: AlertTrigger, subject: &str, phase: Phase) -> AlertEvent {
         let text = format!("{} {subject} {phase:?}", trigger.name());
-        AlertEvent { trigger, subject: subject.to_owned(), text, others: 0, phase }
+        AlertEvent { trigger, subject: subject.to_owned(), text, phase }
     }
 
     /// The numbers of new events, reminders and ends in a message.
@@ -181,7 +233,7 @@ mod tests {
         use AlertTrigger::{Blocked, BreakerOpen as Breaker, StoreLost as Store};
         // The time in seconds, the event at that time, and the message that is due.
         type Row = (u64, Option<(AlertTrigger, &'static str, Phase)>, [u64; 3]);
-        let tables: [&[Row]; 6] = [
+        let tables: [&[Row]; 8] = [
             // The first event at once, further ones together.
             &[
                 (0, Some((Blocked, "a", Happened)), [1, 0, 0]),
@@ -208,15 +260,38 @@ mod tests {
                 (HOUR + 20, Some((Store, "s", Ends)), [0, 0, 1]),
                 (3 * HOUR, None, [0; 3]),
             ],
-            // A state that is over and begins again is new.
+            // A state that is over and begins again later is new.
             &[
                 (0, Some((Breaker, "p", Begins)), [1, 0, 0]),
                 (5, Some((Breaker, "p", Ends)), [0; 3]),
-                (6, Some((Breaker, "p", Begins)), [0; 3]),
-                (10, None, [1, 0, 1]),
-                (30, Some((Breaker, "p", Ends)), [0, 0, 1]),
-                (31, Some((Breaker, "p", Ends)), [0; 3]),
-                (50, None, [0; 3]),
+                (10, None, [0, 0, 1]),
+                (HOUR + 10, Some((Breaker, "p", Begins)), [1, 0, 0]),
+                (HOUR + 30, Some((Breaker, "p", Ends)), [0, 0, 1]),
+                (HOUR + 31, Some((Breaker, "p", Ends)), [0; 3]),
+                (HOUR + 50, None, [0; 3]),
+            ],
+            // One that begins again soon is told so, but then as over only when it stays over.
+            &[
+                (0, Some((Breaker, "p", Begins)), [1, 0, 0]),
+                (20, Some((Breaker, "p", Ends)), [0, 0, 1]),
+                (40, Some((Breaker, "p", Begins)), [1, 0, 0]),
+                (60, Some((Breaker, "p", Ends)), [0; 3]),
+                (80, Some((Breaker, "p", Begins)), [0; 3]),
+                (100, Some((Breaker, "p", Ends)), [0; 3]),
+                (HOUR + 40, None, [0; 3]),
+                (HOUR + 99, None, [0; 3]),
+                (HOUR + 100, None, [0, 0, 1]),
+                (3 * HOUR, Some((Breaker, "p", Begins)), [1, 0, 0]),
+            ],
+            // One that comes and goes all the time, and is there after an hour, continues.
+            &[
+                (0, Some((Breaker, "p", Begins)), [1, 0, 0]),
+                (20, Some((Breaker, "p", Ends)), [0, 0, 1]),
+                (40, Some((Breaker, "p", Begins)), [1, 0, 0]),
+                (60, Some((Breaker, "p", Ends)), [0; 3]),
+                (80, Some((Breaker, "p", Begins)), [0; 3]),
+                (HOUR + 40, None, [0, 1, 0]),
+                (HOUR + 60, Some((Breaker, "p", Ends)), [0, 0, 1]),
             ],
             // The end of a state that wasn't reported is no news, and neither is that of another subject.
             &[
@@ -264,10 +339,10 @@ mod tests {
     #[test]
     fn events_without_a_name_are_counted() {
         let mut group = group();
-        group.record(at(0), AlertEvent { others: 41, ..event(AlertTrigger::Blocked, "a", Happened) });
+        group.record(at(0), event(AlertTrigger::Blocked, "a", Happened));
+        group.count_unnamed(41);
         assert_eq!(counts(group.poll(at(0))), [42, 0, 0]);
-        // A known client, but others are with it.
-        group.record(at(20_000), AlertEvent { others: 7, ..event(AlertTrigger::Blocked, "a", Happened) });
+        group.count_unnamed(7);
         assert_eq!(counts(group.poll(at(20_000))), [7, 0, 0]);
     }
 
@@ -280,6 +355,24 @@ mod tests {
         }
         assert_eq!(group.active_subjects(AlertTrigger::StoreLost), ["s"]);
         assert!(group.active_subjects(AlertTrigger::Blocked).is_empty());
+    }
+
+    #[test]
+    fn a_changed_alert_knows_the_states_before() {
+        let (mut earlier, mut next) = (group(), group());
+        for (trigger, phase) in
+            [(AlertTrigger::StoreLost, Begins), (AlertTrigger::Flood, Begins), (AlertTrigger::Blocked, Happened)]
+        {
+            earlier.record(at(0), event(trigger, "s", phase));
+        }
+        assert_eq!(counts(earlier.poll(at(0))), [3, 0, 0]);
+        next.take_states(&mut earlier, &[AlertTrigger::StoreLost, AlertTrigger::Blocked]);
+        next.record(at(1000), event(AlertTrigger::Blocked, "s", Happened));
+        next.record(at(1000), event(AlertTrigger::StoreLost, "s", Begins));
+        assert_eq!(counts(next.poll(at(1000))), [0; 3]);
+        next.record(at(2000), event(AlertTrigger::Flood, "s", Ends));
+        next.record(at(2000), event(AlertTrigger::StoreLost, "s", Ends));
+        assert_eq!(counts(next.poll(at(2000))), [0, 0, 1]);
     }
 
     #[test]

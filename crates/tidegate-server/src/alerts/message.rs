@@ -40,14 +40,33 @@ fn list_json(list: &EventList) -> Value {
     json!({ "count": list.count, "events": list.named.iter().map(event).collect::<Vec<_>>() })
 }
 
-/// The JSON of a text for Slack, whose `&`, `<` and `>` have a meaning: `<!channel>` calls everybody.
+/// The most UTF-16 units of a chat's message: Slack splits longer ones, and Telegram refuses those of more than 4,096.
+const MAX_CHAT_TEXT: usize = 4000;
+
+/// The text, cut to the length of a chat's message.
+fn cut(text: &str) -> String {
+    let mut units = 0;
+    let fits = |letter: &char| {
+        units += letter.len_utf16();
+        units < MAX_CHAT_TEXT
+    };
+    let mut shown: String = text.chars().take_while(fits).collect();
+    if shown.len() < text.len() {
+        shown.push('…');
+    }
+    shown
+}
+
+/// The JSON of a text for Slack, whose `&`, `<` and `>` have a meaning: `<!channel>` calls all its members. Clients put
+/// domains into keys, so links have no preview.
 pub(super) fn slack(text: &str) -> Value {
-    json!({ "text": text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;") })
+    let text = cut(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    json!({ "text": text, "unfurl_links": false, "unfurl_media": false })
 }
 
 /// The JSON of `sendMessage` in Telegram's Bot API.
 pub(super) fn telegram(chat: &str, text: &str) -> Value {
-    json!({ "chat_id": chat, "text": text })
+    json!({ "chat_id": chat, "text": cut(text), "link_preview_options": { "is_disabled": true } })
 }
 
 #[cfg(test)]
@@ -63,10 +82,22 @@ mod tests {
         let text = text("ops", &message);
         assert_eq!(text, "tidegate alert ops\n<!channel> & co\n2 more\nresolved: b");
         assert_eq!(slack(&text)["text"], "tidegate alert ops\n&lt;!channel&gt; &amp; co\n2 more\nresolved: b");
-        assert_eq!(telegram("-1001", "x"), json!({ "chat_id": "-1001", "text": "x" }));
+        let preview = json!({ "is_disabled": true });
+        assert_eq!(telegram("-1001", "x"), json!({ "chat_id": "-1001", "text": "x", "link_preview_options": preview }));
         let json = json("ops", &message, Time::from_secs(1_800_000_000));
         assert_eq!((&json["time"], &json["new"]["count"]), (&"2027-01-15 08:00:00Z".into(), &3.into()));
         assert_eq!(json["new"]["events"][0], json!({ "kind": "store_lost", "message": "<!channel> & co" }));
         assert_eq!(json["continuing"], json!({ "count": 0, "events": [] }));
+    }
+
+    #[test]
+    fn messages_for_chats_are_short_enough() {
+        let list = || EventList { count: 5, named: vec![(AlertTrigger::Blocked, "\u{1f600}".repeat(300)); 5] };
+        let long = text("ops", &Message { new: list(), continuing: list(), resolved: list() });
+        for body in [slack(&long), telegram("-1001", &long)] {
+            let text = body["text"].as_str().unwrap();
+            assert!((3998..=4000).contains(&text.encode_utf16().count()) && text.ends_with("\u{1f600}…"), "{text}");
+        }
+        assert_eq!(cut(&"x".repeat(3999)).len(), 3999);
     }
 }

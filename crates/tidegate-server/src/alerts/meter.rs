@@ -35,6 +35,19 @@ impl Meter {
         Self { window, samples: VecDeque::new() }
     }
 
+    /// Measures these counts. Without any, forgets the earlier ones, so that a later growth isn't that of a long time.
+    pub(super) fn measure_or_clear(&mut self, now: Time, totals: Option<BTreeMap<String, Totals>>) -> Option<Growth> {
+        if totals.is_none() {
+            self.clear();
+        }
+        self.measure(now, totals?)
+    }
+
+    /// Forgets earlier counts.
+    pub(super) fn clear(&mut self) {
+        self.samples.clear();
+    }
+
     /// Notes the counts at `now`, and returns their growth within the window. `None` if no time has passed.
     pub(super) fn measure(&mut self, now: Time, totals: BTreeMap<String, Totals>) -> Option<Growth> {
         // A clock that was set back makes earlier samples useless.
@@ -47,7 +60,8 @@ impl Meter {
         let growth = self.samples.front().and_then(|(at, earlier)| {
             let elapsed = now.since(*at);
             let counts = totals.iter().map(|(subject, now)| {
-                let before = earlier.get(subject).copied().unwrap_or_default();
+                // Nothing is known of the growth of a count that wasn't there.
+                let before = earlier.get(subject).unwrap_or(now);
                 let part = now.part.saturating_sub(before.part);
                 (subject.clone(), Totals { part, whole: now.whole.saturating_sub(before.whole) })
             });
@@ -91,5 +105,17 @@ mod tests {
             assert_eq!(found, expected, "second {second}");
             assert!(meter.samples.len() <= 12);
         }
+    }
+
+    #[test]
+    fn a_new_subject_has_not_grown() {
+        let mut meter = Meter::new(Span::from_secs(10));
+        let at = |seconds: u64| Time::from_secs(1_800_000_000 + seconds);
+        let totals = |subject: &str, part| BTreeMap::from([(subject.to_owned(), Totals { part, whole: part })]);
+        assert_eq!(meter.measure(at(0), totals("a", 1)), None);
+        let growth = meter.measure(at(1), totals("b", 1_000_000)).unwrap();
+        assert_eq!(growth.counts["b"], Totals::default());
+        meter.clear();
+        assert_eq!(meter.measure(at(2), totals("b", 1_000_001)), None);
     }
 }

@@ -21,7 +21,7 @@ use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::counters::Counters;
 use tidegate_runtime::log_throttle::LogThrottle;
 use tidegate_runtime::random::random_bytes;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tower_layer::Layer as _;
 
 use super::group::Message;
@@ -107,11 +107,16 @@ pub(super) struct RemoteSink {
     pub(super) form: SinkForm,
     receiver: Arc<Receiver>,
     queue: mpsc::Sender<Bytes>,
-    results: Counters,
 }
 
 /// The connection to a receiver: calls to a provider of its own.
 struct Receiver {
+    alert: String,
+    kind: &'static str,
+    results: Counters,
+    /// The number of messages to all receivers that are on their way.
+    undelivered: watch::Sender<usize>,
+    throttle: LogThrottle,
     service: OutboundService<ProviderClient<ReplayBody<Full<Bytes>>>>,
     /// The path and query of requests.
     target: Secret,
@@ -127,6 +132,7 @@ impl RemoteSink {
         target: Secret,
         tls: ClientConfig,
         results: Counters,
+        undelivered: watch::Sender<usize>,
     ) -> Result<Self, WebhookError> {
         let scheme = if base.is_https() { "https" } else { "http" };
         let url = format!("{scheme}://{}{}", base.authority(), base.path());
@@ -148,53 +154,59 @@ impl RemoteSink {
         let layer = OutboundLayer::with_env(provider.clone(), |_: &str| None).map_err(|_| WebhookError::Malformed)?;
         let client = provider_client::client(provider.config(), base, tls);
         let service = layer.fault_classifier(provider_client::fault_of).layer(client);
-        let receiver = Arc::new(Receiver { service, target });
+        let (alert, kind, throttle) = (alert.name.clone(), form.kind(), LogThrottle::new(LINES_PER_SECOND));
+        let receiver = Arc::new(Receiver { alert, kind, results, undelivered, throttle, service, target });
         let (queue, waiting) = mpsc::channel(MAX_WAITING);
-        let (name, kind) = (alert.name.clone(), form.kind());
-        tokio::spawn(deliver(waiting, Arc::clone(&receiver), name, kind, results.clone()));
-        Ok(Self { form, receiver, queue, results })
+        tokio::spawn(deliver(waiting, Arc::clone(&receiver)));
+        Ok(Self { form, receiver, queue })
+    }
+
+    /// The counters of the [`SinkResult`]s.
+    pub(super) fn results(&self) -> &Counters {
+        &self.receiver.results
     }
 
     /// Puts a message into the queue, or drops it if the queue is full.
     pub(super) fn send(&self, body: &Value) {
+        self.receiver.undelivered.send_modify(|messages| *messages += 1);
         if self.queue.try_send(body.to_string().into()).is_err() {
-            self.results.add(SinkResult::Dropped as usize, 1);
+            self.receiver.note_end(SinkResult::Dropped, "too many messages wait");
         }
     }
 
     /// Sends the message of a test, and waits for its result.
     pub(super) async fn test(&self, alert: &str) -> Result<(), String> {
         let sent = self.receiver.send(self.form.test_body(alert).to_string().into(), Some(TEST_TIMEOUT)).await;
-        count(&self.results, &sent);
+        let result = if sent.is_ok() { SinkResult::Sent } else { SinkResult::Failed };
+        self.receiver.results.add(result as usize, 1);
         sent
     }
 }
 
-fn count(results: &Counters, sent: &Result<(), String>) {
-    results.add(if sent.is_ok() { SinkResult::Sent } else { SinkResult::Failed } as usize, 1);
-}
-
 /// Delivers messages one after the other.
-async fn deliver(
-    mut waiting: mpsc::Receiver<Bytes>,
-    receiver: Arc<Receiver>,
-    alert: String,
-    sink: &'static str,
-    results: Counters,
-) {
-    let (clock, throttle) = (SystemClock::new(), LogThrottle::new(LINES_PER_SECOND));
+async fn deliver(mut waiting: mpsc::Receiver<Bytes>, receiver: Arc<Receiver>) {
     while let Some(body) = waiting.recv().await {
-        let sent = receiver.send(body, None).await;
-        count(&results, &sent);
-        if let Err(why) = sent
-            && let Some(suppressed) = throttle.admit(clock.now())
-        {
-            tracing::warn!(alert, sink, why = %EscapedError(&why), suppressed, "an alert wasn't delivered");
+        match receiver.send(body, None).await {
+            Ok(()) => receiver.note_end(SinkResult::Sent, ""),
+            Err(why) => receiver.note_end(SinkResult::Failed, &why),
         }
     }
 }
 
 impl Receiver {
+    /// Counts the result of a message, and logs the reason if it wasn't delivered.
+    fn note_end(&self, result: SinkResult, why: &str) {
+        self.results.add(result as usize, 1);
+        self.undelivered.send_modify(|messages| *messages = messages.saturating_sub(1));
+        if result == SinkResult::Sent {
+            return;
+        }
+        if let Some(suppressed) = self.throttle.admit(SystemClock::new().now()) {
+            let Self { alert, kind: sink, .. } = self;
+            tracing::warn!(alert, sink, why = %EscapedError(why), suppressed, "an alert wasn't delivered");
+        }
+    }
+
     /// Sends a body, with retries. The error never has the path or the token.
     async fn send(&self, body: Bytes, timeout: Option<Duration>) -> Result<(), String> {
         let json = HeaderValue::from_static("application/json");

@@ -2,6 +2,7 @@
 
 use maud::{DOCTYPE, Markup, html};
 use serde_json::Value;
+use tidegate::outbound::LimitUsage;
 
 use super::assets::{ICON, SCRIPT, STYLE};
 use super::{Page, View};
@@ -108,9 +109,9 @@ pub(super) fn class_of(class: &str) -> Option<&str> {
     (!class.is_empty()).then_some(class)
 }
 
-/// A bar that shows the used part of a whole, with its number beside it.
-pub(super) fn meter(used: u64, limit: u64) -> Markup {
-    let percent = percent(used, limit);
+/// A bar that shows the used part of a limit, with its number beside it.
+pub(super) fn meter(limit: &LimitUsage) -> Markup {
+    let percent = limit.percent();
     let level = match percent {
         0..80 => "good",
         80..100 => "warn",
@@ -123,9 +124,4 @@ pub(super) fn meter(used: u64, limit: u64) -> Markup {
         }
         span class="number" { (percent) " %" }
     }
-}
-
-/// The used part of a whole in per cent, rounded down. All of it, if the whole is 0.
-pub(super) fn percent(used: u64, limit: u64) -> u64 {
-    used.saturating_mul(100).checked_div(limit).unwrap_or(100)
 }

@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 use tidegate::DecisionOutcome::{Allowed, Refused, Shadow};
 
-use super::layout::{badge, limit_cell, percent, table};
+use super::layout::{badge, limit_cell, table};
 use super::{View, chart, events_page, words};
 use crate::fleet::NodeState;
 
@@ -105,7 +105,7 @@ fn problems(view: &View<'_>) -> Vec<Problem> {
             warn.push((format!("{name}: paused by an operator"), "/providers"));
         }
         for limit in provider.limits.iter().filter(|limit| limit.is_quota) {
-            let used = percent(limit.used, limit.limit);
+            let used = limit.percent();
             if used >= QUOTA_WARNING {
                 let again = words::span(limit.reset_after);
                 let text = format!("{name}: {used} % of {} are used; it starts again in {again}", limit.name);

@@ -93,7 +93,7 @@ pub(super) fn limits(provider: &ProviderReport) -> Markup {
         @for limit in &provider.limits {
             tr {
                 (limit_cell(&limit.name, credential_of(limit), &limit.words))
-                td class="use" { (meter(limit.used, limit.limit)) }
+                td class="use" { (meter(limit)) }
                 td class="number" { (words::count(limit.remaining)) " of " (words::count(limit.limit)) }
                 td class="number wide" { (words::span(limit.reset_after)) }
             }

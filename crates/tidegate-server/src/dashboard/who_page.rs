@@ -5,6 +5,7 @@ use serde_json::json;
 
 use super::layout::{badge, button, table};
 use super::{View, words};
+use crate::events::client_text;
 use crate::refused_clients::ClientReport;
 
 /// The maximum number of shown clients.
@@ -53,7 +54,7 @@ fn clients(view: &View<'_>) -> Markup {
 }
 
 fn row(view: &View<'_>, client: &ClientReport) -> Markup {
-    let name = words::client(&client.client);
+    let name = client_text(&client.client);
     let left = client.retry_after.filter(|left| *left > 0).map(words::span);
     html! {
         tr data-key={ (client.limit) " " (name) } {

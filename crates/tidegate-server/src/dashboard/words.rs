@@ -1,6 +1,4 @@
-//! Numbers, times and clients in words.
-
-use serde_json::{Map, Value};
+//! Numbers and times in words.
 
 /// A number in groups of three digits.
 pub(crate) fn count(number: u64) -> String {
@@ -44,15 +42,6 @@ pub(super) fn duration(seconds: f64) -> String {
         millis if millis < 1000.0 => format!("{millis:.0} ms"),
         millis => format!("{:.1} s", millis / 1000.0),
     }
-}
-
-/// The parts of a client's key: `203.0.113.7`, `key bob`.
-pub(super) fn client(parts: &Map<String, Value>) -> String {
-    let part = |(name, value): (&String, &Value)| match (name.as_str(), value.as_str().unwrap_or_default()) {
-        ("client_ip", value) => value.to_owned(),
-        (name, value) => format!("{name} {value}"),
-    };
-    if parts.is_empty() { "all clients".to_owned() } else { parts.iter().map(part).collect::<Vec<_>>().join(", ") }
 }
 
 /// The time of day of a UTC text such as `2026-11-21 12:01:45Z`.

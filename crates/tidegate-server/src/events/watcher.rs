@@ -7,7 +7,7 @@ use std::time::Duration;
 use tidegate::Time;
 use tidegate::outbound::Provider;
 use tidegate::store::Store;
-use tidegate_core::{Clock, LimitId};
+use tidegate_core::{Clock, LimitId, Span};
 use tidegate_policy::alerts::{AlertConfig, AlertTrigger};
 
 use super::{Change, ServerEvent, ServerEvents};
@@ -49,8 +49,8 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
     engine: Arc<StateCell<Engine<S, C>>>,
     events: Arc<ServerEvents>,
 ) {
-    // The reported share of each quota, by provider, limit and credential.
-    let mut reported: HashMap<(String, LimitId, Option<usize>), u64> = HashMap::new();
+    // By provider, limit and credential.
+    let mut reported: HashMap<(String, LimitId, Option<usize>), ReportedShare> = HashMap::new();
     loop {
         tokio::time::sleep(QUOTA_INTERVAL).await;
         let Some(providers) = engine.load().providers.clone() else { continue };
@@ -63,17 +63,20 @@ pub(crate) async fn watch_quotas<S: Store, C: Clock + Clone>(
         for provider in providers.providers().iter().filter(has_quota) {
             let name = &provider.config().name;
             for usage in provider.quota_usage().await {
-                let share = reported.entry((name.clone(), usage.id, usage.credential)).or_default();
-                if let Some(percent) = newly_used_share(share, usage.used, usage.limit, &shares) {
+                let now = provider.clock().now();
+                let ends = now + Span::from_secs(usage.reset_after);
+                let known = reported.entry((name.clone(), usage.id, usage.credential)).or_default();
+                if let Some((before, percent)) = known.newly_used(usage.percent(), &shares, now, ends) {
                     let change = Change::QuotaUsed {
                         provider: name.clone(),
                         limit: usage.name,
                         credential: usage.credential,
                         percent,
+                        reported: before,
                         resets_in: usage.reset_after,
                     };
                     tracing::warn!("{change}");
-                    events.publish(ServerEvent::new(provider.clock().now(), change));
+                    events.publish(ServerEvent::new(now, change));
                 }
             }
         }
@@ -88,16 +91,25 @@ fn quota_shares(alerts: &[AlertConfig]) -> Vec<u64> {
     shares
 }
 
-/// The share to report, if it is used now and wasn't reported in this period.
-fn newly_used_share(reported: &mut u64, used: u64, limit: u64, shares: &[u64]) -> Option<u64> {
-    let percent = used.saturating_mul(100) / limit.max(1);
-    // Corrections of costs lower the share by less than a half, so the quota has started again.
-    if percent < shares.first()? / 2 {
-        *reported = 0;
+/// The share of a quota that was reported last in a period.
+#[derive(Default)]
+struct ReportedShare {
+    percent: u64,
+    period_ends: Time,
+}
+
+impl ReportedShare {
+    /// The share that was reported before, and the one to report: the highest that is used, if it is higher. The present
+    /// period ends at `ends`.
+    fn newly_used(&mut self, percent: u64, shares: &[u64], now: Time, ends: Time) -> Option<(u64, u64)> {
+        // Corrections of costs lower the share, too, so only the time tells that the quota has started again.
+        if now >= self.period_ends {
+            *self = Self { percent: 0, period_ends: ends };
+        }
+        self.period_ends = self.period_ends.min(ends);
+        let share = shares.iter().copied().rfind(|share| percent >= *share).filter(|share| *share > self.percent)?;
+        Some((std::mem::replace(&mut self.percent, share), share))
     }
-    let share = shares.iter().copied().rfind(|share| percent >= *share).filter(|share| share > reported)?;
-    *reported = share;
-    Some(share)
 }
 
 #[cfg(test)]
@@ -106,12 +118,26 @@ mod tests {
 
     #[test]
     fn each_share_is_reported_once_a_period() {
-        let mut reported = 0;
-        let told: Vec<_> = [79, 80, 79, 81, 100, 99, 100, 3, 85]
-            .map(|used| newly_used_share(&mut reported, used, 100, &QUOTA_SHARES))
-            .into_iter()
-            .flatten()
-            .collect();
-        assert_eq!(told, [80, 100, 80]);
+        let at = |second: u64| Time::from_secs(1_800_000_000 + second);
+        for (shares, looks, expected) in [
+            // The second of each look, and the used share. A period has 100 seconds.
+            (
+                &[80, 100][..],
+                &[(0, 79), (2, 80), (4, 79), (6, 81), (8, 100), (10, 99), (12, 30), (14, 100), (100, 3), (102, 85)][..],
+                &[(0, 80), (80, 100), (0, 80)][..],
+            ),
+            // A jump over several shares tells which was the last one before.
+            (&[50, 80, 95, 100], &[(0, 49), (2, 81), (4, 99), (6, 100)], &[(0, 80), (80, 95), (95, 100)]),
+            (&[50, 80, 100], &[(0, 100)], &[(0, 100)]),
+            // A small share is reported in each period.
+            (&[1, 80, 100], &[(0, 1), (2, 2), (100, 0), (102, 1), (201, 1)], &[(0, 1), (0, 1), (0, 1)]),
+        ] {
+            let mut reported = ReportedShare::default();
+            let looks = looks.iter();
+            let told = looks.filter_map(|&(second, percent)| {
+                reported.newly_used(percent, shares, at(second), at((second / 100 + 1) * 100))
+            });
+            assert_eq!(told.collect::<Vec<_>>(), expected);
+        }
     }
 }

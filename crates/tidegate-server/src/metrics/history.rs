@@ -1,8 +1,10 @@
 //! The totals of the last minutes, one sample a second.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
+use tidegate::policy::Plan;
 use tidegate::{DecisionCount, DecisionOutcome, Span, Time};
 use tidegate_core::LimitId;
 
@@ -39,6 +41,8 @@ pub(crate) struct History(Mutex<Samples>);
 #[derive(Debug, Default)]
 struct Samples {
     taken: u64,
+    /// The plan of the last sample.
+    plan: Option<Arc<Plan>>,
     kept: VecDeque<(Time, Totals)>,
     /// The refusals of each limit at the last two marks, older first.
     marks: VecDeque<(Time, HashMap<LimitId, u64>)>,
@@ -49,9 +53,14 @@ pub(crate) type LimitRefusals = (LimitId, u64);
 
 impl History {
     /// Keeps the totals of a time.
-    pub(crate) fn record(&self, now: Time, totals: Totals, decisions: &[DecisionCount]) {
+    pub(crate) fn record(&self, now: Time, plan: &Arc<Plan>, totals: Totals, decisions: &[DecisionCount]) {
         let samples = &mut *self.0.lock();
-        if samples.taken.is_multiple_of(SAMPLES_PER_MARK) {
+        let has_changed = samples.plan.replace(Arc::clone(plan)).is_some_and(|last| !Arc::ptr_eq(&last, plan));
+        if has_changed {
+            // A limit that an earlier policy had comes with all its refusals.
+            samples.marks.clear();
+        }
+        if has_changed || samples.taken.is_multiple_of(SAMPLES_PER_MARK) {
             samples.marks.push_back((now, refused_by_limit(decisions)));
             keep_latest(&mut samples.marks, 2);
         }
@@ -97,7 +106,7 @@ fn keep_latest<T>(elements: &mut VecDeque<T>, most: usize) {
 impl Rates {
     fn between((start, from): &(Time, Totals), (end, to): &(Time, Totals)) -> Self {
         let seconds = end.since(*start).as_secs_f64();
-        // A policy may have fewer counters than the one before.
+        // The errors of a provider that is gone aren't counted any more.
         let rate = |from: u64, to: u64| if seconds > 0.0 { to.saturating_sub(from) as f64 / seconds } else { 0.0 };
         Self {
             admitted: rate(from.admitted, to.admitted),
@@ -120,7 +129,14 @@ fn refused_by_limit(decisions: &[DecisionCount]) -> HashMap<LimitId, u64> {
 
 #[cfg(test)]
 mod tests {
+    use tidegate_policy::{Policy, PolicySources};
+
     use super::*;
+
+    fn plan() -> Arc<Plan> {
+        let text = "[inbound.action.a]\nlimit = \"1 per 1s\"\n";
+        Arc::clone(Policy::load(PolicySources::new().file("t", text)).unwrap().plan())
+    }
 
     fn refusals(count: u64) -> [DecisionCount; 1] {
         let (outcome, limit) = (DecisionOutcome::Refused, Some(LimitId::FIRST));
@@ -129,10 +145,10 @@ mod tests {
 
     #[test]
     fn rates_are_those_of_the_last_seconds() {
-        let history = History::default();
+        let (history, plan) = (History::default(), plan());
         assert_eq!(history.present_rates(), Rates::default());
         for (at, admitted) in [(0, 0), (1, 100), (2, 100), (3, 110), (5, 150)] {
-            history.record(Time::from_secs(at), Totals { admitted, ..Totals::default() }, &[]);
+            history.record(Time::from_secs(at), &plan, Totals { admitted, ..Totals::default() }, &[]);
         }
         let admitted: Vec<f64> = history.rates().iter().map(|rates| rates.admitted).collect();
         assert_eq!(admitted, [100.0, 0.0, 10.0, 20.0]);
@@ -141,12 +157,24 @@ mod tests {
 
     #[test]
     fn refusals_count_since_the_minute_before() {
-        let history = History::default();
+        let (history, plan) = (History::default(), plan());
         for second in 0..1000 {
-            history.record(Time::from_secs(second), Totals::default(), &refusals(second));
+            history.record(Time::from_secs(second), &plan, Totals::default(), &refusals(second));
         }
         let found = history.latest_refusals(Time::from_secs(1000), &refusals(1000));
         assert_eq!(found, (Span::from_secs(100), vec![(LimitId::FIRST, 100)]));
         assert_eq!(history.rates().len(), MAX_SAMPLES - 1);
+    }
+
+    #[test]
+    fn a_returning_limit_has_no_old_refusals() {
+        let (history, (first, second)) = (History::default(), (plan(), plan()));
+        for (at, plan, counts) in
+            [(0, &first, &refusals(1_000_000)[..]), (1, &second, &[]), (2, &first, &refusals(1_000_000))]
+        {
+            history.record(Time::from_secs(at), plan, Totals::default(), counts);
+        }
+        let found = history.latest_refusals(Time::from_secs(3), &refusals(1_000_002));
+        assert_eq!(found, (Span::from_secs(1), vec![(LimitId::FIRST, 2)]));
     }
 }

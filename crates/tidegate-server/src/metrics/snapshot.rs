@@ -12,7 +12,6 @@ use tidegate::{DecisionCount, DecisionOutcome, Time};
 use tidegate_core::DurationHistogram;
 use tidegate_core::time::UtcText;
 
-use super::count_of;
 use crate::alerts::SinkResult;
 use crate::fleet::FleetReport;
 use crate::rejections::RejectionReason;
@@ -53,7 +52,7 @@ pub(crate) struct ServerSnapshot {
 impl ServerSnapshot {
     /// The number of decisions with this outcome since the start.
     pub(crate) fn decided(&self, outcome: DecisionOutcome) -> u64 {
-        count_of(&self.decisions, outcome)
+        self.decisions.iter().filter(|found| found.outcome == outcome).map(|found| found.count).sum()
     }
 
     /// The state as JSON, with totals since the start. Without metrics, there are no decisions and no times.

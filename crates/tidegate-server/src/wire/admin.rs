@@ -22,7 +22,6 @@ use tidegate::store::{Store, StoreResponse};
 use tidegate_core::{Batch, Clock, Limit, OnOutage};
 
 use crate::access::{Access, AccessError, Identity};
-use crate::alerts::AlertSet;
 use crate::body::{RelayBody, ResponseBody};
 use crate::dashboard::{self, Caller, DashboardPath, csrf_response};
 use crate::events::EventStream;
@@ -45,7 +44,6 @@ pub(crate) struct AdminState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) access: Access,
     pub(crate) metrics: MetricsSource<S, C>,
-    pub(crate) alerts: Arc<AlertSet>,
 }
 
 impl<S: Store, C: Clock + Clone> ListenerState for AdminState<S, C> {

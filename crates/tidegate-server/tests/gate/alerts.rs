@@ -113,6 +113,12 @@ async fn block(api: &mut Peer, number: u32) {
     assert_eq!(refused["blocked"], true, "{refused}");
 }
 
+/// Has the gate take over this text.
+async fn reload(gate: &Running, text: &str) -> Result<(), String> {
+    text.clone_into(&mut gate.file.lock().unwrap());
+    gate.reload.reload().await.map(drop).map_err(|error| error.to_string())
+}
+
 /// Has an alert be tested.
 async fn test(gate: &Running, name: &str) -> String {
     let head = "host: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 2";
@@ -167,19 +173,17 @@ async fn ten_thousand_blocks_make_one_grouped_message() {
     let mut api = Peer::connect(gate.api).await;
     block(&mut api, 0).await;
     receiver.wait_for(1).await;
-    for number in 1..9_999 {
+    for number in 1..10_000 {
         block(&mut api, number).await;
     }
-    // The gate publishes five of them, and tells the number of the others with the next one.
-    gate.clock.advance(Span::from_secs(1));
-    block(&mut api, 9_999).await;
+    // The gate publishes five of them, and no event follows.
     tokio::time::sleep(Duration::from_millis(600)).await;
     assert_eq!(receiver.arrived().len(), 1, "the group is open");
-    gate.clock.advance(Span::from_secs(9));
+    gate.clock.advance(Span::from_secs(10));
     let grouped = receiver.wait_for(2).await[1].body.clone();
     assert_eq!(grouped["new"]["count"], 9_999, "{grouped}");
-    assert_eq!(grouped["new"]["events"].as_array().unwrap().len(), 5, "{grouped}");
-    assert!(grouped["text"].as_str().unwrap().ends_with("\n9994 more"), "{grouped}");
+    assert_eq!(grouped["new"]["events"].as_array().unwrap().len(), 4, "{grouped}");
+    assert!(grouped["text"].as_str().unwrap().ends_with("\n9995 more"), "{grouped}");
     gate.clock.advance(Span::from_secs(60));
     tokio::time::sleep(Duration::from_millis(600)).await;
     assert_eq!(receiver.arrived().len(), 2);
@@ -193,7 +197,7 @@ async fn a_failing_receiver_gets_the_message_once() {
     block(&mut Peer::connect(gate.api).await, 1).await;
     let arrived = receiver.wait_for(3).await;
     let text = "tidegate alert ops\n10.0.0.1 is blocked under login for 2 s after strike 1";
-    assert!(arrived.iter().all(|request| request.body == json!({ "text": text })), "{arrived:?}");
+    assert!(arrived.iter().all(|request| request.body["text"] == text), "{arrived:?}");
     let keys: Vec<_> = arrived.iter().map(|request| &request.headers["idempotency-key"]).collect();
     assert!(keys[0] == keys[1] && keys[1] == keys[2], "a receiver can tell that it is the same message");
     wait_for_count(&gate, "sent", 1).await;
@@ -213,7 +217,8 @@ async fn telegram_gets_its_exact_form() {
     let arrived = receiver.wait_for(1).await;
     assert_eq!(arrived[0].target, "POST /bot110201543:AAHdqTcvCH1vGWJxfSeofSAs0K5PALDsaw/sendMessage");
     let text = "tidegate alert ops\n10.0.0.1 is blocked under login for 2 s after strike 1";
-    assert_eq!(arrived[0].body, json!({ "chat_id": "-1001234", "text": text }));
+    let link_preview = json!({ "is_disabled": true });
+    assert_eq!(arrived[0].body, json!({ "chat_id": "-1001234", "text": text, "link_preview_options": link_preview }));
     assert_eq!(arrived[0].headers["content-type"], "application/json");
 }
 
@@ -231,6 +236,7 @@ async fn a_silent_receiver_blocks_nothing() {
     }
     let dropped = count(&gate, "dropped").await.unwrap();
     assert!((1..=4).contains(&dropped), "{dropped}");
+    assert!(log.text().contains("too many messages wait"), "{}", log.text());
     assert_no_secret(&log, &[once(gate.admin, get("/metrics")).await]);
 }
 
@@ -244,13 +250,9 @@ async fn a_reload_keeps_pending_groups() {
     receiver.wait_for(1).await;
     block(&mut api, 2).await;
     tokio::time::sleep(Duration::from_millis(300)).await;
-    let reload = async |text: &str| {
-        text.clone_into(&mut gate.file.lock().unwrap());
-        gate.reload.reload().await.map(drop).map_err(|error| error.to_string())
-    };
     // Another alert beside it, and a policy that can't be used.
-    reload(&format!("{text}[alert.second]\non = \"store_lost\"\nlog = true\n")).await.unwrap();
-    reload("[inbound.action.login]\n").await.unwrap_err();
+    reload(&gate, &format!("{text}[alert.second]\non = \"store_lost\"\nlog = true\n")).await.unwrap();
+    reload(&gate, "[inbound.action.login]\n").await.unwrap_err();
     block(&mut api, 3).await;
     gate.clock.advance(Span::from_secs(10));
     let grouped = receiver.wait_for(2).await[1].body.clone();
@@ -259,10 +261,101 @@ async fn a_reload_keeps_pending_groups() {
     // A changed alert first sends what waits.
     block(&mut api, 4).await;
     tokio::time::sleep(Duration::from_millis(600)).await;
-    reload(&text.replace("\"reload_failed\"", "\"store_lost\"")).await.unwrap();
+    reload(&gate, &text.replace("\"reload_failed\"", "\"store_lost\"")).await.unwrap();
     let last = receiver.wait_for(3).await[2].body.clone();
     assert_eq!(last["new"]["events"][0]["message"], "10.0.0.4 is blocked under login for 2 s after strike 1", "{last}");
     assert_eq!(test(&gate, "second").await.split(' ').nth(1), Some("404"));
+}
+
+#[tokio::test]
+async fn a_changed_alert_ends_the_states_before() {
+    let receiver = Receiver::start(|_| 200).await;
+    let text = alert(receiver.address, "log = true");
+    let gate = start(&text);
+    reload(&gate, "[inbound.action.login]\n").await.unwrap_err();
+    let failed = receiver.wait_for(1).await[0].body.clone();
+    assert_eq!(failed["new"]["events"][0]["kind"], "reload_failed", "{failed}");
+    gate.clock.advance(Span::from_secs(20));
+    reload(&gate, &text.replace("log = true", "repeat = \"2h\"")).await.unwrap();
+    let over = receiver.wait_for(2).await[1].body.clone();
+    assert_eq!(over["resolved"]["events"][0]["message"], "the policy was reloaded", "{over}");
+    // The alert has no log any more, so its count is gone.
+    let page = once(gate.admin, get("/metrics")).await;
+    assert!(page.contains("sink=\"webhook\",result=\"sent\"} 2") && !page.contains("sink=\"log\""), "{page}");
+    reload(&gate, LOGIN).await.unwrap();
+    assert!(!once(gate.admin, get("/metrics")).await.contains("alert=\"ops\""));
+}
+
+#[tokio::test]
+async fn shadow_blocks_hide_no_real_ones() {
+    let receiver = Receiver::start(|_| 200).await;
+    let shadow = LOGIN.replace("login", "page");
+    let gate = start(&alert(receiver.address, "").replacen(LOGIN, &format!("{LOGIN}{shadow}mode = \"shadow\"\n"), 1));
+    let mut api = Peer::connect(gate.api).await;
+    for number in 0..40 {
+        let call = post("/v1/check", &format!(r#"{{"action":"page","ip":"10.1.0.{number}"}}"#));
+        api.ask(&call).await;
+        api.ask(&call).await;
+    }
+    block(&mut api, 1).await;
+    let arrived = receiver.wait_for(1).await[0].body["new"].clone();
+    assert_eq!(arrived["count"], 1, "{arrived}");
+    assert_eq!(arrived["events"][0]["message"], "10.0.0.1 is blocked under login for 2 s after strike 1", "{arrived}");
+    gate.clock.advance(Span::from_secs(20));
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    assert_eq!(receiver.arrived().len(), 1);
+}
+
+#[tokio::test]
+async fn a_returning_limit_is_no_flood() {
+    let receiver = Receiver::start(|_| 200).await;
+    let shadow = "[inbound.action.page]\nlimit = \"1 per 1h\"\nmode = \"shadow\"\n";
+    let webhook = format!("http://{}/", receiver.address);
+    let alert = format!("[alert.ops]\non = [\"flood\", \"shadow\"]\nflood = 20\nwebhook = \"{webhook}\"\n");
+    let (all, page) = (format!("{LOGIN}{shadow}{alert}"), format!("{shadow}{alert}"));
+    let gate = start(&format!("{LOGIN}{shadow}"));
+    let mut api = Peer::connect(gate.api).await;
+    for number in 0..1000 {
+        block(&mut api, number).await;
+        api.ask(post("/v1/check", r#"{"action":"page","ip":"10.0.0.1"}"#)).await;
+    }
+    for text in [&all, &page, &all, &format!("{LOGIN}{alert}"), &all] {
+        reload(&gate, text).await.unwrap();
+        for _ in 0..2 {
+            gate.clock.advance(Span::from_secs(6));
+            tokio::time::sleep(Duration::from_millis(1100)).await;
+        }
+    }
+    assert_eq!(receiver.arrived().len(), 0, "{:?}", receiver.arrived());
+}
+
+#[tokio::test]
+async fn waiting_messages_are_sent_at_the_stop() {
+    let (log, _guard) = capture("text");
+    let receiver = Receiver::start(|_| 200).await;
+    let mut gate = start(&alert(receiver.address, ""));
+    let mut api = Peer::connect(gate.api).await;
+    block(&mut api, 1).await;
+    receiver.wait_for(1).await;
+    block(&mut api, 2).await;
+    // The driver reads its event within this time.
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    drop(api);
+    gate.stop().await.unwrap();
+    let last = receiver.arrived().pop().unwrap().body;
+    assert_eq!(last["new"]["events"][0]["message"], "10.0.0.2 is blocked under login for 2 s after strike 1", "{last}");
+    assert!(!log.text().contains("the last messages"), "{}", log.text());
+}
+
+#[tokio::test]
+async fn messages_lost_at_the_stop_are_logged() {
+    let (log, _guard) = capture("text");
+    let receiver = Receiver::start(|_| 0).await;
+    let mut gate = start(&alert(receiver.address, ""));
+    block(&mut Peer::connect(gate.api).await, 1).await;
+    receiver.wait_for(1).await;
+    gate.stop().await.unwrap();
+    assert!(log.text().contains("the last messages of alerts weren't delivered messages=1"), "{}", log.text());
 }
 
 #[tokio::test]
@@ -294,6 +387,39 @@ async fn secrets_appear_nowhere() {
     let wrong = try_start(&policy, |_| Some(format!("no url: {PLANTED}"))).err().unwrap();
     let told = format!("{wrong} {wrong:?}");
     assert!(told.contains("alert.ops: ") && !told.contains(PLANTED), "{told}");
+}
+
+#[tokio::test]
+async fn a_failed_reload_shows_no_secret() {
+    let (log, _guard) = capture("json");
+    let receiver = Receiver::start(|_| 200).await;
+    let text = format!("{LOGIN}[alert.ops]\non = \"reload_failed\"\nwebhook = \"http://{}/\"\n", receiver.address);
+    let gate = start(&text);
+    let url = format!("\"https://hooks.example.com/{PLANTED}\"");
+    let bot = format!("\"1:{PLANTED}\"");
+    let mut pages = Vec::new();
+    for (number, line) in [
+        format!("webhok = {url}"),
+        format!("webhook_url = {url}"),
+        format!("slack = {url}"),
+        format!("telegram = {bot}"),
+        format!("telegram = {{ bot = {bot}, chat = 1 }}"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        format!("{text}[alert.more]\n{line}\n").clone_into(&mut gate.file.lock().unwrap());
+        let head = "host: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 2";
+        let answer = once(gate.admin, format!("POST /v1/reload HTTP/1.1\r\n{head}\r\n\r\n{{}}")).await;
+        assert_eq!(status(&answer), 422, "{number}: {answer}");
+        pages.push(answer);
+    }
+    pages.push(once(gate.admin, get("/v1/events?follow=false")).await);
+    assert!(pages.last().unwrap().contains("unknown key `webhok` in [alert.more]"), "{pages:?}");
+    assert!(!pages.last().unwrap().contains(" | "), "events have no lines of the policy: {pages:?}");
+    pages.push(receiver.wait_for(1).await[0].body.to_string());
+    assert!(log.text().contains("the policy wasn't reloaded"), "{}", log.text());
+    assert_no_secret(&log, &pages);
 }
 
 #[tokio::test]

@@ -185,7 +185,7 @@ impl Change {
             Self::Reset => reset(&admin.gate, &admin.metrics.parts.refusals, request).await,
             Self::Block => block(admin, request).await,
             Self::Reload => Ok(reload(&admin.metrics.parts.reload).await),
-            Self::TestAlert(name) => Ok(test_alert(&admin.alerts, name).await),
+            Self::TestAlert(name) => Ok(test_alert(&admin.metrics.alerts, name).await),
             Self::Provider(name, command) => {
                 let Some(providers) = &admin.metrics.providers else {
                     return Ok(error(StatusCode::NOT_FOUND, "the policy has no providers"));
