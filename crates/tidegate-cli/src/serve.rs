@@ -17,7 +17,7 @@ use crate::{CliOutcome, CommandResult};
 pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult {
     let (policy, source_name) = policy::load(config, policy::environment(prefix))?;
     let filter = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
-    log::start(policy.log(), filter.as_deref()).map_err(invalid_input)?;
+    let _log = log::start(policy.log(), filter.as_deref()).map_err(invalid_input)?;
     descriptors::raise_limit(&policy);
     // On one processor the multi-threaded runtime only adds costs.
     let is_single_core = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);

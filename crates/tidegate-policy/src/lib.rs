@@ -88,8 +88,8 @@ pub use quantity::{Quantity, QuantityError};
 pub use query::Query;
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
-    AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, LogFormat, LogLevel,
-    NamedToken, UpstreamAddress,
+    AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
+    LogFormat, LogLevel, NamedToken, UpstreamAddress,
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;

@@ -96,7 +96,7 @@ impl Policy {
     /// plan as a [retired](Plan::is_retired) one, for calls that began with it.
     ///
     /// Settings that a running program can't change keep their present values: the store, the addresses and caps of
-    /// listeners, the log, and sections that appear or disappear. [`Policy::restart_needed`] names those that differ.
+    /// listeners, the log except `access`, and sections that appear or disappear. [`Policy::restart_needed`] names those that differ.
     ///
     /// ```
     /// use tidegate_policy::{Policy, PolicySources};
@@ -140,7 +140,8 @@ impl Policy {
         keep("api.listen", &mut self.api.listen, present.api.listen, &mut differ);
         keep("admin.listen", &mut self.admin.listen, present.admin.listen, &mut differ);
         keep("admin.metrics", &mut self.admin.metrics, present.admin.metrics, &mut differ);
-        keep("log", &mut self.log, present.log, &mut differ);
+        let log = LogConfig { access: self.log.access, ..present.log };
+        keep("log", &mut self.log, log, &mut differ);
         match (&mut self.outbound, &present.outbound) {
             (Some(outbound), Some(fixed)) => {
                 keep("outbound.listen", &mut outbound.listen, fixed.listen, &mut differ);

@@ -25,6 +25,7 @@ pub(crate) use self::history::{History, MAX_SAMPLES, Rates, Totals};
 use self::snapshot::STATUS_CLASSES;
 pub(crate) use self::snapshot::ServerSnapshot;
 use crate::alerts::SinkResult;
+use crate::log::dropped_lines;
 use crate::states::{Engine, SharedParts};
 use crate::upstream::UpstreamError;
 
@@ -207,6 +208,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             store_times: requests.store_times.snapshot(),
             reloads: [0, 1].map(|result| requests.reloads.get(result)),
             is_last_reload_ok: requests.is_last_reload_ok.load(Ordering::Relaxed),
+            dropped_log_lines: dropped_lines(),
             store_errors: requests.store_errors.get(0),
             lost_store: gate.store().outage().map(str::to_owned),
             store_losses: array::from_fn(|index| requests.store_losses.get(index)),

@@ -131,6 +131,7 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
             snapshot.follow(providers);
         }
         self.parts.refusals.clients.follow(engine.gate.plan(), next.gate.plan());
+        self.parts.access_log.set_mode(next.policy.log().access);
         let StateCells { engine, proxy, gateway, api, admin } = &self.cells;
         engine.replace(next);
         replace(proxy, states.proxy);
