@@ -148,7 +148,7 @@ pub(crate) fn report_writer<'a, R: 'a>(
 
 /// `tidegate check`.
 pub(crate) fn check(file: Option<&Path>, sources: PolicySources) -> CommandResult {
-    let (policy, source_name) = load(file.or_else(|| Some(Path::new(DEFAULT_FILE))), sources)?;
+    let (policy, source_name) = load(file, sources)?;
     let notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
     Ok(print(&format!("{source_name}: good\n{notes}\n{}", describe(&policy))))
 }

@@ -1,5 +1,4 @@
 //! The access log of the program.
-#![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::io::Read as _;
 use std::process::{Command, Stdio};
