@@ -199,7 +199,7 @@ fn check_reads_what_serve_would_read() {
     scratch.write("tidegate.toml", POLICY);
     let (status, out) = check(&[]);
     assert_eq!((status, out.lines().next()), (Some(0), Some("tidegate.toml: good")));
-    assert!(out.contains("(77, and") && !check(&["--no-env"]).1.contains("77 calls"), "{out}");
+    assert!(out.contains("at most 77 ") && !check(&["--no-env"]).1.contains("at most 77 "), "{out}");
     scratch.write("tidegate.toml", "[inbound.action.login]\nlimt = \"5 per 60s\"\n");
     assert_eq!(check(&[]).0, Some(2));
 }

@@ -8,7 +8,7 @@ use crate::environment::EnvVars;
 use crate::error::{Errors, Note};
 use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
-use crate::sections::{AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig};
+use crate::sections::{AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig};
 use crate::store::StoreConfig;
 
 /// The policy that is used if there is no file: a gate on 127.0.0.1:8080 in front of 127.0.0.1:3000.
@@ -74,6 +74,7 @@ pub struct Policy {
     pub(crate) api: ApiConfig,
     pub(crate) admin: AdminConfig,
     pub(crate) log: LogConfig,
+    pub(crate) reload: ReloadConfig,
     pub(crate) plan: Arc<Plan>,
     pub(crate) outbound: Option<OutboundConfig>,
     pub(crate) alerts: Vec<AlertConfig>,
@@ -193,6 +194,11 @@ impl Policy {
     /// `[log]`.
     pub fn log(&self) -> &LogConfig {
         &self.log
+    }
+
+    /// `[reload]`.
+    pub fn reload(&self) -> &ReloadConfig {
+        &self.reload
     }
 
     /// `[outbound]`, if the policy has one.

@@ -166,6 +166,14 @@ pub struct NamedToken {
     pub read_only: bool,
 }
 
+/// `[reload]`: the replacement of the policy while the server runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ReloadConfig {
+    /// True if a change of the policy file reloads it. Default false.
+    pub watch: bool,
+}
+
 /// `[log]`: the log on standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]

@@ -105,6 +105,7 @@ use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
 use tidegate_policy::alerts::WebhookError;
 use tidegate_policy::{AccessLogMode, InboundConfig, Policy, SecretError};
+pub use tidegate_runtime::file_watcher::FileWatcher;
 use tokio::sync::Semaphore;
 
 use crate::access_log::AccessLog;
@@ -142,6 +143,7 @@ pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
     policy: Policy,
     env: EnvLookup,
     policy_source: Option<PolicySource>,
+    policy_files: Option<FileWatcher>,
     followed_clock: Option<SystemClock>,
 }
 
@@ -235,7 +237,15 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// Returns a server for a gate that was made from this policy.
     pub fn from_gate(gate: Gate<S, C>, policy: &Policy) -> Self {
         let env = Box::new(|name: &str| std::env::var(name).ok());
-        Self { gate, outbound: None, policy: policy.clone(), env, policy_source: None, followed_clock: None }
+        Self {
+            gate,
+            outbound: None,
+            policy: policy.clone(),
+            env,
+            policy_source: None,
+            policy_files: None,
+            followed_clock: None,
+        }
     }
 
     /// Serves these providers, which were made from the same policy. [`Server::new`] does so by itself.
@@ -268,6 +278,14 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         read: impl Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync + 'static,
     ) -> Self {
         self.policy_source = Some(Box::new(read));
+        self
+    }
+
+    /// Reloads when these files change, while the policy in force has `reload.watch`. The watcher must be older than the
+    /// policy, so that no change is missed. A file that is gone changes nothing.
+    #[must_use]
+    pub fn policy_files(mut self, files: FileWatcher) -> Self {
+        self.policy_files = Some(files);
         self
     }
 
@@ -325,6 +343,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let cells = StateCells { engine: StateCell::new(engine), proxy, gateway, api: api_cell, admin: admin_cell };
         Ok(BoundServer {
             reloader: Reloader::new(cells, parts, self.policy_source, snapshot.clone(), reload_requests),
+            policy_files: self.policy_files,
             snapshot,
             inbound,
             outbound,

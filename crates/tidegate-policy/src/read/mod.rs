@@ -49,6 +49,7 @@ setting_keys! {
         api: () = "", forms::TABLE, "", Below::Table(&server::API);
         admin: () = "", forms::TABLE, "", Below::Table(&server::ADMIN);
         log: () = "", forms::TABLE, "", Below::Table(&server::LOG);
+        reload: () = "", forms::TABLE, "", Below::Table(&server::RELOAD);
         outbound: () = "", forms::TABLE, "", Below::Table(&outbound::OUTBOUND);
         alert: () = "", forms::TABLE, "", Below::Names(&alerts::ALERT);
     }
@@ -165,6 +166,7 @@ impl DocumentReader<'_> {
         let api = self.api(root);
         let admin = self.admin(root);
         let log = self.log(root);
+        let reload = self.reload(root);
         let outbound = self.outbound(root);
         let alerts = self.alerts(root, admin.as_ref().is_none_or(|admin| admin.metrics));
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
@@ -179,6 +181,7 @@ impl DocumentReader<'_> {
             api,
             admin: admin?,
             log: log?,
+            reload: reload?,
             plan: Arc::new(plan),
             outbound: outbound?,
             alerts: alerts?,

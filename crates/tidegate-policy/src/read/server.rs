@@ -21,7 +21,7 @@ use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
     AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, UpstreamAddress,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, UpstreamAddress,
 };
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
@@ -125,6 +125,10 @@ setting_keys! {
             "the requests that each get a line: off, refused or all";
         refusals_per_second: u32 = "10", Whole(1, 1_000_000),
             "the maximum lines about refusals per second, unless each gets one by `access`";
+    }
+
+    RELOAD: ReloadKeys {
+        watch: bool = "false", FLAG, "true to reload the policy when its file changes";
     }
 }
 
@@ -291,6 +295,11 @@ impl DocumentReader<'_> {
             };
             self.error(item.at, format!("`hosts`: {} is no host's name", quoted(text)), EXPECTED).help_if(help).none()
         }))
+    }
+
+    pub(crate) fn reload(&mut self, root: &TomlTable) -> Option<ReloadConfig> {
+        let table = self.section(Some(root), "reload", "reload");
+        read_struct!(self, table, RELOAD => ReloadConfig { watch })
     }
 
     pub(crate) fn log(&mut self, root: &TomlTable) -> Option<LogConfig> {
