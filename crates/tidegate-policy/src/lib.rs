@@ -67,7 +67,7 @@ pub mod store;
 mod units;
 
 pub use address::{ListStatus, Networks, canonical_ip};
-pub use builder::{ActionSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
+pub use builder::{ActionSpec, AlertSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
 pub use error::{Error, ErrorLocation, Errors, Note};
 pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};
 pub use hints::Hints;
