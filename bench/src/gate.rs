@@ -1,6 +1,7 @@
 //! Measures requests through the gate, with proxies on core 0, and the client and the upstream on core 1.
 
 mod server;
+mod viewers;
 mod wrk;
 
 use tidegate_testkit::servers::RedisServer;
@@ -11,6 +12,7 @@ use crate::programs::{ProgramError, bench_program, tidegate_program};
 use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 use server::{BenchServer, TempFolder, free_port};
+use viewers::{Viewers, cpu_share};
 use wrk::{WrkClient, WrkRequest};
 
 /// The work of one row.
@@ -59,6 +61,8 @@ const PROXY_CORE: &str = "0";
 const CLIENT_CORE: &str = "1";
 /// The port of an upstream that isn't called: that of the discard service.
 const UNUSED_PORT: u16 = 9;
+/// The number of people that look at the dashboard.
+const VIEWERS: u32 = 10;
 /// The number of simultaneous connections.
 const CONNECTIONS: u32 = 50;
 
@@ -78,6 +82,14 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
         on_row(cpu);
         on_row(requests);
     }
+    let names = ["gate/viewers/idle", "gate/viewers/load"];
+    if names.iter().any(|name| options.wants(name)) {
+        let mut rows = names.map(|name| BenchRow::new(name, FigureUnit::Percent));
+        if let Err(failure) = measure_viewers(options, &mut rows) {
+            rows[0].skipped.push(failure.to_string());
+        }
+        rows.into_iter().for_each(&mut *on_row);
+    }
     let name = "gate/one-client-of-redis";
     if options.wants(name) {
         let mut row = BenchRow::new(name, FigureUnit::Nanoseconds);
@@ -86,6 +98,37 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
         }
         on_row(row);
     }
+}
+
+/// Measures the share of a core that ten viewers of the dashboard cost, without other work and beside refusals. Each
+/// round compares with no viewer.
+fn measure_viewers(options: &Options, [idle, load]: &mut [BenchRow; 2]) -> Result<(), ProgramError> {
+    let folder = TempFolder::new()?;
+    let client = WrkClient::new(&folder, CLIENT_CORE, CONNECTIONS, GateWork::Refused.load())?;
+    let admin = free_port()?;
+    let policy = POLICY.replace("{admin}", &admin.to_string());
+    let server = start_tidegate_with(&folder, GateWork::Refused, UNUSED_PORT, &policy)?;
+    client.run(server.port, 1)?;
+    let (rounds, seconds) = if options.quick { (3, 5) } else { (9, 10) };
+    let (mut idle_shares, mut load_shares) = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        let without = cpu_share(&server, admin, 0, seconds)?;
+        idle_shares.push(cpu_share(&server, admin, VIEWERS, seconds)? - without);
+        let request_cost = |viewers| {
+            let viewers = Viewers::start(viewers, admin);
+            let before = server.cpu_seconds()?;
+            let answered = client.run(server.port, seconds)?;
+            let spent = server.cpu_seconds()? - before;
+            viewers.check(answered.seconds)?;
+            Ok::<_, ProgramError>((spent / answered.requests, answered.requests / answered.seconds))
+        };
+        let (without, _) = request_cost(0)?;
+        let (with, rate) = request_cost(VIEWERS)?;
+        load_shares.push((with - without) * rate * 100.0);
+    }
+    idle.push(OURS, idle_shares);
+    load.push(OURS, load_shares);
+    Ok(())
 }
 
 /// Measures decisions that one client requests one at a time: their time with Redis less their time in memory.

@@ -68,6 +68,7 @@ pub const TARGETS: &[RowTarget] = &[
     target("gate/outbound/cpu", TargetBound::Ratio("bare hyper-util proxy", 1.15)),
     target("gate/metrics-admitted/cpu", TargetBound::Ratio("metrics off", 1.03)),
     target("gate/metrics-refused/cpu", TargetBound::Ratio("metrics off", 1.03)),
+    target("gate/viewers/idle", TargetBound::AtMost(2.0)),
     target("gate/one-client-of-redis", TargetBound::AtMost(300_000.0)),
     target("stores/redis/rate", TargetBound::RatioAtLeast("smallest GCRA script", 1.0)),
     target("stores/redis/two-limits-and-penalty", TargetBound::RatioAtLeast("smallest GCRA script", 0.7)),

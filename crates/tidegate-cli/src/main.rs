@@ -62,7 +62,7 @@ enum Command {
         #[arg(long, value_name = "PREFIX")]
         env_prefix: Option<String>,
     },
-    /// Check a policy and describe its limits.
+    /// Check the policy that `serve` would run, and describe its limits. The first line of the output names its source.
     Check {
         #[command(flatten)]
         file: PolicyFile,
@@ -229,7 +229,8 @@ enum AlertCommand {
 /// The policy file of a command, as an argument or as an option.
 #[derive(Debug, Args)]
 struct PolicyFile {
-    /// The policy file; `-` reads standard input. The default is ./tidegate.toml.
+    /// The policy file; `-` reads standard input. The default is ./tidegate.toml, and without that file the built-in
+    /// policy.
     #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
     /// The same as FILE.

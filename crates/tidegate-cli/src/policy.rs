@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use tidegate::policy::{Action, Plan};
 use tidegate_policy::alerts::AlertConfig;
 use tidegate_policy::{Policy, PolicySources, printable, printable_json, printable_lines};
+use tidegate_server::FileWatcher;
 
 use crate::{CliOutcome, CommandResult};
 
@@ -49,6 +50,12 @@ pub(crate) fn load_next(
     Ok(present.load_next(with_file(file, sources).map_err(unreadable)?)?)
 }
 
+/// Watches the file that [`load`] reads, or would read if there was one. Standard input can't change.
+pub(crate) fn watcher(file: Option<&Path>) -> FileWatcher {
+    let file = file.unwrap_or(Path::new(DEFAULT_FILE));
+    FileWatcher::new((!is_stdin(file)).then(|| file.to_owned()))
+}
+
 fn existing_file(file: Option<&Path>) -> Option<&Path> {
     file.or_else(|| Some(Path::new(DEFAULT_FILE)).filter(|usual| usual.exists()))
 }
@@ -85,12 +92,17 @@ pub(crate) fn file_failure(verb: &str, file: &Path, error: impl Display) -> CliO
 
 /// A file's name for display; `-` is standard input.
 pub(crate) fn display_name(file: &Path) -> String {
-    if file.as_os_str() == "-" { "standard input".to_owned() } else { printable(&file.to_string_lossy()).into_owned() }
+    if is_stdin(file) { "standard input".to_owned() } else { printable(&file.to_string_lossy()).into_owned() }
+}
+
+/// True if a name stands for standard input.
+pub(crate) fn is_stdin(file: &Path) -> bool {
+    file.as_os_str() == "-"
 }
 
 /// Reads a file; `-` is standard input.
 pub(crate) fn read_input(file: &Path) -> io::Result<Vec<u8>> {
-    if file.as_os_str() == "-" {
+    if is_stdin(file) {
         let mut bytes = Vec::new();
         io::stdin().read_to_end(&mut bytes)?;
         return Ok(bytes);
@@ -148,7 +160,7 @@ pub(crate) fn report_writer<'a, R: 'a>(
 
 /// `tidegate check`.
 pub(crate) fn check(file: Option<&Path>, sources: PolicySources) -> CommandResult {
-    let (policy, source_name) = load(file.or_else(|| Some(Path::new(DEFAULT_FILE))), sources)?;
+    let (policy, source_name) = load(file, sources)?;
     let notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
     Ok(print(&format!("{source_name}: good\n{notes}\n{}", describe(&policy))))
 }

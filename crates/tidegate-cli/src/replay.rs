@@ -2,13 +2,13 @@
 
 use std::fs::{self, File, Metadata};
 use std::io::{self, BufWriter, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tidegate_replay::{FieldNames, Findings, LogReplay};
 
-use crate::policy::{self, ReportFormat, file_failure, invalid_input, print, report_writer};
+use crate::policy::{self, ReportFormat, file_failure, invalid_input, is_stdin, print, report_writer};
 use crate::{CliOutcome, CommandResult};
 
 /// The end of the command's help.
@@ -114,10 +114,6 @@ fn read_logs(replay: &mut LogReplay, logs: &[PathBuf], mut refusals: Option<&mut
     }
     bar.finish_and_clear();
     Ok(outcome)
-}
-
-fn is_stdin(log: &Path) -> bool {
-    log.as_os_str() == "-"
 }
 
 #[cfg(feature = "simulate")]

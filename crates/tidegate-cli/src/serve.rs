@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tidegate::store::AnyStore;
 use tidegate_policy::Policy;
-use tidegate_server::{BoundServer, Server, descriptors, log, signals};
+use tidegate_server::{BoundServer, FileWatcher, Server, descriptors, log, signals};
 use tokio::sync::Notify;
 
 use crate::policy::{self, failure, invalid_input};
@@ -15,9 +15,10 @@ use crate::{CliOutcome, CommandResult};
 
 /// Runs the server until a stop signal.
 pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult {
+    let watched = policy::watcher(config);
     let (policy, source_name) = policy::load(config, policy::environment(prefix))?;
     let filter = std::env::var("RUST_LOG").ok().filter(|filter| !filter.is_empty());
-    log::start(policy.log(), filter.as_deref()).map_err(invalid_input)?;
+    let _log = log::start(policy.log(), filter.as_deref()).map_err(invalid_input)?;
     descriptors::raise_limit(&policy);
     // On one processor the multi-threaded runtime only adds costs.
     let is_single_core = std::thread::available_parallelism().is_ok_and(|processors| processors.get() == 1);
@@ -30,19 +31,20 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult 
     let (config, prefix) = (config.map(Path::to_owned), prefix.map(str::to_owned));
     let read_again =
         move |present: &Policy| policy::load_next(present, config.as_deref(), policy::environment(prefix.as_deref()));
-    runtime.block_on(serve(&policy, &source_name, read_again))
+    runtime.block_on(serve(&policy, &source_name, read_again, watched))
 }
 
 async fn serve(
     policy: &Policy,
     source_name: &str,
     read_again: impl Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync + 'static,
+    watched: FileWatcher,
 ) -> CommandResult {
     let hangup = Arc::new(Notify::new());
     let stop = signals::stop_signal(Arc::clone(&hangup));
     let stop = stop.map_err(|error| failure(format!("can't listen for signals: {error}")))?;
     let server = Server::open(policy).await.map_err(failure)?;
-    let bound = server.policy_source(read_again).bind().map_err(failure)?;
+    let bound = server.policy_source(read_again).policy_files(watched).bind().map_err(failure)?;
     policy::print(&startup_message(policy, source_name, &bound));
     let handle = bound.reload_handle();
     tokio::spawn(async move {

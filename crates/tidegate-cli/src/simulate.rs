@@ -9,8 +9,8 @@ use tidegate_core::{Clock as _, Span};
 use tidegate_sim::{Report, Scenario, shipped};
 
 use crate::policy::{
-    ReportFormat, display_name, file_failure, invalid_document, invalid_input, print, print_error, read_input,
-    report_writer,
+    ReportFormat, display_name, file_failure, invalid_document, invalid_input, is_stdin, print, print_error,
+    read_input, report_writer,
 };
 use crate::{CliOutcome, CommandResult};
 
@@ -50,7 +50,7 @@ pub(crate) fn run(scenario: &Path, seed: Option<u64>, out: &[PathBuf], check: bo
 
 /// A file takes precedence over a built-in scenario of the same name.
 fn load_scenario(scenario: &Path) -> Result<Scenario, CliOutcome> {
-    let is_input = scenario.as_os_str() == "-";
+    let is_input = is_stdin(scenario);
     let name = display_name(scenario);
     let body = match read_input(scenario) {
         Ok(bytes) => bytes,

@@ -184,6 +184,27 @@ fn serve_takes_its_file_as_check_does() {
 }
 
 #[test]
+fn check_reads_what_serve_would_read() {
+    let scratch = ScratchDir::new();
+    let check = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command.arg("check").args(arguments).current_dir(scratch.path());
+        let Output { status, stdout, .. } =
+            command.env("TIDEGATE__INBOUND__GLOBAL__LIMIT", "77 per 1h").output().unwrap();
+        (status.code(), String::from_utf8(stdout).unwrap())
+    };
+    let (status, out) = check(&[]);
+    assert_eq!((status, out.lines().next()), (Some(0), Some("the built-in default policy: good")));
+    assert!(out.contains("(77, and"), "{out}");
+    scratch.write("tidegate.toml", POLICY);
+    let (status, out) = check(&[]);
+    assert_eq!((status, out.lines().next()), (Some(0), Some("tidegate.toml: good")));
+    assert!(out.contains("at most 77 ") && !check(&["--no-env"]).1.contains("at most 77 "), "{out}");
+    scratch.write("tidegate.toml", "[inbound.action.login]\nlimt = \"5 per 60s\"\n");
+    assert_eq!(check(&[]).0, Some(2));
+}
+
+#[test]
 fn env_prints_an_env_file() {
     let (status, out, _) = run(&["env"]);
     assert_eq!(status, 0);

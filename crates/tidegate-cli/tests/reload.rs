@@ -25,7 +25,12 @@ fn policy(limit: &str) -> String {
 impl Gate {
     fn start(store: &str) -> Self {
         let scratch = ScratchDir::new();
-        let (file, ports) = (scratch.write("tidegate.toml", &policy("5 per 1h")), [free_port(), free_port()]);
+        let file = scratch.write("tidegate.toml", &policy("5 per 1h"));
+        Self::start_with(scratch, file, store)
+    }
+
+    fn start_with(scratch: ScratchDir, file: PathBuf, store: &str) -> Self {
+        let ports = [free_port(), free_port()];
         let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
         command
             .args(["serve", "--config"])
@@ -104,6 +109,81 @@ fn the_command_and_sighup_reload() {
         });
         assert!(is_reloaded, "{store}: {}", gate.running.read_file("stderr"));
     }
+}
+
+impl Gate {
+    /// Waits until new keys get this status.
+    fn wait_for(&self, status: u16, why: &str) {
+        let is_there = (0..500).any(|number| {
+            thread::sleep(Duration::from_millis(20));
+            self.check(&format!("{why}{number}")) == status
+        });
+        assert!(is_there, "{why}: {}", self.running.read_file("stderr"));
+    }
+
+    /// The number of log lines with this text.
+    fn logged(&self, text: &str) -> usize {
+        self.running.read_file("stderr").lines().filter(|line| line.contains(text)).count()
+    }
+}
+
+const WATCH: &str = "[reload]\nwatch = true\n";
+
+#[test]
+fn changes_of_the_file_reload() {
+    let (open, closed) = (policy("1000 per 1h") + WATCH, policy("0 per 1h") + WATCH);
+    let scratch = ScratchDir::new();
+    let file = scratch.write("tidegate.toml", &open);
+    let gate = Gate::start_with(scratch, file, "memory");
+    fs::write(&gate.file, &closed).unwrap();
+    gate.wait_for(429, "in place");
+    let new = gate.file.with_extension("new");
+    fs::write(&new, &open).unwrap();
+    fs::rename(&new, &gate.file).unwrap();
+    gate.wait_for(200, "by a rename");
+
+    fs::write(&gate.file, closed.replace("limit", "limmit")).unwrap();
+    while gate.logged("did you mean `limit`") == 0 {
+        thread::sleep(Duration::from_millis(20));
+    }
+    thread::sleep(Duration::from_millis(1500));
+    assert_eq!((gate.logged("did you mean `limit`"), gate.check("broken")), (1, 200), "told once, and nothing changes");
+    fs::write(&gate.file, &closed).unwrap();
+    gate.wait_for(429, "mended");
+
+    fs::remove_file(&gate.file).unwrap();
+    while gate.logged("the file is gone") == 0 {
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(gate.check("gone"), 429);
+    fs::write(&gate.file, open.replace("true", "false")).unwrap();
+    gate.wait_for(200, "back");
+
+    fs::write(&gate.file, &closed).unwrap();
+    thread::sleep(Duration::from_millis(1500));
+    assert_eq!(gate.check("unwatched"), 200);
+    gate.run(&["reload"]);
+    assert_eq!(gate.check("reloaded"), 429);
+}
+
+/// Kubernetes replaces the folder of a volume by replacing the link to it.
+#[test]
+fn a_replaced_link_to_the_folder_reloads() {
+    let scratch = ScratchDir::new();
+    let folder = scratch.path().to_owned();
+    let link = |name: &str, target: &str| std::os::unix::fs::symlink(target, folder.join(name)).unwrap();
+    for (version, limit) in [("..1", "1000 per 1h"), ("..2", "0 per 1h")] {
+        fs::create_dir(folder.join(version)).unwrap();
+        fs::write(folder.join(version).join("tidegate.toml"), policy(limit) + WATCH).unwrap();
+    }
+    link("..data", "..1");
+    link("tidegate.toml", "..data/tidegate.toml");
+    let gate = Gate::start_with(scratch, folder.join("tidegate.toml"), "memory");
+    assert_eq!(gate.check("before"), 200);
+    link("..new", "..2");
+    fs::rename(folder.join("..new"), folder.join("..data")).unwrap();
+    fs::remove_dir_all(folder.join("..1")).unwrap();
+    gate.wait_for(429, "by a link");
 }
 
 #[test]

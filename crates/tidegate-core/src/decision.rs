@@ -22,6 +22,21 @@ pub enum Reason {
     Penalty,
 }
 
+impl Reason {
+    /// The name in answers, metrics and logs.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Unlimited => "unlimited",
+            Self::Parole => "parole",
+            Self::AllowList => "allow_list",
+            Self::DenyList => "deny_list",
+            Self::Limit => "limit",
+            Self::Penalty => "penalty",
+        }
+    }
+}
+
 /// The decision about one inbound request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decision {

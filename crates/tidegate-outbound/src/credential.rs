@@ -4,12 +4,13 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use tidegate_core::{Span, Time};
 use tidegate_policy::outbound::ProviderConfig;
 use tidegate_policy::{Secret, SecretError, SecretSource};
+use tidegate_runtime::file_watcher::FileStamp;
 
 use super::{Target, TargetError};
 
@@ -41,13 +42,6 @@ struct TokenFileState {
     read_stamp: Option<FileStamp>,
     /// The stamp of the last warning. Each unusable stamp is logged once.
     warned_stamp: Option<Option<FileStamp>>,
-}
-
-/// The metadata that shows a change of the file.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct FileStamp {
-    length: u64,
-    modified: Option<SystemTime>,
 }
 
 /// The reason that a credential can't be used. Never contains the secret.
@@ -127,7 +121,7 @@ impl CredentialSlot {
         env: impl FnOnce(&str) -> Option<String>,
     ) -> Result<Self, CredentialError> {
         // The stamp is taken before the read, so that the next check finds a change in between.
-        let initial_stamp = file_path(&source).and_then(read_stamp);
+        let initial_stamp = file_path(&source).and_then(FileStamp::read);
         let secret = fetch_secret(&source, target.as_ref(), env)?;
         Ok(Self {
             source,
@@ -152,7 +146,7 @@ impl CredentialSlot {
     fn reload_if_changed(&self) {
         let Some(path) = file_path(&self.source) else { return };
         let mut file_state = self.file_state.lock();
-        let current_stamp = read_stamp(path);
+        let current_stamp = FileStamp::read(path);
         if file_state.read_stamp == current_stamp {
             return;
         }
@@ -189,13 +183,10 @@ fn file_path(source: &SecretSource) -> Option<&Path> {
     }
 }
 
-fn read_stamp(path: &Path) -> Option<FileStamp> {
-    let metadata = std::fs::metadata(path).ok()?;
-    Some(FileStamp { length: metadata.len(), modified: metadata.modified().ok() })
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
     use super::*;
     use tidegate_policy::outbound::Auth;
 

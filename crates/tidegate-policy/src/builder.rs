@@ -1,10 +1,12 @@
 //! Policies made in Rust. A builder writes a policy file and reads that, so both mean the same and go through the same
 //! checks. Errors show the generated line.
 
+mod alert;
 mod provider;
 
 use std::fmt::Write as _;
 
+pub use alert::AlertSpec;
 pub use provider::ProviderSpec;
 
 use crate::environment::EnvVars;
@@ -67,6 +69,11 @@ impl PolicyBuilder {
             entries.push(("limits", format!("[{}]", limits.join(", "))));
         }
         self.table(&format!("inbound.action.{}", toml_string(name)), entries)
+    }
+
+    /// Adds an alert.
+    pub fn alert(self, name: &str, alert: AlertSpec) -> Self {
+        self.table(&format!("alert.{}", toml_string(name)), alert.entries)
     }
 
     /// Adds a provider: an API that is called.

@@ -68,7 +68,7 @@ pub mod store;
 mod units;
 
 pub use address::{ListStatus, Networks, canonical_ip};
-pub use builder::{ActionSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
+pub use builder::{ActionSpec, AlertSpec, IntoStrings, LimitSpec, PenaltyOptions, PolicyBuilder, ProviderSpec};
 pub use edit::{EditedLimit, LimitTermsError};
 pub use error::{Error, ErrorLocation, Errors, Note};
 pub use forwarding::{Forwarding, ForwardingHeader, MAX_HOPS};
@@ -90,8 +90,8 @@ pub use quantity::{Quantity, QuantityError};
 pub use query::Query;
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
-    AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, LogFormat, LogLevel,
-    NamedToken, UpstreamAddress,
+    AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, UpstreamAddress,
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;

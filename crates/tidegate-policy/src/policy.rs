@@ -9,7 +9,7 @@ use crate::environment::EnvVars;
 use crate::error::{Errors, Note};
 use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
-use crate::sections::{AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig};
+use crate::sections::{AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig};
 use crate::store::StoreConfig;
 
 /// The policy that is used if there is no file: a gate on 127.0.0.1:8080 in front of 127.0.0.1:3000.
@@ -75,6 +75,7 @@ pub struct Policy {
     pub(crate) api: ApiConfig,
     pub(crate) admin: AdminConfig,
     pub(crate) log: LogConfig,
+    pub(crate) reload: ReloadConfig,
     pub(crate) plan: Arc<Plan>,
     pub(crate) outbound: Option<OutboundConfig>,
     pub(crate) alerts: Vec<AlertConfig>,
@@ -99,7 +100,7 @@ impl Policy {
     /// plan as a [retired](Plan::is_retired) one, for calls that began with it.
     ///
     /// Settings that a running program can't change keep their present values: the store, the addresses and caps of
-    /// listeners, the log, and sections that appear or disappear. [`Policy::restart_needed`] names those that differ.
+    /// listeners, the log except `access`, and sections that appear or disappear. [`Policy::restart_needed`] names those that differ.
     ///
     /// ```
     /// use tidegate_policy::{Policy, PolicySources};
@@ -144,7 +145,8 @@ impl Policy {
         keep("admin.listen", &mut self.admin.listen, present.admin.listen, &mut differ);
         keep("admin.metrics", &mut self.admin.metrics, present.admin.metrics, &mut differ);
         keep("admin.history_bytes", &mut self.admin.history_bytes, present.admin.history_bytes, &mut differ);
-        keep("log", &mut self.log, present.log, &mut differ);
+        let log = LogConfig { access: self.log.access, ..present.log };
+        keep("log", &mut self.log, log, &mut differ);
         match (&mut self.outbound, &present.outbound) {
             (Some(outbound), Some(fixed)) => {
                 keep("outbound.listen", &mut outbound.listen, fixed.listen, &mut differ);
@@ -196,6 +198,11 @@ impl Policy {
     /// `[log]`.
     pub fn log(&self) -> &LogConfig {
         &self.log
+    }
+
+    /// `[reload]`.
+    pub fn reload(&self) -> &ReloadConfig {
+        &self.reload
     }
 
     /// `[outbound]`, if the policy has one.

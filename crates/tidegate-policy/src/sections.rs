@@ -169,6 +169,14 @@ pub struct NamedToken {
     pub read_only: bool,
 }
 
+/// `[reload]`: the replacement of the policy while the server runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ReloadConfig {
+    /// True if a change of the policy file reloads it. Default false.
+    pub watch: bool,
+}
+
 /// `[log]`: the log on standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -177,7 +185,10 @@ pub struct LogConfig {
     pub format: LogFormat,
     /// The least important level that is written. Default info.
     pub level: LogLevel,
-    /// The most lines about refusals in any second. Default 10; 1 to 1,000,000.
+    /// The requests that each get a line. Default [`AccessLogMode::Off`].
+    pub access: AccessLogMode,
+    /// The most lines about refusals in any second, unless each refused request gets a line. Default 10; 1 to
+    /// 1,000,000.
     pub refusals_per_second: u32,
 }
 
@@ -185,6 +196,17 @@ impl Default for LogConfig {
     fn default() -> Self {
         crate::read::default_log()
     }
+}
+
+/// The requests that each get a line in the log when they end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AccessLogMode {
+    /// None.
+    Off,
+    /// Those that weren't admitted, or that a limit in shadow mode would have refused.
+    Refused,
+    /// All.
+    All,
 }
 
 /// The form of a log line.

@@ -4,6 +4,7 @@
 pub mod clock;
 pub mod counters;
 pub mod event_log;
+pub mod file_watcher;
 pub mod log_throttle;
 #[cfg(feature = "tokio")]
 pub mod precise_timer;

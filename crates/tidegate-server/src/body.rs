@@ -13,6 +13,7 @@ use http_body_util::combinators::UnsyncBoxBody;
 use hyper::body::Incoming;
 use tokio::time::Sleep;
 
+use crate::access_log::LoggedBody;
 use crate::permit_renewer::PermitHandle;
 use crate::upstream::UpstreamBody;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
@@ -24,6 +25,8 @@ pub(crate) enum ResponseBody {
     Stream(Box<Download>),
     /// The body of a provider's reply to an outbound call.
     Relay(RelayBody),
+    /// One of these, for the access log.
+    Logged(Box<LoggedBody>),
 }
 
 /// The error that interrupted a body.
@@ -48,6 +51,7 @@ impl Body for ResponseBody {
             Self::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Self::Stream(download) => download.poll_frame(cx).map_err(Into::into),
             Self::Relay(relay) => relay.poll_frame(cx),
+            Self::Logged(logged) => logged.poll_frame(cx),
         }
     }
 
@@ -56,6 +60,7 @@ impl Body for ResponseBody {
             Self::Full(bytes) => bytes.is_none(),
             Self::Stream(download) => download.inner.is_end_stream(),
             Self::Relay(relay) => relay.inner.is_end_stream(),
+            Self::Logged(logged) => logged.inner.is_end_stream(),
         }
     }
 
@@ -64,6 +69,7 @@ impl Body for ResponseBody {
             Self::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Self::Stream(download) => download.inner.size_hint(),
             Self::Relay(relay) => relay.inner.size_hint(),
+            Self::Logged(logged) => logged.inner.size_hint(),
         }
     }
 }

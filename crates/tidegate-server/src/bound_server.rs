@@ -13,12 +13,13 @@ use tidegate_core::Clock;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use crate::FileWatcher;
 use crate::alerts::run_alerts;
 use crate::connection::ConnectionService;
 use crate::events::{ServerEvent, watch_quotas, watch_store};
 use crate::housekeeping;
 use crate::listener::{ConnectionContext, Listener};
-use crate::reload::{ReloadHandle, Reloader};
+use crate::reload::{ReloadHandle, Reloader, reload_on_change};
 use crate::states::{Engine, SharedParts};
 use crate::watchdog::Watchdog;
 
@@ -28,6 +29,7 @@ const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A server with open listeners.
 pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
     pub(crate) reloader: Reloader<S, C>,
+    pub(crate) policy_files: Option<FileWatcher>,
     pub(crate) snapshot: Option<Arc<Snapshot<S, C>>>,
     pub(crate) inbound: Option<OpenListener>,
     pub(crate) outbound: Option<OpenListener>,
@@ -152,6 +154,9 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             let engine = Arc::clone(&engine);
             let maintain = move || engine.load().providers.as_ref().map(Outbound::maintain).unwrap_or_default();
             housekeeping.spawn(housekeeping::run_store_maintenance(maintain, on_loss));
+        }
+        if let Some(files) = self.policy_files {
+            housekeeping.spawn(reload_on_change(files, Arc::clone(&engine), parts.reload.clone()));
         }
         housekeeping.spawn(self.reloader.run());
         let mut announcing = JoinSet::new();

@@ -211,6 +211,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
                     response
                 }
                 Some(Err(failed)) => {
+                    watch.access.note(|entry| entry.note_failed_call(&failed));
                     gateway.log_failed_call(mount.service.provider(), &failed, traceparent.as_deref());
                     call_error::response(&failed, plan)
                 }
@@ -354,6 +355,7 @@ where
     let stats = parts.extensions.get::<CallStats>().copied();
     let cache = parts.extensions.get::<CacheStatus>().copied();
     let why = parts.extensions.get::<CallErrorKind>().map(ToString::to_string);
+    client.watch.access.note(|entry| entry.note_reply(stats));
     // The HTTP library keeps the provider's reason phrase there, which may repeat the credential.
     parts.extensions.clear();
     set_tidegate_headers(&mut parts.headers, plan, stats, cache);

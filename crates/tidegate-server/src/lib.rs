@@ -57,6 +57,7 @@
 //!   closes idle connections after two ticks, and ends the remaining connections after `timeouts.shutdown`.
 
 mod access;
+mod access_log;
 mod alerts;
 mod audit_log;
 mod body;
@@ -106,9 +107,11 @@ use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
 use tidegate_policy::alerts::WebhookError;
-use tidegate_policy::{InboundConfig, Policy, SecretError};
+use tidegate_policy::{AccessLogMode, InboundConfig, Policy, SecretError};
+pub use tidegate_runtime::file_watcher::FileWatcher;
 use tokio::sync::Semaphore;
 
+use crate::access_log::AccessLog;
 use crate::alerts::AlertSet;
 use crate::bound_server::OpenListener;
 pub use crate::bound_server::{BoundServer, ShutdownSummary};
@@ -145,6 +148,7 @@ pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
     policy: Policy,
     env: EnvLookup,
     policy_source: Option<PolicySource>,
+    policy_files: Option<FileWatcher>,
     followed_clock: Option<SystemClock>,
 }
 
@@ -238,7 +242,15 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     /// Returns a server for a gate that was made from this policy.
     pub fn from_gate(gate: Gate<S, C>, policy: &Policy) -> Self {
         let env = Box::new(|name: &str| std::env::var(name).ok());
-        Self { gate, outbound: None, policy: policy.clone(), env, policy_source: None, followed_clock: None }
+        Self {
+            gate,
+            outbound: None,
+            policy: policy.clone(),
+            env,
+            policy_source: None,
+            policy_files: None,
+            followed_clock: None,
+        }
     }
 
     /// Serves these providers, which were made from the same policy. [`Server::new`] does so by itself.
@@ -274,6 +286,14 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         self
     }
 
+    /// Reloads when these files change, while the policy in force has `reload.watch`. The watcher must be older than the
+    /// policy, so that no change is missed. A file that is gone changes nothing.
+    #[must_use]
+    pub fn policy_files(mut self, files: FileWatcher) -> Self {
+        self.policy_files = Some(files);
+        self
+    }
+
     /// Opens the listeners. Clients can connect from then on; [`BoundServer::run`] answers them. Needs a tokio runtime
     /// with IO and time.
     ///
@@ -287,6 +307,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             env: self.env,
             permit_renewer: Arc::default(),
             refusals: Arc::new(RefusalLog::new(self.policy.log().refusals_per_second, Arc::clone(&events))),
+            access_log: AccessLog::new(self.policy.log().access, self.gate.clock().clone()),
             metrics: Arc::new(RequestMetrics::new(admin.metrics)),
             events,
             reload,
@@ -303,6 +324,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         });
         parts.remember_requests(&self.gate, 0);
         let alerts = Arc::new(AlertSet::new(&self.policy, &parts, None)?);
+        // The dashboard asks every second, and the audit log has its changes.
+        let no_log = AccessLog::new(AccessLogMode::Off, self.gate.clock().clone());
         let engine = Engine { policy: self.policy, gate: self.gate, providers: self.outbound, alerts };
         let states = ListenerStates::new(&engine, &parts, None)?;
         if let Some(admin) = &states.admin {
@@ -316,10 +339,11 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             None => None,
         };
         let configs = ListenerConfigs(&engine.policy);
-        let (inbound, proxy) = open("inbound", configs.inbound(), states.proxy)?.unzip();
-        let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway)?.unzip();
-        let (api, api_cell) = open("api", configs.api(), states.api)?.unzip();
-        let (admin, admin_cell) = open("admin", configs.admin(), states.admin)?.unzip();
+        let log = &parts.access_log;
+        let (inbound, proxy) = open("inbound", configs.inbound(), states.proxy, log)?.unzip();
+        let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway, log)?.unzip();
+        let (api, api_cell) = open("api", configs.api(), states.api, log)?.unzip();
+        let (admin, admin_cell) = open("admin", configs.admin(), states.admin, &no_log)?.unzip();
         let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api)];
         let listeners = listeners.into_iter().filter_map(|(name, open)| Some((name, open.as_ref()?.watchdog())));
         parts.connections.get_or_init(|| listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect());
@@ -331,6 +355,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let cells = StateCells { engine: StateCell::new(engine), proxy, gateway, api: api_cell, admin: admin_cell };
         Ok(BoundServer {
             reloader: Reloader::new(cells, parts, self.policy_source, snapshot.clone(), reload_requests),
+            policy_files: self.policy_files,
             snapshot,
             inbound,
             outbound,
@@ -399,10 +424,12 @@ fn open<T: ListenerState>(
     listener: &'static str,
     config: Option<(SocketAddr, ListenerConfig)>,
     state: Option<T>,
+    access_log: &Arc<AccessLog>,
 ) -> Result<Option<Opened<T>>, ServeError> {
     let (Some((address, config)), Some(state)) = (config, state) else { return Ok(None) };
     let bound = Listener::bind(address, config).map_err(|source| ServeError::Bind { listener, address, source })?;
     let cell = StateCell::new(state);
-    let shared = Arc::clone(&cell);
-    Ok(Some((OpenListener::new(bound, move |client| CurrentService::new(Arc::clone(&shared), client)), cell)))
+    let (shared, log) = (Arc::clone(&cell), Arc::clone(access_log));
+    let service = move |client| CurrentService::new(listener, Arc::clone(&shared), Arc::clone(&log), client);
+    Ok(Some((OpenListener::new(bound, service), cell)))
 }

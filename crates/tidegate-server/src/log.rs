@@ -1,5 +1,7 @@
 //! The log: its set-up, and its protection against text of hostile clients.
 
+mod line_queue;
+
 use std::borrow::Cow;
 use std::fmt;
 use std::io;
@@ -8,14 +10,23 @@ use tidegate_policy::{LogConfig, LogFormat, LogLevel, printable_json, printable_
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
+pub use line_queue::LogGuard;
+pub(crate) use line_queue::dropped_lines;
+
+/// The target of the access log's lines, in the syntax of `RUST_LOG`.
+pub(crate) const ACCESS_TARGET: &str = "access";
+
 /// Starts to write log lines to standard error, as the policy's `[log]` says. `filter`, in the syntax of `RUST_LOG`,
-/// overrides its level.
+/// overrides its level. Logging never blocks: while standard error takes no lines, up to 8,192 wait, and further ones are
+/// dropped and counted.
 ///
 /// # Errors
-/// The filter is invalid, or this process logs already.
-pub fn start(settings: &LogConfig, filter: Option<&str>) -> Result<(), StartError> {
-    let subscriber = subscriber(settings, filter, io::stderr)?;
-    tracing::dispatcher::set_global_default(subscriber).map_err(|_| StartError::AlreadyStarted)
+/// The filter is invalid, this process logs already, or the system starts no more threads.
+pub fn start(settings: &LogConfig, filter: Option<&str>) -> Result<LogGuard, StartError> {
+    let (queue, guard) = line_queue::line_queue(io::stderr()).map_err(|error| StartError::Thread(error.to_string()))?;
+    let subscriber = subscriber(settings, filter, queue)?;
+    tracing::dispatcher::set_global_default(subscriber).map_err(|_| StartError::AlreadyStarted)?;
+    Ok(guard)
 }
 
 /// Returns the subscriber that [`start`] would install, for programs and tests that install it themselves.
@@ -33,7 +44,9 @@ where
         LogLevel::Debug => "debug",
         LogLevel::Trace => "trace",
     };
-    let filter = EnvFilter::try_new(filter.unwrap_or(level)).map_err(|error| StartError::Filter(error.to_string()))?;
+    // The access log has a switch of its own.
+    let filter = filter.map_or_else(|| format!("{level},{ACCESS_TARGET}=info"), str::to_owned);
+    let filter = EnvFilter::try_new(filter).map_err(|error| StartError::Filter(error.to_string()))?;
     // A line that can't be written, as to a closed terminal, must not end the task that logs it.
     let lines = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter).with_ansi(false);
     Ok(match settings.format {
@@ -86,6 +99,9 @@ pub enum StartError {
     /// This process logs already.
     #[error("this process has a logger already")]
     AlreadyStarted,
+    /// The system starts no more threads.
+    #[error("can't start the log's thread: {0}")]
+    Thread(String),
 }
 
 /// The maximum number of characters of a client's text in a line.

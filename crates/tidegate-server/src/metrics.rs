@@ -26,6 +26,7 @@ use self::snapshot::STATUS_CLASSES;
 pub(crate) use self::snapshot::ServerSnapshot;
 use crate::alerts::AlertSet;
 use crate::fleet::FleetReport;
+use crate::log::dropped_lines;
 use crate::states::{Engine, SharedParts};
 use crate::upstream::UpstreamError;
 
@@ -214,6 +215,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             store_times: requests.store_times.snapshot(),
             reloads: [0, 1].map(|result| requests.reloads.get(result)),
             is_last_reload_ok: requests.is_last_reload_ok(),
+            dropped_log_lines: dropped_lines(),
             store_errors: requests.store_errors.get(0),
             lost_store: gate.store().outage().map(str::to_owned),
             fleet: self.fleet(),

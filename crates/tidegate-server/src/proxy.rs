@@ -267,7 +267,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         decided_at: Time,
     ) -> Result<AdmittedRequest, Response<ResponseBody>> {
         let proxy = &*self.proxy;
-        proxy.refusals.log_decision(proxy.gate.plan(), actions, query, &decision);
+        proxy.refusals.log_decision(proxy.gate.plan(), actions, query, &decision, &self.watch.access);
         if !decision.allowed {
             self.watch.response.is_blocked.set(decision.blocked || decision.reason == Reason::DenyList);
             let headers = query.headers.expect("invariant: a proxied request's query has its headers");
@@ -381,6 +381,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             Ok(response) => response,
             Err(failure) => return self.failure_response(&failure, has_body),
         };
+        self.watch.access.note(|entry| entry.note_upstream_time(proxy.gate.clock().now().since(decided_at)));
         let protocol = hop_headers::strip_response(response.headers_mut());
         *response.version_mut() = Version::HTTP_11;
         proxy.replies.annotate(actions, &decision, response.headers_mut());

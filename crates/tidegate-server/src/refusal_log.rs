@@ -14,9 +14,10 @@ use tidegate_core::{LimitId, MAX_LIMITS, Time};
 use tidegate_runtime::log_throttle::LogThrottle;
 use tracing::field::display;
 
+use crate::access_log::AccessSlot;
 use crate::audit_log::AuditLog;
 use crate::events::{Change, ServerEvent, ServerEvents};
-use crate::log::{EscapedError, EscapedText, MaskedKey};
+use crate::log::{EscapedError, EscapedText, MaskedKey, dropped_lines};
 use crate::refused_clients::{RefusedClients, shown_client};
 use crate::rejections::RejectionReason;
 
@@ -35,6 +36,8 @@ pub(crate) struct RefusalLog {
     unlogged_refusals: Box<[UnloggedRefusals]>,
     failure_throttle: LogThrottle,
     rejection_throttle: LogThrottle,
+    /// The lines that were dropped until the last summary.
+    reported_dropped_lines: AtomicU64,
     /// The changes that operators ask for.
     pub(crate) audit: AuditLog,
     /// The clients that were refused.
@@ -62,6 +65,7 @@ impl RefusalLog {
             unlogged_refusals: (0..=MAX_LIMITS).map(|_| UnloggedRefusals::default()).collect(),
             failure_throttle: LogThrottle::new(lines),
             rejection_throttle: LogThrottle::new(lines),
+            reported_dropped_lines: AtomicU64::new(0),
             audit: AuditLog::new(lines),
             clients: RefusedClients::default(),
             events,
@@ -72,14 +76,25 @@ impl RefusalLog {
     }
 
     /// Logs a refusal, or one that shadow mode admitted. If the limit on lines is reached, counts it for the next
-    /// summary.
-    pub(crate) fn log_decision(&self, plan: &Plan, actions: MatchedActions, query: &Query<'_>, decision: &Decision) {
+    /// summary. A request that gets a line in the access log is only noted there.
+    pub(crate) fn log_decision(
+        &self,
+        plan: &Plan,
+        actions: MatchedActions,
+        query: &Query<'_>,
+        decision: &Decision,
+        access: &AccessSlot,
+    ) {
+        let has_line = access.note(|entry| entry.note_decision(plan, actions, query, decision));
         if decision.allowed && !decision.shadow {
             return;
         }
         self.clients.record(plan, query, decision);
         if decision.begins_block {
             self.publish_block(plan, query, decision, false);
+        }
+        if has_line {
+            return;
         }
         if self.refusal_throttle.admit(decision.now).is_some() {
             return write_refusal(plan, actions, query, decision);
@@ -210,6 +225,10 @@ impl RefusalLog {
         }
         if let suppressed @ 1.. = self.rejection_throttle.take_suppressed() {
             tracing::info!(suppressed, "rejected requests not logged one by one");
+        }
+        let dropped = dropped_lines();
+        if let count @ 1.. = dropped - self.reported_dropped_lines.swap(dropped, Ordering::Relaxed).min(dropped) {
+            tracing::warn!(count, "log lines were dropped, because standard error took none");
         }
         self.audit.log_summary();
     }

@@ -2,12 +2,14 @@
 
 use std::error::Error;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tidegate::NextPolicyError;
 use tidegate::outbound::{NextOutboundError, Outbound, OutboundLayer, Snapshot};
 use tidegate::store::Store;
 use tidegate_core::Clock;
 use tidegate_policy::{Errors, Policy};
+use tidegate_runtime::file_watcher::{FileChange, FileWatcher};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::alerts::AlertSet;
@@ -16,6 +18,9 @@ use crate::state_cell::StateCell;
 use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
 use crate::{PolicySource, ServeError};
 
+/// The interval at which watched files are looked at. A file that is written with longer pauses is read half-written, and
+/// once more at its end.
+const WATCH_INTERVAL: Duration = Duration::from_millis(500);
 /// The maximum number of requests for a reload that wait.
 const MAX_WAITING: usize = 16;
 
@@ -93,6 +98,31 @@ pub(crate) struct Reloader<S: Store, C: Clock> {
     requests: mpsc::Receiver<ReloadRequest>,
 }
 
+/// Reloads when one of the files has changed, while the policy says so; never returns. The reload reports its own result.
+pub(crate) async fn reload_on_change<S: Store, C: Clock>(
+    mut files: FileWatcher,
+    engine: Arc<StateCell<Engine<S, C>>>,
+    reload: ReloadHandle,
+) {
+    loop {
+        tokio::time::sleep(WATCH_INTERVAL).await;
+        let changes = files.changes();
+        if changes.is_empty() || !engine.load().policy.reload().watch {
+            continue;
+        }
+        let mut has_changed = false;
+        for change in changes {
+            match change {
+                FileChange::Changed(_) => has_changed = true,
+                FileChange::Gone(path) => tracing::warn!(file = %path.display(), "the file is gone; its policy stays"),
+            }
+        }
+        if has_changed {
+            let _ = reload.reload().await;
+        }
+    }
+}
+
 /// Returns a channel for requests to reload.
 pub(crate) fn reload_channel() -> (ReloadHandle, mpsc::Receiver<ReloadRequest>) {
     let (sender, receiver) = mpsc::channel(MAX_WAITING);
@@ -147,6 +177,7 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         if let Some(admin) = &states.admin {
             self.parts.sessions.follow(&admin.access);
         }
+        self.parts.access_log.set_mode(next.policy.log().access);
         let StateCells { engine, proxy, gateway, api, admin } = &self.cells;
         engine.replace(next);
         replace(proxy, states.proxy);

@@ -9,6 +9,7 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use parking_lot::RwLock;
 
+use crate::access_log::{AccessLog, LoggedResponseFuture};
 use crate::connection::ConnectionService;
 use crate::listener::ConnectionContext;
 
@@ -45,19 +46,26 @@ pub(crate) trait ListenerState: Send + Sync + Sized + 'static {
 
 /// The service of one connection, which takes each request by the listener's present state.
 pub(crate) struct CurrentService<T: ListenerState> {
+    listener: &'static str,
     cell: Arc<StateCell<T>>,
+    access_log: Arc<AccessLog>,
     client: Arc<ConnectionContext>,
     version: Cell<usize>,
     service: RefCell<T::Service>,
 }
 
 impl<T: ListenerState> CurrentService<T> {
-    pub(crate) fn new(cell: Arc<StateCell<T>>, client: ConnectionContext) -> Self {
+    pub(crate) fn new(
+        listener: &'static str,
+        cell: Arc<StateCell<T>>,
+        access_log: Arc<AccessLog>,
+        client: ConnectionContext,
+    ) -> Self {
         let client = Arc::new(client);
         // Read before the state: a replacement in between is then noticed at the next request.
         let version = cell.version.load(Ordering::Acquire);
         let service = cell.load().connection_service(Arc::clone(&client));
-        Self { cell, client, version: Cell::new(version), service: RefCell::new(service) }
+        Self { listener, cell, access_log, client, version: Cell::new(version), service: RefCell::new(service) }
     }
 
     #[cold]
@@ -70,13 +78,15 @@ impl<T: ListenerState> CurrentService<T> {
 impl<T: ListenerState> Service<Request<Incoming>> for CurrentService<T> {
     type Response = <T::Service as Service<Request<Incoming>>>::Response;
     type Error = <T::Service as Service<Request<Incoming>>>::Error;
-    type Future = <T::Service as Service<Request<Incoming>>>::Future;
+    type Future = LoggedResponseFuture<<T::Service as Service<Request<Incoming>>>::Future>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let version = self.cell.version.load(Ordering::Acquire);
         if version != self.version.get() {
             self.update(version);
         }
-        self.service.borrow().call(request)
+        let ConnectionContext { address, watch, .. } = &*self.client;
+        self.access_log
+            .log_response(self.listener, *address, watch, request, |request| self.service.borrow().call(request))
     }
 }

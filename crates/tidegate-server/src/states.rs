@@ -14,6 +14,7 @@ use tidegate_policy::{KeyPart, NamedToken, Plan, Policy, SecretSource};
 use tokio::sync::Semaphore;
 
 use crate::access::{Access, AccessToken, ListenerKind};
+use crate::access_log::AccessLog;
 use crate::alerts::AlertSet;
 use crate::dashboard::{Sessions, SignInLimiter};
 use crate::events::ServerEvents;
@@ -45,6 +46,7 @@ pub(crate) struct SharedParts {
     pub(crate) env: EnvLookup,
     pub(crate) permit_renewer: Arc<PermitRenewer>,
     pub(crate) refusals: Arc<RefusalLog>,
+    pub(crate) access_log: Arc<AccessLog>,
     pub(crate) metrics: Arc<RequestMetrics>,
     pub(crate) history: History,
     pub(crate) fleet: FleetView,

@@ -8,6 +8,7 @@ pub mod browser;
 pub mod database;
 pub mod mariadb;
 pub mod mongo;
+pub mod packages;
 pub mod postgres;
 mod redis;
 

@@ -8,8 +8,6 @@ use tidegate_core::{Decision, LimitId, Reason};
 use tidegate_policy::{ActionId, MatchedActions, Plan};
 use tidegate_runtime::counters::Counters;
 
-use crate::report::reason_name;
-
 /// The meaning of a decision for its client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DecisionOutcome {
@@ -144,7 +142,7 @@ impl DecisionCounts {
             }
             if count > 0 || is_of_action && result < ALWAYS_LISTED {
                 let (outcome, reason) = RESULTS[result];
-                counts.push(DecisionCount { action, limit, outcome, reason: reason_name(reason), count });
+                counts.push(DecisionCount { action, limit, outcome, reason: reason.as_str(), count });
             }
         });
         counts
@@ -276,7 +274,7 @@ mod tests {
                     };
                     let count = expected.len() as u64 + 1;
                     (0..count).for_each(|_| counts.record(MatchedActions::from(*action), &decision));
-                    expected.push((*action, *limit, outcome, reason_name(reason), count));
+                    expected.push((*action, *limit, outcome, reason.as_str(), count));
                 }
             }
         }

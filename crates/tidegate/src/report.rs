@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use tidegate_core::time::UtcText;
-use tidegate_core::{Decision, Reason, Span};
+use tidegate_core::{Decision, Span};
 use tidegate_policy::Plan;
 
 /// A decision in the form for replies and logs. It serialises to JSON and parses back. Times are whole seconds, rounded
@@ -58,23 +58,11 @@ impl DecisionReport {
             backoff_seconds: decision.backoff.map(Span::as_secs_ceil),
             next_allowed_at: decision.next_allowed_at.map(|at| UtcText::from(at).to_string()),
             bound_by: bound.map(|info| info.name().to_owned()),
-            reason: reason_name(decision.reason).into(),
+            reason: decision.reason.as_str().into(),
             source: bound.map(|info| info.scope().as_str().into()),
             shadow: decision.shadow,
             permit: decision.permit.map(PermitId::new),
         }
-    }
-}
-
-pub(crate) fn reason_name(reason: Reason) -> &'static str {
-    match reason {
-        Reason::Ok => "ok",
-        Reason::Unlimited => "unlimited",
-        Reason::Parole => "parole",
-        Reason::AllowList => "allow_list",
-        Reason::DenyList => "deny_list",
-        Reason::Limit => "limit",
-        Reason::Penalty => "penalty",
     }
 }
 

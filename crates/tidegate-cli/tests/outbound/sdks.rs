@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use tidegate_testkit::servers::packages::installed_packages;
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, require_program, skip_test};
 
 use crate::common;
@@ -11,24 +12,14 @@ use crate::common;
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/outbound/sdks");
 const CREDENTIAL: &str = "the-real-credential";
 
-/// A directory of packages that outlives the test, so that they are installed once for each list of them and each
-/// version of their program.
+/// The folder of the packages of a list.
 fn installed(list: &str, program: &Path, install: impl Fn(&Path)) -> PathBuf {
-    let version = Command::new(program).arg("--version").output().unwrap();
-    let text = fs::read_to_string(Path::new(SOURCES).join(list)).unwrap() + &String::from_utf8_lossy(&version.stdout);
-    // Several test runs may share the directory.
-    let lock = File::create(Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("sdks-{list}.lock"))).unwrap();
-    lock.lock().unwrap();
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("sdks-{list}"));
-    let done = folder.join("installed");
-    if fs::read_to_string(&done).is_ok_and(|found| found == text) {
-        return folder;
-    }
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).unwrap();
-    install(&folder);
-    fs::write(done, text).unwrap();
-    folder
+    let (folders, file) = (Path::new(env!("CARGO_TARGET_TMPDIR")), Path::new(SOURCES).join(list));
+    let install = |folder: &Path| {
+        install(folder);
+        true
+    };
+    installed_packages(folders, &format!("sdks-{list}"), &file, program, install).unwrap()
 }
 
 /// Runs a program for at most five minutes, without the machine's HTTP proxy.

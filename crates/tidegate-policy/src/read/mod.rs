@@ -51,6 +51,7 @@ setting_keys! {
         api: () = "", forms::TABLE, "", Below::Table(&server::API);
         admin: () = "", forms::TABLE, "", Below::Table(&server::ADMIN);
         log: () = "", forms::TABLE, "", Below::Table(&server::LOG);
+        reload: () = "", forms::TABLE, "", Below::Table(&server::RELOAD);
         outbound: () = "", forms::TABLE, "", Below::Table(&outbound::OUTBOUND);
         alert: () = "", forms::TABLE, "", Below::Names(&alerts::ALERT);
     }
@@ -186,6 +187,7 @@ impl DocumentReader<'_> {
         let api = self.api(root);
         let admin = self.admin(root);
         let log = self.log(root);
+        let reload = self.reload(root);
         let outbound = self.outbound(root);
         // Whether decisions are counted stays until a restart, too.
         let present_admin = self.predecessor.map(|present| &present.admin).or(admin.as_ref());
@@ -202,6 +204,7 @@ impl DocumentReader<'_> {
             api,
             admin: admin?,
             log: log?,
+            reload: reload?,
             plan: Arc::new(plan),
             outbound: outbound?,
             alerts: alerts?,

@@ -20,8 +20,8 @@ use crate::outbound::OutboundConfig;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
-    AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, LogFormat, LogLevel,
-    NamedToken, UpstreamAddress,
+    AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, UpstreamAddress,
 };
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
@@ -39,6 +39,8 @@ const AMBIGUOUS_PATHS: [(&str, AmbiguousPaths); 3] =
     [("union", AmbiguousPaths::Union), ("refuse", AmbiguousPaths::Refuse), ("normalise", AmbiguousPaths::Normalise)];
 const HEADER_DIALECTS: [(&str, HeaderDialect); 3] =
     [("draft-10", HeaderDialect::Draft10), ("draft-7", HeaderDialect::Draft7), ("none", HeaderDialect::None)];
+const ACCESS_LOG_MODES: [(&str, AccessLogMode); 3] =
+    [("off", AccessLogMode::Off), ("refused", AccessLogMode::Refused), ("all", AccessLogMode::All)];
 
 setting_keys! {
     INBOUND: InboundKeys {
@@ -122,7 +124,14 @@ setting_keys! {
         format: LogFormat = "text", Words(&[("text", LogFormat::Text), ("json", LogFormat::Json)]), "text or json";
         level: LogLevel = "info", Words(&LogLevel::WORDS),
             "the least important level written: error, warn, info, debug or trace";
-        refusals_per_second: u32 = "10", Whole(1, 1_000_000), "the maximum lines about refusals per second";
+        access: AccessLogMode = "off", Words(&ACCESS_LOG_MODES),
+            "the requests that each get a line: off, refused or all";
+        refusals_per_second: u32 = "10", Whole(1, 1_000_000),
+            "the maximum lines about refusals per second, unless each gets one by `access`";
+    }
+
+    RELOAD: ReloadKeys {
+        watch: bool = "false", FLAG, "true to reload the policy when its file changes";
     }
 }
 
@@ -292,9 +301,14 @@ impl DocumentReader<'_> {
         }))
     }
 
+    pub(crate) fn reload(&mut self, root: &TomlTable) -> Option<ReloadConfig> {
+        let table = self.section(Some(root), "reload", "reload");
+        read_struct!(self, table, RELOAD => ReloadConfig { watch })
+    }
+
     pub(crate) fn log(&mut self, root: &TomlTable) -> Option<LogConfig> {
         let table = self.section(Some(root), "log", "log");
-        read_struct!(self, table, LOG => LogConfig { format, level, refusals_per_second })
+        read_struct!(self, table, LOG => LogConfig { format, level, access, refusals_per_second })
     }
 
     /// Reports listeners that share an address, an upstream that is the gate itself, and a provider that is the

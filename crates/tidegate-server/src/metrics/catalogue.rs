@@ -72,6 +72,7 @@ metrics! {
 
     RELOADS: Counter "policy_reloads" ["result"] "Reloads of the policy, by result: ok or failed";
     LAST_RELOAD: Gauge "policy_last_reload_ok" [] "0 if the last reload failed, so that the policy before goes on; else 1";
+    DROPPED_LOG_LINES: Counter "log_lines_dropped" [] "Log lines that were dropped, because standard error took none";
 
     DECISIONS: Counter "decisions" ["action", "limit", "outcome", "reason"]
         "Decisions that clients were given, each counted once. The outcome is allowed, refused, or shadow: admitted, but a limit in shadow mode would have refused it. Labels are empty if no action or no limit took part";

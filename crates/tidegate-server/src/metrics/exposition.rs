@@ -97,6 +97,7 @@ impl ServerSnapshot {
             ["failed", "ok"].into_iter().zip(self.reloads).map(|(result, count)| ([result], count)),
         )?;
         page.gauges(&LAST_RELOAD, [([], if self.is_last_reload_ok { 1.0 } else { 0.0 })])?;
+        page.counters(&DROPPED_LOG_LINES, [([], self.dropped_log_lines)])?;
         page.histograms(&DECISION_TIME, [([], &self.decision_times)])?;
         page.gauges(&STORE_UP, [([], if self.lost_store.is_none() { 1.0 } else { 0.0 })])?;
         page.histograms(&STORE_TIME, [([], &self.store_times)])?;

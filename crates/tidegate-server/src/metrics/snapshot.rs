@@ -34,6 +34,7 @@ pub(crate) struct ServerSnapshot {
     /// Failed reloads of the policy, and those that succeeded.
     pub(crate) reloads: [u64; 2],
     pub(crate) is_last_reload_ok: bool,
+    pub(crate) dropped_log_lines: u64,
     pub(crate) store_errors: u64,
     /// The name of the store while it is away.
     pub(crate) lost_store: Option<String>,

@@ -12,6 +12,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::Watchdog;
 use super::phase::{ConnectionPhase, EndReason, MAX_HEAD_BYTES, PHASE_MASK, UNCOUNTED_HEAD_BYTES, ticks};
+use crate::access_log::AccessSlot;
 
 /// A flag that several tasks read and write, without any order towards other memory.
 #[derive(Debug, Default)]
@@ -39,6 +40,7 @@ pub(crate) struct ConnectionWatch {
     pub(crate) head: HeadState,
     pub(crate) body: BodyState,
     pub(crate) response: ResponseState,
+    pub(crate) access: AccessSlot,
 }
 
 /// The heads of a connection's requests.
@@ -97,6 +99,7 @@ impl ConnectionWatch {
             head: HeadState::default(),
             body: BodyState::default(),
             response: ResponseState::default(),
+            access: AccessSlot::default(),
         }
     }
 

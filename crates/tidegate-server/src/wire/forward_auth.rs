@@ -149,7 +149,7 @@ pub(crate) async fn handle<S: Store, C: Clock>(
             return error_response(&error);
         }
     };
-    api.refusals.log_decision(plan, actions, &query, &decision);
+    api.refusals.log_decision(plan, actions, &query, &decision, &client.watch.access);
     if decision.allowed {
         let mut response = Response::new(ResponseBody::empty());
         api.replies.annotate(actions, &decision, response.headers_mut());

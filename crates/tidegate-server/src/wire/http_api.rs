@@ -122,7 +122,7 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                 let response = match ready!(collecting.poll(watch, cx)) {
                     Err(status) => unreadable_body_response(watch, status),
                     Ok(bytes) => {
-                        match DecisionRequest::from_json(&bytes).and_then(|request| check(&call.api, &request)) {
+                        match DecisionRequest::from_json(&bytes).and_then(|request| check(&call.api, &request, watch)) {
                             Err(wrong) => bad_request(wrong),
                             Ok(CheckResponse::Ready(response)) => response,
                             Ok(CheckResponse::Pending(actions, asked_at, pending)) => {
@@ -132,9 +132,13 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                                     let decided = pending.decision().await;
                                     metrics.record_store_decision(asked_at, decided.is_ok(), clock);
                                     let response = match (decided, DecisionRequest::from_json(&bytes)) {
-                                        (Ok(decision), Ok(request)) => {
-                                            decision_response(&call.api, actions, &request.query(), &decision)
-                                        }
+                                        (Ok(decision), Ok(request)) => decision_response(
+                                            &call.api,
+                                            actions,
+                                            &request.query(),
+                                            &decision,
+                                            &call.context.watch,
+                                        ),
                                         (Err(error), Ok(request)) => {
                                             metrics.record_check_error(&error);
                                             check_error_response(
@@ -351,6 +355,7 @@ enum CheckResponse<S: Store, C: Clock> {
 fn check<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     request: &DecisionRequest<'_>,
+    watch: &ConnectionWatch,
 ) -> Result<CheckResponse<S, C>, DecisionRequestError> {
     validate(&api.gate, &api.refusals, "/v1/check", request)?;
     let (query, asked_at) = (request.query(), api.gate.clock().now());
@@ -361,7 +366,7 @@ fn check<S: Store, C: Clock>(
     Ok(match started {
         Ok((actions, Check::Decided(decision))) => {
             api.metrics.record_decision(asked_at, api.gate.clock());
-            CheckResponse::Ready(decision_response(api, actions, &query, &decision))
+            CheckResponse::Ready(decision_response(api, actions, &query, &decision, watch))
         }
         Ok((actions, Check::Pending(pending))) => CheckResponse::Pending(actions, asked_at, Box::new(pending)),
         Err(error) => {
@@ -376,8 +381,9 @@ fn decision_response<S: Store, C: Clock>(
     actions: MatchedActions,
     query: &Query<'_>,
     decision: &Decision,
+    watch: &ConnectionWatch,
 ) -> Response<ResponseBody> {
-    api.refusals.log_decision(api.gate.plan(), actions, query, decision);
+    api.refusals.log_decision(api.gate.plan(), actions, query, decision, &watch.access);
     api.replies.decision(actions, decision).map(ResponseBody::full)
 }
 

@@ -1,6 +1,9 @@
 //! The dashboard in a real browser, used with the keyboard alone.
 
+use std::fs;
 use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -9,6 +12,8 @@ use std::time::Duration;
 use tidegate::Span;
 use tidegate_testkit::http_client::{HttpClient, get_request};
 use tidegate_testkit::servers::browser::{BrowserWindow, ENTER, TAB};
+use tidegate_testkit::servers::packages::installed_packages;
+use tidegate_testkit::servers::{require_program, skip_test};
 use tokio::runtime::Handle;
 
 use crate::common::{Echo, HELLO, Running, nobody, policy, try_start};
@@ -228,11 +233,11 @@ async fn open_pages_share_connections_and_follow_reloads() {
     used.await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn the_dashboard_works_without_a_mouse() {
+/// Starts a gate with this policy and a clock that runs, and uses its dashboard in a browser, if there is one.
+async fn with_dashboard(rest: &str, use_it: impl FnOnce(&BrowserWindow, SocketAddr, &str) + Send + 'static) {
     let upstream = Echo::start(HELLO).await;
-    let gate: Running = try_start(&policy(upstream.address, FILE), |_| Some("ops-s3cret".to_owned())).unwrap();
-    let (inbound, admin) = (gate.inbound, gate.admin);
+    let gate: Running = try_start(&policy(upstream.address, rest), |_| Some("ops-s3cret".to_owned())).unwrap();
+    let (inbound, admin) = (gate.inbound, format!("http://{}", gate.admin));
     "[inbound.action.login]\nlmit = \"1 per 60s\"\n".clone_into(&mut gate.file.lock().unwrap());
     let clock = gate.clock.clone();
     let ticking = tokio::spawn(async move {
@@ -243,8 +248,69 @@ async fn the_dashboard_works_without_a_mouse() {
     });
     let used = tokio::task::spawn_blocking(move || {
         let Some(window) = BrowserWindow::open() else { return };
-        use_dashboard(&window, inbound, &format!("http://{admin}"));
+        use_it(&window, inbound, &admin);
     });
     used.await.unwrap();
     ticking.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_dashboard_works_without_a_mouse() {
+    with_dashboard(FILE, use_dashboard).await;
+}
+
+/// The script of axe-core. `None` if it can't be installed.
+fn axe_script() -> Option<String> {
+    let (npm, sources) = (require_program("npm")?, concat!(env!("CARGO_MANIFEST_DIR"), "/tests/gate/axe"));
+    let install = |folder: &Path| {
+        for file in ["package.json", "package-lock.json"] {
+            fs::copy(Path::new(sources).join(file), folder.join(file)).unwrap();
+        }
+        // This compares the package with the checksum in the lock file.
+        let arguments = ["60", &npm.to_string_lossy(), "ci", "--no-audit", "--no-fund", "--ignore-scripts"];
+        Command::new("timeout").args(arguments).current_dir(folder).status().is_ok_and(|status| status.success())
+    };
+    let (folders, list) = (Path::new(env!("CARGO_TARGET_TMPDIR")), Path::new(sources).join("package-lock.json"));
+    let packages = installed_packages(folders, "axe", &list, &npm, install);
+    if packages.is_none() {
+        skip_test("axe-core can't be installed");
+    }
+    Some(fs::read_to_string(packages?.join("node_modules/axe-core/axe.min.js")).unwrap())
+}
+
+/// The violations of accessibility rules on the page.
+fn violations(window: &BrowserWindow, axe: &str) -> String {
+    let script = "return axe.run().then(({ violations, passes }) => passes.length + ' rules passed\\n' + violations
+        .map(({ id, nodes }) => nodes.map((node) => `${id}: ${node.html} ${node.failureSummary}\\n`).join('')).join(''))";
+    let found = window.run(&format!("{axe};{script}"));
+    let (passed, violations) = found.as_str().unwrap().split_once('\n').unwrap();
+    let passed: u32 = passed.split(' ').next().unwrap().parse().unwrap();
+    assert!(passed > 10, "{passed} rules apply");
+    violations.to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_page_keeps_the_accessibility_rules() {
+    let Some(axe) = tokio::task::spawn_blocking(axe_script).await.unwrap() else { return };
+    let provider = "[outbound.provider.api]\nbase_url = \"http://127.0.0.1:9\"\nlimit = \"5 per 60s\"\n";
+    let alert = "[alert.ops]\non = [\"blocked\"]\nlog = true\n";
+    with_dashboard(&format!("{FILE}{provider}{alert}"), move |window, gate, admin| {
+        window.load(&format!("{admin}/sign-in"));
+        let views = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)];
+        let check = |page: &str| {
+            for (colours, width) in views {
+                window.set_preferred_colours(colours);
+                window.set_width(width);
+                window.load(&format!("{admin}{page}"));
+                assert_eq!(violations(window, &axe), "", "{page} in {colours}, {width} pixels wide");
+            }
+        };
+        check("/sign-in");
+        sign_in(window, admin);
+        assert_eq!([(); 4].map(|()| login_status(gate)), [200, 200, 429, 429]);
+        PAGES.iter().for_each(|page| check(page));
+        window.run("document.body.append(document.createElement('img'))");
+        assert!(violations(window, &axe).starts_with("image-alt: <img>"), "a planted fault is found");
+    })
+    .await;
 }

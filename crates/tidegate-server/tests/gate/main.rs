@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 mod access;
+mod access_log;
 mod alerts;
 mod api;
 mod browser;

@@ -77,45 +77,6 @@ async fn each_decision_is_counted_by_its_result() {
 }
 
 #[tokio::test]
-async fn a_load_is_counted_exactly() {
-    const CLIENTS: usize = 8;
-    const REQUESTS: usize = 2_500;
-    let upstream = Echo::start(HELLO).await;
-    let gate =
-        start(upstream.address, "[inbound.action.a]\nmatch = { path = \"/a\" }\nlimit = \"7000 per 1h\"\n").await;
-    let (inbound, api) = (gate.inbound, gate.api);
-    let clients = (0..CLIENTS).map(|client| {
-        tokio::spawn(async move {
-            let mut told = BTreeMap::new();
-            let by_api = client % 2 == 0;
-            let mut peer = Peer::connect(if by_api { api } else { inbound }).await;
-            let question = post("/v1/check", r#"{"action":"a","ip":"127.0.0.1"}"#);
-            let request = if by_api { question } else { get("/a") };
-            for _ in 0..REQUESTS {
-                *told.entry(status(&peer.ask(&request).await)).or_insert(0) += 1;
-            }
-            told
-        })
-    });
-    let mut told = BTreeMap::new();
-    for client in clients.collect::<Vec<_>>() {
-        for (status, count) in client.await.unwrap() {
-            *told.entry(status).or_insert(0) += count;
-        }
-    }
-    assert_eq!(told, BTreeMap::from([(200, 7000), (429, (CLIENTS * REQUESTS) - 7000)]));
-    let page = once(gate.admin, get("/metrics")).await;
-    let found = values(&page);
-    let outcome = |outcome: &str, reason: &str| {
-        let labels = format!("action=\"a\",limit=\"a\",outcome=\"{outcome}\",reason=\"{reason}\"");
-        found[&format!("tidegate_decisions_total{{{labels}}}")]
-    };
-    assert_eq!(outcome("allowed", "ok"), told[&200] as f64);
-    assert_eq!(outcome("refused", "limit"), told[&429] as f64);
-    assert_eq!(sum(&found, "tidegate_decisions_total"), (CLIENTS * REQUESTS) as f64);
-}
-
-#[tokio::test]
 async fn the_reader_selects_the_format() {
     let gate = start(crate::common::nobody(), "").await;
     let asked = |accept: &str| format!("GET /metrics HTTP/1.1\r\nhost: gate.test\r\naccept: {accept}\r\n\r\n");

@@ -1,6 +1,7 @@
 //! The gateway to external APIs over real sockets.
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
+mod access_log;
 mod alerts;
 mod cache;
 mod common;

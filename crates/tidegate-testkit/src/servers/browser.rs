@@ -104,6 +104,15 @@ impl BrowserWindow {
         self.command("goog/cdp/execute", &command);
     }
 
+    /// Has the page believe that its reader prefers `dark` or `light` colours.
+    ///
+    /// # Panics
+    /// If the browser has ended.
+    pub fn set_preferred_colours(&self, colours: &str) {
+        let features = json!({ "features": [{ "name": "prefers-color-scheme", "value": colours }] });
+        self.command("goog/cdp/execute", &json!({ "cmd": "Emulation.setEmulatedMedia", "params": features }));
+    }
+
     /// The warnings and errors on the console since the last call.
     ///
     /// # Panics

@@ -1,0 +1,143 @@
+//! The access log of the proxy, forward-auth and the decision API.
+
+use serde_json::{Value, json};
+
+use crate::common::{Echo, HELLO, Lines, Peer, capture, get, nobody, once, post, start, status};
+
+const POLICY: &str = r#"
+    [inbound.action.no]
+    match = { path = ["/no", "/no/*"] }
+    limit = "0 per 1s"
+    [inbound.action.watched]
+    match = { path = "/watched" }
+    limit = "0 per 1s"
+    mode = "shadow"
+    [inbound.action.account]
+    key = ["key"]
+    limit = "0 per 1s"
+    [log]
+    access = "#;
+const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+
+impl Lines {
+    /// The values of these fields in each line of the access log.
+    fn access(&self, fields: &[&str]) -> Vec<Value> {
+        let lines = self.text();
+        let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let lines = lines.filter(|line| line["target"] == "access");
+        lines.map(|line| fields.iter().map(|field| line[field].clone()).collect()).collect()
+    }
+}
+
+#[tokio::test]
+async fn every_request_gets_a_line() {
+    let (lines, _guard) = capture("json");
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, &format!("{POLICY}\"all\"\n")).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    for (path, expected) in [("/yes?token=s3cret", 200), ("/watched", 200), ("/no/x", 429)] {
+        let traced =
+            format!("GET {path} HTTP/1.1\r\nhost: shop.test\r\ntraceparent: 00-{TRACE}-00f067aa0ba902b7-01\r\n\r\n");
+        assert_eq!(status(&client.ask(traced).await), expected);
+    }
+    let mut client = Peer::connect(gate.inbound).await;
+    client.send("HEAD /yes HTTP/1.1\r\nhost: a b\r\n\r\n").await;
+    assert_eq!(status(&client.all().await), 400);
+    let check = r#"{"action":"account","key":"sk_s3cret","ip":"192.0.2.7"}"#;
+    assert_eq!(status(&once(gate.api, post("/v1/check", check)).await), 429);
+    let auth = "GET /v1/auth HTTP/1.1\r\nhost: 127.0.0.1\r\nx-forwarded-method: PUT\r\nx-forwarded-uri: /no/1?q=s3cret\r\n\r\n";
+    assert_eq!(status(&once(gate.api, auth).await), 429);
+    assert_eq!(status(&once(gate.admin, get("/v1/state")).await), 200);
+
+    let fields = ["listener", "method", "path", "status", "outcome", "actions", "limit", "reason"];
+    assert_eq!(
+        lines.access(&fields),
+        [
+            json!(["inbound", "GET", "/yes", 200, "admitted", null, null, null]),
+            json!(["inbound", "GET", "/watched", 200, "shadow", "watched", "watched", "limit"]),
+            json!(["inbound", "GET", "/no/x", 429, "refused", "no", "no", "limit"]),
+            json!(["inbound", "HEAD", "/yes", 400, "rejected", null, null, null]),
+            json!(["api", "POST", "/v1/check", 429, "refused", null, "account", "limit"]),
+            json!(["api", "PUT", "/no/1", 429, "refused", "no", "no", "limit"]),
+        ]
+    );
+    let fields = ["ip", "host", "trace_id", "action", "key", "bytes", "aborted"];
+    let details = lines.access(&fields);
+    assert_eq!(details[0], json!(["127.0.0.1", "shop.test", TRACE, null, null, 5, null]));
+    assert_eq!(details[3][5], 0, "a HEAD request gets no body");
+    assert_eq!(details[4].as_array().unwrap()[..1], [json!("192.0.2.7")]);
+    assert_eq!(details[4].as_array().unwrap()[3..5], [json!("account"), json!("sk_s…(9)")]);
+    let times = lines.access(&["upstream_us", "duration_us"]);
+    assert!(times[0][0].is_u64() && times[0][1].is_u64() && times[2][0].is_null(), "{times:?}");
+    assert!(!lines.text().contains("s3cret"), "{}", lines.text());
+    let of_refusals = lines.text().lines().filter(|line| line.contains(r#""message":"refused""#)).count();
+    assert_eq!(of_refusals, 0, "a refusal has one line");
+}
+
+#[tokio::test]
+async fn a_reload_switches_the_access_log() {
+    let (lines, _guard) = capture("json");
+    let upstream = Echo::start(HELLO).await;
+    let gate = start(upstream.address, &format!("{POLICY}\"off\"\n")).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    let refused = |mode: &str| match mode {
+        "off" => json!([]),
+        "refused" => json!([["/watched"], ["/no"], ["/bad"]]),
+        _ => json!([["/yes"], ["/watched"], ["/no"], ["/bad"]]),
+    };
+    for mode in ["off", "refused", "all", "off"] {
+        *gate.file.lock().unwrap() = format!("{POLICY}\"{mode}\"\n");
+        assert!(gate.reload.reload().await.unwrap().restart_needed.is_empty());
+        let before = lines.access(&["path"]).len();
+        for path in ["/yes", "/watched", "/no"] {
+            client.ask(get(path)).await;
+        }
+        assert_eq!(status(&client.ask("GET /bad HTTP/1.1\r\nhost: a b\r\n\r\n").await), 400);
+        client = Peer::connect(gate.inbound).await;
+        assert_eq!(json!(lines.access(&["path"])[before..]), refused(mode), "{mode}");
+    }
+}
+
+#[tokio::test]
+async fn hostile_requests_forge_no_line() {
+    for format in ["text", "json"] {
+        let (lines, _guard) = capture(format);
+        let upstream = Echo::start(HELLO).await;
+        let gate = start(upstream.address, &format!("{POLICY}\"all\"\n")).await;
+        for request in [
+            "GET /%0A\u{9b}31m\"\\ HTTP/1.1\r\nhost: a\r\n\r\n",
+            "GET / HTTP/1.1\r\nhost: a\u{9b}\"\r\ntraceparent: 00-\x1b[2J\r\n\r\n",
+            "FORGED\u{9b} / HTTP/1.1\r\nhost: a\r\n\r\n",
+        ] {
+            once(gate.inbound, request).await;
+        }
+        let key = r#"{"action":"account","key":"k\n\u001b[2J","path":"/\nforged","method":"A\nB","host":"h\n"}"#;
+        once(gate.api, post("/v1/check", key)).await;
+        let text = lines.text();
+        assert!(text.contains("31m"), "{text}");
+        assert!(text.bytes().all(|byte| byte >= b' ' || byte == b'\n') && !text.contains('\u{9b}'), "{text}");
+        let forged = |line: &&str| !line.starts_with("20") && !line.starts_with("{\"timestamp\":");
+        assert_eq!(text.lines().find(forged), None);
+    }
+}
+
+#[tokio::test]
+async fn failed_and_abandoned_requests_are_marked() {
+    let (lines, _guard) = capture("json");
+    let gate = start(nobody(), &format!("{POLICY}\"all\"\n")).await;
+    assert_eq!(status(&once(gate.inbound, get("/yes")).await), 502);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let gate = start(listener.local_addr().unwrap(), &format!("{POLICY}\"all\"\n")).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    client.send(get("/gone")).await;
+    let _silent = listener.accept().await.unwrap();
+    drop(client);
+    while lines.access(&[]).len() < 2 {
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    let fields = ["path", "status", "outcome", "aborted"];
+    assert_eq!(
+        lines.access(&fields),
+        [json!(["/yes", 502, "admitted", null]), json!(["/gone", null, "admitted", true])]
+    );
+}
