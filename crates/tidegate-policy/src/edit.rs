@@ -233,6 +233,18 @@ mod tests {
     }
 
     #[test]
+    fn terms_that_are_not_given_stay() {
+        let text =
+            "[inbound]\nmode = \"shadow\"\n[inbound.global]\nlimit = \"9/s\"\n[inbound.action.a]\nlimit = \"5/s\"\n";
+        let policy = Policy::load(PolicySources::new().file("test.toml", text)).expect("a policy");
+        for (id, limit) in policy.plan().active_limits() {
+            let edited = policy.with_limit_terms(id, "7/s").expect("an edited policy");
+            let other = edited.policy.plan().limits().get(id).expect("the limit");
+            assert_eq!((other.is_shadow(), other.penalty()), (true, limit.penalty()));
+        }
+    }
+
+    #[test]
     fn each_limit_takes_terms_in_its_place() {
         for (limit, terms, description, toml) in [
             (

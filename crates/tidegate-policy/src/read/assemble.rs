@@ -123,6 +123,7 @@ impl DocumentReader<'_> {
         store: Option<&StoreConfig>,
     ) -> Option<Plan> {
         let inbound = root.table("inbound");
+        self.in_shadow = self.value(inbound, &INBOUND.mode).unwrap_or_default();
         let lists = self.lists(inbound);
         let forward_auth = self.forward_auth_range(root);
         let global = self.global(inbound, forward_auth);

@@ -139,7 +139,6 @@ impl DocumentReader<'_> {
     pub(crate) fn inbound(&mut self, root: &TomlTable) -> Option<InboundConfig> {
         let table = self.section(Some(root), "inbound", "inbound");
         let (trusted, header) = (self.value(table, &INBOUND.trusted_proxies), self.value(table, &INBOUND.forwarded));
-        self.in_shadow = self.value(table, &INBOUND.mode).unwrap_or_default();
         let timeouts = self.timeouts(table);
         let caps = self.caps(table);
         if let Some(entry) = table.filter(|table| table.get("upstream").is_none()).and_then(|table| table.get("listen"))
