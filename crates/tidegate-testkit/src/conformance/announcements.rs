@@ -54,10 +54,10 @@ pub(super) fn all_nodes_are_listed<B: Backend>(backend: &B, _: &ConformanceOptio
     store.set_now(later);
     let nodes = store.announce(2, &[b'x'; Announcement::MAX_RECORD_BYTES], KEPT_FOR, later)?.unwrap_or_default();
     let ages: Vec<Span> = nodes.iter().map(|node| node.age).collect();
-    expect_equal("heard last", nodes.first().map(|node| node.node_id), Some(2))?;
     if has_set_clock {
+        expect_equal("heard last", nodes.first().map(|node| node.node_id), Some(2))?;
         expect_equal("ages", ages, [0, 7, 7].map(Span::from_secs).to_vec())?;
-    } else if ages.iter().any(|age| *age > MAX_AGE) {
+    } else if ages.iter().any(|age| *age > MAX_AGE) || !ages.is_sorted() {
         return Err(format!("ages {ages:?}"));
     }
     let longest = (2, vec![b'x'; Announcement::MAX_RECORD_BYTES]);
