@@ -186,7 +186,7 @@ mod tests {
             let mut settings = LogConfig::default();
             settings.format = format;
             let writer = Arc::clone(&lines);
-            let dispatch = subscriber(&settings, None, move || Shared(Arc::clone(&writer))).unwrap();
+            let dispatch = subscriber(&settings, None, move || SharedOutput(Arc::clone(&writer))).unwrap();
             tracing::dispatcher::with_default(&dispatch, || {
                 tracing::warn!(error = "\u{1b}[2J\u{202e}nwod\u{9b}1m", "{}", "a store\u{2066} is down\u{7f}");
             });
@@ -199,9 +199,10 @@ mod tests {
         }
     }
 
-    struct Shared(Arc<Mutex<Vec<u8>>>);
+    /// An output that keeps what is written. Writing waits while its lock is held.
+    pub(super) struct SharedOutput(pub(super) Arc<Mutex<Vec<u8>>>);
 
-    impl io::Write for Shared {
+    impl io::Write for SharedOutput {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.0.lock().extend_from_slice(bytes);
             Ok(bytes.len())

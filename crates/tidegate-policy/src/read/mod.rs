@@ -189,7 +189,7 @@ impl DocumentReader<'_> {
         let log = self.log(root);
         let reload = self.reload(root);
         let outbound = self.outbound(root);
-        // Whether decisions are counted stays until a restart, too.
+        // `admin.metrics` stays until a restart, too.
         let present_admin = self.predecessor.map(|present| &present.admin).or(admin.as_ref());
         let alerts = self.alerts(root, present_admin.is_none_or(|admin| admin.metrics));
         self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());

@@ -259,7 +259,7 @@ impl Judgement {
     }
 }
 
-/// What is known about the gate, as its subject.
+/// A measurement of the gate as a whole, by its subject.
 fn of_gate<T>(value: T) -> BTreeMap<String, T> {
     BTreeMap::from([(GATE.to_owned(), value)])
 }

@@ -101,24 +101,12 @@ mod tests {
     use parking_lot::Mutex;
 
     use super::*;
-
-    /// An output that takes lines only while its lock is free.
-    struct Output(Arc<Mutex<Vec<u8>>>);
-
-    impl Write for Output {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
+    use crate::log::tests::SharedOutput;
 
     #[test]
     fn a_blocked_output_loses_counted_lines() {
         let written = Arc::new(Mutex::new(Vec::new()));
-        let (mut queue, guard) = line_queue(Output(Arc::clone(&written))).unwrap();
+        let (mut queue, guard) = line_queue(SharedOutput(Arc::clone(&written))).unwrap();
         let blocked = written.lock();
         let dropped_before = dropped_lines();
         for _ in 0..MAX_LINES + 100 {
