@@ -228,7 +228,7 @@ impl RefusalLog {
         }
         let dropped = dropped_lines();
         if let count @ 1.. = dropped - self.reported_dropped_lines.swap(dropped, Ordering::Relaxed).min(dropped) {
-            tracing::warn!(count, "log lines were dropped, because standard error took none");
+            tracing::warn!(count, "log lines were dropped, because standard error didn't take them");
         }
         self.audit.log_summary();
     }
