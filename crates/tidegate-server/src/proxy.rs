@@ -104,6 +104,10 @@ impl<S: Store, C: Clock> ListenerState for ProxyState<S, C> {
         let connection = ProxyConnection { proxy: self, ip, peer_header, trusted, watch, entry };
         ProxyService { connection: Arc::new(connection), refusal_cache: RefCell::default() }
     }
+
+    fn client_ip(&self, peer: IpAddr, request: &Request<Incoming>) -> IpAddr {
+        self.forwarding.client_ip(peer, request.headers())
+    }
 }
 
 pub(crate) struct ProxyConnection<S: Store, C: Clock> {
@@ -133,18 +137,11 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
         let number = connection.watch.count_request();
         if let Err(error) = validate_request(&request, number, &connection.watch) {
             if error == HttpError::InvalidHost {
-                connection.log_rejection(
-                    RejectionReason::Host,
-                    &connection.query(&request),
-                    error.status_and_message().1,
-                );
+                let why = error.status_and_message().1;
+                connection.log_rejection(RejectionReason::Host, &connection.query(&request), why);
             }
-            return connection.ready_response(discard_body(
-                &connection.watch,
-                request.into_body(),
-                true,
-                error.response(),
-            ));
+            let response = discard_body(&connection.watch, request.into_body(), true, error.response());
+            return connection.ready_response(response);
         }
         crate::dashboard::remove_session_cookies(request.headers_mut());
         connection.normalise_path(&mut request);

@@ -1,6 +1,7 @@
 //! The state that the connections of a listener share, until another policy replaces it.
 
 use std::cell::{Cell, RefCell};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -8,6 +9,7 @@ use http::Request;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use parking_lot::RwLock;
+use tidegate::policy::canonical_ip;
 
 use crate::access_log::{AccessLog, LoggedResponseFuture};
 use crate::connection::ConnectionService;
@@ -42,6 +44,11 @@ pub(crate) trait ListenerState: Send + Sync + Sized + 'static {
     type Service: ConnectionService;
 
     fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> Self::Service;
+
+    /// The address of the client that sent a request, as far as its head tells.
+    fn client_ip(&self, peer: IpAddr, _: &Request<Incoming>) -> IpAddr {
+        canonical_ip(peer)
+    }
 }
 
 /// The service of one connection, which takes each request by the listener's present state.
@@ -86,7 +93,8 @@ impl<T: ListenerState> Service<Request<Incoming>> for CurrentService<T> {
             self.update(version);
         }
         let ConnectionContext { address, watch, .. } = &*self.client;
+        let client_ip = |request: &Request<Incoming>| self.cell.load().client_ip(address.ip(), request);
         self.access_log
-            .log_response(self.listener, *address, watch, request, |request| self.service.borrow().call(request))
+            .log_response(self.listener, watch, request, client_ip, |request| self.service.borrow().call(request))
     }
 }

@@ -1,14 +1,14 @@
 //! One line of the access log.
 
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 
 use http::header::{HOST, HeaderValue};
 use http::{Method, Request, Uri};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use tidegate::Decision;
 use tidegate::outbound::{CallErrorKind, CallStats, OutboundError};
-use tidegate::policy::{MatchedActions, Plan, Query, canonical_ip};
+use tidegate::policy::{MatchedActions, Plan, Query};
 use tidegate_core::{Span, Time};
 
 use crate::log::{ACCESS_TARGET, EscapedText, MaskedKey};
@@ -83,12 +83,12 @@ struct Refusal {
 }
 
 impl AccessEntry {
-    pub(super) fn new<B>(listener: &'static str, began_at: Time, peer: SocketAddr, request: &Request<B>) -> Box<Self> {
+    pub(super) fn new<B>(listener: &'static str, began_at: Time, ip: IpAddr, request: &Request<B>) -> Box<Self> {
         let headers = request.headers();
         Box::new(Self {
             listener,
             began_at,
-            ip: canonical_ip(peer.ip()),
+            ip,
             method: request.method().clone(),
             uri: request.uri().clone(),
             host: headers.get(HOST).cloned(),
@@ -107,6 +107,12 @@ impl AccessEntry {
         })
     }
 
+    /// Notes the client that a question names.
+    pub(crate) fn note_client(&mut self, query: &Query<'_>) {
+        self.ip = query.ip.unwrap_or(self.ip);
+        self.key = query.key.map(|key| MaskedKey(key).to_string());
+    }
+
     /// Notes the decision about an inbound request.
     pub(crate) fn note_decision(
         &mut self,
@@ -115,8 +121,7 @@ impl AccessEntry {
         query: &Query<'_>,
         decision: &Decision,
     ) {
-        self.ip = query.ip.unwrap_or(self.ip);
-        self.key = query.key.map(|key| MaskedKey(key).to_string());
+        self.note_client(query);
         match query.action {
             Some(action) => self.action = Some(EscapedText(action).to_string()),
             None => self.actions = plan.action_names(actions),

@@ -1,7 +1,7 @@
 //! The access log around the services of a listener.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -26,13 +26,13 @@ impl AccessLog {
     pub(crate) fn log_response<B, F>(
         self: &Arc<Self>,
         listener: &'static str,
-        peer: SocketAddr,
         watch: &Arc<ConnectionWatch>,
         request: Request<B>,
+        client_ip: impl FnOnce(&Request<B>) -> IpAddr,
         respond: impl FnOnce(Request<B>) -> F,
     ) -> LoggedResponseFuture<F> {
         let open = (!self.is_off()).then(|| {
-            watch.access.put(AccessEntry::new(listener, (self.now)(), peer, &request));
+            watch.access.put(AccessEntry::new(listener, (self.now)(), client_ip(&request), &request));
             OpenRequest { log: Arc::clone(self), watch: Arc::clone(watch) }
         });
         LoggedResponseFuture { respond: respond(request), open }

@@ -7,6 +7,7 @@
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::mem;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
@@ -17,7 +18,7 @@ use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
-use tidegate::policy::{Forwarding, KeyError, MatchedActions, Query, is_host};
+use tidegate::policy::{Forwarding, KeyError, MatchedActions, Query, canonical_ip, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{BlockError, Check, CheckError, Decision, Gate, PendingCheck};
@@ -69,6 +70,13 @@ impl<S: Store, C: Clock> ListenerState for ApiState<S, C> {
 
     fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> ApiService<S, C> {
         ApiService(Arc::new(ApiConnection { api: self, context: client }))
+    }
+
+    fn client_ip(&self, peer: IpAddr, request: &Request<Incoming>) -> IpAddr {
+        match forward_auth::is_forward_auth_path(request.uri().path()) {
+            true => self.forwarding.client_ip(peer, request.headers()),
+            false => canonical_ip(peer),
+        }
     }
 }
 
@@ -357,8 +365,9 @@ fn check<S: Store, C: Clock>(
     request: &DecisionRequest<'_>,
     watch: &ConnectionWatch,
 ) -> Result<CheckResponse<S, C>, DecisionRequestError> {
-    validate(&api.gate, &api.refusals, "/v1/check", request)?;
     let (query, asked_at) = (request.query(), api.gate.clock().now());
+    watch.access.note(|entry| entry.note_client(&query));
+    validate(&api.gate, &api.refusals, "/v1/check", request)?;
     let started = api.gate.actions(&query).and_then(|actions| {
         let query = Query { actions: Some(actions), ..query };
         Ok((actions, api.gate.begin_check(&query)?))

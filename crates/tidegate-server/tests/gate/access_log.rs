@@ -75,6 +75,32 @@ async fn every_request_gets_a_line() {
 }
 
 #[tokio::test]
+async fn rejected_requests_show_the_forwarded_client() {
+    let (lines, _guard) = capture("json");
+    let policy = POLICY.replacen("[inbound", "[inbound]\ntrusted_proxies = [\"127.0.0.1\"]\n[inbound", 1);
+    let gate = start(nobody(), &format!("{policy}\"all\"\n")).await;
+    let forwarded = "x-forwarded-for: 198.51.100.1, 192.0.2.7\r\n";
+    let ask = async |at, head: &str| status(&once(at, format!("{head}{forwarded}\r\n")).await);
+    assert_eq!(ask(gate.inbound, "GET / HTTP/1.1\r\nhost: a b\r\n").await, 400);
+    assert_eq!(ask(gate.inbound, "TRACE / HTTP/1.1\r\nhost: a\r\n").await, 405);
+    assert_eq!(ask(gate.api, "GET /v1/auth HTTP/1.1\r\nhost: a\r\n").await, 400);
+    // A question of a program is about the client that it names.
+    assert_eq!(ask(gate.api, "GET /v1/nothing HTTP/1.1\r\nhost: 127.0.0.1\r\n").await, 404);
+    let check = r#"{"action":"unknown","key":"sk_s3cret","ip":"192.0.2.8"}"#;
+    assert_eq!(status(&once(gate.api, post("/v1/check", check)).await), 404);
+    assert_eq!(
+        lines.access(&["ip", "outcome", "key"]),
+        [
+            json!(["192.0.2.7", "rejected", null]),
+            json!(["192.0.2.7", "rejected", null]),
+            json!(["192.0.2.7", "rejected", null]),
+            json!(["127.0.0.1", "rejected", null]),
+            json!(["192.0.2.8", "rejected", "sk_s…(9)"]),
+        ]
+    );
+}
+
+#[tokio::test]
 async fn a_reload_switches_the_access_log() {
     let (lines, _guard) = capture("json");
     let upstream = Echo::start(HELLO).await;
