@@ -18,9 +18,11 @@ pub struct Announcement {
 impl Announcement {
     /// The maximum length of a record, in bytes.
     pub const MAX_RECORD_BYTES: usize = 1024;
+    /// The longest time for which a store keeps a message: a day.
+    pub const MAX_KEPT_FOR: Span = Span::from_secs(24 * 3600);
 
-    /// The message of the node with this random number. The store keeps it for this time, in which the node should send
-    /// the next one. [`Span::ZERO`] withdraws it.
+    /// The message of the node with this random number. The store keeps it for this time, but at most for
+    /// [`MAX_KEPT_FOR`](Self::MAX_KEPT_FOR). In this time, the node should send the next one. [`Span::ZERO`] withdraws it.
     ///
     /// # Errors
     /// The record is longer than [`MAX_RECORD_BYTES`](Self::MAX_RECORD_BYTES).
@@ -30,7 +32,7 @@ impl Announcement {
             let most = Self::MAX_RECORD_BYTES;
             return Err(StoreError::Failed(format!("a node's record has {length} bytes, and at most {most} are kept")));
         }
-        Ok(Self { node_id, kept_for, record })
+        Ok(Self { node_id, kept_for: kept_for.min(Self::MAX_KEPT_FOR), record })
     }
 
     /// The number of the node.
@@ -55,7 +57,7 @@ impl Announcement {
 pub struct AnnouncedNode {
     /// The number of the node.
     pub node_id: u64,
-    /// The time since the announcement, by the store's clock.
+    /// The time since the announcement, by the store's clock. If the clock was set back, the time until it.
     pub age: Span,
     /// The content, at most [`Announcement::MAX_RECORD_BYTES`] bytes.
     pub record: Vec<u8>,

@@ -215,7 +215,7 @@ impl MongoDriver {
             let documents = self.collections().await?;
             let now = self.clock.decision_time(now, documents.server_time().await?);
             let node = (announcement.node_id(), stored::encode(announcement, now));
-            let nodes = StoredNodes::read(documents.write_node(node).await?, now);
+            let nodes = StoredNodes::read(documents.write_node(node).await?, stored::node_name, now);
             if !nodes.removable.is_empty() {
                 documents.remove_nodes(&nodes.removable).await?;
             }

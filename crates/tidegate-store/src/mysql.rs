@@ -146,11 +146,15 @@ impl SqlDialect for MySqlDialect {
         connection: &mut MySqlConnection,
         first: &RowKey,
         last: &RowKey,
-        limit: i64,
-    ) -> Result<Vec<Vec<u8>>, Error> {
-        let statement = format!("SELECT state FROM {} WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?", self.state);
-        let query = sqlx::query_scalar(AssertSqlSafe(statement)).bind(first.as_bytes()).bind(last.as_bytes());
-        query.bind(limit).fetch_all(connection).await
+        limit: usize,
+        limit_bytes: usize,
+    ) -> Result<Vec<(Vec<u8>, Vec<u8>)>, Error> {
+        let statement = format!(
+            "SELECT id, SUBSTRING(state, 1, {limit_bytes}) FROM {} WHERE id BETWEEN ? AND ? ORDER BY id LIMIT {limit}",
+            self.state
+        );
+        let query = sqlx::query_as(AssertSqlSafe(statement)).bind(first.as_bytes()).bind(last.as_bytes());
+        query.fetch_all(connection).await
     }
 
     async fn write_rows(&self, connection: &mut MySqlConnection, rows: &[RowWrite]) -> Result<(), Error> {

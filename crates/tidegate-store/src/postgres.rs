@@ -113,12 +113,18 @@ impl SqlDialect for PostgresDialect {
         connection: &mut PgConnection,
         first: &RowKey,
         last: &RowKey,
-        limit: i64,
-    ) -> Result<Vec<Vec<u8>>, Error> {
-        let statement = format!("SELECT state FROM {} WHERE key BETWEEN $1 AND $2 ORDER BY key LIMIT $3", self.state);
-        let query = sqlx::query_scalar(AssertSqlSafe(statement)).bind(first.as_bytes()).bind(last.as_bytes());
+        limit: usize,
+        limit_bytes: usize,
+    ) -> Result<Vec<(Vec<u8>, Vec<u8>)>, Error> {
+        let statement = format!(
+            "SELECT key, substring(state, 1, {limit_bytes}) FROM {}
+             WHERE key BETWEEN $1 AND $2 AND length(key) = {} ORDER BY key LIMIT {limit}",
+            self.state,
+            RowKey::LEN
+        );
+        let query = sqlx::query_as(AssertSqlSafe(statement)).bind(first.as_bytes()).bind(last.as_bytes());
         // Planned each time: a plan that was made for an empty table would scan the whole table.
-        query.bind(limit).persistent(false).fetch_all(connection).await
+        query.persistent(false).fetch_all(connection).await
     }
 
     async fn write_rows(&self, connection: &mut PgConnection, rows: &[RowWrite]) -> Result<(), Error> {

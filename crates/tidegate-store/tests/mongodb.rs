@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::thread::sleep;
 use std::time::Duration;
 
-use mongodb::Client;
 use mongodb::bson::{Binary, Document, doc, spec::BinarySubtype};
+use mongodb::{Client, Collection};
 use tidegate_core::Limits;
 use tidegate_store::{DatabaseOptions, MongoDb, StoreError};
 use tidegate_testkit::servers::database::DatabaseServer;
@@ -55,9 +55,30 @@ impl rows::Kind for Mongo {
         assert_eq!(updated.matched_count, 1);
     }
 
+    async fn add_junk_nodes(server: &DatabaseServer, prefix: &str) {
+        let junk: Document = (0..1500).map(|id| (format!("nodes.junk{id}"), "junk".into())).collect();
+        let updated = node_documents(server, prefix)
+            .await
+            .update_one(doc! { "_id": "nodes" }, doc! { "$set": junk })
+            .await
+            .unwrap();
+        assert_eq!(updated.matched_count, 1);
+    }
+
+    async fn junk_nodes(server: &DatabaseServer, prefix: &str) -> u64 {
+        let found = node_documents(server, prefix).await.find_one(doc! { "_id": "nodes" }).await.unwrap().unwrap();
+        let is_junk = |(name, _): &(&String, _)| name.starts_with("junk");
+        found.get_document("nodes").unwrap().iter().filter(is_junk).count() as u64
+    }
+
     fn open(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<MongoDb, StoreError> {
         MongoDb::new(limits, options)
     }
+}
+
+async fn node_documents(server: &DatabaseServer, prefix: &str) -> Collection<Document> {
+    let client = Client::with_uri_str(server.url()).await.unwrap();
+    client.database("tidegate").collection(&format!("{prefix}meta"))
 }
 
 /// The test needs a server that compares and swaps, with one document for each id: of many clients that lock the same

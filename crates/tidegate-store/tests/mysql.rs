@@ -43,6 +43,21 @@ impl rows::Kind for MariaDb {
         sqlx::query(later).execute(&mut connection).await.unwrap();
     }
 
+    async fn add_junk_nodes(server: &DatabaseServer, prefix: &str) {
+        let mut connection = MySqlConnection::connect(server.url()).await.unwrap();
+        let rows = (1..=1500).map(|id| format!("(X'746964656e6f6465{id:032x}', 'junk', 9223372036854775807)"));
+        let rows = rows.collect::<Vec<_>>().join(", ");
+        let insert = AssertSqlSafe(format!("INSERT INTO {prefix}state VALUES {rows}"));
+        sqlx::query(insert).execute(&mut connection).await.unwrap();
+    }
+
+    async fn junk_nodes(server: &DatabaseServer, prefix: &str) -> u64 {
+        let mut connection = MySqlConnection::connect(server.url()).await.unwrap();
+        let count = AssertSqlSafe(format!("SELECT count(*) FROM {prefix}state WHERE state = 'junk'"));
+        let rows: i64 = sqlx::query_scalar(count).fetch_one(&mut connection).await.unwrap();
+        rows.try_into().unwrap()
+    }
+
     fn open(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<MySql, StoreError> {
         MySql::new(limits, options)
     }

@@ -44,6 +44,22 @@ impl rows::Kind for Pg {
         sqlx::query(later).execute(&mut connection).await.unwrap();
     }
 
+    async fn add_junk_nodes(server: &DatabaseServer, prefix: &str) {
+        let mut connection = PgConnection::connect(server.url()).await.unwrap();
+        let insert = AssertSqlSafe(format!(
+            "INSERT INTO {prefix}state SELECT decode('746964656e6f6465' || lpad(to_hex(id), 32, '0'), 'hex'), 'junk', \
+             9223372036854775807 FROM generate_series(1, 1500) AS id"
+        ));
+        sqlx::query(insert).execute(&mut connection).await.unwrap();
+    }
+
+    async fn junk_nodes(server: &DatabaseServer, prefix: &str) -> u64 {
+        let mut connection = PgConnection::connect(server.url()).await.unwrap();
+        let count = AssertSqlSafe(format!("SELECT count(*) FROM {prefix}state WHERE state = 'junk'"));
+        let rows: i64 = sqlx::query_scalar(count).fetch_one(&mut connection).await.unwrap();
+        rows.try_into().unwrap()
+    }
+
     fn open(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<Postgres, StoreError> {
         Postgres::new(limits, options)
     }

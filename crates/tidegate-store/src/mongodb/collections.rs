@@ -11,6 +11,7 @@ use ::mongodb::{Client, ClientSession, Collection, Database, IndexModel};
 use futures_util::TryStreamExt as _;
 use tidegate_core::{Span, Time};
 
+use crate::announcement::stored::{MAX_READ, node_name};
 use crate::rows::loaded_rows::RowChange;
 use crate::rows::{GroupError, MAX_CLEAN_ROWS, RowKey, SCHEMA_VERSION, check_schema, seed_from_bytes};
 
@@ -208,18 +209,29 @@ impl Collections {
         seed_from_bytes(self.get_or_insert_meta("seed", &proposal).await?)
     }
 
-    /// Stores a node's announcement, and returns those of all nodes.
-    pub(super) async fn write_node(&self, (node_id, announcement): (u64, Vec<u8>)) -> Result<Vec<Vec<u8>>, GroupError> {
-        let set = doc! { "$set": { node_field(node_id): binary(&announcement) } };
+    /// Stores a node's announcement, and returns those of all nodes with their names. What isn't bytes has none.
+    pub(super) async fn write_node(
+        &self,
+        (node_id, announcement): (u64, Vec<u8>),
+    ) -> Result<Vec<(String, Vec<u8>)>, GroupError> {
+        let set = doc! { "$set": { node_path(&node_name(node_id)): binary(&announcement) } };
         let update = self.meta.find_one_and_update(doc! { "_id": NODES }, set).upsert(true);
         let nodes = update.return_document(ReturnDocument::After).await?.unwrap_or_default();
-        let values = nodes.get_document("nodes").into_iter().flat_map(bson::Document::values);
-        Ok(values.filter_map(bytes_of).collect())
+        let fields = nodes.get_document("nodes").into_iter().flatten();
+        Ok(fields.map(|(name, value)| (name.clone(), bytes_of(value).unwrap_or_default())).collect())
     }
 
-    pub(super) async fn remove_nodes(&self, node_ids: &[u64]) -> Result<(), GroupError> {
-        let fields: bson::Document = node_ids.iter().map(|id| (node_field(*id), Bson::from(""))).collect();
-        self.meta.update_one(doc! { "_id": NODES }, doc! { "$unset": fields }).await?;
+    /// Removes these names. If they are too many for a statement, or other programs have written names that a path can't
+    /// have, removes all: each node announces itself again.
+    pub(super) async fn remove_nodes(&self, names: &[String]) -> Result<(), GroupError> {
+        let is_plain = |name: &String| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric());
+        let update = if names.len() <= MAX_READ && names.iter().all(is_plain) {
+            let paths: bson::Document = names.iter().map(|name| (node_path(name), Bson::from(""))).collect();
+            doc! { "$unset": paths }
+        } else {
+            doc! { "$set": { "nodes": {} } }
+        };
+        self.meta.update_one(doc! { "_id": NODES }, update).await?;
         Ok(())
     }
 
@@ -247,9 +259,9 @@ fn new_bson_document(key: &RowKey, version: i64, state: &[u8], expires_at: i64) 
     doc! { "_id": binary(key.as_bytes()), "version": version, "state": binary(state), "expires_at": expires_at }
 }
 
-/// The name of a node's announcement in the document of nodes.
-fn node_field(node_id: u64) -> String {
-    format!("nodes.{node_id:016x}")
+/// The path of a node's announcement in the document of nodes.
+fn node_path(name: &str) -> String {
+    format!("nodes.{name}")
 }
 
 fn bytes_of(value: &Bson) -> Option<Vec<u8>> {

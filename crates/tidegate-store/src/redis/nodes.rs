@@ -17,7 +17,7 @@ impl RedisInner {
         announcement: &Announcement,
         now: Time,
     ) -> Result<Vec<AnnouncedNode>, StoreError> {
-        let (name, field) = (self.key_names.nodes_name(), field_name(announcement.node_id()));
+        let (name, field) = (self.key_names.nodes_name(), stored::node_name(announcement.node_id()));
         let (value, caller_time) = (stored::encode_untimed(announcement), now.as_micros().to_le_bytes());
         let uses_caller_time = self.time_source == TimeSource::Caller;
         let kept_for = match announcement.kept_for().as_micros().div_ceil(1000) {
@@ -26,33 +26,35 @@ impl RedisInner {
             millis => millis,
         };
         let kept_for = kept_for.to_string();
-        let arguments = [field.as_slice(), &value, kept_for.as_bytes()];
+        let arguments = [field.as_bytes(), &value, kept_for.as_bytes()];
         let arguments = arguments.into_iter().chain(uses_caller_time.then_some(caller_time.as_slice()));
         let names = std::iter::once(name.as_slice());
         let response = self.run_script(self.scripts.announce(), names, arguments).await;
         let (now, values) =
             parse_response(response.map_err(|error| self.to_store_error(error))?).ok_or_else(invalid_response_error)?;
-        let nodes = StoredNodes::read(values, now);
+        let nodes = StoredNodes::read(values, |node_id| stored::node_name(node_id).into_bytes(), now);
         if !nodes.removable.is_empty() {
             let mut remove = redis::cmd("HDEL");
-            remove.arg(name).arg(nodes.removable.iter().map(|node_id| field_name(*node_id)).collect::<Vec<_>>());
+            remove.arg(name).arg(nodes.removable);
             self.send(&remove).await?;
         }
         Ok(nodes.listed)
     }
 }
 
-fn field_name(node_id: u64) -> Vec<u8> {
-    format!("{node_id:016x}").into_bytes()
-}
+/// The name of a stored announcement, and its bytes.
+type NamedBytes = (Vec<u8>, Vec<u8>);
 
 /// The time of a response, and the announcements in it.
-fn parse_response(response: Value) -> Option<(Time, Vec<Vec<u8>>)> {
+fn parse_response(response: Value) -> Option<(Time, Vec<NamedBytes>)> {
     let Value::Array(parts) = response else { return None };
     let [Value::BulkString(time), Value::Array(values)] = <[Value; 2]>::try_from(parts).ok()? else { return None };
-    let values = values.into_iter().map(|value| match value {
-        Value::BulkString(bytes) => Some(bytes),
-        _ => None,
+    let values = values.into_iter().map(|value| {
+        let Value::Array(pair) = value else { return None };
+        match <[Value; 2]>::try_from(pair).ok()? {
+            [Value::BulkString(name), Value::BulkString(bytes)] => Some((name, bytes)),
+            _ => None,
+        }
     });
     Some((Time::from_micros(u64::from_le_bytes(time.try_into().ok()?)), values.collect::<Option<_>>()?))
 }

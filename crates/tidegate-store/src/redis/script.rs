@@ -6,6 +6,8 @@ use std::sync::OnceLock;
 use tidegate_core::time::MAX_CLOCK_LAG;
 use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
 
+use crate::announcement::stored;
+
 /// The largest integer of the scripts: doubles have gaps above it. No limit is higher.
 pub(super) const MAX_EXACT_INTEGER: u64 = 1 << 53;
 
@@ -291,7 +293,10 @@ impl ScriptCache {
 
     /// Returns the script that keeps a node's announcement.
     pub(super) fn announce(&self) -> &Script {
-        self.announce.get_or_init(|| Script::new(include_str!("lua/announce.lua").to_owned()))
+        self.announce.get_or_init(|| {
+            let bounds = format!("local MAX_READ, MAX_BYTES = {}, {}\n", stored::MAX_READ, stored::MAX_BYTES);
+            Script::new(bounds + include_str!("lua/announce.lua"))
+        })
     }
 }
 

@@ -21,8 +21,6 @@ const MAX_STATEMENT_BYTES: usize = 1 << 20;
 /// The beginning of the names of the rows with nodes' announcements, where other rows have their limit's tag. A clean-up
 /// removes them when they have expired, also one by a program that doesn't know them.
 const ANNOUNCEMENT_TAG: u64 = 0x7469_6465_6e6f_6465;
-/// The maximum number of announcements that are read. More nodes than are listed may have started and died lately.
-const MAX_READ_ANNOUNCEMENTS: i64 = 1024;
 
 /// The future of a statement's result.
 pub(crate) trait SqlFuture<T>: Future<Output = Result<T, Error>> + Send {}
@@ -52,14 +50,15 @@ pub(crate) trait SqlDialect: Send + Sync + 'static {
     /// Reads rows. Returns at least one, even if none is found.
     fn read_rows(&self, connection: &mut Self::Connection, keys: &[RowKey]) -> impl SqlFuture<Vec<ReadRow>>;
 
-    /// Reads the states of at most `limit` rows from `first` to `last`, in key order.
+    /// Reads at most `limit` rows from `first` to `last`, in key order, and at most `limit_bytes` of each state.
     fn read_range(
         &self,
         connection: &mut Self::Connection,
         first: &RowKey,
         last: &RowKey,
-        limit: i64,
-    ) -> impl SqlFuture<Vec<Vec<u8>>>;
+        limit: usize,
+        limit_bytes: usize,
+    ) -> impl SqlFuture<Vec<(Vec<u8>, Vec<u8>)>>;
 
     /// Writes rows that are locked, or that no other node writes.
     fn write_rows(&self, connection: &mut Self::Connection, rows: &[RowWrite]) -> impl SqlFuture<()>;
@@ -223,9 +222,16 @@ impl<D: SqlDialect> SqlDriver<D> {
         let row = (key(announcement.node_id()), stored::encode(announcement, now), expires_at);
         self.dialect.write_rows(connection, &[row]).await?;
         let (first, last) = (key(0), key(u64::MAX));
-        let found = self.dialect.read_range(connection, &first, &last, MAX_READ_ANNOUNCEMENTS).await?;
-        // A clean-up removes the others.
-        Ok(StoredNodes::read(found, now).listed)
+        // With one byte more, a state that is too long is known from one that isn't.
+        let (rows, bytes) = (stored::MAX_READ, stored::MAX_BYTES + 1);
+        let found = self.dialect.read_range(connection, &first, &last, rows, bytes).await?;
+        let found = found.into_iter().filter_map(|(name, bytes)| Some((RowKey::from_bytes(&name)?, bytes)));
+        let nodes = StoredNodes::read(found, key, now);
+        // Rows of other programs may never expire, and those that are read leave no room for others.
+        if !nodes.removable.is_empty() {
+            self.dialect.remove_rows(connection, &nodes.removable).await?;
+        }
+        Ok(nodes.listed)
     }
 
     /// Removes a bounded number of expired rows.

@@ -7,6 +7,7 @@ mod common;
 mod conformance;
 mod connection;
 mod equivalence;
+mod nodes;
 mod outages;
 mod rights;
 mod shares;

@@ -72,6 +72,27 @@ pub(crate) fn expires<K: Kind>() {
     });
 }
 
+/// Values of other programs in the list of nodes hide no node for longer than a few announcements, and are removed.
+pub(crate) fn removes_junk_nodes<K: Kind>() {
+    let Some(server) = K::server() else { return };
+    let store = K::open(plan(vec![an_hour(5)]), &options(server.url(), "j_", TimeSource::Store)).unwrap();
+    runtime().block_on(async {
+        let announce = async |node_id| {
+            let announcement = Announcement::new(node_id, Span::from_secs(600), b"node".to_vec()).unwrap();
+            let nodes = store.announce(announcement, Time::ZERO).await.unwrap();
+            let mut ids: Vec<u64> = nodes.into_iter().map(|node| node.node_id).collect();
+            ids.sort_unstable();
+            ids
+        };
+        announce(u64::MAX).await;
+        K::add_junk_nodes(&server, "j_").await;
+        assert!(announce(u64::MAX - 1).await.len() <= 2);
+        announce(u64::MAX).await;
+        assert_eq!(announce(u64::MAX - 1).await, [u64::MAX - 1, u64::MAX]);
+        assert_eq!(K::junk_nodes(&server, "j_").await, 0);
+    });
+}
+
 /// A server that has lost its tables gets new ones from its clients.
 pub(crate) fn comes_back_empty<K: Kind>() {
     let Some(server) = K::server() else { return };

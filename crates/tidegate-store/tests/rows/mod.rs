@@ -18,7 +18,7 @@ use tokio::runtime::Runtime;
 
 pub(crate) use kept::{
     comes_back_empty, expires, keys_apart, learns_lost_blocks_again, leaves_later_versions_alone, outlives_restarts,
-    refuses_hostile_names, tells_of_outages,
+    refuses_hostile_names, removes_junk_nodes, tells_of_outages,
 };
 pub(crate) use processes::{child, counts_with_another_process, survives_a_killed_client};
 
@@ -47,6 +47,12 @@ pub(crate) trait Kind: Sync + 'static {
 
     /// Has the tables or collections say that they are of a later version.
     fn make_later(server: &DatabaseServer, prefix: &str) -> impl Future<Output = ()>;
+
+    /// Writes 1,500 values that are no announcements beside those of nodes.
+    fn add_junk_nodes(server: &DatabaseServer, prefix: &str) -> impl Future<Output = ()>;
+
+    /// The number of those values that are left.
+    fn junk_nodes(server: &DatabaseServer, prefix: &str) -> impl Future<Output = u64>;
 
     /// A store there.
     fn open(limits: Arc<Limits>, options: &DatabaseOptions) -> Result<Self::Store, StoreError>;
@@ -131,6 +137,11 @@ macro_rules! suite {
         #[test]
         fn tables_of_newer_versions_are_unchanged() {
             rows::leaves_later_versions_alone::<$kind>();
+        }
+
+        #[test]
+        fn junk_is_removed_from_the_list_of_nodes() {
+            rows::removes_junk_nodes::<$kind>();
         }
 
         #[test]
