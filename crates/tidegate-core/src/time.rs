@@ -58,14 +58,25 @@ impl Time {
     }
 }
 
-/// A time in the format of decisions, in UTC and rounded up to the second: `2026-11-21 12:01:45Z`.
+/// A time in the format of decisions, in UTC and in whole seconds: `2026-11-21 12:01:45Z`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UtcText([u8; 20]);
 
 impl From<Time> for UtcText {
-    /// Rounds up to the second. The conversion is Howard Hinnant's ("chrono-compatible low-level date algorithms").
+    /// Rounds up to the second, as for a time that is waited for.
     fn from(at: Time) -> Self {
-        let seconds = at.as_secs_ceil();
+        Self::from_seconds(at.as_secs_ceil())
+    }
+}
+
+impl UtcText {
+    /// Rounds down to the second, as for a time that has passed.
+    pub fn rounded_down(at: Time) -> Self {
+        Self::from_seconds(at.as_micros() / 1_000_000)
+    }
+
+    /// The conversion is Howard Hinnant's ("chrono-compatible low-level date algorithms").
+    fn from_seconds(seconds: u64) -> Self {
         let (days, second) = (seconds / 86_400, seconds % 86_400);
         let shifted = days + 719_468;
         let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
@@ -91,9 +102,7 @@ impl From<Time> for UtcText {
         }
         Self(text)
     }
-}
 
-impl UtcText {
     /// The 20 characters, in ASCII.
     pub const fn as_bytes(&self) -> &[u8; 20] {
         &self.0
@@ -270,7 +279,10 @@ mod tests {
     use std::string::ToString;
 
     #[test]
-    fn timestamps_round_up_to_seconds() {
+    fn timestamps_have_whole_seconds() {
+        let passed = |micros| UtcText::rounded_down(Time::from_micros(micros)).to_string();
+        assert_eq!(passed(951_782_399_999_999), "2000-02-28 23:59:59Z");
+        assert_eq!(passed(951_782_400_000_000), "2000-02-29 00:00:00Z");
         for (micros, text) in [
             (0, "1970-01-01 00:00:00Z"),
             (1, "1970-01-01 00:00:01Z"),

@@ -119,7 +119,7 @@ impl ServerEvent {
 
     /// Its time, such as `2026-11-21 12:01:45Z`.
     pub(crate) fn utc(&self) -> String {
-        UtcText::from(self.at).to_string()
+        UtcText::rounded_down(self.at).to_string()
     }
 
     /// The event in words.
@@ -187,6 +187,20 @@ impl fmt::Display for Change {
                 write!(f, "the policy was reloaded; a restart is needed for {}", restart_needed.join(", "))
             }
             Self::ReloadFailed { error } => write!(f, "the policy wasn't reloaded: {error}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_times_of_an_event_agree() {
+        for micros in [1_763_726_505_000_000, 1_763_726_505_000_001, 1_763_726_505_999_999] {
+            let event = ServerEvent::new(Time::from_micros(micros), Change::Resumed { provider: "p".to_owned() });
+            let json = event.json(1);
+            assert_eq!((&json["time"], &json["unix_ms"]), (&"2025-11-21 12:01:45Z".into(), &(micros / 1000).into()));
         }
     }
 }

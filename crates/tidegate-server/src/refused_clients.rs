@@ -266,7 +266,7 @@ impl RefusedClient {
     }
 
     fn report(&self, plan: &Plan, now: Time) -> ClientReport {
-        let time = |at: Time| UtcText::from(at).to_string();
+        let passed = |at: Time| UtcText::rounded_down(at).to_string();
         ClientReport {
             action: plan.limit_info(self.limit).action().map(|action| plan.action(action).name().to_owned()),
             limit: plan.limit_info(self.limit).name().to_owned(),
@@ -275,10 +275,10 @@ impl RefusedClient {
             shadow: self.is_shadow,
             strikes: self.strikes,
             retry_after: self.until.map(|until| until.since(now).as_secs_ceil()),
-            until: self.until.map(time),
+            until: self.until.map(|until| UtcText::from(until).to_string()),
             refusals: self.refusals,
-            first: time(self.first_at),
-            last: time(self.last_at),
+            first: passed(self.first_at),
+            last: passed(self.last_at),
             reset: self.reset_request(plan),
         }
     }

@@ -27,7 +27,7 @@ pub(super) fn text(alert: &str, message: &Message) -> String {
 pub(super) fn json(alert: &str, message: &Message, now: Time) -> Value {
     json!({
         "alert": alert,
-        "time": UtcText::from(now).to_string(),
+        "time": UtcText::rounded_down(now).to_string(),
         "text": text(alert, message),
         "new": list_json(&message.new),
         "continuing": list_json(&message.continuing),

@@ -11,6 +11,10 @@ const MAX_CHARS: usize = 64;
 const MAX_HOST_BYTES: usize = 48;
 /// The longest believed interval, in milliseconds: a record with a longer one would never count as silent.
 const MAX_INTERVAL_MILLIS: u64 = 60_000;
+/// The highest believed rate of decisions. No machine decides faster.
+const MAX_DECISIONS_PER_SECOND: f64 = 1e9;
+/// The longest shown time: a hundred years, in seconds.
+const MAX_SECONDS: u64 = 100 * 366 * 86_400;
 
 /// The description of a node by itself. A node of another version may leave out fields, or add some.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -41,7 +45,10 @@ impl NodeRecord {
         for text in [&mut record.name, &mut record.version] {
             *text = printable(text).chars().take(MAX_CHARS).collect();
         }
-        record.decisions_per_second = record.decisions_per_second.filter(|rate| rate.is_finite() && *rate >= 0.0);
+        let is_believed = |rate: &f64| (0.0..=MAX_DECISIONS_PER_SECOND).contains(rate);
+        record.decisions_per_second = record.decisions_per_second.filter(is_believed);
+        record.uptime = record.uptime.min(MAX_SECONDS);
+        record.link_seconds = record.link_seconds.min(MAX_SECONDS);
         record
     }
 
@@ -88,5 +95,18 @@ mod tests {
         assert_eq!((record.name.chars().count(), record.decisions_per_second), (64, None));
         assert!(record.name.starts_with("\u{fffd}[31mn"), "{}", record.name);
         assert_eq!(record.interval(), Span::from_secs(60));
+        for rate in ["1e300", "1e12", "-0.1"] {
+            let text = format!(
+                "{{\"version\":\"{}\",\"decisions_per_second\":{rate},\"uptime\":{1},\"link_seconds\":{1}}}",
+                "1\u{202e}".repeat(200),
+                u64::MAX
+            );
+            let record = NodeRecord::from_bytes(text.as_bytes());
+            assert_eq!(
+                (record.decisions_per_second, record.uptime, record.link_seconds),
+                (None, MAX_SECONDS, MAX_SECONDS)
+            );
+            assert_eq!(record.version, "1\u{fffd}".repeat(32));
+        }
     }
 }

@@ -84,8 +84,8 @@ impl ServerSnapshot {
         });
         json!({
             "version": env!("CARGO_PKG_VERSION"),
-            "started_at": UtcText::from(self.started_at).to_string(),
-            "now": UtcText::from(now).to_string(),
+            "started_at": UtcText::rounded_down(self.started_at).to_string(),
+            "now": UtcText::rounded_down(now).to_string(),
             "uptime": now.since(self.started_at).as_secs_ceil(),
             "connections": self.connections.iter().copied().collect::<BTreeMap<_, _>>(),
             "metrics": self.has_metrics,
