@@ -30,6 +30,9 @@ fn describe_blocks(report: &Value) -> Option<String> {
         return Some("no client was refused\n".to_owned());
     }
     let mut text = format!("{} blocked now, {} refused lately\n\n", report["blocked"], report["known"]);
+    if report["local"].as_bool()? {
+        text.push_str("the store can't be asked: these are the blocks that this node knows\n\n");
+    }
     let mut rows = vec![["CLIENT", "LIMIT", "STATE", "STRIKES", "REFUSALS", "LAST"].map(str::to_owned).to_vec()];
     for client in clients.iter().take(MAX_ROWS) {
         let name: Vec<String> = client["client"]

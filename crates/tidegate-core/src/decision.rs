@@ -67,6 +67,8 @@ pub struct Decision {
     pub bound_by: Option<LimitId>,
     /// On refusal, the key under which that limit counts the call.
     pub key: Key,
+    /// On refusal, the [affinity](crate::batch::BatchContext::affinity) of that key, by which a store finds it.
+    pub affinity: u64,
     /// On refusal, the strikes of that key. They determine the length of its next block.
     pub strikes: u8,
     /// The reason of the decision.
@@ -94,6 +96,7 @@ impl Decision {
             next_allowed_at: None,
             bound_by: None,
             key: Key::default(),
+            affinity: 0,
             strikes: 0,
             reason,
             permit: None,
@@ -160,7 +163,8 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
     }
     if let Some((op, outcome)) = refusal.or(shadow_refusal) {
         set_limit_fields(&mut decision, op, outcome);
-        (decision.key, decision.strikes) = (op.key, outcome.strikes);
+        (decision.key, decision.affinity) = (op.key, batch.context().affinity);
+        decision.strikes = outcome.strikes;
         let blocks = batch.ops().iter().zip(outcomes.list()).filter(|(op, outcome)| {
             let enforced = limits.get(op.limit).is_some_and(|limit| !limit.is_shadow());
             enforced != decision.shadow && outcome.verdict.refuses() && outcome.block_until > now

@@ -41,6 +41,7 @@ use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error};
 use crate::metrics::ServerSnapshot;
+use crate::refused_clients::ClientsReport;
 use crate::rejections::RejectionReason;
 use crate::states::SharedParts;
 use crate::wire::admin::AdminState;
@@ -240,6 +241,8 @@ struct View<'a> {
     parts: &'a SharedParts,
     plan: &'a Plan,
     state: ServerSnapshot,
+    /// The refused clients, on the page that shows them.
+    clients: Option<ClientsReport>,
     now: Time,
 }
 
@@ -249,7 +252,11 @@ impl<'a> View<'a> {
         let providers = if page.shows_limits() { metrics.providers().await } else { metrics.local_providers() };
         let state = metrics.snapshot_with(providers);
         let (parts, plan, now) = (&*metrics.parts, &**admin.gate.plan(), admin.gate.clock().now());
-        Self { caller, query: None, parts, plan, state, now }
+        let clients = match page {
+            Page::Who => Some(parts.refusals.clients.report(&admin.gate, None, who_page::MAX_CLIENTS).await),
+            _ => None,
+        };
+        Self { caller, query: None, parts, plan, state, clients, now }
     }
 
     /// True if the caller may try other terms of limits.

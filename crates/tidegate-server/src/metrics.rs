@@ -89,7 +89,7 @@ impl RequestMetrics {
         now
     }
 
-    /// Counts a check without a decision, if the store is the reason.
+    /// Counts a check without a decision, if the store is the reason. Those with a decision are counted by the store.
     #[cold]
     pub(crate) fn record_check_error(&self, error: &CheckError) {
         if matches!(error, CheckError::Store(_)) {
@@ -158,7 +158,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
         let (requests, gate) = (&self.parts.metrics, &self.gate);
         let failed_calls = self.providers.iter().flat_map(Outbound::providers).flat_map(|provider| provider.failures());
         let upstream_failures = (0..UpstreamError::REASONS.len()).map(|index| requests.upstream_failures.get(index));
-        let errors = requests.store_errors.get(0) + requests.upstream_replies.get(STATUS_CLASSES.len() - 1);
+        let errors = self.store_errors().iter().sum::<u64>() + requests.upstream_replies.get(STATUS_CLASSES.len() - 1);
         let totals = Totals {
             admitted: gate.decision_total(DecisionOutcome::Allowed),
             refused: gate.decision_total(DecisionOutcome::Refused),
@@ -166,6 +166,11 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             errors: errors + upstream_failures.chain(failed_calls).sum::<u64>(),
         };
         self.parts.history.record(gate.clock().now(), gate.plan(), totals, &gate.decision_counts());
+    }
+
+    /// The number of checks that the store failed to decide: those without a decision, and those decided without it.
+    fn store_errors(&self) -> [u64; 2] {
+        [self.parts.metrics.store_errors.get(0), self.gate.store().fallback_count()]
     }
 
     /// The present state as JSON.
@@ -216,7 +221,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             reloads: [0, 1].map(|result| requests.reloads.get(result)),
             is_last_reload_ok: requests.is_last_reload_ok(),
             dropped_log_lines: dropped_lines(),
-            store_errors: requests.store_errors.get(0),
+            store_errors: self.store_errors(),
             lost_store: gate.store().outage().map(str::to_owned),
             fleet: self.fleet(),
             store_losses: array::from_fn(|index| requests.store_losses.get(index)),

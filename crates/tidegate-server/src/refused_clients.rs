@@ -3,13 +3,15 @@
 use std::collections::{HashMap, HashSet};
 
 use foldhash::fast::FixedState;
+use futures_util::{StreamExt as _, stream};
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use tidegate::policy::{ActionId, KeyPart, Plan, Query};
-use tidegate::{Decision, Reason, Time};
+use tidegate::store::Store;
+use tidegate::{Decision, Gate, Reason, Time};
 use tidegate_core::time::UtcText;
-use tidegate_core::{Key, LimitId};
+use tidegate_core::{Batch, Clock, Key, LimitId, Op, Outcomes, Verb};
 
 /// The number of shards, so that threads rarely wait for each other.
 const SHARDS: usize = 16;
@@ -21,6 +23,8 @@ const CANDIDATES: usize = 4;
 const MAX_PART_CHARS: usize = 128;
 /// The maximum number of clients in one report.
 pub(crate) const MAX_REPORTED: usize = 1_000;
+/// The number of batches about which the store is asked at once for a report.
+const MAX_INSPECTIONS: usize = 16;
 
 /// The clients that were refused, each under the limit that refused it. At the bound, the least important of a new client
 /// and a few others is left out: rather one that isn't blocked, then the one whose block ends first, then the one that was
@@ -45,6 +49,8 @@ struct Shard {
 struct RefusedClient {
     limit: LimitId,
     key: Key,
+    /// The affinity of the key, by which the store finds it.
+    affinity: u64,
     /// The values of the key's parts. `None` for those that may be secrets.
     parts: Box<[Option<Box<str>>]>,
     refusals: u64,
@@ -67,6 +73,8 @@ pub(crate) struct ClientsReport {
     pub(crate) known: usize,
     /// The number of clients that were left out.
     pub(crate) displaced: u64,
+    /// True if the store couldn't be asked, and blocks are those that this node knows.
+    pub(crate) local: bool,
 }
 
 /// A client that was refused. Times are in seconds, rounded up, or UTC.
@@ -165,8 +173,71 @@ impl RefusedClients {
     }
 
     /// At most `most` clients: those that are blocked now first, then those that were refused most. Only those of this
-    /// action, if one is given.
-    pub(crate) fn report(&self, plan: &Plan, action: Option<ActionId>, most: usize, now: Time) -> ClientsReport {
+    /// action, if one is given. The store's word is taken for which of them are still blocked: another node that shares
+    /// it may have reset some.
+    pub(crate) async fn report<S: Store, C: Clock>(
+        &self,
+        gate: &Gate<S, C>,
+        action: Option<ActionId>,
+        most: usize,
+    ) -> ClientsReport {
+        let now = gate.clock().now();
+        let (listed, _) = self.list(gate.plan(), action, now);
+        let blocked = listed.iter().take(most).filter(|client| client.is_blocked_at(now));
+        let is_asked = self.ask_store(gate, batches_of(blocked)).await;
+        self.local_report(gate.plan(), action, most, !is_asked, gate.clock().now())
+    }
+
+    /// Updates the clients of these peeks by what the store knows. Returns false if it couldn't be asked about all.
+    async fn ask_store<S: Store, C: Clock>(&self, gate: &Gate<S, C>, peeks: Vec<Batch>) -> bool {
+        let now = gate.clock().now();
+        let asking = peeks.into_iter().map(|peek| async move {
+            let answer = gate.store().inspect(&peek, now).await;
+            (peek, answer)
+        });
+        let mut answers = stream::iter(asking).buffer_unordered(MAX_INSPECTIONS);
+        let mut is_complete = true;
+        while let Some((peek, answer)) = answers.next().await {
+            match answer {
+                Ok(outcomes) => self.take_over(&peek, &outcomes, now),
+                Err(_) => is_complete = false,
+            }
+        }
+        is_complete
+    }
+
+    /// Takes over the penalties in the outcomes of a peek that was sent at this time, except for clients that have been
+    /// refused since.
+    fn take_over(&self, peek: &Batch, outcomes: &Outcomes, sent_at: Time) {
+        for (op, outcome) in peek.ops().iter().zip(outcomes.list()) {
+            let shard = &mut *self.shards[op.key.lo() as usize % SHARDS].lock();
+            let Some(position) = shard.positions.get(&(op.limit, op.key)) else { continue };
+            let client = &mut shard.clients[*position];
+            if client.last_at <= outcomes.now() {
+                client.is_blocked = outcome.block_until > outcomes.now();
+                client.strikes = outcome.strikes;
+                let is_waiting = outcome.verdict.refuses() && !outcome.retry_at.is_never();
+                client.until = is_waiting.then(|| sent_at + outcome.retry_at.since(outcomes.now()));
+            }
+        }
+    }
+
+    fn local_report(
+        &self,
+        plan: &Plan,
+        action: Option<ActionId>,
+        most: usize,
+        local: bool,
+        now: Time,
+    ) -> ClientsReport {
+        let (clients, displaced) = self.list(plan, action, now);
+        let blocked = clients.iter().filter(|client| client.is_blocked_at(now)).count();
+        let shown = clients.iter().take(most).map(|client| client.report(plan, now)).collect();
+        ClientsReport { clients: shown, blocked, known: clients.len(), displaced, local }
+    }
+
+    /// The kept clients in the order of a report, and the number of those that were left out.
+    fn list(&self, plan: &Plan, action: Option<ActionId>, now: Time) -> (Vec<RefusedClient>, u64) {
         let (mut clients, mut displaced) = (Vec::new(), 0);
         for shard in &self.shards {
             let shard = shard.lock();
@@ -181,9 +252,7 @@ impl RefusedClients {
         clients.sort_unstable_by_key(|client| {
             std::cmp::Reverse((client.is_blocked_at(now), client.refusals, client.importance(now)))
         });
-        let blocked = clients.iter().filter(|client| client.is_blocked_at(now)).count();
-        let shown = clients.iter().take(most).map(|client| client.report(plan, now)).collect();
-        ClientsReport { clients: shown, blocked, known: clients.len(), displaced }
+        (clients, displaced)
     }
 
     /// The number of clients that each limit blocks now.
@@ -196,6 +265,21 @@ impl RefusedClients {
         }
         blocked
     }
+}
+
+/// The peeks that ask a store about these clients, as few as possible.
+fn batches_of<'c>(clients: impl Iterator<Item = &'c RefusedClient>) -> Vec<Batch> {
+    let mut batches: Vec<Batch> = Vec::new();
+    for client in clients {
+        let op = Op::new(client.limit, Verb::Peek, client.key, 1);
+        let last = batches.last_mut().filter(|last| last.context().affinity == client.affinity);
+        if last.is_none_or(|last| last.push(op).is_err()) {
+            let mut batch = Batch::new(0).with_ops([op]);
+            batch.set_affinity(client.affinity);
+            batches.push(batch);
+        }
+    }
+    batches
 }
 
 impl Shard {
@@ -235,6 +319,7 @@ impl RefusedClient {
         Self {
             limit,
             key: decision.key,
+            affinity: decision.affinity,
             parts: shown_parts(plan, limit, query),
             refusals: 0,
             strikes: 0,
@@ -325,13 +410,17 @@ mod tests {
         }
     }
 
+    fn policy() -> Policy {
+        Policy::load(PolicySources::new().file("test.toml", LIMIT)).expect("a policy")
+    }
+
     fn recorded(refusals: impl IntoIterator<Item = Decision>) -> Value {
-        let policy = Policy::load(PolicySources::new().file("test.toml", LIMIT)).expect("a policy");
+        let policy = policy();
         let clients = RefusedClients::default();
         for decision in refusals {
             clients.record(policy.plan(), &Query::default(), &decision);
         }
-        json!(clients.report(policy.plan(), None, MAX_REPORTED, Time::from_secs(100)))
+        json!(clients.local_report(policy.plan(), None, MAX_REPORTED, false, Time::from_secs(100)))
     }
 
     #[test]
@@ -342,6 +431,17 @@ mod tests {
         assert_eq!(refusals, [1, 2, 1]);
         assert_eq!((&report["blocked"], &report["known"]), (&json!(1), &json!(3)));
         assert_eq!(report["clients"][0]["strikes"], 1);
+    }
+
+    #[test]
+    fn a_store_is_asked_in_few_batches() {
+        let policy = policy();
+        let decisions = (0..20).map(|client| Decision { affinity: client / 10, ..refusal(client, 10, true) });
+        let client = |decision| RefusedClient::new(policy.plan(), LimitId::FIRST, &Query::default(), &decision);
+        let clients: Vec<_> = decisions.map(client).collect();
+        let batches = batches_of(clients.iter());
+        let sizes: Vec<_> = batches.iter().map(|batch| (batch.context().affinity, batch.ops().len())).collect();
+        assert_eq!(sizes, [(0, 8), (0, 2), (1, 8), (1, 2)]);
     }
 
     #[test]

@@ -91,6 +91,26 @@ impl Store for AnyStore {
         }
     }
 
+    async fn inspect(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
+        match self {
+            Self::Memory(memory) => memory.inspect(batch, now).await,
+            #[cfg(feature = "file")]
+            Self::File(file) => file.inspect(batch, now).await,
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.inspect(batch, now).await,
+        }
+    }
+
+    fn fallback_count(&self) -> u64 {
+        match self {
+            Self::Memory(memory) => memory.fallback_count(),
+            #[cfg(feature = "file")]
+            Self::File(file) => file.fallback_count(),
+            #[cfg(feature = "remote")]
+            Self::Fleet(fleet) => fleet.fallback_count(),
+        }
+    }
+
     fn outage(&self) -> Option<&str> {
         match self {
             Self::Memory(memory) => memory.outage(),

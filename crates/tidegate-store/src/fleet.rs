@@ -11,6 +11,7 @@ mod health;
 mod leases;
 mod local_fallback;
 mod penalty_restore;
+mod resets;
 mod tasks;
 
 use std::future::{Future, ready};
@@ -36,6 +37,8 @@ use tasks::{FleetTasks, QueuedSubmit};
 
 /// The number of batches that wait to be sent to the store. Further ones are dropped, counted and logged.
 const SUBMIT_QUEUE_CAPACITY: usize = 4096;
+/// The maximum time for an inspection. No decision waits for it.
+const INSPECTION_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The settings of a node of a fleet.
 #[derive(Clone)]
@@ -114,6 +117,8 @@ struct NodeState {
     dropped_count: AtomicU64,
     /// The number of failures that made a partition suspect, since it was last logged.
     late_count: AtomicU64,
+    /// The number of decisions that were made without the store.
+    fallback_count: AtomicU64,
     /// The number of nodes that the store last reported. Until `node_count_reliable_at`, its reports may be too low.
     node_count: AtomicUsize,
     node_count_reliable_at: AtomicU64,
@@ -148,6 +153,7 @@ impl Fleet {
             submit_sender,
             dropped_count: AtomicU64::new(0),
             late_count: AtomicU64::new(0),
+            fallback_count: AtomicU64::new(0),
             node_count_reliable_at,
             has_other_seed: AtomicBool::new(false),
             down_count: AtomicUsize::new(0),
@@ -212,6 +218,19 @@ impl Store for Fleet {
 
     fn submit(&self, batch: &Batch, now: Time) {
         self.node.submit(batch, now);
+    }
+
+    async fn inspect(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
+        if !self.node.batch_partition(batch).is_up() {
+            return Err(StoreError::Unavailable);
+        }
+        let answer = tokio::time::timeout(INSPECTION_TIMEOUT, self.node.remote.apply(batch, now)).await;
+        let outcomes = answer.unwrap_or(Err(StoreError::Timeout(INSPECTION_TIMEOUT)))?;
+        Ok(self.node.record(batch, outcomes, now).await)
+    }
+
+    fn fallback_count(&self) -> u64 {
+        self.node.state.fallback_count.load(Ordering::Relaxed)
     }
 
     fn vote(&self, topic: Key, yes: bool, now: Time) -> Option<impl Future<Output = Option<Votes>> + Send + 'static> {
@@ -330,13 +349,18 @@ impl FleetNode {
         outcomes
     }
 
-    /// Asks the store while its partition is up. An answer without a known block counts only after a reset of the key.
+    /// Asks the store while its partition is up.
     async fn apply_and_record(self: &Arc<Self>, batch: &Batch, sent_at: Time) -> Result<Outcomes, StoreError> {
         let outcomes = self.apply_remote(batch, sent_at).await?;
-        if self.state.blocks.update_from_store(self.remote.limits(), batch, &outcomes, sent_at) {
-            return Ok(Box::pin(self.recheck_outcomes(batch, outcomes)).await);
+        Ok(self.record(batch, outcomes, sent_at).await)
+    }
+
+    /// Takes note of an answer of the store. One without a known block counts only after a reset of the key.
+    async fn record(self: &Arc<Self>, batch: &Batch, outcomes: Outcomes, sent_at: Time) -> Outcomes {
+        match self.state.blocks.update_from_store(self.remote.limits(), batch, &outcomes, sent_at) {
+            true => Box::pin(self.recheck_outcomes(batch, outcomes)).await,
+            false => outcomes,
         }
-        Ok(outcomes)
     }
 
     /// The outcomes in place of an answer that lacks a block. The charges of that answer are given back.
@@ -381,34 +405,6 @@ impl FleetNode {
         outcomes
     }
 
-    /// Resets keys, here and in the store. A reset during an outage is sent later, even if other changes are not.
-    #[cold]
-    fn reset(self: &Arc<Self>, batch: &Batch, now: Time) -> RemoteFuture<Outcomes> {
-        let (node, batch) = (Arc::clone(self), batch.clone());
-        Box::pin(async move {
-            let forget =
-                || batch.ops().iter().filter(|op| op.verb == Verb::Reset).for_each(|op| node.forget(op.limit, op.key));
-            // With `deny`, a reset that fails changes nothing. One that succeeds is applied here again, because a call
-            // in flight may have seen the block.
-            if node.on_outage(&batch) != OnOutage::Deny {
-                forget();
-            }
-            let (mut decided_at, mut list) = (now, Vec::with_capacity(batch.ops().len()));
-            for (part, op_count) in node.reset_log.batches_with_log_entries(&batch) {
-                match node.apply_and_record(&part, now).await {
-                    Ok(outcomes) => {
-                        decided_at = outcomes.now();
-                        list.extend(outcomes.list().iter().take(op_count));
-                    }
-                    Err(_) if node.on_outage(&batch) == OnOutage::Deny => return Err(StoreError::Unavailable),
-                    Err(_) => return Ok(node.apply_locally(&batch, node.state.clock.now())),
-                }
-            }
-            forget();
-            Ok(Outcomes::new(decided_at, list))
-        })
-    }
-
     /// The state with which a node decides while a part of the store is gone.
     fn new_fallback(&self) -> local_fallback::LocalFallback {
         let bytes = self.state.options.max_bytes / self.state.partitions.len();
@@ -420,7 +416,11 @@ impl FleetNode {
     }
 
     fn decide_without_store(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
-        match self.on_outage(batch) {
+        let on_outage = self.on_outage(batch);
+        if on_outage != OnOutage::Deny && batch.ops().iter().any(|op| op.verb == Verb::Take) {
+            self.state.fallback_count.fetch_add(1, Ordering::Relaxed);
+        }
+        match on_outage {
             OnOutage::Deny => Err(StoreError::Unavailable),
             OnOutage::Allow => Ok(local_fallback::uncounted_outcomes(batch, self.remote.limits(), now)),
             OnOutage::Local => Ok(self.apply_locally(batch, now)),
@@ -466,18 +466,6 @@ impl FleetNode {
         } else if self.state.submit_sender.try_send((Arc::clone(self), batch.clone(), now)).is_err() {
             self.state.dropped_count.fetch_add(1, Ordering::Relaxed);
         }
-    }
-
-    /// Forgets this node's state of a key that was reset.
-    fn forget(&self, limit: LimitId, key: Key) {
-        let now = self.state.clock.now();
-        self.state.blocks.forget(limit, key, now);
-        self.leases.forget(limit, key);
-        self.state
-            .partitions
-            .iter()
-            .filter_map(PartitionHealth::fallback)
-            .for_each(|local| local.forget(limit, key, now));
     }
 
     fn node_list_batch(&self, verb: Verb, list: Key, affinity: u64) -> Batch {

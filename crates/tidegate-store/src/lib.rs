@@ -61,7 +61,7 @@ use tidegate_core::{Batch, Key, Limits, Outcomes, Time};
 ///
 /// A store that wraps another one passes every method on, also those with a default: without [`Store::maintain`], idle
 /// entries stay; without [`Store::vote`], a node of a fleet decides by itself alone; without [`Store::announce`], other
-/// nodes don't see it.
+/// nodes don't see it; without [`Store::inspect`] and [`Store::fallback_count`], outages aren't seen.
 pub trait Store: Send + Sync + 'static {
     /// The future of an answer that isn't immediate.
     type Future: Future<Output = Result<Outcomes, StoreError>> + Send;
@@ -74,6 +74,26 @@ pub trait Store: Send + Sync + 'static {
 
     /// Applies a batch without an answer, such as the release of a permit when a caller is cancelled.
     fn submit(&self, batch: &Batch, now: Time);
+
+    /// Asks the store itself for the outcomes of a batch of peeks: no answer is one that this node remembers or makes
+    /// without the store. For people who look at the state. Has no influence on decisions.
+    ///
+    /// # Errors
+    /// The future: the store failed or can't be reached.
+    fn inspect(&self, batch: &Batch, now: Time) -> impl Future<Output = Result<Outcomes, StoreError>> + Send {
+        let response = self.apply(batch, now);
+        async {
+            match response {
+                StoreResponse::Ready(outcomes) => Ok(outcomes),
+                StoreResponse::Pending(later) => later.await,
+            }
+        }
+    }
+
+    /// The number of decisions that were made without the store, because it didn't answer.
+    fn fallback_count(&self) -> u64 {
+        0
+    }
 
     /// Sends this node's vote on a topic, and returns the votes of the nodes that share the store. `None` if the store
     /// belongs to this process alone. The future returns `None` if the store fails. A vote counts for ten seconds.

@@ -6,21 +6,20 @@ use serde_json::json;
 use super::layout::{badge, button, table};
 use super::{View, words};
 use crate::events::client_text;
-use crate::refused_clients::ClientReport;
+use crate::refused_clients::{ClientReport, ClientsReport};
 
 /// The maximum number of shown clients.
-const MAX_CLIENTS: usize = 100;
+pub(super) const MAX_CLIENTS: usize = 100;
 
 pub(super) fn render(view: &View<'_>) -> Markup {
     html! {
         h1 { "Who" }
-        (clients(view))
+        @if let Some(report) = &view.clients { (clients(view, report)) }
         div id="block" data-live { @if view.may_change() { (block_form(view)) } }
     }
 }
 
-fn clients(view: &View<'_>) -> Markup {
-    let report = view.parts.refusals.clients.report(view.plan, None, MAX_CLIENTS, view.now);
+fn clients(view: &View<'_>, report: &ClientsReport) -> Markup {
     let mut head = vec![
         ("", "Client"),
         ("", "State"),
@@ -42,6 +41,9 @@ fn clients(view: &View<'_>) -> Markup {
                     @if report.displaced > 0 {
                         span class="muted" { "; " (words::count(report.displaced)) " others were left out" }
                     }
+                }
+                @if report.local {
+                    p class="message warn" { "The store can't be asked: these are the blocks that this node knows." }
                 }
                 @if report.clients.is_empty() {
                     p class="muted" { "No client was refused." }

@@ -72,7 +72,7 @@ metrics! {
 
     RELOADS: Counter "policy_reloads" ["result"] "Reloads of the policy, by result: ok or failed";
     LAST_RELOAD: Gauge "policy_last_reload_ok" [] "0 if the last reload failed, so that the policy before goes on; else 1";
-    DROPPED_LOG_LINES: Counter "log_lines_dropped" [] "Log lines that were dropped, because standard error took none";
+    DROPPED_LOG_LINES: Counter "log_lines_dropped" [] "Log lines that were dropped, because standard error didn't take them";
 
     DECISIONS: Counter "decisions" ["action", "limit", "outcome", "reason"]
         "Decisions that clients were given, each counted once. The outcome is allowed, refused, or shadow: admitted, but a limit in shadow mode would have refused it. Labels are empty if no action or no limit took part";
@@ -84,7 +84,8 @@ metrics! {
     STORE_UP: Gauge "store_up" [] "1 if the store answers, 0 while decisions are made without it";
     #[seconds]
     STORE_TIME: Histogram "store_duration" [] "The time of decisions that waited for a store outside this process";
-    STORE_ERRORS: Counter "store_errors" [] "Requests without a decision, because the store failed";
+    STORE_ERRORS: Counter "store_errors" ["decision"]
+        "Decisions that the store failed to make: made without_store, as on_outage says, or none at all";
     STORE_LOSSES: Counter "store_losses" ["kind"]
         "Losses of a full store. used, exhausted: dropped entries that had used a part, or all, of their limit; unblocked: blocks that weren't imposed; shared: answers by which a new key shares its network's limit";
     FLEET_NODES: Gauge "fleet_nodes" ["state"]

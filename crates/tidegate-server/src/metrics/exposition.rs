@@ -101,7 +101,8 @@ impl ServerSnapshot {
         page.histograms(&DECISION_TIME, [([], &self.decision_times)])?;
         page.gauges(&STORE_UP, [([], if self.lost_store.is_none() { 1.0 } else { 0.0 })])?;
         page.histograms(&STORE_TIME, [([], &self.store_times)])?;
-        page.counters(&STORE_ERRORS, [([], self.store_errors)])?;
+        let store_errors = ["none", "without_store"].into_iter().zip(self.store_errors);
+        page.counters(&STORE_ERRORS, store_errors.map(|(decision, count)| ([decision], count)))?;
         page.counters(&STORE_LOSSES, Losses::KINDS.iter().zip(self.store_losses).map(|(kind, lost)| ([*kind], lost)))?;
         let nodes = NodeState::ALL.map(|state| ([state.name()], self.fleet.count(state) as f64));
         page.gauges(&FLEET_NODES, nodes)?;

@@ -35,7 +35,8 @@ pub(crate) struct ServerSnapshot {
     pub(crate) reloads: [u64; 2],
     pub(crate) is_last_reload_ok: bool,
     pub(crate) dropped_log_lines: u64,
-    pub(crate) store_errors: u64,
+    /// Checks that the store failed to decide: those without a decision, and those decided without it.
+    pub(crate) store_errors: [u64; 2],
     /// The name of the store while it is away.
     pub(crate) lost_store: Option<String>,
     pub(crate) fleet: FleetReport,
@@ -103,7 +104,7 @@ impl ServerSnapshot {
                 "up": self.lost_store.is_none(),
                 "lost": self.lost_store,
                 "time": DurationReport::from(&self.store_times),
-                "errors": self.store_errors,
+                "errors": self.store_errors.iter().sum::<u64>(),
                 "losses": counts(Losses::KINDS, &self.store_losses),
             },
             "fleet": self.fleet.summary(),

@@ -163,7 +163,7 @@ async fn page<S: Store, C: Clock + Clone>(
             parameters(uri, [])?;
             providers_response(admin).await
         }
-        "/v1/blocks" => blocks_response(admin, uri)?,
+        "/v1/blocks" => blocks_response(admin, uri).await?,
         "/v1/events" => events_response(admin, watch, caller, request)?,
         path => match path.strip_prefix(PROVIDERS) {
             Some(name) => {
@@ -221,7 +221,7 @@ async fn provider_response<S: Store, C: Clock + Clone>(admin: &AdminState<S, C>,
 }
 
 /// The clients that are blocked or were refused, of all actions or of the one that `action` names.
-fn blocks_response<S: Store, C: Clock + Clone>(
+async fn blocks_response<S: Store, C: Clock + Clone>(
     admin: &AdminState<S, C>,
     uri: &Uri,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
@@ -229,9 +229,8 @@ fn blocks_response<S: Store, C: Clock + Clone>(
     let [name] = parameters(uri, ["action"])?;
     Ok(match name.map(|name| plan.find_action(&name)).transpose() {
         Ok(action) => {
-            let clients =
-                admin.metrics.parts.refusals.clients.report(plan, action, MAX_REPORTED, admin.gate.clock().now());
-            json_response(StatusCode::OK, &clients)
+            let clients = &admin.metrics.parts.refusals.clients;
+            json_response(StatusCode::OK, &clients.report(&admin.gate, action, MAX_REPORTED).await)
         }
         Err(unknown) => error(StatusCode::NOT_FOUND, &unknown.to_string()),
     })

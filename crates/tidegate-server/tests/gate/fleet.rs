@@ -7,18 +7,22 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tidegate::clock::ManualClock;
-use tidegate::store::{AnnouncedNode, Announcement, Batch, Limits, Memory, Never, Store, StoreError, StoreResponse};
+use tidegate::store::{
+    AnnouncedNode, Announcement, Batch, Limits, Memory, Never, Outcomes, Store, StoreError, StoreResponse,
+};
 use tidegate::{Gate, Span, Time};
-use tidegate_policy::KeySeed;
+use tidegate_policy::{KeySeed, Policy};
 
-use crate::common::{Running, body, get, json, nobody, once, policy, serve, start, status};
+use crate::changes::change;
+use crate::common::{Running, body, get, json, nobody, once, policy, post, serve, start, status};
 
 const LIMIT: &str =
     "[store]\nnode_name = \"this-one\"\nnode_expiry = \"2s\"\n[inbound.action.a]\nlimit = \"5 per 60s\"\n";
 
 /// A store that tells of other nodes, and can be away.
+#[derive(Clone)]
 struct Shared {
-    memory: Memory,
+    memory: Arc<Memory>,
     others: Vec<AnnouncedNode>,
     is_away: Arc<AtomicBool>,
 }
@@ -49,6 +53,14 @@ impl Store for Shared {
         Some(ready(if self.outage().is_some() { Err(StoreError::Unavailable) } else { Ok(nodes) }))
     }
 
+    async fn inspect(&self, batch: &Batch, now: Time) -> Result<Outcomes, StoreError> {
+        if self.outage().is_some() { Err(StoreError::Unavailable) } else { self.memory.inspect(batch, now).await }
+    }
+
+    fn fallback_count(&self) -> u64 {
+        self.outage().map_or(0, |_| 7)
+    }
+
     fn outage(&self) -> Option<&str> {
         self.is_away.load(Ordering::Relaxed).then_some("redis://db:6379")
     }
@@ -61,11 +73,14 @@ fn other(node_id: u64, age: u64, record: &str) -> AnnouncedNode {
 fn start_shared(others: Vec<AnnouncedNode>) -> (Running, Arc<AtomicBool>) {
     let policy = policy(nobody(), LIMIT);
     let is_away = Arc::new(AtomicBool::new(false));
-    let memory = Memory::new(Arc::clone(policy.plan().limits()), 1 << 20);
+    let memory = Arc::new(Memory::new(Arc::clone(policy.plan().limits()), 1 << 20));
     let store = Shared { memory, others, is_away: Arc::clone(&is_away) };
+    (start_on(store, &policy), is_away)
+}
+
+fn start_on(store: Shared, policy: &Policy) -> Running {
     let (plan, clock) = (Arc::clone(policy.plan()), ManualClock::default());
-    let gate = Gate::from_parts(plan, store, clock, KeySeed::new([7; 16]));
-    (serve(gate, &policy, |_| None).unwrap(), is_away)
+    serve(Gate::from_parts(plan, store, clock, KeySeed::new([7; 16])), policy, |_| None).unwrap()
 }
 
 /// Asks for the list of nodes until it is as expected.
@@ -149,4 +164,50 @@ async fn a_node_without_its_store_says_so() {
     }
     is_away.store(false, Ordering::Relaxed);
     wait_for_fleet(&gate, |fleet| fleet["nodes"][1]["state"] == "live" && fleet["error"].is_null()).await;
+}
+
+#[tokio::test]
+async fn blocks_reset_elsewhere_are_not_listed() {
+    let policy = policy(
+        nobody(),
+        "[inbound.action.login]\nlimit = \"1 per 60s\"\npenalty = { base = \"600s\", cap = \"1h\" }\n",
+    );
+    let (memory, is_away) = (Memory::new(Arc::clone(policy.plan().limits()), 1 << 20), Arc::default());
+    let store = Shared { memory: Arc::new(memory), others: Vec::new(), is_away: Arc::clone(&is_away) };
+    let [this, other] = [(); 2].map(|()| start_on(store.clone(), &policy));
+    let of = |client: u8| format!("{{\"action\":\"login\",\"ip\":\"192.0.2.{client}\"}}");
+    for client in 0..20 {
+        for expected in [200, 429] {
+            assert_eq!(status(&once(this.api, post("/v1/check", &of(client))).await), expected);
+        }
+    }
+    for client in 0..10 {
+        assert_eq!(status(&once(other.admin, change("/v1/reset", "", &of(client))).await), 200);
+    }
+    is_away.store(true, Ordering::Relaxed);
+    let local = json(&once(this.admin, get("/v1/blocks")).await);
+    assert_eq!((&local["blocked"], &local["local"]), (&20.into(), &true.into()), "{local}");
+    assert!(once(this.admin, get("/who")).await.contains("can't be asked"));
+    is_away.store(false, Ordering::Relaxed);
+    let page = once(this.admin, get("/who")).await;
+    assert!(page.contains("<strong>10</strong> blocked now") && !page.contains("can't be asked"), "{}", body(&page));
+    let blocks = json(&once(this.admin, get("/v1/blocks")).await);
+    assert_eq!((&blocks["blocked"], &blocks["known"], &blocks["local"]), (&10.into(), &20.into(), &false.into()));
+    let clients = blocks["clients"].as_array().unwrap();
+    let free: Vec<_> = clients.iter().filter(|client| client["blocked"] == false).collect();
+    assert!(free.iter().all(|client| client["strikes"] == 0 && client["retry_after"].is_null()), "{blocks}");
+    assert_eq!(free.len(), 10);
+    assert_eq!(clients[0]["strikes"], 1);
+}
+
+#[tokio::test]
+async fn decisions_without_the_store_are_errors() {
+    let (gate, is_away) = start_shared(Vec::new());
+    is_away.store(true, Ordering::Relaxed);
+    let metrics = once(gate.admin, get("/metrics")).await;
+    let counted = |decision: &str, count: u64| {
+        metrics.contains(&format!("tidegate_store_errors_total{{decision=\"{decision}\"}} {count}\n"))
+    };
+    assert!(counted("none", 0) && counted("without_store", 7), "{metrics}");
+    assert_eq!(json(&once(gate.admin, get("/v1/state")).await)["store"]["errors"], 7);
 }

@@ -276,3 +276,44 @@ async fn many_limits_of_a_key_are_reset_together() {
     assert_eq!(outcomes.list().len(), 8);
     assert!(!node.one(Verb::Take, &all, KEY).await.verdict.refuses());
 }
+
+#[tokio::test(start_paused = true)]
+async fn an_inspection_tells_what_the_store_knows() {
+    let clock = Virtual::new();
+    for tells_resets in [true, false] {
+        let store = remote([penalised(1, 90)], clock, tells_resets);
+        let (one, two) = (Caller::new(&store, clock, 1), Caller::new(&store, clock, 2));
+        settled().await;
+        let peek = batch(Verb::Peek, &[0], KEY);
+        let is_blocked = async || {
+            let outcomes = one.fleet.inspect(&peek, clock.now()).await?;
+            Ok::<bool, StoreError>(outcomes.list()[0].block_until > outcomes.now())
+        };
+        assert!(one.take().await && !one.take().await && is_blocked().await.unwrap());
+        store.set_behaviour(RemoteBehaviour::Failing);
+        assert!(is_blocked().await.is_err());
+        assert_eq!(one.fleet.outage(), None, "an inspection has no influence on decisions");
+        store.set_behaviour(RemoteBehaviour::Normal);
+        two.one(Verb::Reset, &[0], KEY).await;
+        assert!(!is_blocked().await.unwrap(), "told: {tells_resets}");
+        assert!(one.take().await);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn decisions_without_the_store_are_counted() {
+    let clock = Virtual::new();
+    let denies = window(5, 60).with_sharing(on_outage(OnOutage::Deny));
+    let store = remote([window(5, 60), denies], clock, true);
+    let node = Caller::new(&store, clock, 1);
+    settled().await;
+    assert!(node.take().await);
+    assert_eq!(node.fleet.fallback_count(), 0);
+    store.set_behaviour(RemoteBehaviour::Failing);
+    for _ in 0..3 {
+        node.take().await;
+    }
+    node.one(Verb::Peek, &[0], KEY).await;
+    assert!(node.ask(&batch(Verb::Take, &[1], KEY)).await.is_err());
+    assert_eq!(node.fleet.fallback_count(), 3);
+}
