@@ -16,8 +16,7 @@ const MAX_FLUSH_WAIT: Duration = Duration::from_secs(1);
 /// The number of lines that this process has dropped.
 static DROPPED_LINES: AtomicU64 = AtomicU64::new(0);
 
-/// The number of log lines that were dropped since the start, because the output didn't take
-/// them.
+/// The number of log lines that were dropped since the start, because the output didn't take them.
 pub(crate) fn dropped_lines() -> u64 {
     DROPPED_LINES.load(Ordering::Relaxed)
 }
