@@ -36,7 +36,7 @@ pub(crate) struct RefusalLog {
     unlogged_refusals: Box<[UnloggedRefusals]>,
     failure_throttle: LogThrottle,
     rejection_throttle: LogThrottle,
-    /// The lines that were dropped until the last summary.
+    /// The lines that had been dropped until the last summary.
     reported_dropped_lines: AtomicU64,
     /// The changes that operators ask for.
     pub(crate) audit: AuditLog,
@@ -226,9 +226,10 @@ impl RefusalLog {
         if let suppressed @ 1.. = self.rejection_throttle.take_suppressed() {
             tracing::info!(suppressed, "rejected requests not logged one by one");
         }
-        let dropped = dropped_lines();
-        if let count @ 1.. = dropped - self.reported_dropped_lines.swap(dropped, Ordering::Relaxed).min(dropped) {
-            tracing::warn!(count, "log lines were dropped, because standard error didn't take them");
+        // The total, because this line can be dropped too; it is counted then, and the next summary reports again.
+        let total = dropped_lines();
+        if total > self.reported_dropped_lines.swap(total, Ordering::Relaxed) {
+            tracing::warn!(total, "log lines were dropped, because standard error didn't take them");
         }
         self.audit.log_summary();
     }
