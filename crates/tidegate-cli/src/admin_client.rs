@@ -1,4 +1,4 @@
-//! `tidegate blocks`, `fleet`, `providers`, `events` and `try`: the state of a running gate, and trials, from its admin
+//! `tidegate blocks`, `health`, `fleet`, `providers`, `events` and `try`: the state of a running gate, and trials, from its admin
 //! listener.
 
 use std::fmt::Write as _;
@@ -14,6 +14,16 @@ use crate::{CliOutcome, CommandResult, GateArgs};
 
 /// The maximum number of clients in a table.
 const MAX_ROWS: usize = 50;
+
+/// `tidegate health`.
+pub(crate) fn health(arguments: &GateArgs) -> CommandResult {
+    let client = GateClient::new(arguments, ListenerKind::Admin)?;
+    let describe = |text: &str| {
+        let report: Value = serde_json::from_str(text).ok()?;
+        Some((format!("{}\n", report["status"].as_str()?), CliOutcome::Done))
+    };
+    client.ask(Method::GET, "/readyz", String::new(), describe, |_| None)
+}
 
 /// `tidegate blocks`.
 pub(crate) fn blocks(arguments: &GateArgs, action: Option<&str>) -> CommandResult {

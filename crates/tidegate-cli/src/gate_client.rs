@@ -239,7 +239,8 @@ impl<'a> GateClient<'a> {
         } else {
             let body: Value = serde_json::from_str(text).unwrap_or_default();
             let default_message = || format!("{} answered {status}", self.url);
-            print_error(&format!("error: {}\n", body["message"].as_str().map_or_else(default_message, str::to_owned)));
+            let message = ["message", "status"].iter().find_map(|field| body[field].as_str());
+            print_error(&format!("error: {}\n", message.map_or_else(default_message, str::to_owned)));
             if let Some(help) = body["field"].as_str().and_then(help) {
                 print_error(&format!("{help}\n"));
             }

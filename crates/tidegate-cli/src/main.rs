@@ -3,7 +3,7 @@
 //! | status | meaning |
 //! | --- | --- |
 //! | 0 | success; for `explain` and `status`, the call would be admitted |
-//! | 1 | failure: an address is in use, the gate can't be reached; `simulate --check`: goodput didn't recover |
+//! | 1 | failure: an address is in use, the gate can't be reached or isn't ready; `simulate --check`: goodput didn't recover |
 //! | 2 | invalid input: the command line, the policy, a scenario, or a request that the gate can't decide |
 //! | 3 | `explain` and `status`: the call would be refused |
 //! | 130 | `serve` received a second stop signal |
@@ -99,6 +99,11 @@ enum Command {
         /// Only clients of this action.
         #[arg(long)]
         action: Option<String>,
+        #[command(flatten)]
+        gate: GateArgs,
+    },
+    /// Show if a running gate can take requests, and exit with 1 if not.
+    Health {
         #[command(flatten)]
         gate: GateArgs,
     },
@@ -380,6 +385,7 @@ fn main() -> ExitCode {
         }
         Command::Alert { command: AlertCommand::Test { name, gate } } => operator::test_alert(&gate, &name),
         Command::Blocks { action, gate } => admin_client::blocks(&gate, action.as_deref()),
+        Command::Health { gate } => admin_client::health(&gate),
         Command::Fleet { gate } => admin_client::fleet(&gate),
         Command::Providers { name, gate } => admin_client::providers(&gate, name.as_deref()),
         Command::Events { follow, gate } => admin_client::events(&gate, follow),

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 
+use sd_notify::NotifyState;
 use tidegate::store::AnyStore;
 use tidegate_policy::Policy;
 use tidegate_server::{BoundServer, FileWatcher, Server, descriptors, log, signals};
@@ -46,6 +47,8 @@ async fn serve(
     let server = Server::open(policy).await.map_err(failure)?;
     let bound = server.policy_source(read_again).policy_files(watched).bind().map_err(failure)?;
     policy::print(&startup_message(policy, source_name, &bound));
+    // Without a service manager, no other program waits for it.
+    let _ = sd_notify::notify(&[NotifyState::Ready]);
     let handle = bound.reload_handle();
     tokio::spawn(async move {
         loop {
