@@ -23,6 +23,8 @@ pub(crate) fn print_completions(mut cli: Command, shell: Shell) -> CliOutcome {
 
 /// Prints one manual page, or writes all of them to a directory.
 pub(crate) fn man(mut cli: Command, command: Option<&str>, directory: Option<&Path>) -> CommandResult {
+    // `help` has no page: it shows those of the others.
+    cli = cli.disable_help_subcommand(true).mut_subcommands(|command| command.disable_help_subcommand(true));
     cli.build();
     if let Some(directory) = directory {
         return match clap_mangen::generate_to(cli, directory) {

@@ -632,5 +632,12 @@ fn shells_get_completions_and_pages() {
     assert!(status == 2 && err.contains("no command rplay"), "{err}");
     let scratch = ScratchDir::new();
     assert_eq!(run(&["man", "--out", scratch.path().to_str().unwrap()]).0, 0);
-    assert!(scratch.path().join("tidegate-serve.1").exists() && scratch.path().join("tidegate.1").exists());
+    let pages: Vec<String> = std::fs::read_dir(scratch.path())
+        .unwrap()
+        .map(|page| page.unwrap().file_name().into_string().unwrap())
+        .collect();
+    assert!(
+        ["tidegate.1", "tidegate-serve.1", "tidegate-alert-test.1"].iter().all(|page| pages.iter().any(|p| p == page))
+    );
+    assert!(!pages.iter().any(|page| page.contains("help")), "{pages:?}");
 }
