@@ -15,8 +15,8 @@ use crate::{CliOutcome, CommandResult};
 pub(crate) const HELP: &str = "\
 Logs may be in the common or combined format of nginx and Apache, or JSON lines, whose usual fields (Caddy's, nginx',
 Envoy's) are recognised; and compressed with gzip or Zstandard. --field names a field of one's own; its roles are
-time, ip, method, path, query, request (a whole request line), host, user (counts as `key`), action, headers (an object)
-or header:NAME; `a.b` is `b` within `a`.";
+time, duration (the seconds from the arrival to that time), ip, method, path, query, request (a whole request line),
+host, user (counts as `key`), action, headers (an object) or header:NAME; `a.b` is `b` within `a`.";
 
 /// The arguments of `tidegate replay`.
 #[derive(Debug, Args)]

@@ -8,18 +8,20 @@ use std::borrow::Cow;
 
 use memchr::{memchr, memchr2, memrchr};
 
-use super::request::{HeaderCollector, LineError, LoggedRequest, parse_address, parse_request_line, split_target};
+use super::request::{
+    HeaderCollector, LineError, LogLine, LoggedRequest, parse_address, parse_request_line, split_target,
+};
 use super::timestamp::ClfTimeParser;
 
 /// The quoted fields after the request, the status and the size.
 const TRAILING_HEADERS: [&str; 3] = ["referer", "user-agent", "x-forwarded-for"];
 
-/// Returns the request of a line; `None` if the line holds something else, such as a handshake at the wrong port.
+/// Returns the content of a line.
 pub(super) fn parse_line<'l>(
     line: &'l [u8],
     clf: &mut ClfTimeParser,
     headers: &mut HeaderCollector,
-) -> Result<Option<LoggedRequest<'l>>, LineError> {
+) -> Result<LogLine<'l>, LineError> {
     let (before, rest) = split_at_time(line).ok_or(LineError::UnknownFormat)?;
     let bracket = memrchr(b'[', before).ok_or(LineError::UnknownFormat)?;
     let (head, time) = (&before[..bracket], &before[bracket + 1..]);
@@ -43,11 +45,12 @@ pub(super) fn parse_line<'l>(
         None => (None, parse_address(first).ok_or(LineError::InvalidAddress)?, rest),
     };
     let user = split_word(rest).map(|(_, user)| user.trim_ascii()).filter(|user| !matches!(*user, b"" | b"-"));
-    let Some(request) = unescape_str(request) else { return Ok(None) };
-    let Some((method, target)) = parse_request_line(&request) else { return Ok(None) };
+    let Some(request) = unescape_str(request) else { return Ok(LogLine::Other) };
+    let Some((method, target)) = parse_request_line(&request) else { return Ok(LogLine::Other) };
     let (path, named) = split_target(target);
-    Ok(Some(LoggedRequest {
+    Ok(LogLine::Request(LoggedRequest {
         time: at,
+        duration: None,
         peer: Some(peer),
         method,
         path,
@@ -143,7 +146,7 @@ mod tests {
 
     use super::*;
 
-    fn request(line: &str) -> Result<Option<LoggedRequest<'_>>, LineError> {
+    fn request(line: &str) -> Result<LogLine<'_>, LineError> {
         parse_line(line.as_bytes(), &mut ClfTimeParser::default(), &mut HeaderCollector::default())
     }
 
@@ -151,6 +154,7 @@ mod tests {
     fn common_log_lines_of_servers_are_parsed() {
         let plain = |method: &'static str, path: &'static str| LoggedRequest {
             time: Time::from_secs(971_211_336),
+            duration: None,
             peer: Some("203.0.113.7".parse().unwrap()),
             method: method.into(),
             path: path.into(),
@@ -189,7 +193,7 @@ mod tests {
                 LoggedRequest { host: Some("example.org".into()), ..plain("GET", "/x") },
             ),
         ] {
-            assert_eq!(request(&line), Ok(Some(expected)), "{line}");
+            assert_eq!(request(&line), Ok(LogLine::Request(expected)), "{line}");
         }
     }
 
@@ -197,7 +201,7 @@ mod tests {
     fn non_requests_and_broken_lines_are_distinguished() {
         let with = |request: &str| format!(r#"203.0.113.7 - - [10/Oct/2000:13:55:36 -0700] "{request}" 400 0"#);
         for other in ["-", "", r"\x16\x03\x01", r"\xff\xfe HTTP/1.1", "GET", "GET /", "GET / FTP/1", "G(T / HTTP/1.1"] {
-            assert_eq!(request(&with(other)), Ok(None), "{other}");
+            assert_eq!(request(&with(other)), Ok(LogLine::Other), "{other}");
         }
         let good = with("GET / HTTP/1.1");
         for (line, broken) in [

@@ -7,10 +7,12 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
+use tidegate_core::Span;
+
 use super::request::{
-    HeaderCollector, LineError, LoggedRequest, is_method, parse_address, parse_request_line, split_target,
+    HeaderCollector, LineError, LogLine, LoggedRequest, is_method, parse_address, parse_request_line, split_target,
 };
-use super::timestamp;
+use super::{MAX_DURATION, MAX_LATENESS, timestamp};
 
 /// The depth to which fields are searched: `request.headers.Host` is three deep.
 const MAX_DEPTH: usize = 8;
@@ -35,6 +37,16 @@ enum RequestPart {
     User,
     /// The action's name, for a service that asks the decision API.
     Action,
+    /// The seconds from the request's arrival to the time of the line.
+    Duration,
+    /// The same in microseconds, in Tidegate's own log.
+    DurationMicros,
+    /// The source of a line of Tidegate's own log.
+    Target,
+    /// The listener of a line of Tidegate's access log.
+    Listener,
+    /// The decision about a request, in the same lines.
+    Outcome,
 }
 
 /// The meaning of a field.
@@ -50,7 +62,7 @@ enum FieldRole {
 /// The parts of a request with their roles in [`FieldNames::add`] and their default names, the likeliest first. If a
 /// line has two of them, the first one counts. `a.b` is `b` within `a`. If a server logs both the peer and the client
 /// that it derived, the peer comes first, because the policy itself says which proxies it trusts.
-const PARTS: [(RequestPart, &str, &str); 9] = [
+const PARTS: [(RequestPart, &str, &str); 10] = [
     (RequestPart::Time, "time", "ts time time_iso8601 msec start_time @timestamp timestamp time_local datetime date"),
     (
         RequestPart::Ip,
@@ -66,7 +78,24 @@ const PARTS: [(RequestPart, &str, &str); 9] = [
     (RequestPart::Host, "host", "request.host http_host host authority server_name vhost RequestHost"),
     (RequestPart::User, "user", "user_id remote_user user ClientUsername"),
     (RequestPart::Action, "action", "action"),
+    (RequestPart::Duration, "duration", "request_time duration"),
 ];
+/// The parts of Tidegate's own lines, with the names of their fields.
+const OWN_PARTS: [(RequestPart, &str); 4] = [
+    (RequestPart::DurationMicros, "duration_us"),
+    (RequestPart::Target, "target"),
+    (RequestPart::Listener, "listener"),
+    (RequestPart::Outcome, "outcome"),
+];
+/// The rank of `ts` among the names of the time, and that of `duration` among those of the duration. Caddy and other
+/// servers that log with zap write both, and the duration is in seconds. Beside other times it may have another unit,
+/// or the time is that of the arrival, as in Envoy's lines.
+const ZAP_RANKS: (usize, usize) = (1, 2);
+/// The target and the listener of calls to providers in Tidegate's access log, and the outcome of requests without a
+/// decision.
+const OWN_TARGET: &str = "access";
+const OUTBOUND_LISTENER: &str = "outbound";
+const UNDECIDED_OUTCOME: &str = "rejected";
 /// The default names of objects with a header in each field.
 const HEADERS_NAMES: [&str; 3] = ["request.headers", "request_headers", "headers"];
 /// The default names of header fields other than `http_NAME`, by header.
@@ -90,8 +119,8 @@ pub struct FieldNames {
 /// The error of a field's name in a wrong form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} names no field: expected ROLE=NAME, where ROLE is time, ip, method, path, query, request, host, user, action, \
-     headers or header:NAME"
+    "{0:?} names no field: expected ROLE=NAME, where ROLE is time, duration, ip, method, path, query, request, host, user, \
+     action, headers or header:NAME"
 )]
 pub struct FieldNameError(String);
 
@@ -103,6 +132,9 @@ impl Default for FieldNames {
             for (rank, name) in (1..).zip(default_names.split(' ')) {
                 names.insert(name, FieldRole::Part(part), rank);
             }
+        }
+        for (part, name) in OWN_PARTS {
+            names.insert(name, FieldRole::Part(part), 1);
         }
         for name in HEADERS_NAMES {
             names.insert(name, FieldRole::Headers, 1);
@@ -143,7 +175,7 @@ impl FieldNames {
 }
 
 /// The value of each part of a request, with the rank of its field's name.
-type PartValues<'l> = [Option<(usize, FieldValue<'l>)>; PARTS.len()];
+type PartValues<'l> = [Option<(usize, FieldValue<'l>)>; PARTS.len() + OWN_PARTS.len()];
 
 #[derive(Clone, Debug)]
 enum FieldValue<'l> {
@@ -153,6 +185,14 @@ enum FieldValue<'l> {
 }
 
 impl<'l> FieldValue<'l> {
+    fn as_number(&self) -> Option<f64> {
+        match self {
+            Self::Text(text) => text.parse().ok(),
+            Self::Float(number) => Some(*number),
+            Self::Integer(number) => Some(*number as f64),
+        }
+    }
+
     fn into_text(self) -> Cow<'l, str> {
         match self {
             Self::Text(text) => text,
@@ -162,12 +202,12 @@ impl<'l> FieldValue<'l> {
     }
 }
 
-/// Returns the request of a line; `None` if the line has no method or path.
+/// Returns the content of a line. It is no request without a method and a path.
 pub(super) fn parse_line<'l>(
     line: &'l [u8],
     names: &FieldNames,
     headers: &mut HeaderCollector,
-) -> Result<Option<LoggedRequest<'l>>, LineError> {
+) -> Result<LogLine<'l>, LineError> {
     let text = str::from_utf8(line).map_err(|_| LineError::InvalidUtf8)?;
     let mut json = serde_json::Deserializer::from_str(text);
     let mut collector = FieldCollector {
@@ -182,7 +222,8 @@ pub(super) fn parse_line<'l>(
     build_request(collector.parts)
 }
 
-fn build_request(mut parts: PartValues<'_>) -> Result<Option<LoggedRequest<'_>>, LineError> {
+fn build_request(mut parts: PartValues<'_>) -> Result<LogLine<'_>, LineError> {
+    let duration = find_duration(&parts);
     let mut value = |part: RequestPart| Some(parts[part as usize].take()?.1);
     let time = match value(RequestPart::Time) {
         Some(FieldValue::Text(text)) => timestamp::parse_text(&text),
@@ -196,9 +237,17 @@ fn build_request(mut parts: PartValues<'_>) -> Result<Option<LoggedRequest<'_>>,
     let (line_method, line_target) = line.as_ref().and_then(parse_request_line).unzip();
     let method = text(RequestPart::Method).or(line_method);
     let target = text(RequestPart::Path).or(line_target);
-    let (Some(method), Some(target)) = (method, target) else { return Ok(None) };
+    let (Some(method), Some(target)) = (method, target) else { return Ok(LogLine::Other) };
     if !is_method(&method) {
-        return Ok(None);
+        return Ok(LogLine::Other);
+    }
+    if text(RequestPart::Target).is_some_and(|target| target == OWN_TARGET) {
+        if text(RequestPart::Listener).is_some_and(|listener| listener == OUTBOUND_LISTENER) {
+            return Ok(LogLine::ProviderCall);
+        }
+        if text(RequestPart::Outcome).is_some_and(|outcome| outcome == UNDECIDED_OUTCOME) {
+            return Ok(LogLine::Undecided);
+        }
     }
     let peer = text(RequestPart::Ip).map(|text| parse_address(&text).ok_or(LineError::InvalidAddress)).transpose()?;
     let (mut path, target_host) = split_target(target);
@@ -207,8 +256,9 @@ fn build_request(mut parts: PartValues<'_>) -> Result<Option<LoggedRequest<'_>>,
     {
         path = Cow::Owned(format!("{path}?{}", query.strip_prefix('?').unwrap_or(&query)));
     }
-    Ok(Some(LoggedRequest {
-        time,
+    Ok(LogLine::Request(LoggedRequest {
+        time: time - duration.unwrap_or_default(),
+        duration,
         peer,
         method,
         path,
@@ -216,6 +266,19 @@ fn build_request(mut parts: PartValues<'_>) -> Result<Option<LoggedRequest<'_>>,
         user: text(RequestPart::User),
         action: text(RequestPart::Action),
     }))
+}
+
+/// Returns the time from the request's arrival to the time of the line, at most [`MAX_LATENESS`]: beyond it, the order
+/// of requests can't be restored.
+fn find_duration(parts: &PartValues<'_>) -> Option<Span> {
+    let find = |part: RequestPart| parts[part as usize].as_ref();
+    let (time_rank, _) = find(RequestPart::Time)?;
+    let in_seconds = find(RequestPart::Duration)
+        .filter(|(rank, _)| (*time_rank, *rank) == ZAP_RANKS || *rank < ZAP_RANKS.1)
+        .and_then(|(_, value)| value.as_number());
+    let seconds = in_seconds.or_else(|| Some(find(RequestPart::DurationMicros)?.1.as_number()? / 1e6))?;
+    let is_plausible = (0.0..=MAX_DURATION.as_secs_f64()).contains(&seconds);
+    is_plausible.then(|| Span::from_micros((seconds * 1e6).round() as u64).min(MAX_LATENESS))
 }
 
 /// Visits a line and collects the fields of interest.

@@ -16,10 +16,12 @@
 //! | highest uses of limits | 917,504 | a fair sample of the keys is measured |
 //! | refused keys that are measured on | 16,384 | it is only known that they exceeded their limit |
 //! | intervals | 600 | they are merged |
+//! | requests that wait for others that arrived earlier | 16,384, 16 MiB | the one that arrived first is decided |
 //!
 //! A second policy, for comparison, has tables of its own.
 #![forbid(unsafe_code)]
 
+mod arrival_order;
 mod client;
 mod common_log;
 mod evaluator;
@@ -37,10 +39,11 @@ mod virtual_gate;
 
 use std::io::{self, Read, Write};
 
-use http::{HeaderMap, HeaderName};
+use http::HeaderName;
 use tidegate_core::{Decision, Span, Time};
 use tidegate_policy::{Plan, Policy};
 
+use arrival_order::{ArrivalOrder, PendingRequest};
 pub use client::{ClientNetwork, ClientStats};
 pub use evaluator::{LimitRefusals, RequestCounts};
 use evaluator::{PolicyEvaluator, RequestDecision};
@@ -53,7 +56,7 @@ use lines::LineReader;
 pub use lines::MAX_LINE;
 pub use meter::{Peaks, REFUSED_SHARES};
 pub use request::LineError;
-use request::{HeaderCollector, LoggedRequest};
+use request::{HeaderCollector, LogLine, LoggedRequest};
 pub use timeline::{IntervalCounts, Timeline};
 use timestamp::ClfTimeParser;
 pub(crate) use timestamp::format_time;
@@ -66,6 +69,8 @@ pub const MAX_LATENESS: Span = Span::from_secs(3600);
 /// The number of consecutive lines, each later than [`MAX_LATENESS`], after which time continues from them. The log's
 /// clock was set back then, or the logs were given out of order.
 pub const CLOCK_RESET_AFTER: u32 = 1000;
+/// The longest duration of a request that is believed.
+const MAX_DURATION: Span = Span::from_secs(7 * 86_400);
 /// The largest forward jump that is trusted at once. A line beyond it counts only until a line comes that isn't beyond
 /// it. Its cause may be a server with a clock that isn't set yet, or a wrong unit.
 pub const MAX_FORWARD_JUMP: Span = Span::from_secs(86_400);
@@ -85,6 +90,10 @@ pub struct InputStats {
     pub requests: u64,
     /// Lines with something else, such as a handshake at the wrong port or other messages of a server.
     pub non_requests: u64,
+    /// Lines of Tidegate's own access log about calls to providers.
+    pub provider_calls: u64,
+    /// Lines of that log about requests that no policy has decided about, such as malformed ones.
+    pub undecided: u64,
     /// Lines that can't be read.
     pub broken: u64,
     /// The first of them: file, line number and error, at most [`MAX_SHOWN_BROKEN`].
@@ -107,8 +116,6 @@ pub struct InputStats {
 pub struct LogReplay {
     field_names: FieldNames,
     headers: HeaderCollector,
-    /// The headers of each line of a batch.
-    headers_by_line: Vec<HeaderMap>,
     clf_times: ClfTimeParser,
     /// The evaluator of the policy, and of the one that it is compared with.
     evaluators: Vec<PolicyEvaluator>,
@@ -154,7 +161,6 @@ impl LogReplay {
         let replay = Self {
             field_names: names,
             headers: HeaderCollector::default(),
-            headers_by_line: vec![HeaderMap::new(); BATCH_LINES],
             clf_times: ClfTimeParser::default(),
             evaluators: Vec::new(),
             changes,
@@ -196,48 +202,66 @@ impl LogReplay {
     fn process_log(&mut self, name: &str, log: impl Read, mut refusals: Option<&mut dyn Write>) -> io::Result<()> {
         let mut lines = LineReader::new(lines::decompressed(log)?);
         let mut line_spans = Vec::with_capacity(BATCH_LINES);
+        let mut order = ArrivalOrder::default();
         let mut number = 0;
-        loop {
-            lines.read_spans(BATCH_LINES, &mut line_spans)?;
-            if line_spans.is_empty() {
-                return Ok(());
+        let read = loop {
+            if let Err(error) = lines.read_spans(BATCH_LINES, &mut line_spans) {
+                break Err(error);
             }
-            let mut requests = Vec::with_capacity(line_spans.len());
-            self.evaluators.iter_mut().for_each(PolicyEvaluator::clear_batch);
+            if line_spans.is_empty() {
+                break Ok(());
+            }
+            let mut ready = Vec::with_capacity(line_spans.len());
             for span in &line_spans {
                 number += 1;
-                let Some((request, now)) = self.parse_line((name, number), lines.line(span)) else { continue };
-                let headers = &mut self.headers_by_line[requests.len()];
-                // The swapped-in map is cleared before the next line.
-                std::mem::swap(headers, &mut self.headers.values);
+                let Some(request) = self.parse_line((name, number), lines.line(span)) else { continue };
+                let headers = self.headers.take();
+                order.push(PendingRequest { line: number, request, headers }, &mut ready);
+            }
+            self.evaluate(name, ready, &mut refusals)?;
+        };
+        self.evaluate(name, order.into_rest(), &mut refusals)?;
+        read
+    }
+
+    /// Decides about requests in this order.
+    fn evaluate(
+        &mut self,
+        log: &str,
+        mut requests: Vec<PendingRequest<'_>>,
+        refusals: &mut Option<&mut dyn Write>,
+    ) -> io::Result<()> {
+        for batch in requests.chunks(BATCH_LINES) {
+            self.evaluators.iter_mut().for_each(PolicyEvaluator::clear_batch);
+            let mut timed = Vec::with_capacity(batch.len());
+            for pending in batch {
+                let Some(now) = self.clock.decision_time(&mut self.input, pending.request.time) else { continue };
                 for evaluator in &mut self.evaluators {
-                    evaluator.prepare(&request, headers, now);
+                    evaluator.prepare(&pending.request, &pending.headers, now);
                 }
-                requests.push((number, request, now));
+                timed.push((pending, now));
             }
             self.evaluators.iter().for_each(PolicyEvaluator::prefetch_states);
             let [first, others @ ..] = &mut *self.evaluators else { return Ok(()) };
-            for (index, ((number, request, now), headers)) in requests.iter().zip(&self.headers_by_line).enumerate() {
-                let decided = first.evaluate(index, request, headers, *now);
+            for (index, (PendingRequest { line, request, headers }, now)) in timed.into_iter().enumerate() {
+                let decided = first.evaluate(index, request, headers, now);
                 for second in &mut *others {
-                    self.changes.record(decided.as_ref(), second.evaluate(index, request, headers, *now).as_ref());
+                    self.changes.record(decided.as_ref(), second.evaluate(index, request, headers, now).as_ref());
                 }
-                if let (Some(decided), Some(refusals)) = (&decided, &mut refusals)
+                if let (Some(decided), Some(refusals)) = (&decided, &mut *refusals)
                     && (!decided.decision.allowed || decided.decision.shadow)
                 {
-                    write_refusal(*refusals, (name, *number), &first.gate.plan, decided)?;
+                    write_refusal(*refusals, (log, *line), &first.gate.plan, decided)?;
                 }
             }
         }
+        requests.drain(..).for_each(|pending| self.headers.recycle(pending.headers));
+        Ok(())
     }
 
-    /// Returns the request of a line, and the time at which it is evaluated. `None` if there is nothing to evaluate.
+    /// Returns the request of a line; `None` if there is none to decide about.
     #[inline]
-    fn parse_line<'l>(
-        &mut self,
-        (name, number): (&str, u64),
-        line: Option<&'l [u8]>,
-    ) -> Option<(LoggedRequest<'l>, Time)> {
+    fn parse_line<'l>(&mut self, (name, number): (&str, u64), line: Option<&'l [u8]>) -> Option<LoggedRequest<'l>> {
         let read = match line {
             None => Err(LineError::TooLong),
             Some(line) => {
@@ -249,25 +273,25 @@ impl LogReplay {
                 }
             }
         };
-        self.input.lines += 1;
-        match read {
-            Ok(Some(request)) => {
-                self.input.requests += 1;
-                let now = self.clock.decision_time(&mut self.input, request.time)?;
-                Some((request, now))
+        let input = &mut self.input;
+        input.lines += 1;
+        let count = match read {
+            Ok(LogLine::Request(request)) => {
+                input.requests += 1;
+                return Some(request);
             }
-            Ok(None) => {
-                self.input.non_requests += 1;
-                None
-            }
+            Ok(LogLine::ProviderCall) => &mut input.provider_calls,
+            Ok(LogLine::Undecided) => &mut input.undecided,
+            Ok(LogLine::Other) => &mut input.non_requests,
             Err(broken) => {
-                self.input.broken += 1;
-                if self.input.first_broken.len() < MAX_SHOWN_BROKEN {
-                    self.input.first_broken.push((name.to_owned(), number, broken));
+                if input.first_broken.len() < MAX_SHOWN_BROKEN {
+                    input.first_broken.push((name.to_owned(), number, broken));
                 }
-                None
+                &mut input.broken
             }
-        }
+        };
+        *count += 1;
+        None
     }
 }
 
@@ -368,5 +392,57 @@ mod tests {
         let mut refused = Vec::new();
         replay.read("log", log.as_bytes(), Some(&mut refused)).unwrap();
         assert_eq!(String::from_utf8(refused).unwrap().lines().count(), 3);
+    }
+
+    /// Each request is decided at its arrival, in whatever order the lines are written.
+    #[test]
+    fn requests_are_decided_in_order_of_arrival() {
+        let text = "[inbound.action.a]\nmatch = { path = \"/\" }\nlimit = \"2 per 10s\"\n";
+        let policy = Policy::load(tidegate_policy::PolicySources::new().file("x", text)).unwrap();
+        // The number, arrival and duration of each request, in microseconds.
+        let mut requests: Vec<(u64, u64, u64)> =
+            (0..300).map(|id| (id, 1_700_000_000_000_000 + id * 700_000, id * 7_919_000 % 40_000_000)).collect();
+        let refused = |requests: &[(u64, u64, u64)], has_duration: bool| {
+            let line = |(id, arrival, duration): &(u64, u64, u64)| {
+                let time = if has_duration { arrival + duration } else { *arrival };
+                let duration = if has_duration { format!(",\"duration_us\":{duration}") } else { String::new() };
+                let client = id % 3;
+                format!(
+                    "{{\"timestamp\":{time},\"target\":\"access\",\"listener\":\"inbound\",\"ip\":\"192.0.2.{client}\",\
+                     \"method\":\"GET\",\"path\":\"/\",\"outcome\":\"admitted\"{duration}}}\n"
+                )
+            };
+            let log: String = requests.iter().map(line).collect();
+            let mut replay = LogReplay::new("x", &policy, FieldNames::default());
+            let mut refused = Vec::new();
+            replay.read("log", log.as_bytes(), Some(&mut refused)).unwrap();
+            assert_eq!((replay.input.requests, replay.input.late), (300, 0));
+            let refused = String::from_utf8(refused).unwrap();
+            let lines = refused.lines().map(|line| line.split('\t').nth(1).unwrap().parse::<usize>().unwrap());
+            lines.map(|line| requests[line - 1].0).collect::<Vec<u64>>()
+        };
+        let expected = refused(&requests, false);
+        assert!((100..200).contains(&expected.len()), "{}", expected.len());
+        requests.sort_by_key(|(_, arrival, duration)| arrival + duration);
+        assert_eq!(refused(&requests, true), expected);
+    }
+
+    #[test]
+    fn lines_of_provider_calls_are_left_out() {
+        let policy = Policy::builder().build().unwrap();
+        let mut replay = LogReplay::new("x", &policy, FieldNames::default());
+        let line = |listener: &str, outcome: &str| {
+            format!(
+                "{{\"timestamp\":1700000000,\"target\":\"access\",\"listener\":\"{listener}\",\"ip\":\"192.0.2.1\",\
+                 \"method\":\"GET\",\"path\":\"/\",\"outcome\":\"{outcome}\"}}\n"
+            )
+        };
+        let lines = [("inbound", "shadow"), ("outbound", "admitted"), ("outbound", "failed"), ("api", "rejected")];
+        let log: String = lines.map(|(listener, outcome)| line(listener, outcome)).concat();
+        replay.read("log", log.as_bytes(), None).unwrap();
+        let findings = replay.findings();
+        assert_eq!((findings.input.requests, findings.policies[0].total.requests), (1, 1));
+        let table = findings.table();
+        assert!(table.contains("2 calls to providers left out; 1 rejected before a decision, left out"), "{table}");
     }
 }

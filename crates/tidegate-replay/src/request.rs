@@ -4,12 +4,27 @@ use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
 
 use http::header::{HeaderMap, HeaderName, HeaderValue};
-use tidegate_core::Time;
+use tidegate_core::{Span, Time};
+
+/// The content of a line.
+#[derive(Debug, PartialEq)]
+pub(super) enum LogLine<'l> {
+    Request(LoggedRequest<'l>),
+    /// A line of Tidegate's own access log about a call to a provider.
+    ProviderCall,
+    /// A line of that log about a request that no policy has decided about.
+    Undecided,
+    /// Something else, such as a handshake at the wrong port or another message of a server.
+    Other,
+}
 
 /// A request of a log.
 #[derive(Debug, PartialEq)]
 pub(super) struct LoggedRequest<'l> {
+    /// The time of its arrival, if the log tells it or a duration, otherwise the time of its line.
     pub(super) time: Time,
+    /// The time from its arrival to its line, if the log tells it.
+    pub(super) duration: Option<Span>,
     pub(super) peer: Option<IpAddr>,
     pub(super) method: Cow<'l, str>,
     /// The path with its query string, without scheme and host.
@@ -17,6 +32,30 @@ pub(super) struct LoggedRequest<'l> {
     pub(super) host: Option<Cow<'l, str>>,
     pub(super) user: Option<Cow<'l, str>>,
     pub(super) action: Option<Cow<'l, str>>,
+}
+
+impl LoggedRequest<'_> {
+    pub(super) fn into_owned(self) -> LoggedRequest<'static> {
+        fn own(text: Cow<'_, str>) -> Cow<'static, str> {
+            Cow::Owned(text.into_owned())
+        }
+        LoggedRequest {
+            time: self.time,
+            duration: self.duration,
+            peer: self.peer,
+            method: own(self.method),
+            path: own(self.path),
+            host: self.host.map(own),
+            user: self.user.map(own),
+            action: self.action.map(own),
+        }
+    }
+
+    /// Returns the size of its texts.
+    pub(super) fn text_bytes(&self) -> usize {
+        let optional = [&self.host, &self.user, &self.action].map(|text| text.as_ref().map_or(0, |text| text.len()));
+        self.method.len() + self.path.len() + optional.iter().sum::<usize>()
+    }
 }
 
 /// The reason for which a line can't be read.
@@ -48,11 +87,13 @@ pub(super) struct HeaderCollector {
     /// The headers, with true for each that any line had.
     wanted: Vec<(HeaderName, bool)>,
     pub(super) values: HeaderMap,
+    /// Empty maps for further lines.
+    spare: Vec<HeaderMap>,
 }
 
 impl HeaderCollector {
     pub(super) fn for_names(wanted: Vec<HeaderName>) -> Self {
-        Self { wanted: wanted.into_iter().map(|name| (name, false)).collect(), values: HeaderMap::new() }
+        Self { wanted: wanted.into_iter().map(|name| (name, false)).collect(), ..Self::default() }
     }
 
     pub(super) fn wants_none(&self) -> bool {
@@ -62,6 +103,19 @@ impl HeaderCollector {
     pub(super) fn clear(&mut self) {
         if !self.wanted.is_empty() {
             self.values.clear();
+        }
+    }
+
+    /// Returns the headers of the present line.
+    pub(super) fn take(&mut self) -> HeaderMap {
+        std::mem::replace(&mut self.values, self.spare.pop().unwrap_or_default())
+    }
+
+    /// Keeps the memory of a map that isn't needed any more.
+    pub(super) fn recycle(&mut self, mut values: HeaderMap) {
+        if !self.wants_none() {
+            values.clear();
+            self.spare.push(values);
         }
     }
 

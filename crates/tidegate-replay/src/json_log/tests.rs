@@ -1,6 +1,6 @@
 use http::HeaderName;
 use proptest::prelude::*;
-use tidegate_core::Time;
+use tidegate_core::{Span, Time};
 
 use super::*;
 
@@ -15,6 +15,7 @@ fn wanted() -> HeaderCollector {
 fn expected(micros: u64) -> LoggedRequest<'static> {
     LoggedRequest {
         time: Time::from_micros(micros),
+        duration: None,
         peer: Some("203.0.113.7".parse().unwrap()),
         method: "POST".into(),
         path: "/login?x=1".into(),
@@ -26,8 +27,12 @@ fn expected(micros: u64) -> LoggedRequest<'static> {
 
 #[test]
 fn fields_of_common_servers_are_detected() {
-    let caddy =
-        LoggedRequest { path: "/login?x=\"1\"".into(), user: Some("ann".into()), ..expected(1_700_000_000_250_000) };
+    let caddy = LoggedRequest {
+        path: "/login?x=\"1\"".into(),
+        user: Some("ann".into()),
+        duration: Some(Span::from_millis(1)),
+        ..expected(1_700_000_000_249_000)
+    };
     for (line, request, found) in [
         (CADDY, caddy, vec![("user-agent", "curl/8.5"), ("x-api-key", "k1"), ("x-api-key", "k2")]),
         // `time_iso8601` comes before `msec`, which is the same time to the millisecond.
@@ -35,7 +40,7 @@ fn fields_of_common_servers_are_detected() {
         (ENVOY, expected(1_700_000_000_250_000), vec![("user-agent", "curl/8.5")]),
     ] {
         let mut headers = wanted();
-        assert_eq!(parse_line(line.as_bytes(), &FieldNames::default(), &mut headers), Ok(Some(request)));
+        assert_eq!(parse_line(line.as_bytes(), &FieldNames::default(), &mut headers), Ok(LogLine::Request(request)));
         let mut named: Vec<(&str, &str)> =
             headers.values.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
         named.sort_unstable();
@@ -57,7 +62,7 @@ fn configured_field_names_take_precedence() {
         ..expected(1_700_000_000_250_000)
     };
     let mut headers = wanted();
-    assert_eq!(parse_line(line.as_bytes(), &names, &mut headers), Ok(Some(request)));
+    assert_eq!(parse_line(line.as_bytes(), &names, &mut headers), Ok(LogLine::Request(request)));
     assert!(headers.values.get_all("x-api-key").iter().any(|value| value == "k9"));
     for wrong in ["", "time", "time=", "=x", "header:=x", "tim=x"] {
         assert!(names.add(wrong).is_err(), "{wrong}");
@@ -73,7 +78,9 @@ fn clients_are_never_confused_with_each_other() {
     assert!(!headers.values.contains_key("x-api-key"));
     for id in ["175928847299117063", "175928847299117064", "-5", "18446744073709551615"] {
         let line = CADDY.replace("\"ann\"", id);
-        let Ok(Some(request)) = parse_line(line.as_bytes(), &FieldNames::default(), &mut wanted()) else { panic!() };
+        let Ok(LogLine::Request(request)) = parse_line(line.as_bytes(), &FieldNames::default(), &mut wanted()) else {
+            panic!()
+        };
         assert_eq!(request.user.as_deref(), Some(id));
     }
 }
@@ -82,7 +89,7 @@ fn clients_are_never_confused_with_each_other() {
 fn non_requests_and_broken_lines_are_distinguished() {
     let read = |line: &str| {
         parse_line(line.as_bytes(), &FieldNames::default(), &mut HeaderCollector::default())
-            .map(|request| request.is_none())
+            .map(|request| request == LogLine::Other)
     };
     for (line, said) in [
         (r#"{"ts":1700000000,"msg":"shutting down"}"#, Ok(true)),
@@ -118,4 +125,46 @@ proptest! {
     fn any_json_is_read_without_panic(text in "[\\[\\]{}:,\"a-c0-9.e-]{0,80}") {
         let _ = parse_line(text.as_bytes(), &FieldNames::default(), &mut wanted());
     }
+}
+
+/// The duration counts only where its unit is known and the time is that of the line.
+#[test]
+fn arrivals_are_found_where_durations_are() {
+    let own =
+        r#"{"timestamp":"2023-11-14T22:13:20.250Z","target":"access","method":"GET","path":"/","duration_us":1500}"#;
+    let nginx = NGINX.replace("\"status\"", "\"request_time\":\"0.200\",\"status\"");
+    let slow = CADDY.replace("0.001", "7200.5");
+    let implausible = NGINX.replace("\"status\"", "\"request_time\":\"1700000000.250\",\"status\"");
+    for (line, field, micros, duration) in [
+        (own, None, 1_700_000_000_248_500, Some(1500)),
+        (&nginx, None, 1_699_999_999_800_000, Some(200_000)),
+        (CADDY, None, 1_700_000_000_249_000, Some(1000)),
+        (&slow, None, 1_699_996_400_250_000, Some(3_600_000_000)),
+        (&implausible, None, 1_700_000_000_000_000, None),
+        // Envoy's duration is in milliseconds, and its time is that of the arrival.
+        (ENVOY, None, 1_700_000_000_250_000, None),
+        (ENVOY, Some("duration=duration"), 1_699_999_997_250_000, Some(3_000_000)),
+    ] {
+        let mut names = FieldNames::default();
+        field.iter().for_each(|field| names.add(field).unwrap());
+        let Ok(LogLine::Request(request)) = parse_line(line.as_bytes(), &names, &mut wanted()) else {
+            panic!("{line}")
+        };
+        let expected = (Time::from_micros(micros), duration.map(Span::from_micros));
+        assert_eq!((request.time, request.duration), expected, "{line}");
+    }
+}
+
+#[test]
+fn own_lines_of_other_kinds_are_distinguished() {
+    let line = r#"{"timestamp":"2023-11-14T22:13:20Z","target":"access","listener":"inbound","method":"GET","path":"/","outcome":"refused"}"#;
+    fn read(line: &str) -> LogLine<'_> {
+        parse_line(line.as_bytes(), &FieldNames::default(), &mut wanted()).unwrap()
+    }
+    let outbound = line.replace("inbound", "outbound");
+    assert!(matches!(read(line), LogLine::Request(_)));
+    assert_eq!(read(&outbound), LogLine::ProviderCall);
+    assert_eq!(read(&line.replace("refused", "rejected")), LogLine::Undecided);
+    // Another server's log.
+    assert!(matches!(read(&outbound.replace(r#""target":"access","#, "")), LogLine::Request(_)));
 }

@@ -41,6 +41,8 @@ fn input_json(input: &InputStats) -> Value {
         "lines": input.lines,
         "requests": input.requests,
         "others": input.non_requests,
+        "provider_calls": input.provider_calls,
+        "undecided": input.undecided,
         "broken": input.broken,
         "first_broken": array(&input.first_broken, broken),
         "late": input.late,

@@ -81,6 +81,8 @@ pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
     let late = format!("late by up to {}, judged at the newest time", input.max_lateness);
     let remarks = [
         (input.non_requests, "lines were no requests"),
+        (input.provider_calls, "calls to providers left out"),
+        (input.undecided, "rejected before a decision, left out"),
         (input.broken, "broken"),
         (input.late, &late),
         (input.too_late, "more than 1 h late, not judged"),
