@@ -126,7 +126,8 @@ pub enum CountMode {
     /// Only calls that every limit of the decision admits.
     #[default]
     Admitted,
-    /// Also calls that another limit refuses, if this one has room for them. A limit of calls in flight never does.
+    /// Also calls that another limit refuses, if this one has room for them. Calls that this limit itself refuses never
+    /// count. A limit of calls in flight counts only admitted ones.
     All,
 }
 

@@ -184,6 +184,24 @@ fn refused_calls_count_globally_only_if_configured() {
 }
 
 #[test]
+fn own_refusals_never_count() {
+    for kind in [
+        window_limit(2, 60).kind().clone(),
+        LimitKind::Rate(Rate::new(2, HOUR, 2).unwrap()),
+        LimitKind::Quota(Quota::new(2, Arc::new(FixedPeriods(HOUR))).unwrap()),
+    ] {
+        let limiter = TestLimiter::new([Limit::new(kind).with_count_mode(CountMode::All)]);
+        assert!(limiter.call(1, test_time(0)).allowed && limiter.call(1, test_time(0)).allowed);
+        let first = limiter.call(1, test_time(1));
+        for _ in 0..50 {
+            let refused = limiter.call(1, test_time(1));
+            assert_eq!((refused.allowed, refused.retry_after), (false, first.retry_after));
+        }
+        assert!(limiter.call(1, test_time(1) + first.retry_after.unwrap()).allowed);
+    }
+}
+
+#[test]
 fn shadow_limits_decide_and_admit() {
     let watched = window_limit(1, 60).with_penalty(doubling_penalty(2, 8, PenaltyMode::Parole, HOUR)).with_shadow(true);
     let limiter = TestLimiter::new([watched, window_limit(3, 60)]);

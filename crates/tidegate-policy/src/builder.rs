@@ -248,7 +248,7 @@ impl LimitSpec {
         self.with_entry("ban", toml_string(length))
     }
 
-    /// Counts refused calls too.
+    /// Counts calls that other limits refuse too. Calls that this limit itself refuses never count.
     pub fn count_all(self) -> Self {
         self.with_entry("count", toml_string("all"))
     }
@@ -316,7 +316,7 @@ impl ActionSpec {
         self.map_limit(|limit| limit.ban(length))
     }
 
-    /// Counts refused calls too.
+    /// Counts calls that other limits refuse too. Calls that this limit itself refuses never count.
     pub fn count_all(self) -> Self {
         self.map_limit(LimitSpec::count_all)
     }

@@ -23,7 +23,7 @@ pub(crate) fn describe_limit(
 ) -> String {
     let mut words = describe_bound(quantity, penalty, cost);
     if count == CountMode::All {
-        words.push_str(", refused calls counted");
+        words.push_str(", including calls that other limits refuse");
     }
     if let Some(penalty) = penalty {
         words.push_str("; over that, ");
@@ -254,7 +254,7 @@ mod tests {
         let quantity = "5 per 60s".parse().unwrap();
         assert_eq!(
             describe_limit(&quantity, Some(&ban), true, CountMode::All, 1),
-            "at most 5 in any 60 s, refused calls counted; over that, blocked for 10 min"
+            "at most 5 in any 60 s, including calls that other limits refuse; over that, blocked for 10 min"
         );
     }
 

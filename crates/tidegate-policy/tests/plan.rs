@@ -471,7 +471,10 @@ fn caddy_and_windows_quirks_include_related_quirks() {
 fn refused_calls_are_never_counted_in_flight() {
     let words = plan("[inbound.action.a]\nlimit = [\"8 in flight\", \"5 per 60s\"]\ncount = \"all\"\n").describe();
     assert!(words.contains("a.1, by client_ip: at most 8 at the same time\n"), "{words}");
-    assert!(words.contains("a.2, by client_ip: at most 5 in any 60 s, refused calls counted\n"), "{words}");
+    assert!(
+        words.contains("a.2, by client_ip: at most 5 in any 60 s, including calls that other limits refuse\n"),
+        "{words}"
+    );
 }
 
 #[test]

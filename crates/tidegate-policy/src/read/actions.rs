@@ -31,7 +31,7 @@ pub(super) const MODE: Custom<bool> = Custom(Text, "`enforce` or `shadow`", shad
 setting_keys! {
     /// The keys that `[inbound.global]` and an action have in common.
     RULES: RuleKeys {
-        count: CountMode = "admitted", Words(&COUNT_WORDS), "the calls that count: admitted, or all to include refused ones";
+        count: CountMode = "admitted", Words(&COUNT_WORDS), "the calls that count: admitted, or all to include those that other limits refuse";
         mode: bool = "", MODE, "enforce, or shadow: decide, log and admit; default the mode of [inbound]";
         penalty: () = "", TABLE, "the penalty for exceeding it: growing blocks", Below::Table(&PENALTY);
         ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";

@@ -187,7 +187,7 @@ impl DocumentReader<'_> {
         } else if groups.iter().any(in_flight) {
             "a limit on calls in flight can't be leased: its permits are given back one by one"
         } else if groups.iter().any(|group| group.count == CountMode::All) {
-            "a limit that counts refused calls can't be leased: those that a node refuses by itself aren't counted"
+            "a limit that counts calls that others refuse can't be leased: those that a node refuses by itself aren't counted"
         } else {
             return true;
         };
