@@ -1,10 +1,10 @@
-//! `tidegate explain`, `status` and `reset`: requests to a running gate.
+//! `tidegate explain` and `status`: questions to a running gate.
 
 use std::fmt::Write as _;
 
 use http::Method;
 use serde_json::{Value, json};
-use tidegate::{DecisionReport, Explanation, LimitReport, ResetReport};
+use tidegate::{DecisionReport, Explanation, LimitReport};
 
 use crate::gate_client::{GateClient, ListenerKind};
 use crate::policy::invalid_input;
@@ -12,7 +12,7 @@ use crate::{CallArgs, CliOutcome, CommandResult};
 
 /// `tidegate explain`.
 pub(crate) fn explain(call: &CallArgs) -> CommandResult {
-    call_api(call, Method::GET, "/v1/explain", |text| {
+    call_api(call, "/v1/explain", |text| {
         let explanation: Explanation = serde_json::from_str(text).ok()?;
         let outcome = outcome_of(&explanation.decision);
         Some((describe_explanation(&explanation), outcome))
@@ -21,46 +21,10 @@ pub(crate) fn explain(call: &CallArgs) -> CommandResult {
 
 /// `tidegate status`.
 pub(crate) fn status(call: &CallArgs) -> CommandResult {
-    call_api(call, Method::GET, "/v1/status", |text| {
+    call_api(call, "/v1/status", |text| {
         let report: DecisionReport = serde_json::from_str(text).ok()?;
         Some((format!("{}\n", describe_report(&report)), outcome_of(&report)))
     })
-}
-
-/// `tidegate reset`.
-pub(crate) fn reset(call: &CallArgs) -> CommandResult {
-    let what = call.action.as_deref().or(call.path.as_deref()).unwrap_or("all actions");
-    call_api(call, Method::POST, "/v1/reset", |text| {
-        let report: ResetReport = serde_json::from_str(text).ok()?;
-        Some((describe_reset(what, &report), CliOutcome::Done))
-    })
-}
-
-fn describe_reset(what: &str, report: &ResetReport) -> String {
-    let mut text = String::new();
-    for LimitReport { name, used, limit, strikes, backoff_seconds, .. } in &report.limits {
-        let _ = write!(text, "{name}: reset; {used} of {limit} were used");
-        let blocked = backoff_seconds.map(|backoff| format!(", blocked for {backoff} s")).unwrap_or_default();
-        let _ = match strikes {
-            0 => writeln!(text, "{blocked}"),
-            strikes => writeln!(text, "{blocked} after {}", describe_strikes(*strikes)),
-        };
-    }
-    if text.is_empty() {
-        let _ = writeln!(text, "{what}: nothing was counted for this client");
-    }
-    for LimitReport { name, retry_after, .. } in &report.still_refusing {
-        let wait = retry_after.map(|wait| format!(" for {wait} s")).unwrap_or_default();
-        let _ = writeln!(text, "{name} still refuses this client{wait}; reset {name} with the same --ip or --key, too");
-    }
-    if !report.skipped.is_empty() {
-        let _ = writeln!(
-            text,
-            "not reset, because they count by something that was not given: {}",
-            report.skipped.join(", ")
-        );
-    }
-    text
 }
 
 fn outcome_of(report: &DecisionReport) -> CliOutcome {
@@ -68,20 +32,11 @@ fn outcome_of(report: &DecisionReport) -> CliOutcome {
 }
 
 /// Sends the request and prints the response, either described in words or as JSON.
-fn call_api(
-    call: &CallArgs,
-    method: Method,
-    path: &str,
-    describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>,
-) -> CommandResult {
+fn call_api(call: &CallArgs, path: &str, describe: impl FnOnce(&str) -> Option<(String, CliOutcome)>) -> CommandResult {
     check_selection(call)?;
-    let (target, body) = if method == Method::GET {
-        (format!("{path}?{}", as_query(call)?), String::new())
-    } else {
-        (path.to_owned(), Value::Object(as_json(call)?).to_string())
-    };
+    let target = format!("{path}?{}", as_query(call)?);
     let client = GateClient::new(&call.gate, ListenerKind::Api)?;
-    client.ask(method, &target, body, describe, part_help)
+    client.ask(Method::GET, &target, String::new(), describe, part_help)
 }
 
 /// Checks that a path comes with a method.
@@ -191,7 +146,7 @@ fn describe_report(report: &DecisionReport) -> String {
     text
 }
 
-fn describe_strikes(strikes: u8) -> String {
+pub(crate) fn describe_strikes(strikes: u8) -> String {
     format!("{strikes} strike{}", if strikes == 1 { "" } else { "s" })
 }
 

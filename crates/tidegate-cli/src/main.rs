@@ -27,8 +27,9 @@ mod simulate;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
-use tidegate_policy::{PolicySources, settings};
+use tidegate_policy::{PLATFORMS, PolicySources, settings};
 
 /// A call makes about twenty small allocations. With this allocator the gateway's own time per call is a fifth less
 /// than with the C library's.
@@ -212,9 +213,9 @@ enum Command {
     },
     /// Print the manual page of `tidegate` or of one of its commands, or write all of them to a directory.
     Man {
-        /// The command.
-        command: Option<String>,
-        /// Write all pages to this directory, which must exist.
+        /// The command, such as `block` or `alert test`.
+        command: Vec<String>,
+        /// Write all pages to this directory, which is made if it doesn't exist.
         #[arg(long, value_name = "DIRECTORY", conflicts_with = "command")]
         out: Option<PathBuf>,
     },
@@ -277,8 +278,8 @@ struct CallArgs {
     /// The caller's identity: an account, an API key, a tenant.
     #[arg(long)]
     key: Option<String>,
-    /// web, mobile, api or admin.
-    #[arg(long)]
+    /// The kind of client.
+    #[arg(long, value_parser = PossibleValuesParser::new(PLATFORMS))]
     platform: Option<String>,
     /// The cost of the call in units of the limit.
     #[arg(long)]
@@ -368,7 +369,7 @@ fn main() -> ExitCode {
         }
         Command::Explain(call) => api_client::explain(&call),
         Command::Status(call) => api_client::status(&call),
-        Command::Reset(call) => api_client::reset(&call),
+        Command::Reset(call) => operator::reset(&call),
         Command::Block { length, call } => operator::block(&call, &length),
         Command::Try { action, limit_or_terms, terms, gate } => {
             let (limit, terms) = match terms {
@@ -401,7 +402,7 @@ fn main() -> ExitCode {
         Command::Retry(arguments) => return retry::run(&arguments),
         Command::Env => Ok(policy::print(&settings::env_example())),
         Command::Completions { shell } => Ok(shell_help::print_completions(Cli::command(), shell)),
-        Command::Man { command, out } => shell_help::man(Cli::command(), command.as_deref(), out.as_deref()),
+        Command::Man { command, out } => shell_help::man(Cli::command(), &command, out.as_deref()),
     };
     result.unwrap_or_else(|outcome| outcome).into()
 }

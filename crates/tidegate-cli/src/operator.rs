@@ -1,19 +1,62 @@
-//! `tidegate block`, `pause`, `resume`, `reset-provider`, `reload` and `alert test`: changes that operators make to a
+//! `tidegate reset`, `block`, `pause`, `resume`, `reset-provider`, `reload` and `alert test`: changes that operators make to a
 //! running gate, over its admin listener.
 
 use std::fmt::Write as _;
 
 use http::Method;
 use serde_json::Value;
-use tidegate::{BlockReport, LimitReport};
+use tidegate::{BlockReport, LimitReport, ResetReport};
 
-use crate::api_client::{as_json, check_selection, part_help};
+use crate::api_client::{as_json, check_selection, describe_strikes, part_help};
 use crate::gate_client::{GateClient, ListenerKind};
+use crate::policy::invalid_input;
 use crate::{CallArgs, CliOutcome, CommandResult, GateArgs};
+
+/// `tidegate reset`.
+pub(crate) fn reset(call: &CallArgs) -> CommandResult {
+    check_selection(call)?;
+    let client = GateClient::new(&call.gate, ListenerKind::Admin)?;
+    let what = call.action.as_deref().or(call.path.as_deref()).unwrap_or("all actions");
+    let describe = |text: &str| {
+        let report: ResetReport = serde_json::from_str(text).ok()?;
+        Some((describe_reset(what, &report), CliOutcome::Done))
+    };
+    client.ask(Method::POST, "/v1/reset", Value::Object(as_json(call)?).to_string(), describe, part_help)
+}
+
+fn describe_reset(what: &str, report: &ResetReport) -> String {
+    let mut text = String::new();
+    for LimitReport { name, used, limit, strikes, backoff_seconds, .. } in &report.limits {
+        let _ = write!(text, "{name}: reset; {used} of {limit} were used");
+        let blocked = backoff_seconds.map(|backoff| format!(", blocked for {backoff} s")).unwrap_or_default();
+        let _ = match strikes {
+            0 => writeln!(text, "{blocked}"),
+            strikes => writeln!(text, "{blocked} after {}", describe_strikes(*strikes)),
+        };
+    }
+    if text.is_empty() {
+        let _ = writeln!(text, "{what}: nothing was counted for this client");
+    }
+    for LimitReport { name, retry_after, .. } in &report.still_refusing {
+        let wait = retry_after.map(|wait| format!(" for {wait} s")).unwrap_or_default();
+        let _ = writeln!(text, "{name} still refuses this client{wait}; reset {name} with the same --ip or --key, too");
+    }
+    if !report.skipped.is_empty() {
+        let _ = writeln!(
+            text,
+            "not reset, because they count by something that was not given: {}",
+            report.skipped.join(", ")
+        );
+    }
+    text
+}
 
 /// `tidegate block`.
 pub(crate) fn block(call: &CallArgs, length: &str) -> CommandResult {
     check_selection(call)?;
+    if length.parse::<f64>().is_ok() {
+        return Err(invalid_input(format!("--for {length} has no unit: write {length}s, {length}m or {length}h")));
+    }
     let mut body = as_json(call)?;
     body.insert("for".to_owned(), length.into());
     let client = GateClient::new(&call.gate, ListenerKind::Admin)?;

@@ -1,6 +1,7 @@
 //! Completions for shells, and manual pages, both made from the definition of the command line.
 
 use std::path::Path;
+use std::{fs, io};
 
 use clap::Command;
 use clap_complete::Shell;
@@ -21,27 +22,43 @@ pub(crate) fn print_completions(mut cli: Command, shell: Shell) -> CliOutcome {
     policy::write_stdout(&String::from_utf8_lossy(&script))
 }
 
-/// Prints one manual page, or writes all of them to a directory.
-pub(crate) fn man(mut cli: Command, command: Option<&str>, directory: Option<&Path>) -> CommandResult {
-    // `help` has no page: it shows those of the others.
-    cli = cli.disable_help_subcommand(true).mut_subcommands(|command| command.disable_help_subcommand(true));
+/// Prints the manual page of a command, such as `alert test`, or writes all pages to a directory.
+pub(crate) fn man(cli: Command, words: &[String], directory: Option<&Path>) -> CommandResult {
+    // A page about `help` would repeat the others.
+    let mut cli = cli.disable_help_subcommand(true).mut_subcommands(|command| command.disable_help_subcommand(true));
     cli.build();
     if let Some(directory) = directory {
-        return match clap_mangen::generate_to(cli, directory) {
+        return match fs::create_dir_all(directory).and_then(|()| write_pages(cli, directory)) {
             Ok(()) => Ok(CliOutcome::Done),
             Err(error) => Err(policy::file_failure("write to", directory, error)),
         };
     }
-    let page = match command {
-        None => cli,
-        Some(name) => match cli.find_subcommand(name) {
-            Some(found) => found.clone(),
-            None => return Err(policy::invalid_input(format!("there is no command {name}; see tidegate --help"))),
-        },
+    let Some(found) = words.iter().try_fold(&cli, |command, word| command.find_subcommand(word)) else {
+        return Err(policy::invalid_input(format!("there is no command {}; see tidegate --help", words.join(" "))));
     };
     let mut text = Vec::new();
-    match Man::new(page).render(&mut text) {
+    match page(found.clone()).render(&mut text) {
         Ok(()) => Ok(policy::write_stdout(&String::from_utf8_lossy(&text))),
         Err(error) => Err(policy::failure(error.to_string())),
     }
+}
+
+/// Writes the page of a command and those of all its commands.
+fn write_pages(command: Command, directory: &Path) -> io::Result<()> {
+    for nested in command.get_subcommands() {
+        write_pages(nested.clone(), directory)?;
+    }
+    let page = page(command);
+    page.render(&mut fs::File::create(directory.join(page.get_filename()))?)
+}
+
+fn page(mut command: Command) -> Man {
+    // The synopsis that the page would have shows no values of options.
+    let usage = command.render_usage().to_string();
+    let usage = usage.strip_prefix("Usage: ").unwrap_or(&usage).to_owned();
+    // An empty date would leave its place in the title to the next field.
+    Man::new(command.override_usage(usage))
+        .date(" ")
+        .source(concat!("tidegate ", env!("CARGO_PKG_VERSION")))
+        .manual("Tidegate")
 }

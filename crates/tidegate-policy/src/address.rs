@@ -56,6 +56,14 @@ pub(crate) fn counted_network(ip: IpAddr, prefix: Ipv6Prefix) -> PrefixBytes {
     }
 }
 
+/// The name of the counted network: an IPv4 address, or an IPv6 network such as `2001:db8::/64`.
+pub(crate) fn network_name(ip: IpAddr, prefix: Ipv6Prefix) -> String {
+    match IpNet::new(canonical_ip(ip), prefix.0) {
+        Ok(IpNet::V6(network)) => network.trunc().to_string(),
+        _ => canonical_ip(ip).to_string(),
+    }
+}
+
 /// The network around an address in which clients share a key: the /24 or the /16 of IPv4, the /48 or the /32 of IPv6.
 /// If 48 bits or fewer are counted, the IPv6 prefixes are 16 and 32 bits shorter than that, but at least 8 bits long.
 pub(crate) fn shared_network(ip: IpAddr, prefix: Ipv6Prefix, share: ShareLevel) -> PrefixBytes {

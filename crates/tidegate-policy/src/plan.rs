@@ -12,7 +12,7 @@ use http::HeaderName;
 use ipnet::IpNet;
 use tidegate_core::{Batch, Decision, Key, Limit, LimitId, Limits, Op, Reason, ShareLevel, Time, Verb};
 
-use crate::address::{Ipv6Prefix, ListStatus, NetworkMap};
+use crate::address::{Ipv6Prefix, ListStatus, NetworkMap, network_name};
 use crate::key::{KeyError, KeyOptions, KeyPart, KeySeed, KeyTemplate, OnMissing, UncountableError};
 use crate::matched_actions::{MatchedActions, PathError};
 use crate::nearest::nearest;
@@ -128,6 +128,16 @@ impl Plan {
     /// The number of bits of a client's IPv6 address that are counted.
     pub fn ipv6_prefix(&self) -> u8 {
         self.ipv6_prefix.length()
+    }
+
+    /// The name of the client that this part of a key counts an address as: the IPv4 address, or the IPv6 network, such as
+    /// `2001:db8::/64`.
+    pub fn client_name(&self, part: &KeyPart, ip: IpAddr) -> String {
+        let length = match part {
+            KeyPart::Ipv6Network(length) => Ipv6Prefix::new(*length),
+            _ => None,
+        };
+        network_name(ip, length.unwrap_or(self.ipv6_prefix))
     }
 
     /// Every action in file order.

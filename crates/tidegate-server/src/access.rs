@@ -20,6 +20,7 @@ use tidegate_core::Time;
 use tidegate_policy::Secret;
 
 use crate::body::ResponseBody;
+use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, error};
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
@@ -247,12 +248,15 @@ impl Access {
         &self,
         denied: AccessError,
         request: &Request<B>,
-        peer: SocketAddr,
+        client: &ConnectionContext,
         now: Time,
     ) -> Response<ResponseBody> {
         let section = self.listener.section();
         let (status, reason, message) = match denied {
-            AccessError::NoHost => return HttpError::InvalidHost.response(),
+            AccessError::NoHost => {
+                let (status, message) = HttpError::InvalidHost.status_and_message();
+                (status, RejectionReason::Host, message.to_owned())
+            }
             AccessError::Token if self.listener != ListenerKind::Admin => return self.token_required_response(),
             AccessError::Token => {
                 (StatusCode::UNAUTHORIZED, RejectionReason::Token, "the request has no valid token".to_owned())
@@ -269,10 +273,14 @@ impl Access {
             ),
         };
         let host = request.headers().get(HOST).and_then(|host| host.to_str().ok());
-        let (ip, path) = (Some(peer.ip().to_canonical()), Some(request.uri().path()));
+        let (ip, path) = (Some(client.address.ip().to_canonical()), Some(request.uri().path()));
         let query = Query { ip, host, path, ..Query::default() };
-        self.refusals.log_rejection(now, reason, &query, &message);
-        if denied == AccessError::Token { self.token_required_response() } else { error(status, &message) }
+        self.refusals.log_rejection(now, reason, &query, &message, &client.watch.access);
+        match denied {
+            AccessError::Token => self.token_required_response(),
+            AccessError::NoHost => HttpError::InvalidHost.response(),
+            AccessError::Host | AccessError::Origin => error(status, &message),
+        }
     }
 
     fn token_required_response(&self) -> Response<ResponseBody> {

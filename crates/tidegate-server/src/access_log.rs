@@ -4,15 +4,18 @@ mod entry;
 mod layer;
 
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use http::StatusCode;
 use parking_lot::Mutex;
 use tidegate_core::{Clock, Time};
 use tidegate_policy::AccessLogMode;
 
 pub(crate) use self::entry::AccessEntry;
 pub(crate) use self::layer::{LoggedBody, LoggedResponseFuture};
+use crate::rejections::RejectionReason;
 use crate::watchdog::Flag;
 
 /// The switch of the access log, and its clock.
@@ -35,11 +38,31 @@ impl AccessLog {
         self.mode.load(Ordering::Relaxed) == AccessLogMode::Off as u8
     }
 
+    pub(crate) fn now(&self) -> Time {
+        (self.now)()
+    }
+
+    /// Writes the line of a request whose head can't be read.
+    pub(crate) fn log_unread_head(
+        &self,
+        listener: &'static str,
+        ip: IpAddr,
+        reason: RejectionReason,
+        status: Option<StatusCode>,
+    ) {
+        if !self.is_off() {
+            let mut entry = AccessEntry::new(listener, self.now(), ip);
+            entry.note_rejection(reason);
+            status.into_iter().for_each(|status| entry.note_status(status));
+            self.write(&entry);
+        }
+    }
+
     /// Writes the line of a request that has ended.
     fn write(&self, entry: &AccessEntry) {
         let mode = self.mode.load(Ordering::Relaxed);
-        if mode == AccessLogMode::All as u8 || (mode == AccessLogMode::Refused as u8 && !entry.was_admitted()) {
-            entry.write((self.now)());
+        if mode == AccessLogMode::All as u8 || (mode == AccessLogMode::Refused as u8 && entry.is_refusal()) {
+            entry.write(self.now());
         }
     }
 }

@@ -195,7 +195,7 @@ impl Alert {
 
     fn write_log(&self, text: &str) {
         if let Some(results) = &self.log_results {
-            tracing::warn!("{}", EscapedError(text));
+            tracing::warn!(text = %EscapedError(text), "alert");
             results.add(SinkResult::Sent as usize, 1);
         }
     }

@@ -2,12 +2,13 @@
 
 use std::convert::Infallible;
 use std::mem;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use bytes::{Buf as _, Bytes};
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http1::{Parts, UpgradeableConnection};
 use hyper::service::Service;
@@ -18,6 +19,7 @@ use tokio::net::TcpStream;
 use crate::body::ResponseBody;
 use crate::linger::LingerState;
 use crate::local_response::{self, HttpError};
+use crate::rejections::{HeadRejections, RejectionReason};
 use crate::socket::ClientSocket;
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, EndReason};
 
@@ -40,6 +42,9 @@ pub(crate) struct ClientConnection<S: ConnectionService> {
     state: ConnectionStage<S>,
     watch: Arc<ConnectionWatch>,
     _entry: Arc<ConnectionEntry>,
+    rejections: Arc<HeadRejections>,
+    /// The address of the peer.
+    ip: IpAddr,
     waker: Option<Waker>,
     unread_body: Option<Incoming>,
     drained_bytes: usize,
@@ -57,11 +62,15 @@ impl<S: ConnectionService> ClientConnection<S> {
         http: UpgradeableConnection<TokioIo<ClientSocket>, S>,
         watch: Arc<ConnectionWatch>,
         entry: Arc<ConnectionEntry>,
+        rejections: Arc<HeadRejections>,
+        ip: IpAddr,
     ) -> Self {
         Self {
             state: ConnectionStage::Http(http),
             watch,
             _entry: entry,
+            rejections,
+            ip,
             waker: None,
             unread_body: None,
             drained_bytes: 0,
@@ -85,6 +94,10 @@ impl<S: ConnectionService> ClientConnection<S> {
                 let is_displaced = self.watch.is_ended_for(EndReason::Displaced);
                 let too_many = is_displaced || self.watch.is_ended_for(EndReason::HeadBytes);
                 let error = if too_many { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
+                if let Some(reason) = RejectionReason::of_head_error(error) {
+                    let (status, why) = error.status_and_message();
+                    self.rejections.record(self.ip, reason, Some(status), why);
+                }
                 if is_displaced {
                     // The slot is needed at once, so only bytes that can be written immediately are sent.
                     let _ = stream.try_write(&error.raw_response());
@@ -102,6 +115,16 @@ impl<S: ConnectionService> ClientConnection<S> {
             ConnectionStage::Http(http) => http.into_parts(),
             _ => None,
         }
+    }
+
+    /// Records a head that the HTTP library can't read. Returns the response, if the library has given a status.
+    #[cold]
+    fn reject_head(&self, error: &hyper::Error, status: Option<StatusCode>) -> Bytes {
+        let is_too_large = error.is_parse_too_large();
+        let reason = if is_too_large { RejectionReason::HeadSize } else { RejectionReason::Head };
+        let why = format!("the request's head can't be read: {error}");
+        self.rejections.record(self.ip, reason, status, &why);
+        status.map_or_else(Bytes::new, |status| local_response::raw_error_response(status, &why))
     }
 
     fn start_closing(&mut self, stream: TcpStream, response: Bytes) {
@@ -177,13 +200,10 @@ impl<S: ConnectionService> Future for ClientConnection<S> {
                             }
                         };
                         if let Some(parts) = this.take_parts().filter(|_| lingers) {
-                            let (stream, refusal) = parts.io.into_inner().into_parts();
-                            let response = match (ended, refusal) {
-                                (Err(error), Some(status)) => local_response::raw_error_response(
-                                    status,
-                                    &format!("the request's head can't be read: {error}"),
-                                ),
-                                _ => Bytes::new(),
+                            let (stream, status) = parts.io.into_inner().into_parts();
+                            let response = match &ended {
+                                Ok(()) => Bytes::new(),
+                                Err(error) => this.reject_head(error, status),
                             };
                             this.start_closing(stream, response);
                         }

@@ -11,7 +11,9 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 use tidegate::Time;
 use tidegate::store::Losses;
+use tidegate_core::Key;
 use tidegate_core::time::UtcText;
+use tidegate_policy::printable;
 use tidegate_runtime::event_log::EventLog;
 
 pub(crate) use self::provider_events::ProviderEventPublisher;
@@ -49,6 +51,9 @@ pub(crate) enum Change {
         ip: Option<IpAddr>,
         /// The parts of the key, as far as they may be shown.
         client: Map<String, Value>,
+        /// The whole key, by which clients are told apart.
+        #[serde(skip)]
+        key: Key,
         seconds: u64,
         strikes: u8,
         by_operator: bool,
@@ -131,11 +136,11 @@ impl ServerEvent {
     }
 }
 
-/// The parts of a client's key as text, such as `203.0.113.7 key=alice`.
+/// The parts of a client's key as printable text, such as `203.0.113.7 key=alice`.
 pub(crate) fn client_text(client: &Map<String, Value>) -> String {
     let part = |(name, value): (&String, &Value)| {
-        let value = value.as_str().unwrap_or_default();
-        if name == "client_ip" { value.to_owned() } else { format!("{name}={value}") }
+        let value = printable(value.as_str().unwrap_or_default());
+        if name == "client_ip" { value.into_owned() } else { format!("{name}={value}") }
     };
     if client.is_empty() { "all clients".to_owned() } else { client.iter().map(part).collect::<Vec<_>>().join(" ") }
 }

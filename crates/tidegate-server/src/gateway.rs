@@ -31,6 +31,7 @@ use tidegate::outbound::{
 use tidegate::store::Store;
 use tidegate_core::{Clock, Time};
 use tidegate_policy::outbound::{BaseUrl, ProviderConfig as Plan};
+use tidegate_policy::{Query, canonical_ip};
 use tidegate_runtime::counters::Counters;
 use tower_layer::Layer as _;
 
@@ -44,8 +45,9 @@ use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, discard_body, error, finish_response, set_connection_close};
 use crate::metrics::RequestMetrics;
 use crate::proxy::{ResponseFuture, is_grpc, validate_request};
-use crate::refusal_log::{RefusalLog, trace_parent};
+use crate::refusal_log::RefusalLog;
 use crate::state_cell::ListenerState;
+use crate::trace_context::trace_parent;
 use crate::upgrade::spawn_tunnel;
 use crate::watchdog::{ConnectionPhase, EndReason};
 
@@ -240,9 +242,14 @@ impl<S: Store, C: Clock + Clone> GatewayState<S, C> {
         number: u32,
         client: &ConnectionContext,
     ) -> Result<(&Mount<S, C>, CallOptions), Response<ResponseBody>> {
-        validate_request(request, number, &client.watch).map_err(|error| error.response())?;
+        if let Err(invalid) = validate_request(request, number, &client.watch) {
+            let ip = Some(canonical_ip(client.address.ip()));
+            let query = Query { ip, path: Some(request.uri().path()), ..Query::default() };
+            self.refusals.log_invalid_request(self.now(), invalid, &query, &client.watch.access);
+            return Err(invalid.response());
+        }
         if let Err(denied) = self.access.check(request) {
-            return Err(self.access.denied_response(denied, request, client.address, self.now()));
+            return Err(self.access.denied_response(denied, request, client, self.now()));
         }
         for name in ListenerKind::Gateway.token_headers() {
             request.headers_mut().remove(name);

@@ -90,6 +90,7 @@ pub mod signals;
 mod socket;
 mod state_cell;
 mod states;
+mod trace_context;
 mod trial;
 mod upgrade;
 mod upstream;
@@ -122,6 +123,7 @@ use crate::fleet::FleetView;
 use crate::listener::{Listener, ListenerConfig};
 use crate::metrics::{History, RequestMetrics};
 use crate::refusal_log::RefusalLog;
+use crate::rejections::HeadRejections;
 pub use crate::reload::{ReloadError, ReloadHandle, ReloadReport};
 use crate::reload::{Reloader, reload_channel};
 use crate::request_history::RequestHistory;
@@ -339,11 +341,11 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             None => None,
         };
         let configs = ListenerConfigs(&engine.policy);
-        let log = &parts.access_log;
-        let (inbound, proxy) = open("inbound", configs.inbound(), states.proxy, log)?.unzip();
-        let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway, log)?.unzip();
-        let (api, api_cell) = open("api", configs.api(), states.api, log)?.unzip();
-        let (admin, admin_cell) = open("admin", configs.admin(), states.admin, &no_log)?.unzip();
+        let (log, refusals) = (&parts.access_log, &parts.refusals);
+        let (inbound, proxy) = open("inbound", configs.inbound(), states.proxy, log, refusals)?.unzip();
+        let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();
+        let (api, api_cell) = open("api", configs.api(), states.api, log, refusals)?.unzip();
+        let (admin, admin_cell) = open("admin", configs.admin(), states.admin, &no_log, refusals)?.unzip();
         let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api)];
         let listeners = listeners.into_iter().filter_map(|(name, open)| Some((name, open.as_ref()?.watchdog())));
         parts.connections.get_or_init(|| listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect());
@@ -425,9 +427,12 @@ fn open<T: ListenerState>(
     config: Option<(SocketAddr, ListenerConfig)>,
     state: Option<T>,
     access_log: &Arc<AccessLog>,
+    refusals: &Arc<RefusalLog>,
 ) -> Result<Option<Opened<T>>, ServeError> {
     let (Some((address, config)), Some(state)) = (config, state) else { return Ok(None) };
-    let bound = Listener::bind(address, config).map_err(|source| ServeError::Bind { listener, address, source })?;
+    let rejections = HeadRejections { listener, access_log: Arc::clone(access_log), refusals: Arc::clone(refusals) };
+    let bound =
+        Listener::bind(address, config, rejections).map_err(|source| ServeError::Bind { listener, address, source })?;
     let cell = StateCell::new(state);
     let (shared, log) = (Arc::clone(&cell), Arc::clone(access_log));
     let service = move |client| CurrentService::new(listener, Arc::clone(&shared), Arc::clone(&log), client);

@@ -8,12 +8,13 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
-use tidegate_policy::InboundTimeouts;
+use tidegate_policy::{InboundTimeouts, canonical_ip};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
 use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::{ClientConnection, ConnectionService};
 use crate::displacement::DisplacementQueue;
+use crate::rejections::HeadRejections;
 use crate::socket::ClientSocket;
 use crate::watchdog::{ConnectionEntry, ConnectionWatch, Watchdog};
 
@@ -55,6 +56,7 @@ struct ConnectionStarter {
     config: ListenerConfig,
     watchdog: Arc<Watchdog>,
     http: http1::Builder,
+    rejections: Arc<HeadRejections>,
 }
 
 /// The facts about a connection that its service needs.
@@ -71,7 +73,7 @@ struct AcceptedConnection {
 }
 
 impl Listener {
-    pub(crate) fn bind(address: SocketAddr, config: ListenerConfig) -> io::Result<Self> {
+    pub(crate) fn bind(address: SocketAddr, config: ListenerConfig, rejections: HeadRejections) -> io::Result<Self> {
         let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         // A restarted gate can reuse its port while old connections are in TIME_WAIT.
         socket.set_reuseaddr(true)?;
@@ -82,7 +84,8 @@ impl Listener {
             http.max_headers(config.headers);
         }
         let watchdog = Watchdog::new(&config.timeouts, config.body_rate, config.connections);
-        Ok(Self { socket: socket.listen(BACKLOG)?, starter: ConnectionStarter { config, watchdog, http } })
+        let rejections = Arc::new(rejections);
+        Ok(Self { socket: socket.listen(BACKLOG)?, starter: ConnectionStarter { config, watchdog, http, rejections } })
     }
 
     pub(crate) fn address(&self) -> io::Result<SocketAddr> {
@@ -208,6 +211,7 @@ impl ConnectionStarter {
         let service = new_service(ConnectionContext { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
         let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), self.config.forwards));
         let http = self.http.serve_connection(io, service).with_upgrades();
-        tokio::spawn(ClientConnection::new(http, watch, entry));
+        let (rejections, ip) = (Arc::clone(&self.rejections), canonical_ip(address.ip()));
+        tokio::spawn(ClientConnection::new(http, watch, entry, rejections, ip));
     }
 }

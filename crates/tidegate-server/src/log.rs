@@ -1,6 +1,7 @@
 //! The log: its set-up, and its protection against text of hostile clients.
 
 mod line_queue;
+mod text_fields;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,6 +11,7 @@ use tidegate_policy::{LogConfig, LogFormat, LogLevel, printable_json, printable_
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
+use self::text_fields::TextFields;
 pub use line_queue::LogGuard;
 pub(crate) use line_queue::dropped_lines;
 
@@ -51,7 +53,8 @@ where
     let lines = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter).with_ansi(false);
     Ok(match settings.format {
         LogFormat::Text => {
-            lines.with_writer(SanitizingWriter { inner: writer, sanitize: printable_lines }).finish().into()
+            let writer = SanitizingWriter { inner: writer, sanitize: printable_lines };
+            lines.with_writer(writer).fmt_fields(TextFields).finish().into()
         }
         LogFormat::Json => {
             let lines = lines.with_writer(SanitizingWriter { inner: writer, sanitize: printable_json });

@@ -31,7 +31,6 @@ use crate::metrics::RequestMetrics;
 use crate::permit_renewer::{PermitHandle, PermitRenewer};
 use crate::refusal_cache::RefusalCache;
 use crate::refusal_log::RefusalLog;
-use crate::rejections::RejectionReason;
 use crate::state_cell::ListenerState;
 use crate::upgrade;
 use crate::upstream::{PoolSettings, UpstreamClient, UpstreamError};
@@ -136,10 +135,9 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ProxyService<S, C> {
         let connection = &self.connection;
         let number = connection.watch.count_request();
         if let Err(error) = validate_request(&request, number, &connection.watch) {
-            if error == HttpError::InvalidHost {
-                let why = error.status_and_message().1;
-                connection.log_rejection(RejectionReason::Host, &connection.query(&request), why);
-            }
+            let (proxy, query) = (&connection.proxy, connection.query(&request));
+            let now = proxy.gate.clock().now();
+            proxy.refusals.log_invalid_request(now, error, &query, &connection.watch.access);
             let response = discard_body(&connection.watch, request.into_body(), true, error.response());
             return connection.ready_response(response);
         }
@@ -294,7 +292,8 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         match cause.uncountable() {
             Some(uncountable) => {
                 let why = uncountable.to_string();
-                self.log_rejection(uncountable.into(), query, &why);
+                let (refusals, now) = (&self.proxy.refusals, self.proxy.gate.clock().now());
+                refusals.log_rejection(now, uncountable.into(), query, &why, &self.watch.access);
                 error(StatusCode::BAD_REQUEST, &why)
             }
             None => {
@@ -303,11 +302,6 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
                 HttpError::StoreUnavailable.response()
             }
         }
-    }
-
-    #[cold]
-    fn log_rejection(&self, reason: RejectionReason, query: &Query<'_>, why: &str) {
-        self.proxy.refusals.log_rejection(self.proxy.gate.clock().now(), reason, query, why);
     }
 
     /// Normalises the path, if the policy says so.

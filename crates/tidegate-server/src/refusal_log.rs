@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use http::HeaderMap;
 use tidegate::Decision;
 use tidegate::outbound::CallStats;
 use tidegate::policy::{MatchedActions, Plan, Query};
@@ -17,9 +16,11 @@ use tracing::field::display;
 use crate::access_log::AccessSlot;
 use crate::audit_log::AuditLog;
 use crate::events::{Change, ServerEvent, ServerEvents};
+use crate::local_response::HttpError;
 use crate::log::{EscapedError, EscapedText, MaskedKey, dropped_lines};
 use crate::refused_clients::{RefusedClients, shown_client};
 use crate::rejections::RejectionReason;
+use crate::trace_context::trace_parent;
 
 /// The interval at which lines that weren't written are summed up.
 const SUMMARY_INTERVAL: Duration = Duration::from_secs(5);
@@ -125,6 +126,7 @@ impl RefusalLog {
             limit: plan.limit_info(limit).name().to_owned(),
             ip: query.ip,
             client: shown_client(plan, limit, decision.key, query),
+            key: decision.key,
             // The block of an operator may be shorter than that of its strikes.
             seconds: if by_operator { decision.retry_after } else { decision.backoff }
                 .unwrap_or_default()
@@ -141,10 +143,19 @@ impl RefusalLog {
         self.begun_blocks.load(Ordering::Relaxed)
     }
 
-    /// Counts a request that was rejected before any decision, and logs it unless the limit on lines is reached.
+    /// Counts a request that was rejected before any decision, notes the reason in its line of the access log, and logs
+    /// it unless the limit on lines is reached.
     #[cold]
-    pub(crate) fn log_rejection(&self, now: Time, reason: RejectionReason, query: &Query<'_>, why: &str) {
+    pub(crate) fn log_rejection(
+        &self,
+        now: Time,
+        reason: RejectionReason,
+        query: &Query<'_>,
+        why: &str,
+        access: &AccessSlot,
+    ) {
         let total = self.count_rejection(reason);
+        access.note(|entry| entry.note_rejection(reason));
         let Some(suppressed) = self.rejection_throttle.admit(now) else { return };
         tracing::info!(
             reason = reason.as_str(),
@@ -156,6 +167,14 @@ impl RefusalLog {
             suppressed,
             "rejected"
         );
+    }
+
+    /// Does the same for a request that isn't valid HTTP, or asks for what the gate doesn't do.
+    #[cold]
+    pub(crate) fn log_invalid_request(&self, now: Time, error: HttpError, query: &Query<'_>, access: &AccessSlot) {
+        if let Some(reason) = RejectionReason::of_head_error(error) {
+            self.log_rejection(now, reason, query, error.status_and_message().1, access);
+        }
     }
 
     /// Counts a request that was rejected. Returns the number of those with this reason.
@@ -187,7 +206,7 @@ impl RefusalLog {
     ) {
         let Some(suppressed) = self.failure_throttle.admit(now) else { return };
         let attempts = stats.map(|stats| stats.attempts);
-        let traceparent = traceparent.map(EscapedText).map(display);
+        let traceparent = traceparent.map(display);
         tracing::warn!(provider, attempts, why = %EscapedError(why), traceparent, suppressed, "a call failed");
     }
 
@@ -247,14 +266,9 @@ fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decisi
         retry_after = decision.retry_after.map(|wait| wait.as_secs_ceil()),
         blocked = decision.blocked,
         shadow = decision.shadow,
-        traceparent = query.headers.and_then(trace_parent).map(EscapedText).map(display),
+        traceparent = query.headers.and_then(trace_parent).map(display),
         "refused"
     );
-}
-
-/// The W3C trace context of a request, by which its log lines are found from its trace.
-pub(crate) fn trace_parent(headers: &HeaderMap) -> Option<&str> {
-    headers.get("traceparent")?.to_str().ok()
 }
 
 /// Returns a path without its query string, safe to log.

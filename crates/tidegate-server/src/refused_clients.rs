@@ -99,19 +99,24 @@ pub(crate) struct ClientReport {
 
 /// The parts of a client's key under a limit. A hash of the whole key stands for values that may be secrets.
 pub(crate) fn shown_client(plan: &Plan, limit: LimitId, key: Key, query: &Query<'_>) -> Map<String, Value> {
-    client_json(plan, limit, key, &shown_parts(plan, limit, query))
+    client_json(plan, limit, key, &shown_parts(plan, limit, key, query))
 }
 
 fn client_json(plan: &Plan, limit: LimitId, key: Key, parts: &[Option<Box<str>>]) -> Map<String, Value> {
-    let hash = || format!("#{:08x}", key.lo() >> 32);
     let names = plan.key_parts(limit).iter().map(ToString::to_string);
-    names.zip(parts).map(|(name, value)| (name, value.as_deref().map_or_else(hash, str::to_owned).into())).collect()
+    let shown = |value: &Option<Box<str>>| value.as_deref().map_or_else(|| key_hash(key), str::to_owned);
+    names.zip(parts).map(|(name, value)| (name, shown(value).into())).collect()
 }
 
-fn shown_parts(plan: &Plan, limit: LimitId, query: &Query<'_>) -> Box<[Option<Box<str>>]> {
+/// A short hash that stands for a key.
+fn key_hash(key: Key) -> String {
+    format!("#{:08x}", key.lo() >> 32)
+}
+
+fn shown_parts(plan: &Plan, limit: LimitId, key: Key, query: &Query<'_>) -> Box<[Option<Box<str>>]> {
     let shown = |part: &KeyPart| -> Option<Box<str>> {
         let text = match part {
-            KeyPart::ClientIp | KeyPart::Ipv6Network(_) => return query.ip.map(|ip| ip.to_string().into()),
+            KeyPart::ClientIp | KeyPart::Ipv6Network(_) => return query.ip.map(|ip| plan.client_name(part, ip).into()),
             KeyPart::Key => query.key,
             KeyPart::Platform => query.platform,
             KeyPart::Method => query.method,
@@ -119,7 +124,11 @@ fn shown_parts(plan: &Plan, limit: LimitId, query: &Query<'_>) -> Box<[Option<Bo
             KeyPart::Path => query.path.map(|path| path.split('?').next().unwrap_or(path)),
             KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => None,
         };
-        text.map(|text| text.chars().take(MAX_PART_CHARS).collect())
+        // The hash tells long values apart that begin alike.
+        text.map(|text| match text.char_indices().nth(MAX_PART_CHARS) {
+            Some((end, _)) => format!("{}…{}", &text[..end], key_hash(key)).into(),
+            None => text.into(),
+        })
     };
     plan.key_parts(limit).iter().map(shown).collect()
 }
@@ -320,7 +329,7 @@ impl RefusedClient {
             limit,
             key: decision.key,
             affinity: decision.affinity,
-            parts: shown_parts(plan, limit, query),
+            parts: shown_parts(plan, limit, decision.key, query),
             refusals: 0,
             strikes: 0,
             is_blocked: false,
@@ -382,7 +391,9 @@ impl RefusedClient {
                 KeyPart::Path => "path",
                 KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => return None,
             };
-            let value = value.as_deref().filter(|value| value.chars().count() < MAX_PART_CHARS)?;
+            let value = value.as_deref().filter(|value| value.chars().count() <= MAX_PART_CHARS)?;
+            // Any address of a network names it.
+            let value = if field == "ip" { value.split('/').next().unwrap_or(value) } else { value };
             request.insert(field.to_owned(), value.into());
         }
         Some(request)
@@ -408,6 +419,27 @@ mod tests {
             retry_after: Some(Span::from_secs(1000)),
             ..Decision::without_limit(false, Reason::Limit, Time::from_secs(at))
         }
+    }
+
+    #[test]
+    fn clients_have_the_names_that_limits_count() {
+        let text = "[inbound]\nipv6_prefix = 56\n[inbound.action.a]\nkey = [\"client_ip\", \"ipv6/48\", \"key\"]\nlimit = \"5/s\"\n";
+        let policy = Policy::load(PolicySources::new().file("test.toml", text)).expect("a policy");
+        let shown = |ip: &str, key: &str, number| {
+            let query = Query { ip: ip.parse().ok(), key: Some(key), ..Query::default() };
+            let client = RefusedClient::new(policy.plan(), LimitId::FIRST, &query, &refusal(number, 10, true));
+            let report = client.report(policy.plan(), Time::from_secs(10));
+            let values: Vec<Value> = report.client.into_iter().map(|(_, value)| value).collect();
+            (values, report.reset.map(|reset| json!(reset)))
+        };
+        let (client, reset) = shown("2001:db8:1:2ff::7", "bob", 1);
+        assert_eq!(client, ["2001:db8:1:200::/56", "2001:db8:1::/48", "bob"]);
+        assert_eq!(reset, Some(json!({ "action": "a", "ip": "2001:db8:1::", "key": "bob" })));
+        assert_eq!(shown("::ffff:192.0.2.1", "", 1).0[0], "192.0.2.1");
+        let long = |end: &str, number| shown("192.0.2.1", &format!("{}{end}", "x".repeat(128)), number << 32);
+        assert_ne!(long("a", 1).0, long("b", 2).0);
+        assert_eq!(long("a", 1).1, None, "a cut key can't be reset");
+        assert!(long("", 1).1.is_some());
     }
 
     fn policy() -> Policy {

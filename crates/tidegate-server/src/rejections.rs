@@ -1,12 +1,35 @@
-//! The reasons for which requests are rejected before any decision.
+//! The reasons for which requests are rejected before any decision, and the record of those that never reach a service.
 
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use http::StatusCode;
+use tidegate::policy::Query;
 use tidegate_policy::{PathError, UncountableError};
 
-/// The reason for a rejection with 400 (by forward-auth with its `deny_status`), of a web page with 403 or 421,
-/// or of a caller of the admin listener with 401 or 403.
+use crate::access_log::{AccessLog, AccessSlot};
+use crate::local_response::HttpError;
+use crate::refusal_log::RefusalLog;
+
+/// The reason for a rejection of an invalid request or one that can't be counted (by forward-auth with its
+/// `deny_status`), of a web page with 403 or 421, or of a caller of the admin listener with 401 or 403.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RejectionReason {
-    /// The host is invalid.
+    /// The head of the request can't be read as HTTP.
+    Head,
+    /// The head of the request has too many bytes or lines, or its target is too long.
+    HeadSize,
+    /// The head of the request took too long to arrive.
+    HeadTimeout,
+    /// The unfinished heads of all requests took too many bytes, or a new connection needed the place.
+    HeadDisplaced,
+    /// The body is framed in a way that servers read differently, or in an unknown one.
+    Framing,
+    /// The target is neither a path nor an http URL.
+    Target,
+    /// The method is `CONNECT` or `TRACE`.
+    Method,
+    /// The host is invalid, or the target names another one.
     Host,
     /// The path can be read in ways that match different actions, and `inbound.ambiguous_paths` is `refuse`.
     AmbiguousPath,
@@ -29,7 +52,14 @@ pub(crate) enum RejectionReason {
 }
 
 impl RejectionReason {
-    pub(crate) const ALL: [Self; 10] = [
+    pub(crate) const ALL: [Self; 17] = [
+        Self::Head,
+        Self::HeadSize,
+        Self::HeadTimeout,
+        Self::HeadDisplaced,
+        Self::Framing,
+        Self::Target,
+        Self::Method,
         Self::Host,
         Self::AmbiguousPath,
         Self::TooManyPathReadings,
@@ -46,6 +76,13 @@ impl RejectionReason {
     /// The reason's name in the log and in metrics.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
+            Self::Head => "head",
+            Self::HeadSize => "head_size",
+            Self::HeadTimeout => "head_timeout",
+            Self::HeadDisplaced => "head_displaced",
+            Self::Framing => "framing",
+            Self::Target => "target",
+            Self::Method => "method",
             Self::Host => "host",
             Self::AmbiguousPath => "ambiguous_path",
             Self::TooManyPathReadings => "path_readings",
@@ -70,5 +107,41 @@ impl From<&UncountableError> for RejectionReason {
             UncountableError::SimilarHeader(_) => Self::Lookalike,
             UncountableError::InvalidHost => Self::Host,
         }
+    }
+}
+
+impl RejectionReason {
+    /// The reason of an error in a request's head. `None` for errors that come after the decision.
+    pub(crate) fn of_head_error(error: HttpError) -> Option<Self> {
+        match error {
+            HttpError::ConflictingFraming | HttpError::UnsupportedTransferCoding => Some(Self::Framing),
+            HttpError::InvalidHost | HttpError::HostConflict => Some(Self::Host),
+            HttpError::InvalidTarget => Some(Self::Target),
+            HttpError::MethodNotAllowed => Some(Self::Method),
+            HttpError::ClientTimeout => Some(Self::HeadTimeout),
+            HttpError::TooManyHeads => Some(Self::HeadDisplaced),
+            HttpError::BrokenBody
+            | HttpError::TooLarge
+            | HttpError::BadGateway
+            | HttpError::GatewayTimeout
+            | HttpError::StoreUnavailable => None,
+        }
+    }
+}
+
+/// The record of a listener's requests whose heads can't be read, so that no service answers them.
+pub(crate) struct HeadRejections {
+    pub(crate) listener: &'static str,
+    pub(crate) access_log: Arc<AccessLog>,
+    pub(crate) refusals: Arc<RefusalLog>,
+}
+
+impl HeadRejections {
+    /// Counts and logs such a request. The status is that of the response, if there is one.
+    #[cold]
+    pub(crate) fn record(&self, ip: IpAddr, reason: RejectionReason, status: Option<StatusCode>, why: &str) {
+        let query = Query { ip: Some(ip), ..Query::default() };
+        self.refusals.log_rejection(self.access_log.now(), reason, &query, why, &AccessSlot::default());
+        self.access_log.log_unread_head(self.listener, ip, reason, status);
     }
 }

@@ -128,4 +128,6 @@ fn prometheus_reads_the_metrics() {
     assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stderr));
     let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy/alerts.yml");
     run(Command::new(&promtool).args(["check", "rules", rules]));
+    let tests = fs::read_to_string(format!("{SOURCES}/alerts_test.yml")).unwrap().replace("RULES", rules);
+    run(Command::new(&promtool).args(["test", "rules"]).arg(scratch.write("alerts_test.yml", &tests)));
 }

@@ -12,7 +12,8 @@ use tidegate::policy::{MatchedActions, Plan, Query};
 use tidegate_core::{Span, Time};
 
 use crate::log::{ACCESS_TARGET, EscapedText, MaskedKey};
-use crate::refusal_log::trace_parent;
+use crate::rejections::RejectionReason;
+use crate::trace_context::trace_id;
 
 /// The maximum number of bytes of a path in a line, after its encoding. The rest is left out.
 const MAX_PATH_BYTES: usize = 2048;
@@ -29,6 +30,8 @@ pub(crate) enum Outcome {
     Refused,
     /// Its call got no reply.
     Failed,
+    /// It asked the decision API for something other than a decision.
+    Answered,
 }
 
 impl Outcome {
@@ -38,6 +41,7 @@ impl Outcome {
             Self::Shadow => "shadow",
             Self::Refused => "refused",
             Self::Failed => "failed",
+            Self::Answered => "answered",
         }
     }
 }
@@ -47,11 +51,11 @@ pub(crate) struct AccessEntry {
     listener: &'static str,
     began_at: Time,
     ip: IpAddr,
-    method: Method,
-    uri: Uri,
+    /// The method and the target; `None` if the head can't be read.
+    request_line: Option<(Method, Uri)>,
     host: Option<HeaderValue>,
-    traceparent: Option<HeaderValue>,
-    /// The request that forward-auth or a check is about.
+    trace_id: Option<String>,
+    /// The request that forward-auth or a check is about, if the question describes one.
     asked: Option<AskedRequest>,
     outcome: Option<Outcome>,
     refusal: Option<Refusal>,
@@ -79,20 +83,18 @@ struct Refusal {
     limit: Option<String>,
     reason: &'static str,
     retry_after: Option<Span>,
-    is_blocked: bool,
+    is_blocked: Option<bool>,
 }
 
 impl AccessEntry {
-    pub(super) fn new<B>(listener: &'static str, began_at: Time, ip: IpAddr, request: &Request<B>) -> Box<Self> {
-        let headers = request.headers();
-        Box::new(Self {
+    pub(super) fn new(listener: &'static str, began_at: Time, ip: IpAddr) -> Self {
+        Self {
             listener,
             began_at,
             ip,
-            method: request.method().clone(),
-            uri: request.uri().clone(),
-            host: headers.get(HOST).cloned(),
-            traceparent: trace_parent(headers).and_then(|trace| HeaderValue::from_str(trace).ok()),
+            request_line: None,
+            host: None,
+            trace_id: None,
             asked: None,
             outcome: None,
             refusal: None,
@@ -104,13 +106,45 @@ impl AccessEntry {
             status: None,
             bytes: 0,
             is_aborted: false,
-        })
+        }
     }
 
-    /// Notes the client that a question names.
-    pub(crate) fn note_client(&mut self, query: &Query<'_>) {
+    pub(super) fn of_request<B>(listener: &'static str, began_at: Time, ip: IpAddr, request: &Request<B>) -> Self {
+        let headers = request.headers();
+        Self {
+            request_line: Some((request.method().clone(), request.uri().clone())),
+            host: headers.get(HOST).cloned(),
+            trace_id: trace_id(headers).map(str::to_owned),
+            ..Self::new(listener, began_at, ip)
+        }
+    }
+
+    fn note_client(&mut self, query: &Query<'_>) {
         self.ip = query.ip.unwrap_or(self.ip);
         self.key = query.key.map(|key| MaskedKey(key).to_string());
+    }
+
+    /// Notes the client and the action of a question that decides nothing.
+    pub(crate) fn note_subject(&mut self, query: &Query<'_>, actions: Option<String>) {
+        self.note_client(query);
+        self.actions = actions;
+    }
+
+    /// Notes the client and the request that a decision is asked about.
+    pub(crate) fn note_question(&mut self, query: &Query<'_>) {
+        self.note_client(query);
+        if query.method.is_some() || query.path.is_some() {
+            self.asked = Some(AskedRequest {
+                method: query.method.and_then(|method| method.parse().ok()),
+                path: query.path.map(str::to_owned),
+                host: query.host.map(str::to_owned),
+            });
+        }
+    }
+
+    /// Notes the reason for which there is no decision.
+    pub(crate) fn note_rejection(&mut self, reason: RejectionReason) {
+        self.refusal = Some(Refusal { limit: None, reason: reason.as_str(), retry_after: None, is_blocked: None });
     }
 
     /// Notes the decision about an inbound request.
@@ -121,29 +155,21 @@ impl AccessEntry {
         query: &Query<'_>,
         decision: &Decision,
     ) {
-        self.note_client(query);
         match query.action {
             Some(action) => self.action = Some(EscapedText(action).to_string()),
             None => self.actions = plan.action_names(actions),
-        }
-        if self.listener == "api" {
-            self.asked = Some(AskedRequest {
-                method: query.method.and_then(|method| method.parse().ok()),
-                path: query.path.map(str::to_owned),
-                host: query.host.map(str::to_owned),
-            });
         }
         self.outcome = Some(match (decision.allowed, decision.shadow) {
             (true, false) => Outcome::Admitted,
             (true, true) => Outcome::Shadow,
             (false, _) => Outcome::Refused,
         });
-        if !self.was_admitted() {
+        if !decision.allowed || decision.shadow {
             self.refusal = Some(Refusal {
                 limit: decision.bound_by.map(|id| plan.limit_info(id).name().to_owned()),
                 reason: decision.reason.as_str(),
                 retry_after: decision.retry_after,
-                is_blocked: decision.blocked,
+                is_blocked: Some(decision.blocked),
             });
         }
     }
@@ -166,7 +192,7 @@ impl AccessEntry {
         self.call = Some(call.stats);
         self.outcome = Some(if call.stats.attempts == 0 { Outcome::Refused } else { Outcome::Failed });
         let (reason, retry_after) = (call.to_body().error, call.retry_after());
-        self.refusal = Some(Refusal { limit, reason, retry_after, is_blocked: false });
+        self.refusal = Some(Refusal { limit, reason, retry_after, is_blocked: Some(false) });
     }
 
     /// Notes the time from the decision to the head of the upstream's response.
@@ -176,24 +202,32 @@ impl AccessEntry {
 
     pub(super) fn note_status(&mut self, status: http::StatusCode) {
         self.status = Some(status.as_u16());
+        if status.is_success() {
+            self.outcome.get_or_insert(Outcome::Answered);
+        }
     }
 
     /// True if the body of a response isn't sent.
     pub(super) fn has_no_body(&self) -> bool {
-        self.method == Method::HEAD
+        matches!(&self.request_line, Some((Method::HEAD, _)))
     }
 
-    pub(super) fn was_admitted(&self) -> bool {
-        self.outcome == Some(Outcome::Admitted)
+    /// True unless it was admitted, or asked for no decision.
+    pub(super) fn is_refusal(&self) -> bool {
+        !matches!(self.outcome, Some(Outcome::Admitted | Outcome::Answered))
     }
 
     #[cold]
     pub(super) fn write(&self, now: Time) {
-        let asked = self.asked.as_ref();
-        let method = asked.and_then(|asked| asked.method.as_ref()).unwrap_or(&self.method);
-        let path = asked.and_then(|asked| asked.path.as_deref()).unwrap_or_else(|| self.uri.path());
-        let own_host = || self.host.as_ref().and_then(|host| host.to_str().ok());
-        let host = asked.and_then(|asked| asked.host.as_deref()).or_else(own_host);
+        let own = self.request_line.as_ref();
+        let (method, path, host) = match &self.asked {
+            Some(asked) => (asked.method.as_ref(), asked.path.as_deref(), asked.host.as_deref()),
+            None => (
+                own.map(|(method, _)| method),
+                own.map(|(_, uri)| uri.path()),
+                self.host.as_ref().and_then(|host| host.to_str().ok()),
+            ),
+        };
         let refusal = self.refusal.as_ref();
         let outcome = self.outcome.map_or("rejected", Outcome::as_str);
         tracing::info!(
@@ -201,8 +235,8 @@ impl AccessEntry {
             listener = %self.listener,
             ip = %self.ip,
             key = self.key.as_deref().map(display),
-            method = %EscapedText(method.as_str()),
-            path = %EncodedPath(path),
+            method = method.map(|method| display(EscapedText(method.as_str()))),
+            path = path.map(EncodedPath).map(display),
             host = host.map(EscapedText).map(display),
             status = self.status,
             outcome = %outcome,
@@ -211,22 +245,16 @@ impl AccessEntry {
             limit = refusal.and_then(|refusal| refusal.limit.as_deref()).map(display),
             reason = refusal.map(|refusal| display(refusal.reason)),
             retry_after = refusal.and_then(|refusal| refusal.retry_after).map(Span::as_secs_ceil),
-            blocked = refusal.map(|refusal| refusal.is_blocked),
+            blocked = refusal.and_then(|refusal| refusal.is_blocked),
             attempts = self.call.map(|call| call.attempts),
             waited_us = self.call.map(|call| call.waited.as_micros()),
             upstream_us = self.upstream_time.map(Span::as_micros),
             duration_us = now.since(self.began_at).as_micros(),
             bytes = self.bytes,
             aborted = Some(true).filter(|_| self.is_aborted),
-            trace_id = self.trace_id().map(display),
+            trace_id = self.trace_id.as_deref().map(display),
             "request"
         );
-    }
-
-    /// The trace id of a W3C trace context: the second of its parts.
-    fn trace_id(&self) -> Option<&str> {
-        let id = self.traceparent.as_ref()?.to_str().ok()?.split('-').nth(1)?;
-        (id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(id)
     }
 }
 

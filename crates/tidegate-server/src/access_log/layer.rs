@@ -32,7 +32,7 @@ impl AccessLog {
         respond: impl FnOnce(Request<B>) -> F,
     ) -> LoggedResponseFuture<F> {
         let open = (!self.is_off()).then(|| {
-            watch.access.put(AccessEntry::new(listener, (self.now)(), client_ip(&request), &request));
+            watch.access.put(Box::new(AccessEntry::of_request(listener, self.now(), client_ip(&request), &request)));
             OpenRequest { log: Arc::clone(self), watch: Arc::clone(watch) }
         });
         LoggedResponseFuture { respond: respond(request), open }

@@ -14,7 +14,7 @@ use tokio::time::MissedTickBehavior;
 use super::group::{AlertEvent, Phase};
 use super::meter::{Growth, Meter, Totals};
 use super::{Alert, AlertSet};
-use crate::events::{Change, ServerEvent, client_text};
+use crate::events::{Change, ServerEvent};
 use crate::state_cell::StateCell;
 use crate::states::{Engine, SharedParts};
 
@@ -131,16 +131,16 @@ impl Driver {
             self.judge(now, Flood, &counts, |alert, _, refusals| judge_flood(alert, *refusals, elapsed));
         }
         let shadow = has_shadow.then(|| shadow_shares(&engine.gate));
-        if let Some(Growth { counts, .. }) = self.shadow.measure_or_clear(now, shadow) {
-            self.judge(now, Shadow, &counts, judge_shadow);
+        if let Some(Growth { elapsed, counts }) = self.shadow.measure_or_clear(now, shadow) {
+            self.judge(now, Shadow, &counts, |alert, limit, calls| judge_shadow(alert, limit, calls).over(elapsed));
         }
         let providers = engine.providers.iter().flat_map(Outbound::providers).filter(|_| has_provider);
         let reports: BTreeMap<String, ProviderReport> =
             providers.map(|provider| (provider.config().name.clone(), provider.local_report())).collect();
         let totals = |report: &ProviderReport| Totals { part: report.retries, whole: report.first_tries };
         let totals = has_retries.then(|| reports.iter().map(|(name, report)| (name.clone(), totals(report))).collect());
-        if let Some(Growth { counts, .. }) = self.retries.measure_or_clear(now, totals) {
-            self.judge(now, Retries, &counts, judge_retries);
+        if let Some(Growth { elapsed, counts }) = self.retries.measure_or_clear(now, totals) {
+            self.judge(now, Retries, &counts, |alert, name, calls| judge_retries(alert, name, calls).over(elapsed));
         }
         self.judge(now, BreakerOpen, &reports, judge_breaker);
         self.judge(now, AllCooling, &reports, judge_credentials);
@@ -188,9 +188,7 @@ impl Driver {
 fn alert_event(event: &ServerEvent, alert: &AlertConfig) -> Option<AlertEvent> {
     use AlertTrigger::{AllCooling, Blocked, BreakerOpen, CredentialOut, Quota, ReloadFailed, StoreFull, StoreLost};
     let (trigger, subject, phase) = match &event.change {
-        Change::Blocked { limit, client, shadow: false, .. } => {
-            (Blocked, format!("{limit} {}", client_text(client)), Phase::Happened)
-        }
+        Change::Blocked { limit, key, shadow: false, .. } => (Blocked, format!("{limit} {key:?}"), Phase::Happened),
         Change::Breaker { provider, state: "open", .. } => (BreakerOpen, provider.clone(), Phase::Begins),
         Change::CoolingDown { provider, all_cooling: true, .. } => (AllCooling, provider.clone(), Phase::Begins),
         Change::CredentialRejected { provider, credential, .. } => {
@@ -257,6 +255,14 @@ impl Judgement {
     fn low(text: impl Into<String>) -> Self {
         Self { level: Level::Low, text: text.into() }
     }
+
+    /// A judgement about the calls of this time. Less than a window, as after a reload, ends no state.
+    fn over(mut self, elapsed: Span) -> Self {
+        if elapsed < SHARE_WINDOW && matches!(self.level, Level::Low) {
+            self.level = Level::Between;
+        }
+        self
+    }
 }
 
 /// A measurement of the gate as a whole, by its subject.
@@ -301,7 +307,8 @@ fn judge_credentials(_: &AlertConfig, provider: &str, report: &ProviderReport) -
 }
 
 fn judge_flood(alert: &AlertConfig, refusals: Totals, elapsed: Span) -> Judgement {
-    let per_second = refusals.part.saturating_mul(1_000_000) / elapsed.as_micros().max(1);
+    // Before the first window is over, it also has the time before the start, without refusals.
+    let per_second = refusals.part.saturating_mul(1_000_000) / elapsed.max(FLOOD_WINDOW).as_micros();
     let text = format!("{per_second} requests per second are refused");
     Judgement { level: Level::of(per_second, alert.flood), text }
 }
@@ -355,15 +362,17 @@ mod tests {
         let policy = Policy::load(PolicySources::new().file("t", text)).unwrap();
         let [all, none] = policy.alerts() else { panic!("two alerts") };
         let store = || "redis".to_owned();
-        let blocked = |shadow| Change::Blocked {
+        let blocked_client = |key, shadow| Change::Blocked {
             limit: "login".to_owned(),
             ip: None,
             client: serde_json::Map::new(),
+            key: tidegate_core::Key::new(1, key),
             seconds: 2,
             strikes: 1,
             by_operator: false,
             shadow,
         };
+        let blocked = |shadow| blocked_client(1, shadow);
         let quota = |reported, percent| Change::QuotaUsed {
             provider: "api".to_owned(),
             limit: "day".to_owned(),
@@ -393,6 +402,29 @@ mod tests {
             assert_eq!(found, expected, "{:?}", event.change);
             assert_eq!(alert_event(&event, none), None);
         }
+        let subject = |key| {
+            let event = ServerEvent::new(Time::from_secs(1), blocked_client(key, false));
+            alert_event(&event, all).unwrap().subject
+        };
+        assert_ne!(subject(1), subject(2), "clients that are shown alike");
+    }
+
+    #[test]
+    fn rates_and_shares_are_those_of_a_window() {
+        let text = "[alert.a]\nlog = true\non = [\"flood\", \"shadow\"]\n";
+        let policy = Policy::load(PolicySources::new().file("t", text)).unwrap();
+        let alert = &policy.alerts()[0];
+        let flood =
+            |refused, seconds| judge_flood(alert, Totals { part: refused, whole: 0 }, Span::from_secs(seconds)).level;
+        assert!(matches!(flood(150, 1), Level::Low), "15 a second over ten seconds");
+        assert!(matches!(flood(1001, 2), Level::High));
+        assert!(matches!(flood(1001, 10), Level::High));
+        assert!(matches!(flood(1001, 11), Level::Between));
+        let shadow =
+            |part, seconds| judge_shadow(alert, "a", &Totals { part, whole: 100 }).over(Span::from_secs(seconds)).level;
+        assert!(matches!(shadow(5, 1), Level::High));
+        assert!(matches!(shadow(0, 59), Level::Between), "not yet known to be over");
+        assert!(matches!(shadow(0, 60), Level::Low));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use tidegate::{Span, Time};
 use tidegate_policy::alerts::AlertTrigger;
+use tidegate_policy::printable;
 
 /// The maximum number of events that a message names.
 const MAX_NAMED: usize = 5;
@@ -127,7 +128,8 @@ impl Group {
     /// Notes an event.
     pub(super) fn record(&mut self, now: Time, event: AlertEvent) {
         let AlertEvent { trigger, subject, text, phase } = event;
-        let text: String = text.chars().map(|it| if it.is_control() { ' ' } else { it }).take(MAX_TEXT).collect();
+        let line: String = text.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
+        let text: String = printable(&line).chars().take(MAX_TEXT).collect();
         let list = if phase == Phase::Ends { &mut self.pending.resolved } else { &mut self.pending.new };
         let key = (trigger, subject);
         if let Some(state) = self.states.get_mut(&key) {
@@ -382,6 +384,16 @@ mod tests {
         assert!(group.poll(at(HOUR * 1000)).is_some());
         group.record(at(0), event(AlertTrigger::Blocked, "b", Happened));
         assert_eq!(counts(group.poll(at(0))), [1, 0, 0]);
+    }
+
+    #[test]
+    fn texts_have_no_direction_marks() {
+        let mut group = group();
+        let text = "\u{202e}dekcolb si\u{2066} x\n\u{200f}y".to_owned();
+        let event = AlertEvent { trigger: AlertTrigger::Blocked, subject: String::new(), text, phase: Happened };
+        group.record(at(0), event);
+        let message = group.poll(at(0)).unwrap();
+        assert_eq!(message.new.named[0].1, "\u{fffd}dekcolb si\u{fffd} x \u{fffd}y");
     }
 
     #[test]

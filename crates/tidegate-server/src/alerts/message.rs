@@ -58,10 +58,10 @@ fn cut(text: &str) -> String {
 }
 
 /// The JSON of a text for Slack, whose `&`, `<` and `>` have a meaning: `<!channel>` calls all its members. Clients put
-/// domains into keys, so links have no preview.
+/// domains and marks of a format into keys, so links have no preview, and the text is plain.
 pub(super) fn slack(text: &str) -> Value {
     let text = cut(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
-    json!({ "text": text, "unfurl_links": false, "unfurl_media": false })
+    json!({ "text": text, "mrkdwn": false, "unfurl_links": false, "unfurl_media": false })
 }
 
 /// The JSON of `sendMessage` in Telegram's Bot API.
@@ -82,6 +82,7 @@ mod tests {
         let text = text("ops", &message);
         assert_eq!(text, "tidegate alert ops\n<!channel> & co\n2 more\nresolved: b");
         assert_eq!(slack(&text)["text"], "tidegate alert ops\n&lt;!channel&gt; &amp; co\n2 more\nresolved: b");
+        assert_eq!(slack("*x*")["mrkdwn"], false);
         let preview = json!({ "is_disabled": true });
         assert_eq!(telegram("-1001", "x"), json!({ "chat_id": "-1001", "text": "x", "link_preview_options": preview }));
         let json = json("ops", &message, Time::from_secs(1_800_000_000));

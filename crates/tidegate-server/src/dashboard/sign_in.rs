@@ -52,7 +52,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
     let (watch, peer, parts) = (&*client.watch, client.address, &*admin.metrics.parts);
     let now = admin.gate.clock().now();
     if !admin.access.is_same_origin(request.headers()) {
-        let response = admin.access.denied_response(AccessError::Origin, &request, peer, now);
+        let response = admin.access.denied_response(AccessError::Origin, &request, client, now);
         return discard_body(watch, request.into_body(), false, response);
     }
     let (head, body) = request.into_parts();
@@ -65,7 +65,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
     let given = fields.filter_map(|field| decode(field.strip_prefix("token=")?)).next().unwrap_or_default();
     // The right token always passes. Others at the same address could otherwise lock its owner out.
     let Some(token) = admin.access.token_of(given.trim().as_bytes()) else {
-        let denied = admin.access.denied_response(AccessError::Token, &head, peer, now);
+        let denied = admin.access.denied_response(AccessError::Token, &head, client, now);
         return wrong_token_response(denied, (parts.sign_in_limiter)(peer.ip()));
     };
     tracing::info!(token = &*token.name, %peer, "admin: signed in");

@@ -33,7 +33,7 @@ use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::admin::changes::Change;
 use crate::wire::decision_request::{DecisionRequestError, decode, nearest, set_once};
-use crate::wire::http_api::bad_request;
+use crate::wire::http_api::{bad_request, is_api_path};
 
 /// The time in which the store must answer, or the gate counts as not ready.
 const STORE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -90,7 +90,7 @@ async fn serve<S: Store, C: Clock + Clone>(
             route(&admin, &client, caller, request).await
         }
         (Err(denied), _) => {
-            let response = admin.access.denied_response(denied, &request, client.address, now);
+            let response = admin.access.denied_response(denied, &request, &client, now);
             discard_body(watch, request.into_body(), false, response)
         }
     };
@@ -116,7 +116,9 @@ async fn route<S: Store, C: Clock + Clone>(
         true => (|method| method == Method::POST, "POST"),
         false => (|method| matches!(*method, Method::GET | Method::HEAD), "GET, HEAD"),
     };
-    let response = if !allows(request.method()) {
+    let response = if is_api_path(request.uri().path()) && change.is_none() {
+        not_found(request.uri().path())
+    } else if !allows(request.method()) {
         let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("this path takes {allowed}"));
         response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
         response
@@ -175,6 +177,11 @@ async fn page<S: Store, C: Clock + Clone>(
     })
 }
 
+/// True for the paths of this listener, also for those of a provider or an alert.
+pub(crate) fn is_admin_path(path: &str) -> bool {
+    PATHS.contains(&path) || path.starts_with(PROVIDERS) || path.starts_with(ALERTS)
+}
+
 /// The paths of the listener.
 const PATHS: [&str; 13] = [
     "/",
@@ -200,6 +207,9 @@ const ALERTS: &str = "/v1/alerts/";
 
 fn not_found(path: &str) -> Response<ResponseBody> {
     let message = match nearest(path, PATHS.into_iter()) {
+        _ if is_api_path(path) => {
+            format!("{path} is a path of the decision API (api.listen), and this is the admin listener (admin.listen)")
+        }
         Some(nearest) => format!("no such path; did you mean {nearest}?"),
         None => format!("no such path; there are {}", PATHS.join(", ")),
     };

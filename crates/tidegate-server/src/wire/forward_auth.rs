@@ -21,6 +21,7 @@ use tidegate::store::Store;
 use tidegate::{Check, CheckError};
 use tidegate_core::{Clock, Reason};
 
+use crate::access_log::AccessSlot;
 use crate::body::ResponseBody;
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
@@ -104,13 +105,15 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         headers: Some(headers),
         ..Query::default()
     };
+    let access = &client.watch.access;
+    access.note(|entry| entry.note_question(&query));
     if original.host.is_some_and(|host| !is_host(host.as_bytes())) {
         let why = "the host is no name or address with at most a port";
-        return reject(api, request, RejectionReason::Host, &query, why);
+        return reject(api, request, RejectionReason::Host, &query, why, access);
     }
     let error_response = |error: &CheckError| match error.uncountable() {
-        Some(uncountable) => reject(api, request, uncountable.into(), &query, &uncountable.to_string()),
-        None => check_error_response(&api.gate, &api.refusals, &query, error),
+        Some(uncountable) => reject(api, request, uncountable.into(), &query, &uncountable.to_string(), access),
+        None => check_error_response(&api.gate, &api.refusals, &query, error, access),
     };
     let actions = match api.gate.actions(&query) {
         Ok(actions) => actions,
@@ -127,7 +130,7 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         && plan.list_status(ip) == ListStatus::Neither
     {
         let why = UncountableError::SimilarHeader(lookalike.to_string());
-        return reject(api, request, (&why).into(), &query, &why.to_string());
+        return reject(api, request, (&why).into(), &query, &why.to_string(), access);
     }
     let asked_at = api.gate.clock().now();
     let decided = match api.gate.begin_check(&Query { actions: Some(actions), ..query }) {
@@ -149,7 +152,7 @@ pub(crate) async fn handle<S: Store, C: Clock>(
             return error_response(&error);
         }
     };
-    api.refusals.log_decision(plan, actions, &query, &decision, &client.watch.access);
+    api.refusals.log_decision(plan, actions, &query, &decision, access);
     if decision.allowed {
         let mut response = Response::new(ResponseBody::empty());
         api.replies.annotate(actions, &decision, response.headers_mut());
@@ -170,8 +173,9 @@ fn reject<S: Store, C: Clock>(
     reason: RejectionReason,
     query: &Query<'_>,
     why: &str,
+    access: &AccessSlot,
 ) -> Response<ResponseBody> {
-    api.refusals.log_rejection(api.gate.clock().now(), reason, query, why);
+    api.refusals.log_rejection(api.gate.clock().now(), reason, query, why, access);
     error(deny_status(api, question), why)
 }
 

@@ -25,6 +25,7 @@ use tidegate::{BlockError, Check, CheckError, Decision, Gate, PendingCheck};
 use tidegate_core::{Clock, Time};
 
 use crate::access::{Access, AccessError};
+use crate::access_log::AccessSlot;
 use crate::body::ResponseBody;
 use crate::dashboard::remove_session_cookies;
 use crate::listener::ConnectionContext;
@@ -34,6 +35,7 @@ use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
+use crate::wire::admin::is_admin_path;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
 use crate::wire::forward_auth::{self, ForwardAuthWarnings};
 
@@ -42,6 +44,11 @@ const MAX_REQUEST_BYTES: usize = 16 << 10;
 
 const PATHS: [&str; 8] =
     ["/v1/check", "/v1/status", "/v1/explain", "/v1/reset", "/v1/refund", "/v1/release", "/v1/renew", "/v1/auth"];
+
+/// True for the paths of the decision API.
+pub(crate) fn is_api_path(path: &str) -> bool {
+    PATHS.contains(&path) || forward_auth::is_forward_auth_path(path)
+}
 
 /// The state that all connections of the API share.
 pub(crate) struct ApiState<S: Store, C: Clock> {
@@ -92,7 +99,7 @@ impl<S: Store, C: Clock> Service<Request<Incoming>> for ApiService<S, C> {
             && (denied == AccessError::Token || !forward_auth::is_forward_auth_path(request.uri().path()))
         {
             client.watch.enter(ConnectionPhase::Deciding);
-            let denial = api.access.denied_response(denied, &request, client.address, api.gate.clock().now());
+            let denial = api.access.denied_response(denied, &request, client, api.gate.clock().now());
             let response = discard_body(&client.watch, request.into_body(), false, denial);
             return ApiResponseFuture::Ready(Some(finish_response(&client.watch, response)));
         }
@@ -154,6 +161,7 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
                                                 &call.api.refusals,
                                                 &request.query(),
                                                 &error,
+                                                &call.context.watch.access,
                                             )
                                         }
                                         (_, Err(wrong)) => bad_request(wrong),
@@ -190,6 +198,9 @@ async fn route<S: Store, C: Clock>(
         }
         _ => {
             let message = match nearest(path, PATHS.into_iter()) {
+                _ if is_admin_path(path) => format!(
+                    "{path} is a path of the admin listener (admin.listen), and this is the decision API (api.listen)"
+                ),
                 Some(nearest) => format!("no such path; did you mean {nearest}?"),
                 None => format!("no such path; there are {}", PATHS.join(", ")),
             };
@@ -203,7 +214,8 @@ async fn route<S: Store, C: Clock>(
     }
     if method == "GET" {
         let query = request.uri().query().unwrap_or_default();
-        let response = handle(api, path, DecisionRequest::from_query(query)).await.unwrap_or_else(bad_request);
+        let asked = DecisionRequest::from_query(query);
+        let response = handle(api, path, asked, &watch.access).await.unwrap_or_else(bad_request);
         return discard_body(watch, request.into_body(), false, response);
     }
     let (parts, body) = request.into_parts();
@@ -211,7 +223,8 @@ async fn route<S: Store, C: Clock>(
         Ok(bytes) => bytes,
         Err(response) => return response,
     };
-    handle(api, parts.uri.path(), DecisionRequest::from_json(&bytes)).await.unwrap_or_else(bad_request)
+    let asked = DecisionRequest::from_json(&bytes);
+    handle(api, parts.uri.path(), asked, &watch.access).await.unwrap_or_else(bad_request)
 }
 
 /// Reads the body of a decision request, or returns the response to one that can't be read.
@@ -301,13 +314,16 @@ async fn handle<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     path: &str,
     request: Result<DecisionRequest<'_>, DecisionRequestError>,
+    access: &AccessSlot,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
     let request = request?;
-    if path == "/v1/reset" {
-        return reset(&api.gate, &api.refusals, &request).await;
-    }
-    validate(&api.gate, &api.refusals, path, &request)?;
     let query = &request.query();
+    let names = || api.gate.plan().action_names(api.gate.actions(query).ok()?);
+    access.note(|entry| entry.note_subject(query, names()));
+    if path == "/v1/reset" {
+        return reset(&api.gate, &api.refusals, &request, access).await;
+    }
+    validate(&api.gate, &api.refusals, path, &request, access)?;
     let response = match (path, request.permit) {
         ("/v1/status", _) => status_response(api, query).await,
         ("/v1/explain", _) => api.gate.explain(query).await.map(|explained| json_response(StatusCode::OK, &explained)),
@@ -317,7 +333,7 @@ async fn handle<S: Store, C: Clock>(
         ("/v1/renew", Some(permit)) => api.gate.renew(query, permit).await.map(|held| change_response("renewed", held)),
         _ => api.gate.refund(query).await.map(|()| change_response("refunded", true)),
     };
-    Ok(response.unwrap_or_else(|error| check_error_response(&api.gate, &api.refusals, query, &error)))
+    Ok(response.unwrap_or_else(|error| check_error_response(&api.gate, &api.refusals, query, &error, access)))
 }
 
 /// Handles a reset.
@@ -325,15 +341,16 @@ pub(crate) async fn reset<S: Store, C: Clock>(
     gate: &Gate<S, C>,
     refusals: &RefusalLog,
     request: &DecisionRequest<'_>,
+    access: &AccessSlot,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
-    validate(gate, refusals, "/v1/reset", request)?;
+    validate(gate, refusals, "/v1/reset", request, access)?;
     let query = &request.query();
     Ok(match gate.reset(query).await {
         Ok(report) => {
             refusals.clients.forget(&report.keys);
             json_response(StatusCode::OK, &report)
         }
-        Err(error) => check_error_response(gate, refusals, query, &error),
+        Err(error) => check_error_response(gate, refusals, query, &error, access),
     })
 }
 
@@ -366,8 +383,8 @@ fn check<S: Store, C: Clock>(
     watch: &ConnectionWatch,
 ) -> Result<CheckResponse<S, C>, DecisionRequestError> {
     let (query, asked_at) = (request.query(), api.gate.clock().now());
-    watch.access.note(|entry| entry.note_client(&query));
-    validate(&api.gate, &api.refusals, "/v1/check", request)?;
+    watch.access.note(|entry| entry.note_question(&query));
+    validate(&api.gate, &api.refusals, "/v1/check", request, &watch.access)?;
     let started = api.gate.actions(&query).and_then(|actions| {
         let query = Query { actions: Some(actions), ..query };
         Ok((actions, api.gate.begin_check(&query)?))
@@ -380,7 +397,7 @@ fn check<S: Store, C: Clock>(
         Ok((actions, Check::Pending(pending))) => CheckResponse::Pending(actions, asked_at, Box::new(pending)),
         Err(error) => {
             api.metrics.record_check_error(&error);
-            CheckResponse::Ready(check_error_response(&api.gate, &api.refusals, &query, &error))
+            CheckResponse::Ready(check_error_response(&api.gate, &api.refusals, &query, &error, &watch.access))
         }
     })
 }
@@ -403,11 +420,12 @@ pub(crate) fn validate<S: Store, C: Clock>(
     refusals: &RefusalLog,
     path: &str,
     request: &DecisionRequest<'_>,
+    access: &AccessSlot,
 ) -> Result<(), DecisionRequestError> {
     let query = request.query();
     if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
         let why = "a `host` is a name or an address (IPv6 in brackets) and at most a port";
-        refusals.log_rejection(gate.clock().now(), RejectionReason::Host, &query, why);
+        refusals.log_rejection(gate.clock().now(), RejectionReason::Host, &query, why, access);
         return Err(DecisionRequestError::new("host", why));
     }
     if query.action.is_none() && query.path.is_none() {
@@ -437,6 +455,7 @@ pub(crate) fn check_error_response<S: Store, C: Clock>(
     refusals: &RefusalLog,
     query: &Query<'_>,
     cause: &CheckError,
+    access: &AccessSlot,
 ) -> Response<ResponseBody> {
     let field = match cause {
         CheckError::Store(_) => {
@@ -453,7 +472,8 @@ pub(crate) fn check_error_response<S: Store, C: Clock>(
             return json_response(StatusCode::NOT_FOUND, &body);
         }
         CheckError::Key(KeyError::Uncountable(uncountable)) => {
-            refusals.log_rejection(gate.clock().now(), uncountable.into(), query, &uncountable.to_string());
+            let why = uncountable.to_string();
+            refusals.log_rejection(gate.clock().now(), uncountable.into(), query, &why, access);
             uncountable.part()
         }
         CheckError::Key(KeyError::Missing(missing)) => Some(&*missing.part),

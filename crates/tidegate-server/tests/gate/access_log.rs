@@ -56,7 +56,7 @@ async fn every_request_gets_a_line() {
             json!(["inbound", "GET", "/yes", 200, "admitted", null, null, null]),
             json!(["inbound", "GET", "/watched", 200, "shadow", "watched", "watched", "limit"]),
             json!(["inbound", "GET", "/no/x", 429, "refused", "no", "no", "limit"]),
-            json!(["inbound", "HEAD", "/yes", 400, "rejected", null, null, null]),
+            json!(["inbound", "HEAD", "/yes", 400, "rejected", null, null, "host"]),
             json!(["api", "POST", "/v1/check", 429, "refused", null, "account", "limit"]),
             json!(["api", "PUT", "/no/1", 429, "refused", "no", "no", "limit"]),
         ]
@@ -98,6 +98,60 @@ async fn rejected_requests_show_the_forwarded_client() {
             json!(["192.0.2.8", "rejected", "sk_s…(9)"]),
         ]
     );
+}
+
+#[tokio::test]
+async fn requests_without_an_answer_of_the_upstream_are_counted() {
+    let (lines, _guard) = capture("json");
+    let gate = start(nobody(), &format!("{POLICY}\"refused\"\n")).await;
+    let many = format!("GET / HTTP/1.1\r\nhost: a\r\n{}\r\n", "x: y\r\n".repeat(200));
+    let both = "content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n";
+    let rejected = [
+        ("GET /a b HTTP/1.1\r\nhost: a\r\n\r\n", 400, "head"),
+        ("GET / HTTP/1.1\r\nhost: a\r\nx\r\n\r\n", 400, "head"),
+        ("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n", 400, "head"),
+        (&many, 431, "head_size"),
+        (&format!("POST / HTTP/1.1\r\nhost: a\r\n{both}"), 400, "framing"),
+        ("GET a:80 HTTP/1.1\r\nhost: a\r\n\r\n", 400, "target"),
+        ("TRACE / HTTP/1.1\r\nhost: a\r\n\r\n", 405, "method"),
+        ("GET http://b/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "host"),
+    ];
+    for (request, expected, reason) in rejected {
+        assert_eq!(status(&once(gate.inbound, request).await), expected, "{reason}");
+    }
+    assert_eq!(status(&once(gate.api, "GET\r\n\r\n").await), 400);
+    assert_eq!(status(&once(gate.admin, "GET\r\n\r\n").await), 400);
+    let of_inbound =
+        rejected.iter().map(|(_, status, reason)| json!(["inbound", "127.0.0.1", status, "rejected", reason]));
+    let expected: Vec<Value> = of_inbound.chain([json!(["api", "127.0.0.1", 400, "rejected", "head"])]).collect();
+    assert_eq!(lines.access(&["listener", "ip", "status", "outcome", "reason"]), expected);
+    assert_eq!(lines.access(&["method", "path"])[0], json!([null, null]), "a head that can't be read has neither");
+    let text = lines.text();
+    assert_eq!(text.lines().filter(|line| line.contains(r#""message":"rejected""#)).count(), 10, "{text}");
+    let counts = &crate::common::json(&once(gate.admin, get("/v1/state")).await)["rejections"];
+    let count = |reason: &str| counts[reason].as_u64().unwrap();
+    let reasons = ["head", "head_size", "framing", "target", "method", "host"];
+    assert_eq!(reasons.map(count), [5, 1, 1, 1, 1, 1]);
+}
+
+#[tokio::test]
+async fn answers_without_a_decision_are_marked() {
+    for mode in ["all", "refused"] {
+        let (lines, _guard) = capture("json");
+        let gate = start(nobody(), &format!("{POLICY}\"{mode}\"\n")).await;
+        for question in ["/v1/status?action=account&key=sk_s3cret&ip=192.0.2.7", "/v1/explain?path=/no&method=GET"] {
+            assert_eq!(status(&once(gate.api, get(question)).await), 200);
+        }
+        let reset = r#"{"ip":"192.0.2.8"}"#;
+        assert_eq!(status(&once(gate.api, post("/v1/reset", reset)).await), 200);
+        let expected = [
+            json!(["GET", "/v1/status", "answered", "192.0.2.7", "sk_s…(9)", null, "account"]),
+            json!(["GET", "/v1/explain", "answered", "127.0.0.1", null, null, "no"]),
+            json!(["POST", "/v1/reset", "answered", "192.0.2.8", null, null, null]),
+        ];
+        let found = lines.access(&["method", "path", "outcome", "ip", "key", "action", "actions"]);
+        assert_eq!(found, if mode == "all" { &expected[..] } else { &[] });
+    }
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpListener;
 
-use crate::common::{Echo, HELLO, PATIENCE, Peer, body, get, header, start, status};
+use crate::common::{Echo, HELLO, PATIENCE, Peer, body, get, header, json, once, start, status};
 
 /// An upstream that accepts and never answers.
 async fn silent() -> (TcpListener, std::net::SocketAddr) {
@@ -34,6 +34,9 @@ async fn a_slow_head_times_out() {
     assert_eq!((status(&answer), header(&answer, "connection")), (408, Some("close")));
     assert!(body(&answer).starts_with("{\"error\":\"Request Timeout\"") && body(&answer).ends_with('}'), "{answer}");
     assert!(client.ends().await);
+
+    let state = json(&once(gate.admin, get("/v1/state")).await);
+    assert_eq!(state["rejections"]["head_timeout"], 1, "{state}");
 
     // A silent connection is closed without a response.
     assert!(Peer::connect(gate.inbound).await.ends().await);

@@ -9,14 +9,19 @@ use crate::wire::{Peer, capture, nobody, status};
 async fn failed_calls_are_logged_without_the_request() {
     let (lines, _guard) = capture("json");
     let gateway = standing(&provider(nobody(), &format!("{ONCE}{BEARER}")));
-    let call = request("GET", "/api/path?key=qu3ry", "traceparent: 00-4bf92f3577b3-00f067aa-01\r\n", "");
+    let call = request(
+        "GET",
+        "/api/path?key=qu3ry",
+        "traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\r\n",
+        "",
+    );
     assert_eq!(status(&gateway.ask(call).await), 502);
     let text = lines.text();
     let failed: Vec<&str> = text.lines().filter(|line| line.contains("a call failed")).collect();
     assert_eq!(failed.len(), 1, "{text}");
     let line: serde_json::Value = serde_json::from_str(failed[0]).unwrap();
     assert_eq!((&line["provider"], &line["attempts"], &line["level"]), (&"api".into(), &1.into(), &"WARN".into()));
-    assert_eq!(line["traceparent"], "00-4bf92f3577b3-00f067aa-01");
+    assert_eq!(line["traceparent"], "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
     let why = line["why"].as_str().unwrap();
     let told = "the only attempt failed: the request got no reply: can't connect to the \
                 provider: Connection refused (os error 111)";

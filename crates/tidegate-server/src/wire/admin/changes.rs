@@ -13,6 +13,7 @@ use tidegate_core::Clock;
 
 use super::{ALERTS, AdminState, PROVIDERS};
 use crate::access::Identity;
+use crate::access_log::AccessSlot;
 use crate::alerts::AlertSet;
 use crate::audit_log::AuditEntry;
 use crate::body::ResponseBody;
@@ -182,7 +183,8 @@ impl Change {
         request: &DecisionRequest<'_>,
     ) -> Result<Response<ResponseBody>, DecisionRequestError> {
         match self {
-            Self::Reset => reset(&admin.gate, &admin.metrics.parts.refusals, request).await,
+            // This listener has no access log.
+            Self::Reset => reset(&admin.gate, &admin.metrics.parts.refusals, request, &AccessSlot::default()).await,
             Self::Block => block(admin, request).await,
             Self::Reload => Ok(reload(&admin.metrics.parts.reload).await),
             Self::TestAlert(name) => Ok(test_alert(&admin.metrics.alerts, name).await),
@@ -205,7 +207,9 @@ async fn block<S: Store, C: Clock + Clone>(
     request: &DecisionRequest<'_>,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
     let (gate, refusals) = (&admin.gate, &admin.metrics.parts.refusals);
-    validate(gate, refusals, "/v1/block", request)?;
+    // This listener has no access log.
+    let access = &AccessSlot::default();
+    validate(gate, refusals, "/v1/block", request, access)?;
     let Some(length) = request.block_length else {
         return Err(DecisionRequestError::new(
             "for",
@@ -219,7 +223,7 @@ async fn block<S: Store, C: Clock + Clone>(
             let status = if report.blocked { StatusCode::OK } else { StatusCode::INSUFFICIENT_STORAGE };
             json_response(status, &report)
         }
-        Err(error) => check_error_response(gate, refusals, query, &error),
+        Err(error) => check_error_response(gate, refusals, query, &error, access),
     })
 }
 
