@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use http::Method;
 use serde_json::{Value, json};
 use tidegate_policy::{printable, printable_json};
+use tidegate_replay::format_percent;
 
 use crate::api_client::percent_encode;
 use crate::gate_client::{GateClient, ListenerKind};
@@ -39,11 +40,17 @@ fn describe_blocks(report: &Value) -> Option<String> {
     if clients.is_empty() {
         return Some("no client was refused\n".to_owned());
     }
-    let mut text = format!("{} blocked now, {} refused lately\n\n", report["blocked"], report["known"]);
+    let mut text = format!("{} blocked now, {} refused lately", report["blocked"], report["known"]);
+    let only_shadow = report["only_shadow"].as_u64()?;
+    if only_shadow > 0 {
+        let _ = write!(text, ", {only_shadow} of them only in shadow");
+    }
+    text.push_str("\n\n");
     if report["local"].as_bool()? {
         text.push_str("the store can't be asked: these are the blocks that this node knows\n\n");
     }
-    let mut rows = vec![["CLIENT", "LIMIT", "STATE", "STRIKES", "REFUSALS", "LAST"].map(str::to_owned).to_vec()];
+    let headers = ["CLIENT", "LIMIT", "STATE", "STRIKES", "REFUSALS", "IN SHADOW", "LAST"];
+    let mut rows = vec![headers.map(str::to_owned).to_vec()];
     for client in clients.iter().take(MAX_ROWS) {
         let name: Vec<String> = client["client"]
             .as_object()?
@@ -58,13 +65,15 @@ fn describe_blocks(report: &Value) -> Option<String> {
         let wait = client["retry_after"].as_u64().unwrap_or_default();
         let state = match (client["blocked"].as_bool()?, client["shadow"].as_bool()?, wait) {
             (true, ..) => format!("blocked, {wait} s left"),
-            (_, true, _) => "shadow".to_owned(),
-            (.., 0) => "free".to_owned(),
+            (_, true, 0) => "shadow".to_owned(),
+            (_, true, wait) => format!("shadow, {wait} s left"),
+            (.., 0) => "free: may call again".to_owned(),
             (.., wait) => format!("full, {wait} s left"),
         };
         let word = |field: &str| client[field].as_str().unwrap_or_default().to_owned();
         let number = |field: &str| client[field].as_u64().unwrap_or_default().to_string();
-        rows.push(vec![name, word("limit"), state, number("strikes"), number("refusals"), word("last")]);
+        let (strikes, refusals, in_shadow) = (number("strikes"), number("refusals"), number("shadow_refusals"));
+        rows.push(vec![name, word("limit"), state, strikes, refusals, in_shadow, word("last")]);
     }
     push_table(&mut text, &rows);
     if clients.len() > MAX_ROWS {
@@ -224,7 +233,7 @@ pub(crate) fn try_terms(arguments: &GateArgs, action: &str, limit: &str, terms: 
 
 fn describe_trial(report: &Value) -> Option<String> {
     let word = |field: &str| report[field].as_str();
-    let mut text = format!("{} {}\n", word("limit")?, word("summary")?);
+    let mut text = format!("{}\n", word("summary")?);
     let (requests, clients) = (report["requests"].as_u64()?, report["clients"].as_u64()?);
     let _ = match word("from") {
         Some(from) => writeln!(text, "{requests} requests of {clients} clients from {from} to {}\n", word("to")?),
@@ -233,7 +242,7 @@ fn describe_trial(report: &Value) -> Option<String> {
     let mut rows = vec![["", "REFUSED", "SHARE", "CLIENTS", "IN SHADOW", "TERMS"].map(str::to_owned).to_vec()];
     for (name, terms) in [("present", &report["current"]), ("tried", &report["edited"])] {
         let number = |field: &str| terms[field].as_u64().map(|number| number.to_string());
-        let share = format!("{:.2} %", terms["refused_share"].as_f64()? * 100.0);
+        let share = format_percent(terms["refused_share"].as_f64()?);
         let (clients, shadow) = (number("refused_clients")?, number("refused_in_shadow")?);
         rows.push(vec![
             name.to_owned(),

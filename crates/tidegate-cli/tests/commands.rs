@@ -510,8 +510,8 @@ fn commands_show_the_state_of_a_running_gate() {
     assert!(lines[2].starts_with("CLIENT       LIMIT  STATE"), "{text}");
     assert!(lines[3].starts_with("203.0.113.7  login  blocked, ") && lines[3].ends_with('Z'), "{text}");
     let (status, text, _) = ask(&["try", "login", "5 per 60s"]);
-    assert!(status == 0 && text.starts_with("login would have refused 0.0 % of requests, 0 of 1 client\n"), "{text}");
-    assert!(text.contains("\npresent  1        50.00 %") && text.contains("\ntried    0        0.00 %"), "{text}");
+    assert!(status == 0 && text.starts_with("login would have refused 0 % of requests, 0 of 1 client\n"), "{text}");
+    assert!(text.contains("\npresent  1        50.0 %") && text.contains("\ntried    0        0 %"), "{text}");
     assert!(text.ends_with("\n[inbound.action.login]\nlimit = \"5 per 60s\"\n"), "{text}");
     let (status, text, _) = ask(&["try", "login", "login", "ban = \"1m\"", "--json"]);
     assert!(status == 0 && text.starts_with("{\"action\":\"login\","), "{text}");

@@ -383,7 +383,7 @@ fn shadow_refusals_are_counted_and_listed_apart() {
     let (status, out, err) = replay(&folder, &arguments);
     assert_eq!((status, err.as_str()), (0, ""));
     for expected in [
-        "refuses 2 of 8 requests (25.0 %), from 1 of 1 client; would refuse 3 more in shadow\n",
+        "refuses 2 of 8 requests (25.0 %), from 1 of 1 client; would refuse 3 more in shadow, from 1 client\n",
         "  action          requests  refused   share  in shadow\n",
         "  login                  4        2  50.0 %          0\n",
         "  trial (shadow)         4        0     0 %          3\n",

@@ -41,7 +41,8 @@ impl fmt::Debug for LimitSections {
 pub struct EditedLimit {
     /// The policy. It follows the one that was edited, as after [`Policy::load_next`].
     pub policy: Policy,
-    /// The lines to write in the policy file, with the name of their section.
+    /// The lines to write in the policy file, with the name of their section, in place of those with the same keys. If a
+    /// key must go, as `penalty` for a `ban`, it is the whole section, and a comment says so.
     pub toml: String,
 }
 
@@ -102,13 +103,26 @@ impl Policy {
             None => "[inbound.global]\n".to_owned(),
         };
         let changed = set_terms(section, info.place, &terms);
-        for key in changed {
-            let before = source_node(&source.root, action, &key);
-            if let Some(before) = before.filter(|node| texts.get(node.at).kind == SourceKind::Variable) {
-                toml.push_str(&format!("# instead of the variable {}\n", texts.get(before.at).name));
+        let before = source_section(&source.root, action).map_or(&[][..], |section| &section.entries);
+        let variable = |entry: &TomlEntry| {
+            let text = texts.get(entry.node.at);
+            (text.kind == SourceKind::Variable).then_some(text.name.as_str())
+        };
+        let is_dropped = |entry: &&TomlEntry| section.node(&entry.key).is_none();
+        let is_changed = |entry: &TomlEntry| changed.contains(&entry.key);
+        let dropped = before.iter().filter(|entry| is_dropped(entry) && variable(entry).is_none());
+        let dropped: Vec<String> = dropped.map(|entry| format!("`{}`", entry.key)).collect();
+        if !dropped.is_empty() {
+            toml.push_str(&format!("# the whole section, without {}\n", dropped.join(", ")));
+        }
+        for entry in before.iter().filter(|entry| is_dropped(entry) || is_changed(entry)) {
+            if let Some(name) = variable(entry) {
+                toml.push_str(&format!("# instead of the variable {name}\n"));
             }
-            if let Some(node) = section.node(&key) {
-                toml.push_str(&format!("{key} = {}\n", to_toml(&texts, node)));
+        }
+        for entry in &section.entries {
+            if is_changed(entry) || (!dropped.is_empty() && variable(entry).is_none()) {
+                toml.push_str(&format!("{} = {}\n", entry.key, to_toml(&texts, &entry.node)));
             }
         }
         let plan = Arc::new(read::plan(&texts, &root, self)?);
@@ -126,11 +140,11 @@ fn as_lines(terms: &str) -> String {
     }
 }
 
-fn source_node<'r>(root: &'r TomlTable, action: Option<&str>, key: &str) -> Option<&'r TomlNode> {
+fn source_section<'r>(root: &'r TomlTable, action: Option<&str>) -> Option<&'r TomlTable> {
     let inbound = root.table("inbound")?;
     match action {
-        Some(name) => inbound.table("action")?.table(name)?.node(key),
-        None => inbound.table("global")?.node(key),
+        Some(name) => inbound.table("action")?.table(name),
+        None => inbound.table("global"),
     }
 }
 
@@ -222,14 +236,39 @@ mod tests {
         preset = "api_call"
     "#;
 
+    const VARIABLES: [(&str, &str); 2] =
+        [("TIDEGATE__INBOUND__GLOBAL__LIMIT", "200 per 1m"), ("TIDEGATE__INBOUND__ACTION__API__BAN", "7m")];
+
+    fn description(policy: &Policy, limit: &str) -> String {
+        let infos = policy.plan().active_limits().map(|(id, _)| policy.plan().limit_info(id));
+        infos.filter(|info| info.name() == limit).map(|info| info.description().to_owned()).collect()
+    }
+
     fn edit(limit: &str, terms: &str) -> Result<(String, String), LimitTermsError> {
-        let variables = [("TIDEGATE__INBOUND__GLOBAL__LIMIT", "200 per 1m")];
-        let policy = Policy::load(PolicySources::new().file("test.toml", TEXT).env(variables)).expect("a policy");
+        let policy = Policy::load(PolicySources::new().file("test.toml", TEXT).env(VARIABLES)).expect("a policy");
         let mut limits = policy.plan().active_limits();
         let (id, _) = limits.find(|(id, _)| policy.plan().limit_info(*id).name() == limit).expect("a limit");
         let edited = policy.with_limit_terms(id, terms)?;
         assert!(policy.plan().counts_same_requests(edited.policy.plan()));
-        Ok((edited.policy.plan().limit_info(id).description().to_owned(), edited.toml))
+        Ok((description(&edited.policy, limit), edited.toml))
+    }
+
+    /// The policy file after its user has written the lines.
+    fn write_lines(toml: &str) -> String {
+        let (header, lines) = toml.split_once('\n').expect("a section");
+        let key = |line: &str| line.split_once('=').map(|(key, _)| key.trim().to_owned());
+        let keys: Vec<String> = lines.lines().filter_map(key).collect();
+        let is_whole = lines.starts_with("# the whole section");
+        let (mut text, mut is_here) = (String::new(), false);
+        for line in TEXT.lines().map(str::trim) {
+            is_here = if line.starts_with('[') { line == header } else { is_here };
+            if line == header {
+                text.push_str(toml);
+            } else if !is_here || !(is_whole || key(line).is_some_and(|key| keys.contains(&key))) {
+                text.push_str(&format!("{line}\n"));
+            }
+        }
+        text
     }
 
     #[test]
@@ -257,7 +296,8 @@ mod tests {
                 "login.1",
                 "ban = \"5m\"\nmode = \"shadow\"",
                 "over that, blocked for 5 min",
-                "[inbound.action.login]\nban = \"5m\"\nmode = \"shadow\"\n",
+                "[inbound.action.login]\n# the whole section, without `penalty`\n\
+                 limit = [\"5 per 60s\", \"20 per 1h\"]\nban = \"5m\"\nmode = \"shadow\"\n",
             ),
             (
                 "search.all",
@@ -284,6 +324,27 @@ mod tests {
             assert_eq!(found_toml, toml, "{limit}");
         }
         assert!(edit("api", "7 per 60s").is_ok());
+    }
+
+    #[test]
+    fn written_lines_make_the_tried_policy() {
+        for (limit, terms) in [
+            ("login.2", "10 per 1h"),
+            ("login.1", "ban = \"5m\""),
+            ("login.1", "ban = \"5m\"\nmode = \"shadow\""),
+            ("search.all", "limit = \"50 per 1s\""),
+            ("search.all", "penalty = { base = \"1m\" }"),
+            ("search.ipv6", "500 per 1s"),
+            ("global", "limit = \"300 per 1m\"\npenalty = { base = \"5s\" }"),
+            ("api", "penalty = { base = \"5s\", cap = \"1m\" }"),
+        ] {
+            let (tried, toml) = edit(limit, terms).unwrap_or_else(|error| panic!("{limit}: {error}"));
+            let text = write_lines(&toml);
+            let variables = VARIABLES.into_iter().filter(|(name, _)| !toml.contains(name));
+            let written = Policy::load(PolicySources::new().file("test.toml", &text).env(variables));
+            let written = written.unwrap_or_else(|errors| panic!("{terms}: {errors}\n{text}"));
+            assert_eq!(description(&written, limit), tried, "{text}");
+        }
     }
 
     #[test]

@@ -38,10 +38,12 @@ impl fmt::Display for ClientNetwork {
 /// The counts of one client's calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClientStats {
-    /// Calls that were admitted. This and the next count saturate at 2^32 − 1.
+    /// Calls that were admitted. This and the next two counts saturate at 2^32 − 1.
     pub admitted: u32,
     /// Calls that were refused.
     pub refused: u32,
+    /// Calls that were admitted, although a limit in shadow would have refused them.
+    pub refused_in_shadow: u32,
     /// The time of the first refusal.
     pub first_refused_at: Time,
     /// The time of the last refusal.

@@ -97,6 +97,7 @@ pub(super) struct PolicyEvaluator {
 struct ClientUpdate {
     client: ClientNetwork,
     allowed: bool,
+    shadow: bool,
     limit: Option<LimitId>,
     at: Time,
 }
@@ -137,7 +138,7 @@ impl PolicyEvaluator {
             limits: vec![LimitRefusals::default(); plan.limits().len()],
             clients: TopK::new(MAX_CLIENTS, ClientStats::calls),
             pending_updates: Vec::with_capacity(MAX_PENDING_UPDATES),
-            refused_keys: TopK::new(MAX_REFUSED_KEYS, |key| key.refused),
+            refused_keys: TopK::new(MAX_REFUSED_KEYS, KeyFindings::all_refusals),
             timeline: Timeline::default(),
             has_seen_host: false,
         }
@@ -155,6 +156,11 @@ impl PolicyEvaluator {
         let hops = (!self.forwarding.trusted.is_empty())
             .then(|| http::HeaderName::from_static(self.forwarding.header.as_str()));
         counted.chain(hops)
+    }
+
+    /// Returns true if any request was prepared.
+    pub(super) fn has_requests(&self) -> bool {
+        self.total.requests + self.undecided > 0
     }
 
     /// Drops the decided requests, before others are prepared.
@@ -225,15 +231,16 @@ impl PolicyEvaluator {
         self.meter.record(batch, plan.limits(), &outcomes, &gate.store);
         let decision = gate.decide(batch, &outcomes, now);
         if let Some(limit) = decision.bound_by
-            && !decision.allowed
+            && (!decision.allowed || decision.shadow)
         {
             let parts = plan.key_parts(limit);
             if parts != [KeyPart::ClientIp]
                 && let Some(op) = batch.ops().iter().find(|op| op.limit == limit)
             {
                 let hash = op.key.lo();
-                let new = || KeyFindings { key: key_label(plan, parts, query, hash), refused: 0 };
-                self.refused_keys.entry((limit, hash), new).refused += 1;
+                let new = || KeyFindings { key: key_label(plan, parts, query, hash), refused: 0, refused_in_shadow: 0 };
+                let key = self.refused_keys.entry((limit, hash), new);
+                *if decision.allowed { &mut key.refused_in_shadow } else { &mut key.refused } += 1;
             }
         }
         decision
@@ -246,8 +253,8 @@ impl PolicyEvaluator {
             if self.pending_updates.len() == MAX_PENDING_UPDATES {
                 self.flush_clients();
             }
-            let (allowed, limit) = (decision.allowed, decision.bound_by);
-            self.pending_updates.push(ClientUpdate { client, allowed, limit, at: now });
+            let Decision { allowed, shadow, bound_by: limit, .. } = *decision;
+            self.pending_updates.push(ClientUpdate { client, allowed, shadow, limit, at: now });
         }
         // A request that matches several actions counts for each.
         let unmatched = actions.first().is_none().then_some(self.actions.len() - 1);
@@ -271,10 +278,11 @@ impl PolicyEvaluator {
 
     /// Counts the updates of clients one after the other, so that their cache misses overlap.
     fn flush_clients(&mut self) {
-        for ClientUpdate { client, allowed, limit, at } in self.pending_updates.drain(..) {
+        for ClientUpdate { client, allowed, shadow, limit, at } in self.pending_updates.drain(..) {
             let stats = self.clients.entry(client, ClientStats::default);
             if allowed {
                 stats.admitted = stats.admitted.saturating_add(1);
+                stats.refused_in_shadow = stats.refused_in_shadow.saturating_add(shadow.into());
             } else {
                 stats.record_refusal(limit, at);
             }

@@ -44,13 +44,20 @@ pub struct PolicyFindings {
     pub clients: u64,
     /// The number of those that were refused at least once.
     pub refused_clients: u64,
+    /// The number of those that limits in shadow would have refused at least once.
+    pub shadow_refused_clients: u64,
     /// The clients with the most refusals.
     pub most_refused: Vec<ClientFindings>,
+    /// The clients that limits in shadow would have refused most.
+    pub most_refused_in_shadow: Vec<ClientFindings>,
     /// The clients with the most calls of which none was refused.
     pub largest_never_refused: Vec<ClientFindings>,
     /// The counts over time.
     pub timeline: Timeline,
-    /// Notes, in words, on what the log doesn't tell or the bounds leave out.
+    /// The parts of keys that no line of the log contains, with their limits, in words. The refusals of these limits differ
+    /// from those of a gate.
+    pub missing_parts: Vec<String>,
+    /// Notes, in words, on what else the log doesn't tell or the bounds leave out.
     pub notes: Vec<String>,
 }
 
@@ -115,6 +122,14 @@ pub struct KeyFindings {
     pub key: String,
     /// The number of its refusals.
     pub refused: u64,
+    /// The number of its calls that the limit would have refused if it weren't in shadow.
+    pub refused_in_shadow: u64,
+}
+
+impl KeyFindings {
+    pub(super) fn all_refusals(&self) -> u64 {
+        self.refused + self.refused_in_shadow
+    }
 }
 
 /// The differences between two policies.
@@ -183,6 +198,8 @@ fn policy_findings(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Po
         .filter(|action| action.name.is_some() || action.counts.requests > 0);
     let client = |(client, stats): (ClientNetwork, &ClientStats)| ClientFindings { client, stats: *stats };
     let refused = evaluator.clients.top(TOP_COUNT, |_, stats| (stats.refused > 0).then_some(stats.refused));
+    let in_shadow = |stats: &ClientStats| (stats.refused_in_shadow > 0).then_some(stats.refused_in_shadow);
+    let refused_in_shadow = evaluator.clients.top(TOP_COUNT, |_, stats| in_shadow(stats));
     let never_refused = evaluator.clients.top(TOP_COUNT, |_, stats| (stats.refused == 0).then_some(stats.admitted));
     PolicyFindings {
         name: evaluator.name.clone(),
@@ -193,10 +210,13 @@ fn policy_findings(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Po
         limits: plan.limits().iter().map(|(id, limit)| limit_findings(evaluator, id, limit.kind())).collect(),
         clients: evaluator.clients.len() as u64,
         refused_clients: evaluator.clients.values().filter(|stats| stats.refused > 0).count() as u64,
+        shadow_refused_clients: evaluator.clients.values().filter(|stats| stats.refused_in_shadow > 0).count() as u64,
         most_refused: refused.into_iter().map(client).collect(),
+        most_refused_in_shadow: refused_in_shadow.into_iter().map(client).collect(),
         largest_never_refused: never_refused.into_iter().map(client).collect(),
         timeline: evaluator.timeline.clone(),
-        notes: collect_notes(evaluator, headers),
+        missing_parts: missing_parts(evaluator, headers),
+        notes: collect_notes(evaluator),
     }
 }
 
@@ -210,7 +230,7 @@ fn limit_findings(evaluator: &PolicyEvaluator, id: LimitId, kind: &LimitKind) ->
         AlternativeValue { share, value, quantity, refused: peaks.refused_share(value) }
     };
     let some = peaks.as_ref().filter(|peaks| peaks.key_count() > 0);
-    let keys = evaluator.refused_keys.top(TOP_COUNT, |(limit, _), key| (*limit == id).then_some(key.refused));
+    let keys = evaluator.refused_keys.top(TOP_COUNT, |(limit, _), key| (*limit == id).then_some(key.all_refusals()));
     LimitFindings {
         name: info.name().to_owned(),
         quantity: info.quantity().to_string(),
@@ -228,30 +248,36 @@ fn key_description(parts: &[KeyPart]) -> String {
     if words.is_empty() { "all together".to_owned() } else { words.join(" + ") }
 }
 
-/// Returns the notes that a reader needs in order to judge the findings.
-fn collect_notes(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<String> {
+/// Returns the parts of keys that no line contains, with their limits.
+fn missing_parts(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<String> {
+    let plan = &evaluator.gate.plan;
+    let is_missing = |part: &&KeyPart| match part {
+        KeyPart::Header(header) => headers.never_seen().any(|unseen| unseen == header),
+        KeyPart::Cookie(_) => headers.never_seen().any(|unseen| unseen == http::header::COOKIE),
+        KeyPart::Host => !evaluator.has_seen_host,
+        _ => false,
+    };
+    let describe = |id: LimitId, part: &KeyPart| {
+        let name = plan.limit_info(id).name();
+        format!("{name}: the log doesn't contain {part}, so all calls were counted as calls without it")
+    };
+    let limits = plan.limits().iter().filter(|_| evaluator.has_requests());
+    limits
+        .flat_map(|(id, _)| plan.key_parts(id).iter().filter(is_missing).map(move |part| describe(id, part)))
+        .collect()
+}
+
+/// Returns the other notes that a reader needs in order to judge the findings.
+fn collect_notes(evaluator: &PolicyEvaluator) -> Vec<String> {
     let plan = &evaluator.gate.plan;
     let mut notes = Vec::new();
-    if evaluator.total.requests + evaluator.undecided == 0 {
+    if !evaluator.has_requests() {
         return notes;
     }
     for (id, limit) in plan.limits().iter() {
-        let name = plan.limit_info(id).name();
         if limit.kind().has_permits() {
+            let name = plan.limit_info(id).name();
             notes.push(format!("{name}: not judged, since a log doesn't tell which calls are in flight"));
-        }
-        for part in plan.key_parts(id) {
-            let lacks = match part {
-                KeyPart::Header(header) => headers.never_seen().any(|unseen| unseen == header),
-                KeyPart::Cookie(_) => headers.never_seen().any(|unseen| unseen == http::header::COOKIE),
-                KeyPart::Host => !evaluator.has_seen_host,
-                _ => false,
-            };
-            if lacks {
-                notes.push(format!(
-                    "{name}: the log doesn't contain {part}, so all calls were counted as calls without it"
-                ));
-            }
         }
     }
     for (_, action) in plan.actions() {

@@ -55,6 +55,7 @@ pub use json_log::{FieldNameError, FieldNames};
 use lines::LineReader;
 pub use lines::MAX_LINE;
 pub use meter::{Peaks, REFUSED_SHARES};
+pub use report::format_percent;
 pub use request::LineError;
 use request::{HeaderCollector, LogLine, LoggedRequest};
 pub use timeline::{IntervalCounts, Timeline};
@@ -392,6 +393,35 @@ mod tests {
         let mut refused = Vec::new();
         replay.read("log", log.as_bytes(), Some(&mut refused)).unwrap();
         assert_eq!(String::from_utf8(refused).unwrap().lines().count(), 3);
+        // The report tells it before all tables.
+        let table = replay.findings().table();
+        let missing = "\na: the log doesn't contain header:x-api-key, so all calls were counted as calls without it\n";
+        assert!(table.find(missing).is_some_and(|at| at < table.find("by action").unwrap()), "{table}");
+    }
+
+    #[test]
+    fn clients_refused_in_shadow_are_listed_apart() {
+        let text = "[inbound.action.a]\nmatch = { path = \"/\" }\nlimits = [{ name = \"each\", limit = \"3 per 60s\" }, \
+                    { name = \"agent\", key = [\"header:user-agent\"], limit = \"1 per 60s\", missing = \"share\" }]\n\
+                    mode = \"shadow\"\n";
+        let policy = Policy::load(tidegate_policy::PolicySources::new().file("x", text)).unwrap();
+        let mut replay = LogReplay::new("x", &policy, FieldNames::default());
+        let line = |client: u32, agent: &str| {
+            format!("203.0.113.{client} - - [22/Nov/2026:10:00:00 +0000] \"GET / HTTP/1.1\" 200 5 \"-\" \"{agent}\"\n")
+        };
+        let log = [line(1, "one"), line(2, "two"), line(2, "two"), line(2, "two"), line(3, "two")].concat();
+        replay.read("log", log.as_bytes(), None).unwrap();
+        let findings = replay.findings();
+        let policy = &findings.policies[0];
+        assert_eq!((policy.total.refused, policy.shadow_refused_clients), (0, 2));
+        let counts = policy.most_refused_in_shadow.iter().map(|found| found.stats.refused_in_shadow);
+        assert_eq!(counts.collect::<Vec<_>>(), [2, 1]);
+        assert!(policy.most_refused.is_empty());
+        let keys = &policy.limits[1].keys;
+        assert_eq!((keys.len(), keys[0].refused, keys[0].refused_in_shadow), (1, 0, 3));
+        let table = findings.table();
+        assert!(table.contains("would refuse 3 more in shadow, from 2 clients"), "{table}");
+        assert!(table.contains("clients that limits in shadow would refuse most"), "{table}");
     }
 
     /// Each request is decided at its arrival, in whatever order the lines are written.

@@ -5,6 +5,7 @@ mod json;
 mod picture;
 mod tables;
 
+pub use self::tables::format_percent;
 use crate::Findings;
 #[cfg(feature = "pictures")]
 use tidegate_report::page::{escape_xml, html_page};

@@ -90,8 +90,8 @@ impl RefusalLog {
         if decision.allowed && !decision.shadow {
             return;
         }
-        self.clients.record(plan, query, decision);
-        if decision.begins_block {
+        let is_enforced_now = self.clients.record(plan, query, decision);
+        if decision.begins_block || is_enforced_now {
             self.publish_block(plan, query, decision, false);
         }
         if has_line {
@@ -113,7 +113,7 @@ impl RefusalLog {
         self.publish_block(plan, query, decision, true);
     }
 
-    /// Publishes that a block has begun.
+    /// Publishes that a block has begun, or that one from shadow mode is enforced since a reload.
     #[cold]
     fn publish_block(&self, plan: &Plan, query: &Query<'_>, decision: &Decision, by_operator: bool) {
         let Some(limit) = decision.bound_by else { return };

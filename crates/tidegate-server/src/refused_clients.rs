@@ -54,6 +54,8 @@ struct RefusedClient {
     /// The values of the key's parts. `None` for those that may be secrets.
     parts: Box<[Option<Box<str>>]>,
     refusals: u64,
+    /// The refusals that shadow mode admitted.
+    shadow_refusals: u64,
     strikes: u8,
     is_blocked: bool,
     is_shadow: bool,
@@ -71,6 +73,8 @@ pub(crate) struct ClientsReport {
     pub(crate) blocked: usize,
     /// The number of all kept clients.
     pub(crate) known: usize,
+    /// The number of those that only limits in shadow would have refused.
+    pub(crate) only_shadow: usize,
     /// The number of clients that were left out.
     pub(crate) displaced: u64,
     /// True if the store couldn't be asked, and blocks are those that this node knows.
@@ -91,6 +95,8 @@ pub(crate) struct ClientReport {
     pub(crate) retry_after: Option<u64>,
     pub(crate) until: Option<String>,
     pub(crate) refusals: u64,
+    /// The refusals that shadow mode admitted.
+    pub(crate) shadow_refusals: u64,
     pub(crate) first: String,
     pub(crate) last: String,
     /// The body of the request that resets it. `None` if its key isn't known.
@@ -134,9 +140,10 @@ fn shown_parts(plan: &Plan, limit: LimitId, key: Key, query: &Query<'_>) -> Box<
 }
 
 impl RefusedClients {
-    /// Notes a refusal, or one that shadow mode admitted.
-    pub(crate) fn record(&self, plan: &Plan, query: &Query<'_>, decision: &Decision) {
-        self.update(plan, query, decision, 1);
+    /// Notes a refusal, or one that shadow mode admitted. Returns true if the client is known to be blocked in shadow, and
+    /// this is the first refusal since the block is enforced.
+    pub(crate) fn record(&self, plan: &Plan, query: &Query<'_>, decision: &Decision) -> bool {
+        self.update(plan, query, decision, 1)
     }
 
     /// Notes a block that an operator has imposed.
@@ -144,8 +151,8 @@ impl RefusedClients {
         self.update(plan, query, decision, 0);
     }
 
-    fn update(&self, plan: &Plan, query: &Query<'_>, decision: &Decision, refusals: u64) {
-        let Some(limit) = decision.bound_by else { return };
+    fn update(&self, plan: &Plan, query: &Query<'_>, decision: &Decision, refusals: u64) -> bool {
+        let Some(limit) = decision.bound_by else { return false };
         let mut shard = self.shards[decision.key.lo() as usize % SHARDS].lock();
         match shard.positions.get(&(limit, decision.key)).copied() {
             Some(position) => shard.clients[position].update(decision, refusals),
@@ -153,6 +160,7 @@ impl RefusedClients {
                 let mut client = RefusedClient::new(plan, limit, query, decision);
                 client.update(decision, refusals);
                 shard.insert(client);
+                false
             }
         }
     }
@@ -242,7 +250,8 @@ impl RefusedClients {
         let (clients, displaced) = self.list(plan, action, now);
         let blocked = clients.iter().filter(|client| client.is_blocked_at(now)).count();
         let shown = clients.iter().take(most).map(|client| client.report(plan, now)).collect();
-        ClientsReport { clients: shown, blocked, known: clients.len(), displaced, local }
+        let only_shadow = clients.iter().filter(|client| client.is_only_shadow()).count();
+        ClientsReport { clients: shown, blocked, known: clients.len(), only_shadow, displaced, local }
     }
 
     /// The kept clients in the order of a report, and the number of those that were left out.
@@ -259,7 +268,8 @@ impl RefusedClients {
             is_active(client.limit) && (action.is_none() || plan.limit_info(client.limit).action() == action)
         });
         clients.sort_unstable_by_key(|client| {
-            std::cmp::Reverse((client.is_blocked_at(now), client.refusals, client.importance(now)))
+            let refusals = (client.refusals, client.shadow_refusals);
+            std::cmp::Reverse((client.is_blocked_at(now), refusals, client.importance(now)))
         });
         (clients, displaced)
     }
@@ -331,6 +341,7 @@ impl RefusedClient {
             affinity: decision.affinity,
             parts: shown_parts(plan, limit, decision.key, query),
             refusals: 0,
+            shadow_refusals: 0,
             strikes: 0,
             is_blocked: false,
             is_shadow: false,
@@ -340,14 +351,21 @@ impl RefusedClient {
         }
     }
 
-    fn update(&mut self, decision: &Decision, refusals: u64) {
-        self.refusals += refusals;
+    /// Takes over a decision. Returns true if it is the first to enforce a block that has begun in shadow.
+    fn update(&mut self, decision: &Decision, refusals: u64) -> bool {
+        *if decision.shadow { &mut self.shadow_refusals } else { &mut self.refusals } += refusals;
         self.strikes = decision.strikes;
         // Another limit of the call may block it, and then has the shorter wait.
-        self.is_blocked = decision.reason == Reason::Penalty;
+        let (was_in_shadow, is_blocked) = (self.is_blocked && self.is_shadow, decision.reason == Reason::Penalty);
+        self.is_blocked = is_blocked;
         self.is_shadow = decision.shadow;
         self.until = decision.retry_after.map(|wait| decision.now + wait);
         self.last_at = decision.now;
+        was_in_shadow && is_blocked && !decision.shadow
+    }
+
+    fn is_only_shadow(&self) -> bool {
+        self.refusals == 0 && self.shadow_refusals > 0
     }
 
     /// The end of its block, if it is blocked, and the time of its last refusal.
@@ -371,6 +389,7 @@ impl RefusedClient {
             retry_after: self.until.map(|until| until.since(now).as_secs_ceil()),
             until: self.until.map(|until| UtcText::from(until).to_string()),
             refusals: self.refusals,
+            shadow_refusals: self.shadow_refusals,
             first: passed(self.first_at),
             last: passed(self.last_at),
             reset: self.reset_request(plan),
@@ -463,6 +482,16 @@ mod tests {
         assert_eq!(refusals, [1, 2, 1]);
         assert_eq!((&report["blocked"], &report["known"]), (&json!(1), &json!(3)));
         assert_eq!(report["clients"][0]["strikes"], 1);
+    }
+
+    #[test]
+    fn shadow_refusals_are_counted_apart() {
+        let shadow = |client| Decision { allowed: true, shadow: true, ..refusal(client, 10, true) };
+        let report = recorded([shadow(1), refusal(1, 11, true), shadow(2), shadow(2), refusal(3, 10, false)]);
+        let clients = report["clients"].as_array().expect("a list");
+        let counts: Vec<_> = clients.iter().map(|client| (&client["refusals"], &client["shadow_refusals"])).collect();
+        assert_eq!(counts, [(&json!(1), &json!(1)), (&json!(1), &json!(0)), (&json!(0), &json!(2))]);
+        assert_eq!((&report["blocked"], &report["known"], &report["only_shadow"]), (&json!(1), &json!(3), &json!(1)));
     }
 
     #[test]

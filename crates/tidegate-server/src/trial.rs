@@ -8,7 +8,7 @@ use tidegate::Time;
 use tidegate_core::time::UtcText;
 use tidegate_core::{LimitId, LimitKind};
 use tidegate_policy::{ActionId, EditedLimit, KeyPart, LimitTermsError, Plan, Policy};
-use tidegate_replay::{JudgedCalls, judge_calls};
+use tidegate_replay::{JudgedCalls, format_percent, judge_calls};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::request_history::{REMEMBERED, RememberedCalls, RequestHistory};
@@ -158,10 +158,12 @@ impl Trial {
             error => terms(error.to_string().trim_start_matches("error: ").to_owned()),
         })?;
         if !plan.counts_same_requests(edited.policy.plan()) {
-            return Err(terms("these terms change the names of limits; name the whole list, or as many limits".into()));
+            let message = "these terms change the names of limits; name the whole list, or as many limits";
+            return Err(terms(format!("{}: {message}", plan.limit_info(limit).name())));
         }
         if is_concurrency(plan) || is_concurrency(edited.policy.plan()) {
-            return Err(terms("calls in flight can't be tried, because the lengths of calls aren't remembered".into()));
+            let message = "calls in flight can't be tried, because the lengths of calls aren't remembered";
+            return Err(terms(format!("{}: {message}", plan.limit_info(limit).name())));
         }
         Ok(Self { action, limit, edited, policy })
     }
@@ -183,7 +185,7 @@ impl Trial {
         TrialReport {
             action: self.action.map_or(GLOBAL, |action| plan.action(action).name()).to_owned(),
             limit: plan.limit_info(self.limit).name().to_owned(),
-            summary: summary(&edited),
+            summary: summary(plan.limit_info(self.limit).name(), &edited),
             from: calls.first_time().map(|at| UtcText::rounded_down(at).to_string()),
             to: UtcText::rounded_down(now).to_string(),
             remembered: calls.len(),
@@ -227,10 +229,10 @@ impl Trial {
         let known = calls.first_time().map_or(REMEMBERED, |from| now.since(from));
         let period = |plan: &Plan| plan.limit_info(self.limit).quantity().forget_time();
         if period(self.policy.plan()).max(period(self.edited.policy.plan())) > known {
-            notes.push(
-                "The limit counts for longer than requests are remembered. Both terms begin with nothing used."
-                    .to_owned(),
-            );
+            notes.push(format!(
+                "{} counts for longer than requests are remembered. Both terms begin with nothing used.",
+                self.policy.plan().limit_info(self.limit).name()
+            ));
         }
         if losses > 0 {
             notes.push(
@@ -260,31 +262,23 @@ fn share(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
-/// The result in a sentence.
-fn summary(judged: &JudgedCalls) -> String {
+/// The result in a sentence, with the limit.
+fn summary(limit: &str, judged: &JudgedCalls) -> String {
     let JudgedCalls { requests, clients, refused_clients, .. } = judged;
     if requests.requests == 0 {
-        return format!("no request of this action in the last {} min", REMEMBERED.as_secs_ceil() / 60);
+        return format!("{limit}: no request of its action in the last {} min", REMEMBERED.as_secs_ceil() / 60);
     }
     let count = crate::dashboard::count;
     let sentence = format!(
-        "would have refused {} of requests, {} of {} client{}",
-        percentage(share(requests.refused, requests.requests)),
+        "{limit} would have refused {} of requests, {} of {} client{}",
+        format_percent(share(requests.refused, requests.requests)),
         count(*refused_clients),
         count(*clients),
         if *clients == 1 { "" } else { "s" },
     );
     match requests.refused_in_shadow {
         0 => sentence,
-        shadow => format!("{sentence}; in shadow, {} more", percentage(share(shadow, requests.requests))),
-    }
-}
-
-/// A share in per cent with one decimal. A share that isn't 0 isn't shown as 0.
-pub(crate) fn percentage(share: f64) -> String {
-    match share * 100.0 {
-        percent if percent > 0.0 && percent < 0.1 => "less than 0.1 %".to_owned(),
-        percent => format!("{percent:.1} %"),
+        shadow => format!("{sentence}; in shadow, {} more", format_percent(share(shadow, requests.requests))),
     }
 }
 

@@ -19,7 +19,8 @@ setting_keys! {
         factor: u32 = "2", Whole(1, u32::MAX as u64), "the factor of each further block";
         cap: Span = "1h", SPAN, "the longest block";
         forgive_after: Option<Span> = "", Maybe(SPAN),
-            "the time without a refusal that removes one strike; default the longer of cap and window";
+            "the time from the end of a block, without a refusal, that removes one strike; default the longer of cap \
+             and window";
         mode: PenaltyMode = "parole", Custom(Text, "`parole` or `strict`", penalty_mode),
             "parole: one call passes after each block of a window or a rate, however full that is; strict: the wait is the \
              longer of block and window";

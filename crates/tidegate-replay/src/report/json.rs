@@ -65,6 +65,7 @@ fn policy_json(policy: &PolicyFindings) -> Value {
             "client": client.to_string(),
             "admitted": stats.admitted,
             "refused": stats.refused,
+            "refused_in_shadow": stats.refused_in_shadow,
             "first_refused": is_refused.then(|| format_time(stats.first_refused_at)),
             "last_refused": is_refused.then(|| format_time(stats.last_refused_at)),
             "by": is_refused.then(|| policy.limit_name(stats.last_limit)),
@@ -86,7 +87,9 @@ fn policy_json(policy: &PolicyFindings) -> Value {
         "refused_clients": policy.refused_clients,
         "actions": array(&policy.actions, action),
         "limits": array(&policy.limits, limit_json),
+        "shadow_refused_clients": policy.shadow_refused_clients,
         "most_refused": array(&policy.most_refused, client),
+        "most_refused_in_shadow": array(&policy.most_refused_in_shadow, client),
         "largest_never_refused": array(&policy.largest_never_refused, client),
         "timeline": {
             "from": format_time(timeline.start()),
@@ -94,12 +97,13 @@ fn policy_json(policy: &PolicyFindings) -> Value {
             "columns": ["admitted", "by_limit", "by_block", "by_list"],
             "intervals": array(timeline.intervals(), interval),
         },
+        "missing_parts": policy.missing_parts,
         "notes": policy.notes,
     })
 }
 
 fn limit_json(limit: &LimitFindings) -> Value {
-    let key = |key: &KeyFindings| json!({ "key": key.key, "refused": key.refused });
+    let key = |key: &KeyFindings| json!({ "key": key.key, "refused": key.refused, "refused_in_shadow": key.refused_in_shadow });
     let value = |value: &AlternativeValue| json!({ "share": value.share, "value": value.value, "limit": value.quantity, "refused": value.refused });
     let peaks = limit.peaks.as_ref();
     json!({

@@ -93,7 +93,10 @@ pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
     lines.extend((!remarks.is_empty()).then(|| remarks.join("; ")));
     for policy in &findings.policies {
         let in_shadow = policy.total.refused_in_shadow;
-        let in_shadow = (in_shadow > 0).then(|| format!("; would refuse {} more in shadow", format_number(in_shadow)));
+        let in_shadow = (in_shadow > 0).then(|| {
+            let clients = format_plural(policy.shadow_refused_clients, "client");
+            format!("; would refuse {} more in shadow, from {clients}", format_number(in_shadow))
+        });
         lines.push(format!(
             "{}: refuses {} of {} ({}), from {} of {}{}",
             printable(&policy.name),
@@ -104,6 +107,7 @@ pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
             format_plural(policy.clients, "client"),
             in_shadow.unwrap_or_default(),
         ));
+        lines.extend(policy.missing_parts.iter().map(|missing| printable(missing).into_owned()));
     }
     if let Some(changes) = &findings.changes {
         lines.push(format!(
@@ -172,10 +176,14 @@ fn policy_tables(policy: &PolicyFindings, prefix: &str) -> Vec<FindingsTable> {
     tables.extend(limit_values_table(policy, prefix));
     tables.extend(worst_intervals_table(&policy.timeline, prefix));
     tables.extend(clients_table(policy, prefix));
+    tables.extend(shadow_clients_table(policy, prefix));
     for limit in &policy.limits {
-        let rows = limit.keys.iter().map(|key| vec![key.key.clone(), format_number(key.refused)]);
+        let rows = limit
+            .keys
+            .iter()
+            .map(|key| vec![key.key.clone(), format_number(key.refused), format_number(key.refused_in_shadow)]);
         let title = format!("{prefix}most refused keys of {}", limit.name);
-        tables.extend(FindingsTable::new(&title, 1, &[&limit.counted_by, "refused"], rows).with_rows());
+        tables.extend(FindingsTable::new(&title, 1, &[&limit.counted_by, "refused", "in shadow"], rows).with_rows());
     }
     let never_refused = policy.largest_never_refused.iter().map(|found| (found.client, found.stats.admitted.into()));
     tables.extend(client_counts_table(&format!("{prefix}largest clients without a refusal"), never_refused));
@@ -260,6 +268,16 @@ fn clients_table(policy: &PolicyFindings, prefix: &str) -> Option<FindingsTable>
     FindingsTable::new(&format!("{prefix}most refused clients"), 1, &headers, rows).with_rows()
 }
 
+fn shadow_clients_table(policy: &PolicyFindings, prefix: &str) -> Option<FindingsTable> {
+    let rows = policy.most_refused_in_shadow.iter().map(|ClientFindings { client, stats }| {
+        let (in_shadow, requests) = (u64::from(stats.refused_in_shadow), stats.calls());
+        vec![client.to_string(), format_number(requests), format_number(in_shadow), format_share(in_shadow, requests)]
+    });
+    let headers = ["client", "requests", "in shadow", "share"];
+    FindingsTable::new(&format!("{prefix}clients that limits in shadow would refuse most"), 1, &headers, rows)
+        .with_rows()
+}
+
 fn action_name(action: Option<&String>) -> String {
     action.map_or_else(|| "(no action)".to_owned(), Clone::clone)
 }
@@ -276,8 +294,8 @@ fn format_share(part: u64, whole: u64) -> String {
     format_percent(part as f64 / whole.max(1) as f64)
 }
 
-/// Formats a share in percent, with two significant digits if it is small.
-pub(super) fn format_percent(share: f64) -> String {
+/// Formats a share from 0 to 1 in percent, with two significant digits if it is small: `25.5 %`, `0.12 %`.
+pub fn format_percent(share: f64) -> String {
     let percent = share * 100.0;
     match percent {
         0.0 => "0 %".to_owned(),

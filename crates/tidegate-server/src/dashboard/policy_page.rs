@@ -68,8 +68,14 @@ pub(super) fn render(view: &View<'_>) -> Markup {
 }
 
 fn limits(view: &View<'_>, scope: &str, limits: &[LimitId], blocked: &HashMap<LimitId, usize>) -> Markup {
-    let mut head =
-        vec![("", "Limit"), ("wide", "Counts by"), ("", "Mode"), ("number", "Refused"), ("number wide", "Blocked now")];
+    let mut head = vec![
+        ("", "Limit"),
+        ("wide", "Counts by"),
+        ("", "Mode"),
+        ("number", "Refused"),
+        ("number wide", "In shadow"),
+        ("number wide", "Blocked now"),
+    ];
     if view.may_try() {
         head.push(("action", "Other terms"));
     }
@@ -77,7 +83,6 @@ fn limits(view: &View<'_>, scope: &str, limits: &[LimitId], blocked: &HashMap<Li
         @for id in limits.iter().copied() {
             @let info = view.plan.limit_info(id);
             @let is_shadow = view.plan.limits().get(id).is_some_and(tidegate_core::Limit::is_shadow);
-            @let outcome = if is_shadow { DecisionOutcome::Shadow } else { DecisionOutcome::Refused };
             tr {
                 td class="name" {
                     (info.name())
@@ -86,7 +91,9 @@ fn limits(view: &View<'_>, scope: &str, limits: &[LimitId], blocked: &HashMap<Li
                 }
                 td class="wide" { (key_words(view.plan.key_parts(id))) }
                 td { @if is_shadow { (badge("quiet", "Shadow")) } @else { (badge("good", "Enforced")) } }
-                td class="number" { (words::count(decided(&view.state.decisions, id, outcome))) }
+                @let count = |outcome| words::count(decided(&view.state.decisions, id, outcome));
+                td class="number" { (count(DecisionOutcome::Refused)) }
+                td class="number wide" { (count(DecisionOutcome::Shadow)) }
                 td class="number wide" { (words::count(blocked.get(&id).copied().unwrap_or_default() as u64)) }
                 @if view.may_try() {
                     td class="action" {

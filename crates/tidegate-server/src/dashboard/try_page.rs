@@ -5,6 +5,7 @@ use hyper::body::Incoming;
 use maud::{Markup, html};
 use tidegate::store::Store;
 use tidegate_core::{Clock, LimitId};
+use tidegate_replay::format_percent;
 
 use super::chart::{Line, plot};
 use super::layout::{frame, table};
@@ -12,7 +13,7 @@ use super::{Caller, Page, View, csrf_response, html as html_response, words};
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
 use crate::rejections::RejectionReason;
-use crate::trial::{GLOBAL, IntervalReport, TermsReport, TrialError, TrialReport, TrialRequest, percentage, run_trial};
+use crate::trial::{GLOBAL, IntervalReport, TermsReport, TrialError, TrialReport, TrialRequest, run_trial};
 use crate::wire::admin::AdminState;
 use crate::wire::decision_request::decode;
 use crate::wire::http_api::collect_body;
@@ -151,7 +152,7 @@ fn result(report: &TrialReport) -> Markup {
     let rows = html! { (row("Present", &report.current)) (row("Tried", &report.edited)) };
     html! {
         section class="card" aria-labelledby="result" {
-            h2 id="result" tabindex="-1" autofocus { (report.limit) " " (report.summary) }
+            h2 id="result" tabindex="-1" autofocus { (report.summary) }
             p class="muted" {
                 (words::count(report.requests)) " requests of " (words::plural(report.clients as usize, "client"))
                 @if let Some(from) = &report.from { " from " (words::time_of_day(from)) " to " (words::time_of_day(&report.to)) }
@@ -170,7 +171,7 @@ fn row(name: &str, terms: &TermsReport) -> Markup {
         tr {
             td class="name" { (name) span class="muted" { (terms.description) } }
             td class="number" { (words::count(terms.refused)) }
-            td class="number" { (percentage(terms.refused_share)) }
+            td class="number" { (format_percent(terms.refused_share)) }
             td class="number" { (words::count(terms.refused_clients)) }
             td class="number wide" { (words::count(terms.refused_by_limit)) }
             td class="number wide" { (words::count(terms.refused_in_shadow)) }

@@ -24,6 +24,7 @@ fn clients(view: &View<'_>, report: &ClientsReport) -> Markup {
         ("", "Client"),
         ("", "State"),
         ("number wide", "Refusals"),
+        ("number wide", "In shadow"),
         ("number wide", "Strikes"),
         ("wide", "Last refusal"),
     ];
@@ -37,6 +38,9 @@ fn clients(view: &View<'_>, report: &ClientsReport) -> Markup {
                 p {
                     strong { (words::count(report.blocked as u64)) } " blocked now, "
                     strong { (words::count(report.known as u64)) } " refused lately"
+                    @if report.only_shadow > 0 {
+                        ", " strong { (words::count(report.only_shadow as u64)) } " of them only in shadow"
+                    }
                     @if report.known > MAX_CLIENTS { span class="muted" { "; these are the first " (MAX_CLIENTS) } }
                     @if report.displaced > 0 {
                         span class="muted" { "; " (words::count(report.displaced)) " others were left out" }
@@ -49,6 +53,10 @@ fn clients(view: &View<'_>, report: &ClientsReport) -> Markup {
                     p class="muted" { "No client was refused." }
                 } @else {
                     (table("client-table", "Clients", &head, rows))
+                    p class="muted" {
+                        "Blocked: refused until its block ends. Refused: its limit is full. Shadow: only a limit in shadow "
+                        "would refuse it. Free: it may call again."
+                    }
                 }
             }
         }
@@ -65,12 +73,14 @@ fn row(view: &View<'_>, client: &ClientReport) -> Markup {
                 @match (client.blocked, client.shadow, &left) {
                     (true, _, Some(left)) => { (badge("bad", "Blocked")) " " span class="number left" { (left) } }
                     (true, _, None) => { (badge("bad", "Blocked")) }
-                    (false, true, _) => { (badge("quiet", "Shadow")) }
+                    (false, true, Some(left)) => { (badge("quiet", "Shadow")) " " span class="number left" { (left) } }
+                    (false, true, None) => { (badge("quiet", "Shadow")) }
                     (false, false, Some(left)) => { (badge("warn", "Refused")) " " span class="number left" { (left) } }
                     (false, false, None) => { (badge("good", "Free")) }
                 }
             }
             td class="number wide" { (words::count(client.refusals)) }
+            td class="number wide" { (words::count(client.shadow_refusals)) }
             td class="number wide" { (client.strikes) }
             td class="wide" { time datetime=(client.last.replace(' ', "T")) { (client.last) } }
             @if view.may_change() {

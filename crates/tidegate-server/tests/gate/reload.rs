@@ -71,6 +71,39 @@ async fn a_blocked_client_stays_blocked() {
 }
 
 #[tokio::test]
+async fn blocks_from_shadow_are_told_when_enforced() {
+    let upstream = Echo::start(HELLO).await;
+    let enforced = format!("{LOGIN}{PENALTY}");
+    let gate = start(upstream.address, &format!("{enforced}mode = \"shadow\"\n")).await;
+    let mut client = Peer::connect(gate.inbound).await;
+    for _ in 0..7 {
+        assert_eq!(status(&client.ask(get("/login")).await), 200);
+    }
+    let blocks = json(&once(gate.admin, get("/v1/blocks")).await);
+    let counts = |blocks: &serde_json::Value| {
+        let first = &blocks["clients"][0];
+        [&blocks["only_shadow"], &first["refusals"], &first["shadow_refusals"]].map(serde_json::Value::as_u64)
+    };
+    assert_eq!(counts(&blocks), [Some(1), Some(0), Some(2)], "{blocks}");
+    for path in ["/who", "/policy"] {
+        let page = once(gate.admin, get(path)).await;
+        assert!(page.contains("In shadow</th>"), "{page}");
+    }
+
+    assert_eq!(gate.reload(&enforced).await, Ok(vec![]));
+    for _ in 0..2 {
+        assert_eq!(status(&client.ask(get("/login")).await), 429);
+    }
+    let events = json(&once(gate.admin, get("/v1/events?follow=false")).await);
+    let events = events["events"].as_array().unwrap().iter().filter(|event| event["kind"] == "blocked");
+    let shadows: Vec<bool> = events.map(|event| event["shadow"].as_bool().unwrap()).collect();
+    assert_eq!(shadows.iter().filter(|shadow| !**shadow).count(), 1, "{shadows:?}");
+    assert_eq!(shadows.len(), 2);
+    let blocks = json(&once(gate.admin, get("/v1/blocks")).await);
+    assert_eq!(counts(&blocks), [Some(0), Some(2), Some(2)], "{blocks}");
+}
+
+#[tokio::test]
 async fn limits_come_and_go() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, LOGIN).await;
