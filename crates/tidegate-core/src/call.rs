@@ -14,6 +14,7 @@
 mod hedge;
 mod in_flight;
 mod provider_state;
+mod refusal;
 mod reply;
 mod rules;
 mod stats;
@@ -22,16 +23,15 @@ mod step;
 pub use in_flight::InFlight;
 pub use provider_state::{ProviderState, StoreRequests};
 use rand_core::Rng;
+use refusal::LimitRefusal;
 pub use rules::{CallRules, LaneRules, MAX_LEAD, Measure, ProviderLimit};
 pub use stats::ProviderStats;
 pub use step::{AttemptReport, CallFailure, CallProgress, NextStep};
 
 use crate::breaker::BreakerPermit;
-use crate::lanes::{Lane, RefusalScope, Ticket};
+use crate::lanes::{Lane, Refusal, Ticket, WaitReason};
 use crate::retry::{Delivery, RetryTracker};
-use crate::{
-    Batch, Class, CredentialPool, LimitId, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, Span, Time, Verb,
-};
+use crate::{Batch, Class, Limits, MAX_COST, Op, Outcomes, Span, Time, Verb};
 
 /// The time for which a rejected credential isn't used.
 pub const DISABLE_TIME: Span = Span::from_secs(300);
@@ -200,8 +200,8 @@ impl Call {
         Ok(())
     }
 
-    /// Enqueues it, unless waiting is certainly useless. Only times that can't come earlier count: the end of a pause,
-    /// of a closing, or of the period of a quota that counts calls.
+    /// Enqueues it, unless waiting is useless: its lane is paused or the credentials are closed until after its deadline,
+    /// or it can't have its turn before, if the calls of its lane before it stay.
     fn enqueue(&self, state: &mut ProviderState, now: Time) -> Result<Ticket, CallFailure> {
         if state.is_paused {
             return Err(CallFailure::ProviderPaused);
@@ -214,14 +214,10 @@ impl Call {
         if until >= self.deadline {
             return Err(CallFailure::LanePaused { until });
         }
-        if let Some(earliest) = state.pool.all_closed_until(now).filter(|until| *until >= self.deadline) {
-            return Err(no_credential_failure(&state.pool, earliest));
+        if state.pool.all_closed_until(now).is_some_and(|closed_until| closed_until >= self.deadline) {
+            return Err(state.no_credential(now).failure());
         }
-        if let Some((limit, resets_at)) = state.lanes.spent_limit(self.lane, self.cost, now)
-            && resets_at >= self.deadline
-        {
-            return Err(CallFailure::QuotaSpent { limit, resets_at });
-        }
+        self.check_refusals(state, state.lanes.waiting(self.lane), now)?;
         state.lanes.enqueue(self.lane, self.cost, self.deadline, now).map_err(CallFailure::QueueFull)
     }
 
@@ -246,8 +242,9 @@ impl Call {
         }
         if let Some(earliest) = state.pace.as_ref().map(|pace| pace.next_at(now)).filter(|next_at| *next_at > now) {
             self.failure_at_deadline = None;
-            let failure = CallFailure::Paced { earliest };
-            return self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now);
+            // A reply may raise the pace.
+            let refusal = Refusal { until: earliest, reason: WaitReason::Pace, ..Refusal::default() };
+            return self.wait_or_fail(refusal, state, now);
         }
         let next = match self.renewed_credential == NO_CREDENTIAL && self.rejected.is_empty() {
             true => state.next_credential(self.cost, now, rng),
@@ -261,11 +258,9 @@ impl Call {
                 CallProgress::AskStore
             }
             None => {
-                let earliest = state.pool.next_rejoin_at();
-                let failure = no_credential_failure(&state.pool, earliest);
                 // The end of the first call under way is unknown.
                 self.failure_at_deadline = state.pool.has_busy().then_some(CallFailure::DeadlineExceeded);
-                self.wait_or_fail(earliest, RefusalScope::Provider, failure, None, state, now)
+                self.wait_or_fail(state.no_credential(now), state, now)
             }
         }
     }
@@ -296,11 +291,12 @@ impl Call {
             && Lane::ALL.iter().map(|lane| state.lanes.waiting(*lane)).sum::<usize>() > 1
     }
 
-    /// Called when its deadline has passed and the lanes have removed it.
-    pub fn handle_expiry(&mut self, state: &mut ProviderState) -> CallFailure {
+    /// Called when the lanes have removed it: its deadline has passed, or it can't have its turn before.
+    pub fn handle_expiry(&mut self, state: &mut ProviderState, now: Time) -> CallFailure {
         state.store_requests.updates.clear();
         self.leave_queue(state);
-        self.failure_at_deadline.unwrap_or(CallFailure::DeadlineExceeded)
+        let known = self.failure_at_deadline.or_else(|| self.check_refusals(state, 0, now).err());
+        known.unwrap_or(CallFailure::DeadlineExceeded)
     }
 
     /// Called for a waiting call when an operator stops the calls to the provider. An answer of the store that is still
@@ -330,42 +326,19 @@ impl Call {
         let Some((op, outcome)) = refused.max_by_key(|(op, outcome)| (is_shared(op), outcome.retry_at)) else {
             return self.handle_grant(ticket, credential, rules, state, outcomes, now);
         };
-        let kind = |op: &Op| limits.get(op.limit).map(crate::Limit::kind);
-        let is_earliest_possible = |op: &Op, outcome: &Outcome| match kind(op) {
-            Some(LimitKind::Cooldown(cooldown)) => cooldown.is_closing(outcome.retry_at, outcomes.now()),
-            Some(LimitKind::Quota(_)) => rules.measure(op.limit) == Some(Measure::Calls),
-            _ => false,
-        };
-        let until = outcome.retry_at + state.extra_spacing(rules, kind(op));
-        if !is_shared(op) {
-            // A minimum wait, so that a store with a slow clock isn't asked again and again.
-            let until = until.max(now + MIN_CREDENTIAL_WAIT);
-            if is_earliest_possible(op, outcome) {
-                state.pool.set_closed_until(credential, until, now);
-            } else {
-                state.pool.set_cooling_until(credential, until, now);
-            }
-            if let Some(LimitKind::Quota(_)) = kind(op) {
-                state.pool.set_spent_quota(credential, op.limit, until);
-            }
-            self.stage = CallStage::Queued(ticket);
-            return self.handle_turn(rules, state, now, rng);
-        }
-        let mut lane_limits = rules.lane_limits[self.charged_lane as usize].iter();
-        let is_lane_limit = lane_limits.any(|provider_limit| provider_limit.limit == op.limit);
-        let scope = if is_lane_limit { RefusalScope::Lane } else { RefusalScope::Provider };
-        let rate_limited = CallFailure::RateLimited { limit: op.limit, earliest: until };
-        let failure = match kind(op) {
-            Some(LimitKind::Quota(_)) => CallFailure::QuotaSpent { limit: op.limit, resets_at: until },
-            _ => rate_limited,
-        };
         self.stage = CallStage::Queued(ticket);
-        let spent_limit = is_earliest_possible(op, outcome).then_some(op.limit);
-        // A call under way may cost less than was reserved for it.
-        let may_free_earlier =
-            rules.measure(op.limit) == Some(Measure::Cost) && !until.is_never() && state.lanes.total_in_flight() > 0;
-        self.failure_at_deadline = (may_free_earlier && until >= self.deadline).then_some(rate_limited);
-        self.wait_or_fail(until, scope, failure, spent_limit, state, now)
+        let is_shared = is_shared(op);
+        let refusal = LimitRefusal {
+            limit: op.limit,
+            kind: limits.get(op.limit).map(crate::Limit::kind),
+            retry_at: outcome.retry_at,
+            refused_at: outcomes.now(),
+        };
+        if is_shared {
+            return self.handle_shared_refusal(rules, state, &refusal, now);
+        }
+        state.close_credential(credential, rules, &refusal, now);
+        self.handle_turn(rules, state, now, rng)
     }
 
     /// Handles a store that failed and returned no outcomes.
@@ -477,25 +450,6 @@ impl Call {
         Some(refund)
     }
 
-    /// Stays in the queue until a time, or fails now if that is at or after the deadline. A hedge always fails.
-    /// `spent_limit` certainly has no room before that time.
-    fn wait_or_fail(
-        &mut self,
-        until: Time,
-        scope: RefusalScope,
-        failure: CallFailure,
-        spent_limit: Option<LimitId>,
-        state: &mut ProviderState,
-        now: Time,
-    ) -> CallProgress {
-        let Some(ticket) = self.ticket() else { return CallProgress::Wait };
-        if self.is_hedge || until >= self.deadline && self.failure_at_deadline.is_none() {
-            return self.fail(failure, state);
-        }
-        state.lanes.refuse_until(ticket, until, spent_limit, scope, now);
-        CallProgress::Wait
-    }
-
     fn fail(&mut self, failure: CallFailure, state: &mut ProviderState) -> CallProgress {
         self.leave_queue(state);
         CallProgress::Fail(failure)
@@ -524,14 +478,6 @@ impl Call {
                 push_required(batch, Op::new(provider_limit.limit, verb, key, cost));
             }
         }
-    }
-}
-
-/// The failure of a call if no credential is good before this time.
-fn no_credential_failure(pool: &CredentialPool, earliest: Time) -> CallFailure {
-    match pool.quota_spent_until(earliest) {
-        Some(limit) => CallFailure::QuotaSpent { limit, resets_at: earliest },
-        None => CallFailure::CredentialsCooling { earliest },
     }
 }
 

@@ -10,6 +10,7 @@
 //! first, so that even a limit of a few calls per window reaches every lane. A lane that is held back by a limit of its
 //! own (calls in flight, a quota, its hours) doesn't hold back others, and earns nothing.
 
+mod refusal;
 mod spec;
 
 use alloc::vec::Vec;
@@ -17,8 +18,9 @@ use arrayvec::ArrayVec;
 use core::cmp::Reverse;
 
 use crate::heap::IndexHeap;
-use crate::time::MAX_CLOCK_LAG;
-use crate::{LimitId, MAX_COST, PER_MILLE, Span, Time};
+use crate::{MAX_COST, PER_MILLE, Span, Time};
+use refusal::RefusedCall;
+pub use refusal::{Refusal, RefusalScope, WaitReason};
 pub use spec::{Lane, LaneSpec, LanesSpec, MAX_FLOOR, MAX_WAITING, QueueFullError};
 
 /// Identifies a queued call. Once the call has left, it has no effect until 2^32 other calls have used its slot.
@@ -38,22 +40,14 @@ impl Ticket {
 /// The next action of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QueueStep {
-    /// Fail this call: its deadline has passed, and it has left the queue.
+    /// Fail this call: its deadline has passed, or a refusal shows that it can't be sent before ([`Lanes::refused_past`]).
+    /// It has left the queue.
     Expired(Ticket),
-    /// Ask the store for this call and report the answer: [`Lanes::grant`] or [`Lanes::refuse_until`]. If it gave none
+    /// Ask the store for this call and report the answer: [`Lanes::grant`] or [`Lanes::refuse`]. If it gave none
     /// or refused permanently, call [`Lanes::cancel`]. No other call is selected before.
     AskStore(Ticket),
     /// Wait until this time, or until a call arrives, ends, leaves or is answered. [`Time::NEVER`] if no time matters.
     Sleep(Time),
-}
-
-/// The calls that a refusal applies to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RefusalScope {
-    /// The call's lane: a limit of the lane itself is among those that refuse. The other lanes continue.
-    Lane,
-    /// All calls: only limits that all lanes share refuse. The call keeps its turn.
-    Provider,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -62,25 +56,6 @@ struct QueuedCall {
     cost: u64,
     generation: u32,
     lane: Lane,
-}
-
-/// A refusal of the store, as far as it applies to later calls. The default applies to none.
-#[derive(Clone, Copy, Debug, Default)]
-struct StoreRefusal {
-    refused_at: Time,
-    until: Time,
-    lane: Lane,
-    cost: u64,
-    /// The limit that is spent until then, if it can't have room before. Otherwise `None`.
-    spent_limit: Option<LimitId>,
-}
-
-impl StoreRefusal {
-    /// True if this refusal also applies to such a call. A more urgent call may have reserves, and a cheaper one may
-    /// fit. If the clock has stepped back since the refusal, another attempt is worthwhile.
-    fn applies_to(&self, lane: Lane, cost: u64, now: Time) -> bool {
-        now < self.until && self.refused_at <= now + MAX_CLOCK_LAG && lane <= self.lane && cost >= self.cost
-    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -93,7 +68,7 @@ struct LaneQueue {
     /// The time at which the lane will have waited a whole window without a grant.
     overdue_at: Time,
     paused_until: Time,
-    refusal: StoreRefusal,
+    refused: RefusedCall,
 }
 
 /// The queued calls of one provider in one process, and the number of calls in flight.
@@ -113,7 +88,7 @@ pub struct Lanes {
     asking: Option<Ticket>,
     /// True if something has changed since the asking call was selected, so that a refusal may be outdated.
     refusals_outdated: bool,
-    refusal: StoreRefusal,
+    refused: RefusedCall,
 }
 
 impl Lanes {
@@ -134,7 +109,7 @@ impl Lanes {
             next_arrival: 0,
             asking: None,
             refusals_outdated: false,
-            refusal: StoreRefusal::default(),
+            refused: RefusedCall::default(),
         }
     }
 
@@ -201,7 +176,8 @@ impl Lanes {
     /// Returns the next action. Must be called again until it returns [`QueueStep::Sleep`].
     pub fn poll(&mut self, now: Time) -> QueueStep {
         let Some((deadline, index)) = self.deadlines.first() else { return QueueStep::Sleep(Time::NEVER) };
-        if deadline <= now {
+        let QueuedCall { lane, cost, .. } = self.calls[index as usize];
+        if deadline <= now || self.refused_past(deadline, lane, cost, 0, now).is_some() {
             let ticket = self.ticket(index);
             self.remove(ticket);
             return QueueStep::Expired(ticket);
@@ -213,12 +189,12 @@ impl Lanes {
         let mut wake_at = deadline;
         if self.asking.is_none() && self.total_in_flight() < self.max_in_flight {
             if let Some((lane, index, cost)) = self.next_call(now) {
-                if !self.refusal.applies_to(lane, cost, now) {
+                if !self.refused.applies_to(lane, cost, now) {
                     let ticket = self.ticket(index);
                     (self.asking, self.refusals_outdated) = (Some(ticket), false);
                     return QueueStep::AskStore(ticket);
                 }
-                wake_at = wake_at.min(self.refusal.until);
+                wake_at = wake_at.min(self.refused.refusal.until);
             }
             for lane in Lane::ALL {
                 let changes = self.ready_at(lane, now).map(|ready_at| [ready_at, self.queue(lane).overdue_at]);
@@ -250,49 +226,38 @@ impl Lanes {
         Some(call.lane)
     }
 
-    /// Records that the store has refused a call until a time. The call keeps its position. Until then, no call with
-    /// the same refusal is selected, unless [`Lanes::clear_refusals`] is called. `spent_limit` is the limit that can't
-    /// have room before `until`, if there is one, such as a quota of calls until the end of its period.
+    /// Records that a call was refused its turn. The call keeps its position. Until then, no call with the same refusal
+    /// is selected, unless [`Lanes::clear_refusals`] is called.
     ///
     /// A call that is refused permanently must be cancelled instead. Otherwise the calls behind it would wait with it.
-    pub fn refuse_until(
-        &mut self,
-        ticket: Ticket,
-        until: Time,
-        spent_limit: Option<LimitId>,
-        scope: RefusalScope,
-        now: Time,
-    ) {
+    pub fn refuse(&mut self, ticket: Ticket, refusal: Refusal, now: Time) {
         if self.asking != Some(ticket) {
             return;
         }
         self.asking = None;
         if !self.refusals_outdated {
             let QueuedCall { lane, cost, .. } = self.calls[ticket.index()];
-            let refusal = StoreRefusal { refused_at: now, until, lane, cost, spent_limit };
-            match scope {
-                RefusalScope::Lane => self.queue_mut(lane).refusal = refusal,
-                RefusalScope::Provider => self.refusal = refusal,
+            let refused = RefusedCall { refusal, refused_at: now, lane, cost };
+            match refusal.scope {
+                RefusalScope::Lane => self.queue_mut(lane).refused = refused,
+                RefusalScope::Provider => self.refused = refused,
             }
         }
     }
 
-    /// The spent limit of [`Lanes::refuse_until`] that has no room for a call of this lane and cost that arrives now,
-    /// and the end of that state. A call with an earlier deadline needn't queue.
-    ///
-    /// Refusals without a spent limit don't count, because they may end earlier: slots of a window, permits or costs
-    /// may be given back. [`Lanes::clear_refusals`] ends all refusals.
-    pub fn spent_limit(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
-        let refusals = [self.refusal, self.queue(lane).refusal];
-        let applicable = refusals.iter().filter(|refusal| refusal.applies_to(lane, cost, now));
-        applicable.filter_map(|refusal| Some((refusal.spent_limit?, refusal.until))).max_by_key(|&(_, until)| until)
+    /// The refusal that a call of this lane and cost would wait for until its deadline or longer, if it goes after
+    /// `ahead` others that all stay. Its times are those of this call. `None` if no refusal shows that.
+    pub fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: usize, now: Time) -> Option<Refusal> {
+        let refused = [&self.refused, &self.queue(lane).refused].into_iter();
+        let refusals = refused.filter_map(|refused| refused.behind(lane, cost, ahead, now));
+        refusals.filter(|refusal| refusal.closed_until >= deadline).max_by_key(|refusal| refusal.until)
     }
 
     /// Deletes all refusals, also one still to come for the asking call, because something was given back or reset.
     pub fn clear_refusals(&mut self) {
-        self.refusal = StoreRefusal::default();
+        self.refused = RefusedCall::default();
         for queue in &mut self.queues {
-            queue.refusal = StoreRefusal::default();
+            queue.refused = RefusedCall::default();
         }
         self.refusals_outdated = true;
     }
@@ -343,7 +308,8 @@ impl Lanes {
     fn ready_at(&self, lane: Lane, now: Time) -> Option<Time> {
         let queue = self.queue(lane);
         let (_, cost) = self.first_call(lane).filter(|_| queue.in_flight < queue.spec.max_in_flight)?;
-        let refused_until = if queue.refusal.applies_to(lane, cost, now) { queue.refusal.until } else { Time::ZERO };
+        let refused_until =
+            if queue.refused.applies_to(lane, cost, now) { queue.refused.refusal.until } else { Time::ZERO };
         Some(queue.paused_until.max(refused_until))
     }
 

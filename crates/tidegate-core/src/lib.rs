@@ -63,7 +63,9 @@ pub use cooldown::Cooldown;
 pub use credential_pool::{Balance, CredentialPool, MAX_CREDENTIALS, PoolSizeError};
 pub use decision::{Decision, Reason};
 pub use histogram::DurationHistogram;
-pub use lanes::{Lane, LaneSpec, Lanes, LanesSpec, QueueFullError, QueueStep, RefusalScope, Ticket};
+pub use lanes::{
+    Lane, LaneSpec, Lanes, LanesSpec, QueueFullError, QueueStep, Refusal, RefusalScope, Ticket, WaitReason,
+};
 pub use limit::{
     CountMode, LeaseSpec, Limit, LimitError, LimitId, LimitKind, Limits, MAX_COST, MAX_LIMIT, MAX_LIMITS, OnOutage,
     Sharing,

@@ -186,7 +186,7 @@ impl World {
                 }
                 QueueStep::Expired(ticket) => {
                     let id = self.tickets[&ticket.index()];
-                    let failure = self.calls[id].handle_expiry(&mut self.state);
+                    let failure = self.calls[id].handle_expiry(&mut self.state, self.now);
                     self.finish(id, Err(failure));
                 }
                 QueueStep::Sleep(at) => {

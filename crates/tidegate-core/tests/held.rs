@@ -194,18 +194,42 @@ fn a_lanes_quota_holds_only_that_lane() {
     assert_eq!(provider.meets(1, Span::from_secs(60), test_time(2)), None);
 }
 
-/// A reply may free a window's slot earlier, and a call may cost less than was reserved. Calls that wait for these may
-/// be granted earlier than announced.
+/// A provider of one call per minute, whose call at 0 counts until half a second later, with a call that waits.
+fn one_per_minute() -> Provider {
+    let window = Window::new(1, Span::from_secs(60), 1).unwrap().with_lead(MAX_LEAD);
+    let mut provider = Provider::new(LimitKind::Window(window), Of::All, Measure::Calls, 1);
+    let (mut first, _) = provider.arrive(Lane::User, 1, DAY, test_time(0));
+    assert!(matches!(provider.turn(&mut first, test_time(0)), CallProgress::Send { .. }));
+    provider.patient(Lane::User, 1, test_time(0));
+    provider
+}
+
+/// A reply may free a window's slot earlier, by up to the lead.
+#[test]
+fn calls_behind_others_fail_if_too_late() {
+    let mut provider = one_per_minute();
+    let mut meets = |lane, timeout| {
+        let (mut call, failure) = provider.arrive(lane, 1, timeout, test_time(0));
+        call.cancel(&provider.rules, &mut provider.state, Delivery::Unknown, test_time(0), &mut provider.rng);
+        failure
+    };
+    let limited = |at| Some(CallFailure::RateLimited { limit: limit_id(0), earliest: test_time(at) });
+    let (minute, micro) = (Span::from_secs(60), Span::from_micros(1));
+    assert_eq!(meets(Lane::Background, minute), limited(60_500), "no call of its lane is before it");
+    assert_eq!(meets(Lane::Background, minute + micro), None);
+    assert_eq!(meets(Lane::User, minute.times(2)), limited(120_500), "one call is before it");
+    assert_eq!(meets(Lane::User, minute.times(2) + micro), None);
+    assert_eq!(meets(Lane::Webhook, minute), None, "it goes first, and may have reserves");
+}
+
+/// A call may cost less than was reserved. Calls that wait for that may be granted earlier than announced.
 #[test]
 fn uncertain_waits_fail_no_new_call() {
-    let window = Window::new(1, Span::from_secs(60), 1).unwrap().with_lead(MAX_LEAD);
-    for (kind, measure) in [(LimitKind::Window(window), Measure::Calls), (quota(5), Measure::Cost)] {
-        let mut provider = Provider::new(kind, Of::All, measure, 1);
-        let (mut first, _) = provider.arrive(Lane::User, 5, DAY, test_time(0));
-        assert!(matches!(provider.turn(&mut first, test_time(0)), CallProgress::Send { .. }));
-        let _head = provider.patient(Lane::User, 5, test_time(0));
-        assert_eq!(provider.meets(5, Span::from_secs(60), test_time(1)), None);
-    }
+    let mut provider = Provider::new(quota(5), Of::All, Measure::Cost, 1);
+    let (mut first, _) = provider.arrive(Lane::User, 5, DAY, test_time(0));
+    assert!(matches!(provider.turn(&mut first, test_time(0)), CallProgress::Send { .. }));
+    let _head = provider.patient(Lane::User, 5, test_time(0));
+    assert_eq!(provider.meets(5, Span::from_secs(60), test_time(1)), None);
 }
 
 #[test]
@@ -318,7 +342,7 @@ fn the_first_ending_call_admits_the_next() {
         "nobody asks in vain"
     );
     assert_eq!(provider.state.lanes.poll(test_time(1_001)), QueueStep::Expired(short.ticket().unwrap()));
-    assert_eq!(short.handle_expiry(&mut provider.state), CallFailure::DeadlineExceeded);
+    assert_eq!(short.handle_expiry(&mut provider.state, test_time(1_001)), CallFailure::DeadlineExceeded);
     provider.reply(&mut first, Class::Success, None, test_time(2_000));
     assert_eq!(provider.turn(&mut long, test_time(2_000)), CallProgress::Send { credential: 0 });
 }

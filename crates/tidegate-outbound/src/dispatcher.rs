@@ -556,7 +556,7 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
     ) -> Option<DispatchResult> {
         let StepContext { state, rng, .. } = context;
         let progress = match expired {
-            true => CallProgress::Fail(call.handle_expiry(state)),
+            true => CallProgress::Fail(call.handle_expiry(state, now)),
             false => call.handle_turn(&self.rules, state, now, rng),
         };
         self.resolve_step(progress, call, ticket, context, now)

@@ -12,7 +12,7 @@ fn only_one_call_asks_at_a_time() {
     // The asking call is cancelled. Its answer comes later and changes nothing.
     assert!(lanes.cancel(tickets[0]));
     assert_eq!(ask(&mut lanes, test_time(0)), webhook);
-    lanes.refuse_until(tickets[0], test_time(9_000), None, RefusalScope::Provider, test_time(0));
+    lanes.refuse(tickets[0], refusal(test_time(9_000), RefusalScope::Provider), test_time(0));
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(Time::NEVER));
     assert_eq!(lanes.grant(tickets[0], test_time(0)), None);
     assert_eq!(lanes.grant(webhook, test_time(0)), Some(Lane::Webhook));
@@ -26,7 +26,7 @@ fn a_refusal_holds_equal_or_costlier_calls_only() {
     let costs = [10, 10, 50, 9];
     let tickets = costs.map(|cost| lanes.enqueue(Lane::User, cost, Time::NEVER, test_time(0)).unwrap());
     assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
-    lanes.refuse_until(tickets[0], test_time(100), None, RefusalScope::Provider, test_time(0));
+    lanes.refuse(tickets[0], refusal(test_time(100), RefusalScope::Provider), test_time(0));
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(100)));
     for ticket in &tickets[..2] {
         lanes.cancel(*ticket);
@@ -46,17 +46,17 @@ fn a_poke_makes_calls_ask_again() {
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
     for scope in [RefusalScope::Provider, RefusalScope::Lane] {
         assert_eq!(ask(&mut lanes, test_time(0)), user);
-        lanes.refuse_until(user, test_time(100), None, scope, test_time(0));
+        lanes.refuse(user, refusal(test_time(100), scope), test_time(0));
         lanes.clear_refusals();
     }
     // This also holds if it comes between the question and the answer.
     for scope in [RefusalScope::Provider, RefusalScope::Lane] {
         assert_eq!(ask(&mut lanes, test_time(0)), user);
         lanes.clear_refusals();
-        lanes.refuse_until(user, test_time(100), None, scope, test_time(0));
+        lanes.refuse(user, refusal(test_time(100), scope), test_time(0));
     }
     assert_eq!(ask(&mut lanes, test_time(0)), user);
-    lanes.refuse_until(user, test_time(100), None, RefusalScope::Lane, test_time(0));
+    lanes.refuse(user, refusal(test_time(100), RefusalScope::Lane), test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), background, "an old poke is used up");
 }
 
@@ -65,7 +65,7 @@ fn a_lanes_ceiling_blocks_only_that_lane() {
     let mut lanes = Lanes::new(LanesSpec { floor: MAX_FLOOR, ..LanesSpec::default() });
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), background);
-    lanes.refuse_until(background, test_time(30_000), None, RefusalScope::Lane, test_time(0));
+    lanes.refuse(background, refusal(test_time(30_000), RefusalScope::Lane), test_time(0));
     assert_eq!(lanes.poll(test_time(0)), QueueStep::Sleep(test_time(30_000)));
     let users: Vec<Ticket> = (0..50).map(|_| enqueue(&mut lanes, Lane::User, test_time(1))).collect();
     assert_eq!(drain(&mut lanes, test_time(1)), users, "and what is held back by its own earns no floor");
@@ -80,7 +80,7 @@ fn a_raised_call_ignores_its_old_lanes_refusal() {
     let background = enqueue(&mut lanes, Lane::Background, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), raised);
     lanes.raise(raised, Lane::User, test_time(0)).unwrap();
-    lanes.refuse_until(raised, test_time(100), None, RefusalScope::Lane, test_time(0));
+    lanes.refuse(raised, refusal(test_time(100), RefusalScope::Lane), test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), raised, "a user's call has no such ceiling");
     lanes.grant(raised, test_time(0));
     assert_eq!(ask(&mut lanes, test_time(0)), background);
@@ -93,7 +93,7 @@ fn a_clock_step_back_delays_no_call() {
         let mut lanes = Lanes::new(LanesSpec::default());
         let user = enqueue(&mut lanes, Lane::User, test_time(0) + year);
         assert_eq!(ask(&mut lanes, test_time(0) + year), user);
-        lanes.refuse_until(user, test_time(1_000) + year, None, scope, test_time(0) + year);
+        lanes.refuse(user, refusal(test_time(1_000) + year, scope), test_time(0) + year);
         assert!(
             matches!(lanes.poll(test_time(0) + year - Span::from_millis(100)), QueueStep::Sleep(_)),
             "only overtaken"

@@ -68,7 +68,7 @@ impl Provider {
             self.granted.push(Grant { at: self.now, lane, cost, waited: self.now.since(since) });
         } else {
             let wait = decision.retry_after.expect("a cost below the limit");
-            self.lanes.refuse_until(ticket, self.now + wait, None, RefusalScope::Provider, self.now);
+            self.lanes.refuse(ticket, refusal(self.now + wait, RefusalScope::Provider), self.now);
         }
     }
 

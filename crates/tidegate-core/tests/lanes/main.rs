@@ -5,14 +5,14 @@ mod bounds;
 mod fairness;
 mod model;
 mod order;
-mod spent;
+mod waits;
 
 use std::collections::{HashMap, HashSet};
 
 use tidegate_core::lanes::{MAX_FLOOR, MAX_WAITING};
 use tidegate_core::{
-    Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitId, LimitKind, MAX_COST, QueueFullError, QueueStep, Rate,
-    RefusalScope, Span, Ticket, Time,
+    Lane, LaneSpec, Lanes, LanesSpec, Limit, LimitKind, MAX_COST, QueueFullError, QueueStep, Rate, Refusal,
+    RefusalScope, Span, Ticket, Time, WaitReason,
 };
 use tidegate_testkit::fixtures::{TestLimiter, limit_id, test_time, window_limit};
 use tidegate_testkit::property;
@@ -34,6 +34,11 @@ fn ask(lanes: &mut Lanes, now: Time) -> Ticket {
         QueueStep::AskStore(ticket) => ticket,
         other => panic!("nobody is to ask: {other:?}"),
     }
+}
+
+/// A refusal that another event may end earlier.
+fn refusal(until: Time, scope: RefusalScope) -> Refusal {
+    Refusal { until, scope, ..Refusal::default() }
 }
 
 /// Grants every call that asks at `now` until none does, and returns them in order.

@@ -13,9 +13,7 @@ struct Call {
 
 #[derive(Clone, Copy, Debug)]
 struct Told {
-    scope: RefusalScope,
-    until: Time,
-    spent: Option<LimitId>,
+    refusal: Refusal,
     call: Call,
 }
 
@@ -81,7 +79,7 @@ impl Naive {
                 RefusalScope::Lane => told.call.lane == call.lane,
                 RefusalScope::Provider => told.call.lane >= call.lane,
             };
-            told.scope == by && applies && call.cost >= told.call.cost && told.until > now
+            told.refusal.scope == by && applies && call.cost >= told.call.cost && told.refusal.until > now
         })
     }
 
@@ -116,8 +114,11 @@ impl Naive {
         ready.first().filter(|&&call| !self.held_back(call, RefusalScope::Provider, now)).map(|call| call.ticket)
     }
 
-    fn next_deadline(&self) -> Option<Time> {
-        self.calls.iter().map(|call| call.deadline).min()
+    /// The call that fails at `now`: the one with the first deadline, if that has passed or the call can't be sent before.
+    fn to_expire(&self, now: Time) -> Option<Ticket> {
+        let first = self.calls.iter().min_by_key(|call| (call.deadline, call.ticket.index()))?;
+        let is_hopeless = self.refused_past(first.deadline, first.lane, first.cost, 0, now).is_some();
+        (first.deadline <= now || is_hopeless).then_some(first.ticket)
     }
 
     fn granted(&mut self, ticket: Ticket, now: Time) -> Option<Lane> {
@@ -132,23 +133,31 @@ impl Naive {
         Some(call.lane)
     }
 
-    /// The spent limit that is known to hold a call that arrives at `now`.
-    fn spent(&self, lane: Lane, cost: u64, now: Time) -> Option<(LimitId, Time)> {
-        let arriving = Call { ticket: self.told.first()?.call.ticket, arrival: 0, lane, cost, deadline: Time::NEVER };
-        let mut latest: Option<(LimitId, Time)> = None;
+    /// The longest refusal of a call behind `ahead` others, among those that certainly last until its deadline.
+    fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: usize, now: Time) -> Option<Refusal> {
+        let arriving = Call { ticket: self.told.first()?.call.ticket, arrival: 0, lane, cost, deadline };
+        let mut longest: Option<Refusal> = None;
         for told in &self.told {
             let alone = Self { told: vec![*told], ..Self::new(self.spec) };
-            let holds = alone.held_back(arriving, told.scope, now);
-            if let (true, Some(limit)) = (holds, told.spent)
-                && latest.is_none_or(|(_, until)| until < told.until)
+            let mut refusal = told.refusal;
+            if let WaitReason::Limit { calls, every, .. } = refusal.reason {
+                let mut others = ahead;
+                while others >= calls as usize {
+                    others -= calls as usize;
+                    (refusal.until, refusal.closed_until) = (refusal.until + every, refusal.closed_until + every);
+                }
+            }
+            if alone.held_back(arriving, refusal.scope, now)
+                && refusal.closed_until >= deadline
+                && longest.is_none_or(|longest| longest.until < refusal.until)
             {
-                latest = Some((limit, told.until));
+                longest = Some(refusal);
             }
         }
-        latest
+        longest
     }
 
-    fn not_until(&mut self, ticket: Ticket, until: Time, spent: Option<LimitId>, scope: RefusalScope) {
+    fn refuse(&mut self, ticket: Ticket, refusal: Refusal) {
         if self.asking != Some(ticket) {
             return;
         }
@@ -156,14 +165,17 @@ impl Naive {
         let call = *self.calls.iter().find(|call| call.ticket == ticket).expect("a call that asks waits");
         if !self.poked {
             // The latest refusal of each kind counts.
-            self.told.retain(|told| told.scope != scope || scope == RefusalScope::Lane && told.call.lane != call.lane);
-            self.told.push(Told { scope, until, spent, call });
+            let scope = refusal.scope;
+            self.told.retain(|told| {
+                told.refusal.scope != scope || scope == RefusalScope::Lane && told.call.lane != call.lane
+            });
+            self.told.push(Told { refusal, call });
         }
     }
 
     /// All times at which something could change by time alone.
     fn moments(&self) -> Vec<Time> {
-        let told = self.told.iter().map(|told| told.until);
+        let told = self.told.iter().map(|told| told.refusal.until);
         let deadlines = self.calls.iter().map(|call| call.deadline);
         told.chain(deadlines).chain(self.due_at).chain(self.paused).collect()
     }
@@ -290,9 +302,14 @@ impl Pair {
         let scope = random.pick(&[RefusalScope::Provider, RefusalScope::Lane]);
         // Limits of a lane and of all lanes differ, so that the test can tell them apart.
         let limit = limit_id(if scope == RefusalScope::Lane { 1 + self.naive.calls.len() % 3 } else { 0 });
-        let spent = random.chance(40).then_some(limit);
-        self.lanes.refuse_until(ticket, until, spent, scope, self.now);
-        self.naive.not_until(ticket, until, spent, scope);
+        let calls = 1 + random.below(3);
+        let spaced = WaitReason::Limit { limit, calls, every: Span::from_micros(random.below(90_000)) };
+        let reason = random.pick(&[WaitReason::Credentials, WaitReason::Quota(limit), spaced]);
+        let early = until - Span::from_micros(random.below(9_000));
+        let closed_until = random.pick(&[Time::ZERO, until, early]);
+        let refusal = Refusal { until, closed_until, reason, scope };
+        self.lanes.refuse(ticket, refusal, self.now);
+        self.naive.refuse(ticket, refusal);
         Ok(())
     }
 
@@ -301,21 +318,18 @@ impl Pair {
         let sleep_until = loop {
             match self.lanes.poll(self.now) {
                 QueueStep::Expired(ticket) => {
-                    let earliest = self.naive.next_deadline().filter(|&deadline| deadline <= self.now);
-                    let call = self.naive.leave(ticket).ok_or("expired a call that doesn't wait")?;
-                    same("expired", Some(call.deadline), earliest)?;
+                    same("expired", Some(ticket), self.naive.to_expire(self.now))?;
+                    self.naive.leave(ticket).ok_or("expired a call that doesn't wait")?;
                 }
                 QueueStep::AskStore(ticket) => {
-                    same("deadline", None, self.naive.next_deadline().filter(|&deadline| deadline <= self.now))?;
+                    same("to expire", None, self.naive.to_expire(self.now))?;
                     same("ask", Some(ticket), self.naive.to_ask(self.now))?;
                     (self.naive.asking, self.naive.poked) = (Some(ticket), false);
                 }
                 QueueStep::Sleep(until) => break until,
             }
         };
-        let acts = |moment: Time| {
-            self.naive.next_deadline().is_some_and(|deadline| deadline <= moment) || self.naive.to_ask(moment).is_some()
-        };
+        let acts = |moment: Time| self.naive.to_expire(moment).is_some() || self.naive.to_ask(moment).is_some();
         if acts(self.now) {
             return Err(format!("sleeps until {sleep_until:?}, but there is something to do: {:?}", self.naive));
         }
@@ -329,12 +343,12 @@ impl Pair {
         }
         for lane in Lane::ALL {
             for cost in [0, 1, 2, 999, u64::MAX] {
-                let (found, expected) =
-                    (self.lanes.spent_limit(lane, cost, self.now), self.naive.spent(lane, cost, self.now));
-                same("until when it is spent", found.map(|told| told.1), expected.map(|told| told.1))?;
-                let both =
-                    self.naive.told.iter().filter(|told| Some(told.until) == expected.map(|told| told.1)).count();
-                same("what is spent", both > 1 || found == expected, true)?;
+                let ahead = random.below(9) as usize;
+                let deadline = self.now + Span::from_micros(random.below(600_000));
+                let found = self.lanes.refused_past(deadline, lane, cost, ahead, self.now);
+                let expected = self.naive.refused_past(deadline, lane, cost, ahead, self.now);
+                same("refused until", found.map(|told| told.until), expected.map(|told| told.until))?;
+                same("refusal", self.naive.told.len() > 1 || found == expected, true)?;
             }
             same("waiting", self.lanes.waiting(lane), self.naive.waiting(lane))?;
             same("in flight", self.lanes.in_flight(lane), self.naive.in_flight[lane as usize])?;

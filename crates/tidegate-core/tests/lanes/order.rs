@@ -21,7 +21,7 @@ fn a_webhook_overtakes_five_background_calls() {
     // This also holds while the first background call waits for the provider.
     let first = ask(&mut lanes, test_time(0));
     assert_eq!(first, background[0]);
-    lanes.refuse_until(first, test_time(900), None, RefusalScope::Provider, test_time(0));
+    lanes.refuse(first, refusal(test_time(900), RefusalScope::Provider), test_time(0));
     let QueueStep::Sleep(wake_at) = lanes.poll(test_time(1)) else { panic!("the first was told to wait") };
     assert_eq!(wake_at, test_time(900));
     let user = enqueue(&mut lanes, Lane::User, test_time(2));
@@ -68,7 +68,7 @@ fn cancelling_half_of_many_keeps_the_order() {
     let tickets: Vec<Ticket> = (0..20_000).map(|_| enqueue(&mut lanes, Lane::User, test_time(0))).collect();
     assert_eq!(lanes.enqueue(Lane::User, 1, Time::NEVER, test_time(0)), Err(QueueFullError { lane: Lane::User }));
     assert_eq!(ask(&mut lanes, test_time(0)), tickets[0]);
-    lanes.refuse_until(tickets[0], test_time(500), None, RefusalScope::Provider, test_time(0));
+    lanes.refuse(tickets[0], refusal(test_time(500), RefusalScope::Provider), test_time(0));
     let (gone, mut left): (Vec<_>, Vec<_>) = tickets.iter().enumerate().partition(|(place, _)| place % 2 == 0);
     for &(_, &ticket) in &gone {
         assert!(lanes.cancel(ticket) && !lanes.cancel(ticket));

@@ -279,7 +279,7 @@ impl World {
             let mut known = self.take(id);
             let progress = if expired {
                 self.cancel_waiting(&mut known);
-                CallProgress::Fail(known.call.handle_expiry(&mut self.state))
+                CallProgress::Fail(known.call.handle_expiry(&mut self.state, self.now))
             } else {
                 known.call.handle_turn(&self.rules, &mut self.state, self.now, &mut self.rng)
             };
@@ -541,8 +541,9 @@ impl World {
         }
         self.check()?;
         same("somebody's turn", self.state.lanes.poll(self.now), QueueStep::Sleep(Time::NEVER))?;
-        same("refused by nobody", self.state.lanes.spent_limit(Lane::Background, u64::MAX, self.now), None)?;
         self.now = self.now + MAX_LEAD + WINDOW;
+        let refused = self.state.lanes.refused_past(self.now, Lane::Background, u64::MAX, 0, self.now);
+        same("refused by nobody", refused, None)?;
         let mut pace = Batch::new(0);
         pace.push(Op::new(LimitId::FIRST, Verb::Peek, SHARED, 1)).unwrap();
         same("used of the window", self.store.decide(&pace, self.now).1.list()[0].used, 0)?;

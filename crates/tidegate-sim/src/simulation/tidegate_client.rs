@@ -197,7 +197,7 @@ impl<'s> TidegateClient<'s> {
             };
             let call = &mut self.calls[slot].call;
             let progress = match expired {
-                true => CallProgress::Fail(call.handle_expiry(&mut self.state)),
+                true => CallProgress::Fail(call.handle_expiry(&mut self.state, now)),
                 false => call.handle_turn(&self.rules, &mut self.state, now, &mut self.rng),
             };
             self.advance(progress, slot, now);

@@ -1,0 +1,130 @@
+//! The refusals of a call's turn: the wait until its next turn, or its failure.
+
+use super::{Call, CallFailure, CallProgress, CallRules, MIN_CREDENTIAL_WAIT, Measure, ProviderState};
+use crate::lanes::{Refusal, RefusalScope, WaitReason};
+use crate::{LimitId, LimitKind, Span, Time};
+
+/// The refusal of a call by one limit, or by the cool-down of a credential.
+pub(super) struct LimitRefusal<'a> {
+    pub limit: LimitId,
+    pub kind: Option<&'a LimitKind>,
+    pub retry_at: Time,
+    /// The time of the decision, by the store's clock.
+    pub refused_at: Time,
+}
+
+impl LimitRefusal<'_> {
+    /// The time of the next attempt.
+    fn until(&self, rules: &CallRules, state: &ProviderState) -> Time {
+        self.retry_at + state.extra_spacing(rules, self.kind)
+    }
+
+    /// The time before which the limit has no room, whatever calls under way give back. [`Time::ZERO`] if it is unknown:
+    /// they may cost less than was reserved for them, and a success may end a cool-down's slots.
+    fn closed_until(&self, rules: &CallRules, state: &ProviderState) -> Time {
+        match self.kind {
+            Some(LimitKind::Cooldown(cooldown)) if cooldown.is_closing(self.retry_at, self.refused_at) => self.retry_at,
+            Some(_) if rules.measure(self.limit) != Some(Measure::Calls) => Time::ZERO,
+            // A reply frees a slot up to a lead earlier.
+            Some(LimitKind::Window(_)) => self.retry_at - state.lead,
+            Some(LimitKind::Quota(_) | LimitKind::Rate(_)) => self.retry_at,
+            _ => Time::ZERO,
+        }
+    }
+
+    fn reason(&self) -> WaitReason {
+        let limit = self.limit;
+        match self.kind {
+            Some(LimitKind::Quota(_)) => WaitReason::Quota(limit),
+            Some(LimitKind::Window(window)) => {
+                WaitReason::Limit { limit, calls: window.limit().max(1), every: window.window() }
+            }
+            Some(LimitKind::Rate(rate)) => {
+                WaitReason::Limit { limit, calls: 1, every: Span::from_micros(rate.per().as_micros() / rate.count()) }
+            }
+            _ => WaitReason::Limit { limit, calls: 1, every: Span::ZERO },
+        }
+    }
+}
+
+impl Call {
+    /// Fails if it certainly can't have its turn before its deadline while `ahead` calls of its lane are before it.
+    pub(super) fn check_refusals(&self, state: &ProviderState, ahead: usize, now: Time) -> Result<(), CallFailure> {
+        let refusal = state.lanes.refused_past(self.deadline, self.lane, self.cost, ahead, now);
+        refusal.map_or(Ok(()), |refusal| Err(refusal.failure()))
+    }
+
+    /// Handles the refusal of a limit that doesn't depend on the credential.
+    pub(super) fn handle_shared_refusal(
+        &mut self,
+        rules: &CallRules,
+        state: &mut ProviderState,
+        refused: &LimitRefusal<'_>,
+        now: Time,
+    ) -> CallProgress {
+        let (limit, until) = (refused.limit, refused.until(rules, state));
+        let mut lane_limits = rules.lane_limits[self.charged_lane as usize].iter();
+        let is_lane_limit = lane_limits.any(|provider_limit| provider_limit.limit == limit);
+        let scope = if is_lane_limit { RefusalScope::Lane } else { RefusalScope::Provider };
+        // A call under way may cost less than was reserved for it.
+        let may_free_earlier =
+            rules.measure(limit) == Some(Measure::Cost) && !until.is_never() && state.lanes.total_in_flight() > 0;
+        self.failure_at_deadline =
+            (may_free_earlier && until >= self.deadline).then_some(CallFailure::RateLimited { limit, earliest: until });
+        let closed_until = refused.closed_until(rules, state);
+        self.wait_or_fail(Refusal { until, closed_until, reason: refused.reason(), scope }, state, now)
+    }
+
+    /// Stays in the queue until a time, or fails now if that is at or after the deadline. A hedge always fails.
+    pub(super) fn wait_or_fail(&mut self, refusal: Refusal, state: &mut ProviderState, now: Time) -> CallProgress {
+        let Some(ticket) = self.ticket() else { return CallProgress::Wait };
+        if self.is_hedge || refusal.until >= self.deadline && self.failure_at_deadline.is_none() {
+            return self.fail(refusal.failure(), state);
+        }
+        state.lanes.refuse(ticket, refusal, now);
+        CallProgress::Wait
+    }
+}
+
+impl ProviderState {
+    /// Records that a limit or the cool-down of a credential refuses it.
+    pub(super) fn close_credential(
+        &mut self,
+        credential: usize,
+        rules: &CallRules,
+        refused: &LimitRefusal<'_>,
+        now: Time,
+    ) {
+        // A minimum wait, so that a store with a slow clock isn't asked again and again.
+        let until = refused.until(rules, self).max(now + MIN_CREDENTIAL_WAIT);
+        self.pool.set_cooling_until(credential, until, now);
+        self.pool.set_closed_until(credential, refused.closed_until(rules, self), now);
+        if let Some(LimitKind::Quota(_)) = refused.kind {
+            self.pool.set_spent_quota(credential, refused.limit, until);
+        }
+    }
+
+    /// The refusal while no credential is good.
+    pub(super) fn no_credential(&mut self, now: Time) -> Refusal {
+        let until = self.pool.next_rejoin_at();
+        Refusal {
+            until,
+            closed_until: self.pool.all_closed_until(now).unwrap_or(Time::ZERO),
+            reason: self.pool.quota_spent_until(until).map_or(WaitReason::Credentials, WaitReason::Quota),
+            scope: RefusalScope::Provider,
+        }
+    }
+}
+
+impl Refusal {
+    /// The failure of a call that can't wait so long.
+    pub(super) fn failure(&self) -> CallFailure {
+        let earliest = self.until;
+        match self.reason {
+            WaitReason::Limit { limit, .. } => CallFailure::RateLimited { limit, earliest },
+            WaitReason::Quota(limit) => CallFailure::QuotaSpent { limit, resets_at: earliest },
+            WaitReason::Credentials => CallFailure::CredentialsCooling { earliest },
+            WaitReason::Pace => CallFailure::Paced { earliest },
+        }
+    }
+}
