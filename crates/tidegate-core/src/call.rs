@@ -102,7 +102,8 @@ struct SentRequest {
 #[derive(Debug)]
 pub struct Call {
     lane: Lane,
-    retry_lane: Lane,
+    /// The lane that it was made for: its retries and its statistics are those of this lane.
+    own_lane: Lane,
     /// The lane of the limits that were charged last.
     charged_lane: Lane,
     cost: u64,
@@ -136,7 +137,7 @@ impl Call {
         let deadline = deadline.unwrap_or(now + rules.lane_rules[lane as usize].timeout);
         Self {
             lane,
-            retry_lane: lane,
+            own_lane: lane,
             charged_lane: lane,
             cost: cost.min(MAX_COST),
             deadline,
@@ -193,7 +194,7 @@ impl Call {
     pub fn start(&mut self, state: &mut ProviderState, now: Time) -> Result<(), CallFailure> {
         state.store_requests.updates.clear();
         if self.requests == 0 {
-            state.stats.calls[self.lane as usize] += 1;
+            state.stats.calls[self.own_lane as usize] += 1;
         }
         let ticket = self.enqueue(state, now).inspect_err(|_| self.leave_queue(state))?;
         (self.stage, self.queued_at, self.failure_at_deadline) = (CallStage::Queued(ticket), now, None);
@@ -379,7 +380,7 @@ impl Call {
         if let Some(pace) = &mut state.pace {
             pace.sent(now);
         }
-        state.stats.waits[lane as usize].record(now.since(self.queued_at));
+        state.stats.waits[self.own_lane as usize].record(now.since(self.queued_at));
         if self.requests == 0 {
             state.budget.record_first_try();
         } else {

@@ -79,7 +79,7 @@ use self::key::{CacheKey, CacheKeyFactory};
 pub use self::origin::{CacheCallError, Origin};
 use self::request_directives::RequestDirectives;
 use self::single_flight::SingleFlight;
-use super::{CallOptions, Outbound};
+use super::{CallOptions, CallStats, Outbound};
 
 /// The stored replies of all providers. Cheap to clone: clones share the replies.
 pub struct Cache<C = SystemClock>(Arc<CacheInner<C>>);
@@ -171,7 +171,8 @@ impl<C: Clock> Cache<C> {
 
     /// Answers a request to `origin`, and calls `send` only if a call is needed. The [`CacheStatus`] is among the
     /// response's extensions. So are the extensions of the reply that `send` returned, even if that was a 304 that
-    /// confirmed a stored reply, or a stale reply replaces it. A reply with a [`CallErrorKind`](super::CallErrorKind)
+    /// confirmed a stored reply, or a stale reply replaces it. A call that only waited for another one has
+    /// [`CallStats`] without attempts there. A reply with a [`CallErrorKind`](super::CallErrorKind)
     /// in its extensions is the last reply of a failed call. It is never stored, and a stale reply replaces it.
     ///
     /// `send` gets the options of the call that it makes. Their timeout is the time left: zero if it ran out while
@@ -185,7 +186,7 @@ impl<C: Clock> Cache<C> {
     pub async fn call<P, Q, B, E, F, R>(
         &self,
         origin: &P,
-        options: CallOptions,
+        mut options: CallOptions,
         request: Request<Q>,
         send: F,
     ) -> Result<Response<CacheBody<B>>, E>
@@ -223,8 +224,14 @@ impl<C: Clock> Cache<C> {
                 deadline,
                 headers: parts.headers.clone(),
             };
-            match cacheable_request.wait_for_reply(&options).await {
-                WaitOutcome::Answered(reply) => Ok(reply),
+            match cacheable_request.wait_for_reply(&mut options).await {
+                WaitOutcome::Answered(mut reply) => {
+                    if !options.waited.is_zero() {
+                        let stats = CallStats { attempts: 0, waited: options.waited, credential: 0 };
+                        reply.extensions_mut().insert(stats);
+                    }
+                    Ok(reply)
+                }
                 WaitOutcome::NeedsCall { found, member } => {
                     cacheable_request.fetch(found, member, options, (parts, body), send).await
                 }

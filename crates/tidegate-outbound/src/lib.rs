@@ -269,11 +269,14 @@ pub struct CallOptions {
     pub timeout: Option<Duration>,
     /// The means to raise its priority while it waits.
     pub urgency: Option<Urgency>,
+    /// The time that the caller has already waited, for [`CallStats::waited`]. The timeout doesn't include it. Default
+    /// zero.
+    pub waited: Span,
 }
 
 impl Default for CallOptions {
     fn default() -> Self {
-        Self { lane: Lane::default(), cost: 1, timeout: None, urgency: None }
+        Self { lane: Lane::default(), cost: 1, timeout: None, urgency: None, waited: Span::ZERO }
     }
 }
 
@@ -337,7 +340,7 @@ pub struct AttemptOutcome<T> {
 pub struct CallStats {
     /// The number of requests that were sent, including hedged ones.
     pub attempts: u32,
-    /// The total wait in the queue and between attempts.
+    /// The total wait in the queue, between attempts and, with a cache, for an identical call.
     pub waited: Span,
     /// The index in the provider's list of the last request's credential. After a hedge, that of the reply that counts.
     pub credential: usize,

@@ -171,14 +171,14 @@ impl<S: Store, C: Clock> Provider<S, C> {
         options: CallOptions,
         upstream: &mut U,
     ) -> Result<CompletedCall<U::Reply, S, C>, CallError<(U::Reply, InFlightGuard<S, C>)>> {
-        let CallOptions { lane, cost, timeout, urgency } = options;
+        let CallOptions { lane, cost, timeout, urgency, waited } = options;
         let lane = if self.config().sequential { Lane::User } else { lane };
         let started_at = self.0.clock.now();
         let deadline = timeout.map(|timeout| started_at + Span::from_duration(timeout));
         let call = Call::new(&self.0.rules, lane, cost, deadline, started_at);
         let urgency = urgency.as_ref();
         let mut call_guard = CallGuard { provider: &self.0, slot: CallSlot::Owned(call) };
-        let mut stats = CallStats { attempts: 0, waited: Span::ZERO, credential: 0 };
+        let mut stats = CallStats { attempts: 0, waited, credential: 0 };
         let mut waiting_since = started_at;
         loop {
             let (result, now) =

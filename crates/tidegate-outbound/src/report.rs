@@ -77,7 +77,7 @@ pub struct LaneReport {
     pub waiting: usize,
     /// The number of calls in flight.
     pub in_flight: u32,
-    /// The time for which sent requests had waited in the queue.
+    /// The time for which sent requests of its calls had waited in the queue, in whichever lane.
     pub wait: DurationReport,
 }
 

@@ -48,7 +48,7 @@ impl Call {
             retry_after: reply.retry_after,
             has_other_credential: state.pool.next(now, rng).is_some_and(|other| other != credential),
         };
-        let retry = &rules.lane_rules[self.retry_lane as usize].retry;
+        let retry = &rules.lane_rules[self.own_lane as usize].retry;
         match self.retry_tracker.next_attempt_at(retry, &attempt, Some(&state.budget), now, rng) {
             Ok(at) => {
                 self.holds_budget_retry = reply.class == Class::Transient;
@@ -102,7 +102,7 @@ impl Call {
         now: Time,
         rng: &mut impl Rng,
     ) -> bool {
-        let retry = &rules.lane_rules[self.retry_lane as usize].retry;
+        let retry = &rules.lane_rules[self.own_lane as usize].retry;
         if rules.credential_keys.len() == 1 || now >= self.deadline {
             return false;
         }

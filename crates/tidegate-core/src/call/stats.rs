@@ -5,7 +5,7 @@ use crate::{Class, DurationHistogram, Lane};
 /// The calls and attempts of one provider since the process started, as far as they were seen by this process.
 #[derive(Clone, Debug, Default)]
 pub struct ProviderStats {
-    /// The calls that have started, in the order of [`Lane::ALL`].
+    /// The calls that have started, by the lanes that they were made for, in the order of [`Lane::ALL`].
     pub calls: [u64; Lane::ALL.len()],
     /// The further requests of calls that were sent: retries and hedges.
     pub retries: u64,
@@ -13,7 +13,8 @@ pub struct ProviderStats {
     pub attempts: [u64; Class::ALL.len()],
     /// The time from sending a request to the head of its reply.
     pub reply_times: DurationHistogram,
-    /// The time for which each sent request had waited in the queue, in the order of [`Lane::ALL`].
+    /// The time for which each sent request had waited in the queue, by the lanes that the calls were made for, in the
+    /// order of [`Lane::ALL`].
     pub waits: [DurationHistogram; Lane::ALL.len()],
 }
 

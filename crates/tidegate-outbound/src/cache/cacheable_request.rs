@@ -81,8 +81,9 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
         Some(with_status(cached.conditional_response(&self.headers, now), CacheStatus::Hit))
     }
 
-    /// Looks for a stored reply, and waits for an identical call that is under way, if there is one.
-    pub(super) async fn wait_for_reply<B: Body>(&self, options: &CallOptions) -> WaitOutcome<B> {
+    /// Looks for a stored reply, and waits for an identical call that is under way, if there is one. Adds this wait to
+    /// the options.
+    pub(super) async fn wait_for_reply<B: Body>(&self, options: &mut CallOptions) -> WaitOutcome<B> {
         let mut found = self.look_up().await;
         for _ in 0..MAX_WAITS {
             if let Some(reply) = self.fresh_response(&found) {
@@ -97,9 +98,11 @@ impl<P: Origin, C: Clock> CacheableRequest<'_, P, C> {
             let Some(mut member) = self.cache.single_flight.join(found.key, options.urgency.as_ref()) else { break };
             if !member.is_leader {
                 self.origin.raise(member.urgency(), options.lane);
-                let waited = tokio::time::timeout(self.time_left(), member.wait_for_result()).await;
+                let waiting_since = self.cache.clock.now();
+                let result = tokio::time::timeout(self.time_left(), member.wait_for_result()).await;
+                options.waited = options.waited + self.cache.clock.now().since(waiting_since);
                 // The call itself reports the timeout, as it does when no other call is under way.
-                let Ok(flight_result) = waited else { break };
+                let Ok(flight_result) = result else { break };
                 if let Some(flight_result) = flight_result {
                     drop(member);
                     if let Some(reply) = self.response_from_flight(&flight_result) {

@@ -111,7 +111,7 @@ metrics! {
         "The time from sending a request to the head of its reply";
     #[seconds]
     PROVIDER_WAIT: Histogram "provider_wait_duration" ["provider", "lane"]
-        "The time for which sent requests had waited in the queue";
+        "The time for which sent requests had waited in the queue, by the lane of their callers";
     PROVIDER_WAITING: Gauge "provider_waiting_calls" ["provider", "lane"] "Calls that wait in the queue";
     PROVIDER_IN_FLIGHT: Gauge "provider_calls_in_flight" ["provider", "lane"] "Calls in flight";
     PROVIDER_BREAKER: Gauge "provider_breaker_state" ["provider", "state"]

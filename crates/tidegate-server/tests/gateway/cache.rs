@@ -75,6 +75,13 @@ async fn concurrent_calls_are_coalesced() {
     assert!(answers.iter().all(|answer| (status(answer), body(answer)) == (200, "reply")));
     let count = |status| answers.iter().filter(|answer| told(answer) == Some(status)).count();
     assert_eq!((count("miss"), count("coalesced"), api.count()), (1, 19, 1));
+    for answer in &answers {
+        let attempts = if told(answer) == Some("miss") { "1" } else { "0" };
+        assert_eq!(
+            (header(answer, "tidegate-attempts"), header(answer, "tidegate-waited").is_some()),
+            (Some(attempts), true)
+        );
+    }
 }
 
 #[tokio::test]

@@ -11,14 +11,14 @@ use http_body_util::{BodyExt as _, Empty, Full};
 use tidegate::clock::TokioClock;
 use tidegate::outbound::cache::{Cache, CacheStatus};
 use tidegate::outbound::{
-    Attempt, AttemptOutcome, CallError, CallErrorKind, CallOptions, Outbound, Provider, Upstream,
+    Attempt, AttemptOutcome, CallError, CallErrorKind, CallOptions, CallStats, Outbound, Provider, Upstream,
 };
 use tidegate::policy::{Policy, PolicySources};
 use tidegate::store::Memory;
 use tidegate::{Clock as _, Span, Time};
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::Delivery;
-use tidegate_core::{Class, Lane};
+use tidegate_core::{Class, DurationHistogram, Lane};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
@@ -244,9 +244,10 @@ async fn an_urgent_follower_raises_the_background_leader() {
             };
             let reply = cache.call(&api, options(lane), request, send).await.unwrap();
             let by = *reply.extensions().get::<CacheStatus>().unwrap();
+            let stats = reply.extensions().get::<CallStats>().copied();
             let Ok::<_, Infallible>(body) = reply.into_body().collect().await.map_err(|_| unreachable!());
             assert_eq!(body.to_bytes(), "page");
-            (by, api.clock().now())
+            (by, api.clock().now(), stats)
         })
     };
     let began = api.clock().now();
@@ -259,8 +260,12 @@ async fn an_urgent_follower_raises_the_background_leader() {
         tokio::task::yield_now().await;
     }
     sleep(Duration::from_millis(100)).await;
-    let (by, at) = get(10, Lane::Webhook, "/shared").await.unwrap();
-    assert_eq!(by, CacheStatus::Coalesced);
+    let joined = api.clock().now();
+    let (by, at, stats) = get(10, Lane::Webhook, "/shared").await.unwrap();
+    let waited = CallStats { attempts: 0, waited: at.since(joined), credential: 0 };
+    assert_eq!((by, stats), (CacheStatus::Coalesced, Some(waited)));
+    let waits = api.inspect(|state, _| state.stats.waits.each_ref().map(DurationHistogram::count));
+    assert_eq!(waits, [1, 1, 0], "the sent call keeps its own lane");
     assert!(at.since(began) <= Span::from_millis(1_500), "the next slot is its own: {}", at.since(began));
     assert_eq!(background.await.unwrap().0, CacheStatus::Miss);
     for user in users {
