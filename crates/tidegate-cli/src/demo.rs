@@ -18,8 +18,9 @@ use tidegate_replay::{FieldNames, LogReplay};
 use tidegate_server::Server;
 use tokio::net::TcpListener;
 
+use crate::gate_client::{self, GateAddress};
 use crate::policy::{failure, print};
-use crate::{CallArgs, CliOutcome, CommandResult, GateArgs, api_client, gate_client};
+use crate::{CallArgs, CliOutcome, CommandResult, GateArgs, api_client};
 
 /// The demo's limit on log-ins.
 const LOGIN: &str = r#"[inbound.action.login]
@@ -95,7 +96,7 @@ async fn start_servers() -> Result<(SocketAddr, SocketAddr), Box<dyn Error + Sen
 async fn log_in(gate: SocketAddr) -> Result<u64, Box<dyn Error + Send + Sync>> {
     let authority: Authority = gate.to_string().parse()?;
     let request = Request::post("/login").header(HOST, authority.as_str()).body(Full::default())?;
-    let response = gate_client::exchange(&authority, request).await?;
+    let response = gate_client::exchange(&GateAddress::Tcp(authority), request).await?;
     let mut text = format!("POST /login  {}\n", response.status());
     if response.status() != StatusCode::OK {
         for name in SHOWN_HEADERS {

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,8 +14,9 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
-use tidegate_policy::{Policy, Secret, SecretSource};
-use tokio::net::TcpStream;
+use tidegate_policy::{ListenAddress, ListenConfig, Policy, Secret, SecretSource};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
 
 use crate::policy::{self, failure, invalid_input, print, print_error, print_json};
 use crate::{CliOutcome, CommandResult, GateArgs};
@@ -58,11 +60,11 @@ impl ListenerKind {
     }
 
     /// Its address, and the name and the place of its token. Of several tokens, the first that may change something.
-    fn settings(self, policy: &Policy) -> (Option<SocketAddr>, Option<(String, SecretSource)>) {
+    fn settings(self, policy: &Policy) -> (&ListenConfig, Option<(String, SecretSource)>) {
         let (section, _) = self.names();
         let (listen, token, named) = match self {
-            Self::Api => (policy.api().listen, &policy.api().token, &[][..]),
-            Self::Admin => (policy.admin().listen, &policy.admin().token, &*policy.admin().tokens),
+            Self::Api => (&policy.api().listen, &policy.api().token, &[][..]),
+            Self::Admin => (&policy.admin().listen, &policy.admin().token, &*policy.admin().tokens),
         };
         let token = token.as_ref().map(|source| (format!("{section}.token"), source.clone()));
         let named = named.iter().min_by_key(|token| token.read_only);
@@ -73,12 +75,40 @@ impl ListenerKind {
     }
 }
 
+/// The address of a listener.
+pub(crate) enum GateAddress {
+    Tcp(Authority),
+    Unix(PathBuf),
+}
+
+impl GateAddress {
+    /// Parses `http://HOST:PORT` or `unix:PATH`.
+    fn parse(url: &str) -> Result<Self, CliOutcome> {
+        if let Some(path) = url.strip_prefix("unix:") {
+            return Ok(Self::Unix(path.into()));
+        }
+        let parsed: Uri = url.parse().map_err(|error| invalid_input(format!("--url {url}: {error}")))?;
+        match (parsed.scheme_str(), parsed.authority()) {
+            (Some("http"), Some(authority)) => Ok(Self::Tcp(authority.clone())),
+            _ => Err(invalid_input(format!("--url {url} isn't of the form http://HOST:PORT or unix:PATH"))),
+        }
+    }
+
+    /// The value of `Host`.
+    fn host(&self) -> &str {
+        match self {
+            Self::Tcp(authority) => authority.as_str(),
+            Self::Unix(_) => "localhost",
+        }
+    }
+}
+
 /// The client of one listener of a running gate.
 pub(crate) struct GateClient<'a> {
     arguments: &'a GateArgs,
     kind: ListenerKind,
     url: String,
-    authority: Authority,
+    address: GateAddress,
     token: Option<Secret>,
 }
 
@@ -101,12 +131,8 @@ impl<'a> GateClient<'a> {
             token.map_err(|error| invalid_input(format!("{from}: {error}")))
         };
         let token = source.map(resolve).transpose()?;
-        let parsed: Uri = url.parse().map_err(|error| invalid_input(format!("--url {url}: {error}")))?;
-        let authority = match (parsed.scheme_str(), parsed.authority()) {
-            (Some("http"), Some(authority)) => authority.clone(),
-            _ => return Err(invalid_input(format!("--url {url} isn't of the form http://HOST:PORT"))),
-        };
-        Ok(Self { arguments, kind, url, authority, token })
+        let address = GateAddress::parse(&url)?;
+        Ok(Self { arguments, kind, url, address, token })
     }
 
     /// Sends a request and prints the response, either described in words or as JSON. `help` is a hint about the field
@@ -120,7 +146,7 @@ impl<'a> GateClient<'a> {
         help: impl FnOnce(&str) -> Option<String>,
     ) -> CommandResult {
         let request = self.request(method, target, body)?;
-        let sending = exchange(&self.authority, request);
+        let sending = exchange(&self.address, request);
         let answer = runtime()?.block_on(async { tokio::time::timeout(ANSWER_TIMEOUT, sending).await });
         let no_answer = |_| failure(format!("{} did not answer within {ANSWER_TIMEOUT:?}", self.url));
         let response = answer.map_err(no_answer)?.map_err(|error| self.unreachable(&*error))?;
@@ -176,7 +202,7 @@ impl<'a> GateClient<'a> {
         if let Some(id) = last_id.and_then(|id| HeaderValue::from_str(id).ok()) {
             request.headers_mut().insert(LAST_EVENT_ID, id);
         }
-        let opening = tokio::time::timeout(ANSWER_TIMEOUT, open(&self.authority, request)).await;
+        let opening = tokio::time::timeout(ANSWER_TIMEOUT, open(&self.address, request)).await;
         let no_answer = |_| StreamError::Unreachable(format!("there is none within {ANSWER_TIMEOUT:?}").into());
         let (parts, body) = opening.map_err(no_answer)?.map_err(StreamError::Unreachable)?.into_parts();
         if parts.status.is_success() {
@@ -218,7 +244,7 @@ impl<'a> GateClient<'a> {
     }
 
     fn request(&self, method: Method, target: &str, body: String) -> Result<Request<Full<Bytes>>, CliOutcome> {
-        let mut request = Request::builder().method(method).uri(target).header(HOST, self.authority.as_str());
+        let mut request = Request::builder().method(method).uri(target).header(HOST, self.address.host());
         if !body.is_empty() {
             request = request.header(CONTENT_TYPE, "application/json");
         }
@@ -260,23 +286,28 @@ fn runtime() -> Result<tokio::runtime::Runtime, CliOutcome> {
     runtime.map_err(|error| failure(format!("can't start: {error}")))
 }
 
-/// The URL of a listener of a gate on this machine.
-fn local_url(kind: ListenerKind, listen: Option<SocketAddr>) -> Result<String, CliOutcome> {
+/// The URL of a listener of a gate on this machine: its first address.
+fn local_url(kind: ListenerKind, listen: &ListenConfig) -> Result<String, CliOutcome> {
     let (section, name) = kind.names();
-    let Some(listen) = listen else {
-        return Err(invalid_input(format!("the policy turns the gate's {name} off, with {section}.listen = \"off\"")));
+    let address = match listen.addresses.first() {
+        None => {
+            let off = format!("the policy turns the gate's {name} off, with {section}.listen = \"off\"");
+            return Err(invalid_input(off));
+        }
+        Some(ListenAddress::Tcp(address)) => address,
+        Some(unix @ ListenAddress::Unix(_)) => return Ok(unix.to_string()),
     };
-    if listen.port() == 0 {
+    if address.port() == 0 {
         return Err(invalid_input(format!(
             "the policy leaves the port of {section}.listen to the system; --url http://HOST:PORT says which it is"
         )));
     }
-    let ip = match listen.ip() {
+    let ip = match address.ip() {
         IpAddr::V4(Ipv4Addr::UNSPECIFIED) => IpAddr::V4(Ipv4Addr::LOCALHOST),
         IpAddr::V6(Ipv6Addr::UNSPECIFIED) => IpAddr::V6(Ipv6Addr::LOCALHOST),
         ip => ip,
     };
-    Ok(format!("http://{}", SocketAddr::new(ip, listen.port())))
+    Ok(format!("http://{}", SocketAddr::new(ip, address.port())))
 }
 
 /// Sends one request over a connection of its own, and reads the response.
@@ -284,21 +315,32 @@ fn local_url(kind: ListenerKind, listen: Option<SocketAddr>) -> Result<String, C
 /// # Errors
 /// The server can't be reached, or its response is too long or isn't HTTP.
 pub(crate) async fn exchange(
-    authority: &Authority,
+    address: &GateAddress,
     request: Request<Full<Bytes>>,
 ) -> Result<Response<Bytes>, Box<dyn Error + Send + Sync>> {
-    let (parts, body) = open(authority, request).await?.into_parts();
+    let (parts, body) = open(address, request).await?.into_parts();
     let body = Limited::new(body, MAX_ANSWER).collect().await?.to_bytes();
     Ok(Response::from_parts(parts, body))
 }
 
 /// Sends one request over a connection of its own.
 async fn open(
-    authority: &Authority,
+    address: &GateAddress,
     request: Request<Full<Bytes>>,
 ) -> Result<Response<Incoming>, Box<dyn Error + Send + Sync>> {
-    let host = authority.host().trim_matches(['[', ']']);
-    let stream = TcpStream::connect((host, authority.port_u16().unwrap_or(80))).await?;
+    match address {
+        GateAddress::Tcp(authority) => {
+            let host = authority.host().trim_matches(['[', ']']);
+            send(TcpStream::connect((host, authority.port_u16().unwrap_or(80))).await?, request).await
+        }
+        GateAddress::Unix(path) => send(UnixStream::connect(path).await?, request).await,
+    }
+}
+
+async fn send(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    request: Request<Full<Bytes>>,
+) -> Result<Response<Incoming>, Box<dyn Error + Send + Sync>> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(connection);
     Ok(sender.send_request(request).await?)

@@ -310,7 +310,7 @@ struct GateArgs {
     /// The prefix of outbound settings in the environment, as for `serve`.
     #[arg(long, value_name = "PREFIX")]
     env_prefix: Option<String>,
-    /// The gate's listener, as http://HOST:PORT; the policy's by default.
+    /// The gate's listener, as http://HOST:PORT or unix:PATH; the policy's by default.
     #[arg(long)]
     url: Option<String>,
     /// The environment variable with the listener's bearer token; the policy's by default.

@@ -224,7 +224,7 @@ pub(crate) fn describe(policy: &Policy) -> String {
         let words: String = policy.alerts().iter().map(AlertConfig::describe).collect();
         let _ = write!(text, "\nalerts\n{words}");
     }
-    if policy.api().listen.is_some() && plan.requests_meet_concurrency() {
+    if !policy.api().listen.is_off() && plan.requests_meet_concurrency() {
         text.push_str("forward-auth is off: it can't keep a limit on calls in flight\n");
     }
     text

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use sd_notify::NotifyState;
 use tidegate::store::AnyStore;
-use tidegate_policy::Policy;
+use tidegate_policy::{ListenAddress, Policy};
 use tidegate_server::{BoundServer, FileWatcher, Server, descriptors, log, signals};
 use tokio::sync::Notify;
 
@@ -66,24 +66,34 @@ fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnySt
     for note in policy.notes() {
         let _ = writeln!(text, "{note}\n");
     }
-    match (bound.inbound(), &policy.inbound().upstream) {
-        (Some(address), Some(upstream)) => {
-            let _ = writeln!(text, "  gate     http://{address} in front of {upstream}");
+    match (bound.inbound_addresses(), &policy.inbound().upstream) {
+        (addresses @ [_, ..], Some(upstream)) => {
+            let _ = writeln!(text, "  gate     {} in front of {upstream}", urls(addresses));
         }
         _ => text.push_str("  gate     none: the policy has no inbound.upstream\n"),
     }
-    if let (Some(address), Some(outbound)) = (bound.outbound(), policy.outbound()) {
+    if let (addresses @ [_, ..], Some(outbound)) = (bound.outbound_addresses(), policy.outbound()) {
         let reached = outbound.providers().iter().filter(|provider| provider.base_url.is_some());
         let paths: Vec<String> = reached.map(|provider| format!("/{}/…", provider.name)).collect();
-        let _ = writeln!(text, "  outbound http://{address} ({})", paths.join(", "));
+        let _ = writeln!(text, "  outbound {} ({})", urls(addresses), paths.join(", "));
     }
     let api = if policy.api().forward_auth { "/v1/check, /v1/auth" } else { "/v1/check" };
-    let other = [("API", bound.api(), api), ("admin", bound.admin(), "dashboard, /healthz, /readyz, /metrics")];
-    for (name, address, paths) in other {
-        if let Some(address) = address {
-            let _ = writeln!(text, "  {name:<8} http://{address} ({paths})");
+    let admin = "dashboard, /healthz, /readyz, /metrics";
+    let other = [("API", bound.api_addresses(), api), ("admin", bound.admin_addresses(), admin)];
+    for (name, addresses, paths) in other {
+        if !addresses.is_empty() {
+            let _ = writeln!(text, "  {name:<8} {} ({paths})", urls(addresses));
         }
     }
     let _ = write!(text, "\n{}\n", policy::describe(policy));
     text
+}
+
+/// The addresses of a listener as a client would write them.
+fn urls(addresses: &[ListenAddress]) -> String {
+    let url = |address: &ListenAddress| match address {
+        ListenAddress::Tcp(address) => format!("http://{address}"),
+        ListenAddress::Unix(_) => address.to_string(),
+    };
+    addresses.iter().map(url).collect::<Vec<_>>().join(", ")
 }

@@ -44,6 +44,7 @@ mod forwarding;
 mod hints;
 mod host;
 mod key;
+mod listen;
 mod matched_actions;
 mod matcher;
 mod nearest;
@@ -78,6 +79,7 @@ pub use key::{
     KeyError, KeyPart, KeySeed, MissingPartError, OnMissing, PLATFORMS, UncountableError, UnknownPlatformError,
     limit_tag,
 };
+pub use listen::{ListenAddress, ListenConfig, UNIX_PEER, UnixSocketConfig};
 pub use matched_actions::{MAX_ACTIONS, MatchedActions, PathError};
 pub use matcher::Matcher;
 pub use outbound::OutboundConfig;

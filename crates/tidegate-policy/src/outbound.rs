@@ -1,8 +1,8 @@
 //! `[outbound]`: the providers, and the rules for calling them.
 
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use tidegate_core::{
 
 use crate::address::canonical_ip;
 use crate::key::KeySeed;
+use crate::listen::ListenConfig;
 use crate::nearest::nearest;
 use crate::quantity::Quantity;
 use crate::secret::{Secret, SecretSource};
@@ -36,8 +37,8 @@ const CHECKED: &str = "invariant: reading the policy checks its settings";
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct OutboundConfig {
-    /// The address on which the gateway listens; `None` for `listen = "off"`. Default 127.0.0.1:8081.
-    pub listen: Option<SocketAddr>,
+    /// The addresses on which the gateway listens; none for `listen = "off"`. Default 127.0.0.1:8081.
+    pub listen: ListenConfig,
     /// The bearer token that callers must send, in `Proxy-Authorization` or `Tidegate-Token`. Required if the
     /// gateway listens beyond loopback.
     pub token: Option<SecretSource>,
@@ -239,6 +240,7 @@ pub struct BaseUrl {
     pub(crate) https: bool,
     pub(crate) authority: http::uri::Authority,
     pub(crate) path: String,
+    pub(crate) unix_path: Option<PathBuf>,
 }
 
 impl BaseUrl {
@@ -246,7 +248,12 @@ impl BaseUrl {
     pub fn new(https: bool, authority: http::uri::Authority, path: &str) -> Self {
         let path = path.trim_matches('/');
         let path = if path.is_empty() { String::new() } else { format!("/{path}") };
-        Self { https, authority, path }
+        Self { https, authority, path, unix_path: None }
+    }
+
+    /// The path of a unix socket, if the API is behind one. Its authority is then `localhost`.
+    pub fn unix_path(&self) -> Option<&Path> {
+        self.unix_path.as_deref()
     }
 
     /// True if requests use TLS.
@@ -294,6 +301,9 @@ impl BaseUrl {
 
 impl fmt::Display for BaseUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(path) = &self.unix_path {
+            return write!(f, "unix:{}", path.display());
+        }
         write!(f, "{}://{}{}", if self.https { "https" } else { "http" }, self.authority, self.path)
     }
 }

@@ -133,7 +133,7 @@ impl Policy {
         let mut differ = Vec::new();
         keep("store", &mut self.store, present.store.clone(), &mut differ);
         let (inbound, fixed) = (&mut self.inbound, &present.inbound);
-        keep("inbound.listen", &mut inbound.listen, fixed.listen, &mut differ);
+        keep("inbound.listen", &mut inbound.listen, fixed.listen.clone(), &mut differ);
         if inbound.upstream.is_some() != fixed.upstream.is_some() {
             keep("inbound.upstream", &mut inbound.upstream, fixed.upstream.clone(), &mut differ);
         }
@@ -141,15 +141,15 @@ impl Policy {
         keep("inbound.caps", &mut inbound.caps, caps, &mut differ);
         let timeouts = InboundTimeouts { connect: inbound.timeouts.connect, ..fixed.timeouts };
         keep("inbound.timeouts", &mut inbound.timeouts, timeouts, &mut differ);
-        keep("api.listen", &mut self.api.listen, present.api.listen, &mut differ);
-        keep("admin.listen", &mut self.admin.listen, present.admin.listen, &mut differ);
+        keep("api.listen", &mut self.api.listen, present.api.listen.clone(), &mut differ);
+        keep("admin.listen", &mut self.admin.listen, present.admin.listen.clone(), &mut differ);
         keep("admin.metrics", &mut self.admin.metrics, present.admin.metrics, &mut differ);
         keep("admin.history_bytes", &mut self.admin.history_bytes, present.admin.history_bytes, &mut differ);
         let log = LogConfig { access: self.log.access, ..present.log };
         keep("log", &mut self.log, log, &mut differ);
         match (&mut self.outbound, &present.outbound) {
             (Some(outbound), Some(fixed)) => {
-                keep("outbound.listen", &mut outbound.listen, fixed.listen, &mut differ);
+                keep("outbound.listen", &mut outbound.listen, fixed.listen.clone(), &mut differ);
                 keep("outbound.connections", &mut outbound.connections, fixed.connections, &mut differ);
                 let per_client = &mut outbound.connections_per_client;
                 keep("outbound.connections_per_client", per_client, fixed.connections_per_client, &mut differ);
@@ -255,8 +255,8 @@ mod tests {
             let next = first.load_next(read(next)).expect("a policy");
             let names = ["store", "inbound.upstream", "inbound.caps", "api.listen", "admin.listen", "outbound"];
             assert_eq!(next.restart_needed(), names);
-            assert_eq!((next.admin().listen, &next.admin().token), (first.admin().listen, &None));
-            assert_eq!((next.api().listen, next.store()), (first.api().listen, first.store()));
+            assert_eq!((&next.admin().listen, &next.admin().token), (&first.admin().listen, &None));
+            assert_eq!((&next.api().listen, next.store()), (&first.api().listen, first.store()));
             assert_eq!(next.inbound().caps, InboundCaps { body: next.inbound().caps.body, ..first.inbound().caps });
             assert!(next.inbound().caps.body == Some(1 << 20) && next.outbound().is_none());
             let on_outage =

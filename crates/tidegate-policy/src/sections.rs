@@ -1,10 +1,11 @@
 //! The sections of a policy file, checked and with every default filled in.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::forwarding::Forwarding;
+use crate::listen::ListenConfig;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 
@@ -12,8 +13,8 @@ use crate::secret::SecretSource;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct InboundConfig {
-    /// The address on which the gate listens. Default 127.0.0.1:8080.
-    pub listen: SocketAddr,
+    /// The addresses on which the gate listens. Default 127.0.0.1:8080.
+    pub listen: ListenConfig,
     /// The server behind the gate. `None` means that no proxy runs: the policy serves only the decision API,
     /// forward-auth or a Rust program.
     pub upstream: Option<UpstreamAddress>,
@@ -36,16 +37,17 @@ pub struct InboundConfig {
     pub caps: InboundCaps,
 }
 
-/// The server behind the gate: plain HTTP, a host and a port.
+/// The server behind the gate: a host and a port, or a unix socket. It speaks plain HTTP.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UpstreamAddress {
     pub(crate) host: String,
     pub(crate) port: u16,
     pub(crate) explicit_port: bool,
+    pub(crate) unix_path: Option<PathBuf>,
 }
 
 impl UpstreamAddress {
-    /// The host: a name, an IPv4 address, or an IPv6 address without brackets.
+    /// The host: a name, an IPv4 address, or an IPv6 address without brackets. `localhost` for a unix socket.
     pub fn host(&self) -> &str {
         &self.host
     }
@@ -53,6 +55,11 @@ impl UpstreamAddress {
     /// The port; 80 if the URL has none.
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// The path of a unix socket, if the upstream is one.
+    pub fn unix_path(&self) -> Option<&Path> {
+        self.unix_path.as_deref()
     }
 
     /// The `host:port` of a URL: IPv6 in brackets, the port only if it was written.
@@ -64,7 +71,10 @@ impl UpstreamAddress {
 
 impl fmt::Display for UpstreamAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}", self.authority())
+        match &self.unix_path {
+            Some(path) => write!(f, "unix:{}", path.display()),
+            None => write!(f, "http://{}", self.authority()),
+        }
     }
 }
 
@@ -123,8 +133,8 @@ pub struct InboundCaps {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ApiConfig {
-    /// The address on which it listens; `None` for `listen = "off"`. Default 127.0.0.1:8082.
-    pub listen: Option<SocketAddr>,
+    /// The addresses on which it listens; none for `listen = "off"`. Default 127.0.0.1:8082.
+    pub listen: ListenConfig,
     /// The bearer token that callers must send. Required beyond loopback.
     pub token: Option<SecretSource>,
     /// The names that a request's `Host` may have besides loopback's and the listener's own address. Web pages of these
@@ -142,8 +152,8 @@ pub struct ApiConfig {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AdminConfig {
-    /// The address on which it listens; `None` for `listen = "off"`. Default 127.0.0.1:8083.
-    pub listen: Option<SocketAddr>,
+    /// The addresses on which it listens; none for `listen = "off"`. Default 127.0.0.1:8083.
+    pub listen: ListenConfig,
     /// The bearer token that callers must send, with full rights. Beyond loopback this or one of `tokens` is required.
     pub token: Option<SecretSource>,
     /// More tokens, of which callers send one. At most 64.

@@ -148,8 +148,8 @@ fn every_kind_of_setting_can_be_overridden() {
     assert_eq!((inbound.caps.headers, inbound.caps.body), (50, Some(10 << 20)));
     assert_eq!(inbound.upstream.as_ref().unwrap().authority(), "[::1]:4000");
     assert_eq!(policy.store().on_outage, OnOutage::Deny);
-    assert_eq!((policy.api().listen.unwrap().to_string().as_str(), policy.api().deny_status), ("0.0.0.0:9000", 403));
-    assert_eq!((policy.admin().listen, policy.log().level), (None, LogLevel::Debug));
+    assert_eq!((policy.api().listen.to_string().as_str(), policy.api().deny_status), ("0.0.0.0:9000", 403));
+    assert_eq!((policy.admin().listen.is_off(), policy.log().level), (true, LogLevel::Debug));
     let words = policy.plan().describe();
     for expected in [
         "global, by client_ip: at most 1009 in any 1 h (1000, and one after each block); over that, blocks of 5 s, 10 s … 1 h",

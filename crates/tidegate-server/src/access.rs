@@ -17,7 +17,7 @@ use http::uri::Authority;
 use http::{Request, Response, StatusCode, Version};
 use tidegate::policy::Query;
 use tidegate_core::Time;
-use tidegate_policy::Secret;
+use tidegate_policy::{ListenConfig, Secret};
 
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
@@ -60,10 +60,10 @@ impl ListenerKind {
 /// The access check of one listener.
 pub(crate) struct Access {
     listener: ListenerKind,
-    own_ip: IpAddr,
+    own_ips: Box<[IpAddr]>,
     hosts: Vec<String>,
     /// The usual names of the listener, which are compared before a name is parsed.
-    usual_names: [String; 2],
+    usual_names: Box<[String]>,
     /// Empty if programs on this machine may call without one.
     tokens: Box<[AccessToken]>,
     refusals: Arc<RefusalLog>,
@@ -121,17 +121,17 @@ pub(crate) enum AccessError {
 impl Access {
     pub(crate) fn new(
         listener: ListenerKind,
-        address: SocketAddr,
+        listen: &ListenConfig,
         hosts: &[String],
         tokens: Vec<AccessToken>,
         refusals: Arc<RefusalLog>,
     ) -> Self {
-        let usual_names = [address.to_string(), format!("localhost:{}", address.port())];
+        let names_of = |address: SocketAddr| [address.to_string(), format!("localhost:{}", address.port())];
         Self {
             listener,
-            own_ip: address.ip().to_canonical(),
+            own_ips: listen.tcp().map(|address| address.ip().to_canonical()).collect(),
             hosts: hosts.to_vec(),
-            usual_names,
+            usual_names: listen.tcp().flat_map(names_of).collect(),
             tokens: tokens.into(),
             refusals,
         }
@@ -215,7 +215,7 @@ impl Access {
         let Some(host) = str::from_utf8(name).ok().and_then(host_of) else { return false };
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         let is_own = match bare.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
-            Ok(ip) => ip.is_loopback() || ip == self.own_ip,
+            Ok(ip) => ip.is_loopback() || self.own_ips.contains(&ip),
             // By RFC 6761 §6.3 these names resolve only to loopback.
             Err(_) => host.rsplit('.').next().is_some_and(|last| last.eq_ignore_ascii_case("localhost")),
         };
@@ -314,6 +314,8 @@ fn host_of(name: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
+    use tidegate_policy::{Policy, PolicySources};
+
     use super::*;
     use crate::events::server_events;
 
@@ -339,9 +341,18 @@ mod tests {
         headers
     }
 
+    fn listens_on(addresses: &str) -> ListenConfig {
+        let policy = PolicySources::new().env([
+            ("TIDEGATE__API__LISTEN", addresses),
+            ("TIDEGATE__API__TOKEN", "env:A"),
+            ("TIDEGATE__ADMIN__LISTEN", "off"),
+        ]);
+        Policy::load(policy).unwrap().api().listen.clone()
+    }
+
     fn open(listens: &str, hosts: &[&str]) -> Access {
         let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-        Access::new(ListenerKind::Api, listens.parse().unwrap(), &hosts, Vec::new(), refusal_log())
+        Access::new(ListenerKind::Api, &listens_on(listens), &hosts, Vec::new(), refusal_log())
     }
 
     #[test]
@@ -464,7 +475,7 @@ mod tests {
     fn a_valid_token_suffices_in_either_header() {
         let with = |listener| {
             let tokens = vec![token("token", "s3cret", false)];
-            Access::new(listener, "0.0.0.0:8082".parse().unwrap(), &[], tokens, refusal_log())
+            Access::new(listener, &listens_on("0.0.0.0:8082"), &[], tokens, refusal_log())
         };
         let (gateway, api) = (with(ListenerKind::Gateway), with(ListenerKind::Api));
         for (name, value, passes_gateway, passes_api) in [
@@ -492,7 +503,7 @@ mod tests {
     #[test]
     fn tokens_tell_the_callers_name_and_rights() {
         let tokens = vec![token("token", "s3cret", false), token("ops", "s3cret2", false), token("dash", "look", true)];
-        let access = Access::new(ListenerKind::Admin, "0.0.0.0:8083".parse().unwrap(), &[], tokens, refusal_log());
+        let access = Access::new(ListenerKind::Admin, &listens_on("0.0.0.0:8083"), &[], tokens, refusal_log());
         for (secret, token, read_only) in
             [("Bearer s3cret", "token", false), ("Bearer s3cret2", "ops", false), ("Bearer look", "dash", true)]
         {

@@ -10,6 +10,7 @@ use tidegate::clock::SystemClock;
 use tidegate::outbound::{Outbound, Snapshot};
 use tidegate::store::{Losses, Memory, Store};
 use tidegate_core::Clock;
+use tidegate_policy::ListenAddress;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -40,7 +41,7 @@ pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
 
 /// An open listener with the service of its connections.
 pub(crate) struct OpenListener {
-    address: Option<SocketAddr>,
+    addresses: Vec<ListenAddress>,
     watchdog: Arc<Watchdog>,
     accept: AcceptTask,
 }
@@ -59,7 +60,7 @@ impl OpenListener {
         new_service: impl Fn(ConnectionContext) -> T + Send + Sync + 'static,
     ) -> Self {
         Self {
-            address: listener.address().ok(),
+            addresses: listener.addresses(),
             watchdog: Arc::clone(listener.watchdog()),
             accept: Box::new(|mut stop| {
                 Box::pin(async move {
@@ -79,24 +80,45 @@ pub struct ShutdownSummary {
 }
 
 impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
-    /// The address of the proxy's listener. `None` if the policy has no upstream.
+    /// The IP address of the proxy's listener, the first if it has several. `None` if the policy has no upstream, or if
+    /// the proxy listens only on unix sockets.
     pub fn inbound(&self) -> Option<SocketAddr> {
-        self.inbound.as_ref()?.address
+        first_tcp(self.inbound_addresses())
     }
 
-    /// The address of the gateway to external APIs. `None` if it doesn't listen.
+    /// The IP address of the gateway to external APIs, the first if it has several.
     pub fn outbound(&self) -> Option<SocketAddr> {
-        self.outbound.as_ref()?.address
+        first_tcp(self.outbound_addresses())
     }
 
-    /// The address of the decision API and forward-auth. `None` if they don't listen.
+    /// The IP address of the decision API and forward-auth, the first if they have several.
     pub fn api(&self) -> Option<SocketAddr> {
-        self.api.as_ref()?.address
+        first_tcp(self.api_addresses())
     }
 
-    /// The address of the health and readiness checks. `None` if they don't listen.
+    /// The IP address of the admin listener, the first if it has several.
     pub fn admin(&self) -> Option<SocketAddr> {
-        self.admin.as_ref()?.address
+        first_tcp(self.admin_addresses())
+    }
+
+    /// All addresses of the proxy's listener.
+    pub fn inbound_addresses(&self) -> &[ListenAddress] {
+        addresses(&self.inbound)
+    }
+
+    /// All addresses of the gateway to external APIs.
+    pub fn outbound_addresses(&self) -> &[ListenAddress] {
+        addresses(&self.outbound)
+    }
+
+    /// All addresses of the decision API and forward-auth.
+    pub fn api_addresses(&self) -> &[ListenAddress] {
+        addresses(&self.api)
+    }
+
+    /// All addresses of the admin listener.
+    pub fn admin_addresses(&self) -> &[ListenAddress] {
+        addresses(&self.admin)
     }
 
     /// Asks the running server to read its policy again.
@@ -187,6 +209,14 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         tracing::info!(cut_off = summary.cut_off, "stopped");
         summary
     }
+}
+
+fn addresses(listener: &Option<OpenListener>) -> &[ListenAddress] {
+    listener.as_ref().map_or(&[], |listener| &listener.addresses)
+}
+
+fn first_tcp(addresses: &[ListenAddress]) -> Option<SocketAddr> {
+    addresses.iter().find_map(ListenAddress::tcp)
 }
 
 /// Running listeners that stop together.

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv6Addr};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
 use parking_lot::Mutex;
-use tidegate_policy::{Networks, canonical_ip};
-use tokio::net::TcpStream;
+use tidegate_policy::{Networks, UNIX_PEER, canonical_ip};
 
 use crate::local_response;
 use crate::watchdog::Watchdog;
@@ -47,7 +47,7 @@ impl ClientLimit {
     /// The address has the maximum number of connections.
     pub(crate) fn acquire(self: &Arc<Self>, ip: IpAddr) -> Result<Option<ClientSlot>, TooManyConnectionsError> {
         let ip = canonical_ip(ip);
-        if ip.is_loopback() || self.trusted.contains(ip) {
+        if ip.is_loopback() || ip == UNIX_PEER || self.trusted.contains(ip) {
             return Ok(None);
         }
         let client = self.client_of(ip);
@@ -63,7 +63,7 @@ impl ClientLimit {
 
     /// Answers a connection over the limit with 503, without reading its request.
     #[cold]
-    pub(crate) fn reject_connection(&self, stream: &TcpStream, ip: IpAddr, watchdog: &Watchdog) {
+    pub(crate) fn reject_connection(&self, stream: &impl AsFd, ip: IpAddr, watchdog: &Watchdog) {
         let response = local_response::raw_error_response(
             StatusCode::SERVICE_UNAVAILABLE,
             "too many connections from this address",
@@ -118,6 +118,8 @@ impl Drop for ClientSlot {
 
 #[cfg(test)]
 mod tests {
+    use tokio::net::TcpStream;
+
     use super::*;
     use crate::watchdog::tests::uniform_timeouts;
 
@@ -160,9 +162,9 @@ mod tests {
     }
 
     #[test]
-    fn loopback_and_trusted_proxies_are_not_counted() {
+    fn local_peers_and_trusted_proxies_are_not_counted() {
         let clients = ClientLimit::new(1, 64, Networks::new(["10.0.0.0/8".parse().unwrap()]));
-        for uncounted in ["127.0.0.1", "::1", "10.1.2.3", "::ffff:10.1.2.3"] {
+        for uncounted in ["127.0.0.1", "::1", "10.1.2.3", "::ffff:10.1.2.3", "0.0.0.0"] {
             for _ in 0..3 {
                 assert!(clients.acquire(ip(uncounted)).unwrap().is_none(), "{uncounted}");
             }

@@ -14,13 +14,13 @@ use hyper::server::conn::http1::{Parts, UpgradeableConnection};
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use tokio::io::AsyncWrite as _;
-use tokio::net::TcpStream;
 
 use crate::body::ResponseBody;
 use crate::linger::LingerState;
 use crate::local_response::{self, HttpError};
 use crate::rejections::{HeadRejections, RejectionReason};
 use crate::socket::ClientSocket;
+use crate::stream::ClientStream;
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, EndReason};
 
 /// The maximum bytes of a refused request's body that are discarded to keep its connection.
@@ -53,7 +53,7 @@ pub(crate) struct ClientConnection<S: ConnectionService> {
 #[expect(clippy::large_enum_variant, reason = "a connection spends its life in the large one")]
 enum ConnectionStage<S: ConnectionService> {
     Http(UpgradeableConnection<TokioIo<ClientSocket>, S>),
-    Closing { stream: TcpStream, response: Bytes, is_shut_down: bool, linger: LingerState },
+    Closing { stream: ClientStream, response: Bytes, is_shut_down: bool, linger: LingerState },
     Closed,
 }
 
@@ -127,7 +127,7 @@ impl<S: ConnectionService> ClientConnection<S> {
         status.map_or_else(Bytes::new, |status| local_response::raw_error_response(status, &why))
     }
 
-    fn start_closing(&mut self, stream: TcpStream, response: Bytes) {
+    fn start_closing(&mut self, stream: ClientStream, response: Bytes) {
         self.watch.start_linger(false);
         let linger = LingerState::default();
         self.state = ConnectionStage::Closing { stream, response, is_shut_down: false, linger };

@@ -11,11 +11,11 @@ const OTHER_DESCRIPTORS: u64 = 64;
 /// The number of open descriptors when every listener is at its cap. A forwarded connection counts twice.
 fn needed(policy: &Policy) -> u64 {
     let inbound = policy.inbound();
-    let outbound = policy.outbound().filter(|outbound| outbound.listen.is_some());
+    let outbound = policy.outbound().filter(|outbound| !outbound.listen.is_off());
     let forwarded = inbound.upstream.as_ref().map_or(0, |_| u64::from(inbound.caps.connections))
         + outbound.map_or(0, |outbound| outbound.connections as u64);
-    let internal =
-        policy.api().listen.map_or(0, |_| API_CONNECTIONS) + policy.admin().listen.map_or(0, |_| ADMIN_CONNECTIONS);
+    let internal = [(&policy.api().listen, API_CONNECTIONS), (&policy.admin().listen, ADMIN_CONNECTIONS)];
+    let internal: usize = internal.iter().filter(|(listen, _)| !listen.is_off()).map(|(_, most)| most).sum();
     2 * forwarded + internal as u64 + OTHER_DESCRIPTORS
 }
 

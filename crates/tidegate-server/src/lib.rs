@@ -74,6 +74,7 @@ mod gateway;
 mod hop_headers;
 mod housekeeping;
 mod linger;
+mod listen_socket;
 mod listener;
 mod local_response;
 pub mod log;
@@ -90,6 +91,7 @@ pub mod signals;
 mod socket;
 mod state_cell;
 mod states;
+mod stream;
 mod trace_context;
 mod trial;
 mod upgrade;
@@ -99,7 +101,6 @@ mod wire;
 
 use std::error::Error;
 use std::io;
-use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 
 use tidegate::clock::SystemClock;
@@ -108,7 +109,7 @@ use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
 use tidegate_policy::alerts::WebhookError;
-use tidegate_policy::{AccessLogMode, InboundConfig, Policy, SecretError};
+use tidegate_policy::{AccessLogMode, InboundConfig, ListenAddress, ListenConfig, Policy, SecretError};
 pub use tidegate_runtime::file_watcher::FileWatcher;
 use tokio::sync::Semaphore;
 
@@ -163,7 +164,7 @@ pub enum ServeError {
         /// `inbound`, `outbound`, `api` or `admin`.
         listener: &'static str,
         /// The address.
-        address: SocketAddr,
+        address: ListenAddress,
         /// The error of the operating system.
         source: io::Error,
     },
@@ -173,7 +174,7 @@ pub enum ServeError {
         /// `outbound`, `api` or `admin`.
         listener: &'static str,
         /// The address.
-        address: SocketAddr,
+        address: ListenAddress,
     },
     /// A listener's token can't be read.
     #[error("{setting}: {source}")]
@@ -318,7 +319,10 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             sessions: Sessions::default(),
             sign_in_limiter: sign_in_limiter(self.gate.clock().clone()),
             event_streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
-            request_history: admin.listen.and(admin.history_bytes).map(|bytes| Arc::new(RequestHistory::new(bytes))),
+            request_history: admin
+                .history_bytes
+                .filter(|_| !admin.listen.is_off())
+                .map(|bytes| Arc::new(RequestHistory::new(bytes))),
             trials: Arc::new(Semaphore::new(1)),
             draining: Arc::default(),
             started_at: self.gate.clock().now(),
@@ -342,10 +346,10 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         };
         let configs = ListenerConfigs(&engine.policy);
         let (log, refusals) = (&parts.access_log, &parts.refusals);
-        let (inbound, proxy) = open("inbound", configs.inbound(), states.proxy, log, refusals)?.unzip();
+        let (inbound, proxy) = open("inbound", Some(configs.inbound()), states.proxy, log, refusals)?.unzip();
         let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();
-        let (api, api_cell) = open("api", configs.api(), states.api, log, refusals)?.unzip();
-        let (admin, admin_cell) = open("admin", configs.admin(), states.admin, &no_log, refusals)?.unzip();
+        let (api, api_cell) = open("api", Some(configs.api()), states.api, log, refusals)?.unzip();
+        let (admin, admin_cell) = open("admin", Some(configs.admin()), states.admin, &no_log, refusals)?.unzip();
         let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api)];
         let listeners = listeners.into_iter().filter_map(|(name, open)| Some((name, open.as_ref()?.watchdog())));
         parts.connections.get_or_init(|| listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect());
@@ -372,7 +376,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
 struct ListenerConfigs<'p>(&'p Policy);
 
 impl ListenerConfigs<'_> {
-    fn inbound(&self) -> Option<(SocketAddr, ListenerConfig)> {
+    fn inbound(&self) -> (&ListenConfig, ListenerConfig) {
         let inbound = self.0.inbound();
         let caps = &inbound.caps;
         let config = ListenerConfig {
@@ -380,20 +384,20 @@ impl ListenerConfigs<'_> {
             headers: caps.headers,
             ..self.forwarding(caps.connections.max(1) as usize, caps.connections_per_client)
         };
-        Some((inbound.listen, config))
+        (&inbound.listen, config)
     }
 
-    fn outbound(&self) -> Option<(SocketAddr, ListenerConfig)> {
+    fn outbound(&self) -> Option<(&ListenConfig, ListenerConfig)> {
         let outbound = self.0.outbound()?;
-        Some((outbound.listen?, self.forwarding(outbound.connections, outbound.connections_per_client)))
+        Some((&outbound.listen, self.forwarding(outbound.connections, outbound.connections_per_client)))
     }
 
-    fn api(&self) -> Option<(SocketAddr, ListenerConfig)> {
-        Some((self.0.api().listen?, self.internal(API_CONNECTIONS)))
+    fn api(&self) -> (&ListenConfig, ListenerConfig) {
+        (&self.0.api().listen, self.internal(API_CONNECTIONS))
     }
 
-    fn admin(&self) -> Option<(SocketAddr, ListenerConfig)> {
-        Some((self.0.admin().listen?, self.internal(ADMIN_CONNECTIONS)))
+    fn admin(&self) -> (&ListenConfig, ListenerConfig) {
+        (&self.0.admin().listen, self.internal(ADMIN_CONNECTIONS))
     }
 
     /// The limits of a listener that answers by itself.
@@ -424,15 +428,20 @@ type Opened<T> = (OpenListener, Arc<StateCell<T>>);
 /// Opens a listener whose connections share this state. `None` if the policy has none.
 fn open<T: ListenerState>(
     listener: &'static str,
-    config: Option<(SocketAddr, ListenerConfig)>,
+    config: Option<(&ListenConfig, ListenerConfig)>,
     state: Option<T>,
     access_log: &Arc<AccessLog>,
     refusals: &Arc<RefusalLog>,
 ) -> Result<Option<Opened<T>>, ServeError> {
-    let (Some((address, config)), Some(state)) = (config, state) else { return Ok(None) };
+    let (Some((listen, config)), Some(state)) = (config.filter(|(listen, _)| !listen.is_off()), state) else {
+        return Ok(None);
+    };
     let rejections = HeadRejections { listener, access_log: Arc::clone(access_log), refusals: Arc::clone(refusals) };
-    let bound =
-        Listener::bind(address, config, rejections).map_err(|source| ServeError::Bind { listener, address, source })?;
+    let bound = Listener::bind(listen, config, rejections).map_err(|(address, source)| ServeError::Bind {
+        listener,
+        address,
+        source,
+    })?;
     let cell = StateCell::new(state);
     let (shared, log) = (Arc::clone(&cell), Arc::clone(access_log));
     let service = move |client| CurrentService::new(listener, Arc::clone(&shared), Arc::clone(&log), client);

@@ -8,9 +8,9 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead as _, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::sync::OwnedSemaphorePermit;
 
+use crate::stream::ClientStream;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
 /// The bytes that are discarded for any client. Beyond that the socket closes, unless the client may go on.
@@ -35,7 +35,12 @@ impl LingerState {
     /// Reads until the client closes, or may not go on.
     #[cold]
     #[inline(never)]
-    pub(crate) fn poll(&mut self, stream: &mut TcpStream, watch: &ConnectionWatch, cx: &mut Context<'_>) -> Poll<()> {
+    pub(crate) fn poll(
+        &mut self,
+        stream: &mut ClientStream,
+        watch: &ConnectionWatch,
+        cx: &mut Context<'_>,
+    ) -> Poll<()> {
         let mut buffer = [MaybeUninit::uninit(); BUFFER];
         loop {
             let mut buf = ReadBuf::uninit(&mut buffer);

@@ -1,25 +1,27 @@
 //! Accepts connections, never more than the cap at once.
 
+use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
-use tidegate_policy::{InboundTimeouts, canonical_ip};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tidegate_policy::{InboundTimeouts, ListenAddress, ListenConfig, canonical_ip};
 
 use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::{ClientConnection, ConnectionService};
 use crate::displacement::DisplacementQueue;
+use crate::listen_socket::{Accepted, ListenSocket};
 use crate::rejections::HeadRejections;
 use crate::socket::ClientSocket;
+use crate::stream::ClientStream;
 use crate::watchdog::{ConnectionEntry, ConnectionWatch, Watchdog};
 
-/// The maximum number of connections that wait to be accepted.
-const BACKLOG: u32 = 1024;
 /// The pause before the next accept if the process has no free descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 /// The smallest read buffer that the HTTP library accepts.
@@ -45,9 +47,11 @@ pub(crate) struct ListenerConfig {
     pub(crate) forwards: bool,
 }
 
-/// A listening socket and its connections.
+/// Listening sockets and their connections.
 pub(crate) struct Listener {
-    socket: TcpListener,
+    sockets: Vec<ListenSocket>,
+    /// The number of the socket that is asked first. The next one follows each time, so that none is left waiting.
+    first: AtomicUsize,
     starter: ConnectionStarter,
 }
 
@@ -67,17 +71,24 @@ pub(crate) struct ConnectionContext {
 }
 
 struct AcceptedConnection {
-    stream: TcpStream,
+    stream: ClientStream,
     address: SocketAddr,
     client_slot: Option<ClientSlot>,
 }
 
 impl Listener {
-    pub(crate) fn bind(address: SocketAddr, config: ListenerConfig, rejections: HeadRejections) -> io::Result<Self> {
-        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-        // A restarted gate can reuse its port while old connections are in TIME_WAIT.
-        socket.set_reuseaddr(true)?;
-        socket.bind(address)?;
+    /// Opens all sockets.
+    ///
+    /// # Errors
+    /// The address that can't be opened; no socket stays open then.
+    pub(crate) fn bind(
+        listen: &ListenConfig,
+        config: ListenerConfig,
+        rejections: HeadRejections,
+    ) -> Result<Self, (ListenAddress, io::Error)> {
+        let bind =
+            |address: &ListenAddress| ListenSocket::bind(address, listen).map_err(|error| (address.clone(), error));
+        let sockets = listen.addresses.iter().map(bind).collect::<Result<_, _>>()?;
         let mut http = http1::Builder::new();
         http.max_header_size(config.header_bytes).max_buf_size(config.header_bytes.max(MIN_BUFFER_BYTES));
         if config.headers != DEFAULT_MAX_HEADERS {
@@ -85,11 +96,16 @@ impl Listener {
         }
         let watchdog = Watchdog::new(&config.timeouts, config.body_rate, config.connections);
         let rejections = Arc::new(rejections);
-        Ok(Self { socket: socket.listen(BACKLOG)?, starter: ConnectionStarter { config, watchdog, http, rejections } })
+        Ok(Self {
+            sockets,
+            first: AtomicUsize::new(0),
+            starter: ConnectionStarter { config, watchdog, http, rejections },
+        })
     }
 
-    pub(crate) fn address(&self) -> io::Result<SocketAddr> {
-        self.socket.local_addr()
+    /// The addresses; for TCP those that the system has chosen.
+    pub(crate) fn addresses(&self) -> Vec<ListenAddress> {
+        self.sockets.iter().filter_map(|socket| socket.address().ok()).collect()
     }
 
     pub(crate) fn watchdog(&self) -> &Arc<Watchdog> {
@@ -119,21 +135,18 @@ impl Listener {
         self.accept_backlog(&new_service);
     }
 
-    /// Accepts the connections that the system has already established, then closes the socket. The system may
-    /// establish one more before the close, which is then reset. The queue is closed first so that it is at most one.
+    /// Accepts the connections that the system has already established, then closes the sockets. The system may
+    /// establish one more before the close, which is then reset.
     fn accept_backlog<S: ConnectionService>(self, new_service: &impl Fn(ConnectionContext) -> S) {
-        let Ok(socket) = self.socket.into_std() else { return };
-        // If this fails, a few more connections may be reset.
-        let _ = socket2::SockRef::from(&socket).listen(0);
-        // The socket's own accept, because tokio may not know of the latest connections yet.
-        while self.starter.has_capacity()
-            && let Ok((stream, address)) = socket.accept()
-        {
-            if stream.set_nonblocking(true).is_ok()
-                && let Ok(stream) = TcpStream::from_std(stream)
-                && let Some(accepted) = self.starter.admit(stream, address)
+        for socket in self.sockets {
+            let Ok(socket) = socket.into_std() else { continue };
+            // The socket's own accept, because tokio may not know of the latest connections yet.
+            while self.starter.has_capacity()
+                && let Ok(accepted) = socket.accept()
             {
-                self.starter.spawn(accepted, new_service);
+                if let Some(accepted) = self.starter.admit(accepted) {
+                    self.starter.spawn(accepted, new_service);
+                }
             }
         }
     }
@@ -162,10 +175,19 @@ impl Listener {
         }
     }
 
+    async fn accept_any(&self) -> io::Result<Accepted> {
+        poll_fn(|cx| {
+            let first = self.first.fetch_add(1, Ordering::Relaxed) % self.sockets.len().max(1);
+            let in_turn = self.sockets.iter().skip(first).chain(self.sockets.iter().take(first));
+            in_turn.map(|socket| socket.poll_accept(cx)).find(Poll::is_ready).unwrap_or(Poll::Pending)
+        })
+        .await
+    }
+
     async fn accept_one(&self) -> Option<AcceptedConnection> {
         use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
-        match self.socket.accept().await {
-            Ok((stream, address)) => self.starter.admit(stream, address),
+        match self.accept_any().await {
+            Ok(accepted) => self.starter.admit(accepted),
             // These errors concern one connection only.
             Err(error) if matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset) => None,
             Err(error) => {
@@ -183,7 +205,7 @@ impl ConnectionStarter {
     }
 
     /// Returns the new connection, unless its client has too many.
-    fn admit(&self, stream: TcpStream, address: SocketAddr) -> Option<AcceptedConnection> {
+    fn admit(&self, (stream, address): Accepted) -> Option<AcceptedConnection> {
         let mut client_slot = None;
         if let Some(clients) = &self.config.client_limit {
             match clients.acquire(address.ip()) {
@@ -202,7 +224,9 @@ impl ConnectionStarter {
         AcceptedConnection { stream, address, client_slot }: AcceptedConnection,
         new_service: &impl Fn(ConnectionContext) -> S,
     ) {
-        if stream.set_nodelay(true).is_err() {
+        if let ClientStream::Tcp(stream) = &stream
+            && stream.set_nodelay(true).is_err()
+        {
             return;
         }
         let (watch, mut entry) = self.watchdog.add_connection();

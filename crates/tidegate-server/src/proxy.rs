@@ -21,7 +21,7 @@ use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{Check, CheckError, Decision, Gate};
 use tidegate_core::{Clock, Reason, Time};
-use tidegate_policy::{Forwarding, InboundConfig, UpstreamAddress, canonical_ip, is_host, is_same_host};
+use tidegate_policy::{Forwarding, InboundConfig, UNIX_PEER, UpstreamAddress, canonical_ip, is_host, is_same_host};
 
 use crate::body::{ContinueExpectation, ContinueOutcome, Download, ResponseBody, Upload};
 use crate::hop_headers;
@@ -79,15 +79,14 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         upstream: &UpstreamAddress,
         earlier: Option<&Self>,
     ) -> Arc<UpstreamClient> {
-        let authority = Authority::try_from(upstream.authority()).expect("invariant: the policy was read");
         let settings = PoolSettings {
             connect_timeout: inbound.timeouts.connect,
             idle_timeout: UPSTREAM_IDLE_TIMEOUT,
             max_idle: inbound.caps.pool_idle,
         };
         match earlier {
-            Some(earlier) if earlier.upstream.is_for(&authority, settings) => Arc::clone(&earlier.upstream),
-            _ => UpstreamClient::new(&authority, settings),
+            Some(earlier) if earlier.upstream.is_for(upstream, settings) => Arc::clone(&earlier.upstream),
+            _ => UpstreamClient::new(upstream, settings),
         }
     }
 }
@@ -98,7 +97,9 @@ impl<S: Store, C: Clock> ListenerState for ProxyState<S, C> {
     fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> ProxyService<S, C> {
         let ip = canonical_ip(client.address.ip());
         let trusted = self.forwarding.trusted.contains(ip);
-        let peer_header = HeaderValue::try_from(ip.to_string()).unwrap_or(HeaderValue::from_static("unknown"));
+        // The word of RFC 7239 for a peer without an address.
+        let address = Some(ip).filter(|ip| *ip != UNIX_PEER).and_then(|ip| HeaderValue::try_from(ip.to_string()).ok());
+        let peer_header = address.unwrap_or(HeaderValue::from_static("unknown"));
         let (watch, entry) = (Arc::clone(&client.watch), Arc::clone(&client.entry));
         let connection = ProxyConnection { proxy: self, ip, peer_header, trusted, watch, entry };
         ProxyService { connection: Arc::new(connection), refusal_cache: RefCell::default() }

@@ -8,15 +8,15 @@ use std::task::{Context, Poll, ready};
 
 use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 
 use crate::framing::FramingTracker;
+use crate::stream::ClientStream;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 
-/// A TCP stream that notes progress and tracks the framing of the bytes it reads.
+/// A stream that notes progress and tracks the framing of the bytes it reads.
 #[derive(Debug)]
 pub(crate) struct ClientSocket {
-    stream: TcpStream,
+    stream: ClientStream,
     /// Present if requests are forwarded to a server that might read their framing differently.
     framing_tracker: Option<FramingTracker>,
     /// The status of the HTTP library's error response to an unreadable head.
@@ -25,12 +25,12 @@ pub(crate) struct ClientSocket {
 }
 
 impl ClientSocket {
-    pub(crate) fn new(stream: TcpStream, watch: Arc<ConnectionWatch>, tracks_framing: bool) -> Self {
+    pub(crate) fn new(stream: ClientStream, watch: Arc<ConnectionWatch>, tracks_framing: bool) -> Self {
         Self { stream, framing_tracker: tracks_framing.then(FramingTracker::new), parse_error_status: None, watch }
     }
 
     /// Returns the stream, and the status of the HTTP library's error response, which the client hasn't received yet.
-    pub(crate) fn into_parts(self) -> (TcpStream, Option<StatusCode>) {
+    pub(crate) fn into_parts(self) -> (ClientStream, Option<StatusCode>) {
         (self.stream, self.parse_error_status)
     }
 

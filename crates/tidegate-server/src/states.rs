@@ -1,6 +1,5 @@
 //! The states of the listeners, made from a policy.
 
-use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
@@ -10,7 +9,7 @@ use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{Gate, Time};
 use tidegate_core::Clock;
-use tidegate_policy::{KeyPart, NamedToken, Plan, Policy, SecretSource};
+use tidegate_policy::{KeyPart, ListenAddress, ListenConfig, NamedToken, Plan, Policy, SecretSource};
 use tokio::sync::Semaphore;
 
 use crate::access::{Access, AccessToken, ListenerKind};
@@ -104,9 +103,9 @@ impl<S: Store, C: Clock + Clone> ListenerStates<S, C> {
         let proxy = present.and_then(|cells| Some(cells.proxy.as_ref()?.load()));
         let gateway = present.and_then(|cells| Some(cells.gateway.as_ref()?.load()));
         let (api, admin) = (engine.policy.api(), engine.policy.admin());
-        let api_access = access(parts, ListenerKind::Api, api.listen, api.token.as_ref(), &[], &api.hosts)?;
+        let api_access = access(parts, ListenerKind::Api, &api.listen, api.token.as_ref(), &[], &api.hosts)?;
         let (token, tokens) = (admin.token.as_ref(), &admin.tokens);
-        let admin_access = access(parts, ListenerKind::Admin, admin.listen, token, tokens, &admin.hosts)?;
+        let admin_access = access(parts, ListenerKind::Admin, &admin.listen, token, tokens, &admin.hosts)?;
         Ok(Self {
             proxy: proxy_state(engine, parts, proxy.as_deref())?,
             gateway: gateway_state(engine, parts, gateway.as_deref())?,
@@ -140,7 +139,7 @@ fn gateway_state<S: Store, C: Clock + Clone>(
     earlier: Option<&GatewayState<S, C>>,
 ) -> Result<Option<GatewayState<S, C>>, ServeError> {
     let (Some(providers), Some(config)) = (&engine.providers, engine.policy.outbound()) else { return Ok(None) };
-    let access = access(parts, ListenerKind::Gateway, config.listen, config.token.as_ref(), &[], &config.hosts)?;
+    let access = access(parts, ListenerKind::Gateway, &config.listen, config.token.as_ref(), &[], &config.hosts)?;
     let new_state =
         |access| GatewayState::new(providers, access, Arc::clone(&parts.refusals), &parts.metrics, &parts.env, earlier);
     access.map(new_state).transpose()
@@ -174,12 +173,15 @@ fn admin_state<S: Store, C: Clock + Clone>(
 fn access(
     parts: &SharedParts,
     kind: ListenerKind,
-    address: Option<SocketAddr>,
+    listen: &ListenConfig,
     token: Option<&SecretSource>,
     named: &[NamedToken],
     hosts: &[String],
 ) -> Result<Option<Access>, ServeError> {
-    let (Some(address), listener) = (address, kind.section()) else { return Ok(None) };
+    if listen.is_off() {
+        return Ok(None);
+    }
+    let listener = kind.section();
     let resolve = |setting: String, name: &str, source: &SecretSource, read_only| {
         let secret = source.resolve(&parts.env).map_err(|source| ServeError::Token { setting, source })?;
         Ok(AccessToken { name: name.into(), secret, read_only })
@@ -189,10 +191,12 @@ fn access(
         resolve(format!("{listener}.tokens.{name}"), name, source, *read_only)
     });
     let tokens: Vec<AccessToken> = token.into_iter().chain(named).collect::<Result<_, ServeError>>()?;
-    if tokens.is_empty() && !address.ip().to_canonical().is_loopback() {
-        return Err(ServeError::TokenRequired { listener, address });
+    if tokens.is_empty()
+        && let Some(address) = listen.addresses.iter().find(|address| address.is_beyond_loopback())
+    {
+        return Err(ServeError::TokenRequired { listener, address: ListenAddress::clone(address) });
     }
-    Ok(Some(Access::new(kind, address, hosts, tokens, Arc::clone(&parts.refusals))))
+    Ok(Some(Access::new(kind, listen, hosts, tokens, Arc::clone(&parts.refusals))))
 }
 
 fn check_proxied_key_parts(plan: &Plan) -> Result<(), ServeError> {

@@ -1,4 +1,4 @@
-//! A client of one plain HTTP/1.1 server, with a pool of idle connections.
+//! A client of one HTTP/1.1 server, with a pool of idle connections.
 //!
 //! *Why here:* a general client keys its pool by host. It has each request wait both for an idle connection and for a
 //! new one, and passes every response through a task of its own. One server and one protocol only need a stack of idle
@@ -6,6 +6,7 @@
 
 use std::error::Error;
 use std::io;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -18,8 +19,12 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tidegate_outbound::causes;
+use tidegate_policy::UpstreamAddress;
+use tidegate_policy::outbound::BaseUrl;
+use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -41,9 +46,43 @@ pub(crate) struct PoolSettings {
 /// The number of steps in which an idle connection ages.
 const AGE_STEPS: u32 = 4;
 
-/// A server without TLS, and the idle connections to it. Requests have bodies of type `B`.
+/// The address of a server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ServerAddress {
+    /// Its name in requests.
+    authority: Authority,
+    transport: Transport,
+}
+
+/// The way to a server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Transport {
+    Tcp,
+    Unix(PathBuf),
+}
+
+impl From<Option<&Path>> for Transport {
+    fn from(unix_path: Option<&Path>) -> Self {
+        unix_path.map_or(Self::Tcp, |path| Self::Unix(path.to_owned()))
+    }
+}
+
+impl From<&UpstreamAddress> for ServerAddress {
+    fn from(address: &UpstreamAddress) -> Self {
+        let authority = Authority::try_from(address.authority()).expect("invariant: the policy was read");
+        Self { authority, transport: address.unix_path().into() }
+    }
+}
+
+impl From<&BaseUrl> for ServerAddress {
+    fn from(base: &BaseUrl) -> Self {
+        Self { authority: base.authority().clone(), transport: base.unix_path().into() }
+    }
+}
+
+/// A server, and the idle connections to it. Requests have bodies of type `B`.
 pub(crate) struct UpstreamClient<B = Upload> {
-    address: Uri,
+    address: ServerAddress,
     /// The server's name as a `Host` value.
     pub(crate) host: HeaderValue,
     connector: HttpConnector,
@@ -99,9 +138,10 @@ impl UpstreamError {
 }
 
 impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> UpstreamClient<B> {
-    /// Returns a client of the server at this host and port. Port 80 may be left out.
-    pub(crate) fn new(authority: &Authority, settings: PoolSettings) -> Arc<Self> {
-        let address = Uri::try_from(format!("http://{authority}")).expect("invariant: an authority is part of a URL");
+    /// Returns a client of the server at this address. Port 80 may be left out.
+    pub(crate) fn new(address: impl Into<ServerAddress>, settings: PoolSettings) -> Arc<Self> {
+        let address = address.into();
+        let authority = &address.authority;
         // Most clients leave out the default port of HTTP, and some sign the header that way.
         let port = authority.port_u16().filter(|port| *port != 80);
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
@@ -122,8 +162,8 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
     }
 
     /// True if the client is for this server, with these settings.
-    pub(crate) fn is_for(&self, authority: &Authority, settings: PoolSettings) -> bool {
-        self.address.authority() == Some(authority) && self.settings == settings
+    pub(crate) fn is_for(&self, address: impl Into<ServerAddress>, settings: PoolSettings) -> bool {
+        self.address == address.into() && self.settings == settings
     }
 
     /// Sends a request and waits for the head of the response.
@@ -159,11 +199,29 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
     }
 
     async fn connect(&self) -> Result<SendRequest<B>, UpstreamError> {
-        let connecting = self.connector.clone().call(self.address.clone());
-        let stream = match tokio::time::timeout(self.settings.connect_timeout, connecting).await {
-            Ok(connected) => connected.map_err(|error| connect_error(&error))?,
-            Err(_) => return Err(UpstreamError::ConnectTimeout),
+        let connecting = async {
+            match &self.address.transport {
+                Transport::Tcp => {
+                    let uri = Uri::try_from(format!("http://{}", self.address.authority));
+                    let uri = uri.expect("invariant: an authority is part of a URL");
+                    let stream = self.connector.clone().call(uri).await.map_err(|error| connect_error(&error))?;
+                    self.handshake(stream).await
+                }
+                Transport::Unix(path) => {
+                    let stream = UnixStream::connect(path).await.map_err(UpstreamError::Connect)?;
+                    self.handshake(TokioIo::new(stream)).await
+                }
+            }
         };
+        let connected = tokio::time::timeout(self.settings.connect_timeout, connecting).await;
+        connected.unwrap_or(Err(UpstreamError::ConnectTimeout))
+    }
+
+    /// Starts HTTP on a new connection.
+    async fn handshake<T>(&self, stream: T) -> Result<SendRequest<B>, UpstreamError>
+    where
+        T: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
+    {
         let (sender, connection) = self.http.handshake(stream).await.map_err(UpstreamError::Unsent)?;
         tokio::spawn(async move {
             if let Err(error) = connection.with_upgrades().await {
@@ -331,7 +389,7 @@ mod tests {
         ] {
             let second = Duration::from_secs(1);
             let settings = PoolSettings { connect_timeout: second, idle_timeout: second, max_idle: 1 };
-            let client = UpstreamClient::<Upload>::new(&authority.parse().unwrap(), settings);
+            let client = UpstreamClient::<Upload>::new(&BaseUrl::new(false, authority.parse().unwrap(), ""), settings);
             assert_eq!(client.host, host, "{authority}");
         }
     }

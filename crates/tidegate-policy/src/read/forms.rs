@@ -1,6 +1,5 @@
 //! The forms of values: parsers that describe themselves.
 
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use ipnet::IpNet;
@@ -88,8 +87,6 @@ pub(super) const SHARE: Custom<u16> =
     Custom(Text, "a share from 0.001 to 1, such as 0.2 or 20%", |reader, node, key| reader.share(node, key, 1));
 pub(super) const SHARE_OR_ZERO: Custom<u16> =
     Custom(Text, "a share from 0 to 1, such as 0.2 or 20%", |reader, node, key| reader.share(node, key, 0));
-pub(super) const LISTENER: Custom<SocketAddr> =
-    Custom(Text, "an address and a port, such as 127.0.0.1:8080", |reader, node, key| reader.listen(node, key));
 pub(super) const SECRET: Custom<SecretSource> =
     Custom(Text, "the place of a secret: env:NAME or file:PATH", |reader, node, key| reader.secret_source(node, key));
 pub(super) const NETWORKS: Custom<Vec<(IpNet, TextRange)>> =

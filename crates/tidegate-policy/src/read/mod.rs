@@ -8,6 +8,7 @@ mod forms;
 mod keys;
 mod lanes;
 mod limit_list;
+mod listen;
 mod login;
 mod matching;
 mod outbound;

@@ -1,12 +1,12 @@
 //! `[outbound]`: the gateway to external APIs, and its providers.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use tidegate_core::Sharing;
 
-use super::forms::{Bytes, Custom, HOSTS, LISTENER, Maybe, OrWord, SECRET, TABLE};
+use super::forms::{Bytes, Custom, HOSTS, Maybe, OrWord, SECRET, TABLE};
 use super::limit_list::LimitList;
+use super::listen::{LISTENER_OR_OFF, LISTENING};
 use super::provider::PROVIDER;
 use super::provider_limits::OutboundLimits;
 use super::server::{CONNECTIONS, TOKEN};
@@ -14,6 +14,7 @@ use super::{DocumentReader, all_or_none};
 use crate::document::{TextRange, TomlNode, TomlTable};
 use crate::environment::fold_member_name;
 use crate::error::quoted;
+use crate::listen::ListenAddress;
 use crate::outbound::{OutboundConfig, ProviderConfig};
 use crate::policy::Policy;
 use crate::secret::SecretSource;
@@ -25,8 +26,8 @@ const MAX_PROVIDERS: usize = 256;
 
 setting_keys! {
     OUTBOUND: OutboundKeys {
-        listen: Option<SocketAddr> = "127.0.0.1:8081", OrWord("off", LISTENER),
-            "the address of the gateway to other people's APIs, or off";
+        listen: Vec<ListenAddress> = "127.0.0.1:8081", LISTENER_OR_OFF,
+            "the addresses of the gateway to other people's APIs, or off", Below::Beside(&LISTENING);
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
         hosts: Vec<String> = "", HOSTS, "names that a request's Host may have besides loopback's";
         connections: u32 = "1024", CONNECTIONS, "the maximum number of open connections of callers";
@@ -45,8 +46,8 @@ impl DocumentReader<'_> {
     pub(super) fn outbound(&mut self, root: &TomlTable) -> Option<Option<OutboundConfig>> {
         let Some(entry) = root.get("outbound") else { return Some(None) };
         let table = self.section(Some(root), "outbound", "outbound")?;
-        let (listen, token) =
-            self.listen_and_token(Some(table), &OUTBOUND.listen, &OUTBOUND.token, false, "the outbound gateway");
+        let named = ("outbound", "the outbound gateway");
+        let (listen, token) = self.listen_and_token(Some(table), named, &OUTBOUND.listen, &OUTBOUND.token, false);
         let connections = self.value(table, &OUTBOUND.connections);
         let per_client = self.connections_per_client(Some(table), &OUTBOUND.connections_per_client, connections);
         read_keys!(self, table, OUTBOUND: hosts, cache_bytes, snapshot);

@@ -1,22 +1,21 @@
 //! The sections about the process itself: inbound, api, admin, log.
 
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use ipnet::IpNet;
 
 use super::actions::{ACTION, GLOBAL, MODE};
-use super::forms::{
-    Bytes, Custom, DURATION, FLAG, HOSTS, LISTENER, Maybe, NETWORKS, OrWord, SECRET, TABLE, Whole, Words,
-};
+use super::forms::{Bytes, Custom, DURATION, FLAG, HOSTS, Maybe, NETWORKS, OrWord, SECRET, TABLE, Whole, Words};
+use super::listen::{LISTENER, LISTENER_OR_OFF, LISTENING};
 use super::tokens::TOKENS;
+use super::values::NETWORK;
 use super::{DocumentReader, all_or_none, join_names};
 use crate::address::{Ipv6Prefix, Networks};
 use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
 use crate::forwarding::{Forwarding, ForwardingHeader};
+use crate::listen::{ListenAddress, UNIX_PEER};
 use crate::nearest::nearest;
-use crate::outbound::OutboundConfig;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
@@ -44,13 +43,17 @@ const ACCESS_LOG_MODES: [(&str, AccessLogMode); 3] =
 
 setting_keys! {
     INBOUND: InboundKeys {
-        listen: SocketAddr = "127.0.0.1:8080", LISTENER, "the address of the gate";
+        listen: Vec<ListenAddress> = "127.0.0.1:8080", LISTENER, "the addresses of the gate", Below::Beside(&LISTENING);
         upstream: Option<UpstreamAddress> = "",
-            Maybe(Custom(Text, "a URL as http://HOST:PORT", |reader, node, key| reader.upstream(node, key))),
-            "the server behind the gate, as http://HOST:PORT; without one no proxy runs";
+            Maybe(Custom(Text, "a URL as http://HOST:PORT, or unix:PATH", |reader, node, key| reader.upstream(node, key))),
+            "the server behind the gate, as http://HOST:PORT or unix:PATH; without one no proxy runs";
         trusted_proxies: Networks = "",
-            Custom(Strings, "a network or an address, or a list of them", |reader, node, _| reader.trusted_proxies(node)),
-            "networks with trusted forwarding headers";
+            Custom(
+                Strings,
+                "a network or an address, or `unix` for the peers of unix sockets, or a list of them",
+                |reader, node, key| reader.trusted_networks(node, key),
+            ),
+            "networks with trusted forwarding headers; `unix` for the peers of unix sockets";
         forwarded: ForwardingHeader = "x-forwarded-for", Words(&FORWARDING_HEADERS),
             "the header that trusted proxies write: x-forwarded-for or forwarded (RFC 7239)";
         mode: bool = "enforce", MODE, "enforce, or shadow: limits decide and log, and admit; an action's own mode comes first";
@@ -96,8 +99,8 @@ setting_keys! {
     }
 
     API: ApiKeys {
-        listen: Option<SocketAddr> = "127.0.0.1:8082", OrWord("off", LISTENER),
-            "the address of the decision API and forward-auth, or off";
+        listen: Vec<ListenAddress> = "127.0.0.1:8082", LISTENER_OR_OFF,
+            "the addresses of the decision API and forward-auth, or off", Below::Beside(&LISTENING);
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
         hosts: Vec<String> = "", HOSTS,
             "names that a request's Host may have besides loopback's, unless it is forward-auth's or has the token";
@@ -108,8 +111,9 @@ setting_keys! {
     }
 
     ADMIN: AdminKeys {
-        listen: Option<SocketAddr> = "127.0.0.1:8083", OrWord("off", LISTENER),
-            "the address of the dashboard, health, metrics, the state and changes to it, or off";
+        listen: Vec<ListenAddress> = "127.0.0.1:8083", LISTENER_OR_OFF,
+            "the addresses of the dashboard, health, metrics, the state and changes to it, or off",
+            Below::Beside(&LISTENING);
         token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
         tokens: Vec<NamedToken> = "", TOKENS,
             "more bearer tokens by name, each as env:NAME, file:PATH or { secret = \"env:NAME\", read_only = true }";
@@ -141,6 +145,7 @@ impl DocumentReader<'_> {
         let (trusted, header) = (self.value(table, &INBOUND.trusted_proxies), self.value(table, &INBOUND.forwarded));
         let timeouts = self.timeouts(table);
         let caps = self.caps(table);
+        let listen = self.listen(table, "inbound", &INBOUND.listen);
         if let Some(entry) = table.filter(|table| table.get("upstream").is_none()).and_then(|table| table.get("listen"))
         {
             let expected = "an `upstream` beside it, such as upstream = \"http://127.0.0.1:3000\"";
@@ -148,8 +153,8 @@ impl DocumentReader<'_> {
                 .help("for the decision API alone, leave `listen` out here; [api] has one of its own");
         }
         read_struct!(self, table, INBOUND => InboundConfig {
-            listen, upstream, path_quirks, ambiguous_paths, ipv6_prefix, headers, x_ratelimit;
-            forwarding: Forwarding { trusted: trusted?, header: header? }, timeouts: timeouts?, caps: caps?
+            upstream, path_quirks, ambiguous_paths, ipv6_prefix, headers, x_ratelimit;
+            listen: listen?, forwarding: Forwarding { trusted: trusted?, header: header? }, timeouts: timeouts?, caps: caps?
         })
     }
 
@@ -179,14 +184,22 @@ impl DocumentReader<'_> {
         self.value_or(table, key, quarter)
     }
 
-    fn trusted_proxies(&mut self, node: &TomlNode) -> Option<Networks> {
-        let networks = self.networks(node, "trusted_proxies")?.into_iter().map(|(network, at)| {
-            if network.prefix_len() > 0 {
-                return Some(network);
+    /// Reads networks whose word about a client's address is taken. `unix` stands for the peers of unix sockets.
+    pub(super) fn trusted_networks(&mut self, node: &TomlNode, key: &str) -> Option<Networks> {
+        const EXPECTED: &str = "the networks of your own proxies, such as \"10.0.0.0/8\"";
+        let networks = self.strings(node, key, NETWORK)?.into_iter().map(|(text, item)| {
+            if text == "unix" {
+                return Some(IpNet::from(UNIX_PEER));
             }
-            let message =
-                format!("`trusted_proxies`: {network} trusts everybody, so any client could choose its own address");
-            self.error(at, message, "the networks of your own proxies, such as \"10.0.0.0/8\"").none()
+            let (network, at) = self.network(text, item, key)?;
+            let message = if network.prefix_len() == 0 {
+                format!("`{key}`: {network} trusts everybody, so any client could choose its own address")
+            } else if network.contains(&UNIX_PEER) {
+                format!("`{key}`: {network} has {UNIX_PEER} in it, which stands for the peers of unix sockets")
+            } else {
+                return Some(network);
+            };
+            self.error(at, message, EXPECTED).help("write \"unix\" to trust the peers of unix sockets").none()
         });
         all_or_none(networks).map(Networks::new)
     }
@@ -214,7 +227,7 @@ impl DocumentReader<'_> {
 
     pub(crate) fn api(&mut self, root: &TomlTable) -> Option<ApiConfig> {
         let table = self.section(Some(root), "api", "api");
-        let (listen, token) = self.listen_and_token(table, &API.listen, &API.token, false, "the decision API");
+        let (listen, token) = self.listen_and_token(table, ("api", "the decision API"), &API.listen, &API.token, false);
         let forward_auth = self.value_or(table, &API.forward_auth, true);
         read_struct!(self, table, API => ApiConfig {
             hosts, deny_status; listen: listen?, token: token?, forward_auth: forward_auth?
@@ -240,41 +253,10 @@ impl DocumentReader<'_> {
         let tokens = self.value_or(table, &ADMIN.tokens, Vec::new());
         // Tokens with an error are reported themselves.
         let has_token = tokens.as_ref().is_none_or(|tokens| !tokens.is_empty());
-        let (listen, token) = self.listen_and_token(table, &ADMIN.listen, &ADMIN.token, has_token, "admin");
+        let (listen, token) = self.listen_and_token(table, ("admin", "admin"), &ADMIN.listen, &ADMIN.token, has_token);
         read_struct!(self, table, ADMIN => AdminConfig {
             hosts, metrics, history_bytes; listen: listen?, token: token?, tokens: tokens?
         })
-    }
-
-    /// Reads a listener, which may be off and needs a token beyond loopback, and its token. `has_token` if the section
-    /// has another one.
-    pub(super) fn listen_and_token(
-        &mut self,
-        table: Option<&TomlTable>,
-        listen_key: &SettingKey<Option<SocketAddr>>,
-        token_key: &SettingKey<Option<SecretSource>>,
-        has_token: bool,
-        what: &str,
-    ) -> (Option<Option<SocketAddr>>, Option<Option<SecretSource>>) {
-        let token = self.value(table, token_key);
-        let listen = self.value(table, listen_key);
-        if let (Some(Some(address)), Some(table)) = (listen, table)
-            && let Some(node) = table.node("listen")
-            && !address.ip().to_canonical().is_loopback()
-            && token == Some(None)
-            && !has_token
-            && !self.has_misspelling_of(table, "admin", "token")
-        {
-            let message = format!(
-                "{what} listens beyond loopback ({address}) without a token, so every host that reaches it could use it"
-            );
-            let expected = format!("a `token` beside it, or an address on loopback such as \"{}\"", listen_key.default);
-            self.error(node.at, message, expected)
-                .help("add token = \"env:NAME\", with the token in the environment variable NAME")
-                .help("or the word \"off\"");
-            return (None, token);
-        }
-        (listen, token)
     }
 
     /// Reads the names that a request's `Host` may have.
@@ -309,74 +291,8 @@ impl DocumentReader<'_> {
         let table = self.section(Some(root), "log", "log");
         read_struct!(self, table, LOG => LogConfig { format, level, access, refusals_per_second })
     }
-
-    /// Reports listeners that share an address, an upstream that is the gate itself, and a provider that is the
-    /// gateway.
-    pub(super) fn check_listeners(
-        &mut self,
-        root: &TomlTable,
-        inbound: Option<&InboundConfig>,
-        api: Option<&ApiConfig>,
-        admin: Option<&AdminConfig>,
-        outbound: Option<&Option<OutboundConfig>>,
-    ) {
-        let outbound = outbound.and_then(Option::as_ref);
-        let place =
-            |section: &str, key: &str| root.table(section).and_then(|table| table.node(key)).map(|node| node.at);
-        let gate = inbound.filter(|inbound| inbound.upstream.is_some());
-        let listeners = [
-            ("inbound", gate.map(|inbound| inbound.listen)),
-            ("api", api.and_then(|api| api.listen)),
-            ("admin", admin.and_then(|admin| admin.listen)),
-            ("outbound", outbound.and_then(|outbound| outbound.listen)),
-        ];
-        for (index, (name, address)) in listeners.iter().enumerate() {
-            for (other, taken) in &listeners[..index] {
-                if let (Some(address), Some(taken)) = (address, taken)
-                    && let Some(at) = place(name, "listen").or(place(other, "listen"))
-                    && addresses_clash(*address, *taken)
-                {
-                    let message = format!("[{name}] and [{other}] would both listen on {address}");
-                    self.report(at, message, "an address or a port of its own for each");
-                }
-            }
-        }
-        if let Some(inbound) = gate
-            && let Some(upstream) = &inbound.upstream
-            && let Some(at) = place("inbound", "upstream")
-            && is_own_address(upstream.host(), upstream.port(), inbound.listen)
-        {
-            let message = format!("the upstream {upstream} is the gate's own address");
-            self.report(at, message, "the address of the server behind the gate");
-        }
-        let Some(OutboundConfig { listen: Some(listen), providers, .. }) = outbound else { return };
-        let sections = root.table("outbound").and_then(|table| table.table("provider"));
-        for provider in providers {
-            let section = sections.and_then(|sections| sections.table(&provider.name));
-            if let (Some(url), Some(node)) = (&provider.base_url, section.and_then(|table| table.node("base_url")))
-                && let port = url.authority.port_u16().unwrap_or(if url.https { 443 } else { 80 })
-                && is_own_address(url.bare_host(), port, *listen)
-            {
-                let message = format!("`base_url` is the address that [outbound] listens on, {listen}");
-                self.report(node.at, message, "the root of another API: the gateway would call itself");
-            }
-        }
-    }
 }
 
 fn body_cap(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Option<Option<u64>> {
     if node.is_word("unlimited") { Some(None) } else { reader.bytes(node, key, 0..=u64::MAX >> 1).map(Some) }
-}
-
-/// Returns true if a host and port are a listener's own address, as far as is known without a DNS lookup.
-fn is_own_address(host: &str, port: u16, listen: SocketAddr) -> bool {
-    let host = if host == "localhost" { "127.0.0.1" } else { host };
-    host.parse().is_ok_and(|ip| addresses_clash(SocketAddr::new(ip, port), listen))
-}
-
-/// Returns true if two listeners can't both use their address. Port 0 is a new free port for each.
-fn addresses_clash(left: SocketAddr, right: SocketAddr) -> bool {
-    let (a, b) = (left.ip().to_canonical(), right.ip().to_canonical());
-    let same = a == b || a.is_unspecified() || b.is_unspecified();
-    left.port() == right.port() && left.port() != 0 && same
 }

@@ -3,6 +3,7 @@
 use http::uri::Authority;
 
 use super::DocumentReader;
+use super::listen::UNIX_SCHEME;
 use crate::document::TomlNode;
 use crate::error::quoted;
 use crate::outbound::BaseUrl;
@@ -14,15 +15,19 @@ pub(super) const KEY_PLACEHOLDER: &str = "{key}";
 impl DocumentReader<'_> {
     /// Reads the URL of the server behind the gate.
     pub(super) fn upstream(&mut self, node: &TomlNode, key: &str) -> Option<UpstreamAddress> {
-        const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\"";
+        const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\", or \"unix:PATH\"";
         const HTTPS: &str =
             "use http to a server on this machine or in a network of your own, or let a TLS proxy forward to it";
         const PATH: &str = "requests are passed on with the path they came with";
         let text = self.string(node, key, EXPECTED)?;
+        if let Some(path) = text.strip_prefix(UNIX_SCHEME) {
+            let (host, unix_path) = ("localhost".to_owned(), Some(self.unix_path(node, key, path)?));
+            return Some(UpstreamAddress { host, port: 80, explicit_port: false, unix_path });
+        }
         let (wrong, help) = match UrlParts::parse(text) {
             Ok(UrlParts { scheme: "http", host, port, rest: "" | "/" }) => {
                 let (host, explicit_port) = (host.to_ascii_lowercase(), port.is_some());
-                return Some(UpstreamAddress { host, port: port.unwrap_or(80), explicit_port });
+                return Some(UpstreamAddress { host, port: port.unwrap_or(80), explicit_port, unix_path: None });
             }
             Ok(UrlParts { scheme: "https", .. }) => {
                 (": https to the upstream is not supported by this version".to_owned(), Some(HTTPS.to_owned()))
@@ -46,6 +51,11 @@ impl DocumentReader<'_> {
             "for a key that is a query parameter, write auth = \"query:NAME\" and credentials = [\"env:…\"]";
         const PASSWORD: &str = "write where it is: auth = \"bearer\" and credentials = [\"env:NAME\"]";
         let text = self.string(node, "base_url", EXPECTED)?;
+        if let Some(path) = text.strip_prefix(UNIX_SCHEME) {
+            let unix_path = self.unix_path(node, "base_url", path)?;
+            let base = BaseUrl::new(false, Authority::from_static("localhost"), "");
+            return Some(BaseUrl { unix_path: Some(unix_path), ..base });
+        }
         let (wrong, help) = match UrlParts::parse(text) {
             _ if text.contains('?') => {
                 // A query may hold an API key under any name, so the error hides it.
@@ -69,7 +79,7 @@ impl DocumentReader<'_> {
                 let authority = port.map_or_else(|| host.clone(), |port| format!("{host}:{port}"));
                 if let Ok(authority) = authority.parse::<Authority>() {
                     let path = rest.trim_end_matches('/').to_owned();
-                    return Some(BaseUrl { https: scheme == "https", authority, path });
+                    return Some(BaseUrl { https: scheme == "https", authority, path, unix_path: None });
                 }
                 UrlError::Host.message_and_help(text, "https")
             }

@@ -1,6 +1,6 @@
 //! Single values: strings, numbers, durations, addresses, tokens, quantities.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -27,6 +27,9 @@ const MAX_POINTERS: usize = 16;
 const POINTER_SEPARATOR: &str = " or ";
 /// The longest timeout: ten years.
 const MAX_TIMEOUT: Span = Span::from_secs(315_360_000);
+
+/// The expected form of a network.
+pub(super) const NETWORK: &str = "a network such as \"10.1.0.0/16\" or an address such as \"192.0.2.7\"";
 
 impl DocumentReader<'_> {
     /// Reads a string.
@@ -294,44 +297,13 @@ impl DocumentReader<'_> {
         }))
     }
 
-    pub(super) fn listen(&mut self, node: &TomlNode, key: &str) -> Option<SocketAddr> {
-        const EXPECTED: &str = "an address and a port in quotes, such as \"127.0.0.1:8080\" or \"[::1]:8080\"";
-        let as_port = |text: &str| text.parse::<u16>().ok().map(|port| format!("127.0.0.1:{port}"));
-        if let TomlValue::Integer(Some(number)) = node.value {
-            let error = self.error(node.at, format!("`{key}` is only the number {number}"), EXPECTED);
-            return error.did_you_mean(as_port(&number.to_string()).as_deref()).none();
-        }
-        let text = self.string(node, key, EXPECTED)?;
-        if let Ok(address) = text.parse() {
-            return Some(address);
-        }
-        let (host, port) = text.rsplit_once(':').unwrap_or((text, ""));
-        let error = self.wrong_text(node, key, text, EXPECTED);
-        let error = match (host, port) {
-            (_, "") if as_port(text).is_some() => error.did_you_mean(as_port(text).as_deref()),
-            (_, "") if text.parse::<IpAddr>().is_ok() => error.help("the port is missing"),
-            ("", port) if as_port(port).is_some() => error.help(format!(
-                "write \"127.0.0.1:{port}\" to be reached from this machine, or \"0.0.0.0:{port}\" from everywhere"
-            )),
-            ("localhost", port) if as_port(port).is_some() => error.did_you_mean(as_port(port).as_deref()),
-            (host, port) if host.parse::<IpAddr>().is_ok() && port.bytes().all(|digit| digit.is_ascii_digit()) => {
-                error.help("a port is at most 65535")
-            }
-            (host, _) if host.parse::<std::net::Ipv6Addr>().is_ok() => error.help("an IPv6 address stands in brackets"),
-            ("http" | "https", _) => error.help("an address has no scheme"),
-            _ => error.help("names aren't looked up here; write the address itself"),
-        };
-        error.none()
-    }
-
     /// Reads one network or address, or a list of them.
     pub(super) fn networks(&mut self, node: &TomlNode, key: &str) -> Option<Vec<(IpNet, TextRange)>> {
-        const EXPECTED: &str = "a network such as \"10.1.0.0/16\" or an address such as \"192.0.2.7\"";
-        let words = self.strings(node, key, EXPECTED)?;
-        all_or_none(words.into_iter().map(|(text, item)| self.network(text, item, key, EXPECTED)))
+        let words = self.strings(node, key, NETWORK)?;
+        all_or_none(words.into_iter().map(|(text, item)| self.network(text, item, key)))
     }
 
-    fn network(&mut self, text: &str, node: &TomlNode, key: &str, expected: &str) -> Option<(IpNet, TextRange)> {
+    pub(super) fn network(&mut self, text: &str, node: &TomlNode, key: &str) -> Option<(IpNet, TextRange)> {
         let (message, help) = match (text.parse::<IpAddr>(), text.parse::<IpNet>()) {
             (Ok(ip), _) => return Some((canonical_network(IpNet::from(ip)), node.at)),
             (_, Ok(network)) if network.trunc() == network => return Some((canonical_network(network), node.at)),
@@ -356,7 +328,7 @@ impl DocumentReader<'_> {
                 (format!("`{key}`: {} is no network", quoted(text)), help.map(str::to_owned))
             }
         };
-        self.error(node.at, message, expected).help_if(help).none()
+        self.error(node.at, message, NETWORK).help_if(help).none()
     }
 
     /// Reads the source of a secret. Errors show neither the secret nor the text in its place.

@@ -43,7 +43,7 @@ fn only_exact_windows_are_settled_by_replies() {
 fn a_preset_and_credentials_are_enough() {
     let outbound =
         outbound("[outbound.provider.tmdb]\npreset = \"tmdb\"\ncredentials = [\"env:TMDB_A\", \"file:/run/b\"]\n");
-    assert_eq!(outbound.listen.unwrap().to_string(), "127.0.0.1:8081");
+    assert_eq!(outbound.listen.to_string(), "127.0.0.1:8081");
     let provider = outbound.find("tmdb").unwrap();
     assert_eq!(provider.base_url.as_ref().unwrap().to_string(), "https://api.themoviedb.org/3");
     assert_eq!((provider.preset.as_deref(), &provider.auth), (Some("tmdb"), &Auth::Bearer));
@@ -94,6 +94,7 @@ fn lanes_fill_in_unset_provider_settings() {
 const EVERY_KEY: &str = r#"
 [outbound]
 listen = "0.0.0.0:9081"
+unix = { mode = "0600", owner = "root", group = "0" }
 token = "env:GATE_TOKEN"
 hosts = ["Gateway.internal"]
 connections = 4000
@@ -189,7 +190,7 @@ fn every_outbound_key_is_read() {
         assert!(is_there, "{}", setting.path());
     }
     let outbound = outbound(EVERY_KEY);
-    assert_eq!(outbound.listen.unwrap().to_string(), "0.0.0.0:9081");
+    assert_eq!(outbound.listen.to_string(), "0.0.0.0:9081");
     assert_eq!(outbound.token.as_ref().unwrap().to_string(), "env:GATE_TOKEN");
     assert_eq!((outbound.hosts.as_slice(), outbound.cache_bytes), (&["gateway.internal".to_owned()][..], 1 << 30));
     assert_eq!((outbound.connections, outbound.connections_per_client), (4000, None));
@@ -348,7 +349,7 @@ fn off_and_unlimited_disable_settings() {
          [outbound.provider.y]\npreset = \"tmdb\"\nauth = \"none\"\ncache = \"off\"\ncredential_limit = \"unlimited\"\n\
          background = { limit = \"unlimited\" }\nbreaker = { failures = \"off\", failure_rate = 0.5 }\n",
     );
-    assert_eq!((outbound.listen, &outbound.snapshot), (None, &None));
+    assert_eq!((outbound.listen.is_off(), &outbound.snapshot), (true, &None));
     let x = outbound.find("x").unwrap();
     assert!(x.breaker.is_none() && x.adaptive_limit.is_none() && x.base_url.is_none());
     let y = outbound.find("y").unwrap();
@@ -575,7 +576,7 @@ fn the_environment_overrides_section_and_preset() {
     ]);
     let policy = Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"));
     let outbound = policy.outbound().unwrap();
-    assert_eq!(outbound.listen.unwrap().port(), 9999);
+    assert_eq!(outbound.listen.to_string(), "127.0.0.1:9999");
     let provider = outbound.find("my-api").unwrap();
     assert_eq!(provider.credentials.iter().map(ToString::to_string).collect::<Vec<_>>(), ["env:TIDEGATE_A", "env:B"]);
     assert!(provider.breaker.is_none());

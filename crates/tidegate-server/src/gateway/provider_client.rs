@@ -103,7 +103,7 @@ where
     if !base.is_https() {
         let connect_timeout = provider.connect_timeout;
         let settings = PoolSettings { connect_timeout, idle_timeout: IDLE_TIMEOUT, max_idle: MAX_IDLE };
-        return ProviderClient::Plain(UpstreamClient::new(base.authority(), settings));
+        return ProviderClient::Plain(UpstreamClient::new(base, settings));
     }
     let mut tcp = tcp_connector(provider.connect_timeout);
     tcp.enforce_http(false);

@@ -16,6 +16,7 @@ mod flow;
 mod forward_auth;
 mod hop;
 mod keys;
+mod listeners;
 mod logs;
 mod metrics;
 mod paths;
