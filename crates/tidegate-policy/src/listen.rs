@@ -4,6 +4,8 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 
+use ipnet::IpNet;
+
 /// The address that stands for the peer of a unix socket, which has none. No TCP connection comes from it.
 pub const UNIX_PEER: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
 
@@ -48,6 +50,8 @@ pub struct ListenConfig {
     pub addresses: Vec<ListenAddress>,
     /// The permissions of the unix sockets among them.
     pub unix: UnixSocketConfig,
+    /// The peers whose connections begin with a header of the PROXY protocol. By default none.
+    pub proxy_protocol: Vec<IpNet>,
 }
 
 impl ListenConfig {

@@ -207,7 +207,10 @@ mod tests {
     #[test]
     fn table_keys_come_from_the_settings_list() {
         assert_eq!(table_keys(""), ["store", "inbound", "api", "admin", "log", "reload", "outbound", "alert"]);
-        assert_eq!(table_keys("api"), ["listen", "unix", "token", "hosts", "forward_auth", "deny_status"]);
+        assert_eq!(
+            table_keys("api"),
+            ["listen", "unix", "proxy_protocol", "token", "hosts", "forward_auth", "deny_status"]
+        );
         assert_eq!(table_keys("inbound.action.*.match"), ["method", "path", "host"]);
     }
 

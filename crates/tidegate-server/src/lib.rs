@@ -80,7 +80,9 @@ mod local_response;
 pub mod log;
 pub mod metrics;
 mod permit_renewer;
+mod preface;
 mod proxy;
+mod proxy_protocol;
 mod refusal_cache;
 mod refusal_log;
 mod refused_clients;
@@ -105,11 +107,12 @@ use std::sync::{Arc, OnceLock};
 
 use tidegate::clock::SystemClock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
+use tidegate::policy::Query;
 use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
 use tidegate_policy::alerts::WebhookError;
-use tidegate_policy::{AccessLogMode, InboundConfig, ListenAddress, ListenConfig, Policy, SecretError};
+use tidegate_policy::{AccessLogMode, InboundConfig, ListenAddress, ListenConfig, Networks, Policy, SecretError};
 pub use tidegate_runtime::file_watcher::FileWatcher;
 use tokio::sync::Semaphore;
 
@@ -123,6 +126,7 @@ use crate::events::{EventStream, ProviderEventPublisher, server_events};
 use crate::fleet::FleetView;
 use crate::listener::{Listener, ListenerConfig};
 use crate::metrics::{History, RequestMetrics};
+use crate::preface::Preface;
 use crate::refusal_log::RefusalLog;
 use crate::rejections::HeadRejections;
 pub use crate::reload::{ReloadError, ReloadHandle, ReloadReport};
@@ -344,7 +348,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             }
             None => None,
         };
-        let configs = ListenerConfigs(&engine.policy);
+        let configs = ListenerConfigs { policy: &engine.policy };
         let (log, refusals) = (&parts.access_log, &parts.refusals);
         let (inbound, proxy) = open("inbound", Some(configs.inbound()), states.proxy, log, refusals)?.unzip();
         let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();
@@ -373,36 +377,41 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
 }
 
 /// The limits of the listeners that a policy opens.
-struct ListenerConfigs<'p>(&'p Policy);
+struct ListenerConfigs<'p> {
+    policy: &'p Policy,
+}
 
 impl ListenerConfigs<'_> {
     fn inbound(&self) -> (&ListenConfig, ListenerConfig) {
-        let inbound = self.0.inbound();
+        let inbound = self.policy.inbound();
         let caps = &inbound.caps;
         let config = ListenerConfig {
             header_bytes: caps.header_bytes,
             headers: caps.headers,
-            ..self.forwarding(caps.connections.max(1) as usize, caps.connections_per_client)
+            ..self.forwarding(&inbound.listen, caps.connections.max(1) as usize, caps.connections_per_client)
         };
         (&inbound.listen, config)
     }
 
     fn outbound(&self) -> Option<(&ListenConfig, ListenerConfig)> {
-        let outbound = self.0.outbound()?;
-        Some((&outbound.listen, self.forwarding(outbound.connections, outbound.connections_per_client)))
+        let outbound = self.policy.outbound()?;
+        let (listen, per_client) = (&outbound.listen, outbound.connections_per_client);
+        Some((listen, self.forwarding(listen, outbound.connections, per_client)))
     }
 
     fn api(&self) -> (&ListenConfig, ListenerConfig) {
-        (&self.0.api().listen, self.internal(API_CONNECTIONS))
+        let listen = &self.policy.api().listen;
+        (listen, self.internal(listen, API_CONNECTIONS))
     }
 
     fn admin(&self) -> (&ListenConfig, ListenerConfig) {
-        (&self.0.admin().listen, self.internal(ADMIN_CONNECTIONS))
+        let listen = &self.policy.admin().listen;
+        (listen, self.internal(listen, ADMIN_CONNECTIONS))
     }
 
     /// The limits of a listener that answers by itself.
-    fn internal(&self, connections: usize) -> ListenerConfig {
-        let InboundConfig { timeouts, caps, .. } = self.0.inbound();
+    fn internal(&self, listen: &ListenConfig, connections: usize) -> ListenerConfig {
+        let InboundConfig { timeouts, caps, .. } = self.policy.inbound();
         ListenerConfig {
             connections,
             client_limit: None,
@@ -411,14 +420,16 @@ impl ListenerConfigs<'_> {
             timeouts: *timeouts,
             body_rate: caps.body_rate,
             forwards: false,
+            preface: Preface { proxies: Networks::new(listen.proxy_protocol.iter().copied()) },
         }
     }
 
     /// The limits of a listener that forwards requests.
-    fn forwarding(&self, connections: usize, per_client: Option<usize>) -> ListenerConfig {
-        let trusted = &self.0.inbound().forwarding.trusted;
-        let client_limit = per_client.map(|most| ClientLimit::new(most, self.0.plan().ipv6_prefix(), trusted.clone()));
-        ListenerConfig { client_limit, forwards: true, ..self.internal(connections) }
+    fn forwarding(&self, listen: &ListenConfig, connections: usize, per_client: Option<usize>) -> ListenerConfig {
+        let trusted = &self.policy.inbound().forwarding.trusted;
+        let client_limit =
+            per_client.map(|most| ClientLimit::new(most, self.policy.plan().ipv6_prefix(), trusted.clone()));
+        ListenerConfig { client_limit, forwards: true, ..self.internal(listen, connections) }
     }
 }
 

@@ -17,6 +17,7 @@ use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::{ClientConnection, ConnectionService};
 use crate::displacement::DisplacementQueue;
 use crate::listen_socket::{Accepted, ListenSocket};
+use crate::preface::{OpenedStream, Preface};
 use crate::rejections::HeadRejections;
 use crate::socket::ClientSocket;
 use crate::stream::ClientStream;
@@ -45,6 +46,8 @@ pub(crate) struct ListenerConfig {
     pub(crate) body_rate: Option<u64>,
     /// True if requests are forwarded, so that their framing must be unambiguous.
     pub(crate) forwards: bool,
+    /// The bytes before HTTP.
+    pub(crate) preface: Preface,
 }
 
 /// Listening sockets and their connections.
@@ -52,7 +55,7 @@ pub(crate) struct Listener {
     sockets: Vec<ListenSocket>,
     /// The number of the socket that is asked first. The next one follows each time, so that none is left waiting.
     first: AtomicUsize,
-    starter: ConnectionStarter,
+    starter: Arc<ConnectionStarter>,
 }
 
 /// Starts the connections of a listener.
@@ -69,6 +72,9 @@ pub(crate) struct ConnectionContext {
     pub(crate) watch: Arc<ConnectionWatch>,
     pub(crate) entry: Arc<ConnectionEntry>,
 }
+
+/// Makes the service of a connection.
+type NewService<S> = Arc<dyn Fn(ConnectionContext) -> S + Send + Sync>;
 
 struct AcceptedConnection {
     stream: ClientStream,
@@ -99,7 +105,7 @@ impl Listener {
         Ok(Self {
             sockets,
             first: AtomicUsize::new(0),
-            starter: ConnectionStarter { config, watchdog, http, rejections },
+            starter: Arc::new(ConnectionStarter { config, watchdog, http, rejections }),
         })
     }
 
@@ -115,9 +121,10 @@ impl Listener {
     /// Accepts until `stop` ends, then the connections that were already waiting.
     pub(crate) async fn run<S: ConnectionService>(
         self,
-        new_service: impl Fn(ConnectionContext) -> S,
+        new_service: impl Fn(ConnectionContext) -> S + Send + Sync + 'static,
         stop: impl Future<Output = ()>,
     ) {
+        let new_service: NewService<S> = Arc::new(new_service);
         let mut stop = std::pin::pin!(stop);
         let (mut waiting, mut displaced) = (None, DisplacementQueue::default());
         loop {
@@ -137,7 +144,7 @@ impl Listener {
 
     /// Accepts the connections that the system has already established, then closes the sockets. The system may
     /// establish one more before the close, which is then reset.
-    fn accept_backlog<S: ConnectionService>(self, new_service: &impl Fn(ConnectionContext) -> S) {
+    fn accept_backlog<S: ConnectionService>(self, new_service: &NewService<S>) {
         for socket in self.sockets {
             let Ok(socket) = socket.into_std() else { continue };
             // The socket's own accept, because tokio may not know of the latest connections yet.
@@ -206,23 +213,28 @@ impl ConnectionStarter {
 
     /// Returns the new connection, unless its client has too many.
     fn admit(&self, (stream, address): Accepted) -> Option<AcceptedConnection> {
-        let mut client_slot = None;
-        if let Some(clients) = &self.config.client_limit {
-            match clients.acquire(address.ip()) {
-                Ok(slot) => client_slot = slot,
-                Err(TooManyConnectionsError) => {
-                    clients.reject_connection(&stream, address.ip(), &self.watchdog);
-                    return None;
-                }
-            }
-        }
+        // The header names the client.
+        let counted = !self.config.preface.has_proxy_header(address.ip());
+        let client_slot = if counted { self.client_slot(&stream, address)? } else { None };
         Some(AcceptedConnection { stream, address, client_slot })
     }
 
+    /// Counts the connection of a client. `None` if the client has too many, and then has its answer.
+    fn client_slot(&self, stream: &ClientStream, address: SocketAddr) -> Option<Option<ClientSlot>> {
+        let Some(clients) = &self.config.client_limit else { return Some(None) };
+        match clients.acquire(address.ip()) {
+            Ok(slot) => Some(slot),
+            Err(TooManyConnectionsError) => {
+                clients.reject_connection(stream, address.ip(), &self.watchdog);
+                None
+            }
+        }
+    }
+
     fn spawn<S: ConnectionService>(
-        &self,
+        self: &Arc<Self>,
         AcceptedConnection { stream, address, client_slot }: AcceptedConnection,
-        new_service: &impl Fn(ConnectionContext) -> S,
+        new_service: &NewService<S>,
     ) {
         if let ClientStream::Tcp(stream) = &stream
             && stream.set_nodelay(true).is_err()
@@ -231,11 +243,37 @@ impl ConnectionStarter {
         }
         let (watch, mut entry) = self.watchdog.add_connection();
         entry.client_slot = client_slot;
+        if !self.config.preface.is_expected_from(address.ip()) {
+            tokio::spawn(self.serve(OpenedStream { stream, address }, watch, entry, &**new_service));
+            return;
+        }
+        let (starter, new_service) = (Arc::clone(self), Arc::clone(new_service));
+        tokio::spawn(async move {
+            let preface = &starter.config.preface;
+            let Some(opened) = preface.open(stream, address, &watch, &starter.rejections).await else { return };
+            if preface.has_proxy_header(address.ip()) {
+                let Some(slot) = starter.client_slot(&opened.stream, opened.address) else { return };
+                entry.client_slot = slot;
+            }
+            // The head has its own time.
+            watch.touch();
+            starter.serve(opened, watch, entry, &*new_service).await;
+        });
+    }
+
+    /// Returns the future of a connection on which HTTP begins.
+    fn serve<S: ConnectionService>(
+        &self,
+        OpenedStream { stream, address }: OpenedStream,
+        watch: Arc<ConnectionWatch>,
+        entry: ConnectionEntry,
+        new_service: impl Fn(ConnectionContext) -> S,
+    ) -> ClientConnection<S> {
         let entry = Arc::new(entry);
         let service = new_service(ConnectionContext { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
         let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), self.config.forwards));
-        let http = self.http.serve_connection(io, service).with_upgrades();
         let (rejections, ip) = (Arc::clone(&self.rejections), canonical_ip(address.ip()));
-        tokio::spawn(ClientConnection::new(http, watch, entry, rejections, ip));
+        let http = self.http.serve_connection(io, service).with_upgrades();
+        ClientConnection::new(http, watch, entry, rejections, ip)
     }
 }

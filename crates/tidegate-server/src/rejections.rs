@@ -49,10 +49,12 @@ pub(crate) enum RejectionReason {
     Token,
     /// The request to the admin listener may not make the change that it asks for.
     ReadOnly,
+    /// The connection doesn't begin with a valid header of the PROXY protocol, or not in time.
+    ProxyHeader,
 }
 
 impl RejectionReason {
-    pub(crate) const ALL: [Self; 17] = [
+    pub(crate) const ALL: [Self; 18] = [
         Self::Head,
         Self::HeadSize,
         Self::HeadTimeout,
@@ -70,6 +72,7 @@ impl RejectionReason {
         Self::WebPage,
         Self::Token,
         Self::ReadOnly,
+        Self::ProxyHeader,
     ];
     pub(crate) const COUNT: usize = Self::ALL.len();
 
@@ -93,6 +96,7 @@ impl RejectionReason {
             Self::WebPage => "web_page",
             Self::Token => "token",
             Self::ReadOnly => "read_only",
+            Self::ProxyHeader => "proxy_header",
         }
     }
 }
@@ -129,7 +133,7 @@ impl RejectionReason {
     }
 }
 
-/// The record of a listener's requests whose heads can't be read, so that no service answers them.
+/// The record of a listener's connections and requests whose first bytes can't be read, so that no service answers them.
 pub(crate) struct HeadRejections {
     pub(crate) listener: &'static str,
     pub(crate) access_log: Arc<AccessLog>,
@@ -137,7 +141,7 @@ pub(crate) struct HeadRejections {
 }
 
 impl HeadRejections {
-    /// Counts and logs such a request. The status is that of the response, if there is one.
+    /// Counts and logs such a connection or request. The status is that of the response, if there is one.
     #[cold]
     pub(crate) fn record(&self, ip: IpAddr, reason: RejectionReason, status: Option<StatusCode>, why: &str) {
         let query = Query { ip: Some(ip), ..Query::default() };

@@ -1,9 +1,6 @@
 //! Upgraded connections: WebSocket and every other protocol that `Upgrade` names.
 
-use std::future::poll_fn;
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
@@ -29,19 +26,9 @@ pub(crate) fn spawn_tunnel(
             let copied = tokio::io::copy_bidirectional(&mut client, &mut upstream).await;
             copied.map_err(|error| format!("one side broke off: {error}"))
         };
-        let mut joined = pin!(joined);
-        let mut registered = false;
-        let ended = poll_fn(|cx| {
-            // One registration is enough, because a task's waker stays the same.
-            if !std::mem::replace(&mut registered, true) {
-                watch.register(cx.waker());
-            }
-            match watch.must_end_phase() {
-                true => Poll::Ready(Err("nothing moved for too long".to_owned())),
-                false => joined.as_mut().poll(cx),
-            }
-        });
-        if let Err(ended) = ended.await {
+        let ended =
+            watch.until_phase_ends(joined).await.unwrap_or_else(|| Err("nothing moved for too long".to_owned()));
+        if let Err(ended) = ended {
             tracing::debug!(%ended, "an upgraded connection ended");
         }
     });

@@ -3,7 +3,10 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
+use ipnet::IpNet;
+
 use super::forms::{Custom, Maybe, TABLE};
+use super::server::TRUSTED_NETWORKS;
 use super::{DocumentReader, all_or_none};
 use crate::document::{TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
@@ -44,6 +47,8 @@ setting_keys! {
     /// The keys beside `listen` in the section of each listener.
     LISTENING: ListeningKeys {
         unix: () = "", TABLE, "", Below::Table(&UNIX);
+        proxy_protocol: Vec<IpNet> = "", TRUSTED_NETWORKS,
+            "the load balancers whose connections begin with a header of the PROXY protocol; `unix` for the peers of unix sockets";
     }
 
     UNIX: UnixKeys {
@@ -65,7 +70,8 @@ impl DocumentReader<'_> {
         let addresses = self.value(table, key);
         let unix = self.section(table, "unix", &format!("{section}.unix"));
         let unix = read_struct!(self, unix, UNIX => UnixSocketConfig { mode, owner, group });
-        Some(ListenConfig { addresses: addresses?, unix: unix? })
+        let proxy_protocol = self.value(table, &LISTENING.proxy_protocol);
+        Some(ListenConfig { addresses: addresses?, unix: unix?, proxy_protocol: proxy_protocol? })
     }
 
     /// Reads a listener that may be off and needs a token beyond loopback, and its token. `has_token` if the section has

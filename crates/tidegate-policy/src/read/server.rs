@@ -31,6 +31,13 @@ pub(super) const CONNECTIONS: Whole = Whole(1, 1_000_000);
 
 pub(super) const TOKEN: &str = "the place of the bearer token: env:NAME or file:PATH; required beyond loopback";
 
+/// Networks whose word about a client's address is taken.
+pub(super) const TRUSTED_NETWORKS: Custom<Vec<IpNet>> = Custom(
+    Strings,
+    "a network or an address, or `unix` for the peers of unix sockets, or a list of them",
+    |reader, node, key| reader.trusted_networks(node, key),
+);
+
 const QUIRKS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
 const FORWARDING_HEADERS: [(&str, ForwardingHeader); 2] =
     [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
@@ -47,12 +54,7 @@ setting_keys! {
         upstream: Option<UpstreamAddress> = "",
             Maybe(Custom(Text, "a URL as http://HOST:PORT, or unix:PATH", |reader, node, key| reader.upstream(node, key))),
             "the server behind the gate, as http://HOST:PORT or unix:PATH; without one no proxy runs";
-        trusted_proxies: Networks = "",
-            Custom(
-                Strings,
-                "a network or an address, or `unix` for the peers of unix sockets, or a list of them",
-                |reader, node, key| reader.trusted_networks(node, key),
-            ),
+        trusted_proxies: Vec<IpNet> = "", TRUSTED_NETWORKS,
             "networks with trusted forwarding headers; `unix` for the peers of unix sockets";
         forwarded: ForwardingHeader = "x-forwarded-for", Words(&FORWARDING_HEADERS),
             "the header that trusted proxies write: x-forwarded-for or forwarded (RFC 7239)";
@@ -154,7 +156,7 @@ impl DocumentReader<'_> {
         }
         read_struct!(self, table, INBOUND => InboundConfig {
             upstream, path_quirks, ambiguous_paths, ipv6_prefix, headers, x_ratelimit;
-            listen: listen?, forwarding: Forwarding { trusted: trusted?, header: header? }, timeouts: timeouts?, caps: caps?
+            listen: listen?, forwarding: Forwarding { trusted: Networks::new(trusted?), header: header? }, timeouts: timeouts?, caps: caps?
         })
     }
 
@@ -185,7 +187,7 @@ impl DocumentReader<'_> {
     }
 
     /// Reads networks whose word about a client's address is taken. `unix` stands for the peers of unix sockets.
-    pub(super) fn trusted_networks(&mut self, node: &TomlNode, key: &str) -> Option<Networks> {
+    fn trusted_networks(&mut self, node: &TomlNode, key: &str) -> Option<Vec<IpNet>> {
         const EXPECTED: &str = "the networks of your own proxies, such as \"10.0.0.0/8\"";
         let networks = self.strings(node, key, NETWORK)?.into_iter().map(|(text, item)| {
             if text == "unix" {
@@ -201,7 +203,7 @@ impl DocumentReader<'_> {
             };
             self.error(at, message, EXPECTED).help("write \"unix\" to trust the peers of unix sockets").none()
         });
-        all_or_none(networks).map(Networks::new)
+        all_or_none(networks)
     }
 
     fn path_quirks(&mut self, node: &TomlNode) -> Option<PathQuirks> {

@@ -95,6 +95,7 @@ const EVERY_KEY: &str = r#"
 [outbound]
 listen = "0.0.0.0:9081"
 unix = { mode = "0600", owner = "root", group = "0" }
+proxy_protocol = ["10.0.0.0/8"]
 token = "env:GATE_TOKEN"
 hosts = ["Gateway.internal"]
 connections = 4000

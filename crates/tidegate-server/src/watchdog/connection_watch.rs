@@ -1,9 +1,11 @@
 //! The watched state of one connection.
 
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize};
-use std::task::Waker;
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 use hyper::body::Incoming;
@@ -287,6 +289,20 @@ impl ConnectionWatch {
     /// Sets the waker of the task that is woken when the connection is overdue or the shutdown time is over.
     pub(crate) fn register(&self, waker: &Waker) {
         *self.waker.lock() = Some(waker.clone());
+    }
+
+    /// Waits for a future. `None` if the phase must end before it does.
+    pub(crate) async fn until_phase_ends<F: Future>(&self, future: F) -> Option<F::Output> {
+        let mut future = pin!(future);
+        let mut is_registered = false;
+        poll_fn(|cx| {
+            // One registration is enough, because a task's waker stays the same.
+            if !std::mem::replace(&mut is_registered, true) {
+                self.register(cx.waker());
+            }
+            if self.must_end_phase() { Poll::Ready(None) } else { future.as_mut().poll(cx).map(Some) }
+        })
+        .await
     }
 
     pub(super) fn wake(&self) {
