@@ -5,9 +5,12 @@ use std::error::Error;
 use std::ffi::OsString;
 use std::fmt::Display;
 use std::fmt::Write as _;
-use std::io::{self, Read as _, Write as _};
+use std::fs::File;
+use std::io::{self, Read, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
 use tidegate::policy::{Action, Plan};
 use tidegate_policy::alerts::AlertConfig;
 use tidegate_policy::{Policy, PolicySources, printable, printable_json, printable_lines};
@@ -17,6 +20,8 @@ use crate::{CliOutcome, CommandResult};
 
 /// The default policy file.
 const DEFAULT_FILE: &str = "tidegate.toml";
+/// The largest policy or scenario that is read, in bytes.
+const MAX_INPUT: u64 = 16 << 20;
 
 /// Returns the environment as a source of policies. `prefix` is that of further outbound settings.
 pub(crate) fn environment(prefix: Option<&str>) -> PolicySources {
@@ -34,8 +39,8 @@ pub(crate) fn environment(prefix: Option<&str>) -> PolicySources {
 pub(crate) fn load(file: Option<&Path>, sources: PolicySources) -> Result<(Policy, String), CliOutcome> {
     let file = existing_file(file);
     let source_name = file.map_or_else(|| "the built-in default policy".to_owned(), display_name);
-    let sources =
-        with_file(file, sources).map_err(|error| file_failure("read", file.unwrap_or(Path::new("")), error))?;
+    let sources = with_file(file, sources, read_input)
+        .map_err(|error| file_failure("read", file.unwrap_or(Path::new("")), error))?;
     Ok((Policy::load(sources).map_err(invalid_document)?, source_name))
 }
 
@@ -47,7 +52,7 @@ pub(crate) fn load_next(
 ) -> Result<Policy, Box<dyn Error + Send + Sync>> {
     let file = existing_file(file);
     let unreadable = |error| format!("can't read {}: {error}", file.map(display_name).unwrap_or_default());
-    Ok(present.load_next(with_file(file, sources).map_err(unreadable)?)?)
+    Ok(present.load_next(with_file(file, sources, read_regular_file).map_err(unreadable)?)?)
 }
 
 /// Watches the file that [`load`] reads, or would read if there was one. Standard input can't change.
@@ -61,10 +66,14 @@ fn existing_file(file: Option<&Path>) -> Option<&Path> {
 }
 
 /// Adds the text of a file to the sources.
-fn with_file(file: Option<&Path>, sources: PolicySources) -> io::Result<PolicySources> {
+fn with_file(
+    file: Option<&Path>,
+    sources: PolicySources,
+    read: fn(&Path) -> io::Result<Vec<u8>>,
+) -> io::Result<PolicySources> {
     match file {
         None => Ok(sources),
-        Some(file) => Ok(sources.file_bytes(display_name(file), read_input(file)?)),
+        Some(file) => Ok(sources.file_bytes(display_name(file), read(file)?)),
     }
 }
 
@@ -100,14 +109,25 @@ pub(crate) fn is_stdin(file: &Path) -> bool {
     file.as_os_str() == "-"
 }
 
-/// Reads a file; `-` is standard input.
+/// Reads a file of at most 16 MiB; `-` is standard input.
 pub(crate) fn read_input(file: &Path) -> io::Result<Vec<u8>> {
+    if is_stdin(file) { read_bounded(io::stdin().lock()) } else { read_bounded(File::open(file)?) }
+}
+
+/// Reads a file that keeps its text, as a pipe doesn't. Never waits for a writer.
+fn read_regular_file(file: &Path) -> io::Result<Vec<u8>> {
+    let once = || io::Error::other("it can be read only once, because it isn't a regular file");
     if is_stdin(file) {
-        let mut bytes = Vec::new();
-        io::stdin().read_to_end(&mut bytes)?;
-        return Ok(bytes);
+        return Err(once());
     }
-    std::fs::read(file)
+    let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(file)?;
+    if file.metadata()?.is_file() { read_bounded(file) } else { Err(once()) }
+}
+
+fn read_bounded(input: impl Read) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    input.take(MAX_INPUT + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_INPUT { Err(io::Error::other("it is larger than 16 MiB")) } else { Ok(bytes) }
 }
 
 /// Writes to standard error, with control characters of terminals escaped.

@@ -67,6 +67,13 @@ impl Gate {
         ask(self.ports[1], &format!("{head}content-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}"))
     }
 
+    /// Waits until the log has this many lines with this text.
+    fn wait_for_log(&self, text: &str, count: usize) {
+        while self.logged(text) < count {
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     fn resident_bytes(&self) -> usize {
         let pages = fs::read_to_string(Path::new("/proc").join(self.running.id().to_string()).join("statm")).unwrap();
         pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
@@ -143,27 +150,74 @@ fn changes_of_the_file_reload() {
     gate.wait_for(200, "by a rename");
 
     fs::write(&gate.file, closed.replace("limit", "limmit")).unwrap();
-    while gate.logged("did you mean `limit`") == 0 {
-        thread::sleep(Duration::from_millis(20));
-    }
+    gate.wait_for_log("did you mean `limit`", 1);
     thread::sleep(Duration::from_millis(1500));
     assert_eq!((gate.logged("did you mean `limit`"), gate.check("broken")), (1, 200), "told once, and nothing changes");
     fs::write(&gate.file, &closed).unwrap();
     gate.wait_for(429, "mended");
 
     fs::remove_file(&gate.file).unwrap();
-    while gate.logged("the file is gone") == 0 {
-        thread::sleep(Duration::from_millis(20));
-    }
+    gate.wait_for_log("the file is gone", 1);
     assert_eq!(gate.check("gone"), 429);
-    fs::write(&gate.file, open.replace("true", "false")).unwrap();
+    fs::write(&gate.file, &open).unwrap();
     gate.wait_for(200, "back");
+    assert_eq!(gate.reload(&open.replace("true", "false")).unwrap(), "reloaded\n");
 
     fs::write(&gate.file, &closed).unwrap();
     thread::sleep(Duration::from_millis(1500));
     assert_eq!(gate.check("unwatched"), 200);
     gate.run(&["reload"]);
     assert_eq!(gate.check("reloaded"), 429);
+}
+
+/// A program that writes in place first makes the file empty.
+#[test]
+fn a_half_written_file_removes_no_limits() {
+    let closed = policy("0 per 1h") + WATCH;
+    let scratch = ScratchDir::new();
+    let file = scratch.write("tidegate.toml", &closed);
+    let gate = Gate::start_with(scratch, file, "memory");
+    for (text, removed) in [("", "every setting, every limit"), ("[inbound]\n", "every limit")] {
+        fs::write(&gate.file, text).unwrap();
+        gate.wait_for_log(&format!("the changed file removes {removed}; if that is meant, `tidegate reload`"), 1);
+        assert_eq!(gate.check("empty"), 429);
+    }
+    fs::write(&gate.file, policy("1000 per 1h")).unwrap();
+    gate.wait_for(200, "without `watch`");
+    fs::write(&gate.file, &closed).unwrap();
+    gate.wait_for(429, "still watched");
+    assert_eq!(gate.reload("").unwrap(), "reloaded\n", "an operator may remove all limits");
+    assert_eq!(gate.check("unknown"), 404);
+}
+
+#[test]
+fn only_regular_files_reload() {
+    let gate = Gate::start("memory");
+    let replace = |make: &dyn Fn()| {
+        fs::remove_file(&gate.file).unwrap();
+        make();
+        gate.reload_over_http()
+    };
+    let pipe = || assert!(Command::new("mkfifo").arg(&gate.file).status().unwrap().success());
+    assert_eq!(replace(&pipe), 422);
+    let huge = || fs::File::create(&gate.file).unwrap().set_len(2 << 30).unwrap();
+    assert_eq!(replace(&huge), 422);
+    gate.wait_for_log("isn't a regular file", 1);
+    gate.wait_for_log("larger than 16 MiB", 1);
+    assert!(gate.resident_bytes() < 512 << 20);
+    assert_eq!(replace(&|| fs::write(&gate.file, policy("7 per 1h")).unwrap()), 200);
+}
+
+#[test]
+fn a_policy_may_come_through_a_pipe() {
+    for name in ["-", "/dev/stdin"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command.args(["check", name]).stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+        let mut check = command.spawn().unwrap();
+        std::io::Write::write_all(&mut check.stdin.take().unwrap(), policy("7 per 1h").as_bytes()).unwrap();
+        let output = check.wait_with_output().unwrap();
+        assert!(output.status.success() && String::from_utf8(output.stdout).unwrap().contains("at most 9"), "{name}");
+    }
 }
 
 /// Kubernetes replaces the folder of a volume by replacing the link to it.

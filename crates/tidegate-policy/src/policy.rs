@@ -81,6 +81,9 @@ pub struct Policy {
     pub(crate) alerts: Vec<AlertConfig>,
     pub(crate) notes: Vec<Note>,
     pub(crate) restart_needed: Vec<&'static str>,
+    pub(crate) removed: Vec<&'static str>,
+    /// True if the file has no setting.
+    pub(crate) is_empty: bool,
     /// The text that it was read from; `None` for a policy within another document.
     pub(crate) source: Option<Arc<LimitSections>>,
 }
@@ -119,6 +122,7 @@ impl Policy {
     /// As [`Policy::load`]. Retired limits count among the 4095 that a policy may have.
     pub fn load_next(&self, sources: PolicySources) -> Result<Self, Errors> {
         let mut next = sources.read(Some(self))?;
+        next.removed = next.parts_removed_from(self);
         next.keep_fixed_settings(self);
         Ok(next)
     }
@@ -126,6 +130,30 @@ impl Policy {
     /// The settings of a [next](Self::load_next) policy that differ from those in force, which stay until a restart.
     pub fn restart_needed(&self) -> &[&'static str] {
         &self.restart_needed
+    }
+
+    /// The parts of the present policy that the text of a [next](Self::load_next) one lacks, as a half-written file
+    /// does: `every setting`, `inbound.upstream`, `api.listen`, `admin.listen`, `outbound`, `outbound.listen` and
+    /// `every limit`. Those that can't be removed without a restart are named, too.
+    pub fn removed(&self) -> &[&'static str] {
+        &self.removed
+    }
+
+    fn parts_removed_from(&self, present: &Self) -> Vec<&'static str> {
+        let parts = |policy: &Self| {
+            let outbound = policy.outbound.as_ref();
+            [
+                ("every setting", !policy.is_empty),
+                ("inbound.upstream", policy.inbound.upstream.is_some()),
+                ("api.listen", policy.api.listen.is_some()),
+                ("admin.listen", policy.admin.listen.is_some()),
+                ("outbound", outbound.is_some()),
+                ("outbound.listen", outbound.is_some_and(|outbound| outbound.listen.is_some())),
+                ("every limit", policy.plan.active_limits().next().is_some()),
+            ]
+        };
+        let pairs = parts(present).into_iter().zip(parts(self));
+        pairs.filter(|((_, before), (_, after))| *before && !*after).map(|((name, _), _)| name).collect()
     }
 
     /// Takes over the settings of the present policy that a running program can't change.
@@ -241,6 +269,24 @@ mod tests {
 
     fn read(text: &str) -> PolicySources {
         PolicySources::new().file("test.toml", text)
+    }
+
+    #[test]
+    fn a_cut_policy_names_removed_parts() {
+        let whole = "[inbound]\nupstream = \"http://a\"\n[inbound.action.a]\nlimit = \"5 per 1m\"\n\
+            [outbound]\nlisten = \"127.0.0.1:8090\"\n[outbound.provider.b]\nbase_url = \"http://b\"\n";
+        let policy = Policy::load(read(whole)).expect("a policy");
+        let all = ["every setting", "inbound.upstream", "outbound", "outbound.listen", "every limit"];
+        for (text, removed) in [
+            ("", &all[..]),
+            ("# a comment\n", &all),
+            ("[inbound]\n", &all[1..]),
+            (whole, &[]),
+            (whole.split("[outbound]").next().unwrap(), &["outbound", "outbound.listen"]),
+            (&format!("{whole}[api]\nlisten = \"off\"\n"), &["api.listen"]),
+        ] {
+            assert_eq!(policy.load_next(read(text)).expect("a policy").removed(), removed, "{text}");
+        }
     }
 
     #[test]

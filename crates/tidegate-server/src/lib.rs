@@ -146,7 +146,7 @@ const INTERNAL_HEADER_BYTES: usize = 64 << 10;
 type EnvLookup = Box<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
 /// A function that reads the policy again, given the present one.
-type PolicySource = Box<dyn Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync>;
+type PolicySource = Arc<dyn Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync>;
 
 /// A server to be started: a policy, and the gate that decides by it.
 pub struct Server<S: Store = Memory, C: Clock = SystemClock> {
@@ -283,18 +283,19 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
     }
 
     /// Reads the policy again with this function, when a [`ReloadHandle`] asks for it. The function gets the present policy,
-    /// whose [`Policy::load_next`] reads the next one.
+    /// whose [`Policy::load_next`] reads the next one. It runs on a blocking thread.
     #[must_use]
     pub fn policy_source(
         mut self,
         read: impl Fn(&Policy) -> Result<Policy, Box<dyn Error + Send + Sync>> + Send + Sync + 'static,
     ) -> Self {
-        self.policy_source = Some(Box::new(read));
+        self.policy_source = Some(Arc::new(read));
         self
     }
 
     /// Reloads when these files change, while the policy in force has `reload.watch`. The watcher must be older than the
-    /// policy, so that no change is missed. A file that is gone changes nothing.
+    /// policy, so that no change is missed. A file that is gone changes nothing. One that may be half-written isn't
+    /// applied ([`ReloadError::Removed`]), and watching goes on until a [`ReloadHandle`] reloads without `reload.watch`.
     #[must_use]
     pub fn policy_files(mut self, files: FileWatcher) -> Self {
         self.policy_files = Some(files);
@@ -336,7 +337,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let alerts = Arc::new(AlertSet::new(&self.policy, &parts, None)?);
         // The dashboard asks every second, and the audit log has its changes.
         let no_log = AccessLog::new(AccessLogMode::Off, self.gate.clock().clone());
-        let engine = Engine { policy: self.policy, gate: self.gate, providers: self.outbound, alerts };
+        let is_watched = self.policy.reload().watch;
+        let engine = Engine { policy: self.policy, gate: self.gate, providers: self.outbound, alerts, is_watched };
         let states = ListenerStates::new(&engine, &parts, None)?;
         if let Some(admin) = &states.admin {
             parts.sessions.follow(&admin.access);

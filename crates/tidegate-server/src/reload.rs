@@ -18,8 +18,8 @@ use crate::state_cell::StateCell;
 use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
 use crate::{PolicySource, ServeError};
 
-/// The interval at which watched files are looked at. A file that is written with longer pauses is read half-written, and
-/// once more at its end.
+/// The interval at which watched files are looked at. A file that is written with longer pauses may be read half-written.
+/// That reload can't turn watching off, so the file is read once more at its end.
 const WATCH_INTERVAL: Duration = Duration::from_millis(500);
 /// The maximum number of requests for a reload that wait.
 const MAX_WAITING: usize = 16;
@@ -28,8 +28,20 @@ const MAX_WAITING: usize = 16;
 #[derive(Clone, Debug)]
 pub struct ReloadHandle(mpsc::Sender<ReloadRequest>);
 
-/// The place for the result of a reload.
-type ReloadRequest = oneshot::Sender<Result<ReloadReport, Arc<ReloadError>>>;
+/// A request to reload.
+pub(crate) struct ReloadRequest {
+    cause: ReloadCause,
+    /// The place for the result.
+    result: oneshot::Sender<Result<ReloadReport, Arc<ReloadError>>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ReloadCause {
+    /// An operator asked for it.
+    Request,
+    /// A file has changed. It may be half-written.
+    FileChange,
+}
 
 /// The result of a reload.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -49,6 +61,10 @@ pub enum ReloadError {
     /// The policy can't be read, or has errors.
     #[error("{0}")]
     Policy(Box<dyn Error + Send + Sync>),
+    /// A changed file lacks these parts of the policy, as one that is half-written does. Only a reload through a
+    /// [`ReloadHandle`] applies it.
+    #[error("the changed file removes {}; if that is meant, `tidegate reload` applies it", .0.join(", "))]
+    Removed(Vec<&'static str>),
     /// The gate can't go on by the new policy.
     #[error(transparent)]
     Gate(#[from] NextPolicyError),
@@ -80,9 +96,13 @@ impl ReloadHandle {
     /// # Errors
     /// See [`ReloadError`]. Every request goes on by the policy before.
     pub async fn reload(&self) -> Result<ReloadReport, Arc<ReloadError>> {
+        self.request(ReloadCause::Request).await
+    }
+
+    async fn request(&self, cause: ReloadCause) -> Result<ReloadReport, Arc<ReloadError>> {
         let (result, told) = oneshot::channel();
         let stopped = || Arc::new(ReloadError::Stopped);
-        self.0.send(result).await.map_err(|_| stopped())?;
+        self.0.send(ReloadRequest { cause, result }).await.map_err(|_| stopped())?;
         told.await.unwrap_or_else(|_| Err(stopped()))
     }
 }
@@ -107,7 +127,7 @@ pub(crate) async fn reload_on_change<S: Store, C: Clock>(
     loop {
         tokio::time::sleep(WATCH_INTERVAL).await;
         let changes = files.changes();
-        if changes.is_empty() || !engine.load().policy.reload().watch {
+        if changes.is_empty() || !engine.load().is_watched {
             continue;
         }
         let mut has_changed = false;
@@ -118,7 +138,7 @@ pub(crate) async fn reload_on_change<S: Store, C: Clock>(
             }
         }
         if has_changed {
-            let _ = reload.reload().await;
+            let _ = reload.request(ReloadCause::FileChange).await;
         }
     }
 }
@@ -143,23 +163,35 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
 
     /// Reloads whenever it is asked to; never returns.
     pub(crate) async fn run(mut self) {
-        while let Some(request) = self.requests.recv().await {
-            let result = self.reload();
+        while let Some(ReloadRequest { cause, result: caller }) = self.requests.recv().await {
+            let result = self.reload(cause).await;
             self.publish(&result);
             // The caller may have gone.
-            let _ = request.send(result.map_err(Arc::new));
+            let _ = caller.send(result.map_err(Arc::new));
         }
     }
 
-    fn reload(&mut self) -> Result<ReloadReport, ReloadError> {
-        let source = self.source.as_ref().ok_or(ReloadError::NoSource)?;
+    /// Reads the next policy on a blocking thread, because a file may be slow to read, and a policy large.
+    async fn read_policy(&self, cause: ReloadCause) -> Result<Policy, ReloadError> {
+        let (source, present) = (self.source.clone().ok_or(ReloadError::NoSource)?, self.last_policy.clone());
+        let read = tokio::task::spawn_blocking(move || source(&present)).await;
+        let policy = read.map_err(|_| ReloadError::Stopped)?.map_err(ReloadError::Policy)?;
+        match (cause, policy.removed()) {
+            (ReloadCause::FileChange, removed @ [_, ..]) => Err(ReloadError::Removed(removed.to_vec())),
+            _ => Ok(policy),
+        }
+    }
+
+    async fn reload(&mut self, cause: ReloadCause) -> Result<ReloadReport, ReloadError> {
+        let policy = self.read_policy(cause).await?;
         let engine = self.cells.engine.load();
-        let policy = source(&self.last_policy).map_err(ReloadError::Policy)?;
+        let is_watched = policy.reload().watch || cause == ReloadCause::FileChange;
         let report = ReloadReport { restart_needed: policy.restart_needed().to_vec() };
         let new_states = |engine: &Engine<S, C>| ListenerStates::new(engine, &self.parts, Some(&self.cells));
         // First with the present machines, because a store may not be able to go back to its earlier limits.
         let alerts = Arc::new(AlertSet::new(&policy, &self.parts, Some(&engine.alerts))?);
-        let present = Engine { policy, gate: engine.gate.clone(), providers: engine.providers.clone(), alerts };
+        let (gate, providers) = (engine.gate.clone(), engine.providers.clone());
+        let present = Engine { policy, gate, providers, alerts, is_watched };
         new_states(&present)?;
         self.check_credentials(&present)?;
         self.last_policy = present.policy.clone();

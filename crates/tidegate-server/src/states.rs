@@ -38,6 +38,8 @@ pub(crate) struct Engine<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) providers: Option<Outbound<S, C>>,
     pub(crate) alerts: Arc<AlertSet>,
+    /// True while changes of the policy's files reload it. A changed file alone doesn't turn this off.
+    pub(crate) is_watched: bool,
 }
 
 /// The parts of a server that stay when another policy replaces its own.

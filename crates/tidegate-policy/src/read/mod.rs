@@ -62,6 +62,7 @@ setting_keys! {
 pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars, predecessor: Option<&Policy>) -> Result<Policy, Errors> {
     let mut texts = SourceTexts::default();
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
+    let is_empty = root.entries.is_empty();
     let (mut errors, mut notes) = (Vec::new(), Vec::new());
     apply_variables(&mut texts, &mut errors, &mut notes, &mut root, env);
     let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
@@ -70,7 +71,7 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars, predecessor: Option<
         DocumentReader { errors, notes, presets, predecessor, ..DocumentReader::with_texts(&texts, whole) };
     match reader.policy(&root) {
         Some(policy) if reader.errors.is_empty() => {
-            Ok(Policy { source: Some(Arc::new(LimitSections::new(texts, root))), ..policy })
+            Ok(Policy { source: Some(Arc::new(LimitSections::new(texts, root))), is_empty, ..policy })
         }
         _ => Err(Errors::new(reader.errors)),
     }
@@ -211,6 +212,8 @@ impl DocumentReader<'_> {
             alerts: alerts?,
             notes: std::mem::take(&mut self.notes),
             restart_needed: Vec::new(),
+            removed: Vec::new(),
+            is_empty: root.entries.is_empty(),
             source: None,
         })
     }

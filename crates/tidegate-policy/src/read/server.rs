@@ -137,7 +137,7 @@ setting_keys! {
     }
 
     RELOAD: ReloadKeys {
-        watch: bool = "false", FLAG, "true to reload the policy when its file changes";
+        watch: bool = "false", FLAG, "true to reload the policy when its file changes; a changed file alone doesn't turn it off";
     }
 }
 
