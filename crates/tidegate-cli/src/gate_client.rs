@@ -119,7 +119,12 @@ impl<'a> GateClient<'a> {
             (Some(url), None) => (url.clone(), None),
             (url, config) => {
                 let environment = policy::environment(arguments.env_prefix.as_deref());
-                let (policy, _) = policy::load(config.as_deref(), environment)?;
+                let (policy, _) = policy::load(config.as_deref(), environment).inspect_err(|_| {
+                    policy::print_error(
+                        "help: the policy only tells where the gate is; without it, name the gate with --url \
+                         http://HOST:PORT, and its token with --token-env NAME\n",
+                    );
+                })?;
                 let (listen, token) = kind.settings(&policy);
                 (url.clone().map_or_else(|| local_url(kind, listen), Ok)?, token)
             }

@@ -365,7 +365,7 @@ fn main() -> ExitCode {
         Command::Check { file, no_env, env_prefix } => {
             let environment = || policy::environment(env_prefix.as_deref());
             let sources = if no_env { PolicySources::new() } else { environment() };
-            file.path().and_then(|file| policy::check(file.as_deref(), sources))
+            file.path().and_then(|file| policy::check(file.as_deref(), sources, !no_env))
         }
         Command::Explain(call) => api_client::explain(&call),
         Command::Status(call) => api_client::status(&call),

@@ -178,10 +178,15 @@ pub(crate) fn report_writer<'a, R: 'a>(
     })
 }
 
-/// `tidegate check`.
-pub(crate) fn check(file: Option<&Path>, sources: PolicySources) -> CommandResult {
+/// `tidegate check`. Notes the secrets that `tidegate serve` couldn't read, unless the environment has no effect.
+pub(crate) fn check(file: Option<&Path>, sources: PolicySources, with_env: bool) -> CommandResult {
     let (policy, source_name) = load(file, sources)?;
-    let notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
+    let mut notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
+    for (setting, source) in policy.secrets().into_iter().filter(|_| with_env) {
+        if let Err(error) = source.resolve(|name| std::env::var(name).ok()) {
+            let _ = writeln!(notes, "note: {setting}: {error}, so that `tidegate serve` wouldn't start here");
+        }
+    }
     Ok(print(&format!("{source_name}: good\n{notes}\n{}", describe(&policy))))
 }
 

@@ -52,6 +52,41 @@ fn check_describes_the_inbound_limits() {
 }
 
 #[test]
+fn check_notes_secrets_that_serve_lacks() {
+    let scratch = ScratchDir::new();
+    let text = "[admin]\ntokens = { ops = \"env:OPS_TOKEN\" }\n[api]\ntoken = \"file:/nowhere/token\"\n\
+        [alert.night]\non = \"store_lost\"\nwebhook = \"env:NIGHT\"\n";
+    let file = scratch.write("secrets.toml", text);
+    let check = |arguments: &[&str], token: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command.arg("check").arg(&file).args(arguments).env("NIGHT", "https://hooks.example.com/x");
+        let output = command.env("OPS_TOKEN", token).output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let notes =
+        |out: &str| out.lines().filter(|line| line.starts_with("note: ")).map(str::to_owned).collect::<Vec<_>>();
+    let found = notes(&check(&[], " "));
+    assert!(found.len() == 2 && found.iter().all(|note| note.contains("`tidegate serve` wouldn't start")), "{found:?}");
+    assert!(found[0].starts_with("note: api.token: the token file /nowhere/token can't be read"), "{found:?}");
+    assert!(found[1].starts_with("note: admin.tokens.ops: the token from env:OPS_TOKEN is empty"), "{found:?}");
+    assert_eq!(notes(&check(&[], "s3cret")).len(), 1);
+    assert!(notes(&check(&["--no-env"], " ")).is_empty());
+}
+
+#[test]
+fn a_broken_policy_is_no_obstacle_with_a_url() {
+    let scratch = ScratchDir::new();
+    let file = scratch.write("broken.toml", "[inbound\n");
+    for command in
+        [&["status", "login"][..], &["reset", "login"], &["block", "login", "--for", "1m"], &["reload"], &["events"]]
+    {
+        let (status, _, err) = run(&[command, &["-c", file.to_str().unwrap()]].concat());
+        assert!(status == 2 && err.contains("broken.toml:1:") && err.contains("--url http://HOST:PORT"), "{err}");
+    }
+}
+
+#[test]
 fn check_names_the_forward_auth_path_of_actions() {
     let scratch = ScratchDir::new();
     let file = scratch.write("named.toml", "[inbound.action.export]\nlimit = \"5 per 60s\"\n");

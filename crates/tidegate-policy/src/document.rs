@@ -9,7 +9,7 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::error::{Error, Errors, quoted, value_start};
+use crate::error::{Error, ErrorList, Errors, quoted, value_start};
 pub use crate::nearest::nearest;
 pub use crate::read::DocumentReader;
 
@@ -330,7 +330,7 @@ impl TomlNode {
 
 /// Parses a file. Invalid TOML gives errors; its readable parts are then not checked, since they may not be what
 /// was meant.
-pub(crate) fn parse_file(texts: &mut SourceTexts, name: &str, body: &[u8]) -> Result<TomlTable, Vec<Error>> {
+pub(crate) fn parse_file(texts: &mut SourceTexts, name: &str, body: &[u8]) -> Result<TomlTable, ErrorList> {
     // A byte order mark isn't a mistake of the author.
     let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
     let too_large = body.len() > MAX_FILE;
@@ -338,13 +338,13 @@ pub(crate) fn parse_file(texts: &mut SourceTexts, name: &str, body: &[u8]) -> Re
     let text = String::from_utf8_lossy(body);
     let whole = texts.add(SourceText::new(SourceKind::File, name, &text, false));
     if too_large {
-        return Err(vec![Error::new(texts, whole, "the file is larger than 4 MiB", "a policy file")]);
+        return Err(Error::new(texts, whole, "the file is larger than 4 MiB", "a policy file").into());
     }
     if let Err(error) = str::from_utf8(body) {
         let at = error.valid_up_to();
         let first = texts.subrange(whole, at..at + 1);
         let error = Error::new(texts, first, format!("the byte 0x{:02X} here isn't UTF-8", body[at]), "text in UTF-8");
-        return Err(vec![error.help("save the file as UTF-8, which is all that TOML knows")]);
+        return Err(error.help("save the file as UTF-8, which is all that TOML knows").into());
     }
     let (table, errors) = DeTable::parse_recoverable(&text);
     if errors.is_empty() {
@@ -397,19 +397,21 @@ fn convert_table(texts: &SourceTexts, text: TextRange, table: DeTable<'_>) -> To
 }
 
 /// Converts the parser's errors to messages for users who don't know TOML well.
-fn convert_errors(texts: &SourceTexts, text: TextRange, parse_errors: &[toml::de::Error]) -> Vec<Error> {
+fn convert_errors(texts: &SourceTexts, text: TextRange, parse_errors: &[toml::de::Error]) -> ErrorList {
     let body = &texts.get(text).body;
-    let is_header = |at: TextRange| body[line_start(body, at)..].trim_start().starts_with('[');
-    let mut errors = Vec::new();
+    let is_header = |at: TextRange| body[texts.get(text).line_start(at.start)..].trim_start().starts_with('[');
+    let mut errors = ErrorList::default();
     let mut duplicate_header: Option<TextRange> = None;
     let mut last_line = None;
     for parse_error in parse_errors {
         let at = parsed_range(texts, text, parse_error.span().unwrap_or_default());
+        let line = texts.line(at);
         let is_twice = parse_error.message().contains("duplicate key");
         // Each key of a duplicate section is a duplicate too, which need not be reported.
         if let Some(header) = duplicate_header.filter(|_| is_twice && !is_header(at)) {
             let between = &body[header.end..at.start];
             if !between.lines().skip(1).any(|line| line.trim_start().starts_with('[')) {
+                duplicate_header = Some(at);
                 continue;
             }
         }
@@ -419,13 +421,13 @@ fn convert_errors(texts: &SourceTexts, text: TextRange, parse_errors: &[toml::de
         if looks_like_yaml {
             let error = Error::new(texts, at, "not valid TOML: a colon behind a key", "`key = value`");
             let help = "this looks like YAML; a policy is TOML: [inbound], and below it listen = \"127.0.0.1:8080\"";
-            return vec![error.help(help)];
+            return error.help(help).into();
         }
         // A further error on the same line usually follows from the first.
-        if last_line != Some(texts.line(at)) {
-            errors.push(convert_error(texts, at, parse_error.message()));
+        if last_line != Some(line) {
+            errors.add(|| convert_error(texts, at, parse_error.message()));
         }
-        last_line = Some(texts.line(at));
+        last_line = Some(line);
     }
     errors
 }

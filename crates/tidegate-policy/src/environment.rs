@@ -8,7 +8,7 @@ use std::ops::{Range, RangeInclusive};
 use tidegate_core::MAX_LIMIT;
 
 use crate::document::{SourceKind, SourceText, SourceTexts, TextRange, TomlNode, TomlTable, TomlValue, parse_value};
-use crate::error::{Error, Note, SECRET_SETTINGS, WEBHOOK, is_secret_source, quoted};
+use crate::error::{Error, ErrorList, Note, SECRET_SETTINGS, WEBHOOK, is_secret_source, quoted};
 use crate::nearest::{fold_name, nearest};
 use crate::quantity::Quantity;
 use crate::settings::{self, PLAIN_VARIABLES, SettingType, VARIABLE_PREFIX};
@@ -137,7 +137,7 @@ impl fmt::Debug for EnvVars {
 /// Merges the variables over the table of the file.
 pub(crate) fn apply_variables(
     texts: &mut SourceTexts,
-    errors: &mut Vec<Error>,
+    errors: &mut ErrorList,
     notes: &mut Vec<Note>,
     root: &mut TomlTable,
     env: EnvVars,
@@ -175,11 +175,11 @@ pub(crate) fn apply_variables(
             }
             seen.push(path.join("."));
             if let Err(error) = merger.set_variable(&name, &value, &path) {
-                merger.errors.push(error);
+                merger.errors.add(|| error);
             }
         } else if has_reserved_prefix(&name) && !secrets.contains(&name) {
             let error = merger.unknown_variable_error(&name, &value);
-            merger.errors.push(error);
+            merger.errors.add(|| error);
         }
     }
 }
@@ -187,7 +187,7 @@ pub(crate) fn apply_variables(
 /// Merges variables over the table of a file, and collects the errors in them.
 struct VariableMerger<'a> {
     texts: &'a mut SourceTexts,
-    errors: &'a mut Vec<Error>,
+    errors: &'a mut ErrorList,
     notes: &'a mut Vec<Note>,
     root: &'a mut TomlTable,
 }
@@ -204,7 +204,7 @@ impl VariableMerger<'_> {
     }
 
     fn report(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) {
-        self.errors.push(Error::new(self.texts, at, message, expected));
+        self.errors.add(|| Error::new(self.texts, at, message, expected));
     }
 
     fn note(&mut self, at: TextRange, message: &str) {

@@ -1,6 +1,7 @@
 //! The errors of a policy, shown so that a newcomer can correct them.
 
 use std::fmt;
+use std::sync::LazyLock;
 
 use crate::document::{SourceKind, SourceTexts, TextRange};
 use crate::nearest::similar;
@@ -8,12 +9,14 @@ use crate::printable::{printable, printable_lines};
 use crate::settings;
 
 /// The most errors that are shown at once. Further ones are only counted.
-const MAX_ERRORS: usize = 50;
+pub(crate) const MAX_ERRORS: usize = 50;
 /// The most characters of a line that are shown before and after the place of an error.
 const MAX_CHARS_BEFORE: usize = 60;
 const MAX_CHARS_AFTER: usize = 60;
 /// The most lines above a place that are searched for the list or the section that it is in.
 const MAX_LINES_ABOVE: usize = 1100;
+/// The most bytes of a line that is searched for secrets. A longer one isn't shown.
+const MAX_SEARCHED_LINE: usize = 16 << 10;
 /// The replacement for a secret.
 const MASK: &str = "…";
 
@@ -139,6 +142,8 @@ impl Error {
         message: String,
         expected: String,
     ) -> Self {
+        #[cfg(test)]
+        tests::EXCERPTS.with(|count| count.set(count.get() + 1));
         let text = texts.get(at);
         let begins = text.line_start(at.start);
         let ends = text.body[at.start..].find('\n').map_or(text.body.len(), |length| at.start + length);
@@ -244,6 +249,9 @@ pub(crate) const WEBHOOK: &str = "webhook";
 /// The offset of a text that may be a secret: the value of a key that reads like one, or that the lines above announce,
 /// unless it only says where the secret is.
 fn secret_start(above: &str, line: &str) -> Option<usize> {
+    if line.len() > MAX_SEARCHED_LINE {
+        return Some(0);
+    }
     let header = [line]
         .into_iter()
         .chain(above.lines().rev().take(MAX_LINES_ABOVE))
@@ -276,8 +284,11 @@ fn secret_item_start(above: &str, line: &str, is_in_alert: bool) -> Option<usize
     }
     let mut before = above.lines().rev().take(MAX_LINES_ABOVE).map(str::trim);
     let opens = before.find(|line| !line.is_empty() && !line.starts_with(['"', '\'', '#', ']']))?;
-    let is_list = |equals: usize| names_secret(opens, equals, is_in_alert) && opens.ends_with(['[', ',']);
-    let is_secret = opens.match_indices('=').any(|(equals, _)| is_list(equals)) || opens.starts_with('[');
+    let is_list = opens.ends_with(['[', ',']) && {
+        let mut keys = opens.match_indices('=');
+        opens.len() > MAX_SEARCHED_LINE || keys.any(|(equals, _)| names_secret(opens, equals, is_in_alert))
+    };
+    let is_secret = is_list || opens.starts_with('[');
     (is_secret && !is_secret_source(&format!("[{begin}"))).then_some(0)
 }
 
@@ -298,11 +309,11 @@ fn is_of_alert(line: &str) -> bool {
 /// True if the key before an equals sign reads like that of a secret. In an alert, any key may be a misspelled
 /// `webhook` or `telegram`, unless it is another one.
 fn names_secret(line: &str, equals: usize, is_in_alert: bool) -> bool {
-    let is_alert_key = |key: &String| {
-        let tables = ["alert.*", "alert.*.telegram"];
-        let mut known = tables.iter().flat_map(|table| settings::table_keys(table));
-        known.any(|known| known == key && !["webhook", "telegram"].contains(&known))
-    };
+    static ALERT_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| {
+        let keys = ["alert.*", "alert.*.telegram"].into_iter().flat_map(settings::table_keys);
+        keys.filter(|key| !["webhook", "telegram"].contains(key)).collect()
+    });
+    let is_alert_key = |key: &String| ALERT_KEYS.contains(&key.as_str());
     let parts = key_parts(line, equals);
     parts.iter().any(|part| is_secret_name(part)) || is_in_alert && !parts.last().is_some_and(is_alert_key)
 }
@@ -336,9 +347,8 @@ fn is_secret_name(key: &str) -> bool {
         return true;
     }
     // The name of a setting isn't a misspelling: `header` isn't `bearer`.
-    let is_setting = || settings::all().any(|setting| setting.path().split('.').any(|name| name == key));
     let alike = SECRETS.iter().any(|word| key.contains(word)) || similar(key, SECRETS).is_some();
-    alike && !is_setting()
+    alike && !settings::has_word(key)
 }
 
 /// True if a value only says where secrets are.
@@ -423,7 +433,40 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// All errors of a policy, in the order of the file. `Display` shows at most 50 of them, and their number.
+/// Errors as a reader finds them. Those after the first 50 are only counted, so that thousands of them cost little.
+#[derive(Debug, Default)]
+pub(crate) struct ErrorList {
+    kept: Vec<Error>,
+    omitted: usize,
+}
+
+impl ErrorList {
+    /// Counts an error. It is only made, and then returned, if it is kept.
+    pub(crate) fn add(&mut self, make: impl FnOnce() -> Error) -> Option<&mut Error> {
+        if self.kept.len() == MAX_ERRORS {
+            self.omitted += 1;
+            return None;
+        }
+        Some(self.kept.push_mut(make()))
+    }
+
+    /// The error that was counted after `before` others, if it was kept.
+    pub(crate) fn after(&mut self, before: usize) -> Option<&mut Error> {
+        self.kept.get_mut(before)
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.kept.len() + self.omitted
+    }
+}
+
+impl From<Error> for ErrorList {
+    fn from(error: Error) -> Self {
+        Self { kept: vec![error], omitted: 0 }
+    }
+}
+
+/// The errors of a policy, in the order of the file: the first 50 that were found, and their number.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Errors {
     errors: Vec<Error>,
@@ -432,12 +475,10 @@ pub struct Errors {
 
 impl Errors {
     /// Sorts the errors by their place in the file, then by the variables' names.
-    pub(crate) fn new(mut list: Vec<Error>) -> Self {
-        list.sort_by(|left, right| left.0.location.sort_key().cmp(&right.0.location.sort_key()));
-        list.dedup();
-        let more = list.len().saturating_sub(MAX_ERRORS);
-        list.truncate(MAX_ERRORS);
-        Self { errors: list, omitted: more }
+    pub(crate) fn new(ErrorList { kept: mut errors, omitted }: ErrorList) -> Self {
+        errors.sort_by(|left, right| left.0.location.sort_key().cmp(&right.0.location.sort_key()));
+        errors.dedup();
+        Self { errors, omitted }
     }
 
     /// The errors, at most 50.
@@ -445,10 +486,14 @@ impl Errors {
         self.errors.iter()
     }
 
-    /// The errors in one line: the place and the message of each, without the text of the policy.
+    /// The errors in one line: the place of each, and what is expected there. No value of the policy is repeated, since
+    /// it may be a secret.
     pub fn brief(&self) -> String {
-        let errors: Vec<String> =
-            self.errors.iter().map(|error| format!("{}: {}", error.location(), error.message())).collect();
+        let brief = |error: &Error| match error.expected() {
+            "" => error.location().to_string(),
+            expected => format!("{}: expected {expected}", error.location()),
+        };
+        let errors: Vec<String> = self.errors.iter().map(brief).collect();
         match self.omitted {
             0 => errors.join("; "),
             omitted => format!("{}; {omitted} more", errors.join("; ")),

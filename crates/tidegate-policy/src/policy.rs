@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::alerts::AlertConfig;
+use crate::alerts::{AlertConfig, WebhookPlace};
 use crate::builder::PolicyBuilder;
 use crate::edit::LimitSections;
 use crate::environment::EnvVars;
 use crate::error::{Errors, Note};
 use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
+use crate::secret::SecretSource;
 use crate::sections::{AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig};
 use crate::store::StoreConfig;
 
@@ -247,6 +248,37 @@ impl Policy {
     /// prints them.
     pub fn notes(&self) -> &[Note] {
         &self.notes
+    }
+
+    /// The places of the secrets that a server reads at its start, each with its setting, such as `admin.token`. Tokens of
+    /// listeners that are off aren't read.
+    pub fn secrets(&self) -> Vec<(String, &SecretSource)> {
+        let (api, admin) = (&self.api, &self.admin);
+        let mut found = Vec::new();
+        let mut add = |setting: &str, source| found.push((setting.to_owned(), source));
+        self.store.hash_key.iter().for_each(|source| add("store.hash_key", source));
+        api.listen.and(api.token.as_ref()).into_iter().for_each(|source| add("api.token", source));
+        if admin.listen.is_some() {
+            admin.token.iter().for_each(|source| add("admin.token", source));
+            admin.tokens.iter().for_each(|token| add(&format!("admin.tokens.{}", token.name), &token.source));
+        }
+        if let Some(outbound) = &self.outbound {
+            outbound.listen.and(outbound.token.as_ref()).into_iter().for_each(|source| add("outbound.token", source));
+            for provider in outbound.providers() {
+                let section = format!("outbound.provider.{}", provider.name);
+                provider.credentials.iter().for_each(|source| add(&format!("{section}.credentials"), source));
+                let secrets = provider.login.iter().flat_map(|login| &login.secrets);
+                secrets.for_each(|(name, source)| add(&format!("{section}.login.secrets.{name}"), source));
+            }
+        }
+        for alert in &self.alerts {
+            if let Some(WebhookPlace::Secret(source)) = alert.webhook.as_ref().map(|webhook| &webhook.place) {
+                add(&format!("alert.{}.webhook", alert.name), source);
+            }
+            let telegram = alert.telegram.iter();
+            telegram.for_each(|telegram| add(&format!("alert.{}.telegram.token", alert.name), &telegram.token));
+        }
+        found
     }
 
     /// The plan that the engine runs for incoming calls.

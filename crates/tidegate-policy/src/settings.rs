@@ -35,6 +35,7 @@
 
 pub(crate) mod key;
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::sync::LazyLock;
 
@@ -173,6 +174,13 @@ pub(crate) fn table_keys(table: &str) -> Vec<&'static str> {
     // The settings below one key stand together.
     keys.dedup();
     keys
+}
+
+/// True if a word is part of a setting's path.
+pub(crate) fn has_word(word: &str) -> bool {
+    static WORDS: LazyLock<HashSet<&str>> =
+        LazyLock::new(|| all().flat_map(|setting| setting.path.split('.')).collect());
+    WORDS.contains(word)
 }
 
 pub(crate) fn find(path: &str) -> Option<&'static Setting> {

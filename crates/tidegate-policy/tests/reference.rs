@@ -15,7 +15,7 @@ const INTRODUCTION: &str = "\
 Every setting of a policy. The page is generated from the program's own list, and a test compares them.
 
 A policy is a TOML file, `./tidegate.toml` unless the command names another. `tidegate check` reads it, reports mistakes
-with their line and column, and says in words what each limit admits. Each setting has an environment variable that
+with their line and column, says in words what each limit admits, and notes secrets that can't be read here. Each setting has an environment variable that
 overrides the file: `TIDEGATE__` and the path in capitals, joined by two underscores. `NAME` stands for the name of an action,
 a provider or an alert. [.env.example](../.env.example) lists them all.
 

@@ -50,11 +50,8 @@ fn shown_urls_have_hosts_and_no_login() {
         ("redis://:hunter2@[::1]:6379", "redis://[::1]:6379"),
         ("redis-sentinel://:hunter2@a:1,b/main", "redis-sentinel://a:1,b:26379"),
         ("mysql://hunter2:hunt@er2@db/limits?tls=hunter2", "mysql://db:3306"),
-        ("redis://:hunter2", "redis://…"),
         ("redis://:9/hunter2@db", "redis://…"),
-        ("redis://h:9?hunter2@db", "redis://…"),
         ("postgres://db/limits?password=@hunter2", "postgres://…"),
-        ("mongodb://hunter2:hunter2@", "mongodb://…"),
     ] {
         assert_eq!(load(&format!("[store]\nurl = \"{url}\"\n")).store().url.to_string(), shown, "{url}");
     }

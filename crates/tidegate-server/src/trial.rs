@@ -7,14 +7,16 @@ use serde::Serialize;
 use tidegate::Time;
 use tidegate_core::time::UtcText;
 use tidegate_core::{LimitId, LimitKind};
+use tidegate_policy::document::nearest;
 use tidegate_policy::{ActionId, EditedLimit, KeyPart, LimitTermsError, Plan, Policy};
 use tidegate_replay::{JudgedCalls, format_percent, judge_calls};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::request_history::{REMEMBERED, RememberedCalls, RequestHistory};
 use crate::states::SharedParts;
-use crate::wire::decision_request::nearest;
 
+/// The most bytes of the terms that are tried.
+pub(crate) const MAX_TERMS: usize = 4000;
 /// The name of the limits of `inbound.global`, in place of an action.
 pub(crate) const GLOBAL: &str = "global";
 
@@ -150,6 +152,9 @@ impl Trial {
         let is_concurrency =
             |plan: &Plan| matches!(plan.limits().get(limit).map(|limit| limit.kind()), Some(LimitKind::Concurrency(_)));
         let terms = |message: String| TrialError::Field("terms", message);
+        if request.terms.len() > MAX_TERMS {
+            return Err(terms(format!("`terms` has {} bytes; at most {MAX_TERMS} are tried", request.terms.len())));
+        }
         let edited = policy.with_limit_terms(limit, &request.terms).map_err(|error| match error {
             LimitTermsError::FixedKey { key } => terms(format!(
                 "`{key}` can't be tried, because requests are remembered with hashes of their keys only; the terms are \

@@ -41,7 +41,9 @@ impl VariableMerger<'_> {
                 continue;
             }
             let outcome = if secret { self.set_credentials(&name, at) } else { self.set_for_all_providers(at, known) };
-            self.errors.extend(outcome.err());
+            if let Err(error) = outcome {
+                self.errors.add(|| error);
+            }
         }
     }
 

@@ -1,5 +1,13 @@
+use std::cell::Cell;
+
 use super::*;
+use crate::{Policy, PolicySources};
 use proptest::prelude::*;
+
+thread_local! {
+    /// The number of excerpts that this thread has made.
+    pub(super) static EXCERPTS: Cell<usize> = const { Cell::new(0) };
+}
 
 #[test]
 fn excerpts_hide_secrets() {
@@ -44,7 +52,6 @@ fn excerpts_hide_secrets() {
 /// An alert's URL or token under any key but the right one.
 #[test]
 fn misspelled_keys_of_alerts_show_no_secret() {
-    use crate::{Policy, PolicySources};
     const URL: &str = "\"https://hooks.slack.com/services/T0/hunter2\"";
     const TOKEN: &str = "\"1:hunter2\"";
     let lines = [
@@ -90,11 +97,48 @@ fn misspelled_keys_of_alerts_show_no_secret() {
 
 #[test]
 fn known_values_of_alerts_are_shown() {
-    use crate::{Policy, PolicySources};
     let text = "[alert.ops]\non = \"blockd\"\nlog = true\n";
     let errors = Policy::load(PolicySources::new().file("t", text)).unwrap_err();
     assert!(errors.to_string().contains("2 | on = \"blockd\""), "{errors}");
-    assert_eq!(errors.brief(), "t:2:6: unknown event `blockd`");
+}
+
+#[test]
+fn brief_errors_repeat_no_value() {
+    let text = "[alert.ops]\non = \"hunter2\"\nlog = true\n[inbound.action.a]\nlimit = \"hunter2\"\nkey = [\"hunter2\"]\n\
+        [inbound]\nupstream = \"hunter2\"\nlisten = \"hunter2\"\n[log]\nlevel = \"hunter2\"\n[outbound.provider.b]\n\
+        preset = \"hunter2\"\n[inbound.caps]\nbody = \"hunter2\"\n";
+    let errors = Policy::load(PolicySources::new().file("t", text)).unwrap_err();
+    assert!(errors.count() >= 7 && errors.to_string().contains("hunter2"), "{errors}");
+    assert!(!errors.brief().contains("hunter2"), "{}", errors.brief());
+    assert!(errors.brief().starts_with("t:2:6: expected `blocked`, `flood`"), "{}", errors.brief());
+}
+
+#[test]
+fn only_shown_errors_cost_an_excerpt() {
+    const COUNT: usize = 20_000;
+    let lines = |line: &dyn Fn(usize) -> String| (0..COUNT).map(line).collect::<String>();
+    for text in [
+        format!("[inbound]\n{}", lines(&|number| format!("unknown{number} = 1\n"))),
+        format!("[inbound.action.a]\nlimit = {{ {} }}\n", lines(&|number| format!("x{number}=1,"))),
+        format!("[inbound.action.a]\nlimit = \"1/s\"\npenalty = {{ {} }}\n", lines(&|number| format!("x{number}=1,"))),
+        lines(&|number| format!("[inbound.action.a{number}]\nlimit = \"five\"\n")),
+        lines(&|_| "not toml\n".to_owned()),
+        format!("[inbound]\n[log]\n[inbound]\n{}", lines(&|_| "listen = 1\n".to_owned())),
+    ] {
+        let before = EXCERPTS.get();
+        let errors = Policy::load(PolicySources::new().file("t", &text)).unwrap_err();
+        let made = EXCERPTS.get() - before;
+        assert!(made <= MAX_ERRORS, "{made} of {}: {}", errors.count(), &text[..60]);
+        assert!(errors.iter().len() <= MAX_ERRORS && errors.to_string().len() < 100_000);
+    }
+}
+
+#[test]
+fn long_lines_are_not_searched_for_secrets() {
+    let line = "a=".repeat(MAX_SEARCHED_LINE / 2);
+    assert_eq!(secret_start("", &line), None);
+    assert_eq!(secret_start("", &format!("{line}x")), Some(0));
+    assert_eq!(secret_start(&format!("{line}x = ["), "\"hunter2\""), Some(0));
 }
 
 #[test]

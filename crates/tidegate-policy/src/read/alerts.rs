@@ -123,7 +123,7 @@ impl DocumentReader<'_> {
 
     /// Checks that an alert has events and a sink, and no setting without an effect.
     fn check_alert(&mut self, table: &TomlTable, at: TextRange, on: &[AlertTrigger], has_metrics: bool) -> bool {
-        let before = self.errors.len();
+        let before = self.errors.count();
         let name = quoted(&self.section_name);
         if on.is_empty() && !self.has_misspelling_of(table, PATH, "on") {
             let message = format!("the alert {name} has no event in `on`, so it would report nothing");
@@ -152,7 +152,7 @@ impl DocumentReader<'_> {
             let message = format!("`{}` needs the counts of decisions, which admin.metrics turns off", trigger.name());
             self.report(at, message, "admin.metrics = true from the start of the program, or another event");
         }
-        self.errors.len() == before
+        self.errors.count() == before
     }
 
     fn triggers(&mut self, node: &TomlNode) -> Option<Vec<AlertTrigger>> {

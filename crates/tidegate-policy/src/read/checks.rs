@@ -67,7 +67,7 @@ impl DocumentReader<'_> {
     pub(super) fn check_name(&mut self, name: &str, at: TextRange, what: &str) -> bool {
         let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
         let expected = "letters, digits, and single _ - . between them";
-        let article = if what == "provider" { "a" } else { "an" };
+        let article = if what.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
         let (message, expected) = if name.is_empty() {
             (format!("the {what} has no name"), expected)
         } else if name.len() > MAX_NAME {

@@ -20,6 +20,7 @@ mod replies;
 mod resilience;
 mod server;
 mod store;
+mod store_url;
 mod tokens;
 mod urls;
 mod values;
@@ -34,7 +35,7 @@ use crate::document::{
 };
 use crate::edit::LimitSections;
 use crate::environment::{EnvVars, apply_variables, is_secret_key};
-use crate::error::{Error, Errors, Note, is_secret_source, quoted};
+use crate::error::{Error, ErrorList, Errors, MAX_ERRORS, Note, is_secret_source, quoted};
 use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
 use crate::plan::Plan;
@@ -63,14 +64,14 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars, predecessor: Option<
     let mut texts = SourceTexts::default();
     let mut root = parse_file(&mut texts, name, body).map_err(Errors::new)?;
     let is_empty = root.entries.is_empty();
-    let (mut errors, mut notes) = (Vec::new(), Vec::new());
+    let (mut errors, mut notes) = (ErrorList::default(), Vec::new());
     apply_variables(&mut texts, &mut errors, &mut notes, &mut root, env);
     let whole = texts.add(SourceText::new(SourceKind::File, name, "", false));
     let presets = root.get("outbound").map(|_| preset::load_presets(&mut texts)).unwrap_or_default();
     let mut reader =
         DocumentReader { errors, notes, presets, predecessor, ..DocumentReader::with_texts(&texts, whole) };
     match reader.policy(&root) {
-        Some(policy) if reader.errors.is_empty() => {
+        Some(policy) if reader.errors.count() == 0 => {
             Ok(Policy { source: Some(Arc::new(LimitSections::new(texts, root))), is_empty, ..policy })
         }
         _ => Err(Errors::new(reader.errors)),
@@ -86,7 +87,7 @@ pub(crate) fn plan(texts: &SourceTexts, root: &TomlTable, predecessor: &Policy) 
         ..DocumentReader::with_texts(texts, texts.last_range())
     };
     match reader.plan(root, (inbound.path_quirks, inbound.ambiguous_paths), Some(store)) {
-        Some(plan) if reader.errors.is_empty() => Ok(Plan { ipv6_prefix: predecessor.plan().ipv6_prefix, ..plan }),
+        Some(plan) if reader.errors.count() == 0 => Ok(Plan { ipv6_prefix: predecessor.plan().ipv6_prefix, ..plan }),
         _ => Err(Errors::new(reader.errors)),
     }
 }
@@ -103,7 +104,7 @@ pub(crate) fn default_log() -> LogConfig {
 #[derive(Debug)]
 pub struct DocumentReader<'t> {
     texts: &'t SourceTexts,
-    errors: Vec<Error>,
+    errors: ErrorList,
     notes: Vec<Note>,
     /// The name of the action or provider that is being read, for errors.
     section_name: String,
@@ -119,12 +120,14 @@ pub struct DocumentReader<'t> {
     predecessor: Option<&'t Policy>,
 }
 
-/// An error that was reported.
-struct Reported<'e>(&'e mut Error);
+/// An error that was reported; `None` if it is only counted.
+struct Reported<'e>(Option<&'e mut Error>);
 
 impl Reported<'_> {
-    fn help(self, help: impl Into<String>) -> Self {
-        self.0.add_help(help);
+    fn help(mut self, help: impl Into<String>) -> Self {
+        if let Some(error) = &mut self.0 {
+            error.add_help(help);
+        }
         self
     }
 
@@ -157,7 +160,7 @@ impl<'t> DocumentReader<'t> {
     pub(crate) fn with_texts(texts: &'t SourceTexts, full_range: TextRange) -> Self {
         Self {
             texts,
-            errors: Vec::new(),
+            errors: ErrorList::default(),
             notes: Vec::new(),
             section_name: NAME_PLACEHOLDER.to_owned(),
             presets: TomlTable::default(),
@@ -173,7 +176,7 @@ impl<'t> DocumentReader<'t> {
     /// # Errors
     /// All errors that were reported.
     pub fn finish(self) -> Result<(), Errors> {
-        if self.errors.is_empty() { Ok(()) } else { Err(Errors::new(self.errors)) }
+        if self.errors.count() == 0 { Ok(()) } else { Err(Errors::new(self.errors)) }
     }
 }
 
@@ -220,12 +223,12 @@ impl DocumentReader<'_> {
 
     /// Reports keys of the table that are not `known`; errors call the table `called`. Returns true if there were none.
     pub fn check_names(&mut self, table: &TomlTable, called: &str, known: &[&str]) -> bool {
-        let before = self.errors.len();
+        let before = self.errors.count();
         for entry in unknown_entries(table, known) {
             let message = format!("unknown key {} in {called}", quoted(&entry.key));
             self.report_unknown(entry.key_at, &message, &entry.key, known);
         }
-        self.errors.len() == before
+        self.errors.count() == before
     }
 
     /// Reports that something is missing from the document.
@@ -245,12 +248,12 @@ impl DocumentReader<'_> {
 
     /// Reports an error to which help can be added.
     fn error(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) -> Reported<'_> {
-        Reported(self.errors.push_mut(Error::new(self.texts, at, message, expected)))
+        Reported(self.errors.add(|| Error::new(self.texts, at, message, expected)))
     }
 
     /// Reports an error at a place that may hold a secret.
     fn hidden_error(&mut self, at: TextRange, message: impl Into<String>, expected: impl Into<String>) -> Reported<'_> {
-        Reported(self.errors.push_mut(Error::hiding_secret(self.texts, at, at, message, expected)))
+        Reported(self.errors.add(|| Error::hiding_secret(self.texts, at, at, message, expected)))
     }
 
     fn wrong_type(&mut self, node: &TomlNode, key: &str, expected: impl Into<String>) -> Reported<'_> {
@@ -265,16 +268,21 @@ impl DocumentReader<'_> {
     /// Reports keys that the table of this path doesn't have.
     fn check_keys(&mut self, table: &TomlTable, path: &str) {
         let known = settings::table_keys(path);
+        let mut errors = std::mem::take(&mut self.errors);
         for entry in unknown_entries(table, &known) {
-            self.errors.push(self.unknown_key(entry, path, &known));
+            errors.add(|| self.unknown_key(entry, path, &known));
         }
+        self.errors = errors;
     }
 
     /// Returns true if an unknown key of the table is probably a misspelling of this one. The missing key is then not
     /// reported.
     fn has_misspelling_of(&self, table: &TomlTable, path: &str, key: &str) -> bool {
         let known = settings::table_keys(path);
-        unknown_entries(table, &known).any(|entry| nearest(&entry.key, known.iter().copied()) == Some(key))
+        // Of further unknown keys, no error is shown.
+        unknown_entries(table, &known)
+            .take(MAX_ERRORS)
+            .any(|entry| nearest(&entry.key, known.iter().copied()) == Some(key))
     }
 
     fn unknown_key(&self, entry: &TomlEntry, path: &str, known: &[&'static str]) -> Error {

@@ -8,7 +8,7 @@ use tidegate_core::{LeaseSpec, OnOutage, Sharing, Span};
 
 use super::actions::RULES;
 use super::forms::{Bytes, Custom, DURATION, Maybe, OrWord, SECRET, Whole, Words};
-use super::{DocumentReader, Reported};
+use super::{DocumentReader, Reported, store_url};
 use crate::document::{TomlNode, TomlTable};
 use crate::error::quoted;
 use crate::nearest::nearest;
@@ -97,7 +97,11 @@ impl DocumentReader<'_> {
         }
         match URL_SCHEMES.iter().find(|(known, _)| *known == scheme) {
             Some((_, engine)) if rest.len() > "://".len() && rest.starts_with("://") => {
-                Some(StoreUrl::Server(*engine, Secret::new(text)))
+                match store_url::find_fault(scheme, &rest["://".len()..]) {
+                    None => Some(StoreUrl::Server(*engine, Secret::new(text))),
+                    // A password may be anywhere in a wrong URL.
+                    Some((message, expected)) => self.hidden_error(node.at, message, expected).none(),
+                }
             }
             Some(_) => {
                 let message = format!("`url` begins with {scheme}, but names no server");
@@ -188,4 +192,59 @@ fn lease_age(reader: &mut DocumentReader<'_>, node: &TomlNode, key: &str) -> Opt
         return reader.error(node.at, "`max_age` is longer than a minute", "a duration of at most \"1m\"").none();
     }
     Some(span)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Policy, PolicySources};
+
+    #[test]
+    fn urls_that_no_store_can_use_are_errors() {
+        for (url, message) in [
+            ("redis://h:99999", "port"),
+            ("redis://h:0", "port"),
+            ("redis://h:", "port"),
+            ("redis://:hunter2", "host"),
+            ("redis://h:9?hunter2@db", "parameters"),
+            ("mongodb://hunter2:hunter2@", "host"),
+            ("redis://:hunter2@a,b", "several servers"),
+            ("redis://:hunter2@h:6379/notanumber", "database"),
+            ("redis:///user:hunter2@h:6379 x", "port"),
+            ("redis://:hunter2@", "host"),
+            ("rediss://:hunter2@h?db=3", "parameters"),
+            ("redis-cluster://a:1,b:x", "port"),
+            ("redis-sentinel://:hunter2@h", "service"),
+            ("redis-sentinel://h/", "service"),
+            ("redis-sentinel://h/main/x", "database"),
+            ("postgres://h:xx/db", "port"),
+            ("postgres://user:hunter2@a b/db", "host"),
+            ("mysql://user:hunter2@[::g]/db", "host"),
+            ("mongodb://user:hunter2@a,b:x/db", "port"),
+        ] {
+            let text = format!("[store]\nurl = \"{url}\"\n");
+            let errors = Policy::load(PolicySources::new().file("t", text)).expect_err(url);
+            let error = errors.iter().next().expect("an error");
+            assert!(error.message().contains(message), "{url}: {error}");
+            assert_eq!((errors.count(), error.location().to_string()), (1, "t:2:7".to_owned()), "{url}");
+            assert!(!errors.to_string().contains("hunter2"), "{errors}");
+        }
+    }
+
+    #[test]
+    fn usual_store_urls_are_valid() {
+        for url in [
+            "redis://localhost",
+            "redis://:pa/ss@h:6379/3/",
+            "rediss://[::1]:7000",
+            "redis-cluster://a:1,b,c:3",
+            "redis-sentinel://u:p%40ss@a,b:5/main/2",
+            "mysql://root@db_1/tidegate?ssl-mode=REQUIRED",
+            "postgres:///db?host=/run/postgresql",
+            "mongodb://a:1,b:2/db?replicaSet=main",
+            "mongodb://%2Frun%2Fmongo.sock/db",
+        ] {
+            let text = format!("[store]\nurl = \"{url}\"\n");
+            Policy::load(PolicySources::new().file("t", text)).unwrap_or_else(|errors| panic!("{errors}"));
+        }
+    }
 }

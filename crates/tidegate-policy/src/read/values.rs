@@ -53,11 +53,10 @@ impl DocumentReader<'_> {
 
     /// Adds a help text to the first error of `read`.
     pub(super) fn with_help<T>(&mut self, help: String, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
-        let before = self.errors.len();
+        let before = self.errors.count();
         let found = read(self);
-        if self.errors.len() > before {
-            let error = self.errors.remove(before);
-            self.errors.insert(before, error.help(help));
+        if let Some(error) = self.errors.after(before) {
+            error.add_help(help);
         }
         found
     }

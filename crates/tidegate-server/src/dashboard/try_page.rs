@@ -13,7 +13,7 @@ use super::{Caller, Page, View, csrf_response, html as html_response, words};
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
 use crate::rejections::RejectionReason;
-use crate::trial::{GLOBAL, IntervalReport, TermsReport, TrialError, TrialReport, TrialRequest, run_trial};
+use crate::trial::{GLOBAL, IntervalReport, MAX_TERMS, TermsReport, TrialError, TrialReport, TrialRequest, run_trial};
 use crate::wire::admin::AdminState;
 use crate::wire::decision_request::decode;
 use crate::wire::http_api::collect_body;
@@ -127,7 +127,7 @@ fn form_card(view: &View<'_>, form: &Form, tried: Option<&Result<TrialReport, Tr
             }
             p {
                 label for="terms" { "Terms" }
-                textarea id="terms" name="terms" rows="3" required maxlength="4000" spellcheck="false" autocomplete="off"
+                textarea id="terms" name="terms" rows="3" required maxlength=(MAX_TERMS) spellcheck="false" autocomplete="off"
                     aria-describedby={ "terms-help" @if error.is_some() { " terms-error" } }
                     aria-invalid=[error.map(|_| "true")] { (form.terms.as_deref().unwrap_or(&present)) }
                 span class="muted" id="terms-help" {

@@ -32,8 +32,9 @@ use crate::refused_clients::MAX_REPORTED;
 use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::admin::changes::Change;
-use crate::wire::decision_request::{DecisionRequestError, decode, nearest, set_once};
+use crate::wire::decision_request::{DecisionRequestError, decode, set_once};
 use crate::wire::http_api::{bad_request, is_api_path};
+use tidegate_policy::document::nearest;
 
 /// The time in which the store must answer, or the gate counts as not ready.
 const STORE_TIMEOUT: Duration = Duration::from_secs(1);

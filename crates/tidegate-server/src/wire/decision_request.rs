@@ -12,6 +12,7 @@ use serde_json::error::Category;
 use tidegate::policy::{Query, parse_duration};
 use tidegate::{PermitId, Span};
 use tidegate_core::MAX_COST;
+use tidegate_policy::document::nearest;
 
 /// The fields of a decision request. In a query string `header:NAME` stands for any header; in JSON headers are an
 /// object.
@@ -66,15 +67,6 @@ impl DecisionRequestError {
         };
         Self { field: Some(field), message, nearest }
     }
-}
-
-/// The most similar name. `None` if no name is similar.
-pub(crate) fn nearest<'n>(found: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
-    names
-        .map(|name| (strsim::damerau_levenshtein(&found.to_ascii_lowercase(), name), name))
-        .filter(|(distance, name)| *distance <= name.len().max(3) / 3)
-        .min()
-        .map(|(_, name)| name)
 }
 
 impl<'a> DecisionRequest<'a> {

@@ -36,8 +36,9 @@ use crate::rejections::RejectionReason;
 use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::admin::is_admin_path;
-use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
+use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::forward_auth::{self, ForwardAuthWarnings};
+use tidegate_policy::document::nearest;
 
 /// The maximum size of a decision request in bytes. One with eight long key parts has a few hundred bytes.
 const MAX_REQUEST_BYTES: usize = 16 << 10;

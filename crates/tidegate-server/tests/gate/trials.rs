@@ -212,6 +212,7 @@ async fn wrong_trials_name_their_field() {
         ("page", "", "1 par 60s", "terms", "terms:1:"),
         ("page", "", "key = [\"key\"]", "terms", "`key` can't be tried"),
         ("login", "1", "limit = [\"1 per 60s\"]", "terms", "change the names of limits"),
+        ("page", "", &"a = 1\n".repeat(800), "terms", "at most 4000"),
         ("slow", "", "5 in flight", "terms", "calls in flight can't be tried"),
     ] {
         let answer = try_terms(&gate, action, limit, terms).await;

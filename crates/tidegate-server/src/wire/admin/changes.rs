@@ -10,6 +10,7 @@ use serde_json::json;
 use tidegate::outbound::Provider;
 use tidegate::store::Store;
 use tidegate_core::Clock;
+use tidegate_policy::document::nearest;
 
 use super::{ALERTS, AdminState, PROVIDERS};
 use crate::access::Identity;
@@ -21,7 +22,7 @@ use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, json_response};
 use crate::rejections::RejectionReason;
 use crate::reload::{ReloadError, ReloadHandle};
-use crate::wire::decision_request::{DecisionRequest, DecisionRequestError, nearest};
+use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::http_api::{bad_request, check_error_response, collect_body, reset, validate};
 
 /// A change, as a path names it.
