@@ -281,7 +281,7 @@ fn commands_query_a_running_gate() {
         .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{admin}"))
         .env("TIDEGATE__API__TOKEN", "env:API_TOKEN")
         .env("API_TOKEN", "s3cret");
-    let _gate = ChildProcess::start(command, scratch, admin);
+    let gate = ChildProcess::start(command, scratch, admin);
     let url = format!("http://127.0.0.1:{api}");
     let ask = |arguments: &[&str]| {
         let more = ["--url", &url, "--token-env", "API_TOKEN"];
@@ -314,6 +314,12 @@ fn commands_query_a_running_gate() {
     let (status, text) = ask(&["reset", "--ip", "203.0.113.7"]);
     assert_eq!(status, 0);
     assert!(text.starts_with("all actions: nothing was counted for this client\nnot reset, because"), "{text}");
+    assert!(!gate.read_file("stderr").contains("admin: changed"), "a URL can name the decision API");
+    let admin = format!("http://127.0.0.1:{admin}");
+    let (status, _, err) = run(&["status", "login", "--url", &admin]);
+    assert!(status == 2 && err.contains("/v1/status is a path of the decision API (api.listen)"), "{err}");
+    let (status, text) = ask(&["blocks"]);
+    assert!(status == 2 && text.contains("/v1/blocks is a path of the admin listener (admin.listen)"), "{text}");
     let (status, text) = ask(&["status", "otp", "--key", "a b&c=ü", "--ip", "::1"]);
     assert_eq!(status, 2);
     assert!(text.contains("`platform` is missing"), "{text}");
@@ -615,7 +621,7 @@ fn commands_change_the_state_of_a_running_gate() {
     let tokens = [("DASH", "look"), ("OPS", "s3cret")];
     let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     serve.args(["serve", "-c"]).arg(&file).envs(tokens);
-    let _gate = ChildProcess::start(serve, scratch, admin);
+    let gate = ChildProcess::start(serve, scratch, admin);
     let ask = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
         let output = command.args(arguments).args(["-c", &named]).envs(tokens).output().unwrap();
@@ -633,6 +639,14 @@ fn commands_change_the_state_of_a_running_gate() {
     assert!(status == 0 && text.starts_with("{\"blocked\":true,"), "{text}");
     let refused = ask(&[&["block"][..], &login, &["--for", "1m", "--token-env", "DASH"]].concat());
     assert_eq!(refused, (1, "error: the token `dash` is only for reading\n".to_owned()));
+    let (status, text) = ask(&[&["block"][..], &login, &["--for", "10"]].concat());
+    assert_eq!((status, text.as_str()), (2, "error: --for 10 has no unit: write 10s, 10m or 10h\n"));
+    let (status, text) = ask(&[&["block", "--for", "1h"][..], &login].concat());
+    assert!(status == 0 && text.starts_with("login: blocked for "), "{text}");
+    let (status, text) = ask(&[&["reset"][..], &login].concat());
+    assert!(status == 0 && text.starts_with("login: reset; "), "{text}");
+    let log = gate.read_file("stderr");
+    assert!(log.lines().any(|line| line.contains("change=\"reset\" action=login ip=203.0.113.7")), "{log}");
 
     let paused = "weather: paused; calls are refused until `tidegate resume weather`\n";
     assert_eq!(ask(&["pause", "weather"]), done(paused));
@@ -665,14 +679,19 @@ fn shells_get_completions_and_pages() {
     assert!(status == 0 && out.contains(".TH tidegate-replay 1"), "{out}");
     let (status, _, err) = run(&["man", "rplay"]);
     assert!(status == 2 && err.contains("no command rplay"), "{err}");
+    let (status, out, _) = run(&["man", "alert", "test"]);
+    let title = format!(".TH tidegate-alert-test 1 \" \" \"tidegate {}\" Tidegate\n", env!("CARGO_PKG_VERSION"));
+    assert!(status == 0 && out.contains(&title), "{out}");
+    let (_, out, _) = run(&["man", "block"]);
+    assert!(out.contains("\\-\\-for <DURATION>") && !out.contains("[\\fB\\-\\-ip\\fR]"), "{out}");
+    let (_, out, _) = run(&["completions", "fish"]);
+    assert!(out.lines().any(|line| line.contains("-l platform") && line.contains("mobile")), "{out}");
     let scratch = ScratchDir::new();
-    assert_eq!(run(&["man", "--out", scratch.path().to_str().unwrap()]).0, 0);
-    let pages: Vec<String> = std::fs::read_dir(scratch.path())
-        .unwrap()
-        .map(|page| page.unwrap().file_name().into_string().unwrap())
-        .collect();
-    assert!(
-        ["tidegate.1", "tidegate-serve.1", "tidegate-alert-test.1"].iter().all(|page| pages.iter().any(|p| p == page))
-    );
-    assert!(!pages.iter().any(|page| page.contains("help")), "{pages:?}");
+    let folder = scratch.path().join("share/man1");
+    assert_eq!(run(&["man", "--out", folder.to_str().unwrap()]).0, 0);
+    for page in ["tidegate.1", "tidegate-serve.1", "tidegate-alert-test.1"] {
+        assert!(folder.join(page).exists(), "{page}");
+    }
+    let mut pages = std::fs::read_dir(&folder).unwrap();
+    assert!(pages.all(|page| !page.unwrap().file_name().to_str().unwrap().contains("help")));
 }

@@ -241,8 +241,7 @@ impl Access {
         })
     }
 
-    /// The response to a denied request. Denials of web pages, and on the admin listener of wrong tokens, are counted and
-    /// logged.
+    /// The response to a denied request, which is counted and logged, unless it lacks the token of the API or the gateway.
     #[cold]
     pub(crate) fn denied_response<B>(
         &self,
@@ -251,16 +250,17 @@ impl Access {
         client: &ConnectionContext,
         now: Time,
     ) -> Response<ResponseBody> {
-        let section = self.listener.section();
+        let (section, access) = (self.listener.section(), &client.watch.access);
+        let host = request.headers().get(HOST).and_then(|host| host.to_str().ok());
+        let (ip, path) = (Some(client.address.ip().to_canonical()), Some(request.uri().path()));
+        let query = Query { ip, host, path, ..Query::default() };
         let (status, reason, message) = match denied {
             AccessError::NoHost => {
-                let (status, message) = HttpError::InvalidHost.status_and_message();
-                (status, RejectionReason::Host, message.to_owned())
+                self.refusals.log_invalid_request(now, HttpError::InvalidHost, &query, access);
+                return HttpError::InvalidHost.response();
             }
             AccessError::Token if self.listener != ListenerKind::Admin => return self.token_required_response(),
-            AccessError::Token => {
-                (StatusCode::UNAUTHORIZED, RejectionReason::Token, "the request has no valid token".to_owned())
-            }
+            AccessError::Token => (StatusCode::UNAUTHORIZED, RejectionReason::Token, "no valid token".to_owned()),
             AccessError::Host => (
                 StatusCode::MISDIRECTED_REQUEST,
                 RejectionReason::ForeignHost,
@@ -272,15 +272,8 @@ impl Access {
                 format!("requests of web pages are not served; {section}.hosts names the hosts whose pages may call"),
             ),
         };
-        let host = request.headers().get(HOST).and_then(|host| host.to_str().ok());
-        let (ip, path) = (Some(client.address.ip().to_canonical()), Some(request.uri().path()));
-        let query = Query { ip, host, path, ..Query::default() };
-        self.refusals.log_rejection(now, reason, &query, &message, &client.watch.access);
-        match denied {
-            AccessError::Token => self.token_required_response(),
-            AccessError::NoHost => HttpError::InvalidHost.response(),
-            AccessError::Host | AccessError::Origin => error(status, &message),
-        }
+        self.refusals.log_rejection(now, reason, &query, &message, access);
+        if denied == AccessError::Token { self.token_required_response() } else { error(status, &message) }
     }
 
     fn token_required_response(&self) -> Response<ResponseBody> {

@@ -33,6 +33,31 @@ that a client can choose. Histograms have buckets from 0.1 ms to 100 s. A grown 
 ";
 
 const QUERIES: &str = "
+## Rejected requests
+
+`tidegate_rejections_total` counts these by `reason`, at all listeners. Each also has a line `rejected` in the log, of which at most
+`log.refusals_per_second` are written in any second, and the reason in its line of the access log.
+
+| reason | request | status |
+| --- | --- | --- |
+| `head` | its head can't be read as HTTP/1.1: an invalid target, header, `Content-Length` or version | 400 |
+| `head_size` | its head has too many bytes or lines, or its target is too long | 431, 414 |
+| `head_timeout` | its head took longer than `inbound.timeouts.header` | 408 |
+| `head_displaced` | its unfinished head took the place or the memory that others needed | 503 |
+| `framing` | it has both `Content-Length` and `Transfer-Encoding`, or a coding other than `chunked` | 400 |
+| `target` | its target is neither a path nor an http URL | 400 |
+| `method` | `CONNECT` or `TRACE` | 405 |
+| `host` | its host is missing, invalid, or another one than that of its target | 400 |
+| `ambiguous_path`, `path_readings` | its [path](paths.md) can't be counted | 400 |
+| `missing_part`, `values`, `lookalike` | its [key](keys.md) can't be counted | 400 |
+| `foreign_host`, `web_page` | it comes from a web page, or by a name that isn't the listener's | 421, 403 |
+| `token`, `read_only` | on the admin listener: without a valid token, or without the right to change something; `read_only` is a line of changes | 401, 403 |
+
+Forward-auth answers with `api.deny_status` instead of 400. Not counted here: requests without a valid token to the decision API
+(401) and the gateway (407), questions with wrong fields (400, 404), paths and options that the gateway can't use (400, 404),
+connections over the cap of one client (503, a line of their own), and connections that end without an answer. Bodies that break off,
+are too slow or too large (400, 408, 413) come after the decision and count as decided.
+
 ## Useful queries
 
 | question | query |

@@ -308,9 +308,10 @@ fn judge_credentials(_: &AlertConfig, provider: &str, report: &ProviderReport) -
 
 fn judge_flood(alert: &AlertConfig, refusals: Totals, elapsed: Span) -> Judgement {
     // Before the first window is over, it also has the time before the start, without refusals.
-    let per_second = refusals.part.saturating_mul(1_000_000) / elapsed.max(FLOOD_WINDOW).as_micros();
-    let text = format!("{per_second} requests per second are refused");
-    Judgement { level: Level::of(per_second, alert.flood), text }
+    let micros = elapsed.max(FLOOD_WINDOW).as_micros();
+    let refused = refusals.part.saturating_mul(1_000_000);
+    let text = format!("{} requests per second are refused", refused / micros);
+    Judgement { level: Level::of(refused, alert.flood.saturating_mul(micros)), text }
 }
 
 fn judge_shadow(alert: &AlertConfig, limit: &str, calls: &Totals) -> Judgement {

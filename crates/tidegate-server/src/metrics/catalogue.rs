@@ -77,7 +77,7 @@ metrics! {
     DECISIONS: Counter "decisions" ["action", "limit", "outcome", "reason"]
         "Decisions that clients were given, each counted once. The outcome is allowed, refused, or shadow: admitted, but a limit in shadow mode would have refused it. Labels are empty if no action or no limit took part";
     REJECTIONS: Counter "rejections" ["reason"]
-        "Requests that were rejected before any decision, because they can't be counted, come from a web page, or lack the token (token) or the right to change something (read_only) on the admin listener. Also connections without a valid header of the PROXY protocol (proxy_header)";
+        "Requests that were rejected before any decision, by the reasons below";
     #[seconds]
     DECISION_TIME: Histogram "decision_duration" [] "The time of a decision, including the wait for the store";
 

@@ -178,9 +178,9 @@ async fn page<S: Store, C: Clock + Clone>(
     })
 }
 
-/// True for the paths of this listener, also for those of a provider or an alert.
+/// True for the paths of this listener except `/`, also for those of a provider or an alert.
 pub(crate) fn is_admin_path(path: &str) -> bool {
-    PATHS.contains(&path) || path.starts_with(PROVIDERS) || path.starts_with(ALERTS)
+    (path != "/" && PATHS.contains(&path)) || path.starts_with(PROVIDERS) || path.starts_with(ALERTS)
 }
 
 /// The paths of the listener.

@@ -139,14 +139,16 @@ async fn answers_without_a_decision_are_marked() {
     for mode in ["all", "refused"] {
         let (lines, _guard) = capture("json");
         let gate = start(nobody(), &format!("{POLICY}\"{mode}\"\n")).await;
-        for question in ["/v1/status?action=account&key=sk_s3cret&ip=192.0.2.7", "/v1/explain?path=/no&method=GET"] {
+        for question in
+            ["/v1/status?action=account&key=sk_s3cret&ip=192.0.2.7", "/v1/explain?path=/no&method=GET&ip=192.0.2.9"]
+        {
             assert_eq!(status(&once(gate.api, get(question)).await), 200);
         }
         let reset = r#"{"ip":"192.0.2.8"}"#;
         assert_eq!(status(&once(gate.api, post("/v1/reset", reset)).await), 200);
         let expected = [
             json!(["GET", "/v1/status", "answered", "192.0.2.7", "sk_s…(9)", null, "account"]),
-            json!(["GET", "/v1/explain", "answered", "127.0.0.1", null, null, "no"]),
+            json!(["GET", "/v1/explain", "answered", "192.0.2.9", null, null, "no"]),
             json!(["POST", "/v1/reset", "answered", "192.0.2.8", null, null, null]),
         ];
         let found = lines.access(&["method", "path", "outcome", "ip", "key", "action", "actions"]);

@@ -450,7 +450,7 @@ async fn floods_and_shadow_limits_begin_and_end() {
     let receiver = Receiver::start(|_| 200).await;
     let shadow = "[inbound.action.page]\nlimit = \"1 per 1h\"\nmode = \"shadow\"\n";
     let text = format!(
-        "{LOGIN}{shadow}[alert.ops]\non = [\"flood\", \"shadow\"]\nflood = 20\nwebhook = \"http://{}/\"\n",
+        "{LOGIN}{shadow}[alert.ops]\non = [\"flood\", \"shadow\"]\nflood = 5\nwebhook = \"http://{}/\"\n",
         receiver.address
     );
     let gate = start(&text);

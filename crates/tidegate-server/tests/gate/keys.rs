@@ -139,7 +139,7 @@ async fn uncountable_requests_are_answered_with_400() {
     assert!(echo.seen().is_empty());
     let log = lines.text();
     assert!(log.contains("rejected reason=\"values\"") && log.contains("path=/cookie"), "{log}");
-    assert_eq!(log.matches("why=`header:x-api-key` is missing").count(), 3, "at each door: {log}");
+    assert_eq!(log.matches("why=\"`header:x-api-key` is missing\"").count(), 3, "at each door: {log}");
 }
 
 #[tokio::test]
