@@ -60,6 +60,8 @@ fn replay_reads_the_access_log() {
         (asked, refused) = (asked + 1, refused + u32::from(answer.status == 429));
     }
     assert!(refused > 20, "{refused}");
+    let undecided = client.request("GET /v1/nothing HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n");
+    assert_eq!(undecided.status, 404, "{}", undecided.body);
     gate.send_signal("TERM");
     assert!(gate.wait().is_some_and(|status| status.success()));
 
@@ -74,6 +76,7 @@ fn replay_reads_the_access_log() {
     let (text, errors) = (String::from_utf8(replay.stdout).unwrap(), String::from_utf8(replay.stderr).unwrap());
     assert!(replay.status.success(), "{errors}");
     assert!(text.contains(&format!("refuses {refused} of {asked} requests")) && !text.contains("broken"), "{text}");
+    assert!(text.contains("; 1 rejected before a decision, left out"), "{text}");
     let log = gate.read_file("stderr");
     let lines: Vec<&str> = log.lines().collect();
     let found = std::fs::read_to_string(folder.path().join("refusals")).unwrap();
