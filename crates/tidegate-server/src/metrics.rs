@@ -21,7 +21,7 @@ use tidegate_runtime::counters::{Counters, SharedHistogram};
 pub use self::catalogue::{METRICS, MetricInfo, MetricKind};
 use self::exposition::Exposition;
 pub(crate) use self::exposition::TextFormat;
-pub(crate) use self::history::{History, MAX_SAMPLES, Rates, Totals};
+pub(crate) use self::history::{History, LimitRefusals, MAX_SAMPLES, Rates, Totals};
 use self::snapshot::STATUS_CLASSES;
 pub(crate) use self::snapshot::ServerSnapshot;
 use crate::alerts::AlertSet;

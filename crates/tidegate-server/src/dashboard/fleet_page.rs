@@ -31,6 +31,9 @@ fn notes(view: &View<'_>, fleet: &FleetReport) -> Markup {
         } @else if let Some(error) = &fleet.error {
             p class="message warn" { "This node can't announce itself, so others don't see it: " (error) }
         }
+        @if fleet.nodes.iter().any(|node| node.state != NodeState::Live) {
+            p class="muted" { "Rates, store links and uptimes of nodes that aren't live are those that they last told." }
+        }
         @if let Some(age @ OLD_LIST_SECONDS..) = fleet.listed_age {
             p class="muted" { "The other nodes are shown as they were " (words::span(age)) " ago." }
         }
@@ -42,7 +45,7 @@ fn nodes(fleet: &FleetReport) -> Markup {
         ("", "Node"),
         ("", "State"),
         ("number", "Last heard"),
-        ("number", "Decisions/s"),
+        ("number", "Decisions a second"),
         ("", "Store link"),
         ("wide", "Version"),
         ("number wide", "Uptime"),
@@ -66,14 +69,19 @@ fn row(node: &NodeReport) -> Markup {
                 }
             }
             td class="number" { @match node.age { Some(age) => { (words::span(age)) " ago" } None => "never" } }
-            td class="number" { @match node.decisions_per_second { Some(rate) => (words::rate(rate)), None => "–" } }
+            td class="number" { @match node.decisions_per_second { Some(rate) => (words::rate(rate)), None => "unknown" } }
             td {
                 @match node.link {
                     Some(LinkReport { up, seconds }) => {
-                        @if up { (badge("good", "Up")) } @else { (badge("bad", "Down")) }
+                        @match (node.state, up) {
+                            (NodeState::Live, true) => (badge("good", "Up")),
+                            (NodeState::Live, false) => (badge("bad", "Down")),
+                            (_, true) => (badge("quiet", "Was up")),
+                            (_, false) => (badge("quiet", "Was down")),
+                        }
                         " " span class="number muted" { "for " (words::span(seconds)) }
                     }
-                    None => "–"
+                    None => "none"
                 }
             }
             td class="wide" { @if node.version.is_empty() { "unknown" } @else { (node.version) } }

@@ -6,6 +6,7 @@ use tidegate::DecisionOutcome::{Allowed, Refused, Shadow};
 use super::layout::{badge, limit_cell, table};
 use super::{View, chart, events_page, words};
 use crate::fleet::NodeState;
+use crate::metrics::LimitRefusals;
 
 /// The used part of a quota, in per cent, from which it is a problem.
 const QUOTA_WARNING: u64 = 80;
@@ -117,9 +118,10 @@ fn problems(view: &View<'_>) -> Vec<Problem> {
         bad.push(("The last reload of the policy has failed: an earlier one is in force".to_owned(), "/policy"));
     }
     let (time, refusals) = view.parts.history.latest_refusals(view.now, &view.state.decisions);
-    let note = refusals.first().map(|(limit, count)| {
+    let note = refusals.first().map(|(limit, LimitRefusals { refused, shadow })| {
         let (name, time) = (view.plan.limit_info(*limit).name(), words::span(time.as_secs_ceil()));
-        (format!("{name} refuses most: {} calls in the last {time}", words::count(*count)), "/who")
+        let (verb, count) = if *refused > 0 { ("refuses", refused) } else { ("would refuse", shadow) };
+        (format!("{name} {verb} most: {} calls in the last {time}", words::count(*count)), "/who")
     });
     let (bad, warn) = (bad.into_iter().map(|found| ("bad", found)), warn.into_iter().map(|found| ("warn", found)));
     bad.chain(warn)
@@ -147,7 +149,7 @@ fn tiles(view: &View<'_>) -> Markup {
         dl id="tiles" class="tiles" data-live {
             (tile("admitted", "Admitted", words::rate(rates.admitted), "/s", since_start(Allowed)))
             (tile("refused", "Refused", words::rate(rates.refused), "/s", since_start(Refused)))
-            (tile("shadow", "Shadow", words::rate(rates.shadow), "/s", since_start(Shadow)))
+            (tile("shadow", "Refused in shadow", words::rate(rates.shadow), "/s", since_start(Shadow)))
             (tile("waiting", "Waiting", words::count(waiting), "", html! { "calls to providers" }))
             (tile("errors", "Errors", words::rate(rates.errors), "/s", html! { "store, upstream, providers" }))
         }
@@ -160,20 +162,25 @@ fn tiles(view: &View<'_>) -> Markup {
 fn top_limits(view: &View<'_>) -> Markup {
     let (time, refusals) = view.parts.history.latest_refusals(view.now, &view.state.decisions);
     let rows = html! {
-        @for (limit, count) in refusals.iter().take(MAX_ROWS) {
+        @for (limit, found) in refusals.iter().take(MAX_ROWS) {
             @let info = view.plan.limit_info(*limit);
-            tr { (limit_cell(info.name(), html! {}, info.description())) td class="number" { (words::count(*count)) } }
+            tr {
+                (limit_cell(info.name(), html! {}, info.description()))
+                td class="number" { (words::count(found.refused)) }
+                td class="number" { (words::count(found.shadow)) }
+            }
         }
     };
+    let head = [("", "Limit"), ("number", "Refused"), ("number", "In shadow")];
     html! {
         section class="card" {
             h2 { "Limits that refuse most" }
             div id="top-limits" data-live {
                 @if refusals.is_empty() {
-                    p class="muted" { "No call was refused in the last minute." }
+                    p class="muted" { "No call was refused in the last minute, nor would have been by a limit in shadow." }
                 } @else {
                     p class="muted" { "In the last " (words::span(time.as_secs_ceil())) }
-                    (table("top", "Limits that refuse most", &[("", "Limit"), ("number", "Refused")], rows))
+                    (table("top", "Limits that refuse most", &head, rows))
                 }
             }
             p { a href="/who" { "Blocked and refused clients" } }

@@ -9,6 +9,7 @@ use tidegate_policy::KeyPart;
 
 use super::layout::{badge, button, table};
 use super::{View, providers_page, words};
+use crate::events::Change;
 
 pub(super) fn render(view: &View<'_>) -> Markup {
     let blocked = view.parts.refusals.clients.blocked_by_limit(view.now);
@@ -25,9 +26,9 @@ pub(super) fn render(view: &View<'_>) -> Markup {
             @if !view.state.is_last_reload_ok {
                 p class="message bad" {
                     "The last reload has failed: an earlier policy is in force. "
-                    a href="/events" { "The events tell the error" }
-                    "."
+                    a href="/events" { "All events" }
                 }
+                @if let Some(message) = failed_reload(view) { p class="message bad code" { (message) } }
             }
         }
         div id="actions" data-live {
@@ -65,6 +66,13 @@ pub(super) fn render(view: &View<'_>) -> Markup {
             }
         }
     }
+}
+
+/// The message of the last failed reload, if the latest events still have it.
+fn failed_reload(view: &View<'_>) -> Option<String> {
+    let events = view.parts.events.after(0).events;
+    let last = events.iter().rev().find(|event| matches!(event.change, Change::ReloadFailed { .. }));
+    last.map(|event| event.message())
 }
 
 fn limits(view: &View<'_>, scope: &str, limits: &[LimitId], blocked: &HashMap<LimitId, usize>) -> Markup {

@@ -66,18 +66,22 @@ fn buttons(provider: &ProviderReport) -> Markup {
 
 fn numbers(provider: &ProviderReport) -> Markup {
     let sent = provider.first_tries + provider.retries;
-    let amplification = if provider.first_tries == 0 { 1.0 } else { sent as f64 / provider.first_tries as f64 };
+    let amplification = match provider.first_tries {
+        0 => "–".to_owned(),
+        calls => format!("{:.2}", sent as f64 / calls as f64),
+    };
     let failed: u64 = provider.failures.values().sum();
-    let reasons: Vec<String> =
-        provider.failures.iter().map(|(reason, count)| format!("{reason} {}", words::count(*count))).collect();
+    let reasons =
+        provider.failures.iter().map(|(reason, count)| format!("{} {}", words::failure(reason), words::count(*count)));
+    let reasons: Vec<String> = reasons.collect();
     let fact = |name: &str, value: String| html! { div { dt { (name) } dd class="number" { (value) } } };
     html! {
         dl class="facts" {
-            (fact("Calls", words::count(provider.lanes.iter().map(|lane| lane.calls).sum())))
-            (fact("Requests per call", format!("{amplification:.2}")))
+            (fact("Calls sent", words::count(provider.first_tries)))
+            (fact("Requests per call", amplification))
             (fact("Failed", words::count(failed)))
-            (fact("Reply, median", words::duration(provider.reply_time.p50)))
-            (fact("Reply, 99 %", words::duration(provider.reply_time.p99)))
+            (fact("Reply, median", words::percentile(&provider.reply_time, |times| times.p50)))
+            (fact("Reply, 99 %", words::percentile(&provider.reply_time, |times| times.p99)))
             @if let Some(retries) = provider.retry_budget { (fact("Retry budget", words::count(retries))) }
             @if let Some(limit) = provider.adaptive_limit { (fact("Adaptive limit", words::count(limit.into()))) }
             @if let Some(interval) = provider.pace_interval { (fact("Pace", words::duration(interval))) }
@@ -112,7 +116,7 @@ fn lanes(provider: &ProviderReport) -> Markup {
         ("", "Lane"),
         ("number", "Waiting"),
         ("number", "In flight"),
-        ("number wide", "Calls"),
+        ("number wide", "Requests sent"),
         ("number", "Wait, 90 %"),
     ];
     let rows = html! {
@@ -121,8 +125,8 @@ fn lanes(provider: &ProviderReport) -> Markup {
                 td { (lane.lane) }
                 td class="number" { (words::count(lane.waiting as u64)) }
                 td class="number" { (words::count(lane.in_flight.into())) }
-                td class="number wide" { (words::count(lane.calls)) }
-                td class="number" { (words::duration(lane.wait.p90)) }
+                td class="number wide" { (words::count(lane.wait.count)) }
+                td class="number" { (words::percentile(&lane.wait, |times| times.p90)) }
             }
         }
     };

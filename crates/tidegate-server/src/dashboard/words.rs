@@ -1,4 +1,6 @@
-//! Numbers and times in words.
+//! Numbers, times and reasons in words.
+
+use tidegate::outbound::DurationReport;
 
 /// A number in groups of three digits.
 pub(crate) fn count(number: u64) -> String {
@@ -44,6 +46,36 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
+/// A percentile of measured durations; a dash if there are none.
+pub(super) fn percentile(durations: &DurationReport, of: impl Fn(&DurationReport) -> f64) -> String {
+    if durations.count == 0 { "–".to_owned() } else { duration(of(durations)) }
+}
+
+/// The reason of failed calls to a provider, from [`CallErrorKind::REASONS`](tidegate::outbound::CallErrorKind::REASONS).
+pub(super) fn failure(reason: &str) -> &str {
+    match reason {
+        "breaker" => "breaker open",
+        "rate_limited" => "no room in a limit",
+        "paced" => "no room in the pace",
+        "quota_spent" => "quota spent",
+        "credentials_cooling" => "all credentials cooling down",
+        "cooling_down" => "provider cooling down",
+        "lane_paused" => "outside the hours of the lane",
+        "queue_full" => "queue full",
+        "deadline_exceeded" => "deadline passed",
+        "retries_exhausted" => "all attempts failed",
+        "retry_after_too_long" => "asked to wait too long",
+        "no_time_left" => "no time left for another attempt",
+        "not_idempotent" => "not safe to repeat",
+        "unreplayable" => "body not kept for another attempt",
+        "budget_spent" => "retry budget spent",
+        "final" => "told not to retry",
+        "store" => "store failed",
+        "provider_paused" => "paused by an operator",
+        other => other,
+    }
+}
+
 /// The time of day of a UTC text such as `2026-11-21 12:01:45Z`.
 pub(super) fn time_of_day(utc: &str) -> &str {
     utc.split_once(' ').map_or(utc, |(_, time)| time)
@@ -56,7 +88,16 @@ pub(super) fn plural(number: usize, thing: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use tidegate::outbound::CallErrorKind;
+
     use super::*;
+
+    #[test]
+    fn every_reason_has_words() {
+        assert!(
+            CallErrorKind::REASONS.iter().all(|reason| failure(reason) != *reason && !failure(reason).contains('_'))
+        );
+    }
 
     #[test]
     fn numbers_and_times_are_short() {

@@ -1,5 +1,6 @@
 //! The totals of the last minutes, one sample a second.
 
+use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
@@ -45,11 +46,17 @@ struct Samples {
     plan: Option<Arc<Plan>>,
     kept: VecDeque<(Time, Totals)>,
     /// The refusals of each limit at the last two marks, older first.
-    marks: VecDeque<(Time, HashMap<LimitId, u64>)>,
+    marks: VecDeque<(Time, HashMap<LimitId, LimitRefusals>)>,
 }
 
-/// A limit with the number of calls that it has refused.
-pub(crate) type LimitRefusals = (LimitId, u64);
+/// The refusals of a limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct LimitRefusals {
+    /// The number of calls that it has refused.
+    pub(crate) refused: u64,
+    /// The number of calls that it would have refused if it weren't in shadow.
+    pub(crate) shadow: u64,
+}
 
 impl History {
     /// Keeps the totals of a time.
@@ -85,15 +92,22 @@ impl History {
         }
     }
 
-    /// The limits that have refused calls in the last minute or two, most refusals first, and that time.
-    pub(crate) fn latest_refusals(&self, now: Time, decisions: &[DecisionCount]) -> (Span, Vec<LimitRefusals>) {
+    /// The limits that have refused calls in the last minute or two, also in shadow, most refusals first, and that time.
+    pub(crate) fn latest_refusals(
+        &self,
+        now: Time,
+        decisions: &[DecisionCount],
+    ) -> (Span, Vec<(LimitId, LimitRefusals)>) {
         let samples = self.0.lock();
         let Some((since, earlier)) = samples.marks.front() else { return (Span::ZERO, Vec::new()) };
-        let new =
-            |(limit, count): (LimitId, u64)| (limit, count - earlier.get(&limit).copied().unwrap_or(0).min(count));
+        let new = |(limit, LimitRefusals { refused, shadow }): (LimitId, LimitRefusals)| {
+            let earlier = earlier.get(&limit).copied().unwrap_or_default();
+            let (refused, shadow) = (refused.saturating_sub(earlier.refused), shadow.saturating_sub(earlier.shadow));
+            (limit, LimitRefusals { refused, shadow })
+        };
         let mut refusals: Vec<_> = refused_by_limit(decisions).into_iter().map(new).collect();
-        refusals.retain(|(_, count)| *count > 0);
-        refusals.sort_unstable_by_key(|(limit, count)| (std::cmp::Reverse(*count), limit.index()));
+        refusals.retain(|(_, found)| *found != LimitRefusals::default());
+        refusals.sort_unstable_by_key(|(limit, found)| (Reverse((found.refused, found.shadow)), limit.index()));
         (now.since(*since), refusals)
     }
 }
@@ -117,14 +131,17 @@ impl Rates {
     }
 }
 
-fn refused_by_limit(decisions: &[DecisionCount]) -> HashMap<LimitId, u64> {
-    let mut refused = HashMap::new();
-    for found in decisions.iter().filter(|found| found.outcome == DecisionOutcome::Refused) {
-        if let Some(limit) = found.limit {
-            *refused.entry(limit).or_default() += found.count;
+fn refused_by_limit(decisions: &[DecisionCount]) -> HashMap<LimitId, LimitRefusals> {
+    let mut refusals: HashMap<LimitId, LimitRefusals> = HashMap::new();
+    for found in decisions {
+        let Some(limit) = found.limit else { continue };
+        match found.outcome {
+            DecisionOutcome::Allowed => {}
+            DecisionOutcome::Refused => refusals.entry(limit).or_default().refused += found.count,
+            DecisionOutcome::Shadow => refusals.entry(limit).or_default().shadow += found.count,
         }
     }
-    refused
+    refusals
 }
 
 #[cfg(test)]
@@ -138,9 +155,16 @@ mod tests {
         Arc::clone(Policy::load(PolicySources::new().file("t", text)).unwrap().plan())
     }
 
-    fn refusals(count: u64) -> [DecisionCount; 1] {
-        let (outcome, limit) = (DecisionOutcome::Refused, Some(LimitId::FIRST));
-        [DecisionCount { action: None, limit, outcome, reason: "limit", count }]
+    /// Refusals of one limit, with one in shadow for every two.
+    fn refusals(count: u64) -> [DecisionCount; 3] {
+        let counts =
+            [(DecisionOutcome::Refused, count), (DecisionOutcome::Shadow, count / 2), (DecisionOutcome::Allowed, 7)];
+        let limit = Some(LimitId::FIRST);
+        counts.map(|(outcome, count)| DecisionCount { action: None, limit, outcome, reason: "limit", count })
+    }
+
+    fn new_refusals(refused: u64) -> Vec<(LimitId, LimitRefusals)> {
+        vec![(LimitId::FIRST, LimitRefusals { refused, shadow: refused / 2 })]
     }
 
     #[test]
@@ -162,7 +186,7 @@ mod tests {
             history.record(Time::from_secs(second), &plan, Totals::default(), &refusals(second));
         }
         let found = history.latest_refusals(Time::from_secs(1000), &refusals(1000));
-        assert_eq!(found, (Span::from_secs(100), vec![(LimitId::FIRST, 100)]));
+        assert_eq!(found, (Span::from_secs(100), new_refusals(100)));
         assert_eq!(history.rates().len(), MAX_SAMPLES - 1);
     }
 
@@ -175,6 +199,6 @@ mod tests {
             history.record(Time::from_secs(at), plan, Totals::default(), counts);
         }
         let found = history.latest_refusals(Time::from_secs(3), &refusals(1_000_002));
-        assert_eq!(found, (Span::from_secs(1), vec![(LimitId::FIRST, 2)]));
+        assert_eq!(found, (Span::from_secs(1), new_refusals(2)));
     }
 }

@@ -403,6 +403,16 @@ async fn pages_are_small_and_ask_no_other_host() {
 }
 
 #[tokio::test]
+async fn failed_reloads_are_told_at_the_top() {
+    let gate = start(nobody(), "[inbound.action.login]\nlimit = \"1 per 60s\"\n").await;
+    "[inbound.action.login]\nlimt = \"1 per 60s\"\n".clone_into(&mut gate.file.lock().unwrap());
+    gate.reload.reload().await.unwrap_err();
+    let page = once(gate.admin, get("/policy")).await;
+    let places = ["The last reload has failed", "unknown key `limt`", "id=\"actions\""].map(|part| page.find(part));
+    assert!(places.iter().all(Option::is_some) && places.is_sorted(), "{page}");
+}
+
+#[tokio::test]
 async fn pages_show_text_of_clients_as_text() {
     let gate = start(nobody(), "[inbound.action.a]\nkey = [\"key\"]\nlimit = \"1 per 60s\"\n").await;
     let mut client = Peer::connect(gate.api).await;

@@ -146,6 +146,7 @@ async fn silent_nodes_are_a_problem() {
     assert!(once(gate.admin, get("/")).await.contains("The node web-2 was last heard 2m 10s ago"));
     let page = once(gate.admin, get("/fleet")).await;
     assert!(page.contains("2m 10s ago") && page.contains("12.3") && page.contains("0.0.9"), "{}", body(&page));
+    assert!(page.contains(">Was down<") && page.contains(">Down<"), "{}", body(&page));
 }
 
 #[tokio::test]
@@ -159,7 +160,7 @@ async fn a_node_without_its_store_says_so() {
     assert_eq!((&fleet["nodes"][1]["state"], &fleet["nodes"][1]["age"]), (&"unknown".into(), &60.into()), "{fleet}");
     assert_eq!(fleet["nodes"][0]["link"]["seconds"], 60, "{fleet}");
     let page = once(gate.admin, get("/fleet")).await;
-    for text in ["link to the store is down", "as they were 1m ago", "Down", "Unknown"] {
+    for text in ["link to the store is down", "as they were 1m ago", ">Down<", "Unknown", ">Was up<", "last told"] {
         assert!(page.contains(text), "{text}: {}", body(&page));
     }
     is_away.store(false, Ordering::Relaxed);

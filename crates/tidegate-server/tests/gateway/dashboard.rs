@@ -61,6 +61,28 @@ async fn throttled_credentials_are_a_problem() {
     assert!(!providers.contains("pl4nted"), "{providers}");
 }
 
+/// The value of a fact about a provider.
+fn fact<'a>(page: &'a str, name: &str) -> &'a str {
+    let (_, rest) =
+        page.split_once(&format!("<dt>{name}</dt><dd class=\"number\">")).unwrap_or_else(|| panic!("{page}"));
+    rest.split_once('<').unwrap().0
+}
+
+#[tokio::test]
+async fn refused_calls_are_not_calls_sent() {
+    let api = Api::start(|_, _| Answer::new(200, "")).await;
+    let gateway = standing(&api.policy(FREE));
+    assert_eq!(change(&gateway, "/v1/providers/api/pause").await, 200);
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 503);
+    let providers = page(&gateway, "/providers").await;
+    let facts = ["Calls sent", "Requests per call", "Reply, median", "Failed"].map(|name| fact(&providers, name));
+    assert_eq!(facts, ["0", "–", "–", "1"]);
+    assert!(providers.contains("Failed: paused by an operator 1"), "{providers}");
+    assert_eq!(change(&gateway, "/v1/providers/api/resume").await, 200);
+    assert_eq!(status(&gateway.ask(get("/api/x")).await), 200);
+    assert_eq!(fact(&page(&gateway, "/providers").await, "Calls sent"), "1");
+}
+
 /// A store that never answers.
 struct Silent(Memory);
 
