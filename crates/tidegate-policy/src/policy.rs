@@ -146,10 +146,10 @@ impl Policy {
             [
                 ("every setting", !policy.is_empty),
                 ("inbound.upstream", policy.inbound.upstream.is_some()),
-                ("api.listen", policy.api.listen.is_some()),
-                ("admin.listen", policy.admin.listen.is_some()),
+                ("api.listen", !policy.api.listen.is_off()),
+                ("admin.listen", !policy.admin.listen.is_off()),
                 ("outbound", outbound.is_some()),
-                ("outbound.listen", outbound.is_some_and(|outbound| outbound.listen.is_some())),
+                ("outbound.listen", outbound.is_some_and(|outbound| !outbound.listen.is_off())),
                 ("every limit", policy.plan.active_limits().next().is_some()),
             ]
         };
@@ -257,13 +257,17 @@ impl Policy {
         let mut found = Vec::new();
         let mut add = |setting: &str, source| found.push((setting.to_owned(), source));
         self.store.hash_key.iter().for_each(|source| add("store.hash_key", source));
-        api.listen.and(api.token.as_ref()).into_iter().for_each(|source| add("api.token", source));
-        if admin.listen.is_some() {
+        if !api.listen.is_off() {
+            api.token.iter().for_each(|source| add("api.token", source));
+        }
+        if !admin.listen.is_off() {
             admin.token.iter().for_each(|source| add("admin.token", source));
             admin.tokens.iter().for_each(|token| add(&format!("admin.tokens.{}", token.name), &token.source));
         }
         if let Some(outbound) = &self.outbound {
-            outbound.listen.and(outbound.token.as_ref()).into_iter().for_each(|source| add("outbound.token", source));
+            if !outbound.listen.is_off() {
+                outbound.token.iter().for_each(|source| add("outbound.token", source));
+            }
             for provider in outbound.providers() {
                 let section = format!("outbound.provider.{}", provider.name);
                 provider.credentials.iter().for_each(|source| add(&format!("{section}.credentials"), source));
