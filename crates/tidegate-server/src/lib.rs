@@ -107,7 +107,6 @@ use std::sync::{Arc, OnceLock};
 
 use tidegate::clock::SystemClock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
-use tidegate::policy::Query;
 use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
