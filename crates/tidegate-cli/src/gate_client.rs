@@ -294,7 +294,13 @@ fn runtime() -> Result<tokio::runtime::Runtime, CliOutcome> {
 /// The URL of a listener of a gate on this machine: its first address.
 fn local_url(kind: ListenerKind, listen: &ListenConfig) -> Result<String, CliOutcome> {
     let (section, name) = kind.names();
-    let address = match listen.addresses.first() {
+    // Unix sockets never use TLS.
+    let plain = listen.addresses.iter().find(|address| listen.tls.is_none() || address.tcp().is_none());
+    if plain.is_none() && !listen.is_off() {
+        let help = "the gate speaks TLS there: give it a unix socket, too, or ask with curl --cacert";
+        return Err(invalid_input(format!("{section}.listen has no plain address; {help}")));
+    }
+    let address = match plain {
         None => {
             let off = format!("the policy turns the gate's {name} off, with {section}.listen = \"off\"");
             return Err(invalid_input(off));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use sd_notify::NotifyState;
 use tidegate::store::AnyStore;
-use tidegate_policy::{ListenAddress, Policy};
+use tidegate_policy::{ListenAddress, ListenConfig, Policy};
 use tidegate_server::{BoundServer, FileWatcher, Server, descriptors, log, signals};
 use tokio::sync::Notify;
 
@@ -68,21 +68,24 @@ fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnySt
     }
     match (bound.inbound_addresses(), &policy.inbound().upstream) {
         (addresses @ [_, ..], Some(upstream)) => {
-            let _ = writeln!(text, "  gate     {} in front of {upstream}", urls(addresses));
+            let _ = writeln!(text, "  gate     {} in front of {upstream}", urls(addresses, &policy.inbound().listen));
         }
         _ => text.push_str("  gate     none: the policy has no inbound.upstream\n"),
     }
     if let (addresses @ [_, ..], Some(outbound)) = (bound.outbound_addresses(), policy.outbound()) {
         let reached = outbound.providers().iter().filter(|provider| provider.base_url.is_some());
         let paths: Vec<String> = reached.map(|provider| format!("/{}/…", provider.name)).collect();
-        let _ = writeln!(text, "  outbound {} ({})", urls(addresses), paths.join(", "));
+        let _ = writeln!(text, "  outbound {} ({})", urls(addresses, &outbound.listen), paths.join(", "));
     }
     let api = if policy.api().forward_auth { "/v1/check, /v1/auth" } else { "/v1/check" };
     let admin = "dashboard, /healthz, /readyz, /metrics";
-    let other = [("API", bound.api_addresses(), api), ("admin", bound.admin_addresses(), admin)];
-    for (name, addresses, paths) in other {
+    let other = [
+        ("API", bound.api_addresses(), &policy.api().listen, api),
+        ("admin", bound.admin_addresses(), &policy.admin().listen, admin),
+    ];
+    for (name, addresses, config, paths) in other {
         if !addresses.is_empty() {
-            let _ = writeln!(text, "  {name:<8} {} ({paths})", urls(addresses));
+            let _ = writeln!(text, "  {name:<8} {} ({paths})", urls(addresses, config));
         }
     }
     let _ = write!(text, "\n{}\n", policy::describe(policy));
@@ -90,9 +93,10 @@ fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnySt
 }
 
 /// The addresses of a listener as a client would write them.
-fn urls(addresses: &[ListenAddress]) -> String {
+fn urls(addresses: &[ListenAddress], config: &ListenConfig) -> String {
+    let scheme = if config.tls.is_some() { "https" } else { "http" };
     let url = |address: &ListenAddress| match address {
-        ListenAddress::Tcp(address) => format!("http://{address}"),
+        ListenAddress::Tcp(address) => format!("{scheme}://{address}"),
         ListenAddress::Unix(_) => address.to_string(),
     };
     addresses.iter().map(url).collect::<Vec<_>>().join(", ")

@@ -57,6 +57,8 @@ pub enum KeyPart {
     Method,
     /// `host`: the request's host, in lower case and without its port.
     Host,
+    /// `client_cert`: the subject of the certificate that the client has shown in TLS, such as `CN=alice`.
+    ClientCertificate,
     /// `path`: the request's path without its query string. Spellings that at least one server reads alike share a
     /// count; a path with several readings counts as each of them.
     Path,
@@ -64,7 +66,7 @@ pub enum KeyPart {
 
 impl KeyPart {
     /// The names of the parts; capitals stand for a value.
-    pub(crate) const NAMES: [&'static str; 10] = [
+    pub(crate) const NAMES: [&'static str; 11] = [
         "client_ip",
         "ipv6/LENGTH",
         "key",
@@ -74,6 +76,7 @@ impl KeyPart {
         "query:NAME",
         "method",
         "host",
+        "client_cert",
         "path",
     ];
 
@@ -93,13 +96,13 @@ impl KeyPart {
 
     /// True if a request lacks the part when its log entry doesn't record it.
     fn is_absent_if_not_logged(&self) -> bool {
-        matches!(self, Self::QueryParameter(_) | Self::Ipv6Network(_))
+        matches!(self, Self::QueryParameter(_) | Self::Ipv6Network(_) | Self::ClientCertificate)
     }
 
     /// True if a request may lack the part, so that [`OnMissing`] decides.
     pub fn may_be_missing(&self) -> bool {
         let named = matches!(self, Self::Header(_) | Self::Cookie(_) | Self::QueryParameter(_));
-        named || matches!(self, Self::Ipv6Network(_) | Self::Host)
+        named || matches!(self, Self::Ipv6Network(_) | Self::Host | Self::ClientCertificate)
     }
 }
 
@@ -130,6 +133,7 @@ impl fmt::Display for KeyPart {
             Self::QueryParameter(name) => write!(f, "query:{name}"),
             Self::Method => f.write_str("method"),
             Self::Host => f.write_str("host"),
+            Self::ClientCertificate => f.write_str("client_cert"),
             Self::Path => f.write_str("path"),
         }
     }
@@ -340,6 +344,9 @@ fn part_values<'q>(part: &KeyPart, query: &Query<'q>, limit: &str) -> Result<Opt
             Some(values)
         }
         KeyPart::Host if query.host.is_none() => headers().map(|_| Some(PartValues::new()))?,
+        KeyPart::ClientCertificate if query.client_certificate.is_none() => {
+            headers().map(|_| Some(PartValues::new()))?
+        }
         KeyPart::Ipv6Network(_) => canonical_ip(query.ip.ok_or_else(missing)?).is_ipv4().then(PartValues::new),
         _ => None,
     })
@@ -351,6 +358,7 @@ fn part_tag(part: &KeyPart) -> u8 {
         KeyPart::Cookie(_) => 19,
         KeyPart::QueryParameter(_) => 20,
         KeyPart::Host => 22,
+        KeyPart::ClientCertificate => 25,
         _ => 24,
     }
 }

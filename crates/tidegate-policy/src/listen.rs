@@ -52,6 +52,8 @@ pub struct ListenConfig {
     pub unix: UnixSocketConfig,
     /// The peers whose connections begin with a header of the PROXY protocol. By default none.
     pub proxy_protocol: Vec<IpNet>,
+    /// TLS on the IP addresses among the addresses. `None` is plain HTTP; unix sockets always speak plain HTTP.
+    pub tls: Option<TlsConfig>,
 }
 
 impl ListenConfig {
@@ -85,4 +87,26 @@ pub struct UnixSocketConfig {
     pub owner: Option<String>,
     /// The name or number of the group. Default the group of the process.
     pub group: Option<String>,
+}
+
+/// `tls` in the section of a listener.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TlsConfig {
+    /// The certificates, of which clients choose by name. The first one is for clients that name none of them. 1 to 64.
+    pub certificates: Vec<CertificateFiles>,
+    /// The PEM file of the certificates that sign those of clients. `None` asks no client for a certificate.
+    pub client_ca: Option<PathBuf>,
+    /// True if clients may have no certificate. Default false.
+    pub client_optional: bool,
+}
+
+/// The PEM files of a certificate with its chain, and of its private key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CertificateFiles {
+    /// The certificate, followed by those that sign it.
+    pub certificate: PathBuf,
+    /// The private key.
+    pub key: PathBuf,
 }

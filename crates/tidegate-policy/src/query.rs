@@ -31,6 +31,8 @@ pub struct Query<'a> {
     pub path: Option<&'a str>,
     /// The request's host, with or without a port.
     pub host: Option<&'a str>,
+    /// The subject of the client's certificate in TLS, if it has shown one.
+    pub client_certificate: Option<&'a str>,
     /// The request's headers. If they are given, the limit's [`OnMissing`](crate::OnMissing) decides about a request
     /// without a header, cookie, query or host part. Without them, such a part is a missing part.
     pub headers: Option<&'a HeaderMap>,

@@ -80,6 +80,7 @@ pub(super) fn key_label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash:
             KeyPart::Platform => query.platform.map(str::to_owned),
             KeyPart::Method => query.method.map(str::to_owned),
             KeyPart::Host => query.host.map(str::to_owned),
+            KeyPart::ClientCertificate => query.client_certificate.map(str::to_owned),
             KeyPart::Path => query.path.map(|path| path.split(['?', '#']).next().unwrap_or(path).to_owned()),
             KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => Some(part.to_string()),
         };

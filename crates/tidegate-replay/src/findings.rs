@@ -255,6 +255,7 @@ fn missing_parts(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Vec<
         KeyPart::Header(header) => headers.never_seen().any(|unseen| unseen == header),
         KeyPart::Cookie(_) => headers.never_seen().any(|unseen| unseen == http::header::COOKIE),
         KeyPart::Host => !evaluator.has_seen_host,
+        KeyPart::ClientCertificate => true,
         _ => false,
     };
     let describe = |id: LimitId, part: &KeyPart| {

@@ -20,8 +20,9 @@ use crate::connection::ConnectionService;
 use crate::events::{ServerEvent, watch_quotas, watch_store};
 use crate::housekeeping;
 use crate::listener::{ConnectionContext, Listener};
-use crate::reload::{ReloadHandle, Reloader, reload_on_change};
+use crate::reload::{ReloadHandle, Reloader, reload_on_change, replace_certificates};
 use crate::states::{Engine, SharedParts};
+use crate::tls::ListenerTls;
 use crate::watchdog::Watchdog;
 
 /// The time that aborted connections get to release their permits and sockets.
@@ -43,6 +44,7 @@ pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
 pub(crate) struct OpenListener {
     addresses: Vec<ListenAddress>,
     watchdog: Arc<Watchdog>,
+    tls: Option<Arc<ListenerTls>>,
     accept: AcceptTask,
 }
 
@@ -50,6 +52,11 @@ pub(crate) struct OpenListener {
 type AcceptTask = Box<dyn FnOnce(watch::Receiver<bool>) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
 impl OpenListener {
+    /// Its TLS, if it has any.
+    pub(crate) fn tls(&self) -> Option<&Arc<ListenerTls>> {
+        self.tls.as_ref()
+    }
+
     /// The list of its connections.
     pub(crate) fn watchdog(&self) -> &Arc<Watchdog> {
         &self.watchdog
@@ -62,6 +69,7 @@ impl OpenListener {
         Self {
             addresses: listener.addresses(),
             watchdog: Arc::clone(listener.watchdog()),
+            tls: listener.tls().cloned(),
             accept: Box::new(|mut stop| {
                 Box::pin(async move {
                     let stop = async { drop(stop.wait_for(|stops| *stops).await) };
@@ -156,6 +164,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             let Engine { gate, providers, policy, .. } = &*engine.load();
             (gate.clock().clone(), providers.is_some(), policy.inbound().timeouts.shutdown)
         };
+        let clock_of_certificates = clock.clone();
         housekeeping.spawn(watch_store(Arc::clone(&engine), Arc::clone(events)));
         housekeeping.spawn(run_alerts(Arc::clone(&engine), Arc::clone(&parts)));
         let on_loss = {
@@ -181,6 +190,9 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
             housekeeping.spawn(reload_on_change(files, Arc::clone(&engine), parts.reload.clone()));
         }
         housekeeping.spawn(self.reloader.run());
+        if parts.tls.get().is_some_and(|tls| !tls.is_empty()) {
+            housekeeping.spawn(replace_certificates(Arc::clone(&parts), clock_of_certificates));
+        }
         let mut announcing = JoinSet::new();
         announcing.spawn({
             let (parts, engine) = (Arc::clone(&parts), Arc::clone(&engine));

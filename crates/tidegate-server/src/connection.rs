@@ -77,6 +77,22 @@ impl<S: ConnectionService> ClientConnection<S> {
         }
     }
 
+    /// A connection that only takes this response.
+    pub(crate) fn closing(
+        stream: ClientStream,
+        response: Bytes,
+        watch: Arc<ConnectionWatch>,
+        entry: Arc<ConnectionEntry>,
+        rejections: Arc<HeadRejections>,
+        ip: IpAddr,
+    ) -> Self {
+        let state = ConnectionStage::Closed;
+        let mut connection =
+            Self { state, watch, _entry: entry, rejections, ip, waker: None, unread_body: None, drained_bytes: 0 };
+        connection.start_closing(stream, response);
+        connection
+    }
+
     /// Ends a phase that lasts too long. Returns true if the connection is over.
     fn handle_phase_end(&mut self) -> bool {
         if self.watch.is_aborted() {
@@ -90,7 +106,7 @@ impl<S: ConnectionService> ClientConnection<S> {
             }
             ConnectionPhase::Head => {
                 let Some(parts) = self.take_parts().filter(|parts| !parts.read_buf.is_empty()) else { return true };
-                let (stream, _) = parts.io.into_inner().into_parts();
+                let (mut stream, _) = parts.io.into_inner().into_parts();
                 let is_displaced = self.watch.is_ended_for(EndReason::Displaced);
                 let too_many = is_displaced || self.watch.is_ended_for(EndReason::HeadBytes);
                 let error = if too_many { HttpError::TooManyHeads } else { HttpError::ClientTimeout };
@@ -100,7 +116,7 @@ impl<S: ConnectionService> ClientConnection<S> {
                 }
                 if is_displaced {
                     // The slot is needed at once, so only bytes that can be written immediately are sent.
-                    let _ = stream.try_write(&error.raw_response());
+                    stream.try_write(&error.raw_response());
                 } else {
                     self.start_closing(stream, error.raw_response());
                 }

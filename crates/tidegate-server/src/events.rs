@@ -92,6 +92,10 @@ pub(crate) enum Change {
     Reloaded { restart_needed: Vec<&'static str> },
     /// The policy was read again, but can't be used, so that the one before goes on.
     ReloadFailed { error: String },
+    /// The certificates of a listener were read again.
+    CertificatesReplaced { listener: &'static str },
+    /// The certificates of a listener have changed, but can't be used, so that those before stay.
+    CertificatesKept { listener: &'static str, error: String },
 }
 
 impl From<&Losses> for Change {
@@ -192,6 +196,10 @@ impl fmt::Display for Change {
                 write!(f, "the policy was reloaded; a restart is needed for {}", restart_needed.join(", "))
             }
             Self::ReloadFailed { error } => write!(f, "the policy wasn't reloaded: {error}"),
+            Self::CertificatesReplaced { listener } => write!(f, "{listener}: the certificates were replaced"),
+            Self::CertificatesKept { listener, error } => {
+                write!(f, "{listener}: the new certificates can't be used, and those before stay: {error}")
+            }
         }
     }
 }

@@ -8,7 +8,7 @@
 //! | `TE` | `trailers` kept, all else removed; to an API behind TLS (perhaps HTTP/2) without `Connection` | removed |
 //! | `Host`, `Content-Length`, headers that limits count by | kept, even if `Connection` names them | kept |
 //! | `X-Forwarded-For` | the peer's address, appended to the value of a trusted peer | |
-//! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else `http` and the request's host | |
+//! | `X-Forwarded-Proto`, `X-Forwarded-Host` | a trusted peer's, else the connection's scheme and the request's host | |
 //! | `Forwarded` | the peer's address appended to the value of a trusted peer; other values are removed | |
 //! | a header that differs only in `_` for `-` from an `X-Forwarded-…` above or from a counted header | removed | |
 //! | `Via` | none is added, because nginx stops compressing if it sees one | |
@@ -24,7 +24,10 @@ const HTTP2_SETTINGS: HeaderName = HeaderName::from_static("http2-settings");
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
-const HTTP: HeaderValue = HeaderValue::from_static("http");
+/// The scheme of a connection with TLS.
+pub(crate) const HTTPS: HeaderValue = HeaderValue::from_static("https");
+/// The scheme of a connection without TLS.
+pub(crate) const HTTP: HeaderValue = HeaderValue::from_static("http");
 const TRAILERS: HeaderValue = HeaderValue::from_static("trailers");
 const CHUNKED: HeaderValue = HeaderValue::from_static("chunked");
 const CONNECTION_TE: HeaderValue = HeaderValue::from_static("te");
@@ -107,12 +110,14 @@ pub(crate) fn add_switch_headers(headers: &mut HeaderMap, protocol: Option<Heade
     }
 }
 
-/// Sets the headers with the client's address for the upstream. `peer` is the peer's address as a header value.
+/// Sets the headers with the client's address for the upstream. `peer` is the peer's address as a header value, `scheme`
+/// that of its connection.
 /// Earlier values of these headers count only if the peer is trusted. `keyed` are the headers that limits count by.
 pub(crate) fn set_forwarded_headers(
     headers: &mut HeaderMap,
     peer: &HeaderValue,
     peer_is_trusted: bool,
+    scheme: HeaderValue,
     keyed: &[HeaderName],
 ) {
     for name in lookalikes(headers, keyed) {
@@ -128,7 +133,7 @@ pub(crate) fn set_forwarded_headers(
     }
     headers.insert(X_FORWARDED_FOR, earlier.unwrap_or_else(|| peer.clone()));
     if !peer_is_trusted || !headers.contains_key(X_FORWARDED_PROTO) {
-        headers.insert(X_FORWARDED_PROTO, HTTP);
+        headers.insert(X_FORWARDED_PROTO, scheme);
     }
     if !peer_is_trusted || !headers.contains_key(X_FORWARDED_HOST) {
         match headers.get(HOST).cloned() {
@@ -311,7 +316,7 @@ mod tests {
             ("x_forwarded_for", "8"),
         ]);
         strip_request(&mut map, &keyed);
-        set_forwarded_headers(&mut map, &HeaderValue::from_static("192.0.2.7"), false, &keyed);
+        set_forwarded_headers(&mut map, &HeaderValue::from_static("192.0.2.7"), false, HTTP, &keyed);
         assert_eq!(
             shown(&map),
             ["user_id: 4", "x-api-key: 1", "x-forwarded-for: 192.0.2.7", "x-forwarded-proto: http", "x_other: 7"]
@@ -370,14 +375,14 @@ mod tests {
             ("forwarded", "for=1.1.1.1"),
         ];
         let mut map = headers(&spoofed);
-        set_forwarded_headers(&mut map, &peer, false, &[]);
+        set_forwarded_headers(&mut map, &peer, false, HTTP, &[]);
         assert_eq!(
             shown(&map),
             ["host: a", "x-forwarded-for: 192.0.2.7", "x-forwarded-host: a", "x-forwarded-proto: http"]
         );
         let mut map = headers(&spoofed);
         map.append(X_FORWARDED_FOR, HeaderValue::from_static("2.2.2.2"));
-        set_forwarded_headers(&mut map, &peer, true, &[]);
+        set_forwarded_headers(&mut map, &peer, true, HTTP, &[]);
         assert_eq!(
             shown(&map),
             [

@@ -94,6 +94,7 @@ mod socket;
 mod state_cell;
 mod states;
 mod stream;
+mod tls;
 mod trace_context;
 mod trial;
 mod upgrade;
@@ -133,6 +134,8 @@ use crate::reload::{Reloader, reload_channel};
 use crate::request_history::RequestHistory;
 use crate::state_cell::{CurrentService, ListenerState, StateCell};
 use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
+use crate::tls::ListenerTls;
+pub use crate::tls::TlsError;
 
 /// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
 const API_CONNECTIONS: usize = 1024;
@@ -170,6 +173,14 @@ pub enum ServeError {
         address: ListenAddress,
         /// The error of the operating system.
         source: io::Error,
+    },
+    /// The certificates of a listener can't be used.
+    #[error("{listener}.tls: {source}")]
+    Tls {
+        /// `inbound`, `outbound`, `api` or `admin`.
+        listener: &'static str,
+        /// The cause.
+        source: TlsError,
     },
     /// A listener is open to the network and has no token.
     #[error("{listener}.listen = \"{address}\" is beyond loopback and needs {listener}.token = \"env:NAME\"")]
@@ -331,6 +342,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             draining: Arc::default(),
             started_at: self.gate.clock().now(),
             connections: OnceLock::new(),
+            tls: OnceLock::new(),
         });
         parts.remember_requests(&self.gate, 0);
         let alerts = Arc::new(AlertSet::new(&self.policy, &parts, None)?);
@@ -355,6 +367,8 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();
         let (api, api_cell) = open("api", Some(configs.api()), states.api, log, refusals)?.unzip();
         let (admin, admin_cell) = open("admin", Some(configs.admin()), states.admin, &no_log, refusals)?.unzip();
+        let all = [&inbound, &outbound, &api, &admin];
+        parts.tls.get_or_init(|| all.into_iter().flatten().filter_map(|open| open.tls().cloned()).collect());
         let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api)];
         let listeners = listeners.into_iter().filter_map(|(name, open)| Some((name, open.as_ref()?.watchdog())));
         parts.connections.get_or_init(|| listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect());
@@ -421,7 +435,11 @@ impl ListenerConfigs<'_> {
             timeouts: *timeouts,
             body_rate: caps.body_rate,
             forwards: false,
-            preface: Preface { proxies: Networks::new(listen.proxy_protocol.iter().copied()) },
+            preface: Preface {
+                proxies: Networks::new(listen.proxy_protocol.iter().copied()),
+                tls: None,
+                handshakes: Semaphore::new((connections / 2).max(1)),
+            },
         }
     }
 
@@ -445,9 +463,11 @@ fn open<T: ListenerState>(
     access_log: &Arc<AccessLog>,
     refusals: &Arc<RefusalLog>,
 ) -> Result<Option<Opened<T>>, ServeError> {
-    let (Some((listen, config)), Some(state)) = (config.filter(|(listen, _)| !listen.is_off()), state) else {
+    let (Some((listen, mut config)), Some(state)) = (config.filter(|(listen, _)| !listen.is_off()), state) else {
         return Ok(None);
     };
+    let tls = listen.tls.as_ref().map(|tls| ListenerTls::load(listener, tls, access_log.now())).transpose();
+    config.preface.tls = tls.map_err(|source| ServeError::Tls { listener, source })?;
     let rejections = HeadRejections { listener, access_log: Arc::clone(access_log), refusals: Arc::clone(refusals) };
     let bound = Listener::bind(listen, config, rejections).map_err(|(address, source)| ServeError::Bind {
         listener,

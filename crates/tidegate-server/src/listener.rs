@@ -9,6 +9,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
+use http::StatusCode;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use tidegate_policy::{InboundTimeouts, ListenAddress, ListenConfig, canonical_ip};
@@ -17,10 +18,12 @@ use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::{ClientConnection, ConnectionService};
 use crate::displacement::DisplacementQueue;
 use crate::listen_socket::{Accepted, ListenSocket};
-use crate::preface::{OpenedStream, Preface};
+use crate::local_response;
+use crate::preface::{OpenedStream, PlainHttp, Preface, TlsClient};
 use crate::rejections::HeadRejections;
 use crate::socket::ClientSocket;
 use crate::stream::ClientStream;
+use crate::tls::ListenerTls;
 use crate::watchdog::{ConnectionEntry, ConnectionWatch, Watchdog};
 
 /// The pause before the next accept if the process has no free descriptors.
@@ -69,6 +72,8 @@ struct ConnectionStarter {
 /// The facts about a connection that its service needs.
 pub(crate) struct ConnectionContext {
     pub(crate) address: SocketAddr,
+    /// Present if the connection uses TLS.
+    pub(crate) tls: Option<TlsClient>,
     pub(crate) watch: Arc<ConnectionWatch>,
     pub(crate) entry: Arc<ConnectionEntry>,
 }
@@ -112,6 +117,11 @@ impl Listener {
     /// The addresses; for TCP those that the system has chosen.
     pub(crate) fn addresses(&self) -> Vec<ListenAddress> {
         self.sockets.iter().filter_map(|socket| socket.address().ok()).collect()
+    }
+
+    /// The TLS of its IP addresses, if it has any.
+    pub(crate) fn tls(&self) -> Option<&Arc<ListenerTls>> {
+        self.starter.config.preface.tls.as_ref()
     }
 
     pub(crate) fn watchdog(&self) -> &Arc<Watchdog> {
@@ -243,14 +253,24 @@ impl ConnectionStarter {
         }
         let (watch, mut entry) = self.watchdog.add_connection();
         entry.client_slot = client_slot;
-        if !self.config.preface.is_expected_from(address.ip()) {
-            tokio::spawn(self.serve(OpenedStream { stream, address }, watch, entry, &**new_service));
+        if !self.config.preface.is_expected(&stream, address.ip()) {
+            tokio::spawn(self.serve(OpenedStream { stream, address, tls: None }, watch, entry, &**new_service));
             return;
         }
         let (starter, new_service) = (Arc::clone(self), Arc::clone(new_service));
         tokio::spawn(async move {
             let preface = &starter.config.preface;
-            let Some(opened) = preface.open(stream, address, &watch, &starter.rejections).await else { return };
+            let opened = match preface.open(stream, address, &watch, &starter.rejections).await {
+                Some(Ok(opened)) => opened,
+                Some(Err(PlainHttp(stream))) => {
+                    let why = "this port takes only TLS: use https://";
+                    let response = local_response::raw_error_response(StatusCode::BAD_REQUEST, why);
+                    let (rejections, ip) = (Arc::clone(&starter.rejections), canonical_ip(address.ip()));
+                    ClientConnection::<S>::closing(stream, response, watch, Arc::new(entry), rejections, ip).await;
+                    return;
+                }
+                None => return,
+            };
             if preface.has_proxy_header(address.ip()) {
                 let Some(slot) = starter.client_slot(&opened.stream, opened.address) else { return };
                 entry.client_slot = slot;
@@ -264,13 +284,14 @@ impl ConnectionStarter {
     /// Returns the future of a connection on which HTTP begins.
     fn serve<S: ConnectionService>(
         &self,
-        OpenedStream { stream, address }: OpenedStream,
+        OpenedStream { stream, address, tls }: OpenedStream,
         watch: Arc<ConnectionWatch>,
         entry: ConnectionEntry,
         new_service: impl Fn(ConnectionContext) -> S,
     ) -> ClientConnection<S> {
         let entry = Arc::new(entry);
-        let service = new_service(ConnectionContext { address, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
+        let service =
+            new_service(ConnectionContext { address, tls, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
         let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), self.config.forwards));
         let (rejections, ip) = (Arc::clone(&self.rejections), canonical_ip(address.ip()));
         let http = self.http.serve_connection(io, service).with_upgrades();

@@ -101,7 +101,7 @@ impl<S: Store, C: Clock> ListenerState for ProxyState<S, C> {
         let address = Some(ip).filter(|ip| *ip != UNIX_PEER).and_then(|ip| HeaderValue::try_from(ip.to_string()).ok());
         let peer_header = address.unwrap_or(HeaderValue::from_static("unknown"));
         let (watch, entry) = (Arc::clone(&client.watch), Arc::clone(&client.entry));
-        let connection = ProxyConnection { proxy: self, ip, peer_header, trusted, watch, entry };
+        let connection = ProxyConnection { proxy: self, client, ip, peer_header, trusted, watch, entry };
         ProxyService { connection: Arc::new(connection), refusal_cache: RefCell::default() }
     }
 
@@ -112,6 +112,7 @@ impl<S: Store, C: Clock> ListenerState for ProxyState<S, C> {
 
 pub(crate) struct ProxyConnection<S: Store, C: Clock> {
     proxy: Arc<ProxyState<S, C>>,
+    client: Arc<ConnectionContext>,
     ip: IpAddr,
     /// The peer's address as a header value.
     peer_header: HeaderValue,
@@ -247,6 +248,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             path: Some(request.uri().path_and_query().map_or("/", |path| path.as_str())),
             // HTTP/1.0 may leave out the host; the upstream then receives its own name.
             host: headers.get(HOST).unwrap_or(&self.proxy.upstream.host).to_str().ok(),
+            client_certificate: self.client.tls.as_ref().and_then(|tls| tls.subject.as_deref()),
             headers: Some(headers),
             ..Query::default()
         }
@@ -343,6 +345,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             request.headers_mut(),
             &self.peer_header,
             self.trusted,
+            if self.client.tls.is_some() { hop_headers::HTTPS } else { hop_headers::HTTP },
             proxy.gate.plan().keyed_headers(),
         );
         if !request.headers().contains_key(HOST) {

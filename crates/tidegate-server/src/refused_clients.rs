@@ -127,6 +127,7 @@ fn shown_parts(plan: &Plan, limit: LimitId, key: Key, query: &Query<'_>) -> Box<
             KeyPart::Platform => query.platform,
             KeyPart::Method => query.method,
             KeyPart::Host => query.host,
+            KeyPart::ClientCertificate => query.client_certificate,
             KeyPart::Path => query.path.map(|path| path.split('?').next().unwrap_or(path)),
             KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => None,
         };
@@ -408,7 +409,9 @@ impl RefusedClient {
                 KeyPart::Method => "method",
                 KeyPart::Host => "host",
                 KeyPart::Path => "path",
-                KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => return None,
+                KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) | KeyPart::ClientCertificate => {
+                    return None;
+                }
             };
             let value = value.as_deref().filter(|value| value.chars().count() <= MAX_PART_CHARS)?;
             // Any address of a network names it.

@@ -51,10 +51,14 @@ pub(crate) enum RejectionReason {
     ReadOnly,
     /// The connection doesn't begin with a valid header of the PROXY protocol, or not in time.
     ProxyHeader,
+    /// The TLS handshake has failed, or has taken too long.
+    TlsHandshake,
+    /// The connection to a TLS port begins with something else than TLS, such as plain HTTP.
+    PlainHttp,
 }
 
 impl RejectionReason {
-    pub(crate) const ALL: [Self; 18] = [
+    pub(crate) const ALL: [Self; 20] = [
         Self::Head,
         Self::HeadSize,
         Self::HeadTimeout,
@@ -73,6 +77,8 @@ impl RejectionReason {
         Self::Token,
         Self::ReadOnly,
         Self::ProxyHeader,
+        Self::TlsHandshake,
+        Self::PlainHttp,
     ];
     pub(crate) const COUNT: usize = Self::ALL.len();
 
@@ -97,6 +103,8 @@ impl RejectionReason {
             Self::Token => "token",
             Self::ReadOnly => "read_only",
             Self::ProxyHeader => "proxy_header",
+            Self::TlsHandshake => "tls_handshake",
+            Self::PlainHttp => "plain_http",
         }
     }
 }

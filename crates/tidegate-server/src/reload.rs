@@ -143,6 +143,26 @@ pub(crate) async fn reload_on_change<S: Store, C: Clock>(
     }
 }
 
+/// Replaces the certificates of listeners when their files change; never returns.
+pub(crate) async fn replace_certificates<C: Clock>(parts: Arc<SharedParts>, clock: C) {
+    loop {
+        tokio::time::sleep(WATCH_INTERVAL).await;
+        for tls in parts.tls.get().into_iter().flatten() {
+            let (now, listener) = (clock.now(), tls.listener);
+            let change = match tls.reload_if_changed(now) {
+                None => continue,
+                Some(Ok(())) => Change::CertificatesReplaced { listener },
+                Some(Err(error)) => Change::CertificatesKept { listener, error: error.to_string() },
+            };
+            match &change {
+                Change::CertificatesKept { .. } => tracing::error!("{change}"),
+                _ => tracing::info!("{change}"),
+            }
+            parts.events.publish(ServerEvent::new(now, change));
+        }
+    }
+}
+
 /// Returns a channel for requests to reload.
 pub(crate) fn reload_channel() -> (ReloadHandle, mpsc::Receiver<ReloadRequest>) {
     let (sender, receiver) = mpsc::channel(MAX_WAITING);

@@ -26,6 +26,7 @@ use crate::refusal_log::RefusalLog;
 use crate::reload::ReloadHandle;
 use crate::request_history::RequestHistory;
 use crate::state_cell::StateCell;
+use crate::tls::ListenerTls;
 use crate::watchdog::Watchdog;
 use crate::wire::admin::AdminState;
 use crate::wire::forward_auth::ForwardAuthWarnings;
@@ -67,6 +68,8 @@ pub(crate) struct SharedParts {
     pub(crate) started_at: Time,
     /// The connections of each listener, by its section in the policy.
     pub(crate) connections: OnceLock<Vec<(&'static str, Arc<Watchdog>)>>,
+    /// The TLS of each listener that has it.
+    pub(crate) tls: OnceLock<Vec<Arc<ListenerTls>>>,
 }
 
 impl SharedParts {

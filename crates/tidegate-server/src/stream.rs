@@ -1,28 +1,54 @@
-//! The stream of a client's connection: TCP or a unix socket.
+//! The stream of a client's connection: TCP, a unix socket, or TLS.
 //!
 //! *Why here:* each read and write chooses by a `match`, which costs less than a call through a trait object.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use rustix::net::RecvFlags;
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::server::TlsStream;
 
 /// The stream of a client's connection.
 #[derive(Debug)]
 pub(crate) enum ClientStream {
     Tcp(TcpStream),
     Unix(UnixStream),
+    Tls(Box<TlsStream<Self>>),
 }
 
 impl ClientStream {
     /// Writes what the system takes at once.
-    pub(crate) fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Self::Tcp(stream) => stream.try_write(bytes),
-            Self::Unix(stream) => stream.try_write(bytes),
+    pub(crate) fn try_write(&mut self, bytes: &[u8]) {
+        let cx = &mut Context::from_waker(Waker::noop());
+        let _ = Pin::new(&mut *self).poll_write(cx, bytes);
+        let _ = Pin::new(self).poll_flush(cx);
+    }
+
+    /// Waits for the first byte, and leaves it in the stream. `None` at the stream's end.
+    pub(crate) async fn peek_byte(&self) -> io::Result<Option<u8>> {
+        let mut byte = [0];
+        loop {
+            let peek = || Ok(rustix::net::recv(self, &mut byte, RecvFlags::PEEK)?.1);
+            let peeked = match self {
+                Self::Tcp(stream) => {
+                    stream.readable().await?;
+                    stream.try_io(Interest::READABLE, peek)
+                }
+                Self::Unix(stream) => {
+                    stream.readable().await?;
+                    stream.try_io(Interest::READABLE, peek)
+                }
+                Self::Tls(_) => return Err(io::ErrorKind::Unsupported.into()),
+            };
+            match peeked {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+                Ok(count) => return Ok((count > 0).then_some(byte[0])),
+            }
         }
     }
 }
@@ -32,6 +58,7 @@ impl AsFd for ClientStream {
         match self {
             Self::Tcp(stream) => stream.as_fd(),
             Self::Unix(stream) => stream.as_fd(),
+            Self::Tls(stream) => stream.get_ref().0.as_fd(),
         }
     }
 }
@@ -42,6 +69,7 @@ macro_rules! delegate {
         match $self.get_mut() {
             Self::Tcp(stream) => Pin::new(stream).$method($($argument),*),
             Self::Unix(stream) => Pin::new(stream).$method($($argument),*),
+            Self::Tls(stream) => Pin::new(&mut **stream).$method($($argument),*),
         }
     };
 }

@@ -72,6 +72,7 @@ impl DocumentReader<'_> {
             ("platform", "") => Some(KeyPart::Platform),
             ("method", "") => Some(KeyPart::Method),
             ("host", "") => Some(KeyPart::Host),
+            ("client_cert", "") => Some(KeyPart::ClientCertificate),
             ("path", "") => Some(KeyPart::Path),
             ("header", name) => HeaderName::from_bytes(name.as_bytes()).ok().map(KeyPart::Header),
             ("cookie", name) if name_fits(name) => Some(KeyPart::Cookie(name.to_owned())),
@@ -82,7 +83,8 @@ impl DocumentReader<'_> {
     }
 
     fn unknown_key_part(&mut self, text: &str, node: &TomlNode, kind: &str, name: &str) -> Option<KeyPart> {
-        let known = ["client_ip", "key", "platform", "header", "cookie", "query", "method", "host", "path"];
+        let known =
+            ["client_ip", "key", "platform", "header", "cookie", "query", "method", "host", "client_cert", "path"];
         let has_name = |kind: &str| matches!(kind, "header" | "cookie" | "query");
         let message = match kind {
             kind if has_name(kind) && name.is_empty() => format!("{} lacks the name of a {kind}", quoted(text)),

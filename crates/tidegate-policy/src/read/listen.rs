@@ -5,20 +5,22 @@ use std::path::PathBuf;
 
 use ipnet::IpNet;
 
-use super::forms::{Custom, Maybe, TABLE};
+use super::forms::{Custom, Maybe, TABLE, Words};
 use super::server::TRUSTED_NETWORKS;
 use super::{DocumentReader, all_or_none};
 use crate::document::{TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
-use crate::listen::{ListenAddress, ListenConfig, UnixSocketConfig};
+use crate::listen::{CertificateFiles, ListenAddress, ListenConfig, TlsConfig, UnixSocketConfig};
 use crate::outbound::OutboundConfig;
 use crate::secret::SecretSource;
 use crate::sections::{AdminConfig, ApiConfig, InboundConfig};
 use crate::settings::SettingType::{Strings, Text};
-use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
+use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
 
 /// The most addresses of one listener.
 const MAX_ADDRESSES: usize = 16;
+/// The most certificates of one listener.
+const MAX_CERTIFICATES: usize = 64;
 /// The scheme of a unix socket's path.
 pub(super) const UNIX_SCHEME: &str = "unix:";
 
@@ -40,6 +42,10 @@ pub(super) const LISTENER_OR_OFF: Custom<Addresses> = Custom(
         reader.with_help("or the word \"off\"".to_owned(), |reader| reader.addresses(node, key))
     },
 );
+const PATH: Custom<PathBuf> = Custom(Text, "a file's path", |reader, node, key| reader.file_path(node, key));
+const PATHS: Custom<Vec<PathBuf>> = Custom(Strings, "a file's path, or a list of them", |reader, node, key| {
+    all_or_none(node.items().iter().take(MAX_CERTIFICATES + 1).map(|item| reader.file_path(item, key)))
+});
 const ACCOUNT: Maybe<Custom<String>> =
     Maybe(Custom(Text, "a name or a number", |reader, node, key| reader.account(node, key)));
 
@@ -47,8 +53,19 @@ setting_keys! {
     /// The keys beside `listen` in the section of each listener.
     LISTENING: ListeningKeys {
         unix: () = "", TABLE, "", Below::Table(&UNIX);
+        tls: () = "", TABLE, "", Below::Table(&TLS);
         proxy_protocol: Vec<IpNet> = "", TRUSTED_NETWORKS,
             "the load balancers whose connections begin with a header of the PROXY protocol; `unix` for the peers of unix sockets";
+    }
+
+    TLS: TlsKeys {
+        certificates: Vec<PathBuf> = "", PATHS,
+            "the files of certificates, each with its chain, as PEM; clients choose by name, and the first is the default";
+        keys: Vec<PathBuf> = "", PATHS, "the files of the certificates' private keys, in the same order";
+        client_ca: Option<PathBuf> = "", Maybe(PATH),
+            "the file of the certificates that sign those of clients; without it no client is asked for one";
+        client_certificates: bool = "required", Words(&[("required", false), ("optional", true)]),
+            "required or optional: if clients need a certificate, with client_ca";
     }
 
     UNIX: UnixKeys {
@@ -71,7 +88,37 @@ impl DocumentReader<'_> {
         let unix = self.section(table, "unix", &format!("{section}.unix"));
         let unix = read_struct!(self, unix, UNIX => UnixSocketConfig { mode, owner, group });
         let proxy_protocol = self.value(table, &LISTENING.proxy_protocol);
-        Some(ListenConfig { addresses: addresses?, unix: unix?, proxy_protocol: proxy_protocol? })
+        let tls = self.section(table, "tls", &format!("{section}.tls")).map(|table| self.tls(table));
+        let (addresses, unix, tls) = (addresses?, unix?, tls.unwrap_or(Some(None))?);
+        Some(ListenConfig { addresses, unix, proxy_protocol: proxy_protocol?, tls })
+    }
+
+    /// Reads the TLS of a listener; `None` inside if it has no certificates.
+    fn tls(&mut self, table: &TomlTable) -> Option<Option<TlsConfig>> {
+        read_keys!(self, table, TLS: certificates, keys, client_ca, client_certificates);
+        let (certificates, keys, client_ca, client_optional) = (certificates?, keys?, client_ca?, client_certificates?);
+        if certificates.len() != keys.len() || certificates.is_empty() && client_ca.is_some() {
+            let at = table.node("keys").or(table.node("certificates")).or(table.node("client_ca"))?.at;
+            let message = format!("there are {} certificates and {} keys", certificates.len(), keys.len());
+            let example = "certificates = [\"gate.pem\"] and keys = [\"gate.key\"]";
+            return self.error(at, message, "a key for each certificate").help(format!("such as {example}")).none();
+        }
+        if certificates.len() > MAX_CERTIFICATES {
+            let node = table.node("certificates")?;
+            return self.too_many(node, "certificates", node.items().len(), MAX_CERTIFICATES);
+        }
+        let files = |(certificate, key)| CertificateFiles { certificate, key };
+        let certificates: Vec<_> = certificates.into_iter().zip(keys).map(files).collect();
+        Some((!certificates.is_empty()).then_some(TlsConfig { certificates, client_ca, client_optional }))
+    }
+
+    fn file_path(&mut self, node: &TomlNode, key: &str) -> Option<PathBuf> {
+        const EXPECTED: &str = "a file's path, such as \"/etc/tidegate/gate.pem\"";
+        let path = self.string(node, key, EXPECTED)?;
+        if path.is_empty() || path.ends_with('/') || path.contains(char::is_control) {
+            return self.error(node.at, format!("`{key}`: {} is no file's path", quoted(path)), EXPECTED).none();
+        }
+        Some(PathBuf::from(path))
     }
 
     /// Reads a listener that may be off and needs a token beyond loopback, and its token. `has_token` if the section has

@@ -65,5 +65,7 @@ fn kind_of(change: &Change) -> (&'static str, &'static str) {
         Change::QuotaUsed { .. } => ("warn", "Quota"),
         Change::Reloaded { .. } => ("good", "Reloaded"),
         Change::ReloadFailed { .. } => ("bad", "Reload"),
+        Change::CertificatesReplaced { .. } => ("good", "Certificates"),
+        Change::CertificatesKept { .. } => ("bad", "Certificates"),
     }
 }

@@ -72,6 +72,11 @@ metrics! {
 
     RELOADS: Counter "policy_reloads" ["result"] "Reloads of the policy, by result: ok or failed";
     LAST_RELOAD: Gauge "policy_last_reload_ok" [] "0 if the last reload failed, so that the policy before goes on; else 1";
+    CERTIFICATE_RELOADS: Counter "certificate_reloads" ["listener", "result"]
+        "Changes of a listener's certificates, by result: ok, or failed, so that the certificates before stay";
+    #[seconds]
+    CERTIFICATE_EXPIRY: Gauge "certificate_expiry_time" ["listener", "file"]
+        "The time at which a listener's certificate in use expires, since 1970";
     DROPPED_LOG_LINES: Counter "log_lines_dropped" [] "Log lines that were dropped, because standard error didn't take them";
 
     DECISIONS: Counter "decisions" ["action", "limit", "outcome", "reason"]

@@ -34,6 +34,8 @@ pub(crate) struct ServerSnapshot {
     /// Failed reloads of the policy, and those that succeeded.
     pub(crate) reloads: [u64; 2],
     pub(crate) is_last_reload_ok: bool,
+    /// For each listener with TLS, its failed and successful reloads of certificates, and when each file's expires.
+    pub(crate) certificates: Vec<(&'static str, [u64; 2], Vec<(String, i64)>)>,
     pub(crate) dropped_log_lines: u64,
     /// Checks that the store failed to decide: those without a decision, and those decided without it.
     pub(crate) store_errors: [u64; 2],

@@ -1,0 +1,216 @@
+//! TLS of a listener: its certificates by name, and their replacement while the server runs.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use rustls::client::verify_server_name;
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::pem::{self, PemObject as _};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier};
+use rustls::sign::CertifiedKey;
+use rustls::{RootCertStore, ServerConfig};
+use tidegate_core::Time;
+use tidegate_policy::{CertificateFiles, TlsConfig};
+use tidegate_runtime::file_watcher::FileWatcher;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use x509_parser::prelude::{FromDer as _, X509Certificate};
+
+use crate::stream::ClientStream;
+
+/// The first byte of a TLS connection: the type of a handshake record.
+pub(crate) const HANDSHAKE_RECORD: u8 = 0x16;
+/// The protocol that the listeners speak, by ALPN.
+const HTTP_1: &[u8] = b"http/1.1";
+
+/// The reason why certificates can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A file can't be read, or isn't PEM.
+    #[error("{}: {error}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        error: pem::Error,
+    },
+    /// A file has no certificate.
+    #[error("{}: there is no certificate in it", .0.display())]
+    Empty(PathBuf),
+    /// A certificate isn't valid at the present time.
+    #[error("{}: the certificate is {reason}", path.display())]
+    Expired {
+        /// The file.
+        path: PathBuf,
+        /// Its state in words.
+        reason: &'static str,
+    },
+    /// A certificate can't be parsed.
+    #[error("{}: the certificate can't be parsed", .0.display())]
+    Unparsable(PathBuf),
+    /// A certificate and its key don't belong together, or can't be used.
+    #[error("{}: {error}", path.display())]
+    Unusable {
+        /// The certificate's file.
+        path: PathBuf,
+        /// The cause.
+        error: String,
+    },
+}
+
+/// The TLS of a listener.
+pub(crate) struct ListenerTls {
+    /// The listener's section in the policy.
+    pub(crate) listener: &'static str,
+    config: TlsConfig,
+    files: Mutex<FileWatcher>,
+    present: RwLock<Arc<LoadedTls>>,
+    /// Failed reloads, and those that succeeded.
+    reloads: [AtomicU64; 2],
+}
+
+/// Certificates in use.
+struct LoadedTls {
+    server: Arc<ServerConfig>,
+    /// For each certificate its file and the time at which it expires, in seconds since 1970.
+    expiry: Vec<(PathBuf, i64)>,
+}
+
+impl ListenerTls {
+    /// Reads the certificates of a listener.
+    ///
+    /// # Errors
+    /// One of them can't be used now.
+    pub(crate) fn load(listener: &'static str, config: &TlsConfig, now: Time) -> Result<Arc<Self>, TlsError> {
+        let pairs = config.certificates.iter().flat_map(|files| [files.certificate.clone(), files.key.clone()]);
+        let files = FileWatcher::new(pairs.chain(config.client_ca.clone()));
+        let present = RwLock::new(Arc::new(LoadedTls::load(config, now)?));
+        let config = config.clone();
+        Ok(Arc::new(Self { listener, config, files: Mutex::new(files), present, reloads: Default::default() }))
+    }
+
+    /// Reads the certificates again if a file has changed. Connections that are open stay. On an error the present
+    /// certificates stay. `None` if nothing has changed.
+    pub(crate) fn reload_if_changed(&self, now: Time) -> Option<Result<(), TlsError>> {
+        if self.files.lock().changes().is_empty() {
+            return None;
+        }
+        let loaded = LoadedTls::load(&self.config, now).map(|loaded| *self.present.write() = Arc::new(loaded));
+        self.reloads[usize::from(loaded.is_ok())].fetch_add(1, Ordering::Relaxed);
+        Some(loaded)
+    }
+
+    /// The number of failed reloads, and of those that succeeded.
+    pub(crate) fn reloads(&self) -> [u64; 2] {
+        self.reloads.each_ref().map(|count| count.load(Ordering::Relaxed))
+    }
+
+    /// For each certificate its file and the time at which it expires, in seconds since 1970.
+    pub(crate) fn expiry(&self) -> Vec<(String, i64)> {
+        self.present.read().expiry.iter().map(|(path, at)| (path.display().to_string(), *at)).collect()
+    }
+
+    /// Does the handshake.
+    pub(crate) async fn accept(&self, stream: ClientStream) -> io::Result<TlsStream<ClientStream>> {
+        let server = Arc::clone(&self.present.read().server);
+        TlsAcceptor::from(server).accept(stream).await
+    }
+}
+
+impl LoadedTls {
+    fn load(config: &TlsConfig, now: Time) -> Result<Self, TlsError> {
+        let provider = Arc::new(ring::default_provider());
+        let seconds = i64::try_from(now.as_micros() / 1_000_000).unwrap_or(i64::MAX);
+        let mut keys = Vec::new();
+        let mut expiry = Vec::new();
+        for files in &config.certificates {
+            let (key, expires) = certified_key(files, &provider, seconds)?;
+            keys.push(Arc::new(key));
+            expiry.push((files.certificate.clone(), expires));
+        }
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
+            .with_safe_default_protocol_versions()
+            .expect("invariant: the provider has suites for TLS 1.2 and 1.3");
+        let builder = match &config.client_ca {
+            None => builder.with_no_client_auth(),
+            Some(path) => {
+                let unusable = |error: String| TlsError::Unusable { path: path.clone(), error };
+                let mut roots = RootCertStore::empty();
+                for root in read_certificates(path)? {
+                    roots.add(root).map_err(|error| unusable(error.to_string()))?;
+                }
+                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+                let verifier = if config.client_optional { verifier.allow_unauthenticated() } else { verifier };
+                builder.with_client_cert_verifier(verifier.build().map_err(|error| unusable(error.to_string()))?)
+            }
+        };
+        let mut server = builder.with_cert_resolver(Arc::new(CertificateSet(keys)));
+        server.alpn_protocols = vec![HTTP_1.to_vec()];
+        // Without tickets, sessions are only resumed while they are among the last 256.
+        if let Ok(ticketer) = ring::Ticketer::new() {
+            server.ticketer = ticketer;
+        }
+        Ok(Self { server: Arc::new(server), expiry })
+    }
+}
+
+/// The certificates of a listener. The first one is for clients that name no host, or another one.
+#[derive(Debug)]
+struct CertificateSet(Vec<Arc<CertifiedKey>>);
+
+impl ResolvesServerCert for CertificateSet {
+    fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let name = hello.server_name().and_then(|name| ServerName::try_from(name).ok());
+        let has_name = |key: &&Arc<CertifiedKey>| {
+            let leaf = key.end_entity_cert().ok().and_then(|leaf| ParsedCertificate::try_from(leaf).ok());
+            leaf.zip(name.as_ref()).is_some_and(|(leaf, name)| verify_server_name(&leaf, name).is_ok())
+        };
+        let fits = |key: &&Arc<CertifiedKey>| key.key.choose_scheme(hello.signature_schemes()).is_some();
+        self.0.iter().filter(fits).find(has_name).or_else(|| self.0.iter().find(fits)).cloned()
+    }
+}
+
+fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let file_error = |error| TlsError::File { path: path.to_owned(), error };
+    let chain = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let chain = chain.map_err(file_error)?;
+    if chain.is_empty() { Err(TlsError::Empty(path.to_owned())) } else { Ok(chain) }
+}
+
+/// Reads a certificate with its chain and key. Returns also the time at which it expires.
+fn certified_key(
+    files: &CertificateFiles,
+    provider: &CryptoProvider,
+    now: i64,
+) -> Result<(CertifiedKey, i64), TlsError> {
+    let path = || files.certificate.clone();
+    let chain = read_certificates(&files.certificate)?;
+    let file_error = |error| TlsError::File { path: files.key.clone(), error };
+    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(file_error)?;
+    let (starts, expires) = validity(&chain[0]).ok_or_else(|| TlsError::Unparsable(path()))?;
+    let reason = if now < starts { "not valid yet" } else { "expired" };
+    if !(starts..=expires).contains(&now) {
+        return Err(TlsError::Expired { path: path(), reason });
+    }
+    let certified = CertifiedKey::from_der(chain, key, provider);
+    let certified = certified.map_err(|error| TlsError::Unusable { path: path(), error: error.to_string() })?;
+    Ok((certified, expires))
+}
+
+/// The first and the last second at which a certificate is valid.
+fn validity(certificate: &CertificateDer<'_>) -> Option<(i64, i64)> {
+    let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
+    let validity = parsed.validity();
+    Some((validity.not_before.timestamp(), validity.not_after.timestamp()))
+}
+
+/// The subject of the client's certificate, such as `O=Example, CN=alice`. `None` if the client has none.
+pub(crate) fn client_subject(stream: &TlsStream<ClientStream>) -> Option<String> {
+    let certificate = stream.get_ref().1.peer_certificates()?.first()?;
+    let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
+    Some(parsed.subject().to_string())
+}
