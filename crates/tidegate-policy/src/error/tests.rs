@@ -1,5 +1,6 @@
 use std::cell::Cell;
 
+use super::secret_text::MAX_SEARCHED_LINE;
 use super::*;
 use crate::{Policy, PolicySources};
 use proptest::prelude::*;
