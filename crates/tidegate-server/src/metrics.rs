@@ -220,14 +220,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
             store_times: requests.store_times.snapshot(),
             reloads: [0, 1].map(|result| requests.reloads.get(result)),
             is_last_reload_ok: requests.is_last_reload_ok(),
-            certificates: self
-                .parts
-                .tls
-                .get()
-                .into_iter()
-                .flatten()
-                .map(|tls| (tls.listener, tls.reloads(), tls.expiry()))
-                .collect(),
+            certificates: parts.tls.get().into_iter().flatten().map(|tls| tls.report()).collect(),
             dropped_log_lines: dropped_lines(),
             store_errors: self.store_errors(),
             lost_store: gate.store().outage().map(str::to_owned),

@@ -73,6 +73,15 @@ pub(crate) struct ListenerTls {
     reloads: [AtomicU64; 2],
 }
 
+/// The state of a listener's certificates.
+pub(crate) struct CertificateReport {
+    pub(crate) listener: &'static str,
+    /// Failed reloads, and those that succeeded.
+    pub(crate) reloads: [u64; 2],
+    /// For each certificate its file and the time at which it expires, in seconds since 1970.
+    pub(crate) expiry: Vec<(PathBuf, i64)>,
+}
+
 /// Certificates in use.
 struct LoadedTls {
     server: Arc<ServerConfig>,
@@ -104,14 +113,12 @@ impl ListenerTls {
         Some(loaded)
     }
 
-    /// The number of failed reloads, and of those that succeeded.
-    pub(crate) fn reloads(&self) -> [u64; 2] {
-        self.reloads.each_ref().map(|count| count.load(Ordering::Relaxed))
-    }
-
-    /// For each certificate its file and the time at which it expires, in seconds since 1970.
-    pub(crate) fn expiry(&self) -> Vec<(String, i64)> {
-        self.present.read().expiry.iter().map(|(path, at)| (path.display().to_string(), *at)).collect()
+    pub(crate) fn report(&self) -> CertificateReport {
+        CertificateReport {
+            listener: self.listener,
+            reloads: self.reloads.each_ref().map(|count| count.load(Ordering::Relaxed)),
+            expiry: self.present.read().expiry.clone(),
+        }
     }
 
     /// Does the handshake.

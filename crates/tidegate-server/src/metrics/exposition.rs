@@ -97,13 +97,13 @@ impl ServerSnapshot {
             ["failed", "ok"].into_iter().zip(self.reloads).map(|(result, count)| ([result], count)),
         )?;
         page.gauges(&LAST_RELOAD, [([], if self.is_last_reload_ok { 1.0 } else { 0.0 })])?;
-        let reloads = self.certificates.iter().flat_map(|(listener, reloads, _)| {
-            ["failed", "ok"].into_iter().zip(*reloads).map(move |(result, count)| ([*listener, result], count))
+        let reloads = self.certificates.iter().flat_map(|of| {
+            ["failed", "ok"].into_iter().zip(of.reloads).map(|(result, count)| ([of.listener, result], count))
         });
         page.counters(&CERTIFICATE_RELOADS, reloads)?;
-        let expiry = self.certificates.iter().flat_map(|(listener, _, expiry)| {
-            expiry.iter().map(move |(file, at)| ([*listener, file.as_str()], *at as f64))
-        });
+        let files = self.certificates.iter().flat_map(|of| of.expiry.iter().map(|(file, at)| (of.listener, file, *at)));
+        let expiry: Vec<_> = files.map(|(listener, file, at)| (listener, file.to_string_lossy(), at as f64)).collect();
+        let expiry = expiry.iter().map(|(listener, file, at)| ([*listener, &**file], *at));
         page.gauges(&CERTIFICATE_EXPIRY, expiry)?;
         page.counters(&DROPPED_LOG_LINES, [([], self.dropped_log_lines)])?;
         page.histograms(&DECISION_TIME, [([], &self.decision_times)])?;

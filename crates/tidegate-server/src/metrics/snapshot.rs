@@ -15,6 +15,7 @@ use tidegate_core::time::UtcText;
 use crate::alerts::SinkResult;
 use crate::fleet::FleetReport;
 use crate::rejections::RejectionReason;
+use crate::tls::CertificateReport;
 use crate::upstream::UpstreamError;
 
 /// The classes of HTTP statuses.
@@ -34,8 +35,7 @@ pub(crate) struct ServerSnapshot {
     /// Failed reloads of the policy, and those that succeeded.
     pub(crate) reloads: [u64; 2],
     pub(crate) is_last_reload_ok: bool,
-    /// For each listener with TLS, its failed and successful reloads of certificates, and when each file's expires.
-    pub(crate) certificates: Vec<(&'static str, [u64; 2], Vec<(String, i64)>)>,
+    pub(crate) certificates: Vec<CertificateReport>,
     pub(crate) dropped_log_lines: u64,
     /// Checks that the store failed to decide: those without a decision, and those decided without it.
     pub(crate) store_errors: [u64; 2],

@@ -207,7 +207,7 @@ const PROVIDERS: &str = "/v1/providers/";
 const ALERTS: &str = "/v1/alerts/";
 
 fn not_found(path: &str) -> Response<ResponseBody> {
-    let message = match nearest(path, PATHS.into_iter()) {
+    let message = match nearest(path, PATHS) {
         _ if is_api_path(path) => {
             format!("{path} is a path of the decision API (api.listen), and this is the admin listener (admin.listen)")
         }

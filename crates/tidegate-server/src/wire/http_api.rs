@@ -198,7 +198,7 @@ async fn route<S: Store, C: Clock>(
             return discard_body(watch, request.into_body(), false, response);
         }
         _ => {
-            let message = match nearest(path, PATHS.into_iter()) {
+            let message = match nearest(path, PATHS) {
                 _ if is_admin_path(path) => format!(
                     "{path} is a path of the admin listener (admin.listen), and this is the decision API (api.listen)"
                 ),
