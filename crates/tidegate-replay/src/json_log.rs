@@ -91,11 +91,11 @@ const OWN_PARTS: [(RequestPart, &str); 4] = [
 /// servers that log with zap write both, and the duration is in seconds. Beside other times it may have another unit,
 /// or the time is that of the arrival, as in Envoy's lines.
 const ZAP_RANKS: (usize, usize) = (1, 2);
-/// The target and the listener of calls to providers in Tidegate's access log, and the outcome of requests without a
+/// The target and the listener of calls to providers in Tidegate's access log, and the outcomes of requests without a
 /// decision.
 const OWN_TARGET: &str = "access";
 const OUTBOUND_LISTENER: &str = "outbound";
-const UNDECIDED_OUTCOME: &str = "rejected";
+const UNDECIDED_OUTCOMES: [&str; 2] = ["answered", "rejected"];
 /// The default names of objects with a header in each field.
 const HEADERS_NAMES: [&str; 3] = ["request.headers", "request_headers", "headers"];
 /// The default names of header fields other than `http_NAME`, by header.
@@ -245,7 +245,7 @@ fn build_request(mut parts: PartValues<'_>) -> Result<LogLine<'_>, LineError> {
         if text(RequestPart::Listener).is_some_and(|listener| listener == OUTBOUND_LISTENER) {
             return Ok(LogLine::ProviderCall);
         }
-        if text(RequestPart::Outcome).is_some_and(|outcome| outcome == UNDECIDED_OUTCOME) {
+        if text(RequestPart::Outcome).is_some_and(|outcome| UNDECIDED_OUTCOMES.contains(&&*outcome)) {
             return Ok(LogLine::Undecided);
         }
     }

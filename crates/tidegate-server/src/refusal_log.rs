@@ -46,7 +46,7 @@ pub(crate) struct RefusalLog {
     events: Arc<ServerEvents>,
     /// For blocks, and for those that shadow mode doesn't enforce.
     event_throttles: [LogThrottle; 2],
-    /// The number of enforced blocks that have begun since the start.
+    /// The number of enforced blocks that have begun since the start, and of those from shadow mode that were enforced.
     begun_blocks: AtomicU64,
     /// The number of rejected requests for each reason since the start.
     rejection_counts: [AtomicU64; RejectionReason::COUNT],
@@ -169,7 +169,8 @@ impl RefusalLog {
         );
     }
 
-    /// Does the same for a request that isn't valid HTTP, or asks for what the gate doesn't do.
+    /// Counts and logs the rejection of a request that isn't valid HTTP, or asks for what the gate doesn't do. Errors
+    /// after the decision are none.
     #[cold]
     pub(crate) fn log_invalid_request(&self, now: Time, error: HttpError, query: &Query<'_>, access: &AccessSlot) {
         if let Some(reason) = RejectionReason::of_head_error(error) {

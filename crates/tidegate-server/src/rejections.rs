@@ -11,8 +11,7 @@ use crate::access_log::{AccessLog, AccessSlot};
 use crate::local_response::HttpError;
 use crate::refusal_log::RefusalLog;
 
-/// The reason for a rejection of an invalid request or one that can't be counted (by forward-auth with its
-/// `deny_status`), of a web page with 403 or 421, or of a caller of the admin listener with 401 or 403.
+/// The reason for a rejection before any decision. `docs/metrics.md` tells the status of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RejectionReason {
     /// The head of the request can't be read as HTTP.

@@ -36,8 +36,8 @@ const QUERIES: &str = "
 ## Rejected requests
 
 `tidegate_rejections_total` counts these by `reason`, at all listeners. Each also has a line `rejected` in the log, of which at most
-`log.refusals_per_second` are written in any second, and the reason in its line of the access log. Exceptions: `read_only` is a line of [changes](operating.md#changes), and a form of the
-dashboard without the number of its session (`web_page`) has no line.
+`log.refusals_per_second` are written in any second, and the reason in its line of the access log. Exceptions: `read_only` is a line of [changes](operating.md#changes), or has no
+line if it was for a trial, and a form of the dashboard without the number of its session (`web_page`) has no line.
 
 | reason | request | status |
 | --- | --- | --- |
@@ -53,6 +53,9 @@ dashboard without the number of its session (`web_page`) has no line.
 | `missing_part`, `values`, `lookalike` | its [key](keys.md) can't be counted | 400 |
 | `foreign_host`, `web_page` | it comes from a web page, or by a name that isn't the listener's | 421, 403 |
 | `token`, `read_only` | on the admin listener: without a valid token, or without the right to change something | 401, 403 |
+| `proxy_header` | its connection doesn't begin with a valid header of the PROXY protocol, or not in time | none; the connection is closed |
+| `tls_handshake` | its TLS handshake fails, or takes too long | none; the connection is closed |
+| `plain_http` | it comes to a TLS port without TLS | 400 |
 
 Forward-auth answers with `api.deny_status` instead of 400. Not counted here: requests without a valid token to the decision API
 (401) and the gateway (407), questions with wrong fields (400, 404), paths and options that the gateway can't use (400, 404),

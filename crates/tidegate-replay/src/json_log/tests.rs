@@ -164,7 +164,9 @@ fn own_lines_of_other_kinds_are_distinguished() {
     let outbound = line.replace("inbound", "outbound");
     assert!(matches!(read(line), LogLine::Request(_)));
     assert_eq!(read(&outbound), LogLine::ProviderCall);
-    assert_eq!(read(&line.replace("refused", "rejected")), LogLine::Undecided);
+    for outcome in ["answered", "rejected"] {
+        assert_eq!(read(&line.replace("refused", outcome)), LogLine::Undecided);
+    }
     // Another server's log.
     assert!(matches!(read(&outbound.replace(r#""target":"access","#, "")), LogLine::Request(_)));
 }
