@@ -202,7 +202,7 @@ impl Call {
     }
 
     /// Enqueues it, unless waiting is useless: its lane is paused or the credentials are closed until after its deadline,
-    /// or it can't have its turn before, if the calls of its lane before it stay.
+    /// or it can't have its turn before, if the calls of its lane before it stay as long as they can.
     fn enqueue(&self, state: &mut ProviderState, now: Time) -> Result<Ticket, CallFailure> {
         if state.is_paused {
             return Err(CallFailure::ProviderPaused);
@@ -218,7 +218,9 @@ impl Call {
         if state.pool.all_closed_until(now).is_some_and(|closed_until| closed_until >= self.deadline) {
             return Err(state.no_credential(now).failure());
         }
-        self.check_refusals(state, state.lanes.waiting(self.lane), now)?;
+        if let Some(refusal) = state.lanes.refused_behind(self.deadline, self.lane, self.cost, now) {
+            return Err(refusal.failure());
+        }
         state.lanes.enqueue(self.lane, self.cost, self.deadline, now).map_err(CallFailure::QueueFull)
     }
 
@@ -296,7 +298,8 @@ impl Call {
     pub fn handle_expiry(&mut self, state: &mut ProviderState, now: Time) -> CallFailure {
         state.store_requests.updates.clear();
         self.leave_queue(state);
-        let known = self.failure_at_deadline.or_else(|| self.check_refusals(state, 0, now).err());
+        let refusal = state.lanes.refused_past(self.deadline, self.lane, self.cost, now);
+        let known = refusal.map(|refusal| refusal.failure()).or(self.failure_at_deadline);
         known.unwrap_or(CallFailure::DeadlineExceeded)
     }
 

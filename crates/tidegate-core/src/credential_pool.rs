@@ -200,9 +200,14 @@ impl CredentialPool {
         self.update_availability(index);
     }
 
-    /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier: the end of a closing that the
-    /// provider asked for, or of a quota's period. [`CredentialPool::all_closed_until`] may report it.
+    /// Like [`CredentialPool::set_cooling_until`], for a time that can't become earlier, unless a request under way turns
+    /// out unsent: the end of a closing that the provider asked for, or the time at which a quota, rate or window that
+    /// counts calls has room again. [`CredentialPool::all_closed_until`] may report it. [`Time::ZERO`], for an unknown
+    /// time, changes nothing.
     pub fn set_closed_until(&mut self, credential: usize, until: Time, now: Time) {
+        if until == Time::ZERO {
+            return;
+        }
         self.set_cooling_until(credential, until, now);
         if let Some(closed) = self.closed_until.get_mut(credential) {
             *closed = until.max(*closed);

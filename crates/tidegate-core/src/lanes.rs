@@ -177,7 +177,7 @@ impl Lanes {
     pub fn poll(&mut self, now: Time) -> QueueStep {
         let Some((deadline, index)) = self.deadlines.first() else { return QueueStep::Sleep(Time::NEVER) };
         let QueuedCall { lane, cost, .. } = self.calls[index as usize];
-        if deadline <= now || self.refused_past(deadline, lane, cost, 0, now).is_some() {
+        if deadline <= now || self.refused_past(deadline, lane, cost, now).is_some() {
             let ticket = self.ticket(index);
             self.remove(ticket);
             return QueueStep::Expired(ticket);
@@ -245,11 +245,21 @@ impl Lanes {
         }
     }
 
-    /// The refusal that a call of this lane and cost would wait for until its deadline or longer, if it goes after
-    /// `ahead` others that all stay. Its times are those of this call. `None` if no refusal shows that.
-    pub fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: usize, now: Time) -> Option<Refusal> {
-        let refused = [&self.refused, &self.queue(lane).refused].into_iter();
-        let refusals = refused.filter_map(|refused| refused.behind(lane, cost, ahead, now));
+    /// The refusal that a call of this lane and cost would wait for until its deadline or longer, even as the first of
+    /// its lane. `None` if no refusal shows that.
+    pub fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, now: Time) -> Option<Refusal> {
+        let refusals = self.refusals(lane, cost, now).filter(|refusal| refusal.closed_until >= deadline);
+        refusals.max_by_key(|refusal| refusal.until)
+    }
+
+    /// Like [`Lanes::refused_past`], for a new call behind the waiting calls of its lane. Those that can be sent before
+    /// their deadlines are assumed to stay. The refusal's times are those of the new call.
+    ///
+    /// It takes constant time, or O(n log n) if the new call is refused or calls before it can't be sent in time.
+    pub fn refused_behind(&self, deadline: Time, lane: Lane, cost: u64, now: Time) -> Option<Refusal> {
+        let behind_all = |refusal: &Refusal| refusal.behind(self.waiting(lane)).closed_until >= deadline;
+        let refusals = self.refusals(lane, cost, now).filter(behind_all);
+        let refusals = refusals.map(|refusal| refusal.behind(self.sendable_ahead(lane, refusal)));
         refusals.filter(|refusal| refusal.closed_until >= deadline).max_by_key(|refusal| refusal.until)
     }
 
@@ -315,6 +325,28 @@ impl Lanes {
 
     fn is_ready(&self, lane: Lane, now: Time) -> bool {
         self.ready_at(lane, now).is_some_and(|ready_at| ready_at <= now)
+    }
+
+    /// The refusals that apply to such a call.
+    fn refusals(&self, lane: Lane, cost: u64, now: Time) -> impl Iterator<Item = Refusal> {
+        let refused = [&self.refused, &self.queue(lane).refused].into_iter();
+        refused.filter(move |refused| refused.applies_to(lane, cost, now)).map(|refused| refused.refusal)
+    }
+
+    /// The number of a lane's waiting calls that this refusal and a pause let send before their deadlines, one after
+    /// the other. Any number if it makes no difference to the wait.
+    #[cold]
+    fn sendable_ahead(&self, lane: Lane, refusal: Refusal) -> usize {
+        let queue = self.queue(lane);
+        if refusal.behind(queue.order.len()) == refusal {
+            return 0;
+        }
+        let mut calls: Vec<(u64, u32)> = (0..queue.order.len()).filter_map(|place| queue.order.nth(place)).collect();
+        calls.sort_unstable();
+        calls.into_iter().fold(0, |ahead, (_, index)| {
+            let earliest = refusal.behind(ahead).closed_until.max(queue.paused_until);
+            ahead + usize::from(self.deadlines.key(index).is_some_and(|deadline| deadline > earliest))
+        })
     }
 
     /// The slot and cost of a lane's first call.

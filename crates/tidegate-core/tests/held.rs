@@ -194,13 +194,12 @@ fn a_lanes_quota_holds_only_that_lane() {
     assert_eq!(provider.meets(1, Span::from_secs(60), test_time(2)), None);
 }
 
-/// A provider of one call per minute, whose call at 0 counts until half a second later, with a call that waits.
+/// A provider of one call per minute, whose call at 0 counts until half a second later.
 fn one_per_minute() -> Provider {
     let window = Window::new(1, Span::from_secs(60), 1).unwrap().with_lead(MAX_LEAD);
     let mut provider = Provider::new(LimitKind::Window(window), Of::All, Measure::Calls, 1);
     let (mut first, _) = provider.arrive(Lane::User, 1, DAY, test_time(0));
     assert!(matches!(provider.turn(&mut first, test_time(0)), CallProgress::Send { .. }));
-    provider.patient(Lane::User, 1, test_time(0));
     provider
 }
 
@@ -208,6 +207,7 @@ fn one_per_minute() -> Provider {
 #[test]
 fn calls_behind_others_fail_if_too_late() {
     let mut provider = one_per_minute();
+    let _head = provider.patient(Lane::User, 1, test_time(0));
     let mut meets = |lane, timeout| {
         let (mut call, failure) = provider.arrive(lane, 1, timeout, test_time(0));
         call.cancel(&provider.rules, &mut provider.state, Delivery::Unknown, test_time(0), &mut provider.rng);
@@ -220,6 +220,16 @@ fn calls_behind_others_fail_if_too_late() {
     assert_eq!(meets(Lane::User, minute.times(2)), limited(120_500), "one call is before it");
     assert_eq!(meets(Lane::User, minute.times(2) + micro), None);
     assert_eq!(meets(Lane::Webhook, minute), None, "it goes first, and may have reserves");
+}
+
+#[test]
+fn calls_that_expire_first_delay_no_call() {
+    let mut provider = one_per_minute();
+    let mut waiting = [(); 10].map(|()| provider.arrive(Lane::User, 1, Span::from_secs(70), test_time(0)).0);
+    assert_eq!(provider.turn(&mut waiting[0], test_time(0)), CallProgress::Wait);
+    assert_eq!(provider.meets(1, Span::from_secs(70), test_time(55_000)), None, "only one is sent before it");
+    let limited = CallFailure::RateLimited { limit: limit_id(0), earliest: test_time(120_500) };
+    assert_eq!(provider.meets(1, Span::from_secs(65), test_time(55_000)), Some(limited));
 }
 
 /// A call may cost less than was reserved. Calls that wait for that may be granted earlier than announced.
@@ -388,4 +398,20 @@ fn waiting_calls_take_the_first_available_credential() {
         provider.turn(&mut call, test_time(1)),
         CallProgress::Fail(CallFailure::CredentialsCooling { earliest: test_time(6_000) })
     );
+}
+
+/// A call waited for an unknown time. The quota that another call meets is a known reason for it, too.
+#[test]
+fn calls_that_expire_early_name_the_refusal() {
+    let (mut provider, [mut first, _second]) = busy();
+    let (mut short, _) = provider.arrive(Lane::User, 1, Span::from_secs(60), test_time(1));
+    assert_eq!(provider.turn(&mut short, test_time(1)), CallProgress::Wait);
+    let mut elsewhere = Batch::new(0);
+    elsewhere.push(Op::new(limit_id(0), Verb::Take, SHARED, 97)).unwrap();
+    provider.ask(&elsewhere, test_time(1));
+    provider.reply(&mut first, Class::Success, None, test_time(2));
+    let _urgent = provider.patient(Lane::Webhook, 1, test_time(2));
+    assert_eq!(provider.state.lanes.poll(test_time(2)), QueueStep::Expired(short.ticket().unwrap()));
+    let spent = CallFailure::QuotaSpent { limit: limit_id(0), resets_at: midnight(test_time(2)) };
+    assert_eq!(short.handle_expiry(&mut provider.state, test_time(2)), spent);
 }

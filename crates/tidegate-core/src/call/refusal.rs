@@ -19,8 +19,8 @@ impl LimitRefusal<'_> {
         self.retry_at + state.extra_spacing(rules, self.kind)
     }
 
-    /// The time before which the limit has no room, whatever calls under way give back. [`Time::ZERO`] if it is unknown:
-    /// they may cost less than was reserved for them, and a success may end a cool-down's slots.
+    /// The time before which the limit has no room, unless a request under way turns out unsent. [`Time::ZERO`] if it is
+    /// unknown: calls under way may cost less than was reserved for them, and a success may end a cool-down's slots.
     fn closed_until(&self, rules: &CallRules, state: &ProviderState) -> Time {
         match self.kind {
             Some(LimitKind::Cooldown(cooldown)) if cooldown.is_closing(self.retry_at, self.refused_at) => self.retry_at,
@@ -48,12 +48,6 @@ impl LimitRefusal<'_> {
 }
 
 impl Call {
-    /// Fails if it certainly can't have its turn before its deadline while `ahead` calls of its lane are before it.
-    pub(super) fn check_refusals(&self, state: &ProviderState, ahead: usize, now: Time) -> Result<(), CallFailure> {
-        let refusal = state.lanes.refused_past(self.deadline, self.lane, self.cost, ahead, now);
-        refusal.map_or(Ok(()), |refusal| Err(refusal.failure()))
-    }
-
     /// Handles the refusal of a limit that doesn't depend on the credential.
     pub(super) fn handle_shared_refusal(
         &mut self,

@@ -182,6 +182,9 @@ fn only_certain_ends_count_as_closed() {
     mended.clear_cooling(1);
     mended.set_cooling_until(1, at(9_000), at(5_000));
     assert_eq!(mended.all_closed_until(at(5_000)), None, "a credential that was mended starts anew");
+    caller.pool.clear_cooling(1);
+    caller.pool.set_closed_until(1, Time::ZERO, at(5_000));
+    assert_eq!(caller.pool.cooling_until(1), None, "an unknown time");
 }
 
 #[test]

@@ -40,8 +40,8 @@ pub enum WaitReason {
 pub struct Refusal {
     /// The time of the next attempt.
     pub until: Time,
-    /// The time before which no such call can be sent, whatever ends or is given back. At most `until`; [`Time::ZERO`]
-    /// if it is unknown.
+    /// The time before which no such call can be sent, unless a request under way turns out unsent. At most `until`;
+    /// [`Time::ZERO`] if it is unknown.
     pub closed_until: Time,
     /// The reason.
     pub reason: WaitReason,
@@ -51,12 +51,14 @@ pub struct Refusal {
 
 impl Refusal {
     /// The same refusal for a call behind `ahead` others.
-    fn behind(self, ahead: usize) -> Self {
+    pub(super) fn behind(self, ahead: usize) -> Self {
         let wait = match self.reason {
             WaitReason::Limit { calls, every, .. } => every.times(ahead as u64 / calls),
             WaitReason::Quota(_) | WaitReason::Credentials | WaitReason::Pace => Span::ZERO,
         };
-        Self { until: self.until + wait, closed_until: self.closed_until + wait, ..self }
+        let is_known = self.closed_until > Time::ZERO;
+        let closed_until = if is_known { self.closed_until + wait } else { Time::ZERO };
+        Self { until: self.until + wait, closed_until, ..self }
     }
 }
 
@@ -75,10 +77,5 @@ impl RefusedCall {
     pub(super) fn applies_to(&self, lane: Lane, cost: u64, now: Time) -> bool {
         let is_current = now < self.refusal.until && self.refused_at <= now + MAX_CLOCK_LAG;
         is_current && lane <= self.lane && cost >= self.cost
-    }
-
-    /// The refusal as it applies to such a call behind `ahead` others.
-    pub(super) fn behind(&self, lane: Lane, cost: u64, ahead: usize, now: Time) -> Option<Refusal> {
-        self.applies_to(lane, cost, now).then(|| self.refusal.behind(ahead))
     }
 }

@@ -117,7 +117,7 @@ impl Naive {
     /// The call that fails at `now`: the one with the first deadline, if that has passed or the call can't be sent before.
     fn to_expire(&self, now: Time) -> Option<Ticket> {
         let first = self.calls.iter().min_by_key(|call| (call.deadline, call.ticket.index()))?;
-        let is_hopeless = self.refused_past(first.deadline, first.lane, first.cost, 0, now).is_some();
+        let is_hopeless = self.refused_past(first.deadline, first.lane, first.cost, &[], now).is_some();
         (first.deadline <= now || is_hopeless).then_some(first.ticket)
     }
 
@@ -133,21 +133,14 @@ impl Naive {
         Some(call.lane)
     }
 
-    /// The longest refusal of a call behind `ahead` others, among those that certainly last until its deadline.
-    fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: usize, now: Time) -> Option<Refusal> {
+    /// The longest refusal of a call behind these others, among those that certainly last until its deadline.
+    fn refused_past(&self, deadline: Time, lane: Lane, cost: u64, ahead: &[Call], now: Time) -> Option<Refusal> {
         let arriving = Call { ticket: self.told.first()?.call.ticket, arrival: 0, lane, cost, deadline };
         let mut longest: Option<Refusal> = None;
-        for told in &self.told {
+        for told in self.told.iter().filter(|told| told.refusal.closed_until > Time::ZERO) {
             let alone = Self { told: vec![*told], ..Self::new(self.spec) };
-            let mut refusal = told.refusal;
-            if let WaitReason::Limit { calls, every, .. } = refusal.reason {
-                let mut others = ahead;
-                while others >= calls as usize {
-                    others -= calls as usize;
-                    (refusal.until, refusal.closed_until) = (refusal.until + every, refusal.closed_until + every);
-                }
-            }
-            if alone.held_back(arriving, refusal.scope, now)
+            let refusal = self.after(ahead, told.refusal);
+            if alone.held_back(arriving, told.refusal.scope, now)
                 && refusal.closed_until >= deadline
                 && longest.is_none_or(|longest| longest.until < refusal.until)
             {
@@ -155,6 +148,25 @@ impl Naive {
             }
         }
         longest
+    }
+
+    /// The refusal with the times of a call that comes after these. When the limit has room, it sends as many of them
+    /// as it admits, and then the next ones at its next time. Calls that are past their deadlines by then have left.
+    fn after(&self, ahead: &[Call], mut refusal: Refusal) -> Refusal {
+        let WaitReason::Limit { calls, every, .. } = refusal.reason else { return refusal };
+        let mut room = calls;
+        for call in ahead {
+            let sent_at = refusal.closed_until.max(self.paused[call.lane as usize]);
+            if sent_at >= call.deadline {
+                continue;
+            }
+            room -= 1;
+            if room == 0 {
+                room = calls;
+                (refusal.until, refusal.closed_until) = (refusal.until + every, refusal.closed_until + every);
+            }
+        }
+        refusal
     }
 
     fn refuse(&mut self, ticket: Ticket, refusal: Refusal) {
@@ -342,13 +354,17 @@ impl Pair {
             return Err(format!("wakes at {sleep_until:?} for nothing: {:?}", self.naive));
         }
         for lane in Lane::ALL {
+            let mut ahead: Vec<Call> = self.naive.calls.iter().filter(|call| call.lane == lane).copied().collect();
+            ahead.sort_by_key(|call| call.arrival);
             for cost in [0, 1, 2, 999, u64::MAX] {
-                let ahead = random.below(9) as usize;
                 let deadline = self.now + Span::from_micros(random.below(600_000));
-                let found = self.lanes.refused_past(deadline, lane, cost, ahead, self.now);
-                let expected = self.naive.refused_past(deadline, lane, cost, ahead, self.now);
-                same("refused until", found.map(|told| told.until), expected.map(|told| told.until))?;
-                same("refusal", self.naive.told.len() > 1 || found == expected, true)?;
+                let first = self.lanes.refused_past(deadline, lane, cost, self.now);
+                let behind = self.lanes.refused_behind(deadline, lane, cost, self.now);
+                for (found, ahead) in [(first, &[][..]), (behind, &ahead)] {
+                    let expected = self.naive.refused_past(deadline, lane, cost, ahead, self.now);
+                    same("refused until", found.map(|told| told.until), expected.map(|told| told.until))?;
+                    same("refusal", self.naive.told.len() > 1 || found == expected, true)?;
+                }
             }
             same("waiting", self.lanes.waiting(lane), self.naive.waiting(lane))?;
             same("in flight", self.lanes.in_flight(lane), self.naive.in_flight[lane as usize])?;

@@ -15,9 +15,21 @@ fn told(scope: RefusalScope) -> Lanes {
     lanes
 }
 
+/// Lanes in which a user's call waits for a limit that admits two calls from 60 s on, at the earliest from 59.5 s on,
+/// and two more every 10 s.
+fn limited() -> Lanes {
+    let mut lanes = told(RefusalScope::Provider);
+    lanes.clear_refusals();
+    let first = ask(&mut lanes, test_time(0));
+    let reason = WaitReason::Limit { limit: limit_id(0), calls: 2, every: Span::from_secs(10) };
+    let told = Refusal { reason, closed_until: test_time(59_500), ..spent(test_time(60_000), RefusalScope::Provider) };
+    lanes.refuse(first, told, test_time(0));
+    lanes
+}
+
 /// The refusal of a user's call of cost 2 with a deadline at 60 s.
 fn refused_at(lanes: &Lanes, now: Time) -> Option<Refusal> {
-    lanes.refused_past(test_time(60_000), Lane::User, 2, 0, now)
+    lanes.refused_past(test_time(60_000), Lane::User, 2, now)
 }
 
 #[test]
@@ -25,15 +37,15 @@ fn spent_quotas_hold_equal_or_lower_calls() {
     let told_then = Some(spent(test_time(60_000), RefusalScope::Provider));
     let lanes = told(RefusalScope::Provider);
     let deadline = test_time(60_000);
-    let all = |cost, now| Lane::ALL.map(|lane| lanes.refused_past(deadline, lane, cost, 9, now));
+    let all = |cost, now| Lane::ALL.map(|lane| lanes.refused_behind(deadline, lane, cost, now));
     assert_eq!(all(2, test_time(10)), [told_then, told_then, None], "the highest lane may have reserves");
     assert_eq!(all(1, test_time(10)), [None; 3], "there may be room for less");
     assert_eq!(all(3, test_time(60_000) - MICRO), [told_then, told_then, None]);
     assert_eq!(all(3, test_time(60_000)), [None; 3]);
     assert_eq!(all(3, test_time(0) - Span::from_secs(1)), [None; 3], "told by a clock that has stepped back");
-    assert_eq!(lanes.refused_past(deadline + MICRO, Lane::User, 2, 9, test_time(10)), None, "it can be sent in time");
+    assert_eq!(lanes.refused_behind(deadline + MICRO, Lane::User, 2, test_time(10)), None, "it can be sent in time");
     let lanes = told(RefusalScope::Lane);
-    let own = Lane::ALL.map(|lane| lanes.refused_past(deadline, lane, 2, 9, test_time(10)).is_some());
+    let own = Lane::ALL.map(|lane| lanes.refused_behind(deadline, lane, 2, test_time(10)).is_some());
     assert_eq!(own, [false, true, false], "a lane's own limit");
 }
 
@@ -66,14 +78,38 @@ fn calls_that_cannot_be_sent_in_time_expire() {
 
 #[test]
 fn calls_ahead_lengthen_the_wait() {
-    let mut lanes = told(RefusalScope::Provider);
+    let mut lanes = limited();
+    assert_eq!(lanes.refused_past(test_time(59_501), Lane::User, 2, test_time(0)), None, "it may end earlier");
+    let mut refused_until = |deadline| {
+        let refusal = lanes.refused_behind(test_time(deadline), Lane::User, 2, test_time(0));
+        enqueue(&mut lanes, Lane::User, test_time(0));
+        refusal.map(|refusal| refusal.until)
+    };
+    let waits = [59_500, 59_500, 69_501, 69_500, 79_500].map(&mut refused_until);
+    let expected = [Some(60_000), Some(70_000), None, Some(80_000), Some(80_000)];
+    assert_eq!(waits, expected.map(|until| until.map(test_time)));
+}
+
+#[test]
+fn calls_that_expire_first_lengthen_no_wait() {
+    let mut lanes = limited();
+    let mut enqueue = |deadline| lanes.enqueue(Lane::User, 2, test_time(deadline), test_time(0)).expect("room");
+    for deadline in [65_000, 65_000, 69_500, 69_501, 90_000] {
+        enqueue(deadline);
+    }
+    let refused = |lanes: &Lanes| lanes.refused_behind(test_time(79_500), Lane::User, 2, test_time(0));
+    assert_eq!(refused(&lanes).map(|refusal| refusal.until), Some(test_time(80_000)), "two at 60 s and two at 70 s");
+    lanes.pause(Lane::User, test_time(70_000));
+    assert_eq!(refused(&lanes), None, "two that wait are sent after the pause");
+}
+
+/// An unknown time stays unknown, however many calls are ahead.
+#[test]
+fn unknown_waits_refuse_no_call_behind() {
+    let mut lanes = limited();
     lanes.clear_refusals();
     let first = ask(&mut lanes, test_time(0));
-    let reason = WaitReason::Limit { limit: limit_id(0), calls: 2, every: Span::from_secs(10) };
-    let told = Refusal { reason, closed_until: test_time(59_500), ..spent(test_time(60_000), RefusalScope::Provider) };
-    lanes.refuse(first, told, test_time(0));
-    let waits = [0, 1, 2, 5].map(|ahead| lanes.refused_past(test_time(59_500), Lane::User, 2, ahead, test_time(0)));
-    let expected = [60_000, 60_000, 70_000, 80_000].map(|until| Some(test_time(until)));
-    assert_eq!(waits.map(|refusal| refusal.map(|refusal| refusal.until)), expected);
-    assert_eq!(lanes.refused_past(test_time(59_501), Lane::User, 2, 1, test_time(0)), None, "it may end earlier");
+    let reason = WaitReason::Limit { limit: limit_id(0), calls: 1, every: Span::from_secs(u64::MAX) };
+    lanes.refuse(first, Refusal { reason, ..refusal(test_time(60_000), RefusalScope::Provider) }, test_time(0));
+    assert_eq!(lanes.refused_behind(test_time(1_000), Lane::User, 2, test_time(0)), None);
 }

@@ -542,7 +542,7 @@ impl World {
         self.check()?;
         same("somebody's turn", self.state.lanes.poll(self.now), QueueStep::Sleep(Time::NEVER))?;
         self.now = self.now + MAX_LEAD + WINDOW;
-        let refused = self.state.lanes.refused_past(self.now, Lane::Background, u64::MAX, 0, self.now);
+        let refused = self.state.lanes.refused_past(self.now, Lane::Background, u64::MAX, self.now);
         same("refused by nobody", refused, None)?;
         let mut pace = Batch::new(0);
         pace.push(Op::new(LimitId::FIRST, Verb::Peek, SHARED, 1)).unwrap();
