@@ -408,7 +408,8 @@ async fn failed_reloads_are_told_at_the_top() {
     "[inbound.action.login]\nlimt = \"1 per 60s\"\n".clone_into(&mut gate.file.lock().unwrap());
     gate.reload.reload().await.unwrap_err();
     let page = once(gate.admin, get("/policy")).await;
-    let places = ["The last reload has failed", "test.toml:2:1: expected", "id=\"actions\""].map(|part| page.find(part));
+    let places =
+        ["The last reload has failed", "test.toml:2:1: expected", "id=\"actions\""].map(|part| page.find(part));
     assert!(places.iter().all(Option::is_some) && places.is_sorted(), "{page}");
 }
 
