@@ -432,13 +432,9 @@ fn convert_errors(texts: &SourceTexts, text: TextRange, parse_errors: &[toml::de
     errors
 }
 
-fn line_start(body: &str, at: TextRange) -> usize {
-    body[..at.start].rfind('\n').map_or(0, |newline| newline + 1)
-}
-
 fn convert_error(texts: &SourceTexts, at: TextRange, message: &str) -> Error {
     let body = &texts.get(at).body;
-    let begins = line_start(body, at);
+    let begins = texts.get(at).line_start(at.start);
     let line = body[begins..].lines().next().unwrap_or("");
     let (what, expected) = message.split_once(", expected ").unwrap_or((message, ""));
     let expected = if expected == "nothing" { "" } else { expected };

@@ -66,6 +66,12 @@ impl OutboundConfig {
         &self.providers
     }
 
+    /// The providers that a server's gateway passes calls to: those with a base URL, and none if it doesn't listen.
+    pub fn served_providers(&self) -> impl Iterator<Item = &ProviderConfig> {
+        let is_off = self.listen.is_off();
+        self.providers.iter().filter(move |provider| !is_off && provider.base_url.is_some())
+    }
+
     /// The provider of this name.
     ///
     /// # Errors

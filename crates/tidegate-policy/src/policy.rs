@@ -83,8 +83,9 @@ pub struct Policy {
     pub(crate) notes: Vec<Note>,
     pub(crate) restart_needed: Vec<&'static str>,
     pub(crate) removed: Vec<&'static str>,
-    /// True if the file has no setting.
-    pub(crate) is_empty: bool,
+    /// The parts that [`Policy::removed`] may name and its own sources have, without what it keeps of an earlier one.
+    /// Empty for a policy within another document.
+    pub(crate) own_parts: Vec<&'static str>,
     /// The text that it was read from; `None` for a policy within another document.
     pub(crate) source: Option<Arc<LimitSections>>,
 }
@@ -123,7 +124,7 @@ impl Policy {
     /// As [`Policy::load`]. Retired limits count among the 4095 that a policy may have.
     pub fn load_next(&self, sources: PolicySources) -> Result<Self, Errors> {
         let mut next = sources.read(Some(self))?;
-        next.removed = next.parts_removed_from(self);
+        next.removed = self.own_parts.iter().copied().filter(|part| !next.own_parts.contains(part)).collect();
         next.keep_fixed_settings(self);
         Ok(next)
     }
@@ -133,28 +134,26 @@ impl Policy {
         &self.restart_needed
     }
 
-    /// The parts of the present policy that the text of a [next](Self::load_next) one lacks, as a half-written file
+    /// The parts of the present policy's text that the text of a [next](Self::load_next) one lacks, as a half-written file
     /// does: `every setting`, `inbound.upstream`, `api.listen`, `admin.listen`, `outbound`, `outbound.listen` and
     /// `every limit`. Those that can't be removed without a restart are named, too.
     pub fn removed(&self) -> &[&'static str] {
         &self.removed
     }
 
-    fn parts_removed_from(&self, present: &Self) -> Vec<&'static str> {
-        let parts = |policy: &Self| {
-            let outbound = policy.outbound.as_ref();
-            [
-                ("every setting", !policy.is_empty),
-                ("inbound.upstream", policy.inbound.upstream.is_some()),
-                ("api.listen", !policy.api.listen.is_off()),
-                ("admin.listen", !policy.admin.listen.is_off()),
-                ("outbound", outbound.is_some()),
-                ("outbound.listen", outbound.is_some_and(|outbound| !outbound.listen.is_off())),
-                ("every limit", policy.plan.active_limits().next().is_some()),
-            ]
-        };
-        let pairs = parts(present).into_iter().zip(parts(self));
-        pairs.filter(|((_, before), (_, after))| *before && !*after).map(|((name, _), _)| name).collect()
+    /// The parts of a policy as it was read. `is_empty` is true if its file has no setting.
+    pub(crate) fn find_parts(&self, is_empty: bool) -> Vec<&'static str> {
+        let outbound = self.outbound.as_ref();
+        let parts = [
+            ("every setting", !is_empty),
+            ("inbound.upstream", self.inbound.upstream.is_some()),
+            ("api.listen", !self.api.listen.is_off()),
+            ("admin.listen", !self.admin.listen.is_off()),
+            ("outbound", outbound.is_some()),
+            ("outbound.listen", outbound.is_some_and(|outbound| !outbound.listen.is_off())),
+            ("every limit", self.plan.active_limits().next().is_some()),
+        ];
+        parts.into_iter().filter_map(|(name, is_there)| is_there.then_some(name)).collect()
     }
 
     /// Takes over the settings of the present policy that a running program can't change.
@@ -251,7 +250,7 @@ impl Policy {
     }
 
     /// The places of the secrets that a server reads at its start, each with its setting, such as `admin.token`. Tokens of
-    /// listeners that are off aren't read.
+    /// listeners that are off aren't read, nor are the credentials of providers that the gateway doesn't serve.
     pub fn secrets(&self) -> Vec<(String, &SecretSource)> {
         let (api, admin) = (&self.api, &self.admin);
         let mut found = Vec::new();
@@ -268,7 +267,7 @@ impl Policy {
             if !outbound.listen.is_off() {
                 outbound.token.iter().for_each(|source| add("outbound.token", source));
             }
-            for provider in outbound.providers() {
+            for provider in outbound.served_providers() {
                 let section = format!("outbound.provider.{}", provider.name);
                 provider.credentials.iter().for_each(|source| add(&format!("{section}.credentials"), source));
                 let secrets = provider.login.iter().flat_map(|login| &login.secrets);
@@ -323,6 +322,21 @@ mod tests {
         ] {
             assert_eq!(policy.load_next(read(text)).expect("a policy").removed(), removed, "{text}");
         }
+    }
+
+    #[test]
+    fn an_accepted_removal_is_named_once() {
+        let whole = "[inbound]\nupstream = \"http://a\"\n[outbound.provider.b]\nbase_url = \"http://b\"\n";
+        let next = || read("[api]\nlisten = \"off\"\n");
+        let accepted = Policy::load(read(whole)).expect("a policy").load_next(next()).expect("a policy");
+        let removed = ["inbound.upstream", "api.listen", "outbound", "outbound.listen"];
+        assert_eq!(accepted.removed(), removed);
+        let later = accepted.load_next(next()).expect("a policy");
+        assert_eq!((later.removed(), later.restart_needed()), (&[][..], accepted.restart_needed()));
+        assert_eq!(
+            later.load_next(read(whole)).expect("a policy").load_next(next()).expect("a policy").removed(),
+            removed
+        );
     }
 
     #[test]

@@ -47,6 +47,9 @@ pub struct StoreConfig {
 }
 
 impl StoreConfig {
+    /// The length that the value of [`hash_key`](Self::hash_key) has at least, in bytes.
+    pub const MIN_HASH_KEY_BYTES: usize = 16;
+
     /// Returns true if the keys of each decision must be kept together.
     pub(crate) fn keeps_keys_together(&self) -> bool {
         matches!(self.url, StoreUrl::Server(StoreEngine::RedisCluster, _)) && self.cluster == ClusterMode::Together

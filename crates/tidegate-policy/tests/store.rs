@@ -136,6 +136,21 @@ fn equal_limits_have_equal_tags_across_plans() {
 }
 
 #[test]
+fn a_login_that_is_not_utf8_is_refused() {
+    for scheme in ["redis", "redis-cluster", "redis-sentinel", "mysql", "postgres", "mongodb"] {
+        let read = |login: &str| {
+            let url = format!("{scheme}://{login}@h/0");
+            Policy::load(PolicySources::new().file("t.toml", format!("[store]\nurl = \"{url}\"\n")))
+        };
+        assert!(read("u:%C3%A9").is_ok(), "{scheme}");
+        for login in ["u:hunter2pw%ff", "hunter2pw%ff:p"] {
+            let error = read(login).expect_err(scheme).to_string();
+            assert!(error.contains("isn't UTF-8") && !error.contains("hunter2pw"), "{error}");
+        }
+    }
+}
+
+#[test]
 fn errors_of_urls_show_no_password() {
     for url in [
         "redis:/u:hunter2pw@h",

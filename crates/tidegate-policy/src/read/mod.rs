@@ -71,8 +71,9 @@ pub(crate) fn policy(name: &str, body: &[u8], env: EnvVars, predecessor: Option<
     let mut reader =
         DocumentReader { errors, notes, presets, predecessor, ..DocumentReader::with_texts(&texts, whole) };
     match reader.policy(&root) {
-        Some(policy) if reader.errors.count() == 0 => {
-            Ok(Policy { source: Some(Arc::new(LimitSections::new(texts, root))), is_empty, ..policy })
+        Some(mut policy) if reader.errors.count() == 0 => {
+            policy.own_parts = policy.find_parts(is_empty);
+            Ok(Policy { source: Some(Arc::new(LimitSections::new(texts, root))), ..policy })
         }
         _ => Err(Errors::new(reader.errors)),
     }
@@ -216,7 +217,7 @@ impl DocumentReader<'_> {
             notes: std::mem::take(&mut self.notes),
             restart_needed: Vec::new(),
             removed: Vec::new(),
-            is_empty: root.entries.is_empty(),
+            own_parts: Vec::new(),
             source: None,
         })
     }

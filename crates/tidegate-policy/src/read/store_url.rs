@@ -3,6 +3,8 @@
 
 use std::net::Ipv6Addr;
 
+use percent_encoding::percent_decode_str;
+
 /// A fault of a URL: the message, and the expected form. Neither repeats the URL, which may hold a password.
 pub(super) type UrlFault = (&'static str, &'static str);
 
@@ -15,7 +17,11 @@ pub(super) fn find_fault(scheme: &str, rest: &str) -> Option<UrlFault> {
     }
     // The log-in of a Redis server ends with the last `@`, because its password may have a slash.
     let login_until = if is_redis { rest.len() } else { rest.find(['/', '?', '#']).unwrap_or(rest.len()) };
-    let servers = rest[..login_until].rfind('@').map_or(rest, |at| &rest[at + 1..]);
+    let login_end = rest[..login_until].rfind('@');
+    let servers = login_end.map_or(rest, |at| &rest[at + 1..]);
+    if percent_decode_str(&rest[..login_end.unwrap_or(0)]).decode_utf8().is_err() {
+        return Some(("the user or the password in `url` isn't UTF-8", "their letters, or %XX for each byte of them"));
+    }
     let (hosts, path) = servers.split_at(servers.find(['/', '?', '#']).unwrap_or(servers.len()));
     let is_several = is_sentinel || scheme.ends_with("-cluster") || scheme == "mongodb";
     let is_sql = !is_redis && scheme != "mongodb";
