@@ -401,6 +401,7 @@ impl RefusedClient {
     fn reset_request(&self, plan: &Plan) -> Option<Map<String, Value>> {
         let action = plan.limit_info(self.limit).action().map_or("global", |action| plan.action(action).name());
         let mut request = Map::from_iter([("action".to_owned(), Value::from(action))]);
+        let mut longest_prefix = 0;
         for (part, value) in plan.key_parts(self.limit).iter().zip(&self.parts) {
             let field = match part {
                 KeyPart::ClientIp | KeyPart::Ipv6Network(_) => "ip",
@@ -414,8 +415,16 @@ impl RefusedClient {
                 }
             };
             let value = value.as_deref().filter(|value| value.chars().count() <= MAX_PART_CHARS)?;
-            // Any address of a network names it.
-            let value = if field == "ip" { value.split('/').next().unwrap_or(value) } else { value };
+            let mut value = value;
+            if field == "ip" {
+                // Any address of a network names it, and the networks around it.
+                let (address, prefix) = value.split_once('/').unwrap_or((value, "128"));
+                let prefix = prefix.parse::<u8>().ok()?;
+                if prefix < longest_prefix {
+                    continue;
+                }
+                (value, longest_prefix) = (address, prefix);
+            }
             request.insert(field.to_owned(), value.into());
         }
         Some(request)

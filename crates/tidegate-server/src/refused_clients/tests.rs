@@ -30,7 +30,7 @@ fn clients_have_the_names_that_limits_count() {
     };
     let (client, reset) = shown("2001:db8:1:2ff::7", "bob", 1);
     assert_eq!(client, ["2001:db8:1:200::/56", "2001:db8:1::/48", "bob"]);
-    assert_eq!(reset, Some(json!({ "action": "a", "ip": "2001:db8:1::", "key": "bob" })));
+    assert_eq!(reset, Some(json!({ "action": "a", "ip": "2001:db8:1:200::", "key": "bob" })));
     assert_eq!(shown("::ffff:192.0.2.1", "", 1).0[0], "192.0.2.1");
     let long = |end: &str, number: u64| shown("192.0.2.1", &format!("{}{end}", "x".repeat(128)), number << 32);
     assert_ne!(long("a", 1).0, long("b", 2).0);
