@@ -115,8 +115,17 @@ pub(crate) struct GateClient<'a> {
 impl<'a> GateClient<'a> {
     /// Takes the URL and the token from the command line, and otherwise from the policy. Prints errors to standard error.
     pub(crate) fn new(arguments: &'a GateArgs, kind: ListenerKind) -> Result<Self, CliOutcome> {
+        Self::with_token_if(true, arguments, kind)
+    }
+
+    /// A client for requests that need no token. Reads no policy if the command line has the URL.
+    pub(crate) fn without_token(arguments: &'a GateArgs, kind: ListenerKind) -> Result<Self, CliOutcome> {
+        Self::with_token_if(false, arguments, kind)
+    }
+
+    fn with_token_if(needs_token: bool, arguments: &'a GateArgs, kind: ListenerKind) -> Result<Self, CliOutcome> {
         let (url, in_policy) = match (&arguments.url, &arguments.config) {
-            (Some(url), None) => (url.clone(), None),
+            (Some(url), config) if config.is_none() || !needs_token => (url.clone(), None),
             (url, config) => {
                 let environment = policy::environment(arguments.env_prefix.as_deref());
                 let (policy, _) = policy::load(config.as_deref(), environment).inspect_err(|_| {
@@ -135,7 +144,7 @@ impl<'a> GateClient<'a> {
             let token = source.resolve(|name| std::env::var(name).ok());
             token.map_err(|error| invalid_input(format!("{from}: {error}")))
         };
-        let token = source.map(resolve).transpose()?;
+        let token = source.filter(|_| needs_token).map(resolve).transpose()?;
         let address = GateAddress::parse(&url)?;
         Ok(Self { arguments, kind, url, address, token })
     }

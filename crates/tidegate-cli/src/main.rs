@@ -103,7 +103,7 @@ enum Command {
         #[command(flatten)]
         gate: GateArgs,
     },
-    /// Show if a running gate can take requests, and exit with 1 if not.
+    /// Show if a running gate can take requests, and exit with 1 if not. Needs no token, and with --url no policy.
     Health {
         #[command(flatten)]
         gate: GateArgs,

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 use tidegate::policy::{Action, Plan};
 use tidegate_policy::alerts::AlertConfig;
-use tidegate_policy::{Policy, PolicySources, printable, printable_json, printable_lines};
+use tidegate_policy::{Policy, PolicySources, StoreConfig, printable, printable_json, printable_lines};
 use tidegate_server::FileWatcher;
 
 use crate::{CliOutcome, CommandResult};
@@ -178,13 +178,19 @@ pub(crate) fn report_writer<'a, R: 'a>(
     })
 }
 
-/// `tidegate check`. Notes the secrets that `tidegate serve` couldn't read, unless the environment has no effect.
+/// `tidegate check`. Notes the secrets that `tidegate serve` couldn't use, unless the environment has no effect.
 pub(crate) fn check(file: Option<&Path>, sources: PolicySources, with_env: bool) -> CommandResult {
     let (policy, source_name) = load(file, sources)?;
     let mut notes: String = policy.notes().iter().map(|note| format!("{note}\n")).collect();
     for (setting, source) in policy.secrets().into_iter().filter(|_| with_env) {
-        if let Err(error) = source.resolve(|name| std::env::var(name).ok()) {
-            let _ = writeln!(notes, "note: {setting}: {error}, so that `tidegate serve` wouldn't start here");
+        let min_length = if setting == "store.hash_key" { StoreConfig::MIN_HASH_KEY_BYTES } else { 0 };
+        let fault = match source.resolve(|name| std::env::var(name).ok()) {
+            Ok(secret) if secret.expose().len() >= min_length => None,
+            Ok(_) => Some(format!("the secret is shorter than {min_length} bytes")),
+            Err(error) => Some(error.to_string()),
+        };
+        if let Some(fault) = fault {
+            let _ = writeln!(notes, "note: {setting}: {fault}, so that `tidegate serve` wouldn't start here");
         }
     }
     Ok(print(&format!("{source_name}: good\n{notes}\n{}", describe(&policy))))

@@ -75,6 +75,44 @@ fn check_notes_secrets_that_serve_lacks() {
 }
 
 #[test]
+fn check_ignores_secrets_that_serve_does_not_read() {
+    let scratch = ScratchDir::new();
+    let providers = "limit = \"9 per 1h\"\nauth = \"bearer\"\ncredentials = \"env:UNSET_A\"\n\
+        [outbound.provider.b]\nbase_url = \"http://b\"\nauth = \"bearer\"\ncredentials = \"env:UNSET_B\"\n";
+    let check = |listen: &str, hash_key: &str| {
+        let text = format!(
+            "[store]\nhash_key = \"env:HASH_KEY\"\n[outbound]\nlisten = \"{listen}\"\n[outbound.provider.a]\n{providers}"
+        );
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command.arg("check").arg(scratch.write("secrets.toml", &text)).env("HASH_KEY", hash_key);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let out = check("127.0.0.1:8090", "0123456789abcdef");
+    assert!(out.contains("note: outbound.provider.b.credentials: "), "{out}");
+    assert_eq!(out.matches("wouldn't start").count(), 1, "{out}");
+    let out = check("off", "0123456789abcde");
+    assert!(out.contains("note: store.hash_key: the secret is shorter than 16 bytes, so"), "{out}");
+    assert_eq!(out.matches("wouldn't start").count(), 1, "{out}");
+}
+
+#[test]
+fn health_needs_no_policy_and_no_token() {
+    let scratch = ScratchDir::new();
+    let broken = scratch.write("broken.toml", "[inbound\n");
+    let port = free_port();
+    let url = format!("http://127.0.0.1:{port}");
+    let (status, _, err) = run(&["health", "--url", &url, "-c", broken.to_str().unwrap()]);
+    assert!(status == 1 && err.starts_with(&format!("error: no gate answers at {url}")), "{err}");
+    let text = format!("[admin]\nlisten = \"127.0.0.1:{port}\"\ntoken = \"file:/nowhere/token\"\n");
+    let without_token = scratch.write("token.toml", &text);
+    let (status, _, err) = run(&["health", "-c", without_token.to_str().unwrap()]);
+    assert!(status == 1 && err.starts_with(&format!("error: no gate answers at {url}")), "{err}");
+    assert_eq!(run(&["health", "-c", broken.to_str().unwrap()]).0, 2);
+}
+
+#[test]
 fn a_broken_policy_is_no_obstacle_with_a_url() {
     let scratch = ScratchDir::new();
     let file = scratch.write("broken.toml", "[inbound\n");

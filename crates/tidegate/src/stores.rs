@@ -75,7 +75,7 @@ pub enum OpenError {
     #[error("store.hash_key: {0}")]
     HashKey(#[from] SecretError),
     /// The secret for the hashes of keys is too short.
-    #[error("store.hash_key has {found} bytes; at least 16 are needed")]
+    #[error("store.hash_key has {found} bytes; at least {} are needed", StoreConfig::MIN_HASH_KEY_BYTES)]
     HashKeyTooShort {
         /// Its length in bytes.
         found: usize,
@@ -137,7 +137,9 @@ impl Stores {
         let configured_seed = match &config.hash_key {
             None => None,
             Some(source) => match source.resolve(&env)?.expose().as_bytes() {
-                secret if secret.len() < 16 => return Err(OpenError::HashKeyTooShort { found: secret.len() }),
+                secret if secret.len() < StoreConfig::MIN_HASH_KEY_BYTES => {
+                    return Err(OpenError::HashKeyTooShort { found: secret.len() });
+                }
                 secret => Some(KeySeed::from_secret(secret)),
             },
         };
