@@ -1,5 +1,6 @@
 //! The replacement of the policy while the server runs.
 
+use std::collections::HashSet;
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +9,7 @@ use tidegate::NextPolicyError;
 use tidegate::outbound::{NextOutboundError, Outbound, OutboundLayer, Snapshot};
 use tidegate::store::Store;
 use tidegate_core::Clock;
+use tidegate_policy::outbound::OutboundConfig;
 use tidegate_policy::{Errors, Policy};
 use tidegate_runtime::file_watcher::{FileChange, FileWatcher};
 use tokio::sync::{mpsc, oneshot};
@@ -239,10 +241,12 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
         Ok(report)
     }
 
-    /// Checks that the credentials of the new policy's providers can be read.
+    /// Checks that the credentials of the providers that the new policy serves can be read.
     fn check_credentials(&self, present: &Engine<S, C>) -> Result<(), ServeError> {
         let Some(providers) = Outbound::in_memory(&present.policy, present.gate.clock().clone()) else { return Ok(()) };
-        for provider in providers.providers() {
+        let served = present.policy.outbound().into_iter().flat_map(OutboundConfig::served_providers);
+        let served: HashSet<&str> = served.map(|provider| provider.name.as_str()).collect();
+        for provider in providers.providers().iter().filter(|provider| served.contains(&*provider.config().name)) {
             let name = &provider.config().name;
             OutboundLayer::with_env(provider.clone(), &self.parts.env)
                 .map_err(|source| ServeError::Credential { provider: name.clone(), source })?;

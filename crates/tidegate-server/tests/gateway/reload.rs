@@ -101,6 +101,19 @@ async fn a_section_that_comes_or_goes_is_named() {
 }
 
 #[tokio::test]
+async fn credentials_of_unserved_providers_are_not_read() {
+    let api = Api::start(|_, _| Answer::new(200, "")).await;
+    let gateway = standing(&api.policy(FIVE));
+    let policy = |base: &str| {
+        let other = "limit = \"9 per 1h\"\nauth = \"bearer\"\ncredentials = \"file:/nowhere/token\"\n";
+        format!("[outbound.provider.other]\n{base}{other}{}", api.policy(FIVE))
+    };
+    assert_eq!(gateway.reload(&policy("")).await, Ok(vec![]));
+    let error = gateway.reload(&policy("base_url = \"http://other\"\n")).await.unwrap_err();
+    assert!(error.contains("/nowhere/token"), "{error}");
+}
+
+#[tokio::test]
 async fn providers_stay_if_their_section_goes() {
     let api = Api::start(|_, _| Answer::new(200, "")).await;
     let other = format!("[outbound.provider.other]\nbase_url = \"http://{}\"\nlimit = \"9 per 1h\"\n", api.address);
