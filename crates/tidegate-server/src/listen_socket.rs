@@ -1,9 +1,9 @@
 //! Listening sockets: TCP, and unix sockets with their files.
 
-use std::fs;
+use std::fs::{self, TryLockError};
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _, chown};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _, lchown};
 use std::os::unix::net as std_unix;
 use std::path::{Path, PathBuf};
 use std::task::{Context, Poll, ready};
@@ -11,6 +11,7 @@ use std::task::{Context, Poll, ready};
 use nix::unistd::{Group, User};
 use socket2::{Domain, SockAddr, SockRef, Socket, Type};
 use tidegate_policy::{ListenAddress, ListenConfig, UNIX_PEER, UnixSocketConfig};
+use tidegate_store::files;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 
 use crate::stream::ClientStream;
@@ -51,7 +52,7 @@ impl ListenSocket {
             ListenAddress::Tcp(address) => {
                 // Without IPv4 if another address of the list has the same port there.
                 let has_ipv4 = config.tcp().any(|other| other.is_ipv4() && other.port() == address.port());
-                bind_tcp(*address, address.is_ipv6() && address.port() != 0 && has_ipv4).map(Self::Tcp)
+                bind_tcp(*address, address.port() != 0 && has_ipv4).map(Self::Tcp)
             }
             ListenAddress::Unix(path) => {
                 let (listener, file) = bind_unix(path, &config.unix)?;
@@ -116,8 +117,9 @@ fn bind_tcp(address: SocketAddr, only_ipv6: bool) -> io::Result<TcpListener> {
     socket.set_nonblocking(true)?;
     // A restarted gate can reuse its port while old connections are in TIME_WAIT.
     socket.set_reuse_address(true)?;
-    if only_ipv6 {
-        socket.set_only_v6(true)?;
+    // The default is a setting of the system.
+    if address.is_ipv6() {
+        socket.set_only_v6(only_ipv6)?;
     }
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
@@ -129,6 +131,7 @@ fn bind_unix(path: &Path, config: &UnixSocketConfig) -> io::Result<(std_unix::Un
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
     let address = SockAddr::unix(path)?;
+    let _lock = lock_folder(path)?;
     if let Err(error) = socket.bind(&address) {
         if error.kind() != ErrorKind::AddrInUse {
             return Err(error);
@@ -140,10 +143,11 @@ fn bind_unix(path: &Path, config: &UnixSocketConfig) -> io::Result<(std_unix::Un
     let file = SocketFile { path: path.to_owned(), id: (metadata.dev(), metadata.ino()) };
     let owner = config.owner.as_deref().map(user_id).transpose()?;
     let group = config.group.as_deref().map(group_id).transpose()?;
-    if owner.is_some() || group.is_some() {
-        chown(path, owner, group)?;
-    }
+    // A process that gives the file away may not change its mode afterwards.
     fs::set_permissions(path, fs::Permissions::from_mode(config.mode))?;
+    if owner.is_some() || group.is_some() {
+        lchown(path, owner, group)?;
+    }
     // Only now can clients connect, so none does with other permissions.
     socket.listen(BACKLOG)?;
     Ok((socket.into(), file))
@@ -155,11 +159,22 @@ fn remove_stale(path: &Path) -> io::Result<()> {
     if !fs::symlink_metadata(path)?.file_type().is_socket() {
         return Err(in_the_way("the file isn't a socket"));
     }
-    match std_unix::UnixStream::connect(path) {
+    let probe = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    probe.set_nonblocking(true)?;
+    match probe.connect(&SockAddr::unix(path)?) {
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => fs::remove_file(path),
-        Ok(_) => Err(in_the_way("a process listens on it")),
-        Err(error) => Err(error),
+        // It would block if too many connections wait to be accepted.
+        Err(error) if error.kind() != ErrorKind::WouldBlock => Err(error),
+        _ => Err(in_the_way("a process listens on it")),
     }
+}
+
+/// Locks the folder of a socket's file, so that no other gate takes or removes the file meanwhile.
+fn lock_folder(path: &Path) -> io::Result<fs::File> {
+    files::lock_folder(path).map_err(|error| match error {
+        TryLockError::Error(error) => error,
+        TryLockError::WouldBlock => io::Error::new(ErrorKind::WouldBlock, "another process has locked its folder"),
+    })
 }
 
 fn user_id(name: &str) -> io::Result<u32> {
@@ -174,9 +189,10 @@ fn group_id(name: &str) -> io::Result<u32> {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
+        // Without the lock, or if the directory allows no change any more, the next start replaces the file.
+        let Ok(_lock) = lock_folder(&self.path) else { return };
         let present = fs::symlink_metadata(&self.path);
         if present.is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.id) {
-            // The directory may allow no change any more; the next start then replaces the file.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -214,6 +230,38 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn of_simultaneous_starts_one_succeeds() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("gate.sock");
+        let (path, unix) = (&path, &config("").unix);
+        for _ in 0..50 {
+            drop(StdUnixListener::bind(path).unwrap());
+            let start = &std::sync::Barrier::new(4);
+            let bound: Vec<_> = std::thread::scope(|scope| {
+                let bind = || {
+                    start.wait();
+                    bind_unix(path, unix)
+                };
+                let threads = [(); 4].map(|()| scope.spawn(bind));
+                threads.into_iter().filter_map(|thread| thread.join().unwrap().ok()).collect()
+            });
+            assert_eq!(bound.len(), 1);
+            StdUnixStream::connect(path).unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_live_socket_with_full_backlog_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("gate.sock");
+        let live = StdUnixListener::bind(&path).unwrap();
+        SockRef::from(&live).listen(0).unwrap();
+        let _waiting = StdUnixStream::connect(&path).unwrap();
+        let error = bind_unix(&path, &config("").unix).unwrap_err();
+        assert_eq!(error.to_string(), "a process listens on it");
+    }
+
+    #[tokio::test]
     async fn a_replaced_socket_file_stays() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("gate.sock");
@@ -243,5 +291,12 @@ mod tests {
             std::net::TcpStream::connect(&address).unwrap();
         }
         assert_eq!(sockets.len(), 2);
+    }
+
+    #[tokio::test]
+    async fn ipv6_alone_takes_both_families() {
+        let config = config("[api]\nlisten = \"[::]:0\"\ntoken = \"env:A\"\n");
+        let ListenSocket::Tcp(socket) = ListenSocket::bind(&config.addresses[0], &config).unwrap() else { panic!() };
+        assert!(!SockRef::from(&socket).only_v6().unwrap());
     }
 }

@@ -71,6 +71,17 @@ pub fn lock(path: &Path) -> Result<File, TryLockError> {
     Ok(file)
 }
 
+/// Locks the folder of a path for as long as the result lives.
+///
+/// # Errors
+/// Another process has locked it, or it can't be read.
+#[cfg(unix)]
+pub fn lock_folder(path: &Path) -> Result<File, TryLockError> {
+    let folder = File::open(parent_folder(path)).map_err(TryLockError::Error)?;
+    retry_while_locked(|| folder.try_lock(), |error| matches!(error, TryLockError::WouldBlock))?;
+    Ok(folder)
+}
+
 /// Repeats an attempt for a moment while another process holds a lock: a child process has a copy of all locks of its
 /// parent until it executes its own program.
 pub(crate) fn retry_while_locked<T, E>(
