@@ -61,18 +61,18 @@ impl ClientLimit {
         Ok(Some(ClientSlot { limit: Arc::clone(self), client }))
     }
 
-    /// Answers a connection over the limit with 503, without reading its request.
+    /// Logs a connection over the limit, and answers it with 503, without reading its request.
     #[cold]
-    pub(crate) fn reject_connection(&self, stream: &impl AsFd, ip: IpAddr, watchdog: &Watchdog) {
-        let response = local_response::raw_error_response(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "too many connections from this address",
-        );
-        let socket = socket2::SockRef::from(stream);
-        // Unread bytes would reset the connection at its close, before the client reads the response.
-        let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
-        let _ = socket.send(&response);
-        let _ = socket.shutdown(std::net::Shutdown::Write);
+    pub(crate) fn reject_connection(&self, stream: Option<&impl AsFd>, ip: IpAddr, watchdog: &Watchdog) {
+        if let Some(stream) = stream {
+            let why = "too many connections from this address";
+            let response = local_response::raw_error_response(StatusCode::SERVICE_UNAVAILABLE, why);
+            let socket = socket2::SockRef::from(stream);
+            // Unread bytes would reset the connection at its close, before the client reads the response.
+            let _ = socket.recv(&mut [MaybeUninit::uninit(); 4096]);
+            let _ = socket.send(&response);
+            let _ = socket.shutdown(std::net::Shutdown::Write);
+        }
         let mut state = self.state.lock();
         if state.last_logged.is_some_and(|last_logged| !watchdog.has_elapsed(last_logged, LOG_INTERVAL)) {
             state.suppressed += 1;
@@ -154,7 +154,7 @@ mod tests {
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
         let watchdog = Watchdog::new(&uniform_timeouts(Duration::from_secs(1)), None, 8);
-        ClientLimit::new(1, 64, Networks::default()).reject_connection(&stream, ip("192.0.2.1"), &watchdog);
+        ClientLimit::new(1, 64, Networks::default()).reject_connection(Some(&stream), ip("192.0.2.1"), &watchdog);
         drop(stream);
         let mut answer = String::new();
         tokio::io::AsyncReadExt::read_to_string(&mut client, &mut answer).await.unwrap();

@@ -65,16 +65,7 @@ impl<S: ConnectionService> ClientConnection<S> {
         rejections: Arc<HeadRejections>,
         ip: IpAddr,
     ) -> Self {
-        Self {
-            state: ConnectionStage::Http(http),
-            watch,
-            _entry: entry,
-            rejections,
-            ip,
-            waker: None,
-            unread_body: None,
-            drained_bytes: 0,
-        }
+        Self::in_stage(ConnectionStage::Http(http), watch, entry, rejections, ip)
     }
 
     /// A connection that only takes this response.
@@ -86,11 +77,19 @@ impl<S: ConnectionService> ClientConnection<S> {
         rejections: Arc<HeadRejections>,
         ip: IpAddr,
     ) -> Self {
-        let state = ConnectionStage::Closed;
-        let mut connection =
-            Self { state, watch, _entry: entry, rejections, ip, waker: None, unread_body: None, drained_bytes: 0 };
+        let mut connection = Self::in_stage(ConnectionStage::Closed, watch, entry, rejections, ip);
         connection.start_closing(stream, response);
         connection
+    }
+
+    fn in_stage(
+        state: ConnectionStage<S>,
+        watch: Arc<ConnectionWatch>,
+        entry: Arc<ConnectionEntry>,
+        rejections: Arc<HeadRejections>,
+        ip: IpAddr,
+    ) -> Self {
+        Self { state, watch, _entry: entry, rejections, ip, waker: None, unread_body: None, drained_bytes: 0 }
     }
 
     /// Ends a phase that lasts too long. Returns true if the connection is over.

@@ -111,8 +111,8 @@ pub(crate) fn add_switch_headers(headers: &mut HeaderMap, protocol: Option<Heade
 }
 
 /// Sets the headers with the client's address for the upstream. `peer` is the peer's address as a header value, `scheme`
-/// that of its connection.
-/// Earlier values of these headers count only if the peer is trusted. `keyed` are the headers that limits count by.
+/// that of its connection. Earlier values of these headers count only if the peer is trusted. `keyed` are the headers
+/// that limits count by.
 pub(crate) fn set_forwarded_headers(
     headers: &mut HeaderMap,
     peer: &HeaderValue,

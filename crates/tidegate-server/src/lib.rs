@@ -20,6 +20,10 @@
 //! | API, 8082 | the decision API and forward-auth, `/v1/…` | 1024 connections, 16 KiB per decision request |
 //! | admin, 8083 | the dashboard, health, metrics, the state as JSON, trials, and changes by operators | 64 connections, 16 KiB per change |
 //!
+//! A listener has several addresses: TCP, and unix sockets with their permissions. Connections of the load balancers in
+//! `proxy_protocol` begin with a header of the PROXY protocol. With `tls`, all TCP connections begin with a TLS handshake,
+//! and the certificates are replaced when their files change.
+//!
 //! # Access
 //! Every listener except inbound checks its token, if it has one. Beyond loopback a token is required. The admin listener
 //! may have several; some may only be for reading. There, browsers exchange a token for a session, and health checks need
@@ -44,9 +48,10 @@
 //!   response and still sends. A connection with a request in progress is never displaced: if all have one, new
 //!   connections wait.
 //! - **Connections of one client address** (IPv6: by `inbound.ipv6_prefix`) beyond `connections_per_client`: 503 and a
-//!   close. Loopback and trusted proxies are not counted.
+//!   close; with TLS only a close. Loopback and trusted proxies are not counted.
 //! - **Heads** that are too large or have too many lines: 431. **Slow heads**: 408. Unfinished heads take at most 32
 //!   MiB in total, without those of which no more than 8 KiB have arrived. Beyond that the oldest gets 503.
+//!   Unfinished TLS handshakes count as heads, and are closed without an answer.
 //! - **Bodies** over the cap: 413. **Slow bodies**: 408 if less than `body_rate` arrives in 10 s of waiting for the
 //!   client. This also applies to outbound calls and decision requests. Upgrades and gRPC may be slow.
 //! - **The body of a refused request** is read and discarded up to 64 KiB, so that the connection can be reused. Beyond
@@ -435,11 +440,7 @@ impl ListenerConfigs<'_> {
             timeouts: *timeouts,
             body_rate: caps.body_rate,
             forwards: false,
-            preface: Preface {
-                proxies: Networks::new(listen.proxy_protocol.iter().copied()),
-                tls: None,
-                handshakes: Semaphore::new((connections / 2).max(1)),
-            },
+            preface: Preface { proxies: Networks::new(listen.proxy_protocol.iter().copied()), tls: None },
         }
     }
 

@@ -19,7 +19,7 @@ use crate::connection::{ClientConnection, ConnectionService};
 use crate::displacement::DisplacementQueue;
 use crate::listen_socket::{Accepted, ListenSocket};
 use crate::local_response;
-use crate::preface::{OpenedStream, PlainHttp, Preface, TlsClient};
+use crate::preface::{OpenedStream, PlainHttp, Preface, PrefaceReader, TlsClient};
 use crate::rejections::HeadRejections;
 use crate::socket::ClientSocket;
 use crate::stream::ClientStream;
@@ -229,13 +229,15 @@ impl ConnectionStarter {
         Some(AcceptedConnection { stream, address, client_slot })
     }
 
-    /// Counts the connection of a client. `None` if the client has too many, and then has its answer.
+    /// Counts the connection of a client. `None` if the client has too many, and then has its answer, except with TLS,
+    /// because it can't read one before its handshake.
     fn client_slot(&self, stream: &ClientStream, address: SocketAddr) -> Option<Option<ClientSlot>> {
         let Some(clients) = &self.config.client_limit else { return Some(None) };
         match clients.acquire(address.ip()) {
             Ok(slot) => Some(slot),
             Err(TooManyConnectionsError) => {
-                clients.reject_connection(stream, address.ip(), &self.watchdog);
+                let answered = self.config.preface.tls_of(stream).is_none().then_some(stream);
+                clients.reject_connection(answered, address.ip(), &self.watchdog);
                 None
             }
         }
@@ -243,7 +245,7 @@ impl ConnectionStarter {
 
     fn spawn<S: ConnectionService>(
         self: &Arc<Self>,
-        AcceptedConnection { stream, address, client_slot }: AcceptedConnection,
+        AcceptedConnection { mut stream, mut address, client_slot }: AcceptedConnection,
         new_service: &NewService<S>,
     ) {
         if let ClientStream::Tcp(stream) = &stream
@@ -260,24 +262,22 @@ impl ConnectionStarter {
         let (starter, new_service) = (Arc::clone(self), Arc::clone(new_service));
         tokio::spawn(async move {
             let preface = &starter.config.preface;
-            let opened = match preface.open(stream, address, &watch, &starter.rejections).await {
-                Some(Ok(opened)) => opened,
+            let reader = PrefaceReader { preface, watch: &watch, rejections: &starter.rejections };
+            if preface.has_proxy_header(address.ip()) {
+                let Some(client) = reader.read_proxy_header(&mut stream, address).await else { return };
+                let Some(slot) = starter.client_slot(&stream, client) else { return };
+                (address, entry.client_slot) = (client, slot);
+            }
+            match reader.open(stream, address).await {
+                Some(Ok(opened)) => starter.serve(opened, watch, entry, &*new_service).await,
                 Some(Err(PlainHttp(stream))) => {
                     let why = "this port takes only TLS: use https://";
                     let response = local_response::raw_error_response(StatusCode::BAD_REQUEST, why);
                     let (rejections, ip) = (Arc::clone(&starter.rejections), canonical_ip(address.ip()));
                     ClientConnection::<S>::closing(stream, response, watch, Arc::new(entry), rejections, ip).await;
-                    return;
                 }
-                None => return,
-            };
-            if preface.has_proxy_header(address.ip()) {
-                let Some(slot) = starter.client_slot(&opened.stream, opened.address) else { return };
-                entry.client_slot = slot;
+                None => {}
             }
-            // The head has its own time.
-            watch.touch();
-            starter.serve(opened, watch, entry, &*new_service).await;
         });
     }
 

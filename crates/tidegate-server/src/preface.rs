@@ -1,19 +1,18 @@
 //! The bytes before HTTP on a new connection: the header of the PROXY protocol, and the TLS handshake.
 
-use std::io;
+use std::fmt::Display;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use http::StatusCode;
 use tidegate_policy::{Networks, canonical_ip};
-use tokio::sync::Semaphore;
-use tokio_rustls::server::TlsStream;
 
-use crate::proxy_protocol::{HeaderError, read_header};
+use crate::local_response::HttpError;
+use crate::proxy_protocol::read_header;
 use crate::rejections::{HeadRejections, RejectionReason};
 use crate::stream::ClientStream;
 use crate::tls::{HANDSHAKE_RECORD, ListenerTls, client_subject};
-use crate::watchdog::ConnectionWatch;
+use crate::watchdog::{ConnectionWatch, EndReason};
 
 /// The expected bytes before HTTP.
 pub(crate) struct Preface {
@@ -21,8 +20,13 @@ pub(crate) struct Preface {
     pub(crate) proxies: Networks,
     /// The TLS of TCP connections.
     pub(crate) tls: Option<Arc<ListenerTls>>,
-    /// The permits of handshakes, which may keep 64 KiB each until they end.
-    pub(crate) handshakes: Semaphore,
+}
+
+/// Reads the bytes before HTTP on one connection.
+pub(crate) struct PrefaceReader<'a> {
+    pub(crate) preface: &'a Preface,
+    pub(crate) watch: &'a Arc<ConnectionWatch>,
+    pub(crate) rejections: &'a HeadRejections,
 }
 
 /// A connection on which HTTP follows.
@@ -49,7 +53,8 @@ impl Preface {
         self.has_proxy_header(peer) || self.tls_of(stream).is_some()
     }
 
-    fn tls_of(&self, stream: &ClientStream) -> Option<&ListenerTls> {
+    /// The TLS with which this connection must begin.
+    pub(crate) fn tls_of(&self, stream: &ClientStream) -> Option<&ListenerTls> {
         self.tls.as_deref().filter(|_| matches!(stream, ClientStream::Tcp(_)))
     }
 
@@ -57,59 +62,66 @@ impl Preface {
     pub(crate) fn has_proxy_header(&self, peer: IpAddr) -> bool {
         !self.proxies.is_empty() && self.proxies.contains(canonical_ip(peer))
     }
+}
 
-    /// Reads what comes before HTTP. `None` if the connection is rejected, or the time for a head is over.
-    pub(crate) async fn open(
-        &self,
-        mut stream: ClientStream,
-        mut address: SocketAddr,
-        watch: &ConnectionWatch,
-        rejections: &HeadRejections,
-    ) -> Option<Result<OpenedStream, PlainHttp>> {
-        if self.has_proxy_header(address.ip()) {
-            let why = match watch.until_phase_ends(read_header(&mut stream)).await {
-                Some(Ok(client)) => {
-                    address = client.unwrap_or(address);
-                    None
-                }
-                Some(Err(HeaderError::Closed)) => return None,
-                Some(Err(error)) => Some(error.to_string()),
-                None => Some("the header takes too long".to_owned()),
-            };
-            if let Some(why) = why {
-                rejections.record(canonical_ip(address.ip()), RejectionReason::ProxyHeader, None, &why);
-                return None;
-            }
-        }
-        let Some(tls) = self.tls_of(&stream) else { return Some(Ok(OpenedStream { stream, address, tls: None })) };
-        let why = match watch.until_phase_ends(stream.peek_byte()).await {
-            Some(Ok(Some(HANDSHAKE_RECORD))) => match watch.until_phase_ends(self.shake_hands(tls, stream)).await {
-                Some(Ok(stream)) => {
-                    let tls = Some(TlsClient { subject: client_subject(&stream) });
-                    return Some(Ok(OpenedStream { stream: ClientStream::Tls(Box::new(stream)), address, tls }));
-                }
-                Some(Err(error)) => error.to_string(),
-                None => "the handshake takes too long".to_owned(),
-            },
-            Some(Ok(Some(_))) => {
-                let why = "the connection doesn't begin with TLS";
-                rejections.record(
-                    canonical_ip(address.ip()),
-                    RejectionReason::PlainHttp,
-                    Some(StatusCode::BAD_REQUEST),
-                    why,
-                );
-                return Some(Err(PlainHttp(stream)));
-            }
-            // Health checks and browsers open connections that they don't use.
-            Some(Ok(None) | Err(_)) | None => return None,
-        };
-        rejections.record(canonical_ip(address.ip()), RejectionReason::TlsHandshake, None, &why);
-        None
+impl PrefaceReader<'_> {
+    /// Reads the header of the PROXY protocol, and returns the address of the client. `None` if there is no valid
+    /// header in time.
+    pub(crate) async fn read_proxy_header(&self, stream: &mut ClientStream, peer: SocketAddr) -> Option<SocketAddr> {
+        self.first_byte(stream).await?;
+        self.watch.head.has_begun.set(true);
+        let client = self.read(read_header(stream), peer, RejectionReason::ProxyHeader, "the header").await?;
+        Some(client.unwrap_or(peer))
     }
 
-    async fn shake_hands(&self, tls: &ListenerTls, stream: ClientStream) -> io::Result<TlsStream<ClientStream>> {
-        let _permit = self.handshakes.acquire().await;
-        tls.accept(stream).await
+    /// Does the TLS handshake, if the connection must begin with one. `None` if it fails, or isn't done in time.
+    pub(crate) async fn open(
+        &self,
+        stream: ClientStream,
+        address: SocketAddr,
+    ) -> Option<Result<OpenedStream, PlainHttp>> {
+        let Some(tls) = self.preface.tls_of(&stream) else {
+            return Some(Ok(OpenedStream { stream, address, tls: None }));
+        };
+        if self.first_byte(&stream).await? != HANDSHAKE_RECORD {
+            let (ip, why) = (canonical_ip(address.ip()), "the connection doesn't begin with TLS");
+            self.rejections.record(ip, RejectionReason::PlainHttp, Some(StatusCode::BAD_REQUEST), why);
+            return Some(Err(PlainHttp(stream)));
+        }
+        let handshake = tls.accept(stream, Arc::clone(self.watch));
+        let stream = self.read(handshake, address, RejectionReason::TlsHandshake, "the handshake").await?;
+        let tls = Some(TlsClient { subject: client_subject(&stream) });
+        Some(Ok(OpenedStream { stream: ClientStream::Tls(Box::new(stream)), address, tls }))
+    }
+
+    /// Waits for the first byte, and leaves it in the stream. `None` if the client ends without one: health checks and
+    /// browsers open connections that they don't use.
+    async fn first_byte(&self, stream: &ClientStream) -> Option<u8> {
+        self.watch.until_phase_ends(stream.peek_byte()).await?.ok()?
+    }
+
+    /// Reads a part that has begun, and records a failure.
+    async fn read<T, E: Display>(
+        &self,
+        part: impl Future<Output = Result<T, E>>,
+        address: SocketAddr,
+        failed: RejectionReason,
+        name: &str,
+    ) -> Option<T> {
+        let is_ended_for = |why| self.watch.is_ended_for(why);
+        let (reason, why) = match self.watch.until_phase_ends(part).await {
+            Some(Ok(read)) => {
+                self.watch.restart_head();
+                return Some(read);
+            }
+            Some(Err(error)) => (failed, error.to_string()),
+            None if self.watch.is_aborted() => return None,
+            None if is_ended_for(EndReason::Displaced) || is_ended_for(EndReason::HeadBytes) => {
+                (RejectionReason::HeadDisplaced, HttpError::TooManyHeads.status_and_message().1.to_owned())
+            }
+            None => (failed, format!("{name} takes too long")),
+        };
+        self.rejections.record(canonical_ip(address.ip()), reason, None, &why);
+        None
     }
 }

@@ -18,9 +18,6 @@ const V2_HEAD_BYTES: usize = 16;
 /// The reason why a header can't be believed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HeaderError {
-    /// The peer closed before its first byte, as health checks do.
-    #[error("the peer closed the connection")]
-    Closed,
     #[error("the header isn't complete: {0}")]
     Read(#[from] io::Error),
     #[error("the connection doesn't begin with a header")]
@@ -38,11 +35,7 @@ pub(crate) enum HeaderError {
 /// The header is missing, truncated, too long or invalid.
 pub(crate) async fn read_header(stream: &mut (impl AsyncRead + Unpin)) -> Result<Option<SocketAddr>, HeaderError> {
     let mut header = vec![0; SIGNATURE_BYTES];
-    header[0] = match stream.read(&mut header[..1]).await? {
-        0 => return Err(HeaderError::Closed),
-        _ => header[0],
-    };
-    stream.read_exact(&mut header[1..]).await?;
+    stream.read_exact(&mut header).await?;
     if header == v2::PROTOCOL_PREFIX {
         header.resize(V2_HEAD_BYTES, 0);
         stream.read_exact(&mut header[SIGNATURE_BYTES..]).await?;
@@ -147,8 +140,7 @@ mod tests {
         let mut version3 = v2_header(v2::Command::Proxy, "192.0.2.7:1".parse().unwrap(), 0);
         version3[12] = 0x31;
         for (bytes, expected) in [
-            (&b""[..], "closed"),
-            (b"GET / HTTP/1.1\r\n", "doesn't begin"),
+            (&b"GET / HTTP/1.1\r\n"[..], "doesn't begin"),
             (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\x00", "doesn't begin"),
             (b"PROXY TCP4 192.0.2.7 10.0.0.1 4711\r\n", "invalid"),
             (b"PROXY TCP4 192.0.2.256 10.0.0.1 1 2\r\n", "invalid"),

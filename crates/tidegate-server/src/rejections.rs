@@ -20,7 +20,7 @@ pub(crate) enum RejectionReason {
     HeadSize,
     /// The head of the request took too long to arrive.
     HeadTimeout,
-    /// The unfinished heads of all requests took too many bytes, or a new connection needed the place.
+    /// The unfinished heads and handshakes of all connections took too many bytes, or a new one needed the place.
     HeadDisplaced,
     /// The body is framed in a way that servers read differently, or in an unknown one.
     Framing,

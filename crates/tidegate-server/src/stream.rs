@@ -5,19 +5,41 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
-use std::task::{Context, Poll, Waker};
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker, ready};
 
 use rustix::net::RecvFlags;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
 
+use crate::watchdog::ConnectionWatch;
+
 /// The stream of a client's connection.
 #[derive(Debug)]
 pub(crate) enum ClientStream {
     Tcp(TcpStream),
     Unix(UnixStream),
-    Tls(Box<TlsStream<Self>>),
+    Tls(Box<TlsStream<TlsTransport>>),
+}
+
+/// The stream below TLS.
+#[derive(Debug)]
+pub(crate) struct TlsTransport {
+    stream: ClientStream,
+    /// Present during the handshake.
+    watch: Option<Arc<ConnectionWatch>>,
+}
+
+impl TlsTransport {
+    pub(crate) fn new(stream: ClientStream, watch: Arc<ConnectionWatch>) -> Self {
+        Self { stream, watch: Some(watch) }
+    }
+
+    /// Notes that the handshake is done.
+    pub(crate) fn stop_counting(&mut self) {
+        self.watch = None;
+    }
 }
 
 impl ClientStream {
@@ -58,7 +80,7 @@ impl AsFd for ClientStream {
         match self {
             Self::Tcp(stream) => stream.as_fd(),
             Self::Unix(stream) => stream.as_fd(),
-            Self::Tls(stream) => stream.get_ref().0.as_fd(),
+            Self::Tls(stream) => stream.get_ref().0.stream.as_fd(),
         }
     }
 }
@@ -107,5 +129,47 @@ impl AsyncWrite for ClientStream {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         delegate!(self.poll_shutdown(cx))
+    }
+}
+
+impl AsyncRead for TlsTransport {
+    #[inline]
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(cx, buf))?;
+        let count = buf.filled().len() - before;
+        if let Some(watch) = self.watch.as_ref().filter(|_| count > 0) {
+            watch.note_received(count);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for TlsTransport {
+    #[inline]
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    #[inline]
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    #[inline]
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }

@@ -18,9 +18,13 @@ use tidegate_policy::{CertificateFiles, TlsConfig};
 use tidegate_runtime::file_watcher::FileWatcher;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
+use x509_parser::asn1_rs::ToDer as _;
+use x509_parser::objects::{oid_registry, oid2abbrev};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
+use x509_parser::x509::{AttributeTypeAndValue, X509Name};
 
-use crate::stream::ClientStream;
+use crate::stream::{ClientStream, TlsTransport};
+use crate::watchdog::ConnectionWatch;
 
 /// The first byte of a TLS connection: the type of a handshake record.
 pub(crate) const HANDSHAKE_RECORD: u8 = 0x16;
@@ -67,10 +71,17 @@ pub(crate) struct ListenerTls {
     /// The listener's section in the policy.
     pub(crate) listener: &'static str,
     config: TlsConfig,
-    files: Mutex<FileWatcher>,
+    source: Mutex<CertificateSource>,
     present: RwLock<Arc<LoadedTls>>,
     /// Failed reloads, and those that succeeded.
     reloads: [AtomicU64; 2],
+}
+
+/// The files of a listener's certificates, and the last attempt to read them.
+struct CertificateSource {
+    files: FileWatcher,
+    /// Present if the last attempt failed.
+    error: Option<String>,
 }
 
 /// The state of a listener's certificates.
@@ -99,16 +110,25 @@ impl ListenerTls {
         let files = FileWatcher::new(pairs.chain(config.client_ca.clone()));
         let present = RwLock::new(Arc::new(LoadedTls::load(config, now)?));
         let config = config.clone();
-        Ok(Arc::new(Self { listener, config, files: Mutex::new(files), present, reloads: Default::default() }))
+        let source = Mutex::new(CertificateSource { files, error: None });
+        Ok(Arc::new(Self { listener, config, source, present, reloads: Default::default() }))
     }
 
-    /// Reads the certificates again if a file has changed. Connections that are open stay. On an error the present
-    /// certificates stay. `None` if nothing has changed.
+    /// Reads the certificates again if a file has changed, or if that failed the last time: its cause may be another one
+    /// than a file's content. Connections that are open stay. On an error the present certificates stay. `None` if
+    /// there is nothing new to tell.
     pub(crate) fn reload_if_changed(&self, now: Time) -> Option<Result<(), TlsError>> {
-        if self.files.lock().changes().is_empty() {
+        let mut source = self.source.lock();
+        let has_changed = !source.files.changes().is_empty();
+        if !has_changed && source.error.is_none() {
             return None;
         }
         let loaded = LoadedTls::load(&self.config, now).map(|loaded| *self.present.write() = Arc::new(loaded));
+        let error = loaded.as_ref().err().map(ToString::to_string);
+        if !has_changed && error == source.error {
+            return None;
+        }
+        source.error = error;
         self.reloads[usize::from(loaded.is_ok())].fetch_add(1, Ordering::Relaxed);
         Some(loaded)
     }
@@ -121,10 +141,16 @@ impl ListenerTls {
         }
     }
 
-    /// Does the handshake.
-    pub(crate) async fn accept(&self, stream: ClientStream) -> io::Result<TlsStream<ClientStream>> {
+    /// Does the handshake. Its bytes count as those of an unfinished head.
+    pub(crate) async fn accept(
+        &self,
+        stream: ClientStream,
+        watch: Arc<ConnectionWatch>,
+    ) -> io::Result<TlsStream<TlsTransport>> {
         let server = Arc::clone(&self.present.read().server);
-        TlsAcceptor::from(server).accept(stream).await
+        let mut stream = TlsAcceptor::from(server).accept(TlsTransport::new(stream, watch)).await?;
+        stream.get_mut().0.stop_counting();
+        Ok(stream)
     }
 }
 
@@ -215,9 +241,74 @@ fn validity(certificate: &CertificateDer<'_>) -> Option<(i64, i64)> {
     Some((validity.not_before.timestamp(), validity.not_after.timestamp()))
 }
 
-/// The subject of the client's certificate, such as `O=Example, CN=alice`. `None` if the client has none.
-pub(crate) fn client_subject(stream: &TlsStream<ClientStream>) -> Option<String> {
+/// The subject of the client's certificate as RFC 4514 writes it, such as `CN=alice,O=Example`. `None` if the client has
+/// no certificate, or the subject is empty.
+pub(crate) fn client_subject(stream: &TlsStream<TlsTransport>) -> Option<String> {
     let certificate = stream.get_ref().1.peer_certificates()?.first()?;
     let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
-    Some(parsed.subject().to_string())
+    Some(name_text(parsed.subject())).filter(|subject| !subject.is_empty())
+}
+
+/// A name as RFC 4514 writes it, so that different names have different texts.
+fn name_text(name: &X509Name<'_>) -> String {
+    let parts = name.iter_rdn().collect::<Vec<_>>().into_iter().rev();
+    parts.map(|part| part.iter().map(attribute_text).collect::<Vec<_>>().join("+")).collect::<Vec<_>>().join(",")
+}
+
+fn attribute_text(attribute: &AttributeTypeAndValue<'_>) -> String {
+    let (kind, value) = (attribute.attr_type(), attribute.attr_value());
+    let name = oid2abbrev(kind, oid_registry()).ok();
+    let mut text = name.map_or_else(|| kind.to_id_string(), str::to_owned) + "=";
+    match attribute.as_str() {
+        Ok(value) if name.is_some() => push_escaped(&mut text, value),
+        _ => {
+            let der = value.to_der_vec().unwrap_or_else(|_| value.data.to_vec());
+            text.push('#');
+            text.extend(der.iter().map(|byte| format!("{byte:02x}")));
+        }
+    }
+    text
+}
+
+/// Appends an attribute's value with the escapes of RFC 4514 §2.4.
+fn push_escaped(text: &mut String, value: &str) {
+    for (index, char) in value.char_indices() {
+        match char {
+            '"' | '+' | ',' | ';' | '<' | '>' | '\\' => text.extend(['\\', char]),
+            ' ' if index == 0 || index == value.len() - 1 => text.push_str("\\ "),
+            '#' if index == 0 => text.push_str("\\#"),
+            _ if char.is_ascii_control() => text.push_str(&format!("\\{:02x}", u32::from(char))),
+            _ => text.push(char),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rcgen::{CertificateParams, DistinguishedName, DnType, DnValue, KeyPair};
+
+    use super::*;
+
+    #[test]
+    fn subjects_are_written_without_ambiguity() {
+        let text = |attributes: &[(DnType, DnValue)]| {
+            let mut params = CertificateParams::default();
+            params.distinguished_name = DistinguishedName::new();
+            for (kind, value) in attributes {
+                params.distinguished_name.push(kind.clone(), value.clone());
+            }
+            let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+            name_text(X509Certificate::from_der(certificate.der()).unwrap().1.subject())
+        };
+        let utf8 = |text: &str| DnValue::Utf8String(text.to_owned());
+        let organization = (DnType::OrganizationName, utf8("Example"));
+        let common = |value: DnValue| (DnType::CommonName, value);
+        assert_eq!(text(&[]), "");
+        assert_eq!(text(&[organization.clone(), common(utf8("alice"))]), "CN=alice,O=Example");
+        assert_eq!(text(&[common(utf8("alice,O=Example"))]), "CN=alice\\,O=Example");
+        assert_eq!(text(&[common(utf8(" #a+b\\\n\u{e9} "))]), "CN=\\ #a\\+b\\\\\\0a\u{e9}\\ ");
+        assert_eq!(text(&[common(utf8("#0c"))]), "CN=\\#0c");
+        assert_eq!(text(&[common(DnValue::BmpString("a".try_into().unwrap()))]), "CN=#1e020061");
+        assert_eq!(text(&[(DnType::CustomDnType(vec![1, 3, 9, 9, 9]), utf8("x"))]), "1.3.9.9.9=#0c0178");
+    }
 }

@@ -70,7 +70,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
     };
     tracing::info!(token = &*token.name, %peer, "admin: signed in");
     let is_https = head.headers().get(ORIGIN).is_some_and(|origin| origin.as_bytes().starts_with(b"https://"));
-    let secure = if is_https { "; Secure" } else { "" };
+    let secure = if is_https || client.tls.is_some() { "; Secure" } else { "" };
     let id = parts.sessions.start(token, now);
     let mut response = redirect("/");
     set_cookie(&mut response, head.headers(), &id, LIFETIME.as_secs_ceil(), secure);

@@ -48,7 +48,7 @@ pub(crate) struct ConnectionWatch {
 /// The heads of a connection's requests.
 #[derive(Debug, Default)]
 pub(crate) struct HeadState {
-    /// True if the client has sent any byte.
+    /// True if the client has sent any byte of its first head, or of what comes before it.
     pub(crate) has_begun: Flag,
     /// The bytes of the current head that are counted in the listener's total.
     pub(super) counted_bytes: AtomicUsize,
@@ -149,6 +149,13 @@ impl ConnectionWatch {
         if self.head.counted_bytes.load(Relaxed) > 0 {
             self.release_head_bytes();
         }
+    }
+
+    /// Notes that the bytes before HTTP have arrived, and that the client has the whole time of a head for the next ones.
+    pub(crate) fn restart_head(&self) {
+        self.finish_head();
+        self.head.has_begun.set(false);
+        self.touch();
     }
 
     #[cold]
