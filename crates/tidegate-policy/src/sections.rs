@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::forwarding::Forwarding;
-use crate::listen::ListenConfig;
+use crate::listen::{CertificateFiles, ListenConfig};
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 
@@ -18,6 +18,8 @@ pub struct InboundConfig {
     /// The server behind the gate. `None` means that no proxy runs: the policy serves only the decision API,
     /// forward-auth or a Rust program.
     pub upstream: Option<UpstreamAddress>,
+    /// The trust of an `https` upstream.
+    pub upstream_tls: UpstreamTls,
     /// The proxies that are trusted, and the forwarding header that they set. By default no proxy is trusted.
     pub forwarding: Forwarding,
     /// The spellings that the upstream treats as the same path beyond RFC 3986. By default `%2F` is a slash; see
@@ -37,13 +39,26 @@ pub struct InboundConfig {
     pub caps: InboundCaps,
 }
 
-/// The server behind the gate: a host and a port, or a unix socket. It speaks plain HTTP.
+/// `inbound.upstream_tls`: the trust of an `https` upstream.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UpstreamTls {
+    /// The PEM file of the certificates that sign the upstream's. Default the system's.
+    pub ca: Option<PathBuf>,
+    /// The name that the upstream's certificate must have. Default the host of its URL.
+    pub server_name: Option<String>,
+    /// The certificate that the gate shows. By default none.
+    pub certificate: Option<CertificateFiles>,
+}
+
+/// The server behind the gate: a host and a port, or a unix socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UpstreamAddress {
     pub(crate) host: String,
     pub(crate) port: u16,
     pub(crate) explicit_port: bool,
     pub(crate) unix_path: Option<PathBuf>,
+    pub(crate) https: bool,
 }
 
 impl UpstreamAddress {
@@ -52,7 +67,12 @@ impl UpstreamAddress {
         &self.host
     }
 
-    /// The port; 80 if the URL has none.
+    /// True if the gate uses TLS to it.
+    pub fn is_https(&self) -> bool {
+        self.https
+    }
+
+    /// The port; 80, or 443 for `https`, if the URL has none.
     pub fn port(&self) -> u16 {
         self.port
     }
@@ -73,7 +93,7 @@ impl fmt::Display for UpstreamAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.unix_path {
             Some(path) => write!(f, "unix:{}", path.display()),
-            None => write!(f, "http://{}", self.authority()),
+            None => write!(f, "{}://{}", if self.https { "https" } else { "http" }, self.authority()),
         }
     }
 }

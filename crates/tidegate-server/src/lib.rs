@@ -37,7 +37,7 @@
 //! Forward-auth skips these two checks, because front servers pass on the headers of browsers.
 //!
 //! # Protocols of the proxy
-//! The proxy speaks HTTP/1.1 and 1.0 on both sides. It streams bodies and never collects them. If a client disconnects,
+//! The proxy speaks HTTP/1.1 and 1.0 on both sides, to an `https` upstream over TLS. It streams bodies and never collects them. If a client disconnects,
 //! its upstream request is cancelled. HTTP/2 isn't supported: guard a gRPC service with the tower layer of the crate
 //! `tidegate`, or with forward-auth. `CONNECT` and `TRACE` are refused with 405. All upgrades except `h2c` pass.
 //!
@@ -187,6 +187,9 @@ pub enum ServeError {
         /// The cause.
         source: TlsError,
     },
+    /// The certificates of the trust in an `https` upstream can't be used.
+    #[error("inbound.upstream_tls: {0}")]
+    UpstreamTls(TlsError),
     /// A listener is open to the network and has no token.
     #[error("{listener}.listen = \"{address}\" is beyond loopback and needs {listener}.token = \"env:NAME\"")]
     TokenRequired {

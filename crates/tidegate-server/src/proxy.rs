@@ -32,8 +32,9 @@ use crate::permit_renewer::{PermitHandle, PermitRenewer};
 use crate::refusal_cache::RefusalCache;
 use crate::refusal_log::RefusalLog;
 use crate::state_cell::ListenerState;
+use crate::tls::TlsError;
 use crate::upgrade;
-use crate::upstream::{PoolSettings, UpstreamClient, UpstreamError};
+use crate::upstream::{PoolSettings, ServerAddress, UpstreamClient, UpstreamError};
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch};
 
 /// The time that an idle connection to the upstream is kept. Node.js, the fastest of the common servers, closes after 5 s.
@@ -78,15 +79,16 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         inbound: &InboundConfig,
         upstream: &UpstreamAddress,
         earlier: Option<&Self>,
-    ) -> Arc<UpstreamClient> {
+    ) -> Result<Arc<UpstreamClient>, TlsError> {
+        let address = ServerAddress::upstream(upstream, &inbound.upstream_tls);
         let settings = PoolSettings {
             connect_timeout: inbound.timeouts.connect,
             idle_timeout: UPSTREAM_IDLE_TIMEOUT,
             max_idle: inbound.caps.pool_idle,
         };
         match earlier {
-            Some(earlier) if earlier.upstream.is_for(upstream, settings) => Arc::clone(&earlier.upstream),
-            _ => UpstreamClient::new(upstream, settings),
+            Some(earlier) if earlier.upstream.is_for(&address, settings) => Ok(Arc::clone(&earlier.upstream)),
+            _ => UpstreamClient::new(address, settings),
         }
     }
 }

@@ -131,7 +131,7 @@ fn proxy_state<S: Store, C: Clock>(
     Ok(Some(ProxyState::new(
         engine.gate.clone(),
         inbound,
-        ProxyState::upstream_client(inbound, upstream, earlier),
+        ProxyState::upstream_client(inbound, upstream, earlier).map_err(ServeError::UpstreamTls)?,
         Arc::clone(&parts.permit_renewer),
         Arc::clone(&parts.refusals),
         Arc::clone(&parts.metrics),

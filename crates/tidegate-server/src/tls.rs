@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use hyper_rustls::ConfigBuilderExt as _;
 use parking_lot::{Mutex, RwLock};
 use rustls::client::verify_server_name;
 use rustls::crypto::{CryptoProvider, ring};
@@ -12,9 +13,9 @@ use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
-use rustls::{RootCertStore, ServerConfig};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tidegate_core::Time;
-use tidegate_policy::{CertificateFiles, TlsConfig};
+use tidegate_policy::{CertificateFiles, TlsConfig, UpstreamTls};
 use tidegate_runtime::file_watcher::FileWatcher;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -56,6 +57,12 @@ pub enum TlsError {
     /// A certificate can't be parsed.
     #[error("{}: the certificate can't be parsed", .0.display())]
     Unparsable(PathBuf),
+    /// The name of a server is no name that a certificate can have.
+    #[error("{0} is no name of a certificate: set a server_name")]
+    ServerName(String),
+    /// The system's root certificates can't be read.
+    #[error("the system's root certificates can't be read: {0}")]
+    SystemRoots(io::Error),
     /// A certificate and its key don't belong together, or can't be used.
     #[error("{}: {error}", path.display())]
     Unusable {
@@ -172,11 +179,7 @@ impl LoadedTls {
             None => builder.with_no_client_auth(),
             Some(path) => {
                 let unusable = |error: String| TlsError::Unusable { path: path.clone(), error };
-                let mut roots = RootCertStore::empty();
-                for root in read_certificates(path)? {
-                    roots.add(root).map_err(|error| unusable(error.to_string()))?;
-                }
-                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(read_roots(path)?), provider);
                 let verifier = if config.client_optional { verifier.allow_unauthenticated() } else { verifier };
                 builder.with_client_cert_verifier(verifier.build().map_err(|error| unusable(error.to_string()))?)
             }
@@ -214,6 +217,45 @@ fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErr
     if chain.is_empty() { Err(TlsError::Empty(path.to_owned())) } else { Ok(chain) }
 }
 
+/// The TLS settings of the client of an upstream. It takes HTTP/1.1.
+///
+/// # Errors
+/// A file can't be used, or the system has no root certificates.
+pub(crate) fn client_config(settings: &UpstreamTls) -> Result<Arc<ClientConfig>, TlsError> {
+    let provider = Arc::new(ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
+        .with_safe_default_protocol_versions()
+        .expect("invariant: the provider has suites for TLS 1.2 and 1.3");
+    let builder = match &settings.ca {
+        Some(path) => builder.with_root_certificates(read_roots(path)?),
+        None => builder.with_native_roots().map_err(TlsError::SystemRoots)?,
+    };
+    let mut config = match &settings.certificate {
+        None => builder.with_no_client_auth(),
+        Some(files) => {
+            let unusable =
+                |error: rustls::Error| TlsError::Unusable { path: files.certificate.clone(), error: error.to_string() };
+            let (chain, key) = (read_certificates(&files.certificate)?, read_key(&files.key)?);
+            builder.with_client_auth_cert(chain, key).map_err(unusable)?
+        }
+    };
+    config.alpn_protocols = vec![HTTP_1.to_vec()];
+    Ok(Arc::new(config))
+}
+
+fn read_roots(path: &Path) -> Result<RootCertStore, TlsError> {
+    let mut roots = RootCertStore::empty();
+    for root in read_certificates(path)? {
+        let unusable = |error: rustls::Error| TlsError::Unusable { path: path.to_owned(), error: error.to_string() };
+        roots.add(root).map_err(unusable)?;
+    }
+    Ok(roots)
+}
+
+fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    PrivateKeyDer::from_pem_file(path).map_err(|error| TlsError::File { path: path.to_owned(), error })
+}
+
 /// Reads a certificate with its chain and key. Returns also the time at which it expires.
 fn certified_key(
     files: &CertificateFiles,
@@ -222,8 +264,7 @@ fn certified_key(
 ) -> Result<(CertifiedKey, i64), TlsError> {
     let path = || files.certificate.clone();
     let chain = read_certificates(&files.certificate)?;
-    let file_error = |error| TlsError::File { path: files.key.clone(), error };
-    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(file_error)?;
+    let key = read_key(&files.key)?;
     let (starts, expires) = validity(&chain[0]).ok_or_else(|| TlsError::Unparsable(path()))?;
     let reason = if now < starts { "not valid yet" } else { "expired" };
     if !(starts..=expires).contains(&now) {

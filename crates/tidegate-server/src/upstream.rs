@@ -21,16 +21,20 @@ use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
+use rustls::pki_types::ServerName;
 use tidegate_outbound::causes;
-use tidegate_policy::UpstreamAddress;
 use tidegate_policy::outbound::BaseUrl;
+use tidegate_policy::{UpstreamAddress, UpstreamTls};
+use tidegate_runtime::file_watcher::FileStamp;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
+use tokio_rustls::TlsConnector;
 use tower_service::Service as _;
 
 use crate::body::{BoxError, Upload, is_last};
+use crate::tls::{TlsError, client_config};
 
 /// The settings of a pool of connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +63,14 @@ pub(crate) struct ServerAddress {
 enum Transport {
     Tcp,
     Unix(PathBuf),
+    Tls(UpstreamTrust),
+}
+
+/// The trust in a server, and the stamps of its files, by which a reload sees that they have changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct UpstreamTrust {
+    settings: UpstreamTls,
+    stamps: Vec<Option<FileStamp>>,
 }
 
 impl From<Option<&Path>> for Transport {
@@ -67,10 +79,21 @@ impl From<Option<&Path>> for Transport {
     }
 }
 
-impl From<&UpstreamAddress> for ServerAddress {
-    fn from(address: &UpstreamAddress) -> Self {
+impl ServerAddress {
+    /// The address of the proxy's server.
+    pub(crate) fn upstream(address: &UpstreamAddress, settings: &UpstreamTls) -> Self {
         let authority = Authority::try_from(address.authority()).expect("invariant: the policy was read");
-        Self { authority, transport: address.unix_path().into() }
+        if !address.is_https() {
+            return Self { authority, transport: address.unix_path().into() };
+        }
+        let pair = settings.certificate.iter().flat_map(|files| [&files.certificate, &files.key]);
+        let stamps = settings.ca.iter().chain(pair).map(|path| FileStamp::read(path)).collect();
+        Self { authority, transport: Transport::Tls(UpstreamTrust { settings: settings.clone(), stamps }) }
+    }
+
+    /// The port if the authority has none.
+    fn default_port(&self) -> u16 {
+        if matches!(self.transport, Transport::Tls(_)) { 443 } else { 80 }
     }
 }
 
@@ -83,6 +106,7 @@ impl From<&BaseUrl> for ServerAddress {
 /// A server, and the idle connections to it. Requests have bodies of type `B`.
 pub(crate) struct UpstreamClient<B = Upload> {
     address: ServerAddress,
+    tls: Option<(TlsConnector, ServerName<'static>)>,
     /// The server's name as a `Host` value.
     pub(crate) host: HeaderValue,
     connector: HttpConnector,
@@ -138,19 +162,32 @@ impl UpstreamError {
 }
 
 impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> UpstreamClient<B> {
-    /// Returns a client of the server at this address. Port 80 may be left out.
-    pub(crate) fn new(address: impl Into<ServerAddress>, settings: PoolSettings) -> Arc<Self> {
+    /// Returns a client of the server at this address. The default port may be left out.
+    ///
+    /// # Errors
+    /// The certificates of the server's trust can't be used.
+    pub(crate) fn new(address: impl Into<ServerAddress>, settings: PoolSettings) -> Result<Arc<Self>, TlsError> {
         let address = address.into();
         let authority = &address.authority;
-        // Most clients leave out the default port of HTTP, and some sign the header that way.
-        let port = authority.port_u16().filter(|port| *port != 80);
+        let tls = match &address.transport {
+            Transport::Tls(trust) => {
+                let name = trust.settings.server_name.as_deref();
+                let name = name.unwrap_or_else(|| authority.host().trim_matches(['[', ']'])).to_owned();
+                let name = ServerName::try_from(name).map_err(|_| TlsError::ServerName(authority.to_string()))?;
+                Some((TlsConnector::from(client_config(&trust.settings)?), name))
+            }
+            Transport::Tcp | Transport::Unix(_) => None,
+        };
+        // Most clients leave out the default port, and some sign the header that way.
+        let port = authority.port_u16().filter(|port| *port != address.default_port());
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
         let idle = Arc::new(IdlePool {
             connections: Mutex::new(IdleConnections { current_age: 0, stack: Vec::new() }),
             not_empty: Notify::new(),
         });
-        Arc::new(Self {
+        Ok(Arc::new(Self {
+            tls,
             address,
             host,
             connector: tcp_connector(settings.connect_timeout),
@@ -158,12 +195,12 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             http: http1::Builder::new(),
             cleanup: tokio::spawn(run_idle_cleanup(Arc::clone(&idle), settings.idle_timeout)).abort_handle(),
             idle,
-        })
+        }))
     }
 
     /// True if the client is for this server, with these settings.
-    pub(crate) fn is_for(&self, address: impl Into<ServerAddress>, settings: PoolSettings) -> bool {
-        self.address == address.into() && self.settings == settings
+    pub(crate) fn is_for(&self, address: &ServerAddress, settings: PoolSettings) -> bool {
+        self.address == *address && self.settings == settings
     }
 
     /// Sends a request and waits for the head of the response.
@@ -201,11 +238,15 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
     async fn connect(&self) -> Result<SendRequest<B>, UpstreamError> {
         let connecting = async {
             match &self.address.transport {
-                Transport::Tcp => {
-                    let uri = Uri::try_from(format!("http://{}", self.address.authority));
+                Transport::Tcp | Transport::Tls(_) => {
+                    let authority = &self.address.authority;
+                    let port = authority.port_u16().unwrap_or_else(|| self.address.default_port());
+                    let uri = Uri::try_from(format!("http://{}:{port}", authority.host()));
                     let uri = uri.expect("invariant: an authority is part of a URL");
                     let stream = self.connector.clone().call(uri).await.map_err(|error| connect_error(&error))?;
-                    self.handshake(stream).await
+                    let Some((connector, name)) = &self.tls else { return self.handshake(stream).await };
+                    let stream = connector.connect(name.clone(), stream.into_inner()).await;
+                    self.handshake(TokioIo::new(stream.map_err(UpstreamError::Connect)?)).await
                 }
                 Transport::Unix(path) => {
                     let stream = UnixStream::connect(path).await.map_err(UpstreamError::Connect)?;
@@ -374,6 +415,8 @@ impl<B: Send + 'static> Body for UpstreamBody<B> {
 
 #[cfg(test)]
 mod tests {
+    use tidegate_policy::{InboundConfig, Policy, PolicySources};
+
     use super::*;
 
     #[tokio::test]
@@ -389,8 +432,26 @@ mod tests {
         ] {
             let second = Duration::from_secs(1);
             let settings = PoolSettings { connect_timeout: second, idle_timeout: second, max_idle: 1 };
-            let client = UpstreamClient::<Upload>::new(&BaseUrl::new(false, authority.parse().unwrap(), ""), settings);
+            let client =
+                UpstreamClient::<Upload>::new(&BaseUrl::new(false, authority.parse().unwrap(), ""), settings).unwrap();
             assert_eq!(client.host, host, "{authority}");
         }
+    }
+
+    #[test]
+    fn a_changed_certificate_file_changes_the_address() {
+        let directory = tempfile::tempdir().unwrap();
+        let ca = directory.path().join("ca.pem");
+        let text = format!("[inbound]\nupstream = \"https://a.test\"\nupstream_tls = {{ ca = {ca:?} }}\n");
+        let policy = Policy::load(PolicySources::new().file("t", &text)).unwrap();
+        let InboundConfig { upstream, upstream_tls, .. } = policy.inbound();
+        let address = || ServerAddress::upstream(upstream.as_ref().unwrap(), upstream_tls);
+        let missing = address();
+        assert_eq!(missing.default_port(), 443);
+        std::fs::write(&ca, "one").unwrap();
+        let first = address();
+        assert!(first != missing && first == address());
+        std::fs::write(&ca, "other").unwrap();
+        assert_ne!(first, address());
     }
 }

@@ -42,7 +42,7 @@ pub(super) const LISTENER_OR_OFF: Custom<Addresses> = Custom(
         reader.with_help("or the word \"off\"".to_owned(), |reader| reader.addresses(node, key))
     },
 );
-const PATH: Custom<PathBuf> = Custom(Text, "a file's path", |reader, node, key| reader.file_path(node, key));
+pub(super) const PATH: Custom<PathBuf> = Custom(Text, "a file's path", |reader, node, key| reader.file_path(node, key));
 const PATHS: Custom<Vec<PathBuf>> = Custom(Strings, "a file's path, or a list of them", |reader, node, key| {
     all_or_none(node.items().iter().take(MAX_CERTIFICATES + 1).map(|item| reader.file_path(item, key)))
 });

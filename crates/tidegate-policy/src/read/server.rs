@@ -1,12 +1,13 @@
 //! The sections about the process itself: inbound, api, admin, log.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ipnet::IpNet;
 
 use super::actions::{ACTION, GLOBAL, MODE};
 use super::forms::{Bytes, Custom, DURATION, FLAG, HOSTS, Maybe, NETWORKS, OrWord, SECRET, TABLE, Whole, Words};
-use super::listen::{LISTENER, LISTENER_OR_OFF, LISTENING};
+use super::listen::{LISTENER, LISTENER_OR_OFF, LISTENING, PATH};
 use super::tokens::TOKENS;
 use super::values::NETWORK;
 use super::{DocumentReader, all_or_none, join_names};
@@ -14,16 +15,16 @@ use crate::address::{Ipv6Prefix, Networks};
 use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
 use crate::forwarding::{Forwarding, ForwardingHeader};
-use crate::listen::{ListenAddress, UNIX_PEER};
+use crate::listen::{CertificateFiles, ListenAddress, UNIX_PEER};
 use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
     AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, ReloadConfig, UpstreamAddress,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, UpstreamAddress, UpstreamTls,
 };
 use crate::settings::SettingType::{Strings, Text};
-use crate::settings::key::{Below, SettingKey, read_struct, setting_keys};
+use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
 
 /// The most names in `hosts`.
 const MAX_HOSTS: usize = 256;
@@ -52,8 +53,9 @@ setting_keys! {
     INBOUND: InboundKeys {
         listen: Vec<ListenAddress> = "127.0.0.1:8080", LISTENER, "the addresses of the gate", Below::Beside(&LISTENING);
         upstream: Option<UpstreamAddress> = "",
-            Maybe(Custom(Text, "a URL as http://HOST:PORT, or unix:PATH", |reader, node, key| reader.upstream(node, key))),
-            "the server behind the gate, as http://HOST:PORT or unix:PATH; without one no proxy runs";
+            Maybe(Custom(Text, "a URL as http://HOST:PORT or https://HOST:PORT, or unix:PATH", |reader, node, key| reader.upstream(node, key))),
+            "the server behind the gate, as http://HOST:PORT, https://HOST:PORT or unix:PATH; without one no proxy runs";
+        upstream_tls: () = "", TABLE, "", Below::Table(&UPSTREAM_TLS);
         trusted_proxies: Vec<IpNet> = "", TRUSTED_NETWORKS,
             "networks with trusted forwarding headers; `unix` for the peers of unix sockets";
         forwarded: ForwardingHeader = "x-forwarded-for", Words(&FORWARDING_HEADERS),
@@ -75,6 +77,15 @@ setting_keys! {
         caps: () = "", TABLE, "", Below::Table(&CAPS);
         global: () = "", TABLE, "", Below::Table(&GLOBAL);
         action: () = "", TABLE, "", Below::Names(&ACTION);
+    }
+
+    UPSTREAM_TLS: UpstreamTlsKeys {
+        ca: Option<PathBuf> = "", Maybe(PATH),
+            "the file of the certificates that sign that of an https upstream; default the system's";
+        server_name: Option<String> = "", Maybe(Custom(Text, "a host's name", |reader, node, key| reader.server_name(node, key))),
+            "the name in the certificate of an https upstream; default the host of its URL";
+        certificate: Option<PathBuf> = "", Maybe(PATH), "the file of the certificate that the gate shows to an https upstream";
+        key: Option<PathBuf> = "", Maybe(PATH), "the file of that certificate's private key";
     }
 
     TIMEOUTS: TimeoutKeys {
@@ -147,6 +158,7 @@ impl DocumentReader<'_> {
         let (trusted, header) = (self.value(table, &INBOUND.trusted_proxies), self.value(table, &INBOUND.forwarded));
         let timeouts = self.timeouts(table);
         let caps = self.caps(table);
+        let upstream_tls = self.upstream_tls(table);
         let listen = self.listen(table, "inbound", &INBOUND.listen);
         if let Some(entry) = table.filter(|table| table.get("upstream").is_none()).and_then(|table| table.get("listen"))
         {
@@ -154,10 +166,40 @@ impl DocumentReader<'_> {
             self.error(entry.key_at, "[inbound] says where to listen, but not for which server", expected)
                 .help("for the decision API alone, leave `listen` out here; [api] has one of its own");
         }
-        read_struct!(self, table, INBOUND => InboundConfig {
+        let config = read_struct!(self, table, INBOUND => InboundConfig {
             upstream, path_quirks, ambiguous_paths, ipv6_prefix, headers, x_ratelimit;
-            listen: listen?, forwarding: Forwarding { trusted: Networks::new(trusted?), header: header? }, timeouts: timeouts?, caps: caps?
-        })
+            listen: listen?, upstream_tls: upstream_tls?, forwarding: Forwarding { trusted: Networks::new(trusted?), header: header? }, timeouts: timeouts?, caps: caps?
+        })?;
+        let is_https = config.upstream.as_ref().is_some_and(UpstreamAddress::is_https);
+        if let Some(entry) = table.and_then(|table| table.get("upstream_tls")).filter(|_| !is_https) {
+            let expected = "an upstream with TLS, such as upstream = \"https://app.internal:8443\"";
+            self.error(entry.key_at, "`upstream_tls` is for an upstream with TLS", expected);
+        }
+        Some(config)
+    }
+
+    fn upstream_tls(&mut self, inbound: Option<&TomlTable>) -> Option<UpstreamTls> {
+        let Some(table) = self.section(inbound, "upstream_tls", "inbound.upstream_tls") else {
+            return Some(UpstreamTls::default());
+        };
+        read_keys!(self, table, UPSTREAM_TLS: ca, server_name, certificate, key);
+        let (ca, server_name, certificate, key) = (ca?, server_name?, certificate?, key?);
+        if certificate.is_some() != key.is_some() {
+            let at = table.node("certificate").or(table.node("key"))?.at;
+            let message = "`certificate` and `key` stand together";
+            return self.error(at, message, "the files of the gate's certificate and of its key").none();
+        }
+        let certificate = certificate.zip(key).map(|(certificate, key)| CertificateFiles { certificate, key });
+        Some(UpstreamTls { ca, server_name, certificate })
+    }
+
+    fn server_name(&mut self, node: &TomlNode, key: &str) -> Option<String> {
+        const EXPECTED: &str = "a host's name, such as \"app.internal\"";
+        let text = self.string(node, key, EXPECTED)?;
+        match crate::host::is_host(text.as_bytes()) && !text.contains(':') {
+            true => Some(text.to_ascii_lowercase()),
+            false => self.wrong_text(node, key, text, EXPECTED).none(),
+        }
     }
 
     fn timeouts(&mut self, inbound: Option<&TomlTable>) -> Option<InboundTimeouts> {

@@ -16,23 +16,19 @@ impl DocumentReader<'_> {
     /// Reads the URL of the server behind the gate.
     pub(super) fn upstream(&mut self, node: &TomlNode, key: &str) -> Option<UpstreamAddress> {
         const EXPECTED: &str = "a URL of scheme, host and port, such as \"http://127.0.0.1:3000\", or \"unix:PATH\"";
-        const HTTPS: &str =
-            "use http to a server on this machine or in a network of your own, or let a TLS proxy forward to it";
         const PATH: &str = "requests are passed on with the path they came with";
         let text = self.string(node, key, EXPECTED)?;
         if let Some(path) = text.strip_prefix(UNIX_SCHEME) {
             let (host, unix_path) = ("localhost".to_owned(), Some(self.unix_path(node, key, path)?));
-            return Some(UpstreamAddress { host, port: 80, explicit_port: false, unix_path });
+            return Some(UpstreamAddress { host, port: 80, explicit_port: false, unix_path, https: false });
         }
         let (wrong, help) = match UrlParts::parse(text) {
-            Ok(UrlParts { scheme: "http", host, port, rest: "" | "/" }) => {
-                let (host, explicit_port) = (host.to_ascii_lowercase(), port.is_some());
-                return Some(UpstreamAddress { host, port: port.unwrap_or(80), explicit_port, unix_path: None });
+            Ok(UrlParts { scheme: scheme @ ("http" | "https"), host, port, rest: "" | "/" }) => {
+                let (host, explicit_port, https) = (host.to_ascii_lowercase(), port.is_some(), scheme == "https");
+                let port = port.unwrap_or(if https { 443 } else { 80 });
+                return Some(UpstreamAddress { host, port, explicit_port, unix_path: None, https });
             }
-            Ok(UrlParts { scheme: "https", .. }) => {
-                (": https to the upstream is not supported by this version".to_owned(), Some(HTTPS.to_owned()))
-            }
-            Ok(UrlParts { scheme: "http", rest, .. }) => {
+            Ok(UrlParts { scheme: "http" | "https", rest, .. }) => {
                 (format!(" has the path {} in it", quoted(rest)), Some(PATH.to_owned()))
             }
             Ok(UrlParts { scheme, .. }) => (format!(" has the scheme {}", quoted(scheme)), None),

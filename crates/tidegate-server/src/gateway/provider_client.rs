@@ -103,7 +103,8 @@ where
     if !base.is_https() {
         let connect_timeout = provider.connect_timeout;
         let settings = PoolSettings { connect_timeout, idle_timeout: IDLE_TIMEOUT, max_idle: MAX_IDLE };
-        return ProviderClient::Plain(UpstreamClient::new(base, settings));
+        let client = UpstreamClient::new(base, settings);
+        return ProviderClient::Plain(client.expect("invariant: a plain server needs no certificates"));
     }
     let mut tcp = tcp_connector(provider.connect_timeout);
     tcp.enforce_http(false);

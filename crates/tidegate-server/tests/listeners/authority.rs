@@ -6,8 +6,9 @@ use std::sync::Arc;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{ClientConfig, RootCertStore};
-use tokio_rustls::TlsConnector;
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// An authority, and a directory with its certificates.
 pub(crate) struct Authority {
@@ -42,16 +43,32 @@ impl Authority {
         std::fs::write(self.path(&format!("{file}.pem")), certificate.pem()).unwrap();
     }
 
-    /// A client that trusts the authority, with a certificate if there is one.
-    pub(crate) fn client(&self, certificate: Option<&str>) -> TlsConnector {
+    fn roots(&self) -> RootCertStore {
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_file(Path::new(&self.path("ca.pem"))).unwrap()).unwrap();
-        let builder = ClientConfig::builder().with_root_certificates(roots);
+        roots
+    }
+
+    fn pair(&self, file: &str) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+        let chain = vec![CertificateDer::from_pem_file(self.path(&format!("{file}.pem"))).unwrap()];
+        (chain, PrivateKeyDer::from_pem_file(self.path(&format!("{file}.key"))).unwrap())
+    }
+
+    /// A server with this certificate, whose clients need one of the authority.
+    pub(crate) fn server(&self, certificate: &str) -> TlsAcceptor {
+        let clients = WebPkiClientVerifier::builder(Arc::new(self.roots())).build().unwrap();
+        let (chain, key) = self.pair(certificate);
+        let config = ServerConfig::builder().with_client_cert_verifier(clients).with_single_cert(chain, key);
+        TlsAcceptor::from(Arc::new(config.unwrap()))
+    }
+
+    /// A client that trusts the authority, with a certificate if there is one.
+    pub(crate) fn client(&self, certificate: Option<&str>) -> TlsConnector {
+        let builder = ClientConfig::builder().with_root_certificates(self.roots());
         let config = match certificate {
             None => builder.with_no_client_auth(),
             Some(file) => {
-                let chain = vec![CertificateDer::from_pem_file(self.path(&format!("{file}.pem"))).unwrap()];
-                let key = PrivateKeyDer::from_pem_file(self.path(&format!("{file}.key"))).unwrap();
+                let (chain, key) = self.pair(file);
                 builder.with_client_auth_cert(chain, key).unwrap()
             }
         };

@@ -7,6 +7,7 @@ use tidegate_policy::{Policy, PolicySources};
 use tidegate_server::Server;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
 
 /// Longer than any test takes, unless it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -20,9 +21,13 @@ pub(crate) struct Gate {
 
 /// Starts a gate with this policy in front of a server that answers with the head that it receives.
 pub(crate) async fn start(text: &str) -> Gate {
-    let upstream = format!("http://{}", start_echo().await);
+    start_before(&format!("http://{}", start_echo(None).await), text).await
+}
+
+/// Starts a gate with this policy in front of this server.
+pub(crate) async fn start_before(upstream: &str, text: &str) -> Gate {
     let sources = PolicySources::new().file("test.toml", text).env([
-        ("TIDEGATE__INBOUND__UPSTREAM", upstream.as_str()),
+        ("TIDEGATE__INBOUND__UPSTREAM", upstream),
         ("TIDEGATE__INBOUND__LISTEN", "127.0.0.1:0"),
         ("TIDEGATE__ADMIN__LISTEN", "127.0.0.1:0"),
         ("TIDEGATE__API__LISTEN", "off"),
@@ -34,23 +39,36 @@ pub(crate) async fn start(text: &str) -> Gate {
     gate
 }
 
-async fn start_echo() -> SocketAddr {
+/// Starts a server that answers with the head that it receives, with TLS if there is an acceptor.
+pub(crate) async fn start_echo(tls: Option<TlsAcceptor>) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move {
         loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
+            let ((stream, _), tls) = (listener.accept().await.unwrap(), tls.clone());
             tokio::spawn(async move {
-                let mut buffer = [0; 16 << 10];
-                while let Ok(count @ 1..) = stream.read(&mut buffer).await {
-                    let head = String::from_utf8_lossy(&buffer[..count]).into_owned();
-                    let reply = format!("HTTP/1.1 200 OK\r\ncontent-length: {count}\r\n\r\n{head}");
-                    stream.write_all(reply.as_bytes()).await.unwrap();
+                match tls {
+                    None => echo(stream).await,
+                    Some(tls) => {
+                        if let Ok(stream) = tls.accept(stream).await {
+                            echo(stream).await;
+                        }
+                    }
                 }
             });
         }
     });
     address
+}
+
+async fn echo(mut stream: impl AsyncRead + AsyncWrite + Unpin) {
+    let mut buffer = [0; 16 << 10];
+    while let Ok(count @ 1..) = stream.read(&mut buffer).await {
+        let head = String::from_utf8_lossy(&buffer[..count]).into_owned();
+        let reply = format!("HTTP/1.1 200 OK\r\ncontent-length: {count}\r\n\r\n{head}");
+        stream.write_all(reply.as_bytes()).await.unwrap();
+        stream.flush().await.unwrap();
+    }
 }
 
 /// Opens a connection and sends these bytes.

@@ -1,5 +1,6 @@
 //! TLS of listeners: certificates by name, their replacement, and certificates of clients.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rustls::pki_types::ServerName;
@@ -16,14 +17,14 @@ use crate::common::{
     Gate, LAST_REQUEST, PATIENCE, REQUEST, admin, ask, exchange, metric, read_to_end, rejections, send, start, until,
 };
 
-async fn connect(client: &TlsConnector, gate: Gate, name: &str) -> std::io::Result<TlsStream<TcpStream>> {
-    let stream = TcpStream::connect(gate.inbound).await?;
+async fn connect(client: &TlsConnector, address: SocketAddr, name: &str) -> std::io::Result<TlsStream<TcpStream>> {
+    let stream = TcpStream::connect(address).await?;
     client.connect(ServerName::try_from(name.to_owned()).unwrap(), stream).await
 }
 
 /// The certificate that the gate shows for this name.
 async fn shown(authority: &Authority, gate: Gate, name: &str) -> Vec<u8> {
-    let stream = connect(&authority.client(None), gate, name).await.unwrap();
+    let stream = connect(&authority.client(None), gate.inbound, name).await.unwrap();
     stream.get_ref().1.peer_certificates().unwrap()[0].to_vec()
 }
 
@@ -34,11 +35,11 @@ async fn certificates_are_chosen_by_name() {
     authority.issue("b", "*.b.test", 2099);
     let gate = start(&format!("[inbound]\n{}", authority.settings(&["a", "b"], ""))).await;
     for name in ["a.test", "www.b.test"] {
-        let mut stream = connect(&authority.client(None), gate, name).await.unwrap();
+        let mut stream = connect(&authority.client(None), gate.inbound, name).await.unwrap();
         let reply = ask(&mut stream, REQUEST).await.unwrap();
         assert!(reply.starts_with("HTTP/1.1 200 ") && reply.contains("x-forwarded-proto: https\r\n"), "{reply}");
     }
-    let unknown = connect(&authority.client(None), gate, "c.test").await.unwrap_err().to_string();
+    let unknown = connect(&authority.client(None), gate.inbound, "c.test").await.unwrap_err().to_string();
     assert!(unknown.contains("NotValidForName") || unknown.contains("not valid for name"), "{unknown}");
 }
 
@@ -51,6 +52,19 @@ async fn plain_http_on_a_tls_port_is_refused() {
     let reply = ask(&mut stream, REQUEST).await.unwrap();
     assert!(reply.starts_with("HTTP/1.1 400 ") && reply.contains("https://"), "{reply}");
     assert_eq!(rejections(gate, "plain_http").await, 1);
+}
+
+#[tokio::test]
+async fn sessions_of_a_tls_listener_are_secure() {
+    let authority = Authority::new();
+    authority.issue("a", "a.test", 2099);
+    std::fs::write(authority.path("token"), "s3cret").unwrap();
+    let token = format!("file:{}", authority.path("token"));
+    let gate = start(&format!("[admin]\ntoken = {token:?}\n{}", authority.settings(&["a"], ""))).await;
+    let mut stream = connect(&authority.client(None), gate.admin, "a.test").await.unwrap();
+    let request = "POST /sign-in HTTP/1.1\r\nhost: localhost\r\ncontent-length: 12\r\n\r\ntoken=s3cret";
+    let reply = ask(&mut stream, request).await.unwrap();
+    assert!(reply.starts_with("HTTP/1.1 303 ") && reply.contains("; Secure\r\n"), "{reply}");
 }
 
 #[tokio::test]
@@ -75,7 +89,7 @@ async fn stalled_handshakes_keep_nobody_waiting() {
     for _ in 0..16 {
         stalled.push(send(gate.inbound, b"\x16").await);
         let served = async {
-            let mut stream = connect(&authority.client(None), gate, "a.test").await.unwrap();
+            let mut stream = connect(&authority.client(None), gate.inbound, "a.test").await.unwrap();
             ask(&mut stream, LAST_REQUEST).await.unwrap()
         };
         let reply = tokio::time::timeout(PATIENCE, served).await.expect("a reply in time");
@@ -110,7 +124,7 @@ async fn replaced_certificates_are_served_without_a_cut() {
     let authority = Authority::new();
     authority.issue("a", "a.test", 2099);
     let gate = start(&format!("[inbound]\n{}", authority.settings(&["a"], ""))).await;
-    let mut open = connect(&authority.client(None), gate, "a.test").await.unwrap();
+    let mut open = connect(&authority.client(None), gate.inbound, "a.test").await.unwrap();
     ask(&mut open, REQUEST).await.unwrap();
     let first = shown(&authority, gate, "a.test").await;
     let failed = "tidegate_certificate_reloads_total{listener=\"inbound\",result=\"failed\"}";
@@ -167,9 +181,10 @@ async fn client_certificates_are_required_or_counted() {
     }
     let ca = authority.path("ca.pem");
     let required = start(&format!("[inbound]\n{}", authority.settings(&["a"], &format!(", client_ca = {ca:?}")))).await;
-    let refused = async { ask(&mut connect(&authority.client(None), required, "a.test").await?, REQUEST).await };
+    let refused =
+        async { ask(&mut connect(&authority.client(None), required.inbound, "a.test").await?, REQUEST).await };
     assert!(refused.await.is_err());
-    let mut stream = connect(&authority.client(Some("alice")), required, "a.test").await.unwrap();
+    let mut stream = connect(&authority.client(Some("alice")), required.inbound, "a.test").await.unwrap();
     assert!(ask(&mut stream, REQUEST).await.unwrap().starts_with("HTTP/1.1 200 "));
     assert_eq!(rejections(required, "tls_handshake").await, 1);
 
@@ -182,7 +197,7 @@ async fn client_certificates_are_required_or_counted() {
     for (client, expected) in
         [(Some("alice"), "200"), (Some("bob"), "200"), (Some("alice"), "429"), (None, "200"), (None, "429")]
     {
-        let mut stream = connect(&authority.client(client), optional, "a.test").await.unwrap();
+        let mut stream = connect(&authority.client(client), optional.inbound, "a.test").await.unwrap();
         let reply = ask(&mut stream, REQUEST).await.unwrap();
         assert!(reply.starts_with(&format!("HTTP/1.1 {expected} ")), "{client:?}: {reply}");
     }
