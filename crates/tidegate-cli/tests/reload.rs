@@ -253,9 +253,13 @@ fn memory_does_not_grow_over_reloads() {
         };
         // The first ones fill what is kept: events, log lines, connections.
         reload(1100);
-        let before = gate.resident_bytes();
-        reload(case_count(400, 1000) as usize);
-        let grown = gate.resident_bytes().saturating_sub(before);
+        // The allocator may take memory once; a leak grows each time.
+        let grown = std::iter::repeat_with(|| {
+            let before = gate.resident_bytes();
+            reload(case_count(400, 1000) as usize);
+            gate.resident_bytes().saturating_sub(before)
+        });
+        let grown = grown.take(3).min().unwrap();
         assert!(grown < 1 << 20, "{store}: {grown} bytes");
     }
 }
