@@ -1,5 +1,5 @@
-//! `tidegate blocks`, `health`, `fleet`, `providers`, `events` and `try`: the state of a running gate, and trials, from its admin
-//! listener.
+//! `tidegate blocks`, `health`, `fleet`, `providers`, `events` and `try`: the state of a running gate, and trials, from
+//! its admin listener.
 
 use std::fmt::Write as _;
 

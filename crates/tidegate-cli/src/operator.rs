@@ -1,5 +1,5 @@
-//! `tidegate reset`, `block`, `pause`, `resume`, `reset-provider`, `reload` and `alert test`: changes that operators make to a
-//! running gate, over its admin listener.
+//! `tidegate reset`, `block`, `pause`, `resume`, `reset-provider`, `reload` and `alert test`: changes that operators make
+//! to a running gate, over its admin listener.
 
 use std::fmt::Write as _;
 

@@ -43,7 +43,7 @@ pub(crate) struct ClientConnection<S: ConnectionService> {
     watch: Arc<ConnectionWatch>,
     _entry: Arc<ConnectionEntry>,
     rejections: Arc<HeadRejections>,
-    /// The address of the peer.
+    /// The address of the client: that of the peer, or of its PROXY header.
     ip: IpAddr,
     waker: Option<Waker>,
     unread_body: Option<Incoming>,

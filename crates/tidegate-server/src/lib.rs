@@ -37,9 +37,10 @@
 //! Forward-auth skips these two checks, because front servers pass on the headers of browsers.
 //!
 //! # Protocols of the proxy
-//! The proxy speaks HTTP/1.1 and 1.0 on both sides, to an `https` upstream over TLS. It streams bodies and never collects them. If a client disconnects,
-//! its upstream request is cancelled. HTTP/2 isn't supported: guard a gRPC service with the tower layer of the crate
-//! `tidegate`, or with forward-auth. `CONNECT` and `TRACE` are refused with 405. All upgrades except `h2c` pass.
+//! The proxy speaks HTTP/1.1 and 1.0 on both sides, to an `https` upstream over TLS. It streams bodies and never collects
+//! them. If a client disconnects, its upstream request is cancelled. HTTP/2 isn't supported: guard a gRPC service with
+//! the tower layer of the crate `tidegate`, or with forward-auth. `CONNECT` and `TRACE` are refused with 405. All
+//! upgrades except `h2c` pass.
 //!
 //! # Behaviour at the limits
 //! - **Connections**: at the cap a new connection displaces another one. The first choice is the connection that has

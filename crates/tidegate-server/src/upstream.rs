@@ -106,6 +106,8 @@ impl From<&BaseUrl> for ServerAddress {
 /// A server, and the idle connections to it. Requests have bodies of type `B`.
 pub(crate) struct UpstreamClient<B = Upload> {
     address: ServerAddress,
+    /// The host and port to connect to, as the connector takes them.
+    destination: Uri,
     tls: Option<(TlsConnector, ServerName<'static>)>,
     /// The server's name as a `Host` value.
     pub(crate) host: HeaderValue,
@@ -178,8 +180,11 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             }
             Transport::Tcp | Transport::Unix(_) => None,
         };
+        let port = authority.port_u16().unwrap_or_else(|| address.default_port());
+        let destination = Uri::try_from(format!("http://{}:{port}", authority.host()));
+        let destination = destination.expect("invariant: an authority is part of a URL");
         // Most clients leave out the default port, and some sign the header that way.
-        let port = authority.port_u16().filter(|port| *port != address.default_port());
+        let port = Some(port).filter(|port| *port != address.default_port());
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
         let idle = Arc::new(IdlePool {
@@ -188,6 +193,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         });
         Ok(Arc::new(Self {
             tls,
+            destination,
             address,
             host,
             connector: tcp_connector(settings.connect_timeout),
@@ -239,11 +245,8 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         let connecting = async {
             match &self.address.transport {
                 Transport::Tcp | Transport::Tls(_) => {
-                    let authority = &self.address.authority;
-                    let port = authority.port_u16().unwrap_or_else(|| self.address.default_port());
-                    let uri = Uri::try_from(format!("http://{}:{port}", authority.host()));
-                    let uri = uri.expect("invariant: an authority is part of a URL");
-                    let stream = self.connector.clone().call(uri).await.map_err(|error| connect_error(&error))?;
+                    let connecting = self.connector.clone().call(self.destination.clone());
+                    let stream = connecting.await.map_err(|error| connect_error(&error))?;
                     let Some((connector, name)) = &self.tls else { return self.handshake(stream).await };
                     let stream = connector.connect(name.clone(), stream.into_inner()).await;
                     self.handshake(TokioIo::new(stream.map_err(UpstreamError::Connect)?)).await
