@@ -79,7 +79,7 @@ pub use key::{
     KeyError, KeyPart, KeySeed, MissingPartError, OnMissing, PLATFORMS, UncountableError, UnknownPlatformError,
     limit_tag,
 };
-pub use listen::{CertificateFiles, ListenAddress, ListenConfig, TlsConfig, UNIX_PEER, UnixSocketConfig};
+pub use listen::{CertificateFiles, Http2Mode, ListenAddress, ListenConfig, TlsConfig, UNIX_PEER, UnixSocketConfig};
 pub use matched_actions::{MAX_ACTIONS, MatchedActions, PathError};
 pub use matcher::Matcher;
 pub use outbound::OutboundConfig;

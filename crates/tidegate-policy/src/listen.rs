@@ -54,6 +54,8 @@ pub struct ListenConfig {
     pub proxy_protocol: Vec<IpNet>,
     /// TLS on the IP addresses among the addresses. `None` is plain HTTP; unix sockets always speak plain HTTP.
     pub tls: Option<TlsConfig>,
+    /// The connections that may use HTTP/2. Default [`Http2Mode::Tls`].
+    pub http2: Http2Mode,
 }
 
 impl ListenConfig {
@@ -87,6 +89,18 @@ pub struct UnixSocketConfig {
     pub owner: Option<String>,
     /// The name or number of the group. Default the group of the process.
     pub group: Option<String>,
+}
+
+/// `http2` in the section of a listener: the connections that may use HTTP/2. HTTP/1.1 is always served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Http2Mode {
+    /// None.
+    Never,
+    /// Those with TLS, by ALPN.
+    #[default]
+    Tls,
+    /// Also those without TLS, if the client begins with HTTP/2 (RFC 9113 §3.3, "prior knowledge").
+    Always,
 }
 
 /// `tls` in the section of a listener.

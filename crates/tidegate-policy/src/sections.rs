@@ -20,6 +20,8 @@ pub struct InboundConfig {
     pub upstream: Option<UpstreamAddress>,
     /// The trust of an `https` upstream.
     pub upstream_tls: UpstreamTls,
+    /// True if the gate speaks HTTP/2 to the upstream: by ALPN with TLS, else with prior knowledge. Default false.
+    pub upstream_http2: bool,
     /// The proxies that are trusted, and the forwarding header that they set. By default no proxy is trusted.
     pub forwarding: Forwarding,
     /// The spellings that the upstream treats as the same path beyond RFC 3986. By default `%2F` is a slash; see

@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(table_keys(""), ["store", "inbound", "api", "admin", "log", "reload", "outbound", "alert"]);
         assert_eq!(
             table_keys("api"),
-            ["listen", "unix", "tls", "proxy_protocol", "token", "hosts", "forward_auth", "deny_status"]
+            ["listen", "unix", "tls", "http2", "proxy_protocol", "token", "hosts", "forward_auth", "deny_status"]
         );
         assert_eq!(table_keys("inbound.action.*.match"), ["method", "path", "host"]);
     }

@@ -28,12 +28,14 @@ pub(crate) const MAX_DRAINED_BYTES: usize = 64 << 10;
 
 /// The service of a connection's requests.
 pub(crate) trait ConnectionService:
-    Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send> + Send + 'static
+    Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send + 'static>
+    + Send
+    + 'static
 {
 }
 
 impl<S: Send + 'static> ConnectionService for S where
-    S: Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send>
+    S: Service<Request<Incoming>, Response = Response<ResponseBody>, Error = Infallible, Future: Send + 'static>
 {
 }
 
@@ -98,8 +100,11 @@ impl<S: ConnectionService> ClientConnection<S> {
             return true;
         }
         match self.watch.phase() {
-            // The current request answers with 408 or 504.
-            ConnectionPhase::Deciding | ConnectionPhase::Upload | ConnectionPhase::AwaitResponse => false,
+            // The current request answers with 408 or 504. HTTP/1.1 has no streams.
+            ConnectionPhase::Deciding
+            | ConnectionPhase::Upload
+            | ConnectionPhase::AwaitResponse
+            | ConnectionPhase::Streams => false,
             ConnectionPhase::Idle | ConnectionPhase::Download | ConnectionPhase::Tunnel | ConnectionPhase::Linger => {
                 true
             }

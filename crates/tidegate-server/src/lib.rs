@@ -37,10 +37,10 @@
 //! Forward-auth skips these two checks, because front servers pass on the headers of browsers.
 //!
 //! # Protocols of the proxy
-//! The proxy speaks HTTP/1.1 and 1.0 on both sides, to an `https` upstream over TLS. It streams bodies and never collects
-//! them. If a client disconnects, its upstream request is cancelled. HTTP/2 isn't supported: guard a gRPC service with
-//! the tower layer of the crate `tidegate`, or with forward-auth. `CONNECT` and `TRACE` are refused with 405. All
-//! upgrades except `h2c` pass.
+//! The proxy speaks HTTP/1.1 and 1.0, and HTTP/2 by ALPN or, with `http2 = "always"`, with prior knowledge. To the upstream
+//! it speaks HTTP/1.1, or with `upstream_http2` HTTP/2, to an `https` upstream over TLS. It streams bodies and never collects
+//! them. If a client disconnects or resets its stream, its upstream request is cancelled. `CONNECT` and `TRACE` are refused
+//! with 405. All upgrades of HTTP/1.1 except `h2c` pass.
 //!
 //! # Behaviour at the limits
 //! - **Connections**: at the cap a new connection displaces another one. The first choice is the connection that has
@@ -79,6 +79,7 @@ mod framing;
 mod gateway;
 mod hop_headers;
 mod housekeeping;
+mod http2;
 mod linger;
 mod listen_socket;
 mod listener;
@@ -118,7 +119,9 @@ use tidegate::store::{AnyStore, Memory, Store};
 use tidegate::{Gate, OpenError, Stores};
 use tidegate_core::Clock;
 use tidegate_policy::alerts::WebhookError;
-use tidegate_policy::{AccessLogMode, InboundConfig, ListenAddress, ListenConfig, Networks, Policy, SecretError};
+use tidegate_policy::{
+    AccessLogMode, Http2Mode, InboundConfig, ListenAddress, ListenConfig, Networks, Policy, SecretError,
+};
 pub use tidegate_runtime::file_watcher::FileWatcher;
 use tokio::sync::Semaphore;
 
@@ -444,7 +447,11 @@ impl ListenerConfigs<'_> {
             timeouts: *timeouts,
             body_rate: caps.body_rate,
             forwards: false,
-            preface: Preface { proxies: Networks::new(listen.proxy_protocol.iter().copied()), tls: None },
+            preface: Preface {
+                proxies: Networks::new(listen.proxy_protocol.iter().copied()),
+                tls: None,
+                http2: listen.http2,
+            },
         }
     }
 
@@ -471,7 +478,9 @@ fn open<T: ListenerState>(
     let (Some((listen, mut config)), Some(state)) = (config.filter(|(listen, _)| !listen.is_off()), state) else {
         return Ok(None);
     };
-    let tls = listen.tls.as_ref().map(|tls| ListenerTls::load(listener, tls, access_log.now())).transpose();
+    let has_http2 = listen.http2 != Http2Mode::Never;
+    let load = |tls| ListenerTls::load(listener, tls, has_http2, access_log.now());
+    let tls = listen.tls.as_ref().map(load).transpose();
     config.preface.tls = tls.map_err(|source| ServeError::Tls { listener, source })?;
     let rejections = HeadRejections { listener, access_log: Arc::clone(access_log), refusals: Arc::clone(refusals) };
     let bound = Listener::bind(listen, config, rejections).map_err(|(address, source)| ServeError::Bind {

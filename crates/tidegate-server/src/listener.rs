@@ -17,6 +17,7 @@ use tidegate_policy::{InboundTimeouts, ListenAddress, ListenConfig, canonical_ip
 use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::{ClientConnection, ConnectionService};
 use crate::displacement::DisplacementQueue;
+use crate::http2::{Http2Client, Http2Connection, Http2Settings};
 use crate::listen_socket::{Accepted, ListenSocket};
 use crate::local_response;
 use crate::preface::{OpenedStream, PlainHttp, Preface, PrefaceReader, TlsClient};
@@ -73,13 +74,13 @@ struct ConnectionStarter {
 pub(crate) struct ConnectionContext {
     pub(crate) address: SocketAddr,
     /// Present if the connection uses TLS.
-    pub(crate) tls: Option<TlsClient>,
+    pub(crate) tls: Option<Arc<TlsClient>>,
     pub(crate) watch: Arc<ConnectionWatch>,
     pub(crate) entry: Arc<ConnectionEntry>,
 }
 
 /// Makes the service of a connection.
-type NewService<S> = Arc<dyn Fn(ConnectionContext) -> S + Send + Sync>;
+pub(crate) type NewService<S> = Arc<dyn Fn(ConnectionContext) -> S + Send + Sync>;
 
 struct AcceptedConnection {
     stream: ClientStream,
@@ -256,7 +257,8 @@ impl ConnectionStarter {
         let (watch, mut entry) = self.watchdog.add_connection();
         entry.client_slot = client_slot;
         if !self.config.preface.is_expected(&stream, address.ip()) {
-            tokio::spawn(self.serve(OpenedStream { stream, address, tls: None }, watch, entry, &**new_service));
+            let opened = OpenedStream { stream, address, tls: None, is_http2: false };
+            tokio::spawn(self.serve(opened, watch, entry, &**new_service));
             return;
         }
         let (starter, new_service) = (Arc::clone(self), Arc::clone(new_service));
@@ -269,6 +271,7 @@ impl ConnectionStarter {
                 (address, entry.client_slot) = (client, slot);
             }
             match reader.open(stream, address).await {
+                Some(Ok(opened)) if opened.is_http2 => starter.serve_http2(opened, watch, entry, new_service).await,
                 Some(Ok(opened)) => starter.serve(opened, watch, entry, &*new_service).await,
                 Some(Err(PlainHttp(stream))) => {
                     let why = "this port takes only TLS: use https://";
@@ -281,10 +284,31 @@ impl ConnectionStarter {
         });
     }
 
-    /// Returns the future of a connection on which HTTP begins.
+    /// Returns the future of a connection on which HTTP/2 begins.
+    fn serve_http2<S: ConnectionService>(
+        &self,
+        OpenedStream { stream, address, tls, .. }: OpenedStream,
+        watch: Arc<ConnectionWatch>,
+        entry: ConnectionEntry,
+        new_service: NewService<S>,
+    ) -> Http2Connection<S> {
+        let settings = Http2Settings { header_bytes: self.config.header_bytes, headers: self.config.headers };
+        let client = Http2Client {
+            address,
+            tls,
+            watch,
+            entry: Arc::new(entry),
+            rejections: Arc::clone(&self.rejections),
+            ip: canonical_ip(address.ip()),
+            client_limit: self.config.client_limit.clone(),
+        };
+        Http2Connection::new(settings, stream, client, new_service)
+    }
+
+    /// Returns the future of a connection on which HTTP/1.1 begins.
     fn serve<S: ConnectionService>(
         &self,
-        OpenedStream { stream, address, tls }: OpenedStream,
+        OpenedStream { stream, address, tls, .. }: OpenedStream,
         watch: Arc<ConnectionWatch>,
         entry: ConnectionEntry,
         new_service: impl Fn(ConnectionContext) -> S,

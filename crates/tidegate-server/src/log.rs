@@ -46,8 +46,8 @@ where
         LogLevel::Debug => "debug",
         LogLevel::Trace => "trace",
     };
-    // The access log has a switch of its own.
-    let filter = filter.map_or_else(|| format!("{level},{ACCESS_TARGET}=info"), str::to_owned);
+    // The access log has a switch of its own. The HTTP/2 library warns of what any client may send, each time.
+    let filter = filter.map_or_else(|| format!("{level},{ACCESS_TARGET}=info,h2=error"), str::to_owned);
     let filter = EnvFilter::try_new(filter).map_err(|error| StartError::Filter(error.to_string()))?;
     // A line that can't be written, as to a closed terminal, must not end the task that logs it.
     let lines = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter).with_ansi(false);

@@ -1,12 +1,14 @@
 //! The bytes before HTTP on a new connection: the header of the PROXY protocol, and the TLS handshake.
 
 use std::fmt::Display;
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use http::StatusCode;
-use tidegate_policy::{Networks, canonical_ip};
+use tidegate_policy::{Http2Mode, Networks, canonical_ip};
 
+use crate::http2;
 use crate::local_response::HttpError;
 use crate::proxy_protocol::read_header;
 use crate::rejections::{HeadRejections, RejectionReason};
@@ -20,6 +22,8 @@ pub(crate) struct Preface {
     pub(crate) proxies: Networks,
     /// The TLS of TCP connections.
     pub(crate) tls: Option<Arc<ListenerTls>>,
+    /// The connections that may use HTTP/2.
+    pub(crate) http2: Http2Mode,
 }
 
 /// Reads the bytes before HTTP on one connection.
@@ -34,7 +38,8 @@ pub(crate) struct OpenedStream {
     pub(crate) stream: ClientStream,
     /// The address of the client.
     pub(crate) address: SocketAddr,
-    pub(crate) tls: Option<TlsClient>,
+    pub(crate) tls: Option<Arc<TlsClient>>,
+    pub(crate) is_http2: bool,
 }
 
 /// The client of a TLS connection.
@@ -50,7 +55,7 @@ impl Preface {
     /// True if the connections of this peer begin with something else than HTTP.
     #[inline]
     pub(crate) fn is_expected(&self, stream: &ClientStream, peer: IpAddr) -> bool {
-        self.has_proxy_header(peer) || self.tls_of(stream).is_some()
+        self.has_proxy_header(peer) || self.tls_of(stream).is_some() || self.http2 == Http2Mode::Always
     }
 
     /// The TLS with which this connection must begin.
@@ -81,7 +86,11 @@ impl PrefaceReader<'_> {
         address: SocketAddr,
     ) -> Option<Result<OpenedStream, PlainHttp>> {
         let Some(tls) = self.preface.tls_of(&stream) else {
-            return Some(Ok(OpenedStream { stream, address, tls: None }));
+            let is_http2 = match self.preface.http2 {
+                Http2Mode::Always => self.until_ended(stream.starts_with(http2::PREFACE_START)).await?,
+                Http2Mode::Never | Http2Mode::Tls => false,
+            };
+            return Some(Ok(OpenedStream { stream, address, tls: None, is_http2 }));
         };
         if self.first_byte(&stream).await? != HANDSHAKE_RECORD {
             let (ip, why) = (canonical_ip(address.ip()), "the connection doesn't begin with TLS");
@@ -90,14 +99,20 @@ impl PrefaceReader<'_> {
         }
         let handshake = tls.accept(stream, Arc::clone(self.watch));
         let stream = self.read(handshake, address, RejectionReason::TlsHandshake, "the handshake").await?;
-        let tls = Some(TlsClient { subject: client_subject(&stream) });
-        Some(Ok(OpenedStream { stream: ClientStream::Tls(Box::new(stream)), address, tls }))
+        let tls = Some(Arc::new(TlsClient { subject: client_subject(&stream) }));
+        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(http2::ALPN_NAME);
+        Some(Ok(OpenedStream { stream: ClientStream::Tls(Box::new(stream)), address, tls, is_http2 }))
     }
 
     /// Waits for the first byte, and leaves it in the stream. `None` if the client ends without one: health checks and
     /// browsers open connections that they don't use.
     async fn first_byte(&self, stream: &ClientStream) -> Option<u8> {
-        self.watch.until_phase_ends(stream.peek_byte()).await?.ok()?
+        self.until_ended(stream.peek_byte()).await?
+    }
+
+    /// Waits for a part that is no failure if it doesn't come. `None` if it takes too long, or the connection ends.
+    async fn until_ended<T>(&self, part: impl Future<Output = io::Result<T>>) -> Option<T> {
+        self.watch.until_phase_ends(part).await?.ok()
     }
 
     /// Reads a part that has begun, and records a failure.

@@ -80,7 +80,7 @@ impl<S: Store, C: Clock> ProxyState<S, C> {
         upstream: &UpstreamAddress,
         earlier: Option<&Self>,
     ) -> Result<Arc<UpstreamClient>, TlsError> {
-        let address = ServerAddress::upstream(upstream, &inbound.upstream_tls);
+        let address = ServerAddress::upstream(upstream, &inbound.upstream_tls, inbound.upstream_http2);
         let settings = PoolSettings {
             connect_timeout: inbound.timeouts.connect,
             idle_timeout: UPSTREAM_IDLE_TIMEOUT,
@@ -329,9 +329,13 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         if has_body && request.body().size_hint().lower() > proxy.body_cap {
             return discard_body(&self.watch, request.into_body(), true, HttpError::TooLarge.response());
         }
-        let chunked = has_body && request.headers().contains_key(TRANSFER_ENCODING);
-        let expectation = (has_body && expects_continue(&request)).then(Arc::<ContinueExpectation>::default);
-        let hop = hop_headers::strip_request(request.headers_mut(), proxy.gate.plan().keyed_headers());
+        // HTTP/2 bodies need no length.
+        let chunked = has_body && !request.headers().contains_key(CONTENT_LENGTH);
+        let is_http2 = proxy.upstream.speaks_http2();
+        let expects = has_body && !is_http2 && expects_continue(&request);
+        let expectation = expects.then(Arc::<ContinueExpectation>::default);
+        let mut hop = hop_headers::strip_request(request.headers_mut(), proxy.gate.plan().keyed_headers());
+        hop.upgrade = hop.upgrade.filter(|_| !is_http2);
         let paced = has_body && hop.upgrade.is_none() && !is_grpc(&request);
         let client_upgrade = hop.upgrade.is_some().then(|| hyper::upgrade::on(&mut request));
         if let Some(expectation) = &expectation {

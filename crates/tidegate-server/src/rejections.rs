@@ -52,12 +52,14 @@ pub(crate) enum RejectionReason {
     ProxyHeader,
     /// The TLS handshake has failed, or has taken too long.
     TlsHandshake,
+    /// The client breaks the rules of HTTP/2, or breaks off most of its requests.
+    Http2,
     /// The connection to a TLS port begins with something else than TLS, such as plain HTTP.
     PlainHttp,
 }
 
 impl RejectionReason {
-    pub(crate) const ALL: [Self; 20] = [
+    pub(crate) const ALL: [Self; 21] = [
         Self::Head,
         Self::HeadSize,
         Self::HeadTimeout,
@@ -77,6 +79,7 @@ impl RejectionReason {
         Self::ReadOnly,
         Self::ProxyHeader,
         Self::TlsHandshake,
+        Self::Http2,
         Self::PlainHttp,
     ];
     pub(crate) const COUNT: usize = Self::ALL.len();
@@ -103,6 +106,7 @@ impl RejectionReason {
             Self::ReadOnly => "read_only",
             Self::ProxyHeader => "proxy_header",
             Self::TlsHandshake => "tls_handshake",
+            Self::Http2 => "http2",
             Self::PlainHttp => "plain_http",
         }
     }

@@ -53,23 +53,43 @@ impl ClientStream {
     /// Waits for the first byte, and leaves it in the stream. `None` at the stream's end.
     pub(crate) async fn peek_byte(&self) -> io::Result<Option<u8>> {
         let mut byte = [0];
+        let count = self.peek(&mut byte, |_| true).await?;
+        Ok((count > 0).then_some(byte[0]))
+    }
+
+    /// True if the stream starts with these bytes, of which there are at most 8. They stay in the stream.
+    pub(crate) async fn starts_with(&self, start: &[u8]) -> io::Result<bool> {
+        let mut buffer = [0; 8];
+        let buffer = &mut buffer[..start.len()];
+        let is_decisive = |bytes: &[u8]| bytes.len() == start.len() || !start.starts_with(bytes);
+        let count = self.peek(buffer, is_decisive).await?;
+        Ok(&buffer[..count] == start)
+    }
+
+    /// Waits for the first bytes until there are enough of them or no more come, and leaves them in the stream. Returns
+    /// their number.
+    async fn peek(&self, buffer: &mut [u8], is_enough: impl Fn(&[u8]) -> bool) -> io::Result<usize> {
         loop {
-            let peek = || Ok(rustix::net::recv(self, &mut byte, RecvFlags::PEEK)?.1);
+            let ready = match self {
+                Self::Tcp(stream) => stream.ready(Interest::READABLE).await?,
+                Self::Unix(stream) => stream.ready(Interest::READABLE).await?,
+                Self::Tls(_) => return Err(io::ErrorKind::Unsupported.into()),
+            };
+            let peek = || {
+                let count = rustix::net::recv(self, &mut *buffer, RecvFlags::PEEK)?.1;
+                if count == 0 || ready.is_read_closed() || is_enough(&buffer[..count]) {
+                    return Ok(count);
+                }
+                Err(io::ErrorKind::WouldBlock.into())
+            };
             let peeked = match self {
-                Self::Tcp(stream) => {
-                    stream.readable().await?;
-                    stream.try_io(Interest::READABLE, peek)
-                }
-                Self::Unix(stream) => {
-                    stream.readable().await?;
-                    stream.try_io(Interest::READABLE, peek)
-                }
+                Self::Tcp(stream) => stream.try_io(Interest::READABLE, peek),
+                Self::Unix(stream) => stream.try_io(Interest::READABLE, peek),
                 Self::Tls(_) => return Err(io::ErrorKind::Unsupported.into()),
             };
             match peeked {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error),
-                Ok(count) => return Ok((count > 0).then_some(byte[0])),
+                peeked => return peeked,
             }
         }
     }

@@ -24,12 +24,13 @@ use x509_parser::objects::{oid_registry, oid2abbrev};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 use x509_parser::x509::{AttributeTypeAndValue, X509Name};
 
+use crate::http2;
 use crate::stream::{ClientStream, TlsTransport};
 use crate::watchdog::ConnectionWatch;
 
 /// The first byte of a TLS connection: the type of a handshake record.
 pub(crate) const HANDSHAKE_RECORD: u8 = 0x16;
-/// The protocol that the listeners speak, by ALPN.
+/// The name of HTTP/1.1 in ALPN.
 const HTTP_1: &[u8] = b"http/1.1";
 
 /// The reason why certificates can't be used.
@@ -78,6 +79,7 @@ pub(crate) struct ListenerTls {
     /// The listener's section in the policy.
     pub(crate) listener: &'static str,
     config: TlsConfig,
+    has_http2: bool,
     source: Mutex<CertificateSource>,
     present: RwLock<Arc<LoadedTls>>,
     /// Failed reloads, and those that succeeded.
@@ -112,13 +114,18 @@ impl ListenerTls {
     ///
     /// # Errors
     /// One of them can't be used now.
-    pub(crate) fn load(listener: &'static str, config: &TlsConfig, now: Time) -> Result<Arc<Self>, TlsError> {
+    pub(crate) fn load(
+        listener: &'static str,
+        config: &TlsConfig,
+        has_http2: bool,
+        now: Time,
+    ) -> Result<Arc<Self>, TlsError> {
         let pairs = config.certificates.iter().flat_map(|files| [files.certificate.clone(), files.key.clone()]);
         let files = FileWatcher::new(pairs.chain(config.client_ca.clone()));
-        let present = RwLock::new(Arc::new(LoadedTls::load(config, now)?));
+        let present = RwLock::new(Arc::new(LoadedTls::load(config, has_http2, now)?));
         let config = config.clone();
         let source = Mutex::new(CertificateSource { files, error: None });
-        Ok(Arc::new(Self { listener, config, source, present, reloads: Default::default() }))
+        Ok(Arc::new(Self { listener, config, has_http2, source, present, reloads: Default::default() }))
     }
 
     /// Reads the certificates again if a file has changed, or if that failed the last time: its cause may be another one
@@ -130,7 +137,8 @@ impl ListenerTls {
         if !has_changed && source.error.is_none() {
             return None;
         }
-        let loaded = LoadedTls::load(&self.config, now).map(|loaded| *self.present.write() = Arc::new(loaded));
+        let loaded =
+            LoadedTls::load(&self.config, self.has_http2, now).map(|loaded| *self.present.write() = Arc::new(loaded));
         let error = loaded.as_ref().err().map(ToString::to_string);
         if !has_changed && error == source.error {
             return None;
@@ -162,7 +170,7 @@ impl ListenerTls {
 }
 
 impl LoadedTls {
-    fn load(config: &TlsConfig, now: Time) -> Result<Self, TlsError> {
+    fn load(config: &TlsConfig, has_http2: bool, now: Time) -> Result<Self, TlsError> {
         let provider = Arc::new(ring::default_provider());
         let seconds = i64::try_from(now.as_micros() / 1_000_000).unwrap_or(i64::MAX);
         let mut keys = Vec::new();
@@ -185,7 +193,8 @@ impl LoadedTls {
             }
         };
         let mut server = builder.with_cert_resolver(Arc::new(CertificateSet(keys)));
-        server.alpn_protocols = vec![HTTP_1.to_vec()];
+        let http2 = has_http2.then_some(http2::ALPN_NAME);
+        server.alpn_protocols = http2.into_iter().chain([HTTP_1]).map(<[u8]>::to_vec).collect();
         // Without tickets, sessions are only resumed while they are among the last 256.
         if let Ok(ticketer) = ring::Ticketer::new() {
             server.ticketer = ticketer;
@@ -217,11 +226,11 @@ fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErr
     if chain.is_empty() { Err(TlsError::Empty(path.to_owned())) } else { Ok(chain) }
 }
 
-/// The TLS settings of the client of an upstream. It takes HTTP/1.1.
+/// The TLS settings of the client of an upstream, which takes HTTP/2 or HTTP/1.1.
 ///
 /// # Errors
 /// A file can't be used, or the system has no root certificates.
-pub(crate) fn client_config(settings: &UpstreamTls) -> Result<Arc<ClientConfig>, TlsError> {
+pub(crate) fn client_config(settings: &UpstreamTls, has_http2: bool) -> Result<Arc<ClientConfig>, TlsError> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
@@ -239,7 +248,7 @@ pub(crate) fn client_config(settings: &UpstreamTls) -> Result<Arc<ClientConfig>,
             builder.with_client_auth_cert(chain, key).map_err(unusable)?
         }
     };
-    config.alpn_protocols = vec![HTTP_1.to_vec()];
+    config.alpn_protocols = vec![if has_http2 { http2::ALPN_NAME } else { HTTP_1 }.to_vec()];
     Ok(Arc::new(config))
 }
 

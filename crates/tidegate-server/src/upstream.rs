@@ -1,8 +1,10 @@
-//! A client of one HTTP/1.1 server, with a pool of idle connections.
+//! A client of one server, with a pool of its connections.
 //!
 //! *Why here:* a general client keys its pool by host. It has each request wait both for an idle connection and for a
 //! new one, and passes every response through a task of its own. One server and one protocol only need a stack of idle
 //! connections under one lock. The newest is used first, and the oldest are closed before the server closes them.
+
+mod http2_pool;
 
 use std::error::Error;
 use std::io;
@@ -13,13 +15,13 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::uri::Authority;
+use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use hyper::client::conn::http1::{self, SendRequest};
+use hyper::client::conn::{http1, http2};
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioIo;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
 use tidegate_outbound::causes;
@@ -33,7 +35,10 @@ use tokio::task::AbortHandle;
 use tokio_rustls::TlsConnector;
 use tower_service::Service as _;
 
+pub(crate) use self::http2_pool::PING;
+use self::http2_pool::{Http2Pool, Http2Stream, to_http2};
 use crate::body::{BoxError, Upload, is_last};
+use crate::http2::ALPN_NAME;
 use crate::tls::{TlsError, client_config};
 
 /// The settings of a pool of connections.
@@ -56,6 +61,8 @@ pub(crate) struct ServerAddress {
     /// Its name in requests.
     authority: Authority,
     transport: Transport,
+    /// True if it is spoken to in HTTP/2.
+    http2: bool,
 }
 
 /// The way to a server.
@@ -81,14 +88,14 @@ impl From<Option<&Path>> for Transport {
 
 impl ServerAddress {
     /// The address of the proxy's server.
-    pub(crate) fn upstream(address: &UpstreamAddress, settings: &UpstreamTls) -> Self {
+    pub(crate) fn upstream(address: &UpstreamAddress, settings: &UpstreamTls, http2: bool) -> Self {
         let authority = Authority::try_from(address.authority()).expect("invariant: the policy was read");
         if !address.is_https() {
-            return Self { authority, transport: address.unix_path().into() };
+            return Self { authority, transport: address.unix_path().into(), http2 };
         }
         let pair = settings.certificate.iter().flat_map(|files| [&files.certificate, &files.key]);
         let stamps = settings.ca.iter().chain(pair).map(|path| FileStamp::read(path)).collect();
-        Self { authority, transport: Transport::Tls(UpstreamTrust { settings: settings.clone(), stamps }) }
+        Self { authority, transport: Transport::Tls(UpstreamTrust { settings: settings.clone(), stamps }), http2 }
     }
 
     /// The port if the authority has none.
@@ -99,11 +106,11 @@ impl ServerAddress {
 
 impl From<&BaseUrl> for ServerAddress {
     fn from(base: &BaseUrl) -> Self {
-        Self { authority: base.authority().clone(), transport: base.unix_path().into() }
+        Self { authority: base.authority().clone(), transport: base.unix_path().into(), http2: false }
     }
 }
 
-/// A server, and the idle connections to it. Requests have bodies of type `B`.
+/// A server, and the connections to it. Requests have bodies of type `B`.
 pub(crate) struct UpstreamClient<B = Upload> {
     address: ServerAddress,
     /// The host and port to connect to, as the connector takes them.
@@ -115,6 +122,7 @@ pub(crate) struct UpstreamClient<B = Upload> {
     settings: PoolSettings,
     http: http1::Builder,
     idle: Arc<IdlePool<B>>,
+    http2: Http2Pool<B>,
     /// The task that closes connections that have been idle for too long.
     cleanup: AbortHandle,
 }
@@ -126,7 +134,13 @@ struct IdlePool<B> {
 
 struct IdleConnections<B> {
     current_age: u32,
-    stack: Vec<(u32, SendRequest<B>)>,
+    stack: Vec<(u32, http1::SendRequest<B>)>,
+}
+
+/// A connection that takes a request, or a place on one.
+enum Sender<B> {
+    Http1(http1::SendRequest<B>),
+    Http2(Http2Stream<B>),
 }
 
 /// The reason why there is no response of the server to forward.
@@ -176,7 +190,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
                 let name = trust.settings.server_name.as_deref();
                 let name = name.unwrap_or_else(|| authority.host().trim_matches(['[', ']'])).to_owned();
                 let name = ServerName::try_from(name).map_err(|_| TlsError::ServerName(authority.to_string()))?;
-                Some((TlsConnector::from(client_config(&trust.settings)?), name))
+                Some((TlsConnector::from(client_config(&trust.settings, address.http2)?), name))
             }
             Transport::Tcp | Transport::Unix(_) => None,
         };
@@ -201,12 +215,18 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             http: http1::Builder::new(),
             cleanup: tokio::spawn(run_idle_cleanup(Arc::clone(&idle), settings.idle_timeout)).abort_handle(),
             idle,
+            http2: Http2Pool::default(),
         }))
     }
 
     /// True if the client is for this server, with these settings.
     pub(crate) fn is_for(&self, address: &ServerAddress, settings: PoolSettings) -> bool {
         self.address == *address && self.settings == settings
+    }
+
+    /// True if requests are sent in HTTP/2, which has no upgrades.
+    pub(crate) fn speaks_http2(&self) -> bool {
+        self.address.http2
     }
 
     /// Sends a request and waits for the head of the response.
@@ -219,12 +239,19 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
     ) -> impl Future<Output = Result<Response<UpstreamBody<B>>, UpstreamError>> + Send {
         async move {
             loop {
-                let (mut sender, kept) = match self.take_idle() {
+                let (mut sender, kept) = match self.take_open() {
                     Some(sender) => (sender, true),
                     // Boxed, because requests over an idle connection would need the space for it too.
-                    None => (Box::pin(self.connect()).await?, false),
+                    None => Box::pin(self.connect()).await?,
                 };
-                match sender.try_send_request(request).await {
+                let sent = match &mut sender {
+                    Sender::Http1(sender) => sender.try_send_request(request).await,
+                    Sender::Http2(stream) => {
+                        to_http2(&mut request, self.scheme());
+                        stream.sender.try_send_request(request).await
+                    }
+                };
+                match sent {
                     Ok(response) => {
                         // A connection that has switched protocols takes no further request.
                         let stays = response.status() != StatusCode::SWITCHING_PROTOCOLS;
@@ -241,39 +268,63 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         }
     }
 
-    async fn connect(&self) -> Result<SendRequest<B>, UpstreamError> {
+    /// Connects. Returns true if another request has connected in the meantime, and this one shares its connection.
+    async fn connect(&self) -> Result<(Sender<B>, bool), UpstreamError> {
         let connecting = async {
-            match &self.address.transport {
+            let _turn = if self.address.http2 { Some(self.http2.connecting.lock().await) } else { None };
+            if let Some(stream) = self.http2.take() {
+                return Ok((Sender::Http2(stream), true));
+            }
+            let sender = match &self.address.transport {
                 Transport::Tcp | Transport::Tls(_) => {
                     let connecting = self.connector.clone().call(self.destination.clone());
                     let stream = connecting.await.map_err(|error| connect_error(&error))?;
-                    let Some((connector, name)) = &self.tls else { return self.handshake(stream).await };
+                    let Some((connector, name)) = &self.tls else {
+                        return Ok((self.handshake(stream).await?, false));
+                    };
                     let stream = connector.connect(name.clone(), stream.into_inner()).await;
-                    self.handshake(TokioIo::new(stream.map_err(UpstreamError::Connect)?)).await
+                    let stream = stream.map_err(UpstreamError::Connect)?;
+                    if self.address.http2 && stream.get_ref().1.alpn_protocol() != Some(ALPN_NAME) {
+                        return Err(UpstreamError::Connect(io::Error::other("it doesn't offer HTTP/2 by ALPN")));
+                    }
+                    self.handshake(TokioIo::new(stream)).await
                 }
                 Transport::Unix(path) => {
                     let stream = UnixStream::connect(path).await.map_err(UpstreamError::Connect)?;
                     self.handshake(TokioIo::new(stream)).await
                 }
-            }
+            };
+            Ok((sender?, false))
         };
         let connected = tokio::time::timeout(self.settings.connect_timeout, connecting).await;
         connected.unwrap_or(Err(UpstreamError::ConnectTimeout))
     }
 
     /// Starts HTTP on a new connection.
-    async fn handshake<T>(&self, stream: T) -> Result<SendRequest<B>, UpstreamError>
+    async fn handshake<T>(&self, stream: T) -> Result<Sender<B>, UpstreamError>
     where
         T: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
     {
+        if self.address.http2 {
+            let mut builder = http2::Builder::new(TokioExecutor::new());
+            builder.timer(TokioTimer::new()).keep_alive_interval(PING.0).keep_alive_timeout(PING.1);
+            let (sender, connection) = builder.handshake(stream).await.map_err(UpstreamError::Unsent)?;
+            spawn_connection(connection);
+            return Ok(Sender::Http2(self.http2.add(sender)));
+        }
         let (sender, connection) = self.http.handshake(stream).await.map_err(UpstreamError::Unsent)?;
-        tokio::spawn(async move {
-            if let Err(error) = connection.with_upgrades().await {
-                tracing::debug!(%error, "a connection to the upstream ended");
-            }
-        });
-        Ok(sender)
+        spawn_connection(connection.with_upgrades());
+        Ok(Sender::Http1(sender))
     }
+}
+
+/// Runs a connection until its end.
+fn spawn_connection(connection: impl Future<Output = Result<(), hyper::Error>> + Send + 'static) {
+    tokio::spawn(async move {
+        if let Err(error) = connection.await {
+            tracing::debug!(%error, "a connection to the upstream ended");
+        }
+    });
 }
 
 /// Closes connections that have been idle for too long; never returns.
@@ -297,7 +348,18 @@ impl<B> Drop for UpstreamClient<B> {
 }
 
 impl<B> UpstreamClient<B> {
-    fn take_idle(&self) -> Option<SendRequest<B>> {
+    fn scheme(&self) -> Scheme {
+        if self.tls.is_some() { Scheme::HTTPS } else { Scheme::HTTP }
+    }
+
+    fn take_open(&self) -> Option<Sender<B>> {
+        match self.address.http2 {
+            true => self.http2.take().map(Sender::Http2),
+            false => self.take_idle().map(Sender::Http1),
+        }
+    }
+
+    fn take_idle(&self) -> Option<http1::SendRequest<B>> {
         let mut idle = self.idle.connections.lock();
         while let Some((_, sender)) = idle.stack.pop() {
             if sender.is_ready() {
@@ -307,7 +369,7 @@ impl<B> UpstreamClient<B> {
         None
     }
 
-    fn put_idle(&self, sender: SendRequest<B>) {
+    fn put_idle(&self, sender: http1::SendRequest<B>) {
         let mut idle = self.idle.connections.lock();
         if idle.stack.len() < self.settings.max_idle {
             let age = idle.current_age;
@@ -348,7 +410,7 @@ pub(crate) struct UpstreamBody<B: Send + 'static = Upload> {
     connection: Option<ActiveConnection<B>>,
 }
 
-type ActiveConnection<B> = (SendRequest<B>, Arc<UpstreamClient<B>>);
+type ActiveConnection<B> = (Sender<B>, Arc<UpstreamClient<B>>);
 
 impl<B: Send + 'static> UpstreamBody<B> {
     /// Returns a body that came over a connection of another client.
@@ -367,7 +429,7 @@ impl<B: Send + 'static> UpstreamBody<B> {
     /// Keeps the connection for the next request. If its last message hasn't quite ended on the wire, a task waits for
     /// that; this is rare under load.
     fn return_to_pool(&mut self) {
-        let Some((mut sender, upstream)) = self.connection.take() else { return };
+        let Some((Sender::Http1(mut sender), upstream)) = self.connection.take() else { return };
         if sender.is_ready() {
             upstream.put_idle(sender);
         } else if !sender.is_closed()
@@ -448,7 +510,7 @@ mod tests {
         let text = format!("[inbound]\nupstream = \"https://a.test\"\nupstream_tls = {{ ca = {ca:?} }}\n");
         let policy = Policy::load(PolicySources::new().file("t", &text)).unwrap();
         let InboundConfig { upstream, upstream_tls, .. } = policy.inbound();
-        let address = || ServerAddress::upstream(upstream.as_ref().unwrap(), upstream_tls);
+        let address = || ServerAddress::upstream(upstream.as_ref().unwrap(), upstream_tls, false);
         let missing = address();
         assert_eq!(missing.default_port(), 443);
         std::fs::write(&ca, "one").unwrap();

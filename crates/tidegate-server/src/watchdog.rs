@@ -47,6 +47,27 @@ impl Drop for ConnectionEntry {
     }
 }
 
+/// The entry of an HTTP/2 stream in its listener's list. Dropping it removes the entry.
+pub(crate) struct StreamEntry {
+    watchdog: Arc<Watchdog>,
+    index: usize,
+    /// The stream's slot under its client's limit.
+    pub(crate) client_slot: Option<ClientSlot>,
+}
+
+impl Drop for StreamEntry {
+    fn drop(&mut self) {
+        self.watchdog.streams.lock().try_remove(self.index);
+    }
+}
+
+/// A stream of an HTTP/2 connection.
+#[derive(Debug)]
+struct OpenStream {
+    watch: Arc<ConnectionWatch>,
+    connection: Arc<ConnectionWatch>,
+}
+
 /// All connections of one listener.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
@@ -62,6 +83,9 @@ pub(crate) struct Watchdog {
     /// The minimum bytes of a body per number of ticks.
     body_rate: Option<(u64, u32)>,
     pub(crate) connections: Mutex<Slab<Arc<ConnectionWatch>>>,
+    /// The requests of HTTP/2 connections.
+    streams: Mutex<Slab<OpenStream>>,
+    max_streams: usize,
     not_empty: Notify,
     /// Notified when a connection leaves.
     pub(crate) connection_left: Notify,
@@ -93,6 +117,8 @@ impl Watchdog {
             head_bytes: AtomicUsize::new(0),
             body_rate,
             connections: Mutex::default(),
+            streams: Mutex::default(),
+            max_streams: connections,
             not_empty: Notify::new(),
             connection_left: Notify::new(),
             all_left: Notify::new(),
@@ -110,6 +136,19 @@ impl Watchdog {
             self.not_empty.notify_one();
         }
         (watch, ConnectionEntry { watchdog: Arc::clone(self), index, client_slot: None })
+    }
+
+    /// Adds a request of an HTTP/2 connection. Returns true if all streams together are within the listener's cap, which
+    /// is that of connections: over HTTP/1.1 each of them has one request at most.
+    pub(crate) fn add_stream(
+        self: &Arc<Self>,
+        connection: &Arc<ConnectionWatch>,
+    ) -> (Arc<ConnectionWatch>, StreamEntry, bool) {
+        let watch = Arc::new(ConnectionWatch::new(Arc::clone(self)));
+        let mut streams = self.streams.lock();
+        let index = streams.insert(OpenStream { watch: Arc::clone(&watch), connection: Arc::clone(connection) });
+        let has_capacity = streams.len() <= self.max_streams;
+        (watch, StreamEntry { watchdog: Arc::clone(self), index, client_slot: None }, has_capacity)
     }
 
     pub(crate) fn current_tick(&self) -> u32 {
@@ -151,6 +190,9 @@ impl Watchdog {
         for (_, watch) in &*self.connections.lock() {
             watch.wake();
         }
+        for (_, stream) in &*self.streams.lock() {
+            stream.watch.wake();
+        }
     }
 
     /// Returns once no connection is open.
@@ -178,23 +220,36 @@ impl Watchdog {
     pub(crate) fn sweep_once(&self) {
         let now = self.current_tick().wrapping_add(1);
         self.current_tick.store(now, Relaxed);
-        let draining = self.is_draining.get();
         for (_, watch) in &*self.connections.lock() {
-            let phase = watch.phase();
-            let mut limit = match watch.response.timeout_ticks.load(Relaxed) {
-                granted if granted > 0 && phase == ConnectionPhase::Download => granted,
-                _ => self.timeout_ticks[phase as usize],
-            };
-            if draining && phase == ConnectionPhase::Idle {
-                limit = limit.min(DRAIN_TICKS);
-            }
-            let silent = now.wrapping_sub(watch.last_progress.load(Relaxed)) > limit;
-            let has_body =
-                matches!(phase, ConnectionPhase::Upload | ConnectionPhase::Deciding | ConnectionPhase::Linger);
-            if silent || has_body && watch.is_below_min_rate() {
+            if let Some(phase) = self.overdue_phase(watch, now) {
                 watch.end_phase(phase, EndReason::Timeout);
             }
         }
+        for (_, OpenStream { watch, connection }) in &*self.streams.lock() {
+            match self.overdue_phase(watch, now) {
+                // The library keeps what the client doesn't read until the connection ends.
+                Some(_) if watch.response.is_queued.get() => {
+                    connection.end_phase(ConnectionPhase::Streams, EndReason::Timeout);
+                }
+                Some(phase) => watch.end_phase(phase, EndReason::Timeout),
+                None => {}
+            }
+        }
+    }
+
+    /// Returns the phase of a connection or a stream, if it lasts too long.
+    fn overdue_phase(&self, watch: &ConnectionWatch, now: u32) -> Option<ConnectionPhase> {
+        let phase = watch.phase();
+        let mut limit = match watch.response.timeout_ticks.load(Relaxed) {
+            granted if granted > 0 && phase == ConnectionPhase::Download => granted,
+            _ => self.timeout_ticks[phase as usize],
+        };
+        if self.is_draining.get() && phase == ConnectionPhase::Idle {
+            limit = limit.min(DRAIN_TICKS);
+        }
+        let silent = now.wrapping_sub(watch.last_progress.load(Relaxed)) > limit;
+        let has_body = matches!(phase, ConnectionPhase::Upload | ConnectionPhase::Deciding | ConnectionPhase::Linger);
+        (silent || has_body && watch.is_below_min_rate()).then_some(phase)
     }
 }
 

@@ -55,6 +55,7 @@ line if it was for a trial, and a form of the dashboard without the number of it
 | `token`, `read_only` | on the admin listener: without a valid token, or without the right to change something | 401, 403 |
 | `proxy_header` | its connection doesn't begin with a valid header of the PROXY protocol, or not in time | none; the connection is closed |
 | `tls_handshake` | its TLS handshake fails, or takes too long | none; the connection is closed |
+| `http2` | its client breaks the rules of HTTP/2, or breaks off most of its requests | none; the connection is closed |
 | `plain_http` | it comes to a TLS port without TLS | 400 |
 
 Forward-auth answers with `api.deny_status` instead of 400. Not counted here: requests without a valid token to the decision API

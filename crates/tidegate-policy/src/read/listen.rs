@@ -10,7 +10,7 @@ use super::server::TRUSTED_NETWORKS;
 use super::{DocumentReader, all_or_none};
 use crate::document::{TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
-use crate::listen::{CertificateFiles, ListenAddress, ListenConfig, TlsConfig, UnixSocketConfig};
+use crate::listen::{CertificateFiles, Http2Mode, ListenAddress, ListenConfig, TlsConfig, UnixSocketConfig};
 use crate::outbound::OutboundConfig;
 use crate::secret::SecretSource;
 use crate::sections::{AdminConfig, ApiConfig, InboundConfig};
@@ -25,6 +25,9 @@ const MAX_CERTIFICATES: usize = 64;
 pub(super) const UNIX_SCHEME: &str = "unix:";
 
 type Addresses = Vec<ListenAddress>;
+
+const HTTP2_MODES: [(&str, Http2Mode); 3] =
+    [("never", Http2Mode::Never), ("tls", Http2Mode::Tls), ("always", Http2Mode::Always)];
 
 pub(super) const LISTENER: Custom<Addresses> = Custom(
     Strings,
@@ -54,6 +57,8 @@ setting_keys! {
     LISTENING: ListeningKeys {
         unix: () = "", TABLE, "", Below::Table(&UNIX);
         tls: () = "", TABLE, "", Below::Table(&TLS);
+        http2: Http2Mode = "tls", Words(&HTTP2_MODES),
+            "the connections that may use HTTP/2: never, tls (those with TLS), or always (also without TLS, if the client begins with it)";
         proxy_protocol: Vec<IpNet> = "", TRUSTED_NETWORKS,
             "the load balancers whose connections begin with a header of the PROXY protocol; `unix` for the peers of unix sockets";
     }
@@ -88,9 +93,10 @@ impl DocumentReader<'_> {
         let unix = self.section(table, "unix", &format!("{section}.unix"));
         let unix = read_struct!(self, unix, UNIX => UnixSocketConfig { mode, owner, group });
         let proxy_protocol = self.value(table, &LISTENING.proxy_protocol);
+        let http2 = self.value(table, &LISTENING.http2);
         let tls = self.section(table, "tls", &format!("{section}.tls")).map(|table| self.tls(table));
         let (addresses, unix, tls) = (addresses?, unix?, tls.unwrap_or(Some(None))?);
-        Some(ListenConfig { addresses, unix, proxy_protocol: proxy_protocol?, tls })
+        Some(ListenConfig { addresses, unix, proxy_protocol: proxy_protocol?, tls, http2: http2? })
     }
 
     /// Reads the TLS of a listener; `None` inside if it has no certificates.

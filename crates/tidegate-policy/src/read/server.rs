@@ -56,6 +56,7 @@ setting_keys! {
             Maybe(Custom(Text, "a URL as http://HOST:PORT or https://HOST:PORT, or unix:PATH", |reader, node, key| reader.upstream(node, key))),
             "the server behind the gate, as http://HOST:PORT, https://HOST:PORT or unix:PATH; without one no proxy runs";
         upstream_tls: () = "", TABLE, "", Below::Table(&UPSTREAM_TLS);
+        upstream_http2: bool = "false", FLAG, "true to speak HTTP/2 to the upstream, as gRPC needs; upgrades then don't pass";
         trusted_proxies: Vec<IpNet> = "", TRUSTED_NETWORKS,
             "networks with trusted forwarding headers; `unix` for the peers of unix sockets";
         forwarded: ForwardingHeader = "x-forwarded-for", Words(&FORWARDING_HEADERS),
@@ -167,7 +168,7 @@ impl DocumentReader<'_> {
                 .help("for the decision API alone, leave `listen` out here; [api] has one of its own");
         }
         let config = read_struct!(self, table, INBOUND => InboundConfig {
-            upstream, path_quirks, ambiguous_paths, ipv6_prefix, headers, x_ratelimit;
+            upstream, upstream_http2, path_quirks, ambiguous_paths, ipv6_prefix, headers, x_ratelimit;
             listen: listen?, upstream_tls: upstream_tls?, forwarding: Forwarding { trusted: Networks::new(trusted?), header: header? }, timeouts: timeouts?, caps: caps?
         })?;
         let is_https = config.upstream.as_ref().is_some_and(UpstreamAddress::is_https);

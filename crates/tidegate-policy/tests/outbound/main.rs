@@ -96,6 +96,7 @@ const EVERY_KEY: &str = r#"
 listen = "0.0.0.0:9081"
 unix = { mode = "0600", owner = "root", group = "0" }
 proxy_protocol = ["10.0.0.0/8"]
+http2 = "never"
 tls = { certificates = "a.pem", keys = "a.key", client_ca = "ca.pem", client_certificates = "optional" }
 token = "env:GATE_TOKEN"
 hosts = ["Gateway.internal"]

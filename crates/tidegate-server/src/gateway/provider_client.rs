@@ -22,14 +22,12 @@ use tidegate_policy::outbound::{BaseUrl, ProviderConfig};
 use tower_service::Service;
 
 use crate::body::BoxError;
-use crate::upstream::{PoolSettings, UpstreamBody, UpstreamClient, UpstreamError, tcp_connector};
+use crate::upstream::{PING, PoolSettings, UpstreamBody, UpstreamClient, UpstreamError, tcp_connector};
 
 /// The time that an idle connection is kept. It is shorter than the minute after which many servers close theirs.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(50);
 /// The maximum number of idle connections per provider.
 const MAX_IDLE: usize = 128;
-/// The interval of pings on an HTTP/2 connection in use, and the time to answer one.
-const HTTP2_PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 
 /// The HTTP client of one provider, which pools its connections.
 pub(crate) enum ProviderClient<B> {
@@ -115,8 +113,8 @@ where
         .timer(TokioTimer::new())
         .pool_idle_timeout(IDLE_TIMEOUT)
         .pool_max_idle_per_host(MAX_IDLE)
-        .http2_keep_alive_interval(HTTP2_PING.0)
-        .http2_keep_alive_timeout(HTTP2_PING.1);
+        .http2_keep_alive_interval(PING.0)
+        .http2_keep_alive_timeout(PING.1);
     ProviderClient::Tls(Arc::new(TlsClients {
         all_versions: builder.build(connector().enable_all_versions().wrap_connector(tcp.clone())),
         http1: builder.build(connector().enable_http1().wrap_connector(tcp)),

@@ -28,6 +28,11 @@ impl Flag {
     pub(crate) fn set(&self, value: bool) {
         self.0.store(value, Relaxed);
     }
+
+    /// Sets the flag and returns its value before.
+    pub(crate) fn replace(&self, value: bool) -> bool {
+        self.0.swap(value, Relaxed)
+    }
 }
 
 /// The watched state of one connection. Shared by the connection, its current request and the sweeper.
@@ -83,6 +88,8 @@ pub(crate) struct ResponseState {
     pub(super) timeout_ticks: AtomicU32,
     /// True if the last response is sent while the client may still be sending.
     pub(crate) must_linger: Flag,
+    /// True if the whole response of an HTTP/2 stream is queued, and only waits for the client to read it.
+    pub(crate) is_queued: Flag,
     /// True if the client was refused by a block or the deny list. Such a client may not linger for long.
     pub(crate) is_blocked: Flag,
     /// The tick at which lingering began.
@@ -312,7 +319,7 @@ impl ConnectionWatch {
         .await
     }
 
-    pub(super) fn wake(&self) {
+    pub(crate) fn wake(&self) {
         if let Some(waker) = &*self.waker.lock() {
             waker.wake_by_ref();
         }

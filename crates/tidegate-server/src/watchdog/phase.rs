@@ -25,25 +25,27 @@ pub(crate) enum ConnectionPhase {
     /// The last response is sent. The rest of the request is read and discarded, so that a reset doesn't lose the
     /// response.
     Linger = 7,
+    /// The requests of an HTTP/2 connection are streams, each with a phase of its own.
+    Streams = 8,
 }
 
 /// The bits of [`ConnectionWatch::phase_and_reason`] that hold the phase.
-pub(super) const PHASE_MASK: u8 = 7;
+pub(super) const PHASE_MASK: u8 = 15;
 
 /// The reason why a connection must end its phase. It is a bit beside the phase, so that both change together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum EndReason {
     /// The phase's timeout is over.
-    Timeout = 8,
+    Timeout = 16,
     /// Unfinished heads take too many bytes in total.
-    HeadBytes = 16,
+    HeadBytes = 32,
     /// A new connection takes its place.
-    Displaced = 32,
+    Displaced = 64,
 }
 
 impl ConnectionPhase {
-    pub(super) const ALL: [Self; 8] = [
+    pub(super) const ALL: [Self; 9] = [
         Self::Idle,
         Self::Head,
         Self::Deciding,
@@ -52,6 +54,7 @@ impl ConnectionPhase {
         Self::Download,
         Self::Tunnel,
         Self::Linger,
+        Self::Streams,
     ];
 
     pub(super) fn from_u8(number: u8) -> Self {
@@ -74,7 +77,7 @@ pub(super) fn phase_timeout(timeouts: &InboundTimeouts, phase: ConnectionPhase) 
     match phase {
         ConnectionPhase::Idle | ConnectionPhase::Tunnel => Some(timeouts.idle),
         ConnectionPhase::Head => Some(timeouts.header),
-        ConnectionPhase::Deciding => None,
+        ConnectionPhase::Deciding | ConnectionPhase::Streams => None,
         ConnectionPhase::Upload | ConnectionPhase::Download => Some(timeouts.body),
         ConnectionPhase::AwaitResponse => Some(timeouts.response),
         ConnectionPhase::Linger => Some(LINGER_TIMEOUT),

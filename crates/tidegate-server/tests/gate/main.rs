@@ -5,6 +5,9 @@ mod access;
 mod access_log;
 mod alerts;
 mod api;
+#[path = "../listeners/authority.rs"]
+#[expect(dead_code, reason = "other tests use the rest")]
+mod authority;
 mod browser;
 mod caps;
 mod changes;

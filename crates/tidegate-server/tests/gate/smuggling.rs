@@ -1,8 +1,12 @@
 //! Requests that two servers might read differently never reach the second one.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::common::{Echo, HELLO, Peer, header, json, start, status};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::authority::Authority;
+use crate::common::{Echo, HELLO, Peer, Running, header, json, start, status};
 
 /// The bytes of a request, and the status of the response.
 const REFUSED: &[(&str, &str, u16)] = &[
@@ -97,20 +101,46 @@ const REFUSED: &[(&str, &str, u16)] = &[
     ),
 ];
 
+/// Starts two gates in front of this upstream, the second one with TLS. Returns also the addresses that take plain bytes
+/// for them.
+async fn start_plain_and_tls(upstream: SocketAddr, rest: &str) -> [(Running, SocketAddr); 2] {
+    let authority = Authority::new();
+    authority.issue("a", "a.test", 2099);
+    let plain = start(upstream, rest).await;
+    let secure = start(upstream, &format!("[inbound]\n{}{rest}", authority.settings(&["a"], ""))).await;
+    let (client, gate) = (authority.client(None), secure.inbound);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let (mut near, _) = listener.accept().await.unwrap();
+            let client = client.clone();
+            tokio::spawn(async move {
+                let far = TcpStream::connect(gate).await.unwrap();
+                let mut far = client.connect("a.test".try_into().unwrap(), far).await.unwrap();
+                let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
+            });
+        }
+    });
+    let inbound = plain.inbound;
+    [(plain, inbound), (secure, address)]
+}
+
 const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
 
 #[tokio::test]
 async fn ambiguous_requests_are_refused_and_closed() {
     let upstream = Echo::start(HELLO).await;
-    let gate = start(upstream.address, "").await;
-    for (what, bytes, expected) in REFUSED {
-        let mut client = Peer::connect(gate.inbound).await;
-        // The bytes that follow must not be read as a request of their own.
-        client.send(format!("{bytes}{SMUGGLED}")).await;
-        let answer = client.message().await;
-        assert_eq!(status(&answer), *expected, "{what}: {answer}");
-        assert!(json(&answer)["message"].is_string(), "{what}: {answer}");
-        assert!(client.ends().await, "{what}: the connection goes on");
+    for (_gate, address) in start_plain_and_tls(upstream.address, "").await {
+        for (what, bytes, expected) in REFUSED {
+            let mut client = Peer::connect(address).await;
+            // The bytes that follow must not be read as a request of their own.
+            client.send(format!("{bytes}{SMUGGLED}")).await;
+            let answer = client.message().await;
+            assert_eq!(status(&answer), *expected, "{what}: {answer}");
+            assert!(json(&answer)["message"].is_string(), "{what}: {answer}");
+            assert!(client.ends().await, "{what}: the connection goes on");
+        }
     }
     tokio::time::sleep(Duration::from_millis(50)).await;
     let seen = upstream.seen();
@@ -120,9 +150,15 @@ async fn ambiguous_requests_are_refused_and_closed() {
 
 #[tokio::test]
 async fn unusual_requests_are_forwarded_unambiguously() {
+    for over_tls in [false, true] {
+        check_unusual_requests(over_tls).await;
+    }
+}
+
+async fn check_unusual_requests(over_tls: bool) {
     let upstream = Echo::start(HELLO).await;
-    let gate = start(upstream.address, "").await;
-    let mut client = Peer::connect(gate.inbound).await;
+    let gates = start_plain_and_tls(upstream.address, "").await;
+    let mut client = Peer::connect(gates[usize::from(over_tls)].1).await;
     // These are allowed although unusual: they are forwarded in the one form that all servers read alike.
     for bytes in [
         "POST /1 HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
@@ -146,17 +182,19 @@ async fn unusual_requests_are_forwarded_unambiguously() {
 #[tokio::test]
 async fn pipelined_requests_are_kept_separate() {
     let upstream = Echo::start(HELLO).await;
-    let gate = start(upstream.address, "").await;
-    let mut client = Peer::connect(gate.inbound).await;
+    let gates = start_plain_and_tls(upstream.address, "").await;
     let chunked = "POST /1 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n";
     let sized = "POST /2 HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nTrans";
     let both = "POST /3 HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n";
-    client.send([chunked, sized, chunked, both, SMUGGLED].concat()).await;
-    for expected in [200, 200, 200, 400] {
-        assert_eq!(status(&client.message().await), expected);
+    for (_, address) in &gates {
+        let mut client = Peer::connect(*address).await;
+        client.send([chunked, sized, chunked, both, SMUGGLED].concat()).await;
+        for expected in [200, 200, 200, 400] {
+            assert_eq!(status(&client.message().await), expected);
+        }
+        assert!(client.ends().await);
     }
-    assert!(client.ends().await);
-    assert_eq!(upstream.seen().len(), 3);
+    assert_eq!(upstream.seen().len(), 6);
 }
 
 #[tokio::test]
@@ -167,9 +205,10 @@ async fn an_upstream_cannot_split_responses() {
         "HTTP/1.1 200 OK\r\nx-a: b\0c\r\ncontent-length: 0\r\n\r\n",
     ] {
         let upstream = Echo::start(answer).await;
-        let gate = start(upstream.address, "").await;
-        let mut client = Peer::connect(gate.inbound).await;
-        assert_eq!(status(&client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await), 502, "{answer:?}");
+        for (_gate, address) in start_plain_and_tls(upstream.address, "").await {
+            let mut client = Peer::connect(address).await;
+            assert_eq!(status(&client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await), 502, "{answer:?}");
+        }
     }
 }
 
@@ -180,14 +219,15 @@ async fn chunked_encoding_overrides_an_upstreams_content_length() {
         for both in [format!("{length}{chunked}"), format!("{chunked}{length}")] {
             let answer = format!("HTTP/1.1 200 OK\r\n{both}\r\n5\r\nhello\r\n0\r\n\r\n");
             let upstream = Echo::start(answer.leak()).await;
-            let gate = start(upstream.address, "").await;
-            let mut client = Peer::connect(gate.inbound).await;
-            // With any length, the next response begins where the client expects it.
-            for _ in 0..2 {
-                let answer = client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-                assert!(answer.ends_with("\r\n\r\n5\r\nhello\r\n0\r\n\r\n"), "{answer}");
-                assert_eq!(header(&answer, "transfer-encoding"), Some("chunked"));
-                assert_eq!(header(&answer, "content-length"), None);
+            for (_gate, address) in start_plain_and_tls(upstream.address, "").await {
+                let mut client = Peer::connect(address).await;
+                // With any length, the next response begins where the client expects it.
+                for _ in 0..2 {
+                    let answer = client.ask("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+                    assert!(answer.ends_with("\r\n\r\n5\r\nhello\r\n0\r\n\r\n"), "{answer}");
+                    assert_eq!(header(&answer, "transfer-encoding"), Some("chunked"));
+                    assert_eq!(header(&answer, "content-length"), None);
+                }
             }
         }
     }

@@ -36,6 +36,8 @@ impl Authority {
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         params.distinguished_name = rcgen::DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, name);
+        // The clock of a test may begin in 1970.
+        params.not_before = rcgen::date_time_ymd(1970, 1, 1);
         params.not_after = rcgen::date_time_ymd(last_year, 1, 1);
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
@@ -54,12 +56,14 @@ impl Authority {
         (chain, PrivateKeyDer::from_pem_file(self.path(&format!("{file}.key"))).unwrap())
     }
 
-    /// A server with this certificate, whose clients need one of the authority.
-    pub(crate) fn server(&self, certificate: &str) -> TlsAcceptor {
+    /// A server with this certificate, whose clients need one of the authority. It speaks these protocols.
+    pub(crate) fn server(&self, certificate: &str, protocols: &[&[u8]]) -> TlsAcceptor {
         let clients = WebPkiClientVerifier::builder(Arc::new(self.roots())).build().unwrap();
         let (chain, key) = self.pair(certificate);
         let config = ServerConfig::builder().with_client_cert_verifier(clients).with_single_cert(chain, key);
-        TlsAcceptor::from(Arc::new(config.unwrap()))
+        let mut config = config.unwrap();
+        config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
+        TlsAcceptor::from(Arc::new(config))
     }
 
     /// A client that trusts the authority, with a certificate if there is one.
@@ -72,6 +76,13 @@ impl Authority {
                 builder.with_client_auth_cert(chain, key).unwrap()
             }
         };
+        TlsConnector::from(Arc::new(config))
+    }
+
+    /// A client that trusts the authority and speaks these protocols.
+    pub(crate) fn client_of(&self, protocols: &[&[u8]]) -> TlsConnector {
+        let mut config = ClientConfig::builder().with_root_certificates(self.roots()).with_no_client_auth();
+        config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
         TlsConnector::from(Arc::new(config))
     }
 

@@ -26,6 +26,11 @@ pub(crate) async fn start(text: &str) -> Gate {
 
 /// Starts a gate with this policy in front of this server.
 pub(crate) async fn start_before(upstream: &str, text: &str) -> Gate {
+    start_until(upstream, text, std::future::pending())
+}
+
+/// Starts a gate that shuts down when `stop` ends.
+pub(crate) fn start_until(upstream: &str, text: &str, stop: impl Future<Output = ()> + Send + 'static) -> Gate {
     let sources = PolicySources::new().file("test.toml", text).env([
         ("TIDEGATE__INBOUND__UPSTREAM", upstream),
         ("TIDEGATE__INBOUND__LISTEN", "127.0.0.1:0"),
@@ -35,7 +40,7 @@ pub(crate) async fn start_before(upstream: &str, text: &str) -> Gate {
     let policy = Policy::load(sources).unwrap_or_else(|errors| panic!("{errors}"));
     let bound = Server::new(&policy).bind().unwrap();
     let gate = Gate { inbound: bound.inbound().unwrap(), admin: bound.admin().unwrap() };
-    tokio::spawn(bound.run(std::future::pending()));
+    tokio::spawn(bound.run(stop));
     gate
 }
 

@@ -10,7 +10,7 @@ async fn an_https_upstream_is_trusted_by_its_authority() {
     let (authority, stranger) = (Authority::new(), Authority::new());
     authority.issue("app", "app.test", 2099);
     authority.issue("gate", "gate", 2099);
-    let upstream = format!("https://{}", start_echo(Some(authority.server("app"))).await);
+    let upstream = format!("https://{}", start_echo(Some(authority.server("app", &[]))).await);
     let pair = format!("certificate = {:?}, key = {:?}", authority.path("gate.pem"), authority.path("gate.key"));
     let policy =
         |ca: &Authority, rest: &str| format!("[inbound]\nupstream_tls = {{ ca = {:?}, {rest} }}\n", ca.path("ca.pem"));

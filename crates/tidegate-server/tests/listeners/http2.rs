@@ -1,0 +1,305 @@
+//! HTTP/2 of listeners and to the upstream.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use h2::RecvStream;
+use h2::client::{ResponseFuture, SendRequest};
+use http::{HeaderMap, Request, Response};
+use http_body_util::{BodyExt as _, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::pki_types::ServerName;
+use tidegate_testkit::servers::require_program;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
+
+use crate::authority::Authority;
+use crate::common::{Gate, PATIENCE, REQUEST, ask, start, start_before, start_echo, start_until, until};
+
+const ALWAYS: &str = "[inbound]\nhttp2 = \"always\"\n";
+
+/// Starts HTTP/2 on a stream.
+async fn handshake(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> SendRequest<Bytes> {
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    tokio::spawn(connection);
+    client
+}
+
+async fn connect(gate: Gate) -> SendRequest<Bytes> {
+    handshake(TcpStream::connect(gate.inbound).await.unwrap()).await
+}
+
+fn request(path: &str) -> http::request::Builder {
+    Request::builder().uri(format!("http://a.test{path}"))
+}
+
+/// Sends a request without a body.
+async fn send(client: &SendRequest<Bytes>, request: http::request::Builder) -> ResponseFuture {
+    let mut client = client.clone().ready().await.unwrap();
+    client.send_request(request.body(()).unwrap(), true).unwrap().0
+}
+
+/// Reads the whole of a body, and its trailers.
+async fn read(body: &mut RecvStream) -> Result<(String, Option<HeaderMap>), h2::Error> {
+    let mut text = Vec::new();
+    while let Some(bytes) = body.data().await.transpose()? {
+        body.flow_control().release_capacity(bytes.len())?;
+        text.extend_from_slice(&bytes);
+    }
+    Ok((String::from_utf8_lossy(&text).into_owned(), body.trailers().await?))
+}
+
+/// Sends a request and reads its response.
+async fn fetch(client: &SendRequest<Bytes>, request: http::request::Builder) -> Response<String> {
+    let sent = send(client, request).await;
+    let response = tokio::time::timeout(PATIENCE, sent).await.expect("a response in time").unwrap();
+    let (head, mut body) = response.into_parts();
+    Response::from_parts(head, read(&mut body).await.unwrap().0)
+}
+
+#[tokio::test]
+async fn one_port_serves_both_versions() {
+    let gate = start(ALWAYS).await;
+    let client = connect(gate).await;
+    for _ in 0..2 {
+        let pieces = request("/x?y").header("cookie", "a=1").header("cookie", "b=2").header("expect", "100-continue");
+        let response = fetch(&client, pieces).await;
+        assert_eq!(response.status(), 200);
+        let seen = response.body();
+        assert!(seen.starts_with("GET /x?y HTTP/1.1\r\n") && seen.contains("\r\nhost: a.test\r\n"), "{seen}");
+        assert!(seen.contains("\r\ncookie: a=1; b=2\r\n") && !seen.contains("expect"), "{seen}");
+        assert!(seen.contains("\r\nx-forwarded-for: 127.0.0.1\r\nx-forwarded-proto: http\r\n"), "{seen}");
+    }
+    for head in [REQUEST.to_owned(), REQUEST.replace("GET", "PUT"), REQUEST.replace("GET", "PRIVATE")] {
+        let mut stream = TcpStream::connect(gate.inbound).await.unwrap();
+        let (start, rest) = head.split_at(2);
+        tokio::io::AsyncWriteExt::write_all(&mut stream, start.as_bytes()).await.unwrap();
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        let reply = ask(&mut stream, rest).await.unwrap();
+        assert!(reply.starts_with("HTTP/1.1 200 "), "{reply}");
+    }
+}
+
+#[tokio::test]
+async fn http2_over_tls_is_chosen_by_alpn() {
+    let authority = Authority::new();
+    authority.issue("a", "a.test", 2099);
+    for (mode, chosen) in [("", Some(&b"h2"[..])), ("http2 = \"never\"\n", Some(&b"http/1.1"[..]))] {
+        let gate = start(&format!("[inbound]\n{mode}{}", authority.settings(&["a"], ""))).await;
+        let stream = TcpStream::connect(gate.inbound).await.unwrap();
+        let client = authority.client_of(&[b"h2", b"http/1.1"]);
+        let stream = client.connect(ServerName::try_from("a.test").unwrap(), stream).await.unwrap();
+        assert_eq!(stream.get_ref().1.alpn_protocol(), chosen);
+        if mode.is_empty() {
+            let response = fetch(&handshake(stream).await, request("/")).await;
+            let seen = response.body();
+            assert!(response.status() == 200 && seen.contains("\r\nx-forwarded-proto: https\r\n"), "{seen}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn limits_are_the_same_for_both_versions() {
+    let gate =
+        start(&format!("{ALWAYS}[inbound.action.all]\nmatch = {{ path = \"/*\" }}\nlimit = \"4 per 1h\"\n")).await;
+    let client = connect(gate).await;
+    let mut sent = Vec::new();
+    for _ in 0..5 {
+        sent.push(send(&client, request("/")).await);
+    }
+    let mut statuses = Vec::new();
+    for sent in sent {
+        statuses.push(sent.await.unwrap().status().as_u16());
+    }
+    statuses.sort_unstable();
+    assert_eq!(statuses, [200, 200, 200, 200, 429]);
+
+    let refusal = fetch(&client, request("/")).await;
+    let mut stream = TcpStream::connect(gate.inbound).await.unwrap();
+    let reply = ask(&mut stream, REQUEST).await.unwrap().to_ascii_lowercase();
+    let (head, body) = reply.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("http/1.1 429 "), "{head}");
+    let seconds = |text: &str| text.parse::<u64>().unwrap();
+    let waits = head.lines().find_map(|line| line.strip_prefix("retry-after: ")).map(seconds).unwrap();
+    assert!(seconds(refusal.headers()["retry-after"].to_str().unwrap()).abs_diff(waits) <= 1);
+    let mut names: Vec<&str> = head.lines().skip(1).filter_map(|line| Some(line.split_once(':')?.0)).collect();
+    let mut over_http2: Vec<&str> = refusal.headers().keys().map(|name| name.as_str()).collect();
+    names.sort_unstable();
+    over_http2.sort_unstable();
+    assert_eq!(over_http2, names);
+    let keys = |text: &str| {
+        let body: serde_json::Map<String, serde_json::Value> = serde_json::from_str(text).unwrap();
+        body.keys().cloned().collect::<Vec<_>>()
+    };
+    assert_eq!(keys(&refusal.body().to_ascii_lowercase()), keys(body));
+}
+
+/// A server that speaks HTTP/2, and the number of its connections.
+pub(crate) struct Http2Server {
+    pub(crate) address: SocketAddr,
+    connections: Arc<AtomicUsize>,
+}
+
+/// Starts an HTTP/2 server that answers with the request's body, and with trailers. To `/hold` it never answers.
+pub(crate) async fn start_server(tls: Option<TlsAcceptor>) -> Http2Server {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (address, connections) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
+    let count = Arc::clone(&connections);
+    tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            count.fetch_add(1, Ordering::Relaxed);
+            let tls = tls.clone();
+            tokio::spawn(async move {
+                let http = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+                let service = service_fn(answer);
+                let _ = match tls {
+                    None => http.serve_connection(TokioIo::new(stream), service).await,
+                    Some(tls) => {
+                        let stream = tls.accept(stream).await.unwrap();
+                        http.serve_connection(TokioIo::new(stream), service).await
+                    }
+                };
+            });
+        }
+    });
+    Http2Server { address, connections }
+}
+
+async fn answer(
+    request: Request<Incoming>,
+) -> Result<Response<impl hyper::body::Body<Data = Bytes, Error = Infallible>>, Infallible> {
+    let (head, body) = request.into_parts();
+    if head.uri.path() == "/hold" {
+        std::future::pending::<()>().await;
+    }
+    let collected = body.collect().await.unwrap();
+    let mut trailers = collected.trailers().cloned().unwrap_or_default();
+    trailers.insert("grpc-status", "0".parse().unwrap());
+    let target = format!("{} {} {:?}\n", head.method, head.uri, head.headers.get("te"));
+    let frames = [Frame::data(Bytes::from(target)), Frame::data(collected.to_bytes()), Frame::trailers(trailers)];
+    let body = StreamBody::new(futures_util::stream::iter(frames.map(Ok)));
+    Ok(Response::builder().header("content-type", "application/grpc").body(body).unwrap())
+}
+
+/// Makes a call as gRPC clients do, with trailers.
+async fn call(client: &SendRequest<Bytes>) -> (Response<()>, String, HeaderMap) {
+    let head = request("/echo.Echo/Say").method("POST").header("te", "trailers");
+    let head = head.header("content-type", "application/grpc").body(()).unwrap();
+    let mut client = client.clone().ready().await.unwrap();
+    let (sent, mut body) = client.send_request(head, false).unwrap();
+    body.send_data(Bytes::from_static(b"hello"), false).unwrap();
+    body.send_trailers(HeaderMap::from_iter([("x-sum".parse().unwrap(), "5".parse().unwrap())])).unwrap();
+    let (head, mut body) = tokio::time::timeout(PATIENCE, sent).await.expect("a response").unwrap().into_parts();
+    let (text, trailers) = read(&mut body).await.unwrap();
+    (Response::from_parts(head, ()), text, trailers.unwrap())
+}
+
+#[tokio::test]
+async fn grpc_calls_pass_with_their_trailers() {
+    let authority = Authority::new();
+    authority.issue("app", "app.test", 2099);
+    authority.issue("gate", "gate", 2099);
+    let plain = start_server(None).await;
+    let secure = start_server(Some(authority.server("app", &[b"h2"]))).await;
+    let pair = format!("certificate = {:?}, key = {:?}", authority.path("gate.pem"), authority.path("gate.key"));
+    let trust = format!("upstream_tls = {{ ca = {:?}, server_name = \"app.test\", {pair} }}", authority.path("ca.pem"));
+    for (upstream, trust, scheme) in [
+        (format!("http://{}", plain.address), String::new(), "http"),
+        (format!("https://{}", secure.address), trust, "https"),
+    ] {
+        let gate = start_before(&upstream, &format!("{ALWAYS}upstream_http2 = true\n{trust}\n")).await;
+        let client = connect(gate).await;
+        for _ in 0..2 {
+            let (response, text, trailers) = call(&client).await;
+            assert_eq!(response.status(), 200);
+            assert_eq!(text, format!("POST {scheme}://a.test/echo.Echo/Say Some(\"trailers\")\nhello"));
+            assert_eq!((&trailers["x-sum"], &trailers["grpc-status"]), (&"5".parse().unwrap(), &"0".parse().unwrap()));
+        }
+        // HTTP/1.1 clients are served by the same upstream.
+        let mut stream = TcpStream::connect(gate.inbound).await.unwrap();
+        let reply =
+            ask(&mut stream, &REQUEST.replace("\r\n\r\n", "\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n")).await;
+        assert!(reply.as_ref().unwrap().starts_with("HTTP/1.1 200 "), "{reply:?}");
+    }
+    assert_eq!(plain.connections.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test]
+async fn held_calls_do_not_block_others() {
+    let server = start_server(None).await;
+    let gate = start_before(&format!("http://{}", server.address), &format!("{ALWAYS}upstream_http2 = true\n")).await;
+    let clients = [connect(gate).await, connect(gate).await];
+    let mut held = Vec::new();
+    for index in 0..110 {
+        held.push(tokio::spawn(send(&clients[index % 2], request("/hold")).await));
+    }
+    until("two connections", async || server.connections.load(Ordering::Relaxed) == 2).await;
+    assert_eq!(fetch(&clients[0], request("/")).await.status(), 200);
+    for held in held {
+        held.abort();
+    }
+}
+
+#[tokio::test]
+async fn a_shutdown_answers_what_it_has_taken() {
+    let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let address = format!("http://{}", upstream.local_addr().unwrap());
+    let gate = start_until(&address, ALWAYS, async { stopped.await.unwrap() });
+    let client = connect(gate).await;
+    let sent = send(&client, request("/")).await;
+    let (mut stream, _) = upstream.accept().await.unwrap();
+    let idle = connect(gate).await;
+    stop.send(()).unwrap();
+    until("the listener is closed", async || TcpStream::connect(gate.inbound).await.is_err()).await;
+    tokio::io::AsyncWriteExt::write_all(&mut stream, b"HTTP/1.1 204 \r\n\r\n").await.unwrap();
+    assert_eq!(sent.await.unwrap().status(), 204);
+    for client in [client, idle] {
+        until("an end of the connection", async || client.clone().ready().await.is_err()).await;
+    }
+}
+
+#[tokio::test]
+async fn an_upstream_without_http2_is_a_bad_gateway() {
+    let authority = Authority::new();
+    authority.issue("app", "app.test", 2099);
+    authority.issue("gate", "gate", 2099);
+    let upstream = start_echo(Some(authority.server("app", &[b"http/1.1"]))).await;
+    let pair = format!("certificate = {:?}, key = {:?}", authority.path("gate.pem"), authority.path("gate.key"));
+    let trust = format!("upstream_tls = {{ ca = {:?}, server_name = \"app.test\", {pair} }}", authority.path("ca.pem"));
+    let policy = format!("{ALWAYS}upstream_http2 = true\n{trust}\n");
+    let gate = start_before(&format!("https://{upstream}"), &policy).await;
+    assert_eq!(fetch(&connect(gate).await, request("/")).await.status(), 502);
+}
+
+#[tokio::test]
+async fn curl_speaks_http2() {
+    let Some(curl) = require_program("curl") else { return };
+    let gate = start(ALWAYS).await;
+    for version in ["--http2-prior-knowledge", "--http1.1"] {
+        let url = format!("http://{}/", gate.inbound);
+        let mut command = std::process::Command::new(&curl);
+        command.args([
+            "--silent",
+            "--max-time",
+            "20",
+            version,
+            "--data",
+            "x=1",
+            "--write-out",
+            "%{http_version}",
+            &url,
+        ]);
+        let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let ends = if version == "--http1.1" { "1.1" } else { "2" };
+        assert!(text.starts_with("POST / HTTP/1.1\r\n") && text.ends_with(ends), "{version}: {text}");
+    }
+}
