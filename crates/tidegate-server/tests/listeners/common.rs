@@ -66,7 +66,7 @@ pub(crate) async fn start_echo(tls: Option<TlsAcceptor>) -> SocketAddr {
     address
 }
 
-async fn echo(mut stream: impl AsyncRead + AsyncWrite + Unpin) {
+pub(crate) async fn echo(mut stream: impl AsyncRead + AsyncWrite + Unpin) {
     let mut buffer = [0; 16 << 10];
     while let Ok(count @ 1..) = stream.read(&mut buffer).await {
         let head = String::from_utf8_lossy(&buffer[..count]).into_owned();

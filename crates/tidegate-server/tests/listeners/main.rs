@@ -5,6 +5,7 @@ mod authority;
 mod common;
 mod http2;
 mod http2_floods;
+mod page;
 mod proxy_protocol;
 mod tls;
 mod upstream_tls;
