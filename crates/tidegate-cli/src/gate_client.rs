@@ -2,7 +2,7 @@
 
 use std::error::Error;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,8 +15,10 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tidegate_policy::{ListenAddress, ListenConfig, Policy, Secret, SecretSource};
+use tidegate_server::tls_connector;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::TlsConnector;
 
 use crate::policy::{self, failure, invalid_input, print, print_error, print_json};
 use crate::{CliOutcome, CommandResult, GateArgs};
@@ -78,26 +80,33 @@ impl ListenerKind {
 /// The address of a listener.
 pub(crate) enum GateAddress {
     Tcp(Authority),
+    Tls(Authority, TlsConnector),
     Unix(PathBuf),
 }
 
 impl GateAddress {
-    /// Parses `http://HOST:PORT` or `unix:PATH`.
-    fn parse(url: &str) -> Result<Self, CliOutcome> {
+    /// Parses `http://HOST:PORT`, `https://HOST:PORT` or `unix:PATH`. `ca` is the file of trusted certificates.
+    fn parse(url: &str, ca: Option<&Path>) -> Result<Self, CliOutcome> {
         if let Some(path) = url.strip_prefix("unix:") {
             return Ok(Self::Unix(path.into()));
         }
         let parsed: Uri = url.parse().map_err(|error| invalid_input(format!("--url {url}: {error}")))?;
         match (parsed.scheme_str(), parsed.authority()) {
             (Some("http"), Some(authority)) => Ok(Self::Tcp(authority.clone())),
-            _ => Err(invalid_input(format!("--url {url} isn't of the form http://HOST:PORT or unix:PATH"))),
+            (Some("https"), Some(authority)) => {
+                let connector = tls_connector(ca).map_err(|error| invalid_input(error.to_string()))?;
+                Ok(Self::Tls(authority.clone(), connector))
+            }
+            _ => Err(invalid_input(format!(
+                "--url {url} isn't of the form http://HOST:PORT, https://HOST:PORT or unix:PATH"
+            ))),
         }
     }
 
     /// The value of `Host`.
     fn host(&self) -> &str {
         match self {
-            Self::Tcp(authority) => authority.as_str(),
+            Self::Tcp(authority) | Self::Tls(authority, _) => authority.as_str(),
             Self::Unix(_) => "localhost",
         }
     }
@@ -145,7 +154,7 @@ impl<'a> GateClient<'a> {
             token.map_err(|error| invalid_input(format!("{from}: {error}")))
         };
         let token = source.filter(|_| needs_token).map(resolve).transpose()?;
-        let address = GateAddress::parse(&url)?;
+        let address = GateAddress::parse(&url, arguments.ca.as_deref())?;
         Ok(Self { arguments, kind, url, address, token })
     }
 
@@ -306,7 +315,8 @@ fn local_url(kind: ListenerKind, listen: &ListenConfig) -> Result<String, CliOut
     // Unix sockets never use TLS.
     let plain = listen.addresses.iter().find(|address| listen.tls.is_none() || address.tcp().is_none());
     if plain.is_none() && !listen.is_off() {
-        let help = "the gate speaks TLS there: give it a unix socket, too, or ask with curl --cacert";
+        let help =
+            "the gate speaks TLS there: --url https://NAME:PORT says by which name, or give it a unix socket, too";
         return Err(invalid_input(format!("{section}.listen has no plain address; {help}")));
     }
     let address = match plain {
@@ -349,12 +359,22 @@ async fn open(
     request: Request<Full<Bytes>>,
 ) -> Result<Response<Incoming>, Box<dyn Error + Send + Sync>> {
     match address {
-        GateAddress::Tcp(authority) => {
-            let host = authority.host().trim_matches(['[', ']']);
-            send(TcpStream::connect((host, authority.port_u16().unwrap_or(80))).await?, request).await
+        GateAddress::Tcp(authority) => send(connect(authority, 80).await?, request).await,
+        GateAddress::Tls(authority, connector) => {
+            let name = host(authority).to_owned().try_into()?;
+            send(connector.connect(name, connect(authority, 443).await?).await?, request).await
         }
         GateAddress::Unix(path) => send(UnixStream::connect(path).await?, request).await,
     }
+}
+
+async fn connect(authority: &Authority, default_port: u16) -> std::io::Result<TcpStream> {
+    TcpStream::connect((host(authority), authority.port_u16().unwrap_or(default_port))).await
+}
+
+/// The name or the address of a host, which has no brackets.
+fn host(authority: &Authority) -> &str {
+    authority.host().trim_matches(['[', ']'])
 }
 
 async fn send(

@@ -310,9 +310,12 @@ struct GateArgs {
     /// The prefix of outbound settings in the environment, as for `serve`.
     #[arg(long, value_name = "PREFIX")]
     env_prefix: Option<String>,
-    /// The gate's listener, as http://HOST:PORT or unix:PATH; the policy's by default.
+    /// The gate's listener, as http://HOST:PORT, https://HOST:PORT or unix:PATH; the policy's by default.
     #[arg(long)]
     url: Option<String>,
+    /// The PEM file of the certificates that sign that of an https listener; the system's by default.
+    #[arg(long, value_name = "FILE")]
+    ca: Option<PathBuf>,
     /// The environment variable with the listener's bearer token; the policy's by default.
     #[arg(long, value_name = "NAME")]
     token_env: Option<String>,

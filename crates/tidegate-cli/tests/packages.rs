@@ -110,6 +110,30 @@ fn health_exits_by_the_gates_readiness() {
 }
 
 #[test]
+fn a_tls_listener_is_asked_by_its_name() {
+    let scratch = ScratchDir::new();
+    let (mut command, admin) = serve(scratch.path());
+    let pair = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+    let certificate = scratch.write("gate.pem", &pair.cert.pem());
+    let key = scratch.write("gate.key", &pair.signing_key.serialize_pem());
+    command.env("TIDEGATE__ADMIN__TLS__CERTIFICATES", &certificate).env("TIDEGATE__ADMIN__TLS__KEYS", key);
+    let _gate = ChildProcess::start(command, scratch, admin);
+    let ask = |host: &str, ca: &[&str]| {
+        let mut command = Command::new(PLACES[0].1);
+        command.args(["health", "--url", &format!("https://{host}:{admin}")]).args(ca);
+        output(command)
+    };
+    let ca = ["--ca", certificate.to_str().unwrap()];
+    assert_eq!(ask("localhost", &ca), (Some(0), "ready\n".to_owned(), String::new()));
+    for (host, ca) in [("127.0.0.1", &ca[..]), ("localhost", &[])] {
+        let (status, _, err) = ask(host, ca);
+        assert!(status == Some(1) && err.contains("certificate"), "{err}");
+    }
+    let (status, _, err) = ask("localhost", &["--ca", "/nowhere.pem"]);
+    assert!(status == Some(2) && err.contains("/nowhere.pem"), "{err}");
+}
+
+#[test]
 fn health_tells_that_the_store_is_away() {
     let scratch = ScratchDir::new();
     let (mut command, admin) = serve(scratch.path());

@@ -144,7 +144,7 @@ use crate::request_history::RequestHistory;
 use crate::state_cell::{CurrentService, ListenerState, StateCell};
 use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
 use crate::tls::ListenerTls;
-pub use crate::tls::TlsError;
+pub use crate::tls::{TlsError, tls_connector};
 
 /// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
 const API_CONNECTIONS: usize = 1024;

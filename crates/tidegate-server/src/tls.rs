@@ -17,8 +17,8 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tidegate_core::Time;
 use tidegate_policy::{CertificateFiles, TlsConfig, UpstreamTls};
 use tidegate_runtime::file_watcher::FileWatcher;
-use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 use x509_parser::asn1_rs::ToDer as _;
 use x509_parser::objects::{oid_registry, oid2abbrev};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
@@ -224,6 +224,16 @@ fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErr
     let chain = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     let chain = chain.map_err(file_error)?;
     if chain.is_empty() { Err(TlsError::Empty(path.to_owned())) } else { Ok(chain) }
+}
+
+/// Returns a client of HTTP/1.1 servers whose certificates are signed by one of this PEM file, by default one of the system.
+///
+/// # Errors
+/// The file can't be used, or the system has no root certificates.
+pub fn tls_connector(ca: Option<&Path>) -> Result<TlsConnector, TlsError> {
+    let mut settings = UpstreamTls::default();
+    settings.ca = ca.map(Path::to_owned);
+    Ok(TlsConnector::from(client_config(&settings, false)?))
 }
 
 /// The TLS settings of the client of an upstream, which takes HTTP/2 or HTTP/1.1.
