@@ -1,6 +1,7 @@
 //! Measures requests through the gate, with proxies on core 0, and the client and the upstream on core 1.
 
 mod server;
+mod tls;
 mod viewers;
 mod wrk;
 
@@ -12,8 +13,9 @@ use crate::programs::{ProgramError, bench_program, tidegate_program};
 use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 use server::{BenchServer, TempFolder, free_port};
+use tls::{TlsFiles, TlsLoad};
 use viewers::{Viewers, cpu_share};
-use wrk::{WrkClient, WrkRequest};
+use wrk::{RequestCounts, WrkClient, WrkRequest};
 
 /// The work of one row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,11 +27,26 @@ enum GateWork {
     /// Admitted and refused requests, with and without metrics.
     MetricsAdmitted,
     MetricsRefused,
+    /// Admitted requests over TLS 1.3, on connections that stay open, or each on its own.
+    TlsHttp1,
+    TlsHttp2,
+    TlsHandshake,
+    TlsResumed,
 }
 
 impl GateWork {
-    const ALL: [Self; 6] =
-        [Self::Admitted, Self::Refused, Self::DecisionApi, Self::Outbound, Self::MetricsAdmitted, Self::MetricsRefused];
+    const ALL: [Self; 10] = [
+        Self::Admitted,
+        Self::Refused,
+        Self::DecisionApi,
+        Self::Outbound,
+        Self::MetricsAdmitted,
+        Self::MetricsRefused,
+        Self::TlsHttp1,
+        Self::TlsHttp2,
+        Self::TlsHandshake,
+        Self::TlsResumed,
+    ];
 
     fn name(self) -> &'static str {
         match self {
@@ -39,12 +56,39 @@ impl GateWork {
             Self::Outbound => "gate/outbound",
             Self::MetricsAdmitted => "gate/metrics-admitted",
             Self::MetricsRefused => "gate/metrics-refused",
+            Self::TlsHttp1 => "gate/tls-http1",
+            Self::TlsHttp2 => "gate/tls-http2",
+            Self::TlsHandshake => "gate/tls-handshake",
+            Self::TlsResumed => "gate/tls-resumed",
         }
+    }
+
+    fn has_tls(self) -> bool {
+        matches!(self, Self::TlsHttp1 | Self::TlsHttp2 | Self::TlsHandshake | Self::TlsResumed)
+    }
+
+    /// Returns a client that sends the load.
+    fn client(self, folder: &TempFolder) -> Result<LoadClient, ProgramError> {
+        let tls_load = match self {
+            Self::TlsHttp2 => TlsLoad::Http2,
+            Self::TlsHandshake => TlsLoad::Handshakes,
+            Self::TlsResumed => TlsLoad::ResumedHandshakes,
+            _ => {
+                let client = WrkClient::new(folder, CLIENT_CORE, CONNECTIONS, self.load())?;
+                return Ok(LoadClient::Wrk(if self.has_tls() { client.over_tls() } else { client }));
+            }
+        };
+        Ok(LoadClient::Tls(tls_load))
     }
 
     fn load(self) -> WrkRequest {
         match self {
-            Self::Admitted | Self::MetricsAdmitted => WrkRequest::Get { path: "/admit", refused: false },
+            Self::Admitted
+            | Self::MetricsAdmitted
+            | Self::TlsHttp1
+            | Self::TlsHttp2
+            | Self::TlsHandshake
+            | Self::TlsResumed => WrkRequest::Get { path: ADMITTED_PATH, refused: false },
             Self::Refused | Self::MetricsRefused => WrkRequest::Get { path: "/refuse", refused: true },
             Self::DecisionApi => WrkRequest::Post { path: "/v1/check", body: r#"{"action":"ask","ip":"192.0.2.7"}"# },
             Self::Outbound => WrkRequest::Get { path: "/api/page", refused: false },
@@ -52,9 +96,26 @@ impl GateWork {
     }
 }
 
+/// The client of a row.
+enum LoadClient {
+    Wrk(WrkClient),
+    Tls(TlsLoad),
+}
+
+impl LoadClient {
+    fn run(&self, port: u16, seconds: u32) -> Result<RequestCounts, ProgramError> {
+        match self {
+            Self::Wrk(client) => client.run(port, seconds),
+            Self::Tls(load) => load.run(CLIENT_CORE, port, ADMITTED_PATH, seconds),
+        }
+    }
+}
+
 /// A function that starts a subject in front of the upstream's port.
 type StartServer = fn(&TempFolder, GateWork, u16) -> Result<BenchServer, ProgramError>;
 
+/// The path of requests that are admitted.
+const ADMITTED_PATH: &str = "/admit";
 /// The core of every proxy.
 const PROXY_CORE: &str = "0";
 /// The core of the client and the upstream.
@@ -160,8 +221,8 @@ fn measure_one_client(options: &Options, row: &mut BenchRow) -> Result<(), Progr
 
 fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut BenchRow) -> Result<(), ProgramError> {
     let folder = TempFolder::new()?;
-    let client = WrkClient::new(&folder, CLIENT_CORE, CONNECTIONS, work.load())?;
-    let upstream = BenchServer::nginx(&folder, CLIENT_CORE, "upstream", UPSTREAM)?;
+    let client = work.client(&folder)?;
+    let upstream = BenchServer::nginx(&folder, CLIENT_CORE, "upstream", "", UPSTREAM)?;
     let subjects: Vec<(&str, StartServer)> = match work {
         GateWork::Admitted => vec![
             (OURS, start_tidegate),
@@ -175,6 +236,9 @@ fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut Ben
         GateWork::Outbound => vec![(OURS, start_tidegate), ("bare hyper-util proxy", start_bare)],
         GateWork::MetricsAdmitted | GateWork::MetricsRefused => {
             vec![(OURS, start_tidegate), ("metrics off", start_without_metrics)]
+        }
+        GateWork::TlsHttp1 | GateWork::TlsHttp2 | GateWork::TlsHandshake | GateWork::TlsResumed => {
+            vec![(OURS, start_tidegate), ("nginx limit_req", start_nginx_limit_req)]
         }
     };
     let mut running = Vec::new();
@@ -211,21 +275,32 @@ fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut Ben
 
 fn start_bare(_: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
     let program = match work {
-        GateWork::Admitted | GateWork::Outbound | GateWork::MetricsAdmitted => "bare-proxy",
         GateWork::Refused | GateWork::MetricsRefused => "bare-refuser",
         GateWork::DecisionApi => "bare-api",
+        _ => "bare-proxy",
     };
     let port = free_port()?;
     let arguments = [port.to_string(), upstream.to_string()];
     BenchServer::start(PROXY_CORE, program, &bench_program(program)?, &arguments, port)
 }
 
-fn start_nginx_limit_req(folder: &TempFolder, _: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
+fn start_nginx_limit_req(folder: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
     let text = LIMIT_REQ.replace("{upstream}", &upstream.to_string());
-    BenchServer::nginx(folder, PROXY_CORE, "limit_req", &text)
+    if !work.has_tls() {
+        return BenchServer::nginx(folder, PROXY_CORE, "limit_req", "", &text);
+    }
+    let TlsFiles { certificate, key } = TlsFiles::new(folder)?;
+    let (certificate, key) = (certificate.display(), key.display());
+    let text = format!("ssl_certificate {certificate};\nssl_certificate_key {key};\nssl_protocols TLSv1.3;\n{text}");
+    BenchServer::nginx(folder, PROXY_CORE, "limit_req", "ssl http2", &text)
 }
 
 fn start_tidegate(folder: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {
+    if work.has_tls() {
+        let TlsFiles { certificate, key } = TlsFiles::new(folder)?;
+        let tls = format!("[inbound]\ntls = {{ certificates = {certificate:?}, keys = {key:?} }}\n");
+        return start_tidegate_with(folder, work, upstream, &POLICY.replacen("[inbound]\n", &tls, 1));
+    }
     start_tidegate_with(folder, work, upstream, if work == GateWork::Outbound { OUTBOUND_POLICY } else { POLICY })
 }
 

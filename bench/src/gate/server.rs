@@ -77,8 +77,14 @@ impl BenchServer {
         Ok(server)
     }
 
-    /// Starts nginx as a single process with one server of this content.
-    pub(super) fn nginx(folder: &TempFolder, core: &str, name: &str, server_block: &str) -> Result<Self, ProgramError> {
+    /// Starts nginx as a single process with one server of this content. `listen` are words behind its address.
+    pub(super) fn nginx(
+        folder: &TempFolder,
+        core: &str,
+        name: &str,
+        listen: &str,
+        server_block: &str,
+    ) -> Result<Self, ProgramError> {
         let port = free_port()?;
         let home = folder.0.display().to_string();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
@@ -95,7 +101,7 @@ http {{
   keepalive_timeout 3600s;
   keepalive_requests 1000000000;
 {temporary}  server {{
-    listen 127.0.0.1:{port};
+    listen 127.0.0.1:{port} {listen};
 {server_block}  }}
 }}
 "

@@ -14,9 +14,9 @@ pub(super) enum WrkRequest {
     Post { path: &'static str, body: &'static str },
 }
 
-/// The counts of the client.
+/// The counts of a client.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct WrkCounts {
+pub(super) struct RequestCounts {
     pub(super) requests: f64,
     pub(super) seconds: f64,
 }
@@ -39,6 +39,7 @@ pub(super) struct WrkClient {
     connections: u32,
     script: PathBuf,
     load: WrkRequest,
+    scheme: &'static str,
 }
 
 impl WrkClient {
@@ -62,7 +63,13 @@ impl WrkClient {
             connections,
             script: folder.write("client.lua", &script)?,
             load,
+            scheme: "http",
         })
+    }
+
+    /// The same client with TLS.
+    pub(super) fn over_tls(self) -> Self {
+        Self { scheme: "https", ..self }
     }
 
     /// Sends load to the server for some seconds.
@@ -70,14 +77,14 @@ impl WrkClient {
     /// # Errors
     ///
     /// If a request was lost, or got an unexpected response, because the figures are invalid then.
-    pub(super) fn run(&self, port: u16, seconds: u32) -> Result<WrkCounts, ProgramError> {
+    pub(super) fn run(&self, port: u16, seconds: u32) -> Result<RequestCounts, ProgramError> {
         let (WrkRequest::Get { path, .. } | WrkRequest::Post { path, .. }) = self.load;
         let output = Command::new(&self.taskset)
             .args(["-c", self.core])
             .arg(&self.wrk)
             .args(["-t", "1", "-c", &self.connections.to_string(), "-d", &format!("{seconds}s"), "-s"])
             .arg(&self.script)
-            .arg(format!("http://127.0.0.1:{port}{path}"))
+            .arg(format!("{}://127.0.0.1:{port}{path}", self.scheme))
             .output()
             .map_err(|error| ProgramError::new("wrk", error))?;
         let listing = String::from_utf8_lossy(&output.stdout);
@@ -88,7 +95,7 @@ impl WrkClient {
     }
 }
 
-fn parse_listing(listing: &str, refused: bool) -> Result<WrkCounts, ProgramError> {
+fn parse_listing(listing: &str, refused: bool) -> Result<RequestCounts, ProgramError> {
     let read = |name| crate::measure::read_field(listing, name) as f64;
     let (requests, lost) = (read("requests "), read("lost "));
     if requests == 0.0 {
@@ -102,7 +109,7 @@ fn parse_listing(listing: &str, refused: bool) -> Result<WrkCounts, ProgramError
     if (met - wanted).abs() > 1.0 {
         return Err(ProgramError::new("wrk", format!("{met} of {requests} were refused, not {wanted}")));
     }
-    Ok(WrkCounts { requests, seconds: read("microseconds ") / 1e6 })
+    Ok(RequestCounts { requests, seconds: read("microseconds ") / 1e6 })
 }
 
 #[cfg(test)]
