@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
-use http::header::{COOKIE, EXPECT, HOST, HeaderValue, RETRY_AFTER};
+use http::header::{CONTENT_LENGTH, COOKIE, EXPECT, HOST, HeaderMap, HeaderValue, RETRY_AFTER};
 use http::{Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -272,6 +272,7 @@ impl<S: ConnectionService> Service<Request<Incoming>> for StreamService<S> {
 
 /// Gives a request the form that it has over HTTP/1.1, so that services treat both alike.
 fn normalise(request: &mut Request<Incoming>) {
+    normalise_values(request.headers_mut());
     let authority = request.uri().authority().map(|authority| authority.as_str().to_owned());
     if let (Some(authority), Some(path)) = (authority, request.uri().path_and_query().cloned()) {
         let is_same = request.headers().get(HOST).map(|host| is_same_host(host.as_bytes(), authority.as_bytes()));
@@ -295,6 +296,23 @@ fn normalise(request: &mut Request<Incoming>) {
     }
     // The library sends no `100 Continue` over HTTP/2, so clients don't wait for one.
     headers.remove(EXPECT);
+}
+
+/// Gives header values one form, so that a limit counts the value that the upstream reads.
+fn normalise_values(headers: &mut HeaderMap) {
+    // Spaces around a value don't belong to it (RFC 9110 §5.5), but the library keeps them.
+    for value in headers.values_mut() {
+        let trimmed = value.as_bytes().trim_ascii();
+        if trimmed.len() < value.len()
+            && let Ok(trimmed) = HeaderValue::from_bytes(trimmed)
+        {
+            *value = trimmed;
+        }
+    }
+    // The library accepts a length several times, and an empty one as 0. The body has that length.
+    if let Some(length) = headers.remove(CONTENT_LENGTH).filter(|length| !length.is_empty()) {
+        headers.insert(CONTENT_LENGTH, length);
+    }
 }
 
 /// A stream whose response hasn't begun.

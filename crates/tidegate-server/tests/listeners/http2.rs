@@ -140,6 +140,25 @@ async fn limits_are_the_same_for_both_versions() {
     assert_eq!(keys(&refusal.body().to_ascii_lowercase()), keys(body));
 }
 
+#[tokio::test]
+async fn spaces_around_values_change_no_count() {
+    let policy = "[inbound.action.all]\nmatch = { path = \"/*\" }\nkey = [\"header:x-key\"]\nlimit = \"1 per 1h\"\n";
+    let client = connect(start(&format!("{ALWAYS}{policy}")).await).await;
+    for (value, status) in [(" k", 200), ("k", 429), ("k ", 429), ("\tk", 429), (" j ", 200)] {
+        assert_eq!(fetch(&client, request("/").header("x-key", value)).await.status(), status, "{value:?}");
+    }
+}
+
+#[tokio::test]
+async fn the_upstream_gets_at_most_one_length() {
+    let client = connect(start(ALWAYS).await).await;
+    for (lengths, forwarded) in [(&[""][..], 0), (&["0"], 1), (&["0", "0"], 1), (&["", "0"], 0)] {
+        let request = lengths.iter().fold(request("/"), |request, length| request.header("content-length", *length));
+        let response = fetch(&client, request).await;
+        assert_eq!(response.body().matches("content-length").count(), forwarded, "{lengths:?}");
+    }
+}
+
 /// A server that speaks HTTP/2, and the number of its connections.
 pub(crate) struct Http2Server {
     pub(crate) address: SocketAddr,
