@@ -26,7 +26,7 @@ use crate::body::{BoxError, ResponseBody};
 use crate::client_limit::{ClientLimit, TooManyConnectionsError};
 use crate::connection::ConnectionService;
 use crate::listener::{ConnectionContext, NewService};
-use crate::local_response::{self, HttpError};
+use crate::local_response;
 use crate::preface::TlsClient;
 use crate::rejections::{HeadRejections, RejectionReason};
 use crate::stream::ClientStream;
@@ -81,6 +81,9 @@ struct Stream {
     _entry: StreamEntry,
 }
 
+/// The client, or the listener, has too many streams.
+struct TooManyStreamsError;
+
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.streams.open.fetch_sub(1, Relaxed) == 1 {
@@ -94,18 +97,18 @@ impl Streams {
     ///
     /// # Errors
     /// The client, or the listener, has too many. The stream is open all the same, for its response.
-    fn open(self: &Arc<Self>) -> (Arc<Stream>, Result<(), &'static str>) {
+    fn open(self: &Arc<Self>) -> (Arc<Stream>, Result<(), TooManyStreamsError>) {
         let Http2Client { watch: connection, client_limit, ip, .. } = &self.client;
         self.total.fetch_add(1, Relaxed);
         if self.open.fetch_add(1, Relaxed) == 0 {
             connection.enter(ConnectionPhase::Streams);
         }
         let (watch, mut entry, has_capacity) = connection.watchdog.add_stream(connection);
-        let mut capacity = if has_capacity { Ok(()) } else { Err(HttpError::TooManyHeads.status_and_message().1) };
+        let mut capacity = if has_capacity { Ok(()) } else { Err(TooManyStreamsError) };
         match client_limit.as_ref().map(|clients| clients.acquire(*ip)) {
             None => {}
             Some(Ok(slot)) => entry.client_slot = slot,
-            Some(Err(TooManyConnectionsError)) => capacity = Err("too many requests at once from this address"),
+            Some(Err(TooManyConnectionsError)) => capacity = Err(TooManyStreamsError),
         }
         (Arc::new(Stream { streams: Arc::clone(self), watch, _entry: entry }), capacity)
     }
@@ -246,16 +249,19 @@ impl<S: ConnectionService> Service<Request<Incoming>> for StreamService<S> {
         let (stream, capacity) = self.streams.open();
         *self.started.lock() = Some(Arc::clone(&stream));
         let client = &self.streams.client;
-        let mut refusal = capacity.err().map(|why| {
-            let mut response = local_response::error(StatusCode::SERVICE_UNAVAILABLE, why);
+        let refusal = if let Err(TooManyStreamsError) = capacity {
+            // A body would wait for the client to read it, and so keep the stream beyond the cap.
+            let mut response = Response::new(ResponseBody::empty());
+            *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
-            response
-        });
-        if request.headers().len() > self.max_headers {
+            Some(response)
+        } else if request.headers().len() > self.max_headers {
             let (status, why) = (StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "the request has too many header lines");
             client.rejections.record(client.ip, RejectionReason::HeadSize, Some(status), why);
-            refusal = Some(local_response::error(status, why));
-        }
+            Some(local_response::error(status, why))
+        } else {
+            None
+        };
         let respond = refusal.is_none().then(|| {
             normalise(&mut request);
             let context = ConnectionContext {
