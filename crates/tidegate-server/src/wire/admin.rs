@@ -33,7 +33,8 @@ use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::admin::changes::Change;
 use crate::wire::decision_request::{DecisionRequestError, decode, set_once};
-use crate::wire::http_api::{bad_request, is_api_path};
+use crate::wire::http_api::bad_request;
+use crate::wire::routes::is_api_path;
 use tidegate_policy::document::nearest;
 
 /// The time in which the store must answer, or the gate counts as not ready.

@@ -16,13 +16,14 @@ use tidegate_policy::document::nearest;
 
 /// The fields of a decision request. In a query string `header:NAME` stands for any header; in JSON headers are an
 /// object.
-const FIELDS: &[&str] = &["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
+pub(crate) const FIELDS: &[&str] =
+    &["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
 /// The fields of a request to block a client.
 const BLOCK_FIELDS: &[&str] = &["action", "ip", "key", "platform", "method", "path", "host", "headers", "for"];
 /// The lengths of blocks that operators impose.
 const BLOCK_LENGTHS: RangeInclusive<Span> = Span::from_secs(1)..=Span::from_secs(30 * 86_400);
 /// The maximum number of headers in one decision request.
-const MAX_HEADERS: usize = 64;
+pub(crate) const MAX_HEADERS: usize = 64;
 
 /// One decision request.
 #[derive(Debug, Default)]

@@ -32,7 +32,7 @@ use crate::wire::http_api::{ApiState, check_error_response};
 use original_request::{OriginalRequest, X_ORIGINAL_METHOD, X_ORIGINAL_URI, X_ORIGINAL_URL, appended_path};
 
 /// The path of forward-auth, or its prefix.
-const PATH_PREFIX: &str = "/v1/auth";
+pub(crate) const PATH_PREFIX: &str = "/v1/auth";
 /// The parameter that names an action in a question's query string.
 const ACTION_PARAMETER: &str = "action=";
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");

@@ -35,21 +35,12 @@ use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
-use crate::wire::admin::is_admin_path;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::forward_auth::{self, ForwardAuthWarnings};
-use tidegate_policy::document::nearest;
+use crate::wire::{openapi, routes};
 
 /// The maximum size of a decision request in bytes. One with eight long key parts has a few hundred bytes.
 const MAX_REQUEST_BYTES: usize = 16 << 10;
-
-const PATHS: [&str; 8] =
-    ["/v1/check", "/v1/status", "/v1/explain", "/v1/reset", "/v1/refund", "/v1/release", "/v1/renew", "/v1/auth"];
-
-/// True for the paths of the decision API.
-pub(crate) fn is_api_path(path: &str) -> bool {
-    PATHS.contains(&path) || forward_auth::is_forward_auth_path(path)
-}
 
 /// The state that all connections of the API share.
 pub(crate) struct ApiState<S: Store, C: Clock> {
@@ -188,30 +179,23 @@ async fn route<S: Store, C: Clock>(
 ) -> Response<ResponseBody> {
     let watch = &*client.watch;
     let path = request.uri().path();
-    let method = match path {
-        "/v1/check" | "/v1/reset" | "/v1/refund" | "/v1/release" | "/v1/renew" => "POST",
-        "/v1/status" | "/v1/explain" => "GET",
-        _ if forward_auth::is_forward_auth_path(path) => {
-            // As the proxy, so that both count the same values.
-            remove_session_cookies(request.headers_mut());
-            let response = forward_auth::handle(api, client, &request).await;
-            return discard_body(watch, request.into_body(), false, response);
-        }
-        _ => {
-            let message = match nearest(path, PATHS) {
-                _ if is_admin_path(path) => format!(
-                    "{path} is a path of the admin listener (admin.listen), and this is the decision API (api.listen)"
-                ),
-                Some(nearest) => format!("no such path; did you mean {nearest}?"),
-                None => format!("no such path; there are {}", PATHS.join(", ")),
-            };
-            return discard_body(watch, request.into_body(), false, error(StatusCode::NOT_FOUND, &message));
-        }
+    if forward_auth::is_forward_auth_path(path) {
+        // As the proxy, so that both count the same values.
+        remove_session_cookies(request.headers_mut());
+        let response = forward_auth::handle(api, client, &request).await;
+        return discard_body(watch, request.into_body(), false, response);
+    }
+    let Some(method) = routes::method_of(path) else {
+        let not_found = error(StatusCode::NOT_FOUND, &routes::unknown_path_message(path));
+        return discard_body(watch, request.into_body(), false, not_found);
     };
     if *request.method() != method {
         let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("{path} takes {method}"));
         response.headers_mut().insert(ALLOW, HeaderValue::from_static(method));
         return discard_body(watch, request.into_body(), false, response);
+    }
+    if path == openapi::PATH {
+        return discard_body(watch, request.into_body(), false, json(StatusCode::OK, openapi::DOCUMENT.into()));
     }
     if method == "GET" {
         let query = request.uri().query().unwrap_or_default();

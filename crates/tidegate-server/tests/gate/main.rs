@@ -22,6 +22,7 @@ mod keys;
 mod listeners;
 mod logs;
 mod metrics;
+mod openapi;
 mod paths;
 mod permits;
 mod reload;
