@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorList, Errors, quoted, value_start};
 pub use crate::nearest::nearest;
 pub use crate::read::DocumentReader;
 
-/// The largest policy file, in bytes: 4 MiB.
+/// The largest file, in bytes: 4 MiB.
 const MAX_FILE: usize = 4 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -331,27 +331,39 @@ impl TomlNode {
 /// Parses a file. Invalid TOML gives errors; its readable parts are then not checked, since they may not be what
 /// was meant.
 pub(crate) fn parse_file(texts: &mut SourceTexts, name: &str, body: &[u8]) -> Result<TomlTable, ErrorList> {
-    // A byte order mark isn't a mistake of the author.
-    let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
-    let too_large = body.len() > MAX_FILE;
-    let body = if too_large { &[] } else { body };
-    let text = String::from_utf8_lossy(body);
-    let whole = texts.add(SourceText::new(SourceKind::File, name, &text, false));
-    if too_large {
-        return Err(Error::new(texts, whole, "the file is larger than 4 MiB", "a policy file").into());
-    }
-    if let Err(error) = str::from_utf8(body) {
-        let at = error.valid_up_to();
-        let first = texts.subrange(whole, at..at + 1);
-        let error = Error::new(texts, first, format!("the byte 0x{:02X} here isn't UTF-8", body[at]), "text in UTF-8");
-        return Err(error.help("save the file as UTF-8, which is all that TOML knows").into());
-    }
+    let whole = add_file(texts, name, body, "a policy file", "TOML")?;
+    let text = texts.text_at(whole).to_owned();
     let (table, errors) = DeTable::parse_recoverable(&text);
     if errors.is_empty() {
         Ok(convert_table(texts, whole, table.into_inner()))
     } else {
         Err(convert_errors(texts, whole, &errors))
     }
+}
+
+/// Adds the text of a file in UTF-8, and returns its whole range. Errors call it `expected`, in this language.
+pub(crate) fn add_file(
+    texts: &mut SourceTexts,
+    name: &str,
+    body: &[u8],
+    expected: &str,
+    language: &str,
+) -> Result<TextRange, Error> {
+    // A byte order mark isn't a mistake of the author.
+    let body = body.strip_prefix("\u{feff}".as_bytes()).unwrap_or(body);
+    let too_large = body.len() > MAX_FILE;
+    let body = if too_large { &[] } else { body };
+    let whole = texts.add(SourceText::new(SourceKind::File, name, &String::from_utf8_lossy(body), false));
+    if too_large {
+        return Err(Error::new(texts, whole, "the file is larger than 4 MiB", expected));
+    }
+    if let Err(error) = str::from_utf8(body) {
+        let at = error.valid_up_to();
+        let first = texts.subrange(whole, at..at + 1);
+        let error = Error::new(texts, first, format!("the byte 0x{:02X} here isn't UTF-8", body[at]), "text in UTF-8");
+        return Err(error.help(format!("save the file as UTF-8, which is all that {language} knows")));
+    }
+    Ok(whole)
 }
 
 /// Parses one TOML value from the range `at` of a text.

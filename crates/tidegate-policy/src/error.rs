@@ -344,7 +344,7 @@ pub struct Errors {
 }
 
 impl Errors {
-    /// Sorts the errors by their place in the file, then by the variables' names.
+    /// Sorts the errors by their places in the files, then by the variables' names.
     pub(crate) fn new(ErrorList { kept: mut errors, omitted }: ErrorList) -> Self {
         errors.sort_by(|left, right| left.0.location.sort_key().cmp(&right.0.location.sort_key()));
         errors.dedup();
@@ -377,10 +377,10 @@ impl Errors {
 }
 
 impl ErrorLocation {
-    fn sort_key(&self) -> (usize, &str, usize) {
+    fn sort_key(&self) -> (bool, &str, usize, usize) {
         match self {
-            Self::File { line, column, .. } => (*line, "", *column),
-            Self::Variable { name, column } => (usize::MAX, name, *column),
+            Self::File { name, line, column } => (false, name, *line, *column),
+            Self::Variable { name, column } => (true, name, 0, *column),
         }
     }
 }

@@ -29,6 +29,7 @@
 //! | the periods of quotas | [`calendar`] |
 //! | the settings of providers, the APIs that are called | [`outbound`] |
 //! | a reader for other documents, as strict as for policies | [`document`] |
+//! | the configuration of Envoy's ratelimit service | `ratelimit_yaml`, with the feature `ratelimit-yaml` |
 #![forbid(unsafe_code)]
 
 mod address;
@@ -57,6 +58,8 @@ mod preset;
 mod printable;
 mod quantity;
 mod query;
+#[cfg(feature = "ratelimit-yaml")]
+pub mod ratelimit_yaml;
 mod raw_paths;
 mod read;
 mod readings;

@@ -1,0 +1,227 @@
+//! The limits of a configuration as a policy. Each descriptor with a limit becomes an action, which callers name.
+
+use std::collections::HashSet;
+use std::fmt::Write as _;
+
+use super::{Amount, Descriptor, RatelimitConfig, Unit};
+use crate::builder::toml_string;
+use crate::key::MAX_PARTS;
+use crate::printable::printable;
+
+/// The longest name of an action, without a number that makes it unique.
+const MAX_NAME: usize = 58;
+/// Keys of entries whose value is the client's address.
+const ADDRESS_KEYS: [&str; 2] = ["remote_address", "masked_remote_address"];
+/// The key of a limit whose calls all share one count, and the rule for calls without the header.
+const SHARED_KEY: &str =
+    "key = \"header:shared\"  # no call has it, so all calls share one count\nmissing = \"share\"\n";
+
+const HEADING: &str = "\
+# The limits of a configuration of ratelimit, as actions of the decision API. The comment above each action shows its
+# descriptor. A program asks by the action's name, and gives the values of its key:
+#   client_ip    {\"action\": NAME, \"ip\": \"203.0.113.7\"}
+#   key          {\"action\": NAME, \"key\": \"alice\"}
+#   header:user  {\"action\": NAME, \"headers\": {\"user\": \"alice\"}}; of header:shared only {\"headers\": {}}
+#
+# Two things differ from ratelimit:
+# - Callers choose the action: the one whose descriptor fits best. Its own order is the value, then a value with `*`,
+#   then the key alone.
+# - A limit is a strict window: no period of its length, wherever it begins, admits more. Those of ratelimit begin with
+#   each unit of the clock, so that a period across two units may admit twice as much.
+";
+
+impl RatelimitConfig {
+    /// The same limits as the text of a policy. Comments show the descriptor of each action, and the settings that have
+    /// no equal.
+    pub fn to_policy(&self) -> String {
+        let mut writer = PolicyWriter { text: HEADING.to_owned(), names: HashSet::new() };
+        for domain in &self.domains {
+            let _ = write!(writer.text, "\n# The domain {}.\n", printable(&domain.name));
+            let before = writer.names.len();
+            for descriptor in &domain.descriptors {
+                writer.descriptor(&domain.name, &[], descriptor);
+            }
+            if writer.names.len() == before {
+                writer.text.push_str("# It has no limits.\n");
+            }
+        }
+        writer.text
+    }
+}
+
+struct PolicyWriter {
+    text: String,
+    /// The names of actions, as environment variables spell them.
+    names: HashSet<String>,
+}
+
+impl PolicyWriter {
+    fn descriptor(&mut self, domain: &str, above: &[&Descriptor], descriptor: &Descriptor) {
+        let path = [above, &[descriptor]].concat();
+        // A descriptor with neither a limit nor further levels admits everything. It exempts its value.
+        if descriptor.limit.is_some() || descriptor.descriptors.is_empty() {
+            self.action(domain, &path, descriptor);
+        }
+        for next in &descriptor.descriptors {
+            self.descriptor(domain, &path, next);
+        }
+    }
+
+    fn action(&mut self, domain: &str, path: &[&Descriptor], leaf: &Descriptor) {
+        let entries: Vec<String> = path.iter().map(|descriptor| describe_entry(descriptor)).collect();
+        let _ = write!(self.text, "\n# {}\n", entries.join(", "));
+        for remark in remarks(path, leaf) {
+            let _ = writeln!(self.text, "# {remark}");
+        }
+        let (parts, meanings) = key_parts(path);
+        if parts.len() > MAX_PARTS {
+            let _ = writeln!(
+                self.text,
+                "# Left out: its calls count by {} values, and {MAX_PARTS} are possible.",
+                parts.len()
+            );
+            return;
+        }
+        let keys: Vec<String> = path.iter().map(|descriptor| descriptor.composite_key()).collect();
+        let name = self.unique_name(&format!("{domain}.{}", keys.join(".")));
+        let _ = writeln!(self.text, "[inbound.action.{}]", toml_string(&name));
+        let Some(amount) = leaf.limit.as_ref().map(|limit| limit.amount).filter(|amount| *amount != Amount::Unlimited)
+        else {
+            self.text.push_str("limit = \"unlimited\"\n");
+            return;
+        };
+        if parts.is_empty() {
+            self.text.push_str(SHARED_KEY);
+        } else {
+            let quoted: Vec<String> = parts.iter().map(|part| toml_string(part)).collect();
+            let list = if parts.len() == 1 { quoted.concat() } else { format!("[{}]", quoted.join(", ")) };
+            let _ = writeln!(self.text, "key = {list}  # {}", meanings.join(", "));
+        }
+        // A request without one of the entries doesn't match the descriptor.
+        if parts.iter().any(|part| part.starts_with("header:")) {
+            self.text.push_str("missing = \"skip\"\n");
+        }
+        let _ = writeln!(self.text, "limit = \"{}\"", quantity(amount));
+        if leaf.shadow_mode {
+            self.text.push_str("mode = \"shadow\"\n");
+        }
+    }
+
+    /// Makes the name of an action from a path: letters, digits, and single `_` `-` `.` between them.
+    fn unique_name(&mut self, path: &str) -> String {
+        let mut name = String::new();
+        for letter in path.chars() {
+            let letter = if letter.is_ascii_alphanumeric() || "_.".contains(letter) { letter } else { '-' };
+            if letter.is_ascii_alphanumeric() || name.ends_with(|last: char| last.is_ascii_alphanumeric()) {
+                name.push(letter);
+            }
+        }
+        name.truncate(MAX_NAME);
+        let base = name.trim_end_matches(|last: char| !last.is_ascii_alphanumeric());
+        let base = if base.is_empty() || base == "global" { "descriptor" } else { base };
+        let fold = |name: &str| name.replace(['-', '.'], "_").to_ascii_uppercase();
+        let mut name = base.to_owned();
+        let mut number = 1;
+        while !self.names.insert(fold(&name)) {
+            number += 1;
+            name = format!("{base}-{number}");
+        }
+        name
+    }
+}
+
+fn describe_entry(descriptor: &Descriptor) -> String {
+    match &descriptor.value {
+        Some(value) => format!("({}, {})", printable(&descriptor.key), printable(value)),
+        None => format!("({})", printable(&descriptor.key)),
+    }
+}
+
+/// The quantity of a policy for an amount.
+fn quantity(amount: Amount) -> String {
+    match amount {
+        Amount::Unlimited => "unlimited".to_owned(),
+        Amount::PerUnit { requests, unit: unit @ (Unit::Month | Unit::Year) } => {
+            format!("{requests} per {}d", unit.seconds() / 86_400)
+        }
+        Amount::PerUnit { requests, unit } => format!("{requests} per {unit}"),
+    }
+}
+
+/// True if each value of the entry has a count of its own.
+fn is_counted_by(descriptor: &Descriptor) -> bool {
+    let is_any = descriptor.value.is_none() || descriptor.is_wildcard();
+    is_any && !(descriptor.is_wildcard() && descriptor.share_threshold)
+}
+
+/// The parts of the key, and the entries of the descriptor that they stand for. An address is `client_ip`, one other
+/// value is `key`, and several are headers of the decision API's request.
+fn key_parts(path: &[&Descriptor]) -> (Vec<String>, Vec<String>) {
+    let counted: Vec<&&Descriptor> = path.iter().filter(|descriptor| is_counted_by(descriptor)).collect();
+    let is_address = |descriptor: &Descriptor| ADDRESS_KEYS.contains(&descriptor.key.as_str());
+    let others = counted.iter().filter(|descriptor| !is_address(descriptor)).count();
+    let (mut parts, mut meanings): (Vec<String>, Vec<String>) = (Vec::new(), Vec::new());
+    for descriptor in counted {
+        let part = if is_address(descriptor) {
+            "client_ip".to_owned()
+        } else if others == 1 {
+            "key".to_owned()
+        } else {
+            unused_header(&descriptor.key, &parts)
+        };
+        if !parts.contains(&part) {
+            parts.push(part);
+            meanings.push(printable(&descriptor.key).into_owned());
+        }
+    }
+    (parts, meanings)
+}
+
+/// A header named after a key, other than those that are taken.
+fn unused_header(key: &str, taken: &[String]) -> String {
+    let letters =
+        key.chars().map(|letter| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { '-' });
+    let name: String = letters.take(MAX_NAME).collect();
+    let name = match name.trim_matches('-') {
+        "" => "header:entry".to_owned(),
+        name => format!("header:{name}"),
+    };
+    let numbered = (2..).map(|number| format!("{name}-{number}"));
+    std::iter::once(name.clone()).chain(numbered).find(|name| !taken.contains(name)).unwrap_or(name)
+}
+
+/// The settings of a descriptor that the action alone doesn't show.
+fn remarks(path: &[&Descriptor], leaf: &Descriptor) -> Vec<String> {
+    let mut remarks = Vec::new();
+    for descriptor in path.iter().filter(|descriptor| descriptor.is_wildcard()) {
+        let pattern = printable(descriptor.value.as_ref().unwrap_or(&descriptor.key)).into_owned();
+        let counts = if descriptor.share_threshold { "share one count" } else { "have counts of their own" };
+        remarks.push(format!("The values that match {pattern} {counts}."));
+    }
+    if let Some(limit) = &leaf.limit {
+        if let Some(name) = &limit.name {
+            remarks.push(format!("Its name is {}.", printable(name)));
+        }
+        if !limit.replaces.is_empty() {
+            let names = printable(&limit.replaces.join(", ")).into_owned();
+            remarks.push(format!("It replaces {names}: a call that asks for this one doesn't ask for those."));
+        }
+        if leaf.quota_mode {
+            remarks.push(
+                "No equal for quota_mode: of several such limits, one with room admits a call there; here each refuses."
+                    .to_owned(),
+            );
+        }
+    } else {
+        remarks.push("It has no limit, and so exempts its value.".to_owned());
+    }
+    let metrics =
+        [("detailed_metric", leaf.detailed_metric), ("value_to_metric", path.iter().any(|it| it.value_to_metric))];
+    for (name, _) in metrics.iter().filter(|(_, is_set)| *is_set) {
+        remarks.push(format!("No equal for {name}: metrics are by action."));
+    }
+    if !leaf.metadata.is_empty() {
+        remarks.push("No equal for metadata.".to_owned());
+    }
+    remarks
+}
