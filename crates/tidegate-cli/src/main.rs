@@ -15,6 +15,7 @@ mod admin_client;
 mod api_client;
 mod demo;
 mod gate_client;
+mod import;
 mod operator;
 mod policy;
 mod replay;
@@ -200,6 +201,11 @@ enum Command {
     /// Run a scenario. Not in this build: it needs the feature `simulate`.
     #[cfg(not(feature = "simulate"))]
     Simulate(MissingCommand),
+    /// Print the limits of another program's configuration as a policy.
+    Import {
+        #[command(subcommand)]
+        command: import::ImportCommand,
+    },
     /// Run a command until it succeeds, with increasing waits between attempts.
     #[command(after_help = retry::HELP)]
     Retry(retry::RetryArgs),
@@ -402,6 +408,7 @@ fn main() -> ExitCode {
             simulate::run(&scenario.unwrap_or_default(), seed, &out, check)
         }
         Command::Replay(arguments) => replay::run(&arguments),
+        Command::Import { command: import::ImportCommand::Ratelimit(arguments) } => import::ratelimit(&arguments),
         Command::Retry(arguments) => return retry::run(&arguments),
         Command::Env => Ok(policy::print(&settings::env_example())),
         Command::Completions { shell } => Ok(shell_help::print_completions(Cli::command(), shell)),
