@@ -137,14 +137,13 @@ fn describe_entry(descriptor: &Descriptor) -> String {
     }
 }
 
-/// The quantity of a policy for an amount.
+/// The quantity of a policy for an amount. "per day" would be understood, with a note that it is no calendar day.
 fn quantity(amount: Amount) -> String {
     match amount {
         Amount::Unlimited => "unlimited".to_owned(),
-        Amount::PerUnit { requests, unit: unit @ (Unit::Month | Unit::Year) } => {
-            format!("{requests} per {}d", unit.seconds() / 86_400)
-        }
-        Amount::PerUnit { requests, unit } => format!("{requests} per {unit}"),
+        Amount::PerUnit { requests, unit: unit @ (Unit::Second | Unit::Minute) } => format!("{requests} per {unit}"),
+        Amount::PerUnit { requests, unit: Unit::Hour } => format!("{requests} per 1h"),
+        Amount::PerUnit { requests, unit } => format!("{requests} per {}d", unit.seconds() / 86_400),
     }
 }
 

@@ -13,11 +13,12 @@ fn actions(yaml: &str) -> String {
     lines.map(|line| format!("{}\n", line.split("  #").next().unwrap_or(line))).collect()
 }
 
-/// The policy that a configuration becomes, which must be valid.
+/// The policy that a configuration becomes, which must be valid and give no notes.
 fn policy_text(yaml: &str) -> String {
     let text = read(yaml).expect("a valid configuration").to_policy();
-    if let Err(errors) = Policy::load(PolicySources::new().file("made.toml", &text)) {
-        panic!("{errors}\n{text}");
+    match Policy::load(PolicySources::new().file("made.toml", &text)) {
+        Ok(policy) => assert_eq!(policy.notes(), [], "{text}"),
+        Err(errors) => panic!("{errors}\n{text}"),
     }
     text
 }
@@ -55,7 +56,7 @@ descriptors:
         actions(yaml),
         r#"[inbound.action."messaging.message_type_marketing.to_number"]
 key = "key"
-limit = "5 per day"
+limit = "5 per 1d"
 [inbound.action."messaging.to_number"]
 key = "key"
 limit = "100 per 30d"
@@ -71,7 +72,7 @@ limit = "unlimited"
 [inbound.action."messaging.route.http_method.subject_id"]
 key = ["header:route", "header:http-method", "header:subject-id"]
 missing = "skip"
-limit = "60 per week"
+limit = "60 per 7d"
 mode = "shadow"
 [inbound.action."messaging.ldap"]
 limit = "unlimited"
@@ -95,7 +96,7 @@ descriptors:
     let expected = r#"[inbound.action."d.files_files"]
 key = "header:shared"
 missing = "share"
-limit = "10 per hour"
+limit = "10 per 1h"
 [inbound.action."d.others_others"]
 key = "key"
 limit = "10 per 365d"
