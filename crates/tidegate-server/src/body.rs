@@ -177,9 +177,13 @@ impl Drop for Download {
 
 /// The client's body on its way to the upstream.
 pub(crate) struct Upload {
+    /// `None` if there is no body.
+    body: Option<WatchedBody>,
+}
+
+struct WatchedBody {
     inner: Incoming,
-    /// `None` if there is no body to watch.
-    watch: Option<Arc<ConnectionWatch>>,
+    watch: Arc<ConnectionWatch>,
     remaining_bytes: u64,
     expectation: Option<(Arc<ContinueExpectation>, Pin<Box<Sleep>>)>,
 }
@@ -196,8 +200,8 @@ pub(crate) enum UploadError {
 }
 
 impl Upload {
-    pub(crate) fn empty(inner: Incoming) -> Self {
-        Self { inner, watch: None, remaining_bytes: 0, expectation: None }
+    pub(crate) fn empty() -> Self {
+        Self { body: None }
     }
 
     /// Returns a body of at most `cap` bytes, already announced to `watch`. It waits for `expectation`, if there is
@@ -209,15 +213,15 @@ impl Upload {
         expectation: Option<Arc<ContinueExpectation>>,
     ) -> Self {
         let expectation = expectation.map(|it| (it, Box::pin(tokio::time::sleep(CONTINUE_TIMEOUT))));
-        Self { inner, watch: Some(watch), remaining_bytes: cap, expectation }
+        Self { body: Some(WatchedBody { inner, watch, remaining_bytes: cap, expectation }) }
     }
 }
 
 impl Drop for Upload {
     /// Ends the wait for a body that isn't read further.
     fn drop(&mut self) {
-        if let Some(watch) = &self.watch {
-            watch.body.waits_on_client.set(false);
+        if let Some(body) = &self.body {
+            body.watch.body.waits_on_client.set(false);
         }
     }
 }
@@ -227,7 +231,7 @@ impl Body for Upload {
     type Error = UploadError;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, UploadError>>> {
-        let this = &mut *self;
+        let Some(this) = &mut self.body else { return Poll::Ready(None) };
         if let Some((expectation, timeout)) = &mut this.expectation {
             expectation.waker.register(cx.waker());
             match expectation.outcome() {
@@ -238,7 +242,7 @@ impl Body for Upload {
             }
         }
         let polled = Pin::new(&mut this.inner).poll_frame(cx);
-        let Some(watch) = &this.watch else { return polled.map_err(UploadError::Broken) };
+        let watch = &this.watch;
         watch.body.waits_on_client.set(polled.is_pending());
         match polled {
             Poll::Pending => Poll::Pending,
@@ -271,11 +275,11 @@ impl Body for Upload {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.body.as_ref().is_none_or(|body| body.inner.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        self.body.as_ref().map_or_else(|| SizeHint::with_exact(0), |body| body.inner.size_hint())
     }
 }
 

@@ -170,7 +170,7 @@ impl<S: Store, C: Clock + Clone> Service<Request<Incoming>> for GatewayService<S
         let paced = !is_grpc(&request);
         let request = request.map(|body| {
             if !has_body {
-                return Upload::empty(body);
+                return Upload::empty();
             }
             watch.begin_body(paced);
             // No bound is needed, because no body is kept whole.

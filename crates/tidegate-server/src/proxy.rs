@@ -34,7 +34,7 @@ use crate::refusal_log::RefusalLog;
 use crate::state_cell::ListenerState;
 use crate::tls::TlsError;
 use crate::upgrade;
-use crate::upstream::{PoolSettings, ServerAddress, UpstreamClient, UpstreamError};
+use crate::upstream::{PoolSettings, ServerAddress, UpstreamBody, UpstreamClient, UpstreamError};
 use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch};
 
 /// The time that an idle connection to the upstream is kept. Node.js, the fastest of the common servers, closes after 5 s.
@@ -370,15 +370,10 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
                 Upload::new(body, Arc::clone(&self.watch), proxy.body_cap, expectation.clone())
             } else {
                 self.watch.enter(ConnectionPhase::AwaitResponse);
-                Upload::empty(body)
+                Upload::empty()
             }
         });
-        let mut sending = pin!(Arc::clone(&proxy.upstream).send(request));
-        let sent = poll_fn(|cx| match self.watch.must_end_phase() {
-            true => Poll::Ready(Err(UpstreamError::Timeout)),
-            false => sending.as_mut().poll(cx),
-        });
-        let mut response = match sent.await {
+        let mut response = match self.send(request).await {
             Ok(response) => response,
             Err(failure) => return self.failure_response(&failure, has_body),
         };
@@ -407,6 +402,26 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         })
     }
 
+    /// Sends a request, a second time if the upstream has not processed it and it has no body.
+    async fn send(&self, request: Request<Upload>) -> Result<Response<UpstreamBody>, UpstreamError> {
+        let upstream = &self.proxy.upstream;
+        // Over HTTP/1.1 the upstream doesn't tell.
+        let copy = (upstream.speaks_http2() && request.body().is_end_stream()).then(|| copy_head(&request));
+        match (self.send_once(request).await, copy) {
+            (Err(UpstreamError::Unprocessed(_)), Some(copy)) => self.send_once(copy).await,
+            (sent, _) => sent,
+        }
+    }
+
+    async fn send_once(&self, request: Request<Upload>) -> Result<Response<UpstreamBody>, UpstreamError> {
+        let mut sending = pin!(Arc::clone(&self.proxy.upstream).send(request));
+        poll_fn(|cx| match self.watch.must_end_phase() {
+            true => Poll::Ready(Err(UpstreamError::Timeout)),
+            false => sending.as_mut().poll(cx),
+        })
+        .await
+    }
+
     fn failure_response(&self, failure: &UpstreamError, has_body: bool) -> Response<ResponseBody> {
         let body = &self.watch.body;
         let waits_on_client = self.watch.phase() == ConnectionPhase::Upload && body.waits_on_client.get();
@@ -417,6 +432,7 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
             UpstreamError::Timeout | UpstreamError::ConnectTimeout => HttpError::GatewayTimeout,
             UpstreamError::Broken(_)
             | UpstreamError::Unsent(_)
+            | UpstreamError::Unprocessed(_)
             | UpstreamError::Connect(_)
             | UpstreamError::UnexpectedUpgrade => HttpError::BadGateway,
         };
@@ -432,6 +448,15 @@ impl<S: Store, C: Clock> ProxyConnection<S, C> {
         self.watch.enter(ConnectionPhase::Idle);
         response
     }
+}
+
+/// A request with the same head, and without a body.
+fn copy_head(request: &Request<Upload>) -> Request<Upload> {
+    let mut copy = Request::new(Upload::empty());
+    copy.method_mut().clone_from(request.method());
+    copy.uri_mut().clone_from(request.uri());
+    copy.headers_mut().clone_from(request.headers());
+    copy
 }
 
 /// Checks that a request can be forwarded and that two servers read it the same way.

@@ -24,7 +24,8 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
-use tidegate_outbound::causes;
+use tidegate_core::retry::TransportFault;
+use tidegate_outbound::{causes, fault_of};
 use tidegate_policy::outbound::BaseUrl;
 use tidegate_policy::{UpstreamAddress, UpstreamTls};
 use tidegate_runtime::file_watcher::FileStamp;
@@ -155,6 +156,9 @@ pub(crate) enum UpstreamError {
     /// The request was never sent, because its connection ended before that.
     #[error("the upstream broke off: {0}")]
     Unsent(#[source] hyper::Error),
+    /// The upstream has told that it did not process the request.
+    #[error("the upstream took no more requests: {0}")]
+    Unprocessed(#[source] hyper::Error),
     #[error("the upstream switched protocols, but the request asked for no upgrade")]
     UnexpectedUpgrade,
     #[error("no progress in time")]
@@ -165,12 +169,17 @@ impl UpstreamError {
     /// The reasons in metrics.
     pub(crate) const REASONS: [&str; 5] = ["connect", "connect_timeout", "broken", "unexpected_upgrade", "timeout"];
 
+    /// The error of a request that was sent.
+    fn of_sent(error: hyper::Error) -> Self {
+        if fault_of(&error) == TransportFault::Unsent { Self::Unprocessed(error) } else { Self::Broken(error) }
+    }
+
     /// The index of its reason in [`REASONS`](Self::REASONS).
     pub(crate) fn reason_index(&self) -> usize {
         match self {
             Self::Connect(_) => 0,
             Self::ConnectTimeout => 1,
-            Self::Broken(_) | Self::Unsent(_) => 2,
+            Self::Broken(_) | Self::Unsent(_) | Self::Unprocessed(_) => 2,
             Self::UnexpectedUpgrade => 3,
             Self::Timeout => 4,
         }
@@ -261,7 +270,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
                     Err(mut error) => match error.take_message() {
                         Some(unsent) if kept => request = unsent,
                         Some(_) => return Err(UpstreamError::Unsent(error.into_error())),
-                        None => return Err(UpstreamError::Broken(error.into_error())),
+                        None => return Err(UpstreamError::of_sent(error.into_error())),
                     },
                 }
             }

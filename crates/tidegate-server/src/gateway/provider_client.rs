@@ -127,7 +127,9 @@ pub(crate) fn describe_cause(cause: &(dyn std::error::Error + 'static)) -> Strin
     match (cause.downcast_ref::<UpstreamError>(), cause.downcast_ref::<Error>()) {
         (Some(UpstreamError::Connect(error)), _) => format!("can't connect to the provider: {error}"),
         (Some(UpstreamError::ConnectTimeout), _) => "connecting to the provider takes too long".to_owned(),
-        (Some(UpstreamError::Broken(_) | UpstreamError::Unsent(_)), _) => BROKEN_OFF.to_owned(),
+        (Some(UpstreamError::Broken(_) | UpstreamError::Unsent(_) | UpstreamError::Unprocessed(_)), _) => {
+            BROKEN_OFF.to_owned()
+        }
         (None, Some(error)) if error.is_connect() => "can't connect to the provider".to_owned(),
         (None, Some(_)) => BROKEN_OFF.to_owned(),
         _ => cause.to_string(),

@@ -286,6 +286,40 @@ async fn a_shutdown_answers_what_it_has_taken() {
 }
 
 #[tokio::test]
+async fn requests_that_were_not_processed_are_sent_again() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = format!("http://{}", listener.local_addr().unwrap());
+    let seen = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&seen);
+    tokio::spawn(async move {
+        loop {
+            let (stream, count) = (listener.accept().await.unwrap().0, Arc::clone(&count));
+            tokio::spawn(async move {
+                let mut connection = h2::server::handshake(stream).await.unwrap();
+                while let Some(Ok((_request, mut respond))) = connection.accept().await {
+                    if count.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
+                        respond.send_reset(h2::Reason::REFUSED_STREAM);
+                    } else {
+                        respond.send_response(Response::builder().status(204).body(()).unwrap(), true).unwrap();
+                    }
+                }
+            });
+        }
+    });
+    let gate = start_before(&upstream, &format!("{ALWAYS}upstream_http2 = true\n")).await;
+    let client = connect(gate).await;
+    assert_eq!(fetch(&client, request("/")).await.status(), 204);
+    assert_eq!(seen.load(Ordering::Relaxed), 2);
+    // A body may have been sent in part, so only the client can send it again.
+    let mut sender = client.clone().ready().await.unwrap();
+    let post = request("/").method("POST").body(()).unwrap();
+    let (sent, mut body) = sender.send_request(post, false).unwrap();
+    body.send_data(Bytes::from_static(b"x"), true).unwrap();
+    assert_eq!(sent.await.unwrap().status(), 502);
+    assert_eq!(seen.load(Ordering::Relaxed), 3);
+}
+
+#[tokio::test]
 async fn an_upstream_without_http2_is_a_bad_gateway() {
     let authority = Authority::new();
     authority.issue("app", "app.test", 2099);
