@@ -86,6 +86,17 @@ impl Authority {
         TlsConnector::from(Arc::new(config))
     }
 
+    /// Issues the certificates `app` of an upstream and `gate` of a gate before it. Returns the gate's settings for this
+    /// upstream.
+    pub(crate) fn issue_upstream(&self) -> String {
+        self.issue("app", "app.test", 2099);
+        self.issue("gate", "gate", 2099);
+        let [ca, certificate, key] = ["ca.pem", "gate.pem", "gate.key"].map(|file| self.path(file));
+        format!(
+            "upstream_tls = {{ ca = {ca:?}, server_name = \"app.test\", certificate = {certificate:?}, key = {key:?} }}\n"
+        )
+    }
+
     /// The settings of a listener with these certificates.
     pub(crate) fn settings(&self, files: &[&str], rest: &str) -> String {
         let list = |end: &str| {

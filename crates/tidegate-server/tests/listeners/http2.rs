@@ -223,12 +223,9 @@ async fn call(client: &SendRequest<Bytes>) -> (Response<()>, String, HeaderMap) 
 #[tokio::test]
 async fn grpc_calls_pass_with_their_trailers() {
     let authority = Authority::new();
-    authority.issue("app", "app.test", 2099);
-    authority.issue("gate", "gate", 2099);
+    let trust = authority.issue_upstream();
     let plain = start_server(None).await;
     let secure = start_server(Some(authority.server("app", &[b"h2"]))).await;
-    let pair = format!("certificate = {:?}, key = {:?}", authority.path("gate.pem"), authority.path("gate.key"));
-    let trust = format!("upstream_tls = {{ ca = {:?}, server_name = \"app.test\", {pair} }}", authority.path("ca.pem"));
     for (upstream, trust, scheme) in [
         (format!("http://{}", plain.address), String::new(), "http"),
         (format!("https://{}", secure.address), trust, "https"),
@@ -322,11 +319,8 @@ async fn requests_that_were_not_processed_are_sent_again() {
 #[tokio::test]
 async fn an_upstream_without_http2_is_a_bad_gateway() {
     let authority = Authority::new();
-    authority.issue("app", "app.test", 2099);
-    authority.issue("gate", "gate", 2099);
+    let trust = authority.issue_upstream();
     let upstream = start_echo(Some(authority.server("app", &[b"http/1.1"]))).await;
-    let pair = format!("certificate = {:?}, key = {:?}", authority.path("gate.pem"), authority.path("gate.key"));
-    let trust = format!("upstream_tls = {{ ca = {:?}, server_name = \"app.test\", {pair} }}", authority.path("ca.pem"));
     let policy = format!("{ALWAYS}upstream_http2 = true\n{trust}\n");
     let gate = start_before(&format!("https://{upstream}"), &policy).await;
     assert_eq!(fetch(&connect(gate).await, request("/")).await.status(), 502);

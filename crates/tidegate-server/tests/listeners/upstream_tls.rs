@@ -41,12 +41,9 @@ async fn an_https_upstream_is_trusted_by_its_authority() {
 #[tokio::test]
 async fn a_reload_takes_a_changed_authority() {
     let (authority, stranger) = (Authority::new(), Authority::new());
-    authority.issue("app", "app.test", 2099);
-    authority.issue("gate", "gate", 2099);
+    let trust = authority.issue_upstream();
     let upstream = format!("https://{}", start_echo(Some(authority.server("app", &[]))).await);
-    let pair = format!("certificate = {:?}, key = {:?}", authority.path("gate.pem"), authority.path("gate.key"));
-    let trust = format!("ca = {:?}, server_name = \"app.test\", {pair}", authority.path("ca.pem"));
-    let text = format!("[inbound]\nupstream = \"{upstream}\"\nupstream_tls = {{ {trust} }}\n[api]\nlisten = \"off\"\n");
+    let text = format!("[inbound]\nupstream = \"{upstream}\"\n{trust}[api]\nlisten = \"off\"\n");
     let ports = [("TIDEGATE__INBOUND__LISTEN", "127.0.0.1:0"), ("TIDEGATE__ADMIN__LISTEN", "off")];
     let sources = || PolicySources::new().file("test.toml", &text).env(ports);
     let policy = Policy::load(sources()).unwrap_or_else(|errors| panic!("{errors}"));
@@ -67,8 +64,7 @@ async fn a_reload_takes_a_changed_authority() {
 #[tokio::test]
 async fn upgrades_pass_to_an_https_upstream() {
     let authority = Authority::new();
-    authority.issue("app", "app.test", 2099);
-    authority.issue("gate", "gate", 2099);
+    let trust = authority.issue_upstream();
     let (listener, tls) = (TcpListener::bind("127.0.0.1:0").await.unwrap(), authority.server("app", &[]));
     let upstream = format!("https://{}", listener.local_addr().unwrap());
     tokio::spawn(async move {
@@ -81,9 +77,7 @@ async fn upgrades_pass_to_an_https_upstream() {
         let count = stream.read(&mut buffer).await.unwrap();
         stream.write_all(&buffer[..count]).await.unwrap();
     });
-    let pair = format!("certificate = {:?}, key = {:?}", authority.path("gate.pem"), authority.path("gate.key"));
-    let trust = format!("ca = {:?}, server_name = \"app.test\", {pair}", authority.path("ca.pem"));
-    let gate = start_before(&upstream, &format!("[inbound]\nupstream_tls = {{ {trust} }}\n")).await;
+    let gate = start_before(&upstream, &format!("[inbound]\n{trust}")).await;
     let head = REQUEST.replace("\r\n\r\n", "\r\nconnection: upgrade\r\nupgrade: tea/1.0\r\n\r\n");
     let mut client = send(gate.inbound, head.as_bytes()).await;
     let mut seen = Vec::new();
