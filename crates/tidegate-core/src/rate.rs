@@ -156,6 +156,17 @@ impl Rate {
         (arrival.0 >= time_to_units(latest) && fits).then_some(ArrivalTime(after))
     }
 
+    /// The wait of a call of `cost` at an unknown time between two times. It is counted from the earlier one, so it is
+    /// true at both and at most 1 % too long. `None` is no decision: ask again with the exact time.
+    #[inline]
+    pub fn wait_between(&self, arrival: ArrivalTime, cost: u64, (earliest, latest): (Time, Time)) -> Option<Span> {
+        let retry_at = self.retry_at(arrival, cost, latest);
+        let wait = retry_at.since(earliest);
+        let is_precise = wait.as_micros() / 100 >= latest.since(earliest).as_micros();
+        let is_valid = arrival.0 <= self.latest_arrival(time_to_units(earliest));
+        (retry_at > latest && !retry_at.is_never() && is_precise && is_valid).then_some(wait)
+    }
+
     /// The arrival time after a call of `cost` at `now`, which had room or a parole. Paroles overdraw up to one burst.
     #[inline]
     pub fn charge(&self, arrival: ArrivalTime, cost: u64, now: Time) -> ArrivalTime {
@@ -246,6 +257,27 @@ mod tests {
         let arrival = rate.charge(ArrivalTime::default(), 20, at(year));
         let status = rate.status(arrival, 1, at(0));
         assert!(status.retry_at <= at(2000), "{status:?}");
+    }
+
+    #[test]
+    fn a_wait_between_two_times_is_true() {
+        let rate = Rate::new(1, Span::from_secs(1), 20).unwrap();
+        let full = rate.charge(ArrivalTime::default(), 20, at(0));
+        let apart = (at(1_000), at(1_052));
+        for cost in 1..=20 {
+            let wait = rate.wait_between(full, cost, apart);
+            assert_eq!(wait.is_some(), cost >= 7, "{cost}: {wait:?}");
+            for time in [apart.0, apart.1] {
+                let Some(wait) = wait else { continue };
+                let exact = rate.retry_at(full, cost, time);
+                assert!(exact > time && exact <= time + wait, "{cost}");
+                assert!(wait.as_micros() <= exact.since(time).as_micros() * 101 / 100 + 1, "{cost}: {wait:?}");
+            }
+        }
+        assert_eq!(rate.wait_between(full, 21, apart), None);
+        // An arrival time of a later clock counts from the present.
+        let later = rate.charge(ArrivalTime::default(), 20, at(86_400_000));
+        assert_eq!(rate.wait_between(later, 20, apart), None);
     }
 
     #[test]

@@ -20,7 +20,8 @@ use tidegate_store::{ImmediateStore, Memory};
 pub enum LimiterDecision {
     /// The call is admitted and was counted.
     Admitted,
-    /// The call is admitted after this wait, if no other call is admitted first. Nothing was counted.
+    /// The call is admitted after this wait, if no other call is admitted first. Nothing was counted. A [`Limiter`] may
+    /// tell a wait of over 5 s up to 1 % too long.
     RetryAfter(Span),
     /// The call is never admitted: the cost is above the capacity.
     Never,
@@ -143,6 +144,9 @@ impl<C: Clock> Limiter<C> {
             let after = match bounds.and_then(|about| self.rate.take_between(arrival, cost, about)) {
                 Some(after) => after,
                 None => {
+                    if let Some(wait) = bounds.and_then(|about| self.rate.wait_between(arrival, cost, about)) {
+                        return LimiterDecision::RetryAfter(wait);
+                    }
                     let now = self.clock.now();
                     let refreshed = self.rate.refresh(arrival, now);
                     let retry_at = self.rate.retry_at(refreshed, cost, now);
