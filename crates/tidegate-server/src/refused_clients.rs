@@ -11,7 +11,7 @@ use tidegate::policy::{ActionId, KeyPart, Plan, Query};
 use tidegate::store::Store;
 use tidegate::{Decision, Gate, Reason, Time};
 use tidegate_core::time::UtcText;
-use tidegate_core::{Batch, Clock, Key, LimitId, Op, Outcomes, Verb};
+use tidegate_core::{Batch, Clock, Key, Limit, LimitId, Op, Outcomes, Verb};
 
 /// The number of shards, so that threads rarely wait for each other.
 const SHARDS: usize = 16;
@@ -265,7 +265,9 @@ impl RefusedClients {
         }
         // A reload may have recorded a client under a limit that this plan doesn't have yet.
         let is_active = |limit: LimitId| limit.index() < plan.limits().len() && !plan.is_retired(limit);
-        clients.retain(|client| {
+        clients.retain_mut(|client| {
+            // A reload may have changed the mode since the last refusal.
+            client.is_shadow = is_shadow(plan, client.limit);
             is_active(client.limit) && (action.is_none() || plan.limit_info(client.limit).action() == action)
         });
         clients.sort_unstable_by_key(|client| {
@@ -276,15 +278,17 @@ impl RefusedClients {
     }
 
     /// The number of clients that each limit blocks now.
-    pub(crate) fn blocked_by_limit(&self, now: Time) -> HashMap<LimitId, usize> {
+    pub(crate) fn blocked_by_limit(&self, plan: &Plan, now: Time) -> HashMap<LimitId, usize> {
         let mut blocked = HashMap::new();
-        for shard in &self.shards {
-            for client in shard.lock().clients.iter().filter(|client| client.is_blocked_at(now)) {
-                *blocked.entry(client.limit).or_default() += 1;
-            }
+        for client in self.list(plan, None, now).0.iter().filter(|client| client.is_blocked_at(now)) {
+            *blocked.entry(client.limit).or_default() += 1;
         }
         blocked
     }
+}
+
+fn is_shadow(plan: &Plan, limit: LimitId) -> bool {
+    plan.limits().get(limit).is_some_and(Limit::is_shadow)
 }
 
 /// The peeks that ask a store about these clients, as few as possible.

@@ -12,7 +12,7 @@ use super::{View, providers_page, words};
 use crate::events::Change;
 
 pub(super) fn render(view: &View<'_>) -> Markup {
-    let blocked = view.parts.refusals.clients.blocked_by_limit(view.now);
+    let blocked = view.parts.refusals.clients.blocked_by_limit(view.plan, view.now);
     html! {
         div class="heading" {
             h1 { "Policy" }

@@ -20,7 +20,7 @@ fn refusal(client: u64, at: u64, blocked: bool) -> Decision {
 #[test]
 fn clients_have_the_names_that_limits_count() {
     let text = "[inbound]\nipv6_prefix = 56\n[inbound.action.a]\nkey = [\"client_ip\", \"ipv6/48\", \"key\"]\nlimit = \"5/s\"\n";
-    let policy = Policy::load(PolicySources::new().file("test.toml", text)).expect("a policy");
+    let policy = load(text);
     let shown = |ip: &str, key: &str, number| {
         let query = Query { ip: ip.parse().ok(), key: Some(key), ..Query::default() };
         let client = RefusedClient::new(policy.plan(), LimitId::FIRST, &query, &refusal(number, 10, true));
@@ -39,7 +39,11 @@ fn clients_have_the_names_that_limits_count() {
 }
 
 fn policy() -> Policy {
-    Policy::load(PolicySources::new().file("test.toml", LIMIT)).expect("a policy")
+    load(LIMIT)
+}
+
+fn load(text: &str) -> Policy {
+    Policy::load(PolicySources::new().file("test.toml", text)).expect("a policy")
 }
 
 fn recorded(refusals: impl IntoIterator<Item = Decision>) -> Value {
@@ -67,8 +71,26 @@ fn shadow_refusals_are_counted_apart() {
     let report = recorded([shadow(1), refusal(1, 11, true), shadow(2), shadow(2), refusal(3, 10, false)]);
     let clients = report["clients"].as_array().expect("a list");
     let counts: Vec<_> = clients.iter().map(|client| (&client["refusals"], &client["shadow_refusals"])).collect();
-    assert_eq!(counts, [(&json!(1), &json!(1)), (&json!(1), &json!(0)), (&json!(0), &json!(2))]);
-    assert_eq!((&report["blocked"], &report["known"], &report["only_shadow"]), (&json!(1), &json!(3), &json!(1)));
+    assert_eq!(counts, [(&json!(1), &json!(1)), (&json!(0), &json!(2)), (&json!(1), &json!(0))]);
+    assert_eq!((&report["known"], &report["only_shadow"]), (&json!(3), &json!(1)));
+}
+
+#[test]
+fn a_block_counts_by_the_present_mode() {
+    let (enforced, shadow) = (policy(), load("[inbound]\nmode = \"shadow\"\n[inbound.action.a]\nlimit = \"5/s\"\n"));
+    let clients = RefusedClients::default();
+    let in_shadow = Decision { allowed: true, shadow: true, ..refusal(1, 10, true) };
+    clients.record(shadow.plan(), &Query::default(), &in_shadow);
+    let report = |policy: &Policy| {
+        let now = Time::from_secs(100);
+        let report = json!(clients.local_report(policy.plan(), None, MAX_REPORTED, false, now));
+        assert_eq!(json!(clients.blocked_by_limit(policy.plan(), now).len()), report["blocked"]);
+        (report["blocked"].clone(), report["clients"][0]["shadow"].clone())
+    };
+    assert_eq!(report(&shadow), (json!(0), json!(true)));
+    assert_eq!(report(&enforced), (json!(1), json!(false)));
+    // The first refusal since is the one that is told.
+    assert!(clients.record(enforced.plan(), &Query::default(), &refusal(1, 11, true)));
 }
 
 #[test]
