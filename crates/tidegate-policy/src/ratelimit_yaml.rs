@@ -16,6 +16,7 @@
 //! ```
 
 mod check;
+mod lookup;
 mod read;
 mod scalar;
 mod to_policy;
@@ -23,6 +24,7 @@ mod yaml;
 
 use std::fmt;
 
+pub use self::lookup::{DescriptorLimit, FoundLimit, LimitTable};
 use crate::error::{Errors, Note};
 
 /// The most descriptors in all files together.

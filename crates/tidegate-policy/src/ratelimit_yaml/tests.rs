@@ -1,4 +1,5 @@
 mod files;
+mod lookups;
 mod policies;
 
 use super::RatelimitConfig;
