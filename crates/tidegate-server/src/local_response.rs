@@ -147,7 +147,8 @@ pub(crate) fn discard_body(
     closes: bool,
     response: Response<ResponseBody>,
 ) -> Response<ResponseBody> {
-    if body.is_end_stream() {
+    // The library discards the rest of a stream's body once it is dropped.
+    if body.is_end_stream() || watch.is_stream() {
         watch.enter(ConnectionPhase::Idle);
     } else if body.size_hint().lower() <= MAX_DRAINED_BYTES as u64 && !closes {
         watch.leave_body(body);

@@ -126,7 +126,7 @@ impl Watchdog {
     }
 
     pub(crate) fn add_connection(self: &Arc<Self>) -> (Arc<ConnectionWatch>, ConnectionEntry) {
-        let watch = Arc::new(ConnectionWatch::new(Arc::clone(self)));
+        let watch = Arc::new(ConnectionWatch::new(Arc::clone(self), false));
         let (index, first) = {
             let mut open = self.connections.lock();
             let first = open.is_empty();
@@ -144,7 +144,7 @@ impl Watchdog {
         self: &Arc<Self>,
         connection: &Arc<ConnectionWatch>,
     ) -> (Arc<ConnectionWatch>, StreamEntry, bool) {
-        let watch = Arc::new(ConnectionWatch::new(Arc::clone(self)));
+        let watch = Arc::new(ConnectionWatch::new(Arc::clone(self), true));
         let mut streams = self.streams.lock();
         let index = streams.insert(OpenStream { watch: Arc::clone(&watch), connection: Arc::clone(connection) });
         let has_capacity = streams.len() <= self.max_streams;

@@ -39,6 +39,7 @@ impl Flag {
 #[derive(Debug)]
 pub(crate) struct ConnectionWatch {
     pub(crate) watchdog: Arc<Watchdog>,
+    is_stream: bool,
     /// The phase, and the bit of an [`EndReason`] if the phase must end.
     phase_and_reason: AtomicU8,
     /// The tick of the last progress.
@@ -99,8 +100,9 @@ pub(crate) struct ResponseState {
 }
 
 impl ConnectionWatch {
-    pub(super) fn new(watchdog: Arc<Watchdog>) -> Self {
+    pub(super) fn new(watchdog: Arc<Watchdog>, is_stream: bool) -> Self {
         Self {
+            is_stream,
             phase_and_reason: AtomicU8::new(ConnectionPhase::Head as u8),
             last_progress: AtomicU32::new(watchdog.current_tick()),
             watchdog,
@@ -110,6 +112,12 @@ impl ConnectionWatch {
             response: ResponseState::default(),
             access: AccessSlot::default(),
         }
+    }
+
+    /// True if this is a stream of an HTTP/2 connection. Its last owner may be a piece of its response, which the library
+    /// drops under the connection's lock, so nothing of the library may be kept here.
+    pub(crate) fn is_stream(&self) -> bool {
+        self.is_stream
     }
 
     /// Moves the connection to a phase, which starts now.

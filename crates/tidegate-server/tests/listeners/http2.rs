@@ -350,3 +350,25 @@ async fn curl_speaks_http2() {
         assert!(text.starts_with("POST / HTTP/1.1\r\n") && text.ends_with(ends), "{version}: {text}");
     }
 }
+
+#[tokio::test]
+async fn refused_uploads_leave_the_connection_usable() {
+    let limit = "[inbound.action.a]\nmatch = { path = \"/a\" }\nlimit = \"1 per 1h\"\n";
+    let gate = start(&format!("{ALWAYS}{limit}")).await;
+    let client = connect(gate).await;
+    assert_eq!(fetch(&client, request("/a")).await.status(), 200);
+    // A whole body, a part of one, and more than is ever discarded.
+    for (size, is_whole) in [(10, true), (10, false), (200 << 10, true)] {
+        for _ in 0..20 {
+            let mut ready = client.clone().ready().await.unwrap();
+            let (response, mut upload) =
+                ready.send_request(request("/a").method("POST").body(()).unwrap(), false).unwrap();
+            upload.send_data(Bytes::from(vec![b'x'; size]), is_whole).unwrap();
+            let response = tokio::time::timeout(PATIENCE, response).await.unwrap().unwrap();
+            assert_eq!(response.status(), 429, "{size} {is_whole}");
+            let (text, _) = read(&mut response.into_body()).await.unwrap();
+            assert!(text.contains("Too many requests"), "{text}");
+        }
+    }
+    assert_eq!(fetch(&client, request("/b")).await.status(), 200);
+}
