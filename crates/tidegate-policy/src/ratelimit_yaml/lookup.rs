@@ -48,7 +48,8 @@ pub struct FoundLimit<'t> {
     /// The limit.
     pub limit: &'t DescriptorLimit,
     /// The values by which the limit counts, those of the entries that name no value in the configuration. They are
-    /// joined by `|`; a `\` stands before a `|` or `\` of a value. Empty if all descriptors share one count.
+    /// joined by `|`; a `\` stands before a `|` or `\` of a value. If the configuration's key has a `*`, the entry's
+    /// key and `_` stand before the value, because different keys count apart. Empty if all descriptors share one count.
     pub key: String,
 }
 
@@ -66,6 +67,7 @@ struct Node {
     limit: Option<usize>,
     next: Option<usize>,
     shares_count: bool,
+    has_key_pattern: bool,
 }
 
 impl LimitTable {
@@ -98,7 +100,7 @@ impl LimitTable {
             composite.extend([name, "_", value]);
             let (node, is_counted_by) = self.levels[next?].find(name, &composite)?;
             if is_counted_by {
-                counted.push(escaped(value));
+                counted.push(escaped(if node.has_key_pattern { &composite } else { value }));
             }
             (limit, next) = (node.limit, node.next);
         }
@@ -119,7 +121,8 @@ impl LimitTable {
             });
             let has_next = !descriptor.descriptors.is_empty();
             let next = has_next.then(|| self.add_level(&path, &descriptor.descriptors));
-            let node = Node { limit, next, shares_count: descriptor.share_threshold };
+            let has_key_pattern = descriptor.key.contains('*');
+            let node = Node { limit, next, shares_count: descriptor.share_threshold, has_key_pattern };
             let level = &mut self.levels[index];
             if descriptor.is_wildcard() {
                 let parts = composite.split('*').map(str::to_owned).collect();

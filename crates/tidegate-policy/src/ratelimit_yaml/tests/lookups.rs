@@ -133,8 +133,8 @@ group=team;user=alice             => -
 group=unit-x;user=alice           => group_unit-*.user        unit-x|alice
 group=unit-y;user=alice           => group_unit-*.user        unit-y|alice
 group=team-x                      => -
-tag=1                             => tag*                     1
-tags=1                            => tag*                     1
+tag=1                             => tag*                     tag_1
+tags=1                            => tag*                     tags_1
 ta=g                              => -
 a=b                               => a_b
 a_b=c                             => a_b                      c
