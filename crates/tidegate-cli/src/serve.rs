@@ -79,11 +79,13 @@ fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnySt
     }
     let api = if policy.api().forward_auth { "/v1/check, /v1/auth" } else { "/v1/check" };
     let admin = "dashboard, /healthz, /readyz, /metrics";
+    let rls = policy.rls().map(|rls| ("RLS", bound.rls_addresses(), &rls.listen, "Envoy's rate limit service, gRPC"));
     let other = [
-        ("API", bound.api_addresses(), &policy.api().listen, api),
-        ("admin", bound.admin_addresses(), &policy.admin().listen, admin),
+        Some(("API", bound.api_addresses(), &policy.api().listen, api)),
+        rls,
+        Some(("admin", bound.admin_addresses(), &policy.admin().listen, admin)),
     ];
-    for (name, addresses, config, paths) in other {
+    for (name, addresses, config, paths) in other.into_iter().flatten() {
         if !addresses.is_empty() {
             let _ = writeln!(text, "  {name:<8} {} ({paths})", urls(addresses, config));
         }

@@ -96,7 +96,7 @@ pub use query::Query;
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
     AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, ReloadConfig, UpstreamAddress, UpstreamTls,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, RlsConfig, UpstreamAddress, UpstreamTls,
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;

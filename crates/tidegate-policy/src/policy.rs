@@ -10,7 +10,9 @@ use crate::error::{Errors, Note};
 use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
 use crate::secret::SecretSource;
-use crate::sections::{AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig};
+use crate::sections::{
+    AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig, RlsConfig,
+};
 use crate::store::StoreConfig;
 
 /// The policy that is used if there is no file: a gate on 127.0.0.1:8080 in front of 127.0.0.1:3000.
@@ -74,6 +76,7 @@ pub struct Policy {
     pub(crate) store: StoreConfig,
     pub(crate) inbound: InboundConfig,
     pub(crate) api: ApiConfig,
+    pub(crate) rls: Option<RlsConfig>,
     pub(crate) admin: AdminConfig,
     pub(crate) log: LogConfig,
     pub(crate) reload: ReloadConfig,
@@ -135,7 +138,7 @@ impl Policy {
     }
 
     /// The parts of the present policy's text that the text of a [next](Self::load_next) one lacks, as a half-written file
-    /// does: `every setting`, `inbound.upstream`, `api.listen`, `admin.listen`, `outbound`, `outbound.listen` and
+    /// does: `every setting`, `inbound.upstream`, `api.listen`, `rls`, `admin.listen`, `outbound`, `outbound.listen` and
     /// `every limit`. Those that can't be removed without a restart are named, too.
     pub fn removed(&self) -> &[&'static str] {
         &self.removed
@@ -148,6 +151,7 @@ impl Policy {
             ("every setting", !is_empty),
             ("inbound.upstream", self.inbound.upstream.is_some()),
             ("api.listen", !self.api.listen.is_off()),
+            ("rls", self.rls.is_some()),
             ("admin.listen", !self.admin.listen.is_off()),
             ("outbound", outbound.is_some()),
             ("outbound.listen", outbound.is_some_and(|outbound| !outbound.listen.is_off())),
@@ -175,6 +179,14 @@ impl Policy {
         keep("admin.history_bytes", &mut self.admin.history_bytes, present.admin.history_bytes, &mut differ);
         let log = LogConfig { access: self.log.access, ..present.log };
         keep("log", &mut self.log, log, &mut differ);
+        match (&mut self.rls, &present.rls) {
+            (Some(rls), Some(fixed)) => keep("rls.listen", &mut rls.listen, fixed.listen.clone(), &mut differ),
+            (None, None) => {}
+            (rls, fixed) => {
+                rls.clone_from(fixed);
+                differ.push("rls");
+            }
+        }
         match (&mut self.outbound, &present.outbound) {
             (Some(outbound), Some(fixed)) => {
                 keep("outbound.listen", &mut outbound.listen, fixed.listen.clone(), &mut differ);
@@ -218,6 +230,11 @@ impl Policy {
         &self.api
     }
 
+    /// `[rls]`, if the policy has one.
+    pub fn rls(&self) -> Option<&RlsConfig> {
+        self.rls.as_ref()
+    }
+
     /// `[admin]`.
     pub fn admin(&self) -> &AdminConfig {
         &self.admin
@@ -258,6 +275,9 @@ impl Policy {
         self.store.hash_key.iter().for_each(|source| add("store.hash_key", source));
         if !api.listen.is_off() {
             api.token.iter().for_each(|source| add("api.token", source));
+        }
+        if let Some(rls) = self.rls.as_ref().filter(|rls| !rls.listen.is_off()) {
+            rls.token.iter().for_each(|source| add("rls.token", source));
         }
         if !admin.listen.is_off() {
             admin.token.iter().for_each(|source| add("admin.token", source));

@@ -170,6 +170,17 @@ pub struct ApiConfig {
     pub deny_status: u16,
 }
 
+/// `[rls]`: Envoy's rate limit service, over gRPC.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RlsConfig {
+    /// The addresses on which it listens; none for `listen = "off"`. Default 127.0.0.1:8084. Its `http2` is
+    /// [`Http2Mode::Always`](crate::Http2Mode::Always).
+    pub listen: ListenConfig,
+    /// The bearer token that callers must send. Required beyond loopback.
+    pub token: Option<SecretSource>,
+}
+
 /// `[admin]`: health, metrics, the state and changes to it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

@@ -34,6 +34,7 @@ const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 pub(crate) enum ListenerKind {
     Gateway,
     Api,
+    Rls,
     Admin,
 }
 
@@ -43,7 +44,7 @@ impl ListenerKind {
     pub(crate) fn token_headers(self) -> [HeaderName; 2] {
         match self {
             Self::Gateway => [PROXY_AUTHORIZATION, TIDEGATE_TOKEN],
-            Self::Api | Self::Admin => [AUTHORIZATION, X_TIDEGATE_TOKEN],
+            Self::Api | Self::Rls | Self::Admin => [AUTHORIZATION, X_TIDEGATE_TOKEN],
         }
     }
 
@@ -52,6 +53,7 @@ impl ListenerKind {
         match self {
             Self::Gateway => "outbound",
             Self::Api => "api",
+            Self::Rls => "rls",
             Self::Admin => "admin",
         }
     }
@@ -189,10 +191,12 @@ impl Access {
 
     fn check_web_page(&self, headers: &HeaderMap, target: Option<&Authority>) -> Result<(), AccessError> {
         let (mut host, mut is_from_browser) = (None, false);
+        // Callers name the service as they like, Envoy by its cluster. A browser can't send what it takes.
+        let is_own_host = |name: &[u8]| self.listener == ListenerKind::Rls || self.is_own_host(name);
         // One pass over all headers costs less than a lookup of each.
         for (name, value) in headers {
             if name == HOST {
-                if !self.is_own_host(value.as_bytes()) {
+                if !is_own_host(value.as_bytes()) {
                     return Err(AccessError::Host);
                 }
                 host = Some(value.as_bytes());
@@ -200,7 +204,7 @@ impl Access {
                 is_from_browser |= name == ORIGIN || name == SEC_FETCH_SITE;
             }
         }
-        if target.is_some_and(|target| !self.is_own_host(target.as_str().as_bytes())) {
+        if target.is_some_and(|target| !is_own_host(target.as_str().as_bytes())) {
             return Err(AccessError::Host);
         }
         if is_from_browser && self.is_cross_origin(headers, host) { Err(AccessError::Origin) } else { Ok(()) }
@@ -259,7 +263,9 @@ impl Access {
                 self.refusals.log_invalid_request(now, HttpError::InvalidHost, &query, access);
                 return HttpError::InvalidHost.response();
             }
-            AccessError::Token if self.listener != ListenerKind::Admin => return self.token_required_response(),
+            AccessError::Token if !matches!(self.listener, ListenerKind::Rls | ListenerKind::Admin) => {
+                return self.token_required_response();
+            }
             AccessError::Token => (StatusCode::UNAUTHORIZED, RejectionReason::Token, "no valid token".to_owned()),
             AccessError::Host => (
                 StatusCode::MISDIRECTED_REQUEST,
@@ -284,7 +290,7 @@ impl Access {
                 PROXY_AUTHENTICATE,
                 "a token is needed, in Proxy-Authorization: Bearer or in Tidegate-Token",
             ),
-            ListenerKind::Api | ListenerKind::Admin => {
+            ListenerKind::Api | ListenerKind::Rls | ListenerKind::Admin => {
                 (StatusCode::UNAUTHORIZED, WWW_AUTHENTICATE, "a bearer token is needed")
             }
         };

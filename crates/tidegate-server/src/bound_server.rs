@@ -36,6 +36,7 @@ pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
     pub(crate) inbound: Option<OpenListener>,
     pub(crate) outbound: Option<OpenListener>,
     pub(crate) api: Option<OpenListener>,
+    pub(crate) rls: Option<OpenListener>,
     pub(crate) admin: Option<OpenListener>,
     pub(crate) followed_clock: Option<SystemClock>,
 }
@@ -104,6 +105,11 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         first_tcp(self.api_addresses())
     }
 
+    /// The IP address of the rate limit service, the first if it has several. `None` without `[rls]`.
+    pub fn rls(&self) -> Option<SocketAddr> {
+        first_tcp(self.rls_addresses())
+    }
+
     /// The IP address of the admin listener, the first if it has several.
     pub fn admin(&self) -> Option<SocketAddr> {
         first_tcp(self.admin_addresses())
@@ -124,6 +130,11 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         addresses(&self.api)
     }
 
+    /// All addresses of the rate limit service.
+    pub fn rls_addresses(&self) -> &[ListenAddress] {
+        addresses(&self.rls)
+    }
+
     /// All addresses of the admin listener.
     pub fn admin_addresses(&self) -> &[ListenAddress] {
         addresses(&self.admin)
@@ -138,7 +149,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
     /// `timeouts.shutdown` is over. Dropping the future stops accepting and housekeeping at once, and leaves the
     /// connections to the runtime.
     pub async fn run(self, stop: impl Future<Output = ()>) -> ShutdownSummary {
-        let clients = ListenerGroup::start([self.inbound, self.outbound, self.api]);
+        let clients = ListenerGroup::start([self.inbound, self.outbound, self.api, self.rls]);
         let has_admin = self.admin.is_some();
         let admin = ListenerGroup::start([self.admin]);
         let mut housekeeping = JoinSet::new();

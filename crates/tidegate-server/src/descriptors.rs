@@ -3,7 +3,7 @@
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tidegate_policy::Policy;
 
-use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS};
+use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS, RLS_CONNECTIONS};
 
 /// The descriptors of a process besides its connections: listeners, files of the store and the log, the runtime's own.
 const OTHER_DESCRIPTORS: u64 = 64;
@@ -15,7 +15,9 @@ fn needed(policy: &Policy) -> u64 {
     let forwarded = inbound.upstream.as_ref().map_or(0, |_| u64::from(inbound.caps.connections))
         + outbound.map_or(0, |outbound| outbound.connections as u64);
     let internal = [(&policy.api().listen, API_CONNECTIONS), (&policy.admin().listen, ADMIN_CONNECTIONS)];
-    let internal: usize = internal.iter().filter(|(listen, _)| !listen.is_off()).map(|(_, most)| most).sum();
+    let rls = policy.rls().map(|rls| (&rls.listen, RLS_CONNECTIONS));
+    let internal: usize =
+        internal.iter().chain(&rls).filter(|(listen, _)| !listen.is_off()).map(|(_, most)| most).sum();
     2 * forwarded + internal as u64 + OTHER_DESCRIPTORS
 }
 

@@ -148,6 +148,8 @@ pub use crate::tls::{TlsError, tls_connector};
 
 /// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
 const API_CONNECTIONS: usize = 1024;
+/// The maximum number of connections of the rate limit service. Each carries many calls at once.
+const RLS_CONNECTIONS: usize = 1024;
 /// The maximum number of connections of the admin listener.
 const ADMIN_CONNECTIONS: usize = 64;
 /// The maximum size of a request head on the API and admin listeners, and on the outbound listener, in bytes.
@@ -378,10 +380,11 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         let (inbound, proxy) = open("inbound", Some(configs.inbound()), states.proxy, log, refusals)?.unzip();
         let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();
         let (api, api_cell) = open("api", Some(configs.api()), states.api, log, refusals)?.unzip();
+        let (rls, rls_cell) = open("rls", configs.rls(), states.rls, log, refusals)?.unzip();
         let (admin, admin_cell) = open("admin", Some(configs.admin()), states.admin, &no_log, refusals)?.unzip();
-        let all = [&inbound, &outbound, &api, &admin];
+        let all = [&inbound, &outbound, &api, &rls, &admin];
         parts.tls.get_or_init(|| all.into_iter().flatten().filter_map(|open| open.tls().cloned()).collect());
-        let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api)];
+        let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api), ("rls", &rls)];
         let listeners = listeners.into_iter().filter_map(|(name, open)| Some((name, open.as_ref()?.watchdog())));
         parts.connections.get_or_init(|| listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect());
         // Last, because only one server can observe the providers.
@@ -389,7 +392,14 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             let publisher = ProviderEventPublisher::new(Arc::clone(&parts.events));
             providers.observe(move |event| publisher.publish(event));
         }
-        let cells = StateCells { engine: StateCell::new(engine), proxy, gateway, api: api_cell, admin: admin_cell };
+        let cells = StateCells {
+            engine: StateCell::new(engine),
+            proxy,
+            gateway,
+            api: api_cell,
+            rls: rls_cell,
+            admin: admin_cell,
+        };
         Ok(BoundServer {
             reloader: Reloader::new(cells, parts, self.policy_source, snapshot.clone(), reload_requests),
             policy_files: self.policy_files,
@@ -397,6 +407,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             inbound,
             outbound,
             api,
+            rls,
             admin,
             followed_clock: self.followed_clock,
         })
@@ -429,6 +440,11 @@ impl ListenerConfigs<'_> {
     fn api(&self) -> (&ListenConfig, ListenerConfig) {
         let listen = &self.policy.api().listen;
         (listen, self.internal(listen, API_CONNECTIONS))
+    }
+
+    fn rls(&self) -> Option<(&ListenConfig, ListenerConfig)> {
+        let listen = &self.policy.rls()?.listen;
+        Some((listen, self.internal(listen, RLS_CONNECTIONS)))
     }
 
     fn admin(&self) -> (&ListenConfig, ListenerConfig) {

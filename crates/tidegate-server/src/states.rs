@@ -1,7 +1,7 @@
 //! The states of the listeners, made from a policy.
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Once, OnceLock};
 
 use http::StatusCode;
 use tidegate::outbound::Outbound;
@@ -31,6 +31,7 @@ use crate::watchdog::Watchdog;
 use crate::wire::admin::AdminState;
 use crate::wire::forward_auth::ForwardAuthWarnings;
 use crate::wire::http_api::ApiState;
+use crate::wire::rls::RlsState;
 use crate::{EnvLookup, ServeError};
 
 /// A policy, and the machines that decide by it.
@@ -86,6 +87,7 @@ pub(crate) struct ListenerStates<S: Store, C: Clock> {
     pub(crate) proxy: Option<ProxyState<S, C>>,
     pub(crate) gateway: Option<GatewayState<S, C>>,
     pub(crate) api: Option<ApiState<S, C>>,
+    pub(crate) rls: Option<RlsState<S, C>>,
     pub(crate) admin: Option<AdminState<S, C>>,
 }
 
@@ -95,6 +97,7 @@ pub(crate) struct StateCells<S: Store, C: Clock> {
     pub(crate) proxy: Option<Arc<StateCell<ProxyState<S, C>>>>,
     pub(crate) gateway: Option<Arc<StateCell<GatewayState<S, C>>>>,
     pub(crate) api: Option<Arc<StateCell<ApiState<S, C>>>>,
+    pub(crate) rls: Option<Arc<StateCell<RlsState<S, C>>>>,
     pub(crate) admin: Option<Arc<StateCell<AdminState<S, C>>>>,
 }
 
@@ -115,6 +118,7 @@ impl<S: Store, C: Clock + Clone> ListenerStates<S, C> {
             proxy: proxy_state(engine, parts, proxy.as_deref())?,
             gateway: gateway_state(engine, parts, gateway.as_deref())?,
             api: api_access.map(|access| api_state(engine, parts, access)),
+            rls: rls_state(engine, parts)?,
             admin: admin_access.map(|access| admin_state(engine, parts, access)),
         })
     }
@@ -163,6 +167,24 @@ fn api_state<S: Store, C: Clock>(engine: &Engine<S, C>, parts: &SharedParts, acc
         metrics: Arc::clone(&parts.metrics),
         warnings: ForwardAuthWarnings::default(),
     }
+}
+
+fn rls_state<S: Store, C: Clock>(
+    engine: &Engine<S, C>,
+    parts: &SharedParts,
+) -> Result<Option<RlsState<S, C>>, ServeError> {
+    let (Some(rls), inbound) = (engine.policy.rls(), engine.policy.inbound()) else { return Ok(None) };
+    let access = access(parts, ListenerKind::Rls, &rls.listen, rls.token.as_ref(), &[], &[])?;
+    Ok(access.map(|access| RlsState {
+        gate: engine.gate.clone(),
+        replies: Replies::new(engine.gate.plan(), inbound.headers, inbound.x_ratelimit),
+        access,
+        refusals: Arc::clone(&parts.refusals),
+        metrics: Arc::clone(&parts.metrics),
+        draining: Arc::clone(&parts.draining),
+        body_timeout: inbound.timeouts.body,
+        unknown_domain: Once::new(),
+    }))
 }
 
 fn admin_state<S: Store, C: Clock + Clone>(

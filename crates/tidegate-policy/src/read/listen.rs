@@ -13,7 +13,7 @@ use crate::error::quoted;
 use crate::listen::{CertificateFiles, Http2Mode, ListenAddress, ListenConfig, TlsConfig, UnixSocketConfig};
 use crate::outbound::OutboundConfig;
 use crate::secret::SecretSource;
-use crate::sections::{AdminConfig, ApiConfig, InboundConfig};
+use crate::sections::InboundConfig;
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
 
@@ -237,23 +237,20 @@ impl DocumentReader<'_> {
         &mut self,
         root: &TomlTable,
         inbound: Option<&InboundConfig>,
-        api: Option<&ApiConfig>,
-        admin: Option<&AdminConfig>,
+        internal: [(&str, Option<&ListenConfig>); 3],
         outbound: Option<&Option<OutboundConfig>>,
     ) {
         let outbound = outbound.and_then(Option::as_ref);
         let place =
             |section: &str, key: &str| root.table(section).and_then(|table| table.node(key)).map(|node| node.at);
         let gate = inbound.filter(|inbound| inbound.upstream.is_some());
-        let listeners = [
-            ("inbound", gate.map(|inbound| &inbound.listen)),
-            ("api", api.map(|api| &api.listen)),
-            ("admin", admin.map(|admin| &admin.listen)),
-            ("outbound", outbound.map(|outbound| &outbound.listen)),
-        ];
+        let first = [("inbound", gate.map(|inbound| &inbound.listen))];
+        let last = [("outbound", outbound.map(|outbound| &outbound.listen))];
+        let listeners = first.into_iter().chain(internal).chain(last);
         let addresses: Vec<(&str, &ListenAddress)> = listeners
-            .iter()
-            .flat_map(|(name, listen)| listen.iter().flat_map(|listen| &listen.addresses).map(|it| (*name, it)))
+            .flat_map(|(name, listen)| {
+                listen.into_iter().flat_map(|listen| &listen.addresses).map(move |it| (name, it))
+            })
             .collect();
         for (index, (name, address)) in addresses.iter().enumerate() {
             for (other, taken) in &addresses[..index] {

@@ -51,6 +51,7 @@ setting_keys! {
         store: () = "", forms::TABLE, "", Below::Table(&store::STORE);
         inbound: () = "", forms::TABLE, "", Below::Table(&server::INBOUND);
         api: () = "", forms::TABLE, "", Below::Table(&server::API);
+        rls: () = "", forms::TABLE, "", Below::Table(&server::RLS);
         admin: () = "", forms::TABLE, "", Below::Table(&server::ADMIN);
         log: () = "", forms::TABLE, "", Below::Table(&server::LOG);
         reload: () = "", forms::TABLE, "", Below::Table(&server::RELOAD);
@@ -191,6 +192,7 @@ impl DocumentReader<'_> {
         self.on_outage = present_store.map(|store| store.on_outage).unwrap_or_default();
         let inbound = self.inbound(root);
         let api = self.api(root);
+        let rls = self.rls(root);
         let admin = self.admin(root);
         let log = self.log(root);
         let reload = self.reload(root);
@@ -198,7 +200,12 @@ impl DocumentReader<'_> {
         // `admin.metrics` stays until a restart, too.
         let present_admin = self.predecessor.map(|present| &present.admin).or(admin.as_ref());
         let alerts = self.alerts(root, present_admin.is_none_or(|admin| admin.metrics));
-        self.check_listeners(root, inbound.as_ref(), api.as_ref(), admin.as_ref(), outbound.as_ref());
+        let internal = [
+            ("api", api.as_ref().map(|api| &api.listen)),
+            ("rls", rls.as_ref().and_then(Option::as_ref).map(|rls| &rls.listen)),
+            ("admin", admin.as_ref().map(|admin| &admin.listen)),
+        ];
+        self.check_listeners(root, inbound.as_ref(), internal, outbound.as_ref());
         let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
         let plan = self.plan(root, paths, present_store);
         let (mut api, inbound, mut plan) = (api?, inbound?, plan?);
@@ -208,6 +215,7 @@ impl DocumentReader<'_> {
             store: store?,
             inbound,
             api,
+            rls: rls?,
             admin: admin?,
             log: log?,
             reload: reload?,

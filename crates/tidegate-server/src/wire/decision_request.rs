@@ -129,7 +129,8 @@ impl<'a> DecisionRequest<'a> {
         Ok(request)
     }
 
-    fn set_text(&mut self, name: &str, value: Cow<'a, str>) -> Result<(), DecisionRequestError> {
+    /// Sets a field by its name in query strings.
+    pub(crate) fn set_text(&mut self, name: &str, value: Cow<'a, str>) -> Result<(), DecisionRequestError> {
         let slot = match name {
             "action" => &mut self.action,
             "key" => &mut self.key,

@@ -16,9 +16,9 @@ use std::sync::Once;
 use http::header::HeaderName;
 use http::{Request, Response, StatusCode, Uri, Version};
 use hyper::body::Incoming;
+use tidegate::CheckError;
 use tidegate::policy::{ListStatus, MatchedActions, Plan, Query, UncountableError, canonical_ip, is_host};
 use tidegate::store::Store;
-use tidegate::{Check, CheckError};
 use tidegate_core::{Clock, Reason};
 
 use crate::access_log::AccessSlot;
@@ -28,7 +28,7 @@ use crate::listener::ConnectionContext;
 use crate::local_response::error;
 use crate::rejections::RejectionReason;
 use crate::wire::decision_request::decode;
-use crate::wire::http_api::{ApiState, check_error_response};
+use crate::wire::http_api::{ApiState, check_error_response, decide};
 use original_request::{OriginalRequest, X_ORIGINAL_METHOD, X_ORIGINAL_URI, X_ORIGINAL_URL, appended_path};
 
 /// The path of forward-auth, or its prefix.
@@ -132,25 +132,9 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         let why = UncountableError::SimilarHeader(lookalike.to_string());
         return reject(api, request, (&why).into(), &query, &why.to_string(), access);
     }
-    let asked_at = api.gate.clock().now();
-    let decided = match api.gate.begin_check(&Query { actions: Some(actions), ..query }) {
-        Ok(Check::Decided(decision)) => {
-            api.metrics.record_decision(asked_at, api.gate.clock());
-            Ok(decision)
-        }
-        Ok(Check::Pending(pending)) => {
-            let decided = pending.decision().await;
-            api.metrics.record_store_decision(asked_at, decided.is_ok(), api.gate.clock());
-            decided
-        }
-        Err(error) => Err(error),
-    };
-    let decision = match decided {
+    let decision = match decide(&api.gate, &api.metrics, &Query { actions: Some(actions), ..query }).await {
         Ok(decision) => decision,
-        Err(error) => {
-            api.metrics.record_check_error(&error);
-            return error_response(&error);
-        }
+        Err(error) => return error_response(&error),
     };
     api.refusals.log_decision(plan, actions, &query, &decision, access);
     if decision.allowed {

@@ -387,6 +387,28 @@ fn check<S: Store, C: Clock>(
     })
 }
 
+/// The decision about a call, with its time in the metrics.
+pub(crate) async fn decide<S: Store, C: Clock>(
+    gate: &Gate<S, C>,
+    metrics: &RequestMetrics,
+    query: &Query<'_>,
+) -> Result<Decision, CheckError> {
+    let (clock, asked_at) = (gate.clock(), gate.clock().now());
+    let decided = match gate.begin_check(query) {
+        Ok(Check::Decided(decision)) => {
+            metrics.record_decision(asked_at, clock);
+            Ok(decision)
+        }
+        Ok(Check::Pending(pending)) => {
+            let decided = pending.decision().await;
+            metrics.record_store_decision(asked_at, decided.is_ok(), clock);
+            decided
+        }
+        Err(error) => Err(error),
+    };
+    decided.inspect_err(|error| metrics.record_check_error(error))
+}
+
 fn decision_response<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     actions: MatchedActions,

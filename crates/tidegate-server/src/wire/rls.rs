@@ -1,0 +1,369 @@
+//! Envoy's rate limit service (`envoy.service.ratelimit.v3.RateLimitService`), and gRPC's health checks.
+//!
+//! A descriptor of the domain `tidegate` is a question to the policy. Its entries are the fields of a decision request:
+//! `action`, `ip` or `remote_address`, `key`, `platform`, `method`, `path`, `host` and `header:NAME`. Each descriptor is one decision, so a
+//! call that one of them refuses may have been counted by others, as in the original.
+
+mod messages;
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::header::{CONTENT_TYPE, HeaderMap};
+use http::{Request, Response, StatusCode, Version};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::service::Service;
+use prost::Message;
+use tidegate::policy::{MatchedActions, Plan, Query};
+use tidegate::reply::Replies;
+use tidegate::store::Store;
+use tidegate::{CheckError, Decision, Gate};
+use tidegate_core::{Clock, Span};
+use tonic::Status;
+use tonic::server::Grpc;
+use tonic_prost::ProstCodec;
+
+use self::messages::{
+    Code, CurrentLimit, Descriptor, DescriptorStatus, Entry, HealthRequest, HealthResponse, RateLimitRequest,
+    RateLimitResponse, Seconds, ServingStatus, Unit,
+};
+use crate::access::Access;
+use crate::access_log::AccessSlot;
+use crate::body::{RelayBody, ResponseBody};
+use crate::listener::ConnectionContext;
+use crate::local_response::{discard_body, error, finish_response};
+use crate::metrics::RequestMetrics;
+use crate::refusal_log::RefusalLog;
+use crate::state_cell::ListenerState;
+use crate::watchdog::ConnectionPhase;
+use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
+use crate::wire::http_api::{collect_body, decide, validate};
+
+/// The domain whose descriptors are questions to the policy.
+const POLICY_DOMAIN: &str = "tidegate";
+const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
+const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
+const HEALTH_CHECK: &str = "/grpc.health.v1.Health/Check";
+
+/// The state that all connections share.
+pub(crate) struct RlsState<S: Store, C: Clock> {
+    pub(crate) gate: Gate<S, C>,
+    pub(crate) replies: Replies,
+    pub(crate) access: Access,
+    pub(crate) refusals: Arc<RefusalLog>,
+    pub(crate) metrics: Arc<RequestMetrics>,
+    pub(crate) draining: Arc<AtomicBool>,
+    /// The time in which a client must take a piece of a response.
+    pub(crate) body_timeout: Duration,
+    pub(crate) unknown_domain: Once,
+}
+
+/// The service of a connection.
+pub(crate) struct RlsService<S: Store, C: Clock> {
+    state: Arc<RlsState<S, C>>,
+    client: Arc<ConnectionContext>,
+}
+
+impl<S: Store, C: Clock> ListenerState for RlsState<S, C> {
+    type Service = RlsService<S, C>;
+
+    fn connection_service(self: Arc<Self>, client: Arc<ConnectionContext>) -> RlsService<S, C> {
+        RlsService { state: self, client }
+    }
+}
+
+impl<S: Store, C: Clock> Service<Request<Incoming>> for RlsService<S, C> {
+    type Response = Response<ResponseBody>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<ResponseBody>, Infallible>> + Send>>;
+
+    fn call(&self, request: Request<Incoming>) -> Self::Future {
+        let (state, client) = (Arc::clone(&self.state), Arc::clone(&self.client));
+        client.watch.enter(ConnectionPhase::Deciding);
+        Box::pin(async move {
+            let response = respond(&state, &client, request).await;
+            Ok(finish_response(&client.watch, response))
+        })
+    }
+}
+
+async fn respond<S: Store, C: Clock>(
+    state: &Arc<RlsState<S, C>>,
+    client: &Arc<ConnectionContext>,
+    request: Request<Incoming>,
+) -> Response<ResponseBody> {
+    let watch = &client.watch;
+    if let Err(denied) = state.access.check(&request) {
+        let denial = state.access.denied_response(denied, &request, client, state.gate.clock().now());
+        return discard_body(watch, request.into_body(), false, denial);
+    }
+    let content_type = request.headers().get(CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
+    if request.version() != Version::HTTP_2 || !content_type.starts_with(b"application/grpc") {
+        let message = "this listener speaks gRPC over HTTP/2; the decision API is at api.listen";
+        let response = error(StatusCode::UNSUPPORTED_MEDIA_TYPE, message);
+        return discard_body(watch, request.into_body(), false, response);
+    }
+    let (parts, body) = request.into_parts();
+    let bytes = match collect_body(watch, body).await {
+        Ok(bytes) => bytes,
+        Err(response) => return response,
+    };
+    let request = Request::from_parts(parts, Full::new(bytes));
+    let response = match request.uri().path() {
+        SHOULD_RATE_LIMIT => unary(request, |asked| async move { state.decide(&asked, &watch.access).await }).await,
+        HEALTH_CHECK => {
+            let is_draining = state.draining.load(Ordering::Relaxed);
+            unary(request, |asked| async move { health(&asked, is_draining) }).await
+        }
+        path => {
+            Status::unimplemented(format!("there are {SHOULD_RATE_LIMIT} and {HEALTH_CHECK}, not {path}")).into_http()
+        }
+    };
+    response.map(|body| ResponseBody::Relay(RelayBody::new(body, Arc::clone(watch), state.body_timeout)))
+}
+
+/// Answers a request that has one message, with one message.
+async fn unary<I, O, F>(request: Request<Full<bytes::Bytes>>, answer: impl FnMut(I) -> F) -> Response<tonic::body::Body>
+where
+    I: Message + Default + 'static,
+    O: Message + Default + 'static,
+    F: Future<Output = Result<O, Status>>,
+{
+    Grpc::new(ProstCodec::<O, I>::default()).unary(Unary(answer), request).await
+}
+
+/// A function as a service.
+struct Unary<A>(A);
+
+impl<I, O, F, A> tower_service::Service<tonic::Request<I>> for Unary<A>
+where
+    A: FnMut(I) -> F,
+    F: Future<Output = Result<O, Status>>,
+{
+    type Response = tonic::Response<O>;
+    type Error = Status;
+    type Future = futures_util::future::MapOk<F, fn(O) -> tonic::Response<O>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Status>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: tonic::Request<I>) -> Self::Future {
+        futures_util::TryFutureExt::map_ok((self.0)(request.into_inner()), tonic::Response::new)
+    }
+}
+
+fn health(asked: &HealthRequest, is_draining: bool) -> Result<HealthResponse, Status> {
+    if !["", SERVICE].contains(&&*asked.service) {
+        return Err(Status::not_found(format!("the services are \"\" and {SERVICE:?}")));
+    }
+    let status = if is_draining { ServingStatus::NotServing } else { ServingStatus::Serving };
+    Ok(HealthResponse { status: status.into() })
+}
+
+/// The meaning of a descriptor's hits.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hits {
+    Take,
+    Peek,
+    Refund,
+}
+
+/// A descriptor as a question to the policy.
+struct Question<'a> {
+    request: DecisionRequest<'a>,
+    actions: MatchedActions,
+    hits: Hits,
+}
+
+impl<S: Store, C: Clock> RlsState<S, C> {
+    async fn decide(&self, asked: &RateLimitRequest, access: &AccessSlot) -> Result<RateLimitResponse, Status> {
+        if asked.domain.is_empty() {
+            return Err(Status::invalid_argument("`domain` is empty"));
+        }
+        if asked.descriptors.is_empty() {
+            return Err(Status::invalid_argument("`descriptors` is empty"));
+        }
+        if asked.domain != POLICY_DOMAIN {
+            return Ok(self.admit_unknown_domain(asked));
+        }
+        // All are read before any is counted.
+        let descriptors = asked.descriptors.iter().enumerate();
+        let questions = descriptors.map(|(index, it)| self.question(index, it, asked.hits_addend, access));
+        let questions = questions.collect::<Result<Vec<_>, _>>()?;
+        let plan = self.gate.plan();
+        let mut statuses = Vec::with_capacity(questions.len());
+        let mut tightest: Option<(MatchedActions, Decision)> = None;
+        for question in questions {
+            let refused = DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() };
+            let Some(Question { request, actions, hits }) = question else {
+                statuses.push(refused);
+                continue;
+            };
+            let query = Query { actions: Some(actions), ..request.query() };
+            let decision = match self.decide_one(&query, hits).await {
+                Ok(decision) => decision,
+                Err(error) if self.log_uncountable(&error, &query, access) => {
+                    statuses.push(refused);
+                    continue;
+                }
+                Err(error) => return Err(self.status_of(&error)),
+            };
+            self.refusals.log_decision(plan, actions, &query, &decision, access);
+            statuses.push(descriptor_status(plan, &decision));
+            if tightest.is_none_or(|(_, other)| strictness(&decision) > strictness(&other)) {
+                tightest = Some((actions, decision));
+            }
+        }
+        let is_over = statuses.iter().any(|status| status.code() == Code::OverLimit);
+        let overall_code = if is_over { Code::OverLimit } else { Code::Ok }.into();
+        let response_headers_to_add = tightest.map(|(actions, decision)| self.headers(actions, &decision));
+        Ok(RateLimitResponse {
+            overall_code,
+            statuses,
+            response_headers_to_add: response_headers_to_add.unwrap_or_default(),
+        })
+    }
+
+    /// As the original, which has no limits for a domain that it doesn't know.
+    fn admit_unknown_domain(&self, asked: &RateLimitRequest) -> RateLimitResponse {
+        self.unknown_domain.call_once(|| {
+            let domain = tidegate_policy::printable(&asked.domain);
+            tracing::warn!(%domain, "the rate limit service admits all calls of an unknown domain; the policy's is `{POLICY_DOMAIN}`");
+        });
+        let admitted = DescriptorStatus { code: Code::Ok.into(), ..DescriptorStatus::default() };
+        RateLimitResponse {
+            overall_code: Code::Ok.into(),
+            statuses: vec![admitted; asked.descriptors.len()],
+            response_headers_to_add: Vec::new(),
+        }
+    }
+
+    /// Reads a descriptor. `None` if the client's request can't be counted, and so is refused: after an error, Envoy would
+    /// let it pass by default.
+    fn question<'a>(
+        &self,
+        index: usize,
+        descriptor: &'a Descriptor,
+        hits_addend: u32,
+        access: &AccessSlot,
+    ) -> Result<Option<Question<'a>>, Status> {
+        let invalid =
+            |error: DecisionRequestError| Status::invalid_argument(format!("descriptor {index}: {}", error.message));
+        if descriptor.limit.is_some() {
+            let message = format!("descriptor {index}: the policy has the limits of the domain `{POLICY_DOMAIN}`");
+            return Err(Status::invalid_argument(message));
+        }
+        let mut request = DecisionRequest::default();
+        for Entry { key, value } in &descriptor.entries {
+            // The name that Envoy gives the client's address.
+            let field = if key == "remote_address" { "ip" } else { key };
+            request.set_text(field, value.into()).map_err(invalid)?;
+        }
+        let addend = descriptor.hits_addend.or((hits_addend > 0).then_some(hits_addend.into()));
+        if let Some(addend) = addend {
+            request.set_text("cost", addend.to_string().into()).map_err(invalid)?;
+        }
+        let hits = match addend {
+            _ if descriptor.is_negative_hits => Hits::Refund,
+            Some(0) => Hits::Peek,
+            _ => Hits::Take,
+        };
+        validate(&self.gate, &self.refusals, "/v1/check", &request, access).map_err(invalid)?;
+        let query = request.query();
+        access.note(|entry| entry.note_question(&query));
+        match self.gate.actions(&query) {
+            Ok(actions) if actions.iter().any(|id| self.gate.plan().action(id).has_concurrency()) => {
+                let message = "a limit on calls in flight can't be kept here, because the end of a call isn't told";
+                Err(Status::failed_precondition(format!("descriptor {index}: {message}")))
+            }
+            Ok(actions) => Ok(Some(Question { request, actions, hits })),
+            Err(error) if self.log_uncountable(&error, &query, access) => Ok(None),
+            Err(error) => Err(self.status_of(&error)),
+        }
+    }
+
+    /// Returns true if the client's request can't be counted, and logs that.
+    fn log_uncountable(&self, error: &CheckError, query: &Query<'_>, access: &AccessSlot) -> bool {
+        let Some(uncountable) = error.uncountable() else { return false };
+        let why = uncountable.to_string();
+        self.refusals.log_rejection(self.gate.clock().now(), uncountable.into(), query, &why, access);
+        true
+    }
+
+    async fn decide_one(&self, query: &Query<'_>, hits: Hits) -> Result<Decision, CheckError> {
+        match hits {
+            Hits::Take => decide(&self.gate, &self.metrics, query).await,
+            Hits::Peek => self.gate.status(query).await,
+            Hits::Refund => {
+                self.gate.refund(query).await?;
+                self.gate.status(&Query { cost: Some(0), ..*query }).await
+            }
+        }
+    }
+
+    fn status_of(&self, error: &CheckError) -> Status {
+        match error {
+            CheckError::Store(_) => {
+                self.refusals.log_failure(self.gate.clock().now(), error);
+                Status::unavailable("the store can't be reached or written")
+            }
+            CheckError::UnknownAction(_) => Status::not_found(error.to_string()),
+            _ => Status::invalid_argument(error.to_string()),
+        }
+    }
+
+    /// The headers that Envoy adds to the client's response.
+    fn headers(&self, actions: MatchedActions, decision: &Decision) -> Vec<Entry> {
+        let mut headers = HeaderMap::new();
+        if decision.allowed {
+            self.replies.annotate(actions, decision, &mut headers);
+        } else {
+            headers = self.replies.refusal(actions, decision, &HeaderMap::new()).into_parts().0.headers;
+            headers.remove(CONTENT_TYPE);
+        }
+        let text = |value: &http::HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
+        headers.iter().map(|(name, value)| Entry { key: name.to_string(), value: text(value) }).collect()
+    }
+}
+
+/// Refusals are stricter than admissions: those that no wait ends, then by their waits. Then comes the smallest remaining
+/// amount.
+fn strictness(decision: &Decision) -> (bool, Option<Span>, std::cmp::Reverse<u64>) {
+    let wait = (!decision.allowed).then(|| decision.retry_after.unwrap_or(Span::MAX));
+    (!decision.allowed, wait, std::cmp::Reverse(decision.remaining.unwrap_or(u64::MAX)))
+}
+
+fn descriptor_status(plan: &Plan, decision: &Decision) -> DescriptorStatus {
+    let small = |amount: u64| u32::try_from(amount).unwrap_or(u32::MAX);
+    let current_limit = decision.bound_by.zip(decision.limit).map(|(id, limit)| {
+        let info = plan.limit_info(id);
+        let unit = info.rate_limit_policy().window.map_or(Unit::Unknown, unit_of);
+        CurrentLimit { requests_per_unit: small(limit), unit: unit.into(), name: info.name().to_owned() }
+    });
+    let reset = if decision.allowed { Some(decision.reset_after) } else { decision.retry_after };
+    DescriptorStatus {
+        code: if decision.allowed { Code::Ok } else { Code::OverLimit }.into(),
+        current_limit,
+        limit_remaining: decision.remaining.map_or(u32::MAX, small),
+        // Envoy ignores fractions, and no wait may be told too short.
+        duration_until_reset: reset.map(|wait| Seconds { seconds: wait.as_secs_ceil().cast_signed() }),
+    }
+}
+
+/// The unit of a window in seconds.
+fn unit_of(seconds: u64) -> Unit {
+    match seconds {
+        1 => Unit::Second,
+        60 => Unit::Minute,
+        3600 => Unit::Hour,
+        86_400 => Unit::Day,
+        604_800 => Unit::Week,
+        _ => Unit::Unknown,
+    }
+}

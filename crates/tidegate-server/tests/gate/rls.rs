@@ -1,0 +1,338 @@
+//! Envoy's rate limit service.
+
+use std::net::SocketAddr;
+
+use bytes::Bytes;
+use h2::client::SendRequest;
+use http::{HeaderMap, Request};
+use prost::Message;
+use serde_json::json;
+use tidegate::Span;
+use tidegate_testkit::servers::free_port;
+use tokio::net::TcpStream;
+
+use crate::common::{
+    PATIENCE, Peer, Running, body, capture, json as parsed, nobody, once, policy, post, start, status, try_start,
+};
+use messages::{
+    Code, Descriptor, DescriptorStatus, Entry, HealthRequest, HealthResponse, Override, RateLimitRequest,
+    RateLimitResponse, ServingStatus, Unit,
+};
+
+#[path = "../../src/wire/rls/messages.rs"]
+mod messages;
+
+const FILE: &str = r#"
+    [inbound.action.login]
+    match = { method = "POST", path = "/login" }
+    limit = "5 per 60s"
+    penalty = { base = "2s", cap = "1h" }
+    [inbound.action.tenant]
+    key = ["header:x-tenant", "key"]
+    limit = "1000 per 1h"
+    [inbound.action.slow]
+    limit = "3 per 7m"
+    [inbound.action.free]
+    limit = "unlimited"
+    [inbound.action.held]
+    limit = "2 in flight"
+"#;
+const CHECK: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
+
+/// The error of a call: its gRPC status, or its HTTP status if it isn't 200.
+type CallError = (u16, String);
+
+/// A gate with the service, and its address.
+async fn serve(more: &str) -> (Running, SocketAddr) {
+    let address = SocketAddr::from(([127, 0, 0, 1], free_port()));
+    (start(nobody(), &format!("{FILE}[rls]\nlisten = \"{address}\"\n{more}")).await, address)
+}
+
+async fn connect(address: SocketAddr) -> SendRequest<Bytes> {
+    let stream = TcpStream::connect(address).await.unwrap();
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    tokio::spawn(connection);
+    client
+}
+
+fn framed(message: &impl Message) -> Vec<u8> {
+    let encoded = message.encode_to_vec();
+    [&[0], &u32::try_from(encoded.len()).unwrap().to_be_bytes()[..], &encoded].concat()
+}
+
+/// Makes a call as gRPC over HTTP/2 describes it.
+async fn call<O: Message + Default>(
+    client: &SendRequest<Bytes>,
+    path: &str,
+    bytes: Vec<u8>,
+    headers: &[(&str, &str)],
+) -> Result<O, CallError> {
+    let mut request = Request::post(format!("http://a-cluster{path}")).header("te", "trailers");
+    request = request.header("content-type", "application/grpc");
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let mut client = client.clone().ready().await.unwrap();
+    let (response, mut body) = client.send_request(request.body(()).unwrap(), false).unwrap();
+    body.send_data(bytes.into(), true).unwrap();
+    let (head, mut body) = tokio::time::timeout(PATIENCE, response).await.unwrap().unwrap().into_parts();
+    let mut received = Vec::new();
+    while let Some(bytes) = body.data().await {
+        received.extend_from_slice(&bytes.unwrap());
+    }
+    let trailers = body.trailers().await.unwrap().unwrap_or_default();
+    if head.status != 200 {
+        return Err((head.status.as_u16(), String::from_utf8_lossy(&received).into_owned()));
+    }
+    let told = |name: &str| {
+        [&trailers, &head.headers]
+            .into_iter()
+            .find_map(|map: &HeaderMap| Some(map.get(name)?.to_str().unwrap().to_owned()))
+    };
+    match told("grpc-status").expect("a status").as_str() {
+        "0" => Ok(O::decode(&received[5..]).unwrap()),
+        status => {
+            let message = told("grpc-message").unwrap_or_default();
+            let message = percent_encoding::percent_decode_str(&message).decode_utf8().unwrap();
+            Err((status.parse().unwrap(), message.into_owned()))
+        }
+    }
+}
+
+fn descriptor(entries: &[(&str, &str)]) -> Descriptor {
+    let entry = |(key, value): &(&str, &str)| Entry { key: (*key).to_owned(), value: (*value).to_owned() };
+    Descriptor { entries: entries.iter().map(entry).collect(), ..Descriptor::default() }
+}
+
+fn request(descriptors: impl Into<Vec<Descriptor>>) -> RateLimitRequest {
+    RateLimitRequest { domain: "tidegate".to_owned(), descriptors: descriptors.into(), hits_addend: 0 }
+}
+
+async fn ask(client: &SendRequest<Bytes>, request: &RateLimitRequest) -> Result<RateLimitResponse, CallError> {
+    call(client, CHECK, framed(request), &[]).await
+}
+
+async fn status_of(client: &SendRequest<Bytes>, descriptor: Descriptor) -> DescriptorStatus {
+    let response = ask(client, &request([descriptor])).await.unwrap();
+    assert_eq!(response.overall_code, response.statuses[0].code);
+    response.statuses[0].clone()
+}
+
+fn header<'r>(response: &'r RateLimitResponse, name: &str) -> Option<&'r str> {
+    let headers = &response.response_headers_to_add;
+    headers.iter().find(|entry| entry.key == name).map(|entry| entry.value.as_str())
+}
+
+const LOGIN: [(&str, &str); 2] = [("action", "login"), ("ip", "203.0.113.7")];
+
+#[tokio::test]
+async fn descriptors_are_decided_until_refused() {
+    let (gate, address) = serve("").await;
+    let client = connect(address).await;
+    for left in (0..5).rev() {
+        let response = ask(&client, &request([descriptor(&LOGIN)])).await.unwrap();
+        let [status] = &response.statuses[..] else { panic!("{response:?}") };
+        assert_eq!((response.overall_code(), status.code()), (Code::Ok, Code::Ok));
+        let limit = status.current_limit.as_ref().unwrap();
+        assert_eq!((limit.requests_per_unit, limit.unit(), &*limit.name), (5, Unit::Minute, "login"));
+        assert_eq!((status.limit_remaining, status.duration_until_reset.as_ref().unwrap().seconds), (left, 60));
+        assert_eq!(header(&response, "ratelimit"), Some(&*format!("\"login\";r={left};t=60")));
+        assert_eq!(header(&response, "retry-after"), None);
+    }
+    let response = ask(&client, &request([descriptor(&LOGIN)])).await.unwrap();
+    let status = &response.statuses[0];
+    assert_eq!((response.overall_code(), status.code(), status.limit_remaining), (Code::OverLimit, Code::OverLimit, 0));
+    let wait: u64 = header(&response, "retry-after").unwrap().parse().unwrap();
+    assert_eq!(status.duration_until_reset.as_ref().unwrap().seconds, i64::try_from(wait).unwrap());
+    assert_eq!(
+        (header(&response, "ratelimit-policy"), header(&response, "content-type")),
+        (Some("\"login\";q=5;w=60"), None)
+    );
+    gate.clock.advance(Span::from_secs(wait));
+    assert_eq!(status_of(&client, descriptor(&LOGIN)).await.code(), Code::Ok, "the wait is true");
+}
+
+#[tokio::test]
+async fn all_interfaces_share_one_count() {
+    let (gate, address) = serve("").await;
+    let client = connect(address).await;
+    let check = || async { once(gate.api, post("/v1/check", r#"{"action":"login","ip":"203.0.113.7"}"#)).await };
+    for _ in 0..2 {
+        assert_eq!(status_of(&client, descriptor(&LOGIN)).await.code(), Code::Ok);
+        assert_eq!(status(&check().await), 200);
+    }
+    // The same action, found by the request itself.
+    let by_path = [("remote_address", "203.0.113.7"), ("method", "POST"), ("path", "/login")];
+    assert_eq!(status_of(&client, descriptor(&by_path)).await.code(), Code::Ok);
+    assert_eq!(status(&check().await), 429);
+    let auth = "GET /v1/auth?action=login HTTP/1.1\r\nhost: gate.test\r\nx-forwarded-for: 203.0.113.7\r\n\r\n";
+    assert_eq!(status(&once(gate.api, auth).await), 200, "the front server isn't trusted, so this is its own count");
+    let other = [("action", "login"), ("ip", "203.0.113.8")];
+    assert_eq!(status_of(&client, descriptor(&other)).await.code(), Code::Ok);
+    let blocked = parsed(&once(gate.admin, "GET /v1/blocks HTTP/1.1\r\nhost: gate.test\r\n\r\n").await);
+    assert_eq!(blocked["clients"][0]["client"], json!({ "client_ip": "203.0.113.7" }));
+}
+
+#[tokio::test]
+async fn each_descriptor_has_a_status() {
+    let (_gate, address) = serve("").await;
+    let client = connect(address).await;
+    let slow = descriptor(&[("action", "slow"), ("ip", "203.0.113.7")]);
+    let free = descriptor(&[("action", "free")]);
+    let tenant = descriptor(&[("action", "tenant"), ("header:x-tenant", "a"), ("key", "k")]);
+    let all = request([slow.clone(), free, tenant]);
+    for _ in 0..3 {
+        assert_eq!(ask(&client, &all).await.unwrap().overall_code(), Code::Ok);
+    }
+    let response = ask(&client, &all).await.unwrap();
+    let codes: Vec<_> = response.statuses.iter().map(DescriptorStatus::code).collect();
+    assert_eq!((response.overall_code(), &codes[..]), (Code::OverLimit, &[Code::OverLimit, Code::Ok, Code::Ok][..]));
+    let units: Vec<_> =
+        response.statuses.iter().map(|status| status.current_limit.as_ref().map(|it| it.unit())).collect();
+    assert_eq!(units, [Some(Unit::Unknown), None, Some(Unit::Hour)]);
+    let remaining: Vec<_> = response.statuses.iter().map(|status| status.limit_remaining).collect();
+    assert_eq!(remaining, [0, u32::MAX, 996]);
+    assert_eq!(
+        (header(&response, "ratelimit"), header(&response, "retry-after")),
+        (Some("\"slow\";r=0;t=420"), Some("420"))
+    );
+}
+
+#[tokio::test]
+async fn hits_are_costs_questions_and_refunds() {
+    let (_gate, address) = serve("").await;
+    let client = connect(address).await;
+    let tenant = descriptor(&[("action", "tenant"), ("header:x-tenant", "a"), ("key", "k")]);
+    let left = async |hits_addend: Option<u64>, is_negative_hits, request_hits| {
+        let one = Descriptor { hits_addend, is_negative_hits, ..tenant.clone() };
+        let asked = RateLimitRequest { hits_addend: request_hits, ..request([one]) };
+        ask(&client, &asked).await.unwrap().statuses[0].limit_remaining
+    };
+    assert_eq!(left(None, false, 0).await, 999);
+    assert_eq!(left(None, false, 100).await, 899);
+    assert_eq!(left(Some(9), false, 100).await, 890);
+    assert_eq!(left(Some(0), false, 100).await, 890);
+    assert_eq!(left(Some(10), true, 0).await, 900);
+    assert_eq!(left(Some(1000), true, 0).await, 1000, "a refund never exceeds the capacity");
+}
+
+#[tokio::test]
+async fn invalid_requests_are_errors_and_count_nothing() {
+    let (_gate, address) = serve("").await;
+    let client = connect(address).await;
+    let login = descriptor(&LOGIN);
+    let error = async |asked: RateLimitRequest| ask(&client, &asked).await.expect_err("an error");
+    assert_eq!(
+        error(RateLimitRequest { domain: String::new(), ..request([login.clone()]) }).await,
+        (3, "`domain` is empty".to_owned())
+    );
+    assert_eq!(error(request([])).await, (3, "`descriptors` is empty".to_owned()));
+    for (entries, code, message) in [
+        (&[("acton", "login")][..], 3, "descriptor 1: unknown field `acton`; did you mean `action`?"),
+        (&[("action", "login"), ("action", "login")], 3, "descriptor 1: `action` is there twice"),
+        (&[("action", "lgoin")], 5, "unknown action \"lgoin\"; did you mean \"login\"?"),
+        (&[("ip", "203.0.113.7")], 3, "descriptor 1: `action` is missing (or the `method` and `path` that find one)"),
+        (
+            &[("action", "login"), ("ip", "203.0.113")],
+            3,
+            "descriptor 1: an `ip` is an IPv4 or IPv6 address without a port",
+        ),
+        (
+            &[("action", "held"), ("ip", "203.0.113.7")],
+            9,
+            "descriptor 1: a limit on calls in flight can't be kept here, because the end of a call isn't told",
+        ),
+        (
+            &[("action", "login"), ("permit", "00000000000000aa")],
+            3,
+            "descriptor 1: `permit` belongs to /v1/release and /v1/renew, not /v1/check",
+        ),
+    ] {
+        let (found, text) = error(request([login.clone(), descriptor(entries)])).await;
+        assert_eq!((found, &*text), (code, message), "{entries:?}");
+    }
+    let limit = Some(Override { requests_per_unit: 5, unit: Unit::Minute.into() });
+    assert_eq!(error(request([login.clone(), Descriptor { limit, ..login.clone() }])).await.0, 3);
+    let too_long = descriptor(&[("action", "login"), ("key", &"k".repeat(20_000))]);
+    assert_eq!(error(request([too_long])).await.0, 413);
+    let broken =
+        call::<RateLimitResponse>(&client, CHECK, vec![0, 0, 0, 0, 2, 0xff, 0xff], &[]).await.expect_err("an error");
+    assert_eq!(broken.0, 13);
+    let elsewhere =
+        call::<RateLimitResponse>(&client, "/a.Service/Method", framed(&request([login.clone()])), &[]).await;
+    assert_eq!(elsewhere.expect_err("an error").0, 12);
+    assert_eq!(status_of(&client, login).await.limit_remaining, 4, "nothing was counted");
+}
+
+#[tokio::test]
+async fn uncountable_requests_are_refused() {
+    let (_gate, address) = serve("[inbound]\nambiguous_paths = \"refuse\"\n").await;
+    let client = connect(address).await;
+    let by_path = async |path| {
+        status_of(&client, descriptor(&[("ip", "203.0.113.7"), ("method", "POST"), ("path", path)])).await.code()
+    };
+    assert_eq!(by_path("/login").await, Code::Ok);
+    assert_eq!(by_path("/a%2f../login").await, Code::OverLimit);
+}
+
+#[tokio::test]
+async fn unknown_domains_are_admitted_with_a_warning() {
+    let (lines, _guard) = capture("text");
+    let (_gate, address) = serve("").await;
+    let client = connect(address).await;
+    for _ in 0..2 {
+        let asked =
+            RateLimitRequest { domain: "other".to_owned(), ..request([descriptor(&LOGIN), descriptor(&LOGIN)]) };
+        let response = ask(&client, &asked).await.unwrap();
+        let is_plain = |status: &DescriptorStatus| status.code() == Code::Ok && status.current_limit.is_none();
+        assert!(response.overall_code() == Code::Ok && response.statuses.iter().all(is_plain), "{response:?}");
+        assert_eq!(response.statuses.len(), 2);
+    }
+    assert_eq!(lines.text().matches("unknown domain").count(), 1, "{}", lines.text());
+}
+
+#[tokio::test]
+async fn health_is_told_until_the_shutdown() {
+    let (mut gate, address) = serve("").await;
+    let client = connect(address).await;
+    let health = async |service: &str| {
+        let asked = HealthRequest { service: service.to_owned() };
+        call::<HealthResponse>(&client, "/grpc.health.v1.Health/Check", framed(&asked), &[]).await
+    };
+    for service in ["", "envoy.service.ratelimit.v3.RateLimitService"] {
+        assert_eq!(health(service).await.unwrap().status(), ServingStatus::Serving);
+    }
+    assert_eq!(health("other").await.expect_err("an error").0, 5);
+    let summary = gate.stop().await.unwrap();
+    assert_eq!(summary.cut_off, 0);
+}
+
+#[tokio::test]
+async fn a_token_is_asked_for() {
+    let listen = format!("{FILE}[rls]\ntoken = \"env:RLS\"\nlisten = \"127.0.0.1:{}\"\n", free_port());
+    let policy = policy(nobody(), &listen);
+    let address = policy.rls().unwrap().listen.tcp().next().unwrap();
+    let _gate = try_start(&policy, |name| (name == "RLS").then(|| "a-token-of-the-service".to_owned())).unwrap();
+    let client = connect(address).await;
+    let with = async |headers: &[(&str, &str)]| {
+        call::<RateLimitResponse>(&client, CHECK, framed(&request([descriptor(&LOGIN)])), headers).await
+    };
+    for headers in [&[][..], &[("authorization", "Bearer wrong")]] {
+        assert_eq!(with(headers).await.expect_err("an error").0, 401);
+    }
+    assert_eq!(with(&[("authorization", "Bearer a-token-of-the-service")]).await.unwrap().overall_code(), Code::Ok);
+}
+
+#[tokio::test]
+async fn only_grpc_over_http2_is_answered() {
+    let (_gate, address) = serve("").await;
+    let mut peer = Peer::connect(address).await;
+    let over_http1 =
+        format!("POST {CHECK} HTTP/1.1\r\nhost: a\r\ncontent-type: application/grpc\r\ncontent-length: 0\r\n\r\n");
+    let answer = peer.ask(over_http1).await;
+    assert_eq!(status(&answer), 415, "{}", body(&answer));
+    let client = connect(address).await;
+    let framed = || framed(&request([descriptor(&LOGIN)]));
+    let page = call::<RateLimitResponse>(&client, CHECK, framed(), &[("origin", "http://evil.test")]).await;
+    assert_eq!(page.expect_err("an error").0, 403);
+}
