@@ -72,7 +72,7 @@ fn missing_files_are_reported() {
     let scratch = ScratchDir::new();
     let folder = scratch.path().to_str().unwrap();
     let (status, _, err) = run(&["import", "ratelimit", folder]);
-    assert!(status == 2 && err.contains("no file ends with .yaml or .yml"), "{err}");
+    assert!(status == 1 && err.contains("no file in it ends with .yaml or .yml"), "{err}");
     let (status, _, err) = run(&["import", "ratelimit", &format!("{folder}/none.yaml")]);
     assert!(status == 1 && err.contains("can't read"), "{err}");
 }

@@ -170,6 +170,29 @@ fn changes_of_the_file_reload() {
     assert_eq!(gate.check("reloaded"), 429);
 }
 
+#[test]
+fn changes_of_rate_limit_files_reload() {
+    let scratch = ScratchDir::new();
+    let yaml = |requests: u32| {
+        let limit = format!("{{unit: hour, requests_per_unit: {requests}}}");
+        format!("domain: login\ndescriptors:\n- {{key: \"é\", rate_limit: {limit}}}\n")
+    };
+    fs::create_dir(scratch.path().join("limits")).unwrap();
+    let first = scratch.write("limits/a.yaml", &yaml(1000));
+    let text = format!("{WATCH}[rls]\nlisten = \"off\"\nfiles = \"{}\"\n", first.parent().unwrap().display());
+    let file = scratch.write("tidegate.toml", &text);
+    let gate = Gate::start_with(scratch, file, "memory");
+    gate.wait_for(200, "as started");
+    fs::write(&first, yaml(0)).unwrap();
+    gate.wait_for(429, "in place");
+    fs::write(&first, "domain: [").unwrap();
+    gate.wait_for_log("a.yaml:1:", 1);
+    assert_eq!(gate.check("broken"), 429);
+    fs::rename(&first, first.with_file_name("off")).unwrap();
+    fs::write(first.with_file_name("b.yml"), yaml(1000)).unwrap();
+    gate.wait_for(200, "by another file of the directory");
+}
+
 /// A program that writes in place first makes the file empty.
 #[test]
 fn a_half_written_file_removes_no_limits() {

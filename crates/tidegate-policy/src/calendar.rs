@@ -1,4 +1,4 @@
-//! Calendar periods in any time zone: the start and end of the hours, days, weeks, months and years of quotas.
+//! Calendar periods in any time zone: the start and end of the hours, days and other periods of quotas.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,6 +13,10 @@ use crate::nearest::nearest;
 /// A calendar period that a quota counts in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PeriodUnit {
+    /// A second.
+    Second,
+    /// From one full minute to the next.
+    Minute,
     /// From one full hour on the zone's clocks to the next.
     Hour,
     /// From midnight to midnight: 23 or 25 hours if the clocks change.
@@ -27,11 +31,13 @@ pub enum PeriodUnit {
 
 impl PeriodUnit {
     /// Every unit.
-    pub const ALL: [Self; 5] = [Self::Hour, Self::Day, Self::Week, Self::Month, Self::Year];
+    pub const ALL: [Self; 7] = [Self::Second, Self::Minute, Self::Hour, Self::Day, Self::Week, Self::Month, Self::Year];
 
-    /// `hour`, `day`, `week`, `month` or `year`.
+    /// `second`, `minute`, `hour`, `day`, `week`, `month` or `year`.
     pub fn as_str(self) -> &'static str {
         match self {
+            Self::Second => "second",
+            Self::Minute => "minute",
             Self::Hour => "hour",
             Self::Day => "day",
             Self::Week => "week",
@@ -43,6 +49,8 @@ impl PeriodUnit {
     /// The nominal length, which clock changes leave aside; `None` for months and years, which differ in length.
     pub fn fixed_length(self) -> Option<Span> {
         match self {
+            Self::Second => Some(Span::from_secs(1)),
+            Self::Minute => Some(Span::from_secs(60)),
             Self::Hour => Some(Span::from_secs(3_600)),
             Self::Day => Some(Span::from_secs(86_400)),
             Self::Week => Some(Span::from_secs(604_800)),
@@ -99,6 +107,9 @@ impl CivilCalendar {
         let local = at.to_zoned(self.zone.clone());
         let date = local.date();
         let (start, end) = match self.unit {
+            // Of these, all zones have the same.
+            PeriodUnit::Second => (secs, secs + 1),
+            PeriodUnit::Minute => (secs - secs % 60, secs - secs % 60 + 60),
             PeriodUnit::Hour => self.hour(&local)?,
             PeriodUnit::Day => self.days(date, 1.day())?,
             PeriodUnit::Week => {

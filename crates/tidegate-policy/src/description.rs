@@ -57,6 +57,8 @@ pub(crate) fn describe_bound(quantity: &Quantity, penalty: Option<&Penalty>, cos
         Quantity::Quota { limit, unit, zone } => {
             let zone = zone.as_deref().unwrap_or("UTC");
             let end = match unit {
+                PeriodUnit::Second => "each full second",
+                PeriodUnit::Minute => "each full minute",
                 PeriodUnit::Hour => "each full hour",
                 PeriodUnit::Day => "midnight",
                 PeriodUnit::Week => "midnight before Monday",

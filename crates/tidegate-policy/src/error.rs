@@ -320,6 +320,14 @@ impl ErrorList {
         Some(self.kept.push_mut(make()))
     }
 
+    /// Counts these errors, too.
+    pub(crate) fn append(&mut self, other: &Errors) {
+        for error in &other.errors {
+            self.add(|| error.clone());
+        }
+        self.omitted += other.omitted;
+    }
+
     /// The error that was counted after `before` others, if it was kept.
     pub(crate) fn after(&mut self, before: usize) -> Option<&mut Error> {
         self.kept.get_mut(before)

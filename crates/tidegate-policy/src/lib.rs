@@ -29,7 +29,7 @@
 //! | the periods of quotas | [`calendar`] |
 //! | the settings of providers, the APIs that are called | [`outbound`] |
 //! | a reader for other documents, as strict as for policies | [`document`] |
-//! | the configuration of Envoy's ratelimit service | `ratelimit_yaml`, with the feature `ratelimit-yaml` |
+//! | the configuration of Envoy's ratelimit service | `ratelimit_yaml` |
 #![forbid(unsafe_code)]
 
 mod address;
@@ -58,7 +58,6 @@ mod preset;
 mod printable;
 mod quantity;
 mod query;
-#[cfg(feature = "ratelimit-yaml")]
 pub mod ratelimit_yaml;
 mod raw_paths;
 mod read;
@@ -96,7 +95,7 @@ pub use query::Query;
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
     AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, ReloadConfig, RlsConfig, UpstreamAddress, UpstreamTls,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, RlsAlgorithm, RlsConfig, UpstreamAddress, UpstreamTls,
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;

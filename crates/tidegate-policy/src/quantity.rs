@@ -23,7 +23,7 @@ const FORMS: &str = "\"5 per 60s\", \"10/s burst 20\", \"1000 per calendar day\"
 /// | --- | --- |
 /// | `5 per 60s`, `5/60s`, `5 per minute` | strict window: no trailing 60 s ever holds more than 5 |
 /// | `10/s`, `10/s burst 20`, `10 per 1s burst 20` | rate: smooth, with up to 20 at once (1 if unsaid) |
-/// | `1000 per calendar day`, `1000 per day in America/Los_Angeles` | quota: counted by calendar `hour`, `day`, `week` (from Monday), `month` or `year`; UTC if no zone |
+/// | `1000 per calendar day`, `1000 per day in America/Los_Angeles` | quota: counted by calendar `second`, `minute`, `hour`, `day`, `week` (from Monday), `month` or `year`; UTC if no zone |
 /// | `8 in flight` | at most 8 calls at the same time |
 /// | `unlimited` | no limit |
 ///
@@ -312,7 +312,9 @@ fn parse_window_or_rate(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity,
     if word.text == "in" {
         let message = "a time zone after a length of time";
         let error = QuantityError::new(word.range, message, "a calendar period before the zone");
-        let help = format!("write \"{limit} per day in …\": calendar periods are hour, day, week, month and year");
+        let help = format!(
+            "write \"{limit} per day in …\": calendar periods are second, minute, hour, day, week, month and year"
+        );
         return Err(error.help(help));
     }
     cursor.position = mark;
@@ -356,7 +358,7 @@ fn quota_or_window(count: u64, period: &str, window: &str) -> String {
 
 /// After `per`, a word: a length of time, or a calendar period, which `calendar` or a time zone tells.
 fn parse_period(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, QuantityError> {
-    const CALENDAR_PERIODS: &str = "a calendar period: hour, day, week, month or year";
+    const CALENDAR_PERIODS: &str = "a calendar period: second, minute, hour, day, week, month or year";
     const WORDS: [&str; 8] = ["second", "minute", "hour", "day", "week", "month", "year", "calendar"];
     let mut word = cursor.word();
     let says_calendar = word.text == "calendar";
@@ -369,47 +371,37 @@ fn parse_period(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Quantit
             return Err(error.did_you_mean(nearest(word.text, PeriodUnit::ALL.map(PeriodUnit::as_str))));
         }
     }
-    let unit = PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == word.text);
-    let span = match (word.text, unit) {
-        ("second", _) => Some(Span::from_secs(1)),
-        ("minute", _) => Some(Span::from_secs(60)),
-        (_, Some(unit)) => unit.fixed_length(),
-        _ => {
-            let expected = "a length of time (60s, 1h, day) or a calendar period (\"calendar month\")";
-            let error = QuantityError::new(word.range, format!("unknown period `{}`", word.text), expected);
-            return Err(match word.text {
-                "s" | "m" | "h" | "d" | "w" => {
-                    error.help(format!("did you mean \"{limit} per 1{0}\", any trailing 1{0}?", word.text))
-                }
-                other => error.did_you_mean(nearest(other, WORDS)),
-            });
-        }
+    let Some(unit) = PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == word.text) else {
+        let expected = "a length of time (60s, 1h, day) or a calendar period (\"calendar month\")";
+        let error = QuantityError::new(word.range, format!("unknown period `{}`", word.text), expected);
+        return Err(match word.text {
+            "s" | "m" | "h" | "d" | "w" => {
+                error.help(format!("did you mean \"{limit} per 1{0}\", any trailing 1{0}?", word.text))
+            }
+            other => error.did_you_mean(nearest(other, WORDS)),
+        });
     };
     let mark = cursor.position;
     cursor.skip_space();
     let next = cursor.word();
-    match (next.text, unit, span) {
-        ("in", Some(unit), _) => Ok(Quantity::Quota { limit, unit, zone: parse_zone_name(cursor)? }),
-        ("in", None, _) => {
-            let message = format!("a time zone after `{}`, which is not a calendar period", word.text);
-            Err(QuantityError::new(next.range, message, CALENDAR_PERIODS))
-        }
-        ("burst", ..) if says_calendar => {
+    match (next.text, unit.fixed_length()) {
+        ("in", _) => Ok(Quantity::Quota { limit, unit, zone: parse_zone_name(cursor)? }),
+        ("burst", _) if says_calendar => {
             let error = QuantityError::new(next.range, "a calendar quota has no burst", "a quota or a rate");
             Err(error.help(format!("drop the burst, or write a rate: \"{limit}/h burst 20\"")))
         }
-        (_, Some(unit), _) if says_calendar => {
+        _ if says_calendar => {
             cursor.position = mark;
             Ok(Quantity::Quota { limit, unit, zone: None })
         }
-        (.., Some(span)) => {
+        (_, Some(span)) => {
             cursor.position = mark;
             Ok(match parse_burst(cursor)? {
                 Some(burst) => Quantity::Rate { count: limit, per: span, burst },
                 None => Quantity::Window { limit, window: span },
             })
         }
-        (.., None) => {
+        (_, None) => {
             let days = if word.text == "month" { "30d" } else { "365d" };
             let message = format!("`per {}` could mean two things", word.text);
             let expected = format!("`per calendar {}`, a time zone, or a length of time", word.text);
@@ -419,12 +411,14 @@ fn parse_period(limit: u64, cursor: &mut Cursor<'_>) -> Result<Quantity, Quantit
     }
 }
 
-/// The unit of a window that is written as one word, such as the day of `1000 per day`, if that unit is also a calendar
-/// period.
+/// The unit of a window that is written as one word, such as the day of `1000 per day`, if it could be taken for a
+/// calendar period.
 pub(crate) fn ambiguous_unit(quantity: &Quantity, text: &str) -> Option<PeriodUnit> {
     let Quantity::Window { .. } = quantity else { return None };
     let last = text.split_whitespace().next_back()?;
-    PeriodUnit::ALL.into_iter().find(|unit| unit.as_str() == last)
+    let is_meant =
+        |unit: &PeriodUnit| unit.as_str() == last && !matches!(unit, PeriodUnit::Second | PeriodUnit::Minute);
+    PeriodUnit::ALL.into_iter().find(is_meant)
 }
 
 /// Parses the rest of a text as the name of a time zone; `None` for UTC.

@@ -16,7 +16,9 @@
 //! ```
 
 mod check;
+mod files;
 mod lookup;
+mod names;
 mod read;
 mod scalar;
 mod to_policy;
@@ -24,7 +26,9 @@ mod yaml;
 
 use std::fmt;
 
+pub use self::files::{UnreadableFileError, list_files, read_files, read_regular_file};
 pub use self::lookup::{DescriptorLimit, FoundLimit, LimitTable};
+use crate::calendar::PeriodUnit;
 use crate::error::{Errors, Note};
 
 /// The most descriptors in all files together.
@@ -193,6 +197,20 @@ impl Unit {
     /// The unit of this name, in any case.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|unit| unit.name().eq_ignore_ascii_case(name))
+    }
+}
+
+impl From<Unit> for PeriodUnit {
+    fn from(unit: Unit) -> Self {
+        match unit {
+            Unit::Second => Self::Second,
+            Unit::Minute => Self::Minute,
+            Unit::Hour => Self::Hour,
+            Unit::Day => Self::Day,
+            Unit::Week => Self::Week,
+            Unit::Month => Self::Month,
+            Unit::Year => Self::Year,
+        }
     }
 }
 

@@ -1,12 +1,18 @@
 //! The sections of a policy file, checked and with every default filled in.
 
 use std::fmt;
+use std::fs::Metadata;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
+
+use tidegate_core::Span;
 
 use crate::forwarding::Forwarding;
 use crate::listen::{CertificateFiles, ListenConfig};
 use crate::path::{AmbiguousPaths, PathQuirks};
+use crate::quantity::Quantity;
+use crate::ratelimit_yaml::{Amount, LimitTable};
 use crate::secret::SecretSource;
 
 /// `[inbound]`: the gate in front of a server.
@@ -179,6 +185,49 @@ pub struct RlsConfig {
     pub listen: ListenConfig,
     /// The bearer token that callers must send. Required beyond loopback.
     pub token: Option<SecretSource>,
+    /// The files with limits in the format of Envoy's ratelimit service, and the directories whose YAML files are read.
+    pub files: Vec<PathBuf>,
+    /// True if several files may have one domain. Default false.
+    pub merge_domains: bool,
+    /// The count of the limits of these files. Default [`RlsAlgorithm::Strict`].
+    pub algorithm: RlsAlgorithm,
+    /// The limits of these files, which are also actions of the plan. `None` without files.
+    pub limits: Option<Arc<LimitTable>>,
+    pub(crate) watched: WatchedFiles,
+}
+
+/// Files and directories, each with its state just before it was read.
+pub(crate) type WatchedFiles = Vec<(PathBuf, Metadata)>;
+
+impl RlsConfig {
+    /// The files and directories that were read, each with its state just before.
+    pub fn watched_files(&self) -> impl Iterator<Item = (&Path, &Metadata)> {
+        self.watched.iter().map(|(path, metadata)| (path.as_path(), metadata))
+    }
+}
+
+/// The count of a limit of `rls.files`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RlsAlgorithm {
+    /// A strict window: no period of the unit's length, wherever it begins, admits more.
+    #[default]
+    Strict,
+    /// As in the original, each unit of the clock begins with a count of 0: a period across two units may admit twice as
+    /// much. Weeks begin on Monday; months and years are those of the calendar. All are in UTC.
+    Fixed,
+}
+
+impl RlsAlgorithm {
+    pub(crate) fn quantity(self, amount: Amount) -> Quantity {
+        let (requests, unit) = match amount {
+            Amount::Unlimited => return Quantity::Unlimited,
+            Amount::PerUnit { requests, unit } => (requests.into(), unit),
+        };
+        match self {
+            Self::Strict => Quantity::Window { limit: requests, window: Span::from_secs(unit.seconds()) },
+            Self::Fixed => Quantity::Quota { limit: requests, unit: unit.into(), zone: None },
+        }
+    }
 }
 
 /// `[admin]`: health, metrics, the state and changes to it.

@@ -1,5 +1,6 @@
 //! Changes of files, seen in their metadata.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -17,15 +18,20 @@ pub struct FileStamp {
 impl FileStamp {
     /// Reads the stamp of a file; `None` if there is none, or it can't be read.
     pub fn read(path: &Path) -> Option<Self> {
+        Some(Self::from(&fs::metadata(path).ok()?))
+    }
+}
+
+impl From<&fs::Metadata> for FileStamp {
+    fn from(metadata: &fs::Metadata) -> Self {
         #[cfg(unix)]
         use std::os::unix::fs::MetadataExt as _;
-        let metadata = fs::metadata(path).ok()?;
-        Some(Self {
+        Self {
             length: metadata.len(),
             modified: metadata.modified().ok(),
             #[cfg(unix)]
             identity: (metadata.dev(), metadata.ino()),
-        })
+        }
     }
 }
 
@@ -39,6 +45,8 @@ pub struct FileWatcher {
 #[derive(Debug)]
 struct WatchedFile {
     path: PathBuf,
+    /// True if [`FileWatcher::follow`] has added it.
+    is_followed: bool,
     /// The stamp that was told last.
     told: Option<FileStamp>,
     /// The stamp at the last question.
@@ -60,9 +68,22 @@ impl FileWatcher {
     pub fn new(paths: impl IntoIterator<Item = PathBuf>) -> Self {
         let watched = |path: PathBuf| {
             let stamp = FileStamp::read(&path);
-            WatchedFile { path, told: stamp, seen: stamp }
+            WatchedFile { path, is_followed: false, told: stamp, seen: stamp }
         };
         Self { files: paths.into_iter().map(watched).collect() }
+    }
+
+    /// Watches these files, too, instead of those of the call before. A file that is new here is watched from this stamp
+    /// on, which was read before its content.
+    pub fn follow(&mut self, files: impl IntoIterator<Item = (PathBuf, FileStamp)>) {
+        let (followed, mut kept): (Vec<_>, Vec<_>) = self.files.drain(..).partition(|file| file.is_followed);
+        let mut followed: HashMap<PathBuf, WatchedFile> =
+            followed.into_iter().map(|file| (file.path.clone(), file)).collect();
+        kept.extend(files.into_iter().map(|(path, stamp)| {
+            let known = followed.remove(&path);
+            known.unwrap_or(WatchedFile { path, is_followed: true, told: Some(stamp), seen: Some(stamp) })
+        }));
+        self.files = kept;
     }
 
     /// Looks at the files, and returns the changes that haven't been told. Ask at intervals that are longer than the
@@ -147,5 +168,26 @@ mod tests {
             assert_eq!(watcher.changes(), []);
         }
         assert_eq!(watcher.changes(), [FileChange::Changed(file)]);
+    }
+
+    #[test]
+    fn followed_files_are_watched_from_their_stamps() {
+        let folder = Folder::new("follow");
+        let (first, second) = (folder.0.join("first"), folder.0.join("second"));
+        fs::write(&first, "1").unwrap();
+        fs::write(&second, "2").unwrap();
+        let stamp = |path: &Path| (path.to_owned(), FileStamp::read(path).unwrap());
+        let (first_stamp, second_stamp) = (stamp(&first), stamp(&second));
+        let mut watcher = FileWatcher::new([]);
+        fs::write(&first, "changed").unwrap();
+        let mut told = |files: &[&(PathBuf, FileStamp)]| {
+            watcher.follow(files.iter().copied().cloned());
+            watcher.changes();
+            watcher.changes()
+        };
+        assert_eq!(told(&[&first_stamp]), [FileChange::Changed(first.clone())], "it changed since its stamp");
+        assert_eq!(told(&[&first_stamp, &second_stamp]), [], "the change was told");
+        fs::write(&first, "again").unwrap();
+        assert_eq!(told(&[&second_stamp]), [], "the first is not followed any more");
     }
 }

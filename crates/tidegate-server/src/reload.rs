@@ -10,7 +10,7 @@ use tidegate::outbound::{NextOutboundError, Outbound, OutboundLayer, Snapshot};
 use tidegate::store::Store;
 use tidegate_core::Clock;
 use tidegate_policy::outbound::OutboundConfig;
-use tidegate_policy::{Errors, Policy};
+use tidegate_policy::{Errors, Policy, RlsConfig};
 use tidegate_runtime::file_watcher::{FileChange, FileWatcher};
 use tokio::sync::{mpsc, oneshot};
 
@@ -128,8 +128,11 @@ pub(crate) async fn reload_on_change<S: Store, C: Clock>(
 ) {
     loop {
         tokio::time::sleep(WATCH_INTERVAL).await;
+        let present = engine.load();
+        let rls_files = present.policy.rls().into_iter().flat_map(RlsConfig::watched_files);
+        files.follow(rls_files.map(|(path, metadata)| (path.to_owned(), metadata.into())));
         let changes = files.changes();
-        if changes.is_empty() || !engine.load().is_watched {
+        if changes.is_empty() || !present.is_watched {
             continue;
         }
         let mut has_changed = false;

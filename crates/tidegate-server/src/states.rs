@@ -31,7 +31,7 @@ use crate::watchdog::Watchdog;
 use crate::wire::admin::AdminState;
 use crate::wire::forward_auth::ForwardAuthWarnings;
 use crate::wire::http_api::ApiState;
-use crate::wire::rls::RlsState;
+use crate::wire::rls::{RlsState, YamlLimits};
 use crate::{EnvLookup, ServeError};
 
 /// A policy, and the machines that decide by it.
@@ -178,6 +178,7 @@ fn rls_state<S: Store, C: Clock>(
     Ok(access.map(|access| RlsState {
         gate: engine.gate.clone(),
         replies: Replies::new(engine.gate.plan(), inbound.headers, inbound.x_ratelimit),
+        limits: YamlLimits::new(rls, engine.gate.plan()),
         access,
         refusals: Arc::clone(&parts.refusals),
         metrics: Arc::clone(&parts.metrics),

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use super::names::ActionNames;
 use super::{Descriptor, RateLimit, RatelimitConfig};
 
 /// The separator of the values of a key, and the character before one that belongs to a value.
@@ -32,6 +33,8 @@ pub struct LimitTable {
 pub struct DescriptorLimit {
     /// The domain, and the key or `KEY_VALUE` of each level, joined by dots.
     pub name: String,
+    /// The name of the action in a policy that has this configuration, made of `name`.
+    pub action: String,
     /// The limit.
     pub limit: RateLimit,
     /// True to count and never refuse.
@@ -74,8 +77,9 @@ impl LimitTable {
     /// The table of a configuration.
     pub fn new(config: &RatelimitConfig) -> Self {
         let mut table = Self { domains: HashMap::new(), levels: Vec::new(), limits: Vec::new() };
+        let mut names = ActionNames::default();
         for domain in config.domains() {
-            let level = table.add_level(&domain.name, &domain.descriptors);
+            let level = table.add_level(&domain.name, &domain.descriptors, &mut names);
             table.domains.insert(domain.name.clone(), level);
         }
         table
@@ -108,7 +112,12 @@ impl LimitTable {
         Some(FoundLimit { index, limit: &self.limits[index], key: counted.join("|") })
     }
 
-    fn add_level(&mut self, path: &str, descriptors: &[Descriptor]) -> usize {
+    /// True if the configuration has this domain.
+    pub fn has_domain(&self, domain: &str) -> bool {
+        self.domains.contains_key(domain)
+    }
+
+    fn add_level(&mut self, path: &str, descriptors: &[Descriptor], names: &mut ActionNames) -> usize {
         let index = self.levels.len();
         self.levels.push(Level::default());
         for descriptor in descriptors {
@@ -116,11 +125,12 @@ impl LimitTable {
             let path = format!("{path}.{composite}");
             let limit = descriptor.limit.clone().map(|limit| {
                 let Descriptor { shadow_mode, quota_mode, .. } = *descriptor;
-                self.limits.push(DescriptorLimit { name: path.clone(), limit, shadow_mode, quota_mode });
+                let action = names.unique(&path);
+                self.limits.push(DescriptorLimit { name: path.clone(), action, limit, shadow_mode, quota_mode });
                 self.limits.len() - 1
             });
             let has_next = !descriptor.descriptors.is_empty();
-            let next = has_next.then(|| self.add_level(&path, &descriptor.descriptors));
+            let next = has_next.then(|| self.add_level(&path, &descriptor.descriptors, names));
             let has_key_pattern = descriptor.key.contains('*');
             let node = Node { limit, next, shares_count: descriptor.share_threshold, has_key_pattern };
             let level = &mut self.levels[index];

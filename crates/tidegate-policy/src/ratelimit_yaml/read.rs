@@ -118,7 +118,7 @@ impl Reader {
             Some(known) => {
                 let message = format!("the domain {} stands twice, first {}", quoted(&name), self.pointer(known.1));
                 self.known_domains.insert(name, known);
-                let help = "--merge-domains reads them as one domain, as MERGE_DOMAIN_CONFIG does";
+                let help = "merge_domains = true in [rls], or --merge-domains of an import, reads them as one";
                 return self.error_at(at, message, "each domain in one file", &[help]);
             }
             None => {

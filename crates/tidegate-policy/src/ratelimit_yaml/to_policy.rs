@@ -1,14 +1,14 @@
 //! The limits of a configuration as a policy. Each descriptor with a limit becomes an action, which callers name.
 
-use std::collections::HashSet;
 use std::fmt::Write as _;
 
+use super::names::ActionNames;
 use super::{Amount, Descriptor, RatelimitConfig, Unit};
 use crate::builder::toml_string;
 use crate::key::MAX_PARTS;
 use crate::printable::printable;
 
-/// The longest name of an action, without a number that makes it unique.
+/// The longest name of a header.
 const MAX_NAME: usize = 58;
 /// Keys of entries whose value is the client's address.
 const ADDRESS_KEYS: [&str; 2] = ["remote_address", "masked_remote_address"];
@@ -34,14 +34,14 @@ impl RatelimitConfig {
     /// The same limits as the text of a policy. Comments show the descriptor of each action, and the settings that have
     /// no equal.
     pub fn to_policy(&self) -> String {
-        let mut writer = PolicyWriter { text: HEADING.to_owned(), names: HashSet::new() };
+        let mut writer = PolicyWriter { text: HEADING.to_owned(), names: ActionNames::default() };
         for domain in &self.domains {
             let _ = write!(writer.text, "\n# The domain {}.\n", printable(&domain.name));
-            let before = writer.names.len();
+            let before = writer.names.count();
             for descriptor in &domain.descriptors {
                 writer.descriptor(&domain.name, &[], descriptor);
             }
-            if writer.names.len() == before {
+            if writer.names.count() == before {
                 writer.text.push_str("# It has no limits.\n");
             }
         }
@@ -51,8 +51,7 @@ impl RatelimitConfig {
 
 struct PolicyWriter {
     text: String,
-    /// The names of actions, as environment variables spell them.
-    names: HashSet<String>,
+    names: ActionNames,
 }
 
 impl PolicyWriter {
@@ -83,7 +82,7 @@ impl PolicyWriter {
             return;
         }
         let keys: Vec<String> = path.iter().map(|descriptor| descriptor.composite_key()).collect();
-        let name = self.unique_name(&format!("{domain}.{}", keys.join(".")));
+        let name = self.names.unique(&format!("{domain}.{}", keys.join(".")));
         let _ = writeln!(self.text, "[inbound.action.{}]", toml_string(&name));
         let Some(amount) = leaf.limit.as_ref().map(|limit| limit.amount).filter(|amount| *amount != Amount::Unlimited)
         else {
@@ -105,28 +104,6 @@ impl PolicyWriter {
         if leaf.shadow_mode {
             self.text.push_str("mode = \"shadow\"\n");
         }
-    }
-
-    /// Makes the name of an action from a path: letters, digits, and single `_` `-` `.` between them.
-    fn unique_name(&mut self, path: &str) -> String {
-        let mut name = String::new();
-        for letter in path.chars() {
-            let letter = if letter.is_ascii_alphanumeric() || "_.".contains(letter) { letter } else { '-' };
-            if letter.is_ascii_alphanumeric() || name.ends_with(|last: char| last.is_ascii_alphanumeric()) {
-                name.push(letter);
-            }
-        }
-        name.truncate(MAX_NAME);
-        let base = name.trim_end_matches(|last: char| !last.is_ascii_alphanumeric());
-        let base = if base.is_empty() || base == "global" { "descriptor" } else { base };
-        let fold = |name: &str| name.replace(['-', '.'], "_").to_ascii_uppercase();
-        let mut name = base.to_owned();
-        let mut number = 1;
-        while !self.names.insert(fold(&name)) {
-            number += 1;
-            name = format!("{base}-{number}");
-        }
-        name
     }
 }
 

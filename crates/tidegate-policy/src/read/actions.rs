@@ -22,7 +22,7 @@ use crate::settings::key::{Below, read_keys, setting_keys};
 use crate::units::parse_duration;
 
 /// The most actions in a policy.
-const MAX_ACTIONS: usize = 4095;
+pub(super) const MAX_ACTIONS: usize = 4095;
 const COUNT_WORDS: [(&str, CountMode); 2] = [("admitted", CountMode::Admitted), ("all", CountMode::All)];
 
 /// The type of `mode`: true in shadow.
@@ -120,6 +120,8 @@ pub(super) struct ParsedAction {
     pub(super) cost_at: Option<TextRange>,
     pub(super) shadow: bool,
     pub(super) groups: Vec<LimitGroup>,
+    /// True if its calls also meet `inbound.global`.
+    pub(super) meets_global: bool,
 }
 
 impl ParsedAction {
@@ -258,6 +260,7 @@ impl DocumentReader<'_> {
             cost_at: table.node("cost").map(|node| node.at),
             shadow: mode?,
             groups: with_ipv6_network(groups?, ipv6_network?, count?, sharing?, mode?),
+            meets_global: true,
         };
         missing?;
         (name_is_valid && fits).then_some(action)

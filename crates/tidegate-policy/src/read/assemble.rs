@@ -20,6 +20,7 @@ use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::plan::{Action, ActionId, LimitInfo, LimitPlace, OpStep, OpTemplate, Plan};
 use crate::quantity::Quantity;
 use crate::router::Router;
+use crate::sections::RlsConfig;
 use crate::store::StoreConfig;
 
 /// The limits collected so far.
@@ -44,11 +45,12 @@ impl PlanCollector {
         }
     }
 
-    /// Returns the operations of an action's calls: its own limits, then the global ones.
-    fn op_template(&mut self, own: &[LimitId]) -> OpTemplate {
+    /// Returns the operations of an action's calls: its own limits, then the global ones if it meets them.
+    fn op_template(&mut self, own: &[LimitId], meets_global: bool) -> OpTemplate {
         let mut op_template = OpTemplate::default();
         let own = own.iter().map(|id| (id, false));
-        for (id, is_global) in own.chain(self.global.iter().map(|id| (id, true))) {
+        let global = self.global.iter().filter(|_| meets_global).map(|id| (id, true));
+        for (id, is_global) in own.chain(global) {
             let info = self.limits.info(*id);
             let slot = position_or_push(&mut op_template.key_templates, info.key_template_index);
             let key_template_index = u8::try_from(slot)
@@ -121,6 +123,7 @@ impl DocumentReader<'_> {
         root: &TomlTable,
         (path_quirks, ambiguous_paths): (PathQuirks, AmbiguousPaths),
         store: Option<&StoreConfig>,
+        rls: Option<&RlsConfig>,
     ) -> Option<Plan> {
         let inbound = root.table("inbound");
         self.in_shadow = self.value(inbound, &INBOUND.mode).unwrap_or_default();
@@ -135,7 +138,10 @@ impl DocumentReader<'_> {
             return self.error(entry.key_at, message, format!("at most {MAX_OPS}")).none();
         }
         let actions = self.actions(inbound, path_quirks, global_op_count, forward_auth);
-        let (lists, global, actions) = (lists?, global?, actions?);
+        let (lists, global, mut actions) = (lists?, global?, actions?);
+        if let Some(rls) = rls {
+            actions.extend(self.yaml_actions(root, rls, &actions)?);
+        }
         let keeps_keys_together = store.is_some_and(StoreConfig::keeps_keys_together);
         let mut collector = self.predecessor.map(|policy| PlanCollector::following(policy.plan())).unwrap_or_default();
         collector.keeps_keys_together = keeps_keys_together;
@@ -143,7 +149,7 @@ impl DocumentReader<'_> {
         let counts_by_path =
             collector.active_limits(&actions).any(|id| collector.key_parts(id).contains(&KeyPart::Path));
         let keyed_headers = collector.keyed_headers(&actions);
-        let unmatched = collector.op_template(&[]);
+        let unmatched = collector.op_template(&[], true);
         let (limits, limit_infos, retired) = collector.limits.into_parts();
         let limits = self.numbered_limits(limits)?;
         let ids = || (0..).map(ActionId::from_index);
@@ -202,7 +208,7 @@ impl DocumentReader<'_> {
             collector.global = ids.unwrap_or_default();
         }
         let actions = all_or_none(parsed_actions.into_iter().enumerate().map(|(index, parsed)| {
-            for (quantity, _) in &global_quantities {
+            for (quantity, _) in global_quantities.iter().filter(|_| parsed.meets_global) {
                 let limit = "[inbound.global]'s limit";
                 is_valid &= self.check_capacity(parsed.cost, parsed.cost_at, quantity, parsed.name_at, limit);
             }
@@ -212,13 +218,13 @@ impl DocumentReader<'_> {
     }
 
     fn assemble_action(&mut self, collector: &mut PlanCollector, id: ActionId, parsed: ParsedAction) -> Option<Action> {
-        let ParsedAction { name, name_at, matcher, cost, cost_at, shadow, groups, .. } = parsed;
+        let ParsedAction { name, name_at, matcher, cost, cost_at, shadow, groups, meets_global, .. } = parsed;
         let mut is_valid = true;
         for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
             is_valid &= self.check_capacity(cost, cost_at, quantity, *at, "the limit");
         }
         let limits = self.add_limits(collector, &name, Some(id), cost, groups)?;
-        let op_template = collector.op_template(&limits);
+        let op_template = collector.op_template(&limits, meets_global);
         if collector.keeps_keys_together && !op_template.steps.is_empty() && op_template.affinity.is_none() {
             let of_global = if collector.global.is_empty() { "" } else { " with [inbound.global]'s `client_ip`" };
             let message = format!(

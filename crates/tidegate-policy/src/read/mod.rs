@@ -18,6 +18,7 @@ mod provider;
 mod provider_limits;
 mod replies;
 mod resilience;
+mod rls;
 mod server;
 mod store;
 mod store_url;
@@ -51,7 +52,7 @@ setting_keys! {
         store: () = "", forms::TABLE, "", Below::Table(&store::STORE);
         inbound: () = "", forms::TABLE, "", Below::Table(&server::INBOUND);
         api: () = "", forms::TABLE, "", Below::Table(&server::API);
-        rls: () = "", forms::TABLE, "", Below::Table(&server::RLS);
+        rls: () = "", forms::TABLE, "", Below::Table(&rls::RLS);
         admin: () = "", forms::TABLE, "", Below::Table(&server::ADMIN);
         log: () = "", forms::TABLE, "", Below::Table(&server::LOG);
         reload: () = "", forms::TABLE, "", Below::Table(&server::RELOAD);
@@ -88,7 +89,7 @@ pub(crate) fn plan(texts: &SourceTexts, root: &TomlTable, predecessor: &Policy) 
         predecessor: Some(predecessor),
         ..DocumentReader::with_texts(texts, texts.last_range())
     };
-    match reader.plan(root, (inbound.path_quirks, inbound.ambiguous_paths), Some(store)) {
+    match reader.plan(root, (inbound.path_quirks, inbound.ambiguous_paths), Some(store), predecessor.rls()) {
         Some(plan) if reader.errors.count() == 0 => Ok(Plan { ipv6_prefix: predecessor.plan().ipv6_prefix, ..plan }),
         _ => Err(Errors::new(reader.errors)),
     }
@@ -207,7 +208,12 @@ impl DocumentReader<'_> {
         ];
         self.check_listeners(root, inbound.as_ref(), internal, outbound.as_ref());
         let paths = inbound.as_ref().map(|inbound| (inbound.path_quirks, inbound.ambiguous_paths)).unwrap_or_default();
-        let plan = self.plan(root, paths, present_store);
+        // The section of a running program appears or disappears with a restart.
+        let present_rls = match (self.predecessor.map(|present| &present.rls), &rls) {
+            (Some(present), Some(next)) if present.is_some() != next.is_some() => present.as_ref(),
+            (_, next) => next.as_ref().and_then(Option::as_ref),
+        };
+        let plan = self.plan(root, paths, present_store, present_rls);
         let (mut api, inbound, mut plan) = (api?, inbound?, plan?);
         plan.ipv6_prefix = Ipv6Prefix::new(inbound.ipv6_prefix)?;
         api.forward_auth &= !plan.requests_meet_concurrency();

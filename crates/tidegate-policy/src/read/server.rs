@@ -15,13 +15,13 @@ use crate::address::{Ipv6Prefix, Networks};
 use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
 use crate::forwarding::{Forwarding, ForwardingHeader};
-use crate::listen::{CertificateFiles, Http2Mode, ListenAddress, UNIX_PEER};
+use crate::listen::{CertificateFiles, ListenAddress, UNIX_PEER};
 use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
     AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, ReloadConfig, RlsConfig, UpstreamAddress, UpstreamTls,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, UpstreamAddress, UpstreamTls,
 };
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
@@ -122,13 +122,6 @@ setting_keys! {
             "true to answer forward-auth; default true unless requests can meet a limit on calls in flight";
         deny_status: u16 = "429", Whole(400, 599),
             "the status with which forward-auth refuses; nginx accepts only 401 and 403";
-    }
-
-    RLS: RlsKeys {
-        listen: Vec<ListenAddress> = "127.0.0.1:8084", LISTENER_OR_OFF,
-            "the addresses of Envoy's rate limit service over gRPC, or off; without [rls] it is off. HTTP/2 is always taken here, also without TLS",
-            Below::Beside(&LISTENING);
-        token: Option<SecretSource> = "", Maybe(SECRET), TOKEN;
     }
 
     ADMIN: AdminKeys {
@@ -284,19 +277,6 @@ impl DocumentReader<'_> {
         read_struct!(self, table, API => ApiConfig {
             hosts, deny_status; listen: listen?, token: token?, forward_auth: forward_auth?
         })
-    }
-
-    /// Reads `[rls]`; `None` inside if there is none.
-    pub(crate) fn rls(&mut self, root: &TomlTable) -> Option<Option<RlsConfig>> {
-        let Some(table) = self.section(Some(root), "rls", "rls") else { return Some(None) };
-        let named = ("rls", "the rate limit service");
-        let (listen, token) = self.listen_and_token(Some(table), named, &RLS.listen, &RLS.token, false);
-        let mut listen = listen?;
-        if let Some(node) = table.node("http2").filter(|_| listen.http2 == Http2Mode::Never) {
-            return self.error(node.at, "gRPC needs HTTP/2", "`tls` or `always`, which are the same here").none();
-        }
-        listen.http2 = Http2Mode::Always;
-        Some(Some(RlsConfig { listen, token: token? }))
     }
 
     /// The place where the policy asks for forward-auth: `forward_auth`, or the status that only forward-auth uses.

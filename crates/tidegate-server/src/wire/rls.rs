@@ -1,10 +1,12 @@
 //! Envoy's rate limit service (`envoy.service.ratelimit.v3.RateLimitService`), and gRPC's health checks.
 //!
 //! A descriptor of the domain `tidegate` is a question to the policy. Its entries are the fields of a decision request:
-//! `action`, `ip` or `remote_address`, `key`, `platform`, `method`, `path`, `host` and `header:NAME`. Each descriptor is one decision, so a
-//! call that one of them refuses may have been counted by others, as in the original.
+//! `action`, `ip` or `remote_address`, `key`, `platform`, `method`, `path`, `host` and `header:NAME`. Other domains are those of
+//! the policy's `rls.files`. Each descriptor is one decision, so a call that one of them refuses may have been counted by
+//! others, as in the original.
 
 mod messages;
+mod yaml_limits;
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -24,6 +26,8 @@ use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{CheckError, Decision, Gate};
 use tidegate_core::{Clock, Span};
+use tidegate_policy::Quantity;
+use tidegate_policy::calendar::PeriodUnit;
 use tonic::Status;
 use tonic::server::Grpc;
 use tonic_prost::ProstCodec;
@@ -32,6 +36,7 @@ use self::messages::{
     Code, CurrentLimit, Descriptor, DescriptorStatus, Entry, HealthRequest, HealthResponse, RateLimitRequest,
     RateLimitResponse, Seconds, ServingStatus, Unit,
 };
+pub(crate) use self::yaml_limits::YamlLimits;
 use crate::access::Access;
 use crate::access_log::AccessSlot;
 use crate::body::{RelayBody, ResponseBody};
@@ -54,6 +59,7 @@ const HEALTH_CHECK: &str = "/grpc.health.v1.Health/Check";
 pub(crate) struct RlsState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) replies: Replies,
+    pub(crate) limits: Option<YamlLimits>,
     pub(crate) access: Access,
     pub(crate) refusals: Arc<RefusalLog>,
     pub(crate) metrics: Arc<RequestMetrics>,
@@ -174,11 +180,24 @@ enum Hits {
     Refund,
 }
 
-/// A descriptor as a question to the policy.
-struct Question<'a> {
-    request: DecisionRequest<'a>,
-    actions: MatchedActions,
-    hits: Hits,
+impl Hits {
+    fn of(descriptor: &Descriptor, addend: Option<u64>) -> Self {
+        match addend {
+            _ if descriptor.is_negative_hits => Self::Refund,
+            Some(0) => Self::Peek,
+            _ => Self::Take,
+        }
+    }
+}
+
+/// A descriptor, read.
+#[expect(clippy::large_enum_variant, reason = "nearly all are of the large kind")]
+enum Question<'a> {
+    /// Its status is known, since no limit has to be asked.
+    Decided(DescriptorStatus),
+    /// The limits of these actions decide. If `is_quota`, they refuse the request only if all such descriptors are over
+    /// their limits.
+    Ask { request: DecisionRequest<'a>, actions: MatchedActions, hits: Hits, is_quota: bool },
 }
 
 impl<S: Store, C: Clock> RlsState<S, C> {
@@ -189,70 +208,84 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         if asked.descriptors.is_empty() {
             return Err(Status::invalid_argument("`descriptors` is empty"));
         }
-        if asked.domain != POLICY_DOMAIN {
-            return Ok(self.admit_unknown_domain(asked));
-        }
         // All are read before any is counted.
-        let descriptors = asked.descriptors.iter().enumerate();
-        let questions = descriptors.map(|(index, it)| self.question(index, it, asked.hits_addend, access));
-        let questions = questions.collect::<Result<Vec<_>, _>>()?;
+        let questions = match &self.limits {
+            _ if asked.domain == POLICY_DOMAIN => {
+                let descriptors = asked.descriptors.iter().enumerate();
+                let questions = descriptors.map(|(index, it)| self.question(index, it, asked.hits_addend, access));
+                questions.collect::<Result<Vec<_>, _>>()?
+            }
+            Some(limits) if limits.has_domain(&asked.domain) => limits.questions(asked)?,
+            _ => self.admit_unknown_domain(asked),
+        };
         let plan = self.gate.plan();
         let mut statuses = Vec::with_capacity(questions.len());
         let mut tightest: Option<(MatchedActions, Decision)> = None;
+        let (mut is_over, mut quotas, mut quotas_over) = (false, 0, 0);
         for question in questions {
-            let refused = DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() };
-            let Some(Question { request, actions, hits }) = question else {
-                statuses.push(refused);
-                continue;
+            let (request, actions, hits, is_quota) = match question {
+                Question::Ask { request, actions, hits, is_quota } => (request, actions, hits, is_quota),
+                Question::Decided(status) => {
+                    is_over |= status.code() == Code::OverLimit;
+                    statuses.push(status);
+                    continue;
+                }
             };
             let query = Query { actions: Some(actions), ..request.query() };
             let decision = match self.decide_one(&query, hits).await {
                 Ok(decision) => decision,
                 Err(error) if self.log_uncountable(&error, &query, access) => {
-                    statuses.push(refused);
+                    is_over = true;
+                    statuses.push(DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() });
                     continue;
                 }
                 Err(error) => return Err(self.status_of(&error)),
             };
             self.refusals.log_decision(plan, actions, &query, &decision, access);
             statuses.push(descriptor_status(plan, &decision));
+            if is_quota {
+                quotas += 1;
+                quotas_over += usize::from(!decision.allowed);
+            } else {
+                is_over |= !decision.allowed;
+            }
             if tightest.is_none_or(|(_, other)| strictness(&decision) > strictness(&other)) {
                 tightest = Some((actions, decision));
             }
         }
-        let is_over = statuses.iter().any(|status| status.code() == Code::OverLimit);
-        let overall_code = if is_over { Code::OverLimit } else { Code::Ok }.into();
-        let response_headers_to_add = tightest.map(|(actions, decision)| self.headers(actions, &decision));
+        is_over |= quotas > 0 && quotas == quotas_over;
+        // The refusal of one quota among several is not the request's.
+        let told = tightest.filter(|(_, decision)| decision.allowed || is_over);
         Ok(RateLimitResponse {
-            overall_code,
+            overall_code: if is_over { Code::OverLimit } else { Code::Ok }.into(),
             statuses,
-            response_headers_to_add: response_headers_to_add.unwrap_or_default(),
+            response_headers_to_add: told
+                .map(|(actions, decision)| self.headers(actions, &decision))
+                .unwrap_or_default(),
         })
     }
 
     /// As the original, which has no limits for a domain that it doesn't know.
-    fn admit_unknown_domain(&self, asked: &RateLimitRequest) -> RateLimitResponse {
+    fn admit_unknown_domain<'a>(&self, asked: &RateLimitRequest) -> Vec<Question<'a>> {
         self.unknown_domain.call_once(|| {
             let domain = tidegate_policy::printable(&asked.domain);
-            tracing::warn!(%domain, "the rate limit service admits all calls of an unknown domain; the policy's is `{POLICY_DOMAIN}`");
+            tracing::warn!(
+                %domain,
+                "the rate limit service admits all calls of an unknown domain; known are `{POLICY_DOMAIN}` and those of rls.files"
+            );
         });
-        let admitted = DescriptorStatus { code: Code::Ok.into(), ..DescriptorStatus::default() };
-        RateLimitResponse {
-            overall_code: Code::Ok.into(),
-            statuses: vec![admitted; asked.descriptors.len()],
-            response_headers_to_add: Vec::new(),
-        }
+        asked.descriptors.iter().map(|_| Question::Decided(DescriptorStatus::admitted())).collect()
     }
 
-    /// Reads a descriptor. `None` if the client's request can't be counted, and so is refused: after an error, Envoy would
-    /// let it pass by default.
+    /// Reads a descriptor of the policy's domain. If the client's request can't be counted, it is refused: after an error,
+    /// Envoy would let it pass by default.
     fn question<'a>(
         &self,
         index: usize,
         descriptor: &'a Descriptor,
         hits_addend: u32,
         access: &AccessSlot,
-    ) -> Result<Option<Question<'a>>, Status> {
+    ) -> Result<Question<'a>, Status> {
         let invalid =
             |error: DecisionRequestError| Status::invalid_argument(format!("descriptor {index}: {}", error.message));
         if descriptor.limit.is_some() {
@@ -269,11 +302,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         if let Some(addend) = addend {
             request.set_text("cost", addend.to_string().into()).map_err(invalid)?;
         }
-        let hits = match addend {
-            _ if descriptor.is_negative_hits => Hits::Refund,
-            Some(0) => Hits::Peek,
-            _ => Hits::Take,
-        };
+        let hits = Hits::of(descriptor, addend);
         validate(&self.gate, &self.refusals, "/v1/check", &request, access).map_err(invalid)?;
         let query = request.query();
         access.note(|entry| entry.note_question(&query));
@@ -282,8 +311,10 @@ impl<S: Store, C: Clock> RlsState<S, C> {
                 let message = "a limit on calls in flight can't be kept here, because the end of a call isn't told";
                 Err(Status::failed_precondition(format!("descriptor {index}: {message}")))
             }
-            Ok(actions) => Ok(Some(Question { request, actions, hits })),
-            Err(error) if self.log_uncountable(&error, &query, access) => Ok(None),
+            Ok(actions) => Ok(Question::Ask { request, actions, hits, is_quota: false }),
+            Err(error) if self.log_uncountable(&error, &query, access) => {
+                Ok(Question::Decided(DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() }))
+            }
             Err(error) => Err(self.status_of(&error)),
         }
     }
@@ -343,7 +374,11 @@ fn descriptor_status(plan: &Plan, decision: &Decision) -> DescriptorStatus {
     let small = |amount: u64| u32::try_from(amount).unwrap_or(u32::MAX);
     let current_limit = decision.bound_by.zip(decision.limit).map(|(id, limit)| {
         let info = plan.limit_info(id);
-        let unit = info.rate_limit_policy().window.map_or(Unit::Unknown, unit_of);
+        let unit = match info.quantity() {
+            Quantity::Quota { unit: PeriodUnit::Month, .. } => Unit::Month,
+            Quantity::Quota { unit: PeriodUnit::Year, .. } => Unit::Year,
+            _ => info.rate_limit_policy().window.map_or(Unit::Unknown, unit_of),
+        };
         CurrentLimit { requests_per_unit: small(limit), unit: unit.into(), name: info.name().to_owned() }
     });
     let reset = if decision.allowed { Some(decision.reset_after) } else { decision.retry_after };
@@ -356,7 +391,7 @@ fn descriptor_status(plan: &Plan, decision: &Decision) -> DescriptorStatus {
     }
 }
 
-/// The unit of a window in seconds.
+/// The unit of a window in seconds: months have 30 days, years 365.
 fn unit_of(seconds: u64) -> Unit {
     match seconds {
         1 => Unit::Second,
@@ -364,6 +399,8 @@ fn unit_of(seconds: u64) -> Unit {
         3600 => Unit::Hour,
         86_400 => Unit::Day,
         604_800 => Unit::Week,
+        2_592_000 => Unit::Month,
+        31_536_000 => Unit::Year,
         _ => Unit::Unknown,
     }
 }

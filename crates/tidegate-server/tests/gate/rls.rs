@@ -8,7 +8,7 @@ use http::{HeaderMap, Request};
 use prost::Message;
 use serde_json::json;
 use tidegate::Span;
-use tidegate_testkit::servers::free_port;
+use tidegate_testkit::servers::{ScratchDir, free_port};
 use tokio::net::TcpStream;
 
 use crate::common::{
@@ -289,6 +289,114 @@ async fn unknown_domains_are_admitted_with_a_warning() {
         assert_eq!(response.statuses.len(), 2);
     }
     assert_eq!(lines.text().matches("unknown domain").count(), 1, "{}", lines.text());
+}
+
+const YAML: &str = r"
+domain: edge
+descriptors:
+- key: user
+  rate_limit: {unit: hour, requests_per_unit: 5, name: of_user}
+- key: staff
+  shadow_mode: true
+  rate_limit: {unit: minute, requests_per_unit: 1}
+- key: robot
+  rate_limit: {unlimited: true, replaces: [{name: of_user}]}
+- key: gold
+  quota_mode: true
+  rate_limit: {unit: month, requests_per_unit: 1}
+- key: silver
+  quota_mode: true
+  rate_limit: {unit: year, requests_per_unit: 2}
+- key: never
+  rate_limit: {unit: second, requests_per_unit: 0}
+";
+
+/// A gate with the limits of a file, and its address.
+async fn serve_files(more: &str) -> (Running, SocketAddr, ScratchDir) {
+    let folder = ScratchDir::new();
+    let file = folder.write("edge.yaml", YAML);
+    let (gate, address) = serve(&format!("files = [\"{}\"]\n{more}", file.display())).await;
+    (gate, address, folder)
+}
+
+async fn ask_edge(client: &SendRequest<Bytes>, descriptors: impl Into<Vec<Descriptor>>) -> RateLimitResponse {
+    ask(client, &RateLimitRequest { domain: "edge".to_owned(), ..request(descriptors) }).await.unwrap()
+}
+
+/// The code, the limit with its unit, and the remaining amount of a status.
+type Told = (Code, Option<(u32, Unit)>, u32);
+
+fn told(response: &RateLimitResponse) -> Vec<Told> {
+    let limit =
+        |status: &DescriptorStatus| Some(status.current_limit.as_ref()?).map(|it| (it.requests_per_unit, it.unit()));
+    response.statuses.iter().map(|status| (status.code(), limit(status), status.limit_remaining)).collect()
+}
+
+#[tokio::test]
+async fn limits_of_files_are_decided() {
+    let (gate, address, _folder) = serve_files("").await;
+    let client = connect(address).await;
+    let alice = descriptor(&[("user", "alice")]);
+    let hour = Some((5, Unit::Hour));
+    for left in (0..5).rev() {
+        assert_eq!(told(&ask_edge(&client, [alice.clone()]).await), [(Code::Ok, hour, left)]);
+    }
+    let refused = ask_edge(&client, [alice.clone(), descriptor(&[("user", "bob")])]).await;
+    assert_eq!(told(&refused), [(Code::OverLimit, hour, 0), (Code::Ok, hour, 4)]);
+    assert_eq!((refused.overall_code(), header(&refused, "retry-after")), (Code::OverLimit, Some("3600")));
+    // The same count through the API.
+    let check = once(gate.api, post("/v1/check", r#"{"action":"edge.user","key":"alice"}"#)).await;
+    assert_eq!((status(&check), parsed(&check)["bound_by"].clone()), (429, json!("edge.user")), "{check}");
+
+    let shadow = descriptor(&[("staff", "")]);
+    for _ in 0..2 {
+        assert_eq!(told(&ask_edge(&client, [shadow.clone()]).await), [(Code::Ok, Some((1, Unit::Minute)), 0)]);
+    }
+    let replaced =
+        ask_edge(&client, [alice.clone(), descriptor(&[("robot", "r")]), descriptor(&[("none", "n")])]).await;
+    assert_eq!(told(&replaced), [(Code::Ok, None, 0), (Code::Ok, None, u32::MAX), (Code::Ok, None, 0)]);
+    assert_eq!((replaced.overall_code(), &replaced.response_headers_to_add[..]), (Code::Ok, &[][..]));
+    let never = ask_edge(&client, [descriptor(&[("never", "n")])]).await;
+    assert_eq!(
+        (told(&never), header(&never, "retry-after")),
+        (vec![(Code::OverLimit, Some((0, Unit::Second)), 0)], None)
+    );
+}
+
+#[tokio::test]
+async fn one_quota_with_room_admits() {
+    let (_gate, address, _folder) = serve_files("algorithm = \"fixed\"\n").await;
+    let client = connect(address).await;
+    let quotas = [descriptor(&[("gold", "g")]), descriptor(&[("silver", "s")])];
+    let (gold, silver) = (Some((1, Unit::Month)), Some((2, Unit::Year)));
+    for (overall, expected) in [
+        (Code::Ok, [(Code::Ok, gold, 0), (Code::Ok, silver, 1)]),
+        (Code::Ok, [(Code::OverLimit, gold, 0), (Code::Ok, silver, 0)]),
+        (Code::OverLimit, [(Code::OverLimit, gold, 0), (Code::OverLimit, silver, 0)]),
+    ] {
+        let response = ask_edge(&client, quotas.clone()).await;
+        assert_eq!((response.overall_code(), &told(&response)[..]), (overall, &expected[..]));
+        assert_eq!(header(&response, "retry-after").is_some(), overall == Code::OverLimit);
+    }
+    let user = ask_edge(&client, [descriptor(&[("user", "u")]), quotas[0].clone(), quotas[1].clone()]).await;
+    assert_eq!(user.overall_code(), Code::OverLimit, "all quotas are over");
+}
+
+#[tokio::test]
+async fn hits_of_files_are_the_originals() {
+    let (_gate, address, _folder) = serve_files("").await;
+    let client = connect(address).await;
+    let left = async |hits_addend: Option<u64>, is_negative_hits, request_hits| {
+        let user = Descriptor { hits_addend, is_negative_hits, ..descriptor(&[("user", "a")]) };
+        let asked = RateLimitRequest { domain: "edge".to_owned(), hits_addend: request_hits, ..request([user]) };
+        let response = ask(&client, &asked).await.unwrap();
+        (response.overall_code(), response.statuses[0].limit_remaining)
+    };
+    assert_eq!(left(None, false, 0).await, (Code::Ok, 4));
+    assert_eq!(left(None, false, 2).await, (Code::Ok, 2));
+    assert_eq!(left(Some(0), false, 2).await, (Code::Ok, 2));
+    assert_eq!(left(Some(3), false, 0).await, (Code::OverLimit, 2), "a strict limit counts all or nothing");
+    assert_eq!(left(Some(1), true, 0).await, (Code::Ok, 3));
 }
 
 #[tokio::test]

@@ -1,0 +1,92 @@
+//! The limits of `rls.files`, as questions to the plan.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use tidegate::policy::{ActionId, MatchedActions, Plan};
+use tidegate_policy::RlsConfig;
+use tidegate_policy::ratelimit_yaml::{Amount, FoundLimit, LimitTable};
+use tonic::Status;
+
+use super::messages::{Code, Descriptor, DescriptorStatus, RateLimitRequest};
+use super::{Hits, Question};
+use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
+
+/// The limits, each with its action in the plan.
+pub(crate) struct YamlLimits {
+    table: Arc<LimitTable>,
+    actions: Vec<ActionId>,
+}
+
+impl YamlLimits {
+    /// Finds the actions of the limits. `None` if the policy has no files.
+    pub(crate) fn new(config: &RlsConfig, plan: &Plan) -> Option<Self> {
+        let table = Arc::clone(config.limits.as_ref()?);
+        let actions = table.limits().iter().map(|limit| plan.find_action(&limit.action).ok()).collect::<Option<_>>()?;
+        Some(Self { table, actions })
+    }
+
+    pub(super) fn has_domain(&self, domain: &str) -> bool {
+        self.table.has_domain(domain)
+    }
+
+    /// The question of each descriptor. One without a limit, or whose limit another one replaces, is admitted.
+    pub(super) fn questions<'a>(&self, asked: &'a RateLimitRequest) -> Result<Vec<Question<'a>>, Status> {
+        let found: Vec<Option<FoundLimit<'_>>> = asked
+            .descriptors
+            .iter()
+            .map(|descriptor| {
+                let entries = descriptor.entries.iter().map(|entry| (&*entry.key, &*entry.value));
+                self.table.find(&asked.domain, entries)
+            })
+            .collect();
+        let replaced: HashSet<&str> =
+            found.iter().flatten().flat_map(|found| &found.limit.limit.replaces).map(String::as_str).collect();
+        let questions = found.into_iter().zip(&asked.descriptors).enumerate().map(|(index, (found, descriptor))| {
+            if descriptor.limit.is_some() {
+                let message = "a limit in the request is not supported; the limits are those of the policy's files";
+                return Err(Status::unimplemented(format!("descriptor {index}: {message}")));
+            }
+            let Some(found) = found else { return Ok(Question::Decided(DescriptorStatus::admitted())) };
+            let limit = &found.limit.limit;
+            if limit.amount == Amount::Unlimited {
+                return Ok(Question::Decided(DescriptorStatus {
+                    limit_remaining: u32::MAX,
+                    ..DescriptorStatus::admitted()
+                }));
+            }
+            if limit.name.as_deref().is_some_and(|name| replaced.contains(name)) {
+                return Ok(Question::Decided(DescriptorStatus::admitted()));
+            }
+            self.question(found, descriptor, asked.hits_addend)
+                .map_err(|error| Status::invalid_argument(format!("descriptor {index}: {}", error.message)))
+        });
+        questions.collect()
+    }
+
+    fn question<'a>(
+        &self,
+        found: FoundLimit<'_>,
+        descriptor: &Descriptor,
+        hits_addend: u32,
+    ) -> Result<Question<'a>, DecisionRequestError> {
+        let addend = descriptor.hits_addend.unwrap_or_else(|| hits_addend.max(1).into());
+        let mut request = DecisionRequest::default();
+        request.set_text("key", Cow::Owned(found.key))?;
+        request.set_text("cost", addend.to_string().into())?;
+        Ok(Question::Ask {
+            request,
+            actions: MatchedActions::from(Some(self.actions[found.index])),
+            hits: Hits::of(descriptor, Some(addend)),
+            is_quota: found.limit.quota_mode,
+        })
+    }
+}
+
+impl DescriptorStatus {
+    /// The status of a descriptor without a limit.
+    pub(super) fn admitted() -> Self {
+        Self { code: Code::Ok.into(), ..Self::default() }
+    }
+}
