@@ -159,12 +159,16 @@ impl Penalty {
         *record = PenaltyRecord { blocked_until: now + self.block_length(strikes), parole, strikes };
     }
 
-    /// Adds to a record what it lacks of `strikes` strikes, a parole, and a block of `remaining` from `now`.
+    /// Adds to a record what it lacks of `strikes` strikes, a parole, and a block of `remaining` from `now`. A parole
+    /// whose strikes are all forgiven ends here, since a store may have dropped it with an idle state.
     pub fn restore(&self, record: &mut PenaltyRecord, strikes: u8, parole: u64, remaining: Span, now: Time) {
         self.refresh(record, now);
         let strikes = strikes.min(self.max_strikes);
         if strikes == 0 {
             return;
+        }
+        if record.strikes == 0 {
+            record.parole = 0;
         }
         let until = now + remaining.min(self.block_length(strikes));
         record.strikes = self.strikes(record, now).max(strikes);
@@ -282,6 +286,11 @@ mod tests {
         let mut forgiven = PenaltyRecord { blocked_until: start, parole: 0, strikes: 3 };
         penalty.restore(&mut forgiven, 1, 0, Span::ZERO, start + secs(7200));
         assert_eq!(forgiven.strikes, 1, "two were forgiven");
+        let mut alone = PenaltyRecord { parole: 3, ..PenaltyRecord::default() };
+        penalty.restore(&mut alone, 0, 1, secs(9), start);
+        assert_eq!(alone.parole, 3, "there is nothing to restore");
+        penalty.restore(&mut alone, 1, 1, secs(2), start);
+        assert_eq!(alone, PenaltyRecord { blocked_until: start + secs(2), parole: 1, strikes: 1 });
     }
 
     #[test]

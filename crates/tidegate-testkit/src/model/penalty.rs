@@ -54,6 +54,9 @@ impl PenaltyHistory {
         if number == 0 {
             return;
         }
+        if self.strikes(penalty, now) == 0 {
+            self.max_parole_cost = None;
+        }
         let until = now + lasts.min(block_length(penalty, number));
         let until = self.strikes.last().map_or(until, |last| last.until.max(until));
         self.strikes.push(Strike { number: self.strikes(penalty, now).max(number), until });
