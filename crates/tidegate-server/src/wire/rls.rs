@@ -245,7 +245,9 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             statuses.push(descriptor_status(plan, &decision));
             if is_quota {
                 quotas += 1;
-                quotas_over += usize::from(!decision.allowed);
+                if !decision.allowed {
+                    quotas_over += 1;
+                }
             } else {
                 is_over |= !decision.allowed;
             }
