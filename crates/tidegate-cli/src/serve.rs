@@ -68,26 +68,33 @@ fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnySt
     }
     match (bound.inbound_addresses(), &policy.inbound().upstream) {
         (addresses @ [_, ..], Some(upstream)) => {
-            let _ = writeln!(text, "  gate     {} in front of {upstream}", urls(addresses, &policy.inbound().listen));
+            let _ = writeln!(
+                text,
+                "  gate     {} in front of {upstream}",
+                urls(addresses, "http", &policy.inbound().listen)
+            );
         }
         _ => text.push_str("  gate     none: the policy has no inbound.upstream\n"),
     }
     if let (addresses @ [_, ..], Some(outbound)) = (bound.outbound_addresses(), policy.outbound()) {
         let reached = outbound.providers().iter().filter(|provider| provider.base_url.is_some());
         let paths: Vec<String> = reached.map(|provider| format!("/{}/…", provider.name)).collect();
-        let _ = writeln!(text, "  outbound {} ({})", urls(addresses, &outbound.listen), paths.join(", "));
+        let _ = writeln!(text, "  outbound {} ({})", urls(addresses, "http", &outbound.listen), paths.join(", "));
     }
     let api = if policy.api().forward_auth { "/v1/check, /v1/auth" } else { "/v1/check" };
     let admin = "dashboard, /healthz, /readyz, /metrics";
-    let rls = policy.rls().map(|rls| ("RLS", bound.rls_addresses(), &rls.listen, "Envoy's rate limit service, gRPC"));
+    let rls =
+        policy.rls().map(|rls| ("RLS", bound.rls_addresses(), "http", &rls.listen, "Envoy's rate limit service, gRPC"));
+    let resp = policy.resp().map(|resp| ("Redis", bound.resp_addresses(), "redis", &resp.listen, "TG.CHECK"));
     let other = [
-        Some(("API", bound.api_addresses(), &policy.api().listen, api)),
+        Some(("API", bound.api_addresses(), "http", &policy.api().listen, api)),
         rls,
-        Some(("admin", bound.admin_addresses(), &policy.admin().listen, admin)),
+        resp,
+        Some(("admin", bound.admin_addresses(), "http", &policy.admin().listen, admin)),
     ];
-    for (name, addresses, config, paths) in other.into_iter().flatten() {
+    for (name, addresses, scheme, config, paths) in other.into_iter().flatten() {
         if !addresses.is_empty() {
-            let _ = writeln!(text, "  {name:<8} {} ({paths})", urls(addresses, config));
+            let _ = writeln!(text, "  {name:<8} {} ({paths})", urls(addresses, scheme, config));
         }
     }
     let _ = write!(text, "\n{}\n", policy::describe(policy));
@@ -95,10 +102,10 @@ fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnySt
 }
 
 /// The addresses of a listener as a client would write them.
-fn urls(addresses: &[ListenAddress], config: &ListenConfig) -> String {
-    let scheme = if config.tls.is_some() { "https" } else { "http" };
+fn urls(addresses: &[ListenAddress], scheme: &str, config: &ListenConfig) -> String {
+    let secure = if config.tls.is_some() { "s" } else { "" };
     let url = |address: &ListenAddress| match address {
-        ListenAddress::Tcp(address) => format!("{scheme}://{address}"),
+        ListenAddress::Tcp(address) => format!("{scheme}{secure}://{address}"),
         ListenAddress::Unix(_) => address.to_string(),
     };
     addresses.iter().map(url).collect::<Vec<_>>().join(", ")

@@ -95,7 +95,7 @@ pub use query::Query;
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
     AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, ReloadConfig, RlsAlgorithm, RlsConfig, UpstreamAddress, UpstreamTls,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, RespConfig, RlsAlgorithm, RlsConfig, UpstreamAddress, UpstreamTls,
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;

@@ -11,7 +11,7 @@ use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
 use crate::secret::SecretSource;
 use crate::sections::{
-    AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig, RlsConfig,
+    AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig, RespConfig, RlsConfig,
 };
 use crate::store::StoreConfig;
 
@@ -77,6 +77,7 @@ pub struct Policy {
     pub(crate) inbound: InboundConfig,
     pub(crate) api: ApiConfig,
     pub(crate) rls: Option<RlsConfig>,
+    pub(crate) resp: Option<RespConfig>,
     pub(crate) admin: AdminConfig,
     pub(crate) log: LogConfig,
     pub(crate) reload: ReloadConfig,
@@ -138,7 +139,7 @@ impl Policy {
     }
 
     /// The parts of the present policy's text that the text of a [next](Self::load_next) one lacks, as a half-written file
-    /// does: `every setting`, `inbound.upstream`, `api.listen`, `rls`, `admin.listen`, `outbound`, `outbound.listen` and
+    /// does: `every setting`, `inbound.upstream`, `api.listen`, `rls`, `resp`, `admin.listen`, `outbound`, `outbound.listen` and
     /// `every limit`. Those that can't be removed without a restart are named, too.
     pub fn removed(&self) -> &[&'static str] {
         &self.removed
@@ -152,6 +153,7 @@ impl Policy {
             ("inbound.upstream", self.inbound.upstream.is_some()),
             ("api.listen", !self.api.listen.is_off()),
             ("rls", self.rls.is_some()),
+            ("resp", self.resp.is_some()),
             ("admin.listen", !self.admin.listen.is_off()),
             ("outbound", outbound.is_some()),
             ("outbound.listen", outbound.is_some_and(|outbound| !outbound.listen.is_off())),
@@ -185,6 +187,14 @@ impl Policy {
             (rls, fixed) => {
                 rls.clone_from(fixed);
                 differ.push("rls");
+            }
+        }
+        match (&mut self.resp, &present.resp) {
+            (Some(resp), Some(fixed)) => keep("resp.listen", &mut resp.listen, fixed.listen.clone(), &mut differ),
+            (None, None) => {}
+            (resp, fixed) => {
+                resp.clone_from(fixed);
+                differ.push("resp");
             }
         }
         match (&mut self.outbound, &present.outbound) {
@@ -235,6 +245,11 @@ impl Policy {
         self.rls.as_ref()
     }
 
+    /// `[resp]`, if the policy has one.
+    pub fn resp(&self) -> Option<&RespConfig> {
+        self.resp.as_ref()
+    }
+
     /// `[admin]`.
     pub fn admin(&self) -> &AdminConfig {
         &self.admin
@@ -278,6 +293,9 @@ impl Policy {
         }
         if let Some(rls) = self.rls.as_ref().filter(|rls| !rls.listen.is_off()) {
             rls.token.iter().for_each(|source| add("rls.token", source));
+        }
+        if let Some(resp) = self.resp.as_ref().filter(|resp| !resp.listen.is_off()) {
+            resp.token.iter().for_each(|source| add("resp.token", source));
         }
         if !admin.listen.is_off() {
             admin.token.iter().for_each(|source| add("admin.token", source));

@@ -230,6 +230,16 @@ impl RlsAlgorithm {
     }
 }
 
+/// `[resp]`: the Redis protocol.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RespConfig {
+    /// The addresses on which it listens; none for `listen = "off"`. Default 127.0.0.1:8085.
+    pub listen: ListenConfig,
+    /// The password that callers must give with `AUTH`. Required beyond loopback.
+    pub token: Option<SecretSource>,
+}
+
 /// `[admin]`: health, metrics, the state and changes to it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

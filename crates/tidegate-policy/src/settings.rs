@@ -214,7 +214,10 @@ mod tests {
 
     #[test]
     fn table_keys_come_from_the_settings_list() {
-        assert_eq!(table_keys(""), ["store", "inbound", "api", "rls", "admin", "log", "reload", "outbound", "alert"]);
+        assert_eq!(
+            table_keys(""),
+            ["store", "inbound", "api", "rls", "resp", "admin", "log", "reload", "outbound", "alert"]
+        );
         assert_eq!(
             table_keys("api"),
             ["listen", "unix", "tls", "http2", "proxy_protocol", "token", "hosts", "forward_auth", "deny_status"]

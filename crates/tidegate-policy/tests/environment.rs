@@ -321,7 +321,7 @@ fn every_documented_default_is_the_default() {
     let file = "[inbound.action.login]\nlimit = \"5 per 60s\"\npenalty = {}\n\
                 [inbound.global]\nlimit = \"1000 per 1h\"\npenalty = {}\n\
                 [inbound]\nupstream = \"http://127.0.0.1:3000\"\n";
-    let file = &format!("{file}[rls]\n{PROVIDER}{ALERT}");
+    let file = &format!("{file}[rls]\n[resp]\n{PROVIDER}{ALERT}");
     // A limit with a penalty can't be leased.
     let leased = &file.replace("penalty = {}", "lease = {}");
     let usual = |file: &str| format!("{:?}", load(Some(file), &[]).unwrap());

@@ -35,6 +35,7 @@ pub(crate) enum ListenerKind {
     Gateway,
     Api,
     Rls,
+    Resp,
     Admin,
 }
 
@@ -44,7 +45,7 @@ impl ListenerKind {
     pub(crate) fn token_headers(self) -> [HeaderName; 2] {
         match self {
             Self::Gateway => [PROXY_AUTHORIZATION, TIDEGATE_TOKEN],
-            Self::Api | Self::Rls | Self::Admin => [AUTHORIZATION, X_TIDEGATE_TOKEN],
+            Self::Api | Self::Rls | Self::Resp | Self::Admin => [AUTHORIZATION, X_TIDEGATE_TOKEN],
         }
     }
 
@@ -54,6 +55,7 @@ impl ListenerKind {
             Self::Gateway => "outbound",
             Self::Api => "api",
             Self::Rls => "rls",
+            Self::Resp => "resp",
             Self::Admin => "admin",
         }
     }
@@ -290,7 +292,7 @@ impl Access {
                 PROXY_AUTHENTICATE,
                 "a token is needed, in Proxy-Authorization: Bearer or in Tidegate-Token",
             ),
-            ListenerKind::Api | ListenerKind::Rls | ListenerKind::Admin => {
+            ListenerKind::Api | ListenerKind::Rls | ListenerKind::Resp | ListenerKind::Admin => {
                 (StatusCode::UNAUTHORIZED, WWW_AUTHENTICATE, "a bearer token is needed")
             }
         };

@@ -16,10 +16,9 @@ use tokio::task::JoinSet;
 
 use crate::FileWatcher;
 use crate::alerts::run_alerts;
-use crate::connection::ConnectionService;
 use crate::events::{ServerEvent, watch_quotas, watch_store};
 use crate::housekeeping;
-use crate::listener::{ConnectionContext, Listener};
+use crate::listener::{ConnectionHandler, Listener};
 use crate::reload::{ReloadHandle, Reloader, reload_on_change, replace_certificates};
 use crate::states::{Engine, SharedParts};
 use crate::tls::ListenerTls;
@@ -37,6 +36,7 @@ pub struct BoundServer<S: Store = Memory, C: Clock = SystemClock> {
     pub(crate) outbound: Option<OpenListener>,
     pub(crate) api: Option<OpenListener>,
     pub(crate) rls: Option<OpenListener>,
+    pub(crate) resp: Option<OpenListener>,
     pub(crate) admin: Option<OpenListener>,
     pub(crate) followed_clock: Option<SystemClock>,
 }
@@ -63,10 +63,7 @@ impl OpenListener {
         &self.watchdog
     }
 
-    pub(crate) fn new<T: ConnectionService>(
-        listener: Listener,
-        new_service: impl Fn(ConnectionContext) -> T + Send + Sync + 'static,
-    ) -> Self {
+    pub(crate) fn new(listener: Listener, handler: impl ConnectionHandler) -> Self {
         Self {
             addresses: listener.addresses(),
             watchdog: Arc::clone(listener.watchdog()),
@@ -74,7 +71,7 @@ impl OpenListener {
             accept: Box::new(|mut stop| {
                 Box::pin(async move {
                     let stop = async { drop(stop.wait_for(|stops| *stops).await) };
-                    listener.run(new_service, stop).await;
+                    listener.run(Arc::new(handler), stop).await;
                 })
             }),
         }
@@ -110,6 +107,11 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         first_tcp(self.rls_addresses())
     }
 
+    /// The IP address of the Redis protocol, the first if it has several. `None` without `[resp]`.
+    pub fn resp(&self) -> Option<SocketAddr> {
+        first_tcp(self.resp_addresses())
+    }
+
     /// The IP address of the admin listener, the first if it has several.
     pub fn admin(&self) -> Option<SocketAddr> {
         first_tcp(self.admin_addresses())
@@ -135,6 +137,11 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
         addresses(&self.rls)
     }
 
+    /// All addresses of the Redis protocol.
+    pub fn resp_addresses(&self) -> &[ListenAddress] {
+        addresses(&self.resp)
+    }
+
     /// All addresses of the admin listener.
     pub fn admin_addresses(&self) -> &[ListenAddress] {
         addresses(&self.admin)
@@ -149,7 +156,7 @@ impl<S: Store, C: Clock + Clone> BoundServer<S, C> {
     /// `timeouts.shutdown` is over. Dropping the future stops accepting and housekeeping at once, and leaves the
     /// connections to the runtime.
     pub async fn run(self, stop: impl Future<Output = ()>) -> ShutdownSummary {
-        let clients = ListenerGroup::start([self.inbound, self.outbound, self.api, self.rls]);
+        let clients = ListenerGroup::start([self.inbound, self.outbound, self.api, self.rls, self.resp]);
         let has_admin = self.admin.is_some();
         let admin = ListenerGroup::start([self.admin]);
         let mut housekeeping = JoinSet::new();

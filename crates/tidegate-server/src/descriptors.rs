@@ -3,7 +3,7 @@
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tidegate_policy::Policy;
 
-use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS, RLS_CONNECTIONS};
+use crate::{ADMIN_CONNECTIONS, API_CONNECTIONS, RESP_CONNECTIONS, RLS_CONNECTIONS};
 
 /// The descriptors of a process besides its connections: listeners, files of the store and the log, the runtime's own.
 const OTHER_DESCRIPTORS: u64 = 64;
@@ -16,8 +16,9 @@ fn needed(policy: &Policy) -> u64 {
         + outbound.map_or(0, |outbound| outbound.connections as u64);
     let internal = [(&policy.api().listen, API_CONNECTIONS), (&policy.admin().listen, ADMIN_CONNECTIONS)];
     let rls = policy.rls().map(|rls| (&rls.listen, RLS_CONNECTIONS));
+    let resp = policy.resp().map(|resp| (&resp.listen, RESP_CONNECTIONS));
     let internal: usize =
-        internal.iter().chain(&rls).filter(|(listen, _)| !listen.is_off()).map(|(_, most)| most).sum();
+        internal.iter().chain(&rls).chain(&resp).filter(|(listen, _)| !listen.is_off()).map(|(_, most)| most).sum();
     2 * forwarded + internal as u64 + OTHER_DESCRIPTORS
 }
 

@@ -112,6 +112,7 @@ mod wire;
 use std::error::Error;
 use std::io;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use tidegate::clock::SystemClock;
 use tidegate::outbound::{CredentialError, Outbound, Snapshot, SnapshotError};
@@ -133,7 +134,7 @@ use crate::client_limit::ClientLimit;
 use crate::dashboard::{Sessions, sign_in_limiter};
 use crate::events::{EventStream, ProviderEventPublisher, server_events};
 use crate::fleet::FleetView;
-use crate::listener::{Listener, ListenerConfig};
+use crate::listener::{ConnectionHandler, HttpHandler, Listener, ListenerConfig};
 use crate::metrics::{History, RequestMetrics};
 use crate::preface::Preface;
 use crate::refusal_log::RefusalLog;
@@ -145,11 +146,16 @@ use crate::state_cell::{CurrentService, ListenerState, StateCell};
 use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
 use crate::tls::ListenerTls;
 pub use crate::tls::{TlsError, tls_connector};
+use crate::wire::resp::RespHandler;
 
 /// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
 const API_CONNECTIONS: usize = 1024;
 /// The maximum number of connections of the rate limit service. Each carries many calls at once.
 const RLS_CONNECTIONS: usize = 1024;
+/// The maximum number of connections with the Redis protocol, of which each process of a program has several.
+const RESP_CONNECTIONS: usize = 16_384;
+/// The time for which a connection without a request is kept, where it is as good as unlimited.
+const MAX_IDLE: Duration = Duration::from_secs(10 * 366 * 86_400);
 /// The maximum number of connections of the admin listener.
 const ADMIN_CONNECTIONS: usize = 64;
 /// The maximum size of a request head on the API and admin listeners, and on the outbound listener, in bytes.
@@ -377,14 +383,16 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
         };
         let configs = ListenerConfigs { policy: &engine.policy };
         let (log, refusals) = (&parts.access_log, &parts.refusals);
-        let (inbound, proxy) = open("inbound", Some(configs.inbound()), states.proxy, log, refusals)?.unzip();
-        let (outbound, gateway) = open("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();
-        let (api, api_cell) = open("api", Some(configs.api()), states.api, log, refusals)?.unzip();
-        let (rls, rls_cell) = open("rls", configs.rls(), states.rls, log, refusals)?.unzip();
-        let (admin, admin_cell) = open("admin", Some(configs.admin()), states.admin, &no_log, refusals)?.unzip();
-        let all = [&inbound, &outbound, &api, &rls, &admin];
+        let (inbound, proxy) = open_http("inbound", Some(configs.inbound()), states.proxy, log, refusals)?.unzip();
+        let (outbound, gateway) = open_http("outbound", configs.outbound(), states.gateway, log, refusals)?.unzip();
+        let (api, api_cell) = open_http("api", Some(configs.api()), states.api, log, refusals)?.unzip();
+        let (rls, rls_cell) = open_http("rls", configs.rls(), states.rls, log, refusals)?.unzip();
+        let (resp, resp_cell) =
+            open("resp", configs.resp(), states.resp, log, refusals, |cell| RespHandler(cell))?.unzip();
+        let (admin, admin_cell) = open_http("admin", Some(configs.admin()), states.admin, &no_log, refusals)?.unzip();
+        let all = [&inbound, &outbound, &api, &rls, &resp, &admin];
         parts.tls.get_or_init(|| all.into_iter().flatten().filter_map(|open| open.tls().cloned()).collect());
-        let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api), ("rls", &rls)];
+        let listeners = [("inbound", &inbound), ("outbound", &outbound), ("api", &api), ("rls", &rls), ("resp", &resp)];
         let listeners = listeners.into_iter().filter_map(|(name, open)| Some((name, open.as_ref()?.watchdog())));
         parts.connections.get_or_init(|| listeners.map(|(name, watchdog)| (name, Arc::clone(watchdog))).collect());
         // Last, because only one server can observe the providers.
@@ -398,6 +406,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             gateway,
             api: api_cell,
             rls: rls_cell,
+            resp: resp_cell,
             admin: admin_cell,
         };
         Ok(BoundServer {
@@ -408,6 +417,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             outbound,
             api,
             rls,
+            resp,
             admin,
             followed_clock: self.followed_clock,
         })
@@ -447,6 +457,14 @@ impl ListenerConfigs<'_> {
         Some((listen, self.internal(listen, RLS_CONNECTIONS)))
     }
 
+    fn resp(&self) -> Option<(&ListenConfig, ListenerConfig)> {
+        let listen = &self.policy.resp()?.listen;
+        let mut config = self.internal(listen, RESP_CONNECTIONS);
+        // Pools of clients keep connections for as long as they like, as with Redis.
+        config.timeouts.idle = MAX_IDLE;
+        Some((listen, config))
+    }
+
     fn admin(&self) -> (&ListenConfig, ListenerConfig) {
         let listen = &self.policy.admin().listen;
         (listen, self.internal(listen, ADMIN_CONNECTIONS))
@@ -483,13 +501,28 @@ impl ListenerConfigs<'_> {
 /// An open listener, and the state of its connections.
 type Opened<T> = (OpenListener, Arc<StateCell<T>>);
 
-/// Opens a listener whose connections share this state. `None` if the policy has none.
-fn open<T: ListenerState>(
+/// Opens a listener for HTTP whose connections share this state. `None` if the policy has none.
+fn open_http<T: ListenerState>(
     listener: &'static str,
     config: Option<(&ListenConfig, ListenerConfig)>,
     state: Option<T>,
     access_log: &Arc<AccessLog>,
     refusals: &Arc<RefusalLog>,
+) -> Result<Option<Opened<T>>, ServeError> {
+    open(listener, config, state, access_log, refusals, |cell| {
+        let log = Arc::clone(access_log);
+        HttpHandler(Arc::new(move |client| CurrentService::new(listener, Arc::clone(&cell), Arc::clone(&log), client)))
+    })
+}
+
+/// Opens a listener whose connections share this state. `None` if the policy has none.
+fn open<T, H: ConnectionHandler>(
+    listener: &'static str,
+    config: Option<(&ListenConfig, ListenerConfig)>,
+    state: Option<T>,
+    access_log: &Arc<AccessLog>,
+    refusals: &Arc<RefusalLog>,
+    handler: impl FnOnce(Arc<StateCell<T>>) -> H,
 ) -> Result<Option<Opened<T>>, ServeError> {
     let (Some((listen, mut config)), Some(state)) = (config.filter(|(listen, _)| !listen.is_off()), state) else {
         return Ok(None);
@@ -505,7 +538,5 @@ fn open<T: ListenerState>(
         source,
     })?;
     let cell = StateCell::new(state);
-    let (shared, log) = (Arc::clone(&cell), Arc::clone(access_log));
-    let service = move |client| CurrentService::new(listener, Arc::clone(&shared), Arc::clone(&log), client);
-    Ok(Some((OpenListener::new(bound, service), cell)))
+    Ok(Some((OpenListener::new(bound, handler(Arc::clone(&cell))), cell)))
 }

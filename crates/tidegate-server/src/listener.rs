@@ -20,7 +20,7 @@ use crate::displacement::DisplacementQueue;
 use crate::http2::{Http2Client, Http2Connection, Http2Settings};
 use crate::listen_socket::{Accepted, ListenSocket};
 use crate::local_response;
-use crate::preface::{OpenedStream, PlainHttp, Preface, PrefaceReader, TlsClient};
+use crate::preface::{OpenedStream, PlainText, Preface, PrefaceReader, TlsClient};
 use crate::rejections::HeadRejections;
 use crate::socket::ClientSocket;
 use crate::stream::ClientStream;
@@ -63,12 +63,45 @@ pub(crate) struct Listener {
 }
 
 /// Starts the connections of a listener.
-struct ConnectionStarter {
+pub(crate) struct ConnectionStarter {
     config: ListenerConfig,
     watchdog: Arc<Watchdog>,
     http: http1::Builder,
-    rejections: Arc<HeadRejections>,
+    pub(crate) rejections: Arc<HeadRejections>,
 }
+
+/// The protocol of a listener's connections.
+pub(crate) trait ConnectionHandler: Send + Sync + 'static {
+    /// Returns the future of a connection.
+    fn serve(
+        &self,
+        starter: &ConnectionStarter,
+        opened: OpenedStream,
+        watch: Arc<ConnectionWatch>,
+        entry: ConnectionEntry,
+    ) -> impl Future<Output = ()> + Send + 'static;
+
+    /// Returns the future of a connection that begins as HTTP/2 does.
+    fn serve_http2(
+        &self,
+        starter: &ConnectionStarter,
+        opened: OpenedStream,
+        watch: Arc<ConnectionWatch>,
+        entry: ConnectionEntry,
+    ) -> impl Future<Output = ()> + Send + 'static;
+
+    /// Returns the future of a connection that doesn't begin with TLS, as it should.
+    fn refuse_plain(
+        &self,
+        starter: &ConnectionStarter,
+        opened: OpenedStream,
+        watch: Arc<ConnectionWatch>,
+        entry: ConnectionEntry,
+    ) -> impl Future<Output = ()> + Send + 'static;
+}
+
+/// HTTP, with the service of each connection.
+pub(crate) struct HttpHandler<S>(pub(crate) NewService<S>);
 
 /// The facts about a connection that its service needs.
 pub(crate) struct ConnectionContext {
@@ -130,12 +163,7 @@ impl Listener {
     }
 
     /// Accepts until `stop` ends, then the connections that were already waiting.
-    pub(crate) async fn run<S: ConnectionService>(
-        self,
-        new_service: impl Fn(ConnectionContext) -> S + Send + Sync + 'static,
-        stop: impl Future<Output = ()>,
-    ) {
-        let new_service: NewService<S> = Arc::new(new_service);
+    pub(crate) async fn run(self, handler: Arc<impl ConnectionHandler>, stop: impl Future<Output = ()>) {
         let mut stop = std::pin::pin!(stop);
         let (mut waiting, mut displaced) = (None, DisplacementQueue::default());
         loop {
@@ -143,19 +171,19 @@ impl Listener {
                 biased;
                 () = &mut stop => break,
                 accepted = self.accept_with_capacity(&mut waiting, &mut displaced) => {
-                    self.starter.spawn(accepted, &new_service);
+                    self.starter.spawn(accepted, &handler);
                 }
             }
         }
         if let Some(held) = waiting.filter(|_| self.starter.has_capacity()) {
-            self.starter.spawn(held, &new_service);
+            self.starter.spawn(held, &handler);
         }
-        self.accept_backlog(&new_service);
+        self.accept_backlog(&handler);
     }
 
     /// Accepts the connections that the system has already established, then closes the sockets. The system may
     /// establish one more before the close, which is then reset.
-    fn accept_backlog<S: ConnectionService>(self, new_service: &NewService<S>) {
+    fn accept_backlog(self, handler: &Arc<impl ConnectionHandler>) {
         for socket in self.sockets {
             let Ok(socket) = socket.into_std() else { continue };
             // The socket's own accept, because tokio may not know of the latest connections yet.
@@ -163,7 +191,7 @@ impl Listener {
                 && let Ok(accepted) = socket.accept()
             {
                 if let Some(accepted) = self.starter.admit(accepted) {
-                    self.starter.spawn(accepted, new_service);
+                    self.starter.spawn(accepted, handler);
                 }
             }
         }
@@ -244,10 +272,10 @@ impl ConnectionStarter {
         }
     }
 
-    fn spawn<S: ConnectionService>(
+    fn spawn<H: ConnectionHandler>(
         self: &Arc<Self>,
         AcceptedConnection { mut stream, mut address, client_slot }: AcceptedConnection,
-        new_service: &NewService<S>,
+        handler: &Arc<H>,
     ) {
         if let ClientStream::Tcp(stream) = &stream
             && stream.set_nodelay(true).is_err()
@@ -258,10 +286,10 @@ impl ConnectionStarter {
         entry.client_slot = client_slot;
         if !self.config.preface.is_expected(&stream, address.ip()) {
             let opened = OpenedStream { stream, address, tls: None, is_http2: false };
-            tokio::spawn(self.serve(opened, watch, entry, &**new_service));
+            tokio::spawn(handler.serve(self, opened, watch, entry));
             return;
         }
-        let (starter, new_service) = (Arc::clone(self), Arc::clone(new_service));
+        let (starter, handler) = (Arc::clone(self), Arc::clone(handler));
         tokio::spawn(async move {
             let preface = &starter.config.preface;
             let reader = PrefaceReader { preface, watch: &watch, rejections: &starter.rejections };
@@ -271,54 +299,64 @@ impl ConnectionStarter {
                 (address, entry.client_slot) = (client, slot);
             }
             match reader.open(stream, address).await {
-                Some(Ok(opened)) if opened.is_http2 => starter.serve_http2(opened, watch, entry, new_service).await,
-                Some(Ok(opened)) => starter.serve(opened, watch, entry, &*new_service).await,
-                Some(Err(PlainHttp(stream))) => {
-                    let why = "this port takes only TLS: use https://";
-                    let response = local_response::raw_error_response(StatusCode::BAD_REQUEST, why);
-                    let (rejections, ip) = (Arc::clone(&starter.rejections), canonical_ip(address.ip()));
-                    ClientConnection::<S>::closing(stream, response, watch, Arc::new(entry), rejections, ip).await;
+                Some(Ok(opened)) if opened.is_http2 => handler.serve_http2(&starter, opened, watch, entry).await,
+                Some(Ok(opened)) => handler.serve(&starter, opened, watch, entry).await,
+                Some(Err(PlainText(stream))) => {
+                    let opened = OpenedStream { stream, address, tls: None, is_http2: false };
+                    handler.refuse_plain(&starter, opened, watch, entry).await;
                 }
                 None => {}
             }
         });
     }
+}
 
-    /// Returns the future of a connection on which HTTP/2 begins.
-    fn serve_http2<S: ConnectionService>(
+impl<S: ConnectionService> ConnectionHandler for HttpHandler<S> {
+    fn serve(
         &self,
+        starter: &ConnectionStarter,
         OpenedStream { stream, address, tls, .. }: OpenedStream,
         watch: Arc<ConnectionWatch>,
         entry: ConnectionEntry,
-        new_service: NewService<S>,
-    ) -> Http2Connection<S> {
-        let settings = Http2Settings { header_bytes: self.config.header_bytes, headers: self.config.headers };
+    ) -> impl Future<Output = ()> + Send + 'static {
+        let entry = Arc::new(entry);
+        let service = self.0(ConnectionContext { address, tls, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
+        let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), starter.config.forwards));
+        let (rejections, ip) = (Arc::clone(&starter.rejections), canonical_ip(address.ip()));
+        let http = starter.http.serve_connection(io, service).with_upgrades();
+        ClientConnection::new(http, watch, entry, rejections, ip)
+    }
+
+    fn serve_http2(
+        &self,
+        starter: &ConnectionStarter,
+        OpenedStream { stream, address, tls, .. }: OpenedStream,
+        watch: Arc<ConnectionWatch>,
+        entry: ConnectionEntry,
+    ) -> impl Future<Output = ()> + Send + 'static {
+        let ListenerConfig { header_bytes, headers, .. } = starter.config;
         let client = Http2Client {
             address,
             tls,
             watch,
             entry: Arc::new(entry),
-            rejections: Arc::clone(&self.rejections),
+            rejections: Arc::clone(&starter.rejections),
             ip: canonical_ip(address.ip()),
-            client_limit: self.config.client_limit.clone(),
+            client_limit: starter.config.client_limit.clone(),
         };
-        Http2Connection::new(settings, stream, client, new_service)
+        Http2Connection::new(Http2Settings { header_bytes, headers }, stream, client, Arc::clone(&self.0))
     }
 
-    /// Returns the future of a connection on which HTTP/1.1 begins.
-    fn serve<S: ConnectionService>(
+    fn refuse_plain(
         &self,
-        OpenedStream { stream, address, tls, .. }: OpenedStream,
+        starter: &ConnectionStarter,
+        OpenedStream { stream, address, .. }: OpenedStream,
         watch: Arc<ConnectionWatch>,
         entry: ConnectionEntry,
-        new_service: impl Fn(ConnectionContext) -> S,
-    ) -> ClientConnection<S> {
-        let entry = Arc::new(entry);
-        let service =
-            new_service(ConnectionContext { address, tls, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
-        let io = TokioIo::new(ClientSocket::new(stream, Arc::clone(&watch), self.config.forwards));
-        let (rejections, ip) = (Arc::clone(&self.rejections), canonical_ip(address.ip()));
-        let http = self.http.serve_connection(io, service).with_upgrades();
-        ClientConnection::new(http, watch, entry, rejections, ip)
+    ) -> impl Future<Output = ()> + Send + 'static {
+        let response =
+            local_response::raw_error_response(StatusCode::BAD_REQUEST, "this port takes only TLS: use https://");
+        let (rejections, ip) = (Arc::clone(&starter.rejections), canonical_ip(address.ip()));
+        ClientConnection::<S>::closing(stream, response, watch, Arc::new(entry), rejections, ip)
     }
 }

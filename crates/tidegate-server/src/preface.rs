@@ -1,4 +1,4 @@
-//! The bytes before HTTP on a new connection: the header of the PROXY protocol, and the TLS handshake.
+//! The bytes before the protocol on a new connection: the header of the PROXY protocol, and the TLS handshake.
 
 use std::fmt::Display;
 use std::io;
@@ -33,7 +33,7 @@ pub(crate) struct PrefaceReader<'a> {
     pub(crate) rejections: &'a HeadRejections,
 }
 
-/// A connection on which HTTP follows.
+/// A connection on which the listener's protocol follows.
 pub(crate) struct OpenedStream {
     pub(crate) stream: ClientStream,
     /// The address of the client.
@@ -49,7 +49,7 @@ pub(crate) struct TlsClient {
 }
 
 /// A connection that doesn't begin with TLS, as it should.
-pub(crate) struct PlainHttp(pub(crate) ClientStream);
+pub(crate) struct PlainText(pub(crate) ClientStream);
 
 impl Preface {
     /// True if the connections of this peer begin with something else than HTTP.
@@ -84,7 +84,7 @@ impl PrefaceReader<'_> {
         &self,
         stream: ClientStream,
         address: SocketAddr,
-    ) -> Option<Result<OpenedStream, PlainHttp>> {
+    ) -> Option<Result<OpenedStream, PlainText>> {
         let Some(tls) = self.preface.tls_of(&stream) else {
             let is_http2 = match self.preface.http2 {
                 Http2Mode::Always => self.until_ended(stream.starts_with(http2::PREFACE_START)).await?,
@@ -95,7 +95,7 @@ impl PrefaceReader<'_> {
         if self.first_byte(&stream).await? != HANDSHAKE_RECORD {
             let (ip, why) = (canonical_ip(address.ip()), "the connection doesn't begin with TLS");
             self.rejections.record(ip, RejectionReason::PlainHttp, Some(StatusCode::BAD_REQUEST), why);
-            return Some(Err(PlainHttp(stream)));
+            return Some(Err(PlainText(stream)));
         }
         let handshake = tls.accept(stream, Arc::clone(self.watch));
         let stream = self.read(handshake, address, RejectionReason::TlsHandshake, "the handshake").await?;

@@ -235,12 +235,13 @@ impl<S: Store, C: Clock + Clone> Reloader<S, C> {
             self.parts.sessions.follow(&admin.access);
         }
         self.parts.access_log.set_mode(next.policy.log().access);
-        let StateCells { engine, proxy, gateway, api, rls, admin } = &self.cells;
+        let StateCells { engine, proxy, gateway, api, rls, resp, admin } = &self.cells;
         engine.replace(next);
         replace(proxy, states.proxy);
         replace(gateway, states.gateway);
         replace(api, states.api);
         replace(rls, states.rls);
+        replace(resp, states.resp);
         replace(admin, states.admin);
         Ok(report)
     }

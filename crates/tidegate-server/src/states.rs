@@ -31,6 +31,7 @@ use crate::watchdog::Watchdog;
 use crate::wire::admin::AdminState;
 use crate::wire::forward_auth::ForwardAuthWarnings;
 use crate::wire::http_api::ApiState;
+use crate::wire::resp::RespState;
 use crate::wire::rls::{RlsState, YamlLimits};
 use crate::{EnvLookup, ServeError};
 
@@ -88,6 +89,7 @@ pub(crate) struct ListenerStates<S: Store, C: Clock> {
     pub(crate) gateway: Option<GatewayState<S, C>>,
     pub(crate) api: Option<ApiState<S, C>>,
     pub(crate) rls: Option<RlsState<S, C>>,
+    pub(crate) resp: Option<RespState<S, C>>,
     pub(crate) admin: Option<AdminState<S, C>>,
 }
 
@@ -98,6 +100,7 @@ pub(crate) struct StateCells<S: Store, C: Clock> {
     pub(crate) gateway: Option<Arc<StateCell<GatewayState<S, C>>>>,
     pub(crate) api: Option<Arc<StateCell<ApiState<S, C>>>>,
     pub(crate) rls: Option<Arc<StateCell<RlsState<S, C>>>>,
+    pub(crate) resp: Option<Arc<StateCell<RespState<S, C>>>>,
     pub(crate) admin: Option<Arc<StateCell<AdminState<S, C>>>>,
 }
 
@@ -119,6 +122,7 @@ impl<S: Store, C: Clock + Clone> ListenerStates<S, C> {
             gateway: gateway_state(engine, parts, gateway.as_deref())?,
             api: api_access.map(|access| api_state(engine, parts, access)),
             rls: rls_state(engine, parts)?,
+            resp: resp_state(engine, parts)?,
             admin: admin_access.map(|access| admin_state(engine, parts, access)),
         })
     }
@@ -185,6 +189,21 @@ fn rls_state<S: Store, C: Clock>(
         draining: Arc::clone(&parts.draining),
         body_timeout: inbound.timeouts.body,
         unknown_domain: Once::new(),
+    }))
+}
+
+fn resp_state<S: Store, C: Clock>(
+    engine: &Engine<S, C>,
+    parts: &Arc<SharedParts>,
+) -> Result<Option<RespState<S, C>>, ServeError> {
+    let Some(resp) = engine.policy.resp() else { return Ok(None) };
+    let access = access(parts, ListenerKind::Resp, &resp.listen, resp.token.as_ref(), &[], &[])?;
+    Ok(access.map(|access| RespState {
+        gate: engine.gate.clone(),
+        access,
+        refusals: Arc::clone(&parts.refusals),
+        metrics: Arc::clone(&parts.metrics),
+        parts: Arc::clone(parts),
     }))
 }
 

@@ -237,7 +237,7 @@ impl DocumentReader<'_> {
         &mut self,
         root: &TomlTable,
         inbound: Option<&InboundConfig>,
-        internal: [(&str, Option<&ListenConfig>); 3],
+        internal: [(&str, Option<&ListenConfig>); 4],
         outbound: Option<&Option<OutboundConfig>>,
     ) {
         let outbound = outbound.and_then(Option::as_ref);

@@ -53,6 +53,7 @@ setting_keys! {
         inbound: () = "", forms::TABLE, "", Below::Table(&server::INBOUND);
         api: () = "", forms::TABLE, "", Below::Table(&server::API);
         rls: () = "", forms::TABLE, "", Below::Table(&rls::RLS);
+        resp: () = "", forms::TABLE, "", Below::Table(&server::RESP);
         admin: () = "", forms::TABLE, "", Below::Table(&server::ADMIN);
         log: () = "", forms::TABLE, "", Below::Table(&server::LOG);
         reload: () = "", forms::TABLE, "", Below::Table(&server::RELOAD);
@@ -194,6 +195,7 @@ impl DocumentReader<'_> {
         let inbound = self.inbound(root);
         let api = self.api(root);
         let rls = self.rls(root);
+        let resp = self.resp(root);
         let admin = self.admin(root);
         let log = self.log(root);
         let reload = self.reload(root);
@@ -204,6 +206,7 @@ impl DocumentReader<'_> {
         let internal = [
             ("api", api.as_ref().map(|api| &api.listen)),
             ("rls", rls.as_ref().and_then(Option::as_ref).map(|rls| &rls.listen)),
+            ("resp", resp.as_ref().and_then(Option::as_ref).map(|resp| &resp.listen)),
             ("admin", admin.as_ref().map(|admin| &admin.listen)),
         ];
         self.check_listeners(root, inbound.as_ref(), internal, outbound.as_ref());
@@ -222,6 +225,7 @@ impl DocumentReader<'_> {
             inbound,
             api,
             rls: rls?,
+            resp: resp?,
             admin: admin?,
             log: log?,
             reload: reload?,

@@ -15,13 +15,13 @@ use crate::address::{Ipv6Prefix, Networks};
 use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
 use crate::error::quoted;
 use crate::forwarding::{Forwarding, ForwardingHeader};
-use crate::listen::{CertificateFiles, ListenAddress, UNIX_PEER};
+use crate::listen::{CertificateFiles, Http2Mode, ListenAddress, UNIX_PEER};
 use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
     AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, ReloadConfig, UpstreamAddress, UpstreamTls,
+    LogFormat, LogLevel, NamedToken, ReloadConfig, RespConfig, UpstreamAddress, UpstreamTls,
 };
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
@@ -122,6 +122,12 @@ setting_keys! {
             "true to answer forward-auth; default true unless requests can meet a limit on calls in flight";
         deny_status: u16 = "429", Whole(400, 599),
             "the status with which forward-auth refuses; nginx accepts only 401 and 403";
+    }
+
+    RESP: RespKeys {
+        listen: Vec<ListenAddress> = "127.0.0.1:8085", LISTENER_OR_OFF,
+            "the addresses of the Redis protocol, or off; without [resp] it is off", Below::Beside(&LISTENING);
+        token: Option<SecretSource> = "", Maybe(SECRET), "the place of the password for AUTH: env:NAME or file:PATH; required beyond loopback";
     }
 
     ADMIN: AdminKeys {
@@ -277,6 +283,19 @@ impl DocumentReader<'_> {
         read_struct!(self, table, API => ApiConfig {
             hosts, deny_status; listen: listen?, token: token?, forward_auth: forward_auth?
         })
+    }
+
+    /// Reads `[resp]`; `None` inside if there is none.
+    pub(super) fn resp(&mut self, root: &TomlTable) -> Option<Option<RespConfig>> {
+        let Some(table) = self.section(Some(root), "resp", "resp") else { return Some(None) };
+        let named = ("resp", "the Redis protocol");
+        let (listen, token) = self.listen_and_token(Some(table), named, &RESP.listen, &RESP.token, false);
+        let mut listen = listen?;
+        if let Some(node) = table.node("http2").filter(|_| listen.http2 == Http2Mode::Always) {
+            return self.error(node.at, "the Redis protocol isn't HTTP", "no `http2`").none();
+        }
+        listen.http2 = Http2Mode::Never;
+        Some(Some(RespConfig { listen, token: token? }))
     }
 
     /// The place where the policy asks for forward-auth: `forward_auth`, or the status that only forward-auth uses.

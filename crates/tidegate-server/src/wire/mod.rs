@@ -5,5 +5,6 @@ pub(crate) mod decision_request;
 pub(crate) mod forward_auth;
 pub(crate) mod http_api;
 pub(crate) mod openapi;
+pub(crate) mod resp;
 pub(crate) mod rls;
 pub(crate) mod routes;

@@ -26,6 +26,7 @@ mod openapi;
 mod paths;
 mod permits;
 mod reload;
+mod resp;
 mod rls;
 mod shutdown;
 mod smuggling;
