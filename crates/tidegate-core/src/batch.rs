@@ -9,6 +9,7 @@ use thiserror::Error;
 pub use self::execute::{BatchStates, clamp_now, execute, execute_into, execute_part, execute_take};
 pub use self::outcome::{Outcome, Outcomes, RefusalSummary, Verdict};
 
+use crate::caller_rate::SplitNanos;
 use crate::{Limit, LimitId, LimitKind, Limits, Span, Time};
 
 /// The maximum number of operations in one batch.
@@ -79,6 +80,14 @@ pub enum Verb {
         /// The largest cost that may pass a full limit once, if the block leaves a parole.
         parole: u32,
     },
+    /// Charges a rate by the terms of this call ([`CallerRate`](crate::CallerRate)), if it has room by them. The cost is
+    /// in nanoseconds of the arrival time.
+    TakeByTerms {
+        /// True to give the cost back.
+        gives_back: bool,
+        /// The distance of the arrival time ahead of now after a whole burst.
+        tolerance: SplitNanos,
+    },
     /// Reports a call to a pace and returns the wait
     /// ([`PaceStep::from_outcome`](crate::pacer::PaceStep::from_outcome)).
     Pace {
@@ -96,6 +105,7 @@ impl Verb {
             Self::Debit => !matches!(kind, LimitKind::Cooldown(_)),
             Self::RestorePenalty { .. } => limit.penalty().is_some(),
             Self::Throttle { .. } | Self::Disable => matches!(kind, LimitKind::Cooldown(_)),
+            Self::TakeByTerms { .. } => matches!(kind, LimitKind::Rate(_)),
             Self::Pace { failed, .. } => failed && matches!(kind, LimitKind::Pace(_)),
             _ => false,
         }

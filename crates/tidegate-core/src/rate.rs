@@ -198,6 +198,17 @@ impl ArrivalTime {
         self.0
     }
 
+    /// Creates an arrival time from nanoseconds. [`ArrivalTime::to_nanos`] returns the same number, below 2^62.
+    pub(crate) fn from_nanos(nanos: u64) -> Self {
+        Self::from_bits((nanos / 1000) << FRACTION_BITS | ((nanos % 1000) << FRACTION_BITS).div_ceil(1000))
+    }
+
+    /// The arrival time in nanoseconds, rounded down. There are more units than nanoseconds, so none is lost.
+    pub(crate) fn to_nanos(self) -> u64 {
+        let rest = self.0 & ((1 << FRACTION_BITS) - 1);
+        (self.0 >> FRACTION_BITS) * 1000 + ((rest * 1000) >> FRACTION_BITS)
+    }
+
     /// The time from which the key's state equals a new one.
     pub fn idle_at(self) -> Time {
         micros_ceil(self.0)

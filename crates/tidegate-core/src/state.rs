@@ -1,6 +1,7 @@
 //! The state of one key under one limit, with its decisions and changes.
 
 use crate::batch::{BatchContext, OpContext, Outcome, Verdict};
+use crate::caller_rate;
 use crate::concurrency::Permits;
 use crate::cooldown::CooldownGate;
 use crate::pacer::PacerState;
@@ -309,6 +310,12 @@ impl KeyState {
                         if limit.kind().allows_parole() { limit.kind().capacity().min(parole.into()) } else { 0 };
                     penalty.restore(&mut self.penalty_record, strikes, parole, Span::from_micros(op.cost), now);
                 }
+            }
+            (LimitKind::Rate(_), Verb::TakeByTerms { gives_back, tolerance }) => {
+                let (before, after) = caller_rate::take(self.arrival(), (gives_back, op.cost, tolerance.get()), now);
+                self.usage = Usage::Rate(after.unwrap_or(self.arrival()));
+                outcome.used = before;
+                return after.is_some();
             }
             (LimitKind::Concurrency(concurrency), Verb::Debit) => {
                 let permits = self.permits();

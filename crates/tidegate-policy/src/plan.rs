@@ -302,6 +302,7 @@ impl Plan {
                 | Verb::Success { .. }
                 | Verb::Disable
                 | Verb::RestorePenalty { .. }
+                | Verb::TakeByTerms { .. }
                 | Verb::Pace { .. } => false,
                 Verb::Release | Verb::Renew => step.is_concurrency,
                 Verb::Reset => !step.is_global || action.is_none(),

@@ -12,6 +12,7 @@
 //! ```
 
 mod announcements;
+mod caller_rates;
 mod concurrent;
 mod random;
 mod reload;
@@ -106,7 +107,7 @@ impl std::error::Error for ConformanceError {}
 /// The first [`ConformanceError`].
 pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), ConformanceError> {
     type CheckFn<B> = fn(&B, &ConformanceOptions) -> Result<(), String>;
-    let checks: [(&str, CheckFn<B>); 18] = [
+    let checks: [(&str, CheckFn<B>); 19] = [
         ("random batches against the model", random::random_batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
@@ -115,6 +116,7 @@ pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) 
         ("calls counted ahead", concurrent::counted_ahead::<B>),
         ("calls throttled together", concurrent::concurrent_throttles::<B>),
         ("calls that keep one pace", concurrent::shared_pace::<B>),
+        ("calls with terms of their own", caller_rates::answers::<B>),
         ("peeking changes nothing", random::peek::<B>),
         ("resetting", random::reset::<B>),
         ("a clock that jumps a year and back", random::clock_jump::<B>),

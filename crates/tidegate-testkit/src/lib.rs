@@ -10,6 +10,7 @@ pub mod http_client;
 pub mod model;
 pub mod property;
 pub mod random;
+pub mod redis_cell;
 pub mod reference;
 pub mod remote;
 pub mod servers;

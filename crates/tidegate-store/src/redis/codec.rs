@@ -176,6 +176,7 @@ impl BatchCodec<'_> {
             (LimitKind::Cooldown(_), _) => Span::from_micros(op.cost).as_micros(),
             (LimitKind::Pace(_), _) => op.cost.min(MAX_EXACT_INTEGER),
             (_, Verb::Debit) => op.cost.min(MAX_COST),
+            (_, Verb::TakeByTerms { .. }) => 0,
             _ => op.cost.min(MAX_EXACT_INTEGER),
         };
         let penalty = limit.penalty();
@@ -214,6 +215,13 @@ impl BatchCodec<'_> {
 
     /// Writes the fields of a limit that the operation needs.
     fn encode_limit(&self, op: &Op, limit: &Limit, cost: u64, expected_now: Time, buffer: &mut ArgumentBuffer) {
+        if let Verb::TakeByTerms { gives_back, tolerance } = op.verb {
+            for nanos in [op.cost, tolerance.get()] {
+                buffer.push_number(nanos / 1000);
+                buffer.push_number(nanos % 1000);
+            }
+            return buffer.push_number(u64::from(gives_back));
+        }
         let lead = if op.verb == Verb::Debit { Span::ZERO } else { limit.lead(self.batch.context().lead) };
         match limit.kind() {
             LimitKind::Window(window) => {
@@ -305,8 +313,11 @@ impl BatchCodec<'_> {
     }
 
     fn decode_state(&self, op: &Op, limit: &Limit, decoder: &mut ResponseDecoder<'_>, now: Time) -> Option<KeyState> {
-        let is_pace_step = matches!((limit.kind(), op.verb), (LimitKind::Pace(_), Verb::Pace { .. }));
-        if !is_pace_step && !matches!(op.verb, Verb::Take | Verb::Peek) {
+        let returns_state_before = matches!(
+            (limit.kind(), op.verb),
+            (LimitKind::Pace(_), Verb::Pace { .. }) | (LimitKind::Rate(_), Verb::TakeByTerms { .. })
+        );
+        if !returns_state_before && !matches!(op.verb, Verb::Take | Verb::Peek) {
             return self.state_after_update(limit, decoder.byte()? == 1, now);
         }
         let usage = match limit.kind() {
@@ -333,7 +344,7 @@ impl BatchCodec<'_> {
             }),
         };
         let record = match limit.penalty() {
-            Some(_) if !is_pace_step => {
+            Some(_) if !returns_state_before => {
                 PenaltyRecord { blocked_until: decoder.time()?, parole: decoder.number()?, strikes: decoder.byte()? }
             }
             _ => PenaltyRecord::default(),

@@ -23,7 +23,7 @@ const KINDS: [(&str, &str, &str); 6] = [
 
 /// The verbs, by their numbers in the scripts. The two that ask for a decision come first.
 const VERBS: &str = "TAKE, PEEK, REFUND, RELEASE, RENEW, RESET, DEBIT, SETTLE, THROTTLE, SUCCESS, DISABLE, PACE_STEP, \
-                     RESTORE_PENALTY";
+                     RESTORE_PENALTY, TAKE_BY_TERMS";
 
 /// The index of a kind in [`KINDS`].
 pub(super) fn kind_number(kind: &LimitKind) -> u8 {
@@ -46,6 +46,7 @@ pub(super) fn verb_number(verb: Verb) -> u8 {
         Verb::Disable => 10,
         Verb::Pace { .. } => 11,
         Verb::RestorePenalty { .. } => 12,
+        Verb::TakeByTerms { .. } => 13,
     }
 }
 

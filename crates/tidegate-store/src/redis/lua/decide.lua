@@ -2,7 +2,7 @@
 -- strikes. Everything is read before anything is written, so an unreadable state changes nothing.
 --
 -- The response is the time of the decision, then for each operation: the evaluated state (`encode_state`) and its
--- penalty record; for a verb that updates, whether it did anything; for a step of a pace, the pace before it. If the
+-- penalty record; for a verb that updates, whether it did anything, or, for PACE_STEP and TAKE_BY_TERMS, the state before. If the
 -- time is in no period that was sent for a quota, the response is the time alone.
 
 local ADMITTED, PAROLE, REFUSED, BLOCKED = 0, 1, 2, 3
