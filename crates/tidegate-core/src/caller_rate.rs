@@ -4,7 +4,7 @@
 use thiserror::Error;
 
 use crate::rate::ArrivalTime;
-use crate::{Key, LimitId, Op, Outcome, Time, Verb};
+use crate::{Key, LimitId, Op, Outcome, Time, Verb, Verdict};
 
 const NANOS_PER_SEC: u64 = 1_000_000_000;
 /// The longest time in which a spent burst refills, in nanoseconds: 73 years.
@@ -129,6 +129,11 @@ impl CallerRate {
         Op::new(limit, verb, key, self.increment(quantity))
     }
 
+    /// The decision about a call that is admitted without counting.
+    pub fn admitted(self, now: Time) -> CallerRateDecision {
+        self.decision(0, &Outcome::without_limit(Verdict::Admitted, now), now)
+    }
+
     /// Reads the decision about a call of this quantity from the outcome of its operation at `now`.
     pub fn decision(self, quantity: i64, outcome: &Outcome, now: Time) -> CallerRateDecision {
         let (tolerance, interval) = (self.tolerance().cast_signed(), self.interval.cast_signed());
@@ -143,7 +148,8 @@ impl CallerRate {
             is_limited,
             limit: self.limit,
             remaining: remaining as i64,
-            retry_after: retry_after.then(|| (ahead + increment - tolerance).cast_unsigned()),
+            // While the store is away, a refusal may have another reason, whose end isn't known.
+            retry_after: retry_after.then(|| u64::try_from(ahead + increment - tolerance).unwrap_or(NANOS_PER_SEC)),
             reset_after,
         }
     }

@@ -217,6 +217,14 @@ pub(crate) struct KeyOptions {
 }
 
 const DOMAIN_KEY: u8 = 0;
+
+/// The key of a client that its caller names by these bytes. It is that of [`KeyPart::Key`].
+pub(crate) fn named_key(name: &[u8], seed: &KeySeed) -> Key {
+    let mut encoder = KeyEncoder::new(seed, DOMAIN_KEY);
+    encoder.part(encoder::KEY_PART, name);
+    encoder.finish()
+}
+
 const DOMAIN_PARENT: u8 = 1;
 const DOMAIN_OUTBOUND: u8 = 2;
 const DOMAIN_TAG: u8 = 3;

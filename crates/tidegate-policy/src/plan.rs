@@ -61,6 +61,8 @@ pub struct Plan {
     /// The status of each address by the smallest of the listed networks that contain it.
     pub(crate) lists: NetworkMap<ListStatus>,
     pub(crate) global: Vec<LimitId>,
+    /// The limit under which calls are counted by their own terms, if the policy has an interface for them.
+    pub(crate) caller_rate: Option<LimitId>,
     pub(crate) unmatched: OpTemplate,
     pub(crate) path_quirks: PathQuirks,
     pub(crate) ambiguous_paths: AmbiguousPaths,
@@ -93,9 +95,20 @@ impl Plan {
         &self.limits
     }
 
-    /// Every limit that calls can meet.
+    /// Every limit that calls can meet, without [`Plan::caller_rate`].
     pub fn active_limits(&self) -> impl Iterator<Item = (LimitId, &Limit)> {
-        self.limits.iter().filter(|(id, _)| !self.is_retired(*id))
+        self.limits.iter().filter(|(id, _)| !self.is_retired(*id) && Some(*id) != self.caller_rate)
+    }
+
+    /// The limit under which calls that state their own rate ([`CallerRate`](tidegate_core::CallerRate)) are counted.
+    /// `None` without `[resp]`.
+    pub fn caller_rate(&self) -> Option<LimitId> {
+        self.caller_rate
+    }
+
+    /// The key of such a call, for the bytes by which its caller names it.
+    pub fn caller_rate_key(&self, name: &[u8], seed: &KeySeed) -> Key {
+        crate::key::named_key(name, seed)
     }
 
     /// True if a limit belongs to an [earlier policy](crate::Policy::load_next). No new call meets it, but calls that

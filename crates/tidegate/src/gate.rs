@@ -3,6 +3,7 @@
 mod administration;
 mod next;
 mod observation;
+mod throttle;
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};

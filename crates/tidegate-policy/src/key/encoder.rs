@@ -12,6 +12,9 @@ use crate::host::bare_host;
 use crate::path::NormalisedPath;
 use crate::query::Query;
 
+/// The number of [`KeyPart::Key`] in keys.
+pub(super) const KEY_PART: u8 = 16;
+
 /// Encodes a part that a call has in one usual spelling; `None` otherwise.
 #[inline]
 pub(super) fn encode_part(
@@ -26,7 +29,7 @@ pub(super) fn encode_part(
             PrefixBytes::V4(_) => return None,
             v6 => encode_prefix(v6, encoder),
         },
-        KeyPart::Key => encoder.part(16, query.key?.as_bytes()),
+        KeyPart::Key => encoder.part(KEY_PART, query.key?.as_bytes()),
         KeyPart::Platform => {
             let platform = query.platform.filter(|found| PLATFORMS.contains(found))?;
             encoder.part(17, platform.as_bytes());

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use http::header::{COOKIE, HeaderName};
 use ipnet::IpNet;
-use tidegate_core::{CountMode, LeaseSpec, Limit, LimitId, LimitKind, Limits, MAX_OPS};
+use tidegate_core::{CountMode, LeaseSpec, Limit, LimitId, LimitKind, Limits, MAX_OPS, Sharing, Span};
 
 use super::actions::{LimitGroup, ParsedAction};
 use super::limit_list::LimitList;
@@ -124,6 +124,7 @@ impl DocumentReader<'_> {
         (path_quirks, ambiguous_paths): (PathQuirks, AmbiguousPaths),
         store: Option<&StoreConfig>,
         rls: Option<&RlsConfig>,
+        has_caller_rates: bool,
     ) -> Option<Plan> {
         let inbound = root.table("inbound");
         self.in_shadow = self.value(inbound, &INBOUND.mode).unwrap_or_default();
@@ -146,6 +147,10 @@ impl DocumentReader<'_> {
         let mut collector = self.predecessor.map(|policy| PlanCollector::following(policy.plan())).unwrap_or_default();
         collector.keeps_keys_together = keeps_keys_together;
         let actions = self.assemble(&mut collector, global, actions)?;
+        let caller_rate = match has_caller_rates {
+            true => Some(self.add_caller_rate(&mut collector)?),
+            false => None,
+        };
         let counts_by_path =
             collector.active_limits(&actions).any(|id| collector.key_parts(id).contains(&KeyPart::Path));
         let keyed_headers = collector.keyed_headers(&actions);
@@ -162,6 +167,7 @@ impl DocumentReader<'_> {
             actions,
             lists: NetworkMap::new(lists.iter().copied()),
             listed_networks: lists,
+            caller_rate,
             unmatched,
             counts_by_path,
             keyed_headers,
@@ -257,6 +263,30 @@ impl DocumentReader<'_> {
     pub(super) fn too_many_limits(&mut self, at: TextRange, owner: &str) -> Reported<'_> {
         let help = self.predecessor.map(|_| "the limits of earlier policies count until a restart");
         self.error(at, format!("{owner} has more than 4095 limits"), "at most 4095").help_if(help)
+    }
+
+    /// Adds the limit of calls with terms of their own. Its terms have no effect.
+    fn add_caller_rate(&mut self, collector: &mut PlanCollector) -> Option<LimitId> {
+        const NAME: &str = "CL.THROTTLE";
+        let quantity = Quantity::Rate { count: 1, per: Span::from_secs(1), burst: 1 };
+        let kind = quantity.to_limit_kind().ok().flatten()?;
+        let key_template = KeyTemplate::new(vec![KeyPart::Key], OnMissing::default());
+        let key_template_index = u16::try_from(position_or_push(&mut collector.key_templates, key_template)).ok()?;
+        let tag = limit_tag("inbound", NAME, &kind);
+        let sharing = Sharing { on_outage: self.on_outage, lease: None };
+        let info = LimitInfo {
+            name: NAME.to_owned(),
+            action: None,
+            description: "the terms of each call".to_owned(),
+            rate_limit_policy: description::rate_limit_policy(NAME, &quantity)?,
+            quantity,
+            key_template_index,
+            is_concurrency: false,
+            place: LimitPlace { group: 0, quantity: 0 },
+        };
+        let limit = Limit::new(kind).with_tag(tag).with_sharing(sharing);
+        let id = collector.limits.add(NAME, limit, info);
+        id.or_else(|| self.too_many_limits(self.full_range, "the policy").none())
     }
 
     /// Adds the limits of an action or of `inbound.global`, and returns their ids.

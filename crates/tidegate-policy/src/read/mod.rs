@@ -90,7 +90,13 @@ pub(crate) fn plan(texts: &SourceTexts, root: &TomlTable, predecessor: &Policy) 
         predecessor: Some(predecessor),
         ..DocumentReader::with_texts(texts, texts.last_range())
     };
-    match reader.plan(root, (inbound.path_quirks, inbound.ambiguous_paths), Some(store), predecessor.rls()) {
+    match reader.plan(
+        root,
+        (inbound.path_quirks, inbound.ambiguous_paths),
+        Some(store),
+        predecessor.rls(),
+        predecessor.resp().is_some(),
+    ) {
         Some(plan) if reader.errors.count() == 0 => Ok(Plan { ipv6_prefix: predecessor.plan().ipv6_prefix, ..plan }),
         _ => Err(Errors::new(reader.errors)),
     }
@@ -216,7 +222,9 @@ impl DocumentReader<'_> {
             (Some(present), Some(next)) if present.is_some() != next.is_some() => present.as_ref(),
             (_, next) => next.as_ref().and_then(Option::as_ref),
         };
-        let plan = self.plan(root, paths, present_store, present_rls);
+        let present_resp = self.predecessor.map(|present| present.resp.is_some());
+        let has_resp = present_resp.unwrap_or(matches!(resp, Some(Some(_))));
+        let plan = self.plan(root, paths, present_store, present_rls, has_resp);
         let (mut api, inbound, mut plan) = (api?, inbound?, plan?);
         plan.ipv6_prefix = Ipv6Prefix::new(inbound.ipv6_prefix)?;
         api.forward_auth &= !plan.requests_meet_concurrency();

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde_json::json;
+use tidegate::Span;
 use tidegate_testkit::servers::free_port;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -70,7 +71,7 @@ async fn commands_of_connections_have_exact_replies() {
         (&["CLIENT", "GETNAME"], "$-1\r\n"),
         (&["CLIENT", "SETINFO", "LIB-NAME", "redis-py"], "+OK\r\n"),
         (&["CLIENT", "KILL"], "-ERR CLIENT has SETNAME, GETNAME, ID, SETINFO, NO-EVICT and NO-TOUCH here\r\n"),
-        (&["COMMAND", "COUNT"], ":19\r\n"),
+        (&["COMMAND", "COUNT"], ":21\r\n"),
         (&["COMMAND", "DOCS"], "*0\r\n"),
         (
             &["COMMAND", "INFO", "ping", "get"],
@@ -140,6 +141,61 @@ async fn decisions_are_maps() {
     assert!(reset.contains("$9\r\nremaining\r\n:4\r\n"), "{reset}");
     let tenant = ["TG.CHECK", "tenant", "HEADER", "x-tenant", "a", "KEY", "k"];
     assert!(ask(address, &[&tenant]).await.contains("$9\r\nremaining\r\n:999\r\n"));
+}
+
+#[tokio::test]
+async fn calls_may_state_their_own_rate() {
+    let (gate, address) = serve("").await;
+    let throttle = |words: &str| {
+        let words: Vec<String> = words.split(' ').map(str::to_owned).collect();
+        async move {
+            let words: Vec<&str> = words.iter().map(String::as_str).collect();
+            ask(address, &[&words]).await.replace("\r\n", " ").trim_end().to_owned()
+        }
+    };
+    let numbers = |numbers: [i64; 5]| format!("*5{}", numbers.map(|number| format!(" :{number}")).concat());
+    // As redis-cell answers.
+    for (words, answer) in [
+        ("CL.THROTTLE a 15 30 60", [0, 16, 15, -1, 2]),
+        ("cl.throttle a 15 30 60 1", [0, 16, 14, -1, 4]),
+        ("CL.THROTTLE a 15 30 60 0", [0, 16, 14, -1, 4]),
+        ("CL.THROTTLE a 15 30 60 14", [0, 16, 0, -1, 32]),
+        ("CL.THROTTLE a 15 30 60", [1, 16, 0, 2, 32]),
+        ("CL.THROTTLE a 15 30 60 17", [1, 16, 0, -1, 32]),
+        ("CL.THROTTLE a 15 30 60 -3", [0, 16, 3, -1, 26]),
+        ("CL.THROTTLE b -1 30 60", [1, 0, 0, -1, 0]),
+        // As throttlecrab's: the first number is 1 for an admitted call, and the last two are swapped.
+        ("THROTTLE c 2 30 60", [1, 2, 1, 2, 0]),
+        ("THROTTLE c 2 30 60 1", [1, 2, 0, 4, 0]),
+        ("THROTTLE c 2 30 60 1", [0, 2, 0, 4, 2]),
+    ] {
+        assert_eq!(throttle(words).await, numbers(answer), "{words}");
+    }
+    gate.clock.advance(Span::from_secs(26));
+    assert_eq!(throttle("CL.THROTTLE a 15 30 60 16").await, numbers([0, 16, 0, -1, 32]), "the wait was true");
+    for (words, error) in [
+        ("CL.THROTTLE a 15 30", "-ERR wrong number of arguments for 'cl.throttle' command"),
+        (
+            "CL.THROTTLE a 15 30 60 1 1",
+            "-ERR Usage: CL.THROTTLE <key> <max_burst> <count per period> <period> [<quantity>]",
+        ),
+        ("CL.THROTTLE a x 30 60", "-ERR Couldn't parse as integer: x"),
+        ("CL.THROTTLE a 15 0 60", "-ERR Zero rates are not supported"),
+        ("CL.THROTTLE a 15 30 0", "-ERR Zero rates are not supported"),
+        ("CL.THROTTLE a 15 -30 60", "-ERR a number is negative"),
+        ("CL.THROTTLE a 9223372036854775807 30 60", "-ERR the burst would take more than 73 years to refill"),
+    ] {
+        assert_eq!(throttle(words).await, error, "{words}");
+    }
+    let any_bytes = until_closed(
+        address,
+        b"*5\r\n$11\r\nCL.THROTTLE\r\n$2\r\n\xff\xfe\r\n$1\r\n1\r\n$1\r\n1\r\n$1\r\n9\r\n*1\r\n$4\r\nQUIT\r\n",
+    )
+    .await;
+    assert_eq!(any_bytes, "*5\r\n:0\r\n:2\r\n:1\r\n:-1\r\n:9\r\n+OK\r\n");
+    // They are no limits of the policy.
+    let state = once(gate.admin, "GET /v1/state HTTP/1.1\r\nhost: gate.test\r\n\r\n").await;
+    assert!(!state.contains("CL.THROTTLE"), "{state}");
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use serde_json::json;
 use tidegate::policy::Query;
 use tidegate::store::Store;
 use tidegate::{CheckError, LimiterDecision};
-use tidegate_core::Clock;
+use tidegate_core::{CallerRate, Clock};
 
 use super::RespState;
 use super::parser::parse_number;
@@ -22,8 +22,9 @@ const MAX_NAME: usize = 128;
 
 /// The commands: the name, the number of arguments with it (negative: at least so many), and true if it is answered
 /// before a password is given.
-const COMMANDS: [(&str, i32, bool); 19] = [
+const COMMANDS: [(&str, i32, bool); 21] = [
     ("AUTH", -2, true),
+    ("CL.THROTTLE", -5, false),
     ("CLIENT", -2, false),
     ("COMMAND", -1, false),
     ("DISCARD", 1, false),
@@ -42,6 +43,7 @@ const COMMANDS: [(&str, i32, bool); 19] = [
     ("TG.RENEW", -2, false),
     ("TG.RESET", -2, false),
     ("TG.STATUS", -2, false),
+    ("THROTTLE", -5, false),
 ];
 
 /// The state of a connection between its requests.
@@ -143,6 +145,13 @@ impl<S: Store, C: Clock> RespState<S, C> {
         if let Some(question) = name.strip_prefix("TG.") {
             let answer = self.decide(question, client, rest).await?;
             ReplyWriter { output, version: session.version }.json(&answer);
+            return Ok(Next::Read);
+        }
+        if let "CL.THROTTLE" | "THROTTLE" = name {
+            let numbers = self.throttle(name, rest).await?;
+            let mut reply = ReplyWriter { output, version: session.version };
+            reply.array(numbers.len());
+            numbers.iter().for_each(|number| reply.integer(number));
             return Ok(Next::Read);
         }
         let mut reply = ReplyWriter { output, version: session.version };
@@ -261,6 +270,39 @@ impl<S: Store, C: Clock> RespState<S, C> {
         Ok(())
     }
 
+    /// `CL.THROTTLE key max_burst count period [quantity]`, as redis-cell answers it, or throttlecrab's `THROTTLE`, whose
+    /// `max_burst` is one more and whose first number is 1 if the call is admitted.
+    async fn throttle(&self, name: &str, rest: &[&[u8]]) -> Result<[i64; 5], ErrorReply> {
+        let usage = "<key> <max_burst> <count per period> <period> [<quantity>]";
+        let (key, numbers) = match rest {
+            [key, numbers @ ..] if (3..=4).contains(&numbers.len()) => (key, numbers),
+            _ => return Err(ErrorReply::new(format!("Usage: {name} {usage}"))),
+        };
+        let mut parsed = [0, 0, 0, 1];
+        for (number, text) in parsed.iter_mut().zip(numbers) {
+            let wrong = || ErrorReply::new(format!("Couldn't parse as integer: {}", text.escape_ascii()));
+            *number = parse_number(text).ok_or_else(wrong)?;
+        }
+        let [max_burst, count, period, quantity] = parsed;
+        let is_redis_cell = name == "CL.THROTTLE";
+        let limit = if is_redis_cell { max_burst.saturating_add(1) } else { max_burst };
+        let unsigned = |number: i64| u64::try_from(number).map_err(|_| ErrorReply::new("a number is negative"));
+        let rate = CallerRate::new(unsigned(limit)?, unsigned(count)?, unsigned(period)?)
+            .map_err(|error| ErrorReply::new(error.to_string()))?;
+        let decided = self.gate.throttle(rate, key, quantity).await.map_err(|error| self.unavailable(&error))?;
+        let (limited, admitted) = if decided.is_limited { (1, 0) } else { (0, 1) };
+        let retry_after = decided.retry_after_secs();
+        Ok(match is_redis_cell {
+            true => [limited, limit, decided.remaining, retry_after, decided.reset_after_secs()],
+            false => [admitted, limit, decided.remaining, decided.reset_after_secs(), retry_after.max(0)],
+        })
+    }
+
+    fn unavailable(&self, error: &CheckError) -> ErrorReply {
+        self.refusals.log_failure(self.gate.clock().now(), error);
+        ErrorReply("UNAVAILABLE", "the store can't be reached or written".into())
+    }
+
     /// Answers a question to the policy: `TG.NAME action [FIELD value]…`.
     async fn decide(
         &self,
@@ -292,8 +334,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
         };
         value.map_err(|error| {
             if let CheckError::Store(_) = error {
-                self.refusals.log_failure(self.gate.clock().now(), &error);
-                return ErrorReply("UNAVAILABLE", "the store can't be reached or written".into());
+                return self.unavailable(&error);
             }
             if let Some(uncountable) = error.uncountable() {
                 let (now, why) = (self.gate.clock().now(), uncountable.to_string());
@@ -377,8 +418,9 @@ fn command_command(rest: &[&[u8]], reply: &mut ReplyWriter<'_>) -> Result<(), Er
         reply.integer(arity);
         reply.array(1);
         reply.simple("fast");
-        // No argument is the name of a key.
-        (0..3).for_each(|_| reply.integer(0));
+        // The places of keys: the first, the last and the step.
+        let place = if name.ends_with("THROTTLE") { 1 } else { 0 };
+        (0..3).for_each(|_| reply.integer(place));
     };
     let subcommand = rest.first().map(|name| name.to_ascii_uppercase());
     match subcommand.as_deref() {

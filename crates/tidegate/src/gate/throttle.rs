@@ -1,0 +1,48 @@
+//! Calls that state their own rate.
+
+use tidegate_core::{Batch, CallerRate, CallerRateDecision, Clock};
+use tidegate_store::{Store, StoreResponse};
+
+use super::{CheckError, Gate};
+
+impl<S: Store, C: Clock> Gate<S, C> {
+    /// Decides about a call that states its own rate, and counts it `quantity` times under the key of this name if it is
+    /// admitted. 0 asks without counting; a negative quantity gives back. A name that is used with several rates has one
+    /// state, as in redis-cell. While the policy has no `[resp]`, or the store allows everything, each call is admitted.
+    ///
+    /// ```
+    /// use tidegate::{Gate, Policy};
+    /// use tidegate_core::CallerRate;
+    /// use tidegate_policy::PolicySources;
+    ///
+    /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// let gate = Gate::new(&Policy::load(PolicySources::new().file("tidegate.toml", "[resp]\n"))?);
+    /// // 30 calls per 60 s, and up to 2 at once.
+    /// let rate = CallerRate::new(2, 30, 60)?;
+    /// assert_eq!(gate.throttle(rate, b"user-1", 1).await?.remaining, 1);
+    /// assert!(!gate.throttle(rate, b"user-1", 1).await?.is_limited);
+    /// assert!(gate.throttle(rate, b"user-1", 1).await?.is_limited);
+    /// # Ok(())
+    /// # }
+    /// # tokio::runtime::Builder::new_current_thread().build().expect("a runtime").block_on(run()).expect("no error");
+    /// ```
+    ///
+    /// # Errors
+    /// The store failed.
+    pub async fn throttle(
+        &self,
+        rate: CallerRate,
+        name: &[u8],
+        quantity: i64,
+    ) -> Result<CallerRateDecision, CheckError> {
+        let (plan, now) = (&self.0.plan, self.0.clock.now());
+        let Some(limit) = plan.caller_rate() else { return Ok(rate.admitted(now)) };
+        let op = rate.op(limit, plan.caller_rate_key(name, &self.0.seed), quantity);
+        let outcomes = match self.0.store.apply(&Batch::with_op(0, op), now) {
+            StoreResponse::Ready(outcomes) => outcomes,
+            StoreResponse::Pending(later) => later.await?,
+        };
+        let decided = outcomes.list().first().map(|outcome| rate.decision(quantity, outcome, outcomes.now()));
+        Ok(decided.unwrap_or_else(|| rate.admitted(now)))
+    }
+}
