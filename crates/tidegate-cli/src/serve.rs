@@ -85,7 +85,8 @@ fn startup_message(policy: &Policy, source_name: &str, bound: &BoundServer<AnySt
     let admin = "dashboard, /healthz, /readyz, /metrics";
     let rls =
         policy.rls().map(|rls| ("RLS", bound.rls_addresses(), "http", &rls.listen, "Envoy's rate limit service, gRPC"));
-    let resp = policy.resp().map(|resp| ("Redis", bound.resp_addresses(), "redis", &resp.listen, "TG.CHECK"));
+    let resp =
+        policy.resp().map(|resp| ("Redis", bound.resp_addresses(), "redis", &resp.listen, "TG.CHECK, CL.THROTTLE"));
     let other = [
         Some(("API", bound.api_addresses(), "http", &policy.api().listen, api)),
         rls,

@@ -164,7 +164,7 @@ impl<S: Store, C: Clock> Connection<S, C> {
     async fn answer_all(&mut self) -> Next {
         let state = self.state.load();
         let mut input = std::mem::take(&mut self.input);
-        let (mut begin, mut places) = (0, Vec::new());
+        let (mut begin, mut places, mut arguments) = (0, Vec::new(), Vec::new());
         let next = loop {
             let rest = &input[begin..];
             let parsed = match parse(rest, &mut places) {
@@ -179,7 +179,8 @@ impl<S: Store, C: Clock> Connection<S, C> {
                     break Next::Refuse;
                 }
             };
-            let arguments: Vec<&[u8]> = places.iter().map(|place: &Range<usize>| &rest[place.clone()]).collect();
+            arguments.clear();
+            arguments.extend(places.iter().map(|place: &Range<usize>| &rest[place.clone()]));
             let (session, output) = (&mut self.session, &mut self.output);
             let next = state.answer(session, &self.client, &arguments, parsed.is_inline, output).await;
             begin += parsed.length;

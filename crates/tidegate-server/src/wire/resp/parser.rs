@@ -121,6 +121,7 @@ fn parse_inline(input: &[u8], arguments: &mut Vec<Range<usize>>) -> Result<Optio
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use tidegate_testkit::property;
 
     use super::*;
 
@@ -193,12 +194,43 @@ mod tests {
             let words: Vec<&[u8]> = words.iter().map(Vec::as_slice).collect();
             prop_assert_eq!(read(&input), Ok(Some((words, length))));
         }
+    }
 
-        #[test]
-        fn arbitrary_bytes_never_panic(input in prop::collection::vec(prop::sample::select(b"*$-+0123456789\r\nPING \"a\xff".to_vec()), 0..60)) {
+    /// Parts of requests: lengths right and wrong, ends of lines, words, and bytes that aren't text.
+    const PIECES: [&[u8]; 22] = [
+        b"*1\r\n",
+        b"*2\r\n",
+        b"*0\r\n",
+        b"*-1\r\n",
+        b"*999999999\r\n",
+        b"$0\r\n\r\n",
+        b"$4\r\nPING\r\n",
+        b"$-1\r\n",
+        b"$5\r\n",
+        b"$16384\r\n",
+        b"$536870912\r\n",
+        b"$99999999999999999999\r\n",
+        b"*",
+        b"$",
+        b"\r",
+        b"\n",
+        b"\r\n",
+        b" ",
+        b"PING",
+        b"\"a b\"",
+        b"\0",
+        b"\xff",
+    ];
+
+    #[test]
+    fn arbitrary_requests_are_read_or_refused() {
+        property::fuzz(60, |mut random| {
+            let input = random.concat_random(&PIECES, 12);
             if let Ok(Some((_, length))) = read(&input) {
-                prop_assert!(length <= input.len());
+                assert_eq!(read(&input[..length]), read(&input));
+                assert!(length == 0 || read(&input[..length - 1]) == Ok(None), "{}", input.escape_ascii());
             }
-        }
+            Ok(())
+        });
     }
 }
