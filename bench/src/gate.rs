@@ -1,5 +1,6 @@
 //! Measures requests through the gate, with proxies on core 0, and the client and the upstream on core 1.
 
+mod resp;
 mod server;
 mod tls;
 mod viewers;
@@ -143,6 +144,7 @@ pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
         on_row(cpu);
         on_row(requests);
     }
+    resp::measure(options, on_row);
     let names = ["gate/viewers/idle", "gate/viewers/load"];
     if names.iter().any(|name| options.wants(name)) {
         let mut rows = names.map(|name| BenchRow::new(name, FigureUnit::Percent));
