@@ -101,7 +101,7 @@ impl Plan {
     }
 
     /// The limit under which calls that state their own rate ([`CallerRate`](tidegate_core::CallerRate)) are counted.
-    /// `None` without `[resp]`.
+    /// `None` without `[resp]` and `[rls]`.
     pub fn caller_rate(&self) -> Option<LimitId> {
         self.caller_rate
     }

@@ -250,6 +250,11 @@ impl Policy {
         self.resp.as_ref()
     }
 
+    /// True if callers may state a rate of their own.
+    pub(crate) fn has_caller_rates(&self) -> bool {
+        self.resp.is_some() || self.rls.is_some()
+    }
+
     /// `[admin]`.
     pub fn admin(&self) -> &AdminConfig {
         &self.admin

@@ -95,7 +95,7 @@ pub(crate) fn plan(texts: &SourceTexts, root: &TomlTable, predecessor: &Policy) 
         (inbound.path_quirks, inbound.ambiguous_paths),
         Some(store),
         predecessor.rls(),
-        predecessor.resp().is_some(),
+        predecessor.has_caller_rates(),
     ) {
         Some(plan) if reader.errors.count() == 0 => Ok(Plan { ipv6_prefix: predecessor.plan().ipv6_prefix, ..plan }),
         _ => Err(Errors::new(reader.errors)),
@@ -222,9 +222,11 @@ impl DocumentReader<'_> {
             (Some(present), Some(next)) if present.is_some() != next.is_some() => present.as_ref(),
             (_, next) => next.as_ref().and_then(Option::as_ref),
         };
-        let present_resp = self.predecessor.map(|present| present.resp.is_some());
-        let has_resp = present_resp.unwrap_or(matches!(resp, Some(Some(_))));
-        let plan = self.plan(root, paths, present_store, present_rls, has_resp);
+        let has_caller_rates = match self.predecessor {
+            Some(present) => present.has_caller_rates(),
+            None => matches!(resp, Some(Some(_))) || matches!(rls, Some(Some(_))),
+        };
+        let plan = self.plan(root, paths, present_store, present_rls, has_caller_rates);
         let (mut api, inbound, mut plan) = (api?, inbound?, plan?);
         plan.ipv6_prefix = Ipv6Prefix::new(inbound.ipv6_prefix)?;
         api.forward_auth &= !plan.requests_meet_concurrency();

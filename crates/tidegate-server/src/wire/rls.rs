@@ -5,6 +5,7 @@
 //! the policy's `rls.files`. Each descriptor is one decision, so a call that one of them refuses may have been counted by
 //! others, as in the original.
 
+mod inline_limit;
 mod messages;
 mod yaml_limits;
 
@@ -15,7 +16,7 @@ use std::sync::{Arc, Once};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http::header::{CONTENT_TYPE, HeaderMap};
+use http::header::{CONTENT_TYPE, HeaderMap, RETRY_AFTER};
 use http::{Request, Response, StatusCode, Version};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -32,6 +33,7 @@ use tonic::Status;
 use tonic::server::Grpc;
 use tonic_prost::ProstCodec;
 
+use self::inline_limit::InlineLimit;
 use self::messages::{
     Code, CurrentLimit, Descriptor, DescriptorStatus, Entry, HealthRequest, HealthResponse, RateLimitRequest,
     RateLimitResponse, Seconds, ServingStatus, Unit,
@@ -198,6 +200,8 @@ enum Question<'a> {
     /// The limits of these actions decide. If `is_quota`, they refuse the request only if all such descriptors are over
     /// their limits.
     Ask { request: DecisionRequest<'a>, actions: MatchedActions, hits: Hits, is_quota: bool },
+    /// The descriptor states its own limit.
+    Inline(InlineLimit),
 }
 
 impl<S: Store, C: Clock> RlsState<S, C> {
@@ -221,13 +225,21 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         let plan = self.gate.plan();
         let mut statuses = Vec::with_capacity(questions.len());
         let mut tightest: Option<(MatchedActions, Decision)> = None;
-        let (mut is_over, mut quotas, mut quotas_over) = (false, 0, 0);
+        let (mut is_over, mut quotas, mut quotas_over, mut inline_wait) = (false, 0, 0, None);
         for question in questions {
             let (request, actions, hits, is_quota) = match question {
                 Question::Ask { request, actions, hits, is_quota } => (request, actions, hits, is_quota),
                 Question::Decided(status) => {
                     is_over |= status.code() == Code::OverLimit;
                     statuses.push(status);
+                    continue;
+                }
+                Question::Inline(inline) => {
+                    let decided = self.gate.throttle(inline.rate, &inline.name, inline.quantity).await;
+                    let decided = decided.map_err(|error| self.status_of(&error))?;
+                    is_over |= decided.is_limited;
+                    inline_wait = inline_wait.max(decided.retry_after.map(|_| decided.retry_after_secs()));
+                    statuses.push(inline.status(&decided));
                     continue;
                 }
             };
@@ -258,12 +270,14 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         is_over |= quotas > 0 && quotas == quotas_over;
         // The refusal of one quota among several is not the request's.
         let told = tightest.filter(|(_, decision)| decision.allowed || is_over);
+        let mut headers = told.map(|(actions, decision)| self.headers(actions, &decision)).unwrap_or_default();
+        if let Some(wait) = inline_wait {
+            add_wait(&mut headers, wait);
+        }
         Ok(RateLimitResponse {
             overall_code: if is_over { Code::OverLimit } else { Code::Ok }.into(),
             statuses,
-            response_headers_to_add: told
-                .map(|(actions, decision)| self.headers(actions, &decision))
-                .unwrap_or_default(),
+            response_headers_to_add: headers,
         })
     }
 
@@ -362,6 +376,16 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         }
         let text = |value: &http::HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
         headers.iter().map(|(name, value)| Entry { key: name.to_string(), value: text(value) }).collect()
+    }
+}
+
+/// Sets `Retry-After` to this wait in seconds, unless it is longer.
+fn add_wait(headers: &mut Vec<Entry>, wait: i64) {
+    let name = RETRY_AFTER.as_str();
+    match headers.iter_mut().find(|header| header.key == name) {
+        Some(header) if header.value.parse::<i64>().is_ok_and(|known| known >= wait) => {}
+        Some(header) => header.value = wait.to_string(),
+        None => headers.push(Entry { key: name.to_owned(), value: wait.to_string() }),
     }
 }
 

@@ -400,6 +400,41 @@ async fn hits_of_files_are_the_originals() {
 }
 
 #[tokio::test]
+async fn descriptors_may_state_their_limit() {
+    let (gate, address, _folder) = serve_files("").await;
+    let client = connect(address).await;
+    let stating = |user: &str, requests_per_unit, unit: Unit| {
+        let limit = Some(Override { requests_per_unit, unit: unit.into() });
+        Descriptor { limit, ..descriptor(&[("user", user)]) }
+    };
+    let alice = stating("alice", 2, Unit::Minute);
+    let minute = Some((2, Unit::Minute));
+    for left in [1, 0] {
+        assert_eq!(told(&ask_edge(&client, [alice.clone()]).await), [(Code::Ok, minute, left)]);
+    }
+    let refused = ask_edge(&client, [alice.clone(), descriptor(&[("user", "alice")])]).await;
+    assert_eq!(
+        told(&refused),
+        [(Code::OverLimit, minute, 0), (Code::Ok, Some((5, Unit::Hour)), 4)],
+        "the file's is apart"
+    );
+    assert_eq!((refused.overall_code(), header(&refused, "retry-after")), (Code::OverLimit, Some("30")));
+    assert_eq!(refused.statuses[0].duration_until_reset.as_ref().unwrap().seconds, 30);
+    gate.clock.advance(Span::from_secs(30));
+    assert_eq!(told(&ask_edge(&client, [alice.clone()]).await), [(Code::Ok, minute, 0)], "the wait is true");
+    assert_eq!(told(&ask_edge(&client, [stating("bob", 2, Unit::Minute)]).await), [(Code::Ok, minute, 1)]);
+    let given_back = Descriptor { is_negative_hits: true, ..alice };
+    assert_eq!(told(&ask_edge(&client, [given_back]).await), [(Code::Ok, minute, 1)]);
+    let never = ask_edge(&client, [stating("carol", 0, Unit::Year)]).await;
+    assert_eq!(
+        (told(&never), header(&never, "retry-after")),
+        (vec![(Code::OverLimit, Some((0, Unit::Year)), 0)], None)
+    );
+    let asked = RateLimitRequest { domain: "edge".to_owned(), ..request([stating("a", 1, Unit::Unknown)]) };
+    assert_eq!(ask(&client, &asked).await.unwrap_err(), (3, "descriptor 0: the limit has no unit".to_owned()));
+}
+
+#[tokio::test]
 async fn health_is_told_until_the_shutdown() {
     let (mut gate, address) = serve("").await;
     let client = connect(address).await;

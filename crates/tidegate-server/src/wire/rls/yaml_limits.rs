@@ -9,6 +9,7 @@ use tidegate_policy::RlsConfig;
 use tidegate_policy::ratelimit_yaml::{Amount, FoundLimit, LimitTable};
 use tonic::Status;
 
+use super::inline_limit::InlineLimit;
 use super::messages::{Code, Descriptor, DescriptorStatus, RateLimitRequest};
 use super::{Hits, Question};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
@@ -38,15 +39,18 @@ impl YamlLimits {
             .iter()
             .map(|descriptor| {
                 let entries = descriptor.entries.iter().map(|entry| (&*entry.key, &*entry.value));
-                self.table.find(&asked.domain, entries)
+                let found = self.table.find(&asked.domain, entries);
+                found.filter(|_| descriptor.limit.is_none())
             })
             .collect();
         let replaced: HashSet<&str> =
             found.iter().flatten().flat_map(|found| &found.limit.limit.replaces).map(String::as_str).collect();
         let questions = found.into_iter().zip(&asked.descriptors).enumerate().map(|(index, (found, descriptor))| {
-            if descriptor.limit.is_some() {
-                let message = "a limit in the request is not supported; the limits are those of the policy's files";
-                return Err(Status::unimplemented(format!("descriptor {index}: {message}")));
+            let invalid = |message| Status::invalid_argument(format!("descriptor {index}: {message}"));
+            let hits = descriptor.hits_addend.unwrap_or_else(|| asked.hits_addend.max(1).into());
+            if let Some(limit) = &descriptor.limit {
+                let inline = InlineLimit::new(&asked.domain, descriptor, limit, hits).map_err(invalid)?;
+                return Ok(Question::Inline(inline));
             }
             let Some(found) = found else { return Ok(Question::Decided(DescriptorStatus::admitted())) };
             let limit = &found.limit.limit;
@@ -59,8 +63,7 @@ impl YamlLimits {
             if limit.name.as_deref().is_some_and(|name| replaced.contains(name)) {
                 return Ok(Question::Decided(DescriptorStatus::admitted()));
             }
-            self.question(found, descriptor, asked.hits_addend)
-                .map_err(|error| Status::invalid_argument(format!("descriptor {index}: {}", error.message)))
+            self.question(found, descriptor, hits).map_err(|error| invalid(error.message))
         });
         questions.collect()
     }
@@ -69,16 +72,15 @@ impl YamlLimits {
         &self,
         found: FoundLimit<'_>,
         descriptor: &Descriptor,
-        hits_addend: u32,
+        hits: u64,
     ) -> Result<Question<'a>, DecisionRequestError> {
-        let addend = descriptor.hits_addend.unwrap_or_else(|| hits_addend.max(1).into());
         let mut request = DecisionRequest::default();
         request.set_text("key", Cow::Owned(found.key))?;
-        request.set_text("cost", addend.to_string().into())?;
+        request.set_text("cost", hits.to_string().into())?;
         Ok(Question::Ask {
             request,
             actions: MatchedActions::from(Some(self.actions[found.index])),
-            hits: Hits::of(descriptor, Some(addend)),
+            hits: Hits::of(descriptor, Some(hits)),
             is_quota: found.limit.quota_mode,
         })
     }
