@@ -64,7 +64,7 @@ impl RedisCell {
         let reset_after = if is_limited { arrival } else { next } - now;
         let room = tolerance - reset_after;
         let remaining = if room > -interval { ((room / 1000) as f64 / (interval / 1000) as f64) as i64 } else { 0 };
-        let limited = i64::from(is_limited);
+        let limited = if is_limited { 1 } else { 0 };
         [limited, call.max_burst + 1, remaining, seconds(retry_after), seconds(reset_after)]
     }
 }

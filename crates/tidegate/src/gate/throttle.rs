@@ -11,11 +11,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// state, as in redis-cell. If the policy has neither `[resp]` nor `[rls]`, or the store allows everything, each call is admitted.
     ///
     /// ```
-    /// use tidegate::{Gate, Policy};
+    /// use tidegate::Gate;
     /// use tidegate_core::CallerRate;
-    /// use tidegate_policy::PolicySources;
+    /// use tidegate_policy::{Policy, PolicySources};
     ///
-    /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let gate = Gate::new(&Policy::load(PolicySources::new().file("tidegate.toml", "[resp]\n"))?);
     /// // 30 calls per 60 s, and up to 2 at once.
     /// let rate = CallerRate::new(2, 30, 60)?;
@@ -24,7 +25,6 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// assert!(gate.throttle(rate, b"user-1", 1).await?.is_limited);
     /// # Ok(())
     /// # }
-    /// # tokio::runtime::Builder::new_current_thread().build().expect("a runtime").block_on(run()).expect("no error");
     /// ```
     ///
     /// # Errors
