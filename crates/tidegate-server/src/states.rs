@@ -198,13 +198,7 @@ fn resp_state<S: Store, C: Clock>(
 ) -> Result<Option<RespState<S, C>>, ServeError> {
     let Some(resp) = engine.policy.resp() else { return Ok(None) };
     let access = access(parts, ListenerKind::Resp, &resp.listen, resp.token.as_ref(), &[], &[])?;
-    Ok(access.map(|access| RespState {
-        gate: engine.gate.clone(),
-        access,
-        refusals: Arc::clone(&parts.refusals),
-        metrics: Arc::clone(&parts.metrics),
-        parts: Arc::clone(parts),
-    }))
+    Ok(access.map(|access| RespState { gate: engine.gate.clone(), access, parts: Arc::clone(parts) }))
 }
 
 fn admin_state<S: Store, C: Clock + Clone>(

@@ -26,9 +26,7 @@ use self::reply::ReplyWriter;
 use crate::access::Access;
 use crate::linger::LingerState;
 use crate::listener::{ConnectionContext, ConnectionHandler, ConnectionStarter};
-use crate::metrics::RequestMetrics;
 use crate::preface::OpenedStream;
-use crate::refusal_log::RefusalLog;
 use crate::rejections::{HeadRejections, RejectionReason};
 use crate::state_cell::StateCell;
 use crate::states::SharedParts;
@@ -44,8 +42,6 @@ const MAX_OUTPUT: usize = 64 << 10;
 pub(crate) struct RespState<S: Store, C: Clock> {
     pub(crate) gate: Gate<S, C>,
     pub(crate) access: Access,
-    pub(crate) refusals: Arc<RefusalLog>,
-    pub(crate) metrics: Arc<RequestMetrics>,
     pub(crate) parts: Arc<SharedParts>,
 }
 

@@ -209,7 +209,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
         }
         let query = Query { ip: Some(client.address.ip().to_canonical()), ..Query::default() };
         let (now, access) = (self.gate.clock().now(), &client.watch.access);
-        self.refusals.log_rejection(now, RejectionReason::Token, &query, "no valid password", access);
+        self.parts.refusals.log_rejection(now, RejectionReason::Token, &query, "no valid password", access);
         Err(ErrorReply("WRONGPASS", "invalid username-password pair or user is disabled.".into()))
     }
 
@@ -299,7 +299,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
     }
 
     fn unavailable(&self, error: &CheckError) -> ErrorReply {
-        self.refusals.log_failure(self.gate.clock().now(), error);
+        self.parts.refusals.log_failure(self.gate.clock().now(), error);
         ErrorReply("UNAVAILABLE", "the store can't be reached or written".into())
     }
 
@@ -320,12 +320,12 @@ impl<S: Store, C: Clock> RespState<S, C> {
             "RELEASE" => "/v1/release",
             _ => "/v1/renew",
         };
-        validate(&self.gate, &self.refusals, path, &request, access)?;
+        validate(&self.gate, &self.parts.refusals, path, &request, access)?;
         let value = match (name, request.permit) {
             ("CHECK", _) => self.check(query, client).await,
             ("STATUS", _) => self.gate.status(query).await.map(|decision| json!(self.gate.report(&decision))),
             ("RESET", _) => self.gate.reset(query).await.map(|report| {
-                self.refusals.clients.forget(&report.keys);
+                self.parts.refusals.clients.forget(&report.keys);
                 json!(report)
             }),
             ("RELEASE", Some(permit)) => self.gate.release(query, permit).await.map(|held| json!({ "released": held })),
@@ -338,7 +338,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
             }
             if let Some(uncountable) = error.uncountable() {
                 let (now, why) = (self.gate.clock().now(), uncountable.to_string());
-                self.refusals.log_rejection(now, uncountable.into(), query, &why, access);
+                self.parts.refusals.log_rejection(now, uncountable.into(), query, &why, access);
             }
             ErrorReply::new(error.to_string())
         })
@@ -347,8 +347,8 @@ impl<S: Store, C: Clock> RespState<S, C> {
     async fn check(&self, query: &Query<'_>, client: &ConnectionContext) -> Result<serde_json::Value, CheckError> {
         let actions = self.gate.actions(query)?;
         let query = Query { actions: Some(actions), ..*query };
-        let decision = decide(&self.gate, &self.metrics, &query).await?;
-        self.refusals.log_decision(self.gate.plan(), actions, &query, &decision, &client.watch.access);
+        let decision = decide(&self.gate, &self.parts.metrics, &query).await?;
+        self.parts.refusals.log_decision(self.gate.plan(), actions, &query, &decision, &client.watch.access);
         Ok(json!(self.gate.report(&decision)))
     }
 }
