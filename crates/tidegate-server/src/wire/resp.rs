@@ -12,7 +12,7 @@ use std::io;
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Poll, ready};
 
 use tidegate::Gate;
 use tidegate::store::Store;
@@ -56,7 +56,7 @@ impl<S: Store, C: Clock> ConnectionHandler for RespHandler<S, C> {
         watch: Arc<ConnectionWatch>,
         entry: ConnectionEntry,
     ) -> impl Future<Output = ()> + Send + 'static {
-        let connection = Connection {
+        let mut connection = Connection {
             state: Arc::clone(&self.0),
             rejections: Arc::clone(&starter.rejections),
             client: ConnectionContext { address, tls, watch, entry: Arc::new(entry) },
@@ -65,10 +65,7 @@ impl<S: Store, C: Clock> ConnectionHandler for RespHandler<S, C> {
             input: Vec::new(),
             output: Vec::new(),
         };
-        async move {
-            let mut connection = connection;
-            connection.run().await;
-        }
+        async move { connection.run().await }
     }
 
     fn serve_http2(
@@ -112,8 +109,9 @@ impl<S: Store, C: Clock> Connection<S, C> {
         while let Some(Ok(count)) = watch.until_phase_ends(read_some(&mut self.stream, &mut self.input)).await
             && count > 0
         {
-            watch.enter(ConnectionPhase::Deciding);
-            let next = self.answer_all().await;
+            // More bytes of a request don't extend the time in which it must arrive whole.
+            watch.note_received(count);
+            let Some(next) = self.answer_all().await else { continue };
             watch.enter(ConnectionPhase::Download);
             if !self.flush().await {
                 return;
@@ -124,7 +122,8 @@ impl<S: Store, C: Clock> Connection<S, C> {
             self.rest();
         }
         if !self.input.is_empty() && !watch.is_aborted() {
-            let (reason, why) = match watch.is_ended_for(EndReason::Displaced) {
+            let is_displaced = watch.is_ended_for(EndReason::Displaced) || watch.is_ended_for(EndReason::HeadBytes);
+            let (reason, why) = match is_displaced {
                 true => (RejectionReason::HeadDisplaced, "too many connections"),
                 false => (RejectionReason::HeadTimeout, "the request didn't arrive whole in time"),
             };
@@ -152,12 +151,15 @@ impl<S: Store, C: Clock> Connection<S, C> {
     /// Waits for the next request, or the rest of one.
     fn rest(&self) {
         let watch = &self.client.watch;
-        watch.enter(if self.input.is_empty() { ConnectionPhase::Idle } else { ConnectionPhase::Head });
+        watch.enter(ConnectionPhase::Idle);
+        if !self.input.is_empty() {
+            watch.note_received(self.input.len());
+        }
         watch.on_flushed();
     }
 
-    /// Answers all requests that have arrived whole.
-    async fn answer_all(&mut self) -> Next {
+    /// Answers all requests that have arrived whole. `None` if none has.
+    async fn answer_all(&mut self) -> Option<Next> {
         let state = self.state.load();
         let mut input = std::mem::take(&mut self.input);
         let (mut begin, mut places, mut arguments) = (0, Vec::new(), Vec::new());
@@ -175,6 +177,9 @@ impl<S: Store, C: Clock> Connection<S, C> {
                     break Next::Refuse;
                 }
             };
+            if begin == 0 {
+                self.client.watch.enter(ConnectionPhase::Deciding);
+            }
             arguments.clear();
             arguments.extend(places.iter().map(|place: &Range<usize>| &rest[place.clone()]));
             let (session, output) = (&mut self.session, &mut self.output);
@@ -195,7 +200,7 @@ impl<S: Store, C: Clock> Connection<S, C> {
             input.drain(..begin);
             self.input = input;
         }
-        next
+        (begin > 0).then_some(next)
     }
 
     /// Sends the replies. Returns false if the client doesn't take them.
@@ -227,14 +232,9 @@ async fn read_some(stream: &mut ClientStream, input: &mut Vec<u8>) -> io::Result
     poll_fn(|cx| {
         let mut bytes = [std::mem::MaybeUninit::uninit(); READ_BYTES];
         let mut buffer = ReadBuf::uninit(&mut bytes);
-        match Pin::new(&mut *stream).poll_read(cx, &mut buffer) {
-            Poll::Ready(Ok(())) => {
-                input.extend_from_slice(buffer.filled());
-                Poll::Ready(Ok(buffer.filled().len()))
-            }
-            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
-            Poll::Pending => Poll::Pending,
-        }
+        ready!(Pin::new(&mut *stream).poll_read(cx, &mut buffer))?;
+        input.extend_from_slice(buffer.filled());
+        Poll::Ready(Ok(buffer.filled().len()))
     })
     .await
 }

@@ -259,6 +259,18 @@ async fn broken_requests_close_the_connection() {
     ] {
         assert_eq!(until_closed(address, bytes).await, reply, "{}", bytes.escape_ascii());
     }
+    // A byte now and then doesn't extend the time of a request.
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let dripping = async {
+        for byte in request(&["ECHO", &"a".repeat(100)]) {
+            if stream.write_all(&[byte]).await.is_err() {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        false
+    };
+    assert!(tokio::time::timeout(PATIENCE, dripping).await.unwrap(), "the connection ends in between");
     // A client that still sends gets its reply.
     let flood = [&b"*x\r\n"[..], &[b'a'; 500_000]].concat();
     assert_eq!(until_closed(address, &flood).await, "-ERR Protocol error: invalid multibulk length\r\n");
