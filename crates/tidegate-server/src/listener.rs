@@ -70,33 +70,27 @@ pub(crate) struct ConnectionStarter {
     pub(crate) rejections: Arc<HeadRejections>,
 }
 
+/// A connection on which the listener's protocol begins.
+pub(crate) struct NewConnection {
+    pub(crate) opened: OpenedStream,
+    pub(crate) watch: Arc<ConnectionWatch>,
+    pub(crate) entry: ConnectionEntry,
+}
+
 /// The protocol of a listener's connections.
 pub(crate) trait ConnectionHandler: Send + Sync + 'static {
     /// Returns the future of a connection.
-    fn serve(
-        &self,
-        starter: &ConnectionStarter,
-        opened: OpenedStream,
-        watch: Arc<ConnectionWatch>,
-        entry: ConnectionEntry,
-    ) -> impl Future<Output = ()> + Send + 'static;
+    fn serve(&self, starter: &ConnectionStarter, new: NewConnection) -> impl Future<Output = ()> + Send + 'static;
 
     /// Returns the future of a connection that begins as HTTP/2 does.
-    fn serve_http2(
-        &self,
-        starter: &ConnectionStarter,
-        opened: OpenedStream,
-        watch: Arc<ConnectionWatch>,
-        entry: ConnectionEntry,
-    ) -> impl Future<Output = ()> + Send + 'static;
+    fn serve_http2(&self, starter: &ConnectionStarter, new: NewConnection)
+    -> impl Future<Output = ()> + Send + 'static;
 
     /// Returns the future of a connection that doesn't begin with TLS, as it should.
     fn refuse_plain(
         &self,
         starter: &ConnectionStarter,
-        opened: OpenedStream,
-        watch: Arc<ConnectionWatch>,
-        entry: ConnectionEntry,
+        new: NewConnection,
     ) -> impl Future<Output = ()> + Send + 'static;
 }
 
@@ -286,7 +280,7 @@ impl ConnectionStarter {
         entry.client_slot = client_slot;
         if !self.config.preface.is_expected(&stream, address.ip()) {
             let opened = OpenedStream { stream, address, tls: None, is_http2: false };
-            tokio::spawn(handler.serve(self, opened, watch, entry));
+            tokio::spawn(handler.serve(self, NewConnection { opened, watch, entry }));
             return;
         }
         let (starter, handler) = (Arc::clone(self), Arc::clone(handler));
@@ -299,11 +293,13 @@ impl ConnectionStarter {
                 (address, entry.client_slot) = (client, slot);
             }
             match reader.open(stream, address).await {
-                Some(Ok(opened)) if opened.is_http2 => handler.serve_http2(&starter, opened, watch, entry).await,
-                Some(Ok(opened)) => handler.serve(&starter, opened, watch, entry).await,
+                Some(Ok(opened)) if opened.is_http2 => {
+                    handler.serve_http2(&starter, NewConnection { opened, watch, entry }).await;
+                }
+                Some(Ok(opened)) => handler.serve(&starter, NewConnection { opened, watch, entry }).await,
                 Some(Err(PlainText(stream))) => {
                     let opened = OpenedStream { stream, address, tls: None, is_http2: false };
-                    handler.refuse_plain(&starter, opened, watch, entry).await;
+                    handler.refuse_plain(&starter, NewConnection { opened, watch, entry }).await;
                 }
                 None => {}
             }
@@ -315,9 +311,7 @@ impl<S: ConnectionService> ConnectionHandler for HttpHandler<S> {
     fn serve(
         &self,
         starter: &ConnectionStarter,
-        OpenedStream { stream, address, tls, .. }: OpenedStream,
-        watch: Arc<ConnectionWatch>,
-        entry: ConnectionEntry,
+        NewConnection { opened: OpenedStream { stream, address, tls, .. }, watch, entry }: NewConnection,
     ) -> impl Future<Output = ()> + Send + 'static {
         let entry = Arc::new(entry);
         let service = self.0(ConnectionContext { address, tls, watch: Arc::clone(&watch), entry: Arc::clone(&entry) });
@@ -330,9 +324,7 @@ impl<S: ConnectionService> ConnectionHandler for HttpHandler<S> {
     fn serve_http2(
         &self,
         starter: &ConnectionStarter,
-        OpenedStream { stream, address, tls, .. }: OpenedStream,
-        watch: Arc<ConnectionWatch>,
-        entry: ConnectionEntry,
+        NewConnection { opened: OpenedStream { stream, address, tls, .. }, watch, entry }: NewConnection,
     ) -> impl Future<Output = ()> + Send + 'static {
         let ListenerConfig { header_bytes, headers, .. } = starter.config;
         let client = Http2Client {
@@ -350,9 +342,7 @@ impl<S: ConnectionService> ConnectionHandler for HttpHandler<S> {
     fn refuse_plain(
         &self,
         starter: &ConnectionStarter,
-        OpenedStream { stream, address, .. }: OpenedStream,
-        watch: Arc<ConnectionWatch>,
-        entry: ConnectionEntry,
+        NewConnection { opened: OpenedStream { stream, address, .. }, watch, entry }: NewConnection,
     ) -> impl Future<Output = ()> + Send + 'static {
         let response =
             local_response::raw_error_response(StatusCode::BAD_REQUEST, "this port takes only TLS: use https://");

@@ -25,13 +25,13 @@ use self::parser::parse;
 use self::reply::ReplyWriter;
 use crate::access::Access;
 use crate::linger::LingerState;
-use crate::listener::{ConnectionContext, ConnectionHandler, ConnectionStarter};
+use crate::listener::{ConnectionContext, ConnectionHandler, ConnectionStarter, NewConnection};
 use crate::preface::OpenedStream;
 use crate::rejections::{HeadRejections, RejectionReason};
 use crate::state_cell::StateCell;
 use crate::states::SharedParts;
 use crate::stream::ClientStream;
-use crate::watchdog::{ConnectionEntry, ConnectionPhase, ConnectionWatch, EndReason};
+use crate::watchdog::{ConnectionPhase, EndReason};
 
 /// The bytes that are read at once.
 const READ_BYTES: usize = 16 << 10;
@@ -52,9 +52,7 @@ impl<S: Store, C: Clock> ConnectionHandler for RespHandler<S, C> {
     fn serve(
         &self,
         starter: &ConnectionStarter,
-        OpenedStream { stream, address, tls, .. }: OpenedStream,
-        watch: Arc<ConnectionWatch>,
-        entry: ConnectionEntry,
+        NewConnection { opened: OpenedStream { stream, address, tls, .. }, watch, entry }: NewConnection,
     ) -> impl Future<Output = ()> + Send + 'static {
         let mut connection = Connection {
             state: Arc::clone(&self.0),
@@ -71,20 +69,16 @@ impl<S: Store, C: Clock> ConnectionHandler for RespHandler<S, C> {
     fn serve_http2(
         &self,
         starter: &ConnectionStarter,
-        opened: OpenedStream,
-        watch: Arc<ConnectionWatch>,
-        entry: ConnectionEntry,
+        new: NewConnection,
     ) -> impl Future<Output = ()> + Send + 'static {
         // ALPN offers no HTTP/2 here.
-        self.serve(starter, opened, watch, entry)
+        self.serve(starter, new)
     }
 
     fn refuse_plain(
         &self,
         _: &ConnectionStarter,
-        OpenedStream { mut stream, .. }: OpenedStream,
-        _: Arc<ConnectionWatch>,
-        _: ConnectionEntry,
+        NewConnection { opened: OpenedStream { mut stream, .. }, .. }: NewConnection,
     ) -> impl Future<Output = ()> + Send + 'static {
         stream.try_write(b"-ERR this port takes only TLS\r\n");
         std::future::ready(())
