@@ -437,48 +437,6 @@ fn simulated_traefik_with_the_snippet_enforces_limits() {
     assert_eq!(answers, expected());
 }
 
-/// Envoy isn't among Debian's packages, so the test itself sends the requests of its `ext_authz` with the snippet: the
-/// original method, Host and appended path, the allowed headers, and Envoy's own address in `X-Forwarded-For`.
-#[test]
-fn simulated_envoy_with_the_snippet_enforces_limits() {
-    let snippet = YamlLoader::load_from_str(include_str!("../../../docs/snippets/envoy.yaml")).unwrap().remove(0);
-    let resources = &snippet["static_resources"];
-    let manager = &resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
-    assert_eq!(manager["use_remote_address"].as_bool(), Some(true));
-    let names = [0, 1].map(|place| manager["http_filters"][place]["name"].as_str().unwrap());
-    assert_eq!(names, ["envoy.filters.http.ext_authz", "envoy.filters.http.router"]);
-    let filter = &manager["http_filters"][0]["typed_config"];
-    let service = &filter["http_service"];
-    assert_eq!(service["server_uri"]["cluster"].as_str(), Some("tidegate"));
-    let gate_address = &resources["clusters"][0]["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"];
-    assert_eq!(gate_address["address"]["socket_address"]["port_value"].as_i64(), Some(8082));
-    let prefix = service["path_prefix"].as_str().unwrap();
-    let allowed = filter["allowed_headers"]["patterns"].as_vec().unwrap();
-    let is_allowed = |name: &str| allowed.iter().any(|pattern| pattern["exact"].as_str() == Some(name));
-
-    let policy = LOGIN.replace("[\"127.0.0.0/8\"]", "[\"127.0.0.0/8\", \"192.0.2.10\"]");
-    let (_gate, ports) = gate(&policy, free_port());
-    let mut front = HttpClient::connect(ports.api).unwrap();
-    let lies = [("x-forwarded-uri", "/"), ("x-forwarded-method", "GET"), ("x-original-uri", "/")];
-    let lies: String = lies.iter().filter(|(name, _)| is_allowed(name)).map(|(n, v)| format!("{n}: {v}\r\n")).collect();
-    let client = if is_allowed("x-forwarded-for") { "198.51.100.1, 203.0.113.7," } else { "" };
-    let mut ask = |method: &str, path: &str| {
-        let answer = front.request(format!(
-            "{method} {prefix}{path} HTTP/1.1\r\nhost: a.test\r\ncontent-length: 0\r\n{lies}\
-             x-forwarded-for: {client}192.0.2.10\r\nx-envoy-internal: true\r\n\
-             x-envoy-expected-rq-timeout-ms: 250\r\n\r\n"
-        ));
-        let wait = answer.head.lines().find_map(|line| line.strip_prefix("retry-after: "));
-        (answer.status, wait.map(str::to_owned))
-    };
-    let mut answers: Vec<_> = (0..7).map(|_| ask("POST", "/login?next=/")).collect();
-    answers.push(ask("GET", "/elsewhere"));
-    assert_eq!(answers, expected());
-    let explained =
-        HttpClient::connect(ports.api).unwrap().request(get_request("/v1/status?action=login&ip=203.0.113.7"));
-    assert!(explained.body.contains("\"blocked\":true"), "{}", explained.body);
-}
-
 #[test]
 fn axum_with_the_layer_enforces_limits() {
     use axum::Router;
@@ -510,6 +468,7 @@ fn the_guide_contains_the_tested_snippets() {
         include_str!("../../../docs/snippets/Caddyfile"),
         include_str!("../../../docs/snippets/traefik.yml"),
         include_str!("../../../docs/snippets/envoy.yaml"),
+        include_str!("../../../docs/snippets/envoy-authz.yaml"),
     ]
     .into_iter()
     .chain(NGINX_OPEN)

@@ -113,7 +113,8 @@ pub(crate) fn raw_error_response(status: StatusCode, message: &str) -> Bytes {
     format!("HTTP/1.1 {} {reason}\r\n{head}{retry}\r\ncontent-length: {length}\r\n\r\n{body}", status.as_u16()).into()
 }
 
-fn error_json(status: StatusCode, message: &str) -> String {
+/// The body of an error.
+pub(crate) fn error_json(status: StatusCode, message: &str) -> String {
     serde_json::json!({ "error": reason_phrase(status), "message": message }).to_string()
 }
 

@@ -184,6 +184,7 @@ fn rls_state<S: Store, C: Clock>(
         replies: Replies::new(engine.gate.plan(), inbound.headers, inbound.x_ratelimit),
         limits: YamlLimits::new(rls, engine.gate.plan()),
         access,
+        forwarding: inbound.forwarding.clone(),
         refusals: Arc::clone(&parts.refusals),
         metrics: Arc::clone(&parts.metrics),
         draining: Arc::clone(&parts.draining),

@@ -19,7 +19,7 @@ use crate::local_response::discard_body;
 use crate::states::SharedParts;
 use crate::wire::admin::AdminState;
 use crate::wire::decision_request::decode;
-use crate::wire::http_api::collect_body;
+use crate::wire::small_body::{MAX_BYTES, collect_body};
 
 /// The limit on wrong tokens, for each address or IPv6 network.
 const TRIES: &str = "5 per 60s";
@@ -57,7 +57,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
     }
     let (head, body) = request.into_parts();
     let head = Request::from_parts(head, ());
-    let body = match collect_body(watch, body).await {
+    let body = match collect_body(watch, body, MAX_BYTES).await {
         Ok(body) => body,
         Err(response) => return response,
     };

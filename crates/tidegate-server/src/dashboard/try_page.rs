@@ -16,7 +16,7 @@ use crate::rejections::RejectionReason;
 use crate::trial::{GLOBAL, IntervalReport, MAX_TERMS, TermsReport, TrialError, TrialReport, TrialRequest, run_trial};
 use crate::wire::admin::AdminState;
 use crate::wire::decision_request::decode;
-use crate::wire::http_api::collect_body;
+use crate::wire::small_body::{MAX_BYTES, collect_body};
 
 /// The ends of the time of a chart that have a label, without now.
 const TICKS: u64 = 4;
@@ -65,7 +65,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
     caller: Caller<'_>,
     request: Request<Incoming>,
 ) -> Response<ResponseBody> {
-    let body = match collect_body(&client.watch, request.into_body()).await {
+    let body = match collect_body(&client.watch, request.into_body(), MAX_BYTES).await {
         Ok(body) => body,
         Err(response) => return response,
     };

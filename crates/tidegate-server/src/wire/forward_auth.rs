@@ -16,9 +16,9 @@ use std::sync::Once;
 use http::header::HeaderName;
 use http::{Request, Response, StatusCode, Uri, Version};
 use hyper::body::Incoming;
-use tidegate::CheckError;
 use tidegate::policy::{ListStatus, MatchedActions, Plan, Query, UncountableError, canonical_ip, is_host};
 use tidegate::store::Store;
+use tidegate::{CheckError, Decision, Gate};
 use tidegate_core::{Clock, Reason};
 
 use crate::access_log::AccessSlot;
@@ -26,6 +26,7 @@ use crate::body::ResponseBody;
 use crate::hop_headers;
 use crate::listener::ConnectionContext;
 use crate::local_response::error;
+use crate::metrics::RequestMetrics;
 use crate::rejections::RejectionReason;
 use crate::wire::decision_request::decode;
 use crate::wire::http_api::{ApiState, check_error_response, decide};
@@ -107,35 +108,21 @@ pub(crate) async fn handle<S: Store, C: Clock>(
     };
     let access = &client.watch.access;
     access.note(|entry| entry.note_question(&query));
-    if original.host.is_some_and(|host| !is_host(host.as_bytes())) {
-        let why = "the host is no name or address with at most a port";
-        return reject(api, request, RejectionReason::Host, &query, why, access);
-    }
-    let error_response = |error: &CheckError| match error.uncountable() {
-        Some(uncountable) => reject(api, request, uncountable.into(), &query, &uncountable.to_string(), access),
-        None => check_error_response(&api.gate, &api.refusals, &query, error, access),
-    };
-    let actions = match api.gate.actions(&query) {
-        Ok(actions) => actions,
-        Err(error) => return error_response(&error),
+    let (actions, decision) = match judge(&api.gate, &api.metrics, &query).await {
+        Ok(judged) => judged,
+        Err(NoDecision::Rejected(reason, why)) => return reject(api, request, reason, &query, &why, access),
+        Err(NoDecision::InFlight) => {
+            let message =
+                "a limit on calls in flight can't be kept by forward-auth, which never learns when a call ends";
+            return error(StatusCode::BAD_REQUEST, message);
+        }
+        Err(NoDecision::Failed(error)) => {
+            return check_error_response(&api.gate, &api.refusals, &query, &error, access);
+        }
     };
     if actions == MatchedActions::NONE {
         api.warnings.log_action_in_path(plan, request.uri());
     }
-    if actions.iter().any(|id| plan.action(id).has_concurrency()) {
-        let message = "a limit on calls in flight can't be kept by forward-auth, which never learns when a call ends";
-        return error(StatusCode::BAD_REQUEST, message);
-    }
-    if let [lookalike, ..] = &*hop_headers::lookalikes(headers, plan.keyed_headers())
-        && plan.list_status(ip) == ListStatus::Neither
-    {
-        let why = UncountableError::SimilarHeader(lookalike.to_string());
-        return reject(api, request, (&why).into(), &query, &why.to_string(), access);
-    }
-    let decision = match decide(&api.gate, &api.metrics, &Query { actions: Some(actions), ..query }).await {
-        Ok(decision) => decision,
-        Err(error) => return error_response(&error),
-    };
     api.refusals.log_decision(plan, actions, &query, &decision, access);
     if decision.allowed {
         let mut response = Response::new(ResponseBody::empty());
@@ -147,6 +134,50 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         *response.status_mut() = deny_status(api, request);
     }
     response
+}
+
+/// The reasons for which there is no decision about a request that another server has received.
+pub(crate) enum NoDecision {
+    /// The proxy would reject it, for this reason.
+    Rejected(RejectionReason, String),
+    /// Its action limits calls in flight, whose end isn't told.
+    InFlight,
+    /// The question can't be decided.
+    Failed(CheckError),
+}
+
+impl From<CheckError> for NoDecision {
+    fn from(error: CheckError) -> Self {
+        match error.uncountable() {
+            Some(uncountable) => Self::Rejected(uncountable.into(), uncountable.to_string()),
+            None => Self::Failed(error),
+        }
+    }
+}
+
+/// Decides about a request that another server has received, as the proxy would.
+pub(crate) async fn judge<S: Store, C: Clock>(
+    gate: &Gate<S, C>,
+    metrics: &RequestMetrics,
+    query: &Query<'_>,
+) -> Result<(MatchedActions, Decision), NoDecision> {
+    if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
+        let why = "the host is no name or address with at most a port";
+        return Err(NoDecision::Rejected(RejectionReason::Host, why.to_owned()));
+    }
+    let (plan, actions) = (gate.plan(), gate.actions(query)?);
+    if actions.iter().any(|id| plan.action(id).has_concurrency()) {
+        return Err(NoDecision::InFlight);
+    }
+    let lookalikes = query.headers.map(|headers| hop_headers::lookalikes(headers, plan.keyed_headers()));
+    if let Some([lookalike, ..]) = lookalikes.as_deref()
+        && query.ip.is_none_or(|ip| plan.list_status(ip) == ListStatus::Neither)
+    {
+        let similar = UncountableError::SimilarHeader(lookalike.to_string());
+        return Err(NoDecision::Rejected((&similar).into(), similar.to_string()));
+    }
+    let decision = decide(gate, metrics, &Query { actions: Some(actions), ..*query }).await?;
+    Ok((actions, decision))
 }
 
 /// Rejects a request that the proxy would answer with 400. *Why the status of a refusal:* the error is in the client's

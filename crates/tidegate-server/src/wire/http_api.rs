@@ -5,17 +5,13 @@
 //! action. Responses are JSON. `check` answers 200 or 429 with the decision, `status` the same decision with 200.
 
 use std::convert::Infallible;
-use std::future::poll_fn;
-use std::mem;
 use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, ready};
 
-use bytes::Bytes;
 use http::header::{ALLOW, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
-use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use tidegate::policy::{Forwarding, KeyError, MatchedActions, Query, canonical_ip, is_host};
@@ -29,7 +25,7 @@ use crate::access_log::AccessSlot;
 use crate::body::ResponseBody;
 use crate::dashboard::remove_session_cookies;
 use crate::listener::ConnectionContext;
-use crate::local_response::{close_after_response, discard_body, error, finish_response, json, json_response};
+use crate::local_response::{discard_body, error, finish_response, json, json_response};
 use crate::metrics::RequestMetrics;
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
@@ -37,10 +33,8 @@ use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::forward_auth::{self, ForwardAuthWarnings};
+use crate::wire::small_body::{BodyCollector, MAX_BYTES, collect_body, unreadable_body_response};
 use crate::wire::{openapi, routes};
-
-/// The maximum size of a decision request in bytes. One with eight long key parts has a few hundred bytes.
-const MAX_REQUEST_BYTES: usize = 16 << 10;
 
 /// The state that all connections of the API share.
 pub(crate) struct ApiState<S: Store, C: Clock> {
@@ -127,7 +121,7 @@ impl<S: Store, C: Clock> Future for ApiResponseFuture<S, C> {
             Self::CheckBody { call, collecting } => {
                 let watch = &*call.context.watch;
                 let response = match ready!(collecting.poll(watch, cx)) {
-                    Err(status) => unreadable_body_response(watch, status),
+                    Err(status) => unreadable_body_response(watch, MAX_BYTES, status),
                     Ok(bytes) => {
                         match DecisionRequest::from_json(&bytes).and_then(|request| check(&call.api, &request, watch)) {
                             Err(wrong) => bad_request(wrong),
@@ -204,94 +198,12 @@ async fn route<S: Store, C: Clock>(
         return discard_body(watch, request.into_body(), false, response);
     }
     let (parts, body) = request.into_parts();
-    let bytes = match collect_body(watch, body).await {
+    let bytes = match collect_body(watch, body, MAX_BYTES).await {
         Ok(bytes) => bytes,
         Err(response) => return response,
     };
     let asked = DecisionRequest::from_json(&bytes);
     handle(api, parts.uri.path(), asked, &watch.access).await.unwrap_or_else(bad_request)
-}
-
-/// Reads the body of a decision request, or returns the response to one that can't be read.
-pub(crate) async fn collect_body(watch: &ConnectionWatch, body: Incoming) -> Result<Bytes, Response<ResponseBody>> {
-    watch.enter(ConnectionPhase::Upload);
-    let mut collecting = BodyCollector::new(body);
-    let bytes = poll_fn(|cx| collecting.poll(watch, cx)).await;
-    let bytes = bytes.map_err(|status| unreadable_body_response(watch, status))?;
-    watch.enter(ConnectionPhase::Deciding);
-    Ok(bytes)
-}
-
-/// The response to a decision request that can't be read.
-fn unreadable_body_response(watch: &ConnectionWatch, status: StatusCode) -> Response<ResponseBody> {
-    close_after_response(watch, error(status, "a question has at most 16384 bytes, and arrives whole"))
-}
-
-/// Collects a small body. Copies nothing if the body arrives in one piece.
-pub(crate) struct BodyCollector {
-    body: Incoming,
-    first_chunk: Bytes,
-    buffer: Vec<u8>,
-    /// True after the first wait for the client. From then on the body must keep a minimum rate.
-    has_min_rate: bool,
-    early_result: Option<Result<Bytes, StatusCode>>,
-}
-
-impl BodyCollector {
-    fn new(body: Incoming) -> Self {
-        Self { body, first_chunk: Bytes::new(), buffer: Vec::new(), has_min_rate: false, early_result: None }
-    }
-
-    /// Polls the body at once, while the connection is still reading. Most bodies arrive with their heads and are then
-    /// complete without waking a task.
-    fn start(body: Incoming, watch: &ConnectionWatch) -> Self {
-        let mut collecting = Self::new(body);
-        if let Poll::Ready(collected) = collecting.poll(watch, &mut Context::from_waker(Waker::noop())) {
-            collecting.early_result = Some(collected);
-        }
-        collecting
-    }
-
-    fn poll(&mut self, watch: &ConnectionWatch, cx: &mut Context<'_>) -> Poll<Result<Bytes, StatusCode>> {
-        if let Some(collected) = self.early_result.take() {
-            return Poll::Ready(collected);
-        }
-        if watch.must_end_phase() {
-            return Poll::Ready(Err(StatusCode::REQUEST_TIMEOUT));
-        }
-        if self.body.size_hint().lower() > MAX_REQUEST_BYTES as u64 {
-            return Poll::Ready(Err(StatusCode::PAYLOAD_TOO_LARGE));
-        }
-        while !self.body.is_end_stream() {
-            let Poll::Ready(polled) = Pin::new(&mut self.body).poll_frame(cx) else {
-                if !mem::replace(&mut self.has_min_rate, true) {
-                    watch.set_min_rate(true);
-                }
-                watch.body.waits_on_client.set(true);
-                return Poll::Pending;
-            };
-            watch.body.waits_on_client.set(false);
-            let Some(frame) = polled else { break };
-            let Ok(frame) = frame else { return Poll::Ready(Err(StatusCode::BAD_REQUEST)) };
-            watch.touch();
-            let Ok(data) = frame.into_data() else { continue };
-            if self.has_min_rate {
-                watch.count_body(data.len() as u64);
-            }
-            if self.first_chunk.len() + self.buffer.len() + data.len() > MAX_REQUEST_BYTES {
-                return Poll::Ready(Err(StatusCode::PAYLOAD_TOO_LARGE));
-            }
-            if self.first_chunk.is_empty() && self.buffer.is_empty() {
-                self.first_chunk = data;
-            } else {
-                self.buffer.extend_from_slice(&mem::take(&mut self.first_chunk));
-                self.buffer.extend_from_slice(&data);
-            }
-        }
-        let collected =
-            if self.buffer.is_empty() { mem::take(&mut self.first_chunk) } else { mem::take(&mut self.buffer).into() };
-        Poll::Ready(Ok(collected))
-    }
 }
 
 /// Handles a request other than a check.

@@ -22,7 +22,7 @@ use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use prost::Message;
-use tidegate::policy::{MatchedActions, Plan, Query};
+use tidegate::policy::{Forwarding, MatchedActions, Plan, Query};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{CheckError, Decision, Gate};
@@ -49,7 +49,9 @@ use crate::refusal_log::RefusalLog;
 use crate::state_cell::ListenerState;
 use crate::watchdog::ConnectionPhase;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
-use crate::wire::http_api::{collect_body, decide, validate};
+use crate::wire::ext_authz;
+use crate::wire::http_api::{decide, validate};
+use crate::wire::small_body::{MAX_BYTES, collect_body};
 
 /// The domain whose descriptors are questions to the policy.
 const POLICY_DOMAIN: &str = "tidegate";
@@ -63,6 +65,7 @@ pub(crate) struct RlsState<S: Store, C: Clock> {
     pub(crate) replies: Replies,
     pub(crate) limits: Option<YamlLimits>,
     pub(crate) access: Access,
+    pub(crate) forwarding: Forwarding,
     pub(crate) refusals: Arc<RefusalLog>,
     pub(crate) metrics: Arc<RequestMetrics>,
     pub(crate) draining: Arc<AtomicBool>,
@@ -117,19 +120,22 @@ async fn respond<S: Store, C: Clock>(
         return discard_body(watch, request.into_body(), false, response);
     }
     let (parts, body) = request.into_parts();
-    let bytes = match collect_body(watch, body).await {
+    let max_bytes = if parts.uri.path() == ext_authz::CHECK { ext_authz::MAX_BYTES } else { MAX_BYTES };
+    let bytes = match collect_body(watch, body, max_bytes).await {
         Ok(bytes) => bytes,
         Err(response) => return response,
     };
     let request = Request::from_parts(parts, Full::new(bytes));
     let response = match request.uri().path() {
         SHOULD_RATE_LIMIT => unary(request, |asked| async move { state.decide(&asked, &watch.access).await }).await,
+        ext_authz::CHECK => unary(request, |asked| async move { state.authorize(&asked, &watch.access).await }).await,
         HEALTH_CHECK => {
             let is_draining = state.draining.load(Ordering::Relaxed);
             unary(request, |asked| async move { health(&asked, is_draining) }).await
         }
         path => {
-            Status::unimplemented(format!("there are {SHOULD_RATE_LIMIT} and {HEALTH_CHECK}, not {path}")).into_http()
+            let known = [SHOULD_RATE_LIMIT, ext_authz::CHECK, HEALTH_CHECK].join(", ");
+            Status::unimplemented(format!("there are {known}, not {path}")).into_http()
         }
     };
     response.map(|body| ResponseBody::Relay(RelayBody::new(body, Arc::clone(watch), state.body_timeout)))
@@ -167,8 +173,8 @@ where
 }
 
 fn health(asked: &HealthRequest, is_draining: bool) -> Result<HealthResponse, Status> {
-    if !["", SERVICE].contains(&&*asked.service) {
-        return Err(Status::not_found(format!("the services are \"\" and {SERVICE:?}")));
+    if !["", SERVICE, ext_authz::SERVICE].contains(&&*asked.service) {
+        return Err(Status::not_found(format!("the services are \"\", {SERVICE:?} and {:?}", ext_authz::SERVICE)));
     }
     let status = if is_draining { ServingStatus::NotServing } else { ServingStatus::Serving };
     Ok(HealthResponse { status: status.into() })
@@ -354,7 +360,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         }
     }
 
-    fn status_of(&self, error: &CheckError) -> Status {
+    pub(crate) fn status_of(&self, error: &CheckError) -> Status {
         match error {
             CheckError::Store(_) => {
                 self.refusals.log_failure(self.gate.clock().now(), error);

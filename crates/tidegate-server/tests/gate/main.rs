@@ -14,6 +14,7 @@ mod changes;
 mod common;
 mod dashboard;
 mod dashboard_browser;
+mod ext_authz;
 mod fleet;
 mod flow;
 mod forward_auth;

@@ -40,7 +40,7 @@ const FILE: &str = r#"
 const CHECK: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 
 /// The error of a call: its gRPC status, or its HTTP status if it isn't 200.
-type CallError = (u16, String);
+pub(crate) type CallError = (u16, String);
 
 /// A gate with the service, and its address.
 async fn serve(more: &str) -> (Running, SocketAddr) {
@@ -48,20 +48,20 @@ async fn serve(more: &str) -> (Running, SocketAddr) {
     (start(nobody(), &format!("{FILE}[rls]\nlisten = \"{address}\"\n{more}")).await, address)
 }
 
-async fn connect(address: SocketAddr) -> SendRequest<Bytes> {
+pub(crate) async fn connect(address: SocketAddr) -> SendRequest<Bytes> {
     let stream = TcpStream::connect(address).await.unwrap();
     let (client, connection) = h2::client::handshake(stream).await.unwrap();
     tokio::spawn(connection);
     client
 }
 
-fn framed(message: &impl Message) -> Vec<u8> {
+pub(crate) fn framed(message: &impl Message) -> Vec<u8> {
     let encoded = message.encode_to_vec();
     [&[0], &u32::try_from(encoded.len()).unwrap().to_be_bytes()[..], &encoded].concat()
 }
 
 /// Makes a call as gRPC over HTTP/2 describes it.
-async fn call<O: Message + Default>(
+pub(crate) async fn call<O: Message + Default>(
     client: &SendRequest<Bytes>,
     path: &str,
     bytes: Vec<u8>,

@@ -23,7 +23,8 @@ use crate::local_response::{discard_body, error, json_response};
 use crate::rejections::RejectionReason;
 use crate::reload::{ReloadError, ReloadHandle};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
-use crate::wire::http_api::{bad_request, check_error_response, collect_body, reset, validate};
+use crate::wire::http_api::{bad_request, check_error_response, reset, validate};
+use crate::wire::small_body::{MAX_BYTES, collect_body};
 
 /// A change, as a path names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,7 +115,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
         asked.log(admin, &DecisionRequest::default(), status);
         return discard_body(watch, request.into_body(), false, error(status, &message));
     }
-    let body = match collect_body(watch, request.into_body()).await {
+    let body = match collect_body(watch, request.into_body(), MAX_BYTES).await {
         Ok(body) => body,
         Err(response) => {
             asked.log(admin, &DecisionRequest::default(), response.status());

@@ -17,7 +17,8 @@ use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, json_response};
 use crate::trial::{TrialError, TrialRequest, run_trial};
 use crate::wire::decision_request::DecisionRequestError;
-use crate::wire::http_api::{bad_request, collect_body};
+use crate::wire::http_api::bad_request;
+use crate::wire::small_body::{MAX_BYTES, collect_body};
 
 const FIELDS: [&str; 3] = ["action", "limit", "terms"];
 
@@ -32,7 +33,7 @@ pub(super) async fn respond<S: Store, C: Clock + Clone>(
     if let Some((status, message)) = denial(admin, caller, request.headers()) {
         return discard_body(watch, request.into_body(), false, error(status, &message));
     }
-    let body = match collect_body(watch, request.into_body()).await {
+    let body = match collect_body(watch, request.into_body(), MAX_BYTES).await {
         Ok(body) => body,
         Err(response) => return response,
     };
