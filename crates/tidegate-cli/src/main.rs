@@ -408,7 +408,7 @@ fn main() -> ExitCode {
             simulate::run(&scenario.unwrap_or_default(), seed, &out, check)
         }
         Command::Replay(arguments) => replay::run(&arguments),
-        Command::Import { command: import::ImportCommand::Ratelimit(arguments) } => import::ratelimit(&arguments),
+        Command::Import { command } => command.run(),
         Command::Retry(arguments) => return retry::run(&arguments),
         Command::Env => Ok(policy::print(&settings::env_example())),
         Command::Completions { shell } => Ok(shell_help::print_completions(Cli::command(), shell)),

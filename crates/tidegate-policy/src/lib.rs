@@ -94,8 +94,9 @@ pub use quantity::{Quantity, QuantityError};
 pub use query::Query;
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
-    AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, ReloadConfig, RespConfig, RlsAlgorithm, RlsConfig, UpstreamAddress, UpstreamTls,
+    AccessLogMode, AdminConfig, ApiConfig, CompatibleServer, HeaderDialect, InboundCaps, InboundConfig,
+    InboundTimeouts, LogConfig, LogFormat, LogLevel, NamedToken, ReloadConfig, RespConfig, RlsAlgorithm, RlsConfig,
+    UpstreamAddress, UpstreamTls,
 };
 pub use store::{StoreConfig, StoreUrl};
 pub use tidegate_core::OnOutage;

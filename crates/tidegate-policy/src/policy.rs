@@ -11,7 +11,8 @@ use crate::outbound::OutboundConfig;
 use crate::plan::Plan;
 use crate::secret::SecretSource;
 use crate::sections::{
-    AdminConfig, ApiConfig, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig, RespConfig, RlsConfig,
+    AdminConfig, ApiConfig, CompatibleServer, InboundCaps, InboundConfig, InboundTimeouts, LogConfig, ReloadConfig,
+    RespConfig, RlsConfig,
 };
 use crate::store::StoreConfig;
 
@@ -176,6 +177,7 @@ impl Policy {
         let timeouts = InboundTimeouts { connect: inbound.timeouts.connect, ..fixed.timeouts };
         keep("inbound.timeouts", &mut inbound.timeouts, timeouts, &mut differ);
         keep("api.listen", &mut self.api.listen, present.api.listen.clone(), &mut differ);
+        keep("api.compat", &mut self.api.compat, present.api.compat.clone(), &mut differ);
         keep("admin.listen", &mut self.admin.listen, present.admin.listen.clone(), &mut differ);
         keep("admin.metrics", &mut self.admin.metrics, present.admin.metrics, &mut differ);
         keep("admin.history_bytes", &mut self.admin.history_bytes, present.admin.history_bytes, &mut differ);
@@ -252,7 +254,7 @@ impl Policy {
 
     /// True if callers may state a rate of their own.
     pub(crate) fn has_caller_rates(&self) -> bool {
-        self.resp.is_some() || self.rls.is_some()
+        self.resp.is_some() || self.rls.is_some() || self.api.compat.contains(&CompatibleServer::Throttlecrab)
     }
 
     /// `[admin]`.

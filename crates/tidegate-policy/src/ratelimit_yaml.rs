@@ -4,6 +4,9 @@
 //! The files are read as that service reads them: it refuses the same ones, and with the same rules. Errors have their
 //! place and the nearest valid name, and [notes](RatelimitConfig::notes) tell what the service would silently ignore.
 //!
+//! A file that is a list has limits in the format of [limitador](https://github.com/Kuadrant/limitador), each with conditions
+//! ([`ConditionalLimit`]). They need the feature `limitador`.
+//!
 //! ```
 //! use tidegate_policy::ratelimit_yaml::{Amount, RatelimitConfig, Unit};
 //!
@@ -16,7 +19,9 @@
 //! ```
 
 mod check;
+mod expressions;
 mod files;
+mod limitador;
 mod lookup;
 mod names;
 mod read;
@@ -27,6 +32,7 @@ mod yaml;
 use std::fmt;
 
 pub use self::files::{UnreadableFileError, list_files, read_files, read_regular_file};
+pub use self::limitador::ConditionalLimit;
 pub use self::lookup::{DescriptorLimit, FoundLimit, LimitTable};
 use crate::calendar::PeriodUnit;
 use crate::error::{Errors, Note};
@@ -40,6 +46,7 @@ const MAX_NOTES: usize = 50;
 #[derive(Clone, Debug)]
 pub struct RatelimitConfig {
     domains: Vec<Domain>,
+    conditional: Vec<ConditionalLimit>,
     notes: Vec<Note>,
 }
 
@@ -100,6 +107,13 @@ pub enum Amount {
         /// The unit.
         unit: Unit,
     },
+    /// A number of hits in each window of so many seconds.
+    PerSeconds {
+        /// The number, 0 to 2^40.
+        hits: u64,
+        /// The length of the window in seconds, 1 to 2^31.
+        seconds: u64,
+    },
 }
 
 /// A unit of time.
@@ -141,6 +155,11 @@ impl RatelimitConfig {
     /// The domains, in the order of the files.
     pub fn domains(&self) -> &[Domain] {
         &self.domains
+    }
+
+    /// The limits of files in [limitador](https://github.com/Kuadrant/limitador)'s format, which are lists.
+    pub fn conditional_limits(&self) -> &[ConditionalLimit] {
+        &self.conditional
     }
 
     /// Remarks on settings that have no effect.

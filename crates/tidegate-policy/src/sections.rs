@@ -174,6 +174,28 @@ pub struct ApiConfig {
     pub forward_auth: bool,
     /// The status of a refusal by forward-auth: 400 to 599, default 429. nginx' `auth_request` accepts 401 or 403.
     pub deny_status: u16,
+    /// The other servers whose paths are answered, too. Default none.
+    pub compat: Vec<CompatibleServer>,
+}
+
+/// A server whose HTTP API the decision API also has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CompatibleServer {
+    /// [limitador](https://github.com/Kuadrant/limitador): `/check`, `/report`, `/check_and_report`, `/limits/NAMESPACE`,
+    /// `/counters/NAMESPACE` and `/status`, about the limits of [`RlsConfig::files`].
+    Limitador,
+    /// [throttlecrab](https://github.com/lazureykis/throttlecrab): `/throttle` and `/health`.
+    Throttlecrab,
+}
+
+impl CompatibleServer {
+    /// The name in policies.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Limitador => "limitador",
+            Self::Throttlecrab => "throttlecrab",
+        }
+    }
 }
 
 /// `[rls]`: Envoy's rate limit service, over gRPC.
@@ -222,6 +244,10 @@ impl RlsAlgorithm {
         let (requests, unit) = match amount {
             Amount::Unlimited => return Quantity::Unlimited,
             Amount::PerUnit { requests, unit } => (requests.into(), unit),
+            // The original's windows begin with a first hit, and not with a unit of the clock.
+            Amount::PerSeconds { hits, seconds } => {
+                return Quantity::Window { limit: hits, window: Span::from_secs(seconds) };
+            }
         };
         match self {
             Self::Strict => Quantity::Window { limit: requests, window: Span::from_secs(unit.seconds()) },

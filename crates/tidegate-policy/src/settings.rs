@@ -220,7 +220,18 @@ mod tests {
         );
         assert_eq!(
             table_keys("api"),
-            ["listen", "unix", "tls", "http2", "proxy_protocol", "token", "hosts", "forward_auth", "deny_status"]
+            [
+                "listen",
+                "unix",
+                "tls",
+                "http2",
+                "proxy_protocol",
+                "token",
+                "hosts",
+                "forward_auth",
+                "deny_status",
+                "compat"
+            ]
         );
         assert_eq!(table_keys("inbound.action.*.match"), ["method", "path", "host"]);
     }

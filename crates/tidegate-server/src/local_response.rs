@@ -90,6 +90,14 @@ pub(crate) fn json(status: StatusCode, body: Bytes) -> Response<ResponseBody> {
     response
 }
 
+/// A response with a plain text.
+pub(crate) fn text(status: StatusCode, body: &'static str) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::full(Bytes::from_static(body.as_bytes())));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+    response
+}
+
 /// A response with the JSON of a value.
 pub(crate) fn json_response(status: StatusCode, body: &impl serde::Serialize) -> Response<ResponseBody> {
     match serde_json::to_vec(body) {

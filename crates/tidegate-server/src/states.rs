@@ -167,6 +167,8 @@ fn api_state<S: Store, C: Clock>(engine: &Engine<S, C>, parts: &SharedParts, acc
         forwarding: inbound.forwarding.clone(),
         forward_auth: api.forward_auth,
         deny_status: StatusCode::from_u16(api.deny_status).unwrap_or(StatusCode::TOO_MANY_REQUESTS),
+        limits: engine.policy.rls().and_then(|rls| YamlLimits::new(rls, engine.gate.plan())),
+        compat: api.compat.clone(),
         refusals: Arc::clone(&parts.refusals),
         metrics: Arc::clone(&parts.metrics),
         warnings: ForwardAuthWarnings::default(),

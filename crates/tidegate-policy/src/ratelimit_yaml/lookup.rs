@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
+use super::expressions::Values;
 use super::names::ActionNames;
-use super::{Descriptor, RateLimit, RatelimitConfig};
+use super::{ConditionalLimit, Descriptor, RateLimit, RatelimitConfig};
 
 /// The separator of the values of a key, and the character before one that belongs to a value.
 const SEPARATOR: char = '|';
@@ -25,6 +26,8 @@ const ESCAPE: char = '\\';
 pub struct LimitTable {
     domains: HashMap<String, usize>,
     levels: Vec<Level>,
+    /// The limits with conditions of each namespace, each with its index.
+    namespaces: HashMap<String, Vec<(usize, ConditionalLimit)>>,
     limits: Vec<DescriptorLimit>,
 }
 
@@ -76,11 +79,24 @@ struct Node {
 impl LimitTable {
     /// The table of a configuration.
     pub fn new(config: &RatelimitConfig) -> Self {
-        let mut table = Self { domains: HashMap::new(), levels: Vec::new(), limits: Vec::new() };
+        let mut table =
+            Self { domains: HashMap::new(), levels: Vec::new(), namespaces: HashMap::new(), limits: Vec::new() };
         let mut names = ActionNames::default();
         for domain in config.domains() {
             let level = table.add_level(&domain.name, &domain.descriptors, &mut names);
             table.domains.insert(domain.name.clone(), level);
+        }
+        for conditional in config.conditional_limits() {
+            let (path, amount) = (conditional.path(), conditional.amount());
+            let limits = table.namespaces.entry(conditional.namespace.clone()).or_default();
+            limits.push((table.limits.len(), conditional.clone()));
+            table.limits.push(DescriptorLimit {
+                action: names.unique(&path),
+                name: path,
+                limit: RateLimit { name: conditional.name.clone(), replaces: Vec::new(), amount },
+                shadow_mode: false,
+                quota_mode: false,
+            });
         }
         table
     }
@@ -112,9 +128,38 @@ impl LimitTable {
         Some(FoundLimit { index, limit: &self.limits[index], key: counted.join("|") })
     }
 
-    /// True if the configuration has this domain.
+    /// Finds the limits with conditions that apply to a request with these descriptors, each a list of entries. `None` if
+    /// no file of limitador's has the namespace.
+    ///
+    /// A condition that has no meaning for the values, such as a number compared with a text, counts as true, and a
+    /// variable without a value as empty: so no value of a client escapes a limit.
+    pub fn applying<'e>(
+        &self,
+        namespace: &str,
+        descriptors: impl IntoIterator<Item = Vec<(&'e str, &'e str)>>,
+    ) -> Option<Vec<FoundLimit<'_>>> {
+        let mut values = Values::new(descriptors);
+        let mut found = Vec::new();
+        for (index, limit) in self.namespaces.get(namespace)? {
+            values.set_limit(limit.name.as_deref(), limit.id.as_deref());
+            if limit.conditions.iter().all(|condition| condition.holds(&values))
+                && let Some(parts) = limit.variables.iter().map(|it| it.value(&values)).collect::<Option<Vec<_>>>()
+            {
+                let key = parts.iter().map(|part| escaped(part)).collect::<Vec<_>>().join("|");
+                found.push(FoundLimit { index: *index, limit: &self.limits[*index], key });
+            }
+        }
+        Some(found)
+    }
+
+    /// The limits with conditions of a namespace, each with its index. `None` if no file has it.
+    pub fn namespace(&self, namespace: &str) -> Option<&[(usize, ConditionalLimit)]> {
+        self.namespaces.get(namespace).map(Vec::as_slice)
+    }
+
+    /// True if the configuration has this domain or namespace.
     pub fn has_domain(&self, domain: &str) -> bool {
-        self.domains.contains_key(domain)
+        self.domains.contains_key(domain) || self.namespaces.contains_key(domain)
     }
 
     fn add_level(&mut self, path: &str, descriptors: &[Descriptor], names: &mut ActionNames) -> usize {

@@ -6,6 +6,7 @@ use std::collections::hash_map::Entry;
 use serde_json::Value;
 
 use super::check::ROOT;
+use super::limitador::{ConditionalLimit, Identity};
 use super::scalar::Scalar;
 use super::yaml::{self, YamlMap, YamlNode, YamlValue};
 use super::{Amount, Descriptor, Domain, MAX_DESCRIPTORS, MAX_NOTES, RateLimit, RatelimitConfig, Unit};
@@ -14,7 +15,7 @@ use crate::error::{Error, ErrorList, Errors, Note, quoted};
 use crate::nearest::nearest;
 
 /// The composite keys of a level, and their places.
-type Level = HashMap<String, TextRange>;
+pub(super) type Level = HashMap<String, TextRange>;
 
 #[derive(Default)]
 pub(super) struct Reader {
@@ -24,7 +25,10 @@ pub(super) struct Reader {
     notes: Vec<Note>,
     domains: Vec<Domain>,
     /// For each domain its index, its place and its first level.
-    known_domains: HashMap<String, (usize, TextRange, Level)>,
+    pub(super) known_domains: HashMap<String, (usize, TextRange, Level)>,
+    /// The limits of limitador's files, each with its place.
+    pub(super) conditional: Vec<(ConditionalLimit, TextRange)>,
+    pub(super) identities: HashMap<Identity, TextRange>,
     descriptors: usize,
 }
 
@@ -33,9 +37,11 @@ impl Reader {
         Self { merge_domains, ..Self::default() }
     }
 
-    pub(super) fn finish(self) -> Result<RatelimitConfig, Errors> {
+    pub(super) fn finish(mut self) -> Result<RatelimitConfig, Errors> {
+        self.check_namespaces();
+        let conditional = self.conditional.into_iter().map(|(limit, _)| limit).collect();
         match self.errors.count() {
-            0 => Ok(RatelimitConfig { domains: self.domains, notes: self.notes }),
+            0 => Ok(RatelimitConfig { domains: self.domains, conditional, notes: self.notes }),
             _ => Err(Errors::new(self.errors)),
         }
     }
@@ -51,7 +57,11 @@ impl Reader {
         self.error_at(node.at, message, expected, help);
     }
 
-    fn error_at(
+    pub(super) fn error_count(&self) -> usize {
+        self.errors.count()
+    }
+
+    pub(super) fn error_at(
         &mut self,
         at: TextRange,
         message: impl Into<String>,
@@ -93,9 +103,15 @@ impl Reader {
             None => YamlMap::new(),
             Some(node) if node.is_null() => YamlMap::new(),
             Some(YamlNode { value: YamlValue::Map(entries), .. }) => entries,
+            Some(YamlNode { value: YamlValue::List(limits), .. }) => return self.conditional_limits(&limits),
             Some(node) => {
                 let message = format!("the file is {}", node.describe());
-                return self.error(&node, message, "a mapping with `domain` and `descriptors`", NO_HELP);
+                return self.error(
+                    &node,
+                    message,
+                    "a mapping with `domain` and `descriptors`, or limitador's list",
+                    NO_HELP,
+                );
             }
         };
         let before = self.errors.count();
@@ -135,7 +151,7 @@ impl Reader {
     }
 
     /// Describes the place of something that an error compares with.
-    fn pointer(&self, at: TextRange) -> String {
+    pub(super) fn pointer(&self, at: TextRange) -> String {
         format!("in {} on line {}", quoted(&self.texts.get(at).name), self.texts.line(at))
     }
 
@@ -264,7 +280,7 @@ impl Reader {
     }
 
     /// Reads a text. Numbers and truth values are texts, too, as they are written.
-    fn text(&mut self, name: &str, node: Option<&YamlNode>) -> String {
+    pub(super) fn text(&mut self, name: &str, node: Option<&YamlNode>) -> String {
         match node.map(|node| (&node.value, node)) {
             None | Some((YamlValue::Scalar(_, Scalar::Null), _)) => String::new(),
             Some((YamlValue::Scalar(text, _), _)) => text.clone(),
@@ -300,7 +316,7 @@ impl Reader {
     }
 
     /// The items of a list; `None` if there is no value, or another one, which is an error.
-    fn list<'n>(&mut self, name: &str, node: Option<&'n YamlNode>) -> Option<&'n [YamlNode]> {
+    pub(super) fn list<'n>(&mut self, name: &str, node: Option<&'n YamlNode>) -> Option<&'n [YamlNode]> {
         let node = node.filter(|node| !node.is_null())?;
         if let YamlValue::List(items) = &node.value {
             return Some(items);
@@ -324,7 +340,7 @@ impl Reader {
 pub(super) const NO_HELP: &[&str] = &[];
 
 /// The value of a name; the last one if there are several.
-fn field<'n>(entries: &'n YamlMap, name: &str) -> Option<&'n YamlNode> {
+pub(super) fn field<'n>(entries: &'n YamlMap, name: &str) -> Option<&'n YamlNode> {
     entries.iter().rev().find(|(key, _)| key.name() == Some(name)).map(|(_, value)| value)
 }
 

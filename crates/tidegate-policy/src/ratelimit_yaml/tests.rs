@@ -1,4 +1,6 @@
 mod files;
+#[cfg(feature = "limitador")]
+mod limitador;
 mod lookups;
 mod policies;
 

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::names::ActionNames;
-use super::{Amount, Descriptor, RatelimitConfig, Unit};
+use super::{Amount, ConditionalLimit, Descriptor, RatelimitConfig, Unit};
 use crate::builder::toml_string;
 use crate::key::MAX_PARTS;
 use crate::printable::printable;
@@ -17,15 +17,16 @@ const SHARED_KEY: &str =
     "key = \"header:shared\"  # no call has it, so all calls share one count\nmissing = \"share\"\n";
 
 const HEADING: &str = "\
-# The limits of a configuration of ratelimit, as actions of the decision API. The comment above each action shows its
-# descriptor. A program asks by the action's name, and gives the values of its key:
+# The limits of a configuration of ratelimit or limitador, as actions of the decision API. The comment above each action
+# shows its descriptor. A program asks by the action's name, and gives the values of its key:
 #   client_ip    {\"action\": NAME, \"ip\": \"203.0.113.7\"}
 #   key          {\"action\": NAME, \"key\": \"alice\"}
 #   header:user  {\"action\": NAME, \"headers\": {\"user\": \"alice\"}}; of header:shared only {\"headers\": {}}
 #
-# Two things differ from ratelimit:
+# What differs from ratelimit and limitador:
 # - Callers choose the action: the one whose descriptor fits best. Its own order is the value, then a value with `*`,
 #   then the key alone.
+# - Callers of a limit with conditions, which limitador's files have, know that they hold.
 # - A limit is a strict window: no period of its length, wherever it begins, admits more. Those of ratelimit begin with
 #   each unit of the clock, so that a period across two units may admit twice as much.
 ";
@@ -45,6 +46,9 @@ impl RatelimitConfig {
                 writer.text.push_str("# It has no limits.\n");
             }
         }
+        for limit in &self.conditional {
+            writer.conditional(limit);
+        }
         writer.text
     }
 }
@@ -63,6 +67,44 @@ impl PolicyWriter {
         }
         for next in &descriptor.descriptors {
             self.descriptor(domain, &path, next);
+        }
+    }
+
+    /// A limit of limitador's, as an action whose callers know that its conditions hold.
+    fn conditional(&mut self, limit: &ConditionalLimit) {
+        let _ = writeln!(self.text, "\n# The namespace {}.", printable(&limit.namespace));
+        for condition in limit.conditions() {
+            let _ = writeln!(self.text, "# It applies if {}.", printable(condition));
+        }
+        let mut parts: Vec<String> = Vec::new();
+        let meanings: Vec<_> = limit.variables().map(printable).collect();
+        for variable in &meanings {
+            let part = if meanings.len() == 1 { "key".to_owned() } else { unused_header(last_name(variable), &parts) };
+            parts.push(part);
+        }
+        if parts.len() > MAX_PARTS {
+            let count = parts.len();
+            let _ = writeln!(self.text, "# Left out: its calls count by {count} values, and {MAX_PARTS} are possible.");
+            return;
+        }
+        let _ = writeln!(self.text, "[inbound.action.{}]", toml_string(&self.names.unique(&limit.path())));
+        self.key(&parts, &meanings);
+        let _ = writeln!(self.text, "limit = \"{}\"", quantity(limit.amount()));
+    }
+
+    /// The key, with the meanings of its parts.
+    fn key(&mut self, parts: &[String], meanings: &[impl AsRef<str>]) {
+        if parts.is_empty() {
+            self.text.push_str(SHARED_KEY);
+        } else {
+            let quoted: Vec<String> = parts.iter().map(|part| toml_string(part)).collect();
+            let list = if parts.len() == 1 { quoted.concat() } else { format!("[{}]", quoted.join(", ")) };
+            let meanings: Vec<&str> = meanings.iter().map(AsRef::as_ref).collect();
+            let _ = writeln!(self.text, "key = {list}  # {}", meanings.join(", "));
+        }
+        // A request without one of the entries doesn't match the descriptor.
+        if parts.iter().any(|part| part.starts_with("header:")) {
+            self.text.push_str("missing = \"skip\"\n");
         }
     }
 
@@ -89,17 +131,7 @@ impl PolicyWriter {
             self.text.push_str("limit = \"unlimited\"\n");
             return;
         };
-        if parts.is_empty() {
-            self.text.push_str(SHARED_KEY);
-        } else {
-            let quoted: Vec<String> = parts.iter().map(|part| toml_string(part)).collect();
-            let list = if parts.len() == 1 { quoted.concat() } else { format!("[{}]", quoted.join(", ")) };
-            let _ = writeln!(self.text, "key = {list}  # {}", meanings.join(", "));
-        }
-        // A request without one of the entries doesn't match the descriptor.
-        if parts.iter().any(|part| part.starts_with("header:")) {
-            self.text.push_str("missing = \"skip\"\n");
-        }
+        self.key(&parts, &meanings);
         let _ = writeln!(self.text, "limit = \"{}\"", quantity(amount));
         if leaf.shadow_mode {
             self.text.push_str("mode = \"shadow\"\n");
@@ -121,6 +153,7 @@ fn quantity(amount: Amount) -> String {
         Amount::PerUnit { requests, unit: unit @ (Unit::Second | Unit::Minute) } => format!("{requests} per {unit}"),
         Amount::PerUnit { requests, unit: Unit::Hour } => format!("{requests} per 1h"),
         Amount::PerUnit { requests, unit } => format!("{requests} per {}d", unit.seconds() / 86_400),
+        Amount::PerSeconds { hits, seconds } => format!("{hits} per {seconds}s"),
     }
 }
 
@@ -151,6 +184,14 @@ fn key_parts(path: &[&Descriptor]) -> (Vec<String>, Vec<String>) {
         }
     }
     (parts, meanings)
+}
+
+/// The last name of an expression, such as `user_id` of `descriptors[0]['user_id']`.
+fn last_name(expression: &str) -> &str {
+    let is_part = |letter: char| letter.is_ascii_alphanumeric() || "_-".contains(letter);
+    let trimmed = expression.trim_end_matches(|letter| !is_part(letter));
+    let begin = trimmed.rfind(|letter| !is_part(letter)).map_or(0, |at| at + 1);
+    trimmed.get(begin..).unwrap_or(trimmed)
 }
 
 /// A header named after a key, other than those that are taken.

@@ -41,7 +41,7 @@ use crate::nearest::{nearest, similar};
 use crate::outbound::preset;
 use crate::plan::Plan;
 use crate::policy::Policy;
-use crate::sections::LogConfig;
+use crate::sections::{ApiConfig, CompatibleServer, LogConfig};
 use crate::settings;
 use crate::settings::key::{Below, SettingKey, setting_keys};
 use provider::PROVIDER_PATH;
@@ -224,7 +224,11 @@ impl DocumentReader<'_> {
         };
         let has_caller_rates = match self.predecessor {
             Some(present) => present.has_caller_rates(),
-            None => matches!(resp, Some(Some(_))) || matches!(rls, Some(Some(_))),
+            None => {
+                let answers_throttle = |api: &ApiConfig| api.compat.contains(&CompatibleServer::Throttlecrab);
+                matches!((&resp, &rls), (Some(Some(_)), _) | (_, Some(Some(_))))
+                    || api.as_ref().is_some_and(answers_throttle)
+            }
         };
         let plan = self.plan(root, paths, present_store, present_rls, has_caller_rates);
         let (mut api, inbound, mut plan) = (api?, inbound?, plan?);

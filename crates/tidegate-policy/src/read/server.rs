@@ -20,8 +20,9 @@ use crate::nearest::nearest;
 use crate::path::{AmbiguousPaths, PathQuirks};
 use crate::secret::SecretSource;
 use crate::sections::{
-    AccessLogMode, AdminConfig, ApiConfig, HeaderDialect, InboundCaps, InboundConfig, InboundTimeouts, LogConfig,
-    LogFormat, LogLevel, NamedToken, ReloadConfig, RespConfig, UpstreamAddress, UpstreamTls,
+    AccessLogMode, AdminConfig, ApiConfig, CompatibleServer, HeaderDialect, InboundCaps, InboundConfig,
+    InboundTimeouts, LogConfig, LogFormat, LogLevel, NamedToken, ReloadConfig, RespConfig, UpstreamAddress,
+    UpstreamTls,
 };
 use crate::settings::SettingType::{Strings, Text};
 use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_keys};
@@ -40,6 +41,7 @@ pub(super) const TRUSTED_NETWORKS: Custom<Vec<IpNet>> = Custom(
 );
 
 const QUIRKS: [&str; 5] = ["encoded_slash", "parameters", "case", "caddy", "windows"];
+const COMPATIBLE: [CompatibleServer; 2] = [CompatibleServer::Limitador, CompatibleServer::Throttlecrab];
 const FORWARDING_HEADERS: [(&str, ForwardingHeader); 2] =
     [("x-forwarded-for", ForwardingHeader::XForwardedFor), ("forwarded", ForwardingHeader::Forwarded)];
 const AMBIGUOUS_PATHS: [(&str, AmbiguousPaths); 3] =
@@ -122,6 +124,9 @@ setting_keys! {
             "true to answer forward-auth; default true unless requests can meet a limit on calls in flight";
         deny_status: u16 = "429", Whole(400, 599),
             "the status with which forward-auth refuses; nginx accepts only 401 and 403";
+        compat: Vec<CompatibleServer> = "",
+            Custom(Strings, "a list of words", |reader, node, key| reader.compatible_servers(node, key)),
+            "other servers whose paths are answered, too: limitador, throttlecrab";
     }
 
     RESP: RespKeys {
@@ -281,8 +286,20 @@ impl DocumentReader<'_> {
         let (listen, token) = self.listen_and_token(table, ("api", "the decision API"), &API.listen, &API.token, false);
         let forward_auth = self.value_or(table, &API.forward_auth, true);
         read_struct!(self, table, API => ApiConfig {
-            hosts, deny_status; listen: listen?, token: token?, forward_auth: forward_auth?
+            hosts, deny_status, compat; listen: listen?, token: token?, forward_auth: forward_auth?
         })
+    }
+
+    fn compatible_servers(&mut self, node: &TomlNode, key: &str) -> Option<Vec<CompatibleServer>> {
+        let names = COMPATIBLE.map(CompatibleServer::name);
+        let expected = join_names(&names);
+        let words = self.strings(node, key, &expected)?.into_iter().map(|(text, item)| {
+            COMPATIBLE.into_iter().find(|server| server.name() == text).or_else(|| {
+                let error = self.error(item.at, format!("unknown server {}", quoted(text)), &expected);
+                error.did_you_mean(nearest(text, names)).none()
+            })
+        });
+        all_or_none(words)
     }
 
     /// Reads `[resp]`; `None` inside if there is none.

@@ -9,7 +9,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 use serde_json::error::Category;
-use tidegate::policy::{Query, parse_duration};
+use tidegate::policy::{MatchedActions, Query, parse_duration};
 use tidegate::{PermitId, Span};
 use tidegate_core::MAX_COST;
 use tidegate_policy::document::nearest;
@@ -29,6 +29,8 @@ pub(crate) const MAX_HEADERS: usize = 64;
 #[derive(Debug, Default)]
 pub(crate) struct DecisionRequest<'a> {
     pub(crate) action: Option<Cow<'a, str>>,
+    /// The actions, if they are known already.
+    actions: Option<MatchedActions>,
     ip: Option<IpAddr>,
     key: Option<Cow<'a, str>>,
     platform: Option<Cow<'a, str>>,
@@ -74,6 +76,7 @@ impl<'a> DecisionRequest<'a> {
     pub(crate) fn query(&self) -> Query<'_> {
         Query {
             action: self.action.as_deref(),
+            actions: self.actions,
             ip: self.ip,
             key: self.key.as_deref(),
             platform: self.platform.as_deref(),
@@ -161,6 +164,11 @@ impl<'a> DecisionRequest<'a> {
             }
         };
         set_once(slot, name, value)
+    }
+
+    /// Sets the actions, which `action`, `method`, `path` and `host` don't choose then.
+    pub(crate) fn set_actions(&mut self, actions: MatchedActions) {
+        self.actions = Some(actions);
     }
 
     fn set_header(&mut self, name: &str, value: &str) -> Result<(), DecisionRequestError> {

@@ -19,6 +19,7 @@ use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{BlockError, Check, CheckError, Decision, Gate, PendingCheck};
 use tidegate_core::{Clock, Time};
+use tidegate_policy::CompatibleServer;
 
 use crate::access::{Access, AccessError};
 use crate::access_log::AccessSlot;
@@ -31,8 +32,10 @@ use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
 use crate::state_cell::ListenerState;
 use crate::watchdog::{ConnectionPhase, ConnectionWatch};
+use crate::wire::compat::CompatiblePath;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::forward_auth::{self, ForwardAuthWarnings};
+use crate::wire::rls::YamlLimits;
 use crate::wire::small_body::{BodyCollector, MAX_BYTES, collect_body, unreadable_body_response};
 use crate::wire::{openapi, routes};
 
@@ -45,6 +48,10 @@ pub(crate) struct ApiState<S: Store, C: Clock> {
     /// True if forward-auth is answered.
     pub(crate) forward_auth: bool,
     pub(crate) deny_status: StatusCode,
+    /// The other servers whose paths are answered.
+    pub(crate) compat: Vec<CompatibleServer>,
+    /// The limits that limitador's paths are about.
+    pub(crate) limits: Option<YamlLimits>,
     pub(crate) refusals: Arc<RefusalLog>,
     pub(crate) metrics: Arc<RequestMetrics>,
     pub(crate) warnings: ForwardAuthWarnings,
@@ -179,13 +186,18 @@ async fn route<S: Store, C: Clock>(
         let response = forward_auth::handle(api, client, &request).await;
         return discard_body(watch, request.into_body(), false, response);
     }
-    let Some(method) = routes::method_of(path) else {
+    let compatible = CompatiblePath::find(path).filter(|path| api.compat.contains(&path.server()));
+    let Some(method) = compatible.map(CompatiblePath::method).or_else(|| routes::method_of(path)) else {
         let not_found = error(StatusCode::NOT_FOUND, &routes::unknown_path_message(path));
         return discard_body(watch, request.into_body(), false, not_found);
     };
     if *request.method() != method {
         let mut response = error(StatusCode::METHOD_NOT_ALLOWED, &format!("{path} takes {method}"));
         response.headers_mut().insert(ALLOW, HeaderValue::from_static(method));
+        return discard_body(watch, request.into_body(), false, response);
+    }
+    if let Some(path) = compatible.filter(|_| method == "GET") {
+        let response = path.answer(api, &[], &watch.access).await.unwrap_or_else(bad_request);
         return discard_body(watch, request.into_body(), false, response);
     }
     if path == openapi::PATH {
@@ -197,11 +209,15 @@ async fn route<S: Store, C: Clock>(
         let response = handle(api, path, asked, &watch.access).await.unwrap_or_else(bad_request);
         return discard_body(watch, request.into_body(), false, response);
     }
+    let is_compatible = compatible.is_some();
     let (parts, body) = request.into_parts();
     let bytes = match collect_body(watch, body, MAX_BYTES).await {
         Ok(bytes) => bytes,
         Err(response) => return response,
     };
+    if let Some(path) = CompatiblePath::find(parts.uri.path()).filter(|_| is_compatible) {
+        return path.answer(api, &bytes, &watch.access).await.unwrap_or_else(bad_request);
+    }
     let asked = DecisionRequest::from_json(&bytes);
     handle(api, parts.uri.path(), asked, &watch.access).await.unwrap_or_else(bad_request)
 }

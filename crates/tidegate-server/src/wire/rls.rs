@@ -51,6 +51,7 @@ use crate::watchdog::ConnectionPhase;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::ext_authz;
 use crate::wire::http_api::{decide, validate};
+use crate::wire::limitador::{self, Decider, Purpose, is_refused};
 use crate::wire::small_body::{MAX_BYTES, collect_body};
 
 /// The domain whose descriptors are questions to the policy.
@@ -225,7 +226,12 @@ impl<S: Store, C: Clock> RlsState<S, C> {
                 let questions = descriptors.map(|(index, it)| self.question(index, it, asked.hits_addend, access));
                 questions.collect::<Result<Vec<_>, _>>()?
             }
-            Some(limits) if limits.has_domain(&asked.domain) => limits.questions(asked)?,
+            Some(limits) if limits.has_domain(&asked.domain) => {
+                match self.decide_together(limits, asked, access).await? {
+                    Some(response) => return Ok(response),
+                    None => limits.questions(asked)?,
+                }
+            }
             _ => self.admit_unknown_domain(asked),
         };
         let plan = self.gate.plan();
@@ -285,6 +291,32 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             statuses,
             response_headers_to_add: headers,
         })
+    }
+
+    /// Decides about a request whose domain is a namespace of limitador's. Each descriptor has the status of the limit that
+    /// binds most. `None` if the domain isn't one.
+    async fn decide_together(
+        &self,
+        limits: &YamlLimits,
+        asked: &RateLimitRequest,
+        access: &AccessSlot,
+    ) -> Result<Option<RateLimitResponse>, Status> {
+        let hits = asked.hits_addend.max(1).into();
+        let questions = limits.applying(&asked.domain, asked.descriptors.iter().map(entries), hits);
+        let questions = questions.map_err(|error| Status::invalid_argument(error.message))?;
+        let Some(questions) = questions else { return Ok(None) };
+        let decider = Decider { gate: &self.gate, refusals: &self.refusals, metrics: &self.metrics };
+        let decided = decider.decide_together(&questions, Purpose::CheckAndReport, access).await;
+        let decisions = decided.map_err(|error| self.status_of(&error))?;
+        let tightest = limitador::tightest(&decisions).map(|index| (questions[index].actions, &decisions[index]));
+        let status = tightest
+            .map_or_else(DescriptorStatus::admitted, |(_, decision)| descriptor_status(self.gate.plan(), decision));
+        let code = if is_refused(&decisions) { Code::OverLimit } else { Code::Ok };
+        Ok(Some(RateLimitResponse {
+            overall_code: code.into(),
+            statuses: vec![status; asked.descriptors.len()],
+            response_headers_to_add: tightest.map(|(actions, it)| self.headers(actions, it)).unwrap_or_default(),
+        }))
     }
 
     /// As the original, which has no limits for a domain that it doesn't know.
@@ -385,6 +417,11 @@ impl<S: Store, C: Clock> RlsState<S, C> {
     }
 }
 
+/// The entries of a descriptor: keys and values.
+fn entries(descriptor: &Descriptor) -> Vec<(&str, &str)> {
+    descriptor.entries.iter().map(|entry| (&*entry.key, &*entry.value)).collect()
+}
+
 /// Sets `Retry-After` to this wait in seconds, unless it is longer.
 fn add_wait(headers: &mut Vec<Entry>, wait: i64) {
     let name = RETRY_AFTER.as_str();
@@ -397,7 +434,7 @@ fn add_wait(headers: &mut Vec<Entry>, wait: i64) {
 
 /// Refusals are stricter than admissions: those that no wait ends, then by their waits. Then comes the smallest remaining
 /// amount.
-fn strictness(decision: &Decision) -> (bool, Option<Span>, std::cmp::Reverse<u64>) {
+pub(crate) fn strictness(decision: &Decision) -> (bool, Option<Span>, std::cmp::Reverse<u64>) {
     let wait = (!decision.allowed).then(|| decision.retry_after.unwrap_or(Span::MAX));
     (!decision.allowed, wait, std::cmp::Reverse(decision.remaining.unwrap_or(u64::MAX)))
 }

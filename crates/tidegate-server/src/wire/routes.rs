@@ -3,6 +3,7 @@
 use tidegate_policy::document::nearest;
 
 use crate::wire::admin::is_admin_path;
+use crate::wire::compat::CompatiblePath;
 use crate::wire::{forward_auth, openapi};
 
 /// Each path with its method. Forward-auth takes any method, and also has all paths behind its own.
@@ -32,6 +33,10 @@ pub(crate) fn method_of(path: &str) -> Option<&'static str> {
 pub(crate) fn unknown_path_message(path: &str) -> String {
     let paths = ROUTES.map(|(path, _)| path);
     match nearest(path, paths) {
+        _ if let Some(compatible) = CompatiblePath::find(path) => {
+            let server = compatible.server().name();
+            format!("{path} is a path of {server}'s, which is answered with compat = [\"{server}\"] (api.compat)")
+        }
         _ if is_admin_path(path) => {
             format!("{path} is a path of the admin listener (admin.listen), and this is the decision API (api.listen)")
         }

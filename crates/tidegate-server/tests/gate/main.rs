@@ -12,6 +12,7 @@ mod browser;
 mod caps;
 mod changes;
 mod common;
+mod compat;
 mod dashboard;
 mod dashboard_browser;
 mod ext_authz;

@@ -14,10 +14,8 @@ use tokio::net::TcpStream;
 use crate::common::{
     PATIENCE, Peer, Running, body, capture, json as parsed, nobody, once, policy, post, start, status, try_start,
 };
-use messages::{
-    Code, Descriptor, DescriptorStatus, Entry, HealthRequest, HealthResponse, Override, RateLimitRequest,
-    RateLimitResponse, ServingStatus, Unit,
-};
+pub(crate) use messages::{Code, DescriptorStatus, RateLimitRequest};
+use messages::{Descriptor, Entry, HealthRequest, HealthResponse, Override, RateLimitResponse, ServingStatus, Unit};
 
 #[path = "../../src/wire/rls/messages.rs"]
 mod messages;
@@ -99,16 +97,19 @@ pub(crate) async fn call<O: Message + Default>(
     }
 }
 
-fn descriptor(entries: &[(&str, &str)]) -> Descriptor {
+pub(crate) fn descriptor(entries: &[(&str, &str)]) -> Descriptor {
     let entry = |(key, value): &(&str, &str)| Entry { key: (*key).to_owned(), value: (*value).to_owned() };
     Descriptor { entries: entries.iter().map(entry).collect(), ..Descriptor::default() }
 }
 
-fn request(descriptors: impl Into<Vec<Descriptor>>) -> RateLimitRequest {
+pub(crate) fn request(descriptors: impl Into<Vec<Descriptor>>) -> RateLimitRequest {
     RateLimitRequest { domain: "tidegate".to_owned(), descriptors: descriptors.into(), hits_addend: 0 }
 }
 
-async fn ask(client: &SendRequest<Bytes>, request: &RateLimitRequest) -> Result<RateLimitResponse, CallError> {
+pub(crate) async fn ask(
+    client: &SendRequest<Bytes>,
+    request: &RateLimitRequest,
+) -> Result<RateLimitResponse, CallError> {
     call(client, CHECK, framed(request), &[]).await
 }
 
@@ -118,7 +119,7 @@ async fn status_of(client: &SendRequest<Bytes>, descriptor: Descriptor) -> Descr
     response.statuses[0].clone()
 }
 
-fn header<'r>(response: &'r RateLimitResponse, name: &str) -> Option<&'r str> {
+pub(crate) fn header<'r>(response: &'r RateLimitResponse, name: &str) -> Option<&'r str> {
     let headers = &response.response_headers_to_add;
     headers.iter().find(|entry| entry.key == name).map(|entry| entry.value.as_str())
 }

@@ -65,7 +65,7 @@ fn invalid_structures_are_refused_with_their_place() {
         ("", "limits.yaml:1:1: the file has no domain"),
         ("descriptors:\n", "limits.yaml:1:1: the file has no domain"),
         ("domain: ''\n", "limits.yaml:1:9: the file has no domain"),
-        ("- a\n", "limits.yaml:1:1: the file is a list"),
+        ("- a\n", "limits.yaml:1:3: a limit is the string `a`"),
         ("0.25: d\n", "limits.yaml:1:1: a name is the number `0.25`"),
         ("domain: d\ndescriptors:\n- a\n- b\n", "limits.yaml:3:3: an item of `descriptors` is the string `a`"),
         ("domain: d\ndescriptors:\n- value: x\n", "limits.yaml:3:3: the descriptor has no key"),

@@ -10,9 +10,10 @@ use tidegate_policy::ratelimit_yaml::{Amount, FoundLimit, LimitTable};
 use tonic::Status;
 
 use super::inline_limit::InlineLimit;
-use super::messages::{Code, Descriptor, DescriptorStatus, RateLimitRequest};
+use super::messages::{Code, DescriptorStatus, RateLimitRequest};
 use super::{Hits, Question};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
+use crate::wire::limitador::LimitQuestion;
 
 /// The limits, each with its action in the plan.
 pub(crate) struct YamlLimits {
@@ -26,6 +27,28 @@ impl YamlLimits {
         let table = Arc::clone(config.limits.as_ref()?);
         let actions = table.limits().iter().map(|limit| plan.find_action(&limit.action).ok()).collect::<Option<_>>()?;
         Some(Self { table, actions })
+    }
+
+    pub(crate) fn table(&self) -> &LimitTable {
+        &self.table
+    }
+
+    /// The question to a limit about calls with this key.
+    ///
+    /// # Errors
+    /// There are too many hits.
+    pub(crate) fn question(
+        &self,
+        index: usize,
+        key: String,
+        hits: u64,
+    ) -> Result<LimitQuestion<'_>, DecisionRequestError> {
+        let mut request = DecisionRequest::default();
+        let actions = MatchedActions::from(Some(self.actions[index]));
+        request.set_actions(actions);
+        request.set_text("key", Cow::Owned(key))?;
+        request.set_text("cost", hits.to_string().into())?;
+        Ok(LimitQuestion { limit: &self.table.limits()[index], actions, request })
     }
 
     pub(super) fn has_domain(&self, domain: &str) -> bool {
@@ -63,26 +86,12 @@ impl YamlLimits {
             if limit.name.as_deref().is_some_and(|name| replaced.contains(name)) {
                 return Ok(Question::Decided(DescriptorStatus::admitted()));
             }
-            self.question(found, descriptor, hits).map_err(|error| invalid(error.message))
+            let is_quota = found.limit.quota_mode;
+            let question = self.question(found.index, found.key, hits).map_err(|error| invalid(error.message))?;
+            let LimitQuestion { actions, request, .. } = question;
+            Ok(Question::Ask { request, actions, hits: Hits::of(descriptor, Some(hits)), is_quota })
         });
         questions.collect()
-    }
-
-    fn question<'a>(
-        &self,
-        found: FoundLimit<'_>,
-        descriptor: &Descriptor,
-        hits: u64,
-    ) -> Result<Question<'a>, DecisionRequestError> {
-        let mut request = DecisionRequest::default();
-        request.set_text("key", Cow::Owned(found.key))?;
-        request.set_text("cost", hits.to_string().into())?;
-        Ok(Question::Ask {
-            request,
-            actions: MatchedActions::from(Some(self.actions[found.index])),
-            hits: Hits::of(descriptor, Some(hits)),
-            is_quota: found.limit.quota_mode,
-        })
     }
 }
 

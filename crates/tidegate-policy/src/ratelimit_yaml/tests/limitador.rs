@@ -1,0 +1,154 @@
+//! Limits with conditions, in limitador's YAML.
+
+use super::read;
+use crate::ratelimit_yaml::{LimitTable, RatelimitConfig};
+
+/// The limits of limitador's own example, and one with each kind of expression.
+const LIMITS: &str = "---
+- namespace: test_namespace
+  max_value: 10
+  seconds: 60
+  conditions:
+    - \"descriptors[0]['req.method'] == 'GET'\"
+    - \"descriptors[0]['req.path'] != '/json'\"
+  variables: []
+- namespace: test_namespace
+  max_value: 5
+  seconds: 60
+  conditions:
+    - \"descriptors[0]['req.method'] == 'POST'\"
+  variables:
+    - descriptors[0]['user_id']
+    - descriptors[0].tenant
+- namespace: other
+  name: with a name
+  id: an-id
+  max_value: 1000000
+  seconds: 3600
+  conditions:
+  variables:
+- namespace: other
+  name: numbers
+  max_value: 7
+  seconds: 1
+  conditions: [\"int(descriptors[0].size) > 10\", \"limit.name == 'numbers'\"]
+  variables: [\"size(descriptors)\"]
+";
+
+fn table() -> LimitTable {
+    LimitTable::new(&read(LIMITS).unwrap())
+}
+
+/// The limits that apply, each with its key.
+fn applying(table: &LimitTable, namespace: &str, descriptors: &[&[(&str, &str)]]) -> Vec<(String, String)> {
+    let found = table.applying(namespace, descriptors.iter().map(|entries| entries.to_vec())).expect("the namespace");
+    found.into_iter().map(|found| (found.limit.action.clone(), found.key)).collect()
+}
+
+#[test]
+fn conditions_and_variables_choose_the_limits() {
+    let table = table();
+    let found = |descriptors: &[&[(&str, &str)]]| applying(&table, "test_namespace", descriptors);
+    let [reads, writes] = ["test_namespace.per-60s", "test_namespace.per-60s-2"];
+    let one = |action: &str, key: &str| vec![(action.to_owned(), key.to_owned())];
+    let get = ("req.method", "GET");
+    assert_eq!(found(&[&[get, ("req.path", "/")]]), one(reads, ""));
+    assert_eq!(found(&[&[get, ("req.path", "/json")]]), []);
+    assert_eq!(found(&[&[get]]), [], "a condition asks for an entry that isn't there");
+    let post = ("req.method", "POST");
+    assert_eq!(found(&[&[post, ("user_id", "a|b"), ("tenant", "t")]]), one(writes, "t|a\\|b"));
+    assert_eq!(found(&[&[post, ("user_id", "a")]]), [], "a variable isn't there");
+    assert_eq!(found(&[&[], &[post, ("user_id", "a"), ("tenant", "t")]]), [], "the expressions ask the first");
+    assert_eq!(found(&[]), []);
+    assert!(table.applying("unknown", []).is_none());
+}
+
+#[test]
+fn values_without_meaning_escape_no_limit() {
+    let table = table();
+    let of_size = |size: &str| applying(&table, "other", &[&[("size", size)], &[]]);
+    let always = ("other.with-a-name".to_owned(), String::new());
+    assert_eq!(of_size("9"), std::slice::from_ref(&always));
+    assert_eq!(of_size("11"), [always.clone(), ("other.numbers".to_owned(), "2".to_owned())]);
+    assert_eq!(of_size("no number"), [always, ("other.numbers".to_owned(), "2".to_owned())]);
+}
+
+#[test]
+fn faults_have_their_place() {
+    let limit = |more: &str| format!("- {{namespace: a, max_value: 1, seconds: 60, {more}}}");
+    let expressions = "conditions: [], variables: []";
+    for (yaml, expected) in [
+        ("- 1", "limits.yaml:1:3: a limit is the number `1`"),
+        ("- {max_value: 1, seconds: 1, conditions: [], variables: []}", "limits.yaml:1:3: the limit has no namespace"),
+        (&*limit("conditions: []"), "limits.yaml:1:3: the limit has no `variables`"),
+        (
+            "- {namespace: a, seconds: 0, conditions: [], variables: []}",
+            "limits.yaml:1:27: `seconds` is the number `0`",
+        ),
+        (
+            "- {namespace: a, max_value: -1, seconds: 1, conditions: [], variables: []}",
+            "limits.yaml:1:29: `max_value` is the number `-1`",
+        ),
+    ] {
+        let found = read(yaml).expect_err(yaml);
+        assert_eq!(found, expected, "{yaml}");
+    }
+    let wrong = read(&limit("conditions: [\"descriptors[0] ==\"], variables: []")).expect_err("an error");
+    assert!(wrong.starts_with("limits.yaml:1:"), "{wrong}");
+    assert!(wrong.contains("is no expression"), "{wrong}");
+    let twice = RatelimitConfig::read([("one.yaml", "domain: a".to_owned()), ("two.yaml", limit(expressions))], false);
+    let twice = twice.expect_err("an error").to_string();
+    assert!(twice.contains("the namespace `a` is also a domain, in `one.yaml` on line 1"), "{twice}");
+}
+
+#[test]
+fn settings_without_effect_are_noted() {
+    let yaml = "- {namespace: a, max_value: 1, seconds: 60, conditions: [\"x == 'y'\"], variables: [], nmae: b}\n\
+        - {namespace: a, max_value: 2, seconds: 60, conditions: [\"x == 'y'\"], variables: []}";
+    let config = read(yaml).unwrap();
+    let notes: Vec<_> = config.notes().iter().map(ToString::to_string).collect();
+    assert_eq!((config.conditional_limits().len(), notes.len()), (1, 4), "{notes:?}");
+    assert!(notes[0].contains("`nmae` has no effect; did you mean `name`?"), "{notes:?}");
+    assert!(notes[1].contains("asks for `x`"), "{notes:?}");
+    assert!(notes[3].contains("one like it stands in `limits.yaml` on line 1"), "{notes:?}");
+    assert_eq!(applying(&LimitTable::new(&config), "a", &[&[("x", "y")]]), []);
+}
+
+#[test]
+fn limits_become_a_policy() {
+    let policy = read(LIMITS).unwrap().to_policy();
+    let (_, actions) = policy.split_once("may admit twice as much.\n").unwrap();
+    assert_eq!(
+        actions,
+        r#"
+# The namespace test_namespace.
+# It applies if descriptors[0]['req.method'] == 'GET'.
+# It applies if descriptors[0]['req.path'] != '/json'.
+[inbound.action."test_namespace.per-60s"]
+key = "header:shared"  # no call has it, so all calls share one count
+missing = "share"
+limit = "10 per 60s"
+
+# The namespace test_namespace.
+# It applies if descriptors[0]['req.method'] == 'POST'.
+[inbound.action."test_namespace.per-60s-2"]
+key = ["header:tenant", "header:user-id"]  # descriptors[0].tenant, descriptors[0]['user_id']
+missing = "skip"
+limit = "5 per 60s"
+
+# The namespace other.
+[inbound.action."other.with-a-name"]
+key = "header:shared"  # no call has it, so all calls share one count
+missing = "share"
+limit = "1000000 per 3600s"
+
+# The namespace other.
+# It applies if int(descriptors[0].size) > 10.
+# It applies if limit.name == 'numbers'.
+[inbound.action."other.numbers"]
+key = "key"  # size(descriptors)
+limit = "7 per 1s"
+"#
+    );
+    assert!(crate::Policy::load(crate::PolicySources::new().file("test.toml", policy)).is_ok());
+}

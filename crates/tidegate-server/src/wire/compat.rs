@@ -1,0 +1,140 @@
+//! The paths of other servers (`api.compat`), answered as those servers answer.
+
+use http::{Response, StatusCode};
+use serde::{Deserialize, Serialize};
+use tidegate::store::Store;
+use tidegate_core::{CallerRate, Clock};
+use tidegate_policy::CompatibleServer;
+
+use crate::access_log::AccessSlot;
+use crate::body::ResponseBody;
+use crate::local_response::{json_response, text};
+use crate::wire::decision_request::{DecisionRequestError, decode};
+use crate::wire::http_api::{ApiState, check_error_response};
+use crate::wire::limitador::{self, Purpose};
+
+const LIMITS: &str = "/limits/";
+const COUNTERS: &str = "/counters/";
+
+/// A path of another server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CompatiblePath<'p> {
+    LimitadorCheck,
+    LimitadorReport,
+    LimitadorCheckAndReport,
+    LimitadorStatus,
+    /// The limits of a namespace.
+    LimitadorLimits(&'p str),
+    /// The counts of a namespace.
+    LimitadorCounters(&'p str),
+    Throttle,
+    ThrottlecrabHealth,
+}
+
+impl<'p> CompatiblePath<'p> {
+    /// The path of a server, if it is one of these.
+    pub(crate) fn find(path: &'p str) -> Option<Self> {
+        Some(match path {
+            "/check" => Self::LimitadorCheck,
+            "/report" => Self::LimitadorReport,
+            "/check_and_report" => Self::LimitadorCheckAndReport,
+            "/status" => Self::LimitadorStatus,
+            "/throttle" => Self::Throttle,
+            "/health" => Self::ThrottlecrabHealth,
+            _ => match (path.strip_prefix(LIMITS), path.strip_prefix(COUNTERS)) {
+                (Some(namespace), _) => Self::LimitadorLimits(namespace),
+                (_, Some(namespace)) => Self::LimitadorCounters(namespace),
+                (None, None) => return None,
+            },
+        })
+    }
+
+    pub(crate) fn server(self) -> CompatibleServer {
+        match self {
+            Self::Throttle | Self::ThrottlecrabHealth => CompatibleServer::Throttlecrab,
+            _ => CompatibleServer::Limitador,
+        }
+    }
+
+    pub(crate) fn method(self) -> &'static str {
+        match self {
+            Self::LimitadorCheck | Self::LimitadorReport | Self::LimitadorCheckAndReport | Self::Throttle => "POST",
+            _ => "GET",
+        }
+    }
+
+    /// Answers a request, whose body is empty for GET.
+    pub(crate) async fn answer<S: Store, C: Clock>(
+        self,
+        api: &ApiState<S, C>,
+        body: &[u8],
+        access: &AccessSlot,
+    ) -> Result<Response<ResponseBody>, DecisionRequestError> {
+        match self {
+            Self::LimitadorCheck => limitador::answer(api, Purpose::Check, body, access).await,
+            Self::LimitadorReport => limitador::answer(api, Purpose::Report, body, access).await,
+            Self::LimitadorCheckAndReport => limitador::answer(api, Purpose::CheckAndReport, body, access).await,
+            Self::LimitadorStatus => Ok(json_response(StatusCode::OK, &serde_json::json!({}))),
+            Self::LimitadorLimits(namespace) => Ok(limitador::limits(api, &decoded(namespace)?)),
+            Self::LimitadorCounters(namespace) => limitador::counters(api, &decoded(namespace)?, access).await,
+            Self::Throttle => throttle(api, body, access).await,
+            Self::ThrottlecrabHealth => Ok(text(StatusCode::OK, "OK")),
+        }
+    }
+}
+
+fn decoded(namespace: &str) -> Result<String, DecisionRequestError> {
+    let escaped = namespace.replace('+', "%2B");
+    let decoded = decode(&escaped).ok_or_else(|| DecisionRequestError::new("namespace", "the name isn't UTF-8"))?;
+    Ok(decoded.into_owned())
+}
+
+/// throttlecrab's question.
+#[derive(Deserialize)]
+struct ThrottleQuestion {
+    key: String,
+    max_burst: i64,
+    count_per_period: i64,
+    period: i64,
+    quantity: Option<i64>,
+}
+
+/// throttlecrab's answer.
+#[derive(Serialize)]
+struct ThrottleAnswer {
+    allowed: bool,
+    limit: i64,
+    remaining: i64,
+    reset_after: i64,
+    retry_after: i64,
+}
+
+async fn throttle<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    body: &[u8],
+    access: &AccessSlot,
+) -> Result<Response<ResponseBody>, DecisionRequestError> {
+    let asked: ThrottleQuestion = serde_json::from_slice(body)
+        .map_err(|error| DecisionRequestError::new(None, format!("the body is no question: {error}")))?;
+    let unsigned = |field: &str, number: i64| {
+        u64::try_from(number).map_err(|_| DecisionRequestError::new(field, format!("`{field}` is negative")))
+    };
+    let burst = unsigned("max_burst", asked.max_burst)?;
+    let count = unsigned("count_per_period", asked.count_per_period)?;
+    let rate = CallerRate::new(burst, count, unsigned("period", asked.period)?)
+        .map_err(|error| DecisionRequestError::new(None, error.to_string()))?;
+    let decided = match api.gate.throttle(rate, asked.key.as_bytes(), asked.quantity.unwrap_or(1)).await {
+        Ok(decided) => decided,
+        Err(error) => {
+            return Ok(check_error_response(&api.gate, &api.refusals, &Default::default(), &error, access));
+        }
+    };
+    let answer = ThrottleAnswer {
+        allowed: !decided.is_limited,
+        limit: asked.max_burst,
+        remaining: decided.remaining,
+        reset_after: decided.reset_after_secs(),
+        retry_after: decided.retry_after_secs().max(0),
+    };
+    Ok(json_response(StatusCode::OK, &answer))
+}
