@@ -1,5 +1,4 @@
-//! Runs the commands of the README and of the tour in order, each page in a shell of its own, and compares what they
-//! print. `…` stands for anything.
+//! Runs the commands of the README, of the tour and of other pages in order, and compares what they print. `…` stands for anything.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::io::{BufRead, BufReader, Write};
@@ -10,6 +9,12 @@ use tidegate_testkit::servers;
 
 const README: &str = include_str!("../../../README.md");
 const TOUR: &str = include_str!("../../../docs/tour.md");
+/// Pages with a policy of their own, and commands to a gate that runs it.
+const PAGES: [&str; 3] = [
+    include_str!("../../../docs/from-limitador.md"),
+    include_str!("../../../docs/from-redis-cell.md"),
+    include_str!("../../../docs/from-throttlecrab.md"),
+];
 const END: &str = "-- end of the output --";
 
 struct Step {
@@ -87,6 +92,54 @@ fn the_readmes_commands_print_its_output() {
 #[test]
 fn the_tours_commands_print_its_output() {
     run_page(TOUR, &["replay.svg", "responsive.svg"]);
+}
+
+/// The files of a page: the blocks that begin with a comment of one name.
+fn files(page: &str) -> Vec<(&str, &str)> {
+    let blocks = page.split("```").skip(1).step_by(2).filter_map(|block| Some(block.split_once('\n')?.1));
+    let named = blocks.filter_map(|text| Some((text.lines().next()?.strip_prefix("# ")?, text)));
+    named.filter(|(name, _)| name.contains('.') && !name.contains(' ')).collect()
+}
+
+#[test]
+fn the_pages_commands_print_their_output() {
+    if ["bash", "curl", "redis-cli"].into_iter().any(|program| servers::require_program(program).is_none()) {
+        return;
+    }
+    let mut wrong = Vec::new();
+    for page in PAGES {
+        let ports = ["6379", "8080", "8081", "8085"].map(|port| (port, servers::free_port().to_string()));
+        let swap = |text: &str| {
+            ports.iter().fold(text.to_owned(), |text, (ours, free)| {
+                text.replace(&format!(":{ours}"), &format!(":{free}"))
+                    .replace(&format!("-p {ours}"), &format!("-p {free}"))
+            })
+        };
+        let folder = servers::ScratchDir::new();
+        let listens =
+            files(page).iter().flat_map(|(_, text)| text.lines()).find_map(|line| line.strip_prefix("listen = "));
+        let (_, first) = listens.and_then(|listen| listen.trim_matches('"').rsplit_once(':')).expect("an address");
+        let port = swap(&format!(":{first}")).trim_start_matches(':').parse().unwrap();
+        let path = folder.path().to_owned();
+        for (name, text) in files(page) {
+            folder.write(name, &swap(text));
+        }
+        let mut serve = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        serve.args(["serve", "--config", "tidegate.toml"]).current_dir(&path).env("TIDEGATE__ADMIN__LISTEN", "off");
+        if !page.contains("[api]") {
+            serve.env("TIDEGATE__API__LISTEN", "off");
+        }
+        let _gate = servers::ChildProcess::start(serve, folder, port);
+        for step in steps(page).iter().filter(|step| !step.command.starts_with("tidegate serve")) {
+            let command = swap(&step.command).replace("redis-cli", "redis-cli --no-raw");
+            let printed = Command::new("bash").args(["-c", &command]).current_dir(&path).output().unwrap().stdout;
+            let printed = String::from_utf8_lossy(&printed).trim_end().to_owned();
+            if printed != step.expected.join("\n") {
+                wrong.push(format!("$ {}\n{printed}\n-- instead of --\n{}", step.command, step.expected.join("\n")));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "the pages say otherwise:\n\n{}", wrong.join("\n\n"));
 }
 
 /// Runs a page's commands, and compares the pictures that they draw with those that the page shows.
