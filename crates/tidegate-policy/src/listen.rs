@@ -64,6 +64,11 @@ impl ListenConfig {
         self.addresses.is_empty()
     }
 
+    /// True if no client connects without a certificate.
+    pub fn requires_client_certificate(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some() && !tls.client_optional)
+    }
+
     /// The IP addresses and ports among the addresses.
     pub fn tcp(&self) -> impl Iterator<Item = SocketAddr> {
         self.addresses.iter().filter_map(ListenAddress::tcp)

@@ -385,6 +385,20 @@ mod tests {
     }
 
     #[test]
+    fn certificates_of_clients_replace_a_token() {
+        let load = |section: &str, certificates: &str| {
+            let files = "certificates = \"a.pem\", keys = \"a.key\", client_ca = \"ca.pem\"";
+            let text = format!("[{section}]\nlisten = \"0.0.0.0:8443\"\ntls = {{ {files}{certificates} }}\n");
+            Policy::load(read(&text))
+        };
+        for section in ["api", "rls", "resp", "admin"] {
+            assert!(load(section, "").is_ok(), "{section}");
+            let optional = load(section, ", client_certificates = \"optional\"").expect_err(section).to_string();
+            assert!(optional.contains("without a token") && optional.contains("tls.client_ca"), "{optional}");
+        }
+    }
+
+    #[test]
     fn a_next_policy_keeps_fixed_settings() {
         let first = "[admin]\nlisten = \"0.0.0.0:8083\"\ntoken = \"env:A\"\n[store]\non_outage = \"deny\"\n\
             [inbound.action.a]\nlimit = \"5 per 1m\"\n";

@@ -163,7 +163,7 @@ pub struct InboundCaps {
 pub struct ApiConfig {
     /// The addresses on which it listens; none for `listen = "off"`. Default 127.0.0.1:8082.
     pub listen: ListenConfig,
-    /// The bearer token that callers must send. Required beyond loopback.
+    /// The bearer token that callers must send. Required beyond loopback, unless clients need a certificate.
     pub token: Option<SecretSource>,
     /// The names that a request's `Host` may have besides loopback's and the listener's own address. Web pages of these
     /// names may send requests, too. Any other request is refused, unless it carries the token or is a forward-auth
@@ -205,7 +205,7 @@ pub struct RlsConfig {
     /// The addresses on which it listens; none for `listen = "off"`. Default 127.0.0.1:8084. Its `http2` is
     /// [`Http2Mode::Always`](crate::Http2Mode::Always).
     pub listen: ListenConfig,
-    /// The bearer token that callers must send. Required beyond loopback.
+    /// The bearer token that callers must send. Required beyond loopback, unless clients need a certificate.
     pub token: Option<SecretSource>,
     /// The files with limits in the format of Envoy's ratelimit service, and the directories whose YAML files are read.
     pub files: Vec<PathBuf>,
@@ -262,7 +262,7 @@ impl RlsAlgorithm {
 pub struct RespConfig {
     /// The addresses on which it listens; none for `listen = "off"`. Default 127.0.0.1:8085.
     pub listen: ListenConfig,
-    /// The password that callers must give with `AUTH`. Required beyond loopback.
+    /// The password that callers must give with `AUTH`. Required beyond loopback, unless clients need a certificate.
     pub token: Option<SecretSource>,
 }
 

@@ -202,7 +202,7 @@ pub enum ServeError {
     /// The certificates of the trust in an `https` upstream can't be used.
     #[error("inbound.upstream_tls: {0}")]
     UpstreamTls(TlsError),
-    /// A listener is open to the network and has no token.
+    /// A listener is open to the network, and has no token and requires no certificates of clients.
     #[error("{listener}.listen = \"{address}\" is beyond loopback and needs {listener}.token = \"env:NAME\"")]
     TokenRequired {
         /// `outbound`, `api` or `admin`.

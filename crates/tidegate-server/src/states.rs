@@ -177,7 +177,7 @@ fn api_state<S: Store, C: Clock>(engine: &Engine<S, C>, parts: &SharedParts, acc
 
 fn rls_state<S: Store, C: Clock>(
     engine: &Engine<S, C>,
-    parts: &SharedParts,
+    parts: &Arc<SharedParts>,
 ) -> Result<Option<RlsState<S, C>>, ServeError> {
     let (Some(rls), inbound) = (engine.policy.rls(), engine.policy.inbound()) else { return Ok(None) };
     let access = access(parts, ListenerKind::Rls, &rls.listen, rls.token.as_ref(), &[], &[])?;
@@ -187,9 +187,7 @@ fn rls_state<S: Store, C: Clock>(
         limits: YamlLimits::new(rls, engine.gate.plan()),
         access,
         forwarding: inbound.forwarding.clone(),
-        refusals: Arc::clone(&parts.refusals),
-        metrics: Arc::clone(&parts.metrics),
-        draining: Arc::clone(&parts.draining),
+        parts: Arc::clone(parts),
         body_timeout: inbound.timeouts.body,
         unknown_domain: Once::new(),
     }))
@@ -236,6 +234,7 @@ fn access(
     });
     let tokens: Vec<AccessToken> = token.into_iter().chain(named).collect::<Result<_, ServeError>>()?;
     if tokens.is_empty()
+        && !listen.requires_client_certificate()
         && let Some(address) = listen.addresses.iter().find(|address| address.is_beyond_loopback())
     {
         return Err(ServeError::TokenRequired { listener, address: ListenAddress::clone(address) });

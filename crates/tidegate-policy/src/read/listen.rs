@@ -144,6 +144,7 @@ impl DocumentReader<'_> {
             && let Some(address) = listen.addresses.iter().find(|address| address.is_beyond_loopback())
             && token == Some(None)
             && !has_token
+            && !listen.requires_client_certificate()
             && !self.has_misspelling_of(table, "admin", "token")
         {
             let message = format!(
@@ -152,6 +153,7 @@ impl DocumentReader<'_> {
             let expected = format!("a `token` beside it, or an address on loopback such as \"{}\"", listen_key.default);
             self.error(node.at, message, expected)
                 .help("add token = \"env:NAME\", with the token in the environment variable NAME")
+                .help("or require certificates of clients: tls.client_ca beside it")
                 .help("or the word \"off\"");
             return (None, token);
         }

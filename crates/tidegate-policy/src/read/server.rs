@@ -31,7 +31,8 @@ use crate::settings::key::{Below, SettingKey, read_keys, read_struct, setting_ke
 const MAX_HOSTS: usize = 256;
 pub(super) const CONNECTIONS: Whole = Whole(1, 1_000_000);
 
-pub(super) const TOKEN: &str = "the place of the bearer token: env:NAME or file:PATH; required beyond loopback";
+pub(super) const TOKEN: &str =
+    "the place of the bearer token: env:NAME or file:PATH; required beyond loopback, unless clients need a certificate";
 
 /// Networks whose word about a client's address is taken.
 pub(super) const TRUSTED_NETWORKS: Custom<Vec<IpNet>> = Custom(
@@ -132,7 +133,7 @@ setting_keys! {
     RESP: RespKeys {
         listen: Vec<ListenAddress> = "127.0.0.1:8085", LISTENER_OR_OFF,
             "the addresses of the Redis protocol, or off; without [resp] it is off", Below::Beside(&LISTENING);
-        token: Option<SecretSource> = "", Maybe(SECRET), "the place of the password for AUTH: env:NAME or file:PATH; required beyond loopback";
+        token: Option<SecretSource> = "", Maybe(SECRET), "the place of the password for AUTH: env:NAME or file:PATH; required beyond loopback, unless clients need a certificate";
     }
 
     ADMIN: AdminKeys {

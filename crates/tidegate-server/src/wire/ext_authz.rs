@@ -54,13 +54,13 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         };
         access.note(|entry| entry.note_question(&query));
         let judged = match &headers {
-            Some(_) => judge(&self.gate, &self.metrics, &query).await,
+            Some(_) => judge(&self.gate, &self.parts.metrics, &query).await,
             None => Err(NoDecision::Rejected(RejectionReason::Head, "a header isn't valid".to_owned())),
         };
         let (actions, decision) = match judged {
             Ok(judged) => judged,
             Err(NoDecision::Rejected(reason, why)) => {
-                self.refusals.log_rejection(self.gate.clock().now(), reason, &query, &why, access);
+                self.parts.refusals.log_rejection(self.gate.clock().now(), reason, &query, &why, access);
                 let body = error_json(StatusCode::BAD_REQUEST, &why);
                 return Ok(CheckResponse::denied(StatusCode::BAD_REQUEST, &HeaderMap::new(), body));
             }
@@ -70,7 +70,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             }
             Err(NoDecision::Failed(error)) => return Err(self.status_of(&error)),
         };
-        self.refusals.log_decision(self.gate.plan(), actions, &query, &decision, access);
+        self.parts.refusals.log_decision(self.gate.plan(), actions, &query, &decision, access);
         let mut annotations = HeaderMap::new();
         if decision.allowed {
             self.replies.annotate(actions, &decision, &mut annotations);

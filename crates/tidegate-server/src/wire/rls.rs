@@ -11,7 +11,7 @@ mod yaml_limits;
 
 use std::convert::Infallible;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Once};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -25,7 +25,7 @@ use prost::Message;
 use tidegate::policy::{Forwarding, MatchedActions, Plan, Query};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
-use tidegate::{CheckError, Decision, Gate};
+use tidegate::{CheckError, Decision, Gate, LimiterDecision};
 use tidegate_core::{Clock, Span};
 use tidegate_policy::Quantity;
 use tidegate_policy::calendar::PeriodUnit;
@@ -39,14 +39,13 @@ use self::messages::{
     RateLimitResponse, Seconds, ServingStatus, Unit,
 };
 pub(crate) use self::yaml_limits::YamlLimits;
-use crate::access::Access;
+use crate::access::{Access, AccessError};
 use crate::access_log::AccessSlot;
 use crate::body::{RelayBody, ResponseBody};
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, finish_response};
-use crate::metrics::RequestMetrics;
-use crate::refusal_log::RefusalLog;
 use crate::state_cell::ListenerState;
+use crate::states::SharedParts;
 use crate::watchdog::ConnectionPhase;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::ext_authz;
@@ -67,9 +66,7 @@ pub(crate) struct RlsState<S: Store, C: Clock> {
     pub(crate) limits: Option<YamlLimits>,
     pub(crate) access: Access,
     pub(crate) forwarding: Forwarding,
-    pub(crate) refusals: Arc<RefusalLog>,
-    pub(crate) metrics: Arc<RequestMetrics>,
-    pub(crate) draining: Arc<AtomicBool>,
+    pub(crate) parts: Arc<SharedParts>,
     /// The time in which a client must take a piece of a response.
     pub(crate) body_timeout: Duration,
     pub(crate) unknown_domain: Once,
@@ -111,7 +108,14 @@ async fn respond<S: Store, C: Clock>(
 ) -> Response<ResponseBody> {
     let watch = &client.watch;
     if let Err(denied) = state.access.check(&request) {
-        let denial = state.access.denied_response(denied, &request, client, state.gate.clock().now());
+        let mut denial = state.access.denied_response(denied, &request, client, state.gate.clock().now());
+        if denied == AccessError::Token
+            && state.access.has_token(request.headers())
+            && let LimiterDecision::RetryAfter(wait) = (state.parts.sign_in_limiter)(client.address.ip())
+        {
+            *denial.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+            denial.headers_mut().insert(RETRY_AFTER, wait.as_secs_ceil().into());
+        }
         return discard_body(watch, request.into_body(), false, denial);
     }
     let content_type = request.headers().get(CONTENT_TYPE).map_or(&b""[..], |value| value.as_bytes());
@@ -131,7 +135,7 @@ async fn respond<S: Store, C: Clock>(
         SHOULD_RATE_LIMIT => unary(request, |asked| async move { state.decide(&asked, &watch.access).await }).await,
         ext_authz::CHECK => unary(request, |asked| async move { state.authorize(&asked, &watch.access).await }).await,
         HEALTH_CHECK => {
-            let is_draining = state.draining.load(Ordering::Relaxed);
+            let is_draining = state.parts.draining.load(Ordering::Relaxed);
             unary(request, |asked| async move { health(&asked, is_draining) }).await
         }
         path => {
@@ -265,7 +269,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
                 }
                 Err(error) => return Err(self.status_of(&error)),
             };
-            self.refusals.log_decision(plan, actions, &query, &decision, access);
+            self.parts.refusals.log_decision(plan, actions, &query, &decision, access);
             statuses.push(descriptor_status(plan, &decision));
             if is_quota {
                 quotas += 1;
@@ -305,7 +309,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         let questions = limits.applying(&asked.domain, asked.descriptors.iter().map(entries), hits);
         let questions = questions.map_err(|error| Status::invalid_argument(error.message))?;
         let Some(questions) = questions else { return Ok(None) };
-        let decider = Decider { gate: &self.gate, refusals: &self.refusals, metrics: &self.metrics };
+        let decider = Decider { gate: &self.gate, refusals: &self.parts.refusals, metrics: &self.parts.metrics };
         let decided = decider.decide_together(&questions, Purpose::CheckAndReport, access).await;
         let decisions = decided.map_err(|error| self.status_of(&error))?;
         let tightest = limitador::tightest(&decisions).map(|index| (questions[index].actions, &decisions[index]));
@@ -357,7 +361,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             request.set_text("cost", addend.to_string().into()).map_err(invalid)?;
         }
         let hits = Hits::of(descriptor, addend);
-        validate(&self.gate, &self.refusals, "/v1/check", &request, access).map_err(invalid)?;
+        validate(&self.gate, &self.parts.refusals, "/v1/check", &request, access).map_err(invalid)?;
         let query = request.query();
         access.note(|entry| entry.note_question(&query));
         match self.gate.actions(&query) {
@@ -377,13 +381,13 @@ impl<S: Store, C: Clock> RlsState<S, C> {
     fn log_uncountable(&self, error: &CheckError, query: &Query<'_>, access: &AccessSlot) -> bool {
         let Some(uncountable) = error.uncountable() else { return false };
         let why = uncountable.to_string();
-        self.refusals.log_rejection(self.gate.clock().now(), uncountable.into(), query, &why, access);
+        self.parts.refusals.log_rejection(self.gate.clock().now(), uncountable.into(), query, &why, access);
         true
     }
 
     async fn decide_one(&self, query: &Query<'_>, hits: Hits) -> Result<Decision, CheckError> {
         match hits {
-            Hits::Take => decide(&self.gate, &self.metrics, query).await,
+            Hits::Take => decide(&self.gate, &self.parts.metrics, query).await,
             Hits::Peek => self.gate.status(query).await,
             Hits::Refund => {
                 self.gate.refund(query).await?;
@@ -395,7 +399,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
     pub(crate) fn status_of(&self, error: &CheckError) -> Status {
         match error {
             CheckError::Store(_) => {
-                self.refusals.log_failure(self.gate.clock().now(), error);
+                self.parts.refusals.log_failure(self.gate.clock().now(), error);
                 Status::unavailable("the store can't be reached or written")
             }
             CheckError::UnknownAction(_) => Status::not_found(error.to_string()),

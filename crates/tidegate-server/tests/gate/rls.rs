@@ -461,8 +461,9 @@ async fn a_token_is_asked_for() {
     let with = async |headers: &[(&str, &str)]| {
         call::<RateLimitResponse>(&client, CHECK, framed(&request([descriptor(&LOGIN)])), headers).await
     };
-    for headers in [&[][..], &[("authorization", "Bearer wrong")]] {
-        assert_eq!(with(headers).await.expect_err("an error").0, 401);
+    assert_eq!(with(&[]).await.expect_err("an error").0, 401);
+    for expected in [401, 401, 401, 401, 401, 429, 429] {
+        assert_eq!(with(&[("authorization", "Bearer wrong")]).await.expect_err("an error").0, expected);
     }
     assert_eq!(with(&[("authorization", "Bearer a-token-of-the-service")]).await.unwrap().overall_code(), Code::Ok);
 }

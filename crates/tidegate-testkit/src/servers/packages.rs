@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use super::{require_program, skip_test};
+
 /// Returns a folder of packages that outlives the test: they are installed once for each list of them and each version
 /// of their program. `folders` has all such folders (`CARGO_TARGET_TMPDIR`); `name` names this one. `None` if `install`
 /// fails, which is then tried again by the next test.
@@ -34,4 +36,23 @@ pub fn installed_packages(
     }
     fs::write(done, text).expect("a file for the list");
     Some(folder)
+}
+
+/// Returns the folder of a Python environment that has the packages of this list. `None`, with a report, if there is no
+/// Python, or they can't be installed here.
+///
+/// # Panics
+/// If the list or the folder can't be used.
+pub fn python_environment(folders: &Path, name: &str, list: &Path) -> Option<PathBuf> {
+    let python = require_program("python3")?;
+    let succeeds = |command: &mut Command| command.status().is_ok_and(|status| status.success());
+    let folder = installed_packages(folders, name, list, &python, |folder| {
+        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--requirement"];
+        succeeds(Command::new(&python).args(["-m", "venv"]).arg(folder))
+            && succeeds(Command::new(folder.join("bin/python")).args(pip).arg(list))
+    });
+    if folder.is_none() {
+        skip_test(&format!("pip can't install the packages of {}", list.display()));
+    }
+    folder
 }
