@@ -1,6 +1,6 @@
 //! `[rls]`: Envoy's rate limit service, and the limits of its files.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -120,7 +120,8 @@ impl DocumentReader<'_> {
         Some((Arc::new(limits), watched))
     }
 
-    /// The limits of the files as actions, whose calls don't meet `inbound.global`. They follow these others.
+    /// The limits of the files as actions, whose calls don't meet `inbound.global`. They follow these others. One of those
+    /// with the name of a limit replaces it, so that descriptors can have everything that actions have.
     pub(super) fn yaml_actions(
         &mut self,
         root: &TomlTable,
@@ -134,13 +135,13 @@ impl DocumentReader<'_> {
                 format!("the files have {} limits, and the policy {} actions", table.limits().len(), others.len());
             return self.error(at, message, format!("at most {MAX_ACTIONS} in all")).none();
         }
-        let names: HashSet<&str> = others.iter().map(|action| action.folded_name.as_str()).collect();
+        let names: HashMap<&str, &ParsedAction> =
+            others.iter().map(|action| (action.folded_name.as_str(), action)).collect();
         let sharing = Sharing { on_outage: self.on_outage, lease: None };
-        all_or_none(table.limits().iter().map(|found| {
+        let new_limits = table.limits().iter().filter_map(|found| {
             let folded_name = fold_member_name(&found.action);
-            if names.contains(folded_name.as_str()) {
-                let message = format!("the files have a limit with the name of the action {}", quoted(&found.action));
-                return self.error(at, message, "another name of the action").none();
+            if let Some(action) = names.get(folded_name.as_str()) {
+                return self.check_replacing(action, &found.action).is_none().then_some(None);
             }
             let group = LimitGroup {
                 name: None,
@@ -153,7 +154,7 @@ impl DocumentReader<'_> {
                 sharing,
                 shadow: found.shadow_mode,
             };
-            Some(ParsedAction {
+            Some(Some(ParsedAction {
                 name: found.action.clone(),
                 folded_name,
                 name_at: at,
@@ -163,8 +164,24 @@ impl DocumentReader<'_> {
                 shadow: found.shadow_mode,
                 groups: vec![group],
                 meets_global: false,
-            })
-        }))
+            }))
+        });
+        all_or_none(new_limits)
+    }
+
+    /// Checks an action that replaces a limit of the files with this name: it counts by what the descriptors say.
+    fn check_replacing(&mut self, action: &ParsedAction, name: &str) -> Option<()> {
+        if action.name != name {
+            let message = format!("the files have the limit {}, and variables can't tell the two apart", quoted(name));
+            return self.error(action.name_at, message, format!("{} or another name", quoted(name))).none();
+        }
+        let other_key = action.groups.iter().find(|group| !matches!(&*group.key, [] | [KeyPart::Key]));
+        if let Some(group) = other_key {
+            let message =
+                format!("the action {} replaces a limit of the files, whose descriptors give only a key", quoted(name));
+            return self.error(group.key_at.unwrap_or(action.name_at), message, "key = \"key\"").none();
+        }
+        Some(())
     }
 }
 
@@ -228,6 +245,20 @@ mod tests {
     }
 
     #[test]
+    fn actions_replace_limits_of_files() {
+        let folder = ScratchDir::new();
+        folder.write("edge.yaml", YAML);
+        let own = "[inbound.action.\"edge.user\"]\nkey = \"key\"\nlimit = [\"5/s burst 9\", \"70 per calendar day\"]\n\
+            penalty = { base = \"2s\", cap = \"1h\" }\n[inbound.action.\"edge.robot\"]\nkey = \"key\"\nlimit = \"8 in flight\"\n";
+        let found = actions(&load(&folder, "files = \"DIR/edge.yaml\"", own).unwrap());
+        let names: Vec<_> = found.iter().map(|(name, limits)| (name.as_str(), limits.len())).collect();
+        assert_eq!(
+            names,
+            [("edge.user", 2), ("edge.robot", 1), ("edge.user.path_login", 1), ("edge.staff in shadow", 1)]
+        );
+    }
+
+    #[test]
     fn faults_of_files_are_the_policys() {
         let folder = ScratchDir::new();
         folder.write("edge.yaml", YAML);
@@ -254,7 +285,12 @@ mod tests {
         let clash = "[inbound.action.\"edge-user\"]\nlimit = \"5 per 60s\"\n";
         assert_eq!(
             error("files = \"DIR/edge.yaml\"", clash),
-            "test.toml:2:9: the files have a limit with the name of the action `edge.user`"
+            "test.toml:3:17: the files have the limit `edge.user`, and variables can't tell the two apart"
+        );
+        let wrong_key = "[inbound.action.\"edge.user\"]\nlimit = \"5 per 60s\"\n";
+        assert_eq!(
+            error("files = \"DIR/edge.yaml\"", wrong_key),
+            "test.toml:3:17: the action `edge.user` replaces a limit of the files, whose descriptors give only a key"
         );
         let many = (0..4096).map(|n| format!("- {{key: k{n}, rate_limit: {{unit: day, requests_per_unit: 1}}}}\n"));
         folder.write("many.yaml", &format!("domain: m\ndescriptors:\n{}", many.collect::<String>()));

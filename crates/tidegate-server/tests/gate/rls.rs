@@ -452,6 +452,31 @@ async fn health_is_told_until_the_shutdown() {
 }
 
 #[tokio::test]
+async fn an_action_replaces_a_limit_of_the_files() {
+    let replacing = "[inbound.action.\"edge.user\"]\nkey = \"key\"\nlimit = \"1 per 60s\"\n\
+        penalty = { base = \"2s\", cap = \"1h\" }\n[inbound.action.\"edge.slow\"]\nkey = \"key\"\nlimit = \"1 in flight\"\n";
+    let (folder, address) = (ScratchDir::new(), SocketAddr::from(([127, 0, 0, 1], free_port())));
+    let yaml = "domain: edge\ndescriptors:\n- {key: user, rate_limit: {unlimited: true}}\n\
+        - {key: slow, rate_limit: {unit: minute, requests_per_unit: 9}}\n";
+    let file = folder.write("edge.yaml", yaml);
+    let policy = format!("[rls]\nlisten = \"{address}\"\nfiles = \"{}\"\n{replacing}", file.display());
+    let gate = start(nobody(), &policy).await;
+    let client = connect(address).await;
+    let ask_user = async || ask_edge(&client, [descriptor(&[("user", "alice")])]).await;
+    assert_eq!(ask_user().await.overall_code(), Code::Ok);
+    // Two refusals in a row: the second block is longer than the limit's own wait.
+    for wait in ["2", "4"] {
+        let refused = ask_user().await;
+        assert_eq!((refused.overall_code(), header(&refused, "retry-after")), (Code::OverLimit, Some(wait)));
+        gate.clock.advance(Span::from_secs(wait.parse().unwrap()));
+        assert_eq!(ask_user().await.overall_code(), Code::Ok, "one call passes after each block");
+    }
+    let slow = RateLimitRequest { domain: "edge".to_owned(), ..request([descriptor(&[("slow", "x")])]) };
+    let (code, message) = ask(&client, &slow).await.expect_err("an error");
+    assert!(code == 3 && message.contains("calls in flight"), "{message}");
+}
+
+#[tokio::test]
 async fn a_token_is_asked_for() {
     let listen = format!("{FILE}[rls]\ntoken = \"env:RLS\"\nlisten = \"127.0.0.1:{}\"\n", free_port());
     let policy = policy(nobody(), &listen);

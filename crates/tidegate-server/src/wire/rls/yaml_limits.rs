@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tidegate::policy::{ActionId, MatchedActions, Plan};
 use tidegate_policy::RlsConfig;
-use tidegate_policy::ratelimit_yaml::{Amount, FoundLimit, LimitTable};
+use tidegate_policy::ratelimit_yaml::{DescriptorLimit, FoundLimit, LimitTable};
 use tonic::Status;
 
 use super::inline_limit::InlineLimit;
@@ -18,14 +18,29 @@ use crate::wire::limitador::LimitQuestion;
 /// The limits, each with its action in the plan.
 pub(crate) struct YamlLimits {
     table: Arc<LimitTable>,
-    actions: Vec<ActionId>,
+    /// For each limit its action, and how that answers.
+    actions: Vec<(ActionId, ActionKind)>,
+}
+
+/// The answer of an action. One of the policy may replace a limit of the files.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ActionKind {
+    Limited,
+    Unlimited,
+    InFlight,
 }
 
 impl YamlLimits {
     /// Finds the actions of the limits. `None` if the policy has no files.
     pub(crate) fn new(config: &RlsConfig, plan: &Plan) -> Option<Self> {
         let table = Arc::clone(config.limits.as_ref()?);
-        let actions = table.limits().iter().map(|limit| plan.find_action(&limit.action).ok()).collect::<Option<_>>()?;
+        let kind = |id| match plan.action(id) {
+            action if action.has_concurrency() => ActionKind::InFlight,
+            action if action.is_unlimited() => ActionKind::Unlimited,
+            _ => ActionKind::Limited,
+        };
+        let find = |limit: &DescriptorLimit| plan.find_action(&limit.action).ok().map(|id| (id, kind(id)));
+        let actions = table.limits().iter().map(find).collect::<Option<_>>()?;
         Some(Self { table, actions })
     }
 
@@ -36,7 +51,7 @@ impl YamlLimits {
     /// The question to a limit about calls with this key.
     ///
     /// # Errors
-    /// There are too many hits.
+    /// There are too many hits, or the action limits calls in flight.
     pub(crate) fn question(
         &self,
         index: usize,
@@ -44,7 +59,12 @@ impl YamlLimits {
         hits: u64,
     ) -> Result<LimitQuestion<'_>, DecisionRequestError> {
         let mut request = DecisionRequest::default();
-        let actions = MatchedActions::from(Some(self.actions[index]));
+        let (action, kind) = self.actions[index];
+        if kind == ActionKind::InFlight {
+            let message = "a limit on calls in flight can't be kept here, because the end of a call isn't told";
+            return Err(DecisionRequestError::new(None, message));
+        }
+        let actions = MatchedActions::from(Some(action));
         request.set_actions(actions);
         request.set_text("key", Cow::Owned(key))?;
         request.set_text("cost", hits.to_string().into())?;
@@ -77,7 +97,7 @@ impl YamlLimits {
             }
             let Some(found) = found else { return Ok(Question::Decided(DescriptorStatus::admitted())) };
             let limit = &found.limit.limit;
-            if limit.amount == Amount::Unlimited {
+            if self.actions[found.index].1 == ActionKind::Unlimited {
                 return Ok(Question::Decided(DescriptorStatus {
                     limit_remaining: u32::MAX,
                     ..DescriptorStatus::admitted()
