@@ -1,7 +1,9 @@
 //! Measures requests through the gate, with proxies on core 0, and the client and the upstream on core 1.
 
+mod grpc;
 mod resp;
 mod server;
+mod throttle_http;
 mod tls;
 mod viewers;
 mod wrk;
@@ -10,7 +12,7 @@ use tidegate_testkit::servers::RedisServer;
 
 use crate::measure::run_on_core;
 use crate::options::Options;
-use crate::programs::{ProgramError, bench_program, tidegate_program};
+use crate::programs::{ProgramError, bench_program, system_program, tidegate_program};
 use crate::rows::{BenchRow, FigureUnit};
 use crate::subjects::OURS;
 use server::{BenchServer, TempFolder, free_port};
@@ -125,26 +127,19 @@ const CLIENT_CORE: &str = "1";
 const UNUSED_PORT: u16 = 9;
 /// The number of people that look at the dashboard.
 const VIEWERS: u32 = 10;
+/// The program of throttlecrab's server.
+const THROTTLECRAB: &str = "throttlecrab-server";
 /// The number of simultaneous connections.
 const CONNECTIONS: u32 = 50;
 
 /// Measures the rows of the gate that the options select.
 pub fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     for work in GateWork::ALL {
-        let names = ["cpu", "requests"].map(|figure| format!("{}/{figure}", work.name()));
-        if !names.iter().any(|name| options.wants(name)) {
-            continue;
-        }
-        let [cpu, requests] = names;
-        let mut cpu = BenchRow::new(cpu, FigureUnit::CpuSeconds);
-        let mut requests = BenchRow::new(requests, FigureUnit::Requests);
-        if let Err(failure) = run(options, work, &mut cpu, &mut requests) {
-            cpu.skipped.push(failure.to_string());
-        }
-        on_row(cpu);
-        on_row(requests);
+        measure_pair(options, on_row, work.name(), |rows| run(options, work, rows));
     }
     resp::measure(options, on_row);
+    grpc::measure(options, on_row);
+    throttle_http::measure(options, on_row);
     let names = ["gate/viewers/idle", "gate/viewers/load"];
     if names.iter().any(|name| options.wants(name)) {
         let mut rows = names.map(|name| BenchRow::new(name, FigureUnit::Percent));
@@ -221,7 +216,7 @@ fn measure_one_client(options: &Options, row: &mut BenchRow) -> Result<(), Progr
     Ok(())
 }
 
-fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut BenchRow) -> Result<(), ProgramError> {
+fn run(options: &Options, work: GateWork, rows: [&mut BenchRow; 2]) -> Result<(), ProgramError> {
     let folder = TempFolder::new()?;
     let client = work.client(&folder)?;
     let upstream = BenchServer::nginx(&folder, CLIENT_CORE, "upstream", "", UPSTREAM)?;
@@ -243,26 +238,41 @@ fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut Ben
             vec![(OURS, start_tidegate), ("nginx limit_req", start_nginx_limit_req)]
         }
     };
-    let mut running = Vec::new();
+    let mut servers = Vec::new();
     for (name, start) in subjects {
-        if !options.wants_subject(name) {
-            continue;
+        if options.wants_subject(name) {
+            servers.push((name, start(&folder, work, upstream.port)));
         }
-        match start(&folder, work, upstream.port) {
+    }
+    let seconds = if options.quick { 1 } else { 3 };
+    compare(options, servers, rows, |_, server| client.run(server.port, seconds))
+}
+
+/// Measures servers in turns: the CPU time for 100,000 requests, and the requests per second. `load` sends load to a
+/// server. One that didn't start is skipped.
+fn compare(
+    options: &Options,
+    servers: Vec<(&'static str, Result<BenchServer, ProgramError>)>,
+    [cpu, requests]: [&mut BenchRow; 2],
+    load: impl Fn(&'static str, &BenchServer) -> Result<RequestCounts, ProgramError>,
+) -> Result<(), ProgramError> {
+    let mut running = Vec::new();
+    for (name, started) in servers {
+        match started {
             Ok(server) => running.push((name, server, Vec::new(), Vec::new())),
             Err(failure) => cpu.skipped.push(format!("{name}: {failure}")),
         }
     }
-    let (rounds, seconds) = if options.quick { (3, 1) } else { (9, 3) };
-    for (_, server, ..) in &running {
-        client.run(server.port, 1)?;
+    for (name, server, ..) in &running {
+        load(name, server)?;
     }
+    let rounds = if options.quick { 3 } else { 9 };
     for round in 0..rounds {
         for place in 0..running.len() {
             let place = (place + round) % running.len();
-            let (_, server, spent, rates) = &mut running[place];
+            let (name, server, spent, rates) = &mut running[place];
             let before = server.cpu_seconds()?;
-            let answered = client.run(server.port, seconds)?;
+            let answered = load(name, server)?;
             let after = server.cpu_seconds()?;
             spent.push((after - before) / answered.requests * 100_000.0);
             rates.push(answered.requests / answered.seconds);
@@ -273,6 +283,34 @@ fn run(options: &Options, work: GateWork, cpu: &mut BenchRow, requests: &mut Ben
         requests.push(name, rates);
     }
     Ok(())
+}
+
+/// Measures a row's two figures, if the options select one of them.
+fn measure_pair(
+    options: &Options,
+    on_row: &mut dyn FnMut(BenchRow),
+    name: &str,
+    run: impl FnOnce([&mut BenchRow; 2]) -> Result<(), ProgramError>,
+) {
+    let names = ["cpu", "requests"].map(|figure| format!("{name}/{figure}"));
+    if !names.iter().any(|name| options.wants(name)) {
+        return;
+    }
+    let [cpu, requests] = names;
+    let mut cpu = BenchRow::new(cpu, FigureUnit::CpuSeconds);
+    let mut requests = BenchRow::new(requests, FigureUnit::Requests);
+    if let Err(failure) = run([&mut cpu, &mut requests]) {
+        cpu.skipped.push(failure.to_string());
+    }
+    on_row(cpu);
+    on_row(requests);
+}
+
+/// Starts throttlecrab's server with one of its protocols: `http`, `grpc` or `redis`.
+fn start_throttlecrab(protocol: &str) -> Result<BenchServer, ProgramError> {
+    let port = free_port()?;
+    let arguments = [format!("--{protocol}"), format!("--{protocol}-port"), port.to_string()];
+    BenchServer::start(PROXY_CORE, THROTTLECRAB, &system_program(THROTTLECRAB)?, &arguments, port)
 }
 
 fn start_bare(_: &TempFolder, work: GateWork, upstream: u16) -> Result<BenchServer, ProgramError> {

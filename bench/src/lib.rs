@@ -3,6 +3,7 @@
 pub mod bare;
 pub mod decision;
 pub mod gate;
+pub mod grpc;
 pub mod keys;
 pub mod lanes;
 pub mod measure;

@@ -105,11 +105,8 @@ impl BenchRow {
     /// Returns the result of the row's target. `scale` is the cost of a clock read here, divided by that on the
     /// reference machine.
     pub fn target_result(&self, scale: f64) -> TargetResult {
-        let Some(bound) = targets::bound_of(&self.name) else {
-            return TargetResult::NoTarget;
-        };
         let median = || self.rounds_of(OURS).and_then(MedianRange::of_figures).map(|spread| spread.median);
-        let reached = match bound {
+        let is_reached = |bound| match bound {
             TargetBound::Ratio(rival, at_most) => self.ratio(rival).is_some_and(|ratio| ratio.median <= at_most),
             TargetBound::RatioAtLeast(rival, at_least) => {
                 self.ratio(rival).is_some_and(|ratio| ratio.median >= at_least)
@@ -118,20 +115,26 @@ impl BenchRow {
             TargetBound::AtMost(at_most) => median().is_some_and(|median| median <= at_most),
             TargetBound::AtLeast(at_least) => median().is_some_and(|median| median >= at_least),
         };
-        if reached { TargetResult::Reached } else { TargetResult::Missed }
+        let reached: Vec<bool> = targets::bounds_of(&self.name).map(is_reached).collect();
+        match &*reached {
+            [] => TargetResult::NoTarget,
+            reached if reached.iter().all(|reached| *reached) => TargetResult::Reached,
+            _ => TargetResult::Missed,
+        }
     }
 
     fn target_text(&self, scale: f64) -> String {
-        match targets::bound_of(&self.name) {
-            None => "–".to_owned(),
-            Some(TargetBound::Ratio(rival, at_most)) => format!("≤ {at_most} × {rival}"),
-            Some(TargetBound::RatioAtLeast(rival, at_least)) => format!("≥ {at_least} × {rival}"),
-            Some(TargetBound::Nanoseconds(at_most)) => {
+        let text = |bound| match bound {
+            TargetBound::Ratio(rival, at_most) => format!("≤ {at_most} × {rival}"),
+            TargetBound::RatioAtLeast(rival, at_least) => format!("≥ {at_least} × {rival}"),
+            TargetBound::Nanoseconds(at_most) => {
                 format!("≤ {}", FigureUnit::Nanoseconds.format(at_most * scale))
             }
-            Some(TargetBound::AtMost(at_most)) => format!("≤ {}", self.unit.format(at_most)),
-            Some(TargetBound::AtLeast(at_least)) => format!("≥ {}", self.unit.format(at_least)),
-        }
+            TargetBound::AtMost(at_most) => format!("≤ {}", self.unit.format(at_most)),
+            TargetBound::AtLeast(at_least) => format!("≥ {}", self.unit.format(at_least)),
+        };
+        let texts: Vec<String> = targets::bounds_of(&self.name).map(text).collect();
+        if texts.is_empty() { "–".to_owned() } else { texts.join(", ") }
     }
 }
 
@@ -242,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_target_is_reached_or_missed() {
-        let name = "decision/1k/uniform/allow/T1";
+        let name = "decision/one/allow/T1";
         assert_eq!(row(name, &[9.0], &[10.0]).target_result(1.0), TargetResult::Reached);
         assert_eq!(row(name, &[9.1], &[10.0]).target_result(1.0), TargetResult::Missed);
     }

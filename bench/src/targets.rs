@@ -73,8 +73,14 @@ pub const TARGETS: &[RowTarget] = &[
     target("gate/tls-handshake/cpu", TargetBound::Ratio("nginx limit_req", 1.15)),
     target("gate/tls-resumed/cpu", TargetBound::Ratio("nginx limit_req", 1.15)),
     target("gate/resp-1/cpu", TargetBound::Ratio("Redis GCRA script", 0.5)),
+    target("gate/resp-1/cpu", TargetBound::Ratio("throttlecrab-server", 1.0)),
     target("gate/resp-16/requests", TargetBound::RatioAtLeast("Redis GCRA script", 2.0)),
+    target("gate/resp-16/requests", TargetBound::RatioAtLeast("throttlecrab-server", 1.0)),
     target("gate/resp-64/requests", TargetBound::RatioAtLeast("Redis GCRA script", 2.0)),
+    target("gate/resp-64/requests", TargetBound::RatioAtLeast("throttlecrab-server", 1.0)),
+    target("gate/rls/cpu", TargetBound::Ratio("throttlecrab-server", 0.77)),
+    target("gate/rls/cpu", TargetBound::Ratio("bare tonic", 1.5)),
+    target("gate/throttle-http/cpu", TargetBound::Ratio("throttlecrab-server", 1.0)),
     target("gate/viewers/idle", TargetBound::AtMost(2.0)),
     target("gate/one-client-of-redis", TargetBound::AtMost(300_000.0)),
     target("stores/redis/rate", TargetBound::RatioAtLeast("smallest GCRA script", 1.0)),
@@ -97,7 +103,7 @@ pub const FLOOD_RESIDENT_MIB: f64 = 64.0 + 8.0;
 /// is 100 times, even within the cache.
 pub const LANES_GROWTH: f64 = 33.0;
 
-/// Returns the bound of a row, if it has one.
-pub fn bound_of(row: &str) -> Option<TargetBound> {
-    TARGETS.iter().find(|reach| reach.row == row).map(|reach| reach.bound)
+/// Returns the bounds of a row.
+pub fn bounds_of(row: &str) -> impl Iterator<Item = TargetBound> {
+    TARGETS.iter().filter(move |reach| reach.row == row).map(|reach| reach.bound)
 }

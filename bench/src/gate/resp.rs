@@ -1,20 +1,24 @@
-//! Measures calls with their own rate over the Redis protocol, against a Redis with a script that answers the same.
+//! Measures calls with their own rate over the Redis protocol, against a Redis with a script that answers the
+//! same, and throttlecrab's server.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpStream};
 use std::process::Command;
 
 use super::server::{BenchServer, TempFolder, free_port};
-use super::{CLIENT_CORE, CONNECTIONS, PROXY_CORE};
+use super::wrk::RequestCounts;
+use super::{CLIENT_CORE, CONNECTIONS, PROXY_CORE, THROTTLECRAB, compare, measure_pair, start_throttlecrab};
 use crate::options::Options;
 use crate::programs::{ProgramError, system_program, tidegate_program};
-use crate::rows::{BenchRow, FigureUnit};
+use crate::rows::BenchRow;
 use crate::subjects::OURS;
 
 /// The numbers of requests that each connection sends at once.
 const PIPELINES: [u32; 3] = [1, 16, 64];
 /// The number of keys.
 const KEYS: &str = "100000";
+/// The key, the burst, the count and the period.
+const ARGUMENTS: [&str; 4] = ["key:__rand_int__", "15", "30", "60"];
 const SCRIPT_NAME: &str = "Redis GCRA script";
 
 /// A script with the arguments and the answer of `CL.THROTTLE`, in whole microseconds.
@@ -36,85 +40,64 @@ end
 local remaining = math.floor((tolerance - (next - now)) / interval)
 return {limited, limit, remaining, retry_after, math.ceil((next - now) / 1000000)}";
 
-/// A server, and the command that its client repeats.
-struct Subject {
-    name: &'static str,
-    server: BenchServer,
-    command: Vec<String>,
-}
-
 /// Measures the rows that the options select.
 pub(super) fn measure(options: &Options, on_row: &mut dyn FnMut(BenchRow)) {
     for pipeline in PIPELINES {
-        let names = ["cpu", "requests"].map(|figure| format!("gate/resp-{pipeline}/{figure}"));
-        if !names.iter().any(|name| options.wants(name)) {
-            continue;
-        }
-        let [cpu, requests] = names;
-        let mut cpu = BenchRow::new(cpu, FigureUnit::CpuSeconds);
-        let mut requests = BenchRow::new(requests, FigureUnit::Requests);
-        if let Err(failure) = run(options, pipeline, &mut cpu, &mut requests) {
-            cpu.skipped.push(failure.to_string());
-        }
-        on_row(cpu);
-        on_row(requests);
+        measure_pair(options, on_row, &format!("gate/resp-{pipeline}"), |rows| run(options, pipeline, rows));
     }
 }
 
-fn run(options: &Options, pipeline: u32, cpu: &mut BenchRow, requests: &mut BenchRow) -> Result<(), ProgramError> {
+fn run(options: &Options, pipeline: u32, rows: [&mut BenchRow; 2]) -> Result<(), ProgramError> {
     let folder = TempFolder::new()?;
-    let mut running = Vec::new();
-    for (name, start) in [(OURS, start_tidegate as fn(&TempFolder) -> _), (SCRIPT_NAME, start_redis)] {
-        if options.wants_subject(name) {
-            running.push((start(&folder)?, Vec::new(), Vec::new()));
-        }
+    let mut script = String::new();
+    let mut servers = Vec::new();
+    if options.wants_subject(OURS) {
+        servers.push((OURS, start_tidegate(&folder)));
     }
-    let (rounds, count) = if options.quick { (3, 100_000) } else { (9, 250_000 * pipeline.min(8)) };
-    for (subject, ..) in &running {
-        load(subject, pipeline, count / 4)?;
+    if options.wants_subject(SCRIPT_NAME) {
+        let redis = start_redis(&folder).map(|(server, hash)| {
+            script = format!("EVALSHA {hash} 1");
+            server
+        });
+        servers.push((SCRIPT_NAME, redis));
     }
-    for round in 0..rounds {
-        for place in 0..running.len() {
-            let place = (place + round) % running.len();
-            let (subject, spent, rates) = &mut running[place];
-            let before = subject.server.cpu_seconds()?;
-            let rate = load(subject, pipeline, count)?;
-            spent.push((subject.server.cpu_seconds()? - before) / f64::from(count) * 100_000.0);
-            rates.push(rate);
-        }
+    if options.wants_subject(THROTTLECRAB) {
+        servers.push((THROTTLECRAB, start_throttlecrab("redis")));
     }
-    for (subject, spent, rates) in running {
-        cpu.push(subject.name, spent);
-        requests.push(subject.name, rates);
-    }
-    Ok(())
+    let count = if options.quick { 100_000 } else { 250_000 * pipeline.min(8) };
+    compare(options, servers, rows, |name, server| {
+        let command = match name {
+            SCRIPT_NAME => &script,
+            THROTTLECRAB => "THROTTLE",
+            _ => "CL.THROTTLE",
+        };
+        load(server, command, pipeline, count)
+    })
 }
 
-/// Sends requests with redis-benchmark, and returns those that were answered per second.
-fn load(subject: &Subject, pipeline: u32, count: u32) -> Result<f64, ProgramError> {
+/// Sends requests with redis-benchmark.
+fn load(server: &BenchServer, command: &str, pipeline: u32, count: u32) -> Result<RequestCounts, ProgramError> {
     let program = "redis-benchmark";
-    let port = subject.server.port.to_string();
-    let (connections, pipeline, count) = (CONNECTIONS.to_string(), pipeline.to_string(), count.to_string());
-    let options = ["-p", &port, "-c", &connections, "-P", &pipeline, "-n", &count, "-r", KEYS, "--csv"];
+    let port = server.port.to_string();
+    let (connections, pipeline, requests) = (CONNECTIONS.to_string(), pipeline.to_string(), count.to_string());
+    let options = ["-p", &port, "-c", &connections, "-P", &pipeline, "-n", &requests, "-r", KEYS, "--csv"];
     let output = Command::new(system_program("taskset")?)
         .args(["-c", CLIENT_CORE])
         .arg(system_program(program)?)
         .args(options)
-        .args(&subject.command)
+        .args(command.split(' '))
+        .args(ARGUMENTS)
         .output()
         .map_err(|error| ProgramError::new(program, error))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let figures = text.lines().last().and_then(|line| line.rsplit("\",\"").nth(6).map(str::to_owned));
-    figures
+    let rate: f64 = figures
         .and_then(|rate| rate.parse().ok())
-        .ok_or_else(|| ProgramError::new(program, format!("printed no rate: {text}")))
+        .ok_or_else(|| ProgramError::new(program, format!("printed no rate: {text}")))?;
+    Ok(RequestCounts { requests: count.into(), seconds: f64::from(count) / rate })
 }
 
-fn words(command: &str) -> Vec<String> {
-    command.split(' ').map(str::to_owned).collect()
-}
-
-fn start_tidegate(folder: &TempFolder) -> Result<Subject, ProgramError> {
+fn start_tidegate(folder: &TempFolder) -> Result<BenchServer, ProgramError> {
     let port = free_port()?;
     let policy = format!(
         "[resp]\nlisten = \"127.0.0.1:{port}\"\n[api]\nlisten = \"off\"\n[admin]\nlisten = \"off\"\n\
@@ -122,11 +105,11 @@ fn start_tidegate(folder: &TempFolder) -> Result<Subject, ProgramError> {
     );
     let file = folder.write("tidegate.toml", &policy)?;
     let arguments = ["serve".to_owned(), "--config".to_owned(), file.display().to_string()];
-    let server = BenchServer::start(PROXY_CORE, OURS, &tidegate_program()?, &arguments, port)?;
-    Ok(Subject { name: OURS, server, command: words("CL.THROTTLE key:__rand_int__ 15 30 60") })
+    BenchServer::start(PROXY_CORE, OURS, &tidegate_program()?, &arguments, port)
 }
 
-fn start_redis(folder: &TempFolder) -> Result<Subject, ProgramError> {
+/// Starts a Redis, and returns the hash of its script.
+fn start_redis(folder: &TempFolder) -> Result<(BenchServer, String), ProgramError> {
     let port = free_port()?;
     let file = folder.write("redis.conf", &format!("port {port}\nbind 127.0.0.1\nsave \"\"\n"))?;
     let program = system_program("redis-server")?;
@@ -138,5 +121,5 @@ fn start_redis(folder: &TempFolder) -> Result<Subject, ProgramError> {
     let mut reply = [0; 47];
     stream.read_exact(&mut reply).map_err(failed)?;
     let hash = String::from_utf8_lossy(&reply[5..45]).into_owned();
-    Ok(Subject { name: SCRIPT_NAME, server, command: words(&format!("EVALSHA {hash} 1 key:__rand_int__ 15 30 60")) })
+    Ok((server, hash))
 }

@@ -27,8 +27,12 @@ impl TempFolder {
     }
 
     pub(super) fn write(&self, name: &str, text: &str) -> Result<PathBuf, ProgramError> {
+        self.write_bytes(name, text.as_bytes())
+    }
+
+    pub(super) fn write_bytes(&self, name: &str, bytes: &[u8]) -> Result<PathBuf, ProgramError> {
         let path = self.0.join(name);
-        std::fs::write(&path, text).map_err(|error| ProgramError::new(path.display().to_string(), error))?;
+        std::fs::write(&path, bytes).map_err(|error| ProgramError::new(path.display().to_string(), error))?;
         Ok(path)
     }
 }

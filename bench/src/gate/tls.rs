@@ -74,7 +74,7 @@ impl TlsLoad {
 }
 
 /// Reads `finished in 3.00s, 41150.00 req/s, …` and `requests: … 123450 succeeded, 0 failed, …`.
-fn parse_h2load(listing: &str) -> Option<RequestCounts> {
+pub(super) fn parse_h2load(listing: &str) -> Option<RequestCounts> {
     let line = |start: &str| listing.lines().find_map(|line| line.strip_prefix(start));
     let seconds = line("finished in ")?.split_once("s,")?.0.parse().ok()?;
     let count = |name: &str| {

@@ -59,6 +59,26 @@ pub fn fuzz(words: usize, property: impl Fn(RandomSource) -> Result<(), String>)
     }
 }
 
+/// Tests a property on 100,000 cheap inputs, or on ten million if `TIDEGATE_FULL=1`.
+///
+/// # Panics
+/// If the property panics. The seed of its input is printed.
+pub fn fuzz_cheaply(property: impl Fn(&mut RandomSource)) {
+    struct Case(u64);
+    impl Drop for Case {
+        fn drop(&mut self) {
+            if std::thread::panicking() {
+                eprintln!("repeat with TIDEGATE_SEED={}", self.0);
+            }
+        }
+    }
+    let first = random::run_seed();
+    for case in 0..random::case_count(100_000, 10_000_000) {
+        let case = Case(first.wrapping_add(case.into()));
+        property(&mut RandomSource::from_seed(case.0));
+    }
+}
+
 thread_local! {
     static PANIC_OUTPUT_OFF: Cell<bool> = const { Cell::new(false) };
 }

@@ -1,6 +1,7 @@
 //! The paths of other servers (`api.compat`), answered as those servers answer.
 
 use http::{Response, StatusCode};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tidegate::store::Store;
 use tidegate_core::{CallerRate, Clock};
@@ -89,6 +90,12 @@ fn decoded(namespace: &str) -> Result<String, DecisionRequestError> {
     Ok(decoded.into_owned())
 }
 
+/// Reads the JSON of a question.
+pub(crate) fn read_question<T: DeserializeOwned>(body: &[u8]) -> Result<T, DecisionRequestError> {
+    serde_json::from_slice(body)
+        .map_err(|error| DecisionRequestError::new(None, format!("the body is no question: {error}")))
+}
+
 /// throttlecrab's question.
 #[derive(Deserialize)]
 struct ThrottleQuestion {
@@ -114,8 +121,7 @@ async fn throttle<S: Store, C: Clock>(
     body: &[u8],
     access: &AccessSlot,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
-    let asked: ThrottleQuestion = serde_json::from_slice(body)
-        .map_err(|error| DecisionRequestError::new(None, format!("the body is no question: {error}")))?;
+    let asked: ThrottleQuestion = read_question(body)?;
     let unsigned = |field: &str, number: i64| {
         u64::try_from(number).map_err(|_| DecisionRequestError::new(field, format!("`{field}` is negative")))
     };
@@ -137,4 +143,54 @@ async fn throttle<S: Store, C: Clock>(
         retry_after: decided.retry_after_secs().max(0),
     };
     Ok(json_response(StatusCode::OK, &answer))
+}
+
+#[cfg(test)]
+mod tests {
+    use tidegate_testkit::property;
+
+    use super::*;
+    use crate::wire::decision_request::DecisionRequest;
+    use crate::wire::limitador::Question;
+
+    /// Parts of JSON: names of fields, values of every kind, and bytes that aren't text.
+    const PIECES: [&[u8]; 24] = [
+        b"{",
+        b"}",
+        b"[",
+        b"\"key\":",
+        b"\"max_burst\":",
+        b"\"count_per_period\":",
+        b"\"period\":",
+        b"\"quantity\":",
+        b"\"namespace\":",
+        b"\"values\":{\"a\":\"b\"}",
+        b"\"delta\":",
+        b"\"action\":",
+        b"\"headers\":{\"a\":\"b\"}",
+        b"\"cost\":",
+        b"\"a\"",
+        b"\"\\ud800\"",
+        b"0",
+        b"-1",
+        b"1e999",
+        b"18446744073709551616",
+        b"null",
+        b",",
+        b"\0",
+        b"\xff",
+    ];
+
+    #[test]
+    fn arbitrary_questions_are_read_or_refused() {
+        property::fuzz_cheaply(|random| {
+            let inner = random.concat_random(&PIECES, 14);
+            let body = if random.chance(80) { [b"{", &*inner, b"}"].concat() } else { inner };
+            let (throttle, limitador) = (read_question::<ThrottleQuestion>(&body), read_question::<Question>(&body));
+            let ours = DecisionRequest::from_json(&body);
+            // Each fault is told in words.
+            let faults = [throttle.err(), limitador.err(), ours.err()];
+            assert!(faults.iter().flatten().all(|fault| !fault.message.is_empty()));
+        });
+    }
 }

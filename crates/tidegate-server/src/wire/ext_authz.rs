@@ -93,18 +93,23 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             }
             None => &request.headers,
         };
-        let mut headers = HeaderMap::with_capacity(given.len());
-        // The names of HTTP/2 for the method, path and host begin with a colon.
-        for entry in given.iter().filter(|entry| !entry.key.starts_with(':')) {
-            let value = if entry.raw_value.is_empty() { &entry.value } else { &entry.raw_value };
-            let (Ok(name), Ok(value)) = (HeaderName::try_from(&*entry.key), HeaderValue::from_bytes(value)) else {
-                return Ok(None);
-            };
-            headers.append(name, value);
-        }
-        remove_session_cookies(&mut headers);
-        Ok(Some(headers))
+        let headers = header_map(given).map(|mut headers| {
+            remove_session_cookies(&mut headers);
+            headers
+        });
+        Ok(headers)
     }
+}
+
+/// The headers of a request, without the names of HTTP/2 for the method, path and host, which begin with a colon. `None`
+/// if one of them isn't valid.
+fn header_map(given: &[Header]) -> Option<HeaderMap> {
+    let mut headers = HeaderMap::with_capacity(given.len());
+    for entry in given.iter().filter(|entry| !entry.key.starts_with(':')) {
+        let value = if entry.raw_value.is_empty() { &entry.value } else { &entry.raw_value };
+        headers.try_append(HeaderName::try_from(&*entry.key).ok()?, HeaderValue::from_bytes(value).ok()?).ok()?;
+    }
+    Some(headers)
 }
 
 impl CheckResponse {
@@ -139,4 +144,64 @@ fn header_options(headers: &HeaderMap) -> Vec<HeaderOption> {
         append_action: AppendAction::OverwriteOrAdd.into(),
     };
     headers.iter().map(header).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message as _;
+    use tidegate_testkit::property;
+    use tidegate_testkit::random::RandomSource;
+
+    use super::*;
+    use crate::wire::rls::messages::RateLimitRequest;
+
+    /// Parts of messages: fields with their kinds, lengths right and wrong, and bytes that aren't text.
+    const PIECES: [&[u8]; 18] = [
+        b"\x0a\x03abc",
+        b"\x0a\x00",
+        b"\x0a\x05\x0a\x03\x0a\x01a",
+        b"\x12\x02\x0a\x00",
+        b"\x12\x01x",
+        b"\x12\xff\xff\xff\xff\x0f",
+        b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+        b"\x1a\x03\x0a\x01k",
+        b"\x22\x08\x12\x06\x12\x04POST",
+        b"\x18\x01",
+        b"\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+        b"\x20\x01",
+        b"\x6a\x06\x0a\x04\x0a\x02\xc3\x28",
+        b"\x0b",
+        b"\x0c",
+        b"\x00",
+        b"\xff",
+        b"cookie",
+    ];
+
+    /// A message, at best nested in another one.
+    fn bytes(random: &mut RandomSource) -> Vec<u8> {
+        let mut bytes = random.concat_random(&PIECES, 6);
+        for _ in 0..random.between(0, 3) {
+            let tag = random.pick(&[0x0a, 0x12, 0x1a, 0x22, 0x52, 0x6a]);
+            let length = u8::try_from(bytes.len()).unwrap_or(u8::MAX).min(127);
+            bytes.splice(..0, [tag, length]);
+        }
+        bytes
+    }
+
+    #[test]
+    fn arbitrary_messages_are_read_or_refused() {
+        property::fuzz_cheaply(|random| {
+            let bytes = bytes(random);
+            if let Ok(asked) = RateLimitRequest::decode(&*bytes) {
+                assert_eq!(RateLimitRequest::decode(&*asked.encode_to_vec()), Ok(asked));
+            }
+            if let Ok(asked) = CheckRequest::decode(&*bytes) {
+                let request = asked.attributes.and_then(|attributes| attributes.request?.http);
+                let headers = request.map(|http| [http.headers, http.header_map.unwrap_or_default().headers].concat());
+                if let Some(known) = headers.as_deref().and_then(header_map) {
+                    assert!(known.len() <= headers.map_or(0, |headers| headers.len()));
+                }
+            }
+        });
+    }
 }

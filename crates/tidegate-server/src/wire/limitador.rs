@@ -18,6 +18,7 @@ use crate::body::ResponseBody;
 use crate::local_response::{json, json_response};
 use crate::metrics::RequestMetrics;
 use crate::refusal_log::RefusalLog;
+use crate::wire::compat::read_question;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::http_api::{ApiState, check_error_response, decide};
 use crate::wire::rls::{YamlLimits, strictness};
@@ -104,7 +105,7 @@ pub(crate) fn tightest(decisions: &[Decision]) -> Option<usize> {
 
 /// A question to the HTTP API.
 #[derive(Deserialize)]
-struct Question {
+pub(super) struct Question {
     namespace: String,
     values: BTreeMap<String, String>,
     delta: u64,
@@ -118,8 +119,7 @@ pub(crate) async fn answer<S: Store, C: Clock>(
     body: &[u8],
     access: &AccessSlot,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
-    let asked: Question = serde_json::from_slice(body)
-        .map_err(|error| DecisionRequestError::new(None, format!("the body is no question: {error}")))?;
+    let asked: Question = read_question(body)?;
     let descriptor = asked.values.iter().map(|(key, value)| (&**key, &**value)).collect();
     let questions = match &api.limits {
         Some(limits) => limits.applying(&asked.namespace, [descriptor], asked.delta)?.unwrap_or_default(),

@@ -6,7 +6,7 @@
 //! others, as in the original.
 
 mod inline_limit;
-mod messages;
+pub(crate) mod messages;
 mod yaml_limits;
 
 use std::convert::Infallible;

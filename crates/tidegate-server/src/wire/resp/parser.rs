@@ -224,13 +224,12 @@ mod tests {
 
     #[test]
     fn arbitrary_requests_are_read_or_refused() {
-        property::fuzz(60, |mut random| {
+        property::fuzz_cheaply(|random| {
             let input = random.concat_random(&PIECES, 12);
             if let Ok(Some((_, length))) = read(&input) {
                 assert_eq!(read(&input[..length]), read(&input));
                 assert!(length == 0 || read(&input[..length - 1]) == Ok(None), "{}", input.escape_ascii());
             }
-            Ok(())
         });
     }
 }
