@@ -328,7 +328,8 @@ pub(crate) async fn decide<S: Store, C: Clock>(
             Ok(decision)
         }
         Ok(Check::Pending(pending)) => {
-            let decided = pending.decision().await;
+            // A future of its own keeps those of all callers small; most decisions need none.
+            let decided = Box::pin(pending.decision()).await;
             metrics.record_store_decision(asked_at, decided.is_ok(), clock);
             decided
         }

@@ -231,7 +231,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
                 questions.collect::<Result<Vec<_>, _>>()?
             }
             Some(limits) if limits.has_domain(&asked.domain) => {
-                match self.decide_together(limits, asked, access).await? {
+                match Box::pin(self.decide_together(limits, asked, access)).await? {
                     Some(response) => return Ok(response),
                     None => limits.questions(asked)?,
                 }
@@ -251,7 +251,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
                     continue;
                 }
                 Question::Inline(inline) => {
-                    let decided = self.gate.throttle(inline.rate, &inline.name, inline.quantity).await;
+                    let decided = Box::pin(self.gate.throttle(inline.rate, &inline.name, inline.quantity)).await;
                     let decided = decided.map_err(|error| self.status_of(&error))?;
                     is_over |= decided.is_limited;
                     inline_wait = inline_wait.max(decided.retry_after.map(|_| decided.retry_after_secs()));
@@ -388,10 +388,10 @@ impl<S: Store, C: Clock> RlsState<S, C> {
     async fn decide_one(&self, query: &Query<'_>, hits: Hits) -> Result<Decision, CheckError> {
         match hits {
             Hits::Take => decide(&self.gate, &self.parts.metrics, query).await,
-            Hits::Peek => self.gate.status(query).await,
+            Hits::Peek => Box::pin(self.gate.status(query)).await,
             Hits::Refund => {
-                self.gate.refund(query).await?;
-                self.gate.status(&Query { cost: Some(0), ..*query }).await
+                Box::pin(self.gate.refund(query)).await?;
+                Box::pin(self.gate.status(&Query { cost: Some(0), ..*query })).await
             }
         }
     }
