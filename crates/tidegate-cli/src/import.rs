@@ -18,7 +18,7 @@ descriptor, and the settings that have no equal.";
 /// The end of the help of `import limitador`.
 const LIMITADOR_HELP: &str = "\
 Each limit becomes an action of the decision API; a comment shows its conditions, which callers then know to hold. To keep
-the conditions, name the files in rls.files, and see docs/limitador.md.";
+the conditions, name the files in rls.files, and see docs/from-limitador.md.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ImportCommand {

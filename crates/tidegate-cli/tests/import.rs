@@ -27,6 +27,22 @@ fn the_printed_policy_passes_the_check() {
 }
 
 #[test]
+fn limits_of_limitador_are_printed_as_a_policy() {
+    let scratch = ScratchDir::new();
+    let limit = "- {namespace: shop, max_value: 5, seconds: 60, name: reads, conditions: [\"descriptors[0].a == 'b'\"], \
+                 variables: [\"descriptors[0]['user_id']\"]}\n";
+    let file = scratch.write("limits.yaml", limit);
+    let (status, policy, err) = run(&["import", "limitador", file.to_str().unwrap()]);
+    assert_eq!((status, err.as_str()), (0, ""));
+    let made = "# It applies if descriptors[0].a == 'b'.\n[inbound.action.\"shop.reads\"]\n\
+                key = \"key\"  # descriptors[0]['user_id']\nlimit = \"5 per 60s\"\n";
+    assert!(policy.ends_with(made), "{policy}");
+    let wrong = scratch.write("wrong.yaml", &limit.replace("== 'b'", "=="));
+    let (status, _, err) = run(&["import", "limitador", wrong.to_str().unwrap()]);
+    assert!(status == 2 && err.contains("wrong.yaml:1:74") && err.contains("is no expression"), "{err}");
+}
+
+#[test]
 fn a_directory_is_one_configuration() {
     let scratch = ScratchDir::new();
     for (name, text) in [
