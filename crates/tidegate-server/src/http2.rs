@@ -11,7 +11,7 @@ use std::task::{Context, Poll, Waker, ready};
 
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, COOKIE, EXPECT, HOST, HeaderMap, HeaderValue, RETRY_AFTER};
-use http::{Request, Response, StatusCode, Uri};
+use http::{Method, Request, Response, StatusCode, Uri};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
@@ -246,6 +246,7 @@ impl<S: ConnectionService> Service<Request<Incoming>> for StreamService<S> {
     type Future = StreamFuture<S::Future>;
 
     fn call(&self, mut request: Request<Incoming>) -> Self::Future {
+        let is_head = request.method() == Method::HEAD;
         let (stream, capacity) = self.streams.open();
         *self.started.lock() = Some(Arc::clone(&stream));
         let client = &self.streams.client;
@@ -272,7 +273,7 @@ impl<S: ConnectionService> Service<Request<Incoming>> for StreamService<S> {
             };
             (self.new_service)(context).call(request)
         });
-        StreamFuture { respond, refusal, unanswered: Unanswered(Some(stream)) }
+        StreamFuture { respond, refusal, is_head, unanswered: Unanswered(Some(stream)) }
     }
 }
 
@@ -338,6 +339,7 @@ pin_project! {
         #[pin]
         respond: Option<F>,
         refusal: Option<Response<ResponseBody>>,
+        is_head: bool,
         unanswered: Unanswered,
     }
 }
@@ -347,7 +349,7 @@ impl<F: Future<Output = Result<Response<ResponseBody>, Infallible>>> Future for 
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.project();
-        let response = match (this.respond.as_pin_mut(), this.refusal.take()) {
+        let mut response = match (this.respond.as_pin_mut(), this.refusal.take()) {
             (Some(respond), _) => {
                 let Ok(response) = ready!(respond.poll(cx));
                 response
@@ -355,6 +357,13 @@ impl<F: Future<Output = Result<Response<ResponseBody>, Infallible>>> Future for 
             (None, refusal) => refusal.expect("invariant: a stream without a service is refused"),
         };
         let stream = this.unanswered.0.take().expect("invariant: a future that is ready is not polled again");
+        if *this.is_head {
+            // The library sends the body of any response here, as it doesn't over HTTP/1.1.
+            if let Some(length @ 1..) = response.body().size_hint().exact() {
+                response.headers_mut().entry(CONTENT_LENGTH).or_insert(length.into());
+            }
+            *response.body_mut() = ResponseBody::empty();
+        }
         Poll::Ready(Ok(response.map(|body| StreamBody { body, rest: Bytes::new(), stream })))
     }
 }

@@ -36,7 +36,7 @@ use tokio::task::AbortHandle;
 use tokio_rustls::TlsConnector;
 use tower_service::Service as _;
 
-pub(crate) use self::http2_pool::PING;
+pub(crate) use self::http2_pool::{CONNECTION_WINDOW, PING, STREAM_WINDOW};
 use self::http2_pool::{Http2Pool, Http2Stream, to_http2};
 use crate::body::{BoxError, Upload, is_last};
 use crate::http2::ALPN_NAME;
@@ -317,6 +317,7 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         if self.address.http2 {
             let mut builder = http2::Builder::new(TokioExecutor::new());
             builder.timer(TokioTimer::new()).keep_alive_interval(PING.0).keep_alive_timeout(PING.1);
+            builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
             let (sender, connection) = builder.handshake(stream).await.map_err(UpstreamError::Unsent)?;
             spawn_connection(connection);
             return Ok(Sender::Http2(self.http2.add(sender)));

@@ -5,19 +5,24 @@ pub(super) use with_cel::{Expression, Values};
 #[cfg(not(feature = "limitador"))]
 pub(super) use without_cel::{Expression, Values};
 
-/// The variables that expressions can ask for.
-#[cfg(feature = "limitador")]
-const VARIABLES: [&str; 2] = ["descriptors", "limit"];
-
 #[cfg(feature = "limitador")]
 mod with_cel {
     use std::collections::HashMap;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::{Arc, LazyLock};
 
     use cel::objects::Map;
     use cel::{Context, ExecutionError, Program, Value};
 
-    use super::VARIABLES;
+    /// The variables that expressions can ask for.
+    const VARIABLES: [&str; 2] = ["descriptors", "limit"];
+    /// The longest expression in bytes, the most brackets within brackets, and the most operators. Reading and evaluating
+    /// an expression takes more of the stack for each.
+    const MAX_LENGTH: usize = 1000;
+    const MAX_NESTING: usize = 16;
+    const MAX_OPERATORS: usize = 64;
+    /// The stack of the thread that reads an expression.
+    const READER_STACK: usize = 32 << 20;
 
     /// The functions of expressions.
     static FUNCTIONS: LazyLock<Context<'static>> = LazyLock::new(Context::default);
@@ -30,76 +35,143 @@ mod with_cel {
     }
 
     /// The values that a request's expressions ask for.
-    pub(in super::super) struct Values(Context<'static>);
+    pub(in super::super) struct Values {
+        context: Context<'static>,
+        descriptors: Vec<HashMap<String, String>>,
+    }
 
     impl Values {
         /// The entries of a request's descriptors: keys and values.
         pub(in super::super) fn new<'e>(descriptors: impl IntoIterator<Item = Vec<(&'e str, &'e str)>>) -> Self {
-            let map = |entries: Vec<(&str, &str)>| {
-                let values = entries.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned()));
-                Value::Map(Map::from(values.collect::<HashMap<String, String>>()))
-            };
+            let owned = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+            let map = |entries: Vec<(&str, &str)>| entries.into_iter().map(owned).collect();
+            let descriptors: Vec<HashMap<String, String>> = descriptors.into_iter().map(map).collect();
+            let values = descriptors.iter().map(|entries| Value::Map(Map::from(entries.clone())));
             let mut context = FUNCTIONS.new_inner_scope();
-            let descriptors: Vec<Value> = descriptors.into_iter().map(map).collect();
-            context.add_variable_from_value("descriptors", Value::List(descriptors.into()));
-            Self(context)
+            context.add_variable_from_value("descriptors", Value::List(values.collect::<Vec<_>>().into()));
+            Self { context, descriptors }
         }
 
         /// Sets the limit whose expressions are asked for.
         pub(in super::super) fn set_limit(&mut self, name: Option<&str>, id: Option<&str>) {
             let text = |text: Option<&str>| text.map_or(Value::Null, |text| Value::String(Arc::new(text.to_owned())));
             let limit = HashMap::from([("name", text(name)), ("id", text(id))]);
-            self.0.add_variable_from_value("limit", Value::Map(Map::from(limit)));
+            self.context.add_variable_from_value("limit", Value::Map(Map::from(limit)));
         }
     }
 
-    /// True if an expression asks for a descriptor or an entry that the request doesn't have.
-    fn is_missing(error: &ExecutionError) -> bool {
-        matches!(error, ExecutionError::NoSuchKey(_) | ExecutionError::IndexOutOfBounds(_))
+    /// The result of an expression for some values.
+    enum Evaluated {
+        Value(Value),
+        /// It asks for a descriptor, an entry or a variable that isn't there.
+        Missing,
+        /// It has no meaning for these values.
+        Meaningless,
     }
 
     impl Expression {
         pub(in super::super) fn parse(source: &str) -> Result<Self, String> {
-            let program = Program::compile(source).map_err(|errors| {
+            if source.len() > MAX_LENGTH {
+                return Err(format!("it has more than {MAX_LENGTH} bytes"));
+            }
+            let (mut nesting, mut deepest, mut operators) = (0_usize, 0, 0);
+            for letter in source.chars() {
+                match letter {
+                    '(' | '[' | '{' => nesting += 1,
+                    ')' | ']' | '}' => nesting = nesting.saturating_sub(1),
+                    _ => {}
+                }
+                deepest = deepest.max(nesting);
+                if ".[+-*/%!?&|<>=,".contains(letter) {
+                    operators += 1;
+                }
+            }
+            if deepest > MAX_NESTING {
+                return Err(format!("its brackets are nested more than {MAX_NESTING} deep"));
+            }
+            if operators > MAX_OPERATORS {
+                return Err(format!("it has more than {MAX_OPERATORS} operators"));
+            }
+            let read = || Program::compile(source);
+            let program = std::thread::scope(|scope| {
+                let reader = std::thread::Builder::new().stack_size(READER_STACK).spawn_scoped(scope, read);
+                reader.map_err(|error| error.to_string())?.join().map_err(|_| "it can't be read".to_owned())
+            })?;
+            let program = program.map_err(|errors| {
                 let messages = errors.errors.iter().map(|error| error.msg.trim().to_owned());
                 messages.collect::<Vec<_>>().join("; ")
             })?;
-            Ok(Self { source: source.into(), program: Arc::new(program) })
+            let expression = Self { source: source.into(), program: Arc::new(program) };
+            // Some parts of the language are read and then not evaluated by the library.
+            let values = Values::new([Vec::new()]);
+            match catch_unwind(AssertUnwindSafe(|| expression.program.execute(&values.context))) {
+                Ok(_) => Ok(expression),
+                Err(_) => Err("a part of it isn't supported".to_owned()),
+            }
         }
 
         pub(in super::super) fn source(&self) -> &str {
             &self.source
         }
 
-        /// A variable that no request has.
+        /// A variable that no request has. Those that a macro declares, as in `exists(d, …)`, aren't meant.
         pub(in super::super) fn unknown_variable(&self) -> Option<String> {
             let references = self.program.references();
-            references.variables().into_iter().find(|name| !VARIABLES.contains(name)).map(str::to_owned)
+            let is_declared = |name: &str| self.source.contains(&format!("({name},"));
+            let is_unknown = |name: &&str| !VARIABLES.contains(name) && !name.starts_with('@') && !is_declared(name);
+            references.variables().into_iter().find(is_unknown).map(str::to_owned)
         }
 
         /// True if the condition holds. False if it asks for an entry that isn't there. True if it has no meaning for
         /// these values, so that no client's value can escape a limit.
         pub(in super::super) fn holds(&self, values: &Values) -> bool {
-            match self.program.execute(&values.0) {
-                Ok(Value::Bool(holds)) => holds,
-                Err(error) if is_missing(&error) => false,
-                _ => self.unknown_variable().is_none(),
+            match self.evaluate(values) {
+                Evaluated::Value(Value::Bool(holds)) => holds,
+                Evaluated::Missing => false,
+                Evaluated::Value(_) | Evaluated::Meaningless => true,
             }
         }
 
         /// The value. `None` if it is that of an entry that isn't there. Empty if there is none for these values.
         pub(in super::super) fn value(&self, values: &Values) -> Option<String> {
-            Some(match self.program.execute(&values.0) {
-                Ok(Value::Int(number)) => number.to_string(),
-                Ok(Value::UInt(number)) => number.to_string(),
-                Ok(Value::Float(number)) => number.to_string(),
-                Ok(Value::String(text)) => text.to_string(),
-                Ok(Value::Bool(flag)) => flag.to_string(),
-                Ok(Value::Null) => "null".to_owned(),
-                Err(error) if is_missing(&error) => return None,
-                _ if self.unknown_variable().is_some() => return None,
-                _ => String::new(),
+            Some(match self.evaluate(values) {
+                Evaluated::Value(Value::Int(number)) => number.to_string(),
+                Evaluated::Value(Value::UInt(number)) => number.to_string(),
+                Evaluated::Value(Value::Float(number)) => number.to_string(),
+                Evaluated::Value(Value::String(text)) => text.to_string(),
+                Evaluated::Value(Value::Bool(flag)) => flag.to_string(),
+                Evaluated::Value(Value::Null) => "null".to_owned(),
+                Evaluated::Missing => return None,
+                Evaluated::Value(_) | Evaluated::Meaningless => String::new(),
             })
+        }
+
+        fn evaluate(&self, values: &Values) -> Evaluated {
+            // Values that the library doesn't expect, such as an empty part of `contains`, can make it panic.
+            let result = catch_unwind(AssertUnwindSafe(|| self.program.execute(&values.context)));
+            match result {
+                Ok(Ok(value)) => Evaluated::Value(value),
+                Ok(Err(error)) if self.is_missing(&error, values) => Evaluated::Missing,
+                Ok(Err(_)) | Err(_) => Evaluated::Meaningless,
+            }
+        }
+
+        /// True if an error is about a descriptor, an entry or a variable that the expression names and the request
+        /// doesn't have. The key or index of a client's choice isn't one of those.
+        fn is_missing(&self, error: &ExecutionError, values: &Values) -> bool {
+            match error {
+                ExecutionError::NoSuchKey(key) => {
+                    let is_named = [format!(".{key}"), format!("'{key}'"), format!("\"{key}\"")];
+                    is_named.iter().any(|name| self.source.contains(name))
+                        && values.descriptors.iter().any(|entries| !entries.contains_key(key.as_str()))
+                }
+                ExecutionError::IndexOutOfBounds(Value::Int(index)) => {
+                    self.source.contains(&format!("[{index}]"))
+                        && usize::try_from(*index).is_ok_and(|index| index >= values.descriptors.len())
+                }
+                ExecutionError::UndeclaredReference(_) => true,
+                _ => false,
+            }
         }
     }
 }

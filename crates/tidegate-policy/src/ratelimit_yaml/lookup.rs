@@ -157,6 +157,11 @@ impl LimitTable {
         self.namespaces.get(namespace).map(Vec::as_slice)
     }
 
+    /// True if the configuration has limits with conditions.
+    pub fn has_namespaces(&self) -> bool {
+        !self.namespaces.is_empty()
+    }
+
     /// True if the configuration has this domain or namespace.
     pub fn has_domain(&self, domain: &str) -> bool {
         self.domains.contains_key(domain) || self.namespaces.contains_key(domain)

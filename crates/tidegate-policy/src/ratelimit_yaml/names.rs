@@ -1,17 +1,21 @@
 //! The names of actions for descriptors.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 /// The longest name of an action, without a number that makes it unique.
 const MAX_NAME: usize = 58;
 
 /// Names that differ also as environment variables spell them.
 #[derive(Default)]
-pub(super) struct ActionNames(HashSet<String>);
+pub(super) struct ActionNames {
+    taken: HashSet<String>,
+    /// The last number of each name that several paths have.
+    numbers: HashMap<String, usize>,
+}
 
 impl ActionNames {
     pub(super) fn count(&self) -> usize {
-        self.0.len()
+        self.taken.len()
     }
 
     /// Makes the name of an action from a path: letters, digits, and single `_` `-` `.` between them.
@@ -28,9 +32,9 @@ impl ActionNames {
         let base = if ["", "global", "default"].contains(&base) { "descriptor" } else { base };
         let fold = |name: &str| name.replace(['-', '.'], "_").to_ascii_uppercase();
         let mut name = base.to_owned();
-        let mut number = 1;
-        while !self.0.insert(fold(&name)) {
-            number += 1;
+        let number = self.numbers.entry(fold(base)).or_insert(1);
+        while !self.taken.insert(fold(&name)) {
+            *number += 1;
             name = format!("{base}-{number}");
         }
         name

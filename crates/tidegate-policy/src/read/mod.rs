@@ -222,6 +222,9 @@ impl DocumentReader<'_> {
             (Some(present), Some(next)) if present.is_some() != next.is_some() => present.as_ref(),
             (_, next) => next.as_ref().and_then(Option::as_ref),
         };
+        if let Some(api) = &api {
+            self.note_missing_limits(root, api, present_rls);
+        }
         let has_caller_rates = match self.predecessor {
             Some(present) => present.has_caller_rates(),
             None => {

@@ -14,12 +14,13 @@ use super::server::TOKEN;
 use super::{DocumentReader, all_or_none};
 use crate::document::{TextRange, TomlNode, TomlTable};
 use crate::environment::fold_member_name;
-use crate::error::quoted;
+use crate::error::{Note, quoted};
 use crate::key::{KeyPart, OnMissing};
 use crate::listen::{Http2Mode, ListenAddress};
+use crate::quantity::Quantity;
 use crate::ratelimit_yaml::{LimitTable, RatelimitConfig, list_files, read_files, read_regular_file};
 use crate::secret::SecretSource;
-use crate::sections::{RlsAlgorithm, RlsConfig, WatchedFiles};
+use crate::sections::{ApiConfig, CompatibleServer, RlsAlgorithm, RlsConfig, WatchedFiles};
 use crate::settings::SettingType::Strings;
 use crate::settings::key::{Below, read_keys, setting_keys};
 
@@ -120,6 +121,19 @@ impl DocumentReader<'_> {
         Some((Arc::new(limits), watched))
     }
 
+    /// Notes that limitador's paths have no limits to ask.
+    pub(super) fn note_missing_limits(&mut self, root: &TomlTable, api: &ApiConfig, rls: Option<&RlsConfig>) {
+        let table = rls.and_then(|rls| rls.limits.as_ref());
+        if api.compat.contains(&CompatibleServer::Limitador)
+            && !table.is_some_and(|table| table.has_namespaces())
+            && let Some(node) = root.table("api").and_then(|api| api.node("compat"))
+        {
+            let message =
+                "the paths of limitador admit everything, because no file of `rls.files` has limits in its YAML";
+            self.notes.push(Note::new(self.texts, node.at, message));
+        }
+    }
+
     /// The limits of the files as actions, whose calls don't meet `inbound.global`. They follow these others. One of those
     /// with the name of a limit replaces it, so that descriptors can have everything that actions have.
     pub(super) fn yaml_actions(
@@ -174,6 +188,15 @@ impl DocumentReader<'_> {
         if action.name != name {
             let message = format!("the files have the limit {}, and variables can't tell the two apart", quoted(name));
             return self.error(action.name_at, message, format!("{} or another name", quoted(name))).none();
+        }
+        let in_flight = action.groups.iter().flat_map(|group| &group.quantities);
+        if let Some((_, at)) = in_flight.into_iter().find(|(quantity, _)| matches!(quantity, Quantity::InFlight { .. }))
+        {
+            let message = format!(
+                "the action {} replaces a limit of the files, whose callers don't tell the end of a call",
+                quoted(name)
+            );
+            return self.error(*at, message, "a window, a rate or a quota").none();
         }
         let other_key = action.groups.iter().find(|group| !matches!(&*group.key, [] | [KeyPart::Key]));
         if let Some(group) = other_key {
@@ -249,7 +272,7 @@ mod tests {
         let folder = ScratchDir::new();
         folder.write("edge.yaml", YAML);
         let own = "[inbound.action.\"edge.user\"]\nkey = \"key\"\nlimit = [\"5/s burst 9\", \"70 per calendar day\"]\n\
-            penalty = { base = \"2s\", cap = \"1h\" }\n[inbound.action.\"edge.robot\"]\nkey = \"key\"\nlimit = \"8 in flight\"\n";
+            penalty = { base = \"2s\", cap = \"1h\" }\n[inbound.action.\"edge.robot\"]\nkey = \"key\"\nlimit = \"8 per 1s\"\n";
         let found = actions(&load(&folder, "files = \"DIR/edge.yaml\"", own).unwrap());
         let names: Vec<_> = found.iter().map(|(name, limits)| (name.as_str(), limits.len())).collect();
         assert_eq!(
@@ -292,12 +315,34 @@ mod tests {
             error("files = \"DIR/edge.yaml\"", wrong_key),
             "test.toml:3:17: the action `edge.user` replaces a limit of the files, whose descriptors give only a key"
         );
+        let in_flight = "[inbound.action.\"edge.user\"]\nkey = \"key\"\nlimit = \"5 in flight\"\n";
+        assert_eq!(
+            error("files = \"DIR/edge.yaml\"", in_flight),
+            "test.toml:5:9: the action `edge.user` replaces a limit of the files, whose callers don't tell the end of a call"
+        );
         let many = (0..4096).map(|n| format!("- {{key: k{n}, rate_limit: {{unit: day, requests_per_unit: 1}}}}\n"));
         folder.write("many.yaml", &format!("domain: m\ndescriptors:\n{}", many.collect::<String>()));
         assert_eq!(
             error("files = \"DIR/many.yaml\"", ""),
             "test.toml:2:9: the files have 4096 limits, and the policy 0 actions"
         );
+    }
+
+    #[test]
+    fn limitador_without_its_limits_is_noted() {
+        let folder = ScratchDir::new();
+        folder.write("edge.yaml", YAML);
+        folder.write("limits.yaml", "- {namespace: a, max_value: 1, seconds: 1, conditions: [], variables: []}");
+        let notes = |file: &str, rest: &str| {
+            let policy = load(&folder, &format!("files = \"DIR/{file}\""), rest).unwrap();
+            policy.notes().iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let compat = "[api]\ncompat = \"limitador\"\n";
+        assert!(notes("edge.yaml", compat)[0].contains("the paths of limitador admit everything"));
+        assert_eq!(notes("edge.yaml", ""), [""; 0]);
+        if cfg!(feature = "limitador") {
+            assert_eq!(notes("limits.yaml", compat), [""; 0]);
+        }
     }
 
     #[test]

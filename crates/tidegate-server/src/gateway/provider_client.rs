@@ -22,7 +22,9 @@ use tidegate_policy::outbound::{BaseUrl, ProviderConfig};
 use tower_service::Service;
 
 use crate::body::BoxError;
-use crate::upstream::{PING, PoolSettings, UpstreamBody, UpstreamClient, UpstreamError, tcp_connector};
+use crate::upstream::{
+    CONNECTION_WINDOW, PING, PoolSettings, STREAM_WINDOW, UpstreamBody, UpstreamClient, UpstreamError, tcp_connector,
+};
 
 /// The time that an idle connection is kept. It is shorter than the minute after which many servers close theirs.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(50);
@@ -113,6 +115,8 @@ where
         .timer(TokioTimer::new())
         .pool_idle_timeout(IDLE_TIMEOUT)
         .pool_max_idle_per_host(MAX_IDLE)
+        .http2_initial_stream_window_size(STREAM_WINDOW)
+        .http2_initial_connection_window_size(CONNECTION_WINDOW)
         .http2_keep_alive_interval(PING.0)
         .http2_keep_alive_timeout(PING.1);
     ProviderClient::Tls(Arc::new(TlsClients {

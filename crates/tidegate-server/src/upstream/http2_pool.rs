@@ -18,6 +18,10 @@ use parking_lot::Mutex;
 pub(crate) const PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
 /// The most requests on one connection at a time. A server should accept as many (RFC 9113 §6.5.2).
 const MAX_STREAMS: usize = 100;
+/// The bytes of a response that the server may send before its client has read them. All responses of a connection fit
+/// in its window, so that slow readers don't hold up the others.
+pub(crate) const STREAM_WINDOW: u32 = 128 << 10;
+pub(crate) const CONNECTION_WINDOW: u32 = STREAM_WINDOW * MAX_STREAMS as u32;
 
 /// The open connections.
 pub(super) struct Http2Pool<B> {

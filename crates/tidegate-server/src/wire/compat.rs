@@ -4,7 +4,7 @@ use http::{Response, StatusCode};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tidegate::store::Store;
-use tidegate_core::{CallerRate, Clock};
+use tidegate_core::{CallerRate, CallerRateDecision, Clock};
 use tidegate_policy::CompatibleServer;
 
 use crate::access_log::AccessSlot;
@@ -92,6 +92,10 @@ fn decoded(namespace: &str) -> Result<String, DecisionRequestError> {
 
 /// Reads the JSON of a question.
 pub(crate) fn read_question<T: DeserializeOwned>(body: &[u8]) -> Result<T, DecisionRequestError> {
+    // The library also reads a list as the fields in their order.
+    if body.trim_ascii_start().first().is_some_and(|first| *first == b'[') {
+        return Err(DecisionRequestError::new(None, "the body is no JSON object"));
+    }
     serde_json::from_slice(body)
         .map_err(|error| DecisionRequestError::new(None, format!("the body is no question: {error}")))
 }
@@ -116,6 +120,16 @@ struct ThrottleAnswer {
     retry_after: i64,
 }
 
+/// The seconds to wait, as throttlecrab tells them: 0 if the call is admitted. A call that never is gets those until the key
+/// is as new, so that its client doesn't ask at once.
+pub(crate) fn wait_secs(decided: &CallerRateDecision) -> i64 {
+    match decided.retry_after_secs() {
+        wait if wait >= 0 => wait,
+        _ if decided.is_limited => decided.reset_after_secs().max(1),
+        _ => 0,
+    }
+}
+
 async fn throttle<S: Store, C: Clock>(
     api: &ApiState<S, C>,
     body: &[u8],
@@ -138,9 +152,9 @@ async fn throttle<S: Store, C: Clock>(
     let answer = ThrottleAnswer {
         allowed: !decided.is_limited,
         limit: asked.max_burst,
-        remaining: decided.remaining,
-        reset_after: decided.reset_after_secs(),
-        retry_after: decided.retry_after_secs().max(0),
+        remaining: decided.remaining.min(asked.max_burst),
+        reset_after: decided.reset_after_secs().max(0),
+        retry_after: wait_secs(&decided),
     };
     Ok(json_response(StatusCode::OK, &answer))
 }

@@ -18,6 +18,9 @@ use tidegate_policy::document::nearest;
 /// object.
 pub(crate) const FIELDS: &[&str] =
     &["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
+/// The fields of a query string, and others of texts.
+const TEXT_FIELDS: &[&str] =
+    &["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "header:NAME"];
 /// The fields of a request to block a client.
 const BLOCK_FIELDS: &[&str] = &["action", "ip", "key", "platform", "method", "path", "host", "headers", "for"];
 /// The lengths of blocks that operators impose.
@@ -158,7 +161,7 @@ impl<'a> DecisionRequest<'a> {
             }
             _ => {
                 let Some(header) = name.strip_prefix("header:") else {
-                    return Err(DecisionRequestError::unknown_field(name, FIELDS));
+                    return Err(DecisionRequestError::unknown_field(name, TEXT_FIELDS));
                 };
                 return self.set_header(header, &value);
             }

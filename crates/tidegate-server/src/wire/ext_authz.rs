@@ -27,7 +27,7 @@ use crate::wire::rls::RlsState;
 
 pub(crate) const SERVICE: &str = "envoy.service.auth.v3.Authorization";
 pub(crate) const CHECK: &str = "/envoy.service.auth.v3.Authorization/Check";
-/// The maximum size of a question in bytes: room for all headers that Envoy takes by default (60 KiB), and its own.
+/// The maximum size of a question over gRPC in bytes: room for all headers that Envoy takes by default (60 KiB), and its own.
 pub(crate) const MAX_BYTES: usize = 128 << 10;
 /// The entry of `context_extensions` that names the action.
 const ACTION: &str = "action";

@@ -155,6 +155,11 @@ impl From<CheckError> for NoDecision {
     }
 }
 
+/// True if calls of these actions meet a limit on calls in flight.
+pub(crate) fn meets_concurrency(plan: &Plan, actions: MatchedActions) -> bool {
+    plan.global_has_concurrency() || actions.iter().any(|id| plan.action(id).has_concurrency())
+}
+
 /// Decides about a request that another server has received, as the proxy would.
 pub(crate) async fn judge<S: Store, C: Clock>(
     gate: &Gate<S, C>,
@@ -166,7 +171,7 @@ pub(crate) async fn judge<S: Store, C: Clock>(
         return Err(NoDecision::Rejected(RejectionReason::Host, why.to_owned()));
     }
     let (plan, actions) = (gate.plan(), gate.actions(query)?);
-    if actions.iter().any(|id| plan.action(id).has_concurrency()) {
+    if meets_concurrency(plan, actions) {
         return Err(NoDecision::InFlight);
     }
     let lookalikes = query.headers.map(|headers| hop_headers::lookalikes(headers, plan.keyed_headers()));

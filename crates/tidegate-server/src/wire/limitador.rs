@@ -1,6 +1,7 @@
 //! The limits of limitador's files, for its HTTP API and the rate limit service.
 //!
-//! All limits that apply to a request decide about it together: each of them counts it, or none does.
+//! All limits that apply to a request decide about it together: each of them counts it, or none does. They are asked
+//! before they count. If another request comes between, what was counted is given back.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +40,7 @@ pub(crate) struct LimitQuestion<'t> {
 pub(crate) enum Purpose {
     /// To ask without counting.
     Check,
-    /// To count, whatever the limits say.
+    /// To count as far as the limits allow.
     Report,
     CheckAndReport,
 }
@@ -60,7 +61,7 @@ impl<S: Store, C: Clock> Decider<'_, S, C> {
         access: &AccessSlot,
     ) -> Result<Vec<Decision>, CheckError> {
         let mut decisions = Vec::with_capacity(questions.len());
-        if questions.len() > 1 || purpose == Purpose::Check {
+        if questions.len() > 1 || purpose != Purpose::CheckAndReport {
             for question in questions {
                 decisions.push(self.gate.status(&question.request.query()).await?);
             }
@@ -73,7 +74,14 @@ impl<S: Store, C: Clock> Decider<'_, S, C> {
         order.sort_by_key(|index| decisions.get(*index).is_none_or(|decision| decision.allowed));
         for (place, &index) in order.iter().enumerate() {
             let LimitQuestion { actions, request, .. } = &questions[index];
-            let query = request.query();
+            let mut query = request.query();
+            if purpose == Purpose::Report {
+                // What doesn't fit isn't counted, so that a report fills the limit at most.
+                query.cost = query.cost.min(decisions[index].remaining.or(query.cost));
+                if query.cost == Some(0) {
+                    continue;
+                }
+            }
             let decision = decide(self.gate, self.metrics, &query).await?;
             self.refusals.log_decision(self.gate.plan(), *actions, &query, &decision, access);
             let is_refused = !decision.allowed && purpose == Purpose::CheckAndReport;
@@ -82,9 +90,12 @@ impl<S: Store, C: Clock> Decider<'_, S, C> {
                 None => decisions.push(decision),
             }
             if is_refused {
-                // Another request came between the first question and this one.
+                // Another request came between the first question and this one. The refusal stands though the store may
+                // fail now.
                 for &counted in &order[..place] {
-                    self.gate.refund(&questions[counted].request.query()).await?;
+                    if let Err(error) = self.gate.refund(&questions[counted].request.query()).await {
+                        self.refusals.log_failure(self.gate.clock().now(), &error);
+                    }
                 }
                 break;
             }

@@ -9,6 +9,7 @@ mod inline_limit;
 pub(crate) mod messages;
 mod yaml_limits;
 
+use std::borrow::Cow;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::atomic::Ordering;
@@ -22,7 +23,7 @@ use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use prost::Message;
-use tidegate::policy::{Forwarding, MatchedActions, Plan, Query};
+use tidegate::policy::{Forwarding, MatchedActions, Plan, Query, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{CheckError, Decision, Gate, LimiterDecision};
@@ -44,19 +45,23 @@ use crate::access_log::AccessSlot;
 use crate::body::{RelayBody, ResponseBody};
 use crate::listener::ConnectionContext;
 use crate::local_response::{discard_body, error, finish_response};
+use crate::rejections::RejectionReason;
 use crate::state_cell::ListenerState;
 use crate::states::SharedParts;
 use crate::watchdog::ConnectionPhase;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::ext_authz;
+use crate::wire::forward_auth::meets_concurrency;
 use crate::wire::http_api::{decide, validate};
 use crate::wire::limitador::{self, Decider, Purpose, is_refused};
-use crate::wire::small_body::{MAX_BYTES, collect_body};
+use crate::wire::small_body::collect_body;
 
 /// The domain whose descriptors are questions to the policy.
 const POLICY_DOMAIN: &str = "tidegate";
 const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
 const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
+/// The start of a field that is a header.
+const HEADER_FIELD: &str = "header:";
 const HEALTH_CHECK: &str = "/grpc.health.v1.Health/Check";
 
 /// The state that all connections share.
@@ -125,8 +130,7 @@ async fn respond<S: Store, C: Clock>(
         return discard_body(watch, request.into_body(), false, response);
     }
     let (parts, body) = request.into_parts();
-    let max_bytes = if parts.uri.path() == ext_authz::CHECK { ext_authz::MAX_BYTES } else { MAX_BYTES };
-    let bytes = match collect_body(watch, body, max_bytes).await {
+    let bytes = match collect_body(watch, body, ext_authz::MAX_BYTES).await {
         Ok(bytes) => bytes,
         Err(response) => return response,
     };
@@ -183,6 +187,13 @@ fn health(asked: &HealthRequest, is_draining: bool) -> Result<HealthResponse, St
     }
     let status = if is_draining { ServingStatus::NotServing } else { ServingStatus::Serving };
     Ok(HealthResponse { status: status.into() })
+}
+
+impl Entry {
+    /// The value as text. All bytes that are no text are the same character.
+    fn text(&self) -> Cow<'_, str> {
+        String::from_utf8_lossy(&self.value)
+    }
 }
 
 /// The meaning of a descriptor's hits.
@@ -305,12 +316,24 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         asked: &RateLimitRequest,
         access: &AccessSlot,
     ) -> Result<Option<RateLimitResponse>, Status> {
-        let hits = asked.hits_addend.max(1).into();
-        let questions = limits.applying(&asked.domain, asked.descriptors.iter().map(entries), hits);
+        // The hits of several descriptors can't be told apart here, because all limits see all descriptors.
+        let (own_hits, is_refund) = match &asked.descriptors[..] {
+            [one] => (one.hits_addend, one.is_negative_hits),
+            _ => (None, false),
+        };
+        let hits = own_hits.unwrap_or_else(|| asked.hits_addend.max(1).into());
+        let descriptors: Vec<_> = asked.descriptors.iter().map(entries).collect();
+        let questions = limits.applying(&asked.domain, descriptors.iter().map(borrow), hits);
         let questions = questions.map_err(|error| Status::invalid_argument(error.message))?;
         let Some(questions) = questions else { return Ok(None) };
         let decider = Decider { gate: &self.gate, refusals: &self.parts.refusals, metrics: &self.parts.metrics };
-        let decided = decider.decide_together(&questions, Purpose::CheckAndReport, access).await;
+        let purpose = if hits == 0 || is_refund { Purpose::Check } else { Purpose::CheckAndReport };
+        if is_refund {
+            for question in &questions {
+                self.gate.refund(&question.request.query()).await.map_err(|error| self.status_of(&error))?;
+            }
+        }
+        let decided = decider.decide_together(&questions, purpose, access).await;
         let decisions = decided.map_err(|error| self.status_of(&error))?;
         let tightest = limitador::tightest(&decisions).map(|index| (questions[index].actions, &decisions[index]));
         let status = tightest
@@ -351,21 +374,30 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             return Err(Status::invalid_argument(message));
         }
         let mut request = DecisionRequest::default();
-        for Entry { key, value } in &descriptor.entries {
+        for entry in &descriptor.entries {
             // The name that Envoy gives the client's address.
-            let field = if key == "remote_address" { "ip" } else { key };
-            request.set_text(field, value.into()).map_err(invalid)?;
+            let field = if entry.key == "remote_address" { "ip" } else { &entry.key };
+            match request.set_text(field, entry.text()) {
+                Ok(()) => {}
+                Err(error) if field.starts_with(HEADER_FIELD) && is_header_name(&field[HEADER_FIELD.len()..]) => {
+                    return Ok(self.reject(RejectionReason::Head, &request.query(), &error.message, access));
+                }
+                Err(error) => return Err(invalid(error)),
+            }
         }
         let addend = descriptor.hits_addend.or((hits_addend > 0).then_some(hits_addend.into()));
         if let Some(addend) = addend {
             request.set_text("cost", addend.to_string().into()).map_err(invalid)?;
         }
         let hits = Hits::of(descriptor, addend);
-        validate(&self.gate, &self.parts.refusals, "/v1/check", &request, access).map_err(invalid)?;
         let query = request.query();
+        if query.host.is_some_and(|host| !is_host(host.as_bytes())) {
+            return Ok(self.reject(RejectionReason::Host, &query, "the host is no name or address", access));
+        }
+        validate(&self.gate, &self.parts.refusals, "/v1/check", &request, access).map_err(invalid)?;
         access.note(|entry| entry.note_question(&query));
         match self.gate.actions(&query) {
-            Ok(actions) if actions.iter().any(|id| self.gate.plan().action(id).has_concurrency()) => {
+            Ok(actions) if meets_concurrency(self.gate.plan(), actions) => {
                 let message = "a limit on calls in flight can't be kept here, because the end of a call isn't told";
                 Err(Status::failed_precondition(format!("descriptor {index}: {message}")))
             }
@@ -375,6 +407,12 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             }
             Err(error) => Err(self.status_of(&error)),
         }
+    }
+
+    /// The status of a descriptor with a value of the client's that can't be counted, which is logged.
+    fn reject<'a>(&self, reason: RejectionReason, query: &Query<'_>, why: &str, access: &AccessSlot) -> Question<'a> {
+        self.parts.refusals.log_rejection(self.gate.clock().now(), reason, query, why, access);
+        Question::Decided(DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() })
     }
 
     /// Returns true if the client's request can't be counted, and logs that.
@@ -416,23 +454,31 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             headers = self.replies.refusal(actions, decision, &HeaderMap::new()).into_parts().0.headers;
             headers.remove(CONTENT_TYPE);
         }
-        let text = |value: &http::HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
-        headers.iter().map(|(name, value)| Entry { key: name.to_string(), value: text(value) }).collect()
+        headers.iter().map(|(name, value)| Entry { key: name.to_string(), value: value.as_bytes().to_vec() }).collect()
     }
 }
 
+/// The same entries, borrowed.
+fn borrow<'e>(entries: &'e Vec<(&'e str, Cow<'e, str>)>) -> Vec<(&'e str, &'e str)> {
+    entries.iter().map(|(key, value)| (*key, &**value)).collect()
+}
+
 /// The entries of a descriptor: keys and values.
-fn entries(descriptor: &Descriptor) -> Vec<(&str, &str)> {
-    descriptor.entries.iter().map(|entry| (&*entry.key, &*entry.value)).collect()
+pub(super) fn entries(descriptor: &Descriptor) -> Vec<(&str, Cow<'_, str>)> {
+    descriptor.entries.iter().map(|entry| (&*entry.key, entry.text())).collect()
+}
+
+fn is_header_name(name: &str) -> bool {
+    http::HeaderName::from_bytes(name.as_bytes()).is_ok()
 }
 
 /// Sets `Retry-After` to this wait in seconds, unless it is longer.
 fn add_wait(headers: &mut Vec<Entry>, wait: i64) {
     let name = RETRY_AFTER.as_str();
     match headers.iter_mut().find(|header| header.key == name) {
-        Some(header) if header.value.parse::<i64>().is_ok_and(|known| known >= wait) => {}
-        Some(header) => header.value = wait.to_string(),
-        None => headers.push(Entry { key: name.to_owned(), value: wait.to_string() }),
+        Some(header) if header.text().parse::<i64>().is_ok_and(|known| known >= wait) => {}
+        Some(header) => header.value = wait.to_string().into_bytes(),
+        None => headers.push(Entry { key: name.to_owned(), value: wait.to_string().into_bytes() }),
     }
 }
 

@@ -7,7 +7,7 @@ use tidegate::Span;
 use tidegate_testkit::servers::{ScratchDir, free_port};
 
 use crate::common::{Running, body, json as parsed, nobody, once, post, start, status};
-use crate::rls::{Code, DescriptorStatus, RateLimitRequest, ask, connect, descriptor, header, request};
+use crate::rls::{Code, Descriptor, DescriptorStatus, RateLimitRequest, ask, connect, descriptor, header, request};
 
 const LIMITS: &str = "
 - namespace: shop
@@ -105,6 +105,19 @@ async fn checks_count_nothing_and_reports_refuse_nothing() {
 }
 
 #[tokio::test]
+async fn a_report_fills_a_limit_at_most() {
+    let (gate, _) = serve("").await;
+    for (delta, remaining) in [(3, 2), (4, 0), (4, 0)] {
+        assert_eq!(status(&once(gate.api, post("/report", &asked(None, delta))).await), 200);
+        assert_eq!(counters(&gate).await[0]["remaining"], remaining);
+    }
+    assert_eq!(status(&once(gate.api, post("/check", &asked(None, 1))).await), 429);
+    assert_eq!(status(&once(gate.api, post("/report", &asked(Some("alice"), 5000))).await), 200);
+    gate.clock.advance(Span::from_secs(59));
+    assert_eq!(status(&once(gate.api, post("/check", &asked(Some("alice"), 1))).await), 429);
+}
+
+#[tokio::test]
 async fn limits_and_counters_of_a_namespace_are_listed() {
     let (gate, _) = serve("").await;
     let listed = parsed(&once(gate.api, get("/limits/shop")).await);
@@ -134,6 +147,18 @@ async fn one_count_for_all_interfaces_of_limitador() {
     assert_eq!((admitted.overall_code(), &*statuses), (Code::Ok, &[(Code::Ok, 0); 2][..]));
     let refused = ask(&client, &shop).await.unwrap();
     assert_eq!((refused.overall_code(), header(&refused, "retry-after")), (Code::OverLimit, Some("60")));
+    // A single descriptor's own hits.
+    for (hits, is_negative_hits, code, remaining) in [
+        (Some(2), true, Code::Ok, 2),
+        (Some(0), false, Code::Ok, 2),
+        (Some(2), false, Code::Ok, 0),
+        (Some(3), false, Code::OverLimit, 0),
+    ] {
+        let one = Descriptor { hits_addend: hits, is_negative_hits, ..descriptor(&entries) };
+        let shop = RateLimitRequest { domain: "shop".to_owned(), ..request([one]) };
+        let told = ask(&client, &shop).await.unwrap();
+        assert_eq!((told.overall_code(), told.statuses[0].limit_remaining), (code, remaining), "{hits:?}");
+    }
     let by_action = json!({ "action": "shop.per-60s", "key": "alice" }).to_string();
     assert_eq!(status(&once(gate.api, post("/v1/check", &by_action)).await), 429);
     assert_eq!(counters(&gate).await[0]["remaining"], 3);
@@ -153,8 +178,10 @@ async fn throttle_answers_as_throttlecrab() {
         (None, r#"{"allowed":true,"limit":2,"remaining":1,"reset_after":10,"retry_after":0}"#),
         (Some(1), r#"{"allowed":true,"limit":2,"remaining":0,"reset_after":20,"retry_after":0}"#),
         (Some(1), r#"{"allowed":false,"limit":2,"remaining":0,"reset_after":20,"retry_after":10}"#),
+        (Some(3), r#"{"allowed":false,"limit":2,"remaining":0,"reset_after":20,"retry_after":20}"#),
         (Some(0), r#"{"allowed":true,"limit":2,"remaining":0,"reset_after":20,"retry_after":0}"#),
         (Some(-1), r#"{"allowed":true,"limit":2,"remaining":1,"reset_after":10,"retry_after":0}"#),
+        (Some(-9), r#"{"allowed":true,"limit":2,"remaining":2,"reset_after":0,"retry_after":0}"#),
     ] {
         let answer = once(gate.api, ask(quantity)).await;
         assert_eq!((status(&answer), body(&answer)), (200, expected), "{quantity:?}");
@@ -171,6 +198,7 @@ async fn wrong_questions_are_refused_and_paths_are_off() {
         ("/throttle", r#"{"key":"a","max_burst":-1,"count_per_period":1,"period":1}"#, "`max_burst` is negative"),
         ("/throttle", r#"{"key":"a","max_burst":1,"count_per_period":0,"period":1}"#, "message"),
         ("/check", "{", "the body is no question"),
+        ("/throttle", r#"["a",1,1,1,1]"#, "the body is no JSON object"),
         ("/check", r#"{"namespace":"shop","values":{"a":1},"delta":1}"#, "expected a string"),
         ("/check_and_report", r#"{"namespace":"shop","values":{"req.method":"GET"},"delta":9999999999999}"#, "cost"),
     ] {

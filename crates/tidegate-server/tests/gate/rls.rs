@@ -14,8 +14,8 @@ use tokio::net::TcpStream;
 use crate::common::{
     PATIENCE, Peer, Running, body, capture, json as parsed, nobody, once, policy, post, start, status, try_start,
 };
-pub(crate) use messages::{Code, DescriptorStatus, RateLimitRequest};
-use messages::{Descriptor, Entry, HealthRequest, HealthResponse, Override, RateLimitResponse, ServingStatus, Unit};
+pub(crate) use messages::{Code, Descriptor, DescriptorStatus, RateLimitRequest};
+use messages::{Entry, HealthRequest, HealthResponse, Override, RateLimitResponse, ServingStatus, Unit};
 
 #[path = "../../src/wire/rls/messages.rs"]
 mod messages;
@@ -98,7 +98,7 @@ pub(crate) async fn call<O: Message + Default>(
 }
 
 pub(crate) fn descriptor(entries: &[(&str, &str)]) -> Descriptor {
-    let entry = |(key, value): &(&str, &str)| Entry { key: (*key).to_owned(), value: (*value).to_owned() };
+    let entry = |(key, value): &(&str, &str)| Entry { key: (*key).to_owned(), value: value.as_bytes().to_vec() };
     Descriptor { entries: entries.iter().map(entry).collect(), ..Descriptor::default() }
 }
 
@@ -121,7 +121,7 @@ async fn status_of(client: &SendRequest<Bytes>, descriptor: Descriptor) -> Descr
 
 pub(crate) fn header<'r>(response: &'r RateLimitResponse, name: &str) -> Option<&'r str> {
     let headers = &response.response_headers_to_add;
-    headers.iter().find(|entry| entry.key == name).map(|entry| entry.value.as_str())
+    headers.iter().find(|entry| entry.key == name).map(|entry| str::from_utf8(&entry.value).unwrap())
 }
 
 const LOGIN: [(&str, &str); 2] = [("action", "login"), ("ip", "203.0.113.7")];
@@ -254,7 +254,7 @@ async fn invalid_requests_are_errors_and_count_nothing() {
     }
     let limit = Some(Override { requests_per_unit: 5, unit: Unit::Minute.into() });
     assert_eq!(error(request([login.clone(), Descriptor { limit, ..login.clone() }])).await.0, 3);
-    let too_long = descriptor(&[("action", "login"), ("key", &"k".repeat(20_000))]);
+    let too_long = descriptor(&[("action", "login"), ("key", &"k".repeat(200_000))]);
     assert_eq!(error(request([too_long])).await.0, 413);
     let broken =
         call::<RateLimitResponse>(&client, CHECK, vec![0, 0, 0, 0, 2, 0xff, 0xff], &[]).await.expect_err("an error");
@@ -451,13 +451,42 @@ async fn health_is_told_until_the_shutdown() {
     assert_eq!(summary.cut_off, 0);
 }
 
+/// After an error, Envoy would let such a request pass.
+#[tokio::test]
+async fn values_of_clients_are_no_errors() {
+    let (_gate, address) = serve("").await;
+    let client = connect(address).await;
+    let by_path = |host: &str, path: &str| {
+        descriptor(&[("remote_address", "203.0.113.7"), ("method", "POST"), ("path", path), ("host", host)])
+    };
+    for host in ["a!b", "a,b", "*", "u@a.com", "a.com:x", "[::1", "é.com"] {
+        assert_eq!(status_of(&client, by_path(host, "/login")).await.code(), Code::OverLimit, "{host}");
+    }
+    let long = format!("/login?{}", "x".repeat(60 << 10));
+    assert_eq!(status_of(&client, by_path("a.test", &long)).await.limit_remaining, 4);
+    let tenant = |value: &[u8]| {
+        let mut tenant = descriptor(&[("action", "tenant"), ("header:x-tenant", ""), ("key", "k")]);
+        tenant.entries[1].value = value.to_vec();
+        tenant
+    };
+    for (value, code, remaining) in [
+        (&b"a"[..], Code::Ok, 999),
+        (b"a\n", Code::OverLimit, 0),
+        (b"\0", Code::OverLimit, 0),
+        (b"\xff\xfe", Code::Ok, 999),
+        (b"\xfe\xff", Code::Ok, 998),
+    ] {
+        let status = status_of(&client, tenant(value)).await;
+        assert_eq!((status.code(), status.limit_remaining), (code, remaining), "{}", value.escape_ascii());
+    }
+}
+
 #[tokio::test]
 async fn an_action_replaces_a_limit_of_the_files() {
     let replacing = "[inbound.action.\"edge.user\"]\nkey = \"key\"\nlimit = \"1 per 60s\"\n\
-        penalty = { base = \"2s\", cap = \"1h\" }\n[inbound.action.\"edge.slow\"]\nkey = \"key\"\nlimit = \"1 in flight\"\n";
+        penalty = { base = \"2s\", cap = \"1h\" }\n";
     let (folder, address) = (ScratchDir::new(), SocketAddr::from(([127, 0, 0, 1], free_port())));
-    let yaml = "domain: edge\ndescriptors:\n- {key: user, rate_limit: {unlimited: true}}\n\
-        - {key: slow, rate_limit: {unit: minute, requests_per_unit: 9}}\n";
+    let yaml = "domain: edge\ndescriptors:\n- {key: user, rate_limit: {unlimited: true}}\n";
     let file = folder.write("edge.yaml", yaml);
     let policy = format!("[rls]\nlisten = \"{address}\"\nfiles = \"{}\"\n{replacing}", file.display());
     let gate = start(nobody(), &policy).await;
@@ -471,9 +500,13 @@ async fn an_action_replaces_a_limit_of_the_files() {
         gate.clock.advance(Span::from_secs(wait.parse().unwrap()));
         assert_eq!(ask_user().await.overall_code(), Code::Ok, "one call passes after each block");
     }
-    let slow = RateLimitRequest { domain: "edge".to_owned(), ..request([descriptor(&[("slow", "x")])]) };
-    let (code, message) = ask(&client, &slow).await.expect_err("an error");
-    assert!(code == 3 && message.contains("calls in flight"), "{message}");
+}
+
+#[tokio::test]
+async fn global_limits_on_calls_in_flight_are_errors() {
+    let (_gate, address) = serve("[inbound.global]\nlimit = \"8 in flight\"\n").await;
+    let client = connect(address).await;
+    assert_eq!(ask(&client, &request([descriptor(&LOGIN)])).await.expect_err("an error").0, 9);
 }
 
 #[tokio::test]

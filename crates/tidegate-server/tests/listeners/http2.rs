@@ -141,6 +141,18 @@ async fn limits_are_the_same_for_both_versions() {
 }
 
 #[tokio::test]
+async fn head_gets_no_body() {
+    let policy = "[inbound.action.a]\nmatch = { path = \"/a\" }\nlimit = \"0 per 1h\"\n";
+    let gate = start(&format!("{ALWAYS}{policy}")).await;
+    let client = connect(gate).await;
+    let refused = fetch(&client, request("/a").method("HEAD")).await;
+    let length: usize = refused.headers()["content-length"].to_str().unwrap().parse().unwrap();
+    assert!(refused.status() == 429 && refused.body().is_empty() && length > 0, "{refused:?}");
+    let whole = fetch(&client, request("/a")).await;
+    assert_eq!((whole.status().as_u16(), whole.body().len()), (429, length));
+}
+
+#[tokio::test]
 async fn spaces_around_values_change_no_count() {
     let policy = "[inbound.action.all]\nmatch = { path = \"/*\" }\nkey = [\"header:x-key\"]\nlimit = \"1 per 1h\"\n";
     let client = connect(start(&format!("{ALWAYS}{policy}")).await).await;

@@ -8,7 +8,8 @@ use super::{CheckError, Gate};
 impl<S: Store, C: Clock> Gate<S, C> {
     /// Decides about a call that states its own rate, and counts it `quantity` times under the key of this name if it is
     /// admitted. 0 asks without counting; a negative quantity gives back. A name that is used with several rates has one
-    /// state, as in redis-cell. If the policy has neither `[resp]` nor `[rls]`, or the store allows everything, each call is admitted.
+    /// state, as in redis-cell. If the policy has neither `[resp]` nor `[rls]` nor throttlecrab in `api.compat`, or the
+    /// store allows everything, each call is admitted.
     ///
     /// ```
     /// use tidegate::Gate;

@@ -73,6 +73,54 @@ fn values_without_meaning_escape_no_limit() {
     assert_eq!(of_size("no number"), [always, ("other.numbers".to_owned(), "2".to_owned())]);
 }
 
+/// True if a limit with this condition applies to a request with these entries.
+fn applies(condition: &str, entries: &[(&str, &str)]) -> bool {
+    let yaml = format!("- {{namespace: a, max_value: 1, seconds: 60, conditions: [{condition:?}], variables: []}}");
+    !applying(&LimitTable::new(&read(&yaml).unwrap()), "a", &[entries]).is_empty()
+}
+
+#[test]
+fn keys_that_clients_choose_are_not_missing_entries() {
+    let chosen = "{'free': 1, 'gold': 2}[descriptors[0].tier] < 2";
+    for (tier, expected) in [("free", true), ("gold", false), ("other", true), ("tier", true), ("free'", true)] {
+        assert_eq!(applies(chosen, &[("tier", tier)]), expected, "{tier}");
+    }
+    assert!(!applies(chosen, &[]), "there is no tier");
+    let index = "['a', 'b'][int(descriptors[0].n)] != 'a'";
+    for (n, expected) in [("0", false), ("1", true), ("2", true), ("99", true), ("-1", true), ("x", true)] {
+        assert_eq!(applies(index, &[("n", n)]), expected, "{n}");
+    }
+    let declared = "descriptors.exists(d, int(d.user) > 3)";
+    for (user, expected) in [("2", false), ("4", true), ("x", true)] {
+        assert_eq!(applies(declared, &[("user", user)]), expected, "{user}");
+    }
+    let notes =
+        read(&format!("- {{namespace: a, max_value: 1, seconds: 60, conditions: [{declared:?}], variables: []}}"));
+    assert_eq!(notes.unwrap().notes(), []);
+    // The library panics on these values.
+    let contained = "!bytes(descriptors[0].a).contains(bytes(descriptors[0].b))";
+    assert!(applies(contained, &[("a", "x"), ("b", "")]));
+}
+
+#[test]
+fn expressions_are_bounded() {
+    let parse = |condition: &str| {
+        let yaml = format!("- {{namespace: a, max_value: 1, seconds: 60, conditions: [{condition:?}], variables: []}}");
+        read(&yaml).map(|config| applying(&LimitTable::new(&config), "a", &[&[("a", "b")]]).len())
+    };
+    let nested = |depth: usize| format!("{}true{}", "(".repeat(depth), ")".repeat(depth));
+    assert_eq!(parse(&nested(16)), Ok(1));
+    assert!(parse(&nested(17)).unwrap_err().contains("nested more than 16 deep"));
+    for (first, repeated, last) in [("0", "+1", " > 0"), ("descriptors[0]", ".a", ""), ("", "!", "true")] {
+        let long = |count: usize| format!("{first}{}{last}", repeated.repeat(count));
+        assert!(parse(&long(60)).is_ok(), "{}", long(60));
+        assert!(parse(&long(70)).unwrap_err().contains("more than 64 operators"), "{}", long(70));
+    }
+    assert!(parse(&format!("'{}' == 'a'", "a".repeat(1000))).unwrap_err().contains("more than 1000 bytes"));
+    let message = parse("Foo{a: 1} == descriptors[0].a").unwrap_err();
+    assert!(message.contains("isn't supported"), "{message}");
+}
+
 #[test]
 fn faults_have_their_place() {
     let limit = |more: &str| format!("- {{namespace: a, max_value: 1, seconds: 60, {more}}}");

@@ -14,6 +14,7 @@ use super::parser::parse_number;
 use super::reply::{ReplyWriter, Version};
 use crate::listener::ConnectionContext;
 use crate::rejections::RejectionReason;
+use crate::wire::compat::wait_secs;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::http_api::{decide, validate};
 
@@ -294,7 +295,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
         let retry_after = decided.retry_after_secs();
         Ok(match is_redis_cell {
             true => [limited, limit, decided.remaining, retry_after, decided.reset_after_secs()],
-            false => [admitted, limit, decided.remaining, decided.reset_after_secs(), retry_after.max(0)],
+            false => [admitted, limit, decided.remaining, decided.reset_after_secs(), wait_secs(&decided)],
         })
     }
 

@@ -49,7 +49,10 @@ impl InlineLimit {
                 unit: self.limit.unit,
                 name: String::new(),
             }),
-            limit_remaining: u32::try_from(decided.remaining.max(0)).unwrap_or(u32::MAX),
+            // After hits were given back, the count may be below 0.
+            limit_remaining: u32::try_from(decided.remaining.max(0))
+                .unwrap_or(u32::MAX)
+                .min(self.limit.requests_per_unit),
             duration_until_reset: u32::try_from(reset).ok().map(|reset| Seconds { seconds: reset.into() }),
         }
     }
@@ -58,12 +61,12 @@ impl InlineLimit {
 /// A name that no other domain and entries have: each text has its length before it. No client of the Redis protocol
 /// chooses such a name by chance.
 fn name(domain: &str, descriptor: &Descriptor) -> Vec<u8> {
-    let entries = descriptor.entries.iter().flat_map(|entry| [&entry.key, &entry.value]);
-    let texts = std::iter::once(domain).chain(entries.map(String::as_str));
+    let entries = descriptor.entries.iter().flat_map(|entry| [entry.key.as_bytes(), &entry.value]);
+    let texts = std::iter::once(domain.as_bytes()).chain(entries);
     let mut name = b"rls".to_vec();
     for text in texts {
         name.extend_from_slice(&text.len().to_le_bytes());
-        name.extend_from_slice(text.as_bytes());
+        name.extend_from_slice(text);
     }
     name
 }

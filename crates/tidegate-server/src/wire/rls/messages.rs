@@ -30,13 +30,14 @@ pub(crate) struct Descriptor {
     pub(crate) is_negative_hits: bool,
 }
 
-/// An entry of a descriptor.
+/// An entry of a descriptor, or a header.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct Entry {
     #[prost(string, tag = "1")]
     pub(crate) key: String,
-    #[prost(string, tag = "2")]
-    pub(crate) value: String,
+    /// A text. Bytes, so that a client's header that is no text doesn't make the whole request an error.
+    #[prost(bytes = "vec", tag = "2")]
+    pub(crate) value: Vec<u8>,
 }
 
 /// A limit that the caller sets.

@@ -11,35 +11,25 @@ use tonic::Status;
 
 use super::inline_limit::InlineLimit;
 use super::messages::{Code, DescriptorStatus, RateLimitRequest};
-use super::{Hits, Question};
+use super::{Hits, Question, entries};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::limitador::LimitQuestion;
 
 /// The limits, each with its action in the plan.
 pub(crate) struct YamlLimits {
     table: Arc<LimitTable>,
-    /// For each limit its action, and how that answers.
-    actions: Vec<(ActionId, ActionKind)>,
-}
-
-/// The answer of an action. One of the policy may replace a limit of the files.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum ActionKind {
-    Limited,
-    Unlimited,
-    InFlight,
+    /// For each limit its action, and true if that has no limit. One of the policy may replace that of the files.
+    actions: Vec<(ActionId, bool)>,
 }
 
 impl YamlLimits {
     /// Finds the actions of the limits. `None` if the policy has no files.
     pub(crate) fn new(config: &RlsConfig, plan: &Plan) -> Option<Self> {
         let table = Arc::clone(config.limits.as_ref()?);
-        let kind = |id| match plan.action(id) {
-            action if action.has_concurrency() => ActionKind::InFlight,
-            action if action.is_unlimited() => ActionKind::Unlimited,
-            _ => ActionKind::Limited,
+        let find = |limit: &DescriptorLimit| {
+            let id = plan.find_action(&limit.action).ok()?;
+            Some((id, plan.action(id).is_unlimited()))
         };
-        let find = |limit: &DescriptorLimit| plan.find_action(&limit.action).ok().map(|id| (id, kind(id)));
         let actions = table.limits().iter().map(find).collect::<Option<_>>()?;
         Some(Self { table, actions })
     }
@@ -51,7 +41,7 @@ impl YamlLimits {
     /// The question to a limit about calls with this key.
     ///
     /// # Errors
-    /// There are too many hits, or the action limits calls in flight.
+    /// There are too many hits.
     pub(crate) fn question(
         &self,
         index: usize,
@@ -59,12 +49,7 @@ impl YamlLimits {
         hits: u64,
     ) -> Result<LimitQuestion<'_>, DecisionRequestError> {
         let mut request = DecisionRequest::default();
-        let (action, kind) = self.actions[index];
-        if kind == ActionKind::InFlight {
-            let message = "a limit on calls in flight can't be kept here, because the end of a call isn't told";
-            return Err(DecisionRequestError::new(None, message));
-        }
-        let actions = MatchedActions::from(Some(action));
+        let actions = MatchedActions::from(Some(self.actions[index].0));
         request.set_actions(actions);
         request.set_text("key", Cow::Owned(key))?;
         request.set_text("cost", hits.to_string().into())?;
@@ -81,8 +66,8 @@ impl YamlLimits {
             .descriptors
             .iter()
             .map(|descriptor| {
-                let entries = descriptor.entries.iter().map(|entry| (&*entry.key, &*entry.value));
-                let found = self.table.find(&asked.domain, entries);
+                let entries = entries(descriptor);
+                let found = self.table.find(&asked.domain, entries.iter().map(|(key, value)| (*key, &**value)));
                 found.filter(|_| descriptor.limit.is_none())
             })
             .collect();
@@ -97,7 +82,7 @@ impl YamlLimits {
             }
             let Some(found) = found else { return Ok(Question::Decided(DescriptorStatus::admitted())) };
             let limit = &found.limit.limit;
-            if self.actions[found.index].1 == ActionKind::Unlimited {
+            if self.actions[found.index].1 {
                 return Ok(Question::Decided(DescriptorStatus {
                     limit_remaining: u32::MAX,
                     ..DescriptorStatus::admitted()
