@@ -10,7 +10,7 @@ use tidegate_policy::ratelimit_yaml::{DescriptorLimit, FoundLimit, LimitTable};
 use tonic::Status;
 
 use super::inline_limit::InlineLimit;
-use super::messages::{Code, DescriptorStatus, RateLimitRequest};
+use super::messages::{DescriptorStatus, RateLimitRequest};
 use super::{Hits, Question, entries};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::limitador::LimitQuestion;
@@ -97,12 +97,5 @@ impl YamlLimits {
             Ok(Question::Ask { request, actions, hits: Hits::of(descriptor, Some(hits)), is_quota })
         });
         questions.collect()
-    }
-}
-
-impl DescriptorStatus {
-    /// The status of a descriptor without a limit.
-    pub(super) fn admitted() -> Self {
-        Self { code: Code::Ok.into(), ..Self::default() }
     }
 }
