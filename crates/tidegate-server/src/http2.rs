@@ -77,7 +77,7 @@ struct Streams {
 struct Stream {
     streams: Arc<Streams>,
     watch: Arc<ConnectionWatch>,
-    /// Drops before the connection counts as idle.
+    /// Its place among the streams of the listener.
     _entry: StreamEntry,
 }
 
