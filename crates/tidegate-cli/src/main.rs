@@ -30,6 +30,7 @@ use std::process::ExitCode;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, CommandFactory as _, Parser, Subcommand};
+use tidegate_policy::ratelimit_yaml::is_evaluating;
 use tidegate_policy::{PLATFORMS, PolicySources, settings};
 
 /// A call makes about twenty small allocations. With this allocator the gateway's own time per call is a fifth less
@@ -362,6 +363,12 @@ fn usage_error(error: &clap::Error) -> ExitCode {
 }
 
 fn main() -> ExitCode {
+    let report_panic = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !is_evaluating() {
+            report_panic(panic);
+        }
+    }));
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return retry::usage_error(&error).unwrap_or_else(|| usage_error(&error)),

@@ -65,12 +65,14 @@ pub struct CallerRateDecision {
     pub is_limited: bool,
     /// The most calls at once.
     pub limit: u64,
-    /// The remaining calls. As redis-cell counts them, in whole microseconds: for more than a thousand calls per second
-    /// they are too many. More than the limit after a refund.
-    pub remaining: i64,
+    /// The remaining calls.
+    pub remaining: u64,
+    /// The remaining calls as redis-cell counts them, in whole microseconds: for more than a thousand calls per second
+    /// they are too many.
+    pub redis_cell_remaining: i64,
     /// The nanoseconds until the same call is admitted. `None` if it was admitted, or never is.
     pub retry_after: Option<u64>,
-    /// The nanoseconds until the key is as new. Negative after a refund.
+    /// The nanoseconds until the key is as new.
     pub reset_after: i64,
 }
 
@@ -140,14 +142,15 @@ impl CallerRate {
         let increment = self.increment(quantity).cast_signed() * quantity.signum();
         let ahead = outcome.used.saturating_sub(to_nanos(now)).cast_signed();
         let is_limited = outcome.verdict.refuses();
-        let reset_after = if is_limited { ahead } else { ahead + increment };
+        let reset_after = if is_limited { ahead } else { (ahead + increment).max(0) };
         let retry_after = is_limited && increment <= tolerance;
         let room = tolerance - reset_after;
-        let remaining = if room > -interval { (room / 1000) as f64 / (interval / 1000) as f64 } else { 0.0 };
+        let redis_cell_remaining = if room > -interval { (room / 1000) as f64 / (interval / 1000) as f64 } else { 0.0 };
         CallerRateDecision {
             is_limited,
             limit: self.limit,
-            remaining: remaining as i64,
+            remaining: u64::try_from(room / interval).unwrap_or(0),
+            redis_cell_remaining: redis_cell_remaining as i64,
             // While the store is away, a refusal may have another reason, whose end isn't known.
             retry_after: retry_after.then(|| u64::try_from(ahead + increment - tolerance).unwrap_or(NANOS_PER_SEC)),
             reset_after,

@@ -26,8 +26,13 @@ fn random_calls_get_the_models_answers() {
         let outcomes = batch::execute(&Batch::with_op(0, op), &limits, state, now);
         let found = rate.decision(call.quantity, &outcomes.list()[0], now);
         let limited = if found.is_limited { 1 } else { 0 };
-        let numbers =
-            [limited, limit.cast_signed(), found.remaining, found.retry_after_secs(), found.reset_after_secs()];
+        let numbers = [
+            limited,
+            limit.cast_signed(),
+            found.redis_cell_remaining,
+            found.retry_after_secs(),
+            found.reset_after_secs(),
+        ];
         let expected = model.throttle(key, &call, i128::from(now.as_micros()) * 1000);
         assert_eq!(numbers, expected, "call {index}, {call:?} of key {key}, TIDEGATE_SEED={seed}");
         // A wait is true: the same call passes then, and not a microsecond before.

@@ -101,7 +101,7 @@ impl Plan {
     }
 
     /// The limit under which calls that state their own rate ([`CallerRate`](tidegate_core::CallerRate)) are counted.
-    /// `None` without `[resp]` and `[rls]`.
+    /// `None` without `[resp]`, `[rls]` and throttlecrab in `api.compat`.
     pub fn caller_rate(&self) -> Option<LimitId> {
         self.caller_rate
     }
@@ -320,7 +320,7 @@ impl Plan {
                 Verb::Release | Verb::Renew => step.is_concurrency,
                 Verb::Reset => !step.is_global || action.is_none(),
             };
-            if !takes_part {
+            if !takes_part || (step.is_global && query.skips_global) {
                 continue;
             }
             let cost = if step.is_concurrency { 1 } else { cost };

@@ -39,4 +39,6 @@ pub struct Query<'a> {
     /// True if all fields come from a log. A header, cookie or host that the log lacks may have been in the request, so
     /// such requests are never counted by address instead.
     pub from_log: bool,
+    /// True to leave out `inbound.global`, such as for another action of a request that it has counted already.
+    pub skips_global: bool,
 }

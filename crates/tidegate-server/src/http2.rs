@@ -23,7 +23,7 @@ use pin_project_lite::pin_project;
 use tidegate_policy::is_same_host;
 
 use crate::body::{BoxError, ResponseBody};
-use crate::client_limit::{ClientLimit, TooManyConnectionsError};
+use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
 use crate::connection::ConnectionService;
 use crate::listener::{ConnectionContext, NewService};
 use crate::local_response;
@@ -60,6 +60,8 @@ pub(crate) struct Http2Client {
     /// The address of the client: that of the peer, or of its PROXY header.
     pub(crate) ip: IpAddr,
     pub(crate) client_limit: Option<Arc<ClientLimit>>,
+    /// The connection's slot under its client's limit while no stream is open. The first stream takes it.
+    pub(crate) free_slot: Mutex<Option<ClientSlot>>,
 }
 
 /// A connection's streams.
@@ -78,7 +80,7 @@ struct Stream {
     streams: Arc<Streams>,
     watch: Arc<ConnectionWatch>,
     /// Its place among the streams of the listener.
-    _entry: StreamEntry,
+    entry: StreamEntry,
 }
 
 /// The client, or the listener, has too many streams.
@@ -87,6 +89,9 @@ struct TooManyStreamsError;
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.streams.open.fetch_sub(1, Relaxed) == 1 {
+            if let Some(slot) = self.entry.client_slot.take() {
+                self.streams.client.free_slot.lock().get_or_insert(slot);
+            }
             self.streams.client.watch.enter_from(ConnectionPhase::Streams, ConnectionPhase::Idle);
         }
     }
@@ -98,19 +103,20 @@ impl Streams {
     /// # Errors
     /// The client, or the listener, has too many. The stream is open all the same, for its response.
     fn open(self: &Arc<Self>) -> (Arc<Stream>, Result<(), TooManyStreamsError>) {
-        let Http2Client { watch: connection, client_limit, ip, .. } = &self.client;
+        let Http2Client { watch: connection, client_limit, free_slot, ip, .. } = &self.client;
         self.total.fetch_add(1, Relaxed);
         if self.open.fetch_add(1, Relaxed) == 0 {
             connection.enter(ConnectionPhase::Streams);
         }
         let (watch, mut entry, has_capacity) = connection.watchdog.add_stream(connection);
         let mut capacity = if has_capacity { Ok(()) } else { Err(TooManyStreamsError) };
-        match client_limit.as_ref().map(|clients| clients.acquire(*ip)) {
+        let free_slot = free_slot.lock().take().map(|slot| Ok(Some(slot)));
+        match free_slot.or_else(|| client_limit.as_ref().map(|clients| clients.acquire(*ip))) {
             None => {}
             Some(Ok(slot)) => entry.client_slot = slot,
             Some(Err(TooManyConnectionsError)) => capacity = Err(TooManyStreamsError),
         }
-        (Arc::new(Stream { streams: Arc::clone(self), watch, _entry: entry }), capacity)
+        (Arc::new(Stream { streams: Arc::clone(self), watch, entry }), capacity)
     }
 
     /// Counts a stream that the client broke off before its response. Ends the connection if most of them are.
@@ -251,9 +257,11 @@ impl<S: ConnectionService> Service<Request<Incoming>> for StreamService<S> {
         *self.started.lock() = Some(Arc::clone(&stream));
         let client = &self.streams.client;
         let refusal = if let Err(TooManyStreamsError) = capacity {
+            let status = StatusCode::SERVICE_UNAVAILABLE;
+            client.rejections.record(client.ip, RejectionReason::Streams, Some(status), "too many requests at once");
             // A body would wait for the client to read it, and so keep the stream beyond the cap.
             let mut response = Response::new(ResponseBody::empty());
-            *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+            *response.status_mut() = status;
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
             Some(response)
         } else if request.headers().len() > self.max_headers {

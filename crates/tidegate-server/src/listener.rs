@@ -12,6 +12,7 @@ use futures_util::FutureExt as _;
 use http::StatusCode;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use tidegate_policy::{InboundTimeouts, ListenAddress, ListenConfig, canonical_ip};
 
 use crate::client_limit::{ClientLimit, ClientSlot, TooManyConnectionsError};
@@ -324,13 +325,14 @@ impl<S: ConnectionService> ConnectionHandler for HttpHandler<S> {
     fn serve_http2(
         &self,
         starter: &ConnectionStarter,
-        NewConnection { opened: OpenedStream { stream, address, tls, .. }, watch, entry }: NewConnection,
+        NewConnection { opened: OpenedStream { stream, address, tls, .. }, watch, mut entry }: NewConnection,
     ) -> impl Future<Output = ()> + Send + 'static {
         let ListenerConfig { header_bytes, headers, .. } = starter.config;
         let client = Http2Client {
             address,
             tls,
             watch,
+            free_slot: Mutex::new(entry.client_slot.take()),
             entry: Arc::new(entry),
             rejections: Arc::clone(&starter.rejections),
             ip: canonical_ip(address.ip()),

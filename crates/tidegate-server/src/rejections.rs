@@ -54,12 +54,14 @@ pub(crate) enum RejectionReason {
     TlsHandshake,
     /// The client breaks the rules of HTTP/2, or breaks off most of its requests.
     Http2,
+    /// The client, or the listener, has too many requests at once in streams of HTTP/2.
+    Streams,
     /// The connection to a TLS port begins with something else than TLS, such as plain HTTP.
     PlainHttp,
 }
 
 impl RejectionReason {
-    pub(crate) const ALL: [Self; 21] = [
+    pub(crate) const ALL: [Self; 22] = [
         Self::Head,
         Self::HeadSize,
         Self::HeadTimeout,
@@ -80,6 +82,7 @@ impl RejectionReason {
         Self::ProxyHeader,
         Self::TlsHandshake,
         Self::Http2,
+        Self::Streams,
         Self::PlainHttp,
     ];
     pub(crate) const COUNT: usize = Self::ALL.len();
@@ -107,6 +110,7 @@ impl RejectionReason {
             Self::ProxyHeader => "proxy_header",
             Self::TlsHandshake => "tls_handshake",
             Self::Http2 => "http2",
+            Self::Streams => "streams",
             Self::PlainHttp => "plain_http",
         }
     }

@@ -4,6 +4,7 @@
 //! new one, and passes every response through a task of its own. One server and one protocol only need a stack of idle
 //! connections under one lock. The newest is used first, and the oldest are closed before the server closes them.
 
+mod http1_pool;
 mod http2_pool;
 
 use std::error::Error;
@@ -22,7 +23,6 @@ use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
 use tidegate_core::retry::TransportFault;
 use tidegate_outbound::{causes, fault_of};
@@ -31,11 +31,11 @@ use tidegate_policy::{UpstreamAddress, UpstreamTls};
 use tidegate_runtime::file_watcher::FileStamp;
 use tokio::net::UnixStream;
 use tokio::runtime::Handle;
-use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio_rustls::TlsConnector;
 use tower_service::Service as _;
 
+use self::http1_pool::Http1Pool;
 pub(crate) use self::http2_pool::{CONNECTION_WINDOW, PING, STREAM_WINDOW};
 use self::http2_pool::{Http2Pool, Http2Stream, to_http2};
 use crate::body::{BoxError, Upload, is_last};
@@ -52,9 +52,6 @@ pub(crate) struct PoolSettings {
     /// The maximum number of idle connections.
     pub(crate) max_idle: usize,
 }
-
-/// The number of steps in which an idle connection ages.
-const AGE_STEPS: u32 = 4;
 
 /// The address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -122,20 +119,10 @@ pub(crate) struct UpstreamClient<B = Upload> {
     connector: HttpConnector,
     settings: PoolSettings,
     http: http1::Builder,
-    idle: Arc<IdlePool<B>>,
-    http2: Http2Pool<B>,
+    http1: Arc<Http1Pool<B>>,
+    http2: Arc<Http2Pool<B>>,
     /// The task that closes connections that have been idle for too long.
     cleanup: AbortHandle,
-}
-
-struct IdlePool<B> {
-    connections: Mutex<IdleConnections<B>>,
-    not_empty: Notify,
-}
-
-struct IdleConnections<B> {
-    current_age: u32,
-    stack: Vec<(u32, http1::SendRequest<B>)>,
 }
 
 /// A connection that takes a request, or a place on one.
@@ -210,10 +197,12 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
         let port = Some(port).filter(|port| *port != address.default_port());
         let host = port.map_or_else(|| authority.host().to_owned(), |port| format!("{}:{port}", authority.host()));
         let host = HeaderValue::try_from(host).expect("invariant: an authority's host is a value of Host");
-        let idle = Arc::new(IdlePool {
-            connections: Mutex::new(IdleConnections { current_age: 0, stack: Vec::new() }),
-            not_empty: Notify::new(),
-        });
+        let http1 = Arc::new(Http1Pool::new(settings));
+        let http2 = Arc::new(Http2Pool::default());
+        let cleanup = match address.http2 {
+            true => tokio::spawn(Arc::clone(&http2).run_idle_cleanup()),
+            false => tokio::spawn(Arc::clone(&http1).run_idle_cleanup()),
+        };
         Ok(Arc::new(Self {
             tls,
             destination,
@@ -222,9 +211,9 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             connector: tcp_connector(settings.connect_timeout),
             settings,
             http: http1::Builder::new(),
-            cleanup: tokio::spawn(run_idle_cleanup(Arc::clone(&idle), settings.idle_timeout)).abort_handle(),
-            idle,
-            http2: Http2Pool::default(),
+            cleanup: cleanup.abort_handle(),
+            http1,
+            http2,
         }))
     }
 
@@ -337,20 +326,6 @@ fn spawn_connection(connection: impl Future<Output = Result<(), hyper::Error>> +
     });
 }
 
-/// Closes connections that have been idle for too long; never returns.
-async fn run_idle_cleanup<B>(idle: Arc<IdlePool<B>>, idle_timeout: Duration) {
-    loop {
-        while idle.connections.lock().stack.is_empty() {
-            idle.not_empty.notified().await;
-        }
-        tokio::time::sleep(idle_timeout / AGE_STEPS).await;
-        let mut connections = idle.connections.lock();
-        connections.current_age = connections.current_age.wrapping_add(1);
-        let age = connections.current_age;
-        connections.stack.retain(|(since, sender)| age.wrapping_sub(*since) < AGE_STEPS && !sender.is_closed());
-    }
-}
-
 impl<B> Drop for UpstreamClient<B> {
     fn drop(&mut self) {
         self.cleanup.abort();
@@ -365,28 +340,7 @@ impl<B> UpstreamClient<B> {
     fn take_open(&self) -> Option<Sender<B>> {
         match self.address.http2 {
             true => self.http2.take().map(Sender::Http2),
-            false => self.take_idle().map(Sender::Http1),
-        }
-    }
-
-    fn take_idle(&self) -> Option<http1::SendRequest<B>> {
-        let mut idle = self.idle.connections.lock();
-        while let Some((_, sender)) = idle.stack.pop() {
-            if sender.is_ready() {
-                return Some(sender);
-            }
-        }
-        None
-    }
-
-    fn put_idle(&self, sender: http1::SendRequest<B>) {
-        let mut idle = self.idle.connections.lock();
-        if idle.stack.len() < self.settings.max_idle {
-            let age = idle.current_age;
-            idle.stack.push((age, sender));
-            if idle.stack.len() == 1 {
-                self.idle.not_empty.notify_one();
-            }
+            false => self.http1.take().map(Sender::Http1),
         }
     }
 }
@@ -441,13 +395,13 @@ impl<B: Send + 'static> UpstreamBody<B> {
     fn return_to_pool(&mut self) {
         let Some((Sender::Http1(mut sender), upstream)) = self.connection.take() else { return };
         if sender.is_ready() {
-            upstream.put_idle(sender);
+            upstream.http1.put(sender);
         } else if !sender.is_closed()
             && let Ok(runtime) = Handle::try_current()
         {
             runtime.spawn(async move {
                 if sender.ready().await.is_ok() {
-                    upstream.put_idle(sender);
+                    upstream.http1.put(sender);
                 }
             });
         }

@@ -61,7 +61,7 @@ impl RedisCell {
         } else if increment <= tolerance {
             retry_after = next - tolerance - now;
         }
-        let reset_after = if is_limited { arrival } else { next } - now;
+        let reset_after = if is_limited { arrival } else { next.max(now) } - now;
         let room = tolerance - reset_after;
         let remaining = if room > -interval { ((room / 1000) as f64 / (interval / 1000) as f64) as i64 } else { 0 };
         let limited = if is_limited { 1 } else { 0 };

@@ -229,6 +229,15 @@ impl<S: Store, C: Clock> Gate<S, C> {
         self.apply_correction(query, Verb::Refund, 0).await.map(drop)
     }
 
+    /// Charges the cost of a call that has been made already, even if there is no room. With a cost beyond what remains,
+    /// further calls are refused until the excess has left the window, or is refilled. Takes no permits.
+    ///
+    /// # Errors
+    /// As [`Gate::check`].
+    pub async fn charge(&self, query: &Query<'_>) -> Result<(), CheckError> {
+        self.apply_correction(query, Verb::Debit, 0).await.map(drop)
+    }
+
     /// Gives back the permit of a call that has ended. Returns false if its lease has ended or it was already given
     /// back.
     ///

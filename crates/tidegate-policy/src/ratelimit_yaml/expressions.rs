@@ -1,12 +1,15 @@
 //! Conditions and variables of limitador's limits: expressions of [CEL](https://cel.dev).
 
 #[cfg(feature = "limitador")]
+pub use with_cel::is_evaluating;
+#[cfg(feature = "limitador")]
 pub(super) use with_cel::{Expression, Values};
 #[cfg(not(feature = "limitador"))]
 pub(super) use without_cel::{Expression, Values};
 
 #[cfg(feature = "limitador")]
 mod with_cel {
+    use std::cell::Cell;
     use std::collections::HashMap;
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::{Arc, LazyLock};
@@ -60,6 +63,24 @@ mod with_cel {
         }
     }
 
+    thread_local! {
+        static IS_EVALUATING: Cell<bool> = const { Cell::new(false) };
+    }
+
+    /// True while this thread reads or evaluates an expression. A panic is caught then, and a client's value may be its
+    /// cause, so that a program may choose not to report it.
+    pub fn is_evaluating() -> bool {
+        IS_EVALUATING.get()
+    }
+
+    /// Calls the library, and catches its panics.
+    fn quietly<T>(call: impl FnOnce() -> T) -> std::thread::Result<T> {
+        IS_EVALUATING.set(true);
+        let result = catch_unwind(AssertUnwindSafe(call));
+        IS_EVALUATING.set(false);
+        result
+    }
+
     /// The result of an expression for some values.
     enum Evaluated {
         Value(Value),
@@ -92,10 +113,10 @@ mod with_cel {
             if operators > MAX_OPERATORS {
                 return Err(format!("it has more than {MAX_OPERATORS} operators"));
             }
-            let read = || Program::compile(source);
+            let read = || quietly(|| Program::compile(source));
             let program = std::thread::scope(|scope| {
                 let reader = std::thread::Builder::new().stack_size(READER_STACK).spawn_scoped(scope, read);
-                reader.map_err(|error| error.to_string())?.join().map_err(|_| "it can't be read".to_owned())
+                reader.map_err(|error| error.to_string())?.join().flatten().map_err(|_| "it can't be read".to_owned())
             })?;
             let program = program.map_err(|errors| {
                 let messages = errors.errors.iter().map(|error| error.msg.trim().to_owned());
@@ -104,7 +125,7 @@ mod with_cel {
             let expression = Self { source: source.into(), program: Arc::new(program) };
             // Some parts of the language are read and then not evaluated by the library.
             let values = Values::new([Vec::new()]);
-            match catch_unwind(AssertUnwindSafe(|| expression.program.execute(&values.context))) {
+            match quietly(|| expression.program.execute(&values.context)) {
                 Ok(_) => Ok(expression),
                 Err(_) => Err("a part of it isn't supported".to_owned()),
             }
@@ -148,8 +169,7 @@ mod with_cel {
 
         fn evaluate(&self, values: &Values) -> Evaluated {
             // Values that the library doesn't expect, such as an empty part of `contains`, can make it panic.
-            let result = catch_unwind(AssertUnwindSafe(|| self.program.execute(&values.context)));
-            match result {
+            match quietly(|| self.program.execute(&values.context)) {
                 Ok(Ok(value)) => Evaluated::Value(value),
                 Ok(Err(error)) if self.is_missing(&error, values) => Evaluated::Missing,
                 Ok(Err(_)) | Err(_) => Evaluated::Meaningless,

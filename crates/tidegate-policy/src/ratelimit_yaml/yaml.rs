@@ -12,7 +12,7 @@ use crate::error::{Error, quoted};
 
 /// The most lists and mappings that may be nested.
 const MAX_DEPTH: usize = 64;
-/// The most values in a file; those that an alias repeats count again.
+/// The most values in a file; those that an alias repeats count again, and a text counts once more for each 256 bytes.
 const MAX_VALUES: usize = 200_000;
 
 /// A value and its place.
@@ -53,7 +53,7 @@ impl YamlNode {
             (values + more, depth.max(deeper))
         };
         let (values, depth) = match &self.value {
-            YamlValue::Scalar(..) => return (1, 0),
+            YamlValue::Scalar(text, _) => return (1 + text.len() / 256, 0),
             YamlValue::List(items) => items.iter().fold((0, 0), sum),
             YamlValue::Map(entries) => entries.iter().flat_map(|(key, value)| [key, value]).fold((0, 0), sum),
         };
@@ -183,7 +183,7 @@ impl<'t> Builder<'t> {
             TScalarStyle::SingleQuoted | TScalarStyle::DoubleQuoted => self.place(mark, text.len() + 2),
             TScalarStyle::Literal | TScalarStyle::Folded => self.place(mark, 1),
         };
-        self.count(at, 1, 0)?;
+        self.count(at, 1 + text.len() / 256, 0)?;
         let is_string = match tag {
             None => style != TScalarStyle::Plain,
             Some(tag) if tag.suffix == "str" => true,

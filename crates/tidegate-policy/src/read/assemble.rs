@@ -141,7 +141,8 @@ impl DocumentReader<'_> {
         let actions = self.actions(inbound, path_quirks, global_op_count, forward_auth);
         let (lists, global, mut actions) = (lists?, global?, actions?);
         if let Some(rls) = rls {
-            actions.extend(self.yaml_actions(root, rls, &actions)?);
+            let limits = self.yaml_actions(root, rls, &mut actions)?;
+            actions.extend(limits);
         }
         let keeps_keys_together = store.is_some_and(StoreConfig::keeps_keys_together);
         let mut collector = self.predecessor.map(|policy| PlanCollector::following(policy.plan())).unwrap_or_default();

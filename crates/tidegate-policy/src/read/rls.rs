@@ -17,7 +17,6 @@ use crate::environment::fold_member_name;
 use crate::error::{Note, quoted};
 use crate::key::{KeyPart, OnMissing};
 use crate::listen::{Http2Mode, ListenAddress};
-use crate::quantity::Quantity;
 use crate::ratelimit_yaml::{LimitTable, RatelimitConfig, list_files, read_files, read_regular_file};
 use crate::secret::SecretSource;
 use crate::sections::{ApiConfig, CompatibleServer, RlsAlgorithm, RlsConfig, WatchedFiles};
@@ -134,13 +133,14 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// The limits of the files as actions, whose calls don't meet `inbound.global`. They follow these others. One of those
-    /// with the name of a limit replaces it, so that descriptors can have everything that actions have.
+    /// The limits of the files as actions. They follow these others. One of those with the name of a limit replaces it, so
+    /// that descriptors can have everything that actions have. No call of either kind meets `inbound.global`, because
+    /// descriptors don't give a client's address.
     pub(super) fn yaml_actions(
         &mut self,
         root: &TomlTable,
         rls: &RlsConfig,
-        others: &[ParsedAction],
+        others: &mut [ParsedAction],
     ) -> Option<Vec<ParsedAction>> {
         let Some(table) = &rls.limits else { return Some(Vec::new()) };
         let at = root.table("rls").and_then(|table| table.node("files")).map_or(self.full_range, |node| node.at);
@@ -149,12 +149,13 @@ impl DocumentReader<'_> {
                 format!("the files have {} limits, and the policy {} actions", table.limits().len(), others.len());
             return self.error(at, message, format!("at most {MAX_ACTIONS} in all")).none();
         }
-        let names: HashMap<&str, &ParsedAction> =
-            others.iter().map(|action| (action.folded_name.as_str(), action)).collect();
+        let mut names: HashMap<String, &mut ParsedAction> =
+            others.iter_mut().map(|action| (action.folded_name.clone(), action)).collect();
         let sharing = Sharing { on_outage: self.on_outage, lease: None };
         let new_limits = table.limits().iter().filter_map(|found| {
             let folded_name = fold_member_name(&found.action);
-            if let Some(action) = names.get(folded_name.as_str()) {
+            if let Some(action) = names.get_mut(&folded_name) {
+                action.meets_global = false;
                 return self.check_replacing(action, &found.action).is_none().then_some(None);
             }
             let group = LimitGroup {
@@ -189,9 +190,15 @@ impl DocumentReader<'_> {
             let message = format!("the files have the limit {}, and variables can't tell the two apart", quoted(name));
             return self.error(action.name_at, message, format!("{} or another name", quoted(name))).none();
         }
-        let in_flight = action.groups.iter().flat_map(|group| &group.quantities);
-        if let Some((_, at)) = in_flight.into_iter().find(|(quantity, _)| matches!(quantity, Quantity::InFlight { .. }))
-        {
+        if let Some((_, at)) = &action.matcher {
+            let message = format!(
+                "the action {} replaces a limit of the files, which only descriptors ask, not paths or methods",
+                quoted(name)
+            );
+            return self.error(*at, message, "an action without `match`").none();
+        }
+        let mut quantities = action.groups.iter().flat_map(|group| &group.quantities);
+        if let Some((_, at)) = quantities.find(|(quantity, _)| quantity.is_in_flight()) {
             let message = format!(
                 "the action {} replaces a limit of the files, whose callers don't tell the end of a call",
                 quoted(name)

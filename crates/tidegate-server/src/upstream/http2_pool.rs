@@ -4,8 +4,8 @@
 //! accepts, requests would wait, and behind gRPC calls that stay open they would wait without end.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicUsize};
 use std::time::Duration;
 
 use http::header::{CONNECTION, HOST, TRANSFER_ENCODING, UPGRADE};
@@ -13,6 +13,9 @@ use http::uri::{Authority, Scheme};
 use http::{Request, Uri, Version};
 use hyper::client::conn::http2::SendRequest;
 use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use super::http1_pool::AGE_STEPS;
 
 /// The interval of pings on a connection in use, and the time to answer one.
 pub(crate) const PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
@@ -23,9 +26,13 @@ const MAX_STREAMS: usize = 100;
 pub(crate) const STREAM_WINDOW: u32 = 128 << 10;
 pub(crate) const CONNECTION_WINDOW: u32 = STREAM_WINDOW * MAX_STREAMS as u32;
 
+/// The time that a connection without a request is kept. The server tells when it closes one, so that it can be long.
+const IDLE: Duration = Duration::from_secs(60);
+
 /// The open connections.
 pub(super) struct Http2Pool<B> {
     connections: Mutex<Vec<Http2Stream<B>>>,
+    not_empty: Notify,
     /// Held while connecting, so that requests that come together share a connection.
     pub(super) connecting: tokio::sync::Mutex<()>,
 }
@@ -33,13 +40,20 @@ pub(super) struct Http2Pool<B> {
 /// A place on a connection, for one request.
 pub(super) struct Http2Stream<B> {
     pub(super) sender: SendRequest<B>,
+    usage: Arc<Usage>,
+}
+
+/// The use of a connection.
+struct Usage {
     /// The requests on the connection, and one for the pool.
-    in_use: Arc<AtomicUsize>,
+    places: AtomicUsize,
+    /// The number of steps since the last request began or was seen.
+    idle_steps: AtomicU32,
 }
 
 impl<B> Default for Http2Pool<B> {
     fn default() -> Self {
-        Self { connections: Mutex::default(), connecting: tokio::sync::Mutex::default() }
+        Self { connections: Mutex::default(), not_empty: Notify::new(), connecting: tokio::sync::Mutex::default() }
     }
 }
 
@@ -48,28 +62,51 @@ impl<B> Http2Pool<B> {
     pub(super) fn take(&self) -> Option<Http2Stream<B>> {
         let mut connections = self.connections.lock();
         connections.retain(|connection| !connection.sender.is_closed());
-        connections.iter().find(|connection| connection.in_use.load(Relaxed) <= MAX_STREAMS).map(Http2Stream::share)
+        connections
+            .iter()
+            .find(|connection| connection.usage.places.load(Relaxed) <= MAX_STREAMS)
+            .map(Http2Stream::share)
     }
 
     /// Adds a new connection, and returns a place on it.
     pub(super) fn add(&self, sender: SendRequest<B>) -> Http2Stream<B> {
-        let connection = Http2Stream { sender, in_use: Arc::new(AtomicUsize::new(1)) };
+        let usage = Usage { places: AtomicUsize::new(1), idle_steps: AtomicU32::new(0) };
+        let connection = Http2Stream { sender, usage: Arc::new(usage) };
         let stream = connection.share();
         self.connections.lock().push(connection);
+        self.not_empty.notify_one();
         stream
+    }
+
+    /// Closes connections that have been idle for too long; never returns.
+    pub(super) async fn run_idle_cleanup(self: Arc<Self>) {
+        loop {
+            while self.connections.lock().is_empty() {
+                self.not_empty.notified().await;
+            }
+            tokio::time::sleep(IDLE / AGE_STEPS).await;
+            self.connections.lock().retain(|connection| {
+                let Usage { places, idle_steps } = &*connection.usage;
+                if places.load(Relaxed) > 1 {
+                    idle_steps.store(0, Relaxed);
+                }
+                idle_steps.fetch_add(1, Relaxed) < AGE_STEPS && !connection.sender.is_closed()
+            });
+        }
     }
 }
 
 impl<B> Http2Stream<B> {
     fn share(&self) -> Self {
-        self.in_use.fetch_add(1, Relaxed);
-        Self { sender: self.sender.clone(), in_use: Arc::clone(&self.in_use) }
+        self.usage.places.fetch_add(1, Relaxed);
+        self.usage.idle_steps.store(0, Relaxed);
+        Self { sender: self.sender.clone(), usage: Arc::clone(&self.usage) }
     }
 }
 
 impl<B> Drop for Http2Stream<B> {
     fn drop(&mut self) {
-        self.in_use.fetch_sub(1, Relaxed);
+        self.usage.places.fetch_sub(1, Relaxed);
     }
 }
 
@@ -86,4 +123,34 @@ pub(super) fn to_http2<B>(request: &mut Request<B>, scheme: Scheme) {
         *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
     }
     *request.version_mut() = Version::HTTP_2;
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use http_body_util::Empty;
+    use hyper::client::conn::http2;
+    use hyper_util::rt::{TokioExecutor, TokioIo};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn idle_connections_are_closed() {
+        let (client, _server) = tokio::io::duplex(1 << 16);
+        let handshake = http2::handshake::<_, _, Empty<Bytes>>(TokioExecutor::new(), TokioIo::new(client));
+        let (sender, connection) = handshake.await.unwrap();
+        tokio::spawn(connection);
+        let pool = Arc::new(Http2Pool::default());
+        let cleanup = tokio::spawn(Arc::clone(&pool).run_idle_cleanup());
+        let request = pool.add(sender);
+        tokio::time::sleep(IDLE * 3).await;
+        drop(request);
+        tokio::time::sleep(IDLE / 2).await;
+        assert!(pool.take().is_some(), "a connection in use stays, and is kept for the next request");
+        tokio::time::sleep(IDLE / 2).await;
+        assert_eq!(pool.connections.lock().len(), 1, "the last request counts");
+        tokio::time::sleep(IDLE).await;
+        assert!(pool.take().is_none());
+        cleanup.abort();
+    }
 }

@@ -115,7 +115,7 @@ struct ThrottleQuestion {
 struct ThrottleAnswer {
     allowed: bool,
     limit: i64,
-    remaining: i64,
+    remaining: u64,
     reset_after: i64,
     retry_after: i64,
 }
@@ -152,8 +152,8 @@ async fn throttle<S: Store, C: Clock>(
     let answer = ThrottleAnswer {
         allowed: !decided.is_limited,
         limit: asked.max_burst,
-        remaining: decided.remaining.min(asked.max_burst),
-        reset_after: decided.reset_after_secs().max(0),
+        remaining: decided.remaining,
+        reset_after: decided.reset_after_secs(),
         retry_after: wait_secs(&decided),
     };
     Ok(json_response(StatusCode::OK, &answer))

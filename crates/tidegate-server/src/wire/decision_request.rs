@@ -174,6 +174,11 @@ impl<'a> DecisionRequest<'a> {
         self.actions = Some(actions);
     }
 
+    /// Tells that all headers of the request are given: those that aren't set are missing.
+    pub(crate) fn set_no_headers(&mut self) {
+        self.headers.get_or_insert_default();
+    }
+
     fn set_header(&mut self, name: &str, value: &str) -> Result<(), DecisionRequestError> {
         let field = || format!("header:{}", name.chars().take(64).collect::<String>());
         let header = HeaderName::from_bytes(name.as_bytes())

@@ -1,14 +1,16 @@
 //! The limits of limitador's files, for its HTTP API and the rate limit service.
 //!
-//! All limits that apply to a request decide about it together: each of them counts it, or none does. They are asked
-//! before they count. If another request comes between, what was counted is given back.
+//! All limits that apply to a request decide about it together: each of them counts it, or none does. There may be more of
+//! them than a batch holds, and a cluster keeps their keys on several servers. So they are asked before they count. If
+//! another request comes between, what was counted is given back.
 
 use std::collections::BTreeMap;
 
+use futures_util::future::{join_all, try_join_all};
 use http::header::{HeaderName, HeaderValue};
 use http::{Response, StatusCode};
 use serde::Deserialize;
-use tidegate::policy::MatchedActions;
+use tidegate::policy::{MatchedActions, Query};
 use tidegate::store::Store;
 use tidegate::{CheckError, Decision, Gate};
 use tidegate_core::Clock;
@@ -28,6 +30,9 @@ const X_RATELIMIT_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit
 const X_RATELIMIT_REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");
 const X_RATELIMIT_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
 
+/// The counters that the store is asked for at a time.
+const COUNTERS_AT_ONCE: usize = 32;
+
 /// A limit that applies to a request, and the question to it.
 pub(crate) struct LimitQuestion<'t> {
     pub(crate) limit: &'t DescriptorLimit,
@@ -35,12 +40,12 @@ pub(crate) struct LimitQuestion<'t> {
     pub(crate) request: DecisionRequest<'static>,
 }
 
-/// The meaning of a request.
+/// The meaning of a request to the HTTP API.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// To ask without counting.
     Check,
-    /// To count as far as the limits allow.
+    /// To count without asking.
     Report,
     CheckAndReport,
 }
@@ -53,54 +58,72 @@ pub(crate) struct Decider<'s, S: Store, C: Clock> {
 }
 
 impl<S: Store, C: Clock> Decider<'_, S, C> {
-    /// Decides about a request under all limits that apply to it. The decisions are in the order of the questions.
+    /// The present decisions of the limits, in their order. Counts nothing.
+    pub(crate) async fn ask(&self, limits: &[LimitQuestion<'_>]) -> Result<Vec<Decision>, CheckError> {
+        try_join_all(limits.iter().map(|limit| self.status(limit))).await
+    }
+
+    /// Decides about a request under all limits that apply to it. The decisions are in the order of the limits.
     pub(crate) async fn decide_together(
         &self,
-        questions: &[LimitQuestion<'_>],
-        purpose: Purpose,
+        limits: &[LimitQuestion<'_>],
         access: &AccessSlot,
     ) -> Result<Vec<Decision>, CheckError> {
-        let mut decisions = Vec::with_capacity(questions.len());
-        if questions.len() > 1 || purpose != Purpose::CheckAndReport {
-            for question in questions {
-                decisions.push(self.gate.status(&question.request.query()).await?);
+        let mut decisions = if limits.len() > 1 { self.ask(limits).await? } else { Vec::new() };
+        if let Some(index) = decisions.iter().position(|decision| !decision.allowed) {
+            decisions[index] = self.decide_one(&limits[index], access).await?;
+            if !decisions[index].allowed {
+                return Ok(decisions);
             }
+            self.give_back(&limits[index]).await;
         }
-        if purpose == Purpose::Check {
-            return Ok(decisions);
+        let decided = join_all(limits.iter().map(|limit| self.decide_one(limit, access))).await;
+        let is_refused = decided.iter().any(|decided| decided.as_ref().is_ok_and(|decision| !decision.allowed));
+        // Another request came between, or the store has failed.
+        if is_refused || decided.iter().any(Result::is_err) {
+            let admitted = |decided: &Result<Decision, _>| decided.as_ref().is_ok_and(|decision| decision.allowed);
+            let counted = limits.iter().zip(&decided).filter(|(_, decided)| admitted(decided));
+            join_all(counted.map(|(limit, _)| self.give_back(limit))).await;
         }
-        // One that refuses comes first, so that no other has counted the request.
-        let mut order: Vec<usize> = (0..questions.len()).collect();
-        order.sort_by_key(|index| decisions.get(*index).is_none_or(|decision| decision.allowed));
-        for (place, &index) in order.iter().enumerate() {
-            let LimitQuestion { actions, request, .. } = &questions[index];
-            let mut query = request.query();
-            if purpose == Purpose::Report {
-                // What doesn't fit isn't counted, so that a report fills the limit at most.
-                query.cost = query.cost.min(decisions[index].remaining.or(query.cost));
-                if query.cost == Some(0) {
-                    continue;
-                }
-            }
-            let decision = decide(self.gate, self.metrics, &query).await?;
-            self.refusals.log_decision(self.gate.plan(), *actions, &query, &decision, access);
-            let is_refused = !decision.allowed && purpose == Purpose::CheckAndReport;
-            match decisions.get_mut(index) {
-                Some(known) => *known = decision,
-                None => decisions.push(decision),
-            }
-            if is_refused {
-                // Another request came between the first question and this one. The refusal stands though the store may
-                // fail now.
-                for &counted in &order[..place] {
-                    if let Err(error) = self.gate.refund(&questions[counted].request.query()).await {
-                        self.refusals.log_failure(self.gate.clock().now(), &error);
-                    }
-                }
-                break;
-            }
+        decided.into_iter().collect()
+    }
+
+    async fn decide_one(&self, limit: &LimitQuestion<'_>, access: &AccessSlot) -> Result<Decision, CheckError> {
+        let query = limit.request.query();
+        let decision = decide(self.gate, self.metrics, &query).await?;
+        self.refusals.log_decision(self.gate.plan(), limit.actions, &query, &decision, access);
+        Ok(decision)
+    }
+
+    /// Gives back what a limit has counted. The decision stands if the store fails now.
+    async fn give_back(&self, limit: &LimitQuestion<'_>) {
+        if let Err(error) = self.gate.refund(&limit.request.query()).await {
+            self.refusals.log_failure(self.gate.clock().now(), &error);
         }
-        Ok(decisions)
+    }
+
+    /// Gives back what was counted, and returns the decisions about nothing more.
+    pub(crate) async fn refund(&self, limits: &[LimitQuestion<'_>]) -> Result<Vec<Decision>, CheckError> {
+        try_join_all(limits.iter().map(|limit| self.refund_one(limit))).await
+    }
+
+    async fn status(&self, limit: &LimitQuestion<'_>) -> Result<Decision, CheckError> {
+        self.gate.status(&limit.request.query()).await
+    }
+
+    async fn refund_one(&self, limit: &LimitQuestion<'_>) -> Result<Decision, CheckError> {
+        let query = limit.request.query();
+        self.gate.refund(&query).await?;
+        self.gate.status(&Query { cost: Some(0), ..query }).await
+    }
+
+    async fn charge(&self, limit: &LimitQuestion<'_>) -> Result<(), CheckError> {
+        self.gate.charge(&limit.request.query()).await
+    }
+
+    /// Counts what has happened already, even if there is no room.
+    pub(crate) async fn report(&self, limits: &[LimitQuestion<'_>]) -> Result<(), CheckError> {
+        try_join_all(limits.iter().map(|limit| self.charge(limit))).await.map(drop)
     }
 }
 
@@ -137,14 +160,19 @@ pub(crate) async fn answer<S: Store, C: Clock>(
         None => Vec::new(),
     };
     let decider = Decider { gate: &api.gate, refusals: &api.refusals, metrics: &api.metrics };
-    let decisions = match decider.decide_together(&questions, purpose, access).await {
+    let decided = match purpose {
+        Purpose::Check => decider.ask(&questions).await,
+        Purpose::Report => decider.report(&questions).await.map(|()| Vec::new()),
+        Purpose::CheckAndReport => decider.decide_together(&questions, access).await,
+    };
+    let decisions = match decided {
         Ok(decisions) => decisions,
         Err(error) => {
             let query = questions.first().map(|question| question.request.query()).unwrap_or_default();
             return Ok(check_error_response(&api.gate, &api.refusals, &query, &error, access));
         }
     };
-    let refuses = is_refused(&decisions) && purpose != Purpose::Report;
+    let refuses = is_refused(&decisions);
     let status = if refuses { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
     let mut response = json(status, "null".into());
     if asked.response_headers.as_deref() == Some("DraftVersion03") && purpose == Purpose::CheckAndReport {
@@ -198,22 +226,37 @@ pub(crate) async fn counters<S: Store, C: Clock>(
     namespace: &str,
     access: &AccessSlot,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
-    let mut counters = Vec::new();
-    let Some(table) = &api.limits else { return Ok(json_response(StatusCode::OK, &counters)) };
-    for (index, limit) in table.namespace(namespace).iter().filter(|(_, limit)| limit.variables().next().is_none()) {
-        let question = table.question(*index, String::new(), 1)?;
-        let query = question.request.query();
-        match api.gate.status(&query).await {
-            Ok(decision) if decision.remaining == Some(limit.max_value) => {}
-            Ok(decision) => counters.push(serde_json::json!({
+    let Some(table) = &api.limits else { return Ok(json_response(StatusCode::OK, &[(); 0])) };
+    let limits = table.namespace(namespace).iter().filter(|(_, limit)| limit.variables().next().is_none());
+    let (mut questions, mut counted) = (Vec::new(), Vec::new());
+    for (index, limit) in limits {
+        questions.push(table.question(*index, String::new(), 1)?);
+        counted.push(limit);
+    }
+    let decider = Decider { gate: &api.gate, refusals: &api.refusals, metrics: &api.metrics };
+    let mut decisions = Vec::with_capacity(questions.len());
+    for some in questions.chunks(COUNTERS_AT_ONCE) {
+        match decider.ask(some).await {
+            Ok(decided) => decisions.extend(decided),
+            Err(error) => {
+                let query = some[0].request.query();
+                return Ok(check_error_response(&api.gate, &api.refusals, &query, &error, access));
+            }
+        }
+    }
+    let counters: Vec<_> = decisions
+        .iter()
+        .zip(counted)
+        .filter(|(decision, limit)| decision.remaining != Some(limit.max_value))
+        .map(|(decision, limit)| {
+            serde_json::json!({
                 "limit": limit_json(limit),
                 "set_variables": {},
                 "remaining": decision.remaining,
                 "expires_in_seconds": decision.reset_after.as_secs_ceil(),
-            })),
-            Err(error) => return Ok(check_error_response(&api.gate, &api.refusals, &query, &error, access)),
-        }
-    }
+            })
+        })
+        .collect();
     Ok(json_response(StatusCode::OK, &counters))
 }
 

@@ -18,17 +18,18 @@ use std::sync::{Arc, Once};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HeaderMap, RETRY_AFTER};
 use http::{Request, Response, StatusCode, Version};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::Service;
 use prost::Message;
-use tidegate::policy::{Forwarding, MatchedActions, Query, is_host};
+use tidegate::policy::{Forwarding, KeyError, MatchedActions, Query, is_host};
 use tidegate::reply::Replies;
 use tidegate::store::Store;
 use tidegate::{CheckError, Decision, Gate, LimiterDecision};
-use tidegate_core::Clock;
+use tidegate_core::{CallerRateDecision, Clock};
 use tonic::Status;
 use tonic::server::Grpc;
 use tonic_prost::ProstCodec;
@@ -49,12 +50,12 @@ use crate::local_response::{discard_body, error, finish_response};
 use crate::rejections::RejectionReason;
 use crate::state_cell::ListenerState;
 use crate::states::SharedParts;
-use crate::watchdog::ConnectionPhase;
+use crate::watchdog::{ConnectionPhase, ConnectionWatch};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::ext_authz;
 use crate::wire::forward_auth::meets_concurrency;
 use crate::wire::http_api::{decide, validate};
-use crate::wire::limitador::{self, Decider, Purpose, is_refused};
+use crate::wire::limitador::{self, Decider, is_refused};
 use crate::wire::small_body::collect_body;
 
 /// The domain whose descriptors are questions to the policy.
@@ -63,6 +64,11 @@ const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
 const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 /// The start of a field that is a header.
 const HEADER_FIELD: &str = "header:";
+/// The maximum size of a request to the rate limit service in bytes. A path of 60 KiB, which Envoy takes by default, may
+/// be in several descriptors.
+const MAX_BYTES: usize = 1 << 20;
+/// A message without fields, as gRPC frames it.
+const EMPTY_MESSAGE: [u8; 5] = [0; 5];
 const HEALTH_CHECK: &str = "/grpc.health.v1.Health/Check";
 
 /// The state that all connections share.
@@ -131,8 +137,18 @@ async fn respond<S: Store, C: Clock>(
         return discard_body(watch, request.into_body(), false, response);
     }
     let (parts, body) = request.into_parts();
-    let bytes = match collect_body(watch, body, ext_authz::MAX_BYTES).await {
+    let is_limits = parts.uri.path() == SHOULD_RATE_LIMIT;
+    let max_bytes = if is_limits { MAX_BYTES } else { ext_authz::MAX_BYTES };
+    let bytes = match collect_body(watch, body, max_bytes).await {
         Ok(bytes) => bytes,
+        Err(response) if is_limits && response.status() == StatusCode::PAYLOAD_TOO_LARGE => {
+            let why = format!("the request to the rate limit service has more than {MAX_BYTES} bytes");
+            let query = Query::default();
+            let _ = state.reject(RejectionReason::HeadSize, &query, &why, &watch.access);
+            let request = Request::from_parts(parts, Full::new(Bytes::from_static(&EMPTY_MESSAGE)));
+            let refused = unary(request, |_: RateLimitRequest| async { Ok(refused_response()) }).await;
+            return state.relayed(refused, watch);
+        }
         Err(response) => return response,
     };
     let request = Request::from_parts(parts, Full::new(bytes));
@@ -148,11 +164,11 @@ async fn respond<S: Store, C: Clock>(
             Status::unimplemented(format!("there are {known}, not {path}")).into_http()
         }
     };
-    response.map(|body| ResponseBody::Relay(RelayBody::new(body, Arc::clone(watch), state.body_timeout)))
+    state.relayed(response, watch)
 }
 
 /// Answers a request that has one message, with one message.
-async fn unary<I, O, F>(request: Request<Full<bytes::Bytes>>, answer: impl FnMut(I) -> F) -> Response<tonic::body::Body>
+async fn unary<I, O, F>(request: Request<Full<Bytes>>, answer: impl FnMut(I) -> F) -> Response<tonic::body::Body>
 where
     I: Message + Default + 'static,
     O: Message + Default + 'static,
@@ -182,6 +198,11 @@ where
     }
 }
 
+/// The response to a request that can't be counted.
+fn refused_response() -> RateLimitResponse {
+    RateLimitResponse { overall_code: Code::OverLimit.into(), ..RateLimitResponse::default() }
+}
+
 fn health(asked: &HealthRequest, is_draining: bool) -> Result<HealthResponse, Status> {
     if !["", SERVICE, ext_authz::SERVICE].contains(&&*asked.service) {
         return Err(Status::not_found(format!("the services are \"\", {SERVICE:?} and {:?}", ext_authz::SERVICE)));
@@ -201,6 +222,9 @@ impl Entry {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Hits {
     Take,
+    /// To take what is left if they don't fit: a descriptor's own hits are often told after the call.
+    TakeAll,
+    /// To ask for room for one.
     Peek,
     Refund,
 }
@@ -210,6 +234,7 @@ impl Hits {
         match addend {
             _ if descriptor.is_negative_hits => Self::Refund,
             Some(0) => Self::Peek,
+            _ if descriptor.hits_addend.is_some() => Self::TakeAll,
             _ => Self::Take,
         }
     }
@@ -228,6 +253,10 @@ enum Question<'a> {
 }
 
 impl<S: Store, C: Clock> RlsState<S, C> {
+    fn relayed(&self, response: Response<tonic::body::Body>, watch: &Arc<ConnectionWatch>) -> Response<ResponseBody> {
+        response.map(|body| ResponseBody::Relay(RelayBody::new(body, Arc::clone(watch), self.body_timeout)))
+    }
+
     async fn decide(&self, asked: &RateLimitRequest, access: &AccessSlot) -> Result<RateLimitResponse, Status> {
         if asked.domain.is_empty() {
             return Err(Status::invalid_argument("`domain` is empty"));
@@ -251,6 +280,8 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             _ => self.admit_unknown_domain(asked),
         };
         let plan = self.gate.plan();
+        // The address that a request comes from is counted once, though several descriptors may have it.
+        let mut is_global_counted = false;
         let mut statuses = Vec::with_capacity(questions.len());
         let mut tightest: Option<(MatchedActions, Decision)> = None;
         let (mut is_over, mut quotas, mut quotas_over, mut inline_wait) = (false, 0, 0, None);
@@ -263,7 +294,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
                     continue;
                 }
                 Question::Inline(inline) => {
-                    let decided = Box::pin(self.gate.throttle(inline.rate, &inline.name, inline.quantity)).await;
+                    let decided = Box::pin(self.decide_inline(&inline)).await;
                     let decided = decided.map_err(|error| self.status_of(&error))?;
                     is_over |= decided.is_limited;
                     inline_wait = inline_wait.max(decided.retry_after.map(|_| decided.retry_after_secs()));
@@ -271,12 +302,15 @@ impl<S: Store, C: Clock> RlsState<S, C> {
                     continue;
                 }
             };
-            let query = Query { actions: Some(actions), ..request.query() };
+            let query = request.query();
+            let skips_global = is_global_counted || query.ip.is_none();
+            is_global_counted |= !skips_global;
+            let query = Query { actions: Some(actions), skips_global, ..query };
             let decision = match self.decide_one(&query, hits).await {
                 Ok(decision) => decision,
                 Err(error) if self.log_uncountable(&error, &query, access) => {
                     is_over = true;
-                    statuses.push(DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() });
+                    statuses.push(DescriptorStatus::refused());
                     continue;
                 }
                 Err(error) => return Err(self.status_of(&error)),
@@ -318,23 +352,26 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         access: &AccessSlot,
     ) -> Result<Option<RateLimitResponse>, Status> {
         // The hits of several descriptors can't be told apart here, because all limits see all descriptors.
-        let (own_hits, is_refund) = match &asked.descriptors[..] {
-            [one] => (one.hits_addend, one.is_negative_hits),
-            _ => (None, false),
+        let own_hits = match &asked.descriptors[..] {
+            [one] => one.hits_addend,
+            _ => None,
         };
+        let is_refund = asked.descriptors.iter().any(|descriptor| descriptor.is_negative_hits);
+        if is_refund && !asked.descriptors.iter().all(|descriptor| descriptor.is_negative_hits) {
+            let message = "the hits of some descriptors are negative: here all are, or none, as they are counted once";
+            return Err(Status::invalid_argument(message));
+        }
         let hits = own_hits.unwrap_or_else(|| asked.hits_addend.max(1).into());
         let descriptors: Vec<_> = asked.descriptors.iter().map(entries).collect();
         let questions = limits.applying(&asked.domain, descriptors.iter().map(borrow), hits);
         let questions = questions.map_err(|error| Status::invalid_argument(error.message))?;
         let Some(questions) = questions else { return Ok(None) };
         let decider = Decider { gate: &self.gate, refusals: &self.parts.refusals, metrics: &self.parts.metrics };
-        let purpose = if hits == 0 || is_refund { Purpose::Check } else { Purpose::CheckAndReport };
-        if is_refund {
-            for question in &questions {
-                self.gate.refund(&question.request.query()).await.map_err(|error| self.status_of(&error))?;
-            }
-        }
-        let decided = decider.decide_together(&questions, purpose, access).await;
+        let decided = match (is_refund, hits) {
+            (true, _) => decider.refund(&questions).await,
+            (false, 0) => decider.ask(&questions).await,
+            (false, _) => decider.decide_together(&questions, access).await,
+        };
         let decisions = decided.map_err(|error| self.status_of(&error))?;
         let tightest = limitador::tightest(&decisions).map(|index| (questions[index].actions, &decisions[index]));
         let status = tightest
@@ -375,13 +412,19 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             return Err(Status::invalid_argument(message));
         }
         let mut request = DecisionRequest::default();
+        // A header that no entry has is one that the client hasn't sent.
+        request.set_no_headers();
         for entry in &descriptor.entries {
             // The name that Envoy gives the client's address.
             let field = if entry.key == "remote_address" { "ip" } else { &entry.key };
             match request.set_text(field, entry.text()) {
                 Ok(()) => {}
-                Err(error) if field.starts_with(HEADER_FIELD) && is_header_name(&field[HEADER_FIELD.len()..]) => {
+                Err(error) if field.strip_prefix(HEADER_FIELD).is_some_and(is_header_name) => {
                     return Ok(self.reject(RejectionReason::Head, &request.query(), &error.message, access));
+                }
+                // An operator may take it from a header.
+                Err(error) if field == "ip" && request.query().ip.is_none() => {
+                    return Ok(self.reject(RejectionReason::MissingPart, &request.query(), &error.message, access));
                 }
                 Err(error) => return Err(invalid(error)),
             }
@@ -404,7 +447,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             }
             Ok(actions) => Ok(Question::Ask { request, actions, hits, is_quota: false }),
             Err(error) if self.log_uncountable(&error, &query, access) => {
-                Ok(Question::Decided(DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() }))
+                Ok(Question::Decided(DescriptorStatus::refused()))
             }
             Err(error) => Err(self.status_of(&error)),
         }
@@ -413,21 +456,53 @@ impl<S: Store, C: Clock> RlsState<S, C> {
     /// The status of a descriptor with a value of the client's that can't be counted, which is logged.
     fn reject<'a>(&self, reason: RejectionReason, query: &Query<'_>, why: &str, access: &AccessSlot) -> Question<'a> {
         self.parts.refusals.log_rejection(self.gate.clock().now(), reason, query, why, access);
-        Question::Decided(DescriptorStatus { code: Code::OverLimit.into(), ..DescriptorStatus::default() })
+        Question::Decided(DescriptorStatus::refused())
     }
 
-    /// Returns true if the client's request can't be counted, and logs that.
+    /// Returns true if the client's request can't be counted, and logs that. A part that is missing may be one that the
+    /// client has left out.
     fn log_uncountable(&self, error: &CheckError, query: &Query<'_>, access: &AccessSlot) -> bool {
-        let Some(uncountable) = error.uncountable() else { return false };
-        let why = uncountable.to_string();
-        self.parts.refusals.log_rejection(self.gate.clock().now(), uncountable.into(), query, &why, access);
+        let reason = match error {
+            CheckError::Key(KeyError::Uncountable(uncountable)) => uncountable.into(),
+            CheckError::Key(KeyError::Missing(_) | KeyError::Platform(_)) => RejectionReason::MissingPart,
+            _ => return false,
+        };
+        self.parts.refusals.log_rejection(self.gate.clock().now(), reason, query, &error.to_string(), access);
         true
+    }
+
+    /// Asks a limit that a descriptor states itself.
+    async fn decide_inline(&self, inline: &InlineLimit) -> Result<CallerRateDecision, CheckError> {
+        let InlineLimit { rate, name, quantity, .. } = inline;
+        if *quantity == 0 {
+            return self.gate.throttle(*rate, name, 0).await.map(|decided| {
+                let is_limited = decided.remaining == 0;
+                CallerRateDecision { is_limited, ..decided }
+            });
+        }
+        let decided = self.gate.throttle(*rate, name, *quantity).await?;
+        // As with other limits, hits that don't fit take what is left.
+        if decided.is_limited && decided.remaining > 0 {
+            self.gate.throttle(*rate, name, decided.remaining.cast_signed()).await?;
+        }
+        Ok(decided)
     }
 
     async fn decide_one(&self, query: &Query<'_>, hits: Hits) -> Result<Decision, CheckError> {
         match hits {
             Hits::Take => decide(&self.gate, &self.parts.metrics, query).await,
-            Hits::Peek => Box::pin(self.gate.status(query)).await,
+            Hits::TakeAll => {
+                let decision = decide(&self.gate, &self.parts.metrics, query).await?;
+                let left = decision.remaining.filter(|left| !decision.allowed && *left > 0);
+                if left.is_some() {
+                    Box::pin(self.gate.charge(&Query { cost: left, ..*query })).await?;
+                }
+                Ok(Decision {
+                    remaining: decision.remaining.map(|left| if decision.allowed { left } else { 0 }),
+                    ..decision
+                })
+            }
+            Hits::Peek => Box::pin(self.gate.status(&Query { cost: Some(1), ..*query })).await,
             Hits::Refund => {
                 Box::pin(self.gate.refund(query)).await?;
                 Box::pin(self.gate.status(&Query { cost: Some(0), ..*query })).await

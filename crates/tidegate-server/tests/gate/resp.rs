@@ -182,7 +182,7 @@ async fn calls_may_state_their_own_rate() {
         ("CL.THROTTLE a x 30 60", "-ERR Couldn't parse as integer: x"),
         ("CL.THROTTLE a 15 0 60", "-ERR Zero rates are not supported"),
         ("CL.THROTTLE a 15 30 0", "-ERR Zero rates are not supported"),
-        ("CL.THROTTLE a 15 -30 60", "-ERR a number is negative"),
+        ("CL.THROTTLE a 15 -30 60", "-ERR the count per period is negative"),
         ("CL.THROTTLE a 9223372036854775807 30 60", "-ERR the burst would take more than 73 years to refill"),
     ] {
         assert_eq!(throttle(words).await, error, "{words}");
@@ -193,9 +193,10 @@ async fn calls_may_state_their_own_rate() {
     )
     .await;
     assert_eq!(any_bytes, "*5\r\n:0\r\n:2\r\n:1\r\n:-1\r\n:9\r\n+OK\r\n");
-    // They are no limits of the policy.
+    // They are counted, and are no limit of the policy.
     let state = once(gate.admin, "GET /v1/state HTTP/1.1\r\nhost: gate.test\r\n\r\n").await;
-    assert!(!state.contains("CL.THROTTLE"), "{state}");
+    assert_eq!(state.matches("\"limit\":\"CL.THROTTLE\",\"outcome\"").count(), 2, "{state}");
+    assert_eq!(state.matches("CL.THROTTLE").count(), 2, "{state}");
 }
 
 #[tokio::test]

@@ -258,8 +258,10 @@ async fn streams_count_as_connections_of_their_client() {
     client.send(SETTINGS, 0, 0, &[]).await.unwrap();
     client.get(1).await;
     client.get(3).await;
+    client.get(5).await;
     let refused = client.read_until(HEADERS).await.unwrap();
-    assert_eq!(refused.stream, 3);
+    assert_eq!(refused.stream, 5, "the connection and its first stream count as one");
+    assert_eq!(rejections(gate, "streams").await, 1);
     client.send(RST_STREAM, 0, 1, &8u32.to_be_bytes()).await.unwrap();
     until("the place of a stream that was broken off", async || {
         let stream = TcpStream::connect(gate.inbound).await.unwrap();

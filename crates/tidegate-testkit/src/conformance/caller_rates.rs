@@ -43,5 +43,5 @@ fn throttle<B: Backend>(
     let decided = rate.decision(call.quantity, &outcomes.list()[0], outcomes.now());
     let limited = if decided.is_limited { 1 } else { 0 };
     let (retry_after, reset_after) = (decided.retry_after_secs(), decided.reset_after_secs());
-    Ok(([limited, call.max_burst + 1, decided.remaining, retry_after, reset_after], outcomes.now()))
+    Ok(([limited, call.max_burst + 1, decided.redis_cell_remaining, retry_after, reset_after], outcomes.now()))
 }

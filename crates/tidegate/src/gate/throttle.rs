@@ -1,6 +1,7 @@
 //! Calls that state their own rate.
 
-use tidegate_core::{Batch, CallerRate, CallerRateDecision, Clock};
+use tidegate_core::{Batch, CallerRate, CallerRateDecision, Clock, Decision, Reason};
+use tidegate_policy::MatchedActions;
 use tidegate_store::{Store, StoreResponse};
 
 use super::{CheckError, Gate};
@@ -43,7 +44,13 @@ impl<S: Store, C: Clock> Gate<S, C> {
             StoreResponse::Ready(outcomes) => outcomes,
             StoreResponse::Pending(later) => later.await?,
         };
-        let decided = outcomes.list().first().map(|outcome| rate.decision(quantity, outcome, outcomes.now()));
-        Ok(decided.unwrap_or_else(|| rate.admitted(now)))
+        let Some(outcome) = outcomes.list().first() else { return Ok(rate.admitted(now)) };
+        let decided = rate.decision(quantity, outcome, outcomes.now());
+        if let Some(counts) = self.0.decision_counts.as_ref().filter(|_| quantity > 0) {
+            let reason = if decided.is_limited { Reason::Limit } else { Reason::Ok };
+            let decision = Decision::without_limit(!decided.is_limited, reason, outcomes.now());
+            counts.record(MatchedActions::NONE, &Decision { bound_by: Some(limit), ..decision });
+        }
+        Ok(decided)
     }
 }

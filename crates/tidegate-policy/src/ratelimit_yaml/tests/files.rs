@@ -203,6 +203,7 @@ fn oversized_input_is_refused() {
         format!("domain: d\ndescriptors:\n{}", (0..20_001).map(|it| format!("- key: a{it}\n")).collect::<String>());
     for (yaml, error) in [
         (bomb, "the file has too many values"),
+        (format!("a: &a {}\nb: [{}]", "a".repeat(1 << 20), "*a,".repeat(100_000)), "the file has too many values"),
         (tower, "the values are nested too deeply"),
         ("a: &a [*a]".to_owned(), "the alias stands within the value that it names"),
         (format!("a: {}", "[".repeat(100)), "the values are nested too deeply"),

@@ -279,23 +279,29 @@ impl<S: Store, C: Clock> RespState<S, C> {
             [key, numbers @ ..] if (3..=4).contains(&numbers.len()) => (key, numbers),
             _ => return Err(ErrorReply::new(format!("Usage: {name} {usage}"))),
         };
-        let mut parsed = [0, 0, 0, 1];
+        let mut parsed: [i64; 4] = [0, 0, 0, 1];
         for (number, text) in parsed.iter_mut().zip(numbers) {
             let wrong = || ErrorReply::new(format!("Couldn't parse as integer: {}", text.escape_ascii()));
-            *number = parse_number(text).ok_or_else(wrong)?;
+            *number = str::from_utf8(text).ok().and_then(|text| text.parse().ok()).ok_or_else(wrong)?;
         }
         let [max_burst, count, period, quantity] = parsed;
         let is_redis_cell = name == "CL.THROTTLE";
         let limit = if is_redis_cell { max_burst.saturating_add(1) } else { max_burst };
-        let unsigned = |number: i64| u64::try_from(number).map_err(|_| ErrorReply::new("a number is negative"));
-        let rate = CallerRate::new(unsigned(limit)?, unsigned(count)?, unsigned(period)?)
+        let unsigned = |name: &str, number: i64| {
+            u64::try_from(number).map_err(|_| ErrorReply::new(format!("the {name} is negative")))
+        };
+        let (count, period) = (unsigned("count per period", count)?, unsigned("period", period)?);
+        let rate = CallerRate::new(unsigned("max_burst", limit)?, count, period)
             .map_err(|error| ErrorReply::new(error.to_string()))?;
         let decided = self.gate.throttle(rate, key, quantity).await.map_err(|error| self.unavailable(&error))?;
         let (limited, admitted) = if decided.is_limited { (1, 0) } else { (0, 1) };
         let retry_after = decided.retry_after_secs();
         Ok(match is_redis_cell {
-            true => [limited, limit, decided.remaining, retry_after, decided.reset_after_secs()],
-            false => [admitted, limit, decided.remaining, decided.reset_after_secs(), wait_secs(&decided)],
+            true => [limited, limit, decided.redis_cell_remaining, retry_after, decided.reset_after_secs()],
+            false => {
+                let remaining = decided.remaining.cast_signed();
+                [admitted, limit, remaining, decided.reset_after_secs(), wait_secs(&decided)]
+            }
         })
     }
 

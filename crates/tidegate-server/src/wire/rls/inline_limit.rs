@@ -28,8 +28,9 @@ impl InlineLimit {
             Unit::Year => 365 * 86_400,
         };
         let requests = u64::from(limit.requests_per_unit);
-        // A limit of 0 refuses each hit. Its rate has no effect then.
-        let rate = CallerRate::new(requests, requests.max(1), seconds).map_err(|error| error.to_string())?;
+        // A limit of 0 refuses each hit. Its rate has no effect then. The fastest rate is one in each nanosecond.
+        let count = requests.clamp(1, 1_000_000_000 * seconds);
+        let rate = CallerRate::new(requests, count, seconds).map_err(|error| error.to_string())?;
         let hits = i64::try_from(hits).unwrap_or(i64::MAX);
         Ok(Self {
             limit: limit.clone(),
@@ -49,10 +50,7 @@ impl InlineLimit {
                 unit: self.limit.unit,
                 name: String::new(),
             }),
-            // After hits were given back, the count may be below 0.
-            limit_remaining: u32::try_from(decided.remaining.max(0))
-                .unwrap_or(u32::MAX)
-                .min(self.limit.requests_per_unit),
+            limit_remaining: u32::try_from(decided.remaining).unwrap_or(u32::MAX),
             duration_until_reset: u32::try_from(reset).ok().map(|reset| Seconds { seconds: reset.into() }),
         }
     }

@@ -13,6 +13,12 @@ impl DescriptorStatus {
     pub(super) fn admitted() -> Self {
         Self { code: Code::Ok.into(), ..Self::default() }
     }
+
+    /// The status of a descriptor that can't be counted. After an error instead, Envoy would let the client's request pass
+    /// by default.
+    pub(super) fn refused() -> Self {
+        Self { code: Code::OverLimit.into(), ..Self::default() }
+    }
 }
 
 /// Refusals are stricter than admissions: those that no wait ends, then by their waits. Then comes the smallest remaining
