@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use http::Method;
 use serde_json::{Value, json};
 use tidegate_policy::{printable, printable_json};
-use tidegate_replay::format_percent;
+use tidegate_replay::{format_number, format_percent, format_plural};
 
 use crate::api_client::percent_encode;
 use crate::gate_client::{GateClient, ListenerKind};
@@ -236,12 +236,16 @@ fn describe_trial(report: &Value) -> Option<String> {
     let mut text = format!("{}\n", word("summary")?);
     let (requests, clients) = (report["requests"].as_u64()?, report["clients"].as_u64()?);
     let _ = match word("from") {
-        Some(from) => writeln!(text, "{requests} requests of {clients} clients from {from} to {}\n", word("to")?),
+        Some(from) => {
+            let (requests, clients) = (format_plural(requests, "request"), format_plural(clients, "client"));
+            writeln!(text, "{requests} of {clients} from {from} to {}\n", word("to")?)
+        }
         None => writeln!(text, "no requests are remembered\n"),
     };
-    let mut rows = vec![["", "REFUSED", "SHARE", "CLIENTS", "IN SHADOW", "TERMS"].map(str::to_owned).to_vec()];
+    let mut rows =
+        vec![["", "REFUSED", "SHARE", "CLIENTS", "IN SHADOW", "CLIENTS", "TERMS"].map(str::to_owned).to_vec()];
     for (name, terms) in [("present", &report["current"]), ("tried", &report["edited"])] {
-        let number = |field: &str| terms[field].as_u64().map(|number| number.to_string());
+        let number = |field: &str| terms[field].as_u64().map(format_number);
         let share = format_percent(terms["refused_share"].as_f64()?);
         let (clients, shadow) = (number("refused_clients")?, number("refused_in_shadow")?);
         rows.push(vec![
@@ -250,6 +254,7 @@ fn describe_trial(report: &Value) -> Option<String> {
             share,
             clients,
             shadow,
+            number("refused_in_shadow_clients")?,
             terms["description"].as_str()?.to_owned(),
         ]);
     }

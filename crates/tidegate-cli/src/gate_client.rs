@@ -279,7 +279,14 @@ impl<'a> GateClient<'a> {
 
     fn unreachable(&self, error: &(dyn Error + Send + Sync)) -> CliOutcome {
         let url = &self.url;
-        failure(format!("no gate answers at {url}: {error}\nIs it running? `tidegate serve` starts one."))
+        let text = error.to_string();
+        // The library's name for a certificate that may sign others, which `openssl req -x509` makes by default.
+        if text.contains("CaUsedAsEndEntity") {
+            return failure(format!(
+                "the certificate of {url} is one of an authority (CA:TRUE), which no server may show"
+            ));
+        }
+        failure(format!("no gate answers at {url}: {text}\nIs it running? `tidegate serve` starts one."))
     }
 
     fn print_refusal(&self, status: StatusCode, text: &str, help: impl FnOnce(&str) -> Option<String>) -> CliOutcome {
@@ -289,7 +296,8 @@ impl<'a> GateClient<'a> {
             let body: Value = serde_json::from_str(text).unwrap_or_default();
             let default_message = || format!("{} answered {status}", self.url);
             let message = ["message", "status"].iter().find_map(|field| body[field].as_str());
-            print_error(&format!("error: {}\n", message.map_or_else(default_message, str::to_owned)));
+            let message = message.map_or_else(default_message, str::to_owned);
+            print_error(&format!("error: {}\n", message.trim_start_matches("error: ")));
             if let Some(help) = body["field"].as_str().and_then(help) {
                 print_error(&format!("{help}\n"));
             }

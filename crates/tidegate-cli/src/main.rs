@@ -146,6 +146,7 @@ enum Command {
     },
     /// Show what other terms of a limit would have decided about the requests that a running gate has had in the last hour.
     /// Changes nothing.
+    #[command(override_usage = "tidegate try [OPTIONS] <ACTION> [LIMIT] <TERMS>")]
     Try {
         /// The action of the limit, or `global`.
         action: String,

@@ -9,6 +9,8 @@ use std::fs::File;
 use std::io::{self, Read, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 
 use rustix::fs::OFlags;
 use tidegate::policy::{Action, Plan};
@@ -44,13 +46,16 @@ pub(crate) fn load(file: Option<&Path>, sources: PolicySources) -> Result<(Polic
     Ok((Policy::load(sources).map_err(invalid_document)?, source_name))
 }
 
-/// Reads the policy again that [`load`] has read, as the next one of a running server.
+/// Reads the policy again that [`load`] has read, as the next one of a running server. A usual file that was there once
+/// (`had_file`) must still be there, so that a file that is gone doesn't bring the built-in policy.
 pub(crate) fn load_next(
     present: &Policy,
     file: Option<&Path>,
+    had_file: &AtomicBool,
     sources: PolicySources,
 ) -> Result<Policy, Box<dyn Error + Send + Sync>> {
-    let file = existing_file(file);
+    let file = existing_file(file).or_else(|| had_file.load(Relaxed).then_some(Path::new(DEFAULT_FILE)));
+    had_file.store(file.is_some(), Relaxed);
     let unreadable = |error| format!("can't read {}: {error}", file.map(display_name).unwrap_or_default());
     Ok(present.load_next(with_file(file, sources, read_regular_file).map_err(unreadable)?)?)
 }
@@ -61,7 +66,8 @@ pub(crate) fn watcher(file: Option<&Path>) -> FileWatcher {
     FileWatcher::new((!is_stdin(file)).then(|| file.to_owned()))
 }
 
-fn existing_file(file: Option<&Path>) -> Option<&Path> {
+/// The file that is read: this one, or the usual one if it exists.
+pub(crate) fn existing_file(file: Option<&Path>) -> Option<&Path> {
     file.or_else(|| Some(Path::new(DEFAULT_FILE)).filter(|usual| usual.exists()))
 }
 
@@ -193,6 +199,9 @@ pub(crate) fn check(file: Option<&Path>, sources: PolicySources, with_env: bool)
             let _ = writeln!(notes, "note: {setting}: {fault}, so that `tidegate serve` wouldn't start here");
         }
     }
+    for (setting, fault) in tidegate_server::certificate_faults(&policy) {
+        let _ = writeln!(notes, "note: {setting}: {fault}, so that `tidegate serve` wouldn't start here");
+    }
     Ok(print(&format!("{source_name}: good\n{notes}\n{}", describe(&policy))))
 }
 
@@ -249,7 +258,10 @@ pub(crate) fn describe(policy: &Policy) -> String {
         let _ = write!(text, "{gap}calls to other people's APIs\n{}", outbound.describe());
     }
     if text.is_empty() {
-        text.push_str("nothing is limited\n");
+        text.push_str(match plan.caller_rate() {
+            Some(_) => "nothing is limited but calls that state their own rate\n",
+            None => "nothing is limited\n",
+        });
     }
     if !policy.alerts().is_empty() {
         let words: String = policy.alerts().iter().map(AlertConfig::describe).collect();
@@ -257,6 +269,9 @@ pub(crate) fn describe(policy: &Policy) -> String {
     }
     if !policy.api().listen.is_off() && plan.requests_meet_concurrency() {
         text.push_str("forward-auth is off: it can't keep a limit on calls in flight\n");
+    }
+    if policy.rls().is_some() && plan.requests_meet_concurrency() {
+        text.push_str("the rate limit service answers calls that meet a limit on calls in flight with an error\n");
     }
     text
 }

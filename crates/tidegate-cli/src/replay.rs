@@ -77,6 +77,9 @@ pub(crate) fn run(arguments: &ReplayArgs) -> CommandResult {
     }
     let findings = replay.findings();
     write_findings(&findings)?;
+    // A script would otherwise take a log in another format for one without refusals.
+    let is_unreadable = findings.input.requests == 0 && findings.input.broken > 0;
+    let read = if is_unreadable { CliOutcome::Failed } else { read };
     Ok(print(&findings.table()).and(read))
 }
 

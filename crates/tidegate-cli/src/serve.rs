@@ -4,6 +4,7 @@ use std::error::Error;
 use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use sd_notify::NotifyState;
 use tidegate::store::AnyStore;
@@ -29,9 +30,11 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult 
         tokio::runtime::Builder::new_multi_thread()
     };
     let runtime = runtime.enable_all().build().map_err(|error| failure(format!("can't start: {error}")))?;
+    let had_file = AtomicBool::new(policy::existing_file(config).is_some());
     let (config, prefix) = (config.map(Path::to_owned), prefix.map(str::to_owned));
-    let read_again =
-        move |present: &Policy| policy::load_next(present, config.as_deref(), policy::environment(prefix.as_deref()));
+    let read_again = move |present: &Policy| {
+        policy::load_next(present, config.as_deref(), &had_file, policy::environment(prefix.as_deref()))
+    };
     runtime.block_on(serve(&policy, &source_name, read_again, watched))
 }
 

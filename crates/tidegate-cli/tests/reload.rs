@@ -30,11 +30,14 @@ impl Gate {
     }
 
     fn start_with(scratch: ScratchDir, file: PathBuf, store: &str) -> Self {
-        let ports = [free_port(), free_port()];
         let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+        command.args(["serve", "--config"]).arg(&file);
+        Self::start_as(command, scratch, file, store)
+    }
+
+    fn start_as(mut command: Command, scratch: ScratchDir, file: PathBuf, store: &str) -> Self {
+        let ports = [free_port(), free_port()];
         command
-            .args(["serve", "--config"])
-            .arg(&file)
             .env("TIDEGATE__STORE__URL", store)
             .env("TIDEGATE__API__LISTEN", format!("127.0.0.1:{}", ports[0]))
             .env("TIDEGATE__ADMIN__LISTEN", format!("127.0.0.1:{}", ports[1]));
@@ -194,6 +197,21 @@ fn changes_of_rate_limit_files_reload() {
 }
 
 /// A program that writes in place first makes the file empty.
+#[test]
+fn a_usual_file_that_is_gone_changes_nothing() {
+    let scratch = ScratchDir::new();
+    let file = scratch.write("tidegate.toml", &policy("1 per 1h"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.arg("serve").current_dir(scratch.path()).env("TIDEGATE__INBOUND__UPSTREAM", "http://127.0.0.1:1");
+    command.env("TIDEGATE__INBOUND__LISTEN", format!("127.0.0.1:{}", free_port()));
+    let gate = Gate::start_as(command, scratch, file, "memory:");
+    fs::remove_file(&gate.file).unwrap();
+    let refused = gate.run(&["reload"]);
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && text.contains("can't read tidegate.toml"), "{text}");
+    assert_eq!([gate.check("k"), gate.check("k")], [200, 429]);
+}
+
 #[test]
 fn a_half_written_file_removes_no_limits() {
     let closed = policy("0 per 1h") + WATCH;

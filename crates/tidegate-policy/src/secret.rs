@@ -119,13 +119,13 @@ impl fmt::Display for SecretSource {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SecretError {
     /// The environment variable isn't set.
-    #[error("the environment variable {name}, which should hold the token, isn't set")]
+    #[error("the environment variable {name}, which should hold the secret, isn't set")]
     NotSet {
         /// The variable.
         name: String,
     },
     /// The file can't be read.
-    #[error("the token file {} can't be read: {why}", path.display())]
+    #[error("the secret file {} can't be read: {why}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -133,7 +133,7 @@ pub enum SecretError {
         why: String,
     },
     /// The secret is empty.
-    #[error("the token from {origin} is empty")]
+    #[error("the secret from {origin} is empty")]
     Empty {
         /// The variable or file, as the policy writes it.
         origin: String,

@@ -55,7 +55,7 @@ pub use json_log::{FieldNameError, FieldNames};
 use lines::LineReader;
 pub use lines::MAX_LINE;
 pub use meter::{Peaks, REFUSED_SHARES};
-pub use report::format_percent;
+pub use report::{format_number, format_percent, format_plural};
 pub use request::LineError;
 use request::{HeaderCollector, LogLine, LoggedRequest};
 pub use timeline::{IntervalCounts, Timeline};
@@ -473,6 +473,9 @@ mod tests {
         let findings = replay.findings();
         assert_eq!((findings.input.requests, findings.policies[0].total.requests), (1, 1));
         let table = findings.table();
-        assert!(table.contains("2 calls to providers left out; 1 rejected before a decision, left out"), "{table}");
+        assert!(
+            table.contains("2 calls to providers left out; 1 without a decision (rejected or answered), left out"),
+            "{table}"
+        );
     }
 }

@@ -5,7 +5,7 @@ mod json;
 mod picture;
 mod tables;
 
-pub use self::tables::format_percent;
+pub use self::tables::{format_number, format_percent, format_plural};
 use crate::Findings;
 #[cfg(feature = "pictures")]
 use tidegate_report::page::{escape_xml, html_page};

@@ -39,6 +39,8 @@ pub struct JudgedCalls {
     pub clients: u64,
     /// The number of clients that were refused at least once.
     pub refused_clients: u64,
+    /// The number of clients that a limit in shadow would have refused at least once.
+    pub shadow_refused_clients: u64,
     /// The requests over time.
     pub timeline: Timeline,
     /// The entries that the memory of the policy's store had no room for. If there are any, a gate with more memory
@@ -56,7 +58,7 @@ pub fn judge_calls(
     calls: impl Iterator<Item = RecordedCall>,
 ) -> JudgedCalls {
     let gate = VirtualGate::new(policy);
-    let mut clients: HashMap<u64, bool, FixedState> = HashMap::default();
+    let mut clients: HashMap<u64, (bool, bool), FixedState> = HashMap::default();
     let (mut requests, mut refusals) = (RequestCounts::default(), LimitRefusals::default());
     let mut timeline = Timeline::new(MAX_INTERVALS);
     for RecordedCall { at, client, actions, list, mut batch } in calls {
@@ -79,8 +81,17 @@ pub fn judge_calls(
         if decision.bound_by == Some(limit) {
             refusals.record(&decision);
         }
-        *clients.entry(client).or_default() |= !decision.allowed;
+        let (is_refused, is_in_shadow) = clients.entry(client).or_default();
+        *is_refused |= !decision.allowed;
+        *is_in_shadow |= decision.shadow;
     }
-    let refused_clients = clients.values().filter(|is_refused| **is_refused).count() as u64;
-    JudgedCalls { requests, refusals, clients: clients.len() as u64, refused_clients, timeline, losses: gate.losses() }
+    JudgedCalls {
+        requests,
+        refusals,
+        clients: clients.len() as u64,
+        refused_clients: clients.values().filter(|(is_refused, _)| *is_refused).count() as u64,
+        shadow_refused_clients: clients.values().filter(|(_, is_in_shadow)| *is_in_shadow).count() as u64,
+        timeline,
+        losses: gate.losses(),
+    }
 }

@@ -12,14 +12,16 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use http::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION};
-use http::header::{HeaderValue, WWW_AUTHENTICATE};
+use http::header::{HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::uri::Authority;
 use http::{Request, Response, StatusCode, Version};
+use tidegate::LimiterDecision;
 use tidegate::policy::Query;
 use tidegate_core::Time;
 use tidegate_policy::{ListenConfig, Secret};
 
 use crate::body::ResponseBody;
+use crate::dashboard::SignInLimiter;
 use crate::listener::ConnectionContext;
 use crate::local_response::{HttpError, error};
 use crate::refusal_log::RefusalLog;
@@ -71,6 +73,7 @@ pub(crate) struct Access {
     /// Empty if programs on this machine may call without one.
     tokens: Box<[AccessToken]>,
     refusals: Arc<RefusalLog>,
+    sign_in_limiter: Arc<SignInLimiter>,
 }
 
 /// A token of a listener.
@@ -129,6 +132,7 @@ impl Access {
         hosts: &[String],
         tokens: Vec<AccessToken>,
         refusals: Arc<RefusalLog>,
+        sign_in_limiter: Arc<SignInLimiter>,
     ) -> Self {
         let names_of = |address: SocketAddr| [address.to_string(), format!("localhost:{}", address.port())];
         Self {
@@ -138,6 +142,7 @@ impl Access {
             usual_names: listen.tcp().flat_map(names_of).collect(),
             tokens: tokens.into(),
             refusals,
+            sign_in_limiter,
         }
     }
 
@@ -247,7 +252,7 @@ impl Access {
         })
     }
 
-    /// The response to a denied request, which is counted and logged, unless it lacks the token of the API or the gateway.
+    /// The response to a denied request, which is counted and logged, unless it lacks the token of the gateway.
     #[cold]
     pub(crate) fn denied_response<B>(
         &self,
@@ -256,7 +261,14 @@ impl Access {
         client: &ConnectionContext,
         now: Time,
     ) -> Response<ResponseBody> {
-        let (section, access) = (self.listener.section(), &client.watch.access);
+        let access = &client.watch.access;
+        let (others, pages) = match self.listener {
+            ListenerKind::Rls | ListenerKind::Resp => Default::default(),
+            listener => (
+                format!("; {}.hosts names others", listener.section()),
+                format!("; {}.hosts names the hosts whose pages may call", listener.section()),
+            ),
+        };
         let host = request.headers().get(HOST).and_then(|host| host.to_str().ok());
         let (ip, path) = (Some(client.address.ip().to_canonical()), Some(request.uri().path()));
         let query = Query { ip, host, path, ..Query::default() };
@@ -265,26 +277,36 @@ impl Access {
                 self.refusals.log_invalid_request(now, HttpError::InvalidHost, &query, access);
                 return HttpError::InvalidHost.response();
             }
-            AccessError::Token if !matches!(self.listener, ListenerKind::Rls | ListenerKind::Admin) => {
-                return self.token_required_response();
-            }
+            AccessError::Token if self.listener == ListenerKind::Gateway => return self.token_required_response(None),
             AccessError::Token => (StatusCode::UNAUTHORIZED, RejectionReason::Token, "no valid token".to_owned()),
             AccessError::Host => (
                 StatusCode::MISDIRECTED_REQUEST,
                 RejectionReason::ForeignHost,
-                format!("the Host is neither loopback nor this listener's address; {section}.hosts names others"),
+                format!("the Host is neither loopback nor this listener's address{others}"),
             ),
             AccessError::Origin => (
                 StatusCode::FORBIDDEN,
                 RejectionReason::WebPage,
-                format!("requests of web pages are not served; {section}.hosts names the hosts whose pages may call"),
+                format!("requests of web pages are not served{pages}"),
             ),
         };
         self.refusals.log_rejection(now, reason, &query, &message, access);
-        if denied == AccessError::Token { self.token_required_response() } else { error(status, &message) }
+        if denied != AccessError::Token {
+            return error(status, &message);
+        }
+        // The right token always passes. Others at the same address could otherwise lock its owner out.
+        if self.has_token(request.headers())
+            && let LimiterDecision::RetryAfter(wait) = (self.sign_in_limiter)(client.address.ip())
+        {
+            let mut response = error(StatusCode::TOO_MANY_REQUESTS, "too many wrong tokens from this address");
+            response.headers_mut().insert(RETRY_AFTER, wait.as_secs_ceil().into());
+            return response;
+        }
+        let message = self.has_token(request.headers()).then_some("this token isn't valid");
+        self.token_required_response(message)
     }
 
-    fn token_required_response(&self) -> Response<ResponseBody> {
+    fn token_required_response(&self, wrong: Option<&str>) -> Response<ResponseBody> {
         const CHALLENGE: HeaderValue = HeaderValue::from_static("Bearer realm=\"tidegate\"");
         let (status, challenge_header, message) = match self.listener {
             ListenerKind::Gateway => (
@@ -296,7 +318,7 @@ impl Access {
                 (StatusCode::UNAUTHORIZED, WWW_AUTHENTICATE, "a bearer token is needed")
             }
         };
-        let mut response = error(status, message);
+        let mut response = error(status, wrong.unwrap_or(message));
         response.headers_mut().insert(challenge_header, CHALLENGE);
         response
     }

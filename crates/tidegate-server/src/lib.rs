@@ -145,7 +145,7 @@ use crate::request_history::RequestHistory;
 use crate::state_cell::{CurrentService, ListenerState, StateCell};
 use crate::states::{Engine, ListenerStates, SharedParts, StateCells};
 use crate::tls::ListenerTls;
-pub use crate::tls::{TlsError, tls_connector};
+pub use crate::tls::{TlsError, certificate_faults, tls_connector};
 use crate::wire::resp::RespHandler;
 
 /// The maximum number of connections of the API listener. Front servers and programs keep their connections open.
@@ -352,7 +352,7 @@ impl<S: Store, C: Clock + Clone> Server<S, C> {
             history: History::default(),
             fleet: FleetView::new(self.policy.store(), self.gate.clock().now()),
             sessions: Sessions::default(),
-            sign_in_limiter: sign_in_limiter(self.gate.clock().clone()),
+            sign_in_limiter: Arc::new(sign_in_limiter(self.gate.clock().clone())),
             event_streams: Arc::new(Semaphore::new(EventStream::MAX_STREAMS)),
             request_history: admin
                 .history_bytes

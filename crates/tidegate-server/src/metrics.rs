@@ -160,7 +160,7 @@ impl<S: Store, C: Clock + Clone> MetricsSource<S, C> {
         let upstream_failures = (0..UpstreamError::REASONS.len()).map(|index| requests.upstream_failures.get(index));
         let errors = self.store_errors().iter().sum::<u64>() + requests.upstream_replies.get(STATUS_CLASSES.len() - 1);
         let totals = Totals {
-            admitted: gate.decision_total(DecisionOutcome::Allowed),
+            admitted: gate.decision_total(DecisionOutcome::Allowed) + gate.decision_total(DecisionOutcome::Shadow),
             refused: gate.decision_total(DecisionOutcome::Refused),
             shadow: gate.decision_total(DecisionOutcome::Shadow),
             errors: errors + upstream_failures.chain(failed_calls).sum::<u64>(),

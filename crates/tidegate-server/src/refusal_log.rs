@@ -268,7 +268,8 @@ fn write_refusal(plan: &Plan, actions: MatchedActions, query: &Query<'_>, decisi
         blocked = decision.blocked,
         shadow = decision.shadow,
         traceparent = query.headers.and_then(trace_parent).map(display),
-        "refused"
+        "{}",
+        if decision.shadow { "would refuse" } else { "refused" }
     );
 }
 

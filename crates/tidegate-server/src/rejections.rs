@@ -54,6 +54,8 @@ pub(crate) enum RejectionReason {
     TlsHandshake,
     /// The client breaks the rules of HTTP/2, or breaks off most of its requests.
     Http2,
+    /// A front server's request about a client's request can't be decided, because it isn't configured for this policy.
+    Question,
     /// The client, or the listener, has too many requests at once in streams of HTTP/2.
     Streams,
     /// The connection to a TLS port begins with something else than TLS, such as plain HTTP.
@@ -61,7 +63,7 @@ pub(crate) enum RejectionReason {
 }
 
 impl RejectionReason {
-    pub(crate) const ALL: [Self; 22] = [
+    pub(crate) const ALL: [Self; 23] = [
         Self::Head,
         Self::HeadSize,
         Self::HeadTimeout,
@@ -82,6 +84,7 @@ impl RejectionReason {
         Self::ProxyHeader,
         Self::TlsHandshake,
         Self::Http2,
+        Self::Question,
         Self::Streams,
         Self::PlainHttp,
     ];
@@ -110,6 +113,7 @@ impl RejectionReason {
             Self::ProxyHeader => "proxy_header",
             Self::TlsHandshake => "tls_handshake",
             Self::Http2 => "http2",
+            Self::Question => "question",
             Self::Streams => "streams",
             Self::PlainHttp => "plain_http",
         }

@@ -59,7 +59,7 @@ pub(crate) struct SharedParts {
     /// The sessions of the dashboard.
     pub(crate) sessions: Sessions,
     /// The limit on tries to sign in to it.
-    pub(crate) sign_in_limiter: SignInLimiter,
+    pub(crate) sign_in_limiter: Arc<SignInLimiter>,
     /// The permits of the streams of events.
     pub(crate) event_streams: Arc<Semaphore>,
     /// The requests of the last hour, if the policy has them remembered.
@@ -239,7 +239,8 @@ fn access(
     {
         return Err(ServeError::TokenRequired { listener, address: ListenAddress::clone(address) });
     }
-    Ok(Some(Access::new(kind, listen, hosts, tokens, Arc::clone(&parts.refusals))))
+    let (refusals, sign_in_limiter) = (Arc::clone(&parts.refusals), Arc::clone(&parts.sign_in_limiter));
+    Ok(Some(Access::new(kind, listen, hosts, tokens, refusals, sign_in_limiter)))
 }
 
 fn check_proxied_key_parts(plan: &Plan) -> Result<(), ServeError> {

@@ -14,8 +14,9 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
-use tidegate_core::Time;
-use tidegate_policy::{CertificateFiles, TlsConfig, UpstreamTls};
+use tidegate_core::{Clock as _, Time};
+use tidegate_policy::{CertificateFiles, Policy, TlsConfig, UpstreamAddress, UpstreamTls};
+use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::file_watcher::FileWatcher;
 use tokio_rustls::server::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
@@ -226,6 +227,27 @@ fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsErr
     if chain.is_empty() { Err(TlsError::Empty(path.to_owned())) } else { Ok(chain) }
 }
 
+/// The settings of a policy whose certificates and keys can't be used now, each with the reason.
+pub fn certificate_faults(policy: &Policy) -> Vec<(String, TlsError)> {
+    let inbound = policy.inbound();
+    let listeners = [
+        ("inbound", Some(&inbound.listen)),
+        ("api", Some(&policy.api().listen)),
+        ("rls", policy.rls().map(|rls| &rls.listen)),
+        ("resp", policy.resp().map(|resp| &resp.listen)),
+        ("admin", Some(&policy.admin().listen)),
+        ("outbound", policy.outbound().map(|outbound| &outbound.listen)),
+    ];
+    let now = SystemClock::new().now();
+    let of_listeners = listeners.into_iter().filter_map(|(section, listen)| {
+        let config = listen?.tls.as_ref()?;
+        Some((format!("{section}.tls"), LoadedTls::load(config, false, now).err()?))
+    });
+    let has_upstream = inbound.upstream.as_ref().is_some_and(UpstreamAddress::is_https);
+    let upstream = has_upstream.then(|| client_config(&inbound.upstream_tls, false).err()).flatten();
+    of_listeners.chain(upstream.map(|fault| ("inbound.upstream_tls".to_owned(), fault))).collect()
+}
+
 /// Returns a client of HTTP/1.1 servers whose certificates are signed by one of this PEM file, by default one of the system.
 ///
 /// # Errors
@@ -290,7 +312,12 @@ fn certified_key(
         return Err(TlsError::Expired { path: path(), reason });
     }
     let certified = CertifiedKey::from_der(chain, key, provider);
-    let certified = certified.map_err(|error| TlsError::Unusable { path: path(), error: error.to_string() })?;
+    let certified = certified.map_err(|error| match error {
+        rustls::Error::InconsistentKeys(_) => {
+            TlsError::Unusable { path: path(), error: format!("{} isn't its key", files.key.display()) }
+        }
+        error => TlsError::Unusable { path: path(), error: error.to_string() },
+    })?;
     Ok((certified, expires))
 }
 

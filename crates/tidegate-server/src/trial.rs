@@ -107,6 +107,7 @@ pub(crate) struct TermsReport {
     pub(crate) refused_by_limit: u64,
     /// The requests that a limit in shadow would have refused.
     pub(crate) refused_in_shadow: u64,
+    pub(crate) refused_in_shadow_clients: u64,
 }
 
 /// The requests of one interval.
@@ -259,6 +260,7 @@ impl TermsReport {
             refused_clients: judged.refused_clients,
             refused_by_limit: judged.refusals.by_limit + judged.refusals.by_block,
             refused_in_shadow: judged.requests.refused_in_shadow,
+            refused_in_shadow_clients: judged.shadow_refused_clients,
         }
     }
 }
@@ -283,7 +285,11 @@ fn summary(limit: &str, judged: &JudgedCalls) -> String {
     );
     match requests.refused_in_shadow {
         0 => sentence,
-        shadow => format!("{sentence}; in shadow, {} more", format_percent(share(shadow, requests.requests))),
+        shadow => format!(
+            "{sentence}; in shadow, {} more, {} of them",
+            format_percent(share(shadow, requests.requests)),
+            count(judged.shadow_refused_clients)
+        ),
     }
 }
 

@@ -52,14 +52,15 @@ line if it was for a trial, and a form of the dashboard without the number of it
 | `ambiguous_path`, `path_readings` | its [path](paths.md) can't be counted | 400 |
 | `missing_part`, `values`, `lookalike` | its [key](keys.md) can't be counted | 400 |
 | `foreign_host`, `web_page` | it comes from a web page, or by a name that isn't the listener's | 421, 403 |
-| `token`, `read_only` | on the admin listener: without a valid token, or without the right to change something | 401, 403 |
+| `token`, `read_only` | without a valid token (not at the gateway), or without the right to change something | 401, 403 |
+| `question` | forward-auth, ext_authz or the rate limit service is asked what can't be decided, such as an action that the policy doesn't have | 400, 404; a gRPC status |
 | `proxy_header` | its connection doesn't begin with a valid header of the PROXY protocol, or not in time | none; the connection is closed |
 | `tls_handshake` | its TLS handshake fails, or takes too long | none; the connection is closed |
 | `http2` | its client breaks the rules of HTTP/2, or breaks off most of its requests | none; the connection is closed |
+| `streams` | its client, or all clients of the listener, have too many requests of HTTP/2 at once | 503 |
 | `plain_http` | it comes to a TLS port without TLS | 400 |
 
-Forward-auth answers with `api.deny_status` instead of 400. Not counted here: requests without a valid token to the decision API
-(401) and the gateway (407), questions with wrong fields (400, 404), paths and options that the gateway can't use (400, 404),
+Forward-auth answers with `api.deny_status` instead of 400. Not counted here: requests without a valid token to the gateway (407), decision requests with wrong fields (400, 404), paths and options that the gateway can't use (400, 404),
 connections over the cap of one client (503, a line of their own), and connections that end without an answer. Bodies that break off,
 are too slow or too large (400, 408, 413) come after the decision and count as decided.
 

@@ -82,7 +82,7 @@ pub(super) fn summary_lines(findings: &Findings) -> Vec<String> {
     let remarks = [
         (input.non_requests, "lines were no requests"),
         (input.provider_calls, "calls to providers left out"),
-        (input.undecided, "rejected before a decision, left out"),
+        (input.undecided, "without a decision (rejected or answered), left out"),
         (input.broken, "broken"),
         (input.late, &late),
         (input.too_late, "more than 1 h late, not judged"),
@@ -282,11 +282,13 @@ fn action_name(action: Option<&String>) -> String {
     action.map_or_else(|| "(no action)".to_owned(), Clone::clone)
 }
 
-pub(super) fn format_number(number: u64) -> String {
+/// Formats a number with a comma at each thousand.
+pub fn format_number(number: u64) -> String {
     format_count(number as f64)
 }
 
-fn format_plural(number: u64, what: &str) -> String {
+/// Formats a number of things, of which `what` is the singular: `1 client`, `3,012 clients`.
+pub fn format_plural(number: u64, what: &str) -> String {
     format!("{} {what}{}", format_number(number), if number == 1 { "" } else { "s" })
 }
 

@@ -1,6 +1,8 @@
 use tidegate_policy::{Policy, PolicySources};
+use tidegate_runtime::clock::SystemClock;
 
 use super::*;
+use crate::dashboard::sign_in_limiter;
 use crate::events::server_events;
 
 impl Access {
@@ -36,7 +38,14 @@ fn listens_on(addresses: &str) -> ListenConfig {
 
 fn open(listens: &str, hosts: &[&str]) -> Access {
     let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
-    Access::new(ListenerKind::Api, &listens_on(listens), &hosts, Vec::new(), refusal_log())
+    Access::new(
+        ListenerKind::Api,
+        &listens_on(listens),
+        &hosts,
+        Vec::new(),
+        refusal_log(),
+        Arc::new(sign_in_limiter(SystemClock::new())),
+    )
 }
 
 #[test]
@@ -158,7 +167,14 @@ fn requests_of_other_origins_are_rejected() {
 fn a_valid_token_suffices_in_either_header() {
     let with = |listener| {
         let tokens = vec![token("token", "s3cret", false)];
-        Access::new(listener, &listens_on("0.0.0.0:8082"), &[], tokens, refusal_log())
+        Access::new(
+            listener,
+            &listens_on("0.0.0.0:8082"),
+            &[],
+            tokens,
+            refusal_log(),
+            Arc::new(sign_in_limiter(SystemClock::new())),
+        )
     };
     let (gateway, api) = (with(ListenerKind::Gateway), with(ListenerKind::Api));
     for (name, value, passes_gateway, passes_api) in [
@@ -186,7 +202,14 @@ fn a_valid_token_suffices_in_either_header() {
 #[test]
 fn tokens_tell_the_callers_name_and_rights() {
     let tokens = vec![token("token", "s3cret", false), token("ops", "s3cret2", false), token("dash", "look", true)];
-    let access = Access::new(ListenerKind::Admin, &listens_on("0.0.0.0:8083"), &[], tokens, refusal_log());
+    let access = Access::new(
+        ListenerKind::Admin,
+        &listens_on("0.0.0.0:8083"),
+        &[],
+        tokens,
+        refusal_log(),
+        Arc::new(sign_in_limiter(SystemClock::new())),
+    );
     for (secret, token, read_only) in
         [("Bearer s3cret", "token", false), ("Bearer s3cret2", "ops", false), ("Bearer look", "dash", true)]
     {

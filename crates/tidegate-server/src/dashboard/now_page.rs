@@ -132,7 +132,7 @@ fn problems(view: &View<'_>) -> Vec<Problem> {
 
 fn tiles(view: &View<'_>) -> Markup {
     let rates = view.parts.history.present_rates();
-    let total = |outcome| words::count(view.state.decided(outcome));
+    let total = |outcomes: &[_]| words::count(outcomes.iter().map(|outcome| view.state.decided(*outcome)).sum());
     let lanes = view.state.providers.iter().flat_map(|provider| &provider.lanes);
     let waiting = lanes.map(|lane| lane.waiting as u64).sum();
     let tile = |id: &str, name: &str, value: String, unit: &str, detail: Markup| {
@@ -144,12 +144,12 @@ fn tiles(view: &View<'_>) -> Markup {
             }
         }
     };
-    let since_start = |outcome| html! { (total(outcome)) " since the start" };
+    let since_start = |outcomes: &[_]| html! { (total(outcomes)) " since the start" };
     html! {
         dl id="tiles" class="tiles" data-live {
-            (tile("admitted", "Admitted", words::rate(rates.admitted), "/s", since_start(Allowed)))
-            (tile("refused", "Refused", words::rate(rates.refused), "/s", since_start(Refused)))
-            (tile("shadow", "Refused in shadow", words::rate(rates.shadow), "/s", since_start(Shadow)))
+            (tile("admitted", "Admitted", words::rate(rates.admitted), "/s", since_start(&[Allowed, Shadow])))
+            (tile("refused", "Refused", words::rate(rates.refused), "/s", since_start(&[Refused])))
+            (tile("shadow", "Admitted only by shadow mode", words::rate(rates.shadow), "/s", since_start(&[Shadow])))
             (tile("waiting", "Waiting", words::count(waiting), "", html! { "calls to providers" }))
             (tile("errors", "Errors", words::rate(rates.errors), "/s", html! { "store, upstream, providers" }))
         }

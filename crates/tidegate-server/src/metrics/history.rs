@@ -19,6 +19,7 @@ const RATE_SAMPLES: usize = 3;
 /// Totals since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
+    /// With those that shadow mode admitted.
     pub(crate) admitted: u64,
     pub(crate) refused: u64,
     pub(crate) shadow: u64,

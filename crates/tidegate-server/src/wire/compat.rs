@@ -90,19 +90,23 @@ fn decoded(namespace: &str) -> Result<String, DecisionRequestError> {
     Ok(decoded.into_owned())
 }
 
-/// Reads the JSON of a question.
-pub(crate) fn read_question<T: DeserializeOwned>(body: &[u8]) -> Result<T, DecisionRequestError> {
+/// Reads the JSON of a request.
+pub(crate) fn read_request<T: DeserializeOwned>(body: &[u8]) -> Result<T, DecisionRequestError> {
     // The library also reads a list as the fields in their order.
     if body.trim_ascii_start().first().is_some_and(|first| *first == b'[') {
         return Err(DecisionRequestError::new(None, "the body is no JSON object"));
     }
-    serde_json::from_slice(body)
-        .map_err(|error| DecisionRequestError::new(None, format!("the body is no question: {error}")))
+    serde_json::from_slice(body).map_err(|error| {
+        // The library names the field in its message only.
+        let message = error.to_string();
+        let field = message.strip_prefix("missing field `").and_then(|rest| rest.split('`').next());
+        DecisionRequestError::new(field, format!("the body isn't a valid request: {message}"))
+    })
 }
 
-/// throttlecrab's question.
+/// throttlecrab's request.
 #[derive(Deserialize)]
-struct ThrottleQuestion {
+struct ThrottleRequest {
     key: String,
     max_burst: i64,
     count_per_period: i64,
@@ -110,9 +114,9 @@ struct ThrottleQuestion {
     quantity: Option<i64>,
 }
 
-/// throttlecrab's answer.
+/// throttlecrab's response.
 #[derive(Serialize)]
-struct ThrottleAnswer {
+struct ThrottleResponse {
     allowed: bool,
     limit: i64,
     remaining: u64,
@@ -135,21 +139,27 @@ async fn throttle<S: Store, C: Clock>(
     body: &[u8],
     access: &AccessSlot,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
-    let asked: ThrottleQuestion = read_question(body)?;
+    let asked: ThrottleRequest = read_request(body)?;
     let unsigned = |field: &str, number: i64| {
         u64::try_from(number).map_err(|_| DecisionRequestError::new(field, format!("`{field}` is negative")))
     };
     let burst = unsigned("max_burst", asked.max_burst)?;
     let count = unsigned("count_per_period", asked.count_per_period)?;
-    let rate = CallerRate::new(burst, count, unsigned("period", asked.period)?)
-        .map_err(|error| DecisionRequestError::new(None, error.to_string()))?;
+    let period = unsigned("period", asked.period)?;
+    for (field, number) in [("max_burst", burst), ("count_per_period", count), ("period", period)] {
+        if number == 0 {
+            return Err(DecisionRequestError::new(field, format!("`{field}` is 0")));
+        }
+    }
+    let rate = CallerRate::new(burst, count, period)
+        .map_err(|error| DecisionRequestError::new("max_burst", error.to_string()))?;
     let decided = match api.gate.throttle(rate, asked.key.as_bytes(), asked.quantity.unwrap_or(1)).await {
         Ok(decided) => decided,
         Err(error) => {
             return Ok(check_error_response(&api.gate, &api.refusals, &Default::default(), &error, access));
         }
     };
-    let answer = ThrottleAnswer {
+    let answer = ThrottleResponse {
         allowed: !decided.is_limited,
         limit: asked.max_burst,
         remaining: decided.remaining,
@@ -165,7 +175,7 @@ mod tests {
 
     use super::*;
     use crate::wire::decision_request::DecisionRequest;
-    use crate::wire::limitador::Question;
+    use crate::wire::limitador::CheckRequest;
 
     /// Parts of JSON: names of fields, values of every kind, and bytes that aren't text.
     const PIECES: [&[u8]; 24] = [
@@ -200,7 +210,7 @@ mod tests {
         property::fuzz_cheaply(|random| {
             let inner = random.concat_random(&PIECES, 14);
             let body = if random.chance(80) { [b"{", &*inner, b"}"].concat() } else { inner };
-            let (throttle, limitador) = (read_question::<ThrottleQuestion>(&body), read_question::<Question>(&body));
+            let (throttle, limitador) = (read_request::<ThrottleRequest>(&body), read_request::<CheckRequest>(&body));
             let ours = DecisionRequest::from_json(&body);
             // Each fault is told in words.
             let faults = [throttle.err(), limitador.err(), ours.err()];

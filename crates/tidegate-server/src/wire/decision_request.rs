@@ -13,6 +13,7 @@ use tidegate::policy::{MatchedActions, Query, parse_duration};
 use tidegate::{PermitId, Span};
 use tidegate_core::MAX_COST;
 use tidegate_policy::document::nearest;
+use tidegate_policy::{PLATFORMS, UnknownPlatformError};
 
 /// The fields of a decision request. In a query string `header:NAME` stands for any header; in JSON headers are an
 /// object.
@@ -140,10 +141,10 @@ impl<'a> DecisionRequest<'a> {
         let slot = match name {
             "action" => &mut self.action,
             "key" => &mut self.key,
-            "platform" => &mut self.platform,
             "method" => &mut self.method,
             "path" => &mut self.path,
             "host" => &mut self.host,
+            "platform" => return set_once(&mut self.platform, name, platform(value)?),
             "ip" => {
                 let rule = "an `ip` is an IPv4 or IPv6 address without a port";
                 let ip = value.parse().map_err(|_| DecisionRequestError::new(name, rule))?;
@@ -169,6 +170,11 @@ impl<'a> DecisionRequest<'a> {
         set_once(slot, name, value)
     }
 
+    /// True if the request has this field of `ip` and `platform`.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        if name == "ip" { self.ip.is_some() } else { self.platform.is_some() }
+    }
+
     /// Sets the actions, which `action`, `method`, `path` and `host` don't choose then.
     pub(crate) fn set_actions(&mut self, actions: MatchedActions) {
         self.actions = Some(actions);
@@ -192,6 +198,17 @@ impl<'a> DecisionRequest<'a> {
         headers.append(header, value);
         Ok(())
     }
+}
+
+/// Checks the name of a platform.
+fn platform(name: Cow<'_, str>) -> Result<Cow<'_, str>, DecisionRequestError> {
+    if PLATFORMS.contains(&&*name) {
+        return Ok(name);
+    }
+    let found: String = name.chars().take(64).collect();
+    let nearest = nearest(&found, PLATFORMS);
+    let message = UnknownPlatformError { found }.to_string();
+    Err(DecisionRequestError { nearest, ..DecisionRequestError::new("platform", message) })
 }
 
 const COST_FORM: &str = "a whole number from 0 to 1099511627776 (2^40)";
@@ -259,7 +276,6 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
             let slot = match field {
                 "action" => Some(&mut request.action),
                 "key" => Some(&mut request.key),
-                "platform" => Some(&mut request.platform),
                 "method" => Some(&mut request.method),
                 "path" => Some(&mut request.path),
                 "host" => Some(&mut request.host),

@@ -7,7 +7,7 @@
 mod messages;
 
 use bytes::Bytes;
-use http::header::{COOKIE, HeaderMap, HeaderName, HeaderValue};
+use http::header::{CONTENT_TYPE, COOKIE, HeaderMap, HeaderName, HeaderValue};
 use http::{Response, StatusCode};
 use tidegate::policy::{Query, canonical_ip};
 use tidegate::store::Store;
@@ -22,7 +22,7 @@ use crate::access_log::AccessSlot;
 use crate::dashboard::remove_session_cookies;
 use crate::local_response::error_json;
 use crate::rejections::RejectionReason;
-use crate::wire::forward_auth::{NoDecision, judge};
+use crate::wire::forward_auth::{IN_FLIGHT, NoDecision, judge};
 use crate::wire::rls::RlsState;
 
 pub(crate) const SERVICE: &str = "envoy.service.auth.v3.Authorization";
@@ -62,12 +62,10 @@ impl<S: Store, C: Clock> RlsState<S, C> {
             Err(NoDecision::Rejected(reason, why)) => {
                 self.parts.refusals.log_rejection(self.gate.clock().now(), reason, &query, &why, access);
                 let body = error_json(StatusCode::BAD_REQUEST, &why);
-                return Ok(CheckResponse::denied(StatusCode::BAD_REQUEST, &HeaderMap::new(), body));
+                let headers = HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static("application/json"))]);
+                return Ok(CheckResponse::denied(StatusCode::BAD_REQUEST, &headers, body));
             }
-            Err(NoDecision::InFlight) => {
-                let message = "a limit on calls in flight can't be kept here, because the end of a call isn't told";
-                return Err(Status::failed_precondition(message));
-            }
+            Err(NoDecision::InFlight) => return Err(Status::failed_precondition(IN_FLIGHT)),
             Err(NoDecision::Failed(error)) => return Err(self.status_of(&error)),
         };
         self.parts.refusals.log_decision(self.gate.plan(), actions, &query, &decision, access);

@@ -11,6 +11,7 @@
 
 mod original_request;
 
+use std::borrow::Cow;
 use std::sync::Once;
 
 use http::header::HeaderName;
@@ -29,7 +30,7 @@ use crate::local_response::error;
 use crate::metrics::RequestMetrics;
 use crate::rejections::RejectionReason;
 use crate::wire::decision_request::decode;
-use crate::wire::http_api::{ApiState, check_error_response, decide};
+use crate::wire::http_api::{self, ApiState, check_error_response};
 use original_request::{OriginalRequest, X_ORIGINAL_METHOD, X_ORIGINAL_URI, X_ORIGINAL_URL, appended_path};
 
 /// The path of forward-auth, or its prefix.
@@ -37,6 +38,10 @@ pub(crate) const PATH_PREFIX: &str = "/v1/auth";
 /// The parameter that names an action in a question's query string.
 const ACTION_PARAMETER: &str = "action=";
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+
+/// The fault of a limit on calls in flight.
+pub(crate) const IN_FLIGHT: &str =
+    "a limit on calls in flight can't be kept here, because the end of a call isn't told";
 
 /// The warnings about front servers, each written at most once.
 #[derive(Debug)]
@@ -64,10 +69,27 @@ pub(crate) async fn handle<S: Store, C: Clock>(
     client: &ConnectionContext,
     request: &Request<Incoming>,
 ) -> Response<ResponseBody> {
+    decide(api, client, request).await.unwrap_or_else(|Undecided(status, message)| {
+        let (ip, path) = (Some(canonical_ip(client.address.ip())), Some(request.uri().path()));
+        let query = Query { ip, path, ..Query::default() };
+        let (now, access) = (api.gate.clock().now(), &client.watch.access);
+        api.refusals.log_rejection(now, RejectionReason::Question, &query, &message, access);
+        error(status, &message)
+    })
+}
+
+/// A question that can't be decided, because the front server isn't configured for this policy.
+struct Undecided(StatusCode, Cow<'static, str>);
+
+async fn decide<S: Store, C: Clock>(
+    api: &ApiState<S, C>,
+    client: &ConnectionContext,
+    request: &Request<Incoming>,
+) -> Result<Response<ResponseBody>, Undecided> {
     if !api.forward_auth {
         let message = "forward-auth is off: api.forward_auth is false, or the policy limits calls in flight, which \
             forward-auth can't keep";
-        return error(StatusCode::NOT_FOUND, message);
+        return Err(Undecided(StatusCode::NOT_FOUND, message.into()));
     }
     let headers = request.headers();
     let peer = canonical_ip(client.address.ip());
@@ -85,17 +107,17 @@ pub(crate) async fn handle<S: Store, C: Clock>(
         Ok(described) => described,
         Err(message) => {
             api.warnings.log_action_in_path(plan, request.uri());
-            return error(StatusCode::BAD_REQUEST, message);
+            return Err(Undecided(StatusCode::BAD_REQUEST, message.into()));
         }
     };
     let action_name = match named_action(request.uri(), original.path) {
         Ok(name) => name,
-        Err(message) => return error(StatusCode::BAD_REQUEST, message),
+        Err(message) => return Err(Undecided(StatusCode::BAD_REQUEST, message.into())),
     };
     if action_name.is_none() && (original.method.is_none() || original.path.is_none()) {
         let message = "nothing says which request this is about: X-Forwarded-Method and X-Forwarded-Uri, or \
             X-Original-Method and X-Original-URI, or a path after /v1/auth, or /v1/auth?action=NAME";
-        return error(StatusCode::BAD_REQUEST, message);
+        return Err(Undecided(StatusCode::BAD_REQUEST, message.into()));
     }
     let query = Query {
         action: action_name,
@@ -110,15 +132,15 @@ pub(crate) async fn handle<S: Store, C: Clock>(
     access.note(|entry| entry.note_question(&query));
     let (actions, decision) = match judge(&api.gate, &api.metrics, &query).await {
         Ok(judged) => judged,
-        Err(NoDecision::Rejected(reason, why)) => return reject(api, request, reason, &query, &why, access),
-        Err(NoDecision::InFlight) => {
-            let message =
-                "a limit on calls in flight can't be kept by forward-auth, which never learns when a call ends";
-            return error(StatusCode::BAD_REQUEST, message);
+        Err(NoDecision::Rejected(reason, why)) => return Ok(reject(api, request, reason, &query, &why, access)),
+        Err(NoDecision::InFlight) => return Err(Undecided(StatusCode::BAD_REQUEST, IN_FLIGHT.into())),
+        Err(NoDecision::Failed(CheckError::UnknownAction(unknown))) => {
+            return Err(Undecided(StatusCode::NOT_FOUND, unknown.to_string().into()));
         }
-        Err(NoDecision::Failed(error)) => {
-            return check_error_response(&api.gate, &api.refusals, &query, &error, access);
+        Err(NoDecision::Failed(error @ CheckError::Store(_))) => {
+            return Ok(check_error_response(&api.gate, &api.refusals, &query, &error, access));
         }
+        Err(NoDecision::Failed(error)) => return Err(Undecided(StatusCode::BAD_REQUEST, error.to_string().into())),
     };
     if actions == MatchedActions::NONE {
         api.warnings.log_action_in_path(plan, request.uri());
@@ -127,13 +149,13 @@ pub(crate) async fn handle<S: Store, C: Clock>(
     if decision.allowed {
         let mut response = Response::new(ResponseBody::empty());
         api.replies.annotate(actions, &decision, response.headers_mut());
-        return response;
+        return Ok(response);
     }
     let mut response = api.replies.refusal(actions, &decision, headers).map(ResponseBody::full);
     if decision.reason != Reason::DenyList {
         *response.status_mut() = deny_status(api, request);
     }
-    response
+    Ok(response)
 }
 
 /// The reasons for which there is no decision about a request that another server has received.
@@ -181,7 +203,7 @@ pub(crate) async fn judge<S: Store, C: Clock>(
         let similar = UncountableError::SimilarHeader(lookalike.to_string());
         return Err(NoDecision::Rejected((&similar).into(), similar.to_string()));
     }
-    let decision = decide(gate, metrics, &Query { actions: Some(actions), ..*query }).await?;
+    let decision = http_api::decide(gate, metrics, &Query { actions: Some(actions), ..*query }).await?;
     Ok((actions, decision))
 }
 

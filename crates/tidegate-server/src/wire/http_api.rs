@@ -26,7 +26,7 @@ use crate::access_log::AccessSlot;
 use crate::body::ResponseBody;
 use crate::dashboard::remove_session_cookies;
 use crate::listener::ConnectionContext;
-use crate::local_response::{discard_body, error, finish_response, json, json_response};
+use crate::local_response::{HttpError, discard_body, error, finish_response, json, json_response};
 use crate::metrics::RequestMetrics;
 use crate::refusal_log::RefusalLog;
 use crate::rejections::RejectionReason;
@@ -396,7 +396,7 @@ pub(crate) fn check_error_response<S: Store, C: Clock>(
     let field = match cause {
         CheckError::Store(_) => {
             refusals.log_failure(gate.clock().now(), cause);
-            return error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written");
+            return HttpError::StoreUnavailable.response();
         }
         CheckError::UnknownAction(unknown) => {
             let body = serde_json::json!({

@@ -18,10 +18,10 @@ use tidegate_policy::ratelimit_yaml::{Amount, ConditionalLimit, DescriptorLimit}
 
 use crate::access_log::AccessSlot;
 use crate::body::ResponseBody;
-use crate::local_response::{json, json_response};
+use crate::local_response::{json, json_response, text};
 use crate::metrics::RequestMetrics;
 use crate::refusal_log::RefusalLog;
-use crate::wire::compat::read_question;
+use crate::wire::compat::read_request;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
 use crate::wire::http_api::{ApiState, check_error_response, decide};
 use crate::wire::rls::{YamlLimits, strictness};
@@ -34,7 +34,7 @@ const X_RATELIMIT_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset
 const COUNTERS_AT_ONCE: usize = 32;
 
 /// A limit that applies to a request, and the question to it.
-pub(crate) struct LimitQuestion<'t> {
+pub(crate) struct LimitCheck<'t> {
     pub(crate) limit: &'t DescriptorLimit,
     pub(crate) actions: MatchedActions,
     pub(crate) request: DecisionRequest<'static>,
@@ -59,14 +59,14 @@ pub(crate) struct Decider<'s, S: Store, C: Clock> {
 
 impl<S: Store, C: Clock> Decider<'_, S, C> {
     /// The present decisions of the limits, in their order. Counts nothing.
-    pub(crate) async fn ask(&self, limits: &[LimitQuestion<'_>]) -> Result<Vec<Decision>, CheckError> {
+    pub(crate) async fn ask(&self, limits: &[LimitCheck<'_>]) -> Result<Vec<Decision>, CheckError> {
         try_join_all(limits.iter().map(|limit| self.status(limit))).await
     }
 
     /// Decides about a request under all limits that apply to it. The decisions are in the order of the limits.
     pub(crate) async fn decide_together(
         &self,
-        limits: &[LimitQuestion<'_>],
+        limits: &[LimitCheck<'_>],
         access: &AccessSlot,
     ) -> Result<Vec<Decision>, CheckError> {
         let mut decisions = if limits.len() > 1 { self.ask(limits).await? } else { Vec::new() };
@@ -88,7 +88,7 @@ impl<S: Store, C: Clock> Decider<'_, S, C> {
         decided.into_iter().collect()
     }
 
-    async fn decide_one(&self, limit: &LimitQuestion<'_>, access: &AccessSlot) -> Result<Decision, CheckError> {
+    async fn decide_one(&self, limit: &LimitCheck<'_>, access: &AccessSlot) -> Result<Decision, CheckError> {
         let query = limit.request.query();
         let decision = decide(self.gate, self.metrics, &query).await?;
         self.refusals.log_decision(self.gate.plan(), limit.actions, &query, &decision, access);
@@ -96,33 +96,33 @@ impl<S: Store, C: Clock> Decider<'_, S, C> {
     }
 
     /// Gives back what a limit has counted. The decision stands if the store fails now.
-    async fn give_back(&self, limit: &LimitQuestion<'_>) {
+    async fn give_back(&self, limit: &LimitCheck<'_>) {
         if let Err(error) = self.gate.refund(&limit.request.query()).await {
             self.refusals.log_failure(self.gate.clock().now(), &error);
         }
     }
 
     /// Gives back what was counted, and returns the decisions about nothing more.
-    pub(crate) async fn refund(&self, limits: &[LimitQuestion<'_>]) -> Result<Vec<Decision>, CheckError> {
+    pub(crate) async fn refund(&self, limits: &[LimitCheck<'_>]) -> Result<Vec<Decision>, CheckError> {
         try_join_all(limits.iter().map(|limit| self.refund_one(limit))).await
     }
 
-    async fn status(&self, limit: &LimitQuestion<'_>) -> Result<Decision, CheckError> {
+    async fn status(&self, limit: &LimitCheck<'_>) -> Result<Decision, CheckError> {
         self.gate.status(&limit.request.query()).await
     }
 
-    async fn refund_one(&self, limit: &LimitQuestion<'_>) -> Result<Decision, CheckError> {
+    async fn refund_one(&self, limit: &LimitCheck<'_>) -> Result<Decision, CheckError> {
         let query = limit.request.query();
         self.gate.refund(&query).await?;
         self.gate.status(&Query { cost: Some(0), ..query }).await
     }
 
-    async fn charge(&self, limit: &LimitQuestion<'_>) -> Result<(), CheckError> {
+    async fn charge(&self, limit: &LimitCheck<'_>) -> Result<(), CheckError> {
         self.gate.charge(&limit.request.query()).await
     }
 
     /// Counts what has happened already, even if there is no room.
-    pub(crate) async fn report(&self, limits: &[LimitQuestion<'_>]) -> Result<(), CheckError> {
+    pub(crate) async fn report(&self, limits: &[LimitCheck<'_>]) -> Result<(), CheckError> {
         try_join_all(limits.iter().map(|limit| self.charge(limit))).await.map(drop)
     }
 }
@@ -139,7 +139,7 @@ pub(crate) fn tightest(decisions: &[Decision]) -> Option<usize> {
 
 /// A question to the HTTP API.
 #[derive(Deserialize)]
-pub(super) struct Question {
+pub(super) struct CheckRequest {
     namespace: String,
     values: BTreeMap<String, String>,
     delta: u64,
@@ -153,7 +153,7 @@ pub(crate) async fn answer<S: Store, C: Clock>(
     body: &[u8],
     access: &AccessSlot,
 ) -> Result<Response<ResponseBody>, DecisionRequestError> {
-    let asked: Question = read_question(body)?;
+    let asked: CheckRequest = read_request(body)?;
     let descriptor = asked.values.iter().map(|(key, value)| (&**key, &**value)).collect();
     let questions = match &api.limits {
         Some(limits) => limits.applying(&asked.namespace, [descriptor], asked.delta)?.unwrap_or_default(),
@@ -174,7 +174,10 @@ pub(crate) async fn answer<S: Store, C: Clock>(
     };
     let refuses = is_refused(&decisions);
     let status = if refuses { StatusCode::TOO_MANY_REQUESTS } else { StatusCode::OK };
-    let mut response = json(status, "null".into());
+    let mut response = match (purpose, refuses) {
+        (Purpose::Check, true) => text(status, "Too many requests"),
+        _ => json(status, "null".into()),
+    };
     if asked.response_headers.as_deref() == Some("DraftVersion03") && purpose == Purpose::CheckAndReport {
         let headers = response.headers_mut();
         for (name, value) in draft_03_headers(&questions, &decisions) {
@@ -193,7 +196,7 @@ pub(crate) async fn answer<S: Store, C: Clock>(
 }
 
 /// The headers of version 3 of the draft: all limits, the tightest first.
-pub(crate) fn draft_03_headers(questions: &[LimitQuestion<'_>], decisions: &[Decision]) -> Vec<(HeaderName, String)> {
+pub(crate) fn draft_03_headers(questions: &[LimitCheck<'_>], decisions: &[Decision]) -> Vec<(HeaderName, String)> {
     let Some(first) = tightest(decisions) else { return Vec::new() };
     let mut order: Vec<usize> = (0..decisions.len()).collect();
     order.sort_by_key(|index| decisions[*index].remaining);
@@ -280,7 +283,7 @@ impl YamlLimits {
         namespace: &str,
         descriptors: impl IntoIterator<Item = Vec<(&'e str, &'e str)>>,
         hits: u64,
-    ) -> Result<Option<Vec<LimitQuestion<'_>>>, DecisionRequestError> {
+    ) -> Result<Option<Vec<LimitCheck<'_>>>, DecisionRequestError> {
         let Some(found) = self.table().applying(namespace, descriptors) else { return Ok(None) };
         let questions = found.into_iter().map(|found| self.question(found.index, found.key, hits));
         questions.collect::<Result<_, _>>().map(Some)

@@ -37,7 +37,7 @@ pub(crate) fn unreadable_body_response(
     max_bytes: usize,
     status: StatusCode,
 ) -> Response<ResponseBody> {
-    close_after_response(watch, error(status, &format!("a question has at most {max_bytes} bytes, and arrives whole")))
+    close_after_response(watch, error(status, &format!("the body has at most {max_bytes} bytes, and arrives whole")))
 }
 
 /// Collects a small body. Copies nothing if the body arrives in one piece.

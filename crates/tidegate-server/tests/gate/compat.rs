@@ -197,7 +197,7 @@ async fn wrong_questions_are_refused_and_paths_are_off() {
         ("/throttle", r#"{"key":"a"}"#, "missing field `max_burst`"),
         ("/throttle", r#"{"key":"a","max_burst":-1,"count_per_period":1,"period":1}"#, "`max_burst` is negative"),
         ("/throttle", r#"{"key":"a","max_burst":1,"count_per_period":0,"period":1}"#, "message"),
-        ("/check", "{", "the body is no question"),
+        ("/check", "{", "the body isn't a valid request"),
         ("/throttle", r#"["a",1,1,1,1]"#, "the body is no JSON object"),
         ("/check", r#"{"namespace":"shop","values":{"a":1},"delta":1}"#, "expected a string"),
         ("/check_and_report", r#"{"namespace":"shop","values":{"req.method":"GET"},"delta":9999999999999}"#, "cost"),

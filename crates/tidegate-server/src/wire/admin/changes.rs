@@ -19,7 +19,7 @@ use crate::alerts::AlertSet;
 use crate::audit_log::AuditEntry;
 use crate::body::ResponseBody;
 use crate::listener::ConnectionContext;
-use crate::local_response::{discard_body, error, json_response};
+use crate::local_response::{HttpError, discard_body, error, json_response};
 use crate::rejections::RejectionReason;
 use crate::reload::{ReloadError, ReloadHandle};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
@@ -272,7 +272,7 @@ impl ProviderCommand {
                 Ok(()) => json!({ "provider": name, "reset": true }),
                 Err(failure) => {
                     admin.metrics.parts.refusals.log_failure(admin.gate.clock().now(), &failure);
-                    return error(StatusCode::SERVICE_UNAVAILABLE, "the store can't be reached or written");
+                    return HttpError::StoreUnavailable.response();
                 }
             },
         };

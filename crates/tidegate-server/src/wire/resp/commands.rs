@@ -13,6 +13,7 @@ use super::RespState;
 use super::parser::parse_number;
 use super::reply::{ReplyWriter, Version};
 use crate::listener::ConnectionContext;
+use crate::local_response::HttpError;
 use crate::rejections::RejectionReason;
 use crate::wire::compat::wait_secs;
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
@@ -307,7 +308,7 @@ impl<S: Store, C: Clock> RespState<S, C> {
 
     fn unavailable(&self, error: &CheckError) -> ErrorReply {
         self.parts.refusals.log_failure(self.gate.clock().now(), error);
-        ErrorReply("UNAVAILABLE", "the store can't be reached or written".into())
+        ErrorReply("UNAVAILABLE", HttpError::StoreUnavailable.status_and_message().1.into())
     }
 
     /// Answers a question to the policy: `TG.NAME action [FIELD value]…`.

@@ -35,7 +35,7 @@ impl InlineLimit {
         Ok(Self {
             limit: limit.clone(),
             rate,
-            name: name(domain, descriptor),
+            name: name(domain, descriptor, limit.unit()),
             quantity: if descriptor.is_negative_hits { -hits } else { hits },
         })
     }
@@ -56,12 +56,13 @@ impl InlineLimit {
     }
 }
 
-/// A name that no other domain and entries have: each text has its length before it. No client of the Redis protocol
+/// A name that no other domain, unit and entries have: each text has its length before it. With another unit, a debt would be
+/// another time. No client of the Redis protocol
 /// chooses such a name by chance.
-fn name(domain: &str, descriptor: &Descriptor) -> Vec<u8> {
+fn name(domain: &str, descriptor: &Descriptor, unit: Unit) -> Vec<u8> {
     let entries = descriptor.entries.iter().flat_map(|entry| [entry.key.as_bytes(), &entry.value]);
     let texts = std::iter::once(domain.as_bytes()).chain(entries);
-    let mut name = b"rls".to_vec();
+    let mut name = [&b"rls"[..], &(unit as i32).to_le_bytes()].concat();
     for text in texts {
         name.extend_from_slice(&text.len().to_le_bytes());
         name.extend_from_slice(text);

@@ -28,8 +28,9 @@ pub(crate) fn strictness(decision: &Decision) -> (bool, Option<Span>, std::cmp::
     (!decision.allowed, wait, std::cmp::Reverse(decision.remaining.unwrap_or(u64::MAX)))
 }
 
-/// The status of a descriptor.
-pub(super) fn descriptor_status(plan: &Plan, decision: &Decision) -> DescriptorStatus {
+/// The status of a descriptor. A limit of the files has the name that they give it, if any (`Some`); others have that in the
+/// policy.
+pub(super) fn descriptor_status(plan: &Plan, decision: &Decision, name: Option<&str>) -> DescriptorStatus {
     let small = |amount: u64| u32::try_from(amount).unwrap_or(u32::MAX);
     let current_limit = decision.bound_by.zip(decision.limit).map(|(id, limit)| {
         let info = plan.limit_info(id);
@@ -38,13 +39,20 @@ pub(super) fn descriptor_status(plan: &Plan, decision: &Decision) -> DescriptorS
             Quantity::Quota { unit: PeriodUnit::Year, .. } => Unit::Year,
             _ => info.rate_limit_policy().window.map_or(Unit::Unknown, unit_of),
         };
-        CurrentLimit { requests_per_unit: small(limit), unit: unit.into(), name: info.name().to_owned() }
+        CurrentLimit {
+            requests_per_unit: small(limit),
+            unit: unit.into(),
+            name: name.unwrap_or(info.name()).to_owned(),
+        }
     });
-    let reset = if decision.allowed { Some(decision.reset_after) } else { decision.retry_after };
+    // A call that never has room may come again with fewer hits once the window is over.
+    let window = decision.bound_by.and_then(|id| plan.limit_info(id).rate_limit_policy().window);
+    let never = || window.map(Span::from_secs);
+    let reset = if decision.allowed { Some(decision.reset_after) } else { decision.retry_after.or_else(never) };
     DescriptorStatus {
         code: if decision.allowed { Code::Ok } else { Code::OverLimit }.into(),
         current_limit,
-        limit_remaining: decision.remaining.map_or(u32::MAX, small),
+        limit_remaining: if decision.allowed { decision.remaining.map_or(u32::MAX, small) } else { 0 },
         // Envoy ignores fractions, and no wait may be told too short.
         duration_until_reset: reset.map(|wait| Seconds { seconds: wait.as_secs_ceil().cast_signed() }),
     }

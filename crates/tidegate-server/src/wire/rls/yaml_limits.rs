@@ -9,11 +9,11 @@ use tidegate_policy::RlsConfig;
 use tidegate_policy::ratelimit_yaml::{DescriptorLimit, FoundLimit, LimitTable};
 use tonic::Status;
 
+use super::descriptors::{DescriptorCheck, Hits, entries};
 use super::inline_limit::InlineLimit;
 use super::messages::{DescriptorStatus, RateLimitRequest};
-use super::{Hits, Question, entries};
 use crate::wire::decision_request::{DecisionRequest, DecisionRequestError};
-use crate::wire::limitador::LimitQuestion;
+use crate::wire::limitador::LimitCheck;
 
 /// The limits, each with its action in the plan.
 pub(crate) struct YamlLimits {
@@ -47,13 +47,13 @@ impl YamlLimits {
         index: usize,
         key: String,
         hits: u64,
-    ) -> Result<LimitQuestion<'_>, DecisionRequestError> {
+    ) -> Result<LimitCheck<'_>, DecisionRequestError> {
         let mut request = DecisionRequest::default();
         let actions = MatchedActions::from(Some(self.actions[index].0));
         request.set_actions(actions);
         request.set_text("key", Cow::Owned(key))?;
         request.set_text("cost", hits.to_string().into())?;
-        Ok(LimitQuestion { limit: &self.table.limits()[index], actions, request })
+        Ok(LimitCheck { limit: &self.table.limits()[index], actions, request })
     }
 
     pub(super) fn has_domain(&self, domain: &str) -> bool {
@@ -61,7 +61,7 @@ impl YamlLimits {
     }
 
     /// The question of each descriptor. One without a limit, or whose limit another one replaces, is admitted.
-    pub(super) fn questions<'a>(&self, asked: &'a RateLimitRequest) -> Result<Vec<Question<'a>>, Status> {
+    pub(super) fn questions<'a>(&self, asked: &'a RateLimitRequest) -> Result<Vec<DescriptorCheck<'a>>, Status> {
         let found: Vec<Option<FoundLimit<'_>>> = asked
             .descriptors
             .iter()
@@ -78,23 +78,24 @@ impl YamlLimits {
             let hits = descriptor.hits_addend.unwrap_or_else(|| asked.hits_addend.max(1).into());
             if let Some(limit) = &descriptor.limit {
                 let inline = InlineLimit::new(&asked.domain, descriptor, limit, hits).map_err(invalid)?;
-                return Ok(Question::Inline(inline));
+                return Ok(DescriptorCheck::Inline(inline));
             }
-            let Some(found) = found else { return Ok(Question::Decided(DescriptorStatus::admitted())) };
+            let Some(found) = found else { return Ok(DescriptorCheck::Decided(DescriptorStatus::admitted())) };
             let limit = &found.limit.limit;
             if self.actions[found.index].1 {
-                return Ok(Question::Decided(DescriptorStatus {
+                return Ok(DescriptorCheck::Decided(DescriptorStatus {
                     limit_remaining: u32::MAX,
                     ..DescriptorStatus::admitted()
                 }));
             }
             if limit.name.as_deref().is_some_and(|name| replaced.contains(name)) {
-                return Ok(Question::Decided(DescriptorStatus::admitted()));
+                return Ok(DescriptorCheck::Decided(DescriptorStatus::admitted()));
             }
             let is_quota = found.limit.quota_mode;
             let question = self.question(found.index, found.key, hits).map_err(|error| invalid(error.message))?;
-            let LimitQuestion { actions, request, .. } = question;
-            Ok(Question::Ask { request, actions, hits: Hits::of(descriptor, Some(hits)), is_quota })
+            let LimitCheck { actions, request, .. } = question;
+            let name = Some(limit.name.clone().unwrap_or_default());
+            Ok(DescriptorCheck::Ask { request, actions, hits: Hits::of(descriptor, Some(hits)), is_quota, name })
         });
         questions.collect()
     }
