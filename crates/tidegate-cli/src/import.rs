@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
-use tidegate_policy::ratelimit_yaml::{RatelimitConfig, list_files, read_files, read_regular_file};
+use tidegate_policy::ratelimit_yaml::{RatelimitConfig, list_files, read_files};
+use tidegate_policy::read_regular_file;
 use tidegate_policy::{Policy, PolicySources};
 
 use crate::CommandResult;

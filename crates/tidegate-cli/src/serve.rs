@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use sd_notify::NotifyState;
 use tidegate::store::AnyStore;
@@ -14,6 +15,9 @@ use tokio::sync::Notify;
 
 use crate::policy::{self, failure, invalid_input};
 use crate::{CliOutcome, CommandResult};
+
+/// The time that the program waits at its end for reads of files.
+const BLOCKING_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Runs the server until a stop signal.
 pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult {
@@ -35,7 +39,10 @@ pub(crate) fn run(config: Option<&Path>, prefix: Option<&str>) -> CommandResult 
     let read_again = move |present: &Policy| {
         policy::load_next(present, config.as_deref(), &had_file, policy::environment(prefix.as_deref()))
     };
-    runtime.block_on(serve(&policy, &source_name, read_again, watched))
+    let outcome = runtime.block_on(serve(&policy, &source_name, read_again, watched));
+    // A file system that hangs must not keep the program.
+    runtime.shutdown_timeout(BLOCKING_TIMEOUT);
+    outcome
 }
 
 async fn serve(

@@ -76,7 +76,7 @@ fn replay_reads_the_access_log() {
     let (text, errors) = (String::from_utf8(replay.stdout).unwrap(), String::from_utf8(replay.stderr).unwrap());
     assert!(replay.status.success(), "{errors}");
     assert!(text.contains(&format!("refuses {refused} of {asked} requests")) && !text.contains("broken"), "{text}");
-    assert!(text.contains("; 1 rejected before a decision, left out"), "{text}");
+    assert!(text.contains("; 1 without a decision (rejected or answered), left out"), "{text}");
     let log = gate.read_file("stderr");
     let lines: Vec<&str> = log.lines().collect();
     let found = std::fs::read_to_string(folder.path().join("refusals")).unwrap();

@@ -68,8 +68,8 @@ fn check_notes_secrets_that_serve_lacks() {
         |out: &str| out.lines().filter(|line| line.starts_with("note: ")).map(str::to_owned).collect::<Vec<_>>();
     let found = notes(&check(&[], " "));
     assert!(found.len() == 2 && found.iter().all(|note| note.contains("`tidegate serve` wouldn't start")), "{found:?}");
-    assert!(found[0].starts_with("note: api.token: the token file /nowhere/token can't be read"), "{found:?}");
-    assert!(found[1].starts_with("note: admin.tokens.ops: the token from env:OPS_TOKEN is empty"), "{found:?}");
+    assert!(found[0].starts_with("note: api.token: the secret file /nowhere/token can't be read"), "{found:?}");
+    assert!(found[1].starts_with("note: admin.tokens.ops: the secret from env:OPS_TOKEN is empty"), "{found:?}");
     assert_eq!(notes(&check(&[], "s3cret")).len(), 1);
     assert!(notes(&check(&["--no-env"], " ")).is_empty());
 }

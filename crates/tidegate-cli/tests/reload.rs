@@ -204,7 +204,7 @@ fn a_usual_file_that_is_gone_changes_nothing() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
     command.arg("serve").current_dir(scratch.path()).env("TIDEGATE__INBOUND__UPSTREAM", "http://127.0.0.1:1");
     command.env("TIDEGATE__INBOUND__LISTEN", format!("127.0.0.1:{}", free_port()));
-    let gate = Gate::start_as(command, scratch, file, "memory:");
+    let gate = Gate::start_as(command, scratch, file, "memory");
     fs::remove_file(&gate.file).unwrap();
     let refused = gate.run(&["reload"]);
     let text = String::from_utf8_lossy(&refused.stderr);

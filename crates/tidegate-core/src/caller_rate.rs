@@ -103,7 +103,7 @@ impl CallerRate {
         if interval == 0 {
             return Err(CallerRateError::ZeroRate);
         }
-        match interval.checked_mul(limit) {
+        match interval.checked_mul(limit.max(1)) {
             Some(0..=MAX_TOLERANCE) => Ok(Self { limit, interval }),
             _ => Err(CallerRateError::TooSlow),
         }

@@ -64,6 +64,8 @@ fn terms_are_bounded() {
         (2, 1, 2_300_000_000, Err(CallerRateError::TooSlow)),
         (u64::MAX, 1, 1, Err(CallerRateError::TooSlow)),
         (1, 1, u64::MAX, Err(CallerRateError::TooSlow)),
+        (0, 500_000_000, 1 << 62, Err(CallerRateError::TooSlow)),
+        (0, 1, i64::MAX as u64, Err(CallerRateError::TooSlow)),
     ] {
         assert_eq!(CallerRate::new(limit, count, period).map(drop), expected, "{limit} {count} {period}");
     }

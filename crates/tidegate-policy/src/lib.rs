@@ -63,6 +63,7 @@ mod raw_paths;
 mod read;
 mod readings;
 mod regex_hint;
+mod regular_file;
 mod router;
 mod secret;
 pub mod sections;
@@ -92,6 +93,7 @@ pub use preset::Preset;
 pub use printable::{printable, printable_json, printable_lines};
 pub use quantity::{Quantity, QuantityError};
 pub use query::Query;
+pub use regular_file::read_regular_file;
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
     AccessLogMode, AdminConfig, ApiConfig, CompatibleServer, HeaderDialect, InboundCaps, InboundConfig,

@@ -33,7 +33,7 @@ use std::fmt;
 
 #[cfg(feature = "limitador")]
 pub use self::expressions::is_evaluating;
-pub use self::files::{UnreadableFileError, list_files, read_files, read_regular_file};
+pub use self::files::{UnreadableFileError, list_files, read_files};
 pub use self::limitador::ConditionalLimit;
 pub use self::lookup::{DescriptorLimit, FoundLimit, LimitTable};
 use crate::calendar::PeriodUnit;

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use subtle::ConstantTimeEq as _;
 
+use crate::read_regular_file;
+
 /// The longest token file, in bytes.
 const MAX_TOKEN_BYTES: u64 = 64 << 10;
 
@@ -91,11 +93,8 @@ impl SecretSource {
             }
             Self::File(path) => {
                 let unreadable = |why: String| SecretError::Unreadable { path: path.clone(), why };
-                let size = std::fs::metadata(path).map_err(|error| unreadable(error.to_string()))?.len();
-                if size > MAX_TOKEN_BYTES {
-                    return Err(unreadable(format!("it has {size} bytes; a token has at most {MAX_TOKEN_BYTES}")));
-                }
-                std::fs::read_to_string(path).map_err(|error| unreadable(error.to_string()))?
+                let bytes = read_regular_file(path, MAX_TOKEN_BYTES).map_err(|error| unreadable(error.to_string()))?;
+                String::from_utf8(bytes).map_err(|_| unreadable("it isn't UTF-8".to_owned()))?
             }
         };
         match text.trim() {

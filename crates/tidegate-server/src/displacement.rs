@@ -1,10 +1,14 @@
-//! Displacement at the connection cap: a new connection takes the place of one without a request in progress.
+//! Displacement at the caps: a new connection takes the place of one without a request in progress, and a new HTTP/2 stream
+//! that of one that waits for its client.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason, Watchdog};
+use slab::Slab;
 
-/// The number of candidates that one scan of all connections finds, so that not every new connection costs a scan.
+use crate::watchdog::{ConnectionPhase, ConnectionWatch, EndReason, OpenStream, Watchdog};
+
+/// The number of candidates that one scan finds, so that not every new connection or stream costs a scan.
 const MAX_CANDIDATES: usize = 32;
 
 /// The number of ticks in which a connection can send its request or read its response before it may be displaced.
@@ -65,6 +69,33 @@ impl CandidateState {
         };
         (!watch.must_end_phase()).then(|| Self { kind, phase, since: watch.phase_started(phase) })
     }
+}
+
+/// Ends streams that wait for their client, the oldest first, of the connection that has most of them. Returns false if none
+/// has two more of them than the connection of the new stream, so that equals don't displace each other.
+#[cold]
+pub(crate) fn displace_streams(streams: &Slab<OpenStream>, newcomer: &Arc<ConnectionWatch>) -> bool {
+    let mut waiting: HashMap<*const ConnectionWatch, Vec<(&OpenStream, ConnectionPhase)>> = HashMap::new();
+    for (_, stream) in streams {
+        let phase = stream.watch.phase();
+        let waits_for_client = matches!(
+            phase,
+            ConnectionPhase::Upload | ConnectionPhase::Download | ConnectionPhase::Idle | ConnectionPhase::Linger
+        );
+        if waits_for_client && !stream.watch.must_end_phase() {
+            waiting.entry(Arc::as_ptr(&stream.connection)).or_default().push((stream, phase));
+        }
+    }
+    let own = waiting.remove(&Arc::as_ptr(newcomer)).map_or(0, |own| own.len());
+    let Some(mut most) = waiting.into_values().max_by_key(Vec::len).filter(|most| most.len() > own + 1) else {
+        return false;
+    };
+    let count = ((most.len() - own) / 2).min(MAX_CANDIDATES);
+    most.sort_by_key(|(stream, phase)| stream.watch.ticks_in(*phase));
+    for (stream, phase) in most.iter().rev().take(count) {
+        stream.end_phase(*phase, EndReason::Displaced);
+    }
+    true
 }
 
 fn oldest_candidates(watchdog: &Watchdog) -> Vec<(Arc<ConnectionWatch>, CandidateState)> {

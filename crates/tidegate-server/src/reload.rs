@@ -154,7 +154,9 @@ pub(crate) async fn replace_certificates<C: Clock>(parts: Arc<SharedParts>, cloc
         tokio::time::sleep(WATCH_INTERVAL).await;
         for tls in parts.tls.get().into_iter().flatten() {
             let (now, listener) = (clock.now(), tls.listener);
-            let change = match tls.reload_if_changed(now) {
+            let reload = Arc::clone(tls);
+            let reloaded = tokio::task::spawn_blocking(move || reload.reload_if_changed(now)).await;
+            let change = match reloaded.unwrap_or_default() {
                 None => continue,
                 Some(Ok(())) => Change::CertificatesReplaced { listener },
                 Some(Err(error)) => Change::CertificatesKept { listener, error: error.to_string() },

@@ -15,7 +15,7 @@ use rustls::server::{ClientHello, ParsedCertificate, ResolvesServerCert, WebPkiC
 use rustls::sign::CertifiedKey;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tidegate_core::{Clock as _, Time};
-use tidegate_policy::{CertificateFiles, Policy, TlsConfig, UpstreamAddress, UpstreamTls};
+use tidegate_policy::{CertificateFiles, Policy, TlsConfig, UpstreamAddress, UpstreamTls, read_regular_file};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::file_watcher::FileWatcher;
 use tokio_rustls::server::TlsStream;
@@ -33,6 +33,11 @@ use crate::watchdog::ConnectionWatch;
 pub(crate) const HANDSHAKE_RECORD: u8 = 0x16;
 /// The name of HTTP/1.1 in ALPN.
 const HTTP_1: &[u8] = b"http/1.1";
+
+/// The largest file in bytes.
+const MAX_FILE: u64 = 1 << 20;
+/// The most certificates of a server's chain. Clients refuse long ones.
+const MAX_CHAIN: usize = 16;
 
 /// The reason why certificates can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -221,9 +226,9 @@ impl ResolvesServerCert for CertificateSet {
 }
 
 fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let file_error = |error| TlsError::File { path: path.to_owned(), error };
-    let chain = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-    let chain = chain.map_err(file_error)?;
+    let bytes = read_pem(path)?;
+    let chain = CertificateDer::pem_slice_iter(&bytes).collect::<Result<Vec<_>, _>>();
+    let chain = chain.map_err(|error| TlsError::File { path: path.to_owned(), error })?;
     if chain.is_empty() { Err(TlsError::Empty(path.to_owned())) } else { Ok(chain) }
 }
 
@@ -294,7 +299,12 @@ fn read_roots(path: &Path) -> Result<RootCertStore, TlsError> {
 }
 
 fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    PrivateKeyDer::from_pem_file(path).map_err(|error| TlsError::File { path: path.to_owned(), error })
+    PrivateKeyDer::from_pem_slice(&read_pem(path)?).map_err(|error| TlsError::File { path: path.to_owned(), error })
+}
+
+fn read_pem(path: &Path) -> Result<Vec<u8>, TlsError> {
+    let file_error = |error| TlsError::File { path: path.to_owned(), error: pem::Error::Io(error) };
+    read_regular_file(path, MAX_FILE).map_err(file_error)
 }
 
 /// Reads a certificate with its chain and key. Returns also the time at which it expires.
@@ -305,6 +315,10 @@ fn certified_key(
 ) -> Result<(CertifiedKey, i64), TlsError> {
     let path = || files.certificate.clone();
     let chain = read_certificates(&files.certificate)?;
+    if chain.len() > MAX_CHAIN {
+        let error = format!("it has {} certificates, and a chain at most {MAX_CHAIN}", chain.len());
+        return Err(TlsError::Unusable { path: path(), error });
+    }
     let key = read_key(&files.key)?;
     let (starts, expires) = validity(&chain[0]).ok_or_else(|| TlsError::Unparsable(path()))?;
     let reason = if now < starts { "not valid yet" } else { "expired" };

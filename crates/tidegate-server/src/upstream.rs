@@ -8,10 +8,12 @@ mod http1_pool;
 mod http2_pool;
 
 use std::error::Error;
+use std::future::poll_fn;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -307,9 +309,16 @@ impl<B: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static> Upst
             let mut builder = http2::Builder::new(TokioExecutor::new());
             builder.timer(TokioTimer::new()).keep_alive_interval(PING.0).keep_alive_timeout(PING.1);
             builder.initial_stream_window_size(STREAM_WINDOW).initial_connection_window_size(CONNECTION_WINDOW);
-            let (sender, connection) = builder.handshake(stream).await.map_err(UpstreamError::Unsent)?;
-            spawn_connection(connection);
-            return Ok(Sender::Http2(self.http2.add(sender)));
+            let (sender, mut connection) = builder.handshake(stream).await.map_err(UpstreamError::Unsent)?;
+            let stream = self.http2.add(sender);
+            let usage = Arc::clone(&stream.usage);
+            // The library tells the server's maximum only here, and polls this with each request.
+            spawn_connection(poll_fn(move |cx| {
+                let polled = Pin::new(&mut connection).poll(cx);
+                usage.max_streams.store(connection.current_max_send_streams(), Relaxed);
+                polled
+            }));
+            return Ok(Sender::Http2(stream));
         }
         let (sender, connection) = self.http.handshake(stream).await.map_err(UpstreamError::Unsent)?;
         spawn_connection(connection.with_upgrades());

@@ -22,6 +22,7 @@ pub(crate) use self::connection_watch::{ConnectionWatch, Flag};
 use self::phase::{BODY_RATE_PERIOD, MAX_HEAD_BYTES, phase_timeout, tick_of, ticks};
 pub(crate) use self::phase::{ConnectionPhase, EndReason};
 use crate::client_limit::ClientSlot;
+use crate::displacement::displace_streams;
 
 /// A connection's entry in its listener's list. Dropping it removes the entry.
 pub(crate) struct ConnectionEntry {
@@ -63,9 +64,20 @@ impl Drop for StreamEntry {
 
 /// A stream of an HTTP/2 connection.
 #[derive(Debug)]
-struct OpenStream {
-    watch: Arc<ConnectionWatch>,
-    connection: Arc<ConnectionWatch>,
+pub(crate) struct OpenStream {
+    pub(crate) watch: Arc<ConnectionWatch>,
+    pub(crate) connection: Arc<ConnectionWatch>,
+}
+
+impl OpenStream {
+    /// Ends a stream that has stayed in this phase for too long, or that gives up its place.
+    pub(crate) fn end_phase(&self, phase: ConnectionPhase, why: EndReason) {
+        match self.watch.response.is_queued.get() {
+            // The library keeps what the client doesn't read until the connection ends.
+            true => self.connection.end_phase(ConnectionPhase::Streams, why),
+            false => self.watch.end_phase(phase, why),
+        }
+    }
 }
 
 /// All connections of one listener.
@@ -139,7 +151,8 @@ impl Watchdog {
     }
 
     /// Adds a request of an HTTP/2 connection. Returns true if all streams together are within the listener's cap, which
-    /// is that of connections: over HTTP/1.1 each of them has one request at most.
+    /// is that of connections, because over HTTP/1.1 each of them has one request at most; or if another connection with more
+    /// streams gives up some.
     pub(crate) fn add_stream(
         self: &Arc<Self>,
         connection: &Arc<ConnectionWatch>,
@@ -147,7 +160,7 @@ impl Watchdog {
         let watch = Arc::new(ConnectionWatch::new(Arc::clone(self), true));
         let mut streams = self.streams.lock();
         let index = streams.insert(OpenStream { watch: Arc::clone(&watch), connection: Arc::clone(connection) });
-        let has_capacity = streams.len() <= self.max_streams;
+        let has_capacity = streams.len() <= self.max_streams || displace_streams(&streams, connection);
         (watch, StreamEntry { watchdog: Arc::clone(self), index, client_slot: None }, has_capacity)
     }
 
@@ -225,14 +238,9 @@ impl Watchdog {
                 watch.end_phase(phase, EndReason::Timeout);
             }
         }
-        for (_, OpenStream { watch, connection }) in &*self.streams.lock() {
-            match self.overdue_phase(watch, now) {
-                // The library keeps what the client doesn't read until the connection ends.
-                Some(_) if watch.response.is_queued.get() => {
-                    connection.end_phase(ConnectionPhase::Streams, EndReason::Timeout);
-                }
-                Some(phase) => watch.end_phase(phase, EndReason::Timeout),
-                None => {}
+        for (_, stream) in &*self.streams.lock() {
+            if let Some(phase) = self.overdue_phase(&stream.watch, now) {
+                stream.end_phase(phase, EndReason::Timeout);
             }
         }
     }

@@ -10,10 +10,13 @@ pub(super) use without_cel::{Expression, Values};
 #[cfg(feature = "limitador")]
 mod with_cel {
     use std::cell::Cell;
-    use std::collections::HashMap;
+    use std::collections::{HashMap, HashSet};
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::{Arc, LazyLock};
 
+    use cel::common::ast::operators::{ADD, INDEX};
+    use cel::common::ast::{EntryExpr, Expr};
+    use cel::common::value::CelVal;
     use cel::objects::Map;
     use cel::{Context, ExecutionError, Program, Value};
 
@@ -24,6 +27,13 @@ mod with_cel {
     const MAX_LENGTH: usize = 1000;
     const MAX_NESTING: usize = 16;
     const MAX_OPERATORS: usize = 64;
+    /// The most macros (`all`, `exists`, `exists_one`, `map`, `filter`), and the most signs `+`. Each multiplies the time and
+    /// the memory of the others.
+    const MAX_MACROS: usize = 2;
+    const MAX_ADDITIONS: usize = 8;
+    /// The most descriptors of a request, and the most bytes of their entries.
+    const MAX_DESCRIPTORS: usize = 64;
+    const MAX_DESCRIPTOR_BYTES: usize = 32 << 10;
     /// The stack of the thread that reads an expression.
     const READER_STACK: usize = 32 << 20;
 
@@ -35,12 +45,96 @@ mod with_cel {
     pub(in super::super) struct Expression {
         source: Arc<str>,
         program: Arc<Program>,
+        parts: Arc<Parts>,
+    }
+
+    /// The parts of an expression that tell what it asks for, and what it costs.
+    #[derive(Debug, Default)]
+    struct Parts {
+        /// The names of entries, and the indices of descriptors.
+        entries: HashSet<String>,
+        indices: HashSet<i64>,
+        macros: usize,
+        additions: usize,
+    }
+
+    impl Parts {
+        fn of(expression: &Expr) -> Self {
+            let mut parts = Self::default();
+            parts.add(expression);
+            parts
+        }
+
+        fn add(&mut self, expression: &Expr) {
+            match expression {
+                Expr::Call(call) => {
+                    if call.func_name == ADD {
+                        self.additions += 1;
+                    }
+                    if call.func_name == INDEX
+                        && let [of, at] = &call.args[..]
+                    {
+                        match &at.expr {
+                            Expr::Literal(CelVal::String(name)) if is_descriptor(&of.expr) => {
+                                self.entries.insert(name.clone());
+                            }
+                            Expr::Literal(CelVal::Int(index)) if is_descriptors(&of.expr) => {
+                                self.indices.insert(*index);
+                            }
+                            _ => {}
+                        }
+                    }
+                    call.target.iter().map(|target| &**target).chain(&call.args).for_each(|part| self.add(&part.expr));
+                }
+                Expr::Select(select) => {
+                    if is_descriptor(&select.operand.expr) {
+                        self.entries.insert(select.field.clone());
+                    }
+                    self.add(&select.operand.expr);
+                }
+                Expr::Comprehension(found) => {
+                    self.macros += 1;
+                    let parts =
+                        [&found.iter_range, &found.accu_init, &found.loop_cond, &found.loop_step, &found.result];
+                    parts.iter().for_each(|part| self.add(&part.expr));
+                }
+                Expr::List(list) => list.elements.iter().for_each(|element| self.add(&element.expr)),
+                Expr::Map(map) => map.entries.iter().for_each(|entry| self.add_entry(&entry.expr)),
+                Expr::Struct(found) => found.entries.iter().for_each(|entry| self.add_entry(&entry.expr)),
+                Expr::Unspecified | Expr::Ident(_) | Expr::Literal(_) => {}
+            }
+        }
+
+        fn add_entry(&mut self, entry: &EntryExpr) {
+            match entry {
+                EntryExpr::StructField(field) => self.add(&field.value.expr),
+                EntryExpr::MapEntry(entry) => {
+                    self.add(&entry.key.expr);
+                    self.add(&entry.value.expr);
+                }
+            }
+        }
+    }
+
+    fn is_descriptors(expression: &Expr) -> bool {
+        matches!(expression, Expr::Ident(name) if name == "descriptors")
+    }
+
+    /// True for one of the descriptors, and for the variable of a macro, which may be one.
+    fn is_descriptor(expression: &Expr) -> bool {
+        match expression {
+            Expr::Call(call) => call.func_name == INDEX && call.args.first().is_some_and(|of| is_descriptors(&of.expr)),
+            Expr::Ident(name) => !VARIABLES.contains(&name.as_str()),
+            _ => false,
+        }
     }
 
     /// The values that a request's expressions ask for.
     pub(in super::super) struct Values {
         context: Context<'static>,
         descriptors: Vec<HashMap<String, String>>,
+        /// True if they are too many, or too long, to be evaluated.
+        are_too_large: bool,
     }
 
     impl Values {
@@ -52,7 +146,9 @@ mod with_cel {
             let values = descriptors.iter().map(|entries| Value::Map(Map::from(entries.clone())));
             let mut context = FUNCTIONS.new_inner_scope();
             context.add_variable_from_value("descriptors", Value::List(values.collect::<Vec<_>>().into()));
-            Self { context, descriptors }
+            let bytes: usize = descriptors.iter().flatten().map(|(key, value)| key.len() + value.len()).sum();
+            let are_too_large = descriptors.len() > MAX_DESCRIPTORS || bytes > MAX_DESCRIPTOR_BYTES;
+            Self { context, descriptors, are_too_large }
         }
 
         /// Sets the limit whose expressions are asked for.
@@ -79,6 +175,23 @@ mod with_cel {
         let result = catch_unwind(AssertUnwindSafe(call));
         IS_EVALUATING.set(false);
         result
+    }
+
+    /// A function that expressions can't call, which evaluation would take for a missing variable.
+    fn unknown_function(program: &Program) -> Option<String> {
+        let references = program.references();
+        let is_name = |name: &&str| name.starts_with(|letter: char| letter.is_ascii_alphabetic() || letter == '_');
+        let is_operator = |name: &&str| {
+            name.starts_with("_") && name.contains(|letter: char| !letter.is_alphanumeric() && letter != '_')
+        };
+        let is_unknown = |name: &&str| {
+            let call = Program::compile(&format!("{name}()"));
+            let called = call.map(|call| quietly(|| call.execute(&FUNCTIONS)));
+            matches!(called, Ok(Ok(Err(ExecutionError::UndeclaredReference(found)))) if *found == *name)
+        };
+        let mut names = references.functions();
+        names.sort_unstable();
+        names.into_iter().filter(is_name).filter(|name| !is_operator(name)).find(is_unknown).map(str::to_owned)
     }
 
     /// The result of an expression for some values.
@@ -122,7 +235,18 @@ mod with_cel {
                 let messages = errors.errors.iter().map(|error| error.msg.trim().to_owned());
                 messages.collect::<Vec<_>>().join("; ")
             })?;
-            let expression = Self { source: source.into(), program: Arc::new(program) };
+            let parts = Parts::of(&program.expression().expr);
+            if parts.macros > MAX_MACROS {
+                let names = "`all`, `exists`, `exists_one`, `map` and `filter`";
+                return Err(format!("it has more than {MAX_MACROS} of {names}"));
+            }
+            if parts.additions > MAX_ADDITIONS {
+                return Err(format!("it has more than {MAX_ADDITIONS} signs `+`"));
+            }
+            if let Some(name) = unknown_function(&program) {
+                return Err(format!("there is no function `{name}`"));
+            }
+            let expression = Self { source: source.into(), program: Arc::new(program), parts: Arc::new(parts) };
             // Some parts of the language are read and then not evaluated by the library.
             let values = Values::new([Vec::new()]);
             match quietly(|| expression.program.execute(&values.context)) {
@@ -169,6 +293,9 @@ mod with_cel {
 
         fn evaluate(&self, values: &Values) -> Evaluated {
             // Values that the library doesn't expect, such as an empty part of `contains`, can make it panic.
+            if values.are_too_large {
+                return Evaluated::Meaningless;
+            }
             match quietly(|| self.program.execute(&values.context)) {
                 Ok(Ok(value)) => Evaluated::Value(value),
                 Ok(Err(error)) if self.is_missing(&error, values) => Evaluated::Missing,
@@ -181,12 +308,11 @@ mod with_cel {
         fn is_missing(&self, error: &ExecutionError, values: &Values) -> bool {
             match error {
                 ExecutionError::NoSuchKey(key) => {
-                    let is_named = [format!(".{key}"), format!("'{key}'"), format!("\"{key}\"")];
-                    is_named.iter().any(|name| self.source.contains(name))
+                    self.parts.entries.contains(key.as_str())
                         && values.descriptors.iter().any(|entries| !entries.contains_key(key.as_str()))
                 }
                 ExecutionError::IndexOutOfBounds(Value::Int(index)) => {
-                    self.source.contains(&format!("[{index}]"))
+                    self.parts.indices.contains(index)
                         && usize::try_from(*index).is_ok_and(|index| index >= values.descriptors.len())
                 }
                 ExecutionError::UndeclaredReference(_) => true,

@@ -1,7 +1,7 @@
 //! The files of a configuration.
 
-use std::fs::{self, File};
-use std::io::{self, Read as _};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// The most files of one configuration.
@@ -37,7 +37,7 @@ pub fn list_files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, UnreadableFileError
     Ok(files)
 }
 
-/// Reads these files. `read` reads one file, of at most so many bytes; see [`read_regular_file`].
+/// Reads these files. `read` reads one file, of at most so many bytes; see [`read_regular_file`](crate::read_regular_file).
 ///
 /// # Errors
 /// A file can't be read, or all together are larger than 16 MiB.
@@ -51,25 +51,13 @@ pub fn read_files(
             left = left.saturating_sub(body.len() as u64);
             Ok((path, body))
         }
+        Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
+            let error = io::Error::other(format!("all files together are larger than {} MiB", MAX_BYTES >> 20));
+            Err(UnreadableFileError { path, error })
+        }
         Err(error) => Err(UnreadableFileError { path, error }),
     };
     files.into_iter().map(with_body).collect()
-}
-
-/// Reads a file of at most `max_bytes`. Never waits for a writer, as a pipe's reader does.
-///
-/// # Errors
-/// It isn't a regular file, is too large, or can't be read.
-pub fn read_regular_file(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
-    if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::other("it isn't a regular file"));
-    }
-    let mut body = Vec::new();
-    File::open(path)?.take(max_bytes + 1).read_to_end(&mut body)?;
-    if body.len() as u64 > max_bytes {
-        return Err(io::Error::other(format!("all files together are larger than {} MiB", MAX_BYTES >> 20)));
-    }
-    Ok(body)
 }
 
 /// The file itself, or the YAML files of a directory.

@@ -19,7 +19,7 @@ use super::http1_pool::AGE_STEPS;
 
 /// The interval of pings on a connection in use, and the time to answer one.
 pub(crate) const PING: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(10));
-/// The most requests on one connection at a time. A server should accept as many (RFC 9113 §6.5.2).
+/// The most requests on one connection at a time, unless the server takes fewer. It should accept as many (RFC 9113 §6.5.2).
 const MAX_STREAMS: usize = 100;
 /// The bytes of a response that the server may send before its client has read them. All responses of a connection fit
 /// in its window, so that slow readers don't hold up the others.
@@ -40,11 +40,13 @@ pub(super) struct Http2Pool<B> {
 /// A place on a connection, for one request.
 pub(super) struct Http2Stream<B> {
     pub(super) sender: SendRequest<B>,
-    usage: Arc<Usage>,
+    pub(super) usage: Arc<Usage>,
 }
 
 /// The use of a connection.
-struct Usage {
+pub(super) struct Usage {
+    /// The most requests that the server takes at a time.
+    pub(super) max_streams: AtomicUsize,
     /// The requests on the connection, and one for the pool.
     places: AtomicUsize,
     /// The number of steps since the last request began or was seen.
@@ -62,15 +64,13 @@ impl<B> Http2Pool<B> {
     pub(super) fn take(&self) -> Option<Http2Stream<B>> {
         let mut connections = self.connections.lock();
         connections.retain(|connection| !connection.sender.is_closed());
-        connections
-            .iter()
-            .find(|connection| connection.usage.places.load(Relaxed) <= MAX_STREAMS)
-            .map(Http2Stream::share)
+        connections.iter().find(|connection| connection.usage.has_place()).map(Http2Stream::share)
     }
 
     /// Adds a new connection, and returns a place on it.
     pub(super) fn add(&self, sender: SendRequest<B>) -> Http2Stream<B> {
-        let usage = Usage { places: AtomicUsize::new(1), idle_steps: AtomicU32::new(0) };
+        let max_streams = AtomicUsize::new(MAX_STREAMS);
+        let usage = Usage { max_streams, places: AtomicUsize::new(1), idle_steps: AtomicU32::new(0) };
         let connection = Http2Stream { sender, usage: Arc::new(usage) };
         let stream = connection.share();
         self.connections.lock().push(connection);
@@ -86,13 +86,21 @@ impl<B> Http2Pool<B> {
             }
             tokio::time::sleep(IDLE / AGE_STEPS).await;
             self.connections.lock().retain(|connection| {
-                let Usage { places, idle_steps } = &*connection.usage;
+                let Usage { places, idle_steps, .. } = &*connection.usage;
                 if places.load(Relaxed) > 1 {
                     idle_steps.store(0, Relaxed);
                 }
                 idle_steps.fetch_add(1, Relaxed) < AGE_STEPS && !connection.sender.is_closed()
             });
         }
+    }
+}
+
+impl Usage {
+    fn has_place(&self) -> bool {
+        // A server that takes none at present would otherwise get a new connection for each request.
+        let most = self.max_streams.load(Relaxed).clamp(1, MAX_STREAMS);
+        self.places.load(Relaxed) <= most
     }
 }
 

@@ -226,6 +226,11 @@ impl ConnectionWatch {
         if is_lingering { &self.response.linger_started } else { &self.last_progress }.load(Relaxed)
     }
 
+    /// The ticks since then.
+    pub(crate) fn ticks_in(&self, phase: ConnectionPhase) -> u32 {
+        self.watchdog.current_tick().wrapping_sub(self.phase_started(phase))
+    }
+
     pub(crate) fn count_body(&self, count: u64) {
         self.body.bytes.fetch_add(count, Relaxed);
     }

@@ -102,7 +102,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
 /// The headers of a request, without the names of HTTP/2 for the method, path and host, which begin with a colon. `None`
 /// if one of them isn't valid.
 fn header_map(given: &[Header]) -> Option<HeaderMap> {
-    let mut headers = HeaderMap::with_capacity(given.len());
+    let mut headers = HeaderMap::try_with_capacity(given.len()).ok()?;
     for entry in given.iter().filter(|entry| !entry.key.starts_with(':')) {
         let value = if entry.raw_value.is_empty() { &entry.value } else { &entry.raw_value };
         headers.try_append(HeaderName::try_from(&*entry.key).ok()?, HeaderValue::from_bytes(value).ok()?).ok()?;

@@ -329,6 +329,38 @@ async fn requests_that_were_not_processed_are_sent_again() {
 }
 
 #[tokio::test]
+async fn a_server_that_takes_one_request_gets_more_connections() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        loop {
+            let stream = listener.accept().await.unwrap().0;
+            tokio::spawn(async move {
+                let mut builder = h2::server::Builder::new();
+                let mut connection = builder.max_concurrent_streams(1).handshake::<_, Bytes>(stream).await.unwrap();
+                let mut held = Vec::new();
+                while let Some(Ok((request, mut respond))) = connection.accept().await {
+                    match request.uri().path() {
+                        "/hold" => held.push(respond),
+                        _ => drop(respond.send_response(Response::builder().status(204).body(()).unwrap(), true)),
+                    }
+                }
+            });
+        }
+    });
+    let gate = start_before(&upstream, &format!("{ALWAYS}upstream_http2 = true\n")).await;
+    let client = connect(gate).await;
+    // The first response shows that the server's settings have arrived. They count from the next request on.
+    for _ in 0..2 {
+        assert_eq!(fetch(&client, request("/")).await.status(), 204);
+    }
+    let mut sender = client.clone().ready().await.unwrap();
+    let _held = sender.send_request(request("/hold").body(()).unwrap(), true).unwrap();
+    let answered = tokio::time::timeout(PATIENCE, fetch(&client, request("/"))).await;
+    assert_eq!(answered.expect("another connection").status(), 204);
+}
+
+#[tokio::test]
 async fn an_upstream_without_http2_is_a_bad_gateway() {
     let authority = Authority::new();
     let trust = authority.issue_upstream();

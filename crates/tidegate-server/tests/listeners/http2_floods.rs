@@ -248,6 +248,27 @@ async fn a_slow_upload_ends_alone() {
 }
 
 #[tokio::test]
+async fn unread_responses_give_up_their_places() {
+    let gate = start(&format!("{ALWAYS}caps = {{ connections = 8 }}\n")).await;
+    // Its windows have no room for a response.
+    let mut hoarder = RawClient::connect(gate, &[(4, 0)]).await;
+    for stream in 0..8 {
+        hoarder.get(2 * stream + 1).await;
+    }
+    for _ in 0..8 {
+        hoarder.read_until(HEADERS).await.unwrap();
+    }
+    for stream in [1, 3, 5] {
+        let mut client = RawClient::connect(gate, &[]).await;
+        client.get(stream).await;
+        let head = client.read_until(HEADERS).await.unwrap();
+        assert_eq!((head.stream, head.payload[0]), (stream, 0x88), "200");
+    }
+    assert_eq!(rejections(gate, "streams").await, 0);
+    hoarder.read_until(RST_STREAM).await.expect("the oldest streams are reset");
+}
+
+#[tokio::test]
 async fn streams_count_as_connections_of_their_client() {
     let policy = format!("{ALWAYS}proxy_protocol = [\"127.0.0.0/8\"]\ncaps = {{ connections_per_client = 2 }}\n");
     let gate = start_before(&start_silent().await, &policy).await;

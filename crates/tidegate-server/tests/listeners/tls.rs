@@ -129,9 +129,28 @@ async fn replaced_certificates_are_served_without_a_cut() {
     let first = shown(&authority, gate, "a.test").await;
     let failed = "tidegate_certificate_reloads_total{listener=\"inbound\",result=\"failed\"}";
     let until_failed = async |count| until("a failed reload", async || metric(gate, failed).await >= count).await;
-    // An expired certificate, one with another key, and a file that is no PEM.
+    // A pipe, a device without end, a file and a chain that are too long, an expired certificate, one with another key, and a
+    // file that is no PEM.
+    let (path, good) = (authority.path("a.pem"), std::fs::read(authority.path("a.pem")).unwrap());
+    std::fs::remove_file(&path).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let mut failures = 0;
+    for replace in [
+        &(|| ()) as &dyn Fn(),
+        &|| std::os::unix::fs::symlink("/dev/zero", &path).unwrap(),
+        &|| std::fs::write(&path, [&good, &vec![b'a'; 2 << 20][..]].concat()).unwrap(),
+        &|| std::fs::write(&path, good.repeat(17)).unwrap(),
+    ] {
+        if failures > 0 {
+            std::fs::remove_file(&path).unwrap();
+        }
+        replace();
+        until_failed(failures + 1).await;
+        failures = metric(gate, failed).await;
+        assert_eq!(shown(&authority, gate, "a.test").await, first);
+    }
     authority.issue("a", "a.test", 2020);
-    until_failed(1).await;
+    until_failed(failures + 1).await;
     assert_eq!(shown(&authority, gate, "a.test").await, first);
     let failures = metric(gate, failed).await;
     std::fs::write(authority.path("a.pem"), authority.issuer.pem()).unwrap();

@@ -86,6 +86,10 @@ fn keys_that_clients_choose_are_not_missing_entries() {
         assert_eq!(applies(chosen, &[("tier", tier)]), expected, "{tier}");
     }
     assert!(!applies(chosen, &[]), "there is no tier");
+    let other = "{'free': true}[descriptors[0].plan] || descriptors[0].role == 'x'";
+    for plan in ["x", "zzz", "free", "free'"] {
+        assert!(applies(other, &[("plan", plan), ("role", "y")]), "{plan}");
+    }
     let index = "['a', 'b'][int(descriptors[0].n)] != 'a'";
     for (n, expected) in [("0", false), ("1", true), ("2", true), ("99", true), ("-1", true), ("x", true)] {
         assert_eq!(applies(index, &[("n", n)]), expected, "{n}");
@@ -111,12 +115,23 @@ fn expressions_are_bounded() {
     let nested = |depth: usize| format!("{}true{}", "(".repeat(depth), ")".repeat(depth));
     assert_eq!(parse(&nested(16)), Ok(1));
     assert!(parse(&nested(17)).unwrap_err().contains("nested more than 16 deep"));
-    for (first, repeated, last) in [("0", "+1", " > 0"), ("descriptors[0]", ".a", ""), ("", "!", "true")] {
+    for (first, repeated, last) in [("0", "-1", " < 1"), ("descriptors[0]", ".a", ""), ("", "!", "true")] {
         let long = |count: usize| format!("{first}{}{last}", repeated.repeat(count));
         assert!(parse(&long(60)).is_ok(), "{}", long(60));
         assert!(parse(&long(70)).unwrap_err().contains("more than 64 operators"), "{}", long(70));
     }
     assert!(parse(&format!("'{}' == 'a'", "a".repeat(1000))).unwrap_err().contains("more than 1000 bytes"));
+    let macros = "[1].all(a, [1].all(b, [1].all(c, true)))";
+    assert!(parse(macros).unwrap_err().contains("more than 2 of `all`"), "{:?}", parse(macros));
+    assert!(parse(&format!("{}'' == ''", "'' + ".repeat(9))).unwrap_err().contains("more than 8 signs `+`"));
+    for unknown in ["nosuchfunction(descriptors[0].a)", "descriptors[0].a.startsWit('a')", "true || nosuchfunction()"] {
+        let message = parse(unknown).unwrap_err();
+        assert!(message.contains("there is no function `"), "{message}");
+    }
+    assert_eq!(parse("descriptors[0].a.startsWith('b') && size(descriptors) == 1 && !has(descriptors[0].c)"), Ok(1));
+    // Values that are too long aren't evaluated, and escape no limit.
+    let long = "a".repeat(33 << 10);
+    assert!(applies("descriptors[0].a == 'b'", &[("a", &long)]));
     let message = parse("Foo{a: 1} == descriptors[0].a").unwrap_err();
     assert!(message.contains("isn't supported"), "{message}");
 }
