@@ -65,7 +65,7 @@ fn describe_blocks(report: &Value) -> Option<String> {
         let wait = client["retry_after"].as_u64().unwrap_or_default();
         let state = match (client["blocked"].as_bool()?, client["shadow"].as_bool()?, wait) {
             (true, ..) => format!("blocked, {wait} s left"),
-            (_, true, 0) => "shadow".to_owned(),
+            (_, true, 0) => "shadow: may call again".to_owned(),
             (_, true, wait) => format!("shadow, {wait} s left"),
             (.., 0) => "free: may call again".to_owned(),
             (.., wait) => format!("full, {wait} s left"),

@@ -7,6 +7,7 @@ use std::net::TcpListener;
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Output};
 use std::thread;
+use std::time::Duration;
 
 use tidegate_testkit::servers::{ChildProcess, ScratchDir, free_port};
 
@@ -683,8 +684,15 @@ fn commands_change_the_state_of_a_running_gate() {
     assert!(status == 0 && text.starts_with("login: blocked for "), "{text}");
     let (status, text) = ask(&[&["reset"][..], &login].concat());
     assert!(status == 0 && text.starts_with("login: reset; "), "{text}");
-    let log = gate.read_file("stderr");
-    assert!(log.lines().any(|line| line.contains("change=\"reset\" action=login ip=203.0.113.7")), "{log}");
+    // Lines are written after the answers.
+    let is_written = || gate.read_file("stderr").contains("change=\"reset\" action=login ip=203.0.113.7");
+    for _ in 0..250 {
+        if is_written() {
+            break;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert!(is_written(), "{}", gate.read_file("stderr"));
 
     let paused = "weather: paused; calls are refused until `tidegate resume weather`\n";
     assert_eq!(ask(&["pause", "weather"]), done(paused));

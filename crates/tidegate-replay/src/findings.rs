@@ -200,7 +200,8 @@ fn policy_findings(evaluator: &PolicyEvaluator, headers: &HeaderCollector) -> Po
     let refused = evaluator.clients.top(TOP_COUNT, |_, stats| (stats.refused > 0).then_some(stats.refused));
     let in_shadow = |stats: &ClientStats| (stats.refused_in_shadow > 0).then_some(stats.refused_in_shadow);
     let refused_in_shadow = evaluator.clients.top(TOP_COUNT, |_, stats| in_shadow(stats));
-    let never_refused = evaluator.clients.top(TOP_COUNT, |_, stats| (stats.refused == 0).then_some(stats.admitted));
+    let is_never_refused = |stats: &ClientStats| stats.refused == 0 && stats.refused_in_shadow == 0;
+    let never_refused = evaluator.clients.top(TOP_COUNT, |_, stats| is_never_refused(stats).then_some(stats.admitted));
     PolicyFindings {
         name: evaluator.name.clone(),
         total: evaluator.total,

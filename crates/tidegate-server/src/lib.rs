@@ -218,6 +218,16 @@ pub enum ServeError {
         /// The cause.
         source: SecretError,
     },
+    /// Two tokens of a listener are the same, so that the rights of a request would be uncertain.
+    #[error("{section}: the tokens `{first}` and `{second}` are the same secret")]
+    SameToken {
+        /// The section of the listener.
+        section: &'static str,
+        /// The name of one of them.
+        first: String,
+        /// The name of the other.
+        second: String,
+    },
     /// A provider's credential can't be read, or isn't valid in the part of a request that carries it.
     #[error("outbound.provider.{provider}.credentials: {source}")]
     Credential {

@@ -233,6 +233,12 @@ fn access(
         resolve(format!("{listener}.tokens.{name}"), name, source, *read_only)
     });
     let tokens: Vec<AccessToken> = token.into_iter().chain(named).collect::<Result<_, ServeError>>()?;
+    for (index, token) in tokens.iter().enumerate() {
+        if let Some(other) = tokens[..index].iter().find(|other| other.secret == token.secret) {
+            let (first, second) = (other.name.to_string(), token.name.to_string());
+            return Err(ServeError::SameToken { section: listener, first, second });
+        }
+    }
     if tokens.is_empty()
         && !listen.requires_client_certificate()
         && let Some(address) = listen.addresses.iter().find(|address| address.is_beyond_loopback())

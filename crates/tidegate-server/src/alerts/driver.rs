@@ -310,7 +310,7 @@ fn judge_flood(alert: &AlertConfig, refusals: Totals, elapsed: Span) -> Judgemen
     // Before the first window is over, it also has the time before the start, without refusals.
     let micros = elapsed.max(FLOOD_WINDOW).as_micros();
     let refused = refusals.part.saturating_mul(1_000_000);
-    let text = format!("{} requests per second are refused", refused / micros);
+    let text = format!("{} requests per second are refused, as a mean over ten seconds", refused / micros);
     Judgement { level: Level::of(refused, alert.flood.saturating_mul(micros)), text }
 }
 

@@ -64,7 +64,7 @@ fn kind_of(change: &Change) -> (&'static str, &'static str) {
         Change::QuotaUsed { percent: 100.., .. } => ("bad", "Quota"),
         Change::QuotaUsed { .. } => ("warn", "Quota"),
         Change::Reloaded { .. } => ("good", "Reloaded"),
-        Change::ReloadFailed { .. } => ("bad", "Reload"),
+        Change::ReloadFailed { .. } => ("bad", "Reload failed"),
         Change::CertificatesReplaced { .. } => ("good", "Certificates"),
         Change::CertificatesKept { .. } => ("bad", "Certificates"),
     }

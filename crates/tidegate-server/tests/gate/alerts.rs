@@ -475,5 +475,5 @@ async fn floods_and_shadow_limits_begin_and_end() {
     gate.clock.advance(Span::from_secs(61));
     let arrived = receiver.wait_for(2).await;
     let resolved = &arrived[1].body["resolved"]["events"];
-    assert_eq!(resolved[0]["message"], "0 requests per second are refused", "{resolved}");
+    assert_eq!(resolved[0]["message"], "0 requests per second are refused, as a mean over ten seconds", "{resolved}");
 }

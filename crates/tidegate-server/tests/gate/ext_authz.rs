@@ -197,7 +197,7 @@ async fn invalid_requests_are_denied() {
     for headers in [[("x-a", "b\nc")], [("x a", "b")], [("", "b")]] {
         assert_eq!(status_for(&client, &get(&headers)).await, 400, "{headers:?}");
     }
-    let many = raw_question("203.0.113.7", "GET /", &vec![("x-a", ""); 33_000]);
+    let many = raw_question("203.0.113.7", "GET /", &[("", ""); 25_000]);
     assert_eq!(status_for(&client, &many).await, 400);
     let mut wrong_host = get(&[]);
     http_of(&mut wrong_host).host = "a b".to_owned();

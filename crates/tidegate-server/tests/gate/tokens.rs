@@ -12,6 +12,13 @@ fn with_env(rest: &str, variables: &[(&str, &str)]) -> Result<crate::common::Run
 }
 
 #[tokio::test]
+async fn two_tokens_with_one_secret_prevent_the_start() {
+    let file = "[admin]\ntokens = { ops = \"env:A\", grafana = { secret = \"env:B\", read_only = true } }\n";
+    let error = with_env(file, &[("A", "s3cret"), ("B", "s3cret")]).err().unwrap().to_string();
+    assert_eq!(error, "admin: the tokens `ops` and `grafana` are the same secret");
+}
+
+#[tokio::test]
 async fn each_listener_requires_its_token() {
     let file = "[api]\ntoken = \"env:API\"\n[admin]\ntoken = \"env:ADMIN\"\n";
     let gate = with_env(file, &[("API", "s3cret\n"), ("ADMIN", "other")]).unwrap();

@@ -15,7 +15,7 @@ const GLOBAL: &str = "global";
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BlockError {
     /// No limit of the action has a penalty, or all that have one are in shadow.
-    #[error("no enforced limit of this action has a penalty, so none can block a client")]
+    #[error("no enforced limit has a penalty for this client, so none can block it; limits in shadow can't")]
     NoPenalty,
     /// No limit of the action blocks for so long.
     #[error("no limit of this action blocks for so long; the longest block is {longest}, the `cap` of {limit}")]
