@@ -217,7 +217,7 @@ impl<S: Store, C: Clock> RlsState<S, C> {
         response.map(|body| ResponseBody::Relay(RelayBody::new(body, Arc::clone(watch), self.body_timeout)))
     }
 
-    /// Logs a request that Envoy is configured to send, and that can't be decided. By default Envoy tells nobody.
+    /// Logs a request that Envoy is configured to send, and that can't be decided. By default Envoy doesn't report it.
     fn log_fault(&self, fault: &Status, access: &AccessSlot) {
         if matches!(fault.code(), GrpcCode::InvalidArgument | GrpcCode::NotFound | GrpcCode::FailedPrecondition) {
             let (now, query) = (self.gate.clock().now(), Query::default());
