@@ -17,6 +17,8 @@ use crate::{Class, Span, Time};
 /// has no visible effect, and holding calls back for less costs more than it gains.
 const MIN_ROUND_TRIP: Span = Span::from_millis(5);
 const SAMPLES_PER_WINDOW: u32 = 32;
+/// The least replies in a window of the start.
+const MIN_START_SAMPLES: u32 = 16;
 /// After an evaluation, replies are ignored for this many round trips without load: their calls were sent before it.
 const SKIPPED_ROUND_TRIPS: u64 = 2;
 /// The age of the round trip without load at which the limit is halved for a window to measure it again.
@@ -58,9 +60,15 @@ pub enum AdaptiveLimitError {
 /// half of the calls were sent with more than half of the limit in flight, the average round trip decides:
 ///
 /// - Up to 5/4 of the round trip without load, the limit rises by an eighth, unless more than an eighth of the calls
-///   failed. At the start, less than 4/3 doubles the limit, until it doesn't rise for the first time.
+///   failed, or most were sent with at most three quarters of the limit in flight.
 /// - At 4/3 or more, the limit falls to the value that would leave no queue, plus a fifth.
 /// - Between these, the provider is well used and its queue is normal: the limit stays.
+///
+/// At the start, only calls are evaluated that were sent under the present limit with more than three quarters of it in
+/// flight: as many as the limit, from 16 to 32. They are compared with the round trip at half as many calls, as the earlier
+/// limits have shown it. Less than 7/6 of it doubles the limit. Up to 4/3, the limit rises once to the number of calls at
+/// which the ratio would be 4/3, by at most a half, and then by an eighth each time. The first window with 4/3 or more, or
+/// with many failures, ends the start. TCP's slow start in RFC 9406 (HyStart++) also slows down before it ends.
 ///
 /// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. A provider
 /// that becomes slower permanently seems to have a queue at first. If lowering the limit twice doesn't help, the round
@@ -78,8 +86,8 @@ pub struct AdaptiveLimit {
     /// True if half of the limit holds for this window, to measure the round trip without load.
     is_draining: bool,
     was_lowered: bool,
-    /// True if every window until now raised the limit.
-    is_starting: bool,
+    /// The search for the limit at the start. `None` once it is over.
+    start: Option<Start>,
     unloaded_round_trip: Option<Span>,
     baseline_at: Option<Time>,
     /// The limit at the last measurement of the round trip without load.
@@ -92,9 +100,49 @@ pub struct AdaptiveLimit {
 struct SampleWindow {
     answered: u32,
     failed: u32,
-    /// Calls that were sent with more than half of the limit in flight.
+    /// Calls that were sent with more than half of the limit in flight, and with more than three quarters.
     loaded: u32,
+    full: u32,
     round_trips: Span,
+    /// The calls in flight as each answered call was sent, in all.
+    in_flight: u64,
+    /// The replies to calls that were sent with at most half of the limit in flight.
+    few: u32,
+    few_round_trips: Span,
+}
+
+/// The round trips at the last two limits of the start, the smaller first.
+#[derive(Clone, Copy, Debug, Default)]
+struct Start {
+    levels: Option<[(u32, Span); 2]>,
+    /// True once the round trip rises so much that the limit is no longer doubled.
+    is_careful: bool,
+}
+
+impl SampleWindow {
+    fn few_average(&self) -> Option<Span> {
+        self.few_round_trips.as_micros().checked_div(u64::from(self.few)).map(Span::from_micros)
+    }
+}
+
+impl Start {
+    /// The number of calls in flight at which twice the calls have a round trip longer by a third, by the line through both
+    /// levels: where the part that load adds is as long as that without load.
+    fn knee(&self) -> u32 {
+        let Some([(few, short), (many, long)]) = self.levels else { return u32::MAX };
+        let (more, rise) = (u64::from(many.saturating_sub(few)), long.as_micros().saturating_sub(short.as_micros()));
+        let without_load = short.as_micros().saturating_mul(more).saturating_sub(rise.saturating_mul(few.into()));
+        without_load.checked_div(rise).map_or(u32::MAX, |knee| u32::try_from(knee).unwrap_or(u32::MAX))
+    }
+
+    /// The round trip at this number of calls in flight, by the line through both levels.
+    fn round_trip_at(&self, in_flight: u32) -> Option<Span> {
+        let [(few, short), (many, long)] = self.levels?;
+        let rise = long.as_micros().saturating_sub(short.as_micros());
+        let distance = u64::from(in_flight.saturating_sub(few));
+        let part = rise.saturating_mul(distance) / u64::from(many.saturating_sub(few).max(1));
+        Some(short + Span::from_micros(part))
+    }
 }
 
 impl AdaptiveLimit {
@@ -114,7 +162,7 @@ impl AdaptiveLimit {
             cap: spec.initial,
             is_draining: false,
             was_lowered: false,
-            is_starting: true,
+            start: Some(Start::default()),
             unloaded_round_trip: None,
             baseline_at: None,
             baseline_cap: spec.initial,
@@ -144,31 +192,60 @@ impl AdaptiveLimit {
         };
         // If the clock stepped back, replies would otherwise be ignored for as long as the step.
         self.evaluated_at = self.evaluated_at.min(now);
+        let age = now.since(self.evaluated_at);
         let skip_time = self
             .unloaded_round_trip
             .map_or(Span::ZERO, |unloaded| unloaded.times(SKIPPED_ROUND_TRIPS).min(MAX_BASELINE_AGE));
-        if now < self.evaluated_at + skip_time {
+        // A limit that has only risen leaves no queue behind, so that calls sent under it tell of it at once.
+        let is_old = if self.start.is_some() && !failed { age < round_trip } else { age < skip_time };
+        if is_old {
             return;
         }
         let window = &mut self.window;
+        let is_full = u64::from(in_flight) * 4 > u64::from(self.cap) * 3;
+        if self.start.is_some() && !is_full {
+            if in_flight <= self.cap / 2 && !failed {
+                window.few += 1;
+                window.few_round_trips = window.few_round_trips + round_trip.max(MIN_ROUND_TRIP);
+            }
+            if window.few >= SAMPLES_PER_WINDOW {
+                self.unloaded_round_trip = window.few_average();
+                (self.baseline_at, self.baseline_cap, self.evaluated_at) = (Some(now), self.cap, now);
+                self.window = SampleWindow::default();
+            }
+            return;
+        }
         if in_flight > self.cap / 2 {
             window.loaded += 1;
+        }
+        if is_full {
+            window.full += 1;
         }
         if failed {
             window.failed += 1;
         } else {
-            let most = self.unloaded_round_trip.map_or(Span::MAX, |unloaded| unloaded.times(2));
+            let unloaded = self.unloaded_round_trip.or(window.few_average());
+            let most = unloaded.map_or(Span::MAX, |unloaded| unloaded.times(2));
             window.answered += 1;
-            window.round_trips = window.round_trips + round_trip.max(MIN_ROUND_TRIP).min(most);
+            let round_trip = round_trip.max(MIN_ROUND_TRIP).min(most);
+            window.round_trips = window.round_trips + round_trip;
+            window.in_flight += u64::from(in_flight);
         }
-        if window.answered + window.failed >= SAMPLES_PER_WINDOW {
+        let samples = if self.start.is_some() {
+            self.cap.clamp(MIN_START_SAMPLES, SAMPLES_PER_WINDOW)
+        } else {
+            SAMPLES_PER_WINDOW
+        };
+        if window.answered + window.failed >= samples {
             self.evaluate_window(now);
         }
     }
 
     fn evaluate_window(&mut self, now: Time) {
-        let SampleWindow { answered, failed, loaded, round_trips } = core::mem::take(&mut self.window);
-        let is_cap_reached = !core::mem::take(&mut self.is_draining) && loaded * 2 >= SAMPLES_PER_WINDOW;
+        let window = core::mem::take(&mut self.window);
+        let SampleWindow { answered, failed, loaded, full, round_trips, .. } = window;
+        let samples = answered + failed;
+        let is_cap_reached = !core::mem::take(&mut self.is_draining) && loaded * 2 >= samples;
         let lowered_before = core::mem::take(&mut self.was_lowered);
         self.evaluated_at = now;
         // At the smallest limit, the load can't be lowered further to measure it.
@@ -186,33 +263,34 @@ impl AdaptiveLimit {
         if !is_cap_reached {
             return;
         }
+        if self.start.is_some() {
+            return self.search(&window);
+        }
         if answered > 0 && self.baseline_at.is_none() {
             // There is no round trip without load to compare with yet.
             self.is_draining = true;
             return;
         }
         let unloaded = self.unloaded_round_trip.map_or(1, Span::as_micros);
-        let average = (round_trips.as_micros() + u64::from(failed) * 2 * unloaded) / u64::from(SAMPLES_PER_WINDOW);
+        let average = (round_trips.as_micros() + u64::from(failed) * 2 * unloaded) / u64::from(samples);
         let late = average * 3 >= unloaded * 4;
         let (cap, learnt) = (u64::from(self.cap), u64::from(self.baseline_cap));
         // If measured at a much smaller limit, the round trip without load may be too short to prove lateness. If
         // measured at a much larger one, it may be too long to prove the opposite.
-        let needs_new_baseline = if late { cap * 2 >= learnt * 3 } else { cap * 3 <= learnt * 2 };
+        let needs_new_baseline = if late { cap * 2 >= learnt * 3 } else { cap * 2 <= learnt };
         if needs_new_baseline && cap > u64::from(self.spec.min) {
             self.is_draining = true;
             return;
         }
         if late {
-            let without_queue = u128::from(self.cap) * u128::from(unloaded) / u128::from(average);
-            let lower = u32::try_from(without_queue * 6 / 5).unwrap_or(u32::MAX);
-            self.cap = lower.clamp(self.spec.min, self.cap);
+            self.lower(unloaded, average);
         }
-        // After the start, a margin prevents that the noise of so few replies raises the limit little by little.
-        let short = if self.is_starting { !late } else { average * 4 <= unloaded * 5 };
-        let early = short && failed * 8 <= SAMPLES_PER_WINDOW;
-        (self.was_lowered, self.is_starting) = (late, self.is_starting && early);
+        // A margin prevents that the noise of so few replies raises the limit little by little. A limit that few calls have
+        // reached isn't raised, because it would be too high when more come.
+        let early = average * 4 <= unloaded * 5 && failed * 8 <= samples && full * 2 >= samples;
+        self.was_lowered = late;
         if early {
-            self.raise(average);
+            self.cap = self.cap.saturating_add((self.cap / 8).max(1)).min(self.spec.max);
         }
         // Two reductions remove a queue. If replies are still late, the provider itself is slower.
         let lowering_did_not_help = lowered_before && late;
@@ -220,20 +298,72 @@ impl AdaptiveLimit {
         self.is_draining = (lowering_did_not_help || stale) && self.cap > self.spec.min;
     }
 
-    /// Raises the limit by an eighth, or doubles it if it has risen in every window until now. After doubling, the
-    /// average of this window belongs to half of the new limit, so that nothing must be drained to measure it.
-    fn raise(&mut self, average: u64) {
-        if !self.is_starting {
-            self.cap = self.cap.saturating_add((self.cap / 8).max(1)).min(self.spec.max);
+    /// Lowers the limit to the value that would leave no queue, plus a fifth.
+    fn lower(&mut self, unloaded: u64, loaded: u64) {
+        let without_queue = u128::from(self.cap) * u128::from(unloaded) / u128::from(loaded.max(1));
+        let lower = u32::try_from(without_queue * 6 / 5).unwrap_or(u32::MAX);
+        self.cap = lower.clamp(self.spec.min, self.cap);
+    }
+
+    /// Judges a window of the start, whose calls were all sent with more than three quarters of the limit in flight. Raises
+    /// the limit, or ends the start.
+    fn search(&mut self, window: &SampleWindow) {
+        let Some(mut start) = self.start else { return };
+        let SampleWindow { answered, failed, round_trips, in_flight, .. } = *window;
+        let samples = answered + failed;
+        // The first calls after a raise have fewer others beside them than the later ones.
+        let present =
+            in_flight.checked_div(u64::from(answered)).and_then(|mean| u32::try_from(mean).ok()).unwrap_or(self.cap);
+        let half = present / 2;
+        let average = round_trips.as_micros().checked_div(u64::from(answered)).map(Span::from_micros);
+        // The first calls are sent one after the other, so that some had few others beside them.
+        let known = self.unloaded_round_trip.filter(|_| self.baseline_at.is_some());
+        let measured = start.round_trip_at(half).or(known).or(window.few_average()).or(average);
+        // If nothing was ever answered, only the failures count.
+        let unloaded = measured.unwrap_or(Span::from_micros(1));
+        let average = average.unwrap_or(unloaded.times(2));
+        let loaded = (round_trips.as_micros() + u64::from(failed) * 2 * unloaded.as_micros()) / u64::from(samples);
+        let is_late = loaded * 3 >= unloaded.as_micros() * 4;
+        if measured.is_some() {
+            (self.unloaded_round_trip, self.baseline_cap) = (measured, self.cap);
+            self.baseline_at = Some(self.evaluated_at);
+        }
+        if is_late || failed * 8 > samples {
+            self.start = None;
+            if is_late {
+                self.lower(unloaded.as_micros(), loaded);
+                self.was_lowered = true;
+            }
             return;
         }
-        self.cap = self.cap.saturating_mul(2).min(self.spec.max);
-        self.baseline_cap = self.cap;
-        self.unloaded_round_trip = Some(Span::from_micros(average));
+        if self.cap == self.spec.max {
+            self.start = None;
+            return;
+        }
+        let is_doubled = start.levels.is_none_or(|[_, (many, _)]| u64::from(present) * 3 >= u64::from(many) * 5);
+        if is_doubled {
+            let lower = start.levels.map_or((half, unloaded), |[_, upper]| upper);
+            start.levels = Some([lower, (present, average.max(lower.1))]);
+        }
+        let becomes_careful = is_doubled && !start.is_careful && loaded * 6 >= unloaded.as_micros() * 7;
+        start.is_careful |= becomes_careful;
+        let step = match (start.is_careful, becomes_careful) {
+            (false, _) => self.cap,
+            (true, false) => (self.cap / 8).max(1),
+            (true, true) => {
+                let more = start.knee().saturating_sub(self.cap);
+                more.clamp((self.cap / 8).max(1), (self.cap / 2).max(1))
+            }
+        };
+        self.cap = self.cap.saturating_add(step).min(self.spec.max);
+        self.start = Some(start);
+        // What comes next is compared with the round trip at half of the new limit.
+        (self.unloaded_round_trip, self.baseline_cap) = (start.round_trip_at(self.cap / 2), self.cap);
     }
 
     fn update_baseline(&mut self, average: u64) {
         let usual = self.unloaded_round_trip.map_or(average, Span::as_micros);
+        let usual = usual.min(average);
         self.unloaded_round_trip = Some(Span::from_micros((usual + average) / 2));
     }
 }

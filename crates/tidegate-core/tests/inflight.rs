@@ -161,7 +161,7 @@ fn a_provider_slowing_under_load_is_used_well() {
     let mut world = World::new(AdaptiveLimitSpec::default(), 2_000, service, u32::MAX);
     world.run(10);
     let seen = world.run(10);
-    assert!(seen.highest() >= 80, "the start is quick: {}", seen.highest());
+    assert!((100..=160).contains(&seen.highest()), "the start is quick: {}", seen.highest());
 }
 
 /// A provider that is 1.5 times as slow is late for any limit. Lowering the limit doesn't help, and must end before the
@@ -327,8 +327,8 @@ fn adjustments_continue_after_a_clock_step_back() {
         lessons
     };
     let ahead = test_time(0) + Span::from_secs(365 * 86_400);
-    // Two minutes each.
-    assert_eq!((lessons(ahead), lessons(test_time(0))), (4, 4));
+    // Two minutes each. Later, the round trip without load must be measured at once.
+    assert_eq!((lessons(ahead), lessons(test_time(0))), (3, 4));
 }
 
 #[test]
