@@ -66,8 +66,8 @@ pub enum AdaptiveLimitError {
 ///
 /// At the start, only calls are evaluated that were sent under the present limit with more than three quarters of it in
 /// flight: as many as the limit, from 16 to 32. They are compared with the round trip at half as many calls, as the earlier
-/// limits have shown it. Less than 7/6 of it doubles the limit. Up to 4/3, the limit rises once to the number of calls at
-/// which the ratio would be 4/3, by at most a half, and then by an eighth each time. The first window with 4/3 or more, or
+/// limits have shown it. Less than 8/7 of it doubles the limit. Up to 4/3, the limit rises once to the number of calls at
+/// which the ratio would be 4/3, by at most three quarters, and then by an eighth each time. The first window with 4/3 or more, or
 /// with many failures, ends the start. TCP's slow start in RFC 9406 (HyStart++) also slows down before it ends.
 ///
 /// If fewer were in flight, the limit has no effect: it stays, and the round trip without load is measured. A provider
@@ -345,14 +345,14 @@ impl AdaptiveLimit {
             let lower = start.levels.map_or((half, unloaded), |[_, upper]| upper);
             start.levels = Some([lower, (present, average.max(lower.1))]);
         }
-        let becomes_careful = is_doubled && !start.is_careful && loaded * 6 >= unloaded.as_micros() * 7;
+        let becomes_careful = is_doubled && !start.is_careful && loaded * 7 >= unloaded.as_micros() * 8;
         start.is_careful |= becomes_careful;
         let step = match (start.is_careful, becomes_careful) {
             (false, _) => self.cap,
             (true, false) => (self.cap / 8).max(1),
             (true, true) => {
                 let more = start.knee().saturating_sub(self.cap);
-                more.clamp((self.cap / 8).max(1), (self.cap / 2).max(1))
+                more.clamp((self.cap / 8).max(1), (self.cap - self.cap / 4).max(1))
             }
         };
         self.cap = self.cap.saturating_add(step).min(self.spec.max);
