@@ -178,6 +178,11 @@ pub struct BatchContext {
     pub counted_at: Time,
     /// The time at which the refunded cost was charged. The epoch means unknown.
     pub charged_at: Time,
+    /// A hash that identifies the caller among those that share a limit's key. 0 means unknown: it gets no reservation.
+    pub caller: u64,
+    /// The instant of the reservation that the caller presents. The epoch means none: then its own counts.
+    /// [`Time::NEVER`] means one that isn't the caller's, which admits nothing.
+    pub reservation: Time,
     /// A hash of the part that all keys of the batch share, for a store that keeps such keys on one of several servers.
     /// 0 means that they share nothing, or that it is unknown.
     pub affinity: u64,
@@ -242,6 +247,11 @@ impl Batch {
     pub fn with_charged_at(mut self, at: Time) -> Self {
         self.context.charged_at = at;
         self
+    }
+
+    /// Sets [`BatchContext::caller`] and [`BatchContext::reservation`].
+    pub fn set_caller(&mut self, caller: u64, reservation: Time) {
+        (self.context.caller, self.context.reservation) = (caller, reservation);
     }
 
     /// Sets [`BatchContext::affinity`]. All callers that use one of the keys must set the same value.

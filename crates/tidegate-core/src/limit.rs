@@ -5,7 +5,7 @@ use core::num::NonZeroU16;
 
 use thiserror::Error;
 
-use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, SharedPacerRules, Span, Window};
+use crate::{Concurrency, Cooldown, Penalty, Quota, Rate, ReservationRules, SharedPacerRules, Span, Window};
 
 /// The largest limit: 2^40.
 pub const MAX_LIMIT: u64 = 1 << 40;
@@ -170,6 +170,7 @@ pub struct Limit {
     shadow: bool,
     tag: Option<u64>,
     sharing: Sharing,
+    reservations: Option<ReservationRules>,
 }
 
 impl Limit {
@@ -182,6 +183,7 @@ impl Limit {
             shadow: false,
             tag: None,
             sharing: Sharing::default(),
+            reservations: None,
         }
     }
 
@@ -225,6 +227,26 @@ impl Limit {
     pub fn with_sharing(mut self, sharing: Sharing) -> Self {
         self.sharing = sharing;
         self
+    }
+
+    /// Sets how refused callers get places of their own. Only windows, rates and quotas without a penalty do that.
+    #[must_use]
+    pub fn with_reservations(mut self, rules: ReservationRules) -> Self {
+        let is_countable = matches!(self.kind, LimitKind::Window(_) | LimitKind::Rate(_) | LimitKind::Quota(_));
+        self.reservations = Some(rules).filter(|_| is_countable && self.penalty.is_none());
+        self
+    }
+
+    /// The same limit, whose refused callers get no places of their own.
+    #[must_use]
+    pub fn without_reservations(&self) -> Self {
+        Self { reservations: None, ..self.clone() }
+    }
+
+    /// The rules by which refused callers get places of their own. `None` if they get none.
+    #[inline]
+    pub fn reservations(&self) -> Option<&ReservationRules> {
+        self.reservations.as_ref()
     }
 
     /// The settings for several nodes.

@@ -176,6 +176,29 @@ impl Rate {
         ArrivalTime(current.saturating_add(self.cost_units(cost)).min(most))
     }
 
+    /// The arrival time if a cost of `held` can't be used by others at `now`, though it is charged.
+    pub(crate) fn hold(&self, arrival: ArrivalTime, held: u64, now: Time) -> ArrivalTime {
+        if held == 0 {
+            return arrival;
+        }
+        ArrivalTime(arrival.0.max(time_to_units(now).saturating_add(self.cost_units(held))).min(MAX_ARRIVAL))
+    }
+
+    /// The arrival time after a charge of `cost` at a time that may be past.
+    pub(crate) fn charge_at(&self, arrival: ArrivalTime, cost: u64, at: Time) -> ArrivalTime {
+        ArrivalTime(arrival.0.max(time_to_units(at)).saturating_add(self.cost_units(cost)).min(MAX_ARRIVAL))
+    }
+
+    /// The arrival time after a refund of `cost` at a time that may be past.
+    pub(crate) fn refund_at(&self, arrival: ArrivalTime, cost: u64, at: Time) -> ArrivalTime {
+        ArrivalTime(arrival.0.saturating_sub(self.cost_units(cost)).max(time_to_units(at)))
+    }
+
+    /// The time of so many units of 1/1024 µs, rounded up.
+    pub(crate) fn units_to_span(units: u64) -> Span {
+        Span::from_micros(units.div_ceil(1 << FRACTION_BITS))
+    }
+
     /// The arrival time after a refund of `cost`. It is never before `now`, so that idle time earns nothing.
     pub fn refund(&self, arrival: ArrivalTime, cost: u64, now: Time) -> ArrivalTime {
         let now = time_to_units(now);

@@ -1,5 +1,7 @@
 //! The state of one key under one limit, with its decisions and changes.
 
+use alloc::boxed::Box;
+
 use crate::batch::{BatchContext, OpContext, Outcome, Verdict};
 use crate::caller_rate;
 use crate::concurrency::Permits;
@@ -8,8 +10,9 @@ use crate::pacer::PacerState;
 use crate::penalty::PenaltyRecord;
 use crate::quota::QuotaUsage;
 use crate::rate::ArrivalTime;
+use crate::reservation::ReservedUsage;
 use crate::window::WindowLog;
-use crate::{Limit, LimitKind, MAX_COST, Op, PenaltyMode, Span, Time, Verb};
+use crate::{Limit, LimitKind, MAX_COST, Op, PenaltyMode, ShareLevel, Span, Time, Verb};
 
 /// The status of a limit for a call, without penalties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +47,8 @@ pub enum Usage {
     Cooldown(CooldownGate),
     /// The state of a pacer.
     Pace(PacerState),
+    /// The usage of a limit with reservations.
+    Reserved(Box<ReservedUsage>),
 }
 
 impl Usage {
@@ -57,6 +62,7 @@ impl Usage {
             Self::Concurrency(_) => Some(4),
             Self::Cooldown(_) => Some(5),
             Self::Pace(_) => Some(6),
+            Self::Reserved(reserved) => reserved.usage.kind_id(),
         }
     }
 }
@@ -105,12 +111,27 @@ impl KeyState {
             Usage::Window(log) => log.heap_bytes(),
             Usage::Concurrency(permits) => permits.heap_bytes(),
             Usage::None | Usage::Rate(_) | Usage::Quota(_) | Usage::Cooldown(_) | Usage::Pace(_) => 0,
+            Usage::Reserved(reserved) => {
+                let log = if let Usage::Window(log) = &reserved.usage { log.heap_bytes() } else { 0 };
+                size_of::<ReservedUsage>() + log + reserved.queue.heap_bytes()
+            }
         }
     }
 
     /// The time from which the state equals an empty one.
     pub fn idle_at(&self, limit: &Limit) -> Time {
-        let usage = match (limit.kind(), &self.usage) {
+        let usage = match (limit.reservations(), &self.usage) {
+            (Some(rules), Usage::Reserved(reserved)) => {
+                reserved.idle_at(rules, limit.kind(), Self::usage_idle_at(limit, &reserved.usage))
+            }
+            (None, Usage::Reserved(reserved)) => Self::usage_idle_at(limit, &reserved.usage),
+            (_, usage) => Self::usage_idle_at(limit, usage),
+        };
+        limit.penalty().map_or(usage, |penalty| usage.max(penalty.idle_at(&self.penalty_record)))
+    }
+
+    fn usage_idle_at(limit: &Limit, usage: &Usage) -> Time {
+        match (limit.kind(), usage) {
             (LimitKind::Window(window), Usage::Window(log)) => window.idle_at(log),
             (LimitKind::Cooldown(cooldown), Usage::Cooldown(gate)) => cooldown.idle_at(gate),
             (LimitKind::Pace(pacer), Usage::Pace(pacer_state)) => pacer.idle_at(pacer_state),
@@ -118,8 +139,7 @@ impl KeyState {
             (_, Usage::Quota(usage)) => usage.idle_at(),
             (_, Usage::Concurrency(permits)) => permits.idle_at(),
             _ => Time::ZERO,
-        };
-        limit.penalty().map_or(usage, |penalty| usage.max(penalty.idle_at(&self.penalty_record)))
+        }
     }
 
     /// The status of the limit itself for a call of `cost`. Removes expired entries, which changes no answer.
@@ -177,9 +197,28 @@ impl KeyState {
     usage!(cooldown_gate, Cooldown, CooldownGate);
     usage!(pacer_state, Pace, PacerState);
 
+    /// The usage of a limit with reservations. A plain one is kept.
+    fn reserved(&mut self) -> &mut ReservedUsage {
+        if !matches!(self.usage, Usage::Reserved(_)) {
+            let usage = core::mem::take(&mut self.usage);
+            self.usage = Usage::Reserved(Box::new(ReservedUsage { usage, ..ReservedUsage::default() }));
+        }
+        match &mut self.usage {
+            Usage::Reserved(reserved) => reserved,
+            _ => unreachable!("invariant: the usage was just made one with reservations"),
+        }
+    }
+
     /// Evaluates a call, including the penalty.
-    pub fn evaluate(&mut self, &OpContext { op, limit, batch, now }: &OpContext<'_>) -> Outcome {
+    pub fn evaluate(&mut self, context: &OpContext<'_>) -> Outcome {
+        let &OpContext { op, limit, batch, now } = context;
         let cost = op.cost;
+        if let Some(rules) = limit.reservations() {
+            return self.reserved().evaluate(rules, context);
+        }
+        if let Usage::Reserved(reserved) = &mut self.usage {
+            self.usage = core::mem::take(&mut reserved.usage);
+        }
         let status = self.status(limit.kind(), cost, now);
         let mut outcome = Outcome::from_status(status, now);
         match &self.usage {
@@ -222,6 +261,9 @@ impl KeyState {
 
     /// Charges a call that [`KeyState::evaluate`] has just admitted, and updates the outcome.
     pub fn charge(&mut self, context: &OpContext<'_>, outcome: &mut Outcome) {
+        if let Some(rules) = context.limit.reservations() {
+            return self.reserved().charge(rules, context, outcome);
+        }
         // If the limit has room for the parole's call, the announced wait stays true without the parole.
         if outcome.verdict == Verdict::Parole || self.penalty_record.parole <= outcome.remaining {
             self.penalty_record.parole = 0;
@@ -264,9 +306,14 @@ impl KeyState {
         }
     }
 
-    /// Adds a strike for a call that [`KeyState::evaluate`] has just refused, and updates the outcome. Nothing changes
-    /// without a penalty, if the limit could never admit the call, or if many networks share the key.
-    pub fn strike(&mut self, &OpContext { op, limit, now, .. }: &OpContext<'_>, outcome: &mut Outcome) {
+    /// Adds a strike for a call that [`KeyState::evaluate`] has just refused, or gives its caller a reservation, and
+    /// updates the outcome. Nothing changes without a penalty or reservations, if the limit could never admit the call, or
+    /// if many networks share the key.
+    pub fn strike(&mut self, context: &OpContext<'_>, outcome: &mut Outcome) {
+        let &OpContext { op, limit, now, .. } = context;
+        if let Some(rules) = limit.reservations().filter(|_| op.share_level == ShareLevel::Own) {
+            return self.reserved().reserve(rules, context, outcome);
+        }
         let Some(penalty) = limit.penalty() else { return };
         if outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
             return;
@@ -290,6 +337,14 @@ impl KeyState {
     /// it concerns a permit that isn't held. The result of a pace is written to the outcome.
     pub fn apply(&mut self, context: &OpContext<'_>, outcome: &mut Outcome) -> bool {
         let &OpContext { op, limit, batch, now } = context;
+        if limit.reservations().is_some() {
+            // A report concerns the calls alone: reservations stay.
+            let plain = limit.without_reservations();
+            let mut calls = Self::new(core::mem::take(&mut self.reserved().usage), PenaltyRecord::default());
+            let applied = calls.apply(&OpContext { limit: &plain, ..*context }, outcome);
+            self.reserved().usage = calls.usage;
+            return applied;
+        }
         match (limit.kind(), op.verb) {
             (LimitKind::Concurrency(concurrency), Verb::Release | Verb::Renew) => {
                 let Usage::Concurrency(permits) = &mut self.usage else { return false };

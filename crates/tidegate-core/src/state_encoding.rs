@@ -2,8 +2,9 @@
 //!
 //! The first byte contains the version and the kind. Numbers follow with seven bits per byte, the lowest first
 //! (LEB128). Each time of a window's log is stored as the distance from the previous one, all other times in
-//! microseconds. The penalty's record comes last, if it isn't empty.
+//! microseconds. The penalty's record comes last, if it isn't empty. Reservations come before the usage of their limit.
 
+use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 use crate::concurrency::{PermitLease, Permits};
@@ -12,6 +13,7 @@ use crate::pacer::PacerState;
 use crate::penalty::PenaltyRecord;
 use crate::quota::{Period, QuotaUsage};
 use crate::rate::ArrivalTime;
+use crate::reservation::{Forfeit, MAX_RECORDS, Reservation, ReservationQueue, ReservedUsage};
 use crate::state::{KeyState, Usage};
 use crate::window::{WindowLog, WindowSlot};
 use crate::{Span, Time};
@@ -26,6 +28,7 @@ const QUOTA: u8 = 4;
 const CONCURRENCY: u8 = 5;
 const COOLDOWN: u8 = 6;
 const PACE: u8 = 7;
+const RESERVED: u8 = 8;
 
 /// A bound above the number of entries of any state.
 const MAX_ENTRIES: u64 = 1 << 17;
@@ -33,51 +36,7 @@ const MAX_ENTRIES: u64 = 1 << 17;
 impl KeyState {
     /// Appends the state as bytes for [`KeyState::decode`]: about 10 for a rate, 4 for each call in a window.
     pub fn encode(&self, bytes: &mut Vec<u8>) {
-        match self.usage() {
-            Usage::None => bytes.push(VERSION | NONE),
-            Usage::Window(log) => {
-                bytes.push(VERSION | if log.is_merged() { COARSE_WINDOW } else { WINDOW });
-                write_number(bytes, log.len() as u64);
-                let mut before = Time::ZERO;
-                for slot in log.iter() {
-                    write_number(bytes, slot.at.since(before).as_micros());
-                    write_number(bytes, slot.count);
-                    before = slot.at;
-                }
-            }
-            Usage::Rate(arrival) => {
-                bytes.push(VERSION | RATE);
-                write_number(bytes, arrival.to_bits());
-            }
-            Usage::Quota(usage) => {
-                bytes.push(VERSION | QUOTA);
-                write_time(bytes, usage.period.start);
-                write_time(bytes, usage.period.end);
-                write_number(bytes, usage.used);
-            }
-            Usage::Concurrency(permits) => {
-                bytes.push(VERSION | CONCURRENCY);
-                write_number(bytes, permits.iter().len() as u64);
-                for permit in permits.iter() {
-                    write_number(bytes, permit.holder);
-                    write_number(bytes, permit.count);
-                    write_time(bytes, permit.expires);
-                }
-            }
-            Usage::Cooldown(gate) => {
-                bytes.push(VERSION | COOLDOWN);
-                write_time(bytes, gate.opens_at);
-                write_time(bytes, gate.last_event_at);
-                write_number(bytes, u64::from(gate.generation));
-                bytes.push(gate.closings_in_row);
-            }
-            Usage::Pace(state) => {
-                bytes.push(VERSION | PACE);
-                write_number(bytes, state.interval);
-                write_number(bytes, u64::from(state.successes));
-                write_time(bytes, state.updated_at);
-            }
-        }
+        write_usage(bytes, self.usage());
         let record = self.penalty_record();
         if *record != PenaltyRecord::default() {
             write_time(bytes, record.blocked_until);
@@ -89,34 +48,89 @@ impl KeyState {
     /// Reads the result of [`KeyState::encode`]. `None` for other bytes, including those of another version.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (&first, rest) = bytes.split_first()?;
-        let kind = first.checked_sub(VERSION).filter(|kind| *kind <= PACE)?;
         let mut input = StateDecoder(rest);
-        let usage = match kind {
-            NONE => Usage::None,
-            WINDOW | COARSE_WINDOW => Usage::Window(input.log(kind == COARSE_WINDOW)?),
-            RATE => Usage::Rate(ArrivalTime::from_bits(input.number()?)),
-            QUOTA => {
-                let period = Period { start: input.time()?, end: input.time()? };
-                Usage::Quota(QuotaUsage { period, used: input.number()? })
+        let usage = match first.checked_sub(VERSION)? {
+            RESERVED => {
+                let queue = input.queue()?;
+                let kind = input.byte()?.checked_sub(VERSION)?;
+                Usage::Reserved(Box::new(ReservedUsage { usage: input.usage(kind)?, queue }))
             }
-            CONCURRENCY => Usage::Concurrency(input.permits()?),
-            COOLDOWN => Usage::Cooldown(CooldownGate {
-                opens_at: input.time()?,
-                last_event_at: input.time()?,
-                generation: u32::try_from(input.number()?).ok()?,
-                closings_in_row: input.byte()?,
-            }),
-            _ => Usage::Pace(PacerState {
-                interval: input.number()?,
-                successes: u32::try_from(input.number()?).ok()?,
-                updated_at: input.time()?,
-            }),
+            kind => input.usage(kind)?,
         };
         let record = match input.0 {
             [] => PenaltyRecord::default(),
             _ => PenaltyRecord { blocked_until: input.time()?, parole: input.number()?, strikes: input.byte()? },
         };
         input.0.is_empty().then(|| Self::new(usage, record))
+    }
+}
+
+/// Appends a usage: its version and kind, then its numbers.
+fn write_usage(bytes: &mut Vec<u8>, usage: &Usage) {
+    match usage {
+        Usage::None => bytes.push(VERSION | NONE),
+        Usage::Window(log) => {
+            bytes.push(VERSION | if log.is_merged() { COARSE_WINDOW } else { WINDOW });
+            write_number(bytes, log.len() as u64);
+            let mut before = Time::ZERO;
+            for slot in log.iter() {
+                write_number(bytes, slot.at.since(before).as_micros());
+                write_number(bytes, slot.count);
+                before = slot.at;
+            }
+        }
+        Usage::Reserved(reserved) => {
+            let ReservationQueue { reservations, forfeits, last_at, charged_until } = &reserved.queue;
+            bytes.push(VERSION | RESERVED);
+            write_time(bytes, *last_at);
+            write_time(bytes, *charged_until);
+            write_number(bytes, reservations.len() as u64);
+            let mut before = Time::ZERO;
+            for Reservation { at, caller, cost } in reservations {
+                write_number(bytes, at.since(before).as_micros());
+                write_number(bytes, *caller);
+                write_number(bytes, *cost);
+                before = *at;
+            }
+            write_number(bytes, forfeits.len() as u64);
+            for Forfeit { until, caller } in forfeits {
+                write_time(bytes, *until);
+                write_number(bytes, *caller);
+            }
+            write_usage(bytes, &reserved.usage);
+        }
+        Usage::Rate(arrival) => {
+            bytes.push(VERSION | RATE);
+            write_number(bytes, arrival.to_bits());
+        }
+        Usage::Quota(usage) => {
+            bytes.push(VERSION | QUOTA);
+            write_time(bytes, usage.period.start);
+            write_time(bytes, usage.period.end);
+            write_number(bytes, usage.used);
+        }
+        Usage::Concurrency(permits) => {
+            bytes.push(VERSION | CONCURRENCY);
+            write_number(bytes, permits.iter().len() as u64);
+            for permit in permits.iter() {
+                write_number(bytes, permit.holder);
+                write_number(bytes, permit.count);
+                write_time(bytes, permit.expires);
+            }
+        }
+        Usage::Cooldown(gate) => {
+            bytes.push(VERSION | COOLDOWN);
+            write_time(bytes, gate.opens_at);
+            write_time(bytes, gate.last_event_at);
+            write_number(bytes, u64::from(gate.generation));
+            bytes.push(gate.closings_in_row);
+        }
+        Usage::Pace(state) => {
+            bytes.push(VERSION | PACE);
+            write_number(bytes, state.interval);
+            write_number(bytes, u64::from(state.successes));
+            write_time(bytes, state.updated_at);
+        }
     }
 }
 
@@ -176,6 +190,45 @@ impl StateDecoder<'_> {
             slots.push(WindowSlot { at: before, count: self.number()? });
         }
         WindowLog::from_slots(&slots, coarse)
+    }
+
+    /// Reads the usage of a kind, without reservations.
+    fn usage(&mut self, kind: u8) -> Option<Usage> {
+        Some(match kind {
+            NONE => Usage::None,
+            WINDOW | COARSE_WINDOW => Usage::Window(self.log(kind == COARSE_WINDOW)?),
+            RATE => Usage::Rate(ArrivalTime::from_bits(self.number()?)),
+            QUOTA => {
+                let period = Period { start: self.time()?, end: self.time()? };
+                Usage::Quota(QuotaUsage { period, used: self.number()? })
+            }
+            CONCURRENCY => Usage::Concurrency(self.permits()?),
+            COOLDOWN => Usage::Cooldown(CooldownGate {
+                opens_at: self.time()?,
+                last_event_at: self.time()?,
+                generation: u32::try_from(self.number()?).ok()?,
+                closings_in_row: self.byte()?,
+            }),
+            PACE => Usage::Pace(PacerState {
+                interval: self.number()?,
+                successes: u32::try_from(self.number()?).ok()?,
+                updated_at: self.time()?,
+            }),
+            _ => return None,
+        })
+    }
+
+    fn queue(&mut self) -> Option<ReservationQueue> {
+        let mut queue = ReservationQueue { last_at: self.time()?, charged_until: self.time()?, ..Default::default() };
+        let mut before = Time::ZERO;
+        for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {
+            before = before + Span::from_micros(self.number()?);
+            queue.reservations.push(Reservation { at: before, caller: self.number()?, cost: self.number()? });
+        }
+        for _ in 0..self.count().filter(|count| *count <= MAX_RECORDS)? {
+            queue.forfeits.push(Forfeit { until: self.time()?, caller: self.number()? });
+        }
+        Some(queue)
     }
 
     fn permits(&mut self) -> Option<Permits> {

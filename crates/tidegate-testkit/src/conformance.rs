@@ -16,6 +16,7 @@ mod caller_rates;
 mod concurrent;
 mod random;
 mod reload;
+mod reservations;
 
 use std::fmt;
 use std::future::Future;
@@ -107,7 +108,7 @@ impl std::error::Error for ConformanceError {}
 /// The first [`ConformanceError`].
 pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), ConformanceError> {
     type CheckFn<B> = fn(&B, &ConformanceOptions) -> Result<(), String>;
-    let checks: [(&str, CheckFn<B>); 19] = [
+    let checks: [(&str, CheckFn<B>); 21] = [
         ("random batches against the model", random::random_batches::<B>),
         ("a hundred a minute under load", concurrent::hundred_a_minute::<B>),
         ("ten of a hundred calls at once", concurrent::ten_of_a_hundred::<B>),
@@ -117,6 +118,8 @@ pub fn check_conformance<B: Backend>(backend: &B, options: &ConformanceOptions) 
         ("calls throttled together", concurrent::concurrent_throttles::<B>),
         ("calls that keep one pace", concurrent::shared_pace::<B>),
         ("calls with terms of their own", caller_rates::answers::<B>),
+        ("reservations against core", reservations::outcomes::<B>),
+        ("callers that reserve at once", reservations::concurrent_callers::<B>),
         ("peeking changes nothing", random::peek::<B>),
         ("resetting", random::reset::<B>),
         ("a clock that jumps a year and back", random::clock_jump::<B>),

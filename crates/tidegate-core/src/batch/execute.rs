@@ -123,7 +123,8 @@ fn apply_ops(
         match op.verb {
             Verb::Peek => {}
             Verb::Take if outcome.verdict.refuses() => {
-                if !refusals.has_block_for(limit) {
+                let may_change = limit.reservations().is_none() || refusals.allows_reservation(limit);
+                if may_change && !refusals.has_block_for(limit) {
                     states.strike(index, &context, outcome);
                 }
             }

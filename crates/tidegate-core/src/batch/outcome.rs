@@ -51,6 +51,9 @@ pub struct Outcome {
     pub strikes: u8,
     /// The generation of a cool-down, which tells current calls from older ones. 0 for other limits.
     pub generation: u32,
+    /// The instant of the caller's reservation: the one that it has on refusal, the one that admitted it otherwise. The
+    /// epoch means none.
+    pub reserved_at: Time,
 }
 
 impl Outcome {
@@ -68,6 +71,7 @@ impl Outcome {
             block_until: Time::ZERO,
             strikes: 0,
             generation: 0,
+            reserved_at: Time::ZERO,
         }
     }
 
@@ -130,6 +134,8 @@ pub struct RefusalSummary {
     pub any_refused: bool,
     /// Any limit has a block in force, in shadow or not.
     pub any_blocked: bool,
+    /// More than one enforced limit refuses.
+    pub several_refused: bool,
 }
 
 impl RefusalSummary {
@@ -147,6 +153,7 @@ impl RefusalSummary {
         self.any_refused |= refuses;
         self.any_blocked |= blocks;
         if !shadow {
+            self.several_refused |= refuses && self.enforced_refused;
             self.enforced_refused |= refuses;
             self.enforced_blocked |= blocks;
         }
@@ -166,6 +173,13 @@ impl RefusalSummary {
     #[inline]
     pub fn has_refusal_for(&self, limit: &Limit) -> bool {
         if limit.is_shadow() { self.any_refused } else { self.enforced_refused }
+    }
+
+    /// True if a refused caller may get a reservation of this limit: no other limit refuses it, which could keep it from
+    /// returning in time.
+    #[inline]
+    pub fn allows_reservation(&self, limit: &Limit) -> bool {
+        !limit.is_shadow() && !self.several_refused
     }
 
     /// True if a take changes nothing under this limit, because a block is in force.

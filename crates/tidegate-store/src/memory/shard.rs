@@ -125,9 +125,19 @@ impl Shard {
                 }
             }
             Some(at) => match (SlotWord::unpack(self.table.word(at)), limit.kind()) {
-                (SlotWord::Arrival(arrival), LimitKind::Rate(rate)) if op.verb == Verb::Take => {
+                (SlotWord::Arrival(arrival), LimitKind::Rate(rate))
+                    if op.verb == Verb::Take && limit.reservations().is_none() =>
+                {
                     let arrival = self.refresh_arrival(at, arrival, rate, now);
                     Outcome::from_status(rate.status(arrival, op.cost, now), now)
+                }
+                (SlotWord::State(index), _) if op.verb == Verb::Take && limit.reservations().is_some() => {
+                    // Reservations that have ended are remembered, which may need memory.
+                    let mut outcome = Outcome::without_limit(Verdict::Admitted, now);
+                    if self.update_state(index, |state| outcome = state.evaluate(context)) {
+                        self.make_room(0, tag(op), now, shard_context);
+                    }
+                    outcome
                 }
                 (SlotWord::State(index), _) if op.verb == Verb::Take => self.state(index).evaluate(context),
                 (SlotWord::State(index), _) => self.state(index).peek(context),
@@ -252,6 +262,8 @@ impl Shard {
         let found = if self.table.has_tag_at(slot_hint, tag) { Some(slot_hint) } else { self.find_index(tag) };
         let word = found.map(|at| SlotWord::unpack(self.table.word(at)));
         let new_word = match (limit.kind(), word) {
+            // Their state is more than a word.
+            _ if limit.reservations().is_some() => None,
             (LimitKind::Rate(rate), None | Some(SlotWord::Arrival(_))) => {
                 let before = if let Some(SlotWord::Arrival(arrival)) = word { arrival } else { ArrivalTime::default() };
                 let arrival = rate.charge(before, op.cost, now);
@@ -299,6 +311,10 @@ impl Shard {
         shard_context: &ShardContext<'_>,
     ) -> bool {
         let &OpContext { op, limit, now, .. } = context;
+        if limit.reservations().is_some() {
+            self.update_or_insert(op, now, shard_context, |state| state.strike(context, outcome));
+            return true;
+        }
         if limit.penalty().is_none() || outcome.retry_at.is_never() || !op.share_level.allows_strikes() {
             return false;
         }

@@ -236,6 +236,7 @@ impl Memory {
         match shards.limits.get(op.limit) {
             Some(limit)
                 if limit.penalty().is_none()
+                    && limit.reservations().is_none()
                     && let LimitKind::Rate(rate) = limit.kind() =>
             {
                 let index = shards.shard_index(op.key);
@@ -384,7 +385,9 @@ impl<N: ChangeTracker> BatchStates for DryRunShards<'_, N> {
     }
 
     fn strike(&mut self, _: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
-        self.would_change |= context.limit.penalty().is_some() && !outcome.retry_at.is_never();
+        let limit = context.limit;
+        self.would_change |=
+            limit.reservations().is_some() || limit.penalty().is_some() && !outcome.retry_at.is_never();
     }
 
     fn modify(&mut self, _: usize, _: &OpContext<'_>, _: bool, _: &mut dyn FnMut(&mut KeyState)) {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use arrayvec::ArrayVec;
 use redis::Cmd;
-use tidegate_core::batch::{self, BatchContext, MAX_OPS};
+use tidegate_core::batch::{self, BatchContext, BatchStates, MAX_OPS, OpContext};
 use tidegate_core::concurrency::{PermitLease, Permits};
 use tidegate_core::cooldown::CooldownGate;
 use tidegate_core::pacer::{PacerGrowth, PacerMode, PacerState};
@@ -14,7 +14,8 @@ use tidegate_core::rate::ArrivalTime;
 use tidegate_core::state::Usage;
 use tidegate_core::window::{WindowLog, WindowSlot};
 use tidegate_core::{
-    Batch, KeyState, Limit, LimitKind, Limits, MAX_COST, Op, Outcomes, PenaltyMode, Quota, Span, Time, Verb,
+    Batch, KeyState, Limit, LimitKind, Limits, MAX_COST, Op, Outcome, Outcomes, PenaltyMode, Quota, ReservationRules,
+    Span, Time, Verb, Verdict,
 };
 
 use super::keys::KeyNames;
@@ -29,6 +30,8 @@ const CALLER_TIME_MARGIN_MILLIS: u64 = 3_600_000;
 const TIME_HEADER_BYTES: usize = 16;
 /// The initial capacity, in bytes, for an operation and its key.
 const INITIAL_OP_BYTES: usize = 256;
+/// The flag of a limit with reservations, in the place of that of a penalty.
+const RESERVES: u8 = 2;
 /// The bytes of the largest operation: an update of a pace with a penalty.
 const MAX_OP_BYTES: usize = 8 + 20 * 8;
 
@@ -65,8 +68,8 @@ impl ArgumentBuffer {
 pub(super) struct EncodedRequest {
     /// The names, then the argument.
     data: Vec<u8>,
-    /// The end of each name.
-    name_ends: ArrayVec<usize, MAX_OPS>,
+    /// The end of each name: of a state, and after it that of its reservations, if the limit has any.
+    name_ends: ArrayVec<usize, { 2 * MAX_OPS }>,
 }
 
 impl EncodedRequest {
@@ -137,8 +140,13 @@ impl BatchCodec<'_> {
         let mut ends = ArrayVec::new();
         let affinity = self.batch.context().affinity;
         for (op, limit) in self.known_ops() {
+            let start = data.len();
             self.key_names.append_name(affinity, self.limits.tag(op.limit), limit.kind(), op.key, &mut data);
             ends.push(data.len());
+            if limit.reservations().is_some() {
+                KeyNames::append_queue_name(start, &mut data);
+                ends.push(data.len());
+            }
         }
         data.extend_from_slice(&self.encode_header(now).0);
         for (op, limit) in self.known_ops() {
@@ -188,7 +196,7 @@ impl BatchCodec<'_> {
             u8::from(limit.counts_refused()),
             u8::from(allows_parole),
             u8::from(allows_parole && penalty.is_some_and(|penalty| penalty.mode() == PenaltyMode::Parole)),
-            u8::from(penalty.is_some()),
+            if limit.reservations().is_some() { RESERVES } else { u8::from(penalty.is_some()) },
             u8::from(cost > limit.kind().capacity()),
         ]);
         buffer.push_number(cost);
@@ -210,7 +218,31 @@ impl BatchCodec<'_> {
             buffer.push_span(penalty.forgive_after());
             buffer.push_number(u64::from(penalty.max_strikes()));
         }
+        if let Some(rules) = limit.reservations() {
+            self.encode_reservation_rules(op, limit.kind(), rules, &mut buffer);
+        }
         buffer
+    }
+
+    fn encode_reservation_rules(
+        &self,
+        op: &Op,
+        kind: &LimitKind,
+        rules: &ReservationRules,
+        buffer: &mut ArgumentBuffer,
+    ) {
+        let BatchContext { caller, reservation, .. } = self.batch.context();
+        let (part, spacing) = match kind {
+            LimitKind::Rate(rate) => (rules.spacing(rate, op.cost).as_micros(), rules.spacing(rate, 1).as_micros()),
+            kind => (rules.part_of(kind.capacity()), 0),
+        };
+        buffer.push_span(rules.horizon());
+        buffer.push_number(part);
+        buffer.push_number(spacing);
+        buffer.push_span(rules.grace());
+        buffer.push_number(u64::from(rules.is_kept()));
+        buffer.push_bytes(&caller.to_le_bytes());
+        buffer.push_number(reservation.as_micros());
     }
 
     /// Writes the fields of a limit that the operation needs.
@@ -300,15 +332,21 @@ impl BatchCodec<'_> {
         if decoder.0.is_empty() && self.known_ops().any(|(_, limit)| limit.kind().has_periods()) {
             return Some(Err(PeriodMismatchError(now)));
         }
-        let mut states = ArrayVec::<KeyState, MAX_OPS>::new();
+        let mut states = DecodedStates::default();
         for op in self.batch.ops() {
-            let state = match self.limits.get(op.limit) {
+            let limit = self.limits.get(op.limit);
+            states.plain.push(match limit {
                 Some(limit) => self.decode_state(op, limit, &mut decoder, now)?,
                 None => KeyState::default(),
-            };
-            states.push(state);
+            });
+            states.answers.push(match limit {
+                Some(limit) if limit.reservations().is_some() && matches!(op.verb, Verb::Take | Verb::Peek) => {
+                    Some(decoder.reservation_answer()?)
+                }
+                _ => None,
+            });
         }
-        let outcomes = batch::execute_part(self.batch, self.limits, states.as_mut_slice(), now, self.other_parts);
+        let outcomes = batch::execute_part(self.batch, self.limits, &mut states, now, self.other_parts);
         decoder.0.is_empty().then_some(Ok(outcomes))
     }
 
@@ -362,6 +400,78 @@ impl BatchCodec<'_> {
     }
 }
 
+/// The script's answer about a limit with reservations.
+#[derive(Clone, Copy)]
+struct ReservationAnswer {
+    /// True if a call without a reservation has room.
+    walk_in_fits: bool,
+    is_admitted: bool,
+    retry_at: Time,
+    reserved_at: Time,
+    /// The part that is kept for others.
+    held: u64,
+    reserved_until: Time,
+    /// The instant that this call was given.
+    assigned_at: Time,
+}
+
+/// The states that a script returned, and its answers about limits with reservations.
+#[derive(Default)]
+struct DecodedStates {
+    plain: ArrayVec<KeyState, MAX_OPS>,
+    answers: ArrayVec<Option<ReservationAnswer>, MAX_OPS>,
+}
+
+impl BatchStates for DecodedStates {
+    fn evaluate(&mut self, index: usize, context: &OpContext<'_>) -> Outcome {
+        let Some(answer) = self.answers[index] else { return self.plain.evaluate(index, context) };
+        let plain = context.limit.without_reservations();
+        let mut outcome = self.plain.evaluate(index, &OpContext { limit: &plain, ..*context });
+        outcome.used = outcome.used.saturating_add(answer.held);
+        if answer.held > 0 {
+            outcome.remaining = outcome.limit.saturating_sub(outcome.used);
+        } else if !answer.walk_in_fits {
+            outcome.remaining = outcome.remaining.min(context.op.cost.saturating_sub(1));
+        }
+        outcome.verdict = if answer.is_admitted { Verdict::Admitted } else { Verdict::Refused };
+        (outcome.retry_at, outcome.reserved_at) = (answer.retry_at, answer.reserved_at);
+        outcome
+    }
+
+    fn charge(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        let Some(answer) = self.answers[index] else { return self.plain.charge(index, context, outcome) };
+        let plain = context.limit.without_reservations();
+        let before = *outcome;
+        let is_counted = answer.reserved_at == Time::ZERO || matches!(plain.kind(), LimitKind::Quota(_));
+        // What is reserved counts as used before.
+        let op = Op { cost: if is_counted { context.op.cost } else { 0 }, ..*context.op };
+        self.plain.charge(index, &OpContext { op: &op, limit: &plain, ..*context }, outcome);
+        if answer.reserved_at > Time::ZERO {
+            (outcome.used, outcome.remaining) = (before.used, before.remaining);
+        }
+        outcome.reset_at = outcome.reset_at.max(answer.reserved_until).max(context.now);
+    }
+
+    fn strike(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
+        match self.answers[index] {
+            Some(answer) if answer.assigned_at > Time::ZERO => {
+                (outcome.retry_at, outcome.reserved_at) = (answer.assigned_at, answer.assigned_at);
+                outcome.reset_at = outcome.reset_at.max(answer.assigned_at);
+            }
+            Some(_) => {}
+            None => self.plain.strike(index, context, outcome),
+        }
+    }
+
+    fn modify(&mut self, index: usize, context: &OpContext<'_>, create: bool, change: &mut dyn FnMut(&mut KeyState)) {
+        self.plain.modify(index, context, create, change);
+    }
+
+    fn reset(&mut self, index: usize, op: &Op) {
+        self.plain.reset(index, op);
+    }
+}
+
 /// The bounds of three periods of a quota: the one before a time, the one around it, and the next.
 fn period_bounds(quota: &Quota, now: Time) -> [Time; 4] {
     let current = quota.period(now);
@@ -397,6 +507,18 @@ impl ResponseDecoder<'_> {
 
     fn time(&mut self) -> Option<Time> {
         self.number().map(Time::from_micros)
+    }
+
+    fn reservation_answer(&mut self) -> Option<ReservationAnswer> {
+        Some(ReservationAnswer {
+            walk_in_fits: self.number()? == 1,
+            is_admitted: self.number()? == 1,
+            retry_at: self.time()?,
+            reserved_at: self.time()?,
+            held: self.number()?,
+            reserved_until: self.time()?,
+            assigned_at: self.time()?,
+        })
     }
 
     /// Rebuilds a log with the same outcomes: the slots that become free together, and the rest at the newest time.

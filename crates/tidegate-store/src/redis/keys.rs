@@ -63,6 +63,12 @@ impl KeyNames {
         }
     }
 
+    /// Appends the name of the reservations of the state whose name begins at `start`. No state has it: it is longer.
+    pub(super) fn append_queue_name(start: usize, names: &mut Vec<u8>) {
+        names.extend_from_within(start..);
+        names.push(b'r');
+    }
+
     /// Parses a script's message about a reset.
     pub(super) fn parse_reset(message: &[u8]) -> Option<KeyReset> {
         let (tag, rest) = message.split_first_chunk()?;

@@ -3,6 +3,7 @@
 
 use std::sync::OnceLock;
 
+use tidegate_core::reservation::{FORFEIT_HORIZONS, MAX_RECORDS};
 use tidegate_core::time::MAX_CLOCK_LAG;
 use tidegate_core::{Batch, Limit, LimitKind, Limits, Op, Time, Verb};
 
@@ -56,16 +57,18 @@ const MAX_QUICK_OPS: usize = 4;
 pub(super) const HEADER_BYTES: usize = 33;
 const FLAG_BYTES: usize = 8;
 const PENALTY_BYTES: usize = 40;
-const PENALTY_BIT: u8 = 1 << 6;
-const UPDATE_BIT: u8 = 1 << 7;
+const PENALTY_BIT: u16 = 1 << 6;
+const UPDATE_BIT: u16 = 1 << 7;
+const RESERVATIONS_BIT: u16 = 1 << 8;
 /// The bits of rates, quotas, cool-downs and paces, whose states are one value each.
-const ONE_VALUE_KINDS: u8 = 0b11_0110;
+const ONE_VALUE_KINDS: u16 = 0b11_0110;
 
 /// The script that a batch needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ScriptKind {
-    /// The general script with these parts: a bit for each kind, one for penalties, and one for verbs that update.
-    General(u8),
+    /// The general script with these parts: a bit for each kind, one for penalties, one for verbs that update, and one for
+    /// reservations.
+    General(u16),
     /// A quick script for takes under enforced rates and windows. After a leading 1, each operation has two bits: the
     /// lower is set for a window, the upper for a penalty.
     Quick(u16),
@@ -80,6 +83,9 @@ impl ScriptKind {
             general |= 1 << kind_number(limit.kind());
             if limit.penalty().is_some() {
                 general |= PENALTY_BIT;
+            }
+            if limit.reservations().is_some() {
+                general |= RESERVATIONS_BIT;
             }
             if !matches!(op.verb, Verb::Take | Verb::Peek) {
                 general |= UPDATE_BIT;
@@ -141,10 +147,10 @@ fn can_be_quick(limit: &Limit) -> bool {
         LimitKind::Rate(_) => limit.sharing().lease.is_none(),
         LimitKind::Quota(_) | LimitKind::Concurrency(_) | LimitKind::Cooldown(_) | LimitKind::Pace(_) => false,
     };
-    is_quick_kind && !limit.is_shadow() && !limit.counts_refused()
+    is_quick_kind && !limit.is_shadow() && !limit.counts_refused() && limit.reservations().is_none()
 }
 
-fn push_general_text(parts: u8, text: &mut String) {
+fn push_general_text(parts: u16, text: &mut String) {
     for names in [&*KINDS.map(|(name, ..)| name).join(", "), VERBS] {
         let numbers: Vec<_> = (0..names.split(", ").count()).map(|number| number.to_string()).collect();
         text.push_str(&format!("local {names} = {}\n", numbers.join(", ")));
@@ -161,6 +167,10 @@ fn push_general_text(parts: u8, text: &mut String) {
     for (_, (_, evaluate_text, update_text)) in (0..).zip(KINDS).filter(|(number, _)| parts & 1 << number != 0) {
         text.push_str(evaluate_text);
         text.push_str(if has_updates { update_text } else { "" });
+    }
+    if parts & RESERVATIONS_BIT != 0 {
+        text.push_str(&format!("local FORFEIT_HORIZONS, MAX_RECORDS = {FORFEIT_HORIZONS}, {MAX_RECORDS}\n"));
+        text.push_str(include_str!("lua/reservations.lua"));
     }
     text.push_str(include_str!("lua/decide.lua"));
 }
@@ -202,7 +212,7 @@ struct QuickScriptText {
     unpack_text: String,
     /// The decision. At a `break`, the general script with `general_parts` takes over.
     body: String,
-    general_parts: u8,
+    general_parts: u16,
     response_text: String,
 }
 
@@ -261,7 +271,7 @@ impl Script {
 
 /// The scripts that were needed so far, by their kind.
 pub(super) struct ScriptCache {
-    general: [OnceLock<Script>; 1 << 8],
+    general: [OnceLock<Script>; 1 << 9],
     quick: [OnceLock<Script>; 2 << (2 * MAX_QUICK_OPS)],
     batched: [OnceLock<Script>; 2 << (2 * MAX_QUICK_OPS)],
     announce: OnceLock<Script>,
@@ -320,7 +330,7 @@ mod tests {
             }
         }
         assert_eq!(texts, 2 * 340);
-        for parts in 0..=u8::MAX {
+        for parts in 0..1 << 9 {
             let script = scripts.get(ScriptKind::General(parts));
             assert_eq!(server.command(&["SCRIPT", "LOAD", &script.text]), script.hash, "{parts:b}");
         }

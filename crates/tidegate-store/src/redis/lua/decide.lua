@@ -9,6 +9,7 @@ local ADMITTED, PAROLE, REFUSED, BLOCKED = 0, 1, 2, 3
 
 -- The refusals by other parts of the batch.
 local enforced_refused, enforced_blocked = other_parts % 2 > 0, other_parts % 4 > 1
+local several_refused = false
 local any_refused, any_blocked = other_parts % 8 > 3, other_parts > 7
 
 local states, ops, responses = {}, {}, { pack('<d', now) }
@@ -16,7 +17,12 @@ local states, ops, responses = {}, {}, { pack('<d', now) }
 -- After the header, each operation begins with its length, and ends with its penalty.
 local next_position = 34
 
-for index, key in ipairs(KEYS) do
+-- The key of a limit's reservations follows the key of its state.
+local index, key_index = 0, 0
+
+while next_position <= #bytes do
+  index, key_index = index + 1, key_index + 1
+  local key = KEYS[key_index]
   local op = { is_applied = 1 }
   local length
   length, op.kind, op.verb, op.is_shadow, op.counts_refused, op.allows_parole, op.grants_parole, op.has_penalty,
@@ -26,6 +32,9 @@ for index, key in ipairs(KEYS) do
   if op.has_penalty == 1 then
     op.penalty_position = next_position - 40
     op.base, op.factor, op.cap, op.forgive_after, op.max_strikes = unpack('<ddddd', bytes, op.penalty_position)
+  elseif op.has_penalty == RESERVES then
+    op.rules_position, key_index = next_position - RESERVATION_RULE_BYTES, key_index + 1
+    op.queue_key = KEYS[key_index]
   end
   local state = states[key]
   if not state then
@@ -36,8 +45,15 @@ for index, key in ipairs(KEYS) do
   op.state, ops[index] = state, op
   if op.kind == QUOTA and op.verb ~= RESET and not select_period(op) then return responses[1] end
   if op.verb <= PEEK then
-    local verdict = evaluate[op.kind](op, state) and ADMITTED or REFUSED
-    local response = encode_state[op.kind](state, op)
+    local verdict, response
+    if op.has_penalty == RESERVES then
+      load_queue(op)
+      verdict = evaluate_reserved(op, state) and ADMITTED or REFUSED
+      response = encode_state[op.kind](state, op) .. op.found
+    else
+      verdict = evaluate[op.kind](op, state) and ADMITTED or REFUSED
+      response = encode_state[op.kind](state, op)
+    end
     if op.has_penalty == 1 then
       refresh_record(op, state)
       response = response .. pack('<ddB', state.blocked_until, state.parole, state.strikes)
@@ -51,6 +67,7 @@ for index, key in ipairs(KEYS) do
     if op.verb == TAKE and verdict >= REFUSED then
       any_refused, any_blocked = true, any_blocked or verdict == BLOCKED
       if op.is_shadow == 0 then
+        several_refused = several_refused or enforced_refused
         enforced_refused, enforced_blocked = true, enforced_blocked or verdict == BLOCKED
       end
     end
@@ -59,6 +76,7 @@ end
 
 -- Charges. Ends a parole that admitted the call, or, if `may_lapse`, one that the room covers.
 local function charge_and_end_parole(op, state, may_lapse)
+  if op.queue then return charge_reserved(op, state) end
   if state.parole > 0 and (op.verdict == PAROLE or may_lapse and has_room_for_parole[op.kind](op, state)) then
     state.parole = 0
   end
@@ -70,6 +88,7 @@ end
 local function reset(op, state)
   local key = state.key
   call('DEL', key)
+  if op.queue_key then call('DEL', op.queue_key) end
   for field in pairs(state) do
     state[field] = nil
   end
@@ -88,10 +107,13 @@ for index, op in ipairs(ops) do
     end
     if op.verdict < REFUSED then
       if not is_refused or (op.counts_refused == 1 and op.verdict == ADMITTED) then charge_and_end_parole(op, state, true) end
+    elseif op.queue then
+      if not (is_blocked or several_refused or op.is_shadow == 1) then op.assigned_at = reserve(op, state) end
     elseif not is_blocked and op.has_penalty == 1 and (op.free_at or now) < NEVER then
       add_strike(op, state)
     end
     if state.changed then save[op.kind](op, state) end
+    if op.queue then save_queue(op) end
   elseif op.verb == RESET then
     reset(op, state)
   elseif op.verb == DEBIT and op.kind <= QUOTA then
@@ -107,6 +129,7 @@ for index, op in ipairs(ops) do
   elseif op.verb > PEEK and apply[op.kind](op, state) then
     save[op.kind](op, state)
   end
+  if op.queue then responses[index + 1] = responses[index + 1] .. pack('<d', op.assigned_at or 0) end
   if op.verb > PEEK then responses[index + 1] = op.response or pack('B', op.is_applied) end
 end
 

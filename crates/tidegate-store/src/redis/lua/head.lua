@@ -23,6 +23,11 @@ local load, evaluate, has_room_for_parole, charge, apply, save, encode_state = {
 -- Selects a quota's period; see `quota.lua`.
 local select_period
 
+-- The functions of limits with reservations; see `reservations.lua`. Their `has_penalty` is RESERVES, and their rules have this
+-- many bytes.
+local RESERVES, RESERVATION_RULE_BYTES = 2, 56
+local load_queue, evaluate_reserved, charge_reserved, reserve, save_queue
+
 -- Returns the milliseconds after which a state expires that is idle from `idle_at` on. It is kept for a quarter longer
 -- than needed, so that the next writes needn't change the expiry, which each value holds. Returns nil if the present
 -- expiry is late enough and not much too late, as by a clock that was a year ahead.

@@ -11,11 +11,11 @@ select_period = function(op)
   op.limit = limit
   if now < first or now >= last then return false end
   if now < second then
-    op.period_start, op.period_end = first, second
+    op.period_start, op.period_end, op.next_period_end = first, second, third
   elseif now < third then
-    op.period_start, op.period_end = second, third
+    op.period_start, op.period_end, op.next_period_end = second, third, last
   else
-    op.period_start, op.period_end = third, last
+    op.period_start, op.period_end, op.next_period_end = third, last, NEVER
   end
   return true
 end

@@ -1,0 +1,285 @@
+//! Reservations: the limit holds whatever callers do, and every kept reservation is honoured.
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use tidegate_core::quota::FixedPeriods;
+use tidegate_core::rate::ArrivalTime;
+use tidegate_core::reservation::{FORFEIT_HORIZONS, MAX_RECORDS};
+use tidegate_core::state::Usage;
+use tidegate_core::{
+    Batch, Key, KeyState, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time,
+    Verb, Verdict, Window, batch,
+};
+
+const START: Time = Time::from_secs(1_000_000_000);
+
+fn at(millis: u64) -> Time {
+    START + Span::from_millis(millis)
+}
+
+/// A limit with reservations, and the state of its only key.
+struct Shared {
+    limits: Limits,
+    states: [KeyState; 1],
+}
+
+impl Shared {
+    fn new(kind: LimitKind, rules: ReservationRules) -> Self {
+        let limits = Limits::new(vec![Limit::new(kind).with_reservations(rules)]).unwrap();
+        Self { limits, states: [KeyState::default()] }
+    }
+
+    fn call(&mut self, caller: u64, cost: u64, presented: Time, now: Time) -> Outcome {
+        let mut batch = Batch::with_op(0, Op::new(LimitId::FIRST, Verb::Take, Key::new(1, 1), cost));
+        batch.set_caller(caller, presented);
+        let outcomes = batch::execute(&batch, &self.limits, self.states.as_mut_slice(), now);
+        // Every store may write the state and read it again.
+        let mut bytes = Vec::new();
+        self.states[0].encode(&mut bytes);
+        self.states[0] = KeyState::decode(&bytes).unwrap();
+        outcomes.list()[0]
+    }
+
+    fn records(&self) -> usize {
+        match self.states[0].usage() {
+            Usage::Reserved(reserved) => reserved.queue.reservations.len() + reserved.queue.forfeits.len(),
+            _ => 0,
+        }
+    }
+
+    fn limit(&self) -> &Limit {
+        self.limits.get(LimitId::FIRST).unwrap()
+    }
+}
+
+fn rate(count: u64, burst: u64) -> LimitKind {
+    LimitKind::Rate(Rate::new(count, Span::from_secs(1), burst).unwrap())
+}
+
+fn rules(share: u16, grace_millis: u64) -> ReservationRules {
+    ReservationRules::new(Span::from_secs(30), share, Span::from_millis(grace_millis)).unwrap()
+}
+
+/// Returns an error if these admitted calls, in the order of their times, exceed the limit.
+fn check_limit(kind: &LimitKind, admitted: &[(Time, u64)]) -> Result<(), String> {
+    let mut arrival = ArrivalTime::default();
+    for (index, &(now, cost)) in admitted.iter().enumerate() {
+        let before = |start: Time| admitted[..=index].iter().filter(move |(at, _)| *at >= start).map(|(_, cost)| cost);
+        let fits = match kind {
+            LimitKind::Rate(rate) => {
+                let fits = rate.retry_at(arrival, cost, now) <= now;
+                arrival = rate.charge(arrival, cost, now);
+                fits
+            }
+            LimitKind::Window(window) => {
+                let start = Time::ZERO + now.since(Time::ZERO + window.window()) + Span::from_micros(1);
+                before(start).sum::<u64>() <= window.limit()
+            }
+            LimitKind::Quota(quota) => before(quota.period(now).start).sum::<u64>() <= quota.limit(),
+            _ => false,
+        };
+        if !fits {
+            return Err(format!("call {index} of {cost} at {now:?} exceeds the limit"));
+        }
+    }
+    Ok(())
+}
+
+fn any_kind() -> impl Strategy<Value = LimitKind> {
+    let period = prop_oneof![Just(1_000_u64), Just(3_000), Just(10_000)];
+    prop_oneof![
+        (1_u64..200, 1_u64..40).prop_map(|(count, burst)| rate(count, burst)),
+        (1_u64..60, period.clone(), prop_oneof![Just(8_u32), Just(64)]).prop_map(|(limit, millis, entries)| {
+            LimitKind::Window(Window::new(limit, Span::from_millis(millis), entries).unwrap())
+        }),
+        (1_u64..60, period).prop_map(|(limit, millis)| {
+            LimitKind::Quota(Quota::new(limit, Arc::new(FixedPeriods(Span::from_millis(millis)))).unwrap())
+        }),
+    ]
+}
+
+/// The behaviour of a caller that has a reservation.
+#[derive(Clone, Copy, Debug)]
+enum Habit {
+    /// It returns this share of the grace after its instant, in thousandths.
+    Returns(u64),
+    /// It returns half of the wait too early, and then at its instant.
+    ComesEarly,
+    Forgets,
+}
+
+fn any_habit() -> impl Strategy<Value = Habit> {
+    prop_oneof![4 => (0_u64..1000).prop_map(Habit::Returns), 1 => Just(Habit::ComesEarly), 1 => Just(Habit::Forgets)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1_000, max_shrink_iters: 20_000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_limit_holds_and_reservations_are_honoured(
+        kind in any_kind(),
+        share in prop_oneof![Just(1000_u16), Just(500), 1_u16..1000],
+        grace in prop_oneof![Just(1_000_u64), 1_u64..2_000],
+        habits in prop::collection::vec(any_habit(), 1..40),
+        steps in prop::collection::vec((0_usize..80, 0_u64..400_000, 1_u64..4), 1..200),
+    ) {
+        let rules = rules(share, grace);
+        let mut shared = Shared::new(kind.clone(), rules);
+        let mut admitted: Vec<(Time, u64)> = Vec::new();
+        let (mut known, mut used) = (HashSet::new(), HashSet::new());
+        // Calls by their time: the caller, the cost, and true if it has a reservation then.
+        let mut agenda: BTreeMap<(Time, usize), (u64, u64, Time)> = BTreeMap::new();
+        let mut now = START;
+        for (number, (caller, gap, cost)) in steps.into_iter().enumerate() {
+            now = now + Span::from_micros(gap / (1 + number as u64 % 7));
+            agenda.insert((now, number), (caller as u64 + 1, cost, Time::ZERO));
+        }
+        let mut order = 1_000;
+        let mut forfeited: BTreeMap<u64, Time> = BTreeMap::new();
+        while let Some(((now, _), (caller, cost, reserved_at))) = agenda.pop_first() {
+            let presented = if order % 2 == 0 { reserved_at } else { Time::ZERO };
+            let outcome = shared.call(caller, cost, presented, now);
+            let is_admitted = outcome.verdict == Verdict::Admitted;
+            prop_assert!(shared.records() <= MAX_RECORDS);
+            if is_admitted {
+                admitted.push((now, cost));
+            }
+            // Another call of the caller may have used it.
+            let is_unused = !used.contains(&(caller, reserved_at));
+            let had_reservation = reserved_at > Time::ZERO && now >= reserved_at && is_unused;
+            prop_assert!(is_admitted || !had_reservation, "refused at {now:?}: {outcome:?}, reserved {reserved_at:?}");
+            if outcome.reserved_at == Time::ZERO {
+                continue;
+            }
+            if is_admitted {
+                prop_assert!(used.insert((caller, outcome.reserved_at)), "admitted twice");
+                forfeited.remove(&caller);
+                continue;
+            }
+            prop_assert!(outcome.retry_at == outcome.reserved_at && outcome.retry_at > now, "{outcome:?}");
+            prop_assert!(outcome.retry_at.since(now) <= rules.horizon());
+            let reserved_at = outcome.reserved_at;
+            if !known.insert((caller, reserved_at)) {
+                continue;
+            }
+            let until = forfeited.remove(&caller).unwrap_or(Time::ZERO);
+            prop_assert!(until <= now, "a reservation after a forfeit: {outcome:?}");
+            order += 1;
+            match habits[caller as usize % habits.len()] {
+                Habit::Returns(part) => {
+                    let late = Span::from_micros(rules.grace().as_micros() * part / 1000);
+                    agenda.insert((reserved_at + late, order), (caller, 1, reserved_at));
+                }
+                Habit::ComesEarly => {
+                    let half = Span::from_micros(reserved_at.since(now).as_micros() / 2);
+                    agenda.insert((now + half, order), (caller, 1, reserved_at));
+                    order += 1;
+                    agenda.insert((reserved_at, order), (caller, 1, reserved_at));
+                }
+                Habit::Forgets => {}
+            }
+            forfeited.insert(caller, reserved_at + rules.horizon().times(FORFEIT_HORIZONS));
+        }
+        if let Err(error) = check_limit(&kind, &admitted) {
+            prop_assert!(false, "{error}: {admitted:?}");
+        }
+        let idle_at = shared.states[0].idle_at(shared.limit());
+        prop_assert!(idle_at <= now + Span::from_secs(30 * 13) + Span::from_secs(12), "{idle_at:?}");
+    }
+}
+
+/// All callers come at once and return at their instants. Returns the last time, and the largest number of calls.
+fn herd(kind: LimitKind, rules: ReservationRules, callers: u64) -> (Span, u64) {
+    let mut shared = Shared::new(kind.clone(), rules);
+    let mut agenda: BTreeMap<(Time, u64), u64> = (1..=callers).map(|caller| ((START, caller), 0)).collect();
+    let (mut most, mut admitted) = (0, Vec::new());
+    while let Some(((now, caller), calls)) = agenda.pop_first() {
+        let outcome = shared.call(caller, 1, Time::ZERO, now);
+        most = most.max(calls + 1);
+        if outcome.verdict == Verdict::Admitted {
+            admitted.push((now, 1));
+        } else {
+            agenda.insert((outcome.retry_at, caller), calls + 1);
+        }
+    }
+    check_limit(&kind, &admitted).unwrap();
+    (admitted.last().unwrap().0.since(START), most)
+}
+
+#[test]
+fn a_herd_is_served_in_two_calls_each() {
+    assert_eq!(herd(rate(10, 10), rules(1000, 900), 100), (Span::from_secs(9), 2));
+    assert_eq!(herd(rate(10, 10), rules(500, 1000), 100), (Span::from_millis(17_900), 2));
+    assert_eq!(herd(rate(100, 100), rules(1000, 990), 1000), (Span::from_secs(9), 2));
+    assert_eq!(herd(rate(100, 100), rules(500, 1000), 1000), (Span::from_millis(17_990), 2));
+    let spread = ReservationRules::spread(Span::from_secs(30)).unwrap();
+    assert_eq!(herd(rate(10, 10), spread, 100), (Span::from_secs(9), 2));
+}
+
+#[test]
+fn a_late_caller_forfeits_its_place() {
+    let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
+    assert_eq!(shared.call(1, 1, Time::ZERO, at(0)).verdict, Verdict::Admitted);
+    let first = shared.call(2, 1, Time::ZERO, at(0));
+    assert_eq!((first.verdict, first.reserved_at), (Verdict::Refused, at(1000)));
+    // Asked again, it is told the same.
+    assert_eq!(shared.call(2, 1, Time::ZERO, at(100)).reserved_at, at(1000));
+    // The place isn't another caller's, and that one gets the next.
+    let second = shared.call(3, 1, Time::ZERO, at(1000));
+    assert_eq!((second.verdict, second.reserved_at), (Verdict::Refused, at(2500)));
+    // Too late: it has become another's, and there is no new one.
+    let late = shared.call(2, 1, at(1000), at(1500));
+    assert_eq!((late.verdict, late.reserved_at), (Verdict::Admitted, Time::ZERO));
+    let again = shared.call(2, 1, Time::ZERO, at(1501));
+    assert_eq!((again.verdict, again.reserved_at), (Verdict::Refused, Time::ZERO));
+    assert_eq!(shared.call(3, 1, Time::ZERO, at(2500)).reserved_at, at(2500));
+}
+
+#[test]
+fn foreign_reservations_admit_nothing() {
+    let mut shared = Shared::new(rate(1, 1), rules(1000, 500));
+    shared.call(1, 1, Time::ZERO, at(0));
+    assert_eq!(shared.call(2, 1, Time::ZERO, at(0)).reserved_at, at(1000));
+    for presented in [Time::NEVER, at(999), at(1001)] {
+        assert_eq!(shared.call(2, 1, presented, at(1000)).verdict, Verdict::Refused);
+    }
+    assert_eq!(shared.call(3, 1, at(1000), at(1000)).verdict, Verdict::Refused);
+    assert_eq!(shared.call(2, 2, at(1000), at(1000)).verdict, Verdict::Refused);
+    assert_eq!(shared.call(2, 1, at(1000), at(1000)).verdict, Verdict::Admitted);
+    assert_eq!(shared.call(2, 1, at(1000), at(1000)).verdict, Verdict::Refused);
+}
+
+/// Callers that reserve and never come cost others at most the share, for one horizon in eleven.
+#[test]
+fn forfeits_bound_the_cost_of_absent_callers() {
+    for share in [500_u16, 1000] {
+        let rules = rules(share, 900);
+        let mut shared = Shared::new(rate(10, 10), rules);
+        // As many as the share of one horizon has places for. They come back as often as they can.
+        let absent = 10 * 30 * u64::from(share) / 1000;
+        let cycle_secs = 30 * FORFEIT_HORIZONS;
+        let mut admitted = Vec::new();
+        for step in 0..cycle_secs * 10 {
+            let now = at(step * 100);
+            // The honest caller has no place of its own, and takes what is free.
+            while shared.call(0, 1, Time::ZERO, now).verdict == Verdict::Admitted {
+                admitted.push(now);
+            }
+            for caller in (1..=absent).filter(|_| step % 25 == 0) {
+                assert_eq!(shared.call(caller, 1, Time::NEVER, now).verdict, Verdict::Refused);
+            }
+        }
+        let fair = (cycle_secs * 10) as f64;
+        let lost = 1.0 - admitted.len() as f64 / fair;
+        let bound = f64::from(share) / 1000.0 / 11.0;
+        assert!(lost <= bound + 0.01, "share {share}: {lost:.3} of the calls, at most {bound:.3}");
+        for horizon in 1..FORFEIT_HORIZONS {
+            let start = at(horizon * 30_000 + 2_000);
+            let served = admitted.iter().filter(|at| at.since(start) < Span::from_secs(28) && **at >= start).count();
+            assert!(served >= 278, "share {share}, horizon {horizon}: {served}");
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Reservations, against core and under concurrency.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use tidegate_core::quota::FixedPeriods;
+use tidegate_core::{
+    Batch, Key, Limit, LimitId, LimitKind, Limits, Op, Outcome, Quota, Rate, ReservationRules, Span, Time, Verb,
+    Verdict, Window,
+};
+use tidegate_store::ImmediateStore as _;
+
+use super::concurrent::count_admitted;
+use super::{Backend, ConformanceOptions, StoreUnderTest, expect_equal, start_time};
+use crate::random::RandomSource;
+use crate::reference::ReferenceStore;
+
+const KEY: Key = Key::new(7, 0x9e37_79b9_7f4a_7c15);
+
+/// Limits of each kind that reserves or spreads, and two plain ones that may refuse beside them.
+fn limits() -> Result<Arc<Limits>, String> {
+    let keep = |share, grace| ReservationRules::new(Span::from_secs(5), share, Span::from_millis(grace));
+    let spread = ReservationRules::spread(Span::from_secs(4));
+    let rate = |count, burst| Rate::new(count, Span::from_secs(1), burst).map(LimitKind::Rate);
+    let window = |limit| Window::new(limit, Span::from_secs(2), 64).map(LimitKind::Window);
+    let quota = |limit| Quota::new(limit, Arc::new(FixedPeriods(Span::from_secs(3)))).map(LimitKind::Quota);
+    let reserving = [
+        (rate(10, 5), keep(500, 400)),
+        (rate(3, 1), keep(1000, 300)),
+        (window(4), keep(600, 500)),
+        (quota(6), keep(500, 1000)),
+        (rate(7, 3), spread),
+        (window(5), spread),
+        (quota(4), spread),
+    ];
+    let mut limits = Vec::new();
+    for (kind, rules) in reserving {
+        let limit = Limit::new(kind.map_err(|error| error.to_string())?);
+        limits.push(limit.with_reservations(rules.map_err(|error| error.to_string())?));
+    }
+    for kind in [rate(9, 4), window(6)] {
+        limits.push(Limit::new(kind.map_err(|error| error.to_string())?));
+    }
+    Limits::new(limits).map(Arc::new).map_err(|error| error.to_string())
+}
+
+fn call(limit: usize, caller: u64, cost: u64, presented: Time) -> Result<Batch, String> {
+    let limit = LimitId::from_index(limit).ok_or("no such limit")?;
+    let mut batch = Batch::with_op(0, Op::new(limit, Verb::Take, KEY, cost));
+    batch.set_caller(caller, presented);
+    Ok(batch)
+}
+
+/// Checks that each call gets the outcomes of core over one map of whole states.
+pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), String> {
+    let limits = limits()?;
+    let plain = limits.len() - 2;
+    let subject = StoreUnderTest::open(backend, &limits);
+    let reference = ReferenceStore::with_encoding(Arc::clone(&limits));
+    let mut random = RandomSource::from_seed(options.seed);
+    let mut now = start_time();
+    let mut given: Vec<(usize, u64, Time)> = Vec::new();
+    for index in 0..options.batches.min(20_000) {
+        now = now + Span::from_micros(random.pick(&[0, 0, 1, 20_000, 100_000, 333_333, 700_000]));
+        if random.below(2_000) == 0 {
+            now = now + Span::from_secs(120);
+        }
+        subject.set_now(now);
+        let known =
+            if given.is_empty() { None } else { Some(given.swap_remove(random.below(given.len() as u64) as usize)) };
+        let (limit, caller, presented) = match known.filter(|_| random.below(3) > 0) {
+            // Many return in time, some without their reservation, and some with a wrong one.
+            Some((limit, caller, at)) => {
+                if random.below(2) == 0 && at > now && at.since(now) < Span::from_secs(2) {
+                    now = at + Span::from_micros(random.pick(&[0, 1, 100_000]));
+                    subject.set_now(now);
+                }
+                (limit, caller, random.pick(&[at, at, Time::ZERO, Time::NEVER, at + Span::from_micros(1)]))
+            }
+            None => (random.below(plain as u64) as usize, 1 + random.below(12), Time::ZERO),
+        };
+        let cost = random.pick(&[1, 1, 1, 1, 2, 3, 0, 9]);
+        let mut batch = call(limit, caller, cost, presented)?;
+        let verb = random.pick(&[
+            Verb::Take,
+            Verb::Take,
+            Verb::Take,
+            Verb::Take,
+            Verb::Take,
+            Verb::Peek,
+            Verb::Refund,
+            Verb::Debit,
+            Verb::Reset,
+        ]);
+        if verb != Verb::Take && (verb != Verb::Reset || random.below(20) == 0) {
+            batch.ops_mut()[0].verb = verb;
+        } else if random.below(4) == 0 {
+            for other in [plain, plain + 1, random.below(plain as u64) as usize] {
+                let other = LimitId::from_index(other).ok_or("no such limit")?;
+                batch.push(Op::new(other, Verb::Take, KEY, 1)).map_err(|full| full.to_string())?;
+            }
+            batch.dedup();
+        }
+        let found = subject.apply(&batch, now)?;
+        let expected = reference.apply_now(&batch, found.now());
+        for (op, (found, expected)) in batch.ops().iter().zip(found.list().iter().zip(expected.list())) {
+            let seen = |outcome: &Outcome| {
+                let Outcome { verdict, used, remaining, retry_at, reset_at, reserved_at, .. } = *outcome;
+                (verdict, used, remaining, retry_at, reset_at, reserved_at)
+            };
+            if matches!(op.verb, Verb::Take | Verb::Peek) {
+                expect_equal(&format!("call {index} at {now:?}, {op:?} of {caller}"), seen(found), seen(expected))?;
+            }
+            if found.reserved_at > now && given.len() < 64 {
+                given.push((op.limit.index(), caller, found.reserved_at));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Checks that callers at the same moment get different places, and that each place admits one call.
+pub(super) fn concurrent_callers<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), String> {
+    let limits = limits()?;
+    let subject = StoreUnderTest::open(backend, &limits);
+    let now = start_time();
+    if !subject.set_now(now) {
+        return Ok(());
+    }
+    let places = Mutex::new(BTreeSet::new());
+    let calls = 4;
+    let admitted = count_admitted(options.tasks, calls, |task, number| {
+        let caller = u64::from(task * calls + number) + 1;
+        let outcome = subject.apply(&call(0, caller, 1, Time::ZERO)?, now)?.list()[0];
+        if outcome.reserved_at > now {
+            places.lock().map_err(|error| error.to_string())?.insert((outcome.reserved_at, caller));
+        }
+        Ok(outcome.verdict == Verdict::Admitted)
+    })?;
+    let callers = u64::from(options.tasks * calls);
+    expect_equal("admitted at once", admitted, 5.min(callers))?;
+    let places = places.into_inner().map_err(|error| error.to_string())?;
+    // Five a second, at most five seconds ahead.
+    expect_equal("places", places.len() as u64, 25.min(callers - admitted))?;
+    let instants: BTreeSet<Time> = places.iter().map(|(at, _)| *at).collect();
+    expect_equal("different places", instants.len(), places.len())?;
+    for (at, caller) in places {
+        subject.set_now(at);
+        let admitted = count_admitted(options.tasks, 1, |_, _| {
+            let outcome = subject.apply(&call(0, caller, 1, at)?, at)?.list()[0];
+            Ok(outcome.verdict == Verdict::Admitted && outcome.reserved_at == at)
+        })?;
+        expect_equal("calls by one reservation", admitted, 1)?;
+    }
+    Ok(())
+}
