@@ -189,20 +189,21 @@ impl<'a> RetryRunner<'a> {
             if class == Class::Success || end.stopped_by.is_some() {
                 return status;
             }
+            let now = self.clock.now();
             let attempt = FailedAttempt {
                 class,
                 is_repeatable: true,
                 unreplayable_reason: None,
                 asks_not_to_retry: false,
-                retry_after: seen.retry_after,
+                retry_after: seen.wait(now),
                 has_other_credential: false,
             };
-            let now = self.clock.now();
             let next = tries.next_attempt_at(&self.retry, &attempt, None, now, &mut rng);
             let of =
                 format!("attempt {} of {} {}", tries.attempts(), self.arguments.attempts, describe_end(&end, class));
             match next {
                 Ok(at) => {
+                    self.launcher.set_reservation(seen.reservation.as_ref().map(|place| place.token.as_str()));
                     self.print_status(&format!("{of}; trying again in {}", describe_wait(at.since(now))));
                     if let Some(signal) = self.wait_until(at) {
                         return signal.status();

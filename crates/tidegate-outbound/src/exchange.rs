@@ -10,13 +10,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{ACCEPT_ENCODING, UPGRADE};
 use http::request::Parts;
-use http::{HeaderValue, Request, Response, StatusCode};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use http_body::Body;
 use tidegate_core::call::AttemptReport;
 use tidegate_core::retry::{Delivery, TransportFault};
 use tidegate_core::{Class, Clock, Span, Time};
-use tidegate_policy::Secret;
 use tidegate_policy::outbound::{BodyRule, CostRules};
+use tidegate_policy::{ReplyReservation, Secret, TIDEGATE_RESERVATION};
 use tidegate_store::Store;
 use tower_service::Service;
 
@@ -90,6 +90,8 @@ pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
     /// True if the current attempt's request was passed to the inner service.
     was_handed_over: bool,
     token: Option<LoginToken>,
+    /// The place that the last reply gave, for the next attempt.
+    reservation: Option<HeaderValue>,
     deadline: Time,
 }
 
@@ -123,6 +125,7 @@ impl<'m, I, Q: Body<Data = Bytes>, S: Store, C: Clock> Exchange<'m, I, Q, S, C> 
             attempts_before: 0,
             was_handed_over: false,
             token: None,
+            reservation: None,
             deadline: Time::NEVER,
         })
     }
@@ -186,6 +189,9 @@ where
         if let Err(error) = shared.target.prepare_attempt(&mut parts, secret) {
             return cancelled_outcome(error.into(), Delivery::Unsent);
         }
+        if let Some(reservation) = self.reservation.take() {
+            parts.headers.insert(TIDEGATE_RESERVATION, reservation);
+        }
         let mut inner = self.inner.clone();
         if let Err(error) = poll_fn(|context| inner.poll_ready(context)).await {
             return self.fault_outcome(redact_error(error.into(), secret), TransportFault::Unsent);
@@ -222,6 +228,7 @@ where
         }
         let mut report =
             self.classifier.classify_reply(head.status, &head.headers, self.body.unreplayable_reason(), now);
+        self.reservation = reservation_to_present(&head.headers);
         // A stream of events isn't a single document, and reading ahead would delay it.
         let is_applicable = |rule: &&BodyRule| rule.matches_status(head.status) && !is_event_stream(&head.headers);
         let rule = provider.config().throttled_when.as_ref().filter(is_applicable);
@@ -299,6 +306,7 @@ where
             body: self.body.clone(),
             attempts_before: self.body.attempt_count(),
             token: self.token.clone(),
+            reservation: None,
             ..*self
         })
     }
@@ -345,6 +353,12 @@ where
     let (head, body) = response.into_parts();
     let peeked = PeekedBody::read(body, MAX_LOGIN_REPLY).await.map_err(|_| TransportFault::InvalidReply)?;
     Ok(Response::from_parts(head, peeked.read_ahead))
+}
+
+/// The token of the place that a reply gives.
+fn reservation_to_present(headers: &HeaderMap) -> Option<HeaderValue> {
+    let value = headers.get(TIDEGATE_RESERVATION)?.to_str().ok()?;
+    HeaderValue::try_from(value.parse::<ReplyReservation>().ok()?.token).ok()
 }
 
 fn empty_secret() -> Arc<Secret> {

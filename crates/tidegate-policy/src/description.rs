@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use ipnet::IpNet;
-use tidegate_core::{CountMode, LimitId, Penalty, PenaltyMode, Rate, Span};
+use tidegate_core::{CountMode, LimitId, Penalty, PenaltyMode, Rate, ReservationRules, Span};
 
 use crate::address::{Ipv6Prefix, ListStatus};
 use crate::calendar::PeriodUnit;
@@ -30,6 +30,19 @@ pub(crate) fn describe_limit(
         words.push_str(&describe_penalty(penalty, is_ban));
     }
     words
+}
+
+/// Describes the places that refused callers get.
+pub(crate) fn describe_reservations(rules: &ReservationRules) -> String {
+    let horizon = describe_duration(rules.horizon());
+    if !rules.is_kept() {
+        return format!("; refused callers are told instants one after the other, up to {horizon} ahead");
+    }
+    let share = rules.share() as f64 / 10.0;
+    let grace = describe_duration(rules.grace());
+    format!(
+        "; refused callers get places of their own up to {horizon} ahead, of {share} % of it, each kept for {grace}"
+    )
 }
 
 /// Describes the most that a quantity allows with its penalty, whose paroles admit further calls of this cost.

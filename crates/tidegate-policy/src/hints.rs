@@ -9,6 +9,7 @@ use sfv::{BareItem, Dictionary, List, ListEntry, Parser};
 use tidegate_core::call::Measure;
 use tidegate_core::{Remaining, RemainingAmount, Span, Time};
 
+use crate::reservation::{ReplyReservation, TIDEGATE_RESERVATION};
 use crate::units::parse_duration;
 
 /// gRPC's header for the wait. A negative or unreadable value asks for no retry at all (gRFC A6).
@@ -66,7 +67,8 @@ const EPOCH_SECS: u128 = 100_000_000;
 #[non_exhaustive]
 pub struct Hints {
     /// The wait that the server asks for. The first readable of these counts, the most exact first:
-    /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `Retry-After` (seconds or HTTP date).
+    /// `grpc-retry-pushback-ms`, `x-ms-retry-after-ms`, `retry-after-ms`, `Tidegate-Reservation` (within the last second
+    /// of `Retry-After`, so that a wrong clock does no harm), `Retry-After` (seconds or HTTP date).
     pub retry_after: Option<Span>,
     /// The time until which nothing is left: the latest reset of all allowances at zero. The allowances are `RateLimit`
     /// (`r=0;t=…`, and `remaining=0, reset=…` of earlier drafts), `RateLimit-Remaining`, `X-RateLimit-Remaining`, and
@@ -100,7 +102,11 @@ impl Hints {
             .flatten()
             .map(|millis| span(millis, 1_000))
             .or_else(|| MILLISECOND_HEADERS.iter().find_map(|name| parse_wait(single_value(headers, name)?, 1_000)))
-            .or_else(|| clock.retry_after(single_value(headers, &RETRY_AFTER)?))
+            .or_else(|| {
+                let whole_seconds = single_value(headers, &RETRY_AFTER).and_then(|text| clock.retry_after(text));
+                let place = single_value(headers, &TIDEGATE_RESERVATION).and_then(|text| text.parse().ok());
+                place.map_or(whole_seconds, |place: ReplyReservation| Some(place.wait(whole_seconds, now)))
+            })
             .filter(|wait| !wait.is_zero());
         for family in HEADER_FAMILIES.iter() {
             let left = single_value(headers, &family.remaining).and_then(|text| parse_scaled(text, 1));
@@ -219,7 +225,8 @@ fn parse_rate_limit(line: &[u8]) -> Vec<(Option<u128>, Option<Span>)> {
 /// True if a header may hold a hint. Most replies have none, and one look at the headers that exist is faster than
 /// a search for each known name.
 fn is_hint_header(name: &HeaderName) -> bool {
-    const BEGINNINGS: [&str; 6] = ["rate", "retry-", "x-rate", "x-ms-retry-", "grpc-retry-", "anthropic-ratelimit-"];
+    const BEGINNINGS: [&str; 7] =
+        ["rate", "retry-", "x-rate", "x-ms-retry-", "grpc-retry-", "anthropic-ratelimit-", "tidegate-reservation"];
     BEGINNINGS.iter().any(|beginning| name.as_str().starts_with(beginning))
 }
 
@@ -291,9 +298,31 @@ mod tests {
     #[test]
     fn every_used_header_is_a_hint_header() {
         let families = HEADER_FAMILIES.iter().flat_map(|family| [family.remaining.clone(), family.reset.clone()]);
-        for name in families.chain(MILLISECOND_HEADERS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER]) {
+        for name in families.chain(MILLISECOND_HEADERS).chain([PUSHBACK, RATE_LIMIT, RETRY_AFTER, TIDEGATE_RESERVATION])
+        {
             assert!(is_hint_header(&name), "{name}");
         }
+    }
+
+    #[test]
+    fn a_place_refines_the_wait_and_never_shortens_it_much() {
+        let at = |millis: u64| format!("r0;at={}", NOW.as_micros() / 1000 + millis);
+        for (millis, seconds, expected) in [
+            (6_500, Some("7"), 6_500),
+            (7_000, Some("7"), 7_000),
+            // The server's clock differs from ours.
+            (1_000, Some("7"), 6_000),
+            (90_000, Some("7"), 7_000),
+            (6_500, None, 6_500),
+        ] {
+            let mut headers = headers(&[("tidegate-reservation", &at(millis))]);
+            if let Some(seconds) = seconds {
+                headers.insert(RETRY_AFTER, HeaderValue::from_str(seconds).unwrap());
+            }
+            let wait = Hints::read(&headers, NOW).retry_after;
+            assert_eq!(wait, Some(Span::from_millis(expected)), "{millis} {seconds:?}");
+        }
+        assert_eq!(waits(&[("tidegate-reservation", "nonsense"), ("retry-after", "7")]), Some(7_000));
     }
 
     #[test]

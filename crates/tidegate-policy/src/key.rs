@@ -12,7 +12,7 @@ use std::net::IpAddr;
 use arrayvec::ArrayVec;
 use http::header::HeaderName;
 use siphasher::sip128::{Hasher128 as _, SipHasher13};
-use tidegate_core::{Key, LimitKind, MAX_OPS, ShareLevel};
+use tidegate_core::{Key, LimitKind, MAX_OPS, ShareLevel, Time};
 
 pub use error::{KeyError, MissingPartError, UncountableError, UnknownPlatformError};
 
@@ -59,6 +59,8 @@ pub enum KeyPart {
     Host,
     /// `client_cert`: the subject of the certificate that the client has shown in TLS, such as `CN=alice`.
     ClientCertificate,
+    /// `action`: nothing of the request, so that all calls of the action have one count.
+    Action,
     /// `path`: the request's path without its query string. Spellings that at least one server reads alike share a
     /// count; a path with several readings counts as each of them.
     Path,
@@ -66,7 +68,7 @@ pub enum KeyPart {
 
 impl KeyPart {
     /// The names of the parts; capitals stand for a value.
-    pub(crate) const NAMES: [&'static str; 11] = [
+    pub(crate) const NAMES: [&'static str; 12] = [
         "client_ip",
         "ipv6/LENGTH",
         "key",
@@ -77,6 +79,7 @@ impl KeyPart {
         "method",
         "host",
         "client_cert",
+        "action",
         "path",
     ];
 
@@ -134,6 +137,7 @@ impl fmt::Display for KeyPart {
             Self::Method => f.write_str("method"),
             Self::Host => f.write_str("host"),
             Self::ClientCertificate => f.write_str("client_cert"),
+            Self::Action => f.write_str("action"),
             Self::Path => f.write_str("path"),
         }
     }
@@ -178,6 +182,15 @@ impl KeySeed {
         let mut encoder = KeyEncoder::new(self, DOMAIN_PACER);
         encoder.part(32, name.as_bytes());
         encoder.finish()
+    }
+
+    /// The signature of a caller's reservation in a limit, which is named by its tag, under this key.
+    pub fn reservation_signature(&self, limit: u64, key: Key, caller: u64, at: Time) -> u64 {
+        let mut encoder = KeyEncoder::new(self, DOMAIN_RESERVATION);
+        for number in [limit, key.hi(), key.lo(), caller, at.as_micros()] {
+            encoder.part(34, &number.to_le_bytes());
+        }
+        encoder.finish().hi()
     }
 
     fn outbound_encoder(&self, provider: &str) -> KeyEncoder {
@@ -229,6 +242,7 @@ const DOMAIN_PARENT: u8 = 1;
 const DOMAIN_OUTBOUND: u8 = 2;
 const DOMAIN_TAG: u8 = 3;
 const DOMAIN_PACER: u8 = 4;
+const DOMAIN_RESERVATION: u8 = 5;
 /// Marks a missing part.
 const MISSING_FLAG: u8 = 0x80;
 /// Marks a missing part; the client's address follows in its place.

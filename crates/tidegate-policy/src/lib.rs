@@ -64,6 +64,7 @@ mod read;
 mod readings;
 mod regex_hint;
 mod regular_file;
+mod reservation;
 mod router;
 mod secret;
 pub mod sections;
@@ -94,6 +95,7 @@ pub use printable::{printable, printable_json, printable_lines};
 pub use quantity::{Quantity, QuantityError};
 pub use query::Query;
 pub use regular_file::read_regular_file;
+pub use reservation::{ReplyReservation, ReservationToken, ReservationTokenError, TIDEGATE_RESERVATION};
 pub use secret::{Secret, SecretError, SecretSource};
 pub use sections::{
     AccessLogMode, AdminConfig, ApiConfig, CompatibleServer, HeaderDialect, InboundCaps, InboundConfig,

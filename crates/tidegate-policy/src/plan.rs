@@ -305,6 +305,12 @@ impl Plan {
             };
             batch.set_affinity(common.lo().max(1));
         }
+        if let Some(caller) = op_template.caller
+            && matches!(verb, Verb::Take | Verb::Peek)
+        {
+            let key = self.key_templates[usize::from(caller)].key(query, rules, seed);
+            batch.set_caller(key.map_or(0, |key| key.lo().max(1)), Time::ZERO);
+        }
         let mut keys = [Key::default(); tidegate_core::MAX_OPS];
         let mut hashed = 0_u8;
         for step in &op_template.steps {

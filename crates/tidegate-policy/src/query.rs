@@ -25,6 +25,9 @@ pub struct Query<'a> {
     pub platform: Option<&'a str>,
     /// The cost of the call; `None` stands for the action's own `cost` (default 1).
     pub cost: Option<u64>,
+    /// The reservation that the caller presents, as the refusal gave it. By default that of the header
+    /// [`TIDEGATE_RESERVATION`](crate::TIDEGATE_RESERVATION).
+    pub reservation: Option<&'a str>,
     /// The request's method.
     pub method: Option<&'a str>,
     /// The request's path, with or without its query string.

@@ -324,8 +324,10 @@ fn every_documented_default_is_the_default() {
     let file = &format!("{file}[rls]\n[resp]\n{PROVIDER}{ALERT}");
     // A limit with a penalty can't be leased.
     let leased = &file.replace("penalty = {}", "lease = {}");
+    // A limit of one client has no places to give.
+    let reserving = &file.replacen("penalty = {}", "key = \"action\"\nreserve = {}", 1);
     let usual = |file: &str| format!("{:?}", load(Some(file), &[]).unwrap());
-    let (usual_file, usual_leased) = (usual(file), usual(leased));
+    let (usual_file, usual_leased, usual_reserving) = (usual(file), usual(leased), usual(reserving));
     for setting in settings::all() {
         let Some(variable) = setting.variable().filter(|_| !setting.default().is_empty()) else {
             continue;
@@ -335,8 +337,11 @@ fn every_documented_default_is_the_default() {
             continue;
         }
         let variable = variable.replace("__NAME", "__LOGIN");
-        let is_lease = setting.path().contains(".lease.");
-        let (file, usual) = if is_lease { (leased, &usual_leased) } else { (file, &usual_file) };
+        let (file, usual) = match setting.path() {
+            path if path.contains(".lease.") => (leased, &usual_leased),
+            path if path.contains(".reserve.") => (reserving, &usual_reserving),
+            _ => (file, &usual_file),
+        };
         let found = format!("{:?}", load(Some(file), &[(&variable, setting.default())]).unwrap());
         assert_eq!(&found, usual, "{variable}={}", setting.default());
     }

@@ -81,6 +81,7 @@ pub(super) fn key_label(plan: &Plan, parts: &[KeyPart], query: &Query<'_>, hash:
             KeyPart::Method => query.method.map(str::to_owned),
             KeyPart::Host => query.host.map(str::to_owned),
             KeyPart::ClientCertificate => query.client_certificate.map(str::to_owned),
+            KeyPart::Action => Some("all calls".to_owned()),
             KeyPart::Path => query.path.map(|path| path.split(['?', '#']).next().unwrap_or(path).to_owned()),
             KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => Some(part.to_string()),
         };

@@ -47,7 +47,8 @@ impl RefusalCache {
         decision: &Decision,
         request: &HeaderMap,
     ) -> Response<Bytes> {
-        if wants_problem(request) {
+        // A place is one caller's own.
+        if wants_problem(request) || decision.place.is_some() || decision.is_place_unknown {
             return replies.refusal(actions, decision, request);
         }
         let key = RefusalKey::new(actions, decision);

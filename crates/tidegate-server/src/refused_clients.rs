@@ -129,6 +129,7 @@ fn shown_parts(plan: &Plan, limit: LimitId, key: Key, query: &Query<'_>) -> Box<
             KeyPart::Host => query.host,
             KeyPart::ClientCertificate => query.client_certificate,
             KeyPart::Path => query.path.map(|path| path.split('?').next().unwrap_or(path)),
+            KeyPart::Action => Some("all calls"),
             KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) => None,
         };
         // The hash tells long values apart that begin alike.
@@ -414,6 +415,8 @@ impl RefusedClient {
                 KeyPart::Method => "method",
                 KeyPart::Host => "host",
                 KeyPart::Path => "path",
+                // The action is named anyway.
+                KeyPart::Action => continue,
                 KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::QueryParameter(_) | KeyPart::ClientCertificate => {
                     return None;
                 }

@@ -12,7 +12,7 @@ pub struct ShippedScenario {
 }
 
 /// All shipped scenarios, ordered by name.
-pub const ALL: [ShippedScenario; 8] = [
+pub const ALL: [ShippedScenario; 9] = [
     ShippedScenario { name: "collapse", text: include_str!("../scenarios/collapse.toml") },
     ShippedScenario { name: "contention", text: include_str!("../scenarios/contention.toml") },
     ShippedScenario { name: "herd", text: include_str!("../scenarios/herd.toml") },
@@ -21,6 +21,7 @@ pub const ALL: [ShippedScenario; 8] = [
     ShippedScenario { name: "quota-midnight", text: include_str!("../scenarios/quota-midnight.toml") },
     ShippedScenario { name: "responsive", text: include_str!("../scenarios/responsive.toml") },
     ShippedScenario { name: "retries", text: include_str!("../scenarios/retries.toml") },
+    ShippedScenario { name: "returns", text: include_str!("../scenarios/returns.toml") },
 ];
 
 /// Returns the shipped scenario of this name.

@@ -96,6 +96,25 @@ fn tidegate_matches_the_best_methods_against_collapse() {
     assert_eq!((recovered("no backoff"), recovered("tidegate")), (Some(false), Some(true)));
 }
 
+/// The calls begin at 1 s, so that the least possible time is 9 s after that, or 18 s at half of the limit.
+#[test]
+fn reserved_callers_return_once_and_in_turn() {
+    let report = report("returns");
+    for case in ["100 clients at 10/s", "1,000 clients at 100/s"] {
+        let summary = |strategy| run(&report, case, strategy).summary;
+        for (strategy, least) in
+            [("reserved, whole limit", 9.0), ("reserved, half of the limit", 18.0), ("told in turn", 9.0)]
+        {
+            let found = summary(strategy);
+            // A tenth has room at once, and each of the others makes two requests.
+            assert!((found.attempts_per_call - 1.9).abs() < 1e-9, "{case}, {strategy}: {}", found.attempts_per_call);
+            assert!(found.elapsed - 1.0 <= least * 1.02, "{case}, {strategy}: {:.2}", found.elapsed);
+            assert_eq!(found.success_share, 1.0, "{case}, {strategy}");
+        }
+        assert!(summary("Retry-After").attempts_per_call > 40.0 && summary("full jitter").elapsed > 20.0, "{case}");
+    }
+}
+
 /// 1 ms·1.5^14, and 0.6 of it after five successes, computed by hand.
 #[test]
 fn the_pacer_finds_and_follows_the_services_capacity() {

@@ -11,7 +11,10 @@ use std::sync::{Arc, OnceLock};
 
 use tidegate_core::decision::{decide, move_to_shared_keys};
 use tidegate_core::{Batch, Clock, Decision, MAX_COST, Op, Outcomes, ShareLevel, Time, Verb, Verdict};
-use tidegate_policy::{KeyError, KeySeed, MatchedActions, Plan, Policy, Query, UncountableError, UnknownActionError};
+use tidegate_policy::{
+    KeyError, KeySeed, MatchedActions, Plan, Policy, Query, ReservationToken, TIDEGATE_RESERVATION, UncountableError,
+    UnknownActionError,
+};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_runtime::random::{random_bytes, random_u64};
 use tidegate_store::{ImmediateStore, Losses, Memory, Store, StoreError, StoreResponse};
@@ -294,7 +297,36 @@ impl<S: Store, C: Clock> Gate<S, C> {
         {
             return Err(CheckError::Cost { found });
         }
-        Ok(self.0.plan.fill(batch, actions, query, &self.0.seed, verb)?)
+        self.0.plan.fill(batch, actions, query, &self.0.seed, verb)?;
+        if batch.context().caller != 0 {
+            self.present_reservation(batch, query);
+        }
+        Ok(())
+    }
+
+    /// Adds the reservation that the caller presents. One that no gate of this store has given to it for a limit of the batch
+    /// admits nothing.
+    #[cold]
+    fn present_reservation(&self, batch: &mut Batch, query: &Query<'_>) {
+        let in_headers = || query.headers?.get(TIDEGATE_RESERVATION)?.to_str().ok();
+        let Some(text) = query.reservation.or_else(in_headers) else { return };
+        let (limits, caller) = (self.0.plan.limits(), batch.context().caller);
+        let instant = text.parse::<ReservationToken>().ok().and_then(|token| {
+            batch.ops().iter().find_map(|op| token.instant_for(&self.0.seed, limits.tag(op.limit), op.key, caller))
+        });
+        batch.set_caller(caller, instant.unwrap_or(Time::NEVER));
+    }
+
+    /// The decision of these outcomes, with a signature of the place that it gives.
+    #[inline]
+    fn decide_and_sign(&self, batch: &Batch, outcomes: &Outcomes) -> Decision {
+        let GateInner { plan, seed, .. } = &*self.0;
+        let mut decision = decide(batch, plan.limits(), outcomes);
+        if let (Some(place), Some(limit)) = (&mut decision.place, decision.bound_by) {
+            let (tag, caller) = (plan.limits().tag(limit), batch.context().caller);
+            place.signature = seed.reservation_signature(tag, decision.key, caller, place.at);
+        }
+        decision
     }
 
     /// The decision for a client that is on a list.
@@ -331,12 +363,12 @@ impl<S: Store, C: Clock> Gate<S, C> {
     /// The decision of these outcomes. Waits for calls in flight are estimated.
     #[inline]
     pub(crate) fn decide_outcomes(&self, batch: &Batch, outcomes: &mut Outcomes) -> Decision {
-        let GateInner { plan, hold_times, .. } = &*self.0;
+        let hold_times = &self.0.hold_times;
         if hold_times.is_empty() {
-            return decide(batch, plan.limits(), outcomes);
+            return self.decide_and_sign(batch, outcomes);
         }
         hold_times.estimate_waits(batch, outcomes);
-        let decision = decide(batch, plan.limits(), outcomes);
+        let decision = self.decide_and_sign(batch, outcomes);
         if let Some(holder) = decision.permit {
             hold_times.begin(holder, self.0.clock.now());
         }

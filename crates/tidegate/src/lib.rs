@@ -70,7 +70,7 @@ pub use limiter::{KeyedLimiter, Limiter, LimiterDecision, LimiterError};
 pub use pacer::Pacer;
 pub use pending_check::{Check, PendingCheck};
 pub use permit_guard::PermitGuard;
-pub use report::{DecisionReport, PermitId};
+pub use report::{DecisionReport, PermitId, ReservationReport};
 pub use stores::{OpenError, Stores};
 
 pub use tidegate_core::{Backoff, Clock, Decision, Growth, Jitter, Reason, Span, Time};

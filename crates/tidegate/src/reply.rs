@@ -23,10 +23,10 @@ use http::header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, RET
 use http::{Response, StatusCode};
 use tidegate_core::time::UtcText;
 use tidegate_core::{Decision, Limit, LimitId, Reason};
-use tidegate_policy::{ActionId, HeaderDialect, MatchedActions, Plan, RateLimitPolicyItem};
+use tidegate_policy::{ActionId, HeaderDialect, MatchedActions, Plan, RateLimitPolicyItem, TIDEGATE_RESERVATION};
 
 use self::small_buffer::{DecimalDigits, SmallBuffer, quoted_string};
-use crate::DecisionReport;
+use crate::{DecisionReport, ReservationReport};
 
 /// `RateLimit-Policy`.
 pub const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -216,11 +216,21 @@ impl Replies {
         HeaderValue::from_bytes(text.as_bytes()).ok()
     }
 
+    /// Adds the place of a refused caller, as `Tidegate-Reservation`.
+    fn add_place(decision: &Decision, headers: &mut HeaderMap) {
+        if let Some(ReservationReport { token, at }) = ReservationReport::new(decision)
+            && let Ok(value) = HeaderValue::try_from(format!("{token};at={at}"))
+        {
+            headers.insert(TIDEGATE_RESERVATION, value);
+        }
+    }
+
     /// The complete response to a refused call: 429 with `Retry-After` and the rate-limit headers, or 403 for a client
     /// on the deny list, for which no wait helps.
     ///
     /// The body is `{"error":"Too many requests","retry_after":16,"next_allowed_at":"2026-11-21 12:01:45Z"}`.
-    /// `next_allowed_at` is null unless a penalty is active, and `retry_after` is null if no wait helps. If the
+    /// `next_allowed_at` is null unless a penalty is active, and `retry_after` is null if no wait helps. A caller with a
+    /// place finds it in `Tidegate-Reservation` and in `reservation`. If the
     /// `Accept` of `request` names `application/problem+json`, the body is a problem of RFC 9457 with the draft's type
     /// *quota exceeded*.
     pub fn refusal(
@@ -231,7 +241,7 @@ impl Replies {
     ) -> Response<Bytes> {
         let actions = actions.into();
         let problem = wants_problem(request);
-        let headers = match self.filled_template(actions, decision) {
+        let mut headers = match self.filled_template(actions, decision) {
             Some(headers) if !problem => headers,
             _ => {
                 let mut headers = HeaderMap::with_capacity(8);
@@ -243,6 +253,7 @@ impl Replies {
                 headers
             }
         };
+        Self::add_place(decision, &mut headers);
         let mut response = Response::new(self.refusal_body(decision, problem));
         *response.status_mut() = refusal_status(decision);
         *response.headers_mut() = headers;
@@ -259,6 +270,7 @@ impl Replies {
             && decision.limit == Some(named.capacity)
             && !(decision.shadow || decision.blocked)
             && decision.permit.is_none()
+            && decision.place.is_none()
         {
             let mut text = SmallBuffer::<REPORT_BYTES>::new();
             text.put(&*named.plain_report.0);
@@ -276,12 +288,13 @@ impl Replies {
     /// rate-limit headers.
     pub fn decision(&self, actions: impl Into<MatchedActions>, decision: &Decision) -> Response<Bytes> {
         let actions = actions.into();
-        let headers = self.filled_template(actions, decision).unwrap_or_else(|| {
+        let mut headers = self.filled_template(actions, decision).unwrap_or_else(|| {
             let mut headers = HeaderMap::with_capacity(8);
             headers.insert(CONTENT_TYPE, JSON);
             self.annotate(actions, decision, &mut headers);
             headers
         });
+        Self::add_place(decision, &mut headers);
         let mut response = Response::new(self.report(decision));
         *response.headers_mut() = headers;
         if !decision.allowed {
@@ -340,7 +353,7 @@ impl Replies {
     }
 }
 
-/// `retry_after`, `next_allowed_at` and the brace that ends the object.
+/// `retry_after`, `next_allowed_at`, what there is to say about reservations, and the brace that ends the object.
 fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
     text.put(r#","retry_after":"#);
     match decision.retry_after {
@@ -351,10 +364,17 @@ fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
         Some(at) => {
             text.put(r#","next_allowed_at":""#);
             text.put(UtcText::from(at).as_bytes());
-            text.put("\"}");
+            text.put("\"");
         }
-        None => text.put(r#","next_allowed_at":null}"#),
+        None => text.put(r#","next_allowed_at":null"#),
     }
+    if let Some(ReservationReport { token, at }) = ReservationReport::new(decision) {
+        text.put(format!(r#","reservation":{{"token":"{token}","at":{at}}}"#));
+    }
+    if decision.is_place_unknown {
+        text.put(r#","unknown_reservation":true"#);
+    }
+    text.put("}");
 }
 
 fn is_shadow(plan: &Plan, id: LimitId) -> bool {

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tidegate_core::time::UtcText;
 use tidegate_core::{Decision, Span};
-use tidegate_policy::Plan;
+use tidegate_policy::{Plan, ReservationToken};
 
 /// A decision in the form for replies and logs. It serialises to JSON and parses back. Times are whole seconds, rounded
 /// up.
@@ -39,6 +39,16 @@ pub struct DecisionReport {
     /// if false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shadow: bool,
+    /// The place that the caller has from now on. Omitted if `None`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reservation: Option<ReservationReport>,
+    /// True if the call came by a reservation. Omitted if false.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub by_reservation: bool,
+    /// True if the call was refused although it presented a reservation: it isn't the caller's, was used or forfeited, or
+    /// was lost with the state. Omitted if false.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unknown_reservation: bool,
     /// The permit of a concurrency limit, if the call holds one. It must be released when the call ends. Omitted if
     /// `None`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -61,8 +71,27 @@ impl DecisionReport {
             reason: decision.reason.as_str().into(),
             source: bound.map(|info| info.scope().as_str().into()),
             shadow: decision.shadow,
+            reservation: ReservationReport::new(decision),
+            by_reservation: decision.allowed && decision.place.is_some(),
+            unknown_reservation: decision.is_place_unknown,
             permit: decision.permit.map(PermitId::new),
         }
+    }
+}
+
+/// The place of a caller that was refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReservationReport {
+    /// The token by which the caller is admitted, once.
+    pub token: String,
+    /// The instant from which it is, in milliseconds since the Unix epoch, rounded up.
+    pub at: u64,
+}
+
+impl ReservationReport {
+    pub(crate) fn new(decision: &Decision) -> Option<Self> {
+        let token = ReservationToken::new(decision.place.filter(|_| !decision.allowed)?);
+        Some(Self { token: token.to_string(), at: token.at_millis() })
     }
 }
 

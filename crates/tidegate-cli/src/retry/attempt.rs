@@ -50,6 +50,9 @@ impl CommandExit {
     }
 }
 
+/// The variable in which a command finds the place to present.
+const RESERVATION_VARIABLE: &str = "TIDEGATE_RESERVATION";
+
 /// The settings of attempts, and their shared state.
 pub(super) struct CommandLauncher {
     command: Command,
@@ -74,6 +77,14 @@ impl CommandLauncher {
             command.process_group(0);
         }
         Self { command, input, events, attempt: 0, is_group }
+    }
+
+    /// Sets the place that the next attempt finds in its environment, or none.
+    pub(super) fn set_reservation(&mut self, token: Option<&str>) {
+        match token {
+            Some(token) => self.command.env(RESERVATION_VARIABLE, token),
+            None => self.command.env_remove(RESERVATION_VARIABLE),
+        };
     }
 
     /// Runs the command once.

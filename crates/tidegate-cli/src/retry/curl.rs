@@ -1,6 +1,7 @@
 //! The exit codes of curl (curl(1), "EXIT CODES") and the parts of its output that tell more.
 
 use tidegate_core::Class;
+use tidegate_policy::{ReplyReservation, TIDEGATE_RESERVATION};
 
 /// The header with the wait, as `-i` and `-D` print it.
 pub(super) const RETRY_AFTER_LINE: &str = "(?i)^retry-after:(.*)";
@@ -41,6 +42,12 @@ pub(super) fn class_of_exit(code: u8, http_status: Option<u16>) -> Class {
 pub(super) fn http_status(line: &[u8]) -> Option<u16> {
     let (_, rest) = str::from_utf8(line).ok()?.split_once("(22) The requested URL returned error: ")?;
     rest.get(..3)?.parse().ok().filter(|status| *status >= 400)
+}
+
+/// Returns the place of a header `Tidegate-Reservation`.
+pub(super) fn reservation(line: &[u8]) -> Option<ReplyReservation> {
+    let (name, value) = str::from_utf8(line).ok()?.split_once(':')?;
+    if name.eq_ignore_ascii_case(TIDEGATE_RESERVATION.as_str()) { value.trim().parse().ok() } else { None }
 }
 
 #[cfg(test)]

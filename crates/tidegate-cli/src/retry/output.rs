@@ -7,7 +7,7 @@ use clap::builder::ArgPredicate;
 use parking_lot::Mutex;
 use regex::bytes::Regex;
 use tidegate_core::{Clock, Span, Time};
-use tidegate_policy::parse_duration;
+use tidegate_policy::{ReplyReservation, parse_duration};
 
 use super::curl;
 
@@ -42,7 +42,7 @@ impl OutputPatterns {
 }
 
 /// The matches that were found.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct OutputMatches {
     pub(super) throttled: bool,
     pub(super) permanent: bool,
@@ -50,6 +50,8 @@ pub(super) struct OutputMatches {
     pub(super) retry_after: Option<Span>,
     /// The HTTP status in the last message of curl.
     pub(super) http_status: Option<u16>,
+    /// The place that curl's output tells.
+    pub(super) reservation: Option<ReplyReservation>,
 }
 
 impl OutputMatches {
@@ -59,7 +61,14 @@ impl OutputMatches {
             permanent: self.permanent | other.permanent,
             retry_after: self.retry_after.max(other.retry_after),
             http_status: other.http_status.or(self.http_status),
+            reservation: other.reservation.or(self.reservation),
         }
+    }
+
+    /// The wait that the output asks for, from `now` on.
+    pub(super) fn wait(&self, now: Time) -> Option<Span> {
+        let place = self.reservation.as_ref().map(|place| place.wait(self.retry_after, now));
+        place.or(self.retry_after)
     }
 }
 
@@ -132,7 +141,7 @@ impl<C: Clock> OutputForwarder<C> {
     pub(super) fn matches(&self) -> OutputMatches {
         let matcher = &mut self.state.lock().matcher;
         matcher.match_line(self.clock.now());
-        matcher.matches
+        matcher.matches.clone()
     }
 }
 
@@ -173,6 +182,9 @@ impl LineMatcher {
         }
         if self.patterns.curl {
             self.matches.http_status = curl::http_status(line).or(self.matches.http_status);
+            if let Some(place) = curl::reservation(line) {
+                self.matches.reservation = Some(place);
+            }
         }
         self.line.clear();
     }

@@ -165,6 +165,8 @@ pub(crate) struct OpTemplate {
     pub(crate) key_templates: Vec<u16>,
     /// The template of the part that all keys have in common, if a store needs that.
     pub(crate) affinity: Option<u16>,
+    /// The template that tells callers apart, if a limit has reservations.
+    pub(crate) caller: Option<u16>,
 }
 
 #[derive(Clone, Copy, Debug)]

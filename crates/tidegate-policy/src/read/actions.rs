@@ -6,6 +6,7 @@ use super::forms::{Custom, LIMITS, Maybe, OrWord, Quantities, TABLE, Whole, Word
 use super::keys::{KEY, MISSING_WORDS};
 use super::matching::MATCH;
 use super::penalties::{BAN, PENALTY};
+use super::reservations::{ParsedReservations, RESERVE, SPREAD};
 use super::store::{LEASE, OUTAGES};
 use super::{DocumentReader, join_names, unknown_entries};
 use crate::document::{TextRange, TomlEntry, TomlNode, TomlTable, TomlValue};
@@ -57,6 +58,8 @@ setting_keys! {
         ipv6_network: Option<Quantities> = "", OrWord("preset", LIMITS),
             "a second limit, on each IPv6 /48: a quantity, or `preset` for ten times the preset's limit";
         cost: u64 = "1", Whole(1, MAX_COST), "the cost of a call";
+        reserve: () = "", TABLE, "places in the limit's future that refused callers get as their own", Below::Table(&RESERVE);
+        spread: Option<Span> = "", SPREAD, "true, or a horizon: refused callers are told instants one after the other";
         rules: () = "", TABLE, "", Below::Beside(&RULES);
     }
 
@@ -70,6 +73,8 @@ setting_keys! {
         penalty: () = "", TABLE, "the penalty for exceeding it; default the action's penalty", Below::Table(&PENALTY);
         ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";
         count: CountMode = "", Words(&COUNT_WORDS), "the calls that count; default the action's";
+        reserve: () = "", TABLE, "places in the limit's future that refused callers get as their own", Below::Table(&RESERVE);
+        spread: Option<Span> = "", SPREAD, "true, or a horizon: refused callers are told instants one after the other";
     }
 }
 
@@ -107,6 +112,7 @@ pub(super) struct LimitGroup {
     pub(super) count: CountMode,
     pub(super) sharing: Sharing,
     pub(super) shadow: bool,
+    pub(super) reservations: Option<ParsedReservations>,
 }
 
 #[derive(Debug)]
@@ -164,6 +170,7 @@ impl DocumentReader<'_> {
             count: count?,
             sharing: sharing?,
             shadow: mode.unwrap_or_default(),
+            reservations: None,
         };
         let groups = std::slice::from_ref(&group);
         let fits = self.check_count(table, groups)
@@ -235,11 +242,23 @@ impl DocumentReader<'_> {
         let penalty = self.penalty_or_ban(table, PATH, preset_penalty);
         let sharing = self.sharing(table, PATH);
         let ipv6_network = self.ipv6_network(table, preset.flatten());
-        let groups = match (preset, penalty, count, key, sharing) {
-            (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing)) => {
+        let reservations = self.reservations(table, PATH);
+        let groups = match (preset, penalty, count, key, sharing, reservations) {
+            (Some(preset), Some(penalty), Some(count), Some(key), Some(sharing), Some(reservations)) => {
                 let (key_at, missing) = (table.node("key").map(|node| node.at), missing.unwrap_or_default());
                 let (name, quantities, shadow) = (None, Vec::new(), mode.unwrap_or_default());
-                let model = LimitGroup { name, key, key_at, missing, quantities, penalty, count, sharing, shadow };
+                let model = LimitGroup {
+                    name,
+                    key,
+                    key_at,
+                    missing,
+                    quantities,
+                    penalty,
+                    count,
+                    sharing,
+                    shadow,
+                    reservations,
+                };
                 self.limit_groups(entry, table, preset, model)
             }
             _ => {
@@ -249,7 +268,10 @@ impl DocumentReader<'_> {
             }
         };
         let fits = groups.as_ref().is_none_or(|groups| {
-            self.check_count(table, groups) & self.check_lease(table, groups) & self.check_missing(table, groups)
+            self.check_count(table, groups)
+                & self.check_lease(table, groups)
+                & self.check_missing(table, groups)
+                & self.check_reservations(groups)
         });
         let action = ParsedAction {
             name: name.clone(),
@@ -292,7 +314,13 @@ impl DocumentReader<'_> {
             (Some(limit), None, _) => {
                 Some(vec![LimitGroup { quantities: self.parse(&limit.node, &ACTION.limit)?, ..model }])
             }
-            (None, Some(limits), _) => self.limits(&limits.node, &model),
+            (None, Some(limits), _) => {
+                if let Some(reservations) = &model.reservations {
+                    let message = "the action has several limits, and only one of them can give places to callers";
+                    return self.error(reservations.at, message, "this in the item of `limits` that gives them").none();
+                }
+                self.limits(&limits.node, &model)
+            }
             (None, None, Some(preset)) => {
                 let quantity = preset.limit().parse().expect("invariant: presets are tested to parse");
                 Some(vec![LimitGroup { quantities: vec![(quantity, entry.key_at)], ..model }])
@@ -349,6 +377,7 @@ impl DocumentReader<'_> {
         let missing = self.value_or(table, &ITEM.missing, model.missing);
         let count = self.value_or(table, &ITEM.count, model.count);
         let penalty = self.penalty_or_ban(table, PATH, model.penalty);
+        let reservations = self.reservations(table, PATH);
         let quantities = match table.node("limit") {
             Some(limit) => self.parse(limit, &ITEM.limit),
             None => {
@@ -366,6 +395,7 @@ impl DocumentReader<'_> {
             count: count?,
             sharing: model.sharing,
             shadow: model.shadow,
+            reservations: reservations?,
         };
         let groups = std::slice::from_ref(&group);
         let fits = self.check_count(table, groups) & self.check_missing(table, groups);
@@ -409,6 +439,7 @@ fn with_ipv6_network(
         count,
         sharing,
         shadow,
+        reservations: None,
     }));
     groups
 }

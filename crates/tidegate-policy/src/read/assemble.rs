@@ -230,8 +230,13 @@ impl DocumentReader<'_> {
         for (quantity, at) in groups.iter().flat_map(|group| &group.quantities) {
             is_valid &= self.check_capacity(cost, cost_at, quantity, *at, "the limit");
         }
+        let by = groups.iter().find_map(|group| Some(group.reservations.as_ref()?.by.clone()));
         let limits = self.add_limits(collector, &name, Some(id), cost, groups)?;
-        let op_template = collector.op_template(&limits, meets_global);
+        let mut op_template = collector.op_template(&limits, meets_global);
+        if let Some(by) = by {
+            let key_template = KeyTemplate::new(by, OnMissing::default());
+            op_template.caller = u16::try_from(position_or_push(&mut collector.key_templates, key_template)).ok();
+        }
         if collector.keeps_keys_together && !op_template.steps.is_empty() && op_template.affinity.is_none() {
             let of_global = if collector.global.is_empty() { "" } else { " with [inbound.global]'s `client_ip`" };
             let message = format!(
@@ -320,7 +325,14 @@ impl DocumentReader<'_> {
                 let is_concurrency = kind.has_permits();
                 // A refused call is never in flight.
                 let count = if is_concurrency { CountMode::Admitted } else { group.count };
-                let description = description::describe_limit(&quantity, penalty.as_ref(), is_ban, count, cost);
+                let reservations = match &group.reservations {
+                    Some(parsed) => Some(self.build_reservations(parsed, &kind)?),
+                    None => None,
+                };
+                let mut description = description::describe_limit(&quantity, penalty.as_ref(), is_ban, count, cost);
+                if let Some(rules) = &reservations {
+                    description.push_str(&description::describe_reservations(rules));
+                }
                 let rate_limit_policy = description::rate_limit_policy(&name, &quantity)?;
                 let tag = limit_tag("inbound", &name, &kind);
                 let mut limit = Limit::new(with_lease_lead(kind, group.sharing.lease))
@@ -330,6 +342,9 @@ impl DocumentReader<'_> {
                     .with_shadow(group.shadow);
                 if let Some(penalty) = penalty {
                     limit = limit.with_penalty(penalty);
+                }
+                if let Some(rules) = reservations {
+                    limit = limit.with_reservations(rules);
                 }
                 let info = LimitInfo {
                     name: name.clone(),

@@ -72,6 +72,7 @@ impl DocumentReader<'_> {
             ("platform", "") => Some(KeyPart::Platform),
             ("method", "") => Some(KeyPart::Method),
             ("host", "") => Some(KeyPart::Host),
+            ("action", "") => Some(KeyPart::Action),
             ("client_cert", "") => Some(KeyPart::ClientCertificate),
             ("path", "") => Some(KeyPart::Path),
             ("header", name) => HeaderName::from_bytes(name.as_bytes()).ok().map(KeyPart::Header),

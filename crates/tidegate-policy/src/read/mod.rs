@@ -17,6 +17,7 @@ mod penalties;
 mod provider;
 mod provider_limits;
 mod replies;
+mod reservations;
 mod resilience;
 mod rls;
 mod server;

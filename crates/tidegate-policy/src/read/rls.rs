@@ -169,6 +169,7 @@ impl DocumentReader<'_> {
                 count: CountMode::Admitted,
                 sharing,
                 shadow: found.shadow_mode,
+                reservations: None,
             };
             Some(Some(ParsedAction {
                 name: found.action.clone(),

@@ -18,10 +18,10 @@ use tidegate_policy::{PLATFORMS, UnknownPlatformError};
 /// The fields of a decision request. In a query string `header:NAME` stands for any header; in JSON headers are an
 /// object.
 pub(crate) const FIELDS: &[&str] =
-    &["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "headers"];
+    &["action", "ip", "key", "platform", "cost", "permit", "reservation", "method", "path", "host", "headers"];
 /// The fields of a query string, and others of texts.
 const TEXT_FIELDS: &[&str] =
-    &["action", "ip", "key", "platform", "cost", "permit", "method", "path", "host", "header:NAME"];
+    &["action", "ip", "key", "platform", "cost", "permit", "reservation", "method", "path", "host", "header:NAME"];
 /// The fields of a request to block a client.
 const BLOCK_FIELDS: &[&str] = &["action", "ip", "key", "platform", "method", "path", "host", "headers", "for"];
 /// The lengths of blocks that operators impose.
@@ -40,6 +40,7 @@ pub(crate) struct DecisionRequest<'a> {
     platform: Option<Cow<'a, str>>,
     cost: Option<u64>,
     pub(crate) permit: Option<PermitId>,
+    reservation: Option<Cow<'a, str>>,
     method: Option<Cow<'a, str>>,
     pub(crate) path: Option<Cow<'a, str>>,
     host: Option<Cow<'a, str>>,
@@ -85,6 +86,7 @@ impl<'a> DecisionRequest<'a> {
             key: self.key.as_deref(),
             platform: self.platform.as_deref(),
             cost: self.cost,
+            reservation: self.reservation.as_deref(),
             method: self.method.as_deref(),
             path: self.path.as_deref(),
             host: self.host.as_deref(),
@@ -144,6 +146,7 @@ impl<'a> DecisionRequest<'a> {
             "method" => &mut self.method,
             "path" => &mut self.path,
             "host" => &mut self.host,
+            "reservation" => &mut self.reservation,
             "platform" => return set_once(&mut self.platform, name, platform(value)?),
             "ip" => {
                 let rule = "an `ip` is an IPv4 or IPv6 address without a port";
@@ -279,6 +282,7 @@ impl<'de> Visitor<'de> for &mut RequestVisitor<'de> {
                 "method" => Some(&mut request.method),
                 "path" => Some(&mut request.path),
                 "host" => Some(&mut request.host),
+                "reservation" => Some(&mut request.reservation),
                 _ => None,
             };
             self.field = Some(field);

@@ -28,6 +28,7 @@ mod openapi;
 mod paths;
 mod permits;
 mod reload;
+mod reservations;
 mod resp;
 mod rls;
 mod shutdown;

@@ -104,6 +104,30 @@ async fn a_refused_connection_is_retried_for_any_method() {
     assert_eq!((api.count(), &api.arrived()[0].body[..]), (1, &b"order"[..]));
 }
 
+/// The place ends within the second that `Retry-After` tells.
+#[tokio::test]
+async fn a_place_is_presented_once_at_its_instant() {
+    let api = Api::start(|number, _| match number {
+        0 => {
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_millis();
+            Answer::new(429, "later")
+                .with("retry-after", "1")
+                .with("tidegate-reservation", format!("rabc;at={}", now + 300))
+        }
+        1 => Answer::new(503, "unwell"),
+        _ => Answer::new(200, "hello"),
+    })
+    .await;
+    let gateway = running(&api.policy(FREE));
+    let answer = gateway.ask(get("/api/x")).await;
+    assert_eq!((status(&answer), body(&answer)), (200, "hello"));
+    let waited = header(&answer, "tidegate-waited").unwrap().strip_suffix('s').unwrap().parse::<f64>().unwrap();
+    assert!((0.3..1.0).contains(&waited), "{waited}");
+    let presented: Vec<_> =
+        api.arrived().iter().map(|request| request.header("tidegate-reservation").map(str::to_owned)).collect();
+    assert_eq!(presented, [None, Some("rabc".to_owned()), None]);
+}
+
 #[tokio::test]
 async fn a_throttled_reply_is_retried_not_forwarded() {
     let api = Api::start(|number, _| match number {

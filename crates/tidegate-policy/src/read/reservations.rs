@@ -1,0 +1,173 @@
+//! The places of callers that a shared limit refuses: `reserve` and `spread`.
+
+use tidegate_core::reservation::MAX_HORIZON;
+use tidegate_core::{CountMode, LimitKind, Rate, ReservationRules, Span};
+
+use super::DocumentReader;
+use super::actions::{LimitGroup, ParsedPenalty};
+use super::forms::{Custom, Maybe, SHARE, SPAN};
+use super::keys::KEY;
+use crate::document::{TextRange, TomlNode, TomlTable, TomlValue};
+use crate::error::Note;
+use crate::key::KeyPart;
+use crate::settings::SettingType::Text;
+use crate::settings::key::{read_keys, setting_keys};
+use crate::units::describe_duration;
+
+const DEFAULT_HORIZON: Span = Span::from_secs(30);
+/// The bounds of a grace that isn't written: enough for a network, and no more than a client needs.
+const LEAST_GRACE: Span = Span::from_millis(250);
+const USUAL_GRACE: Span = Span::from_secs(1);
+
+setting_keys! {
+    /// The keys of `reserve`.
+    RESERVE: ReserveKeys {
+        horizon: Span = "30s", HORIZON, "the longest time ahead for which a place is given";
+        share: u16 = "0.5", SHARE, "the share of the limit that may be set aside";
+        grace: Option<Span> = "", Maybe(SPAN),
+            "the time after its instant for which a place is kept; default 1s or, for a rate, what its burst can hold, at \
+             least 250ms";
+        by: Vec<KeyPart> = "client_ip", KEY, "the parts of requests that tell one caller from another";
+    }
+}
+
+const HORIZON: Custom<Span> = Custom(Text, "a duration of at most an hour", |reader, node, key| {
+    let span = reader.duration(node, key)?;
+    if span.is_zero() || span > MAX_HORIZON {
+        return reader.error(node.at, format!("`{key}` is out of range"), "a duration of at most \"1h\"").none();
+    }
+    Some(span)
+});
+
+/// The type of `spread`: the horizon, if it is on.
+pub(super) const SPREAD: Custom<Option<Span>> =
+    Custom(Text, "true, false or a duration", |reader, node, key| match node.value {
+        TomlValue::Boolean(true) => Some(Some(DEFAULT_HORIZON)),
+        TomlValue::Boolean(false) => Some(None),
+        _ => (HORIZON.2)(reader, node, key).map(Some),
+    });
+
+/// The places of callers that a limit refuses.
+#[derive(Clone, Debug)]
+pub(super) struct ParsedReservations {
+    horizon: Span,
+    /// The share and the grace; `None` if nothing is set aside.
+    kept: Option<(u16, Option<Span>)>,
+    pub(super) by: Vec<KeyPart>,
+    pub(super) at: TextRange,
+}
+
+impl DocumentReader<'_> {
+    /// Reads `reserve` and `spread` of an action or of an item of its `limits`.
+    pub(super) fn reservations(&mut self, table: &TomlTable, path: &str) -> Option<Option<ParsedReservations>> {
+        match (table.get("reserve"), table.get("spread")) {
+            (Some(_), Some(spread)) => {
+                let error = self.error(spread.key_at, "`reserve` and `spread` stand side by side", "one of them");
+                error.help("reserved places are spread, too; `spread` is for limits that set nothing aside").none()
+            }
+            (Some(reserve), None) => self.reserve(&reserve.node, path).map(Some),
+            (None, Some(spread)) => {
+                let horizon = (SPREAD.2)(self, &spread.node, "spread")?;
+                let by = vec![KeyPart::ClientIp];
+                Some(horizon.map(|horizon| ParsedReservations { horizon, kept: None, by, at: spread.key_at }))
+            }
+            (None, None) => Some(None),
+        }
+    }
+
+    fn reserve(&mut self, node: &TomlNode, path: &str) -> Option<ParsedReservations> {
+        let Some(table) = node.as_table() else {
+            let expected = "a table such as { horizon = \"30s\", share = 0.5, grace = \"1s\" }";
+            return self.wrong_type(node, "reserve", expected).none();
+        };
+        self.check_keys(table, &format!("{path}.reserve"));
+        read_keys!(self, table, RESERVE: horizon, share, grace, by);
+        let (horizon, grace) = (horizon?, grace?);
+        if let (Some(grace), Some(written)) = (grace, table.node("grace"))
+            && (grace.is_zero() || grace > horizon)
+        {
+            let expected = format!("a duration of at most the horizon, {}", describe_duration(horizon));
+            return self.error(written.at, "`grace` is out of range", expected).none();
+        }
+        Some(ParsedReservations { horizon, kept: Some((share?, grace)), by: by?, at: node.at })
+    }
+
+    /// Reports reservations of limits that can't have them, and of more than one limit of an action.
+    pub(super) fn check_reservations(&mut self, groups: &[LimitGroup]) -> bool {
+        let reserving = || groups.iter().filter_map(|group| Some((group, group.reservations.as_ref()?)));
+        let mut is_valid = true;
+        for (group, ParsedReservations { by, at, .. }) in reserving() {
+            let in_flight = group.quantities.iter().any(|(quantity, _)| quantity.is_in_flight());
+            let is_own = by.iter().all(|part| group.key.contains(part));
+            let (why, expected) = if is_own {
+                (
+                    "each caller has this limit for itself, so that there is no place to give",
+                    "a limit that callers share",
+                )
+            } else if !matches!(group.penalty, ParsedPenalty::None) {
+                ("a caller that is blocked can't be given a place", "a limit without penalty and ban")
+            } else if in_flight {
+                (
+                    "nothing tells when a call in flight ends, so that there is no place to give",
+                    "a rate, window or quota",
+                )
+            } else if group.count == CountMode::All {
+                ("a call that another limit refuses would use the place up", "a limit that counts admitted calls")
+            } else if group.sharing.lease.is_some() {
+                ("a node with a slice of the limit doesn't know the places", "a limit without `lease`")
+            } else {
+                continue;
+            };
+            let help = is_own.then(|| "a key such as [\"action\"] counts all calls of an action together".to_owned());
+            self.error(*at, why, expected).help_if(help);
+            is_valid = false;
+        }
+        if let Some((_, second)) = reserving().nth(1) {
+            let message = "two limits of this action give places to callers";
+            let error = self.error(second.at, message, "one of them");
+            error.help("a caller would have to keep a place of each, at different times");
+            is_valid = false;
+        }
+        is_valid
+    }
+
+    /// Builds the rules for a limit of this kind.
+    pub(super) fn build_reservations(
+        &mut self,
+        parsed: &ParsedReservations,
+        kind: &LimitKind,
+    ) -> Option<ReservationRules> {
+        let &ParsedReservations { horizon, kept, at, .. } = parsed;
+        let made = match kept {
+            None => ReservationRules::spread(horizon),
+            Some((share, grace)) => {
+                let usual = USUAL_GRACE.min(horizon);
+                let made = ReservationRules::new(horizon, share, grace.unwrap_or(usual));
+                match (made, kind) {
+                    (Ok(rules), LimitKind::Rate(rate)) => {
+                        let held = rules.spacing(rate, 1).times(rate.burst() - 1);
+                        let grace = grace.unwrap_or(held.max(LEAST_GRACE).min(usual));
+                        self.note_slow_reservations(rate, &rules, grace, at);
+                        ReservationRules::new(horizon, share, grace)
+                    }
+                    (made, _) => made,
+                }
+            }
+        };
+        made.map_err(|error| self.report(at, error.to_string(), "other terms")).ok()
+    }
+
+    /// Notes that a burst can't hold as many reservations as the share allows within a grace.
+    fn note_slow_reservations(&mut self, rate: &Rate, rules: &ReservationRules, grace: Span, at: TextRange) {
+        let burst = rate.burst();
+        if rules.spacing(rate, 1).times(burst) >= grace {
+            return;
+        }
+        let message = format!(
+            "a burst of {burst} holds at most {burst} reservations within a grace of {}, so that less than the share is \
+             reserved; a shorter grace or a larger burst prevents that",
+            describe_duration(grace)
+        );
+        self.notes.push(Note::new(self.texts, at, &message));
+    }
+}

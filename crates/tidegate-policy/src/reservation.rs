@@ -1,0 +1,168 @@
+//! The text form of reservations: `Tidegate-Reservation`, a structured field (RFC 9651).
+//!
+//! A refusal carries `Tidegate-Reservation: TOKEN;at=MILLISECONDS`, where `at` is the instant as milliseconds since the Unix
+//! epoch, rounded up. The caller returns then, with `Tidegate-Reservation: TOKEN` in its request.
+
+use std::fmt;
+use std::str::FromStr;
+
+use http::HeaderName;
+use tidegate_core::decision::GivenPlace;
+use tidegate_core::{Key, Span, Time};
+
+use crate::key::KeySeed;
+
+/// The name of the header in refusals, and in requests that present a reservation.
+pub const TIDEGATE_RESERVATION: HeaderName = HeaderName::from_static("tidegate-reservation");
+
+/// The number of hexadecimal digits of an instant, which has 52 bits.
+const INSTANT_DIGITS: usize = 13;
+const SIGNATURE_DIGITS: usize = 16;
+/// The longest token of any server that a client sends back, in bytes.
+const MAX_TOKEN: usize = 128;
+
+/// A reservation's instant, and the signature that only the gates of one store can make. Written as `r` and 29 hexadecimal
+/// digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReservationToken(GivenPlace);
+
+impl ReservationToken {
+    /// The token of a place that a decision gave.
+    pub fn new(place: GivenPlace) -> Self {
+        Self(place)
+    }
+
+    /// The instant of the token, if it belongs to this caller of the limit with this tag and key; otherwise `None`.
+    pub fn instant_for(self, seed: &KeySeed, limit: u64, key: Key, caller: u64) -> Option<Time> {
+        let GivenPlace { at, signature } = self.0;
+        (seed.reservation_signature(limit, key, caller, at) == signature).then_some(at)
+    }
+
+    /// The instant in milliseconds since the Unix epoch, rounded up.
+    pub fn at_millis(self) -> u64 {
+        self.0.at.as_micros().div_ceil(1000)
+    }
+}
+
+/// A text that is no token of a gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a reservation is an `r` and 29 hexadecimal digits, as the refusal gave it")]
+pub struct ReservationTokenError;
+
+impl FromStr for ReservationToken {
+    type Err = ReservationTokenError;
+    /// Reads a token, or the value of a header, whose parameters have no effect.
+    fn from_str(text: &str) -> Result<Self, ReservationTokenError> {
+        let token = text.split(';').next().unwrap_or(text).trim();
+        let digits = token.strip_prefix('r').filter(|digits| {
+            digits.len() == INSTANT_DIGITS + SIGNATURE_DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit())
+        });
+        let (at, signature) = digits.ok_or(ReservationTokenError)?.split_at(INSTANT_DIGITS);
+        let number = |digits| u64::from_str_radix(digits, 16).map_err(|_| ReservationTokenError);
+        Ok(Self(GivenPlace { at: Time::from_micros(number(at)?), signature: number(signature)? }))
+    }
+}
+
+impl fmt::Display for ReservationToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let GivenPlace { at, signature } = self.0;
+        write!(f, "r{:0INSTANT_DIGITS$x}{signature:0SIGNATURE_DIGITS$x}", at.as_micros())
+    }
+}
+
+/// A reservation in a reply, of any server that follows the same rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReplyReservation {
+    /// The token to send back.
+    pub token: String,
+    /// The instant from which the server admits the call, by its clock.
+    pub at: Time,
+}
+
+impl ReplyReservation {
+    /// The time until the instant, from `now` on. `retry_after` is the reply's whole seconds: with it, a difference between
+    /// the clocks shortens the wait by less than a second, and never lengthens it.
+    pub fn wait(&self, retry_after: Option<Span>, now: Time) -> Span {
+        let wait = self.at.since(now);
+        retry_after.map_or(wait, |most| wait.max(most - Span::from_secs(1)).min(most))
+    }
+}
+
+impl FromStr for ReplyReservation {
+    type Err = ReservationTokenError;
+    /// Reads the value of a reply's header: a token of at most 128 characters, and `at` among its parameters.
+    fn from_str(text: &str) -> Result<Self, ReservationTokenError> {
+        let mut parts = text.split(';').map(str::trim);
+        let is_token = |text: &&str| {
+            let mut bytes = text.bytes();
+            let starts = bytes.next().is_some_and(|first| first.is_ascii_alphabetic() || first == b'*');
+            starts
+                && text.len() <= MAX_TOKEN
+                && bytes.all(|byte| byte.is_ascii_graphic() && !b"\"(),;<=>?@[\\]{}".contains(&byte))
+        };
+        let token = parts.next().filter(is_token).ok_or(ReservationTokenError)?.to_owned();
+        let millis = parts.find_map(|part| part.strip_prefix("at=")?.parse::<u64>().ok());
+        let millis = millis.filter(|millis| *millis <= 999_999_999_999_999).ok_or(ReservationTokenError)?;
+        Ok(Self { token, at: Time::ZERO + Span::from_millis(millis) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_belong_to_limit_key_caller_and_instant() {
+        let (seed, key) = (KeySeed::new([1; 16]), Key::new(2, 3));
+        let at = Time::from_micros(1_795_766_358_180_725);
+        let place = GivenPlace { at, signature: seed.reservation_signature(7, key, 9, at) };
+        let token = ReservationToken::new(place);
+        let text = token.to_string();
+        assert_eq!((text.len(), u64::from_str_radix(&text[1..14], 16)), (30, Ok(at.as_micros())));
+        assert_eq!(text.parse(), Ok(token));
+        assert_eq!(format!(" {text} ;at=5").parse(), Ok(token));
+        assert_eq!(token.instant_for(&seed, 7, key, 9), Some(at));
+        assert_eq!(token.at_millis(), 1_795_766_358_181);
+        let others = [
+            token.instant_for(&seed, 8, key, 9),
+            token.instant_for(&seed, 7, Key::new(2, 4), 9),
+            token.instant_for(&seed, 7, key, 10),
+            token.instant_for(&KeySeed::new([2; 16]), 7, key, 9),
+            ReservationToken::new(GivenPlace { at: at + Span::from_micros(1), ..place }).instant_for(&seed, 7, key, 9),
+        ];
+        assert_eq!(others, [None; 5]);
+        for wrong in [
+            "",
+            "r",
+            &text[1..],
+            &text[..29],
+            &format!("{text}0"),
+            &text.replace('r', "q"),
+            "r+66140b1eae9d5+23456789012345678",
+        ] {
+            assert_eq!(wrong.parse::<ReservationToken>(), Err(ReservationTokenError), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn replies_are_read_strictly() {
+        let read = |text: &str| text.parse::<ReplyReservation>().ok().map(|found| (found.token, found.at.as_micros()));
+        assert_eq!(read("rabc;at=1795766358181"), Some(("rabc".to_owned(), 1_795_766_358_181_000)));
+        assert_eq!(read("*a/b:c ; x=1; at=5"), Some(("*a/b:c".to_owned(), 5_000)));
+        let long = format!("r{};at=5", "a".repeat(MAX_TOKEN));
+        for wrong in [
+            "",
+            "rabc",
+            "rabc;at=",
+            "rabc;at=-5",
+            "1abc;at=5",
+            "\"r\";at=5",
+            "r,b;at=5",
+            "r;at=1e3",
+            "r;at=9999999999999999",
+            &long,
+        ] {
+            assert_eq!(read(wrong), None, "{wrong}");
+        }
+    }
+}
