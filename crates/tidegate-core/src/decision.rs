@@ -77,19 +77,19 @@ pub struct Decision {
     pub permit: Option<u64>,
     /// The widest level of the shared keys under which the permit was taken.
     pub share_level: ShareLevel,
-    /// On refusal, the place that the caller has from now on. On admission, the one that it came by.
-    pub place: Option<GivenPlace>,
+    /// On refusal, the reservation that the caller has from now on. On admission, the one that it came by.
+    pub reservation: Option<GivenReservation>,
     /// True if the call was refused although it presented a reservation, because the limit knows none of that caller and
     /// instant.
-    pub is_place_unknown: bool,
+    pub is_reservation_unknown: bool,
 }
 
-/// A caller's place in the future of a limit ([`ReservationRules`](crate::ReservationRules)).
+/// A caller's reservation ([`ReservationRules`](crate::ReservationRules)), with its proof.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GivenPlace {
+pub struct GivenReservation {
     /// The instant from which the caller is admitted.
     pub at: Time,
-    /// The signature that proves the place; 0 if nobody has signed it.
+    /// The signature of the gate that gave it; 0 if there is none yet.
     pub signature: u64,
 }
 
@@ -115,8 +115,8 @@ impl Decision {
             reason,
             permit: None,
             share_level: ShareLevel::Own,
-            place: None,
-            is_place_unknown: false,
+            reservation: None,
+            is_reservation_unknown: false,
         }
     }
 }
@@ -189,9 +189,9 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.begins_block = blocks.clone().any(|(_, outcome)| outcome.verdict == Verdict::Refused);
         decision.backoff = blocks.map(|(_, outcome)| outcome.block).max();
         decision.blocked = decision.backoff.is_some();
-        decision.place = place_at(outcome.reserved_at);
+        decision.reservation = reservation_at(outcome.reserved_at);
         let presented = batch.context().reservation;
-        decision.is_place_unknown = presented > Time::ZERO && presented != outcome.reserved_at;
+        decision.is_reservation_unknown = presented > Time::ZERO && presented != outcome.reserved_at;
         decision.retry_after = (!outcome.retry_at.is_never()).then(|| outcome.retry_at.since(now));
         if decision.blocked {
             decision.next_allowed_at = decision.retry_after.map(|wait| now + wait);
@@ -199,14 +199,14 @@ pub fn decide(batch: &Batch, limits: &Limits, outcomes: &Outcomes) -> Decision {
         decision.reason = if outcome.block_until > now { Reason::Penalty } else { Reason::Limit };
     } else if let Some((_, (op, outcome))) = least_remaining {
         set_limit_fields(&mut decision, op, outcome);
-        decision.place = outcomes.list().iter().find_map(|outcome| place_at(outcome.reserved_at));
+        decision.reservation = outcomes.list().iter().find_map(|outcome| reservation_at(outcome.reserved_at));
         decision.reason = if paroled { Reason::Parole } else { Reason::Ok };
     }
     decision
 }
 
-fn place_at(at: Time) -> Option<GivenPlace> {
-    (at > Time::ZERO).then_some(GivenPlace { at, signature: 0 })
+fn reservation_at(at: Time) -> Option<GivenReservation> {
+    (at > Time::ZERO).then_some(GivenReservation { at, signature: 0 })
 }
 
 fn set_limit_fields(decision: &mut Decision, op: &Op, outcome: &Outcome) {

@@ -229,7 +229,7 @@ impl Limit {
         self
     }
 
-    /// Sets how refused callers get places of their own. Only windows, rates and quotas without a penalty do that.
+    /// Sets how refused callers get reservations of their own. Only windows, rates and quotas without a penalty do that.
     #[must_use]
     pub fn with_reservations(mut self, rules: ReservationRules) -> Self {
         let is_countable = matches!(self.kind, LimitKind::Window(_) | LimitKind::Rate(_) | LimitKind::Quota(_));
@@ -237,13 +237,13 @@ impl Limit {
         self
     }
 
-    /// The same limit, whose refused callers get no places of their own.
+    /// The same limit, whose refused callers get no reservations of their own.
     #[must_use]
     pub fn without_reservations(&self) -> Self {
         Self { reservations: None, ..self.clone() }
     }
 
-    /// The rules by which refused callers get places of their own. `None` if they get none.
+    /// The rules by which refused callers get reservations of their own. `None` if they get none.
     #[inline]
     pub fn reservations(&self) -> Option<&ReservationRules> {
         self.reservations.as_ref()

@@ -1,4 +1,5 @@
-//! Reservations: places in the future of a limit that many callers share. A refused caller gets the next one as its own.
+//! Reservations: instants at which a limit that many callers share keeps room for one of them. A refused caller gets the next
+//! one as its own.
 //!
 //! Only [`KeyState`](crate::KeyState) changes a queue. It keeps each reservation until its caller returns or forfeits it.
 //!
@@ -26,12 +27,12 @@ use crate::{LimitKind, PER_MILLE, Rate, Span, Time, Window};
 /// The largest number of reservations and forfeits of one key. At the bound, refused callers get no reservation.
 pub const MAX_RECORDS: usize = 1024;
 /// The number of horizons from the instant of a reservation that was forfeited to the caller's next one. At least ten follow
-/// the grace, and the places of callers that never come are set aside in at most one of eleven.
+/// the grace, and the reservations of callers that never come are set aside in at most one of eleven.
 pub const FORFEIT_HORIZONS: u64 = 11;
 /// The longest horizon.
 pub const MAX_HORIZON: Span = Span::from_secs(3_600);
 
-/// The rules by which a limit tells refused callers their places.
+/// The rules by which a limit gives reservations to refused callers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReservationRules {
     horizon: Span,
@@ -55,8 +56,8 @@ pub enum ReservationError {
 }
 
 impl ReservationRules {
-    /// Creates rules that set places aside: at most `share` thousandths of the limit, at most `horizon` ahead, each until
-    /// `grace` after its instant.
+    /// Creates rules that keep room: at most `share` thousandths of the limit, at most `horizon` ahead, each until `grace` after
+    /// its instant.
     ///
     /// # Errors
     /// A value is out of its range.
@@ -73,7 +74,7 @@ impl ReservationRules {
         Ok(Self { horizon, share: share.into(), grace, is_kept: true })
     }
 
-    /// Creates rules that only tell each refused caller another instant, at most `horizon` ahead. No place is set aside.
+    /// Creates rules that only tell each refused caller another instant, at most `horizon` ahead. No room is kept.
     ///
     /// # Errors
     /// [`ReservationError::InvalidHorizon`].
@@ -82,7 +83,7 @@ impl ReservationRules {
         Ok(Self { is_kept: false, ..rules })
     }
 
-    /// The longest time ahead for which a place is given.
+    /// The longest time ahead for which a reservation is given.
     pub fn horizon(&self) -> Span {
         self.horizon
     }
@@ -92,12 +93,12 @@ impl ReservationRules {
         self.share
     }
 
-    /// The time after the instant for which the place is kept.
+    /// The time after the instant for which the reservation is kept.
     pub fn grace(&self) -> Span {
         self.grace
     }
 
-    /// True if places are set aside, false if callers are only told different instants.
+    /// True if room is kept, false if callers are only told different instants.
     pub fn is_kept(&self) -> bool {
         self.is_kept
     }
@@ -119,7 +120,7 @@ impl ReservationRules {
     }
 }
 
-/// A place of one caller.
+/// The reservation of one caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reservation {
     /// The instant from which the caller is admitted.
@@ -438,7 +439,8 @@ impl ReservedUsage {
             && let at = self.queue.reservations[index].at
             && at > now
         {
-            (outcome.reserved_at, outcome.retry_at) = (at, at);
+            outcome.retry_at = at;
+            outcome.reserved_at = if rules.is_kept { at } else { Time::ZERO };
         }
         outcome
     }
@@ -491,7 +493,8 @@ impl ReservedUsage {
         let queue = &mut self.queue;
         queue.reservations.push(Reservation { at, caller: batch.caller, cost: op.cost });
         queue.last_at = at;
-        (outcome.reserved_at, outcome.retry_at) = (at, at);
+        outcome.retry_at = at;
+        outcome.reserved_at = if rules.is_kept { at } else { Time::ZERO };
         outcome.reset_at = outcome.reset_at.max(at);
     }
 }

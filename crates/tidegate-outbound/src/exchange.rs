@@ -90,7 +90,7 @@ pub(super) struct Exchange<'m, I, Q, S: Store, C: Clock> {
     /// True if the current attempt's request was passed to the inner service.
     was_handed_over: bool,
     token: Option<LoginToken>,
-    /// The place that the last reply gave, for the next attempt.
+    /// The reservation that the last reply gave, for the next attempt.
     reservation: Option<HeaderValue>,
     deadline: Time,
 }
@@ -355,7 +355,7 @@ where
     Ok(Response::from_parts(head, peeked.read_ahead))
 }
 
-/// The token of the place that a reply gives.
+/// The token of the reservation that a reply gives.
 fn reservation_to_present(headers: &HeaderMap) -> Option<HeaderValue> {
     let value = headers.get(TIDEGATE_RESERVATION)?.to_str().ok()?;
     HeaderValue::try_from(value.parse::<ReplyReservation>().ok()?.token).ok()

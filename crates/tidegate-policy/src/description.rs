@@ -32,7 +32,7 @@ pub(crate) fn describe_limit(
     words
 }
 
-/// Describes the places that refused callers get.
+/// Describes the reservations that refused callers get.
 pub(crate) fn describe_reservations(rules: &ReservationRules) -> String {
     let horizon = describe_duration(rules.horizon());
     if !rules.is_kept() {
@@ -40,9 +40,7 @@ pub(crate) fn describe_reservations(rules: &ReservationRules) -> String {
     }
     let share = rules.share() as f64 / 10.0;
     let grace = describe_duration(rules.grace());
-    format!(
-        "; refused callers get places of their own up to {horizon} ahead, of {share} % of it, each kept for {grace}"
-    )
+    format!("; refused callers get reservations, up to {horizon} ahead and for {share} % of it, each kept for {grace}")
 }
 
 /// Describes the most that a quantity allows with its penalty, whose paroles admit further calls of this cost.

@@ -104,8 +104,9 @@ impl Hints {
             .or_else(|| MILLISECOND_HEADERS.iter().find_map(|name| parse_wait(single_value(headers, name)?, 1_000)))
             .or_else(|| {
                 let whole_seconds = single_value(headers, &RETRY_AFTER).and_then(|text| clock.retry_after(text));
-                let place = single_value(headers, &TIDEGATE_RESERVATION).and_then(|text| text.parse().ok());
-                place.map_or(whole_seconds, |place: ReplyReservation| Some(place.wait(whole_seconds, now)))
+                let reservation = single_value(headers, &TIDEGATE_RESERVATION).and_then(|text| text.parse().ok());
+                reservation
+                    .map_or(whole_seconds, |reservation: ReplyReservation| Some(reservation.wait(whole_seconds, now)))
             })
             .filter(|wait| !wait.is_zero());
         for family in HEADER_FAMILIES.iter() {
@@ -305,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_refines_the_wait_and_never_shortens_it_much() {
+    fn a_reservation_refines_the_wait_and_never_shortens_it_much() {
         let at = |millis: u64| format!("r0;at={}", NOW.as_micros() / 1000 + millis);
         for (millis, seconds, expected) in [
             (6_500, Some("7"), 6_500),

@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use http::HeaderName;
-use tidegate_core::decision::GivenPlace;
+use tidegate_core::decision::GivenReservation;
 use tidegate_core::{Key, Span, Time};
 
 use crate::key::KeySeed;
@@ -24,17 +24,17 @@ const MAX_TOKEN: usize = 128;
 /// A reservation's instant, and the signature that only the gates of one store can make. Written as `r` and 29 hexadecimal
 /// digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReservationToken(GivenPlace);
+pub struct ReservationToken(GivenReservation);
 
 impl ReservationToken {
-    /// The token of a place that a decision gave.
-    pub fn new(place: GivenPlace) -> Self {
-        Self(place)
+    /// The token of a reservation that a decision gave.
+    pub fn new(reservation: GivenReservation) -> Self {
+        Self(reservation)
     }
 
     /// The instant of the token, if it belongs to this caller of the limit with this tag and key; otherwise `None`.
     pub fn instant_for(self, seed: &KeySeed, limit: u64, key: Key, caller: u64) -> Option<Time> {
-        let GivenPlace { at, signature } = self.0;
+        let GivenReservation { at, signature } = self.0;
         (seed.reservation_signature(limit, key, caller, at) == signature).then_some(at)
     }
 
@@ -59,13 +59,13 @@ impl FromStr for ReservationToken {
         });
         let (at, signature) = digits.ok_or(ReservationTokenError)?.split_at(INSTANT_DIGITS);
         let number = |digits| u64::from_str_radix(digits, 16).map_err(|_| ReservationTokenError);
-        Ok(Self(GivenPlace { at: Time::from_micros(number(at)?), signature: number(signature)? }))
+        Ok(Self(GivenReservation { at: Time::from_micros(number(at)?), signature: number(signature)? }))
     }
 }
 
 impl fmt::Display for ReservationToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let GivenPlace { at, signature } = self.0;
+        let GivenReservation { at, signature } = self.0;
         write!(f, "r{:0INSTANT_DIGITS$x}{signature:0SIGNATURE_DIGITS$x}", at.as_micros())
     }
 }
@@ -115,8 +115,8 @@ mod tests {
     fn tokens_belong_to_limit_key_caller_and_instant() {
         let (seed, key) = (KeySeed::new([1; 16]), Key::new(2, 3));
         let at = Time::from_micros(1_795_766_358_180_725);
-        let place = GivenPlace { at, signature: seed.reservation_signature(7, key, 9, at) };
-        let token = ReservationToken::new(place);
+        let reservation = GivenReservation { at, signature: seed.reservation_signature(7, key, 9, at) };
+        let token = ReservationToken::new(reservation);
         let text = token.to_string();
         assert_eq!((text.len(), u64::from_str_radix(&text[1..14], 16)), (30, Ok(at.as_micros())));
         assert_eq!(text.parse(), Ok(token));
@@ -128,7 +128,8 @@ mod tests {
             token.instant_for(&seed, 7, Key::new(2, 4), 9),
             token.instant_for(&seed, 7, key, 10),
             token.instant_for(&KeySeed::new([2; 16]), 7, key, 9),
-            ReservationToken::new(GivenPlace { at: at + Span::from_micros(1), ..place }).instant_for(&seed, 7, key, 9),
+            ReservationToken::new(GivenReservation { at: at + Span::from_micros(1), ..reservation })
+                .instant_for(&seed, 7, key, 9),
         ];
         assert_eq!(others, [None; 5]);
         for wrong in [

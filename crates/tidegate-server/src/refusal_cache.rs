@@ -47,8 +47,8 @@ impl RefusalCache {
         decision: &Decision,
         request: &HeaderMap,
     ) -> Response<Bytes> {
-        // A place is one caller's own.
-        if wants_problem(request) || decision.place.is_some() || decision.is_place_unknown {
+        // A reservation is one caller's own.
+        if wants_problem(request) || decision.reservation.is_some() || decision.is_reservation_unknown {
             return replies.refusal(actions, decision, request);
         }
         let key = RefusalKey::new(actions, decision);

@@ -317,14 +317,14 @@ impl<S: Store, C: Clock> Gate<S, C> {
         batch.set_caller(caller, instant.unwrap_or(Time::NEVER));
     }
 
-    /// The decision of these outcomes, with a signature of the place that it gives.
+    /// The decision of these outcomes, with a signature of the reservation that it gives.
     #[inline]
     fn decide_and_sign(&self, batch: &Batch, outcomes: &Outcomes) -> Decision {
         let GateInner { plan, seed, .. } = &*self.0;
         let mut decision = decide(batch, plan.limits(), outcomes);
-        if let (Some(place), Some(limit)) = (&mut decision.place, decision.bound_by) {
+        if let (Some(reservation), Some(limit)) = (&mut decision.reservation, decision.bound_by) {
             let (tag, caller) = (plan.limits().tag(limit), batch.context().caller);
-            place.signature = seed.reservation_signature(tag, decision.key, caller, place.at);
+            reservation.signature = seed.reservation_signature(tag, decision.key, caller, reservation.at);
         }
         decision
     }

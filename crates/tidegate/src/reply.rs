@@ -216,8 +216,8 @@ impl Replies {
         HeaderValue::from_bytes(text.as_bytes()).ok()
     }
 
-    /// Adds the place of a refused caller, as `Tidegate-Reservation`.
-    fn add_place(decision: &Decision, headers: &mut HeaderMap) {
+    /// Adds the reservation of a refused caller, as `Tidegate-Reservation`.
+    fn add_reservation(decision: &Decision, headers: &mut HeaderMap) {
         if let Some(ReservationReport { token, at }) = ReservationReport::new(decision)
             && let Ok(value) = HeaderValue::try_from(format!("{token};at={at}"))
         {
@@ -230,7 +230,7 @@ impl Replies {
     ///
     /// The body is `{"error":"Too many requests","retry_after":16,"next_allowed_at":"2026-11-21 12:01:45Z"}`.
     /// `next_allowed_at` is null unless a penalty is active, and `retry_after` is null if no wait helps. A caller with a
-    /// place finds it in `Tidegate-Reservation` and in `reservation`. If the
+    /// reservation finds it in `Tidegate-Reservation` and in `reservation`. If the
     /// `Accept` of `request` names `application/problem+json`, the body is a problem of RFC 9457 with the draft's type
     /// *quota exceeded*.
     pub fn refusal(
@@ -253,7 +253,7 @@ impl Replies {
                 headers
             }
         };
-        Self::add_place(decision, &mut headers);
+        Self::add_reservation(decision, &mut headers);
         let mut response = Response::new(self.refusal_body(decision, problem));
         *response.status_mut() = refusal_status(decision);
         *response.headers_mut() = headers;
@@ -270,7 +270,7 @@ impl Replies {
             && decision.limit == Some(named.capacity)
             && !(decision.shadow || decision.blocked)
             && decision.permit.is_none()
-            && decision.place.is_none()
+            && decision.reservation.is_none()
         {
             let mut text = SmallBuffer::<REPORT_BYTES>::new();
             text.put(&*named.plain_report.0);
@@ -294,7 +294,7 @@ impl Replies {
             self.annotate(actions, decision, &mut headers);
             headers
         });
-        Self::add_place(decision, &mut headers);
+        Self::add_reservation(decision, &mut headers);
         let mut response = Response::new(self.report(decision));
         *response.headers_mut() = headers;
         if !decision.allowed {
@@ -371,7 +371,7 @@ fn put_times<const N: usize>(text: &mut SmallBuffer<N>, decision: &Decision) {
     if let Some(ReservationReport { token, at }) = ReservationReport::new(decision) {
         text.put(format!(r#","reservation":{{"token":"{token}","at":{at}}}"#));
     }
-    if decision.is_place_unknown {
+    if decision.is_reservation_unknown {
         text.put(r#","unknown_reservation":true"#);
     }
     text.put("}");

@@ -39,7 +39,7 @@ pub struct DecisionReport {
     /// if false.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shadow: bool,
-    /// The place that the caller has from now on. Omitted if `None`.
+    /// The reservation that the caller has from now on. Omitted if `None`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reservation: Option<ReservationReport>,
     /// True if the call came by a reservation. Omitted if false.
@@ -72,14 +72,14 @@ impl DecisionReport {
             source: bound.map(|info| info.scope().as_str().into()),
             shadow: decision.shadow,
             reservation: ReservationReport::new(decision),
-            by_reservation: decision.allowed && decision.place.is_some(),
-            unknown_reservation: decision.is_place_unknown,
+            by_reservation: decision.allowed && decision.reservation.is_some(),
+            unknown_reservation: decision.is_reservation_unknown,
             permit: decision.permit.map(PermitId::new),
         }
     }
 }
 
-/// The place of a caller that was refused.
+/// The reservation of a caller that was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReservationReport {
     /// The token by which the caller is admitted, once.
@@ -90,7 +90,7 @@ pub struct ReservationReport {
 
 impl ReservationReport {
     pub(crate) fn new(decision: &Decision) -> Option<Self> {
-        let token = ReservationToken::new(decision.place.filter(|_| !decision.allowed)?);
+        let token = ReservationToken::new(decision.reservation.filter(|_| !decision.allowed)?);
         Some(Self { token: token.to_string(), at: token.at_millis() })
     }
 }

@@ -1,4 +1,4 @@
-//! Places that refused callers get in a shared limit, through the gate.
+//! Reservations that refused callers get in a shared limit, through the gate.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use tidegate::clock::ManualClock;
@@ -31,25 +31,25 @@ impl Caller<'_> {
 }
 
 #[test]
-fn a_place_is_the_callers_own_and_admits_once() {
+fn a_reservation_is_the_callers_own_and_admits_once() {
     let (gate, clock) = gate(SHARED);
     let caller = Caller(&gate);
     assert!(caller.call("192.0.2.1", None).allowed && caller.call("192.0.2.2", None).allowed);
     let first = caller.call("192.0.2.3", None);
-    let place = first.reservation.clone().unwrap();
-    assert_eq!((first.retry_after, place.at), (Some(1), clock.now().as_micros() / 1000 + 500));
-    assert_eq!(caller.call("192.0.2.3", None).reservation, Some(place.clone()), "asked again, it is the same");
+    let reservation = first.reservation.clone().unwrap();
+    assert_eq!((first.retry_after, reservation.at), (Some(1), clock.now().as_micros() / 1000 + 500));
+    assert_eq!(caller.call("192.0.2.3", None).reservation, Some(reservation.clone()), "asked again, it is the same");
     let second = caller.call("192.0.2.4", None).reservation.unwrap();
-    assert_eq!(second.at, place.at + 500);
+    assert_eq!(second.at, reservation.at + 500);
     let read_back: DecisionReport = serde_json::from_str(&serde_json::to_string(&first).unwrap()).unwrap();
     assert_eq!(read_back, first);
 
     clock.advance(Span::from_millis(500));
-    let stolen = caller.call("192.0.2.5", Some(&place.token));
+    let stolen = caller.call("192.0.2.5", Some(&reservation.token));
     assert!(!stolen.allowed && stolen.unknown_reservation, "{stolen:?}");
-    let kept = caller.call("192.0.2.3", Some(&place.token));
+    let kept = caller.call("192.0.2.3", Some(&reservation.token));
     assert!(kept.allowed && kept.by_reservation && kept.reservation.is_none(), "{kept:?}");
-    let again = caller.call("192.0.2.3", Some(&place.token));
+    let again = caller.call("192.0.2.3", Some(&reservation.token));
     assert!(!again.allowed && again.unknown_reservation, "{again:?}");
     clock.advance(Span::from_millis(500));
     let without_token = caller.call("192.0.2.4", None);
@@ -57,7 +57,7 @@ fn a_place_is_the_callers_own_and_admits_once() {
 }
 
 #[test]
-fn other_limits_outrank_a_place() {
+fn other_limits_outrank_a_reservation() {
     let (gate, clock) = gate(SHARED);
     let caller = Caller(&gate);
     for second in 0..3 {
@@ -65,23 +65,23 @@ fn other_limits_outrank_a_place() {
         clock.advance(Span::from_secs(1));
     }
     assert!(caller.call("192.0.2.2", None).allowed && caller.call("192.0.2.3", None).allowed);
-    // Both limits refuse: a place in one of them would be of no use.
+    // Both limits refuse: a reservation in one of them would be of no use.
     let refused = caller.call("192.0.2.1", None);
     assert_eq!((refused.bound_by.as_deref(), refused.reservation), (Some("report.own"), None));
-    let place = caller.call("192.0.2.4", None).reservation.unwrap();
-    assert_eq!(place.at, clock.now().as_micros() / 1000 + 500, "no place was taken before it");
+    let reservation = caller.call("192.0.2.4", None).reservation.unwrap();
+    assert_eq!(reservation.at, clock.now().as_micros() / 1000 + 500, "no reservation was taken before it");
 }
 
 #[test]
-fn a_restarted_gate_knows_no_place() {
+fn a_restarted_gate_knows_no_reservation() {
     let (before, _) = gate(SHARED);
     let refused = (0..3).map(|number| Caller(&before).call(&format!("192.0.2.{number}"), None)).last().unwrap();
-    let place = refused.reservation.unwrap();
+    let reservation = refused.reservation.unwrap();
     let (after, clock) = gate(SHARED);
     let caller = Caller(&after);
     assert!(caller.call("192.0.2.8", None).allowed && caller.call("192.0.2.9", None).allowed);
     clock.advance(Span::from_millis(100));
-    let returned = caller.call("192.0.2.2", Some(&place.token));
+    let returned = caller.call("192.0.2.2", Some(&reservation.token));
     assert!(!returned.allowed && returned.unknown_reservation && returned.reservation.is_some(), "{returned:?}");
 }
 
@@ -92,13 +92,13 @@ fn forged_tokens_admit_nothing() {
     for number in 1..=2 {
         assert!(caller.call(&format!("192.0.2.{number}"), None).allowed);
     }
-    let place = caller.call("192.0.2.3", None).reservation.unwrap();
-    let genuine: ReservationToken = place.token.parse().unwrap();
+    let reservation = caller.call("192.0.2.3", None).reservation.unwrap();
+    let genuine: ReservationToken = reservation.token.parse().unwrap();
     let mut random = RandomSource::from_seed(run_seed());
     // Another caller, with room for nobody until the first one has come or is late.
     clock.advance(Span::from_millis(500));
     for number in 0..100_000 {
-        let (at, signature) = (place.token.split_at(14).0, random.next_u64());
+        let (at, signature) = (reservation.token.split_at(14).0, random.next_u64());
         let forged = match number % 3 {
             0 => format!("{at}{signature:016x}"),
             1 => format!("r{:013x}{signature:016x}", random.below(1 << 52)),
@@ -112,11 +112,11 @@ fn forged_tokens_admit_nothing() {
         let refused = caller.call("192.0.2.4", Some(&forged));
         assert!(!refused.allowed && refused.unknown_reservation, "{forged}");
     }
-    assert!(caller.call("192.0.2.3", Some(&place.token)).by_reservation);
+    assert!(caller.call("192.0.2.3", Some(&reservation.token)).by_reservation);
 }
 
 #[test]
-fn shadow_and_status_give_no_places() {
+fn shadow_and_status_give_no_reservations() {
     let shadow = SHARED.replace("[inbound.action.report]\n", "[inbound.action.report]\nmode = \"shadow\"\n");
     let (in_shadow, _) = gate(&shadow);
     for number in 0..9 {
@@ -129,7 +129,7 @@ fn shadow_and_status_give_no_places() {
     let ip = Some("192.0.2.3".parse().unwrap());
     let query = Query { action: Some("report"), ip, ..Query::default() };
     let status = tidegate_testkit::conformance::block_on(gate.status(&query)).unwrap();
-    assert_eq!((status.allowed, status.place, status.retry_after), (false, None, Some(Span::from_millis(500))));
-    let place = caller.call("192.0.2.4", None).reservation.unwrap();
-    assert_eq!(place.at, clock.now().as_micros() / 1000 + 500);
+    assert_eq!((status.allowed, status.reservation, status.retry_after), (false, None, Some(Span::from_millis(500))));
+    let reservation = caller.call("192.0.2.4", None).reservation.unwrap();
+    assert_eq!(reservation.at, clock.now().as_micros() / 1000 + 500);
 }

@@ -50,7 +50,7 @@ impl CommandExit {
     }
 }
 
-/// The variable in which a command finds the place to present.
+/// The variable in which a command finds the reservation to present.
 const RESERVATION_VARIABLE: &str = "TIDEGATE_RESERVATION";
 
 /// The settings of attempts, and their shared state.
@@ -79,7 +79,7 @@ impl CommandLauncher {
         Self { command, input, events, attempt: 0, is_group }
     }
 
-    /// Sets the place that the next attempt finds in its environment, or none.
+    /// Sets the reservation that the next attempt finds in its environment, or none.
     pub(super) fn set_reservation(&mut self, token: Option<&str>) {
         match token {
             Some(token) => self.command.env(RESERVATION_VARIABLE, token),

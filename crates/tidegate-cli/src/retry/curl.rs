@@ -44,7 +44,7 @@ pub(super) fn http_status(line: &[u8]) -> Option<u16> {
     rest.get(..3)?.parse().ok().filter(|status| *status >= 400)
 }
 
-/// Returns the place of a header `Tidegate-Reservation`.
+/// Returns the reservation of a header `Tidegate-Reservation`.
 pub(super) fn reservation(line: &[u8]) -> Option<ReplyReservation> {
     let (name, value) = str::from_utf8(line).ok()?.split_once(':')?;
     if name.eq_ignore_ascii_case(TIDEGATE_RESERVATION.as_str()) { value.trim().parse().ok() } else { None }

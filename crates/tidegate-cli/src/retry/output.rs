@@ -50,7 +50,7 @@ pub(super) struct OutputMatches {
     pub(super) retry_after: Option<Span>,
     /// The HTTP status in the last message of curl.
     pub(super) http_status: Option<u16>,
-    /// The place that curl's output tells.
+    /// The reservation that curl's output tells.
     pub(super) reservation: Option<ReplyReservation>,
 }
 
@@ -67,8 +67,8 @@ impl OutputMatches {
 
     /// The wait that the output asks for, from `now` on.
     pub(super) fn wait(&self, now: Time) -> Option<Span> {
-        let place = self.reservation.as_ref().map(|place| place.wait(self.retry_after, now));
-        place.or(self.retry_after)
+        let reservation = self.reservation.as_ref().map(|reservation| reservation.wait(self.retry_after, now));
+        reservation.or(self.retry_after)
     }
 }
 
@@ -182,8 +182,8 @@ impl LineMatcher {
         }
         if self.patterns.curl {
             self.matches.http_status = curl::http_status(line).or(self.matches.http_status);
-            if let Some(place) = curl::reservation(line) {
-                self.matches.reservation = Some(place);
+            if let Some(reservation) = curl::reservation(line) {
+                self.matches.reservation = Some(reservation);
             }
         }
         self.line.clear();

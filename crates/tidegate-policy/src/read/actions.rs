@@ -58,7 +58,7 @@ setting_keys! {
         ipv6_network: Option<Quantities> = "", OrWord("preset", LIMITS),
             "a second limit, on each IPv6 /48: a quantity, or `preset` for ten times the preset's limit";
         cost: u64 = "1", Whole(1, MAX_COST), "the cost of a call";
-        reserve: () = "", TABLE, "places in the limit's future that refused callers get as their own", Below::Table(&RESERVE);
+        reserve: () = "", TABLE, "reservations for refused callers: instants at which the limit keeps room for each", Below::Table(&RESERVE);
         spread: Option<Span> = "", SPREAD, "true, or a horizon: refused callers are told instants one after the other";
         rules: () = "", TABLE, "", Below::Beside(&RULES);
     }
@@ -73,7 +73,7 @@ setting_keys! {
         penalty: () = "", TABLE, "the penalty for exceeding it; default the action's penalty", Below::Table(&PENALTY);
         ban: Option<Span> = "", BAN, "instead of a penalty: the length of each block";
         count: CountMode = "", Words(&COUNT_WORDS), "the calls that count; default the action's";
-        reserve: () = "", TABLE, "places in the limit's future that refused callers get as their own", Below::Table(&RESERVE);
+        reserve: () = "", TABLE, "reservations for refused callers: instants at which the limit keeps room for each", Below::Table(&RESERVE);
         spread: Option<Span> = "", SPREAD, "true, or a horizon: refused callers are told instants one after the other";
     }
 }
@@ -316,7 +316,8 @@ impl DocumentReader<'_> {
             }
             (None, Some(limits), _) => {
                 if let Some(reservations) = &model.reservations {
-                    let message = "the action has several limits, and only one of them can give places to callers";
+                    let message =
+                        "the action has several limits, and only one of them can give reservations to callers";
                     return self.error(reservations.at, message, "this in the item of `limits` that gives them").none();
                 }
                 self.limits(&limits.node, &model)

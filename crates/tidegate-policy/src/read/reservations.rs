@@ -1,4 +1,4 @@
-//! The places of callers that a shared limit refuses: `reserve` and `spread`.
+//! The reservations of callers that a shared limit refuses: `reserve`; and instants in turn: `spread`.
 
 use tidegate_core::reservation::MAX_HORIZON;
 use tidegate_core::{CountMode, LimitKind, Rate, ReservationRules, Span};
@@ -22,10 +22,10 @@ const USUAL_GRACE: Span = Span::from_secs(1);
 setting_keys! {
     /// The keys of `reserve`.
     RESERVE: ReserveKeys {
-        horizon: Span = "30s", HORIZON, "the longest time ahead for which a place is given";
+        horizon: Span = "30s", HORIZON, "the longest time ahead for which a reservation is given";
         share: u16 = "0.5", SHARE, "the share of the limit that may be set aside";
         grace: Option<Span> = "", Maybe(SPAN),
-            "the time after its instant for which a place is kept; default 1s or, for a rate, what its burst can hold, at \
+            "the time after its instant for which a reservation is kept; default 1s or, for a rate, what its burst can hold, at \
              least 250ms";
         by: Vec<KeyPart> = "client_ip", KEY, "the parts of requests that tell one caller from another";
     }
@@ -47,7 +47,7 @@ pub(super) const SPREAD: Custom<Option<Span>> =
         _ => (HORIZON.2)(reader, node, key).map(Some),
     });
 
-/// The places of callers that a limit refuses.
+/// The reservations of callers that a limit refuses.
 #[derive(Clone, Debug)]
 pub(super) struct ParsedReservations {
     horizon: Span,
@@ -63,7 +63,7 @@ impl DocumentReader<'_> {
         match (table.get("reserve"), table.get("spread")) {
             (Some(_), Some(spread)) => {
                 let error = self.error(spread.key_at, "`reserve` and `spread` stand side by side", "one of them");
-                error.help("reserved places are spread, too; `spread` is for limits that set nothing aside").none()
+                error.help("reservations are spread, too; `spread` is for limits that keep no room").none()
             }
             (Some(reserve), None) => self.reserve(&reserve.node, path).map(Some),
             (None, Some(spread)) => {
@@ -101,20 +101,20 @@ impl DocumentReader<'_> {
             let is_own = by.iter().all(|part| group.key.contains(part));
             let (why, expected) = if is_own {
                 (
-                    "each caller has this limit for itself, so that there is no place to give",
+                    "each caller has this limit for itself, so that there is no reservation to give",
                     "a limit that callers share",
                 )
             } else if !matches!(group.penalty, ParsedPenalty::None) {
-                ("a caller that is blocked can't be given a place", "a limit without penalty and ban")
+                ("a caller that is blocked can't be given a reservation", "a limit without penalty and ban")
             } else if in_flight {
                 (
-                    "nothing tells when a call in flight ends, so that there is no place to give",
+                    "nothing tells when a call in flight ends, so that there is no reservation to give",
                     "a rate, window or quota",
                 )
             } else if group.count == CountMode::All {
-                ("a call that another limit refuses would use the place up", "a limit that counts admitted calls")
+                ("a call that another limit refuses would use its reservation up", "a limit that counts admitted calls")
             } else if group.sharing.lease.is_some() {
-                ("a node with a slice of the limit doesn't know the places", "a limit without `lease`")
+                ("a node with a slice of the limit doesn't know the reservations", "a limit without `lease`")
             } else {
                 continue;
             };
@@ -123,9 +123,9 @@ impl DocumentReader<'_> {
             is_valid = false;
         }
         if let Some((_, second)) = reserving().nth(1) {
-            let message = "two limits of this action give places to callers";
+            let message = "two limits of this action give reservations to callers";
             let error = self.error(second.at, message, "one of them");
-            error.help("a caller would have to keep a place of each, at different times");
+            error.help("a caller would have to keep a reservation of each, at different times");
             is_valid = false;
         }
         is_valid

@@ -1,4 +1,4 @@
-//! Places of refused callers, over every interface.
+//! Reservations of refused callers, over every interface.
 
 use tidegate::{Clock as _, Span};
 use tidegate_testkit::servers::free_port;
@@ -23,7 +23,7 @@ fn from(client: u8, more: &str) -> String {
     format!("GET /x HTTP/1.1\r\nhost: gate\r\nx-forwarded-for: 192.0.2.{client}\r\n{more}\r\n")
 }
 
-/// Uses up the burst. Returns the place that the next client gets, and its token.
+/// Uses up the burst. Returns the reservation that the next client gets, and its token.
 async fn refused(gate: &Running, peer: &mut Peer) -> (String, String) {
     for client in 1..=2 {
         assert_eq!(status(&peer.ask(from(client, "")).await), 200);
@@ -31,38 +31,38 @@ async fn refused(gate: &Running, peer: &mut Peer) -> (String, String) {
     let answer = peer.ask(from(3, "")).await;
     assert_eq!((status(&answer), header(&answer, "retry-after")), (429, Some("1")), "{answer}");
     assert_eq!(gate.clock.now().as_micros() / 1000, START_MILLIS);
-    let place = header(&answer, "tidegate-reservation").unwrap().to_owned();
-    let token = place.strip_suffix(&format!(";at={}", START_MILLIS + 500)).unwrap().to_owned();
+    let reservation = header(&answer, "tidegate-reservation").unwrap().to_owned();
+    let token = reservation.strip_suffix(&format!(";at={}", START_MILLIS + 500)).unwrap().to_owned();
     let told = format!(
         "{{\"error\":\"Too many requests\",\"retry_after\":1,\"next_allowed_at\":null,\
          \"reservation\":{{\"token\":\"{token}\",\"at\":{}}}}}",
         START_MILLIS + 500
     );
     assert_eq!(body(&answer), told);
-    (place, token)
+    (reservation, token)
 }
 
 #[tokio::test]
-async fn a_refused_client_returns_by_its_place() {
+async fn a_refused_client_returns_by_its_reservation() {
     let upstream = Echo::start(HELLO).await;
     let gate = start(upstream.address, SHARED).await;
     let mut peer = Peer::connect(gate.inbound).await;
-    let (place, token) = refused(&gate, &mut peer).await;
-    // Another client's refusal has another place, and another body.
+    let (reservation, token) = refused(&gate, &mut peer).await;
+    // Another client's refusal has another reservation, and another body.
     let other = peer.ask(from(4, "")).await;
     let other = header(&other, "tidegate-reservation").unwrap();
-    assert!(other != place && other.ends_with(&format!(";at={}", START_MILLIS + 1000)), "{other}");
+    assert!(other != reservation && other.ends_with(&format!(";at={}", START_MILLIS + 1000)), "{other}");
     gate.clock.advance(Span::from_millis(500));
     let stolen = peer.ask(from(5, &format!("tidegate-reservation: {token}\r\n"))).await;
     assert_eq!(status(&stolen), 429);
     assert!(body(&stolen).ends_with(",\"unknown_reservation\":true}"), "{stolen}");
     // The whole value of the header is accepted, too.
-    let kept = peer.ask(from(3, &format!("tidegate-reservation: {place}\r\n"))).await;
+    let kept = peer.ask(from(3, &format!("tidegate-reservation: {reservation}\r\n"))).await;
     assert_eq!((status(&kept), header(&kept, "tidegate-reservation")), (200, None), "{kept}");
 }
 
 #[tokio::test]
-async fn forward_auth_and_the_api_know_places() {
+async fn forward_auth_and_the_api_know_reservations() {
     let gate = start(Echo::start(HELLO).await.address, SHARED).await;
     let (_, token) = refused(&gate, &mut Peer::connect(gate.inbound).await).await;
     let mut api = Peer::connect(gate.api).await;
@@ -95,8 +95,8 @@ async fn envoy_hands_places_through() {
     let client = rls::connect(address).await;
     let of = |entries: &[(&str, &str)]| rls::request([rls::descriptor(entries)]);
     let answer = rls::ask(&client, &of(&[("action", "all"), ("ip", "192.0.2.9")])).await.unwrap();
-    let place = rls::header(&answer, "tidegate-reservation").unwrap();
-    let token = place.strip_suffix(&format!(";at={}", START_MILLIS + 1000)).unwrap();
+    let reservation = rls::header(&answer, "tidegate-reservation").unwrap();
+    let token = reservation.strip_suffix(&format!(";at={}", START_MILLIS + 1000)).unwrap();
     gate.clock.advance(Span::from_millis(1000));
     let returned = of(&[("action", "all"), ("ip", "192.0.2.9"), ("header:tidegate-reservation", token)]);
     assert_eq!(rls::ask(&client, &returned).await.unwrap().overall_code, rls::Code::Ok as i32);

@@ -104,9 +104,9 @@ async fn a_refused_connection_is_retried_for_any_method() {
     assert_eq!((api.count(), &api.arrived()[0].body[..]), (1, &b"order"[..]));
 }
 
-/// The place ends within the second that `Retry-After` tells.
+/// The reservation ends within the second that `Retry-After` tells.
 #[tokio::test]
-async fn a_place_is_presented_once_at_its_instant() {
+async fn a_reservation_is_presented_once_at_its_instant() {
     let api = Api::start(|number, _| match number {
         0 => {
             let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_millis();

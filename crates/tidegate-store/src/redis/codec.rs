@@ -455,7 +455,9 @@ impl BatchStates for DecodedStates {
     fn strike(&mut self, index: usize, context: &OpContext<'_>, outcome: &mut Outcome) {
         match self.answers[index] {
             Some(answer) if answer.assigned_at > Time::ZERO => {
-                (outcome.retry_at, outcome.reserved_at) = (answer.assigned_at, answer.assigned_at);
+                outcome.retry_at = answer.assigned_at;
+                let is_kept = context.limit.reservations().is_some_and(|rules| rules.is_kept());
+                outcome.reserved_at = if is_kept { answer.assigned_at } else { Time::ZERO };
                 outcome.reset_at = outcome.reset_at.max(answer.assigned_at);
             }
             Some(_) => {}

@@ -119,7 +119,7 @@ pub(super) fn outcomes<B: Backend>(backend: &B, options: &ConformanceOptions) ->
     Ok(())
 }
 
-/// Checks that callers at the same moment get different places, and that each place admits one call.
+/// Checks that callers at the same moment get different reservations, and that each reservation admits one call.
 pub(super) fn concurrent_callers<B: Backend>(backend: &B, options: &ConformanceOptions) -> Result<(), String> {
     let limits = limits()?;
     let subject = StoreUnderTest::open(backend, &limits);
@@ -127,24 +127,24 @@ pub(super) fn concurrent_callers<B: Backend>(backend: &B, options: &ConformanceO
     if !subject.set_now(now) {
         return Ok(());
     }
-    let places = Mutex::new(BTreeSet::new());
+    let reservations = Mutex::new(BTreeSet::new());
     let calls = 4;
     let admitted = count_admitted(options.tasks, calls, |task, number| {
         let caller = u64::from(task * calls + number) + 1;
         let outcome = subject.apply(&call(0, caller, 1, Time::ZERO)?, now)?.list()[0];
         if outcome.reserved_at > now {
-            places.lock().map_err(|error| error.to_string())?.insert((outcome.reserved_at, caller));
+            reservations.lock().map_err(|error| error.to_string())?.insert((outcome.reserved_at, caller));
         }
         Ok(outcome.verdict == Verdict::Admitted)
     })?;
     let callers = u64::from(options.tasks * calls);
     expect_equal("admitted at once", admitted, 5.min(callers))?;
-    let places = places.into_inner().map_err(|error| error.to_string())?;
+    let reservations = reservations.into_inner().map_err(|error| error.to_string())?;
     // Five a second, at most five seconds ahead.
-    expect_equal("places", places.len() as u64, 25.min(callers - admitted))?;
-    let instants: BTreeSet<Time> = places.iter().map(|(at, _)| *at).collect();
-    expect_equal("different places", instants.len(), places.len())?;
-    for (at, caller) in places {
+    expect_equal("reservations", reservations.len() as u64, 25.min(callers - admitted))?;
+    let instants: BTreeSet<Time> = reservations.iter().map(|(at, _)| *at).collect();
+    expect_equal("different reservations", instants.len(), reservations.len())?;
+    for (at, caller) in reservations {
         subject.set_now(at);
         let admitted = count_admitted(options.tasks, 1, |_, _| {
             let outcome = subject.apply(&call(0, caller, 1, at)?, at)?.list()[0];

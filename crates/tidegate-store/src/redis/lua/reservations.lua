@@ -244,7 +244,7 @@ evaluate_reserved = function(op, state)
     else
       op.own = nil
       if not fits and at > now then
-        free_at, reserved_at = at, at
+        free_at, reserved_at = at, op.is_kept * at
       end
     end
   end
