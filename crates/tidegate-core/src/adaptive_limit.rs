@@ -241,6 +241,19 @@ impl AdaptiveLimit {
         }
     }
 
+    /// The limit and the round trip without load, once the start is over and both are known.
+    pub fn learnt(&self) -> Option<(u32, Span)> {
+        self.unloaded_round_trip.filter(|_| self.start.is_none()).map(|round_trip| (self.cap, round_trip))
+    }
+
+    /// Continues from what another limit has [learnt](Self::learnt), instead of a start.
+    pub fn resume(&mut self, (cap, round_trip): (u32, Span), now: Time) {
+        (self.cap, self.start) = (cap.clamp(self.spec.min, self.spec.max), None);
+        self.unloaded_round_trip = Some(round_trip.max(MIN_ROUND_TRIP));
+        (self.baseline_at, self.baseline_cap, self.evaluated_at) = (Some(now), self.cap, now);
+        self.window = SampleWindow::default();
+    }
+
     fn evaluate_window(&mut self, now: Time) {
         let window = core::mem::take(&mut self.window);
         let SampleWindow { answered, failed, loaded, full, round_trips, .. } = window;

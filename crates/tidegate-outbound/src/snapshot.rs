@@ -1,7 +1,7 @@
-//! State of outbound calls that outlives the process: spent quotas and cool-downs, in a plain file.
+//! State of outbound calls that outlives the process: spent quotas, cool-downs and adaptive limits, in a plain file.
 //!
 //! A quota can last for days, and the provider defines the length of a cool-down. A process that forgot them would make
-//! calls that fail until then, or be banned. Windows and rates start empty: they hold too many times that end too soon
+//! calls that fail until then, or be banned. A provider's capacity takes some seconds of traffic to find. Windows and rates start empty: they hold too many times that end too soon
 //! to be written every second. If the provider still counts calls of them, that costs one throttled reply, which starts
 //! a cool-down.
 
@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 pub use file::SnapshotError;
 use file::{SnapshotDocument, SnapshotFile};
-use record::{RecordKey, RecordState, SnapshotRecord, retained_records};
+use record::{LearntLimit, RecordKey, RecordState, SnapshotRecord, retained_records};
 use tidegate_core::{Batch, Clock, Key, Limit, LimitId, LimitKind, MAX_COST, Op, Outcome, Span, Time, Verb};
 use tidegate_runtime::clock::SystemClock;
 use tidegate_store::{Memory, Store, StoreResponse};
@@ -27,7 +27,7 @@ use super::{Outbound, Provider};
 /// The most that the present may lie before the last save without a warning that the clock was set back.
 const MAX_CLOCK_STEP_BACK: Span = Span::from_secs(1);
 
-/// A file with the spent quotas and cool-downs of an [`Outbound`], by the names of provider, limit and credential.
+/// A file with the spent quotas, cool-downs and adaptive limits of an [`Outbound`], by the names of provider, limit and credential.
 ///
 /// [`Snapshot::save`] writes it if something has changed. Called once a second, a killed process loses at most the
 /// state of its last second. The file holds no secret: it names the source of a credential, such as `env:API_TOKEN`. A
@@ -59,6 +59,7 @@ struct SavedState {
     current_records: Option<Vec<SnapshotRecord>>,
     /// All records, including retained ones.
     all_records: Vec<SnapshotRecord>,
+    learnt: Vec<LearntLimit>,
 }
 
 impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
@@ -72,6 +73,9 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
     pub fn restore(outbound: &Outbound<S, C>, path: impl AsRef<Path>) -> Result<Self, SnapshotError> {
         let (file, document) = SnapshotFile::open(path.as_ref())?;
         let subject = Subject::new(outbound);
+        if let Some(document) = &document {
+            subject.restore_learnt(&document.learnt);
+        }
         let all_records = document.map(|document| subject.restore_records(document)).unwrap_or_default();
         let saved = Mutex::new(SavedState { all_records, ..SavedState::default() });
         let snapshot = Self { subject: Mutex::new(Arc::new(subject)), file, saved };
@@ -90,7 +94,7 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
             !subject.limit_keys.contains_key(key) && next.current_record(key, now).is_none()
         };
         let records = saved.all_records.iter().filter(is_back).cloned().collect();
-        next.restore_records(SnapshotDocument::new(now, records));
+        next.restore_records(SnapshotDocument::new(now, records, Vec::new()));
         *subject = Arc::new(next);
     }
 
@@ -104,14 +108,19 @@ impl<S: Store, C: Clock + Clone> Snapshot<S, C> {
         let subject = Arc::clone(&self.subject.lock());
         let now = subject.outbound.0.clock.now();
         let present: Vec<_> = subject.record_order.iter().filter_map(|key| subject.current_record(key, now)).collect();
-        if saved.current_records.as_ref() == Some(&present) {
+        let learnt = subject.learnt();
+        // Each step of a search isn't worth a write.
+        let is_like_saved = learnt.len() == saved.learnt.len()
+            && learnt.iter().zip(&saved.learnt).all(|(present, saved)| present.is_like(saved));
+        if is_like_saved && saved.current_records.as_ref() == Some(&present) {
             return Ok(false);
         }
         let is_known = |key: &RecordKey| subject.limit_keys.contains_key(key);
         let retained = retained_records(&saved.all_records, &present, is_known, now);
-        let document = SnapshotDocument::new(now, [present.as_slice(), &retained].concat());
+        let document = SnapshotDocument::new(now, [present.as_slice(), &retained].concat(), learnt);
         self.file.write(&document)?;
-        *saved = SavedState { current_records: Some(present), all_records: document.records };
+        let SnapshotDocument { records, learnt, .. } = document;
+        *saved = SavedState { current_records: Some(present), all_records: records, learnt };
         Ok(true)
     }
 }
@@ -123,6 +132,25 @@ impl<S: Store, C: Clock + Clone> Subject<S, C> {
             outbound: outbound.clone(),
             record_order: limits.iter().map(|(record_key, _)| record_key.clone()).collect(),
             limit_keys: limits.into_iter().collect(),
+        }
+    }
+
+    /// Returns the adaptive limits that are known.
+    fn learnt(&self) -> Vec<LearntLimit> {
+        let learnt = self.outbound.providers().iter().filter_map(|provider| {
+            let learnt = provider.0.inspect(|state, _| state.adaptive_limit.as_ref()?.learnt());
+            let (in_flight, round_trip) = learnt?;
+            let provider = provider.config().name.clone();
+            Some(LearntLimit { provider, in_flight, round_trip: round_trip.as_micros() })
+        });
+        learnt.collect()
+    }
+
+    fn restore_learnt(&self, learnt: &[LearntLimit]) {
+        for provider in self.outbound.providers() {
+            if let Some(known) = learnt.iter().find(|known| known.provider == provider.config().name) {
+                provider.0.resume_adaptive_limit((known.in_flight, Span::from_micros(known.round_trip)));
+            }
         }
     }
 

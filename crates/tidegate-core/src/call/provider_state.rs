@@ -136,6 +136,14 @@ impl ProviderState {
         self.lanes.clear_refusals();
     }
 
+    /// Continues with what an adaptive limit has [learnt](AdaptiveLimit::learnt) before.
+    pub fn resume_adaptive_limit(&mut self, rules: &CallRules, learnt: (u32, Span), now: Time) {
+        if let Some(adaptive) = &mut self.adaptive_limit {
+            adaptive.resume(learnt, now);
+        }
+        self.apply_adaptive_limit(rules);
+    }
+
     /// The present lead: the time between the start of a call and the time at which windows count it.
     pub fn lead(&self) -> Span {
         self.lead

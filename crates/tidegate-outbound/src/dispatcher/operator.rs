@@ -3,7 +3,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use tidegate_core::{Batch, Clock, MAX_OPS, Op, Verb};
+use tidegate_core::{Batch, Clock, MAX_OPS, Op, Span, Verb};
 use tidegate_store::{Store, StoreError, StoreResponse};
 
 use super::{Dispatcher, ProviderChange, ProviderInner};
@@ -50,6 +50,14 @@ impl<S: Store, C: Clock> ProviderInner<S, C> {
             ((), Some(ProviderChange::Reset))
         });
         Ok(())
+    }
+
+    /// Continues with the adaptive limit of an earlier process.
+    pub(crate) fn resume_adaptive_limit(self: &Arc<Self>, learnt: (u32, Span)) {
+        self.change(|dispatcher| {
+            dispatcher.context.state.resume_adaptive_limit(&self.rules, learnt, self.clock.now());
+            ((), None)
+        });
     }
 
     /// Makes a change, dispatches the calls that are due after it, and publishes it.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tidegate_core::Time;
 use tidegate_store::files;
 
-use super::record::{SnapshotRecord, micros};
+use super::record::{LearntLimit, SnapshotRecord, micros};
 
 /// The largest snapshot in bytes: enough for some hundred thousand quotas and cool-downs.
 const MAX_BYTES: u64 = 64 << 20;
@@ -78,11 +78,13 @@ pub(super) struct SnapshotDocument {
     #[serde(with = "micros")]
     pub saved_at: Time,
     pub records: Vec<SnapshotRecord>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub learnt: Vec<LearntLimit>,
 }
 
 impl SnapshotDocument {
-    pub(super) fn new(saved_at: Time, records: Vec<SnapshotRecord>) -> Self {
-        Self { tidegate_outbound: VERSION, saved_at, records }
+    pub(super) fn new(saved_at: Time, records: Vec<SnapshotRecord>, learnt: Vec<LearntLimit>) -> Self {
+        Self { tidegate_outbound: VERSION, saved_at, records, learnt }
     }
 }
 

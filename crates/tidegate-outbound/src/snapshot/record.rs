@@ -24,6 +24,23 @@ pub(super) struct SnapshotRecord {
     pub state: RecordState,
 }
 
+/// The adaptive limit of a provider.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct LearntLimit {
+    pub provider: String,
+    pub in_flight: u32,
+    /// The round trip without load, in microseconds.
+    pub round_trip: u64,
+}
+
+impl LearntLimit {
+    /// True if the other limit, of the same provider, differs by at most an eighth: by the steps in which it is searched.
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        self.provider == other.provider && self.in_flight.abs_diff(other.in_flight) <= self.in_flight / 8
+    }
+}
+
 /// Times are microseconds since the Unix epoch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "lowercase")]

@@ -472,3 +472,24 @@ async fn only_private_regular_files_are_written() {
     assert!(refused.to_string().contains("a FIFO"), "{refused}");
     assert!(fs::symlink_metadata(host.path()).unwrap().file_type().is_fifo());
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_adaptive_limit_continues_after_a_restart() {
+    let host = Host::new(policy("limit = \"unlimited\"\nadaptive = { max = 100 }\n"));
+    let limit = |process: &Process| process.api().inspect(|state, _| state.adaptive_limit.as_ref().unwrap().limit());
+    let now = utc("2026-06-10T12:00:00Z");
+    let process = host.start(now);
+    assert_eq!(limit(&process), 20);
+    let answers = |name| Answers::of(process.api(), &[GOOD], &Log::default(), name).after(Duration::from_millis(100));
+    let calls: Vec<_> =
+        (0..1_000).map(|name| spawn(process.api(), within(Duration::from_secs(60)), answers(name))).collect();
+    for call in calls {
+        call.await.unwrap().unwrap();
+    }
+    assert_eq!(limit(&process), 100);
+    let ended = process.stop();
+    assert_eq!(limit(&host.start(ended)), 100);
+    // A policy that allows less.
+    let host = Host { policy: policy("limit = \"unlimited\"\nadaptive = { max = 50 }\n"), ..host };
+    assert_eq!(limit(&host.start(ended)), 50);
+}
