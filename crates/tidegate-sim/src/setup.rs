@@ -4,6 +4,7 @@ use tidegate_core::{Backoff, BudgetSpec, Lane, PacerSpec, Span, Time};
 use tidegate_policy::{Policy, Quantity};
 
 use crate::delay::Delay;
+use crate::limiter::ServiceLimiter;
 use crate::profile::Profile;
 
 /// The largest number of clients of one load.
@@ -52,6 +53,7 @@ impl Setup {
             Arrivals::Trace { .. } | Arrivals::Serial { .. } => None,
         });
         let profiles = loads.chain([&self.service.failures, &self.service.spacing, &self.network.loss]);
+        let profiles = profiles.chain(&self.service.workers);
         let profiles = profiles.filter_map(|profile| Some((profile.first_change_at()?, profile.last_change_at())));
         let ranges = self.service.outages.iter().chain(&self.network.partitions).chain(&self.store.outages);
         let changes = profiles.chain(ranges.map(|range| (range.from, range.until)));
@@ -85,8 +87,9 @@ pub struct ServiceSpec {
     pub latency: Delay,
     /// The extra time for each request that it works on or has queued, the new one included.
     pub latency_per_request: Span,
-    /// The number of requests that it works on at a time; unbounded if `None`.
-    pub workers: Option<u32>,
+    /// The number of requests that it works on at a time; unbounded if `None`. If it falls, requests in progress are
+    /// finished.
+    pub workers: Option<Profile>,
     /// The largest number of requests that wait for a worker. Further ones get a server error. Default 1000.
     pub queue: u32,
     /// The limits of all clients together, counted exactly.
@@ -100,10 +103,46 @@ pub struct ServiceSpec {
     pub failures: Profile,
     /// The times in which it refuses connections.
     pub outages: Vec<TimeRange>,
+    /// The times in which no worker makes progress, such as those of a garbage collector.
+    pub pauses: Option<Pauses>,
     /// True if it stops the work on a request when its client has timed out. Default false.
     pub notices_timeouts: bool,
     /// True if each call reads a row and writes it back. The write fails if another call has written the row since.
     pub versioned: bool,
+}
+
+impl ServiceSpec {
+    /// Returns the number of workers at a time from the run's start; `None` if it is unbounded.
+    pub(crate) fn workers_at(&self, time: Span) -> Option<u32> {
+        self.workers.as_ref().map(|workers| workers.value_at(time).round() as u32)
+    }
+
+    /// Returns the state of its limits at the run's start.
+    pub(crate) fn limiters(&self, started_at: Time) -> Vec<ServiceLimiter> {
+        self.limits.iter().filter_map(|limit| ServiceLimiter::new(limit, started_at)).collect()
+    }
+}
+
+/// Pauses at regular times. Each ends a period, so that the first period begins with work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pauses {
+    /// The length of a period.
+    pub period: Span,
+    /// The length of the pause, less than the period.
+    pub length: Span,
+}
+
+impl Pauses {
+    /// Returns the end of a work that begins at `start`, both from the run's start.
+    pub(crate) fn end_of_work(&self, start: Span, work: Span) -> Span {
+        let (period, length) = (self.period.as_micros(), self.length.as_micros());
+        let busy = period - length;
+        let start = start.as_micros();
+        // The time outside of pauses, until the start and until the end.
+        let done = (start / period) * busy + (start % period).min(busy);
+        let done = done.saturating_add(work.as_micros());
+        Span::from_micros((done / busy).saturating_mul(period).saturating_add(done % busy))
+    }
 }
 
 /// The `Retry-After` of a service's replies.

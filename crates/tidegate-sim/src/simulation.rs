@@ -20,7 +20,7 @@ use tidegate_store::{ImmediateStore, Memory, Store};
 use crate::delay::Delay;
 use crate::event_queue::EventQueue;
 use crate::random::{RngStreams, SimRng};
-use crate::service::{ArrivalOutcome, FinishedJob, JobId, RequestKind, ServiceReply, SimService};
+use crate::service::{ArrivalOutcome, FinishedJob, RequestKind, ServiceReply, SimService};
 use crate::setup::{ClientSpec, Setup, TimeRange};
 use crate::stats::{CallOutcome, RunStats};
 use event::{CallId, CallState, ClientCall, SharedStoreRequest, SimEvent, SimRequest, attempt_report};
@@ -95,6 +95,10 @@ impl<'s> Simulation<'s> {
             shared_store,
             stats: RunStats::new(setup),
         };
+        let changes = setup.service.workers.iter().flat_map(|workers| &workers.0);
+        for segment in changes.filter(|segment| segment.end < setup.duration) {
+            simulation.events.schedule(start + segment.end, SimEvent::WorkersChange);
+        }
         for node in 0..simulation.nodes.len() {
             simulation.schedule_next_call(node);
         }
@@ -127,10 +131,10 @@ impl<'s> Simulation<'s> {
             }
             SimEvent::RequestArrives(request, kind) => self.handle_arrival(request, kind),
             SimEvent::JobFinishes(job) => {
-                if let Some(FinishedJob { request, reply, next_job }) = self.service.finish(job, now) {
+                if let Some(FinishedJob { request, reply }) = self.service.finish(job, now) {
                     self.release_permit(request);
                     self.send(request.node, SimEvent::ReplyArrives(request, reply));
-                    self.schedule_job_end(next_job);
+                    self.start_waiting_jobs();
                 }
             }
             SimEvent::ReplyArrives(request, reply) if self.is_reply_awaited(request) => match reply {
@@ -151,6 +155,7 @@ impl<'s> Simulation<'s> {
                     }
                 }
             }
+            SimEvent::WorkersChange => self.start_waiting_jobs(),
             SimEvent::ClientWakes(node, at) => {
                 if self.nodes[node].timer_fires_at == at {
                     self.nodes[node].timer_fires_at = Time::NEVER;
@@ -346,13 +351,15 @@ impl<'s> Simulation<'s> {
                 if self.is_reply_awaited(request) {
                     self.calls[request.call.index].job = Some(job);
                 }
-                self.schedule_job_end(duration.map(|duration| (job, duration)));
+                if let Some(duration) = duration {
+                    self.events.schedule_after(duration, SimEvent::JobFinishes(job));
+                }
             }
         }
     }
 
-    fn schedule_job_end(&mut self, started: Option<(JobId, Span)>) {
-        if let Some((job, duration)) = started {
+    fn start_waiting_jobs(&mut self) {
+        while let Some((job, duration)) = self.service.start_next(self.events.now) {
             self.events.schedule_after(duration, SimEvent::JobFinishes(job));
         }
     }
@@ -400,8 +407,8 @@ impl<'s> Simulation<'s> {
         let call = &self.calls[request.call.index];
         let class = if call.reply_timeout < call.conclusive_after { Class::Cancelled } else { Class::Transient };
         if let Some(job) = call.job {
-            let next_job = self.service.cancel(job);
-            self.schedule_job_end(next_job);
+            self.service.cancel(job);
+            self.start_waiting_jobs();
         }
         let report = AttemptReport { is_repeatable: true, ..AttemptReport::new(class, Delivery::Unknown) };
         self.handle_attempt_end(request.call, &report);

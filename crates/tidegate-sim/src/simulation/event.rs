@@ -59,6 +59,8 @@ pub(super) enum SimEvent {
     ReplyArrives(SimRequest, ServiceReply),
     AttemptTimesOut(SimRequest),
     CallResumes(CallId),
+    /// The number of workers changes.
+    WorkersChange,
     /// The gate renews the permits that are held.
     GateRenewsPermits,
     /// A client's timer fires, if it is still set for this moment.
