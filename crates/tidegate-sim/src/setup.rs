@@ -247,10 +247,48 @@ pub struct PlainClientSpec {
     pub budget: Option<BudgetSpec>,
     /// The largest number of attempts that a client has in flight. Further ones fail at once.
     pub in_flight: Option<u32>,
+    /// The controller of its attempts. A call that may not be sent waits, also for another attempt.
+    pub control: Option<ControllerKind>,
+    /// The largest number of calls that wait for the controller. Further ones fail. Default 1000.
+    pub queue: u32,
     /// The timeout of an attempt; `None` if it waits without end.
     pub timeout: Option<Span>,
+    /// The time for a call, after which it has failed; `None` if it has no end.
+    pub deadline: Option<Span>,
     /// True if it waits at least for the `Retry-After` of a reply.
     pub honours_retry_after: bool,
+}
+
+/// The controller of a plain client's attempts, with its published default values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ControllerKind {
+    /// Additive increase and multiplicative decrease of the attempts in flight, as in Netflix's concurrency-limits.
+    Aimd,
+    /// A rate along CUBIC's curve, as in the AWS SDKs' retry mode `adaptive`.
+    Cubic,
+    /// The gradient controller of Envoy's adaptive concurrency filter.
+    Envoy,
+    /// The adaptive limiter of failsafe-go.
+    Failsafe,
+    /// `Gradient2` of Netflix's concurrency-limits.
+    Gradient2,
+    /// The best possible: it knows the service's workers and limits, and all clients' attempts.
+    Oracle,
+    /// `Vegas` of Netflix's concurrency-limits.
+    Vegas,
+}
+
+impl ControllerKind {
+    /// All kinds with their names in scenarios.
+    pub const ALL: [(&str, Self); 7] = [
+        ("aimd", Self::Aimd),
+        ("cubic", Self::Cubic),
+        ("envoy", Self::Envoy),
+        ("failsafe", Self::Failsafe),
+        ("gradient2", Self::Gradient2),
+        ("oracle", Self::Oracle),
+        ("vegas", Self::Vegas),
+    ];
 }
 
 /// The store of the state of `tidegate` clients.

@@ -1,0 +1,76 @@
+//! Controllers of plain clients.
+
+use tidegate_sim::{Report, Scenario};
+
+fn run(scenario: &Scenario) -> Report {
+    scenario.run(scenario.seed, &mut |_| {})
+}
+
+fn report(text: &str) -> Report {
+    run(&Scenario::read("s.toml", text.as_bytes()).unwrap_or_else(|errors| panic!("{errors}")))
+}
+
+/// One worker of 100 ms: the first of twenty calls is sent, nine wait and ten don't fit.
+#[test]
+fn waiting_calls_have_bound_and_deadline() {
+    let report = report(
+        r#"
+        [service]
+        latency = "100ms"
+        workers = 1
+        [load.all]
+        trace = ["0s"]
+        each = 20
+        [client]
+        control = "oracle"
+        queue = 9
+        deadline = "550ms"
+        "#,
+    );
+    let run = &report.runs[0];
+    // The sixth is sent after 500 ms and times out; the other four are never sent.
+    let total = run.first_trial.total;
+    assert_eq!((total.succeeded, total.failed, total.declined, total.attempts), (5, 5, 10, 6), "{total:?}");
+    assert_eq!((total.waiting, run.summary.elapsed), (9, 0.55));
+    assert_eq!(
+        (run.summary.wasted_share, run.summary.measured_p50_delay.map(|delay| delay > 0.29)),
+        (1.0 / 6.0, Some(true))
+    );
+}
+
+#[test]
+fn the_oracle_keeps_workers_busy_without_queue() {
+    let report = report(
+        r#"
+        duration = "1m"
+        measure = "10s to 1m"
+        [service]
+        latency = { uniform = ["50ms", "150ms"] }
+        workers = ["10 until 30s", "5"]
+        [load.all]
+        clients = 5
+        rate = "40/s"
+        [client]
+        control = "oracle"
+        queue = 4
+        deadline = "1s"
+        "#,
+    );
+    let run = &report.runs[0];
+    assert_eq!((run.first_trial.total.queue, run.first_trial.total.working), (0, 10));
+    assert!((run.summary.goodput / (20.0 * 100.0 + 30.0 * 50.0) * 50.0 - 1.0).abs() < 0.05, "{:?}", run.summary);
+    assert!(run.summary.fairness.unwrap() > 0.99, "{:?}", run.summary);
+}
+
+#[test]
+fn the_oracle_takes_each_slot_of_limits() {
+    for (limit, goodput) in [("20 per 1s", 20.0), ("20/s burst 5", 20.0), ("[\"20 per 1s\", \"100 per 10s\"]", 10.0)] {
+        let limit = if limit.starts_with('[') { limit.to_owned() } else { format!("{limit:?}") };
+        let report = report(&format!(
+            "duration = \"70s\"\nmeasure = \"10s to 70s\"\n[service]\nlimit = {limit}\n[load.all]\nclients = 3\nrate = \"10/s\"\n\
+             [client]\ncontrol = \"oracle\"\ndeadline = \"2s\"\n"
+        ));
+        let found = report.runs[0].summary;
+        assert_eq!((found.throttled, (found.goodput / goodput - 1.0).abs() < 0.02), (0.0, true), "{limit}: {found:?}");
+    }
+}
