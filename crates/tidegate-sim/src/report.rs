@@ -1,11 +1,13 @@
 //! The results of a scenario, as numbers, text and pictures.
 
+mod control;
 mod html;
 mod json;
 mod picture;
 mod summary;
 mod table;
 
+pub use control::ControlFigures;
 pub use summary::RunSummary;
 pub use tidegate_report::svg::PictureError;
 

@@ -1,6 +1,9 @@
-//! Controllers of plain clients.
+//! Controllers of plain clients, and the suite that compares them.
+#![expect(clippy::unwrap_used, reason = "a test")]
 
-use tidegate_sim::{Report, Scenario};
+use tidegate_core::Span;
+use tidegate_sim::setup::TimeRange;
+use tidegate_sim::{Report, Scenario, shipped};
 
 fn run(scenario: &Scenario) -> Report {
     scenario.run(scenario.seed, &mut |_| {})
@@ -8,6 +11,19 @@ fn run(scenario: &Scenario) -> Report {
 
 fn report(text: &str) -> Report {
     run(&Scenario::read("s.toml", text.as_bytes()).unwrap_or_else(|errors| panic!("{errors}")))
+}
+
+/// The suite with one trial, and less of the worlds that don't change.
+fn short_suite() -> Scenario {
+    let mut suite = Scenario::read("control", shipped::SUITES[0].text.as_bytes()).unwrap();
+    for setup in &mut suite.setups {
+        setup.trials = 1;
+        let end = Span::from_secs(40);
+        if setup.disturbance_range().is_none() && setup.duration > end {
+            (setup.duration, setup.measured_range) = (end, Some(TimeRange { from: Span::from_secs(20), until: end }));
+        }
+    }
+    suite
 }
 
 /// One worker of 100 ms: the first of twenty calls is sent, nine wait and ten don't fit.
@@ -73,4 +89,28 @@ fn the_oracle_takes_each_slot_of_limits() {
         let found = report.runs[0].summary;
         assert_eq!((found.throttled, (found.goodput / goodput - 1.0).abs() < 0.02), (0.0, true), "{limit}: {found:?}");
     }
+}
+
+/// The oracle's goodput is the capacity, up to the noise of a single trial.
+#[test]
+fn no_strategy_beats_the_oracle() {
+    let report = run(&short_suite());
+    let worlds: Vec<_> = report.control_figures().collect();
+    assert!(worlds.len() >= 10, "{}", worlds.len());
+    for (runs, figures) in worlds {
+        for (run, figures) in runs.iter().zip(figures) {
+            let fair = figures.fairness.is_none_or(|fairness| fairness <= 1.0 + 1e-9);
+            assert!(figures.goodput <= 1.02 && fair, "{}, {}: {figures:?}", run.case, run.strategy);
+        }
+    }
+    let table = report.control_table();
+    assert!(table.contains("tidegate: goodput within 5 % of the best in "), "{table}");
+}
+
+#[test]
+fn one_seed_gives_identical_control_tables() {
+    let mut suite = short_suite();
+    suite.setups.retain(|setup| ["heavy tail", "limit by the second"].contains(&&*setup.case));
+    assert_eq!(run(&suite).control_table(), run(&suite).control_table());
+    assert_ne!(suite.run(2, &mut |_| {}).control_table(), suite.run(3, &mut |_| {}).control_table());
 }
