@@ -247,7 +247,8 @@ pub struct PlainClientSpec {
     pub budget: Option<BudgetSpec>,
     /// The largest number of attempts that a client has in flight. Further ones fail at once.
     pub in_flight: Option<u32>,
-    /// The controller of its attempts. A call that may not be sent waits, also for another attempt.
+    /// The controller of its attempts. A call that may not be sent waits, also for another attempt, for at most half of
+    /// the time until its deadline.
     pub control: Option<ControllerKind>,
     /// The largest number of calls that wait for the controller. Further ones fail. Default 1000.
     pub queue: u32,

@@ -44,14 +44,12 @@ fn waiting_calls_have_bound_and_deadline() {
         "#,
     );
     let run = &report.runs[0];
-    // The sixth is sent after 500 ms and times out; the other four are never sent.
+    // Two more are sent within the 275 ms that a call may wait.
     let total = run.first_trial.total;
-    assert_eq!((total.succeeded, total.failed, total.declined, total.attempts), (5, 5, 10, 6), "{total:?}");
-    assert_eq!((total.waiting, run.summary.elapsed), (9, 0.55));
-    assert_eq!(
-        (run.summary.wasted_share, run.summary.measured_p50_delay.map(|delay| delay > 0.29)),
-        (1.0 / 6.0, Some(true))
-    );
+    assert_eq!((total.succeeded, total.failed, total.declined, total.attempts), (3, 7, 10, 3), "{total:?}");
+    assert_eq!((total.waiting, run.summary.elapsed), (9, 0.3));
+    let median = run.summary.measured_p50_delay.unwrap();
+    assert!(run.summary.wasted_share == 0.0 && (median - 0.2).abs() < 0.001, "{:?}", run.summary);
 }
 
 #[test]

@@ -113,7 +113,9 @@ impl Simulation<'_> {
         if waiting > 0 {
             self.stats.record(now, |bucket| bucket.waiting = bucket.waiting.max(waiting));
             if time_left < Span::MAX {
-                self.events.schedule_after(time_left, SimEvent::CallExpires(id));
+                // A call that is sent just before its deadline would cost the service work and yield nothing.
+                let longest_wait = Span::from_micros(time_left.as_micros() / 2);
+                self.events.schedule_after(longest_wait, SimEvent::CallExpires(id));
             }
         }
     }
@@ -160,7 +162,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Ends a call whose time is over, if it still waits for its controller.
+    /// Ends a call whose time to wait is over, if it still waits for its controller.
     pub(super) fn expire_call(&mut self, id: CallId) {
         let Some(node) = self.call(id).map(|call| call.node) else { return };
         if self.admission_of(node).is_some_and(|index| self.admissions[index].remove(id)) {

@@ -59,7 +59,7 @@ pub(super) enum SimEvent {
     ReplyArrives(SimRequest, ServiceReply),
     AttemptTimesOut(SimRequest),
     CallResumes(CallId),
-    /// The time of a call that waits for its controller is over.
+    /// The time for which a call may wait for its controller is over.
     CallExpires(CallId),
     /// A controller is asked again, if that is still planned for this moment.
     AdmissionWakes(usize, Time),
